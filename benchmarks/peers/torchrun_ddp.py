@@ -1,0 +1,106 @@
+"""The default training as a plain torchrun DDP script: what a careful user writes.
+
+    torchrun --standalone --nproc-per-node 8 benchmarks/peers/torchrun_ddp.py
+
+Same data, network, batch, epochs, optimizer and schedule as `python -m mpitrain`; no
+mpitrain in it. Rank zero prints the final accuracy.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+EPOCHS = 10
+GLOBAL_BATCH_SIZE = 64
+LR = 0.1
+DIGITS = Path(__file__).parents[2] / "mpitrain" / "data" / "digits" / "digits.npz"
+
+
+class ConvNet(nn.Module):
+    """The network of `mpitrain.models.convnet`, written again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(1, 16, 3, padding=1)
+        self.conv2 = nn.Conv2d(16, 32, 3, stride=2, padding=1)
+        self.hidden = nn.Linear(32 * 16, 40)
+        self.head = nn.Linear(40, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = F.relu(self.conv2(F.relu(self.conv1(x))))
+        return self.head(F.relu(self.hidden(x.flatten(1))))
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    arrays = np.load(DIGITS)
+    order = arrays["permutation"].astype(np.int64)
+    images = torch.from_numpy(arrays["images"][order]).unsqueeze(1).float() / 16.0
+    labels = torch.from_numpy(arrays["labels"][order]).long()
+    num_train = int(arrays["num_train"])
+    train = TensorDataset(images[:num_train], labels[:num_train])
+    val = TensorDataset(images[num_train:], labels[num_train:])
+    sampler = DistributedSampler(train, shuffle=True, seed=1)
+    loader = DataLoader(
+        train, batch_size=GLOBAL_BATCH_SIZE // world_size, sampler=sampler
+    )
+    val_loader = DataLoader(
+        val, batch_size=256, sampler=DistributedSampler(val, shuffle=False)
+    )
+
+    torch.manual_seed(1)
+    model = ConvNet()
+    replica = DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(
+        model.parameters(), lr=LR, momentum=0.9, nesterov=True, weight_decay=5e-4
+    )
+    warmup, total = len(loader), len(loader) * EPOCHS
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer,
+        lambda step: (
+            (step + 1) / warmup
+            if step < warmup
+            else 0.5 * (1 + math.cos(math.pi * (step - warmup) / (total - warmup)))
+        ),
+    )
+    for epoch in range(EPOCHS):
+        sampler.set_epoch(epoch)
+        replica.train()
+        for x, y in loader:
+            optimizer.zero_grad()
+            F.cross_entropy(replica(x), y).backward()
+            optimizer.step()
+            schedule.step()
+        model.eval()
+        sums = torch.zeros(3, dtype=torch.float64)
+        with torch.no_grad():
+            for x, y in val_loader:
+                scores = model(x)
+                sums[0] += F.cross_entropy(scores, y, reduction="sum").double()
+                sums[1] += (scores.argmax(1) == y).sum()
+                sums[2] += len(y)
+        dist.all_reduce(sums)
+        if rank == 0:
+            loss, correct, count = sums.tolist()
+            print(
+                f"epoch {epoch + 1} val_loss {loss / count:.4f} "
+                f"val_accuracy {correct / count:.2%}",
+                flush=True,
+            )
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    main()

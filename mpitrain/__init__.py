@@ -1,0 +1,57 @@
+"""Start and run PyTorch training with mpirun, on anything.
+
+    mpirun -np 8 --oversubscribe python -m mpitrain
+
+trains on every slot. For a script of your own:
+
+    import mpitrain
+
+    with mpitrain.init() as world:
+        print(world.rank, world.world_size, world.device)
+
+Importing this starts no MPI and imports no torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from mpitrain.errors import (
+        DataError,
+        LaunchError,
+        MpitrainError,
+        TopologyError,
+        UsageError,
+    )
+    from mpitrain.launch import Job, init
+    from mpitrain.world import Node, World
+
+__all__ = [
+    "DataError",
+    "Job",
+    "LaunchError",
+    "MpitrainError",
+    "Node",
+    "TopologyError",
+    "UsageError",
+    "World",
+    "__version__",
+    "init",
+]
+
+_HOMES = {"init": "launch", "Job": "launch", "World": "world", "Node": "world"}
+
+
+def __getattr__(name: str) -> object:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    home = importlib.import_module(f"mpitrain.{_HOMES.get(name, 'errors')}")
+    return getattr(home, name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

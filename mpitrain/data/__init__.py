@@ -1,0 +1,1 @@
+"""Where samples come from (`sources`), and which rank sees which (`sharding`)."""

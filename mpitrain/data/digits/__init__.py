@@ -1,0 +1,1 @@
+"""The embedded data set: `digits.npz`, its source and how it was made."""

@@ -1,0 +1,40 @@
+"""The exceptions of mpitrain, as a tree.
+
+    MpitrainError                 catch this for anything of ours; exit status 1
+    |-- UsageError (ValueError)   the command line, the YAML file; exit status 2
+    |-- DataError (ValueError)    samples or models that are not what they must be
+    |-- LaunchError               the start: MPI, network, process group
+        |-- TopologyError         ranks, nodes and devices do not fit together
+
+Every message says what was found and where, what was expected, what to type.
+"""
+
+from __future__ import annotations
+
+
+class MpitrainError(Exception):
+    """Base of all errors that mpitrain raises on purpose."""
+
+    exit_status = 1
+    """What the job's exit status becomes when this ends it."""
+
+    speaker: int | None = None
+    """The rank that says it, where every rank raises it; ``None``: this rank alone."""
+
+
+class UsageError(MpitrainError, ValueError):
+    """A command line or configuration that cannot be used."""
+
+    exit_status = 2
+
+
+class DataError(MpitrainError, ValueError):
+    """Data or a model of the user's that does not hold what it must."""
+
+
+class LaunchError(MpitrainError):
+    """The job could not be started as a whole."""
+
+
+class TopologyError(LaunchError):
+    """Ranks, nodes and devices contradict each other."""

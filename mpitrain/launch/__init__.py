@@ -1,0 +1,219 @@
+"""From `mpirun` to a ready process group; useful without our trainer.
+
+    import mpitrain
+
+    with mpitrain.init() as world:
+        model = DistributedDataParallel(model.to(world.device))
+        ...
+
+Read in the order of the start: `topology` (who am I), `threads`, `devices`, `network`
+and `store` (where rank zero is reached), `environ`; and `guard`, which stands around
+all of it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import sys
+from collections.abc import MutableMapping
+from dataclasses import replace
+from datetime import timedelta
+from types import TracebackType
+from typing import TYPE_CHECKING, Literal
+
+from mpitrain.launch import devices, environ, network, store, threads
+from mpitrain.launch.guard import Guard, exit_status, guarded, leave
+from mpitrain.topology import all_or_none, locate
+from mpitrain.world import World
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+__all__ = ["Device", "Guard", "Job", "guarded", "init"]
+
+Device = Literal["auto", "cpu", "cuda"]
+
+log = logging.getLogger("mpitrain")
+
+
+def init(
+    *,
+    device: Device = "auto",
+    timeout_seconds: float = 1800.0,
+    guard: Guard | None = None,
+) -> Job:
+    """Start torch.distributed on all ranks that mpirun started.
+
+    Collective over all ranks.
+
+    Starts MPI, learns rank and node from it, sets the number of threads, gives every
+    rank its device, finds an address of rank zero that all nodes reach, and calls
+    ``init_process_group``. Sets ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``,
+    ``LOCAL_WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT`` for libraries that ask.
+    Without mpirun it is a world of one.
+
+    Use it with ``with``: then every way out of the block ends the whole job with the
+    right status. Without ``with``, an uncaught exception still ends the job through
+    `sys.excepthook`, and the end of the program waits for the others; but
+    ``sys.exit(3)`` on one rank cannot be told from success there, and the job ends only
+    when the others do not come within `timeout_seconds`.
+
+    Args:
+        device: ``"auto"`` for GPUs where there are any; ``"cpu"``; ``"cuda"`` to
+            refuse to run without.
+        timeout_seconds: How long one collective, and the last rank at the end, may
+            take.
+        guard: The guard that already stands; ``None`` to make one.
+
+    Returns:
+        The job, already running: a context manager whose value is the `World`; also
+        its attribute `world`.
+
+    Raises:
+        LaunchError: The job cannot start; raised on every rank or on none. With more
+            than one rank the job ends here.
+    """
+    guard = guard or guarded()
+    with guard:
+        world = _start(guard, device, timeout_seconds, os.environ)
+    return Job(world, guard, timeout_seconds)
+
+
+class Job:
+    """A running job: a context manager whose value is this process's `World`."""
+
+    def __init__(self, world: World, guard: Guard, timeout_seconds: float) -> None:
+        self.world = world
+        self._guard = guard
+        self._timeout_seconds = timeout_seconds
+        self._closed = False
+        self._previous_hook = sys.excepthook
+        sys.excepthook = self._excepthook
+        atexit.register(self.close)
+
+    @property
+    def comm(self) -> MPI.Intracomm:
+        """All ranks, as an MPI communicator."""
+        return self._guard.comm
+
+    def __enter__(self) -> World:
+        return self.world
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> Literal[False]:
+        if error is not None and exit_status(error) != 0:
+            self._closed = True
+            self._guard.fail(error)
+            self._destroy_process_group()
+        else:
+            self.close()
+        return False
+
+    def close(self) -> None:
+        """Wait for the other ranks and take the process group down.
+
+        Collective over all ranks. A second call does nothing.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        with self._guard:
+            leave(self._guard, self._timeout_seconds)
+            self._destroy_process_group()
+
+    def _destroy_process_group(self) -> None:
+        import torch.distributed as dist
+
+        atexit.unregister(self.close)
+        sys.excepthook = self._previous_hook
+        self._guard.store = None
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def _excepthook(
+        self,
+        kind: type[BaseException],
+        error: BaseException,
+        trace: TracebackType | None,
+    ) -> None:
+        self._closed = True
+        self._guard.fail(error)
+        self._previous_hook(kind, error, trace)
+
+
+def _start(
+    guard: Guard,
+    device: Device,
+    timeout_seconds: float,
+    variables: MutableMapping[str, str],
+) -> World:
+    """Go from MPI to a ready process group. Collective over all ranks."""
+    comm = guard.comm
+    world = locate(comm)
+
+    # Threads come before torch, which reads OMP_NUM_THREADS once, when imported.
+    cores = comm.allgather(threads.usable_cores())
+    on_node = [cores[rank] for rank in world.nodes[world.node_rank].ranks]
+    num_threads = threads.share(on_node, threads.cpu_quota())[world.local_rank]
+    wanted = variables.setdefault("OMP_NUM_THREADS", str(num_threads))
+    num_threads = int(wanted) if wanted.isdecimal() else num_threads
+
+    all_or_none(comm, _import_torch, "import torch")
+    visible = comm.allgather(devices.visible_gpus() if device != "cpu" else ())
+    plan = devices.plan(visible, world.nodes, required=device == "cuda")
+    nodes = tuple(
+        replace(
+            node,
+            num_cores=len(frozenset().union(*(cores[rank] for rank in node.ranks))),
+            devices=tuple(plan.devices[rank] for rank in node.ranks),
+        )
+        for node in world.nodes
+    )
+
+    meeting = network.meet(comm, world)
+    world = replace(
+        world,
+        nodes=nodes,
+        num_threads=num_threads,
+        device=plan.devices[world.rank],
+        backend=plan.backend,
+        master_addr=meeting.address,
+        master_port=meeting.port,
+    )
+    variables.update(environ.torchrun_variables(world))
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        if meeting.interface:
+            variables.setdefault(name, meeting.interface)
+
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(num_threads)
+    on_gpu = world.device.startswith("cuda")
+    if on_gpu:
+        torch.cuda.set_device(world.device)
+    guard.store = store.open_store(meeting, world, timeout_seconds)
+    dist.init_process_group(
+        backend=world.backend,
+        store=guard.store,
+        rank=world.rank,
+        world_size=world.world_size,
+        timeout=timedelta(seconds=timeout_seconds),
+        device_id=torch.device(world.device) if "nccl" in world.backend else None,
+    )
+    if plan.shared and world.is_rank_zero:
+        log.warning(
+            "some ranks share a GPU: gloo instead of NCCL, which refuses that; "
+            "gradients travel through host memory"
+        )
+    return world
+
+
+def _import_torch() -> None:
+    import torch.distributed  # noqa: F401

@@ -1,0 +1,95 @@
+"""Models and data sets of one's own, named ``package.module:callable``."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from mpitrain.errors import UsageError
+
+
+def is_reference(name: str) -> bool:
+    """Whether a name points to code.
+
+    >>> is_reference("my_models:small"), is_reference("digits")
+    (True, False)
+    """
+    return ":" in name
+
+
+def load_reference(reference: str, flag: str) -> Callable[..., Any]:
+    """Import what a reference names; modules of the current folder are found too.
+
+    Args:
+        reference: ``"package.module:callable"``.
+        flag: The flag it was given to, for messages.
+
+    Returns:
+        The callable.
+
+    Raises:
+        UsageError: There is no such module, or nothing callable of that name in it.
+    """
+    module_name, _, attribute = reference.partition(":")
+    if "" not in sys.path and os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # the console script does not add it
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not (module_name + ".").startswith(error.name + "."):
+            raise  # their module is there; one that it imports is not
+        raise UsageError(
+            f"{flag} {reference!r}: there is no module {module_name!r}. Expected "
+            f"package.module:callable, importable from {os.getcwd()} or PYTHONPATH."
+        ) from None
+    found = getattr(module, attribute, None)
+    if not callable(found):
+        names = [
+            n for n in vars(module) if callable(getattr(module, n)) and n[0] != "_"
+        ]
+        raise UsageError(
+            f"{flag} {reference!r}: module {module_name!r} has no callable "
+            f"{attribute!r}. It has: {', '.join(names) or 'none'}."
+        )
+    return found  # type: ignore[no-any-return]
+
+
+def call_with_known(
+    function: Callable[..., Any], known: Mapping[str, object], flag: str
+) -> Any:
+    """Call a function with those of our values that it takes by name.
+
+    Args:
+        function: The user's callable.
+        known: What we can give, by parameter name.
+        flag: The flag it was given to, for messages.
+
+    Returns:
+        What it returns.
+
+    Raises:
+        UsageError: It needs something we do not have.
+
+    >>> call_with_known(lambda num_classes: num_classes, {"num_classes": 3, "a": 1}, "")
+    3
+    """
+    parameters = inspect.signature(function).parameters.values()
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return function(**known)
+    unknown = [
+        p.name
+        for p in parameters
+        if p.default is p.empty
+        and p.kind is not p.VAR_POSITIONAL
+        and (p.name not in known or p.kind is p.POSITIONAL_ONLY)
+    ]
+    if unknown:
+        raise UsageError(
+            f"{flag}: {getattr(function, '__name__', function)!r} wants "
+            f"{', '.join(unknown)}, but can be given only {', '.join(known)} by name"
+        )
+    return function(**{p.name: known[p.name] for p in parameters if p.name in known})

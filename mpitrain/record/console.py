@@ -1,0 +1,238 @@
+"""The screen: who is there, how it goes, what came out. Rank zero's voice."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+from mpitrain.record.events import Epoch
+from mpitrain.world import World
+
+if TYPE_CHECKING:
+    from tqdm import tqdm
+
+
+class Console(Protocol):
+    """What shows a training's progress."""
+
+    def say(self, line: str) -> None:
+        """Print a line."""
+
+    def step_done(self, step: int) -> None:
+        """Show that a step is done."""
+
+    def epoch_done(self, epoch: Epoch) -> None:
+        """Show what an epoch came to."""
+
+    def close(self) -> None:
+        """Leave the screen tidy."""
+
+
+class Lines:
+    """A line per epoch, as a batch job's log wants it."""
+
+    def __init__(self, num_epochs: int) -> None:
+        self._num_epochs = num_epochs
+
+    def say(self, line: str) -> None:
+        """Print a line."""
+        print(line, flush=True)
+
+    def step_done(self, step: int) -> None:
+        """Say nothing."""
+
+    def epoch_done(self, epoch: Epoch) -> None:
+        """Print the epoch's line."""
+        self.say(epoch_line(epoch, self._num_epochs))
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+class Bar(Lines):
+    """A progress bar over all steps, with the epochs' lines above it."""
+
+    def __init__(self, num_epochs: int, num_steps: int) -> None:
+        super().__init__(num_epochs)
+        from tqdm import tqdm
+
+        self._bar: tqdm[Any] = tqdm(
+            total=num_steps,
+            unit="step",
+            file=sys.stdout,
+            ncols=terminal_columns(),
+            leave=False,
+            mininterval=0.2,
+        )
+
+    def say(self, line: str) -> None:
+        """Print a line above the bar."""
+        self._bar.write(line, file=sys.stdout)
+        sys.stdout.flush()
+
+    def step_done(self, step: int) -> None:
+        """Move the bar."""
+        self._bar.update()
+
+    def close(self) -> None:
+        """Take the bar away."""
+        self._bar.close()
+
+
+def open_console(
+    progress: Literal["auto", "bar", "lines"], num_epochs: int, num_steps: int
+) -> Console:
+    """Choose how to show progress.
+
+    Args:
+        progress: What was asked; ``"auto"``: a bar where a person watches.
+        num_epochs: Epochs of the training.
+        num_steps: Steps of the training.
+
+    Returns:
+        The console.
+    """
+    if progress == "bar" or (progress == "auto" and terminal_path() is not None):
+        return Bar(num_epochs, num_steps)
+    return Lines(num_epochs)
+
+
+def terminal_path() -> str | None:
+    """Return the terminal that shows what this process prints, if there is one.
+
+    Under Open MPI a rank's stdout is a pseudo-terminal even where mpirun writes to a
+    file, and under MPICH it is a pipe even where mpiexec writes to a terminal (both
+    tried). So the question is asked of the parent too: under Open MPI that is mpirun
+    itself, or its daemon, whose stdout is no terminal.
+    """
+    if not sys.stdout.isatty():
+        return None
+    try:
+        path = str(Path(f"/proc/{os.getppid()}/fd/1").readlink())
+    except OSError:
+        return None
+    return path if path.startswith(("/dev/pts/", "/dev/tty")) else None
+
+
+def terminal_columns(default: int = 100) -> int:
+    """Return the width of the terminal; mpirun's, since the rank's own has none."""
+    path = terminal_path()
+    try:
+        if path is not None:
+            with Path(path).open() as terminal:
+                return os.get_terminal_size(terminal.fileno()).columns or default
+    except OSError:
+        pass
+    return default
+
+
+def world_lines(world: World) -> list[str]:
+    """Say who is there: a line per node, and how they meet.
+
+    Args:
+        world: Where rank zero stands.
+
+    Returns:
+        Lines for the screen.
+    """
+    lines = [
+        f"node {node_rank}: {node.hostname}, ranks {in_runs(node.ranks)} on "
+        f"{devices_in_words(node.devices)}, {node.num_cores} cores"
+        for node_rank, node in enumerate(world.nodes)
+    ]
+    lines.append(
+        f"backend {world.backend}, meeting at {world.master_addr}:{world.master_port}, "
+        f"{world.num_threads} thread{'s' * (world.num_threads != 1)} per rank"
+    )
+    return lines
+
+
+def devices_in_words(devices: Sequence[str]) -> str:
+    """Sum up the devices of a node's ranks.
+
+    >>> devices_in_words(["cpu", "cpu"]), devices_in_words(["cuda:0", "cuda:1"])
+    ('cpu', 'cuda:0, cuda:1')
+    >>> devices_in_words(["cuda:0", "cuda:0"])
+    'cuda:0 (2 ranks)'
+    """
+    names = dict.fromkeys(devices)
+    if list(names) == ["cpu"]:
+        return "cpu"
+    counts = {name: list(devices).count(name) for name in names}
+    return ", ".join(
+        name if count == 1 else f"{name} ({count} ranks)"
+        for name, count in counts.items()
+    )
+
+
+def in_runs(numbers: Sequence[int]) -> str:
+    """Write ascending numbers shortly.
+
+    >>> in_runs([0, 1, 2, 3]), in_runs([0, 2, 3, 7])
+    ('0-3', '0,2-3,7')
+    """
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ",".join(str(r[0]) if len(r) == 1 else f"{r[0]}-{r[-1]}" for r in runs)
+
+
+def batch_line(
+    global_batch_size: int,
+    shard_sizes: tuple[int, int],
+    micro_batch_size: int,
+    world_size: int,
+) -> str:
+    """Show the sum that makes a step.
+
+    Args:
+        global_batch_size: Samples per step on all ranks.
+        shard_sizes: The smallest and the largest share of a rank.
+        micro_batch_size: Most samples of a microstep.
+        world_size: Number of ranks.
+
+    Returns:
+        The sum, with its factors.
+
+    >>> batch_line(64, (8, 8), 8, 8)
+    '64 per step = 8 ranks x 8 x 1 (ranks x samples x microsteps)'
+    >>> batch_line(64, (21, 22), 22, 3)
+    '64 per step = 3 ranks x 21 or 22 x 1 (ranks x samples x microsteps)'
+    >>> batch_line(64, (32, 32), 10, 2)
+    '64 per step = 2 ranks x 32 in 4 microsteps of at most 10'
+    """
+    smallest, largest = shard_sizes
+    shares = str(largest) if smallest == largest else f"{smallest} or {largest}"
+    ranks = f"{world_size} rank{'s' * (world_size != 1)}"
+    microsteps = -(-largest // micro_batch_size)
+    if smallest == largest and largest % microsteps == 0:
+        shares, parts = str(largest // microsteps), True
+    else:
+        parts = microsteps == 1
+    if parts:
+        return (
+            f"{global_batch_size} per step = {ranks} x {shares} x {microsteps} "
+            "(ranks x samples x microsteps)"
+        )
+    return (
+        f"{global_batch_size} per step = {ranks} x {shares} in {microsteps} "
+        f"microsteps of at most {micro_batch_size}"
+    )
+
+
+def epoch_line(epoch: Epoch, num_epochs: int) -> str:
+    """Word what an epoch came to, in fixed fields."""
+    width = len(str(num_epochs))
+    rate = epoch.train_samples / epoch.train_seconds
+    return (
+        f"epoch {epoch.epoch:{width}}/{num_epochs} | step {epoch.step} | "
+        f"train_loss {epoch.train_loss:.4f} | val_loss {epoch.val_loss:.4f} | "
+        f"val_accuracy {epoch.val_accuracy:.2%} | {epoch.epoch_seconds:.2f} s | "
+        f"{rate:,.0f} samples/s"
+    )

@@ -1,0 +1,33 @@
+"""Which scheduler runs the job: PBS, SLURM or none. Asked for the record only."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+JOB_VARIABLES = {"slurm": "SLURM_JOB_ID", "pbs": "PBS_JOBID"}
+"""Scheduler, and the variable in which it tells a job its id."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scheduler:
+    """What runs the job that this process belongs to."""
+
+    name: str
+    """``"slurm"``, ``"pbs"`` or ``"none"``."""
+    job_id: str | None = None
+    """The job's id in the scheduler's own words."""
+
+
+def detect(environ: Mapping[str, str]) -> Scheduler:
+    """Tell the scheduler by the variable of its job id, never by a program on the PATH.
+
+    >>> detect({"PBS_JOBID": "17.head"})
+    Scheduler(name='pbs', job_id='17.head')
+    >>> detect({}).name
+    'none'
+    """
+    for name, variable in JOB_VARIABLES.items():
+        if environ.get(variable):
+            return Scheduler(name=name, job_id=environ[variable])
+    return Scheduler(name="none")

