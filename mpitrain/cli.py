@@ -194,7 +194,8 @@ def flags_from_yaml(file: Path) -> list[str]:
     try:
         values = yaml.safe_load(file.read_text())
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise UsageError(f"--config {file}: cannot be read: {error}") from None
+        reason = getattr(error, "strerror", None) or error
+        raise UsageError(f"--config {file}: cannot be read: {reason}") from None
     if not isinstance(values, dict):
         raise UsageError(
             f"--config {file}: expected lines like `lr: 0.1`, found "

@@ -26,6 +26,9 @@ class Silent:
 class Recorder:
     """Writes ``metrics.jsonl`` and ``result.json`` and moves the screen.
 
+    ``result.json`` says ``running`` since the folder was made; it is written again only
+    at the end, by `finish` or by `fail`, which any rank may call at any time.
+
     Args:
         path: The run folder.
         world: Where rank zero stands.
@@ -40,7 +43,7 @@ class Recorder:
         self._console = console
         self._metrics = Metrics(path)
         self._result: dict[str, Any] = {
-            "status": "running",
+            "status": "finished",
             "val_accuracy": None,
             "val_loss": None,
             "world_size": world.world_size,
@@ -51,7 +54,6 @@ class Recorder:
             "epochs": 0,
             "steps": 0,
         }
-        write_json(path / "result.json", self._result)
 
     def step_done(self, step: int) -> None:
         """Move the screen on."""
@@ -90,7 +92,6 @@ class Recorder:
         """Write that the run is finished, and say what came out."""
         self._metrics.close()
         self._console.close()
-        self._result["status"] = "finished"
         write_json(self._path / "result.json", self._result)
         self._console.say(
             f"finished: val_accuracy {self._result['val_accuracy']:.2%} after "

@@ -1,0 +1,54 @@
+#!/bin/bash -l
+# Train the demo on two nodes, four processes each, under SLURM:
+#
+#     sbatch slurm/demo.sh                   from the folder that holds .venv
+#     sbatch slurm/demo.sh --epochs 20       what follows goes to mpitrain
+#
+# `-l` above makes this a login shell, so that `module` is known.
+
+# The project that pays. EDIT: take one # away and put your own. On a cluster
+# without accounts leave the line as it is: with two # it is only a comment.
+##SBATCH --account=my_project
+
+# The name in the queue.
+#SBATCH --job-name=mpitrain
+# What is printed goes here: %x is the name, %j the number of the job.
+#SBATCH --output=%x-%j.log
+# The job is ended after this time (hours:minutes:seconds).
+#SBATCH --time=00:10:00
+# Two nodes ...
+#SBATCH --nodes=2
+# ... with four processes (ranks) on each: one for each GPU.
+#SBATCH --ntasks-per-node=4
+# Cores for each process: some compute, some load data.
+#SBATCH --cpus-per-task=4
+# Memory of each node.
+#SBATCH --mem=16G
+# Four GPUs on each node. On a CPU partition DELETE this line.
+#SBATCH --gres=gpu:4
+
+set -euo pipefail
+
+# Where Python comes from: the site's modules, if you need them ...
+# module load python/3.11
+# module load openmpi
+# ... then the .venv of the folder this was submitted from.
+cd "$SLURM_SUBMIT_DIR"
+if [[ ! -x .venv/bin/python ]]; then
+    echo "no .venv in $PWD: make one there, and submit from there" >&2
+    exit 1
+fi
+export PATH="$PWD/.venv/bin:$PATH"
+
+# Now `mpirun` is the one in .venv if there is one, else the module's. The one
+# in .venv has to be told where it lives on the other nodes: in the same place.
+options=(--bind-to none)  # threads may use all cores; mpitrain shares them out
+if [[ -x .venv/bin/mpirun ]]; then
+    options+=(--prefix "$PWD/.venv")
+fi
+
+# This script runs once, on the first node. So does mpirun: it asks SLURM for
+# nodes and slots, and has srun start the others, with this environment. No
+# number of processes, no host, no port: the ranks find each other over MPI.
+# (With MPICH's mpirun leave --prefix out; the rest is the same.)
+mpirun "${options[@]}" python -m mpitrain "$@"

@@ -1,0 +1,64 @@
+"""`mpirun --hostfile` over ssh, as in hostfiles/README.md."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from .hosts import VirtualHosts
+from .runs import assert_finished
+
+TIMEOUT_SECONDS = 240
+
+
+def test_mpirun_with_a_hostfile_trains_over_three_hosts(
+    hosts: VirtualHosts, folder: Path
+) -> None:
+    done = mpirun(hosts, folder, hosts.names, slots=2, words=["--name", "three-hosts"])
+    assert done.returncode == 0, done.stdout
+    assert (folder / "runs" / "three-hosts").is_dir()
+    assert_finished(folder, done.stdout, hosts=hosts.names, world_size=6)
+
+
+def test_hosts_whose_own_names_lead_to_127_0_1_1_train_together(
+    hosts: VirtualHosts, folder: Path
+) -> None:
+    first, second, _ = hosts.names
+    with hosts.named_as_debian_does():
+        address = hosts.run(first, ["hostname", "-i"]).stdout.strip()
+        assert address == "127.0.1.1"
+        done = mpirun(hosts, folder, [first, second], slots=1, words=["--epochs", "1"])
+    assert done.returncode == 0, done.stdout
+    assert_finished(folder, done.stdout, hosts=[first, second], world_size=2)
+
+
+def mpirun(
+    hosts: VirtualHosts, folder: Path, names: list[str], *, slots: int, words: list[str]
+) -> subprocess.CompletedProcess[str]:
+    """Start the training from the first of some hosts, on all of them."""
+    command = ["mpirun", "--prefix", f"{folder}/.venv"]
+    if not (folder / ".venv/bin/mpirun").exists():
+        command = ["mpirun"]
+    path = f"{folder}/.venv/bin:{hosts.environ['PATH']}"
+    if "Open MPI" not in version_of(shutil.which("mpirun", path=path)):
+        pytest.skip("these words are Open MPI's; the mpirun here is another")
+    (folder / "hosts").write_text("".join(f"{name} slots={slots}\n" for name in names))
+    command += ["--hostfile", "hosts", "-x", "PATH", "python", "-m", "mpitrain", *words]
+    return hosts.run(
+        names[0],
+        command,
+        cwd=folder,
+        timeout_seconds=TIMEOUT_SECONDS,
+        environ={"PATH": path},
+    )
+
+
+def version_of(program: str | None) -> str:
+    """Return what a program says to `--version`, or nothing."""
+    if program is None:
+        return ""
+    asked = [program, "--version"]
+    return subprocess.run(asked, check=False, capture_output=True, text=True).stdout

@@ -1,0 +1,101 @@
+"""Start whole mpirun jobs as a user does, and look at what is left of them."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+KILL_AFTER_SECONDS = 10
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mpi:
+    """One MPI: its mpirun, and the library that mpi4py shall load."""
+
+    name: str
+    mpirun: Path
+    libmpi: Path | None
+    flags: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Done:
+    """A job that has ended."""
+
+    status: int
+    out: str
+    err: str
+    ended: float
+
+    @property
+    def ours(self) -> list[str]:
+        """The lines in which one of our ranks says why the job ends."""
+        return [
+            line
+            for line in (self.out + self.err).splitlines()
+            if re.match(r"\[rank \d+/\d+ \S+\] ", line)
+        ]
+
+
+def environment(mpi: Mpi | None = None, **more: str) -> dict[str, str]:
+    """The user's environment, without what an outer mpirun may have set."""
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("OMPI_", "PMIX", "PMI_", "PRTE_", "OMP_", "MPI4PY"))
+    }
+    kept["PYTHONPATH"] = str(Path(__file__).parent)
+    if os.geteuid() == 0:
+        kept["OMPI_ALLOW_RUN_AS_ROOT"] = kept["OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"] = "1"
+    if mpi is not None and mpi.libmpi is not None:
+        kept["MPI4PY_LIBMPI"] = str(mpi.libmpi)
+    return {**kept, **more}
+
+
+def mpirun(
+    mpi: Mpi,
+    num_ranks: int,
+    *words: str,
+    cwd: Path,
+    timeout_seconds: int = 180,
+    **variables: str,
+) -> Done:
+    """Run ``mpirun -np N python WORDS`` to its end, or to the end of our patience."""
+    started = time.time()
+    done = subprocess.run(
+        [
+            *("timeout", "-k", str(KILL_AFTER_SECONDS), str(timeout_seconds)),
+            *(str(mpi.mpirun), "-np", str(num_ranks), *mpi.flags),
+            *(sys.executable, *words),
+        ],
+        cwd=cwd,
+        env=environment(mpi, **variables),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+    )
+    ended = time.time()
+    # Not by the status: Open MPI's mpirun ends with 137, too, when a rank is killed.
+    assert ended - started < timeout_seconds, (
+        f"the job hung: killed after {timeout_seconds} s\n{done.stdout}{done.stderr}"
+    )
+    return Done(status=done.returncode, out=done.stdout, err=done.stderr, ended=ended)
+
+
+def survivors(pids: list[int]) -> list[int]:
+    """Those of some processes that still run (zombies do not)."""
+    alive = []
+    for pid in pids:
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            continue
+        if state != "Z":
+            alive.append(pid)
+    return alive

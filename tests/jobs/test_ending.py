@@ -1,0 +1,165 @@
+"""Every way out of one rank ends the whole job, soon, and says why once."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from pathlib import Path
+
+import pytest
+from launcher import Done, Mpi, mpirun, survivors
+
+GONE_WITHIN_SECONDS = 10.0
+
+BEFORE_TRAINING = """
+import os, signal, sys, time
+from pathlib import Path
+from mpitrain.launch import guarded
+
+with guarded() as guard:
+    Path(f"pid-{guard.comm.rank}").write_text(str(os.getpid()))
+    guard.comm.Barrier()
+    if guard.comm.rank == 1:
+        Path("time").write_text(str(time.time()))
+        match sys.argv[1]:
+            case "raise": raise ArithmeticError("this is the fault")
+            case "exit": sys.exit(3)
+            case "kill": os.kill(os.getpid(), signal.SIGKILL)
+    guard.comm.Barrier()
+"""
+
+OWN_SCRIPT = """
+import sys
+import mpitrain
+import torch, torch.distributed as dist
+
+job = mpitrain.init()
+if job.world.rank == 1 and sys.argv[1] == "raise":
+    raise ArithmeticError("this is the fault")
+dist.all_reduce(torch.ones(1))
+print("all is well on", job.world.rank)
+"""
+
+
+def check_gone(done: Done, struck: float, pids: list[int]) -> None:
+    assert done.ended - struck < GONE_WITHIN_SECONDS
+    time.sleep(0.5)  # mpirun may leave a moment before the ranks it has killed
+    assert not survivors(pids)
+    assert done.status != 0
+
+
+def check_kill_is_named(done: Done, mpi: Mpi, pids: list[int]) -> None:
+    """mpirun itself says who was killed: by rank, or under MPICH by process id.
+
+    MPICH's mpiexec names the first dead process of its list; about once in six tries
+    that is one which it has killed itself after the fault.
+    """
+    said = done.out + done.err
+    assert done.ours == [], "the ranks that only lost their peer must stay silent"
+    if mpi.name == "mpich":
+        named = re.search(r"PID (\d+) RUNNING AT", said)
+        assert named is not None
+        assert int(named[1]) in pids
+    else:
+        assert "rank 1" in said
+
+
+@pytest.mark.parametrize("step", [0, 1, 2], ids=["before", "in", "after"])
+@pytest.mark.parametrize("fault", ["raise", "kill"])
+def test_a_fault_around_the_first_step_ends_the_job(
+    mpi: Mpi, fault: str, step: int, tmp_path: Path
+) -> None:
+    done = run_faulty(mpi, fault, step, tmp_path)
+    logs = [log.read_text() for log in sorted((tmp_path / "runs/r/logs").iterdir())]
+    assert [log.split()[4] for log in logs] == ["0/3", "1/3", "2/3"]
+    pids = [int(log.split()[1]) for log in logs]
+    check_gone(done, float((tmp_path / "time").read_text()), pids)
+    result = json.loads((tmp_path / "runs/r/result.json").read_text())
+    if fault == "kill":
+        check_kill_is_named(done, mpi, pids)
+        assert result["status"] == "running"  # nobody was left to write it
+    else:
+        (line,) = done.ours
+        assert line.startswith("[rank 1/3 ")
+        assert line.endswith("ArithmeticError: this is the fault")
+        assert done.err.count("Traceback (most recent call last)") == 1
+        assert "this is the fault" in logs[1]
+        assert result["status"] == "failed"
+        assert "this is the fault" in result["error"]
+
+
+@pytest.mark.parametrize(
+    ("fault", "status", "words"),
+    [
+        ("exit", 3, "sys.exit(3)"),
+        ("exit-text", 1, "sys.exit('no more')"),
+        ("interrupt", 130, "interrupted by Ctrl-C (SIGINT)"),
+    ],
+)
+def test_the_job_ends_with_the_status_of_the_rank_that_left(
+    mpi: Mpi, fault: str, status: int, words: str, tmp_path: Path
+) -> None:
+    done = run_faulty(mpi, fault, 1, tmp_path)
+    assert done.status == status
+    (line,) = done.ours
+    assert line.startswith("[rank 1/3 ")
+    assert line.endswith(words)
+
+
+def test_a_crash_of_compiled_code_leaves_its_stack_in_the_log(
+    mpi: Mpi, tmp_path: Path
+) -> None:
+    done = run_faulty(mpi, "segv", 1, tmp_path)
+    assert done.status != 0
+    assert done.ours == []
+    log = (tmp_path / "runs/r/logs/rank-1.log").read_text()
+    assert "Segmentation fault" in log
+    assert "in strike" in log
+
+
+@pytest.mark.parametrize("fault", ["raise", "exit", "kill"])
+def test_the_promise_holds_from_the_return_of_mpi_init(
+    mpi: Mpi, fault: str, tmp_path: Path
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(BEFORE_TRAINING)
+    done = mpirun(mpi, 3, str(script), fault, cwd=tmp_path, timeout_seconds=60)
+    pids = [int((tmp_path / f"pid-{rank}").read_text()) for rank in range(3)]
+    check_gone(done, float((tmp_path / "time").read_text()), pids)
+    if fault == "kill":
+        check_kill_is_named(done, mpi, pids)
+    else:
+        (line,) = done.ours
+        assert line.startswith("[rank 1/3 ")
+        assert done.status == (3 if fault == "exit" else 1)
+
+
+@pytest.mark.parametrize("fault", ["raise", "none"])
+def test_without_with_an_exception_still_ends_the_job(
+    mpi: Mpi, fault: str, tmp_path: Path
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(OWN_SCRIPT)
+    done = mpirun(mpi, 2, str(script), fault, cwd=tmp_path, timeout_seconds=60)
+    if fault == "none":
+        assert done.status == 0, done.err
+        assert done.out.count("all is well") == 2
+    else:
+        assert done.status == 1
+        (line,) = done.ours
+        assert line.startswith("[rank 1/2 ")
+
+
+def run_faulty(mpi: Mpi, fault: str, step: int, tmp_path: Path) -> Done:
+    return mpirun(
+        mpi,
+        3,
+        *("-m", "mpitrain", "--name", "r", "--model", "users:Net"),
+        cwd=tmp_path,
+        timeout_seconds=90,
+        FAULT=fault,
+        FAULT_STEP=str(step),
+        FAULTY_RANK="1",
+        FAULT_TIME=str(tmp_path / "time"),
+    )

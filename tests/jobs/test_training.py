@@ -1,0 +1,220 @@
+"""What a user types, and what it leaves behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from launcher import ROOT, Mpi, environment, mpirun, survivors
+
+
+def test_the_run_folder_holds_what_it_promises(mpi: Mpi, tmp_path: Path) -> None:
+    done = mpirun(
+        mpi,
+        2,
+        *("-m", "mpitrain", "--name", "first", "--epochs", "2", "--lr", "0.05"),
+        cwd=tmp_path,
+        SECRET_TOKEN="do not record me",
+    )
+    assert done.status == 0, done.err
+    assert done.ours == []
+    run = tmp_path / "runs" / "first"
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    assert (config["name"], config["lr"], config["data"]) == ("first", 0.05, "digits")
+
+    environment_text = (run / "environment.json").read_text()
+    recorded = json.loads(environment_text)
+    assert recorded["world"]["world_size"] == 2
+    assert recorded["hosts"][0]["ranks"] == [0, 1]
+    assert recorded["variables"]["WORLD_SIZE"] == "2"
+    assert "do not record me" not in environment_text
+    assert recorded["versions"]["torch"] == torch.__version__.partition("+")[0]
+
+    result = json.loads((run / "result.json").read_text())
+    assert result["status"] == "finished"
+    assert (result["world_size"], result["num_nodes"]) == (2, 1)
+    assert result["backend"] == "gloo"
+    assert result["start_seconds"] > 0
+    assert result["train_seconds"] > 0
+
+    lines = [json.loads(x) for x in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [line["event"] for line in lines].count("step") == 46
+    epochs = [line for line in lines if line["event"] == "epoch"]
+    assert [epoch["step"] for epoch in epochs] == [23, 46]
+    assert epochs[-1]["val_accuracy"] == result["val_accuracy"]
+    keys = ["epoch", "step", "train_loss", "val_loss", "val_accuracy", "epoch_seconds"]
+    assert {*keys, "samples_per_second"} <= epochs[0].keys()
+
+    weights = torch.load(run / "model.pt", weights_only=True)
+    assert "conv1.weight" in weights
+    assert sorted(p.name for p in (run / "logs").iterdir()) == [
+        "rank-0.log",
+        "rank-1.log",
+    ]
+    assert "64 per step = 2 ranks x 32 x 1" in done.out
+    assert done.out.count("finished: val_accuracy") == 1
+
+
+def test_a_name_that_exists_is_refused_and_nothing_is_lost(
+    mpi: Mpi, tmp_path: Path
+) -> None:
+    words = ("-m", "mpitrain", "--name", "twice", "--dry-run")
+    assert mpirun(mpi, 2, *words, cwd=tmp_path).status == 0
+    before = (tmp_path / "runs/twice/result.json").read_bytes()
+    done = mpirun(mpi, 2, *words, cwd=tmp_path)
+    assert done.status == 2
+    assert (done.out + done.err).count("runs/twice exists") == 1
+    assert (tmp_path / "runs/twice/result.json").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--epohs", "3"), "--epohs"),
+        (("--lr", "fast"), "could not convert string to float: 'fast'"),
+        (("--epochs", "0"), "--epochs must be at least 1, found 0"),
+        (("trian",), "unknown command 'trian'"),
+        (("--config", "none.yaml"), "--config none.yaml: cannot be read: No such file"),
+        (("--name", "../x"), "--name '../x'"),
+    ],
+)
+def test_a_bad_command_line_is_told_once(
+    openmpi: Mpi, flags: tuple[str, ...], words: str, tmp_path: Path
+) -> None:
+    done = mpirun(openmpi, 3, "-m", "mpitrain", *flags, cwd=tmp_path)
+    assert done.status == 2
+    assert (done.out + done.err).count(words) == 1
+    assert "Traceback" not in done.err
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--data", "mnits"), "--data 'mnits' is not known"),
+        (("--model", "users:Nest"), "module 'users' has no callable 'Nest'"),
+        (("--model", "nowhere:Net"), "there is no module 'nowhere'"),
+        (("--data", "users:strike"), "returned 'NoneType'; expected a pair"),
+    ],
+)
+def test_unknown_data_and_models_are_told_once(
+    openmpi: Mpi, flags: tuple[str, ...], words: str, tmp_path: Path
+) -> None:
+    done = mpirun(
+        openmpi, 3, "-m", "mpitrain", *flags, cwd=tmp_path, FAULTY_RANK="none"
+    )
+    assert done.status in (1, 2)
+    assert (done.out + done.err).count(words) == 1
+    assert "Traceback" not in done.err
+
+
+def test_the_recorded_configuration_starts_the_same_run_again(
+    openmpi: Mpi, tmp_path: Path
+) -> None:
+    flags = ("--epochs", "1", "--seed", "5", "--optimizer", "adamw", "--lr", "2e-3")
+    words = ("-m", "mpitrain", "--name")
+    assert mpirun(openmpi, 2, *words, "a", *flags, cwd=tmp_path).status == 0
+    config = ("--config", "runs/a/config.yaml", "--name", "b")
+    done = mpirun(openmpi, 2, "-m", "mpitrain", *config, cwd=tmp_path)
+    assert done.status == 0, done.err
+    a, b = ((tmp_path / "runs" / name / "model.pt") for name in "ab")
+    one, other = (torch.load(file, weights_only=True) for file in (a, b))
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_help_and_version_are_told_once_by_several_ranks(
+    openmpi: Mpi, tmp_path: Path
+) -> None:
+    done = mpirun(openmpi, 3, "-m", "mpitrain", "--help", cwd=tmp_path)
+    assert done.status == 0
+    assert done.out.count("usage: mpitrain") == 1
+    assert "\x1b[" not in done.out
+    done = mpirun(openmpi, 3, "-m", "mpitrain", "--version", cwd=tmp_path)
+    assert done.status == 0
+    assert done.out.count("mpitrain 0.") == 1
+
+
+def test_alone_without_mpirun_it_trains_as_a_world_of_one(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "mpitrain", "--name", "alone", "--dry-run"],
+        cwd=tmp_path,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    result = json.loads((tmp_path / "runs/alone/result.json").read_text())
+    assert (result["status"], result["world_size"]) == ("finished", 1)
+    assert result["steps"] == 1
+
+
+def test_an_mpirun_of_another_mpi_is_refused_by_one_message(tmp_path: Path) -> None:
+    """MPICH's mpirun with Open MPI's library would be N trainings, each alone."""
+    mpiexec = ROOT / ".venv-mpich" / "bin" / "mpirun"
+    if not mpiexec.exists():
+        assert os.environ.get("CI") != "true", f"{mpiexec} is missing"
+        pytest.skip("`make test-jobs` installs MPICH")
+    mixed = Mpi(name="mixed", mpirun=mpiexec, libmpi=None, flags=())
+    done = mpirun(mixed, 3, "-m", "mpitrain", "--name", "r", cwd=tmp_path)
+    assert done.status != 0
+    said = done.out + done.err
+    assert said.count("started 3 processes (PMI_SIZE=3)") == 1
+    assert "world of 1" in said
+    assert not (tmp_path / "runs").exists()
+
+
+def test_ctrl_c_at_mpirun_ends_all_ranks(openmpi: Mpi, tmp_path: Path) -> None:
+    job = subprocess.Popen(
+        [
+            *("timeout", "-k", "10", "--signal=INT", "--foreground", "12"),
+            *(str(openmpi.mpirun), "-np", "2", *openmpi.flags, sys.executable),
+            *("-m", "mpitrain", "--name", "r", "--epochs", "100000"),
+        ],
+        cwd=tmp_path,
+        env=environment(openmpi),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    _, err = job.communicate(timeout=60)
+    assert job.returncode != 0
+    assert "Traceback" not in err
+    logs = (tmp_path / "runs/r/logs").iterdir()
+    assert not survivors([int(log.read_text().split()[1]) for log in logs])
+
+
+def test_the_wheel_trains_outside_the_checkout(openmpi: Mpi, tmp_path: Path) -> None:
+    pip = [sys.executable, "-m", "pip", "--quiet"]
+    subprocess.run(
+        [*pip, "wheel", "--no-deps", "--wheel-dir", str(tmp_path / "dist"), str(ROOT)],
+        check=True,
+        timeout=300,
+    )
+    (wheel,) = (tmp_path / "dist").glob("*.whl")
+    place = tmp_path / "installed"
+    subprocess.run(
+        [*pip, "install", "--no-deps", "--target", str(place), str(wheel)],
+        check=True,
+        timeout=300,
+    )
+    done = mpirun(
+        openmpi,
+        2,
+        "-c",
+        "import mpitrain, mpitrain.cli; print(mpitrain.__file__);"
+        "mpitrain.cli.console()",
+        *("--name", "r", "--dry-run"),
+        cwd=tmp_path,
+        PYTHONPATH=str(place),
+    )
+    assert done.status == 0, done.err
+    assert str(place) in done.out
+    script = (place / "bin" / "mpitrain").read_text()
+    assert "mpitrain.cli" in script

@@ -1,0 +1,118 @@
+"""What a user might bring: models with faults, and data that notes who reads it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from mpitrain.data.sources import InMemory
+from mpitrain.data.sources import digits as embedded_digits
+
+
+def strike() -> None:
+    """Fail in the way that FAULT names, on the rank that FAULTY_RANK names."""
+    if os.environ["RANK"] != os.environ["FAULTY_RANK"]:
+        return
+    Path(os.environ["FAULT_TIME"]).write_text(str(time.time()))
+    match os.environ["FAULT"]:
+        case "raise":
+            raise ArithmeticError("this is the fault")
+        case "exit":
+            sys.exit(3)
+        case "exit-text":
+            sys.exit("no more")
+        case "interrupt":
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(1)
+        case "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "segv":
+            os.kill(os.getpid(), signal.SIGSEGV)
+        case other:
+            raise AssertionError(other)
+
+
+class Net(nn.Module):
+    """A network that fails when FAULT_STEP comes: 0 is before the first step."""
+
+    def __init__(self, num_classes: int, image_size: int) -> None:
+        super().__init__()
+        self.head = nn.Linear(image_size * image_size, num_classes)
+        self.calls = 0
+        if os.environ["FAULT_STEP"] == "0":
+            strike()
+
+    def forward(self, images: Tensor) -> Tensor:
+        self.calls += 1
+        if self.training and str(self.calls) == os.environ["FAULT_STEP"]:
+            strike()
+        return self.head(images.flatten(1))
+
+
+class Marking(nn.Module):
+    """A network that marks in this rank's notes where a step's samples end."""
+
+    def __init__(self, num_classes: int, image_size: int) -> None:
+        super().__init__()
+        self.head = nn.Linear(image_size * image_size, num_classes)
+        file = Path(os.environ["NOTES"]) / f"train-{os.environ['RANK']}.jsonl"
+        self.notes = file.open("a", buffering=1)
+
+    def forward(self, images: Tensor) -> Tensor:
+        if self.training:
+            self.notes.write('"step"\n')
+        return self.head(images.flatten(1))
+
+
+class Noted(Dataset[tuple[Tensor, int]]):
+    """The digits, writing down which rank reads which sample."""
+
+    num_classes = 10
+
+    def __init__(self, samples: InMemory, part: str) -> None:
+        self.samples = samples
+        file = Path(os.environ["NOTES"]) / f"{part}-{os.environ['RANK']}.jsonl"
+        self.notes = file.open("a", buffering=1)
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        self.notes.write(json.dumps(index) + "\n")
+        return self.samples.inputs[index], int(self.samples.labels[index])
+
+
+def noted_digits() -> tuple[Noted, Noted]:
+    """The embedded digits as map-style data sets that take notes."""
+    data = embedded_digits()
+    assert isinstance(data.train, InMemory)
+    assert isinstance(data.val, InMemory)
+    return Noted(data.train, "train"), Noted(data.val, "val")
+
+
+def few() -> tuple[Dataset[tuple[Tensor, int]], Dataset[tuple[Tensor, int]]]:
+    """Five samples to train, three to validate: fewer than ranks."""
+
+    class Few(Dataset[tuple[Tensor, int]]):
+        classes = ("even", "odd")
+
+        def __init__(self, size: int) -> None:
+            self.size = size
+
+        def __len__(self) -> int:
+            return self.size
+
+        def __getitem__(self, index: int) -> tuple[Tensor, int]:
+            if not 0 <= index < self.size:
+                raise IndexError(index)
+            return torch.full((1, 8, 8), index / self.size), index % 2
+
+    return Few(5), Few(3)
