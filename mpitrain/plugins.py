@@ -77,7 +77,13 @@ def call_with_known(
     >>> call_with_known(lambda num_classes: num_classes, {"num_classes": 3, "a": 1}, "")
     3
     """
-    parameters = inspect.signature(function).parameters.values()
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # some builtins have none
+        raise UsageError(
+            f"{flag}: {function!r} does not tell what it takes; expected a function or "
+            "class written in Python"
+        ) from None
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return function(**known)
     unknown = [

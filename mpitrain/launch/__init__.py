@@ -164,6 +164,10 @@ def _start(
     wanted = variables.setdefault("OMP_NUM_THREADS", str(num_threads))
     num_threads = int(wanted) if wanted.isdecimal() else num_threads
 
+    if world.rank > 0:
+        # What torch's C++ warns of on every rank is said by rank zero alone, such as
+        # "hostname of the client socket cannot be retrieved"; errors still come.
+        variables.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     all_or_none(comm, _import_torch, "import torch")
     visible = comm.allgather(devices.visible_gpus() if device != "cpu" else ())
     plan = devices.plan(visible, world.nodes, required=device == "cuda")

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -58,31 +58,35 @@ def meet(comm: MPI.Intracomm, world: World) -> Meeting:
         LaunchError: No address is reached by all nodes, with the table of who reached
             what. Raised on every rank or on none.
     """
-    listeners: list[socket.socket] = []
-    if world.is_rank_zero:
-        addresses = [LOOPBACK] if world.num_nodes == 1 else list(own_addresses())
-        for address in addresses:
-            with contextlib.suppress(OSError):  # an interface that went away
-                listeners.append(listen(address))
-    offers: list[tuple[str, int]] = comm.bcast([_name(sock) for sock in listeners])
-    leads = world.local_rank == 0 and world.num_nodes > 1 and not world.is_rank_zero
-    reached = connect_to_each(offers) if leads else {}
-    wait_for_all(comm)
-    reports = comm.allgather((world.hostname, sorted(reached)) if leads else None)
-    chosen = choose(offers, dict(report for report in reports if report is not None))
-    listener = None
-    for sock in listeners:
-        if _name(sock) == chosen:
-            listener = sock
-            _drain(sock)
-        else:
-            sock.close()
+    with contextlib.ExitStack() as others:
+        listeners: dict[tuple[str, int], socket.socket] = {}
+        if world.is_rank_zero:
+            alone = world.num_nodes == 1
+            for address in [LOOPBACK] if alone else own_addresses():
+                with contextlib.suppress(OSError):  # an interface that went away
+                    sock = others.enter_context(listen(address))
+                    listeners[_name(sock)] = sock
+        offers: list[tuple[str, int]] = comm.bcast(list(listeners))
+        leads = world.local_rank == 0 and world.node_rank > 0
+        reached = connect_to_each(offers) if leads else {}
+        wait_for_all(comm)
+        by_rank = comm.allgather(reached)
+        leaders = [node.ranks[0] for node in world.nodes]
+        by_host = {
+            world.nodes[i].hostname: sorted(by_rank[leaders[i]])
+            for i in range(1, world.num_nodes)
+        }
+        chosen = choose(offers, by_host)
+        # The original sockets are closed here, on every way out.
+        listener = listeners[chosen].dup() if listeners else None
+    if listener is not None:
+        _drain(listener)
+    sources = by_rank[leaders[world.node_rank]]
+    own = sources[offers.index(chosen)] if world.node_rank > 0 else chosen[0]
     return Meeting(
         address=chosen[0],
         port=chosen[1],
-        interface=interface_of(reached[offers.index(chosen)] if leads else chosen[0])
-        if world.node_rank == 0 or leads
-        else "",
+        interface=interface_of(own),
         listener=listener,
     )
 
@@ -163,7 +167,7 @@ def connect_to_each(offers: Sequence[tuple[str, int]]) -> dict[int, str]:
 
 
 def choose(
-    offers: Sequence[tuple[str, int]], reached: dict[str, Sequence[int]]
+    offers: Sequence[tuple[str, int]], reached: Mapping[str, Sequence[int]]
 ) -> tuple[str, int]:
     """Choose the first offer that every other node reached.
 

@@ -204,26 +204,25 @@ def batch_line(
     '64 per step = 8 ranks x 8 x 1 (ranks x samples x microsteps)'
     >>> batch_line(64, (21, 22), 22, 3)
     '64 per step = 3 ranks x 21 or 22 x 1 (ranks x samples x microsteps)'
+    >>> batch_line(64, (32, 32), 8, 2)
+    '64 per step = 2 ranks x 8 x 4 (ranks x samples x microsteps)'
     >>> batch_line(64, (32, 32), 10, 2)
-    '64 per step = 2 ranks x 32 in 4 microsteps of at most 10'
+    '64 per step = 2 ranks x 32, in 4 microsteps of at most 10'
     """
     smallest, largest = shard_sizes
-    shares = str(largest) if smallest == largest else f"{smallest} or {largest}"
     ranks = f"{world_size} rank{'s' * (world_size != 1)}"
+    shares = str(largest) if smallest == largest else f"{smallest} or {largest}"
     microsteps = -(-largest // micro_batch_size)
-    if smallest == largest and largest % microsteps == 0:
-        shares, parts = str(largest // microsteps), True
+    if microsteps == 1:
+        product = f"{ranks} x {shares} x 1"
+    elif smallest == largest == micro_batch_size * microsteps:
+        product = f"{ranks} x {micro_batch_size} x {microsteps}"
     else:
-        parts = microsteps == 1
-    if parts:
         return (
-            f"{global_batch_size} per step = {ranks} x {shares} x {microsteps} "
-            "(ranks x samples x microsteps)"
+            f"{global_batch_size} per step = {ranks} x {shares}, in {microsteps} "
+            f"microsteps of at most {micro_batch_size}"
         )
-    return (
-        f"{global_batch_size} per step = {ranks} x {shares} in {microsteps} "
-        f"microsteps of at most {micro_batch_size}"
-    )
+    return f"{global_batch_size} per step = {product} (ranks x samples x microsteps)"
 
 
 def epoch_line(epoch: Epoch, num_epochs: int) -> str:

@@ -1,0 +1,34 @@
+"""Tests that hold at any number of ranks: ``make test-1``, ``make test-4``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import pytest
+
+import mpitrain
+from mpitrain.world import World
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+
+@pytest.fixture(scope="session")
+def job() -> Iterator[mpitrain.Job]:
+    """One start for the whole session: a process group starts but once."""
+    started = mpitrain.init(device="cpu", timeout_seconds=60)
+    yield started
+    started.close()
+
+
+@pytest.fixture
+def comm(job: mpitrain.Job) -> MPI.Intracomm:
+    """All ranks."""
+    return job.comm
+
+
+@pytest.fixture
+def world(job: mpitrain.Job) -> World:
+    """Where this rank stands."""
+    return job.world

@@ -1,0 +1,168 @@
+"""The start: every rank knows who it is, and all ranks agree."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pytest
+
+from mpitrain.errors import LaunchError, UsageError
+from mpitrain.launch import network
+from mpitrain.topology import all_or_none, locate, on_rank_zero, wait_for_all
+from mpitrain.world import World
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+pytestmark = pytest.mark.mpi
+
+
+def test_the_world_is_what_mpi_says(comm: MPI.Intracomm, world: World) -> None:
+    assert (world.rank, world.world_size) == (comm.rank, comm.size)
+    assert world.hostname == socket.gethostname()
+    assert world.nodes[world.node_rank].ranks[world.local_rank] == world.rank
+    assert world.local_world_size == len(world.nodes[world.node_rank].ranks)
+    assert sum(len(node.ranks) for node in world.nodes) == world.world_size
+    assert 0 in world.nodes[0].ranks
+
+
+def test_what_is_equal_on_all_ranks_is(comm: MPI.Intracomm, world: World) -> None:
+    shared = (world.nodes, world.backend, world.master_addr, world.master_port)
+    assert len(set(comm.allgather(shared))) == 1
+
+
+def test_local_ranks_ascend_with_the_rank(comm: MPI.Intracomm) -> None:
+    places = comm.allgather((locate(comm).node_rank, locate(comm).local_rank))
+    for node in {node for node, _ in places}:
+        found = [local_rank for on_node, local_rank in places if on_node == node]
+        assert found == list(range(len(found)))
+
+
+def test_the_variables_of_torchrun_are_set(world: World) -> None:
+    assert os.environ["RANK"] == str(world.rank)
+    assert os.environ["WORLD_SIZE"] == str(world.world_size)
+    assert os.environ["LOCAL_RANK"] == str(world.local_rank)
+    assert os.environ["LOCAL_WORLD_SIZE"] == str(world.local_world_size)
+    assert os.environ["MASTER_ADDR"] == world.master_addr
+    assert os.environ["MASTER_PORT"] == str(world.master_port)
+
+
+def test_the_process_group_is_the_world(world: World) -> None:
+    import torch
+    import torch.distributed as dist
+
+    assert (dist.get_rank(), dist.get_world_size()) == (world.rank, world.world_size)
+    total = torch.tensor([float(world.rank)])
+    dist.all_reduce(total)
+    assert total.item() == sum(range(world.world_size))
+
+
+def test_threads_do_not_outnumber_cores(world: World) -> None:
+    import torch
+
+    assert torch.get_num_threads() == world.num_threads
+    cores = world.nodes[world.node_rank].num_cores
+    assert world.num_threads == 1 or world.num_threads * world.local_world_size <= cores
+
+
+def test_on_one_node_the_store_listens_on_loopback_alone(world: World) -> None:
+    if world.num_nodes > 1:
+        return
+    assert world.master_addr == "127.0.0.1"
+    for address in network.own_addresses():
+        with pytest.raises(OSError, match=r"refused|unreachable|timed out"):
+            socket.create_connection((address, world.master_port), timeout=1).close()
+
+
+def test_an_error_on_one_rank_is_raised_on_all(comm: MPI.Intracomm) -> None:
+    culprit = comm.size - 1
+
+    def act() -> str:
+        if comm.rank == culprit:
+            raise OSError("this rank alone")
+        return "fine"
+
+    with pytest.raises(LaunchError, match=r"could not try it on .*this rank") as caught:
+        all_or_none(comm, act, "try it")
+    assert caught.value.speaker == culprit
+
+
+def test_the_lowest_rank_speaks_when_several_fail(comm: MPI.Intracomm) -> None:
+    def act() -> None:
+        raise UsageError(f"rank {comm.rank}")
+
+    with pytest.raises(UsageError, match="rank 0") as caught:
+        all_or_none(comm, act, "fail")
+    assert caught.value.speaker == 0
+
+
+def test_rank_zero_decides_for_all(comm: MPI.Intracomm) -> None:
+    found = on_rank_zero(comm, lambda: ("from", comm.rank), "decide")
+    assert found == ("from", 0)
+
+
+def test_waiting_gives_up_in_time_and_does_not_spin(comm: MPI.Intracomm) -> None:
+    own = comm.Dup()
+    if comm.rank > 0:
+        time.sleep(0.8)
+        assert wait_for_all(own, timeout_seconds=10)
+    else:
+        cpu_seconds = time.process_time()
+        came = wait_for_all(own, timeout_seconds=0.4)
+        assert came == (comm.size == 1)
+        assert time.process_time() - cpu_seconds < 0.2
+    # The barrier that was given up is still open on rank zero: nobody frees `own`.
+    wait_for_all(comm)
+
+
+def test_ranks_of_several_nodes_meet_at_an_address_all_reach(
+    comm: MPI.Intracomm, world: World
+) -> None:
+    """Each rank plays a node of its own, on the machine's real network."""
+    apart = replace(
+        world,
+        nodes=tuple(
+            replace(world.nodes[0], hostname=f"h{rank}", ranks=(rank,))
+            for rank in range(comm.size)
+        ),
+        node_rank=comm.rank,
+        local_rank=0,
+        local_world_size=1,
+    )
+    if comm.size > 1 and not network.own_addresses():
+        with pytest.raises(LaunchError, match="no address of rank zero's host"):
+            network.meet(comm, apart)
+        return
+    found = network.meet(comm, apart)
+    assert len(set(comm.allgather((found.address, found.port)))) == 1
+    assert (found.listener is not None) == (comm.rank == 0)
+    assert found.interface
+    wait_for_all(comm)
+    if found.listener is not None:
+        assert found.listener.getsockname()[:2] == (found.address, found.port)
+        found.listener.close()
+
+
+def test_no_common_address_is_one_error_with_the_table(
+    comm: MPI.Intracomm, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if comm.size == 1:
+        return  # a world of one has nobody who could not reach it
+    apart = replace(
+        world,
+        nodes=tuple(
+            replace(world.nodes[0], hostname=f"h{rank}", ranks=(rank,))
+            for rank in range(comm.size)
+        ),
+        node_rank=comm.rank,
+        local_rank=0,
+    )
+    monkeypatch.setattr(network, "own_addresses", lambda: ("192.0.2.1", "127.0.0.3"))
+    monkeypatch.setattr(network, "connect_to_each", lambda offers: {})
+    with pytest.raises(LaunchError, match=r"h1: reached none of them") as caught:
+        network.meet(comm, apart)
+    assert caught.value.speaker == 0

@@ -1,0 +1,91 @@
+"""The command line and the YAML file are one class, and mistakes are named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from mpitrain.cli import Answered, main, read_config
+from mpitrain.errors import UsageError
+from mpitrain.train.config import TrainConfig
+
+
+def test_without_flags_the_configuration_is_the_default() -> None:
+    assert read_config([]) == TrainConfig()
+
+
+def test_flags_win_over_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text("lr: 1e-3\nepochs: 3\ndry_run: true\ndata_dir: null\n")
+    config = read_config(["--epochs", "5", "--config", str(file)])
+    assert config == TrainConfig(lr=1e-3, epochs=5, dry_run=True)
+
+
+def test_what_a_run_records_is_read_back(tmp_path: Path) -> None:
+    from mpitrain.train.run import config_values
+
+    config = TrainConfig(name="x", micro_batch_size=4, optimizer="adamw", dry_run=True)
+    file = tmp_path / "config.yaml"
+    file.write_text(yaml.safe_dump(config_values(config, Path("runs/x"))))
+    assert read_config(["--config", str(file)]) == config
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("lr: fast", "could not convert string to float"),
+        ("epohs: 3", "--epohs"),
+        ("- 3", "expected lines like `lr: 0.1`, found list"),
+        ("lr: [1, 2]", "lr is a list; expected a number"),
+        ("lr: [", "cannot be read"),
+        ("epochs: 0", "--epochs must be at least 1, found 0"),
+    ],
+)
+def test_a_mistake_in_the_file_names_the_file(
+    text: str, words: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text(text)
+    with pytest.raises(UsageError) as caught:
+        read_config(["--config", str(file)])
+    assert words in str(caught.value)
+    assert str(file) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"epochs": 0},
+        {"global_batch_size": 0},
+        {"micro_batch_size": 0},
+        {"lr": float("nan")},
+        {"lr": float("inf")},
+        {"seed": -1},
+        {"name": ".."},
+        {"name": "a/b"},
+        {"name": ""},
+    ],
+)
+def test_a_value_that_cannot_be_is_refused_by_its_flag(values: dict) -> None:
+    (field,) = values
+    with pytest.raises(UsageError, match="--" + field.replace("_", "-")):
+        TrainConfig(**values)
+
+
+def test_help_answers_on_stdout_with_every_field(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(Answered):
+        read_config(["--help"])
+    said = capsys.readouterr().out
+    for field in TrainConfig.__dataclass_fields__:
+        assert "--" + field.replace("_", "-") in said
+
+
+def test_the_exit_status_of_a_usage_error_is_2(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("mpitrain ")

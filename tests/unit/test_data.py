@@ -1,0 +1,114 @@
+"""The embedded digits, and which rank sees which sample."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from mpitrain.data import sharding
+from mpitrain.data.sources import InMemory, digits, load_data
+from mpitrain.errors import DataError, UsageError
+from mpitrain.plugins import call_with_known, load_reference
+
+FOLDER = Path(__file__).parents[2] / "mpitrain" / "data" / "digits"
+
+
+def test_the_digits_are_the_real_ones() -> None:
+    data = digits()
+    assert isinstance(data.train, InMemory)
+    assert isinstance(data.val, InMemory)
+    assert (len(data.train), len(data.val)) == (1437, 360)
+    images = torch.cat([data.train.inputs, data.val.inputs])
+    labels = torch.cat([data.train.labels, data.val.labels])
+    assert images.shape == (1797, 1, 8, 8)
+    assert (images.min(), images.max()) == (0.0, 1.0)
+    counts = [178, 182, 177, 183, 181, 182, 181, 179, 174, 180]
+    assert torch.bincount(labels).tolist() == counts
+    # Of all pixels in the original order, as scikit-learn 1.9 ships them.
+    with np.load(FOLDER / "digits.npz") as arrays:
+        original = arrays["images"].tobytes() + arrays["labels"].tobytes()
+    assert hashlib.sha256(original).hexdigest() == DIGEST
+
+
+DIGEST = "87ff0c9e40dc7e2c0e34e7257799c2e3f3aec1a016363bb11cad869ec428a826"
+
+
+def test_the_split_is_that_of_the_seed_in_the_file() -> None:
+    with np.load(FOLDER / "digits.npz") as arrays:
+        generator = np.random.Generator(np.random.PCG64(int(arrays["split_seed"])))
+        expected = generator.permutation(1797)
+        np.testing.assert_array_equal(arrays["permutation"], expected)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 7, 64, 2000])
+@pytest.mark.parametrize("global_batch_size", [1, 64, 5000])
+def test_every_sample_is_in_one_shard_of_one_step(
+    world_size: int, global_batch_size: int
+) -> None:
+    order = sharding.epoch_order(1437, seed=3, epoch=4)
+    steps = list(sharding.steps_of(order, global_batch_size))
+    assert len(steps) == sharding.num_steps(1437, global_batch_size)
+    seen = []
+    for step in steps[-2:]:
+        shards = [sharding.shard_of(step, r, world_size) for r in range(world_size)]
+        np.testing.assert_array_equal(np.concatenate(shards), step)
+        sizes = [len(shard) for shard in shards]
+        assert max(sizes) == sharding.largest_shard(len(step), world_size)
+        assert max(sizes) - min(sizes) <= 1
+        seen.append(len(step))
+    np.testing.assert_array_equal(np.concatenate(steps), order)
+    assert sorted(order) == list(range(1437))
+
+
+def test_the_order_depends_on_seed_and_epoch_alone() -> None:
+    one = sharding.epoch_order(100, seed=1, epoch=1)
+    np.testing.assert_array_equal(one, sharding.epoch_order(100, seed=1, epoch=1))
+    assert one.tolist() != sharding.epoch_order(100, seed=1, epoch=2).tolist()
+    assert one.tolist() != sharding.epoch_order(100, seed=2, epoch=1).tolist()
+    assert one[:5].tolist() == [64, 9, 16, 11, 44]  # on every machine, for ever
+
+
+def without_classes() -> tuple[list[int], list[int]]:
+    return [1], [2]
+
+
+def empty() -> tuple[list[int], list[int]]:
+    return [], []
+
+
+@pytest.mark.parametrize(
+    ("name", "error", "words"),
+    [
+        ("mnist2", UsageError, "'mnist2' is not known. Expected digits"),
+        ("nowhere:data", UsageError, "there is no module 'nowhere'"),
+        (f"{__name__}:no", UsageError, "has no callable 'no'"),
+        (f"{__name__}:without_classes", DataError, "neither `classes`"),
+        (f"{__name__}:empty", DataError, "has no samples"),
+        ("builtins:len", UsageError, "wants obj"),
+        ("builtins:dict", UsageError, "does not tell what it takes"),
+        ("os:getcwd", DataError, "returned 'str'; expected a pair"),
+    ],
+)
+def test_data_that_is_none_is_named(name: str, error: type, words: str) -> None:
+    with pytest.raises(error, match=words):
+        load_data(name, None)
+
+
+def test_a_callable_is_given_what_it_takes_by_name() -> None:
+    def some(b: int, *, a: int = 0) -> tuple[int, int]:
+        return a, b
+
+    assert call_with_known(some, {"a": 1, "b": 2, "c": 3}, "--model") == (1, 2)
+
+
+def test_an_import_error_inside_their_module_is_theirs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "theirs.py").write_text("import not_installed_anywhere\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ModuleNotFoundError, match="not_installed_anywhere"):
+        load_reference("theirs:x", "--model")

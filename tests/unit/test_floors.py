@@ -1,0 +1,112 @@
+"""The house stands: imports go down only, files stay short, docstrings are there."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "mpitrain"
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+FLOORS = (
+    {"__main__"},
+    {"cli"},
+    {"tools"},
+    {"train"},
+    {"record", "data", "models", "schedulers"},
+    {"launch"},
+    {"mpi_backend"},
+    {"topology", "plugins"},
+    {"world"},
+    {"errors", ""},
+)
+"""From the roof down; a module may import from its own floor and from those below."""
+
+MPI_USERS = {"topology", "launch", "mpi_backend"}
+
+
+def room(path: Path) -> str:
+    """``data`` for ``mpitrain/data/sources.py``; empty for the package itself."""
+    name = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+    return "" if name == "__init__" else name
+
+
+def floor(name: str) -> int:
+    return next(i for i, rooms in enumerate(FLOORS) if name in rooms)
+
+
+def imports(path: Path) -> list[str]:
+    found: list[str] = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            assert node.level == 0, f"{path}: relative import"
+            if node.module == "mpitrain":
+                found += [f"mpitrain.{alias.name}" for alias in node.names]
+            else:
+                found.append(node.module)
+    return found
+
+
+@pytest.mark.parametrize("path", FILES, ids=str)
+def test_imports_go_down_only(path: Path) -> None:
+    if path == PACKAGE / "__init__.py":
+        return  # names of all floors, imported when asked for
+    for module in imports(path):
+        top, _, rest = module.partition(".")
+        if top == "mpitrain" and not rest.startswith("__"):
+            target = rest.partition(".")[0]
+            assert floor(room(path)) <= floor(target), f"{path} imports {module}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=str)
+def test_only_the_start_speaks_mpi(path: Path) -> None:
+    if room(path) not in MPI_USERS:
+        assert not [m for m in imports(path) if m.startswith("mpi4py")]
+
+
+@pytest.mark.parametrize("path", FILES, ids=str)
+def test_files_can_be_read_at_a_sitting(path: Path) -> None:
+    assert len(path.read_text().splitlines()) <= 400
+
+
+@pytest.mark.parametrize(
+    ("code", "forbidden"),
+    [
+        ("import mpitrain", {"torch", "mpi4py", "numpy", "tyro"}),
+        ("import mpitrain.cli", {"torch", "mpi4py.MPI", "numpy"}),
+        (
+            "import sys, mpitrain.cli; mpitrain.cli.main(['--help'])",
+            {"torch", "mpi4py.MPI", "numpy"},
+        ),
+        (
+            "import mpitrain.train.loop, mpitrain.train.run",
+            {"torchvision", "mpi4py.MPI"},
+        ),
+    ],
+)
+def test_nothing_heavy_is_imported_before_it_is_needed(
+    code: str, forbidden: set[str]
+) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", f"{code}\nimport sys\nprint(*sys.modules)"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert not forbidden & set(done.stdout.split())
+
+
+def test_every_public_name_is_importable_and_described() -> None:
+    import mpitrain
+
+    for name in mpitrain.__all__:
+        assert getattr(mpitrain, name).__doc__
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        mpitrain.nothing  # noqa: B018

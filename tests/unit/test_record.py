@@ -1,0 +1,71 @@
+"""What a run leaves behind, and what it says."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from mpitrain.errors import UsageError
+from mpitrain.record import folder, recorder
+from mpitrain.record.environment import VARIABLES
+
+
+def test_a_run_folder_is_made_once(tmp_path: Path) -> None:
+    path = folder.reserve(tmp_path / "runs", "one")
+    assert json.loads((path / "result.json").read_text()) == {"status": "running"}
+    with pytest.raises(UsageError, match=r"one exists. Expected a new name"):
+        folder.reserve(tmp_path / "runs", "one")
+
+
+def test_runs_without_a_name_never_share_a_folder(tmp_path: Path) -> None:
+    paths = {folder.reserve(tmp_path, None) for _ in range(3)}
+    assert len(paths) == 3
+
+
+def test_a_file_where_the_folder_of_runs_should_be_is_told(tmp_path: Path) -> None:
+    (tmp_path / "runs").write_text("")
+    for name in ("one", None):
+        with pytest.raises(UsageError, match="run"):
+            folder.reserve(tmp_path / "runs", name)
+
+
+def test_the_log_begins_with_whose_it_is(tmp_path: Path) -> None:
+    with folder.open_log(tmp_path, 3, 16, "gpu03") as log:
+        log.write("more\n")
+    first, second = (tmp_path / "logs/rank-03.log").read_text().splitlines()
+    assert first.startswith("pid ")
+    assert "is rank 3/16 on gpu03" in first
+    assert second == "more"
+
+
+def test_doubles_are_written_whole(tmp_path: Path) -> None:
+    metrics = folder.Metrics(tmp_path)
+    value = 0.1 + 0.2
+    metrics.write("step", train_loss=value)
+    metrics.close()
+    row = json.loads((tmp_path / "metrics.jsonl").read_text())
+    assert row == {"event": "step", "train_loss": value}
+
+
+def test_a_failure_is_recorded_over_what_is_there(tmp_path: Path) -> None:
+    folder.write_json(tmp_path / "result.json", {"status": "running", "x": 1})
+    recorder.fail(tmp_path, "rank 2 fell")
+    assert json.loads((tmp_path / "result.json").read_text()) == {
+        "status": "failed",
+        "x": 1,
+        "error": "rank 2 fell",
+    }
+
+
+def test_a_file_is_replaced_whole(tmp_path: Path) -> None:
+    folder.write_whole(tmp_path / "f", "old")
+    folder.write_whole(tmp_path / "f", "new")
+    assert [p.name for p in tmp_path.iterdir()] == ["f"]
+    assert (tmp_path / "f").read_text() == "new"
+
+
+@pytest.mark.parametrize("word", ["KEY", "TOKEN", "SECRET", "PASSWORD", "CREDENTIAL"])
+def test_no_recorded_variable_sounds_like_a_secret(word: str) -> None:
+    assert not [name for name in VARIABLES if word in name.upper()]
