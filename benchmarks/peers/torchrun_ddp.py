@@ -98,6 +98,7 @@ def main() -> None:
                 f"val_accuracy {correct / count:.2%}",
                 flush=True,
             )
+    dist.barrier()  # without it, every second run died at its exit here (torch 2.15)
     dist.destroy_process_group()
 
 

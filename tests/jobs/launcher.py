@@ -24,6 +24,26 @@ class Mpi:
     flags: tuple[str, ...]
 
 
+MPIS = ("openmpi-5", "openmpi-4.1", "mpich")
+
+
+def find(name: str) -> Mpi:
+    """The MPI of our own environment, or one that `make test-jobs` put beside it."""
+    here = Path(sys.prefix)
+    if name == "openmpi-5":
+        # MPIEXEC: a site's own MPI, that mpi4py finds by itself.
+        mpirun = Path(os.environ.get("MPIEXEC", here / "bin" / "mpirun"))
+        return Mpi(name=name, mpirun=mpirun, libmpi=None, flags=("--oversubscribe",))
+    folder = ROOT / (".venv-ompi4" if name == "openmpi-4.1" else ".venv-mpich")
+    library = "libmpi.so.40" if name == "openmpi-4.1" else "libmpi.so.12"
+    return Mpi(
+        name=name,
+        mpirun=folder / "bin" / "mpirun",
+        libmpi=folder / "lib" / library,
+        flags=("--oversubscribe",) if name == "openmpi-4.1" else (),
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class Done:
     """A job that has ended."""

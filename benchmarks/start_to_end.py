@@ -1,0 +1,112 @@
+"""Whole-command time of the default job, ours beside a plain torchrun DDP script.
+
+    make bench                                   8 ranks, 5 pairs
+    .venv/bin/python benchmarks/start_to_end.py --ranks 4 --pairs 3
+
+Both train the same network on the same data, batch and epochs, with gloo. The runs are
+interleaved (ours, theirs, ours, ...), after one of each that does not count, and the
+ratio is taken pair by pair, so that a machine whose speed drifts does not decide.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from datetime import date
+from importlib import metadata
+from pathlib import Path
+
+HERE = Path(__file__).parent
+BIN = Path(sys.prefix) / "bin"
+PEER = HERE / "peers" / "torchrun_ddp.py"
+
+
+def main() -> None:
+    """Time both, and print medians and ratios."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--ranks", type=int, default=8)
+    parser.add_argument("--pairs", type=int, default=5)
+    parser.add_argument("--json", type=Path, help="also write the figures here")
+    asked = parser.parse_args()
+
+    ranks = str(asked.ranks)
+    ours = [str(BIN / "mpirun"), "-np", ranks, "--oversubscribe"]
+    ours += [sys.executable, "-m", "mpitrain"]
+    theirs = [str(BIN / "torchrun"), "--standalone", "--nproc-per-node", ranks]
+    theirs += [str(PEER)]
+    with tempfile.TemporaryDirectory() as folder:
+        seconds: dict[str, list[float]] = {"mpitrain": [], "torchrun": []}
+        accuracy: dict[str, str] = {}
+        failures: list[str] = []
+        for pair in range(asked.pairs + 1):
+            for name, command in (("mpitrain", ours), ("torchrun", theirs)):
+                took, accuracy[name] = timed(command, Path(folder), failures)
+                print(f"pair {pair}: {name} {took:.2f} s", file=sys.stderr, flush=True)
+                if pair > 0:
+                    seconds[name].append(took)
+
+    ratios = [a / b for a, b in zip(*seconds.values(), strict=True)]
+    report = {
+        "date": date.today().isoformat(),
+        "command": f"benchmarks/start_to_end.py --ranks {ranks} --pairs {asked.pairs}",
+        "cores": len(os.sched_getaffinity(0)),
+        "platform": platform.platform(),
+        "versions": {n: metadata.version(n) for n in ("torch", "mpi4py", "mpitrain")},
+        "seconds": seconds,
+        "median_seconds": {n: statistics.median(s) for n, s in seconds.items()},
+        "ratios": ratios,
+        "median_ratio": statistics.median(ratios),
+        "val_accuracy": accuracy,
+        "failed_and_repeated": failures,
+    }
+    for name, found in seconds.items():
+        print(
+            f"{name:9} median {statistics.median(found):6.2f} s "
+            f"(min {min(found):.2f}, max {max(found):.2f}), "
+            f"val_accuracy {accuracy[name]}"
+        )
+    print(
+        f"mpitrain / torchrun: median {report['median_ratio']:.2f} "
+        f"(min {min(ratios):.2f}, max {max(ratios):.2f}) of {asked.pairs} pairs, "
+        f"{ranks} ranks on {report['cores']} cores"
+    )
+    if failures:
+        print("failed and repeated:", "; ".join(failures))
+    if asked.json:
+        asked.json.write_text(json.dumps(report, indent=2) + "\n")
+
+
+def timed(command: list[str], folder: Path, failures: list[str]) -> tuple[float, str]:
+    """Run a command to its end; return its wall seconds and the last accuracy said.
+
+    A run that fails is told, counted and repeated.
+    """
+    for _ in range(3):
+        started = time.perf_counter()
+        done = subprocess.run(
+            command,
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            timeout=300,
+            stdin=subprocess.DEVNULL,
+        )
+        took = time.perf_counter() - started
+        found = re.findall(r"val_accuracy ([\d.]+%)", done.stdout)
+        if done.returncode == 0 and found:
+            return took, found[-1]
+        failures.append(f"{Path(command[0]).name}: exit status {done.returncode}")
+        print(f"repeated after {failures[-1]}", file=sys.stderr)
+    sys.exit(f"{' '.join(command)} failed three times, at last:\n{done.stderr}")
+
+
+if __name__ == "__main__":
+    main()
