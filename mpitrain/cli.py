@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import faulthandler
 import io
 import os
 import re
@@ -81,6 +82,8 @@ def train(argv: Sequence[str]) -> None:
         # The log stands before the long imports: it tells whose process this is.
         hostname = os.uname().nodename
         log = folder.open_log(path, guard.comm.rank, guard.comm.size, hostname)
+        folder.start_logging(log, is_rank_zero=guard.comm.rank == 0)
+        faulthandler.enable(log)  # the stack of a crash in compiled code goes there
         guard.on_failure += [
             lambda text: log.write(text + "\n"),
             lambda text: recorder.fail(path, text),

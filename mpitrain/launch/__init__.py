@@ -211,6 +211,11 @@ def _start(
         timeout=timedelta(seconds=timeout_seconds),
         device_id=torch.device(world.device) if "nccl" in world.backend else None,
     )
+    log.info(
+        "%s, local rank %d, computes on %s with %d threads; %s, meeting at %s:%d",
+        *(world, world.local_rank, world.device, world.num_threads, world.backend),
+        *(world.master_addr, world.master_port),
+    )
     if plan.shared and world.is_rank_zero:
         log.warning(
             "some ranks share a GPU: gloo instead of NCCL, which refuses that; "

@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 CONSEQUENCE_SECONDS = 4.0
 """How long a rank whose peer went away waits for that peer's own message."""
 
+_FORWARD_SECONDS = 0.5
+"""Time for mpirun to forward the message: after an abort MPICH's drops what is left."""
+
 _CLAIM_SECONDS = 2.0
 _CLAIM_KEY = "mpitrain/failures"
 
@@ -98,6 +101,7 @@ class Guard:
             _flush()
             sys.stderr.write(text + "\n")
             _flush()
+            time.sleep(_FORWARD_SECONDS)
 
     def _is_first(self, error: BaseException) -> bool:
         """Whether no other rank has said why the job ends."""

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import faulthandler
 import json
+import logging
 import os
 from collections.abc import Mapping
 from datetime import datetime
@@ -59,8 +58,7 @@ def open_log(path: Path, rank: int, world_size: int, hostname: str) -> TextIO:
     """Open this rank's log; its first line says who writes it.
 
     A rank that is killed leaves no words of its own, and MPICH's mpiexec names a dead
-    rank by its process id alone: the first line tells which rank that was. Stacks of a
-    crash (SIGSEGV and its like) go there, too.
+    rank by its process id alone: the first line tells which rank that was.
 
     Args:
         path: The run folder.
@@ -78,9 +76,27 @@ def open_log(path: Path, rank: int, world_size: int, hostname: str) -> TextIO:
     log = (folder / f"rank-{rank:0{width}}.log").open("a", buffering=1)
     now = datetime.now().astimezone().isoformat(timespec="seconds")
     log.write(f"pid {os.getpid()} is rank {rank}/{world_size} on {hostname}, {now}\n")
-    with contextlib.suppress(Exception):
-        faulthandler.enable(log)
     return log
+
+
+def start_logging(log: TextIO, *, is_rank_zero: bool) -> None:
+    """Let our loggers write into this rank's log; rank zero's warnings to the screen.
+
+    Args:
+        log: This rank's open log.
+        is_rank_zero: Whether this rank has the screen.
+    """
+    logger = logging.getLogger("mpitrain")
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+    to_file = logging.StreamHandler(log)
+    to_file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    logger.addHandler(to_file)
+    if is_rank_zero:
+        to_screen = logging.StreamHandler()
+        to_screen.setLevel(logging.WARNING)
+        to_screen.setFormatter(logging.Formatter("warning: %(message)s"))
+        logger.addHandler(to_screen)
 
 
 def write_whole(path: Path, text: str) -> None:

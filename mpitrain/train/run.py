@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from dataclasses import asdict
@@ -21,6 +22,8 @@ from mpitrain.record.recorder import Recorder, Silent, shown
 from mpitrain.train.config import TrainConfig
 from mpitrain.train.loop import train
 from mpitrain.world import World
+
+log = logging.getLogger("mpitrain")
 
 
 def run_training(
@@ -49,6 +52,13 @@ def run_training(
     console = open_console(config.progress, config.epochs, num_steps * config.epochs)
     for line in (*world_lines(world), *job_lines(world, config, data, path)):
         console.say(line)
+    if config.global_batch_size < world.world_size:
+        log.warning(
+            "--global-batch-size %d is less than the %d ranks: %d of them have no "
+            "sample in a step",
+            *(config.global_batch_size, world.world_size),
+            world.world_size - config.global_batch_size,
+        )
     recorder = Recorder(path, world, console, start_seconds)
     model = train(world, config, data, recorder)
     save_model(model, path / "model.pt")

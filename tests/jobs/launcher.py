@@ -40,7 +40,10 @@ def find(name: str) -> Mpi:
         name=name,
         mpirun=folder / "bin" / "mpirun",
         libmpi=folder / "lib" / library,
-        flags=("--oversubscribe",) if name == "openmpi-4.1" else (),
+        # Open MPI 4.1 wants ssh or rsh even where it starts nothing elsewhere.
+        flags=("--oversubscribe", "--mca", "plm", "isolated")
+        if name == "openmpi-4.1"
+        else (),
     )
 
 

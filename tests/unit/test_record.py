@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,26 @@ def test_the_log_begins_with_whose_it_is(tmp_path: Path) -> None:
     assert first.startswith("pid ")
     assert "is rank 3/16 on gpu03" in first
     assert second == "more"
+
+
+def test_warnings_reach_the_screen_from_rank_zero_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    logger = logging.getLogger("mpitrain")
+    try:
+        for rank in (0, 1):
+            logger.handlers.clear()
+            with folder.open_log(tmp_path, rank, 2, "host") as log:
+                folder.start_logging(log, is_rank_zero=rank == 0)
+                logger.info("told the file")
+                logger.warning("from rank %d", rank)
+            written = (tmp_path / f"logs/rank-{rank}.log").read_text()
+            assert "INFO told the file" in written
+            assert f"WARNING from rank {rank}" in written
+        assert capsys.readouterr().err == "warning: from rank 0\n"
+    finally:
+        logger.handlers.clear()
+        logger.propagate = True
 
 
 def test_doubles_are_written_whole(tmp_path: Path) -> None:
