@@ -13,14 +13,21 @@ import faulthandler
 import io
 import os
 import re
+import socket
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+
+import psutil
 
 from mpitrain import __version__
 from mpitrain.errors import MpitrainError, UsageError
 from mpitrain.launch.contradictions import was_launched
 from mpitrain.train.config import TrainConfig
+from mpitrain.world import place
+
+PROGRAM = "python -m mpitrain"
 
 
 class Answered(MpitrainError):
@@ -55,7 +62,7 @@ def main(argv: Sequence[str]) -> int:
         COMMANDS[name](words)
     except BaseException as error:
         if exit_status(error) != 0:
-            text = message(error, f"rank 0/1 {os.uname().nodename}")
+            text = message(error, place(0, 1, socket.gethostname()))
             print(text, file=sys.stderr, flush=True)
         return exit_status(error)
     return 0
@@ -68,36 +75,40 @@ def train(argv: Sequence[str]) -> None:
 
     from mpitrain.launch import guarded, init
     from mpitrain.record import folder, recorder
-    from mpitrain.topology import mpi_library, on_rank_zero
+    from mpitrain.topology import all_or_none, on_rank_zero
+
+    def prepare() -> tuple[TrainConfig, Path]:
+        config = read_config(argv)
+        run_dir = folder.reserve(config.runs_dir, config.name)
+        folder.write_whole(run_dir / "config.yaml", config.as_yaml(run_dir.name))
+        return config, run_dir
 
     with guarded() as guard:
-        config = on_rank_zero(
-            guard.comm, lambda: read_config(argv), "read the command line"
-        )
-        path = on_rank_zero(
-            guard.comm,
-            lambda: folder.reserve(config.runs_dir, config.name),
-            "make the run folder",
-        )
+        comm = guard.comm
+        config, run_dir = on_rank_zero(comm, prepare, "prepare the run")
         # The log stands before the long imports: it tells whose process this is.
-        hostname = os.uname().nodename
-        log = folder.open_log(path, guard.comm.rank, guard.comm.size, hostname)
-        folder.start_logging(log, is_rank_zero=guard.comm.rank == 0)
+        hostname = socket.gethostname()
+        log = all_or_none(
+            comm,
+            lambda: folder.open_log(run_dir, comm.rank, comm.size, hostname),
+            "open the log",
+        )
+        folder.start_logging(log, is_rank_zero=comm.rank == 0)
         faulthandler.enable(log)  # the stack of a crash in compiled code goes there
         guard.on_failure += [
             lambda text: log.write(text + "\n"),
-            lambda text: recorder.fail(path, text),
+            lambda text: recorder.fail(run_dir, text),
         ]
-        with init(device=config.device, guard=guard) as world:
-            from mpitrain.train.run import config_values, run_training
+        job = init(device=config.device, guard=guard)
+        with job:
+            start_seconds = time.time() - psutil.Process().create_time()
+            from mpitrain.train.run import run_training
 
-            if world.is_rank_zero:
-                folder.write_yaml(path / "config.yaml", config_values(config, path))
-            run_training(world, config, path, mpi_library())
+            run_training(job, config, run_dir, start_seconds)
 
 
 COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {"train": train}
-"""Subcommands by name; the first line of a function's docstring says what it does."""
+"""Subcommands by name."""
 
 
 def read_config(argv: Sequence[str]) -> TrainConfig:
@@ -121,7 +132,7 @@ def read_config(argv: Sequence[str]) -> TrainConfig:
             f"unknown command {argv[0]!r}; expected one of {', '.join(COMMANDS)}, "
             "or flags (see --help)"
         )
-    before = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    before = argparse.ArgumentParser(PROGRAM, add_help=False, allow_abbrev=False)
     before.add_argument("--config", type=Path, action="append", default=[])
     with usage_errors("--config"):
         given, words = before.parse_known_args(list(argv))
@@ -145,7 +156,7 @@ def parse_flags(flags: Sequence[str], source: str | None) -> TrainConfig:
     with usage_errors(source):
         return tyro.cli(
             TrainConfig,
-            prog="mpitrain",
+            prog=PROGRAM,
             description=f"{TrainConfig.__doc__}\n\n"
             "Further: --config FILE.yaml (the same fields; flags win), --version.\n"
             f"Subcommands: {', '.join(COMMANDS)} (train if none is named).",

@@ -5,11 +5,15 @@
     |-- DataError (ValueError)    samples or models that are not what they must be
     |-- LaunchError               the start: MPI, network, process group
         |-- TopologyError         ranks, nodes and devices do not fit together
+        |-- LeftEarly             the end: a rank was done, the others were not
+        |-- RemoteError           another rank's own exception, seen from this one
 
 Every message says what was found and where, what was expected, what to type.
 """
 
 from __future__ import annotations
+
+from typing import TypeVar
 
 
 class MpitrainError(Exception):
@@ -20,6 +24,9 @@ class MpitrainError(Exception):
 
     speaker: int | None = None
     """The rank that says it, where every rank raises it; ``None``: this rank alone."""
+
+    everywhere = False
+    """Whether it is no single rank's matter, so that none need be named."""
 
 
 class UsageError(MpitrainError, ValueError):
@@ -38,3 +45,28 @@ class LaunchError(MpitrainError):
 
 class TopologyError(LaunchError):
     """Ranks, nodes and devices contradict each other."""
+
+
+class RemoteError(LaunchError):
+    """Another rank raised an exception of its own; that rank tells which."""
+
+
+class LeftEarly(LaunchError):
+    """This rank was done while others still worked."""
+
+
+Error = TypeVar("Error", bound=MpitrainError)
+
+
+def agreed(error: Error) -> Error:
+    """Mark an error that every rank raises from equal facts: rank zero says it.
+
+    Args:
+        error: About to be raised on every rank.
+
+    Returns:
+        The same error.
+    """
+    error.speaker = 0
+    error.everywhere = True
+    return error

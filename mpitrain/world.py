@@ -67,4 +67,13 @@ class World:
         return self.rank == 0
 
     def __str__(self) -> str:
-        return f"rank {self.rank}/{self.world_size} {self.hostname}"
+        return place(self.rank, self.world_size, self.hostname)
+
+
+def place(rank: int, world_size: int, hostname: str) -> str:
+    """Word where a process stands, as every message does.
+
+    >>> place(2, 4, "gpu03")
+    'rank 2/4 gpu03'
+    """
+    return f"rank {rank}/{world_size} {hostname}"

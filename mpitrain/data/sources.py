@@ -42,7 +42,7 @@ class Data:
     in_channels: int
     """Channels of an image: C of `(C, H, W)`."""
     image_size: int
-    """Height of an image in pixels: H of `(C, H, W)`."""
+    """Width of an image in pixels: W of `(C, H, W)`."""
 
 
 class InMemory:
@@ -134,7 +134,7 @@ def own_data(reference: str, data_dir: Path | None) -> Data:
     made = call_with_known(
         load_reference(reference, "--data"), {"data_dir": data_dir}, "--data"
     )
-    if not (isinstance(made, tuple) and len(made) == 2):
+    if not (isinstance(made, tuple | list) and len(made) == 2):
         raise DataError(
             f"--data {reference} returned {type(made).__name__!r}; expected a pair "
             "(train, val) of map-style data sets"
@@ -157,11 +157,18 @@ def own_data(reference: str, data_dir: Path | None) -> Data:
             f"the train part of --data {reference} has neither `classes` (a list) nor "
             "`num_classes` (an int); give it one of them"
         )
-    shape = tuple(getattr(train[0][0], "shape", ()))
+    first = train[0]
+    image = first[0] if isinstance(first, tuple | list) and len(first) == 2 else first
+    if not isinstance(image, Tensor) or image.ndim == 0 or image is first:
+        raise DataError(
+            f"the first sample of --data {reference} is a {type(first).__name__} of "
+            f"{type(image).__name__}; expected (tensor, label), the tensor (C, H, W) "
+            "for images (torchvision: transform=ToTensor())"
+        )
     return Data(
         train=MapStyle(train),
         val=MapStyle(val),
         num_classes=int(num_classes),
-        in_channels=int(shape[0]) if shape else 0,
-        image_size=int(shape[1]) if len(shape) > 1 else 0,
+        in_channels=image.shape[0],
+        image_size=image.shape[-1],
     )

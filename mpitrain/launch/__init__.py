@@ -17,11 +17,11 @@ import atexit
 import logging
 import os
 import sys
-from collections.abc import MutableMapping
+from collections.abc import Callable, MutableMapping
 from dataclasses import replace
 from datetime import timedelta
 from types import TracebackType
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 from mpitrain.launch import devices, environ, network, store, threads
 from mpitrain.launch.guard import Guard, exit_status, guarded, leave
@@ -30,12 +30,15 @@ from mpitrain.world import World
 
 if TYPE_CHECKING:
     from mpi4py import MPI
+    from torch._C._distributed_c10d import TCPStore
 
 __all__ = ["Device", "Guard", "Job", "guarded", "init"]
 
+T = TypeVar("T")
+
 Device = Literal["auto", "cpu", "cuda"]
 
-log = logging.getLogger("mpitrain")
+logger = logging.getLogger("mpitrain")
 
 
 def init(
@@ -115,6 +118,13 @@ class Job:
             self.close()
         return False
 
+    def all_or_none(self, action: Callable[[], T], doing: str) -> T:
+        """Do something on every rank; see `mpitrain.topology.all_or_none`.
+
+        Collective over all ranks.
+        """
+        return all_or_none(self.comm, action, doing)
+
     def close(self) -> None:
         """Wait for the other ranks and take the process group down.
 
@@ -160,17 +170,20 @@ def _start(
     # Threads come before torch, which reads OMP_NUM_THREADS once, when imported.
     cores = comm.allgather(threads.usable_cores())
     on_node = [cores[rank] for rank in world.nodes[world.node_rank].ranks]
-    num_threads = threads.share(on_node, threads.cpu_quota())[world.local_rank]
-    wanted = variables.setdefault("OMP_NUM_THREADS", str(num_threads))
-    num_threads = int(wanted) if wanted.isdecimal() else num_threads
+    fair = threads.share(on_node, threads.cpu_quota())[world.local_rank]
+    num_threads = all_or_none(
+        comm, lambda: threads.settle(fair, variables), "read OMP_NUM_THREADS"
+    )
 
     if world.rank > 0:
         # What torch's C++ warns of on every rank is said by rank zero alone, such as
         # "hostname of the client socket cannot be retrieved"; errors still come.
         variables.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     all_or_none(comm, _import_torch, "import torch")
-    visible = comm.allgather(devices.visible_gpus() if device != "cpu" else ())
-    plan = devices.plan(visible, world.nodes, required=device == "cuda")
+    seen = all_or_none(
+        comm, lambda: devices.visible_gpus() if device != "cpu" else (), "ask for GPUs"
+    )
+    plan = devices.plan(comm.allgather(seen), world.nodes, required=device == "cuda")
     nodes = tuple(
         replace(
             node,
@@ -180,29 +193,36 @@ def _start(
         for node in world.nodes
     )
 
-    meeting = network.meet(comm, world)
+    rendezvous = network.find_rendezvous(comm, world)
     world = replace(
         world,
         nodes=nodes,
         num_threads=num_threads,
         device=plan.devices[world.rank],
         backend=plan.backend,
-        master_addr=meeting.address,
-        master_port=meeting.port,
+        master_addr=rendezvous.address,
+        master_port=rendezvous.port,
     )
     variables.update(environ.torchrun_variables(world))
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        if meeting.interface:
-            variables.setdefault(name, meeting.interface)
+        if rendezvous.interface:
+            variables.setdefault(name, rendezvous.interface)
+    all_or_none(comm, lambda: _prepare_torch(world), f"use {world.device}")
+
+    def open_store() -> TCPStore:
+        return store.open_store(rendezvous, world, timeout_seconds)
+
+    # The server first: a client of a store that failed would wait for it.
+    server = all_or_none(
+        comm, lambda: open_store() if world.is_rank_zero else None, "open the store"
+    )
+    guard.store = all_or_none(
+        comm, lambda: server or open_store(), f"reach the store at {world.master_addr}"
+    )
 
     import torch
     import torch.distributed as dist
 
-    torch.set_num_threads(num_threads)
-    on_gpu = world.device.startswith("cuda")
-    if on_gpu:
-        torch.cuda.set_device(world.device)
-    guard.store = store.open_store(meeting, world, timeout_seconds)
     dist.init_process_group(
         backend=world.backend,
         store=guard.store,
@@ -211,13 +231,13 @@ def _start(
         timeout=timedelta(seconds=timeout_seconds),
         device_id=torch.device(world.device) if "nccl" in world.backend else None,
     )
-    log.info(
-        "%s, local rank %d, computes on %s with %d threads; %s, meeting at %s:%d",
+    logger.info(
+        "%s, local rank %d, computes on %s with %d threads; %s, rendezvous at %s:%d",
         *(world, world.local_rank, world.device, world.num_threads, world.backend),
         *(world.master_addr, world.master_port),
     )
     if plan.shared and world.is_rank_zero:
-        log.warning(
+        logger.warning(
             "some ranks share a GPU: gloo instead of NCCL, which refuses that; "
             "gradients travel through host memory"
         )
@@ -226,3 +246,11 @@ def _start(
 
 def _import_torch() -> None:
     import torch.distributed  # noqa: F401
+
+
+def _prepare_torch(world: World) -> None:
+    import torch
+
+    torch.set_num_threads(world.num_threads)
+    if world.device != "cpu":
+        torch.cuda.set_device(world.device)

@@ -1,6 +1,7 @@
 """What the launcher says against what MPI says.
 
-The variables of launchers are read here only, and only to notice a contradiction.
+The variables of launchers are read here only: to notice a contradiction, and to tell
+one message from N before MPI has started.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ def was_launched(environ: Mapping[str, str]) -> bool:
     return any(name in environ for name in SIZE_VARIABLES)
 
 
-def speaks(environ: Mapping[str, str]) -> bool:
+def speaks_before_mpi(environ: Mapping[str, str]) -> bool:
     """Whether this process says what goes wrong before MPI can tell ranks apart.
 
-    >>> speaks({"OMPI_COMM_WORLD_RANK": "2"}), speaks({})
+    >>> speaks_before_mpi({"OMPI_COMM_WORLD_RANK": "2"}), speaks_before_mpi({})
     (False, True)
     """
     return all(environ.get(name, "0") == "0" for name in RANK_VARIABLES)

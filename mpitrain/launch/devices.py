@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mpitrain.errors import TopologyError
+from mpitrain.errors import TopologyError, agreed
 from mpitrain.world import Node
 
 
@@ -78,13 +78,13 @@ def plan(
 
 
 def _without_gpus(nodes: Sequence[Node]) -> TopologyError:
-    error = TopologyError(
-        f"torch sees no GPU on {', '.join(node.hostname for node in nodes)}, but "
-        "--device cuda asks for one per rank.\nAsk the scheduler for GPUs, look at "
-        "CUDA_VISIBLE_DEVICES and at nvidia-smi there, or train on CPUs: --device cpu"
+    return agreed(
+        TopologyError(
+            f"torch sees no GPU on {', '.join(node.hostname for node in nodes)}, but "
+            "--device cuda asks for one per rank.\nAsk the scheduler for GPUs, look at "
+            "CUDA_VISIBLE_DEVICES and at nvidia-smi there, or use --device cpu"
+        )
     )
-    error.speaker = 0
-    return error
 
 
 def _mixed(seeing: Sequence[int], nodes: Sequence[Node]) -> TopologyError:
@@ -93,14 +93,14 @@ def _mixed(seeing: Sequence[int], nodes: Sequence[Node]) -> TopologyError:
         f"{[rank for rank in node.ranks if rank in seeing]} see a GPU"
         for node in nodes
     ]
-    error = TopologyError(
-        "some ranks see a GPU and others see none:\n"
-        + "\n".join(lines)
-        + "\nExpected GPUs for all or for none. Ask the scheduler for GPUs on every "
-        "node, look at CUDA_VISIBLE_DEVICES there, or train on CPUs: --device cpu"
+    return agreed(
+        TopologyError(
+            "some ranks see a GPU and others see none:\n"
+            + "\n".join(lines)
+            + "\nExpected GPUs for all or for none. Ask the scheduler for them on "
+            "every node, look at CUDA_VISIBLE_DEVICES there, or train on CPUs: --device cpu"
+        )
     )
-    error.speaker = 0
-    return error
 
 
 def visible_gpus() -> tuple[str, ...]:

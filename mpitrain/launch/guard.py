@@ -11,6 +11,7 @@ import atexit
 import contextlib
 import faulthandler
 import os
+import socket
 import sys
 import threading
 import time
@@ -19,9 +20,10 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal, NoReturn
 
-from mpitrain.errors import LaunchError, MpitrainError, UsageError
-from mpitrain.launch.contradictions import check_size, speaks
+from mpitrain.errors import LaunchError, LeftEarly, MpitrainError, UsageError
+from mpitrain.launch.contradictions import check_size, speaks_before_mpi
 from mpitrain.topology import start_mpi, wait_for_all
+from mpitrain.world import place
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -54,7 +56,8 @@ class Guard:
         self.comm = comm
         self.store: Store | None = None
         self.on_failure: list[Callable[[str], object]] = []
-        self._place = f"rank {comm.rank}/{comm.size} {_hostname()}"
+        self._place = place(comm.rank, comm.size, socket.gethostname())
+        self._failed = False
 
     def __enter__(self) -> Guard:
         return self
@@ -77,11 +80,14 @@ class Guard:
         Args:
             error: What happened; its rank, host and traceback are printed.
         """
+        if self._failed:
+            return  # an outer guard sees it again, in a world of one
+        self._failed = True
         agreed_by = getattr(error, "speaker", None)
         if agreed_by is not None:
             first = agreed_by == self.comm.rank
         else:
-            first = self._is_first(error)
+            first = self.comm.size == 1 or self._is_first(error)
         if first:
             self._tell(error)
         if self.comm.size == 1:
@@ -149,8 +155,9 @@ def guarded() -> Guard:
     try:
         comm = start_mpi()
         check_size(comm.size, os.environ)
-    except LaunchError:
-        if speaks(os.environ):
+    except LaunchError as error:
+        error.everywhere = True
+        if speaks_before_mpi(os.environ):
             raise
         time.sleep(1.0)  # else mpirun ends the job before the other has spoken
         sys.exit(1)
@@ -184,24 +191,28 @@ def exit_status(error: BaseException) -> int:
     return 1
 
 
-def message(error: BaseException, place: str) -> str:
+def message(error: BaseException, where: str) -> str:
     """Word an error for the screen.
 
     Args:
         error: What happened.
-        place: Who says it, ``"rank 2/4 gpu03"``; left out where all ranks agree.
+        where: Who says it, ``"rank 2/4 gpu03"``; left out where it is no single
+            rank's matter.
 
     Returns:
         The traceback first, where it is not the user's mistake, then one line that
         begins with ``[rank 2/4 gpu03]``.
     """
-    if isinstance(error, UsageError):
+    everywhere = getattr(error, "everywhere", False)
+    if isinstance(error, UsageError) and everywhere:
         return str(error)
     if isinstance(error, SystemExit):
-        return f"[{place}] sys.exit({error.code!r})"
+        return f"[{where}] sys.exit({error.code!r})"
     if isinstance(error, KeyboardInterrupt):
-        return f"[{place}] interrupted by Ctrl-C (SIGINT)"
-    line = f"[{place}] {type(error).__name__}: {error}"
+        return f"[{where}] interrupted by Ctrl-C (SIGINT)"
+    line = f"{type(error).__name__}: {error}"
+    if not everywhere:
+        line = f"[{where}] {line}"
     if isinstance(error, MpitrainError):
         return line
     trace = "".join(traceback.format_exception(error)).rstrip()
@@ -226,10 +237,6 @@ def is_consequence(error: BaseException) -> bool:
     return isinstance(error, RuntimeError | ConnectionError) and any(
         sign in str(error) for sign in signs
     )
-
-
-class LeftEarly(LaunchError):
-    """This rank was done while others still worked."""
 
 
 def leave(guard: Guard, timeout_seconds: float) -> None:
@@ -257,9 +264,9 @@ def exit_now(status: int) -> NoReturn:
 
     Collective over all ranks, where MPI was started.
 
-    Python frees some 3,000 modules one by one at its end, 0.4 s of CPU on every rank
-    after all work is done (8 ranks on 2 cores left 2.5 s later for it). What others
-    registered for the end (`atexit`) still runs, and MPI is finalized.
+    Python frees some 3,000 modules one by one at its end, on every rank after all work
+    is done (docs/decisions/0004). What others registered for the end (`atexit`) still
+    runs, and MPI is finalized.
 
     Args:
         status: The exit status.
@@ -270,10 +277,6 @@ def exit_now(status: int) -> NoReturn:
         mpi.Finalize()
     _flush()
     os._exit(status)
-
-
-def _hostname() -> str:
-    return os.uname().nodename
 
 
 def _flush() -> None:

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from mpitrain.errors import LaunchError
+from mpitrain.errors import LaunchError, agreed
 from mpitrain.topology import wait_for_all
 from mpitrain.world import World
 
@@ -28,8 +28,8 @@ CONNECT_SECONDS = 3.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Meeting:
-    """Where the ranks meet. `address` and `port` are equal on all ranks."""
+class Rendezvous:
+    """Where rank zero is reached. `address` and `port` are equal on all ranks."""
 
     address: str
     """Numeric IP address of rank zero's host, IPv4 or IPv6."""
@@ -41,7 +41,7 @@ class Meeting:
     """The bound and listening socket on rank zero, ``None`` elsewhere."""
 
 
-def meet(comm: MPI.Intracomm, world: World) -> Meeting:
+def find_rendezvous(comm: MPI.Intracomm, world: World) -> Rendezvous:
     """Bind a port on rank zero and find an address of it that all nodes reach.
 
     Collective over `comm`.
@@ -51,7 +51,7 @@ def meet(comm: MPI.Intracomm, world: World) -> Meeting:
         world: Where this process stands.
 
     Returns:
-        The meeting place; on one node that is the loopback address, and no port is
+        Where to meet; on one node that is the loopback address, and no port is
         open to the outside.
 
     Raises:
@@ -83,7 +83,7 @@ def meet(comm: MPI.Intracomm, world: World) -> Meeting:
         _drain(listener)
     sources = by_rank[leaders[world.node_rank]]
     own = sources[offers.index(chosen)] if world.node_rank > 0 else chosen[0]
-    return Meeting(
+    return Rendezvous(
         address=chosen[0],
         port=chosen[1],
         interface=interface_of(own),
@@ -192,15 +192,15 @@ def choose(
         + (", ".join(offers[index][0] for index in found) or "none of them")
         for host, found in reached.items()
     ]
-    error = LaunchError(
-        "no address of rank zero's host is reached by all other nodes.\n"
-        f"It listened on {', '.join(address for address, _ in offers) or 'none'}.\n"
-        + "\n".join(rows)
-        + "\nExpected one network that joins all nodes. Look for a firewall between "
-        "them, or leave those hosts out of the job."
+    raise agreed(
+        LaunchError(
+            "no address of rank zero's host is reached by all other nodes.\n"
+            f"It listened on {', '.join(address for address, _ in offers) or 'none'}.\n"
+            + "\n".join(rows)
+            + "\nExpected one network that joins all nodes. Look for a firewall, "
+            "or leave those hosts out of the job."
+        )
     )
-    error.speaker = 0
-    raise error
 
 
 def interface_of(address: str) -> str:

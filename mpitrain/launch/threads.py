@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, MutableMapping, Sequence
 from pathlib import Path
+
+from mpitrain.errors import UsageError
 
 
 def usable_cores() -> frozenset[int]:
@@ -27,6 +29,32 @@ def cpu_quota(root: Path = Path("/sys/fs/cgroup")) -> float:
         return float("inf") if quota == "max" else int(quota) / int(period)
     except (OSError, ValueError, ZeroDivisionError):
         return float("inf")
+
+
+def settle(fair: int, variables: MutableMapping[str, str]) -> int:
+    """Settle this rank's threads: ``OMP_NUM_THREADS`` where it is set, else its share.
+
+    Args:
+        fair: This rank's share of the cores.
+        variables: The environment; ``OMP_NUM_THREADS`` is set there if it is not.
+
+    Returns:
+        The number of threads.
+
+    Raises:
+        UsageError: ``OMP_NUM_THREADS`` is no number of threads.
+
+    >>> settle(4, {}), settle(4, {"OMP_NUM_THREADS": "2"})
+    (4, 2)
+    """
+    wanted = variables.setdefault("OMP_NUM_THREADS", str(fair))
+    first = wanted.split(",")[0].strip()  # a list is for nested regions
+    if not first.isdecimal() or int(first) < 1:
+        raise UsageError(
+            f"OMP_NUM_THREADS={wanted!r} in the environment; expected a number of "
+            "threads of at least 1, or `unset OMP_NUM_THREADS` for a fair share"
+        )
+    return int(first)
 
 
 def share(

@@ -21,7 +21,7 @@ def build_model(
             returns an `nn.Module`.
         num_classes: Size of the last layer's output.
         in_channels: C of an input `(N, C, H, W)`.
-        image_size: H of an input.
+        image_size: W of an input.
         seed: What torch's generator is seeded with before the weights are drawn.
 
     Returns:

@@ -6,29 +6,24 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
 
-from mpitrain.record.events import Epoch
+from mpitrain.record.events import Epoch, Listener
 from mpitrain.world import World
 
 if TYPE_CHECKING:
     from tqdm import tqdm
 
 
-class Console(Protocol):
-    """What shows a training's progress."""
+class Console(Listener, Protocol):
+    """What shows a training's progress; leaves the screen tidy when it is left."""
 
     def say(self, line: str) -> None:
         """Print a line."""
 
-    def step_done(self, step: int) -> None:
-        """Show that a step is done."""
+    def __enter__(self) -> Self: ...
 
-    def epoch_done(self, epoch: Epoch) -> None:
-        """Show what an epoch came to."""
-
-    def close(self) -> None:
-        """Leave the screen tidy."""
+    def __exit__(self, *error: object) -> None: ...
 
 
 class Lines:
@@ -36,6 +31,12 @@ class Lines:
 
     def __init__(self, num_epochs: int) -> None:
         self._num_epochs = num_epochs
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
 
     def say(self, line: str) -> None:
         """Print a line."""
@@ -47,9 +48,6 @@ class Lines:
     def epoch_done(self, epoch: Epoch) -> None:
         """Print the epoch's line."""
         self.say(epoch_line(epoch, self._num_epochs))
-
-    def close(self) -> None:
-        """Do nothing."""
 
 
 class Bar(Lines):
@@ -77,8 +75,7 @@ class Bar(Lines):
         """Move the bar."""
         self._bar.update()
 
-    def close(self) -> None:
-        """Take the bar away."""
+    def __exit__(self, *error: object) -> None:
         self._bar.close()
 
 
@@ -138,13 +135,17 @@ def world_lines(world: World) -> list[str]:
     Returns:
         Lines for the screen.
     """
-    lines = [
-        f"node {node_rank}: {node.hostname}, ranks {in_runs(node.ranks)} on "
-        f"{devices_in_words(node.devices)}, {node.num_cores} cores"
-        for node_rank, node in enumerate(world.nodes)
-    ]
+    lines = []
+    for node_rank, node in enumerate(world.nodes):
+        ranks = f"rank{'s' * (len(node.ranks) > 1)} {in_runs(node.ranks)}"
+        lines.append(
+            f"node {node_rank}: {node.hostname}, {ranks} on "
+            f"{devices_in_words(node.devices)}, "
+            f"{node.num_cores} core{'s' * (node.num_cores != 1)}"
+        )
     lines.append(
-        f"backend {world.backend}, meeting at {world.master_addr}:{world.master_port}, "
+        f"backend {world.backend}, rendezvous at "
+        f"{world.master_addr}:{world.master_port}, "
         f"{world.num_threads} thread{'s' * (world.num_threads != 1)} per rank"
     )
     return lines
@@ -183,52 +184,10 @@ def in_runs(numbers: Sequence[int]) -> str:
     return ",".join(str(r[0]) if len(r) == 1 else f"{r[0]}-{r[-1]}" for r in runs)
 
 
-def batch_line(
-    global_batch_size: int,
-    shard_sizes: tuple[int, int],
-    micro_batch_size: int,
-    world_size: int,
-) -> str:
-    """Show the sum that makes a step.
-
-    Args:
-        global_batch_size: Samples per step on all ranks.
-        shard_sizes: The smallest and the largest share of a rank.
-        micro_batch_size: Most samples of a microstep.
-        world_size: Number of ranks.
-
-    Returns:
-        The sum, with its factors.
-
-    >>> batch_line(64, (8, 8), 8, 8)
-    '64 per step = 8 ranks x 8 x 1 (ranks x samples x microsteps)'
-    >>> batch_line(64, (21, 22), 22, 3)
-    '64 per step = 3 ranks x 21 or 22 x 1 (ranks x samples x microsteps)'
-    >>> batch_line(64, (32, 32), 8, 2)
-    '64 per step = 2 ranks x 8 x 4 (ranks x samples x microsteps)'
-    >>> batch_line(64, (32, 32), 10, 2)
-    '64 per step = 2 ranks x 32, in 4 microsteps of at most 10'
-    """
-    smallest, largest = shard_sizes
-    ranks = f"{world_size} rank{'s' * (world_size != 1)}"
-    shares = str(largest) if smallest == largest else f"{smallest} or {largest}"
-    microsteps = -(-largest // micro_batch_size)
-    if microsteps == 1:
-        product = f"{ranks} x {shares} x 1"
-    elif smallest == largest == micro_batch_size * microsteps:
-        product = f"{ranks} x {micro_batch_size} x {microsteps}"
-    else:
-        return (
-            f"{global_batch_size} per step = {ranks} x {shares}, in {microsteps} "
-            f"microsteps of at most {micro_batch_size}"
-        )
-    return f"{global_batch_size} per step = {product} (ranks x samples x microsteps)"
-
-
 def epoch_line(epoch: Epoch, num_epochs: int) -> str:
     """Word what an epoch came to, in fixed fields."""
     width = len(str(num_epochs))
-    rate = epoch.train_samples / epoch.train_seconds
+    rate = epoch.train_samples / epoch.steps_seconds
     return (
         f"epoch {epoch.epoch:{width}}/{num_epochs} | step {epoch.step} | "
         f"train_loss {epoch.train_loss:.4f} | val_loss {epoch.val_loss:.4f} | "

@@ -28,7 +28,7 @@ class Epoch:
     """Share of the validation samples whose class was found, 0 to 1."""
     val_samples: int
     """Validation samples, counted over all ranks."""
-    train_seconds: float
+    steps_seconds: float
     """Wall time of its steps on this rank."""
     epoch_seconds: float
     """Wall time of the epoch on this rank, evaluation included."""

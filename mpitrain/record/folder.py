@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Any, TextIO
 
-import yaml
-
 from mpitrain.errors import UsageError
+from mpitrain.world import place
 
 
 def reserve(runs_dir: Path, name: str | None) -> Path:
@@ -54,14 +54,14 @@ def reserve(runs_dir: Path, name: str | None) -> Path:
             ) from None
 
 
-def open_log(path: Path, rank: int, world_size: int, hostname: str) -> TextIO:
+def open_log(run_dir: Path, rank: int, world_size: int, hostname: str) -> TextIO:
     """Open this rank's log; its first line says who writes it.
 
     A rank that is killed leaves no words of its own, and MPICH's mpiexec names a dead
     rank by its process id alone: the first line tells which rank that was.
 
     Args:
-        path: The run folder.
+        run_dir: The run folder.
         rank: This process's rank.
         world_size: Number of ranks.
         hostname: This machine's name.
@@ -69,13 +69,13 @@ def open_log(path: Path, rank: int, world_size: int, hostname: str) -> TextIO:
     Returns:
         The open file ``logs/rank-<rank>.log``, flushed line by line.
     """
-    folder = path / "logs"
+    folder = run_dir / "logs"
     # On a machine that does not share the filesystem with rank zero's.
     folder.mkdir(parents=True, exist_ok=True)
     width = len(str(world_size - 1))
     log = (folder / f"rank-{rank:0{width}}.log").open("a", buffering=1)
     now = datetime.now().astimezone().isoformat(timespec="seconds")
-    log.write(f"pid {os.getpid()} is rank {rank}/{world_size} on {hostname}, {now}\n")
+    log.write(f"pid {os.getpid()} is {place(rank, world_size, hostname)}, {now}\n")
     return log
 
 
@@ -111,20 +111,23 @@ def write_json(path: Path, values: Mapping[str, Any]) -> None:
     write_whole(path, json.dumps(values, indent=2) + "\n")
 
 
-def write_yaml(path: Path, values: Mapping[str, Any]) -> None:
-    """Write a YAML file whole, in the order of `values`."""
-    write_whole(path, yaml.safe_dump(dict(values), sort_keys=False))
-
-
 class Metrics:
     """``metrics.jsonl``: one JSON object a line, flushed by the line."""
 
-    def __init__(self, path: Path) -> None:
-        self._file = (path / "metrics.jsonl").open("a", buffering=1)
+    def __init__(self, run_dir: Path) -> None:
+        self._file = (run_dir / "metrics.jsonl").open("a", buffering=1)
 
     def write(self, event: str, **values: object) -> None:
-        """Add a line; floats are written whole, so that they read back as they were."""
-        self._file.write(json.dumps({"event": event, **values}) + "\n")
+        """Add a line.
+
+        Floats are written whole, so that they read back as they were; those that are
+        not finite, which JSON has no word for, as null.
+        """
+        row = {"event": event, **values}
+        for name, value in row.items():
+            if isinstance(value, float) and not math.isfinite(value):
+                row[name] = None
+        self._file.write(json.dumps(row, allow_nan=False) + "\n")
 
     def close(self) -> None:
         """Close the file."""

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from mpitrain.record.console import Console
+from mpitrain.record.console import Console, Lines
 from mpitrain.record.events import Epoch
 from mpitrain.record.folder import Metrics, write_json
 from mpitrain.world import World
-
-Status = Literal["running", "finished", "stopped", "failed"]
 
 
 class Silent:
@@ -26,24 +25,21 @@ class Silent:
 class Recorder:
     """Writes ``metrics.jsonl`` and ``result.json`` and moves the screen.
 
-    ``result.json`` says ``running`` since the folder was made; it is written again only
-    at the end, by `finish` or by `fail`, which any rank may call at any time.
-
     Args:
-        path: The run folder.
+        run_dir: The run folder.
         world: Where rank zero stands.
-        console: The screen.
         start_seconds: From the process's start to the ready process group.
+
+    Attributes:
+        console: The screen.
     """
 
-    def __init__(
-        self, path: Path, world: World, console: Console, start_seconds: float
-    ) -> None:
-        self._path = path
-        self._console = console
-        self._metrics = Metrics(path)
+    def __init__(self, run_dir: Path, world: World, start_seconds: float) -> None:
+        self.console: Console = Lines(0)
+        self._run_dir = run_dir
+        self._metrics = Metrics(run_dir)
         self._result: dict[str, Any] = {
-            "status": "finished",
+            "status": "running",
             "val_accuracy": None,
             "val_loss": None,
             "world_size": world.world_size,
@@ -54,10 +50,13 @@ class Recorder:
             "epochs": 0,
             "steps": 0,
         }
+        # Written before any rank trains, and again at the end only: a rank that fails
+        # writes into it, too (`fail`), and must not be written over.
+        write_json(run_dir / "result.json", self._result)
 
     def step_done(self, step: int) -> None:
         """Move the screen on."""
-        self._console.step_done(step)
+        self.console.step_done(step)
 
     def epoch_done(self, epoch: Epoch) -> None:
         """Write a line per step and one for the epoch."""
@@ -77,7 +76,7 @@ class Recorder:
             train_samples=epoch.train_samples,
             val_samples=epoch.val_samples,
             epoch_seconds=epoch.epoch_seconds,
-            samples_per_second=epoch.train_samples / epoch.train_seconds,
+            samples_per_second=epoch.train_samples / epoch.steps_seconds,
         )
         self._result.update(
             val_accuracy=epoch.val_accuracy,
@@ -86,31 +85,31 @@ class Recorder:
             epochs=epoch.epoch,
             steps=epoch.step,
         )
-        self._console.epoch_done(epoch)
+        self.console.epoch_done(epoch)
 
     def finish(self) -> None:
         """Write that the run is finished, and say what came out."""
         self._metrics.close()
-        self._console.close()
-        write_json(self._path / "result.json", self._result)
-        self._console.say(
+        self._result["status"] = "finished"
+        write_json(self._run_dir / "result.json", self._result)
+        epochs = self._result["epochs"]
+        self.console.say(
             f"finished: val_accuracy {self._result['val_accuracy']:.2%} after "
-            f"{self._result['epochs']} epochs, "
+            f"{epochs} epoch{'s' * (epochs != 1)}, "
             f"{self._result['train_seconds']:.1f} s of training, "
-            f"{self._result['start_seconds']:.1f} s to start; see {shown(self._path)}"
+            f"{self._result['start_seconds']:.1f} s to start; "
+            f"see {shown(self._run_dir)}"
         )
 
 
-def fail(path: Path, message: str) -> None:
+def fail(run_dir: Path, message: str) -> None:
     """Write into ``result.json`` that the run failed, from whichever rank knows.
 
     Args:
-        path: The run folder.
+        run_dir: The run folder.
         message: Why, as the screen says it.
     """
-    import json
-
-    file = path / "result.json"
+    file = run_dir / "result.json"
     result = json.loads(file.read_text()) if file.exists() else {}
     write_json(file, {**result, "status": "failed", "error": message})
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -29,12 +30,11 @@ class TrainConfig:
     global_batch_size: int = 64
     """Samples per step, over all ranks together."""
     micro_batch_size: int | None = None
-    """Most samples that one rank takes at once; a rank's larger share of the global
-    batch is accumulated over microsteps. By default the whole share at once."""
+    """Most samples that a rank takes at once; more are accumulated. Default: all."""
     optimizer: Literal["sgd", "adamw"] = "sgd"
     """sgd (Nesterov) or adamw."""
-    lr: float = 0.1
-    """Peak learning rate; not scaled with the number of ranks."""
+    lr: float | None = None
+    """Peak learning rate, for any number of ranks. Default: 0.1 sgd, 0.001 adamw."""
     momentum: float = 0.9
     """Momentum of sgd; adamw does not use it."""
     weight_decay: float = 5e-4
@@ -63,11 +63,40 @@ class TrainConfig:
             ("--warmup-epochs", self.warmup_epochs, 0),
             ("--seed", self.seed, 0),
         ):
-            # "not >=" catches nan, too.
-            if value is not None and not (least <= value < float("inf")):
+            if value is None:
+                continue
+            if not math.isfinite(value):
+                raise UsageError(f"{flag} must be finite, found {value!r}")
+            if value < least:
                 raise UsageError(f"{flag} must be at least {least}, found {value!r}")
         if self.name is not None and not re.fullmatch(r"\w[\w.+=-]*", self.name):
             raise UsageError(
                 f"--name {self.name!r} cannot be the name of a folder of a run; "
                 "expected letters, digits and _ . + = - (not first)"
             )
+
+    @property
+    def peak_lr(self) -> float:
+        """The learning rate at the end of the warm-up."""
+        if self.lr is not None:
+            return self.lr
+        return 0.1 if self.optimizer == "sgd" else 0.001
+
+    def without_effect(self) -> list[str]:
+        """Name the settings that do nothing beside the others, and why."""
+        found = []
+        if self.optimizer == "adamw" and self.momentum != TrainConfig.momentum:
+            found.append("--momentum: adamw has none")
+        if self.data == "digits" and self.data_dir is not None:
+            found.append("--data-dir: digits are embedded")
+        if self.warmup_epochs >= self.epochs > 1:
+            found.append("the fall of the learning rate: --warmup-epochs takes all")
+        return found
+
+    def as_yaml(self, name: str) -> str:
+        """Write the fields as YAML, with the name that the run really has."""
+        import yaml
+
+        values = {**asdict(self), "name": name}
+        plain = {k: str(v) if isinstance(v, Path) else v for k, v in values.items()}
+        return yaml.safe_dump(plain, sort_keys=False)

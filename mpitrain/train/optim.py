@@ -15,11 +15,11 @@ def build_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimi
     weights = [weight for weight in model.parameters() if weight.requires_grad]
     if config.optimizer == "adamw":
         return torch.optim.AdamW(
-            weights, lr=config.lr, weight_decay=config.weight_decay
+            weights, lr=config.peak_lr, weight_decay=config.weight_decay
         )
     return torch.optim.SGD(
         weights,
-        lr=config.lr,
+        lr=config.peak_lr,
         momentum=config.momentum,
         nesterov=config.momentum > 0,
         weight_decay=config.weight_decay,

@@ -4,81 +4,109 @@ from __future__ import annotations
 
 import logging
 import os
-import time
-from dataclasses import asdict
 from pathlib import Path
 
-import psutil
 import torch
 from torch import nn
 
 from mpitrain import schedulers
-from mpitrain.data import sharding
 from mpitrain.data.sources import Data, load_data
-from mpitrain.record.console import batch_line, open_console, world_lines
+from mpitrain.launch import Job
+from mpitrain.models import build_model
+from mpitrain.record.console import Console, open_console, world_lines
 from mpitrain.record.environment import describe
 from mpitrain.record.folder import write_json
 from mpitrain.record.recorder import Recorder, Silent, shown
+from mpitrain.topology import mpi_library
 from mpitrain.train.config import TrainConfig
-from mpitrain.train.loop import train
+from mpitrain.train.loop import DTYPES, train
+from mpitrain.train.plan import Plan
 from mpitrain.world import World
 
-log = logging.getLogger("mpitrain")
+logger = logging.getLogger("mpitrain")
 
 
 def run_training(
-    world: World, config: TrainConfig, path: Path, mpi_library: str
+    job: Job, config: TrainConfig, run_dir: Path, start_seconds: float
 ) -> None:
     """Train as asked, and leave the record in the run folder.
 
-    Collective over the default group.
+    Collective over all ranks.
 
     Args:
-        world: Where this process stands.
+        job: The running job.
         config: What was asked.
-        path: The run folder.
-        mpi_library: The MPI library in its own words, for the record.
+        run_dir: The run folder.
+        start_seconds: From the process's start to the ready process group.
+
+    Raises:
+        MpitrainError: The data or the model cannot be had; raised on every rank or on
+            none.
     """
-    start_seconds = time.time() - psutil.Process().create_time()
-    data = load_data(config.data, config.data_dir)
-    if not world.is_rank_zero:
-        train(world, config, data, Silent())
-        return
-    write_json(
-        path / "environment.json",
-        describe(world, schedulers.detect(os.environ), mpi_library, os.environ),
+    world = job.world
+    recorder = Recorder(run_dir, world, start_seconds) if world.is_rank_zero else None
+    data = job.all_or_none(
+        lambda: load_data(config.data, config.data_dir), "load the data"
     )
-    num_steps = sharding.num_steps(len(data.train), config.global_batch_size)
-    console = open_console(config.progress, config.epochs, num_steps * config.epochs)
-    for line in (*world_lines(world), *job_lines(world, config, data, path)):
+    model = job.all_or_none(
+        lambda: build(config, data, world), f"build the model {config.model}"
+    )
+    plan = Plan(num_samples=len(data.train), world_size=world.world_size, config=config)
+    if recorder is None:
+        train(world, plan, model, data, Silent())
+        return
+
+    environment = describe(
+        world, schedulers.detect(os.environ), mpi_library(), os.environ
+    )
+    write_json(run_dir / "environment.json", environment)
+    with open_console(config.progress, plan.num_epochs, plan.total_steps) as console:
+        introduce(console, world, plan, data, run_dir)
+        recorder.console = console
+        train(world, plan, model, data, recorder)
+        save_model(model, run_dir / "model.pt")
+        recorder.finish()
+
+
+def build(config: TrainConfig, data: Data, world: World) -> nn.Module:
+    """Build the model on this rank's device, in the precision asked for."""
+    model = build_model(
+        config.model,
+        num_classes=data.num_classes,
+        in_channels=data.in_channels,
+        image_size=data.image_size,
+        seed=config.seed,
+    )
+    return model.to(world.device, DTYPES[config.precision])
+
+
+def introduce(
+    console: Console, world: World, plan: Plan, data: Data, run_dir: Path
+) -> None:
+    """Say who is there, what is trained on what, and the sums that follow."""
+    config = plan.config
+    for line in world_lines(world):
         console.say(line)
-    if config.global_batch_size < world.world_size:
-        log.warning(
-            "--global-batch-size %d is less than the %d ranks: %d of them have no "
-            "sample in a step",
-            *(config.global_batch_size, world.world_size),
-            world.world_size - config.global_batch_size,
-        )
-    recorder = Recorder(path, world, console, start_seconds)
-    model = train(world, config, data, recorder)
-    save_model(model, path / "model.pt")
-    recorder.finish()
-
-
-def job_lines(world: World, config: TrainConfig, data: Data, path: Path) -> list[str]:
-    """Say what is trained, on what, and the sums that follow."""
-    size = config.global_batch_size
-    largest = sharding.largest_shard(size, world.world_size)
-    shards = (size // world.world_size, largest)
-    micro = min(config.micro_batch_size or largest, largest)
-    steps = sharding.num_steps(len(data.train), size)
-    return [
+    console.say(
         f"{config.model} on {config.data}: {len(data.train)} samples to train, "
-        f"{len(data.val)} to validate, {data.num_classes} classes",
-        batch_line(size, shards, micro, world.world_size),
-        f"{steps * config.epochs} steps = {config.epochs} epochs x {steps}",
-        f"run folder {shown(path)}",
-    ]
+        f"{len(data.val)} to validate, {data.num_classes} classes"
+    )
+    console.say(plan.batch_line())
+    console.say(
+        "dry run: one step, one evaluation"
+        if config.dry_run
+        else f"{plan.total_steps} steps = {plan.num_epochs} epochs x "
+        f"{plan.steps_per_epoch}"
+    )
+    console.say(f"run folder {shown(run_dir)}")
+    for setting in config.without_effect():
+        logger.warning("without effect: %s", setting)
+    idle = world.world_size - config.global_batch_size
+    if idle > 0:
+        logger.warning(
+            "--global-batch-size %d on %d ranks: %d of them have no sample in a step",
+            *(config.global_batch_size, world.world_size, idle),
+        )
 
 
 def save_model(model: nn.Module, path: Path) -> None:
@@ -86,9 +114,3 @@ def save_model(model: nn.Module, path: Path) -> None:
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     torch.save({name: t.cpu() for name, t in model.state_dict().items()}, beside)
     os.replace(beside, path)
-
-
-def config_values(config: TrainConfig, path: Path) -> dict[str, object]:
-    """Return a configuration as YAML holds it, with the name the run really has."""
-    values = {**asdict(config), "name": path.name}
-    return {k: str(v) if isinstance(v, Path) else v for k, v in values.items()}

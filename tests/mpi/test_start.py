@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from mpitrain.errors import LaunchError, UsageError
+from mpitrain.errors import LaunchError, RemoteError, UsageError
 from mpitrain.launch import network
 from mpitrain.topology import all_or_none, locate, on_rank_zero, wait_for_all
 from mpitrain.world import World
@@ -86,9 +86,13 @@ def test_an_error_on_one_rank_is_raised_on_all(comm: MPI.Intracomm) -> None:
             raise OSError("this rank alone")
         return "fine"
 
-    with pytest.raises(LaunchError, match=r"could not try it on .*this rank") as caught:
+    kind, words = RemoteError, r"could not try it on rank .*this rank alone"
+    if comm.rank == culprit:
+        kind, words = OSError, "this rank alone"  # with its own traceback
+    with pytest.raises(kind, match=words) as caught:
         all_or_none(comm, act, "try it")
     assert caught.value.speaker == culprit
+    assert caught.value.everywhere == (comm.size == 1)
 
 
 def test_the_lowest_rank_speaks_when_several_fail(comm: MPI.Intracomm) -> None:
@@ -98,6 +102,16 @@ def test_the_lowest_rank_speaks_when_several_fail(comm: MPI.Intracomm) -> None:
     with pytest.raises(UsageError, match="rank 0") as caught:
         all_or_none(comm, act, "fail")
     assert caught.value.speaker == 0
+    assert caught.value.everywhere == (comm.size == 1)
+
+
+def test_an_error_that_all_ranks_share_is_nobodys_own(comm: MPI.Intracomm) -> None:
+    def act() -> None:
+        raise UsageError("the same")
+
+    with pytest.raises(UsageError, match="the same") as caught:
+        all_or_none(comm, act, "fail")
+    assert caught.value.everywhere
 
 
 def test_rank_zero_decides_for_all(comm: MPI.Intracomm) -> None:
@@ -135,9 +149,9 @@ def test_ranks_of_several_nodes_meet_at_an_address_all_reach(
     )
     if comm.size > 1 and not network.own_addresses():
         with pytest.raises(LaunchError, match="no address of rank zero's host"):
-            network.meet(comm, apart)
+            network.find_rendezvous(comm, apart)
         return
-    found = network.meet(comm, apart)
+    found = network.find_rendezvous(comm, apart)
     assert len(set(comm.allgather((found.address, found.port)))) == 1
     assert (found.listener is not None) == (comm.rank == 0)
     assert found.interface
@@ -164,5 +178,5 @@ def test_no_common_address_is_one_error_with_the_table(
     monkeypatch.setattr(network, "own_addresses", lambda: ("192.0.2.1", "127.0.0.3"))
     monkeypatch.setattr(network, "connect_to_each", lambda offers: {})
     with pytest.raises(LaunchError, match=r"h1: reached none of them") as caught:
-        network.meet(comm, apart)
+        network.find_rendezvous(comm, apart)
     assert caught.value.speaker == 0

@@ -15,6 +15,7 @@ from mpitrain.models import build_model
 from mpitrain.train.config import TrainConfig
 from mpitrain.train.evaluate import evaluate
 from mpitrain.train.loop import accumulate_gradient, replicate
+from mpitrain.train.plan import Plan
 from mpitrain.world import World
 
 if TYPE_CHECKING:
@@ -36,10 +37,14 @@ def test_the_gradient_is_that_of_one_process(
 ) -> None:
     data = digits().train
     samples = epoch_order(len(data), seed=1, epoch=1)[:num_samples]
-    config = TrainConfig(precision="fp64", micro_batch_size=micro_batch_size)
+    plan = Plan(
+        num_samples=len(data),
+        world_size=world.world_size,
+        config=TrainConfig(precision="fp64", micro_batch_size=micro_batch_size),
+    )
 
     model = net()
-    sums = accumulate_gradient(replicate(model, world), data, samples, world, config)
+    sums = accumulate_gradient(replicate(model, world), data, samples, world, plan)
 
     alone = net()
     inputs, labels = data.batch(samples)

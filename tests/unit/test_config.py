@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import yaml
 
 from mpitrain.cli import Answered, main, read_config
 from mpitrain.errors import UsageError
@@ -24,11 +23,9 @@ def test_flags_win_over_the_file(tmp_path: Path) -> None:
 
 
 def test_what_a_run_records_is_read_back(tmp_path: Path) -> None:
-    from mpitrain.train.run import config_values
-
     config = TrainConfig(name="x", micro_batch_size=4, optimizer="adamw", dry_run=True)
     file = tmp_path / "config.yaml"
-    file.write_text(yaml.safe_dump(config_values(config, Path("runs/x"))))
+    file.write_text(config.as_yaml("x"))
     assert read_config(["--config", str(file)]) == config
 
 
@@ -84,8 +81,22 @@ def test_help_answers_on_stdout_with_every_field(
         assert "--" + field.replace("_", "-") in said
 
 
-def test_the_exit_status_of_a_usage_error_is_2(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_version_answers_with_status_0(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--version"]) == 0
     assert capsys.readouterr().out.startswith("mpitrain ")
+
+
+def test_settings_without_effect_are_named() -> None:
+    assert TrainConfig().without_effect() == []
+    config = TrainConfig(
+        optimizer="adamw", momentum=0.5, data_dir=Path("x"), epochs=2, warmup_epochs=2
+    )
+    named = " ".join(config.without_effect())
+    for flag in ("--momentum", "--data-dir", "--warmup-epochs"):
+        assert flag in named
+
+
+def test_each_optimizer_has_a_learning_rate_of_its_own() -> None:
+    assert TrainConfig().peak_lr == 0.1
+    assert TrainConfig(optimizer="adamw").peak_lr == 0.001
+    assert TrainConfig(optimizer="adamw", lr=0.3).peak_lr == 0.3

@@ -76,6 +76,14 @@ def without_classes() -> tuple[list[int], list[int]]:
     return [1], [2]
 
 
+class Unready(list):
+    classes = ("a",)
+
+
+def not_tensors() -> list[Unready]:
+    return [Unready([("an image", 0)]), Unready([("another", 0)])]
+
+
 def empty() -> tuple[list[int], list[int]]:
     return [], []
 
@@ -88,6 +96,8 @@ def empty() -> tuple[list[int], list[int]]:
         (f"{__name__}:no", UsageError, "has no callable 'no'"),
         (f"{__name__}:without_classes", DataError, "neither `classes`"),
         (f"{__name__}:empty", DataError, "has no samples"),
+        (f"{__name__}:not_tensors", DataError, r"tuple of str; expected \(tensor"),
+        (":data", UsageError, "expected package.module:callable"),
         ("builtins:len", UsageError, "wants obj"),
         ("builtins:dict", UsageError, "does not tell what it takes"),
         ("os:getcwd", DataError, "returned 'str'; expected a pair"),
@@ -103,6 +113,11 @@ def test_a_callable_is_given_what_it_takes_by_name() -> None:
         return a, b
 
     assert call_with_known(some, {"a": 1, "b": 2, "c": 3}, "--model") == (1, 2)
+
+    def open_ended(b: int, **more: int) -> tuple[int, dict]:
+        return b, more
+
+    assert call_with_known(open_ended, {"a": 1, "b": 2}, "--model") == (2, {})
 
 
 def test_an_import_error_inside_their_module_is_theirs(

@@ -9,7 +9,7 @@ import pytest
 
 from mpitrain.errors import LaunchError, TopologyError
 from mpitrain.launch import devices, network, threads
-from mpitrain.launch.contradictions import check_size, speaks
+from mpitrain.launch.contradictions import check_size, speaks_before_mpi
 from mpitrain.launch.guard import exit_status, message
 from mpitrain.topology import group_by_node
 
@@ -139,7 +139,7 @@ def test_a_listener_is_bound_to_its_address_alone() -> None:
 def test_alone_though_several_were_started_is_refused(environ: dict) -> None:
     with pytest.raises(TopologyError, match=r"started \d processes .* world of 1"):
         check_size(1, environ)
-    assert speaks(environ) == (environ.get("PMI_RANK", "0") == "0")
+    assert speaks_before_mpi(environ) == (environ.get("PMI_RANK", "0") == "0")
 
 
 @pytest.mark.parametrize(

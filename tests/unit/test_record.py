@@ -37,7 +37,7 @@ def test_the_log_begins_with_whose_it_is(tmp_path: Path) -> None:
         log.write("more\n")
     first, second = (tmp_path / "logs/rank-03.log").read_text().splitlines()
     assert first.startswith("pid ")
-    assert "is rank 3/16 on gpu03" in first
+    assert "is rank 3/16 gpu03" in first
     assert second == "more"
 
 
@@ -68,6 +68,14 @@ def test_doubles_are_written_whole(tmp_path: Path) -> None:
     metrics.close()
     row = json.loads((tmp_path / "metrics.jsonl").read_text())
     assert row == {"event": "step", "train_loss": value}
+
+
+def test_what_is_not_finite_is_null(tmp_path: Path) -> None:
+    metrics = folder.Metrics(tmp_path)
+    metrics.write("step", train_loss=float("nan"), lr=float("inf"))
+    metrics.close()
+    row = json.loads((tmp_path / "metrics.jsonl").read_text())
+    assert row == {"event": "step", "train_loss": None, "lr": None}
 
 
 def test_a_failure_is_recorded_over_what_is_there(tmp_path: Path) -> None:
