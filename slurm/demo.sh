@@ -20,7 +20,7 @@
 #SBATCH --nodes=2
 # ... with four processes (ranks) on each: one for each GPU.
 #SBATCH --ntasks-per-node=4
-# Cores for each process: some compute, some load data.
+# Cores for each process: it computes with as many threads.
 #SBATCH --cpus-per-task=4
 # Memory of each node.
 #SBATCH --mem=16G

@@ -168,9 +168,10 @@ def _start(
     world = locate(comm)
 
     # Threads come before torch, which reads OMP_NUM_THREADS once, when imported.
+    quota = threads.cpu_quota()
     cores = comm.allgather(threads.usable_cores())
     on_node = [cores[rank] for rank in world.nodes[world.node_rank].ranks]
-    fair = threads.share(on_node, threads.cpu_quota())[world.local_rank]
+    fair = threads.share(on_node, quota)[world.local_rank]
     num_threads = all_or_none(
         comm, lambda: threads.settle(fair, variables), "read OMP_NUM_THREADS"
     )
@@ -184,10 +185,13 @@ def _start(
         comm, lambda: devices.visible_gpus() if device != "cpu" else (), "ask for GPUs"
     )
     plan = devices.plan(comm.allgather(seen), world.nodes, required=device == "cuda")
+    quotas = comm.allgather(quota)
     nodes = tuple(
         replace(
             node,
-            num_cores=len(frozenset().union(*(cores[rank] for rank in node.ranks))),
+            num_cores=threads.count_cores(
+                [cores[rank] for rank in node.ranks], quotas[node.ranks[0]]
+            ),
             devices=tuple(plan.devices[rank] for rank in node.ranks),
         )
         for node in world.nodes

@@ -98,7 +98,7 @@ def _mixed(seeing: Sequence[int], nodes: Sequence[Node]) -> TopologyError:
             "some ranks see a GPU and others see none:\n"
             + "\n".join(lines)
             + "\nExpected GPUs for all or for none. Ask the scheduler for them on "
-            "every node, look at CUDA_VISIBLE_DEVICES there, or train on CPUs: --device cpu"
+            "every node, look at CUDA_VISIBLE_DEVICES there, or use --device cpu"
         )
     )
 

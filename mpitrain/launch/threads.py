@@ -31,6 +31,15 @@ def cpu_quota(root: Path = Path("/sys/fs/cgroup")) -> float:
         return float("inf")
 
 
+def count_cores(masks: Sequence[Collection[int]], quota: float) -> int:
+    """Count the cores that the ranks of one node may use together, at least 1.
+
+    >>> count_cores([{0, 1}, {1, 2}], float("inf")), count_cores([range(64)], 8.0)
+    (3, 8)
+    """
+    return max(1, int(min(len(set().union(*masks)), quota)))
+
+
 def settle(fair: int, variables: MutableMapping[str, str]) -> int:
     """Settle this rank's threads: ``OMP_NUM_THREADS`` where it is set, else its share.
 
