@@ -62,6 +62,7 @@ class Bar(Lines):
             unit="step",
             file=sys.stdout,
             ncols=terminal_columns(),
+            nrows=20,  # a rank's terminal says it has no rows, and tqdm would hide
             leave=False,
             mininterval=0.2,
         )

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import pty
 import subprocess
 import sys
 from pathlib import Path
@@ -230,3 +232,27 @@ def test_the_examples_of_the_readme_run(openmpi: Mpi, tmp_path: Path) -> None:
     done = mpirun(openmpi, 2, "examples/own_script.py", cwd=tmp_path)
     assert done.status == 0, done.err
     assert "2 ranks, loss 0.00" in done.out
+
+
+def test_a_terminal_gets_a_bar_and_a_log_gets_lines(
+    openmpi: Mpi, tmp_path: Path
+) -> None:
+    words = [str(openmpi.mpirun), "-np", "2", *openmpi.flags, sys.executable]
+    words += ["-m", "mpitrain", "--epochs", "2"]
+    log = mpirun(openmpi, 2, "-m", "mpitrain", "--epochs", "2", cwd=tmp_path).out
+    on_terminal, its_end = pty.openpty()
+    with subprocess.Popen(
+        words, cwd=tmp_path, env=environment(openmpi), stdout=its_end, stderr=its_end
+    ) as job:
+        os.close(its_end)
+        said = b""
+        with contextlib.suppress(OSError):  # the terminal's other end is closed
+            while part := os.read(on_terminal, 65536):
+                said += part
+        assert job.wait(timeout=60) == 0
+    os.close(on_terminal)
+    for text in (said.decode(), log):
+        assert text.count("val_accuracy") == 3
+    assert "step/s]" in said.decode()
+    assert "step/s]" not in log
+    assert "%|" not in log
