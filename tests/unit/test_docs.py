@@ -49,3 +49,8 @@ def test_make_targets_are_real(page: Path) -> None:
             text=True,
         )
         assert asked.returncode == 0, f"{page}: make {target}: {asked.stderr}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_no_page_has_a_gap_to_fill(page: Path) -> None:
+    assert "@@" not in page.read_text()
