@@ -58,7 +58,7 @@ def main() -> None:
         "date": date.today().isoformat(),
         "command": f"benchmarks/start_to_end.py --ranks {ranks} --pairs {asked.pairs}",
         "cores": len(os.sched_getaffinity(0)),
-        "platform": platform.platform(),
+        "platform": f"{platform.system()} {platform.machine()}",
         "versions": {n: metadata.version(n) for n in ("torch", "mpi4py", "mpitrain")},
         "seconds": seconds,
         "median_seconds": {n: statistics.median(s) for n, s in seconds.items()},
