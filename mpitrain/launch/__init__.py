@@ -166,63 +166,22 @@ def _start(
     """Go from MPI to a ready process group. Collective over all ranks."""
     comm = guard.comm
     world = locate(comm)
-
-    # Threads come before torch, which reads OMP_NUM_THREADS once, when imported.
-    quota = threads.cpu_quota()
-    cores = comm.allgather(threads.usable_cores())
-    on_node = [cores[rank] for rank in world.nodes[world.node_rank].ranks]
-    fair = threads.share(on_node, quota)[world.local_rank]
-    num_threads = all_or_none(
-        comm, lambda: threads.settle(fair, variables), "read OMP_NUM_THREADS"
-    )
-
+    world = _settle_threads(comm, world, variables)
     if world.rank > 0:
         # What torch's C++ warns of on every rank is said by rank zero alone, such as
         # "hostname of the client socket cannot be retrieved"; errors still come.
         variables.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     all_or_none(comm, _import_torch, "import torch")
-    seen = all_or_none(
-        comm, lambda: devices.visible_gpus() if device != "cpu" else (), "ask for GPUs"
-    )
-    plan = devices.plan(comm.allgather(seen), world.nodes, required=device == "cuda")
-    quotas = comm.allgather(quota)
-    nodes = tuple(
-        replace(
-            node,
-            num_cores=threads.count_cores(
-                [cores[rank] for rank in node.ranks], quotas[node.ranks[0]]
-            ),
-            devices=tuple(plan.devices[rank] for rank in node.ranks),
-        )
-        for node in world.nodes
-    )
+    world, shared = _plan_devices(comm, world, device)
 
     rendezvous = network.find_rendezvous(comm, world)
-    world = replace(
-        world,
-        nodes=nodes,
-        num_threads=num_threads,
-        device=plan.devices[world.rank],
-        backend=plan.backend,
-        master_addr=rendezvous.address,
-        master_port=rendezvous.port,
-    )
+    world = replace(world, master_addr=rendezvous.address, master_port=rendezvous.port)
     variables.update(environ.torchrun_variables(world))
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         if rendezvous.interface:
             variables.setdefault(name, rendezvous.interface)
     all_or_none(comm, lambda: _prepare_torch(world), f"use {world.device}")
-
-    def open_store() -> TCPStore:
-        return store.open_store(rendezvous, world, timeout_seconds)
-
-    # The server first: a client of a store that failed would wait for it.
-    server = all_or_none(
-        comm, lambda: open_store() if world.is_rank_zero else None, "open the store"
-    )
-    guard.store = all_or_none(
-        comm, lambda: server or open_store(), f"reach the store at {world.master_addr}"
-    )
+    guard.store = _open_store(comm, world, rendezvous, timeout_seconds)
 
     import torch
     import torch.distributed as dist
@@ -240,12 +199,76 @@ def _start(
         *(world, world.local_rank, world.device, world.num_threads, world.backend),
         *(world.master_addr, world.master_port),
     )
-    if plan.shared and world.is_rank_zero:
+    if shared and world.is_rank_zero:
         logger.warning(
             "some ranks share a GPU: gloo instead of NCCL, which refuses that; "
             "gradients travel through host memory"
         )
     return world
+
+
+def _settle_threads(
+    comm: MPI.Intracomm, world: World, variables: MutableMapping[str, str]
+) -> World:
+    """Count the cores of every node and settle this rank's threads.
+
+    Collective over `comm`. Before torch is imported: it reads OMP_NUM_THREADS once.
+    """
+    records = comm.allgather((threads.usable_cores(), threads.cpu_quota()))
+    masks = [
+        ([records[rank][0] for rank in node.ranks], records[node.ranks[0]][1])
+        for node in world.nodes
+    ]
+    nodes = tuple(
+        replace(node, num_cores=threads.count_cores(*of_node))
+        for node, of_node in zip(world.nodes, masks, strict=True)
+    )
+    fair = threads.share(*masks[world.node_rank])[world.local_rank]
+    num_threads = all_or_none(
+        comm, lambda: threads.settle(fair, variables), "read OMP_NUM_THREADS"
+    )
+    return replace(world, nodes=nodes, num_threads=num_threads)
+
+
+def _plan_devices(
+    comm: MPI.Intracomm, world: World, device: Device
+) -> tuple[World, bool]:
+    """Give every rank its device; also tell whether some GPU is shared.
+
+    Collective over `comm`.
+    """
+    seen = all_or_none(
+        comm, lambda: devices.visible_gpus() if device != "cpu" else (), "ask for GPUs"
+    )
+    plan = devices.plan(comm.allgather(seen), world.nodes, required=device == "cuda")
+    nodes = tuple(
+        replace(node, devices=tuple(plan.devices[rank] for rank in node.ranks))
+        for node in world.nodes
+    )
+    device_here = plan.devices[world.rank]
+    world = replace(world, nodes=nodes, device=device_here, backend=plan.backend)
+    return world, plan.shared
+
+
+def _open_store(
+    comm: MPI.Intracomm,
+    world: World,
+    rendezvous: network.Rendezvous,
+    timeout_seconds: float,
+) -> TCPStore:
+    """Open the store on rank zero, then reach it from the others.
+
+    Collective over `comm`. In two stages: a client of a server that failed would wait.
+    """
+
+    def open_it() -> TCPStore:
+        return store.open_store(rendezvous, world, timeout_seconds)
+
+    server = all_or_none(
+        comm, lambda: open_it() if world.is_rank_zero else None, "open the store"
+    )
+    where = f"{world.master_addr}:{world.master_port}"
+    return all_or_none(comm, lambda: server or open_it(), f"reach the store at {where}")
 
 
 def _import_torch() -> None:

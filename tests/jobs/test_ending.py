@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import socket
 import time
 from pathlib import Path
 
@@ -163,3 +164,60 @@ def run_faulty(mpi: Mpi, fault: str, step: int, tmp_path: Path) -> Done:
         FAULTY_RANK="1",
         FAULT_TIME=str(tmp_path / "time"),
     )
+
+
+@pytest.mark.parametrize("np", [1, 3])
+def test_what_fails_on_all_ranks_before_the_store_stands_is_told_once(
+    openmpi: Mpi, np: int, tmp_path: Path
+) -> None:
+    words = ("-m", "mpitrain", "--name", "r")
+    done = mpirun(openmpi, np, *words, cwd=tmp_path, OMP_NUM_THREADS="none")
+    assert done.status == 2
+    assert (done.out + done.err).count("OMP_NUM_THREADS='none' in the environment") == 1
+    assert "Traceback" not in done.err
+
+
+def test_a_run_folder_that_one_rank_cannot_write_ends_all(
+    openmpi: Mpi, tmp_path: Path
+) -> None:
+    """Its log is a folder already, by the time that the run folder is made."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys; from mpitrain.record import folder; from mpitrain import cli\n"
+        "reserve = folder.reserve\n"
+        "def spoiled(*words):\n"
+        "    path = reserve(*words)\n"
+        "    (path / 'logs/rank-1.log').mkdir()\n"
+        "    return path\n"
+        "folder.reserve = spoiled\n"
+        "sys.exit(cli.main(sys.argv[1:]))\n"
+    )
+    done = mpirun(openmpi, 3, str(script), "--name", "r", cwd=tmp_path)
+    assert done.status == 1
+    (line,) = done.ours
+    assert line.startswith("[rank 1/3 ")
+    assert "IsADirectoryError" in line
+
+
+def test_alone_a_failure_is_told_once(openmpi: Mpi, tmp_path: Path) -> None:
+    done = mpirun(
+        openmpi,
+        1,
+        *("-m", "mpitrain", "--name", "r", "--model", "users:Net"),
+        cwd=tmp_path,
+        FAULT="raise",
+        FAULT_STEP="1",
+        FAULTY_RANK="0",
+        FAULT_TIME=str(tmp_path / "time"),
+    )
+    assert done.status == 1
+    (line,) = done.ours
+    assert (
+        line == f"[rank 0/1 {socket.gethostname()}] ArithmeticError: this is the fault"
+    )
+    log = (tmp_path / "runs/r/logs/rank-0.log").read_text()
+    for text in (log, done.err):
+        assert text.count("Traceback (most recent call last)") == 1
+    result = json.loads((tmp_path / "runs/r/result.json").read_text())
+    assert result["status"] == "failed"
+    assert result["world_size"] == 1
