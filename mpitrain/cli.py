@@ -21,9 +21,13 @@ from pathlib import Path
 
 import psutil
 
-from mpitrain import __version__
+from mpitrain import __version__, plugins
 from mpitrain.errors import MpitrainError, UsageError
-from mpitrain.launch.contradictions import was_launched
+from mpitrain.launch.contradictions import (
+    launched_rank,
+    launched_size,
+    was_launched,
+)
 from mpitrain.train.config import TrainConfig
 from mpitrain.world import place
 
@@ -40,7 +44,10 @@ def console() -> None:
     """Run the command line of this process and leave with its status."""
     from mpitrain.launch.guard import exit_now
 
-    exit_now(main(sys.argv[1:]))
+    status = main(sys.argv[1:])
+    if plugins.loaded:
+        sys.exit(status)  # threads and open files of the user's own end as they should
+    exit_now(status)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -62,7 +69,8 @@ def main(argv: Sequence[str]) -> int:
         COMMANDS[name](words)
     except BaseException as error:
         if exit_status(error) != 0:
-            text = message(error, place(0, 1, socket.gethostname()))
+            rank, size = launched_rank(os.environ), launched_size(os.environ)
+            text = message(error, place(rank, size, socket.gethostname()))
             print(text, file=sys.stderr, flush=True)
         return exit_status(error)
     return 0

@@ -48,7 +48,7 @@ class TopologyError(LaunchError):
 
 
 class RemoteError(LaunchError):
-    """Another rank raised an exception of its own; that rank tells which."""
+    """Another rank raised an exception; that rank tells which."""
 
 
 class LeftEarly(LaunchError):

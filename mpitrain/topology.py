@@ -6,6 +6,7 @@ is not used: it is not ordered by rank (eight oversubscribed ranks got 0 2 4 6 1
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import time
@@ -98,32 +99,33 @@ def all_or_none(comm: MPI.Intracomm, action: Callable[[], T], doing: str) -> T:
         What `action` returned on this rank.
 
     Raises:
-        MpitrainError: The error of the lowest rank that has one; on every rank or on
-            none. Its `speaker` is that rank.
-        Exception: Any other exception is raised as it is on the lowest rank that has
-            one, with that rank as its `speaker`, and as a RemoteError on the others.
+        Exception: On every rank or on none: its own on each rank that has one, a
+            RemoteError on the others. The `speaker` of all is the lowest rank that has
+            one.
     """
     error: Exception | None = None
-    told: MpitrainError | None = None
+    told: tuple[int, str] | None = None
     try:
         result = action()
-    except MpitrainError as raised:
-        error = told = raised
     except Exception as raised:
         error = raised
         where = place(comm.rank, comm.size, socket.gethostname())
-        told = RemoteError(f"could not {doing} on {where}: {raised!r}")
+        if isinstance(raised, MpitrainError):
+            told = (raised.exit_status, str(raised))
+        else:
+            told = (1, f"could not {doing} on {where}: {raised!r}")
     wait_for_all(comm)
-    found: list[tuple[type[MpitrainError], str] | None] = comm.allgather(
-        (type(told), str(told)) if told is not None else None
-    )
-    for rank, of_rank in enumerate(found):
-        if of_rank is not None:
-            kind, text = of_rank
-            chosen = error if rank == comm.rank and error is not None else kind(text)
-            chosen.speaker = rank  # type: ignore[attr-defined]
-            chosen.everywhere = set(found) == {of_rank}  # type: ignore[attr-defined]
-            raise chosen
+    by_rank: list[tuple[int, str] | None] = comm.allgather(told)
+    for rank, found in enumerate(by_rank):
+        if found is None:
+            continue
+        if error is None:
+            error = RemoteError(found[1])
+            error.exit_status = found[0]
+        with contextlib.suppress(Exception):  # a class that cannot be written to
+            error.speaker = rank  # type: ignore[attr-defined]
+            error.everywhere = set(by_rank) == {found}  # type: ignore[attr-defined]
+        raise error
     return result
 
 
@@ -141,8 +143,8 @@ def on_rank_zero(comm: MPI.Intracomm, action: Callable[[], T], doing: str) -> T:
         What `action` returned, equal on all ranks.
 
     Raises:
-        Exception: It failed on rank zero; raised on every rank or on none, as
-            `all_or_none` does.
+        Exception: It failed on rank zero; raised on every rank or on none, as a
+            RemoteError on the others.
     """
     try:
         mine = all_or_none(comm, action if comm.rank == 0 else lambda: None, doing)

@@ -92,6 +92,7 @@ class Job:
         self._guard = guard
         self._timeout_seconds = timeout_seconds
         self._closed = False
+        self._pid = os.getpid()
         self._previous_hook = sys.excepthook
         sys.excepthook = self._excepthook
         atexit.register(self.close)
@@ -130,10 +131,13 @@ class Job:
 
         Collective over all ranks. A second call does nothing.
         """
-        if self._closed:
+        if self._closed or os.getpid() != self._pid:
             return
         self._closed = True
         with self._guard:
+            raised = sys.exc_info()[1]
+            if raised is not None and exit_status(raised) != 0:
+                self._guard.fail(raised)  # called from a `finally`
             leave(self._guard, self._timeout_seconds)
             self._destroy_process_group()
 
@@ -142,9 +146,9 @@ class Job:
 
         atexit.unregister(self.close)
         sys.excepthook = self._previous_hook
-        self._guard.store = None
         if dist.is_initialized():
             dist.destroy_process_group()
+        self._guard.store = None
 
     def _excepthook(
         self,

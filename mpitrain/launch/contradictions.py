@@ -17,7 +17,14 @@ SIZE_VARIABLES = {
 }
 """Variables that tell each process how many were started, and who sets them."""
 
-RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "MV2_COMM_WORLD_RANK")
+RANK_VARIABLES = (
+    "OMPI_COMM_WORLD_RANK",
+    "PMI_RANK",
+    "MV2_COMM_WORLD_RANK",
+    "SLURM_PROCID",
+    "RANK",
+)
+"""Variables that number the processes, those of MPI's launchers first."""
 
 
 def was_launched(environ: Mapping[str, str]) -> bool:
@@ -29,13 +36,33 @@ def was_launched(environ: Mapping[str, str]) -> bool:
     return any(name in environ for name in SIZE_VARIABLES)
 
 
-def speaks_before_mpi(environ: Mapping[str, str]) -> bool:
-    """Whether this process says what goes wrong before MPI can tell ranks apart.
+def launched_rank(environ: Mapping[str, str]) -> int:
+    """Return the rank that the launcher gave, for messages before MPI has started.
 
-    >>> speaks_before_mpi({"OMPI_COMM_WORLD_RANK": "2"}), speaks_before_mpi({})
+    >>> launched_rank({"OMPI_COMM_WORLD_RANK": "2", "SLURM_PROCID": "0"})
+    2
+    """
+    given = next((environ[name] for name in RANK_VARIABLES if name in environ), "0")
+    return int(given) if given.isdecimal() else 0
+
+
+def launched_size(environ: Mapping[str, str]) -> int:
+    """Return how many processes the launcher started, as far as it tells.
+
+    >>> launched_size({"PMI_SIZE": "4"}), launched_size({})
+    (4, 1)
+    """
+    given = next((environ[name] for name in SIZE_VARIABLES if name in environ), "1")
+    return int(given) if given.isdecimal() else 1
+
+
+def speaks_before_mpi(environ: Mapping[str, str]) -> bool:
+    """Whether this process is the first to say what goes wrong before MPI has started.
+
+    >>> speaks_before_mpi({"PMI_RANK": "2"}), speaks_before_mpi({})
     (False, True)
     """
-    return all(environ.get(name, "0") == "0" for name in RANK_VARIABLES)
+    return launched_rank(environ) == 0
 
 
 def check_size(world_size: int, environ: Mapping[str, str]) -> None:
@@ -54,14 +81,42 @@ def check_size(world_size: int, environ: Mapping[str, str]) -> None:
     if world_size > 1:
         return  # other sizes are several programs in one job; MPI knows better
     for name, launcher in SIZE_VARIABLES.items():
-        said = environ.get(name, "")
-        if said.isdecimal() and int(said) > 1:
-            raise TopologyError(
-                f"{launcher} started {said} processes ({name}={said}), but MPI in this "
-                f"process sees a world of 1: they would train {said} times alone.\n"
+        number = environ.get(name)
+        if _is_several(number):
+            raise _alone(
+                f"{launcher} started {number} processes ({name}={number})",
                 "Usual cause: mpirun is of another MPI than the library that mpi4py "
                 "loaded. Compare `mpirun --version` with\n"
                 '  python -c "from mpi4py import MPI; print(MPI.Get_library_version())"'
                 "\nand call the mpirun that belongs to that library, or point mpi4py "
-                "to the other: export MPI4PY_LIBMPI=/path/to/libmpi.so"
+                "to the other: export MPI4PY_LIBMPI=/path/to/libmpi.so",
             )
+    if was_launched(environ):
+        return  # an mpirun of one process inside a larger step of SLURM
+    if _is_several(environ.get("SLURM_STEP_NUM_TASKS")):
+        number = environ["SLURM_STEP_NUM_TASKS"]
+        raise _alone(
+            f"srun started {number} processes (SLURM_STEP_NUM_TASKS={number})",
+            "Usual cause: this srun does not speak PMIx with this MPI. Start it with "
+            "mpirun instead, which asks SLURM for nodes and slots by itself; or, in a "
+            "shell that srun opened, `unset SLURM_STEP_NUM_TASKS` to train alone.",
+        )
+    if "TORCHELASTIC_RUN_ID" in environ and _is_several(environ.get("WORLD_SIZE")):
+        number = environ["WORLD_SIZE"]
+        raise _alone(
+            f"torchrun started {number} processes (WORLD_SIZE={number})",
+            f"Start it with mpirun instead: mpirun -np {number} python -m mpitrain",
+        )
+
+
+def _is_several(number: str | None) -> bool:
+    return number is not None and number.isdecimal() and int(number) > 1
+
+
+def _alone(started: str, cure: str) -> TopologyError:
+    error = TopologyError(
+        f"{started}, but MPI in this process sees a world of 1: each would train "
+        f"alone.\n{cure}"
+    )
+    error.everywhere = True
+    return error

@@ -58,6 +58,7 @@ class Guard:
         self.on_failure: list[Callable[[str], object]] = []
         self._place = place(comm.rank, comm.size, socket.gethostname())
         self._failed = False
+        self._pid = os.getpid()
 
     def __enter__(self) -> Guard:
         return self
@@ -75,14 +76,31 @@ class Guard:
     def fail(self, error: BaseException) -> None:
         """End the job because of an error on this rank.
 
-        Returns only in a world of one, where the caller re-raises `error`.
+        Returns only in a world of one, where the caller re-raises `error`. A process
+        forked off a rank ends alone.
 
         Args:
             error: What happened; its rank, host and traceback are printed.
         """
+        if os.getpid() != self._pid:
+            if not isinstance(error, SystemExit):
+                traceback.print_exception(error)
+            _flush()
+            os._exit(
+                exit_status(error)
+            )  # not through MPI_Finalize: MPI is its parent's
         if self._failed:
-            return  # an outer guard sees it again, in a world of one
+            return
         self._failed = True
+        status = exit_status(error) or 1
+        try:
+            self._tell_if_first(error)
+        finally:
+            # Whatever went wrong on the way (no memory, a second Ctrl-C): the job ends.
+            if self.comm.size > 1:
+                self._abort(status)
+
+    def _tell_if_first(self, error: BaseException) -> None:
         agreed_by = getattr(error, "speaker", None)
         if agreed_by is not None:
             first = agreed_by == self.comm.rank
@@ -96,24 +114,29 @@ class Guard:
             wait_for_all(self.comm, timeout_seconds=_CLAIM_SECONDS)
         elif not first:
             time.sleep(CONSEQUENCE_SECONDS)  # the first one's abort comes before this
-        self._abort(exit_status(error))
 
     def _tell(self, error: BaseException) -> None:
-        text = message(error, self._place)
-        for callback in self.on_failure:
-            with contextlib.suppress(Exception):  # the message below matters more
-                callback(text)
+        try:
+            text = message(error, self._place)
+        except Exception:
+            text = f"[{self._place}] {type(error).__name__} that cannot be printed"
         if self.comm.size > 1:
             _flush()
             sys.stderr.write(text + "\n")
             _flush()
             time.sleep(_FORWARD_SECONDS)
+        # After the message: a file server may be slow, or be the reason.
+        for callback in self.on_failure:
+            with contextlib.suppress(Exception):
+                callback(text)
 
     def _is_first(self, error: BaseException) -> bool:
         """Whether no other rank has said why the job ends."""
         if is_consequence(error):
             time.sleep(CONSEQUENCE_SECONDS)
         if self.store is None:
+            # Nothing to agree by: the lower ranks speak, and abort, first.
+            time.sleep(1.5 * min(self.comm.rank, 2))
             return True
         answer: list[bool] = []
 
@@ -126,7 +149,10 @@ class Guard:
 
         # In a thread, since a store that is stopped, not dead, would never answer.
         thread = threading.Thread(target=claim, args=(self.store,), daemon=True)
-        thread.start()
+        try:
+            thread.start()
+        except RuntimeError:  # no memory for a thread
+            return True
         thread.join(_CLAIM_SECONDS)
         return answer[0] if answer else True
 
@@ -155,12 +181,11 @@ def guarded() -> Guard:
     try:
         comm = start_mpi()
         check_size(comm.size, os.environ)
-    except LaunchError as error:
-        error.everywhere = True
-        if speaks_before_mpi(os.environ):
-            raise
-        time.sleep(1.0)  # else mpirun ends the job before the other has spoken
-        sys.exit(1)
+    except LaunchError:
+        if not speaks_before_mpi(os.environ):
+            # Where all ranks fail alike, rank 0's end ends this one before it speaks.
+            time.sleep(3.0)
+        raise
     return Guard(comm)
 
 

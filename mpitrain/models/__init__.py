@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+
+import numpy as np
 import torch
 from torch import nn
 
@@ -22,7 +25,7 @@ def build_model(
         num_classes: Size of the last layer's output.
         in_channels: C of an input `(N, C, H, W)`.
         image_size: W of an input.
-        seed: What torch's generator is seeded with before the weights are drawn.
+        seed: Of the generators of torch, numpy and Python, before weights are drawn.
 
     Returns:
         The model, float32, on the CPU.
@@ -36,6 +39,8 @@ def build_model(
         "in_channels": in_channels,
         "image_size": image_size,
     }
+    random.seed(seed)
+    np.random.seed(seed)
     torch.manual_seed(seed)
     if name == "convnet":
         return ConvNet(num_classes, in_channels, image_size)

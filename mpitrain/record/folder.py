@@ -108,7 +108,19 @@ def write_whole(path: Path, text: str) -> None:
 
 def write_json(path: Path, values: Mapping[str, Any]) -> None:
     """Write a JSON file whole."""
-    write_whole(path, json.dumps(values, indent=2) + "\n")
+    write_whole(path, json.dumps(finite(values), indent=2, allow_nan=False) + "\n")
+
+
+def finite(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Put ``None`` for numbers that are not finite: JSON has no word for them.
+
+    >>> finite({"loss": float("nan"), "step": 3})
+    {'loss': None, 'step': 3}
+    """
+    return {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in values.items()
+    }
 
 
 class Metrics:
@@ -118,15 +130,8 @@ class Metrics:
         self._file = (run_dir / "metrics.jsonl").open("a", buffering=1)
 
     def write(self, event: str, **values: object) -> None:
-        """Add a line.
-
-        Floats are written whole, so that they read back as they were; those that are
-        not finite, which JSON has no word for, as null.
-        """
-        row = {"event": event, **values}
-        for name, value in row.items():
-            if isinstance(value, float) and not math.isfinite(value):
-                row[name] = None
+        """Add a line; floats are written whole, so that they read back as they were."""
+        row = finite({"event": event, **values})
         self._file.write(json.dumps(row, allow_nan=False) + "\n")
 
     def close(self) -> None:

@@ -48,6 +48,8 @@ def evaluate(
         Sums over all ranks, divided by the count over all ranks.
     """
     model.eval()
+    for buffer in model.buffers():
+        dist.broadcast(buffer, src=0)  # batch norm's, which each rank has of its own
     sums = torch.zeros(3, dtype=torch.float64, device=world.device)
     mine = shard_of(np.arange(len(samples)), world.rank, world.world_size)
     for start in range(0, len(mine), BATCH_SIZE):

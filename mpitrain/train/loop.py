@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+import warnings
 
 import torch
 import torch.distributed as dist
@@ -37,7 +38,8 @@ def train(
         data: The samples.
         listener: Told of every step and epoch.
     """
-    replica = replicate(model, world)
+    replica = replicate(model, world, all_used=plan.config.model == "convnet")
+    torch.manual_seed(plan.config.seed + world.rank)  # of dropout: its own on each rank
     optimizer = build_optimizer(model, plan.config)
     step = 0
     for epoch in range(1, plan.num_epochs + 1):
@@ -77,14 +79,24 @@ def train(
         )
 
 
-def replicate(model: nn.Module, world: World) -> nn.Module:
+def replicate(model: nn.Module, world: World, *, all_used: bool = False) -> nn.Module:
     """Wrap a model so that gradients are averaged over all ranks, where there are more.
 
     Collective over the default group.
+
+    Args:
+        model: Equal on all ranks.
+        world: Where this process stands.
+        all_used: Whether every weight is known to take part in the loss. Where one does
+            not and DDP is not told to look, it leaves gradients beside it unreduced,
+            and complains only at the next forward.
     """
     if world.world_size == 1:
         return model
-    return DistributedDataParallel(model, gradient_as_bucket_view=True)
+    warnings.filterwarnings("ignore", message=".*find_unused_parameters=True")
+    return DistributedDataParallel(
+        model, gradient_as_bucket_view=True, find_unused_parameters=not all_used
+    )
 
 
 def accumulate_gradient(

@@ -40,17 +40,17 @@ def run_training(
         start_seconds: From the process's start to the ready process group.
 
     Raises:
-        MpitrainError: The data or the model cannot be had; raised on every rank or on
-            none.
+        MpitrainError: The data or the model cannot be had; raised on the ranks where
+            that is so, of which the guard lets one speak.
     """
     world = job.world
-    recorder = Recorder(run_dir, world, start_seconds) if world.is_rank_zero else None
-    data = job.all_or_none(
-        lambda: load_data(config.data, config.data_dir), "load the data"
+    # Agreed, so that no rank fails, and writes so, before the record has begun.
+    recorder = job.all_or_none(
+        lambda: Recorder(run_dir, world, start_seconds) if world.is_rank_zero else None,
+        "begin the record",
     )
-    model = job.all_or_none(
-        lambda: build(config, data, world), f"build the model {config.model}"
-    )
+    data = load_data(config.data, config.data_dir)
+    model = build(config, data, world)
     plan = Plan(num_samples=len(data.train), world_size=world.world_size, config=config)
     if recorder is None:
         train(world, plan, model, data, Silent())
@@ -112,5 +112,9 @@ def introduce(
 def save_model(model: nn.Module, path: Path) -> None:
     """Write a plain ``state_dict``, on the CPU, whole or not at all."""
     beside = path.with_name(f".{path.name}.{os.getpid()}")
-    torch.save({name: t.cpu() for name, t in model.state_dict().items()}, beside)
+    state = {
+        name: value.cpu() if isinstance(value, torch.Tensor) else value
+        for name, value in model.state_dict().items()
+    }
+    torch.save(state, beside)
     os.replace(beside, path)

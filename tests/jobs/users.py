@@ -72,6 +72,41 @@ class Marking(nn.Module):
         return self.head(images.flatten(1))
 
 
+class Partly(nn.Module):
+    """A network with weights that take no part, and a state that is no tensor."""
+
+    def __init__(self, num_classes: int, image_size: int) -> None:
+        super().__init__()
+        self.first = nn.Linear(image_size * image_size, 32)
+        self.unused = nn.Linear(32, 32)
+        self.head = nn.Linear(32, num_classes)
+        # Not flushed by us: an interpreter that ends as it should does it.
+        self.notes = (Path.cwd() / f"notes-{os.environ['RANK']}").open("w")
+        self.notes.write("written")
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.head(torch.relu(self.first(images.flatten(1))))
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"version": 3}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        assert state == {"version": 3}
+
+
+class Normed(nn.Module):
+    """A network with batch norm, whose statistics each rank has of its own."""
+
+    def __init__(self, num_classes: int, in_channels: int, image_size: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(in_channels, 8, 3, padding=1)
+        self.norm = nn.BatchNorm2d(8)
+        self.head = nn.Linear(8 * image_size * image_size, num_classes)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.head(torch.relu(self.norm(self.conv(images))).flatten(1))
+
+
 class Noted(Dataset[tuple[Tensor, int]]):
     """The digits, writing down which rank reads which sample."""
 

@@ -134,12 +134,18 @@ def test_a_listener_is_bound_to_its_address_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    "environ", [{"OMPI_COMM_WORLD_SIZE": "4"}, {"PMI_SIZE": "2", "PMI_RANK": "1"}]
+    "environ",
+    [
+        {"OMPI_COMM_WORLD_SIZE": "4"},
+        {"PMI_SIZE": "2", "PMI_RANK": "1"},
+        {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1"},
+        {"TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": "2", "RANK": "1"},
+    ],
 )
 def test_alone_though_several_were_started_is_refused(environ: dict) -> None:
     with pytest.raises(TopologyError, match=r"started \d processes .* world of 1"):
         check_size(1, environ)
-    assert speaks_before_mpi(environ) == (environ.get("PMI_RANK", "0") == "0")
+    assert speaks_before_mpi(environ) == (len(environ) == 1)
 
 
 @pytest.mark.parametrize(
@@ -148,6 +154,8 @@ def test_alone_though_several_were_started_is_refused(environ: dict) -> None:
         (1, {}),
         (1, {"PMI_SIZE": "1"}),
         (1, {"SLURM_NTASKS": "8", "SLURM_JOB_ID": "1"}),
+        (1, {"SLURM_STEP_NUM_TASKS": "2", "OMPI_COMM_WORLD_SIZE": "1"}),
+        (1, {"WORLD_SIZE": "8"}),
         (4, {"OMPI_COMM_WORLD_SIZE": "4"}),
         (6, {"OMPI_COMM_WORLD_SIZE": "4"}),
     ],

@@ -78,6 +78,11 @@ def test_what_is_not_finite_is_null(tmp_path: Path) -> None:
     assert row == {"event": "step", "train_loss": None, "lr": None}
 
 
+def test_a_result_that_is_not_finite_is_json_still(tmp_path: Path) -> None:
+    folder.write_json(tmp_path / "result.json", {"val_loss": float("nan")})
+    assert json.loads((tmp_path / "result.json").read_text()) == {"val_loss": None}
+
+
 def test_a_failure_is_recorded_over_what_is_there(tmp_path: Path) -> None:
     folder.write_json(tmp_path / "result.json", {"status": "running", "x": 1})
     recorder.fail(tmp_path, "rank 2 fell")

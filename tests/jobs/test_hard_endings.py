@@ -1,0 +1,119 @@
+"""Endings that go wrong themselves, and still end the job with its reason."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from launcher import Done, Mpi, mpirun
+
+HEAD = """
+import sys, time
+import mpitrain
+from mpitrain.launch import guarded
+"""
+
+
+def run(mpi: Mpi, body: str, tmp_path: Path, num_ranks: int = 3) -> Done:
+    script = tmp_path / "script.py"
+    script.write_text(HEAD + body)
+    return mpirun(mpi, num_ranks, str(script), cwd=tmp_path, timeout_seconds=40)
+
+
+def test_an_error_that_cannot_be_printed_ends_the_job(mpi: Mpi, tmp_path: Path) -> None:
+    body = """
+class Bad(Exception):
+    def __str__(self): raise ValueError("no words")
+
+with mpitrain.init() as world:
+    import torch.distributed as dist
+    if world.rank == 1:
+        raise Bad
+    dist.barrier()
+"""
+    done = run(mpi, body, tmp_path)
+    assert done.status == 1
+    (line,) = done.ours
+    assert line.startswith("[rank 1/3 ")
+    assert "Bad" in line
+
+
+def test_a_slow_file_server_does_not_silence_the_reason(
+    mpi: Mpi, tmp_path: Path
+) -> None:
+    body = """
+with guarded() as guard:
+    guard.on_failure.append(lambda text: time.sleep(6))
+    with mpitrain.init(guard=guard) as world:
+        raise ArithmeticError("all of us")
+"""
+    done = run(mpi, body, tmp_path)
+    assert done.status == 1
+    (line,) = done.ours
+    assert line.endswith("ArithmeticError: all of us")
+
+
+def test_errors_without_a_store_are_told_once(mpi: Mpi, tmp_path: Path) -> None:
+    body = """
+with guarded() as guard:
+    with mpitrain.init(guard=guard):
+        pass
+    raise ArithmeticError("after the end")
+"""
+    done = run(mpi, body, tmp_path)
+    assert done.status == 1
+    (line,) = done.ours
+    assert line.startswith("[rank 0/3 ")
+
+
+def test_close_in_a_finally_does_not_hide_the_error(mpi: Mpi, tmp_path: Path) -> None:
+    body = """
+job = mpitrain.init()
+try:
+    import torch.distributed as dist
+    if job.world.rank == 1:
+        raise ArithmeticError("this is the fault")
+    dist.barrier()
+finally:
+    job.close()
+"""
+    done = run(mpi, body, tmp_path)
+    assert done.status == 1
+    (line,) = done.ours
+    assert line.endswith("ArithmeticError: this is the fault")
+
+
+def test_a_forked_child_is_not_a_rank(mpi: Mpi, tmp_path: Path) -> None:
+    body = """
+import os
+rank_itself = os.getpid()
+with mpitrain.init() as world:
+    child = os.fork()
+    if child == 0:
+        sys.exit(7)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+if os.getpid() == rank_itself:
+    print("all is well", flush=True)
+"""
+    done = run(mpi, body, tmp_path, num_ranks=2)
+    assert done.status == 0, done.err
+    assert done.out.count("all is well") == 2
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_without_an_mpi_library_says_so(
+    openmpi: Mpi, rank: int, tmp_path: Path
+) -> None:
+    body = f"""
+import os
+if os.environ["OMPI_COMM_WORLD_RANK"] == "{rank}":
+    os.environ["MPI4PY_LIBMPI"] = "/nowhere/libmpi.so"
+from mpitrain import cli
+sys.argv = ["mpitrain", "--name", "r"]
+cli.console()
+"""
+    done = run(openmpi, body, tmp_path, num_ranks=2)
+    assert done.status != 0
+    (line,) = done.ours
+    assert line.startswith(f"[rank {rank}/2 ")
+    assert "could not load an MPI library" in line
