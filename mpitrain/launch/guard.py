@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import faulthandler
+import functools
 import os
 import socket
 import sys
@@ -35,6 +36,7 @@ CONSEQUENCE_SECONDS = 4.0
 _FORWARD_SECONDS = 0.5
 """Time for mpirun to forward the message: after an abort MPICH's drops what is left."""
 
+_CALLBACK_SECONDS = 3.0
 _CLAIM_SECONDS = 2.0
 _CLAIM_KEY = "mpitrain/failures"
 
@@ -86,9 +88,8 @@ class Guard:
             if not isinstance(error, SystemExit):
                 traceback.print_exception(error)
             _flush()
-            os._exit(
-                exit_status(error)
-            )  # not through MPI_Finalize: MPI is its parent's
+            # Not through MPI_Finalize: MPI is its parent's.
+            os._exit(exit_status(error))
         if self._failed:
             return
         self._failed = True
@@ -125,10 +126,9 @@ class Guard:
             sys.stderr.write(text + "\n")
             _flush()
             time.sleep(_FORWARD_SECONDS)
-        # After the message: a file server may be slow, or be the reason.
+        # After the message, and not for long: a dead file server may be the reason.
         for callback in self.on_failure:
-            with contextlib.suppress(Exception):
-                callback(text)
+            _within(_CALLBACK_SECONDS, functools.partial(callback, text))
 
     def _is_first(self, error: BaseException) -> bool:
         """Whether no other rank has said why the job ends."""
@@ -138,22 +138,16 @@ class Guard:
             # Nothing to agree by: the lower ranks speak, and abort, first.
             time.sleep(1.5 * min(self.comm.rank, 2))
             return True
-        answer: list[bool] = []
+        store, answer = self.store, list[bool]()
 
-        def claim(store: Store) -> None:
+        def claim() -> None:
             try:
                 answer.append(store.add(_CLAIM_KEY, 1) == 1)
             except Exception:
                 # Rank zero holds the store: it went first, and mpirun names it.
                 answer.append(False)
 
-        # In a thread, since a store that is stopped, not dead, would never answer.
-        thread = threading.Thread(target=claim, args=(self.store,), daemon=True)
-        try:
-            thread.start()
-        except RuntimeError:  # no memory for a thread
-            return True
-        thread.join(_CLAIM_SECONDS)
+        _within(_CLAIM_SECONDS, claim)  # a store that is stopped would never answer
         return answer[0] if answer else True
 
     def _abort(self, status: int) -> NoReturn:
@@ -302,6 +296,21 @@ def exit_now(status: int) -> NoReturn:
         mpi.Finalize()
     _flush()
     os._exit(status)
+
+
+def _within(seconds: float, action: Callable[[], object]) -> None:
+    """Do something in a thread, and go on without it when it takes too long."""
+
+    def quietly() -> None:
+        with contextlib.suppress(Exception):
+            action()
+
+    thread = threading.Thread(target=quietly, daemon=True)
+    try:
+        thread.start()
+    except RuntimeError:  # no memory for a thread
+        return
+    thread.join(seconds)
 
 
 def _flush() -> None:
