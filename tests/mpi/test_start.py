@@ -133,20 +133,25 @@ def test_waiting_gives_up_in_time_and_does_not_spin(comm: MPI.Intracomm) -> None
     wait_for_all(comm)
 
 
+def on_a_node_each(world: World) -> World:
+    """The same ranks, as if each were on a node of its own."""
+    return replace(
+        world,
+        nodes=tuple(
+            replace(world.nodes[0], hostname=f"h{rank}", ranks=(rank,))
+            for rank in range(world.world_size)
+        ),
+        node_rank=world.rank,
+        local_rank=0,
+        local_world_size=1,
+    )
+
+
 def test_ranks_of_several_nodes_meet_at_an_address_all_reach(
     comm: MPI.Intracomm, world: World
 ) -> None:
     """Each rank plays a node of its own, on the machine's real network."""
-    apart = replace(
-        world,
-        nodes=tuple(
-            replace(world.nodes[0], hostname=f"h{rank}", ranks=(rank,))
-            for rank in range(comm.size)
-        ),
-        node_rank=comm.rank,
-        local_rank=0,
-        local_world_size=1,
-    )
+    apart = on_a_node_each(world)
     if comm.size > 1 and not network.own_addresses():
         with pytest.raises(LaunchError, match="no address of rank zero's host"):
             network.find_rendezvous(comm, apart)
@@ -166,15 +171,7 @@ def test_no_common_address_is_one_error_with_the_table(
 ) -> None:
     if comm.size == 1:
         return  # a world of one has nobody who could not reach it
-    apart = replace(
-        world,
-        nodes=tuple(
-            replace(world.nodes[0], hostname=f"h{rank}", ranks=(rank,))
-            for rank in range(comm.size)
-        ),
-        node_rank=comm.rank,
-        local_rank=0,
-    )
+    apart = on_a_node_each(world)
     monkeypatch.setattr(network, "own_addresses", lambda: ("192.0.2.1", "127.0.0.3"))
     monkeypatch.setattr(network, "connect_to_each", lambda offers: {})
     with pytest.raises(LaunchError, match=r"h1: reached none of them") as caught:
