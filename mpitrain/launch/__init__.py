@@ -17,7 +17,7 @@ import atexit
 import logging
 import os
 import sys
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import replace
 from datetime import timedelta
 from types import TracebackType
@@ -79,16 +79,32 @@ def init(
             than one rank the job ends here.
     """
     guard = guard or guarded()
+    before = dict(os.environ)
     with guard:
         world = _start(guard, device, timeout_seconds, os.environ)
-    return Job(world, guard, timeout_seconds)
+    changed = {
+        name: before.get(name)
+        for name, value in os.environ.items()
+        if before.get(name) != value
+    }
+    return Job(world, guard, timeout_seconds, changed)
 
 
 class Job:
-    """A running job: a context manager whose value is this process's `World`."""
+    """A running job: a context manager whose value is this process's `World`.
 
-    def __init__(self, world: World, guard: Guard, timeout_seconds: float) -> None:
+    Made by `init`. When it is over the environment is as it was before.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        guard: Guard,
+        timeout_seconds: float,
+        variables_before: Mapping[str, str | None],
+    ) -> None:
         self.world = world
+        self._variables_before = variables_before
         self._guard = guard
         self._timeout_seconds = timeout_seconds
         self._closed = False
@@ -149,6 +165,11 @@ class Job:
         if dist.is_initialized():
             dist.destroy_process_group()
         self._guard.store = None
+        for name, value in self._variables_before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
     def _excepthook(
         self,

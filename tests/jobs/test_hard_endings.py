@@ -83,6 +83,23 @@ finally:
     assert line.endswith("ArithmeticError: this is the fault")
 
 
+def test_the_environment_is_as_before_when_the_job_is_over(
+    openmpi: Mpi, tmp_path: Path
+) -> None:
+    body = """
+import os
+with guarded() as guard:
+    before = dict(os.environ)
+    with mpitrain.init(guard=guard):
+        assert os.environ["WORLD_SIZE"] == "2"
+    assert dict(os.environ) == before, set(os.environ.items()) ^ set(before.items())
+print("all is well", flush=True)
+"""
+    done = run(openmpi, body, tmp_path, num_ranks=2)
+    assert done.status == 0, done.err
+    assert done.out.count("all is well") == 2
+
+
 def test_a_forked_child_is_not_a_rank(mpi: Mpi, tmp_path: Path) -> None:
     body = """
 import os
