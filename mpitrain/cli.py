@@ -21,7 +21,7 @@ from pathlib import Path
 
 import psutil
 
-from mpitrain import __version__, plugins
+from mpitrain import __version__
 from mpitrain.errors import MpitrainError, UsageError
 from mpitrain.launch.contradictions import (
     launched_rank,
@@ -44,10 +44,7 @@ def console() -> None:
     """Run the command line of this process and leave with its status."""
     from mpitrain.launch.guard import exit_now
 
-    status = main(sys.argv[1:])
-    if plugins.loaded:
-        sys.exit(status)  # threads and open files of the user's own end as they should
-    exit_now(status)
+    exit_now(main(sys.argv[1:]))
 
 
 def main(argv: Sequence[str]) -> int:

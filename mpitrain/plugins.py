@@ -12,9 +12,6 @@ from typing import Any
 
 from mpitrain.errors import UsageError
 
-loaded: list[str] = []
-"""What was imported of the user's own code, in this process."""
-
 
 def is_reference(name: str) -> bool:
     """Whether a name points to code.
@@ -41,7 +38,6 @@ def load_reference(reference: str, flag: str) -> Callable[..., Any]:
     module_name, _, attribute = reference.partition(":")
     if not module_name or not attribute:
         raise UsageError(f"{flag} {reference!r}: expected package.module:callable")
-    loaded.append(reference)
     if "" not in sys.path and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # the console script does not add it
     try:

@@ -11,6 +11,8 @@ import atexit
 import contextlib
 import faulthandler
 import functools
+import gc
+import io
 import os
 import socket
 import sys
@@ -21,7 +23,13 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal, NoReturn
 
-from mpitrain.errors import LaunchError, LeftEarly, MpitrainError, UsageError
+from mpitrain.errors import (
+    LaunchError,
+    LeftEarly,
+    MpitrainError,
+    TopologyError,
+    UsageError,
+)
 from mpitrain.launch.contradictions import check_size, speaks_before_mpi
 from mpitrain.topology import start_mpi, wait_for_all
 from mpitrain.world import place
@@ -172,14 +180,20 @@ def guarded() -> Guard:
     if not faulthandler.is_enabled():
         with contextlib.suppress(Exception):  # stderr may not be a file
             faulthandler.enable()
+    speaks = speaks_before_mpi(os.environ)
     try:
         comm = start_mpi()
-        check_size(comm.size, os.environ)
     except LaunchError:
-        if not speaks_before_mpi(os.environ):
-            # Where all ranks fail alike, rank 0's end ends this one before it speaks.
-            time.sleep(3.0)
+        # Where all ranks fail alike, rank 0's end ends this one before it speaks.
+        time.sleep(0.0 if speaks else 3.0)
         raise
+    try:
+        check_size(comm.size, os.environ)
+    except TopologyError:
+        if speaks:
+            raise
+        time.sleep(1.0)  # this one's end may end rank 0, which is to speak for all
+        os._exit(1)
     return Guard(comm)
 
 
@@ -284,17 +298,22 @@ def exit_now(status: int) -> NoReturn:
     Collective over all ranks, where MPI was started.
 
     Python frees some 3,000 modules one by one at its end, on every rank after all work
-    is done (docs/decisions/0004). What others registered for the end (`atexit`) still
-    runs, and MPI is finalized.
+    is done, and torch's own threads were seen to die of that ("terminate called without
+    an active exception"; docs/decisions/0004). What others want of the end still comes:
+    threads are waited for, `atexit` runs, open files are flushed, MPI is finalized.
 
     Args:
         status: The exit status.
     """
-    atexit._run_exitfuncs()  # noqa: SLF001 - os._exit would skip them
+    threading._shutdown()  # type: ignore[attr-defined]  # noqa: SLF001
+    atexit._run_exitfuncs()  # noqa: SLF001 - os._exit would skip both
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
         mpi.Finalize()
-    _flush()
+    for found in gc.get_objects():
+        if issubclass(type(found), io.IOBase):
+            with contextlib.suppress(Exception):  # closed, or read only
+                found.flush()
     os._exit(status)
 
 

@@ -25,3 +25,16 @@ def test_words_after_the_script_of_sbatch_go_to_mpitrain(
     job = slurm.sbatch(*words, cwd=folder, timeout_seconds=TIMEOUT_SECONDS)
     assert job.exit_code == "0:0", job.output
     assert "--epochs" in job.output
+
+
+def test_srun_without_pmix_is_refused_by_one_message(
+    slurm: Slurm, folder: Path
+) -> None:
+    script = folder / "by-srun.sh"
+    script.write_text("#!/bin/bash\nsrun --mpi=none .venv/bin/python -m mpitrain\n")
+    words = ["--nodes=2", "--ntasks-per-node=1", "by-srun.sh"]
+    job = slurm.sbatch(*words, cwd=folder, timeout_seconds=TIMEOUT_SECONDS)
+    assert job.exit_code != "0:0", job.output
+    assert "srun started 2 processes (SLURM_STEP_NUM_TASKS=2)" in job.output
+    assert "world of 1" in job.output
+    assert not (folder / "runs").exists()
