@@ -17,6 +17,7 @@ import atexit
 import logging
 import os
 import sys
+import time
 from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import replace
 from datetime import timedelta
@@ -155,6 +156,10 @@ class Job:
             if raised is not None and exit_status(raised) != 0:
                 self._guard.fail(raised)  # called from a `finally`
             leave(self._guard, self._timeout_seconds)
+            # A thread of gloo drops the tensors of the last collective a moment after it
+            # is done. If Python has begun to end by then, that kills the process
+            # ("terminate called without an active exception"; torch 2.15, gdb's word).
+            time.sleep(0.05)
             self._destroy_process_group()
 
     def _destroy_process_group(self) -> None:
