@@ -156,9 +156,9 @@ class Job:
             if raised is not None and exit_status(raised) != 0:
                 self._guard.fail(raised)  # called from a `finally`
             leave(self._guard, self._timeout_seconds)
-            # A thread of gloo drops the tensors of the last collective a moment after it
+            # A thread of gloo drops the tensors of the last collective just after it
             # is done. If Python has begun to end by then, that kills the process
-            # ("terminate called without an active exception"; torch 2.15, gdb's word).
+            # ("terminate called without an active exception"; torch 2.15, by gdb).
             time.sleep(0.05)
             self._destroy_process_group()
 
