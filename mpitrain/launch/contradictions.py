@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from mpitrain.errors import TopologyError
+from mpitrain.errors import TopologyError, agreed
 
 SIZE_VARIABLES = {
     "OMPI_COMM_WORLD_SIZE": "Open MPI's mpirun",
@@ -114,9 +114,9 @@ def _is_several(number: str | None) -> bool:
 
 
 def _alone(started: str, cure: str) -> TopologyError:
-    error = TopologyError(
-        f"{started}, but MPI in this process sees a world of 1: each would train "
-        f"alone.\n{cure}"
+    return agreed(
+        TopologyError(
+            f"{started}, but MPI in this process sees a world of 1: each would train "
+            f"alone.\n{cure}"
+        )
     )
-    error.everywhere = True
-    return error
