@@ -20,7 +20,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal, NoReturn
 
@@ -60,12 +60,14 @@ class Guard:
     Attributes:
         comm: All ranks of the job.
         store: Where ranks agree who failed first; ``None`` before it stands.
+        stage_seconds: How long each stage of the start took here, in their order.
         on_failure: Called with the message on the rank that speaks, before the end.
     """
 
     def __init__(self, comm: MPI.Intracomm) -> None:
         self.comm = comm
         self.store: Store | None = None
+        self.stage_seconds: dict[str, float] = {}
         self.on_failure: list[Callable[[str], object]] = []
         self._place = place(comm.rank, comm.size, socket.gethostname())
         self._failed = False
@@ -83,6 +85,13 @@ class Guard:
         if error is not None and exit_status(error) != 0:
             self.fail(error)
         return False
+
+    @contextlib.contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Name what the start does in this block, and note how long it took."""
+        started = time.perf_counter()
+        yield
+        self.stage_seconds[name] = time.perf_counter() - started
 
     def fail(self, error: BaseException) -> None:
         """End the job because of an error on this rank.

@@ -41,7 +41,11 @@ class Rendezvous:
     """The bound and listening socket on rank zero, ``None`` elsewhere."""
 
 
-def find_rendezvous(comm: MPI.Intracomm, world: World) -> Rendezvous:
+def find_rendezvous(
+    comm: MPI.Intracomm,
+    world: World,
+    interface: str | None = None,  # noqa: ARG001
+) -> Rendezvous:
     """Bind a port on rank zero and find an address of it that all nodes reach.
 
     Collective over `comm`.
@@ -49,6 +53,7 @@ def find_rendezvous(comm: MPI.Intracomm, world: World) -> Rendezvous:
     Args:
         comm: All ranks.
         world: Where this process stands.
+        interface: The interface of every node to use; ``None`` for the best.
 
     Returns:
         Where to meet; on one node that is the loopback address, and no port is

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal
 
 from mpitrain.errors import UsageError
+from mpitrain.flags import flat
+from mpitrain.launch.config import LaunchConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,12 +47,12 @@ class TrainConfig:
     """Of the first weights and of the order of the samples."""
     precision: Literal["fp32", "fp64"] = "fp32"
     """Floating point of weights and inputs."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto: GPUs where there are any; cuda: refuse to run without."""
     progress: Literal["auto", "bar", "lines"] = "auto"
     """auto: a bar on a terminal, a line per epoch in a log."""
     dry_run: bool = False
     """One step and one evaluation, to see that all works; all else is real."""
+    launch: LaunchConfig = field(default_factory=LaunchConfig)
+    """How the ranks are started; its fields are flags like the others."""
 
     def __post_init__(self) -> None:
         for flag, value, least in (
@@ -97,6 +99,6 @@ class TrainConfig:
         """Write the fields as YAML, with the name that the run really has."""
         import yaml
 
-        values = {**asdict(self), "name": name}
+        values = flat({**asdict(self), "name": name})
         plain = {k: str(v) if isinstance(v, Path) else v for k, v in values.items()}
         return yaml.safe_dump(plain, sort_keys=False)

@@ -73,7 +73,7 @@ def environment(mpi: Mpi | None = None, **more: str) -> dict[str, str]:
         for name, value in os.environ.items()
         if not name.startswith(("OMPI_", "PMIX", "PMI_", "PRTE_", "OMP_", "MPI4PY"))
     }
-    kept["PYTHONPATH"] = str(Path(__file__).parent)
+    kept["PYTHONPATH"] = f"{Path(__file__).parent}:{ROOT}"
     if os.geteuid() == 0:
         kept["OMPI_ALLOW_RUN_AS_ROOT"] = kept["OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"] = "1"
     if mpi is not None and mpi.libmpi is not None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
-from mpitrain.cli import Answered, main, read_config
+from mpitrain.cli import main, read_config
 from mpitrain.errors import UsageError
+from mpitrain.flags import Answered, flat
 from mpitrain.train.config import TrainConfig
 
 
@@ -77,7 +79,7 @@ def test_help_answers_on_stdout_with_every_field(
     with pytest.raises(Answered):
         read_config(["--help"])
     said = capsys.readouterr().out
-    for field in TrainConfig.__dataclass_fields__:
+    for field in flat(asdict(TrainConfig())):
         assert "--" + field.replace("_", "-") in said
 
 

@@ -21,7 +21,8 @@ FLOORS = (
     {"record", "data", "models", "schedulers"},
     {"launch"},
     {"mpi_backend"},
-    {"topology", "plugins"},
+    {"watchdog"},
+    {"topology", "plugins", "flags"},
     {"world"},
     {"errors", ""},
 )

@@ -1,0 +1,162 @@
+"""Flags, and the YAML file that says the same, into a configuration."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from mpitrain import __version__
+from mpitrain.errors import MpitrainError, UsageError
+
+PROGRAM = "python -m mpitrain"
+
+Config = TypeVar("Config")
+
+
+class Answered(MpitrainError):
+    """The command line only asked for help or the version, and was answered."""
+
+    exit_status = 0
+
+
+def read_flags(
+    kind: type[Config], words: Sequence[str], *, program: str, further: str = ""
+) -> Config:
+    """Read flags, and the YAML files that they may name, into a configuration.
+
+    Args:
+        kind: The configuration, a dataclass whose fields are the flags. Fields that are
+            dataclasses themselves are a group of flags, named without prefix.
+        words: The words after the subcommand. Flags win over the files.
+        program: How the command is called, for the help.
+        further: What the help says besides.
+
+    Returns:
+        The configuration.
+
+    Raises:
+        UsageError: What stands there cannot be used.
+        Answered: Help or the version was asked for; it is printed.
+    """
+    if "--version" in words:
+        print(f"mpitrain {__version__}")
+        raise Answered
+
+    def parse(flags: Sequence[str], source: str | None) -> Config:
+        return _parse(kind, flags, source, program, further)
+
+    before = argparse.ArgumentParser(program, add_help=False, allow_abbrev=False)
+    before.add_argument("--config", type=Path, action="append", default=[])
+    with usage_errors("--config"):
+        given, left = before.parse_known_args(list(words))
+    flags: list[str] = []
+    for file in given.config:
+        from_file = flags_from_yaml(file)
+        parse(from_file, f"--config {file}")  # so that the file is named
+        flags += from_file
+    return parse(flags + left, None)
+
+
+def _parse(
+    kind: type[Config],
+    flags: Sequence[str],
+    source: str | None,
+    program: str,
+    further: str,
+) -> Config:
+    """Let tyro do it; `source` says where the flags come from, for messages."""
+    import tyro
+
+    with usage_errors(source):
+        return tyro.cli(
+            kind,
+            prog=program,
+            description=f"{kind.__doc__}\n\n"
+            f"Further: --config FILE.yaml (the same fields; flags win), --version.\n"
+            f"{further}",
+            args=flags,
+            config=(tyro.conf.OmitArgPrefixes,),
+        )
+
+
+def flat(values: dict[str, Any]) -> dict[str, Any]:
+    """Put the fields of groups beside the others, as the command line names them.
+
+    >>> flat({"lr": 0.1, "launch": {"device": "cpu"}})
+    {'lr': 0.1, 'device': 'cpu'}
+    """
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        found |= flat(value) if isinstance(value, dict) else {name: value}
+    return found
+
+
+@contextlib.contextmanager
+def usage_errors(source: str | None) -> Iterator[None]:
+    """Turn a parser's printed words and `SystemExit` into our exceptions."""
+    answer, complaint = io.StringIO(), io.StringIO()
+    try:
+        with (
+            contextlib.redirect_stdout(answer),
+            contextlib.redirect_stderr(complaint),
+        ):
+            yield
+    except SystemExit as left:
+        if left.code in (0, None):
+            print(plain(answer.getvalue()).rstrip(), flush=True)
+            raise Answered from None
+        where = f"{source}:\n" if source else ""
+        raise UsageError(where + plain(complaint.getvalue()).rstrip()) from None
+
+
+def plain(text: str) -> str:
+    r"""Take the colours out: a rank's stdout is a terminal even in a batch job.
+
+    >>> plain("\x1b[31mred\x1b[0m")
+    'red'
+    """
+    return re.sub(r"\x1b\[[0-9;]*m", "", text)
+
+
+def flags_from_yaml(file: Path) -> list[str]:
+    """Read a YAML file of fields as the flags that say the same.
+
+    Args:
+        file: A mapping of field names to values, such as a run's ``config.yaml``.
+
+    Returns:
+        Flags with their values.
+
+    Raises:
+        UsageError: It cannot be read, or is no mapping of names to simple values.
+    """
+    import yaml
+
+    try:
+        values = yaml.safe_load(file.read_text())
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise UsageError(f"--config {file}: cannot be read: {reason}") from None
+    if not isinstance(values, dict):
+        raise UsageError(
+            f"--config {file}: expected lines like `lr: 0.1`, found "
+            f"{type(values).__name__}"
+        )
+    flags: list[str] = []
+    for name, value in values.items():
+        flag = "--" + str(name).replace("_", "-")
+        if isinstance(value, bool):
+            flags.append(flag if value else "--no-" + flag[2:])
+        elif isinstance(value, str | int | float) or value is None:
+            flags += [flag, str(value)]
+        else:
+            raise UsageError(
+                f"--config {file}: {name} is a {type(value).__name__}; "
+                "expected a number, a word, true, false or null"
+            )
+    return flags

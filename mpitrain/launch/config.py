@@ -1,0 +1,39 @@
+"""What a start may be asked for; the flags that every command with ranks shares."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from mpitrain.errors import UsageError
+
+Device = Literal["auto", "cpu", "cuda"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchConfig:
+    """How the ranks are started."""
+
+    device: Device = "auto"
+    """auto: GPUs where there are any; cuda: refuse to run without."""
+    interface: str | None = None
+    """Network interface by which nodes meet. Default: the best that works."""
+
+    def __post_init__(self) -> None:
+        if self.interface is not None and not self.interface.strip():
+            raise UsageError("--interface is empty; expected a name such as ib0")
+
+
+def check_seconds(flag: str, value: float | None) -> None:
+    """Refuse a time that is no time.
+
+    Args:
+        flag: Its flag, for the message.
+        value: Seconds; ``None`` passes.
+
+    Raises:
+        UsageError: It is not finite, or not above 0.
+    """
+    if value is not None and not (math.isfinite(value) and value > 0):
+        raise UsageError(f"{flag} must be a number of seconds above 0, found {value!r}")

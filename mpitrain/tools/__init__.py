@@ -1,0 +1,1 @@
+"""What helps before and after a training: each module is one subcommand."""
