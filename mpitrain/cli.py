@@ -7,7 +7,10 @@ once.
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import faulthandler
+import math
 import os
 import socket
 import sys
@@ -24,13 +27,14 @@ from mpitrain.launch.contradictions import (
     launched_size,
     was_launched,
 )
+from mpitrain.launch.guard import START_TIMEOUT_SECONDS
 from mpitrain.train.config import TrainConfig
 from mpitrain.world import place
 
 
 def console() -> None:
     """Run the command line of this process and leave with its status."""
-    from mpitrain.launch.guard import exit_now
+    from mpitrain.launch.ending import exit_now
 
     exit_now(main(sys.argv[1:]))
 
@@ -45,7 +49,7 @@ def main(argv: Sequence[str]) -> int:
         The exit status. With several ranks a failure does not return: the guard ends
         the job.
     """
-    from mpitrain.launch.guard import exit_status, message
+    from mpitrain.launch.ending import exit_status, message
 
     name, words = (
         (argv[0], argv[1:]) if argv and argv[0] in COMMANDS else ("train", argv)
@@ -76,7 +80,7 @@ def train(argv: Sequence[str]) -> None:
         folder.write_whole(run_dir / "config.yaml", config.as_yaml(run_dir.name))
         return config, run_dir
 
-    with guarded() as guard:
+    with guarded(start_timeout_seconds=start_timeout(argv)) as guard:
         comm = guard.comm
         config, run_dir = on_rank_zero(comm, prepare, "prepare the run")
         # The log stands before the long imports: it tells whose process this is.
@@ -87,6 +91,8 @@ def train(argv: Sequence[str]) -> None:
             "open the log",
         )
         folder.start_logging(log, is_rank_zero=comm.rank == 0)
+        if guard.watched is not None:
+            guard.watched.log_to(Path(log.name))
         faulthandler.enable(log)  # the stack of a crash in compiled code goes there
         guard.on_failure += [
             lambda text: log.write(text + "\n"),
@@ -95,6 +101,8 @@ def train(argv: Sequence[str]) -> None:
         job = init(
             device=config.launch.device,
             interface=config.launch.interface,
+            start_timeout_seconds=config.launch.start_timeout,
+            hang_timeout_seconds=config.launch.hang_timeout or HANG_TIMEOUT_SECONDS,
             guard=guard,
         )
         with job:
@@ -103,6 +111,9 @@ def train(argv: Sequence[str]) -> None:
 
             run_training(job, config, run_dir, start_seconds)
 
+
+HANG_TIMEOUT_SECONDS = 600.0
+"""Of a training, where nobody says otherwise."""
 
 COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {"train": train}
 """Subcommands by name."""
@@ -132,3 +143,24 @@ def read_config(argv: Sequence[str]) -> TrainConfig:
         program=PROGRAM,
         further=f"Subcommands: {', '.join(COMMANDS)} (train if none is named).",
     )
+
+
+def start_timeout(argv: Sequence[str]) -> float:
+    """Read ``--start-timeout`` before MPI starts, which is the first to need it.
+
+    Args:
+        argv: The words after the subcommand.
+
+    Returns:
+        Seconds; the default where there is none, or none that can be read: that is
+        told when all flags are.
+
+    >>> start_timeout(["--start-timeout", "30"]), start_timeout(["--lr=1"])
+    (30.0, 600.0)
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--start-timeout", default="")
+    with contextlib.suppress(ValueError, SystemExit):
+        seconds = float(parser.parse_known_args(list(argv))[0].start_timeout)
+        return seconds if 0 < seconds < math.inf else START_TIMEOUT_SECONDS
+    return START_TIMEOUT_SECONDS

@@ -23,7 +23,8 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 
 from mpitrain.launch import start
 from mpitrain.launch.config import Device, LaunchConfig
-from mpitrain.launch.guard import Guard, exit_status, guarded, leave
+from mpitrain.launch.ending import exit_status
+from mpitrain.launch.guard import START_TIMEOUT_SECONDS, Guard, guarded, leave
 from mpitrain.topology import all_or_none
 from mpitrain.world import World
 
@@ -39,6 +40,8 @@ def init(
     *,
     device: Device = "auto",
     interface: str | None = None,
+    start_timeout_seconds: float = START_TIMEOUT_SECONDS,
+    hang_timeout_seconds: float | None = None,
     timeout_seconds: float = 1800.0,
     guard: Guard | None = None,
 ) -> Job:
@@ -63,6 +66,12 @@ def init(
             refuse to run without.
         interface: The network interface of every node by which rank zero is reached;
             ``None`` for the best that works.
+        start_timeout_seconds: How long a stage of the start, or the first step, may
+            take before the job counts as hung.
+        hang_timeout_seconds: How long all ranks may go without a finished optimizer
+            step (or `Job.progress`) before the job is ended with status 76, and the
+            screen says who did not arrive; ``None``: for ever. Take less than
+            `timeout_seconds`.
         timeout_seconds: How long one collective, and the last rank at the end, may
             take.
         guard: The guard that already stands; ``None`` to make one.
@@ -75,12 +84,18 @@ def init(
         LaunchError: The job cannot start; raised on every rank or on none. With more
             than one rank the job ends here.
     """
-    guard = guard or guarded()
-    config = LaunchConfig(device=device, interface=interface)
+    guard = guard or guarded(start_timeout_seconds=start_timeout_seconds)
+    config = LaunchConfig(
+        device=device,
+        interface=interface,
+        start_timeout=start_timeout_seconds,
+        hang_timeout=hang_timeout_seconds,
+    )
     before = dict(os.environ)
     with guard:
         world = start.prepare(guard, config, timeout_seconds, os.environ)
         start.join(guard, world, timeout_seconds)
+        start.watch_steps(guard, config)
     changed = {
         name: before.get(name)
         for name, value in os.environ.items()
@@ -140,6 +155,18 @@ class Job:
         Collective over all ranks.
         """
         return all_or_none(self.comm, action, doing)
+
+    def progress(self, phase: str) -> None:
+        """Tell the watchdog that this rank is alive and what it does next.
+
+        Optimizer steps tell it by themselves. Call this in what takes long without
+        them: once a batch of an evaluation, before a checkpoint. Costs a microsecond.
+
+        Args:
+            phase: Such as ``"evaluation"``; for the words of a hang.
+        """
+        if self._guard.watched is not None:
+            self._guard.watched.progress(phase)
 
     def close(self) -> None:
         """Wait for the other ranks and take the process group down.

@@ -19,10 +19,17 @@ class LaunchConfig:
     """auto: GPUs where there are any; cuda: refuse to run without."""
     interface: str | None = None
     """Network interface by which nodes meet. Default: the best that works."""
+    start_timeout: float = 600.0
+    """Seconds that a stage of the start, or the first step, may take."""
+    hang_timeout: float | None = None
+    """Seconds without a finished step or batch, after which the job is ended with
+    status 76. Default: 600 in a training; under `run` and in your own script none."""
 
     def __post_init__(self) -> None:
         if self.interface is not None and not self.interface.strip():
             raise UsageError("--interface is empty; expected a name such as ib0")
+        check_seconds("--start-timeout", self.start_timeout)
+        check_seconds("--hang-timeout", self.hang_timeout)
 
 
 def check_seconds(flag: str, value: float | None) -> None:

@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import ctypes
 import faulthandler
 import functools
-import gc
-import io
 import os
+import secrets
 import socket
 import sys
 import threading
@@ -24,16 +22,19 @@ from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal, NoReturn
 
-from mpitrain.errors import (
-    LaunchError,
-    LeftEarly,
-    MpitrainError,
-    TopologyError,
-    UsageError,
+from mpitrain.errors import LaunchError, LeftEarly, TopologyError
+from mpitrain.launch.contradictions import (
+    RANK_VARIABLES,
+    check_size,
+    launched_rank,
+    launched_size,
+    speaks_before_mpi,
 )
-from mpitrain.launch.contradictions import check_size, speaks_before_mpi
+from mpitrain.launch.ending import exit_status, is_consequence, message
 from mpitrain.topology import start_mpi, wait_for_all
-from mpitrain.world import place
+from mpitrain.watchdog.page import State
+from mpitrain.watchdog.watched import Watched
+from mpitrain.world import World, place
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -48,6 +49,11 @@ _FORWARD_SECONDS = 0.5
 _CALLBACK_SECONDS = 3.0
 _CLAIM_SECONDS = 2.0
 _CLAIM_KEY = "mpitrain/failures"
+START_TIMEOUT_SECONDS = 600.0
+"""How long a stage of the start may take where nobody says otherwise."""
+
+_HUNG_SECONDS = 2.5
+"""How long ranks that hang leave the one that writes it into the record."""
 
 
 class Guard:
@@ -61,11 +67,13 @@ class Guard:
         comm: All ranks of the job.
         store: Where ranks agree who failed first; ``None`` before it stands.
         stage_seconds: How long each stage of the start took here, in their order.
+        watched: This process as the watchdog sees it; ``None`` where none could start.
         on_failure: Called with the message on the rank that speaks, before the end.
     """
 
-    def __init__(self, comm: MPI.Intracomm) -> None:
+    def __init__(self, comm: MPI.Intracomm, watched: Watched | None = None) -> None:
         self.comm = comm
+        self.watched = watched
         self.store: Store | None = None
         self.stage_seconds: dict[str, float] = {}
         self.on_failure: list[Callable[[str], object]] = []
@@ -89,6 +97,8 @@ class Guard:
     @contextlib.contextmanager
     def stage(self, name: str) -> Iterator[None]:
         """Name what the start does in this block, and note how long it took."""
+        if self.watched is not None:
+            self.watched.start(name)
         started = time.perf_counter()
         yield
         self.stage_seconds[name] = time.perf_counter() - started
@@ -111,6 +121,8 @@ class Guard:
         if self._failed:
             return
         self._failed = True
+        if self.watched is not None:
+            self.watched.set_state(State.FAILING)
         status = exit_status(error) or 1
         try:
             self._tell_if_first(error)
@@ -168,17 +180,62 @@ class Guard:
         _within(_CLAIM_SECONDS, claim)  # a store that is stopped would never answer
         return answer[0] if answer else True
 
+    def watch(self, world: World, address: str) -> None:
+        """Let the ranks' sidecars find each other.
+
+        Collective over all ranks.
+
+        Args:
+            world: Where this process stands.
+            address: An address of rank zero's host that all nodes reach.
+        """
+        found: tuple[int, str] | None = None
+        if world.is_rank_zero and self.watched is not None:
+            token = secrets.token_hex(16)
+            where = address if world.world_size > 1 else ""
+            with contextlib.suppress(OSError):
+                found = self.watched.listen(where, token, world.world_size), token
+        found = self.comm.bcast(found)
+        if found is not None and self.watched is not None and not world.is_rank_zero:
+            port, token = found
+            self.watched.connect(address, port, token, world.rank, world.world_size)
+
+    def end_hung(self, status: int, text: str, records: bool) -> None:
+        """End the job because it hung; in a thread, as the main thread is stuck.
+
+        Args:
+            status: The job's exit status.
+            text: What the screen was told.
+            records: Whether this rank writes it into the record.
+        """
+        if records:
+            time.sleep(_FORWARD_SECONDS)
+            for callback in self.on_failure:
+                _within(1.0, functools.partial(callback, text))
+        else:
+            time.sleep(_HUNG_SECONDS)
+        self._abort(status)
+
     def _abort(self, status: int) -> NoReturn:
         _flush()
         self.comm.Abort(status)
         os._exit(status)  # where Abort should ever return
 
 
-def guarded() -> Guard:
+_standing: list[Guard] = []
+"""This process's guard, once MPI has started; the watchdog's thread looks here."""
+
+
+def guarded(*, start_timeout_seconds: float = START_TIMEOUT_SECONDS) -> Guard:
     """Start MPI and return the guard of this process, to be entered with ``with``.
 
     Also prints the stacks of all threads if the process is killed by a fault of its
-    own (SIGSEGV, SIGFPE, SIGABRT, SIGBUS, SIGILL).
+    own (SIGSEGV, SIGFPE, SIGABRT, SIGBUS, SIGILL), and starts the watchdog's process
+    beside this one.
+
+    Args:
+        start_timeout_seconds: How long a stage of the start may take, MPI_Init the
+            first of them, before the job counts as hung.
 
     Returns:
         The guard over all ranks.
@@ -191,6 +248,7 @@ def guarded() -> Guard:
         with contextlib.suppress(Exception):  # stderr may not be a file
             faulthandler.enable()
     speaks = speaks_before_mpi(os.environ)
+    watched = _standing[0].watched if _standing else _watch(start_timeout_seconds)
     try:
         comm = start_mpi()
     except LaunchError:
@@ -204,82 +262,34 @@ def guarded() -> Guard:
             raise
         time.sleep(1.0)  # this one's end may end rank 0, which is to speak for all
         os._exit(1)
-    return Guard(comm)
+    guard = Guard(comm, watched)
+    if watched is not None and not _standing:
+        watched.idle()
+    _standing[:] = [guard]
+    return guard
 
 
-def exit_status(error: BaseException) -> int:
-    """Tell with which status a process ends because of an exception.
-
-    Args:
-        error: What left the program.
-
-    Returns:
-        0 to 255: what `sys.exit` was given, 130 for Ctrl-C, 1 or 2 for the rest.
-
-    >>> exit_status(SystemExit(3)), exit_status(SystemExit("text"))
-    (3, 1)
-    >>> exit_status(KeyboardInterrupt()), exit_status(ValueError())
-    (130, 1)
-    """
-    if isinstance(error, SystemExit):
-        if error.code is None:
-            return 0
-        if isinstance(error.code, int):
-            return error.code & 0xFF or (1 if error.code else 0)
-        return 1
-    if isinstance(error, KeyboardInterrupt):
-        return 130
-    if isinstance(error, MpitrainError):
-        return error.exit_status
-    return 1
+def _watch(start_timeout_seconds: float) -> Watched | None:
+    """Start the watchdog's process beside this one."""
+    try:
+        watched = Watched(
+            rank=launched_rank(os.environ),
+            world_size=launched_size(os.environ),
+            rank_variables=RANK_VARIABLES,
+            start_timeout_seconds=start_timeout_seconds,
+            end=_end_hung,
+        )
+    except OSError as error:
+        print(f"warning: no watchdog: {error}", file=sys.stderr, flush=True)
+        return None
+    atexit.register(watched.close)
+    return watched
 
 
-def message(error: BaseException, where: str) -> str:
-    """Word an error for the screen.
-
-    Args:
-        error: What happened.
-        where: Who says it, ``"rank 2/4 gpu03"``; left out where it is no single
-            rank's matter.
-
-    Returns:
-        The traceback first, where it is not the user's mistake, then one line that
-        begins with ``[rank 2/4 gpu03]``.
-    """
-    everywhere = getattr(error, "everywhere", False)
-    if isinstance(error, UsageError) and everywhere:
-        return str(error)
-    if isinstance(error, SystemExit):
-        return f"[{where}] sys.exit({error.code!r})"
-    if isinstance(error, KeyboardInterrupt):
-        return f"[{where}] interrupted by Ctrl-C (SIGINT)"
-    line = f"{type(error).__name__}: {error}"
-    if not everywhere:
-        line = f"[{where}] {line}"
-    if isinstance(error, MpitrainError):
-        return line
-    trace = "".join(traceback.format_exception(error)).rstrip()
-    return f"{trace}\n{line}"
-
-
-def is_consequence(error: BaseException) -> bool:
-    """Whether an error looks like another rank's death seen from here.
-
-    torch.distributed raises its own classes for the store and NCCL, and a bare
-    RuntimeError for gloo, whose text names the source file or the peer.
-
-    >>> is_consequence(RuntimeError("Connection closed by peer [127.0.0.1]:1234"))
-    True
-    >>> is_consequence(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
-    False
-    """
-    torch_distributed = sys.modules.get("torch.distributed")
-    if torch_distributed is not None and isinstance(error, torch_distributed.DistError):
-        return True
-    signs = ("gloo", "closed by peer", "reset by peer", "Broken pipe")
-    return isinstance(error, RuntimeError | ConnectionError) and any(
-        sign in str(error) for sign in signs
-    )
+def _end_hung(status: int, text: str, records: bool) -> None:
+    if _standing:
+        _standing[0].end_hung(status, text, records)
+    os._exit(status)
 
 
 def leave(guard: Guard, timeout_seconds: float) -> None:
@@ -294,41 +304,17 @@ def leave(guard: Guard, timeout_seconds: float) -> None:
     Raises:
         LeftEarly: They did not come.
     """
+    if guard.watched is not None:
+        guard.watched.set_state(State.LEFT)
     if not wait_for_all(guard.comm, timeout_seconds=timeout_seconds):
         raise LeftEarly(
             f"this rank was done, but others still worked {timeout_seconds:.0f} s "
             "later.\nExpected every rank to leave at about the same time: look for a "
             "return or sys.exit() that only some ranks reach."
         )
-
-
-def exit_now(status: int) -> NoReturn:
-    """End this process without taking the interpreter apart.
-
-    Collective over all ranks, where MPI was started.
-
-    Python frees some 3,000 modules one by one at its end, on every rank after all work
-    is done, and torch's own threads were seen to die of that ("terminate called without
-    an active exception"; docs/decisions/0004). What others want of the end still comes:
-    threads are waited for, `atexit` runs, open files are flushed, MPI is finalized.
-
-    Args:
-        status: The exit status.
-    """
-    threading._shutdown()  # type: ignore[attr-defined]  # noqa: SLF001
-    atexit._run_exitfuncs()  # noqa: SLF001 - os._exit would skip both
-    mpi = sys.modules.get("mpi4py.MPI")
-    if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
-        mpi.Finalize()
-    for found in gc.get_objects():
-        if issubclass(type(found), io.IOBase):
-            with contextlib.suppress(Exception):  # closed, or read only
-                found.flush()
-    # C's exit, not os._exit: MPICH says goodbye to its mpiexec in a handler of C's end,
-    # and takes a process without goodbye for dead (4 in 10 tries). Not PyDLL: a thread
-    # of gloo that wants Python's lock must get it.
-    ctypes.CDLL(None).exit(status)
-    os._exit(status)
+    if guard.watched is not None:
+        guard.watched.set_state(State.RUNNING)
+        guard.watched.idle()
 
 
 def _within(seconds: float, action: Callable[[], object]) -> None:

@@ -46,6 +46,11 @@ def prepare(
     comm = guard.comm
     with guard.stage("who is where"):
         world = locate(comm)
+    with guard.stage("network"):
+        rendezvous = network.find_rendezvous(comm, world, config.interface)
+    world = replace(world, master_addr=rendezvous.address, master_port=rendezvous.port)
+    with guard.stage("watchdog"):
+        guard.watch(world, world.master_addr)
     with guard.stage("threads"):
         world = _settle_threads(comm, world, variables)
     if world.rank > 0:
@@ -56,9 +61,6 @@ def prepare(
         all_or_none(comm, _import_torch, "import torch")
     with guard.stage("devices"):
         world, shared = _plan_devices(comm, world, config.device)
-    with guard.stage("network"):
-        rendezvous = network.find_rendezvous(comm, world, config.interface)
-    world = replace(world, master_addr=rendezvous.address, master_port=rendezvous.port)
     variables.update(environ.torchrun_variables(world))
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         if rendezvous.interface:
@@ -101,6 +103,24 @@ def join(guard: Guard, world: World, timeout_seconds: float) -> None:
             timeout=timedelta(seconds=timeout_seconds),
             device_id=torch.device(world.device) if "nccl" in world.backend else None,
         )
+
+
+def watch_steps(guard: Guard, config: LaunchConfig) -> None:
+    """Let every optimizer step from here on count as progress.
+
+    Args:
+        guard: The guard that stands.
+        config: What was asked for.
+    """
+    watched = guard.watched
+    if watched is None:
+        return
+    watched.hang_timeout_seconds = config.hang_timeout or 0.0
+    watched.expect_steps("before the first step")
+    if config.hang_timeout:
+        from torch.optim.optimizer import register_optimizer_step_post_hook
+
+        register_optimizer_step_post_hook(lambda *_: watched.step_done())
 
 
 def _settle_threads(

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
 
 from mpitrain.record.events import Epoch, Listener
+from mpitrain.watchdog.words import in_runs
 from mpitrain.world import World
 
 if TYPE_CHECKING:
@@ -168,21 +169,6 @@ def devices_in_words(devices: Sequence[str]) -> str:
         name if count == 1 else f"{name} ({count} ranks)"
         for name, count in counts.items()
     )
-
-
-def in_runs(numbers: Sequence[int]) -> str:
-    """Write ascending numbers shortly.
-
-    >>> in_runs([0, 1, 2, 3]), in_runs([0, 2, 3, 7])
-    ('0-3', '0,2-3,7')
-    """
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    return ",".join(str(r[0]) if len(r) == 1 else f"{r[0]}-{r[-1]}" for r in runs)
 
 
 def epoch_line(epoch: Epoch, num_epochs: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -32,6 +33,10 @@ class Epoch:
     """Wall time of its steps on this rank."""
     epoch_seconds: float
     """Wall time of the epoch on this rank, evaluation included."""
+
+
+Progress = Callable[[str], object]
+"""Tells the watchdog what a rank does next, and so that it is alive."""
 
 
 class Listener(Protocol):

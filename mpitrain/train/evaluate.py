@@ -12,6 +12,7 @@ from torch import nn
 
 from mpitrain.data.sharding import shard_of
 from mpitrain.data.sources import Samples
+from mpitrain.record.events import Progress
 from mpitrain.world import World
 
 BATCH_SIZE = 256
@@ -32,7 +33,11 @@ class Evaluation:
 
 @torch.no_grad()
 def evaluate(
-    model: nn.Module, samples: Samples, world: World, dtype: torch.dtype
+    model: nn.Module,
+    samples: Samples,
+    world: World,
+    dtype: torch.dtype,
+    progress: Progress,
 ) -> Evaluation:
     """Judge a model on every sample exactly once.
 
@@ -43,6 +48,7 @@ def evaluate(
         samples: What to judge it by.
         world: Where this process stands.
         dtype: Floating point of the inputs.
+        progress: Told of every batch.
 
     Returns:
         Sums over all ranks, divided by the count over all ranks.
@@ -53,6 +59,7 @@ def evaluate(
     sums = torch.zeros(3, dtype=torch.float64, device=world.device)
     mine = shard_of(np.arange(len(samples)), world.rank, world.world_size)
     for start in range(0, len(mine), BATCH_SIZE):
+        progress("evaluation")
         inputs, labels = samples.batch(mine[start : start + BATCH_SIZE])
         inputs = inputs.to(world.device, dtype)
         labels = labels.to(world.device)

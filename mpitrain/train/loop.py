@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from mpitrain.data.sharding import Indices
 from mpitrain.data.sources import Data, Samples
-from mpitrain.record.events import Epoch, Listener
+from mpitrain.record.events import Epoch, Listener, Progress
 from mpitrain.train.evaluate import evaluate
 from mpitrain.train.optim import build_optimizer
 from mpitrain.train.plan import Plan
@@ -24,7 +24,12 @@ DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
 
 def train(
-    world: World, plan: Plan, model: nn.Module, data: Data, listener: Listener
+    world: World,
+    plan: Plan,
+    model: nn.Module,
+    data: Data,
+    listener: Listener,
+    progress: Progress,
 ) -> None:
     """Train a model.
 
@@ -37,6 +42,7 @@ def train(
             trained in place.
         data: The samples.
         listener: Told of every step and epoch.
+        progress: Told of every batch of an evaluation; steps tell it by themselves.
     """
     replica = replicate(model, world, all_used=plan.config.model == "convnet")
     torch.manual_seed(plan.config.seed + world.rank)  # of dropout: its own on each rank
@@ -61,7 +67,8 @@ def train(
         dist.all_reduce(totals)
         loss_sum, count = totals.sum(dim=0).tolist()
         stepped = time.perf_counter()
-        validation = evaluate(model, data.val, world, DTYPES[plan.config.precision])
+        dtype = DTYPES[plan.config.precision]
+        validation = evaluate(model, data.val, world, dtype, progress)
         listener.epoch_done(
             Epoch(
                 epoch=epoch,

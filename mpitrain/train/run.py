@@ -53,7 +53,7 @@ def run_training(
     model = build(config, data, world)
     plan = Plan(num_samples=len(data.train), world_size=world.world_size, config=config)
     if recorder is None:
-        train(world, plan, model, data, Silent())
+        train(world, plan, model, data, Silent(), job.progress)
         return
 
     environment = describe(
@@ -63,7 +63,7 @@ def run_training(
     with open_console(config.progress, plan.num_epochs, plan.total_steps) as console:
         introduce(console, world, plan, data, run_dir)
         recorder.console = console
-        train(world, plan, model, data, recorder)
+        train(world, plan, model, data, recorder, job.progress)
         save_model(model, run_dir / "model.pt")
         recorder.finish()
 

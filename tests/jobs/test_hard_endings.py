@@ -141,7 +141,8 @@ def test_the_end_of_our_own_command_is_a_good_one_every_time(
 ) -> None:
     """Without torch, so that ranks end at the same moment; 4 in 10 failed on MPICH."""
     body = """
-from mpitrain.launch.guard import exit_now, leave
+from mpitrain.launch.ending import exit_now
+from mpitrain.launch.guard import leave
 with guarded() as guard:
     open(f"notes-{guard.comm.rank}", "w").write("written")
     leave(guard, 30)

@@ -36,6 +36,8 @@ def strike() -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         case "segv":
             os.kill(os.getpid(), signal.SIGSEGV)
+        case "hang":
+            time.sleep(1000)
         case other:
             raise AssertionError(other)
 

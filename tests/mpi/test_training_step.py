@@ -68,7 +68,7 @@ def test_every_sample_has_one_rank(comm: MPI.Intracomm, world: World) -> None:
 def test_evaluation_equals_that_of_one_process(world: World) -> None:
     samples = digits().val
     assert isinstance(samples, InMemory)
-    found = evaluate(net(), samples, world, torch.float64)
+    found = evaluate(net(), samples, world, torch.float64, print)
     with torch.no_grad():
         scores = net()(samples.inputs.double())
     assert found.num_samples == 360

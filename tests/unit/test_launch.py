@@ -10,7 +10,7 @@ import pytest
 from mpitrain.errors import LaunchError, TopologyError
 from mpitrain.launch import devices, network, threads
 from mpitrain.launch.contradictions import check_size, speaks_before_mpi
-from mpitrain.launch.guard import exit_status, message
+from mpitrain.launch.ending import exit_status, message
 from mpitrain.topology import group_by_node
 
 

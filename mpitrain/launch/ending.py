@@ -1,0 +1,120 @@
+"""How a process ends: statuses, words, and the very last moment."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import gc
+import io
+import os
+import sys
+import threading
+import traceback
+from typing import NoReturn
+
+from mpitrain.errors import MpitrainError, UsageError
+
+
+def exit_status(error: BaseException) -> int:
+    """Tell with which status a process ends because of an exception.
+
+    Args:
+        error: What left the program.
+
+    Returns:
+        0 to 255: what `sys.exit` was given, 130 for Ctrl-C, 1 or 2 for the rest.
+
+    >>> exit_status(SystemExit(3)), exit_status(SystemExit("text"))
+    (3, 1)
+    >>> exit_status(KeyboardInterrupt()), exit_status(ValueError())
+    (130, 1)
+    """
+    if isinstance(error, SystemExit):
+        if error.code is None:
+            return 0
+        if isinstance(error.code, int):
+            return error.code & 0xFF or (1 if error.code else 0)
+        return 1
+    if isinstance(error, KeyboardInterrupt):
+        return 130
+    if isinstance(error, MpitrainError):
+        return error.exit_status
+    return 1
+
+
+def message(error: BaseException, where: str) -> str:
+    """Word an error for the screen.
+
+    Args:
+        error: What happened.
+        where: Who says it, ``"rank 2/4 gpu03"``; left out where it is no single
+            rank's matter.
+
+    Returns:
+        The traceback first, where it is not the user's mistake, then one line that
+        begins with ``[rank 2/4 gpu03]``.
+    """
+    everywhere = getattr(error, "everywhere", False)
+    if isinstance(error, UsageError) and everywhere:
+        return str(error)
+    if isinstance(error, SystemExit):
+        return f"[{where}] sys.exit({error.code!r})"
+    if isinstance(error, KeyboardInterrupt):
+        return f"[{where}] interrupted by Ctrl-C (SIGINT)"
+    line = f"{type(error).__name__}: {error}"
+    if not everywhere:
+        line = f"[{where}] {line}"
+    if isinstance(error, MpitrainError):
+        return line
+    trace = "".join(traceback.format_exception(error)).rstrip()
+    return f"{trace}\n{line}"
+
+
+def is_consequence(error: BaseException) -> bool:
+    """Whether an error looks like another rank's death seen from here.
+
+    torch.distributed raises its own classes for the store and NCCL, and a bare
+    RuntimeError for gloo, whose text names the source file or the peer.
+
+    >>> is_consequence(RuntimeError("Connection closed by peer [127.0.0.1]:1234"))
+    True
+    >>> is_consequence(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
+    False
+    """
+    torch_distributed = sys.modules.get("torch.distributed")
+    if torch_distributed is not None and isinstance(error, torch_distributed.DistError):
+        return True
+    signs = ("gloo", "closed by peer", "reset by peer", "Broken pipe")
+    return isinstance(error, RuntimeError | ConnectionError) and any(
+        sign in str(error) for sign in signs
+    )
+
+
+def exit_now(status: int) -> NoReturn:
+    """End this process without taking the interpreter apart.
+
+    Collective over all ranks, where MPI was started.
+
+    Python frees some 3,000 modules one by one at its end, on every rank after all work
+    is done, and torch's own threads were seen to die of that ("terminate called without
+    an active exception"; docs/decisions/0004). What others want of the end still comes:
+    threads are waited for, `atexit` runs, open files are flushed, MPI is finalized.
+
+    Args:
+        status: The exit status.
+    """
+    threading._shutdown()  # type: ignore[attr-defined]  # noqa: SLF001
+    atexit._run_exitfuncs()  # noqa: SLF001 - os._exit would skip both
+    mpi = sys.modules.get("mpi4py.MPI")
+    if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
+        mpi.Finalize()
+    for found in gc.get_objects():
+        if issubclass(type(found), io.IOBase):
+            with contextlib.suppress(Exception):  # closed, or read only
+                found.flush()
+    # C's exit, not os._exit: MPICH says goodbye to its mpiexec in a handler of C's end,
+    # and takes a process without goodbye for dead (4 in 10 tries). Not PyDLL: a thread
+    # of gloo that wants Python's lock must get it.
+    ctypes.CDLL(None).exit(status)
+    os._exit(status)

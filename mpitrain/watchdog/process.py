@@ -1,0 +1,130 @@
+"""What the kernel knows of a process: read from /proc, never by asking the process."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Ancestor:
+    """A process above a rank: its id, and when it began, since ids come again."""
+
+    pid: int
+    began: str
+
+
+def status_of(pid: int) -> tuple[str, int, str] | None:
+    """Return a process's state, parent and beginning; ``None`` when it is gone.
+
+    Args:
+        pid: The process.
+
+    Returns:
+        A letter as in proc(5) (``"R"`` runs, ``"S"`` sleeps, ``"D"`` waits in the
+        kernel, ``"T"`` is stopped, ``"Z"`` is dead), the parent's id, the start in
+        clock ticks since boot.
+    """
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    fields = text.rpartition(")")[2].split()  # the name before may hold anything
+    return fields[0], int(fields[1]), fields[19]
+
+
+def launchers_of(pid: int, rank_variables: Sequence[str]) -> list[Ancestor]:
+    """Return the processes from a rank's parent up to the one that launched it.
+
+    The launcher (mpirun, or its daemon on this host) is the first that has not itself
+    been given a rank; between it and the rank may be shells and wrappers.
+
+    Args:
+        pid: The rank's process.
+        rank_variables: Variables by which launchers number their processes.
+
+    Returns:
+        The parent first, the launcher last; empty without a launcher, or where it
+        cannot be seen (another process namespace).
+    """
+    if not has_variable(pid, rank_variables):
+        return []
+    found: list[Ancestor] = []
+    while (status := status_of(pid)) is not None and status[1] > 1:
+        pid = status[1]
+        above = status_of(pid)
+        if above is None:
+            return []
+        found.append(Ancestor(pid, above[2]))
+        if not has_variable(pid, rank_variables):
+            return found
+    return []
+
+
+def has_variable(pid: int, names: Sequence[str]) -> bool:
+    """Whether a process was started with one of some variables."""
+    try:
+        block = Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:
+        return False  # another user's, such as a scheduler's daemon
+    given = {entry.partition(b"=")[0] for entry in block.split(b"\0")}
+    return any(name.encode() in given for name in names)
+
+
+def is_alive(ancestor: Ancestor) -> bool:
+    """Whether that very process still runs."""
+    status = status_of(ancestor.pid)
+    return status is not None and status[0] != "Z" and status[2] == ancestor.began
+
+
+def count_children(pid: int) -> int:
+    """Count the processes that a process has started and that still run."""
+    found = 0
+    for entry in Path("/proc").iterdir():
+        status = status_of(int(entry.name)) if entry.name.isdecimal() else None
+        found += status is not None and status[1] == pid
+    return found
+
+
+def oom_kills() -> int:
+    """Return how often the kernel killed in this cgroup for want of memory.
+
+    Version 2: ``memory.events``; version 1: ``memory.oom_control``
+    (https://docs.kernel.org/admin-guide/cgroup-v2.html#memory-interface-files).
+    """
+    try:
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return 0
+    total = 0
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            files = [f"/sys/fs/cgroup{path}/memory.events"]
+        elif "memory" in controllers.split(","):
+            files = [f"/sys/fs/cgroup/memory{path}/memory.oom_control"]
+        else:
+            continue
+        for file in files:
+            total += _counter(Path(file), "oom_kill")
+    return total
+
+
+def _counter(file: Path, name: str) -> int:
+    try:
+        for line in file.read_text().splitlines():
+            key, _, value = line.partition(" ")
+            if key == name:
+                return int(value)
+    except (OSError, ValueError):
+        pass
+    return 0
+
+
+def quietly_kill(pid: int, signal_number: int) -> None:
+    """Send a signal to a process that may be gone, or not ours to end."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.kill(pid, signal_number)

@@ -1,0 +1,199 @@
+"""The rank's own side: it starts its sidecar, says where it is, and ends when told."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from mpitrain.watchdog.page import Page, State
+from mpitrain.watchdog.sidecar import DUMP_SIGNAL
+
+_PROGRAM = (
+    "import sys; sys.path.insert(0, sys.argv.pop(1)); "
+    "from mpitrain.watchdog.sidecar import main; main()"
+)
+_PACKAGE_ROOT = Path(__file__).parents[2]
+
+End = Callable[[int, str, bool], None]
+"""Ends the job with a status; the text says why, and whether this rank records it."""
+
+
+class Watched:
+    """This process as its sidecar sees it.
+
+    Started before MPI, since MPI_Init itself can wait for ever. From then on SIGUSR1
+    shows where every rank is.
+
+    Args:
+        rank: As the launcher says; `connect` corrects it.
+        world_size: As the launcher says.
+        rank_variables: By which launchers number their processes.
+        start_timeout_seconds: How long a stage of the start may take.
+        end: Called in a thread when the job shall end: it hung.
+
+    Raises:
+        OSError: The sidecar could not be started.
+    """
+
+    def __init__(
+        self,
+        *,
+        rank: int,
+        world_size: int,
+        rank_variables: Sequence[str],
+        start_timeout_seconds: float,
+        end: End,
+    ) -> None:
+        self.start_timeout_seconds = start_timeout_seconds
+        """How long a stage of the start, and the first step, may take."""
+        self.hang_timeout_seconds = 0.0
+        """How long the rank may stand still after the start; 0 for no limit."""
+        self._end = end
+        self._steps = -1
+        self._pid = os.getpid()
+        page, dump, terminated = Page.new_file(), _memory_file(), _memory_file()
+        self._page = Page(page)
+        self._terminated = terminated
+        # In C, without the interpreter's lock.
+        faulthandler.register(DUMP_SIGNAL, dump, all_threads=True)
+        faulthandler.register(signal.SIGUSR1, dump, all_threads=True)
+        faulthandler.register(signal.SIGTERM, terminated, all_threads=False, chain=True)
+        self._dump = dump
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        told = {
+            "rank": rank,
+            "world_size": world_size,
+            "hostname": socket.gethostname(),
+            "rank_variables": list(rank_variables),
+            "start_timeout": start_timeout_seconds,
+        }
+        descriptors = [theirs.fileno(), page, dump, terminated]
+        self.start("starting MPI")
+        self._process = subprocess.Popen(
+            [
+                *(sys.executable, "-I", "-S", "-c", _PROGRAM, str(_PACKAGE_ROOT)),
+                *(map(str, descriptors)),
+                json.dumps(told),
+            ],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            pass_fds=descriptors,
+            start_new_session=True,  # signals to this rank's group are not for it
+        )
+        theirs.close()
+        self._answers: list[dict[str, object]] = []
+        self._answered = threading.Condition()
+        threading.Thread(target=self._listen, name="watchdog", daemon=True).start()
+
+    # --- where this rank is -----------------------------------------------------------
+
+    def start(self, stage: str) -> None:
+        """Note that the start came to a stage."""
+        self._page.mark(f"start: {stage}", -1, self.start_timeout_seconds)
+
+    def progress(self, phase: str) -> None:
+        """Note that this rank made progress.
+
+        Args:
+            phase: What it does from here on, such as ``"evaluation"``.
+        """
+        self._page.mark(phase, self._steps, self.hang_timeout_seconds)
+
+    def step_done(self) -> None:
+        """Note that this rank finished an optimizer step."""
+        self._steps += 1
+        self._page.mark("training", self._steps, self.hang_timeout_seconds)
+
+    def idle(self) -> None:
+        """Note that what comes next is nobody's to watch."""
+        self._page.mark("outside the job", -1, 0.0)
+
+    def expect_steps(self, phase: str) -> None:
+        """Note that the first step comes: data, compilers, caches take their time."""
+        limit = self.hang_timeout_seconds
+        slow = max(limit, self.start_timeout_seconds) if limit else 0.0
+        self._steps = 0
+        self._page.mark(phase, 0, slow)
+
+    def set_state(self, state: State) -> None:
+        """Note that this rank leaves, fails or is done."""
+        if os.getpid() == self._pid:
+            self._page.set_state(state)
+
+    # --- the sidecars find each other -------------------------------------------------
+
+    def listen(self, address: str, token: str, world_size: int) -> int:
+        """Let this sidecar, rank zero's, be the center.
+
+        Args:
+            address: Where the others reach it; ``""`` where there are none.
+            token: What they must say first.
+            world_size: Number of ranks, as MPI says.
+
+        Returns:
+            The port it listens on.
+
+        Raises:
+            OSError: It cannot listen there, or does not answer.
+        """
+        self._send(
+            told={"rank": 0, "world_size": world_size}, listen=address, token=token
+        )
+        with self._answered:
+            self._answered.wait_for(lambda: bool(self._answers), timeout=10)
+            if not self._answers:
+                raise OSError("the watchdog's process does not answer")
+            return int(str(self._answers.pop()["port"]))
+
+    def connect(
+        self, address: str, port: int, token: str, rank: int, world_size: int
+    ) -> None:
+        """Let this sidecar report to the center."""
+        told = {"rank": rank, "world_size": world_size}
+        self._send(told=told, connect=[address, port], token=token)
+
+    def log_to(self, path: Path) -> None:
+        """Let stacks be written into this rank's log."""
+        self._send(log=str(path))
+
+    def close(self) -> None:
+        """Let the sidecar go: this process ends as it should."""
+        if os.getpid() != self._pid:
+            return
+        self.set_state(State.DONE)
+        with contextlib.suppress(OSError):
+            self._control.shutdown(socket.SHUT_RDWR)
+
+    def _send(self, **message: object) -> None:
+        with contextlib.suppress(OSError):
+            self._control.send(json.dumps(message).encode())
+
+    def _listen(self) -> None:
+        """Hear the sidecar; in a thread."""
+        while True:
+            try:
+                data = self._control.recv(1 << 20)
+            except OSError:
+                return
+            if not data:
+                return
+            message = json.loads(data)
+            if "end" in message:
+                self._end(message["end"], message["text"], message["speaks"])
+            else:
+                with self._answered:
+                    self._answers.append(message)
+                    self._answered.notify()
+
+
+def _memory_file() -> int:
+    return os.memfd_create("mpitrain-stacks")

@@ -1,0 +1,189 @@
+"""Hangs have names: who did not arrive, where it was, and status 76 in time."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from launcher import Done, Mpi, environment, mpirun, survivors
+
+HANG_SECONDS = 3
+GONE_SECONDS = HANG_SECONDS + 15
+
+HEAD = """
+import ctypes, os, signal, sys, time
+from pathlib import Path
+import mpitrain
+"""
+
+TRAINING = """
+job = mpitrain.init(hang_timeout_seconds=3, start_timeout_seconds=60)
+with job as world:
+    import torch, torch.distributed as dist
+    Path(f"pid-{world.rank}").write_text(str(os.getpid()))
+    weight = torch.nn.Parameter(torch.zeros(2))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+
+    def stuck_here():
+        Path("time").write_text(str(time.time()))
+        FAULT
+
+    for step in range(1, 5):
+        weight.grad = torch.ones(2)
+        if step == 3 and world.rank == 1:
+            stuck_here()
+        dist.all_reduce(weight.grad)
+        optimizer.step()
+"""
+
+
+def run(mpi: Mpi, script: str, folder: Path, num_ranks: int = 3) -> Done:
+    (folder / "script.py").write_text(HEAD + script)
+    return mpirun(mpi, num_ranks, "script.py", cwd=folder, timeout_seconds=90)
+
+
+def check_gone(done: Done, folder: Path, seconds: float = GONE_SECONDS) -> None:
+    pids = [int(file.read_text()) for file in folder.glob("pid-*")]
+    assert done.ended - float((folder / "time").read_text()) < seconds
+    time.sleep(0.5)
+    assert not survivors(pids)
+
+
+@pytest.mark.parametrize(
+    ("fault", "where"),
+    [
+        ("time.sleep(1000)", "script.py:15 in stuck_here"),
+        ("while True: pass", "script.py:15 in stuck_here"),
+        ("os.kill(os.getpid(), signal.SIGSTOP)", "stopped by a signal (SIGSTOP)"),
+        # In C with the interpreter's lock held: no Python runs on this rank any more.
+        (
+            "lock = ctypes.create_string_buffer(64)\n"
+            "        for _ in range(2): ctypes.PyDLL(None).pthread_mutex_lock(lock)",
+            "script.py:16 in stuck_here",
+        ),
+    ],
+    ids=["sleep", "loop", "stopped", "locked"],
+)
+def test_a_rank_that_stands_still_is_named_and_the_job_ends_with_76(
+    mpi: Mpi, fault: str, where: str, tmp_path: Path
+) -> None:
+    done = run(mpi, TRAINING.replace("FAULT", fault), tmp_path)
+    assert done.status == 76, done.err
+    check_gone(done, tmp_path)
+    (line,) = done.ours
+    assert line.startswith("[rank 1/3 ")
+    assert "hang: no rank has made progress for" in line
+    said = done.err + done.out
+    arrived = said.partition("did not arrive:")[2]
+    first, _, rest = arrived.partition("waiting for them:")
+    assert re.search(
+        rf"rank 1 \S+: training, 2 steps done, .*{re.escape(where)}", first
+    )
+    assert re.search(
+        r"ranks 0,2 \S+: training, 2 steps done, .*script.py:2\d in .*, in all_reduce",
+        rest,
+    )
+
+
+def test_alone_a_hang_ends_with_76(openmpi: Mpi, tmp_path: Path) -> None:
+    script = TRAINING.replace("FAULT", "time.sleep(1000)").replace("world.rank == 1", "True")
+    (tmp_path / "script.py").write_text(HEAD + script)
+    done = subprocess.run(
+        ["timeout", "-k", "5", "60", sys.executable, "script.py"],
+        cwd=tmp_path,
+        env=environment(openmpi),
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 76, done.stderr
+    assert "[rank 0/1 " in done.stderr
+
+
+def test_a_rank_that_left_early_is_named(openmpi: Mpi, tmp_path: Path) -> None:
+    script = TRAINING.replace("FAULT", "sys.exit(0)")
+    done = run(openmpi, script, tmp_path)
+    assert done.status == 76
+    (line,) = done.ours
+    assert line.startswith("[rank 1/3 ")
+    assert "left with status 0 after training, and waits for the others" in done.err
+
+
+def test_a_hang_of_a_training_has_stacks_in_every_log(mpi: Mpi, tmp_path: Path) -> None:
+    words = ("-m", "mpitrain", "--name", "r", "--model", "users:Net")
+    done = mpirun(
+        mpi,
+        3,
+        *(*words, "--hang-timeout", str(HANG_SECONDS)),
+        cwd=tmp_path,
+        timeout_seconds=90,
+        FAULT="hang",
+        FAULT_STEP="3",
+        FAULTY_RANK="1",
+        FAULT_TIME=str(tmp_path / "time"),
+    )
+    assert done.status == 76, done.err
+    check_gone(done, tmp_path)
+    (line,) = done.ours
+    assert line.startswith("[rank 1/3 ")
+    logs = [(tmp_path / f"runs/r/logs/rank-{r}.log").read_text() for r in range(3)]
+    assert all("most recent call first" in log for log in logs)
+    assert "in strike" in logs[1]
+    result = json.loads((tmp_path / "runs/r/result.json").read_text())
+    assert result["status"] == "failed"
+    assert "hang: no rank has made progress" in result["error"]
+
+
+def test_honest_work_that_tells_is_no_hang(openmpi: Mpi, tmp_path: Path) -> None:
+    """One rank works for long and says so; the others wait for it."""
+    fault = 'for _ in range(7): time.sleep(1); job.progress("writing")'
+    done = run(openmpi, TRAINING.replace("FAULT", fault), tmp_path)
+    assert done.status == 0, done.err
+    assert done.ours == []
+
+
+@pytest.mark.parametrize("fault", ["time.sleep(8)", "os.kill(os.getpid(), 19)"])
+def test_usr1_to_mpirun_shows_where_all_are_and_changes_nothing(
+    mpi: Mpi, fault: str, tmp_path: Path
+) -> None:
+    script = TRAINING.replace("FAULT", fault).replace("seconds=3", "seconds=300")
+    (tmp_path / "script.py").write_text(HEAD + script)
+    job = subprocess.Popen(
+        [*(str(mpi.mpirun), "-np", "3", *mpi.flags), sys.executable, "script.py"],
+        cwd=tmp_path,
+        env=environment(mpi),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        wait_for(tmp_path / "time")
+        time.sleep(1)
+        job.send_signal(signal.SIGUSR1)
+        time.sleep(3)
+        if "kill" in fault:
+            os.kill(int((tmp_path / "pid-1").read_text()), signal.SIGCONT)
+        out, _ = job.communicate(timeout=60)
+    finally:
+        job.kill()
+    assert job.returncode == 0, out
+    assert out.count("where the ranks are:") == 1
+    assert re.search(r"rank 1 \S+: training, 2 steps done", out)
+    assert re.search(
+        r"ranks 0,2 \S+: training, 2 steps done, .*script.py:2\d in .*, in all_reduce",
+        out,
+    )
+
+
+def wait_for(file: Path, seconds: float = 60) -> None:
+    end = time.monotonic() + seconds
+    while not (file.exists() and file.read_text()):
+        assert time.monotonic() < end, f"{file} did not come"
+        time.sleep(0.05)
