@@ -56,6 +56,16 @@ def launched_size(environ: Mapping[str, str]) -> int:
     return int(given) if given.isdecimal() else 1
 
 
+def launcher_sockets(environ: Mapping[str, str]) -> list[int]:
+    """Return the descriptors by which MPICH's launcher and this process talk.
+
+    >>> launcher_sockets({"PMI_FD": "9"}), launcher_sockets({})
+    ([9], [])
+    """
+    given = (environ.get(name, "") for name in ("PMI_FD", "HYDI_CONTROL_FD"))
+    return [int(number) for number in given if number.isdecimal()]
+
+
 def speaks_before_mpi(environ: Mapping[str, str]) -> bool:
     """Whether this process is the first to say what goes wrong before MPI has started.
 

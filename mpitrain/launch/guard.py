@@ -28,6 +28,7 @@ from mpitrain.launch.contradictions import (
     check_size,
     launched_rank,
     launched_size,
+    launcher_sockets,
     speaks_before_mpi,
 )
 from mpitrain.launch.ending import exit_status, is_consequence, message
@@ -52,8 +53,8 @@ _CLAIM_KEY = "mpitrain/failures"
 START_TIMEOUT_SECONDS = 600.0
 """How long a stage of the start may take where nobody says otherwise."""
 
-_HUNG_SECONDS = 2.5
-"""How long ranks that hang leave the one that writes it into the record."""
+_RECORD_SECONDS = 2.5
+"""How long other ranks leave the one that writes a hang into the record."""
 
 
 class Guard:
@@ -121,8 +122,6 @@ class Guard:
         if self._failed:
             return
         self._failed = True
-        if self.watched is not None:
-            self.watched.set_state(State.FAILING)
         status = exit_status(error) or 1
         try:
             self._tell_if_first(error)
@@ -147,6 +146,8 @@ class Guard:
             time.sleep(CONSEQUENCE_SECONDS)  # the first one's abort comes before this
 
     def _tell(self, error: BaseException) -> None:
+        if self.watched is not None:
+            self.watched.set_state(State.FAILING)
         try:
             text = message(error, self._place)
         except Exception:
@@ -200,21 +201,19 @@ class Guard:
             port, token = found
             self.watched.connect(address, port, token, world.rank, world.world_size)
 
-    def end_hung(self, status: int, text: str, records: bool) -> None:
-        """End the job because it hung; in a thread, as the main thread is stuck.
+    def obey_watchdog(self, status: int | None, text: str) -> None:
+        """Do what the watchdog wants; in a thread, as the main thread may be stuck.
 
         Args:
-            status: The job's exit status.
-            text: What the screen was told.
-            records: Whether this rank writes it into the record.
+            status: The job's exit status if this is to end it; ``None``: not yet.
+            text: What the screen was told and this rank shall record; may be empty.
         """
-        if records:
-            time.sleep(_FORWARD_SECONDS)
+        if text:
             for callback in self.on_failure:
                 _within(1.0, functools.partial(callback, text))
-        else:
-            time.sleep(_HUNG_SECONDS)
-        self._abort(status)
+        if status is not None:
+            time.sleep(_FORWARD_SECONDS if text else _RECORD_SECONDS)
+            self._abort(status)
 
     def _abort(self, status: int) -> NoReturn:
         _flush()
@@ -276,8 +275,9 @@ def _watch(start_timeout_seconds: float) -> Watched | None:
             rank=launched_rank(os.environ),
             world_size=launched_size(os.environ),
             rank_variables=RANK_VARIABLES,
+            launcher_sockets=launcher_sockets(os.environ),
             start_timeout_seconds=start_timeout_seconds,
-            end=_end_hung,
+            obey=_obey_watchdog,
         )
     except OSError as error:
         print(f"warning: no watchdog: {error}", file=sys.stderr, flush=True)
@@ -286,10 +286,11 @@ def _watch(start_timeout_seconds: float) -> Watched | None:
     return watched
 
 
-def _end_hung(status: int, text: str, records: bool) -> None:
+def _obey_watchdog(status: int | None, text: str) -> None:
     if _standing:
-        _standing[0].end_hung(status, text, records)
-    os._exit(status)
+        _standing[0].obey_watchdog(status, text)
+    elif status is not None:
+        os._exit(status)
 
 
 def leave(guard: Guard, timeout_seconds: float) -> None:

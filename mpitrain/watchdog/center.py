@@ -19,8 +19,18 @@ HANG_STATUS = 76
 STACKS_SECONDS = 2.0
 """How long the sidecars may take to send stacks."""
 
-GATHER_SECONDS = 0.4
-"""How long to gather before something is said that several ranks report at once."""
+GATHER_SECONDS = 0.1
+"""How long to gather what comes at once: a rank's death, and that it was told why."""
+
+RECORD_SECONDS = 0.25
+"""How long a rank may take to record it. Said after that: with what is said MPICH's
+launcher wakes up, sees the death, and kills the others within a millisecond."""
+
+SHOW_SECONDS = 1.2
+"""How long to gather positions that somebody asked to see."""
+
+NOTICE_SECONDS = 3.0
+"""How long a launcher may take to notice that a rank is gone."""
 
 ABORT_SECONDS = 7.0
 """How long a rank that said why the job ends may take to end it."""
@@ -52,6 +62,8 @@ class Center:
         self._shown_at: float | None = None  # somebody wants to see where all are
         self._gone: list[tuple[int, str]] = []  # ranks that went without a word
         self._gone_at = 0.0
+        self._gone_text = ""
+        self._gone_told = False
         self._failing_at: float | None = None
         self._ended = False
         self.logs: str | None = None
@@ -60,7 +72,12 @@ class Center:
     @property
     def is_settled(self) -> bool:
         """Whether nothing is left for the center to say."""
-        return self._ended or self._failing_at is not None
+        return self._ended or self._gone_told or self._failing_at is not None
+
+    @property
+    def is_gathering(self) -> bool:
+        """Whether it will have something to say within moments."""
+        return bool(self._gone) and not self.is_settled
 
     def hear(self, rank: int, message: Mapping[str, Any], now: float) -> None:
         """Take in what a sidecar says of its rank.
@@ -108,8 +125,14 @@ class Center:
             if now - self._failing_at > ABORT_SECONDS:
                 self._end(orders, 1, "")  # it is told why; mpirun did not end it
         elif self._gone:
-            if now - self._gone_at > GATHER_SECONDS:
-                self._end(orders, 1, self._gone_in_words())
+            since = now - self._gone_at
+            if since > GATHER_SECONDS and not self._gone_text:
+                self._record_gone(orders)
+            if since > GATHER_SECONDS + RECORD_SECONDS and not self._gone_told:
+                self._gone_told = True
+                orders.say.append(self._gone_text)
+            if since > NOTICE_SECONDS:
+                self._end(orders, 1, "")
         elif self._asked_at is not None:
             self._await_stacks(orders, now)
         elif self._is_hung(now):
@@ -117,7 +140,7 @@ class Center:
             for report in self._reports.values():
                 report.stack = None
             orders.to_all.append({"do": "stacks"})
-        if self._shown_at is not None and now - self._shown_at > 3 * GATHER_SECONDS:
+        if self._shown_at is not None and now - self._shown_at > SHOW_SECONDS:
             self._shown_at = None
             orders.say.append(positions(self._sorted(), self._world_size, now))
             for report in self._reports.values():
@@ -163,6 +186,12 @@ class Center:
         return bool(at_work) and all(
             0 < r.position.limit_seconds < now - r.progressed_at for r in at_work
         )
+
+    def _record_gone(self, orders: Orders) -> None:
+        self._gone_text = text = self._gone_in_words()
+        gone = {rank for rank, _ in self._gone}
+        speaker = min(self._reports.keys() - gone, default=0)
+        orders.to_all.append({"do": "record", "text": text, "speaker": speaker})
 
     def _gone_in_words(self) -> str:
         """Blame the first rank that was gone before the launcher ended any."""

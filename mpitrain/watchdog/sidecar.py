@@ -45,6 +45,9 @@ DUMP_SECONDS = 0.8
 GRACE_SECONDS = 3.0
 """From telling a rank to end the job to killing it."""
 
+RECORD_SECONDS = 0.7
+"""How long the center and the rank that records may take for a rank that is gone."""
+
 LINGER_SECONDS = 4.0
 """How long a launcher may take to notice that its rank is gone."""
 
@@ -85,7 +88,9 @@ class Sidecar:
         self.answer_stacks_at: float | None = None
         self.poll_at = 0.0
         self.beat_at = 0.0
+        self.stay_until = 0.0
         self.terminations = (0, 0.0)  # bytes that SIGTERM wrote, and when
+        self.state = State.RUNNING  # as it was last told
         self.log: str | None = None
 
     def run(self) -> None:
@@ -117,7 +122,9 @@ class Sidecar:
         by_number = {s.fileno(): s for s in sockets}
         for number in by_number:
             poll.register(number, select.POLLIN)
-        return [by_number[n] for n, _ in poll.poll(POLL_SECONDS * 1000)]
+        soon = self.center is not None and self.center.is_gathering
+        seconds = 0.05 if soon else POLL_SECONDS
+        return [by_number[n] for n, _ in poll.poll(seconds * 1000)]
 
     def _hear_rank(self) -> bool:
         """Obey the rank; return whether it is still there."""
@@ -182,11 +189,11 @@ class Sidecar:
             elif not self._launcher_lives():
                 how = "orphaned"
             self._send(gone=how)
-            if not self._has_center() and state is State.RUNNING and how == "killed":
-                phase = self.page.read().phase
-                self._say(
+            alone = not self._has_center() and self.told["world_size"] > 1
+            if alone and state is State.RUNNING and how == "killed":
+                self._say_first(
                     f"{self._place()} ended without a word: killed by a signal, or by "
-                    f"os._exit; it was at: {phase}"
+                    f"os._exit; it was at: {self.page.read().phase}"
                 )
         # The center stays until it has said what there is to say.
         end = now + 1.5
@@ -194,8 +201,11 @@ class Sidecar:
             time.sleep(0.05)
             links = self.hub.sockets() if self.hub else []
             self._look_after_links(links, time.monotonic())
-        self._let_go_of_screen()
+        if self.kill_at is None and state is State.RUNNING and self._has_center():
+            time.sleep(max(0.0, now + RECORD_SECONDS - time.monotonic()))
+        self._let_go()
         self._end_launcher(now)
+        time.sleep(max(0.0, self.stay_until - time.monotonic()))
 
     def _has_center(self) -> bool:
         return self.center is not None or (self.link is not None and self.link.stands)
@@ -216,7 +226,7 @@ class Sidecar:
         if self.kill_at is None and not self._launcher_lives():
             self._send(gone="orphaned")
             self._note("the launcher is gone: this rank ends")
-            self.kill_at = now + 1.0
+            self.kill_at = now + 0.5
 
     def _end_launcher(self, since: float) -> None:
         """End a launcher that does not notice that its rank is gone.
@@ -272,8 +282,10 @@ class Sidecar:
         if self.hub is not None and self.center is not None:
             for rank, message in self.hub.receive(ready):
                 self.center.hear(rank, message, now)
-        if now > self.beat_at:
+        state = self.page.read().state
+        if now > self.beat_at or state is not self.state:
             self.beat_at = now + BEAT_SECONDS
+            self.state = state
             self._send(kernel=self._kernel_state())
             if self.hub is not None:
                 self.hub.broadcast({"do": "nothing"})
@@ -310,16 +322,24 @@ class Sidecar:
             quietly_kill(self.rank_pid, DUMP_SIGNAL)
             self.answer_stacks_at = now + DUMP_SECONDS
         elif order["do"] == "end":
-            speaks = order["speaker"] == self.told["rank"]
-            self._end_rank(order["status"], order["text"], now, speaks=speaks)
+            self._end_rank(order["status"], self._mine(order), now)
+        elif order["do"] == "record":
+            self._tell_rank(None, self._mine(order))
         elif order["do"] == "go alone":
             self.link = None
 
-    def _end_rank(self, status: int, text: str, now: float, *, speaks: bool) -> None:
+    def _mine(self, order: dict[str, Any]) -> str:
+        """Note an order's text, and return it where this rank shall record it."""
+        self._note(order["text"])
+        return order["text"] if order["speaker"] == self.told["rank"] else ""
+
+    def _end_rank(self, status: int, text: str, now: float) -> None:
         """Let the rank end the job with a status, or else kill it."""
         self.kill_at = now + GRACE_SECONDS
-        self._note(text)
-        message = {"end": status, "text": text, "speaks": speaks}
+        self._tell_rank(status, text)
+
+    def _tell_rank(self, status: int | None, text: str) -> None:
+        message = {"end": status, "text": text}
         with contextlib.suppress(OSError):
             self.control.send(json.dumps(message).encode())
 
@@ -339,7 +359,7 @@ class Sidecar:
                 f"Processes started on this host: {seen}. Look at the others, at the "
                 "other hosts, and at the network between them."
             )
-            self._end_rank(HANG_STATUS, "", now, speaks=True)
+            self._end_rank(HANG_STATUS, "", now)
 
     def _ranks_on_this_host(self) -> str:
         """Count the processes that our launcher started."""
@@ -349,6 +369,18 @@ class Sidecar:
         return f"{number} of {self.told['world_size']}"
 
     # --- words ------------------------------------------------------------------------
+
+    def _say_first(self, text: str) -> None:
+        """Speak, unless the sidecar of another rank on this host did so before.
+
+        Without a center they agree by a name that only one socket of a host can have.
+        """
+        launcher = self.launchers[-1] if self.launchers else Ancestor(0, "")
+        self.claim = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        with contextlib.suppress(OSError):
+            self.claim.bind(f"\0mpitrain-{launcher.pid}-{launcher.began}")
+            self._say(text)
+            self.stay_until = time.monotonic() + 2.0  # the name is taken for so long
 
     def _place(self) -> str:
         told = self.told
@@ -364,9 +396,11 @@ class Sidecar:
             with contextlib.suppress(OSError), open(self.log, "a") as log:  # noqa: PTH123
                 log.write(f"watchdog: {text.rstrip()}\n")
 
-    def _let_go_of_screen(self) -> None:
+    def _let_go(self) -> None:
         """Close what mpirun reads: it waits for the end of it before it leaves."""
         with contextlib.suppress(OSError):
+            for descriptor in self.told["launcher_sockets"]:
+                os.close(descriptor)
             nothing = os.open(os.devnull, os.O_RDWR)
             os.dup2(nothing, 1)
             os.dup2(nothing, 2)

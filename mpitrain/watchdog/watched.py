@@ -23,8 +23,8 @@ _PROGRAM = (
 )
 _PACKAGE_ROOT = Path(__file__).parents[2]
 
-End = Callable[[int, str, bool], None]
-"""Ends the job with a status; the text says why, and whether this rank records it."""
+Obey = Callable[[int | None, str], None]
+"""Records a text, unless empty, and ends the job with a status, unless ``None``."""
 
 
 class Watched:
@@ -37,8 +37,11 @@ class Watched:
         rank: As the launcher says; `connect` corrects it.
         world_size: As the launcher says.
         rank_variables: By which launchers number their processes.
+        launcher_sockets: Descriptors by which MPICH's launcher sees that this process
+            is gone, upon which it kills the others within milliseconds: the sidecar
+            holds them, too, until it has said who was first.
         start_timeout_seconds: How long a stage of the start may take.
-        end: Called in a thread when the job shall end: it hung.
+        obey: Called in a thread when the watchdog wants something.
 
     Raises:
         OSError: The sidecar could not be started.
@@ -50,14 +53,15 @@ class Watched:
         rank: int,
         world_size: int,
         rank_variables: Sequence[str],
+        launcher_sockets: Sequence[int],
         start_timeout_seconds: float,
-        end: End,
+        obey: Obey,
     ) -> None:
         self.start_timeout_seconds = start_timeout_seconds
         """How long a stage of the start, and the first step, may take."""
         self.hang_timeout_seconds = 0.0
         """How long the rank may stand still after the start; 0 for no limit."""
-        self._end = end
+        self._obey = obey
         self._steps = -1
         self._pid = os.getpid()
         page, dump, terminated = Page.new_file(), _memory_file(), _memory_file()
@@ -75,6 +79,7 @@ class Watched:
             "hostname": socket.gethostname(),
             "rank_variables": list(rank_variables),
             "start_timeout": start_timeout_seconds,
+            "launcher_sockets": list(launcher_sockets),
         }
         descriptors = [theirs.fileno(), page, dump, terminated]
         self.start("starting MPI")
@@ -85,8 +90,7 @@ class Watched:
                 json.dumps(told),
             ],
             stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            pass_fds=descriptors,
+            pass_fds=[*descriptors, *launcher_sockets],
             start_new_session=True,  # signals to this rank's group are not for it
         )
         theirs.close()
@@ -187,8 +191,8 @@ class Watched:
             if not data:
                 return
             message = json.loads(data)
-            if "end" in message:
-                self._end(message["end"], message["text"], message["speaks"])
+            if "text" in message:
+                self._obey(message["end"], message["text"])
             else:
                 with self._answered:
                     self._answers.append(message)

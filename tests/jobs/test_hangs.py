@@ -93,7 +93,9 @@ def test_a_rank_that_stands_still_is_named_and_the_job_ends_with_76(
 
 
 def test_alone_a_hang_ends_with_76(openmpi: Mpi, tmp_path: Path) -> None:
-    script = TRAINING.replace("FAULT", "time.sleep(1000)").replace("world.rank == 1", "True")
+    script = TRAINING.replace("FAULT", "time.sleep(1000)").replace(
+        "world.rank == 1", "True"
+    )
     (tmp_path / "script.py").write_text(HEAD + script)
     done = subprocess.run(
         ["timeout", "-k", "5", "60", sys.executable, "script.py"],
