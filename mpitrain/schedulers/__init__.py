@@ -1,12 +1,21 @@
-"""Which scheduler runs the job: PBS, SLURM or none. Asked for the record only."""
+"""Which scheduler runs the job, PBS, SLURM or none, and what it gave.
+
+Never asked who this rank is: that is MPI's to say.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from mpitrain.schedulers import none, pbs, slurm
+from mpitrain.schedulers.allocation import Allocation
+
 JOB_VARIABLES = {"slurm": "SLURM_JOB_ID", "pbs": "PBS_JOBID"}
 """Scheduler, and the variable in which it tells a job its id."""
+
+READERS = {"slurm": slurm.allocation, "pbs": pbs.allocation, "none": none.allocation}
+"""Scheduler, and who reads what it gave."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,3 +40,19 @@ def detect(environ: Mapping[str, str]) -> Scheduler:
         if environ.get(variable):
             return Scheduler(name=name, job_id=environ[variable])
     return Scheduler(name="none")
+
+
+def read_allocation(environ: Mapping[str, str]) -> Allocation:
+    """Read what the scheduler gave to this job.
+
+    Args:
+        environ: The environment of the job's script.
+
+    Returns:
+        Its nodes and slots.
+
+    Raises:
+        LaunchError: The scheduler's own words are missing, or do not fit together.
+        UsageError: There is no scheduler; the message says what to type.
+    """
+    return READERS[detect(environ).name](environ)

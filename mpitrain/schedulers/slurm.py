@@ -1,0 +1,177 @@
+"""What SLURM tells a job of its nodes, by variables alone.
+
+    SLURM_JOB_ID            17
+    SLURM_JOB_NODELIST      gpu[001-002,007],big1
+    SLURM_TASKS_PER_NODE    4(x3),2              consecutive nodes of the same count
+    SLURM_CPUS_PER_TASK     8                    where --cpus-per-task was asked for
+    SLURM_GPUS_ON_NODE      4                    on the node where the script runs
+    SLURM_GPUS              16 or a100:16        where --gpus asked for a sum
+    SLURM_GPUS_PER_NODE     4 or a100:4          where --gpus-per-node was asked for
+    SLURM_GPUS_PER_TASK     1 or a100:1          where --gpus-per-task was asked for
+
+Names and forms are of sbatch's manual, `OUTPUT ENVIRONMENT VARIABLES`.
+Tried with SLURM 22.05.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Mapping
+
+from mpitrain.errors import LaunchError
+from mpitrain.schedulers.allocation import AllocatedNode, Allocation
+
+NODE_LIST = "SLURM_JOB_NODELIST"
+TASKS = "SLURM_TASKS_PER_NODE"
+
+LETTER = r"[^\[\],\s]"
+GROUP = r"\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\]"
+NAMES = rf"(?:{LETTER}|{GROUP})+"
+"""Names with groups of numbers: ``gpu[001-002,007]``, ``rack[1-2]node[1-4]``."""
+
+
+def allocation(environ: Mapping[str, str]) -> Allocation:
+    """Read what SLURM gave to this job.
+
+    Args:
+        environ: The environment of the job's script, or of the shell of `salloc`.
+
+    Returns:
+        The nodes, in SLURM's order.
+
+    Raises:
+        LaunchError: What SLURM tells is missing, or does not fit together.
+    """
+    names = expand_nodes(_told(environ, NODE_LIST))
+    tasks = expand_tasks(_told(environ, TASKS))
+    if len(tasks) != len(names):
+        raise LaunchError(
+            f"{TASKS}={environ[TASKS]!r} counts {len(tasks)} node(s), but {NODE_LIST}="
+            f"{environ[NODE_LIST]!r} names {len(names)}. Usual cause: a shell that "
+            "srun opened, which sees its own step only; run it in the job's script or "
+            "in the shell of salloc."
+        )
+    gpus = _gpus(environ, tasks)
+    return Allocation(
+        scheduler="slurm",
+        job_id=environ["SLURM_JOB_ID"],
+        nodes=tuple(
+            AllocatedNode(hostname=name, slots=slots, gpus=on_node)
+            for name, slots, on_node in zip(names, tasks, gpus, strict=True)
+        ),
+        cpus_per_slot=_count(environ, "SLURM_CPUS_PER_TASK"),
+    )
+
+
+def expand_nodes(text: str) -> list[str]:
+    """Write out a list of nodes, as `scontrol show hostnames` does.
+
+    Args:
+        text: SLURM's short form. Several groups in a name: the last one runs fastest.
+
+    Returns:
+        The names.
+
+    Raises:
+        LaunchError: It is no such list.
+
+    >>> expand_nodes("gpu[08-10,12],login")
+    ['gpu08', 'gpu09', 'gpu10', 'gpu12', 'login']
+    """
+    if not re.fullmatch(rf"{NAMES}(?:,{NAMES})*", text):
+        raise _no_node_list(text)
+    names: list[str] = []
+    for item in re.findall(NAMES, text):
+        pieces = [
+            _numbers(piece, text) if piece.startswith("[") else [piece]
+            for piece in re.findall(rf"{LETTER}+|{GROUP}", item)
+        ]
+        names += map("".join, itertools.product(*pieces))
+    return names
+
+
+def _numbers(group: str, text: str) -> list[str]:
+    """Write out ``[08-10,12]``; leading zeros of the first number make the width."""
+    numbers: list[str] = []
+    for span in group.strip("[]").split(","):
+        first, _, last = span.partition("-")
+        low, high = int(first), int(last or first)
+        if low > high:
+            raise _no_node_list(text)
+        numbers += [f"{number:0{len(first)}}" for number in range(low, high + 1)]
+    return numbers
+
+
+def _no_node_list(text: str) -> LaunchError:
+    return LaunchError(
+        f"{NODE_LIST}={text!r} is no list of nodes; expected one like "
+        "gpu[001-002,007],big1. Write the hosts into a file, "
+        f"`scontrol show hostnames '{text}'`, and give it with --from."
+    )
+
+
+def expand_tasks(text: str) -> list[int]:
+    """Write out the number of tasks of each node.
+
+    Args:
+        text: SLURM's short form.
+
+    Returns:
+        Tasks by node.
+
+    Raises:
+        LaunchError: It is no such list.
+
+    >>> expand_tasks("4(x2),3")
+    [4, 4, 3]
+    """
+    counts: list[int] = []
+    for item in text.split(","):
+        found = re.fullmatch(r"([1-9]\d*)(?:\(x([1-9]\d*)\))?", item)
+        if found is None:
+            raise LaunchError(
+                f"{TASKS}={text!r} is no list of task counts; expected one like 4(x2),3"
+            )
+        counts += [int(found[1])] * int(found[2] or 1)
+    return counts
+
+
+def _gpus(environ: Mapping[str, str], tasks: list[int]) -> list[int | None]:
+    """Tell the GPUs of every node from those of this one, where that is no guess."""
+    here = _count(environ, "SLURM_GPUS_ON_NODE")
+    unknown: list[int | None] = [None] * len(tasks)
+    if not here:
+        return unknown
+    per_task = _gpu_sum(environ.get("SLURM_GPUS_PER_TASK", ""))
+    if per_task:
+        return [count * per_task for count in tasks]
+    # --gpus=5 is a sum that SLURM spreads over the nodes as it likes. --gres and
+    # --gpus-per-node are the same on all.
+    is_sum = "SLURM_GPUS" in environ and "SLURM_GPUS_PER_NODE" not in environ
+    return unknown if is_sum and len(tasks) > 1 else [here] * len(tasks)
+
+
+def _gpu_sum(text: str) -> int:
+    """Add up ``4``, ``a100:4`` or ``a100:2,v100:2``; 0 where it tells no number."""
+    counts = [item.rpartition(":")[2] for item in text.split(",")]
+    return sum(int(count) for count in counts if count.isdecimal())
+
+
+def _told(environ: Mapping[str, str], name: str) -> str:
+    if not environ.get(name):
+        raise LaunchError(
+            f"job {environ['SLURM_JOB_ID']} of SLURM does not tell its nodes: {name} "
+            "is not set here. Expected it in the job's script and in the shell of "
+            "salloc."
+        )
+    return environ[name]
+
+
+def _count(environ: Mapping[str, str], name: str) -> int | None:
+    text = environ.get(name)
+    if not text:
+        return None
+    if not text.isdecimal():
+        raise LaunchError(f"{name}={text!r} is not a number")
+    return int(text)

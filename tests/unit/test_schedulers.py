@@ -1,0 +1,251 @@
+"""Allocations as SLURM and PBS tell them, and host files in every dialect."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from mpitrain.errors import LaunchError, UsageError
+from mpitrain.schedulers import read_allocation
+from mpitrain.schedulers.allocation import AllocatedNode
+from mpitrain.schedulers.hostfile import DIALECTS, Dialect, parse, render
+from mpitrain.schedulers.slurm import expand_nodes, expand_tasks
+
+ROOT = Path(__file__).parents[2]
+
+NODE_LISTS = {
+    "node1": ["node1"],
+    "node1,host2": ["node1", "host2"],
+    "node[1-3]": ["node1", "node2", "node3"],
+    "node[1-2,5,9-10]": ["node1", "node2", "node5", "node9", "node10"],
+    "n[008-011]": ["n008", "n009", "n010", "n011"],
+    "n[08-10,12]": ["n08", "n09", "n10", "n12"],
+    "n[001-0003]": ["n001", "n002", "n003"],
+    "n[99-101]": ["n99", "n100", "n101"],
+    "n1,gpu[01-02],big-mem": ["n1", "gpu01", "gpu02", "big-mem"],
+    "gpu[1-2],cpu[1-2]": ["gpu1", "gpu2", "cpu1", "cpu2"],
+    "rack[1-2]node[1-2]": ["rack1node1", "rack1node2", "rack2node1", "rack2node2"],
+    "n[1-2]-ib": ["n1-ib", "n2-ib"],
+    "n[1-2].example.org": ["n1.example.org", "n2.example.org"],
+    "a-b-[7]": ["a-b-7"],
+}
+
+
+@pytest.mark.parametrize(("text", "names"), NODE_LISTS.items())
+def test_a_node_list_of_slurm_is_written_out(text: str, names: list[str]) -> None:
+    assert expand_nodes(text) == names
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "n[1-2",
+        "n1-2]",
+        "n[2-1]",
+        "n[a-b]",
+        "n[]",
+        "n[1,]",
+        "n1,,n2",
+        "n[1[2]]",
+        ",",
+    ],
+)
+def test_a_node_list_that_is_none_is_refused_by_name(text: str) -> None:
+    with pytest.raises(LaunchError, match="SLURM_JOB_NODELIST"):
+        expand_nodes(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "counts"),
+    [("4", [4]), ("4(x2)", [4, 4]), ("4(x2),3", [4, 4, 3]), ("1,2(x1),3", [1, 2, 3])],
+)
+def test_task_counts_of_slurm_are_written_out(text: str, counts: list[int]) -> None:
+    assert expand_tasks(text) == counts
+
+
+@pytest.mark.parametrize("text", ["", "4(2)", "x", "4,", "0", "4(x0)"])
+def test_task_counts_that_are_none_are_refused_by_name(text: str) -> None:
+    with pytest.raises(LaunchError, match="SLURM_TASKS_PER_NODE"):
+        expand_tasks(text)
+
+
+SLURM = {
+    "SLURM_JOB_ID": "17",
+    "SLURM_JOB_NODELIST": "gpu[1-3]",
+    "SLURM_TASKS_PER_NODE": "4(x2),3",
+}
+
+
+@pytest.mark.parametrize(
+    ("more", "gpus"),
+    [
+        ({}, [None, None, None]),
+        ({"SLURM_GPUS_ON_NODE": "2"}, [2, 2, 2]),
+        ({"SLURM_GPUS_ON_NODE": "2", "SLURM_GPUS": "6"}, [None, None, None]),
+        (
+            {
+                "SLURM_GPUS_ON_NODE": "2",
+                "SLURM_GPUS": "6",
+                "SLURM_GPUS_PER_NODE": "a100:2",
+            },
+            [2, 2, 2],
+        ),
+        ({"SLURM_GPUS_ON_NODE": "8", "SLURM_GPUS_PER_TASK": "2"}, [8, 8, 6]),
+        ({"SLURM_GPUS_ON_NODE": "8", "SLURM_GPUS_PER_TASK": "a:1,b:1"}, [8, 8, 6]),
+        ({"SLURM_GPUS_ON_NODE": "0"}, [None, None, None]),
+    ],
+)
+def test_slurm_tells_gpus_where_every_node_is_sure_to_have_them(
+    more: Mapping[str, str], gpus: list[int | None]
+) -> None:
+    allocation = read_allocation({**SLURM, **more})
+    assert [node.gpus for node in allocation.nodes] == gpus
+
+
+def test_slurm_tells_the_job_its_nodes_tasks_and_cores() -> None:
+    allocation = read_allocation({**SLURM, "SLURM_CPUS_PER_TASK": "6"})
+    assert (allocation.scheduler, allocation.job_id) == ("slurm", "17")
+    assert [(n.hostname, n.slots) for n in allocation.nodes] == [
+        ("gpu1", 4),
+        ("gpu2", 4),
+        ("gpu3", 3),
+    ]
+    assert allocation.cpus_per_slot == 6
+    assert read_allocation(SLURM).cpus_per_slot is None
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"SLURM_JOB_NODELIST": ""}, "SLURM_JOB_NODELIST is not set"),
+        ({"SLURM_TASKS_PER_NODE": ""}, "SLURM_TASKS_PER_NODE is not set"),
+        ({"SLURM_TASKS_PER_NODE": "1"}, "SLURM_TASKS_PER_NODE='1' counts 1 node.* 3"),
+        ({"SLURM_CPUS_PER_TASK": "many"}, "SLURM_CPUS_PER_TASK='many'"),
+        ({"SLURM_GPUS_ON_NODE": "all"}, "SLURM_GPUS_ON_NODE='all'"),
+    ],
+)
+def test_what_slurm_tells_amiss_is_named(change: dict[str, str], words: str) -> None:
+    with pytest.raises(LaunchError, match=words):
+        read_allocation(SLURM | change)
+
+
+@pytest.mark.parametrize(
+    ("text", "nodes"),
+    [
+        ("n1\nn1\nn2\nn2\n", [("n1", 2), ("n2", 2)]),  # mpiprocs=2
+        ("n1.hpc.example.org\nn2.hpc.example.org\n", None),  # a line for each chunk
+        ("n2\nn1\nn2\n", [("n2", 2), ("n1", 1)]),  # chunks of unequal size, scattered
+        ("n1\n\n", [("n1", 1)]),
+    ],
+)
+def test_pbs_tells_a_slot_by_a_line(
+    text: str, nodes: list[tuple[str, int]] | None, tmp_path: Path
+) -> None:
+    nodefile = tmp_path / "17.head"
+    nodefile.write_text(text)
+    environ = {"PBS_JOBID": "17.head", "PBS_NODEFILE": str(nodefile)}
+    allocation = read_allocation(environ)
+    assert (allocation.scheduler, allocation.job_id) == ("pbs", "17.head")
+    expected = nodes or [("n1.hpc.example.org", 1), ("n2.hpc.example.org", 1)]
+    assert [(n.hostname, n.slots) for n in allocation.nodes] == expected
+    assert {n.gpus for n in allocation.nodes} == {None}
+
+
+@pytest.mark.parametrize(
+    ("environ", "words"),
+    [
+        ({}, "PBS_NODEFILE is not set"),
+        ({"PBS_NODEFILE": "/nowhere/17"}, "/nowhere/17.*No such file.*first node"),
+        ({"PBS_NODEFILE": "/dev/null"}, "/dev/null names no host"),
+    ],
+)
+def test_a_node_file_that_is_not_there_is_named(
+    environ: dict[str, str], words: str
+) -> None:
+    with pytest.raises((LaunchError, UsageError), match=words):
+        read_allocation({"PBS_JOBID": "17.head"} | environ)
+
+
+def test_without_a_job_the_message_says_what_to_type() -> None:
+    with pytest.raises(UsageError, match=r"neither SLURM_JOB_ID nor PBS_JOBID") as told:
+        read_allocation({"HOME": "/"})
+    assert "--from FILE" in str(told.value)
+
+
+FOUR_EACH = (
+    AllocatedNode(hostname="node1", slots=4),
+    AllocatedNode(hostname="node2", slots=4),
+)
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_the_example_of_each_dialect_says_the_same(dialect: Dialect) -> None:
+    file = ROOT / "hostfiles" / dialect
+    assert parse(file.read_text(), str(file)) == FOUR_EACH
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_what_is_written_is_read_back(dialect: Dialect) -> None:
+    nodes = (
+        AllocatedNode(hostname="gpu-01.example.org", slots=8),
+        AllocatedNode(hostname="login@n_2", slots=1),
+    )
+    assert parse(render(nodes, dialect), "it") == nodes
+
+
+def test_only_open_mpi_keeps_the_most_that_a_host_may_hold() -> None:
+    nodes = parse("n1 slots=2 max-slots=8\n", "it")
+    assert parse(render(nodes, "openmpi"), "it") == nodes
+    for dialect in ("mpich", "pbs"):
+        (node,) = parse(render(nodes, dialect), "it")  # type: ignore[arg-type]
+        assert (node.slots, node.max_slots) == (2, None)
+
+
+@pytest.mark.parametrize(
+    ("text", "nodes"),
+    [
+        ("n1 slots=4 max-slots=8", [("n1", 4, 8)]),
+        ("n1 slots = 4  max_slots = 8 # the fast one", [("n1", 4, 8)]),
+        ("\n  # nobody\n\tn1\tslots=4\r\n", [("n1", 4, None)]),
+        ("n1:4", [("n1", 4, None)]),
+        ("n1:2\nn2:1\nn1:2", [("n1", 4, None), ("n2", 1, None)]),
+        ("n1\nn2\nn1\n", [("n1", 2, None), ("n2", 1, None)]),
+        ("10.0.0.1 slots=2\nuser@n2:3", [("10.0.0.1", 2, None), ("user@n2", 3, None)]),
+    ],
+)
+def test_lines_of_host_files_are_understood(
+    text: str, nodes: list[tuple[str, int, int | None]]
+) -> None:
+    found = parse(text, "it")
+    assert [(n.hostname, n.slots, n.max_slots) for n in found] == nodes
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("n1 slots=many", "slots=many"),
+        ("n1 slots=0", "slots=0"),
+        ("n1:0", "n1:0"),
+        ("n1:4 slots=4", "n1:4 slots=4"),
+        ("n1 slots=4 max-slots=2", "max-slots=2"),
+        ("n1 max-slots=2", "max-slots=2"),
+        ("n1 slots", "n1 slots"),
+        ("n1 slots=1 slots=2", "slots=2"),
+        ("n1 cpus=4", "cpus=4"),
+        ("+n0 slots=4", "+n0"),
+        ("slots=4", "slots=4"),
+        ("n1 slots=2\nn1 slots=2", "a second time"),
+    ],
+)
+def test_a_line_that_is_none_is_named_with_its_number(line: str, words: str) -> None:
+    with pytest.raises(UsageError, match=r"it:[23]: ") as told:
+        parse(f"# first\n{line}\n", "it")
+    assert words in str(told.value)
+
+
+def test_a_host_file_without_hosts_is_refused() -> None:
+    with pytest.raises(UsageError, match="it names no host"):
+        parse("# nobody\n", "it")
