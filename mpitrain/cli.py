@@ -20,7 +20,7 @@ from pathlib import Path
 
 import psutil
 
-from mpitrain.errors import UsageError
+from mpitrain.errors import UsageError, agreed
 from mpitrain.flags import PROGRAM, read_flags
 from mpitrain.launch.contradictions import (
     launched_rank,
@@ -59,6 +59,8 @@ def main(argv: Sequence[str]) -> int:
     except BaseException as error:
         if exit_status(error) != 0:
             rank, size = launched_rank(os.environ), launched_size(os.environ)
+            if isinstance(error, UsageError) and size == 1:
+                agreed(error)  # who is alone needs no number
             text = message(error, place(rank, size, socket.gethostname()))
             print(text, file=sys.stderr, flush=True)
         return exit_status(error)
@@ -112,10 +114,23 @@ def train(argv: Sequence[str]) -> None:
             run_training(job, config, run_dir, start_seconds)
 
 
+def hostfile(argv: Sequence[str]) -> None:
+    """Write a host file from the allocation."""
+    from mpitrain.tools import hostfile, output
+
+    config = read_flags(
+        hostfile.HostfileConfig, argv, program=f"{PROGRAM} hostfile", files=False
+    )
+    output.deliver(hostfile.text_of(config, os.environ), config.output)
+
+
 HANG_TIMEOUT_SECONDS = 600.0
 """Of a training, where nobody says otherwise."""
 
-COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {"train": train}
+COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {
+    "train": train,
+    "hostfile": hostfile,
+}
 """Subcommands by name."""
 
 

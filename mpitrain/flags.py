@@ -25,7 +25,12 @@ class Answered(MpitrainError):
 
 
 def read_flags(
-    kind: type[Config], words: Sequence[str], *, program: str, further: str = ""
+    kind: type[Config],
+    words: Sequence[str],
+    *,
+    program: str,
+    further: str = "",
+    files: bool = True,
 ) -> Config:
     """Read flags, and the YAML files that they may name, into a configuration.
 
@@ -35,6 +40,7 @@ def read_flags(
         words: The words after the subcommand. Flags win over the files.
         program: How the command is called, for the help.
         further: What the help says besides.
+        files: Whether YAML files may be named with ``--config``.
 
     Returns:
         The configuration.
@@ -47,9 +53,14 @@ def read_flags(
         print(f"mpitrain {__version__}")
         raise Answered
 
+    config = "--config FILE.yaml (the same fields; flags win), " if files else ""
+    further = f"Further: {config}--version.\n{further}"
+
     def parse(flags: Sequence[str], source: str | None) -> Config:
         return _parse(kind, flags, source, program, further)
 
+    if not files:
+        return parse(words, None)
     before = argparse.ArgumentParser(program, add_help=False, allow_abbrev=False)
     before.add_argument("--config", type=Path, action="append", default=[])
     with usage_errors("--config"):
@@ -76,9 +87,7 @@ def _parse(
         return tyro.cli(
             kind,
             prog=program,
-            description=f"{kind.__doc__}\n\n"
-            f"Further: --config FILE.yaml (the same fields; flags win), --version.\n"
-            f"{further}",
+            description=f"{kind.__doc__}\n\n{further}",
             args=flags,
             config=(tyro.conf.OmitArgPrefixes,),
         )

@@ -86,6 +86,19 @@ def test_files_can_be_read_at_a_sitting(path: Path) -> None:
             "import sys, mpitrain.cli; mpitrain.cli.main(['--help'])",
             {"torch", "mpi4py.MPI", "numpy"},
         ),
+        *(
+            (
+                f"import sys, mpitrain.cli; mpitrain.cli.main({words})",
+                {"torch", "mpi4py.MPI", "numpy", "yaml"},
+            )
+            for words in (
+                ["hostfile", "--help"],
+                ["hostfile", "--from", "hostfiles/pbs"],
+                ["jobscript", "--help"],
+                ["jobscript", "slurm"],
+                ["jobscript", "pbs", "--", "--epochs", "3"],
+            )
+        ),
         (
             "import mpitrain.train.loop, mpitrain.train.run",
             {"torchvision", "mpi4py.MPI"},
@@ -97,6 +110,7 @@ def test_nothing_heavy_is_imported_before_it_is_needed(
 ) -> None:
     done = subprocess.run(
         [sys.executable, "-c", f"{code}\nimport sys\nprint(*sys.modules)"],
+        cwd=ROOT,
         capture_output=True,
         text=True,
         check=True,

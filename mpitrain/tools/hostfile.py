@@ -1,0 +1,104 @@
+"""`python -m mpitrain hostfile`: a host file from the allocation. Needs no MPI."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Literal
+
+from tyro.conf import arg
+
+from mpitrain import schedulers
+from mpitrain.errors import UsageError
+from mpitrain.schedulers.allocation import AllocatedNode, Allocation
+from mpitrain.schedulers.hostfile import Dialect, parse, render
+
+NAMES = {"slurm": "SLURM", "pbs": "PBS"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostfileConfig:
+    """Write a host file for mpirun, from the nodes that SLURM or PBS gave this job."""
+
+    format: Dialect = "openmpi"
+    """Who shall read it: mpirun --hostfile (openmpi), mpirun -f (mpich), both (pbs)."""
+    slots: int | None = None
+    """Processes on each node. Default: its GPUs where the job tells, else its tasks."""
+    gpus: Literal["auto", "require", "ignore"] = "auto"
+    """auto: a slot for each GPU if told; require: or refuse; ignore: tasks alone."""
+    from_file: Annotated[Path | None, arg(name="from")] = None
+    """A host file of any format to read instead of this job's nodes."""
+    output: Path | None = None
+    """File to write, whole or not at all. Default: standard output."""
+
+    def __post_init__(self) -> None:
+        if self.slots is not None and self.slots < 1:
+            raise UsageError(f"--slots must be at least 1, found {self.slots}")
+        if self.gpus == "auto":
+            return
+        for flag, value in (("--slots", self.slots), ("--from", self.from_file)):
+            if value is not None:
+                raise UsageError(
+                    f"--gpus {self.gpus} has no say beside {flag} {value}, which tells "
+                    "the slots by itself; expected one of the two"
+                )
+
+
+def text_of(config: HostfileConfig, environ: Mapping[str, str]) -> str:
+    """Make the host file.
+
+    Args:
+        config: What it shall be like.
+        environ: The environment, in which a scheduler tells the job its nodes.
+
+    Returns:
+        The file's text. For a job's nodes the first line says what a slot is, except
+        in the `pbs` format, which has no comments.
+
+    Raises:
+        UsageError: There are no nodes to write, or no slots as asked for.
+        LaunchError: The scheduler's own words are missing, or do not fit together.
+    """
+    if config.from_file is not None:
+        comment, nodes = "", _read(config.from_file)
+    else:
+        comment, nodes = _given(config, schedulers.read_allocation(environ))
+    if config.slots is not None:
+        nodes = tuple(replace(n, slots=config.slots, max_slots=None) for n in nodes)
+    return ("" if config.format == "pbs" else comment) + render(nodes, config.format)
+
+
+def _read(file: Path) -> tuple[AllocatedNode, ...]:
+    try:
+        text = file.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise UsageError(f"--from {file} cannot be read: {reason}") from None
+    return parse(text, str(file))
+
+
+def _given(
+    config: HostfileConfig, allocation: Allocation
+) -> tuple[str, tuple[AllocatedNode, ...]]:
+    """Return the nodes of the job, and a comment that says what a slot is there."""
+    job = f"{NAMES[allocation.scheduler]} job {allocation.job_id}"
+    nodes = allocation.nodes
+    untold = [node.hostname for node in nodes if node.gpus is None]
+    if config.gpus == "require" and untold:
+        raise UsageError(
+            f"{job} does not tell the GPUs of {', '.join(untold)}. Expected "
+            "--gpus-per-node or --gres in what it asked for (SLURM); PBS tells none: "
+            "say --slots N, with N the GPUs of a node"
+        )
+    if config.slots is not None:
+        slots = f"{config.slots} slots on each node, as asked"
+    elif config.gpus != "ignore" and not untold:
+        slots = "a slot for each GPU"
+        nodes = tuple(replace(node, slots=node.gpus or node.slots) for node in nodes)
+    elif allocation.scheduler == "pbs":
+        slots = "a slot for each line of its node file"
+    else:
+        cores = allocation.cpus_per_slot
+        slots = "a slot for each task" + (f" of {cores} cores" if cores else "")
+    return f"# {job}: {slots}.\n", nodes
