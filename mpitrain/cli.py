@@ -124,12 +124,30 @@ def hostfile(argv: Sequence[str]) -> None:
     output.deliver(hostfile.text_of(config, os.environ), config.output)
 
 
+def jobscript(argv: Sequence[str]) -> None:
+    """Print a job script for SLURM or PBS."""
+    from mpitrain.tools import jobscript, output
+
+    at = argv.index("--") if "--" in argv else len(argv)
+    config = read_flags(
+        jobscript.JobscriptConfig,
+        argv[:at],
+        program=f"{PROGRAM} jobscript",
+        files=False,
+    )
+    words = argv[at + 1 :]
+    if not words or words[0] == "train" or words[0].startswith("-"):
+        read_config(words[words[:1] == ["train"] :])  # a mistake need not queue first
+    output.deliver(jobscript.text_of(config, words), config.output)
+
+
 HANG_TIMEOUT_SECONDS = 600.0
 """Of a training, where nobody says otherwise."""
 
 COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {
     "train": train,
     "hostfile": hostfile,
+    "jobscript": jobscript,
 }
 """Subcommands by name."""
 

@@ -1,10 +1,11 @@
 #!/bin/bash -l
-# Train the demo on two nodes, four processes each, under PBS:
+# Train on 2 nodes, 4 processes on each, under PBS:
 #
-#     qsub pbs/demo.sh                           from the folder that holds .venv
-#     qsub -v ARGS="--epochs 20" pbs/demo.sh     ARGS goes to mpitrain
+#     qsub THIS_SCRIPT                           from the folder that holds .venv
+#     qsub -v ARGS="--epochs 20" THIS_SCRIPT     ARGS goes to mpitrain
 #
-# `-l` above makes this a login shell, so that `module` is known.
+# `-l` above makes this a login shell, so that `module` is known. This text is
+# made by `python -m mpitrain jobscript pbs`: its --help tells what can differ.
 
 # The project that pays. EDIT: take one # away and put your own. On a cluster
 # without accounts leave the line as it is: with two # it is only a comment.
@@ -16,34 +17,37 @@
 #PBS -j oe
 # The job is ended after this time (hours:minutes:seconds).
 #PBS -l walltime=00:10:00
-# Two pieces, each on a node of its own ...
+# So many pieces (chunks), each on a node of its own ...
 #PBS -l place=scatter
-# ... with 16 cores, room for four processes (ranks) of four threads, four GPUs,
-# and memory. Without mpiprocs there is room for one process, and mpirun wants
-# --oversubscribe; without ompthreads each process would take all 16 cores.
+# ... with cores, GPUs and memory. mpiprocs is the number of processes (ranks),
+# ompthreads that of the threads of each. Without mpiprocs there is room for one
+# process, and mpirun wants --oversubscribe; without ompthreads each process would
+# take all cores.
 #PBS -l select=2:ncpus=16:mpiprocs=4:ompthreads=4:ngpus=4:mem=16gb
 # On a CPU queue, or where PBS says "Unknown resource: ngpus", DELETE the line
 # above and take one # away here:
 ##PBS -l select=2:ncpus=16:mpiprocs=4:ompthreads=4:mem=16gb
 
-set -euo pipefail
+set -eo pipefail
 
 # Where Python comes from: the site's modules, if you need them ...
 # module load python/3.11
 # module load openmpi
-# ... then the .venv of the folder this was submitted from (PBS starts in $HOME).
+set -u  # only now: some sites' modules use variables that are not set
+# ... then the virtual environment. PBS starts in $HOME, hence `cd`.
 cd "$PBS_O_WORKDIR"
-if [[ ! -x .venv/bin/python ]]; then
-    echo "no .venv in $PWD: make one there, and submit from there" >&2
+venv=$PWD/.venv
+if [[ ! -x $venv/bin/python ]]; then
+    echo "no virtual environment in $venv: make it, or submit from its folder" >&2
     exit 1
 fi
-export PATH="$PWD/.venv/bin:$PATH"
+export PATH="$venv/bin:$PATH"
 
 # Now `mpirun` is the one in .venv if there is one, else the module's. The one
 # in .venv has to be told where it lives on the other nodes: in the same place.
 options=(--bind-to none)  # threads may use all cores; mpitrain shares them out
-if [[ -x .venv/bin/mpirun ]]; then
-    options+=(--prefix "$PWD/.venv")
+if [[ -x $venv/bin/mpirun ]]; then
+    options+=(--prefix "$venv")
 fi
 
 # How does mpirun reach the other nodes? An Open MPI built for PBS ("tm") asks

@@ -1,10 +1,11 @@
 #!/bin/bash -l
-# Train the demo on two nodes, four processes each, under SLURM:
+# Train on 2 nodes, 4 processes on each, under SLURM:
 #
-#     sbatch slurm/demo.sh                   from the folder that holds .venv
-#     sbatch slurm/demo.sh --epochs 20       what follows goes to mpitrain
+#     sbatch THIS_SCRIPT                   from the folder that holds .venv
+#     sbatch THIS_SCRIPT --epochs 20       what follows goes to mpitrain
 #
-# `-l` above makes this a login shell, so that `module` is known.
+# `-l` above makes this a login shell, so that `module` is known. This text is
+# made by `python -m mpitrain jobscript slurm`: its --help tells what can differ.
 
 # The project that pays. EDIT: take one # away and put your own. On a cluster
 # without accounts leave the line as it is: with two # it is only a comment.
@@ -16,35 +17,37 @@
 #SBATCH --output=%x-%j.log
 # The job is ended after this time (hours:minutes:seconds).
 #SBATCH --time=00:10:00
-# Two nodes ...
+# So many nodes ...
 #SBATCH --nodes=2
-# ... with four processes (ranks) on each: one for each GPU.
+# ... with so many processes (ranks) on each: one for each GPU.
 #SBATCH --ntasks-per-node=4
 # Cores for each process: it computes with as many threads.
 #SBATCH --cpus-per-task=4
 # Memory of each node.
 #SBATCH --mem=16G
-# Four GPUs on each node. On a CPU partition DELETE this line.
+# GPUs of each node. On a CPU partition DELETE this line.
 #SBATCH --gres=gpu:4
 
-set -euo pipefail
+set -eo pipefail
 
 # Where Python comes from: the site's modules, if you need them ...
 # module load python/3.11
 # module load openmpi
-# ... then the .venv of the folder this was submitted from.
+set -u  # only now: some sites' modules use variables that are not set
+# ... then the virtual environment.
 cd "$SLURM_SUBMIT_DIR"
-if [[ ! -x .venv/bin/python ]]; then
-    echo "no .venv in $PWD: make one there, and submit from there" >&2
+venv=$PWD/.venv
+if [[ ! -x $venv/bin/python ]]; then
+    echo "no virtual environment in $venv: make it, or submit from its folder" >&2
     exit 1
 fi
-export PATH="$PWD/.venv/bin:$PATH"
+export PATH="$venv/bin:$PATH"
 
 # Now `mpirun` is the one in .venv if there is one, else the module's. The one
 # in .venv has to be told where it lives on the other nodes: in the same place.
 options=(--bind-to none)  # threads may use all cores; mpitrain shares them out
-if [[ -x .venv/bin/mpirun ]]; then
-    options+=(--prefix "$PWD/.venv")
+if [[ -x $venv/bin/mpirun ]]; then
+    options+=(--prefix "$venv")
 fi
 
 # This script runs once, on the first node. So does mpirun: it asks SLURM for

@@ -1,0 +1,254 @@
+"""`python -m mpitrain jobscript`: whole texts, and the scripts really run by bash."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+
+from mpitrain.cli import main
+from mpitrain.errors import UsageError
+from mpitrain.tools.jobscript import JobscriptConfig, text_of
+
+ROOT = Path(__file__).parents[2]
+SCHEDULERS = ("slurm", "pbs")
+
+
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+def test_the_demo_script_is_what_jobscript_writes(
+    scheduler: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["jobscript", scheduler]) == 0
+    demo = ROOT / scheduler / "demo.sh"
+    assert capsys.readouterr().out == demo.read_text(), (
+        f"to accept: python -m mpitrain jobscript {scheduler} > {scheduler}/demo.sh"
+    )
+
+
+def lines_of(scheduler: Literal["slurm", "pbs"], **flags: Any) -> list[str]:
+    text = text_of(JobscriptConfig(scheduler=scheduler, **flags), [])
+    checked = subprocess.run(["bash", "-n"], input=text, text=True, capture_output=True)
+    assert (checked.returncode, checked.stderr) == (0, "")
+    assert "{{" not in text
+    assert "\n\n\n" not in text
+    return text.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        ({"nodes": 3}, "#SBATCH --nodes=3"),
+        ({"slots_per_node": 8}, "#SBATCH --ntasks-per-node=8"),
+        ({"slots_per_node": 8}, "#SBATCH --gres=gpu:8"),
+        ({"slots_per_node": 8, "gpus_per_node": 2}, "#SBATCH --gres=gpu:2"),
+        ({"cpus_per_slot": 16}, "#SBATCH --cpus-per-task=16"),
+        ({"mem": "120G"}, "#SBATCH --mem=120G"),
+        ({"time": "1:00:00"}, "#SBATCH --time=01:00:00"),
+        ({"account": "my-lab_7"}, "#SBATCH --account=my-lab_7"),
+        ({"partition": "gpu,long"}, "#SBATCH --partition=gpu,long"),
+        ({"name": "big.run"}, "#SBATCH --job-name=big.run"),
+        ({"module": ("python/3.11", "my mpi")}, "module load python/3.11"),
+        ({"module": ("python/3.11", "my mpi")}, "module load 'my mpi'"),
+        ({"venv": Path("/sw/it's here")}, """venv='/sw/it'"'"'s here'"""),
+        ({"venv": Path("my env")}, "venv=$PWD/'my env'"),
+        ({"nodes": 1, "slots_per_node": 1}, "# Train on 1 node, 1 process on it, u"),
+    ],
+)
+def test_a_flag_stands_in_slurms_own_words(flags: dict[str, Any], line: str) -> None:
+    assert any(found.startswith(line) for found in lines_of("slurm", **flags))
+
+
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        (
+            {"nodes": 3, "slots_per_node": 8, "mem": "2T"},
+            "#PBS -l select=3:ncpus=32:mpiprocs=8:ompthreads=4:ngpus=8:mem=2tb",
+        ),
+        (
+            {"gpus_per_node": 0, "cpus_per_slot": 2, "mem": None},
+            "#PBS -l select=2:ncpus=8:mpiprocs=4:ompthreads=2",
+        ),
+        ({"time": "1:00:00"}, "#PBS -l walltime=01:00:00"),
+        ({"account": "my-lab_7"}, "#PBS -A my-lab_7"),
+        ({"queue": "gpu@head"}, "#PBS -q gpu@head"),
+        ({"name": "big.run"}, "#PBS -N big.run"),
+        ({"module": ("openmpi",)}, "module load openmpi"),
+        ({"venv": Path("/sw/a b")}, "venv='/sw/a b'"),
+    ],
+)
+def test_a_flag_stands_in_pbs_own_words(flags: dict[str, Any], line: str) -> None:
+    assert line in lines_of("pbs", **flags)
+
+
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+def test_what_is_not_asked_for_leaves_no_line(scheduler: Any) -> None:
+    flags = {"gpus_per_node": 0, "mem": None, "account": "lab", "module": ("x",)}
+    lines = lines_of(scheduler, **flags)
+    for word in ("gres", "ngpus", "mem=", "my_project", "# module load", "each GPU"):
+        assert not [line for line in lines if word in line]
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "given", "written"),
+    [
+        ("slurm", "30", "00:30:00"),  # minutes
+        ("pbs", "30", "00:00:30"),  # seconds
+        ("slurm", "90:00", "01:30:00"),
+        ("pbs", "90:00", "01:30:00"),
+        ("slurm", "1:00:00", "01:00:00"),
+        ("pbs", "120:00:00", "120:00:00"),
+        ("slurm", "2-12", "60:00:00"),
+        ("slurm", "1-00:30", "24:30:00"),
+        ("pbs", "1-00:30:05", "24:30:05"),
+    ],
+)
+def test_times_are_read_as_the_scheduler_reads_them(
+    scheduler: Any, given: str, written: str
+) -> None:
+    assert any(f"time={written}" in line for line in lines_of(scheduler, time=given))
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "flags", "words"),
+    [
+        ("slurm", {"nodes": 0}, "--nodes must be at least 1, found 0"),
+        ("slurm", {"slots_per_node": 0}, "--slots-per-node must be at least 1"),
+        ("slurm", {"cpus_per_slot": 0}, "--cpus-per-slot must be at least 1"),
+        ("slurm", {"gpus_per_node": -1}, "--gpus-per-node must be at least 0"),
+        ("slurm", {"time": "soon"}, "--time 'soon'.*days-hours"),
+        ("slurm", {"time": "0"}, "--time '0'"),
+        ("slurm", {"time": "1:60:00"}, "--time '1:60:00'"),
+        ("slurm", {"time": "1-24"}, "--time '1-24'"),
+        ("slurm", {"time": "1:2:3:4"}, "--time '1:2:3:4'"),
+        ("pbs", {"time": "1-"}, "--time '1-'"),
+        ("pbs", {"time": "\u0661"}, "--time"),
+        ("slurm", {"mem": "16"}, "--mem '16'.*16G"),
+        ("slurm", {"mem": "0G"}, "--mem '0G'"),
+        ("slurm", {"account": "a b"}, "--account 'a b'"),
+        ("slurm", {"account": "a\n#SBATCH --x"}, "--account 'a.n#SBATCH"),
+        ("slurm", {"account": ""}, "--account ''"),
+        ("pbs", {"name": "a\nrm -rf x"}, "--name"),
+        ("pbs", {"name": "7up"}, "--name '7up'"),
+        ("slurm", {"partition": "a;b"}, "--partition 'a;b'"),
+        ("pbs", {"queue": "-x"}, "--queue '-x'"),
+        ("pbs", {"partition": "gpu"}, "--partition gpu.*PBS.*--queue"),
+        ("slurm", {"queue": "gpu"}, "--queue gpu.*SLURM.*--partition"),
+        ("slurm", {"module": ("a", "b\nc")}, r"--module 'b\\nc'"),
+        ("slurm", {"module": ("",)}, "--module ''"),
+        ("slurm", {"venv": Path("a\nb")}, r"--venv 'a\\nb'"),
+        ("slurm", {"venv": Path("a:b")}, "--venv 'a:b'.*colon"),
+        ("slurm", {"venv": Path("\udcff")}, "--venv"),
+    ],
+)
+def test_a_value_that_no_script_can_hold_is_refused_by_its_flag(
+    scheduler: Any, flags: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(UsageError, match=words):
+        JobscriptConfig(scheduler=scheduler, **flags)
+
+
+@pytest.mark.parametrize("word", ["a\nb", "a\rb", "a\tb", "\udcff"])
+def test_a_word_that_no_line_can_hold_is_refused(word: str) -> None:
+    with pytest.raises(UsageError, match="after --"):
+        text_of(JobscriptConfig(scheduler="slurm"), ["--data-dir", word])
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--epohs", "3"], "--epohs"),
+        (["--epochs", "0"], "--epochs must be at least 1"),
+        (["train", "--lr", "fast"], "--lr"),
+    ],
+)
+def test_a_wrong_flag_of_the_training_is_told_before_it_is_queued(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["jobscript", "slurm", "--", *words]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert said in err
+
+
+HOSTILE = [
+    *("two words", "it's", 'say "no"', "$HOME", "`id`", "$(id)", "a;b|c&d", "*"),
+    *("back\\slash", "{{name}}", "#not a comment", "~", "!x", "ünï", ""),
+]
+
+STAND_IN = """\
+#!{python}
+import json, pathlib, sys
+pathlib.Path({seen!r}).write_text(json.dumps(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+def test_hostile_words_and_folders_reach_the_program_as_they_are(
+    scheduler: Any, tmp_path: Path
+) -> None:
+    folder = tmp_path / "a $HOME 'b' \"c\" `d`"
+    folder.mkdir()
+    venv = Path("my env's {{name}}")
+    seen = tmp_path / "seen.json"
+    make_stand_ins(folder / venv, seen)
+    words = ["run", "my script.py", *HOSTILE]
+    config = JobscriptConfig(
+        scheduler=scheduler, venv=venv, module=("a b", "c/1.0"), output=folder / "job"
+    )
+    done = run_script(text_of(config, words), folder, tmp_path, ["--lr", "two words"])
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["module: 2: load a b", "module: 2: load c/1.0"]
+    said = json.loads(seen.read_text())
+    at = said.index("python")
+    more = {"slurm": ["--lr", "two words"], "pbs": ["--lr", "0.5"]}[scheduler]
+    assert said[at:] == ["python", "-m", "mpitrain", *words, *more]
+    prefix = ["--bind-to", "none", "--prefix", str(folder / venv)]
+    assert said[: len(prefix)] == prefix
+
+
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+def test_without_python_where_it_should_be_the_script_says_so(
+    scheduler: Any, tmp_path: Path
+) -> None:
+    text = text_of(JobscriptConfig(scheduler=scheduler, module=()), [])
+    done = run_script(text, tmp_path, tmp_path, [])
+    assert done.returncode == 1
+    assert f"no virtual environment in {tmp_path}/.venv" in done.stderr
+
+
+def make_stand_ins(venv: Path, seen: Path) -> None:
+    """Make an environment whose mpirun writes down its words."""
+    (venv / "bin").mkdir(parents=True)
+    text = STAND_IN.format(python=sys.executable, seen=str(seen))
+    for name in ("python", "mpirun"):
+        (venv / "bin" / name).write_text(text)
+        (venv / "bin" / name).chmod(0o755)
+
+
+def run_script(
+    text: str, submitted_from: Path, scratch: Path, words: list[str]
+) -> subprocess.CompletedProcess[str]:
+    """Run a job script to its end, as a scheduler would on the first node."""
+    (scratch / "job.sh").write_text(text)
+    (scratch / "nodes").write_text("node1\n" * 4)
+    told = {
+        "SLURM_SUBMIT_DIR": str(submitted_from),
+        "PBS_O_WORKDIR": str(submitted_from),
+        "PBS_NODEFILE": str(scratch / "nodes"),
+        "ARGS": "--lr 0.5",
+        "BASH_FUNC_module%%": '() { echo "module: $#: $*"; }',
+    }
+    return subprocess.run(
+        ["timeout", "-k", "5", "60", "bash", str(scratch / "job.sh"), *words],
+        cwd=scratch,
+        env={**os.environ, **told},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+    )
