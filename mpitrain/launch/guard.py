@@ -31,8 +31,10 @@ from mpitrain.launch.contradictions import (
     launcher_sockets,
     speaks_before_mpi,
 )
+from mpitrain.launch.deadline import ends_within
 from mpitrain.launch.ending import exit_status, is_consequence, message
 from mpitrain.topology import start_mpi, wait_for_all
+from mpitrain.watchdog.center import HANG_STATUS
 from mpitrain.watchdog.page import State
 from mpitrain.watchdog.watched import Watched
 from mpitrain.world import World, place
@@ -249,7 +251,9 @@ def guarded(*, start_timeout_seconds: float = START_TIMEOUT_SECONDS) -> Guard:
     speaks = speaks_before_mpi(os.environ)
     watched = _standing[0].watched if _standing else _watch(start_timeout_seconds)
     try:
-        comm = start_mpi()
+        # The sidecar says what is the matter, just before.
+        with ends_within(start_timeout_seconds + 1.5, HANG_STATUS):
+            comm = start_mpi()
     except LaunchError:
         # Where all ranks fail alike, rank 0's end ends this one before it speaks.
         time.sleep(0.0 if speaks else 3.0)

@@ -95,6 +95,7 @@ class Sidecar:
 
     def run(self) -> None:
         """Watch until the rank is gone."""
+        self.control.send(b"ready")
         while True:
             ready = self._wait()
             now = time.monotonic()
@@ -354,7 +355,7 @@ class Sidecar:
         # Rank zero first: its end ends the others before they say the same.
         if 0 < position.limit_seconds < waited - 3.0 * (self.told["rank"] > 0):
             seen = self._ranks_on_this_host()
-            self._say(
+            self._say_first(
                 f"{self._place()} hang: {position.phase} for {waited:.0f} s\n"
                 f"Processes started on this host: {seen}. Look at the others, at the "
                 "other hosts, and at the network between them."
@@ -380,7 +381,7 @@ class Sidecar:
         with contextlib.suppress(OSError):
             self.claim.bind(f"\0mpitrain-{launcher.pid}-{launcher.began}")
             self._say(text)
-            self.stay_until = time.monotonic() + 2.0  # the name is taken for so long
+            self.stay_until = time.monotonic() + 4.0  # the name is taken for so long
 
     def _place(self) -> str:
         told = self.told

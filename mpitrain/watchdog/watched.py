@@ -94,6 +94,8 @@ class Watched:
             start_new_session=True,  # signals to this rank's group are not for it
         )
         theirs.close()
+        if not self._control.recv(16):  # the watch stands before anything can happen
+            raise OSError("the watchdog's process did not start")
         self._answers: list[dict[str, object]] = []
         self._answered = threading.Condition()
         threading.Thread(target=self._listen, name="watchdog", daemon=True).start()

@@ -1,0 +1,164 @@
+"""The start cannot go wrong in silence: stages that hang, processes killed."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from launcher import Done, Mpi, environment, mpirun, survivors
+
+GONE_SECONDS = 10.0
+LIMIT = 10  # seconds; an import of torch takes some on a busy machine
+
+HEAD = """
+import os, signal, sys, threading, time
+from pathlib import Path
+rank = int(os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("PMI_RANK", "0")))
+Path(f"pid-{rank}").write_text(str(os.getpid()))
+
+def strike():
+    if rank == 1:
+        Path("time").write_text(str(time.time()))
+        FAULT
+
+import mpitrain.launch.guard as guard
+import mpitrain.launch.start as start
+import mpitrain
+"""
+
+STAGES = {
+    "before MPI starts": "begin = guard.start_mpi\n"
+    "guard.start_mpi = lambda: (strike(), begin())[1]\n",
+    "in import torch": "begin = start._import_torch\n"
+    "start._import_torch = lambda: (strike(), begin())[1]\n",
+    "at the network": "begin = start.network.find_rendezvous\n"
+    "start.network.find_rendezvous = lambda *w: (strike(), begin(*w))[1]\n",
+    "at the store": "begin = start.store.open_store\n"
+    "start.store.open_store = lambda *w: (strike(), begin(*w))[1]\n",
+    "at the process group": "begin = start.join\n"
+    "start.join = lambda *w: (strike(), begin(*w))[1]\n",
+}
+
+TAIL = """
+with mpitrain.init(device="cpu", start_timeout_seconds=LIMIT) as world:
+    import torch, torch.distributed as dist
+    dist.barrier()
+"""
+
+
+def run(mpi: Mpi, stage: str, fault: str, limit: int, folder: Path) -> Done:
+    tail = TAIL.replace("LIMIT", str(limit))
+    script = HEAD.replace("FAULT", fault) + STAGES[stage] + tail
+    (folder / "script.py").write_text(script)
+    return mpirun(mpi, 3, "script.py", cwd=folder, timeout_seconds=60)
+
+
+def check_gone(done: Done, folder: Path, seconds: float) -> None:
+    pids = [int(file.read_text()) for file in folder.glob("pid-*")]
+    assert done.ended - float((folder / "time").read_text()) < seconds
+    time.sleep(0.5)
+    assert not survivors(pids)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_rank_killed_in_the_start_ends_the_job(
+    mpi: Mpi, stage: str, tmp_path: Path
+) -> None:
+    done = run(mpi, stage, "os.kill(os.getpid(), signal.SIGKILL)", 60, tmp_path)
+    assert done.status != 0
+    check_gone(done, tmp_path, GONE_SECONDS)
+    (line,) = done.ours
+    assert line.startswith("[rank 1/3 ")
+    assert "ended without a word" in line
+    assert "start: " in line
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_stage_of_the_start_that_does_not_end_names_the_missing_rank(
+    openmpi: Mpi, stage: str, tmp_path: Path
+) -> None:
+    done = run(openmpi, stage, "time.sleep(1000)", LIMIT, tmp_path)
+    check_gone(done, tmp_path, LIMIT + 15)
+    (line,) = done.ours
+    assert "hang: " in line
+    assert done.status == 76, done.err
+    if stage == "before MPI starts":
+        # Nothing joins the ranks yet: only what is seen on this host can be told.
+        assert "start: starting MPI" in line
+        assert "Processes started on this host: 3 of 3" in done.err
+    elif stage == "at the network":
+        assert "start: network" in line
+    else:
+        assert line.startswith("[rank 1/3 ")
+        said = done.err.partition("did not arrive:")[2]
+        assert re.search(r"^  rank 1 \S+: start: .*script.py:\d+ in strike", said, re.M)
+
+
+def test_a_rank_that_is_never_started_is_told(openmpi: Mpi, tmp_path: Path) -> None:
+    """Its Python never comes to us; the others wait in MPI_Init."""
+    (tmp_path / "time").write_text(str(time.time()))
+    wrapper = tmp_path / "wrapper.sh"
+    wrapper.write_text(
+        '#!/bin/sh\n[ "$OMPI_COMM_WORLD_RANK" = 1 ] && exec sleep 1000\nexec "$@"\n'
+    )
+    wrapper.chmod(0o755)
+    done = subprocess.run(
+        [
+            *("timeout", "-k", "5", "60", str(openmpi.mpirun), "-np", "3"),
+            *(*openmpi.flags, str(wrapper), sys.executable),
+            *("-m", "mpitrain", "--start-timeout", "5", "--device", "cpu"),
+        ],
+        cwd=tmp_path,
+        env=environment(openmpi),
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 76, done.stderr
+    assert "hang: start: starting MPI" in done.stderr
+    assert time.time() - float((tmp_path / "time").read_text()) < LIMIT + 15
+
+
+@pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGTERM])
+def test_ranks_whose_launcher_is_gone_end_themselves(
+    mpi: Mpi, signal_number: int, tmp_path: Path
+) -> None:
+    tail = TAIL.replace("LIMIT", "60") + "    time.sleep(1000)\n"
+    script = HEAD.replace("FAULT", "pass") + tail
+    (tmp_path / "script.py").write_text(script)
+    job = subprocess.Popen(
+        [*(str(mpi.mpirun), "-np", "3", *mpi.flags), sys.executable, "script.py"],
+        cwd=tmp_path,
+        env=environment(mpi),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        end = time.monotonic() + 60
+        while len(list(tmp_path.glob("pid-*"))) < 3:
+            assert time.monotonic() < end
+            time.sleep(0.1)
+        time.sleep(2)
+        pids = [int(file.read_text()) for file in tmp_path.glob("pid-*")]
+        beside = [pid for rank in pids for pid in children_of(rank)]
+        assert len(survivors(pids)) == 3
+        assert len(beside) == 3
+        os.kill(job.pid, signal_number)
+        struck = time.monotonic()
+        while survivors(pids + beside):
+            assert time.monotonic() - struck < GONE_SECONDS
+            time.sleep(0.1)
+    finally:
+        job.kill()
+        job.wait()
+
+
+def children_of(pid: int) -> list[int]:
+    tasks = Path(f"/proc/{pid}/task").glob("*/children")
+    return [int(child) for task in tasks for child in task.read_text().split()]
