@@ -12,7 +12,7 @@ export OMPI_ALLOW_RUN_AS_ROOT := 1
 export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
 endif
 
-.PHONY: demo test test-unit test-jobs test-cluster test-gpu check lint type format bench clean help
+.PHONY: demo test test-unit test-jobs test-cluster test-gpu soak check lint type format bench clean help
 
 help:
 	@echo "make demo          train on 8 slots of this machine (NP=4 for 4)"
@@ -37,6 +37,10 @@ test-%: $(VENV)/.test
 
 test-jobs: $(VENV)/.test $(VENV)-ompi4/.done $(VENV)-mpich/.done
 	$(BIN)/python -m pytest tests/jobs
+
+# A hundred faults at random moments; SOAK_SEED=n repeats the ones of a seed.
+soak: $(VENV)/.test $(VENV)-ompi4/.done $(VENV)-mpich/.done
+	SOAK_TRIES=$${SOAK_TRIES:-100} $(BIN)/python -m pytest tests/jobs/test_random_faults.py
 
 test-cluster: $(VENV)/.test
 	$(BIN)/python -m pytest tests/cluster

@@ -258,6 +258,11 @@ def guarded(*, start_timeout_seconds: float = START_TIMEOUT_SECONDS) -> Guard:
         # Where all ranks fail alike, rank 0's end ends this one before it speaks.
         time.sleep(0.0 if speaks else 3.0)
         raise
+    except BaseException as error:
+        # MPI may have started: through its end this rank would wait for the others.
+        if launched_size(os.environ) > 1:
+            _leave_without_guard(error, watched)
+        raise
     try:
         check_size(comm.size, os.environ)
     except TopologyError:
@@ -270,6 +275,17 @@ def guarded(*, start_timeout_seconds: float = START_TIMEOUT_SECONDS) -> Guard:
         watched.idle()
     _standing[:] = [guard]
     return guard
+
+
+def _leave_without_guard(error: BaseException, watched: Watched | None) -> NoReturn:
+    """Say what happened and end, without MPI; the launcher ends the others."""
+    if watched is not None:
+        watched.set_state(State.FAILING)
+    rank, size = launched_rank(os.environ), launched_size(os.environ)
+    print(message(error, place(rank, size, socket.gethostname())), file=sys.stderr)
+    _flush()
+    time.sleep(_FORWARD_SECONDS)
+    os._exit(exit_status(error) or 1)
 
 
 def _watch(start_timeout_seconds: float) -> Watched | None:
