@@ -183,8 +183,15 @@ class Center:
             limit = max((r.position.limit_seconds for r in at_work), default=0.0)
             if not limit or now - self._began <= limit:
                 return False
-        return bool(at_work) and all(
-            0 < r.position.limit_seconds < now - r.progressed_at for r in at_work
+        # What a rank said last is old where its host was cut off: the others' limits
+        # hold for it.
+        heard = [r.position.limit_seconds for r in at_work if not r.is_silent(now)]
+        if not heard or min(heard) <= 0.0:
+            return False
+        return all(
+            (max(heard) if r.is_silent(now) else r.position.limit_seconds)
+            < now - r.progressed_at
+            for r in at_work
         )
 
     def _record_gone(self, orders: Orders) -> None:

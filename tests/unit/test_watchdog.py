@@ -1,0 +1,230 @@
+"""The watchdog's judgement: told what is heard and when, it decides."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+
+from mpitrain.watchdog.center import Center
+from mpitrain.watchdog.page import Page, State
+from mpitrain.watchdog.words import call_in_words, main_stack, waits
+
+WAITING = """Thread 0x1 (most recent call first):
+  File "/usr/lib/python3.11/threading.py", line 1 in wait
+
+Current thread 0x2 (most recent call first):
+  File "/v/lib/python3.11/site-packages/torch/distributed/c10d.py", line 8 in all_reduce
+  File "/home/me/mine.py", line 21 in <module>
+"""
+WORKING = """Current thread 0x2 (most recent call first):
+  File "/home/me/mine.py", line 15 in stuck
+  File "/home/me/mine.py", line 21 in <module>
+"""
+
+
+def said(**more: Any) -> dict[str, Any]:
+    return {
+        "state": int(State.RUNNING),
+        "phase": "training",
+        "step": 7,
+        "age_seconds": 0.0,
+        "limit_seconds": 10.0,
+        "hostname": "gpu01",
+        **more,
+    }
+
+
+def center_of(*messages: dict[str, Any], world_size: int | None = None) -> Center:
+    center = Center(world_size or len(messages), 0.0)
+    for rank, message in enumerate(messages):
+        center.hear(rank, message, 100.0)
+    return center
+
+
+def stuck(**more: Any) -> dict[str, Any]:
+    return said(age_seconds=11.0, **more)
+
+
+def end_of(center: Center, now: float = 100.1) -> tuple[str, dict[str, Any] | None]:
+    """Let the center decide until it ends the job or has nothing more to do."""
+    text = ""
+    for tick in range(60):
+        orders = center.decide(now + tick * 0.1)
+        text += "\n".join(orders.say)
+        for order in orders.to_all:
+            if order["do"] == "end":
+                return text, order
+    return text, None
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [said(), said()],
+        [stuck(), said(phase="checkpoint")],  # one still moves
+        [stuck(), stuck(limit_seconds=0.0)],  # one has no limit
+        [stuck(), stuck(limit_seconds=600.0)],  # one may take longer
+        [stuck(state=int(State.LEFT))] * 2,  # all are done
+        [stuck(state=int(State.FAILING)), said()],
+    ],
+)
+def test_this_is_no_hang(messages: list) -> None:
+    assert center_of(*messages).decide(100.1).to_all == []
+
+
+def test_a_hang_is_judged_by_the_stacks() -> None:
+    center = center_of(stuck(), stuck(), stuck())
+    (order,) = center.decide(100.1).to_all
+    assert order == {"do": "stacks"}
+    for rank, stack in enumerate([WAITING, WORKING, WAITING]):
+        center.hear(rank, stuck(stack=stack, kernel="S"), 100.2)
+    text, end = end_of(center, 100.3)
+    assert end is not None
+    assert (end["status"], end["speaker"]) == (76, 0)
+    lines = text.splitlines()
+    assert lines[0] == ("[rank 1/3 gpu01] hang: no rank has made progress for 11 s")
+    assert lines[1] == "did not arrive:"
+    assert lines[2] == "  rank 1 gpu01: training, 7 steps done, me/mine.py:15 in stuck"
+    assert lines[4] == (
+        "  ranks 0,2 gpu01: training, 7 steps done, me/mine.py:21 in <module>, in "
+        "all_reduce"
+    )
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"kernel": "T", "stack": ""}, "stopped by a signal (SIGSTOP)"),
+        ({"kernel": "D", "stack": ""}, "gives no stack (in the kernel, waits for a"),
+        ({"kernel": "S", "stack": ""}, "gives no stack"),
+        ({"state": int(State.LEFT)}, "left with status 0 after training"),
+    ],
+)
+def test_a_rank_without_a_stack_is_blamed_with_its_reason(
+    more: dict, words: str
+) -> None:
+    center = center_of(stuck(), stuck())
+    center.decide(100.1)
+    center.hear(0, stuck(stack=WAITING, kernel="S"), 100.2)
+    center.hear(1, stuck(**more), 100.2)
+    text, end = end_of(center, 100.3)
+    assert end is not None
+    assert text.startswith("[rank 1/2 gpu01] hang")
+    assert words in text.partition("waiting for them")[0]
+
+
+def test_where_all_wait_the_rank_with_fewer_steps_is_missing() -> None:
+    center = center_of(stuck(), stuck(step=6))
+    center.decide(100.1)
+    for rank, step in enumerate([7, 6]):
+        center.hear(rank, stuck(stack=WAITING, kernel="S", step=step), 100.2)
+    text, _ = end_of(center, 100.3)
+    assert text.startswith("[rank 1/2 gpu01] hang")
+
+
+def test_where_all_wait_alike_nobody_is_blamed() -> None:
+    center = center_of(stuck(), stuck())
+    center.decide(100.1)
+    for rank in range(2):
+        center.hear(rank, stuck(stack=WAITING, kernel="S"), 100.2)
+    text, _ = end_of(center, 100.3)
+    assert "every rank waits for another" in text
+
+
+def test_a_host_that_is_silent_counts_by_the_limits_of_the_others() -> None:
+    """It was heard last before its first step, which may take ten minutes."""
+    center = center_of(said(), said(hostname="gpu02", limit_seconds=600.0))
+    center.hear(0, said(age_seconds=19.0), 119.0)
+    center.decide(119.1)
+    center.hear(0, said(age_seconds=19.5, stack=WAITING, kernel="S"), 119.5)
+    text, end = end_of(center, 121.2)
+    assert end is not None
+    assert text.startswith("[rank 1/2 gpu02] hang")
+    assert "no word from its host" in text
+
+
+def test_a_rank_that_was_never_heard_is_named_when_the_start_takes_too_long() -> None:
+    center = center_of(stuck(), world_size=2)
+    center.decide(100.1)
+    text, end = end_of(center)
+    assert end is not None
+    assert "never heard of: rank 1" in text
+
+
+def test_what_goes_on_after_all_is_no_hang() -> None:
+    center = center_of(stuck(), stuck())
+    assert center.decide(100.1).to_all == [{"do": "stacks"}]
+    center.hear(0, said(), 100.5)
+    assert end_of(center, 100.6)[1] is None
+
+
+def test_the_first_rank_that_is_gone_is_blamed_and_recorded_by_another() -> None:
+    center = center_of(said(), said(), said())
+    for rank, how in ((2, "terminated"), (0, "killed"), (1, "terminated")):
+        center.hear(rank, said(gone=how), 100.0)
+    orders = center.decide(100.2).to_all
+    assert [(o["do"], o["speaker"]) for o in orders] == [("record", 0)]
+    text, end = end_of(center, 100.4)
+    assert text.startswith("[rank 0/3 gpu01] ended without a word")
+    assert end is not None
+    assert end["status"] == 1
+
+
+def test_a_rank_that_is_gone_after_another_told_why_stays_unsaid() -> None:
+    center = center_of(said(state=int(State.FAILING)), said())
+    center.hear(1, said(gone="killed"), 100.0)
+    text, _ = end_of(center, 100.2)
+    assert text == ""
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("oom", "for want of memory (OOM)"),
+        ("terminated", "the launcher ended the job (SIGTERM)"),
+        ("orphaned", "the launcher is gone"),
+    ],
+)
+def test_how_a_rank_went_is_told(how: str, words: str) -> None:
+    center = center_of(said(), said())
+    center.hear(1, said(gone=how), 100.0)
+    assert words in end_of(center, 100.2)[0]
+
+
+def test_positions_are_shown_once_to_whoever_asks() -> None:
+    center = center_of(said(), said())
+    center.hear(0, said(shown=True, stack=WAITING, kernel="S"), 100.0)
+    center.hear(1, said(shown=True, stack=WORKING, kernel="S"), 100.1)
+    texts = [t for tick in range(40) for t in center.decide(100 + tick / 10).say]
+    (text,) = texts
+    assert text.startswith("where the ranks are:\n  rank 0 gpu01: training")
+
+
+def test_a_page_is_read_as_it_was_written() -> None:
+    descriptor = Page.new_file()
+    try:
+        ours, theirs = Page(descriptor), Page(descriptor)
+        ours.mark("evaluation, with ü", 12, 30.0)
+        ours.set_state(State.LEFT)
+        found = theirs.read()
+        assert (found.phase, found.step, found.limit_seconds, found.state) == (
+            *("evaluation, with ü", 12, 30.0),
+            State.LEFT,
+        )
+        assert 0 <= found.age_seconds < 5
+        ours.mark("x" * 500)
+        assert theirs.read().phase == "x" * 96
+        assert theirs.read().state is State.LEFT
+    finally:
+        os.close(descriptor)
+
+
+def test_the_main_threads_stack_is_the_last() -> None:
+    frames = main_stack(WAITING)
+    assert [f.line for f in frames] == [8, 21]
+    assert waits(frames)
+    assert not waits(main_stack(WORKING))
+    assert main_stack("") == []
+    assert call_in_words(frames) == "me/mine.py:21 in <module>, in all_reduce"
