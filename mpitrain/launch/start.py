@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import MutableMapping
 from dataclasses import replace
 from datetime import timedelta
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING
 from mpitrain.launch import devices, environ, network, store, threads
 from mpitrain.launch.config import Device, LaunchConfig
 from mpitrain.launch.guard import Guard
+from mpitrain.launch.launcher import find_launcher
 from mpitrain.topology import all_or_none, locate
 from mpitrain.world import World
 
@@ -46,8 +48,9 @@ def prepare(
     comm = guard.comm
     with guard.stage("who is where"):
         world = locate(comm)
+        launcher = find_launcher(os.getpid(), variables)
     with guard.stage("threads"):
-        world = _settle_threads(comm, world, variables)
+        world = threads.settle(comm, world, launcher, variables)
     if world.rank > 0:
         # What torch's C++ warns of on every rank is said by rank zero alone, such as
         # "hostname of the client socket cannot be retrieved"; errors still come.
@@ -101,29 +104,6 @@ def join(guard: Guard, world: World, timeout_seconds: float) -> None:
             timeout=timedelta(seconds=timeout_seconds),
             device_id=torch.device(world.device) if "nccl" in world.backend else None,
         )
-
-
-def _settle_threads(
-    comm: MPI.Intracomm, world: World, variables: MutableMapping[str, str]
-) -> World:
-    """Count the cores of every node and settle this rank's threads.
-
-    Collective over `comm`. Before torch is imported: it reads OMP_NUM_THREADS once.
-    """
-    records = comm.allgather((threads.usable_cores(), threads.cpu_quota()))
-    masks = [
-        ([records[rank][0] for rank in node.ranks], records[node.ranks[0]][1])
-        for node in world.nodes
-    ]
-    nodes = tuple(
-        replace(node, num_cores=threads.count_cores(*of_node))
-        for node, of_node in zip(world.nodes, masks, strict=True)
-    )
-    fair = threads.share(*masks[world.node_rank])[world.local_rank]
-    num_threads = all_or_none(
-        comm, lambda: threads.settle(fair, variables), "read OMP_NUM_THREADS"
-    )
-    return replace(world, nodes=nodes, num_threads=num_threads)
 
 
 def _plan_devices(
