@@ -76,9 +76,9 @@ def init(
             than one rank the job ends here.
     """
     guard = guard or guarded()
-    config = LaunchConfig(device=device, interface=interface)
     before = dict(os.environ)
     with guard:
+        config = LaunchConfig(device=device, interface=interface)
         world = start.prepare(guard, config, timeout_seconds, os.environ)
         start.join(guard, world, timeout_seconds)
     changed = {

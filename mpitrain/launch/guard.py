@@ -31,7 +31,12 @@ from mpitrain.errors import (
     TopologyError,
     UsageError,
 )
-from mpitrain.launch.contradictions import check_size, speaks_before_mpi
+from mpitrain.launch.contradictions import (
+    check_size,
+    foreign_library,
+    launched_rank,
+    speaks_before_mpi,
+)
 from mpitrain.topology import start_mpi, wait_for_all
 from mpitrain.world import place
 
@@ -192,19 +197,32 @@ def guarded() -> Guard:
             faulthandler.enable()
     speaks = speaks_before_mpi(os.environ)
     try:
-        comm = start_mpi()
+        comm = start_mpi(before=_tell_foreign_library)
     except LaunchError:
         # Where all ranks fail alike, rank 0's end ends this one before it speaks.
         time.sleep(0.0 if speaks else 3.0)
         raise
     try:
         check_size(comm.size, os.environ)
-    except TopologyError:
-        if speaks:
+    except TopologyError as error:
+        if error.speaker == launched_rank(os.environ):
             raise
         time.sleep(1.0)  # this one's end may end rank 0, which is to speak for all
         os._exit(1)
     return Guard(comm)
+
+
+def _tell_foreign_library(library: str) -> None:
+    odd = foreign_library(library, os.environ)
+    if not odd:
+        return
+    if speaks_before_mpi(os.environ):
+        # Not by a logger: MPI_Init may end the process before anything is set up.
+        sys.stderr.write(f"warning: {odd}\n")
+        _flush()
+        time.sleep(_FORWARD_SECONDS)
+    else:
+        time.sleep(3.0)  # this one's end in MPI_Init would end rank 0 before it speaks
 
 
 def exit_status(error: BaseException) -> int:

@@ -9,8 +9,9 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from mpitrain.launch import devices, environ, network, store, threads
+from mpitrain.launch import agreement, devices, environ, network, store, threads
 from mpitrain.launch.config import Device, LaunchConfig
+from mpitrain.launch.contradictions import lone_in_allocation
 from mpitrain.launch.guard import Guard
 from mpitrain.launch.launcher import find_launcher
 from mpitrain.topology import all_or_none, locate
@@ -49,6 +50,10 @@ def prepare(
     with guard.stage("who is where"):
         world = locate(comm)
         launcher = find_launcher(os.getpid(), variables)
+        agreement.compare(comm, world, config, timeout_seconds, launcher, variables)
+    alone = lone_in_allocation(variables) if world.world_size == 1 else None
+    if alone:
+        logger.warning("%s", alone)
     with guard.stage("threads"):
         world = threads.settle(comm, world, launcher, variables)
     if world.rank > 0:
