@@ -10,7 +10,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from mpitrain.launch import agreement, devices, environ, network, store, threads
-from mpitrain.launch.config import Device, LaunchConfig
+from mpitrain.launch.config import LaunchConfig
 from mpitrain.launch.contradictions import lone_in_allocation
 from mpitrain.launch.guard import Guard
 from mpitrain.launch.launcher import find_launcher
@@ -63,7 +63,7 @@ def prepare(
     with guard.stage("import torch"):
         all_or_none(comm, _import_torch, "import torch")
     with guard.stage("devices"):
-        world, shared = _plan_devices(comm, world, config.device)
+        world = devices.settle(comm, world, config.device, variables)
     with guard.stage("network"):
         rendezvous = network.find_rendezvous(comm, world, config.interface)
     world = replace(world, master_addr=rendezvous.address, master_port=rendezvous.port)
@@ -79,11 +79,6 @@ def prepare(
         *(world, world.local_rank, world.device, world.num_threads, world.backend),
         *(world.master_addr, world.master_port),
     )
-    if shared and world.is_rank_zero:
-        logger.warning(
-            "some ranks share a GPU: gloo instead of NCCL, which refuses that; "
-            "gradients travel through host memory"
-        )
     return world
 
 
@@ -109,26 +104,6 @@ def join(guard: Guard, world: World, timeout_seconds: float) -> None:
             timeout=timedelta(seconds=timeout_seconds),
             device_id=torch.device(world.device) if "nccl" in world.backend else None,
         )
-
-
-def _plan_devices(
-    comm: MPI.Intracomm, world: World, device: Device
-) -> tuple[World, bool]:
-    """Give every rank its device; also tell whether some GPU is shared.
-
-    Collective over `comm`.
-    """
-    seen = all_or_none(
-        comm, lambda: devices.visible_gpus() if device != "cpu" else (), "ask for GPUs"
-    )
-    plan = devices.plan(comm.allgather(seen), world.nodes, required=device == "cuda")
-    nodes = tuple(
-        replace(node, devices=tuple(plan.devices[rank] for rank in node.ranks))
-        for node in world.nodes
-    )
-    device_here = plan.devices[world.rank]
-    world = replace(world, nodes=nodes, device=device_here, backend=plan.backend)
-    return world, plan.shared
 
 
 def _open_store(
