@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from mpitrain.world import in_runs
 
 
 def usable_cores() -> frozenset[int]:
@@ -14,6 +17,7 @@ def usable_cores() -> frozenset[int]:
     return frozenset(os.sched_getaffinity(0))
 
 
+@functools.cache  # the same few lists come from all ranks
 def parse_cores(text: str) -> frozenset[int]:
     """Read a list of cores as the kernel writes it.
 
@@ -45,6 +49,15 @@ def is_one_core(
         return set(mask) <= parse_cores(file.read_text())
     except (OSError, ValueError):
         return len(mask) == 1
+
+
+def list_cores(cores: Collection[int]) -> str:
+    """Write cores as the kernel does: a hundred of them take a few bytes.
+
+    >>> list_cores({0, 1, 2, 8})
+    '0-2,8'
+    """
+    return in_runs(sorted(cores))
 
 
 @dataclass(frozen=True, kw_only=True)

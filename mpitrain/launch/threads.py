@@ -45,14 +45,23 @@ def settle(
         UsageError: OMP_NUM_THREADS is no number; on every rank or on none.
     """
     mask = cores.usable_cores()
-    binding = cores.Binding(
-        cores=mask,
-        given=launcher.cores | mask,
-        one_core=cores.is_one_core(mask),
-        asked=binding_asked(launcher, variables),
+    mine = (
+        cores.list_cores(mask),
+        cores.list_cores(launcher.cores | mask),
+        cores.is_one_core(mask),
+        binding_asked(launcher, variables),
+        cpu_quota(),
     )
-    records = comm.allgather((binding, cpu_quota()))
-    bindings = [of_rank for of_rank, _ in records]
+    records = comm.allgather(mine)
+    bindings = [
+        cores.Binding(
+            cores=cores.parse_cores(may),
+            given=cores.parse_cores(given),
+            one_core=one_core,
+            asked=asked,
+        )
+        for may, given, one_core, asked, _ in records
+    ]
     asked = cores.whether_asked(bindings)
     widenings = [
         cores.widen([bindings[rank] for rank in node.ranks], asked=asked)
@@ -63,12 +72,13 @@ def settle(
         wider = widenings[world.node_rank].cores
         if wider:
             cores.run_on(wider)
-        masks = comm.allgather(cores.usable_cores())
+        now = cores.list_cores(cores.usable_cores())
+        masks = [cores.parse_cores(found) for found in comm.allgather(now)]
     if world.is_rank_zero:
         _tell_binding(world.nodes, widenings)
 
     of_nodes = [
-        ([masks[rank] for rank in node.ranks], records[node.ranks[0]][1])
+        ([masks[rank] for rank in node.ranks], records[node.ranks[0]][-1])
         for node in world.nodes
     ]
     nodes = tuple(
