@@ -22,6 +22,7 @@ DAEMONS = ("prted", "orted", "hydra_pmi_proxy")
 """What they start on every host to start the ranks there."""
 
 _MOST_ANCESTORS = 32
+_MPIRUN_VARIABLES = {"OMPI_COMM_WORLD_SIZE", "HYDI_CONTROL_FD"}
 _BINDING_FLAGS = ("bind-to", "cpu-set", "cpu-list", "cpus-per-", "rankfile")
 _BINDING_VARIABLES = (
     "hwloc_base_binding_policy",
@@ -147,7 +148,8 @@ def asked_per_node(launcher: Launcher, environ: Mapping[str, str]) -> int | None
     for mapping in mappings:
         if found := re.search(r"\bppr:(\d+):node\b", mapping, re.IGNORECASE):
             return int(found[1])
-    if launcher.name:  # under mpirun SLURM's words are those of the allocation
+    by_mpirun = launcher.name or _MPIRUN_VARIABLES & environ.keys()
+    if by_mpirun:  # then SLURM's words are those of the allocation
         return None
     given = environ.get("SLURM_NTASKS_PER_NODE", "")
     return int(given) if given.isdecimal() else None

@@ -174,6 +174,8 @@ def test_without_an_mpirun_that_binds_by_default_it_was_asked(name: str) -> None
         (Launcher(), {"OMPI_MCA_rmaps_ppr_n_pernode": "5"}, 5),
         (Launcher(), {"OMPI_MCA_rmaps_base_mapping_policy": "ppr:6:node"}, 6),
         (Launcher(), {"SLURM_NTASKS_PER_NODE": "4"}, 4),
+        # In a container mpirun may be out of sight.
+        (Launcher(), {"SLURM_NTASKS_PER_NODE": "4", "OMPI_COMM_WORLD_SIZE": "3"}, None),
         # One process in an allocation of four a node: nobody asked mpirun for four.
         (Launcher(name="prterun"), {"SLURM_NTASKS_PER_NODE": "4"}, None),
     ],
