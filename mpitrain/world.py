@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -17,6 +18,8 @@ class Node:
     """Cores that its ranks may use together; 0 before they were counted."""
     devices: tuple[str, ...] = ()
     """Each rank's device, as ``"cuda:1"``; empty before they were planned."""
+    gpus: tuple[str, ...] = ()
+    """Each rank's GPU by its UUID, equal where they share one; empty without GPUs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +43,8 @@ class World:
     nodes: tuple[Node, ...]
     """All nodes, by node rank."""
 
+    num_cores: int = 1
+    """This rank's share of its node's cores, for threads and data workers together."""
     num_threads: int = 1
     """Threads this process computes with."""
     device: str = "cpu"
@@ -77,3 +82,18 @@ def place(rank: int, world_size: int, hostname: str) -> str:
     'rank 2/4 gpu03'
     """
     return f"rank {rank}/{world_size} {hostname}"
+
+
+def in_runs(numbers: Sequence[int]) -> str:
+    """Write ascending numbers shortly.
+
+    >>> in_runs([0, 1, 2, 3]), in_runs([0, 2, 3, 7])
+    ('0-3', '0,2-3,7')
+    """
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ",".join(str(r[0]) if len(r) == 1 else f"{r[0]}-{r[-1]}" for r in runs)

@@ -85,14 +85,14 @@ def init(
             than one rank the job ends here.
     """
     guard = guard or guarded(start_timeout_seconds=start_timeout_seconds)
-    config = LaunchConfig(
-        device=device,
-        interface=interface,
-        start_timeout=start_timeout_seconds,
-        hang_timeout=hang_timeout_seconds,
-    )
     before = dict(os.environ)
     with guard:
+        config = LaunchConfig(
+            device=device,
+            interface=interface,
+            start_timeout=start_timeout_seconds,
+            hang_timeout=hang_timeout_seconds,
+        )
         world = start.prepare(guard, config, timeout_seconds, os.environ)
         start.join(guard, world, timeout_seconds)
         start.watch_steps(guard, config)

@@ -7,6 +7,7 @@ one message from N before MPI has started.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 
 from mpitrain.errors import TopologyError, agreed
 
@@ -17,14 +18,29 @@ SIZE_VARIABLES = {
 }
 """Variables that tell each process how many were started, and who sets them."""
 
+LOCAL_SIZE_VARIABLES = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
+"""Variables that tell each process how many were started on its node."""
+
+MPICH_FAMILY = ("MPICH", "MVAPICH", "Intel(R) MPI", "CRAY MPICH")
+"""How MPICH, and those that descend from it, begin to name themselves."""
+
 RANK_VARIABLES = (
     "OMPI_COMM_WORLD_RANK",
     "PMI_RANK",
     "MV2_COMM_WORLD_RANK",
+    "PMIX_RANK",
     "SLURM_PROCID",
     "RANK",
 )
 """Variables that number the processes, those of MPI's launchers first."""
+
+
+_CURE = (
+    "Compare `mpirun --version` with\n"
+    '  python -c "from mpi4py import MPI; print(MPI.Get_library_version())"\n'
+    "and call the mpirun that belongs to that library, or point mpi4py to the other: "
+    "export MPI4PY_LIBMPI=/path/to/libmpi.so"
+)
 
 
 def was_launched(environ: Mapping[str, str]) -> bool:
@@ -75,6 +91,67 @@ def speaks_before_mpi(environ: Mapping[str, str]) -> bool:
     return launched_rank(environ) == 0
 
 
+def foreign_library(library: str, environ: Mapping[str, str]) -> str | None:
+    """Notice, before MPI starts, a library that is not of the launcher's family.
+
+    MPICH ends a process of Open MPI's mpirun inside MPI_Init, in words of its own. It
+    is no error yet: an MPICH that was built with PMIx runs there. The other way round
+    Open MPI starts a world of one, which `check_size` refuses.
+
+    Args:
+        library: What the library says of itself (``MPI_Get_library_version``).
+        environ: This process's environment.
+
+    Returns:
+        What to say in case that MPI does not start; ``None``: nothing is odd.
+
+    >>> foreign_library("Open MPI v5.0.11", {"OMPI_COMM_WORLD_SIZE": "4"})
+    >>> foreign_library("MPICH Version: 5.0.2", {"OMPI_COMM_WORLD_SIZE": "4"})[:75]
+    "Open MPI's mpirun started 4 processes, but mpi4py loads MPICH Version: 5.0."
+    """
+    number = environ.get("OMPI_COMM_WORLD_SIZE")
+    if number is None or not library.startswith(MPICH_FAMILY):
+        return None
+    name = " ".join(library.partition("\n")[0].split())
+    return (
+        f"Open MPI's mpirun started {number} processes, but mpi4py loads {name}. If "
+        f"MPI does not start: {_CURE[0].lower()}{_CURE[1:]}"
+    )
+
+
+def lone_in_allocation(environ: Mapping[str, str]) -> str | None:
+    """Word what a process that is alone in a larger allocation should know.
+
+    A single process is a baseline that people want, so it is no error.
+
+    Args:
+        environ: The environment of the only rank.
+
+    Returns:
+        One line; ``None`` where there is room for one process only, or no scheduler.
+
+    >>> lone_in_allocation({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8"})
+    '1 process in an allocation of 8 (SLURM_NTASKS): `mpirun` without -np starts all'
+    >>> lone_in_allocation({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "1"}) is None
+    True
+    """
+    number, source = 0, ""
+    if environ.get("SLURM_NTASKS", "").isdecimal():
+        number, source = int(environ["SLURM_NTASKS"]), "SLURM_NTASKS"
+    elif "PBS_JOBID" in environ and "PBS_NODEFILE" in environ:
+        try:
+            lines = Path(environ["PBS_NODEFILE"]).read_text().split()
+        except OSError:
+            lines = []  # a host that does not have it
+        number, source = len(lines), "PBS_NODEFILE"
+    if number < 2:
+        return None
+    return (
+        f"1 process in an allocation of {number} ({source}): `mpirun` without -np "
+        "starts all"
+    )
+
+
 def check_size(world_size: int, environ: Mapping[str, str]) -> None:
     """Refuse to train N times alone when N processes were meant to train together.
 
@@ -96,10 +173,7 @@ def check_size(world_size: int, environ: Mapping[str, str]) -> None:
             raise _alone(
                 f"{launcher} started {number} processes ({name}={number})",
                 "Usual cause: mpirun is of another MPI than the library that mpi4py "
-                "loaded. Compare `mpirun --version` with\n"
-                '  python -c "from mpi4py import MPI; print(MPI.Get_library_version())"'
-                "\nand call the mpirun that belongs to that library, or point mpi4py "
-                "to the other: export MPI4PY_LIBMPI=/path/to/libmpi.so",
+                f"loaded. {_CURE}",
             )
     if was_launched(environ):
         return  # an mpirun of one process inside a larger step of SLURM
@@ -111,6 +185,16 @@ def check_size(world_size: int, environ: Mapping[str, str]) -> None:
             "mpirun instead, which asks SLURM for nodes and slots by itself; or, in a "
             "shell that srun opened, `unset SLURM_STEP_NUM_TASKS` to train alone.",
         )
+    rank = environ.get("PMIX_RANK", "")
+    if rank.isdecimal() and int(rank) > 0:
+        error = _alone(
+            f"a launcher with PMIx started {int(rank) + 1} processes or more "
+            f"(PMIX_RANK={rank})",
+            "Usual cause: the MPI library that mpi4py loaded does not speak PMIx, or "
+            f"another one. {_CURE}",
+        )
+        error.speaker = 1  # rank 0 cannot know: its number is that of a lone process
+        raise error
     if "TORCHELASTIC_RUN_ID" in environ and _is_several(environ.get("WORLD_SIZE")):
         number = environ["WORLD_SIZE"]
         raise _alone(

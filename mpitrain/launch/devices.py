@@ -1,12 +1,27 @@
-"""Which GPU is whose, and hence which backend."""
+"""Which GPU is whose, which are shared, and hence which backend."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import logging
+from collections.abc import MutableMapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from mpitrain.errors import TopologyError, agreed
-from mpitrain.world import Node
+from mpitrain.launch import nccl
+from mpitrain.launch.config import Device
+from mpitrain.launch.gpus import Gpu, Sight, look
+from mpitrain.launch.nvml import EXCLUSIVE_MODES, PROHIBITED_MODE
+from mpitrain.topology import all_or_none
+from mpitrain.world import Node, World, in_runs
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+NCCL = "cpu:gloo,cuda:nccl"
+GLOO = "gloo"
+
+logger = logging.getLogger("mpitrain")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,22 +30,69 @@ class Plan:
 
     devices: tuple[str, ...]
     """``"cpu"`` or ``"cuda:<visible index>"``, by rank."""
-    shared: bool
-    """Whether some GPU is used by several ranks."""
+    backend: str
+    """What to hand to ``init_process_group``."""
+    gpus: tuple[str, ...] = ()
+    """Each rank's GPU by UUID; empty without GPUs."""
+    ranks_per_gpu: int = 1
+    """Ranks on the physical GPU that has most."""
+    why_gloo: str = ""
+    """Why it is gloo though there are GPUs."""
+    without_mps: tuple[str, ...] = ()
+    """Hosts whose ranks share a GPU by NCCL without CUDA MPS."""
 
     @property
-    def backend(self) -> str:
-        """What to hand to ``init_process_group``."""
-        if self.shared or self.devices[0] == "cpu":
-            return "gloo"
-        return "cpu:gloo,cuda:nccl"
+    def shared(self) -> bool:
+        """Whether some GPU is used by several ranks."""
+        return self.ranks_per_gpu > 1
+
+
+def settle(
+    comm: MPI.Intracomm,
+    world: World,
+    device: Device,
+    variables: MutableMapping[str, str],
+) -> World:
+    """Give every rank its device, and the job its backend.
+
+    Collective over `comm`. Before NCCL starts, which reads its variables once.
+
+    Args:
+        comm: All ranks.
+        world: Where this process stands.
+        device: What was asked for, equal on all ranks.
+        variables: The environment; what NCCL needs is set there, if it is not.
+
+    Returns:
+        The world with devices and backend.
+
+    Raises:
+        TopologyError: The GPUs do not fit; raised on every rank or on none.
+    """
+    sight = all_or_none(
+        comm, lambda: look(variables) if device != "cpu" else Sight(), "ask for GPUs"
+    )
+    found = plan(comm.allgather(sight), world.nodes, required=device == "cuda")
+    if found.shared and found.backend == NCCL:
+        for name, value in nccl.shared_variables(found.ranks_per_gpu).items():
+            variables.setdefault(name, value)
+    if world.is_rank_zero:
+        for line in warnings_of(found):
+            logger.warning("%s", line)
+    nodes = tuple(
+        replace(
+            node,
+            devices=tuple(found.devices[rank] for rank in node.ranks),
+            gpus=tuple(found.gpus[rank] for rank in node.ranks) if found.gpus else (),
+        )
+        for node in world.nodes
+    )
+    device_here = found.devices[world.rank]
+    return replace(world, nodes=nodes, device=device_here, backend=found.backend)
 
 
 def plan(
-    visible: Sequence[Sequence[str]],
-    nodes: Sequence[Node],
-    *,
-    required: bool = False,
+    seen: Sequence[Sight], nodes: Sequence[Node], *, required: bool = False
 ) -> Plan:
     """Give every rank a device.
 
@@ -39,42 +101,129 @@ def plan(
     more ranks than devices, they share them in turn.
 
     Args:
-        visible: The UUIDs of the GPUs that each rank sees, in the order of their
-            indices, by rank; empty without any.
+        seen: What each rank sees, by rank.
         nodes: The nodes, by node rank.
         required: Whether to refuse CPUs.
 
     Returns:
-        A device for each rank, and whether any is shared.
+        A device for each rank, and the backend for all.
 
     Raises:
         TopologyError: Some ranks see a GPU and others see none, or none does though it
-            is required. Raised on every rank or on none, when `visible` is equal on
-            all.
+            is required, or a GPU does not let as many processes in. Raised on every
+            rank or on none, when `seen` is equal on all.
 
     >>> two = (Node(hostname="a", ranks=(0, 1)),)
-    >>> plan([["x", "y"], ["x", "y"]], two)
-    Plan(devices=('cuda:0', 'cuda:1'), shared=False)
-    >>> plan([["x"], ["x"]], two)
-    Plan(devices=('cuda:0', 'cuda:0'), shared=True)
-    >>> plan([["x"], ["y"]], two).devices, plan([[], []], two).devices
-    (('cuda:0', 'cuda:0'), ('cpu', 'cpu'))
+    >>> x, y = Gpu(uuid="x"), Gpu(uuid="y")
+    >>> plan([Sight(gpus=(x, y), has_nccl=True)] * 2, two).devices
+    ('cuda:0', 'cuda:1')
+    >>> plan([Sight(gpus=(x,), has_nccl=True)] * 2, two).ranks_per_gpu
+    2
+    >>> plan([Sight()] * 2, two)  # doctest: +ELLIPSIS
+    Plan(devices=('cpu', 'cpu'), backend='gloo', ...)
     """
-    seeing = [rank for rank, uuids in enumerate(visible) if uuids]
+    seeing = [rank for rank, sight in enumerate(seen) if sight.gpus]
     if not seeing and required:
         raise _without_gpus(nodes)
     if not seeing:
-        return Plan(devices=("cpu",) * len(visible), shared=False)
-    if len(seeing) < len(visible):
+        return Plan(devices=("cpu",) * len(seen), backend=GLOO)
+    if len(seeing) < len(seen):
         raise _mixed(seeing, nodes)
-    devices = [""] * len(visible)
-    taken: list[tuple[str, str]] = []
+    indices = [0] * len(seen)
+    crowded: set[str] = set()
+    ranks_per_gpu = 1
     for node in nodes:
-        for local_rank, rank in enumerate(node.ranks):
-            index = local_rank % len(visible[rank])
-            devices[rank] = f"cuda:{index}"
-            taken.append((node.hostname, visible[rank][index]))
-    return Plan(devices=tuple(devices), shared=len(set(taken)) < len(taken))
+        for rank, index in zip(node.ranks, _in_turn(seen, node), strict=True):
+            indices[rank] = index
+        on_gpu: dict[str, list[int]] = {}
+        for rank in node.ranks:
+            gpu = seen[rank].gpus[indices[rank]]
+            on_gpu.setdefault(gpu.physical, []).append(rank)
+        for ranks in on_gpu.values():
+            gpus = [seen[rank].gpus[indices[rank]] for rank in ranks]
+            _check_mode(gpus, ranks, node.hostname, mps=seen[ranks[0]].mps)
+            ranks_per_gpu = max(ranks_per_gpu, len(ranks))
+            if len(ranks) > 1:
+                crowded.add(node.hostname)
+    why = "" if all(s.has_nccl for s in seen) else "torch has no NCCL here"
+    if ranks_per_gpu > 1:
+        why = why or next((s.why_not_shared for s in seen if s.why_not_shared), "")
+    return Plan(
+        devices=tuple(f"cuda:{index}" for index in indices),
+        gpus=tuple(s.gpus[i].uuid for s, i in zip(seen, indices, strict=True)),
+        backend=GLOO if why else NCCL,
+        ranks_per_gpu=ranks_per_gpu,
+        why_gloo=why,
+        without_mps=()
+        if why
+        else tuple(
+            node.hostname
+            for node in nodes
+            if node.hostname in crowded and not seen[node.ranks[0]].mps
+        ),
+    )
+
+
+def warnings_of(found: Plan) -> list[str]:
+    """Say what sharing GPUs costs.
+
+    Returns:
+        Lines for the screen; none where no GPU is shared and NCCL does the work.
+    """
+    share = f"up to {found.ranks_per_gpu} ranks share a GPU"
+    if found.why_gloo:
+        reason = f"{share} and {found.why_gloo}" if found.shared else found.why_gloo
+        return [
+            f"{reason}: gloo instead of NCCL, which sends gradients through host "
+            "memory and so costs part of every step"
+        ]
+    if found.without_mps:
+        return [
+            f"{share} by NCCL without CUDA MPS on {', '.join(found.without_mps)}: "
+            "their kernels take turns, which is slow. Start it there before the job: "
+            "nvidia-cuda-mps-control -d"
+        ]
+    return []
+
+
+def _in_turn(seen: Sequence[Sight], node: Node) -> list[int]:
+    """Choose for each rank of a node, by index, the GPU that fewest have so far.
+
+    Those that see fewest choose first; where all see the same, it is one after another.
+    """
+    taken: dict[str, int] = {}
+    chosen: dict[int, int] = {}
+    for rank in sorted(node.ranks, key=lambda rank: len(seen[rank].gpus)):
+        gpus = seen[rank].gpus
+        index = min(range(len(gpus)), key=lambda i: taken.get(gpus[i].uuid, 0))
+        taken[gpus[index].uuid] = taken.get(gpus[index].uuid, 0) + 1
+        chosen[rank] = index
+    return [chosen[rank] for rank in node.ranks]
+
+
+def _check_mode(
+    gpus: Sequence[Gpu], ranks: Sequence[int], hostname: str, *, mps: bool
+) -> None:
+    """Refuse a GPU whose compute mode does not let its ranks in."""
+    name = f"GPU {gpus[0].physical} of {hostname}"
+    if any(gpu.compute_mode == PROHIBITED_MODE for gpu in gpus):
+        raise agreed(
+            TopologyError(
+                f"{name} lets no process in (compute mode Prohibited), but is planned "
+                f"for ranks {in_runs(ranks)}.\nExpected mode Default: nvidia-smi -c 0 "
+                "(as root), or leave it out with CUDA_VISIBLE_DEVICES"
+            )
+        )
+    exclusive = any(gpu.compute_mode in EXCLUSIVE_MODES for gpu in gpus)
+    if exclusive and len(ranks) > 1 and not mps:
+        raise agreed(
+            TopologyError(
+                f"{name} lets one process in (compute mode Exclusive), but ranks "
+                f"{in_runs(ranks)} share it.\nStart as many ranks as GPUs, or CUDA MPS "
+                "before the job (nvidia-cuda-mps-control -d), or ask for mode Default: "
+                "nvidia-smi -c 0 (as root)"
+            )
+        )
 
 
 def _without_gpus(nodes: Sequence[Node]) -> TopologyError:
@@ -88,11 +237,17 @@ def _without_gpus(nodes: Sequence[Node]) -> TopologyError:
 
 
 def _mixed(seeing: Sequence[int], nodes: Sequence[Node]) -> TopologyError:
-    lines = [
-        f"  {node.hostname}: ranks {list(node.ranks)}, of which "
-        f"{[rank for rank in node.ranks if rank in seeing]} see a GPU"
-        for node in nodes
-    ]
+    lines = []
+    for node in nodes:
+        ranks = in_runs(node.ranks)
+        with_gpu = [rank for rank in node.ranks if rank in seeing]
+        if len(with_gpu) == len(node.ranks):
+            lines.append(f"  {node.hostname}: all of ranks {ranks} see a GPU")
+        elif not with_gpu:
+            lines.append(f"  {node.hostname}: none of ranks {ranks} sees a GPU")
+        else:
+            some = in_runs(with_gpu)
+            lines.append(f"  {node.hostname}: only ranks {some} of {ranks} see a GPU")
     return agreed(
         TopologyError(
             "some ranks see a GPU and others see none:\n"
@@ -100,14 +255,4 @@ def _mixed(seeing: Sequence[int], nodes: Sequence[Node]) -> TopologyError:
             + "\nExpected GPUs for all or for none. Ask the scheduler for them on "
             "every node, look at CUDA_VISIBLE_DEVICES there, or use --device cpu"
         )
-    )
-
-
-def visible_gpus() -> tuple[str, ...]:
-    """Return the UUIDs of the GPUs that torch sees in this process, by index."""
-    import torch
-
-    return tuple(
-        str(torch.cuda.get_device_properties(index).uuid)
-        for index in range(torch.cuda.device_count())
     )

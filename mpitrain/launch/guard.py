@@ -26,6 +26,7 @@ from mpitrain.errors import LaunchError, LeftEarly, TopologyError
 from mpitrain.launch.contradictions import (
     RANK_VARIABLES,
     check_size,
+    foreign_library,
     launched_rank,
     launched_size,
     launcher_sockets,
@@ -253,7 +254,7 @@ def guarded(*, start_timeout_seconds: float = START_TIMEOUT_SECONDS) -> Guard:
     try:
         # The sidecar says what is the matter, just before.
         with ends_within(start_timeout_seconds + 1.5, HANG_STATUS):
-            comm = start_mpi()
+            comm = start_mpi(before=_tell_foreign_library)
     except LaunchError:
         # Where all ranks fail alike, rank 0's end ends this one before it speaks.
         time.sleep(0.0 if speaks else 3.0)
@@ -265,8 +266,8 @@ def guarded(*, start_timeout_seconds: float = START_TIMEOUT_SECONDS) -> Guard:
         raise
     try:
         check_size(comm.size, os.environ)
-    except TopologyError:
-        if speaks:
+    except TopologyError as error:
+        if error.speaker == launched_rank(os.environ):
             raise
         time.sleep(1.0)  # this one's end may end rank 0, which is to speak for all
         os._exit(1)
@@ -286,6 +287,19 @@ def _leave_without_guard(error: BaseException, watched: Watched | None) -> NoRet
     _flush()
     time.sleep(_FORWARD_SECONDS)
     os._exit(exit_status(error) or 1)
+
+
+def _tell_foreign_library(library: str) -> None:
+    odd = foreign_library(library, os.environ)
+    if not odd:
+        return
+    if speaks_before_mpi(os.environ):
+        # Not by a logger: MPI_Init may end the process before anything is set up.
+        sys.stderr.write(f"warning: {odd}\n")
+        _flush()
+        time.sleep(_FORWARD_SECONDS)
+    else:
+        time.sleep(3.0)  # this one's end in MPI_Init would end rank 0 before it speaks
 
 
 def _watch(start_timeout_seconds: float) -> Watched | None:

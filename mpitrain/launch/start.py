@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import MutableMapping
 from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from mpitrain.launch import devices, environ, network, store, threads
-from mpitrain.launch.config import Device, LaunchConfig
+from mpitrain.launch import agreement, devices, environ, network, store, threads
+from mpitrain.launch.config import LaunchConfig
+from mpitrain.launch.contradictions import lone_in_allocation
 from mpitrain.launch.guard import Guard
+from mpitrain.launch.launcher import find_launcher
 from mpitrain.topology import all_or_none, locate
 from mpitrain.world import World
 
@@ -46,13 +49,18 @@ def prepare(
     comm = guard.comm
     with guard.stage("who is where"):
         world = locate(comm)
+        launcher = find_launcher(os.getpid(), variables)
+        agreement.compare(comm, world, config, timeout_seconds, launcher, variables)
     with guard.stage("network"):
         rendezvous = network.find_rendezvous(comm, world, config.interface)
     world = replace(world, master_addr=rendezvous.address, master_port=rendezvous.port)
     with guard.stage("watchdog"):
         guard.watch(world, world.master_addr)
+    alone = lone_in_allocation(variables) if world.world_size == 1 else None
+    if alone:
+        logger.warning("%s", alone)
     with guard.stage("threads"):
-        world = _settle_threads(comm, world, variables)
+        world = threads.settle(comm, world, launcher, variables)
     if world.rank > 0:
         # What torch's C++ warns of on every rank is said by rank zero alone, such as
         # "hostname of the client socket cannot be retrieved"; errors still come.
@@ -60,7 +68,7 @@ def prepare(
     with guard.stage("import torch"):
         all_or_none(comm, _import_torch, "import torch")
     with guard.stage("devices"):
-        world, shared = _plan_devices(comm, world, config.device)
+        world = devices.settle(comm, world, config.device, variables)
     variables.update(environ.torchrun_variables(world))
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         if rendezvous.interface:
@@ -73,11 +81,6 @@ def prepare(
         *(world, world.local_rank, world.device, world.num_threads, world.backend),
         *(world.master_addr, world.master_port),
     )
-    if shared and world.is_rank_zero:
-        logger.warning(
-            "some ranks share a GPU: gloo instead of NCCL, which refuses that; "
-            "gradients travel through host memory"
-        )
     return world
 
 
@@ -121,49 +124,6 @@ def watch_steps(guard: Guard, config: LaunchConfig) -> None:
         from torch.optim.optimizer import register_optimizer_step_post_hook
 
         register_optimizer_step_post_hook(lambda *_: watched.step_done())
-
-
-def _settle_threads(
-    comm: MPI.Intracomm, world: World, variables: MutableMapping[str, str]
-) -> World:
-    """Count the cores of every node and settle this rank's threads.
-
-    Collective over `comm`. Before torch is imported: it reads OMP_NUM_THREADS once.
-    """
-    records = comm.allgather((threads.usable_cores(), threads.cpu_quota()))
-    masks = [
-        ([records[rank][0] for rank in node.ranks], records[node.ranks[0]][1])
-        for node in world.nodes
-    ]
-    nodes = tuple(
-        replace(node, num_cores=threads.count_cores(*of_node))
-        for node, of_node in zip(world.nodes, masks, strict=True)
-    )
-    fair = threads.share(*masks[world.node_rank])[world.local_rank]
-    num_threads = all_or_none(
-        comm, lambda: threads.settle(fair, variables), "read OMP_NUM_THREADS"
-    )
-    return replace(world, nodes=nodes, num_threads=num_threads)
-
-
-def _plan_devices(
-    comm: MPI.Intracomm, world: World, device: Device
-) -> tuple[World, bool]:
-    """Give every rank its device; also tell whether some GPU is shared.
-
-    Collective over `comm`.
-    """
-    seen = all_or_none(
-        comm, lambda: devices.visible_gpus() if device != "cpu" else (), "ask for GPUs"
-    )
-    plan = devices.plan(comm.allgather(seen), world.nodes, required=device == "cuda")
-    nodes = tuple(
-        replace(node, devices=tuple(plan.devices[rank] for rank in node.ranks))
-        for node in world.nodes
-    )
-    device_here = plan.devices[world.rank]
-    world = replace(world, nodes=nodes, device=device_here, backend=plan.backend)
-    return world, plan.shared
 
 
 def _open_store(

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
 
 from mpitrain.record.events import Epoch, Listener
-from mpitrain.watchdog.words import in_runs
-from mpitrain.world import World
+from mpitrain.world import World, in_runs
 
 if TYPE_CHECKING:
     from tqdm import tqdm
@@ -142,7 +141,7 @@ def world_lines(world: World) -> list[str]:
         ranks = f"rank{'s' * (len(node.ranks) > 1)} {in_runs(node.ranks)}"
         lines.append(
             f"node {node_rank}: {node.hostname}, {ranks} on "
-            f"{devices_in_words(node.devices)}, "
+            f"{devices_in_words(node.devices, node.gpus)}, "
             f"{node.num_cores} core{'s' * (node.num_cores != 1)}"
         )
     lines.append(
@@ -153,21 +152,41 @@ def world_lines(world: World) -> list[str]:
     return lines
 
 
-def devices_in_words(devices: Sequence[str]) -> str:
+def devices_in_words(devices: Sequence[str], gpus: Sequence[str] = ()) -> str:
     """Sum up the devices of a node's ranks.
 
-    >>> devices_in_words(["cpu", "cpu"]), devices_in_words(["cuda:0", "cuda:1"])
-    ('cpu', 'cuda:0, cuda:1')
-    >>> devices_in_words(["cuda:0", "cuda:0"])
-    'cuda:0 (2 ranks)'
+    Args:
+        devices: Each rank's device by the name that this rank has for it.
+        gpus: Each rank's GPU by UUID; empty without GPUs.
+
+    Returns:
+        The devices, and how many ranks share each.
+
+    >>> devices_in_words(["cpu", "cpu"])
+    'cpu'
+    >>> devices_in_words(["cuda:0", "cuda:1", "cuda:0"], ["a", "b", "a"])
+    'cuda:0 (shared by 2 ranks), cuda:1'
+
+    Ranks that see one GPU each, another one for each, all call it ``cuda:0``:
+
+    >>> devices_in_words(["cuda:0", "cuda:0"], ["a", "b"])
+    '2 GPUs, each as cuda:0'
     """
-    names = dict.fromkeys(devices)
-    if list(names) == ["cpu"]:
+    if set(devices) == {"cpu"}:
         return "cpu"
-    counts = {name: list(devices).count(name) for name in names}
+    names: dict[str, list[str]] = {}
+    for device, gpu in zip(devices, gpus or devices, strict=True):
+        names.setdefault(gpu, []).append(device)
+    words: list[str] = []
+    for of_gpu in names.values():
+        name = " or ".join(dict.fromkeys(of_gpu))
+        num_ranks = len(of_gpu)
+        words.append(
+            name if num_ranks == 1 else f"{name} (shared by {num_ranks} ranks)"
+        )
     return ", ".join(
-        name if count == 1 else f"{name} ({count} ranks)"
-        for name, count in counts.items()
+        word if words.count(word) == 1 else f"{words.count(word)} GPUs, each as {word}"
+        for word in dict.fromkeys(words)
     )
 
 

@@ -7,5 +7,5 @@ report to rank zero's, the *center* (`center`), which sees that all stand still,
 for the stacks, says who did not arrive (`words`), and has the job ended. `watched` is
 the rank's own side.
 
-Imports nothing outside the standard library: a sidecar starts in some 30 ms.
+Imports little from outside the standard library: a sidecar starts in some 30 ms.
 """

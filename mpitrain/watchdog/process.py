@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+LINGER_SECONDS = 4.0
+"""How long a launcher may take to notice that its rank is gone."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +92,53 @@ def count_children(pid: int) -> int:
         status = status_of(int(entry.name)) if entry.name.isdecimal() else None
         found += status is not None and status[1] == pid
     return found
+
+
+class Launcher:
+    """What started a rank on this host: mpirun or its daemon, and wrappers between.
+
+    Args:
+        pid: The rank's process.
+        rank_variables: Variables by which launchers number their processes.
+    """
+
+    def __init__(self, pid: int, rank_variables: Sequence[str]) -> None:
+        self._ancestors = launchers_of(pid, rank_variables)
+
+    def __str__(self) -> str:
+        """Name it, so that no other on this host was ever called the same."""
+        return "-".join(f"{a.pid}.{a.began}" for a in self._ancestors[-1:])
+
+    @property
+    def lives(self) -> bool:
+        """Whether all of it still runs; true where there is none to be seen."""
+        return all(map(is_alive, self._ancestors))
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes that it has started on this host and that still run."""
+        return count_children(self._ancestors[-1].pid) if self._ancestors else 1
+
+    def end_if_it_stays(self, since: float) -> None:
+        """End a launcher that does not notice that its rank is gone.
+
+        Open MPI's mpirun was seen to wait for ever, deaf to SIGTERM, for a rank that
+        died while others were in MPI_Init.
+
+        Args:
+            since: When the rank went, on the monotonic clock.
+        """
+        if not self._ancestors:
+            return
+        for seconds, number in (
+            (LINGER_SECONDS, signal.SIGTERM),
+            (LINGER_SECONDS + 1.5, signal.SIGKILL),
+        ):
+            while time.monotonic() < since + seconds:
+                if not is_alive(self._ancestors[-1]):
+                    return
+                time.sleep(0.1)
+            quietly_kill(self._ancestors[-1].pid, number)
 
 
 def oom_kills() -> int:

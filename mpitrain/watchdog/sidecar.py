@@ -23,10 +23,8 @@ from mpitrain.watchdog.center import HANG_STATUS, Center
 from mpitrain.watchdog.links import Hub, Link
 from mpitrain.watchdog.page import Page, State
 from mpitrain.watchdog.process import (
-    Ancestor,
-    count_children,
-    is_alive,
-    launchers_of,
+    LINGER_SECONDS,
+    Launcher,
     oom_kills,
     quietly_kill,
     status_of,
@@ -47,9 +45,6 @@ GRACE_SECONDS = 3.0
 
 RECORD_SECONDS = 0.7
 """How long the center and the rank that records may take for a rank that is gone."""
-
-LINGER_SECONDS = 4.0
-"""How long a launcher may take to notice that its rank is gone."""
 
 
 class Sidecar:
@@ -79,7 +74,7 @@ class Sidecar:
         self.dump_read = 0
         self.terminated = terminated
         self.told = told
-        self.launchers = launchers_of(self.rank_pid, told["rank_variables"])
+        self.launcher = Launcher(self.rank_pid, told["rank_variables"])
         self.oom_kills = oom_kills()
         self.link: Link | None = None
         self.hub: Hub | None = None
@@ -187,7 +182,7 @@ class Sidecar:
                 how = "terminated"
             elif oom_kills() > self.oom_kills:
                 how = "oom"
-            elif not self._launcher_lives():
+            elif not self.launcher.lives:
                 how = "orphaned"
             self._send(gone=how)
             alone = not self._has_center() and self.told["world_size"] > 1
@@ -205,7 +200,8 @@ class Sidecar:
         if self.kill_at is None and state is State.RUNNING and self._has_center():
             time.sleep(max(0.0, now + RECORD_SECONDS - time.monotonic()))
         self._let_go()
-        self._end_launcher(now)
+        if self.told["world_size"] > 1:
+            self.launcher.end_if_it_stays(now)
         time.sleep(max(0.0, self.stay_until - time.monotonic()))
 
     def _has_center(self) -> bool:
@@ -219,34 +215,12 @@ class Sidecar:
 
     # --- the launcher -----------------------------------------------------------------
 
-    def _launcher_lives(self) -> bool:
-        return not self.launchers or all(map(is_alive, self.launchers))
-
     def _look_after_launcher(self, now: float) -> None:
         """End a rank that nobody will end any more: its launcher is gone."""
-        if self.kill_at is None and not self._launcher_lives():
+        if self.kill_at is None and not self.launcher.lives:
             self._send(gone="orphaned")
             self._note("the launcher is gone: this rank ends")
             self.kill_at = now + 0.5
-
-    def _end_launcher(self, since: float) -> None:
-        """End a launcher that does not notice that its rank is gone.
-
-        Open MPI's mpirun was seen to wait for ever, deaf to SIGTERM, for a rank that
-        died while others were in MPI_Init.
-        """
-        if not self.launchers or self.told["world_size"] == 1:
-            return
-        launcher: Ancestor = self.launchers[-1]
-        for seconds, number in (
-            (LINGER_SECONDS, signal.SIGTERM),
-            (LINGER_SECONDS + 1.5, signal.SIGKILL),
-        ):
-            while time.monotonic() < since + seconds:
-                if not is_alive(launcher):
-                    return
-                time.sleep(0.1)
-            quietly_kill(launcher.pid, number)
 
     # --- stacks -----------------------------------------------------------------------
 
@@ -354,20 +328,13 @@ class Sidecar:
         waited = position.age_seconds
         # Rank zero first: its end ends the others before they say the same.
         if 0 < position.limit_seconds < waited - 3.0 * (self.told["rank"] > 0):
-            seen = self._ranks_on_this_host()
+            seen = f"{self.launcher.num_ranks} of {self.told['world_size']}"
             self._say_first(
                 f"{self._place()} hang: {position.phase} for {waited:.0f} s\n"
                 f"Processes started on this host: {seen}. Look at the others, at the "
                 "other hosts, and at the network between them."
             )
             self._end_rank(HANG_STATUS, "", now)
-
-    def _ranks_on_this_host(self) -> str:
-        """Count the processes that our launcher started."""
-        if not self.launchers:
-            return "this one"
-        number = count_children(self.launchers[-1].pid)
-        return f"{number} of {self.told['world_size']}"
 
     # --- words ------------------------------------------------------------------------
 
@@ -376,10 +343,9 @@ class Sidecar:
 
         Without a center they agree by a name that only one socket of a host can have.
         """
-        launcher = self.launchers[-1] if self.launchers else Ancestor(0, "")
         self.claim = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         with contextlib.suppress(OSError):
-            self.claim.bind(f"\0mpitrain-{launcher.pid}-{launcher.began}")
+            self.claim.bind(f"\0mpitrain-{self.launcher}")
             self._say(text)
             self.stay_until = time.monotonic() + 4.0  # the name is taken for so long
 

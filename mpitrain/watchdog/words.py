@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mpitrain.watchdog.page import Position, State
+from mpitrain.world import in_runs
 
 SILENT_SECONDS = 5.0
 """A sidecar speaks every second: one that is silent for so long is cut off."""
@@ -164,21 +165,6 @@ def name(reports: Sequence[Report]) -> str:
     hosts = list(dict.fromkeys(report.hostname for report in reports))
     shown = ", ".join(hosts[:4]) + f" and {len(hosts) - 4} more" * (len(hosts) > 4)
     return f"rank{'s' * (len(reports) > 1)} {ranks} {shown}"
-
-
-def in_runs(numbers: Sequence[int]) -> str:
-    """Write ascending numbers shortly.
-
-    >>> in_runs([0, 1, 2, 3]), in_runs([0, 2, 3, 7])
-    ('0-3', '0,2-3,7')
-    """
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    return ",".join(str(r[0]) if len(r) == 1 else f"{r[0]}-{r[-1]}" for r in runs)
 
 
 def verdict(

@@ -10,8 +10,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from mpitrain.errors import LaunchError, RemoteError, UsageError
-from mpitrain.launch import network
+from mpitrain import topology
+from mpitrain.errors import LaunchError, RemoteError, TopologyError, UsageError
+from mpitrain.launch import agreement, network
+from mpitrain.launch.config import LaunchConfig
+from mpitrain.launch.launcher import Launcher
 from mpitrain.topology import all_or_none, locate, on_rank_zero, wait_for_all
 from mpitrain.world import World
 
@@ -40,6 +43,55 @@ def test_local_ranks_ascend_with_the_rank(comm: MPI.Intracomm) -> None:
     for node in {node for node, _ in places}:
         found = [local_rank for on_node, local_rank in places if on_node == node]
         assert found == list(range(len(found)))
+
+
+def test_two_machines_of_one_name_are_refused(
+    comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(topology, "boot_id", lambda: f"boot-{comm.rank % 2}")
+    if comm.size == 1:
+        assert locate(comm).num_nodes == 1
+        return
+    with pytest.raises(TopologyError, match="2 machines have the name") as caught:
+        locate(comm)
+    assert caught.value.speaker == 0
+    assert "(boot id boot-1)" in str(caught.value)
+
+
+def test_a_machine_that_hides_its_boot_is_no_contradiction(
+    comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = topology.boot_id()
+    assert known
+    monkeypatch.setattr(topology, "boot_id", lambda: known if comm.rank == 0 else "")
+    assert locate(comm).world_size == comm.size
+
+
+def test_ranks_that_ask_for_different_things_are_refused(
+    comm: MPI.Intracomm, world: World
+) -> None:
+    last = comm.size - 1
+    config = LaunchConfig(device="cuda" if comm.rank == last else "cpu")
+
+    def compare() -> None:
+        agreement.compare(comm, world, config, 60.0, Launcher(), os.environ)
+
+    if comm.size == 1:
+        compare()
+        return
+    with pytest.raises(TopologyError, match=f"'cuda' on rank {last}") as caught:
+        compare()
+    assert caught.value.speaker == 0
+
+
+def test_clocks_are_read_at_one_moment(
+    comm: MPI.Intracomm, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks that come late have no wrong clock."""
+    monkeypatch.setattr(agreement, "CLOCK_LIMIT_SECONDS", 0.5)
+    apart = on_a_node_each(world)
+    time.sleep(1.0 if comm.rank == comm.size - 1 else 0.0)
+    agreement.compare(comm, apart, LaunchConfig(), 60.0, Launcher(), {})
 
 
 def test_the_variables_of_torchrun_are_set(world: World) -> None:

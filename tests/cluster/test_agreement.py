@@ -1,0 +1,112 @@
+"""What hosts may contradict each other in, on hosts that do."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from .hosts import VirtualHosts
+from .test_hostfile import give_up, version_of
+
+SCRIPT = """
+import os, socket, sys, time
+host = socket.gethostname()
+{before}
+import mpitrain
+with mpitrain.init(device="cpu", timeout_seconds=60) as world:
+    print("ready", world, len(os.sched_getaffinity(0)), world.num_cores)
+"""
+
+LATE = """
+real = time.time
+if host == "node2":
+    time.time = lambda: real() - {seconds}
+"""
+
+
+def start(
+    hosts: VirtualHosts, folder: Path, before: str, *flags: str, slots: int = 2
+) -> subprocess.CompletedProcess[str]:
+    """Start a script on two hosts; mpirun runs on the first, a daemon on the other."""
+    path = f"{folder}/.venv/bin:{hosts.environ['PATH']}"
+    if "Open MPI" not in version_of(str(folder / ".venv/bin/mpirun")):
+        give_up("these words are Open MPI's; the mpirun here is another")
+    names = hosts.names[:2]
+    (folder / "hosts").write_text("".join(f"{name} slots={slots}\n" for name in names))
+    (folder / "script.py").write_text(SCRIPT.format(before=before))
+    command = ["mpirun", "--prefix", f"{folder}/.venv", "--hostfile", "hosts"]
+    command += ["-x", "PATH", "-x", "PYTHONPATH", *flags, "python", "script.py"]
+    return hosts.run(
+        names[0],
+        command,
+        cwd=folder,
+        timeout_seconds=120,
+        environ={"PATH": path, "PYTHONPATH": str(folder)},
+    )
+
+
+@pytest.mark.parametrize(
+    ("seconds", "status", "words"),
+    [
+        (1000, 1, "TopologyError: the hosts' clocks are 1000 s apart: "),
+        (100, 0, "the hosts' clocks are 100 s apart: "),
+        (20, 0, None),
+    ],
+)
+def test_a_host_whose_clock_is_minutes_behind_is_named(
+    hosts: VirtualHosts, folder: Path, seconds: int, status: int, words: str | None
+) -> None:
+    """One machine has one clock: the ranks of one host read it wrong."""
+    done = start(hosts, folder, LATE.format(seconds=seconds))
+    assert (done.returncode == 0) == (status == 0), done.stdout
+    assert done.stdout.count("ready") == (0 if status else 4)
+    assert done.stdout.count(" s apart") == (1 if words else 0), done.stdout
+    if words:
+        assert words in done.stdout
+        assert " on node2 and " in done.stdout
+
+
+def test_a_host_with_another_torch_is_named(hosts: VirtualHosts, folder: Path) -> None:
+    older = folder / "older" / "torch-2.0.0.dist-info"
+    older.mkdir(parents=True)
+    (older / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: torch\nVersion: 2.0.0\n"
+    )
+    before = f"if host == 'node2': sys.path.insert(0, {str(older.parent)!r})"
+    done = start(hosts, folder, before)
+    assert done.returncode == 1, done.stdout
+    assert done.stdout.count("TopologyError: the ranks do not run the same") == 1
+    assert "on node1 (ranks 0-1); 2.0.0 on node2 (ranks 2-3)" in done.stdout
+
+
+def test_fewer_ranks_on_a_node_than_asked_are_named(
+    hosts: VirtualHosts, folder: Path
+) -> None:
+    done = start(hosts, folder, "", "--map-by", "ppr:2:node", "-np", "3")
+    assert done.returncode == 1, done.stdout
+    assert (
+        done.stdout.count(
+            "expected 2 processes on every node, as was asked for, found 1 on node2 "
+            "(world_size=3, 2 nodes)"
+        )
+        == 1
+    ), done.stdout
+
+
+@pytest.mark.parametrize("flags", [("-np", "2"), ("-np", "2", "--bind-to", "core")])
+def test_the_binding_of_a_far_host_is_judged_by_mpiruns_words(
+    hosts: VirtualHosts, folder: Path, flags: tuple[str, ...]
+) -> None:
+    """Only rank zero's host sees what mpirun was asked; the other has a daemon."""
+    num_cores = int(hosts.run("node1", ["nproc"]).stdout)
+    if num_cores < 2:
+        pytest.skip("this machine has one core")
+    done = start(hosts, folder, "", *flags, slots=1)
+    assert done.returncode == 0, done.stdout
+    ready = [line.split() for line in done.stdout.splitlines() if "ready" in line]
+    assert {line[3] for line in ready} == {"node1", "node2"}
+    wide = "--bind-to" not in flags
+    assert all((int(line[4]) == num_cores) == wide for line in ready), done.stdout
+    assert done.stdout.count("each rank is bound to one core") == (0 if wide else 1)

@@ -1,0 +1,114 @@
+"""The cores that ranks get, under each MPI, as it binds and as the user asked."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from launcher import Mpi, environment
+
+from mpitrain.launch import cores, threads
+
+SHOW = """
+import json, os, sys
+import mpitrain
+with mpitrain.init(device="cpu") as world:
+    import torch
+    masks = {len(os.sched_getaffinity(int(t))) for t in os.listdir("/proc/self/task")}
+    print(json.dumps([sorted(masks), world.num_cores, torch.get_num_threads()]))
+"""
+
+MASK = cores.usable_cores()
+NUM_CORES = threads.count_cores([MASK], threads.cpu_quota())
+
+pytestmark = pytest.mark.skipif(
+    cores.is_one_core(MASK), reason="this machine has one core"
+)
+
+
+def show(
+    mpi: Mpi, *flags: str, before: tuple[str, ...] = (), **variables: str
+) -> tuple:
+    """Start one rank; the flags are mpirun's."""
+    isolated = [f for f in mpi.flags if f != "--oversubscribe"]
+    done = subprocess.run(
+        [
+            *("timeout", "-k", "10", "120", *before, str(mpi.mpirun), "-np", "1"),
+            *(*isolated, *flags, sys.executable, "-c", SHOW),
+        ],
+        env=environment(mpi, **variables),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return (*json.loads(done.stdout), done.stderr)
+
+
+def test_one_core_by_default_becomes_the_jobs_share(mpi: Mpi) -> None:
+    masks, num_cores, num_threads, said = show(mpi)
+    assert masks == [len(MASK)]  # every thread of the process, MPI's own, too
+    assert num_cores == num_threads == NUM_CORES
+    assert "--bind-to" not in said
+
+
+def test_one_core_that_was_asked_for_stays_and_is_said(mpi: Mpi) -> None:
+    masks, num_cores, num_threads, said = show(mpi, "--bind-to", "core")
+    assert masks[0] < len(MASK)
+    assert num_cores == num_threads == min(masks[0], NUM_CORES)
+    assert said.count("each rank is bound to one core") == 1
+    assert "mpirun --bind-to none" in said
+
+
+def test_no_binding_that_was_asked_for_stays(mpi: Mpi) -> None:
+    masks, num_cores, _, said = show(mpi, "--bind-to", "none")
+    assert (masks, num_cores) == ([len(MASK)], NUM_CORES)
+    assert "bound" not in said
+
+
+def test_cores_that_the_job_was_not_given_are_not_taken(mpi: Mpi) -> None:
+    core = str(min(os.sched_getaffinity(0)))
+    masks, num_cores, _, said = show(mpi, before=("taskset", "-c", core))
+    assert (masks, num_cores) == ([1], 1)
+    assert "bound" not in said
+
+
+@pytest.mark.parametrize(
+    ("name", "policy"),
+    [
+        ("PRTE_MCA_hwloc_default_binding_policy", "core"),
+        ("OMPI_MCA_hwloc_base_binding_policy", "core"),
+    ],
+)
+def test_a_binding_asked_for_by_a_variable_stays(
+    openmpi: Mpi, name: str, policy: str
+) -> None:
+    masks, _, _, said = show(openmpi, **{name: policy})
+    assert masks[0] < len(MASK)
+    assert said.count("each rank is bound to one core") == 1
+
+
+def test_threads_that_pbs_set_for_the_chunk_are_shared(
+    openmpi: Mpi, tmp_path: Path
+) -> None:
+    nodefile = tmp_path / "nodefile"
+    nodefile.write_text("localhost\nlocalhost\n")
+    pbs = {"PBS_JOBID": "7.head", "NCPUS": "2", "OMP_NUM_THREADS": "2"}
+    done = subprocess.run(
+        [
+            *("timeout", "-k", "10", "120", str(openmpi.mpirun), "-np", "2"),
+            *("--oversubscribe", "--host", "localhost:2", sys.executable, "-c", SHOW),
+        ],
+        env=environment(openmpi, PBS_NODEFILE=str(nodefile), **pbs),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    threads = [json.loads(line)[2] for line in done.stdout.splitlines()]
+    assert threads == [1, 1]
+    assert done.stderr.count("OMP_NUM_THREADS=2 is what PBS sets") == 1

@@ -1,0 +1,141 @@
+"""What must be equal on all ranks, as tables."""
+
+from __future__ import annotations
+
+import pytest
+
+from mpitrain.errors import TopologyError
+from mpitrain.launch import agreement
+from mpitrain.launch.agreement import Record
+from mpitrain.topology import group_by_node
+from mpitrain.world import Node
+
+
+def nodes_of(*sizes: int) -> tuple[Node, ...]:
+    return group_by_node(
+        [f"gpu{i:02}" for i, size in enumerate(sizes) for _ in range(size)]
+    )
+
+
+def records(num_ranks: int, **changes: dict) -> list[Record]:
+    """Ranks that agree, but for ``field={rank: value}``."""
+    alike = {
+        "software": {"torch": "2.15.0", "Python": "3.11"},
+        "arguments": {"device": "'auto'", "timeout_seconds": "1800.0"},
+        "clock_seconds": 1_000_000.0,
+    }
+    return [
+        Record(
+            **(alike | {f: by[rank] for f, by in changes.items() if rank in by}),
+        )
+        for rank in range(num_ranks)
+    ]
+
+
+def test_ranks_that_agree_pass() -> None:
+    four, nodes = records(4), nodes_of(2, 2)
+    agreement.check_software(four, nodes)
+    agreement.check_arguments(four)
+    agreement.check_ranks_per_node(four, nodes)
+    assert agreement.check_clocks(four, nodes) == ""
+
+
+@pytest.mark.parametrize(
+    ("sizes", "other", "words"),
+    [
+        (
+            (2, 2),
+            [2, 3],
+            "torch: 2.15.0 on gpu00 (ranks 0-1); 2.9 on gpu01 (ranks 2-3)",
+        ),
+        ((2, 1), [1], "2.15.0 on gpu00, gpu01 (ranks 0,2); 2.9 on gpu00 (rank 1)"),
+        ((1,) * 7, [6], "2.15.0 on gpu00, gpu01, gpu02, gpu03 and 2 more (ranks 0-5)"),
+    ],
+)
+def test_versions_that_differ_are_told_with_their_hosts(
+    sizes: tuple, other: list, words: str
+) -> None:
+    changed = {rank: {"torch": "2.9", "Python": "3.11"} for rank in other}
+    with pytest.raises(TopologyError) as caught:
+        agreement.check_software(
+            records(sum(sizes), software=changed), nodes_of(*sizes)
+        )
+    assert words in str(caught.value)
+    assert "Python" not in str(caught.value)
+    assert caught.value.speaker == 0
+
+
+def test_a_version_that_one_rank_does_not_tell_differs() -> None:
+    changed = {1: {"Python": "3.11"}}
+    with pytest.raises(TopologyError, match=r"2\.15\.0 on gpu00 .*unknown on gpu01"):
+        agreement.check_software(records(2, software=changed), nodes_of(1, 1))
+
+
+def test_arguments_that_differ_are_told_with_their_ranks() -> None:
+    changed = {
+        rank: {"device": "'cpu'", "timeout_seconds": "1800.0"} for rank in (1, 3)
+    }
+    with pytest.raises(TopologyError) as caught:
+        agreement.check_arguments(records(4, arguments=changed))
+    assert "device: 'auto' on ranks 0,2; 'cpu' on ranks 1,3" in str(caught.value)
+    assert "timeout" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("asked", "sizes", "found"),
+    [
+        (4, (4, 4, 4, 3), "found 3 on gpu03 (world_size=15, 4 nodes)"),
+        (4, (8,), "found 8 on gpu00"),
+        (1, (2, 1), "found 2 on gpu00"),
+        (4, (4, 4), None),
+        (4, (1,), None),  # one process where four may be: a baseline
+        (4, (2, 2), None),
+        (None, (3, 1), None),  # nobody asked for a number
+    ],
+)
+def test_ranks_per_node_other_than_asked_are_refused_by_host(
+    asked: int | None, sizes: tuple, found: str | None
+) -> None:
+    # Only rank zero's node sees mpirun.
+    seen = records(sum(sizes), per_node={0: asked})
+    if found is None:
+        agreement.check_ranks_per_node(seen, nodes_of(*sizes))
+        return
+    with pytest.raises(TopologyError) as caught:
+        agreement.check_ranks_per_node(seen, nodes_of(*sizes))
+    assert f"expected {asked} processes on every node" in str(caught.value)
+    assert found in str(caught.value)
+
+
+def test_a_node_that_the_launcher_counts_otherwise_is_refused() -> None:
+    said = dict.fromkeys(range(4), ("OMPI_COMM_WORLD_LOCAL_SIZE", 2))
+    with pytest.raises(TopologyError) as caught:
+        agreement.check_ranks_per_node(records(4, local_size=said), nodes_of(4))
+    assert "started 2 processes on gpu00 (OMPI_COMM_WORLD_LOCAL_SIZE=2)" in str(
+        caught.value
+    )
+    assert "4 say that they run there (ranks 0-3)" in str(caught.value)
+    agreement.check_ranks_per_node(records(4, local_size=said), nodes_of(2, 2))
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [(0.0, ""), (59.0, ""), (-120.0, "120 s apart"), (120.0, "120 s apart")],
+)
+def test_clocks_a_minute_apart_are_said(seconds: float, words: str) -> None:
+    changed = {2: 1_000_000.0 + seconds, 3: 1_000_000.0 + seconds}
+    said = agreement.check_clocks(records(4, clock_seconds=changed), nodes_of(2, 2))
+    assert words in said
+    assert bool(said) == bool(words)
+
+
+def test_clocks_five_minutes_apart_are_refused_by_host() -> None:
+    changed = {1: 1_000_000.0 - 400}
+    with pytest.raises(TopologyError) as caught:
+        agreement.check_clocks(records(3, clock_seconds=changed), nodes_of(1, 1, 1))
+    assert "400 s apart: 1970-01-12 13:40:00 on gpu01 and" in str(caught.value)
+
+
+def test_one_rank_that_is_late_is_no_wrong_clock() -> None:
+    changed = {1: 1_000_900.0}
+    assert agreement.check_clocks(records(2, clock_seconds=changed), nodes_of(2)) == ""

@@ -1,0 +1,314 @@
+"""Which GPU is whose: the plan, and what it is made from, as tables."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from fake_gpus import build_nvml
+
+from mpitrain.errors import TopologyError
+from mpitrain.launch import devices, nccl, nvml
+from mpitrain.launch.devices import GLOO, NCCL
+from mpitrain.launch.gpus import Gpu, Sight, named_by_driver
+from mpitrain.topology import group_by_node
+from mpitrain.world import Node
+
+OLD = nccl.why_not_shared((2, 28, 9), {})
+NEW = nccl.why_not_shared((2, 30, 7), {})
+
+
+def nodes_of(*sizes: int) -> tuple[Node, ...]:
+    names = [f"gpu{i:02}" for i, size in enumerate(sizes) for _ in range(size)]
+    return group_by_node(names)
+
+
+def sees(*uuids: str, mode: int = 0, why_not: str = OLD, mps: bool = False) -> Sight:
+    gpus = tuple(Gpu(uuid=uuid, compute_mode=mode) for uuid in uuids)
+    return Sight(gpus=gpus, has_nccl=True, why_not_shared=why_not, mps=mps)
+
+
+@pytest.mark.parametrize(
+    ("visible", "sizes", "expected", "backend"),
+    [
+        ([()] * 8, (8,), ["cpu"] * 8, GLOO),
+        ([("a",)], (1,), ["cuda:0"], NCCL),
+        ([("a", "b")] * 2, (2,), ["cuda:0", "cuda:1"], NCCL),
+        # Fewer ranks than GPUs.
+        ([("a", "b", "c")], (1,), ["cuda:0"], NCCL),
+        # Two nodes whose GPUs are others, though each counts from 0.
+        ([("a",), ("b",)], (1, 1), ["cuda:0", "cuda:0"], NCCL),
+        # --gpus-per-task=1: every rank sees one GPU, its own.
+        ([("a",), ("b",)], (2,), ["cuda:0", "cuda:0"], NCCL),
+        # A wrapper that gives the ranks of a socket the GPUs of that socket.
+        (
+            [("a", "b"), ("c", "d")] * 2,
+            (4,),
+            ["cuda:0", "cuda:0", "cuda:1", "cuda:1"],
+            NCCL,
+        ),
+        # CUDA_VISIBLE_DEVICES differs between the ranks of a node, and overlaps.
+        ([("a", "b"), ("b", "a")], (2,), ["cuda:0", "cuda:0"], NCCL),
+        ([("a", "b"), ("a",)], (2,), ["cuda:1", "cuda:0"], NCCL),
+        # More ranks than GPUs share them.
+        ([("a",)] * 8, (8,), ["cuda:0"] * 8, GLOO),
+        ([("a", "b")] * 3, (3,), ["cuda:0", "cuda:1", "cuda:0"], GLOO),
+        # Shared on one node only is shared.
+        ([("a",), ("b",), ("b",)], (1, 2), ["cuda:0"] * 3, GLOO),
+    ],
+)
+def test_the_plan_gives_each_rank_a_device(
+    visible: list, sizes: tuple, expected: list, backend: str
+) -> None:
+    plan = devices.plan([sees(*uuids) for uuids in visible], nodes_of(*sizes))
+    assert list(plan.devices) == expected
+    assert plan.backend == backend
+    assert plan.shared == (backend == GLOO and expected[0] != "cpu")
+
+
+@pytest.mark.parametrize("why_not", [OLD, NEW], ids=["nccl-2.28", "nccl-2.30"])
+@pytest.mark.parametrize("num_nodes", [1, 2])
+@pytest.mark.parametrize("num_gpus", [0, 1, 2, 4, 8])
+@pytest.mark.parametrize("num_ranks", range(1, 9))
+def test_any_number_of_ranks_trains_on_any_number_of_gpus(
+    num_ranks: int, num_gpus: int, num_nodes: int, why_not: str
+) -> None:
+    seen = [
+        sees(*(f"{node}-{i}" for i in range(num_gpus)), why_not=why_not)
+        for node in range(num_nodes)
+        for _ in range(num_ranks)
+    ]
+    nodes = nodes_of(*[num_ranks] * num_nodes)
+    plan = devices.plan(seen, nodes)
+    if num_gpus == 0:
+        assert (set(plan.devices), plan.backend) == ({"cpu"}, GLOO)
+        assert devices.warnings_of(plan) == []
+        return
+    for node in nodes:
+        # Local rank i takes device i; then it goes round.
+        assert [plan.devices[rank] for rank in node.ranks] == [
+            f"cuda:{i % num_gpus}" for i in range(num_ranks)
+        ]
+    load = Counter(plan.gpus)
+    assert max(load.values()) == plan.ranks_per_gpu == -(-num_ranks // num_gpus)
+    assert max(load.values()) - min(load.values()) <= 1
+    assert plan.shared == (num_ranks > num_gpus)
+    assert plan.backend == (GLOO if plan.shared and why_not else NCCL)
+    assert len(devices.warnings_of(plan)) == plan.shared
+
+
+def test_sharing_by_gloo_says_why_and_what_it_costs() -> None:
+    (said,) = devices.warnings_of(devices.plan([sees("a")] * 8, nodes_of(8)))
+    assert "up to 8 ranks share a GPU and NCCL 2.28.9 refuses it" in said
+    assert "through host memory" in said
+
+
+def test_sharing_by_nccl_says_where_mps_does_not_run() -> None:
+    seen = [sees("a", why_not=NEW, mps=True)] * 2 + [sees("b", why_not=NEW)] * 2
+    (said,) = devices.warnings_of(devices.plan(seen, nodes_of(2, 2)))
+    assert "without CUDA MPS on gpu01" in said
+    assert "nvidia-cuda-mps-control -d" in said
+    assert devices.warnings_of(devices.plan(seen[:2], nodes_of(2))) == []
+
+
+def test_one_rank_that_cannot_share_decides_for_all() -> None:
+    seen = [sees("a", why_not=NEW), sees("a", why_not=OLD)]
+    assert devices.plan(seen, nodes_of(2)).backend == GLOO
+
+
+def test_without_nccl_it_is_gloo_even_for_a_gpu_each() -> None:
+    seen = [Sight(gpus=(Gpu(uuid=x),), has_nccl=False) for x in "ab"]
+    plan = devices.plan(seen, nodes_of(2))
+    assert plan.backend == GLOO
+    assert "torch has no NCCL here" in devices.warnings_of(plan)[0]
+
+
+def test_slices_of_one_gpu_are_devices_of_their_own_that_nccl_counts_as_one() -> None:
+    """NCCL knows a MIG slice by its GPU (nccl issue 1716)."""
+    gpus = [Gpu(uuid=f"MIG-{i}", chip="a") for i in range(2)]
+    for why_not, backend in ((OLD, GLOO), (NEW, NCCL)):
+        seen = [Sight(gpus=(g,), has_nccl=True, why_not_shared=why_not) for g in gpus]
+        plan = devices.plan(seen, nodes_of(2))
+        assert plan.backend == backend
+        assert plan.ranks_per_gpu == 2
+        assert plan.gpus == ("MIG-0", "MIG-1")
+
+
+def test_mixed_nodes_are_refused_by_name() -> None:
+    with pytest.raises(TopologyError, match="some ranks see a GPU") as caught:
+        devices.plan([sees("a"), sees("a"), sees(), sees()], nodes_of(2, 2))
+    assert "gpu00: all of ranks 0-1 see a GPU" in str(caught.value)
+    assert "gpu01: none of ranks 2-3 sees a GPU" in str(caught.value)
+    assert caught.value.speaker == 0
+    with pytest.raises(TopologyError, match="gpu00: only ranks 1 of 0-1 see a GPU"):
+        devices.plan([sees(), sees("a")], nodes_of(2))
+
+
+def test_cuda_that_is_required_and_missing_is_refused() -> None:
+    with pytest.raises(TopologyError, match="torch sees no GPU on gpu00"):
+        devices.plan([Sight()], nodes_of(1), required=True)
+
+
+@pytest.mark.parametrize(
+    ("mode", "num_ranks", "mps", "words"),
+    [
+        (3, 1, False, None),
+        (3, 2, False, r"GPU b of gpu01 lets one process in .* ranks 2-3 share it"),
+        (3, 2, True, None),  # to the driver MPS is one process
+        (2, 1, False, "GPU b of gpu01 lets no process in"),
+    ],
+)
+def test_a_gpu_that_does_not_let_its_ranks_in_is_named(
+    mode: int, num_ranks: int, mps: bool, words: str | None
+) -> None:
+    seen = [sees("a")] * 2 + [sees("b", mode=mode, mps=mps)] * num_ranks
+    if words is None:
+        devices.plan(seen, nodes_of(2, num_ranks))
+        return
+    with pytest.raises(TopologyError, match=words) as caught:
+        devices.plan(seen, nodes_of(2, num_ranks))
+    assert caught.value.speaker == 0
+
+
+@pytest.mark.parametrize(
+    ("version", "environ", "words"),
+    [
+        ((), {}, "no NCCL"),
+        ((2, 28, 9), {}, "2.28.9"),
+        ((2, 30, 2), {}, "2.30.2"),
+        ((2, 30, 3), {}, ""),
+        ((3, 0, 0), {}, ""),
+        ((2, 30, 7), {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}, ""),
+        ((2, 30, 7), {"NCCL_MULTI_RANK_GPU_ENABLE": "0"}, "NCCL_MULTI_RANK"),
+        ((2, 30, 7), {"NCCL_NVLS_ENABLE": "1"}, "NCCL_NVLS_ENABLE=1"),
+        ((2, 30, 7), {"NCCL_NVLS_ENABLE": "2"}, ""),
+    ],
+)
+def test_why_nccl_cannot_share_is_known_before_it_starts(
+    version: tuple, environ: dict, words: str
+) -> None:
+    said = nccl.why_not_shared(version, environ)
+    assert words in said
+    assert bool(said) == bool(words)
+
+
+def test_amds_nccl_is_not_asked_to_share() -> None:
+    assert nccl.why_not_shared((2, 31, 0), {}, is_rocm=True)
+
+
+def test_what_nccl_needs_to_share_shrinks_with_the_ranks() -> None:
+    ctas = [int(nccl.shared_variables(n)["NCCL_MAX_CTAS"]) for n in (2, 4, 8, 99)]
+    assert ctas == [16, 8, 4, 1]
+
+
+def test_mps_is_known_by_its_pipe(tmp_path: Path) -> None:
+    environ = {"CUDA_MPS_PIPE_DIRECTORY": str(tmp_path)}
+    assert not nccl.mps_is_running(environ)
+    (tmp_path / "control").touch()
+    assert nccl.mps_is_running(environ)
+
+
+CARDS = tuple(
+    nvml.Card(uuid=uuid, name="H200") for uuid in ("GPU-aa1", "GPU-ab2", "GPU-b3")
+)
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (None, ["aa1", "ab2", "b3"]),
+        ("", []),
+        ("2,0", ["b3", "aa1"]),
+        (" 1 , 2", ["ab2", "b3"]),
+        ("0,7,1", ["aa1"]),  # what does not exist ends the list
+        ("0,-1,1", ["aa1"]),
+        ("NoDevFiles", []),
+        ("0,0", []),  # twice is nothing
+        ("1gpu2", ["ab2"]),  # C's strtoul
+        ("GPU-b3,GPU-aa1", ["b3", "aa1"]),
+        ("GPU-b,GPU-aa", ["b3", "aa1"]),  # beginnings, as long as they are one's
+        ("GPU-a", []),
+        ("GPU-b,GPU-a", ["b3"]),
+    ],
+)
+def test_cuda_visible_devices_is_read_as_cuda_does(
+    value: str | None, expected: list
+) -> None:
+    found = named_by_driver(value, "", CARDS, lambda uuid: None)
+    assert found is not None
+    assert [gpu.uuid for gpu in found] == expected
+
+
+@pytest.mark.parametrize(
+    ("parent", "chip"), [("GPU-aa1", "aa1"), (None, "unknown")], ids=str
+)
+def test_slices_are_named_by_themselves_and_their_gpu(
+    parent: str | None, chip: str
+) -> None:
+    found = named_by_driver("MIG-1,MIG-2,0", "", CARDS, lambda uuid: parent)
+    assert found == (Gpu(uuid="MIG-1", chip=chip), Gpu(uuid="MIG-2", chip=chip))
+
+
+CUT = (*CARDS[:2], nvml.Card(uuid="GPU-c", name="H200", mig=True))
+MIXED = (*CARDS[:2], nvml.Card(uuid="GPU-c", name="T4"))
+
+
+@pytest.mark.parametrize(
+    ("value", "order", "cards", "told"),
+    [
+        (None, "", None, False),
+        (None, "", CUT, False),
+        (None, "", MIXED, False),  # CUDA counts the fastest first
+        ("0,1", "FASTEST_FIRST", MIXED, False),
+        ("0,1", "PCI_BUS_ID", MIXED, True),
+        ("GPU-c", "", MIXED, True),
+    ],
+)
+def test_where_the_driver_cannot_tell_torch_is_asked(
+    value: str | None, order: str, cards: tuple | None, told: bool
+) -> None:
+    found = named_by_driver(value, order, cards, lambda uuid: None)
+    assert (found is not None) == told
+
+
+def test_without_a_driver_there_are_no_cards() -> None:
+    assert nvml.cards("libno-such-driver.so.1") is None
+    assert nvml.parent_of("MIG-1", "libno-such-driver.so.1") is None
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("", None),  # the driver is there, and not loaded
+        ("a1,b2", [("GPU-a1", 0, False), ("GPU-b2", 0, False)]),
+        ("xa,pb", [("GPU-xa", 3, False), ("GPU-pb", 2, False)]),
+        ("m1", [("GPU-m1", 0, True)]),
+    ],
+)
+def test_the_drivers_library_is_called_as_its_header_says(
+    given: str, expected: list | None, fake_nvml: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKE_GPUS", given)
+    found = nvml.cards(str(fake_nvml))
+    if expected is None:
+        assert found is None
+        return
+    assert found is not None
+    assert [(c.uuid, c.compute_mode, c.mig) for c in found] == expected
+    assert nvml.parent_of("MIG-1", str(fake_nvml)) == "GPU-parent"
+    assert nvml.parent_of("GPU-a1", str(fake_nvml)) is None
+
+
+@pytest.fixture(scope="module")
+def fake_nvml(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The driver's library, as far as it goes without a GPU."""
+    return build_nvml(tmp_path_factory.mktemp("nvml"))
+
+
+def test_the_order_of_ranks_does_not_change_who_shares() -> None:
+    """Whatever each rank sees, nobody shares while a GPU that it sees is free."""
+    for seen in itertools.permutations([("a",), ("b", "a"), ("c", "a", "b")]):
+        plan = devices.plan([sees(*uuids) for uuids in seen], nodes_of(3))
+        assert not plan.shared, seen
