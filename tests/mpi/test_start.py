@@ -5,13 +5,11 @@ from __future__ import annotations
 import os
 import socket
 import time
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
 
-from mpitrain.errors import LaunchError, RemoteError, UsageError
-from mpitrain.launch import network
+from mpitrain.errors import RemoteError, UsageError
 from mpitrain.topology import all_or_none, locate, on_rank_zero, wait_for_all
 from mpitrain.world import World
 
@@ -69,15 +67,6 @@ def test_threads_do_not_outnumber_cores(world: World) -> None:
     assert world.num_threads == 1 or world.num_threads * world.local_world_size <= cores
 
 
-def test_on_one_node_the_store_listens_on_loopback_alone(world: World) -> None:
-    if world.num_nodes > 1:
-        return
-    assert world.master_addr == "127.0.0.1"
-    for address in network.own_addresses():
-        with pytest.raises(OSError, match=r"refused|unreachable|timed out"):
-            socket.create_connection((address, world.master_port), timeout=1).close()
-
-
 def test_an_error_on_one_rank_is_raised_on_all(comm: MPI.Intracomm) -> None:
     culprit = comm.size - 1
 
@@ -131,49 +120,3 @@ def test_waiting_gives_up_in_time_and_does_not_spin(comm: MPI.Intracomm) -> None
         assert time.process_time() - cpu_seconds < 0.2
     # The barrier that was given up is still open on rank zero: nobody frees `own`.
     wait_for_all(comm)
-
-
-def on_a_node_each(world: World) -> World:
-    """The same ranks, as if each were on a node of its own."""
-    return replace(
-        world,
-        nodes=tuple(
-            replace(world.nodes[0], hostname=f"h{rank}", ranks=(rank,))
-            for rank in range(world.world_size)
-        ),
-        node_rank=world.rank,
-        local_rank=0,
-        local_world_size=1,
-    )
-
-
-def test_ranks_of_several_nodes_meet_at_an_address_all_reach(
-    comm: MPI.Intracomm, world: World
-) -> None:
-    """Each rank plays a node of its own, on the machine's real network."""
-    apart = on_a_node_each(world)
-    if comm.size > 1 and not network.own_addresses():
-        with pytest.raises(LaunchError, match="no address of rank zero's host"):
-            network.find_rendezvous(comm, apart)
-        return
-    found = network.find_rendezvous(comm, apart)
-    assert len(set(comm.allgather((found.address, found.port)))) == 1
-    assert (found.listener is not None) == (comm.rank == 0)
-    assert found.interface
-    wait_for_all(comm)
-    if found.listener is not None:
-        assert found.listener.getsockname()[:2] == (found.address, found.port)
-        found.listener.close()
-
-
-def test_no_common_address_is_one_error_with_the_table(
-    comm: MPI.Intracomm, world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if comm.size == 1:
-        return  # a world of one has nobody who could not reach it
-    apart = on_a_node_each(world)
-    monkeypatch.setattr(network, "own_addresses", lambda: ("192.0.2.1", "127.0.0.3"))
-    monkeypatch.setattr(network, "connect_to_each", lambda offers: {})
-    with pytest.raises(LaunchError, match=r"h1: reached none of them") as caught:
-        network.find_rendezvous(comm, apart)
-    assert caught.value.speaker == 0
