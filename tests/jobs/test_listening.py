@@ -112,4 +112,4 @@ def test_a_port_scanner_does_not_break_the_start(openmpi: Mpi, tmp_path: Path) -
     assert "went on after" in done.out
     assert ": 1.0" in done.out
     knocks = int(done.out.partition("went on after ")[2].split()[0])
-    assert knocks > 100
+    assert knocks > 20
