@@ -18,8 +18,13 @@ import torch, torch.distributed as dist
 comm = start_mpi()
 
 def listeners():
-    found = psutil.Process().net_connections("tcp")
-    return sorted(tuple(c.laddr) for c in found if c.status == psutil.CONN_LISTEN)
+    own = psutil.Process()
+    return sorted(
+        tuple(c.laddr)
+        for process in [own, *own.children(recursive=True)]
+        for c in process.net_connections("tcp")
+        if c.status == psutil.CONN_LISTEN
+    )
 
 comm.allreduce(1)
 of_mpi = listeners()
