@@ -2,49 +2,75 @@
 
 A host has many addresses, and its own name may resolve to one that others cannot
 reach: ``127.0.1.1`` on Debian, a container bridge, a filtered network. So rank zero
-listens on each, one rank of every other node connects to each, and the first address
-that all of them reached is taken.
+listens on each, one rank of every other node connects to each and has it prove that it
+is rank zero, and of those that all of them reached the one on the fastest class of
+interface is taken.
 """
 
 from __future__ import annotations
 
 import contextlib
+import secrets
 import socket
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from mpitrain.errors import LaunchError, agreed
+from mpitrain.launch import probe
+from mpitrain.launch.choice import (
+    UNKNOWN,
+    Attempt,
+    Offer,
+    Report,
+    check_interface,
+    choose,
+)
+from mpitrain.launch.interfaces import (
+    Interface,
+    find_interfaces,
+    interface_with,
+    is_loopback,
+    is_usable,
+)
 from mpitrain.topology import wait_for_all
 from mpitrain.world import World
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-LOOPBACK = "127.0.0.1"
 CONNECT_SECONDS = 3.0
-"""How long one connection may take; all addresses are tried at once."""
+"""How long one connection may take; all addresses are tried at once. A lost first
+packet is sent again after one second."""
+
+NAME_SECONDS = 1.0
+"""How long this host's own name may take to resolve."""
+
+MAX_CONNECTIONS = 64
+"""How many connections of one rank are tried at once."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rendezvous:
-    """Where rank zero is reached. `address` and `port` are equal on all ranks."""
+    """Where rank zero is reached. `address`, `port`, `why` are equal on all ranks."""
 
     address: str
     """Numeric IP address of rank zero's host, IPv4 or IPv6."""
     port: int
     """The port that rank zero has bound there."""
-    interface: str
-    """This node's network interface towards it, such as ``"ib0"``; ``""``: unknown."""
+    why: str
+    """Why this address, for people."""
+    own_address: str
+    """This node's own address on that network; on rank zero's node it is `address`."""
+    interface: Interface
+    """This node's network interface with `own_address`."""
     listener: socket.socket | None
     """The bound and listening socket on rank zero, ``None`` elsewhere."""
 
 
 def find_rendezvous(
-    comm: MPI.Intracomm,
-    world: World,
-    interface: str | None = None,  # noqa: ARG001
+    comm: MPI.Intracomm, world: World, interface: str | None = None
 ) -> Rendezvous:
     """Bind a port on rank zero and find an address of it that all nodes reach.
 
@@ -60,70 +86,118 @@ def find_rendezvous(
         open to the outside.
 
     Raises:
-        LaunchError: No address is reached by all nodes, with the table of who reached
-            what. Raised on every rank or on none.
+        LaunchError: A node lacks `interface`, or no address is reached by all nodes,
+            with the table of who reached what. Raised on every rank or on none.
     """
-    with contextlib.ExitStack() as others:
-        listeners: dict[tuple[str, int], socket.socket] = {}
+    leads = world.local_rank == 0
+    mine = find_interfaces() if leads else ()
+    with contextlib.ExitStack() as stack:
+        listeners: list[socket.socket] = []
+        offers: list[Offer] = []
         if world.is_rank_zero:
             alone = world.num_nodes == 1
-            for address in [LOOPBACK] if alone else own_addresses():
-                with contextlib.suppress(OSError):  # an interface that went away
-                    sock = others.enter_context(listen(address))
-                    listeners[_name(sock)] = sock
-        offers: list[tuple[str, int]] = comm.bcast(list(listeners))
-        leads = world.local_rank == 0 and world.node_rank > 0
-        reached = connect_to_each(offers) if leads else {}
-        wait_for_all(comm)
-        by_rank = comm.allgather(reached)
-        leaders = [node.ranks[0] for node in world.nodes]
-        by_host = {
-            world.nodes[i].hostname: sorted(by_rank[leaders[i]])
-            for i in range(1, world.num_nodes)
+            wanted = addresses_to_offer(mine, interface, alone=alone)
+            for sock, offer in _listen_on_each(wanted):
+                listeners.append(stack.enter_context(sock))
+                offers.append(offer)
+        secret, offers = comm.bcast((secrets.token_bytes(32), offers))
+        report = None
+        with contextlib.ExitStack() as while_others_ask:
+            if listeners and world.num_nodes > 1:
+                while_others_ask.enter_context(probe.answering(listeners, secret))
+            if leads:
+                is_other_node = world.node_rank > 0
+                report = look(offers if is_other_node else (), secret, mine, interface)
+            wait_for_all(comm)
+        by_rank: list[Report | None] = comm.allgather(report)
+        reports = {
+            node.hostname: found
+            for node in world.nodes
+            if (found := by_rank[node.ranks[0]]) is not None
         }
-        chosen = choose(offers, by_host)
+        if interface is not None:
+            check_interface(interface, reports)
+        zero, *others = reports
+        attempts = {host: reports[host].attempts for host in others}
+        index = choose(zero, offers, attempts)
         # The original sockets are closed here, on every way out.
-        listener = listeners[chosen].dup() if listeners else None
-    if listener is not None:
-        _drain(listener)
-    sources = by_rank[leaders[world.node_rank]]
-    own = sources[offers.index(chosen)] if world.node_rank > 0 else chosen[0]
+        listener = listeners[index].dup() if listeners else None
+    chosen = offers[index]
+    own_address, own_interface = chosen.address, chosen.interface
+    if world.node_rank > 0:
+        own = attempts[world.hostname][index]
+        own_address, own_interface = own.source, own.interface or UNKNOWN
     return Rendezvous(
-        address=chosen[0],
-        port=chosen[1],
-        interface=interface_of(own),
+        address=chosen.address,
+        port=chosen.port,
+        why=f"{chosen.interface}; "
+        + (f"reached by all {world.num_nodes} nodes" if others else "one node"),
+        own_address=own_address,
+        interface=own_interface,
         listener=listener,
     )
 
 
-def own_addresses() -> tuple[str, ...]:
-    """Return the addresses of this host that others might reach.
+def addresses_to_offer(
+    interfaces: Sequence[Interface], name: str | None, *, alone: bool
+) -> list[tuple[str, Interface]]:
+    """Return the addresses at which rank zero listens, with their interfaces.
 
-    Those that the host's own name resolves to come first, since administrators put the
-    network meant for jobs there; then IPv4, then IPv6. Loopback, link-local addresses
-    and interfaces that are down are left out.
+    Args:
+        interfaces: Those of this host.
+        name: The one that was asked for; ``None``: no matter which.
+        alone: Whether there is no other node.
+
+    Returns:
+        On one node one loopback address, so that no port is open to the outside; on
+        several all others; those of the one that was asked for in any case.
     """
-    import psutil
+    usable = [
+        (address, interface)
+        for interface in interfaces
+        for address in interface.addresses
+        if is_usable(address)
+    ]
+    if name is not None:
+        return [entry for entry in usable if entry[1].name == name]
+    outside = [entry for entry in usable if not is_loopback(entry[0])]
+    return [entry for entry in usable if entry not in outside][:1] if alone else outside
 
-    up = {name for name, stats in psutil.net_if_stats().items() if stats.isup}
-    found = [
-        (entry.family, entry.address)
-        for name, entries in psutil.net_if_addrs().items()
-        for entry in entries
-        if name in up and entry.family in (socket.AF_INET, socket.AF_INET6)
-    ]
-    outside = [
-        (family, address)
-        for family, address in found
-        if not address.startswith(("127.", "169.254.", "fe80:")) and address != "::1"
-    ]
-    named: set[str] = set()
-    with contextlib.suppress(OSError):
-        named = {
-            str(info[4][0]) for info in socket.getaddrinfo(socket.gethostname(), None)
-        }
-    outside.sort(key=lambda entry: (entry[1] not in named, entry[0]))
-    return tuple(address for _, address in outside)
+
+def _listen_on_each(
+    addresses: Sequence[tuple[str, Interface]],
+) -> list[tuple[socket.socket, Offer]]:
+    named = named_addresses()
+    found = []
+    for address, interface in addresses:
+        with contextlib.suppress(OSError):  # it went away, or is not yet ready
+            sock = listen(address)
+            offer = Offer(
+                address=address,
+                port=sock.getsockname()[1],
+                interface=interface,
+                is_named=address in named,
+            )
+            found.append((sock, offer))
+    return found
+
+
+def named_addresses() -> set[str]:
+    """Return the addresses that this host's own name resolves to.
+
+    It is only a preference: a name server that does not answer costs one second.
+    """
+    found: set[str] = set()
+
+    def resolve() -> None:
+        with contextlib.suppress(OSError):
+            infos = socket.getaddrinfo(socket.gethostname(), None)
+            found.update(str(info[4][0]) for info in infos)
+
+    thread = threading.Thread(target=resolve, daemon=True)
+    thread.start()
+    thread.join(NAME_SECONDS)
+    return set(found)
 
 
 def listen(address: str) -> socket.socket:
@@ -134,6 +208,9 @@ def listen(address: str) -> socket.socket:
 
     Returns:
         The listening socket.
+
+    Raises:
+        OSError: It is no address of this host, or no port is free.
     """
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)
@@ -146,86 +223,55 @@ def listen(address: str) -> socket.socket:
     return sock
 
 
-def connect_to_each(offers: Sequence[tuple[str, int]]) -> dict[int, str]:
-    """Try to connect to every offer at once.
+def look(
+    offers: Sequence[Offer],
+    secret: bytes,
+    interfaces: Sequence[Interface],
+    name: str | None = None,
+) -> Report:
+    """Try to reach every offer, all at once.
 
     Args:
-        offers: Addresses and ports.
+        offers: Where rank zero says that it listens.
+        secret: What only the ranks of this job know.
+        interfaces: Those of this host.
+        name: The interface to come from; ``None``: as the system routes it.
 
     Returns:
-        For each offer that answered, by its index: the address of this host that the
-        connection came from.
+        What this node found, in the order of `offers`.
     """
+    sources: list[str | None] = [None]
+    if name is not None:
+        own = [interface for interface in interfaces if interface.name == name]
+        if not own:
+            names = tuple(interface.name for interface in interfaces)
+            return Report(other_interfaces=names)
+        sources = [*filter(is_usable, own[0].addresses)]
 
-    def attempt(offer: tuple[str, int]) -> str | None:
-        try:
-            with socket.create_connection(offer, timeout=CONNECT_SECONDS) as sock:
-                return str(sock.getsockname()[0])
-        except OSError:
-            return None
-
-    if not offers:
-        return {}
-    with ThreadPoolExecutor(max_workers=len(offers)) as pool:
-        sources = list(pool.map(attempt, offers))
-    return {i: source for i, source in enumerate(sources) if source is not None}
-
-
-def choose(
-    offers: Sequence[tuple[str, int]], reached: Mapping[str, Sequence[int]]
-) -> tuple[str, int]:
-    """Choose the first offer that every other node reached.
-
-    Args:
-        offers: Rank zero's addresses and ports, in order of preference.
-        reached: For each of the other nodes, by host name: the offers it reached.
-
-    Returns:
-        The chosen address and port.
-
-    Raises:
-        LaunchError: There is none.
-
-    >>> choose([("10.0.0.1", 1), ("10.1.0.1", 2)], {"b": [0, 1], "c": [1]})
-    ('10.1.0.1', 2)
-    """
-    for index, offer in enumerate(offers):
-        if all(index in found for found in reached.values()):
-            return offer
-    rows = [
-        f"  {host}: reached "
-        + (", ".join(offers[index][0] for index in found) or "none of them")
-        for host, found in reached.items()
-    ]
-    raise agreed(
-        LaunchError(
-            "no address of rank zero's host is reached by all other nodes.\n"
-            f"It listened on {', '.join(address for address, _ in offers) or 'none'}.\n"
-            + "\n".join(rows)
-            + "\nExpected one network that joins all nodes. Look for a firewall, "
-            "or leave those hosts out of the job."
+    def attempt(task: tuple[int, str | None]) -> Attempt:
+        index, source = task
+        where = (offers[index].address, offers[index].port)
+        address, failure = probe.ask(
+            where, index, secret, seconds=CONNECT_SECONDS, source=source
         )
-    )
+        return Attempt(
+            source=address,
+            interface=interface_with(address, interfaces),
+            failure=failure,
+        )
 
-
-def interface_of(address: str) -> str:
-    """Return the name of this host's interface with an address, or ``""``."""
-    import psutil
-
-    for name, entries in psutil.net_if_addrs().items():
-        if any(entry.address.partition("%")[0] == address for entry in entries):
-            return name
-    return ""
-
-
-def _name(sock: socket.socket) -> tuple[str, int]:
-    host, port = sock.getsockname()[:2]
-    return str(host), int(port)
-
-
-def _drain(sock: socket.socket) -> None:
-    """Take the connections that only tried the address off the listener's queue."""
-    sock.setblocking(False)
-    with contextlib.suppress(BlockingIOError):
-        while True:
-            sock.accept()[0].close()
+    tasks = [
+        (index, source)
+        for index, offer in enumerate(offers)
+        for source in sources
+        if source is None or (":" in source) == (":" in offer.address)
+    ]
+    workers = max(1, min(len(tasks), MAX_CONNECTIONS))
+    with ThreadPoolExecutor(max_workers=workers) as pool:
+        results = list(pool.map(attempt, tasks))
+    # Of several ways to one offer the first that worked counts.
+    best = [Attempt(failure=f"{name} has no such address there")] * len(offers)
+    for (index, _), result in zip(tasks, results, strict=True):
+        if best[index].failure:
+            best[index] = result
+    return Report(attempts=tuple(best))

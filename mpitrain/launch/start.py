@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from mpitrain.launch import agreement, devices, environ, network, store, threads
+from mpitrain.launch import (
+    agreement,
+    devices,
+    environ,
+    network,
+    store,
+    threads,
+    transports,
+)
 from mpitrain.launch.config import LaunchConfig
 from mpitrain.launch.contradictions import lone_in_allocation
 from mpitrain.launch.guard import Guard
@@ -70,16 +78,20 @@ def prepare(
     with guard.stage("devices"):
         world = devices.settle(comm, world, config.device, variables)
     variables.update(environ.torchrun_variables(world))
-    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        if rendezvous.interface:
-            variables.setdefault(name, rendezvous.interface)
     with guard.stage("store"):
-        all_or_none(comm, lambda: _prepare_torch(world), f"use {world.device}")
+        all_or_none(
+            comm,
+            lambda: _prepare_torch(world, rendezvous, variables),
+            f"use {world.device}",
+        )
+        variables.update(transports.socket_variables(rendezvous, variables))
         guard.store = _open_store(comm, world, rendezvous, timeout_seconds)
     logger.info(
-        "%s, local rank %d, computes on %s with %d threads; %s, rendezvous at %s:%d",
+        "%s, local rank %d, computes on %s with %d threads; %s, rendezvous at %s:%d "
+        "(%s), from %s (%s)",
         *(world, world.local_rank, world.device, world.num_threads, world.backend),
-        *(world.master_addr, world.master_port),
+        *(world.master_addr, world.master_port, rendezvous.why),
+        *(rendezvous.own_address, rendezvous.interface),
     )
     return world
 
@@ -151,9 +163,12 @@ def _import_torch() -> None:
     import torch.distributed  # noqa: F401
 
 
-def _prepare_torch(world: World) -> None:
+def _prepare_torch(
+    world: World, rendezvous: network.Rendezvous, variables: Mapping[str, str]
+) -> None:
     import torch
 
+    transports.bind_gloo(rendezvous, variables)
     torch.set_num_threads(world.num_threads)
     if world.device != "cpu":
         torch.cuda.set_device(world.device)

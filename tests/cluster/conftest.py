@@ -47,6 +47,12 @@ def slurm(hosts: VirtualHosts) -> Slurm:
     return made
 
 
+@pytest.fixture(scope="session")
+def firewall() -> None:
+    """What the hosts' firewalls are made with."""
+    _require("nft")
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A folder as a user has it: the scripts, the package, and a `.venv`."""

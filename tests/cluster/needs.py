@@ -12,6 +12,7 @@ from pathlib import Path
 
 PACKAGES = {
     "ip": "iproute2",
+    "nft": "nftables",
     "sshd": "openssh-server",
     "munged": "munge",
     "slurmctld": "slurm-wlm",

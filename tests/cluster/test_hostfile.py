@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -37,7 +38,13 @@ def test_hosts_whose_own_names_lead_to_127_0_1_1_train_together(
 
 
 def mpirun(
-    hosts: VirtualHosts, folder: Path, names: list[str], *, slots: int, words: list[str]
+    hosts: VirtualHosts,
+    folder: Path,
+    names: list[str],
+    *,
+    slots: int,
+    words: list[str],
+    flags: Sequence[str] = (),
 ) -> subprocess.CompletedProcess[str]:
     """Start the training from the first of some hosts, on all of them."""
     command = ["mpirun", "--prefix", f"{folder}/.venv"]
@@ -47,7 +54,8 @@ def mpirun(
     if "Open MPI" not in version_of(shutil.which("mpirun", path=path)):
         give_up("these words are Open MPI's; the mpirun here is another")
     (folder / "hosts").write_text("".join(f"{name} slots={slots}\n" for name in names))
-    command += ["--hostfile", "hosts", "-x", "PATH", "python", "-m", "mpitrain", *words]
+    command += [*flags, "--hostfile", "hosts", "-x", "PATH"]
+    command += ["python", "-m", "mpitrain", *words]
     return hosts.run(
         names[0],
         command,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -32,3 +33,18 @@ def comm(job: mpitrain.Job) -> MPI.Intracomm:
 def world(job: mpitrain.Job) -> World:
     """Where this rank stands."""
     return job.world
+
+
+@pytest.fixture
+def apart(world: World) -> World:
+    """The same ranks, as if each were on a node of its own."""
+    return replace(
+        world,
+        nodes=tuple(
+            replace(world.nodes[0], hostname=f"h{rank}", ranks=(rank,))
+            for rank in range(world.world_size)
+        ),
+        node_rank=world.rank,
+        local_rank=0,
+        local_world_size=1,
+    )

@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 import socket
 import time
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
 
 from mpitrain import topology
-from mpitrain.errors import LaunchError, RemoteError, TopologyError, UsageError
-from mpitrain.launch import agreement, network
+from mpitrain.errors import RemoteError, TopologyError, UsageError
+from mpitrain.launch import agreement
 from mpitrain.launch.config import LaunchConfig
 from mpitrain.launch.launcher import Launcher
 from mpitrain.topology import all_or_none, locate, on_rank_zero, wait_for_all
@@ -85,11 +84,10 @@ def test_ranks_that_ask_for_different_things_are_refused(
 
 
 def test_clocks_are_read_at_one_moment(
-    comm: MPI.Intracomm, world: World, monkeypatch: pytest.MonkeyPatch
+    comm: MPI.Intracomm, apart: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ranks that come late have no wrong clock."""
     monkeypatch.setattr(agreement, "CLOCK_LIMIT_SECONDS", 0.5)
-    apart = on_a_node_each(world)
     time.sleep(1.0 if comm.rank == comm.size - 1 else 0.0)
     agreement.compare(comm, apart, LaunchConfig(), 60.0, Launcher(), {})
 
@@ -119,15 +117,6 @@ def test_threads_do_not_outnumber_cores(world: World) -> None:
     assert torch.get_num_threads() == world.num_threads
     cores = world.nodes[world.node_rank].num_cores
     assert world.num_threads == 1 or world.num_threads * world.local_world_size <= cores
-
-
-def test_on_one_node_the_store_listens_on_loopback_alone(world: World) -> None:
-    if world.num_nodes > 1:
-        return
-    assert world.master_addr == "127.0.0.1"
-    for address in network.own_addresses():
-        with pytest.raises(OSError, match=r"refused|unreachable|timed out"):
-            socket.create_connection((address, world.master_port), timeout=1).close()
 
 
 def test_an_error_on_one_rank_is_raised_on_all(comm: MPI.Intracomm) -> None:
@@ -183,49 +172,3 @@ def test_waiting_gives_up_in_time_and_does_not_spin(comm: MPI.Intracomm) -> None
         assert time.process_time() - cpu_seconds < 0.2
     # The barrier that was given up is still open on rank zero: nobody frees `own`.
     wait_for_all(comm)
-
-
-def on_a_node_each(world: World) -> World:
-    """The same ranks, as if each were on a node of its own."""
-    return replace(
-        world,
-        nodes=tuple(
-            replace(world.nodes[0], hostname=f"h{rank}", ranks=(rank,))
-            for rank in range(world.world_size)
-        ),
-        node_rank=world.rank,
-        local_rank=0,
-        local_world_size=1,
-    )
-
-
-def test_ranks_of_several_nodes_meet_at_an_address_all_reach(
-    comm: MPI.Intracomm, world: World
-) -> None:
-    """Each rank plays a node of its own, on the machine's real network."""
-    apart = on_a_node_each(world)
-    if comm.size > 1 and not network.own_addresses():
-        with pytest.raises(LaunchError, match="no address of rank zero's host"):
-            network.find_rendezvous(comm, apart)
-        return
-    found = network.find_rendezvous(comm, apart)
-    assert len(set(comm.allgather((found.address, found.port)))) == 1
-    assert (found.listener is not None) == (comm.rank == 0)
-    assert found.interface
-    wait_for_all(comm)
-    if found.listener is not None:
-        assert found.listener.getsockname()[:2] == (found.address, found.port)
-        found.listener.close()
-
-
-def test_no_common_address_is_one_error_with_the_table(
-    comm: MPI.Intracomm, world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if comm.size == 1:
-        return  # a world of one has nobody who could not reach it
-    apart = on_a_node_each(world)
-    monkeypatch.setattr(network, "own_addresses", lambda: ("192.0.2.1", "127.0.0.3"))
-    monkeypatch.setattr(network, "connect_to_each", lambda offers: {})
-    with pytest.raises(LaunchError, match=r"h1: reached none of them") as caught:
-        network.find_rendezvous(comm, apart)
-    assert caught.value.speaker == 0

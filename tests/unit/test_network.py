@@ -1,0 +1,442 @@
+"""Where rank zero is reached: the choice, as tables; the proof, on loopback."""
+
+from __future__ import annotations
+
+import secrets
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+from mpitrain.errors import LaunchError
+from mpitrain.launch import choice, network, probe, transports
+from mpitrain.launch.choice import Attempt, Offer, Report
+from mpitrain.launch.interfaces import (
+    Interface,
+    Kind,
+    find_interfaces,
+    kind_of,
+    speed_of,
+)
+
+SECONDS = 5.0
+"""For what comes at once where it comes at all."""
+
+
+def card(name: str, kind: Kind, speed: int = 0, *addresses: str) -> Interface:
+    return Interface(name=name, kind=kind, speed_mbps=speed, addresses=addresses)
+
+
+IB = card("ib0", "infiniband", 100_000)
+ROCE = card("eth4", "roce", 25_000)
+FAST = card("hsn0", "ethernet", 200_000)
+SLOW = card("eth0", "ethernet", 1_000)
+CLOUD = card("ens3", "ethernet")
+VETH = card("veth", "virtual", 10_000)
+VPN = card("tun0", "tunnel", 10)
+DOCKER = card("docker0", "bridge", 10_000)
+
+
+def offers_of(*interfaces: Interface, named: int = -1) -> list[Offer]:
+    return [
+        Offer(address=f"10.{i}.0.1", port=i, interface=interface, is_named=i == named)
+        for i, interface in enumerate(interfaces)
+    ]
+
+
+def reached(interface: Interface) -> Attempt:
+    return Attempt(source="10.0.0.2", interface=interface)
+
+
+@pytest.mark.parametrize(
+    ("interfaces", "named", "best"),
+    [
+        ([SLOW], -1, SLOW),
+        ([DOCKER, VPN, VETH, SLOW, ROCE, IB], -1, IB),
+        ([DOCKER, VPN, VETH, FAST, ROCE], -1, ROCE),
+        ([SLOW, FAST], 0, FAST),
+        ([CLOUD, SLOW], -1, SLOW),
+        ([DOCKER, VETH], 0, VETH),
+        ([DOCKER, VPN], -1, VPN),
+        ([DOCKER], -1, DOCKER),
+        # A tie: the first, unless the host's name says otherwise.
+        ([SLOW, card("eth1", "ethernet", 1_000)], -1, SLOW),
+        ([card("eth1", "ethernet", 1_000), SLOW], 1, SLOW),
+    ],
+)
+def test_the_best_class_then_speed_then_name_wins(
+    interfaces: list, named: int, best: Interface
+) -> None:
+    offers = offers_of(*interfaces, named=named)
+    everyone = {host: [reached(end) for end in interfaces] for host in "bc"}
+    assert offers[choice.choose("a", offers, everyone)].interface == best
+    assert offers[choice.choose("a", offers, {})].interface == best
+
+
+def test_a_connection_is_as_good_as_its_slower_end() -> None:
+    offers = offers_of(IB, FAST)
+    assert choice.choose("a", offers, {"b": [reached(IB), reached(FAST)]}) == 0
+    # b has no InfiniBand: what reached ib0 there went over a router.
+    over_router = {"b": [reached(SLOW), reached(FAST)]}
+    assert choice.choose("a", offers, over_router) == 1
+
+
+def test_ipv4_is_taken_before_ipv6_where_all_else_is_equal() -> None:
+    offers = [
+        Offer(address=address, port=1, interface=SLOW)
+        for address in ("fd00::1", "10.0.0.1")
+    ]
+    assert choice.choose("a", offers, {"b": [reached(SLOW)] * 2}) == 1
+
+
+@pytest.mark.parametrize(
+    ("failing", "expected"),
+    [
+        ({"b": []}, 0),
+        ({"b": [0], "c": []}, 1),
+        ({"b": [0], "c": [1]}, 2),
+        ({"b": [0, 1], "c": [1]}, 2),
+    ],
+)
+def test_only_what_every_node_reached_is_chosen(failing: dict, expected: int) -> None:
+    interfaces = [IB, ROCE, SLOW]
+    attempts = {
+        host: [
+            Attempt(failure="refused") if i in failed else reached(end)
+            for i, end in enumerate(interfaces)
+        ]
+        for host, failed in failing.items()
+    }
+    assert choice.choose("a", offers_of(*interfaces), attempts) == expected
+
+
+def test_no_common_address_is_one_error_with_the_table() -> None:
+    lost, refused = Attempt(failure="timed out"), Attempt(failure="refused")
+    attempts = {"b": [lost, reached(DOCKER)], "c": [reached(SLOW), refused]}
+    attempts |= {f"n{i}": [lost, refused] for i in range(100)}
+    with pytest.raises(LaunchError, match="rank zero's host a is reached") as caught:
+        choice.choose("a", offers_of(SLOW, DOCKER), attempts)
+    first, second = str(caught.value).splitlines()[1:3]
+    assert first == (
+        "  10.0.0.1 (eth0, ethernet, 1000 Mb/s): "
+        "reached: c; timed out: b, n0, n1, n2, n3, n4, n5, n6 and 93 more"
+    )
+    assert second.startswith("  10.1.0.1 (docker0, bridge, 10000 Mb/s): reached: b; ")
+    assert caught.value.speaker == 0
+
+
+def test_a_missing_interface_is_named_with_those_that_are_there() -> None:
+    reports = {
+        "a": Report(),
+        "b": Report(other_interfaces=("lo", "eth0")),
+        "c": Report(other_interfaces=("eth0", "lo")),
+    }
+    with pytest.raises(LaunchError, match=r"b, c, where there is eth0, lo") as caught:
+        choice.check_interface("ib0", reports)
+    assert "'ib0'" in str(caught.value)
+    choice.check_interface("ib0", {"a": Report()})
+
+
+LO = card("lo", "loopback", 0, "127.0.0.1", "::1", "10.9.0.1")
+ETH = card("eth0", "ethernet", 0, "10.0.0.1", "fd00::1", "fe80::1")
+
+
+@pytest.mark.parametrize(
+    ("name", "alone", "expected"),
+    [
+        (None, True, ["127.0.0.1"]),
+        # An address of the host on its loopback interface, as BGP fabrics have it.
+        (None, False, ["10.9.0.1", "10.0.0.1", "fd00::1"]),
+        ("eth0", True, ["10.0.0.1", "fd00::1"]),
+        ("eth0", False, ["10.0.0.1", "fd00::1"]),
+        ("ib0", False, []),
+    ],
+)
+def test_rank_zero_offers_what_others_may_reach(
+    name: str | None, alone: bool, expected: list
+) -> None:
+    offered = network.addresses_to_offer([LO, ETH], name, alone=alone)
+    assert [address for address, _ in offered] == expected
+
+
+# What the kernel shows in /sys/class/net/<name>: files with their content, folders.
+ETHERNET = {"type": "1\n"}
+CARD = {**ETHERNET, "device/": "", "speed": "25000\n"}
+SYS = {
+    "lo": {"type": "772\n"},
+    "ib0": {"type": "32\n", "device/infiniband/mlx5_0/": "", "speed": "100000\n"},
+    "eth0": CARD,
+    "eth1": {**ETHERNET, "device/": "", "speed": "-1\n"},
+    "eth4": {**CARD, "device/infiniband/mlx5_1/": ""},
+    "wlan0": {**CARD, "wireless/": ""},
+    "veth1": {**ETHERNET, "speed": "10000\n"},
+    "docker0": {**ETHERNET, "bridge/": "", "lower_veth1/": ""},
+    "virbr0": {**ETHERNET, "bridge/": ""},
+    "br0": {**ETHERNET, "bridge/": "", "lower_eth0/": "", "lower_veth1/": ""},
+    "bond0": {**ETHERNET, "lower_eth0/": "", "lower_eth4/": ""},
+    "bond0.7": {**ETHERNET, "lower_bond0/": ""},
+    "bond1": {"type": "32\n", "lower_ib0/": ""},
+    "tun0": {"type": "65534\n", "tun_flags": "0x1001\n"},
+    "tap0": {**ETHERNET, "tun_flags": "0x1002\n"},
+    "gre1": {"type": "778\n"},
+    "loop0": {**ETHERNET, "lower_loop0/": ""},
+}
+
+
+@pytest.fixture
+def sys_class_net(tmp_path: Path) -> Path:
+    for name, entries in SYS.items():
+        for entry, text in entries.items():
+            path = tmp_path / name / entry
+            (path if entry.endswith("/") else path.parent).mkdir(
+                parents=True, exist_ok=True
+            )
+            if text:
+                path.write_text(text)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "speed"),
+    [
+        ("lo", "loopback", 0),
+        ("ib0", "infiniband", 100_000),
+        ("bond1", "infiniband", 0),
+        ("eth0", "ethernet", 25_000),
+        ("eth1", "ethernet", 0),
+        ("eth4", "roce", 25_000),
+        ("wlan0", "wireless", 25_000),
+        ("veth1", "virtual", 10_000),
+        ("docker0", "bridge", 0),
+        ("virbr0", "bridge", 0),
+        ("br0", "ethernet", 0),
+        ("bond0", "roce", 0),
+        ("bond0.7", "roce", 0),
+        ("tun0", "tunnel", 0),
+        ("tap0", "tunnel", 0),
+        ("gre1", "tunnel", 0),
+        ("loop0", "virtual", 0),
+        ("gone", "virtual", 0),
+    ],
+)
+def test_an_interface_is_classed_by_what_it_stands_on(
+    name: str, kind: Kind, speed: int, sys_class_net: Path
+) -> None:
+    assert kind_of(name, sys_class_net) == kind
+    assert speed_of(name, sys_class_net) == speed
+
+
+def test_this_host_has_a_loopback_interface() -> None:
+    found = {interface.kind: interface for interface in find_interfaces()}
+    assert "127.0.0.1" in found["loopback"].addresses
+
+
+SECRET = secrets.token_bytes(32)
+
+
+def ask(
+    listener: socket.socket, secret: bytes = SECRET, seconds: float = SECONDS
+) -> tuple[str, str]:
+    return probe.ask(listener.getsockname()[:2], 0, secret, seconds=seconds)
+
+
+def test_rank_zero_proves_itself_to_those_who_know_the_secret() -> None:
+    with network.listen("127.0.0.1") as listener, probe.answering([listener], SECRET):
+        assert ask(listener) == ("127.0.0.1", "")
+        where = listener.getsockname()[:2]
+        came = probe.ask(where, 0, SECRET, seconds=SECONDS, source="127.0.0.9")
+        assert came == ("127.0.0.9", "")
+
+
+@pytest.mark.parametrize(
+    ("secret", "index"), [(b"another", 0), (SECRET, 1)], ids=["secret", "index"]
+)
+def test_who_does_not_know_the_secret_gets_no_answer(secret: bytes, index: int) -> None:
+    with network.listen("127.0.0.1") as listener, probe.answering([listener], SECRET):
+        where = listener.getsockname()[:2]
+        came = probe.ask(where, index, secret, seconds=0.3)
+        assert came == ("", "accepted, no answer")
+
+
+def test_where_nobody_listens_is_refused_at_once() -> None:
+    gone = network.listen("127.0.0.1")
+    where = gone.getsockname()[:2]
+    gone.close()
+    assert probe.ask(where, 0, SECRET, seconds=SECONDS) == ("", "refused")
+
+
+@contextmanager
+def service(serve: Callable[[socket.socket], object]) -> Iterator[socket.socket]:
+    """Accept on loopback, and do something with every connection."""
+    with network.listen("127.0.0.1") as listener, ExitStack() as connections:
+
+        def accept() -> None:
+            with suppress(OSError):
+                while True:
+                    sock = connections.enter_context(listener.accept()[0])
+                    with suppress(OSError):
+                        serve(sock)
+
+        thread = threading.Thread(target=accept, daemon=True)
+        thread.start()
+        yield listener
+        listener.shutdown(socket.SHUT_RDWR)  # wakes accept
+        thread.join(SECONDS)
+
+
+@pytest.mark.parametrize(
+    ("serve", "failure"),
+    [
+        (lambda sock: sock.sendall(sock.recv(32)), probe.SOMEBODY_ELSE),  # an echo
+        (lambda sock: sock.sendall(b"SSH-2.0-OpenSSH\r\n"), probe.SOMEBODY_ELSE),
+        (lambda sock: sock.sendall(b"x" * 100_000), probe.SOMEBODY_ELSE),
+        (lambda sock: None, probe.SILENT),
+        (lambda sock: sock.close(), probe.SILENT),
+    ],
+)
+def test_a_look_alike_is_not_taken_for_rank_zero(serve: Callable, failure: str) -> None:
+    with service(serve) as listener:
+        assert ask(listener, seconds=0.3) == ("", failure)
+
+
+@contextmanager
+def stranger(
+    listener: socket.socket, say: Callable[[socket.socket], object]
+) -> Iterator[list[int]]:
+    """Connect again and again, say something, and keep the last ones open."""
+    stop, count = threading.Event(), [0]
+    connections: deque[socket.socket] = deque()
+
+    def connect() -> None:
+        while not stop.is_set():
+            with suppress(OSError):
+                sock = socket.create_connection(listener.getsockname(), 0.2)
+                connections.append(sock)
+                count[0] += 1
+                say(sock)
+            if len(connections) > probe.MAX_CALLERS + 10:
+                connections.popleft().close()
+
+    thread = threading.Thread(target=connect, daemon=True)
+    thread.start()
+    yield count
+    stop.set()
+    thread.join(SECONDS)
+    for sock in connections:
+        sock.close()
+
+
+@pytest.mark.parametrize(
+    "say",
+    [
+        lambda sock: None,
+        lambda sock: sock.sendall(b"G"),
+        lambda sock: sock.sendall(b"GET / HTTP/1.0\r\n\r\n" * 10),
+        lambda sock: sock.close(),
+    ],
+    ids=["silence", "a letter", "http", "gone"],
+)
+def test_a_flood_of_strangers_keeps_nobody_from_an_answer(say: Callable) -> None:
+    with (
+        network.listen("127.0.0.1") as listener,
+        probe.answering([listener], SECRET),
+        stranger(listener, say) as count,
+    ):
+        while count[0] < 2 * probe.MAX_CALLERS:  # more than may be open at once
+            time.sleep(0.001)
+        for _ in range(5):
+            assert ask(listener) == ("127.0.0.1", "")
+
+
+def test_a_listener_is_bound_to_its_address_alone() -> None:
+    with network.listen("127.0.0.1") as sock:
+        port = sock.getsockname()[1]
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.2", port), timeout=1).close()
+
+
+def rendezvous(own: str, *addresses: str, name: str = "eth0") -> network.Rendezvous:
+    return network.Rendezvous(
+        address="10.0.0.1",
+        port=1,
+        why="",
+        own_address=own,
+        interface=card(name, "ethernet", 0, *addresses),
+        listener=None,
+    )
+
+
+GLOO, NCCL = {"GLOO_SOCKET_IFNAME": "eth0"}, {"NCCL_SOCKET_IFNAME": "=eth0"}
+FAMILY = {"NCCL_SOCKET_FAMILY": "AF_INET6"}
+
+
+@pytest.mark.parametrize(
+    ("own", "environ", "files", "expected"),
+    [
+        ("10.0.0.2", {}, {}, GLOO | NCCL),
+        ("fd00::2", {}, {}, GLOO | NCCL | FAMILY),
+        ("fd00::2", {"NCCL_SOCKET_FAMILY": "AF_INET"}, {}, GLOO | NCCL),
+        ("fd00::2", {"NCCL_SOCKET_IFNAME": "eth7"}, {}, GLOO),
+        ("10.0.0.2", {"GLOO_SOCKET_IFNAME": "eth7"}, {}, NCCL),
+        ("10.0.0.2", {}, {"etc/nccl.conf": "NCCL_SOCKET_IFNAME=ib"}, GLOO),
+        ("10.0.0.2", {}, {"etc/nccl.conf": "#NCCL_SOCKET_IFNAME=ib"}, GLOO | NCCL),
+        ("10.0.0.2", {}, {"home/.nccl.conf": "A=1\nNCCL_SOCKET_IFNAME=ib"}, GLOO),
+        ("10.0.0.2", {"NCCL_CONF_FILE": "own"}, {"own": "NCCL_SOCKET_IFNAME=i"}, GLOO),
+        # NCCL reads one of the two.
+        (
+            "10.0.0.2",
+            {"NCCL_CONF_FILE": "own"},
+            {"home/.nccl.conf": "NCCL_SOCKET_IFNAME=ib"},
+            GLOO | NCCL,
+        ),
+    ],
+)
+def test_gloo_and_nccl_are_told_unless_the_user_told_them(
+    own: str, environ: dict, files: dict, expected: dict, tmp_path: Path
+) -> None:
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    environ = {"HOME": str(tmp_path / "home"), **environ}
+    if "NCCL_CONF_FILE" in environ:
+        environ["NCCL_CONF_FILE"] = str(tmp_path / environ["NCCL_CONF_FILE"])
+    found = transports.socket_variables(rendezvous(own), environ, tmp_path)
+    assert found == expected
+
+
+def test_a_label_is_told_to_gloo_and_not_to_nccl() -> None:
+    found = transports.socket_variables(rendezvous("10.0.0.2", name="eth0:1"), {})
+    assert found == {"GLOO_SOCKET_IFNAME": "eth0:1", "NCCL_SOCKET_IFNAME": "=eth0"}
+
+
+@pytest.mark.parametrize(
+    ("own", "addresses", "environ"),
+    [
+        ("127.0.0.1", ["127.0.0.1", "::1"], {}),
+        ("127.0.0.2", ["127.0.0.1", "127.0.0.2"], {"GLOO_SOCKET_IFNAME": "eth0"}),
+        ("127.0.0.1", [], {}),
+    ],
+)
+def test_gloo_is_left_alone_where_it_takes_the_address_itself(
+    own: str, addresses: list, environ: dict
+) -> None:
+    from torch.distributed import Backend
+
+    before = len(Backend.backend_list), dict(Backend._plugins)
+    transports.bind_gloo(rendezvous(own, *addresses), environ)
+    assert (len(Backend.backend_list), dict(Backend._plugins)) == before
+
+
+def test_an_older_torch_that_cannot_be_told_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import torch
+
+    monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion("2.9.1"))
+    with pytest.raises(LaunchError, match=r"gloo of torch 2\.9\.1 would listen on"):
+        transports.bind_gloo(rendezvous("10.1.0.2", "10.0.0.2", "10.1.0.2"), {})
