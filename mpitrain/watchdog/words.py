@@ -85,12 +85,13 @@ def in_words(report: Report, now: float) -> str:
     position = report.position
     if position.state is State.LEFT:
         return f"left with status 0 after {position.phase}, and waits for the others"
+    if report.is_silent(now):
+        # What it said last is a second older than the silence, and need not be so.
+        return f"no word from that host for {now - report.heard_at:.0f} s"
     parts = [position.phase]
     if position.step >= 0:
         parts.append(f"{position.step} steps done")
-    if report.is_silent(now):
-        parts.append(f"no word from its host for {now - report.heard_at:.0f} s")
-    elif report.kernel in ("T", "t"):
+    if report.kernel in ("T", "t"):
         parts.append("stopped by a signal (SIGSTOP)")
     elif report.kernel == "Z":
         parts.append("dead")

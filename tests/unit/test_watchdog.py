@@ -142,7 +142,7 @@ def test_a_host_that_is_silent_counts_by_the_limits_of_the_others() -> None:
     text, end = end_of(center, 121.2)
     assert end is not None
     assert text.startswith("[rank 1/2 gpu02] hang")
-    assert "no word from its host" in text
+    assert "no word from that host" in text
 
 
 def test_a_rank_that_was_never_heard_is_named_when_the_start_takes_too_long() -> None:
