@@ -64,7 +64,7 @@ def run(guard: Guard, asked: Asked, environ: MutableMapping[str, str]) -> None:
         )
         _prepare(guard, asked, environ)
         if guard.watched is not None:
-            guard.watched.idle()
+            guard.watched.progress("in the program")
         program.run(path, (target.name, *target.args), environ)
         leave_together(guard)
         return
@@ -86,7 +86,10 @@ def run(guard: Guard, asked: Asked, environ: MutableMapping[str, str]) -> None:
             )
         sys.argv[0] = str(main.__file__)
     _waiting[:] = [Standing(guard=guard, config=asked.config, world=world)]
-    start.watch_steps(guard, asked.config)
+    if asked.config.hang_timeout is not None:
+        start.watch_steps(guard, asked.config)
+    elif guard.watched is not None:
+        guard.watched.progress("in the script")
     # It stays: threads, `atexit` functions and pickle may look for it till the end.
     # Processes that multiprocessing spawned name its classes by the second.
     sys.modules["__main__"] = sys.modules["__mp_main__"] = main

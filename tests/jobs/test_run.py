@@ -41,7 +41,8 @@ def write(tmp_path: Path, body: str) -> str:
 
 def check_all_done(done: Done, num_ranks: int) -> None:
     assert done.status == 0, done.out + done.err
-    said = sorted(re.findall(r"^done (\d+)/(\d+)$", done.out, flags=re.MULTILINE))
+    # Not whole lines: with PYTHONUNBUFFERED the ends of lines come apart.
+    said = sorted(re.findall(r"done (\d)/(\d)", done.out))
     assert said == [(str(rank), str(num_ranks)) for rank in range(num_ranks)]
     assert "Traceback" not in done.err
 
@@ -252,26 +253,25 @@ dist.all_reduce(torch.ones(1))
         ("raise", 1, "ArithmeticError: this is the fault"),
         ("exit", 3, "sys.exit(3)"),
         ("interrupt", 130, "interrupted by Ctrl-C (SIGINT)"),
-        ("exit-hard", None, None),
-        ("kill", None, None),
+        ("exit-hard", None, "by os._exit; it was at: in the script"),
+        ("kill", None, "in the script"),
     ],
 )
 def test_every_way_out_of_a_script_ends_the_job(
-    mpi: Mpi, fault: str, status: int | None, words: str | None, tmp_path: Path
+    mpi: Mpi, fault: str, status: int | None, words: str, tmp_path: Path
 ) -> None:
     done = run(mpi, 3, write(tmp_path, FAULTY), fault, cwd=tmp_path)
     assert done.ended - float((tmp_path / "time").read_text()) < 10
     time.sleep(0.5)  # mpirun may leave a moment before the ranks it has killed
     pids = [int((tmp_path / f"pid-{rank}").read_text()) for rank in range(3)]
     assert not survivors(pids)
-    if words is None:
-        assert done.status != 0
-        assert done.ours == []  # mpirun says it
-    else:
-        assert done.status == status
-        (line,) = done.ours
-        assert line.startswith("[rank 1/3 ")
-        assert line.endswith(words)
+    assert done.status == status if status is not None else done.status != 0
+    line, *others = done.ours
+    # MPICH does not end the others when a rank leaves by os._exit: they lose their
+    # peer, and one of them may say so after it.
+    assert not others or (mpi.name == "mpich" and fault == "exit-hard")
+    assert line.startswith("[rank 1/3 ")
+    assert line.endswith(words)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
@@ -314,6 +314,24 @@ print("rank zero is through", flush=True)
     done = run(openmpi, 3, write(tmp_path, body), cwd=tmp_path)
     assert done.status == 0, done.err
     assert "rank zero is through" in done.out
+
+
+@pytest.mark.parametrize(("flags", "status"), [((), 0), (("--hang-timeout", "4"), 76)])
+def test_a_hang_is_named_when_asked_for(
+    openmpi: Mpi, flags: tuple, status: int, tmp_path: Path
+) -> None:
+    body = """
+import os, time
+import torch
+weight = torch.nn.Parameter(torch.ones(1))
+optimizer = torch.optim.SGD([weight])
+for step in range(2):
+    weight.square().sum().backward()
+    optimizer.step()
+time.sleep(20)
+"""
+    done = run(openmpi, 2, *flags, write(tmp_path, body), cwd=tmp_path)
+    assert done.status == status, done.err
 
 
 def test_threads_and_atexit_functions_may_still_communicate(
