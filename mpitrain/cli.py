@@ -28,6 +28,7 @@ from mpitrain.launch.contradictions import (
     was_launched,
 )
 from mpitrain.launch.guard import START_TIMEOUT_SECONDS
+from mpitrain.topology import all_or_none, on_rank_zero
 from mpitrain.train.config import TrainConfig
 from mpitrain.world import place
 
@@ -74,7 +75,6 @@ def train(argv: Sequence[str]) -> None:
 
     from mpitrain.launch import guarded, init
     from mpitrain.record import folder, recorder
-    from mpitrain.topology import all_or_none, on_rank_zero
 
     def prepare() -> tuple[TrainConfig, Path]:
         config = read_config(argv)
@@ -141,11 +141,26 @@ def jobscript(argv: Sequence[str]) -> None:
     output.deliver(jobscript.text_of(config, words), config.output)
 
 
+def run(argv: Sequence[str]) -> None:
+    """Run somebody's own script. Collective over all ranks that mpirun started."""
+    from mpitrain.launch import guarded, script
+    from mpitrain.launch.target import asks_only, read_words, split
+
+    if asks_only(argv) and not was_launched(os.environ):
+        read_words(argv)  # answers and raises; MPI need not start for that
+    with guarded(start_timeout_seconds=start_timeout(split(argv)[0])) as guard:
+        asked = on_rank_zero(
+            guard.comm, lambda: read_words(argv), "read the command line"
+        )
+        script.run(guard, asked, os.environ)
+
+
 HANG_TIMEOUT_SECONDS = 600.0
 """Of a training, where nobody says otherwise."""
 
 COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {
     "train": train,
+    "run": run,
     "hostfile": hostfile,
     "jobscript": jobscript,
 }

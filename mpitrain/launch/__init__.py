@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal, TypeVar
 
-from mpitrain.launch import start
+from mpitrain.launch import script, start
 from mpitrain.launch.config import Device, LaunchConfig
 from mpitrain.launch.ending import exit_status
 from mpitrain.launch.guard import START_TIMEOUT_SECONDS, Guard, guarded, leave
@@ -53,7 +53,8 @@ def init(
     rank its device, finds an address of rank zero that all nodes reach, and calls
     ``init_process_group``. Sets ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``,
     ``LOCAL_WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT`` for libraries that ask.
-    Without mpirun it is a world of one.
+    Without mpirun it is a world of one. In a script under ``python -m mpitrain run`` it
+    takes the start that stands already.
 
     Use it with ``with``: then every way out of the block ends the whole job with the
     right status. Without ``with``, an uncaught exception still ends the job through
@@ -93,7 +94,11 @@ def init(
             start_timeout=start_timeout_seconds,
             hang_timeout=hang_timeout_seconds,
         )
-        world = start.prepare(guard, config, timeout_seconds, os.environ)
+        standing = script.take(guard, config)
+        if standing is None:
+            world = start.prepare(guard, config, timeout_seconds, os.environ)
+        else:
+            world, config = standing.world, standing.config
         start.join(guard, world, timeout_seconds)
         start.watch_steps(guard, config)
     changed = {

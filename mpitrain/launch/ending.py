@@ -11,6 +11,7 @@ import os
 import sys
 import threading
 import traceback
+from types import TracebackType
 from typing import NoReturn
 
 from mpitrain.errors import MpitrainError, UsageError
@@ -67,8 +68,22 @@ def message(error: BaseException, where: str) -> str:
         line = f"[{where}] {line}"
     if isinstance(error, MpitrainError):
         return line
-    trace = "".join(traceback.format_exception(error)).rstrip()
+    frames = _from_main(error.__traceback__)
+    trace = "".join(traceback.format_exception(type(error), error, frames)).rstrip()
     return f"{trace}\n{line}"
+
+
+def _from_main(trace: TracebackType | None) -> TracebackType | None:
+    """Leave out our own frames below those of a script that we run.
+
+    Python's traceback of a script begins with ``__main__``, too.
+    """
+    found = trace
+    while found and found.tb_frame.f_globals["__name__"].startswith("mpitrain."):
+        found = found.tb_next
+    if found and found.tb_frame.f_globals["__name__"] == "__main__":
+        return found
+    return trace
 
 
 def is_consequence(error: BaseException) -> bool:
@@ -91,6 +106,12 @@ def is_consequence(error: BaseException) -> bool:
     )
 
 
+def finish_python() -> None:
+    """Join threads and run `atexit`, as the interpreter does before it ends."""
+    threading._shutdown()  # type: ignore[attr-defined]  # noqa: SLF001
+    atexit._run_exitfuncs()  # noqa: SLF001 - os._exit would skip both
+
+
 def exit_now(status: int) -> NoReturn:
     """End this process without taking the interpreter apart.
 
@@ -104,8 +125,7 @@ def exit_now(status: int) -> NoReturn:
     Args:
         status: The exit status.
     """
-    threading._shutdown()  # type: ignore[attr-defined]  # noqa: SLF001
-    atexit._run_exitfuncs()  # noqa: SLF001 - os._exit would skip both
+    finish_python()
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
         mpi.Finalize()
@@ -115,6 +135,10 @@ def exit_now(status: int) -> NoReturn:
                 found.flush()
     # C's exit, not os._exit: MPICH says goodbye to its mpiexec in a handler of C's end,
     # and takes a process without goodbye for dead (4 in 10 tries). Not PyDLL: a thread
-    # of gloo that wants Python's lock must get it.
-    ctypes.CDLL(None).exit(status)
+    # of gloo that wants Python's lock must get it. In a thread of its own: C's end
+    # would free what belongs to the main thread, and DTensor's cache there frees Python
+    # objects without the lock ("PyThreadState_Get"; torch 2.15, by gdb).
+    last = threading.Thread(target=ctypes.CDLL(None).exit, args=(status,))
+    last.start()
+    last.join()
     os._exit(status)

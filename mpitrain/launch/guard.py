@@ -327,14 +327,14 @@ def _obey_watchdog(status: int | None, text: str) -> None:
         os._exit(status)
 
 
-def leave(guard: Guard, timeout_seconds: float) -> None:
-    """Wait for the other ranks at the end, asleep and not for ever.
+def leave(guard: Guard, timeout_seconds: float | None) -> None:
+    """Wait for the other ranks at the end, asleep.
 
     Collective over all ranks.
 
     Args:
         guard: This process's guard.
-        timeout_seconds: How long others may still work.
+        timeout_seconds: How long others may still work; ``None``: for ever.
 
     Raises:
         LeftEarly: They did not come.

@@ -130,9 +130,10 @@ def watch_steps(guard: Guard, config: LaunchConfig) -> None:
     watched = guard.watched
     if watched is None:
         return
+    counted_already = watched.hang_timeout_seconds > 0
     watched.hang_timeout_seconds = config.hang_timeout or 0.0
     watched.expect_steps("before the first step")
-    if config.hang_timeout:
+    if config.hang_timeout and not counted_already:
         from torch.optim.optimizer import register_optimizer_step_post_hook
 
         register_optimizer_step_post_hook(lambda *_: watched.step_done())

@@ -1,0 +1,182 @@
+"""Somebody's own script, module or program, started as torchrun would start it.
+
+The script becomes ``__main__`` of this process: MPI, the guard and the store stand
+around it, and it may start torch.distributed by itself, by `mpitrain.init`, or never.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+from collections.abc import MutableMapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from mpitrain.errors import UsageError, agreed
+from mpitrain.flags import PROGRAM
+from mpitrain.launch import program, start
+from mpitrain.launch.config import LaunchConfig
+from mpitrain.launch.ending import exit_status, finish_python
+from mpitrain.launch.environ import script_variables
+from mpitrain.launch.guard import Guard, leave
+from mpitrain.launch.target import Asked, find_module, find_program, read_script
+from mpitrain.topology import all_or_none, wait_for_all
+from mpitrain.world import World
+
+TIMEOUT_SECONDS = 1800.0
+"""How long one answer of the store may take, while the job starts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Standing:
+    """A start without process group, for the script's own `mpitrain.init`."""
+
+    guard: Guard
+    config: LaunchConfig
+    world: World
+
+
+_waiting: list[Standing] = []
+"""At most one: what `run` has started and `take` has not yet taken."""
+
+
+def run(guard: Guard, asked: Asked, environ: MutableMapping[str, str]) -> None:
+    """Start all but the process group, run the script, and end with all ranks.
+
+    Collective over all ranks.
+
+    Args:
+        guard: The guard that stands.
+        asked: What the command line asks for.
+        environ: The environment, which is written to.
+
+    Raises:
+        LaunchError: The job cannot start; on every rank or on none.
+        UsageError: There is no such script; on every rank or on none.
+        ProgramFailed: The program ended with a status that is not 0.
+        BaseException: What the script raised, ``sys.exit(0)`` excepted.
+    """
+    comm, target = guard.comm, asked.target
+    if target.kind == "program":
+        path = all_or_none(
+            comm, lambda: find_program(target.name, environ), "find the program"
+        )
+        _prepare(guard, asked, environ)
+        if guard.watched is not None:
+            guard.watched.progress("in the program")
+        program.run(path, (target.name, *target.args), environ)
+        leave_together(guard)
+        return
+    if target.kind == "script":
+        main, code = all_or_none(
+            comm, lambda: read_script(target.name), "read the script"
+        )
+        world = _prepare(guard, asked, environ)
+        set_path(str(Path(target.name).resolve().parent))
+        sys.argv[:] = [target.name, *target.args]
+    else:
+        # After the start: packages above the module are imported to find it.
+        world = _prepare(guard, asked, environ)
+        set_path(os.getcwd())
+        sys.argv[:] = ["-m", *target.args]  # as Python has it while it looks for one
+        with guard.stage("find the module"):
+            main, code = all_or_none(
+                comm, lambda: find_module(target.name), "find the module"
+            )
+        sys.argv[0] = str(main.__file__)
+    _waiting[:] = [Standing(guard=guard, config=asked.config, world=world)]
+    if asked.config.hang_timeout is not None:
+        start.watch_steps(guard, asked.config)
+    elif guard.watched is not None:
+        guard.watched.progress("in the script")
+    # It stays: threads, `atexit` functions and pickle may look for it till the end.
+    # Processes that multiprocessing spawned name its classes by the second.
+    sys.modules["__main__"] = sys.modules["__mp_main__"] = main
+    # Functions of `atexit` run last in, first out: the script's may still communicate.
+    rank_itself = os.getpid()
+    atexit.register(_at_exit, guard, rank_itself)
+    try:
+        exec(code, main.__dict__)
+    except SystemExit as left:
+        if exit_status(left) != 0:
+            raise
+    if os.getpid() != rank_itself:  # a process that the script forked is no rank
+        finish_python()
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os._exit(0)
+
+
+def _at_exit(guard: Guard, rank_itself: int) -> None:
+    if os.getpid() == rank_itself:
+        with guard:
+            leave_together(guard)
+
+
+def _prepare(guard: Guard, asked: Asked, environ: MutableMapping[str, str]) -> World:
+    """Start all but the process group, and say so in the environment.
+
+    Collective over all ranks.
+    """
+    world = start.prepare(guard, asked.config, TIMEOUT_SECONDS, environ)
+    environ.update(script_variables(world, asked.run_id, environ))
+    return world
+
+
+def take(guard: Guard, config: LaunchConfig) -> Standing | None:
+    """Take the start that stands already, for `mpitrain.init` in a script.
+
+    Args:
+        guard: The caller's guard, which gets the store.
+        config: What the caller asks for.
+
+    Returns:
+        Where this process stands, and for what to watch it: where the caller names no
+        time for hangs, ``run``'s holds. ``None`` where nothing was started, or where it
+        was taken before: a second job is a start of its own.
+
+    Raises:
+        UsageError: It asks for another start than ``run`` made; raised on every rank
+            where all ask for the same.
+    """
+    if not _waiting:
+        return None
+    standing = _waiting.pop()
+    for name, default in (("device", "auto"), ("interface", None)):
+        asked, made = getattr(config, name), getattr(standing.config, name)
+        if asked not in (default, made):
+            raise agreed(
+                UsageError(
+                    f"the script calls mpitrain.init({name}={asked!r}), but `run` has "
+                    f"started with {made!r} already; expected the same.\n"
+                    f"Type: {PROGRAM} run --{name} {asked} ..."
+                )
+            )
+    guard.store = standing.guard.store
+    hang_timeout = config.hang_timeout or standing.config.hang_timeout
+    return replace(standing, config=replace(config, hang_timeout=hang_timeout))
+
+
+def set_path(folder: str) -> None:
+    """Let imports begin in a folder, in place of where Python began for us."""
+    if not sys.flags.safe_path:
+        sys.path[0] = folder
+
+
+def leave_together(guard: Guard) -> None:
+    """Wait for the other ranks and take down what is left of the process group.
+
+    Collective over all ranks.
+
+    Asleep and without limit: the last rank may evaluate for an hour.
+
+    Args:
+        guard: The guard that stands.
+    """
+    leave(guard, None)
+    dist = sys.modules.get("torch.distributed")
+    if dist is not None and dist.is_initialized():
+        dist.destroy_process_group()
+    wait_for_all(guard.comm)  # before rank zero takes the store away
+    guard.store = None

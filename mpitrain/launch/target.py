@@ -1,0 +1,243 @@
+"""What ``run`` is asked to run: the words of the command line, and what they name."""
+
+from __future__ import annotations
+
+import builtins
+import importlib.util
+import os
+import shutil
+import traceback
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from importlib.abc import InspectLoader, Loader
+from importlib.machinery import ModuleSpec, SourceFileLoader
+from pathlib import Path
+from types import CodeType, ModuleType
+from typing import Literal
+
+from mpitrain.errors import UsageError
+from mpitrain.flags import PROGRAM, read_flags
+from mpitrain.launch.config import LaunchConfig
+
+USAGE = f"""\
+  {PROGRAM} run [FLAGS] SCRIPT.py [ARGS]
+  {PROGRAM} run [FLAGS] -m PACKAGE.MODULE [ARGS]
+  {PROGRAM} run [FLAGS] --no-python PROGRAM [ARGS]"""
+
+Kind = Literal["script", "module", "program"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """What to run. Equal on all ranks."""
+
+    kind: Kind
+    name: str
+    """Path of a script, name of a module, or a program."""
+    args: tuple[str, ...] = ()
+    """The words after it, which are its own."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What the command line asks for. Equal on all ranks."""
+
+    config: LaunchConfig
+    target: Target
+    run_id: str
+    """A name of this start."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig(LaunchConfig):
+    """Run a script of your own, with all that torchrun would set."""
+
+
+def split(words: Sequence[str]) -> tuple[list[str], Target | None]:
+    """Part the flags of ``run`` from what to run, and from its own words.
+
+    Args:
+        words: The words after ``run``.
+
+    Returns:
+        The flags, and what to run; ``None`` where nothing is named.
+
+    >>> split(["--device", "cpu", "train.py", "--device", "x"])[0]
+    ['--device', 'cpu']
+    >>> split(["-m", "package.module", "-v"])[1]
+    Target(kind='module', name='package.module', args=('-v',))
+    """
+    with_value = {"--config"} | {
+        "--" + field.name.replace("_", "-")
+        for field in fields(RunConfig)
+        if field.type != "bool"
+    }
+    flags: list[str] = []
+    kind: Kind = "script"
+    rest = list(words)
+    while rest and rest[0].startswith("-"):
+        word = rest.pop(0)
+        if word == "-m":
+            kind = "module"
+            break
+        if word == "--":
+            break
+        if word == "--no-python":
+            kind = "program"
+            continue
+        flags.append(word)
+        if word in with_value and rest:
+            flags.append(rest.pop(0))
+    if not rest:
+        return flags, None
+    return flags, Target(kind=kind, name=rest[0], args=tuple(rest[1:]))
+
+
+def asks_only(words: Sequence[str]) -> bool:
+    """Whether ``run`` is asked for help or the version, and not its script.
+
+    >>> asks_only(["--help"]), asks_only(["train.py", "--help"])
+    (True, False)
+    """
+    return bool({"-h", "--help", "--version"} & set(split(words)[0]))
+
+
+def read_words(words: Sequence[str]) -> Asked:
+    """Read the words after ``run``.
+
+    Args:
+        words: Flags, what to run, and its own words.
+
+    Returns:
+        What is asked for, with a new `run_id`.
+
+    Raises:
+        UsageError: What stands there cannot be used.
+        Answered: Help or the version was asked for; it is printed.
+    """
+    flags, target = split(words)
+    config = read_flags(
+        RunConfig, flags, program=f"{PROGRAM} run", further=f"\nUsage:\n{USAGE}"
+    )
+    if target is None:
+        raise UsageError(f"nothing to run is named; expected one of\n{USAGE}")
+    if target.kind == "program" and config.hang_timeout is not None:
+        raise UsageError(
+            "--hang-timeout counts the optimizer steps of a script; those of a program "
+            "(--no-python) cannot be seen. Leave one of them out"
+        )
+    return Asked(config=config, target=target, run_id=str(uuid.uuid4()))
+
+
+def read_script(name: str) -> tuple[ModuleType, CodeType]:
+    """Read a script as Python would.
+
+    Args:
+        name: Its path.
+
+    Returns:
+        The module to be ``__main__``, still empty, and its code.
+
+    Raises:
+        UsageError: It cannot be read, or is no Python.
+    """
+    path = str(Path(name).absolute())
+    try:
+        source = Path(path).read_bytes()
+    except OSError as error:
+        raise UsageError(
+            f"{name!r} cannot be read as a script: {error.strerror}; looked for "
+            f"{path}. Expected one of\n{USAGE}"
+        ) from None
+    try:
+        code = compile(source, path, "exec", dont_inherit=True)
+    except (SyntaxError, ValueError) as error:
+        raise UsageError(
+            f"{name!r} is no Python:\n{_worded(error)}\n"
+            f"A program of another kind: {PROGRAM} run --no-python {name}"
+        ) from None
+    # Processes that multiprocessing spawns load the script again from its file.
+    return _main(path, SourceFileLoader("__main__", path), None), code
+
+
+def find_module(name: str) -> tuple[ModuleType, CodeType]:
+    """Find a module, or the ``__main__`` of a package, as ``python -m`` would.
+
+    Packages above it are imported.
+
+    Args:
+        name: ``"package.module"``.
+
+    Returns:
+        The module to be ``__main__``, still empty, and its code.
+
+    Raises:
+        UsageError: There is none, or it is not written in Python.
+    """
+    spec = _find_spec(name)
+    if spec is not None and spec.submodule_search_locations is not None:
+        spec = _find_spec(f"{name}.__main__")
+    code = None
+    if spec is not None and isinstance(spec.loader, InspectLoader):
+        try:
+            code = spec.loader.get_code(spec.name)
+        except (SyntaxError, ValueError) as error:
+            raise UsageError(f"-m {name} is no Python:\n{_worded(error)}") from None
+    if spec is None or code is None:
+        raise UsageError(
+            f"-m {name}: there is no such module of Python to run; expected one that "
+            f"can be imported from {os.getcwd()} or PYTHONPATH, and a package to have "
+            "a __main__.py"
+        )
+    return _main(spec.origin, spec.loader, spec), code
+
+
+def _find_spec(name: str) -> ModuleSpec | None:
+    try:
+        return importlib.util.find_spec(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not (name + ".").startswith(error.name + "."):
+            raise  # their package is there; one that it imports is not
+        return None
+    except ValueError:  # a module without spec
+        return None
+
+
+def _main(
+    file: str | None, loader: Loader | None, spec: ModuleSpec | None
+) -> ModuleType:
+    main = ModuleType("__main__")
+    main.__file__ = file
+    main.__loader__ = loader
+    main.__package__ = spec.parent if spec else None
+    main.__spec__ = spec
+    main.__dict__["__cached__"] = spec.cached if spec else None
+    main.__dict__["__builtins__"] = builtins
+    return main
+
+
+def _worded(error: Exception) -> str:
+    return "".join(traceback.format_exception_only(error)).rstrip()
+
+
+def find_program(name: str, environ: Mapping[str, str]) -> str:
+    """Find a program as a shell would.
+
+    Args:
+        name: A path, or a name on ``PATH``.
+        environ: The environment.
+
+    Returns:
+        Its path.
+
+    Raises:
+        UsageError: There is none that can be executed.
+    """
+    path = shutil.which(name, path=environ.get("PATH"))
+    if path is None:
+        raise UsageError(
+            f"--no-python {name}: expected a program on PATH, or the path of a file "
+            f"that can be executed (chmod +x), from {os.getcwd()}"
+        )
+    return path
