@@ -83,6 +83,7 @@ class Guard:
         self.on_failure: list[Callable[[str], object]] = []
         self._place = place(comm.rank, comm.size, socket.gethostname())
         self._failed = False
+        self._is_told = False  # the watchdog has said why the job ends
         self._pid = os.getpid()
 
     def __enter__(self) -> Guard:
@@ -168,6 +169,8 @@ class Guard:
         """Whether no other rank has said why the job ends."""
         if is_consequence(error):
             time.sleep(CONSEQUENCE_SECONDS)
+        if self._is_told:
+            return False
         if self.store is None:
             # Nothing to agree by: the lower ranks speak, and abort, first.
             time.sleep(1.5 * min(self.comm.rank, 2))
@@ -211,6 +214,7 @@ class Guard:
             status: The job's exit status if this is to end it; ``None``: not yet.
             text: What the screen was told and this rank shall record; may be empty.
         """
+        self._is_told = True
         if text:
             for callback in self.on_failure:
                 _within(1.0, functools.partial(callback, text))

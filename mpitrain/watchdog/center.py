@@ -29,7 +29,7 @@ launcher wakes up, sees the death, and kills the others within a millisecond."""
 SHOW_SECONDS = 1.2
 """How long to gather positions that somebody asked to see."""
 
-NOTICE_SECONDS = 3.0
+NOTICE_SECONDS = 2.0
 """How long a launcher may take to notice that a rank is gone."""
 
 ABORT_SECONDS = 7.0

@@ -1,0 +1,174 @@
+"""Anybody's script: how it ends."""
+
+from __future__ import annotations
+
+import re
+import time
+from pathlib import Path
+
+import pytest
+from launcher import Mpi, survivors
+from running import check_all_done, run, write
+
+FAULTY = """
+import os, signal, sys, time
+from pathlib import Path
+import torch, torch.distributed as dist
+
+def strike():
+    Path(f"time").write_text(str(time.time()))
+    match sys.argv[1]:
+        case "raise": raise ArithmeticError("this is the fault")
+        case "exit": sys.exit(3)
+        case "exit-hard": os._exit(5)
+        case "interrupt":
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(1)
+        case "kill": os.kill(os.getpid(), signal.SIGKILL)
+
+rank = os.environ["RANK"]
+Path(f"pid-{rank}").write_text(str(os.getpid()))
+dist.init_process_group("gloo")
+dist.all_reduce(torch.ones(1))
+if rank == "1":
+    strike()
+dist.all_reduce(torch.ones(1))
+"""
+
+
+@pytest.mark.parametrize(
+    ("fault", "status", "words"),
+    [
+        ("raise", 1, "ArithmeticError: this is the fault"),
+        ("exit", 3, "sys.exit(3)"),
+        ("interrupt", 130, "interrupted by Ctrl-C (SIGINT)"),
+        ("exit-hard", None, "by os._exit; it was at: in the script"),
+        ("kill", None, "in the script"),
+    ],
+)
+def test_every_way_out_of_a_script_ends_the_job(
+    mpi: Mpi, fault: str, status: int | None, words: str, tmp_path: Path
+) -> None:
+    done = run(mpi, 3, write(tmp_path, FAULTY), fault, cwd=tmp_path)
+    assert done.ended - float((tmp_path / "time").read_text()) < 10
+    time.sleep(0.5)  # mpirun may leave a moment before the ranks it has killed
+    pids = [int((tmp_path / f"pid-{rank}").read_text()) for rank in range(3)]
+    assert not survivors(pids)
+    assert done.status == status if status is not None else done.status != 0
+    (line,) = done.ours
+    assert line.startswith("[rank 1/3 ")
+    assert line.endswith(words)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_the_traceback_begins_with_the_script(
+    openmpi: Mpi, num_ranks: int, tmp_path: Path
+) -> None:
+    body = """
+import os
+def inner():
+    raise ArithmeticError("this is the fault")
+if os.environ["RANK"] == str(int(os.environ["WORLD_SIZE"]) - 1):
+    inner()
+"""
+    done = run(openmpi, num_ranks, write(tmp_path, body), cwd=tmp_path)
+    assert done.status == 1
+    frames = re.findall(r'File "(.*)", line \d+, in (.*)', done.err)
+    script = str(tmp_path / "script.py")
+    assert frames == [(script, "<module>"), (script, "inner")]
+    assert len(done.ours) == 1
+
+
+def test_a_rank_that_is_done_waits_asleep_for_the_others(
+    openmpi: Mpi, tmp_path: Path
+) -> None:
+    body = """
+import os, sys, time
+rank = int(os.environ["RANK"])
+if rank > 0:
+    open(f"pid-{rank}", "w").write(f"{os.getpid()}")
+    sys.exit(0)
+time.sleep(4)
+for other in (1, 2):
+    pid = open(f"pid-{other}").read()
+    ticks = lambda: sum(map(int, open(f"/proc/{pid}/stat").read().split()[13:15]))
+    before = ticks()
+    time.sleep(1)
+    assert ticks() - before < 40, "it spins"
+print("rank zero is through", flush=True)
+"""
+    done = run(openmpi, 3, write(tmp_path, body), cwd=tmp_path)
+    assert done.status == 0, done.err
+    assert "rank zero is through" in done.out
+
+
+@pytest.mark.parametrize(("flags", "status"), [((), 0), (("--hang-timeout", "4"), 76)])
+def test_a_hang_is_named_when_asked_for(
+    openmpi: Mpi, flags: tuple, status: int, tmp_path: Path
+) -> None:
+    body = """
+import os, time
+import torch
+weight = torch.nn.Parameter(torch.ones(1))
+optimizer = torch.optim.SGD([weight])
+for step in range(2):
+    weight.square().sum().backward()
+    optimizer.step()
+time.sleep(20)
+"""
+    done = run(openmpi, 2, *flags, write(tmp_path, body), cwd=tmp_path)
+    assert done.status == status, done.err
+
+
+def test_threads_and_atexit_functions_may_still_communicate(
+    openmpi: Mpi, tmp_path: Path
+) -> None:
+    body = """
+import atexit, threading, time
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+@atexit.register
+def end():
+    dist.all_reduce(torch.ones(1))
+    print(f"done {dist.get_rank()}/{dist.get_world_size()}", flush=True)
+    dist.destroy_process_group()
+def late():
+    time.sleep(1)
+    dist.all_reduce(torch.ones(1))
+threading.Thread(target=late).start()
+"""
+    check_all_done(run(openmpi, 2, write(tmp_path, body), cwd=tmp_path), 2)
+
+
+def test_a_process_that_the_script_forks_is_no_rank(
+    openmpi: Mpi, tmp_path: Path
+) -> None:
+    body = """
+import os
+child = os.fork()
+if child:
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    print(f"done {os.environ['RANK']}/{os.environ['WORLD_SIZE']}", flush=True)
+"""
+    check_all_done(run(openmpi, 2, write(tmp_path, body), cwd=tmp_path), 2)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("nothing.py",), "'nothing.py' cannot be read as a script"),
+        (("wrong.py",), "'wrong.py' is no Python"),
+        (("-m", "nothing.tool"), "-m nothing.tool: there is no such module"),
+        (("--no-python", "nothing"), "--no-python nothing: expected a program"),
+        (("--devise", "cpu", "wrong.py"), "--devise"),
+        ((), "nothing to run is named"),
+    ],
+)
+def test_what_cannot_run_is_told_once(
+    openmpi: Mpi, words: tuple, said: str, tmp_path: Path
+) -> None:
+    (tmp_path / "wrong.py").write_text("x = = 1\n")
+    done = run(openmpi, 3, *words, cwd=tmp_path)
+    assert done.status == 2
+    assert (done.out + done.err).count(said) == 1
+    assert "Traceback" not in done.err
