@@ -32,6 +32,47 @@ if TYPE_CHECKING:
 logger = logging.getLogger("mpitrain")
 
 
+def meet(
+    guard: Guard,
+    config: LaunchConfig,
+    timeout_seconds: float,
+    variables: MutableMapping[str, str],
+) -> tuple[World, network.Rendezvous]:
+    """Settle all that can be settled without torch.
+
+    Collective over all ranks.
+
+    Args:
+        guard: The guard that stands.
+        config: What was asked for.
+        timeout_seconds: Compared over the ranks.
+        variables: The environment, which is written to.
+
+    Returns:
+        Where this process stands, with its cores and threads; and where rank zero is
+        reached.
+
+    Raises:
+        LaunchError: On every rank or on none.
+    """
+    comm = guard.comm
+    with guard.stage("who is where"):
+        world = locate(comm)
+        launcher = find_launcher(os.getpid(), variables)
+        agreement.compare(comm, world, config, timeout_seconds, launcher, variables)
+    with guard.stage("network"):
+        rendezvous = network.find_rendezvous(comm, world, config.interface)
+    world = replace(world, master_addr=rendezvous.address, master_port=rendezvous.port)
+    with guard.stage("watchdog"):
+        guard.watch(world, world.master_addr)
+    alone = lone_in_allocation(variables) if world.world_size == 1 else None
+    if alone:
+        logger.warning("%s", alone)
+    with guard.stage("threads"):
+        world = threads.settle(comm, world, launcher, variables)
+    return world, rendezvous
+
+
 def prepare(
     guard: Guard,
     config: LaunchConfig,
@@ -55,20 +96,7 @@ def prepare(
         LaunchError: On every rank or on none.
     """
     comm = guard.comm
-    with guard.stage("who is where"):
-        world = locate(comm)
-        launcher = find_launcher(os.getpid(), variables)
-        agreement.compare(comm, world, config, timeout_seconds, launcher, variables)
-    with guard.stage("network"):
-        rendezvous = network.find_rendezvous(comm, world, config.interface)
-    world = replace(world, master_addr=rendezvous.address, master_port=rendezvous.port)
-    with guard.stage("watchdog"):
-        guard.watch(world, world.master_addr)
-    alone = lone_in_allocation(variables) if world.world_size == 1 else None
-    if alone:
-        logger.warning("%s", alone)
-    with guard.stage("threads"):
-        world = threads.settle(comm, world, launcher, variables)
+    world, rendezvous = meet(guard, config, timeout_seconds, variables)
     if world.rank > 0:
         # What torch's C++ warns of on every rank is said by rank zero alone, such as
         # "hostname of the client socket cannot be retrieved"; errors still come.

@@ -101,8 +101,8 @@ class Hub:
             for message in line.receive():
                 if line.rank is not None:
                     found.append((line.rank, message))
-                elif hmac.compare_digest(str(message.get("token")), self._token):
-                    line.rank = int(message["rank"])
+                elif self._is_ours(message):
+                    line.rank = message["rank"]
                     line.send({"do": "nothing"})  # so that it knows it is heard
                 else:
                     line.close()
@@ -113,6 +113,18 @@ class Hub:
                 line.close()
         self._lines = [line for line in self._lines if not line.is_closed]
         return found
+
+    def _is_ours(self, message: dict[str, Any]) -> bool:
+        token = str(message.get("token")).encode()
+        return isinstance(message.get("rank"), int) and hmac.compare_digest(
+            token, self._token.encode()
+        )
+
+    def close(self) -> None:
+        """Close all connections, and listen no more."""
+        self._listener.close()
+        for line in self._lines:
+            line.close()
 
     def broadcast(self, message: dict[str, Any]) -> None:
         """Send to every sidecar that said who it is."""
@@ -167,12 +179,18 @@ class Link:
         if now < self._next_try or (self._line and not self._line.is_closed):
             return
         self._next_try = now + 2.0
+        self.close()
         with contextlib.suppress(OSError):
             sock = socket.create_connection(self._where, timeout=1.0)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._line = Lines(sock)
             self._line.send(self._hello)
             self.heard_at = time.monotonic()
+
+    def close(self) -> None:
+        """Close the connection."""
+        if self._line is not None:
+            self._line.close()
 
     def send(self, message: dict[str, Any]) -> None:
         """Tell the center something; lost where there is no connection."""

@@ -1,0 +1,52 @@
+"""Sixty-four ranks on one machine: light ones, without torch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from launcher import Mpi, mpirun
+
+NUM_RANKS = 64
+
+SCRIPT = """
+import json, os, sys, time
+from pathlib import Path
+from mpitrain.launch import LaunchConfig, guarded, start
+from mpitrain.topology import wait_for_all
+
+with guarded(start_timeout_seconds=60) as guard:
+    world, rendezvous = start.meet(guard, LaunchConfig(), 60.0, os.environ)
+    stages = guard.comm.gather(guard.stage_seconds)
+    if world.rank == 0:
+        slowest = {name: max(s[name] for s in stages) for name in stages[0]}
+        Path("stages.json").write_text(json.dumps(slowest))
+    guard.watched.start_timeout_seconds = 4.0
+    with guard.stage("a late rank"):
+        if world.rank == 41 and sys.argv[1] == "late":
+            time.sleep(1000)
+        wait_for_all(guard.comm)
+"""
+
+
+def test_sixty_four_ranks_meet_and_the_late_one_is_named(
+    mpi: Mpi, tmp_path: Path
+) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    done = mpirun(mpi, NUM_RANKS, "script.py", "late", cwd=tmp_path)
+    assert done.status == 76, done.err
+    (line,) = done.ours
+    assert line.startswith(f"[rank 41/{NUM_RANKS} ")
+    said = done.out + done.err
+    assert "start: a late rank" in said.partition("did not arrive:")[2]
+    assert "ranks 0-40,42-63 " in said.partition("waiting for them:")[2]
+    stages = json.loads((tmp_path / "stages.json").read_text())
+    print({name: round(seconds, 3) for name, seconds in stages.items()})
+    assert list(stages) == ["who is where", "network", "watchdog", "threads"]
+
+
+def test_sixty_four_ranks_end_well(openmpi: Mpi, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    done = mpirun(openmpi, NUM_RANKS, "script.py", "in time", cwd=tmp_path)
+    assert done.status == 0, done.err
+    assert done.err == ""
