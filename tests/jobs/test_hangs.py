@@ -57,19 +57,25 @@ def check_gone(done: Done, folder: Path, seconds: float = GONE_SECONDS) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fault", "where"),
+    ("mpi", "fault", "where"),
     [
-        ("time.sleep(1000)", "script.py:15 in stuck_here"),
-        ("while True: pass", "script.py:15 in stuck_here"),
-        ("os.kill(os.getpid(), signal.SIGSTOP)", "stopped by a signal (SIGSTOP)"),
+        ("openmpi-5", "time.sleep(1000)", "script.py:15 in stuck_here"),
+        ("openmpi-4.1", "while True: pass", "script.py:15 in stuck_here"),
+        (
+            "mpich",
+            "os.kill(os.getpid(), signal.SIGSTOP)",
+            "stopped by a signal (SIGSTOP)",
+        ),
         # In C with the interpreter's lock held: no Python runs on this rank any more.
         (
+            "mpich",
             "lock = ctypes.create_string_buffer(64)\n"
             "        for _ in range(2): ctypes.PyDLL(None).pthread_mutex_lock(lock)",
             "script.py:16 in stuck_here",
         ),
     ],
     ids=["sleep", "loop", "stopped", "locked"],
+    indirect=["mpi"],
 )
 def test_a_rank_that_stands_still_is_named_and_the_job_ends_with_76(
     mpi: Mpi, fault: str, where: str, tmp_path: Path
@@ -117,10 +123,12 @@ def test_a_rank_that_left_early_is_named(openmpi: Mpi, tmp_path: Path) -> None:
     assert "left with status 0 after training, and waits for the others" in done.err
 
 
-def test_a_hang_of_a_training_has_stacks_in_every_log(mpi: Mpi, tmp_path: Path) -> None:
+def test_a_hang_of_a_training_has_stacks_in_every_log(
+    openmpi: Mpi, tmp_path: Path
+) -> None:
     words = ("-m", "mpitrain", "--name", "r", "--model", "users:Net")
     done = mpirun(
-        mpi,
+        openmpi,
         3,
         *(*words, "--hang-timeout", str(HANG_SECONDS)),
         cwd=tmp_path,
@@ -150,7 +158,15 @@ def test_honest_work_that_tells_is_no_hang(openmpi: Mpi, tmp_path: Path) -> None
     assert done.ours == []
 
 
-@pytest.mark.parametrize("fault", ["time.sleep(8)", "os.kill(os.getpid(), 19)"])
+@pytest.mark.parametrize(
+    ("mpi", "fault"),
+    [
+        ("openmpi-5", "os.kill(os.getpid(), 19)"),
+        ("openmpi-4.1", "time.sleep(8)"),
+        ("mpich", "time.sleep(8)"),
+    ],
+    indirect=["mpi"],
+)
 def test_usr1_to_mpirun_shows_where_all_are_and_changes_nothing(
     mpi: Mpi, fault: str, tmp_path: Path
 ) -> None:

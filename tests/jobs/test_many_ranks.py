@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 from launcher import Mpi, mpirun
 
 NUM_RANKS = 64
@@ -29,6 +30,7 @@ with guarded(start_timeout_seconds=60) as guard:
 """
 
 
+@pytest.mark.parametrize("mpi", ["openmpi-5", "mpich"], indirect=True)
 def test_sixty_four_ranks_meet_and_the_late_one_is_named(
     mpi: Mpi, tmp_path: Path
 ) -> None:

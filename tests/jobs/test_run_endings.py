@@ -37,14 +37,16 @@ dist.all_reduce(torch.ones(1))
 
 
 @pytest.mark.parametrize(
-    ("fault", "status", "words"),
+    ("mpi", "fault", "status", "words"),
     [
-        ("raise", 1, "ArithmeticError: this is the fault"),
-        ("exit", 3, "sys.exit(3)"),
-        ("interrupt", 130, "interrupted by Ctrl-C (SIGINT)"),
-        ("exit-hard", None, "by os._exit; it was at: in the script"),
-        ("kill", None, "in the script"),
+        ("openmpi-5", "raise", 1, "ArithmeticError: this is the fault"),
+        ("mpich", "exit", 3, "sys.exit(3)"),
+        ("openmpi-4.1", "interrupt", 130, "interrupted by Ctrl-C (SIGINT)"),
+        ("openmpi-5", "exit-hard", None, "by os._exit; it was at: in the script"),
+        ("mpich", "exit-hard", None, "by os._exit; it was at: in the script"),
+        ("openmpi-4.1", "kill", None, "in the script"),
     ],
+    indirect=["mpi"],
 )
 def test_every_way_out_of_a_script_ends_the_job(
     mpi: Mpi, fault: str, status: int | None, words: str, tmp_path: Path

@@ -66,7 +66,17 @@ def check_gone(done: Done, folder: Path, seconds: float) -> None:
     assert not survivors(pids)
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(
+    ("mpi", "stage"),
+    [
+        *(("openmpi-5", stage) for stage in STAGES),
+        ("openmpi-4.1", "before MPI starts"),
+        ("openmpi-4.1", "at the network"),
+        ("mpich", "before MPI starts"),
+        ("mpich", "at the store"),
+    ],
+    indirect=["mpi"],
+)
 def test_a_rank_killed_in_the_start_ends_the_job(
     mpi: Mpi, stage: str, tmp_path: Path
 ) -> None:
@@ -79,7 +89,9 @@ def test_a_rank_killed_in_the_start_ends_the_job(
     assert "start: " in line
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(
+    "stage", ["before MPI starts", "at the network", "at the process group"]
+)
 def test_a_stage_of_the_start_that_does_not_end_names_the_missing_rank(
     openmpi: Mpi, stage: str, tmp_path: Path
 ) -> None:
