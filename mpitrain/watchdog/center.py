@@ -26,6 +26,9 @@ RECORD_SECONDS = 0.25
 """How long a rank may take to record it. Said after that: with what is said MPICH's
 launcher wakes up, sees the death, and kills the others within a millisecond."""
 
+SUSPENDED_SECONDS = 5.0
+"""A longer time between two looks, and the whole job was suspended and goes on now."""
+
 SHOW_SECONDS = 1.2
 """How long to gather positions that somebody asked to see."""
 
@@ -57,6 +60,8 @@ class Center:
     def __init__(self, world_size: int, now: float) -> None:
         self._world_size = world_size
         self._began = now
+        self._looked_at = now
+        self._awake_since = now  # the last time that the job was not suspended
         self._reports: dict[int, Report] = {}
         self._asked_at: float | None = None  # for stacks, because of a hang
         self._shown_at: float | None = None  # somebody wants to see where all are
@@ -121,6 +126,9 @@ class Center:
         orders = Orders()
         if self._ended:
             return orders
+        if self._is_suspended(now):
+            self._awake_since = now
+        self._looked_at = now
         if self._failing_at is not None:
             if now - self._failing_at > ABORT_SECONDS:
                 self._end(orders, 1, "")  # it is told why; mpirun did not end it
@@ -175,13 +183,11 @@ class Center:
         Training goes on together, so that one rank that stands still soon stops all;
         as long as one still makes progress, such as rank zero writing, nobody hangs.
         """
-        at_work = [
-            r for r in self._reports.values() if r.position.state is State.RUNNING
-        ]
+        at_work = self._at_work()
         if len(self._reports) < self._world_size:
             # Some sidecar has not come. Its rank may be anywhere in the start.
             limit = max((r.position.limit_seconds for r in at_work), default=0.0)
-            if not limit or now - self._began <= limit:
+            if not limit or now - max(self._began, self._awake_since) <= limit:
                 return False
         # What a rank said last is old where its host was cut off: the others' limits
         # hold for it.
@@ -190,9 +196,23 @@ class Center:
             return False
         return all(
             (max(heard) if r.is_silent(now) else r.position.limit_seconds)
-            < now - r.progressed_at
+            < now - max(r.progressed_at, self._awake_since)
             for r in at_work
         )
+
+    def _is_suspended(self, now: float) -> bool:
+        """Whether the whole job is stopped: Ctrl-Z, or SLURM's suspend.
+
+        A scheduler stops the sidecars, too, and then much time passes between two
+        looks; Ctrl-Z at mpirun stops all ranks.
+        """
+        at_work = self._at_work()
+        return now - self._looked_at > SUSPENDED_SECONDS or (
+            len(at_work) > 1 and all(r.kernel in ("T", "t") for r in at_work)
+        )
+
+    def _at_work(self) -> list[Report]:
+        return [r for r in self._reports.values() if r.position.state is State.RUNNING]
 
     def _record_gone(self, orders: Orders) -> None:
         self._gone_text = text = self._gone_in_words()

@@ -19,7 +19,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from mpitrain.watchdog.center import HANG_STATUS, Center
+from mpitrain.watchdog.center import HANG_STATUS, SUSPENDED_SECONDS, Center
 from mpitrain.watchdog.links import Hub, Link
 from mpitrain.watchdog.page import Page, State
 from mpitrain.watchdog.process import (
@@ -81,7 +81,7 @@ class Sidecar:
         self.center: Center | None = None
         self.kill_at: float | None = None
         self.answer_stacks_at: float | None = None
-        self.poll_at = 0.0
+        self.poll_at = self.awake_since = time.monotonic()
         self.beat_at = 0.0
         self.stay_until = 0.0
         self.terminations = (0, 0.0)  # bytes that SIGTERM wrote, and when
@@ -99,6 +99,8 @@ class Sidecar:
             if os.getppid() != self.rank_pid:
                 return self._rank_is_gone(now)
             if now >= self.poll_at:
+                if now > self.poll_at + SUSPENDED_SECONDS:
+                    self.awake_since = now  # this process itself was suspended
                 self.poll_at = now + POLL_SECONDS
                 self._look_after_stacks(now)
                 self._look_after_launcher(now)
@@ -282,11 +284,12 @@ class Sidecar:
         if self.link is None or self.kill_at is not None:
             return
         limit = self.page.read().limit_seconds or self.told["start_timeout"]
+        heard_at = max(self.link.heard_at, self.awake_since)
         if self.link.is_closed:
             # Rank zero's sidecar went, and it goes last: its host did, too.
             self._note("rank zero's host ended: this rank ends")
             self.kill_at = now + GRACE_SECONDS + LINGER_SECONDS
-        elif self.link.stands and now - self.link.heard_at > limit:
+        elif self.link.stands and now - heard_at > limit:
             self._note(f"no word from rank zero for {limit:.0f} s: this rank ends")
             self.kill_at = now
         elif not self.link.stands:
@@ -325,7 +328,7 @@ class Sidecar:
         if self._has_center() or self.kill_at is not None:
             return
         position = self.page.read()
-        waited = position.age_seconds
+        waited = min(position.age_seconds, now - self.awake_since)
         # Rank zero first: its end ends the others before they say the same.
         if 0 < position.limit_seconds < waited - 3.0 * (self.told["rank"] > 0):
             seen = f"{self.launcher.num_ranks} of {self.told['world_size']}"

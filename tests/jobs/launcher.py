@@ -122,3 +122,9 @@ def survivors(pids: list[int]) -> list[int]:
         if state != "Z":
             alive.append(pid)
     return alive
+
+
+def children_of(pid: int) -> list[int]:
+    """The processes that one has started: beside a rank, its sidecar."""
+    tasks = Path(f"/proc/{pid}/task").glob("*/children")
+    return [int(child) for task in tasks for child in task.read_text().split()]

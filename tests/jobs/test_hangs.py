@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
-from launcher import Done, Mpi, environment, mpirun, survivors
+from launcher import Done, Mpi, children_of, environment, mpirun, survivors
 
 HANG_SECONDS = 3
 GONE_SECONDS = HANG_SECONDS + 15
@@ -205,3 +205,40 @@ def wait_for(file: Path, seconds: float = 60) -> None:
     while not (file.exists() and file.read_text()):
         assert time.monotonic() < end, f"{file} did not come"
         time.sleep(0.05)
+
+
+@pytest.mark.parametrize("sidecars_too", [True, False], ids=["scheduler", "ctrl-z"])
+def test_a_job_that_is_suspended_as_a_whole_goes_on(
+    openmpi: Mpi, sidecars_too: bool, tmp_path: Path
+) -> None:
+    fault = 'Path("step").write_text("3")'
+    script = TRAINING.replace("FAULT", fault).replace("range(1, 5)", "range(1, 60)")
+    script = script.replace("optimizer.step()", "optimizer.step(); time.sleep(0.1)")
+    (tmp_path / "script.py").write_text(HEAD + script)
+    job = subprocess.Popen(
+        [
+            *(str(openmpi.mpirun), "-np", "3", *openmpi.flags),
+            sys.executable,
+            "script.py",
+        ],
+        cwd=tmp_path,
+        env=environment(openmpi),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        wait_for(tmp_path / "step")
+        pids = [int((tmp_path / f"pid-{rank}").read_text()) for rank in range(3)]
+        if sidecars_too:
+            pids += [pid for rank in pids for pid in children_of(rank)]
+        for number in (signal.SIGSTOP, signal.SIGCONT):
+            for pid in pids:
+                os.kill(pid, number)
+            time.sleep(HANG_SECONDS + 5)
+        out, _ = job.communicate(timeout=60)
+    finally:
+        job.kill()
+    assert job.returncode == 0, out
+    assert "hang" not in out

@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 import pytest
-from launcher import MPIS, Mpi, environment, find, survivors
+from launcher import MPIS, Mpi, children_of, environment, find, survivors
 
 TRIES = int(os.environ.get("SOAK_TRIES", "4"))
 SEED = int(os.environ.get("SOAK_SEED", str(random.SystemRandom().randrange(10**6))))
@@ -109,8 +109,3 @@ def wait_for_pid(file: Path, told: str) -> int:
         assert time.monotonic() < end, f"{told}: {file} did not come"
         time.sleep(0.01)
     return int(file.read_text())
-
-
-def children_of(pid: int) -> list[int]:
-    tasks = Path(f"/proc/{pid}/task").glob("*/children")
-    return [int(child) for task in tasks for child in task.read_text().split()]

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from launcher import Done, Mpi, environment, mpirun, survivors
+from launcher import Done, Mpi, children_of, environment, mpirun, survivors
 
 GONE_SECONDS = 10.0
 LIMIT = 15  # seconds; an import of torch takes some on a busy machine
@@ -169,8 +169,3 @@ def test_ranks_whose_launcher_is_gone_end_themselves(
     finally:
         job.kill()
         job.wait()
-
-
-def children_of(pid: int) -> list[int]:
-    tasks = Path(f"/proc/{pid}/task").glob("*/children")
-    return [int(child) for task in tasks for child in task.read_text().split()]

@@ -38,9 +38,20 @@ def said(**more: Any) -> dict[str, Any]:
 
 def center_of(*messages: dict[str, Any], world_size: int | None = None) -> Center:
     center = Center(world_size or len(messages), 0.0)
+    look(center, 0, 100)
     for rank, message in enumerate(messages):
         center.hear(rank, message, 100.0)
     return center
+
+
+def look(center: Center, begin: float, end: float) -> list[dict[str, Any]]:
+    """Let the center look once a second, as long as nothing is to be done."""
+    while begin < end:
+        orders = center.decide(begin)
+        if orders.to_all:
+            return orders.to_all
+        begin += 1.0
+    return []
 
 
 def stuck(**more: Any) -> dict[str, Any]:
@@ -136,10 +147,12 @@ def test_where_all_wait_alike_nobody_is_blamed() -> None:
 def test_a_host_that_is_silent_counts_by_the_limits_of_the_others() -> None:
     """It was heard last before its first step, which may take ten minutes."""
     center = center_of(said(), said(hostname="gpu02", limit_seconds=600.0))
-    center.hear(0, said(age_seconds=19.0), 119.0)
-    center.decide(119.1)
-    center.hear(0, said(age_seconds=19.5, stack=WAITING, kernel="S"), 119.5)
-    text, end = end_of(center, 121.2)
+    for second in range(11):
+        center.hear(0, said(age_seconds=float(second)), 100.0 + second)
+        orders = center.decide(100.1 + second)
+    assert orders.to_all == [{"do": "stacks"}]
+    center.hear(0, said(age_seconds=10.3, stack=WAITING, kernel="S"), 110.3)
+    text, end = end_of(center, 110.4)
     assert end is not None
     assert text.startswith("[rank 1/2 gpu02] hang")
     assert "no word from that host" in text
@@ -158,6 +171,22 @@ def test_what_goes_on_after_all_is_no_hang() -> None:
     assert center.decide(100.1).to_all == [{"do": "stacks"}]
     center.hear(0, said(), 100.5)
     assert end_of(center, 100.6)[1] is None
+
+
+def test_a_job_that_was_suspended_and_goes_on_is_no_hang() -> None:
+    center = center_of(said(), said())
+    center.decide(100.1)
+    for rank in range(2):
+        center.hear(rank, said(age_seconds=3600.0), 3700.0)
+    assert look(center, 3700.1, 3710.0) == []
+    for rank in range(2):
+        center.hear(rank, said(age_seconds=3611.0), 3711.0)
+    assert look(center, 3711.1, 3720.0) == [{"do": "stacks"}]
+
+
+def test_ranks_that_are_all_stopped_are_suspended_and_not_stuck() -> None:
+    center = center_of(stuck(kernel="T"), stuck(kernel="T"))
+    assert center.decide(100.1).to_all == []
 
 
 def test_the_first_rank_that_is_gone_is_blamed_and_recorded_by_another() -> None:
