@@ -255,6 +255,7 @@ def guarded(*, start_timeout_seconds: float = START_TIMEOUT_SECONDS) -> Guard:
             faulthandler.enable()
     speaks = speaks_before_mpi(os.environ)
     watched = _standing[0].watched if _standing else _watch(start_timeout_seconds)
+    started = time.perf_counter()
     try:
         # The sidecar says what is the matter, just before.
         with ends_within(start_timeout_seconds + 1.5, HANG_STATUS):
@@ -276,6 +277,7 @@ def guarded(*, start_timeout_seconds: float = START_TIMEOUT_SECONDS) -> Guard:
         time.sleep(1.0)  # this one's end may end rank 0, which is to speak for all
         os._exit(1)
     guard = Guard(comm, watched)
+    guard.stage_seconds["starting MPI"] = time.perf_counter() - started
     if watched is not None and not _standing:
         watched.idle()
     _standing[:] = [guard]
