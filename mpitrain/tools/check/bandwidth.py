@@ -106,7 +106,7 @@ def measure(
             left_out = f"more than {budget_seconds:.0f} s"
         if left_out:
             break
-        rows.append(_measure_size(job, world, size))
+        rows.append(_measure_size(job, world, size, end))
     return Bandwidth(
         world_size=world.world_size,
         rows=tuple(rows),
@@ -142,13 +142,18 @@ def calls(job: Job, world: World, num_bytes: int) -> dict[str, Callable[[], obje
     return found
 
 
-def _measure_size(job: Job, world: World, num_bytes: int) -> Row:
-    """Let all backends take turns. Collective over all ranks."""
+def _measure_size(job: Job, world: World, num_bytes: int, end: float) -> Row:
+    """Let all backends take turns, fewer where time is short.
+
+    Collective over all ranks.
+    """
     backends = calls(job, world, num_bytes)
     once = _slowest(job, [_time(job, call, 1) for call in backends.values()])
     counts = [
         max(1, min(MOST_IN_A_ROW, int(SAMPLE_SECONDS / seconds))) for seconds in once
     ]
+    cost = sum(n * seconds + seconds for n, seconds in zip(counts, once, strict=True))
+    num_turns = job.comm.bcast(int((end - time.monotonic()) / cost))
     turns = [
         _slowest(
             job,
@@ -157,7 +162,7 @@ def _measure_size(job: Job, world: World, num_bytes: int) -> Row:
                 for call, count in zip(backends.values(), counts, strict=True)
             ],
         )
-        for _ in range(TURNS)
+        for _ in range(max(1, min(TURNS, num_turns)))
     ]
     medians = (statistics.median(samples) for samples in zip(*turns, strict=True))
     return Row(num_bytes=num_bytes, seconds=dict(zip(backends, medians, strict=True)))

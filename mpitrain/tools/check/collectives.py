@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -26,6 +27,9 @@ LACKING = (
     "unsupported",
 )
 """How torch says that a backend has no such collective; parts of messages."""
+
+_NUMBERS = itertools.count()
+"""Of this process's trials; equal on all ranks, which try the same."""
 
 Outcome = Literal["right", "lacking", "wrong", "failed"]
 
@@ -62,7 +66,7 @@ def try_all(
         What came of each on this rank.
     """
     results = []
-    for index, truth in enumerate(truths):
+    for truth in truths:
         if world.world_size < truth.least_ranks:
             continue
         job.progress(f"check: {truth.kind} on {device}")
@@ -71,7 +75,7 @@ def try_all(
             world_size=world.world_size,
             device=device,
             store=store,
-            name=f"check/{device.partition(':')[0]}/{index}",
+            name=f"check/{next(_NUMBERS)}",
         )
         outcome, detail = _try(truth, setting)
         kind = device.partition(":")[0]

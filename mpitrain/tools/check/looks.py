@@ -99,7 +99,7 @@ def oversubscribed(facts: Facts) -> Iterator[Finding]:
             name="oversubscribed",
             found=f"{len(worst.ranks)} ranks share "
             f"{_plural(worst.num_cores, 'core')} on {names([n.hostname for n in full])}"
-            ": times below are those of ranks that wait for a core",
+            ": the times above are of ranks that wait for a core",
             remedy="fine for a try; for speed at most one rank per core: mpirun -np "
             f"{sum(min(len(n.ranks), n.num_cores) for n in facts.nodes)}",
         )
