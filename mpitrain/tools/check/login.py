@@ -149,11 +149,13 @@ def ask_program(name: str, environ: Mapping[str, str]) -> Program:
         said = done.stdout
     except (OSError, subprocess.TimeoutExpired) as error:
         said = str(error)
+    # MPICH's mpirun, too, speaks of slurm, as one of its ways to other nodes.
+    is_mpis = launcher_of(said).family not in ("", "SLURM")
     return Program(
         name=name,
         path=path,
         text=said.strip()[:300],
-        is_slurms="slurm" in (said + _script(path)).lower(),
+        is_slurms=not is_mpis and "slurm" in (said + _script(path)).lower(),
     )
 
 

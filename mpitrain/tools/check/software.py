@@ -24,8 +24,8 @@ _LAUNCHERS = (
     ("Open MPI", r"\(Open MPI\) (\S+)"),
     ("Open MPI", r"\(PRRTE\) (\S+)"),
     ("Intel MPI", r"Intel\(R\) MPI Library[^\n]*Version (\S+)"),
-    ("SLURM", r"(?i:mpiexec\.slurm|slurm)()"),
     ("MPICH", r"HYDRA build details:\s*Version:\s*(\S+)"),
+    ("SLURM", r"mpiexec\.slurm()"),
 )
 """Families, and what their mpirun answers to ``--version``."""
 
