@@ -92,6 +92,8 @@ def test_files_can_be_read_at_a_sitting(path: Path) -> None:
                 {"torch", "mpi4py.MPI", "numpy", "yaml"},
             )
             for words in (
+                ["check", "--help"],
+                ["check"],
                 ["hostfile", "--help"],
                 ["hostfile", "--from", "hostfiles/pbs"],
                 ["jobscript", "--help"],
