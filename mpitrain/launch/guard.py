@@ -44,6 +44,8 @@ if TYPE_CHECKING:
     from mpi4py import MPI
     from torch._C._distributed_c10d import Store
 
+    from mpitrain.launch.network import Rendezvous
+
 CONSEQUENCE_SECONDS = 4.0
 """How long a rank whose peer went away waits for that peer's own message."""
 
@@ -70,6 +72,7 @@ class Guard:
     Attributes:
         comm: All ranks of the job.
         store: Where ranks agree who failed first; ``None`` before it stands.
+        rendezvous: Where rank zero is reached; ``None`` before that is known.
         stage_seconds: How long each stage of the start took here, in their order.
         watched: This process as the watchdog sees it; ``None`` where none could start.
         on_failure: Called with the message on the rank that speaks, before the end.
@@ -79,6 +82,7 @@ class Guard:
         self.comm = comm
         self.watched = watched
         self.store: Store | None = None
+        self.rendezvous: Rendezvous | None = None
         self.stage_seconds: dict[str, float] = {}
         self.on_failure: list[Callable[[str], object]] = []
         self._place = place(comm.rank, comm.size, socket.gethostname())

@@ -79,7 +79,7 @@ def test_the_screen_says_it_all_in_lines(openmpi: Mpi, tmp_path: Path) -> None:
     out = done.out.replace("\r", "")
     for pattern in (
         r"^0 +\S+ +0-1 +[\d.]+ of \d+ +\d+ +cpu$",
-        r"^address +127\.0\.0\.1:\d+; by lo",
+        r"^address +127\.0\.0\.1:\d+; lo, loopback; one node",
         r"^backend +gloo$",
         r"^versions +mpitrain .*, torch [\d.]+.*, mpi4py",
         r"MPI library +Open MPI|Open MPI \d",

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from test_start import on_a_node_each
 
 import mpitrain
 from mpitrain.tools.check import bandwidth, collectives, gradients, pairs, truths
@@ -83,9 +82,10 @@ def test_a_rank_that_has_other_samples_is_seen(
         assert gradients.largest_difference(job, world) > 1e-3
 
 
-def test_all_pairs_of_nodes_reach_each_other(job: mpitrain.Job, world: World) -> None:
+def test_all_pairs_of_nodes_reach_each_other(
+    job: mpitrain.Job, world: World, apart: World
+) -> None:
     """Each rank plays a node of its own."""
-    apart = on_a_node_each(world)
     assert pairs.find_failures(job._guard, apart, "127.0.0.1") == []
     assert pairs.exchange(job, apart, 30) == (
         world.world_size * (world.world_size - 1) // 2,
@@ -94,9 +94,8 @@ def test_all_pairs_of_nodes_reach_each_other(job: mpitrain.Job, world: World) ->
 
 
 def test_a_node_that_nobody_reaches_is_named_by_all(
-    job: mpitrain.Job, world: World
+    job: mpitrain.Job, world: World, apart: World
 ) -> None:
-    apart = on_a_node_each(world)
     last = world.world_size - 1
     # An address that no host has (RFC 5737), so that it cannot listen there.
     address = "192.0.2.1" if world.rank == last else "127.0.0.1"
@@ -108,9 +107,8 @@ def test_a_node_that_nobody_reaches_is_named_by_all(
 
 
 def test_who_does_not_know_the_job_is_somebody_else(
-    job: mpitrain.Job, world: World, monkeypatch: pytest.MonkeyPatch
+    job: mpitrain.Job, world: World, apart: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    apart = on_a_node_each(world)
     if world.rank == 0:
         monkeypatch.setattr(
             pairs, "_answer", lambda connection, token: connection.close()

@@ -32,6 +32,7 @@ HOST = HostFacts(
     name_leads_to=("10.0.0.1",),
     address="10.0.0.1",
     interface="eth0",
+    kind="ethernet",
     speed_mbps=0,
     runs_dir="/home/u",
     free_bytes=2**40,
@@ -65,9 +66,8 @@ def facts(
     nodes, ranks = [], []
     for index, size in enumerate(sizes):
         on_node = range(len(ranks), len(ranks) + size)
-        nodes.append(
-            Node(hostname="abcdefgh"[index], ranks=tuple(on_node), num_cores=8)
-        )
+        name = "abcdefgh"[index]
+        nodes.append(Node(hostname=name, ranks=tuple(on_node), num_cores=8))
         for rank in on_node:
             given: dict[str, Any] = {"num_threads": num_threads}
             given["variables"] = variables or {}

@@ -13,7 +13,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mpitrain.launch import network, threads
+from mpitrain.launch import threads
+from mpitrain.launch.network import Rendezvous
 from mpitrain.world import World
 
 SEEN_SECONDS = 3.0
@@ -50,6 +51,8 @@ class HostFacts:
     """Its address on the network by which rank zero is reached."""
     interface: str
     """The interface with that address; ``""``: unknown."""
+    kind: str
+    """The interface's class, such as ``"infiniband"``."""
     speed_mbps: int
     """The interface's speed in Mb/s; 0: unknown."""
     runs_dir: str
@@ -105,11 +108,12 @@ def of_rank(
         Its record.
     """
     names = ("OMP_NUM_THREADS", *SOCKET_VARIABLES)
+    gpus = world.nodes[world.node_rank].gpus
     return RankFacts(
         cores=tuple(sorted(os.sched_getaffinity(0))),
         num_threads=world.num_threads,
         device=world.device,
-        gpu=gpu_of(world.device),
+        gpu=gpus[world.local_rank] if gpus else "",
         variables={name: before[name] for name in names if name in before},
         stage_seconds=dict(stage_seconds),
         is_watched=is_watched,
@@ -117,11 +121,14 @@ def of_rank(
     )
 
 
-def of_host(world: World, runs_dir: Path, marker: str) -> HostFacts:
+def of_host(
+    world: World, rendezvous: Rendezvous, runs_dir: Path, marker: str
+) -> HostFacts:
     """Look at this node.
 
     Args:
-        world: Where this process stands, with rank zero's address.
+        world: Where this process stands.
+        rendezvous: Where rank zero is reached, and from where.
         runs_dir: Where trainings would write.
         marker: Path of a file that rank zero has written there; ``""``: it could not.
 
@@ -131,8 +138,6 @@ def of_host(world: World, runs_dir: Path, marker: str) -> HostFacts:
     import psutil
 
     quota = threads.cpu_quota()
-    address = own_address(world)
-    interface = network.interface_of(address)
     folder = nearest(runs_dir)
     return HostFacts(
         hostname=world.hostname,
@@ -145,9 +150,10 @@ def of_host(world: World, runs_dir: Path, marker: str) -> HostFacts:
         open_files=_limit(resource.RLIMIT_NOFILE),
         infiniband=_entries(Path("/sys/class/infiniband")),
         name_leads_to=_name_leads_to(),
-        address=address,
-        interface=interface,
-        speed_mbps=_speed_of(interface),
+        address=rendezvous.own_address,
+        interface=rendezvous.interface.name,
+        kind=rendezvous.interface.kind,
+        speed_mbps=rendezvous.interface.speed_mbps,
         runs_dir=str(folder),
         free_bytes=_free(folder),
         sees_runs=_sees(marker),
@@ -184,31 +190,6 @@ def nearest(folder: Path) -> Path:
     while not folder.is_dir() and folder != folder.parent:
         folder = folder.parent
     return folder
-
-
-def own_address(world: World) -> str:
-    """Return this node's address on the network by which it reaches rank zero.
-
-    Sends nothing: for a datagram socket ``connect`` only asks the kernel for the route.
-    """
-    if world.node_rank == 0:
-        return world.master_addr
-    family = socket.AF_INET6 if ":" in world.master_addr else socket.AF_INET
-    with socket.socket(family, socket.SOCK_DGRAM) as sock:
-        try:
-            sock.connect((world.master_addr, world.master_port))
-        except OSError:
-            return ""
-        return str(sock.getsockname()[0])
-
-
-def gpu_of(device: str) -> str:
-    """Return the UUID of a device of this process; ``""`` for a CPU."""
-    if device == "cpu":
-        return ""
-    import torch
-
-    return str(torch.cuda.get_device_properties(device).uuid)
 
 
 def shares(records: Sequence[RankFacts], quota: float | None) -> tuple[float, ...]:
@@ -272,13 +253,6 @@ def _name_leads_to() -> tuple[str, ...]:
     except OSError:
         return ()
     return tuple(dict.fromkeys(str(entry[4][0]) for entry in found))
-
-
-def _speed_of(interface: str) -> int:
-    try:
-        return max(0, int(Path(f"/sys/class/net/{interface}/speed").read_text()))
-    except (OSError, ValueError):  # many interfaces have no speed to tell
-        return 0
 
 
 def _sees(marker: str) -> bool:

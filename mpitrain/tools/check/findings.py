@@ -10,8 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from mpitrain.tools.check.pairs import Failure
-from mpitrain.watchdog.words import in_runs
-from mpitrain.world import Node
+from mpitrain.world import Node, in_runs
 
 if TYPE_CHECKING:
     from mpitrain.tools.check.collectives import Result

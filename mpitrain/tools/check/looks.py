@@ -12,8 +12,7 @@ from mpitrain.tools.check.facts import (
 )
 from mpitrain.tools.check.findings import Finding, by_severity, names
 from mpitrain.tools.check.software import numbers
-from mpitrain.watchdog.words import in_runs
-from mpitrain.world import Node
+from mpitrain.world import Node, in_runs
 
 TRIED_TORCH = "2.15"
 """The oldest torch that our tests ran with."""

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from mpitrain import schedulers
 from mpitrain.launch import Job, start
+from mpitrain.launch.network import Rendezvous
 from mpitrain.tools.check import facts, findings, looks, pairs, report, screen
 from mpitrain.tools.check.config import CheckConfig
 from mpitrain.tools.check.software import library_of, versions
@@ -101,15 +102,17 @@ def look(guard: Guard, config: CheckConfig, environ: Mapping[str, str]) -> int:
     world = start.prepare(guard, launch, COLLECTIVE_SECONDS, os.environ)
     if guard.watched is not None:
         guard.watched.start("which nodes reach each other")
-    closed = pairs.find_failures(guard, world, facts.own_address(world))
+    rendezvous = guard.rendezvous
+    assert rendezvous is not None  # the start has set it
+    closed = pairs.find_failures(guard, world, rendezvous.own_address)
     if not closed:
         start.join(guard, world, COLLECTIVE_SECONDS)
     start.watch_steps(guard, launch)
     job = Job(world, guard, COLLECTIVE_SECONDS, {})
     with job:
         voice.progress("nodes and ranks")
-        told = _gather(job, world, guard, config, before)
-        answer = _describe(world, told, config, before)
+        told = _gather(job, world, guard, rendezvous, config, before)
+        answer = _describe(world, told, rendezvous.why, before)
         voice.show(screen.world_lines(answer))
         voice.show(screen.software_lines(answer))
         voice.show(screen.start_lines(answer))
@@ -131,6 +134,7 @@ def _gather(
     job: Job,
     world: World,
     guard: Guard,
+    rendezvous: Rendezvous,
     config: CheckConfig,
     before: Mapping[str, str],
 ) -> looks.Facts:
@@ -145,7 +149,11 @@ def _gather(
     with zero_writes as written:
         marker, unwritable = job.comm.bcast(written)
         host = job.all_or_none(
-            lambda: facts.of_host(world, config.runs_dir, marker) if leads else None,
+            lambda: (
+                facts.of_host(world, rendezvous, config.runs_dir, marker)
+                if leads
+                else None
+            ),
             "look at this node",
         )
     wait_for_all(job.comm)
@@ -175,16 +183,9 @@ def _gather(
 
 
 def _describe(
-    world: World, told: looks.Facts, config: CheckConfig, before: Mapping[str, str]
+    world: World, told: looks.Facts, why: str, before: Mapping[str, str]
 ) -> report.Part:
     """Word who is there, and with what."""
-    why = f"reached by all {world.num_nodes} nodes"
-    if world.num_nodes == 1:
-        why = (
-            f"by {told.hosts[0].interface or 'loopback'}, as all ranks are on one node"
-        )
-    elif config.launch.interface:
-        why += f", by {config.launch.interface} as asked"
     software = versions() | {"MPI library": mpi_name()}
     if world.device != "cpu":
         software["NCCL"] = nccl_version()

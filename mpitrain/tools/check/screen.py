@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
-from mpitrain.watchdog.words import in_runs
+from mpitrain.world import in_runs
 
 WIDTH = 100
 INDENT = " " * 13
@@ -50,13 +50,13 @@ def interfaces(nodes: Sequence[Part]) -> list[str]:
     """Sum up by which interface the nodes meet.
 
     >>> interfaces([{"hostname": f"n{i}", "address": f"10.0.0.{i}", "interface": "ib0",
-    ...              "speed_mbps": 0} for i in range(3)])
-    ['ib0 on n0 (10.0.0.0), n1 (10.0.0.1), n2 (10.0.0.2)']
+    ...              "kind": "infiniband", "speed_mbps": 0} for i in range(3)])
+    ['ib0 (infiniband) on n0 (10.0.0.0), n1 (10.0.0.1), n2 (10.0.0.2)']
     """
     by_name: dict[str, list[str]] = {}
     for node in nodes:
-        speed = f" of {node['speed_mbps']} Mb/s" if node["speed_mbps"] else ""
-        name = (node["interface"] or "unknown") + speed
+        speed = f", {node['speed_mbps']} Mb/s" if node["speed_mbps"] else ""
+        name = f"{node['interface'] or 'unknown'} ({node['kind']}{speed})"
         by_name.setdefault(name, []).append(f"{node['hostname']} ({node['address']})")
     return [
         f"{name} on {', '.join(hosts[:4])}"
