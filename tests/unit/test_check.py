@@ -335,6 +335,30 @@ def test_the_start_is_timed_without_imports() -> None:
     assert "0.75 s without imports" in screen.start_lines(part)[0]
 
 
+@pytest.mark.parametrize(
+    ("speeds", "link"), [((25000, 10000), 1.25), ((25000, 0), None), ((10000,), None)]
+)
+def test_bandwidth_stands_beside_the_slowest_link(
+    speeds: tuple[int, ...], link: float | None
+) -> None:
+    from mpitrain.tools.check.bandwidth import Bandwidth, Row, bus_factor
+
+    told = facts((1,) * len(speeds), hosts=tuple({"speed_mbps": s} for s in speeds))
+    measured = Bandwidth(
+        world_size=4,
+        rows=(Row(num_bytes=4 * 2**20, seconds={"gloo": 0.004, "MPI": 0.002}),),
+        left_out="more than 12 s",
+        copy_bytes_per_second=2e9,
+    )
+    part = report.of_bandwidth(measured, told, bus_factor(4))
+    limits = part["bandwidth"]["limits"]
+    assert limits == {"memory_copy_gb_per_second": 2.0, "link_gb_per_second": link}
+    text = "\n".join(screen.bandwidth_lines(part))
+    assert re.search(r"4 MiB +4\.000 +1\.049 +1\.573 +2\.000 +2\.097 +3\.146", text)
+    assert ("link 1.25 GB/s" in text) == (link is not None)
+    assert "left out     larger messages: more than 12 s" in text
+
+
 def test_what_json_has_not_becomes_null() -> None:
     assert json.loads(
         report.as_json({"a": float("nan"), "b": [float("inf"), 1.5]})

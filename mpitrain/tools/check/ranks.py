@@ -29,7 +29,7 @@ COLLECTIVE_SECONDS = 300.0
 """How long one collective may take; the watchdog comes before."""
 
 EXCHANGE_SECONDS = 8.0
-BANDWIDTH_SECONDS = 15.0
+BANDWIDTH_SECONDS = 12.0
 MEMORY_SHARE = 0.25
 """Of a node's memory, for the messages of all its ranks."""
 
