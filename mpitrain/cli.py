@@ -23,6 +23,7 @@ import psutil
 from mpitrain.errors import UsageError, agreed
 from mpitrain.flags import PROGRAM, read_flags
 from mpitrain.launch.contradictions import (
+    is_one_of_several,
     launched_rank,
     launched_size,
     was_launched,
@@ -56,7 +57,7 @@ def main(argv: Sequence[str]) -> int:
         (argv[0], argv[1:]) if argv and argv[0] in COMMANDS else ("train", argv)
     )
     try:
-        COMMANDS[name](words)
+        return COMMANDS[name](words) or 0
     except BaseException as error:
         if exit_status(error) != 0:
             rank, size = launched_rank(os.environ), launched_size(os.environ)
@@ -65,7 +66,6 @@ def main(argv: Sequence[str]) -> int:
             text = message(error, place(rank, size, socket.gethostname()))
             print(text, file=sys.stderr, flush=True)
         return exit_status(error)
-    return 0
 
 
 def train(argv: Sequence[str]) -> None:
@@ -155,12 +155,33 @@ def run(argv: Sequence[str]) -> None:
         script.run(guard, asked, os.environ)
 
 
+def check(argv: Sequence[str]) -> int:
+    """Look before you queue: at all ranks under mpirun, at this machine without."""
+    from mpitrain.tools.check.config import CheckConfig
+
+    def read() -> CheckConfig:
+        return read_flags(CheckConfig, argv, program=f"{PROGRAM} check", files=False)
+
+    if not is_one_of_several(os.environ):
+        from mpitrain.tools.check import login
+
+        return login.look(read(), os.environ)
+
+    from mpitrain.launch import guarded
+    from mpitrain.tools.check import ranks
+
+    with guarded(start_timeout_seconds=start_timeout(argv)) as guard:
+        config = on_rank_zero(guard.comm, read, "read the command line")
+        return ranks.look(guard, config, os.environ)
+
+
 HANG_TIMEOUT_SECONDS = 600.0
 """Of a training, where nobody says otherwise."""
 
-COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {
+COMMANDS: dict[str, Callable[[Sequence[str]], int | None]] = {
     "train": train,
     "run": run,
+    "check": check,
     "hostfile": hostfile,
     "jobscript": jobscript,
 }

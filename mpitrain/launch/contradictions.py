@@ -203,6 +203,21 @@ def check_size(world_size: int, environ: Mapping[str, str]) -> None:
         )
 
 
+def is_one_of_several(environ: Mapping[str, str]) -> bool:
+    """Whether any launcher started this process, MPI's or not: it is no login shell.
+
+    >>> is_one_of_several({"SLURM_JOB_ID": "17", "SLURM_PROCID": "0"})
+    False
+    >>> is_one_of_several({"PMI_SIZE": "1"})
+    True
+    """
+    return (
+        was_launched(environ)
+        or _is_several(environ.get("SLURM_STEP_NUM_TASKS"))
+        or ("TORCHELASTIC_RUN_ID" in environ and _is_several(environ.get("WORLD_SIZE")))
+    )
+
+
 def _is_several(number: str | None) -> bool:
     return number is not None and number.isdecimal() and int(number) > 1
 

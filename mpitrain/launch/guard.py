@@ -44,6 +44,8 @@ if TYPE_CHECKING:
     from mpi4py import MPI
     from torch._C._distributed_c10d import Store
 
+    from mpitrain.launch.network import Rendezvous
+
 CONSEQUENCE_SECONDS = 4.0
 """How long a rank whose peer went away waits for that peer's own message."""
 
@@ -70,6 +72,7 @@ class Guard:
     Attributes:
         comm: All ranks of the job.
         store: Where ranks agree who failed first; ``None`` before it stands.
+        rendezvous: Where rank zero is reached; ``None`` before that is known.
         stage_seconds: How long each stage of the start took here, in their order.
         watched: This process as the watchdog sees it; ``None`` where none could start.
         on_failure: Called with the message on the rank that speaks, before the end.
@@ -79,6 +82,7 @@ class Guard:
         self.comm = comm
         self.watched = watched
         self.store: Store | None = None
+        self.rendezvous: Rendezvous | None = None
         self.stage_seconds: dict[str, float] = {}
         self.on_failure: list[Callable[[str], object]] = []
         self._place = place(comm.rank, comm.size, socket.gethostname())
@@ -255,6 +259,7 @@ def guarded(*, start_timeout_seconds: float = START_TIMEOUT_SECONDS) -> Guard:
             faulthandler.enable()
     speaks = speaks_before_mpi(os.environ)
     watched = _standing[0].watched if _standing else _watch(start_timeout_seconds)
+    started = time.perf_counter()
     try:
         # The sidecar says what is the matter, just before.
         with ends_within(start_timeout_seconds + 1.5, HANG_STATUS):
@@ -276,6 +281,7 @@ def guarded(*, start_timeout_seconds: float = START_TIMEOUT_SECONDS) -> Guard:
         time.sleep(1.0)  # this one's end may end rank 0, which is to speak for all
         os._exit(1)
     guard = Guard(comm, watched)
+    guard.stage_seconds["starting MPI"] = time.perf_counter() - started
     if watched is not None and not _standing:
         watched.idle()
     _standing[:] = [guard]

@@ -62,6 +62,7 @@ def meet(
         agreement.compare(comm, world, config, timeout_seconds, launcher, variables)
     with guard.stage("network"):
         rendezvous = network.find_rendezvous(comm, world, config.interface)
+        guard.rendezvous = rendezvous
     world = replace(world, master_addr=rendezvous.address, master_port=rendezvous.port)
     with guard.stage("watchdog"):
         guard.watch(world, world.master_addr)

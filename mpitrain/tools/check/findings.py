@@ -1,0 +1,189 @@
+"""What is to be said: a finding, and those of the trials.
+
+Each finding has a name, under which docs/check.md has more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
+
+from mpitrain.tools.check.pairs import Failure
+from mpitrain.world import Node, in_runs
+
+if TYPE_CHECKING:
+    from mpitrain.tools.check.collectives import Result
+
+Severity = Literal["error", "warning", "note"]
+
+_HOSTS_NAMED = 4
+_FAILURES_NAMED = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """One thing to be known, and what to do about it."""
+
+    severity: Severity
+    """Only errors count for the exit status."""
+    name: str
+    """Under which the documentation has more."""
+    found: str
+    """What was found and where; one line."""
+    remedy: str
+    """What to type or to change; one line."""
+
+
+def by_severity(found: Sequence[Finding]) -> list[Finding]:
+    """Put errors first, then warnings, then notes; each in their order."""
+    order = ("error", "warning", "note")
+    return sorted(found, key=lambda finding: order.index(finding.severity))
+
+
+def names(hosts: Sequence[str]) -> str:
+    """List hosts; where there are many, count the rest.
+
+    >>> names(["a", "b"]), names([f"n{i}" for i in range(100)])
+    ('a, b', 'n0, n1, n2, n3 and 96 more')
+    """
+    more = len(hosts) - _HOSTS_NAMED
+    return ", ".join(hosts[:_HOSTS_NAMED]) + (f" and {more} more" if more > 0 else "")
+
+
+def of_pairs(failures: Sequence[Failure], nodes: Sequence[Node]) -> list[Finding]:
+    """Name the nodes that do not reach each other.
+
+    Args:
+        failures: Who does not reach whom.
+        nodes: All nodes, by node rank.
+
+    Returns:
+        An error for each, the first few where there are many.
+    """
+    found = [
+        Finding(
+            severity="error",
+            name="unreachable",
+            found=f"{nodes[failure.source].hostname} does not reach "
+            f"{nodes[failure.target].hostname}: {failure.why}",
+            remedy="every node must reach every other: look for a firewall, name "
+            "another network (--interface), or leave one out",
+        )
+        for failure in failures[:_FAILURES_NAMED]
+    ]
+    more = len(failures) - len(found)
+    if more > 0:
+        found[-1] = replace(found[-1], found=f"{found[-1].found}; and {more} more")
+    return found
+
+
+def of_exchange(num_wrong: int) -> list[Finding]:
+    """Say that values changed on their way between nodes."""
+    if num_wrong == 0:
+        return []
+    return [
+        Finding(
+            severity="error",
+            name="wrong-exchange",
+            found=f"{num_wrong} nodes received other values than were sent to them",
+            remedy="the network or a driver is broken: leave one node after another "
+            "out until this goes",
+        )
+    ]
+
+
+def of_collectives(
+    by_rank: Sequence[Sequence[Result]], nodes: Sequence[Node]
+) -> list[Finding]:
+    """Name the kinds that gave something wrong, and where.
+
+    Args:
+        by_rank: What each rank found, but for what was right there.
+        nodes: All nodes.
+
+    Returns:
+        An error for each kind and device; a note for all that a backend lacks.
+    """
+    hosts = {rank: node.hostname for node in nodes for rank in node.ranks}
+    bad: dict[tuple[str, str], dict[int, Result]] = {}
+    lacking: dict[tuple[str, str], list[int]] = {}
+    for rank, results in enumerate(by_rank):
+        for result in results:
+            key = (result.kind, result.device)
+            if result.outcome == "lacking":
+                lacking.setdefault(key, []).append(rank)
+            else:
+                bad.setdefault(key, {})[rank] = result
+    found = []
+    for (kind, device), ranks in bad.items():
+        first = min(ranks)
+        where = f"rank {first} {hosts[first]}"
+        if len(ranks) > 1:
+            where = f"ranks {in_runs(sorted(ranks))}, first {where}"
+        is_wrong = ranks[first].outcome == "wrong"
+        found.append(
+            Finding(
+                severity="error",
+                name="wrong-collective" if is_wrong else "failed-collective",
+                found=f"{kind} on {device} {'is wrong' if is_wrong else 'failed'} on "
+                f"{where}: {ranks[first].detail}",
+                remedy="do not train on this: try without one node after another, "
+                "another network (--interface), another torch",
+            )
+        )
+    some = [key for key, ranks in lacking.items() if len(ranks) < len(by_rank)]
+    found += [
+        Finding(
+            severity="error",
+            name="failed-collective",
+            found=f"{kind} on {device} is lacking on ranks "
+            f"{in_runs(lacking[kind, device])} alone",
+            remedy="use one version of torch on all nodes",
+        )
+        for kind, device in some
+    ]
+    everywhere = [
+        f"{kind} on {device}" for kind, device in lacking if (kind, device) not in some
+    ]
+    if everywhere:
+        found.append(
+            Finding(
+                severity="note",
+                name="lacking-collective",
+                found=f"the backend has no {', '.join(everywhere)}",
+                remedy="nothing, if your training does not call them",
+            )
+        )
+    return found
+
+
+def of_gradients(
+    differences: Sequence[float], tolerance: float, nodes: Sequence[Node]
+) -> list[Finding]:
+    """Name the rank whose gradients are not those of one process.
+
+    Args:
+        differences: The largest difference of each rank's.
+        tolerance: What is no fault.
+        nodes: All nodes.
+
+    Returns:
+        An error, or nothing.
+    """
+    hosts = {rank: node.hostname for node in nodes for rank in node.ranks}
+    far = [rank for rank, value in enumerate(differences) if not value <= tolerance]
+    if not far:
+        return []
+    worst = max(far, key=lambda rank: differences[rank])
+    return [
+        Finding(
+            severity="error",
+            name="wrong-gradients",
+            found=f"gradients differ from those of one process by "
+            f"{differences[worst]:.1e} on rank {worst} {hosts[worst]} (ranks "
+            f"{in_runs(far)}), expected {tolerance:.0e} at most",
+            remedy="do not train on this: see what all_reduce gave above, and try "
+            "without one node after another",
+        )
+    ]

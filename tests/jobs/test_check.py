@@ -1,0 +1,306 @@
+"""`check` under mpirun and on a login node: what it prints, and must not miss."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from launcher import MPIS, Done, Mpi, environment, find, mpirun
+
+CHECK = ("-m", "mpitrain", "check")
+
+HEAD = """
+import sys
+import torch, torch.distributed as dist
+from mpitrain.cli import main
+from mpitrain.launch.contradictions import launched_rank
+from mpitrain.launch.ending import exit_now
+import os
+
+is_faulty = launched_rank(os.environ) == 1
+"""
+
+TAIL = """
+exit_now(main(["check", *sys.argv[1:]]))
+"""
+
+
+def run_falsified(mpi: Mpi, fault: str, folder: Path, *flags: str) -> Done:
+    """Run the check in a process whose torch is broken on rank 1."""
+    (folder / "script.py").write_text(HEAD + fault + TAIL)
+    return mpirun(mpi, 3, "script.py", *flags, cwd=folder)
+
+
+def errors(answer: dict[str, Any]) -> list[dict[str, str]]:
+    return [found for found in answer["findings"] if found["severity"] == "error"]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_one_object_is_all_that_comes_out(
+    mpi: Mpi, num_ranks: int, tmp_path: Path
+) -> None:
+    done = mpirun(mpi, num_ranks, *CHECK, "--quick", "--json", cwd=tmp_path)
+    assert done.status == 0, done.out + done.err
+    answer = json.loads(done.out)
+    assert answer["status"] == "passed"
+    assert answer["num_errors"] == 0
+    assert answer["world_size"] == num_ranks
+    assert [rank["rank"] for rank in answer["ranks"]] == list(range(num_ranks))
+    assert [rank["device"] for rank in answer["ranks"]] == ["cpu"] * num_ranks
+    assert not any(rank["shared"] for rank in answer["ranks"])
+    (node,) = answer["nodes"]
+    assert node["address"] == answer["master_addr"] == "127.0.0.1"
+    assert node["interface"] == "lo"
+    assert node["sees_runs"]
+    (tried,) = answer["collectives"]
+    assert tried["kinds"].pop("all_reduce (avg)") in ("right", "lacking")
+    assert set(tried["kinds"].values()) == {"right"}
+    assert answer["gradients"]["largest_difference"] <= 1e-12
+    assert "bandwidth" not in answer
+    stages = answer["start"]["stage_seconds"]
+    own = [
+        s for name, s in stages.items() if name not in ("starting MPI", "import torch")
+    ]
+    assert answer["start"]["without_imports_seconds"] == pytest.approx(sum(own))
+    assert next(iter(stages)) == "starting MPI"
+    assert list(stages)[-1] == "process group"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_screen_says_it_all_in_lines(openmpi: Mpi, tmp_path: Path) -> None:
+    done = mpirun(openmpi, 2, *CHECK, cwd=tmp_path)
+    assert done.status == 0, done.out + done.err
+    out = done.out.replace("\r", "")
+    for pattern in (
+        r"^0 +\S+ +0-1 +[\d.]+ of \d+ +\d+ +cpu$",
+        r"^address +127\.0\.0\.1:\d+; lo, loopback; one node",
+        r"^backend +gloo$",
+        r"^versions +mpitrain .*, torch [\d.]+.*, mpi4py",
+        r"MPI library +Open MPI|Open MPI \d",
+        r"^start +[\d.]+ s without imports",
+        r"^collectives +gloo on cpu: \d+ right",
+        r"^gradients +those of one process",
+        r"^ +1 KiB +[\d.]+ +[\d.]+ +[\d.]+ +[\d.]+",
+        r"^limits +memory copy [\d.]+ GB/s",
+        r"^0 errors, \d+ warnings?, \d+ notes?; [\d.]+ s$",
+    ):
+        assert re.search(pattern, out, re.MULTILINE), f"{pattern}\n{out}"
+    assert len(out.splitlines()) < 60
+
+
+def test_a_wrong_all_reduce_is_named_with_its_rank(mpi: Mpi, tmp_path: Path) -> None:
+    fault = """
+right = dist.all_reduce
+
+def all_reduce(tensor, *words, **flags):
+    done = right(tensor, *words, **flags)
+    tensor[3] += is_faulty
+    return done
+
+dist.all_reduce = all_reduce
+"""
+    done = run_falsified(mpi, fault, tmp_path, "--quick", "--json")
+    assert done.status == 1, done.err
+    answer = json.loads(done.out)
+    found = {entry["found"].partition(" on ")[0]: entry for entry in errors(answer)}
+    assert "all_reduce (sum)" in found
+    for kind, entry in found.items():
+        assert kind.startswith("all_reduce (")
+        assert entry["name"] == "wrong-collective"
+        assert re.search(r"on cpu is wrong on rank 1 \S+: element 3 is", entry["found"])
+        assert entry["remedy"]
+    (tried,) = answer["collectives"]
+    assert tried["kinds"]["all_reduce (sum)"] == "wrong"
+    assert tried["kinds"]["broadcast"] == "right"
+    assert "[rank" not in done.err
+
+
+def test_errors_are_on_the_screen_too(openmpi: Mpi, tmp_path: Path) -> None:
+    fault = "if is_faulty: dist.scatter = lambda found, *_, **__: found.zero_()\n"
+    fault += "else: dist.scatter = lambda found, *_, **__: found.copy_(mine())\n"
+    fault += "def mine():\n"
+    fault += "    r = dist.get_rank()\n"
+    fault += "    return (torch.arange(257) % 7 + r % 5 + 1).float()\n"
+    done = run_falsified(openmpi, fault, tmp_path, "--quick")
+    assert done.status == 1, done.err
+    assert re.search(
+        r"^ERROR +wrong-collective: scatter on cpu is wrong on rank 1", done.out, re.M
+    )
+    assert "1 error, " in done.out
+
+
+def test_gradients_that_one_rank_gets_wrong_are_named(
+    openmpi: Mpi, tmp_path: Path
+) -> None:
+    fault = """
+from torch.nn import parallel
+
+class Broken(parallel.DistributedDataParallel):
+    def __init__(self, module):
+        super().__init__(module)
+        if is_faulty:
+            for weight in module.parameters():
+                weight.register_hook(lambda gradient: gradient * (1 + 1e-9))
+
+parallel.DistributedDataParallel = Broken
+"""
+    done = run_falsified(openmpi, fault, tmp_path, "--quick", "--json")
+    assert done.status == 1, done.err
+    (entry,) = errors(json.loads(done.out))
+    assert entry["name"] == "wrong-gradients"
+    assert re.search(r"differ .* by \d\.\de-\d+ on rank \d", entry["found"])
+
+
+def test_a_collective_that_is_stuck_ends_with_76_and_names(
+    mpi: Mpi, tmp_path: Path
+) -> None:
+    fault = """
+import time
+right = dist.broadcast
+
+def broadcast(*words, **flags):
+    if is_faulty:
+        time.sleep(1000)
+    return right(*words, **flags)
+
+dist.broadcast = broadcast
+"""
+    done = run_falsified(mpi, fault, tmp_path, "--json", "--hang-timeout", "5")
+    assert done.status == 76, done.err
+    (line,) = done.ours
+    assert line.startswith("[rank 1/3 ")
+    assert "check: broadcast on cpu" in done.err
+    answer = json.loads(done.out)
+    (entry,) = errors(answer)
+    assert "hang: no rank has made progress" in entry["found"]
+
+
+def test_a_start_that_fails_is_one_object_too(openmpi: Mpi, tmp_path: Path) -> None:
+    words = ("--json", "--device", "cuda")
+    done = mpirun(openmpi, 2, *CHECK, *words, cwd=tmp_path, CUDA_VISIBLE_DEVICES="")
+    assert done.status == 1
+    (entry,) = errors(json.loads(done.out))
+    assert "--device cuda" in entry["found"]
+
+
+def test_a_folder_that_cannot_be_written_is_an_error(
+    openmpi: Mpi, tmp_path: Path
+) -> None:
+    done = mpirun(
+        openmpi, 2, *CHECK, "--quick", "--json", "--runs-dir", "/proc", cwd=tmp_path
+    )
+    assert done.status == 1, done.err
+    (entry,) = errors(json.loads(done.out))
+    assert entry["name"] == "unwritable"
+    assert "/proc" in entry["found"]
+
+
+# --- without mpirun -------------------------------------------------------------------
+
+
+def login(
+    folder: Path, path: Path, mpi: Mpi, *flags: str
+) -> subprocess.CompletedProcess[str]:
+    """Run the check as on a login node, with a folder of programs first on the PATH."""
+    variables = environment(mpi, PATH=f"{path}:{os.environ['PATH']}")
+    return subprocess.run(
+        ["timeout", "-k", "5", "60", sys.executable, *CHECK, *flags],
+        cwd=folder,
+        env=variables,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+    )
+
+
+def test_the_mpirun_of_the_library_is_fine(mpi: Mpi, tmp_path: Path) -> None:
+    done = login(tmp_path, mpi.mpirun.parent, mpi, "--json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stderr == ""
+    answer = json.loads(done.stdout)
+    name = "MPICH" if mpi.name == "mpich" else "Open MPI"
+    assert answer["mpi_library"]["text"].startswith(name)
+    assert answer["mpirun"]["path"] == str(mpi.mpirun)
+    assert errors(answer) == []
+
+
+@pytest.mark.parametrize("other", MPIS)
+def test_the_mpirun_of_another_library_is_an_error(
+    mpi: Mpi, other: str, tmp_path: Path
+) -> None:
+    theirs = find(other)
+    if other == mpi.name or not theirs.mpirun.exists():
+        return
+    done = login(tmp_path, theirs.mpirun.parent, mpi, "--json")
+    assert done.returncode == 1
+    (entry,) = errors(json.loads(done.stdout))
+    assert entry["name"] == "other-mpirun"
+    assert str(theirs.mpirun) in entry["found"]
+
+
+@pytest.mark.parametrize(
+    ("answer", "name"),
+    [
+        (
+            "echo 'Unknown option: version'; echo 'mpiexec.slurm args'",
+            "mpirun-of-slurm",
+        ),
+        (
+            "# This file is part of Slurm.\necho fatal: no configuration",
+            "mpirun-of-slurm",
+        ),
+        ("sleep 1000", "unknown-mpirun"),
+    ],
+)
+def test_an_mpirun_is_judged_by_what_it_says(
+    openmpi: Mpi, answer: str, name: str, tmp_path: Path
+) -> None:
+    program = tmp_path / "bin" / "mpirun"
+    program.parent.mkdir()
+    program.write_text(f"#!/bin/sh\n{answer}\n")
+    program.chmod(0o755)
+    done = login(tmp_path, program.parent, openmpi, "--json")
+    found = {entry["name"]: entry for entry in json.loads(done.stdout)["findings"]}
+    assert name in found, done.stdout
+    assert done.returncode == (found[name]["severity"] == "error")
+
+
+@pytest.mark.parametrize(
+    ("library", "words"),
+    [
+        ("/nowhere/libmpi.so", "cannot load MPI library"),
+        ("sleeps", "did not load within"),
+        ("aborts", "was ended by signal 6"),
+    ],
+)
+def test_a_library_that_does_not_load_is_an_error(
+    openmpi: Mpi, library: str, words: str, tmp_path: Path
+) -> None:
+    shadow = tmp_path / "shadow"
+    if library in ("sleeps", "aborts"):
+        act = "time.sleep(1000)" if library == "sleeps" else "os.abort()"
+        (shadow / "mpi4py").mkdir(parents=True)
+        (shadow / "mpi4py/__init__.py").write_text(f"import os, time\n{act}\n")
+    variables = environment(openmpi, MPI4PY_LIBMPI=library)
+    variables["PYTHONPATH"] = f"{shadow}:{variables['PYTHONPATH']}"
+    code = (
+        "import sys; from mpitrain.tools.check import login; from mpitrain import cli; "
+        "login.LIBRARY_SECONDS = 2.0; sys.exit(cli.main(['check']))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env=variables,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1, done.stderr
+    said = " ".join(done.stdout.split())
+    assert "ERROR no-mpi-library" in said
+    assert words in said
