@@ -111,16 +111,22 @@ def cpu_quota(root: Path = Path("/sys/fs/cgroup")) -> float:
 
     Args:
         root: Where cgroups are mounted; ``cpu.max`` there is version 2's
-            (https://docs.kernel.org/admin-guide/cgroup-v2.html#cpu-interface-files).
+            (https://docs.kernel.org/admin-guide/cgroup-v2.html#cpu-interface-files),
+            ``cpu/cpu.cfs_quota_us`` version 1's.
 
     Returns:
         Cores, such as 1.5; infinity without a limit.
     """
     try:
-        quota, period = (root / "cpu.max").read_text().split()
-        return float("inf") if quota == "max" else int(quota) / int(period)
+        if (root / "cpu.max").exists():
+            quota, period = (root / "cpu.max").read_text().split()
+        else:
+            names = ("cpu.cfs_quota_us", "cpu.cfs_period_us")
+            quota, period = ((root / "cpu" / name).read_text() for name in names)
+        cores = int(quota) / int(period)
     except (OSError, ValueError, ZeroDivisionError):
-        return float("inf")
+        return float("inf")  # "max" among them
+    return cores if cores > 0 else float("inf")
 
 
 def count_cores(masks: Sequence[Collection[int]], quota: float) -> int:

@@ -50,6 +50,16 @@ def test_the_quota_of_a_container_is_read(
     assert threads.cpu_quota(tmp_path) == expected
 
 
+@pytest.mark.parametrize(("quota", "expected"), [("-1", float("inf")), ("50000", 0.5)])
+def test_the_quota_of_a_version_1_cgroup_is_read(
+    quota: str, expected: float, tmp_path: Path
+) -> None:
+    (tmp_path / "cpu").mkdir()
+    (tmp_path / "cpu" / "cpu.cfs_quota_us").write_text(quota + "\n")
+    (tmp_path / "cpu" / "cpu.cfs_period_us").write_text("100000\n")
+    assert threads.cpu_quota(tmp_path) == expected
+
+
 PBS = {
     "PBS_JOBID": "7.head",
     "PBS_NODEFILE": "/var/spool/pbs/aux/7.head",
