@@ -13,6 +13,9 @@ from typing import Any
 LINE_BYTES = 1 << 20
 """A longer line is not ours: the other side is dropped."""
 
+HELLO_BYTES = 200
+"""The same for the first line, of somebody who may be anybody."""
+
 STRANGERS = 64
 """Connections beyond the ranks' own that may not have said yet who they are."""
 
@@ -20,7 +23,11 @@ STRANGER_SECONDS = 5.0
 
 
 class Lines:
-    """One connection that carries an object per line; never blocks."""
+    """One connection that carries an object per line; never blocks.
+
+    The first line, from a sidecar to the center, is the token and the rank. Nothing of
+    a stranger's is read as JSON.
+    """
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
@@ -33,7 +40,11 @@ class Lines:
 
     def send(self, message: dict[str, Any]) -> None:
         """Send an object; what does not go now goes with the next."""
-        self._out += json.dumps(message).encode() + b"\n"
+        self.send_line(json.dumps(message))
+
+    def send_line(self, text: str) -> None:
+        """Send a line."""
+        self._out += text.encode() + b"\n"
         try:
             sent = self.sock.send(self._out)
             self._out = self._out[sent:]
@@ -42,8 +53,8 @@ class Lines:
         except OSError:
             self.is_closed = True
 
-    def receive(self) -> list[dict[str, Any]]:
-        """Return the objects that came."""
+    def receive(self) -> list[bytes]:
+        """Return the lines that came whole."""
         try:
             data = self.sock.recv(1 << 16)
         except BlockingIOError:
@@ -52,13 +63,9 @@ class Lines:
             data = b""
         self.is_closed |= not data
         *lines, self._in = (self._in + data).split(b"\n")
-        try:
-            found = [json.loads(line) for line in lines]
-        except ValueError:
-            self.is_closed = True
-            return []
-        self.is_closed |= len(self._in) > LINE_BYTES
-        return [message for message in found if isinstance(message, dict)]
+        limit = HELLO_BYTES if self.rank is None else LINE_BYTES
+        self.is_closed |= len(self._in) > limit
+        return lines
 
     def close(self) -> None:
         """Close the connection."""
@@ -98,15 +105,15 @@ class Hub:
         for line in self._lines:
             if line.sock not in ready:
                 continue
-            for message in line.receive():
+            for text in line.receive():
                 if line.rank is not None:
-                    found.append((line.rank, message))
-                elif self._is_ours(message):
-                    line.rank = message["rank"]
-                    line.send({"do": "nothing"})  # so that it knows it is heard
-                else:
+                    found.append((line.rank, json.loads(text)))
+                    continue
+                line.rank = self._rank_of(text)
+                if line.rank is None:
                     line.close()
                     break
+                line.send({"do": "nothing"})  # so that it knows it is heard
         late = time.monotonic() - STRANGER_SECONDS
         for line in self._lines:
             if line.is_closed or (line.rank is None and line.began < late):
@@ -114,11 +121,11 @@ class Hub:
         self._lines = [line for line in self._lines if not line.is_closed]
         return found
 
-    def _is_ours(self, message: dict[str, Any]) -> bool:
-        token = str(message.get("token")).encode()
-        return isinstance(message.get("rank"), int) and hmac.compare_digest(
-            token, self._token.encode()
-        )
+    def _rank_of(self, hello: bytes) -> int | None:
+        """Return who says hello; ``None`` for a stranger."""
+        token, _, rank = hello.partition(b" ")
+        known = hmac.compare_digest(token, self._token.encode())
+        return int(rank) if known and rank.isdigit() and len(rank) < 10 else None
 
     def close(self) -> None:
         """Close all connections, and listen no more."""
@@ -158,7 +165,7 @@ class Link:
 
     def __init__(self, address: str, port: int, token: str, rank: int) -> None:
         self._where = (address, port)
-        self._hello = {"token": token, "rank": rank}
+        self._hello = f"{token} {rank}"
         self._line: Lines | None = None
         self._next_try = 0.0
         self.stands = False
@@ -184,7 +191,8 @@ class Link:
             sock = socket.create_connection(self._where, timeout=1.0)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._line = Lines(sock)
-            self._line.send(self._hello)
+            self._line.rank = 0  # whose lines these are from here on
+            self._line.send_line(self._hello)
             self.heard_at = time.monotonic()
 
     def close(self) -> None:
@@ -201,7 +209,7 @@ class Link:
         """Return what the center says."""
         if self._line is None or self._line.sock not in ready:
             return []
-        found = self._line.receive()
+        found = [json.loads(text) for text in self._line.receive()]
         if found:
             self.stands = True
             self.heard_at = time.monotonic()

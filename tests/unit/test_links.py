@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import socket
 import time
@@ -15,7 +14,7 @@ import pytest
 from mpitrain.watchdog import links
 from mpitrain.watchdog.links import Hub, Link
 
-TOKEN = "a secret"
+TOKEN = "secret"
 
 
 @pytest.fixture
@@ -66,13 +65,15 @@ def test_a_sidecar_that_knows_the_secret_is_heard_and_answered(
     [
         b"GET / HTTP/1.1\r\n\r\n",
         b"\x16\x03\x01" + os.urandom(500) + b"\n",
-        b'{"token": "wrong", "rank": 1}\n{"step": 3}\n',
-        b'{"token": null}\n',
-        b"[1, 2]\n{}\n",
+        b'wrong 1\n{"step": 3}\n',
+        b"[" * 180 + b"\n",
+        b"[" * 50000 + b"\n",
         b"\n\n\n",
         b"x" * (links.LINE_BYTES + 10),
-        json.dumps({"token": TOKEN}).encode() + b"\n",
-        json.dumps({"token": TOKEN, "rank": "none"}).encode() + b"\n",
+        f"{TOKEN}\n".encode(),
+        f"{TOKEN} none\n".encode(),
+        f"{TOKEN} -1\n".encode(),
+        f"{TOKEN} {'9' * 150}\n".encode(),
     ],
 )
 def test_a_stranger_is_dropped_and_others_are_served(hub: Hub, rubbish: bytes) -> None:
