@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-LINGER_SECONDS = 4.0
+LINGER_SECONDS = 3.0
 """How long a launcher may take to notice that its rank is gone."""
 
 
@@ -132,7 +132,7 @@ class Launcher:
             return
         for seconds, number in (
             (LINGER_SECONDS, signal.SIGTERM),
-            (LINGER_SECONDS + 1.5, signal.SIGKILL),
+            (LINGER_SECONDS + 1.0, signal.SIGKILL),
         ):
             while time.monotonic() < since + seconds:
                 if not is_alive(self._ancestors[-1]):

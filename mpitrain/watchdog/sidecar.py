@@ -23,7 +23,6 @@ from mpitrain.watchdog.center import HANG_STATUS, SUSPENDED_SECONDS, Center
 from mpitrain.watchdog.links import Hub, Link
 from mpitrain.watchdog.page import Page, State
 from mpitrain.watchdog.process import (
-    LINGER_SECONDS,
     Launcher,
     oom_kills,
     quietly_kill,
@@ -174,8 +173,6 @@ class Sidecar:
         """Tell the center how the rank went, and see that the launcher noticed."""
         state = self.page.read().state
         if state is State.DONE:
-            if self.hub is not None:
-                self.hub.broadcast({"do": "go alone"})
             return
         if self.kill_at is None:
             how = "killed"
@@ -280,20 +277,25 @@ class Sidecar:
             self._look_after_center(now)
 
     def _look_after_center(self, now: float) -> None:
-        """End a rank that is cut off from rank zero."""
+        """End a rank that is cut off from rank zero, and stands still for that."""
         if self.link is None or self.kill_at is not None:
             return
-        limit = self.page.read().limit_seconds or self.told["start_timeout"]
-        heard_at = max(self.link.heard_at, self.awake_since)
+        if not self.link.stands:
+            self.link.try_again(now)
+            return
+        position = self.page.read()
+        limit = position.limit_seconds
+        moved = now - min(position.age_seconds, now - self.awake_since)
         if self.link.is_closed:
-            # Rank zero's sidecar went, and it goes last: its host did, too.
-            self._note("rank zero's host ended: this rank ends")
-            self.kill_at = now + GRACE_SECONDS + LINGER_SECONDS
-        elif self.link.stands and now - heard_at > limit:
+            # Its host is there, and its rank perhaps, too: then mpirun sees to the job.
+            silent = limit > 0 and now - moved > limit
+        else:
+            limit = limit or self.told["start_timeout"]
+            heard_at = max(self.link.heard_at, self.awake_since)
+            silent = now - max(heard_at, moved if position.limit_seconds else 0) > limit
+        if silent:
             self._note(f"no word from rank zero for {limit:.0f} s: this rank ends")
             self.kill_at = now
-        elif not self.link.stands:
-            self.link.try_again(now)
 
     def _obey(self, order: dict[str, Any], now: float) -> None:
         if order["do"] == "stacks":
@@ -384,10 +386,15 @@ def main() -> None:
         *(signal.SIGUSR1, signal.SIGUSR2, signal.SIGPIPE),
     ):
         signal.signal(number, signal.SIG_IGN)
-    Sidecar(
+    sidecar = Sidecar(
         socket.socket(fileno=control),
         Page(page),
         dump,
         terminated,
         json.loads(sys.argv[5]),
-    ).run()
+    )
+    try:
+        sidecar.run()
+    finally:
+        if sidecar.hub is not None:  # whatever happened here: the ranks live
+            sidecar.hub.broadcast({"do": "go alone"})
