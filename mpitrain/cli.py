@@ -22,13 +22,13 @@ import psutil
 
 from mpitrain.errors import UsageError, agreed
 from mpitrain.flags import PROGRAM, read_flags
+from mpitrain.launch.config import START_TIMEOUT_SECONDS
 from mpitrain.launch.contradictions import (
     is_one_of_several,
     launched_rank,
     launched_size,
     was_launched,
 )
-from mpitrain.launch.guard import START_TIMEOUT_SECONDS
 from mpitrain.topology import all_or_none, on_rank_zero
 from mpitrain.train.config import TrainConfig
 from mpitrain.world import place
@@ -84,14 +84,16 @@ def train(argv: Sequence[str]) -> None:
 
     with guarded(start_timeout_seconds=start_timeout(argv)) as guard:
         comm = guard.comm
-        config, run_dir = on_rank_zero(comm, prepare, "prepare the run")
+        with guard.stage("prepare the run"):
+            config, run_dir = on_rank_zero(comm, prepare, "prepare the run")
         # The log stands before the long imports: it tells whose process this is.
         hostname = socket.gethostname()
-        log = all_or_none(
-            comm,
-            lambda: folder.open_log(run_dir, comm.rank, comm.size, hostname),
-            "open the log",
-        )
+        with guard.stage("open the log"):
+            log = all_or_none(
+                comm,
+                lambda: folder.open_log(run_dir, comm.rank, comm.size, hostname),
+                "open the log",
+            )
         folder.start_logging(log, is_rank_zero=comm.rank == 0)
         if guard.watched is not None:
             guard.watched.log_to(Path(log.name))
@@ -104,7 +106,7 @@ def train(argv: Sequence[str]) -> None:
             device=config.launch.device,
             interface=config.launch.interface,
             start_timeout_seconds=config.launch.start_timeout,
-            hang_timeout_seconds=config.launch.hang_timeout or HANG_TIMEOUT_SECONDS,
+            hang_timeout_seconds=config.launch.hang_timeout,
             guard=guard,
         )
         with job:
@@ -149,9 +151,10 @@ def run(argv: Sequence[str]) -> None:
     if asks_only(argv) and not was_launched(os.environ):
         read_words(argv)  # answers and raises; MPI need not start for that
     with guarded(start_timeout_seconds=start_timeout(split(argv)[0])) as guard:
-        asked = on_rank_zero(
-            guard.comm, lambda: read_words(argv), "read the command line"
-        )
+        with guard.stage("read the command line"):
+            asked = on_rank_zero(
+                guard.comm, lambda: read_words(argv), "read the command line"
+            )
         script.run(guard, asked, os.environ)
 
 
@@ -174,9 +177,6 @@ def check(argv: Sequence[str]) -> int:
         config = on_rank_zero(guard.comm, read, "read the command line")
         return ranks.look(guard, config, os.environ)
 
-
-HANG_TIMEOUT_SECONDS = 600.0
-"""Of a training, where nobody says otherwise."""
 
 COMMANDS: dict[str, Callable[[Sequence[str]], int | None]] = {
     "train": train,
@@ -230,6 +230,7 @@ def start_timeout(argv: Sequence[str]) -> float:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--start-timeout", default="")
     with contextlib.suppress(ValueError, SystemExit):
-        seconds = float(parser.parse_known_args(list(argv))[0].start_timeout)
+        words = [word.replace("start_timeout", "start-timeout") for word in argv]
+        seconds = float(parser.parse_known_args(words)[0].start_timeout)
         return seconds if 0 < seconds < math.inf else START_TIMEOUT_SECONDS
     return START_TIMEOUT_SECONDS

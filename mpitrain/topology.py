@@ -131,7 +131,7 @@ def all_or_none(comm: MPI.Intracomm, action: Callable[[], T], doing: str) -> T:
         if isinstance(raised, MpitrainError):
             told = (raised.exit_status, str(raised))
         else:
-            told = (1, f"could not {doing} on {where}: {raised!r}")
+            told = (1, f"could not {doing} on {where}: {_worded(raised)}")
     wait_for_all(comm)
     by_rank: list[tuple[int, str] | None] = comm.allgather(told)
     for rank, found in enumerate(by_rank):
@@ -145,6 +145,13 @@ def all_or_none(comm: MPI.Intracomm, action: Callable[[], T], doing: str) -> T:
             error.everywhere = set(by_rank) == {found}  # type: ignore[attr-defined]
         raise error
     return result
+
+
+def _worded(error: Exception) -> str:
+    try:
+        return repr(error)
+    except Exception:
+        return f"{type(error).__name__} that cannot be printed"
 
 
 def on_rank_zero(comm: MPI.Intracomm, action: Callable[[], T], doing: str) -> T:

@@ -69,12 +69,3 @@ def largest_shard(num_samples: int, world_size: int) -> int:
     (3, 1)
     """
     return -(-num_samples // world_size)
-
-
-def num_microsteps(num_samples: int, world_size: int, micro_batch_size: int) -> int:
-    """Return how many microsteps every rank takes for one step; equal on all ranks.
-
-    >>> num_microsteps(64, 8, 8), num_microsteps(64, 8, 3), num_microsteps(64, 1, 16)
-    (1, 3, 4)
-    """
-    return -(-largest_shard(num_samples, world_size) // micro_batch_size)

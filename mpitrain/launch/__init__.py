@@ -6,9 +6,8 @@
         model = DistributedDataParallel(model.to(world.device))
         ...
 
-`start` has the stages in their order: `topology` (who am I), `threads`, `devices`,
-`network` and `store` (where rank zero is reached), `environ`; `guard` stands around all
-of it.
+`start` has the stages in their order; `guard` stands around all of it; `script` runs
+somebody's own program with it.
 """
 
 from __future__ import annotations
@@ -22,9 +21,9 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Literal, TypeVar
 
 from mpitrain.launch import script, start
-from mpitrain.launch.config import Device, LaunchConfig
+from mpitrain.launch.config import START_TIMEOUT_SECONDS, Device, LaunchConfig
 from mpitrain.launch.ending import exit_status
-from mpitrain.launch.guard import START_TIMEOUT_SECONDS, Guard, guarded, leave
+from mpitrain.launch.guard import Guard, guarded, leave
 from mpitrain.topology import all_or_none
 from mpitrain.world import World
 
@@ -85,8 +84,8 @@ def init(
         LaunchError: The job cannot start; raised on every rank or on none. With more
             than one rank the job ends here.
     """
-    guard = guard or guarded(start_timeout_seconds=start_timeout_seconds)
     before = dict(os.environ)
+    guard = guard or guarded(start_timeout_seconds=start_timeout_seconds)
     with guard:
         config = LaunchConfig(
             device=device,

@@ -8,6 +8,9 @@ from typing import Literal
 
 from mpitrain.errors import UsageError
 
+START_TIMEOUT_SECONDS = 600.0
+"""How long a stage of the start may take where nobody says otherwise."""
+
 Device = Literal["auto", "cpu", "cuda"]
 
 
@@ -19,11 +22,11 @@ class LaunchConfig:
     """auto: GPUs where there are any; cuda: refuse to run without."""
     interface: str | None = None
     """Network interface by which nodes meet. Default: the best that works."""
-    start_timeout: float = 600.0
+    start_timeout: float = START_TIMEOUT_SECONDS
     """Seconds that a stage of the start, or the first step, may take."""
     hang_timeout: float | None = None
     """Seconds without a finished step or batch, after which the job is ended with
-    status 76. Default: 600 in a training; under `run` and in your own script none."""
+    status 76. None: for ever."""
 
     def __post_init__(self) -> None:
         if self.interface is not None and not self.interface.strip():

@@ -34,6 +34,9 @@ RANK_VARIABLES = (
 )
 """Variables that number the processes, those of MPI's launchers first."""
 
+MPI_RANK_VARIABLES = RANK_VARIABLES[:4]
+"""Those of MPI's launchers alone: others are inherited by whatever is started."""
+
 
 _CURE = (
     "Compare `mpirun --version` with\n"

@@ -23,8 +23,9 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Literal, NoReturn
 
 from mpitrain.errors import LaunchError, LeftEarly, TopologyError
+from mpitrain.launch.config import START_TIMEOUT_SECONDS
 from mpitrain.launch.contradictions import (
-    RANK_VARIABLES,
+    MPI_RANK_VARIABLES,
     check_size,
     foreign_library,
     launched_rank,
@@ -43,6 +44,7 @@ from mpitrain.world import World, place
 if TYPE_CHECKING:
     from mpi4py import MPI
     from torch._C._distributed_c10d import Store
+    from torch.utils.hooks import RemovableHandle
 
     from mpitrain.launch.network import Rendezvous
 
@@ -55,9 +57,6 @@ _FORWARD_SECONDS = 0.5
 _CALLBACK_SECONDS = 3.0
 _CLAIM_SECONDS = 2.0
 _CLAIM_KEY = "mpitrain/failures"
-START_TIMEOUT_SECONDS = 600.0
-"""How long a stage of the start may take where nobody says otherwise."""
-
 _RECORD_SECONDS = 2.5
 """How long other ranks leave the one that writes a hang into the record."""
 
@@ -73,6 +72,7 @@ class Guard:
         comm: All ranks of the job.
         store: Where ranks agree who failed first; ``None`` before it stands.
         rendezvous: Where rank zero is reached; ``None`` before that is known.
+        step_hook: Tells the watchdog of optimizer steps; ``None`` while none count.
         stage_seconds: How long each stage of the start took here, in their order.
         watched: This process as the watchdog sees it; ``None`` where none could start.
         on_failure: Called with the message on the rank that speaks, before the end.
@@ -84,6 +84,7 @@ class Guard:
         self.store: Store | None = None
         self.rendezvous: Rendezvous | None = None
         self.stage_seconds: dict[str, float] = {}
+        self.step_hook: RemovableHandle | None = None
         self.on_failure: list[Callable[[str], object]] = []
         self._place = place(comm.rank, comm.size, socket.gethostname())
         self._failed = False
@@ -154,8 +155,10 @@ class Guard:
             time.sleep(CONSEQUENCE_SECONDS)  # the first one's abort comes before this
 
     def _tell(self, error: BaseException) -> None:
-        if self.watched is not None:
+        if self.watched is not None and self.comm.size > 1:
             self.watched.set_state(State.FAILING)
+        elif self.watched is not None:
+            self.watched.idle()  # who is alone may go on after it
         try:
             text = message(error, self._place)
         except Exception:
@@ -201,13 +204,17 @@ class Guard:
             address: An address of rank zero's host that all nodes reach.
         """
         found: tuple[int, str] | None = None
-        if world.is_rank_zero and self.watched is not None:
+        first = self.watched is not None and not self.watched.is_connected
+        if world.is_rank_zero and self.watched is not None and first:
             token = secrets.token_hex(16)
             where = address if world.world_size > 1 else ""
             with contextlib.suppress(OSError):
                 found = self.watched.listen(where, token, world.world_size), token
         found = self.comm.bcast(found)
-        if found is not None and self.watched is not None and not world.is_rank_zero:
+        if found is None or self.watched is None:
+            return  # also for a second job of these processes: the first's stands
+        self.watched.is_connected = True
+        if not world.is_rank_zero:
             port, token = found
             self.watched.connect(address, port, token, world.rank, world.world_size)
 
@@ -318,7 +325,7 @@ def _watch(start_timeout_seconds: float) -> Watched | None:
         watched = Watched(
             rank=launched_rank(os.environ),
             world_size=launched_size(os.environ),
-            rank_variables=RANK_VARIABLES,
+            rank_variables=MPI_RANK_VARIABLES,
             launcher_sockets=launcher_sockets(os.environ),
             start_timeout_seconds=start_timeout_seconds,
             obey=_obey_watchdog,
@@ -357,6 +364,9 @@ def leave(guard: Guard, timeout_seconds: float | None) -> None:
             "later.\nExpected every rank to leave at about the same time: look for a "
             "return or sys.exit() that only some ranks reach."
         )
+    if guard.step_hook is not None:
+        guard.step_hook.remove()
+        guard.step_hook = None
     if guard.watched is not None:
         guard.watched.set_state(State.RUNNING)
         guard.watched.idle()
@@ -372,7 +382,8 @@ def _within(seconds: float, action: Callable[[], object]) -> None:
     thread = threading.Thread(target=quietly, daemon=True)
     try:
         thread.start()
-    except RuntimeError:  # no memory for a thread
+    except RuntimeError:  # no memory for a thread, or Python 3.12 is about to end
+        quietly()
         return
     thread.join(seconds)
 

@@ -86,10 +86,7 @@ def run(guard: Guard, asked: Asked, environ: MutableMapping[str, str]) -> None:
             )
         sys.argv[0] = str(main.__file__)
     _waiting[:] = [Standing(guard=guard, config=asked.config, world=world)]
-    if asked.config.hang_timeout is not None:
-        start.watch_steps(guard, asked.config)
-    elif guard.watched is not None:
-        guard.watched.progress("in the script")
+    start.watch_steps(guard, asked.config, "in the script")
     # It stays: threads, `atexit` functions and pickle may look for it till the end.
     # Processes that multiprocessing spawned name its classes by the second.
     sys.modules["__main__"] = sys.modules["__mp_main__"] = main

@@ -56,6 +56,8 @@ def meet(
         LaunchError: On every rank or on none.
     """
     comm = guard.comm
+    if guard.watched is not None:
+        guard.watched.start_timeout_seconds = config.start_timeout
     with guard.stage("who is where"):
         world = locate(comm)
         launcher = find_launcher(os.getpid(), variables)
@@ -149,23 +151,27 @@ def join(guard: Guard, world: World, timeout_seconds: float) -> None:
         )
 
 
-def watch_steps(guard: Guard, config: LaunchConfig) -> None:
-    """Let every optimizer step from here on count as progress.
+def watch_steps(
+    guard: Guard, config: LaunchConfig, phase: str = "before the first step"
+) -> None:
+    """Let every optimizer step count as progress, until the ranks leave.
 
     Args:
         guard: The guard that stands.
         config: What was asked for.
+        phase: What comes before the first step.
     """
     watched = guard.watched
     if watched is None:
         return
-    counted_already = watched.hang_timeout_seconds > 0
     watched.hang_timeout_seconds = config.hang_timeout or 0.0
-    watched.expect_steps("before the first step")
-    if config.hang_timeout and not counted_already:
+    watched.expect_steps(phase)
+    if guard.step_hook is None:
         from torch.optim.optimizer import register_optimizer_step_post_hook
 
-        register_optimizer_step_post_hook(lambda *_: watched.step_done())
+        guard.step_hook = register_optimizer_step_post_hook(
+            lambda *_: watched.step_done()
+        )
 
 
 def _open_store(

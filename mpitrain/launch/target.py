@@ -87,7 +87,7 @@ def split(words: Sequence[str]) -> tuple[list[str], Target | None]:
             kind = "program"
             continue
         flags.append(word)
-        if word in with_value and rest:
+        if word.replace("_", "-") in with_value and rest:
             flags.append(rest.pop(0))
     if not rest:
         return flags, None

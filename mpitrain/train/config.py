@@ -12,6 +12,9 @@ from mpitrain.errors import UsageError
 from mpitrain.flags import flat
 from mpitrain.launch.config import LaunchConfig
 
+HANG_TIMEOUT_SECONDS = 600.0
+"""How long a training may stand still where nobody says otherwise."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
@@ -51,7 +54,9 @@ class TrainConfig:
     """auto: a bar on a terminal, a line per epoch in a log."""
     dry_run: bool = False
     """One step and one evaluation, to see that all works; all else is real."""
-    launch: LaunchConfig = field(default_factory=LaunchConfig)
+    launch: LaunchConfig = field(
+        default_factory=lambda: LaunchConfig(hang_timeout=HANG_TIMEOUT_SECONDS)
+    )
     """How the ranks are started; its fields are flags like the others."""
 
     def __post_init__(self) -> None:

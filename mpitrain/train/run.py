@@ -64,6 +64,7 @@ def run_training(
         introduce(console, world, plan, data, run_dir)
         recorder.console = console
         train(world, plan, model, data, recorder, job.progress)
+        job.progress("writing the weights")
         save_model(model, run_dir / "model.pt")
         recorder.finish()
 

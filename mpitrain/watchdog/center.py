@@ -181,7 +181,7 @@ class Center:
         """Whether every rank stands still for longer than it may.
 
         Training goes on together, so that one rank that stands still soon stops all;
-        as long as one still makes progress, such as rank zero writing, nobody hangs.
+        as long as one still tells of progress nobody hangs.
         """
         at_work = self._at_work()
         if len(self._reports) < self._world_size:
@@ -192,6 +192,7 @@ class Center:
         # What a rank said last is old where its host was cut off: the others' limits
         # hold for it.
         heard = [r.position.limit_seconds for r in at_work if not r.is_silent(now)]
+        heard = heard or [r.position.limit_seconds for r in at_work]
         if not heard or min(heard) <= 0.0:
             return False
         return all(
@@ -228,7 +229,7 @@ class Center:
         position = report.position
         steps = f", {position.step} steps done" if position.step >= 0 else ""
         what = {
-            "terminated": "the launcher ended the job (SIGTERM)",
+            "terminated": "ended by SIGTERM, as a rule the launcher's or scheduler's",
             "orphaned": "the launcher is gone, and so this rank ends",
             "oom": "killed by the kernel for want of memory (OOM)",
         }.get(how, "ended without a word: killed by a signal, or by os._exit")

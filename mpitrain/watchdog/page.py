@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import mmap
 import os
 import struct
+import tempfile
 import time
 from dataclasses import dataclass
 from enum import IntEnum
@@ -14,6 +16,27 @@ _LAYOUT = struct.Struct("=ddqq96s")
 
 _STATE = struct.Struct("=q")
 _STATE_OFFSET = struct.calcsize("=ddq")
+
+
+def memory_file() -> int:
+    """Make an empty file in memory and return its descriptor.
+
+    Raises:
+        OSError: There is no room for it.
+    """
+    try:
+        descriptor = os.memfd_create("mpitrain")
+    except AttributeError:  # a Python built for an old C library
+        with tempfile.TemporaryFile(dir="/dev/shm") as file:
+            descriptor = os.dup(file.fileno())
+    return above_standard(descriptor)
+
+
+def above_standard(descriptor: int) -> int:
+    """Move a descriptor above 2: where these were closed it would be in their place."""
+    moved = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 3)
+    os.close(descriptor)
+    return moved
 
 
 class State(IntEnum):
@@ -54,15 +77,10 @@ class Page:
     """
 
     def __init__(self, descriptor: int) -> None:
+        if os.fstat(descriptor).st_size == 0:
+            os.ftruncate(descriptor, mmap.PAGESIZE)
         self._memory = mmap.mmap(descriptor, mmap.PAGESIZE)
         self._now = time.monotonic  # the same clock in all processes of a machine
-
-    @staticmethod
-    def new_file() -> int:
-        """Make a file in memory for one page and return its descriptor."""
-        descriptor = os.memfd_create("mpitrain-page")
-        os.ftruncate(descriptor, mmap.PAGESIZE)
-        return descriptor
 
     def mark(self, phase: str, step: int = -1, limit_seconds: float = 0.0) -> None:
         """Note that progress was made just now.

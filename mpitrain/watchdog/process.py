@@ -14,6 +14,13 @@ LINGER_SECONDS = 3.0
 """How long a launcher may take to notice that its rank is gone."""
 
 
+NAMES = (
+    *("mpirun", "mpiexec", "prterun", "prted", "prte", "orterun", "orted"),
+    *("mpiexec.hydra", "hydra_pmi_proxy"),
+)
+"""Launchers and their daemons; nothing else is ever ended."""
+
+
 @dataclass(frozen=True)
 class Ancestor:
     """A process above a rank: its id, and when it began, since ids come again."""
@@ -35,7 +42,7 @@ def status_of(pid: int) -> tuple[str, int, str] | None:
     """
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
+    except (FileNotFoundError, ProcessLookupError):
         return None
     fields = text.rpartition(")")[2].split()  # the name before may hold anything
     return fields[0], int(fields[1]), fields[19]
@@ -55,7 +62,8 @@ def launchers_of(pid: int, rank_variables: Sequence[str]) -> list[Ancestor]:
         The parent first, the launcher last; empty without a launcher, or where it
         cannot be seen (another process namespace).
     """
-    if not has_variable(pid, rank_variables):
+    mine = variables_of(pid, rank_variables)
+    if not mine:
         return []
     found: list[Ancestor] = []
     while (status := status_of(pid)) is not None and status[1] > 1:
@@ -64,24 +72,35 @@ def launchers_of(pid: int, rank_variables: Sequence[str]) -> list[Ancestor]:
         if above is None:
             return []
         found.append(Ancestor(pid, above[2]))
-        if not has_variable(pid, rank_variables):
+        if not variables_of(pid, rank_variables) & mine:
             return found
     return []
 
 
-def has_variable(pid: int, names: Sequence[str]) -> bool:
-    """Whether a process was started with one of some variables."""
+def variables_of(pid: int, names: Sequence[str]) -> set[bytes]:
+    """Return those of some variables that a process began with, ``NAME=value``."""
     try:
         block = Path(f"/proc/{pid}/environ").read_bytes()
     except OSError:
-        return False  # another user's, such as a scheduler's daemon
-    given = {entry.partition(b"=")[0] for entry in block.split(b"\0")}
-    return any(name.encode() in given for name in names)
+        return set()  # another user's, such as a scheduler's daemon
+    wanted = {name.encode() for name in names}
+    return {entry for entry in block.split(b"\0") if entry.split(b"=")[0] in wanted}
+
+
+def name_of(pid: int) -> str:
+    """Return the name of a process's program; ``""`` where it cannot be known."""
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    except OSError:
+        return ""
 
 
 def is_alive(ancestor: Ancestor) -> bool:
-    """Whether that very process still runs."""
-    status = status_of(ancestor.pid)
+    """Whether that very process still runs; true where that cannot be known."""
+    try:
+        status = status_of(ancestor.pid)
+    except OSError:  # no descriptor left, or the like
+        return True
     return status is not None and status[0] != "Z" and status[2] == ancestor.began
 
 
@@ -89,8 +108,9 @@ def count_children(pid: int) -> int:
     """Count the processes that a process has started and that still run."""
     found = 0
     for entry in Path("/proc").iterdir():
-        status = status_of(int(entry.name)) if entry.name.isdecimal() else None
-        found += status is not None and status[1] == pid
+        with contextlib.suppress(OSError):
+            status = status_of(int(entry.name)) if entry.name.isdecimal() else None
+            found += status is not None and status[1] == pid
     return found
 
 
@@ -128,7 +148,7 @@ class Launcher:
         Args:
             since: When the rank went, on the monotonic clock.
         """
-        if not self._ancestors:
+        if not self._ancestors or name_of(self._ancestors[-1].pid) not in NAMES:
             return
         for seconds, number in (
             (LINGER_SECONDS, signal.SIGTERM),

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import resource
 import select
 import signal
 import socket
@@ -28,6 +29,7 @@ from mpitrain.watchdog.process import (
     quietly_kill,
     status_of,
 )
+from mpitrain.watchdog.voice import Voice
 
 DUMP_SIGNAL = signal.SIGRTMIN + 7
 """Makes the rank write its stacks; a signal that scripts leave alone."""
@@ -38,6 +40,9 @@ BEAT_SECONDS = 1.0
 
 DUMP_SECONDS = 0.8
 """How long a rank may take to write its stacks: a signal handler in C, at once."""
+
+STACK_BYTES = 1 << 18
+"""More of a rank's stacks is not passed on."""
 
 GRACE_SECONDS = 3.0
 """From telling a rank to end the job to killing it."""
@@ -82,10 +87,9 @@ class Sidecar:
         self.answer_stacks_at: float | None = None
         self.poll_at = self.awake_since = time.monotonic()
         self.beat_at = 0.0
-        self.stay_until = 0.0
         self.terminations = (0, 0.0)  # bytes that SIGTERM wrote, and when
         self.state = State.RUNNING  # as it was last told
-        self.log: str | None = None
+        self.voice = Voice()
 
     def run(self) -> None:
         """Watch until the rank is gone."""
@@ -133,7 +137,7 @@ class Sidecar:
             return False
         message = json.loads(data)
         self.told |= message.get("told", {})
-        self.log = message.get("log", self.log)
+        self.voice.log = message.get("log", self.voice.log)
         if "listen" in message:
             # Rank zero: be the center, on the address that all nodes reach.
             size = self.told["world_size"]
@@ -143,8 +147,8 @@ class Sidecar:
                 self.hub = Hub(message["listen"], message["token"], size)
                 port = self.hub.port
             self.control.send(json.dumps({"port": port}).encode())
-        if self.center is not None and self.log:
-            self.center.logs = os.path.dirname(self.log)  # noqa: PTH120
+        if self.center is not None and self.voice.log:
+            self.center.logs = os.path.dirname(self.voice.log)  # noqa: PTH120
         if "connect" in message:
             address, port = message["connect"]
             self.link = Link(address, port, message["token"], self.told["rank"])
@@ -172,7 +176,8 @@ class Sidecar:
     def _rank_is_gone(self, now: float) -> None:
         """Tell the center how the rank went, and see that the launcher noticed."""
         state = self.page.read().state
-        if state is State.DONE:
+        alone = self.told["world_size"] == 1
+        if state is State.DONE or (alone and not self.page.read().limit_seconds):
             return
         if self.kill_at is None:
             how = "killed"
@@ -184,11 +189,16 @@ class Sidecar:
             elif not self.launcher.lives:
                 how = "orphaned"
             self._send(gone=how)
-            alone = not self._has_center() and self.told["world_size"] > 1
-            if alone and state is State.RUNNING and how == "killed":
-                self._say_first(
+            if (
+                not self._has_center()
+                and not alone
+                and state is State.RUNNING
+                and how == "killed"
+            ):
+                self.voice.say_first(
+                    self.launcher,
                     f"{self._place()} ended without a word: killed by a signal, or by "
-                    f"os._exit; it was at: {self.page.read().phase}"
+                    f"os._exit; it was at: {self.page.read().phase}",
                 )
         # The center stays until it has said what there is to say.
         end = now + 1.5
@@ -198,10 +208,10 @@ class Sidecar:
             self._look_after_links(links, time.monotonic())
         if self.kill_at is None and state is State.RUNNING and self._has_center():
             time.sleep(max(0.0, now + RECORD_SECONDS - time.monotonic()))
-        self._let_go()
-        if self.told["world_size"] > 1:
+        self.voice.let_go(self.told["launcher_sockets"])
+        if not alone:
             self.launcher.end_if_it_stays(now)
-        time.sleep(max(0.0, self.stay_until - time.monotonic()))
+        time.sleep(max(0.0, self.voice.stay_until - time.monotonic()))
 
     def _has_center(self) -> bool:
         return self.center is not None or (self.link is not None and self.link.stands)
@@ -218,7 +228,7 @@ class Sidecar:
         """End a rank that nobody will end any more: its launcher is gone."""
         if self.kill_at is None and not self.launcher.lives:
             self._send(gone="orphaned")
-            self._note("the launcher is gone: this rank ends")
+            self.voice.note("the launcher is gone: this rank ends")
             self.kill_at = now + 0.5
 
     # --- stacks -----------------------------------------------------------------------
@@ -232,17 +242,18 @@ class Sidecar:
             time.sleep(0.05)  # the handler may be in the middle of it
             self.answer_stacks_at = None
             text = self._new_dump()
-            self._note(text)
             self._send(stack=text, kernel=self._kernel_state())
+            self.voice.note(text)
         elif size > self.dump_read:
             time.sleep(0.05)
             text = self._new_dump()
-            self._note(text)
             self._send(stack=text, kernel=self._kernel_state(), shown=True)
+            self.voice.note(text)
 
     def _new_dump(self) -> str:
         size = os.fstat(self.dump).st_size
-        text = os.pread(self.dump, size - self.dump_read, self.dump_read)
+        begin = max(self.dump_read, size - STACK_BYTES)  # the main thread's comes last
+        text = os.pread(self.dump, size - begin, begin)
         self.dump_read = size
         return text.decode(errors="replace")
 
@@ -266,7 +277,7 @@ class Sidecar:
         if self.center is not None:
             orders = self.center.decide(now)
             for text in orders.say:
-                self._say(text)
+                self.voice.say(text)
             for order in orders.to_all:
                 if self.hub is not None:
                     self.hub.broadcast(order)
@@ -294,7 +305,7 @@ class Sidecar:
             heard_at = max(self.link.heard_at, self.awake_since)
             silent = now - max(heard_at, moved if position.limit_seconds else 0) > limit
         if silent:
-            self._note(f"no word from rank zero for {limit:.0f} s: this rank ends")
+            self.voice.note(f"no word from rank zero for {limit:.0f} s: this rank ends")
             self.kill_at = now
 
     def _obey(self, order: dict[str, Any], now: float) -> None:
@@ -309,8 +320,7 @@ class Sidecar:
             self.link = None
 
     def _mine(self, order: dict[str, Any]) -> str:
-        """Note an order's text, and return it where this rank shall record it."""
-        self._note(order["text"])
+        """Return an order's text where this rank shall record it."""
         return order["text"] if order["speaker"] == self.told["rank"] else ""
 
     def _end_rank(self, status: int, text: str, now: float) -> None:
@@ -334,48 +344,17 @@ class Sidecar:
         # Rank zero first: its end ends the others before they say the same.
         if 0 < position.limit_seconds < waited - 3.0 * (self.told["rank"] > 0):
             seen = f"{self.launcher.num_ranks} of {self.told['world_size']}"
-            self._say_first(
+            self.voice.say_first(
+                self.launcher,
                 f"{self._place()} hang: {position.phase} for {waited:.0f} s\n"
                 f"Processes started on this host: {seen}. Look at the others, at the "
-                "other hosts, and at the network between them."
+                "other hosts, and at the network between them.",
             )
             self._end_rank(HANG_STATUS, "", now)
-
-    # --- words ------------------------------------------------------------------------
-
-    def _say_first(self, text: str) -> None:
-        """Speak, unless the sidecar of another rank on this host did so before.
-
-        Without a center they agree by a name that only one socket of a host can have.
-        """
-        self.claim = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-        with contextlib.suppress(OSError):
-            self.claim.bind(f"\0mpitrain-{self.launcher}")
-            self._say(text)
-            self.stay_until = time.monotonic() + 4.0  # the name is taken for so long
 
     def _place(self) -> str:
         told = self.told
         return f"[rank {told['rank']}/{told['world_size']} {told['hostname']}]"
-
-    def _say(self, text: str) -> None:
-        with contextlib.suppress(OSError):
-            os.write(2, (text + "\n").encode())
-
-    def _note(self, text: str) -> None:
-        """Write into the rank's log, where it has one."""
-        if self.log and text:
-            with contextlib.suppress(OSError), open(self.log, "a") as log:  # noqa: PTH123
-                log.write(f"watchdog: {text.rstrip()}\n")
-
-    def _let_go(self) -> None:
-        """Close what mpirun reads: it waits for the end of it before it leaves."""
-        with contextlib.suppress(OSError):
-            for descriptor in self.told["launcher_sockets"]:
-                os.close(descriptor)
-            nothing = os.open(os.devnull, os.O_RDWR)
-            os.dup2(nothing, 1)
-            os.dup2(nothing, 2)
 
 
 def main() -> None:
@@ -386,6 +365,8 @@ def main() -> None:
         *(signal.SIGUSR1, signal.SIGUSR2, signal.SIGPIPE),
     ):
         signal.signal(number, signal.SIG_IGN)
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # one for each rank
     sidecar = Sidecar(
         socket.socket(fileno=control),
         Page(page),

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from mpitrain.watchdog.page import Page, State
+from mpitrain.watchdog.page import Page, State, above_standard, memory_file
 from mpitrain.watchdog.sidecar import DUMP_SIGNAL
 
 _PROGRAM = (
@@ -62,17 +62,23 @@ class Watched:
         self.hang_timeout_seconds = 0.0
         """How long the rank may stand still after the start; 0 for no limit."""
         self._obey = obey
+        self.is_connected = False
+        """Whether the sidecars of all ranks have been told of each other."""
         self._steps = -1
         self._pid = os.getpid()
-        page, dump, terminated = Page.new_file(), _memory_file(), _memory_file()
+        page, dump, terminated = memory_file(), memory_file(), memory_file()
         self._page = Page(page)
         self._terminated = terminated
         # In C, without the interpreter's lock.
         faulthandler.register(DUMP_SIGNAL, dump, all_threads=True)
-        faulthandler.register(signal.SIGUSR1, dump, all_threads=True)
+        own = signal.getsignal(signal.SIGUSR1) is not signal.SIG_DFL
+        faulthandler.register(signal.SIGUSR1, dump, all_threads=True, chain=own)
         faulthandler.register(signal.SIGTERM, terminated, all_threads=False, chain=True)
         self._dump = dump
-        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        pair = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._control, theirs = (
+            socket.socket(fileno=above_standard(sock.detach())) for sock in pair
+        )
         told = {
             "rank": rank,
             "world_size": world_size,
@@ -112,7 +118,7 @@ class Watched:
         Args:
             phase: What it does from here on, such as ``"evaluation"``.
         """
-        self._page.mark(phase, self._steps, self.hang_timeout_seconds)
+        self._page.mark(phase, self._steps, self._limit())
 
     def step_done(self) -> None:
         """Note that this rank finished an optimizer step."""
@@ -121,14 +127,20 @@ class Watched:
 
     def idle(self) -> None:
         """Note that what comes next is nobody's to watch."""
+        self.hang_timeout_seconds = 0.0
+        self._steps = -1
         self._page.mark("outside the job", -1, 0.0)
 
     def expect_steps(self, phase: str) -> None:
         """Note that the first step comes: data, compilers, caches take their time."""
-        limit = self.hang_timeout_seconds
-        slow = max(limit, self.start_timeout_seconds) if limit else 0.0
         self._steps = 0
-        self._page.mark(phase, 0, slow)
+        self._page.mark(phase, 0, self._limit())
+
+    def _limit(self) -> float:
+        limit = self.hang_timeout_seconds
+        if limit and self._steps == 0:
+            return max(limit, self.start_timeout_seconds)
+        return limit
 
     def set_state(self, state: State) -> None:
         """Note that this rank leaves, fails or is done."""
@@ -199,7 +211,3 @@ class Watched:
                 with self._answered:
                     self._answers.append(message)
                     self._answered.notify()
-
-
-def _memory_file() -> int:
-    return os.memfd_create("mpitrain-stacks")

@@ -84,7 +84,7 @@ def in_words(report: Report, now: float) -> str:
     """Say where a rank is, shortly: phase, step, and the call it is in."""
     position = report.position
     if position.state is State.LEFT:
-        return f"left with status 0 after {position.phase}, and waits for the others"
+        return f"left with status 0 (last at: {position.phase})"
     if report.is_silent(now):
         # What it said last is a second older than the silence, and need not be so.
         return f"no word from that host for {now - report.heard_at:.0f} s"
@@ -128,15 +128,14 @@ def missing(reports: Sequence[Report], now: float) -> list[int]:
     Returns:
         Their ranks, ascending; empty where each waits for some other.
     """
-    away = [
-        r.rank
-        for r in reports
-        if r.position.state is State.LEFT or r.is_silent(now) or r.kernel in set("TtZ")
-    ]
-    rest = [r for r in reports if r.rank not in away]
+    away = [r.rank for r in reports if r.is_silent(now) or r.kernel in set("TtZ")]
+    left = [r.rank for r in reports if r.position.state is State.LEFT]
+    rest = [r for r in reports if r.rank not in {*away, *left}]
     busy = [r.rank for r in rest if not waits(main_stack(r.stack or ""))]
-    if len(busy) < len(rest):  # some wait, and for these
+    if len(busy) < len(rest) or left:  # some wait, and for these
         away += busy
+    if not away and left:
+        away = left  # all others wait, and for these
     if away or len(reports) == 1:
         return sorted(away or busy)
     first = min((r.position.step for r in reports), default=-1)
@@ -200,8 +199,11 @@ def verdict(
         if others:
             lines += ["waiting for them:", *table(reports, others, now)]
     else:
+        waiting = any(waits(main_stack(r.stack or "")) for r in reports)
         lines += [
-            "every rank waits for another: look for a collective that not all call",
+            "every rank waits for another: look for a collective that not all call"
+            if waiting
+            else "no rank waits for another; all are in code of their own",
             *table(reports, others, now),
         ]
     if logs:

@@ -120,7 +120,7 @@ def test_a_rank_that_left_early_is_named(openmpi: Mpi, tmp_path: Path) -> None:
     assert done.status == 76
     (line,) = done.ours
     assert line.startswith("[rank 1/3 ")
-    assert "left with status 0 after training, and waits for the others" in done.err
+    assert "left with status 0 (last at: training)" in done.err
 
 
 def test_a_hang_of_a_training_has_stacks_in_every_log(

@@ -100,6 +100,51 @@ print("all is well", flush=True)
     assert done.out.count("all is well") == 2
 
 
+def test_a_second_job_of_the_same_processes_is_watched_and_lives(
+    openmpi: Mpi, tmp_path: Path
+) -> None:
+    body = """
+for seconds in (0, 9):
+    with mpitrain.init() as world:
+        time.sleep(seconds)
+print("all is well", flush=True)
+"""
+    done = run(openmpi, body, tmp_path, num_ranks=2)
+    assert done.status == 0, done.err
+    assert done.out.count("all is well") == 2
+
+
+def test_who_is_alone_and_catches_an_error_goes_on(
+    openmpi: Mpi, tmp_path: Path
+) -> None:
+    body = """
+try:
+    with mpitrain.init():
+        raise ArithmeticError("caught")
+except ArithmeticError:
+    time.sleep(9)
+print("all is well", flush=True)
+"""
+    done = run(openmpi, body, tmp_path, num_ranks=1)
+    assert done.status == 0, done.err
+    assert "all is well" in done.out
+
+
+def test_an_optimizer_may_step_after_the_job(openmpi: Mpi, tmp_path: Path) -> None:
+    body = """
+with mpitrain.init(hang_timeout_seconds=2):
+    import torch
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+    optimizer.step()
+optimizer.step()
+time.sleep(6)
+print("all is well", flush=True)
+"""
+    done = run(openmpi, body, tmp_path, num_ranks=2)
+    assert done.status == 0, done.err
+    assert done.out.count("all is well") == 2
+
+
 def test_a_forked_child_is_not_a_rank(mpi: Mpi, tmp_path: Path) -> None:
     body = """
 import os

@@ -59,7 +59,7 @@ def test_every_way_out_of_a_script_ends_the_job(
     assert done.status == status if status is not None else done.status != 0
     (line,) = done.ours
     assert line.startswith("[rank 1/3 ")
-    assert line.endswith(words)
+    assert words in line
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])

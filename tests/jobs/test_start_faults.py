@@ -34,7 +34,7 @@ import mpitrain
 
 STAGES = {
     "before MPI starts": "begin = guard.start_mpi\n"
-    "guard.start_mpi = lambda: (strike(), begin())[1]\n",
+    "guard.start_mpi = lambda **words: (strike(), begin(**words))[1]\n",
     "in import torch": "begin = start._import_torch\n"
     "start._import_torch = lambda: (strike(), begin())[1]\n",
     "at the network": "begin = start.network.find_rendezvous\n"

@@ -20,7 +20,6 @@ FLOORS = (
     {"train"},
     {"record", "data", "models", "schedulers"},
     {"launch"},
-    {"mpi_backend"},
     {"watchdog"},
     {"topology", "plugins", "flags"},
     {"world"},
@@ -28,7 +27,7 @@ FLOORS = (
 )
 """From the roof down; a module may import from its own floor and from those below."""
 
-MPI_USERS = {"topology", "launch", "mpi_backend"}
+MPI_USERS = {"topology", "launch"}
 
 
 def room(path: Path) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from mpitrain.watchdog.center import Center
-from mpitrain.watchdog.page import Page, State
+from mpitrain.watchdog.page import Page, State, memory_file
 from mpitrain.watchdog.words import call_in_words, main_stack, waits
 
 WAITING = """Thread 0x1 (most recent call first):
@@ -110,7 +110,7 @@ def test_a_hang_is_judged_by_the_stacks() -> None:
         ({"kernel": "T", "stack": ""}, "stopped by a signal (SIGSTOP)"),
         ({"kernel": "D", "stack": ""}, "gives no stack (in the kernel, waits for a"),
         ({"kernel": "S", "stack": ""}, "gives no stack"),
-        ({"state": int(State.LEFT)}, "left with status 0 after training"),
+        ({"state": int(State.LEFT)}, "left with status 0 (last at: training)"),
     ],
 )
 def test_a_rank_without_a_stack_is_blamed_with_its_reason(
@@ -133,6 +133,25 @@ def test_where_all_wait_the_rank_with_fewer_steps_is_missing() -> None:
         center.hear(rank, stuck(stack=WAITING, kernel="S", step=step), 100.2)
     text, _ = end_of(center, 100.3)
     assert text.startswith("[rank 1/2 gpu01] hang")
+
+
+def test_a_rank_that_left_waits_for_one_that_works() -> None:
+    """It is done; the other writes its weights, or loops for ever."""
+    center = center_of(stuck(), stuck(state=int(State.LEFT)))
+    center.decide(100.1)
+    center.hear(0, stuck(stack=WORKING, kernel="S"), 100.2)
+    text, _ = end_of(center, 100.3)
+    assert text.startswith("[rank 0/2 gpu01] hang")
+    assert "rank 1 gpu01: left with status 0" in text.partition("waiting for them")[2]
+
+
+def test_where_all_work_alike_nobody_waits() -> None:
+    center = center_of(stuck(), stuck())
+    center.decide(100.1)
+    for rank in range(2):
+        center.hear(rank, stuck(stack=WORKING, kernel="S"), 100.2)
+    text, _ = end_of(center, 100.3)
+    assert "no rank waits for another; all are in code of their own" in text
 
 
 def test_where_all_wait_alike_nobody_is_blamed() -> None:
@@ -212,7 +231,7 @@ def test_a_rank_that_is_gone_after_another_told_why_stays_unsaid() -> None:
     ("how", "words"),
     [
         ("oom", "for want of memory (OOM)"),
-        ("terminated", "the launcher ended the job (SIGTERM)"),
+        ("terminated", "ended by SIGTERM"),
         ("orphaned", "the launcher is gone"),
     ],
 )
@@ -232,7 +251,7 @@ def test_positions_are_shown_once_to_whoever_asks() -> None:
 
 
 def test_a_page_is_read_as_it_was_written() -> None:
-    descriptor = Page.new_file()
+    descriptor = memory_file()
     try:
         ours, theirs = Page(descriptor), Page(descriptor)
         ours.mark("evaluation, with ü", 12, 30.0)

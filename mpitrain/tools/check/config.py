@@ -7,6 +7,10 @@ from pathlib import Path
 
 from mpitrain.launch.config import LaunchConfig
 
+HANG_TIMEOUT_SECONDS = 60.0
+"""How long a trial may stand still where nobody says otherwise. Generous: on the first
+use torch imports more."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class CheckConfig:
@@ -18,5 +22,7 @@ class CheckConfig:
     """Leave the bandwidth out."""
     runs_dir: Path = Path("runs")
     """Where trainings would write; looked at, not made."""
-    launch: LaunchConfig = field(default_factory=LaunchConfig)
+    launch: LaunchConfig = field(
+        default_factory=lambda: LaunchConfig(hang_timeout=HANG_TIMEOUT_SECONDS)
+    )
     """How the ranks are started."""

@@ -22,9 +22,6 @@ from mpitrain.world import World
 if TYPE_CHECKING:
     from mpitrain.launch import Guard
 
-HANG_TIMEOUT_SECONDS = 60.0
-"""Where nobody says otherwise. Generous: on the first use torch imports more."""
-
 COLLECTIVE_SECONDS = 300.0
 """How long one collective may take; the watchdog comes before."""
 
@@ -94,8 +91,7 @@ def look(guard: Guard, config: CheckConfig, environ: Mapping[str, str]) -> int:
     """
     began = time.monotonic()
     before = dict(environ)
-    seconds = config.launch.hang_timeout or HANG_TIMEOUT_SECONDS
-    launch = replace(config.launch, hang_timeout=seconds)
+    launch = config.launch
     voice = Voice(speaks=guard.comm.rank == 0, as_json=config.json)
     guard.on_failure.append(voice.give_up)
     voice.progress("the start")
