@@ -98,7 +98,7 @@ class Sidecar:
             ready = self._wait()
             now = time.monotonic()
             if self.control in ready and not self._hear_rank():
-                return self._rank_is_gone(now)
+                return None if self._is_another() else self._rank_is_gone(now)
             if os.getppid() != self.rank_pid:
                 return self._rank_is_gone(now)
             if now >= self.poll_at:
@@ -152,6 +152,15 @@ class Sidecar:
         if "connect" in message:
             address, port = message["connect"]
             self.link = Link(address, port, message["token"], self.told["rank"])
+        return True
+
+    def _is_another(self) -> bool:
+        """Whether the process lives on without us: it has become another program."""
+        end = time.monotonic() + 0.5
+        while self.page.read().state is not State.DONE and time.monotonic() < end:
+            if os.getppid() != self.rank_pid or self._kernel_state() == "Z":
+                return False
+            time.sleep(0.01)
         return True
 
     def _position(self) -> dict[str, Any]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-from launcher import Done, Mpi, mpirun
+from launcher import Done, Mpi, environment, mpirun
 
 HEAD = """
 import sys, time
@@ -128,6 +130,25 @@ print("all is well", flush=True)
     done = run(openmpi, body, tmp_path, num_ranks=1)
     assert done.status == 0, done.err
     assert "all is well" in done.out
+
+
+def test_who_becomes_another_program_is_not_dead(openmpi: Mpi, tmp_path: Path) -> None:
+    body = """
+import os
+mpitrain.init(hang_timeout_seconds=30)
+os.execv(sys.executable, [sys.executable, "-c", "import time; time.sleep(8)"])
+"""
+    (tmp_path / "script.py").write_text(HEAD + body)
+    done = subprocess.run(
+        [sys.executable, "script.py"],
+        cwd=tmp_path,
+        env=environment(openmpi),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0
+    assert "ended without a word" not in done.stderr
 
 
 def test_an_optimizer_may_step_after_the_job(openmpi: Mpi, tmp_path: Path) -> None:
