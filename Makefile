@@ -40,7 +40,7 @@ test-jobs: $(VENV)/.test $(VENV)-ompi4/.done $(VENV)-mpich/.done
 
 # A hundred faults at random moments; SOAK_SEED=n repeats the ones of a seed.
 soak: $(VENV)/.test $(VENV)-ompi4/.done $(VENV)-mpich/.done
-	SOAK_TRIES=$${SOAK_TRIES:-100} $(BIN)/python -m pytest tests/jobs/test_random_faults.py
+	SOAK_TRIES=$${SOAK_TRIES:-100} $(BIN)/python -m pytest -v tests/jobs/test_random_faults.py
 
 test-cluster: $(VENV)/.test
 	$(BIN)/python -m pytest tests/cluster

@@ -103,7 +103,8 @@ def look(guard: Guard, config: CheckConfig, environ: Mapping[str, str]) -> int:
     closed = pairs.find_failures(guard, world, rendezvous.own_address)
     if not closed:
         start.join(guard, world, COLLECTIVE_SECONDS)
-    start.watch_steps(guard, launch)
+    if guard.watched is not None:  # no step comes here; each trial tells of itself
+        guard.watched.hang_timeout_seconds = launch.hang_timeout or 0.0
     job = Job(world, guard, COLLECTIVE_SECONDS, {})
     with job:
         voice.progress("nodes and ranks")
