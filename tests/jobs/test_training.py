@@ -8,6 +8,7 @@ import os
 import pty
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -189,7 +190,11 @@ def test_ctrl_c_at_mpirun_ends_all_ranks(openmpi: Mpi, tmp_path: Path) -> None:
     assert job.returncode != 0
     assert "Traceback" not in err
     logs = (tmp_path / "runs/r/logs").iterdir()
-    assert not survivors([int(log.read_text().split()[1]) for log in logs])
+    pids = [int(log.read_text().split()[1]) for log in logs]
+    end = time.monotonic() + 10
+    while survivors(pids):  # mpirun may leave a moment before the ranks it has killed
+        assert time.monotonic() < end
+        time.sleep(0.1)
 
 
 def test_the_wheel_trains_outside_the_checkout(openmpi: Mpi, tmp_path: Path) -> None:
