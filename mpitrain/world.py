@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+
+_MOST_HOSTS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,3 +99,16 @@ def in_runs(numbers: Sequence[int]) -> str:
         else:
             runs.append([number])
     return ",".join(str(r[0]) if len(r) == 1 else f"{r[0]}-{r[-1]}" for r in runs)
+
+
+def list_hosts(hosts: Iterable[str]) -> str:
+    """Name hosts, each once; where there are many, count the rest.
+
+    >>> list_hosts(["a", "b", "a"])
+    'a, b'
+    >>> list_hosts(f"n{i}" for i in range(100))
+    'n0, n1, n2, n3, n4, n5, n6, n7 and 92 more'
+    """
+    names = list(dict.fromkeys(hosts))
+    more = len(names) - _MOST_HOSTS
+    return ", ".join(names[:_MOST_HOSTS]) + (f" and {more} more" if more > 0 else "")

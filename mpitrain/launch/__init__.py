@@ -21,7 +21,12 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Literal, TypeVar
 
 from mpitrain.launch import script, start
-from mpitrain.launch.config import START_TIMEOUT_SECONDS, Device, LaunchConfig
+from mpitrain.launch.config import (
+    START_TIMEOUT_SECONDS,
+    TIMEOUT_SECONDS,
+    Device,
+    LaunchConfig,
+)
 from mpitrain.launch.ending import exit_status
 from mpitrain.launch.guard import Guard, guarded, leave
 from mpitrain.topology import all_or_none
@@ -41,7 +46,7 @@ def init(
     interface: str | None = None,
     start_timeout_seconds: float = START_TIMEOUT_SECONDS,
     hang_timeout_seconds: float | None = None,
-    timeout_seconds: float = 1800.0,
+    timeout_seconds: float = TIMEOUT_SECONDS,
     guard: Guard | None = None,
 ) -> Job:
     """Start torch.distributed on all ranks that mpirun started.

@@ -17,7 +17,7 @@ from mpitrain.launch.config import LaunchConfig
 from mpitrain.launch.contradictions import LOCAL_SIZE_VARIABLES
 from mpitrain.launch.launcher import Launcher, asked_per_node
 from mpitrain.topology import mpi_library, wait_for_all
-from mpitrain.world import Node, World, in_runs
+from mpitrain.world import Node, World, in_runs, list_hosts
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -27,8 +27,6 @@ CLOCK_WARNING_SECONDS = 60.0
 
 CLOCK_LIMIT_SECONDS = 300.0
 """Clocks further apart than this are refused: deadlines and times of files lie."""
-
-_HOSTS_NAMED = 4
 
 logger = logging.getLogger("mpitrain")
 
@@ -146,7 +144,7 @@ def check_software(records: Sequence[Record], nodes: Sequence[Node]) -> None:
         versions = _ranks_by([record.software.get(name) for record in records])
         if len(versions) > 1:
             found = (
-                f"{version} on {_shortly([hosts[rank] for rank in ranks])} "
+                f"{version} on {list_hosts(hosts[rank] for rank in ranks)} "
                 f"({_ranks(ranks)})"
                 for version, ranks in versions.items()
             )
@@ -271,9 +269,3 @@ def _ranks_by(values: Sequence[str | None]) -> dict[str, list[int]]:
 
 def _ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {in_runs(ranks)}"
-
-
-def _shortly(hosts: Sequence[str]) -> str:
-    names = list(dict.fromkeys(hosts))
-    more = len(names) - _HOSTS_NAMED
-    return ", ".join(names[:_HOSTS_NAMED]) + (f" and {more} more" if more > 0 else "")

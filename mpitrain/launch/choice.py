@@ -7,12 +7,10 @@ from dataclasses import dataclass
 
 from mpitrain.errors import LaunchError, agreed
 from mpitrain.launch.interfaces import KINDS, Interface
+from mpitrain.world import list_hosts
 
 UNKNOWN = Interface(name="", kind="virtual")
 """What stands for an interface that could not be found."""
-
-MAX_NAMES = 8
-"""How many hosts a message names before it counts the others."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +43,7 @@ class Attempt:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Report:
+class NodeReport:
     """What one node found."""
 
     attempts: tuple[Attempt, ...] = ()
@@ -54,7 +52,7 @@ class Report:
     """The interfaces it has, where it lacks the one that was asked for."""
 
 
-def check_interface(name: str, reports: Mapping[str, Report]) -> None:
+def check_interface(name: str, reports: Mapping[str, NodeReport]) -> None:
     """Check that every node has the interface that was asked for.
 
     Args:
@@ -74,7 +72,7 @@ def check_interface(name: str, reports: Mapping[str, Report]) -> None:
             LaunchError(
                 f"no interface {name!r} that is up and has an address on\n"
                 + "\n".join(
-                    f"  {_names(hosts)}, where there is {has}"
+                    f"  {list_hosts(hosts)}, where there is {has}"
                     for has, hosts in lacking.items()
                 )
                 + "\nExpected one that every node has: --interface NAME. Without the "
@@ -143,17 +141,7 @@ def _rows(
         for host, tried in attempts.items():
             found.setdefault(tried[index].failure or "reached", []).append(host)
         words = [
-            f"{result}: {_names(hosts)}" for result, hosts in sorted(found.items())
+            f"{result}: {list_hosts(hosts)}" for result, hosts in sorted(found.items())
         ]
         rows.append(f"  {offer}: " + "; ".join(words))
     return rows
-
-
-def _names(hosts: Sequence[str]) -> str:
-    """List hosts; where there are many, count the rest.
-
-    >>> _names([f"n{i}" for i in range(100)])
-    'n0, n1, n2, n3, n4, n5, n6, n7 and 92 more'
-    """
-    more = len(hosts) - MAX_NAMES
-    return ", ".join(hosts[:MAX_NAMES]) + (f" and {more} more" if more > 0 else "")

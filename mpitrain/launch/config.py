@@ -11,6 +11,10 @@ from mpitrain.errors import UsageError
 START_TIMEOUT_SECONDS = 600.0
 """How long a stage of the start may take where nobody says otherwise."""
 
+TIMEOUT_SECONDS = 1800.0
+"""How long one collective, or one answer of the store, may take where nobody says
+otherwise; as torch has it for gloo."""
+
 Device = Literal["auto", "cpu", "cuda"]
 
 

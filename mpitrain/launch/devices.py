@@ -25,7 +25,7 @@ logger = logging.getLogger("mpitrain")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class DevicePlan:
     """Where every rank computes. Equal on all ranks."""
 
     devices: tuple[str, ...]
@@ -93,7 +93,7 @@ def settle(
 
 def plan(
     seen: Sequence[Sight], nodes: Sequence[Node], *, required: bool = False
-) -> Plan:
+) -> DevicePlan:
     """Give every rank a device.
 
     Local rank i takes the i-th device it sees. Where every rank of a node sees one
@@ -120,13 +120,13 @@ def plan(
     >>> plan([Sight(gpus=(x,), has_nccl=True)] * 2, two).ranks_per_gpu
     2
     >>> plan([Sight()] * 2, two)  # doctest: +ELLIPSIS
-    Plan(devices=('cpu', 'cpu'), backend='gloo', ...)
+    DevicePlan(devices=('cpu', 'cpu'), backend='gloo', ...)
     """
     seeing = [rank for rank, sight in enumerate(seen) if sight.gpus]
     if not seeing and required:
         raise _without_gpus(nodes)
     if not seeing:
-        return Plan(devices=("cpu",) * len(seen), backend=GLOO)
+        return DevicePlan(devices=("cpu",) * len(seen), backend=GLOO)
     if len(seeing) < len(seen):
         raise _mixed(seeing, nodes)
     indices = [0] * len(seen)
@@ -148,7 +148,7 @@ def plan(
     why = "" if all(s.has_nccl for s in seen) else "torch has no NCCL here"
     if ranks_per_gpu > 1:
         why = why or next((s.why_not_shared for s in seen if s.why_not_shared), "")
-    return Plan(
+    return DevicePlan(
         devices=tuple(f"cuda:{index}" for index in indices),
         gpus=tuple(s.gpus[i].uuid for s, i in zip(seen, indices, strict=True)),
         backend=GLOO if why else NCCL,
@@ -164,7 +164,7 @@ def plan(
     )
 
 
-def warnings_of(found: Plan) -> list[str]:
+def warnings_of(found: DevicePlan) -> list[str]:
     """Say what sharing GPUs costs.
 
     Returns:

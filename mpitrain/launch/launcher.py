@@ -14,12 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from mpitrain.launch.cores import parse_cores
-
-COMMANDS = ("mpirun", "mpiexec", "orterun", "prterun", "prun")
-"""What a user types; these know what was asked for. ``mpiexec.hydra`` is one, too."""
-
-DAEMONS = ("prted", "orted", "hydra_pmi_proxy")
-"""What they start on every host to start the ranks there."""
+from mpitrain.watchdog.process import COMMANDS, DAEMONS
 
 _MOST_ANCESTORS = 32
 _MPIRUN_VARIABLES = {"OMPI_COMM_WORLD_SIZE", "HYDI_CONTROL_FD"}

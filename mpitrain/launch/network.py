@@ -22,8 +22,8 @@ from mpitrain.launch import probe
 from mpitrain.launch.choice import (
     UNKNOWN,
     Attempt,
+    NodeReport,
     Offer,
-    Report,
     check_interface,
     choose,
 )
@@ -109,7 +109,7 @@ def find_rendezvous(
                 is_other_node = world.node_rank > 0
                 report = look(offers if is_other_node else (), secret, mine, interface)
             wait_for_all(comm)
-        by_rank: list[Report | None] = comm.allgather(report)
+        by_rank: list[NodeReport | None] = comm.allgather(report)
         reports = {
             node.hostname: found
             for node in world.nodes
@@ -228,7 +228,7 @@ def look(
     secret: bytes,
     interfaces: Sequence[Interface],
     name: str | None = None,
-) -> Report:
+) -> NodeReport:
     """Try to reach every offer, all at once.
 
     Args:
@@ -245,7 +245,7 @@ def look(
         own = [interface for interface in interfaces if interface.name == name]
         if not own:
             names = tuple(interface.name for interface in interfaces)
-            return Report(other_interfaces=names)
+            return NodeReport(other_interfaces=names)
         sources = [*filter(is_usable, own[0].addresses)]
 
     def attempt(task: tuple[int, str | None]) -> Attempt:
@@ -274,4 +274,4 @@ def look(
     for (index, _), result in zip(tasks, results, strict=True):
         if best[index].failure:
             best[index] = result
-    return Report(attempts=tuple(best))
+    return NodeReport(attempts=tuple(best))

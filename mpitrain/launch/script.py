@@ -12,20 +12,18 @@ import sys
 from collections.abc import MutableMapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import CodeType, ModuleType
 
 from mpitrain.errors import UsageError, agreed
 from mpitrain.flags import PROGRAM
 from mpitrain.launch import program, start
-from mpitrain.launch.config import LaunchConfig
+from mpitrain.launch.config import TIMEOUT_SECONDS, LaunchConfig
 from mpitrain.launch.ending import exit_status, finish_python
 from mpitrain.launch.environ import script_variables
 from mpitrain.launch.guard import Guard, leave
 from mpitrain.launch.target import Asked, find_module, find_program, read_script
 from mpitrain.topology import all_or_none, wait_for_all
 from mpitrain.world import World
-
-TIMEOUT_SECONDS = 1800.0
-"""How long one answer of the store may take, while the job starts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,34 +55,10 @@ def run(guard: Guard, asked: Asked, environ: MutableMapping[str, str]) -> None:
         ProgramFailed: The program ended with a status that is not 0.
         BaseException: What the script raised, ``sys.exit(0)`` excepted.
     """
-    comm, target = guard.comm, asked.target
-    if target.kind == "program":
-        path = all_or_none(
-            comm, lambda: find_program(target.name, environ), "find the program"
-        )
-        _prepare(guard, asked, environ)
-        if guard.watched is not None:
-            guard.watched.progress("in the program")
-        program.run(path, (target.name, *target.args), environ)
-        leave_together(guard)
+    if asked.target.kind == "program":
+        _run_program(guard, asked, environ)
         return
-    if target.kind == "script":
-        main, code = all_or_none(
-            comm, lambda: read_script(target.name), "read the script"
-        )
-        world = _prepare(guard, asked, environ)
-        set_path(str(Path(target.name).resolve().parent))
-        sys.argv[:] = [target.name, *target.args]
-    else:
-        # After the start: packages above the module are imported to find it.
-        world = _prepare(guard, asked, environ)
-        set_path(os.getcwd())
-        sys.argv[:] = ["-m", *target.args]  # as Python has it while it looks for one
-        with guard.stage("find the module"):
-            main, code = all_or_none(
-                comm, lambda: find_module(target.name), "find the module"
-            )
-        sys.argv[0] = str(main.__file__)
+    world, main, code = _load(guard, asked, environ)
     _waiting[:] = [Standing(guard=guard, config=asked.config, world=world)]
     start.watch_steps(guard, asked.config, "in the script")
     # It stays: threads, `atexit` functions and pickle may look for it till the end.
@@ -103,6 +77,53 @@ def run(guard: Guard, asked: Asked, environ: MutableMapping[str, str]) -> None:
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         os._exit(0)
+
+
+def _run_program(guard: Guard, asked: Asked, environ: MutableMapping[str, str]) -> None:
+    """Run what is no Python beside this rank, and wait for it and for the others.
+
+    Collective over all ranks.
+    """
+    target = asked.target
+    path = all_or_none(
+        guard.comm, lambda: find_program(target.name, environ), "find the program"
+    )
+    _prepare(guard, asked, environ)
+    if guard.watched is not None:
+        guard.watched.progress("in the program")
+    program.run(path, (target.name, *target.args), environ)
+    leave_together(guard)
+
+
+def _load(
+    guard: Guard, asked: Asked, environ: MutableMapping[str, str]
+) -> tuple[World, ModuleType, CodeType]:
+    """Start, and read the script or find the module; `sys.argv` and path are its own.
+
+    Collective over all ranks.
+
+    Returns:
+        Where this process stands; what is to be ``__main__``, and its code.
+    """
+    comm, target = guard.comm, asked.target
+    if target.kind == "script":
+        main, code = all_or_none(
+            comm, lambda: read_script(target.name), "read the script"
+        )
+        world = _prepare(guard, asked, environ)
+        set_path(str(Path(target.name).resolve().parent))
+        sys.argv[:] = [target.name, *target.args]
+        return world, main, code
+    # After the start: packages above the module are imported to find it.
+    world = _prepare(guard, asked, environ)
+    set_path(os.getcwd())
+    sys.argv[:] = ["-m", *target.args]  # as Python has it while it looks for one
+    with guard.stage("find the module"):
+        main, code = all_or_none(
+            comm, lambda: find_module(target.name), "find the module"
+        )
+    sys.argv[0] = str(main.__file__)
+    return world, main, code
 
 
 def _at_exit(guard: Guard, rank_itself: int) -> None:

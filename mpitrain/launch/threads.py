@@ -44,6 +44,50 @@ def settle(
     Raises:
         UsageError: OMP_NUM_THREADS is no number; on every rank or on none.
     """
+    masks, quotas = _unbind(comm, world, launcher, variables)
+    of_nodes = [
+        ([masks[rank] for rank in node.ranks], quotas[node.ranks[0]])
+        for node in world.nodes
+    ]
+    nodes = tuple(
+        replace(node, num_cores=count_cores(*of_node))
+        for node, of_node in zip(world.nodes, of_nodes, strict=True)
+    )
+    on_node, quota = of_nodes[world.node_rank]
+    fair = share(on_node, quota)[world.local_rank]
+    whole_machine = len(set().union(*on_node)) == os.cpu_count()
+    of_chunk = share_of_chunk(
+        variables, world.local_world_size, fair, whole_machine=whole_machine
+    )
+    if of_chunk is not None:
+        if world.is_rank_zero:
+            logger.warning(
+                "OMP_NUM_THREADS=%s is what PBS sets for all %d ranks of the chunk: "
+                "each takes its share, %d (to insist on your own number: unset NCPUS)",
+                *(variables["OMP_NUM_THREADS"], world.local_world_size, of_chunk),
+            )
+        fair = of_chunk
+        del variables["OMP_NUM_THREADS"]
+    num_threads = all_or_none(
+        comm, lambda: threads_of(fair, variables), "read OMP_NUM_THREADS"
+    )
+    return replace(world, nodes=nodes, num_cores=fair, num_threads=num_threads)
+
+
+def _unbind(
+    comm: MPI.Intracomm,
+    world: World,
+    launcher: Launcher,
+    variables: Mapping[str, str],
+) -> tuple[list[frozenset[int]], list[float]]:
+    """Undo a binding that nobody asked for.
+
+    Collective over `comm`.
+
+    Returns:
+        The cores that each rank may run on now, and the cores' worth of time that each
+        may use; equal on all ranks.
+    """
     mask = cores.usable_cores()
     mine = (
         cores.list_cores(mask),
@@ -76,34 +120,7 @@ def settle(
         masks = [cores.parse_cores(found) for found in comm.allgather(now)]
     if world.is_rank_zero:
         _tell_binding(world.nodes, widenings)
-
-    of_nodes = [
-        ([masks[rank] for rank in node.ranks], records[node.ranks[0]][-1])
-        for node in world.nodes
-    ]
-    nodes = tuple(
-        replace(node, num_cores=count_cores(*of_node))
-        for node, of_node in zip(world.nodes, of_nodes, strict=True)
-    )
-    on_node, quota = of_nodes[world.node_rank]
-    fair = share(on_node, quota)[world.local_rank]
-    whole_machine = len(set().union(*on_node)) == os.cpu_count()
-    of_chunk = share_of_chunk(
-        variables, world.local_world_size, fair, whole_machine=whole_machine
-    )
-    if of_chunk is not None:
-        if world.is_rank_zero:
-            logger.warning(
-                "OMP_NUM_THREADS=%s is what PBS sets for all %d ranks of the chunk: "
-                "each takes its share, %d (to insist on your own number: unset NCPUS)",
-                *(variables["OMP_NUM_THREADS"], world.local_world_size, of_chunk),
-            )
-        fair = of_chunk
-        del variables["OMP_NUM_THREADS"]
-    num_threads = all_or_none(
-        comm, lambda: threads_of(fair, variables), "read OMP_NUM_THREADS"
-    )
-    return replace(world, nodes=nodes, num_cores=fair, num_threads=num_threads)
+    return masks, [record[-1] for record in records]
 
 
 def cpu_quota(root: Path = Path("/sys/fs/cgroup")) -> float:

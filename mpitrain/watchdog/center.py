@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mpitrain.watchdog.page import Position, State
-from mpitrain.watchdog.words import Report, missing, positions, verdict
+from mpitrain.watchdog.words import RankReport, missing, positions, verdict
 
 HANG_STATUS = 76
 """The job's exit status when it hung."""
@@ -62,7 +62,7 @@ class Center:
         self._began = now
         self._looked_at = now
         self._awake_since = now  # the last time that the job was not suspended
-        self._reports: dict[int, Report] = {}
+        self._reports: dict[int, RankReport] = {}
         self._asked_at: float | None = None  # for stacks, because of a hang
         self._shown_at: float | None = None  # somebody wants to see where all are
         self._gone: list[tuple[int, str]] = []  # ranks that went without a word
@@ -99,7 +99,7 @@ class Center:
             age_seconds=float(message["age_seconds"]),
             limit_seconds=float(message["limit_seconds"]),
         )
-        report = Report(
+        report = RankReport(
             rank=rank,
             hostname=str(message["hostname"]),
             position=position,
@@ -212,7 +212,7 @@ class Center:
             len(at_work) > 1 and all(r.kernel in ("T", "t") for r in at_work)
         )
 
-    def _at_work(self) -> list[Report]:
+    def _at_work(self) -> list[RankReport]:
         return [r for r in self._reports.values() if r.position.state is State.RUNNING]
 
     def _record_gone(self, orders: Orders) -> None:
@@ -238,5 +238,5 @@ class Center:
             f"{position.phase}{steps}"
         )
 
-    def _sorted(self) -> list[Report]:
+    def _sorted(self) -> list[RankReport]:
         return [self._reports[rank] for rank in sorted(self._reports)]

@@ -22,7 +22,7 @@ STRANGERS = 64
 STRANGER_SECONDS = 5.0
 
 
-class Lines:
+class JsonLines:
     """One connection that carries an object per line; never blocks.
 
     The first line, from a sidecar to the center, is the token and the rank. Nothing of
@@ -88,7 +88,7 @@ class Hub:
         self._listener.setblocking(False)
         self._token = token
         self._strangers = world_size + STRANGERS
-        self._lines: list[Lines] = []
+        self._lines: list[JsonLines] = []
         self.port: int = self._listener.getsockname()[1]
 
     def sockets(self) -> list[socket.socket]:
@@ -146,7 +146,7 @@ class Hub:
                 if sum(line.rank is None for line in self._lines) >= self._strangers:
                     sock.close()
                 else:
-                    self._lines.append(Lines(sock))
+                    self._lines.append(JsonLines(sock))
 
 
 class Link:
@@ -166,7 +166,7 @@ class Link:
     def __init__(self, address: str, port: int, token: str, rank: int) -> None:
         self._where = (address, port)
         self._hello = f"{token} {rank}"
-        self._line: Lines | None = None
+        self._line: JsonLines | None = None
         self._next_try = 0.0
         self.stands = False
         self.heard_at = time.monotonic()
@@ -190,7 +190,7 @@ class Link:
         with contextlib.suppress(OSError):
             sock = socket.create_connection(self._where, timeout=1.0)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            self._line = Lines(sock)
+            self._line = JsonLines(sock)
             self._line.rank = 0  # whose lines these are from here on
             self._line.send_line(self._hello)
             self.heard_at = time.monotonic()

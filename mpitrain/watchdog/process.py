@@ -13,12 +13,11 @@ from pathlib import Path
 LINGER_SECONDS = 3.0
 """How long a launcher may take to notice that its rank is gone."""
 
+COMMANDS = ("mpirun", "mpiexec", "mpiexec.hydra", "orterun", "prterun", "prun")
+"""Launchers, as a user types them."""
 
-NAMES = (
-    *("mpirun", "mpiexec", "prterun", "prted", "prte", "orterun", "orted"),
-    *("mpiexec.hydra", "hydra_pmi_proxy"),
-)
-"""Launchers and their daemons; nothing else is ever ended."""
+DAEMONS = ("prted", "orted", "hydra_pmi_proxy")
+"""What they start on every host to start the ranks there."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +113,7 @@ def count_children(pid: int) -> int:
     return found
 
 
-class Launcher:
+class Ancestry:
     """What started a rank on this host: mpirun or its daemon, and wrappers between.
 
     Args:
@@ -148,7 +147,10 @@ class Launcher:
         Args:
             since: When the rank went, on the monotonic clock.
         """
-        if not self._ancestors or name_of(self._ancestors[-1].pid) not in NAMES:
+        if (
+            not self._ancestors
+            or name_of(self._ancestors[-1].pid) not in COMMANDS + DAEMONS
+        ):
             return
         for seconds, number in (
             (LINGER_SECONDS, signal.SIGTERM),

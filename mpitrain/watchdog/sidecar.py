@@ -24,7 +24,7 @@ from mpitrain.watchdog.center import HANG_STATUS, SUSPENDED_SECONDS, Center
 from mpitrain.watchdog.links import Hub, Link
 from mpitrain.watchdog.page import Page, State
 from mpitrain.watchdog.process import (
-    Launcher,
+    Ancestry,
     oom_kills,
     quietly_kill,
     status_of,
@@ -78,7 +78,7 @@ class Sidecar:
         self.dump_read = 0
         self.terminated = terminated
         self.told = told
-        self.launcher = Launcher(self.rank_pid, told["rank_variables"])
+        self.launcher = Ancestry(self.rank_pid, told["rank_variables"])
         self.oom_kills = oom_kills()
         self.link: Link | None = None
         self.hub: Hub | None = None

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mpitrain.watchdog.page import Position, State
-from mpitrain.world import in_runs
+from mpitrain.world import in_runs, list_hosts
 
 SILENT_SECONDS = 5.0
 """A sidecar speaks every second: one that is silent for so long is cut off."""
@@ -40,7 +40,7 @@ class Frame:
 
 
 @dataclass(kw_only=True)
-class Report:
+class RankReport:
     """What the center knows of one rank."""
 
     rank: int
@@ -80,7 +80,7 @@ def waits(frames: Sequence[Frame]) -> bool:
     return any(place in frame.file for frame in frames[:3] for place in WAITS)
 
 
-def in_words(report: Report, now: float) -> str:
+def in_words(report: RankReport, now: float) -> str:
     """Say where a rank is, shortly: phase, step, and the call it is in."""
     position = report.position
     if position.state is State.LEFT:
@@ -118,7 +118,7 @@ def is_own(frame: Frame) -> bool:
     )
 
 
-def missing(reports: Sequence[Report], now: float) -> list[int]:
+def missing(reports: Sequence[RankReport], now: float) -> list[int]:
     """Find the ranks that the others wait for.
 
     Args:
@@ -143,16 +143,18 @@ def missing(reports: Sequence[Report], now: float) -> list[int]:
     return sorted(behind) if len(behind) < len(reports) else []
 
 
-def table(reports: Sequence[Report], ranks: Collection[int], now: float) -> list[str]:
+def table(
+    reports: Sequence[RankReport], ranks: Collection[int], now: float
+) -> list[str]:
     """Say where some ranks are, those at the same place in one line."""
-    places: dict[str, list[Report]] = {}
+    places: dict[str, list[RankReport]] = {}
     for report in reports:
         if report.rank in ranks:
             places.setdefault(in_words(report, now), []).append(report)
     return [f"  {name(found)}: {where}" for where, found in places.items()]
 
 
-def name(reports: Sequence[Report]) -> str:
+def name(reports: Sequence[RankReport]) -> str:
     """Name ranks and their hosts, shortly.
 
     Args:
@@ -162,13 +164,12 @@ def name(reports: Sequence[Report]) -> str:
         Such as ``"rank 2 gpu03"`` or ``"ranks 0-2,4 gpu01, gpu02"``.
     """
     ranks = in_runs([report.rank for report in reports])
-    hosts = list(dict.fromkeys(report.hostname for report in reports))
-    shown = ", ".join(hosts[:4]) + f" and {len(hosts) - 4} more" * (len(hosts) > 4)
-    return f"rank{'s' * (len(reports) > 1)} {ranks} {shown}"
+    hosts = list_hosts(report.hostname for report in reports)
+    return f"rank{'s' * (len(reports) > 1)} {ranks} {hosts}"
 
 
 def verdict(
-    reports: Sequence[Report], world_size: int, now: float, logs: str | None
+    reports: Sequence[RankReport], world_size: int, now: float, logs: str | None
 ) -> str:
     """Word a hang: the ranks that did not arrive first, then those that wait.
 
@@ -213,7 +214,7 @@ def verdict(
     return "\n".join(lines)
 
 
-def positions(reports: Sequence[Report], world_size: int, now: float) -> str:
+def positions(reports: Sequence[RankReport], world_size: int, now: float) -> str:
     """Say where every rank is, for somebody who asked."""
     ranks = range(world_size)
     return "\n".join(["where the ranks are:", *table(reports, ranks, now)])

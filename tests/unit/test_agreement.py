@@ -49,7 +49,11 @@ def test_ranks_that_agree_pass() -> None:
             "torch: 2.15.0 on gpu00 (ranks 0-1); 2.9 on gpu01 (ranks 2-3)",
         ),
         ((2, 1), [1], "2.15.0 on gpu00, gpu01 (ranks 0,2); 2.9 on gpu00 (rank 1)"),
-        ((1,) * 7, [6], "2.15.0 on gpu00, gpu01, gpu02, gpu03 and 2 more (ranks 0-5)"),
+        (
+            (1,) * 7,
+            [6],
+            "2.15.0 on gpu00, gpu01, gpu02, gpu03, gpu04, gpu05 (ranks 0-5)",
+        ),
     ],
 )
 def test_versions_that_differ_are_told_with_their_hosts(

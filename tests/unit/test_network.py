@@ -15,7 +15,7 @@ import pytest
 
 from mpitrain.errors import LaunchError
 from mpitrain.launch import choice, network, probe, transports
-from mpitrain.launch.choice import Attempt, Offer, Report
+from mpitrain.launch.choice import Attempt, NodeReport, Offer
 from mpitrain.launch.interfaces import (
     Interface,
     Kind,
@@ -132,14 +132,14 @@ def test_no_common_address_is_one_error_with_the_table() -> None:
 
 def test_a_missing_interface_is_named_with_those_that_are_there() -> None:
     reports = {
-        "a": Report(),
-        "b": Report(other_interfaces=("lo", "eth0")),
-        "c": Report(other_interfaces=("eth0", "lo")),
+        "a": NodeReport(),
+        "b": NodeReport(other_interfaces=("lo", "eth0")),
+        "c": NodeReport(other_interfaces=("eth0", "lo")),
     }
     with pytest.raises(LaunchError, match=r"b, c, where there is eth0, lo") as caught:
         choice.check_interface("ib0", reports)
     assert "'ib0'" in str(caught.value)
-    choice.check_interface("ib0", {"a": Report()})
+    choice.check_interface("ib0", {"a": NodeReport()})
 
 
 LO = card("lo", "loopback", 0, "127.0.0.1", "::1", "10.9.0.1")

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
 Severity = Literal["error", "warning", "note"]
 
-_HOSTS_NAMED = 4
 _FAILURES_NAMED = 8
 
 
@@ -39,16 +38,6 @@ def by_severity(found: Sequence[Finding]) -> list[Finding]:
     """Put errors first, then warnings, then notes; each in their order."""
     order = ("error", "warning", "note")
     return sorted(found, key=lambda finding: order.index(finding.severity))
-
-
-def names(hosts: Sequence[str]) -> str:
-    """List hosts; where there are many, count the rest.
-
-    >>> names(["a", "b"]), names([f"n{i}" for i in range(100)])
-    ('a, b', 'n0, n1, n2, n3 and 96 more')
-    """
-    more = len(hosts) - _HOSTS_NAMED
-    return ", ".join(hosts[:_HOSTS_NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
 def of_pairs(failures: Sequence[Failure], nodes: Sequence[Node]) -> list[Finding]:

@@ -10,9 +10,9 @@ from mpitrain.tools.check.facts import (
     HostFacts,
     RankFacts,
 )
-from mpitrain.tools.check.findings import Finding, by_severity, names
+from mpitrain.tools.check.findings import Finding, by_severity
 from mpitrain.tools.check.software import numbers
-from mpitrain.world import Node, in_runs
+from mpitrain.world import Node, in_runs, list_hosts
 
 TRIED_TORCH = "2.15"
 """The oldest torch that our tests ran with."""
@@ -97,8 +97,9 @@ def oversubscribed(facts: Facts) -> Iterator[Finding]:
             severity="warning",
             name="oversubscribed",
             found=f"{len(worst.ranks)} ranks share "
-            f"{_plural(worst.num_cores, 'core')} on {names([n.hostname for n in full])}"
-            ": the times above are of ranks that wait for a core",
+            f"{_plural(worst.num_cores, 'core')} on "
+            f"{list_hosts(node.hostname for node in full)}: the times above are of "
+            "ranks that wait for a core",
             remedy="fine for a try; for speed at most one rank per core: mpirun -np "
             f"{sum(min(len(n.ranks), n.num_cores) for n in facts.nodes)}",
         )
@@ -118,7 +119,8 @@ def shared_gpus(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             severity="warning",
             name="shared-gpu",
-            found=f"up to {max(shared.values())} ranks share a GPU on {names(hosts)}",
+            found=f"up to {max(shared.values())} ranks share a GPU on "
+            f"{list_hosts(hosts)}",
             remedy=f"one rank per GPU: mpirun -np {len(users)}, or ask for more GPUs",
         )
 
@@ -151,7 +153,7 @@ def own_names(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             severity="warning" if len(facts.hosts) > 1 else "note",
             name="loopback-name",
-            found=f"the own name of {names(loop)} leads to a loopback address",
+            found=f"the own name of {list_hosts(loop)} leads to a loopback address",
             remedy="mpitrain finds the address by itself; for other programs on "
             "several nodes, correct /etc/hosts",
         )
@@ -170,7 +172,7 @@ def small_shm(facts: Facts) -> Iterator[Finding]:
             severity="warning",
             name="small-shm",
             found=f"/dev/shm has {_gib(least.shm_bytes or 0)} on "
-            f"{names([host.hostname for host in small])}: MPI, NCCL and data workers "
+            f"{list_hosts(h.hostname for h in small)}: MPI, NCCL and data workers "
             "pass data through it",
             remedy="docker run --shm-size=8g, or --ipc=host; "
             "mount -o remount,size=50% /dev/shm",
@@ -237,7 +239,7 @@ def memlock(facts: Facts) -> Iterator[Finding]:
             severity="warning",
             name="memlock",
             found=f"ulimit -l is {(low[0].memlock_bytes or 0) // 1024} KiB on "
-            f"{names([host.hostname for host in low])}, which has InfiniBand "
+            f"{list_hosts(host.hostname for host in low)}, which has InfiniBand "
             f"({', '.join(low[0].infiniband)}): it cannot register memory",
             remedy="let the administrator set memlock to unlimited, also for the "
             "scheduler's and ssh's daemons",
@@ -253,7 +255,7 @@ def open_files(facts: Facts) -> Iterator[Finding]:
             severity="warning",
             name="open-files",
             found=f"ulimit -n is {low[0].open_files} on "
-            f"{names([host.hostname for host in low])}; {len(facts.ranks)} ranks may "
+            f"{list_hosts(h.hostname for h in low)}; {len(facts.ranks)} ranks may "
             f"want {needed}",
             remedy="ulimit -n 65536 in the job script, before mpirun",
         )
@@ -272,7 +274,7 @@ def cpu_quota(facts: Facts) -> Iterator[Finding]:
             name="cpu-quota",
             found=f"the container may use {limited[0].quota:g} of "
             f"{_plural(limited[0].num_cores, 'core')} on "
-            f"{names([host.hostname for host in limited])}",
+            f"{list_hosts(host.hostname for host in limited)}",
             remedy="threads are counted by that; docker run --cpus=N for more",
         )
 
@@ -321,7 +323,7 @@ def runs_folder(facts: Facts) -> Iterator[Finding]:
             severity="warning",
             name="not-shared",
             found=f"what {zero.hostname} writes in {zero.runs_dir} is not seen on "
-            f"{names(blind)}: logs of ranks there stay there",
+            f"{list_hosts(blind)}: logs of ranks there stay there",
             remedy="start in a folder that all nodes share, or name one: --runs-dir",
         )
     if zero.free_bytes is not None and zero.free_bytes < LEAST_FREE_BYTES:
@@ -355,7 +357,7 @@ def slow_link(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             severity="note",
             name="slow-link",
-            found=f"{slow[0].interface} of {names([h.hostname for h in slow])} has "
+            found=f"{slow[0].interface} of {list_hosts(h.hostname for h in slow)} has "
             f"{slow[0].speed_mbps} Mb/s",
             remedy="if there is a faster network between the nodes: --interface NAME",
         )
