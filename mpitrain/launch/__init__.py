@@ -24,6 +24,7 @@ from mpitrain.launch import script, start
 from mpitrain.launch.config import (
     START_TIMEOUT_SECONDS,
     TIMEOUT_SECONDS,
+    Backend,
     Device,
     LaunchConfig,
 )
@@ -43,6 +44,7 @@ T = TypeVar("T")
 def init(
     *,
     device: Device = "auto",
+    backend: Backend = "auto",
     interface: str | None = None,
     start_timeout_seconds: float = START_TIMEOUT_SECONDS,
     hang_timeout_seconds: float | None = None,
@@ -69,6 +71,8 @@ def init(
     Args:
         device: ``"auto"`` for GPUs where there are any; ``"cpu"``; ``"cuda"`` to
             refuse to run without.
+        backend: ``"auto"`` for our backend over MPI (``"mpi4py"``), with NCCL on GPUs
+            where it can; or one by name, for all tensors that it can carry.
         interface: The network interface of every node by which rank zero is reached;
             ``None`` for the best that works.
         start_timeout_seconds: How long a stage of the start, or the first step, may
@@ -94,6 +98,7 @@ def init(
     with guard:
         config = LaunchConfig(
             device=device,
+            backend=backend,
             interface=interface,
             start_timeout=start_timeout_seconds,
             hang_timeout=hang_timeout_seconds,

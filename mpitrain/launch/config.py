@@ -17,6 +17,8 @@ otherwise; as torch has it for gloo."""
 
 Device = Literal["auto", "cpu", "cuda"]
 
+Backend = Literal["auto", "mpi4py", "gloo", "nccl"]
+
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchConfig:
@@ -24,6 +26,8 @@ class LaunchConfig:
 
     device: Device = "auto"
     """auto: GPUs where there are any; cuda: refuse to run without."""
+    backend: Backend = "auto"
+    """Carries tensors between ranks. auto: mpi4py, and NCCL on GPUs where it can."""
     interface: str | None = None
     """Network interface by which nodes meet. Default: the best that works."""
     start_timeout: float = START_TIMEOUT_SECONDS

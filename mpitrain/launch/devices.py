@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from mpitrain.errors import TopologyError, agreed
 from mpitrain.launch import nccl
-from mpitrain.launch.config import Device
+from mpitrain.launch.config import Backend, LaunchConfig
 from mpitrain.launch.gpus import Gpu, Sight, look
 from mpitrain.launch.nvml import EXCLUSIVE_MODES, PROHIBITED_MODE
 from mpitrain.topology import all_or_none
@@ -18,8 +18,8 @@ from mpitrain.world import Node, World, in_runs
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-NCCL = "cpu:gloo,cuda:nccl"
 GLOO = "gloo"
+MPI4PY = "mpi4py"
 
 logger = logging.getLogger("mpitrain")
 
@@ -36,8 +36,8 @@ class DevicePlan:
     """Each rank's GPU by UUID; empty without GPUs."""
     ranks_per_gpu: int = 1
     """Ranks on the physical GPU that has most."""
-    why_gloo: str = ""
-    """Why it is gloo though there are GPUs."""
+    why_not_nccl: str = ""
+    """Why it is another than NCCL though there are GPUs."""
     without_mps: tuple[str, ...] = ()
     """Hosts whose ranks share a GPU by NCCL without CUDA MPS."""
 
@@ -50,7 +50,7 @@ class DevicePlan:
 def settle(
     comm: MPI.Intracomm,
     world: World,
-    device: Device,
+    config: LaunchConfig,
     variables: MutableMapping[str, str],
 ) -> World:
     """Give every rank its device, and the job its backend.
@@ -60,7 +60,7 @@ def settle(
     Args:
         comm: All ranks.
         world: Where this process stands.
-        device: What was asked for, equal on all ranks.
+        config: What was asked for, equal on all ranks.
         variables: The environment; what NCCL needs is set there, if it is not.
 
     Returns:
@@ -70,10 +70,23 @@ def settle(
         TopologyError: The GPUs do not fit; raised on every rank or on none.
     """
     sight = all_or_none(
-        comm, lambda: look(variables) if device != "cpu" else Sight(), "ask for GPUs"
+        comm,
+        lambda: look(variables) if config.device != "cpu" else Sight(),
+        "ask for GPUs",
     )
-    found = plan(comm.allgather(sight), world.nodes, required=device == "cuda")
-    if found.shared and found.backend == NCCL:
+    from mpitrain.mpi_backend.support import why_not_ours  # it imports torch
+
+    host_backend, why_gloo = for_host_memory(config.backend, why_not_ours())
+    found = plan(
+        comm.allgather(sight),
+        world.nodes,
+        required=config.device == "cuda",
+        asked=config.backend,
+        host_backend=host_backend,
+    )
+    if why_gloo and world.is_rank_zero:
+        logger.warning("%s", why_gloo)
+    if found.shared and "nccl" in found.backend:
         for name, value in nccl.shared_variables(found.ranks_per_gpu).items():
             variables.setdefault(name, value)
     if world.is_rank_zero:
@@ -92,7 +105,12 @@ def settle(
 
 
 def plan(
-    seen: Sequence[Sight], nodes: Sequence[Node], *, required: bool = False
+    seen: Sequence[Sight],
+    nodes: Sequence[Node],
+    *,
+    required: bool = False,
+    asked: Backend = "auto",
+    host_backend: str = MPI4PY,
 ) -> DevicePlan:
     """Give every rank a device.
 
@@ -104,14 +122,17 @@ def plan(
         seen: What each rank sees, by rank.
         nodes: The nodes, by node rank.
         required: Whether to refuse CPUs.
+        asked: The backend that was asked for.
+        host_backend: The one that carries tensors in host memory.
 
     Returns:
         A device for each rank, and the backend for all.
 
     Raises:
         TopologyError: Some ranks see a GPU and others see none, or none does though it
-            is required, or a GPU does not let as many processes in. Raised on every
-            rank or on none, when `seen` is equal on all.
+            is required, or a GPU does not let as many processes in, or NCCL was asked
+            for and cannot. Raised on every rank or on none, when `seen` is equal on
+            all.
 
     >>> two = (Node(hostname="a", ranks=(0, 1)),)
     >>> x, y = Gpu(uuid="x"), Gpu(uuid="y")
@@ -120,13 +141,15 @@ def plan(
     >>> plan([Sight(gpus=(x,), has_nccl=True)] * 2, two).ranks_per_gpu
     2
     >>> plan([Sight()] * 2, two)  # doctest: +ELLIPSIS
-    DevicePlan(devices=('cpu', 'cpu'), backend='gloo', ...)
+    DevicePlan(devices=('cpu', 'cpu'), backend='mpi4py', ...)
     """
     seeing = [rank for rank, sight in enumerate(seen) if sight.gpus]
     if not seeing and required:
-        raise _without_gpus(nodes)
+        raise _without_gpus(nodes, "--device cuda")
+    if not seeing and asked == "nccl":
+        raise _without_gpus(nodes, "--backend nccl")
     if not seeing:
-        return DevicePlan(devices=("cpu",) * len(seen), backend=GLOO)
+        return DevicePlan(devices=("cpu",) * len(seen), backend=host_backend)
     if len(seeing) < len(seen):
         raise _mixed(seeing, nodes)
     indices = [0] * len(seen)
@@ -148,14 +171,17 @@ def plan(
     why = "" if all(s.has_nccl for s in seen) else "torch has no NCCL here"
     if ranks_per_gpu > 1:
         why = why or next((s.why_not_shared for s in seen if s.why_not_shared), "")
+    if why and asked == "nccl":
+        raise _without_nccl(ranks_per_gpu, why)
+    by_nccl = not why and asked in ("auto", "nccl")
     return DevicePlan(
         devices=tuple(f"cuda:{index}" for index in indices),
         gpus=tuple(s.gpus[i].uuid for s, i in zip(seen, indices, strict=True)),
-        backend=GLOO if why else NCCL,
+        backend=f"cpu:{host_backend},cuda:nccl" if by_nccl else host_backend,
         ranks_per_gpu=ranks_per_gpu,
-        why_gloo=why,
+        why_not_nccl=why if asked == "auto" else "",
         without_mps=()
-        if why
+        if not by_nccl
         else tuple(
             node.hostname
             for node in nodes
@@ -171,11 +197,12 @@ def warnings_of(found: DevicePlan) -> list[str]:
         Lines for the screen; none where no GPU is shared and NCCL does the work.
     """
     share = f"up to {found.ranks_per_gpu} ranks share a GPU"
-    if found.why_gloo:
-        reason = f"{share} and {found.why_gloo}" if found.shared else found.why_gloo
+    if found.why_not_nccl:
+        why = found.why_not_nccl
         return [
-            f"{reason}: gloo instead of NCCL, which sends gradients through host "
-            "memory and so costs part of every step"
+            f"{f'{share} and {why}' if found.shared else why}: {found.backend} instead "
+            "of NCCL, which sends gradients through host memory and so costs part of "
+            "every step"
         ]
     if found.without_mps:
         return [
@@ -226,11 +253,53 @@ def _check_mode(
         )
 
 
-def _without_gpus(nodes: Sequence[Node]) -> TopologyError:
+def for_host_memory(asked: Backend, why_not: str) -> tuple[str, str]:
+    """Choose the backend that carries tensors in host memory.
+
+    Args:
+        asked: What was asked for.
+        why_not: Why ours cannot; ``""``: it can.
+
+    Returns:
+        Its name, and what to say of it.
+
+    Raises:
+        TopologyError: Ours was asked for and cannot; on every rank or on none.
+
+    >>> for_host_memory("auto", ""), for_host_memory("gloo", "")
+    (('mpi4py', ''), ('gloo', ''))
+    >>> for_host_memory("auto", "torch is old")
+    ('gloo', 'torch is old: gloo instead of mpi4py, which is slower')
+    """
+    if asked == "gloo":
+        return GLOO, ""
+    if why_not and asked == "mpi4py":
+        raise agreed(
+            TopologyError(
+                f"--backend mpi4py: {why_not}.\nExpected torch 2.15 or newer: pip "
+                "install -U torch, or take --backend gloo"
+            )
+        )
+    if why_not:
+        return GLOO, f"{why_not}: gloo instead of mpi4py, which is slower"
+    return MPI4PY, ""
+
+
+def _without_nccl(ranks_per_gpu: int, why: str) -> TopologyError:
+    share = f"up to {ranks_per_gpu} ranks share a GPU and " * (ranks_per_gpu > 1)
+    return agreed(
+        TopologyError(
+            f"--backend nccl: {share}{why}.\nExpected one rank per GPU, or leave the "
+            "flag out: then another backend is taken where NCCL cannot"
+        )
+    )
+
+
+def _without_gpus(nodes: Sequence[Node], flag: str) -> TopologyError:
     return agreed(
         TopologyError(
             f"torch sees no GPU on {', '.join(node.hostname for node in nodes)}, but "
-            "--device cuda asks for one per rank.\nAsk the scheduler for GPUs, look at "
+            f"{flag} asks for one per rank.\nAsk the scheduler for GPUs, look at "
             "CUDA_VISIBLE_DEVICES and at nvidia-smi there, or use --device cpu"
         )
     )

@@ -97,6 +97,9 @@ def is_consequence(error: BaseException) -> bool:
     >>> is_consequence(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
     False
     """
+    said = getattr(error, "is_consequence", None)  # our backend knows
+    if said is not None:
+        return bool(said)
     torch_distributed = sys.modules.get("torch.distributed")
     if torch_distributed is not None and isinstance(error, torch_distributed.DistError):
         return True

@@ -161,7 +161,11 @@ def take(guard: Guard, config: LaunchConfig) -> Standing | None:
     if not _waiting:
         return None
     standing = _waiting.pop()
-    for name, default in (("device", "auto"), ("interface", None)):
+    for name, default in (
+        ("device", "auto"),
+        ("backend", "auto"),
+        ("interface", None),
+    ):
         asked, made = getattr(config, name), getattr(standing.config, name)
         if asked not in (default, made):
             raise agreed(

@@ -107,7 +107,7 @@ def prepare(
     with guard.stage("import torch"):
         all_or_none(comm, _import_torch, "import torch")
     with guard.stage("devices"):
-        world = devices.settle(comm, world, config.device, variables)
+        world = devices.settle(comm, world, config, variables)
     variables.update(environ.torchrun_variables(world))
     with guard.stage("store"):
         all_or_none(
@@ -203,6 +203,8 @@ def _prepare_torch(
     world: World, rendezvous: network.Rendezvous, variables: Mapping[str, str]
 ) -> None:
     import torch
+
+    import mpitrain.mpi_backend  # noqa: F401 - torch finds it then, installed or not
 
     transports.bind_gloo(rendezvous, variables)
     torch.set_num_threads(world.num_threads)

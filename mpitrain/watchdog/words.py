@@ -20,6 +20,7 @@ WAITS = (
     "torch/distributed/",
     "torch/autograd/graph.py",  # backward, in which DDP waits for its reductions
     "torch/nn/parallel/distributed.py",
+    "mpitrain/mpi_backend/",
     "mpitrain/topology.py",
     "mpi4py/",
 )

@@ -13,7 +13,10 @@ import torch
 from launcher import find, mpirun
 
 from mpitrain.launch import nccl, nvml
-from mpitrain.launch.devices import GLOO, NCCL
+from mpitrain.mpi_backend.support import why_not_ours
+
+HOST = "gloo" if why_not_ours() else "mpi4py"
+NCCL = f"cpu:{HOST},cuda:nccl"
 
 NO_GPU = "torch sees no GPU here"
 
@@ -45,7 +48,7 @@ def test_ranks_on_one_gpu_train_as_on_the_cpu(num_ranks: int, tmp_path: Path) ->
     assert result(tmp_path, "cuda")["status"] == "finished"
     # torch 2.11 has NCCL 2.28, which refuses to share; 2.14 has 2.30.7, which can.
     refused = nccl.why_not_shared(torch.cuda.nccl.version(), {})
-    backend = GLOO if num_ranks > 1 and refused else NCCL
+    backend = HOST if num_ranks > 1 and refused else NCCL
     assert result(tmp_path, "cuda")["backend"] == backend
     if num_ranks > 1:
         assert done.err.count(f"up to {num_ranks} ranks share a GPU") == (

@@ -23,13 +23,13 @@ def job() -> Iterator[mpitrain.Job]:
     started.close()
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def comm(job: mpitrain.Job) -> MPI.Intracomm:
     """All ranks."""
     return job.comm
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def world(job: mpitrain.Job) -> World:
     """Where this rank stands."""
     return job.world

@@ -11,10 +11,11 @@ from fake_gpus import build_nvml
 
 from mpitrain.errors import TopologyError
 from mpitrain.launch import devices, nccl, nvml
-from mpitrain.launch.devices import GLOO, NCCL
 from mpitrain.launch.gpus import Gpu, Sight, named_by_driver
 from mpitrain.topology import group_by_node
 from mpitrain.world import Node
+
+OURS, NCCL = "mpi4py", "cpu:mpi4py,cuda:nccl"
 
 OLD = nccl.why_not_shared((2, 28, 9), {})
 NEW = nccl.why_not_shared((2, 30, 7), {})
@@ -33,7 +34,7 @@ def sees(*uuids: str, mode: int = 0, why_not: str = OLD, mps: bool = False) -> S
 @pytest.mark.parametrize(
     ("visible", "sizes", "expected", "backend"),
     [
-        ([()] * 8, (8,), ["cpu"] * 8, GLOO),
+        ([()] * 8, (8,), ["cpu"] * 8, OURS),
         ([("a",)], (1,), ["cuda:0"], NCCL),
         ([("a", "b")] * 2, (2,), ["cuda:0", "cuda:1"], NCCL),
         # Fewer ranks than GPUs.
@@ -53,10 +54,10 @@ def sees(*uuids: str, mode: int = 0, why_not: str = OLD, mps: bool = False) -> S
         ([("a", "b"), ("b", "a")], (2,), ["cuda:0", "cuda:0"], NCCL),
         ([("a", "b"), ("a",)], (2,), ["cuda:1", "cuda:0"], NCCL),
         # More ranks than GPUs share them.
-        ([("a",)] * 8, (8,), ["cuda:0"] * 8, GLOO),
-        ([("a", "b")] * 3, (3,), ["cuda:0", "cuda:1", "cuda:0"], GLOO),
+        ([("a",)] * 8, (8,), ["cuda:0"] * 8, OURS),
+        ([("a", "b")] * 3, (3,), ["cuda:0", "cuda:1", "cuda:0"], OURS),
         # Shared on one node only is shared.
-        ([("a",), ("b",), ("b",)], (1, 2), ["cuda:0"] * 3, GLOO),
+        ([("a",), ("b",), ("b",)], (1, 2), ["cuda:0"] * 3, OURS),
     ],
 )
 def test_the_plan_gives_each_rank_a_device(
@@ -65,7 +66,7 @@ def test_the_plan_gives_each_rank_a_device(
     plan = devices.plan([sees(*uuids) for uuids in visible], nodes_of(*sizes))
     assert list(plan.devices) == expected
     assert plan.backend == backend
-    assert plan.shared == (backend == GLOO and expected[0] != "cpu")
+    assert plan.shared == (backend == OURS and expected[0] != "cpu")
 
 
 @pytest.mark.parametrize("why_not", [OLD, NEW], ids=["nccl-2.28", "nccl-2.30"])
@@ -83,7 +84,7 @@ def test_any_number_of_ranks_trains_on_any_number_of_gpus(
     nodes = nodes_of(*[num_ranks] * num_nodes)
     plan = devices.plan(seen, nodes)
     if num_gpus == 0:
-        assert (set(plan.devices), plan.backend) == ({"cpu"}, GLOO)
+        assert (set(plan.devices), plan.backend) == ({"cpu"}, OURS)
         assert devices.warnings_of(plan) == []
         return
     for node in nodes:
@@ -95,7 +96,7 @@ def test_any_number_of_ranks_trains_on_any_number_of_gpus(
     assert max(load.values()) == plan.ranks_per_gpu == -(-num_ranks // num_gpus)
     assert max(load.values()) - min(load.values()) <= 1
     assert plan.shared == (num_ranks > num_gpus)
-    assert plan.backend == (GLOO if plan.shared and why_not else NCCL)
+    assert plan.backend == (OURS if plan.shared and why_not else NCCL)
     assert len(devices.warnings_of(plan)) == plan.shared
 
 
@@ -115,20 +116,20 @@ def test_sharing_by_nccl_says_where_mps_does_not_run() -> None:
 
 def test_one_rank_that_cannot_share_decides_for_all() -> None:
     seen = [sees("a", why_not=NEW), sees("a", why_not=OLD)]
-    assert devices.plan(seen, nodes_of(2)).backend == GLOO
+    assert devices.plan(seen, nodes_of(2)).backend == OURS
 
 
 def test_without_nccl_it_is_gloo_even_for_a_gpu_each() -> None:
     seen = [Sight(gpus=(Gpu(uuid=x),), has_nccl=False) for x in "ab"]
     plan = devices.plan(seen, nodes_of(2))
-    assert plan.backend == GLOO
+    assert plan.backend == OURS
     assert "torch has no NCCL here" in devices.warnings_of(plan)[0]
 
 
 def test_slices_of_one_gpu_are_devices_of_their_own_that_nccl_counts_as_one() -> None:
     """NCCL knows a MIG slice by its GPU (nccl issue 1716)."""
     gpus = [Gpu(uuid=f"MIG-{i}", chip="a") for i in range(2)]
-    for why_not, backend in ((OLD, GLOO), (NEW, NCCL)):
+    for why_not, backend in ((OLD, OURS), (NEW, NCCL)):
         seen = [Sight(gpus=(g,), has_nccl=True, why_not_shared=why_not) for g in gpus]
         plan = devices.plan(seen, nodes_of(2))
         assert plan.backend == backend
@@ -312,3 +313,39 @@ def test_the_order_of_ranks_does_not_change_who_shares() -> None:
     for seen in itertools.permutations([("a",), ("b", "a"), ("c", "a", "b")]):
         plan = devices.plan([sees(*uuids) for uuids in seen], nodes_of(3))
         assert not plan.shared, seen
+
+
+@pytest.mark.parametrize(
+    ("asked", "host", "visible", "why_not", "backend"),
+    [
+        ("auto", "gloo", ("a", "b"), NEW, "cpu:gloo,cuda:nccl"),
+        ("nccl", OURS, ("a", "b"), OLD, NCCL),
+        ("mpi4py", OURS, ("a", "b"), OLD, OURS),
+        ("gloo", "gloo", ("a", "b"), OLD, "gloo"),
+        ("gloo", "gloo", ("a",), OLD, "gloo"),
+        ("auto", OURS, ("a",), OLD, OURS),
+        ("nccl", OURS, ("a",), NEW, NCCL),
+    ],
+)
+def test_the_backend_that_was_asked_for(
+    asked: str, host: str, visible: tuple[str, ...], why_not: str, backend: str
+) -> None:
+    seen = [sees(*visible, why_not=why_not, mps=True)] * 2
+    plan = devices.plan(seen, nodes_of(2), asked=asked, host_backend=host)
+    assert plan.backend == backend
+    said = devices.warnings_of(plan)
+    assert bool(said) == (asked == "auto" and len(visible) == 1)
+
+
+def test_nccl_is_refused_where_it_cannot() -> None:
+    with pytest.raises(TopologyError, match="2 ranks share a GPU and NCCL"):
+        devices.plan([sees("a")] * 2, nodes_of(2), asked="nccl")
+    with pytest.raises(TopologyError, match="--backend nccl asks for one per rank"):
+        devices.plan([Sight()] * 2, nodes_of(2), asked="nccl")
+
+
+def test_ours_is_refused_where_torch_is_too_old() -> None:
+    with pytest.raises(TopologyError, match="--backend mpi4py: torch"):
+        devices.for_host_memory("mpi4py", "torch 2.11 takes no backend")
+    assert devices.for_host_memory("auto", "torch is old")[0] == "gloo"
+    assert devices.for_host_memory("nccl", "torch is old")[0] == "gloo"

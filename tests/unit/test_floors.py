@@ -20,6 +20,7 @@ FLOORS = (
     {"train"},
     {"record", "data", "models", "schedulers"},
     {"launch"},
+    {"mpi_backend"},
     {"watchdog"},
     {"topology", "plugins", "flags"},
     {"world"},
@@ -27,7 +28,7 @@ FLOORS = (
 )
 """From the roof down; a module may import from its own floor and from those below."""
 
-MPI_USERS = {"topology", "launch"}
+MPI_USERS = {"topology", "launch", "mpi_backend"}
 
 
 def room(path: Path) -> str:

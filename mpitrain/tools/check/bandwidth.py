@@ -5,9 +5,10 @@ The backends take turns within one run, so that what disturbs one disturbs all.
 
 from __future__ import annotations
 
+import functools
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -96,6 +97,7 @@ def measure(
     copies = job.comm.allgather(_copy_bytes_per_second(job))
     rows: list[Row] = []
     left_out = ""
+    groups = groups_in_host_memory(world)
     most_ranks = max(len(node.ranks) for node in world.nodes)
     for size in SIZES:
         job.progress(f"check: bandwidth, {size} bytes")
@@ -106,7 +108,7 @@ def measure(
             left_out = f"more than {budget_seconds:.0f} s"
         if left_out:
             break
-        rows.append(_measure_size(job, world, size, end))
+        rows.append(_measure_size(job, calls(job, world, size, groups), size, end))
     return Bandwidth(
         world_size=world.world_size,
         rows=tuple(rows),
@@ -115,20 +117,52 @@ def measure(
     )
 
 
-def calls(job: Job, world: World, num_bytes: int) -> dict[str, Callable[[], object]]:
+def host_backend(world: World) -> str:
+    """Return the backend of tensors in host memory.
+
+    >>> from types import SimpleNamespace as Some
+    >>> host_backend(Some(backend="cpu:gloo,cuda:nccl"))
+    'gloo'
+    """
+    return world.backend.partition(",")[0].rpartition(":")[2]
+
+
+def groups_in_host_memory(world: World) -> dict[str, dist.ProcessGroup | None]:
+    """Return a group of all ranks for each backend of tensors in host memory.
+
+    Collective over all ranks.
+    """
+    found: dict[str, dist.ProcessGroup | None] = {host_backend(world): None}
+    if "gloo" not in found:
+        made = dist.new_group(backend="gloo")
+        assert isinstance(made, dist.ProcessGroup)  # of all ranks
+        found["gloo"] = made
+    return found
+
+
+def calls(
+    job: Job,
+    world: World,
+    num_bytes: int,
+    groups: Mapping[str, dist.ProcessGroup | None],
+) -> dict[str, Callable[[], object]]:
     """Return one all-reduce of each backend that can run here.
 
     Args:
         job: The running job.
         world: Where this process stands.
         num_bytes: Size of the message, a multiple of 4.
+        groups: Of `groups_in_host_memory`.
 
     Returns:
         By name; each returns when the result is there.
     """
     on_cpu = torch.zeros(num_bytes // 4)
     array = on_cpu.numpy()
-    found: dict[str, Callable[[], object]] = {"gloo": lambda: dist.all_reduce(on_cpu)}
+    found: dict[str, Callable[[], object]] = {
+        name: functools.partial(dist.all_reduce, on_cpu, group=group)
+        for name, group in groups.items()
+    }
     if world.device != "cpu":
         on_gpu = torch.zeros(num_bytes // 4, device=world.device)
 
@@ -136,18 +170,19 @@ def calls(job: Job, world: World, num_bytes: int) -> dict[str, Callable[[], obje
             dist.all_reduce(on_gpu)
             torch.cuda.synchronize(on_gpu.device)
 
-        name = "nccl" if "nccl" in world.backend else "gloo on GPUs"
+        name = "nccl" if "nccl" in world.backend else f"{world.backend} on GPUs"
         found[name] = reduce_on_gpu
     found["MPI"] = lambda: all_reduce(job.comm, array)
     return found
 
 
-def _measure_size(job: Job, world: World, num_bytes: int, end: float) -> Row:
+def _measure_size(
+    job: Job, backends: Mapping[str, Callable[[], object]], num_bytes: int, end: float
+) -> Row:
     """Let all backends take turns, fewer where time is short.
 
     Collective over all ranks.
     """
-    backends = calls(job, world, num_bytes)
     once = _slowest(job, [_time(job, call, 1) for call in backends.values()])
     counts = [
         max(1, min(MOST_IN_A_ROW, int(SAMPLE_SECONDS / seconds))) for seconds in once

@@ -214,9 +214,10 @@ def _try(
     found = findings.of_exchange(num_wrong)
 
     voice.progress("collectives")
-    devices = {"cpu": "gloo"}
+    host = bandwidth.host_backend(world)
+    devices = {"cpu": host}
     if world.device != "cpu":
-        devices[world.device] = "nccl" if "nccl" in world.backend else "gloo"
+        devices[world.device] = "nccl" if "nccl" in world.backend else host
     results = []
     for device in devices:
         results += collectives.try_all(job, world, device, guard.store, truths.TRUTHS)

@@ -1,0 +1,206 @@
+"""What the ranks of one torch group have in common."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+from mpi4py import MPI
+
+from mpitrain.mpi_backend.board import make_board
+from mpitrain.mpi_backend.line import Line
+from mpitrain.mpi_backend.on_node import OnNode
+from mpitrain.mpi_backend.over_mpi import OverMpi
+from mpitrain.mpi_backend.points import Points
+from mpitrain.mpi_backend.reductions import Reduction
+
+LARGE_BYTES = 256 << 10
+"""From here on tensors go over the nodes in pieces, each node's ranks in parallel."""
+
+SPINS = 200
+"""How often a rank with a core of its own looks before it sleeps: some 0.1 ms, in which
+it is woken at once, and not after the scheduler's 50 us."""
+
+logger = logging.getLogger("mpitrain")
+
+
+class Group:
+    """The ranks of one group: their communicator, their memory, their operations.
+
+    Collective over `comm`.
+
+    Args:
+        comm: The ranks, in the group's order; freed by `close`.
+        name: torch's name of the group.
+        timeout_seconds: How long an operation may take.
+
+    Attributes:
+        road: By which bytes go: shared memory where all ranks are on one node.
+        line: The order of operations.
+        points: Messages between two ranks.
+    """
+
+    def __init__(self, comm: MPI.Intracomm, name: str, timeout_seconds: float) -> None:
+        self.comm = comm
+        self.rank: int = comm.rank
+        self.size: int = comm.size
+        self.name = name
+        has_threads = MPI.Query_thread() >= MPI.THREAD_MULTIPLE
+        if not has_threads and self.rank == 0:
+            logger.warning(
+                "MPI was started without MPI_THREAD_MULTIPLE: asynchronous operations "
+                "are done where they are asked for"
+            )
+        self._messages = comm.Dup()
+        self._mpi = OverMpi(comm)
+        self.line = Line(f"group {name}", timeout_seconds, has_thread=has_threads)
+        self.points = Points(self._messages, timeout_seconds, has_thread=has_threads)
+        self._across: OverMpi | None = None
+        self._node = self._share_memory()
+        is_one_node = self._node is not None and self._node.size == self.size
+        self.road: OnNode | OverMpi = self._mpi
+        if self._node is not None and is_one_node:
+            self.road = self._node
+
+    def _share_memory(self) -> OnNode | None:
+        """Make the nodes' boards, and join those ranks that reduce over nodes.
+
+        Collective over the group.
+        """
+        on_node = cast(
+            "MPI.Intracomm",
+            self.comm.Split_type(MPI.COMM_TYPE_SHARED, key=self.rank),
+        )
+        try:
+            names = [f"rank {r}" for r in on_node.allgather(self.rank)]
+            cores = frozenset[int]().union(*on_node.allgather(_usable_cores()))
+            board = (
+                make_board(on_node, names, logger.warning) if self.size > 1 else None
+            )
+            sizes = self.comm.allgather(on_node.size if board else 0)
+            rank_on_node, is_alone = on_node.rank, on_node.size == self.size
+        finally:
+            on_node.Free()
+        if board is None or min(sizes) == 0 or max(sizes) == 1:
+            return None  # on every rank, if on one
+        # A rank without a core of its own would take it from those it waits for.
+        board.spins = SPINS if len(cores) >= board.size else 2
+        if is_alone:
+            return OnNode(board)
+        num_pieces = min(sizes)
+        color = rank_on_node if rank_on_node < num_pieces else MPI.UNDEFINED
+        joined = cast("MPI.Intracomm", self.comm.Split(color, key=self.rank))
+        across = None
+        if joined != MPI.COMM_NULL:
+            self._across = OverMpi(joined)
+            across = self._across.across
+        return OnNode(board, num_pieces=num_pieces, across=across)
+
+    def all_reduce(
+        self, flat: torch.Tensor, reduction: Reduction, deadline: float
+    ) -> None:
+        """Combine a tensor over all ranks, in place; ``(N,)``.
+
+        Collective over the group.
+        """
+        reduction.prepare(flat)
+        self._reducing(flat).all_reduce(flat, reduction, self.size, deadline)
+
+    def reduce(
+        self, flat: torch.Tensor, root: int, reduction: Reduction, deadline: float
+    ) -> None:
+        """Combine a tensor over all ranks into that of one; ``(N,)``.
+
+        Collective over the group.
+        """
+        if reduction.factor is not None:
+            own = flat.clone()
+            reduction.prepare(own)
+            self.road.reduce(own, root, reduction, self.size, deadline)
+            if self.rank == root:
+                flat.copy_(own)
+        else:
+            self.road.reduce(flat, root, reduction, self.size, deadline)
+
+    def reduce_scatter(
+        self,
+        out: torch.Tensor,
+        inputs: Sequence[torch.Tensor],
+        reduction: Reduction,
+        deadline: float,
+    ) -> None:
+        """Combine, for every rank, the tensors that all others have for it.
+
+        Collective over the group.
+        """
+        if reduction.factor is not None:
+            inputs = [part.clone() for part in inputs]
+            for part in inputs:
+                reduction.prepare(part)
+        self.road.reduce_scatter(out, inputs, reduction, deadline)
+
+    def add_sparse(self, own: torch.Tensor, deadline: float) -> torch.Tensor:
+        """Return the sum of a sparse tensor over all ranks.
+
+        Collective over the group.
+        """
+        indices, values = own.indices().contiguous(), own.values().contiguous()
+        counts = torch.empty(self.size, dtype=torch.int64)
+        self.road.all_gather(
+            list(counts.view(torch.uint8).chunk(self.size)),
+            torch.tensor([indices.shape[1]]).view(torch.uint8),
+            deadline,
+        )
+        found = []
+        for part in (indices.t().contiguous(), values):
+            parts = [part.new_empty((n, *part.shape[1:])) for n in counts.tolist()]
+            self.road.all_gather(
+                [p.view(-1).view(torch.uint8) for p in parts],
+                part.view(-1).view(torch.uint8),
+                deadline,
+            )
+            found.append(torch.cat(parts))
+        total = torch.sparse_coo_tensor(
+            found[0].t(), found[1], own.shape, check_invariants=True
+        )
+        return total.coalesce()
+
+    def _reducing(self, flat: torch.Tensor) -> OnNode | OverMpi:
+        if self._node is None or isinstance(self.road, OnNode):
+            return self.road
+        num_bytes = flat.numel() * flat.element_size()
+        return self._node if num_bytes >= LARGE_BYTES else self._mpi
+
+    @property
+    def timeout_seconds(self) -> float:
+        """How long an operation may take."""
+        return self.line.timeout_seconds
+
+    def set_timeout(self, seconds: float) -> None:
+        """Set how long an operation may take."""
+        self.line.timeout_seconds = self.points.timeout_seconds = seconds
+
+    def close(self) -> None:
+        """Finish what was asked for, and free communicators and memory."""
+        self.line.close()
+        self.abandon()
+
+    def abandon(self) -> None:
+        """Free memory and communicators; waits for nobody."""
+        self._node = None
+        self.road = self._mpi
+        comms = [self.comm, self._messages]
+        comms += [self._across.comm] if self._across else []
+        for comm in comms:
+            if comm != MPI.COMM_NULL and not MPI.Is_finalized():
+                comm.Free()
+
+
+def _usable_cores() -> frozenset[int]:
+    try:
+        return frozenset(os.sched_getaffinity(0))
+    except AttributeError:  # not Linux
+        return frozenset(range(os.cpu_count() or 1))

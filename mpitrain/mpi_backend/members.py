@@ -1,0 +1,68 @@
+"""Which MPI communicator a torch group has."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, cast
+
+from mpitrain.errors import TopologyError
+from mpitrain.topology import start_mpi
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+_TAGS = 32768
+"""Every MPI has as many (MPI 4.1, 9.1.2)."""
+
+
+_world: list[MPI.Intracomm] = []
+"""All ranks in the order of torch's default group; at most one."""
+
+
+def all_ranks(rank: int, size: int) -> MPI.Intracomm:
+    """Make the communicator of the default group.
+
+    Collective over all ranks.
+
+    Args:
+        rank: This process's, as torch was told.
+        size: Their number, as torch was told.
+
+    Raises:
+        TopologyError: MPI knows another number of processes.
+    """
+    everybody = start_mpi()
+    if everybody.size != size:
+        raise TopologyError(
+            f"torch.distributed was told of {size} ranks, MPI knows {everybody.size}.\n"
+            "Expected the mpi4py backend in a program that mpirun has started, with a "
+            "group of all its ranks: mpirun -np 4 python -m mpitrain run script.py"
+        )
+    comm = cast("MPI.Intracomm", everybody.Split(0, key=rank))
+    ranks = comm.allgather(rank)
+    if ranks != list(range(size)):
+        comm.Free()
+        raise TopologyError(
+            f"torch.distributed was told that the ranks are {sorted(ranks)}; expected "
+            f"each of 0 to {size - 1} once. Look at the variable RANK on each."
+        )
+    _world[:] = [comm]
+    return comm
+
+
+def some_ranks(ranks: Sequence[int], name: str) -> MPI.Intracomm:
+    """Make the communicator of a group of some ranks.
+
+    Collective over these ranks alone.
+
+    Args:
+        ranks: Their ranks in the default group, in the group's order.
+        name: The group's name: groups that are made at one time must not mix.
+    """
+    world = _world[0]
+    members = world.Get_group().Incl(list(ranks))
+    try:
+        return world.Create_group(members, tag=zlib.crc32(name.encode()) % _TAGS)
+    finally:
+        members.Free()

@@ -1,0 +1,246 @@
+"""Collectives through MPI: between nodes, and where ranks share no memory.
+
+All are MPI's non-blocking ones, tested until they are done: a rank sleeps between
+tests, and can give up. Bytes are carried as bytes, in messages below 2 GiB, which every
+MPI can.
+
+Collective over the communicator, all of them; `deadline` is on the monotonic clock;
+they raise a GroupError where it passes.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from mpi4py import MPI
+
+from mpitrain.mpi_backend.failures import GroupError
+from mpitrain.mpi_backend.reductions import Reduction
+
+MESSAGE_BYTES = 1 << 30
+"""Most bytes of one message: counts of most MPI libraries have 31 bits."""
+
+EAGER_SECONDS = 0.0005
+"""How long a rank tests without sleeping."""
+
+LONGEST_SLEEP_SECONDS = 0.001
+
+_TAG = 1
+
+
+def wait(
+    request: MPI.Request,
+    deadline: float,
+    what: str,
+    status: MPI.Status | None = None,
+) -> None:
+    """Wait for an operation of MPI.
+
+    Args:
+        request: It.
+        deadline: When to give up, on the monotonic clock.
+        what: In words.
+        status: Filled with what MPI says of it.
+
+    Raises:
+        GroupError: It was not done in time, or MPI says that it failed.
+    """
+    began = time.monotonic()
+    pause_seconds = 0.00002
+    try:
+        while not request.Test(status):
+            now = time.monotonic()
+            if now > deadline:
+                raise GroupError(f"{what} was not done in time: some rank did not come")
+            if now < began + EAGER_SECONDS:
+                os.sched_yield()
+            else:
+                time.sleep(pause_seconds)
+                pause_seconds = min(pause_seconds * 1.5, LONGEST_SLEEP_SECONDS)
+    except MPI.Exception as error:
+        raise GroupError(f"{what} failed: {error}") from error
+
+
+def buffer(data: torch.Tensor) -> MPI.buffer:
+    """Return a contiguous tensor's memory."""
+    return MPI.buffer.fromaddress(
+        data.data_ptr(), data.numel() * data.element_size(), readonly=False
+    )
+
+
+class OverMpi:
+    """The collectives of one group.
+
+    Args:
+        comm: Its ranks; for these collectives alone.
+    """
+
+    def __init__(self, comm: MPI.Intracomm) -> None:
+        self.comm = comm
+        self.rank = comm.rank
+        self.size = comm.size
+
+    def barrier(self, deadline: float) -> None:
+        """Wait for all."""
+        wait(self.comm.Ibarrier(), deadline, "barrier")
+
+    # --- reductions -------------------------------------------------------------------
+
+    def across(self, wide: torch.Tensor, reduction: Reduction, deadline: float) -> None:
+        """Combine a tensor of every rank in place, without what comes at the end.
+
+        Args:
+            wide: Of the reduction's wide type, contiguous, ``(N,)``.
+            reduction: How.
+            deadline: When to give up.
+        """
+        datatype, operation = reduction.of_mpi()
+        for chunk in _messages(wide):
+            request = self.comm.Iallreduce(
+                MPI.IN_PLACE, [buffer(chunk), chunk.numel(), datatype], operation
+            )
+            wait(request, deadline, "all_reduce")
+
+    def all_reduce(
+        self, data: torch.Tensor, reduction: Reduction, world_size: int, deadline: float
+    ) -> None:
+        """Combine a tensor of every rank, in place; as `OnNode.all_reduce`."""
+        wide = data.to(reduction.wide)
+        self.across(wide, reduction, deadline)
+        reduction.finish(wide, world_size)
+        if wide is not data:
+            data.copy_(wide)
+
+    def reduce(
+        self,
+        data: torch.Tensor,
+        root: int,
+        reduction: Reduction,
+        world_size: int,
+        deadline: float,
+    ) -> None:
+        """Combine a tensor of every rank into that of one; the others' stay."""
+        wide = data.to(reduction.wide, copy=True)
+        datatype, operation = reduction.of_mpi()
+        for chunk in _messages(wide):
+            given = [buffer(chunk), chunk.numel(), datatype]
+            if self.rank == root:
+                request = self.comm.Ireduce(MPI.IN_PLACE, given, operation, root)
+            else:
+                request = self.comm.Ireduce(given, None, operation, root)
+            wait(request, deadline, "reduce")
+        if self.rank == root:
+            reduction.finish(wide, world_size)
+            data.copy_(wide)
+
+    def reduce_scatter(
+        self,
+        out: torch.Tensor,
+        inputs: Sequence[torch.Tensor],
+        reduction: Reduction,
+        deadline: float,
+    ) -> None:
+        """Combine, for every rank, the tensors that all others have for it.
+
+        As `OnNode.reduce_scatter`. The tensors are exchanged and combined here, in the
+        order of the ranks.
+        """
+        found = [torch.empty_like(out) for _ in inputs]
+        self.all_to_all(
+            [part.view(torch.uint8) for part in found],
+            [part.view(torch.uint8) for part in inputs],
+            deadline,
+            equal=False,
+        )
+        wide = torch.empty(out.shape, dtype=reduction.wide)
+        reduction.combine(found, wide)
+        reduction.finish(wide, self.size)
+        out.copy_(wide)
+
+    # --- what is not changed on its way -----------------------------------------------
+
+    def broadcast(self, data: torch.Tensor, root: int, deadline: float) -> None:
+        """Give every rank the bytes of one, ``uint8 (N,)``."""
+        for chunk in _messages(data):
+            wait(self.comm.Ibcast(buffer(chunk), root), deadline, "broadcast")
+
+    def all_gather(
+        self, outputs: Sequence[torch.Tensor], data: torch.Tensor, deadline: float
+    ) -> None:
+        """Give every rank the bytes of all; ``uint8``, each of its own length."""
+        sizes = [out.numel() for out in outputs]
+        if len(set(sizes)) > 1 or sum(sizes) > MESSAGE_BYTES:
+            self.all_to_all(outputs, [data] * self.size, deadline, equal=False)
+            return
+        found = torch.empty(sum(sizes), dtype=torch.uint8)
+        request = self.comm.Iallgather(buffer(data), buffer(found))
+        wait(request, deadline, "all_gather")
+        for out, part in zip(outputs, torch.split(found, sizes), strict=True):
+            out.copy_(part)
+
+    def gather(
+        self,
+        outputs: Sequence[torch.Tensor] | None,
+        data: torch.Tensor,
+        root: int,
+        deadline: float,
+    ) -> None:
+        """Give one rank the bytes of all, ``uint8 (N,)`` from each."""
+        received = list(enumerate(outputs or ()))
+        self._exchange(received, [(root, data)], deadline, "gather")
+
+    def scatter(
+        self,
+        out: torch.Tensor,
+        inputs: Sequence[torch.Tensor] | None,
+        root: int,
+        deadline: float,
+    ) -> None:
+        """Give every rank its bytes from one, ``uint8 (N,)`` to each."""
+        sent = list(enumerate(inputs or ()))
+        self._exchange([(root, out)], sent, deadline, "scatter")
+
+    def all_to_all(
+        self,
+        outputs: Sequence[torch.Tensor],
+        inputs: Sequence[torch.Tensor],
+        deadline: float,
+        *,
+        equal: bool,  # noqa: ARG002 - of no use here
+    ) -> None:
+        """Give every rank the bytes that each other has for it; as `OnNode`'s."""
+        received, sent = list(enumerate(outputs)), list(enumerate(inputs))
+        self._exchange(received, sent, deadline, "all_to_all")
+
+    def _exchange(
+        self,
+        received: Sequence[tuple[int, torch.Tensor]],
+        sent: Sequence[tuple[int, torch.Tensor]],
+        deadline: float,
+        what: str,
+    ) -> None:
+        """Receive from some ranks and send to some, all at once."""
+        requests = [*self._each(received, self.comm.Irecv)]
+        requests += self._each(sent, self.comm.Isend)
+        for request in requests:
+            wait(request, deadline, what)
+
+    def _each(
+        self,
+        tensors: Sequence[tuple[int, torch.Tensor]],
+        start: Callable[..., MPI.Request],
+    ) -> Iterator[MPI.Request]:
+        # Beginning with the next rank, so that not all begin with rank zero.
+        for rank, data in sorted(tensors, key=lambda t: (t[0] - self.rank) % self.size):
+            for chunk in _messages(data):
+                yield start(buffer(chunk), rank, _TAG)
+
+
+def _messages(data: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Cut a tensor into what fits into one message; nothing of an empty one."""
+    step = MESSAGE_BYTES // data.element_size()
+    for begin in range(0, data.numel(), step):
+        yield data[begin : begin + step]

@@ -1,0 +1,265 @@
+"""Groups of ranks and asynchronous operations of the mpi4py backend."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+import mpitrain.mpi_backend  # noqa: F401 - registers it
+from mpitrain.world import World
+
+pytestmark = pytest.mark.mpi
+
+
+def group_of(
+    ranks: list[int] | None = None, seconds: float = 30.0, **more: object
+) -> dist.ProcessGroup:
+    timeout = timedelta(seconds=seconds)
+    return dist.new_group(ranks, timeout=timeout, backend="mpi4py", **more)
+
+
+# --- asynchronous ---------------------------------------------------------------------
+
+
+def test_asynchronous_returns_at_once(world: World) -> None:
+    group = group_of()
+    late = world.world_size - 1
+    dist.barrier(group=group)
+    if world.rank == late:
+        time.sleep(0.5)
+    found = torch.full((1000,), float(world.rank))
+    started = time.perf_counter()
+    work = dist.all_reduce(found, group=group, async_op=True)
+    took = time.perf_counter() - started
+    if world.rank != late:
+        assert took < 0.3
+        assert not work.is_completed()
+    work.wait()
+    assert work.is_completed()
+    assert work.is_success()
+    assert found.eq(sum(range(world.world_size))).all()
+
+
+def test_operations_keep_their_order(world: World) -> None:
+    group = group_of()
+    found, works = torch.ones(300), []
+    for root in range(40):
+        works.append(dist.all_reduce(found, group=group, async_op=True))
+        works.append(
+            dist.broadcast(found, root % world.world_size, group, async_op=True)
+        )
+        if root % 10 == 3:
+            dist.barrier(group=group)  # waits for those before
+            assert all(work.is_completed() for work in works)
+        found_then = found
+        if root % 5 == 0:
+            works[-1].wait()
+            found_then.div_(found_then[0].item())
+    works[-1].wait()
+    assert found.eq(found[0]).all()
+
+
+def test_groups_do_not_wait_for_each_other(world: World) -> None:
+    """Even ranks ask the one first, odd ranks the other: no deadlock, no mixing."""
+    groups = [group_of() for _ in range(3)]
+    for turn in range(5):
+        tensors = [torch.full((2000,), float(10**i)) for i in range(3)]
+        order = [0, 1, 2] if world.rank % 2 == 0 else [2, 1, 0]
+        works = {
+            i: dist.all_reduce(tensors[i], group=groups[i], async_op=True)
+            for i in order
+        }
+        for i in reversed(order) if turn % 2 else order:
+            works[i].wait()
+        for i, tensor in enumerate(tensors):
+            assert tensor.eq(world.world_size * 10.0**i).all()
+
+
+def test_futures_carry_the_tensors(world: World) -> None:
+    group = group_of()
+    found = torch.ones(10)
+    work = dist.all_reduce(found, group=group, async_op=True)
+    half = work.get_future().then(lambda done: done.value()[0] / 2)
+    assert half.wait().eq(world.world_size / 2).all()
+
+
+def test_what_follows_may_ask_for_more(world: World) -> None:
+    """Compression hooks of DDP reduce again when the first is done."""
+    group = group_of()
+    first, second = torch.ones(10), torch.ones(5)
+
+    def follow(done: torch.futures.Future) -> torch.Tensor:
+        dist.all_reduce(second, group=group)
+        return done.value()[0]
+
+    future = dist.all_reduce(first, group=group, async_op=True).get_future()
+    future.then(follow).wait()
+    assert second.eq(world.world_size).all()
+
+
+def test_inference_mode_is_no_obstacle(world: World) -> None:
+    group = group_of()
+    with torch.inference_mode():
+        found = torch.ones(10)
+        dist.all_reduce(found, group=group, async_op=True).wait()
+    weights = torch.ones(10, requires_grad=True)
+    dist.all_reduce(weights, group=group)
+    assert found.eq(world.world_size).all()
+    assert weights.eq(world.world_size).all()
+
+
+# --- groups ---------------------------------------------------------------------------
+
+
+def test_any_ranks_in_any_order(world: World) -> None:
+    ranks = range(world.world_size)
+    made = [
+        (list(some), group_of(list(some)))
+        for size in (1, 2, 3)
+        for some in itertools.combinations(ranks, size)
+    ]
+    for some, group in reversed(made):
+        if world.rank in some:
+            found = torch.tensor([float(world.rank)])
+            dist.all_reduce(found, group=group)
+            assert found.item() == sum(some)
+            assert dist.get_rank(group) == some.index(world.rank)
+
+
+def test_only_its_members_need_to_make_a_group(world: World) -> None:
+    mine = [r for r in range(world.world_size) if r // 2 == world.rank // 2]
+    group = group_of(mine, use_local_synchronization=True)
+    found = torch.ones(1)
+    dist.all_reduce(found, group=group)
+    assert found.item() == len(mine)
+
+
+def test_a_group_splits(world: World) -> None:
+    parent = group_of()
+    ranks = list(range(world.world_size))
+    parts = [part for part in (ranks[::2], ranks[1::2]) if part]
+    group = dist.split_group(parent, parts)
+    mine = next(part for part in parts if world.rank in part)
+    found = torch.tensor([float(world.rank)])
+    dist.all_reduce(found, group=group)
+    assert found.item() == sum(mine)
+
+
+def test_a_mesh_has_groups(world: World) -> None:
+    if world.world_size % 2:
+        return  # two rows want an even number
+    mesh = init_device_mesh(
+        "cpu", (2, world.world_size // 2), mesh_dim_names=("replicate", "shard")
+    )
+    for name in ("replicate", "shard"):
+        found = torch.tensor([float(world.rank)])
+        dist.all_reduce(found, group=mesh.get_group(name))
+        assert found.item() == sum(dist.get_process_group_ranks(mesh.get_group(name)))
+
+
+def test_memory_is_given_back(world: World) -> None:
+    def shared() -> int:
+        return Path("/proc/self/maps").read_text().count("mpitrain-")
+
+    before = shared()
+    group = group_of()
+    dist.all_reduce(torch.ones(10), group=group, async_op=True).wait()
+    if world.world_size > 1:
+        assert shared() > before
+        assert not list(Path("/dev/shm").glob("mpitrain-*"))  # it has no name
+    dist.destroy_process_group(group)
+    del group
+    assert shared() == before
+
+
+# --- what goes wrong ------------------------------------------------------------------
+
+Call = Callable[[dist.ProcessGroup, World], None]
+
+
+def other_shape(group: dist.ProcessGroup, world: World) -> None:
+    dist.all_reduce(torch.ones(4 if world.rank else 5), group=group)
+
+
+def other_type(group: dist.ProcessGroup, world: World) -> None:
+    dtype = torch.float64 if world.rank else torch.float32
+    dist.all_reduce(torch.ones(4, dtype=dtype), group=group)
+
+
+def other_call(group: dist.ProcessGroup, world: World) -> None:
+    if world.rank:
+        dist.barrier(group=group)
+    else:
+        dist.broadcast(torch.ones(4), 0, group=group)
+
+
+def other_root(group: dist.ProcessGroup, world: World) -> None:
+    dist.broadcast(torch.ones(4), min(world.rank, 1), group=group)
+
+
+@pytest.mark.parametrize("call", [other_shape, other_type, other_call, other_root])
+def test_ranks_that_disagree_are_told_so(world: World, call: Call) -> None:
+    group = group_of()
+    if world.world_size == 1:
+        call(group, world)
+        return
+    with pytest.raises(dist.DistBackendError, match="different things") as error:
+        call(group, world)
+    assert "rank 0:" in str(error.value)
+    with pytest.raises(dist.DistBackendError, match="failed before"):
+        dist.barrier(group=group)
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_who_does_not_come_is_named(world: World, is_async: bool) -> None:
+    group = group_of(seconds=1.0)
+    if world.rank > 0:
+
+        def reduce() -> None:
+            work = dist.all_reduce(torch.ones(3), group=group, async_op=is_async)
+            if work is not None:
+                work.wait()
+
+        with pytest.raises(dist.DistBackendError, match="rank 0 did not come"):
+            reduce()
+    dist.barrier()
+
+
+def test_waiting_may_end_before_the_operation(world: World) -> None:
+    group = group_of()
+    if world.rank == 0:
+        time.sleep(0.6)
+    found = torch.ones(3)
+    work = dist.all_reduce(found, group=group, async_op=True)
+    if world.rank > 0:
+        with pytest.raises(dist.DistBackendError, match="not done within"):
+            work.wait(timedelta(seconds=0.1))
+    work.wait()
+    assert found.eq(world.world_size).all()
+
+
+def test_a_monitored_barrier_names_who_is_missing(world: World) -> None:
+    group = group_of()
+    if world.rank > 0:
+        with pytest.raises(dist.DistBackendError, match="rank 0 did not come"):
+            dist.monitored_barrier(group, timedelta(seconds=0.5))
+    dist.barrier()
+
+
+def test_a_message_of_another_length_is_refused(world: World) -> None:
+    group = group_of()
+    if world.world_size == 1:
+        return
+    if world.rank == 0:
+        dist.send(torch.ones(3), 1, group=group)
+    if world.rank == 1:
+        with pytest.raises(dist.DistBackendError, match="12 bytes came, expected 20"):
+            dist.recv(torch.ones(5), 0, group=group)
