@@ -55,9 +55,11 @@ def test_a_kind_that_the_backend_lacks_is_no_error(
     import torch
     import torch.distributed as dist
 
+    gloo = dist.new_group(backend="gloo")
+
     def call(setting: truths.Setting) -> object:
         premultiplied = dist._make_nccl_premul_sum(2.0)
-        return dist.all_reduce(torch.ones(3), op=premultiplied)
+        return dist.all_reduce(torch.ones(3), op=premultiplied, group=gloo)
 
     truth = truths.Truth(kind="all_reduce (premul)", call=call, must=lambda s: None)
     (found,) = collectives.try_all(job, world, "cpu", None, [truth])
