@@ -80,11 +80,11 @@ def test_the_screen_says_it_all_in_lines(openmpi: Mpi, tmp_path: Path) -> None:
     for pattern in (
         r"^0 +\S+ +0-1 +[\d.]+ of \d+ +\d+ +cpu$",
         r"^address +127\.0\.0\.1:\d+; lo, loopback; one node",
-        r"^backend +gloo$",
+        r"^backend +mpi4py$",
         r"^versions +mpitrain .*, torch [\d.]+.*, mpi4py",
         r"MPI library +Open MPI|Open MPI \d",
         r"^start +[\d.]+ s without imports",
-        r"^collectives +gloo on cpu: \d+ right",
+        r"^collectives +mpi4py on cpu: \d+ right",
         r"^gradients +those of one process",
         r"^ +1 KiB +[\d.]+ +[\d.]+ +[\d.]+ +[\d.]+",
         r"^limits +memory copy [\d.]+ GB/s",

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 from launcher import Mpi, mpirun
 
 LISTENERS = """
-import json
+import json, sys
 from pathlib import Path
 import psutil
 import mpitrain
@@ -28,7 +29,7 @@ def listeners():
 
 comm.allreduce(1)
 of_mpi = listeners()
-with mpitrain.init(device="cpu") as world:
+with mpitrain.init(device="cpu", backend=sys.argv[1]) as world:
     dist.all_reduce(torch.ones(1))
     dist.new_group()
     comm.allreduce(1)
@@ -86,23 +87,32 @@ with mpitrain.init(device="cpu", timeout_seconds=60) as world:
 """
 
 
-def test_on_one_node_nothing_of_ours_listens_outside(mpi: Mpi, tmp_path: Path) -> None:
+@pytest.mark.parametrize("backend", ["mpi4py", "gloo"])
+def test_on_one_node_nothing_of_ours_listens_outside(
+    mpi: Mpi, tmp_path: Path, backend: str
+) -> None:
     """The MPI library's own listeners are excepted: docs/network.md names them."""
     (tmp_path / "script.py").write_text(LISTENERS)
-    done = mpirun(mpi, 2, "script.py", cwd=tmp_path)
+    done = mpirun(mpi, 2, "script.py", backend, cwd=tmp_path)
     assert done.status == 0, done.err
     for rank in range(2):
         found = json.loads((tmp_path / f"listeners-{rank}").read_text())
         ours = [at for at in found["after"] if at not in found["before"]]
-        assert ours, "gloo listens somewhere"
-        assert {address for address, _ in ours} == {"127.0.0.1"}
+        if backend == "gloo":
+            assert ours, "gloo listens somewhere"
+        elif rank == 0:
+            assert len(ours) == 2, "the store and the watchdog"
+        else:
+            assert ours == []
+        assert {address for address, _ in ours} <= {"127.0.0.1"}
 
 
 def test_open_mpi_listens_on_no_port_either_where_it_is_told(
     openmpi: Mpi, tmp_path: Path
 ) -> None:
     (tmp_path / "script.py").write_text(LISTENERS)
-    done = mpirun(openmpi, 2, "script.py", cwd=tmp_path, OMPI_MCA_btl="self,sm")
+    told = {"OMPI_MCA_btl": "self,sm"}
+    done = mpirun(openmpi, 2, "script.py", "mpi4py", cwd=tmp_path, **told)
     assert done.status == 0, done.err
     for rank in range(2):
         found = json.loads((tmp_path / f"listeners-{rank}").read_text())

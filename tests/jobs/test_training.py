@@ -42,7 +42,7 @@ def test_the_run_folder_holds_what_it_promises(mpi: Mpi, tmp_path: Path) -> None
     result = json.loads((run / "result.json").read_text())
     assert result["status"] == "finished"
     assert (result["world_size"], result["num_nodes"]) == (2, 1)
-    assert result["backend"] == "gloo"
+    assert result["backend"] == "mpi4py"
     assert result["start_seconds"] > 0
     assert result["train_seconds"] > 0
 
