@@ -76,7 +76,9 @@ def settle(
     )
     from mpitrain.mpi_backend.support import why_not_ours  # it imports torch
 
-    host_backend, why_gloo = for_host_memory(config.backend, why_not_ours())
+    host_backend, why_gloo = for_host_memory(
+        config.backend, why_not_ours(), world.num_nodes
+    )
     found = plan(
         comm.allgather(sight),
         world.nodes,
@@ -253,12 +255,15 @@ def _check_mode(
         )
 
 
-def for_host_memory(asked: Backend, why_not: str) -> tuple[str, str]:
+def for_host_memory(asked: Backend, why_not: str, num_nodes: int) -> tuple[str, str]:
     """Choose the backend that carries tensors in host memory.
+
+    Between nodes ours is young, and gloo is tried: there it must be asked for.
 
     Args:
         asked: What was asked for.
         why_not: Why ours cannot; ``""``: it can.
+        num_nodes: Number of machines.
 
     Returns:
         Its name, and what to say of it.
@@ -266,12 +271,12 @@ def for_host_memory(asked: Backend, why_not: str) -> tuple[str, str]:
     Raises:
         TopologyError: Ours was asked for and cannot; on every rank or on none.
 
-    >>> for_host_memory("auto", ""), for_host_memory("gloo", "")
+    >>> for_host_memory("auto", "", 1), for_host_memory("auto", "", 2)
     (('mpi4py', ''), ('gloo', ''))
-    >>> for_host_memory("auto", "torch is old")
+    >>> for_host_memory("auto", "torch is old", 1)
     ('gloo', 'torch is old: gloo instead of mpi4py, which is slower')
     """
-    if asked == "gloo":
+    if asked == "gloo" or (num_nodes > 1 and asked != "mpi4py"):
         return GLOO, ""
     if why_not and asked == "mpi4py":
         raise agreed(

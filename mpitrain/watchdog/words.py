@@ -16,11 +16,13 @@ SILENT_SECONDS = 5.0
 
 LIBRARY = str(Path(os.__file__).parent)
 
+OUR_BACKEND = "mpitrain/mpi_backend/"
+
 WAITS = (
     "torch/distributed/",
     "torch/autograd/graph.py",  # backward, in which DDP waits for its reductions
     "torch/nn/parallel/distributed.py",
-    "mpitrain/mpi_backend/",
+    OUR_BACKEND,
     "mpitrain/topology.py",
     "mpi4py/",
 )
@@ -107,7 +109,8 @@ def in_words(report: RankReport, now: float) -> str:
 
 def call_in_words(frames: Sequence[Frame]) -> str:
     """Name the line of the user's own code, and the call below it where it waits."""
-    inner = frames[0]
+    # Below torch's call our backend's own tell nothing to a user.
+    inner = next((f for f in frames if OUR_BACKEND not in f.file), frames[0])
     own = next((f for f in frames if is_own(f)), inner)
     return str(own) if own == inner else f"{own}, in {inner.function}"
 

@@ -172,7 +172,7 @@ def test_memory_is_given_back(world: World) -> None:
     before = shared()
     group = group_of()
     dist.all_reduce(torch.ones(10), group=group, async_op=True).wait()
-    if world.world_size > 1:
+    if max(len(node.ranks) for node in world.nodes) > 1:
         assert shared() > before
         assert not list(Path("/dev/shm").glob("mpitrain-*"))  # it has no name
     dist.destroy_process_group(group)
@@ -181,6 +181,9 @@ def test_memory_is_given_back(world: World) -> None:
 
 
 # --- what goes wrong ------------------------------------------------------------------
+
+WHO = "rank 0 did not come|some rank did not come"
+"""The first on one node; between nodes MPI does not tell who."""
 
 Call = Callable[[dist.ProcessGroup, World], None]
 
@@ -210,7 +213,8 @@ def test_ranks_that_disagree_are_told_so(world: World, call: Call) -> None:
     group = group_of()
     if world.world_size == 1:
         call(group, world)
-        return
+    if world.world_size == 1 or world.num_nodes > 1:
+        return  # between nodes MPI carries bytes and does not know
     with pytest.raises(dist.DistBackendError, match="different things") as error:
         call(group, world)
     assert "rank 0:" in str(error.value)
@@ -228,7 +232,7 @@ def test_who_does_not_come_is_named(world: World, is_async: bool) -> None:
             if work is not None:
                 work.wait()
 
-        with pytest.raises(dist.DistBackendError, match="rank 0 did not come"):
+        with pytest.raises(dist.DistBackendError, match=WHO):
             reduce()
     dist.barrier()
 
@@ -249,7 +253,7 @@ def test_waiting_may_end_before_the_operation(world: World) -> None:
 def test_a_monitored_barrier_names_who_is_missing(world: World) -> None:
     group = group_of()
     if world.rank > 0:
-        with pytest.raises(dist.DistBackendError, match="rank 0 did not come"):
+        with pytest.raises(dist.DistBackendError, match=WHO):
             dist.monitored_barrier(group, timedelta(seconds=0.5))
     dist.barrier()
 
