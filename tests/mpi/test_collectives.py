@@ -7,15 +7,16 @@ gloo knows the type, its answer is asked for, too.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import ReduceOp
 
-import mpitrain.mpi_backend  # noqa: F401 - registers it
+from mpitrain.mpi_backend import board, group
 from mpitrain.world import World
 
 pytestmark = pytest.mark.mpi
@@ -41,14 +42,18 @@ SIZES = (0, 1, 5, 1000, 100_003)
 """Of one element, of a few, of one meeting, and of several chunks."""
 
 
-@pytest.fixture(scope="module")
-def ours(world: World) -> Iterator[dist.ProcessGroup]:
-    """All ranks, by the mpi4py backend."""
-    return dist.new_group(backend="mpi4py", timeout=timedelta(seconds=60))
+@pytest.fixture(scope="module", params=["shared memory", "MPI alone"])
+def ours(world: World, request: pytest.FixtureRequest) -> dist.ProcessGroup:
+    """All ranks, by the mpi4py backend, as it is and where there is no /dev/shm."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "MPI alone":
+            nowhere = functools.partial(board.make_board, folder=Path("/nowhere"))
+            patch.setattr(group, "make_board", nowhere)
+        return dist.new_group(backend="mpi4py", timeout=timedelta(seconds=60))
 
 
 @pytest.fixture(scope="module")
-def gloo(world: World) -> Iterator[dist.ProcessGroup]:
+def gloo(world: World) -> dist.ProcessGroup:
     return dist.new_group(backend="gloo", timeout=timedelta(seconds=60))
 
 
