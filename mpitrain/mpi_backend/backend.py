@@ -16,6 +16,10 @@ from mpitrain.mpi_backend import NAME, members
 from mpitrain.mpi_backend.group import Group
 from mpitrain.mpi_backend.operations import Operations
 
+_alive: set[Operations] = set()
+"""With TORCH_DISTRIBUTED_DEBUG=DETAIL torch wraps a backend and keeps its half in C++
+alone (torch 2.15): without the one in Python every method would be missing."""
+
 
 class MpiBackend(Operations):
     """The backend of one group of ranks.
@@ -28,6 +32,7 @@ class MpiBackend(Operations):
     def __init__(self, group: Group, options: Backend.Options) -> None:
         super().__init__(group)
         self._options = options
+        _alive.add(self)
 
     def getBackendName(self) -> str:
         """Return its name."""
@@ -74,10 +79,12 @@ class MpiBackend(Operations):
     def shutdown(self) -> None:
         """Finish what was asked for, and free the communicators."""
         self._group.close()
+        _alive.discard(self)
 
     def abort(self) -> None:
         """Let go of everything without waiting for others."""
         self._group.abandon()
+        _alive.discard(self)
 
     def eager_connect_single_device(self, device: torch.device | None) -> None:
         """Do nothing: all ranks of a group are connected."""

@@ -6,6 +6,8 @@ import zlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast
 
+import torch.distributed as dist
+
 from mpitrain.errors import TopologyError
 from mpitrain.topology import start_mpi
 
@@ -60,9 +62,32 @@ def some_ranks(ranks: Sequence[int], name: str) -> MPI.Intracomm:
         ranks: Their ranks in the default group, in the group's order.
         name: The group's name: groups that are made at one time must not mix.
     """
-    world = _world[0]
+    world = _world[0] if _world and _world[0] else _as_mpi_numbers_them()
     members = world.Get_group().Incl(list(ranks))
     try:
         return world.Create_group(members, tag=zlib.crc32(name.encode()) % _TAGS)
     finally:
         members.Free()
+
+
+def _as_mpi_numbers_them() -> MPI.Intracomm:
+    """Return all ranks, where torch's default group is another backend's.
+
+    Raises:
+        TopologyError: Torch numbers them in another way than MPI.
+    """
+    everybody = start_mpi()
+    told, found = (
+        (dist.get_rank(), dist.get_world_size()),
+        (
+            everybody.rank,
+            everybody.size,
+        ),
+    )
+    if told != found:
+        raise TopologyError(
+            f"torch.distributed was told that this is rank {told[0]} of {told[1]}, MPI "
+            f"knows it as rank {found[0]} of {found[1]}.\nExpected both to be equal: "
+            "mpirun -np 4 python -m mpitrain run script.py"
+        )
+    return everybody

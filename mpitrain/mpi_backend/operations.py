@@ -39,6 +39,7 @@ class Operations(Backend):
         super().__init__(group.rank, group.size)
         self._group = group
         self._together: list[Operation] | None = None
+        self._num_collectives = 0
 
     # --- reductions -------------------------------------------------------------------
 
@@ -303,6 +304,13 @@ class Operations(Backend):
         del wait_all_ranks  # all that are missing are named in any case
         self._group.line.do(self._group.road.barrier, _seconds(opts))
 
+    def _set_sequence_number_for_group(self) -> None:
+        """Begin to count; all ranks count from 0."""
+
+    def _get_sequence_number_for_group(self) -> int:
+        """Return how many collectives were asked for; torch compares it over ranks."""
+        return self._num_collectives
+
     def start_coalescing(self) -> None:
         """Make one work of all operations up to `end_coalescing`."""
         self._together = []
@@ -316,6 +324,7 @@ class Operations(Backend):
         self, action: Callable[[float], None], results: Tensors, opts: Any
     ) -> Work:
         """Do it now, or have it done, as torch wishes."""
+        self._num_collectives += 1
         seconds = _seconds(opts)
         if opts.asyncOp or self._together is not None:
             return self._collect(self._group.line.add(action, results, seconds))

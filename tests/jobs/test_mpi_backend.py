@@ -1,0 +1,123 @@
+"""The mpi4py backend as whole jobs: in any script, and where things go wrong."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from launcher import Mpi, mpirun
+
+PLAIN = """
+import os
+import torch, torch.distributed as dist
+
+os.environ.setdefault("RANK", os.environ.get("OMPI_COMM_WORLD_RANK", "0"))
+dist.init_process_group("mpi4py")
+total = torch.ones(3)
+dist.all_reduce(total)
+print(f"rank {dist.get_rank()} by {dist.get_backend()}: {total.tolist()}")
+dist.destroy_process_group()
+"""
+
+COMPARED = """
+import functools, sys
+from pathlib import Path
+import mpitrain, torch, torch.distributed as dist
+from mpitrain.mpi_backend import board, group
+
+if sys.argv[1] == "alone":  # MPI carries bytes and compares nothing
+    nowhere = functools.partial(board.make_board, folder=Path("/nowhere"))
+    group.make_board = nowhere
+with mpitrain.init(device="cpu") as world:
+    dist.all_reduce(torch.ones(4))
+    dist.all_reduce(torch.ones(5 if world.rank == 0 else 4))
+"""
+
+BESIDE_GLOO = """
+import mpitrain, torch, torch.distributed as dist
+
+with mpitrain.init(device="cpu", backend="gloo") as world:
+    ours = dist.new_group(backend="mpi4py")
+    some = dist.new_group([0, 2], backend="mpi4py")
+    total = torch.ones(3)
+    dist.all_reduce(total, group=ours)
+    if world.rank != 1:
+        dist.all_reduce(total, group=some)
+        print(f"rank {world.rank}: {total.tolist()}")
+"""
+
+
+def test_torch_finds_it_by_its_name(openmpi: Mpi, tmp_path: Path) -> None:
+    """Without a word of ours in the script."""
+    (tmp_path / "script.py").write_text(PLAIN)
+    done = mpirun(
+        openmpi,
+        *(2, "script.py"),
+        cwd=tmp_path,
+        WORLD_SIZE="2",
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT="29519",
+    )
+    assert done.status == 0, done.err
+    for rank in range(2):
+        assert f"rank {rank} by mpi4py: [2.0, 2.0, 2.0]" in done.out
+
+
+def test_a_script_of_its_own_takes_it_under_run(mpi: Mpi, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(PLAIN)
+    done = mpirun(mpi, 2, "-m", "mpitrain", "run", "script.py", cwd=tmp_path)
+    assert done.status == 0, done.err
+    for rank in range(2):
+        assert f"rank {rank} by mpi4py: [2.0, 2.0, 2.0]" in done.out
+
+
+def test_under_torchrun_it_says_that_mpi_knows_one_process(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(PLAIN)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    done = subprocess.run(
+        [*command, "--nproc-per-node", "2", "script.py"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode != 0
+    assert "was told of 2 ranks, MPI knows 1" in done.stderr
+
+
+def test_it_stands_beside_gloo(openmpi: Mpi, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(BESIDE_GLOO)
+    done = mpirun(openmpi, 3, "script.py", cwd=tmp_path)
+    assert done.status == 0, done.err
+    for rank in (0, 2):
+        assert f"rank {rank}: [6.0, 6.0, 6.0]" in done.out
+
+
+@pytest.mark.parametrize("road", ["shared", "alone"])
+def test_torch_compares_what_ranks_do_where_it_is_told_to(
+    openmpi: Mpi, tmp_path: Path, road: str
+) -> None:
+    (tmp_path / "script.py").write_text(COMPARED)
+    done = mpirun(
+        openmpi,
+        *(2, "script.py", road),
+        cwd=tmp_path,
+        TORCH_DISTRIBUTED_DEBUG="DETAIL",
+    )
+    assert done.status == 1, done.err
+    assert "mismatch between collectives on ranks. Rank" in done.err
+    assert "TensorShape=[5]" in done.err
+
+
+def test_ranks_that_disagree_are_told_so_once(openmpi: Mpi, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(COMPARED)
+    done = mpirun(openmpi, 3, "script.py", "shared", cwd=tmp_path)
+    assert done.status == 1, done.err
+    assert done.err.count("the ranks do different things at one time") >= 1
+    assert "  rank 0: all_reduce SUM torch.float32 5" in done.err
+    assert "  rank 1, rank 2: all_reduce SUM torch.float32 4" in done.err
+    assert done.err.count("GroupError: group") == 2, (
+        "a traceback and a line, of one rank"
+    )
