@@ -23,7 +23,7 @@ help:
 demo: $(VENV)/.demo
 	$(MPIRUN) -np $(NP) --oversubscribe $(BIN)/python -m mpitrain
 
-test: test-unit test-1 test-2 test-4 test-jobs test-cluster
+test: test-unit test-1 test-2 test-3 test-4 test-jobs test-cluster
 
 test-unit: $(VENV)/.test
 	$(BIN)/python -m pytest tests/unit mpitrain --doctest-modules \

@@ -185,8 +185,8 @@ class Group:
 
     def close(self) -> None:
         """Finish what was asked for, and free communicators and memory."""
-        self.line.close()
-        self.abandon()
+        if self.line.close():
+            self.abandon()
 
     def abandon(self) -> None:
         """Free memory and communicators; waits for nobody."""

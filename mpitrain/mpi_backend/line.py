@@ -18,6 +18,9 @@ import torch
 from mpitrain.mpi_backend.failures import GroupError
 from mpitrain.mpi_backend.works import Operation
 
+CLOSE_SECONDS = 2.0
+"""How long what was asked for, and not waited for, may take at the end."""
+
 Action = Callable[[float], None]
 """Does an operation until a deadline on the monotonic clock."""
 
@@ -92,13 +95,18 @@ class Line:
         while self._waiting:
             self._do_next()
 
-    def close(self) -> None:
-        """Do what is left, and let the thread go."""
+    def close(self) -> bool:
+        """Let the thread go; return whether it has nothing to do any more.
+
+        A rank that fails may close while others will never come for what it asked for.
+        """
         with self._news:
             self._is_closed = True
             self._news.notify_all()
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join()
+        if self._thread is None or self._thread is threading.current_thread():
+            return True
+        self._thread.join(CLOSE_SECONDS)
+        return not self._thread.is_alive()
 
     def _help(self, operation: Operation) -> None:
         while self._waiting and not operation.is_done:

@@ -166,6 +166,8 @@ class Tester:
         pause_seconds = first
         while True:
             time.sleep(pause_seconds)
+            if MPI.Is_finalized():
+                return
             pause_seconds = min(pause_seconds * 1.5, longest)
             with self._lock:
                 self._messages = [m for m in self._messages if not m.is_done]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,24 @@ with mpitrain.init(device="cpu", backend="gloo") as world:
     if world.rank != 1:
         dist.all_reduce(total, group=some)
         print(f"rank {world.rank}: {total.tolist()}")
+"""
+
+LEAVES = """
+import sys, time
+import mpitrain, torch, torch.distributed as dist
+
+with mpitrain.init(device="cpu") as world:
+    other = dist.new_group(backend="mpi4py")
+    if world.rank == 1:
+        time.sleep(100)
+    works = [dist.all_reduce(torch.ones(3), async_op=True) for _ in range(3)]
+    works.append(dist.isend(torch.ones(10_000_000), 1, group=other))
+    try:
+        if sys.argv[1] == "raise":
+            raise ValueError("in the middle")
+        sys.exit(3)
+    finally:
+        dist.destroy_process_group()
 """
 
 
@@ -121,3 +140,16 @@ def test_ranks_that_disagree_are_told_so_once(openmpi: Mpi, tmp_path: Path) -> N
     assert done.err.count("GroupError: group") == 2, (
         "a traceback and a line, of one rank"
     )
+
+
+@pytest.mark.parametrize(("way", "status"), [("raise", 1), ("exit", 3)])
+def test_a_rank_that_fails_does_not_wait_for_what_it_asked_for(
+    mpi: Mpi, tmp_path: Path, way: str, status: int
+) -> None:
+    """Others will never come to its collectives, nor to its message."""
+    (tmp_path / "script.py").write_text(LEAVES)
+    started = time.monotonic()
+    done = mpirun(mpi, 2, "script.py", way, cwd=tmp_path)
+    assert done.status == status, done.err
+    assert time.monotonic() - started < 40
+    assert "[rank 0/2 " in done.err
