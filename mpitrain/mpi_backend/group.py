@@ -34,7 +34,7 @@ class Group:
 
     Args:
         comm: The ranks, in the group's order; freed by `close`.
-        name: torch's name of the group.
+        name: Torch's name of the group.
         timeout_seconds: How long an operation may take.
 
     Attributes:
@@ -69,6 +69,10 @@ class Group:
         """Make the nodes' boards, and join those ranks that reduce over nodes.
 
         Collective over the group.
+
+        Returns:
+            What ranks of a node do together; ``None`` on every rank where some node has
+            no memory to share, or no node has two ranks.
         """
         on_node = cast(
             "MPI.Intracomm",
@@ -80,12 +84,17 @@ class Group:
             board = (
                 make_board(on_node, names, logger.warning) if self.size > 1 else None
             )
-            sizes = self.comm.allgather(on_node.size if board else 0)
+            made = self.comm.allgather(
+                (on_node.size, board.per_rank) if board else (0, 0)
+            )
+            sizes = [size for size, _ in made]
             rank_on_node, is_alone = on_node.rank, on_node.size == self.size
         finally:
             on_node.Free()
         if board is None or min(sizes) == 0 or max(sizes) == 1:
             return None  # on every rank, if on one
+        # Chunks must be the same on all nodes, and one may have had less room.
+        board.per_rank = min(per_rank for _, per_rank in made)
         # A rank without a core of its own would take it from those it waits for.
         board.spins = SPINS if len(cores) >= board.size else 2
         if is_alone:
