@@ -66,21 +66,23 @@ def test_what_was_written_before_a_meeting_is_read_after_it() -> None:
 
 def test_numbers_of_meetings_may_run_over() -> None:
     memory = shared()
+    both = [board(memory, rank, []) for rank in range(2)]
+    late = 2**32 - 3
+    for mine in both:  # before there are two who meet
+        mine._turn = late
+        mine._words[mine._mine] = late
+        mine._open.value = late
 
     def meet(rank: int) -> None:
-        mine = board(memory, rank, [])
-        mine._turn = 2**32 - 3
-        for slot in mine._slots:
-            mine._words[slot] = mine._turn
-        mine._open.value = mine._turn
         if rank == 1:
             time.sleep(0.2)
         for _ in range(8):
-            mine.meet(doing("turn"), soon())
+            both[rank].meet(doing("turn"), soon())
 
     child = fork(lambda: meet(1))
     meet(0)
     os.waitpid(child, 0)
+    assert both[0]._turn == 5
 
 
 def test_one_that_has_ended_is_named_at_once() -> None:
