@@ -10,7 +10,12 @@ from collections.abc import Sequence
 from datetime import timedelta
 
 import torch
-from torch._C._distributed_c10d import Backend, _DistributedBackendOptions
+from torch._C._distributed_c10d import (
+    Backend,
+    PrefixStore,
+    Store,
+    _DistributedBackendOptions,
+)
 
 from mpitrain.mpi_backend import NAME, members
 from mpitrain.mpi_backend.group import Group
@@ -27,11 +32,13 @@ class MpiBackend(Operations):
     Args:
         group: The ranks and what they have in common.
         options: Torch's, for groups that are split off.
+        store: Torch's of this group.
     """
 
-    def __init__(self, group: Group, options: Backend.Options) -> None:
+    def __init__(self, group: Group, options: Backend.Options, store: Store) -> None:
         super().__init__(group)
         self._options = options
+        self._store = store
         _alive.add(self)
 
     def getBackendName(self) -> str:
@@ -106,9 +113,11 @@ class MpiBackend(Operations):
             )
         options.global_ranks_in_group = [parents[rank] for rank in ranks]
         name = options.group_name or f"{self._group.name} split"
-        comm = members.some_ranks(options.global_ranks_in_group, name)
         seconds = options._timeout.total_seconds()  # noqa: SLF001 - its only name
-        return MpiBackend(Group(comm, name, seconds), options)
+        store = PrefixStore(name, self._store)
+        members.meet(store, ranks.index(self.rank()), len(ranks), name, seconds)
+        comm = members.some_ranks(options.global_ranks_in_group, name)
+        return MpiBackend(Group(comm, name, seconds), options, store)
 
 
 def create(opts: _DistributedBackendOptions, options: object) -> MpiBackend:
@@ -122,9 +131,10 @@ def create(opts: _DistributedBackendOptions, options: object) -> MpiBackend:
     ours._timeout = opts.timeout  # noqa: SLF001 - its only name
     ours.global_ranks_in_group = opts.global_ranks_in_group
     ours.group_name = opts.group_id
+    seconds = opts.timeout.total_seconds()
+    members.meet(opts.store, opts.group_rank, opts.group_size, opts.group_id, seconds)
     if opts.global_ranks_in_group:
         comm = members.some_ranks(opts.global_ranks_in_group, opts.group_id)
     else:
         comm = members.all_ranks(opts.group_rank, opts.group_size)
-    seconds = opts.timeout.total_seconds()
-    return MpiBackend(Group(comm, opts.group_id, seconds), ours)
+    return MpiBackend(Group(comm, opts.group_id, seconds), ours, opts.store)

@@ -8,39 +8,19 @@ so, and by name.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import mmap
-import os
-import secrets
-import socket
-import tempfile
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 import torch
 
 from mpitrain.mpi_backend.failures import GroupError, PeerGone
 from mpitrain.mpi_backend.waiting import Fence, Word, give_way
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
-
-FOLDER = Path("/dev/shm")
-"""A file system in memory."""
-
-ROOM_BYTES = 80 << 20
-"""Room for data of all ranks of a node together, of one group; taken as it is used."""
-
-MOST_PER_RANK = 4 << 20
-LEAST_PER_RANK = 64 << 10
-
-SPARE = 2.0
-"""How much of the file system must be free, as a multiple of what a board may take."""
 
 LOOK_SECONDS = 1.0
 """How often a rank that waits looks whether the others still live."""
@@ -82,7 +62,7 @@ def doing(what: str, *details: object) -> Doing:
 class Board:
     """Shared memory of the ranks of one node, for one group.
 
-    Made by `make_board`.
+    Made by `sharing.share_memory`.
 
     Args:
         memory: The same file, mapped by all of them.
@@ -281,119 +261,6 @@ def is_gone(pid: int) -> bool:
     return text.rpartition(")")[2].split()[0] in "ZX"
 
 
-def room_per_rank(size: int, free_bytes: int) -> int:
-    """Return how many bytes of room each rank gets in each half.
-
-    Args:
-        size: Number of ranks.
-        free_bytes: Of the file system.
-
-    Raises:
-        OSError: That is too little.
-
-    >>> room_per_rank(8, 1 << 40) >> 10, room_per_rank(64, 1 << 40) >> 10
-    (4096, 512)
-    >>> room_per_rank(8, 64 << 20) >> 10  # what a container has
-    1024
-    """
-    per_rank = MOST_PER_RANK
-    while per_rank >= LEAST_PER_RANK:
-        total = board_bytes(size, per_rank)
-        if total <= ROOM_BYTES and SPARE * total <= free_bytes:
-            return per_rank
-        per_rank //= 2
-    needed = int(SPARE * board_bytes(size, LEAST_PER_RANK))
-    raise OSError(f"{free_bytes >> 20} MiB are free, expected {needed >> 20} MiB")
-
-
 def board_bytes(size: int, per_rank: int) -> int:
     """Return how much memory a board takes."""
     return data_offset(size) + _HALVES * (size + 1) * per_rank
-
-
-def make_board(
-    on_node: MPI.Intracomm,
-    names: list[str],
-    say: Callable[[str], object],
-    folder: Path = FOLDER,
-) -> Board | None:
-    """Make the shared memory of one node.
-
-    Collective over `on_node`.
-
-    The file has no name any more when this returns: nothing is left, however the ranks
-    end.
-
-    Args:
-        on_node: The ranks of the node.
-        names: Each of them in words.
-        say: Called with why there is none, on one rank.
-        folder: Where to make the file.
-
-    Returns:
-        The board on every rank of the node; ``None`` on every one, where there is no
-        room for it.
-    """
-    memory: mmap.mmap | None = None
-    path, per_rank, why = "", 0, ""
-    if on_node.rank == 0:
-        try:
-            path, per_rank, memory = _create(folder, on_node.size)
-        except OSError as error:
-            why = str(error)
-    path, per_rank, why = on_node.bcast((path, per_rank, why))
-    if not why and memory is None:
-        try:
-            memory = _open(path, board_bytes(on_node.size, per_rank))
-        except OSError as error:
-            why = str(error)
-    found = [text for text in on_node.allgather(why) if text]
-    if path and on_node.rank == 0:
-        with contextlib.suppress(OSError):
-            os.unlink(path)  # noqa: PTH108 - all have it open
-    if found or memory is None:
-        if on_node.rank == 0:
-            say(
-                f"no shared memory on {socket.gethostname()} ({found[0]}): ranks there "
-                "talk through MPI alone, which is slower for large tensors"
-            )
-        return None
-    namespaces = on_node.allgather((os.getpid(), _namespace()))
-    same = len({namespace for _, namespace in namespaces}) == 1
-    pids = [pid for pid, _ in namespaces] if same else []
-    return Board(memory, on_node.rank, names, pids, per_rank)
-
-
-def _create(folder: Path, size: int) -> tuple[str, int, mmap.mmap]:
-    free = os.statvfs(folder)
-    try:
-        per_rank = room_per_rank(size, free.f_bavail * free.f_frsize)
-    except OSError as error:
-        raise OSError(f"{folder}: {error}") from None
-    length = board_bytes(size, per_rank)
-    descriptor, path = tempfile.mkstemp(
-        prefix=f"mpitrain-{secrets.token_hex(4)}-", dir=folder
-    )
-    try:
-        os.ftruncate(descriptor, length)
-        return path, per_rank, mmap.mmap(descriptor, length)
-    except OSError:
-        os.unlink(path)  # noqa: PTH108
-        raise
-    finally:
-        os.close(descriptor)
-
-
-def _open(path: str, length: int) -> mmap.mmap:
-    descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
-    try:
-        return mmap.mmap(descriptor, length)
-    finally:
-        os.close(descriptor)
-
-
-def _namespace() -> str:
-    try:
-        return os.readlink("/proc/self/ns/pid")  # noqa: PTH115
-    except OSError:
-        return socket.gethostname()

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import logging
-import os
+import time
 from collections.abc import Sequence
-from typing import cast
+from typing import Any, cast
 
 import torch
 from mpi4py import MPI
 
-from mpitrain.mpi_backend.board import make_board
 from mpitrain.mpi_backend.line import Line
 from mpitrain.mpi_backend.on_node import OnNode
-from mpitrain.mpi_backend.over_mpi import OverMpi
+from mpitrain.mpi_backend.over_mpi import OverMpi, has_given_up
 from mpitrain.mpi_backend.points import Points
 from mpitrain.mpi_backend.reductions import Reduction
+from mpitrain.mpi_backend.sharing import share_memory
 
 LARGE_BYTES = 256 << 10
 """From here on tensors go over the nodes in pieces, each node's ranks in parallel."""
@@ -54,18 +54,17 @@ class Group:
                 "MPI was started without MPI_THREAD_MULTIPLE: asynchronous operations "
                 "are done where they are asked for"
             )
-        self._messages = comm.Dup()
         self._mpi = OverMpi(comm)
         self.line = Line(f"group {name}", timeout_seconds, has_thread=has_threads)
-        self.points = Points(self._messages, timeout_seconds, has_thread=has_threads)
+        self.points = Points(comm, timeout_seconds, has_thread=has_threads)
         self._across: OverMpi | None = None
-        self._node = self._share_memory()
+        self._node = self._share_memory(timeout_seconds)
         is_one_node = self._node is not None and self._node.size == self.size
         self.road: OnNode | OverMpi = self._mpi
         if self._node is not None and is_one_node:
             self.road = self._node
 
-    def _share_memory(self) -> OnNode | None:
+    def _share_memory(self, seconds: float) -> OnNode | None:
         """Make the nodes' boards, and join those ranks that reduce over nodes.
 
         Collective over the group.
@@ -74,33 +73,22 @@ class Group:
             What ranks of a node do together; ``None`` on every rank where some node has
             no memory to share, or no node has two ranks.
         """
-        on_node = cast(
-            "MPI.Intracomm",
-            self.comm.Split_type(MPI.COMM_TYPE_SHARED, key=self.rank),
-        )
-        try:
-            names = [f"rank {r}" for r in on_node.allgather(self.rank)]
-            cores = frozenset[int]().union(*on_node.allgather(_usable_cores()))
-            board = (
-                make_board(on_node, names, logger.warning) if self.size > 1 else None
-            )
-            made = self.comm.allgather(
-                (on_node.size, board.per_rank) if board else (0, 0)
-            )
-            sizes = [size for size, _ in made]
-            rank_on_node, is_alone = on_node.rank, on_node.size == self.size
-        finally:
-            on_node.Free()
-        if board is None or min(sizes) == 0 or max(sizes) == 1:
-            return None  # on every rank, if on one
-        # Chunks must be the same on all nodes, and one may have had less room.
-        board.per_rank = min(per_rank for _, per_rank in made)
+        deadline = time.monotonic() + seconds
+
+        def tell_all(value: object) -> list[Any]:
+            return self._mpi.tell_all(value, deadline)
+
+        shared = share_memory(tell_all, self.rank, logger.warning)
+        if shared is None:
+            return None
+        board = shared.board
         # A rank without a core of its own would take it from those it waits for.
-        board.spins = SPINS if len(cores) >= board.size else 2
-        if is_alone:
+        board.spins = SPINS if shared.num_cores >= board.size else 2
+        if len(shared.sizes) == 1:
             return OnNode(board)
-        num_pieces = min(sizes)
-        color = rank_on_node if rank_on_node < num_pieces else MPI.UNDEFINED
+        num_pieces = min(shared.sizes)
+        reduces = board.local_rank < num_pieces
+        color = board.local_rank if reduces else MPI.UNDEFINED
         joined = cast("MPI.Intracomm", self.comm.Split(color, key=self.rank))
         across = None
         if joined != MPI.COMM_NULL:
@@ -201,15 +189,9 @@ class Group:
         """Free memory and communicators; waits for nobody."""
         self._node = None
         self.road = self._mpi
-        comms = [self.comm, self._messages]
-        comms += [self._across.comm] if self._across else []
+        if has_given_up():
+            return  # MPI may not be done with them
+        comms = [self.comm, *([self._across.comm] if self._across else [])]
         for comm in comms:
             if comm != MPI.COMM_NULL and not MPI.Is_finalized():
                 comm.Free()
-
-
-def _usable_cores() -> frozenset[int]:
-    try:
-        return frozenset(os.sched_getaffinity(0))
-    except AttributeError:  # not Linux
-        return frozenset(range(os.cpu_count() or 1))

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import TYPE_CHECKING, cast
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import Store
 
 from mpitrain.errors import TopologyError
+from mpitrain.mpi_backend.failures import GroupError
 from mpitrain.topology import start_mpi
 
 if TYPE_CHECKING:
@@ -17,9 +20,45 @@ if TYPE_CHECKING:
 _TAGS = 32768
 """Every MPI has as many (MPI 4.1, 9.1.2)."""
 
+_ALL_CAME = "all came"
 
 _world: list[MPI.Intracomm] = []
 """All ranks in the order of torch's default group; at most one."""
+
+
+def meet(store: Store, rank: int, size: int, name: str, timeout_seconds: float) -> None:
+    """Wait until all members of a group to be made have come.
+
+    MPI makes a communicator in a call that cannot give up, and in which a rank spins
+    until the last one has come, on a core that this one may need. Here it sleeps.
+
+    Collective over the group to be.
+
+    Args:
+        store: The group's own.
+        rank: This process in the group.
+        size: Number of members.
+        name: The group's name.
+        timeout_seconds: How long to wait.
+
+    Raises:
+        GroupError: Some did not come in time.
+    """
+    store.set(f"came/{rank}", "")
+    if store.add("number", 1) >= size:
+        store.compare_set("found", "", _ALL_CAME)
+    try:
+        store.wait(["found"], timedelta(seconds=timeout_seconds))
+    except RuntimeError:  # what is found first holds for all, also for who comes late
+        missing = [r for r in range(size) if not store.check([f"came/{r}"])]
+        names = ", ".join(f"rank {r}" for r in missing)
+        store.compare_set("found", "", names or _ALL_CAME)
+    found = store.get("found").decode()
+    if found != _ALL_CAME:
+        raise GroupError(
+            f"{found} did not come within {timeout_seconds:g} s to make group {name}.\n"
+            "Expected all its ranks to make the same groups in one order."
+        )
 
 
 def all_ranks(rank: int, size: int) -> MPI.Intracomm:

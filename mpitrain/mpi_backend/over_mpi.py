@@ -10,9 +10,11 @@ they raise a GroupError where it passes.
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from mpi4py import MPI
@@ -28,11 +30,16 @@ EAGER_SECONDS = 0.0005
 
 LONGEST_SLEEP_SECONDS = 0.001
 
-_TAG = 1
+_TAG = 0
+"""Of collectives; messages have others."""
+
+_given_up: list[tuple[MPI.Request, object]] = []
+"""What this process waits for no more, and its memory: MPI may still write into it."""
 
 
 def wait(
     request: MPI.Request,
+    memory: object,
     deadline: float,
     what: str,
     status: MPI.Status | None = None,
@@ -41,6 +48,7 @@ def wait(
 
     Args:
         request: It.
+        memory: What it reads and writes.
         deadline: When to give up, on the monotonic clock.
         what: In words.
         status: Filled with what MPI says of it.
@@ -48,24 +56,45 @@ def wait(
     Raises:
         GroupError: It was not done in time, or MPI says that it failed.
     """
+    try:
+        _test_until_done(request, deadline, what, status)
+    except MPI.Exception as error:
+        give_up(request, memory)
+        raise GroupError(f"{what} failed: {error}") from error
+    except BaseException:  # Ctrl-C, too
+        give_up(request, memory)
+        raise
+
+
+def _test_until_done(
+    request: MPI.Request, deadline: float, what: str, status: MPI.Status | None
+) -> None:
     began = time.monotonic()
     pause_seconds = 0.00002
-    try:
-        while not request.Test(status):
-            now = time.monotonic()
-            if now > deadline:
-                raise GroupError(f"{what} was not done in time: some rank did not come")
-            if now < began + EAGER_SECONDS:
-                os.sched_yield()
-            else:
-                time.sleep(pause_seconds)
-                pause_seconds = min(pause_seconds * 1.5, LONGEST_SLEEP_SECONDS)
-    except MPI.Exception as error:
-        raise GroupError(f"{what} failed: {error}") from error
+    while not request.Test(status):
+        now = time.monotonic()
+        if now > deadline:
+            raise GroupError(f"{what} was not done in time: some rank did not come")
+        if now < began + EAGER_SECONDS:
+            os.sched_yield()
+        else:
+            time.sleep(pause_seconds)
+            pause_seconds = min(pause_seconds * 1.5, LONGEST_SLEEP_SECONDS)
+
+
+def give_up(request: MPI.Request, memory: object) -> None:
+    """Wait no more for an operation, and keep what it reads and writes."""
+    if request != MPI.REQUEST_NULL:
+        _given_up.append((request, memory))
+
+
+def has_given_up() -> bool:
+    """Whether MPI may still be busy with something: its communicator must stay."""
+    return bool(_given_up)
 
 
 def buffer(data: torch.Tensor) -> MPI.buffer:
-    """Return a contiguous tensor's memory."""
+    """Return a contiguous tensor's memory; the tensor must be kept for as long."""
     return MPI.buffer.fromaddress(
         data.data_ptr(), data.numel() * data.element_size(), readonly=False
     )
@@ -85,7 +114,19 @@ class OverMpi:
 
     def barrier(self, deadline: float) -> None:
         """Wait for all."""
-        wait(self.comm.Ibarrier(), deadline, "barrier")
+        wait(self.comm.Ibarrier(), None, deadline, "barrier")
+
+    def tell_all(self, value: object, deadline: float) -> list[Any]:
+        """Give every rank what each has, as far as JSON can carry it."""
+        text = bytearray(json.dumps(value).encode())
+        counts = torch.empty(self.size, dtype=torch.int64)
+        own = torch.tensor([len(text)]).view(torch.uint8)
+        self.all_gather(counts.view(torch.uint8).chunk(self.size), own, deadline)
+        longest = int(counts.max())
+        found = torch.empty(self.size, longest, dtype=torch.uint8)
+        padded = torch.frombuffer(text.ljust(longest), dtype=torch.uint8)
+        self.all_gather(found.unbind(0), padded, deadline)
+        return [json.loads(bytes(row.tolist())) for row in found]
 
     # --- reductions -------------------------------------------------------------------
 
@@ -102,7 +143,7 @@ class OverMpi:
             request = self.comm.Iallreduce(
                 MPI.IN_PLACE, [buffer(chunk), chunk.numel(), datatype], operation
             )
-            wait(request, deadline, "all_reduce")
+            wait(request, chunk, deadline, "all_reduce")
 
     def all_reduce(
         self, data: torch.Tensor, reduction: Reduction, world_size: int, deadline: float
@@ -131,7 +172,7 @@ class OverMpi:
                 request = self.comm.Ireduce(MPI.IN_PLACE, given, operation, root)
             else:
                 request = self.comm.Ireduce(given, None, operation, root)
-            wait(request, deadline, "reduce")
+            wait(request, chunk, deadline, "reduce")
         if self.rank == root:
             reduction.finish(wide, world_size)
             data.copy_(wide)
@@ -165,7 +206,8 @@ class OverMpi:
     def broadcast(self, data: torch.Tensor, root: int, deadline: float) -> None:
         """Give every rank the bytes of one, ``uint8 (N,)``."""
         for chunk in _messages(data):
-            wait(self.comm.Ibcast(buffer(chunk), root), deadline, "broadcast")
+            request = self.comm.Ibcast(buffer(chunk), root)
+            wait(request, chunk, deadline, "broadcast")
 
     def all_gather(
         self, outputs: Sequence[torch.Tensor], data: torch.Tensor, deadline: float
@@ -177,7 +219,7 @@ class OverMpi:
             return
         found = torch.empty(sum(sizes), dtype=torch.uint8)
         request = self.comm.Iallgather(buffer(data), buffer(found))
-        wait(request, deadline, "all_gather")
+        wait(request, (data, found), deadline, "all_gather")
         for out, part in zip(outputs, torch.split(found, sizes), strict=True):
             out.copy_(part)
 
@@ -223,10 +265,16 @@ class OverMpi:
         what: str,
     ) -> None:
         """Receive from some ranks and send to some, all at once."""
+        memory = [data for _, data in [*received, *sent]]
         requests = [*self._each(received, self.comm.Irecv)]
         requests += self._each(sent, self.comm.Isend)
-        for request in requests:
-            wait(request, deadline, what)
+        try:
+            for request in requests:
+                wait(request, memory, deadline, what)
+        except BaseException:
+            for request in requests:
+                give_up(request, memory)
+            raise
 
     def _each(
         self,

@@ -14,9 +14,12 @@ import torch
 from mpi4py import MPI
 
 from mpitrain.mpi_backend.failures import GroupError
-from mpitrain.mpi_backend.over_mpi import buffer, wait
+from mpitrain.mpi_backend.over_mpi import buffer, give_up, wait
 from mpitrain.mpi_backend.tensors import Host
 from mpitrain.mpi_backend.works import Operation, received_from
+
+_FIRST_TAG = 1
+"""Those before are of collectives."""
 
 _PAUSES_SECONDS = (0.0002, 0.005)
 """Of the thread between two looks, the first and the longest."""
@@ -56,7 +59,7 @@ class Message(Operation):
 
     def _wait_for_it(self, _: Operation) -> None:
         def to_the_end() -> None:
-            wait(self._request, self._deadline, self._what, self._status)
+            wait(self._request, self._host, self._deadline, self._what, self._status)
 
         self._attend(to_the_end)
 
@@ -83,6 +86,7 @@ class Message(Operation):
                     self._arrive()
             except Exception as raised:
                 error = raised
+                give_up(self._request, self._host)
         self.finish(error)
 
     def _arrive(self) -> None:
@@ -99,7 +103,7 @@ class Points:
     """The messages of one group.
 
     Args:
-        comm: Its ranks, for messages alone.
+        comm: Its ranks.
         timeout_seconds: How long one may take.
         has_thread: Whether a thread may test.
     """
@@ -114,7 +118,7 @@ class Points:
     def send(self, tensor: torch.Tensor, to: int, tag: int) -> Message:
         """Send a tensor to a rank of the group."""
         host = Host([tensor])
-        request = self._comm.Isend(buffer(host.bytes[0]), to, tag)
+        request = self._comm.Isend(buffer(host.bytes[0]), to, _FIRST_TAG + tag)
         what = f"send to rank {to}"
         return self._on_its_way(request, tensor, host, what, is_received=False)
 
@@ -122,7 +126,8 @@ class Points:
         """Receive a tensor from a rank of the group; ``None``: from any."""
         host = Host([tensor], read=False)
         given = MPI.ANY_SOURCE if source is None else source
-        request = self._comm.Irecv(buffer(host.bytes[0]), given, tag)
+        given_tag = _FIRST_TAG + tag
+        request = self._comm.Irecv(buffer(host.bytes[0]), given, given_tag)
         what = f"receive from {'any rank' if source is None else f'rank {source}'}"
         return self._on_its_way(request, tensor, host, what, is_received=True)
 

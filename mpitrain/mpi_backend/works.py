@@ -36,19 +36,24 @@ class Operation(_Work):
         super().__init__()
         self._results = results
         self._help_on = help_on
-        self._done = threading.Event()
+        self._settled = threading.Event()
+        self._finisher = 0  # the thread that finished it
         self._error: Exception | None = None
         self._future: torch.futures.Future[Any] | None = None
         self._lock = threading.Lock()
 
     def finish(self, error: Exception | None = None) -> None:
-        """Note that it is done, or failed; runs what waits for its future."""
+        """Note that it is done, or failed; runs what waits for its future.
+
+        Who waits goes on after that: torch looks at the future, which is done then.
+        """
         with self._lock:
             self._error = error
-            self._done.set()
+            self._finisher = threading.get_ident()
             future = self._future
         if future is not None:
             self._tell(future)
+        self._settled.set()
 
     def _tell(self, future: torch.futures.Future[Any]) -> None:
         if self._error is None:
@@ -69,12 +74,15 @@ class Operation(_Work):
             GroupError: It failed, or was not done in time.
         """
         seconds = timeout.total_seconds()
-        if seconds > 0:
-            if not self._done.wait(seconds):
+        if self._finisher == threading.get_ident():
+            pass  # asked by what follows on its future
+        elif seconds > 0:
+            if not self._settled.wait(seconds):
                 raise dist.DistBackendError(f"not done within {seconds} s")
-        elif not self._done.is_set():
-            self._help_on(self)
-            self._done.wait()
+        else:
+            if not self.is_done:
+                self._help_on(self)
+            self._settled.wait()
         if self._error is not None:
             raise self._error
         return True
@@ -85,7 +93,7 @@ class Operation(_Work):
             if self._future is not None:
                 return self._future
             self._future = torch.futures.Future()
-            is_done = self._done.is_set()
+            is_done = self.is_done
         if is_done:
             self._tell(self._future)
         return self._future
@@ -93,7 +101,7 @@ class Operation(_Work):
     @property
     def is_done(self) -> bool:
         """Whether it is done, or failed."""
-        return self._done.is_set()
+        return self._finisher != 0
 
 
 def received_from(tensor: torch.Tensor, rank: int) -> None:

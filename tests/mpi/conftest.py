@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -48,3 +49,11 @@ def apart(world: World) -> World:
         local_rank=0,
         local_world_size=1,
     )
+
+
+@pytest.fixture
+def mpi_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Groups of the mpi4py backend are made as where there is no /dev/shm."""
+    from mpitrain.mpi_backend import sharing
+
+    monkeypatch.setattr(sharing, "FOLDER", Path("/nowhere"))

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ReduceOp
 
-from mpitrain.mpi_backend import board, group
+from mpitrain.mpi_backend import sharing
 from mpitrain.world import World
 
 pytestmark = pytest.mark.mpi
@@ -47,8 +47,7 @@ def ours(world: World, request: pytest.FixtureRequest) -> dist.ProcessGroup:
     """All ranks, by the mpi4py backend, as it is and where there is no /dev/shm."""
     with pytest.MonkeyPatch.context() as patch:
         if request.param == "MPI alone":
-            nowhere = functools.partial(board.make_board, folder=Path("/nowhere"))
-            patch.setattr(group, "make_board", nowhere)
+            patch.setattr(sharing, "FOLDER", Path("/nowhere"))
         return dist.new_group(backend="mpi4py", timeout=timedelta(seconds=60))
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
@@ -235,6 +237,46 @@ def test_who_does_not_come_is_named(world: World, is_async: bool) -> None:
         with pytest.raises(dist.DistBackendError, match=WHO):
             reduce()
     dist.barrier()
+
+
+@pytest.mark.parametrize("what", ["all_reduce", "all_gather", "recv", "send"])
+@pytest.mark.usefixtures("mpi_alone")
+def test_who_comes_late_writes_into_nobodys_memory(world: World, what: str) -> None:
+    """MPI still has an operation that a rank has given up."""
+    group = group_of(seconds=0.5)
+    size, other = 200_000, (world.rank + 1) % world.world_size
+    if world.world_size == 1:
+        return
+
+    def meet() -> None:
+        found = torch.ones(size)
+        if what == "all_reduce":
+            dist.all_reduce(found, group=group)
+        elif what == "all_gather":
+            many = torch.empty(world.world_size * size)
+            dist.all_gather_into_tensor(many, found, group=group)
+        elif (what == "recv") == (world.rank > 0):
+            dist.recv(found, 0 if world.rank else other, group=group)
+        else:
+            for to in range(1, world.world_size) if world.rank == 0 else [0]:
+                dist.send(found, to, group=group)
+
+    def meet_in_vain() -> None:
+        with suppress(dist.DistBackendError):
+            meet()
+
+    mine = []
+    if world.rank > 0:
+        meet_in_vain()
+        gc.collect()
+        mine = [torch.full((size,), 7.0) for _ in range(10)]
+    dist.barrier()
+    if world.rank == 0:
+        meet_in_vain()
+    dist.barrier()
+    time.sleep(0.2)
+    dist.barrier()  # MPI goes on in here
+    assert all(one.eq(7).all() for one in mine)
 
 
 def test_waiting_may_end_before_the_operation(world: World) -> None:

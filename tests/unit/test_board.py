@@ -11,14 +11,13 @@ import pytest
 import torch
 
 from mpitrain.mpi_backend.board import (
-    LEAST_PER_RANK,
     Board,
     board_bytes,
     doing,
     is_gone,
-    room_per_rank,
 )
 from mpitrain.mpi_backend.failures import GroupError, PeerGone
+from mpitrain.mpi_backend.sharing import LEAST_PER_RANK, room_per_rank
 
 NAMES = ["rank 0", "rank 1"]
 
