@@ -16,6 +16,7 @@ from mpitrain.mpi_backend.over_mpi import OverMpi, has_given_up
 from mpitrain.mpi_backend.points import Points
 from mpitrain.mpi_backend.reductions import Reduction
 from mpitrain.mpi_backend.sharing import share_memory
+from mpitrain.mpi_backend.tensors import in_line
 
 LARGE_BYTES = 256 << 10
 """From here on tensors go over the nodes in pieces, each node's ranks in parallel."""
@@ -155,8 +156,8 @@ class Group:
         for part in (indices.t().contiguous(), values):
             parts = [part.new_empty((n, *part.shape[1:])) for n in counts.tolist()]
             self.road.all_gather(
-                [p.view(-1).view(torch.uint8) for p in parts],
-                part.view(-1).view(torch.uint8),
+                [in_line(one).view(torch.uint8) for one in parts],
+                in_line(part).view(torch.uint8),
                 deadline,
             )
             found.append(torch.cat(parts))

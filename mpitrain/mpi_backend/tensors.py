@@ -30,7 +30,7 @@ class Host:
                 "operation; expected a dense one (all_reduce takes sparse ones)"
             )
         if tensor.is_cpu and tensor.is_contiguous():
-            return tensor.view(-1)
+            return in_line(tensor)
         flat = torch.empty(
             tensor.numel(), dtype=tensor.dtype, pin_memory=not tensor.is_cpu
         )
@@ -48,6 +48,15 @@ class Host:
         """Copy into those that were copied."""
         for tensor, flat in self._copied:
             tensor.copy_(flat.view(tensor.shape))
+
+
+def in_line(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a contiguous tensor's elements as ``(N,)``, one beside the other.
+
+    A dimension of one element may have any stride, which `view` would keep, and with
+    it nothing could be seen as bytes.
+    """
+    return tensor.as_strided((tensor.numel(),), (1,))
 
 
 def check_alike(tensors: Sequence[torch.Tensor], what: str) -> None:

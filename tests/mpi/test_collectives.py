@@ -227,6 +227,21 @@ def test_each_rank_may_have_rows_of_its_own_number(
     assert [one.tolist() for one in out] == [[r] * (r + 1) for r in ranks]
 
 
+def test_one_element_of_a_row_with_gaps(ours: dist.ProcessGroup, world: World) -> None:
+    one = torch.arange(8.0)[2::5][:1]
+    assert one.is_contiguous()
+    assert one.stride() == (5,)
+    found = [torch.empty(8)[::5][:1] for _ in range(world.world_size)]
+    dist.all_gather(found, one, group=ours)
+    assert [part.item() for part in found] == [2.0] * world.world_size
+    same = torch.full((8,), float(world.rank))[::5][:1]
+    given = torch.sparse_coo_tensor([[3, 3]], [1.0, 1.0], (5,), check_invariants=True)
+    dist.all_reduce(same, group=ours)
+    dist.all_reduce(given, group=ours)
+    assert same.item() == sum(range(world.world_size))
+    assert given.to_dense()[3].item() == 2 * world.world_size
+
+
 def test_gaps_and_shapes(ours: dist.ProcessGroup, world: World) -> None:
     square = torch.arange(12.0).view(3, 4) + world.rank
     found = square.t()
