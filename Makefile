@@ -12,7 +12,7 @@ export OMPI_ALLOW_RUN_AS_ROOT := 1
 export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
 endif
 
-.PHONY: demo test test-unit test-jobs test-cluster test-gpu soak check lint type format bench clean help
+.PHONY: demo test test-unit test-torch test-jobs test-cluster test-gpu soak check lint type format bench clean help
 
 help:
 	@echo "make demo          train on 8 slots of this machine (NP=4 for 4)"
@@ -23,7 +23,7 @@ help:
 demo: $(VENV)/.demo
 	$(MPIRUN) -np $(NP) --oversubscribe $(BIN)/python -m mpitrain
 
-test: test-unit test-1 test-2 test-3 test-4 test-jobs test-cluster
+test: test-unit test-1 test-2 test-3 test-4 test-8 test-torch test-jobs test-cluster
 
 test-unit: $(VENV)/.test
 	$(BIN)/python -m pytest tests/unit mpitrain --doctest-modules \
@@ -32,8 +32,12 @@ test-unit: $(VENV)/.test
 # The MPI tests on any number of ranks. With `-m mpi4py` a rank that fails ends the
 # others, which would wait for it for ever; -x makes it leave at its first failure.
 test-%: $(VENV)/.test
-	timeout -k 10 300 $(MPIRUN) -np $* --oversubscribe \
+	timeout -k 10 600 $(MPIRUN) -np $* --oversubscribe \
 	    $(BIN)/python -m mpi4py -m pytest --with-mpi -x -q tests/mpi
+
+# Torch's own tests of a CPU backend, on the mpi4py backend.
+test-torch: $(VENV)/.test
+	timeout -k 10 600 $(MPIRUN) -np 4 --oversubscribe $(BIN)/python tests/torchs_own.py
 
 test-jobs: $(VENV)/.test $(VENV)-ompi4/.done $(VENV)-mpich/.done
 	$(BIN)/python -m pytest tests/jobs

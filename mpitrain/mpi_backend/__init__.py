@@ -8,7 +8,7 @@ Torch finds it by its name where mpitrain is installed, and loads it when it is 
 for; importing this module does the same.
 
     backend     what torch asks for; `group` has what the ranks of a group share
-    on_node     collectives through shared memory, which `board` holds
+    on_node     collectives through shared memory: `board`; `sharing` makes one
     over_mpi    collectives through MPI; `points`: messages
     reductions  how tensors become one
     line        the order of operations; `works`: what is handed out for one

@@ -212,8 +212,8 @@ class Board:
     def _give_up(self, turn: int) -> NoReturn:
         missing = self._missing(turn)
         raise GroupError(
-            f"{', '.join(self._names[rank] for rank in missing)} did not come in time "
-            f"to {self._text(self.local_rank)}. Last seen at: "
+            f"{', '.join(self._names[rank] for rank in missing)} did not come to "
+            f"{self._text(self.local_rank)} before its timeout ended. Last seen at: "
             + "; ".join(f"{self._names[r]}: {self._text(r)}" for r in missing)
         )
 

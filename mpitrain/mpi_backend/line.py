@@ -61,7 +61,7 @@ class Line:
         """
         self.drain()
         with self._turn:
-            self._run(action, timeout_seconds or self.timeout_seconds)
+            self._run(action, self._seconds(timeout_seconds))
 
     def add(
         self,
@@ -80,7 +80,7 @@ class Line:
             To wait for.
         """
         operation = Operation(results, self._help)
-        seconds = timeout_seconds or self.timeout_seconds
+        seconds = self._seconds(timeout_seconds)
         with self._news:
             self._waiting.append((operation, action, seconds))
             if self._has_thread:
@@ -89,6 +89,9 @@ class Line:
         if not self._has_thread:
             self.drain()
         return operation
+
+    def _seconds(self, asked: float | None) -> float:
+        return self.timeout_seconds if asked is None else asked
 
     def drain(self) -> None:
         """Do all that waits."""

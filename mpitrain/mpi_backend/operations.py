@@ -302,7 +302,8 @@ class Operations(Backend):
     ) -> None:
         """Wait for all ranks, and name those that do not come."""
         del wait_all_ranks  # all that are missing are named in any case
-        self._group.line.do(self._group.road.barrier, _seconds(opts))
+        seconds: float = opts.timeout.total_seconds()  # with 0, all must be there now
+        self._group.line.do(self._group.road.barrier, seconds if seconds >= 0 else None)
 
     def _set_sequence_number_for_group(self) -> None:
         """Begin to count; all ranks count from 0."""

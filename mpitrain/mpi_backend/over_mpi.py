@@ -74,7 +74,9 @@ def _test_until_done(
     while not request.Test(status):
         now = time.monotonic()
         if now > deadline:
-            raise GroupError(f"{what} was not done in time: some rank did not come")
+            raise GroupError(
+                f"{what} was not done before its timeout ended: some rank did not come"
+            )
         if now < began + EAGER_SECONDS:
             os.sched_yield()
         else:

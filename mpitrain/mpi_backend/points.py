@@ -68,7 +68,7 @@ class Message(Operation):
 
         def look() -> bool:
             if time.monotonic() > self._deadline:
-                raise GroupError(f"{self._what} was not done in time")
+                raise GroupError(f"{self._what} was not done before its timeout ended")
             return self._request.Test(self._status)
 
         self._attend(look)

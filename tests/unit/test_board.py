@@ -108,7 +108,8 @@ def test_one_that_does_not_come_is_named_with_where_it_was_last() -> None:
     with pytest.raises(GroupError) as error:
         mine.meet(doing("barrier"), soon(0.2))
     assert str(error.value) == (
-        "rank 1 did not come in time to barrier. Last seen at: rank 1: broadcast 8"
+        "rank 1 did not come to barrier before its timeout ended. "
+        "Last seen at: rank 1: broadcast 8"
     )
 
 
