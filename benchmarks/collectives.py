@@ -42,6 +42,9 @@ SIZES = {
 WIDTHS = {"26 k": 120, "1.1 M": 1000, "11 M": 3270}
 """Of the hidden layers of a net with about so many weights."""
 
+REPEATED_BYTES, REPEATED_WIDTHS = 256 << 10, 3000
+"""Small tensors and nets are too quick for a clock: several are timed as one."""
+
 
 def main() -> None:
     """Measure all, and print a table."""
@@ -52,11 +55,17 @@ def main() -> None:
     with mpitrain.init(device="cpu") as world:
         groups = {name: dist.new_group(backend=name) for name in ("mpi4py", "gloo")}
         rows = [
-            row(f"all_reduce {label}", all_reduces(num_bytes, groups), world, asked)
+            row(
+                *(f"all_reduce {label}", all_reduces(num_bytes, groups)),
+                *(max(1, REPEATED_BYTES // num_bytes), world, asked),
+            )
             for label, num_bytes in SIZES.items()
         ]
         rows += [
-            row(f"DDP step {label}", steps(width, groups), world, asked)
+            row(
+                *(f"DDP step {label}", steps(width, groups)),
+                *(max(1, REPEATED_WIDTHS // width), world, asked),
+            )
             for label, width in WIDTHS.items()
         ]
         if world.is_rank_zero:
@@ -68,14 +77,9 @@ def all_reduces(
 ) -> dict[str, Callable[[], None]]:
     """Return one all-reduce of float32 for each group."""
     tensor = torch.zeros(num_bytes // 4)
-    repeats = max(1, (256 << 10) // num_bytes)  # small ones are too short for a clock
 
     def of(group: dist.ProcessGroup) -> Callable[[], None]:
-        def several() -> None:
-            for _ in range(repeats):
-                dist.all_reduce(tensor, group=group)
-
-        return several
+        return lambda: dist.all_reduce(tensor, group=group)
 
     return {name: of(group) for name, group in groups.items()}
 
@@ -108,17 +112,19 @@ def steps(
 def row(
     label: str,
     calls: dict[str, Callable[[], None]],
+    repeats: int,
     world: World,
     asked: argparse.Namespace,
 ) -> dict:
-    """Time calls by turns; the slowest rank counts."""
+    """Time calls by turns, so many of one at once; the slowest rank counts."""
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     for round_number in range(asked.rounds + 2):
         for name, call in calls.items():
             dist.barrier()
             started = time.perf_counter()
-            call()
-            took = torch.tensor([time.perf_counter() - started])
+            for _ in range(repeats):
+                call()
+            took = torch.tensor([(time.perf_counter() - started) / repeats])
             dist.all_reduce(took, dist.ReduceOp.MAX)
             if round_number >= 2:
                 seconds[name].append(took.item())
