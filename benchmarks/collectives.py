@@ -141,7 +141,7 @@ def row(
 
 
 def tell(rows: list[dict], world: World, asked: argparse.Namespace) -> None:
-    """Write the figures into a file."""
+    """Write the figures into a file, if one was asked for."""
     report = {
         "date": date.today().isoformat(),
         "command": f"mpirun -np {world.world_size} --oversubscribe python "

@@ -16,6 +16,7 @@ import os
 import platform
 import re
 import statistics
+import struct
 import subprocess
 import sys
 import tempfile
@@ -24,9 +25,23 @@ from datetime import date
 from importlib import metadata
 from pathlib import Path
 
+from stages.sitecustomize import STAGES
+
 HERE = Path(__file__).parent
 BIN = Path(sys.prefix) / "bin"
 PEER = HERE / "peers" / "torchrun_ddp.py"
+HOOKS = HERE / "stages"
+
+SPANS = {
+    "launcher": ("command", "python"),
+    "imports and set-up": ("python", "before process group"),
+    "  of it MPI_Init": ("before MPI_Init", "MPI_Init"),
+    "process group": ("before process group", "process group"),
+    "first step": ("process group", "first step"),
+    "training": ("first step", "last step"),
+    "exit": ("last step", "end"),
+}
+"""The stages that are told, each from one time to another."""
 
 
 def main() -> None:
@@ -46,14 +61,20 @@ def main() -> None:
         seconds: dict[str, list[float]] = {"mpitrain": [], "torchrun": []}
         accuracy: dict[str, str] = {}
         failures: list[str] = []
+        stages: dict[str, list[dict[str, float]]] = {"mpitrain": [], "torchrun": []}
         for pair in range(asked.pairs + 1):
             for name, command in (("mpitrain", ours), ("torchrun", theirs)):
-                took, accuracy[name] = timed(command, Path(folder), failures)
+                took, accuracy[name], spans = timed(command, Path(folder), failures)
                 print(f"pair {pair}: {name} {took:.2f} s", file=sys.stderr, flush=True)
                 if pair > 0:
                     seconds[name].append(took)
+                    stages[name].append(spans)
 
     ratios = [a / b for a, b in zip(*seconds.values(), strict=True)]
+    by_stage = {
+        name: {span: statistics.median(s[span] for s in found) for span in SPANS}
+        for name, found in stages.items()
+    }
     report = {
         "date": date.today().isoformat(),
         "command": f"benchmarks/start_to_end.py --ranks {ranks} --pairs {asked.pairs}",
@@ -64,6 +85,7 @@ def main() -> None:
         "median_seconds": {n: statistics.median(s) for n, s in seconds.items()},
         "ratios": ratios,
         "median_ratio": statistics.median(ratios),
+        "median_seconds_by_stage": by_stage,
         "val_accuracy": accuracy,
         "failed_and_repeated": failures,
     }
@@ -78,19 +100,26 @@ def main() -> None:
         f"(min {min(ratios):.2f}, max {max(ratios):.2f}) of {asked.pairs} pairs, "
         f"{ranks} ranks on {report['cores']} cores"
     )
+    print(f"{'seconds by stage':20}{'mpitrain':>10}{'torchrun':>10}")
+    for span in SPANS:
+        print(f"{span:20}" + "".join(f"{by_stage[n][span]:10.2f}" for n in by_stage))
     if failures:
         print("failed and repeated:", "; ".join(failures))
     if asked.json:
         asked.json.write_text(json.dumps(report, indent=2) + "\n")
 
 
-def timed(command: list[str], folder: Path, failures: list[str]) -> tuple[float, str]:
-    """Run a command to its end; return its wall seconds and the last accuracy said.
+def timed(
+    command: list[str], folder: Path, failures: list[str]
+) -> tuple[float, str, dict[str, float]]:
+    """Run a command to its end; return its wall seconds, the last accuracy, its stages.
 
     A run that fails is told, counted and repeated.
     """
     for _ in range(3):
-        started = time.perf_counter()
+        notes = Path(tempfile.mkdtemp(dir=folder))
+        environ = {**os.environ, "PYTHONPATH": str(HOOKS), "BENCH_STAGES": str(notes)}
+        started = time.monotonic()
         done = subprocess.run(
             command,
             cwd=folder,
@@ -98,14 +127,29 @@ def timed(command: list[str], folder: Path, failures: list[str]) -> tuple[float,
             text=True,
             timeout=300,
             stdin=subprocess.DEVNULL,
+            env=environ,
         )
-        took = time.perf_counter() - started
+        ended = time.monotonic()
         found = re.findall(r"val_accuracy ([\d.]+%)", done.stdout)
         if done.returncode == 0 and found:
-            return took, found[-1]
+            spans = seconds_by_stage(notes, started, ended)
+            return ended - started, found[-1], spans
         failures.append(f"{Path(command[0]).name}: exit status {done.returncode}")
         print(f"repeated after {failures[-1]}", file=sys.stderr)
     sys.exit(f"{' '.join(command)} failed three times, at last:\n{done.stderr}")
+
+
+def seconds_by_stage(notes: Path, started: float, ended: float) -> dict[str, float]:
+    """Return how long each stage took, the median over the ranks."""
+    ranks = []
+    for note in notes.iterdir():
+        times = struct.unpack(f"{len(STAGES)}d", note.read_bytes())
+        reached = dict(zip(STAGES, times, strict=True))
+        ranks.append({"command": started, "end": ended, **reached})
+    return {
+        span: statistics.median(rank[to] - rank[since] for rank in ranks)
+        for span, (since, to) in SPANS.items()
+    }
 
 
 if __name__ == "__main__":

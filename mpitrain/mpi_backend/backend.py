@@ -84,7 +84,7 @@ class MpiBackend(Operations):
         self._group.set_timeout(timeout.total_seconds())
 
     def shutdown(self) -> None:
-        """Finish what was asked for, and free the communicators."""
+        """Finish what was asked for, in a moment, and free the communicators."""
         self._group.close()
         _alive.discard(self)
 
@@ -115,9 +115,11 @@ class MpiBackend(Operations):
         name = options.group_name or f"{self._group.name} split"
         seconds = options._timeout.total_seconds()  # noqa: SLF001 - its only name
         store = PrefixStore(name, self._store)
-        members.meet(store, ranks.index(self.rank()), len(ranks), name, seconds)
+        place = ranks.index(self.rank())
+        members.meet(store, place, options.global_ranks_in_group, name, seconds)
         comm = members.some_ranks(options.global_ranks_in_group, name)
-        return MpiBackend(Group(comm, name, seconds), options, store)
+        group = Group(comm, name, options.global_ranks_in_group, seconds)
+        return MpiBackend(group, options, store)
 
 
 def create(opts: _DistributedBackendOptions, options: object) -> MpiBackend:
@@ -132,9 +134,10 @@ def create(opts: _DistributedBackendOptions, options: object) -> MpiBackend:
     ours.global_ranks_in_group = opts.global_ranks_in_group
     ours.group_name = opts.group_id
     seconds = opts.timeout.total_seconds()
-    members.meet(opts.store, opts.group_rank, opts.group_size, opts.group_id, seconds)
+    ranks = list(opts.global_ranks_in_group) or list(range(opts.group_size))
+    members.meet(opts.store, opts.group_rank, ranks, opts.group_id, seconds)
     if opts.global_ranks_in_group:
         comm = members.some_ranks(opts.global_ranks_in_group, opts.group_id)
     else:
         comm = members.all_ranks(opts.group_rank, opts.group_size)
-    return MpiBackend(Group(comm, opts.group_id, seconds), ours, opts.store)
+    return MpiBackend(Group(comm, opts.group_id, ranks, seconds), ours, opts.store)

@@ -29,6 +29,9 @@ _HALVES = 2
 _LINE = 256
 """Bytes of a rank's own entry; ranks must not share a cache line."""
 
+_LEFT = 3
+"""The word of an entry that says that its rank has left; before: turn and two codes."""
+
 _TEXT = 112
 _TEXTS = (32, 32 + _TEXT)
 """Where an entry holds the text of every other meeting."""
@@ -73,8 +76,8 @@ class Board:
 
     Attributes:
         rows: Of each half of the room a row ``uint8 (per_rank,)`` for each rank, and
-            one for a result. Who wrote into one half, came to a meeting and read may
-            write there again after the next meeting for the other half.
+            one for a result. A half may be written again once the meeting for the
+            other half is over: by then all have read it.
     """
 
     def __init__(
@@ -197,6 +200,7 @@ class Board:
                 return
             if now > deadline:
                 self._give_up(turn)
+            self._look_for_left(turn)
             if now > look_at:
                 look_at = now + LOOK_SECONDS
                 self._look_for_dead(turn)
@@ -216,6 +220,24 @@ class Board:
             f"{self._text(self.local_rank)} before its timeout ended. Last seen at: "
             + "; ".join(f"{self._names[r]}: {self._text(r)}" for r in missing)
         )
+
+    def leave(self, why: str) -> None:
+        """Tell the others that this rank comes to no more meetings."""
+        parity = (self._words[self._mine] + 1) & 1  # nobody compares that text now
+        begin = self._mine * 4 + _TEXTS[parity]
+        self._view[begin : begin + _TEXT] = why.encode()[:_TEXT].ljust(_TEXT, b"\0")
+        self._fence()
+        self._words[self._mine + _LEFT] = 1
+        self._open.wake()
+
+    def _look_for_left(self, turn: int) -> None:
+        for rank in self._missing(turn):
+            if self._words[self._slots[rank] + _LEFT]:
+                parity = (self._words[self._slots[rank]] + 1) & 1
+                raise GroupError(
+                    f"{self._names[rank]} left the group, while others wait for it in "
+                    f"{self._text(self.local_rank)}: {self._text(rank, parity)}"
+                )
 
     def _look_for_dead(self, turn: int) -> None:
         for rank in self._missing(turn):

@@ -23,7 +23,7 @@ LARGE_BYTES = 256 << 10
 
 SPINS = 200
 """How often a rank with a core of its own looks before it sleeps: some 0.1 ms, in which
-it is woken at once, and not after the scheduler's 50 us."""
+it sees the others at once; to be woken costs some 50 us."""
 
 logger = logging.getLogger("mpitrain")
 
@@ -36,6 +36,7 @@ class Group:
     Args:
         comm: The ranks, in the group's order; freed by `close`.
         name: Torch's name of the group.
+        ranks: Those of its members in the default group, for messages.
         timeout_seconds: How long an operation may take.
 
     Attributes:
@@ -44,7 +45,13 @@ class Group:
         points: Messages between two ranks.
     """
 
-    def __init__(self, comm: MPI.Intracomm, name: str, timeout_seconds: float) -> None:
+    def __init__(
+        self,
+        comm: MPI.Intracomm,
+        name: str,
+        ranks: Sequence[int],
+        timeout_seconds: float,
+    ) -> None:
         self.comm = comm
         self.rank: int = comm.rank
         self.size: int = comm.size
@@ -56,16 +63,22 @@ class Group:
                 "are done where they are asked for"
             )
         self._mpi = OverMpi(comm)
-        self.line = Line(f"group {name}", timeout_seconds, has_thread=has_threads)
-        self.points = Points(comm, timeout_seconds, has_thread=has_threads)
+        self.line = Line(
+            f"group {name}",
+            timeout_seconds,
+            has_thread=has_threads,
+            on_failure=self._tell_others,
+        )
+        names = [f"rank {rank}" for rank in ranks]
+        self.points = Points(comm, names, timeout_seconds, has_thread=has_threads)
         self._across: OverMpi | None = None
-        self._node = self._share_memory(timeout_seconds)
+        self._node = self._share_memory(names, timeout_seconds)
         is_one_node = self._node is not None and self._node.size == self.size
         self.road: OnNode | OverMpi = self._mpi
         if self._node is not None and is_one_node:
             self.road = self._node
 
-    def _share_memory(self, seconds: float) -> OnNode | None:
+    def _share_memory(self, names: list[str], seconds: float) -> OnNode | None:
         """Make the nodes' boards, and join those ranks that reduce over nodes.
 
         Collective over the group.
@@ -79,7 +92,7 @@ class Group:
         def tell_all(value: object) -> list[Any]:
             return self._mpi.tell_all(value, deadline)
 
-        shared = share_memory(tell_all, self.rank, logger.warning)
+        shared = share_memory(tell_all, self.rank, names, logger.warning)
         if shared is None:
             return None
         board = shared.board
@@ -172,6 +185,10 @@ class Group:
         num_bytes = flat.numel() * flat.element_size()
         return self._node if num_bytes >= LARGE_BYTES else self._mpi
 
+    def _tell_others(self, why: str) -> None:
+        if self._node is not None:
+            self._node.board.leave(why)
+
     @property
     def timeout_seconds(self) -> float:
         """How long an operation may take."""
@@ -182,12 +199,19 @@ class Group:
         self.line.timeout_seconds = self.points.timeout_seconds = seconds
 
     def close(self) -> None:
-        """Finish what was asked for, and free communicators and memory."""
+        """Finish what was asked for, in a moment, and free communicators and memory.
+
+        What is not done by then keeps them: others may never come for it.
+        """
         if self.line.close():
             self.abandon()
 
     def abandon(self) -> None:
-        """Free memory and communicators; waits for nobody."""
+        """Free memory and communicators; waits for nobody.
+
+        MPI calls `Free` collective; Open MPI and MPICH do it without others.
+        """
+        self.line.leave()
         self._node = None
         self.road = self._mpi
         if has_given_up():

@@ -33,14 +33,21 @@ class Line:
         timeout_seconds: How long an operation may take from where its turn comes.
         has_thread: Whether asynchronous operations may have a thread of their own;
             without, they are done when they are asked for.
+        on_failure: Called, once, with what failed.
     """
 
     def __init__(
-        self, name: str, timeout_seconds: float, *, has_thread: bool = True
+        self,
+        name: str,
+        timeout_seconds: float,
+        *,
+        has_thread: bool = True,
+        on_failure: Callable[[str], object] = lambda _: None,
     ) -> None:
         self.timeout_seconds = timeout_seconds
         self._name = name
         self._has_thread = has_thread
+        self._on_failure = on_failure
         self._waiting: collections.deque[tuple[Operation, Action, float]]
         self._waiting = collections.deque()
         self._turn = threading.Lock()  # held by who does an operation
@@ -86,8 +93,8 @@ class Line:
             if self._has_thread:
                 self._start_thread()
                 self._news.notify()
-        if not self._has_thread:
-            self.drain()
+        if not self._has_thread or threading.current_thread() is self._thread:
+            self.drain()  # in what follows on a future nobody else would do it
         return operation
 
     def _seconds(self, asked: float | None) -> float:
@@ -98,14 +105,18 @@ class Line:
         while self._waiting:
             self._do_next()
 
+    def leave(self) -> None:
+        """Let the thread go when it has done what was asked for."""
+        with self._news:
+            self._is_closed = True
+            self._news.notify_all()
+
     def close(self) -> bool:
         """Let the thread go; return whether it has nothing to do any more.
 
         A rank that fails may close while others will never come for what it asked for.
         """
-        with self._news:
-            self._is_closed = True
-            self._news.notify_all()
+        self.leave()
         if self._thread is None or self._thread is threading.current_thread():
             return True
         self._thread.join(CLOSE_SECONDS)
@@ -117,7 +128,7 @@ class Line:
 
     def _do_next(self) -> None:
         """Do the next operation, unless another thread has taken it."""
-        error: Exception | None = None
+        error: BaseException | None = None
         with self._turn:
             try:
                 operation, action, seconds = self._waiting.popleft()
@@ -125,10 +136,14 @@ class Line:
                 return
             try:
                 self._run(action, seconds)
-            except Exception as raised:
+            except BaseException as raised:
                 error = raised
         # Not while it is our turn: what waits for it may ask for an operation itself.
-        operation.finish(error)
+        if error is None or isinstance(error, Exception):
+            operation.finish(error)
+        else:  # Ctrl-C
+            operation.finish(GroupError(f"{self._name}: {self._broken}"))
+            raise error
 
     def _run(self, action: Action, seconds: float) -> None:
         if self._broken:
@@ -139,6 +154,7 @@ class Line:
         except BaseException as error:
             # Ctrl-C, too: this rank left the operation in its middle.
             self._broken = str(error) or type(error).__name__
+            self._on_failure(self._broken)
             if isinstance(error, GroupError):
                 raise type(error)(f"{self._name}: {error}") from None
             raise

@@ -26,7 +26,13 @@ _world: list[MPI.Intracomm] = []
 """All ranks in the order of torch's default group; at most one."""
 
 
-def meet(store: Store, rank: int, size: int, name: str, timeout_seconds: float) -> None:
+def meet(
+    store: Store,
+    rank: int,
+    ranks: Sequence[int],
+    name: str,
+    timeout_seconds: float,
+) -> None:
     """Wait until all members of a group to be made have come.
 
     MPI makes a communicator in a call that cannot give up, and in which a rank spins
@@ -37,7 +43,7 @@ def meet(store: Store, rank: int, size: int, name: str, timeout_seconds: float) 
     Args:
         store: The group's own.
         rank: This process in the group.
-        size: Number of members.
+        ranks: Those of all members in the default group.
         name: The group's name.
         timeout_seconds: How long to wait.
 
@@ -45,12 +51,13 @@ def meet(store: Store, rank: int, size: int, name: str, timeout_seconds: float) 
         GroupError: Some did not come in time.
     """
     store.set(f"came/{rank}", "")
-    if store.add("number", 1) >= size:
+    if store.add("number", 1) >= len(ranks):
         store.compare_set("found", "", _ALL_CAME)
     try:
         store.wait(["found"], timedelta(seconds=timeout_seconds))
     except RuntimeError:  # what is found first holds for all, also for who comes late
-        missing = [r for r in range(size) if not store.check([f"came/{r}"])]
+        came = [store.check([f"came/{place}"]) for place in range(len(ranks))]
+        missing = [r for r, is_here in zip(ranks, came, strict=True) if not is_here]
         names = ", ".join(f"rank {r}" for r in missing)
         store.compare_set("found", "", names or _ALL_CAME)
     found = store.get("found").decode()

@@ -2,10 +2,10 @@
 
 All are the same three moves: write what others need into the room, meet, read. Tensors
 larger than a rank's room go in chunks, in the two halves of the room by turns, so that
-one meeting for each chunk is enough.
+one meeting for each chunk is enough; large reductions take one more.
 
 Collective over the node, all of them; `deadline` is on the monotonic clock; they raise
-what `Board.meet` raises.
+what `Board.meet` raises, and a GroupError where one rank's own tensors do not fit.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class OnNode:
             rows = self.board.next_typed(data.dtype, count)
             rows[self.rank].copy_(data)
             self.board.meet(what, deadline)
-            self._combine(rows[:-1], reduction, world_size, data)
+            self._combine(rows[:-1], reduction, world_size, data, deadline)
             return
         self._reduce_in_pieces(data, data, reduction, world_size, what, deadline)
 
@@ -147,7 +147,7 @@ class OnNode:
         reduction: Reduction,
         world_size: int,
         out: torch.Tensor,
-        deadline: float = 0.0,
+        deadline: float,
     ) -> None:
         wide = out
         if reduction.wide is not out.dtype:
@@ -187,8 +187,10 @@ class OnNode:
                 at = self.rank * self._share()
                 length = result.numel() * item
                 parts = [row[at : at + length].view(out.dtype) for row in rows[:-1]]
-                parts[self.rank] = inputs[self.rank][begin : begin + step]
-                self._combine(parts, reduction, self.size, result)
+                own = inputs[self.rank][begin : begin + step]
+                # In place: it would be overwritten by the ranks before.
+                parts[self.rank] = own.clone() if _share_memory(own, out) else own
+                self._combine(parts, reduction, self.size, result, deadline)
 
     # --- what is not changed on its way -----------------------------------------------
 
@@ -268,8 +270,6 @@ class OnNode:
         outputs: Sequence[torch.Tensor],
         inputs: Sequence[torch.Tensor],
         deadline: float,
-        *,
-        equal: bool,
     ) -> None:
         """Give every rank the bytes that each other has for it.
 
@@ -277,11 +277,8 @@ class OnNode:
             outputs: ``uint8``, what comes from each.
             inputs: ``uint8``, what goes to each.
             deadline: When to give up.
-            equal: Whether all are of one length, on all ranks.
         """
-        longest = inputs[0].numel()
-        if not equal:
-            longest = self._agree_on_sizes(outputs, inputs, deadline)
+        longest = self._agree_on_sizes(outputs, inputs, deadline)
         what = doing("all_to_all", longest, "bytes")
         share = self._share()
         for begin in range(0, longest, share):
@@ -338,6 +335,10 @@ class OnNode:
     def _share(self) -> int:
         """Bytes of a rank's row for each other rank."""
         return self.board.per_rank // self.size // _ALIGNED * _ALIGNED
+
+
+def _share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
 def _shortly(sizes: Sequence[int]) -> Sequence[object]:

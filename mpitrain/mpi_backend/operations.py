@@ -17,6 +17,7 @@ from mpitrain.mpi_backend.reductions import reduction_of
 from mpitrain.mpi_backend.tensors import (
     Host,
     check_alike,
+    check_size,
     split_evenly,
     split_rows,
 )
@@ -112,6 +113,7 @@ class Operations(Backend):
         reduction = reduction_of(opts.reduceOp, outputs[0].dtype)
         out, given = Host(outputs, read=False), Host(inputs[0])
         self._check_length(inputs[0], "reduce_scatter")
+        check_size(outputs[0], inputs[0][self.rank()].numel(), "reduce_scatter")
 
         def action(deadline: float) -> None:
             self._group.reduce_scatter(out.flat[0], given.flat, reduction, deadline)
@@ -133,6 +135,8 @@ class Operations(Backend):
         reduction = reduction_of(opts.reduceOp, outputs[0].dtype)
         out, given = Host(outputs, read=False), Host(inputs)
         parts = [split_evenly(f, self.size(), "reduce_scatter") for f in given.flat]
+        for output, of_ranks in zip(outputs, parts, strict=True):
+            check_size(output, of_ranks[0].numel(), "reduce_scatter")
 
         def action(deadline: float) -> None:
             for flat, of_ranks in zip(out.flat, parts, strict=True):
@@ -247,7 +251,7 @@ class Operations(Backend):
         out, given = Host(outputs, read=False), Host(inputs)
 
         def action(deadline: float) -> None:
-            self._group.road.all_to_all(out.bytes, given.bytes, deadline, equal=False)
+            self._group.road.all_to_all(out.bytes, given.bytes, deadline)
             out.write_back()
 
         return self._start(action, outputs, opts)
@@ -271,7 +275,6 @@ class Operations(Backend):
                 [part.view(torch.uint8) for part in received],
                 [part.view(torch.uint8) for part in sent],
                 deadline,
-                equal=False,
             )
             out.write_back()
 

@@ -196,7 +196,6 @@ class OverMpi:
             [part.view(torch.uint8) for part in found],
             [part.view(torch.uint8) for part in inputs],
             deadline,
-            equal=False,
         )
         wide = torch.empty(out.shape, dtype=reduction.wide)
         reduction.combine(found, wide)
@@ -217,7 +216,7 @@ class OverMpi:
         """Give every rank the bytes of all; ``uint8``, each of its own length."""
         sizes = [out.numel() for out in outputs]
         if len(set(sizes)) > 1 or sum(sizes) > MESSAGE_BYTES:
-            self.all_to_all(outputs, [data] * self.size, deadline, equal=False)
+            self.all_to_all(outputs, [data] * self.size, deadline)
             return
         found = torch.empty(sum(sizes), dtype=torch.uint8)
         request = self.comm.Iallgather(buffer(data), buffer(found))
@@ -252,8 +251,6 @@ class OverMpi:
         outputs: Sequence[torch.Tensor],
         inputs: Sequence[torch.Tensor],
         deadline: float,
-        *,
-        equal: bool,  # noqa: ARG002 - of no use here
     ) -> None:
         """Give every rank the bytes that each other has for it; as `OnNode`'s."""
         received, sent = list(enumerate(outputs)), list(enumerate(inputs))

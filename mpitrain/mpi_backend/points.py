@@ -56,11 +56,13 @@ class Message(Operation):
         self._is_received = is_received
         self._status = MPI.Status()
         self._testing = threading.Lock()
+        self._is_settled = False
 
     def _wait_for_it(self, _: Operation) -> None:
         def to_the_end() -> None:
             wait(self._request, self._host, self._deadline, self._what, self._status)
 
+        self._testing.acquire()
         self._attend(to_the_end)
 
     def test(self) -> bool:
@@ -71,12 +73,15 @@ class Message(Operation):
                 raise GroupError(f"{self._what} was not done before its timeout ended")
             return self._request.Test(self._status)
 
-        self._attend(look)
+        # Who holds it waits for this message: others must not wait for that.
+        if self._testing.acquire(blocking=False):
+            self._attend(look)
         return self.is_done
 
     def _attend(self, look: Callable[[], bool | None]) -> None:
-        with self._testing:
-            if self.is_done:
+        """Settle it if it has arrived; gives `_testing` back."""
+        try:
+            if self._is_settled:
                 return
             error: Exception | None = None
             try:
@@ -87,6 +92,9 @@ class Message(Operation):
             except Exception as raised:
                 error = raised
                 give_up(self._request, self._host)
+            self._is_settled = True
+        finally:
+            self._testing.release()
         self.finish(error)
 
     def _arrive(self) -> None:
@@ -104,31 +112,40 @@ class Points:
 
     Args:
         comm: Its ranks.
+        names: Each of them in words, for messages.
         timeout_seconds: How long one may take.
         has_thread: Whether a thread may test.
     """
 
     def __init__(
-        self, comm: MPI.Intracomm, timeout_seconds: float, *, has_thread: bool
+        self,
+        comm: MPI.Intracomm,
+        names: list[str],
+        timeout_seconds: float,
+        *,
+        has_thread: bool,
     ) -> None:
         self._comm = comm
+        self._names = names
         self.timeout_seconds = timeout_seconds
         self._has_thread = has_thread
 
     def send(self, tensor: torch.Tensor, to: int, tag: int) -> Message:
         """Send a tensor to a rank of the group."""
+        _check_tag(tag)
         host = Host([tensor])
         request = self._comm.Isend(buffer(host.bytes[0]), to, _FIRST_TAG + tag)
-        what = f"send to rank {to}"
+        what = f"send to {self._names[to]}"
         return self._on_its_way(request, tensor, host, what, is_received=False)
 
     def receive(self, tensor: torch.Tensor, source: int | None, tag: int) -> Message:
         """Receive a tensor from a rank of the group; ``None``: from any."""
+        _check_tag(tag)
         host = Host([tensor], read=False)
         given = MPI.ANY_SOURCE if source is None else source
         given_tag = _FIRST_TAG + tag
         request = self._comm.Irecv(buffer(host.bytes[0]), given, given_tag)
-        what = f"receive from {'any rank' if source is None else f'rank {source}'}"
+        what = f"receive from {'any rank' if source is None else self._names[source]}"
         return self._on_its_way(request, tensor, host, what, is_received=True)
 
     def _on_its_way(
@@ -145,6 +162,11 @@ class Points:
         if self._has_thread:
             _tester.add(message)
         return message
+
+
+def _check_tag(tag: int) -> None:
+    if tag < 0:
+        raise ValueError(f"mpi4py: a message's tag {tag} expected to be 0 or more")
 
 
 class Tester:

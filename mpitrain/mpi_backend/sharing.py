@@ -1,8 +1,8 @@
 """How the ranks of each node come to share memory.
 
 All ranks of a group tell each other where they are; the first of each node makes a
-file, the others open it. It has no name any more when they go on: nothing is left,
-however the ranks end.
+file, the others open it. It has no name any more when they go on: nothing is left of a
+group that was made, however its ranks end.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
-import secrets
 import socket
 import tempfile
 from collections.abc import Callable
@@ -32,6 +31,9 @@ LEAST_PER_RANK = 64 << 10
 SPARE = 2.0
 """How much of the file system must be free, as a multiple of what a board may take."""
 
+AMPLE = 16
+"""From that many times a board on memory is taken as it is used, before at once."""
+
 TellAll = Callable[[Any], list[Any]]
 """Gives every rank what each has (what JSON can carry); collective over the group."""
 
@@ -52,7 +54,7 @@ class Shared:
 
 
 def share_memory(
-    tell_all: TellAll, rank: int, say: Callable[[str], object]
+    tell_all: TellAll, rank: int, names: list[str], say: Callable[[str], object]
 ) -> Shared | None:
     """Make the shared memory of every node.
 
@@ -61,6 +63,7 @@ def share_memory(
     Args:
         tell_all: Tells the others.
         rank: This process in the group.
+        names: Each rank of the group in words, for messages.
         say: Called with why a node has none, on its first rank.
 
     Returns:
@@ -82,17 +85,19 @@ def share_memory(
             path, per_rank, memory = _create(len(here))
         except OSError as error:
             why = str(error)
-    offers = tell_all([path, per_rank, why])
-    path, per_rank, why = offers[here[0]]
-    if not why and memory is None:
-        try:
-            memory = _open(path, board_bytes(len(here), per_rank))
-        except OSError as error:
-            why = str(error)
-    reasons = tell_all(why)
-    if path and rank == here[0]:
-        with contextlib.suppress(OSError):
-            os.unlink(path)  # noqa: PTH108 - all have it open
+    try:
+        offers = tell_all([path, per_rank, why])
+        path, per_rank, why = offers[here[0]]
+        if not why and memory is None:
+            try:
+                memory = _open(path, board_bytes(len(here), per_rank))
+            except OSError as error:
+                why = str(error)
+        reasons = tell_all(why)
+    finally:
+        if path and rank == here[0]:
+            with contextlib.suppress(OSError):
+                os.unlink(path)  # noqa: PTH108 - all have it open
     found = [reasons[other] for other in here if reasons[other]]
     if found and rank == here[0]:
         say(
@@ -104,7 +109,7 @@ def share_memory(
     board = Board(
         memory,
         here.index(rank),
-        [f"rank {other}" for other in here],
+        [names[other] for other in here],
         _visible_pids([places[other] for other in here]),
         per_rank,
     )
@@ -146,11 +151,12 @@ def _create(size: int) -> tuple[str, int, mmap.mmap]:
     except OSError as error:
         raise OSError(f"{FOLDER}: {error}") from None
     length = board_bytes(size, per_rank)
-    descriptor, path = tempfile.mkstemp(
-        prefix=f"mpitrain-{secrets.token_hex(4)}-", dir=FOLDER
-    )
+    descriptor, path = tempfile.mkstemp(prefix="mpitrain-", dir=FOLDER)
     try:
         os.ftruncate(descriptor, length)
+        if free.f_bavail * free.f_frsize < AMPLE * length:
+            # Taken now: a page that cannot be had later ends the process (SIGBUS).
+            os.posix_fallocate(descriptor, 0, length)
         return path, per_rank, mmap.mmap(descriptor, length)
     except OSError:
         os.unlink(path)  # noqa: PTH108

@@ -71,6 +71,19 @@ def check_alike(tensors: Sequence[torch.Tensor], what: str) -> None:
         raise ValueError(f"mpi4py: {what}: tensors of one type expected, found {found}")
 
 
+def check_size(tensor: torch.Tensor, expected: int, what: str) -> None:
+    """Refuse a result that does not fit.
+
+    Raises:
+        ValueError: With both numbers of elements.
+    """
+    if tensor.numel() != expected:
+        raise ValueError(
+            f"mpi4py: {what}: the output has {tensor.numel()} elements, expected "
+            f"{expected}"
+        )
+
+
 def split_evenly(tensor: torch.Tensor, num_parts: int, what: str) -> list[torch.Tensor]:
     """Cut a flat tensor into parts of one length.
 

@@ -18,7 +18,12 @@ from torch._C._distributed_c10d import (
     Work as _Work,
 )  # the base that Python derives from
 
+from mpitrain.mpi_backend.failures import GroupError
+
 Help = Callable[["Operation"], None]
+
+_UNKNOWN = 100
+"""The kind of operation that torch has for works from Python (OpType, Work.hpp)."""
 
 _SOURCE = "_mpitrain_source"
 """Attribute of a tensor that was received: the rank that it came from."""
@@ -39,6 +44,7 @@ class Operation(_Work):
         self._settled = threading.Event()
         self._finisher = 0  # the thread that finished it
         self._error: Exception | None = None
+        self._told: torch.futures.Future[Any] | None = None
         self._future: torch.futures.Future[Any] | None = None
         self._lock = threading.Lock()
 
@@ -50,9 +56,9 @@ class Operation(_Work):
         with self._lock:
             self._error = error
             self._finisher = threading.get_ident()
-            future = self._future
-        if future is not None:
-            self._tell(future)
+            told = self._told
+        if told is not None:
+            self._tell(told)
         self._settled.set()
 
     def _tell(self, future: torch.futures.Future[Any]) -> None:
@@ -71,14 +77,15 @@ class Operation(_Work):
             True.
 
         Raises:
-            GroupError: It failed, or was not done in time.
+            GroupError: It was not done in time.
+            Exception: What it failed with.
         """
         seconds = timeout.total_seconds()
         if self._finisher == threading.get_ident():
             pass  # asked by what follows on its future
         elif seconds > 0:
             if not self._settled.wait(seconds):
-                raise dist.DistBackendError(f"not done within {seconds} s")
+                raise GroupError(f"not done within {seconds} s")
         else:
             if not self.is_done:
                 self._help_on(self)
@@ -88,14 +95,19 @@ class Operation(_Work):
         return True
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """Return a future whose value is the list of tensors."""
+        """Return a future whose value is the list of tensors.
+
+        It follows another one: an exception that Python sets is a value to all who
+        wait in C++, such as DDP; one raised by what follows is an error.
+        """
         with self._lock:
             if self._future is not None:
                 return self._future
-            self._future = torch.futures.Future()
+            self._told = torch.futures.Future()
+            self._future = self._told.then(lambda told: told.value())
             is_done = self.is_done
         if is_done:
-            self._tell(self._future)
+            self._tell(self._told)
         return self._future
 
     @property
@@ -120,6 +132,9 @@ def teach_work() -> None:
     own_source = dist.Work._source_rank  # noqa: SLF001
 
     def future_of(work: dist.Work) -> torch.futures.Future[Any] | None:
+        kind = work._get_op_type()  # type: ignore[attr-defined]  # noqa: SLF001
+        if kind != _UNKNOWN:  # NCCL's future is done when its kernel has only begun
+            return None
         try:
             return work.get_future()
         except RuntimeError:  # others' works need not have one

@@ -242,6 +242,16 @@ def test_one_element_of_a_row_with_gaps(ours: dist.ProcessGroup, world: World) -
     assert given.to_dense()[3].item() == 2 * world.world_size
 
 
+def test_reduce_scatter_in_place(ours: dist.ProcessGroup, world: World) -> None:
+    """Into a rank's own part, as optimizers that shard their state do."""
+    ranks = range(world.world_size)
+    whole = torch.arange(10.0 * world.world_size) * (world.rank + 1)
+    mine = whole.chunk(world.world_size)[world.rank]
+    expected = mine / (world.rank + 1) * sum(rank + 1 for rank in ranks)
+    dist.reduce_scatter_tensor(mine, whole, group=ours)
+    torch.testing.assert_close(mine, expected, rtol=0, atol=0)
+
+
 def test_gaps_and_shapes(ours: dist.ProcessGroup, world: World) -> None:
     square = torch.arange(12.0).view(3, 4) + world.rank
     found = square.t()

@@ -279,6 +279,79 @@ def test_who_comes_late_writes_into_nobodys_memory(world: World, what: str) -> N
     assert all(one.eq(7).all() for one in mine)
 
 
+def test_what_follows_may_wait_for_more(world: World) -> None:
+    """As PowerSGD's hook does: in the thread that would do it."""
+    group = group_of()
+    dist.barrier(group=group)
+    total = sum(range(world.world_size))
+
+    def reduce_again(_: torch.futures.Future) -> float:
+        again = torch.full((3,), float(world.rank))
+        dist.all_reduce(again, group=group, async_op=True).get_future().wait()
+        return again[0].item()
+
+    late = torch.ones(3_000_000)  # not done before something follows on it
+    work = dist.all_reduce(late, group=group, async_op=True)
+    assert work.get_future().then(reduce_again).wait() == total
+    work.wait()
+
+
+def test_an_error_is_one_to_all_who_ask(world: World) -> None:
+    group = group_of(seconds=0.5)
+    if world.rank > 0:
+        work = dist.all_reduce(torch.ones(3), group=group, async_op=True)
+        future = work.get_future()
+        with pytest.raises(RuntimeError, match=WHO):
+            future.wait()
+        assert work.is_completed()
+        assert not work.is_success()
+        with pytest.raises(dist.DistBackendError, match=WHO):
+            work.wait()
+    dist.barrier()
+
+
+def test_one_rank_that_fails_is_told_to_the_others(world: World) -> None:
+    group = group_of()
+    if world.world_size == 1 or world.num_nodes > 1:
+        return  # between nodes nobody is told
+    started = time.monotonic()
+    sizes = [1] * world.world_size
+    expected = [*sizes[1:], 2] if world.rank == 0 else sizes
+    found = torch.empty(sum(expected))
+    with pytest.raises(dist.DistBackendError, match=r"expects \[.*\] bytes"):
+        dist.all_to_all_single(found, torch.ones(len(sizes)), expected, sizes, group)
+    assert time.monotonic() - started < 15
+    dist.barrier()
+
+
+def test_a_message_may_be_answered_while_another_is_waited_for(world: World) -> None:
+    group = group_of()
+    one = torch.ones(1)
+    if world.world_size == 1:
+        return
+    if world.rank == 0:
+        asked = dist.irecv(one.clone(), 1, group=group, tag=2)
+        last = dist.irecv(one.clone(), 1, group=group, tag=1)
+        answer = asked.get_future().then(
+            lambda _: dist.isend(one, 1, group=group, tag=3).wait()
+        )
+        last.wait()
+        answer.wait()
+    elif world.rank == 1:
+        time.sleep(0.3)  # the other one waits by now
+        dist.send(one, 0, group=group, tag=2)
+        dist.recv(one.clone(), 0, group=group, tag=3)
+        dist.send(one, 0, group=group, tag=1)
+
+
+def test_a_result_of_another_size_is_refused(world: World) -> None:
+    group = group_of()
+    whole = torch.ones(2 * world.world_size)
+    with pytest.raises(ValueError, match="output has 5 elements, expected 2"):
+        dist.reduce_scatter_tensor(torch.empty(5), whole, group=group)
+    dist.barrier(group=group)
+
+
 def test_waiting_may_end_before_the_operation(world: World) -> None:
     group = group_of()
     if world.rank == 0:
