@@ -39,8 +39,10 @@ SIZES = {
     "100 MB": 100 << 20,
 }
 
-WIDTHS = {"26 k": 120, "1.1 M": 1000, "11 M": 3270}
+WIDTHS = {"26 k": 127, "1.1 M": 1000, "11 M": 3270}
 """Of the hidden layers of a net with about so many weights."""
+
+WARM_UP_ROUNDS = 2
 
 REPEATED_BYTES, REPEATED_WIDTHS = 256 << 10, 3000
 """Small tensors and nets are too quick for a clock: several are timed as one."""
@@ -56,15 +58,21 @@ def main() -> None:
         groups = {name: dist.new_group(backend=name) for name in ("mpi4py", "gloo")}
         rows = [
             row(
-                *(f"all_reduce {label}", all_reduces(num_bytes, groups)),
-                *(max(1, REPEATED_BYTES // num_bytes), world, asked),
+                f"all_reduce {label}",
+                all_reduces(num_bytes, groups),
+                max(1, REPEATED_BYTES // num_bytes),
+                world,
+                asked.rounds,
             )
             for label, num_bytes in SIZES.items()
         ]
         rows += [
             row(
-                *(f"DDP step {label}", steps(width, groups)),
-                *(max(1, REPEATED_WIDTHS // width), world, asked),
+                f"DDP step {label}",
+                steps(width, groups),
+                max(1, REPEATED_WIDTHS // width),
+                world,
+                asked.rounds,
             )
             for label, width in WIDTHS.items()
         ]
@@ -114,11 +122,11 @@ def row(
     calls: dict[str, Callable[[], None]],
     repeats: int,
     world: World,
-    asked: argparse.Namespace,
+    num_rounds: int,
 ) -> dict:
     """Time calls by turns, so many of one at once; the slowest rank counts."""
     seconds: dict[str, list[float]] = {name: [] for name in calls}
-    for round_number in range(asked.rounds + 2):
+    for round_number in range(num_rounds + WARM_UP_ROUNDS):
         for name, call in calls.items():
             dist.barrier()
             started = time.perf_counter()
@@ -126,7 +134,7 @@ def row(
                 call()
             took = torch.tensor([(time.perf_counter() - started) / repeats])
             dist.all_reduce(took, dist.ReduceOp.MAX)
-            if round_number >= 2:
+            if round_number >= WARM_UP_ROUNDS:
                 seconds[name].append(took.item())
     medians = {name: statistics.median(found) for name, found in seconds.items()}
     ratio = medians["gloo"] / medians["mpi4py"]

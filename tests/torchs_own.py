@@ -10,10 +10,12 @@ mpi4py it ends with 1 where others failed than EXPECTED says.
 from __future__ import annotations
 
 import argparse
+import atexit
 import contextlib
 import faulthandler
 import json
 import os
+import shutil
 import socket
 import sys
 import tempfile
@@ -47,6 +49,8 @@ EXPECTED = {
 def prepare() -> None:
     """Set what the tests read as they are imported."""
     shared = WORLD.bcast(tempfile.mkdtemp() if WORLD.rank == 0 else None)
+    if WORLD.rank == 0:
+        atexit.register(shutil.rmtree, shared, ignore_errors=True)
     for folder in ("barrier", "init_dir", "test_dir"):
         (Path(shared) / folder).mkdir(exist_ok=True)
     os.environ.update(

@@ -76,9 +76,7 @@ def settle(
     )
     from mpitrain.mpi_backend.support import why_not_ours  # it imports torch
 
-    host_backend, why_gloo = for_host_memory(
-        config.backend, why_not_ours(), world.num_nodes
-    )
+    host_backend, why_gloo = for_host_memory(config.backend, why_not_ours())
     found = plan(
         comm.allgather(sight),
         world.nodes,
@@ -255,15 +253,12 @@ def _check_mode(
         )
 
 
-def for_host_memory(asked: Backend, why_not: str, num_nodes: int) -> tuple[str, str]:
+def for_host_memory(asked: Backend, why_not: str) -> tuple[str, str]:
     """Choose the backend that carries tensors in host memory.
-
-    Between nodes ours is young, and gloo is tried: there it must be asked for.
 
     Args:
         asked: What was asked for.
         why_not: Why ours cannot; ``""``: it can.
-        num_nodes: Number of machines.
 
     Returns:
         Its name, and what to say of it.
@@ -271,12 +266,12 @@ def for_host_memory(asked: Backend, why_not: str, num_nodes: int) -> tuple[str, 
     Raises:
         TopologyError: Ours was asked for and cannot; on every rank or on none.
 
-    >>> for_host_memory("auto", "", 1), for_host_memory("auto", "", 2)
-    (('mpi4py', ''), ('gloo', ''))
-    >>> for_host_memory("auto", "torch is old", 1)
+    >>> for_host_memory("auto", "")
+    ('mpi4py', '')
+    >>> for_host_memory("auto", "torch is old")
     ('gloo', 'torch is old: gloo instead of mpi4py, which is slower')
     """
-    if asked == "gloo" or (num_nodes > 1 and asked != "mpi4py"):
+    if asked == "gloo":
         return GLOO, ""
     if why_not and asked == "mpi4py":
         raise agreed(

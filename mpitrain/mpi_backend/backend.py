@@ -118,7 +118,7 @@ class MpiBackend(Operations):
         place = ranks.index(self.rank())
         members.meet(store, place, options.global_ranks_in_group, name, seconds)
         comm = members.some_ranks(options.global_ranks_in_group, name)
-        group = Group(comm, name, options.global_ranks_in_group, seconds)
+        group = Group(comm, name, options.global_ranks_in_group, seconds, store)
         return MpiBackend(group, options, store)
 
 
@@ -140,4 +140,5 @@ def create(opts: _DistributedBackendOptions, options: object) -> MpiBackend:
         comm = members.some_ranks(opts.global_ranks_in_group, opts.group_id)
     else:
         comm = members.all_ranks(opts.group_rank, opts.group_size)
-    return MpiBackend(Group(comm, opts.group_id, ranks, seconds), ours, opts.store)
+    group = Group(comm, opts.group_id, ranks, seconds, opts.store)
+    return MpiBackend(group, ours, opts.store)

@@ -9,7 +9,9 @@ from typing import Any, cast
 
 import torch
 from mpi4py import MPI
+from torch._C._distributed_c10d import Store
 
+from mpitrain.mpi_backend.failures import GroupError
 from mpitrain.mpi_backend.line import Line
 from mpitrain.mpi_backend.on_node import OnNode
 from mpitrain.mpi_backend.over_mpi import OverMpi, has_given_up
@@ -17,9 +19,7 @@ from mpitrain.mpi_backend.points import Points
 from mpitrain.mpi_backend.reductions import Reduction
 from mpitrain.mpi_backend.sharing import share_memory
 from mpitrain.mpi_backend.tensors import in_line
-
-LARGE_BYTES = 256 << 10
-"""From here on tensors go over the nodes in pieces, each node's ranks in parallel."""
+from mpitrain.mpi_backend.whereabouts import tell
 
 SPINS = 200
 """How often a rank with a core of its own looks before it sleeps: some 0.1 ms, in which
@@ -38,6 +38,7 @@ class Group:
         name: Torch's name of the group.
         ranks: Those of its members in the default group, for messages.
         timeout_seconds: How long an operation may take.
+        store: Torch's of this group, to say who is missing.
 
     Attributes:
         road: By which bytes go: shared memory where all ranks are on one node.
@@ -51,6 +52,7 @@ class Group:
         name: str,
         ranks: Sequence[int],
         timeout_seconds: float,
+        store: Store,
     ) -> None:
         self.comm = comm
         self.rank: int = comm.rank
@@ -67,9 +69,10 @@ class Group:
             f"group {name}",
             timeout_seconds,
             has_thread=has_threads,
-            on_failure=self._tell_others,
+            on_failure=self._say_what_failed,
         )
-        names = [f"rank {rank}" for rank in ranks]
+        self._store = store
+        self._names = names = [f"rank {rank}" for rank in ranks]
         self.points = Points(comm, names, timeout_seconds, has_thread=has_threads)
         self._across: OverMpi | None = None
         self._node = self._share_memory(names, timeout_seconds)
@@ -118,7 +121,8 @@ class Group:
         Collective over the group.
         """
         reduction.prepare(flat)
-        self._reducing(flat).all_reduce(flat, reduction, self.size, deadline)
+        road = self._node or self._mpi
+        road.all_reduce(flat, reduction, self.size, deadline)
 
     def reduce(
         self, flat: torch.Tensor, root: int, reduction: Reduction, deadline: float
@@ -179,15 +183,15 @@ class Group:
         )
         return total.coalesce()
 
-    def _reducing(self, flat: torch.Tensor) -> OnNode | OverMpi:
-        if self._node is None or isinstance(self.road, OnNode):
-            return self.road
-        num_bytes = flat.numel() * flat.element_size()
-        return self._node if num_bytes >= LARGE_BYTES else self._mpi
-
-    def _tell_others(self, why: str) -> None:
+    def _say_what_failed(self, error: BaseException, number: int) -> str:
+        """Tell the others; return what they say, where MPI does not know them."""
+        why = str(error) or type(error).__name__
         if self._node is not None:
             self._node.board.leave(why)
+        if self.road is self._node or not isinstance(error, GroupError):
+            return ""
+        where = f"operation {number} of the group: {why.splitlines()[0]}"
+        return tell(self._store, self.rank, self._names, where)
 
     @property
     def timeout_seconds(self) -> float:

@@ -24,6 +24,8 @@ CLOSE_SECONDS = 2.0
 Action = Callable[[float], None]
 """Does an operation until a deadline on the monotonic clock."""
 
+OnFailure = Callable[[BaseException, int], str]
+
 
 class Line:
     """The operations of one group, in their order.
@@ -33,7 +35,8 @@ class Line:
         timeout_seconds: How long an operation may take from where its turn comes.
         has_thread: Whether asynchronous operations may have a thread of their own;
             without, they are done when they are asked for.
-        on_failure: Called, once, with what failed.
+        on_failure: Called, once, with what failed, and the number of the operation,
+            which is equal on all ranks; returns what else there is to say.
     """
 
     def __init__(
@@ -42,7 +45,7 @@ class Line:
         timeout_seconds: float,
         *,
         has_thread: bool = True,
-        on_failure: Callable[[str], object] = lambda _: None,
+        on_failure: OnFailure = lambda _error, _number: "",
     ) -> None:
         self.timeout_seconds = timeout_seconds
         self._name = name
@@ -55,6 +58,7 @@ class Line:
         self._thread: threading.Thread | None = None
         self._is_closed = False
         self._broken: str = ""
+        self._number = 0
 
     def do(self, action: Action, timeout_seconds: float | None = None) -> None:
         """Do an operation now, after all that were asked for before.
@@ -148,15 +152,17 @@ class Line:
     def _run(self, action: Action, seconds: float) -> None:
         if self._broken:
             raise GroupError(f"{self._name} failed before: {self._broken}")
+        self._number += 1
         try:
             with torch.inference_mode():  # tensors made in it are written, too
                 action(time.monotonic() + seconds)
         except BaseException as error:
             # Ctrl-C, too: this rank left the operation in its middle.
             self._broken = str(error) or type(error).__name__
-            self._on_failure(self._broken)
+            more = self._on_failure(error, self._number)
+            self._broken = f"{self._broken}\n{more}".strip()
             if isinstance(error, GroupError):
-                raise type(error)(f"{self._name}: {error}") from None
+                raise type(error)(f"{self._name}: {self._broken}") from None
             raise
 
     def _start_thread(self) -> None:

@@ -36,8 +36,9 @@ class OnNode:
 
     Args:
         board: What they share.
-        num_pieces: Ranks that reduce, each a piece: the first ones of the node.
-        across: What combines a piece with other nodes'; ``None``: there are none.
+        num_pieces: Ranks that reduce, each a piece: the first ones of the node; 0: all,
+            and there is no other node.
+        across: What combines this rank's piece with other nodes', if it has one.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class OnNode:
         self.board = board
         self.rank = board.local_rank
         self.size = board.size
+        self._is_alone = num_pieces == 0
         self._num_pieces = num_pieces or board.size
         self._across = across
         self._direct_bytes = min(
@@ -72,7 +74,7 @@ class OnNode:
         count = data.numel()
         what = doing("all_reduce", reduction.name, data.dtype, count)
         num_bytes = count * data.itemsize
-        if num_bytes <= self._direct_bytes and not self._across:
+        if self._is_alone and num_bytes <= self._direct_bytes:
             rows = self.board.next_typed(data.dtype, count)
             rows[self.rank].copy_(data)
             self.board.meet(what, deadline)

@@ -15,7 +15,7 @@ from torch._C._distributed_c10d import AllgatherOptions, Backend
 from mpitrain.mpi_backend.group import Group
 from mpitrain.mpi_backend.reductions import reduction_of
 from mpitrain.mpi_backend.tensors import (
-    Host,
+    InHostMemory,
     check_alike,
     check_size,
     split_evenly,
@@ -50,7 +50,7 @@ class Operations(Backend):
             return self.allreduce_sparse(tensors, opts)
         check_alike(tensors, "all_reduce")
         reduction = reduction_of(opts.reduceOp, tensors[0].dtype)
-        host = Host(tensors)
+        host = InHostMemory(tensors)
 
         def action(deadline: float) -> None:
             for flat in host.flat:
@@ -65,7 +65,7 @@ class Operations(Backend):
         """Combine many tensors over all ranks, in place, as if they were one."""
         check_alike(tensors, "all_reduce")
         reduction = reduction_of(opts.reduceOp, tensors[0].dtype)
-        host = Host(tensors)
+        host = InHostMemory(tensors)
 
         def action(deadline: float) -> None:
             whole = torch.cat(host.flat)
@@ -93,7 +93,7 @@ class Operations(Backend):
     def reduce(self, tensors: Tensors, opts: dist.ReduceOptions) -> Work:
         """Combine a tensor over all ranks into that of one."""
         reduction = reduction_of(opts.reduceOp, tensors[0].dtype)
-        host, root = Host(tensors), opts.rootRank
+        host, root = InHostMemory(tensors), opts.rootRank
 
         def action(deadline: float) -> None:
             self._group.reduce(host.flat[0], root, reduction, deadline)
@@ -111,7 +111,7 @@ class Operations(Backend):
         """Combine a list's tensors over all ranks; each rank keeps its own."""
         check_alike([*outputs, *inputs[0]], "reduce_scatter")
         reduction = reduction_of(opts.reduceOp, outputs[0].dtype)
-        out, given = Host(outputs, read=False), Host(inputs[0])
+        out, given = InHostMemory(outputs, read=False), InHostMemory(inputs[0])
         self._check_length(inputs[0], "reduce_scatter")
         check_size(outputs[0], inputs[0][self.rank()].numel(), "reduce_scatter")
 
@@ -133,7 +133,7 @@ class Operations(Backend):
         """Combine tensors over all ranks; each rank keeps its part of each."""
         check_alike([*outputs, *inputs], "reduce_scatter")
         reduction = reduction_of(opts.reduceOp, outputs[0].dtype)
-        out, given = Host(outputs, read=False), Host(inputs)
+        out, given = InHostMemory(outputs, read=False), InHostMemory(inputs)
         parts = [split_evenly(f, self.size(), "reduce_scatter") for f in given.flat]
         for output, of_ranks in zip(outputs, parts, strict=True):
             check_size(output, of_ranks[0].numel(), "reduce_scatter")
@@ -150,7 +150,7 @@ class Operations(Backend):
     def broadcast(self, tensors: Tensors, opts: dist.BroadcastOptions) -> Work:
         """Give all ranks the tensors of one."""
         root = opts.rootRank
-        host = Host(tensors, read=self.rank() == root)
+        host = InHostMemory(tensors, read=self.rank() == root)
 
         def action(deadline: float) -> None:
             for flat in host.bytes:
@@ -183,7 +183,7 @@ class Operations(Backend):
         self, outputs: Tensors, inputs: Tensors, opts: AllgatherOptions
     ) -> Work:
         """Give all ranks several tensors of all, each one behind the other."""
-        out, given = Host(outputs, read=False), Host(inputs)
+        out, given = InHostMemory(outputs, read=False), InHostMemory(inputs)
         parts = [split_evenly(f, self.size(), "all_gather") for f in out.bytes]
 
         def action(deadline: float) -> None:
@@ -198,7 +198,10 @@ class Operations(Backend):
     ) -> Work:
         for tensors in outputs:
             self._check_length(tensors, "all_gather")
-        out, given = [Host(tensors, read=False) for tensors in outputs], Host(inputs)
+        out, given = (
+            [InHostMemory(tensors, read=False) for tensors in outputs],
+            InHostMemory(inputs),
+        )
 
         def action(deadline: float) -> None:
             for host, flat in zip(out, given.bytes, strict=True):
@@ -211,11 +214,11 @@ class Operations(Backend):
         self, outputs: list[Tensors], inputs: Tensors, opts: dist.GatherOptions
     ) -> Work:
         """Give one rank the tensors of all."""
-        root, given = opts.rootRank, Host(inputs)
+        root, given = opts.rootRank, InHostMemory(inputs)
         is_root = self.rank() == root
         if is_root:
             self._check_length(outputs[0], "gather")
-        out = Host(outputs[0], read=False) if is_root else None
+        out = InHostMemory(outputs[0], read=False) if is_root else None
 
         def action(deadline: float) -> None:
             found = out.bytes if out else None
@@ -229,11 +232,11 @@ class Operations(Backend):
         self, outputs: Tensors, inputs: list[Tensors], opts: dist.ScatterOptions
     ) -> Work:
         """Give each rank one tensor of a list that one rank has."""
-        root, out = opts.rootRank, Host(outputs, read=False)
+        root, out = opts.rootRank, InHostMemory(outputs, read=False)
         is_root = self.rank() == root
         if is_root:
             self._check_length(inputs[0], "scatter")
-        given = Host(inputs[0]) if is_root else None
+        given = InHostMemory(inputs[0]) if is_root else None
 
         def action(deadline: float) -> None:
             parts = given.bytes if given else None
@@ -248,7 +251,7 @@ class Operations(Backend):
         """Give each rank the tensor that each other has for it."""
         self._check_length(inputs, "all_to_all")
         self._check_length(outputs, "all_to_all")
-        out, given = Host(outputs, read=False), Host(inputs)
+        out, given = InHostMemory(outputs, read=False), InHostMemory(inputs)
 
         def action(deadline: float) -> None:
             self._group.road.all_to_all(out.bytes, given.bytes, deadline)
@@ -265,7 +268,7 @@ class Operations(Backend):
         opts: dist.AllToAllOptions,
     ) -> Work:
         """Give each rank the rows that each other has for it."""
-        out, given = Host([output], read=False), Host([input])
+        out, given = InHostMemory([output], read=False), InHostMemory([input])
         size = self.size()
         received = split_rows(out.flat[0], output.shape, output_sizes, size)
         sent = split_rows(given.flat[0], input.shape, input_sizes, size)

@@ -1,8 +1,9 @@
 """Collectives through MPI: between nodes, and where ranks share no memory.
 
 All are MPI's non-blocking ones, tested until they are done: a rank sleeps between
-tests, and can give up. Bytes are carried as bytes, in messages below 2 GiB, which every
-MPI can.
+tests, and can give up. Large tensors go in chunks, some at a time, so that one is
+combined while others are on their way. Bytes are carried as bytes, in messages below
+2 GiB, which every MPI can.
 
 Collective over the communicator, all of them; `deadline` is on the monotonic clock;
 they raise a GroupError where it passes.
@@ -10,8 +11,8 @@ they raise a GroupError where it passes.
 
 from __future__ import annotations
 
+import collections
 import json
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -25,10 +26,19 @@ from mpitrain.mpi_backend.reductions import Reduction
 MESSAGE_BYTES = 1 << 30
 """Most bytes of one message: counts of most MPI libraries have 31 bits."""
 
-EAGER_SECONDS = 0.0005
+CHUNK_BYTES = 512 << 10
+"""Of a tensor that is combined, or given to all."""
+
+CHUNKS_AT_ONCE = 4
+
+EAGER_SECONDS = 0.0001
 """How long a rank tests without sleeping."""
 
-LONGEST_SLEEP_SECONDS = 0.001
+BUSY_SECONDS = 0.00005
+"""A test that took longer has moved bytes: who sleeps now lets the wire run dry."""
+
+_SLEEP_SECONDS = (0.00002, 0.001)
+"""Between two tests, the first and the longest."""
 
 _TAG = 0
 """Of collectives; messages have others."""
@@ -69,19 +79,19 @@ def wait(
 def _test_until_done(
     request: MPI.Request, deadline: float, what: str, status: MPI.Status | None
 ) -> None:
-    began = time.monotonic()
-    pause_seconds = 0.00002
+    began = asked = time.monotonic()
+    first, longest = _SLEEP_SECONDS
+    pause_seconds = first
     while not request.Test(status):
         now = time.monotonic()
         if now > deadline:
-            raise GroupError(
-                f"{what} was not done before its timeout ended: some rank did not come"
-            )
-        if now < began + EAGER_SECONDS:
-            os.sched_yield()
-        else:
+            raise GroupError(f"{what} was not done before its timeout ended")
+        if now > asked + BUSY_SECONDS:
+            pause_seconds = first
+        elif now > began + EAGER_SECONDS:
             time.sleep(pause_seconds)
-            pause_seconds = min(pause_seconds * 1.5, LONGEST_SLEEP_SECONDS)
+            pause_seconds = min(pause_seconds * 1.5, longest)
+        asked = time.monotonic()
 
 
 def give_up(request: MPI.Request, memory: object) -> None:
@@ -141,11 +151,12 @@ class OverMpi:
             deadline: When to give up.
         """
         datatype, operation = reduction.of_mpi()
-        for chunk in _messages(wide):
-            request = self.comm.Iallreduce(
-                MPI.IN_PLACE, [buffer(chunk), chunk.numel(), datatype], operation
-            )
-            wait(request, chunk, deadline, "all_reduce")
+
+        def start(chunk: torch.Tensor) -> MPI.Request:
+            given = [buffer(chunk), chunk.numel(), datatype]
+            return self.comm.Iallreduce(MPI.IN_PLACE, given, operation)
+
+        self._some_at_a_time(start, wide, deadline, "all_reduce")
 
     def all_reduce(
         self, data: torch.Tensor, reduction: Reduction, world_size: int, deadline: float
@@ -168,13 +179,14 @@ class OverMpi:
         """Combine a tensor of every rank into that of one; the others' stay."""
         wide = data.to(reduction.wide, copy=True)
         datatype, operation = reduction.of_mpi()
-        for chunk in _messages(wide):
+
+        def start(chunk: torch.Tensor) -> MPI.Request:
             given = [buffer(chunk), chunk.numel(), datatype]
             if self.rank == root:
-                request = self.comm.Ireduce(MPI.IN_PLACE, given, operation, root)
-            else:
-                request = self.comm.Ireduce(given, None, operation, root)
-            wait(request, chunk, deadline, "reduce")
+                return self.comm.Ireduce(MPI.IN_PLACE, given, operation, root)
+            return self.comm.Ireduce(given, None, operation, root)
+
+        self._some_at_a_time(start, wide, deadline, "reduce")
         if self.rank == root:
             reduction.finish(wide, world_size)
             data.copy_(wide)
@@ -206,9 +218,11 @@ class OverMpi:
 
     def broadcast(self, data: torch.Tensor, root: int, deadline: float) -> None:
         """Give every rank the bytes of one, ``uint8 (N,)``."""
-        for chunk in _messages(data):
-            request = self.comm.Ibcast(buffer(chunk), root)
-            wait(request, chunk, deadline, "broadcast")
+
+        def start(chunk: torch.Tensor) -> MPI.Request:
+            return self.comm.Ibcast(buffer(chunk), root)
+
+        self._some_at_a_time(start, data, deadline, "broadcast")
 
     def all_gather(
         self, outputs: Sequence[torch.Tensor], data: torch.Tensor, deadline: float
@@ -256,6 +270,27 @@ class OverMpi:
         received, sent = list(enumerate(outputs)), list(enumerate(inputs))
         self._exchange(received, sent, deadline, "all_to_all")
 
+    def _some_at_a_time(
+        self,
+        start: Callable[[torch.Tensor], MPI.Request],
+        data: torch.Tensor,
+        deadline: float,
+        what: str,
+    ) -> None:
+        """Start an operation for each chunk of a tensor, and wait for all."""
+        going: collections.deque[tuple[MPI.Request, torch.Tensor]] = collections.deque()
+        try:
+            for chunk in _cut(data, CHUNK_BYTES):
+                if len(going) == CHUNKS_AT_ONCE:
+                    wait(*going.popleft(), deadline, what)
+                going.append((start(chunk), chunk))
+            while going:
+                wait(*going.popleft(), deadline, what)
+        except BaseException:
+            for request, memory in going:
+                give_up(request, memory)
+            raise
+
     def _exchange(
         self,
         received: Sequence[tuple[int, torch.Tensor]],
@@ -282,12 +317,12 @@ class OverMpi:
     ) -> Iterator[MPI.Request]:
         # Beginning with the next rank, so that not all begin with rank zero.
         for rank, data in sorted(tensors, key=lambda t: (t[0] - self.rank) % self.size):
-            for chunk in _messages(data):
+            for chunk in _cut(data, MESSAGE_BYTES):
                 yield start(buffer(chunk), rank, _TAG)
 
 
-def _messages(data: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Cut a tensor into what fits into one message; nothing of an empty one."""
-    step = MESSAGE_BYTES // data.element_size()
+def _cut(data: torch.Tensor, most_bytes: int) -> Iterator[torch.Tensor]:
+    """Cut a tensor into chunks; nothing of an empty one."""
+    step = most_bytes // data.element_size()
     for begin in range(0, data.numel(), step):
         yield data[begin : begin + step]

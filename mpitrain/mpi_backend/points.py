@@ -15,7 +15,7 @@ from mpi4py import MPI
 
 from mpitrain.mpi_backend.failures import GroupError
 from mpitrain.mpi_backend.over_mpi import buffer, give_up, wait
-from mpitrain.mpi_backend.tensors import Host
+from mpitrain.mpi_backend.tensors import InHostMemory
 from mpitrain.mpi_backend.works import Operation, received_from
 
 _FIRST_TAG = 1
@@ -41,7 +41,7 @@ class Message(Operation):
         self,
         request: MPI.Request,
         tensor: torch.Tensor,
-        host: Host,
+        host: InHostMemory,
         what: str,
         timeout_seconds: float,
         *,
@@ -133,7 +133,7 @@ class Points:
     def send(self, tensor: torch.Tensor, to: int, tag: int) -> Message:
         """Send a tensor to a rank of the group."""
         _check_tag(tag)
-        host = Host([tensor])
+        host = InHostMemory([tensor])
         request = self._comm.Isend(buffer(host.bytes[0]), to, _FIRST_TAG + tag)
         what = f"send to {self._names[to]}"
         return self._on_its_way(request, tensor, host, what, is_received=False)
@@ -141,7 +141,7 @@ class Points:
     def receive(self, tensor: torch.Tensor, source: int | None, tag: int) -> Message:
         """Receive a tensor from a rank of the group; ``None``: from any."""
         _check_tag(tag)
-        host = Host([tensor], read=False)
+        host = InHostMemory([tensor], read=False)
         given = MPI.ANY_SOURCE if source is None else source
         given_tag = _FIRST_TAG + tag
         request = self._comm.Irecv(buffer(host.bytes[0]), given, given_tag)
@@ -152,7 +152,7 @@ class Points:
         self,
         request: MPI.Request,
         tensor: torch.Tensor,
-        host: Host,
+        host: InHostMemory,
         what: str,
         *,
         is_received: bool,

@@ -23,7 +23,7 @@ FOLDER = Path("/dev/shm")
 """A file system in memory."""
 
 ROOM_BYTES = 80 << 20
-"""Room for data of all ranks of a node together, of one group; taken as it is used."""
+"""Most room for data of all ranks of a node together, of one group."""
 
 MOST_PER_RANK = 4 << 20
 LEAST_PER_RANK = 64 << 10
@@ -32,7 +32,7 @@ SPARE = 2.0
 """How much of the file system must be free, as a multiple of what a board may take."""
 
 AMPLE = 16
-"""From that many times a board on memory is taken as it is used, before at once."""
+"""Where so many boards would fit, memory is taken as it is used; else all at once."""
 
 TellAll = Callable[[Any], list[Any]]
 """Gives every rank what each has (what JSON can carry); collective over the group."""

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 
-class Host:
+class InHostMemory:
     """Some tensors, each as ``(N,)`` in host memory without gaps.
 
     Those that are so already are used as they are. Others, on a GPU or with gaps, are

@@ -33,6 +33,7 @@ PREFIX = "mpitrain-"
 
 FOLDER_PREFIX = "mpitrain-hosts-"
 OVERLAYS = Path("/etc/netns")
+AUTOGROUP = Path("/proc/sys/kernel/sched_autogroup_enabled")
 LOCK = Path("/run/mpitrain-virtual-hosts.lock")
 LOCK_SECONDS = 600
 NOT_INHERITED = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "SLURM_", "PBS_", "MPI")
@@ -218,11 +219,31 @@ def virtual_hosts(count: int) -> Iterator[VirtualHosts]:
         hosts = VirtualHosts(folder, count)
         try:
             hosts._build()
-            yield hosts
+            with _cores_for_all():
+                yield hosts
         finally:
             sweep()
             for daemon in hosts._daemons:
                 daemon.wait(timeout=10)
+
+
+@contextmanager
+def _cores_for_all() -> Iterator[None]:
+    """Let Linux give out cores by process, and not by session, where it can.
+
+    Each host's ranks are a session of its sshd, and the hosts share the machine's
+    cores. With sched_autogroup (sched(7)) a rank that spins in MPI was seen to keep one
+    of another host, bound to the same core, from running for up to a minute.
+    """
+    if not os.access(AUTOGROUP, os.W_OK):
+        yield
+        return
+    before = AUTOGROUP.read_text()
+    AUTOGROUP.write_text("0")
+    try:
+        yield
+    finally:
+        AUTOGROUP.write_text(before)
 
 
 def _take(lock: TextIO) -> None:

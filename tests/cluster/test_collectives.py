@@ -21,7 +21,7 @@ TABLES = ("test_collectives.py", "test_groups.py", "test_parallel_training.py")
 
 @pytest.mark.parametrize(
     ("slots", "tables"),
-    [((2, 2), TABLES[:1]), ((2, 1), TABLES[:1]), ((1, 1), TABLES)],
+    [((2, 2), TABLES), ((2, 1), TABLES[:1]), ((1, 1), TABLES[1:])],
     ids=["two-each", "uneven", "one-each"],
 )
 def test_collectives_are_right_between_hosts(
@@ -38,6 +38,8 @@ def test_collectives_are_right_between_hosts(
         "-c",
         RANK,
         f"{folder}/.venv/bin/python",
+        "-k",
+        "not two-nodes",
         *(str(TESTS / n) for n in tables),
     ]
     done = hosts.run(
@@ -50,4 +52,4 @@ def test_collectives_are_right_between_hosts(
     said = {path.name: path.read_text() for path in sorted(folder.glob("rank-*"))}
     told = "\n".join(f"{name}: {text[-3000:]}" for name, text in said.items())
     assert done.returncode == 0, told + done.stdout
-    assert [" passed in " in text for text in said.values()] == [True] * sum(slots)
+    assert [" passed, " in text for text in said.values()] == [True] * sum(slots)

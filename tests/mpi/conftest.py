@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+import roads
 
 import mpitrain
 from mpitrain.world import World
@@ -54,6 +54,4 @@ def apart(world: World) -> World:
 @pytest.fixture
 def mpi_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Groups of the mpi4py backend are made as where there is no /dev/shm."""
-    from mpitrain.mpi_backend import sharing
-
-    monkeypatch.setattr(sharing, "FOLDER", Path("/nowhere"))
+    roads.without_shared_memory(monkeypatch)

@@ -9,14 +9,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
+import roads
 import torch
 import torch.distributed as dist
 from torch.distributed import ReduceOp
 
-from mpitrain.mpi_backend import sharing
 from mpitrain.world import World
 
 pytestmark = pytest.mark.mpi
@@ -42,12 +41,14 @@ SIZES = (0, 1, 5, 1000, 100_003)
 """Of one element, of a few, of one meeting, and of several chunks."""
 
 
-@pytest.fixture(scope="module", params=["shared memory", "MPI alone"])
+@pytest.fixture(scope="module", params=["as-it-is", "MPI-alone", "two-nodes"])
 def ours(world: World, request: pytest.FixtureRequest) -> dist.ProcessGroup:
-    """All ranks, by the mpi4py backend, as it is and where there is no /dev/shm."""
+    """All ranks, by the mpi4py backend, on each of its roads."""
     with pytest.MonkeyPatch.context() as patch:
-        if request.param == "MPI alone":
-            patch.setattr(sharing, "FOLDER", Path("/nowhere"))
+        if request.param == "MPI-alone":
+            roads.without_shared_memory(patch)
+        if request.param == "two-nodes":
+            roads.on_two_nodes(patch, world.rank)
         return dist.new_group(backend="mpi4py", timeout=timedelta(seconds=60))
 
 

@@ -184,8 +184,8 @@ def test_memory_is_given_back(world: World) -> None:
 
 # --- what goes wrong ------------------------------------------------------------------
 
-WHO = "rank 0 did not come|some rank did not come"
-"""The first on one node; between nodes MPI does not tell who."""
+WHO = "rank 0 did not come|nothing was heard from rank 0:"
+"""The first on one node, the other through MPI."""
 
 Call = Callable[[dist.ProcessGroup, World], None]
 
@@ -236,6 +236,24 @@ def test_who_does_not_come_is_named(world: World, is_async: bool) -> None:
 
         with pytest.raises(dist.DistBackendError, match=WHO):
             reduce()
+    dist.barrier()
+
+
+@pytest.mark.usefixtures("mpi_alone")
+def test_who_does_not_come_is_named_through_mpi(world: World) -> None:
+    group = group_of(seconds=1.0)
+    last = world.world_size - 1
+    dist.all_reduce(torch.ones(3), group=group)
+    started = time.monotonic()
+    if world.rank < last:
+        with pytest.raises(dist.DistBackendError) as error:
+            dist.all_reduce(torch.ones(3), group=group)
+        said = str(error.value)
+        assert f"nothing was heard from rank {last}:" in said
+        assert said.count("operation 2 of the group: all_reduce was not done") == 1
+        with pytest.raises(dist.DistBackendError, match="failed before"):
+            dist.barrier(group=group)
+        assert time.monotonic() - started < 30
     dist.barrier()
 
 

@@ -8,6 +8,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import roads
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -30,9 +31,14 @@ def make_group(backend: str) -> dist.ProcessGroup:
     return dist.new_group(backend=backend, timeout=timedelta(seconds=60))
 
 
-@pytest.fixture(scope="module")
-def groups(world: World) -> Iterator[dict[str, dist.ProcessGroup]]:
-    return {backend: make_group(backend) for backend in ("mpi4py", "gloo")}
+@pytest.fixture(scope="module", params=["as-it-is", "two-nodes"])
+def groups(
+    world: World, request: pytest.FixtureRequest
+) -> Iterator[dict[str, dist.ProcessGroup]]:
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "two-nodes":
+            roads.on_two_nodes(patch, world.rank)
+        yield {backend: make_group(backend) for backend in ("mpi4py", "gloo")}
 
 
 def perceptron() -> nn.Module:

@@ -346,7 +346,7 @@ def test_nccl_is_refused_where_it_cannot() -> None:
 
 def test_ours_is_refused_where_torch_is_too_old() -> None:
     with pytest.raises(TopologyError, match="--backend mpi4py: torch"):
-        devices.for_host_memory("mpi4py", "torch 2.11 takes no backend", 1)
-    assert devices.for_host_memory("auto", "torch is old", 1)[0] == "gloo"
-    assert devices.for_host_memory("mpi4py", "", 2)[0] == "mpi4py"
-    assert devices.for_host_memory("nccl", "torch is old", 1)[0] == "gloo"
+        devices.for_host_memory("mpi4py", "torch 2.11 takes no backend")
+    assert devices.for_host_memory("auto", "torch is old")[0] == "gloo"
+    assert devices.for_host_memory("mpi4py", "")[0] == "mpi4py"
+    assert devices.for_host_memory("nccl", "torch is old")[0] == "gloo"
