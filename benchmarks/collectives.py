@@ -1,6 +1,7 @@
 """The mpi4py backend beside gloo: all-reduce by size, and the step of DDP.
 
     mpirun -np 8 --oversubscribe .venv/bin/python benchmarks/collectives.py
+    mpirun --hostfile hosts --bind-to none .venv/bin/python benchmarks/collectives.py
 
 Both in one run, by turns: ours, gloo's, ours, ... Each figure is the median over the
 rounds of the slowest rank's time.
@@ -95,16 +96,18 @@ def all_reduces(
 def steps(
     width: int, groups: dict[str, dist.ProcessGroup]
 ) -> dict[str, Callable[[], None]]:
-    """Return one step of data-parallel training for each group."""
+    """Return one step of data-parallel training for each group, and one alone."""
     inputs, labels = torch.randn(8, 64), torch.randint(0, 10, (8,))
 
-    def of(group: dist.ProcessGroup) -> Callable[[], None]:
+    def of(group: dist.ProcessGroup | None) -> Callable[[], None]:
         torch.manual_seed(0)
         net = nn.Sequential(
             *(nn.Linear(64, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU()),
             nn.Linear(width, 10),
         )
-        model = nn.parallel.DistributedDataParallel(net, process_group=group)
+        model = net
+        if group is not None:
+            model = nn.parallel.DistributedDataParallel(net, process_group=group)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 
         def step() -> None:
@@ -114,7 +117,7 @@ def steps(
 
         return step
 
-    return {name: of(group) for name, group in groups.items()}
+    return {name: of(group) for name, group in [*groups.items(), ("alone", None)]}
 
 
 def row(
@@ -150,10 +153,14 @@ def row(
 
 def tell(rows: list[dict], world: World, asked: argparse.Namespace) -> None:
     """Write the figures into a file, if one was asked for."""
+    start = f"-np {world.world_size} --oversubscribe"
+    if world.num_nodes > 1:
+        start = "--hostfile hosts --bind-to none"
     report = {
         "date": date.today().isoformat(),
-        "command": f"mpirun -np {world.world_size} --oversubscribe python "
-        f"benchmarks/collectives.py --rounds {asked.rounds}",
+        "command": f"mpirun {start} python benchmarks/collectives.py "
+        f"--rounds {asked.rounds}",
+        "ranks_per_node": [len(node.ranks) for node in world.nodes],
         "cores": len(os.sched_getaffinity(0)),
         "platform": f"{platform.system()} {platform.machine()}",
         "mpi": mpi_library(),

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import collections
 import json
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -31,7 +32,7 @@ CHUNK_BYTES = 512 << 10
 
 CHUNKS_AT_ONCE = 4
 
-EAGER_SECONDS = 0.0001
+EAGER_SECONDS = 0.0005
 """How long a rank tests without sleeping."""
 
 BUSY_SECONDS = 0.00005
@@ -88,7 +89,9 @@ def _test_until_done(
             raise GroupError(f"{what} was not done before its timeout ended")
         if now > asked + BUSY_SECONDS:
             pause_seconds = first
-        elif now > began + EAGER_SECONDS:
+        elif now < began + EAGER_SECONDS:
+            os.sched_yield()
+        else:
             time.sleep(pause_seconds)
             pause_seconds = min(pause_seconds * 1.5, longest)
         asked = time.monotonic()

@@ -26,6 +26,11 @@ ROOM_BYTES = 80 << 20
 """Most room for data of all ranks of a node together, of one group."""
 
 MOST_PER_RANK = 4 << 20
+"""Fewer meetings, where ranks wait for a core at each of them."""
+
+MOST_WITH_CORES = 2 << 20
+"""The same where each rank has a core: what is on its way stays in the cache."""
+
 LEAST_PER_RANK = 64 << 10
 
 SPARE = 2.0
@@ -78,11 +83,13 @@ def share_memory(
     if max(sizes) == 1:
         return None
     here = nodes[tuple(places[rank][0])]
+    num_cores = len(frozenset[int]().union(*(places[other][3] for other in here)))
     memory: mmap.mmap | None = None
     path, per_rank, why = "", 0, ""
     if rank == here[0]:
         try:
-            path, per_rank, memory = _create(len(here))
+            most = MOST_WITH_CORES if num_cores >= len(here) else MOST_PER_RANK
+            path, per_rank, memory = _create(len(here), most)
         except OSError as error:
             why = str(error)
     try:
@@ -115,16 +122,16 @@ def share_memory(
     )
     # Chunks must be the same on all nodes, and one may have had less room.
     board.per_rank = min(offers[ranks[0]][1] for ranks in nodes.values())
-    num_cores = len(frozenset[int]().union(*(places[other][3] for other in here)))
     return Shared(board, sizes, num_cores)
 
 
-def room_per_rank(size: int, free_bytes: int) -> int:
+def room_per_rank(size: int, free_bytes: int, most: int = MOST_PER_RANK) -> int:
     """Return how many bytes of room each rank gets in each half.
 
     Args:
         size: Number of ranks.
         free_bytes: Of the file system.
+        most: Not more.
 
     Raises:
         OSError: That is too little.
@@ -134,7 +141,7 @@ def room_per_rank(size: int, free_bytes: int) -> int:
     >>> room_per_rank(8, 64 << 20) >> 10  # what a container has
     1024
     """
-    per_rank = MOST_PER_RANK
+    per_rank = most
     while per_rank >= LEAST_PER_RANK:
         total = board_bytes(size, per_rank)
         if total <= ROOM_BYTES and SPARE * total <= free_bytes:
@@ -144,10 +151,10 @@ def room_per_rank(size: int, free_bytes: int) -> int:
     raise OSError(f"{free_bytes >> 20} MiB are free, expected {needed >> 20} MiB")
 
 
-def _create(size: int) -> tuple[str, int, mmap.mmap]:
+def _create(size: int, most: int) -> tuple[str, int, mmap.mmap]:
     free = os.statvfs(FOLDER)
     try:
-        per_rank = room_per_rank(size, free.f_bavail * free.f_frsize)
+        per_rank = room_per_rank(size, free.f_bavail * free.f_frsize, most)
     except OSError as error:
         raise OSError(f"{FOLDER}: {error}") from None
     length = board_bytes(size, per_rank)
