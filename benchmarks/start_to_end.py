@@ -3,9 +3,10 @@
     make bench                                   8 ranks, 5 pairs
     .venv/bin/python benchmarks/start_to_end.py --ranks 4 --pairs 3
 
-Both train the same network on the same data, batch and epochs, with gloo. The runs are
-interleaved (ours, theirs, ours, ...), after one of each that does not count, and the
-ratio is taken pair by pair, so that a machine whose speed drifts does not decide.
+Both train the same network on the same data, batch and epochs, ours as it starts by
+itself, theirs with gloo. The runs are interleaved (ours, theirs, ours, ...), after one
+of each that does not count, and the ratio is taken pair by pair, so that a machine
+whose speed drifts does not decide.
 """
 
 from __future__ import annotations

@@ -109,6 +109,10 @@ def is_consequence(error: BaseException) -> bool:
     )
 
 
+_FILE: type = io.IOBase.__mro__[1]
+"""The class of every file, in C; `io.IOBase` would be asked in Python, one by one."""
+
+
 def finish_python() -> None:
     """Join threads and run `atexit`, as the interpreter does before it ends."""
     threading._shutdown()  # type: ignore[attr-defined]  # noqa: SLF001
@@ -132,8 +136,9 @@ def exit_now(status: int) -> NoReturn:
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
         mpi.Finalize()
+    gc.unfreeze()
     for found in gc.get_objects():
-        if issubclass(type(found), io.IOBase):
+        if issubclass(type(found), _FILE):
             with contextlib.suppress(Exception):  # closed, or read only
                 found.flush()
     # C's exit, not os._exit: MPICH says goodbye to its mpiexec in a handler of C's end,

@@ -6,15 +6,17 @@ that nobody waits for, so that large ones get on; it runs only while there are a
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from mpi4py import MPI
 
 from mpitrain.mpi_backend.failures import GroupError
-from mpitrain.mpi_backend.over_mpi import buffer, give_up, wait
+from mpitrain.mpi_backend.over_mpi import MESSAGE_BYTES, buffer, give_up, wait
 from mpitrain.mpi_backend.tensors import InHostMemory
 from mpitrain.mpi_backend.works import Operation, received_from
 
@@ -100,7 +102,10 @@ class Message(Operation):
     def _arrive(self) -> None:
         if not self._is_received:
             return
-        found, expected = self._status.Get_count(MPI.BYTE), self._host.bytes[0].numel()
+        found, expected = (
+            self._status.Get_elements(MPI.BYTE),
+            self._host.bytes[0].numel(),
+        )
         if found != expected:
             raise GroupError(f"{self._what}: {found} bytes came, expected {expected}")
         self._host.write_back()
@@ -134,7 +139,8 @@ class Points:
         """Send a tensor to a rank of the group."""
         _check_tag(tag)
         host = InHostMemory([tensor])
-        request = self._comm.Isend(buffer(host.bytes[0]), to, _FIRST_TAG + tag)
+        with _one_message(host.bytes[0]) as given:
+            request = self._comm.Isend(given, to, _FIRST_TAG + tag)
         what = f"send to {self._names[to]}"
         return self._on_its_way(request, tensor, host, what, is_received=False)
 
@@ -144,7 +150,8 @@ class Points:
         host = InHostMemory([tensor], read=False)
         given = MPI.ANY_SOURCE if source is None else source
         given_tag = _FIRST_TAG + tag
-        request = self._comm.Irecv(buffer(host.bytes[0]), given, given_tag)
+        with _one_message(host.bytes[0]) as room:
+            request = self._comm.Irecv(room, given, given_tag)
         what = f"receive from {'any rank' if source is None else self._names[source]}"
         return self._on_its_way(request, tensor, host, what, is_received=True)
 
@@ -162,6 +169,25 @@ class Points:
         if self._has_thread:
             _tester.add(message)
         return message
+
+
+@contextlib.contextmanager
+def _one_message(data: torch.Tensor) -> Iterator[list[Any]]:
+    """Give MPI ``uint8 (N,)`` as one message, however long; until it has begun."""
+    num_bytes = data.numel()
+    if num_bytes <= MESSAGE_BYTES:
+        yield [buffer(data), num_bytes, MPI.BYTE]
+        return
+    num_blocks, rest = divmod(num_bytes, MESSAGE_BYTES)
+    block = MPI.BYTE.Create_contiguous(MESSAGE_BYTES)
+    whole = MPI.Datatype.Create_struct(
+        [num_blocks, rest], [0, num_blocks * MESSAGE_BYTES], [block, MPI.BYTE]
+    )
+    try:
+        yield [buffer(data), 1, whole.Commit()]
+    finally:
+        whole.Free()
+        block.Free()
 
 
 def _check_tag(tag: int) -> None:

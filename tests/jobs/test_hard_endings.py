@@ -207,13 +207,21 @@ def test_the_end_of_our_own_command_is_a_good_one_every_time(
 ) -> None:
     """Without torch, so that ranks end at the same moment; 4 in 10 failed on MPICH."""
     body = """
+import gc
 from mpitrain.launch.ending import exit_now
 from mpitrain.launch.guard import leave
 with guarded() as guard:
-    open(f"notes-{guard.comm.rank}", "w").write("written")
+    notes = open(f"notes-{guard.comm.rank}", "w")
+    notes.write("written")
+    gc.freeze()  # as our own command does after its imports
     leave(guard, 30)
 exit_now(0)
 """
     for _ in range(12):
         done = run(mpi, body, tmp_path)
         assert done.status == 0, done.out + done.err
+        found = list(tmp_path.glob("notes-*"))
+        assert len(found) > 1
+        assert {path.read_text() for path in found} == {"written"}
+        for path in found:
+            path.unlink()

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import mpitrain.mpi_backend  # noqa: F401 - registers it
+from mpitrain.mpi_backend import over_mpi, points
 from mpitrain.world import World
 
 pytestmark = pytest.mark.mpi
@@ -400,3 +401,26 @@ def test_a_message_of_another_length_is_refused(world: World) -> None:
     if world.rank == 1:
         with pytest.raises(dist.DistBackendError, match="12 bytes came, expected 20"):
             dist.recv(torch.ones(5), 0, group=group)
+
+
+@pytest.mark.usefixtures("mpi_alone")
+def test_what_is_longer_than_mpi_can_count_is_cut(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As from 1 GiB on; tried with 2 GiB and a bit by hand."""
+    for module in (over_mpi, points):
+        monkeypatch.setattr(module, "MESSAGE_BYTES", 1000)
+    group = group_of()
+    for size in (1000, 1001, 5000, 12_345):
+        after = (world.rank + 1) % world.world_size
+        before = (world.rank - 1) % world.world_size
+        mine = torch.arange(size, dtype=torch.uint8) + world.rank
+        theirs = torch.arange(size, dtype=torch.uint8) + before
+        found = torch.zeros(size, dtype=torch.uint8)
+        sent = dist.isend(mine, after, group=group)
+        dist.recv(found, before, group=group)
+        sent.wait()
+        assert found.equal(theirs)
+        all_of = [torch.zeros_like(mine) for _ in range(world.world_size)]
+        dist.all_gather(all_of, mine, group=group)
+        assert all_of[before].equal(theirs)
