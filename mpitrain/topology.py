@@ -70,6 +70,13 @@ def start_mpi(before: Callable[[str], object] | None = None) -> MPI.Intracomm:
     return MPI.COMM_WORLD
 
 
+def has_thread_multiple() -> bool:
+    """Whether any thread may call MPI at any time; MPI has started."""
+    from mpi4py import MPI
+
+    return bool(MPI.Query_thread() >= MPI.THREAD_MULTIPLE)
+
+
 def mpi_library() -> str:
     """Return the first line that the MPI library says of itself."""
     from mpi4py import MPI

@@ -71,9 +71,9 @@ def init(
     Args:
         device: ``"auto"`` for GPUs where there are any; ``"cpu"``; ``"cuda"`` to
             refuse to run without.
-        backend: ``"auto"`` for our backend over MPI (``"mpi4py"``) on one node and gloo
-            on several, with NCCL on GPUs where it can; or one by name, for all tensors
-            that it can carry.
+        backend: ``"auto"`` for our backend over MPI (``"mpi4py"``), gloo where torch or
+            MPI is too old for it, with NCCL on GPUs where it can; or one by name, for
+            all tensors that it can carry.
         interface: The network interface of every node by which rank zero is reached;
             ``None`` for the best that works.
         start_timeout_seconds: How long a stage of the start, or the first step, may

@@ -27,7 +27,7 @@ class LaunchConfig:
     device: Device = "auto"
     """auto: GPUs where there are any; cuda: refuse to run without."""
     backend: Backend = "auto"
-    """Carries tensors. auto: mpi4py (gloo between nodes), NCCL on GPUs where it can."""
+    """Carries tensors. auto: mpi4py (gloo for old torch), NCCL on GPUs where it can."""
     interface: str | None = None
     """Network interface by which nodes meet. Default: the best that works."""
     start_timeout: float = START_TIMEOUT_SECONDS

@@ -12,7 +12,7 @@ from mpitrain.launch import nccl
 from mpitrain.launch.config import Backend, LaunchConfig
 from mpitrain.launch.gpus import Gpu, Sight, look
 from mpitrain.launch.nvml import EXCLUSIVE_MODES, PROHIBITED_MODE
-from mpitrain.topology import all_or_none
+from mpitrain.topology import all_or_none, has_thread_multiple
 from mpitrain.world import Node, World, in_runs
 
 if TYPE_CHECKING:
@@ -76,7 +76,10 @@ def settle(
     )
     from mpitrain.mpi_backend.support import why_not_ours  # it imports torch
 
-    host_backend, why_gloo = for_host_memory(config.backend, why_not_ours())
+    why_not = why_not_ours()
+    if world.num_nodes > 1 and config.backend == "auto" and not has_thread_multiple():
+        why_not = why_not or "MPI was started without MPI_THREAD_MULTIPLE"
+    host_backend, why_gloo = for_host_memory(config.backend, why_not)
     found = plan(
         comm.allgather(sight),
         world.nodes,

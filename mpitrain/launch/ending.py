@@ -110,7 +110,8 @@ def is_consequence(error: BaseException) -> bool:
 
 
 _FILE: type = io.IOBase.__mro__[1]
-"""The class of every file, in C; `io.IOBase` would be asked in Python, one by one."""
+"""The class of every file, in C; `io.IOBase` would be asked in Python, one by one, and
+knows those of `_pyio`, too."""
 
 
 def finish_python() -> None:

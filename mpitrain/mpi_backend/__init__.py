@@ -7,11 +7,13 @@
 Torch finds it by its name where mpitrain is installed, and loads it when it is asked
 for; importing this module does the same.
 
-    backend     what torch asks for; `group` has what the ranks of a group share
+    backend     made by torch for each group, of `members`; `support`: which torch can
+    operations  what torch calls; `group` has what the ranks of a group share
+    line        the order of operations; `works`: what is handed out for one
     on_node     collectives through shared memory: `board`; `sharing` makes one
     over_mpi    collectives through MPI; `points`: messages
-    reductions  how tensors become one
-    line        the order of operations; `works`: what is handed out for one
+    reductions  how tensors become one; `tensors`: in host memory, without gaps
+    failures    what goes wrong; `whereabouts`: who is missing
 """
 
 from __future__ import annotations

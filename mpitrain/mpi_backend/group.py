@@ -20,6 +20,7 @@ from mpitrain.mpi_backend.reductions import Reduction
 from mpitrain.mpi_backend.sharing import share_memory
 from mpitrain.mpi_backend.tensors import in_line
 from mpitrain.mpi_backend.whereabouts import tell
+from mpitrain.topology import has_thread_multiple
 
 SPINS = 200
 """How often a rank with a core of its own looks before it sleeps: some 0.1 ms, in which
@@ -58,7 +59,7 @@ class Group:
         self.rank: int = comm.rank
         self.size: int = comm.size
         self.name = name
-        has_threads = MPI.Query_thread() >= MPI.THREAD_MULTIPLE
+        has_threads = has_thread_multiple()
         if not has_threads and self.rank == 0:
             logger.warning(
                 "MPI was started without MPI_THREAD_MULTIPLE: asynchronous operations "

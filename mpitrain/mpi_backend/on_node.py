@@ -10,6 +10,7 @@ what `Board.meet` raises, and a GroupError where one rank's own tensors do not f
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 
 import torch
@@ -23,6 +24,9 @@ DIRECT_BYTES = 256 << 10
 
 DIRECT_BYTES_OF_ALL = 2 << 20
 """The same for what all ranks have together."""
+
+LATER_SECONDS = 5.0
+"""How much longer than others a rank waits for those that are in MPI for it."""
 
 _ALIGNED = 64
 """Pieces begin on a cache line, in bytes."""
@@ -109,10 +113,16 @@ class OnNode:
         Between two meetings a rank reads the result of one chunk, combines its piece of
         the next, and writes what others need of the one after it.
         """
+        seconds = deadline - time.monotonic()
         step = self.board.per_rank // data.itemsize
         chunks = list(torch.split(data, step)) if data.numel() else [data]
         rows = self._write_all_but_mine(chunks[0])
         self.board.meet(what, deadline)
+        opens_by = deadline
+        if not self._is_alone:
+            # Who combines for us over the nodes came later, perhaps, and gives up then;
+            # it knows more of who is missing, and must be the first to tell.
+            opens_by = time.monotonic() + seconds + LATER_SECONDS
         for number, chunk in enumerate(chunks):
             mine = self._piece(chunk)
             if mine.start < mine.stop:
@@ -122,7 +132,7 @@ class OnNode:
             results = rows[-1]
             if number + 1 < len(chunks):
                 rows = self._write_all_but_mine(chunks[number + 1])
-            self.board.meet(what, deadline)
+            self.board.meet(what, opens_by)
             if out is not None:
                 out[number * step : number * step + chunk.numel()].copy_(results)
 

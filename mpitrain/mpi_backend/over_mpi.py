@@ -1,9 +1,9 @@
 """Collectives through MPI: between nodes, and where ranks share no memory.
 
 All are MPI's non-blocking ones, tested until they are done: a rank sleeps between
-tests, and can give up. Large tensors go in chunks, some at a time, so that one is
-combined while others are on their way. Bytes are carried as bytes, in messages below
-2 GiB, which every MPI can.
+tests, and can give up. Large tensors are combined, and given to all, in chunks, some at
+a time, so that one is combined while others are on their way. Bytes are carried as
+bytes, in messages below 2 GiB, which every MPI can.
 
 Collective over the communicator, all of them; `deadline` is on the monotonic clock;
 they raise a GroupError where it passes.
@@ -36,7 +36,7 @@ EAGER_SECONDS = 0.0005
 """How long a rank tests without sleeping."""
 
 BUSY_SECONDS = 0.00005
-"""A test that took longer has moved bytes: who sleeps now lets the wire run dry."""
+"""A test that took longer has moved bytes, perhaps: a long sleep lets wires run dry."""
 
 _SLEEP_SECONDS = (0.00002, 0.001)
 """Between two tests, the first and the longest."""
@@ -89,7 +89,7 @@ def _test_until_done(
             raise GroupError(f"{what} was not done before its timeout ended")
         if now > asked + BUSY_SECONDS:
             pause_seconds = first
-        elif now < began + EAGER_SECONDS:
+        if now < began + EAGER_SECONDS:
             os.sched_yield()
         else:
             time.sleep(pause_seconds)

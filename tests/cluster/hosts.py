@@ -34,6 +34,7 @@ PREFIX = "mpitrain-"
 FOLDER_PREFIX = "mpitrain-hosts-"
 OVERLAYS = Path("/etc/netns")
 AUTOGROUP = Path("/proc/sys/kernel/sched_autogroup_enabled")
+AUTOGROUP_BEFORE = Path("/run/mpitrain-virtual-hosts.autogroup")
 LOCK = Path("/run/mpitrain-virtual-hosts.lock")
 LOCK_SECONDS = 600
 NOT_INHERITED = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "SLURM_", "PBS_", "MPI")
@@ -238,12 +239,18 @@ def _cores_for_all() -> Iterator[None]:
     if not os.access(AUTOGROUP, os.W_OK):
         yield
         return
-    before = AUTOGROUP.read_text()
+    AUTOGROUP_BEFORE.write_text(AUTOGROUP.read_text())
     AUTOGROUP.write_text("0")
     try:
         yield
     finally:
-        AUTOGROUP.write_text(before)
+        _share_cores_as_before()
+
+
+def _share_cores_as_before() -> None:
+    if AUTOGROUP_BEFORE.exists():
+        AUTOGROUP.write_text(AUTOGROUP_BEFORE.read_text())
+        AUTOGROUP_BEFORE.unlink()
 
 
 def _take(lock: TextIO) -> None:
@@ -262,6 +269,7 @@ def _take(lock: TextIO) -> None:
 
 def sweep() -> None:
     """End every process in our namespaces, by its id, and remove what we made."""
+    _share_cores_as_before()
     listed = ip("netns", "list").split("\n")
     spaces = [line.split()[0] for line in listed if line.startswith(PREFIX)]
     for number, seconds in ((signal.SIGTERM, 2.0), (signal.SIGKILL, 5.0)):

@@ -16,7 +16,12 @@ exec "$0" -m mpi4py -m pytest -x -q --with-mpi --color=no "$@" \
 """
 """A log for each rank: what a rank says as it ends the others would be lost."""
 
-TABLES = ("test_collectives.py", "test_groups.py", "test_parallel_training.py")
+TABLES = (
+    "test_collectives.py",
+    "test_groups.py",
+    "test_group_failures.py",
+    "test_parallel_training.py",
+)
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,23 @@
-"""The roads that a group of the mpi4py backend may take, chosen as it is made."""
+"""Groups of the mpi4py backend, and the roads that one may take as it is made."""
 
 from __future__ import annotations
 
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
+
+import mpitrain.mpi_backend  # noqa: F401 - registers it
+
+
+def group_of(
+    ranks: list[int] | None = None, seconds: float = 30.0, **more: object
+) -> dist.ProcessGroup:
+    """Make a group."""
+    timeout = timedelta(seconds=seconds)
+    return dist.new_group(ranks, timeout=timeout, backend="mpi4py", **more)
 
 
 def without_shared_memory(patch: pytest.MonkeyPatch) -> None:
@@ -19,3 +32,18 @@ def on_two_nodes(patch: pytest.MonkeyPatch, rank: int) -> None:
     from mpitrain.mpi_backend import sharing
 
     patch.setattr(sharing, "_machine", lambda: [f"node{rank % 2}"])
+
+
+def in_small_pieces(patch: pytest.MonkeyPatch) -> None:
+    """Let large tensors be those of some 64 kB."""
+    from mpitrain.mpi_backend import over_mpi, sharing
+
+    patch.setattr(sharing, "MOST_PER_RANK", sharing.LEAST_PER_RANK)
+    patch.setattr(sharing, "MOST_WITH_CORES", sharing.LEAST_PER_RANK)
+    patch.setattr(over_mpi, "CHUNK_BYTES", 4 << 10)
+
+
+def has_shared_memory_of_a_part(group: dist.ProcessGroup) -> bool:
+    """Whether some ranks of a group share memory, and not all."""
+    node = group._get_backend(torch.device("cpu"))._group._node
+    return node is not None and node.size < group.size()

@@ -7,7 +7,7 @@ gloo knows the type, its answer is asked for, too.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 
 import pytest
@@ -38,18 +38,26 @@ OPS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 }
 
 SIZES = (0, 1, 5, 1000, 100_003)
-"""Of one element, of a few, of one meeting, and of several chunks."""
+"""Of one element, of a few, of one meeting, and of several chunks in small rooms."""
 
 
-@pytest.fixture(scope="module", params=["as-it-is", "MPI-alone", "two-nodes"])
-def ours(world: World, request: pytest.FixtureRequest) -> dist.ProcessGroup:
+ROADS = ("as-it-is", "small-room", "MPI-alone", "two-nodes")
+
+
+@pytest.fixture(scope="module", params=ROADS)
+def ours(world: World, request: pytest.FixtureRequest) -> Iterator[dist.ProcessGroup]:
     """All ranks, by the mpi4py backend, on each of its roads."""
     with pytest.MonkeyPatch.context() as patch:
+        if request.param != "as-it-is":
+            roads.in_small_pieces(patch)
         if request.param == "MPI-alone":
             roads.without_shared_memory(patch)
         if request.param == "two-nodes":
             roads.on_two_nodes(patch, world.rank)
-        return dist.new_group(backend="mpi4py", timeout=timedelta(seconds=60))
+        group = dist.new_group(backend="mpi4py", timeout=timedelta(seconds=60))
+        if request.param == "two-nodes" and world.world_size > 2:
+            assert roads.has_shared_memory_of_a_part(group)
+        yield group
 
 
 @pytest.fixture(scope="module")

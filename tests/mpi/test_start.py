@@ -11,7 +11,7 @@ import pytest
 
 from mpitrain import topology
 from mpitrain.errors import RemoteError, TopologyError, UsageError
-from mpitrain.launch import agreement
+from mpitrain.launch import agreement, devices
 from mpitrain.launch.config import LaunchConfig
 from mpitrain.launch.launcher import Launcher
 from mpitrain.topology import all_or_none, locate, on_rank_zero, wait_for_all
@@ -35,6 +35,24 @@ def test_the_world_is_what_mpi_says(comm: MPI.Intracomm, world: World) -> None:
 def test_what_is_equal_on_all_ranks_is(comm: MPI.Intracomm, world: World) -> None:
     shared = (world.nodes, world.backend, world.master_addr, world.master_port)
     assert len(set(comm.allgather(shared))) == 1
+
+
+@pytest.mark.parametrize("has_threads", [True, False])
+def test_nodes_talk_by_gloo_where_mpi_has_no_threads(
+    comm: MPI.Intracomm,
+    apart: World,
+    has_threads: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(devices, "has_thread_multiple", lambda: has_threads)
+    found = devices.settle(comm, apart, LaunchConfig(device="cpu"), {})
+    rather = apart.world_size > 1 and not has_threads
+    assert found.backend == ("gloo" if rather else "mpi4py")
+    said = "MPI_THREAD_MULTIPLE: gloo instead" in caplog.text
+    assert said == (rather and apart.is_rank_zero)
+    asked = LaunchConfig(device="cpu", backend="mpi4py")
+    assert devices.settle(comm, apart, asked, {}).backend == "mpi4py"
 
 
 def test_local_ranks_ascend_with_the_rank(comm: MPI.Intracomm) -> None:
