@@ -36,7 +36,10 @@ EAGER_SECONDS = 0.0005
 """How long a rank tests without sleeping."""
 
 BUSY_SECONDS = 0.00005
-"""A test that took longer has moved bytes, perhaps: a long sleep lets wires run dry."""
+"""A test that took longer has moved bytes, perhaps: who sleeps lets wires run dry."""
+
+BUSY_EAGER_SECONDS = 0.1
+"""How long a rank tests without sleeping where tests are busy; for each chunk anew."""
 
 _SLEEP_SECONDS = (0.00002, 0.001)
 """Between two tests, the first and the longest."""
@@ -87,9 +90,10 @@ def _test_until_done(
         now = time.monotonic()
         if now > deadline:
             raise GroupError(f"{what} was not done before its timeout ended")
-        if now > asked + BUSY_SECONDS:
+        is_busy = now > asked + BUSY_SECONDS
+        if is_busy:
             pause_seconds = first
-        if now < began + EAGER_SECONDS:
+        if now < began + (BUSY_EAGER_SECONDS if is_busy else EAGER_SECONDS):
             os.sched_yield()
         else:
             time.sleep(pause_seconds)
