@@ -279,7 +279,7 @@ def for_host_memory(asked: Backend, why_not: str) -> tuple[str, str]:
     if why_not and asked == "mpi4py":
         raise agreed(
             TopologyError(
-                f"--backend mpi4py: {why_not}.\nExpected torch 2.15 or newer: pip "
+                f"--backend mpi4py: {why_not}.\nExpected torch 2.14 or newer: pip "
                 "install -U torch, or take --backend gloo"
             )
         )

@@ -6,7 +6,7 @@ from __future__ import annotations
 def why_not_ours() -> str:
     """Say why the mpi4py backend cannot run here; ``""``: it can.
 
-    Torch before 2.15 has the class that a backend derives from, but no constructor of
+    Torch before 2.14 has the class that a backend derives from, but no constructor of
     it for Python (tried: 2.11 and 2.13).
     """
     import torch
