@@ -102,10 +102,8 @@ class Message(Operation):
     def _arrive(self) -> None:
         if not self._is_received:
             return
-        found, expected = (
-            self._status.Get_elements(MPI.BYTE),
-            self._host.bytes[0].numel(),
-        )
+        found = self._status.Get_elements(MPI.BYTE)
+        expected = self._host.bytes[0].numel()
         if found != expected:
             raise GroupError(f"{self._what}: {found} bytes came, expected {expected}")
         self._host.write_back()
