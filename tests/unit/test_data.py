@@ -10,9 +10,21 @@ import pytest
 import torch
 
 from mpitrain.data import sharding
+from mpitrain.data.config import DataConfig
 from mpitrain.data.sources import InMemory, digits, load_data
 from mpitrain.errors import DataError, UsageError
+from mpitrain.launch.shared import Alone
 from mpitrain.plugins import call_with_known, load_reference
+from mpitrain.world import Node, World
+
+LONE = World(
+    rank=0,
+    world_size=1,
+    local_rank=0,
+    local_world_size=1,
+    node_rank=0,
+    nodes=(Node(hostname="here", ranks=(0,)),),
+)
 
 FOLDER = Path(__file__).parents[2] / "mpitrain" / "data" / "digits"
 
@@ -23,7 +35,7 @@ def test_the_digits_are_the_real_ones() -> None:
     assert isinstance(data.val, InMemory)
     assert (len(data.train), len(data.val)) == (1437, 360)
     images = torch.cat([data.train.inputs, data.val.inputs])
-    labels = torch.cat([data.train.labels, data.val.labels])
+    labels = torch.cat([data.train.targets, data.val.targets])
     assert images.shape == (1797, 1, 8, 8)
     assert (images.min(), images.max()) == (0.0, 1.0)
     counts = [178, 182, 177, 183, 181, 182, 181, 179, 174, 180]
@@ -54,7 +66,10 @@ def test_every_sample_is_in_one_shard_of_one_step(
     assert len(steps) == sharding.num_steps(1437, global_batch_size)
     seen = []
     for step in steps[-2:]:
-        shards = [sharding.shard_of(step, r, world_size) for r in range(world_size)]
+        shards = [
+            step[slice(*sharding.bounds_of(len(step), r, world_size))]
+            for r in range(world_size)
+        ]
         np.testing.assert_array_equal(np.concatenate(shards), step)
         sizes = [len(shard) for shard in shards]
         assert max(sizes) == sharding.largest_shard(len(step), world_size)
@@ -96,7 +111,7 @@ def empty() -> tuple[list[int], list[int]]:
         (f"{__name__}:no", UsageError, "has no callable 'no'"),
         (f"{__name__}:without_classes", DataError, "neither `classes`"),
         (f"{__name__}:empty", DataError, "has no samples"),
-        (f"{__name__}:not_tensors", DataError, r"tuple of str; expected \(tensor"),
+        (f"{__name__}:not_tensors", DataError, "'tuple'; expected a tensor"),
         (":data", UsageError, "expected package.module:callable"),
         ("builtins:len", UsageError, "wants obj"),
         ("builtins:dict", UsageError, "does not tell what it takes"),
@@ -105,7 +120,7 @@ def empty() -> tuple[list[int], list[int]]:
 )
 def test_data_that_is_none_is_named(name: str, error: type, words: str) -> None:
     with pytest.raises(error, match=words):
-        load_data(name, None)
+        load_data(DataConfig(data=name), seed=1, world=LONE, ranks=Alone())
 
 
 def test_a_callable_is_given_what_it_takes_by_name() -> None:

@@ -1,0 +1,92 @@
+"""Samples held whole in memory; a batch is one gather."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mpitrain.data.samples import Loaded
+from mpitrain.data.sharding import Indices, Share, epoch_order
+
+CACHE_BYTES = 1 << 20
+"""Of samples as the model sees them, that are made ready at once."""
+
+
+class InMemory:
+    """A set whose tensors are at hand, in host memory or on the device.
+
+    Args:
+        inputs: `(N, ...)`, images as uint8 or floating point `(N, C, H, W)`.
+        targets: `(N, ...)`, labels as int64 `(N,)`.
+    """
+
+    may_lack = False
+    is_still = True
+
+    def __init__(self, inputs: Tensor, targets: Tensor) -> None:
+        self.inputs = inputs
+        self.targets = targets
+        self.num_samples: int = len(targets)
+
+    def __len__(self) -> int:
+        """Return the number of samples."""
+        return self.num_samples
+
+    @property
+    def num_bytes(self) -> int:
+        """How much memory it takes."""
+        return sum(t.numel() * t.element_size() for t in (self.inputs, self.targets))
+
+    def to(self, device: torch.device | str) -> InMemory:
+        """Return the same set on another device."""
+        return InMemory(self.inputs.to(device), self.targets.to(device))
+
+    def order(self, seed: int, epoch: int) -> Indices:
+        """Return the order of an epoch."""
+        return epoch_order(self.num_samples, seed, epoch)
+
+    def example(self) -> Loaded:
+        """Return the first sample."""
+        return self.batch(np.zeros(1, np.int64))
+
+    def batch(self, indices: Indices) -> Loaded:
+        """Gather some samples."""
+        chosen = torch.from_numpy(indices).to(self.inputs.device, non_blocking=True)
+        return Loaded(
+            self.inputs.index_select(0, chosen),
+            self.targets.index_select(0, chosen),
+            indices,
+        )
+
+    def groups(
+        self, asked: Iterable[Indices], bytes_of_sample: int
+    ) -> Iterator[list[Indices]]:
+        """Join batches that are small, as long as they fit into a processor's cache.
+
+        Args:
+            asked: The batches.
+            bytes_of_sample: What a sample takes, as the model sees it.
+        """
+        most = max(1, CACHE_BYTES // max(bytes_of_sample, 1))
+        group: list[Indices] = []
+        num_rows = 0
+        for indices in asked:
+            if group and num_rows + len(indices) > most:
+                yield group
+                group, num_rows = [], 0
+            group.append(indices)
+            num_rows += len(indices)
+        if group:
+            yield group
+
+    def batches(self, share: Share, epoch: int) -> Iterator[Loaded]:
+        """Gather batches, each when it is wanted."""
+        del epoch  # nothing here is random
+        for indices in share:
+            yield self.batch(indices)
+
+    def close(self) -> None:
+        """Do nothing: nobody reads ahead."""

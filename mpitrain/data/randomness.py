@@ -1,0 +1,101 @@
+"""Random numbers that belong to a sample, not to the process that handles it.
+
+They are made from the seed, the epoch and the sample's number alone: the same on any
+rank, in any worker, on any device. So augmentation does not depend on the number of
+ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import random
+from collections.abc import Iterator
+
+import numpy as np
+import numpy.typing as npt
+
+from mpitrain.data.sharding import Indices
+
+_STEP = np.uint64(0x9E3779B97F4A7C15)
+
+
+def uniform(
+    seed: int, epoch: int, indices: Indices, num: int, purpose: str
+) -> npt.NDArray[np.float64]:
+    """Return random numbers for samples.
+
+    Args:
+        seed: The run's.
+        epoch: The epoch's number.
+        indices: The samples' numbers, int64 `(N,)`.
+        num: How many numbers each sample wants.
+        purpose: What they are for; numbers for two purposes are independent.
+
+    Returns:
+        float64 `(N, num)`, at least 0 and less than 1.
+
+    >>> uniform(1, 1, np.array([5, 6]), 2, "flip").round(3)
+    array([[0.309, 0.295],
+           [0.33 , 0.604]])
+    >>> uniform(1, 1, np.array([6]), 2, "flip").round(3)
+    array([[0.33 , 0.604]])
+    """
+    key = _key(seed, epoch, purpose)
+    with np.errstate(over="ignore"):
+        columns = np.arange(num, dtype=np.uint64)
+        counters = indices.astype(np.uint64)[:, None] * np.uint64(num) + columns
+        bits = _mixed(_mixed(counters * _STEP + key) + key)
+    return np.asarray((bits >> np.uint64(11)).astype(np.float64) * 2.0**-53)
+
+
+@functools.lru_cache(maxsize=64)
+def seed_of_rank(seed: int, rank: int) -> int:
+    """Return a seed of a rank's own, which no rank of another run has, either.
+
+    >>> seed_of_rank(1, 1) == seed_of_rank(2, 0)
+    False
+    """
+    return int(_key(seed, rank, "rank")[0] >> np.uint64(1))
+
+
+def _key(seed: int, epoch: int, purpose: str) -> npt.NDArray[np.uint64]:
+    """Mix what all samples of an epoch have in common, uint64 `(1,)`."""
+    key = np.zeros(1, np.uint64)
+    with np.errstate(over="ignore"):
+        for part in (seed, epoch, *purpose.encode()):
+            key = _mixed((key ^ np.uint64(part)) + _STEP)
+    return key
+
+
+def _mixed(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """Mix bits as SplitMix64 does (Steele, Lea, Flood: OOPSLA 2014)."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+@contextlib.contextmanager
+def seeded(seed: int, epoch: int, index: int) -> Iterator[None]:
+    """Give the generators of torch, numpy and Python a sample's seed for a while.
+
+    For data sets of one's own, whose transforms draw from them.
+
+    Args:
+        seed: The run's.
+        epoch: The epoch's number.
+        index: The sample's number.
+    """
+    import torch
+
+    of_sample = int(uniform(seed, epoch, np.array([index]), 1, "sample")[0, 0] * 2**32)
+    before = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    random.seed(of_sample)
+    np.random.seed(of_sample)
+    torch.default_generator.manual_seed(of_sample)
+    try:
+        yield
+    finally:
+        random.setstate(before[0])
+        np.random.set_state(before[1])
+        torch.set_rng_state(before[2])

@@ -1,0 +1,80 @@
+"""The flags of `bench`."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from tyro.conf import arg
+
+from mpitrain.errors import UsageError
+
+WRITTEN = ("folder", "hdf5", "hdf5-pixels", "shards", "memory")
+"""Formats that are written to be timed, where no files are named."""
+
+FILES = (
+    "folder",
+    "hdf5",
+    "shards",
+    "mnist",
+    "fashion-mnist",
+    "cifar10",
+    "cifar100",
+)
+"""Formats whose files can be named."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchDataConfig:
+    """Time the loading of samples alone, by format and by number of workers."""
+
+    data: Annotated[tuple[str, ...], arg(metavar="NAME [NAME ...]")] = ()
+    """Which: folder, hdf5, hdf5-pixels, shards, memory; default: all. They are written
+    for it, into a temporary folder: the same random JPEG images in each format;
+    hdf5-pixels and memory hold them decoded. With --data-dir one of folder, hdf5,
+    shards, mnist, fashion-mnist, cifar10, cifar100."""
+    data_dir: Path | None = None
+    """Folder or file of a data set to time; its training part is read."""
+    image_size: int | None = None
+    """Height and width in pixels of the images as a model sees them. Default: 224, or
+    those of the set."""
+    num_workers: Annotated[tuple[int, ...], arg(metavar="N [N ...]")] = (0, 1, 2)
+    """Processes that read ahead; 0: the one that trains. What is in memory needs
+    none."""
+    batch_size: int = 64
+    """Samples of a batch."""
+    samples: int = 512
+    """Images to write; of no use with --data-dir."""
+    seconds: float = 5.0
+    """How long each pair of format and number of workers is timed."""
+    output: Path | None = None
+    """File to write the figures to, as JSON."""
+
+    def __post_init__(self) -> None:
+        known = WRITTEN if self.data_dir is None else FILES
+        for name in self.data:
+            if name not in known:
+                where = "without" if self.data_dir is None else "with"
+                raise UsageError(
+                    f"--data {name!r} cannot be timed {where} --data-dir; expected "
+                    f"{', '.join(known)}"
+                )
+        if self.data_dir is not None and len(self.data) != 1:
+            raise UsageError(
+                f"--data-dir {self.data_dir}: which format is it? Expected one name "
+                f"after --data, found {len(self.data)}: {', '.join(FILES)}"
+            )
+        if not self.num_workers:
+            raise UsageError("--num-workers: expected a number, found none")
+        for flag, value, least in (
+            ("--image-size", self.image_size, 1),
+            ("--num-workers", min(self.num_workers), 0),
+            ("--batch-size", self.batch_size, 1),
+            ("--samples", self.samples, 1),
+        ):
+            if value is not None and value < least:
+                raise UsageError(f"{flag} must be at least {least}, found {value!r}")
+        if not 0 < self.seconds < math.inf:
+            raise UsageError(f"--seconds must be above 0, found {self.seconds!r}")

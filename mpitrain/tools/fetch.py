@@ -1,0 +1,93 @@
+"""`python -m mpitrain fetch`: data sets and weights from the internet. Needs no MPI."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from tyro.conf import Positional, arg
+
+from mpitrain.data.config import DATA_DIR
+from mpitrain.errors import UsageError
+
+DATA_SETS = ("mnist", "fashion-mnist", "cifar10", "cifar100")
+
+KNOWN = (
+    f"Expected one or more of {', '.join(DATA_SETS)}, or a model with weights to "
+    "download, as --model names it: resnet50, timm:NAME, hub:REPO:ENTRY"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FetchConfig:
+    """Download data sets and weights where there is internet: jobs then need none."""
+
+    names: Annotated[
+        Positional[tuple[str, ...]],
+        arg(metavar="NAME [NAME ...]", help_behavior_hint=""),
+    ] = ()
+    """Which: mnist, fashion-mnist, cifar10, cifar100; or a model by its --model."""
+    data_dir: Path = DATA_DIR
+    """Folder to put data sets in; trainings are then given the same."""
+    mirror: str | None = None
+    """Address of a folder with copies of the files (http, https or file:///). Default:
+    the addresses that torchvision knows."""
+    weights: str = "default"
+    """Which weights of a model, as --weights names them. default: its best."""
+
+    def __post_init__(self) -> None:
+        if not self.names:
+            raise UsageError(f"fetch which? {KNOWN}")
+
+
+def fetch(config: FetchConfig) -> None:
+    """Fetch what is not there yet, look at it, and print a line for each name.
+
+    Args:
+        config: What to fetch, and where to.
+
+    Raises:
+        UsageError: A name is not known, or the mirror is no address.
+        DataError: It cannot be had, or is broken.
+    """
+    for name in config.names:
+        if name not in DATA_SETS:
+            _check_model(name, config)
+    for name in config.names:
+        get = _data_set if name in DATA_SETS else _model
+        print(f"{name}: {get(name, config)}", flush=True)
+
+
+def _data_set(name: str, config: FetchConfig) -> str:
+    """Fetch a data set; tell where it is and what is in it."""
+    from mpitrain.data import fetching
+
+    fetching.fetch(name, config.data_dir, config.mirror)
+    reader = fetching.FORMATS[name]
+    table = reader.read(name, config.data_dir)
+    train, val = (len(table.arrays[f"{part}_labels"]) for part in ("train", "val"))
+    return (
+        f"{reader.find(name, config.data_dir)}, {train} samples to train and {val} to "
+        f"validate, {len(table.classes)} classes"
+    )
+
+
+def _check_model(name: str, config: FetchConfig) -> None:
+    """Refuse what is no model, before anything is downloaded."""
+    from mpitrain.models.fetch import is_cached, is_own
+
+    if is_own(name):
+        raise UsageError(f"fetch {name!r}: it has no weights to download. {KNOWN}")
+    try:
+        is_cached(name, config.weights)
+    except UsageError as error:
+        raise UsageError(f"fetch {name!r} is not known. {KNOWN}\n{error}") from None
+
+
+def _model(name: str, config: FetchConfig) -> str:
+    """Fetch a model's weights into the cache of its library; tell which."""
+    from mpitrain.models.fetch import fetch_weights
+
+    fetch_weights(name, config.weights, progress=True)
+    return f"weights {config.weights} are in the cache"

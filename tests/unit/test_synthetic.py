@@ -1,0 +1,63 @@
+"""Synthetic images: the same from the same seed, and such that a network can learn."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from mpitrain.data import synthetic
+from mpitrain.errors import UsageError
+
+
+@pytest.mark.parametrize(
+    ("num_samples", "num_classes", "image_size", "num_val"),
+    [(64, 10, 8, 16), (5, 3, 1, 1), (10, 2, 33, 2)],
+)
+def test_the_set_has_the_size_asked_for(
+    num_samples: int, num_classes: int, image_size: int, num_val: int
+) -> None:
+    table = synthetic.make(num_samples, num_classes, image_size)
+    for part, count in (("train", num_samples), ("val", num_val)):
+        inputs, labels = table.arrays[f"{part}_inputs"], table.arrays[f"{part}_labels"]
+        assert inputs.shape == (count, 3, image_size, image_size)
+        assert inputs.dtype == np.uint8
+        assert labels.shape == (count,)
+        assert labels.dtype == np.int64
+    assert len(table.classes) == num_classes
+    counts = np.bincount(table.arrays["train_labels"], minlength=num_classes)
+    assert counts.max() - counts.min() <= 1
+
+
+def test_the_seed_decides_every_pixel() -> None:
+    first, again = synthetic.make(20, 4, 8, seed=3), synthetic.make(20, 4, 8, seed=3)
+    assert first.digest() == again.digest()
+    assert first.digest() != synthetic.make(20, 4, 8, seed=4).digest()
+    train, val = first.arrays["train_inputs"], first.arrays["val_inputs"]
+    assert not any((image == val).all(axis=(1, 2, 3)).any() for image in train)
+
+
+def test_more_classes_than_samples_are_refused() -> None:
+    with pytest.raises(UsageError, match=r"found 4 samples for 10 classes; .*--synth"):
+        synthetic.make(4, 10, 8)
+
+
+def test_a_small_convnet_learns_it() -> None:
+    table = synthetic.make(256, 10, 16)
+    arrays = {name: torch.from_numpy(array) for name, array in table.arrays.items()}
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(
+        torch.nn.Conv2d(3, 16, 3, stride=2),
+        torch.nn.ReLU(),
+        torch.nn.AdaptiveAvgPool2d(4),
+        torch.nn.Flatten(),
+        torch.nn.Linear(256, 10),
+    )
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    for _ in range(60):
+        optimizer.zero_grad()
+        scores = model(arrays["train_inputs"] / 255)
+        torch.nn.functional.cross_entropy(scores, arrays["train_labels"]).backward()
+        optimizer.step()
+    guessed = model(arrays["val_inputs"] / 255).argmax(dim=1)
+    assert (guessed == arrays["val_labels"]).float().mean() > 0.9

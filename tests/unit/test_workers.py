@@ -1,0 +1,57 @@
+"""The processes that read ahead: what they must not disturb, and what not them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from mpitrain.data.workers import loader_of
+
+READS = """
+import sys, tempfile, torch
+from mpitrain.data.workers import context_of, loader_of
+if __name__ == "__main__":
+    samples = [torch.full((3,), float(i)) for i in range(8)]
+    context = context_of(sys.argv[1])
+    loader = loader_of(
+        samples, batch_size=2, num_workers=2, multiprocessing_context=context
+    )
+    print(sum(float(batch.sum()) for batch in loader), len(tempfile.gettempdir()))
+"""
+
+
+@pytest.mark.parametrize("method", ["fork", "forkserver"])
+@pytest.mark.parametrize("num_bytes", [20, 76, 77, 200])
+def test_workers_hand_over_what_they_read_however_long_tmpdir_is(
+    method: str, num_bytes: int, tmp_path: Path
+) -> None:
+    folder = Path("/tmp") / f"t{os.getpid()}{'x' * 200}"[: num_bytes - 5]
+    folder.mkdir()
+    script = tmp_path / "reads.py"
+    script.write_text(READS)
+    before = set(Path("/tmp").glob("pymp-*"))
+    try:
+        done = subprocess.run(
+            ["timeout", "-k", "5", "60", sys.executable, str(script), method],
+            env={**os.environ, "TMPDIR": str(folder)},
+            check=False,
+            capture_output=True,
+            text=True,
+        )
+        assert not list(folder.iterdir())
+        assert set(Path("/tmp").glob("pymp-*")) <= before
+    finally:
+        folder.rmdir()
+    assert done.stdout.split() == ["84.0", str(len(str(folder)))], done.stderr
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_to_read_draws_no_random_number_of_the_rank(num_workers: int) -> None:
+    before = torch.get_rng_state()
+    assert len(list(loader_of(list(range(3)), num_workers=num_workers))) == 3
+    assert torch.equal(torch.get_rng_state(), before)
