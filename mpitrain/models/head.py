@@ -1,0 +1,151 @@
+"""The head of a model: the layer that turns features into scores of classes."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from mpitrain.errors import DataError
+from mpitrain.models.layers import last_layer
+
+HEAD_NAMES = ("head", "heads", "fc", "classifier")
+
+
+class WithHead(nn.Module):
+    """A bare backbone and a head on top of it.
+
+    Args:
+        backbone: Maps inputs to features `(N, F)`.
+        head: Maps features to scores `(N, num_classes)`.
+    """
+
+    def __init__(self, backbone: nn.Module, head: nn.Module) -> None:
+        super().__init__()
+        self.backbone = backbone
+        self.head = head
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Map inputs to scores `(N, num_classes)`."""
+        return self.head(self.backbone(inputs))  # type: ignore[no-any-return]
+
+
+class Features(nn.Module):
+    """A model up to its head: maps inputs to the tensor that the head receives.
+
+    The head still runs, and its weights are among the parameters: whoever freezes these
+    must let the head's learn again.
+
+    Args:
+        model: Any model that calls its head once; kept, not copied.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self.head_name, _ = head_of(model)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Map inputs to what the head of the model receives for them, `(N, ..., F)`.
+
+        Raises:
+            DataError: The model did not call its head exactly once, with one tensor.
+        """
+        received: list[tuple[object, ...]] = []
+        head = self.model.get_submodule(self.head_name)
+        hook = head.register_forward_pre_hook(lambda _, args: received.append(args))
+        try:
+            self.model(inputs)
+        finally:
+            hook.remove()
+        if len(received) == 1 and len(received[0]) == 1:
+            features = received[0][0]
+            if isinstance(features, Tensor):
+                return features
+        raise DataError(
+            f"{type(self.model).__name__} called its head {self.head_name!r} "
+            f"{len(received)} times; expected once, with one tensor, to train the head "
+            "on features.\nName another by an attribute of the model: "
+            "head_name = 'name.of.the.module'"
+        )
+
+
+def head_of(model: nn.Module) -> tuple[str, nn.Module]:
+    """Find the head of a model: the layer that is trained alone on a frozen backbone.
+
+    It is what the model's attribute `head_name` says; what timm's `get_classifier`
+    says; the last linear layer in its attribute `head`, `heads`, `fc` or `classifier`;
+    or its last linear layer of all.
+
+    Args:
+        model: Any model.
+
+    Returns:
+        The head's name among the model's modules, and the head.
+
+    Raises:
+        DataError: There is none.
+
+    >>> head_of(nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2)))
+    ('2', Linear(in_features=3, out_features=2, bias=True))
+    """
+    said = getattr(model, "head_name", None)
+    if isinstance(said, str):
+        try:
+            return said, model.get_submodule(said)
+        except AttributeError:
+            raise DataError(
+                f"{type(model).__name__} says head_name = {said!r}, but has no module "
+                "of that name; expected one of its named_modules()"
+            ) from None
+    if callable(told := getattr(model, "get_classifier", None)):
+        classifier = told()
+        for name, module in model.named_modules():
+            if module is classifier and name and list(module.parameters()):
+                return name, module
+    for name in HEAD_NAMES:
+        part = getattr(model, name, None)
+        if isinstance(part, nn.Module) and (found := last_layer(part, name)):
+            return found
+    found = last_layer(model)
+    if found is None or not isinstance(found[1], nn.Linear) or not found[0]:
+        raise DataError(
+            f"{type(model).__name__} has no head: expected a linear layer, best under "
+            "the name head, fc or classifier, or an attribute that names the module: "
+            "head_name = 'name.of.the.module'"
+        )
+    return found
+
+
+def split_head(model: nn.Module, inputs: Tensor) -> tuple[Features, nn.Module] | None:
+    """Split a model into features and head, so that ``head(features(x)) == model(x)``.
+
+    Tried out on `inputs`, in evaluation mode. In training mode, layers such as dropout
+    before the head belong to the features.
+
+    Args:
+        model: Any model; kept, not copied, its mode left as it is.
+        inputs: One or more inputs, on the model's device.
+
+    Returns:
+        Features and head; ``None`` if the model does more after its head, as squeezenet
+        does, or calls it otherwise than once with one tensor.
+
+    Raises:
+        DataError: The model has no head.
+    """
+    features = Features(model)
+    _, head = head_of(model)
+    made: list[object] = []
+    training = model.training
+    model.eval()
+    hook = head.register_forward_hook(lambda _, _args, output: made.append(output))
+    try:
+        with torch.no_grad():
+            output = model(inputs)
+            features(inputs)
+    except DataError:
+        return None
+    finally:
+        hook.remove()
+        model.train(training)
+    return (features, head) if made and output is made[0] else None
