@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
 
-from mpitrain.record.events import Epoch, Listener
+from mpitrain.record.events import Epoch, Listener, StepRow
 from mpitrain.world import World, in_runs
 
 if TYPE_CHECKING:
@@ -45,6 +45,9 @@ class Lines:
     def step_done(self, step: int) -> None:
         """Say nothing."""
 
+    def rows_done(self, rows: Sequence[StepRow]) -> None:
+        """Say nothing."""
+
     def epoch_done(self, epoch: Epoch) -> None:
         """Print the epoch's line."""
         self.say(epoch_line(epoch, self._num_epochs))
@@ -53,12 +56,13 @@ class Lines:
 class Bar(Lines):
     """A progress bar over all steps, with the epochs' lines above it."""
 
-    def __init__(self, num_epochs: int, num_steps: int) -> None:
+    def __init__(self, num_epochs: int, num_steps: int | None, done: int) -> None:
         super().__init__(num_epochs)
         from tqdm import tqdm
 
         self._bar: tqdm[Any] = tqdm(
             total=num_steps,
+            initial=done,
             unit="step",
             file=sys.stdout,
             ncols=terminal_columns(),
@@ -81,20 +85,24 @@ class Bar(Lines):
 
 
 def open_console(
-    progress: Literal["auto", "bar", "lines"], num_epochs: int, num_steps: int
+    progress: Literal["auto", "bar", "lines"],
+    num_epochs: int,
+    num_steps: int | None,
+    done: int = 0,
 ) -> Console:
     """Choose how to show progress.
 
     Args:
         progress: What was asked; ``"auto"``: a bar where a person watches.
         num_epochs: Epochs of the training.
-        num_steps: Steps of the training.
+        num_steps: Steps of the training; ``None``: not known.
+        done: Steps that earlier jobs have done.
 
     Returns:
         The console.
     """
     if progress == "bar" or (progress == "auto" and terminal_path() is not None):
-        return Bar(num_epochs, num_steps)
+        return Bar(num_epochs, num_steps, done)
     return Lines(num_epochs)
 
 
@@ -194,9 +202,30 @@ def epoch_line(epoch: Epoch, num_epochs: int) -> str:
     """Word what an epoch came to, in fixed fields."""
     width = len(str(num_epochs))
     rate = epoch.train_samples / epoch.steps_seconds
-    return (
-        f"epoch {epoch.epoch:{width}}/{num_epochs} | step {epoch.step} | "
-        f"train_loss {epoch.train_loss:.4f} | val_loss {epoch.val_loss:.4f} | "
-        f"val_accuracy {epoch.val_accuracy:.2%} | {epoch.epoch_seconds:.2f} s | "
-        f"{rate:,.0f} samples/s"
+    losses = {"train_loss": epoch.train_loss}
+    losses |= {f"val_{name}": value for name, value in epoch.values.items()}
+    fields = [
+        f"{epoch.stage if epoch.stage != 'train' else 'epoch'} "
+        f"{epoch.epoch:{width}}/{num_epochs}",
+        f"step {epoch.step}",
+        in_words(losses),
+        f"{epoch.epoch_seconds:.2f} s",
+        f"{rate:,.0f} samples/s",
+    ]
+    if epoch.skipped_samples:
+        fields.append(f"{epoch.skipped_samples} samples skipped")
+    if epoch.skipped_steps:
+        fields.append(f"{epoch.skipped_steps} steps skipped")
+    return " | ".join(fields)
+
+
+def in_words(values: Mapping[str, float]) -> str:
+    """Show values by name, shares as per cent.
+
+    >>> in_words({"val_loss": 0.25, "val_accuracy": 0.5})
+    'val_loss 0.2500 | val_accuracy 50.00%'
+    """
+    return " | ".join(
+        f"{name} {value:.2%}" if name.endswith("accuracy") else f"{name} {value:.4f}"
+        for name, value in values.items()
     )

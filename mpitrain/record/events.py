@@ -2,33 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepRow:
+    """What one step came to. Equal on all ranks."""
+
+    epoch: int
+    """Its epoch, from 1."""
+    step: int
+    """Its number, from 1, over all epochs."""
+    loss: float
+    """Mean loss per sample, before the step's update."""
+    lr: float
+    """Its learning rate."""
+    gradient_norm: float
+    """Of the mean loss's gradient, before it was shortened."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Epoch:
     """What one epoch came to. Equal on all ranks, but for the time."""
 
+    stage: str
+    """``train``, ``probe`` or ``finetune``."""
     epoch: int
-    """From 1."""
+    """From 1, over all stages."""
     step: int
     """Steps done since the start of the training."""
-    step_losses: tuple[float, ...]
-    """Mean loss per sample of each of its steps, before the step's update, in nats."""
-    learning_rates: tuple[float, ...]
-    """The learning rate of each of its steps."""
     train_loss: float
-    """Mean of the loss over its samples, as they were trained on, in nats."""
+    """Mean of the loss over its samples, as they were trained on."""
     train_samples: int
     """Samples trained on, counted over all ranks."""
-    val_loss: float
-    """Mean loss per validation sample, on the weights at the epoch's end, in nats."""
-    val_accuracy: float
-    """Share of the validation samples whose class was found, 0 to 1."""
+    values: Mapping[str, float]
+    """Means per validation sample, on the weights at the epoch's end: ``loss``, and
+    what else is told, such as ``accuracy`` (0 to 1)."""
     val_samples: int
     """Validation samples, counted over all ranks."""
+    skipped_samples: int
+    """Samples left out since they could not be read, counted over all ranks."""
+    skipped_steps: int
+    """Steps whose gradient was not finite, and was not applied."""
     steps_seconds: float
     """Wall time of its steps on this rank."""
     epoch_seconds: float
@@ -45,5 +62,21 @@ class Listener(Protocol):
     def step_done(self, step: int) -> None:
         """Hear that step number `step`, from 1, is done."""
 
+    def rows_done(self, rows: Sequence[StepRow]) -> None:
+        """Hear what steps came to: those since the last call, of one epoch."""
+
     def epoch_done(self, epoch: Epoch) -> None:
-        """Hear what an epoch came to."""
+        """Hear what an epoch came to; `rows_done` has told of all its steps."""
+
+
+class Silent:
+    """The listener that wants to hear nothing."""
+
+    def step_done(self, step: int) -> None:
+        """Do nothing."""
+
+    def rows_done(self, rows: Sequence[StepRow]) -> None:
+        """Do nothing."""
+
+    def epoch_done(self, epoch: Epoch) -> None:
+        """Do nothing."""

@@ -11,47 +11,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, TextIO
 
-from mpitrain.errors import UsageError
 from mpitrain.world import place
-
-
-def reserve(runs_dir: Path, name: str | None) -> Path:
-    """Make a new run folder. For one rank of the job.
-
-    Args:
-        runs_dir: Folder of all runs; made if need be.
-        name: The run's name; ``None`` to make one from the date.
-
-    Returns:
-        The folder's absolute path.
-
-    Raises:
-        UsageError: A run of that name exists, or the folder cannot be made.
-    """
-    wanted = name or datetime.now().astimezone().strftime("%Y-%m-%d-%H%M%S")
-    attempt = 1
-    while True:
-        suffix = f"-{attempt}" if attempt > 1 else ""
-        path = (runs_dir / (wanted + suffix)).absolute()
-        try:
-            runs_dir.mkdir(parents=True, exist_ok=True)
-            path.mkdir()
-            (path / "logs").mkdir()
-            write_json(path / "result.json", {"status": "running"})
-            return path
-        except FileExistsError:
-            if name is None and runs_dir.is_dir():
-                attempt += 1  # two runs started within a second
-                continue
-            raise UsageError(
-                f"run folder {path} exists. Expected a new name: choose another "
-                "--name, or move that folder away."
-            ) from None
-        except OSError as error:
-            raise UsageError(
-                f"cannot make the run folder {path}: {error.strerror}. "
-                "Choose another --runs-dir."
-            ) from None
 
 
 def open_log(run_dir: Path, rank: int, world_size: int, hostname: str) -> TextIO:
@@ -89,7 +49,7 @@ def start_logging(log: TextIO, *, is_rank_zero: bool) -> None:
     logger = logging.getLogger("mpitrain")
     logger.setLevel(logging.INFO)
     logger.propagate = False
-    to_file = logging.StreamHandler(log)
+    to_file = _Patient(log)
     to_file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     logger.addHandler(to_file)
     if is_rank_zero:
@@ -97,6 +57,13 @@ def start_logging(log: TextIO, *, is_rank_zero: bool) -> None:
         to_screen.setLevel(logging.WARNING)
         to_screen.setFormatter(logging.Formatter("warning: %(message)s"))
         logger.addHandler(to_screen)
+
+
+class _Patient(logging.StreamHandler[TextIO]):
+    """Says nothing where a full disk takes no line: the training goes on."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        pass
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -123,17 +90,10 @@ def finite(values: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-class Metrics:
-    """``metrics.jsonl``: one JSON object a line, flushed by the line."""
-
-    def __init__(self, run_dir: Path) -> None:
-        self._file = (run_dir / "metrics.jsonl").open("a", buffering=1)
-
-    def write(self, event: str, **values: object) -> None:
-        """Add a line; floats are written whole, so that they read back as they were."""
-        row = finite({"event": event, **values})
-        self._file.write(json.dumps(row, allow_nan=False) + "\n")
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
+def read_result(run_dir: Path) -> dict[str, Any]:
+    """Read ``result.json``; nothing where it cannot be read."""
+    try:
+        found = json.loads((run_dir / "result.json").read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-import json
+import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mpitrain.record.console import Console, Lines
-from mpitrain.record.events import Epoch
-from mpitrain.record.folder import Metrics, write_json
+from mpitrain.record.console import Console, Lines, in_words
+from mpitrain.record.events import Epoch, StepRow
+from mpitrain.record.folder import read_result, write_json
+from mpitrain.record.metrics import Metrics
 from mpitrain.world import World
-
-
-class Silent:
-    """The listener of all ranks but rank zero."""
-
-    def step_done(self, step: int) -> None:
-        """Do nothing."""
-
-    def epoch_done(self, epoch: Epoch) -> None:
-        """Do nothing."""
 
 
 class Recorder:
@@ -29,19 +21,25 @@ class Recorder:
         run_dir: The run folder.
         world: Where rank zero stands.
         start_seconds: From the process's start to the ready process group.
+        before: What `state` gave when the checkpoint was written that is gone on from.
 
     Attributes:
         console: The screen.
     """
 
-    def __init__(self, run_dir: Path, world: World, start_seconds: float) -> None:
+    def __init__(
+        self,
+        run_dir: Path,
+        world: World,
+        start_seconds: float,
+        before: Mapping[str, Any] | None = None,
+    ) -> None:
         self.console: Console = Lines(0)
         self._run_dir = run_dir
-        self._metrics = Metrics(run_dir)
+        self._metrics = Metrics(run_dir, before["metrics_bytes"] if before else 0)
+        values = before["values"] if before else {}
         self._result: dict[str, Any] = {
             "status": "running",
-            "val_accuracy": None,
-            "val_loss": None,
             "world_size": world.world_size,
             "num_nodes": world.num_nodes,
             "backend": world.backend,
@@ -49,57 +47,123 @@ class Recorder:
             "train_seconds": 0.0,
             "epochs": 0,
             "steps": 0,
+            "skipped_samples": 0,
+            "skipped_steps": 0,
+            **values,
         }
         # Written before any rank trains, and again at the end only: a rank that fails
         # writes into it, too (`fail`), and must not be written over.
         write_json(run_dir / "result.json", self._result)
 
+    def state(self) -> dict[str, Any]:
+        """Return what a later job must know to go on with this record."""
+        own = ("status", "world_size", "num_nodes", "backend", "start_seconds")
+        values = {k: v for k, v in self._result.items() if k not in own}
+        return {"metrics_bytes": self._metrics.num_bytes(), "values": values}
+
+    def sync(self) -> None:
+        """Let what `state` tells of reach the disk; in any thread."""
+        self._metrics.sync()
+
+    def go_on(self, step: int, epoch: int, checkpoint: Path) -> None:
+        """Write that the training goes on from a checkpoint."""
+        world_size = self._result["world_size"]
+        self._metrics.write(
+            "resume",
+            step=step,
+            epoch=epoch,
+            world_size=world_size,
+            checkpoint=checkpoint.name,
+        )
+
+    def stop(self, why: str) -> None:
+        """Write that the run has stopped, and can go on."""
+        self._metrics.close()
+        self._result |= {"status": "stopped", "stopped": why}
+        write_json(self._run_dir / "result.json", self._result)
+        self.console.say(f"{why}; the same command goes on from here")
+
     def step_done(self, step: int) -> None:
         """Move the screen on."""
         self.console.step_done(step)
 
-    def epoch_done(self, epoch: Epoch) -> None:
-        """Write a line per step and one for the epoch."""
-        first_step = epoch.step - len(epoch.step_losses) + 1
-        steps = zip(epoch.step_losses, epoch.learning_rates, strict=True)
-        for step, (loss, rate) in enumerate(steps, start=first_step):
+    def rows_done(self, rows: Sequence[StepRow]) -> None:
+        """Write a line per step."""
+        for row in rows:
             self._metrics.write(
-                "step", epoch=epoch.epoch, step=step, train_loss=loss, lr=rate
+                "step",
+                epoch=row.epoch,
+                step=row.step,
+                train_loss=row.loss,
+                lr=row.lr,
+                gradient_norm=row.gradient_norm,
             )
+
+    def epoch_done(self, epoch: Epoch) -> None:
+        """Write a line for the epoch."""
+        values = {f"val_{name}": value for name, value in epoch.values.items()}
         self._metrics.write(
             "epoch",
+            stage=epoch.stage,
             epoch=epoch.epoch,
             step=epoch.step,
             train_loss=epoch.train_loss,
-            val_loss=epoch.val_loss,
-            val_accuracy=epoch.val_accuracy,
+            **values,
             train_samples=epoch.train_samples,
             val_samples=epoch.val_samples,
+            skipped_samples=epoch.skipped_samples,
+            skipped_steps=epoch.skipped_steps,
             epoch_seconds=epoch.epoch_seconds,
             samples_per_second=epoch.train_samples / epoch.steps_seconds,
         )
         self._result.update(
-            val_accuracy=epoch.val_accuracy,
-            val_loss=epoch.val_loss,
+            values,
             train_seconds=self._result["train_seconds"] + epoch.epoch_seconds,
             epochs=epoch.epoch,
             steps=epoch.step,
+            skipped_samples=self._result["skipped_samples"] + epoch.skipped_samples,
+            skipped_steps=self._result["skipped_steps"] + epoch.skipped_steps,
         )
         self.console.epoch_done(epoch)
+
+    def test_done(
+        self, values: Mapping[str, float], num_samples: int, num_skipped: int
+    ) -> None:
+        """Write how good the finished model is on the test set."""
+        named = {f"test_{name}": value for name, value in values.items()}
+        self._metrics.write(
+            "test", **named, test_samples=num_samples, skipped_samples=num_skipped
+        )
+        skipped = self._result["skipped_samples"] + num_skipped
+        self._result.update(named, skipped_samples=skipped)
+        self.console.say(f"test: {in_words(named)} on {num_samples:,} samples")
 
     def finish(self) -> None:
         """Write that the run is finished, and say what came out."""
         self._metrics.close()
         self._result["status"] = "finished"
         write_json(self._run_dir / "result.json", self._result)
-        epochs = self._result["epochs"]
         self.console.say(
-            f"finished: val_accuracy {self._result['val_accuracy']:.2%} after "
-            f"{epochs} epoch{'s' * (epochs != 1)}, "
-            f"{self._result['train_seconds']:.1f} s of training, "
+            f"{finished_words(self._result)}, "
             f"{self._result['start_seconds']:.1f} s to start; "
             f"see {shown(self._run_dir)}"
         )
+
+
+def finished_words(result: Mapping[str, Any]) -> str:
+    """Sum up a finished run.
+
+    >>> finished_words({"val_loss": 0.5, "epochs": 1, "train_seconds": 2.0})
+    'finished: val_loss 0.5000 after 1 epoch, 2.0 s of training'
+    """
+    epochs = result["epochs"]
+    best = "val_accuracy" if "val_accuracy" in result else "val_loss"
+    value = result[best]
+    return (
+        f"finished: {in_words({best: math.nan if value is None else value})} after "
+        f"{epochs} epoch{'s' * (epochs != 1)}, "
+        f"{result['train_seconds']:.1f} s of training"
+    )
 
 
 def fail(run_dir: Path, message: str) -> None:
@@ -109,9 +173,9 @@ def fail(run_dir: Path, message: str) -> None:
         run_dir: The run folder.
         message: Why, as the screen says it.
     """
-    file = run_dir / "result.json"
-    result = json.loads(file.read_text()) if file.exists() else {}
-    write_json(file, {**result, "status": "failed", "error": message})
+    result = read_result(run_dir)
+    failed = {**result, "status": "failed", "error": message}
+    write_json(run_dir / "result.json", failed)
 
 
 def shown(path: Path) -> str:

@@ -1,0 +1,260 @@
+"""Writes checkpoints while the training goes on.
+
+A training stands still for the copy of its tensors alone. Each rank writes its copy in
+a thread; when all have written, rank zero gives the checkpoint its name, in a thread,
+too. The ranks hear of each other by numbers that somebody carries (`report`, `hear`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import shutil
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.storage import WriteResult
+
+from mpitrain.checkpoints.layout import (
+    FOLDER,
+    name_of,
+    remove_superfluous,
+)
+from mpitrain.checkpoints.storage import HostMemory, SavePlanner, Writer, with_files
+from mpitrain.launch.shared import Ranks
+from mpitrain.world import World
+
+FIRST_NAP_SECONDS, NAP_SECONDS = 0.001, 0.1
+"""How often the end of a write is looked for, when it is waited for."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What became of a checkpoint. Equal on all ranks."""
+
+    step: int
+    """Steps that are in it."""
+    seconds: float
+    """From its begin to its end, on rank zero."""
+    why_not: str = ""
+    """Why it is not there; empty if it is."""
+
+
+class Saver:
+    """Writes the checkpoints of one run, one after the other.
+
+    Args:
+        run_dir: The run folder; all ranks see it.
+        world: Where this process stands.
+        ranks: All of them.
+        keep: How many of the newest stay; ``None``: all.
+        before_naming: Called in a thread on rank zero, before a checkpoint gets its
+            name: lets reach the disk what must be there with it.
+
+    Attributes:
+        stall_seconds: How long the last `begin` took here.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        world: World,
+        ranks: Ranks,
+        *,
+        keep: int | None,
+        before_naming: Callable[[], object],
+    ) -> None:
+        self.stall_seconds = 0.0
+        self._run_dir = run_dir
+        self._world = world
+        self._ranks = ranks
+        self._keep = keep
+        self._before_naming = before_naming
+        self._memory = HostMemory(pinned=world.device != "cpu")
+        self._planner = SavePlanner()
+        self._outline: object = None
+        self._plan = SavePlan([])
+        self._metadata = Metadata({})
+        self._token = ranks.on_rank_zero(lambda: secrets.token_hex(4), "make a token")
+        self._writer: Writer | None = None
+        self._step = 0
+        self._began = 0.0
+        self._is_written = False  # by all ranks
+        self._number = 0  # of the last thread
+        self._num_ended = 0
+        self._failed = 0
+        self._why = ""
+        self._cannot_copy: Exception | None = None
+        self._results: list[WriteResult] = []
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a checkpoint is being written; equal on all ranks."""
+        return self._writer is not None
+
+    def begin(
+        self,
+        tensors: Mapping[str, Tensor],
+        facts: Mapping[str, Any],
+        step: int,
+        epoch: int,
+    ) -> None:
+        """Copy what there is, and begin to write it.
+
+        Collective over all ranks; while none is being written.
+
+        Args:
+            tensors: By name. What several ranks have under one name is written by one
+                of them; what a rank alone has, by it.
+            facts: What else belongs to it; of use on rank zero. JSON can carry it.
+            step: Steps of the training that are in it.
+            epoch: The epoch that was just judged; 0: within an epoch.
+        """
+        assert self._writer is None
+        started = self._began = time.monotonic()
+        self._settle_plan(tensors)
+        path = self._run_dir / FOLDER / name_of(step, epoch)
+        token = f"{self._token}-{self._number}"
+        self._step = step
+        self._writer = Writer(path, token=token, facts=facts, memory=self._memory)
+        self._cannot_copy = None
+        try:
+            self._writer.stage(self._plan, self._planner)
+        except (RuntimeError, MemoryError) as error:  # no memory for the copy
+            self._cannot_copy = error
+        self._planner.state_dict = {}  # keeps no tensor alive
+        self._is_written = False
+        self._start(self._write)
+        self.stall_seconds = time.monotonic() - started
+
+    def report(self) -> tuple[int, int]:
+        """Return what the others must be told; local."""
+        # The failure is noted before the end.
+        ended = self._num_ended
+        return -ended, self._failed
+
+    def hear(self, told: Sequence[int]) -> Outcome | None:
+        """Go on from what all ranks reported.
+
+        Collective over all ranks.
+
+        Args:
+            told: The largest of each number that they reported.
+
+        Returns:
+            What became of a checkpoint, once it is known.
+        """
+        if self._writer is None or -told[0] < self._number:
+            return None  # nothing is under way, or somebody still writes
+        if told[1] == self._number:
+            return self._fail()
+        if not self._is_written:
+            self._is_written = True
+            results = self._ranks.tell_all(self._results)
+            self._start(lambda: self._complete(results))
+            return None
+        self._writer = None
+        seconds = self._ranks.tell_all(time.monotonic() - self._began)[0]
+        return Outcome(step=self._step, seconds=seconds)
+
+    def finish(self, progress: Callable[[], object]) -> Outcome | None:
+        """Wait until nothing is being written.
+
+        Collective over all ranks.
+
+        Args:
+            progress: Told whenever something was written.
+
+        Returns:
+            What became of the checkpoint, if there was one.
+        """
+        outcome = None
+        written, nap = -1, FIRST_NAP_SECONDS
+        while (writer := self._writer) is not None:
+            # All sleep as long: who waits in MPI takes a core.
+            time.sleep(nap)
+            nap = min(2 * nap, NAP_SECONDS)
+            told = self._ranks.tell_all((*self.report(), writer.num_written))
+            ended, failed, nums = zip(*told, strict=True)
+            if sum(nums) != written:
+                written = sum(nums)
+                progress()
+            outcome = self.hear([max(ended), max(failed)])
+        return outcome
+
+    def _settle_plan(self, tensors: Mapping[str, Tensor]) -> None:
+        """Agree on who writes what; the plan stays until the tensors are others."""
+        outline = [
+            # Of a sharded tensor `shape` is the whole's; its share may be another now.
+            (name, of.shape, of.dtype, str(getattr(of, "_spec", "")))
+            for name, of in tensors.items()
+        ]
+        planner = self._planner
+        planner.set_up_planner(dict(tensors), is_coordinator=self._world.is_rank_zero)
+        is_known = outline == self._outline
+        if all(self._ranks.tell_all(is_known)):
+            return
+        self._outline = outline
+        plans = self._ranks.tell_all(planner.create_local_plan())
+
+        def share_out() -> tuple[list[SavePlan], Metadata]:
+            shared, metadata = planner.create_global_plan(plans)
+            return with_files(shared), metadata
+
+        mine, self._metadata = self._ranks.on_rank_zero(share_out, "plan a checkpoint")
+        self._plan = planner.finish_plan(mine[self._world.rank])
+
+    def _start(self, action: Callable[[], None]) -> None:
+        self._number += 1
+        number = self._number
+
+        def run() -> None:
+            try:
+                action()
+            except Exception as error:
+                self._why = f"{type(error).__name__}: {error}"
+                if isinstance(error, OSError):
+                    self._why = f"{error.strerror or error}: {error.filename or ''}"
+                self._failed = number
+            self._num_ended = number
+
+        threading.Thread(target=run, name="checkpoint", daemon=True).start()
+
+    def _write(self) -> None:
+        assert self._writer is not None
+        if self._cannot_copy is not None:
+            raise self._cannot_copy
+        self._results = self._writer.write()
+
+    def _complete(self, results: list[list[WriteResult]]) -> None:
+        if not self._world.is_rank_zero:
+            return
+        assert self._writer is not None
+        self._before_naming()
+        self._writer.finish(self._metadata, results)
+        with contextlib.suppress(OSError):
+            remove_superfluous(self._run_dir, self._keep)
+
+    def _fail(self) -> Outcome:
+        """Remove what was written, and tell why."""
+        assert self._writer is not None
+        mine = self._why if self._failed == self._number else ""
+        reasons = self._ranks.tell_all(f"[{self._world}] {mine}" if mine else "")
+        if self._world.is_rank_zero:
+            doomed = self._writer.beside
+            # In a thread: the disk may not answer.
+            threading.Thread(
+                target=shutil.rmtree, args=(doomed, True), daemon=True
+            ).start()
+        seconds = time.monotonic() - self._began
+        self._writer = None
+        return Outcome(
+            step=self._step, seconds=seconds, why_not=next(filter(None, reasons))
+        )

@@ -1,0 +1,182 @@
+"""Which run folder a training writes into: a new one, or one that it goes on in.
+
+For rank zero, on behalf of all. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import secrets
+import socket
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Literal
+
+from mpitrain.errors import UsageError
+from mpitrain.record.folder import read_result, write_json
+
+LOCK = ".lock"
+RUN = "run.json"
+
+LOCK_SECONDS = 15.0
+"""How long the ranks of a job whose mpirun was killed may still need to end."""
+
+NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
+
+_held: list[int] = []
+"""Descriptors of locks: they are let go with this process, however it ends."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunFolder:
+    """A run folder that this job alone writes into."""
+
+    path: Path
+    """Absolute."""
+    run_id: str
+    """The run's own, in all of its jobs."""
+    is_new: bool
+    """Whether no job has written into it before."""
+    has_lock: bool
+    """Whether others would notice; some file systems have no locks."""
+
+
+def open_run(
+    runs_dir: Path,
+    name: str | None,
+    *,
+    exists: Literal["go on", "refuse", "new name"],
+) -> RunFolder:
+    """Make a run folder, or take one that is there, for this job alone.
+
+    Args:
+        runs_dir: Folder of all runs; made if need be.
+        name: The run's name; ``None`` to make one from the date.
+        exists: What to do where a run of that name exists.
+
+    Raises:
+        UsageError: It cannot be made, or another job writes into it; or it exists, and
+            that was to be refused.
+    """
+    wanted = name or datetime.now().astimezone().strftime("%Y-%m-%d-%H%M%S")
+    may_rename = name is None or exists == "new name"
+    attempt = 1
+    while True:
+        suffix = f"-{attempt}" if attempt > 1 else ""
+        path = (runs_dir / (wanted + suffix)).absolute()
+        try:
+            runs_dir.mkdir(parents=True, exist_ok=True)
+            path.mkdir()
+            break
+        except FileExistsError:
+            if may_rename and runs_dir.is_dir():
+                attempt += 1  # or two runs started within a second
+                continue
+            if exists == "refuse":
+                raise UsageError(
+                    f"run folder {path} exists. Expected a new name: choose another "
+                    "--name, or go on with it, without --resume never."
+                ) from None
+            return _taken(path)
+        except OSError as error:
+            raise _cannot_make(path, error) from None
+    try:
+        has_lock = _lock(path)
+        (path / "logs").mkdir()
+        run_id = secrets.token_hex(8)
+        now = datetime.now().astimezone().isoformat(timespec="seconds")
+        write_json(path / RUN, {"id": run_id, "begun": now})
+        write_json(path / "result.json", {"status": "running"})
+    except OSError as error:
+        raise _cannot_make(path, error) from None
+    return RunFolder(path=path, run_id=run_id, is_new=True, has_lock=has_lock)
+
+
+def differences(
+    before: Mapping[str, Any], now: Mapping[str, Any], free: Iterable[str]
+) -> list[str]:
+    """Word what differs between two configurations.
+
+    Args:
+        before: Fields of the one that a run was begun with, as its file has them.
+        now: Those of the one that is to go on with it.
+        free: The fields that may differ.
+
+    >>> differences({"lr": 0.1, "name": "a"}, {"lr": 0.2, "name": "b"}, ["name"])
+    ['lr: 0.1 -> 0.2']
+    """
+    fields = [field for field in before if field in now and field not in set(free)]
+    return [
+        f"{field}: {before[field]} -> {now[field]}"
+        for field in fields
+        if before[field] != now[field]
+    ]
+
+
+def _taken(path: Path) -> RunFolder:
+    """Take a folder that is there."""
+    if not path.is_dir():
+        raise UsageError(
+            f"{path} is a file; expected a run folder. Choose another --name"
+        )
+    has_lock = _lock(path)
+    try:
+        run_id = json.loads((path / RUN).read_text())["id"]
+    except (OSError, ValueError, KeyError, TypeError):
+        raise UsageError(
+            f"{path} exists, and is no run that could be gone on with: it has no "
+            f"{RUN}. Choose another --name, or move that folder away."
+        ) from None
+    return RunFolder(path=path, run_id=run_id, is_new=False, has_lock=has_lock)
+
+
+def _lock(path: Path) -> bool:
+    """Take a run's lock, or refuse to go on without.
+
+    A lock of POSIX's kind: the kernel, or the file server, lets it go when its holder
+    has ended, and children do not have it.
+    """
+    descriptor = os.open(path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    end = time.monotonic() + LOCK_SECONDS
+    while True:
+        try:
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except OSError as error:
+            if error.errno in NO_LOCKS:
+                return False
+            if error.errno not in (errno.EACCES, errno.EAGAIN):
+                raise
+        if time.monotonic() > end:
+            holder = os.pread(descriptor, 200, 0).decode(errors="replace").strip()
+            raise UsageError(
+                f"run {path.name} is in use: {holder} writes into {path}.\nExpected "
+                "one job for a run: wait until it has ended, or choose another "
+                "--name, or --new-run"
+            )
+        time.sleep(0.2)
+    _held.append(descriptor)
+    now = datetime.now().astimezone().isoformat(timespec="seconds")
+    who = f"process {os.getpid()} on {socket.gethostname()}, since {now}\n"
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, who.encode(), 0)
+    return True
+
+
+def is_finished(path: Path) -> dict[str, Any] | None:
+    """Return the result of a run that is finished; ``None`` if it is not."""
+    result = read_result(path)
+    return result if result.get("status") == "finished" else None
+
+
+def _cannot_make(path: Path, error: OSError) -> UsageError:
+    return UsageError(
+        f"cannot make the run folder {path}: {error.strerror}. Choose another "
+        "--runs-dir."
+    )

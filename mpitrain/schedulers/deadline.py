@@ -1,0 +1,102 @@
+"""When the job will be ended by its scheduler, as the scheduler says itself.
+
+SLURM   squeue -h -j ID -o %e          2026-11-22T05:10:00, local time, or NONE
+PBS     qstat -f ID                    Resource_List.walltime = 00:10:00
+stime = Sun Nov 22 05:00:00 2026
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+
+from mpitrain.schedulers import detect
+
+ANSWER_SECONDS = 30.0
+"""How long a scheduler may take to answer."""
+
+
+def seconds_left(environ: Mapping[str, str]) -> float | None:
+    """Ask the scheduler how long this job may still run. Takes as long as it takes.
+
+    Args:
+        environ: The environment of a process of the job.
+
+    Returns:
+        Seconds from now; ``None`` where there is no scheduler, no limit, or no answer.
+    """
+    scheduler = detect(environ)
+    job_id = scheduler.job_id or ""
+    if scheduler.name == "slurm":
+        return of_squeue(
+            _asked(["squeue", "-h", "-j", job_id, "-o", "%e"]), time.time()
+        )
+    if scheduler.name == "pbs":
+        return of_qstat(_asked(["qstat", "-f", job_id]), time.time())
+    return None
+
+
+def of_squeue(answer: str, now: float) -> float | None:
+    r"""Read what ``squeue -o %e`` says.
+
+    Args:
+        answer: In its words.
+        now: The time, in seconds since 1970.
+
+    >>> now = datetime(2026, 11, 22, 5, 0).timestamp()
+    >>> of_squeue("2026-11-22T05:10:00\n", now), of_squeue("NONE", now)
+    (600.0, None)
+    """
+    try:
+        return datetime.fromisoformat(answer.strip()).timestamp() - now
+    except ValueError:
+        return None
+
+
+def of_qstat(answer: str, now: float) -> float | None:
+    r"""Read what ``qstat -f`` says.
+
+    Args:
+        answer: In its words.
+        now: The time, in seconds since 1970.
+
+    >>> now = datetime(2026, 11, 22, 5, 0).timestamp()
+    >>> says = "Resource_List.walltime = 01:00:00\n stime = Sun Nov 22 04:50:00 2026"
+    >>> of_qstat(says, now)
+    3000.0
+    """
+    limit = re.search(r"Resource_List\.walltime = (\d+):(\d+):(\d+)", answer)
+    start = re.search(r"^\s*stime = (.+)$", answer, re.MULTILINE)
+    if limit is None:
+        return None
+    hours, minutes, seconds = map(int, limit.groups())
+    total = (hours * 60 + minutes) * 60 + seconds
+    try:
+        said = start[1].strip() if start else ""
+        began = datetime.strptime(said, "%a %b %d %H:%M:%S %Y")
+    except ValueError:
+        used = re.search(r"resources_used\.walltime = (\d+):(\d+):(\d+)", answer)
+        if used is None:
+            return None
+        hours, minutes, seconds = map(int, used.groups())
+        return float(total - (hours * 60 + minutes) * 60 - seconds)
+    return began.timestamp() + total - now
+
+
+def _asked(command: Sequence[str]) -> str:
+    try:
+        done = subprocess.run(
+            command,
+            check=False,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            timeout=ANSWER_SECONDS,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout

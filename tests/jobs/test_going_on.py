@@ -1,0 +1,210 @@
+"""A training that was cut, and its command typed again, ends as if it had not been."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from going_on import FLAGS, NUM_STEPS, Runs, jobs_of, steps_of
+from launcher import MPIS, Mpi, find
+
+CAN_GO_ON = 75
+LIMIT_SECONDS = 15
+OFTEN = ("--checkpoint-every-steps", "4")
+FSDP = ("--strategy", "fsdp")
+DROPOUT = {"DROPOUT": "0.2", "NORM": "1"}
+
+
+@pytest.fixture(scope="module")
+def runs(openmpi: Mpi, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    """A folder with one training of 2 ranks that was never cut: `plain`."""
+    made = Runs(mpi=openmpi, folder=tmp_path_factory.mktemp("runs"), variables=DROPOUT)
+    done = made.run("plain", 2, "--checkpoint-every-epochs", "None")
+    assert done.status == 0, done.out + done.err
+    return made
+
+
+def test_writing_checkpoints_changes_no_bit(runs: Runs) -> None:
+    done = runs.run("often", 2, "--checkpoint-every-steps", "1")
+    assert done.status == 0, done.out + done.err
+    runs.assert_same_bits("often", "plain")
+
+
+@pytest.mark.parametrize("fault", ["kill", "segv", "raise", "exit"])
+def test_after_a_fault_the_same_command_finishes(fault: str, runs: Runs) -> None:
+    name = f"fault-{fault}"
+    done = runs.run(
+        name,
+        2,
+        *OFTEN,
+        FAULT=fault,
+        FAULTY_RANK="1",
+        FAULT_STEP="15",
+        FAULT_TIME=str(runs.folder / "time"),
+        STEP_SECONDS="0.1",
+    )
+    assert done.status not in (0, CAN_GO_ON), done.out + done.err
+    done = runs.run(name, 2, *OFTEN)
+    assert done.status == 0, done.out + done.err
+    runs.assert_same_bits(name, "plain")
+    assert 4 <= runs.went_on_at(name)[0] < 15, done.out
+    assert "going on from " in done.out
+
+
+@pytest.mark.parametrize("how", ["USR2", "TERM", "file", "time"])
+@pytest.mark.parametrize("mpi_name", MPIS)
+def test_it_stops_in_time_and_goes_on(how: str, mpi_name: str, runs: Runs) -> None:
+    if how == "USR2" and mpi_name == "mpich":
+        return  # its mpiexec dies of it (tried): docs/going-on.md says so
+    mine = Runs(mpi=find(mpi_name), folder=runs.folder, variables=DROPOUT)
+    name = f"stop-{how}-{mpi_name}"
+    more = ("--time-limit", str(LIMIT_SECONDS)) if how == "time" else ()
+    slow = "1.0" if how == "time" else "0.2"
+    started = time.monotonic()
+    job = mine.start(name, 2, *more, STEP_SECONDS=slow)
+    job.wait_for_checkpoint()
+    if how == "USR2":
+        job.process.send_signal(signal.SIGUSR2)
+    elif how == "TERM":
+        os.kill(job.ranks()[1], signal.SIGTERM)
+    elif how == "file":
+        (mine.dir(name) / "stop").touch()
+    assert job.end() == CAN_GO_ON, job.said()
+    if how == "time":
+        assert time.monotonic() - started < LIMIT_SECONDS
+    result = json.loads((mine.dir(name) / "result.json").read_text())
+    assert result["status"] == "stopped"
+    assert "the same command goes on from here" in job.said()
+    if how == "file":
+        done = mine.run(name, 2)
+        assert (done.status, "remove it" in done.out) == (CAN_GO_ON, True)
+        (mine.dir(name) / "stop").unlink()
+    done = mine.run(name, 2)
+    assert done.status == 0, done.out + done.err
+    assert len(mine.went_on_at(name)) == 1
+    assert 1 <= mine.went_on_at(name)[0] < NUM_STEPS
+    runs.assert_same_bits(name, "plain")
+
+
+def test_mpirun_may_be_killed_in_any_way(runs: Runs) -> None:
+    """Open MPI's gives ranks a quarter of a second on TERM: nothing is lost by that."""
+    for number in (signal.SIGTERM, signal.SIGKILL, signal.SIGINT):
+        before = runs.newest("launcher")
+        job = runs.start("launcher", 2, *OFTEN, STEP_SECONDS="0.1")
+        job.wait_until(
+            lambda: runs.newest("launcher") > before  # noqa: B023
+        )
+        job.process.send_signal(number)
+        assert job.end() != 0
+    done = runs.run("launcher", 2)
+    assert done.status == 0, done.out + done.err
+    runs.assert_same_bits("launcher", "plain")
+
+
+def test_a_training_passes_through_8_3_1_and_4_ranks(
+    openmpi: Mpi, tmp_path: Path
+) -> None:
+    """Each sample of an epoch once, along the steps that the weights descend from."""
+    runs = Runs(mpi=openmpi, folder=tmp_path, flags=(*FLAGS, "--precision", "fp64"))
+    assert runs.run("plain", 2).status == 0
+    expected = steps_of(tmp_path / "notes-plain", "*")
+    assert len(expected) == NUM_STEPS
+    strategies = ("ddp", "fsdp", "single", "fsdp")
+    for size, strategy in zip((8, 3, 1), strategies, strict=False):
+        job = runs.start("cut", size, "--strategy", strategy, STEP_SECONDS="0.1")
+        began = len(jobs_of(tmp_path / "notes-cut"))
+        job.wait_until(
+            lambda: (
+                len(jobs_of(tmp_path / "notes-cut")) > began  # noqa: B023
+            )
+        )
+        time.sleep(0.3)
+        job.process.send_signal(signal.SIGUSR2)
+        assert job.end() == CAN_GO_ON, job.said()
+    done = runs.run("cut", 4, "--strategy", "fsdp")
+    assert done.status == 0, done.out + done.err
+    runs.assert_close("cut", "plain")
+    marks = [0, *runs.went_on_at("cut"), NUM_STEPS]
+    assert len(marks) == 5
+    for job, start, stop in zip(
+        jobs_of(tmp_path / "notes-cut"), marks[:-1], marks[1:], strict=True
+    ):
+        assert stop > start
+        steps = steps_of(tmp_path / "notes-cut", job)
+        assert steps[: stop - start] == expected[start:stop]
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--strategy", "fsdp", "--optimizer", "adamw", "--ema-decay", "0.9"),
+        ("--shard-optimizer", "--optimizer", "adam", "--micro-batch-size", "3"),
+        ("--precision", "bf16", "--optimizer", "nadam", "--clip-grad-norm", "0.1"),
+        ("--precision", "fp16", "--strategy", "fsdp"),
+        ("--probe-epochs", "2", "--epochs", "2", "--ema-decay", "0.9"),
+        # The same names and shapes, first whole, then sharded.
+        ("--probe-epochs", "1", "--epochs", "3", "--momentum", "0", *FSDP),
+    ],
+    ids=" ".join,
+)
+def test_whatever_learns_goes_on(flags: tuple[str, ...], runs: Runs) -> None:
+    """Optimizers, averages, scales and stages, sharded or not."""
+    mine = Runs(mpi=runs.mpi, folder=runs.folder, flags=(*FLAGS, *flags))
+    names = [f"{what}-{abs(hash(flags))}" for what in ("plain", "cut")]
+    done = mine.run(names[0], 2)
+    assert done.status == 0, done.out + done.err
+    for seconds in (0.3, 1.0):
+        job = mine.start(names[1], 2, *OFTEN, STEP_SECONDS="0.3")
+        before = mine.newest(names[1])
+        job.wait_until(lambda: mine.newest(names[1]) > before)  # noqa: B023
+        time.sleep(seconds)
+        (mine.dir(names[1]) / "stop").touch()
+        assert job.end() in (CAN_GO_ON, 0), job.said()
+        (mine.dir(names[1]) / "stop").unlink()
+    done = mine.run(names[1], 2)
+    assert done.status == 0, done.out + done.err
+    assert mine.went_on_at(names[1])
+    mine.assert_same_bits(names[1], names[0])
+
+
+@pytest.mark.parametrize(
+    ("data", "workers"), [("series", "2"), ("cut_series", "0"), ("cut_series", "2")]
+)
+def test_a_stream_goes_on_where_it_was(
+    data: str, workers: str, openmpi: Mpi, tmp_path: Path
+) -> None:
+    """In the middle of an epoch; a set that ranks read in parts, too."""
+    flags = (*FLAGS, "--precision", "fp64", "--epochs", "2")
+    flags = (*flags, "--data", f"users:{data}", "--num-workers", workers)
+    runs = Runs(mpi=openmpi, folder=tmp_path, flags=flags)
+    for size in (3, 2):
+        job = runs.start("cut", size, STEP_SECONDS="0.4")
+        before = len(jobs_of(tmp_path / "notes-cut"))
+        job.wait_until(
+            lambda: len(jobs_of(tmp_path / "notes-cut")) > before  # noqa: B023
+        )
+        time.sleep(0.5)
+        (runs.dir("cut") / "stop").touch()
+        assert job.end() == CAN_GO_ON, job.said()
+        (runs.dir("cut") / "stop").unlink()
+    done = runs.run("cut", 4)
+    assert done.status == 0, done.out + done.err
+    epochs = [row for row in runs.rows("cut") if row["event"] == "epoch"]
+    marks = [0, *runs.went_on_at("cut"), epochs[-1]["step"]]
+    assert any(mark % epochs[0]["step"] for mark in marks[1:-1])
+    seen: list[int] = []
+    for job_id, start, stop in zip(
+        jobs_of(tmp_path / "notes-cut"), marks[:-1], marks[1:], strict=True
+    ):
+        for step in steps_of(tmp_path / "notes-cut", job_id)[: stop - start]:
+            seen += step
+    # A rank that is dry walks along with sample 0, at weight zero.
+    assert sorted(filter(None, seen)) == sorted([*range(1, 96), *range(1, 96)])
+    assert [row["train_samples"] for row in epochs] == [96, 96]
+    if data == "series":
+        assert runs.run("plain", 2).status == 0
+        runs.assert_close("cut", "plain")

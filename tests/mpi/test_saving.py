@@ -1,0 +1,153 @@
+"""Checkpoints of several ranks: each writes its share, and all know how that went."""
+
+from __future__ import annotations
+
+import errno
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from mpitrain.checkpoints import layout, storage
+from mpitrain.checkpoints.loading import Loader, newest_whole
+from mpitrain.checkpoints.saving import Outcome, Saver
+from mpitrain.errors import DataError
+from mpitrain.launch.shared import Ranks, all_ranks
+from mpitrain.world import World
+
+NUM = 12
+
+
+@pytest.fixture
+def ranks(world: World) -> Ranks:
+    return all_ranks(world)
+
+
+@pytest.fixture
+def run_dir(ranks: Ranks) -> Iterator[Path]:
+    """A folder that all ranks see."""
+    with tempfile.TemporaryDirectory() as made:
+        yield Path(ranks.on_rank_zero(lambda: made, "make a folder"))
+        ranks.tell_all(None)
+
+
+def tensors(world: World, value: float = 1.0) -> dict[str, Tensor]:
+    """What all have, and what each has alone."""
+    found = {f"all/{i}": torch.full((i + 1, 500), value + i) for i in range(NUM)}
+    found[f"own/{world.rank}"] = torch.full((7,), float(world.rank))
+    return found
+
+
+def saver_of(run_dir: Path, world: World, ranks: Ranks, **more: Any) -> Saver:
+    given = {"keep": None, "before_naming": lambda: None, **more}
+    return Saver(run_dir, world, ranks, **given)
+
+
+def written(saver: Saver) -> Outcome:
+    outcome = saver.finish(lambda: None)
+    assert outcome is not None
+    return outcome
+
+
+def test_each_rank_writes_its_share(world: World, ranks: Ranks, run_dir: Path) -> None:
+    saver = saver_of(run_dir, world, ranks)
+    saver.begin(tensors(world), {"run": "a"}, 5, 0)
+    assert saver.is_busy
+    assert written(saver).why_not == ""
+    assert not saver.is_busy
+    (found,) = layout.find(run_dir)
+    sizes = [file.stat().st_size for file in found.path.glob("rank-*.bin")]
+    assert len(sizes) == world.world_size
+    assert sum(sizes) < 1.2 * 2000 * NUM * (NUM + 1) / 2  # nothing twice
+    assert max(sizes) < 4 * sum(sizes) / world.world_size
+    loader = Loader(found)
+    read = {name: torch.zeros_like(tensor) for name, tensor in tensors(world).items()}
+    loader.load(read)
+    for name, tensor in tensors(world).items():
+        assert torch.equal(read[name], tensor)
+    assert set(loader.outlines("own/")) == {str(r) for r in range(world.world_size)}
+
+
+def test_what_is_written_is_what_was_there_at_the_begin(
+    world: World, ranks: Ranks, run_dir: Path
+) -> None:
+    saver = saver_of(run_dir, world, ranks)
+    state = tensors(world)
+    for step in (1, 2, 3):
+        for tensor in state.values():
+            tensor.fill_(step)
+        saver.begin(state, {"run": "a"}, step, 0)
+        for tensor in state.values():
+            tensor.fill_(99)
+        assert written(saver).step == step
+    for checkpoint in layout.find(run_dir):
+        read = {"all/3": torch.zeros(4, 500)}
+        Loader(checkpoint).load(read)
+        assert (read["all/3"] == checkpoint.step).all()
+
+
+@pytest.mark.parametrize("where", ["write", "name"])
+def test_a_failure_of_one_rank_is_known_to_all_and_the_next_one_succeeds(
+    where: str,
+    world: World,
+    ranks: Ranks,
+    run_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    faulty = world.world_size - 1 if where == "write" else 0
+    saver = saver_of(run_dir, world, ranks)
+    name = "write" if where == "write" else "finish"
+    with monkeypatch.context() as patch:
+
+        def fails(*_: Any) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device", "there")
+
+        if world.rank == faulty:
+            patch.setattr(storage.Writer, name, fails)
+        for step in (1, 2):
+            saver.begin(tensors(world), {"run": "a"}, step, 0)
+            outcome = written(saver)
+            assert f"[rank {faulty}/{world.world_size} " in outcome.why_not
+            assert "No space left on device: there" in outcome.why_not
+            assert not saver.is_busy
+    saver.begin(tensors(world), {"run": "a"}, 3, 0)
+    assert written(saver).why_not == ""
+    ranks.tell_all(None)
+    assert [it.step for it in layout.find(run_dir)] == [3]
+    layout.check(layout.find(run_dir)[0])
+    end = time.monotonic() + 10
+    while any((run_dir / layout.FOLDER).glob(".step-*")):
+        assert time.monotonic() < end
+
+
+def test_all_ranks_agree_on_what_is_broken(
+    world: World, ranks: Ranks, run_dir: Path
+) -> None:
+    saver = saver_of(run_dir, world, ranks)
+    for step in range(1, 4):
+        saver.begin(tensors(world), {"run": "a"}, step, 0)
+        written(saver)
+    newest, middle, oldest = layout.find(run_dir)
+    if world.is_rank_zero:
+        last = f"rank-{world.world_size - 1}.bin"
+        data = bytearray((newest.path / last).read_bytes())
+        data[-1] ^= 128
+        (newest.path / last).write_bytes(data)
+        (middle.path / "SHA256SUMS").unlink()
+    ranks.tell_all(None)
+    assert newest_whole(run_dir, "a", world, ranks, lambda: None) == oldest
+    ranks.tell_all(None)
+    names = {path.name for path in (run_dir / layout.FOLDER).iterdir()}
+    assert names == {
+        oldest.path.name,
+        f"{middle.path.name}.broken",
+        f"{newest.path.name}.broken",
+    }
+    with pytest.raises(DataError, match="another run wrote it"):
+        newest_whole(run_dir, "b", world, ranks, lambda: None)
+    assert oldest.facts()["run"] == "a"  # it is where it was
