@@ -43,9 +43,11 @@ test-torch: $(VENV)/.test
 test-jobs: $(VENV)/.test $(VENV)-ompi4/.done $(VENV)-mpich/.done
 	$(BIN)/python -m pytest tests/jobs
 
-# A hundred faults at random moments; SOAK_SEED=n repeats the ones of a seed.
+# A hundred faults at random moments, and trainings that are cut a hundred times;
+# SOAK_SEED=n repeats the ones of a seed.
 soak: $(VENV)/.test $(VENV)-ompi4/.done $(VENV)-mpich/.done
-	SOAK_TRIES=$${SOAK_TRIES:-100} $(BIN)/python -m pytest -v tests/jobs/test_random_faults.py
+	SOAK_TRIES=$${SOAK_TRIES:-100} $(BIN)/python -m pytest -v tests/jobs/test_random_faults.py \
+	    tests/jobs/test_random_cuts.py
 
 test-cluster: $(VENV)/.test
 	$(BIN)/python -m pytest tests/cluster

@@ -24,10 +24,13 @@ if TYPE_CHECKING:
         DataError,
         LaunchError,
         MpitrainError,
+        NonFiniteError,
         TopologyError,
         UsageError,
     )
     from mpitrain.launch import Job, init
+    from mpitrain.train.config import TrainConfig
+    from mpitrain.train.trainer import Trainer
     from mpitrain.world import Node, World
 
 __all__ = [
@@ -36,14 +39,24 @@ __all__ = [
     "LaunchError",
     "MpitrainError",
     "Node",
+    "NonFiniteError",
     "TopologyError",
+    "TrainConfig",
+    "Trainer",
     "UsageError",
     "World",
     "__version__",
     "init",
 ]
 
-_HOMES = {"init": "launch", "Job": "launch", "World": "world", "Node": "world"}
+_HOMES = {
+    "init": "launch",
+    "Job": "launch",
+    "World": "world",
+    "Node": "world",
+    "Trainer": "train.trainer",
+    "TrainConfig": "train.config",
+}
 
 
 def __getattr__(name: str) -> object:

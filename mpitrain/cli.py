@@ -11,6 +11,7 @@ import argparse
 import contextlib
 import faulthandler
 import gc
+import logging
 import math
 import os
 import socket
@@ -69,26 +70,36 @@ def main(argv: Sequence[str]) -> int:
         return exit_status(error)
 
 
-def train(argv: Sequence[str]) -> None:
+def train(argv: Sequence[str]) -> int:
     """Train a network. Collective over all ranks that mpirun started."""
     if {"-h", "--help", "--version"} & set(argv) and not was_launched(os.environ):
         read_config(argv)  # answers and raises; MPI need not start for that
 
     from mpitrain.launch import guarded, init
     from mpitrain.record import folder, recorder
-
-    def prepare() -> tuple[TrainConfig, Path]:
-        config = read_config(argv)
-        run_dir = folder.reserve(config.runs_dir, config.name)
-        folder.write_whole(run_dir / "config.yaml", config.as_yaml(run_dir.name))
-        return config, run_dir
+    from mpitrain.train.beginning import begin
+    from mpitrain.train.stopping import Stopper
 
     # To look through all that the imports make, again and again, takes a fifth of them.
     gc.disable()
     with guarded(start_timeout_seconds=start_timeout(argv)) as guard:
         comm = guard.comm
         with guard.stage("prepare the run"):
-            config, run_dir = on_rank_zero(comm, prepare, "prepare the run")
+            begun = on_rank_zero(
+                comm, lambda: begin(read_config(argv)), "prepare the run"
+            )
+        config, run_dir, is_zero = begun.config, begun.run_dir, comm.rank == 0
+        if begun.over:
+            if is_zero:
+                print(begun.over, flush=True)
+            return begun.status
+        # From here on: a signal that comes during the long imports is not lost.
+        stopper = Stopper(
+            run_dir if is_zero else None,
+            config.time_limit_seconds,
+            used_seconds=time.time() - psutil.Process().create_time(),
+            hear_term=guard.watched.hear_term if guard.watched else None,
+        )
         # The log stands before the long imports: it tells whose process this is.
         hostname = socket.gethostname()
         with guard.stage("open the log"):
@@ -97,7 +108,9 @@ def train(argv: Sequence[str]) -> None:
                 lambda: folder.open_log(run_dir, comm.rank, comm.size, hostname),
                 "open the log",
             )
-        folder.start_logging(log, is_rank_zero=comm.rank == 0)
+        folder.start_logging(log, is_rank_zero=is_zero)
+        if begun.warning and is_zero:
+            logging.getLogger("mpitrain").warning(begun.warning)
         if guard.watched is not None:
             guard.watched.log_to(Path(log.name))
         faulthandler.enable(log)  # the stack of a crash in compiled code goes there
@@ -105,13 +118,7 @@ def train(argv: Sequence[str]) -> None:
             lambda text: log.write(text + "\n"),
             lambda text: recorder.fail(run_dir, text),
         ]
-        job = init(
-            device=config.launch.device,
-            interface=config.launch.interface,
-            start_timeout_seconds=config.launch.start_timeout,
-            hang_timeout_seconds=config.launch.hang_timeout,
-            guard=guard,
-        )
+        job = init(**config.launch.as_arguments(), guard=guard)
         with job:
             start_seconds = time.time() - psutil.Process().create_time()
             import torch._dynamo  # noqa: F401 - by the first optimizer, if not here
@@ -120,7 +127,7 @@ def train(argv: Sequence[str]) -> None:
 
             gc.freeze()
             gc.enable()
-            run_training(job, config, run_dir, start_seconds)
+            return run_training(job, begun, stopper, start_seconds)
 
 
 def hostfile(argv: Sequence[str]) -> None:
@@ -148,6 +155,45 @@ def jobscript(argv: Sequence[str]) -> None:
     if not words or words[0] == "train" or words[0].startswith("-"):
         read_config(words[words[:1] == ["train"] :])  # a mistake need not queue first
     output.deliver(jobscript.text_of(config, words), config.output)
+
+
+def fetch(argv: Sequence[str]) -> None:
+    """Download data sets."""
+    from mpitrain.tools import fetch
+
+    config = read_flags(
+        fetch.FetchConfig, argv, program=f"{PROGRAM} fetch", files=False
+    )
+    fetch.fetch(config)
+
+
+def bench(argv: Sequence[str]) -> None:
+    """Time a part of a training; the next word says which."""
+    from mpitrain.tools.bench.config import BenchDataConfig
+
+    known = "Expected: bench data [flags] (see bench data --help)"
+    if argv and argv[0] in ("-h", "--help"):
+        print(f"Time a part of a training. {known}")
+        return
+    if not argv or argv[0] != "data":
+        raise UsageError(f"bench what? {known}")
+    words = argv[1:]
+    config = read_flags(
+        BenchDataConfig, words, program=f"{PROGRAM} bench data", files=False
+    )
+    from mpitrain.tools.bench import data
+
+    data.bench(config, words)
+
+
+def export(argv: Sequence[str]) -> None:
+    """Take the model out of a run."""
+    from mpitrain.tools import export
+
+    config = read_flags(
+        export.ExportConfig, argv, program=f"{PROGRAM} export", files=False
+    )
+    print(export.export(config), flush=True)
 
 
 def run(argv: Sequence[str]) -> None:
@@ -189,6 +235,9 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int | None]] = {
     "train": train,
     "run": run,
     "check": check,
+    "bench": bench,
+    "fetch": fetch,
+    "export": export,
     "hostfile": hostfile,
     "jobscript": jobscript,
 }

@@ -3,6 +3,7 @@
     MpitrainError                 catch this for anything of ours; exit status 1
     |-- UsageError (ValueError)   the command line, the YAML file; exit status 2
     |-- DataError (ValueError)    samples or models that are not what they must be
+    |-- NonFiniteError (ArithmeticError)   a loss or a gradient that is no number
     |-- LaunchError               the start: MPI, network, process group
         |-- TopologyError         ranks, nodes and devices do not fit together
         |-- LeftEarly             the end: a rank was done, the others were not
@@ -37,6 +38,10 @@ class UsageError(MpitrainError, ValueError):
 
 class DataError(MpitrainError, ValueError):
     """Data or a model of the user's that does not hold what it must."""
+
+
+class NonFiniteError(MpitrainError, ArithmeticError):
+    """A loss or a gradient is infinite or no number; the weights were not changed."""
 
 
 class LaunchError(MpitrainError):

@@ -8,6 +8,7 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from mpitrain.errors import UsageError
@@ -64,7 +65,10 @@ def load_reference(reference: str, flag: str) -> Callable[..., Any]:
 
 
 def call_with_known(
-    function: Callable[..., Any], known: Mapping[str, object], flag: str
+    function: Callable[..., Any],
+    known: Mapping[str, object],
+    flag: str,
+    otherwise: Mapping[str, object] = MappingProxyType({}),
 ) -> Any:
     """Call a function with those of our values that it takes by name.
 
@@ -72,6 +76,7 @@ def call_with_known(
         function: The user's callable.
         known: What we can give, by parameter name.
         flag: The flag it was given to, for messages.
+        otherwise: Given in place of a ``None``, unless it has a default of its own.
 
     Returns:
         What it returns.
@@ -81,6 +86,9 @@ def call_with_known(
 
     >>> call_with_known(lambda num_classes: num_classes, {"num_classes": 3, "a": 1}, "")
     3
+    >>> known = {"a": None, "b": None}
+    >>> call_with_known(lambda a, b="own": (a, b), known, "", {"a": 1, "b": 2})
+    (1, 'own')
     """
     try:
         parameters = inspect.signature(function).parameters.values()
@@ -102,4 +110,8 @@ def call_with_known(
             f"{', '.join(unknown)}, but can be given only {', '.join(known)}, by name; "
             "expected defaults for the rest, or a function of yours around it"
         )
-    return function(**{p.name: known[p.name] for p in parameters if p.name in known})
+    values = {p.name: known[p.name] for p in parameters if p.name in known}
+    for p in parameters:
+        if p.name in otherwise and values.get(p.name, 0) is None:
+            values[p.name] = otherwise[p.name] if p.default is p.empty else p.default
+    return function(**values)

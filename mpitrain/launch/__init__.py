@@ -13,6 +13,7 @@ somebody's own program with it.
 from __future__ import annotations
 
 import atexit
+import multiprocessing
 import os
 import sys
 import time
@@ -20,6 +21,7 @@ from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal, TypeVar
 
+from mpitrain.errors import LaunchError
 from mpitrain.launch import script, start
 from mpitrain.launch.config import (
     START_TIMEOUT_SECONDS,
@@ -94,6 +96,12 @@ def init(
         LaunchError: The job cannot start; raised on every rank or on none. With more
             than one rank the job ends here.
     """
+    if multiprocessing.parent_process() is not None:
+        raise LaunchError(
+            "mpitrain.init() was called in a process that a rank started to read "
+            "samples: such workers run the script again.\nExpected what it does, other "
+            "than define, under `if __name__ == '__main__':`"
+        )
     before = dict(os.environ)
     guard = guard or guarded(start_timeout_seconds=start_timeout_seconds)
     with guard:

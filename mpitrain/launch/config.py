@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from mpitrain.errors import UsageError
 
@@ -41,6 +41,16 @@ class LaunchConfig:
             raise UsageError("--interface is empty; expected a name such as ib0")
         check_seconds("--start-timeout", self.start_timeout)
         check_seconds("--hang-timeout", self.hang_timeout)
+
+    def as_arguments(self) -> dict[str, Any]:
+        """Return what `mpitrain.init` is called with."""
+        return {
+            "device": self.device,
+            "backend": self.backend,
+            "interface": self.interface,
+            "start_timeout_seconds": self.start_timeout,
+            "hang_timeout_seconds": self.hang_timeout,
+        }
 
 
 def check_seconds(flag: str, value: float | None) -> None:

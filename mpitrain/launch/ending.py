@@ -8,6 +8,7 @@ import ctypes
 import gc
 import io
 import os
+import signal
 import sys
 import threading
 import traceback
@@ -107,6 +108,23 @@ def is_consequence(error: BaseException) -> bool:
     return isinstance(error, RuntimeError | ConnectionError) and any(
         sign in str(error) for sign in signs
     )
+
+
+def flush() -> None:
+    """Let what was printed be seen."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+
+
+def hear_no_children() -> None:
+    """Let a child's death change nothing any more.
+
+    Where DataLoader has workers, torch raises an error wherever the main thread is when
+    one of them is killed: in the middle of a rank's last words, too.
+    """
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
 
 _FILE: type = io.IOBase.__mro__[1]

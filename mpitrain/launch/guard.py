@@ -34,7 +34,13 @@ from mpitrain.launch.contradictions import (
     speaks_before_mpi,
 )
 from mpitrain.launch.deadline import ends_within
-from mpitrain.launch.ending import exit_status, is_consequence, message
+from mpitrain.launch.ending import (
+    exit_status,
+    flush,
+    hear_no_children,
+    is_consequence,
+    message,
+)
 from mpitrain.topology import start_mpi, wait_for_all
 from mpitrain.watchdog.center import HANG_STATUS
 from mpitrain.watchdog.page import State
@@ -125,13 +131,15 @@ class Guard:
         if os.getpid() != self._pid:
             if not isinstance(error, SystemExit):
                 traceback.print_exception(error)
-            _flush()
+            flush()
             # Not through MPI_Finalize: MPI is its parent's.
             os._exit(exit_status(error))
         if self._failed:
             return
         self._failed = True
         status = exit_status(error) or 1
+        if self.comm.size > 1:
+            hear_no_children()
         try:
             self._tell_if_first(error)
         finally:
@@ -164,9 +172,9 @@ class Guard:
         except Exception:
             text = f"[{self._place}] {type(error).__name__} that cannot be printed"
         if self.comm.size > 1:
-            _flush()
+            flush()
             sys.stderr.write(text + "\n")
-            _flush()
+            flush()
             time.sleep(_FORWARD_SECONDS)
         # After the message, and not for long: a dead file server may be the reason.
         for callback in self.on_failure:
@@ -234,7 +242,7 @@ class Guard:
             self._abort(status)
 
     def _abort(self, status: int) -> NoReturn:
-        _flush()
+        flush()
         self.comm.Abort(status)
         os._exit(status)  # where Abort should ever return
 
@@ -301,7 +309,7 @@ def _leave_without_guard(error: BaseException, watched: Watched | None) -> NoRet
         watched.set_state(State.FAILING)
     rank, size = launched_rank(os.environ), launched_size(os.environ)
     print(message(error, place(rank, size, socket.gethostname())), file=sys.stderr)
-    _flush()
+    flush()
     time.sleep(_FORWARD_SECONDS)
     os._exit(exit_status(error) or 1)
 
@@ -313,7 +321,7 @@ def _tell_foreign_library(library: str) -> None:
     if speaks_before_mpi(os.environ):
         # Not by a logger: MPI_Init may end the process before anything is set up.
         sys.stderr.write(f"warning: {odd}\n")
-        _flush()
+        flush()
         time.sleep(_FORWARD_SECONDS)
     else:
         time.sleep(3.0)  # this one's end in MPI_Init would end rank 0 before it speaks
@@ -386,9 +394,3 @@ def _within(seconds: float, action: Callable[[], object]) -> None:
         quietly()
         return
     thread.join(seconds)
-
-
-def _flush() -> None:
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(Exception):
-            stream.flush()

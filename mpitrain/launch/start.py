@@ -13,6 +13,7 @@ from mpitrain.launch import (
     agreement,
     devices,
     environ,
+    heap,
     network,
     store,
     threads,
@@ -169,9 +170,12 @@ def watch_steps(
     if guard.step_hook is None:
         from torch.optim.optimizer import register_optimizer_step_post_hook
 
-        guard.step_hook = register_optimizer_step_post_hook(
-            lambda *_: watched.step_done()
-        )
+        def count(optimizer: object, *_: object) -> None:
+            # ZeRO-1 has an optimizer inside, whose steps count already.
+            if type(optimizer).__name__ != "ZeroRedundancyOptimizer":
+                watched.step_done()
+
+        guard.step_hook = register_optimizer_step_post_hook(count)
 
 
 def _open_store(
@@ -206,6 +210,7 @@ def _prepare_torch(
 
     import mpitrain.mpi_backend  # noqa: F401 - torch finds it then, installed or not
 
+    heap.keep_freed_memory(variables)
     transports.bind_gloo(rendezvous, variables)
     torch.set_num_threads(world.num_threads)
     if world.device != "cpu":

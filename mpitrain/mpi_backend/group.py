@@ -217,6 +217,7 @@ class Group:
         MPI calls `Free` collective; Open MPI and MPICH do it without others.
         """
         self.line.leave()
+        self.line.end()
         self._node = None
         self.road = self._mpi
         if has_given_up():

@@ -58,6 +58,7 @@ class Line:
         self._thread: threading.Thread | None = None
         self._is_closed = False
         self._broken: str = ""
+        self._is_over = False
         self._number = 0
 
     def do(self, action: Action, timeout_seconds: float | None = None) -> None:
@@ -115,6 +116,10 @@ class Line:
             self._is_closed = True
             self._news.notify_all()
 
+    def end(self) -> None:
+        """Refuse all that is asked for from now on."""
+        self._is_over = True
+
     def close(self) -> bool:
         """Let the thread go; return whether it has nothing to do any more.
 
@@ -150,6 +155,11 @@ class Line:
             raise error
 
     def _run(self, action: Action, seconds: float) -> None:
+        if self._is_over:
+            raise GroupError(
+                f"{self._name} is closed, and was asked for an operation; expected it "
+                "before destroy_process_group() and the end of mpitrain.init()'s block"
+            )
         if self._broken:
             raise GroupError(f"{self._name} failed before: {self._broken}")
         self._number += 1

@@ -1,55 +1,222 @@
-"""What a training is asked to do. The command line and the YAML file are this class."""
+"""What a training is asked to do. The command line and the YAML file are `TrainConfig`.
+
+It is one flat class, whose fields are written down in the rooms that they belong to.
+"""
 
 from __future__ import annotations
 
 import math
 import re
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
+from mpitrain.checkpoints.config import CheckpointConfig
+from mpitrain.data.config import DataConfig
 from mpitrain.errors import UsageError
 from mpitrain.flags import flat
 from mpitrain.launch.config import LaunchConfig
+from mpitrain.models.config import ModelConfig
 
 HANG_TIMEOUT_SECONDS = 600.0
 """How long a training may stand still where nobody says otherwise."""
 
+Precision = Literal["fp32", "fp64", "bf16", "fp16"]
+
+Strategy = Literal["auto", "ddp", "fsdp", "dp", "single"]
+
+Optimizer = Literal[
+    "sgd",
+    "adam",
+    "adamw",
+    "nadam",
+    "radam",
+    "rmsprop",
+    "adagrad",
+    "adamax",
+    "adadelta",
+]
+
+LR = {"sgd": 0.1, "rmsprop": 0.01, "adagrad": 0.01, "adadelta": 1.0}
+"""Peak learning rates where nobody says otherwise; else `ADAM_LR`."""
+
+ADAM_LR = 0.001
+
+SCALED_BATCH_SIZE = 256
+"""The global batch size for which a learning rate is given that is to be scaled."""
+
+
+MAY_CHANGE = frozenset(
+    {
+        *("name", "runs_dir", "progress"),
+        *(field.name for field in fields(LaunchConfig)),
+        *(field.name for field in fields(CheckpointConfig)),
+        *("data_dir", "num_workers", "on_bad_sample", "on_nonfinite"),
+        *("strategy", "hybrid_sharding", "cpu_offload", "shard_optimizer"),
+        *("micro_batch_size", "channels_last", "activation_checkpointing", "compile"),
+        *("deterministic", "tf32"),
+    }
+)
+"""Fields that may be others when a run goes on: they change no result, but for its
+rounding."""
+
 
 @dataclass(frozen=True, kw_only=True)
-class TrainConfig:
+class LearningConfig:
+    """How the weights change."""
+
+    epochs: int = 10
+    """Number of times that every training sample is seen."""
+    probe_epochs: int = 0
+    """Epochs before those in which only a new head learns, on frozen features."""
+    finetune_lr_factor: float = 0.125
+    """After a probe, all weights learn at the learning rate times this."""
+    global_batch_size: int = 64
+    """Samples per step, over all ranks together."""
+    micro_batch_size: int | Literal["auto"] | None = None
+    """Most samples that a rank takes at once; more are accumulated. auto:
+    the largest that fits into memory. Default: all."""
+    optimizer: Optimizer = "sgd"
+    """sgd (Nesterov), or another of torch.optim."""
+    lr: float | None = None
+    """Peak learning rate, for any number of ranks. Default: 0.1 sgd, 0.01
+    rmsprop and adagrad, 1 adadelta, 0.001 the others."""
+    scale_lr: bool = False
+    """The learning rate is for 256 samples per step: multiply it by global
+    batch / 256."""
+    momentum: float = 0.9
+    """Momentum of sgd and rmsprop."""
+    weight_decay: float = 5e-4
+    """Decay of the weights per unit of learning rate."""
+    schedule: Literal["cosine", "step", "constant"] = "cosine"
+    """How the learning rate falls after the warm-up."""
+    warmup_epochs: float = 1.0
+    """Epochs over which the learning rate rises."""
+    decay_epochs: int = 30
+    """With step: epochs between two falls."""
+    decay_factor: float = 0.1
+    """With step: what the learning rate is multiplied by at a fall."""
+    label_smoothing: float = 0.0
+    """Share of a label that is spread over all classes."""
+    mixup: float = 0.0
+    """Mix each image with another of its step: alpha of the Beta
+    distribution; 0: no."""
+    cutmix: float = 0.0
+    """Paste a piece of another image of the step: alpha of the Beta
+    distribution; 0: no. With mixup: one of both at random in each step."""
+    clip_grad_norm: float | None = None
+    """Largest norm of the gradient; a longer one is shortened."""
+    ema_decay: float | None = None
+    """Keep a moving average of the weights, such as 0.999; it is evaluated
+    and saved."""
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    """A loss or gradient that is no number ends the run, or skips the step."""
+    seed: int = 1
+    """Of the first weights, the order of the samples, and augmentation."""
+
+    def __post_init__(self) -> None:
+        for flag, value, least in (
+            ("--epochs", self.epochs, 0 if self.probe_epochs else 1),
+            ("--probe-epochs", self.probe_epochs, 0),
+            ("--finetune-lr-factor", self.finetune_lr_factor, 0),
+            ("--global-batch-size", self.global_batch_size, 1),
+            ("--lr", self.lr, 0),
+            ("--momentum", self.momentum, 0),
+            ("--weight-decay", self.weight_decay, 0),
+            ("--warmup-epochs", self.warmup_epochs, 0),
+            ("--decay-epochs", self.decay_epochs, 1),
+            ("--decay-factor", self.decay_factor, 0),
+            ("--label-smoothing", self.label_smoothing, 0),
+            ("--mixup", self.mixup, 0),
+            ("--cutmix", self.cutmix, 0),
+            ("--clip-grad-norm", self.clip_grad_norm, 0),
+            ("--ema-decay", self.ema_decay, 0),
+            ("--seed", self.seed, 0),
+        ):
+            _check(flag, value, least)
+        if self.micro_batch_size != "auto":
+            _check("--micro-batch-size", self.micro_batch_size, 1)
+        for flag, value in (
+            ("--ema-decay", self.ema_decay),
+            ("--label-smoothing", self.label_smoothing),
+        ):
+            if value is not None and value >= 1:
+                raise UsageError(f"{flag} must be less than 1, found {value!r}")
+        if self.clip_grad_norm == 0:
+            raise UsageError("--clip-grad-norm must be above 0, found 0")
+
+    @property
+    def peak_lr(self) -> float:
+        """The learning rate at the end of the warm-up."""
+        lr = LR.get(self.optimizer, ADAM_LR) if self.lr is None else self.lr
+        scale = self.global_batch_size / SCALED_BATCH_SIZE if self.scale_lr else 1.0
+        return lr * scale
+
+
+@dataclass(frozen=True, kw_only=True)
+class StrategyConfig:
+    """How ranks share the work, and in which numbers it is done."""
+
+    strategy: Strategy = "auto"
+    """ddp: each rank has all weights. fsdp: each has a share. dp: one
+    process, all its GPUs (ddp is faster). single: one process. auto: ddp,
+    or single where there is one."""
+    hybrid_sharding: bool = False
+    """With fsdp: share the weights within each node only."""
+    cpu_offload: bool = False
+    """With fsdp: keep weights and optimizer in host memory."""
+    shard_optimizer: bool = False
+    """With ddp: each rank keeps a share of the optimizer's state (ZeRO-1)."""
+    precision: Precision = "fp32"
+    """fp32 or fp64 throughout; bf16 or fp16: weights in fp32, products in 16
+    bits."""
+    tf32: bool = False
+    """Let GPUs multiply fp32 numbers with the precision of TF32."""
+    compile: bool = False
+    """Compile the model (torch.compile): slow at first, then faster."""
+    channels_last: Literal["auto", "always", "never"] = "auto"
+    """Keep the channels of a pixel together. auto: on GPUs in 16 bits."""
+    activation_checkpointing: bool = False
+    """Compute the inside of each block again in the backward pass, to save
+    memory."""
+    sync_batchnorm: bool = False
+    """Batch norm over all ranks; on GPUs only."""
+    deterministic: bool = False
+    """Only operations that give the same bits each time; some are slower."""
+
+    def __post_init__(self) -> None:
+        for flag, is_asked in (
+            ("--hybrid-sharding", self.hybrid_sharding),
+            ("--cpu-offload", self.cpu_offload),
+        ):
+            if is_asked and self.strategy != "fsdp":
+                raise UsageError(
+                    f"{flag} needs --strategy fsdp, found --strategy {self.strategy}"
+                )
+        if self.channels_last == "always" and self.strategy == "fsdp":
+            raise UsageError(
+                "--channels-last always with --strategy fsdp: torch shards contiguous "
+                "weights only; expected auto, or ddp"
+            )
+        if self.shard_optimizer and self.strategy not in ("auto", "ddp"):
+            raise UsageError(
+                "--shard-optimizer needs --strategy ddp, found --strategy "
+                f"{self.strategy}"
+                + " (it shards that state by itself)"
+                * (self.strategy == "fsdp")
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig(
+    CheckpointConfig, StrategyConfig, LearningConfig, ModelConfig, DataConfig
+):
     """Train a network on every slot that mpirun started, or alone without mpirun."""
 
     name: str | None = None
     """Name of the run and of its folder; by default made from the date."""
     runs_dir: Path = Path("runs")
     """Folder that holds the run folders."""
-    data: str = "digits"
-    """Data set: digits (8x8 images, embedded), or package.module:callable."""
-    data_dir: Path | None = None
-    """Folder with the data set's files, for data sets that need one."""
-    model: str = "convnet"
-    """Model: convnet, or package.module:callable."""
-    epochs: int = 10
-    """Number of times that every training sample is seen."""
-    global_batch_size: int = 64
-    """Samples per step, over all ranks together."""
-    micro_batch_size: int | None = None
-    """Most samples that a rank takes at once; more are accumulated. Default: all."""
-    optimizer: Literal["sgd", "adamw"] = "sgd"
-    """sgd (Nesterov) or adamw."""
-    lr: float | None = None
-    """Peak learning rate, for any number of ranks. Default: 0.1 sgd, 0.001 adamw."""
-    momentum: float = 0.9
-    """Momentum of sgd; adamw does not use it."""
-    weight_decay: float = 5e-4
-    """Decay of the weights per unit of learning rate."""
-    warmup_epochs: float = 1.0
-    """Epochs over which the learning rate rises; then it falls along a cosine."""
-    seed: int = 1
-    """Of the first weights and of the order of the samples."""
-    precision: Literal["fp32", "fp64"] = "fp32"
-    """Floating point of weights and inputs."""
     progress: Literal["auto", "bar", "lines"] = "auto"
     """auto: a bar on a terminal, a line per epoch in a log."""
     dry_run: bool = False
@@ -60,50 +227,57 @@ class TrainConfig:
     """How the ranks are started; its fields are flags like the others."""
 
     def __post_init__(self) -> None:
-        for flag, value, least in (
-            ("--epochs", self.epochs, 1),
-            ("--global-batch-size", self.global_batch_size, 1),
-            ("--micro-batch-size", self.micro_batch_size, 1),
-            ("--lr", self.lr, 0),
-            ("--momentum", self.momentum, 0),
-            ("--weight-decay", self.weight_decay, 0),
-            ("--warmup-epochs", self.warmup_epochs, 0),
-            ("--seed", self.seed, 0),
-        ):
-            if value is None:
-                continue
-            if not math.isfinite(value):
-                raise UsageError(f"{flag} must be finite, found {value!r}")
-            if value < least:
-                raise UsageError(f"{flag} must be at least {least}, found {value!r}")
+        for part in (DataConfig, LearningConfig, StrategyConfig, CheckpointConfig):
+            part.__post_init__(self)
         if self.name is not None and not re.fullmatch(r"\w[\w.+=-]*", self.name):
             raise UsageError(
                 f"--name {self.name!r} cannot be the name of a folder of a run; "
                 "expected letters, digits and _ . + = - (not first)"
             )
 
-    @property
-    def peak_lr(self) -> float:
-        """The learning rate at the end of the warm-up."""
-        if self.lr is not None:
-            return self.lr
-        return 0.1 if self.optimizer == "sgd" else 0.001
-
     def without_effect(self) -> list[str]:
         """Name the settings that do nothing beside the others, and why."""
+        plain = TrainConfig
         found = []
-        if self.optimizer == "adamw" and self.momentum != TrainConfig.momentum:
-            found.append("--momentum: adamw has none")
-        if self.data == "digits" and self.data_dir is not None:
-            found.append("--data-dir: digits are embedded")
-        if self.warmup_epochs >= self.epochs > 1:
+        if self.optimizer not in ("sgd", "rmsprop") and self.momentum != plain.momentum:
+            found.append(f"--momentum: {self.optimizer} has none")
+        if self.data in ("digits", "synthetic") and self.data_dir is not None:
+            found.append(f"--data-dir: {self.data} needs no files")
+        if self.data == "digits" and self.normalize in ("data", "imagenet"):
+            found.append("--normalize: the digits are taken as they are")
+        if self.warmup_epochs >= self.epochs > 1 and self.schedule != "constant":
             found.append("the fall of the learning rate: --warmup-epochs takes all")
+        if (
+            self.finetune_lr_factor != plain.finetune_lr_factor
+            and not self.probe_epochs
+        ):
+            found.append("--finetune-lr-factor: there is no probe before")
+        for flag, value, default in (
+            ("--decay-epochs", self.decay_epochs, plain.decay_epochs),
+            ("--decay-factor", self.decay_factor, plain.decay_factor),
+        ):
+            if value != default and self.schedule != "step":
+                found.append(f"{flag}: for --schedule step")
+        if self.data not in ("folder", "hdf5", "shards") and self.random_resized_crop:
+            found.append(f"--random-resized-crop: not for --data {self.data}")
         return found
+
+    def as_plain(self, name: str) -> dict[str, Any]:
+        """Return the fields as a file has them, with the name that the run has."""
+        values = flat({**asdict(self), "name": name})
+        return {k: str(v) if isinstance(v, Path) else v for k, v in values.items()}
 
     def as_yaml(self, name: str) -> str:
         """Write the fields as YAML, with the name that the run really has."""
         import yaml
 
-        values = flat({**asdict(self), "name": name})
-        plain = {k: str(v) if isinstance(v, Path) else v for k, v in values.items()}
-        return yaml.safe_dump(plain, sort_keys=False)
+        return yaml.safe_dump(self.as_plain(name), sort_keys=False)
+
+
+def _check(flag: str, value: float | None, least: float) -> None:
+    if value is None:
+        return
+    if not math.isfinite(value):
+        raise UsageError(f"{flag} must be finite, found {value!r}")
+    if value < least:
+        raise UsageError(f"{flag} must be at least {least}, found {value!r}")

@@ -2,41 +2,59 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from torch import nn
+from torch import Tensor
 
-from mpitrain.data.sharding import shard_of
-from mpitrain.data.sources import Samples
+from mpitrain.data.sharding import Share
+from mpitrain.errors import DataError, agreed
 from mpitrain.record.events import Progress
-from mpitrain.world import World
+from mpitrain.train.feed import Feed
 
 BATCH_SIZE = 256
 """Samples that one rank evaluates at once; does not change any result."""
+
+Values = Callable[[Any, Any], Mapping[str, Tensor]]
+"""Maps a model's outputs and targets to values by name, one per sample: `(N,)`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
     """How good a model is on a set of samples. Equal on all ranks."""
 
-    loss: float
-    """Mean cross-entropy per sample, in nats."""
-    accuracy: float
-    """Share of the samples whose class was found, 0 to 1."""
+    values: Mapping[str, float]
+    """Mean per sample of each value by name: ``loss``, and for classes ``accuracy``."""
     num_samples: int
     """How many samples that was."""
+
+    @property
+    def loss(self) -> float:
+        """Mean loss per sample."""
+        return self.values["loss"]
+
+    @property
+    def goodness(self) -> float | None:
+        """What the best model has most of: accuracy, else less loss; ``None``: none."""
+        found = self.values.get("accuracy", -self.values["loss"])
+        return found if math.isfinite(found) else None
+
+    @property
+    def accuracy(self) -> float:
+        """Share of the samples whose class was found, 0 to 1."""
+        return self.values["accuracy"]
 
 
 @torch.no_grad()
 def evaluate(
-    model: nn.Module,
-    samples: Samples,
-    world: World,
-    dtype: torch.dtype,
+    forward: Callable[[Any], Any],
+    feed: Feed,
+    share: Share,
+    values: Values,
     progress: Progress,
 ) -> Evaluation:
     """Judge a model on every sample exactly once.
@@ -44,31 +62,59 @@ def evaluate(
     Collective over the default group.
 
     Args:
-        model: Maps inputs `(N, ...)` to scores `(N, num_classes)`; not wrapped.
-        samples: What to judge it by.
-        world: Where this process stands.
-        dtype: Floating point of the inputs.
+        forward: Maps a batch's inputs to the model's outputs; the model is in the mode
+            for evaluation.
+        feed: What to judge it by.
+        share: What this rank takes of it.
+        values: What is summed up.
         progress: Told of every batch.
 
     Returns:
         Sums over all ranks, divided by the count over all ranks.
     """
-    model.eval()
-    for buffer in model.buffers():
-        dist.broadcast(buffer, src=0)  # batch norm's, which each rank has of its own
-    sums = torch.zeros(3, dtype=torch.float64, device=world.device)
-    mine = shard_of(np.arange(len(samples)), world.rank, world.world_size)
-    for start in range(0, len(mine), BATCH_SIZE):
-        progress("evaluation")
-        inputs, labels = samples.batch(mine[start : start + BATCH_SIZE])
-        inputs = inputs.to(world.device, dtype)
-        labels = labels.to(world.device)
-        scores = model(inputs)
-        sums[0] += F.cross_entropy(scores, labels, reduction="sum").double()
-        sums[1] += (scores.argmax(dim=1) == labels).sum()
-        sums[2] += len(labels)
-    dist.all_reduce(sums)
-    loss, correct, count = sums.tolist()
+    sums: dict[str, Tensor] = {}
+    count = 0
+    for step in feed.steps(share, epoch=0):
+        for batch in step.microsteps:
+            progress("evaluation")
+            outputs = forward(batch.inputs)
+            num = len(batch)
+            for name, found in values(outputs, batch.targets).items():
+                found = torch.as_tensor(found, dtype=torch.float64)
+                summed = per_sample_sum(found, num)
+                sums[name] = sums[name] + summed if name in sums else summed
+            count += num
+    names = list(sums)  # every rank has at least one batch, and so the same names
+    device = sums[names[0]].device if names else torch.device("cpu")
+    totals = torch.tensor([0.0] * len(names) + [count], dtype=torch.float64)
+    totals = totals.to(device)
+    for place, name in enumerate(names):
+        totals[place] = sums[name]
+    if dist.get_world_size() > 1:
+        dist.all_reduce(totals)
+    *found_sums, total = totals.tolist()
+    if not total:
+        raise agreed(DataError("none of the samples to validate by could be read"))
     return Evaluation(
-        loss=loss / count, accuracy=correct / count, num_samples=int(count)
+        values={name: x / total for name, x in zip(names, found_sums, strict=True)},
+        num_samples=int(total),
     )
+
+
+def per_sample_sum(values: Tensor, num: int) -> Tensor:
+    """Sum values up over the samples that count.
+
+    Args:
+        values: `(N or more, ...)`, one per sample or its pixels, which are averaged; or
+            a scalar: the mean of all.
+        num: How many samples count: N.
+
+    >>> per_sample_sum(torch.tensor([1.0, 2.0, 9.0]), 2), per_sample_sum(
+    ...     torch.tensor(3.0), 2)
+    (tensor(3.), tensor(6.))
+    """
+    if values.ndim == 0:
+        return values * num
+    if values.ndim > 1:
+        values = values.flatten(1).mean(1)
+    return (values if values.shape[0] == num else values[:num]).sum()

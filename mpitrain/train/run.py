@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,93 +13,207 @@ from torch import nn
 from mpitrain import schedulers
 from mpitrain.data.sources import Data, load_data
 from mpitrain.launch import Job
-from mpitrain.models import build_model
+from mpitrain.launch.shared import Ranks, all_ranks
+from mpitrain.models.build import build_and_load
+from mpitrain.models.fetch import cache_folder, fetch_weights, is_cached
+from mpitrain.models.summary import summary_line, summary_table
+from mpitrain.models.weights import LoadedWeights
+from mpitrain.plugins import is_reference
 from mpitrain.record.console import Console, open_console, world_lines
 from mpitrain.record.environment import describe
+from mpitrain.record.events import Silent
 from mpitrain.record.folder import write_json
-from mpitrain.record.recorder import Recorder, Silent, shown
+from mpitrain.record.recorder import Recorder, shown
 from mpitrain.topology import mpi_library
+from mpitrain.train.beginning import Beginning
 from mpitrain.train.config import TrainConfig
-from mpitrain.train.loop import DTYPES, train
-from mpitrain.train.plan import Plan
-from mpitrain.world import World
+from mpitrain.train.resuming import (
+    blind_hosts,
+    checkpoint_to_load,
+    keeper_of,
+    say_going_on,
+)
+from mpitrain.train.setup import Setup
+from mpitrain.train.stopping import CAN_GO_ON, Stopped, Stopper
+from mpitrain.train.trainer import Trainer
 
 logger = logging.getLogger("mpitrain")
 
 
 def run_training(
-    job: Job, config: TrainConfig, run_dir: Path, start_seconds: float
-) -> None:
+    job: Job, begun: Beginning, stopper: Stopper, start_seconds: float
+) -> int:
     """Train as asked, and leave the record in the run folder.
 
     Collective over all ranks.
 
     Args:
         job: The running job.
-        config: What was asked.
-        run_dir: The run folder.
+        begun: What was asked, and the run folder.
+        stopper: Knows whether to stop.
         start_seconds: From the process's start to the ready process group.
+
+    Returns:
+        The exit status: 0, or `CAN_GO_ON` where the training stopped in time.
 
     Raises:
         MpitrainError: The data or the model cannot be had; raised on the ranks where
             that is so, of which the guard lets one speak.
     """
-    world = job.world
+    world, config, run_dir = job.world, begun.config, begun.run_dir
+    ranks = all_ranks(world)
+    blind = blind_hosts(begun, world, ranks)
+    loader = checkpoint_to_load(begun, world, ranks, blind, job.progress)
+    before = None if loader is None else loader.facts["record"]
+    if loader is not None and loader.facts["run"] != begun.run_id:
+        before = None  # another run's: its record stays with it
     # Agreed, so that no rank fails, and writes so, before the record has begun.
     recorder = job.all_or_none(
-        lambda: Recorder(run_dir, world, start_seconds) if world.is_rank_zero else None,
+        lambda: (
+            Recorder(run_dir, world, start_seconds, before)
+            if world.is_rank_zero
+            else None
+        ),
         "begin the record",
     )
-    data = load_data(config.data, config.data_dir)
-    model = build(config, data, world)
-    plan = Plan(num_samples=len(data.train), world_size=world.world_size, config=config)
+    job.progress("loading the data")
+    data = load_data(config, seed=config.seed, world=world, ranks=ranks)
+    job.progress("building the model")
+    model, loaded = build(config, data, ranks, with_weights=loader is None)
+    trainer = Trainer(model, data.train, data.val, config, world=world)
+    trainer.statistics = data.statistics
+    trainer.all_weights_used = not is_reference(config.model)
+    trainer.progress = job.progress
+    trainer.listener = recorder or Silent()
+    trainer.keeper = keeper_of(
+        trainer, begun, world, ranks, stopper, recorder, loader, data, blind
+    )
+    setup = trainer.set_up()
     if recorder is None:
-        train(world, plan, model, data, Silent(), job.progress)
-        return
+        return trained_and_finished(trainer, data, None, run_dir)
 
     environment = describe(
         world, schedulers.detect(os.environ), mpi_library(), os.environ
     )
     write_json(run_dir / "environment.json", environment)
-    with open_console(config.progress, plan.num_epochs, plan.total_steps) as console:
-        introduce(console, world, plan, data, run_dir)
+    (run_dir / "model.txt").write_text(summary_table(model) + "\n")
+    plan = setup.plan
+    done = loader.facts["so_far"]["num_steps"] if loader is not None else 0
+    with open_console(
+        config.progress, plan.num_epochs, plan.total_steps, done
+    ) as console:
+        introduce(console, setup, data, model, config, run_dir)
+        if loaded is not None:
+            console.say(loaded.line())
+        if loader is not None:
+            say_going_on(console, loader, begun, recorder)
         recorder.console = console
-        train(world, plan, model, data, recorder, job.progress)
-        job.progress("writing the weights")
-        save_model(model, run_dir / "model.pt")
-        recorder.finish()
+        return trained_and_finished(trainer, data, recorder, run_dir)
 
 
-def build(config: TrainConfig, data: Data, world: World) -> nn.Module:
-    """Build the model on this rank's device, in the precision asked for."""
-    model = build_model(
-        config.model,
+def trained_and_finished(
+    trainer: Trainer, data: Data, recorder: Recorder | None, run_dir: Path
+) -> int:
+    """Train to the end, or until it is time to stop; return the exit status.
+
+    Collective over all ranks.
+    """
+    try:
+        trainer.fit()
+    except Stopped as stopped:
+        trainer.setup.close()
+        data.close()
+        if recorder is not None:
+            recorder.stop(str(stopped))
+        return CAN_GO_ON
+    finish(trainer, data, recorder, run_dir)
+    return 0
+
+
+def build(
+    config: TrainConfig, data: Data, ranks: Ranks, *, with_weights: bool
+) -> tuple[nn.Module, LoadedWeights | None]:
+    """Build the model, equal on all ranks; one of each file system downloads weights.
+
+    Collective over all ranks.
+
+    Args:
+        config: What was asked.
+        data: What it shall fit.
+        ranks: All of them.
+        with_weights: Whether ``--weights`` are wanted; a checkpoint has its own.
+
+    Returns:
+        The model, and what of its weights was loaded, if any were.
+    """
+    name, weights = config.model, config.weights if with_weights else None
+    if not all(ranks.tell_all(is_cached(name, weights))):
+        ranks.once_per_file_system(
+            cache_folder(name),
+            lambda: fetch_weights(name, weights),
+            f"download {name}",
+        )
+    return build_and_load(
+        name,
         num_classes=data.num_classes,
         in_channels=data.in_channels,
         image_size=data.image_size,
         seed=config.seed,
+        weights=weights,
     )
-    return model.to(world.device, DTYPES[config.precision])
+
+
+def finish(
+    trainer: Trainer, data: Data, recorder: Recorder | None, run_dir: Path
+) -> None:
+    """Write the finished model down, and judge it by the test set, if there is one.
+
+    Collective over all ranks.
+    """
+    setup = trainer.setup
+    trainer.progress("writing the weights")
+    state = setup.whole_state()
+    if recorder is not None:
+        save(state, run_dir / "model.pt")
+    if data.test is not None:
+        found = setup.evaluate(setup.feed_of(data.test), trainer.values)
+        skipped = setup.count_skipped()
+        if recorder is not None:
+            recorder.test_done(found.values, found.num_samples, skipped)
+    data.close()
+    if recorder is not None:
+        recorder.finish()
 
 
 def introduce(
-    console: Console, world: World, plan: Plan, data: Data, run_dir: Path
+    console: Console,
+    setup: Setup,
+    data: Data,
+    model: nn.Module,
+    config: TrainConfig,
+    run_dir: Path,
 ) -> None:
     """Say who is there, what is trained on what, and the sums that follow."""
-    config = plan.config
+    plan, world = setup.plan, setup.world
     for line in world_lines(world):
         console.say(line)
+    train, val = (_counted(part.num_samples) for part in (data.train, data.val))
+    classes = "" if data.num_classes is None else f", {data.num_classes} classes"
     console.say(
-        f"{config.model} on {config.data}: {len(data.train)} samples to train, "
-        f"{len(data.val)} to validate, {data.num_classes} classes"
+        f"{config.model} on {config.data}: {train} samples to train, "
+        f"{val} to validate{classes}"
     )
+    console.say(f"{summary_line(model)}; {setup.strategy}, {config.precision}")
     console.say(plan.batch_line())
-    console.say(
-        "dry run: one step, one evaluation"
-        if config.dry_run
-        else f"{plan.total_steps} steps = {plan.num_epochs} epochs x "
-        f"{plan.steps_per_epoch}"
-    )
+    if config.dry_run:
+        console.say("dry run: one step, one evaluation")
+    elif plan.total_steps is None:
+        console.say(f"{plan.num_epochs} epochs of unknown length")
+    else:
+        console.say(
+            f"{plan.total_steps} steps = {plan.num_epochs} epochs x "
+            f"{plan.steps_per_epoch}"
+        )
     console.say(f"run folder {shown(run_dir)}")
     for setting in config.without_effect():
         logger.warning("without effect: %s", setting)
@@ -110,12 +225,12 @@ def introduce(
         )
 
 
-def save_model(model: nn.Module, path: Path) -> None:
-    """Write a plain ``state_dict``, on the CPU, whole or not at all."""
+def save(state: dict[str, Any], path: Path) -> None:
+    """Write a plain ``state_dict``, whole or not at all."""
     beside = path.with_name(f".{path.name}.{os.getpid()}")
-    state = {
-        name: value.cpu() if isinstance(value, torch.Tensor) else value
-        for name, value in model.state_dict().items()
-    }
     torch.save(state, beside)
     os.replace(beside, path)
+
+
+def _counted(num_samples: int | None) -> str:
+    return "unknown number of" if num_samples is None else str(num_samples)

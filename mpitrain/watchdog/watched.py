@@ -13,6 +13,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from mpitrain.watchdog.page import Page, State, above_standard, memory_file
 from mpitrain.watchdog.sidecar import DUMP_SIGNAL
@@ -105,6 +106,17 @@ class Watched:
         self._answers: list[dict[str, object]] = []
         self._answered = threading.Condition()
         threading.Thread(target=self._listen, name="watchdog", daemon=True).start()
+
+    def hear_term(self, handler: Callable[[int, Any], object]) -> None:
+        """Call a handler at SIGTERM, which then ends this process no more.
+
+        The sidecar still sees that it came.
+        """
+        faulthandler.unregister(signal.SIGTERM)
+        signal.signal(signal.SIGTERM, handler)
+        faulthandler.register(
+            signal.SIGTERM, self._terminated, all_threads=False, chain=True
+        )
 
     # --- where this rank is -----------------------------------------------------------
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mpitrain.watchdog.page import Position, State
@@ -152,7 +152,14 @@ def table(
 ) -> list[str]:
     """Say where some ranks are, those at the same place in one line."""
     places: dict[str, list[RankReport]] = {}
+    heard: dict[str, float] = {}  # the last word of each host that is silent
     for report in reports:
+        if report.is_silent(now):
+            last = heard.get(report.hostname, report.heard_at)
+            heard[report.hostname] = max(last, report.heard_at)
+    for report in reports:
+        if report.is_silent(now):
+            report = replace(report, heard_at=heard[report.hostname])
         if report.rank in ranks:
             places.setdefault(in_words(report, now), []).append(report)
     return [f"  {name(found)}: {where}" for where, found in places.items()]

@@ -31,6 +31,9 @@ LOGIN = "login"
 PREFIX = "mpitrain-"
 """Namespaces are this and the host's name, so that they are surely ours."""
 
+FOLDERS = Path("/tmp")
+"""Not TMPDIR: others must reach munge's socket, and that may be one's own."""
+
 FOLDER_PREFIX = "mpitrain-hosts-"
 OVERLAYS = Path("/etc/netns")
 AUTOGROUP = Path("/proc/sys/kernel/sched_autogroup_enabled")
@@ -48,6 +51,7 @@ PasswordAuthentication no
 StrictModes no
 UsePAM no
 MaxStartups 100
+SetEnv TMPDIR={tmpdir}
 """
 
 SSH_CONFIG = """\
@@ -68,7 +72,10 @@ class VirtualHosts:
         self.names = [f"node{i}" for i in range(1, count + 1)]
         self.addresses = {name: f"10.99.0.{i}" for i, name in enumerate(self.names, 1)}
         self.addresses[LOGIN] = "10.99.0.254"
-        self.environ = clean_environ()
+        # What killed jobs leave goes with the hosts: Open MPI refuses to start where it
+        # finds a folder of a dead mpirun or prted that had its process id.
+        self.tmpdir = folder / "tmp"
+        self.environ = {**clean_environ(), "TMPDIR": str(self.tmpdir)}
         self._daemons: list[subprocess.Popen[bytes]] = []
 
     def run(
@@ -184,9 +191,10 @@ class VirtualHosts:
     def _write_overlays(self) -> None:
         ssh = self.folder / "ssh"
         ssh.mkdir()
+        self.tmpdir.mkdir()
         key = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(ssh / "key")]
         subprocess.run(key, check=True)
-        (ssh / "sshd_config").write_text(SSHD_CONFIG)
+        (ssh / "sshd_config").write_text(SSHD_CONFIG.format(tmpdir=self.tmpdir))
         (ssh / "ssh_config").write_text(SSH_CONFIG)
         (ssh / "known_hosts").write_text("* " + (ssh / "key.pub").read_text())
         Path("/run/sshd").mkdir(exist_ok=True)  # sshd's empty folder, in a tmpfs
@@ -216,7 +224,7 @@ def virtual_hosts(count: int) -> Iterator[VirtualHosts]:
     with LOCK.open("w") as lock:
         _take(lock)
         sweep()
-        folder = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX))
+        folder = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX, dir=FOLDERS))
         hosts = VirtualHosts(folder, count)
         try:
             hosts._build()
@@ -285,7 +293,7 @@ def sweep() -> None:
         shutil.rmtree(overlay)
     with suppress(OSError):  # others' overlays stay
         OVERLAYS.rmdir()
-    for folder in Path(tempfile.gettempdir()).glob(FOLDER_PREFIX + "*"):
+    for folder in FOLDERS.glob(FOLDER_PREFIX + "*"):
         shutil.rmtree(folder, ignore_errors=True)
 
 

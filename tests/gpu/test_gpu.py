@@ -20,6 +20,9 @@ NCCL = f"cpu:{HOST},cuda:nccl"
 
 NO_GPU = "torch sees no GPU here"
 
+SAME = ("test_trainer", "test_trainer_data", "test_nonfinite")
+"""Properties that hold on any device."""
+
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason=NO_GPU)
 
 
@@ -70,6 +73,35 @@ def test_a_gpu_for_each_rank_uses_nccl(tmp_path: Path) -> None:
     )
     assert done.status == 0, done.err
     assert result(tmp_path, "r")["backend"] == "cpu:gloo,cuda:nccl"
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 8])
+def test_the_trainer_is_that_of_one_process_by_hand(num_ranks: int) -> None:
+    """The same properties as on the CPU, by the same files."""
+    words = ("-m", "mpi4py", "-m", "pytest", "--with-mpi", "-x", "-q")
+    done = mpirun(
+        find("openmpi-5"),
+        num_ranks,
+        *words,
+        *(f"tests/mpi/{name}.py" for name in SAME),
+        cwd=Path(__file__).parents[2],
+        timeout_seconds=900,
+        CUDA_VISIBLE_DEVICES="0",
+        MPITRAIN_TEST_DEVICE="cuda",
+    )
+    assert done.status == 0, done.out + done.err
+
+
+def test_a_small_set_lies_on_the_gpu(tmp_path: Path) -> None:
+    from mpitrain.data.sources import digits
+    from mpitrain.train.config import TrainConfig
+    from mpitrain.train.trainer import Trainer
+
+    data = digits()
+    model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10))
+    trainer = Trainer(model, data.train, data.val, TrainConfig(epochs=1))
+    assert trainer.fit().accuracy > 0.5
+    assert trainer.setup.feed.samples.inputs.is_cuda
 
 
 ASK = """

@@ -3,9 +3,30 @@
 from __future__ import annotations
 
 import os
+import shutil
+import tempfile
+from collections.abc import Iterator
 
 import pytest
 from launcher import MPIS, Mpi, find
+
+
+@pytest.fixture(scope="session", autouse=True)
+def own_tmpdir() -> Iterator[None]:
+    """Give the jobs a TMPDIR of their own, which goes with them.
+
+    An mpirun that was killed leaves `$TMPDIR/ompi.<its process id>`, and Open MPI 5
+    refuses to start as a process with that id ("listener thread failed to start").
+    """
+    before = os.environ.get("TMPDIR")
+    folder = tempfile.mkdtemp(prefix="mpitrain-jobs-")
+    os.environ["TMPDIR"] = folder
+    yield
+    if before is None:
+        del os.environ["TMPDIR"]
+    else:
+        os.environ["TMPDIR"] = before
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 @pytest.fixture(params=MPIS, scope="module")

@@ -175,13 +175,13 @@ def test_a_run_folder_that_one_rank_cannot_write_ends_all(
     """Its log is a folder already, by the time that the run folder is made."""
     script = tmp_path / "script.py"
     script.write_text(
-        "import sys; from mpitrain.record import folder; from mpitrain import cli\n"
-        "reserve = folder.reserve\n"
-        "def spoiled(*words):\n"
-        "    path = reserve(*words)\n"
-        "    (path / 'logs/rank-1.log').mkdir()\n"
-        "    return path\n"
-        "folder.reserve = spoiled\n"
+        "import sys; from mpitrain.train import beginning; from mpitrain import cli\n"
+        "open_run = beginning.open_run\n"
+        "def spoiled(*words, **more):\n"
+        "    run = open_run(*words, **more)\n"
+        "    (run.path / 'logs/rank-1.log').mkdir()\n"
+        "    return run\n"
+        "beginning.open_run = spoiled\n"
         "sys.exit(cli.main(sys.argv[1:]))\n"
     )
     done = mpirun(openmpi, 3, str(script), "--name", "r", cwd=tmp_path)

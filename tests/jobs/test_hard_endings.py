@@ -55,6 +55,40 @@ with guarded() as guard:
     assert line.endswith("ArithmeticError: all of us")
 
 
+def test_a_child_that_dies_does_not_break_in_on_the_last_words(
+    mpi: Mpi, tmp_path: Path
+) -> None:
+    """As torch has it, when a worker of DataLoader is killed."""
+    body = """
+import os, signal
+
+def break_in(*_):
+    raise RuntimeError("a worker is killed")
+
+class Slow(Exception):
+    def __str__(self):
+        if os.fork() == 0:
+            os._exit(1)
+        time.sleep(0.5)
+        return "this is the fault"
+
+with guarded() as guard:
+    guard.on_failure.append(lambda text: print("kept", file=sys.stderr, flush=True))
+    with mpitrain.init(guard=guard) as world:
+        import torch.distributed as dist
+        if world.rank == 1:
+            signal.signal(signal.SIGCHLD, break_in)
+            raise Slow
+        dist.barrier()
+"""
+    done = run(mpi, body, tmp_path)
+    assert done.status == 1
+    (line,) = done.ours
+    assert line.endswith("Slow: this is the fault")
+    assert "kept" in done.err
+    assert "a worker is killed" not in done.err
+
+
 def test_errors_without_a_store_are_told_once(mpi: Mpi, tmp_path: Path) -> None:
     body = """
 with guarded() as guard:

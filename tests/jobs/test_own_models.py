@@ -57,7 +57,7 @@ def test_what_is_evaluated_is_the_model_that_is_saved(
     assert isinstance(samples, InMemory)
     with torch.no_grad():
         scores = model(samples.inputs.double())
-    loss = F.cross_entropy(scores, samples.labels).item()
+    loss = F.cross_entropy(scores, samples.targets).item()
     assert result["val_loss"] == pytest.approx(loss, rel=1e-9)
-    correct = (scores.argmax(1) == samples.labels).sum().item()
+    correct = (scores.argmax(1) == samples.targets).sum().item()
     assert result["val_accuracy"] == correct / 360

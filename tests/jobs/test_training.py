@@ -70,7 +70,7 @@ def test_a_name_that_exists_is_refused_and_nothing_is_lost(
     words = ("-m", "mpitrain", "--name", "twice", "--dry-run")
     assert mpirun(mpi, 2, *words, cwd=tmp_path).status == 0
     before = (tmp_path / "runs/twice/result.json").read_bytes()
-    done = mpirun(mpi, 2, *words, cwd=tmp_path)
+    done = mpirun(mpi, 2, *words, "--resume", "never", cwd=tmp_path)
     assert done.status == 2
     assert (done.out + done.err).count("runs/twice exists") == 1
     assert (tmp_path / "runs/twice/result.json").read_bytes() == before

@@ -7,11 +7,12 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, IterableDataset
 
 from mpitrain.data.sources import InMemory
 from mpitrain.data.sources import digits as embedded_digits
@@ -124,7 +125,7 @@ class Noted(Dataset[tuple[Tensor, int]]):
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         self.notes.write(json.dumps(index) + "\n")
-        return self.samples.inputs[index], int(self.samples.labels[index])
+        return self.samples.inputs[index], int(self.samples.targets[index])
 
 
 def noted_digits() -> tuple[Noted, Noted]:
@@ -153,3 +154,97 @@ def few() -> tuple[Dataset[tuple[Tensor, int]], Dataset[tuple[Tensor, int]]]:
             return torch.full((1, 8, 8), index / self.size), index % 2
 
     return Few(5), Few(3)
+
+
+class Learner(nn.Module):
+    """A small network that draws random numbers, takes its time, and takes notes.
+
+    The first pixel of a sample is its number.
+    """
+
+    def __init__(self, num_classes: int, image_size: int) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm2d(1) if "NORM" in os.environ else nn.Identity()
+        self.drop = nn.Dropout(float(os.environ.get("DROPOUT", "0")))
+        self.body = nn.Linear(image_size * image_size, 32)
+        self.head = nn.Linear(32, num_classes)
+        # Something that takes time to write.
+        size = int(1e6 * float(os.environ.get("BALLAST_MB", "0")))
+        self.register_buffer("ballast", torch.ones(size, dtype=torch.uint8))
+        self.calls = 0
+
+    def forward(self, images: Tensor) -> Tensor:
+        if self.training:
+            self.calls += 1
+            if "NOTES" in os.environ:
+                self.note([round(float(image[0, 0, 0])) for image in images])
+            if str(self.calls) == os.environ.get("FAULT_STEP"):
+                strike()
+            time.sleep(float(os.environ.get("STEP_SECONDS", "0")))
+        features = self.body(self.drop(self.norm(images / 100)).flatten(1))
+        return self.head(torch.tanh(features))
+
+    def note(self, numbers: list[int]) -> None:
+        file = Path(os.environ["NOTES"]) / f"{os.getppid()}-{os.environ['RANK']}"
+        with file.open("a") as notes:
+            notes.write(json.dumps(numbers) + "\n")
+
+
+class Numbered(Dataset[tuple[Tensor, int]]):
+    """Images whose first pixel is their number."""
+
+    num_classes = 4
+
+    def __init__(self, size: int) -> None:
+        self.images = torch.randn(
+            (size, 1, 8, 8), generator=torch.Generator().manual_seed(5)
+        )
+        self.labels = (self.images.sum((1, 2, 3)) * 1e3).long() % self.num_classes
+        self.images[:, 0, 0, 0] = torch.arange(size)
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return self.images[index], int(self.labels[index])
+
+
+def numbered() -> tuple[Numbered, Numbered]:
+    """96 samples to train, 40 to validate."""
+    return Numbered(96), Numbered(40)
+
+
+class Series(IterableDataset[tuple[Tensor, int]]):
+    """The same, one after another; may be cut, into parts of unequal lengths."""
+
+    num_classes = Numbered.num_classes
+
+    def __init__(self, numbers: list[int]) -> None:
+        self.numbers = numbers
+
+    def __iter__(self) -> Iterator[tuple[Tensor, int]]:
+        whole = Numbered(96)
+        for number in self.numbers:
+            yield whole[number]
+
+
+class Cut(Series):
+    """One that is cut."""
+
+    def shard(self, num_shards: int, index: int) -> Series:
+        if num_shards == 1:
+            return Series(self.numbers)
+        # The last part has twice as many as the others.
+        edges = [
+            len(self.numbers) * at // (num_shards + 1) for at in range(num_shards + 2)
+        ]
+        edges.pop(-2)
+        return Series(self.numbers[edges[index] : edges[index + 1]])
+
+
+def series() -> tuple[Series, Numbered]:
+    return Series(list(range(96))), Numbered(40)
+
+
+def cut_series() -> tuple[Cut, Numbered]:
+    return Cut(list(range(96))), Numbered(40)

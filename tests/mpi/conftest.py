@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import sys
+import time
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import roads
@@ -16,10 +19,14 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 
+DEVICE: Any = os.environ.get("MPITRAIN_TEST_DEVICE", "cpu")
+"""`tests/gpu` runs some of these files on a GPU."""
+
+
 @pytest.fixture(scope="session")
 def job() -> Iterator[mpitrain.Job]:
     """One start for the whole session: a process group starts but once."""
-    started = mpitrain.init(device="cpu", timeout_seconds=60)
+    started = mpitrain.init(device=DEVICE, timeout_seconds=60)
     yield started
     started.close()
 
@@ -55,3 +62,15 @@ def apart(world: World) -> World:
 def mpi_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Groups of the mpi4py backend are made as where there is no /dev/shm."""
     roads.without_shared_memory(monkeypatch)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> None:
+    """Show a failure at once: pytest's words may come after the abort of all ranks."""
+    if call.excinfo is None or call.excinfo.errisinstance(pytest.skip.Exception):
+        return
+    reporter: Any = item.config.pluginmanager.get_plugin("terminalreporter")
+    if reporter is not None:
+        reporter.write_line(f"\n{item.nodeid}\n{call.excinfo.getrepr(style='short')}")
+        sys.stdout.flush()
+        time.sleep(0.5)  # for mpirun to forward it

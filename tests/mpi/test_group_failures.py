@@ -44,6 +44,18 @@ def other_root(group: dist.ProcessGroup, world: World) -> None:
     dist.broadcast(torch.ones(4), min(world.rank, 1), group=group)
 
 
+def test_a_group_that_is_closed_refuses(world: World) -> None:
+    """As a sharded model meets it that is used after the job's end."""
+    from mpitrain.mpi_backend.failures import GroupError
+
+    group = group_of()
+    dist.barrier(group=group)
+    ours = group._get_backend(torch.device("cpu"))._group
+    dist.destroy_process_group(group)
+    with pytest.raises(GroupError, match="is closed, and was asked"):
+        ours.line.do(lambda deadline: None)
+
+
 @pytest.mark.parametrize("call", [other_shape, other_type, other_call, other_root])
 def test_ranks_that_disagree_are_told_so(world: World, call: Call) -> None:
     group = group_of()

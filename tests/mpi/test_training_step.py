@@ -9,13 +9,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from mpitrain.data.sharding import epoch_order, shard_of
+from mpitrain.data.sharding import Share, epoch_order
 from mpitrain.data.sources import InMemory, digits
-from mpitrain.models import build_model
+from mpitrain.models.build import build_model
 from mpitrain.train.config import TrainConfig
-from mpitrain.train.evaluate import evaluate
-from mpitrain.train.loop import accumulate_gradient, replicate
-from mpitrain.train.plan import Plan
+from mpitrain.train.trainer import Trainer
 from mpitrain.world import World
 
 if TYPE_CHECKING:
@@ -36,18 +34,28 @@ def test_the_gradient_is_that_of_one_process(
     world: World, num_samples: int, micro_batch_size: int | None
 ) -> None:
     data = digits().train
+    assert isinstance(data, InMemory)
     samples = epoch_order(len(data), seed=1, epoch=1)[:num_samples]
-    plan = Plan(
-        num_samples=len(data),
-        world_size=world.world_size,
-        config=TrainConfig(precision="fp64", micro_batch_size=micro_batch_size),
-    )
-
     model = net()
-    sums = accumulate_gradient(replicate(model, world), data, samples, world, plan)
+    trainer = Trainer(
+        model,
+        data,
+        digits().val,
+        TrainConfig(precision="fp64", micro_batch_size=micro_batch_size),
+        world=world,
+    )
+    setup = trainer.set_up()
+    setup.begin(setup.plan.stages[0])
+    trainer._at = 1, 0
+    (step,) = setup.feed.steps(setup.plan.share_of(world.rank, samples), epoch=1)
+    assert step.num_samples == num_samples
+    losses = trainer.accumulate_gradient(step)
+    sums = torch.zeros(2, dtype=torch.float64)
+    for indices, total in losses:
+        sums += torch.tensor([total, len(indices)])
 
     alone = net()
-    inputs, labels = data.batch(samples)
+    inputs, labels, _, _ = data.batch(samples)
     loss = F.cross_entropy(alone(inputs.double()), labels)
     loss.backward()
     for one, other in zip(model.parameters(), alone.parameters(), strict=True):
@@ -60,7 +68,13 @@ def test_the_gradient_is_that_of_one_process(
 
 def test_every_sample_has_one_rank(comm: MPI.Intracomm, world: World) -> None:
     order = epoch_order(29, seed=7, epoch=2)
-    shards = comm.allgather(shard_of(order, world.rank, world.world_size))
+    share = Share(
+        rank=world.rank,
+        world_size=world.world_size,
+        global_batch_size=len(order),
+        order=order,
+    )
+    shards = comm.allgather(np.concatenate(list(share)))
     np.testing.assert_array_equal(np.concatenate(shards), order)
     assert max(map(len, shards)) - min(map(len, shards)) <= 1
 
@@ -68,14 +82,19 @@ def test_every_sample_has_one_rank(comm: MPI.Intracomm, world: World) -> None:
 def test_evaluation_equals_that_of_one_process(world: World) -> None:
     samples = digits().val
     assert isinstance(samples, InMemory)
-    found = evaluate(net(), samples, world, torch.float64, print)
+    trainer = Trainer(
+        net(), digits().train, samples, TrainConfig(precision="fp64"), world=world
+    )
+    setup = trainer.set_up()
+    setup.begin(setup.plan.stages[0])
+    found = trainer.evaluate()
     with torch.no_grad():
         scores = net()(samples.inputs.double())
     assert found.num_samples == 360
     assert found.loss == pytest.approx(
-        F.cross_entropy(scores, samples.labels).item(), rel=1e-12
+        F.cross_entropy(scores, samples.targets).item(), rel=1e-12
     )
-    correct = (scores.argmax(1) == samples.labels).sum().item()
+    correct = (scores.argmax(1) == samples.targets).sum().item()
     assert found.accuracy == correct / 360
 
 

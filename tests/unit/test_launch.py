@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 from mpitrain.errors import LaunchError
@@ -30,3 +34,19 @@ def test_every_way_out_has_a_status_and_words(
 def test_leaving_well_is_no_failure() -> None:
     assert exit_status(SystemExit()) == 0
     assert exit_status(SystemExit(0)) == 0
+
+
+def test_a_worker_that_runs_the_script_again_is_told_so(tmp_path: Path) -> None:
+    """As one of a fork server does, where a script has no `if __name__`."""
+    code = (
+        "import multiprocessing, mpitrain\n"
+        "if __name__ == '__main__':\n"
+        "    spawn = multiprocessing.get_context('spawn')\n"
+        "    made = spawn.Process(target=mpitrain.init)\n"
+        "    made.start()\n"
+        "    made.join()\n"
+    )
+    script = tmp_path / "script.py"
+    script.write_text(code)
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True)
+    assert "LaunchError: mpitrain.init() was called in a process that" in done.stderr

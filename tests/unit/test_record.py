@@ -8,28 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from mpitrain.errors import UsageError
 from mpitrain.record import folder, recorder
 from mpitrain.record.environment import VARIABLES
-
-
-def test_a_run_folder_is_made_once(tmp_path: Path) -> None:
-    path = folder.reserve(tmp_path / "runs", "one")
-    assert json.loads((path / "result.json").read_text()) == {"status": "running"}
-    with pytest.raises(UsageError, match=r"one exists. Expected a new name"):
-        folder.reserve(tmp_path / "runs", "one")
-
-
-def test_runs_without_a_name_never_share_a_folder(tmp_path: Path) -> None:
-    paths = {folder.reserve(tmp_path, None) for _ in range(3)}
-    assert len(paths) == 3
-
-
-def test_a_file_where_the_folder_of_runs_should_be_is_told(tmp_path: Path) -> None:
-    (tmp_path / "runs").write_text("")
-    for name in ("one", None):
-        with pytest.raises(UsageError, match="run"):
-            folder.reserve(tmp_path / "runs", name)
+from mpitrain.record.metrics import Metrics
 
 
 def test_the_log_begins_with_whose_it_is(tmp_path: Path) -> None:
@@ -62,7 +43,7 @@ def test_warnings_reach_the_screen_from_rank_zero_alone(
 
 
 def test_doubles_are_written_whole(tmp_path: Path) -> None:
-    metrics = folder.Metrics(tmp_path)
+    metrics = Metrics(tmp_path)
     value = 0.1 + 0.2
     metrics.write("step", train_loss=value)
     metrics.close()
@@ -71,7 +52,7 @@ def test_doubles_are_written_whole(tmp_path: Path) -> None:
 
 
 def test_what_is_not_finite_is_null(tmp_path: Path) -> None:
-    metrics = folder.Metrics(tmp_path)
+    metrics = Metrics(tmp_path)
     metrics.write("step", train_loss=float("nan"), lr=float("inf"))
     metrics.close()
     row = json.loads((tmp_path / "metrics.jsonl").read_text())

@@ -8,8 +8,14 @@ from typing import Any
 import pytest
 
 from mpitrain.watchdog.center import Center
-from mpitrain.watchdog.page import Page, State, memory_file
-from mpitrain.watchdog.words import call_in_words, main_stack, waits
+from mpitrain.watchdog.page import Page, Position, State, memory_file
+from mpitrain.watchdog.words import (
+    RankReport,
+    call_in_words,
+    main_stack,
+    table,
+    waits,
+)
 
 WAITING = """Thread 0x1 (most recent call first):
   File "/usr/lib/python3.11/threading.py", line 1 in wait
@@ -175,6 +181,33 @@ def test_a_host_that_is_silent_counts_by_the_limits_of_the_others() -> None:
     assert end is not None
     assert text.startswith("[rank 1/2 gpu02] hang")
     assert "no word from that host" in text
+
+
+def test_ranks_of_a_host_that_fell_silent_are_told_in_one_line() -> None:
+    """Their last words came within a second, and round to other numbers."""
+    position = Position(
+        state=State.RUNNING,
+        phase="training",
+        step=2,
+        age_seconds=9.0,
+        limit_seconds=6.0,
+    )
+    reports = [
+        RankReport(
+            rank=rank,
+            hostname=hostname,
+            position=position,
+            heard_at=heard_at,
+            progressed_at=100.0,
+        )
+        for rank, hostname, heard_at in (
+            (0, "gpu01", 119.9),
+            (1, "gpu02", 111.4),
+            (2, "gpu02", 111.6),
+        )
+    ]
+    lines = table(reports, {1, 2}, now=120.0)
+    assert lines == ["  ranks 1-2 gpu02: no word from that host for 8 s"]
 
 
 def test_a_rank_that_was_never_heard_is_named_when_the_start_takes_too_long() -> None:

@@ -1,0 +1,333 @@
+"""The training, in the order of time. `Trainer.fit` is the whole of it."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from itertools import zip_longest
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mpitrain.data.pixels import Statistics
+from mpitrain.errors import DataError, agreed
+from mpitrain.launch import init
+from mpitrain.record.console import Lines
+from mpitrain.record.events import Listener, Progress, Silent
+from mpitrain.train.config import TrainConfig
+from mpitrain.train.evaluate import Evaluation, per_sample_sum
+from mpitrain.train.feed import Batch, Step
+from mpitrain.train.keeping import Keeper, StopWanted
+from mpitrain.train.plan import Stage
+from mpitrain.train.setup import Setup
+from mpitrain.train.steps import Losses, SoFar, Steps
+from mpitrain.train.strategy import settle_numerics
+from mpitrain.world import World
+
+Loss = Callable[[Any, Any], Tensor]
+"""Maps a model's outputs and targets to losses `(N,)`, or to their mean."""
+
+Metrics = Callable[[Any, Any], Mapping[str, Tensor]]
+"""Maps a model's outputs and targets to values by name, each `(N,)` or their mean."""
+
+
+class Trainer:
+    """Trains a model, on one rank or many, with the same result.
+
+    Override `loss`, `metrics` or `step`, or pass the first two.
+
+    Args:
+        model: Trained in place. Its first weights are rank zero's, on every rank.
+        train_data: A `TensorDataset` of inputs and targets, or any map-style or
+            iterable data set of such pairs; equal on all ranks, and shared out here.
+        val_data: What the model is judged by after every epoch; likewise.
+        config: What is asked. The names of data set, model and weights in it have no
+            effect; what is done to images on the device has.
+        world: Where this process stands, as `mpitrain.init` tells it; ``None``: `fit`
+            asks itself, and ends the job when it is done.
+        loss: Instead of overriding `loss`.
+        metrics: Instead of overriding `metrics`.
+
+    Attributes:
+        listener: Told of every step and epoch; ``None``: a line per epoch is printed.
+        progress: Told of every batch of an evaluation; steps tell it by themselves.
+            Where you called `mpitrain.init` with a hang timeout: its `Job.progress`.
+        statistics: Mean and deviation to take off images of bytes, by channel, in the
+            range 0 to 1.
+        all_weights_used: Whether every weight is known to take part in the loss.
+        keeper: Writes checkpoints and stops in time; ``None``: nobody does.
+        so_far: How far the training has come.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        train_data: Any,
+        val_data: Any,
+        config: TrainConfig | None = None,
+        *,
+        world: World | None = None,
+        loss: Loss | None = None,
+        metrics: Metrics | None = None,
+    ) -> None:
+        self.model = model
+        self.train_data = train_data
+        self.val_data = val_data
+        self.config = config or TrainConfig()
+        self.world = world
+        self._starts_ranks = world is None
+        self._state: dict[str, Any] = {}  # kept where the ranks end with `fit`
+        self._is_ready = False
+        self.listener: Listener | None = None
+        self.progress: Progress = lambda _: None
+        self.statistics: Statistics | None = None
+        self.all_weights_used = False
+        self.keeper: Keeper | None = None
+        self.so_far = SoFar()
+        self._heard: Listener = Silent()
+        self._loss = loss
+        self._metrics = metrics
+
+    # --- what may be overridden ---------------------------------------------------
+
+    def loss(self, outputs: Any, targets: Any) -> Tensor:
+        """Return the loss of each sample; cross-entropy if not overridden.
+
+        Args:
+            outputs: The model's, `(N, num_classes)`.
+            targets: Labels int64 `(N,)`.
+
+        Returns:
+            `(N,)`; `(N, ...)`, whose rows are averaged; or a scalar, taken for the mean
+            of the samples: exact only where each of them weighs the same.
+        """
+        if self._loss is not None:
+            return self._loss(outputs, targets)
+        smoothing = self.config.label_smoothing if torch.is_grad_enabled() else 0.0
+        if outputs.dtype.itemsize == 2:
+            outputs = outputs.float()
+        return F.cross_entropy(
+            outputs, targets, reduction="none", label_smoothing=smoothing
+        )
+
+    def metrics(self, outputs: Any, targets: Any) -> Mapping[str, Tensor]:
+        """Return what else is told of the validation; accuracy if not overridden.
+
+        Args:
+            outputs: The model's.
+            targets: Likewise.
+
+        Returns:
+            Values by name, each like `loss` returns them.
+        """
+        if self._metrics is not None:
+            return self._metrics(outputs, targets)
+        if self._loss is None and type(self).loss is Trainer.loss:
+            return {"accuracy": (outputs.argmax(dim=1) == targets).double()}
+        return {}
+
+    def step(self, batch: Batch) -> Tensor:
+        """Return the loss of each sample of a microstep; gradients flow from it.
+
+        Args:
+            batch: Its samples, on this rank's device.
+        """
+        mix = self.setup.mix_of(*self._at, batch.inputs)
+        if mix is None:
+            return self.loss(self.forward(batch.inputs), batch.targets)
+        outputs = self.forward(mix.apply(batch.inputs))
+        own = self.loss(outputs, batch.targets[1:])
+        partners = self.loss(outputs, batch.targets[:-1])
+        return mix.share * own + (1 - mix.share) * partners
+
+    @property
+    def has_plain_step(self) -> bool:
+        """Whether a step is ours: one call of the model with the inputs."""
+        return type(self).step is Trainer.step
+
+    def forward(self, inputs: Any) -> Any:
+        """Call the model in a `step`; `model` itself would not let gradients meet.
+
+        Spread over the ranks, and in the precision asked for. Collective over all
+        ranks: each calls it as often.
+
+        Args:
+            inputs: What the model takes.
+        """
+        return self.setup.replica.forward(inputs)
+
+    # --- the training -------------------------------------------------------------
+
+    def fit(self) -> Evaluation:
+        """Train.
+
+        Collective over all ranks.
+
+        Returns:
+            How good the model is at the end; equal on all ranks.
+        """
+        if self._starts_ranks:
+            job = init(**self.config.launch.as_arguments())
+            with job as self.world:
+                self.progress = job.progress
+                result = self._fit()
+                self._state = self.setup.whole_state()
+                return result
+        return self._fit()
+
+    def _fit(self) -> Evaluation:
+        if not self._is_ready:
+            self.set_up()
+        keeper, setup = self.keeper, self.setup
+        if keeper:
+            self.so_far = keeper.restore()
+        try:
+            for stage in setup.plan.stages:
+                # The last stage is begun though all is done: a model wants judging.
+                is_last = stage is setup.plan.stages[-1]
+                if stage.epochs[-1] < self.so_far.epoch and not is_last:
+                    continue
+                setup.begin(stage)
+                if keeper:
+                    keeper.begin(stage)
+                while self.so_far.epoch < stage.epochs.stop:
+                    self.train_epoch(stage)
+            if keeper:
+                keeper.finish()
+        except StopWanted as wanted:
+            assert keeper
+            keeper.stop(wanted.reason)
+        setup.close()
+        self._is_ready = False
+        return Evaluation(
+            values=self.so_far.values, num_samples=self.so_far.val_samples
+        )
+
+    def set_up(self) -> Setup:
+        """Make ready for `fit`, which else does it; `world` must be known.
+
+        Collective over all ranks.
+        """
+        assert self.world is not None
+        settle_numerics(self.config, os.environ)
+        self.setup = Setup(self, self.world)
+        self.so_far = SoFar()
+        self._steps = Steps()
+        self._clock = time.perf_counter()
+        self._is_ready = True
+        if self.listener is None:
+            is_silent = not self.world.is_rank_zero
+            self._heard = Silent() if is_silent else Lines(self.setup.plan.num_epochs)
+        else:
+            self._heard = self.listener
+        return self.setup
+
+    def train_epoch(self, stage: Stage) -> None:
+        """Train on every sample that is left of an epoch, then evaluate.
+
+        Collective over all ranks.
+        """
+        so_far, setup, keeper = self.so_far, self.setup, self.keeper
+        epoch = so_far.epoch
+        updater, watch = setup.updater, setup.watch
+        setup.train_mode()
+        self._clock = time.perf_counter()
+        for step in setup.steps_of(so_far):
+            self._at = epoch, step.number
+            rate = setup.plan.learning_rate(stage, epoch, step.number)
+            updater.set_learning_rate(rate)
+            updater.begin_step()
+            losses = self.accumulate_gradient(step)
+            is_applied, norm = updater.update()
+            if not is_applied:
+                watch.judge(losses, norm, updater.scale, so_far.num_steps + 1, epoch)
+            so_far.num_steps += 1
+            so_far.epoch_steps = step.number + 1
+            self._steps.add(losses, rate, norm, is_applied=is_applied)
+            self._heard.step_done(so_far.num_steps)
+            if keeper:
+                keeper.after_step()
+        self.meet()
+        if not so_far.epoch_steps:
+            raise agreed(DataError("none of the samples to train on could be read"))
+        result = setup.evaluate(setup.val_feed, self.values, self._progress_or_stop)
+        so_far.skipped_samples += setup.count_skipped()
+        so_far.values, so_far.val_samples = dict(result.values), result.num_samples
+        seconds = time.perf_counter() - self._clock
+        self._heard.epoch_done(so_far.as_epoch(stage.name, seconds))
+        so_far.begin_epoch(epoch + 1)
+        if keeper:
+            keeper.after_epoch(epoch, result.goodness)
+
+    def meet(self) -> None:
+        """Add up what the ranks' steps came to, since the last call, and tell it.
+
+        Collective over all ranks.
+        """
+        so_far, setup = self.so_far, self.setup
+        now = time.perf_counter()
+        so_far.steps_seconds += now - self._clock
+        self._clock = now
+        rows = self._steps.meet(so_far)
+        so_far.skipped_steps += setup.watch.take_skipped()
+        so_far.skipped_samples += setup.count_skipped()
+        if so_far.epoch_steps:
+            both = zip_longest(so_far.taken, setup.count_taken(), fillvalue=0)
+            so_far.taken = [a + b for a, b in both]
+        if rows:
+            self._heard.rows_done(rows)
+
+    def _progress_or_stop(self, phase: str) -> None:
+        self.progress(phase)
+        if self.keeper:
+            self.keeper.after_evaluation_batch()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the model's plain ``state_dict``, on the CPU; of use on rank zero.
+
+        Collective over all ranks. Whole where weights are sharded; their average where
+        one is kept.
+        """
+        return self._state or self.setup.whole_state()
+
+    def evaluate(self) -> Evaluation:
+        """Judge the model, or the average of its weights, on the validation data.
+
+        Collective over all ranks.
+        """
+        return self.setup.evaluate(self.setup.val_feed, self.values)
+
+    def accumulate_gradient(self, step: Step) -> list[Losses]:
+        """Compute the gradient of the mean loss over one step's samples.
+
+        Collective over the default group.
+
+        Every sample weighs the same, whichever rank has it: each rank sums its own
+        losses, and the sum is divided by the samples of all ranks. Gradients are
+        averaged over ranks, so we multiply by their number (with fp16, in the update).
+
+        Args:
+            step: This rank's part of it.
+
+        Returns:
+            The loss of each microstep on this rank.
+        """
+        setup = self.setup
+        scale = setup.updater.scale.value / step.num_samples
+        found: list[Losses] = []
+        for number, batch in enumerate(step.microsteps, start=1):
+            with setup.replica.synchronize_if(last=number == step.num_microsteps):
+                loss = per_sample_sum(self.step(batch), len(batch))
+                found.append(Losses(batch.indices, loss.detach()))
+                # scale - 0 * loss: one that is no number makes all gradients so, on all
+                # ranks.
+                gradient = torch.rsub(found[-1].total, scale, alpha=0)
+                torch.autograd.backward(loss, gradient)
+        return found
+
+    def values(self, outputs: Any, targets: Any) -> Mapping[str, Tensor]:
+        """Return loss and metrics by name."""
+        return {"loss": self.loss(outputs, targets), **self.metrics(outputs, targets)}

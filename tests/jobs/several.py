@@ -1,0 +1,38 @@
+"""Train several times in one job: each as ``python -m mpitrain`` does it.
+
+    mpirun -np 3 python several.py trainings.json
+
+The file has each run's name and flags. Most of a short job is its start.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from pathlib import Path
+
+import mpitrain
+from mpitrain.cli import read_config
+from mpitrain.topology import on_rank_zero
+from mpitrain.train.beginning import begin
+from mpitrain.train.stopping import Stopper
+
+
+def main() -> None:
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    trainings: dict[str, list[str]] = json.loads(Path(sys.argv[1]).read_text())
+    job = mpitrain.init(device="cpu", hang_timeout_seconds=60)
+    with job as world:
+        from mpitrain.train.run import run_training
+
+        for name, flags in trainings.items():
+            config = read_config(["--name", name, *flags])
+            if world.is_rank_zero:
+                print(f"--- {name}", flush=True)
+            begun = on_rank_zero(job.comm, lambda: begin(config), "begin")  # noqa: B023
+            stopper = Stopper(begun.run_dir if world.is_rank_zero else None, None, 0.0)
+            run_training(job, begun, stopper, 0.0)
+
+
+main()

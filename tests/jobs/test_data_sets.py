@@ -1,0 +1,299 @@
+"""Every kind of data: whole trainings, the same at any number of ranks and workers."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from data_files import (
+    write_cifar10,
+    write_cifar100,
+    write_folder,
+    write_hdf5,
+    write_mnist,
+    write_shards,
+)
+from launcher import Mpi, mpirun
+
+SEVERAL = Path(__file__).parent / "several.py"
+
+COMMON = ("--precision", "fp64", "--epochs", "2", "--image-size", "16", "--lr", "0.05")
+COMMON += ("--global-batch-size", "8")
+AUGMENTED = ("--random-flip", "--random-crop", "2")
+CUTS = (*AUGMENTED, "--random-resized-crop")
+WORKERS = ("--num-workers", "2")
+NO_WORKERS = ("--num-workers", "0")
+
+SIZES = {  # samples to train and to validate
+    "mnist": (27, 11),
+    "cifar10": (50, 10),
+    "cifar100": (101, 13),
+    "synthetic": (26, 6),
+    "folder": (20, 7),
+    "hdf5": (20, 7),
+    "shards": (20, 7),
+    "photos": (26, 9),
+    "readings": (26, 9),
+    "parts": (26, 9),
+    "two-files": (3, 3),
+    "two-readings": (2, 1),
+    "two-parts": (2, 1),
+}
+
+IN_MEMORY = ("mnist", "cifar10", "cifar100", "synthetic")
+READ = ("folder", "hdf5", "shards", "photos", "readings")
+
+ON_EIGHT = (
+    *("mnist", "folder", "shards-augmented", "photos", "readings", "parts-workers"),
+    *("two-files", "two-readings", "two-parts"),
+)
+
+
+def flags_of() -> dict[str, tuple[str, ...]]:
+    """The flags of each training, by its name."""
+    own = {name: ("--data", f"own_data:{name}") for name in ("photos", "readings")}
+    plain = {
+        "folder": ("--data", "folder", "--data-dir", "folder"),
+        "hdf5": ("--data", "hdf5", "--data-dir", "set.h5"),
+        "shards": ("--data", "shards", "--data-dir", "shards"),
+        **own,
+    }
+    flags: dict[str, tuple[str, ...]] = {
+        "mnist": ("--data", "mnist", "--data-dir", "plain", *AUGMENTED),
+        "mnist-zipped": ("--data", "mnist", "--data-dir", "zipped", *AUGMENTED),
+        "cifar10": ("--data", "cifar10", "--data-dir", "cifar10", *AUGMENTED),
+        "cifar100": ("--data", "cifar100", "--data-dir", "cifar100"),
+        "synthetic": ("--data", "synthetic", "--synthetic-samples", "26"),
+    }
+    for name, words in plain.items():
+        cuts = CUTS if name in ("folder", "hdf5", "shards") else AUGMENTED
+        flags[name] = (*words, *NO_WORKERS)
+        flags[f"{name}-workers"] = (*words, *WORKERS)
+        flags[f"{name}-augmented"] = (*words, *NO_WORKERS, *cuts)
+        flags[f"{name}-augmented-workers"] = (*words, *WORKERS, *cuts)
+    parts = ("--data", "own_data:parts")
+    flags["parts"] = (*parts, *NO_WORKERS)
+    flags["parts-workers"] = (*parts, *WORKERS)
+    files = ("--data", "folder", "--data-dir", "few", "--num-workers", "1")
+    flags["two-files"] = files
+    flags["two-readings"] = ("--data", "own_data:two_readings", *WORKERS)
+    flags["two-parts"] = ("--data", "own_data:two_parts", *WORKERS)
+    return {name: (*words, *COMMON) for name, words in flags.items()}
+
+
+def is_run(name: str, size: int) -> bool:
+    """Whether a training is tried on so many ranks: not all, for the time it takes."""
+    if size == 8:
+        return name in ON_EIGHT
+    kind, _, how = name.partition("-")
+    if size == 1:
+        return kind in ("folder", "parts", "two") or "workers" not in how
+    return kind not in READ or kind == "folder" or "workers" in how
+
+
+@pytest.fixture(scope="module")
+def runs(openmpi: Mpi, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
+    """The run folders of all trainings, by the number of ranks."""
+    place = tmp_path_factory.mktemp("sets")
+    write_mnist(place / "plain")
+    write_mnist(place / "zipped", zipped=True)
+    write_cifar10(place / "cifar10/cifar-10-batches-py")
+    write_cifar100(place / "cifar100")
+    write_folder(place / "folder", train=20, val=7, test=5)
+    write_folder(place / "few", train=3, val=3)
+    write_hdf5(place / "set.h5")
+    write_shards(place / "shards")
+    found = {}
+    for size in (1, 3, 8):
+        chosen = {
+            name: [*words, "--runs-dir", f"on-{size}"]
+            for name, words in flags_of().items()
+            if is_run(name, size)
+        }
+        (place / "trainings.json").write_text(json.dumps(chosen))
+        words = (str(SEVERAL), "trainings.json")
+        done = mpirun(openmpi, size, *words, cwd=place, timeout_seconds=400)
+        assert done.status == 0, done.out + done.err
+        assert "Traceback" not in done.err
+        found[size] = place / f"on-{size}"
+    return found
+
+
+def runs_of(folder: Path, name: str) -> list[Path]:
+    """The run folders of one kind of data: with workers, augmented and so on."""
+    found = sorted(folder.iterdir())
+    return [run for run in found if f"{run.name}-".startswith(f"{name}-")]
+
+
+def rows(run: Path, event: str = "epoch") -> list[dict[str, Any]]:
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    return [row for row in map(json.loads, lines) if row["event"] == event]
+
+
+def losses(run: Path) -> list[float]:
+    """Of all steps, and of the validation after each epoch."""
+    steps = [row["train_loss"] for row in rows(run, "step")]
+    return steps + [row["val_loss"] for row in rows(run)]
+
+
+def assert_each_seen(run: Path, name: str) -> None:
+    found = [(row["train_samples"], row["val_samples"]) for row in rows(run)]
+    assert found == [SIZES[name]] * 2
+
+
+@pytest.mark.parametrize("size", [1, 3, 8])
+@pytest.mark.parametrize("name", [*IN_MEMORY, *READ, "two-files", "two-readings"])
+def test_a_training_is_the_same_at_any_size(
+    runs: dict[int, Path], name: str, size: int
+) -> None:
+    found = runs_of(runs[size], name)
+    assert found or size == 8
+    num_steps = -(-SIZES[name][0] // 8)  # the last is a short one
+    for run in found:
+        assert_each_seen(run, name)
+        alone = runs[1] / run.name.replace("-workers", "")
+        assert losses(run) == pytest.approx(losses(alone), rel=1e-9)
+        assert [row["step"] for row in rows(run)] == [num_steps, 2 * num_steps]
+        result = json.loads((run / "result.json").read_text())
+        assert (result["status"], result["skipped_samples"]) == ("finished", 0)
+        assert result["world_size"] == size
+
+
+def test_compressed_files_are_the_same_data(runs: dict[int, Path]) -> None:
+    for folder in (runs[1], runs[3]):
+        assert losses(folder / "mnist-zipped") == losses(folder / "mnist")
+
+
+@pytest.mark.parametrize("name", ["folder", "hdf5", "shards", "photos", "readings"])
+def test_augmentation_changes_what_is_trained_on_alone(
+    runs: dict[int, Path], name: str
+) -> None:
+    plain, changed = runs[1] / name, runs[1] / f"{name}-augmented"
+    assert len(losses(plain)) == len(losses(changed))
+    for one, other in zip(losses(plain), losses(changed), strict=True):
+        assert one != pytest.approx(other, rel=1e-6)
+
+
+@pytest.mark.parametrize("size", [1, 3, 8])
+@pytest.mark.parametrize("name", ["parts", "two-parts"])
+def test_a_stream_that_is_cut_is_seen_whole(
+    runs: dict[int, Path], name: str, size: int
+) -> None:
+    found = runs_of(runs[size], name)
+    assert found
+    for run in found:
+        assert_each_seen(run, name)
+
+
+def test_a_stream_that_one_process_reads_whole_is_as_if_it_could_not_be_cut(
+    runs: dict[int, Path],
+) -> None:
+    assert losses(runs[1] / "parts") == losses(runs[1] / "readings")
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_the_test_part_judges_the_finished_weights(
+    runs: dict[int, Path], size: int
+) -> None:
+    (alone,) = rows(runs[1] / "folder", "test")
+    (found,) = rows(runs[size] / "folder-workers", "test")
+    assert found["test_samples"] == 5
+    assert found["test_loss"] == pytest.approx(alone["test_loss"], rel=1e-9)
+    result = json.loads((runs[size] / "folder-workers/result.json").read_text())
+    assert result["test_loss"] == found["test_loss"]
+
+
+def test_what_a_user_types_is_the_same_training(
+    openmpi: Mpi, runs: dict[int, Path]
+) -> None:
+    flags = flags_of()["folder-augmented-workers"]
+    words = ("-m", "mpitrain", "--name", "typed", *flags)
+    done = mpirun(openmpi, 2, *words, cwd=runs[1].parent)
+    assert done.status == 0, done.err
+    assert "Traceback" not in done.err
+    assert "20 samples to train, 7 to validate, 3 classes" in done.out
+    assert done.out.count("test: test_loss") == 1
+    typed = runs[1].parent / "runs/typed"
+    alone = losses(runs[1] / "folder-augmented")
+    assert losses(typed) == pytest.approx(alone, rel=1e-9)
+
+
+SCRIPT = """
+import os
+import sys
+
+import mpitrain
+import own_data
+
+
+class Noting(mpitrain.Trainer):
+    def step(self, batch):
+        rows = batch.inputs[: len(batch), 0, 0, 0]
+        own_data.note(f"epoch{self._at[0]}", *(round(255 * float(row)) for row in rows))
+        return super().step(batch)
+
+
+with mpitrain.init(device="cpu") as world:
+    import torch
+
+    torch.manual_seed(1)
+    net = torch.nn.Sequential(torch.nn.Flatten(1), torch.nn.Linear(432, 3))
+    kinds = {
+        "map": own_data.Noted(26),
+        "stream": own_data.Readings(range(26)),
+        "parts": own_data.NotedParts(range(26)),
+    }
+    for kind, train in kinds.items():
+        os.environ["NOTES"] = f"{kind}-{world.world_size}"
+        os.makedirs(os.environ["NOTES"], exist_ok=True)
+        config = mpitrain.TrainConfig(epochs=2, num_workers=2, global_batch_size=8)
+        val = own_data.Photos(3)
+        Noting(net, train, val, config, world=world).fit()
+"""
+
+
+def test_every_sample_is_trained_on_once_in_an_epoch(
+    openmpi: Mpi, tmp_path: Path
+) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    done = mpirun(openmpi, 3, "script.py", cwd=tmp_path)
+    assert done.status == 0, done.err
+    for kind in ("map", "stream", "parts"):
+        notes = tmp_path / f"{kind}-3"
+        for epoch in (1, 2):
+            assert noted(notes, f"epoch{epoch}") == dict.fromkeys(range(26), 1)
+        assert len(list(notes.glob("epoch1-*"))) == 3
+    for kind in ("map", "parts"):  # an uncut stream is read by all
+        notes = tmp_path / f"{kind}-3"
+        assert noted(notes, "read") == dict.fromkeys(range(26), 2)
+        assert len(list(notes.glob("read-*"))) >= 6  # processes
+
+
+def noted(folder: Path, what: str) -> dict[int, int]:
+    """How often each number stands in the notes of all processes."""
+    files = folder.glob(f"{what}-*")
+    return Counter(int(line) for file in files for line in file.read_text().split())
+
+
+def test_a_probe_on_features_is_judged_by_the_test_part_too(
+    openmpi: Mpi, tmp_path: Path
+) -> None:
+    """By the whole model, which a probe's head is but a part of."""
+    write_folder(tmp_path / "folder", train=20, val=7, test=5)
+    words = ("--data", "folder", "--data-dir", "folder", "--image-size", "16")
+    words += ("--probe-epochs", "1", "--epochs", "0", "--precision", "fp64")
+    tested = []
+    for size, backend in ((1, "mpi4py"), (2, "gloo")):
+        name = f"{size}-{backend}"
+        flags = (*words, "--name", name, "--backend", backend)
+        done = mpirun(openmpi, size, "-m", "mpitrain", *flags, cwd=tmp_path)
+        assert done.status == 0, done.out + done.err
+        run = tmp_path / "runs" / name
+        assert (run / "model.pt").exists()
+        assert json.loads((run / "result.json").read_text())["backend"] == backend
+        tested.append(rows(run, "test")[0])
+    assert tested[0]["test_samples"] == tested[1]["test_samples"] > 0
+    assert tested[0]["test_loss"] == pytest.approx(tested[1]["test_loss"], rel=1e-9)

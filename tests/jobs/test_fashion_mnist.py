@@ -1,0 +1,27 @@
+"""A data set that people use, whole: what the defaults reach on it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import fashion_mnist
+from launcher import Mpi, mpirun
+
+
+def test_five_epochs_of_the_default_network_reach_90_per_cent(
+    openmpi: Mpi, tmp_path: Path
+) -> None:
+    folder = fashion_mnist.folder()
+    flags = ("--data", "fashion-mnist", "--data-dir", str(folder), "--epochs", "5")
+    done = mpirun(
+        openmpi,
+        2,
+        *("-m", "mpitrain", "--name", "r", *flags),
+        cwd=tmp_path,
+        timeout_seconds=500,
+    )
+    assert done.status == 0, done.err
+    assert "60000 samples to train, 10000 to validate, 10 classes" in done.out
+    result = json.loads((tmp_path / "runs/r/result.json").read_text())
+    assert result["val_accuracy"] >= 0.9

@@ -1,0 +1,98 @@
+"""Losses that are no numbers."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+from trainings import (
+    BATCH_SIZE,
+    NUM_SAMPLES,
+    Heard,
+    Net,
+    config_of,
+    some,
+)
+
+from mpitrain.data.sharding import bounds_of, epoch_order
+from mpitrain.errors import NonFiniteError
+from mpitrain.train.trainer import Trainer
+from mpitrain.world import World
+
+pytestmark = pytest.mark.mpi
+
+
+class NotANumber(Net):
+    """Its output is no number where an image says so by its first pixel."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        bad = images.flatten(1)[:, :1] > 50
+        return torch.where(bad, torch.nan, super().forward(images))
+
+
+def spoilt(num: int, index: int) -> TensorDataset:
+    inputs, targets = (it.clone() for it in some(num).tensors)
+    inputs[index, 0, 0, 0] = 99.0
+    return TensorDataset(inputs, targets)
+
+
+@pytest.mark.parametrize("strategy", ["auto", "fsdp"])
+def test_a_loss_that_is_no_number_stops_all_ranks_before_the_update(
+    world: World, strategy: str
+) -> None:
+    order = epoch_order(NUM_SAMPLES, 1, 1)
+    place = 2 * BATCH_SIZE + 3  # in the third step
+    bad = int(order[place])
+    bounds = [
+        bounds_of(BATCH_SIZE, r, world.world_size) for r in range(world.world_size)
+    ]
+    rank = next(r for r, (start, stop) in enumerate(bounds) if start <= 3 < stop)
+    model = NotANumber()
+    trainer = Trainer(
+        model,
+        spoilt(NUM_SAMPLES, bad),
+        some(29, "val"),
+        config_of(strategy=strategy),
+        world=world,
+    )
+    with pytest.raises(NonFiniteError) as caught:
+        trainer.fit()
+    words = str(caught.value)
+    assert f"the loss is nan in step 3 (epoch 1) on rank {rank}/" in words
+    assert f" {bad}" in words
+    assert all(value.isfinite().all() for value in trainer.setup.whole_state().values())
+
+
+class Normed(NotANumber):
+    """Its statistics have seen the number that is none when the step is judged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(10)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.norm(super().forward(images))
+
+
+@pytest.mark.parametrize("kind", [NotANumber, Normed])
+def test_a_step_that_is_no_number_can_be_skipped(
+    world: World, kind: type[NotANumber]
+) -> None:
+    heard = Heard()
+    trainer = Trainer(
+        kind(),
+        spoilt(NUM_SAMPLES, 5),
+        some(29, "val"),
+        config_of(on_nonfinite="skip"),
+        world=world,
+    )
+    trainer.listener = heard
+    trainer.fit()
+    assert [epoch.skipped_steps for epoch in heard.epochs] == [1, 1]
+    assert np.isfinite(heard.epochs[-1].values["loss"])
+    assert all(np.isfinite(epoch.train_loss) for epoch in heard.epochs)
+    sizes = [epoch.train_samples for epoch in heard.epochs]
+    assert all(NUM_SAMPLES - BATCH_SIZE <= size < NUM_SAMPLES for size in sizes)
+    assert all(it.isfinite().all() for it in trainer.setup.whole_state().values())

@@ -1,0 +1,232 @@
+"""Models and trainers of one's own, and what they may expect."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+from trainings import NUM_SAMPLES, Heard, Net, config_of, some, trained
+
+from mpitrain.errors import DataError, UsageError
+from mpitrain.train.feed import Batch
+from mpitrain.train.trainer import Trainer
+from mpitrain.world import World
+
+pytestmark = pytest.mark.mpi
+
+
+class Normed(Net):
+    """With batch norm between body and head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(64)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.head(self.norm(self.blocks(images.flatten(1))))
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"strategy": "fsdp"}, {"probe_epochs": 1, "epochs": 1}]
+)
+def test_the_first_weights_are_rank_zeros(world: World, settings: Any) -> None:
+    """Also those that a probe computes features with."""
+    expected, _ = trained(world, **settings)
+    model = Net()
+    if world.rank:
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight.normal_()
+    losses, _ = trained(world, model=model, **settings)
+    assert losses == pytest.approx(expected, rel=1e-12)
+
+
+def test_models_that_differ_are_refused(world: World) -> None:
+    if world.world_size == 1:
+        return
+    model = Net()
+    if world.rank == world.world_size - 1:
+        model.head = nn.Linear(64, 11)
+    with pytest.raises(DataError, match="the model differs between ranks"):
+        trained(world, model=model)
+
+
+def test_after_a_probe_all_weights_may_learn_again(world: World) -> None:
+    model = Net()
+    trained(world, model=model, probe_epochs=1, epochs=0)
+    before = model.blocks[0][0].weight.detach().clone()
+    trained(world, model=model)
+    assert not torch.equal(model.blocks[0][0].weight, before)
+
+
+def test_a_model_that_is_sharded_is_not_trained_again(world: World) -> None:
+    model = Net()
+    trained(world, model=model, strategy="fsdp")
+    with pytest.raises(UsageError, match="sharded already"):
+        trained(world, model=model, strategy="fsdp")
+
+
+def test_activations_are_checkpointed_once_in_two_trainings(world: World) -> None:
+    settings: dict[str, Any] = {"activation_checkpointing": True, "epochs": 1}
+    model = Net()
+    trained(world, model=model, **settings)
+    trained(world, model=model, **settings)
+    forward = model.blocks[0].forward
+    assert not hasattr(forward.args[0], "func")
+
+
+class Seeing(nn.Module):
+    """Weights of four dimensions, whose order in memory may be another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.see = nn.Conv2d(1, 6, 3, stride=2)
+        self.head = nn.Linear(6 * 9, 10)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.head(self.see(images).flatten(1))
+
+
+def test_the_order_of_channels_in_memory_changes_nothing(world: World) -> None:
+    expected, _ = trained(world, model=Seeing())
+    found, _ = trained(world, model=Seeing(), channels_last="always")
+    assert found == pytest.approx(expected, rel=1e-9)
+
+
+class Turned(Net):
+    """Has a buffer of complex numbers, as rotary embeddings and Fourier layers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("turn", torch.tensor([1j, 1.0], dtype=torch.complex64))
+
+    def forward(self, images: Tensor) -> Tensor:
+        turned = (images.flatten(1)[:, :1] * self.turn[0]).imag
+        return super().forward(images) + turned
+
+
+def test_complex_numbers_keep_their_imaginary_part(world: World) -> None:
+    model = Turned()
+    trained(world, model=model, epochs=1)
+    assert model.turn.dtype == torch.complex128
+    assert model.turn[0].imag.item() == 1.0
+
+
+class Words(nn.Module):
+    """Takes numbers of words."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.embedding = nn.EmbeddingBag(20, 8)
+        self.head = nn.Linear(8, 10)
+
+    def forward(self, words: Tensor) -> Tensor:
+        return self.head(self.embedding(words))
+
+
+def test_features_are_what_the_backbone_returns(world: World) -> None:
+    """Not cut to whole numbers, where the inputs are such."""
+    generator = torch.Generator().manual_seed(5)
+    words = torch.randint(0, 20, (40, 6), generator=generator)
+    data = TensorDataset(words, torch.arange(40) % 10)
+
+    class OneByOne:
+        def __len__(self) -> int:
+            return 40
+
+        def __getitem__(self, index: int) -> Any:
+            return data[index]
+
+    losses = []
+    for train in (data, OneByOne()):  # of which no features are kept
+        heard = Heard()
+        config = config_of(probe_epochs=2, epochs=0)
+        trainer = Trainer(Words(), train, data, config, world=world)
+        trainer.listener = heard
+        trainer.fit()
+        losses.append(heard.losses)
+    assert losses[0] == pytest.approx(losses[1], rel=1e-9)
+
+
+def test_a_step_of_ones_own_is_given_the_inputs(world: World) -> None:
+    """Also in a probe, where features would be kept; gradients of two passes meet."""
+    seen = set()
+
+    class Twice(Trainer):
+        def step(self, batch: Batch) -> Tensor:
+            seen.add(tuple(batch.inputs.shape[1:]))
+            first = self.loss(self.forward(batch.inputs), batch.targets)
+            return first + self.loss(self.forward(-batch.inputs), batch.targets)
+
+    weights = []
+    for micro in (None, 2):
+        model = Net()
+        config = config_of(probe_epochs=1, epochs=1, micro_batch_size=micro)
+        data = some(NUM_SAMPLES)
+        Twice(model, data, some(29, "val"), config, world=world).fit()
+        weights.append(model.head.weight.detach())
+    assert seen == {tuple(some(1)[0][0].shape)}
+    torch.testing.assert_close(*weights, rtol=1e-9, atol=1e-12)
+    told = [torch.empty_like(weights[0]) for _ in range(world.world_size)]
+    torch.distributed.all_gather(told, weights[0])
+    assert all(torch.equal(it, told[0]) for it in told)
+
+
+def test_what_is_evaluated_at_once_is_bounded_too(world: World) -> None:
+    rows = []
+
+    class Counting(Net):
+        def forward(self, images: Tensor) -> Tensor:
+            rows.append(len(images))
+            return super().forward(images)
+
+    trained(world, model=Counting(), micro_batch_size=3, probe_epochs=1, epochs=1)
+    assert max(rows) <= 3
+
+
+def test_the_average_has_the_statistics_that_belong_to_it(world: World) -> None:
+    """With a decay of 0 it is the model itself."""
+    _, plain = trained(world, model=Normed())
+    _, averaged = trained(world, model=Normed(), ema_decay=0.0)
+    _, slow = trained(world, model=Normed(), ema_decay=0.999)
+    if world.rank == 0:
+        for name, value in plain.items():
+            torch.testing.assert_close(averaged[name], value)
+        assert slow["norm.running_mean"].abs().max() < 0.1 * (
+            plain["norm.running_mean"].abs().max()
+        )
+
+
+@pytest.mark.parametrize("strategy", ["auto", "fsdp"])
+def test_batch_norm_learns_in_sixteen_bits(world: World, strategy: str) -> None:
+    losses, state = trained(world, model=Normed(), precision="bf16", strategy=strategy)
+    exact, _ = trained(world, model=Normed(), precision="fp32", strategy=strategy)
+    assert losses == pytest.approx(exact, rel=0.1)
+    if world.rank == 0:
+        assert state["norm.running_var"].dtype == torch.float32
+
+
+def test_pixels_of_ones_own_are_normalized_where_it_is_asked(world: World) -> None:
+    seen = []
+
+    class Looking(Net):
+        def forward(self, images: Tensor) -> Tensor:
+            seen.append(images.min().item())
+            return super().forward(images)
+
+    black = TensorDataset(
+        torch.zeros(20, 1, 8, 8, dtype=torch.uint8), torch.zeros(20).long()
+    )
+    config = config_of(normalize="imagenet", epochs=1)
+    Trainer(Looking(), black, black, config, world=world).fit()
+    assert max(seen) < -1.9
+
+
+def test_what_torch_does_not_shard_is_refused() -> None:
+    with pytest.raises(UsageError, match="--channels-last always"):
+        config_of(strategy="fsdp", channels_last="always")

@@ -1,0 +1,362 @@
+"""What ranks have in common: arrays held once per node, files that are equal."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import subprocess
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from mpitrain.errors import DataError, MpitrainError, RemoteError
+from mpitrain.launch import shared
+from mpitrain.launch.shared import Ranks, all_ranks
+from mpitrain.world import Node, World
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+pytestmark = pytest.mark.mpi
+
+KINDS = ("?", "u1", "i2", "<i4", ">i4", "i8", "f2", "f4", "f8", "c16", "S3", "U2")
+
+
+@pytest.fixture
+def place(comm: MPI.Intracomm) -> Iterator[Path]:
+    """A folder in memory that all ranks see, and no other job; empty at the end."""
+    name = comm.bcast(f"/dev/shm/mpitrain-test-{os.getpid()}")
+    folder = Path(name)
+    if comm.rank == 0:
+        folder.mkdir()
+    comm.Barrier()
+    yield folder
+    comm.Barrier()
+    if comm.rank == 0:
+        folder.rmdir()  # fails where something is left
+
+
+@pytest.fixture(params=["one node", "two nodes", "a node each"])
+def on_nodes(request: pytest.FixtureRequest, world: World, apart: World) -> World:
+    """The same ranks, as if they were on one, two or as many nodes."""
+    if request.param == "one node":
+        return world
+    return two_nodes(world) if request.param == "two nodes" else apart
+
+
+def two_nodes(world: World) -> World:
+    """Let even and odd ranks be those of two nodes."""
+    shares = [tuple(range(start, world.world_size, 2)) for start in (0, 1)]
+    nodes = [Node(hostname=f"h{i}", ranks=r) for i, r in enumerate(shares) if r]
+    node_rank = world.rank % 2
+    mine = nodes[node_rank].ranks
+    return replace(
+        world,
+        nodes=tuple(nodes),
+        node_rank=node_rank,
+        local_rank=mine.index(world.rank),
+        local_world_size=len(mine),
+    )
+
+
+def made() -> dict[str, np.ndarray]:
+    """Arrays of every kind and order, some empty, one without dimensions."""
+    numbers = np.arange(24).reshape(2, 3, 4)
+    arrays = {kind: numbers.astype(kind) for kind in KINDS}
+    arrays |= {
+        "turned": np.asfortranarray(numbers),
+        "sliced": numbers[::-1, ::2, 1:3],
+        "empty": np.zeros((0, 5), np.float64),
+        "empty bytes": np.zeros(0, np.uint8),
+        "single": np.array(7, np.int16),
+        "last": np.array([1.5]),
+    }
+    return arrays
+
+
+def only_on_rank_zero(comm: MPI.Intracomm, arrays: Mapping[str, Any]) -> Any:
+    def make() -> Mapping[str, Any]:
+        assert comm.rank == 0, "called on another rank"
+        return arrays
+
+    return make
+
+
+# --- hold -----------------------------------------------------------------------------
+
+
+def test_arrays_of_rank_zero_are_equal_everywhere(
+    comm: MPI.Intracomm, on_nodes: World, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared, "FOLDER", place)
+    monkeypatch.setattr(shared, "CHUNK_BYTES", 100)
+    ranks = Ranks(comm, on_nodes)
+    expected = made()
+    held = ranks.hold(only_on_rank_zero(comm, expected), "make some")
+    assert list(held) == list(expected)
+    for name, array in expected.items():
+        assert held[name].dtype == array.dtype, name
+        assert held[name].shape == array.shape, name
+        assert (held[name] == array).all(), name
+        assert held[name].flags.aligned, name
+    assert ranks.hold(only_on_rank_zero(comm, {}), "make nothing") == {}
+    nothing = {"a": np.zeros((3, 0)), "b": np.zeros(0, np.uint8)}
+    held = ranks.hold(only_on_rank_zero(comm, nothing), "make nothing")
+    assert {name: array.shape for name, array in held.items()} == {
+        "a": (3, 0),
+        "b": (0,),
+    }
+
+
+def test_ranks_of_a_node_share_their_memory(
+    comm: MPI.Intracomm, on_nodes: World
+) -> None:
+    arrays = {"a": np.zeros(3, np.uint8), "b": np.zeros(5000)}
+    held = Ranks(comm, on_nodes).hold(only_on_rank_zero(comm, arrays), "make some")
+    comm.Barrier()
+    if on_nodes.local_rank == on_nodes.local_world_size - 1:
+        held["b"][17] = 1 + on_nodes.node_rank
+    comm.Barrier()
+    assert held["b"][17] == 1 + on_nodes.node_rank
+    files = comm.allgather(file_at(held["b"]))
+    for node in on_nodes.nodes:
+        assert len({files[rank] for rank in node.ranks}) == 1
+    assert len(set(files)) == on_nodes.num_nodes or on_nodes.local_world_size == 1
+
+
+def file_at(array: np.ndarray) -> str:
+    """The device and inode of what is mapped where an array lies; proc(5)."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        span, _, _, device, inode = line.split()[:5]
+        start, end = (int(number, 16) for number in span.split("-"))
+        if start <= array.ctypes.data < end:
+            return f"{device} {inode}"
+    raise AssertionError("not mapped")
+
+
+def test_memory_is_free_again_when_no_array_is_left(
+    comm: MPI.Intracomm, world: World
+) -> None:
+    ranks = Ranks(comm, world)
+    before = names_of_memory()  # other tests' trainings may not be collected yet
+    for _ in range(3):
+        held = ranks.hold(
+            only_on_rank_zero(comm, {"a": np.ones(1 << 20, np.uint8)}), "make one"
+        )
+        assert held["a"].all()
+    assert comm.size == 1 or names_of_memory() > before
+    del held
+    assert names_of_memory() <= before
+
+
+def names_of_memory() -> set[str]:
+    """Return the names that memory of `Ranks.hold` had which this rank maps."""
+    return set(re.findall(r"mpitrain-data-\S+", Path("/proc/self/maps").read_text()))
+
+
+def test_the_file_has_no_name_while_its_memory_is_taken(
+    comm: MPI.Intracomm, world: World, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That takes seconds for a large set, in which a rank may be killed."""
+    seen: list[list[Path]] = []
+    take = os.posix_fallocate
+
+    def look(*words: int) -> None:
+        seen.append(list(place.iterdir()))
+        take(*words)
+
+    monkeypatch.setattr(shared, "FOLDER", place)
+    monkeypatch.setattr(shared.os, "posix_fallocate", look)
+    Ranks(comm, world).hold(only_on_rank_zero(comm, made()), "make some")
+    is_first = world.local_rank == 0 and world.local_world_size > 1
+    assert seen == ([[]] if is_first else [])
+
+
+@pytest.mark.parametrize("error", [ValueError("no such thing"), DataError("broken")])
+def test_an_exception_of_rank_zero_arrives_on_every_rank(
+    comm: MPI.Intracomm, on_nodes: World, error: Exception
+) -> None:
+    def make() -> Mapping[str, Any]:
+        raise error
+
+    ranks = Ranks(comm, on_nodes)
+    kind = type(error) if comm.rank == 0 else RemoteError
+    with pytest.raises(kind, match=str(error)) as caught:
+        ranks.hold(make, "make some")
+    assert getattr(caught.value, "speaker", None) == 0
+    everywhere = comm.allgather(getattr(caught.value, "everywhere", False))
+    if isinstance(error, MpitrainError):
+        assert all(everywhere)
+    held = ranks.hold(only_on_rank_zero(comm, made()), "make some")
+    assert held["last"].tolist() == [1.5]
+
+
+@pytest.fixture(params=["missing", "full"])
+def no_room(
+    request: pytest.FixtureRequest, comm: MPI.Intracomm, place: Path
+) -> Iterator[Path]:
+    """A folder in which no memory can be had."""
+    if request.param == "missing":
+        yield place / "nowhere"
+        return
+    if comm.bcast(os.geteuid()) != 0:
+        pytest.skip("only root may mount a small file system")
+    small = place / "small"
+    if comm.rank == 0:
+        small.mkdir()
+        mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "none", str(small)]
+        subprocess.run(mount, check=True)
+    comm.Barrier()
+    yield small
+    left = list(small.iterdir())
+    comm.Barrier()
+    if comm.rank == 0:
+        subprocess.run(["umount", str(small)], check=True)
+        small.rmdir()
+    assert not left
+
+
+@pytest.mark.parametrize("where", ["everywhere", "on the last node"])
+def test_where_there_is_no_room_each_rank_holds_its_own(
+    comm: MPI.Intracomm,
+    world: World,
+    place: Path,
+    no_room: Path,
+    where: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    feigned = two_nodes(world)
+    lacks = where == "everywhere" or feigned.node_rank == feigned.num_nodes - 1
+    monkeypatch.setattr(shared, "FOLDER", no_room if lacks else place)
+    is_shared = comm.allreduce(lacks and feigned.local_world_size > 1) > 0
+    arrays = {"a": np.arange(100_000), "b": np.array([3])}
+    with caplog.at_level(logging.WARNING, "mpitrain"):
+        held = Ranks(comm, feigned).hold(only_on_rank_zero(comm, arrays), "make some")
+    assert (held["a"] == arrays["a"]).all()
+    assert held["b"].tolist() == [3]
+    warned = [r.getMessage() for r in caplog.records]
+    assert len(warned) == (is_shared and comm.rank == 0)
+    if warned:
+        why = "No space left" if no_room.exists() else "No such file"
+        assert warned[0].startswith(f"no shared memory for the data set ({no_room} of")
+        assert why in warned[0]
+    comm.Barrier()
+    held["b"][0] = comm.rank
+    comm.Barrier()
+    found = comm.allgather(int(held["b"][0]))
+    theirs = {found[rank] for rank in feigned.nodes[feigned.node_rank].ranks}
+    if lacks:
+        assert found[comm.rank] == comm.rank
+    else:  # the other node goes on sharing
+        assert len(theirs) == 1
+
+
+# --- agree, compare -------------------------------------------------------------------
+
+
+def test_what_is_equal_on_all_ranks_is_agreed(world: World) -> None:
+    ranks = all_ranks(world)
+    ranks.agree("12", "the length", "Expected one")
+    assert ranks.tell_all(world.rank) == list(range(world.world_size))
+    assert ranks.on_rank_zero(lambda: world.rank, "ask") == 0
+
+
+def test_what_differs_between_ranks_is_refused_on_all(world: World) -> None:
+    if world.world_size == 1:
+        return
+    last = world.world_size - 1
+    mine = "11" if world.rank == last else "12"
+    with pytest.raises(DataError) as caught:
+        all_ranks(world).agree(mine, "the length of it", "Expected the same.")
+    assert str(caught.value) == (
+        f"the length of it differs between ranks: 12 on rank 0, 11 on rank {last}.\n"
+        "Expected the same."
+    )
+    assert (caught.value.speaker, caught.value.everywhere) == (0, True)
+
+
+def test_nodes_that_see_other_files_are_named(
+    comm: MPI.Intracomm, on_nodes: World
+) -> None:
+    ranks = Ranks(comm, on_nodes)
+    asked: list[int] = []
+
+    def look(words: str) -> str:
+        asked.append(comm.rank)
+        return words
+
+    ranks.compare(lambda: look("the same"), "the files of /data")
+    is_asked = on_nodes.local_rank == 0 and on_nodes.num_nodes > 1
+    assert asked == [comm.rank] * is_asked
+    if on_nodes.num_nodes == 1:
+        ranks.compare(lambda: look(str(comm.rank)), "the files of /data")
+        return
+    with pytest.raises(DataError) as caught:
+        ranks.compare(lambda: look(str(on_nodes.node_rank)), "the files of /data")
+    others = [node.hostname for node in on_nodes.nodes[1:]]
+    assert str(caught.value).startswith(
+        f"the files of /data are not the same on all nodes: {', '.join(others)} "
+        f"{'sees' if len(others) == 1 else 'see'} others than h0.\n"
+    )
+    assert (caught.value.speaker, caught.value.everywhere) == (0, True)
+
+
+def test_a_node_that_cannot_look_is_told_on_all(
+    comm: MPI.Intracomm, on_nodes: World
+) -> None:
+    def look() -> str:
+        if on_nodes.node_rank == on_nodes.num_nodes - 1:
+            raise DataError(f"no folder on {on_nodes.hostname}")
+        return ""
+
+    ranks = Ranks(comm, on_nodes)
+    if on_nodes.num_nodes == 1:
+        ranks.compare(look, "the files")
+        return
+    with pytest.raises(MpitrainError, match="no folder on h") as caught:
+        ranks.compare(look, "the files")
+    assert caught.value.speaker == on_nodes.nodes[-1].ranks[0]
+
+
+# --- once per file system -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("has_its_own", [False, True], ids=["shared", "own"])
+def test_one_rank_of_each_file_system_does_it(
+    comm: MPI.Intracomm, on_nodes: World, place: Path, has_its_own: bool
+) -> None:
+    folder = place / (f"node-{on_nodes.node_rank}" if has_its_own else "all") / "deep"
+    done: list[int] = []
+    Ranks(comm, on_nodes).once_per_file_system(
+        folder, lambda: done.append(comm.rank), "fetch"
+    )
+    who = [rank for found in comm.allgather(done) for rank in found]
+    firsts = [node.ranks[0] for node in on_nodes.nodes]
+    assert who == (firsts if has_its_own else [0])
+    assert list(folder.iterdir()) == []  # of our marks nothing is left
+    comm.Barrier()
+    if on_nodes.local_rank == 0 and (has_its_own or comm.rank == 0):
+        folder.rmdir()
+        folder.parent.rmdir()
+
+
+def test_what_fails_once_is_told_on_all(
+    comm: MPI.Intracomm, on_nodes: World, place: Path
+) -> None:
+    def fail() -> None:
+        raise DataError("there is no internet")
+
+    ranks = Ranks(comm, on_nodes)
+    with pytest.raises(MpitrainError, match="there is no internet"):
+        ranks.once_per_file_system(place, fail, "fetch")
+    # Not below a file, not even for root.
+    with pytest.raises(Exception, match=r"Not a directory|could not write to"):
+        ranks.once_per_file_system(Path("/dev/null/in"), fail, "fetch")
+    assert list(place.iterdir()) == []
+    comm.Barrier()

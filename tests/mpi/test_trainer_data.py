@@ -1,0 +1,152 @@
+"""The trainer with streams, features and data that cannot be."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.data import Dataset, IterableDataset, TensorDataset
+from trainings import (
+    BATCH_SIZE,
+    EPOCHS,
+    NUM_SAMPLES,
+    Heard,
+    Net,
+    by_hand,
+    config_of,
+    some,
+    trained,
+)
+
+from mpitrain.data.sharding import epoch_order
+from mpitrain.data.sources import InMemory
+from mpitrain.errors import DataError, UsageError
+from mpitrain.launch import shared
+from mpitrain.train.trainer import Trainer
+from mpitrain.world import World
+
+pytestmark = pytest.mark.mpi
+
+
+class Streamed(IterableDataset[tuple[Tensor, Tensor]]):
+    """The digits one after another."""
+
+    def __init__(self, num: int) -> None:
+        self.data = some(num)
+
+    def __iter__(self) -> Any:
+        return iter(self.data)
+
+
+class CanBeCut(Streamed):
+    def shard(self, num_shards: int, index: int) -> list[Any]:
+        return [self.data[i] for i in range(index, len(self.data), num_shards)]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_stream_trains_like_a_set_in_its_order(
+    world: World, num_workers: int
+) -> None:
+    hand = by_hand(order=lambda epoch: np.arange(NUM_SAMPLES))
+    found, _ = trained(
+        world,
+        data=Streamed(NUM_SAMPLES),
+        num_workers=num_workers,
+        schedule="constant",
+        warmup_epochs=0,
+    )
+    assert len(found) == len(hand[0])
+    again, _ = trained(
+        world,
+        data=in_order(NUM_SAMPLES),
+        schedule="constant",
+        warmup_epochs=0,
+    )
+    assert found == pytest.approx(again, rel=1e-9)
+
+
+def in_order(num: int) -> InMemory:
+    samples = InMemory(*some(num).tensors)
+    samples.order = lambda seed, epoch: np.arange(num)  # type: ignore[method-assign]
+    return samples
+
+
+@pytest.mark.parametrize("num", [NUM_SAMPLES, 3])
+def test_a_stream_that_can_be_cut_is_read_once(world: World, num: int) -> None:
+    heard = Heard()
+    trainer = Trainer(
+        Net(),
+        CanBeCut(num),
+        some(29, "val"),
+        config_of(schedule="constant"),
+        world=world,
+    )
+    trainer.listener = heard
+    trainer.fit()
+    assert [epoch.train_samples for epoch in heard.epochs] == [num] * EPOCHS
+
+
+@pytest.mark.parametrize("strategy", ["auto", "fsdp"])
+def test_a_probe_and_then_all_is_the_same_at_any_size(
+    world: World, strategy: str
+) -> None:
+    """The features road and the frozen road agree, and both with one process."""
+
+    class Random(Dataset[tuple[Tensor, Tensor]]):
+        """Of unknown randomness, so that its features are not kept."""
+
+        def __len__(self) -> int:
+            return NUM_SAMPLES
+
+        def __getitem__(self, index: int) -> Any:
+            return some(NUM_SAMPLES)[index]
+
+    settings: dict[str, Any] = {"probe_epochs": 1, "epochs": 1, "strategy": strategy}
+    first, state = trained(world, **settings)
+    second, other = trained(world, data=Random(), **settings)
+    assert first == pytest.approx(second, rel=1e-9)
+
+    model = Net().double()
+    torch.manual_seed(0)
+    x, y = (it for it in some(NUM_SAMPLES).tensors)
+    order = epoch_order(NUM_SAMPLES, 1, 1)[:BATCH_SIZE]
+    loss = F.cross_entropy(model(x[order].double()), y[order])
+    assert first[0] == pytest.approx(loss.item(), rel=1e-9)
+    if world.rank == 0:
+        assert state.keys() == model.state_dict().keys() == other.keys()
+
+
+def test_features_need_no_shared_memory(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shared_memory, _ = trained(world, probe_epochs=1, epochs=0)
+    monkeypatch.setattr(shared, "FOLDER", Path("/nowhere"))
+    own_memory, _ = trained(world, probe_epochs=1, epochs=0)
+    assert own_memory == pytest.approx(shared_memory, rel=1e-12)
+
+
+def test_mixing_is_refused_where_a_step_is_not_known_beforehand(world: World) -> None:
+    with pytest.raises(UsageError, match="--mixup"):
+        trained(world, data=Streamed(NUM_SAMPLES), mixup=0.2)
+
+
+def test_data_that_differ_between_ranks_are_refused(world: World) -> None:
+    if world.world_size == 1:
+        return
+    own = TensorDataset(torch.full((8, 64), float(world.rank)), torch.zeros(8).long())
+    with pytest.raises(
+        DataError, match="the first sample of the training data differs"
+    ):
+        trained(world, data=own)
+
+
+def test_images_are_not_mirrored_where_the_targets_are_images(world: World) -> None:
+    images = TensorDataset(torch.zeros(4, 1, 8, 8), torch.zeros(4, 1, 8, 8))
+    trainer = Trainer(Net(), images, images, config_of(random_flip=True), world=world)
+    with pytest.raises(UsageError, match="change the images alone"):
+        trainer.fit()
