@@ -134,27 +134,46 @@ def hostfile(argv: Sequence[str]) -> None:
     """Write a host file from the allocation."""
     from mpitrain.tools import hostfile, output
 
+    words, mpirun = _split(argv)
     config = read_flags(
-        hostfile.HostfileConfig, argv, program=f"{PROGRAM} hostfile", files=False
+        hostfile.HostfileConfig, words, program=f"{PROGRAM} hostfile", files=False
     )
-    output.deliver(hostfile.text_of(config, os.environ), config.output)
+    output.deliver(hostfile.text_of(config, os.environ, mpirun), config.output)
 
 
 def jobscript(argv: Sequence[str]) -> None:
     """Print a job script for SLURM or PBS."""
-    from mpitrain.tools import jobscript, output
+    from mpitrain.tools import chain, jobscript, output
 
-    at = argv.index("--") if "--" in argv else len(argv)
+    flags, words = _split(argv)
     config = read_flags(
-        jobscript.JobscriptConfig,
-        argv[:at],
-        program=f"{PROGRAM} jobscript",
-        files=False,
+        jobscript.JobscriptConfig, flags, program=f"{PROGRAM} jobscript", files=False
     )
-    words = argv[at + 1 :]
-    if not words or words[0] == "train" or words[0].startswith("-"):
+    is_training = not words or words[0] == "train" or words[0].startswith("-")
+    if config.jobs > 1:
+        if not is_training:
+            raise UsageError(
+                f"--jobs {config.jobs}: found {words[0]!r} after --; a chain of jobs "
+                "goes on with a training of mpitrain's: expected its flags alone"
+            )
+        words = words[words[:1] == ["train"] :]
+        chain.run_dir_of(read_config(["--name", config.name, *words]))
+    elif is_training:
         read_config(words[words[:1] == ["train"] :])  # a mistake need not queue first
     output.deliver(jobscript.text_of(config, words), config.output)
+
+
+def chain(argv: Sequence[str]) -> None:
+    """Say, in a job script, whether a training is started once more."""
+    from mpitrain.tools import chain
+
+    words, flags = _split(argv)
+    config = read_flags(
+        chain.ChainConfig, words, program=f"{PROGRAM} chain", files=False
+    )
+    word = chain.ask(config, read_config(flags), os.environ)
+    if word:
+        print(word, flush=True)
 
 
 def fetch(argv: Sequence[str]) -> None:
@@ -238,10 +257,17 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int | None]] = {
     "bench": bench,
     "fetch": fetch,
     "export": export,
+    "chain": chain,
     "hostfile": hostfile,
     "jobscript": jobscript,
 }
 """Subcommands by name."""
+
+
+def _split(argv: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
+    """Part the words before ``--`` from those after it."""
+    at = argv.index("--") if "--" in argv else len(argv)
+    return argv[:at], argv[at + 1 :]
 
 
 def read_config(argv: Sequence[str]) -> TrainConfig:

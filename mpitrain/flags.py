@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
+import os
 import re
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -117,10 +119,18 @@ def usage_errors(source: str | None) -> Iterator[None]:
             yield
     except SystemExit as left:
         if left.code in (0, None):
-            print(plain(answer.getvalue()).rstrip(), flush=True)
+            _answer(plain(answer.getvalue()).rstrip())
             raise Answered from None
         where = f"{source}:\n" if source else ""
         raise UsageError(where + plain(complaint.getvalue()).rstrip()) from None
+
+
+def _answer(text: str) -> None:
+    """Print what was asked for, to one who may have seen enough before its end."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:  # `--help | head`; Python's end must not write there, too
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def plain(text: str) -> str:

@@ -8,15 +8,12 @@ stime = Sun Nov 22 05:00:00 2026
 from __future__ import annotations
 
 import re
-import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from datetime import datetime
 
 from mpitrain.schedulers import detect
-
-ANSWER_SECONDS = 30.0
-"""How long a scheduler may take to answer."""
+from mpitrain.schedulers.asking import ask
 
 
 def seconds_left(environ: Mapping[str, str]) -> float | None:
@@ -31,11 +28,10 @@ def seconds_left(environ: Mapping[str, str]) -> float | None:
     scheduler = detect(environ)
     job_id = scheduler.job_id or ""
     if scheduler.name == "slurm":
-        return of_squeue(
-            _asked(["squeue", "-h", "-j", job_id, "-o", "%e"]), time.time()
-        )
+        said = _asked("squeue", "-h", "-j", job_id, "-o", "%e")
+        return of_squeue(said, time.time())
     if scheduler.name == "pbs":
-        return of_qstat(_asked(["qstat", "-f", job_id]), time.time())
+        return of_qstat(_asked("qstat", "-f", job_id), time.time())
     return None
 
 
@@ -86,17 +82,6 @@ def of_qstat(answer: str, now: float) -> float | None:
     return began.timestamp() + total - now
 
 
-def _asked(command: Sequence[str]) -> str:
-    try:
-        done = subprocess.run(
-            command,
-            check=False,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            timeout=ANSWER_SECONDS,
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return done.stdout
+def _asked(*command: str) -> str:
+    told = ask(command)
+    return "" if told is None else told.stdout

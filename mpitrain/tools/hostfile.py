@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal
@@ -10,7 +11,7 @@ from typing import Annotated, Literal
 from tyro.conf import arg
 
 from mpitrain import schedulers
-from mpitrain.errors import UsageError
+from mpitrain.errors import LaunchError, UsageError
 from mpitrain.schedulers.allocation import AllocatedNode, Allocation
 from mpitrain.schedulers.hostfile import Dialect, parse, render
 
@@ -19,7 +20,10 @@ NAMES = {"slurm": "SLURM", "pbs": "PBS"}
 
 @dataclass(frozen=True, kw_only=True)
 class HostfileConfig:
-    """Write a host file for mpirun, from the nodes that SLURM or PBS gave this job."""
+    """Write a host file for mpirun, from the nodes that SLURM or PBS gave this job.
+
+    With --probe, how mpirun is started follows --, as in -- mpirun --bind-to none.
+    """
 
     format: Dialect = "openmpi"
     """Who shall read it: mpirun --hostfile (openmpi), mpirun -f (mpich), both (pbs)."""
@@ -29,12 +33,24 @@ class HostfileConfig:
     """auto: a slot for each GPU if told; require: or refuse; ignore: tasks alone."""
     from_file: Annotated[Path | None, arg(name="from")] = None
     """A host file of any format to read instead of this job's nodes."""
+    probe: bool = False
+    """Leave out nodes where mpirun cannot start a process, or where a GPU is broken."""
+    probe_seconds: float = 120.0
+    """How long a node may take to answer."""
+    nodes: int | None = None
+    """Take so many nodes at most; the others are spare."""
     output: Path | None = None
     """File to write, whole or not at all. Default: standard output."""
 
     def __post_init__(self) -> None:
         if self.slots is not None and self.slots < 1:
             raise UsageError(f"--slots must be at least 1, found {self.slots}")
+        if self.nodes is not None and self.nodes < 1:
+            raise UsageError(f"--nodes must be at least 1, found {self.nodes}")
+        if not self.probe_seconds > 0:
+            raise UsageError(
+                f"--probe-seconds must be more than 0, found {self.probe_seconds:g}"
+            )
         if self.gpus == "auto":
             return
         for flag, value in (("--slots", self.slots), ("--from", self.from_file)):
@@ -45,12 +61,15 @@ class HostfileConfig:
                 )
 
 
-def text_of(config: HostfileConfig, environ: Mapping[str, str]) -> str:
+def text_of(
+    config: HostfileConfig, environ: Mapping[str, str], mpirun: Sequence[str] = ()
+) -> str:
     """Make the host file.
 
     Args:
         config: What it shall be like.
         environ: The environment, in which a scheduler tells the job its nodes.
+        mpirun: The words that start mpirun, to probe the nodes with.
 
     Returns:
         The file's text. For a job's nodes the first line says what a slot is, except
@@ -58,15 +77,44 @@ def text_of(config: HostfileConfig, environ: Mapping[str, str]) -> str:
 
     Raises:
         UsageError: There are no nodes to write, or no slots as asked for.
-        LaunchError: The scheduler's own words are missing, or do not fit together.
+        LaunchError: The scheduler's own words are missing, or do not fit together; or
+            no node answers.
     """
+    if config.probe != bool(mpirun):
+        raise UsageError(
+            "hostfile --probe wants to know how to start mpirun, and nothing else "
+            "does: expected both, as in hostfile --probe -- mpirun --bind-to none"
+        )
     if config.from_file is not None:
         comment, nodes = "", _read(config.from_file)
     else:
         comment, nodes = _given(config, schedulers.read_allocation(environ))
     if config.slots is not None:
         nodes = tuple(replace(n, slots=config.slots, max_slots=None) for n in nodes)
+    if config.probe:
+        nodes = _probed(nodes, mpirun, config.probe_seconds)
+    nodes = nodes[: config.nodes]
     return ("" if config.format == "pbs" else comment) + render(nodes, config.format)
+
+
+def _probed(
+    nodes: tuple[AllocatedNode, ...], mpirun: Sequence[str], seconds: float
+) -> tuple[AllocatedNode, ...]:
+    """Return the nodes that answer, and say which do not."""
+    from mpitrain.tools.probe import sift
+
+    try:
+        good, bad = sift(nodes, mpirun, seconds)
+    except OSError as error:
+        raise UsageError(
+            f"{mpirun[0]} cannot be started: {error.strerror}; expected an mpirun "
+            "after --"
+        ) from None
+    if not good:
+        raise LaunchError(f"no node answers. {'; '.join(bad)}")
+    for why in bad:
+        print(f"left out: {why}", file=sys.stderr, flush=True)
+    return tuple(good)
 
 
 def _read(file: Path) -> tuple[AllocatedNode, ...]:

@@ -2,6 +2,7 @@
 
 The scripts are `scripts/slurm.sh` and `scripts/pbs.sh`, with ``{{name}}`` where
 something is put in. What is put in on a line of its own, and is nothing, leaves none.
+Their last part is `...-once.sh`, or `...-chain.sh` for a training of several jobs.
 """
 
 from __future__ import annotations
@@ -18,6 +19,9 @@ from tyro.conf import Positional, UseAppendAction
 from mpitrain.errors import UsageError
 
 SCRIPTS = Path(__file__).with_name("scripts")
+
+EARLY_SECONDS = 120
+"""How long before its end a job of a chain is told to stop, where it is long enough."""
 
 SchedulerName = Literal["slurm", "pbs"]
 
@@ -56,7 +60,11 @@ class JobscriptConfig:
     queue: str | None = None
     """Where to wait (PBS)."""
     name: str = "mpitrain"
-    """The job's name in the queue."""
+    """The job's name in the queue; with --jobs, the run's, too."""
+    jobs: int = 1
+    """Jobs that the training may take, one after another, until it is finished."""
+    spare_nodes: int = 0
+    """Nodes beside --nodes, for those that fail (with --jobs)."""
     module: UseAppendAction[tuple[str, ...]] = ()
     """A module of the site's to load; once for each."""
     venv: Path = Path(".venv")
@@ -70,9 +78,16 @@ class JobscriptConfig:
             ("--slots-per-node", self.slots_per_node, 1),
             ("--gpus-per-node", self.gpus_per_node, 0),
             ("--cpus-per-slot", self.cpus_per_slot, 1),
+            ("--jobs", self.jobs, 1),
+            ("--spare-nodes", self.spare_nodes, 0),
         ):
             if value is not None and value < least:
                 raise UsageError(f"{flag} must be at least {least}, found {value}")
+        if self.spare_nodes and self.jobs == 1:
+            raise UsageError(
+                f"--spare-nodes {self.spare_nodes}: a script for one job uses no spare "
+                "nodes; expected --jobs of at least 2 beside it"
+            )
         if self.scheduler == "pbs" and self.partition is not None:
             raise UsageError(f"--partition {self.partition}: PBS says --queue")
         if self.scheduler == "slurm" and self.queue is not None:
@@ -112,11 +127,12 @@ def text_of(config: JobscriptConfig, words: Sequence[str]) -> str:
     gpus = config.gpus_per_node
     if gpus is None:
         gpus = config.slots_per_node
+    seconds = seconds_of(config.time, config.scheduler)
     blocks = {
         "title": _title(config),
         "name": config.name,
-        "time": _hours_minutes_seconds(seconds_of(config.time, config.scheduler)),
-        "nodes": str(config.nodes),
+        "time": _hours_minutes_seconds(seconds),
+        "nodes": str(config.nodes + config.spare_nodes),
         "slots": str(config.slots_per_node),
         "cpus": str(config.cpus_per_slot),
         "per_gpu": ": one for each GPU" if gpus == config.slots_per_node else "",
@@ -128,8 +144,11 @@ def text_of(config: JobscriptConfig, words: Sequence[str]) -> str:
         "words": "".join(" " + shlex.quote(word) for word in words),
     }
     own = _slurm_blocks if config.scheduler == "slurm" else _pbs_blocks
+    blocks |= _chain_blocks(config, seconds) | own(config, gpus)
+    part = "once" if config.jobs == 1 else "chain"
+    train = (SCRIPTS / f"{config.scheduler}-{part}.sh").read_text()
     script = (SCRIPTS / f"{config.scheduler}.sh").read_text()
-    return fill(script, blocks | own(config, gpus))
+    return fill(script, blocks | {"train": fill(train, blocks)})
 
 
 def fill(script: str, blocks: Mapping[str, str]) -> str:
@@ -208,7 +227,10 @@ def _title(config: JobscriptConfig) -> str:
     nodes, slots = config.nodes, config.slots_per_node
     on_nodes = "1 node" if nodes == 1 else f"{nodes} nodes"
     processes = "1 process" if slots == 1 else f"{slots} processes"
-    return f"Train on {on_nodes}, {processes} on {'it' if nodes == 1 else 'each'}"
+    chain = "" if config.jobs == 1 else ", in as many jobs as it takes"
+    return (
+        f"Train on {on_nodes}, {processes} on {'it' if nodes == 1 else 'each'}{chain}"
+    )
 
 
 def _venv(venv: Path) -> str:
@@ -237,6 +259,42 @@ def _account(directive: str, account: str | None) -> str:
 ##{directive}my_project"""
 
 
+def _chain_blocks(config: JobscriptConfig, seconds: int) -> dict[str, str]:
+    """Return what is about a training of several jobs, each of so many seconds."""
+    is_chain = config.jobs > 1
+    early = min(EARLY_SECONDS, seconds // 5)
+    slurm = f"""\
+# What lets it come back to the queue (below), go on with the same log, and hear
+# of its end in time.
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --signal=B:USR1@{early}
+# A node that fails does not end the job: it goes on with the others.
+#SBATCH --no-kill"""
+    pbs = """\
+# Should its first node fail, PBS may run it again.
+#PBS -r y"""
+    lines = slurm if config.scheduler == "slurm" else pbs
+    another = {
+        "slurm": "#     sbatch --job-name OTHER THIS_SCRIPT  another training: its run "
+        "is named so",
+        "pbs": "#     qsub -N OTHER THIS_SCRIPT                  another training: its "
+        "run is named so",
+    }[config.scheduler]
+    return {
+        "another": another if is_chain else "",
+        "chain_lines": lines if is_chain else "",
+        "help": "see its --help." if is_chain else "its --help tells what can differ.",
+        "jobs_flag": f" --jobs {config.jobs}" if is_chain else "",
+        "jobs": str(config.jobs),
+        "seconds": str(seconds),
+        "early": str(early),
+        "patience": str(max(early // 2, 1)),
+        "at_most": f" --nodes {config.nodes}" if config.spare_nodes else "",
+        "nodefile": "" if is_chain else '    options+=(--hostfile "$PBS_NODEFILE")',
+    }
+
+
 def _slurm_blocks(config: JobscriptConfig, gpus: int) -> dict[str, str]:
     account, partition = config.account, config.partition
     return {
@@ -258,7 +316,7 @@ def _pbs_blocks(config: JobscriptConfig, gpus: int) -> dict[str, str]:
     def select(gpus: int) -> str:
         cores = config.slots_per_node * config.cpus_per_slot
         words = [
-            f"PBS -l select={config.nodes}",
+            f"PBS -l select={config.nodes + config.spare_nodes}",
             f"ncpus={cores}",
             f"mpiprocs={config.slots_per_node}",
             f"ompthreads={config.cpus_per_slot}",

@@ -43,18 +43,24 @@ CGROUP_CONF = "CgroupPlugin=cgroup/v1\n"  # never used: proctrack and task do wi
 
 # What PBS tells a job, for jobs that qsub brought; and nothing of SLURM, so that
 # mpirun believes it. SLURM runs this before the script and obeys what it prints.
+# A job that a job has submitted has AFTER, and as under PBS nothing of its environment
+# but what -v names: mpirun's leave to run as root is then the site's to give. Ids
+# are bare numbers: the face of `qsub -W depend` knows no others.
 # PBS would set OMP_NUM_THREADS too, to its ompthreads: not here, where the cores
 # that it counts are not there.
 TASK_PROLOG = """\
 #!/bin/bash
-[[ ${FACE:-} == pbs ]] || exit 0
+[[ ${FACE:-} == pbs || -n ${AFTER:-} ]] || exit 0
+echo "export OMPI_ALLOW_RUN_AS_ROOT=1"
+echo "export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1"
+echo "export TMPDIR=${SLURM_CONF%/*}/tmp"
 echo "export PBS_NODEFILE=$(TMPDIR=${SLURM_CONF%/*} generate_pbs_nodefile)"
 echo "export PBS_O_WORKDIR=$SLURM_SUBMIT_DIR"
-echo "export PBS_JOBID=$SLURM_JOB_ID.login"
+echo "export PBS_JOBID=$SLURM_JOB_ID"
 echo "export PBS_JOBNAME=$SLURM_JOB_NAME"
 echo "export PBS_ENVIRONMENT=PBS_BATCH"
-for name in ${!SLURM_@}; do
-    echo "unset $name"
+for name in ${!SLURM_@}; do  # but what qsub and qstat, the faces, must know
+    if [[ $name != SLURM_CONF ]]; then echo "unset $name"; fi
 done
 """
 

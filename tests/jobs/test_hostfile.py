@@ -41,3 +41,48 @@ def test_mpirun_fills_the_slots_of_the_file_that_a_job_wrote(
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.split() == [socket.gethostname()] * 3
+
+
+@pytest.mark.parametrize("spare", [False, True])
+def test_a_host_that_does_not_answer_is_left_out(
+    mpi: Mpi, spare: bool, tmp_path: Path
+) -> None:
+    here = socket.gethostname()
+    others = "nosuchhost" if spare else f"nosuchhost\n{here}"
+    (tmp_path / "nodes").write_text(f"{others}\n{here}\n")
+    flags = [flag for flag in mpi.flags if flag != "--oversubscribe"]
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "mpitrain", "hostfile", "--from", "nodes"),
+            *("--probe", "--probe-seconds", "45", "--nodes", "1"),
+            *("--", str(mpi.mpirun), *flags),
+        ],
+        cwd=tmp_path,
+        env=environment(mpi),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"{here} slots={1 if spare else 2}\n"
+    assert done.stderr.startswith("left out: nosuchhost: ")
+
+
+def test_where_no_host_answers_nothing_is_written(mpi: Mpi, tmp_path: Path) -> None:
+    (tmp_path / "nodes").write_text("nosuchhost\n")
+    (tmp_path / "hosts").write_text("as before")
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "mpitrain", "hostfile", "--from", "nodes"),
+            *("--output", "hosts", "--probe", "--probe-seconds", "45"),
+            *("--", str(mpi.mpirun)),
+        ],
+        cwd=tmp_path,
+        env=environment(mpi),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 1
+    assert "no node answers. nosuchhost: " in done.stderr
+    assert (tmp_path / "hosts").read_text() == "as before"

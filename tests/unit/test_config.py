@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from dataclasses import asdict
 from pathlib import Path
 
@@ -102,3 +105,12 @@ def test_each_optimizer_has_a_learning_rate_of_its_own() -> None:
     assert TrainConfig().peak_lr == 0.1
     assert TrainConfig(optimizer="adamw").peak_lr == 0.001
     assert TrainConfig(optimizer="adamw", lr=0.3).peak_lr == 0.3
+
+
+def test_help_that_is_read_in_part_ends_without_a_traceback() -> None:
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "mpitrain", "--help"]
+    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (0, "")

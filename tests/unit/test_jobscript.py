@@ -30,6 +30,18 @@ def test_the_demo_script_is_what_jobscript_writes(
     )
 
 
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+def test_the_script_for_several_jobs_is_what_jobscript_writes(
+    scheduler: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--jobs", "20", "--time", "1:00:00", "--name", "training"]
+    assert main(["jobscript", scheduler, *words]) == 0
+    script = ROOT / scheduler / "train.sh"
+    assert capsys.readouterr().out == script.read_text(), (
+        f"to accept: jobscript {scheduler} {' '.join(words)} > {scheduler}/train.sh"
+    )
+
+
 def lines_of(scheduler: Literal["slurm", "pbs"], **flags: Any) -> list[str]:
     text = text_of(JobscriptConfig(scheduler=scheduler, **flags), [])
     checked = subprocess.run(["bash", "-n"], input=text, text=True, capture_output=True)
@@ -45,6 +57,8 @@ def lines_of(scheduler: Literal["slurm", "pbs"], **flags: Any) -> list[str]:
         ({"nodes": 3}, "#SBATCH --nodes=3"),
         ({"slots_per_node": 8}, "#SBATCH --ntasks-per-node=8"),
         ({"slots_per_node": 8}, "#SBATCH --gres=gpu:8"),
+        ({"nodes": 3, "spare_nodes": 1, "jobs": 4}, "#SBATCH --nodes=4"),
+        ({"time": "1:00", "jobs": 4}, "#SBATCH --signal=B:USR1@12"),
         ({"slots_per_node": 8, "gpus_per_node": 2}, "#SBATCH --gres=gpu:2"),
         ({"cpus_per_slot": 16}, "#SBATCH --cpus-per-task=16"),
         ({"mem": "120G"}, "#SBATCH --mem=120G"),
@@ -75,6 +89,11 @@ def test_a_flag_stands_in_slurms_own_words(flags: dict[str, Any], line: str) -> 
             "#PBS -l select=2:ncpus=8:mpiprocs=4:ompthreads=2",
         ),
         ({"time": "1:00:00"}, "#PBS -l walltime=01:00:00"),
+        ({"time": "2:00", "jobs": 4}, "limit=120  # walltime, above: EDIT both"),
+        (
+            {"nodes": 3, "spare_nodes": 2, "jobs": 4, "mem": None, "gpus_per_node": 0},
+            "#PBS -l select=5:ncpus=16:mpiprocs=4:ompthreads=4",
+        ),
         ({"account": "my-lab_7"}, "#PBS -A my-lab_7"),
         ({"queue": "gpu@head"}, "#PBS -q gpu@head"),
         ({"name": "big.run"}, "#PBS -N big.run"),
@@ -121,6 +140,8 @@ def test_times_are_read_as_the_scheduler_reads_them(
         ("slurm", {"slots_per_node": 0}, "--slots-per-node must be at least 1"),
         ("slurm", {"cpus_per_slot": 0}, "--cpus-per-slot must be at least 1"),
         ("slurm", {"gpus_per_node": -1}, "--gpus-per-node must be at least 0"),
+        ("slurm", {"jobs": 0}, "--jobs must be at least 1"),
+        ("slurm", {"spare_nodes": 1}, "--spare-nodes 1: a script for one job"),
         ("slurm", {"time": "soon"}, "--time 'soon'.*days-hours"),
         ("slurm", {"time": "0"}, "--time '0'"),
         ("slurm", {"time": "1:60:00"}, "--time '1:60:00'"),
@@ -176,6 +197,23 @@ def test_a_wrong_flag_of_the_training_is_told_before_it_is_queued(
     assert said in err
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--new-run"], "--new-run has no place in a chain of jobs"),
+        (["run", "script.py"], "found 'run' after --"),
+        (["--epohs", "3"], "--epohs"),
+    ],
+)
+def test_what_several_jobs_cannot_go_on_with_is_told_before_it_is_queued(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["jobscript", "slurm", "--jobs", "5", "--", *words]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert said in err
+
+
 HOSTILE = [
     *("two words", "it's", 'say "no"', "$HOME", "`id`", "$(id)", "a;b|c&d", "*"),
     *("back\\slash", "{{name}}", "#not a comment", "~", "!x", "ünï", ""),
@@ -184,13 +222,15 @@ HOSTILE = [
 STAND_IN = """\
 #!{python}
 import json, pathlib, sys
-pathlib.Path({seen!r}).write_text(json.dumps(sys.argv[1:]))
+if sys.argv[0].endswith("mpirun"):
+    pathlib.Path({seen!r}).write_text(json.dumps(sys.argv[1:]))
 """
 
 
+@pytest.mark.parametrize("jobs", [1, 5])
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 def test_hostile_words_and_folders_reach_the_program_as_they_are(
-    scheduler: Any, tmp_path: Path
+    scheduler: Any, jobs: int, tmp_path: Path
 ) -> None:
     folder = tmp_path / "a $HOME 'b' \"c\" `d`"
     folder.mkdir()
@@ -199,7 +239,11 @@ def test_hostile_words_and_folders_reach_the_program_as_they_are(
     make_stand_ins(folder / venv, seen)
     words = ["run", "my script.py", *HOSTILE]
     config = JobscriptConfig(
-        scheduler=scheduler, venv=venv, module=("a b", "c/1.0"), output=folder / "job"
+        scheduler=scheduler,
+        venv=venv,
+        module=("a b", "c/1.0"),
+        output=folder / "job",
+        jobs=jobs,
     )
     done = run_script(text_of(config, words), folder, tmp_path, ["--lr", "two words"])
     assert done.returncode == 0, done.stderr
@@ -207,7 +251,8 @@ def test_hostile_words_and_folders_reach_the_program_as_they_are(
     said = json.loads(seen.read_text())
     at = said.index("python")
     more = {"slurm": ["--lr", "two words"], "pbs": ["--lr", "0.5"]}[scheduler]
-    assert said[at:] == ["python", "-m", "mpitrain", *words, *more]
+    name = [] if jobs == 1 else ["--name", "my-job"]
+    assert said[at:] == ["python", "-m", "mpitrain", *name, *words, *more]
     prefix = ["--bind-to", "none", "--prefix", str(folder / venv)]
     assert said[: len(prefix)] == prefix
 
@@ -241,6 +286,8 @@ def run_script(
         "SLURM_SUBMIT_DIR": str(submitted_from),
         "PBS_O_WORKDIR": str(submitted_from),
         "PBS_NODEFILE": str(scratch / "nodes"),
+        "SLURM_JOB_NAME": "my-job",
+        "PBS_JOBNAME": "my-job",
         "ARGS": "--lr 0.5",
         "BASH_FUNC_module%%": '() { echo "module: $#: $*"; }',
     }

@@ -3,9 +3,10 @@
 #
 #     qsub THIS_SCRIPT                           {{from}}
 #     qsub -v ARGS="--epochs 20" THIS_SCRIPT     ARGS goes to mpitrain
+{{another}}
 #
 # `-l` above makes this a login shell, so that `module` is known. This text is
-# made by `python -m mpitrain jobscript pbs`: its --help tells what can differ.
+# made by `python -m mpitrain jobscript pbs{{jobs_flag}}`: {{help}}
 
 {{account}}
 
@@ -16,6 +17,7 @@
 {{queue}}
 # The job is ended after this time (hours:minutes:seconds).
 #PBS -l walltime={{time}}
+{{chain_lines}}
 # So many pieces (chunks), each on a node of its own ...
 #PBS -l place=scatter
 # ... with cores, GPUs and memory. mpiprocs is the number of processes (ranks),
@@ -50,7 +52,7 @@ launchers=$(prte_info 2>/dev/null || ompi_info 2>/dev/null || true)
 if [[ $launchers != *"MCA plm: tm "* ]]; then
     # Any other reads the nodes from a file, one line for each slot, and sends
     # itself by ssh. Of our environment only what -x names goes along.
-    options+=(--hostfile "$PBS_NODEFILE")
+{{nodefile}}
     for name in PATH LD_LIBRARY_PATH OMP_NUM_THREADS; do
         if [[ -n ${!name:-} ]]; then options+=(-x "$name"); fi
     done
@@ -80,9 +82,4 @@ EOF
         export PRTE_MCA_plm_ssh_no_tree_spawn=1 OMPI_MCA_plm_rsh_no_tree_spawn=1
     fi
 fi
-
-# This script runs once, on the first node. So does mpirun. No number of
-# processes, no port: the ranks find each other over MPI. (MPICH's mpirun reads
-# $PBS_NODEFILE by itself and goes by ssh: with it, leave out all the options.)
-# shellcheck disable=SC2086  # ARGS is several words
-mpirun "${options[@]}" python -m mpitrain{{words}} ${ARGS:-}
+{{train}}

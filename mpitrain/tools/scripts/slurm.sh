@@ -3,9 +3,10 @@
 #
 #     sbatch THIS_SCRIPT                   {{from}}
 #     sbatch THIS_SCRIPT --epochs 20       what follows goes to mpitrain
+{{another}}
 #
 # `-l` above makes this a login shell, so that `module` is known. This text is
-# made by `python -m mpitrain jobscript slurm`: its --help tells what can differ.
+# made by `python -m mpitrain jobscript slurm{{jobs_flag}}`: {{help}}
 
 {{account}}
 
@@ -16,6 +17,7 @@
 {{partition}}
 # The job is ended after this time (hours:minutes:seconds).
 #SBATCH --time={{time}}
+{{chain_lines}}
 # So many nodes ...
 #SBATCH --nodes={{nodes}}
 # ... with so many processes (ranks) on each{{per_gpu}}.
@@ -44,9 +46,4 @@ options=(--bind-to none)  # threads may use all cores; mpitrain shares them out
 if [[ -x $venv/bin/mpirun ]]; then
     options+=(--prefix "$venv")
 fi
-
-# This script runs once, on the first node. So does mpirun: it asks SLURM for
-# nodes and slots, and has srun start the others, with this environment. No
-# number of processes, no host, no port: the ranks find each other over MPI.
-# (With MPICH's mpirun leave --prefix out; the rest is the same.)
-mpirun "${options[@]}" python -m mpitrain{{words}} "$@"
+{{train}}

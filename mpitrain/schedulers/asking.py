@@ -1,0 +1,77 @@
+"""Questions to a scheduler, by its own commands."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Sequence
+
+ANSWER_SECONDS = 30.0
+"""How long a scheduler may take to answer."""
+
+GONE = re.compile(r"invalid job id|unknown job id|has finished", re.IGNORECASE)
+"""What `squeue` and `qstat` say of a job that is over, forgotten or not."""
+
+
+def ask(command: Sequence[str]) -> subprocess.CompletedProcess[str] | None:
+    """Run a command of the scheduler; ``None`` where it cannot be run, or is silent.
+
+    Args:
+        command: Its words.
+
+    Returns:
+        What it printed, on standard output and error together.
+    """
+    try:
+        return subprocess.run(
+            command,
+            check=False,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            timeout=ANSWER_SECONDS,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+
+
+def is_alive(scheduler: str, job_id: str) -> bool | None:
+    """Ask whether a job waits or runs.
+
+    Args:
+        scheduler: ``"slurm"`` or ``"pbs"``.
+        job_id: In the scheduler's own words.
+
+    Returns:
+        Whether it does; ``None`` where nobody knows.
+    """
+    if scheduler == "slurm":
+        told = ask(["squeue", "-h", "-j", job_id, "-o", "%T"])
+    else:
+        told = ask(["qstat", "-f", job_id])
+    return None if told is None else of_answer(told.returncode, told.stdout)
+
+
+def of_answer(status: int, text: str) -> bool | None:
+    r"""Read what ``squeue -o %T`` or ``qstat -f`` says of one job.
+
+    Args:
+        status: The exit status.
+        text: What was printed.
+
+    >>> of_answer(0, "PENDING\n"), of_answer(0, "    job_state = Q\n")
+    (True, True)
+    >>> of_answer(0, ""), of_answer(153, "qstat: Unknown Job Id 17.head")
+    (False, False)
+    >>> of_answer(0, "    job_state = F\n")
+    False
+    >>> of_answer(1, "slurm_load_jobs error: Unable to contact slurm controller")
+    """
+    if status:
+        return False if GONE.search(text) else None
+    state = re.search(r"^\s*job_state = (\w)", text, re.MULTILINE)
+    if state is not None:
+        return state[1] not in "CFX"  # completed (Torque), finished, expired
+    return bool(text.strip())

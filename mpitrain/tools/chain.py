@@ -1,0 +1,291 @@
+"""`python -m mpitrain chain`: whether a training is started once more. Needs no MPI.
+
+A training that takes several jobs is a chain of them. The job script asks twice::
+
+    python -m mpitrain chain begin -- FLAGS       may this job have the training?
+    python -m mpitrain chain next --status 75 -- FLAGS      mpirun has ended: and now?
+
+The second prints one word: ``here`` (start it again in this job: something failed, and
+there is progress, or it is the first time), ``later`` (in another job) or ``end``. What
+has to be remembered from one to the next lies in ``runs/.NAME.chain``.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Literal, TextIO
+
+from tyro.conf import Positional
+
+from mpitrain.checkpoints.layout import find
+from mpitrain.errors import LaunchError, UsageError
+from mpitrain.schedulers import Scheduler, detect
+from mpitrain.schedulers.asking import is_alive
+from mpitrain.train.config import TrainConfig
+from mpitrain.train.stopping import CAN_GO_ON, STOP_FILE
+
+Word = Literal["here", "later", "end"]
+
+MOST_IDLE = 2
+"""So many starts in a row that end in a failure and bring no step end the chain."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChainConfig:
+    """Ask, in a job script, whether a training is started. Its flags follow --."""
+
+    question: Positional[Literal["begin", "next"]]
+    """begin: may this job have it? next: after mpirun; prints here, later or end."""
+    jobs: int = 20
+    """Jobs that a chain may have."""
+    status: int | None = None
+    """Exit status of mpirun (next)."""
+    out_of_time: bool = False
+    """This job comes to its end: not here (next)."""
+    after: str = ""
+    """The job that submitted this one (begin)."""
+
+    def __post_init__(self) -> None:
+        if self.jobs < 1:
+            raise UsageError(f"--jobs must be at least 1, found {self.jobs}")
+        if (self.status is None) == (self.question == "next"):
+            raise UsageError(
+                "chain next wants --status, the exit status of mpirun; chain begin "
+                "wants none"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chain:
+    """What is remembered of a chain."""
+
+    job_id: str
+    """The job that has it now."""
+    num_jobs: int = 1
+    """Jobs so far."""
+    step: int = 0
+    """Where the training stood as it was last started."""
+    is_started: bool = True
+    """Whether it was started, and has not ended as far as is known."""
+    num_idle: int = 0
+    """Failures in a row that brought no step."""
+
+    def after_failure(self, step: int) -> Chain:
+        """Count a start that failed, where the training now stands at a step."""
+        idle = 0 if step > self.step else self.num_idle + 1
+        return replace(self, step=step, num_idle=idle, is_started=False)
+
+
+def ask(config: ChainConfig, training: TrainConfig, environ: Mapping[str, str]) -> str:
+    """Answer one question, and remember it.
+
+    Args:
+        config: The question.
+        training: What is trained; its name and folder say which chain it is.
+        environ: The environment of a job's script.
+
+    Returns:
+        The word, or nothing for ``begin``.
+
+    Raises:
+        UsageError: There is no job, or no name, or another job has the training.
+        LaunchError: It has had its jobs, or failed without progress.
+    """
+    scheduler = detect(environ)
+    if scheduler.name == "none":
+        raise UsageError(
+            "chain is asked in a job: neither SLURM_JOB_ID nor PBS_JOBID is set. On a "
+            "machine without a scheduler start the training again by hand"
+        )
+    run_dir = run_dir_of(training)
+    with _remembered(run_dir) as memory:
+        if config.question == "begin":
+            memory.chain = begin(config, memory.chain, scheduler, run_dir)
+            return ""
+        memory.chain, word = after(config, memory.chain, scheduler, run_dir)
+        return word
+
+
+def begin(
+    config: ChainConfig, before: Chain | None, scheduler: Scheduler, run_dir: Path
+) -> Chain:
+    """Take the chain for this job.
+
+    Args:
+        config: The question.
+        before: What is remembered.
+        scheduler: Whose job this is.
+        run_dir: The run folder.
+
+    Raises:
+        UsageError: Another job has it.
+        LaunchError: It has had its jobs, or failed without progress.
+    """
+    job_id, step = scheduler.job_id or "", _step_of(run_dir)
+    if before is None:
+        return Chain(job_id=job_id, step=step)
+    if before.job_id not in (job_id, config.after):
+        alive = is_alive(scheduler.name, before.job_id)
+        if alive is not False:
+            waits = "waits or runs" if alive else "may wait or run: nobody answered"
+            raise UsageError(
+                f"job {before.job_id} has the training {run_dir.name} already, and "
+                f"{waits}.\nExpected one job for a training: wait for that one, or "
+                "submit this one under another name"
+            )
+        return Chain(job_id=job_id, step=step)
+    chain = before.after_failure(step) if before.is_started else before
+    _refuse_idle(chain, run_dir, "")
+    if chain.num_jobs >= config.jobs:
+        raise LaunchError(_had_its_jobs(chain, run_dir))
+    return replace(
+        chain,
+        job_id=job_id,
+        num_jobs=chain.num_jobs + 1,
+        step=step,
+        is_started=True,
+    )
+
+
+def after(
+    config: ChainConfig, before: Chain | None, scheduler: Scheduler, run_dir: Path
+) -> tuple[Chain | None, Word]:
+    """Say what follows the end of mpirun.
+
+    Args:
+        config: The question.
+        before: What is remembered.
+        scheduler: Whose job this is.
+        run_dir: The run folder.
+
+    Returns:
+        What is to be remembered, and the word.
+    """
+    if before is None or before.job_id != scheduler.job_id:
+        raise UsageError(
+            f"chain next: job {scheduler.job_id} does not have the training "
+            f"{run_dir.name}; expected `chain begin` before it"
+        )
+    status, step = config.status, _step_of(run_dir)
+    if status == 0:
+        return None, "end"
+    if status == UsageError.exit_status:
+        _say("a mistake in the flags: no further job would mend it")
+        return None, "end"
+    chain = replace(before, step=step, is_started=False)
+    if status != CAN_GO_ON:
+        chain = before.after_failure(step)
+        try:
+            _refuse_idle(chain, run_dir, f", the last with status {status}")
+        except LaunchError as error:
+            _say(str(error))
+            return None, "end"
+        if not config.out_of_time:
+            _say(f"ended with status {status} at step {step}: once more in this job")
+            return replace(chain, is_started=True), "here"
+    elif (run_dir / STOP_FILE).exists():
+        _say(f"{run_dir / STOP_FILE} is there: remove it and submit, to go on")
+        return None, "end"
+    if chain.num_jobs >= config.jobs:
+        _say(_had_its_jobs(chain, run_dir))
+        return None, "end"
+    return chain, "later"
+
+
+def _refuse_idle(chain: Chain, run_dir: Path, how: str) -> None:
+    if chain.num_idle >= MOST_IDLE:
+        raise LaunchError(
+            f"{run_dir.name} failed {chain.num_idle} times without progress, at step "
+            f"{chain.step}{how}. Expected that mending it comes first: see the "
+            f"messages above and {run_dir}/logs, then submit again"
+        )
+
+
+def _had_its_jobs(chain: Chain, run_dir: Path) -> str:
+    jobs = "1 job" if chain.num_jobs == 1 else f"{chain.num_jobs} jobs"
+    return (
+        f"{run_dir.name} has had {jobs} (--jobs) and is at step {chain.step}. Submit "
+        "again to let it have as many more"
+    )
+
+
+def run_dir_of(training: TrainConfig) -> Path:
+    """Return the folder that all jobs of a training share.
+
+    Raises:
+        UsageError: They would not share one, or not go on from each other.
+    """
+    if training.name is None:
+        raise UsageError("a chain of jobs goes on with one run: expected its --name")
+    if training.new_run or training.resume == "never":
+        flag = "--new-run" if training.new_run else "--resume never"
+        raise UsageError(
+            f"{flag} has no place in a chain of jobs, where each goes on with the run "
+            "of the one before: take it out, and choose another --name"
+        )
+    run_dir = training.runs_dir / training.name
+    resume = training.resume
+    if resume != "auto" and run_dir.absolute() in Path(resume).absolute().parents:
+        raise UsageError(
+            f"--resume {resume} has no place in a chain of jobs: each would begin "
+            "there anew. Start it by hand once, then submit without it"
+        )
+    return run_dir
+
+
+def _step_of(run_dir: Path) -> int:
+    """Return the step of the newest checkpoint; 0 where there is none."""
+    with suppress(OSError):
+        return max((found.step for found in find(run_dir)), default=0)
+    return 0
+
+
+def _say(text: str) -> None:
+    print(f"chain: {text}", file=sys.stderr, flush=True)
+
+
+class _Memory:
+    """A chain in its file, for one who holds its lock."""
+
+    def __init__(self, file: TextIO) -> None:
+        self._file = file
+        self._file.seek(0)
+        self.chain: Chain | None
+        try:
+            self.chain = Chain(**json.loads(self._file.read()))
+        except (ValueError, TypeError):
+            self.chain = None  # empty, or cut off as it was written
+
+    def keep(self) -> None:
+        """Write down what there is now."""
+        self._file.seek(0)
+        self._file.truncate()
+        if self.chain is not None:
+            self._file.write(json.dumps(asdict(self.chain)) + "\n")
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+
+@contextmanager
+def _remembered(run_dir: Path) -> Iterator[_Memory]:
+    """Read what is remembered, and write down what it was made; one job at a time."""
+    path = run_dir.with_name(f".{run_dir.name}.chain")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a+") as file:
+            with suppress(OSError):  # some file systems have no locks
+                fcntl.lockf(file, fcntl.LOCK_EX)
+            memory = _Memory(file)
+            yield memory
+            memory.keep()
+    except OSError as error:
+        raise UsageError(
+            f"{path} cannot be written: {error.strerror}. Choose another --runs-dir"
+        ) from None

@@ -1,0 +1,160 @@
+#!/bin/bash -l
+# Train on 2 nodes, 4 processes on each, in as many jobs as it takes, under PBS:
+#
+#     qsub THIS_SCRIPT                           from the folder that holds .venv
+#     qsub -v ARGS="--epochs 20" THIS_SCRIPT     ARGS goes to mpitrain
+#     qsub -N OTHER THIS_SCRIPT                  another training: its run is named so
+#
+# `-l` above makes this a login shell, so that `module` is known. This text is
+# made by `python -m mpitrain jobscript pbs --jobs 20`: see its --help.
+
+# The project that pays. EDIT: take one # away and put your own. On a cluster
+# without accounts leave the line as it is: with two # it is only a comment.
+##PBS -A my_project
+
+# The name in the queue.
+#PBS -N training
+# One file for what is printed, normal and error alike: training.o<number>.
+#PBS -j oe
+# The job is ended after this time (hours:minutes:seconds).
+#PBS -l walltime=01:00:00
+# Should its first node fail, PBS may run it again.
+#PBS -r y
+# So many pieces (chunks), each on a node of its own ...
+#PBS -l place=scatter
+# ... with cores, GPUs and memory. mpiprocs is the number of processes (ranks),
+# ompthreads that of the threads of each. Without mpiprocs there is room for one
+# process, and mpirun wants --oversubscribe; without ompthreads each process would
+# take all cores.
+#PBS -l select=2:ncpus=16:mpiprocs=4:ompthreads=4:ngpus=4:mem=16gb
+# On a CPU queue, or where PBS says "Unknown resource: ngpus", DELETE the line
+# above and take one # away here:
+##PBS -l select=2:ncpus=16:mpiprocs=4:ompthreads=4:mem=16gb
+
+set -eo pipefail
+
+# Where Python comes from: the site's modules, if you need them ...
+# module load python/3.11
+# module load openmpi
+set -u  # only now: some sites' modules use variables that are not set
+# ... then the virtual environment. PBS starts in $HOME, hence `cd`.
+cd "$PBS_O_WORKDIR"
+venv=$PWD/.venv
+if [[ ! -x $venv/bin/python ]]; then
+    echo "no virtual environment in $venv: make it, or submit from its folder" >&2
+    exit 1
+fi
+export PATH="$venv/bin:$PATH"
+
+# Now `mpirun` is the one in .venv if there is one, else the module's. The one
+# in .venv has to be told where it lives on the other nodes: in the same place.
+options=(--bind-to none)  # threads may use all cores; mpitrain shares them out
+if [[ -x $venv/bin/mpirun ]]; then
+    options+=(--prefix "$venv")
+fi
+
+# How does mpirun reach the other nodes? An Open MPI built for PBS ("tm") asks
+# PBS for nodes and slots, and has PBS start the others.
+launchers=$(prte_info 2>/dev/null || ompi_info 2>/dev/null || true)
+if [[ $launchers != *"MCA plm: tm "* ]]; then
+    # Any other reads the nodes from a file, one line for each slot, and sends
+    # itself by ssh. Of our environment only what -x names goes along.
+    for name in PATH LD_LIBRARY_PATH OMP_NUM_THREADS; do
+        if [[ -n ${!name:-} ]]; then options+=(-x "$name"); fi
+    done
+    # No ssh between the nodes? Then PBS's own pbs_tmrsh in its place. It wants
+    # the command as separate words, and mpirun gives it as one: hence `sh -c`.
+    here=$(head -n 1 "$PBS_NODEFILE")
+    other=$(tail -n 1 "$PBS_NODEFILE")
+    if [[ $other != "$here" ]] &&
+        ! timeout 20 ssh -n -o BatchMode=yes "$other" true; then
+        home=$(sed -n 's/^PBS_EXEC=//p' "${PBS_CONF_FILE:-/etc/pbs.conf}" || true)
+        tmrsh=$(command -v pbs_tmrsh || echo "$home/bin/pbs_tmrsh")
+        if [[ ! -x $tmrsh ]]; then
+            echo "cannot reach $other: no ssh, and no pbs_tmrsh either" >&2
+            exit 1
+        fi
+        echo "no ssh to $other: mpirun takes $tmrsh instead"
+        agent=$(mktemp "${TMPDIR:-/tmp}/agent.XXXXXX")
+        trap 'rm -f "$agent"' EXIT
+        cat >"$agent" <<EOF
+#!/bin/sh
+host=\$1; shift
+exec "$tmrsh" "\$host" /bin/sh -c "\$*"
+EOF
+        chmod +x "$agent"
+        # One name for Open MPI 5, one for 4; all nodes started from this one.
+        export PRTE_MCA_plm_ssh_agent=$agent OMPI_MCA_plm_rsh_agent=$agent
+        export PRTE_MCA_plm_ssh_no_tree_spawn=1 OMPI_MCA_plm_rsh_no_tree_spawn=1
+    fi
+fi
+
+# A job may end before the training does: it then submits this script again, and
+# that job goes on from the training's last checkpoint; 20 jobs at most. The
+# run in runs/ has the job's name.
+# shellcheck disable=SC2206  # ARGS is several words
+training=(--name "$PBS_JOBNAME" ${ARGS:-})
+
+# One job for one training: this ends here if another one has it, waiting or
+# running, and also after 20 jobs. AFTER is the job that submitted this one.
+python -m mpitrain chain begin --jobs 20 --after "${AFTER:-}" -- "${training[@]}"
+
+# PBS keeps what it runs in a file of its own, which goes with the job.
+script=runs/.$PBS_JOBNAME.pbs
+if [[ -z ${AFTER:-} ]]; then
+    mkdir -p runs
+    cp "$0" "$script"
+fi
+
+# PBS ends a job without a word before. So this script watches the clock and says
+# it to itself, 120 s before. mpirun passes USR2 on to the ranks: they save where
+# they are, and stop. If they hang, mpirun is killed, and they with it. (MPICH's
+# mpirun dies of USR2. With it, DELETE that line: the ranks ask PBS for their
+# time, too.)
+limit=3600  # walltime, above: EDIT both
+mpirun= out_of_time=
+stop() {
+    out_of_time=--out-of-time
+    if [[ -n $mpirun ]]; then kill -USR2 "$mpirun" || true; fi
+}
+trap stop USR1
+{ sleep $((limit - 120 - SECONDS)) && kill -USR1 $$; } &>/dev/null &
+clock=$!
+
+hosts=$(mktemp)
+trap 'kill "$clock" 2>/dev/null; rm -f "$hosts" "${agent:-}"' EXIT
+
+next=later status=1
+while [[ -z $out_of_time ]]; do
+    # A node that does not answer, or whose GPU is broken, is left out.
+    # shellcheck disable=SC2086
+    if python -m mpitrain hostfile --gpus ignore --probe \
+        --output "$hosts" -- mpirun "${options[@]}" && [[ -z $out_of_time ]]; then
+        # This script runs once, on the first node. So does mpirun. No port: the
+        # ranks find each other over MPI. (MPICH: `hostfile --format mpich`, -f in
+        # place of --hostfile, and no options.)
+        mpirun "${options[@]}" --hostfile "$hosts" \
+            python -m mpitrain "${training[@]}" &
+        mpirun=$!
+        wait "$mpirun" && status=0 || status=$?
+        if [[ -n $out_of_time && $status == 138 ]]; then  # USR1 broke this `wait`
+            timeout 60 tail --pid="$mpirun" -f /dev/null || kill -KILL "$mpirun"
+            wait "$mpirun" && status=0 || status=$?
+        fi
+        mpirun=
+    fi
+    # Finished? Stopped, and can go on? Failed, for the second time without progress?
+    # `next` is here (start it again, in this job), later (in another) or end.
+    # shellcheck disable=SC2086
+    next=$(python -m mpitrain chain next --jobs 20 --status "$status" \
+        $out_of_time -- "${training[@]}")
+    if [[ $next != here ]]; then break; fi
+done
+
+if [[ $next == later ]]; then
+    # What stands on qsub's command line but ARGS and -N is not known here: write
+    # into this script what the next job shall ask for, too.
+    export ARGS=${ARGS:-} AFTER=$PBS_JOBID
+    qsub -N "$PBS_JOBNAME" -W "depend=afterany:$PBS_JOBID" -v ARGS,AFTER "$script"
+fi
+exit "$status"

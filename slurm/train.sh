@@ -1,0 +1,115 @@
+#!/bin/bash -l
+# Train on 2 nodes, 4 processes on each, in as many jobs as it takes, under SLURM:
+#
+#     sbatch THIS_SCRIPT                   from the folder that holds .venv
+#     sbatch THIS_SCRIPT --epochs 20       what follows goes to mpitrain
+#     sbatch --job-name OTHER THIS_SCRIPT  another training: its run is named so
+#
+# `-l` above makes this a login shell, so that `module` is known. This text is
+# made by `python -m mpitrain jobscript slurm --jobs 20`: see its --help.
+
+# The project that pays. EDIT: take one # away and put your own. On a cluster
+# without accounts leave the line as it is: with two # it is only a comment.
+##SBATCH --account=my_project
+
+# The name in the queue.
+#SBATCH --job-name=training
+# What is printed goes here: %x is the name, %j the number of the job.
+#SBATCH --output=%x-%j.log
+# The job is ended after this time (hours:minutes:seconds).
+#SBATCH --time=01:00:00
+# What lets it come back to the queue (below), go on with the same log, and hear
+# of its end in time.
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --signal=B:USR1@120
+# A node that fails does not end the job: it goes on with the others.
+#SBATCH --no-kill
+# So many nodes ...
+#SBATCH --nodes=2
+# ... with so many processes (ranks) on each: one for each GPU.
+#SBATCH --ntasks-per-node=4
+# Cores for each process: it computes with as many threads.
+#SBATCH --cpus-per-task=4
+# Memory of each node.
+#SBATCH --mem=16G
+# GPUs of each node. On a CPU partition DELETE this line.
+#SBATCH --gres=gpu:4
+
+set -eo pipefail
+
+# Where Python comes from: the site's modules, if you need them ...
+# module load python/3.11
+# module load openmpi
+set -u  # only now: some sites' modules use variables that are not set
+# ... then the virtual environment.
+cd "$SLURM_SUBMIT_DIR"
+venv=$PWD/.venv
+if [[ ! -x $venv/bin/python ]]; then
+    echo "no virtual environment in $venv: make it, or submit from its folder" >&2
+    exit 1
+fi
+export PATH="$venv/bin:$PATH"
+
+# Now `mpirun` is the one in .venv if there is one, else the module's. The one
+# in .venv has to be told where it lives on the other nodes: in the same place.
+options=(--bind-to none)  # threads may use all cores; mpitrain shares them out
+if [[ -x $venv/bin/mpirun ]]; then
+    options+=(--prefix "$venv")
+fi
+
+# A job may end before the training does: this one is then put into the queue
+# again, 20 times at most, and goes on from the training's last checkpoint.
+# The run in runs/ has the job's name.
+training=(--name "$SLURM_JOB_NAME" "$@")
+
+# One job for one training: this ends here if another one has it, waiting or
+# running, and also after 20 jobs.
+python -m mpitrain chain begin --jobs 20 -- "${training[@]}"
+
+# 120 s before its end SLURM sends USR1 to this script (--signal, above). mpirun
+# passes USR2 on to the ranks: they save where they are, and stop. If they hang,
+# mpirun is killed, and they with it. (MPICH's mpirun dies of USR2. With it,
+# DELETE that line: the ranks ask SLURM for their time, too.)
+mpirun= out_of_time=
+stop() {
+    out_of_time=--out-of-time
+    if [[ -n $mpirun ]]; then kill -USR2 "$mpirun" || true; fi
+}
+trap stop USR1
+
+hosts=$(mktemp)
+trap 'rm -f "$hosts"' EXIT
+
+next=later status=1
+while [[ -z $out_of_time ]]; do
+    # A node that does not answer, or whose GPU is broken, is left out.
+    # shellcheck disable=SC2086
+    if python -m mpitrain hostfile --gpus ignore --probe \
+        --output "$hosts" -- mpirun "${options[@]}" && [[ -z $out_of_time ]]; then
+        # This script runs once, on the first node. So does mpirun: it has srun
+        # start the others, with this environment. No host and no port: the ranks
+        # find each other over MPI. (MPICH: `hostfile --format mpich`, and -f in
+        # place of --hostfile.)
+        mpirun "${options[@]}" --hostfile "$hosts" \
+            python -m mpitrain "${training[@]}" &
+        mpirun=$!
+        wait "$mpirun" && status=0 || status=$?
+        if [[ -n $out_of_time && $status == 138 ]]; then  # USR1 broke this `wait`
+            timeout 60 tail --pid="$mpirun" -f /dev/null || kill -KILL "$mpirun"
+            wait "$mpirun" && status=0 || status=$?
+        fi
+        mpirun=
+    fi
+    # Finished? Stopped, and can go on? Failed, for the second time without progress?
+    # `next` is here (start it again, in this job), later (in another) or end.
+    # shellcheck disable=SC2086
+    next=$(python -m mpitrain chain next --jobs 20 --status "$status" \
+        $out_of_time -- "${training[@]}")
+    if [[ $next != here ]]; then break; fi
+done
+
+if [[ $next == later ]]; then
+    scontrol requeue "$SLURM_JOB_ID"  # the same job, under the same number
+fi
+exit "$status"

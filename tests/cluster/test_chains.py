@@ -1,0 +1,207 @@
+"""Trainings that take several jobs: submitted once, finished in the end."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from .hosts import LOGIN, PREFIX, VirtualHosts, ip
+from .slurm import Slurm
+
+TRAINING = (
+    *("--data", "slow_training:data", "--model", "slow_training:model"),
+    *("--epochs", "4", "--global-batch-size", "8", "--precision", "fp64"),
+    *("--device", "cpu", "--num-workers", "0", "--lr", "0.1"),
+)
+"""12 steps an epoch, 48 in all."""
+
+PAUSE = "0.5"
+"""Seconds for a sample; a rank has four in a step: 96 s in all."""
+
+NODES = ("--nodes", "2", "--slots-per-node", "1", "--gpus-per-node", "0")
+FEW = ("--cpus-per-slot", "1", "--mem", "1G", "--jobs", "9")
+PYTHON = ".venv/bin/python"
+CHAIN_SECONDS = 480
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chain:
+    """A training that was submitted once."""
+
+    name: str
+    folder: Path
+    hosts: VirtualHosts
+
+    def rows(self) -> list[dict[str, Any]]:
+        lines = (self.folder / "runs" / self.name / "metrics.jsonl").read_text()
+        return [json.loads(line) for line in lines.splitlines()]
+
+    def result(self) -> dict[str, Any]:
+        file = self.folder / "runs" / self.name / "result.json"
+        found: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
+        return found
+
+    def said(self) -> str:
+        """What its jobs printed, in their order."""
+        logs = [*self.folder.glob("*.log"), *self.folder.glob("*.[oe][0-9]*")]
+        logs = [log for log in logs if self.name in log.name]
+        logs.sort(key=lambda log: log.stat().st_mtime)
+        return "".join(log.read_text(errors="replace") for log in logs)
+
+    def script(self, scheduler: str, *words: str, more: tuple[str, ...] = ()) -> str:
+        """Write the job script, as a user does; return its name."""
+        name = f"{scheduler}-{self.name}.sh"
+        words = ("jobscript", scheduler, "--name", self.name, *words, *FEW)
+        made = self.hosts.run(
+            LOGIN,
+            [
+                PYTHON,
+                "-m",
+                "mpitrain",
+                *words,
+                "--output",
+                name,
+                "--",
+                *TRAINING,
+                *more,
+            ],
+            cwd=self.folder,
+        )
+        assert made.returncode == 0, made.stdout
+        return name
+
+    def submit(self, *command: str, **environ: str) -> None:
+        sent = self.hosts.run(LOGIN, [*command], cwd=self.folder, environ=environ)
+        assert sent.returncode == 0, sent.stdout
+
+    def jobs(self) -> list[str]:
+        """The jobs of its name that wait or run; the waiting ones may start now."""
+        words = ["squeue", "-h", "-n", self.name, "-o", "%i %T"]
+        listed = self.hosts.run(LOGIN, words).stdout.splitlines()
+        for line in listed:
+            number, state = line.split()
+            if state == "PENDING":  # a requeued job waits two minutes by itself
+                update = ["scontrol", "update", f"JobId={number}", "StartTime=now"]
+                self.hosts.run(LOGIN, update)
+        return listed
+
+    def wait(self) -> None:
+        """Wait for the last job's end."""
+        end = time.monotonic() + CHAIN_SECONDS
+        while self.jobs():
+            assert time.monotonic() < end, self.said() + self.hosts.logs()
+            time.sleep(1)
+
+
+@pytest.fixture
+def home(folder: Path) -> Path:
+    (folder / "pause").write_text(PAUSE)
+    shutil.copy(Path(__file__).with_name("slow_training.py"), folder)
+    return folder
+
+
+def wait_until(condition: Callable[[], bool], chain: Chain) -> None:
+    end = time.monotonic() + 120
+    while not condition():
+        assert time.monotonic() < end, chain.said() + chain.hosts.logs()
+        time.sleep(0.5)
+
+
+def train_without_a_break(hosts: VirtualHosts, folder: Path) -> list[dict[str, Any]]:
+    (folder / "pause").write_text("0")
+    command = [".venv/bin/mpirun", "-np", "2", "--oversubscribe", PYTHON]
+    words = ["-m", "mpitrain", "--name", "whole", *TRAINING]
+    done = hosts.run("node1", [*command, *words], cwd=folder, timeout_seconds=120)
+    (folder / "pause").write_text(PAUSE)
+    assert done.returncode == 0, done.stdout
+    return Chain(name="whole", folder=folder, hosts=hosts).rows()
+
+
+def assert_same_numbers(
+    found: list[dict[str, Any]], expected: list[dict[str, Any]]
+) -> None:
+    found = [row for row in found if row["event"] != "resume"]
+    assert len(found) == len(expected)
+    for row, other in zip(found, expected, strict=True):
+        for key, value in other.items():
+            if key in ("loss", "train_loss", "val_loss"):
+                assert abs(row[key] - value) <= 1e-9, (row, other)
+            elif key in ("event", "step", "epoch", "val_accuracy"):
+                assert row[key] == value, (row, other)
+
+
+def test_a_training_goes_through_several_jobs_of_slurm_and_of_pbs(
+    hosts: VirtualHosts, slurm: Slurm, home: Path
+) -> None:
+    """Both at once: they wait most of the time."""
+    expected = train_without_a_break(hosts, home)
+    by_slurm = Chain(name="by-slurm", folder=home, hosts=hosts)
+    by_qsub = Chain(name="by-qsub", folder=home, hosts=hosts)
+    # SLURM's limits are in minutes, and its signal may come half a minute early.
+    for chain in (by_slurm, by_qsub):  # an earlier job's, that nobody knows any more
+        (home / "runs" / f".{chain.name}.chain").write_text('{"job_id": "9999"}')
+    script = by_slurm.script("slurm", *NODES, "--time", "2:00")
+    by_slurm.submit("sbatch", script)
+    by_qsub.submit("qsub", by_qsub.script("pbs", *NODES, "--time", "70"), FACE="pbs")
+    for chain in (by_slurm, by_qsub):
+        chain.wait()
+        assert chain.result()["status"] == "finished", chain.said()
+        assert chain.said().count("going on from") >= 2, chain.said()
+        assert_same_numbers(chain.rows(), expected)
+
+
+def test_a_second_submission_of_a_training_is_refused(
+    hosts: VirtualHosts, slurm: Slurm, home: Path
+) -> None:
+    chain = Chain(name="once", folder=home, hosts=hosts)
+    script = chain.script("slurm", *NODES, "--time", "5:00")
+    chain.submit("sbatch", "--begin=now+1hour", script)
+    (first,) = chain.jobs()
+    chain.submit("sbatch", script)  # it begins at once, and has the training
+    wait_until(lambda: (home / "runs" / "once").is_dir(), chain)
+    hosts.run(
+        LOGIN, ["scontrol", "update", f"JobId={first.split()[0]}", "StartTime=now"]
+    )
+    wait_until(lambda: "has the training once already" in chain.said(), chain)
+    (home / "runs" / "once" / "stop").touch()
+    chain.wait()
+    assert chain.said().count("node 0: node1") == 1
+    assert "remove it and submit, to go on" in chain.said()
+    assert chain.result()["status"] == "stopped", chain.said()
+
+
+def test_a_node_that_is_cut_off_is_left_out_and_a_spare_one_used(
+    hosts: VirtualHosts, slurm: Slurm, home: Path
+) -> None:
+    expected = train_without_a_break(hosts, home)
+    chain = Chain(name="hit", folder=home, hosts=hosts)
+    words = ("--hang-timeout", "8", "--checkpoint-every-steps", "3")
+    script = chain.script(
+        "slurm", *NODES, "--spare-nodes", "1", "--time", "8:00", more=words
+    )
+    text = (home / script).read_text()
+    assert " --probe " in text
+    (home / script).write_text(
+        text.replace(" --probe ", " --probe --probe-seconds 20 ")
+    )
+    chain.submit("sbatch", script)
+    try:
+        checkpoints = home / "runs" / "hit" / "checkpoints"
+        wait_until(lambda: any(checkpoints.glob("step-*")), chain)
+        ip("-n", PREFIX + LOGIN, "link", "set", "node2", "down")
+        wait_until(lambda: "going on from" in chain.said(), chain)
+        assert "left out: node2: no answer within 20 s" in chain.said()
+        wait_until(lambda: chain.result().get("status") == "finished", chain)
+    finally:
+        ip("-n", PREFIX + LOGIN, "link", "set", "node2", "up")
+    chain.wait()  # SLURM does not let the job end before its nodes have said so
+    assert chain.result()["status"] == "finished", chain.said()
+    assert "node 1: node3" in chain.said()
+    assert_same_numbers(chain.rows(), expected)
