@@ -129,15 +129,18 @@ class Loader:
 
     Args:
         checkpoint: Whole.
+        progress: Told now and then while it reads.
 
     Attributes:
         facts: What was written down beside the tensors.
     """
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, progress: Callable[[], object] = lambda: None
+    ) -> None:
         self.checkpoint = checkpoint
         self.facts: dict[str, Any] = checkpoint.facts()
-        self._reader = Reader(checkpoint.path)
+        self._reader = Reader(checkpoint.path, progress)
         self._metadata = self._reader.read_metadata()
         self._reader.set_up_storage_reader(self._metadata, is_coordinator=False)
 

@@ -157,7 +157,7 @@ class Saver:
             return self._fail()
         if not self._is_written:
             self._is_written = True
-            results = self._ranks.tell_all(self._results)
+            results = self._ranks.tell_zero(self._results)
             self._start(lambda: self._complete(results))
             return None
         self._writer = None
@@ -202,7 +202,7 @@ class Saver:
         if all(self._ranks.tell_all(is_known)):
             return
         self._outline = outline
-        plans = self._ranks.tell_all(planner.create_local_plan())
+        plans = self._ranks.tell_zero(planner.create_local_plan())
 
         def share_out() -> tuple[list[SavePlan], Metadata]:
             shared, metadata = planner.create_global_plan(plans)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -184,7 +184,7 @@ class Writer(StorageWriter):
         Raises:
             OSError: It could not be written.
         """
-        self.beside.mkdir(parents=True, exist_ok=True)
+        self._make_folder()
         if not self._items:
             return []
         data = self._copy.numpy().data
@@ -208,14 +208,27 @@ class Writer(StorageWriter):
 
         On rank zero, when all ranks have written.
         """
-        self.beside.mkdir(parents=True, exist_ok=True)
+        self._make_folder()
         stored = {result.index: result.storage_data for of in results for result in of}
         sums = {where.file: where.digest for where in stored.values()}
         sums[TENSORS] = write_json(self.beside, TENSORS, as_json(metadata, stored))
         sums[FACTS] = write_json(self.beside, FACTS, self._facts)
         write_sums(self.beside, sums)
-        self.beside.rename(self.path)
+        try:
+            self.beside.rename(self.path)
+        except OSError:
+            # A file server that is asked again, its answer being lost, has done it.
+            if self.beside.exists() or not self.path.exists():
+                raise
         sync_folder(self.path.parent)
+
+    def _make_folder(self) -> None:
+        """Make the folder that is written to, in a run folder that is there.
+
+        Where that is gone its disk is: nothing must be written where it was mounted.
+        """
+        self.path.parent.mkdir(exist_ok=True)
+        self.beside.mkdir(exist_ok=True)
 
     def storage_meta(self) -> StorageMeta | None:
         """Return nothing."""
@@ -241,11 +254,15 @@ class Reader(StorageReader):
 
     Args:
         path: Its folder; see `layout.check` for whether it is whole.
+        progress: Told now and then while it reads.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(
+        self, path: Path, progress: Callable[[], object] = lambda: None
+    ) -> None:
         super().__init__()
         self.path = path
+        self._progress = progress
         self._stored: Mapping[MetadataIndex, Stored] = {}
         self._shapes: dict[MetadataIndex, tuple[torch.dtype, torch.Size]] = {}
 
@@ -317,8 +334,9 @@ class Reader(StorageReader):
             with (self.path / where.file).open("rb", buffering=0) as file:
                 file.seek(where.at)
                 got = 0
-                while got < num_bytes and (num := file.readinto(view[got:])):
+                while num := file.readinto(view[got : got + CHUNK_BYTES]):
                     got += num
+                    self._progress()
         except OSError as error:
             raise BrokenCheckpoint(
                 self.path, f"{where.file}: {error.strerror}"

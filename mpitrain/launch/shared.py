@@ -73,6 +73,13 @@ class Ranks:
         """
         return self._comm.allgather(mine)
 
+    def tell_zero(self, mine: T) -> list[T]:
+        """Give rank zero what each has, by rank; nothing to the others.
+
+        Collective over all ranks.
+        """
+        return self._comm.gather(mine) or []
+
     def hold(
         self, make: Callable[[], Mapping[str, Array]], doing: str
     ) -> dict[str, Array]:
@@ -298,6 +305,10 @@ class Alone:
         return action()
 
     def tell_all(self, mine: T) -> list[T]:
+        """Give it back."""
+        return [mine]
+
+    def tell_zero(self, mine: T) -> list[T]:
         """Give it back."""
         return [mine]
 

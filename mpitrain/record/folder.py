@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import math
 import os
+import queue
+import threading
 from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Any, TextIO
 
 from mpitrain.world import place
+
+FLUSH_SECONDS = 3.0
+"""How long the end waits for a disk to take the last lines of a log."""
 
 
 def open_log(run_dir: Path, rank: int, world_size: int, hostname: str) -> TextIO:
@@ -39,17 +45,20 @@ def open_log(run_dir: Path, rank: int, world_size: int, hostname: str) -> TextIO
     return log
 
 
-def start_logging(log: TextIO, *, is_rank_zero: bool) -> None:
+def start_logging(log: TextIO, *, is_rank_zero: bool) -> LogFile:
     """Let our loggers write into this rank's log; rank zero's warnings to the screen.
 
     Args:
         log: This rank's open log.
         is_rank_zero: Whether this rank has the screen.
+
+    Returns:
+        What writes into the log.
     """
     logger = logging.getLogger("mpitrain")
     logger.setLevel(logging.INFO)
     logger.propagate = False
-    to_file = _Patient(log)
+    to_file = LogFile(log)
     to_file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     logger.addHandler(to_file)
     if is_rank_zero:
@@ -57,13 +66,54 @@ def start_logging(log: TextIO, *, is_rank_zero: bool) -> None:
         to_screen.setLevel(logging.WARNING)
         to_screen.setFormatter(logging.Formatter("warning: %(message)s"))
         logger.addHandler(to_screen)
+    return to_file
 
 
-class _Patient(logging.StreamHandler[TextIO]):
-    """Says nothing where a full disk takes no line: the training goes on."""
+class LogFile(logging.Handler):
+    """Writes lines into a rank's log, in a thread.
 
-    def handleError(self, record: logging.LogRecord) -> None:
-        pass
+    A disk that answers late holds nobody up, and one that is full ends no training.
+
+    Args:
+        log: The open file.
+    """
+
+    def __init__(self, log: TextIO) -> None:
+        super().__init__()
+        self._log = log
+        self._pid = os.getpid()
+        self._waiting: queue.SimpleQueue[str | threading.Event] = queue.SimpleQueue()
+        threading.Thread(target=self._run, name="log", daemon=True).start()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write a record."""
+        self.write(self.format(record))
+
+    def write(self, text: str) -> None:
+        """Write a text, and end its line."""
+        if os.getpid() == self._pid:
+            self._waiting.put(text)
+        else:  # a process that was forked off has no thread
+            self._put(text)
+
+    def flush(self) -> None:
+        """Wait until all is written, or until a disk has had its time."""
+        if os.getpid() == self._pid:
+            is_done = threading.Event()
+            self._waiting.put(is_done)
+            is_done.wait(FLUSH_SECONDS)
+
+    def _run(self) -> None:
+        while True:
+            it = self._waiting.get()
+            if isinstance(it, str):
+                self._put(it)
+            else:
+                it.set()
+
+    def _put(self, text: str) -> None:
+        with contextlib.suppress(OSError, ValueError):  # full; closed
+            self._log.write(text + "\n")
 
 
 def write_whole(path: Path, text: str) -> None:

@@ -92,6 +92,7 @@ def open_run(
         run_id = secrets.token_hex(8)
         now = datetime.now().astimezone().isoformat(timespec="seconds")
         write_json(path / RUN, {"id": run_id, "begun": now})
+        _let_reach_disk(path / RUN)  # without it nobody may go on with the run
         write_json(path / "result.json", {"status": "running"})
     except OSError as error:
         raise _cannot_make(path, error) from None
@@ -134,6 +135,19 @@ def _taken(path: Path) -> RunFolder:
             f"{RUN}. Choose another --name, or move that folder away."
         ) from None
     return RunFolder(path=path, run_id=run_id, is_new=False, has_lock=has_lock)
+
+
+def _let_reach_disk(path: Path) -> None:
+    """Let a file and its name outlive a node that fails."""
+    for it, flags in ((path, os.O_RDONLY), (path.parent, os.O_DIRECTORY)):
+        descriptor = os.open(it, flags)
+        try:
+            os.fsync(descriptor)
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.EBADF):  # it knows no fsync
+                raise
+        finally:
+            os.close(descriptor)
 
 
 def _lock(path: Path) -> bool:

@@ -13,6 +13,10 @@ GONE = re.compile(r"invalid job id|unknown job id|has finished", re.IGNORECASE)
 """What `squeue` and `qstat` say of a job that is over, forgotten or not."""
 
 
+GONE_STATUSES = (153, 35)
+"""Those of `qstat` for a job that it does not know, and for one that has finished."""
+
+
 def ask(command: Sequence[str]) -> subprocess.CompletedProcess[str] | None:
     """Run a command of the scheduler; ``None`` where it cannot be run, or is silent.
 
@@ -70,7 +74,8 @@ def of_answer(status: int, text: str) -> bool | None:
     >>> of_answer(1, "slurm_load_jobs error: Unable to contact slurm controller")
     """
     if status:
-        return False if GONE.search(text) else None
+        is_gone = status in GONE_STATUSES or GONE.search(text)
+        return False if is_gone else None
     state = re.search(r"^\s*job_state = (\w)", text, re.MULTILINE)
     if state is not None:
         return state[1] not in "CFX"  # completed (Torque), finished, expired

@@ -1,6 +1,6 @@
 """When the job will be ended by its scheduler, as the scheduler says itself.
 
-SLURM   squeue -h -j ID -o %e          2026-11-22T05:10:00, local time, or NONE
+SLURM   squeue -h -j ID -o %L          9:58, 1-02:00:00 or UNLIMITED, by SLURM's clock
 PBS     qstat -f ID                    Resource_List.walltime = 00:10:00
 stime = Sun Nov 22 05:00:00 2026
 """
@@ -28,28 +28,26 @@ def seconds_left(environ: Mapping[str, str]) -> float | None:
     scheduler = detect(environ)
     job_id = scheduler.job_id or ""
     if scheduler.name == "slurm":
-        said = _asked("squeue", "-h", "-j", job_id, "-o", "%e")
-        return of_squeue(said, time.time())
+        return of_squeue(_asked("squeue", "-h", "-j", job_id, "-o", "%L"))
     if scheduler.name == "pbs":
         return of_qstat(_asked("qstat", "-f", job_id), time.time())
     return None
 
 
-def of_squeue(answer: str, now: float) -> float | None:
-    r"""Read what ``squeue -o %e`` says.
+def of_squeue(answer: str) -> float | None:
+    r"""Read what ``squeue -o %L`` says.
 
     Args:
         answer: In its words.
-        now: The time, in seconds since 1970.
 
-    >>> now = datetime(2026, 11, 22, 5, 0).timestamp()
-    >>> of_squeue("2026-11-22T05:10:00\n", now), of_squeue("NONE", now)
-    (600.0, None)
+    >>> of_squeue("1-02:00:03\n"), of_squeue("9:58"), of_squeue("UNLIMITED")
+    (93603.0, 598.0, None)
     """
-    try:
-        return datetime.fromisoformat(answer.strip()).timestamp() - now
-    except ValueError:
+    found = re.fullmatch(r"(?:(?:(\d+)-)?(\d+):)?(\d+):(\d+)", answer.strip())
+    if found is None:
         return None
+    days, hours, minutes, seconds = (int(text or 0) for text in found.groups())
+    return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
 
 
 def of_qstat(answer: str, now: float) -> float | None:

@@ -106,7 +106,7 @@ def checkpoint_to_load(
         loader = _checked(named, world, ranks, look)
         _refuse_other_steps(loader, begun.config)
         return loader
-    return None if own is None else Loader(own)
+    return None if own is None else Loader(own, look)
 
 
 def _named(path: Path, run_dir: Path) -> Checkpoint | None:
@@ -155,7 +155,7 @@ def _checked(
     why = why_broken(checkpoint, world, ranks, look)
     if why:
         raise agreed(BrokenCheckpoint(checkpoint.path, why))
-    return Loader(checkpoint)
+    return Loader(checkpoint, look)
 
 
 def keeper_of(

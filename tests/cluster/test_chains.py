@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import time
 from collections.abc import Callable
@@ -142,6 +143,7 @@ def test_a_training_goes_through_several_jobs_of_slurm_and_of_pbs(
 ) -> None:
     """Both at once: they wait most of the time."""
     expected = train_without_a_break(hosts, home)
+    (home / "pause").write_text("0.9")
     by_slurm = Chain(name="by-slurm", folder=home, hosts=hosts)
     by_qsub = Chain(name="by-qsub", folder=home, hosts=hosts)
     # SLURM's limits are in minutes, and its signal may come half a minute early.
@@ -154,6 +156,10 @@ def test_a_training_goes_through_several_jobs_of_slurm_and_of_pbs(
         chain.wait()
         assert chain.result()["status"] == "finished", chain.said()
         assert chain.said().count("going on from") >= 2, chain.said()
+        log = (home / "runs" / chain.name / "logs" / "rank-0.log").read_text()
+        left = [float(it) for it in re.findall(r"the scheduler leaves (\S+) s", log)]
+        assert len(left) >= 3, log
+        assert all(20 < seconds <= 120 for seconds in left), left
         assert_same_numbers(chain.rows(), expected)
 
 

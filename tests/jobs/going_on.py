@@ -86,9 +86,14 @@ class Runs:
         rows = [json.loads(line) for line in lines if line.endswith("\n")]
         return [row["step"] for row in rows if row["event"] == "resume"]
 
+    def checkpoints(self, name: str) -> list[Path]:
+        """Its checkpoints, the newest first."""
+        folder = self.dir(name) / "checkpoints"
+        return sorted(folder.glob("step-*"), reverse=True)
+
     def newest(self, name: str) -> int:
         """The step of its newest checkpoint; 0 if there is none."""
-        found = (self.dir(name) / "checkpoints").glob("step-*")
+        found = self.checkpoints(name)
         return max((int(path.name.split("-")[1]) for path in found), default=0)
 
     def weights(self, name: str) -> dict[str, torch.Tensor]:

@@ -34,6 +34,15 @@ def test_writing_checkpoints_changes_no_bit(runs: Runs) -> None:
     runs.assert_same_bits("often", "plain")
 
 
+def test_a_clock_that_is_set_changes_nothing(runs: Runs) -> None:
+    flags = ("--checkpoint-every-minutes", "30", "--time-limit", "1:00:00")
+    often = ("--checkpoint-every-epochs", "None", *flags)
+    done = runs.run("clock", 2, *often, CLOCK_STEPS="3 8 13", STEP_SECONDS="0.2")
+    assert done.status == 0, done.out + done.err
+    runs.assert_same_bits("clock", "plain")
+    assert len(runs.checkpoints("clock")) == 1  # the last one
+
+
 @pytest.mark.parametrize("fault", ["kill", "segv", "raise", "exit"])
 def test_after_a_fault_the_same_command_finishes(fault: str, runs: Runs) -> None:
     name = f"fault-{fault}"

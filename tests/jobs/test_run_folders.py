@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
 import shutil
 import signal
-import subprocess
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from going_on import NUM_STEPS, Runs
+from going_on import Runs
 from launcher import Mpi
 
 CAN_GO_ON = 75
@@ -38,11 +35,6 @@ def unfinished(runs: Runs, name: str) -> Path:
     for path in (folder / "checkpoints").glob("step-00000024*"):
         shutil.rmtree(path)
     return folder
-
-
-def checkpoints(folder: Path) -> list[Path]:
-    """The newest first."""
-    return sorted((folder / "checkpoints").glob("step-*"), reverse=True)
 
 
 def test_a_finished_run_says_so(runs: Runs) -> None:
@@ -87,7 +79,7 @@ def test_never_and_anew(runs: Runs) -> None:
 
 
 def test_another_run_may_begin_where_this_one_is(runs: Runs) -> None:
-    chosen = checkpoints(runs.dir("plain"))[2]
+    chosen = runs.checkpoints("plain")[2]
     flags = ("--resume", str(chosen), "--epochs", "5")
     done = runs.run("longer", 2, *flags)
     assert done.status == 0, done.out + done.err
@@ -100,7 +92,7 @@ def test_another_run_may_begin_where_this_one_is(runs: Runs) -> None:
 
 
 def test_another_run_may_learn_otherwise_from_there(runs: Runs) -> None:
-    chosen = checkpoints(runs.dir("plain"))[2]
+    chosen = runs.checkpoints("plain")[2]
     flags = ("--optimizer", "adamw", "--ema-decay", "0.9", "--precision", "bf16")
     done = runs.run("otherwise", 2, "--resume", str(chosen), *flags)
     assert done.status == 0, done.out + done.err
@@ -109,8 +101,8 @@ def test_another_run_may_learn_otherwise_from_there(runs: Runs) -> None:
 
 def test_one_may_go_back(runs: Runs) -> None:
     folder = unfinished(runs, "back")
-    chosen = checkpoints(folder)[-1]
-    newer = [path.name for path in checkpoints(folder) if path != chosen]
+    chosen = runs.checkpoints(folder.name)[-1]
+    newer = [path.name for path in runs.checkpoints(folder.name) if path != chosen]
     done = runs.run("back", 2, "--resume", str(chosen))
     assert done.status == 0, done.out + done.err
     runs.assert_same_bits("back", "plain")
@@ -134,7 +126,7 @@ def test_a_broken_checkpoint_is_named_and_the_one_before_used(
     """Each of the newest has another of its files damaged in another way."""
     name = f"broken-{num_ranks}"
     folder = unfinished(runs, name)
-    newest = checkpoints(folder)
+    newest = runs.checkpoints(folder.name)
     broken = {
         "rank-0.bin": newest[0] / "rank-0.bin",
         "rank-1.bin": newest[1] / "rank-1.bin",
@@ -163,7 +155,7 @@ def test_a_checkpoint_of_another_run_is_not_taken(runs: Runs) -> None:
     told = json.loads((folder / "run.json").read_text())
     (folder / "run.json").write_text(json.dumps({**told, "id": "another"}))
     before = sorted(folder.rglob("*"))
-    num = len(checkpoints(folder))
+    num = len(runs.checkpoints(folder.name))
     assert num >= 3
     done = runs.run("stranger", 2)
     assert done.status == 1, done.out + done.err
@@ -190,70 +182,3 @@ def test_a_second_job_of_that_name_is_refused(runs: Runs) -> None:
     done = runs.run("twice", 2)
     assert done.status == 0, done.out + done.err
     runs.assert_same_bits("twice", "plain")
-
-
-@contextlib.contextmanager
-def small_disk(folder: Path, size: str) -> Iterator[Path]:
-    """A file system of that size; it goes with the test."""
-    folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
-    if subprocess.run(mount, check=False).returncode:
-        if os.environ.get("CI") == "true":
-            pytest.fail("mount is for root")
-        pytest.skip("mount is for root")
-    try:
-        yield folder
-    finally:
-        subprocess.run(["umount", "-l", str(folder)], check=True)
-
-
-def fill(folder: Path) -> Path:
-    """Leave no room there; return the file that takes it."""
-    ballast = folder / "ballast"
-    with ballast.open("wb", buffering=0) as file, contextlib.suppress(OSError):
-        while True:
-            file.write(bytes(1024))
-    return ballast
-
-
-def test_a_full_disk_ends_no_training(openmpi: Mpi, tmp_path: Path) -> None:
-    """A file system that fills, is read-only for a while, and has room again."""
-    with small_disk(tmp_path / "runs", "512k") as disk:
-        runs = Runs(mpi=openmpi, folder=tmp_path)
-        job = runs.start("full", 2, *ALL, STEP_SECONDS="0.3")
-        job.wait_for_checkpoint()
-        ballast = fill(disk)
-        job.wait_until(lambda: "training goes on, the next try" in job.said())
-        assert "No space left on device" in job.said()
-        ballast.unlink()
-        assert job.end(120) == 0, job.said()
-        assert job.said().count("the next try is in 30 s") == 1
-        assert runs.rows("full")[-1]["step"] == NUM_STEPS
-        assert [row["step"] for row in runs.rows("full") if row["event"] == "step"] == [
-            *range(1, NUM_STEPS + 1)
-        ]
-        assert not list((disk / "full/checkpoints").glob(".step-*"))
-        assert checkpoints(disk / "full")[0].name == "step-00000024-epoch-4"
-
-
-def test_a_disk_that_stays_full_is_an_error_at_the_end(
-    openmpi: Mpi, tmp_path: Path
-) -> None:
-    with small_disk(tmp_path / "runs", "200k") as disk:
-        runs = Runs(mpi=openmpi, folder=tmp_path)
-        job = runs.start("full", 2, *ALL, STEP_SECONDS="0.2")
-        job.wait_for_checkpoint()
-        ballast = fill(disk)
-        assert job.end(120) == 1, job.said()
-        assert job.said().count("the last checkpoint could not be written") == 1
-        assert "Traceback" not in job.said()
-        newest = checkpoints(disk / "full")[0]
-        ballast.unlink()
-        subprocess.run(
-            ["mount", "-o", "remount,size=4m", str(disk)],
-            check=True,
-            capture_output=True,
-        )
-        done = runs.run("full", 2)
-        assert done.status == 0, done.out + done.err
-        assert f"going on from runs/full/checkpoints/{newest.name}" in done.out

@@ -43,6 +43,12 @@ def strike() -> None:
             raise AssertionError(other)
 
 
+def set_clock(hours: float) -> None:
+    """Let the clock be other, as if somebody had set it."""
+    before = time.time
+    time.time = lambda: before() + 3600 * hours
+
+
 class Net(nn.Module):
     """A network that fails when FAULT_STEP comes: 0 is before the first step."""
 
@@ -180,6 +186,8 @@ class Learner(nn.Module):
                 self.note([round(float(image[0, 0, 0])) for image in images])
             if str(self.calls) == os.environ.get("FAULT_STEP"):
                 strike()
+            if str(self.calls) in os.environ.get("CLOCK_STEPS", "").split():
+                set_clock(hours=5 if self.calls % 2 else -9)
             time.sleep(float(os.environ.get("STEP_SECONDS", "0")))
         features = self.body(self.drop(self.norm(images / 100)).flatten(1))
         return self.head(torch.tanh(features))

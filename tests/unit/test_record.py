@@ -30,9 +30,10 @@ def test_warnings_reach_the_screen_from_rank_zero_alone(
         for rank in (0, 1):
             logger.handlers.clear()
             with folder.open_log(tmp_path, rank, 2, "host") as log:
-                folder.start_logging(log, is_rank_zero=rank == 0)
+                log_file = folder.start_logging(log, is_rank_zero=rank == 0)
                 logger.info("told the file")
                 logger.warning("from rank %d", rank)
+                log_file.flush()
             written = (tmp_path / f"logs/rank-{rank}.log").read_text()
             assert "INFO told the file" in written
             assert f"WARNING from rank {rank}" in written

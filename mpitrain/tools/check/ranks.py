@@ -31,7 +31,7 @@ MEMORY_SHARE = 0.25
 """Of a node's memory, for the messages of all its ranks."""
 
 
-ASK_END = {"slurm": "squeue -h -j {} -o %e", "pbs": "qstat -f {}"}
+ASK_END = {"slurm": "squeue -h -j {} -o %L", "pbs": "qstat -f {}"}
 """Scheduler, and what to type to learn when a job ends."""
 
 
