@@ -109,8 +109,8 @@ fi
 # PBS ends a job without a word before. So this script watches the clock and says
 # it to itself, 120 s before. mpirun passes USR2 on to the ranks: they save where
 # they are, and stop. If they hang, mpirun is killed, and they with it. (MPICH's
-# mpirun dies of USR2. With it, DELETE that line: the ranks ask PBS for their
-# time, too.)
+# mpirun dies of USR2. With it, write trap '' USR1 for the line trap stop USR1: the
+# ranks ask PBS for their time, too.)
 limit=3600  # walltime, above: EDIT both
 mpirun= out_of_time=
 stop() {
@@ -132,13 +132,14 @@ while [[ -z $out_of_time ]]; do
         --output "$hosts" -- mpirun "${options[@]}" && [[ -z $out_of_time ]]; then
         # This script runs once, on the first node. So does mpirun. No port: the
         # ranks find each other over MPI. (MPICH: `hostfile --format mpich`, -f in
-        # place of --hostfile, and no options.)
+        # place of --hostfile, and none of the options above.)
         mpirun "${options[@]}" --hostfile "$hosts" \
             python -m mpitrain "${training[@]}" &
         mpirun=$!
         wait "$mpirun" && status=0 || status=$?
         if [[ -n $out_of_time && $status == 138 ]]; then  # USR1 broke this `wait`
-            timeout 60 tail --pid="$mpirun" -f /dev/null || kill -KILL "$mpirun"
+            timeout 90 tail --pid="$mpirun" -f /dev/null ||
+                kill -KILL "$mpirun" || true  # or it has just ended
             wait "$mpirun" && status=0 || status=$?
         fi
         mpirun=
@@ -155,6 +156,7 @@ if [[ $next == later ]]; then
     # What stands on qsub's command line but ARGS and -N is not known here: write
     # into this script what the next job shall ask for, too.
     export ARGS=${ARGS:-} AFTER=$PBS_JOBID
-    qsub -N "$PBS_JOBNAME" -W "depend=afterany:$PBS_JOBID" -v ARGS,AFTER "$script"
+    qsub -N "$PBS_JOBNAME" -W "depend=afterany:$PBS_JOBID" -v ARGS,AFTER "$script" ||
+        echo "no further job: submit $script yourself, with -N $PBS_JOBNAME" >&2
 fi
 exit "$status"

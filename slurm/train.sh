@@ -59,7 +59,7 @@ if [[ -x $venv/bin/mpirun ]]; then
 fi
 
 # A job may end before the training does: this one is then put into the queue
-# again, 20 times at most, and goes on from the training's last checkpoint.
+# again, as 20 jobs in all at most, and goes on from the training's last checkpoint.
 # The run in runs/ has the job's name.
 training=(--name "$SLURM_JOB_NAME" "$@")
 
@@ -69,8 +69,8 @@ python -m mpitrain chain begin --jobs 20 -- "${training[@]}"
 
 # 120 s before its end SLURM sends USR1 to this script (--signal, above). mpirun
 # passes USR2 on to the ranks: they save where they are, and stop. If they hang,
-# mpirun is killed, and they with it. (MPICH's mpirun dies of USR2. With it,
-# DELETE that line: the ranks ask SLURM for their time, too.)
+# mpirun is killed, and they with it. (MPICH's mpirun dies of USR2. With it, write
+# trap '' USR1 for the line trap stop USR1: the ranks ask SLURM for their time, too.)
 mpirun= out_of_time=
 stop() {
     out_of_time=--out-of-time
@@ -89,14 +89,15 @@ while [[ -z $out_of_time ]]; do
         --output "$hosts" -- mpirun "${options[@]}" && [[ -z $out_of_time ]]; then
         # This script runs once, on the first node. So does mpirun: it has srun
         # start the others, with this environment. No host and no port: the ranks
-        # find each other over MPI. (MPICH: `hostfile --format mpich`, and -f in
-        # place of --hostfile.)
+        # find each other over MPI. (MPICH: `hostfile --format mpich`, -f in place of
+        # --hostfile, and no --prefix.)
         mpirun "${options[@]}" --hostfile "$hosts" \
             python -m mpitrain "${training[@]}" &
         mpirun=$!
         wait "$mpirun" && status=0 || status=$?
         if [[ -n $out_of_time && $status == 138 ]]; then  # USR1 broke this `wait`
-            timeout 60 tail --pid="$mpirun" -f /dev/null || kill -KILL "$mpirun"
+            timeout 90 tail --pid="$mpirun" -f /dev/null ||
+                kill -KILL "$mpirun" || true  # or it has just ended
             wait "$mpirun" && status=0 || status=$?
         fi
         mpirun=

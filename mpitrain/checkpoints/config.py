@@ -19,7 +19,7 @@ class CheckpointConfig:
     checkpoint_every_steps: int | None = None
     """Write one after so many steps, too."""
     checkpoint_every_minutes: float | None = 10.0
-    """Write one when the last is so old."""
+    """Write one when the last was begun so long ago; whichever comes first."""
     keep_checkpoints: int | None = 3
     """How many of the newest stay, beside the best one. None: all."""
     resume: str = "auto"

@@ -76,12 +76,17 @@ class Recorder:
             checkpoint=checkpoint.name,
         )
 
-    def stop(self, why: str) -> None:
-        """Write that the run has stopped, and can go on."""
+    def stop(self, why: str, how: str) -> None:
+        """Write that the run has stopped, and can go on.
+
+        Args:
+            why: What stopped it, and where.
+            how: What to type, to go on.
+        """
         self._metrics.close()
         self._result |= {"status": "stopped", "stopped": why}
         write_json(self._run_dir / "result.json", self._result)
-        self.console.say(f"{why}; the same command goes on from here")
+        self.console.say(f"{why}; {how} goes on from here")
 
     def step_done(self, step: int) -> None:
         """Move the screen on."""

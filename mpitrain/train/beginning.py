@@ -47,11 +47,14 @@ def begin(config: TrainConfig) -> Beginning:
     Raises:
         UsageError: It cannot be had, or was begun with another configuration.
     """
+    name = config.name
+    if config.dry_run and name is not None:
+        name += "-dry-run"  # the name itself is for the training
     folder = open_run(
         config.runs_dir,
-        config.name,
+        name,
         exists="new name"
-        if config.new_run
+        if config.new_run or config.dry_run
         else "refuse"
         if config.resume == "never"
         else "go on",

@@ -220,7 +220,8 @@ class TrainConfig(
     progress: Literal["auto", "bar", "lines"] = "auto"
     """auto: a bar on a terminal, a line per epoch in a log."""
     dry_run: bool = False
-    """One step and one evaluation, to see that all works; all else is real."""
+    """One step and one evaluation, to see that all works, in a run folder of its own;
+    nothing is kept to go on from."""
     launch: LaunchConfig = field(
         default_factory=lambda: LaunchConfig(hang_timeout=HANG_TIMEOUT_SECONDS)
     )
@@ -233,6 +234,11 @@ class TrainConfig(
             raise UsageError(
                 f"--name {self.name!r} cannot be the name of a folder of a run; "
                 "expected letters, digits and _ . + = - (not first)"
+            )
+        if self.dry_run and self.resume not in ("auto", "never"):
+            raise UsageError(
+                f"--dry-run --resume {self.resume}: a dry run begins anew, and keeps "
+                "nothing; leave one of the two out"
             )
 
     def without_effect(self) -> list[str]:

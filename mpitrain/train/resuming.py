@@ -182,7 +182,8 @@ def keeper_of(
     if blind:
         if world.is_rank_zero:
             logger.warning(
-                "no checkpoints are written: %s cannot see %s; name a folder that all "
+                "no checkpoints are written, and a signal, the time limit or a file "
+                "stop end nothing in time: %s cannot see %s; name a folder that all "
                 "nodes share with --runs-dir",
                 *(list_hosts(blind), begun.run_dir),
             )

@@ -88,6 +88,8 @@ def run_training(
     trainer.keeper = keeper_of(
         trainer, begun, world, ranks, stopper, recorder, loader, data, blind
     )
+    if trainer.keeper is None:
+        stopper.stand_down()
     setup = trainer.set_up()
     if recorder is None:
         return trained_and_finished(trainer, data, None, run_dir)
@@ -124,7 +126,8 @@ def trained_and_finished(
         trainer.setup.close()
         data.close()
         if recorder is not None:
-            recorder.stop(str(stopped))
+            named = "" if trainer.config.name else f" with --name {run_dir.name}"
+            recorder.stop(str(stopped), f"the same command{named}")
         return CAN_GO_ON
     finish(trainer, data, recorder, run_dir)
     return 0

@@ -85,6 +85,7 @@ class Stopper:
     ) -> None:
         self._signal = 0
         self._has_file = False
+        self._stands_down = False
         self.margin = lambda: FIRST_MARGIN_SECONDS
         self._deadline: float | None = None
         self._first_left = 0.0
@@ -112,9 +113,23 @@ class Stopper:
         margin = min(self.margin(), MARGIN_SHARE * self._first_left)
         return TIME if time.monotonic() > self._deadline - margin else 0
 
+    def stand_down(self) -> None:
+        """Stop nothing: from here on USR2 and TERM end this process, as any other."""
+        self._stands_down = True
+        if self._signal:
+            self._end(signal.SIGUSR2 if self._signal == USR2 else signal.SIGTERM)
+
     def _hear(self, number: int, frame: FrameType | None) -> None:
         del frame
+        if self._stands_down:
+            self._end(number)
         self._signal = USR2 if number == signal.SIGUSR2 else TERM
+
+    @staticmethod
+    def _end(number: int) -> None:
+        """End this process by a signal, as if nobody had listened."""
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
 
     def _look(self, file: Path) -> None:
         left = seconds_left(os.environ)

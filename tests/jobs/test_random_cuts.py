@@ -79,6 +79,8 @@ def wait_until_it_trains(job: Job, runs: Runs, name: str, before: int) -> None:
 
 def strike(what: str, job: Job, chance: random.Random) -> None:
     pids = job.ranks()
+    if not pids:
+        return  # it was finished before
     if what == "one rank":
         pids = [chance.choice(pids)]
     elif what == "mpirun":
