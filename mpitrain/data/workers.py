@@ -6,12 +6,13 @@ import contextlib
 import multiprocessing
 import os
 import shutil
+import signal
 import tempfile
 import threading
 import time
 import warnings
 from collections.abc import Iterator
-from multiprocessing import process, util
+from multiprocessing import forkserver, process, resource_tracker, util
 from multiprocessing.context import BaseContext
 from typing import Any, Literal
 
@@ -72,6 +73,7 @@ def loader_of(dataset: Any, **options: Any) -> DataLoader[Any]:
     """
     if options.get("num_workers"):
         settle_temporary_folder()
+        start_helpers(options.get("multiprocessing_context"))
     with _as_many_as_asked():
         return DataLoader(
             dataset,
@@ -97,6 +99,25 @@ def settle_temporary_folder() -> None:
         util.Finalize(None, shutil.rmtree, (folder, True), exitpriority=-100)
         settings["tempdir"] = folder
     util.get_temp_dir()
+
+
+def start_helpers(context: BaseContext | None) -> None:
+    """Start the processes that Python needs for workers, deaf to USR1 and USR2.
+
+    mpirun sends those to the whole group of a rank: they are meant for the rank, which
+    tells where it is, or stops in time, and needs its workers for that.
+
+    Args:
+        context: What starts workers; ``None``: a fork.
+    """
+    signals = {signal.SIGUSR1, signal.SIGUSR2}
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    try:
+        resource_tracker.ensure_running()
+        if context is not None and context.get_start_method() == "forkserver":
+            forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextlib.contextmanager

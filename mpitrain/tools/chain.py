@@ -2,12 +2,13 @@
 
 A training that takes several jobs is a chain of them. The job script asks twice::
 
-    python -m mpitrain chain begin -- FLAGS       may this job have the training?
-    python -m mpitrain chain next --status 75 -- FLAGS      mpirun has ended: and now?
+    python -m mpitrain chain begin -- FLAGS              may this job have the training?
+    python -m mpitrain chain next --status 75 -- FLAGS   mpirun has ended?
 
 The second prints one word: ``here`` (start it again in this job: something failed, and
-there is progress, or it is the first time), ``later`` (in another job) or ``end``. What
-has to be remembered from one to the next lies in ``runs/.NAME.chain``.
+there is progress, or it is the first time), ``later`` (in another job) or ``end``. Where
+that is a job of another number, ``chain handed --to NUMBER`` tells it. What has to be
+remembered from one to the next lies in ``runs/.NAME.chain``.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from tyro.conf import Positional
 
 from mpitrain.checkpoints.layout import find
 from mpitrain.errors import LaunchError, UsageError
+from mpitrain.record.runs import is_finished
 from mpitrain.schedulers import Scheduler, detect
 from mpitrain.schedulers.asking import is_alive
 from mpitrain.train.config import TrainConfig
@@ -36,30 +38,36 @@ Word = Literal["here", "later", "end"]
 MOST_IDLE = 2
 """So many starts in a row that end in a failure and bring no step end the chain."""
 
+MOST_LOST = 5
+"""So many jobs in a row that end without a word (evicted, say) and bring no step."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ChainConfig:
     """Ask, in a job script, whether a training is started. Its flags follow --."""
 
-    question: Positional[Literal["begin", "next"]]
-    """begin: may this job have it? next: after mpirun; prints here, later or end."""
+    question: Positional[Literal["begin", "next", "handed"]]
+    """begin: may this job have it? next: after mpirun; prints here, later or end.
+    handed: another job has it from here on."""
     jobs: int = 20
     """Jobs that a chain may have."""
     status: int | None = None
     """Exit status of mpirun (next)."""
     out_of_time: bool = False
     """This job comes to its end: not here (next)."""
-    after: str = ""
-    """The job that submitted this one (begin)."""
+    to: str | None = None
+    """The number of that job (handed)."""
 
     def __post_init__(self) -> None:
         if self.jobs < 1:
             raise UsageError(f"--jobs must be at least 1, found {self.jobs}")
         if (self.status is None) == (self.question == "next"):
             raise UsageError(
-                "chain next wants --status, the exit status of mpirun; chain begin "
-                "wants none"
+                "chain next wants --status, the exit status of mpirun; the others want "
+                "none"
             )
+        if (self.to is None) == (self.question == "handed"):
+            raise UsageError("chain handed wants --to, a job; the others want none")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,11 +84,17 @@ class Chain:
     """Whether it was started, and has not ended as far as is known."""
     num_idle: int = 0
     """Failures in a row that brought no step."""
+    num_lost: int = 0
+    """Jobs in a row that ended without a word, and brought no step."""
 
-    def after_failure(self, step: int) -> Chain:
-        """Count a start that failed, where the training now stands at a step."""
-        idle = 0 if step > self.step else self.num_idle + 1
-        return replace(self, step=step, num_idle=idle, is_started=False)
+    def ended(self, step: int) -> Chain:
+        """Note that what was started has ended, where the training now stands."""
+        chain = replace(self, step=step, is_started=False)
+        return replace(chain, num_idle=0, num_lost=0) if step > self.step else chain
+
+    def failed(self) -> Chain:
+        """Count a failure, where there was no step."""
+        return replace(self, num_idle=self.num_idle + 1)
 
 
 def ask(config: ChainConfig, training: TrainConfig, environ: Mapping[str, str]) -> str:
@@ -96,7 +110,7 @@ def ask(config: ChainConfig, training: TrainConfig, environ: Mapping[str, str]) 
 
     Raises:
         UsageError: There is no job, or no name, or another job has the training.
-        LaunchError: It has had its jobs, or failed without progress.
+        LaunchError: It has had its jobs, or too many were lost.
     """
     scheduler = detect(environ)
     if scheduler.name == "none":
@@ -108,6 +122,10 @@ def ask(config: ChainConfig, training: TrainConfig, environ: Mapping[str, str]) 
     with _remembered(run_dir) as memory:
         if config.question == "begin":
             memory.chain = begin(config, memory.chain, scheduler, run_dir)
+            return ""
+        if config.question == "handed":
+            chain = _refuse_stranger(memory.chain, scheduler, run_dir)
+            memory.chain = replace(chain, job_id=config.to or "")
             return ""
         memory.chain, word = after(config, memory.chain, scheduler, run_dir)
         return word
@@ -126,12 +144,12 @@ def begin(
 
     Raises:
         UsageError: Another job has it.
-        LaunchError: It has had its jobs, or failed without progress.
+        LaunchError: It has had its jobs, or too many were lost.
     """
     job_id, step = scheduler.job_id or "", _step_of(run_dir)
     if before is None:
         return Chain(job_id=job_id, step=step)
-    if before.job_id not in (job_id, config.after):
+    if before.job_id != job_id:
         alive = is_alive(scheduler.name, before.job_id)
         if alive is not False:
             waits = "waits or runs" if alive else "may wait or run: nobody answered"
@@ -141,17 +159,19 @@ def begin(
                 "submit this one under another name"
             )
         return Chain(job_id=job_id, step=step)
-    chain = before.after_failure(step) if before.is_started else before
-    _refuse_idle(chain, run_dir, "")
+    chain = before
+    if before.is_started:  # evicted, or its node was lost
+        chain = before.ended(step)
+        if chain.num_lost + 1 >= MOST_LOST:
+            raise LaunchError(
+                f"{MOST_LOST} jobs of {run_dir.name} ended without a word and without "
+                f"progress, at step {step}: see their output and {run_dir}/logs, then "
+                "submit again"
+            )
+        chain = replace(chain, num_lost=0 if step > before.step else chain.num_lost + 1)
     if chain.num_jobs >= config.jobs:
         raise LaunchError(_had_its_jobs(chain, run_dir))
-    return replace(
-        chain,
-        job_id=job_id,
-        num_jobs=chain.num_jobs + 1,
-        step=step,
-        is_started=True,
-    )
+    return replace(chain, num_jobs=chain.num_jobs + 1, step=step, is_started=True)
 
 
 def after(
@@ -168,24 +188,24 @@ def after(
     Returns:
         What is to be remembered, and the word.
     """
-    if before is None or before.job_id != scheduler.job_id:
-        raise UsageError(
-            f"chain next: job {scheduler.job_id} does not have the training "
-            f"{run_dir.name}; expected `chain begin` before it"
-        )
+    before = _refuse_stranger(before, scheduler, run_dir)
     status, step = config.status, _step_of(run_dir)
-    if status == 0:
+    if status == 0 and is_finished(run_dir):
         return None, "end"
-    if status == UsageError.exit_status:
+    if status == UsageError.exit_status and step == 0:
         _say("a mistake in the flags: no further job would mend it")
         return None, "end"
-    chain = replace(before, step=step, is_started=False)
+    chain = before.ended(step)
     if status != CAN_GO_ON:
-        chain = before.after_failure(step)
-        try:
-            _refuse_idle(chain, run_dir, f", the last with status {status}")
-        except LaunchError as error:
-            _say(str(error))
+        if step <= before.step:
+            chain = chain.failed()
+        if chain.num_idle >= MOST_IDLE:
+            _say(
+                f"{run_dir.name} failed {chain.num_idle} times without progress, at "
+                f"step {step}, the last with status {status}. Expected that mending it "
+                f"comes first: see the messages above and {run_dir}/logs, then submit "
+                "again"
+            )
             return None, "end"
         if not config.out_of_time:
             _say(f"ended with status {status} at step {step}: once more in this job")
@@ -199,13 +219,14 @@ def after(
     return chain, "later"
 
 
-def _refuse_idle(chain: Chain, run_dir: Path, how: str) -> None:
-    if chain.num_idle >= MOST_IDLE:
-        raise LaunchError(
-            f"{run_dir.name} failed {chain.num_idle} times without progress, at step "
-            f"{chain.step}{how}. Expected that mending it comes first: see the "
-            f"messages above and {run_dir}/logs, then submit again"
+def _refuse_stranger(chain: Chain | None, scheduler: Scheduler, run_dir: Path) -> Chain:
+    """Return the chain, if this job has it."""
+    if chain is None or chain.job_id != scheduler.job_id:
+        raise UsageError(
+            f"job {scheduler.job_id} does not have the training {run_dir.name}; "
+            "expected `chain begin` before it"
         )
+    return chain
 
 
 def _had_its_jobs(chain: Chain, run_dir: Path) -> str:
@@ -224,8 +245,12 @@ def run_dir_of(training: TrainConfig) -> Path:
     """
     if training.name is None:
         raise UsageError("a chain of jobs goes on with one run: expected its --name")
-    if training.new_run or training.resume == "never":
-        flag = "--new-run" if training.new_run else "--resume never"
+    flags = {
+        "--new-run": training.new_run,
+        "--resume never": training.resume == "never",
+        "--dry-run": training.dry_run,
+    }
+    for flag in (flag for flag, is_given in flags.items() if is_given):
         raise UsageError(
             f"{flag} has no place in a chain of jobs, where each goes on with the run "
             "of the one before: take it out, and choose another --name"
@@ -264,12 +289,10 @@ class _Memory:
             self.chain = None  # empty, or cut off as it was written
 
     def keep(self) -> None:
-        """Write down what there is now."""
-        self._file.seek(0)
-        self._file.truncate()
-        if self.chain is not None:
-            self._file.write(json.dumps(asdict(self.chain)) + "\n")
-        self._file.flush()
+        """Write down what there is now; where the disk is full, over what there was."""
+        text = "" if self.chain is None else json.dumps(asdict(self.chain)) + "\n"
+        os.pwrite(self._file.fileno(), text.encode(), 0)
+        os.ftruncate(self._file.fileno(), len(text))
         os.fsync(self._file.fileno())
 
 
@@ -279,7 +302,8 @@ def _remembered(run_dir: Path) -> Iterator[_Memory]:
     path = run_dir.with_name(f".{run_dir.name}.chain")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a+") as file:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        with os.fdopen(descriptor, "r+") as file:
             with suppress(OSError):  # some file systems have no locks
                 fcntl.lockf(file, fcntl.LOCK_EX)
             memory = _Memory(file)

@@ -111,7 +111,11 @@ def _probed(
             "after --"
         ) from None
     if not good:
-        raise LaunchError(f"no node answers. {'; '.join(bad)}")
+        raise LaunchError(
+            f"no node answers as it should: {'; '.join(bad)}. Expected a node that "
+            "starts a process of ours within --probe-seconds, with all its GPUs; ask "
+            "for none (jobscript --gpus-per-node 0) to train on CPUs"
+        )
     for why in bad:
         print(f"left out: {why}", file=sys.stderr, flush=True)
     return tuple(good)

@@ -268,12 +268,17 @@ def _chain_blocks(config: JobscriptConfig, seconds: int) -> dict[str, str]:
 # of its end in time.
 #SBATCH --requeue
 #SBATCH --open-mode=append
-#SBATCH --signal=B:USR1@{early}
+#SBATCH --signal=B:USR1@{early}"""
+    pbs = """\
+# Should a node fail, PBS may run it again.
+#PBS -r y"""
+    if config.spare_nodes:
+        slurm += """
 # A node that fails does not end the job: it goes on with the others.
 #SBATCH --no-kill"""
-    pbs = """\
-# Should its first node fail, PBS may run it again.
-#PBS -r y"""
+        pbs += """
+# A node that fails does not end the job: it goes on with the others.
+#PBS -W tolerate_node_failures=all"""
     lines = slurm if config.scheduler == "slurm" else pbs
     another = {
         "slurm": "#     sbatch --job-name OTHER THIS_SCRIPT  another training: its run "

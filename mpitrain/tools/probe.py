@@ -52,15 +52,23 @@ def sift(
     Returns:
         The nodes that may be used, in their order; why not, for each of the others.
     """
+
+    def ask_patiently(node: AllocatedNode) -> Answer:
+        answer = ask(node, mpirun, seconds)
+        if answer.num_gpus is None:
+            # A file system that had to find torch first has found it now.
+            answer = ask(node, mpirun, seconds)
+        return answer
+
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        answers = list(pool.map(lambda node: ask(node, mpirun, seconds), nodes))
+        answers = list(pool.map(ask_patiently, nodes))
     return judge(answers)
 
 
 def judge(answers: Sequence[Answer]) -> tuple[list[AllocatedNode], list[str]]:
     """Leave out nodes that said nothing, and those with fewer GPUs than they should.
 
-    Where no GPU computes on any node, none was wanted: a training on CPUs.
+    They should have as many as the scheduler tells; where it tells none, as the others.
 
     Args:
         answers: Of all nodes.
@@ -76,7 +84,7 @@ def judge(answers: Sequence[Answer]) -> tuple[list[AllocatedNode], list[str]]:
     good, bad = [], []
     for answer in answers:
         node = answer.node
-        expected = (node.gpus or most) if most else 0
+        expected = most if node.gpus is None else node.gpus
         if answer.num_gpus is None:
             bad.append(f"{node.hostname}: {answer.why}")
         elif answer.num_gpus < expected:

@@ -43,14 +43,14 @@ CGROUP_CONF = "CgroupPlugin=cgroup/v1\n"  # never used: proctrack and task do wi
 
 # What PBS tells a job, for jobs that qsub brought; and nothing of SLURM, so that
 # mpirun believes it. SLURM runs this before the script and obeys what it prints.
-# A job that a job has submitted has AFTER, and as under PBS nothing of its environment
+# A job that a job has submitted has ARGS, and as under PBS nothing of its environment
 # but what -v names: mpirun's leave to run as root is then the site's to give. Ids
 # are bare numbers: the face of `qsub -W depend` knows no others.
 # PBS would set OMP_NUM_THREADS too, to its ompthreads: not here, where the cores
 # that it counts are not there.
 TASK_PROLOG = """\
 #!/bin/bash
-[[ ${FACE:-} == pbs || -n ${AFTER:-} ]] || exit 0
+[[ ${FACE:-} == pbs || -n ${ARGS+x} ]] || exit 0
 echo "export OMPI_ALLOW_RUN_AS_ROOT=1"
 echo "export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1"
 echo "export TMPDIR=${SLURM_CONF%/*}/tmp"

@@ -138,6 +138,13 @@ def assert_same_numbers(
                 assert row[key] == value, (row, other)
 
 
+def assert_nothing_was_lost(chain: Chain) -> None:
+    """Each job stopped by itself, and the next went on from that very step."""
+    stopped = re.findall(r"stopped at step (\d+): SIGUSR2 arrived", chain.said())
+    went_on = [row["step"] for row in chain.rows() if row["event"] == "resume"]
+    assert [int(step) for step in stopped] == went_on
+
+
 def test_a_training_goes_through_several_jobs_of_slurm_and_of_pbs(
     hosts: VirtualHosts, slurm: Slurm, home: Path
 ) -> None:
@@ -156,6 +163,7 @@ def test_a_training_goes_through_several_jobs_of_slurm_and_of_pbs(
         chain.wait()
         assert chain.result()["status"] == "finished", chain.said()
         assert chain.said().count("going on from") >= 2, chain.said()
+        assert_nothing_was_lost(chain)
         assert_same_numbers(chain.rows(), expected)
     log = (home / "runs" / by_slurm.name / "logs" / "rank-0.log").read_text()
     left = [float(it) for it in re.findall(r"the scheduler leaves (\S+) s", log)]

@@ -224,6 +224,8 @@ STAND_IN = """\
 import json, pathlib, sys
 if sys.argv[0].endswith("mpirun"):
     pathlib.Path({seen!r}).write_text(json.dumps(sys.argv[1:]))
+if "next" in sys.argv:
+    print("end")
 """
 
 
@@ -271,7 +273,7 @@ def make_stand_ins(venv: Path, seen: Path) -> None:
     """Make an environment whose mpirun writes down its words."""
     (venv / "bin").mkdir(parents=True)
     text = STAND_IN.format(python=sys.executable, seen=str(seen))
-    for name in ("python", "mpirun"):
+    for name in ("python", "mpirun", "scontrol", "qsub"):
         (venv / "bin" / name).write_text(text)
         (venv / "bin" / name).chmod(0o755)
 
@@ -287,6 +289,8 @@ def run_script(
         "PBS_O_WORKDIR": str(submitted_from),
         "PBS_NODEFILE": str(scratch / "nodes"),
         "SLURM_JOB_NAME": "my-job",
+        "SLURM_JOB_ID": "7",
+        "PBS_JOBID": "7",
         "PBS_JOBNAME": "my-job",
         "ARGS": "--lr 0.5",
         "BASH_FUNC_module%%": '() { echo "module: $#: $*"; }',

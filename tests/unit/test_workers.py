@@ -55,3 +55,44 @@ def test_to_read_draws_no_random_number_of_the_rank(num_workers: int) -> None:
     before = torch.get_rng_state()
     assert len(list(loader_of(list(range(3)), num_workers=num_workers))) == 3
     assert torch.equal(torch.get_rng_state(), before)
+
+
+IS_TOLD = """
+import os, signal, sys, time, torch
+from mpitrain.data.workers import context_of, loader_of
+if __name__ == "__main__":
+    heard = []
+    for number in (signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, lambda number, _: heard.append(number))
+    samples = torch.arange(4000.0)[:, None].expand(4000, 3).contiguous()
+    loader = loader_of(
+        samples,
+        batch_size=2,
+        num_workers=2,
+        multiprocessing_context=context_of(sys.argv[1]),
+    )
+    total, num = 0.0, 0
+    for batch in loader:
+        total, num = total + float(batch.sum()), num + 1
+        if num in (2, 10):  # as mpirun does
+            os.killpg(0, signal.SIGUSR2 if num == 2 else signal.SIGUSR1)
+            time.sleep(1)
+    print(total, heard)
+"""
+
+
+@pytest.mark.parametrize("method", ["fork", "forkserver"])
+def test_a_signal_to_all_of_a_rank_leaves_its_workers_at_work(
+    method: str, tmp_path: Path
+) -> None:
+    script = tmp_path / "is_told.py"
+    script.write_text(IS_TOLD)
+    done = subprocess.run(
+        [sys.executable, str(script), method],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        start_new_session=True,
+    )
+    assert done.stdout.strip() == "23994000.0 [12, 10]", done.stderr

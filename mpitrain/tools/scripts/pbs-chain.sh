@@ -6,15 +6,8 @@
 training=(--name "$PBS_JOBNAME"{{words}} ${ARGS:-})
 
 # One job for one training: this ends here if another one has it, waiting or
-# running, and also after {{jobs}} jobs. AFTER is the job that submitted this one.
-python -m mpitrain chain begin --jobs {{jobs}} --after "${AFTER:-}" -- "${training[@]}"
-
-# PBS keeps what it runs in a file of its own, which goes with the job.
-script=runs/.$PBS_JOBNAME.pbs
-if [[ -z ${AFTER:-} ]]; then
-    mkdir -p runs
-    cp "$0" "$script"
-fi
+# running, and also after {{jobs}} jobs.
+python -m mpitrain chain begin --jobs {{jobs}} -- "${training[@]}"
 
 # PBS ends a job without a word before. So this script watches the clock and says
 # it to itself, {{early}} s before. mpirun passes USR2 on to the ranks: they save where
@@ -22,51 +15,62 @@ fi
 # mpirun dies of USR2. With it, write trap '' USR1 for the line trap stop USR1: the
 # ranks ask PBS for their time, too.)
 limit={{seconds}}  # walltime, above: EDIT both
-mpirun= out_of_time=
+out_of_time= child=
 stop() {
     out_of_time=--out-of-time
-    if [[ -n $mpirun ]]; then kill -USR2 "$mpirun" || true; fi
+    if [[ -n $child ]]; then kill -USR2 "$child" || true; fi
 }
 trap stop USR1
 { sleep $((limit - {{early}} - SECONDS)) && kill -USR1 $$; } &>/dev/null &
 clock=$!
 
-hosts=$(mktemp)
-trap 'kill "$clock" 2>/dev/null; rm -f "$hosts" "${agent:-}"' EXIT
+# bash hears of a signal only while it waits, and the signal breaks that `wait`.
+run() {
+    "$@" &
+    child=$!
+    wait "$child" && status=0 || status=$?
+    if [[ -n $out_of_time && $status == 138 ]]; then
+        timeout {{patience}} tail --pid="$child" -f /dev/null ||
+            kill -KILL "$child" || true  # or it has just ended
+        wait "$child" && status=0 || status=$?
+    fi
+    child=
+}
 
-next=later status=1
+hosts=$(mktemp)
+trap 'kill "$clock" 2>/dev/null || true; rm -f "$hosts" "${agent:-}"' EXIT
+
+next=later
 while [[ -z $out_of_time ]]; do
     # A node that does not answer, or whose GPU is broken, is left out.
-    # shellcheck disable=SC2086
-    if python -m mpitrain hostfile --gpus ignore --probe{{at_most}} \
-        --output "$hosts" -- mpirun "${options[@]}" && [[ -z $out_of_time ]]; then
-        # This script runs once, on the first node. So does mpirun. No port: the
-        # ranks find each other over MPI. (MPICH: `hostfile --format mpich`, -f in
-        # place of --hostfile, and none of the options above.)
-        mpirun "${options[@]}" --hostfile "$hosts" \
-            python -m mpitrain "${training[@]}" &
-        mpirun=$!
-        wait "$mpirun" && status=0 || status=$?
-        if [[ -n $out_of_time && $status == 138 ]]; then  # USR1 broke this `wait`
-            timeout {{patience}} tail --pid="$mpirun" -f /dev/null ||
-                kill -KILL "$mpirun" || true  # or it has just ended
-            wait "$mpirun" && status=0 || status=$?
-        fi
-        mpirun=
+    run python -m mpitrain hostfile --gpus ignore --probe{{at_most}} \
+        --output "$hosts" -- mpirun "${options[@]}"
+    # This script runs once, on the first node. So does mpirun. No port: the ranks
+    # find each other over MPI. (MPICH: `hostfile --format mpich`, -f in place of
+    # --hostfile, and none of the options above.)
+    if [[ $status == 0 && -z $out_of_time ]]; then
+        run mpirun "${options[@]}" --hostfile "$hosts" \
+            python -m mpitrain "${training[@]}"
     fi
     # Finished? Stopped, and can go on? Failed, for the second time without progress?
     # `next` is here (start it again, in this job), later (in another) or end.
-    # shellcheck disable=SC2086
+    # shellcheck disable=SC2086  # it may be nothing
     next=$(python -m mpitrain chain next --jobs {{jobs}} --status "$status" \
-        $out_of_time -- "${training[@]}")
+        $out_of_time -- "${training[@]}") || next=later
     if [[ $next != here ]]; then break; fi
 done
 
-if [[ $next == later ]]; then
+if [[ $next != end ]]; then
     # What stands on qsub's command line but ARGS and -N is not known here: write
     # into this script what the next job shall ask for, too.
-    export ARGS=${ARGS:-} AFTER=$PBS_JOBID
-    qsub -N "$PBS_JOBNAME" -W "depend=afterany:$PBS_JOBID" -v ARGS,AFTER "$script" ||
-        echo "no further job: submit $script yourself, with -N $PBS_JOBNAME" >&2
+    export ARGS=${ARGS:-}
+    for pause in 5 10 20 0; do
+        if id=$(qsub -N "$PBS_JOBNAME" -W "depend=afterany:$PBS_JOBID" \
+            -v ARGS "$0"); then
+            python -m mpitrain chain handed --to "$id" -- "${training[@]}"
+            break
+        fi
+        sleep "$pause"
+    done
 fi
 exit "$status"
