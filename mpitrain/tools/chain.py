@@ -6,7 +6,7 @@ A training that takes several jobs is a chain of them. The job script asks twice
     python -m mpitrain chain next --status 75 -- FLAGS   mpirun has ended?
 
 The second prints one word: ``here`` (start it again in this job: something failed, and
-there is progress, or it is the first time), ``later`` (in another job) or ``end``. Where
+there is progress, or it is the first time), ``later`` (in another job), ``end``. Where
 that is a job of another number, ``chain handed --to NUMBER`` tells it. What has to be
 remembered from one to the next lies in ``runs/.NAME.chain``.
 """
