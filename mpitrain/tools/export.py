@@ -7,11 +7,11 @@ import os
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor, nn
-from tyro.conf import Positional
+from tyro.conf import Positional, arg
 
 from mpitrain.checkpoints.layout import (
     FOLDER,
@@ -35,9 +35,9 @@ Format = Literal["state_dict", "safetensors", "torchscript", "exported-program"]
 class ExportConfig:
     """Take the model out of a run: its newest whole checkpoint, of any strategy."""
 
-    run: Positional[Path]
+    run: Annotated[Positional[Path], arg(metavar="RUN")]
     """A run folder, such as runs/NAME, or one of its checkpoints."""
-    output: Positional[Path]
+    output: Annotated[Positional[Path], arg(metavar="FILE")]
     """The file to write, whole or not at all."""
     best: bool = False
     """The checkpoint with the best validation, not the newest."""

@@ -46,11 +46,15 @@ FIRST_BYTES_PER_SECOND = 100e6
 """How fast a disk is held to be before it has shown it."""
 
 STOP, SAVE, RETRY, ENDED, FAILED = range(5)
-"""The numbers that the ranks tell each other."""
+"""What the ranks tell each other, of which all hear the largest.
 
+STOP: why to stop; 0: it goes on. SAVE: the number that a checkpoint would have which
+is due by its age. RETRY: the number of the failure after which it is time to try again.
+ENDED, FAILED: the saver's (`Saver.report`).
+"""
 
 STEP, EVALUATION = range(2)
-"""The kinds of work between."""
+"""The kinds of work after which the ranks exchange those; they are counted apart."""
 
 
 class CheckpointError(MpitrainError):
@@ -117,7 +121,7 @@ class Keeper:
             keep=self._config.keep_checkpoints,
             before_naming=record.sync if record is not None else lambda: None,
         )
-        self._consensus = Consensus(world, count=5, kinds=2)
+        self._consensus = Consensus(world, count=FAILED + 1, kinds=EVALUATION + 1)
         self._is_due = False
         self._is_backing_off = False
         self._num_begun = 0
