@@ -54,11 +54,12 @@ def sift(
     """
 
     def ask_patiently(node: AllocatedNode) -> Answer:
-        answer = ask(node, mpirun, seconds)
-        if answer.num_gpus is None:
-            # A file system that had to find torch first has found it now.
-            answer = ask(node, mpirun, seconds)
-        return answer
+        first = ask(node, mpirun, seconds)
+        if first.num_gpus is not None:
+            return first
+        # A file system that had to find torch first has found it now.
+        second = ask(node, mpirun, seconds)
+        return first if second.num_gpus is None else second
 
     with ThreadPoolExecutor(AT_ONCE) as pool:
         answers = list(pool.map(ask_patiently, nodes))
@@ -127,7 +128,8 @@ def ask(node: AllocatedNode, mpirun: Sequence[str], seconds: float) -> Answer:
     found = re.search(rf"{SIGN} (\d+) GPUs", text)
     if started.returncode == 0 and found is not None:
         return Answer(node=node, num_gpus=int(found[1]))
-    lines = [line.strip() for line in text.splitlines() if line.strip(" -")]
+    lines = [line.strip(" -\0") for line in text.splitlines()]
+    lines = [line for line in lines if line]
     last = f": {lines[-1]}" if lines else ""
     return Answer(node=node, why=f"mpirun ended with {started.returncode}{last}")
 
