@@ -27,6 +27,13 @@ TERM_SECONDS = 5.0
 """How long an mpirun may take to take its processes with it."""
 
 
+TELLING = re.compile(
+    r"error|fail|could not|cannot|unable|no such|refused|timed out|not found",
+    re.IGNORECASE,
+)
+"""What stands in a line that says why something did not start."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Answer:
     """What a node said."""
@@ -128,10 +135,24 @@ def ask(node: AllocatedNode, mpirun: Sequence[str], seconds: float) -> Answer:
     found = re.search(rf"{SIGN} (\d+) GPUs", text)
     if started.returncode == 0 and found is not None:
         return Answer(node=node, num_gpus=int(found[1]))
-    lines = [line.strip(" -\0") for line in text.splitlines()]
+    said_so = reason_in(text)
+    why = f"mpirun ended with {started.returncode}" + (said_so and f": {said_so}")
+    return Answer(node=node, why=why)
+
+
+def reason_in(text: str) -> str:
+    r"""Return the line by which an mpirun says best why it failed.
+
+    Args:
+        text: All that it printed.
+
+    >>> reason_in("----\nssh: Could not resolve hostname x\nSee the FAQ.\n----")
+    'ssh: Could not resolve hostname x'
+    """
+    lines = [line.strip(" -*\0") for line in text.splitlines()]
     lines = [line for line in lines if line]
-    last = f": {lines[-1]}" if lines else ""
-    return Answer(node=node, why=f"mpirun ended with {started.returncode}{last}")
+    telling = [line for line in lines if TELLING.search(line)]
+    return (telling or lines or [""])[0]
 
 
 def _end(started: subprocess.Popen[bytes] | subprocess.Popen[str]) -> None:
