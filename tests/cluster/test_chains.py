@@ -195,6 +195,7 @@ def test_a_node_that_is_cut_off_is_left_out_and_a_spare_one_used(
     hosts: VirtualHosts, slurm: Slurm, home: Path
 ) -> None:
     expected = train_without_a_break(hosts, home)
+    (home / "pause").write_text("0.25")
     chain = Chain(name="hit", folder=home, hosts=hosts)
     words = ("--hang-timeout", "8", "--checkpoint-every-steps", "3")
     script = chain.script(
