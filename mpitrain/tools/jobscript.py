@@ -2,7 +2,8 @@
 
 The scripts are `scripts/slurm.sh` and `scripts/pbs.sh`, with ``{{name}}`` where
 something is put in. What is put in on a line of its own, and is nothing, leaves none.
-Their last part is `...-once.sh`, or `...-chain.sh` for a training of several jobs.
+Their last part is `...-once.sh`, or `...-chain.sh` for a training of several jobs, with
+what those of both have in common: `chain-run.sh` and `chain-loop.sh`.
 """
 
 from __future__ import annotations
@@ -145,10 +146,14 @@ def text_of(config: JobscriptConfig, words: Sequence[str]) -> str:
     }
     own = _slurm_blocks if config.scheduler == "slurm" else _pbs_blocks
     blocks |= _chain_blocks(config, seconds) | own(config, gpus)
-    part = "once" if config.jobs == 1 else "chain"
-    train = (SCRIPTS / f"{config.scheduler}-{part}.sh").read_text()
-    script = (SCRIPTS / f"{config.scheduler}.sh").read_text()
-    return fill(script, blocks | {"train": fill(train, blocks)})
+
+    def part(name: str, **more: str) -> str:
+        return fill((SCRIPTS / f"{name}.sh").read_text(), blocks | more)
+
+    run, loop = part("chain-run").rstrip("\n"), part("chain-loop").rstrip("\n")
+    last = "once" if config.jobs == 1 else "chain"
+    train = part(f"{config.scheduler}-{last}", run=run, loop=loop)
+    return part(config.scheduler, train=train)
 
 
 def fill(script: str, blocks: Mapping[str, str]) -> str:
@@ -286,8 +291,20 @@ def _chain_blocks(config: JobscriptConfig, seconds: int) -> dict[str, str]:
         "pbs": "#     qsub -N OTHER THIS_SCRIPT                  another training: its "
         "run is named so",
     }[config.scheduler]
+    mpirun = {
+        "slurm": """\
+    # This script runs once, on the first node. So does mpirun: it has srun start
+    # the others, with this environment. No host and no port: the ranks find each
+    # other over MPI. (MPICH: `hostfile --format mpich`, -f in place of --hostfile,
+    # and no --prefix.)""",
+        "pbs": """\
+    # This script runs once, on the first node. So does mpirun. No port: the ranks
+    # find each other over MPI. (MPICH: `hostfile --format mpich`, -f in place of
+    # --hostfile, and none of the options above.)""",
+    }[config.scheduler]
     return {
         "another": another if is_chain else "",
+        "mpirun": mpirun,
         "chain_lines": lines if is_chain else "",
         "help": "see its --help." if is_chain else "its --help tells what can differ.",
         "jobs_flag": f" --jobs {config.jobs}" if is_chain else "",

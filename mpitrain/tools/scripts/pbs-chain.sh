@@ -24,41 +24,12 @@ trap stop USR1
 { sleep $((limit - {{early}} - SECONDS)) && kill -USR1 $$; } &>/dev/null &
 clock=$!
 
-# bash hears of a signal only while it waits, and the signal breaks that `wait`.
-run() {
-    "$@" &
-    child=$!
-    wait "$child" && status=0 || status=$?
-    if [[ -n $out_of_time && $status == 138 ]]; then
-        timeout {{patience}} tail --pid="$child" -f /dev/null ||
-            kill -KILL "$child" || true  # or it has just ended
-        wait "$child" && status=0 || status=$?
-    fi
-    child=
-}
+{{run}}
 
 hosts=$(mktemp)
 trap 'kill "$clock" 2>/dev/null || true; rm -f "$hosts" "${agent:-}"' EXIT
 
-next=later
-while [[ -z $out_of_time ]]; do
-    # A node that does not answer, or whose GPU is broken, is left out.
-    run python -m mpitrain hostfile --gpus ignore --probe{{at_most}} \
-        --output "$hosts" -- mpirun "${options[@]}"
-    # This script runs once, on the first node. So does mpirun. No port: the ranks
-    # find each other over MPI. (MPICH: `hostfile --format mpich`, -f in place of
-    # --hostfile, and none of the options above.)
-    if [[ $status == 0 && -z $out_of_time ]]; then
-        run mpirun "${options[@]}" --hostfile "$hosts" \
-            python -m mpitrain "${training[@]}"
-    fi
-    # Finished? Stopped, and can go on? Failed, for the second time without progress?
-    # `next` is here (start it again, in this job), later (in another) or end.
-    # shellcheck disable=SC2086  # it may be nothing
-    next=$(python -m mpitrain chain next --jobs {{jobs}} --status "$status" \
-        $out_of_time -- "${training[@]}") || next=later
-    if [[ $next != here ]]; then break; fi
-done
+{{loop}}
 
 if [[ $next != end ]]; then
     # What stands on qsub's command line but ARGS and -N is not known here: write

@@ -19,43 +19,13 @@ stop() {
 }
 trap stop USR1
 
-# bash hears of a signal only while it waits, and the signal breaks that `wait`.
-run() {
-    "$@" &
-    child=$!
-    wait "$child" && status=0 || status=$?
-    if [[ -n $out_of_time && $status == 138 ]]; then
-        timeout {{patience}} tail --pid="$child" -f /dev/null ||
-            kill -KILL "$child" || true  # or it has just ended
-        wait "$child" && status=0 || status=$?
-    fi
-    child=
-}
+{{run}}
 
 hosts=$(mktemp)
 trap 'rm -f "$hosts"' EXIT
 export SLURM_OVERLAP=1  # what is left of a lost node must not keep srun waiting
 
-next=later
-while [[ -z $out_of_time ]]; do
-    # A node that does not answer, or whose GPU is broken, is left out.
-    run python -m mpitrain hostfile --gpus ignore --probe{{at_most}} \
-        --output "$hosts" -- mpirun "${options[@]}"
-    # This script runs once, on the first node. So does mpirun: it has srun start
-    # the others, with this environment. No host and no port: the ranks find each
-    # other over MPI. (MPICH: `hostfile --format mpich`, -f in place of --hostfile,
-    # and no --prefix.)
-    if [[ $status == 0 && -z $out_of_time ]]; then
-        run mpirun "${options[@]}" --hostfile "$hosts" \
-            python -m mpitrain "${training[@]}"
-    fi
-    # Finished? Stopped, and can go on? Failed, for the second time without progress?
-    # `next` is here (start it again, in this job), later (in another) or end.
-    # shellcheck disable=SC2086  # it may be nothing
-    next=$(python -m mpitrain chain next --jobs {{jobs}} --status "$status" \
-        $out_of_time -- "${training[@]}") || next=later
-    if [[ $next != here ]]; then break; fi
-done
+{{loop}}
 
 if [[ $next != end ]]; then
     for pause in 5 10 20 0; do
