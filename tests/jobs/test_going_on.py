@@ -13,7 +13,7 @@ from going_on import FLAGS, NUM_STEPS, Runs, jobs_of, steps_of
 from launcher import MPIS, Mpi, find
 
 CAN_GO_ON = 75
-LIMIT_SECONDS = 15
+LIMIT_SECONDS = 20
 OFTEN = ("--checkpoint-every-steps", "4")
 FSDP = ("--strategy", "fsdp")
 DROPOUT = {"DROPOUT": "0.2", "NORM": "1"}
@@ -73,7 +73,7 @@ def test_it_stops_in_time_and_goes_on(how: str, mpi_name: str, runs: Runs) -> No
     name = f"stop-{how}-{mpi_name}"
     more = ("--time-limit", str(LIMIT_SECONDS)) if how == "time" else ()
     slow = "1.0" if how == "time" else "0.2"
-    started = time.monotonic()
+    started = time.time()
     job = mine.start(name, 2, *more, STEP_SECONDS=slow)
     job.wait_for_checkpoint()
     if how == "USR2":
@@ -83,9 +83,10 @@ def test_it_stops_in_time_and_goes_on(how: str, mpi_name: str, runs: Runs) -> No
     elif how == "file":
         (mine.dir(name) / "stop").touch()
     assert job.end() == CAN_GO_ON, job.said()
+    written = mine.dir(name) / "result.json"
     if how == "time":
-        assert time.monotonic() - started < LIMIT_SECONDS
-    result = json.loads((mine.dir(name) / "result.json").read_text())
+        assert written.stat().st_mtime - started < LIMIT_SECONDS
+    result = json.loads(written.read_text())
     assert result["status"] == "stopped"
     assert "the same command goes on from here" in job.said()
     if how == "file":
