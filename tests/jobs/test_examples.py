@@ -97,7 +97,7 @@ def run(command: str, name: str, mpi: Mpi, home: Path, *more: str) -> Ran:
     lines: list[dict[str, Any]] = []
     result: dict[str, Any] = {}
     if is_ours and done.status == 0:
-        folder = home / "runs" / name
+        folder = home / "runs" / (name + "-dry-run" * ("--dry-run" in words))
         written = (folder / "metrics.jsonl").read_text().splitlines()
         lines = [json.loads(line) for line in written]
         result = json.loads((folder / "result.json").read_text())
