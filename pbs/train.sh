@@ -120,7 +120,7 @@ run() {
     child=$!
     wait "$child" && status=0 || status=$?
     if [[ -n $out_of_time && $status == 138 ]]; then
-        timeout 90 tail --pid="$child" -f /dev/null ||
+        timeout 105 tail --pid="$child" -f /dev/null ||
             kill -KILL "$child" || true  # or it has just ended
         wait "$child" && status=0 || status=$?
     fi

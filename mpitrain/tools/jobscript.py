@@ -311,7 +311,7 @@ def _chain_blocks(config: JobscriptConfig, seconds: int) -> dict[str, str]:
         "jobs": str(config.jobs),
         "seconds": str(seconds),
         "early": str(early),
-        "patience": str(max(early * 3 // 4, 1)),
+        "patience": str(max(early - 15, early * 3 // 4, 1)),
         "at_most": f" --nodes {config.nodes}" if config.spare_nodes else "",
         "nodefile": "" if is_chain else '    options+=(--hostfile "$PBS_NODEFILE")',
     }

@@ -115,10 +115,12 @@ def wait_until(condition: Callable[[], bool], chain: Chain) -> None:
         time.sleep(0.5)
 
 
-def train_without_a_break(hosts: VirtualHosts, folder: Path) -> list[dict[str, Any]]:
+def train_without_a_break(
+    hosts: VirtualHosts, folder: Path, *more: str
+) -> list[dict[str, Any]]:
     (folder / "pause").write_text("0")
     command = [".venv/bin/mpirun", "-np", "2", "--oversubscribe", PYTHON]
-    words = ["-m", "mpitrain", "--name", "whole", *TRAINING]
+    words = ["-m", "mpitrain", "--name", "whole", *TRAINING, *more]
     done = hosts.run("node1", [*command, *words], cwd=folder, timeout_seconds=120)
     (folder / "pause").write_text(PAUSE)
     assert done.returncode == 0, done.stdout
@@ -149,16 +151,17 @@ def test_a_training_goes_through_several_jobs_of_slurm_and_of_pbs(
     hosts: VirtualHosts, slurm: Slurm, home: Path
 ) -> None:
     """Both at once: they wait most of the time."""
-    expected = train_without_a_break(hosts, home)
-    (home / "pause").write_text("0.9")
+    twice = ("--epochs", "8")
+    expected = train_without_a_break(hosts, home, *twice)
     by_slurm = Chain(name="by-slurm", folder=home, hosts=hosts)
     by_qsub = Chain(name="by-qsub", folder=home, hosts=hosts)
     # SLURM's limits are in minutes, and its signal may come half a minute early.
     for chain in (by_slurm, by_qsub):  # an earlier job's, that nobody knows any more
         (home / "runs" / f".{chain.name}.chain").write_text('{"job_id": "9999"}')
-    script = by_slurm.script("slurm", *NODES, "--time", "2:00")
+    script = by_slurm.script("slurm", *NODES, "--time", "2:00", more=twice)
     by_slurm.submit("sbatch", script)
-    by_qsub.submit("qsub", by_qsub.script("pbs", *NODES, "--time", "70"), FACE="pbs")
+    script = by_qsub.script("pbs", *NODES, "--time", "70", more=twice)
+    by_qsub.submit("qsub", script, FACE="pbs")
     for chain in (by_slurm, by_qsub):
         chain.wait()
         assert chain.result()["status"] == "finished", chain.said()
