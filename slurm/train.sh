@@ -102,7 +102,9 @@ while [[ -z $out_of_time ]]; do
     # the others, with this environment. No host and no port: the ranks find each
     # other over MPI. (MPICH: `hostfile --format mpich`, -f in place of --hostfile,
     # and no --prefix.)
-    if [[ $status == 0 && -z $out_of_time ]]; then
+    if [[ -n $out_of_time ]]; then
+        status=75  # nothing was started, and nothing has failed
+    elif [[ $status == 0 ]]; then
         run mpirun "${options[@]}" --hostfile "$hosts" \
             python -m mpitrain "${training[@]}"
     fi

@@ -260,6 +260,29 @@ def test_hostile_words_and_folders_reach_the_program_as_they_are(
 
 
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
+def test_a_signal_while_nodes_are_asked_is_no_failure(
+    scheduler: Any, tmp_path: Path
+) -> None:
+    """No training is started then, and the job goes back to the queue as stopped."""
+    seen = tmp_path / "seen.json"
+    make_stand_ins(tmp_path / ".venv", seen)
+    python = tmp_path / ".venv/bin/python"
+    text = python.read_text() + (
+        "import os, signal, time\n"
+        "if 'hostfile' in sys.argv:\n"
+        "    os.kill(os.getppid(), signal.SIGUSR1)\n"
+        "    time.sleep(1)\n"
+        "if 'next' in sys.argv:\n"
+        f"    pathlib.Path({str(tmp_path / 'next')!r}).write_text(' '.join(sys.argv))\n"
+    )
+    python.write_text(text)
+    config = JobscriptConfig(scheduler=scheduler, jobs=5)
+    run_script(text_of(config, []), tmp_path, tmp_path, [])
+    assert "--status 75 --out-of-time" in (tmp_path / "next").read_text()
+    assert not seen.exists()
+
+
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
 def test_without_python_where_it_should_be_the_script_says_so(
     scheduler: Any, tmp_path: Path
 ) -> None:

@@ -4,7 +4,9 @@ while [[ -z $out_of_time ]]; do
     run python -m mpitrain hostfile --gpus ignore --probe{{at_most}} \
         --output "$hosts" -- mpirun "${options[@]}"
 {{mpirun}}
-    if [[ $status == 0 && -z $out_of_time ]]; then
+    if [[ -n $out_of_time ]]; then
+        status=75  # nothing was started, and nothing has failed
+    elif [[ $status == 0 ]]; then
         run mpirun "${options[@]}" --hostfile "$hosts" \
             python -m mpitrain "${training[@]}"
     fi
