@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import io
 import os
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -69,7 +70,7 @@ def read_flags(
         given, left = before.parse_known_args(list(words))
     flags: list[str] = []
     for file in given.config:
-        from_file = flags_from_yaml(file)
+        from_file = flags_from_yaml(file, list_fields(kind))
         parse(from_file, f"--config {file}")  # so that the file is named
         flags += from_file
     return parse(flags + left, None)
@@ -142,11 +143,19 @@ def plain(text: str) -> str:
     return re.sub(r"\x1b\[[0-9;]*m", "", text)
 
 
-def flags_from_yaml(file: Path) -> list[str]:
+def list_fields(kind: Any) -> frozenset[str]:
+    """Name the fields of a configuration that take several values."""
+    return frozenset(
+        it.name for it in dataclasses.fields(kind) if isinstance(it.default, tuple)
+    )
+
+
+def flags_from_yaml(file: Path, lists: Collection[str] = ()) -> list[str]:
     """Read a YAML file of fields as the flags that say the same.
 
     Args:
         file: A mapping of field names to values, such as a run's ``config.yaml``.
+        lists: The fields that take several values.
 
     Returns:
         Flags with their values.
@@ -173,9 +182,18 @@ def flags_from_yaml(file: Path) -> list[str]:
             flags.append(flag if value else "--no-" + flag[2:])
         elif isinstance(value, str | int | float) or value is None:
             flags += [flag, str(value)]
+        elif name in lists and _are_simple(value):
+            flags += [flag, *map(str, value)]
         else:
             raise UsageError(
                 f"--config {file}: {name} is a {type(value).__name__}; "
                 "expected a number, a word, true, false or null"
             )
     return flags
+
+
+def _are_simple(values: object) -> bool:
+    """Whether it is a list of numbers and words, each of which a flag can have."""
+    return isinstance(values, list) and all(
+        isinstance(it, str | int | float) and not isinstance(it, bool) for it in values
+    )

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
 
-from mpitrain.record.events import Epoch, Listener, StepRow
+from mpitrain.record.events import Epoch, Listener, Pace, StepRow
+from mpitrain.record.progress import Progress, epoch_line
 from mpitrain.world import World, in_runs
 
 if TYPE_CHECKING:
     from tqdm import tqdm
+
+
+LINE_SECONDS = 60.0
+"""An epoch that lasts longer has lines between."""
 
 
 class Console(Listener, Protocol):
@@ -21,16 +27,26 @@ class Console(Listener, Protocol):
     def say(self, line: str) -> None:
         """Print a line."""
 
+    def standing(self) -> str:
+        """Say how it goes."""
+
     def __enter__(self) -> Self: ...
 
     def __exit__(self, *error: object) -> None: ...
 
 
 class Lines:
-    """A line per epoch, as a batch job's log wants it."""
+    """Lines, as a batch job's log wants them: for each epoch, and in long ones between.
 
-    def __init__(self, num_epochs: int) -> None:
+    Args:
+        num_epochs: Epochs of the training.
+        progress: Puts into words how it goes.
+    """
+
+    def __init__(self, num_epochs: int, progress: Progress | None = None) -> None:
         self._num_epochs = num_epochs
+        self._progress = progress or Progress()
+        self._said_at = time.monotonic()
 
     def __enter__(self) -> Self:
         return self
@@ -42,33 +58,53 @@ class Lines:
         """Print a line."""
         print(line, flush=True)
 
+    def standing(self) -> str:
+        """Say how it goes."""
+        return self._progress.in_words()
+
     def step_done(self, step: int) -> None:
         """Say nothing."""
 
     def rows_done(self, rows: Sequence[StepRow]) -> None:
-        """Say nothing."""
+        """Note them."""
+        self._progress.rows_done(rows)
+
+    def pace_done(self, pace: Pace) -> None:
+        """Print a line if there was none for long."""
+        self._progress.pace_done(pace)
+        if time.monotonic() - self._said_at > LINE_SECONDS:
+            self._said_at = time.monotonic()
+            self.say(
+                f"at step {pace.step} of epoch {pace.epoch}/{self._num_epochs} | "
+                f"{self._progress.in_words()}"
+            )
 
     def epoch_done(self, epoch: Epoch) -> None:
         """Print the epoch's line."""
+        self._said_at = time.monotonic()
+        self._progress.epoch_done(epoch)
         self.say(epoch_line(epoch, self._num_epochs))
 
 
 class Bar(Lines):
     """A progress bar over all steps, with the epochs' lines above it."""
 
-    def __init__(self, num_epochs: int, num_steps: int | None, done: int) -> None:
-        super().__init__(num_epochs)
+    def __init__(self, num_epochs: int, progress: Progress | None = None) -> None:
+        super().__init__(num_epochs, progress)
         from tqdm import tqdm
 
         self._bar: tqdm[Any] = tqdm(
-            total=num_steps,
-            initial=done,
+            total=self._progress.num_steps,
+            initial=self._progress.done,
             unit="step",
             file=sys.stdout,
             ncols=terminal_columns(),
             nrows=20,  # a rank's terminal says it has no rows, and tqdm would hide
             leave=False,
             mininterval=0.2,
+            bar_format="{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt}{desc}"
+            if self._progress.num_steps
+            else "{n_fmt} steps{desc}",
         )
 
     def say(self, line: str) -> None:
@@ -78,32 +114,33 @@ class Bar(Lines):
 
     def step_done(self, step: int) -> None:
         """Move the bar."""
-        self._bar.update()
+        self._bar.update(step - self._bar.n)
+
+    def pace_done(self, pace: Pace) -> None:
+        """Tell how it goes, beside the bar."""
+        self._progress.pace_done(pace)
+        words = self._progress.in_words()
+        self._bar.set_description_str(f" | {words}", refresh=False)
 
     def __exit__(self, *error: object) -> None:
         self._bar.close()
 
 
 def open_console(
-    progress: Literal["auto", "bar", "lines"],
-    num_epochs: int,
-    num_steps: int | None,
-    done: int = 0,
+    progress: Literal["auto", "bar", "lines"], num_epochs: int, told: Progress
 ) -> Console:
     """Choose how to show progress.
 
     Args:
         progress: What was asked; ``"auto"``: a bar where a person watches.
         num_epochs: Epochs of the training.
-        num_steps: Steps of the training; ``None``: not known.
-        done: Steps that earlier jobs have done.
+        told: Puts into words how it goes.
 
     Returns:
         The console.
     """
-    if progress == "bar" or (progress == "auto" and terminal_path() is not None):
-        return Bar(num_epochs, num_steps, done)
-    return Lines(num_epochs)
+    is_bar = progress == "bar" or (progress == "auto" and terminal_path() is not None)
+    return Bar(num_epochs, told) if is_bar else Lines(num_epochs, told)
 
 
 def terminal_path() -> str | None:
@@ -195,37 +232,4 @@ def devices_in_words(devices: Sequence[str], gpus: Sequence[str] = ()) -> str:
     return ", ".join(
         word if words.count(word) == 1 else f"{words.count(word)} GPUs, each as {word}"
         for word in dict.fromkeys(words)
-    )
-
-
-def epoch_line(epoch: Epoch, num_epochs: int) -> str:
-    """Word what an epoch came to, in fixed fields."""
-    width = len(str(num_epochs))
-    rate = epoch.train_samples / epoch.steps_seconds
-    losses = {"train_loss": epoch.train_loss}
-    losses |= {f"val_{name}": value for name, value in epoch.values.items()}
-    fields = [
-        f"{epoch.stage if epoch.stage != 'train' else 'epoch'} "
-        f"{epoch.epoch:{width}}/{num_epochs}",
-        f"step {epoch.step}",
-        in_words(losses),
-        f"{epoch.epoch_seconds:.2f} s",
-        f"{rate:,.0f} samples/s",
-    ]
-    if epoch.skipped_samples:
-        fields.append(f"{epoch.skipped_samples} samples skipped")
-    if epoch.skipped_steps:
-        fields.append(f"{epoch.skipped_steps} steps skipped")
-    return " | ".join(fields)
-
-
-def in_words(values: Mapping[str, float]) -> str:
-    """Show values by name, shares as per cent.
-
-    >>> in_words({"val_loss": 0.25, "val_accuracy": 0.5})
-    'val_loss 0.2500 | val_accuracy 50.00%'
-    """
-    return " | ".join(
-        f"{name} {value:.2%}" if name.endswith("accuracy") else f"{name} {value:.4f}"
-        for name, value in values.items()
     )

@@ -24,6 +24,43 @@ class StepRow:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Pace:
+    """How fast some steps were, in wall time. Equal on all ranks."""
+
+    epoch: int
+    """Their epoch, from 1."""
+    step: int
+    """The number of the last, from 1, over all epochs."""
+    num_steps: int
+    """How many there were."""
+    num_samples: int
+    """Samples in them, counted over all ranks."""
+    seconds: float
+    """All their time: of the rank that took longest."""
+    data_seconds: float
+    """Waiting for samples: mean of the ranks."""
+    compute_seconds: float
+    """Forward and backward: mean of the ranks."""
+    communication_seconds: float
+    """Letting gradients meet after the backward pass, once the last rank is there."""
+    wait_seconds: float
+    """Waiting for that rank: mean of the ranks."""
+    slowest_rank: int
+    """Which was the last in most of the steps; -1 for a world of one."""
+    slowest_steps: int
+    """In how many steps it was the last."""
+    late_seconds: float
+    """How much later it was in those than the rank in the middle, in sum."""
+    gpu_bytes: int | None = None
+    """Most memory of a GPU that a rank has held; ``None`` without GPUs."""
+
+    @property
+    def samples_per_second(self) -> float:
+        """Samples per second, over all ranks."""
+        return self.num_samples / self.seconds
+
+
+@dataclass(frozen=True, kw_only=True)
 class Epoch:
     """What one epoch came to. Equal on all ranks, but for the time."""
 
@@ -51,6 +88,11 @@ class Epoch:
     epoch_seconds: float
     """Wall time of the epoch on this rank, evaluation included."""
 
+    @property
+    def samples_per_second(self) -> float:
+        """Samples per second of its steps, over all ranks."""
+        return self.train_samples / self.steps_seconds
+
 
 Progress = Callable[[str], object]
 """Tells the watchdog what a rank does next, and so that it is alive."""
@@ -65,6 +107,9 @@ class Listener(Protocol):
     def rows_done(self, rows: Sequence[StepRow]) -> None:
         """Hear what steps came to: those since the last call, of one epoch."""
 
+    def pace_done(self, pace: Pace) -> None:
+        """Hear how fast those steps were that `rows_done` has just told of."""
+
     def epoch_done(self, epoch: Epoch) -> None:
         """Hear what an epoch came to; `rows_done` has told of all its steps."""
 
@@ -78,5 +123,35 @@ class Silent:
     def rows_done(self, rows: Sequence[StepRow]) -> None:
         """Do nothing."""
 
+    def pace_done(self, pace: Pace) -> None:
+        """Do nothing."""
+
     def epoch_done(self, epoch: Epoch) -> None:
         """Do nothing."""
+
+
+class Listeners:
+    """Several listeners, told one after the other."""
+
+    def __init__(self, *listeners: Listener) -> None:
+        self._listeners = listeners
+
+    def step_done(self, step: int) -> None:
+        """Tell all of them."""
+        for one in self._listeners:
+            one.step_done(step)
+
+    def rows_done(self, rows: Sequence[StepRow]) -> None:
+        """Tell all of them."""
+        for one in self._listeners:
+            one.rows_done(rows)
+
+    def pace_done(self, pace: Pace) -> None:
+        """Tell all of them."""
+        for one in self._listeners:
+            one.pace_done(pace)
+
+    def epoch_done(self, epoch: Epoch) -> None:
+        """Tell all of them."""
+        for one in self._listeners:
+            one.epoch_done(epoch)

@@ -8,6 +8,7 @@ import logging
 import math
 import os
 import queue
+import sys
 import threading
 from collections.abc import Mapping
 from datetime import datetime
@@ -62,11 +63,23 @@ def start_logging(log: TextIO, *, is_rank_zero: bool) -> LogFile:
     to_file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     logger.addHandler(to_file)
     if is_rank_zero:
-        to_screen = logging.StreamHandler()
+        to_screen = Screen()
         to_screen.setLevel(logging.WARNING)
         to_screen.setFormatter(logging.Formatter("warning: %(message)s"))
         logger.addHandler(to_screen)
     return to_file
+
+
+class Screen(logging.StreamHandler[TextIO]):
+    """Writes to standard error, beside a progress bar if there is one."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write a record."""
+        bars = sys.modules.get("tqdm")
+        if bars is None:
+            super().emit(record)
+        else:  # it takes the bar away before, and draws it again
+            bars.tqdm.write(self.format(record), file=sys.stderr)
 
 
 class LogFile(logging.Handler):
@@ -116,10 +129,10 @@ class LogFile(logging.Handler):
             self._log.write(text + "\n")
 
 
-def write_whole(path: Path, text: str) -> None:
+def write_whole(path: Path, data: str | bytes) -> None:
     """Write a file so that readers see the old or the new one, never a part."""
     beside = path.with_name(f".{path.name}.{os.getpid()}")
-    beside.write_text(text)
+    beside.write_bytes(data.encode() if isinstance(data, str) else data)
     os.replace(beside, path)
 
 
@@ -142,8 +155,13 @@ def finite(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def read_result(run_dir: Path) -> dict[str, Any]:
     """Read ``result.json``; nothing where it cannot be read."""
+    return read_json(run_dir / "result.json")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON file of one object; nothing where it cannot be read."""
     try:
-        found = json.loads((run_dir / "result.json").read_text())
-    except (OSError, ValueError):
+        found = json.loads(path.read_text(errors="replace"))
+    except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}

@@ -1,93 +1,215 @@
-"""``metrics.jsonl``: one JSON object a line, whatever the disk does meanwhile."""
+"""Reads ``metrics.jsonl``, also while it is still being written. Imports no torch."""
 
 from __future__ import annotations
 
-import json
-import os
-import threading
+import contextlib
+import math
+from array import array
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 from pathlib import Path
+from typing import Any
 
-from mpitrain.record.folder import finite
+from mpitrain.record.events import Epoch, Pace
+from mpitrain.record.growing import GrowingFile
 
-RETRY_SECONDS = 1.0
-"""How soon a disk that took nothing is tried again."""
+WRONG = (KeyError, TypeError, ValueError, IndexError, ArithmeticError)
+"""What comes of a line that is JSON, and not what was expected."""
+
+
+@dataclass(kw_only=True)
+class Steps:
+    """What steps came to: a column each, ascending by step."""
+
+    step: array[int] = field(default_factory=lambda: array("q"))
+    epoch: array[int] = field(default_factory=lambda: array("q"))
+    loss: array[float] = field(default_factory=lambda: array("d"))
+    """Mean per sample; not a number where it was not finite."""
+    lr: array[float] = field(default_factory=lambda: array("d"))
+    gradient_norm: array[float] = field(default_factory=lambda: array("d"))
+
+    def add(self, row: Mapping[str, Any]) -> None:
+        """Take in a line."""
+        step, epoch = int(row["step"]), int(row["epoch"])
+        names = ("train_loss", "lr", "gradient_norm")
+        loss, lr, norm = (number(row[name]) for name in names)
+        self.step.append(step)
+        self.epoch.append(epoch)
+        self.loss.append(loss)
+        self.lr.append(lr)
+        self.gradient_norm.append(norm)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimedPace(Pace):
+    """How fast some steps were, and when that was."""
+
+    time: float
+    """At their end, seconds since 1970."""
+    seconds_left: float | None = None
+    """Until a time limit stops it, from then on; ``None``: there is none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Began:
+    """A job that has begun to train."""
+
+    time: float
+    """Seconds since 1970."""
+    world_size: int
+    num_nodes: int
+    start_seconds: float
+    total_steps: int | None
+    """Of the whole training; ``None``: not known."""
+    num_epochs: int
+    steps_per_epoch: int | None
+    global_batch_size: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpochEnd(Epoch):
+    """What an epoch came to, and when that was."""
+
+    time: float | None
+    """Seconds since 1970."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WentOn:
+    """Where a job went on from a checkpoint."""
+
+    time: float | None
+    """Seconds since 1970."""
+    step: int
+    epoch: int
+    world_size: int
+    checkpoint: str
+    """The name of its folder."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Saved:
+    """What became of a checkpoint."""
+
+    step: int
+    """Steps that are in it."""
+    time: float | None
+    """When it was there, seconds since 1970."""
+    copy_seconds: float | None = None
+    """How long it held up the training; ``None``: not known."""
+    write_seconds: float | None = None
+    """From its begin to its end; ``None``: not known."""
+    why_not: str = ""
+    """Why it is not there; empty if it was."""
 
 
 class Metrics:
-    """Writes the lines, in a thread: where the disk takes none, they wait.
+    """What ``metrics.jsonl`` tells: along the way to the last weights, each step once.
 
     Args:
-        run_dir: The run folder.
-        keep_bytes: What of the file stays; the rest is of steps that are not gone on
-            from.
+        path: The file.
+
+    Attributes:
+        test: The values on the test set by name; empty before it was asked.
     """
 
-    def __init__(self, run_dir: Path, keep_bytes: int = 0) -> None:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC
-        self._descriptor = os.open(run_dir / "metrics.jsonl", flags, 0o666)
-        self._end = min(os.fstat(self._descriptor).st_size, keep_bytes)
-        os.ftruncate(self._descriptor, self._end)
-        self._waiting = b""
-        self._error: OSError | None = None
-        self._is_closed = False
-        self._changed = threading.Condition()
-        threading.Thread(target=self._run, name="metrics", daemon=True).start()
+    def __init__(self, path: Path) -> None:
+        self._file = GrowingFile(path)
+        self._clear()
 
-    def write(self, event: str, **values: object) -> None:
-        """Add a line; floats are written whole, so that they read back as they were."""
-        row = finite({"event": event, **values})
-        line = json.dumps(row, allow_nan=False).encode() + b"\n"
-        with self._changed:
-            self._waiting += line
-            self._changed.notify_all()
+    def _clear(self) -> None:
+        self.steps = Steps()
+        self.paces: list[TimedPace] = []
+        self.epochs: list[EpochEnd] = []
+        self.began: list[Began] = []
+        self.went_on: list[WentOn] = []
+        self.saved: list[Saved] = []
+        self.test: dict[str, float] = {}
 
-    def num_bytes(self) -> int:
-        """Return how long the file will be when no line waits any more."""
-        with self._changed:
-            return self._end + len(self._waiting)
+    def update(self) -> bool:
+        """Read what is new; tell whether what was told before no longer holds."""
+        was_cut = self._file.was_cut()
+        if was_cut:
+            self._clear()
+        for rows in self._file.blocks():
+            for row in rows:
+                with contextlib.suppress(*WRONG):
+                    self._add(row)
+        return was_cut
 
-    def sync(self) -> None:
-        """Let all lines reach the disk.
+    def changed_at(self) -> float | None:
+        """Return when the file was written last, seconds since 1970."""
+        return self._file.changed_at()
 
-        Raises:
-            OSError: They do not.
-        """
-        with self._changed:
-            self._error = None
-            self._changed.wait_for(lambda: self._error or not self._waiting)
-            if self._error is not None:
-                raise self._error
-        os.fsync(self._descriptor)
+    def _add(self, row: Mapping[str, Any]) -> None:
+        match row["event"]:
+            case "step":
+                self.steps.add(row)
+            case "pace":
+                self.paces.append(made(TimedPace, row))
+            case "epoch":
+                self.epochs.append(_epoch(row))
+            case "begin":
+                self.began.append(made(Began, row))
+            case "resume":
+                self.went_on.append(made(WentOn, {"time": None, **row}))
+            case "checkpoint":
+                self.saved.append(made(Saved, row))
+            case "test":
+                self.test = _values(row, "test_")
 
-    def close(self) -> None:
-        """Close the file.
 
-        Raises:
-            OSError: Lines still waited, and could not be written.
-        """
-        try:
-            self.sync()
-        finally:
-            with self._changed:
-                self._is_closed = True
-                self._changed.notify_all()
+def number(value: float | None) -> float:
+    """Return a number as it was before it became JSON, which knows finite ones alone.
 
-    def _run(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._waiting or self._is_closed)
-                if self._is_closed:
-                    os.close(self._descriptor)
-                    return
-                data, place = self._waiting, self._end
-            error, num = None, 0
-            try:
-                num = os.pwrite(self._descriptor, data, place)
-            except OSError as failed:
-                error = failed
-            with self._changed:
-                self._waiting, self._end = self._waiting[num:], place + num
-                self._error = error
-                self._changed.notify_all()
-                if error is not None:
-                    self._changed.wait_for(lambda: self._is_closed, RETRY_SECONDS)
+    >>> number(None), number(1)
+    (nan, 1.0)
+    """
+    return math.nan if value is None else float(value)
+
+
+def made(kind: Any, row: Mapping[str, Any]) -> Any:
+    """Make a dataclass of those of a line's values that it knows.
+
+    Raises:
+        ValueError, TypeError: Values are missing, or of another kind.
+    """
+    values = {}
+    for it in fields(kind):
+        name, _, optional = str(it.type).partition(" | ")
+        if it.name in row:
+            value = row[it.name]
+            is_left = name not in CASTS or (optional and value is None)
+            values[it.name] = value if is_left else CASTS[name](value)
+    return kind(**values)
+
+
+def _epoch(row: Mapping[str, Any]) -> EpochEnd:
+    rate, num = number(row["samples_per_second"]), int(row["train_samples"])
+    return EpochEnd(
+        time=row.get("time"),
+        stage=str(row.get("stage", "train")),
+        epoch=int(row["epoch"]),
+        step=int(row["step"]),
+        train_loss=number(row["train_loss"]),
+        train_samples=num,
+        values=_values(row, "val_"),
+        val_samples=int(row["val_samples"]),
+        skipped_samples=int(row["skipped_samples"]),
+        skipped_steps=int(row["skipped_steps"]),
+        # All of its steps may have been skipped: then the rate does not tell.
+        steps_seconds=num / rate if num else number(row["epoch_seconds"]),
+        epoch_seconds=number(row["epoch_seconds"]),
+    )
+
+
+def _values(row: Mapping[str, Any], prefix: str) -> dict[str, float]:
+    return {
+        name.removeprefix(prefix): number(value)
+        for name, value in row.items()
+        if name.startswith(prefix) and not name.endswith("_samples")
+    }
+
+
+CASTS: Mapping[str, Any] = {"int": int, "float": number, "str": str}
+"""By the name of a field's type."""

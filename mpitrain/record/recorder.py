@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from mpitrain.record.console import Console, Lines, in_words
-from mpitrain.record.events import Epoch, StepRow
-from mpitrain.record.folder import read_result, write_json
-from mpitrain.record.metrics import Metrics
+from mpitrain.record.console import Console, Lines
+from mpitrain.record.events import Epoch, Pace, StepRow
+from mpitrain.record.folder import finite, read_result, write_json
+from mpitrain.record.lines import JsonLines
+from mpitrain.record.progress import SecondsLeft, finished_words, in_words
 from mpitrain.world import World
 
 
@@ -25,6 +28,7 @@ class Recorder:
 
     Attributes:
         console: The screen.
+        seconds_left: Tells how long until a time limit stops the training.
     """
 
     def __init__(
@@ -35,8 +39,11 @@ class Recorder:
         before: Mapping[str, Any] | None = None,
     ) -> None:
         self.console: Console = Lines(0)
+        self.seconds_left: SecondsLeft = lambda: None
         self._run_dir = run_dir
-        self._metrics = Metrics(run_dir, before["metrics_bytes"] if before else 0)
+        self._metrics = JsonLines(
+            run_dir / "metrics.jsonl", before["metrics_bytes"] if before else 0
+        )
         values = before["values"] if before else {}
         self._result: dict[str, Any] = {
             "status": "running",
@@ -55,6 +62,12 @@ class Recorder:
         # writes into it, too (`fail`), and must not be written over.
         write_json(run_dir / "result.json", self._result)
 
+    def _write(self, event: str, **values: object) -> None:
+        self._metrics.write(finite({"event": event, **values}))
+
+    def _write_timed(self, event: str, **values: object) -> None:
+        self._write(event, time=round(time.time(), 3), **values)
+
     def state(self) -> dict[str, Any]:
         """Return what a later job must know to go on with this record."""
         own = ("status", "world_size", "num_nodes", "backend", "start_seconds")
@@ -65,10 +78,38 @@ class Recorder:
         """Let what `state` tells of reach the disk; in any thread."""
         self._metrics.sync()
 
+    def begin(self, **plan: int | None) -> None:
+        """Write that a job begins to train.
+
+        Args:
+            plan: How much there is to do; ``None``: not known.
+        """
+        told = ("world_size", "num_nodes", "start_seconds")
+        self._write_timed("begin", **{it: self._result[it] for it in told}, **plan)
+
+    def checkpoint_done(
+        self, step: int, copy_seconds: float, write_seconds: float, why_not: str = ""
+    ) -> None:
+        """Write what became of a checkpoint.
+
+        Args:
+            step: Steps that are in it.
+            copy_seconds: How long it held up the training.
+            write_seconds: From its begin to its end.
+            why_not: Why it is not there; empty if it is.
+        """
+        self._write_timed(
+            "checkpoint",
+            step=step,
+            copy_seconds=round(copy_seconds, 6),
+            write_seconds=round(write_seconds, 6),
+            **({"why_not": why_not} if why_not else {}),
+        )
+
     def go_on(self, step: int, epoch: int, checkpoint: Path) -> None:
         """Write that the training goes on from a checkpoint."""
         world_size = self._result["world_size"]
-        self._metrics.write(
+        self._write_timed(
             "resume",
             step=step,
             epoch=epoch,
@@ -94,20 +135,30 @@ class Recorder:
 
     def rows_done(self, rows: Sequence[StepRow]) -> None:
         """Write a line per step."""
-        for row in rows:
+        self.console.rows_done(rows)
+        for row in rows:  # by hand: json takes ten times as long, and they are many
             self._metrics.write(
-                "step",
-                epoch=row.epoch,
-                step=row.step,
-                train_loss=row.loss,
-                lr=row.lr,
-                gradient_norm=row.gradient_norm,
+                f'{{"event": "step", "epoch": {row.epoch}, "step": {row.step}, '
+                f'"train_loss": {_number(row.loss)}, "lr": {_number(row.lr)}, '
+                f'"gradient_norm": {_number(row.gradient_norm)}}}'
             )
+
+    def pace_done(self, pace: Pace) -> None:
+        """Write a line for how fast steps were."""
+        values = {
+            name: round(value, 6) if isinstance(value, float) else value
+            for name, value in asdict(pace).items()
+        }
+        left = self.seconds_left()
+        if left is not None:
+            values["seconds_left"] = round(left)
+        self._write_timed("pace", **values)
+        self.console.pace_done(pace)
 
     def epoch_done(self, epoch: Epoch) -> None:
         """Write a line for the epoch."""
         values = {f"val_{name}": value for name, value in epoch.values.items()}
-        self._metrics.write(
+        self._write_timed(
             "epoch",
             stage=epoch.stage,
             epoch=epoch.epoch,
@@ -119,7 +170,7 @@ class Recorder:
             skipped_samples=epoch.skipped_samples,
             skipped_steps=epoch.skipped_steps,
             epoch_seconds=epoch.epoch_seconds,
-            samples_per_second=epoch.train_samples / epoch.steps_seconds,
+            samples_per_second=epoch.samples_per_second,
         )
         self._result.update(
             values,
@@ -136,7 +187,7 @@ class Recorder:
     ) -> None:
         """Write how good the finished model is on the test set."""
         named = {f"test_{name}": value for name, value in values.items()}
-        self._metrics.write(
+        self._write(
             "test", **named, test_samples=num_samples, skipped_samples=num_skipped
         )
         skipped = self._result["skipped_samples"] + num_skipped
@@ -155,20 +206,13 @@ class Recorder:
         )
 
 
-def finished_words(result: Mapping[str, Any]) -> str:
-    """Sum up a finished run.
+def _number(value: float) -> str:
+    """Write a number for JSON, which knows finite ones alone.
 
-    >>> finished_words({"val_loss": 0.5, "epochs": 1, "train_seconds": 2.0})
-    'finished: val_loss 0.5000 after 1 epoch, 2.0 s of training'
+    >>> _number(0.1), _number(float("nan"))
+    ('0.1', 'null')
     """
-    epochs = result["epochs"]
-    best = "val_accuracy" if "val_accuracy" in result else "val_loss"
-    value = result[best]
-    return (
-        f"finished: {in_words({best: math.nan if value is None else value})} after "
-        f"{epochs} epoch{'s' * (epochs != 1)}, "
-        f"{result['train_seconds']:.1f} s of training"
-    )
+    return repr(float(value)) if math.isfinite(value) else "null"
 
 
 def fail(run_dir: Path, message: str) -> None:

@@ -11,6 +11,7 @@ import json
 import os
 import secrets
 import socket
+import struct
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -181,6 +182,32 @@ def _lock(path: Path) -> bool:
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, who.encode(), 0)
     return True
+
+
+def is_held(path: Path) -> bool | None:
+    """Tell whether a job writes into a run folder, without disturbing it.
+
+    Returns:
+        Whether it holds the run's lock; ``None`` where the file system has none.
+    """
+    try:
+        with (path / LOCK).open("rb") as file:
+            # Whether one could read there: type, whence, start, length, process.
+            asked = struct.pack("hhqqi", fcntl.F_RDLCK, os.SEEK_SET, 0, 0, 0)
+            found = fcntl.fcntl(file.fileno(), fcntl.F_GETLK, asked)
+    except OSError:
+        return None
+    kind: int = struct.unpack("hhqqi", found)[0]
+    return kind != fcntl.F_UNLCK
+
+
+def lock_host(path: Path) -> str:
+    """Return the host whose process took a run's lock last; empty if nobody knows."""
+    try:
+        words = (path / LOCK).read_text().split()
+    except (OSError, UnicodeDecodeError):
+        return ""
+    return words[3].rstrip(",") if len(words) > 3 else ""  # "process N on HOST, since"
 
 
 def is_finished(path: Path) -> dict[str, Any] | None:

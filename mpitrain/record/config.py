@@ -1,0 +1,56 @@
+"""Where a training is logged beside its run folder's own record; the flags."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from tyro.conf import arg
+
+from mpitrain.errors import UsageError
+from mpitrain.plugins import is_reference
+
+LOGGERS = ("csv", "tensorboard", "wandb")
+"""Those that are known by name."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogConfig:
+    """Who is told how a training goes, beside its own record."""
+
+    log: Annotated[tuple[str, ...], arg(metavar="NAME [NAME ...]")] = ()
+    """Loggers beside metrics.jsonl: csv, tensorboard, wandb, or
+    package.module:callable of one's own. Default: none."""
+    log_every_steps: int = 10
+    """Loggers are told of each step whose number this divides, and of all
+    epochs. metrics.jsonl has every step."""
+    wandb_project: str | None = None
+    """Project of wandb's that the run is in. Default: WANDB_PROJECT, or mpitrain."""
+    wandb_group: str | None = None
+    """Group of the run. Default: none; with --wandb-all-ranks its name."""
+    wandb_tags: Annotated[tuple[str, ...], arg(metavar="TAG [TAG ...]")] = ()
+    """Tags of the run."""
+    wandb_all_ranks: bool = False
+    """Each rank is a run of its own, in one group; else rank zero alone."""
+
+    profile: int = 0
+    """Trace so many steps of every rank by torch.profiler, after the first 5 of
+    the job, into profile/ in the run folder. 0: none."""
+
+    def __post_init__(self) -> None:
+        if self.profile < 0:
+            raise UsageError(f"--profile must be at least 0, found {self.profile}")
+        for name in self.log:
+            if name not in LOGGERS and not is_reference(name):
+                raise UsageError(
+                    f"--log {name!r} is not known; expected {', '.join(LOGGERS)}, or "
+                    "package.module:callable for a logger of your own"
+                )
+            if self.log.count(name) > 1:
+                raise UsageError(f"--log names {name!r} twice; expected it once")
+        if self.log_every_steps < 1:
+            raise UsageError(
+                f"--log-every-steps must be at least 1, found {self.log_every_steps}"
+            )
+        if self.wandb_all_ranks and "wandb" not in self.log:
+            raise UsageError("--wandb-all-ranks needs --log wandb")

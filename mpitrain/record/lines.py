@@ -1,0 +1,164 @@
+"""Files of JSON lines, whatever the disk does meanwhile. Imports no torch."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+logger = logging.getLogger("mpitrain")
+
+MOST_WAITING = 500_000
+"""Lines that may wait for the disk: some 100 MB."""
+
+LINE_BYTES = 200
+"""Of a line, about."""
+
+WRITE_SECONDS = 0.5
+"""How often what has come is written, and a disk that took nothing is tried again."""
+
+
+class JsonLines:
+    """Writes lines, in a thread: where the disk takes none, they wait.
+
+    Args:
+        path: The file.
+        keep_bytes: What of it stays, if it is there; ``None``: all.
+    """
+
+    def __init__(self, path: Path, keep_bytes: int | None = None) -> None:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC
+        self._path = path
+        self._descriptor = os.open(path, flags, 0o666)
+        size = os.fstat(self._descriptor).st_size
+        self._end = size if keep_bytes is None else min(size, keep_bytes)
+        os.ftruncate(self._descriptor, self._end)
+        self._waiting = b"" if self._ends_a_line() else b"\n"
+        self._values: list[Mapping[str, Any] | str] = []
+        self._error: OSError | None = None
+        self._num_dropped = 0
+        self._is_wanted = False
+        self._is_closed = False
+        self._changed = threading.Condition()
+        threading.Thread(target=self._run, name=path.stem, daemon=True).start()
+
+    def write(self, value: Mapping[str, Any] | str) -> None:
+        """Add a line; floats are written whole, so that they read back as they were.
+
+        Costs a microsecond; it is on the disk within a second, if that takes it.
+
+        Args:
+            value: What JSON can hold, without numbers that are not finite, and yours no
+                more; or the line itself.
+        """
+        with self._changed:
+            if len(self._values) + len(self._waiting) / LINE_BYTES < MOST_WAITING:
+                self._values.append(value)
+                return
+            self._num_dropped += 1
+            if self._num_dropped > 1:
+                return
+        logger.warning(
+            "%s: the disk takes nothing, and %d lines wait; what comes now is dropped "
+            "until it does. Training goes on",
+            *(self._path, MOST_WAITING),
+        )
+
+    def _ends_a_line(self) -> bool:
+        """Whether the file may be gone on with: a disk may have cut its last line."""
+        with self._path.open("rb") as file:
+            file.seek(max(0, self._end - 1))
+            return file.read(1) in (b"", b"\n")
+
+    def num_bytes(self) -> int:
+        """Return how long the file will be when no line waits any more."""
+        with self._changed:
+            self._encode()
+            return self._end + len(self._waiting)
+
+    def sync(self) -> None:
+        """Let all lines reach the disk.
+
+        Raises:
+            OSError: They do not.
+        """
+        with self._changed:
+            self._hasten()
+            self._changed.wait_for(lambda: self._error or not self._waiting)
+            if self._error is not None:
+                raise self._error
+        try:
+            os.fsync(self._descriptor)
+        except OSError as error:
+            if error.errno != errno.EINVAL:  # it knows no fsync
+                raise
+
+    def close(self, patience_seconds: float | None = None) -> None:
+        """Close the file.
+
+        Args:
+            patience_seconds: How long the disk may take; what it has not taken by then
+                is lost. ``None``: for ever, and until all is on it.
+
+        Raises:
+            OSError: Lines still waited, and could not be written.
+        """
+        try:
+            if patience_seconds is None:
+                self.sync()
+            else:
+                with self._changed:
+                    self._hasten()
+                    self._changed.wait_for(
+                        lambda: self._error or not self._waiting, patience_seconds
+                    )
+        finally:
+            with self._changed:
+                self._is_closed = True
+                self._changed.notify_all()
+
+    def _hasten(self) -> None:
+        """Let the thread write at once."""
+        self._encode()
+        self._error = None
+        self._is_wanted = True
+        self._changed.notify_all()
+
+    def _encode(self) -> None:
+        values, self._values = self._values, []
+        self._waiting += "".join(
+            (it if isinstance(it, str) else json.dumps(it, allow_nan=False)) + "\n"
+            for it in values
+        ).encode()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                # Not at every line: each time the thread that trains would have to
+                # give way.
+                self._changed.wait_for(
+                    lambda: self._is_wanted or self._is_closed, WRITE_SECONDS
+                )
+                if self._is_closed:
+                    os.close(self._descriptor)
+                    return
+                self._encode()
+                self._is_wanted = False
+                data, place = self._waiting, self._end
+            if not data:
+                continue
+            error, num = None, 0
+            try:
+                num = os.pwrite(self._descriptor, data, place)
+            except OSError as failed:
+                error = failed
+            with self._changed:
+                self._waiting, self._end = self._waiting[num:], place + num
+                self._error = error
+                self._is_wanted = bool(self._waiting) and error is None
+                self._changed.notify_all()
