@@ -26,6 +26,9 @@ Statistics = tuple[tuple[float, ...], tuple[float, ...]]
 NUM_DIMENSIONS = 4
 """Of a batch of images."""
 
+ROUNDING = 1e-2
+"""How far 16 bits may be from the range of pixels."""
+
 FLIP_SHARE = 0.5
 """Share of the images that are mirrored, where any are."""
 
@@ -181,6 +184,36 @@ def of_imagenet(channels: int) -> Statistics:
         return IMAGENET_MEAN, IMAGENET_STD
     mean, std = (sum(of) / len(of) for of in (IMAGENET_MEAN, IMAGENET_STD))
     return (mean,) * channels, (std,) * channels
+
+
+def as_bytes(images: Tensor, statistics: Statistics | None) -> Tensor:
+    """Return images for people, from those that a model sees.
+
+    Args:
+        images: Floating point or uint8 `(N, C, H, W)`.
+        statistics: What was taken off; ``None``: nothing. Where pixels are outside of
+            the range 0 to 1 all the same, the least of them becomes black, and the
+            greatest white.
+
+    Returns:
+        uint8 `(N, H, W, C)`, on the CPU.
+
+    >>> as_bytes(torch.tensor([-1.0, 1.0]).view(2, 1, 1, 1), ((0.5,), (0.5,))).flatten()
+    tensor([  0, 255], dtype=torch.uint8)
+    >>> as_bytes(torch.tensor([-3.0, 1.0]).view(2, 1, 1, 1), None).flatten()
+    tensor([  0, 255], dtype=torch.uint8)
+    """
+    shown = images.detach().cpu().permute(0, 2, 3, 1)
+    if shown.dtype == torch.uint8:
+        return shown
+    shown = shown.float()
+    if statistics is not None:
+        mean, std = (torch.tensor(values) for values in statistics)
+        shown = shown * std + mean
+    least, greatest = shown.min(), shown.max()
+    if least < -ROUNDING or greatest > 1 + ROUNDING:
+        shown = (shown - least) / (greatest - least).clamp(min=ROUNDING)
+    return shown.nan_to_num().clamp(0, 1).mul(255).round().byte()
 
 
 def mean_and_std(images: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:

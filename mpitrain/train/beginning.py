@@ -12,7 +12,9 @@ import yaml
 
 from mpitrain.errors import UsageError
 from mpitrain.record.folder import write_whole
-from mpitrain.record.recorder import finished_words, shown
+from mpitrain.record.loggers.choice import refuse_missing
+from mpitrain.record.progress import finished_words
+from mpitrain.record.recorder import shown
 from mpitrain.record.runs import differences, is_finished, open_run
 from mpitrain.train.config import MAY_CHANGE, TrainConfig
 from mpitrain.train.stopping import CAN_GO_ON, STOP_FILE
@@ -45,8 +47,10 @@ def begin(config: TrainConfig) -> Beginning:
         config: What was asked.
 
     Raises:
-        UsageError: It cannot be had, or was begun with another configuration.
+        UsageError: It cannot be had, or was begun with another configuration; or a
+            library that was asked for is missing.
     """
+    refuse_missing(config)
     name = config.name
     if config.dry_run and name is not None:
         name += "-dry-run"  # the name itself is for the training

@@ -17,6 +17,7 @@ from mpitrain.errors import UsageError
 from mpitrain.flags import flat
 from mpitrain.launch.config import LaunchConfig
 from mpitrain.models.config import ModelConfig
+from mpitrain.record.config import LogConfig
 
 HANG_TIMEOUT_SECONDS = 600.0
 """How long a training may stand still where nobody says otherwise."""
@@ -51,6 +52,7 @@ MAY_CHANGE = frozenset(
         *("name", "runs_dir", "progress"),
         *(field.name for field in fields(LaunchConfig)),
         *(field.name for field in fields(CheckpointConfig)),
+        *(field.name for field in fields(LogConfig)),
         *("data_dir", "num_workers", "on_bad_sample", "on_nonfinite"),
         *("strategy", "hybrid_sharding", "cpu_offload", "shard_optimizer"),
         *("micro_batch_size", "channels_last", "activation_checkpointing", "compile"),
@@ -209,7 +211,7 @@ class StrategyConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig(
-    CheckpointConfig, StrategyConfig, LearningConfig, ModelConfig, DataConfig
+    LogConfig, CheckpointConfig, StrategyConfig, LearningConfig, ModelConfig, DataConfig
 ):
     """Train a network on every slot that mpirun started, or alone without mpirun."""
 
@@ -228,7 +230,10 @@ class TrainConfig(
     """How the ranks are started; its fields are flags like the others."""
 
     def __post_init__(self) -> None:
-        for part in (DataConfig, LearningConfig, StrategyConfig, CheckpointConfig):
+        for part in (
+            *(DataConfig, LearningConfig, StrategyConfig),
+            *(CheckpointConfig, LogConfig),
+        ):
             part.__post_init__(self)
         if self.name is not None and not re.fullmatch(r"\w[\w.+=-]*", self.name):
             raise UsageError(
@@ -264,20 +269,38 @@ class TrainConfig(
         ):
             if value != default and self.schedule != "step":
                 found.append(f"{flag}: for --schedule step")
+        if self.log_every_steps != plain.log_every_steps and not self.log:
+            found.append("--log-every-steps: there is no --log")
+        if self.profile and self.dry_run:
+            found.append("--profile: a dry run has one step")
         if self.data not in ("folder", "hdf5", "shards") and self.random_resized_crop:
             found.append(f"--random-resized-crop: not for --data {self.data}")
+        for flag, given in (
+            ("--wandb-project", self.wandb_project),
+            ("--wandb-group", self.wandb_group),
+            ("--wandb-tags", self.wandb_tags),
+        ):
+            if given and "wandb" not in self.log:
+                found.append(f"{flag}: for --log wandb")
         return found
 
     def as_plain(self, name: str) -> dict[str, Any]:
         """Return the fields as a file has them, with the name that the run has."""
         values = flat({**asdict(self), "name": name})
-        return {k: str(v) if isinstance(v, Path) else v for k, v in values.items()}
+        return {name: _plain(value) for name, value in values.items()}
 
     def as_yaml(self, name: str) -> str:
         """Write the fields as YAML, with the name that the run really has."""
         import yaml
 
         return yaml.safe_dump(self.as_plain(name), sort_keys=False)
+
+
+def _plain(value: Any) -> Any:
+    """Return what YAML and JSON can hold."""
+    if isinstance(value, tuple):
+        return list(value)
+    return str(value) if isinstance(value, Path) else value
 
 
 def _check(flag: str, value: float | None, least: float) -> None:

@@ -45,6 +45,9 @@ LAST_TRIES = (0.0, 1.0, 5.0)
 FIRST_BYTES_PER_SECOND = 100e6
 """How fast a disk is held to be before it has shown it."""
 
+LONG_WRITE_SECONDS = 30.0
+"""A checkpoint that takes less is not worth a warning, however often they come."""
+
 STOP, SAVE, RETRY, ENDED, FAILED = range(5)
 """What the ranks tell each other, of which all hear the largest.
 
@@ -77,6 +80,11 @@ class Record(Protocol):
 
     def sync(self) -> None:
         """Let what `state` tells of reach the disk; in any thread."""
+
+    def checkpoint_done(
+        self, step: int, copy_seconds: float, write_seconds: float, why_not: str = ""
+    ) -> None:
+        """Write what became of a checkpoint."""
 
 
 class Keeper:
@@ -123,6 +131,7 @@ class Keeper:
         )
         self._consensus = Consensus(world, count=FAILED + 1, kinds=EVALUATION + 1)
         self._is_due = False
+        self._is_late = self._has_warned = False
         self._is_backing_off = False
         self._num_begun = 0
         self._num_failed = 0
@@ -276,7 +285,9 @@ class Keeper:
         ]
 
     def _save_if_due(self) -> None:
-        if self._is_due and not self._saver.is_busy and not self._is_backing_off:
+        if self._is_due and self._saver.is_busy:
+            self._is_late = True
+        elif self._is_due and not self._is_backing_off:
             self._save()
 
     def _save(self) -> None:
@@ -337,9 +348,17 @@ class Keeper:
 
     def _note(self, outcome: Outcome) -> None:
         """Take in what became of a checkpoint."""
+        if self._record is not None:
+            self._record.checkpoint_done(
+                outcome.step,
+                self._saver.stall_seconds,
+                outcome.seconds,
+                outcome.why_not,
+            )
         if not outcome.why_not:
             self._save_seconds = max(self._save_seconds, outcome.seconds)
             self._failed_in_a_row = 0
+            self._warn_if_late(outcome.seconds)
             logger.info(
                 "checkpoint of step %d: %.3f s to copy, %.3f s to write",
                 *(outcome.step, self._saver.stall_seconds, outcome.seconds),
@@ -357,6 +376,19 @@ class Keeper:
                 "the checkpoint of step %d could not be written: %s; training goes on, "
                 "the next try is in %.0f s",
                 *(outcome.step, outcome.why_not, wait),
+            )
+
+    def _warn_if_late(self, seconds: float) -> None:
+        """Say, once, that checkpoints take longer than is between them."""
+        is_late = self._is_late and seconds > LONG_WRITE_SECONDS
+        self._is_late = False
+        if is_late and not self._has_warned and self._world.is_rank_zero:
+            self._has_warned = True
+            logger.warning(
+                "a checkpoint takes %.0f s to write, and the next one was due before: "
+                "they come as fast as the disk takes them. Write them less often: "
+                "--checkpoint-every-epochs, -steps, -minutes",
+                seconds,
             )
 
 

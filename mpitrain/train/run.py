@@ -21,12 +21,13 @@ from mpitrain.models.weights import LoadedWeights
 from mpitrain.plugins import is_reference
 from mpitrain.record.console import Console, open_console, world_lines
 from mpitrain.record.environment import describe
-from mpitrain.record.events import Silent
 from mpitrain.record.folder import write_json
-from mpitrain.record.recorder import Recorder, shown
+from mpitrain.record.progress import Progress
+from mpitrain.record.recorder import shown
 from mpitrain.topology import mpi_library
 from mpitrain.train.beginning import Beginning
 from mpitrain.train.config import TrainConfig
+from mpitrain.train.recording import Recording, open_recording
 from mpitrain.train.resuming import (
     blind_hosts,
     checkpoint_to_load,
@@ -67,15 +68,8 @@ def run_training(
     before = None if loader is None else loader.facts["record"]
     if loader is not None and loader.facts["run"] != begun.run_id:
         before = None  # another run's: its record stays with it
-    # Agreed, so that no rank fails, and writes so, before the record has begun.
-    recorder = job.all_or_none(
-        lambda: (
-            Recorder(run_dir, world, start_seconds, before)
-            if world.is_rank_zero
-            else None
-        ),
-        "begin the record",
-    )
+    done = loader.facts["so_far"]["num_steps"] if loader is not None else 0
+    recording = open_recording(job, begun, start_seconds, before, done)
     job.progress("loading the data")
     data = load_data(config, seed=config.seed, world=world, ranks=ranks)
     job.progress("building the model")
@@ -84,15 +78,18 @@ def run_training(
     trainer.statistics = data.statistics
     trainer.all_weights_used = not is_reference(config.model)
     trainer.progress = job.progress
-    trainer.listener = recorder or Silent()
+    recording.listen_to(trainer)
+    job.on_end(recording.times.cut)
     trainer.keeper = keeper_of(
-        trainer, begun, world, ranks, stopper, recorder, loader, data, blind
+        trainer, begun, world, ranks, stopper, recording.record, loader, data, blind
     )
     if trainer.keeper is None:
         stopper.stand_down()
     setup = trainer.set_up()
+    recording.begin(trainer)
+    recorder = recording.record
     if recorder is None:
-        return trained_and_finished(trainer, data, None, run_dir)
+        return trained_and_finished(trainer, data, recording, run_dir)
 
     environment = describe(
         world, schedulers.detect(os.environ), mpi_library(), os.environ
@@ -100,36 +97,41 @@ def run_training(
     write_json(run_dir / "environment.json", environment)
     (run_dir / "model.txt").write_text(summary_table(model) + "\n")
     plan = setup.plan
-    done = loader.facts["so_far"]["num_steps"] if loader is not None else 0
-    with open_console(
-        config.progress, plan.num_epochs, plan.total_steps, done
-    ) as console:
+    progress = Progress(plan.total_steps, done, stopper.seconds_left)
+    with open_console(config.progress, plan.num_epochs, progress) as console:
         introduce(console, setup, data, model, config, run_dir)
         if loaded is not None:
             console.say(loaded.line())
+        recorder.begin(
+            total_steps=plan.total_steps,
+            num_epochs=plan.num_epochs,
+            steps_per_epoch=plan.steps_per_epoch,
+            global_batch_size=config.global_batch_size,
+        )
         if loader is not None:
             say_going_on(console, loader, begun, recorder)
         recorder.console = console
-        return trained_and_finished(trainer, data, recorder, run_dir)
+        recorder.seconds_left = stopper.seconds_left
+        return trained_and_finished(trainer, data, recording, run_dir)
 
 
 def trained_and_finished(
-    trainer: Trainer, data: Data, recorder: Recorder | None, run_dir: Path
+    trainer: Trainer, data: Data, recording: Recording, run_dir: Path
 ) -> int:
     """Train to the end, or until it is time to stop; return the exit status.
 
     Collective over all ranks.
     """
     try:
-        trainer.fit()
+        with recording.under_way():
+            trainer.fit()
     except Stopped as stopped:
         trainer.setup.close()
         data.close()
-        if recorder is not None:
-            named = "" if trainer.config.name else f" with --name {run_dir.name}"
-            recorder.stop(str(stopped), f"the same command{named}")
+        named = "" if trainer.config.name else f" with --name {run_dir.name}"
+        recording.stop(str(stopped), f"the same command{named}", trainer.progress)
         return CAN_GO_ON
-    finish(trainer, data, recorder, run_dir)
+    finish(trainer, data, recording, run_dir)
     return 0
 
 
@@ -166,9 +168,7 @@ def build(
     )
 
 
-def finish(
-    trainer: Trainer, data: Data, recorder: Recorder | None, run_dir: Path
-) -> None:
+def finish(trainer: Trainer, data: Data, recording: Recording, run_dir: Path) -> None:
     """Write the finished model down, and judge it by the test set, if there is one.
 
     Collective over all ranks.
@@ -176,16 +176,13 @@ def finish(
     setup = trainer.setup
     trainer.progress("writing the weights")
     state = setup.whole_state()
-    if recorder is not None:
+    if recording.record is not None:
         save(state, run_dir / "model.pt")
     if data.test is not None:
         found = setup.evaluate(setup.feed_of(data.test), trainer.values)
-        skipped = setup.count_skipped()
-        if recorder is not None:
-            recorder.test_done(found.values, found.num_samples, skipped)
+        recording.test_done(found, setup.count_skipped())
     data.close()
-    if recorder is not None:
-        recorder.finish()
+    recording.finish(trainer.progress)
 
 
 def introduce(

@@ -72,6 +72,7 @@ class Setup:
         feed: What it is trained on.
         val_feed: What it is judged by.
         watch: Who looks for losses that are no numbers.
+        statistics: What is taken off images; ``None``: nothing.
     """
 
     stage: Stage
@@ -109,6 +110,7 @@ class Setup:
         is_bytes = getattr(images, "dtype", None) == torch.uint8
         if statistics is None and config.normalize == "imagenet" and is_bytes:
             statistics = of_imagenet(images.shape[1])
+        self.statistics = statistics
         self._pixels = Pixels(
             dtype=torch.float64 if config.precision == "fp64" else torch.float32,
             seed=config.seed,
@@ -224,6 +226,12 @@ class Setup:
             mixing.refuse_to_mix(self._config, "is for images, found other inputs")
         height, width = inputs.shape[-2:]
         return mixing.drawn(self._config, epoch, step, (height, width))
+
+    def gpu_bytes(self) -> int:
+        """Return the most memory of its GPU that this rank has held; 0 without one."""
+        if self.world.device == "cpu":
+            return 0
+        return int(torch.cuda.max_memory_allocated(self.world.device))
 
     def count_taken(self) -> list[int]:
         """Return how many samples all ranks have taken of each part, since last asked.

@@ -11,10 +11,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mpitrain.data.sharding import Indices
-from mpitrain.record.events import Epoch, StepRow
+from mpitrain.record.events import Epoch, Pace, StepRow
+from mpitrain.train.clock import Seconds
+from mpitrain.train.pace import pace_of, times_of
 
-GATHERED_STEPS = 4096
-"""Steps whose sums meet at once."""
+MEET_SECONDS = 2.0
+"""About how often the sums of all ranks meet, so that somebody sees them."""
+
+MOST_AT_ONCE = 512
+"""Steps whose sums meet at once, at most: they may become slower."""
+
+MOST_ROWS = 1 << 18
+"""Steps times ranks, at most: so many rows come together on every rank."""
 
 
 @dataclass(kw_only=True)
@@ -97,10 +105,18 @@ class _Taken(NamedTuple):
 
 
 class Steps:
-    """Gathers losses, learning rates and norms, step by step."""
+    """Gathers losses, learning rates, norms and times, step by step."""
 
     def __init__(self) -> None:
         self._steps: list[_Taken] = []
+        self._times: list[Seconds] = []
+        self._num_at_once = 1
+        """After how many steps the ranks' sums meet; equal on all ranks."""
+
+    @property
+    def are_due(self) -> bool:
+        """Whether it is time for the sums of all ranks to meet; equal on all ranks."""
+        return len(self._steps) >= self._num_at_once
 
     def add(
         self, losses: list[Losses], rate: float, norm: float, *, is_applied: bool
@@ -115,57 +131,84 @@ class Steps:
         """
         self._steps.append(_Taken(losses, rate, norm, is_applied))
 
-    def meet(self, so_far: SoFar) -> list[StepRow]:
+    def add_time(self, seconds: Seconds) -> None:
+        """Take in where the time of a step went; those are told later than `add`."""
+        self._times.append(seconds)
+
+    def meet(self, so_far: SoFar, gpu_bytes: int) -> tuple[list[StepRow], Pace | None]:
         """Add the sums of all ranks up, of the steps since the last call.
 
-        Collective over the default group.
+        Collective over the default group. The clock has told of all of them.
 
         Args:
             so_far: Its sums grow; its steps have been counted already.
+            gpu_bytes: Most memory of its GPU that this rank has held; 0 without one.
 
         Returns:
-            A row per step.
+            A row per step, and how fast they were; equal on all ranks.
         """
         steps, self._steps = self._steps, []
+        times, self._times = self._times, []
+        if not steps:
+            return [], None
+        of_ranks = _of_all_ranks(steps, times, gpu_bytes)
+        sums = of_ranks[0, :, :2].clone()
+        for other in of_ranks[1:]:  # in the order of the ranks, whatever they are
+            sums += other[:, :2]
         first = so_far.num_steps - len(steps) + 1
         rows: list[StepRow] = []
-        for start in range(0, len(steps), GATHERED_STEPS):
-            some = steps[start : start + GATHERED_STEPS]
-            totals = _totals([step.losses for step in some])
-            for step, (loss_sum, count) in zip(some, totals, strict=True):
-                if step.is_applied:
-                    so_far.add(loss_sum, count)
-                rows.append(
-                    StepRow(
-                        epoch=so_far.epoch,
-                        step=first + len(rows),
-                        loss=loss_sum / count,
-                        lr=step.rate,
-                        gradient_norm=step.norm,
-                    )
+        for step, (loss_sum, count) in zip(steps, sums.tolist(), strict=True):
+            if step.is_applied:
+                so_far.add(loss_sum, int(count))
+            rows.append(
+                StepRow(
+                    epoch=so_far.epoch,
+                    step=first + len(rows),
+                    loss=loss_sum / count,
+                    lr=step.rate,
+                    gradient_norm=step.norm,
                 )
-        return rows
+            )
+        pace = pace_of(
+            of_ranks[:, :, 2:].numpy(),
+            epoch=so_far.epoch,
+            step=so_far.num_steps,
+            num_samples=int(sums[:, 1].sum()),
+        )
+        at_once = round(MEET_SECONDS * pace.num_steps / pace.seconds)
+        most = min(2 * self._num_at_once, MOST_AT_ONCE, MOST_ROWS // len(of_ranks))
+        self._num_at_once = max(1, min(at_once, most))
+        return rows, pace
 
 
-def _totals(losses: list[list[Losses]]) -> list[tuple[float, int]]:
-    """Return each step's sum of losses, and how many they are, over all ranks.
+def _of_all_ranks(steps: list[_Taken], times: list[Seconds], gpu_bytes: int) -> Tensor:
+    """Tell all ranks what each of them knows of its steps.
 
-    Added up here, not step by step: that would be some kernels in every step. In the
-    order of the ranks: an all-reduce may take another for each place in what it is
-    given, and so for each number of steps.
+    Summed up here, not step by step: that would be some kernels in every step. Gathered
+    and not added up on the way: an all-reduce may take another order of the ranks for
+    each place in what it is given, and so for each number of steps.
+
+    Returns:
+        float64 `(world_size, steps, 7)` in host memory: the sum of the
+        losses, the number of samples, and then what `pace_of` wants.
     """
-    found = torch.stack([it.total for of in losses for it in of])
+    found = torch.stack([it.total for step in steps for it in step.losses])
     values = iter(found.double().tolist())
-    mine = [
-        (sum(next(values) for _ in of), float(sum(len(it.indices) for it in of)))
-        for of in losses
-    ]
-    if dist.get_world_size() > 1:
-        own = torch.tensor(mine, dtype=torch.float64, device=found.device)
-        parts = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-        dist.all_gather(parts, own)
-        total = parts[0]
-        for part in parts[1:]:
-            total += part
-        mine = total.tolist()
-    return [(loss_sum, int(count)) for loss_sum, count in mine]
+    own = torch.tensor(
+        [
+            (
+                sum(next(values) for _ in step.losses),
+                float(sum(len(it.indices) for it in step.losses)),
+                *times_of(seconds),
+                gpu_bytes,
+            )
+            for step, seconds in zip(steps, times, strict=True)
+        ],
+        dtype=torch.float64,
+    )
+    if dist.get_world_size() == 1:
+        return own[None]
+    own = own.to(found.device)
+    parts = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, own)
+    return torch.stack(parts).cpu()

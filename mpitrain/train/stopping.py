@@ -110,8 +110,16 @@ class Stopper:
             return self._signal or FILE
         if self._deadline is None:
             return 0
-        margin = min(self.margin(), MARGIN_SHARE * self._first_left)
-        return TIME if time.monotonic() > self._deadline - margin else 0
+        return TIME if time.monotonic() > self._deadline - self._margin() else 0
+
+    def seconds_left(self) -> float | None:
+        """Return how long until the time limit stops it; ``None``: there is none."""
+        if self._deadline is None:
+            return None
+        return max(0.0, self._deadline - self._margin() - time.monotonic())
+
+    def _margin(self) -> float:
+        return min(self.margin(), MARGIN_SHARE * self._first_left)
 
     def stand_down(self) -> None:
         """Stop nothing: from here on USR2 and TERM end this process, as any other."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import logging
 import warnings
 from collections.abc import Mapping, MutableMapping
@@ -27,6 +28,15 @@ DTYPES = {
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
 }
+
+_SYNC_BUFFERS = (
+    "forward_sync_buffers"
+    if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
+    else "broadcast_buffers"  # before torch 2.15
+)
+
+BROADCAST_BYTES = 250 << 20
+"""Of buffers that travel together, as DDP has it."""
 
 BatchNorm = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
@@ -120,13 +130,17 @@ class Replica:
         if config.compile:
             model.compile()
         self.module: nn.Module = model
+        self._buffers: list[Tensor] = []
         if strategy == "ddp":
             warnings.filterwarnings("ignore", message=".*find_unused_parameters=True")
+            sync_buffers: Any = {_SYNC_BUFFERS: False}  # `share_buffers` does it
             self.module = DistributedDataParallel(
                 model,
                 gradient_as_bucket_view=True,
                 find_unused_parameters=not all_used,
+                **sync_buffers,
             )
+            self._buffers = list(model.buffers())
         elif strategy == "dp":
             self.module = DataParallel(model)
 
@@ -160,6 +174,16 @@ class Replica:
             return module(inputs)
         with casting(self._config, self._world):
             return module(inputs)
+
+    def share_buffers(self) -> None:
+        """Give every rank rank zero's buffers before a step, where DDP would, too.
+
+        Collective over the default group. Not left to DDP, whose forward pass would be
+        the place where ranks wait for rank zero.
+        """
+        if self._buffers:
+            broadcast: Any = vars(dist)["_broadcast_coalesced"]  # what DDP takes
+            broadcast(dist.group.WORLD, self._buffers, BROADCAST_BYTES, 0)
 
     def synchronize_if(self, *, last: bool) -> contextlib.AbstractContextManager[None]:
         """Let the gradients of all ranks meet in the last microstep of a step only."""

@@ -13,10 +13,22 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mpitrain.data.pixels import Statistics
-from mpitrain.errors import DataError, agreed
+from mpitrain.errors import DataError, NonFiniteError, agreed
 from mpitrain.launch import init
 from mpitrain.record.console import Lines
 from mpitrain.record.events import Listener, Progress, Silent
+from mpitrain.record.times import (
+    BACKWARD,
+    CHECKPOINT,
+    COMMUNICATION,
+    DATA,
+    EVALUATION,
+    FORWARD,
+    OTHER,
+    UPDATE,
+    RankTimes,
+)
+from mpitrain.train.clock import Seconds, open_clock
 from mpitrain.train.config import TrainConfig
 from mpitrain.train.evaluate import Evaluation, per_sample_sum
 from mpitrain.train.feed import Batch, Step
@@ -59,6 +71,8 @@ class Trainer:
             range 0 to 1.
         all_weights_used: Whether every weight is known to take part in the loss.
         keeper: Writes checkpoints and stops in time; ``None``: nobody does.
+        times: Writes down where this rank's time goes; ``None``: nobody does.
+        look: Shown the batch of every microstep on this rank, until it returns true.
         so_far: How far the training has come.
     """
 
@@ -86,6 +100,8 @@ class Trainer:
         self.statistics: Statistics | None = None
         self.all_weights_used = False
         self.keeper: Keeper | None = None
+        self.times: RankTimes | None = None
+        self.look: Callable[[Batch], bool] | None = None
         self.so_far = SoFar()
         self._heard: Listener = Silent()
         self._loss = loss
@@ -199,12 +215,15 @@ class Trainer:
                 keeper.finish()
         except StopWanted as wanted:
             assert keeper
-            keeper.stop(wanted.reason)
+            try:
+                keeper.stop(wanted.reason)
+            finally:
+                self._clock.close()
+        self._clock.close()
         setup.close()
         self._is_ready = False
-        return Evaluation(
-            values=self.so_far.values, num_samples=self.so_far.val_samples
-        )
+        so_far = self.so_far
+        return Evaluation(values=so_far.values, num_samples=so_far.val_samples)
 
     def set_up(self) -> Setup:
         """Make ready for `fit`, which else does it; `world` must be known.
@@ -216,7 +235,10 @@ class Trainer:
         self.setup = Setup(self, self.world)
         self.so_far = SoFar()
         self._steps = Steps()
-        self._clock = time.perf_counter()
+        self._clock = clock = open_clock(self.world.device, self._timed)
+        if self.times is not None:
+            self.times.at_present = lambda: (clock.phase, clock.since)
+        self._began = time.perf_counter()
         self._is_ready = True
         if self.listener is None:
             is_silent = not self.world.is_rank_zero
@@ -232,35 +254,47 @@ class Trainer:
         """
         so_far, setup, keeper = self.so_far, self.setup, self.keeper
         epoch = so_far.epoch
-        updater, watch = setup.updater, setup.watch
+        updater, clock = setup.updater, self._clock
         setup.train_mode()
-        self._clock = time.perf_counter()
+        clock.end(is_step=False)
+        clock.enter(DATA)
+        self._began = time.perf_counter()
         for step in setup.steps_of(so_far):
             self._at = epoch, step.number
             rate = setup.plan.learning_rate(stage, epoch, step.number)
             updater.set_learning_rate(rate)
             updater.begin_step()
             losses = self.accumulate_gradient(step)
+            clock.enter(UPDATE)
             is_applied, norm = updater.update()
             if not is_applied:
-                watch.judge(losses, norm, updater.scale, so_far.num_steps + 1, epoch)
+                self._judge(losses, norm)
             so_far.num_steps += 1
             so_far.epoch_steps = step.number + 1
             self._steps.add(losses, rate, norm, is_applied=is_applied)
             self._heard.step_done(so_far.num_steps)
+            clock.end(is_step=True)
             if keeper:
+                clock.enter(CHECKPOINT)
                 keeper.after_step()
+            if self._steps.are_due:
+                clock.enter(OTHER)
+                self.meet()
+            clock.enter(DATA)
         self.meet()
+        clock.enter(EVALUATION)
         if not so_far.epoch_steps:
             raise agreed(DataError("none of the samples to train on could be read"))
         result = setup.evaluate(setup.val_feed, self.values, self._progress_or_stop)
         so_far.skipped_samples += setup.count_skipped()
         so_far.values, so_far.val_samples = dict(result.values), result.num_samples
-        seconds = time.perf_counter() - self._clock
+        seconds = time.perf_counter() - self._began
         self._heard.epoch_done(so_far.as_epoch(stage.name, seconds))
         so_far.begin_epoch(epoch + 1)
         if keeper:
+            clock.enter(CHECKPOINT)
             keeper.after_epoch(epoch, result.goodness)
+        clock.enter(OTHER)
 
     def meet(self) -> None:
         """Add up what the ranks' steps came to, since the last call, and tell it.
@@ -269,16 +303,38 @@ class Trainer:
         """
         so_far, setup = self.so_far, self.setup
         now = time.perf_counter()
-        so_far.steps_seconds += now - self._clock
-        self._clock = now
-        rows = self._steps.meet(so_far)
+        so_far.steps_seconds += now - self._began
+        self._began = now
+        self._clock.settle()
+        rows, pace = self._steps.meet(so_far, self.setup.gpu_bytes())
         so_far.skipped_steps += setup.watch.take_skipped()
         so_far.skipped_samples += setup.count_skipped()
         if so_far.epoch_steps:
             both = zip_longest(so_far.taken, setup.count_taken(), fillvalue=0)
             so_far.taken = [a + b for a, b in both]
-        if rows:
+        if pace is not None:
             self._heard.rows_done(rows)
+            self._heard.pace_done(pace)
+
+    def _judge(self, losses: list[Losses], norm: float) -> None:
+        """Let a step that was not applied be skipped, or end the training.
+
+        Raises:
+            NonFiniteError: On every rank; what the steps before came to is told.
+        """
+        setup, so_far = self.setup, self.so_far
+        scale, step = setup.updater.scale, so_far.num_steps + 1
+        try:
+            setup.watch.judge(losses, norm, scale, step, so_far.epoch)
+        except NonFiniteError:
+            self.meet()
+            raise
+
+    def _timed(self, seconds: Seconds, is_step: bool) -> None:
+        if is_step:
+            self._steps.add_time(seconds)
+        if self.times is not None:
+            self.times.add(self.so_far.num_steps, seconds, is_step=is_step)
 
     def _progress_or_stop(self, phase: str) -> None:
         self.progress(phase)
@@ -315,17 +371,27 @@ class Trainer:
         Returns:
             The loss of each microstep on this rank.
         """
-        setup = self.setup
+        setup, clock = self.setup, self._clock
         scale = setup.updater.scale.value / step.num_samples
         found: list[Losses] = []
         for number, batch in enumerate(step.microsteps, start=1):
+            if self.look is not None and self.look(batch):
+                self.look = None
+            if number == 1:
+                clock.enter(COMMUNICATION)
+                setup.replica.share_buffers()
+            clock.enter(FORWARD)
             with setup.replica.synchronize_if(last=number == step.num_microsteps):
                 loss = per_sample_sum(self.step(batch), len(batch))
                 found.append(Losses(batch.indices, loss.detach()))
                 # scale - 0 * loss: one that is no number makes all gradients so, on all
                 # ranks.
                 gradient = torch.rsub(found[-1].total, scale, alpha=0)
+                if setup.world.world_size > 1:
+                    clock.enter_when_computed(loss)
+                clock.enter(BACKWARD)
                 torch.autograd.backward(loss, gradient)
+            clock.enter(DATA)
         return found
 
     def values(self, outputs: Any, targets: Any) -> Mapping[str, Tensor]:

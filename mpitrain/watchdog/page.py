@@ -49,6 +49,8 @@ class State(IntEnum):
     """Has said, or will say, why the job ends."""
     DONE = 3
     """Ends as it should, next."""
+    ASIDE = 4
+    """Sleeps while others work without it."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -201,7 +201,7 @@ class Sidecar:
             if (
                 not self._has_center()
                 and not alone
-                and state is State.RUNNING
+                and state in (State.RUNNING, State.ASIDE)
                 and how == "killed"
             ):
                 self.voice.say_first(
@@ -215,7 +215,8 @@ class Sidecar:
             time.sleep(0.05)
             links = self.hub.sockets() if self.hub else []
             self._look_after_links(links, time.monotonic())
-        if self.kill_at is None and state is State.RUNNING and self._has_center():
+        is_early = state in (State.RUNNING, State.ASIDE)
+        if self.kill_at is None and is_early and self._has_center():
             time.sleep(max(0.0, now + RECORD_SECONDS - time.monotonic()))
         self.voice.let_go(self.told["launcher_sockets"])
         if not alone:

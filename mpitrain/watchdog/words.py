@@ -88,6 +88,8 @@ def in_words(report: RankReport, now: float) -> str:
     position = report.position
     if position.state is State.LEFT:
         return f"left with status 0 (last at: {position.phase})"
+    if position.state is State.ASIDE:
+        return "asleep until others have done their part"
     if report.is_silent(now):
         # What it said last is a second older than the silence, and need not be so.
         return f"no word from that host for {now - report.heard_at:.0f} s"
@@ -132,6 +134,8 @@ def missing(reports: Sequence[RankReport], now: float) -> list[int]:
     Returns:
         Their ranks, ascending; empty where each waits for some other.
     """
+    # Nobody waits for those that sleep while others work.
+    reports = [r for r in reports if r.position.state is not State.ASIDE]
     away = [r.rank for r in reports if r.is_silent(now) or r.kernel in set("TtZ")]
     left = [r.rank for r in reports if r.position.state is State.LEFT]
     rest = [r for r in reports if r.rank not in {*away, *left}]

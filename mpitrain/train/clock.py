@@ -1,0 +1,135 @@
+"""Where the time of steps goes on this rank: by a CPU's clock, or by a GPU's own."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mpitrain.record.times import COMMUNICATION, NUM_PHASES, OTHER
+
+Seconds = list[float]
+"""Of each phase, by its number in `mpitrain.record.times`."""
+
+Tell = Callable[[Seconds, bool], object]
+"""Is told of what is over, and whether that was a step."""
+
+
+class Clock:
+    """For a CPU, where a call returns when its work is done.
+
+    Args:
+        tell: Is told of every step that is over, and of what is between steps.
+
+    Attributes:
+        phase: What this rank does at present.
+        since: Since when, by `time.perf_counter`.
+    """
+
+    def __init__(self, tell: Tell) -> None:
+        self.phase = OTHER
+        self.since = time.perf_counter()
+        self._tell = tell
+        self._seconds = [0.0] * NUM_PHASES
+
+    def enter(self, phase: int) -> None:
+        """Count the time from here on as another phase's."""
+        now = time.perf_counter()
+        self._seconds[self.phase] += now - self.since
+        self.phase, self.since = phase, now
+
+    def enter_when_computed(self, loss: Tensor) -> None:
+        """Let the wait for other ranks begin where this one has all its gradients.
+
+        That is before DDP, or FSDP, waits for those of the others at the end of
+        ``backward``: what they queue there is queued later, and done in that order.
+
+        Args:
+            loss: ``backward`` is called on it next.
+        """
+        engine = torch.autograd.Variable._execution_engine  # noqa: SLF001
+
+        def queue(_: Tensor) -> None:
+            engine.queue_callback(lambda: self.enter(COMMUNICATION))
+
+        loss.register_hook(queue)  # type: ignore[no-untyped-call]
+
+    def end(self, *, is_step: bool) -> None:
+        """Let a step, or what is between steps, be over."""
+        self.enter(self.phase)
+        seconds, self._seconds = self._seconds, [0.0] * NUM_PHASES
+        self._tell(seconds, is_step)
+
+    def settle(self) -> None:
+        """Tell of all that is over, though a GPU be busy with it still."""
+
+    def close(self) -> None:
+        """Let what is under way be over, and tell of all of it."""
+        self.end(is_step=False)
+        self.settle()
+
+
+class DeviceClock(Clock):
+    """For a GPU, whose work goes on when a call has returned.
+
+    Marks are left in its stream, and read when it has come by.
+
+    Args:
+        tell: Likewise.
+        make_mark: Makes an event of `torch.cuda`'s kind.
+        stream: Where they are left. ``backward`` runs in a thread of autograd's, which
+            has another one at hand.
+    """
+
+    def __init__(self, tell: Tell, make_mark: Callable[[], Any], stream: Any) -> None:
+        super().__init__(tell)
+        self._make_mark = make_mark
+        self._stream = stream
+        self._free: list[Any] = []
+        self._waiting: deque[tuple[int, Any, bool | None]] = deque()
+        """Phases, the mark of each one's end, and whether a step ended there."""
+        self._last = self._mark()
+
+    def enter(self, phase: int) -> None:
+        """Leave a mark between two phases."""
+        self._waiting.append((self.phase, self._mark(), None))
+        self.phase, self.since = phase, time.perf_counter()
+
+    def end(self, *, is_step: bool) -> None:
+        """Let a step, or what is between steps, be over; tell of what the GPU did."""
+        self._waiting.append((self.phase, self._mark(), is_step))
+        self._read()
+
+    def settle(self) -> None:
+        """Wait for the GPU, and tell of all that is over."""
+        if self._waiting:
+            self._waiting[-1][1].synchronize()
+            self._read()
+
+    def _mark(self) -> Any:
+        mark = self._free.pop() if self._free else self._make_mark()
+        mark.record(self._stream)
+        return mark
+
+    def _read(self) -> None:
+        while self._waiting and self._waiting[0][1].query():
+            phase, mark, is_step = self._waiting.popleft()
+            self._seconds[phase] += self._last.elapsed_time(mark) / 1000
+            self._free.append(self._last)
+            self._last = mark
+            if is_step is not None:
+                seconds, self._seconds = self._seconds, [0.0] * NUM_PHASES
+                self._tell(seconds, is_step)
+
+
+def open_clock(device: str, tell: Tell) -> Clock:
+    """Return the clock for a device: ``"cpu"``, or such as ``"cuda:0"``."""
+    if device == "cpu":
+        return Clock(tell)
+    make_mark = functools.partial(torch.cuda.Event, enable_timing=True)
+    return DeviceClock(tell, make_mark, torch.cuda.current_stream(device))
