@@ -12,7 +12,7 @@ import socket
 import sys
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -68,6 +68,32 @@ def start_mpi(before: Callable[[str], object] | None = None) -> MPI.Intracomm:
             warnings.simplefilter("ignore", RuntimeWarning)
             MPI.Init_thread(getattr(MPI, f"THREAD_{rc.thread_level.upper()}"))
     return MPI.COMM_WORLD
+
+
+_parts: list[MPI.Intracomm] = []
+"""The ranks that work now, where others of the job sleep; the last one counts."""
+
+
+def working_ranks() -> MPI.Intracomm:
+    """Return the ranks that make up the world now; starts MPI if need be.
+
+    All that mpirun has started, but inside `as_world`.
+    """
+    return _parts[-1] if _parts else start_mpi()
+
+
+@contextlib.contextmanager
+def as_world(comm: MPI.Intracomm) -> Iterator[None]:
+    """Let some ranks be all that there are, for whoever asks `working_ranks`.
+
+    Args:
+        comm: These ranks, this one among them.
+    """
+    _parts.append(comm)
+    try:
+        yield
+    finally:
+        _parts.pop()
 
 
 def has_thread_multiple() -> bool:

@@ -155,6 +155,13 @@ class Job:
         """All ranks, as an MPI communicator."""
         return self._guard.comm
 
+    def on_end(self, action: Callable[[], object]) -> None:
+        """Do something on this rank, in a thread, when the watchdog ends the job.
+
+        An exception on this rank is not told here: it comes by itself.
+        """
+        self._guard.on_end.append(action)
+
     def __enter__(self) -> World:
         return self.world
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from mpitrain.topology import start_mpi
+from mpitrain.topology import working_ranks
 from mpitrain.world import World
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class Consensus:
     """
 
     def __init__(self, world: World, count: int, kinds: int) -> None:
-        self._comm = start_mpi().Dup() if world.world_size > 1 else None
+        self._comm = working_ranks().Dup() if world.world_size > 1 else None
         self._mine: npt.NDArray[np.int64] = np.zeros(count + kinds, np.int64)
         self._all = np.zeros_like(self._mine)
         self._request: MPI.Request | None = None

@@ -82,6 +82,7 @@ class Guard:
         stage_seconds: How long each stage of the start took here, in their order.
         watched: This process as the watchdog sees it; ``None`` where none could start.
         on_failure: Called with the message on the rank that speaks, before the end.
+        on_end: Called on every rank that the watchdog is about to end.
     """
 
     def __init__(self, comm: MPI.Intracomm, watched: Watched | None = None) -> None:
@@ -92,6 +93,7 @@ class Guard:
         self.stage_seconds: dict[str, float] = {}
         self.step_hook: RemovableHandle | None = None
         self.on_failure: list[Callable[[str], object]] = []
+        self.on_end: list[Callable[[], object]] = []
         self._place = place(comm.rank, comm.size, socket.gethostname())
         self._failed = False
         self._is_told = False  # the watchdog has said why the job ends
@@ -234,9 +236,11 @@ class Guard:
             text: What the screen was told and this rank shall record; may be empty.
         """
         self._is_told = True
+        calls = [*self.on_end] if status is not None else []
         if text:
-            for callback in self.on_failure:
-                _within(1.0, functools.partial(callback, text))
+            calls += [functools.partial(it, text) for it in self.on_failure]
+        for call in calls:
+            _within(1.0, call)
         if status is not None:
             time.sleep(_FORWARD_SECONDS if text else _RECORD_SECONDS)
             self._abort(status)

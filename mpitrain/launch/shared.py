@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mpitrain.errors import DataError, agreed
-from mpitrain.topology import all_or_none, on_rank_zero, start_mpi, wait_for_all
+from mpitrain.topology import all_or_none, on_rank_zero, wait_for_all, working_ranks
 from mpitrain.world import World, list_hosts
 
 if TYPE_CHECKING:
@@ -288,12 +288,12 @@ class Ranks:
 
 
 def all_ranks(world: World) -> Ranks:
-    """Return all ranks of the job; MPI has started.
+    """Return all ranks that make up the world now; MPI has started.
 
     Args:
         world: Where this process stands.
     """
-    return Ranks(start_mpi(), world)
+    return Ranks(working_ranks(), world)
 
 
 class Alone:

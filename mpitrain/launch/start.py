@@ -28,7 +28,7 @@ from mpitrain.world import World
 
 if TYPE_CHECKING:
     from mpi4py import MPI
-    from torch._C._distributed_c10d import TCPStore
+    from torch._C._distributed_c10d import Store, TCPStore
 
 logger = logging.getLogger("mpitrain")
 
@@ -128,15 +128,18 @@ def prepare(
     return world
 
 
-def join(guard: Guard, world: World, timeout_seconds: float) -> None:
+def join(
+    guard: Guard, world: World, timeout_seconds: float, store: Store | None = None
+) -> None:
     """Start torch.distributed's default process group.
 
-    Collective over all ranks.
+    Collective over all ranks of `world`.
 
     Args:
         guard: The guard that stands, with the store.
         world: Where this process stands, as `prepare` returned it.
         timeout_seconds: How long one collective may take.
+        store: Where they meet, if it is not the first time; ``None``: the guard's.
     """
     import torch
     import torch.distributed as dist
@@ -144,7 +147,7 @@ def join(guard: Guard, world: World, timeout_seconds: float) -> None:
     with guard.stage("process group"):
         dist.init_process_group(
             backend=world.backend,
-            store=guard.store,
+            store=store or guard.store,
             rank=world.rank,
             world_size=world.world_size,
             timeout=timedelta(seconds=timeout_seconds),

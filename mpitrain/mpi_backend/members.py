@@ -12,7 +12,7 @@ from torch._C._distributed_c10d import Store
 
 from mpitrain.errors import TopologyError
 from mpitrain.mpi_backend.failures import GroupError
-from mpitrain.topology import start_mpi
+from mpitrain.topology import working_ranks
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -80,7 +80,7 @@ def all_ranks(rank: int, size: int) -> MPI.Intracomm:
     Raises:
         TopologyError: MPI knows another number of processes.
     """
-    everybody = start_mpi()
+    everybody = working_ranks()
     if everybody.size != size:
         raise TopologyError(
             f"torch.distributed was told of {size} ranks, MPI knows {everybody.size}.\n"
@@ -122,7 +122,7 @@ def _as_mpi_numbers_them() -> MPI.Intracomm:
     Raises:
         TopologyError: Torch numbers them in another way than MPI.
     """
-    everybody = start_mpi()
+    everybody = working_ranks()
     told, found = (
         (dist.get_rank(), dist.get_world_size()),
         (
