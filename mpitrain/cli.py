@@ -162,6 +162,17 @@ def jobscript(argv: Sequence[str]) -> None:
     output.deliver(jobscript.text_of(config, words), config.output)
 
 
+def watch(argv: Sequence[str]) -> None:
+    """Follow a run that trains."""
+    from mpitrain.tools import watch
+
+    config = read_flags(
+        watch.WatchConfig, argv, program=f"{PROGRAM} watch", files=False
+    )
+    with contextlib.suppress(KeyboardInterrupt):
+        watch.watch(config)
+
+
 def chain(argv: Sequence[str]) -> None:
     """Say, in a job script, whether a training is started once more."""
     from mpitrain.tools import chain
@@ -187,21 +198,39 @@ def fetch(argv: Sequence[str]) -> None:
 
 def bench(argv: Sequence[str]) -> None:
     """Time a part of a training; the next word says which."""
-    from mpitrain.tools.bench.config import BenchDataConfig
+    from mpitrain.tools.bench.config import BenchDataConfig, BenchScalingConfig
 
-    known = "Expected: bench data [flags] (see bench data --help)"
+    known = (
+        "Expected: bench data [flags], the loader alone; or mpirun -np N ... bench "
+        "scaling [flags], on 1, 2, 4 ... N ranks (see bench data --help, bench scaling "
+        "--help)"
+    )
     if argv and argv[0] in ("-h", "--help"):
         print(f"Time a part of a training. {known}")
         return
-    if not argv or argv[0] != "data":
+    if not argv or argv[0] not in ("data", "scaling"):
         raise UsageError(f"bench what? {known}")
     words = argv[1:]
-    config = read_flags(
-        BenchDataConfig, words, program=f"{PROGRAM} bench data", files=False
-    )
-    from mpitrain.tools.bench import data
+    program = f"{PROGRAM} bench {argv[0]}"
+    if argv[0] == "data":
+        config = read_flags(BenchDataConfig, words, program=program, files=False)
+        from mpitrain.tools.bench import data
 
-    data.bench(config, words)
+        data.bench(config, words)
+        return
+
+    def read() -> BenchScalingConfig:
+        return read_flags(BenchScalingConfig, words, program=program, files=False)
+
+    if not is_one_of_several(os.environ):
+        read()  # answers and raises; MPI need not start for that
+
+    from mpitrain.launch import guarded
+    from mpitrain.tools.bench import scaling
+
+    with guarded(start_timeout_seconds=start_timeout(words)) as guard:
+        asked = on_rank_zero(guard.comm, read, "read the command line")
+        scaling.bench(guard, asked, words)
 
 
 def export(argv: Sequence[str]) -> None:
@@ -212,6 +241,16 @@ def export(argv: Sequence[str]) -> None:
         export.ExportConfig, argv, program=f"{PROGRAM} export", files=False
     )
     print(export.export(config), flush=True)
+
+
+def report(argv: Sequence[str]) -> None:
+    """Show a run as a page and as pictures."""
+    from mpitrain.tools.report.config import ReportConfig
+
+    config = read_flags(ReportConfig, argv, program=f"{PROGRAM} report", files=False)
+    from mpitrain.tools.report.report import report
+
+    print(report(config), flush=True)
 
 
 def run(argv: Sequence[str]) -> None:
@@ -254,8 +293,10 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int | None]] = {
     "run": run,
     "check": check,
     "bench": bench,
+    "watch": watch,
     "fetch": fetch,
     "export": export,
+    "report": report,
     "chain": chain,
     "hostfile": hostfile,
     "jobscript": jobscript,

@@ -31,6 +31,7 @@ from mpitrain.data.sources import DEFAULT_IMAGE_SIZE, load_data
 from mpitrain.flags import PROGRAM
 from mpitrain.launch.shared import Alone
 from mpitrain.tools.bench import images
+from mpitrain.tools.bench.columns import markdown
 from mpitrain.tools.bench.config import WRITTEN, BenchDataConfig
 from mpitrain.tools.output import deliver
 from mpitrain.train.feed import Feed
@@ -160,15 +161,7 @@ def table(rows: list[dict[str, Any]]) -> str:
         )
         for row in rows
     ]
-    name, *widths = (max(map(len, column)) for column in zip(*lines, strict=True))
-    found = [
-        " | ".join([line[0].ljust(name), *map(str.rjust, line[1:], widths)])
-        for line in lines
-    ]
-    rule = "|".join([":" + "-" * (name + 1), *("-" * (w + 1) + ":" for w in widths)])
-    return "\n".join(
-        [f"| {found[0]} |", f"|{rule}|", *(f"| {it} |" for it in found[1:])]
-    )
+    return markdown(lines)
 
 
 def _written(config: BenchDataConfig, folder: Path) -> tuple[list[Road], str]:
