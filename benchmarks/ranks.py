@@ -33,6 +33,8 @@ from typing import Any
 
 from record import about, spread, write
 
+from mpitrain.record.events import Silent
+
 MPIRUN = Path(sys.prefix) / "bin" / "mpirun"
 
 GLOBAL_BATCH_SIZE = 256
@@ -204,7 +206,7 @@ def build(net: str) -> Any:
     )
 
 
-class Heard:
+class Heard(Silent):
     """Keeps what a training tells."""
 
     def __init__(self) -> None:
@@ -214,9 +216,6 @@ class Heard:
     def step_done(self, step: int) -> None:
         del step
         self.step_times.append(now())
-
-    def rows_done(self, rows: Any) -> None:
-        del rows
 
     def epoch_done(self, epoch: Any) -> None:
         self.epochs.append(epoch)

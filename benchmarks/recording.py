@@ -1,0 +1,141 @@
+"""What it costs a training to be recorded: one job, epochs with and without by turns.
+
+    .venv/bin/mpirun -np 8 --oversubscribe .venv/bin/python benchmarks/recording.py
+    .venv/bin/python benchmarks/recording.py --epochs 200
+
+The default network on the digits. With: the time of each phase on each rank, what the
+ranks tell each other of it every two seconds, `metrics.jsonl` and `times/`. Without:
+the losses meet at an epoch's end, and nothing is written. Wall time, and the time that
+the cores of all ranks were busy, which others on the machine disturb less.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+from record import about, spread, write
+
+import mpitrain
+from mpitrain.data.sources import digits
+from mpitrain.launch.shared import all_ranks
+from mpitrain.models.build import build_model
+from mpitrain.record.console import Lines
+from mpitrain.record.events import Silent
+from mpitrain.record.recorder import Recorder
+from mpitrain.record.times import NUM_PHASES, RankTimes
+from mpitrain.train.clock import Clock
+from mpitrain.train.config import TrainConfig
+from mpitrain.train.steps import Steps
+from mpitrain.world import World
+
+
+class NoClock(Clock):
+    """Takes no time."""
+
+    def enter(self, phase: int) -> None:
+        """Do nothing."""
+
+    def enter_when_computed(self, loss: object) -> None:
+        """Do nothing."""
+
+    def end(self, *, is_step: bool) -> None:
+        """Tell a second for each step."""
+        self._tell([1.0] + [0.0] * (NUM_PHASES - 1), is_step)
+
+
+class AtTheEnd(Steps):
+    """Lets sums meet at an epoch's end alone."""
+
+    are_due = False
+
+
+class Silence(Lines):
+    """A screen that stays dark."""
+
+    def say(self, line: str) -> None:
+        """Do nothing."""
+
+
+def trainer_of(world: World, config: TrainConfig) -> mpitrain.Trainer:
+    """Return a trainer of the default net, ready."""
+    data = digits()
+    net = build_model(
+        "convnet", num_classes=10, in_channels=1, image_size=8, seed=config.seed
+    )
+    trainer = mpitrain.Trainer(net, data.train, data.val, config, world=world)
+    trainer.all_weights_used = True
+    trainer.listener = Silent()
+    return trainer
+
+
+def main() -> None:
+    """Measure, and print."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--epochs", type=int, default=100, help="of each kind")
+    parser.add_argument("--json", type=Path, help="also write the figures here")
+    asked = parser.parse_args()
+    with mpitrain.init(device="cpu") as world, tempfile.TemporaryDirectory() as made:
+        ranks = all_ranks(world)
+        num = world.world_size
+        report = about(f"mpirun -np {num} benchmarks/recording.py")
+        folder = Path(ranks.on_rank_zero(lambda: made, "make a folder"))
+        config = TrainConfig(epochs=2 * asked.epochs + 20, schedule="constant", lr=0.01)
+        recorded, plain = (trainer_of(world, config) for _ in range(2))
+        recorded.times = RankTimes(folder, world, 0.0)
+        recorder = None
+        if world.is_rank_zero:
+            recorder = Recorder(folder, world, 0.0)
+            recorder.console = Silence(0)
+            recorded.listener = recorder
+        for trainer in (recorded, plain):
+            setup = trainer.set_up()
+            (stage,) = setup.plan.stages
+            setup.begin(stage)
+        plain._clock = NoClock(plain._timed)
+        plain._steps = AtTheEnd()
+        walls: dict[bool, list[float]] = {True: [], False: []}
+        cores: dict[bool, list[float]] = {True: [], False: []}
+        for turn in range(2 * (asked.epochs + 3)):
+            # By turns, and who begins by turns: + - - + + - - +
+            is_recorded = turn % 4 in (0, 3)
+            trainer = recorded if is_recorded else plain
+            ranks.tell_all(None)
+            started, busy = time.perf_counter(), time.process_time()
+            trainer.train_epoch(stage)
+            wall = time.perf_counter() - started
+            core = sum(ranks.tell_all(time.process_time() - busy))
+            if turn >= 6:
+                walls[is_recorded].append(wall)
+                cores[is_recorded].append(core)
+        recorded.times.close()
+        ranks.tell_all(None)
+        if recorder is None:
+            return
+        recorder.finish()
+        steps = trainer.setup.plan.steps_per_epoch
+        report |= {"world_size": num, "epochs": asked.epochs, "steps_per_epoch": steps}
+        for name, seconds in (("wall", walls), ("core", cores)):
+            pairs = zip(seconds[True], seconds[False], strict=True)
+            ratio = statistics.median(on / off for on, off in pairs)
+            sums = sum(seconds[True]) / sum(seconds[False])
+            report[name] = {
+                "with": spread(seconds[True]),
+                "without": spread(seconds[False]),
+                "ratio of pairs, median": ratio,
+                "ratio of sums": sums,
+            }
+            print(
+                f"{num} ranks, {name} time of an epoch of {steps} steps: "
+                f"{1000 * statistics.median(seconds[True]):.1f} ms recorded, "
+                f"{1000 * statistics.median(seconds[False]):.1f} ms without; ratio "
+                f"{ratio:.4f} (median of pairs), {sums:.4f} (of sums)"
+            )
+        write(report, asked.json)
+
+
+if __name__ == "__main__":
+    main()

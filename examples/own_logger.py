@@ -1,0 +1,29 @@
+"""A logger of one's own: the last values, where Prometheus' node exporter reads them.
+
+mpirun -np 4 --oversubscribe python -m mpitrain --log examples.own_logger:Textfile
+"""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from mpitrain.record.loggers import Logger
+
+
+class Textfile(Logger):
+    def __init__(self, run_dir: Path, run_name: str) -> None:
+        self.path = run_dir / "metrics.prom"
+        self.run_name = run_name
+        self.values: dict[str, float] = {}
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        self.values.update(values, step=step)
+
+    def flush(self) -> None:
+        lines = [
+            f'{name.replace("/", "_")}{{run="{self.run_name}"}} {value}\n'
+            for name, value in self.values.items()
+        ]
+        beside = self.path.with_suffix(".new")
+        beside.write_text("".join(lines))
+        os.replace(beside, self.path)
