@@ -23,7 +23,7 @@ FLAGS = (
 """6 steps an epoch, 24 in all."""
 
 NUM_STEPS = 24
-TIMES = ("epoch_seconds", "samples_per_second")
+TIMES = ("time", "epoch_seconds", "samples_per_second")
 
 
 @dataclass(kw_only=True)
@@ -71,13 +71,13 @@ class Runs:
         return self.dir(name) / "metrics.jsonl"
 
     def rows(self, name: str) -> list[dict[str, Any]]:
-        """The record, without what is of time, and without where it went on."""
+        """What steps and epochs came to, without what is of time."""
         lines = self.record(name).read_text().splitlines()
         rows = [json.loads(line) for line in lines]
         return [
             {key: value for key, value in row.items() if key not in TIMES}
             for row in rows
-            if row["event"] != "resume"
+            if row["event"] in ("step", "epoch", "test")
         ]
 
     def went_on_at(self, name: str) -> list[int]:

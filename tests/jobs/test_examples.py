@@ -169,7 +169,8 @@ def check_dinov2(ran: list[Ran], home: Path) -> None:
 
 
 def check_own(ran: list[Ran], home: Path) -> None:
-    model, trainer, script, alone = ran
+    model, logger, trainer, script, alone = ran
+    assert logger.result["status"] == "finished"
     assert model.result["val_accuracy"] > 0.9
     assert "2 ranks, loss 0.00" in script.done.out
     for name in ("train_loss", "val_loss", "val_mean_error"):

@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 
 from mpitrain.data.sharding import epoch_order
 from mpitrain.data.sources import InMemory, digits
-from mpitrain.record.events import Epoch, StepRow
+from mpitrain.record.events import Epoch, Silent, StepRow
 from mpitrain.train.config import TrainConfig
 from mpitrain.train.trainer import Trainer
 from mpitrain.world import World
@@ -43,15 +43,12 @@ def some(num: int, part: str = "train") -> TensorDataset:
     return TensorDataset(samples.inputs[:num], samples.targets[:num])
 
 
-class Heard:
+class Heard(Silent):
     """Listens to a training."""
 
     def __init__(self) -> None:
         self.epochs: list[Epoch] = []
         self.rows: list[StepRow] = []
-
-    def step_done(self, step: int) -> None:
-        pass
 
     def rows_done(self, rows: Sequence[StepRow]) -> None:
         self.rows += rows

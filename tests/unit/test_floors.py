@@ -89,7 +89,7 @@ def test_files_can_be_read_at_a_sitting(path: Path) -> None:
         *(
             (
                 f"import sys, mpitrain.cli; mpitrain.cli.main({words})",
-                {"torch", "mpi4py.MPI", "numpy", "yaml"},
+                {"torch", "mpi4py.MPI", "numpy", "yaml", "matplotlib"},
             )
             for words in (
                 ["check", "--help"],
@@ -103,7 +103,13 @@ def test_files_can_be_read_at_a_sitting(path: Path) -> None:
                 ["bench"],
                 ["bench", "data", "--help"],
                 ["bench", "data", "--seconds", "0"],
+                ["bench", "scaling", "--help"],
+                ["bench", "scaling", "--steps", "0"],
+                ["report", "--help"],
+                ["report"],
                 ["fetch", "--help"],
+                ["watch", "--help"],
+                ["watch", "nowhere"],
                 ["fetch"],
             )
         ),

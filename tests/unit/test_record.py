@@ -4,13 +4,34 @@ from __future__ import annotations
 
 import json
 import logging
+import math
+import os
+import threading
+import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from mpitrain.record import folder, recorder
 from mpitrain.record.environment import VARIABLES
-from mpitrain.record.metrics import Metrics
+from mpitrain.record.events import StepRow
+from mpitrain.record.lines import JsonLines
+from mpitrain.record.times import COMMUNICATION, PHASES, RankTimes
+from mpitrain.world import Node, World
+
+
+def a_world() -> World:
+    nodes = (Node(hostname="a", ranks=(0, 1)), Node(hostname="b", ranks=(2, 3)))
+    return World(
+        rank=2,
+        world_size=4,
+        local_rank=0,
+        local_world_size=2,
+        node_rank=1,
+        nodes=nodes,
+    )
 
 
 def test_the_log_begins_with_whose_it_is(tmp_path: Path) -> None:
@@ -44,20 +65,20 @@ def test_warnings_reach_the_screen_from_rank_zero_alone(
 
 
 def test_doubles_are_written_whole(tmp_path: Path) -> None:
-    metrics = Metrics(tmp_path)
+    lines = JsonLines(tmp_path / "file.jsonl")
     value = 0.1 + 0.2
-    metrics.write("step", train_loss=value)
-    metrics.close()
-    row = json.loads((tmp_path / "metrics.jsonl").read_text())
-    assert row == {"event": "step", "train_loss": value}
+    lines.write({"train_loss": value})
+    lines.close()
+    assert json.loads((tmp_path / "file.jsonl").read_text()) == {"train_loss": value}
 
 
 def test_what_is_not_finite_is_null(tmp_path: Path) -> None:
-    metrics = Metrics(tmp_path)
-    metrics.write("step", train_loss=float("nan"), lr=float("inf"))
-    metrics.close()
-    row = json.loads((tmp_path / "metrics.jsonl").read_text())
-    assert row == {"event": "step", "train_loss": None, "lr": None}
+    begun = recorder.Recorder(tmp_path, a_world(), 1.0)
+    step = StepRow(epoch=1, step=1, loss=math.nan, lr=math.inf, gradient_norm=1.0)
+    begun.rows_done([step])
+    begun.stop("because", "this")
+    row = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[0])
+    assert (row["train_loss"], row["lr"], row["gradient_norm"]) == (None, None, 1.0)
 
 
 def test_a_result_that_is_not_finite_is_json_still(tmp_path: Path) -> None:
@@ -85,3 +106,122 @@ def test_a_file_is_replaced_whole(tmp_path: Path) -> None:
 @pytest.mark.parametrize("word", ["KEY", "TOKEN", "SECRET", "PASSWORD", "CREDENTIAL"])
 def test_no_recorded_variable_sounds_like_a_secret(word: str) -> None:
     assert not [name for name in VARIABLES if word in name.upper()]
+
+
+def laps(**seconds: float) -> list[float]:
+    return [seconds.get(phase, 0.0) for phase in PHASES]
+
+
+def test_where_a_ranks_time_went_is_written_down(tmp_path: Path) -> None:
+    times = RankTimes(tmp_path, a_world(), 2.5)
+    times.add(1, laps(data=0.25, forward=1.0), is_step=True)
+    time.sleep(0.01)
+    times.add(1, laps(evaluation=3.0), is_step=False)
+    times.close()
+    first, *rows = map(
+        json.loads, (tmp_path / "times/rank-2.jsonl").read_text().splitlines()
+    )
+    assert (first["rank"], first["hostname"], first["node_rank"]) == (2, "b", 1)
+    assert first["start_seconds"] == 2.5
+    assert first["phases"] == list(PHASES)
+    assert sum(row[2] for row in rows) == 1
+    assert max(row[3] for row in rows) == 1.25
+    sums = [sum(column) for column in zip(*(row[4:] for row in rows), strict=True)]
+    assert sums == laps(data=0.25, forward=1.0, evaluation=3.0)
+
+
+def test_short_steps_are_taken_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [100.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    times = RankTimes(tmp_path, a_world(), 0.0)
+    num_steps = 200_000
+    for step in range(1, num_steps + 1):
+        now[0] += 0.25
+        times.add(step, laps(forward=0.25), is_step=True)
+    times.close()
+    rows = [
+        json.loads(line)
+        for line in (tmp_path / "times/rank-2.jsonl").read_text().splitlines()[1:]
+    ]
+    assert sum(row[2] for row in rows) == num_steps
+    assert sum(row[5] for row in rows) == 0.25 * num_steps
+    seconds = 0.25 * num_steps
+    assert len(rows) < seconds / 30 + 500 * math.log(seconds / 0.25)
+    assert max(row[2] for row in rows) * 0.25 < 30.5
+    ends = [row[0] for row in rows]
+    assert ends == sorted(ends)
+
+
+def test_a_rank_that_is_ended_says_what_it_did(tmp_path: Path) -> None:
+    times = RankTimes(tmp_path, a_world(), 0.0)
+    times.at_present = lambda: (COMMUNICATION, time.perf_counter() - 5.0)
+    times.cut()
+    times.cut()  # once more, by the watchdog
+    rows = (tmp_path / "times/rank-2.jsonl").read_text().splitlines()
+    end = json.loads(rows[-1])
+    assert len(rows) == 2
+    assert end["phase"] == PHASES[COMMUNICATION]
+    assert 5.0 <= end["seconds"] < 6.0
+
+
+def test_times_of_a_second_job_follow_those_of_the_first(tmp_path: Path) -> None:
+    for _ in range(2):
+        times = RankTimes(tmp_path, a_world(), 0.0)
+        times.add(1, laps(forward=1.0), is_step=True)
+        times.close()
+    rows = (tmp_path / "times/rank-2.jsonl").read_text().splitlines()
+    assert [type(json.loads(row)) for row in rows] == [dict, list, dict, list]
+
+
+def test_a_line_that_was_cut_ends_before_the_next(tmp_path: Path) -> None:
+    path = tmp_path / "file.jsonl"
+    path.write_text('{"a": 1}\n{"b": 2, "c')
+    lines = JsonLines(path)
+    lines.write({"d": 4})
+    lines.close()
+    assert path.read_text() == '{"a": 1}\n{"b": 2, "c\n{"d": 4}\n'
+
+
+@pytest.fixture
+def stuck(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """A disk that takes nothing until it is let go."""
+    go = threading.Event()
+    write = os.pwrite
+
+    def pwrite(*words: Any) -> int:
+        go.wait(60)
+        return write(*words)
+
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    yield go
+    go.set()
+
+
+def test_who_fails_does_not_wait_for_a_disk(
+    tmp_path: Path, stuck: threading.Event
+) -> None:
+    times = RankTimes(tmp_path, a_world(), 0.0)
+    times.add(1, laps(forward=1.0), is_step=True)
+    began = time.monotonic()
+    times.cut()
+    assert time.monotonic() - began < 20
+    assert not stuck.is_set()
+
+
+def test_lines_that_wait_have_an_end(
+    tmp_path: Path, stuck: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mpitrain.record import lines as module
+
+    monkeypatch.setattr(module, "MOST_WAITING", 100)
+    lines = JsonLines(tmp_path / "file.jsonl")
+    for number in range(1000):
+        lines.write(f"[{number}]")
+    stuck.set()
+    lines.close()
+    written = (tmp_path / "file.jsonl").read_text().splitlines()
+    kept = [json.loads(line)[0] for line in written]
+    assert kept == list(range(len(kept)))
+    assert 100 <= len(kept) <= 200

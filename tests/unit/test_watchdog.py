@@ -151,6 +151,27 @@ def test_a_rank_that_left_waits_for_one_that_works() -> None:
     assert "rank 1 gpu01: left with status 0" in text.partition("waiting for them")[2]
 
 
+def test_nobody_waits_for_those_that_sleep_while_others_work() -> None:
+    """They have fewer steps, and wait as well."""
+    aside = stuck(state=int(State.ASIDE), step=2)
+    center = center_of(stuck(), stuck(step=6), aside)
+    center.decide(100.1)
+    for rank, step in enumerate([7, 6]):
+        center.hear(rank, stuck(stack=WAITING, kernel="S", step=step), 100.2)
+    center.hear(2, {**aside, "stack": WAITING, "kernel": "S"}, 100.2)
+    text, _ = end_of(center, 100.3)
+    assert text.startswith("[rank 1/3 gpu01] hang")
+    missing, waiting = text.split("waiting for them")
+    assert "rank 2" not in missing
+    assert "rank 2 gpu01: asleep until others have done their part" in waiting
+
+
+def test_those_that_sleep_do_not_keep_a_hang_from_being_seen() -> None:
+    aside = said(state=int(State.ASIDE), limit_seconds=0.0)
+    assert center_of(stuck(), stuck(), aside).decide(100.1).to_all
+    assert not center_of(said(), stuck(), aside).decide(100.1).to_all
+
+
 def test_where_all_work_alike_nobody_waits() -> None:
     center = center_of(stuck(), stuck())
     center.decide(100.1)

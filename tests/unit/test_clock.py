@@ -1,0 +1,198 @@
+"""Where the time of steps goes, by a CPU's clock and by marks in a GPU's stream."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+
+from mpitrain.record.times import (
+    BACKWARD,
+    COMMUNICATION,
+    DATA,
+    EVALUATION,
+    FORWARD,
+    UPDATE,
+)
+from mpitrain.train.clock import Clock, DeviceClock
+from mpitrain.train.pace import pace_of
+
+Told = list[tuple[list[float], bool]]
+
+
+def test_each_phase_has_the_time_until_the_next() -> None:
+    told: Told = []
+    began = time.perf_counter()
+    clock = Clock(lambda seconds, is_step: told.append((seconds, is_step)))
+    clock.enter(DATA)
+    time.sleep(0.02)
+    clock.enter(FORWARD)
+    time.sleep(0.05)
+    clock.enter(UPDATE)
+    clock.end(is_step=True)
+    ((seconds, is_step),) = told
+    assert is_step
+    assert seconds[DATA] >= 0.02
+    assert seconds[FORWARD] >= 0.05
+    assert sum(seconds) <= time.perf_counter() - began
+
+
+def test_the_wait_for_others_begins_where_the_own_gradients_are_there() -> None:
+    told: Told = []
+    clock = Clock(lambda seconds, is_step: told.append((seconds, is_step)))
+    engine: Any = torch.autograd.Variable._execution_engine
+
+    class Slow(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            time.sleep(0.05)  # computes
+            # As DDP does: at the end of backward it waits for the other ranks.
+            engine.queue_callback(lambda: time.sleep(0.5))
+            return grad
+
+    loss = Slow.apply(torch.ones((), requires_grad=True)) * 2
+    clock.enter(FORWARD)
+    clock.enter_when_computed(loss)
+    clock.enter(BACKWARD)
+    loss.backward()
+    clock.enter(UPDATE)
+    clock.end(is_step=True)
+    seconds = told[0][0]
+    assert 0.05 <= seconds[BACKWARD] < 0.5 <= seconds[COMMUNICATION]
+
+
+@dataclass
+class Gpu:
+    """A stream of work: what is put in is done when the clock has gone so far."""
+
+    done_at: float = 0.0
+    now: float = 0.0
+    marks: int = 0
+
+    def compute(self, seconds: float) -> None:
+        self.done_at = max(self.done_at, self.now) + seconds
+
+
+@dataclass
+class Mark:
+    gpu: Gpu
+    at: float = field(default=0.0)
+
+    def record(self, stream: object) -> None:
+        assert stream == "stream"
+        self.at = max(self.gpu.done_at, self.gpu.now)
+
+    def query(self) -> bool:
+        return self.gpu.now > self.at  # a moment after it has come by
+
+    def synchronize(self) -> None:
+        self.gpu.now = max(self.gpu.now, self.at + 1e-9)
+
+    def elapsed_time(self, other: Mark) -> float:
+        assert self.query()
+        assert other.query()
+        return 1000 * (other.at - self.at)
+
+
+def test_a_gpus_time_is_known_when_it_has_come_by() -> None:
+    gpu, told = Gpu(), Told()
+
+    def make_mark() -> Mark:
+        gpu.marks += 1
+        return Mark(gpu)
+
+    clock = DeviceClock(
+        lambda seconds, is_step: told.append((seconds, is_step)), make_mark, "stream"
+    )
+    for step in range(50):
+        clock.enter(DATA)
+        gpu.now += 0.5  # this rank waits for samples, and its GPU with it
+        clock.enter(FORWARD)
+        gpu.compute(2.0)
+        clock.enter(BACKWARD)
+        gpu.compute(4.0)
+        clock.enter(UPDATE)
+        gpu.now = gpu.done_at  # the norm is asked for
+        gpu.compute(0.25)  # and the weights change by and by
+        clock.end(is_step=True)
+        assert len(told) == step  # not known yet
+        gpu.now = gpu.done_at + 1e-9
+    clock.settle()
+    assert len(told) == 50
+    for seconds, is_step in told:
+        assert is_step
+        assert seconds[DATA] == pytest.approx(0.5)
+        assert seconds[FORWARD] == pytest.approx(2.0)
+        assert seconds[BACKWARD] == pytest.approx(4.0)
+        assert seconds[UPDATE] == pytest.approx(0.25)
+    assert gpu.marks < 20  # they are used again
+
+
+def test_the_rank_that_waits_least_is_the_last() -> None:
+    # Rank 0 is half a second late before each step begins, rank 2 computes the longest.
+    times = torch.zeros(3, 4, 5, dtype=torch.float64)
+    times[:, :, 2] = torch.tensor([1.0, 1.0, 1.01])[:, None]
+    times[:, :, 3] = torch.tensor([0.05, 0.55, 0.54])[:, None]
+    times[:, :, 0] = 1.6
+    pace = pace_of(times.numpy(), epoch=1, step=4, num_samples=4)
+    assert (pace.slowest_rank, pace.slowest_steps) == (0, 4)
+    assert pace.late_seconds == pytest.approx(4 * (0.54 - 0.05))
+
+
+def test_at_the_end_all_is_told_though_a_gpu_be_busy() -> None:
+    gpu, told = Gpu(), Told()
+    clock = DeviceClock(
+        lambda seconds, is_step: told.append((seconds, is_step)),
+        lambda: Mark(gpu),
+        "stream",
+    )
+    clock.enter(EVALUATION)
+    gpu.compute(2.0)
+    clock.close()
+    ((seconds, is_step),) = told
+    assert not is_step
+    assert seconds[EVALUATION] == pytest.approx(2.0)
+
+
+def test_what_is_between_steps_is_no_step() -> None:
+    told: Told = []
+    clock = Clock(lambda seconds, is_step: told.append((seconds, is_step)))
+    clock.enter(EVALUATION)
+    time.sleep(0.01)
+    clock.end(is_step=False)
+    ((seconds, is_step),) = told
+    assert not is_step
+    assert seconds[EVALUATION] >= 0.01
+
+
+def test_pace_names_the_rank_that_the_others_wait_for() -> None:
+    # Three ranks, four steps: rank 2 takes 0.3 s longer to its gradients in three.
+    times = torch.zeros(3, 4, 5, dtype=torch.float64)
+    times[:, :, 1] = 0.1
+    times[:, :, 2] = 1.0
+    times[2, :3, 2] += 0.3
+    times[0, 3, 2] += 0.3
+    there = times[:, :, 1] + times[:, :, 2]
+    times[:, :, 0] = there.amax(0) + 0.05
+    times[:, :, 3] = times[:, :, 0] - there
+    pace = pace_of(times.numpy(), epoch=2, step=9, num_samples=256)
+    assert (pace.slowest_rank, pace.slowest_steps) == (2, 3)
+    assert pace.late_seconds == pytest.approx(3 * 0.3)
+    assert pace.communication_seconds == pytest.approx(4 * 0.05)
+    assert pace.wait_seconds == pytest.approx(4 * 0.3 * 2 / 3)
+    assert pace.seconds == pytest.approx(4 * 1.45)
+    assert pace.gpu_bytes is None
+    whole = (
+        pace.data_seconds
+        + pace.compute_seconds
+        + pace.communication_seconds
+        + pace.wait_seconds
+    )
+    assert whole == pytest.approx(pace.seconds)

@@ -1,0 +1,285 @@
+"""What a run has left is read while it is written, and whatever is wrong with it."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import time
+from pathlib import Path
+
+import pytest
+
+from mpitrain.errors import UsageError
+from mpitrain.record.events import Epoch, Pace, StepRow
+from mpitrain.record.growing import GrowingFile
+from mpitrain.record.metrics import Metrics
+from mpitrain.record.reading import RankFile, Run
+from mpitrain.record.recorder import Recorder
+from mpitrain.record.times import COMMUNICATION, OTHER, PHASES, RankTimes
+from mpitrain.world import Node, World
+
+
+def a_world(rank: int = 0) -> World:
+    nodes = (Node(hostname="a", ranks=(0, 1)), Node(hostname="b", ranks=(2, 3)))
+    return World(
+        rank=rank,
+        world_size=4,
+        local_rank=rank % 2,
+        local_world_size=2,
+        node_rank=rank // 2,
+        nodes=nodes,
+    )
+
+
+def step_row(step: int, loss: float = 0.5) -> StepRow:
+    return StepRow(epoch=1, step=step, loss=loss, lr=0.1, gradient_norm=1.0)
+
+
+def pace(step: int) -> Pace:
+    return Pace(
+        epoch=1,
+        step=step,
+        num_steps=2,
+        num_samples=16,
+        seconds=2.0,
+        data_seconds=0.5,
+        compute_seconds=1.0,
+        communication_seconds=0.25,
+        wait_seconds=0.25,
+        slowest_rank=3,
+        slowest_steps=2,
+        late_seconds=0.25,
+    )
+
+
+def epoch(step: int) -> Epoch:
+    return Epoch(
+        stage="train",
+        epoch=1,
+        step=step,
+        train_loss=0.5,
+        train_samples=16,
+        values={"loss": 0.25, "accuracy": 0.75},
+        val_samples=8,
+        skipped_samples=0,
+        skipped_steps=0,
+        steps_seconds=1.0,
+        epoch_seconds=2.0,
+    )
+
+
+def record(folder: Path) -> Recorder:
+    (folder / "run.json").write_text(
+        '{"id": "x", "begun": "2026-11-22T10:00:00+00:00"}'
+    )
+    recorder = Recorder(folder, a_world(), 1.5)
+    recorder.begin(total_steps=4, num_epochs=2, steps_per_epoch=2, global_batch_size=8)
+    return recorder
+
+
+def test_all_that_a_recorder_writes_is_read(tmp_path: Path) -> None:
+    recorder = record(tmp_path)
+    recorder.go_on(0, 1, Path("step-00000000"))
+    recorder.rows_done([step_row(1), step_row(2, math.nan)])
+    recorder.pace_done(pace(2))
+    recorder.epoch_done(epoch(2))
+    recorder.checkpoint_done(2, 0.125, 0.5)
+    recorder.checkpoint_done(2, 0.125, 0.5, "the disk is full")
+    recorder.test_done({"loss": 0.5}, 8, 0)
+    recorder.finish()
+    run = Run(tmp_path)
+    found = run.metrics
+    assert list(found.steps.step) == [1, 2]
+    assert found.steps.loss[0] == 0.5
+    assert math.isnan(found.steps.loss[1])
+    (one,) = found.paces
+    assert (one.samples_per_second, one.slowest_rank, one.gpu_bytes) == (8.0, 3, None)
+    assert abs(one.time - time.time()) < 60
+    (ended,) = found.epochs
+    assert ended.values == {"loss": 0.25, "accuracy": 0.75}
+    assert ended.time is not None
+    (began,) = found.began
+    assert (began.world_size, began.num_nodes, began.total_steps) == (4, 2, 4)
+    assert [(it.step, it.checkpoint) for it in found.went_on] == [(0, "step-00000000")]
+    assert [it.why_not for it in run.checkpoints] == ["", "the disk is full"]
+    assert run.checkpoints[0].copy_seconds == 0.125
+    assert found.test == {"loss": 0.5}
+    assert run.status == "finished"
+    assert run.begun == 1795341600
+
+
+def test_a_ranks_times_are_read_job_by_job(tmp_path: Path) -> None:
+    for is_cut in (False, True):
+        times = RankTimes(tmp_path, a_world(3), 2.5)
+        times.add(7, [0.25 * (1 + i) for i in range(len(PHASES))], is_step=True)
+        if is_cut:
+            times.at_present = lambda: (COMMUNICATION, time.perf_counter() - 5)
+            times.cut()
+        times.close()
+    file = RankFile(tmp_path / "times/rank-3.jsonl")
+    file.update()
+    first, second = file.jobs
+    assert (first.rank, first.hostname, first.node_rank) == (3, "b", 1)
+    assert (first.start_seconds, first.cut) == (2.5, None)
+    assert list(first.steps) == [7]
+    assert [column[0] for column in first.seconds] == [
+        0.25 * (1 + i) for i in range(len(PHASES))
+    ]
+    assert second.cut is not None
+    assert second.cut.phase == COMMUNICATION
+    assert 5 <= second.cut.seconds < 6
+    assert second.ended == pytest.approx(second.cut.time, abs=0.001)
+
+
+def test_phases_of_another_version_find_their_place(tmp_path: Path) -> None:
+    header = {
+        "rank": 0,
+        "world_size": 1,
+        "node_rank": 0,
+        "hostname": "a",
+        "time": 10.0,
+        "start_seconds": 1.0,
+        "phases": ["forward", "napping", "data"],
+    }
+    bad = [[12.0, 1], ["x", 2, 1, 1.0, 0.5, 0.25, 0.125], [13.0, 2.5, 1, 1, 1, 1, 1]]
+    rows = [header, [11.0, 1, 1, 1.0, 0.5, 0.25, 0.125], *bad]
+    path = tmp_path / "rank-0.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    file = RankFile(path)
+    file.update()
+    (job,) = file.jobs
+    assert list(job.ends) == [11.0]  # lines that are wrong are left out as a whole
+    found = {PHASES[i]: it[0] for i, it in enumerate(job.seconds) if it[0]}
+    assert found == {"forward": 0.5, "data": 0.125, PHASES[OTHER]: 0.25}
+
+
+def test_a_half_line_waits_for_its_end(tmp_path: Path) -> None:
+    path = tmp_path / "f"
+    file = GrowingFile(path)
+    assert list(file.blocks()) == []
+    whole = b'{"a": 1}\n{"b": 2}\n'
+    for end in range(len(whole) + 1):
+        path.write_bytes(whole[:end])
+        assert not file.was_cut()
+        new = [it for block in file.blocks() for it in block]
+        assert new == {9: [{"a": 1}], 18: [{"b": 2}]}.get(end, [])
+
+
+def test_what_a_training_that_goes_on_drops_is_forgotten(tmp_path: Path) -> None:
+    recorder = record(tmp_path)
+    recorder.rows_done([step_row(step) for step in range(1, 4)])
+    before = recorder.state()
+    recorder.rows_done([step_row(step, 9.0) for step in range(4, 7)])
+    recorder.stop("because", "this")
+    metrics = Metrics(tmp_path / "metrics.jsonl")
+    assert not metrics.update()
+    assert list(metrics.steps.step) == [1, 2, 3, 4, 5, 6]
+    recorder = Recorder(tmp_path, a_world(), 1.5, before)
+    recorder.rows_done([step_row(step, 7.0) for step in range(4, 12)])
+    recorder.stop("because", "this")
+    assert metrics.update()
+    assert list(metrics.steps.step) == list(range(1, 12))
+    assert list(metrics.steps.loss) == [0.5] * 3 + [7.0] * 8
+    assert not metrics.update()
+
+
+def test_reading_now_and_then_finds_what_reading_once_finds(tmp_path: Path) -> None:
+    numbers = random.Random(5)
+    lines = [
+        json.dumps({"event": "step", "epoch": 1, "step": step, "train_loss": 1 / step,
+                    "lr": 0.1, "gradient_norm": None})
+        for step in range(1, 400)
+    ]  # fmt: skip
+    words = ("]", "{", "", "nul", "[1, 2]", "7", '"a"', "\x00\x00", "\xff{}", "1,2")
+    rows = ('{"event": "step"}', '{"event": "pace", "time": "x"}')
+    for garbage in (*words, *rows):
+        lines.insert(numbers.randrange(len(lines)), garbage)
+    text = "\n".join(lines).encode("latin-1") + b"\n"
+    path = tmp_path / "metrics.jsonl"
+    metrics = Metrics(path)
+    end = 0
+    while end < len(text):
+        end += numbers.randrange(2000)
+        path.write_bytes(text[:end])
+        metrics.update()
+    at_once = Metrics(path)
+    at_once.update()
+    assert list(metrics.steps.step) == list(at_once.steps.step) == list(range(1, 400))
+    assert metrics.steps.loss == at_once.steps.loss
+    assert not metrics.paces
+
+
+def test_a_checkpoint_that_nobody_tells_of_is_found_in_its_folder(
+    tmp_path: Path,
+) -> None:
+    recorder = record(tmp_path)
+    recorder.checkpoint_done(8, 0.125, 0.5)
+    recorder.stop("because", "this")
+    for name in ("step-00000004-epoch-2", "step-00000008", "step-00000012.broken"):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+    (tmp_path / "checkpoints/step-00000004-epoch-2/SHA256SUMS").write_text("")
+    found = Run(tmp_path).checkpoints
+    assert [(it.step, it.copy_seconds) for it in found] == [(4, None), (8, 0.125)]
+    assert found[0].time is not None
+
+
+def test_a_run_of_an_older_version_is_read(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("lr: 0.5\n")
+    rows = [
+        {"event": "step", "epoch": 1, "step": 1, "train_loss": 2.5, "lr": 0.1,
+         "gradient_norm": 1.0},
+        {"event": "resume", "step": 1, "epoch": 1, "world_size": 2, "checkpoint": "c"},
+        {"event": "epoch", "epoch": 1, "step": 1, "train_loss": 2.5, "val_loss": None,
+         "epoch_seconds": 1.0, "samples_per_second": 8.0, "train_samples": 8,
+         "val_samples": 4, "skipped_samples": 0, "skipped_steps": 0},
+    ]  # fmt: skip
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    (tmp_path / "metrics.jsonl").write_text(text)
+    run = Run(tmp_path)
+    assert run.config == {"lr": 0.5}
+    assert run.begun is None
+    assert run.status == "running"
+    assert run.metrics.went_on[0].time is None
+    assert run.metrics.epochs[0].time is None
+    assert math.isnan(run.metrics.epochs[0].values["loss"])
+    assert not run.ranks
+    assert not run.checkpoints
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "\x00", "- a\n- b\n", "a: [\n"])
+def test_files_that_hold_something_else_are_as_if_empty(
+    tmp_path: Path, text: str
+) -> None:
+    for name in ("config.yaml", "run.json", "result.json", "environment.json"):
+        (tmp_path / name).write_text(text)
+    run = Run(tmp_path)
+    assert (run.config, run.environment, run.result, run.begun) == ({}, {}, {}, None)
+
+
+def test_another_folder_is_refused(tmp_path: Path) -> None:
+    for path in (tmp_path, tmp_path / "nothing"):
+        with pytest.raises(UsageError, match="no run folder"):
+            Run(path)
+
+
+def test_a_hundred_thousand_steps_are_read_in_a_second(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    with path.open("w") as file:
+        for first in range(0, 100_000, 10_000):
+            file.write(
+                "".join(
+                    f'{{"event": "step", "epoch": 1, "step": {step}, "train_loss": '
+                    f"{1 / (step + 1)}, "
+                    '"lr": 0.0043478, "gradient_norm": 0.147194}\n'
+                    for step in range(first, first + 10_000)
+                )
+            )
+    metrics = Metrics(path)
+    began = time.process_time()
+    metrics.update()
+    assert len(metrics.steps.step) == 100_000
+    assert time.process_time() - began < 3  # 0.4 s
+    began = time.process_time()
+    metrics.update()
+    assert time.process_time() - began < 0.1
