@@ -155,19 +155,18 @@ class Guard:
             first = agreed_by == self.comm.rank
         else:
             first = self.comm.size == 1 or self._is_first(error)
+        if self.watched is not None and self.comm.size > 1:
+            # Its sidecar need not: the cause is told, by this rank or by another.
+            self.watched.set_state(State.FAILING)
         if first:
             self._tell(error)
-        if self.comm.size == 1:
-            return
-        if agreed_by is not None:
+        if self.comm.size > 1 and agreed_by is not None:
             wait_for_all(self.comm, timeout_seconds=_CLAIM_SECONDS)
         elif not first:
             time.sleep(CONSEQUENCE_SECONDS)  # the first one's abort comes before this
 
     def _tell(self, error: BaseException) -> None:
-        if self.watched is not None and self.comm.size > 1:
-            self.watched.set_state(State.FAILING)
-        elif self.watched is not None:
+        if self.watched is not None and self.comm.size == 1:
             self.watched.idle()  # who is alone may go on after it
         try:
             text = message(error, self._place)

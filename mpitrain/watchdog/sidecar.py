@@ -203,11 +203,11 @@ class Sidecar:
                 and not alone
                 and state in (State.RUNNING, State.ASIDE)
                 and how == "killed"
+                and self.voice.is_first(self.launcher)
             ):
-                self.voice.say_first(
-                    self.launcher,
+                self.voice.say(
                     f"{self._place()} ended without a word: killed by a signal, or by "
-                    f"os._exit; it was at: {self.page.read().phase}",
+                    f"os._exit; it was at: {self.page.read().phase}"
                 )
         # The center stays until it has said what there is to say.
         end = now + 1.5
@@ -282,6 +282,8 @@ class Sidecar:
             self.beat_at = now + BEAT_SECONDS
             self.state = state
             self._send(kernel=self._kernel_state())
+            if state is State.FAILING and not self._has_center():
+                self.voice.is_first(self.launcher)  # the rank says why it ends
             if self.hub is not None:
                 self.hub.broadcast({"do": "nothing"})
         if self.center is not None:
@@ -354,12 +356,12 @@ class Sidecar:
         # Rank zero first: its end ends the others before they say the same.
         if 0 < position.limit_seconds < waited - 3.0 * (self.told["rank"] > 0):
             seen = f"{self.launcher.num_ranks} of {self.told['world_size']}"
-            self.voice.say_first(
-                self.launcher,
-                f"{self._place()} hang: {position.phase} for {waited:.0f} s\n"
-                f"Processes started on this host: {seen}. Look at the others, at the "
-                "other hosts, and at the network between them.",
-            )
+            if self.voice.is_first(self.launcher):
+                self.voice.say(
+                    f"{self._place()} hang: {position.phase} for {waited:.0f} s\n"
+                    f"Processes started on this host: {seen}. Look at the others, at "
+                    "the other hosts, and at the network between them."
+                )
             self._end_rank(HANG_STATUS, "", now)
 
     def _place(self) -> str:

@@ -31,20 +31,23 @@ class Voice:
         with contextlib.suppress(OSError):
             os.write(2, (text + "\n").encode())
 
-    def say_first(self, launcher: object, text: str) -> None:
-        """Write on the screen, unless another sidecar of this job and host did so.
+    def is_first(self, launcher: object) -> bool:
+        """Ask for the word, which only one sidecar of this job and host is given.
 
         Without a center they agree by a name that only one socket of a host can have.
 
         Args:
             launcher: Of the job on this host, as a name.
-            text: What to say.
         """
+        if self._claim is not None:
+            return False
         self._claim = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-        with contextlib.suppress(OSError):
+        try:
             self._claim.bind(f"\0mpitrain-{os.getuid()}-{launcher}")
-            self.say(text)
-            self.stay_until = time.monotonic() + 4.0  # the name is taken for so long
+        except OSError:
+            return False
+        self.stay_until = time.monotonic() + 4.0  # the name is taken for so long
+        return True
 
     def note(self, text: str) -> None:
         """Write into the rank's log, and not for long.

@@ -6,18 +6,16 @@ import base64
 import json
 import os
 import shutil
-import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import debian
 import pytest
 
 PROGRAMS = {"chromium": "chromium", "chromedriver": "chromium-driver"}
 """The Debian package that each comes from."""
-
-INSTALL_SECONDS = 400
 
 FLAGS = (
     "--headless=new",
@@ -40,20 +38,10 @@ def provide() -> None:
     """
     if all(map(shutil.which, PROGRAMS)):
         return
-    why = "no chromium and chromedriver here"
-    if shutil.which("apt-get") and os.geteuid() == 0:
-        words = ["install", "-y", "--no-install-recommends", *PROGRAMS.values()]
-        for command in (words, ["update"], words):
-            done = subprocess.run(
-                ["timeout", "-k", "10", str(INSTALL_SECONDS), "apt-get", *command],
-                env={**os.environ, "DEBIAN_FRONTEND": "noninteractive"},
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                text=True,
-            )
-            if all(map(shutil.which, PROGRAMS)):
-                return
-        why += f", and apt-get could not install them: {done.stderr[-300:]}"
+    wrong = debian.install(*PROGRAMS.values())
+    if all(map(shutil.which, PROGRAMS)):
+        return
+    why = f"no chromium and chromedriver here: {wrong}"
     if os.environ.get("CI") == "true":
         pytest.fail(why)
     pytest.skip(why)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import functools
 import os
-import shutil
-import subprocess
 from pathlib import Path
 
+import debian
 import pytest
 
 PACKAGE = "dataset-fashion-mnist"
@@ -18,8 +17,6 @@ FILES = {
     "t10k-labels-idx1-ubyte": 1504176627,
 }
 """Names, and the seconds since 1970 that the published files carry inside."""
-
-INSTALL_SECONDS = 200
 
 
 @functools.cache
@@ -33,7 +30,7 @@ def folder() -> Path:
     place = Path(named or "/usr/share/datasets/fashion-mnist")
     in_ci = os.environ.get("CI") == "true"
     if not _is_whole(place) and in_ci and named is None and os.geteuid() == 0:
-        _install()
+        debian.install(PACKAGE)
     if not _is_whole(place):
         reason = (
             f"no Fashion-MNIST in {place}: apt install {PACKAGE}, "
@@ -70,20 +67,3 @@ def published(to: Path) -> Path:
 
 def _is_whole(place: Path) -> bool:
     return all((place / f"{name}.gz").is_file() for name in FILES)
-
-
-def _install() -> None:
-    if shutil.which("apt-get") is None:
-        return
-    install = ["apt-get", "install", "-y", "--no-install-recommends", PACKAGE]
-    # Without lists, as in a fresh container, the first try fails at once.
-    for command in (install, ["apt-get", "update"], install):
-        done = subprocess.run(
-            ["timeout", "-k", "10", str(INSTALL_SECONDS), *command],
-            check=False,
-            capture_output=True,
-            env={**os.environ, "DEBIAN_FRONTEND": "noninteractive"},
-            stdin=subprocess.DEVNULL,
-        )
-        if done.returncode == 0 and command is install:
-            return

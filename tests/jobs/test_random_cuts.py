@@ -35,7 +35,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     return made
 
 
-@pytest.mark.parametrize("number", range(TRIES), ids=lambda n: f"seed{SEED}-{n}")
+@pytest.mark.parametrize("number", range(TRIES))
 def test_a_training_that_is_killed_often_ends_with_the_same_bits(
     number: int, runs: Runs
 ) -> None:

@@ -48,7 +48,7 @@ with guarded() as guard:
 """
 
 
-@pytest.mark.parametrize("number", range(TRIES), ids=lambda n: f"seed{SEED}-{n}")
+@pytest.mark.parametrize("number", range(TRIES))
 def test_a_fault_at_a_random_moment_ends_the_job(number: int, tmp_path: Path) -> None:
     chance = random.Random(f"{SEED}/{number}")
     mpi = find(MPIS[number % len(MPIS)])
