@@ -17,6 +17,7 @@ import tempfile
 import time
 from pathlib import Path
 
+import numpy as np
 from record import about, spread, write
 
 import mpitrain
@@ -37,6 +38,9 @@ class NoClock(Clock):
     """Takes no time."""
 
     def enter(self, phase: int) -> None:
+        """Do nothing."""
+
+    def follow(self, weight: object) -> None:
         """Do nothing."""
 
     def enter_when_computed(self, loss: object) -> None:
@@ -72,6 +76,13 @@ def trainer_of(world: World, config: TrainConfig) -> mpitrain.Trainer:
     return trainer
 
 
+def interval_of(ratios: list[float], num_draws: int = 2000) -> tuple[float, float]:
+    """Return where their median lies in 95 % of what is drawn of them, as many."""
+    drawn = np.random.default_rng(0).choice(ratios, (num_draws, len(ratios)))
+    low, high = np.quantile(np.median(drawn, axis=1), (0.025, 0.975))
+    return float(low), float(high)
+
+
 def main() -> None:
     """Measure, and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -95,6 +106,7 @@ def main() -> None:
         setup.begin(stage)
         # One trainer: two of them, recorded or not, are not equally fast.
         recorded = times, trainer._heard, trainer._clock, trainer._steps
+        recorded_clock = trainer._clock
         plain = None, Silent(), NoClock(trainer._timed), AtTheEnd()
         walls: dict[bool, list[float]] = {True: [], False: []}
         cores: dict[bool, list[float]] = {True: [], False: []}
@@ -107,6 +119,7 @@ def main() -> None:
             started, busy = time.perf_counter(), time.process_time()
             trainer.train_epoch(stage)
             wall = time.perf_counter() - started
+            recorded_clock.follow(None)
             core = sum(ranks.tell_all(time.process_time() - busy))
             if turn >= 6:
                 walls[is_recorded].append(wall)
@@ -120,19 +133,22 @@ def main() -> None:
         report |= {"world_size": num, "epochs": asked.epochs, "steps_per_epoch": steps}
         for name, seconds in (("wall", walls), ("core", cores)):
             pairs = zip(seconds[True], seconds[False], strict=True)
-            ratio = statistics.median(on / off for on, off in pairs)
+            ratios = [on / off for on, off in pairs]
+            ratio, (low, high) = statistics.median(ratios), interval_of(ratios)
             sums = sum(seconds[True]) / sum(seconds[False])
             report[name] = {
                 "with": spread(seconds[True]),
                 "without": spread(seconds[False]),
                 "ratio of pairs, median": ratio,
+                "its 95 % interval": [low, high],
                 "ratio of sums": sums,
             }
             print(
                 f"{num} ranks, {name} time of an epoch of {steps} steps: "
                 f"{1000 * statistics.median(seconds[True]):.1f} ms recorded, "
                 f"{1000 * statistics.median(seconds[False]):.1f} ms without; ratio "
-                f"{ratio:.4f} (median of pairs), {sums:.4f} (of sums)"
+                f"{ratio:.4f} (median of pairs; {low:.4f} to {high:.4f} in 95 % of "
+                f"draws), {sums:.4f} (of sums)"
             )
         write(report, asked.json)
 

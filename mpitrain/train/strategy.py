@@ -131,6 +131,7 @@ class Replica:
             model.compile()
         self.module: nn.Module = model
         self._buffers: list[Tensor] = []
+        self._is_sure = strategy == "ddp" and all_used and not config.compile
         if strategy == "ddp":
             warnings.filterwarnings("ignore", message=".*find_unused_parameters=True")
             sync_buffers: Any = {_SYNC_BUFFERS: False}  # `share_buffers` does it
@@ -148,6 +149,11 @@ class Replica:
     def weights(self) -> list[nn.Parameter]:
         """Those that learn."""
         return [weight for weight in self.model.parameters() if weight.requires_grad]
+
+    @property
+    def sure_weight(self) -> Tensor | None:
+        """One that gets a gradient before DDP waits for others; ``None``: not known."""
+        return self.weights[-1] if self._is_sure else None
 
     @property
     def statistics(self) -> list[Tensor]:

@@ -256,6 +256,7 @@ class Trainer:
         epoch = so_far.epoch
         updater, clock = setup.updater, self._clock
         setup.train_mode()
+        clock.follow(setup.replica.sure_weight)
         clock.end(is_step=False)
         clock.enter(DATA)
         self._began = time.perf_counter()

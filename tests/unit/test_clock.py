@@ -40,7 +40,10 @@ def test_each_phase_has_the_time_until_the_next() -> None:
     assert sum(seconds) <= time.perf_counter() - began
 
 
-def test_the_wait_for_others_begins_where_the_own_gradients_are_there() -> None:
+@pytest.mark.parametrize("is_sure", [True, False], ids=["weight", "loss"])
+def test_the_wait_for_others_begins_where_the_own_gradients_are_there(
+    is_sure: bool,
+) -> None:
     told: Told = []
     clock = Clock(lambda seconds, is_step: told.append((seconds, is_step)))
     engine: Any = torch.autograd.Variable._execution_engine
@@ -53,19 +56,27 @@ def test_the_wait_for_others_begins_where_the_own_gradients_are_there() -> None:
         @staticmethod
         def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
             time.sleep(0.05)  # computes
-            # As DDP does: at the end of backward it waits for the other ranks.
-            engine.queue_callback(lambda: time.sleep(0.5))
             return grad
 
-    loss = Slow.apply(torch.ones((), requires_grad=True)) * 2
-    clock.enter(FORWARD)
-    clock.enter_when_computed(loss)
-    clock.enter(BACKWARD)
-    loss.backward()
-    clock.enter(UPDATE)
-    clock.end(is_step=True)
-    seconds = told[0][0]
-    assert 0.05 <= seconds[BACKWARD] < 0.5 <= seconds[COMMUNICATION]
+    def all_there(_: torch.Tensor) -> None:
+        # As DDP does: at the end of backward it waits for the other ranks.
+        engine.queue_callback(lambda: time.sleep(0.5))
+
+    weight = torch.ones((), requires_grad=True)
+    weight.register_post_accumulate_grad_hook(all_there)
+    for _ in range(2):
+        clock.follow(weight if is_sure else None)
+        loss = Slow.apply(weight) * 2
+        clock.enter(FORWARD)
+        clock.enter_when_computed(loss)
+        clock.enter(BACKWARD)
+        loss.backward()
+        clock.enter(UPDATE)
+        clock.end(is_step=True)
+    for seconds, _ in told:
+        assert 0.05 <= seconds[BACKWARD] < 0.5 <= seconds[COMMUNICATION] < 1
+    clock.close()
+    assert not weight._backward_hooks
 
 
 @dataclass
