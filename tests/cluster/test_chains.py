@@ -7,7 +7,7 @@ import re
 import shutil
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,8 @@ class Chain:
     name: str
     folder: Path
     hosts: VirtualHosts
+    pending: dict[str, float] = field(default_factory=dict)
+    """Since when jobs have been seen to wait, by their numbers."""
 
     def rows(self) -> list[dict[str, Any]]:
         lines = (self.folder / "runs" / self.name / "metrics.jsonl").read_text()
@@ -88,7 +90,13 @@ class Chain:
         listed = self.hosts.run(LOGIN, words).stdout.splitlines()
         for line in listed:
             number, state = line.split()
-            if state == "PENDING":  # a requeued job waits two minutes by itself
+            if state != "PENDING":
+                self.pending.pop(number, None)
+            elif time.monotonic() > 3 + self.pending.setdefault(
+                number, time.monotonic()
+            ):
+                # A requeued job waits two minutes by itself. Started in the second in
+                # which it has ended, slurmd takes it for the one that it has ended.
                 update = ["scontrol", "update", f"JobId={number}", "StartTime=now"]
                 self.hosts.run(LOGIN, update)
         return listed
