@@ -203,7 +203,7 @@ class Trainer:
         try:
             for stage in setup.plan.stages:
                 # The last stage is begun though all is done: a model wants judging.
-                is_last = stage is setup.plan.stages[-1]
+                is_last = stage == setup.plan.stages[-1]
                 if stage.epochs[-1] < self.so_far.epoch and not is_last:
                     continue
                 setup.begin(stage)

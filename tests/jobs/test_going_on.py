@@ -106,6 +106,19 @@ def test_it_stops_in_time_and_goes_on(how: str, mpi_name: str, runs: Runs) -> No
     runs.assert_same_bits(name, "plain")
 
 
+def test_a_training_that_was_stopped_with_all_done_is_finished(runs: Runs) -> None:
+    """Its signal came at the last step, or it was killed while it finished."""
+    assert runs.run("all-done", 2).status == 0
+    file = runs.dir("all-done") / "result.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"status": "stopped"}))
+    (runs.dir("all-done") / "model.pt").unlink()
+    done = runs.run("all-done", 2)
+    assert done.status == 0, done.out + done.err
+    assert json.loads(file.read_text())["status"] == "finished"
+    assert runs.went_on_at("all-done") == [NUM_STEPS]
+    runs.assert_same_bits("all-done", "plain")
+
+
 def test_mpirun_may_be_killed_in_any_way(runs: Runs) -> None:
     """Open MPI's gives ranks a quarter of a second on TERM: nothing is lost by that."""
     for number in (signal.SIGTERM, signal.SIGKILL, signal.SIGINT):
