@@ -91,13 +91,6 @@ def train(argv: Sequence[str]) -> int:
             if is_zero:
                 print(begun.over, flush=True)
             return begun.status
-        # From here on: a signal that comes during the long imports is not lost.
-        stopper = Stopper(
-            run_dir if is_zero else None,
-            config.time_limit_seconds,
-            used_seconds=_age_seconds(),
-            hear_term=guard.watched.hear_term if guard.watched else None,
-        )
         # The log stands before the long imports: it tells whose process this is.
         hostname = socket.gethostname()
         with guard.stage("open the log"):
@@ -107,6 +100,14 @@ def train(argv: Sequence[str]) -> int:
                 "open the log",
             )
         log_file = folder.start_logging(log, is_rank_zero=is_zero)
+        # From here on: a signal that comes during the long imports is not lost. It
+        # also tells the log how long the job may take.
+        stopper = Stopper(
+            run_dir if is_zero else None,
+            config.time_limit_seconds,
+            used_seconds=_age_seconds(),
+            hear_term=guard.watched.hear_term if guard.watched else None,
+        )
         if begun.warning and is_zero:
             logging.getLogger("mpitrain").warning(begun.warning)
         if guard.watched is not None:
