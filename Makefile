@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 NP ?= 8
-# Tests at once: a job's start keeps one core busy, and its end none.
+# Processes that test at once: jobs wait a lot.
 AT_ONCE ?= 3
 MPIRUN := $(BIN)/mpirun
 
@@ -19,7 +19,7 @@ endif
 help:
 	@echo "make demo          train on 8 slots of this machine (NP=4 for 4)"
 	@echo "make test          all tests;  make test-4: the MPI tests on 4 ranks"
-	@echo "make test-unit, test-torch, test-jobs, test-cluster, test-gpu, soak: some of them"
+	@echo "make test-unit, test-torch, test-jobs, test-cluster, test-whole, test-gpu, soak: some of them"
 	@echo "make check         lint and types;  make format: put the code in order"
 	@echo "make bench         our start and training beside torchrun's"
 

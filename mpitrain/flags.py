@@ -99,12 +99,19 @@ def _parse(
 def flat(values: dict[str, Any]) -> dict[str, Any]:
     """Put the fields of groups beside the others, as the command line names them.
 
-    >>> flat({"lr": 0.1, "launch": {"device": "cpu"}})
-    {'lr': 0.1, 'device': 'cpu'}
+    Values are as YAML and JSON hold them.
+
+    >>> flat({"lr": 0.1, "log": ("csv",), "launch": {"device": "cpu"}})
+    {'lr': 0.1, 'log': ['csv'], 'device': 'cpu'}
     """
     found: dict[str, Any] = {}
     for name, value in values.items():
-        found |= flat(value) if isinstance(value, dict) else {name: value}
+        if isinstance(value, dict):
+            found |= flat(value)
+        elif isinstance(value, tuple):
+            found[name] = list(value)
+        else:
+            found[name] = str(value) if isinstance(value, Path) else value
     return found
 
 

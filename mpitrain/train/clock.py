@@ -48,7 +48,7 @@ class Clock:
     def follow(self, weight: Tensor | None) -> None:
         """Let every ``backward`` from here on do what `enter_when_computed` does.
 
-        A hook of every loss instead takes 2 % of the default job's steps.
+        One hook for all of them: a hook of every loss is made, and gone, in each step.
 
         Args:
             weight: Takes part in each of them; ``None``: none does for sure.

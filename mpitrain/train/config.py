@@ -286,21 +286,13 @@ class TrainConfig(
 
     def as_plain(self, name: str) -> dict[str, Any]:
         """Return the fields as a file has them, with the name that the run has."""
-        values = flat({**asdict(self), "name": name})
-        return {name: _plain(value) for name, value in values.items()}
+        return flat({**asdict(self), "name": name})
 
     def as_yaml(self, name: str) -> str:
         """Write the fields as YAML, with the name that the run really has."""
         import yaml
 
         return yaml.safe_dump(self.as_plain(name), sort_keys=False)
-
-
-def _plain(value: Any) -> Any:
-    """Return what YAML and JSON can hold."""
-    if isinstance(value, tuple):
-        return list(value)
-    return str(value) if isinstance(value, Path) else value
 
 
 def _check(flag: str, value: float | None, least: float) -> None:

@@ -203,7 +203,7 @@ class Sidecar:
                 and not alone
                 and state in (State.RUNNING, State.ASIDE)
                 and how == "killed"
-                and self.voice.is_first(self.launcher)
+                and self.voice.take_the_word(self.launcher)
             ):
                 self.voice.say(
                     f"{self._place()} ended without a word: killed by a signal, or by "
@@ -283,7 +283,7 @@ class Sidecar:
             self.state = state
             self._send(kernel=self._kernel_state())
             if state is State.FAILING and not self._has_center():
-                self.voice.is_first(self.launcher)  # the rank says why it ends
+                self.voice.take_the_word(self.launcher)  # the rank says why it ends
             if self.hub is not None:
                 self.hub.broadcast({"do": "nothing"})
         if self.center is not None:
@@ -356,7 +356,7 @@ class Sidecar:
         # Rank zero first: its end ends the others before they say the same.
         if 0 < position.limit_seconds < waited - 3.0 * (self.told["rank"] > 0):
             seen = f"{self.launcher.num_ranks} of {self.told['world_size']}"
-            if self.voice.is_first(self.launcher):
+            if self.voice.take_the_word(self.launcher):
                 self.voice.say(
                     f"{self._place()} hang: {position.phase} for {waited:.0f} s\n"
                     f"Processes started on this host: {seen}. Look at the others, at "

@@ -31,8 +31,8 @@ class Voice:
         with contextlib.suppress(OSError):
             os.write(2, (text + "\n").encode())
 
-    def is_first(self, launcher: object) -> bool:
-        """Ask for the word, which only one sidecar of this job and host is given.
+    def take_the_word(self, launcher: object) -> bool:
+        """Take the word, and tell whether no other sidecar of this job and host has it.
 
         Without a center they agree by a name that only one socket of a host can have.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import io
 from collections.abc import Sequence
 from pathlib import Path
@@ -32,16 +31,13 @@ def draw(rows: Sequence[Row], model: str, file: Path) -> None:
     Raises:
         ImportError: There is no matplotlib.
     """
-    figure_of: Any = importlib.import_module("matplotlib.figure").Figure
-    canvas_of: Any = importlib.import_module(
-        "matplotlib.backends.backend_agg"
-    ).FigureCanvasAgg
+    from matplotlib.figure import Figure
+
     kinds = [
         [row for row in rows if row["fixed"] == fixed] for fixed in ("problem", "work")
     ]
     kinds = [of_kind for of_kind in kinds if of_kind]
-    figure = figure_of(figsize=(6.2 * len(kinds), 5.2), layout="constrained")
-    canvas_of(figure)
+    figure = Figure(figsize=(6.2 * len(kinds), 5.2), layout="constrained")
     panels = figure.subplots(1, len(kinds), squeeze=False)[0]
     ranks, nodes = (max(row[f"num_{of}"] for row in rows) for of in ("ranks", "nodes"))
     some, many = "s" * (ranks > 1), "s" * (nodes > 1)

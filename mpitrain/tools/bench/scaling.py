@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mpitrain.errors import UsageError
-from mpitrain.flags import PROGRAM
+from mpitrain.flags import PROGRAM, flat
 from mpitrain.launch import init
 from mpitrain.tools.bench.config import BenchScalingConfig
 from mpitrain.topology import mpi_library, on_rank_zero
@@ -92,7 +92,7 @@ def bench(guard: Guard, config: BenchScalingConfig, words: Sequence[str]) -> Non
                 **_about(world),
                 "load_before": load_before,
                 "load_after": os.getloadavg(),
-                "config": _as_plain(config, data),
+                "config": flat(asdict(config)) | {"image_size": data.image_size},
                 "num_weights": sum(it.numel() for it in model.parameters()),
                 "weights": asdict(weights),
                 "making_parts_seconds": parts.making_seconds,
@@ -238,13 +238,6 @@ def _about(world: World) -> Row:
     kept = ("world", "hosts", "versions", "mpi_library", "git_commit")
     machine = f"{platform.system()} {platform.machine()}"
     return {name: about[name] for name in kept} | {"platform": machine}
-
-
-def _as_plain(config: BenchScalingConfig, data: Data) -> Row:
-    from mpitrain.flags import flat
-
-    found = flat(asdict(config)) | {"image_size": data.image_size}
-    return {k: str(v) if isinstance(v, Path) else v for k, v in found.items()}
 
 
 def _folder(config: BenchScalingConfig) -> Path:

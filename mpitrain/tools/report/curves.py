@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -60,44 +61,23 @@ def curves(shown: Sequence[Shown]) -> list[Chart]:
             return "\n".join(f"{it.run.name}: {_of_run(of, it)}" for it in shown)
         return _of_run(of, shown[0])
 
+    of_steps = ((one, "mean"), *((("muted", "longest"),) if longest else ()))
     return [
         Chart(
-            name="loss",
-            title="Loss",
-            words=said("loss"),
-            draw=lambda figure, paper: draw_loss(figure, paper, shown),
-            height=280,
+            name=name,
+            title=title,
+            words=said(name),
+            draw=functools.partial(draw, shown=shown),
+            height=height,
             is_half=True,
-            legend=legend or _loss_legend(shown[0]),
-        ),
-        Chart(
-            name="accuracy",
-            title="Accuracy in validation",
-            words=said("accuracy"),
-            draw=lambda figure, paper: draw_accuracy(figure, paper, shown),
-            height=280,
-            is_half=True,
-            legend=legend,
-        ),
-        Chart(
-            name="speed",
-            title="Samples per second",
-            words=said("speed"),
-            draw=lambda figure, paper: draw_speed(figure, paper, shown),
-            height=240,
-            is_half=True,
-            legend=legend,
-        ),
-        Chart(
-            name="step-time",
-            title="Time of a step",
-            words=said("step time"),
-            draw=lambda figure, paper: draw_step_time(figure, paper, shown),
-            height=240,
-            is_half=True,
-            legend=legend
-            or ((one, "mean"), *((("muted", "longest"),) if longest else ())),
-        ),
+            legend=legend or alone_legend,
+        )
+        for name, title, draw, height, alone_legend in (
+            ("loss", "Loss", draw_loss, 280, _loss_legend(shown[0])),
+            ("accuracy", "Accuracy in validation", draw_accuracy, 280, ()),
+            ("speed", "Samples per second", draw_speed, 240, ()),
+            ("step-time", "Time of a step", draw_step_time, 240, of_steps),
+        )
     ]
 
 

@@ -64,7 +64,7 @@ def map_chart(shown: Shown, *, is_alone: bool) -> Chart:
         title="Ranks by time" + ("" if is_alone else f": {shown.run.name}"),
         words=words.ranks(jobs, shown.run.metrics.paces),
         draw=lambda figure, paper: draw_map(figure, paper, shown, jobs, maps),
-        height=min(520.0, 110 + max(16 if num > 24 else 26, 0) * min(num, 26)),
+        height=min(520.0, 110 + (16 if num > 24 else 26) * min(num, 26)),
         legend=tuple(dict(legend).items()),
     )
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import io
 import re
@@ -69,8 +68,6 @@ COLOURS: Mapping[str, tuple[str, str]] = _COLOURS | {
 }
 """On light and on dark paper; Okabe's and Ito's, which the colour-blind tell apart.
 ``on-...``: what is read on a colour."""
-
-NUM_RUN_COLOURS = 8
 
 _STANDS_FOR = {f"#fe{i:02x}{i * 7 % 256:02x}": it for i, it in enumerate(COLOURS)}
 """Colours that nobody uses: in an SVG they are replaced by the page's own."""
@@ -245,11 +242,6 @@ def _put_legend(figure: Figure, chart: Chart) -> None:
 
 def _shortened(label: str, most: int = 40) -> str:
     return label if len(label) <= most else label[: most - 3] + "..."
-
-
-def data_uri(png: bytes) -> str:
-    """Put a picture into a page."""
-    return f"data:image/png;base64,{base64.b64encode(png).decode()}"
 
 
 def rgb(name: str) -> tuple[float, float, float]:
