@@ -20,9 +20,9 @@ from mpitrain.tools.report.config import ReportConfig
 from mpitrain.tools.report.facts import SHARES, jobs_of, lateness, shares, stage_seconds
 from mpitrain.tools.report.map_chart import pixels, rank_labels, time_ticks
 from mpitrain.tools.report.rank_map import MOST_ROWS, cells, rank_map, strip_of
-from mpitrain.tools.report.report import report
+from mpitrain.tools.report.report import MOST_RUNS, report
 from mpitrain.tools.report.series import finite, largest, rates, smooth, thinned
-from mpitrain.tools.report.style import COLOURS, NUM_RUN_COLOURS, luminance
+from mpitrain.tools.report.style import COLOURS, luminance
 
 CHAIN = (
     Part(world_size=8, last=120, slow_rank=5, ends="hang", bad_rank=5),
@@ -393,7 +393,7 @@ def test_text_can_be_read_and_marks_can_be_seen(scheme: int) -> None:
         assert contrast(of[f"on-{name}"], of[name]) >= 4.5, name
     for mark in ("backward", "communication", "update", "checkpoint", "hang"):
         assert contrast(of[mark], of["paper"]) >= 3.0, mark
-    for run in range(NUM_RUN_COLOURS):
+    for run in range(MOST_RUNS):
         assert contrast(of[f"run-{run}"], of["paper"]) >= 3.0, run
 
 
