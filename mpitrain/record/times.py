@@ -10,9 +10,11 @@ Imports no torch.
 from __future__ import annotations
 
 import contextlib
+import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, Protocol
 
 from mpitrain.record.lines import JsonLines
 from mpitrain.world import World
@@ -49,15 +51,31 @@ NUM_PHASES = len(PHASES)
 RESOLUTION = 500
 """A line is written once its steps took one part in so many of the job's time, ..."""
 
-CLOSE_SECONDS = 1.0
-"""How long the end waits for a disk: whoever fails has something to say."""
+SHORTEST_SECONDS = 0.25
+"""... and so long: a line takes as long as the marks of ten steps, ..."""
 
 LONGEST_SECONDS = 30.0
 """... or so long: a day of steps of 0.1 s leaves 0.7 MB of each rank."""
 
+CLOSE_SECONDS = 1.0
+"""How long the end waits for a disk: whoever fails has something to say."""
 
-Position = Callable[[], tuple[int, float]]
-"""Tells a phase, and since when, by `time.perf_counter`."""
+
+Seconds = list[float]
+"""Of each phase, by its number."""
+
+
+class Clocked(Protocol):
+    """Knows what this rank does, and what it has done: a clock of the training."""
+
+    phase: int
+    """What it does at present."""
+    since: float
+    """Since when, by `time.perf_counter`."""
+    laps: list[Seconds]
+    """Of each step that is over, and has not been told yet."""
+    between: Seconds
+    """Of what was between steps, and has not been told yet."""
 
 
 class RankTimes:
@@ -67,18 +85,23 @@ class RankTimes:
         run_dir: The run folder.
         world: Where this process stands.
         start_seconds: How long the start took that is just over.
+        done: Steps that earlier jobs have done.
 
     Attributes:
-        at_present: Tells what this rank does, and since when.
+        clock: Asked what this rank does when its job is ended; ``None``: nobody is.
     """
 
-    at_present: Position
+    clock: Clocked | None = None
 
-    def __init__(self, run_dir: Path, world: World, start_seconds: float) -> None:
+    def __init__(
+        self, run_dir: Path, world: World, start_seconds: float, done: int = 0
+    ) -> None:
         folder = run_dir / FOLDER
         folder.mkdir(exist_ok=True)
         width = len(str(world.world_size - 1))
-        self._lines = JsonLines(folder / f"rank-{world.rank:0{width}}.jsonl")
+        self._lines: JsonLines[list[Any] | dict[str, Any]] = JsonLines(
+            folder / f"rank-{world.rank:0{width}}.jsonl", json.dumps
+        )
         now = time.time()
         self._lines.write(
             {
@@ -91,41 +114,49 @@ class RankTimes:
                 "phases": PHASES,
             }
         )
-        self._began = time.perf_counter()
-        self.at_present = lambda: (OTHER, self._began)
+        self._began = self._ended = time.perf_counter()
         self._wall_began = now
         self._is_closed = False
-        self._step = 0
-        self._sums = [0.0] * NUM_PHASES
-        self._longest = 0.0
-        self._num_steps = 0
-        self._line_began = self._began
+        self._step = done
+        self._laps: list[Seconds] = []
+        self._between = [0.0] * NUM_PHASES
+        self._line_seconds = SHORTEST_SECONDS
+        self._line_ends = self._began + SHORTEST_SECONDS
 
-    def add(self, step: int, laps: Sequence[float], *, is_step: bool) -> None:
-        """Take in a step that has just ended, or what was between steps.
+    def add(self, step: int, laps: Sequence[Seconds], between: Seconds) -> None:
+        """Take in steps that have just ended.
 
         Args:
-            step: Its number.
-            laps: Seconds of each phase.
-            is_step: Whether it was one.
+            step: The number of the last.
+            laps: The seconds of each; yours no more to change.
+            between: Those of what was before them, since the steps of the last call.
         """
-        self._sums = [a + b for a, b in zip(self._sums, laps, strict=True)]
-        self._step = step
-        if is_step:
-            self._num_steps += 1
-            self._longest = max(self._longest, sum(laps[: UPDATE + 1]))
-        now = time.perf_counter()
-        least = min(LONGEST_SECONDS, (now - self._began) / RESOLUTION)
-        if now - self._line_began >= least:
-            self._write(now)
+        self._add(step, laps, between, time.perf_counter())
+
+    def _add(
+        self, step: int, laps: Sequence[Seconds], between: Seconds, ended: float
+    ) -> None:
+        if any(between):
+            self._between = [a + b for a, b in zip(self._between, between, strict=True)]
+        if ended > self._line_ends + self._line_seconds:  # more than one line
+            end = ended - sum(map(sum, laps))
+            self._write_if_due(end)
+            for seconds in laps[:-1]:
+                end += sum(seconds)
+                self._step += 1
+                self._laps.append(seconds)
+                self._write_if_due(end)
+            laps = laps[-1:]
+        self._step, self._ended = step, ended
+        self._laps += laps
+        self._write_if_due(ended)
 
     def cut(self) -> None:
         """Write what is left, and what this rank does now that its job is ended."""
         if self._is_closed:
             return
-        phase, since = self.at_present()
+        phase, since = self._write_rest()
         seconds = time.perf_counter() - since
-        self._write_rest(since)
         self._lines.write(
             {
                 "end": round(time.time(), 3),
@@ -133,27 +164,42 @@ class RankTimes:
                 "seconds": round(seconds, 3),
             }
         )
-        self.close()
+        self._close()
 
     def close(self) -> None:
         """Write what is left; a disk that takes nothing has no say."""
-        if self._is_closed:
-            return
+        if not self._is_closed:
+            self._write_rest()
+            self._close()
+
+    def _close(self) -> None:
         self._is_closed = True
-        self._write_rest(time.perf_counter())
         with contextlib.suppress(OSError):
             self._lines.close(CLOSE_SECONDS)
 
-    def _write_rest(self, now: float) -> None:
-        if self._num_steps or any(self._sums):
+    def _write_rest(self) -> tuple[int, float]:
+        """Return what this rank does since then, and since when."""
+        phase, since = OTHER, self._ended
+        if self.clock is not None:
+            phase, since = self.clock.phase, self.clock.since
+            laps = list(self.clock.laps)
+            self._add(self._step + len(laps), laps, self.clock.between, since)
+        if self._laps or any(self._between):
+            self._write(since)
+        return phase, since
+
+    def _write_if_due(self, now: float) -> None:
+        if now >= self._line_ends:
             self._write(now)
 
     def _write(self, now: float) -> None:
-        end = self._wall_began + now - self._began
-        phases = ", ".join([f"{seconds:.6f}" for seconds in self._sums])
-        counts = f"{self._step}, {self._num_steps}, {self._longest:.6f}"
-        self._lines.write(f"[{end:.4f}, {counts}, {phases}]")
-        self._line_began = now
-        self._num_steps = 0
-        self._longest = 0.0
-        self._sums = [0.0] * NUM_PHASES
+        laps, self._laps = self._laps, []
+        between, self._between = self._between, [0.0] * NUM_PHASES
+        longest = max((sum(seconds[: UPDATE + 1]) for seconds in laps), default=0.0)
+        phases = [round(sum(of), 6) for of in zip(between, *laps, strict=True)]
+        end = round(self._wall_began + now - self._began, 4)
+        counts = (self._step, len(laps), round(longest, 6))
+        self._lines.write([end, *counts, *phases])
+        seconds = max(SHORTEST_SECONDS, (now - self._began) / RESOLUTION)
+        self._line_seconds = min(LONGEST_SECONDS, seconds)
+        self._line_ends = now + self._line_seconds

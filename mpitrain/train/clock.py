@@ -12,31 +12,29 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from mpitrain.record.times import COMMUNICATION, NUM_PHASES, OTHER
-
-Seconds = list[float]
-"""Of each phase, by its number in `mpitrain.record.times`."""
-
-Tell = Callable[[Seconds, bool], object]
-"""Is told of what is over, and whether that was a step."""
+from mpitrain.record.times import COMMUNICATION, NUM_PHASES, OTHER, Seconds
 
 
 class Clock:
     """For a CPU, where a call returns when its work is done.
 
-    Args:
-        tell: Is told of every step that is over, and of what is between steps.
-
     Attributes:
         phase: What this rank does at present.
         since: Since when, by `time.perf_counter`.
+        laps: The seconds of each step that is over, since the last `take`.
+        between: Those of all that was between steps.
     """
 
-    def __init__(self, tell: Tell) -> None:
+    def __init__(self) -> None:
         self.phase = OTHER
         self.since = time.perf_counter()
-        self._tell = tell
+        self.laps: list[Seconds] = []
+        self.between: Seconds = [0.0] * NUM_PHASES
+        engine = torch.autograd.Variable._execution_engine  # noqa: SLF001
+        self._queue_callback = engine.queue_callback
+        self._enter_communication = functools.partial(self.enter, COMMUNICATION)
         self._seconds = [0.0] * NUM_PHASES
+        self._followed: Tensor | None = None
         self._hook: RemovableHandle | None = None
 
     def enter(self, phase: int) -> None:
@@ -53,8 +51,11 @@ class Clock:
         Args:
             weight: Takes part in each of them; ``None``: none does for sure.
         """
+        if weight is self._followed:
+            return
         if self._hook is not None:
             self._hook.remove()
+        self._followed = weight
         self._hook = None if weight is None else self._hook_of(weight)
 
     def enter_when_computed(self, loss: Tensor) -> None:
@@ -74,24 +75,33 @@ class Clock:
         return hook
 
     def _queue(self, _: Tensor) -> None:
-        engine = torch.autograd.Variable._execution_engine  # noqa: SLF001
-        engine.queue_callback(self._wait)
+        self._queue_callback(self._enter_communication)
 
-    def _wait(self) -> None:
-        self.enter(COMMUNICATION)
+    def end(self, *, is_step: bool, then: int) -> None:
+        """Let a step, or what is between steps, be over, and enter a phase."""
+        self.enter(then)
+        self._keep(is_step=is_step)
 
-    def end(self, *, is_step: bool) -> None:
-        """Let a step, or what is between steps, be over."""
-        self.enter(self.phase)
+    def _keep(self, *, is_step: bool) -> None:
         seconds, self._seconds = self._seconds, [0.0] * NUM_PHASES
-        self._tell(seconds, is_step)
+        if is_step:
+            self.laps.append(seconds)
+        else:
+            self.between = [a + b for a, b in zip(self.between, seconds, strict=True)]
+
+    def take(self) -> tuple[list[Seconds], Seconds]:
+        """Return `laps` and `between`, which begin anew."""
+        self.settle()
+        laps, self.laps = self.laps, []
+        between, self.between = self.between, [0.0] * NUM_PHASES
+        return laps, between
 
     def settle(self) -> None:
-        """Tell of all that is over, though a GPU be busy with it still."""
+        """Know of all that is over, though a GPU be busy with it still."""
 
     def close(self) -> None:
-        """Let what is under way be over, and tell of all of it."""
-        self.end(is_step=False)
+        """Let what is under way be over."""
+        self.end(is_step=False, then=OTHER)
         self.settle()
         self.follow(None)
 
@@ -102,14 +112,13 @@ class DeviceClock(Clock):
     Marks are left in its stream, and read when it has come by.
 
     Args:
-        tell: Likewise.
         make_mark: Makes an event of `torch.cuda`'s kind.
         stream: Where they are left. ``backward`` runs in a thread of autograd's, which
             has another one at hand.
     """
 
-    def __init__(self, tell: Tell, make_mark: Callable[[], Any], stream: Any) -> None:
-        super().__init__(tell)
+    def __init__(self, make_mark: Callable[[], Any], stream: Any) -> None:
+        super().__init__()
         self._make_mark = make_mark
         self._stream = stream
         self._free: list[Any] = []
@@ -122,13 +131,14 @@ class DeviceClock(Clock):
         self._waiting.append((self.phase, self._mark(), None))
         self.phase, self.since = phase, time.perf_counter()
 
-    def end(self, *, is_step: bool) -> None:
-        """Let a step, or what is between steps, be over; tell of what the GPU did."""
+    def end(self, *, is_step: bool, then: int) -> None:
+        """Likewise; look what the GPU has done."""
         self._waiting.append((self.phase, self._mark(), is_step))
+        self.phase, self.since = then, time.perf_counter()
         self._read()
 
     def settle(self) -> None:
-        """Wait for the GPU, and tell of all that is over."""
+        """Wait for the GPU."""
         if self._waiting:
             self._waiting[-1][1].synchronize()
             self._read()
@@ -145,13 +155,12 @@ class DeviceClock(Clock):
             self._free.append(self._last)
             self._last = mark
             if is_step is not None:
-                seconds, self._seconds = self._seconds, [0.0] * NUM_PHASES
-                self._tell(seconds, is_step)
+                self._keep(is_step=is_step)
 
 
-def open_clock(device: str, tell: Tell) -> Clock:
+def open_clock(device: str) -> Clock:
     """Return the clock for a device: ``"cpu"``, or such as ``"cuda:0"``."""
     if device == "cpu":
-        return Clock(tell)
+        return Clock()
     make_mark = functools.partial(torch.cuda.Event, enable_timing=True)
-    return DeviceClock(tell, make_mark, torch.cuda.current_stream(device))
+    return DeviceClock(make_mark, torch.cuda.current_stream(device))

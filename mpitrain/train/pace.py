@@ -8,8 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpitrain.record.events import Pace
-from mpitrain.record.times import BACKWARD, COMMUNICATION, DATA, FORWARD
-from mpitrain.train.clock import Seconds
+from mpitrain.record.times import BACKWARD, COMMUNICATION, DATA, FORWARD, Seconds
 
 
 def times_of(seconds: Seconds) -> tuple[float, float, float, float]:

@@ -56,7 +56,7 @@ class Recording:
             if world.is_rank_zero
             else None
         )
-        self.times = RankTimes(run_dir, world, start_seconds)
+        self.times = RankTimes(run_dir, world, start_seconds, done)
         facts = RunFacts(
             run_dir=run_dir,
             run_name=run_dir.name,

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mpitrain.data.sharding import Indices
 from mpitrain.record.events import Epoch, Pace, StepRow
-from mpitrain.train.clock import Seconds
+from mpitrain.record.times import Seconds
 from mpitrain.train.pace import pace_of, times_of
 
 MEET_SECONDS = 2.0
@@ -105,11 +105,10 @@ class _Taken(NamedTuple):
 
 
 class Steps:
-    """Gathers losses, learning rates, norms and times, step by step."""
+    """Gathers losses, learning rates and norms, step by step."""
 
     def __init__(self) -> None:
         self._steps: list[_Taken] = []
-        self._times: list[Seconds] = []
         self._num_at_once = 1
         """After how many steps the ranks' sums meet; equal on all ranks."""
 
@@ -131,27 +130,25 @@ class Steps:
         """
         self._steps.append(_Taken(losses, rate, norm, is_applied))
 
-    def add_time(self, seconds: Seconds) -> None:
-        """Take in where the time of a step went; those are told later than `add`."""
-        self._times.append(seconds)
-
-    def meet(self, so_far: SoFar, gpu_bytes: int) -> tuple[list[StepRow], Pace | None]:
+    def meet(
+        self, so_far: SoFar, laps: list[Seconds], gpu_bytes: int
+    ) -> tuple[list[StepRow], Pace | None]:
         """Add the sums of all ranks up, of the steps since the last call.
 
-        Collective over the default group. The clock has told of all of them.
+        Collective over the default group.
 
         Args:
             so_far: Its sums grow; its steps have been counted already.
+            laps: Where the time of each of them went on this rank.
             gpu_bytes: Most memory of its GPU that this rank has held; 0 without one.
 
         Returns:
             A row per step, and how fast they were; equal on all ranks.
         """
         steps, self._steps = self._steps, []
-        times, self._times = self._times, []
         if not steps:
             return [], None
-        of_ranks = _of_all_ranks(steps, times, gpu_bytes)
+        of_ranks = _of_all_ranks(steps, laps, gpu_bytes)
         sums = of_ranks[0, :, :2].clone()
         for other in of_ranks[1:]:  # in the order of the ranks, whatever they are
             sums += other[:, :2]
@@ -181,7 +178,7 @@ class Steps:
         return rows, pace
 
 
-def _of_all_ranks(steps: list[_Taken], times: list[Seconds], gpu_bytes: int) -> Tensor:
+def _of_all_ranks(steps: list[_Taken], laps: list[Seconds], gpu_bytes: int) -> Tensor:
     """Tell all ranks what each of them knows of its steps.
 
     Summed up here, not step by step: that would be some kernels in every step. Gathered
@@ -202,7 +199,7 @@ def _of_all_ranks(steps: list[_Taken], times: list[Seconds], gpu_bytes: int) -> 
                 *times_of(seconds),
                 gpu_bytes,
             )
-            for step, seconds in zip(steps, times, strict=True)
+            for step, seconds in zip(steps, laps, strict=True)
         ],
         dtype=torch.float64,
     )

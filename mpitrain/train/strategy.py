@@ -110,6 +110,7 @@ class Replica:
     Attributes:
         model: Whose weights they are.
         module: What is called.
+        shared_buffers: What `share_buffers` shares.
     """
 
     def __init__(
@@ -130,7 +131,7 @@ class Replica:
         if config.compile:
             model.compile()
         self.module: nn.Module = model
-        self._buffers: list[Tensor] = []
+        self.shared_buffers: list[Tensor] = []
         self._is_sure = strategy == "ddp" and all_used and not config.compile
         if strategy == "ddp":
             warnings.filterwarnings("ignore", message=".*find_unused_parameters=True")
@@ -141,7 +142,7 @@ class Replica:
                 find_unused_parameters=not all_used,
                 **sync_buffers,
             )
-            self._buffers = list(model.buffers())
+            self.shared_buffers = list(model.buffers())
         elif strategy == "dp":
             self.module = DataParallel(model)
 
@@ -187,9 +188,8 @@ class Replica:
         Collective over the default group. Not left to DDP, whose forward pass would be
         the place where ranks wait for rank zero.
         """
-        if self._buffers:
-            broadcast: Any = vars(dist)["_broadcast_coalesced"]  # what DDP takes
-            broadcast(dist.group.WORLD, self._buffers, BROADCAST_BYTES, 0)
+        broadcast: Any = vars(dist)["_broadcast_coalesced"]  # what DDP takes
+        broadcast(dist.group.WORLD, self.shared_buffers, BROADCAST_BYTES, 0)
 
     def synchronize_if(self, *, last: bool) -> contextlib.AbstractContextManager[None]:
         """Let the gradients of all ranks meet in the last microstep of a step only."""

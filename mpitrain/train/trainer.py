@@ -28,7 +28,7 @@ from mpitrain.record.times import (
     UPDATE,
     RankTimes,
 )
-from mpitrain.train.clock import Seconds, open_clock
+from mpitrain.train.clock import open_clock
 from mpitrain.train.config import TrainConfig
 from mpitrain.train.evaluate import Evaluation, per_sample_sum
 from mpitrain.train.feed import Batch, Step
@@ -235,9 +235,9 @@ class Trainer:
         self.setup = Setup(self, self.world)
         self.so_far = SoFar()
         self._steps = Steps()
-        self._clock = clock = open_clock(self.world.device, self._timed)
+        self._clock = open_clock(self.world.device)
         if self.times is not None:
-            self.times.at_present = lambda: (clock.phase, clock.since)
+            self.times.clock = self._clock
         self._began = time.perf_counter()
         self._is_ready = True
         if self.listener is None:
@@ -257,8 +257,7 @@ class Trainer:
         updater, clock = setup.updater, self._clock
         setup.train_mode()
         clock.follow(setup.replica.sure_weight)
-        clock.end(is_step=False)
-        clock.enter(DATA)
+        clock.end(is_step=False, then=DATA)
         self._began = time.perf_counter()
         for step in setup.steps_of(so_far):
             self._at = epoch, step.number
@@ -274,9 +273,8 @@ class Trainer:
             so_far.epoch_steps = step.number + 1
             self._steps.add(losses, rate, norm, is_applied=is_applied)
             self._heard.step_done(so_far.num_steps)
-            clock.end(is_step=True)
+            clock.end(is_step=True, then=CHECKPOINT)
             if keeper:
-                clock.enter(CHECKPOINT)
                 keeper.after_step()
             if self._steps.are_due:
                 clock.enter(OTHER)
@@ -306,8 +304,10 @@ class Trainer:
         now = time.perf_counter()
         so_far.steps_seconds += now - self._began
         self._began = now
-        self._clock.settle()
-        rows, pace = self._steps.meet(so_far, self.setup.gpu_bytes())
+        laps, between = self._clock.take()
+        if self.times is not None:
+            self.times.add(so_far.num_steps, laps, between)
+        rows, pace = self._steps.meet(so_far, laps, self.setup.gpu_bytes())
         so_far.skipped_steps += setup.watch.take_skipped()
         so_far.skipped_samples += setup.count_skipped()
         if so_far.epoch_steps:
@@ -330,12 +330,6 @@ class Trainer:
         except NonFiniteError:
             self.meet()
             raise
-
-    def _timed(self, seconds: Seconds, is_step: bool) -> None:
-        if is_step:
-            self._steps.add_time(seconds)
-        if self.times is not None:
-            self.times.add(self.so_far.num_steps, seconds, is_step=is_step)
 
     def _progress_or_stop(self, phase: str) -> None:
         self.progress(phase)
@@ -378,11 +372,12 @@ class Trainer:
         for number, batch in enumerate(step.microsteps, start=1):
             if self.look is not None and self.look(batch):
                 self.look = None
-            if number == 1:
+            is_last = number == step.num_microsteps
+            if number == 1 and setup.replica.shared_buffers:
                 clock.enter(COMMUNICATION)
                 setup.replica.share_buffers()
             clock.enter(FORWARD)
-            with setup.replica.synchronize_if(last=number == step.num_microsteps):
+            with setup.replica.synchronize_if(last=is_last):
                 loss = per_sample_sum(self.step(batch), len(batch))
                 found.append(Losses(batch.indices, loss.detach()))
                 # scale - 0 * loss: one that is no number makes all gradients so, on all
@@ -392,7 +387,8 @@ class Trainer:
                     clock.enter_when_computed(loss)
                 clock.enter(BACKWARD)
                 torch.autograd.backward(loss, gradient)
-            clock.enter(DATA)
+            if not is_last:
+                clock.enter(DATA)
         return found
 
     def values(self, outputs: Any, targets: Any) -> Mapping[str, Tensor]:

@@ -20,23 +20,24 @@ from mpitrain.record.times import (
 from mpitrain.train.clock import Clock, DeviceClock
 from mpitrain.train.pace import pace_of
 
-Told = list[tuple[list[float], bool]]
-
 
 def test_each_phase_has_the_time_until_the_next() -> None:
-    told: Told = []
     began = time.perf_counter()
-    clock = Clock(lambda seconds, is_step: told.append((seconds, is_step)))
+    clock = Clock()
     clock.enter(DATA)
     time.sleep(0.02)
     clock.enter(FORWARD)
     time.sleep(0.05)
     clock.enter(UPDATE)
-    clock.end(is_step=True)
-    ((seconds, is_step),) = told
-    assert is_step
+    time.sleep(0.02)
+    clock.end(is_step=True, then=DATA)
+    (seconds,), between = clock.take()
+    assert not any(between)
+    assert clock.laps == []
     assert seconds[DATA] >= 0.02
     assert seconds[FORWARD] >= 0.05
+    assert seconds[UPDATE] >= 0.02
+    assert clock.phase == DATA
     assert sum(seconds) <= time.perf_counter() - began
 
 
@@ -44,8 +45,7 @@ def test_each_phase_has_the_time_until_the_next() -> None:
 def test_the_wait_for_others_begins_where_the_own_gradients_are_there(
     is_sure: bool,
 ) -> None:
-    told: Told = []
-    clock = Clock(lambda seconds, is_step: told.append((seconds, is_step)))
+    clock = Clock()
     engine: Any = torch.autograd.Variable._execution_engine
 
     class Slow(torch.autograd.Function):
@@ -72,8 +72,8 @@ def test_the_wait_for_others_begins_where_the_own_gradients_are_there(
         clock.enter(BACKWARD)
         loss.backward()
         clock.enter(UPDATE)
-        clock.end(is_step=True)
-    for seconds, _ in told:
+        clock.end(is_step=True, then=DATA)
+    for seconds in clock.laps:
         assert 0.05 <= seconds[BACKWARD] < 0.5 <= seconds[COMMUNICATION] < 1
     clock.close()
     assert not weight._backward_hooks
@@ -113,17 +113,15 @@ class Mark:
 
 
 def test_a_gpus_time_is_known_when_it_has_come_by() -> None:
-    gpu, told = Gpu(), Told()
+    gpu = Gpu()
 
     def make_mark() -> Mark:
         gpu.marks += 1
         return Mark(gpu)
 
-    clock = DeviceClock(
-        lambda seconds, is_step: told.append((seconds, is_step)), make_mark, "stream"
-    )
+    clock = DeviceClock(make_mark, "stream")
+    clock.enter(DATA)
     for step in range(50):
-        clock.enter(DATA)
         gpu.now += 0.5  # this rank waits for samples, and its GPU with it
         clock.enter(FORWARD)
         gpu.compute(2.0)
@@ -132,13 +130,13 @@ def test_a_gpus_time_is_known_when_it_has_come_by() -> None:
         clock.enter(UPDATE)
         gpu.now = gpu.done_at  # the norm is asked for
         gpu.compute(0.25)  # and the weights change by and by
-        clock.end(is_step=True)
-        assert len(told) == step  # not known yet
+        clock.end(is_step=True, then=DATA)
+        assert len(clock.laps) == step  # not known yet
         gpu.now = gpu.done_at + 1e-9
-    clock.settle()
-    assert len(told) == 50
-    for seconds, is_step in told:
-        assert is_step
+    laps, between = clock.take()
+    assert len(laps) == 50
+    assert not any(between)
+    for seconds in laps:
         assert seconds[DATA] == pytest.approx(0.5)
         assert seconds[FORWARD] == pytest.approx(2.0)
         assert seconds[BACKWARD] == pytest.approx(4.0)
@@ -158,29 +156,22 @@ def test_the_rank_that_waits_least_is_the_last() -> None:
 
 
 def test_at_the_end_all_is_told_though_a_gpu_be_busy() -> None:
-    gpu, told = Gpu(), Told()
-    clock = DeviceClock(
-        lambda seconds, is_step: told.append((seconds, is_step)),
-        lambda: Mark(gpu),
-        "stream",
-    )
+    gpu = Gpu()
+    clock = DeviceClock(lambda: Mark(gpu), "stream")
     clock.enter(EVALUATION)
     gpu.compute(2.0)
     clock.close()
-    ((seconds, is_step),) = told
-    assert not is_step
-    assert seconds[EVALUATION] == pytest.approx(2.0)
+    assert not clock.laps
+    assert clock.between[EVALUATION] == pytest.approx(2.0)
 
 
 def test_what_is_between_steps_is_no_step() -> None:
-    told: Told = []
-    clock = Clock(lambda seconds, is_step: told.append((seconds, is_step)))
+    clock = Clock()
     clock.enter(EVALUATION)
     time.sleep(0.01)
-    clock.end(is_step=False)
-    ((seconds, is_step),) = told
-    assert not is_step
-    assert seconds[EVALUATION] >= 0.01
+    clock.end(is_step=False, then=DATA)
+    assert not clock.laps
+    assert clock.between[EVALUATION] >= 0.01
 
 
 def test_pace_names_the_rank_that_the_others_wait_for() -> None:

@@ -19,6 +19,7 @@ from mpitrain.record.environment import VARIABLES
 from mpitrain.record.events import StepRow
 from mpitrain.record.lines import JsonLines
 from mpitrain.record.times import COMMUNICATION, PHASES, RankTimes
+from mpitrain.train.clock import Clock
 from mpitrain.world import Node, World
 
 
@@ -65,7 +66,7 @@ def test_warnings_reach_the_screen_from_rank_zero_alone(
 
 
 def test_doubles_are_written_whole(tmp_path: Path) -> None:
-    lines = JsonLines(tmp_path / "file.jsonl")
+    lines = JsonLines(tmp_path / "file.jsonl", json.dumps)
     value = 0.1 + 0.2
     lines.write({"train_loss": value})
     lines.close()
@@ -108,15 +109,15 @@ def test_no_recorded_variable_sounds_like_a_secret(word: str) -> None:
     assert not [name for name in VARIABLES if word in name.upper()]
 
 
-def laps(**seconds: float) -> list[float]:
+def lap(**seconds: float) -> list[float]:
     return [seconds.get(phase, 0.0) for phase in PHASES]
 
 
 def test_where_a_ranks_time_went_is_written_down(tmp_path: Path) -> None:
     times = RankTimes(tmp_path, a_world(), 2.5)
-    times.add(1, laps(data=0.25, forward=1.0), is_step=True)
-    time.sleep(0.01)
-    times.add(1, laps(evaluation=3.0), is_step=False)
+    times.add(1, [lap(data=0.25, forward=1.0)], lap())
+    times.clock = Clock()
+    times.clock.between = lap(evaluation=3.0)
     times.close()
     first, *rows = map(
         json.loads, (tmp_path / "times/rank-2.jsonl").read_text().splitlines()
@@ -127,19 +128,23 @@ def test_where_a_ranks_time_went_is_written_down(tmp_path: Path) -> None:
     assert sum(row[2] for row in rows) == 1
     assert max(row[3] for row in rows) == 1.25
     sums = [sum(column) for column in zip(*(row[4:] for row in rows), strict=True)]
-    assert sums == laps(data=0.25, forward=1.0, evaluation=3.0)
+    assert sums == lap(data=0.25, forward=1.0, evaluation=3.0)
 
 
+@pytest.mark.parametrize("together", [1, 8, 500])
 def test_short_steps_are_taken_together(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, together: int
 ) -> None:
     now = [100.0]
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
     times = RankTimes(tmp_path, a_world(), 0.0)
-    num_steps = 200_000
+    num_steps, told = 200_000, []
     for step in range(1, num_steps + 1):
         now[0] += 0.25
-        times.add(step, laps(forward=0.25), is_step=True)
+        told.append(lap(forward=0.25))
+        if step % together == 0:
+            times.add(step, told, lap())
+            told = []
     times.close()
     rows = [
         json.loads(line)
@@ -149,19 +154,25 @@ def test_short_steps_are_taken_together(
     assert sum(row[5] for row in rows) == 0.25 * num_steps
     seconds = 0.25 * num_steps
     assert len(rows) < seconds / 30 + 500 * math.log(seconds / 0.25)
-    assert max(row[2] for row in rows) * 0.25 < 30.5
+    assert max(row[2] for row in rows) * 0.25 < 32.5
     ends = [row[0] for row in rows]
     assert ends == sorted(ends)
 
 
 def test_a_rank_that_is_ended_says_what_it_did(tmp_path: Path) -> None:
-    times = RankTimes(tmp_path, a_world(), 0.0)
-    times.at_present = lambda: (COMMUNICATION, time.perf_counter() - 5.0)
+    times = RankTimes(tmp_path, a_world(), 0.0, done=6)
+    times.clock = Clock()
+    times.clock.laps = [lap(forward=0.25), lap(forward=0.5)]  # not told yet
+    times.clock.phase = COMMUNICATION
+    times.clock.since = time.perf_counter() - 5.0
     times.cut()
     times.cut()  # once more, by the watchdog
     rows = (tmp_path / "times/rank-2.jsonl").read_text().splitlines()
+    lines = [json.loads(row) for row in rows[1:-1]]
+    assert lines[-1][1] == 8
+    assert sum(line[2] for line in lines) == 2
     end = json.loads(rows[-1])
-    assert len(rows) == 2
+    assert lines[-1][0] <= end["end"] - 4.9
     assert end["phase"] == PHASES[COMMUNICATION]
     assert 5.0 <= end["seconds"] < 6.0
 
@@ -169,7 +180,7 @@ def test_a_rank_that_is_ended_says_what_it_did(tmp_path: Path) -> None:
 def test_times_of_a_second_job_follow_those_of_the_first(tmp_path: Path) -> None:
     for _ in range(2):
         times = RankTimes(tmp_path, a_world(), 0.0)
-        times.add(1, laps(forward=1.0), is_step=True)
+        times.add(1, [lap(forward=1.0)], lap())
         times.close()
     rows = (tmp_path / "times/rank-2.jsonl").read_text().splitlines()
     assert [type(json.loads(row)) for row in rows] == [dict, list, dict, list]
@@ -178,7 +189,7 @@ def test_times_of_a_second_job_follow_those_of_the_first(tmp_path: Path) -> None
 def test_a_line_that_was_cut_ends_before_the_next(tmp_path: Path) -> None:
     path = tmp_path / "file.jsonl"
     path.write_text('{"a": 1}\n{"b": 2, "c')
-    lines = JsonLines(path)
+    lines = JsonLines(path, json.dumps)
     lines.write({"d": 4})
     lines.close()
     assert path.read_text() == '{"a": 1}\n{"b": 2, "c\n{"d": 4}\n'
@@ -203,7 +214,7 @@ def test_who_fails_does_not_wait_for_a_disk(
     tmp_path: Path, stuck: threading.Event
 ) -> None:
     times = RankTimes(tmp_path, a_world(), 0.0)
-    times.add(1, laps(forward=1.0), is_step=True)
+    times.add(1, [lap(forward=1.0)], lap())
     began = time.monotonic()
     times.cut()
     assert time.monotonic() - began < 20
@@ -216,9 +227,9 @@ def test_lines_that_wait_have_an_end(
     from mpitrain.record import lines as module
 
     monkeypatch.setattr(module, "MOST_WAITING", 100)
-    lines = JsonLines(tmp_path / "file.jsonl")
+    lines = JsonLines(tmp_path / "file.jsonl", json.dumps)
     for number in range(1000):
-        lines.write(f"[{number}]")
+        lines.write([number])
     stuck.set()
     lines.close()
     written = (tmp_path / "file.jsonl").read_text().splitlines()
