@@ -39,13 +39,14 @@ A_SECOND = [1.0] + [0.0] * (NUM_PHASES - 1)
 class NoClock(Clock):
     """Takes no time, and tells a second for each step."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_following = True
+
     def enter(self, phase: int) -> None:
         """Do nothing."""
 
     def follow(self, weight: object) -> None:
-        """Do nothing."""
-
-    def enter_when_computed(self, loss: object) -> None:
         """Do nothing."""
 
     def end(self, *, is_step: bool, then: int) -> None:  # noqa: ARG002

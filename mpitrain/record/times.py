@@ -74,8 +74,8 @@ class Clocked(Protocol):
     """Since when, by `time.perf_counter`."""
     laps: list[Seconds]
     """Of each step that is over, and has not been told yet."""
-    between: Seconds
-    """Of what was between steps, and has not been told yet."""
+    between: list[Seconds]
+    """Of all that was between steps, and has not been told yet."""
 
 
 class RankTimes:
@@ -119,25 +119,30 @@ class RankTimes:
         self._is_closed = False
         self._step = done
         self._laps: list[Seconds] = []
-        self._between = [0.0] * NUM_PHASES
+        self._between: list[Seconds] = []
         self._line_seconds = SHORTEST_SECONDS
         self._line_ends = self._began + SHORTEST_SECONDS
 
-    def add(self, step: int, laps: Sequence[Seconds], between: Seconds) -> None:
+    def add(
+        self, step: int, laps: Sequence[Seconds], between: Sequence[Seconds]
+    ) -> None:
         """Take in steps that have just ended.
 
         Args:
             step: The number of the last.
             laps: The seconds of each; yours no more to change.
-            between: Those of what was before them, since the steps of the last call.
+            between: Those of what was before them, since the last call.
         """
         self._add(step, laps, between, time.perf_counter())
 
     def _add(
-        self, step: int, laps: Sequence[Seconds], between: Seconds, ended: float
+        self,
+        step: int,
+        laps: Sequence[Seconds],
+        between: Sequence[Seconds],
+        ended: float,
     ) -> None:
-        if any(between):
-            self._between = [a + b for a, b in zip(self._between, between, strict=True)]
+        self._between += between
         if ended > self._line_ends + self._line_seconds:  # more than one line
             end = ended - sum(map(sum, laps))
             self._write_if_due(end)
@@ -184,7 +189,7 @@ class RankTimes:
             phase, since = self.clock.phase, self.clock.since
             laps = list(self.clock.laps)
             self._add(self._step + len(laps), laps, self.clock.between, since)
-        if self._laps or any(self._between):
+        if self._laps or self._between:
             self._write(since)
         return phase, since
 
@@ -194,9 +199,9 @@ class RankTimes:
 
     def _write(self, now: float) -> None:
         laps, self._laps = self._laps, []
-        between, self._between = self._between, [0.0] * NUM_PHASES
+        between, self._between = self._between, []
         longest = max((sum(seconds[: UPDATE + 1]) for seconds in laps), default=0.0)
-        phases = [round(sum(of), 6) for of in zip(between, *laps, strict=True)]
+        phases = [round(sum(of), 6) for of in zip(*between, *laps, strict=True)]
         end = round(self._wall_began + now - self._began, 4)
         counts = (self._step, len(laps), round(longest, 6))
         self._lines.write([end, *counts, *phases])

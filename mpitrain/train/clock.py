@@ -22,18 +22,20 @@ class Clock:
         phase: What this rank does at present.
         since: Since when, by `time.perf_counter`.
         laps: The seconds of each step that is over, since the last `take`.
-        between: Those of all that was between steps.
+        between: Those of what was between steps, each time.
+        is_following: Whether `enter_when_computed` is not needed.
     """
 
     def __init__(self) -> None:
         self.phase = OTHER
         self.since = time.perf_counter()
         self.laps: list[Seconds] = []
-        self.between: Seconds = [0.0] * NUM_PHASES
+        self.between: list[Seconds] = []
         engine = torch.autograd.Variable._execution_engine  # noqa: SLF001
         self._queue_callback = engine.queue_callback
         self._enter_communication = functools.partial(self.enter, COMMUNICATION)
         self._seconds = [0.0] * NUM_PHASES
+        self.is_following = False
         self._followed: Tensor | None = None
         self._hook: RemovableHandle | None = None
 
@@ -55,7 +57,7 @@ class Clock:
             return
         if self._hook is not None:
             self._hook.remove()
-        self._followed = weight
+        self._followed, self.is_following = weight, weight is not None
         self._hook = None if weight is None else self._hook_of(weight)
 
     def enter_when_computed(self, loss: Tensor) -> None:
@@ -67,8 +69,7 @@ class Clock:
         Args:
             loss: ``backward`` is called on it next.
         """
-        if self._hook is None:
-            self._hook_of(loss)
+        self._hook_of(loss)
 
     def _hook_of(self, tensor: Tensor) -> RemovableHandle:
         hook: RemovableHandle = tensor.register_hook(self._queue)  # type: ignore[no-untyped-call]
@@ -80,20 +81,14 @@ class Clock:
     def end(self, *, is_step: bool, then: int) -> None:
         """Let a step, or what is between steps, be over, and enter a phase."""
         self.enter(then)
-        self._keep(is_step=is_step)
+        (self.laps if is_step else self.between).append(self._seconds)
+        self._seconds = [0.0] * NUM_PHASES
 
-    def _keep(self, *, is_step: bool) -> None:
-        seconds, self._seconds = self._seconds, [0.0] * NUM_PHASES
-        if is_step:
-            self.laps.append(seconds)
-        else:
-            self.between = [a + b for a, b in zip(self.between, seconds, strict=True)]
-
-    def take(self) -> tuple[list[Seconds], Seconds]:
+    def take(self) -> tuple[list[Seconds], list[Seconds]]:
         """Return `laps` and `between`, which begin anew."""
         self.settle()
         laps, self.laps = self.laps, []
-        between, self.between = self.between, [0.0] * NUM_PHASES
+        between, self.between = self.between, []
         return laps, between
 
     def settle(self) -> None:
@@ -155,7 +150,8 @@ class DeviceClock(Clock):
             self._free.append(self._last)
             self._last = mark
             if is_step is not None:
-                self._keep(is_step=is_step)
+                (self.laps if is_step else self.between).append(self._seconds)
+                self._seconds = [0.0] * NUM_PHASES
 
 
 def open_clock(device: str) -> Clock:

@@ -383,7 +383,7 @@ class Trainer:
                 # scale - 0 * loss: one that is no number makes all gradients so, on all
                 # ranks.
                 gradient = torch.rsub(found[-1].total, scale, alpha=0)
-                if setup.world.world_size > 1:
+                if setup.world.world_size > 1 and not clock.is_following:
                     clock.enter_when_computed(loss)
                 clock.enter(BACKWARD)
                 torch.autograd.backward(loss, gradient)

@@ -16,7 +16,7 @@ from mpitrain.record.growing import GrowingFile
 from mpitrain.record.metrics import Metrics
 from mpitrain.record.reading import RankFile, Run
 from mpitrain.record.recorder import Recorder
-from mpitrain.record.times import COMMUNICATION, NUM_PHASES, OTHER, PHASES, RankTimes
+from mpitrain.record.times import COMMUNICATION, OTHER, PHASES, RankTimes
 from mpitrain.train.clock import Clock
 from mpitrain.world import Node, World
 
@@ -113,7 +113,7 @@ def test_all_that_a_recorder_writes_is_read(tmp_path: Path) -> None:
 def test_a_ranks_times_are_read_job_by_job(tmp_path: Path) -> None:
     for is_cut in (False, True):
         times = RankTimes(tmp_path, a_world(3), 2.5)
-        times.add(7, [[0.25 * (1 + i) for i in range(len(PHASES))]], [0.0] * NUM_PHASES)
+        times.add(7, [[0.25 * (1 + i) for i in range(len(PHASES))]], [])
         if is_cut:
             times.clock = Clock()
             times.clock.phase = COMMUNICATION

@@ -115,9 +115,9 @@ def lap(**seconds: float) -> list[float]:
 
 def test_where_a_ranks_time_went_is_written_down(tmp_path: Path) -> None:
     times = RankTimes(tmp_path, a_world(), 2.5)
-    times.add(1, [lap(data=0.25, forward=1.0)], lap())
+    times.add(1, [lap(data=0.25, forward=1.0)], [])
     times.clock = Clock()
-    times.clock.between = lap(evaluation=3.0)
+    times.clock.between = [lap(evaluation=3.0)]
     times.close()
     first, *rows = map(
         json.loads, (tmp_path / "times/rank-2.jsonl").read_text().splitlines()
@@ -143,7 +143,7 @@ def test_short_steps_are_taken_together(
         now[0] += 0.25
         told.append(lap(forward=0.25))
         if step % together == 0:
-            times.add(step, told, lap())
+            times.add(step, told, [])
             told = []
     times.close()
     rows = [
@@ -180,7 +180,7 @@ def test_a_rank_that_is_ended_says_what_it_did(tmp_path: Path) -> None:
 def test_times_of_a_second_job_follow_those_of_the_first(tmp_path: Path) -> None:
     for _ in range(2):
         times = RankTimes(tmp_path, a_world(), 0.0)
-        times.add(1, [lap(forward=1.0)], lap())
+        times.add(1, [lap(forward=1.0)], [])
         times.close()
     rows = (tmp_path / "times/rank-2.jsonl").read_text().splitlines()
     assert [type(json.loads(row)) for row in rows] == [dict, list, dict, list]
@@ -214,7 +214,7 @@ def test_who_fails_does_not_wait_for_a_disk(
     tmp_path: Path, stuck: threading.Event
 ) -> None:
     times = RankTimes(tmp_path, a_world(), 0.0)
-    times.add(1, [lap(forward=1.0)], lap())
+    times.add(1, [lap(forward=1.0)], [])
     began = time.monotonic()
     times.cut()
     assert time.monotonic() - began < 20
