@@ -1,17 +1,19 @@
-"""What it costs a training to be recorded: one job, epochs with and without by turns.
+"""What it costs a training to be recorded: one job, with and without by turns.
 
     .venv/bin/mpirun -np 8 --oversubscribe .venv/bin/python benchmarks/recording.py
-    .venv/bin/python benchmarks/recording.py --epochs 200
+    .venv/bin/python benchmarks/recording.py --pairs 40
 
-The default network on the digits. With: the time of each phase on each rank, what the
-ranks tell each other of it every two seconds, `metrics.jsonl` and `times/`. Without:
-the losses meet at an epoch's end, and nothing is written. Wall time, and the time that
-the cores of all ranks were busy, which others on the machine disturb less.
+The default network on the digits, for some seconds each time: threads write twice a
+second what was told. With: the time of each phase on each rank, `metrics.jsonl` and
+`times/`, all that listen to a job without ``--log``. Without: the losses meet at an
+epoch's end, and nothing is written. Wall time, and the time that the cores of all ranks
+were busy, which others on the machine disturb less.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 import tempfile
 import time
@@ -25,13 +27,18 @@ from mpitrain.data.sources import digits
 from mpitrain.launch.shared import all_ranks
 from mpitrain.models.build import build_model
 from mpitrain.record.console import Lines
-from mpitrain.record.events import Silent
+from mpitrain.record.events import Listener, Listeners, Silent
+from mpitrain.record.health import Health
+from mpitrain.record.loggers.telling import Loggers
 from mpitrain.record.recorder import Recorder
 from mpitrain.record.times import NUM_PHASES, RankTimes
 from mpitrain.train.clock import Clock
 from mpitrain.train.config import TrainConfig
 from mpitrain.train.steps import Steps
 from mpitrain.world import World
+
+BLOCK_SECONDS = 3.0
+"""How long it is recorded, or not, before the other one's turn."""
 
 A_SECOND = [1.0] + [0.0] * (NUM_PHASES - 1)
 
@@ -90,7 +97,7 @@ def interval_of(ratios: list[float], num_draws: int = 2000) -> tuple[float, floa
 def main() -> None:
     """Measure, and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--epochs", type=int, default=100, help="of each kind")
+    parser.add_argument("--pairs", type=int, default=20, help="of blocks of epochs")
     parser.add_argument("--json", type=Path, help="also write the figures here")
     asked = parser.parse_args()
     with mpitrain.init(device="cpu") as world, tempfile.TemporaryDirectory() as made:
@@ -98,13 +105,16 @@ def main() -> None:
         num = world.world_size
         report = about(f"mpirun -np {num} benchmarks/recording.py")
         folder = Path(ranks.on_rank_zero(lambda: made, "make a folder"))
-        config = TrainConfig(epochs=2 * asked.epochs + 20, schedule="constant", lr=0.01)
+        config = TrainConfig(epochs=100_000, schedule="constant", lr=0.01)
         trainer = trainer_of(world, config)
         trainer.times = times = RankTimes(folder, world, 0.0)
+        listeners: list[Listener] = [Loggers()]
         recorder = None
         if world.is_rank_zero:
-            trainer.listener = recorder = Recorder(folder, world, 0.0)
+            recorder = Recorder(folder, world, 0.0)
             recorder.console = Silence(0)
+            listeners = [recorder, *listeners, Health(world, "0", "runs/x")]
+        trainer.listener = Listeners(*listeners)
         setup = trainer.set_up()
         (stage,) = setup.plan.stages
         setup.begin(stage)
@@ -112,9 +122,14 @@ def main() -> None:
         recorded = times, trainer._heard, trainer._clock, trainer._steps
         recorded_clock = trainer._clock
         plain = None, Silent(), NoClock(), AtTheEnd()
+        for _ in range(5):
+            started = time.perf_counter()
+            trainer.train_epoch(stage)
+        took = time.perf_counter() - started
+        together = ranks.on_rank_zero(lambda: math.ceil(BLOCK_SECONDS / took), "plan")
         walls: dict[bool, list[float]] = {True: [], False: []}
         cores: dict[bool, list[float]] = {True: [], False: []}
-        for turn in range(2 * (asked.epochs + 3)):
+        for turn in range(2 * asked.pairs):
             # By turns, and who begins by turns: + - - + + - - +
             is_recorded = turn % 4 in (0, 3)
             kind = recorded if is_recorded else plain
@@ -124,19 +139,23 @@ def main() -> None:
             recorded_clock.follow(weight)
             ranks.tell_all(None)
             started, busy = time.perf_counter(), time.process_time()
-            trainer.train_epoch(stage)
-            wall = time.perf_counter() - started
+            for _ in range(together):
+                trainer.train_epoch(stage)
+            walls[is_recorded].append(time.perf_counter() - started)
             core = sum(ranks.tell_all(time.process_time() - busy))
-            if turn >= 6:
-                walls[is_recorded].append(wall)
-                cores[is_recorded].append(core)
+            cores[is_recorded].append(core)
         times.close()
         ranks.tell_all(None)
         if recorder is None:
             return
         recorder.finish()
         steps = setup.plan.steps_per_epoch
-        report |= {"world_size": num, "epochs": asked.epochs, "steps_per_epoch": steps}
+        report |= {
+            "world_size": num,
+            "pairs": asked.pairs,
+            "epochs_of_a_block": together,
+            "steps_per_epoch": steps,
+        }
         for name, seconds in (("wall", walls), ("core", cores)):
             pairs = zip(seconds[True], seconds[False], strict=True)
             ratios = [on / off for on, off in pairs]
@@ -150,9 +169,9 @@ def main() -> None:
                 "ratio of sums": sums,
             }
             print(
-                f"{num} ranks, {name} time of an epoch of {steps} steps: "
-                f"{1000 * statistics.median(seconds[True]):.1f} ms recorded, "
-                f"{1000 * statistics.median(seconds[False]):.1f} ms without; ratio "
+                f"{num} ranks, {name} time of {together} epochs of {steps} steps: "
+                f"{statistics.median(seconds[True]):.3f} s recorded, "
+                f"{statistics.median(seconds[False]):.3f} s without; ratio "
                 f"{ratio:.4f} (median of pairs; {low:.4f} to {high:.4f} in 95 % of "
                 f"draws), {sums:.4f} (of sums)"
             )

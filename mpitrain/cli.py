@@ -149,7 +149,7 @@ def jobscript(argv: Sequence[str]) -> None:
     config = read_flags(
         jobscript.JobscriptConfig, flags, program=f"{PROGRAM} jobscript", files=False
     )
-    is_training = not words or words[0] == "train" or words[0].startswith("-")
+    is_training = not words or words[0] == "train" or words[0] not in COMMANDS
     if config.jobs > 1:
         if not is_training:
             raise UsageError(

@@ -26,7 +26,8 @@ class DataConfig:
     they differ."""
     num_workers: int | Literal["auto"] = "auto"
     """Processes per rank that read samples ahead; 0: the rank itself. auto:
-    one less than its cores, at most 8. Sets held in memory need none."""
+    one less than its cores, at most 8; for data of your own 0. Sets held in
+    memory need none."""
     random_crop: int = 0
     """Pixels of border, from which each training image is cut anew every
     epoch."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,9 @@ logger = logging.getLogger("mpitrain")
 
 MOST_WAITING = 500_000
 """Lines that may wait for the disk: some 100 MB."""
+
+MOST_AT_ONCE = 5000
+"""Lines that the thread makes while `write` waits for it: some milliseconds."""
 
 LINE_BYTES = 200
 """Of a line, about."""
@@ -29,8 +33,9 @@ class JsonLines(Generic[Value]):
 
     Args:
         path: The file.
-        line_of: Makes a line of what is written. In the thread, of many at once: in the
-            midst of a step it would take four times as long.
+        line_of: Makes a line of what is written. In the thread, or where somebody waits
+            for it, of many at once: in the midst of a step each would take four times
+            as long.
         keep_bytes: What of the file stays, if it is there; ``None``: all.
     """
 
@@ -134,10 +139,17 @@ class JsonLines(Generic[Value]):
         self._is_wanted = True
         self._changed.notify_all()
 
-    def _encode(self) -> None:
-        values, self._values = self._values, []
-        lines = [self._line_of(value) + "\n" for value in values]
+    def _encode(self, most: int = sys.maxsize) -> None:
+        values, self._values = self._values[:most], self._values[most:]
+        lines = [self._line(value) for value in values]
         self._waiting += "".join(lines).encode()
+
+    def _line(self, value: Value) -> str:
+        try:
+            return self._line_of(value) + "\n"
+        except Exception as error:  # the thread must live: others wait for it
+            logger.warning("%s: left out %r: %s", self._path, value, error)
+            return ""
 
     def _run(self) -> None:
         while True:
@@ -150,7 +162,7 @@ class JsonLines(Generic[Value]):
                 if self._is_closed:
                     os.close(self._descriptor)
                     return
-                self._encode()
+                self._encode(MOST_AT_ONCE)
                 self._is_wanted = False
                 data, place = self._waiting, self._end
             if not data:
@@ -163,5 +175,7 @@ class JsonLines(Generic[Value]):
             with self._changed:
                 self._waiting, self._end = self._waiting[num:], place + num
                 self._error = error
-                self._is_wanted = bool(self._waiting) and error is None
+                is_left = self._waiting or len(self._values) >= MOST_AT_ONCE
+                self._is_wanted = bool(is_left) and error is None
+                self._has_dropped &= bool(self._waiting)
                 self._changed.notify_all()

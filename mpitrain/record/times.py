@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -72,10 +73,13 @@ class Clocked(Protocol):
     """What it does at present."""
     since: float
     """Since when, by `time.perf_counter`."""
+    seconds: Seconds
+    """Of all until then, since the last step was over."""
     laps: list[Seconds]
-    """Of each step that is over, and has not been told yet."""
+    """Of each step that is over, and has not been told yet, with what was before it in
+    its epoch."""
     between: list[Seconds]
-    """Of all that was between steps, and has not been told yet."""
+    """Of what was between the steps of two epochs, and has not been told yet."""
 
 
 class RankTimes:
@@ -114,9 +118,10 @@ class RankTimes:
                 "phases": PHASES,
             }
         )
-        self._began = self._ended = time.perf_counter()
+        self._began = time.perf_counter()
         self._wall_began = now
         self._is_closed = False
+        self._lock = threading.Lock()
         self._step = done
         self._laps: list[Seconds] = []
         self._between: list[Seconds] = []
@@ -126,14 +131,23 @@ class RankTimes:
     def add(
         self, step: int, laps: Sequence[Seconds], between: Sequence[Seconds]
     ) -> None:
-        """Take in steps that have just ended.
+        """Take in steps that are over.
 
         Args:
             step: The number of the last.
             laps: The seconds of each; yours no more to change.
             between: Those of what was before them, since the last call.
         """
-        self._add(step, laps, between, time.perf_counter())
+        with self._lock:
+            if not self._is_closed:
+                _, since, under_way = self._present()
+                self._add(step, laps, between, since - sum(under_way))
+
+    def _present(self) -> tuple[int, float, Seconds]:
+        """Return a phase, since when, and what was before since the last step."""
+        if self.clock is None:
+            return OTHER, time.perf_counter(), []
+        return self.clock.phase, self.clock.since, list(self.clock.seconds)
 
     def _add(
         self,
@@ -152,49 +166,57 @@ class RankTimes:
                 self._laps.append(seconds)
                 self._write_if_due(end)
             laps = laps[-1:]
-        self._step, self._ended = step, ended
+        self._step = step
         self._laps += laps
         self._write_if_due(ended)
 
     def cut(self) -> None:
-        """Write what is left, and what this rank does now that its job is ended."""
-        if self._is_closed:
-            return
-        phase, since = self._write_rest()
-        seconds = time.perf_counter() - since
-        self._lines.write(
-            {
-                "end": round(time.time(), 3),
-                "phase": PHASES[phase],
-                "seconds": round(seconds, 3),
-            }
-        )
+        """Write what is left, and what this rank does now that its job is ended.
+
+        In any thread; once, whoever calls it.
+        """
+        with self._lock:
+            if self._is_closed:
+                return
+            phase, since = self._write_rest()
+            seconds = time.perf_counter() - since
+            self._lines.write(
+                {
+                    "end": round(time.time(), 3),
+                    "phase": PHASES[phase],
+                    "seconds": round(seconds, 3),
+                }
+            )
         self._close()
 
     def close(self) -> None:
         """Write what is left; a disk that takes nothing has no say."""
-        if not self._is_closed:
+        with self._lock:
+            if self._is_closed:
+                return
             self._write_rest()
-            self._close()
+        self._close()
 
     def _close(self) -> None:
-        self._is_closed = True
         with contextlib.suppress(OSError):
             self._lines.close(CLOSE_SECONDS)
 
     def _write_rest(self) -> tuple[int, float]:
         """Return what this rank does since then, and since when."""
-        phase, since = OTHER, self._ended
+        self._is_closed = True
+        phase, since, under_way = self._present()
         if self.clock is not None:
-            phase, since = self.clock.phase, self.clock.since
-            laps = list(self.clock.laps)
-            self._add(self._step + len(laps), laps, self.clock.between, since)
+            laps, between = list(self.clock.laps), list(self.clock.between)
+            ended = since - sum(under_way)
+            self._add(self._step + len(laps), laps, between, ended)
+        if any(under_way):
+            self._between.append(under_way)
         if self._laps or self._between:
             self._write(since)
         return phase, since
 
     def _write_if_due(self, now: float) -> None:
-        if now >= self._line_ends:
+        if now >= self._line_ends and (self._laps or self._between):
             self._write(now)
 
     def _write(self, now: float) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from mpitrain.record.times import COMMUNICATION, NUM_PHASES, OTHER, Seconds
+from mpitrain.record.times import BACKWARD, COMMUNICATION, NUM_PHASES, OTHER, Seconds
 
 
 class Clock:
@@ -21,8 +21,10 @@ class Clock:
     Attributes:
         phase: What this rank does at present.
         since: Since when, by `time.perf_counter`.
-        laps: The seconds of each step that is over, since the last `take`.
-        between: Those of what was between steps, each time.
+        seconds: Of all until then, since the last step was over.
+        laps: The seconds of each step that is over, since the last `take`, with what
+            was before it in its epoch: a checkpoint, the sums of all ranks.
+        between: Those of what was between the steps of two epochs.
         is_following: Whether `enter_when_computed` is not needed.
     """
 
@@ -34,7 +36,7 @@ class Clock:
         engine = torch.autograd.Variable._execution_engine  # noqa: SLF001
         self._queue_callback = engine.queue_callback
         self._enter_communication = functools.partial(self.enter, COMMUNICATION)
-        self._seconds = [0.0] * NUM_PHASES
+        self.seconds = [0.0] * NUM_PHASES
         self.is_following = False
         self._followed: Tensor | None = None
         self._hook: RemovableHandle | None = None
@@ -42,7 +44,7 @@ class Clock:
     def enter(self, phase: int) -> None:
         """Count the time from here on as another phase's."""
         now = time.perf_counter()
-        self._seconds[self.phase] += now - self.since
+        self.seconds[self.phase] += now - self.since
         self.phase, self.since = phase, now
 
     def follow(self, weight: Tensor | None) -> None:
@@ -76,13 +78,14 @@ class Clock:
         return hook
 
     def _queue(self, _: Tensor) -> None:
-        self._queue_callback(self._enter_communication)
+        if self.phase == BACKWARD:  # a forward pass may ask for gradients, too
+            self._queue_callback(self._enter_communication)
 
     def end(self, *, is_step: bool, then: int) -> None:
         """Let a step, or what is between steps, be over, and enter a phase."""
         self.enter(then)
-        (self.laps if is_step else self.between).append(self._seconds)
-        self._seconds = [0.0] * NUM_PHASES
+        (self.laps if is_step else self.between).append(self.seconds)
+        self.seconds = [0.0] * NUM_PHASES
 
     def take(self) -> tuple[list[Seconds], list[Seconds]]:
         """Return `laps` and `between`, which begin anew."""
@@ -98,7 +101,6 @@ class Clock:
         """Let what is under way be over."""
         self.end(is_step=False, then=OTHER)
         self.settle()
-        self.follow(None)
 
 
 class DeviceClock(Clock):
@@ -146,12 +148,12 @@ class DeviceClock(Clock):
     def _read(self) -> None:
         while self._waiting and self._waiting[0][1].query():
             phase, mark, is_step = self._waiting.popleft()
-            self._seconds[phase] += self._last.elapsed_time(mark) / 1000
+            self.seconds[phase] += self._last.elapsed_time(mark) / 1000
             self._free.append(self._last)
             self._last = mark
             if is_step is not None:
-                (self.laps if is_step else self.between).append(self._seconds)
-                self._seconds = [0.0] * NUM_PHASES
+                (self.laps if is_step else self.between).append(self.seconds)
+                self.seconds = [0.0] * NUM_PHASES
 
 
 def open_clock(device: str) -> Clock:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mpitrain.data.pixels import Statistics
-from mpitrain.errors import DataError, NonFiniteError, agreed
+from mpitrain.errors import DataError, NonFiniteError, UsageError, agreed
 from mpitrain.launch import init
 from mpitrain.record.console import Lines
 from mpitrain.record.events import Listener, Progress, Silent
@@ -201,10 +201,10 @@ class Trainer:
         if keeper:
             self.so_far = keeper.restore()
         try:
+            *_, last = setup.plan.stages
             for stage in setup.plan.stages:
                 # The last stage is begun though all is done: a model wants judging.
-                is_last = stage == setup.plan.stages[-1]
-                if stage.epochs[-1] < self.so_far.epoch and not is_last:
+                if stage != last and stage.epochs[-1] < self.so_far.epoch:
                     continue
                 setup.begin(stage)
                 if keeper:
@@ -212,18 +212,22 @@ class Trainer:
                 while self.so_far.epoch < stage.epochs.stop:
                     self.train_epoch(stage)
             if keeper:
+                self._clock.enter(CHECKPOINT)
                 keeper.finish()
         except StopWanted as wanted:
             assert keeper
+            self._clock.enter(CHECKPOINT)
             try:
                 keeper.stop(wanted.reason)
             finally:
                 self._clock.close()
+        finally:
+            self._clock.follow(None)
         self._clock.close()
         setup.close()
         self._is_ready = False
-        so_far = self.so_far
-        return Evaluation(values=so_far.values, num_samples=so_far.val_samples)
+        values, num_samples = self.so_far.values, self.so_far.val_samples
+        return Evaluation(values=values, num_samples=num_samples)
 
     def set_up(self) -> Setup:
         """Make ready for `fit`, which else does it; `world` must be known.
@@ -240,11 +244,9 @@ class Trainer:
             self.times.clock = self._clock
         self._began = time.perf_counter()
         self._is_ready = True
-        if self.listener is None:
-            is_silent = not self.world.is_rank_zero
-            self._heard = Silent() if is_silent else Lines(self.setup.plan.num_epochs)
-        else:
-            self._heard = self.listener
+        plain = Lines(self.setup.plan.num_epochs)
+        own = plain if self.world.is_rank_zero else Silent()
+        self._heard = own if self.listener is None else self.listener
         return self.setup
 
     def train_epoch(self, stage: Stage) -> None:
@@ -253,8 +255,7 @@ class Trainer:
         Collective over all ranks.
         """
         so_far, setup, keeper = self.so_far, self.setup, self.keeper
-        epoch = so_far.epoch
-        updater, clock = setup.updater, self._clock
+        epoch, updater, clock = so_far.epoch, setup.updater, self._clock
         setup.train_mode()
         clock.follow(setup.replica.sure_weight)
         clock.end(is_step=False, then=DATA)
@@ -280,6 +281,7 @@ class Trainer:
                 clock.enter(OTHER)
                 self.meet()
             clock.enter(DATA)
+        clock.enter(OTHER)
         self.meet()
         clock.enter(EVALUATION)
         if not so_far.epoch_steps:
@@ -301,9 +303,8 @@ class Trainer:
         Collective over all ranks.
         """
         so_far, setup = self.so_far, self.setup
-        now = time.perf_counter()
-        so_far.steps_seconds += now - self._began
-        self._began = now
+        began, self._began = self._began, time.perf_counter()
+        so_far.steps_seconds += self._began - began
         laps, between = self._clock.take()
         if self.times is not None:
             self.times.add(so_far.num_steps, laps, between)
@@ -347,8 +348,12 @@ class Trainer:
     def evaluate(self) -> Evaluation:
         """Judge the model, or the average of its weights, on the validation data.
 
-        Collective over all ranks.
+        Collective over all ranks; a `UsageError` where `fit` started and ended them.
         """
+        if self._state:
+            raise UsageError(
+                "fit() has ended its ranks; expected a world= from mpitrain.init()"
+            )
         return self.setup.evaluate(self.setup.val_feed, self.values)
 
     def accumulate_gradient(self, step: Step) -> list[Losses]:
@@ -380,8 +385,7 @@ class Trainer:
             with setup.replica.synchronize_if(last=is_last):
                 loss = per_sample_sum(self.step(batch), len(batch))
                 found.append(Losses(batch.indices, loss.detach()))
-                # scale - 0 * loss: one that is no number makes all gradients so, on all
-                # ranks.
+                # scale - 0 * loss: no number makes all gradients so, on all ranks.
                 gradient = torch.rsub(found[-1].total, scale, alpha=0)
                 if setup.world.world_size > 1 and not clock.is_following:
                     clock.enter_when_computed(loss)

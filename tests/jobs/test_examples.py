@@ -225,6 +225,16 @@ def test_a_notebook_may_run_the_cells_of_own_trainer_again(
     assert losses[:20] == losses[20:]
 
 
+def test_who_evaluates_when_fit_has_ended_the_ranks_is_told(
+    openmpi: Mpi, tmp_path: Path
+) -> None:
+    script = "import runpy; runpy.run_path('own_trainer.py')['trainer'].evaluate()"
+    (tmp_path / "own_trainer.py").symlink_to(ROOT / "examples/own_trainer.py")
+    ran = run(f'python -c "{script}"', "", openmpi, tmp_path)
+    assert ran.done.status != 0
+    assert "fit() has ended its ranks; expected a world=" in ran.done.err
+
+
 @pytest.mark.parametrize("page", ["data.md", "models.md"])
 def test_the_code_on_a_page_of_docs_runs(
     page: str, openmpi: Mpi, tmp_path: Path

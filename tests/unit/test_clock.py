@@ -77,7 +77,12 @@ def test_the_wait_for_others_begins_where_the_own_gradients_are_there(
         clock.end(is_step=True, then=DATA)
     for seconds in clock.laps:
         assert 0.05 <= seconds[BACKWARD] < 0.5 <= seconds[COMMUNICATION] < 1
-    clock.close()
+    # A gradient that the forward pass asks for is no end of a backward pass.
+    clock.follow(weight)
+    clock.enter(FORWARD)
+    torch.autograd.grad(weight * 2, weight)
+    assert clock.phase == FORWARD
+    clock.follow(None)
     assert not weight._backward_hooks
 
 

@@ -163,18 +163,50 @@ def test_a_rank_that_is_ended_says_what_it_did(tmp_path: Path) -> None:
     times = RankTimes(tmp_path, a_world(), 0.0, done=6)
     times.clock = Clock()
     times.clock.laps = [lap(forward=0.25), lap(forward=0.5)]  # not told yet
+    times.clock.seconds = lap(data=1.0, backward=2.0)  # of the step under way
     times.clock.phase = COMMUNICATION
     times.clock.since = time.perf_counter() - 5.0
     times.cut()
     times.cut()  # once more, by the watchdog
+    times.add(8, times.clock.laps, [])  # by a thread that goes on
     rows = (tmp_path / "times/rank-2.jsonl").read_text().splitlines()
     lines = [json.loads(row) for row in rows[1:-1]]
     assert lines[-1][1] == 8
     assert sum(line[2] for line in lines) == 2
+    sums = [sum(column) for column in zip(*(line[4:] for line in lines), strict=True)]
+    assert sums == lap(data=1.0, forward=0.75, backward=2.0)
     end = json.loads(rows[-1])
     assert lines[-1][0] <= end["end"] - 4.9
     assert end["phase"] == PHASES[COMMUNICATION]
     assert 5.0 <= end["seconds"] < 6.0
+
+
+def test_nothing_has_no_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    times = RankTimes(tmp_path, a_world(), 0.0)
+    for _ in range(3):
+        now[0] += 60.0  # an evaluation; then a checkpoint wants to know what is new
+        times.add(1, [], [])
+    now[0] += 60.0
+    times.add(2, [lap(forward=1.0)], [lap(evaluation=240.0)])
+    times.close()
+    rows = (tmp_path / "times/rank-2.jsonl").read_text().splitlines()[1:]
+    lines = [json.loads(row) for row in rows]
+    assert [len(line) for line in lines] == [4 + len(PHASES)] * len(lines)
+    assert sum(line[2] for line in lines) == 1
+    sums = [sum(column) for column in zip(*(line[4:] for line in lines), strict=True)]
+    assert sums == lap(forward=1.0, evaluation=240.0)
+
+
+def test_a_line_that_cannot_be_made_is_left_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    lines = JsonLines[object](tmp_path / "file.jsonl", json.dumps)
+    lines.write(1, object(), 2)
+    lines.close()
+    assert (tmp_path / "file.jsonl").read_text() == "1\n2\n"
+    assert "left out <object object" in caplog.text
 
 
 def test_times_of_a_second_job_follow_those_of_the_first(tmp_path: Path) -> None:

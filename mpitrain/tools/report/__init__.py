@@ -2,6 +2,6 @@
 
 From a run's files to the page: `mpitrain.record.reading` -> `facts` (jobs, stages, who
 was late) and `series` (few points that look as all do), `rank_map` -> `curves`,
-`map_chart` (drawn by matplotlib in a `style`), `words` (what they show), `tables`
--> `page`.
+`stage_bars`, `map_chart` (drawn by matplotlib in a `style`), `words` (what they show),
+`tables` -> `page`.
 """

@@ -1,4 +1,4 @@
-"""Curves over the steps: loss, accuracy, speed, step time; and bars of stages."""
+"""Curves over the steps: loss, accuracy, speed, step time."""
 
 from __future__ import annotations
 

@@ -193,6 +193,8 @@ def stages(seconds: Mapping[str, float]) -> str:
         "letting gradients meet": seconds["communication"],
         "evaluation": seconds["evaluation"],
         "checkpoints": seconds["checkpoint"],
+        "the update of the weights": seconds["update"],
+        "what is none of these": seconds["other"],
     }
     largest = sorted(parts.items(), key=lambda it: -it[1])
     said = [
