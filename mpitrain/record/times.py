@@ -125,7 +125,6 @@ class RankTimes:
         self._step = done
         self._laps: list[Seconds] = []
         self._between: list[Seconds] = []
-        self._line_seconds = SHORTEST_SECONDS
         self._line_ends = self._began + SHORTEST_SECONDS
 
     def add(
@@ -157,18 +156,17 @@ class RankTimes:
         ended: float,
     ) -> None:
         self._between += between
-        if ended > self._line_ends + self._line_seconds:  # more than one line
-            end = ended - sum(map(sum, laps))
+        if ended < self._line_ends:
+            self._step = step
+            self._laps += laps
+            return
+        end = ended - sum(map(sum, laps))
+        self._write_if_due(end)
+        for number, seconds in enumerate(laps, step - len(laps) + 1):
+            end += sum(seconds)
+            self._step = number
+            self._laps.append(seconds)
             self._write_if_due(end)
-            for seconds in laps[:-1]:
-                end += sum(seconds)
-                self._step += 1
-                self._laps.append(seconds)
-                self._write_if_due(end)
-            laps = laps[-1:]
-        self._step = step
-        self._laps += laps
-        self._write_if_due(ended)
 
     def cut(self) -> None:
         """Write what is left, and what this rank does now that its job is ended.
@@ -228,5 +226,4 @@ class RankTimes:
         counts = (self._step, len(laps), round(longest, 6))
         self._lines.write([end, *counts, *phases])
         seconds = max(SHORTEST_SECONDS, (now - self._began) / RESOLUTION)
-        self._line_seconds = min(LONGEST_SECONDS, seconds)
-        self._line_ends = now + self._line_seconds
+        self._line_ends = now + min(LONGEST_SECONDS, seconds)

@@ -213,11 +213,17 @@ def test_the_commands_of_a_section_run(
     CHECKS[title](ran, tmp_path)
 
 
+@pytest.fixture
+def own_trainer(tmp_path: Path) -> str:
+    name = "own_trainer.py"
+    (tmp_path / name).symlink_to(ROOT / "examples" / name)
+    return f"runpy.run_path('{name}')"
+
+
 def test_a_notebook_may_run_the_cells_of_own_trainer_again(
-    openmpi: Mpi, tmp_path: Path
+    own_trainer: str, openmpi: Mpi, tmp_path: Path
 ) -> None:
-    again = "import runpy; [runpy.run_path('own_trainer.py') for _ in range(2)]"
-    (tmp_path / "own_trainer.py").symlink_to(ROOT / "examples/own_trainer.py")
+    again = f"import runpy; [{own_trainer} for _ in range(2)]"
     ran = run(f'python -c "{again}"', "", openmpi, tmp_path)
     assert ran.done.status == 0, ran.done.err
     losses = told(ran, "val_loss")
@@ -226,11 +232,10 @@ def test_a_notebook_may_run_the_cells_of_own_trainer_again(
 
 
 def test_who_evaluates_when_fit_has_ended_the_ranks_is_told(
-    openmpi: Mpi, tmp_path: Path
+    own_trainer: str, openmpi: Mpi, tmp_path: Path
 ) -> None:
-    script = "import runpy; runpy.run_path('own_trainer.py')['trainer'].evaluate()"
-    (tmp_path / "own_trainer.py").symlink_to(ROOT / "examples/own_trainer.py")
-    ran = run(f'python -c "{script}"', "", openmpi, tmp_path)
+    after = f"import runpy; {own_trainer}['trainer'].evaluate()"
+    ran = run(f'python -c "{after}"', "", openmpi, tmp_path)
     assert ran.done.status != 0
     assert "fit() has ended its ranks; expected a world=" in ran.done.err
 

@@ -154,7 +154,7 @@ def test_short_steps_are_taken_together(
     assert sum(row[5] for row in rows) == 0.25 * num_steps
     seconds = 0.25 * num_steps
     assert len(rows) < seconds / 30 + 500 * math.log(seconds / 0.25)
-    assert max(row[2] for row in rows) * 0.25 < 32.5
+    assert max(row[2] for row in rows) * 0.25 < 30.5
     ends = [row[0] for row in rows]
     assert ends == sorted(ends)
 
