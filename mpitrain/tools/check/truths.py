@@ -16,6 +16,14 @@ import torch.distributed as dist
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
+# torch 2.14 warns of their older names.
+if hasattr(dist, "all_gather_single"):
+    all_gather_single: Any = dist.all_gather_single
+    reduce_scatter_single: Any = dist.reduce_scatter_single
+else:
+    all_gather_single = dist.all_gather_into_tensor
+    reduce_scatter_single = dist.reduce_scatter_tensor
+
 NUM_VALUES = 257
 """Values per rank: a prime, so that no number of ranks divides it."""
 
@@ -157,7 +165,7 @@ def _all_gather(s: Setting) -> torch.Tensor:
 
 def _all_gather_into_tensor(s: Setting) -> torch.Tensor:
     found = torch.cat(s.empty(s.world_size))
-    dist.all_gather_into_tensor(found, s.given(s.rank))
+    all_gather_single(found, s.given(s.rank))
     return found.view(s.world_size, -1)
 
 
@@ -193,7 +201,7 @@ def _reduce_scatter(s: Setting) -> torch.Tensor:
 
 def _reduce_scatter_tensor(s: Setting) -> torch.Tensor:
     (found,) = s.empty(1)
-    dist.reduce_scatter_tensor(found, _to_each(s, s.rank).flatten())
+    reduce_scatter_single(found, _to_each(s, s.rank).flatten())
     return found
 
 
