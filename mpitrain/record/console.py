@@ -62,9 +62,6 @@ class Lines:
         """Say how it goes."""
         return self._progress.in_words()
 
-    def step_done(self, step: int) -> None:
-        """Say nothing."""
-
     def rows_done(self, rows: Sequence[StepRow]) -> None:
         """Note them."""
         self._progress.rows_done(rows)
@@ -116,11 +113,16 @@ class Bar(Lines):
         """Move the bar."""
         self._bar.update(step - self._bar.n)
 
+    def rows_done(self, rows: Sequence[StepRow]) -> None:
+        """Note them, and move the bar, if nobody did at each step."""
+        super().rows_done(rows)
+        self.step_done(rows[-1].step)
+
     def pace_done(self, pace: Pace) -> None:
         """Tell how it goes, beside the bar."""
         self._progress.pace_done(pace)
         words = self._progress.in_words()
-        self._bar.set_description_str(f" | {words}", refresh=False)
+        self._bar.set_description_str(f" | {words}")
 
     def __exit__(self, *error: object) -> None:
         self._bar.close()

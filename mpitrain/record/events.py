@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 
-@dataclass(frozen=True, kw_only=True)
-class StepRow:
+class StepRow(NamedTuple):
     """What one step came to. Equal on all ranks."""
 
     epoch: int
@@ -25,10 +24,10 @@ class StepRow:
 
 @dataclass(frozen=True, kw_only=True)
 class Pace:
-    """How fast some steps were, in wall time. Equal on all ranks."""
+    """How fast steps were, of one epoch or more, in wall time. Equal on all ranks."""
 
     epoch: int
-    """Their epoch, from 1."""
+    """That of the last, from 1."""
     step: int
     """The number of the last, from 1, over all epochs."""
     num_steps: int
@@ -101,14 +100,11 @@ Progress = Callable[[str], object]
 class Listener(Protocol):
     """Who wants to hear how the training goes; called on every rank."""
 
-    def step_done(self, step: int) -> None:
-        """Hear that step number `step`, from 1, is done."""
-
     def rows_done(self, rows: Sequence[StepRow]) -> None:
         """Hear what steps came to: those since the last call, of one epoch."""
 
     def pace_done(self, pace: Pace) -> None:
-        """Hear how fast those steps were that `rows_done` has just told of."""
+        """Hear how fast steps were: those since the last call, of one epoch or more."""
 
     def epoch_done(self, epoch: Epoch) -> None:
         """Hear what an epoch came to; `rows_done` has told of all its steps."""
@@ -116,9 +112,6 @@ class Listener(Protocol):
 
 class Silent:
     """The listener that wants to hear nothing."""
-
-    def step_done(self, step: int) -> None:
-        """Do nothing."""
 
     def rows_done(self, rows: Sequence[StepRow]) -> None:
         """Do nothing."""
@@ -135,11 +128,6 @@ class Listeners:
 
     def __init__(self, *listeners: Listener) -> None:
         self._listeners = listeners
-
-    def step_done(self, step: int) -> None:
-        """Tell all of them."""
-        for one in self._listeners:
-            one.step_done(step)
 
     def rows_done(self, rows: Sequence[StepRow]) -> None:
         """Tell all of them."""

@@ -63,9 +63,12 @@ class Health(Silent):
             loss = math.log(row.loss)
             if len(self._losses) == NUM_LOSSES:
                 self._judge_loss(row, loss)
-                self._count(self._losses.popleft(), -1)
+                oldest = self._losses.popleft()
+                self._sum -= oldest
+                self._squares -= oldest * oldest
             self._losses.append(loss)
-            self._count(loss, 1)
+            self._sum += loss
+            self._squares += loss * loss
 
     def pace_done(self, pace: Pace) -> None:
         """Look for ranks that wait, and for whom."""
@@ -91,10 +94,6 @@ class Health(Silent):
                 "is early",
                 *(row.loss, row.step, math.exp(usual)),
             )
-
-    def _count(self, loss: float, sign: int) -> None:
-        self._sum += sign * loss
-        self._squares += sign * loss**2
 
     def _judge_data(self, seconds: float) -> None:
         waited = sum(it.data_seconds for it in self._paces) / seconds

@@ -35,28 +35,34 @@ class Progress:
         self._step = done
         self._seconds_left = seconds_left
         self._began = time.time() if began is None else began
-        self._loss = ""
-        self._rate = ""
-        self._values = ""
+        self._rows: Sequence[StepRow] = ()
+        self._pace: Pace | None = None
+        self._values: Mapping[str, float] = {}
 
     def rows_done(self, rows: Sequence[StepRow]) -> None:
-        """Note the loss: the mean over these steps."""
-        loss = sum(row.loss for row in rows) / len(rows)
-        self._loss = in_words({"train_loss": loss})
+        """Note the losses."""
+        self._rows = rows
 
     def pace_done(self, pace: Pace) -> None:
         """Note how fast it is."""
-        self._step = pace.step
-        self._rate = f"{pace.samples_per_second:,.0f} samples/s"
+        self._pace, self._step = pace, pace.step
 
     def epoch_done(self, epoch: Epoch) -> None:
         """Note how good it is."""
-        best = "accuracy" if "accuracy" in epoch.values else "loss"
-        self._values = in_words({f"val_{best}": epoch.values[best]})
+        self._values = epoch.values
 
     def in_words(self) -> str:
-        """Say loss, accuracy, speed, and when it ends."""
-        parts = (self._loss, self._values, self._rate, self._end_in_words())
+        """Say loss, accuracy, speed, and when it ends; the mean loss of some steps."""
+        values: dict[str, float] = {}
+        if self._rows:
+            losses = [row.loss for row in self._rows]
+            values["train_loss"] = sum(losses) / len(losses)
+        if self._values:
+            best = "accuracy" if "accuracy" in self._values else "loss"
+            values[f"val_{best}"] = self._values[best]
+        pace = self._pace
+        rate = f"{pace.samples_per_second:,.0f} samples/s" if pace else ""
+        parts = (in_words(values), rate, self._end_in_words())
         return " | ".join(part for part in parts if part)
 
     def _end_in_words(self) -> str:

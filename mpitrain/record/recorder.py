@@ -16,6 +16,11 @@ from mpitrain.record.lines import JsonLines
 from mpitrain.record.progress import SecondsLeft, finished_words, in_words
 from mpitrain.world import World
 
+STEP_LINE = (
+    '{"event": "step", "epoch": %d, "step": %d, "train_loss": %r, "lr": %r, '
+    '"gradient_norm": %r}'
+)
+
 
 class Recorder:
     """Writes ``metrics.jsonl`` and ``result.json`` and moves the screen.
@@ -129,10 +134,6 @@ class Recorder:
         write_json(self._run_dir / "result.json", self._result)
         self.console.say(f"{why}; {how} goes on from here")
 
-    def step_done(self, step: int) -> None:
-        """Move the screen on."""
-        self.console.step_done(step)
-
     def rows_done(self, rows: Sequence[StepRow]) -> None:
         """Write a line per step."""
         self.console.rows_done(rows)
@@ -211,14 +212,10 @@ def line_of(told: StepRow | Mapping[str, object]) -> str:
     '{"event": "test", "test_loss": 0.1}'
     """
     if isinstance(told, StepRow):
-        loss, lr, norm = told.loss, told.lr, told.gradient_norm
-        epoch, step = told.epoch, told.step
-        if math.isfinite(loss + lr + norm):
+        if math.isfinite(sum(told)):
             # By hand: `json` takes ten times as long, and they are many.
-            return (
-                f'{{"event": "step", "epoch": {epoch}, "step": {step}, '
-                f'"train_loss": {loss}, "lr": {lr}, "gradient_norm": {norm}}}'
-            )
+            return STEP_LINE % told
+        epoch, step, loss, lr, norm = told
         values = {"train_loss": loss, "lr": lr, "gradient_norm": norm}
         told = {"event": "step", "epoch": epoch, "step": step, **values}
     return json.dumps(finite(told), allow_nan=False)

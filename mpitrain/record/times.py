@@ -160,13 +160,16 @@ class RankTimes:
             self._step = step
             self._laps += laps
             return
-        end = ended - sum(map(sum, laps))
+        totals = [sum(seconds) for seconds in laps]
+        end = ended - sum(totals)
         self._write_if_due(end)
-        for number, seconds in enumerate(laps, step - len(laps) + 1):
-            end += sum(seconds)
-            self._step = number
+        self._step = step - len(laps)
+        for seconds, total in zip(laps, totals, strict=True):
+            end += total
+            self._step += 1
             self._laps.append(seconds)
-            self._write_if_due(end)
+            if end >= self._line_ends:
+                self._write(end)
 
     def cut(self) -> None:
         """Write what is left, and what this rank does now that its job is ended.
@@ -218,10 +221,14 @@ class RankTimes:
             self._write(now)
 
     def _write(self, now: float) -> None:
+        import numpy as np  # readers of the file need it not
+
         laps, self._laps = self._laps, []
         between, self._between = self._between, []
-        longest = max((sum(seconds[: UPDATE + 1]) for seconds in laps), default=0.0)
-        phases = [round(sum(of), 6) for of in zip(*between, *laps, strict=True)]
+        of_steps = np.reshape(laps, (-1, NUM_PHASES))
+        longest = float(of_steps[:, : UPDATE + 1].sum(1).max(initial=0.0))
+        sums = of_steps.sum(0) + np.reshape(between, (-1, NUM_PHASES)).sum(0)
+        phases = [round(seconds, 6) for seconds in sums.tolist()]
         end = round(self._wall_began + now - self._began, 4)
         counts = (self._step, len(laps), round(longest, 6))
         self._lines.write([end, *counts, *phases])

@@ -156,8 +156,6 @@ class View:
             self.console.epoch_done(epoch)
         for saved in self._new("saved"):
             self._show_checkpoint(saved)
-        if rows:
-            self.console.step_done(rows[-1].step)
 
     def end_in_words(self, *, at_once: bool = False) -> str | None:
         """Say how the job has ended; ``None`` while it has not.

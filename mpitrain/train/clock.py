@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import functools
-import time
 from collections import deque
 from collections.abc import Callable
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ class Clock:
 
     def __init__(self) -> None:
         self.phase = OTHER
-        self.since = time.perf_counter()
+        self.since = perf_counter()
         self.laps: list[Seconds] = []
         self.between: list[Seconds] = []
         engine = torch.autograd.Variable._execution_engine  # noqa: SLF001
@@ -43,7 +43,7 @@ class Clock:
 
     def enter(self, phase: int) -> None:
         """Count the time from here on as another phase's."""
-        now = time.perf_counter()
+        now = perf_counter()
         self.seconds[self.phase] += now - self.since
         self.phase, self.since = phase, now
 
@@ -83,9 +83,11 @@ class Clock:
 
     def end(self, *, is_step: bool, then: int) -> None:
         """Let a step, or what is between steps, be over, and enter a phase."""
-        self.enter(then)
-        (self.laps if is_step else self.between).append(self.seconds)
-        self.seconds = [0.0] * NUM_PHASES
+        seconds, self.seconds = self.seconds, [0.0] * NUM_PHASES
+        now = perf_counter()
+        seconds[self.phase] += now - self.since
+        self.phase, self.since = then, now
+        (self.laps if is_step else self.between).append(seconds)
 
     def take(self) -> tuple[list[Seconds], list[Seconds]]:
         """Return `laps` and `between`, which begin anew."""
@@ -126,12 +128,12 @@ class DeviceClock(Clock):
     def enter(self, phase: int) -> None:
         """Leave a mark between two phases."""
         self._waiting.append((self.phase, self._mark(), None))
-        self.phase, self.since = phase, time.perf_counter()
+        self.phase, self.since = phase, perf_counter()
 
     def end(self, *, is_step: bool, then: int) -> None:
         """Likewise; look what the GPU has done."""
         self._waiting.append((self.phase, self._mark(), is_step))
-        self.phase, self.since = then, time.perf_counter()
+        self.phase, self.since = then, perf_counter()
         self._read()
 
     def settle(self) -> None:

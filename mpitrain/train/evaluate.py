@@ -19,8 +19,11 @@ from mpitrain.train.feed import Feed
 BATCH_SIZE = 256
 """Samples that one rank evaluates at once; does not change any result."""
 
+Loss = Callable[[Any, Any], Tensor]
+"""Maps a model's outputs and targets to losses `(N,)`, or to their mean."""
+
 Values = Callable[[Any, Any], Mapping[str, Tensor]]
-"""Maps a model's outputs and targets to values by name, one per sample: `(N,)`."""
+"""Maps a model's outputs and targets to values by name, each `(N,)` or their mean."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -294,7 +294,7 @@ class Keeper:
         """Begin to write a checkpoint of where the training stands."""
         self._is_due = False
         trainer = self._trainer
-        trainer.meet()
+        trainer.meet(tell_all=True)
         so_far, setup = trainer.so_far, trainer.setup
         position = _position(so_far)
         if position == self._saved:

@@ -1,27 +1,83 @@
-"""How fast steps are, and which rank the others wait for. Pure functions."""
+"""How fast steps are, and which rank the others wait for."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mpitrain.record.events import Pace
+from mpitrain.record.events import Listener, Pace, StepRow
 from mpitrain.record.times import BACKWARD, COMMUNICATION, DATA, FORWARD, Seconds
 
+PACE_SECONDS = 1.0
+"""How many seconds of steps a pace tells of, at least, across epochs; fewer before a
+checkpoint and at the end."""
 
-def times_of(seconds: Seconds) -> tuple[float, float, float, float]:
-    """Sum up where the time of a step went.
+
+class Untold:
+    """The times of steps that no pace has told of yet. Equal on all ranks."""
+
+    def __init__(self) -> None:
+        self._times: list[NDArray[np.float64]] = []
+        self._num_samples = 0
+        self._seconds = np.zeros(1)
+        """Of each rank, once there are some."""
+        self._last: StepRow | None = None
+
+    def add(self, times: NDArray[np.float64], num_samples: int, last: StepRow) -> float:
+        """Take in steps.
+
+        Args:
+            times: As `pace_of` wants them.
+            num_samples: In all of them.
+            last: What the last of them came to.
+
+        Returns:
+            Seconds of all of them, of the rank that took longest.
+        """
+        seconds = times[:, :, 0].sum(1)
+        self._times.append(times)
+        self._num_samples += num_samples
+        self._seconds = self._seconds + seconds
+        self._last = last
+        return float(seconds.max())
+
+    def tell(self, listener: Listener, at_least: float) -> None:
+        """Tell how fast they were; none of them is left.
+
+        Args:
+            listener: Told.
+            at_least: Not where they took fewer seconds.
+        """
+        if self._last is None or self._seconds.max() < at_least:
+            return
+        pace = pace_of(
+            np.concatenate(self._times, axis=1),
+            epoch=self._last.epoch,
+            step=self._last.step,
+            num_samples=self._num_samples,
+        )
+        self._times, self._num_samples, self._seconds = [], 0, np.zeros(1)
+        self._last = None
+        listener.pace_done(pace)
+
+
+def times_of(laps: Sequence[Seconds]) -> NDArray[np.float64]:
+    """Sum up where the time of steps went.
 
     Args:
-        seconds: Of each phase.
+        laps: Of each step, the seconds of each phase.
 
     Returns:
-        Seconds of all, of data, of computing, and of communication.
+        float64 `(steps, 4)`: seconds of all, of data, of computing, of communication.
     """
-    computing = seconds[FORWARD] + seconds[BACKWARD]
-    return sum(seconds), seconds[DATA], computing, seconds[COMMUNICATION]
+    seconds = np.array(laps)
+    computing = seconds[:, FORWARD] + seconds[:, BACKWARD]
+    return np.column_stack(
+        (seconds.sum(1), seconds[:, DATA], computing, seconds[:, COMMUNICATION])
+    )
 
 
 def pace_of(
@@ -37,8 +93,8 @@ def pace_of(
     Args:
         times: float64 `(world_size, steps, 5)`: seconds of all, of data, of computing,
             of communication, and bytes of GPU memory.
-        epoch: Of the steps.
-        step: The last one's number.
+        epoch: Of the last step.
+        step: Its number.
         num_samples: In all of them.
 
     >>> late = [[[1.0, 0.0, 0.2, 0.8, 0.0]], [[1.0, 0.0, 0.9, 0.1, 0.0]]]

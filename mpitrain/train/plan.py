@@ -65,6 +65,14 @@ class Plan:
         )
         return (probe, finetune) if epochs else (probe,)
 
+    def stages_left(self, epoch: int) -> list[Stage]:
+        """Return the stages that have epochs from this one on, and the last stage.
+
+        Though all of it be done: its model wants judging.
+        """
+        *before, last = self.stages
+        return [stage for stage in before if stage.epochs[-1] >= epoch] + [last]
+
     @property
     def num_epochs(self) -> int:
         """Passes over the training set, of all stages."""

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from mpitrain.record.events import Progress, Silent
+from mpitrain.record.events import Progress
 from mpitrain.record.recorder import shown
 from mpitrain.world import World
 
@@ -26,7 +26,7 @@ NUM_FILE_ROWS = 100
 """Of the one in the file."""
 
 
-class Profiler(Silent):
+class Profiler:
     """Traces steps of this rank, from the sixth that a job trains on.
 
     Args:
@@ -55,9 +55,8 @@ class Profiler(Silent):
         self._seen = 0
         self._profile: Any = None
 
-    def step_done(self, step: int) -> None:
+    def step_done(self, _: int) -> None:
         """Begin, or end."""
-        del step
         self._seen += 1
         if self._seen == FIRST_STEPS:
             self._begin()

@@ -79,12 +79,10 @@ class Recording:
             if config.profile
             else None
         )
-        self._hearing: list[Listener] = [self.loggers]
+        self._hearing: list[Listener] = [self.loggers] if config.log else []
         if self.record is not None:
             health = Health(world, str(config.num_workers), shown(run_dir))
-            self._hearing = [self.record, self.loggers, health]
-        if self.profiler is not None:
-            self._hearing.append(self.profiler)
+            self._hearing = [self.record, *self._hearing, health]
 
     def say(self, line: str) -> None:
         """Print a line on the screen; on other ranks than zero into their log."""
@@ -97,6 +95,8 @@ class Recording:
         """Let a trainer tell all of them how it goes."""
         trainer.listener = Listeners(*self._hearing)
         trainer.times = self.times
+        if self.profiler is not None:
+            trainer.each_step.append(self.profiler.step_done)
 
     def begin(self, trainer: Trainer) -> None:
         """Let those begin that may take their time; `trainer` is set up."""

@@ -19,7 +19,7 @@ from mpitrain.models.fetch import cache_folder, fetch_weights, is_cached
 from mpitrain.models.summary import summary_line, summary_table
 from mpitrain.models.weights import LoadedWeights
 from mpitrain.plugins import is_reference
-from mpitrain.record.console import Console, open_console, world_lines
+from mpitrain.record.console import Bar, Console, open_console, world_lines
 from mpitrain.record.environment import describe
 from mpitrain.record.folder import write_json
 from mpitrain.record.progress import Progress
@@ -111,6 +111,8 @@ def run_training(
         if loader is not None:
             say_going_on(console, loader, begun, recorder)
         recorder.console = console
+        if isinstance(console, Bar):
+            trainer.each_step.append(console.step_done)
         recorder.seconds_left = stopper.seconds_left
         return trained_and_finished(trainer, data, recording, run_dir)
 

@@ -6,14 +6,15 @@ import math
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from mpitrain.data.sharding import Indices
-from mpitrain.record.events import Epoch, Pace, StepRow
+from mpitrain.record.events import Epoch, StepRow
 from mpitrain.record.times import Seconds
-from mpitrain.train.pace import pace_of, times_of
+from mpitrain.train.pace import Untold, times_of
 
 MEET_SECONDS = 2.0
 """About how often the sums of all ranks meet, so that somebody sees them."""
@@ -105,17 +106,19 @@ class _Taken(NamedTuple):
 
 
 class Steps:
-    """Gathers losses, learning rates and norms, step by step."""
+    """Gathers losses, learning rates and norms, step by step.
+
+    Attributes:
+        are_due: Whether it is time for the sums of all ranks to meet; equal on all.
+        untold: Times of steps whose sums have met.
+    """
 
     def __init__(self) -> None:
+        self.are_due = False
+        self.untold = Untold()
         self._steps: list[_Taken] = []
         self._num_at_once = 1
         """After how many steps the ranks' sums meet; equal on all ranks."""
-
-    @property
-    def are_due(self) -> bool:
-        """Whether it is time for the sums of all ranks to meet; equal on all ranks."""
-        return len(self._steps) >= self._num_at_once
 
     def add(
         self, losses: list[Losses], rate: float, norm: float, *, is_applied: bool
@@ -129,10 +132,9 @@ class Steps:
             is_applied: Whether the weights have changed.
         """
         self._steps.append(_Taken(losses, rate, norm, is_applied))
+        self.are_due = len(self._steps) >= self._num_at_once
 
-    def meet(
-        self, so_far: SoFar, laps: list[Seconds], gpu_bytes: int
-    ) -> tuple[list[StepRow], Pace | None]:
+    def meet(self, so_far: SoFar, laps: list[Seconds], gpu_bytes: int) -> list[StepRow]:
         """Add the sums of all ranks up, of the steps since the last call.
 
         Collective over the default group.
@@ -143,11 +145,11 @@ class Steps:
             gpu_bytes: Most memory of its GPU that this rank has held; 0 without one.
 
         Returns:
-            A row per step, and how fast they were; equal on all ranks.
+            A row per step; equal on all ranks.
         """
         steps, self._steps = self._steps, []
         if not steps:
-            return [], None
+            return []
         of_ranks = _of_all_ranks(steps, laps, gpu_bytes)
         sums = of_ranks[0, :, :2].clone()
         for other in of_ranks[1:]:  # in the order of the ranks, whatever they are
@@ -166,16 +168,13 @@ class Steps:
                     gradient_norm=step.norm,
                 )
             )
-        pace = pace_of(
-            of_ranks[:, :, 2:].numpy(),
-            epoch=so_far.epoch,
-            step=so_far.num_steps,
-            num_samples=int(sums[:, 1].sum()),
-        )
-        at_once = round(MEET_SECONDS * pace.num_steps / pace.seconds)
+        times, num_samples = of_ranks[:, :, 2:].numpy(), int(sums[:, 1].sum())
+        seconds = self.untold.add(times, num_samples, rows[-1])
+        at_once = round(MEET_SECONDS * len(steps) / seconds)
         most = min(2 * self._num_at_once, MOST_AT_ONCE, MOST_ROWS // len(of_ranks))
         self._num_at_once = max(1, min(at_once, most))
-        return rows, pace
+        self.are_due = False
+        return rows
 
 
 def _of_all_ranks(steps: list[_Taken], laps: list[Seconds], gpu_bytes: int) -> Tensor:
@@ -191,18 +190,10 @@ def _of_all_ranks(steps: list[_Taken], laps: list[Seconds], gpu_bytes: int) -> T
     """
     found = torch.stack([it.total for step in steps for it in step.losses])
     values = iter(found.double().tolist())
-    own = torch.tensor(
-        [
-            (
-                sum(next(values) for _ in step.losses),
-                float(sum(len(it.indices) for it in step.losses)),
-                *times_of(seconds),
-                gpu_bytes,
-            )
-            for step, seconds in zip(steps, laps, strict=True)
-        ],
-        dtype=torch.float64,
-    )
+    sums = [sum(next(values) for _ in step.losses) for step in steps]
+    counts = [sum(len(it.indices) for it in step.losses) for step in steps]
+    held = [float(gpu_bytes)] * len(steps)
+    own = torch.from_numpy(np.column_stack((sums, counts, times_of(laps), held)))
     if dist.get_world_size() == 1:
         return own[None]
     own = own.to(found.device)

@@ -30,20 +30,15 @@ from mpitrain.record.times import (
 )
 from mpitrain.train.clock import open_clock
 from mpitrain.train.config import TrainConfig
-from mpitrain.train.evaluate import Evaluation, per_sample_sum
+from mpitrain.train.evaluate import Evaluation, Loss, Values, per_sample_sum
 from mpitrain.train.feed import Batch, Step
 from mpitrain.train.keeping import Keeper, StopWanted
+from mpitrain.train.pace import PACE_SECONDS
 from mpitrain.train.plan import Stage
 from mpitrain.train.setup import Setup
 from mpitrain.train.steps import Losses, SoFar, Steps
 from mpitrain.train.strategy import settle_numerics
 from mpitrain.world import World
-
-Loss = Callable[[Any, Any], Tensor]
-"""Maps a model's outputs and targets to losses `(N,)`, or to their mean."""
-
-Metrics = Callable[[Any, Any], Mapping[str, Tensor]]
-"""Maps a model's outputs and targets to values by name, each `(N,)` or their mean."""
 
 
 class Trainer:
@@ -64,7 +59,8 @@ class Trainer:
         metrics: Instead of overriding `metrics`.
 
     Attributes:
-        listener: Told of every step and epoch; ``None``: a line per epoch is printed.
+        listener: Told of steps and epochs; ``None``: a line per epoch is printed.
+        each_step: Told its number when a step is over; they cost their time in each.
         progress: Told of every batch of an evaluation; steps tell it by themselves.
             Where you called `mpitrain.init` with a hang timeout: its `Job.progress`.
         statistics: Mean and deviation to take off images of bytes, by channel, in the
@@ -72,6 +68,7 @@ class Trainer:
         all_weights_used: Whether every weight is known to take part in the loss.
         keeper: Writes checkpoints and stops in time; ``None``: nobody does.
         times: Writes down where this rank's time goes; ``None``: nobody does.
+        pace_seconds: How many seconds of steps a pace tells of, at least; see `meet`.
         look: Shown the batch of every microstep on this rank, until it returns true.
         so_far: How far the training has come.
     """
@@ -85,7 +82,7 @@ class Trainer:
         *,
         world: World | None = None,
         loss: Loss | None = None,
-        metrics: Metrics | None = None,
+        metrics: Values | None = None,
     ) -> None:
         self.model = model
         self.train_data = train_data
@@ -96,11 +93,13 @@ class Trainer:
         self._state: dict[str, Any] = {}  # kept where the ranks end with `fit`
         self._is_ready = False
         self.listener: Listener | None = None
+        self.each_step: list[Callable[[int], object]] = []
         self.progress: Progress = lambda _: None
         self.statistics: Statistics | None = None
         self.all_weights_used = False
         self.keeper: Keeper | None = None
         self.times: RankTimes | None = None
+        self.pace_seconds = PACE_SECONDS
         self.look: Callable[[Batch], bool] | None = None
         self.so_far = SoFar()
         self._heard: Listener = Silent()
@@ -201,16 +200,13 @@ class Trainer:
         if keeper:
             self.so_far = keeper.restore()
         try:
-            *_, last = setup.plan.stages
-            for stage in setup.plan.stages:
-                # The last stage is begun though all is done: a model wants judging.
-                if stage != last and stage.epochs[-1] < self.so_far.epoch:
-                    continue
+            for stage in setup.plan.stages_left(self.so_far.epoch):
                 setup.begin(stage)
                 if keeper:
                     keeper.begin(stage)
                 while self.so_far.epoch < stage.epochs.stop:
                     self.train_epoch(stage)
+            self.meet(tell_all=True)
             if keeper:
                 self._clock.enter(CHECKPOINT)
                 keeper.finish()
@@ -226,8 +222,8 @@ class Trainer:
         self._clock.close()
         setup.close()
         self._is_ready = False
-        values, num_samples = self.so_far.values, self.so_far.val_samples
-        return Evaluation(values=values, num_samples=num_samples)
+        found = self.so_far
+        return Evaluation(values=found.values, num_samples=found.val_samples)
 
     def set_up(self) -> Setup:
         """Make ready for `fit`, which else does it; `world` must be known.
@@ -273,7 +269,8 @@ class Trainer:
             so_far.num_steps += 1
             so_far.epoch_steps = step.number + 1
             self._steps.add(losses, rate, norm, is_applied=is_applied)
-            self._heard.step_done(so_far.num_steps)
+            for tell in self.each_step:
+                tell(so_far.num_steps)
             clock.end(is_step=True, then=CHECKPOINT)
             if keeper:
                 keeper.after_step()
@@ -297,26 +294,29 @@ class Trainer:
             keeper.after_epoch(epoch, result.goodness)
         clock.enter(OTHER)
 
-    def meet(self) -> None:
+    def meet(self, *, tell_all: bool = False) -> None:
         """Add up what the ranks' steps came to, since the last call, and tell it.
 
         Collective over all ranks.
+
+        Args:
+            tell_all: Also how fast they were, though it be few seconds of steps.
         """
         so_far, setup = self.so_far, self.setup
-        began, self._began = self._began, time.perf_counter()
-        so_far.steps_seconds += self._began - began
         laps, between = self._clock.take()
         if self.times is not None:
             self.times.add(so_far.num_steps, laps, between)
-        rows, pace = self._steps.meet(so_far, laps, self.setup.gpu_bytes())
+        rows = self._steps.meet(so_far, laps, self.setup.gpu_bytes())
         so_far.skipped_steps += setup.watch.take_skipped()
         so_far.skipped_samples += setup.count_skipped()
         if so_far.epoch_steps:
             both = zip_longest(so_far.taken, setup.count_taken(), fillvalue=0)
             so_far.taken = [a + b for a, b in both]
-        if pace is not None:
+        if rows:  # what is between two epochs is no time of steps
+            began, self._began = self._began, time.perf_counter()
+            so_far.steps_seconds += self._began - began
             self._heard.rows_done(rows)
-            self._heard.pace_done(pace)
+        self._steps.untold.tell(self._heard, 0.0 if tell_all else self.pace_seconds)
 
     def _judge(self, losses: list[Losses], norm: float) -> None:
         """Let a step that was not applied be skipped, or end the training.
@@ -329,7 +329,7 @@ class Trainer:
         try:
             setup.watch.judge(losses, norm, scale, step, so_far.epoch)
         except NonFiniteError:
-            self.meet()
+            self.meet(tell_all=True)
             raise
 
     def _progress_or_stop(self, phase: str) -> None:

@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 
 from mpitrain.data.sharding import epoch_order
 from mpitrain.data.sources import InMemory, digits
-from mpitrain.record.events import Epoch, Silent, StepRow
+from mpitrain.record.events import Epoch, Pace, Silent, StepRow
 from mpitrain.train.config import TrainConfig
 from mpitrain.train.trainer import Trainer
 from mpitrain.world import World
@@ -49,9 +49,13 @@ class Heard(Silent):
     def __init__(self) -> None:
         self.epochs: list[Epoch] = []
         self.rows: list[StepRow] = []
+        self.paces: list[Pace] = []
 
     def rows_done(self, rows: Sequence[StepRow]) -> None:
         self.rows += rows
+
+    def pace_done(self, pace: Pace) -> None:
+        self.paces.append(pace)
 
     def epoch_done(self, epoch: Epoch) -> None:
         self.epochs.append(epoch)

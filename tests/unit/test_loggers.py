@@ -440,9 +440,6 @@ def test_several_listeners_hear_the_same() -> None:
     heard: list[str] = []
 
     class Hearing(Silent):
-        def step_done(self, step: int) -> None:
-            heard.append(f"step {step}")
-
         def rows_done(self, rows: Any) -> None:
             heard.append("rows")
 
@@ -453,11 +450,10 @@ def test_several_listeners_hear_the_same() -> None:
             heard.append("epoch")
 
     both = Listeners(Hearing(), Hearing())
-    both.step_done(3)
     both.rows_done([])
     both.pace_done(PACE)
     both.epoch_done(EPOCH)
-    assert heard == [w for w in ("step 3", "rows", "pace", "epoch") for _ in (0, 1)]
+    assert heard == [w for w in ("rows", "pace", "epoch") for _ in (0, 1)]
 
 
 def test_images_are_what_they_were_before_the_mean_was_taken_off() -> None:

@@ -108,17 +108,26 @@ def test_a_long_epoch_has_lines_between(
 def test_a_bar_has_its_words_and_leaves_the_screen_tidy(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    with Bar(2, Progress(400, 300)) as bar:
-        for step in range(301, 401):
+    with Bar(2, Progress(100, 25)) as bar:
+        for step in range(26, 101):
             bar.step_done(step)
         bar.rows_done(ROWS)
-        bar.pace_done(pace(400))
+        bar.pace_done(pace(100))
         bar.epoch_done(EPOCH)
     said = capsys.readouterr().out
-    assert "400/400 | train_loss 0.5000" in said
+    assert "100/100 | train_loss 0.5000" in said
     assert "\nepoch 1/2 | step 100" in said.replace("\r", "\n")
     last = said.replace("\r", "\n").splitlines()[-1]
     assert not last.strip()
+
+
+def test_a_bar_that_hears_of_no_step_moves_with_their_rows(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with Bar(1, Progress(400)) as bar:
+        bar.rows_done(ROWS)
+        bar.pace_done(pace(100))
+    assert "100/400 | train_loss 0.5000" in capsys.readouterr().out
 
 
 def test_a_warning_stands_on_a_line_of_its_own_beside_a_bar(

@@ -41,9 +41,6 @@ class Loggers:
         for one in self._loggers:
             one.start()
 
-    def step_done(self, step: int) -> None:
-        """Do nothing: its row comes."""
-
     def rows_done(self, rows: Sequence[StepRow]) -> None:
         """Tell of steps."""
         self._step = rows[-1].step

@@ -123,6 +123,7 @@ def try_steps(
     trainer.statistics = data.statistics
     trainer.all_weights_used = not is_reference(config.model)
     trainer.listener = heard = Heard()
+    trainer.pace_seconds = 0.0  # no pace of both epochs
     trainer.fit()
     counted = [pace for pace in heard.paces if pace.epoch == len(steps)]
     del trainer
