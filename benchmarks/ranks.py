@@ -213,8 +213,7 @@ class Heard(Silent):
         self.epochs: list[Any] = []
         self.step_times: list[tuple[float, float]] = []
 
-    def step_done(self, step: int) -> None:
-        del step
+    def step_done(self, _: int) -> None:
         self.step_times.append(now())
 
     def epoch_done(self, epoch: Any) -> None:
@@ -276,6 +275,7 @@ def parts(world: Any) -> dict[str, Any]:
     trainer.all_weights_used = True
     heard, clock = Heard(), Clock()
     trainer.listener = heard
+    trainer.each_step.append(heard.step_done)
     setup = trainer.set_up()
     (stage,) = setup.plan.stages
     setup.begin(stage)

@@ -1,50 +1,66 @@
 """What it costs a training to be recorded: one job, with and without by turns.
 
     .venv/bin/mpirun -np 8 --oversubscribe .venv/bin/python benchmarks/recording.py
-    .venv/bin/python benchmarks/recording.py --pairs 40
+    .venv/bin/python benchmarks/recording.py --epochs 2000
 
-The default network on the digits, for some seconds each time: threads write twice a
-second what was told. With: the time of each phase on each rank, `metrics.jsonl` and
-`times/`, all that listen to a job without ``--log``. Without: the losses meet at an
-epoch's end, and nothing is written. Wall time, and the time that the cores of all ranks
-were busy, which others on the machine disturb less.
+The default network on the digits. Recorded: the time of each phase on each rank,
+`metrics.jsonl` and `times/`, all that listen to a job without ``--log``. Not recorded:
+nothing is written. With both, the losses meet at each epoch's end. Wall time, the mean
+of the ranks, and the time that the cores of all of them were busy, which others on the
+machine disturb less.
+
+By lot, the same one on all ranks, for each step: whether the clock runs in it. And for
+the rest of each epoch (its first step, the evaluation, what its end tells): whether it
+is told. The machine is now faster, now slower, for longer than a step: so both kinds
+have their share of that. A part's time is the mean of all that were alike but for the
+slowest tenth, when something else had the core. Threads write twice a second, whatever
+the lot says: so lines are made in the rest of the epoch that they tell of. What is left
+to the threads is one call of `write`.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
-import statistics
+import random
+import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-from record import about, spread, write
+from numpy.typing import NDArray
+from record import about, write
+from torch import Tensor
 
 import mpitrain
 from mpitrain.data.sources import digits
 from mpitrain.launch.shared import all_ranks
 from mpitrain.models.build import build_model
 from mpitrain.record.console import Lines
-from mpitrain.record.events import Listener, Listeners, Silent
+from mpitrain.record.events import Listener, Listeners, Silent, StepRow
 from mpitrain.record.health import Health
-from mpitrain.record.loggers.telling import Loggers
+from mpitrain.record.lines import JsonLines
 from mpitrain.record.recorder import Recorder
-from mpitrain.record.times import NUM_PHASES, RankTimes
+from mpitrain.record.times import NUM_PHASES, RankTimes, Seconds
 from mpitrain.train.clock import Clock
 from mpitrain.train.config import TrainConfig
+from mpitrain.train.pace import PACE_SECONDS
 from mpitrain.train.steps import Steps
 from mpitrain.world import World
 
-BLOCK_SECONDS = 3.0
-"""How long it is recorded, or not, before the other one's turn."""
+COUNTED = 0.9
+"""Of all that are alike, the share that counts: the fastest."""
 
-A_SECOND = [1.0] + [0.0] * (NUM_PHASES - 1)
+NOT_COUNTED = 6
+"""First epochs: caches, and sums that meet more often."""
+
+A_STEP = [0.005] + [0.0] * (NUM_PHASES - 1)
 
 
 class NoClock(Clock):
-    """Takes no time, and tells a second for each step."""
+    """Takes no time, and tells about as much for each step as it takes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,15 +73,44 @@ class NoClock(Clock):
         """Do nothing."""
 
     def end(self, *, is_step: bool, then: int) -> None:  # noqa: ARG002
-        """Keep a second of a step."""
+        """Keep some seconds of a step."""
         if is_step:
-            self.laps.append(A_SECOND)
+            self.laps.append(A_STEP)
+
+
+class ByTurns(NoClock):
+    """Now one clock, now the other.
+
+    Args:
+        recorded: The one that runs.
+        weight: What it follows.
+    """
+
+    def __init__(self, recorded: Clock, weight: Tensor | None) -> None:
+        super().__init__()
+        self._recorded, self._plain = recorded, NoClock()
+        self._weight = weight
+
+    def turn(self, *, is_recorded: bool) -> None:
+        """Be one of them from here on."""
+        clock = self._recorded if is_recorded else self._plain
+        self.enter, self.end = clock.enter, clock.end  # type: ignore[method-assign]
+        self._recorded.follow(self._weight if is_recorded else None)
+
+    def take(self) -> tuple[list[Seconds], list[Seconds]]:
+        """Return what both have."""
+        laps, between = self._recorded.take()
+        return laps + self._plain.take()[0], between
 
 
 class AtTheEnd(Steps):
     """Lets sums meet at an epoch's end alone."""
 
-    are_due = False
+    def meet(self, *of_steps: Any) -> list[StepRow]:
+        """Let the next ones wait for long."""
+        rows = super().meet(*of_steps)
+        self._num_at_once = sys.maxsize
+        return rows
 
 
 class Silence(Lines):
@@ -87,93 +132,167 @@ def trainer_of(world: World, config: TrainConfig) -> mpitrain.Trainer:
     return trainer
 
 
-def interval_of(ratios: list[float], num_draws: int = 2000) -> tuple[float, float]:
-    """Return where their median lies in 95 % of what is drawn of them, as many."""
-    drawn = np.random.default_rng(0).choice(ratios, (num_draws, len(ratios)))
-    low, high = np.quantile(np.median(drawn, axis=1), (0.025, 0.975))
+class Marks:
+    """Whose turn it is in each part of an epoch, and how long that took this rank.
+
+    Args:
+        clock: The one that turns.
+    """
+
+    def __init__(self, clock: ByTurns) -> None:
+        self._clock = clock
+        self._lots = random.Random(1)  # of all ranks
+        self._ends: list[tuple[float, float]] = []
+        self._starts: list[tuple[float, float]] = []
+        self._turns: list[bool] = []
+        self._num_steps = 0
+
+    def begin(self, num_steps: int) -> bool:
+        """Begin an epoch; return whether it is told."""
+        self._ends, self._starts, self._turns = [], [], [self._lots.random() < 0.5]
+        self._num_steps = num_steps
+        self._turn_to(self._turns[0])
+        return self._turns[0]
+
+    def step_done(self, _: int) -> None:
+        """Let it be the next one's turn; after the last step, the rest's."""
+        self._ends.append(_now())
+        is_last = len(self._ends) == self._num_steps
+        is_recorded = self._turns[0] if is_last else self._lots.random() < 0.5
+        if not is_last:
+            self._turns.append(is_recorded)
+        self._turn_to(is_recorded)
+
+    def _turn_to(self, is_recorded: bool) -> None:
+        self._clock.turn(is_recorded=is_recorded)
+        self._starts.append(_now())
+
+    def end(self) -> tuple[list[bool], NDArray[np.float64]]:
+        """Return whose turn it was, and seconds `(2, steps)` of both clocks.
+
+        Of the rest, and then of all steps but the first, which is a part of the rest.
+        """
+        self._ends.append(_now())
+        seconds = np.subtract(self._ends, self._starts).T
+        seconds[:, 0] += seconds[:, -1]
+        return self._turns, seconds[:, :-1]
+
+
+def _now() -> tuple[float, float]:
+    return time.perf_counter(), time.process_time()
+
+
+def epoch_of(
+    turns: NDArray[np.bool_],
+    seconds: NDArray[np.float64],
+    *,
+    is_recorded: bool,
+    counted: float = COUNTED,
+) -> float:
+    """Return how long an epoch takes, of parts `(epochs, steps)` of many."""
+
+    def fastest(place: slice) -> float:
+        found = np.sort(seconds[:, place][turns[:, place] == is_recorded])
+        return float(found[: round(counted * found.size)].mean())
+
+    num_steps = int(seconds.shape[1])
+    return fastest(slice(1)) + (num_steps - 1) * fastest(slice(1, None))
+
+
+def ratio_of(
+    turns: NDArray[np.bool_], seconds: NDArray[np.float64], counted: float = COUNTED
+) -> float:
+    """Return how much longer an epoch takes that is recorded."""
+    on, off = (
+        epoch_of(turns, seconds, is_recorded=it, counted=counted)
+        for it in (True, False)
+    )
+    return float(on / off)
+
+
+def interval_of(
+    turns: NDArray[np.bool_], seconds: NDArray[np.float64], num_draws: int = 1000
+) -> tuple[float, float]:
+    """Return where the ratio lies in 95 % of what is drawn of the epochs, as many."""
+    random_rows = np.random.default_rng(0).integers(
+        len(turns), size=(num_draws, len(turns))
+    )
+    drawn = [ratio_of(turns[rows], seconds[rows]) for rows in random_rows]
+    low, high = np.quantile(drawn, (0.025, 0.975))
     return float(low), float(high)
 
 
 def main() -> None:
     """Measure, and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--pairs", type=int, default=20, help="of blocks of epochs")
+    parser.add_argument("--epochs", type=int, default=600, help="that count")
     parser.add_argument("--json", type=Path, help="also write the figures here")
     asked = parser.parse_args()
     with mpitrain.init(device="cpu") as world, tempfile.TemporaryDirectory() as made:
         ranks = all_ranks(world)
         num = world.world_size
-        report = about(f"mpirun -np {num} benchmarks/recording.py")
+        words = f"--epochs {asked.epochs}"
+        report = about(f"mpirun -np {num} benchmarks/recording.py {words}")
         folder = Path(ranks.on_rank_zero(lambda: made, "make a folder"))
         config = TrainConfig(epochs=100_000, schedule="constant", lr=0.01)
         trainer = trainer_of(world, config)
         trainer.times = times = RankTimes(folder, world, 0.0)
-        listeners: list[Listener] = [Loggers()]
+        files: list[JsonLines[Any]] = [times._lines]
+        listeners: list[Listener] = []
         recorder = None
         if world.is_rank_zero:
             recorder = Recorder(folder, world, 0.0)
             recorder.console = Silence(0)
-            listeners = [recorder, *listeners, Health(world, "0", "runs/x")]
+            listeners = [recorder, Health(world, "0", "runs/x")]
+            files.append(recorder._metrics)
         trainer.listener = Listeners(*listeners)
         setup = trainer.set_up()
         (stage,) = setup.plan.stages
         setup.begin(stage)
         # One trainer: two of them, recorded or not, are not equally fast.
-        recorded = times, trainer._heard, trainer._clock, trainer._steps
-        recorded_clock = trainer._clock
-        plain = None, Silent(), NoClock(), AtTheEnd()
-        for _ in range(5):
-            started = time.perf_counter()
-            trainer.train_epoch(stage)
-        took = time.perf_counter() - started
-        together = ranks.on_rank_zero(lambda: math.ceil(BLOCK_SECONDS / took), "plan")
-        walls: dict[bool, list[float]] = {True: [], False: []}
-        cores: dict[bool, list[float]] = {True: [], False: []}
-        for turn in range(2 * asked.pairs):
-            # By turns, and who begins by turns: + - - + + - - +
-            is_recorded = turn % 4 in (0, 3)
-            kind = recorded if is_recorded else plain
-            trainer.times, trainer._heard, trainer._clock, trainer._steps = kind
-            # Once in a training, not in each epoch.
-            weight = setup.replica.sure_weight if is_recorded else None
-            recorded_clock.follow(weight)
+        clock = ByTurns(trainer._clock, setup.replica.sure_weight)
+        trainer._clock = clock
+        recorded = times, trainer._heard, AtTheEnd(), PACE_SECONDS
+        plain = None, Silent(), AtTheEnd(), math.inf
+        marks = Marks(clock)
+        trainer.each_step.append(marks.step_done)
+        steps = setup.plan.steps_per_epoch
+        assert steps is not None
+        found: list[tuple[list[bool], NDArray[np.float64]]] = []
+        for _ in range(NOT_COUNTED + asked.epochs):
             ranks.tell_all(None)
-            started, busy = time.perf_counter(), time.process_time()
-            for _ in range(together):
-                trainer.train_epoch(stage)
-            walls[is_recorded].append(time.perf_counter() - started)
-            core = sum(ranks.tell_all(time.process_time() - busy))
-            cores[is_recorded].append(core)
+            is_told = marks.begin(steps)
+            kind = recorded if is_told else plain
+            trainer.times, trainer._heard, trainer._steps, seconds = kind
+            trainer.pace_seconds = seconds
+            trainer.train_epoch(stage)
+            for file in files if is_told else ():
+                file.num_bytes()  # makes their lines
+            found.append(marks.end())
         times.close()
-        ranks.tell_all(None)
+        turns = np.array([of_epoch for of_epoch, _ in found])[NOT_COUNTED:]
+        own = np.array([seconds for _, seconds in found])[NOT_COUNTED:]
+        of_ranks = np.array(ranks.tell_all(own))
         if recorder is None:
             return
         recorder.finish()
-        steps = setup.plan.steps_per_epoch
-        report |= {
-            "world_size": num,
-            "pairs": asked.pairs,
-            "epochs_of_a_block": together,
-            "steps_per_epoch": steps,
-        }
-        for name, seconds in (("wall", walls), ("core", cores)):
-            pairs = zip(seconds[True], seconds[False], strict=True)
-            ratios = [on / off for on, off in pairs]
-            ratio, (low, high) = statistics.median(ratios), interval_of(ratios)
-            sums = sum(seconds[True]) / sum(seconds[False])
+        report |= {"world_size": num, "epochs": asked.epochs, "steps_per_epoch": steps}
+        both = {"wall": of_ranks[:, :, 0].mean(0), "core": of_ranks[:, :, 1].sum(0)}
+        for name, seconds in both.items():
+            on, off = (epoch_of(turns, seconds, is_recorded=it) for it in (True, False))
+            low, high = interval_of(turns, seconds)
             report[name] = {
-                "with": spread(seconds[True]),
-                "without": spread(seconds[False]),
-                "ratio of pairs, median": ratio,
+                "seconds of an epoch, recorded": on,
+                "without": off,
+                "ratio": on / off,
                 "its 95 % interval": [low, high],
-                "ratio of sums": sums,
+                "ratio, slow ones too": ratio_of(turns, seconds, counted=1.0),
             }
             print(
-                f"{num} ranks, {name} time of {together} epochs of {steps} steps: "
-                f"{statistics.median(seconds[True]):.3f} s recorded, "
-                f"{statistics.median(seconds[False]):.3f} s without; ratio "
-                f"{ratio:.4f} (median of pairs; {low:.4f} to {high:.4f} in 95 % of "
-                f"draws), {sums:.4f} (of sums)"
+                f"{num} ranks, {name} time of an epoch of {steps} steps: "
+                f"{1000 * on:.2f} ms recorded, {1000 * off:.2f} ms without; ratio "
+                f"{on / off:.4f} ({low:.4f} to {high:.4f} in 95 % of draws), "
+                f"{1e6 * (on - off) / steps:.0f} microseconds a step"
             )
         write(report, asked.json)
 

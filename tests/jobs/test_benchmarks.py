@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from launcher import ROOT, environment
+from launcher import ROOT, Mpi, environment, mpirun
 
 TIMEOUT_SECONDS = 300
 
@@ -88,3 +88,17 @@ def test_a_checkpoint_s_stall_beside_a_synchronous_one(tmp_path: Path) -> None:
     assert report["parameters"] == 2 << 20
     assert f"ratio {report['stall to synchronous']:.3f}" in out
     assert report["agreement_microseconds_per_step"] > 0
+
+
+def test_what_recording_costs(openmpi: Mpi, tmp_path: Path) -> None:
+    script, file = ROOT / "benchmarks/recording.py", tmp_path / "figures.json"
+    words = (str(script), "--epochs", "20", "--json", str(file))
+    done = mpirun(openmpi, 2, *words, cwd=tmp_path)
+    assert done.status == 0, done.out + done.err
+    report = json.loads(file.read_text())
+    told = (report["world_size"], report["epochs"], report["steps_per_epoch"])
+    assert told == (2, 20, 23)
+    for name in ("wall", "core"):
+        low, high = report[name]["its 95 % interval"]
+        assert 0 < low <= high
+        assert f"ratio {report[name]['ratio']:.4f} ({low:.4f} to" in done.out
