@@ -10,17 +10,21 @@ of the ranks, and the time that the cores of all of them were busy, which others
 machine disturb less.
 
 By lot, the same one on all ranks, for each step: whether the clock runs in it. And for
-the rest of each epoch (its first step, the evaluation, what its end tells): whether it
-is told. The machine is now faster, now slower, for longer than a step: so both kinds
-have their share of that. A part's time is the mean of all that were alike but for the
-slowest tenth, when something else had the core. Threads write twice a second, whatever
-the lot says: so lines are made in the rest of the epoch that they tell of. What is left
-to the threads is one call of `write`.
+the rest of each epoch (its first step, the evaluation, what its end tells, until all
+ranks have done that): whether it is told. The machine is now faster, now slower, for
+longer than a step: so both kinds have their share of that. A part's time is the mean of
+all that were alike but for the slowest tenth, when something else had the core.
+
+Lines are made as their threads would, twice a second and all that have come, but
+between two epochs, and timed apart: that counts for the epochs that they tell of, in
+wall time of the rank that takes longest. What is left to the threads is one call of
+`write`. The screen's line of an epoch is no part of the record: whoever trains has it.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import math
 import random
 import sys
@@ -41,7 +45,7 @@ from mpitrain.models.build import build_model
 from mpitrain.record.console import Lines
 from mpitrain.record.events import Listener, Listeners, Silent, StepRow
 from mpitrain.record.health import Health
-from mpitrain.record.lines import JsonLines
+from mpitrain.record.lines import WRITE_SECONDS, JsonLines
 from mpitrain.record.recorder import Recorder
 from mpitrain.record.times import NUM_PHASES, RankTimes, Seconds
 from mpitrain.train.clock import Clock
@@ -97,10 +101,10 @@ class ByTurns(NoClock):
         self.enter, self.end = clock.enter, clock.end  # type: ignore[method-assign]
         self._recorded.follow(self._weight if is_recorded else None)
 
-    def take(self) -> tuple[list[Seconds], list[Seconds]]:
+    def take(self) -> tuple[NDArray[np.float64], list[Seconds]]:
         """Return what both have."""
         laps, between = self._recorded.take()
-        return laps + self._plain.take()[0], between
+        return np.concatenate([laps, self._plain.take()[0]]), between
 
 
 class AtTheEnd(Steps):
@@ -111,6 +115,30 @@ class AtTheEnd(Steps):
         rows = super().meet(*of_steps)
         self._num_at_once = sys.maxsize
         return rows
+
+
+class Making:
+    """Makes lines in place of the threads that write them.
+
+    Attributes:
+        seconds: What it has taken, by both clocks.
+    """
+
+    def __init__(self, files: list[JsonLines[Any]]) -> None:
+        self._make = [file._encode for file in files]
+        self._made_at = time.perf_counter()
+        self.seconds = np.zeros(2)
+        for file in files:
+            file._encode = lambda _=0: None  # type: ignore[method-assign]
+
+    def make_if_due(self) -> None:
+        """Make all that have come, twice a second."""
+        before = _now()
+        if before[0] - self._made_at > WRITE_SECONDS:
+            for make in self._make:
+                make()
+            self._made_at = before[0]
+            self.seconds += np.subtract(_now(), before)
 
 
 class Silence(Lines):
@@ -200,24 +228,37 @@ def epoch_of(
 
 
 def ratio_of(
-    turns: NDArray[np.bool_], seconds: NDArray[np.float64], counted: float = COUNTED
+    turns: NDArray[np.bool_],
+    seconds: NDArray[np.float64],
+    making: float,
+    counted: float = COUNTED,
 ) -> float:
-    """Return how much longer an epoch takes that is recorded."""
+    """Return how much longer an epoch takes that is recorded.
+
+    Args:
+        turns: Which parts were recorded, `(epochs, steps)`.
+        seconds: Of each of them.
+        making: What the lines of an epoch take to be made.
+        counted: The share that counts.
+    """
     on, off = (
         epoch_of(turns, seconds, is_recorded=it, counted=counted)
         for it in (True, False)
     )
-    return float(on / off)
+    return float((on + making) / off)
 
 
 def interval_of(
-    turns: NDArray[np.bool_], seconds: NDArray[np.float64], num_draws: int = 1000
+    turns: NDArray[np.bool_],
+    seconds: NDArray[np.float64],
+    making: float,
+    num_draws: int = 1000,
 ) -> tuple[float, float]:
     """Return where the ratio lies in 95 % of what is drawn of the epochs, as many."""
     random_rows = np.random.default_rng(0).integers(
         len(turns), size=(num_draws, len(turns))
     )
-    drawn = [ratio_of(turns[rows], seconds[rows]) for rows in random_rows]
+    drawn = [ratio_of(turns[rows], seconds[rows], making) for rows in random_rows]
     low, high = np.quantile(drawn, (0.025, 0.975))
     return float(low), float(high)
 
@@ -239,10 +280,11 @@ def main() -> None:
         trainer.times = times = RankTimes(folder, world, 0.0)
         files: list[JsonLines[Any]] = [times._lines]
         listeners: list[Listener] = []
-        recorder = None
+        recorder: Recorder | None = None
+        screen: Lines | Silent = Silent()
         if world.is_rank_zero:
             recorder = Recorder(folder, world, 0.0)
-            recorder.console = Silence(0)
+            recorder.console = screen = Silence(0)
             listeners = [recorder, Health(world, "0", "runs/x")]
             files.append(recorder._metrics)
         trainer.listener = Listeners(*listeners)
@@ -250,14 +292,15 @@ def main() -> None:
         (stage,) = setup.plan.stages
         setup.begin(stage)
         # One trainer: two of them, recorded or not, are not equally fast.
-        clock = ByTurns(trainer._clock, setup.replica.sure_weight)
-        trainer._clock = clock
+        clock = ByTurns(trainer.clock, setup.replica.sure_weight)
+        trainer.clock = clock
         recorded = times, trainer._heard, AtTheEnd(), PACE_SECONDS
-        plain = None, Silent(), AtTheEnd(), math.inf
-        marks = Marks(clock)
+        plain = None, screen, AtTheEnd(), math.inf
+        marks, making = Marks(clock), Making(files)
         trainer.each_step.append(marks.step_done)
         steps = setup.plan.steps_per_epoch
         assert steps is not None
+        gc.freeze()  # as a job does
         found: list[tuple[list[bool], NDArray[np.float64]]] = []
         for _ in range(NOT_COUNTED + asked.epochs):
             ranks.tell_all(None)
@@ -266,27 +309,34 @@ def main() -> None:
             trainer.times, trainer._heard, trainer._steps, seconds = kind
             trainer.pace_seconds = seconds
             trainer.train_epoch(stage)
-            for file in files if is_told else ():
-                file.num_bytes()  # makes their lines
+            ranks.tell_all(None)
             found.append(marks.end())
+            making.make_if_due()
         times.close()
         turns = np.array([of_epoch for of_epoch, _ in found])[NOT_COUNTED:]
         own = np.array([seconds for _, seconds in found])[NOT_COUNTED:]
         of_ranks = np.array(ranks.tell_all(own))
+        num_told = sum(of_epoch[0] for of_epoch, _ in found)
+        of_lines = np.array(ranks.tell_all(making.seconds / num_told))
         if recorder is None:
             return
         recorder.finish()
         report |= {"world_size": num, "epochs": asked.epochs, "steps_per_epoch": steps}
-        both = {"wall": of_ranks[:, :, 0].mean(0), "core": of_ranks[:, :, 1].sum(0)}
-        for name, seconds in both.items():
+        both = {
+            "wall": (of_ranks[:, :, 0].mean(0), float(of_lines[:, 0].max())),
+            "core": (of_ranks[:, :, 1].sum(0), float(of_lines[:, 1].sum())),
+        }
+        for name, (seconds, lines) in both.items():
             on, off = (epoch_of(turns, seconds, is_recorded=it) for it in (True, False))
-            low, high = interval_of(turns, seconds)
+            on += lines
+            low, high = interval_of(turns, seconds, lines)
             report[name] = {
                 "seconds of an epoch, recorded": on,
                 "without": off,
                 "ratio": on / off,
                 "its 95 % interval": [low, high],
-                "ratio, slow ones too": ratio_of(turns, seconds, counted=1.0),
+                "ratio, slow ones too": ratio_of(turns, seconds, lines, counted=1.0),
+                "seconds for the lines of an epoch": lines,
             }
             print(
                 f"{num} ranks, {name} time of an epoch of {steps} steps: "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import operator
 from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
 
@@ -25,7 +26,10 @@ LAST = 0.6
 """... in this share of the steps."""
 
 NUM_LOSSES = 200
-"""Steps that tell what losses are usual."""
+"""Steps that tell what losses are usual, ..."""
+
+NUM_JUDGED = 50
+"""... of so many that come next."""
 
 SPIKE_FACTOR = 3.0
 SPIKE_DEVIATIONS = 6.0
@@ -47,31 +51,23 @@ class Health(Silent):
         self._world = world
         self._num_workers = num_workers
         self._paces: list[Pace] = []
+        self._rows: list[StepRow] = []
         self._is_first = True
         self._suspect: int | None = None
         self._named: int | None = None
         self._is_starved = False
         self._has_spiked = False
-        self._losses: deque[float] = deque()
-        self._sum = self._squares = 0.0
+        self._losses: deque[float] = deque(maxlen=NUM_LOSSES)
 
     def rows_done(self, rows: Sequence[StepRow]) -> None:
-        """Look for losses that jump."""
-        for row in rows:
-            if not 0 < row.loss < math.inf:
-                continue
-            loss = math.log(row.loss)
-            if len(self._losses) == NUM_LOSSES:
-                self._judge_loss(row, loss)
-                oldest = self._losses.popleft()
-                self._sum -= oldest
-                self._squares -= oldest * oldest
-            self._losses.append(loss)
-            self._sum += loss
-            self._squares += loss * loss
+        """Keep them until their pace comes."""
+        self._rows += rows
 
     def pace_done(self, pace: Pace) -> None:
-        """Look for ranks that wait, and for whom."""
+        """Look for losses that jump, for ranks that wait, and for whom."""
+        rows, self._rows = self._rows, []
+        for first in range(0, len(rows), NUM_JUDGED):
+            self._judge_losses(rows[first : first + NUM_JUDGED])
         if self._is_first:  # compilers, caches, the first samples
             self._is_first = False
             return
@@ -82,18 +78,29 @@ class Health(Silent):
             self._judge_ranks(seconds)
             self._paces = []
 
-    def _judge_loss(self, row: StepRow, loss: float) -> None:
-        usual = self._sum / NUM_LOSSES
-        deviation = math.sqrt(max(0.0, self._squares / NUM_LOSSES - usual**2))
-        least = max(math.log(SPIKE_FACTOR), SPIKE_DEVIATIONS * deviation)
-        if loss - usual > least and not self._has_spiked:
-            self._has_spiked = True
-            logger.warning(
-                "the loss jumped to %.4g in step %d, from about %.4g: a lower --lr, "
-                "or --clip-grad-norm, keeps such steps small; --warmup-epochs, if it "
-                "is early",
-                *(row.loss, row.step, math.exp(usual)),
-            )
+    def _judge_losses(self, rows: Sequence[StepRow]) -> None:
+        if self._has_spiked:
+            return
+        usual = deviation = math.inf
+        if len(self._losses) == NUM_LOSSES:
+            usual = sum(self._losses) / NUM_LOSSES
+            squares = sum(map(operator.mul, self._losses, self._losses))
+            deviation = math.sqrt(max(0.0, squares / NUM_LOSSES - usual**2))
+        most = usual + max(math.log(SPIKE_FACTOR), SPIKE_DEVIATIONS * deviation)
+        for row in rows:
+            if 0 < row.loss < math.inf:
+                self._losses.append(math.log(row.loss))
+                if self._losses[-1] > most:
+                    self._warn_of_spike(row, math.exp(usual))
+                    return
+
+    def _warn_of_spike(self, row: StepRow, usual: float) -> None:
+        self._has_spiked = True
+        logger.warning(
+            "the loss jumped to %.4g in step %d, from about %.4g: a lower --lr, or "
+            "--clip-grad-norm, keeps such steps small; --warmup-epochs, if it is early",
+            *(row.loss, row.step, usual),
+        )
 
     def _judge_data(self, seconds: float) -> None:
         waited = sum(it.data_seconds for it in self._paces) / seconds

@@ -15,10 +15,14 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from mpitrain.record.lines import JsonLines
 from mpitrain.world import World
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 FOLDER = "times"
 
@@ -34,7 +38,7 @@ PHASES = (
 )
 """What a rank does, by number. ``data``: it waits for samples; ``communication``: it
 has its gradients, and waits for those of the others; ``update``: the gradient's norm
-and the new weights; ``checkpoint``: it copies one, or asks whether one is due."""
+and the new weights; ``checkpoint``: it copies one."""
 
 NUM_PHASES = len(PHASES)
 
@@ -123,18 +127,21 @@ class RankTimes:
         self._is_closed = False
         self._lock = threading.Lock()
         self._step = done
-        self._laps: list[Seconds] = []
+        self._laps: list[NDArray[np.float64]] = []
         self._between: list[Seconds] = []
         self._line_ends = self._began + SHORTEST_SECONDS
 
     def add(
-        self, step: int, laps: Sequence[Seconds], between: Sequence[Seconds]
+        self,
+        step: int,
+        laps: NDArray[np.float64],
+        between: Sequence[Seconds],
     ) -> None:
         """Take in steps that are over.
 
         Args:
             step: The number of the last.
-            laps: The seconds of each; yours no more to change.
+            laps: float64 `(steps, phases)`: the seconds of each.
             between: Those of what was before them, since the last call.
         """
         with self._lock:
@@ -151,23 +158,24 @@ class RankTimes:
     def _add(
         self,
         step: int,
-        laps: Sequence[Seconds],
+        laps: NDArray[np.float64],
         between: Sequence[Seconds],
         ended: float,
     ) -> None:
         self._between += between
         if ended < self._line_ends:
             self._step = step
-            self._laps += laps
+            self._laps.append(laps)
             return
-        totals = [sum(seconds) for seconds in laps]
-        end = ended - sum(totals)
-        self._write_if_due(end)
+        totals = laps.sum(1)
+        ends = ended - totals.sum() + totals.cumsum()
+        self._write_if_due(ended - float(totals.sum()))
         self._step = step - len(laps)
-        for seconds, total in zip(laps, totals, strict=True):
-            end += total
-            self._step += 1
-            self._laps.append(seconds)
+        while len(laps):
+            num = min(len(laps), int(ends.searchsorted(self._line_ends)) + 1)
+            self._step += num
+            self._laps.append(laps[:num])
+            end, laps, ends = float(ends[num - 1]), laps[num:], ends[num:]
             if end >= self._line_ends:
                 self._write(end)
 
@@ -205,29 +213,34 @@ class RankTimes:
     def _write_rest(self) -> tuple[int, float]:
         """Return what this rank does since then, and since when."""
         self._is_closed = True
+        import numpy as np  # readers of the file need it not
+
         phase, since, under_way = self._present()
         if self.clock is not None:
-            laps, between = list(self.clock.laps), list(self.clock.between)
+            laps = np.reshape(self.clock.laps, (-1, NUM_PHASES))
+            between = list(self.clock.between)
             ended = since - sum(under_way)
             self._add(self._step + len(laps), laps, between, ended)
         if any(under_way):
             self._between.append(under_way)
-        if self._laps or self._between:
-            self._write(since)
+        self._write_if_any(since)
         return phase, since
 
     def _write_if_due(self, now: float) -> None:
-        if now >= self._line_ends and (self._laps or self._between):
+        if now >= self._line_ends:
+            self._write_if_any(now)
+
+    def _write_if_any(self, now: float) -> None:
+        if self._between or any(map(len, self._laps)):
             self._write(now)
 
     def _write(self, now: float) -> None:
-        import numpy as np  # readers of the file need it not
+        import numpy as np
 
-        laps, self._laps = self._laps, []
-        between, self._between = self._between, []
-        of_steps = np.reshape(laps, (-1, NUM_PHASES))
-        longest = float(of_steps[:, : UPDATE + 1].sum(1).max(initial=0.0))
-        sums = of_steps.sum(0) + np.reshape(between, (-1, NUM_PHASES)).sum(0)
+        between, self._between = np.reshape(self._between, (-1, NUM_PHASES)), []
+        laps, self._laps = np.concatenate([*self._laps, between[:0]]), []
+        longest = float(laps[:, : UPDATE + 1].sum(1).max(initial=0.0))
+        sums = laps.sum(0) + between.sum(0)
         phases = [round(seconds, 6) for seconds in sums.tolist()]
         end = round(self._wall_began + now - self._began, 4)
         counts = (self._step, len(laps), round(longest, 6))

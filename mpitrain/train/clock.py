@@ -8,7 +8,9 @@ from collections.abc import Callable
 from time import perf_counter
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
@@ -89,10 +91,10 @@ class Clock:
         self.phase, self.since = then, now
         (self.laps if is_step else self.between).append(seconds)
 
-    def take(self) -> tuple[list[Seconds], list[Seconds]]:
-        """Return `laps` and `between`, which begin anew."""
+    def take(self) -> tuple[NDArray[np.float64], list[Seconds]]:
+        """Return `laps`, float64 `(steps, phases)`, and `between`; both begin anew."""
         self.settle()
-        laps, self.laps = self.laps, []
+        laps, self.laps = np.reshape(self.laps, (-1, NUM_PHASES)), []
         between, self.between = self.between, []
         return laps, between
 

@@ -19,6 +19,7 @@ from mpitrain.checkpoints.saving import Outcome, Saver
 from mpitrain.errors import MpitrainError, agreed
 from mpitrain.launch.consensus import Consensus
 from mpitrain.launch.shared import Ranks
+from mpitrain.record.times import CHECKPOINT
 from mpitrain.train.plan import Stage
 from mpitrain.train.state import (
     load_model,
@@ -288,7 +289,10 @@ class Keeper:
         if self._is_due and self._saver.is_busy:
             self._is_late = True
         elif self._is_due and not self._is_backing_off:
+            before = self._trainer.clock.phase
+            self._trainer.clock.enter(CHECKPOINT)
             self._save()
+            self._trainer.clock.enter(before)
 
     def _save(self) -> None:
         """Begin to write a checkpoint of where the training stands."""

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mpitrain.record.events import Listener, Pace, StepRow
-from mpitrain.record.times import BACKWARD, COMMUNICATION, DATA, FORWARD, Seconds
+from mpitrain.record.times import BACKWARD, COMMUNICATION, DATA, FORWARD
 
 PACE_SECONDS = 1.0
 """How many seconds of steps a pace tells of, at least, across epochs; fewer before a
@@ -64,19 +63,18 @@ class Untold:
         listener.pace_done(pace)
 
 
-def times_of(laps: Sequence[Seconds]) -> NDArray[np.float64]:
+def times_of(laps: NDArray[np.float64]) -> NDArray[np.float64]:
     """Sum up where the time of steps went.
 
     Args:
-        laps: Of each step, the seconds of each phase.
+        laps: float64 `(steps, phases)`: seconds of each.
 
     Returns:
         float64 `(steps, 4)`: seconds of all, of data, of computing, of communication.
     """
-    seconds = np.array(laps)
-    computing = seconds[:, FORWARD] + seconds[:, BACKWARD]
+    computing = laps[:, FORWARD] + laps[:, BACKWARD]
     return np.column_stack(
-        (seconds.sum(1), seconds[:, DATA], computing, seconds[:, COMMUNICATION])
+        (laps.sum(1), laps[:, DATA], computing, laps[:, COMMUNICATION])
     )
 
 

@@ -9,11 +9,11 @@ from typing import NamedTuple
 import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor
 
 from mpitrain.data.sharding import Indices
 from mpitrain.record.events import Epoch, StepRow
-from mpitrain.record.times import Seconds
 from mpitrain.train.pace import Untold, times_of
 
 MEET_SECONDS = 2.0
@@ -134,7 +134,9 @@ class Steps:
         self._steps.append(_Taken(losses, rate, norm, is_applied))
         self.are_due = len(self._steps) >= self._num_at_once
 
-    def meet(self, so_far: SoFar, laps: list[Seconds], gpu_bytes: int) -> list[StepRow]:
+    def meet(
+        self, so_far: SoFar, laps: NDArray[np.float64], gpu_bytes: int
+    ) -> list[StepRow]:
         """Add the sums of all ranks up, of the steps since the last call.
 
         Collective over the default group.
@@ -177,7 +179,9 @@ class Steps:
         return rows
 
 
-def _of_all_ranks(steps: list[_Taken], laps: list[Seconds], gpu_bytes: int) -> Tensor:
+def _of_all_ranks(
+    steps: list[_Taken], laps: NDArray[np.float64], gpu_bytes: int
+) -> Tensor:
     """Tell all ranks what each of them knows of its steps.
 
     Summed up here, not step by step: that would be some kernels in every step. Gathered

@@ -208,18 +208,18 @@ class Trainer:
                     self.train_epoch(stage)
             self.meet(tell_all=True)
             if keeper:
-                self._clock.enter(CHECKPOINT)
+                self.clock.enter(CHECKPOINT)
                 keeper.finish()
         except StopWanted as wanted:
             assert keeper
-            self._clock.enter(CHECKPOINT)
+            self.clock.enter(CHECKPOINT)
             try:
                 keeper.stop(wanted.reason)
             finally:
-                self._clock.close()
+                self.clock.close()
         finally:
-            self._clock.follow(None)
-        self._clock.close()
+            self.clock.follow(None)
+        self.clock.close()
         setup.close()
         self._is_ready = False
         found = self.so_far
@@ -235,9 +235,9 @@ class Trainer:
         self.setup = Setup(self, self.world)
         self.so_far = SoFar()
         self._steps = Steps()
-        self._clock = open_clock(self.world.device)
+        self.clock = open_clock(self.world.device)
         if self.times is not None:
-            self.times.clock = self._clock
+            self.times.clock = self.clock
         self._began = time.perf_counter()
         self._is_ready = True
         plain = Lines(self.setup.plan.num_epochs)
@@ -251,7 +251,7 @@ class Trainer:
         Collective over all ranks.
         """
         so_far, setup, keeper = self.so_far, self.setup, self.keeper
-        epoch, updater, clock = so_far.epoch, setup.updater, self._clock
+        epoch, updater, clock = so_far.epoch, setup.updater, self.clock
         setup.train_mode()
         clock.follow(setup.replica.sure_weight)
         clock.end(is_step=False, then=DATA)
@@ -271,13 +271,13 @@ class Trainer:
             self._steps.add(losses, rate, norm, is_applied=is_applied)
             for tell in self.each_step:
                 tell(so_far.num_steps)
-            clock.end(is_step=True, then=CHECKPOINT)
+            clock.end(is_step=True, then=DATA)
             if keeper:
                 keeper.after_step()
             if self._steps.are_due:
                 clock.enter(OTHER)
                 self.meet()
-            clock.enter(DATA)
+                clock.enter(DATA)
         clock.enter(OTHER)
         self.meet()
         clock.enter(EVALUATION)
@@ -290,7 +290,6 @@ class Trainer:
         self._heard.epoch_done(so_far.as_epoch(stage.name, seconds))
         so_far.begin_epoch(epoch + 1)
         if keeper:
-            clock.enter(CHECKPOINT)
             keeper.after_epoch(epoch, result.goodness)
         clock.enter(OTHER)
 
@@ -303,7 +302,7 @@ class Trainer:
             tell_all: Also how fast they were, though it be few seconds of steps.
         """
         so_far, setup = self.so_far, self.setup
-        laps, between = self._clock.take()
+        laps, between = self.clock.take()
         if self.times is not None:
             self.times.add(so_far.num_steps, laps, between)
         rows = self._steps.meet(so_far, laps, self.setup.gpu_bytes())
@@ -371,7 +370,7 @@ class Trainer:
         Returns:
             The loss of each microstep on this rank.
         """
-        setup, clock = self.setup, self._clock
+        setup, clock = self.setup, self.clock
         scale = setup.updater.scale.value / step.num_samples
         found: list[Losses] = []
         for number, batch in enumerate(step.microsteps, start=1):

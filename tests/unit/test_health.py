@@ -113,12 +113,15 @@ def test_a_rank_that_is_late_for_a_while_is_not_named(said: list[str]) -> None:
 
 
 def losses(health: Health, values: list[float]) -> None:
-    health.rows_done(
-        [
-            StepRow(epoch=1, step=step, loss=loss, lr=0.1, gradient_norm=1.0)
-            for step, loss in enumerate(values, start=1)
-        ]
-    )
+    rows = [
+        StepRow(epoch=1, step=step, loss=loss, lr=0.1, gradient_norm=1.0)
+        for step, loss in enumerate(values, start=1)
+    ]
+    for first in range(0, len(rows), 23):
+        health.rows_done(rows[first : first + 23])
+        if first % 2:  # a pace tells of several epochs
+            health.pace_done(FAIR)
+    health.pace_done(FAIR)
 
 
 def test_a_loss_that_jumps_is_told_with_the_cure(said: list[str]) -> None:

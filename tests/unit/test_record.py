@@ -12,7 +12,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from mpitrain.record import folder, recorder
 from mpitrain.record.environment import VARIABLES
@@ -113,9 +115,13 @@ def lap(**seconds: float) -> list[float]:
     return [seconds.get(phase, 0.0) for phase in PHASES]
 
 
+def laps(*told: list[float]) -> NDArray[np.float64]:
+    return np.reshape(told, (-1, len(PHASES)))
+
+
 def test_where_a_ranks_time_went_is_written_down(tmp_path: Path) -> None:
     times = RankTimes(tmp_path, a_world(), 2.5)
-    times.add(1, [lap(data=0.25, forward=1.0)], [])
+    times.add(1, laps(lap(data=0.25, forward=1.0)), [])
     times.clock = Clock()
     times.clock.between = [lap(evaluation=3.0)]
     times.close()
@@ -143,7 +149,7 @@ def test_short_steps_are_taken_together(
         now[0] += 0.25
         told.append(lap(forward=0.25))
         if step % together == 0:
-            times.add(step, told, [])
+            times.add(step, laps(*told), [])
             told = []
     times.close()
     rows = [
@@ -168,7 +174,7 @@ def test_a_rank_that_is_ended_says_what_it_did(tmp_path: Path) -> None:
     times.clock.since = time.perf_counter() - 5.0
     times.cut()
     times.cut()  # once more, by the watchdog
-    times.add(8, times.clock.laps, [])  # by a thread that goes on
+    times.add(8, laps(*times.clock.laps), [])  # by a thread that goes on
     rows = (tmp_path / "times/rank-2.jsonl").read_text().splitlines()
     lines = [json.loads(row) for row in rows[1:-1]]
     assert lines[-1][1] == 8
@@ -187,9 +193,9 @@ def test_nothing_has_no_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     times = RankTimes(tmp_path, a_world(), 0.0)
     for _ in range(3):
         now[0] += 60.0  # an evaluation; then a checkpoint wants to know what is new
-        times.add(1, [], [])
+        times.add(1, laps(), [])
     now[0] += 60.0
-    times.add(2, [lap(forward=1.0)], [lap(evaluation=240.0)])
+    times.add(2, laps(lap(forward=1.0)), [lap(evaluation=240.0)])
     times.close()
     rows = (tmp_path / "times/rank-2.jsonl").read_text().splitlines()[1:]
     lines = [json.loads(row) for row in rows]
@@ -212,7 +218,7 @@ def test_a_line_that_cannot_be_made_is_left_out(
 def test_times_of_a_second_job_follow_those_of_the_first(tmp_path: Path) -> None:
     for _ in range(2):
         times = RankTimes(tmp_path, a_world(), 0.0)
-        times.add(1, [lap(forward=1.0)], [])
+        times.add(1, laps(lap(forward=1.0)), [])
         times.close()
     rows = (tmp_path / "times/rank-2.jsonl").read_text().splitlines()
     assert [type(json.loads(row)) for row in rows] == [dict, list, dict, list]
@@ -246,7 +252,7 @@ def test_who_fails_does_not_wait_for_a_disk(
     tmp_path: Path, stuck: threading.Event
 ) -> None:
     times = RankTimes(tmp_path, a_world(), 0.0)
-    times.add(1, [lap(forward=1.0)], [])
+    times.add(1, laps(lap(forward=1.0)), [])
     began = time.monotonic()
     times.cut()
     assert time.monotonic() - began < 20
