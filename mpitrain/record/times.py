@@ -56,7 +56,7 @@ NUM_PHASES = len(PHASES)
 RESOLUTION = 500
 """A line is written once its steps took one part in so many of the job's time, ..."""
 
-SHORTEST_SECONDS = 0.25
+SHORTEST_SECONDS = 0.5
 """... and so long: a line takes as long as the marks of ten steps, ..."""
 
 LONGEST_SECONDS = 30.0
