@@ -5,9 +5,9 @@
 
 The default network on the digits. Recorded: the time of each phase on each rank,
 `metrics.jsonl` and `times/`, all that listen to a job without ``--log``. Not recorded:
-nothing is written. With both, the losses meet at each epoch's end. Wall time, the mean
-of the ranks, and the time that the cores of all of them were busy, which others on the
-machine disturb less.
+nothing is written. With both, the losses meet at each epoch's end, and the times with
+them. Wall time, the mean of the ranks, and the time that the cores of all of them were
+busy, which others on the machine disturb less.
 
 By lot, the same one on all ranks, for each step: whether the clock runs in it. And for
 the rest of each epoch (its first step, the evaluation, what its end tells, until all
@@ -133,12 +133,16 @@ class Making:
 
     def make_if_due(self) -> None:
         """Make all that have come, twice a second."""
+        if time.perf_counter() - self._made_at > WRITE_SECONDS:
+            self.make()
+
+    def make(self) -> None:
+        """Make all that have come."""
         before = _now()
-        if before[0] - self._made_at > WRITE_SECONDS:
-            for make in self._make:
-                make()
-            self._made_at = before[0]
-            self.seconds += np.subtract(_now(), before)
+        for make in self._make:
+            make()
+        self._made_at = before[0]
+        self.seconds += np.subtract(_now(), before)
 
 
 class Silence(Lines):
@@ -210,21 +214,25 @@ def _now() -> tuple[float, float]:
     return time.perf_counter(), time.process_time()
 
 
-def epoch_of(
+def part_of(
     turns: NDArray[np.bool_],
     seconds: NDArray[np.float64],
     *,
     is_recorded: bool,
     counted: float = COUNTED,
 ) -> float:
+    """Return how long one takes, of parts that are alike; without the slowest."""
+    found = np.sort(seconds[turns == is_recorded])
+    return float(found[: round(counted * found.size)].mean())
+
+
+def epoch_of(
+    turns: NDArray[np.bool_], seconds: NDArray[np.float64], **how: Any
+) -> float:
     """Return how long an epoch takes, of parts `(epochs, steps)` of many."""
-
-    def fastest(place: slice) -> float:
-        found = np.sort(seconds[:, place][turns[:, place] == is_recorded])
-        return float(found[: round(counted * found.size)].mean())
-
-    num_steps = int(seconds.shape[1])
-    return fastest(slice(1)) + (num_steps - 1) * fastest(slice(1, None))
+    rest = part_of(turns[:, 0], seconds[:, 0], **how)
+    step = part_of(turns[:, 1:], seconds[:, 1:], **how)
+    return rest + (int(seconds.shape[1]) - 1) * step
 
 
 def ratio_of(
@@ -312,6 +320,7 @@ def main() -> None:
             ranks.tell_all(None)
             found.append(marks.end())
             making.make_if_due()
+        making.make()
         times.close()
         turns = np.array([of_epoch for of_epoch, _ in found])[NOT_COUNTED:]
         own = np.array([seconds for _, seconds in found])[NOT_COUNTED:]
@@ -330,6 +339,10 @@ def main() -> None:
             on, off = (epoch_of(turns, seconds, is_recorded=it) for it in (True, False))
             on += lines
             low, high = interval_of(turns, seconds, lines)
+            with_clock, without = (
+                part_of(turns[:, 1:], seconds[:, 1:], is_recorded=it)
+                for it in (True, False)
+            )
             report[name] = {
                 "seconds of an epoch, recorded": on,
                 "without": off,
@@ -337,12 +350,15 @@ def main() -> None:
                 "its 95 % interval": [low, high],
                 "ratio, slow ones too": ratio_of(turns, seconds, lines, counted=1.0),
                 "seconds for the lines of an epoch": lines,
+                "seconds of a step without": without,
+                "ratio of a step, its times alone": with_clock / without,
             }
             print(
                 f"{num} ranks, {name} time of an epoch of {steps} steps: "
                 f"{1000 * on:.2f} ms recorded, {1000 * off:.2f} ms without; ratio "
                 f"{on / off:.4f} ({low:.4f} to {high:.4f} in 95 % of draws), "
-                f"{1e6 * (on - off) / steps:.0f} microseconds a step"
+                f"{1e6 * (on - off) / steps:.0f} microseconds a step; a step's times "
+                f"alone {with_clock / without:.4f}"
             )
         write(report, asked.json)
 

@@ -66,8 +66,11 @@ class Health(Silent):
     def pace_done(self, pace: Pace) -> None:
         """Look for losses that jump, for ranks that wait, and for whom."""
         rows, self._rows = self._rows, []
-        for first in range(0, len(rows), NUM_JUDGED):
-            self._judge_losses(rows[first : first + NUM_JUDGED])
+        while rows:
+            unknown = NUM_LOSSES - len(self._losses)
+            num = unknown or NUM_JUDGED  # at first they tell what is usual, no more
+            self._judge_losses(rows[:num])
+            rows = rows[num:]
         if self._is_first:  # compilers, caches, the first samples
             self._is_first = False
             return

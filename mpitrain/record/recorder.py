@@ -21,6 +21,8 @@ STEP_LINE = (
     '"gradient_norm": %r}'
 )
 
+_ENCODE = json.JSONEncoder(allow_nan=False).encode
+
 
 class Recorder:
     """Writes ``metrics.jsonl`` and ``result.json`` and moves the screen.
@@ -67,11 +69,9 @@ class Recorder:
         # writes into it, too (`fail`), and must not be written over.
         write_json(run_dir / "result.json", self._result)
 
-    def _write(self, event: str, **values: object) -> None:
-        self._metrics.write({"event": event, **values})
-
-    def _write_timed(self, event: str, **values: object) -> None:
-        self._write(event, time=round(time.time(), 3), **values)
+    def _write(self, event: str, values: Mapping[str, object]) -> None:
+        now = round(time.time(), 3)
+        self._metrics.write({"event": event, "time": now, **values})
 
     def state(self) -> dict[str, Any]:
         """Return what a later job must know to go on with this record."""
@@ -90,7 +90,7 @@ class Recorder:
             plan: How much there is to do; ``None``: not known.
         """
         told = ("world_size", "num_nodes", "start_seconds")
-        self._write_timed("begin", **{it: self._result[it] for it in told}, **plan)
+        self._write("begin", {**{it: self._result[it] for it in told}, **plan})
 
     def checkpoint_done(
         self, step: int, copy_seconds: float, write_seconds: float, why_not: str = ""
@@ -103,24 +103,22 @@ class Recorder:
             write_seconds: From its begin to its end.
             why_not: Why it is not there; empty if it is.
         """
-        self._write_timed(
-            "checkpoint",
-            step=step,
-            copy_seconds=round(copy_seconds, 6),
-            write_seconds=round(write_seconds, 6),
-            **({"why_not": why_not} if why_not else {}),
-        )
+        told: dict[str, object] = {
+            "step": step,
+            "copy_seconds": round(copy_seconds, 6),
+            "write_seconds": round(write_seconds, 6),
+        }
+        self._write("checkpoint", told | ({"why_not": why_not} if why_not else {}))
 
     def go_on(self, step: int, epoch: int, checkpoint: Path) -> None:
         """Write that the training goes on from a checkpoint."""
-        world_size = self._result["world_size"]
-        self._write_timed(
-            "resume",
-            step=step,
-            epoch=epoch,
-            world_size=world_size,
-            checkpoint=checkpoint.name,
-        )
+        told = {
+            "step": step,
+            "epoch": epoch,
+            "world_size": self._result["world_size"],
+            "checkpoint": checkpoint.name,
+        }
+        self._write("resume", told)
 
     def stop(self, why: str, how: str) -> None:
         """Write that the run has stopped, and can go on.
@@ -148,26 +146,26 @@ class Recorder:
         left = self.seconds_left()
         if left is not None:
             values["seconds_left"] = round(left)
-        self._write_timed("pace", **values)
+        self._write("pace", values)
         self.console.pace_done(pace)
 
     def epoch_done(self, epoch: Epoch) -> None:
         """Write a line for the epoch."""
         values = {f"val_{name}": value for name, value in epoch.values.items()}
-        self._write_timed(
-            "epoch",
-            stage=epoch.stage,
-            epoch=epoch.epoch,
-            step=epoch.step,
-            train_loss=epoch.train_loss,
+        told = {
+            "stage": epoch.stage,
+            "epoch": epoch.epoch,
+            "step": epoch.step,
+            "train_loss": epoch.train_loss,
             **values,
-            train_samples=epoch.train_samples,
-            val_samples=epoch.val_samples,
-            skipped_samples=epoch.skipped_samples,
-            skipped_steps=epoch.skipped_steps,
-            epoch_seconds=epoch.epoch_seconds,
-            samples_per_second=epoch.samples_per_second,
-        )
+            "train_samples": epoch.train_samples,
+            "val_samples": epoch.val_samples,
+            "skipped_samples": epoch.skipped_samples,
+            "skipped_steps": epoch.skipped_steps,
+            "epoch_seconds": epoch.epoch_seconds,
+            "samples_per_second": epoch.samples_per_second,
+        }
+        self._write("epoch", told)
         self._result.update(
             values,
             train_seconds=self._result["train_seconds"] + epoch.epoch_seconds,
@@ -183,9 +181,8 @@ class Recorder:
     ) -> None:
         """Write how good the finished model is on the test set."""
         named = {f"test_{name}": value for name, value in values.items()}
-        self._write(
-            "test", **named, test_samples=num_samples, skipped_samples=num_skipped
-        )
+        counts = {"test_samples": num_samples, "skipped_samples": num_skipped}
+        self._metrics.write({"event": "test", **named, **counts})
         skipped = self._result["skipped_samples"] + num_skipped
         self._result.update(named, skipped_samples=skipped)
         self.console.say(f"test: {in_words(named)} on {num_samples:,} samples")
@@ -218,7 +215,7 @@ def line_of(told: StepRow | Mapping[str, object]) -> str:
         epoch, step, loss, lr, norm = told
         values = {"train_loss": loss, "lr": lr, "gradient_norm": norm}
         told = {"event": "step", "epoch": epoch, "step": step, **values}
-    return json.dumps(finite(told), allow_nan=False)
+    return _ENCODE(finite(told))
 
 
 def fail(run_dir: Path, message: str) -> None:

@@ -36,7 +36,8 @@ PHASES = (
     "checkpoint",
     "other",
 )
-"""What a rank does, by number. ``data``: it waits for samples; ``communication``: it
+"""What a rank does, by number. ``data``: it waits for samples, and the ranks tell each
+other whether a checkpoint or the end is due; ``communication``: it
 has its gradients, and waits for those of the others; ``update``: the gradient's norm
 and the new weights; ``checkpoint``: it copies one."""
 

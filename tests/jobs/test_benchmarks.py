@@ -102,3 +102,4 @@ def test_what_recording_costs(openmpi: Mpi, tmp_path: Path) -> None:
         low, high = report[name]["its 95 % interval"]
         assert 0 < low <= high
         assert f"ratio {report[name]['ratio']:.4f} ({low:.4f} to" in done.out
+        assert report[name]["seconds for the lines of an epoch"] > 0
