@@ -23,6 +23,12 @@ TABLES = (
     "test_parallel_training.py",
 )
 
+WHICH = (
+    "not two-nodes and not "
+    "(reductions and (float64 or complex128 or int8 or int16 or int32))"
+)
+"""Which types are added up makes no difference between hosts: all are on one."""
+
 
 @pytest.mark.parametrize(
     ("slots", "tables"),
@@ -44,7 +50,7 @@ def test_collectives_are_right_between_hosts(
         RANK,
         f"{folder}/.venv/bin/python",
         "-k",
-        "not two-nodes",
+        WHICH,
         *(str(TESTS / n) for n in tables),
     ]
     done = hosts.run(

@@ -153,7 +153,7 @@ def test_it_refuses_what_is_no_run(tmp_path: Path) -> None:
 
 def test_a_slow_rank_and_a_slow_loader_are_named_once(runs: Runs) -> None:
     job = runs.start(
-        *("a", 3, "--data", "paced:dripping", "--epochs", "12"),
+        *("a", 3, "--data", "paced:dripping", "--epochs", "7"),
         *("--device", "cpu"),
         PACE="0.02",
         SLOW="0.08",
