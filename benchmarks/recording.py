@@ -47,7 +47,7 @@ from mpitrain.record.events import Listener, Listeners, Silent, StepRow
 from mpitrain.record.health import Health
 from mpitrain.record.lines import WRITE_SECONDS, JsonLines
 from mpitrain.record.recorder import Recorder
-from mpitrain.record.times import NUM_PHASES, RankTimes, Seconds
+from mpitrain.record.times import FORWARD, NUM_PHASES, RankTimes, Seconds
 from mpitrain.train.clock import Clock
 from mpitrain.train.config import TrainConfig
 from mpitrain.train.pace import PACE_SECONDS
@@ -60,11 +60,11 @@ COUNTED = 0.9
 NOT_COUNTED = 6
 """First epochs: caches, and sums that meet more often."""
 
-A_STEP = [0.005] + [0.0] * (NUM_PHASES - 1)
+A_STEP = [0.005 * (phase == FORWARD) for phase in range(NUM_PHASES)]
 
 
 class NoClock(Clock):
-    """Takes no time, and tells about as much for each step as it takes."""
+    """Takes no time, and tells the same few milliseconds for each step."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -58,8 +58,7 @@ class JsonLines(Generic[Value]):
         self._has_dropped = False
         self._is_wanted = False
         self._is_closed = False
-        self._lock = threading.RLock()
-        self._changed = threading.Condition(self._lock)
+        self._changed = threading.Condition()
         threading.Thread(target=self._run, name=path.stem, daemon=True).start()
 
     def write(self, *values: Value) -> None:
@@ -67,7 +66,7 @@ class JsonLines(Generic[Value]):
 
         Costs a microsecond; they are on the disk within a second, if that takes them.
         """
-        with self._lock:
+        with self._changed:
             if len(self._values) + len(self._waiting) / LINE_BYTES < MOST_WAITING:
                 self._values.extend(values)
                 return

@@ -16,7 +16,7 @@ from mpitrain.record.lines import JsonLines
 from mpitrain.record.progress import SecondsLeft, finished_words, in_words
 from mpitrain.world import World
 
-STEP_LINE = (
+_STEP_LINE = (
     '{"event": "step", "epoch": %d, "step": %d, "train_loss": %r, "lr": %r, '
     '"gradient_norm": %r}'
 )
@@ -211,7 +211,7 @@ def line_of(told: StepRow | Mapping[str, object]) -> str:
     if isinstance(told, StepRow):
         if math.isfinite(sum(told)):
             # By hand: `json` takes ten times as long, and they are many.
-            return STEP_LINE % told
+            return _STEP_LINE % told
         epoch, step, loss, lr, norm = told
         values = {"train_loss": loss, "lr": lr, "gradient_norm": norm}
         told = {"event": "step", "epoch": epoch, "step": step, **values}

@@ -37,9 +37,9 @@ PHASES = (
     "other",
 )
 """What a rank does, by number. ``data``: it waits for samples, and the ranks tell each
-other whether a checkpoint or the end is due; ``communication``: it
-has its gradients, and waits for those of the others; ``update``: the gradient's norm
-and the new weights; ``checkpoint``: it copies one."""
+other whether a checkpoint or the end is due; ``communication``: it has its gradients,
+and waits for those of the others; ``update``: the gradient's norm and the new weights;
+``checkpoint``: it copies one."""
 
 NUM_PHASES = len(PHASES)
 
@@ -213,9 +213,9 @@ class RankTimes:
 
     def _write_rest(self) -> tuple[int, float]:
         """Return what this rank does since then, and since when."""
-        self._is_closed = True
         import numpy as np  # readers of the file need it not
 
+        self._is_closed = True
         phase, since, under_way = self._present()
         if self.clock is not None:
             laps = np.reshape(self.clock.laps, (-1, NUM_PHASES))

@@ -109,16 +109,19 @@ class Steps:
     """Gathers losses, learning rates and norms, step by step.
 
     Attributes:
-        are_due: Whether it is time for the sums of all ranks to meet; equal on all.
         untold: Times of steps whose sums have met.
     """
 
     def __init__(self) -> None:
-        self.are_due = False
         self.untold = Untold()
         self._steps: list[_Taken] = []
         self._num_at_once = 1
         """After how many steps the ranks' sums meet; equal on all ranks."""
+
+    @property
+    def are_due(self) -> bool:
+        """Whether it is time for the sums of all ranks to meet; equal on all ranks."""
+        return len(self._steps) >= self._num_at_once
 
     def add(
         self, losses: list[Losses], rate: float, norm: float, *, is_applied: bool
@@ -132,7 +135,6 @@ class Steps:
             is_applied: Whether the weights have changed.
         """
         self._steps.append(_Taken(losses, rate, norm, is_applied))
-        self.are_due = len(self._steps) >= self._num_at_once
 
     def meet(
         self, so_far: SoFar, laps: NDArray[np.float64], gpu_bytes: int
@@ -175,7 +177,6 @@ class Steps:
         at_once = round(MEET_SECONDS * len(steps) / seconds)
         most = min(2 * self._num_at_once, MOST_AT_ONCE, MOST_ROWS // len(of_ranks))
         self._num_at_once = max(1, min(at_once, most))
-        self.are_due = False
         return rows
 
 

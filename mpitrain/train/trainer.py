@@ -69,6 +69,7 @@ class Trainer:
         keeper: Writes checkpoints and stops in time; ``None``: nobody does.
         times: Writes down where this rank's time goes; ``None``: nobody does.
         pace_seconds: How many seconds of steps a pace tells of, at least; see `meet`.
+        clock: What this rank does at present, and what it has done; from `set_up` on.
         look: Shown the batch of every microstep on this rank, until it returns true.
         so_far: How far the training has come.
     """
