@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from mpitrain.record.console import Console, Lines
 from mpitrain.record.events import Epoch, Pace, StepRow
@@ -16,12 +16,15 @@ from mpitrain.record.lines import JsonLines
 from mpitrain.record.progress import SecondsLeft, finished_words, in_words
 from mpitrain.world import World
 
-_STEP_LINE = (
-    '{"event": "step", "epoch": %d, "step": %d, "train_loss": %r, "lr": %r, '
-    '"gradient_norm": %r}'
-)
-
 _ENCODE = json.JSONEncoder(allow_nan=False).encode
+
+
+class Judged(NamedTuple):
+    """An epoch that is over; its line is made, and its sums, when they are wanted."""
+
+    time: float
+    """Seconds since 1970."""
+    epoch: Epoch
 
 
 class Recorder:
@@ -48,7 +51,7 @@ class Recorder:
         self.console: Console = Lines(0)
         self.seconds_left: SecondsLeft = lambda: None
         self._run_dir = run_dir
-        self._metrics: JsonLines[StepRow | Mapping[str, object]] = JsonLines(
+        self._metrics: JsonLines[Written] = JsonLines(
             run_dir / "metrics.jsonl", line_of, before["metrics_bytes"] if before else 0
         )
         values = before["values"] if before else {}
@@ -65,6 +68,8 @@ class Recorder:
             "skipped_steps": 0,
             **values,
         }
+        self._epochs: list[Epoch] = []
+        """That are not in the result yet."""
         # Written before any rank trains, and again at the end only: a rank that fails
         # writes into it, too (`fail`), and must not be written over.
         write_json(run_dir / "result.json", self._result)
@@ -76,6 +81,7 @@ class Recorder:
     def state(self) -> dict[str, Any]:
         """Return what a later job must know to go on with this record."""
         own = ("status", "world_size", "num_nodes", "backend", "start_seconds")
+        self._add_epochs()
         values = {k: v for k, v in self._result.items() if k not in own}
         return {"metrics_bytes": self._metrics.num_bytes(), "values": values}
 
@@ -128,6 +134,7 @@ class Recorder:
             how: What to type, to go on.
         """
         self._metrics.close()
+        self._add_epochs()
         self._result |= {"status": "stopped", "stopped": why}
         write_json(self._run_dir / "result.json", self._result)
         self.console.say(f"{why}; {how} goes on from here")
@@ -139,6 +146,7 @@ class Recorder:
 
     def pace_done(self, pace: Pace) -> None:
         """Write a line for how fast steps were."""
+        self._add_epochs()
         values = {
             name: round(value, 6) if isinstance(value, float) else value
             for name, value in vars(pace).items()
@@ -151,36 +159,27 @@ class Recorder:
 
     def epoch_done(self, epoch: Epoch) -> None:
         """Write a line for the epoch."""
-        values = {f"val_{name}": value for name, value in epoch.values.items()}
-        told = {
-            "stage": epoch.stage,
-            "epoch": epoch.epoch,
-            "step": epoch.step,
-            "train_loss": epoch.train_loss,
-            **values,
-            "train_samples": epoch.train_samples,
-            "val_samples": epoch.val_samples,
-            "skipped_samples": epoch.skipped_samples,
-            "skipped_steps": epoch.skipped_steps,
-            "epoch_seconds": epoch.epoch_seconds,
-            "samples_per_second": epoch.samples_per_second,
-        }
-        self._write("epoch", told)
-        self._result.update(
-            values,
-            train_seconds=self._result["train_seconds"] + epoch.epoch_seconds,
-            epochs=epoch.epoch,
-            steps=epoch.step,
-            skipped_samples=self._result["skipped_samples"] + epoch.skipped_samples,
-            skipped_steps=self._result["skipped_steps"] + epoch.skipped_steps,
-        )
+        self._metrics.write(Judged(time.time(), epoch))
+        self._epochs.append(epoch)
         self.console.epoch_done(epoch)
+
+    def _add_epochs(self) -> None:
+        """Take those that are over into the result."""
+        result = self._result
+        for epoch in self._epochs:
+            result.update(_named("val", epoch.values))
+            result["train_seconds"] += epoch.epoch_seconds
+            result["epochs"], result["steps"] = epoch.epoch, epoch.step
+            result["skipped_samples"] += epoch.skipped_samples
+            result["skipped_steps"] += epoch.skipped_steps
+        self._epochs = []
 
     def test_done(
         self, values: Mapping[str, float], num_samples: int, num_skipped: int
     ) -> None:
         """Write how good the finished model is on the test set."""
-        named = {f"test_{name}": value for name, value in values.items()}
+        self._add_epochs()
+        named = _named("test", values)
         counts = {"test_samples": num_samples, "skipped_samples": num_skipped}
         self._metrics.write({"event": "test", **named, **counts})
         skipped = self._result["skipped_samples"] + num_skipped
@@ -190,6 +189,7 @@ class Recorder:
     def finish(self) -> None:
         """Write that the run is finished, and say what came out."""
         self._metrics.close()
+        self._add_epochs()
         self._result["status"] = "finished"
         write_json(self._run_dir / "result.json", self._result)
         self.console.say(
@@ -199,7 +199,10 @@ class Recorder:
         )
 
 
-def line_of(told: StepRow | Mapping[str, object]) -> str:
+Written = StepRow | Judged | Mapping[str, object]
+
+
+def line_of(told: Written) -> str:
     """Write a line of ``metrics.jsonl``; floats whole: they read back as they were.
 
     >>> line_of(StepRow(epoch=1, step=2, loss=0.5, lr=1e-3, gradient_norm=math.inf))
@@ -209,13 +212,38 @@ def line_of(told: StepRow | Mapping[str, object]) -> str:
     '{"event": "test", "test_loss": 0.1}'
     """
     if isinstance(told, StepRow):
-        if math.isfinite(sum(told)):
-            # By hand: `json` takes ten times as long, and they are many.
-            return _STEP_LINE % told
         epoch, step, loss, lr, norm = told
+        if math.isfinite(loss + lr + norm):
+            # By hand: `json` takes several times as long, and they are many.
+            return (
+                f'{{"event": "step", "epoch": {epoch}, "step": {step}, '
+                f'"train_loss": {loss!r}, "lr": {lr!r}, "gradient_norm": {norm!r}}}'
+            )
         values = {"train_loss": loss, "lr": lr, "gradient_norm": norm}
         told = {"event": "step", "epoch": epoch, "step": step, **values}
+    elif isinstance(told, Judged):
+        told = {"event": "epoch", "time": round(told.time, 3), **_told_of(told.epoch)}
     return _ENCODE(finite(told))
+
+
+def _told_of(epoch: Epoch) -> dict[str, object]:
+    return {
+        "stage": epoch.stage,
+        "epoch": epoch.epoch,
+        "step": epoch.step,
+        "train_loss": epoch.train_loss,
+        **_named("val", epoch.values),
+        "train_samples": epoch.train_samples,
+        "val_samples": epoch.val_samples,
+        "skipped_samples": epoch.skipped_samples,
+        "skipped_steps": epoch.skipped_steps,
+        "epoch_seconds": epoch.epoch_seconds,
+        "samples_per_second": epoch.samples_per_second,
+    }
+
+
+def _named(of: str, values: Mapping[str, float]) -> dict[str, float]:
+    return {f"{of}_{name}": value for name, value in values.items()}
 
 
 def fail(run_dir: Path, message: str) -> None:
