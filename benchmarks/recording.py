@@ -34,9 +34,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from record import about, write
-from torch import Tensor
 
 import mpitrain
 from mpitrain.data.sources import digits
@@ -48,7 +48,7 @@ from mpitrain.record.health import Health
 from mpitrain.record.lines import WRITE_SECONDS, JsonLines
 from mpitrain.record.recorder import Recorder
 from mpitrain.record.times import FORWARD, NUM_PHASES, RankTimes, Seconds
-from mpitrain.train.clock import Clock
+from mpitrain.train.clock import Clock, hook
 from mpitrain.train.config import TrainConfig
 from mpitrain.train.pace import PACE_SECONDS
 from mpitrain.train.steps import Steps
@@ -60,50 +60,62 @@ COUNTED = 0.9
 NOT_COUNTED = 6
 """First epochs: caches, and sums that meet more often."""
 
-A_STEP = [0.005 * (phase == FORWARD) for phase in range(NUM_PHASES)]
-
 
 class NoClock(Clock):
-    """Takes no time, and tells the same few milliseconds for each step."""
+    """Takes no time, and tells the same for each step.
+
+    Attributes:
+        a_step: That: about what a step takes, or a second of them comes too soon.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.is_following = True
+        self.a_step: Seconds = [0.005 * (it == FORWARD) for it in range(NUM_PHASES)]
 
     def enter(self, phase: int) -> None:
         """Do nothing."""
 
-    def follow(self, weight: object) -> None:
+    def follow(self, weights: object) -> None:
         """Do nothing."""
 
     def end(self, *, is_step: bool, then: int) -> None:  # noqa: ARG002
         """Keep some seconds of a step."""
         if is_step:
-            self.laps.append(A_STEP)
+            self.laps.append(self.a_step)
 
 
 class ByTurns(NoClock):
     """Now one clock, now the other.
 
     Args:
-        recorded: The one that runs.
-        weight: What it follows.
+        recorded: The one that runs; it has seen which weight comes last.
     """
 
-    def __init__(self, recorded: Clock, weight: Tensor | None) -> None:
+    def __init__(self, recorded: Clock) -> None:
         super().__init__()
         self._recorded, self._plain = recorded, NoClock()
-        self._weight = weight
+        spare = torch.ones((), requires_grad=True)  # no step comes by
+        last = recorded._last_weight
+        self._ways = spare, spare if last is None else last
+        recorded.follow([])
+        self._hook = hook(spare, recorded._enter_now)
 
     def turn(self, *, is_recorded: bool) -> None:
         """Be one of them from here on."""
         clock = self._recorded if is_recorded else self._plain
         self.enter, self.end = clock.enter, clock.end  # type: ignore[method-assign]
-        self._recorded.follow(self._weight if is_recorded else None)
+        # The same work for both: where ranks share a core, it is in others' steps.
+        self._hook.remove()
+        hooks = [hook(it, self._recorded._enter_now) for it in self._ways]
+        hooks.pop(not is_recorded).remove()
+        (self._hook,) = hooks
 
     def take(self) -> tuple[NDArray[np.float64], list[Seconds]]:
         """Return what both have."""
         laps, between = self._recorded.take()
+        if len(laps):
+            self._plain.a_step = laps.mean(0).tolist()
         return np.concatenate([laps, self._plain.take()[0]]), between
 
 
@@ -299,9 +311,9 @@ def main() -> None:
         setup = trainer.set_up()
         (stage,) = setup.plan.stages
         setup.begin(stage)
+        trainer.train_epoch(stage)
         # One trainer: two of them, recorded or not, are not equally fast.
-        clock = ByTurns(trainer.clock, setup.replica.sure_weight)
-        trainer.clock = clock
+        trainer.clock = clock = ByTurns(trainer.clock)
         recorded = times, trainer._heard, AtTheEnd(), PACE_SECONDS
         plain = None, screen, AtTheEnd(), math.inf
         marks, making = Marks(clock), Making(files)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import Any
 
@@ -37,11 +37,11 @@ class Clock:
         self.between: list[Seconds] = []
         engine = torch.autograd.Variable._execution_engine  # noqa: SLF001
         self._queue_callback = engine.queue_callback
-        self._enter_communication = functools.partial(self.enter, COMMUNICATION)
         self.seconds = [0.0] * NUM_PHASES
         self.is_following = False
-        self._followed: Tensor | None = None
-        self._hook: RemovableHandle | None = None
+        self._followed: Sequence[Tensor] = []
+        self._last_weight: Tensor | None = None
+        self._hooks: list[RemovableHandle] = []
 
     def enter(self, phase: int) -> None:
         """Count the time from here on as another phase's."""
@@ -49,20 +49,22 @@ class Clock:
         self.seconds[self.phase] += now - self.since
         self.phase, self.since = phase, now
 
-    def follow(self, weight: Tensor | None) -> None:
+    def follow(self, weights: Sequence[Tensor]) -> None:
         """Let every ``backward`` from here on do what `enter_when_computed` does.
 
-        One hook for all of them: a hook of every loss is made, and gone, in each step.
+        The first one shows which weight is the last to get its gradient; from then on
+        that one has a hook, and no other: it costs less than one of every loss.
 
         Args:
-            weight: Takes part in each of them; ``None``: none does for sure.
+            weights: They take part in each of them, in the same order; empty: it is not
+                known which do.
         """
-        if weight is self._followed:
+        if weights is self._followed:
             return
-        if self._hook is not None:
-            self._hook.remove()
-        self._followed, self.is_following = weight, weight is not None
-        self._hook = None if weight is None else self._hook_of(weight)
+        self._unhook()
+        self._followed, self.is_following = weights, bool(weights)
+        self._last_weight = None
+        self._hooks = [hook(it, functools.partial(self._see, it)) for it in weights]
 
     def enter_when_computed(self, loss: Tensor) -> None:
         """Let the wait for other ranks begin where this one has all its gradients.
@@ -73,15 +75,34 @@ class Clock:
         Args:
             loss: ``backward`` is called on it next.
         """
-        self._hook_of(loss)
+        hook(loss, self._enter_later)
 
-    def _hook_of(self, tensor: Tensor) -> RemovableHandle:
-        hook: RemovableHandle = tensor.register_hook(self._queue)  # type: ignore[no-untyped-call]
-        return hook
+    # A forward pass may ask for gradients, too: its phase is another.
 
-    def _queue(self, _: Tensor) -> None:
-        if self.phase == BACKWARD:  # a forward pass may ask for gradients, too
-            self._queue_callback(self._enter_communication)
+    def _enter_later(self, _: Tensor) -> None:
+        if self.phase == BACKWARD:
+            self._queue_callback(functools.partial(self.enter, COMMUNICATION))
+
+    def _see(self, weight: Tensor, gradient: Tensor) -> None:
+        if self.phase == BACKWARD:
+            if self._last_weight is None:
+                self._enter_later(gradient)
+                self._queue_callback(self._follow_last)
+            self._last_weight = weight
+
+    def _follow_last(self) -> None:
+        self._unhook()
+        if self._last_weight is not None:
+            self._hooks = [hook(self._last_weight, self._enter_now)]
+
+    def _enter_now(self, _: Tensor) -> None:
+        if self.phase == BACKWARD:
+            self.enter(COMMUNICATION)
+
+    def _unhook(self) -> None:
+        for each in self._hooks:
+            each.remove()
+        self._hooks = []
 
     def end(self, *, is_step: bool, then: int) -> None:
         """Let a step, or what is between steps, be over, and enter a phase."""
@@ -105,6 +126,12 @@ class Clock:
         """Let what is under way be over."""
         self.end(is_step=False, then=OTHER)
         self.settle()
+
+
+def hook(tensor: Tensor, call: Callable[[Tensor], None]) -> RemovableHandle:
+    """Let something be called with the gradient of a tensor when it is there."""
+    handle: RemovableHandle = tensor.register_hook(call)  # type: ignore[no-untyped-call]
+    return handle
 
 
 class DeviceClock(Clock):

@@ -111,6 +111,8 @@ class Replica:
         model: Whose weights they are.
         module: What is called.
         shared_buffers: What `share_buffers` shares.
+        sure_weights: That get their gradients in every ``backward``, before DDP waits
+            for those of others; empty: not known which do.
     """
 
     def __init__(
@@ -132,7 +134,8 @@ class Replica:
             model.compile()
         self.module: nn.Module = model
         self.shared_buffers: list[Tensor] = []
-        self._is_sure = strategy == "ddp" and all_used and not config.compile
+        is_sure = strategy == "ddp" and all_used and not config.compile
+        self.sure_weights = self.weights if is_sure else []
         if strategy == "ddp":
             warnings.filterwarnings("ignore", message=".*find_unused_parameters=True")
             sync_buffers: Any = {_SYNC_BUFFERS: False}  # `share_buffers` does it
@@ -150,11 +153,6 @@ class Replica:
     def weights(self) -> list[nn.Parameter]:
         """Those that learn."""
         return [weight for weight in self.model.parameters() if weight.requires_grad]
-
-    @property
-    def sure_weight(self) -> Tensor | None:
-        """One that gets a gradient before DDP waits for others; ``None``: not known."""
-        return self.weights[-1] if self._is_sure else None
 
     @property
     def statistics(self) -> list[Tensor]:

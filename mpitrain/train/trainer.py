@@ -219,7 +219,7 @@ class Trainer:
             finally:
                 self.clock.close()
         finally:
-            self.clock.follow(None)
+            self.clock.follow([])
         self.clock.close()
         setup.close()
         self._is_ready = False
@@ -254,7 +254,7 @@ class Trainer:
         so_far, setup, keeper = self.so_far, self.setup, self.keeper
         epoch, updater, clock = so_far.epoch, setup.updater, self.clock
         setup.train_mode()
-        clock.follow(setup.replica.sure_weight)
+        clock.follow(setup.replica.sure_weights)
         clock.end(is_step=False, then=DATA)
         self._began = time.perf_counter()
         for step in setup.steps_of(so_far):

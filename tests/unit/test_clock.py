@@ -41,7 +41,7 @@ def test_each_phase_has_the_time_until_the_next() -> None:
     assert sum(seconds) <= time.perf_counter() - began
 
 
-@pytest.mark.parametrize("is_sure", [True, False], ids=["weight", "loss"])
+@pytest.mark.parametrize("is_sure", [True, False], ids=["weights", "loss"])
 def test_the_wait_for_others_begins_where_the_own_gradients_are_there(
     is_sure: bool,
 ) -> None:
@@ -62,12 +62,14 @@ def test_the_wait_for_others_begins_where_the_own_gradients_are_there(
         # As DDP does: at the end of backward it waits for the other ranks.
         engine.queue_callback(lambda: time.sleep(0.5))
 
-    weight = torch.ones((), requires_grad=True)
+    # Of the order in which a model names them, nothing is known.
+    early, weight, also_early = (torch.ones((), requires_grad=True) for _ in range(3))
+    weights = [early, weight, also_early]
     weight.register_post_accumulate_grad_hook(all_there)
-    for _ in range(2):
-        clock.follow(weight if is_sure else None)
+    for _ in range(3):
+        clock.follow(weights if is_sure else [])
         assert clock.is_following == is_sure
-        loss = Slow.apply(weight) * 2
+        loss = Slow.apply(weight * 1) * early * also_early
         clock.enter(FORWARD)
         if not clock.is_following:
             clock.enter_when_computed(loss)
@@ -78,12 +80,22 @@ def test_the_wait_for_others_begins_where_the_own_gradients_are_there(
     for seconds in clock.laps:
         assert 0.05 <= seconds[BACKWARD] < 0.5 <= seconds[COMMUNICATION] < 1
     # A gradient that the forward pass asks for is no end of a backward pass.
-    clock.follow(weight)
     clock.enter(FORWARD)
     torch.autograd.grad(weight * 2, weight)
     assert clock.phase == FORWARD
-    clock.follow(None)
-    assert not weight._backward_hooks
+    assert len(weight._backward_hooks or ()) == is_sure
+    clock.follow([])
+    assert not any(it._backward_hooks for it in weights)
+    # Nor is one of the first step's.
+    clock.follow(weights)
+    torch.autograd.grad(weight * 2, weight)
+    clock.enter(BACKWARD)
+    (Slow.apply(weight * 1) * early * also_early).backward()
+    clock.end(is_step=True, then=DATA)
+    assert clock.laps[-1][BACKWARD] >= 0.05
+    assert clock.laps[-1][COMMUNICATION] >= 0.5
+    assert not early._backward_hooks
+    assert weight._backward_hooks
 
 
 @dataclass
