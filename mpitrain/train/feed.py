@@ -36,7 +36,8 @@ class Batch:
     targets: Any
     """`(N or more, ...)`; likewise."""
     indices: Indices
-    """Numbers of the N samples that count, int64 `(N,)`: the first rows."""
+    """Numbers of the N samples that count, int64 `(N,)`: the first rows, but for a
+    partner's."""
 
     def __len__(self) -> int:
         """Return the number of samples that count."""

@@ -86,6 +86,7 @@ class Setup:
         self.world = world
         self._config = config
         self._trainer = trainer
+        self._is_mixed = False
         self._ranks = all_ranks(world)
         self.strategy = chosen_strategy(config, world)
         self._train, self._val = (
@@ -204,7 +205,11 @@ class Setup:
         return head_of(self._model)[0] + "." if self._on_features else ""
 
     def steps_of(self, so_far: SoFar) -> Iterator[Step]:
-        """Yield this rank's part of every step of an epoch that is not yet done."""
+        """Yield this rank's part of every step of an epoch that is not yet done.
+
+        Raises:
+            UsageError: Nobody has asked `mix_of` in a step that mixes; on every rank.
+        """
         epoch = so_far.epoch
         samples = self.feed.samples
         order = None
@@ -216,7 +221,14 @@ class Setup:
         share = dataclasses.replace(
             share, first_step=so_far.epoch_steps, taken=tuple(so_far.taken)
         )
-        return self.feed.steps(share, epoch)
+        for step in self.feed.steps(share, epoch):
+            yield step
+            if not self._is_mixed:
+                mixing.refuse_to_mix(
+                    self._config,
+                    "is done in Trainer.step: call super().step(batch) in your own, or "
+                    "take the flag off",
+                )
 
     def mix_of(self, epoch: int, step: int, inputs: Any) -> mixing.Mix | None:
         """Return how the samples of a step are mixed; local."""
@@ -224,6 +236,7 @@ class Setup:
             return None
         if not isinstance(inputs, torch.Tensor) or inputs.ndim != NUM_DIMENSIONS:
             mixing.refuse_to_mix(self._config, "is for images, found other inputs")
+        self._is_mixed = True
         height, width = inputs.shape[-2:]
         return mixing.drawn(self._config, epoch, step, (height, width))
 

@@ -177,6 +177,26 @@ def test_a_step_of_ones_own_is_given_the_inputs(world: World) -> None:
     assert all(torch.equal(it, told[0]) for it in told)
 
 
+def test_a_step_of_ones_own_mixes_by_ours_or_is_refused(world: World) -> None:
+    class Ours(Trainer):
+        def step(self, batch: Batch) -> Tensor:
+            return super().step(batch)
+
+    class Own(Trainer):
+        def step(self, batch: Batch) -> Tensor:
+            return self.loss(self.forward(batch.inputs), batch.targets)
+
+    config = config_of(epochs=1, mixup=0.4)
+    weights = []
+    for kind in (Trainer, Ours):
+        model = Net()
+        kind(model, some(NUM_SAMPLES), some(29, "val"), config, world=world).fit()
+        weights.append(model.head.weight.detach())
+    torch.testing.assert_close(*weights, rtol=0, atol=0)
+    with pytest.raises(UsageError, match=r"--mixup is done in Trainer\.step"):
+        Own(Net(), some(NUM_SAMPLES), some(29, "val"), config, world=world).fit()
+
+
 def test_what_is_evaluated_at_once_is_bounded_too(world: World) -> None:
     rows = []
 
