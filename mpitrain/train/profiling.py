@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from collections.abc import Callable
@@ -65,9 +66,14 @@ class Profiler:
 
     def close(self) -> None:
         """End, where the training has had fewer steps."""
+        if self._seen > FIRST_STEPS:
+            if self._profile is not None:
+                self._end(self._seen - FIRST_STEPS)
+            return
         if self._profile is not None:
-            self._end(self._seen - FIRST_STEPS)
-        elif self._seen < FIRST_STEPS + 1 and self._say is not None:
+            with contextlib.suppress(Exception):
+                self._profile.stop()
+        if self._say is not None:
             logger.warning(
                 "--profile %d: nothing is traced; the first %d steps are let go by, "
                 "and this job had %d",

@@ -6,6 +6,7 @@ import gzip
 import json
 from pathlib import Path
 
+import pytest
 from launcher import Mpi, mpirun
 
 
@@ -31,9 +32,16 @@ def test_each_rank_leaves_a_trace_of_its_steps(openmpi: Mpi, tmp_path: Path) -> 
         assert line.rpartition("| ")[2][:40].strip() in table
 
 
-def test_a_training_that_is_too_short_says_so(openmpi: Mpi, tmp_path: Path) -> None:
-    words = ("-m", "mpitrain", "--name", "a", "--dry-run", "--profile", "4")
+@pytest.mark.parametrize("num_steps", [4, 5])
+def test_a_training_that_is_too_short_says_so(
+    openmpi: Mpi, tmp_path: Path, num_steps: int
+) -> None:
+    """Also one that ends where the first step would begin that is traced."""
+    size = ("--data", "synthetic", "--synthetic-samples", str(64 * num_steps))
+    words = ("-m", "mpitrain", "--name", "a", *size, "--epochs", "1", "--profile", "4")
     done = mpirun(openmpi, 2, *words, cwd=tmp_path)
     assert done.status == 0, done.err
+    assert f"{num_steps} steps = 1 epoch" in done.out
     assert done.err.count("--profile 4: nothing is traced") == 1
-    assert not (tmp_path / "runs" / "a-dry-run" / "profile").exists()
+    assert (tmp_path / "runs" / "a" / "model.pt").exists()
+    assert not (tmp_path / "runs" / "a" / "profile").exists()
