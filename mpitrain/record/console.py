@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
 
 from mpitrain.record.events import Epoch, Listener, Pace, StepRow
-from mpitrain.record.progress import Progress, epoch_line
+from mpitrain.record.progress import Standing, epoch_line
 from mpitrain.world import World, in_runs
 
 if TYPE_CHECKING:
@@ -40,12 +40,12 @@ class Lines:
 
     Args:
         num_epochs: Epochs of the training.
-        progress: Puts into words how it goes.
+        standing: Puts into words how it goes.
     """
 
-    def __init__(self, num_epochs: int, progress: Progress | None = None) -> None:
+    def __init__(self, num_epochs: int, standing: Standing | None = None) -> None:
         self._num_epochs = num_epochs
-        self._progress = progress or Progress()
+        self._standing = standing or Standing()
         self._said_at = time.monotonic()
 
     def __enter__(self) -> Self:
@@ -60,39 +60,39 @@ class Lines:
 
     def standing(self) -> str:
         """Say how it goes."""
-        return self._progress.in_words()
+        return self._standing.in_words()
 
     def rows_done(self, rows: Sequence[StepRow]) -> None:
         """Note them."""
-        self._progress.rows_done(rows)
+        self._standing.rows_done(rows)
 
     def pace_done(self, pace: Pace) -> None:
         """Print a line if there was none for long."""
-        self._progress.pace_done(pace)
+        self._standing.pace_done(pace)
         if time.monotonic() - self._said_at > LINE_SECONDS:
             self._said_at = time.monotonic()
             self.say(
                 f"at step {pace.step} of epoch {pace.epoch}/{self._num_epochs} | "
-                f"{self._progress.in_words()}"
+                f"{self._standing.in_words()}"
             )
 
     def epoch_done(self, epoch: Epoch) -> None:
         """Print the epoch's line."""
         self._said_at = time.monotonic()
-        self._progress.epoch_done(epoch)
+        self._standing.epoch_done(epoch)
         self.say(epoch_line(epoch, self._num_epochs))
 
 
 class Bar(Lines):
     """A progress bar over all steps, with the epochs' lines above it."""
 
-    def __init__(self, num_epochs: int, progress: Progress | None = None) -> None:
-        super().__init__(num_epochs, progress)
+    def __init__(self, num_epochs: int, standing: Standing | None = None) -> None:
+        super().__init__(num_epochs, standing)
         from tqdm import tqdm
 
         self._bar: tqdm[Any] = tqdm(
-            total=self._progress.num_steps,
-            initial=self._progress.done,
+            total=self._standing.num_steps,
+            initial=self._standing.done,
             unit="step",
             file=sys.stdout,
             ncols=terminal_columns(),
@@ -100,7 +100,7 @@ class Bar(Lines):
             leave=False,
             mininterval=0.2,
             bar_format="{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt}{desc}"
-            if self._progress.num_steps
+            if self._standing.num_steps
             else "{n_fmt} steps{desc}",
         )
 
@@ -120,8 +120,8 @@ class Bar(Lines):
 
     def pace_done(self, pace: Pace) -> None:
         """Tell how it goes, beside the bar."""
-        self._progress.pace_done(pace)
-        words = self._progress.in_words()
+        self._standing.pace_done(pace)
+        words = self._standing.in_words()
         self._bar.set_description_str(f" | {words}")
 
     def __exit__(self, *error: object) -> None:
@@ -129,7 +129,7 @@ class Bar(Lines):
 
 
 def open_console(
-    progress: Literal["auto", "bar", "lines"], num_epochs: int, told: Progress
+    progress: Literal["auto", "bar", "lines"], num_epochs: int, told: Standing
 ) -> Console:
     """Choose how to show progress.
 

@@ -18,7 +18,7 @@ WRONG = (KeyError, TypeError, ValueError, IndexError, ArithmeticError)
 
 
 @dataclass(kw_only=True)
-class Steps:
+class StepColumns:
     """What steps came to: a column each, ascending by step."""
 
     step: array[int] = field(default_factory=lambda: array("q"))
@@ -118,7 +118,7 @@ class Metrics:
         self._clear()
 
     def _clear(self) -> None:
-        self.steps = Steps()
+        self.steps = StepColumns()
         self.paces: list[TimedPace] = []
         self.epochs: list[EpochEnd] = []
         self.began: list[Began] = []

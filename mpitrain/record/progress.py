@@ -13,7 +13,7 @@ SecondsLeft = Callable[[], float | None]
 """Tells how long until a time limit stops a training; ``None``: there is none."""
 
 
-class Progress:
+class Standing:
     """Keeps what was heard last.
 
     Args:

@@ -97,7 +97,7 @@ class RankTimes:
         done: Steps that earlier jobs have done.
 
     Attributes:
-        clock: Asked what this rank does when its job is ended; ``None``: nobody is.
+        clock: Asked what is under way, at each `add` and at the end; ``None``: nobody.
     """
 
     clock: Clocked | None = None

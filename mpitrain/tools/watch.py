@@ -23,7 +23,7 @@ from mpitrain.record.events import StepRow
 from mpitrain.record.folder import read_json, read_result
 from mpitrain.record.metrics import Began, Metrics, Saved
 from mpitrain.record.progress import (
-    Progress,
+    Standing,
     epoch_line,
     finished_words,
     in_words,
@@ -106,7 +106,7 @@ class View:
     """
 
     def __init__(self, path: Path, stack: ExitStack) -> None:
-        self.console: Console = open_console("lines", 0, Progress())
+        self.console: Console = open_console("lines", 0, Standing())
         self._path = path
         self._stack = stack
         self._metrics = Metrics(path / "metrics.jsonl")
@@ -175,7 +175,7 @@ class View:
                 return None  # it is about to end, or the next job is about to begin
             if status == "failed":
                 return f"failed: {result.get('error')}"
-            return f"{result.get('stopped')}; the same command goes on from there"
+            return f"{result.get('stopped')}; {self._how_to_go_on()} from there"
         if held is not False:
             self._gone_since = None
             return None
@@ -188,9 +188,12 @@ class View:
         if socket.gethostname() != lock_host(self._path) and still < STILL_SECONDS:
             return None
         return (
-            "no job writes into it any more, and none said why; the same command goes "
-            "on from its last checkpoint"
+            "no job writes into it any more, and none said why; "
+            f"{self._how_to_go_on()} from its last checkpoint"
         )
+
+    def _how_to_go_on(self) -> str:
+        return f"the same command with --name {self._path.absolute().name} goes on"
 
     @property
     def may_go_on(self) -> bool:
@@ -230,7 +233,7 @@ class View:
             open_console(
                 "bar" if sys.stdout.isatty() else "lines",
                 job.num_epochs,
-                Progress(job.total_steps, first, self._seconds_left, job.time),
+                Standing(job.total_steps, first, self._seconds_left, job.time),
             )
         )
 

@@ -345,8 +345,8 @@ class Keeper:
         raise agreed(
             CheckpointError(
                 f"the last checkpoint could not be written: {outcome.why_not}.\nThe "
-                "one before it is whole, and the same command goes on from there, once "
-                "there is room"
+                "one before it is whole, and a job with this run's --name goes on from "
+                "there, once there is room"
             )
         )
 

@@ -22,7 +22,7 @@ from mpitrain.plugins import is_reference
 from mpitrain.record.console import Bar, Console, open_console, world_lines
 from mpitrain.record.environment import describe
 from mpitrain.record.folder import write_json
-from mpitrain.record.progress import Progress
+from mpitrain.record.progress import Standing
 from mpitrain.record.recorder import shown
 from mpitrain.topology import mpi_library
 from mpitrain.train.beginning import Beginning
@@ -97,8 +97,8 @@ def run_training(
     write_json(run_dir / "environment.json", environment)
     (run_dir / "model.txt").write_text(summary_table(model) + "\n")
     plan = setup.plan
-    progress = Progress(plan.total_steps, done, stopper.seconds_left)
-    with open_console(config.progress, plan.num_epochs, progress) as console:
+    standing = Standing(plan.total_steps, done, stopper.seconds_left)
+    with open_console(config.progress, plan.num_epochs, standing) as console:
         introduce(console, setup, data, model, config, run_dir)
         if loaded is not None:
             console.say(loaded.line())

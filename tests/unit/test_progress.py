@@ -12,7 +12,7 @@ import pytest
 from mpitrain.record.console import Bar, Lines
 from mpitrain.record.events import Epoch, Pace, StepRow
 from mpitrain.record.folder import Screen
-from mpitrain.record.progress import Progress
+from mpitrain.record.progress import Standing
 
 ROWS = [
     StepRow(epoch=1, step=step, loss=loss, lr=0.1, gradient_norm=1.0)
@@ -59,19 +59,19 @@ def no_time_passes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_loss_accuracy_speed_and_end_are_told() -> None:
-    progress = Progress(400, 0, lambda: None, began=time.time() - 100)
-    progress.rows_done(ROWS)
-    progress.pace_done(pace(100))
-    progress.epoch_done(EPOCH)
-    assert progress.in_words() == (
+    standing = Standing(400, 0, lambda: None, began=time.time() - 100)
+    standing.rows_done(ROWS)
+    standing.pace_done(pace(100))
+    standing.epoch_done(EPOCH)
+    assert standing.in_words() == (
         "train_loss 0.5000 | val_accuracy 87.50% | 256 samples/s | done in 5:00"
     )
 
 
 def test_what_earlier_jobs_did_does_not_make_this_one_faster() -> None:
-    progress = Progress(400, 300, lambda: None, began=time.time() - 100)
-    progress.pace_done(pace(350))
-    assert progress.in_words().endswith("done in 1:40")
+    standing = Standing(400, 300, lambda: None, began=time.time() - 100)
+    standing.pace_done(pace(350))
+    assert standing.in_words().endswith("done in 1:40")
 
 
 @pytest.mark.parametrize(
@@ -79,15 +79,15 @@ def test_what_earlier_jobs_did_does_not_make_this_one_faster() -> None:
     [(600.0, "done in 5:00"), (60.0, "5:00 to go, limit in 1:00")],
 )
 def test_the_end_is_held_against_the_limit(left: float, words: str) -> None:
-    progress = Progress(400, 0, lambda: left, began=time.time() - 100)
-    progress.pace_done(pace(100))
-    assert progress.in_words().endswith(words)
+    standing = Standing(400, 0, lambda: left, began=time.time() - 100)
+    standing.pace_done(pace(100))
+    assert standing.in_words().endswith(words)
 
 
 def test_steps_of_unknown_number_have_no_end() -> None:
-    progress = Progress(None, 0, lambda: None, began=time.time() - 100)
-    progress.pace_done(pace(100))
-    assert progress.in_words() == "256 samples/s"
+    standing = Standing(None, 0, lambda: None, began=time.time() - 100)
+    standing.pace_done(pace(100))
+    assert standing.in_words() == "256 samples/s"
 
 
 def test_a_long_epoch_has_lines_between(
@@ -95,7 +95,7 @@ def test_a_long_epoch_has_lines_between(
 ) -> None:
     now = [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    lines = Lines(1, Progress(4000))
+    lines = Lines(1, Standing(4000))
     for step in range(1, 3601):
         now[0] += 1.0
         lines.rows_done(ROWS)
@@ -108,7 +108,7 @@ def test_a_long_epoch_has_lines_between(
 def test_a_bar_has_its_words_and_leaves_the_screen_tidy(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    with Bar(2, Progress(100, 25)) as bar:
+    with Bar(2, Standing(100, 25)) as bar:
         for step in range(26, 101):
             bar.step_done(step)
         bar.rows_done(ROWS)
@@ -124,7 +124,7 @@ def test_a_bar_has_its_words_and_leaves_the_screen_tidy(
 def test_a_bar_that_hears_of_no_step_moves_with_their_rows(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    with Bar(1, Progress(400)) as bar:
+    with Bar(1, Standing(400)) as bar:
         bar.rows_done(ROWS)
         bar.pace_done(pace(100))
     assert "100/400 | train_loss 0.5000" in capsys.readouterr().out
@@ -134,7 +134,7 @@ def test_a_warning_stands_on_a_line_of_its_own_beside_a_bar(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     screen = Screen(sys.stderr)
-    with Bar(1, Progress(10)):
+    with Bar(1, Standing(10)):
         screen.emit(logging.LogRecord("x", logging.WARNING, "", 0, "late", None, None))
     assert capfd.readouterr().err == "late\n"
 
