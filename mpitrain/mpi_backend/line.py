@@ -98,8 +98,9 @@ class Line:
             if self._has_thread:
                 self._start_thread()
                 self._news.notify()
-        if not self._has_thread or threading.current_thread() is self._thread:
-            self.drain()  # in what follows on a future nobody else would do it
+        is_own = threading.current_thread() is self._thread
+        if is_own or not self._has_thread or self._is_closed:
+            self.drain()  # nobody else would: neither in what follows on a future
         return operation
 
     def _seconds(self, asked: float | None) -> float:

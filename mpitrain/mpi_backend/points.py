@@ -10,6 +10,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -79,6 +80,20 @@ class Message(Operation):
         if self._testing.acquire(blocking=False):
             self._attend(look)
         return self.is_done
+
+    def wait(self, timeout: timedelta = timedelta()) -> bool:
+        """Wait until it has arrived; as `Operation.wait`. Nobody else may look."""
+        end = time.monotonic() + timeout.total_seconds()
+        pause_seconds, longest = _PAUSES_SECONDS
+        while (left := end - time.monotonic()) > 0 and not self.test():
+            time.sleep(min(pause_seconds, left))
+            pause_seconds = min(pause_seconds * 1.5, longest)
+        return super().wait(timedelta(seconds=max(left, 1e-3)) if timeout else timeout)
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """Look whether it has arrived; as `Operation.get_future`."""
+        self.test()
+        return super().get_future()
 
     def _attend(self, look: Callable[[], bool | None]) -> None:
         """Settle it if it has arrived; gives `_testing` back."""

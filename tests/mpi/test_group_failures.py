@@ -55,6 +55,11 @@ def test_a_group_that_is_closed_refuses(world: World) -> None:
     dist.destroy_process_group(group)
     with pytest.raises(GroupError, match="is closed, and was asked"):
         ours.line.do(lambda deadline: None)
+    # As DDP meets it in a backward pass: it asks, and waits for the future alone.
+    future = ours.line.add(lambda deadline: None, []).get_future()
+    assert future.done()
+    with pytest.raises(RuntimeError, match="is closed, and was asked"):
+        future.value()
 
 
 @pytest.mark.parametrize("call", [other_shape, other_type, other_call, other_root])

@@ -20,6 +20,36 @@ from mpitrain.world import World
 pytestmark = pytest.mark.mpi
 
 
+@pytest.mark.parametrize("has_threads", [True, False])
+def test_a_message_arrives_for_who_asks_or_waits_with_a_limit(
+    world: World, monkeypatch: pytest.MonkeyPatch, has_threads: bool
+) -> None:
+    from mpitrain.mpi_backend import group as made
+
+    if not has_threads:
+        monkeypatch.setattr(made, "has_thread_multiple", lambda: False)
+    group = group_of()
+    if world.rank > 1 or world.world_size == 1:
+        return
+    other = 1 - world.rank
+    for is_asked in (True, False):
+        come = torch.zeros(3)
+        works = [
+            dist.irecv(come, other, group=group),
+            dist.isend(torch.full((3,), float(world.rank)), other, group=group),
+        ]
+        for work in works:
+            assert work is not None
+            if is_asked:
+                end = time.monotonic() + 20
+                while not work.is_completed():
+                    assert time.monotonic() < end
+                    time.sleep(0.001)
+            else:
+                work.wait(timedelta(seconds=20))
+        assert come.tolist() == [other] * 3
+
+
 # --- asynchronous ---------------------------------------------------------------------
 
 
