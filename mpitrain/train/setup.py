@@ -280,7 +280,11 @@ class Setup:
         with self.updater.averaged():
             self.replica.synchronize_buffers()
             told = progress or self._trainer.progress
-            return evaluate(forward, feed, share, values, told)
+            try:
+                return evaluate(forward, feed, share, values, told)
+            except BaseException:
+                feed.skipped.clear()  # who goes on evaluates all of it again
+                raise
 
     def feed_of(self, data: Any) -> Feed:
         """Return a feed of another set to judge the model by, such as a test set."""

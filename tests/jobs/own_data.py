@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -103,6 +104,20 @@ class Faulty(Photos):
 
 def faulty() -> tuple[Faulty, Photos]:
     return Faulty(NUM_TRAIN), Photos(NUM_VAL)
+
+
+class Stopping(Faulty):
+    """Asks its job to stop when a sample is read for the first time."""
+
+    def __getitem__(self, index: int) -> Sample:
+        if index == 20 and not Path("stopped").exists():
+            Path("stopped").touch()
+            os.kill(os.getpid(), signal.SIGUSR2)
+        return super().__getitem__(index)
+
+
+def stopping() -> tuple[Photos, Stopping]:
+    return Photos(NUM_TRAIN), Stopping(200)
 
 
 def unequal() -> tuple[Photos, Photos]:

@@ -231,6 +231,19 @@ def epochs(run: Path) -> list[dict[str, Any]]:
     return [row for row in map(json.loads, lines) if row["event"] == "epoch"]
 
 
+def test_what_an_evaluation_leaves_out_that_is_stopped_counts_once(
+    openmpi: Mpi, tmp_path: Path
+) -> None:
+    words = ("--data", "own_data:stopping", *SKIP, "0", "--micro-batch-size", "2")
+    for status in (75, 0):
+        done = train(openmpi, tmp_path, *words, num_ranks=1)
+        assert done.status == status, done.err
+    found = epochs(tmp_path / "runs/r")
+    assert [(row["val_samples"], row["skipped_samples"]) for row in found] == [
+        (199, 1)
+    ] * 2
+
+
 def test_where_nothing_can_be_read_the_job_ends(openmpi: Mpi, tmp_path: Path) -> None:
     for path in write_folder(tmp_path / "photos").glob("val/*/*"):
         path.write_text("not an image")
