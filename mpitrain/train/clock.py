@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from time import perf_counter
@@ -40,8 +41,7 @@ class Clock:
         self.seconds = [0.0] * NUM_PHASES
         self.is_following = False
         self._followed: Sequence[Tensor] = []
-        self._last_weight: Tensor | None = None
-        self._hooks: list[RemovableHandle] = []
+        self._hook: RemovableHandle | None = None
 
     def enter(self, phase: int) -> None:
         """Count the time from here on as another phase's."""
@@ -50,32 +50,37 @@ class Clock:
         self.phase, self.since = phase, now
 
     def follow(self, weights: Sequence[Tensor]) -> None:
-        """Let every ``backward`` from here on do what `enter_when_computed` does.
-
-        The first one shows which weight is the last to get its gradient; from then on
-        that one has a hook, and no other: it costs less than one of every loss.
+        """Let `enter_when_computed` be needed once, where all steps do the same.
 
         Args:
-            weights: They take part in each of them, in the same order; empty: it is not
-                known which do.
+            weights: They get their gradients in every ``backward`` from here on, in the
+                same order; empty: it is not known which do.
         """
         if weights is self._followed:
             return
-        self._unhook()
-        self._followed, self.is_following = weights, bool(weights)
-        self._last_weight = None
-        self._hooks = [hook(it, functools.partial(self._see, it)) for it in weights]
+        if self._hook is not None:
+            self._hook.remove()
+        self._hook = None
+        self._followed, self.is_following = weights, False
 
     def enter_when_computed(self, loss: Tensor) -> None:
         """Let the wait for other ranks begin where this one has all its gradients.
 
         That is before DDP, or FSDP, waits for those of the others at the end of
         ``backward``: what they queue there is queued later, and done in that order.
+        A hook of the weight that comes last costs less, and stays.
 
         Args:
             loss: ``backward`` is called on it next.
         """
-        hook(loss, self._enter_later)
+        last = last_weight(loss, self._followed)
+        if last is None:
+            loss.register_hook(self._enter_later)  # type: ignore[no-untyped-call]
+        else:
+            self.is_following = True
+            self._hook = last.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                self._enter_now
+            )
 
     # A forward pass may ask for gradients, too: its phase is another.
 
@@ -83,26 +88,9 @@ class Clock:
         if self.phase == BACKWARD:
             self._queue_callback(functools.partial(self.enter, COMMUNICATION))
 
-    def _see(self, weight: Tensor, gradient: Tensor) -> None:
-        if self.phase == BACKWARD:
-            if self._last_weight is None:
-                self._enter_later(gradient)
-                self._queue_callback(self._follow_last)
-            self._last_weight = weight
-
-    def _follow_last(self) -> None:
-        self._unhook()
-        if self._last_weight is not None:
-            self._hooks = [hook(self._last_weight, self._enter_now)]
-
     def _enter_now(self, _: Tensor) -> None:
         if self.phase == BACKWARD:
             self.enter(COMMUNICATION)
-
-    def _unhook(self) -> None:
-        for each in self._hooks:
-            each.remove()
-        self._hooks = []
 
     def end(self, *, is_step: bool, then: int) -> None:
         """Let a step, or what is between steps, be over, and enter a phase."""
@@ -128,10 +116,34 @@ class Clock:
         self.settle()
 
 
-def hook(tensor: Tensor, call: Callable[[Tensor], None]) -> RemovableHandle:
-    """Let something be called with the gradient of a tensor when it is there."""
-    handle: RemovableHandle = tensor.register_hook(call)  # type: ignore[no-untyped-call]
-    return handle
+def last_weight(loss: Tensor, weights: Sequence[Tensor]) -> Tensor | None:
+    """Return the weight whose gradient is there last: that of the oldest operation.
+
+    Of those that are ready, autograd takes the newest operation first.
+
+    Args:
+        loss: Of a forward pass.
+        weights: To choose from; ``None`` is returned where none takes part.
+
+    >>> early, late = (torch.ones((), requires_grad=True) for _ in range(2))
+    >>> last_weight((late * 2 + 1) * early, [early, late]) is late
+    True
+    """
+    among = {id(it): it for it in weights}
+    todo: list[Any] = [loss.grad_fn] if among else []
+    seen: set[Any] = set()
+    found: Tensor | None = None
+    oldest = math.inf
+    while todo:
+        node = todo.pop()
+        for before, _ in node.next_functions:
+            weight = among.get(id(getattr(before, "variable", None)))
+            if weight is not None and node._sequence_nr() < oldest:  # noqa: SLF001
+                found, oldest = weight, node._sequence_nr()  # noqa: SLF001
+            elif before is not None and before not in seen:
+                seen.add(before)
+                todo.append(before)
+    return found
 
 
 class DeviceClock(Clock):

@@ -65,7 +65,7 @@ class Trainer:
             Where you called `mpitrain.init` with a hang timeout: its `Job.progress`.
         statistics: Mean and deviation to take off images of bytes, by channel, in the
             range 0 to 1.
-        all_weights_used: Whether every weight is known to take part in the loss.
+        all_weights_used: Whether all are known to take part in each loss, in one order.
         keeper: Writes checkpoints and stops in time; ``None``: nobody does.
         times: Writes down where this rank's time goes; ``None``: nobody does.
         pace_seconds: How many seconds of steps a pace tells of, at least; see `meet`.

@@ -45,7 +45,6 @@ def test_each_phase_has_the_time_until_the_next() -> None:
 def test_the_wait_for_others_begins_where_the_own_gradients_are_there(
     is_sure: bool,
 ) -> None:
-    clock = Clock()
     engine: Any = torch.autograd.Variable._execution_engine
 
     class Slow(torch.autograd.Function):
@@ -58,17 +57,29 @@ def test_the_wait_for_others_begins_where_the_own_gradients_are_there(
             time.sleep(0.05)  # computes
             return grad
 
-    def all_there(_: torch.Tensor) -> None:
+    def all_there(*_: object) -> None:
         # As DDP does: at the end of backward it waits for the other ranks.
         engine.queue_callback(lambda: time.sleep(0.5))
 
     # Of the order in which a model names them, nothing is known.
     early, weight, also_early = (torch.ones((), requires_grad=True) for _ in range(3))
     weights = [early, weight, also_early]
-    weight.register_post_accumulate_grad_hook(all_there)
-    for _ in range(3):
-        clock.follow(weights if is_sure else [])
-        assert clock.is_following == is_sure
+    following = weights if is_sure else []
+    # Where DDP has its hooks: behind what adds a gradient to a weight's.
+    adding = weight.expand_as(weight).grad_fn.next_functions[0][0]
+    adding.register_hook(all_there)
+    here = []
+
+    class Heard(Clock):
+        def enter(self, phase: int) -> None:
+            super().enter(phase)
+            if phase == COMMUNICATION:
+                here.append(float(weight.grad or 0.0))
+
+    clock = Heard()
+    for step in range(3):
+        clock.follow(following)
+        assert clock.is_following == (is_sure and step > 0)
         loss = Slow.apply(weight * 1) * early * also_early
         clock.enter(FORWARD)
         if not clock.is_following:
@@ -79,23 +90,18 @@ def test_the_wait_for_others_begins_where_the_own_gradients_are_there(
         clock.end(is_step=True, then=DATA)
     for seconds in clock.laps:
         assert 0.05 <= seconds[BACKWARD] < 0.5 <= seconds[COMMUNICATION] < 1
+    assert here == [1.0, 2.0, 3.0], "to add to a gradient is to compute"
     # A gradient that the forward pass asks for is no end of a backward pass.
     clock.enter(FORWARD)
-    torch.autograd.grad(weight * 2, weight)
+    (weight * 2).backward()
     assert clock.phase == FORWARD
-    assert len(weight._backward_hooks or ()) == is_sure
+    # No other weight has a hook, nor ever had one: that costs for ever.
+    assert len(weight._post_accumulate_grad_hooks or ()) == is_sure
     clock.follow([])
-    assert not any(it._backward_hooks for it in weights)
-    # Nor is one of the first step's.
-    clock.follow(weights)
-    torch.autograd.grad(weight * 2, weight)
-    clock.enter(BACKWARD)
-    (Slow.apply(weight * 1) * early * also_early).backward()
-    clock.end(is_step=True, then=DATA)
-    assert clock.laps[-1][BACKWARD] >= 0.05
-    assert clock.laps[-1][COMMUNICATION] >= 0.5
-    assert not early._backward_hooks
-    assert weight._backward_hooks
+    assert not weight._post_accumulate_grad_hooks
+    hooks = [(it._backward_hooks, it._post_accumulate_grad_hooks) for it in weights]
+    assert hooks[0] == hooks[2] == (None, None)
+    assert hooks[1][0] is None
 
 
 @dataclass
