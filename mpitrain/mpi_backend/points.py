@@ -82,7 +82,7 @@ class Message(Operation):
         return self.is_done
 
     def wait(self, timeout: timedelta = timedelta()) -> bool:
-        """Wait until it has arrived; as `Operation.wait`. Nobody else may look."""
+        """Wait as `Operation.wait` does, and look: there may be no thread that does."""
         end = time.monotonic() + timeout.total_seconds()
         pause_seconds, longest = _PAUSES_SECONDS
         while (left := end - time.monotonic()) > 0 and not self.test():

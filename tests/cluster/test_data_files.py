@@ -183,6 +183,8 @@ def test_a_killed_process_of_one_host_leaves_no_worker_on_any(
     ((status, said),) = found
     # Open MPI 5.0's mpirun gives 0 where a daemon is gone, too (docs/ending.md).
     assert status != 0 or "lost communication with a remote daemon" in said, said
+    result = json.loads((folder / "runs/r/result.json").read_text())
+    assert result["status"] != "finished"
     assert f"[rank 3/4 {hosts.names[1]}] " in said or "Socket closed" in said, said
     assert said.count("\n[rank ") <= 1
 
