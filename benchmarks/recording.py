@@ -1,24 +1,25 @@
 """What it costs a training to be recorded: one job, with and without by turns.
 
     .venv/bin/mpirun -np 8 --oversubscribe .venv/bin/python benchmarks/recording.py
-    .venv/bin/python benchmarks/recording.py --epochs 2000
+    .venv/bin/python benchmarks/recording.py --rounds 2000
 
-The default network on the digits. Recorded: the time of each phase on each rank,
-`metrics.jsonl` and `times/`, all that listen to a job without ``--log``. Not recorded:
-nothing is written. With both, the losses meet at each epoch's end, and the times with
-them. Wall time, the mean of the ranks, and the time that the cores of all of them were
-busy, which others on the machine disturb less.
+The default network on the digits. A round is three epochs, in an order by lot, the same
+on all ranks: one of which everything is recorded that is without ``--log`` (the time of
+each phase of each step on each rank, `metrics.jsonl`, `times/`, who is waited for, what
+ails the training), one with the times alone, and one of which nothing is: there the
+ranks add up the epoch's loss, as whoever trains wants it, and no more.
 
-By lot, the same one on all ranks, for each step: whether the clock runs in it. And for
-the rest of each epoch (its first step, the evaluation, what its end tells, until all
-ranks have done that): whether it is told. The machine is now faster, now slower, for
-longer than a step: so both kinds have their share of that. A part's time is the mean of
-all that were alike but for the slowest tenth, when something else had the core.
+An epoch's time is the mean of the ranks' wall time, until all ranks have done it; and
+the time that the cores of all of them were busy. It is compared with that of the same
+round, since the machine is now faster, now slower. A ratio is the geometric mean of the
+rounds without the tenths at both ends, when something else had the cores; its interval
+is where 95 % of what is drawn of the rounds lie. What the threads take that make and
+write the lines, at any time, is known by their own clocks, and counts for the recorded
+epochs, though they wake in others, too: of wall time as if the cores in use had shared
+it evenly.
 
-Lines are made as their threads would, twice a second and all that have come, but
-between two epochs, and timed apart: that counts for the epochs that they tell of, in
-wall time of the rank that takes longest. What is left to the threads is one call of
-`write`. The screen's line of an epoch is no part of the record: whoever trains has it.
+The screen's line of an epoch is no part of the record. Nor are checkpoints. The weight
+that has a hook keeps an empty list of them: some tenths of a microsecond in all kinds.
 """
 
 from __future__ import annotations
@@ -26,14 +27,19 @@ from __future__ import annotations
 import argparse
 import gc
 import math
+import os
 import random
 import sys
 import tempfile
+import threading
 import time
+from array import array
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+import torch.distributed as dist
 from numpy.typing import NDArray
 from record import about, write
 
@@ -44,33 +50,31 @@ from mpitrain.models.build import build_model
 from mpitrain.record.console import Lines
 from mpitrain.record.events import Listener, Listeners, Silent, StepRow
 from mpitrain.record.health import Health
-from mpitrain.record.lines import WRITE_SECONDS, JsonLines
+from mpitrain.record.lines import JsonLines
 from mpitrain.record.recorder import Recorder
-from mpitrain.record.times import FORWARD, NUM_PHASES, RankTimes, Seconds
+from mpitrain.record.times import Laps, RankTimes, Seconds
 from mpitrain.train.clock import Clock
 from mpitrain.train.config import TrainConfig
 from mpitrain.train.pace import PACE_SECONDS
-from mpitrain.train.steps import Steps
+from mpitrain.train.steps import SoFar, Steps
 from mpitrain.world import World
 
-COUNTED = 0.9
-"""Of all that are alike, the share that counts: the fastest."""
+NOTHING, TIMES, ALL = range(3)
+"""What is recorded of an epoch."""
 
-NOT_COUNTED = 6
-"""First epochs: caches, and sums that meet more often."""
+NOT_COUNTED = 3
+"""First rounds: caches."""
+
+AT_THE_ENDS = 0.1
+"""Of the rounds' ratios, the share at each end that does not count."""
 
 
 class NoClock(Clock):
-    """Takes no time, and tells the same for each step.
-
-    Attributes:
-        a_step: That: about what a step takes, or a second of them comes too soon.
-    """
+    """Takes no time, and knows nothing."""
 
     def __init__(self) -> None:
         super().__init__()
         self.is_following = True
-        self.a_step: Seconds = [0.005 * (it == FORWARD) for it in range(NUM_PHASES)]
 
     def enter(self, phase: int) -> None:
         """Do nothing."""
@@ -78,79 +82,44 @@ class NoClock(Clock):
     def follow(self, weights: object) -> None:
         """Do nothing."""
 
-    def end(self, *, is_step: bool, then: int) -> None:  # noqa: ARG002
-        """Keep some seconds of a step."""
-        if is_step:
-            self.laps.append(self.a_step)
+    def end(self, *, is_step: bool, then: int) -> None:
+        """Do nothing."""
 
-
-class ByTurns(NoClock):
-    """Now one clock, now the other.
-
-    Args:
-        recorded: The one that runs; it has hooked the weight that comes last. That one
-            keeps an empty list of hooks without it: some tenths of a microsecond.
-    """
-
-    def __init__(self, recorded: Clock) -> None:
-        super().__init__()
-        self._recorded, self._plain = recorded, NoClock()
-        self._hooks: dict[int, Any] = {}
-        if recorded._hook is not None:
-            self._hooks = recorded._hook.hooks_dict_ref()
-
-    def turn(self, *, is_recorded: bool) -> None:
-        """Be one of them from here on."""
-        clock = self._recorded if is_recorded else self._plain
-        self.enter, self.end = clock.enter, clock.end  # type: ignore[method-assign]
-        self._hooks.clear()
-        if is_recorded:
-            self._hooks[0] = self._recorded._enter_now
-
-    def take(self) -> tuple[NDArray[np.float64], list[Seconds]]:
-        """Return what both have."""
-        laps, between = self._recorded.take()
-        if len(laps):
-            self._plain.a_step = laps.mean(0).tolist()
-        return np.concatenate([laps, self._plain.take()[0]]), between
+    def take(self) -> tuple[Laps, list[Seconds]]:
+        """Return that there was something."""
+        return array("d", [0.0]), []
 
 
 class AtTheEnd(Steps):
-    """Lets sums meet at an epoch's end alone."""
+    """Lets sums meet at an epoch's end alone, as in one shorter than two seconds."""
 
-    def meet(self, *of_steps: Any) -> list[StepRow]:
+    def meet(self, *of_steps: Any, **how: Any) -> list[StepRow]:
         """Let the next ones wait for long."""
-        rows = super().meet(*of_steps)
+        rows = super().meet(*of_steps, **how)
         self._num_at_once = sys.maxsize
         return rows
 
 
-class Making:
-    """Makes lines in place of the threads that write them.
+class LossAlone(Steps):
+    """Adds up the loss of an epoch, and nothing else."""
 
-    Attributes:
-        seconds: What it has taken, by both clocks.
-    """
+    def __init__(self) -> None:
+        super().__init__("cpu", int)
+        self._num_at_once = sys.maxsize
 
-    def __init__(self, files: list[JsonLines[Any]]) -> None:
-        self._make = [file._encode for file in files]
-        self._made_at = time.perf_counter()
-        self.seconds = np.zeros(2)
-        for file in files:
-            file._encode = lambda _=0: None  # type: ignore[method-assign]
-
-    def make_if_due(self) -> None:
-        """Make all that have come, twice a second."""
-        if time.perf_counter() - self._made_at > WRITE_SECONDS:
-            self.make()
-
-    def make(self) -> None:
-        """Make all that have come."""
-        before = _now()
-        for make in self._make:
-            make()
-        self._made_at = before[0]
-        self.seconds += np.subtract(_now(), before)
+    def meet(self, so_far: SoFar, *_: Any, **__: Any) -> list[StepRow]:
+        """Add it up; return a row of its last step."""
+        steps, self._steps = self._steps, []
+        losses = [it for step in steps for it in step.losses]
+        count = sum(len(it.indices) for it in losses)
+        own = torch.stack([it.total for it in losses]).double().sum()
+        sums = torch.stack((own, own.new_tensor(count)))
+        if dist.get_world_size() > 1:
+            dist.all_reduce(sums)
+        loss_sum, num = sums.tolist()
+        so_far.loss_sum, so_far.num_samples = loss_sum, int(num)
+        where, last = (so_far.epoch, so_far.num_steps), steps[-1]
+        return [StepRow(*where, loss_sum / num, last.rate, last.norm)]
 
 
 class Silence(Lines):
@@ -168,206 +137,175 @@ def trainer_of(world: World, config: TrainConfig) -> mpitrain.Trainer:
     )
     trainer = mpitrain.Trainer(net, data.train, data.val, config, world=world)
     trainer.all_weights_used = True
-    trainer.listener = Silent()
+    trainer.listener = Silent()  # until it is recorded
     return trainer
 
 
-class Marks:
-    """Whose turn it is in each part of an epoch, and how long that took this rank.
+class Kinds:
+    """A trainer whose epochs are recorded in one way or another.
 
     Args:
-        clock: The one that turns.
+        trainer: Set up, and it has trained one epoch.
+        folder: Where the record goes.
+        world: Where this process stands.
     """
 
-    def __init__(self, clock: ByTurns) -> None:
-        self._clock = clock
-        self._lots = random.Random(1)  # of all ranks
-        self._ends: list[tuple[float, float]] = []
-        self._starts: list[tuple[float, float]] = []
-        self._turns: list[bool] = []
-        self._num_steps = 0
+    def __init__(self, trainer: mpitrain.Trainer, folder: Path, world: World) -> None:
+        self._trainer = trainer
+        self._clock = trainer.clock
+        hook = self._clock._hook
+        self._hooks: dict[int, Any] = {} if hook is None else hook.hooks_dict_ref()
+        self._times = RankTimes(folder, world, 0.0)
+        self._times.clock = self._clock
+        files: list[JsonLines[Any]] = [self._times._lines]
+        screen = Listeners(Silence(0) if world.is_rank_zero else None)
+        hearing: list[Listener] = []
+        self._recorder: Recorder | None = None
+        if world.is_rank_zero:
+            self._recorder = Recorder(folder, world, 0.0)
+            self._recorder.console = Silence(0)
+            hearing = [self._recorder, Health(world, "0", "runs/x")]
+            files.append(self._recorder._metrics)
+        all_heard = Listeners(*hearing)
+        self._kinds: list[tuple[Any, ...]] = [
+            (NoClock(), None, screen, LossAlone(), math.inf),
+            (self._clock, self._times, screen, AtTheEnd("cpu", int), PACE_SECONDS),
+            (self._clock, self._times, all_heard, AtTheEnd("cpu", int), PACE_SECONDS),
+        ]
+        of_names = {it.name: it for it in threading.enumerate()}
+        self._writers = [of_names[file._path.stem] for file in files]
 
-    def begin(self, num_steps: int) -> bool:
-        """Begin an epoch; return whether it is told."""
-        self._ends, self._starts, self._turns = [], [], [self._lots.random() < 0.5]
-        self._num_steps = num_steps
-        self._turn_to(self._turns[0])
-        return self._turns[0]
+    def turn_to(self, kind: int) -> None:
+        """Record the next epoch so."""
+        trainer = self._trainer
+        trainer.clock, trainer.times, trainer._heard, trainer._steps, seconds = (
+            self._kinds[kind]
+        )
+        trainer.pace_seconds = seconds
+        self._hooks.clear()
+        if kind != NOTHING:
+            self._hooks[0] = self._clock._enter_now
 
-    def step_done(self, _: int) -> None:
-        """Let it be the next one's turn; after the last step, the rest's."""
-        self._ends.append(_now())
-        is_last = len(self._ends) == self._num_steps
-        is_recorded = self._turns[0] if is_last else self._lots.random() < 0.5
-        if not is_last:
-            self._turns.append(is_recorded)
-        self._turn_to(is_recorded)
+    def writers_seconds(self) -> tuple[float, float]:
+        """Return how long threads that write had a core: those of times, of steps."""
+        clocks = [time.pthread_getcpuclockid(it.ident or 0) for it in self._writers]
+        times, *others = map(time.clock_gettime, clocks)
+        return times, sum(others)
 
-    def _turn_to(self, is_recorded: bool) -> None:
-        self._clock.turn(is_recorded=is_recorded)
-        self._starts.append(_now())
+    def leave_out(self, seconds: float) -> None:
+        """Let no line of `times/` come sooner for an epoch that was not recorded."""
+        self._times._line_ends += seconds
 
-    def end(self) -> tuple[list[bool], NDArray[np.float64]]:
-        """Return whose turn it was, and seconds `(2, steps)` of both clocks.
-
-        Of the rest, and then of all steps but the first, which is a part of the rest.
-        """
-        self._ends.append(_now())
-        seconds = np.subtract(self._ends, self._starts).T
-        seconds[:, 0] += seconds[:, -1]
-        return self._turns, seconds[:, :-1]
-
-
-def _now() -> tuple[float, float]:
-    return time.perf_counter(), time.process_time()
-
-
-def part_of(
-    turns: NDArray[np.bool_],
-    seconds: NDArray[np.float64],
-    *,
-    is_recorded: bool,
-    counted: float = COUNTED,
-) -> float:
-    """Return how long one takes, of parts that are alike; without the slowest."""
-    found = np.sort(seconds[turns == is_recorded])
-    return float(found[: round(counted * found.size)].mean())
+    def close(self) -> None:
+        """Let the record end."""
+        self._times.close()
+        if self._recorder is not None:
+            self._recorder.finish()
 
 
-def epoch_of(
-    turns: NDArray[np.bool_], seconds: NDArray[np.float64], **how: Any
-) -> float:
-    """Return how long an epoch takes, of parts `(epochs, steps)` of many."""
-    rest = part_of(turns[:, 0], seconds[:, 0], **how)
-    step = part_of(turns[:, 1:], seconds[:, 1:], **how)
-    return rest + (int(seconds.shape[1]) - 1) * step
-
-
-def ratio_of(
-    turns: NDArray[np.bool_],
-    seconds: NDArray[np.float64],
-    making: float,
-    counted: float = COUNTED,
-) -> float:
-    """Return how much longer an epoch takes that is recorded.
-
-    Args:
-        turns: Which parts were recorded, `(epochs, steps)`.
-        seconds: Of each of them.
-        making: What the lines of an epoch take to be made.
-        counted: The share that counts.
-    """
-    on, off = (
-        epoch_of(turns, seconds, is_recorded=it, counted=counted)
-        for it in (True, False)
-    )
-    return float((on + making) / off)
+def ratio_of(one: NDArray[np.float64], other: NDArray[np.float64]) -> Any:
+    """Return how much longer one kind of epoch takes; of the last axis."""
+    ratios = np.sort(np.log(one / other))
+    num = round(AT_THE_ENDS * ratios.shape[-1])
+    return np.exp(ratios[..., num : ratios.shape[-1] - num].mean(-1))
 
 
 def interval_of(
-    turns: NDArray[np.bool_],
-    seconds: NDArray[np.float64],
-    making: float,
-    num_draws: int = 1000,
-) -> tuple[float, float]:
-    """Return where the ratio lies in 95 % of what is drawn of the epochs, as many."""
-    random_rows = np.random.default_rng(0).integers(
-        len(turns), size=(num_draws, len(turns))
-    )
-    drawn = [ratio_of(turns[rows], seconds[rows], making) for rows in random_rows]
-    low, high = np.quantile(drawn, (0.025, 0.975))
-    return float(low), float(high)
+    one: NDArray[np.float64], other: NDArray[np.float64], num_draws: int = 1000
+) -> NDArray[np.float64]:
+    """Return where the ratio lies in 95 % of what is drawn of the rounds, as many."""
+    rows = np.random.default_rng(0).integers(len(one), size=(num_draws, len(one)))
+    return np.quantile(ratio_of(one[rows], other[rows]), (0.025, 0.975))
+
+
+def figures(
+    seconds: NDArray[np.float64], writing: NDArray[np.float64], num_steps: int
+) -> dict[str, Any]:
+    """Compare the kinds of epochs.
+
+    Args:
+        seconds: float64 `(rounds, kinds)`: of each epoch.
+        writing: What the threads that write add to one, float64 `(kinds,)`.
+        num_steps: Of an epoch.
+    """
+    nothing = seconds[:, NOTHING]
+    usual = float(np.median(nothing))
+    found: dict[str, Any] = {"seconds of an epoch without": usual}
+    for name, kind in (("all", ALL), ("times alone", TIMES)):
+        more = float(writing[kind]) / usual
+        ratio = float(ratio_of(seconds[:, kind], nothing)) + more
+        low, high = (interval_of(seconds[:, kind], nothing) + more).tolist()
+        found[name] = {
+            "ratio": ratio,
+            "its 95 % interval": [low, high],
+            "of it the threads that write": more,
+            "seconds of a step more": (ratio - 1) * usual / num_steps,
+        }
+    return found
+
+
+def now(kinds: Kinds) -> NDArray[np.float64]:
+    """Return what time it is by the wall, and by the cores without those who write."""
+    cores = time.process_time() - sum(kinds.writers_seconds())
+    return np.array((time.perf_counter(), cores))
 
 
 def main() -> None:
     """Measure, and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--epochs", type=int, default=600, help="that count")
+    parser.add_argument("--rounds", type=int, default=600, help="that count")
     parser.add_argument("--json", type=Path, help="also write the figures here")
     asked = parser.parse_args()
     with mpitrain.init(device="cpu") as world, tempfile.TemporaryDirectory() as made:
         ranks = all_ranks(world)
         num = world.world_size
-        words = f"--epochs {asked.epochs}"
+        words = f"--rounds {asked.rounds}"
         report = about(f"mpirun -np {num} benchmarks/recording.py {words}")
         folder = Path(ranks.on_rank_zero(lambda: made, "make a folder"))
-        config = TrainConfig(epochs=100_000, schedule="constant", lr=0.01)
+        config = TrainConfig(epochs=1_000_000, schedule="constant", lr=0.01)
         trainer = trainer_of(world, config)
-        trainer.times = times = RankTimes(folder, world, 0.0)
-        files: list[JsonLines[Any]] = [times._lines]
-        listeners: list[Listener] = []
-        recorder: Recorder | None = None
-        screen: Lines | Silent = Silent()
-        if world.is_rank_zero:
-            recorder = Recorder(folder, world, 0.0)
-            recorder.console = screen = Silence(0)
-            listeners = [recorder, Health(world, "0", "runs/x")]
-            files.append(recorder._metrics)
-        trainer.listener = Listeners(*listeners)
         setup = trainer.set_up()
         (stage,) = setup.plan.stages
         setup.begin(stage)
+        gc.freeze()  # as a job does
         trainer.train_epoch(stage)
         # One trainer: two of them, recorded or not, are not equally fast.
-        trainer.clock = clock = ByTurns(trainer.clock)
-        recorded = times, trainer._heard, AtTheEnd(), PACE_SECONDS
-        plain = None, screen, AtTheEnd(), math.inf
-        marks, making = Marks(clock), Making(files)
-        trainer.each_step.append(marks.step_done)
+        kinds = Kinds(trainer, folder, world)
+        lots = random.Random(1)  # of all ranks
+        own = np.zeros((NOT_COUNTED + asked.rounds, 3, 2))
+        first = np.array(kinds.writers_seconds())
+        for of_round in own:
+            for kind in lots.sample(range(3), 3):
+                ranks.tell_all(None)
+                kinds.turn_to(kind)
+                before = now(kinds)
+                trainer.train_epoch(stage)
+                ranks.tell_all(None)
+                of_round[kind] = now(kinds) - before
+                if kind == NOTHING:
+                    kinds.leave_out(of_round[kind][0])
+        of_times, of_steps = (kinds.writers_seconds() - first) / len(own)
+        kinds.close()
+        of_ranks = np.array(ranks.tell_all(own[NOT_COUNTED:]))
+        written = (0.0, of_times / 2, of_times / 2 + of_steps)  # by kind
+        writing = np.array(ranks.tell_all(written)).sum(0)
         steps = setup.plan.steps_per_epoch
-        assert steps is not None
-        gc.freeze()  # as a job does
-        found: list[tuple[list[bool], NDArray[np.float64]]] = []
-        for _ in range(NOT_COUNTED + asked.epochs):
-            ranks.tell_all(None)
-            is_told = marks.begin(steps)
-            kind = recorded if is_told else plain
-            trainer.times, trainer._heard, trainer._steps, seconds = kind
-            trainer.pace_seconds = seconds
-            trainer.train_epoch(stage)
-            ranks.tell_all(None)
-            found.append(marks.end())
-            making.make_if_due()
-        making.make()
-        times.close()
-        turns = np.array([of_epoch for of_epoch, _ in found])[NOT_COUNTED:]
-        own = np.array([seconds for _, seconds in found])[NOT_COUNTED:]
-        of_ranks = np.array(ranks.tell_all(own))
-        num_told = sum(of_epoch[0] for of_epoch, _ in found)
-        of_lines = np.array(ranks.tell_all(making.seconds / num_told))
-        if recorder is None:
+        if not world.is_rank_zero or steps is None:
             return
-        recorder.finish()
-        report |= {"world_size": num, "epochs": asked.epochs, "steps_per_epoch": steps}
-        both = {
-            "wall": (of_ranks[:, :, 0].mean(0), float(of_lines[:, 0].max())),
-            "core": (of_ranks[:, :, 1].sum(0), float(of_lines[:, 1].sum())),
-        }
-        for name, (seconds, lines) in both.items():
-            on, off = (epoch_of(turns, seconds, is_recorded=it) for it in (True, False))
-            on += lines
-            low, high = interval_of(turns, seconds, lines)
-            with_clock, without = (
-                part_of(turns[:, 1:], seconds[:, 1:], is_recorded=it)
-                for it in (True, False)
-            )
-            report[name] = {
-                "seconds of an epoch, recorded": on,
-                "without": off,
-                "ratio": on / off,
-                "its 95 % interval": [low, high],
-                "ratio, slow ones too": ratio_of(turns, seconds, lines, counted=1.0),
-                "seconds for the lines of an epoch": lines,
-                "seconds of a step without": without,
-                "ratio of a step, its times alone": with_clock / without,
-            }
-            print(
-                f"{num} ranks, {name} time of an epoch of {steps} steps: "
-                f"{1000 * on:.2f} ms recorded, {1000 * off:.2f} ms without; ratio "
-                f"{on / off:.4f} ({low:.4f} to {high:.4f} in 95 % of draws), "
-                f"{1e6 * (on - off) / steps:.0f} microseconds a step; a step's times "
-                f"alone {with_clock / without:.4f}"
-            )
+        report |= {"world_size": num, "rounds": asked.rounds, "steps_per_epoch": steps}
+        num_cores = min(num, len(os.sched_getaffinity(0)))
+        report["wall"] = figures(of_ranks[..., 0].mean(0), writing / num_cores, steps)
+        report["core"] = figures(of_ranks[..., 1].sum(0), writing, steps)
+        for clock in ("wall", "core"):
+            usual = report[clock]["seconds of an epoch without"]
+            print(f"{num} ranks, {clock} time: a step {1000 * usual / steps:.3f} ms")
+            for name in ("all", "times alone"):
+                found = report[clock][name]
+                low, high = found["its 95 % interval"]
+                print(
+                    f"  {name}: {found['ratio']:.4f} ({low:.4f} to {high:.4f}), "
+                    f"{1e6 * found['seconds of a step more']:.1f} microseconds a step"
+                )
         write(report, asked.json)
 
 

@@ -226,9 +226,15 @@ class OnNode:
         sizes = [out.numel() for out in outputs]
         what = doing("all_gather", *_shortly(sizes), "bytes")
         _check_size(data, sizes[self.rank], "all_gather")
+        step = self.board.per_rank
+        if sizes[0] <= step and sizes.count(sizes[0]) == self.size:
+            views = self.board.next_typed(torch.uint8, sizes[0])
+            views[self.rank].copy_(data)
+            self.board.meet(what, deadline)
+            torch._foreach_copy_(list(outputs), views[:-1])  # all in one call
+            return
         if data.data_ptr() != outputs[self.rank].data_ptr():
             outputs[self.rank].copy_(data)
-        step = self.board.per_rank
         for begin in range(0, max(sizes), step):
             rows = self.board.next_rows()
             mine = data[begin : begin + step]

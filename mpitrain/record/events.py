@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -124,10 +124,23 @@ class Silent:
 
 
 class Listeners:
-    """Several listeners, told one after the other."""
+    """Several listeners, told one after the other; true if there are any.
 
-    def __init__(self, *listeners: Listener) -> None:
-        self._listeners = listeners
+    Args:
+        listeners: They; ``None`` is nobody.
+    """
+
+    def __init__(self, *listeners: Listener | None) -> None:
+        self._listeners: list[Listener] = []
+        for one in listeners:
+            if one is not None:
+                self._listeners += one if isinstance(one, Listeners) else [one]
+
+    def __bool__(self) -> bool:
+        return bool(self._listeners)
+
+    def __iter__(self) -> Iterator[Listener]:
+        return iter(self._listeners)
 
     def rows_done(self, rows: Sequence[StepRow]) -> None:
         """Tell all of them."""

@@ -22,7 +22,7 @@ MOST_AT_ONCE = 5000
 LINE_BYTES = 200
 """Of a line, about."""
 
-WRITE_SECONDS = 0.5
+WRITE_SECONDS = 1.0
 """How often what has come is written, and a disk that took nothing is tried again."""
 
 Value = TypeVar("Value")

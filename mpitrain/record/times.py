@@ -13,16 +13,13 @@ import contextlib
 import json
 import threading
 import time
+from array import array
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 from mpitrain.record.lines import JsonLines
 from mpitrain.world import World
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
 
 FOLDER = "times"
 
@@ -70,6 +67,10 @@ CLOSE_SECONDS = 1.0
 Seconds = list[float]
 """Of each phase, by its number."""
 
+Laps: TypeAlias = "array[float]"
+"""`Seconds` of steps, one behind the other: with a list for each, Python's garbage
+collector would have more to do."""
+
 
 class Clocked(Protocol):
     """Knows what this rank does, and what it has done: a clock of the training."""
@@ -80,7 +81,7 @@ class Clocked(Protocol):
     """Since when, by `time.perf_counter`."""
     seconds: Seconds
     """Of all until then, since the last step was over."""
-    laps: list[Seconds]
+    laps: Laps
     """Of each step that is over, and has not been told yet, with what was before it in
     its epoch."""
     between: list[Seconds]
@@ -128,21 +129,21 @@ class RankTimes:
         self._is_closed = False
         self._lock = threading.Lock()
         self._step = done
-        self._laps: list[NDArray[np.float64]] = []
+        self._laps: Laps = array("d")
         self._between: list[Seconds] = []
         self._line_ends = self._began + SHORTEST_SECONDS
 
     def add(
         self,
         step: int,
-        laps: NDArray[np.float64],
+        laps: Laps,
         between: Sequence[Seconds],
     ) -> None:
         """Take in steps that are over.
 
         Args:
             step: The number of the last.
-            laps: float64 `(steps, phases)`: the seconds of each.
+            laps: The seconds of each.
             between: Those of what was before them, since the last call.
         """
         with self._lock:
@@ -159,26 +160,24 @@ class RankTimes:
     def _add(
         self,
         step: int,
-        laps: NDArray[np.float64],
+        laps: Laps,
         between: Sequence[Seconds],
         ended: float,
     ) -> None:
         self._between += between
         if ended < self._line_ends:
             self._step = step
-            self._laps.append(laps)
+            self._laps.extend(laps)
             return
-        totals = laps.sum(1)
-        ends = ended - totals.sum() + totals.cumsum()
-        self._write_if_due(ended - float(totals.sum()))
-        self._step = step - len(laps)
-        while len(laps):
-            num = min(len(laps), int(ends.searchsorted(self._line_ends)) + 1)
-            self._step += num
-            self._laps.append(laps[:num])
-            end, laps, ends = float(ends[num - 1]), laps[num:], ends[num:]
-            if end >= self._line_ends:
-                self._write(end)
+        totals = list(map(sum, zip(*by_phase(laps), strict=True)))
+        now = ended - sum(totals)
+        self._write_if_due(now)
+        self._step = step - len(totals)
+        for number, seconds in enumerate(totals):
+            now += seconds
+            self._step += 1
+            self._laps.extend(laps[number * NUM_PHASES : (number + 1) * NUM_PHASES])
+            self._write_if_due(now)
 
     def cut(self) -> None:
         """Write what is left, and what this rank does now that its job is ended.
@@ -213,15 +212,12 @@ class RankTimes:
 
     def _write_rest(self) -> tuple[int, float]:
         """Return what this rank does since then, and since when."""
-        import numpy as np  # readers of the file need it not
-
         self._is_closed = True
         phase, since, under_way = self._present()
         if self.clock is not None:
-            laps = np.reshape(self.clock.laps, (-1, NUM_PHASES))
-            between = list(self.clock.between)
+            laps, between = self.clock.laps[:], list(self.clock.between)
             ended = since - sum(under_way)
-            self._add(self._step + len(laps), laps, between, ended)
+            self._add(self._step + len(laps) // NUM_PHASES, laps, between, ended)
         if any(under_way):
             self._between.append(under_way)
         self._write_if_any(since)
@@ -232,19 +228,28 @@ class RankTimes:
             self._write_if_any(now)
 
     def _write_if_any(self, now: float) -> None:
-        if self._between or any(map(len, self._laps)):
+        if self._between or self._laps:
             self._write(now)
 
     def _write(self, now: float) -> None:
-        import numpy as np
-
-        between, self._between = np.reshape(self._between, (-1, NUM_PHASES)), []
-        laps, self._laps = np.concatenate([*self._laps, between[:0]]), []
-        longest = float(laps[:, : UPDATE + 1].sum(1).max(initial=0.0))
-        sums = laps.sum(0) + between.sum(0)
-        phases = [round(seconds, 6) for seconds in sums.tolist()]
+        between, self._between = self._between, []
+        laps, self._laps = by_phase(self._laps), array("d")
+        steps = map(sum, zip(*laps[: UPDATE + 1], strict=True))
+        longest = max(steps, default=0.0)
+        others = zip(*between, strict=True) if between else ((),) * NUM_PHASES
+        sums = (sum(a) + sum(b) for a, b in zip(laps, others, strict=True))
+        phases = [round(seconds, 6) for seconds in sums]
         end = round(self._wall_began + now - self._began, 4)
-        counts = (self._step, len(laps), round(longest, 6))
+        counts = (self._step, len(laps[0]), round(longest, 6))
         self._lines.write([end, *counts, *phases])
         seconds = max(SHORTEST_SECONDS, (now - self._began) / RESOLUTION)
         self._line_ends = now + min(LONGEST_SECONDS, seconds)
+
+
+def by_phase(laps: Laps) -> list[Laps]:
+    """Return the seconds of each phase, of all steps.
+
+    >>> [list(seconds) for seconds in by_phase(array("d", range(16)))[:2]]
+    [[0.0, 8.0], [1.0, 9.0]]
+    """
+    return [laps[phase::NUM_PHASES] for phase in range(NUM_PHASES)]

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import functools
 import math
+from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from mpitrain.record.times import BACKWARD, COMMUNICATION, NUM_PHASES, OTHER, Seconds
+from mpitrain.record.times import (
+    BACKWARD,
+    COMMUNICATION,
+    NUM_PHASES,
+    OTHER,
+    Laps,
+    Seconds,
+)
 
 
 class Clock:
@@ -34,7 +40,7 @@ class Clock:
     def __init__(self) -> None:
         self.phase = OTHER
         self.since = perf_counter()
-        self.laps: list[Seconds] = []
+        self.laps: Laps = array("d")
         self.between: list[Seconds] = []
         engine = torch.autograd.Variable._execution_engine  # noqa: SLF001
         self._queue_callback = engine.queue_callback
@@ -94,16 +100,20 @@ class Clock:
 
     def end(self, *, is_step: bool, then: int) -> None:
         """Let a step, or what is between steps, be over, and enter a phase."""
-        seconds, self.seconds = self.seconds, [0.0] * NUM_PHASES
-        now = perf_counter()
-        seconds[self.phase] += now - self.since
-        self.phase, self.since = then, now
-        (self.laps if is_step else self.between).append(seconds)
+        self.enter(then)
+        self._lap(is_step=is_step)
 
-    def take(self) -> tuple[NDArray[np.float64], list[Seconds]]:
-        """Return `laps`, float64 `(steps, phases)`, and `between`; both begin anew."""
+    def _lap(self, *, is_step: bool) -> None:
+        seconds, self.seconds = self.seconds, [0.0] * NUM_PHASES
+        if is_step:
+            self.laps.extend(seconds)
+        else:
+            self.between.append(seconds)
+
+    def take(self) -> tuple[Laps, list[Seconds]]:
+        """Return `laps` and `between`; both begin anew."""
         self.settle()
-        laps, self.laps = np.reshape(self.laps, (-1, NUM_PHASES)), []
+        laps, self.laps = self.laps, array("d")
         between, self.between = self.between, []
         return laps, between
 
@@ -195,8 +205,7 @@ class DeviceClock(Clock):
             self._free.append(self._last)
             self._last = mark
             if is_step is not None:
-                (self.laps if is_step else self.between).append(self.seconds)
-                self.seconds = [0.0] * NUM_PHASES
+                self._lap(is_step=is_step)
 
 
 def open_clock(device: str) -> Clock:

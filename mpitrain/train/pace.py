@@ -2,79 +2,130 @@
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import torch
+import torch.distributed as dist
 from numpy.typing import NDArray
 
-from mpitrain.record.events import Listener, Pace, StepRow
-from mpitrain.record.times import BACKWARD, COMMUNICATION, DATA, FORWARD
+from mpitrain.record.events import Listeners, Pace
+from mpitrain.record.times import (
+    BACKWARD,
+    COMMUNICATION,
+    DATA,
+    FORWARD,
+    NUM_PHASES,
+    Laps,
+)
 
 PACE_SECONDS = 1.0
 """How many seconds of steps a pace tells of, at least, across epochs; fewer before a
 checkpoint and at the end."""
 
 
+# Its name until torch 2.13.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
 class Untold:
-    """The times of steps that no pace has told of yet. Equal on all ranks."""
+    """The times of steps that no pace has told of yet; this rank's own.
 
-    def __init__(self) -> None:
-        self._times: list[NDArray[np.float64]] = []
+    Args:
+        device: What ranks tell each other is sent from there.
+        gpu_bytes: Tells the most memory of its GPU that this rank has held; 0 without.
+    """
+
+    def __init__(self, device: str, gpu_bytes: Callable[[], int]) -> None:
+        self._device = device
+        self._gpu_bytes = gpu_bytes
+        self._clear()
+
+    def _clear(self) -> None:
+        self._laps: Laps = array("d")
         self._num_samples = 0
-        self._seconds = np.zeros(1)
-        """Of each rank, once there are some."""
-        self._last: StepRow | None = None
+        self._seconds = 0.0
+        self._until = 0, 0
 
-    def add(self, times: NDArray[np.float64], num_samples: int, last: StepRow) -> float:
+    def add(
+        self,
+        laps: Laps,
+        num_samples: int,
+        seconds: float,
+        until: tuple[int, int],
+    ) -> None:
         """Take in steps.
 
         Args:
-            times: As `pace_of` wants them.
-            num_samples: In all of them.
-            last: What the last of them came to.
-
-        Returns:
-            Seconds of all of them, of the rank that took longest.
+            laps: Where their time went on this rank.
+            num_samples: In all of them, on all ranks.
+            seconds: Of all of them, of the rank that took longest.
+            until: The epoch, and the number, of the last.
         """
-        seconds = times[:, :, 0].sum(1)
-        self._times.append(times)
+        self._laps.extend(laps)
         self._num_samples += num_samples
-        self._seconds = self._seconds + seconds
-        self._last = last
-        return float(seconds.max())
+        self._seconds += seconds
+        self._until = until
 
-    def tell(self, listener: Listener, at_least: float) -> None:
+    def tell(self, listeners: Listeners, at_least: float) -> None:
         """Tell how fast they were; none of them is left.
 
+        Collective over the default group.
+
         Args:
-            listener: Told.
-            at_least: Not where they took fewer seconds.
+            listeners: Told.
+            at_least: Not where they took fewer seconds; equal on all ranks.
         """
-        if self._last is None or self._seconds.max() < at_least:
+        if not self._laps or self._seconds < at_least:
             return
-        pace = pace_of(
-            np.concatenate(self._times, axis=1),
-            epoch=self._last.epoch,
-            step=self._last.step,
-            num_samples=self._num_samples,
-        )
-        self._times, self._num_samples, self._seconds = [], 0, np.zeros(1)
-        self._last = None
-        listener.pace_done(pace)
+        own = times_of(self._laps, self._gpu_bytes())
+        times = of_all_ranks(own, self._device)
+        (epoch, step), num_samples = self._until, self._num_samples
+        self._clear()
+        if listeners:
+            listeners.pace_done(
+                pace_of(times, epoch=epoch, step=step, num_samples=num_samples)
+            )
 
 
-def times_of(laps: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Sum up where the time of steps went.
+def of_all_ranks(own: NDArray[np.float64], device: str) -> NDArray[np.float64]:
+    """Tell all ranks what each of them knows.
+
+    Collective over the default group.
 
     Args:
-        laps: float64 `(steps, phases)`: seconds of each.
+        own: Of one shape on all ranks.
+        device: It is sent from there.
 
     Returns:
-        float64 `(steps, 4)`: seconds of all, of data, of computing, of communication.
+        `(world_size, ...)`.
     """
-    computing = laps[:, FORWARD] + laps[:, BACKWARD]
+    num = dist.get_world_size()
+    if num == 1:
+        return own[None]
+    mine = torch.from_numpy(own).to(device)
+    found = mine.new_empty((num, *mine.shape))
+    _all_gather(found, mine)
+    return found.cpu().numpy()
+
+
+def times_of(laps: Laps, gpu_bytes: int) -> NDArray[np.float64]:
+    """Sum up where the time of steps went, as `pace_of` wants it of each rank.
+
+    Args:
+        laps: The seconds of each phase of each of them.
+        gpu_bytes: Most memory of its GPU that this rank has held; 0 without one.
+
+    Returns:
+        float64 `(steps, 5)`.
+    """
+    each = np.array(laps).reshape(-1, NUM_PHASES)
+    computing = each[:, FORWARD] + each[:, BACKWARD]
+    held = np.full(len(each), float(gpu_bytes))
     return np.column_stack(
-        (laps.sum(1), laps[:, DATA], computing, laps[:, COMMUNICATION])
+        (each.sum(1), each[:, DATA], computing, each[:, COMMUNICATION], held)
     )
 
 

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import operator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 import torch
-import torch.distributed as dist
-from numpy.typing import NDArray
 from torch import Tensor
 
 from mpitrain.data.sharding import Indices
 from mpitrain.record.events import Epoch, StepRow
-from mpitrain.train.pace import Untold, times_of
+from mpitrain.record.times import Laps
+from mpitrain.train.pace import Untold, of_all_ranks
 
 MEET_SECONDS = 2.0
 """About how often the sums of all ranks meet, so that somebody sees them."""
@@ -75,11 +77,6 @@ class SoFar:
             epoch_seconds=self.steps_seconds + val_seconds,
         )
 
-    def add(self, loss_sum: float, num_samples: int) -> None:
-        """Take in a step that was applied."""
-        self.loss_sum += loss_sum
-        self.num_samples += num_samples
-
     def begin_epoch(self, epoch: int) -> None:
         """Set all that is counted by epoch to nothing."""
         self.epoch, self.epoch_steps = epoch, 0
@@ -108,12 +105,17 @@ class _Taken(NamedTuple):
 class Steps:
     """Gathers losses, learning rates and norms, step by step.
 
+    Args:
+        device: What ranks tell each other is sent from there.
+        gpu_bytes: Tells the most memory of its GPU that this rank has held; 0 without.
+
     Attributes:
         untold: Times of steps whose sums have met.
     """
 
-    def __init__(self) -> None:
-        self.untold = Untold()
+    def __init__(self, device: str, gpu_bytes: Callable[[], int]) -> None:
+        self.untold = Untold(device, gpu_bytes)
+        self._device = device
         self._steps: list[_Taken] = []
         self._num_at_once = 1
         """After how many steps the ranks' sums meet; equal on all ranks."""
@@ -137,7 +139,12 @@ class Steps:
         self._steps.append(_Taken(losses, rate, norm, is_applied))
 
     def meet(
-        self, so_far: SoFar, laps: NDArray[np.float64], gpu_bytes: int
+        self,
+        so_far: SoFar,
+        laps: Laps,
+        seconds: float,
+        *,
+        is_heard: bool,
     ) -> list[StepRow]:
         """Add the sums of all ranks up, of the steps since the last call.
 
@@ -145,63 +152,50 @@ class Steps:
 
         Args:
             so_far: Its sums grow; its steps have been counted already.
-            laps: Where the time of each of them went on this rank.
-            gpu_bytes: Most memory of its GPU that this rank has held; 0 without one.
+            laps: Where their time went on this rank.
+            seconds: Wall time of all of them.
+            is_heard: Whether somebody here wants to hear what they came to.
 
         Returns:
-            A row per step; equal on all ranks.
+            That: a row per step, if so; equal on all ranks.
         """
         steps, self._steps = self._steps, []
         if not steps:
             return []
-        of_ranks = _of_all_ranks(steps, laps, gpu_bytes)
-        sums = of_ranks[0, :, :2].clone()
+        num, end = len(steps), so_far.num_steps
+        own = np.array([*_sums_of(steps), seconds])
+        of_ranks = of_all_ranks(own, self._device)
+        found = of_ranks[0].copy()
         for other in of_ranks[1:]:  # in the order of the ranks, whatever they are
-            sums += other[:, :2]
-        first = so_far.num_steps - len(steps) + 1
-        rows: list[StepRow] = []
-        for step, (loss_sum, count) in zip(steps, sums.tolist(), strict=True):
+            found += other
+        sums, counts = found[:num].tolist(), found[num : 2 * num].tolist()
+        for step, loss_sum, count in zip(steps, sums, counts, strict=True):
             if step.is_applied:
-                so_far.add(loss_sum, int(count))
-            rows.append(
-                StepRow(
-                    epoch=so_far.epoch,
-                    step=first + len(rows),
-                    loss=loss_sum / count,
-                    lr=step.rate,
-                    gradient_norm=step.norm,
-                )
-            )
-        times, num_samples = of_ranks[:, :, 2:].numpy(), int(sums[:, 1].sum())
-        seconds = self.untold.add(times, num_samples, rows[-1])
-        at_once = round(MEET_SECONDS * len(steps) / seconds)
+                so_far.loss_sum += loss_sum
+                so_far.num_samples += int(count)
+        longest = float(of_ranks[:, -1].max())
+        self.untold.add(laps, int(sum(counts)), longest, (so_far.epoch, end))
+        at_once = round(MEET_SECONDS * num / longest)
         most = min(2 * self._num_at_once, MOST_AT_ONCE, MOST_ROWS // len(of_ranks))
         self._num_at_once = max(1, min(at_once, most))
-        return rows
+        if not is_heard:
+            return []
+        losses = map(operator.truediv, sums, counts)
+        rates, norms = [step.rate for step in steps], [step.norm for step in steps]
+        numbers = range(end - num + 1, end + 1)
+        epochs = itertools.repeat(so_far.epoch)
+        return list(map(StepRow, epochs, numbers, losses, rates, norms))
 
 
-def _of_all_ranks(
-    steps: list[_Taken], laps: NDArray[np.float64], gpu_bytes: int
-) -> Tensor:
-    """Tell all ranks what each of them knows of its steps.
+def _sums_of(steps: Sequence[_Taken]) -> list[float]:
+    """Return the sum of each step's losses on this rank, and then their numbers.
 
     Summed up here, not step by step: that would be some kernels in every step. Gathered
     and not added up on the way: an all-reduce may take another order of the ranks for
     each place in what it is given, and so for each number of steps.
-
-    Returns:
-        float64 `(world_size, steps, 7)` in host memory: the sum of the
-        losses, the number of samples, and then what `pace_of` wants.
     """
-    found = torch.stack([it.total for step in steps for it in step.losses])
-    values = iter(found.double().tolist())
-    sums = [sum(next(values) for _ in step.losses) for step in steps]
-    counts = [sum(len(it.indices) for it in step.losses) for step in steps]
-    held = [float(gpu_bytes)] * len(steps)
-    own = torch.from_numpy(np.column_stack((sums, counts, times_of(laps), held)))
-    if dist.get_world_size() == 1:
-        return own[None]
-    own = own.to(found.device)
-    parts = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-    dist.all_gather(parts, own)
-    return torch.stack(parts).cpu()
+    totals = torch.stack([it.total for step in steps for it in step.losses])
+    values = iter(totals.double().tolist())
+    sums = [sum(itertools.islice(values, len(step.losses))) for step in steps]
+    counts = [sum([len(it.indices) for it in step.losses]) for step in steps]
+    return sums + counts

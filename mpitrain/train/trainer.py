@@ -16,7 +16,7 @@ from mpitrain.data.pixels import Statistics
 from mpitrain.errors import DataError, NonFiniteError, UsageError, agreed
 from mpitrain.launch import init
 from mpitrain.record.console import Lines
-from mpitrain.record.events import Listener, Progress, Silent
+from mpitrain.record.events import Listener, Listeners, Progress
 from mpitrain.record.times import (
     BACKWARD,
     CHECKPOINT,
@@ -103,7 +103,7 @@ class Trainer:
         self.pace_seconds = PACE_SECONDS
         self.look: Callable[[Batch], bool] | None = None
         self.so_far = SoFar()
-        self._heard: Listener = Silent()
+        self._heard = Listeners()
         self._loss = loss
         self._metrics = metrics
 
@@ -235,15 +235,14 @@ class Trainer:
         settle_numerics(self.config, os.environ)
         self.setup = Setup(self, self.world)
         self.so_far = SoFar()
-        self._steps = Steps()
+        self._steps = Steps(self.world.device, self.setup.gpu_bytes)
         self.clock = open_clock(self.world.device)
         if self.times is not None:
             self.times.clock = self.clock
         self._began = time.perf_counter()
         self._is_ready = True
-        plain = Lines(self.setup.plan.num_epochs)
-        own = plain if self.world.is_rank_zero else Silent()
-        self._heard = own if self.listener is None else self.listener
+        own = Lines(self.setup.plan.num_epochs) if self.world.is_rank_zero else None
+        self._heard = Listeners(own if self.listener is None else self.listener)
         return self.setup
 
     def train_epoch(self, stage: Stage) -> None:
@@ -306,15 +305,16 @@ class Trainer:
         laps, between = self.clock.take()
         if self.times is not None:
             self.times.add(so_far.num_steps, laps, between)
-        rows = self._steps.meet(so_far, laps, self.setup.gpu_bytes())
+        seconds = time.perf_counter() - self._began
+        rows = self._steps.meet(so_far, laps, seconds, is_heard=bool(self._heard))
         so_far.skipped_steps += setup.watch.take_skipped()
         so_far.skipped_samples += setup.count_skipped()
         if so_far.epoch_steps:
-            both = zip_longest(so_far.taken, setup.count_taken(), fillvalue=0)
-            so_far.taken = [a + b for a, b in both]
-        if rows:  # what is between two epochs is no time of steps
-            began, self._began = self._began, time.perf_counter()
-            so_far.steps_seconds += self._began - began
+            taken = zip_longest(so_far.taken, setup.count_taken(), fillvalue=0)
+            so_far.taken = list(map(sum, taken))
+        if laps:  # what is between two epochs is no time of steps
+            self._began += seconds
+            so_far.steps_seconds += seconds
             self._heard.rows_done(rows)
         self._steps.untold.tell(self._heard, 0.0 if tell_all else self.pace_seconds)
 

@@ -449,7 +449,9 @@ def test_several_listeners_hear_the_same() -> None:
         def epoch_done(self, epoch: Epoch) -> None:
             heard.append("epoch")
 
-    both = Listeners(Hearing(), Hearing())
+    both = Listeners(Listeners(Hearing()), None, Hearing())
+    assert both
+    assert not Listeners(Listeners(), None)
     both.rows_done([])
     both.pace_done(PACE)
     both.epoch_done(EPOCH)
