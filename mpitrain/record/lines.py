@@ -64,7 +64,7 @@ class JsonLines(Generic[Value]):
     def write(self, *values: Value) -> None:
         """Add a line for each value, which is yours no more.
 
-        Costs a microsecond; they are on the disk within a second, if that takes them.
+        Costs a microsecond; they are on the disk a second later, if that takes them.
         """
         with self._changed:
             if len(self._values) + len(self._waiting) / LINE_BYTES < MOST_WAITING:

@@ -6,9 +6,9 @@ import json
 import math
 import random
 import time
+from array import array
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from mpitrain.errors import UsageError
@@ -114,7 +114,7 @@ def test_all_that_a_recorder_writes_is_read(tmp_path: Path) -> None:
 def test_a_ranks_times_are_read_job_by_job(tmp_path: Path) -> None:
     for is_cut in (False, True):
         times = RankTimes(tmp_path, a_world(3), 2.5)
-        times.add(7, 0.25 * np.arange(1.0, 1 + len(PHASES))[None], [])
+        times.add(7, array("d", (0.25 * it for it in range(1, 1 + len(PHASES)))), [])
         if is_cut:
             times.clock = Clock()
             times.clock.phase = COMMUNICATION
