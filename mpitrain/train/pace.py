@@ -105,10 +105,10 @@ def of_all_ranks(own: NDArray[np.float64], device: str) -> NDArray[np.float64]:
     num = dist.get_world_size()
     if num == 1:
         return own[None]
-    mine = torch.from_numpy(own).to(device)
-    found = mine.new_empty((num, *mine.shape))
+    mine = torch.from_numpy(own).to(device).flatten()
+    found = mine.new_empty(num * mine.numel())  # gloo takes no other shape
     _all_gather(found, mine)
-    return found.cpu().numpy()
+    return found.cpu().numpy().reshape(num, *own.shape)
 
 
 def times_of(laps: Laps, gpu_bytes: int) -> NDArray[np.float64]:
