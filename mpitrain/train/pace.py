@@ -26,7 +26,7 @@ PACE_SECONDS = 1.0
 checkpoint and at the end."""
 
 
-# Its name until torch 2.13.
+# Older versions of torch have it by another name; both take flat tensors.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
