@@ -55,7 +55,7 @@ from mpitrain.record.recorder import Recorder
 from mpitrain.record.times import Laps, RankTimes, Seconds
 from mpitrain.train.clock import Clock
 from mpitrain.train.config import TrainConfig
-from mpitrain.train.pace import PACE_SECONDS
+from mpitrain.train.pace import PACE_SECONDS, Untold
 from mpitrain.train.steps import SoFar, Steps
 from mpitrain.world import World
 
@@ -104,7 +104,7 @@ class LossAlone(Steps):
     """Adds up the loss of an epoch, and nothing else."""
 
     def __init__(self) -> None:
-        super().__init__("cpu", int)
+        super().__init__(Untold(NoClock(), None, "cpu", int))
         self._num_at_once = sys.maxsize
 
     def meet(self, so_far: SoFar, *_: Any, **__: Any) -> list[StepRow]:
@@ -167,10 +167,11 @@ class Kinds:
             hearing = [self._recorder, Health(world, "0", "runs/x")]
             files.append(self._recorder._metrics)
         all_heard = Listeners(*hearing)
+        steps = AtTheEnd(Untold(self._clock, self._times, "cpu", int))
         self._kinds: list[tuple[Any, ...]] = [
-            (NoClock(), None, screen, LossAlone(), math.inf),
-            (self._clock, self._times, screen, AtTheEnd("cpu", int), PACE_SECONDS),
-            (self._clock, self._times, all_heard, AtTheEnd("cpu", int), PACE_SECONDS),
+            (NoClock(), screen, LossAlone(), math.inf),
+            (self._clock, screen, steps, PACE_SECONDS),
+            (self._clock, all_heard, steps, PACE_SECONDS),
         ]
         of_names = {it.name: it for it in threading.enumerate()}
         self._writers = [of_names[file._path.stem] for file in files]
@@ -178,9 +179,7 @@ class Kinds:
     def turn_to(self, kind: int) -> None:
         """Record the next epoch so."""
         trainer = self._trainer
-        trainer.clock, trainer.times, trainer._heard, trainer._steps, seconds = (
-            self._kinds[kind]
-        )
+        trainer.clock, trainer._heard, trainer._steps, seconds = self._kinds[kind]
         trainer.pace_seconds = seconds
         self._hooks.clear()
         if kind != NOTHING:

@@ -75,17 +75,19 @@ collector would have more to do."""
 class Clocked(Protocol):
     """Knows what this rank does, and what it has done: a clock of the training."""
 
-    phase: int
-    """What it does at present."""
-    since: float
-    """Since when, by `time.perf_counter`."""
     seconds: Seconds
-    """Of all until then, since the last step was over."""
+    """Of all until the present phase, since the last step was over."""
     laps: Laps
     """Of each step that is over, and has not been told yet, with what was before it in
     its epoch."""
     between: list[Seconds]
     """Of what was between the steps of two epochs, and has not been told yet."""
+
+    def present(self) -> tuple[int, float]:
+        """Return what it does at present, and since when, by `time.perf_counter`."""
+
+    def sum_up(self) -> None:
+        """Bring the attributes up to the present phase."""
 
 
 class RankTimes:
@@ -133,6 +135,11 @@ class RankTimes:
         self._between: list[Seconds] = []
         self._line_ends = self._began + SHORTEST_SECONDS
 
+    @property
+    def is_due(self) -> bool:
+        """Whether it is time for a line: `add` is waited for."""
+        return time.perf_counter() >= self._line_ends
+
     def add(
         self,
         step: int,
@@ -155,7 +162,8 @@ class RankTimes:
         """Return a phase, since when, and what was before since the last step."""
         if self.clock is None:
             return OTHER, time.perf_counter(), []
-        return self.clock.phase, self.clock.since, list(self.clock.seconds)
+        self.clock.sum_up()
+        return *self.clock.present(), list(self.clock.seconds)
 
     def _add(
         self,

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 import math
+import threading
 from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
@@ -23,23 +25,30 @@ from mpitrain.record.times import (
     Seconds,
 )
 
+_STEP, _GAP = NUM_PHASES, 2 * NUM_PHASES
+"""Added to the phase of a mark: a step ends there, or what is between two epochs."""
+
 
 class Clock:
     """For a CPU, where a call returns when its work is done.
 
+    A mark is two numbers at the end of an array, and nothing else: in the midst of a
+    step, whatever is touched has long left the caches. They are summed up when somebody
+    asks, all at once.
+
     Attributes:
-        phase: What this rank does at present.
-        since: Since when, by `time.perf_counter`.
-        seconds: Of all until then, since the last step was over.
+        seconds: Of all until the present phase, since the last step was over.
         laps: The seconds of each step that is over, since the last `take`, with what
             was before it in its epoch: a checkpoint, the sums of all ranks.
-        between: Those of what was between the steps of two epochs.
+        between: Those of what was between the steps of two epochs. All three are those
+            of the last `sum_up`.
         is_following: Whether `enter_when_computed` is not needed.
     """
 
     def __init__(self) -> None:
-        self.phase = OTHER
-        self.since = perf_counter()
+        self._marks = array("d", (OTHER, perf_counter()))
+        self._mark = self._marks.append
+        self._lock = threading.Lock()
         self.laps: Laps = array("d")
         self.between: list[Seconds] = []
         engine = torch.autograd.Variable._execution_engine  # noqa: SLF001
@@ -49,11 +58,56 @@ class Clock:
         self._followed: Sequence[Tensor] = []
         self._hook: RemovableHandle | None = None
 
+    @property
+    def phase(self) -> int:
+        """What this rank does at present."""
+        return self.present()[0]
+
+    def present(self) -> tuple[int, float]:
+        """Return what this rank does at present, and since when by `perf_counter`.
+
+        In any thread.
+        """
+        *_, kind, since = self._whole_marks()
+        return int(kind) % NUM_PHASES, since
+
+    def _whole_marks(self) -> Laps:
+        """Return all marks; another thread may be about to make one."""
+        marks = self._marks[:]
+        return marks[: len(marks) // 2 * 2]
+
     def enter(self, phase: int) -> None:
         """Count the time from here on as another phase's."""
-        now = perf_counter()
-        self.seconds[self.phase] += now - self.since
-        self.phase, self.since = phase, now
+        self._mark(phase)
+        self._mark(perf_counter())
+
+    def end(self, *, is_step: bool, then: int) -> None:
+        """Let a step, or what is between steps, be over, and enter a phase."""
+        self._mark(then + (_STEP if is_step else _GAP))
+        self._mark(perf_counter())
+
+    def sum_up(self) -> None:
+        """Bring `laps`, `between` and `seconds` up to the present phase.
+
+        In any thread.
+        """
+        with self._lock:
+            marks = np.array(self._whole_marks()).reshape(-1, 2)
+            if len(marks) == 1:
+                return
+            del self._marks[: marks.size - 2]  # the last phase goes on
+            ends, phases = np.divmod(marks[:, 0].astype(np.int64), NUM_PHASES)
+            ends[0] = 0  # was summed up before
+            rows = np.count_nonzero(ends) + 1
+            places = NUM_PHASES * np.cumsum(ends > 0) + phases
+            each = np.bincount(
+                places[:-1], np.diff(marks[:, 1]), rows * NUM_PHASES
+            ).reshape(rows, NUM_PHASES)
+            each[0] += self.seconds
+            is_step = ends[ends > 0] * NUM_PHASES == _STEP
+            self.laps.frombytes(each[:-1][is_step].tobytes())
+            self.between += each[:-1][~is_step].tolist()
+            self.seconds = each[-1].tolist()
 
     def follow(self, weights: Sequence[Tensor]) -> None:
         """Let `enter_when_computed` be needed once, where all steps do the same.
@@ -91,28 +145,17 @@ class Clock:
     # A forward pass may ask for gradients, too: its phase is another.
 
     def _enter_later(self, _: Tensor) -> None:
-        if self.phase == BACKWARD:
+        if self._marks[-2] == BACKWARD:
             self._queue_callback(functools.partial(self.enter, COMMUNICATION))
 
     def _enter_now(self, _: Tensor) -> None:
-        if self.phase == BACKWARD:
+        if self._marks[-2] == BACKWARD:
             self.enter(COMMUNICATION)
-
-    def end(self, *, is_step: bool, then: int) -> None:
-        """Let a step, or what is between steps, be over, and enter a phase."""
-        self.enter(then)
-        self._lap(is_step=is_step)
-
-    def _lap(self, *, is_step: bool) -> None:
-        seconds, self.seconds = self.seconds, [0.0] * NUM_PHASES
-        if is_step:
-            self.laps.extend(seconds)
-        else:
-            self.between.append(seconds)
 
     def take(self) -> tuple[Laps, list[Seconds]]:
         """Return `laps` and `between`; both begin anew."""
         self.settle()
+        self.sum_up()
         laps, self.laps = self.laps, array("d")
         between, self.between = self.between, []
         return laps, between
@@ -124,6 +167,7 @@ class Clock:
         """Let what is under way be over."""
         self.end(is_step=False, then=OTHER)
         self.settle()
+        self.sum_up()
 
 
 def last_weight(loss: Tensor, weights: Sequence[Tensor]) -> Tensor | None:
@@ -174,18 +218,21 @@ class DeviceClock(Clock):
         self._free: list[Any] = []
         self._waiting: deque[tuple[int, Any, bool | None]] = deque()
         """Phases, the mark of each one's end, and whether a step ended there."""
-        self._last = self._mark()
+        self._last = self._mark_stream()
 
     def enter(self, phase: int) -> None:
         """Leave a mark between two phases."""
-        self._waiting.append((self.phase, self._mark(), None))
-        self.phase, self.since = phase, perf_counter()
+        self._waiting.append((int(self._marks[0]), self._mark_stream(), None))
+        self._marks[:] = array("d", (phase, perf_counter()))
 
     def end(self, *, is_step: bool, then: int) -> None:
         """Likewise; look what the GPU has done."""
-        self._waiting.append((self.phase, self._mark(), is_step))
-        self.phase, self.since = then, perf_counter()
+        self._waiting.append((int(self._marks[0]), self._mark_stream(), is_step))
+        self._marks[:] = array("d", (then, perf_counter()))
         self._read()
+
+    def sum_up(self) -> None:
+        """Do nothing: what is known is summed up, and a GPU may hang."""
 
     def settle(self) -> None:
         """Wait for the GPU."""
@@ -193,7 +240,7 @@ class DeviceClock(Clock):
             self._waiting[-1][1].synchronize()
             self._read()
 
-    def _mark(self) -> Any:
+    def _mark_stream(self) -> Any:
         mark = self._free.pop() if self._free else self._make_mark()
         mark.record(self._stream)
         return mark
@@ -205,7 +252,11 @@ class DeviceClock(Clock):
             self._free.append(self._last)
             self._last = mark
             if is_step is not None:
-                self._lap(is_step=is_step)
+                if is_step:
+                    self.laps.extend(self.seconds)
+                else:
+                    self.between.append(self.seconds)
+                self.seconds = [0.0] * NUM_PHASES
 
 
 def open_clock(device: str) -> Clock:

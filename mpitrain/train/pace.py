@@ -19,7 +19,9 @@ from mpitrain.record.times import (
     FORWARD,
     NUM_PHASES,
     Laps,
+    RankTimes,
 )
+from mpitrain.train.clock import Clock
 
 PACE_SECONDS = 1.0
 """How many seconds of steps a pace tells of, at least, across epochs; fewer before a
@@ -31,15 +33,25 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 
 class Untold:
-    """The times of steps that no pace has told of yet; this rank's own.
+    """The steps that no pace has told of yet.
 
     Args:
+        clock: Knows where their time went on this rank.
+        times: Also wants to know it; ``None``: nobody does.
         device: What ranks tell each other is sent from there.
         gpu_bytes: Tells the most memory of its GPU that this rank has held; 0 without.
     """
 
-    def __init__(self, device: str, gpu_bytes: Callable[[], int]) -> None:
-        self._device = device
+    def __init__(
+        self,
+        clock: Clock,
+        times: RankTimes | None,
+        device: str,
+        gpu_bytes: Callable[[], int],
+    ) -> None:
+        self.device = device
+        self._clock = clock
+        self._times = times
         self._gpu_bytes = gpu_bytes
         self._clear()
 
@@ -49,39 +61,38 @@ class Untold:
         self._seconds = 0.0
         self._until = 0, 0
 
-    def add(
-        self,
-        laps: Laps,
-        num_samples: int,
-        seconds: float,
-        until: tuple[int, int],
-    ) -> None:
-        """Take in steps.
+    def add(self, num_samples: int, seconds: float, until: tuple[int, int]) -> None:
+        """Take in steps; their times are asked for later.
 
         Args:
-            laps: Where their time went on this rank.
             num_samples: In all of them, on all ranks.
             seconds: Of all of them, of the rank that took longest.
             until: The epoch, and the number, of the last.
         """
-        self._laps.extend(laps)
         self._num_samples += num_samples
         self._seconds += seconds
         self._until = until
 
-    def tell(self, listeners: Listeners, at_least: float) -> None:
-        """Tell how fast they were; none of them is left.
+    def tell(self, listeners: Listeners, step: int, at_least: float) -> None:
+        """Tell how fast they were, if it is time to; then none of them is left.
 
         Collective over the default group.
 
         Args:
             listeners: Told.
+            step: The number of the last step of all.
             at_least: Not where they took fewer seconds; equal on all ranks.
         """
-        if not self._laps or self._seconds < at_least:
+        is_due = self._num_samples > 0 and self._seconds >= at_least
+        if is_due or (self._times is not None and self._times.is_due):
+            laps, between = self._clock.take()
+            self._laps.extend(laps)
+            if self._times is not None:
+                self._times.add(step, laps, between)
+        if not is_due:
             return
         own = times_of(self._laps, self._gpu_bytes())
-        times = of_all_ranks(own, self._device)
+        times = of_all_ranks(own, self.device)
         (epoch, step), num_samples = self._until, self._num_samples
         self._clear()
         if listeners:

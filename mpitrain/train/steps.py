@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -15,7 +15,6 @@ from torch import Tensor
 
 from mpitrain.data.sharding import Indices
 from mpitrain.record.events import Epoch, StepRow
-from mpitrain.record.times import Laps
 from mpitrain.train.pace import Untold, of_all_ranks
 
 MEET_SECONDS = 2.0
@@ -106,19 +105,20 @@ class Steps:
     """Gathers losses, learning rates and norms, step by step.
 
     Args:
-        device: What ranks tell each other is sent from there.
-        gpu_bytes: Tells the most memory of its GPU that this rank has held; 0 without.
+        untold: Gets those whose sums have met.
 
     Attributes:
-        untold: Times of steps whose sums have met.
+        untold: That.
     """
 
-    def __init__(self, device: str, gpu_bytes: Callable[[], int]) -> None:
-        self.untold = Untold(device, gpu_bytes)
-        self._device = device
+    def __init__(self, untold: Untold) -> None:
+        self.untold = untold
         self._steps: list[_Taken] = []
         self._num_at_once = 1
         """After how many steps the ranks' sums meet; equal on all ranks."""
+
+    def __len__(self) -> int:
+        return len(self._steps)
 
     @property
     def are_due(self) -> bool:
@@ -141,7 +141,6 @@ class Steps:
     def meet(
         self,
         so_far: SoFar,
-        laps: Laps,
         seconds: float,
         *,
         is_heard: bool,
@@ -152,7 +151,6 @@ class Steps:
 
         Args:
             so_far: Its sums grow; its steps have been counted already.
-            laps: Where their time went on this rank.
             seconds: Wall time of all of them.
             is_heard: Whether somebody here wants to hear what they came to.
 
@@ -164,7 +162,7 @@ class Steps:
             return []
         num, end = len(steps), so_far.num_steps
         own = np.array([*_sums_of(steps), seconds])
-        of_ranks = of_all_ranks(own, self._device)
+        of_ranks = of_all_ranks(own, self.untold.device)
         found = of_ranks[0].copy()
         for other in of_ranks[1:]:  # in the order of the ranks, whatever they are
             found += other
@@ -174,7 +172,7 @@ class Steps:
                 so_far.loss_sum += loss_sum
                 so_far.num_samples += int(count)
         longest = float(of_ranks[:, -1].max())
-        self.untold.add(laps, int(sum(counts)), longest, (so_far.epoch, end))
+        self.untold.add(int(sum(counts)), longest, (so_far.epoch, end))
         at_once = round(MEET_SECONDS * num / longest)
         most = min(2 * self._num_at_once, MOST_AT_ONCE, MOST_ROWS // len(of_ranks))
         self._num_at_once = max(1, min(at_once, most))

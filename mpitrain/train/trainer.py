@@ -33,7 +33,7 @@ from mpitrain.train.config import TrainConfig
 from mpitrain.train.evaluate import Evaluation, Loss, Values, per_sample_sum
 from mpitrain.train.feed import Batch, Step
 from mpitrain.train.keeping import Keeper, StopWanted
-from mpitrain.train.pace import PACE_SECONDS
+from mpitrain.train.pace import PACE_SECONDS, Untold
 from mpitrain.train.plan import Stage
 from mpitrain.train.setup import Setup
 from mpitrain.train.steps import Losses, SoFar, Steps
@@ -235,10 +235,11 @@ class Trainer:
         settle_numerics(self.config, os.environ)
         self.setup = Setup(self, self.world)
         self.so_far = SoFar()
-        self._steps = Steps(self.world.device, self.setup.gpu_bytes)
         self.clock = open_clock(self.world.device)
         if self.times is not None:
             self.times.clock = self.clock
+        device, gpu_bytes = self.world.device, self.setup.gpu_bytes
+        self._steps = Steps(Untold(self.clock, self.times, device, gpu_bytes))
         self._began = time.perf_counter()
         self._is_ready = True
         own = Lines(self.setup.plan.num_epochs) if self.world.is_rank_zero else None
@@ -302,21 +303,19 @@ class Trainer:
             tell_all: Also how fast they were, though it be few seconds of steps.
         """
         so_far, setup = self.so_far, self.setup
-        laps, between = self.clock.take()
-        if self.times is not None:
-            self.times.add(so_far.num_steps, laps, between)
-        seconds = time.perf_counter() - self._began
-        rows = self._steps.meet(so_far, laps, seconds, is_heard=bool(self._heard))
+        num_steps, seconds = len(self._steps), time.perf_counter() - self._began
+        rows = self._steps.meet(so_far, seconds, is_heard=bool(self._heard))
         so_far.skipped_steps += setup.watch.take_skipped()
         so_far.skipped_samples += setup.count_skipped()
         if so_far.epoch_steps:
             taken = zip_longest(so_far.taken, setup.count_taken(), fillvalue=0)
             so_far.taken = list(map(sum, taken))
-        if laps:  # what is between two epochs is no time of steps
+        if num_steps:  # what is between two epochs is no time of steps
             self._began += seconds
             so_far.steps_seconds += seconds
             self._heard.rows_done(rows)
-        self._steps.untold.tell(self._heard, 0.0 if tell_all else self.pace_seconds)
+        at_least = 0.0 if tell_all else self.pace_seconds
+        self._steps.untold.tell(self._heard, so_far.num_steps, at_least)
 
     def _judge(self, losses: list[Losses], norm: float) -> None:
         """Let a step that was not applied be skipped, or end the training.

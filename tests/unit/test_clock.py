@@ -195,6 +195,7 @@ def test_at_the_end_all_is_told_though_a_gpu_be_busy() -> None:
     clock.enter(EVALUATION)
     gpu.compute(2.0)
     clock.close()
+    clock.sum_up()
     assert not clock.laps
     assert clock.between[0][EVALUATION] == pytest.approx(2.0)
 
@@ -204,6 +205,7 @@ def test_what_is_between_steps_is_no_step() -> None:
     clock.enter(EVALUATION)
     time.sleep(0.01)
     clock.end(is_step=False, then=DATA)
+    clock.sum_up()
     assert not clock.laps
     assert clock.between[0][EVALUATION] >= 0.01
 

@@ -168,13 +168,13 @@ def test_short_steps_are_taken_together(
 def test_a_rank_that_is_ended_says_what_it_did(tmp_path: Path) -> None:
     times = RankTimes(tmp_path, a_world(), 0.0, done=6)
     times.clock = Clock()
-    times.clock.laps = laps(lap(forward=0.25), lap(forward=0.5))  # not told yet
+    not_told = laps(lap(forward=0.25), lap(forward=0.5))
+    times.clock.laps = not_told[:]
     times.clock.seconds = lap(data=1.0, backward=2.0)  # of the step under way
-    times.clock.phase = COMMUNICATION
-    times.clock.since = time.perf_counter() - 5.0
+    times.clock._marks[:] = array("d", (COMMUNICATION, time.perf_counter() - 5.0))
     times.cut()
     times.cut()  # once more, by the watchdog
-    times.add(8, times.clock.laps, [])  # by a thread that goes on
+    times.add(8, not_told, [])  # by a thread that goes on
     rows = (tmp_path / "times/rank-2.jsonl").read_text().splitlines()
     lines = [json.loads(row) for row in rows[1:-1]]
     assert lines[-1][1] == 8
