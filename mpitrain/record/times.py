@@ -9,7 +9,9 @@ Imports no torch.
 
 from __future__ import annotations
 
+import bisect
 import contextlib
+import itertools
 import json
 import threading
 import time
@@ -54,7 +56,7 @@ NUM_PHASES = len(PHASES)
 RESOLUTION = 500
 """A line is written once its steps took one part in so many of the job's time, ..."""
 
-SHORTEST_SECONDS = 0.5
+SHORTEST_SECONDS = 1.0
 """... and so long: a line takes as long as the marks of ten steps, ..."""
 
 LONGEST_SECONDS = 30.0
@@ -178,14 +180,16 @@ class RankTimes:
             self._laps.extend(laps)
             return
         totals = list(map(sum, zip(*by_phase(laps), strict=True)))
-        now = ended - sum(totals)
-        self._write_if_due(now)
-        self._step = step - len(totals)
-        for number, seconds in enumerate(totals):
-            now += seconds
-            self._step += 1
-            self._laps.extend(laps[number * NUM_PHASES : (number + 1) * NUM_PHASES])
-            self._write_if_due(now)
+        num = len(totals)
+        ends = list(itertools.accumulate(totals, initial=ended - sum(totals)))
+        done = 0
+        self._write_if_due(ends[0])
+        while done < num:
+            until = min(bisect.bisect_left(ends, self._line_ends, done + 1), num)
+            self._laps.extend(laps[done * NUM_PHASES : until * NUM_PHASES])
+            self._step = step - num + until
+            self._write_if_due(ends[until])
+            done = until
 
     def cut(self) -> None:
         """Write what is left, and what this rank does now that its job is ended.

@@ -23,7 +23,7 @@ from mpitrain.record.times import (
 )
 from mpitrain.train.clock import Clock
 
-PACE_SECONDS = 1.0
+PACE_SECONDS = 2.0
 """How many seconds of steps a pace tells of, at least, across epochs; fewer before a
 checkpoint and at the end."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import operator
@@ -11,6 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from mpitrain.data.sharding import Indices
@@ -161,20 +163,18 @@ class Steps:
         if not steps:
             return []
         num, end = len(steps), so_far.num_steps
-        own = np.array([*_sums_of(steps), seconds])
-        of_ranks = of_all_ranks(own, self.untold.device)
-        found = of_ranks[0].copy()
-        for other in of_ranks[1:]:  # in the order of the ranks, whatever they are
-            found += other
-        sums, counts = found[:num].tolist(), found[num : 2 * num].tolist()
+        num_ranks = dist.get_world_size()
+        found, longest = _sums_of(steps), seconds
+        if num_ranks > 1:
+            found, longest = _added_up(found, seconds, self.untold.device)
+        sums, counts = found[:num], found[num:]
         for step, loss_sum, count in zip(steps, sums, counts, strict=True):
             if step.is_applied:
                 so_far.loss_sum += loss_sum
                 so_far.num_samples += int(count)
-        longest = float(of_ranks[:, -1].max())
         self.untold.add(int(sum(counts)), longest, (so_far.epoch, end))
         at_once = round(MEET_SECONDS * num / longest)
-        most = min(2 * self._num_at_once, MOST_AT_ONCE, MOST_ROWS // len(of_ranks))
+        most = min(2 * self._num_at_once, MOST_AT_ONCE, MOST_ROWS // num_ranks)
         self._num_at_once = max(1, min(at_once, most))
         if not is_heard:
             return []
@@ -185,15 +185,38 @@ class Steps:
         return list(map(StepRow, epochs, numbers, losses, rates, norms))
 
 
+def _added_up(
+    own: list[float], seconds: float, device: str
+) -> tuple[list[float], float]:
+    """Return the sums over all ranks, and the most seconds of one.
+
+    Gathered, and not added up on the way: an all-reduce may take another order of the
+    ranks for each place in what it is given, and so for each number of steps.
+    """
+    of_ranks = of_all_ranks(np.array([seconds, *own]), device)
+    found = functools.reduce(np.add, of_ranks)  # in the order of the ranks
+    return found[1:].tolist(), max(of_ranks[:, 0].tolist())
+
+
 def _sums_of(steps: Sequence[_Taken]) -> list[float]:
     """Return the sum of each step's losses on this rank, and then their numbers.
 
-    Summed up here, not step by step: that would be some kernels in every step. Gathered
-    and not added up on the way: an all-reduce may take another order of the ranks for
-    each place in what it is given, and so for each number of steps.
+    Summed up here, not step by step: that would be some kernels in every step.
     """
-    totals = torch.stack([it.total for step in steps for it in step.losses])
-    values = iter(totals.double().tolist())
-    sums = [sum(itertools.islice(values, len(step.losses))) for step in steps]
-    counts = [sum([len(it.indices) for it in step.losses]) for step in steps]
-    return sums + counts
+    losses = [step.losses for step in steps]
+    values = torch.stack([it.total for of_step in losses for it in of_step]).tolist()
+    counts: list[float] = [len(it.indices) for of_step in losses for it in of_step]
+    nums = list(map(len, losses))
+    if set(nums) != {1}:
+        values, counts = _by_step(values, nums), _by_step(counts, nums)
+    return [*values, *counts]
+
+
+def _by_step(values: Sequence[float], nums: Sequence[int]) -> list[float]:
+    """Sum up so many of them in each step.
+
+    >>> _by_step([1, 2, 3, 4, 5], [2, 3])
+    [3, 12]
+    """
+    left = iter(values)
+    return [sum(itertools.islice(left, num)) for num in nums]
