@@ -16,7 +16,8 @@ rounds without the tenths at both ends, when something else had the cores; its i
 is where 95 % of what is drawn of the rounds lie. What the threads take that make and
 write the lines, at any time, is known by their own clocks, and counts for the recorded
 epochs, though they wake in others, too: of wall time as if the cores in use had shared
-it evenly.
+it evenly. What is done once in a second or two, the times summed up and told, is taken
+out of the epochs in which it is done, and its mean counts for all of their kind.
 
 The screen's line of an epoch is no part of the record. Nor are checkpoints. The weight
 that has a hook keeps an empty list of them: some tenths of a microsecond in all kinds.
@@ -34,6 +35,7 @@ import tempfile
 import threading
 import time
 from array import array
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +100,30 @@ class AtTheEnd(Steps):
         rows = super().meet(*of_steps, **how)
         self._num_at_once = sys.maxsize
         return rows
+
+
+class Told(Untold):
+    """Knows how long it took to tell: in few epochs, whose ends do not count."""
+
+    def __init__(self, clock: Clock, times: RankTimes) -> None:
+        super().__init__(clock, times, "cpu", int)
+        self.now: Callable[[], NDArray[np.float64]] = lambda: np.zeros(2)
+        self._spent = np.zeros(2)
+
+    def take_spent(self) -> NDArray[np.float64]:
+        """Return the seconds since the last call: of wall time, of cores."""
+        spent, self._spent = self._spent, np.zeros(2)
+        return spent
+
+    def _take(self, step: int) -> None:
+        self._spent -= self.now()
+        super()._take(step)
+        self._spent += self.now()
+
+    def _tell(self, listeners: Listeners) -> None:
+        self._spent -= self.now()
+        super()._tell(listeners)
+        self._spent += self.now()
 
 
 class LossAlone(Steps):
@@ -167,7 +193,9 @@ class Kinds:
             hearing = [self._recorder, Health(world, "0", "runs/x")]
             files.append(self._recorder._metrics)
         all_heard = Listeners(*hearing)
-        steps = AtTheEnd(Untold(self._clock, self._times, "cpu", int))
+        self.told = Told(self._clock, self._times)
+        self.told.now = self.now
+        steps = AtTheEnd(self.told)
         self._kinds: list[tuple[Any, ...]] = [
             (NoClock(), screen, LossAlone(), math.inf),
             (self._clock, screen, steps, PACE_SECONDS),
@@ -190,6 +218,11 @@ class Kinds:
         clocks = [time.pthread_getcpuclockid(it.ident or 0) for it in self._writers]
         times, *others = map(time.clock_gettime, clocks)
         return times, sum(others)
+
+    def now(self) -> NDArray[np.float64]:
+        """Return the time by the wall, and by the cores without those who write."""
+        cores = time.process_time() - sum(self.writers_seconds())
+        return np.array((time.perf_counter(), cores))
 
     def leave_out(self, seconds: float) -> None:
         """Let no line of `times/` come sooner for an epoch that was not recorded."""
@@ -218,35 +251,29 @@ def interval_of(
 
 
 def figures(
-    seconds: NDArray[np.float64], writing: NDArray[np.float64], num_steps: int
+    seconds: NDArray[np.float64], at_times: NDArray[np.float64], num_steps: int
 ) -> dict[str, Any]:
     """Compare the kinds of epochs.
 
     Args:
         seconds: float64 `(rounds, kinds)`: of each epoch.
-        writing: What the threads that write add to one, float64 `(kinds,)`.
+        at_times: What is not in each epoch adds to one, float64 `(kinds,)`.
         num_steps: Of an epoch.
     """
     nothing = seconds[:, NOTHING]
     usual = float(np.median(nothing))
     found: dict[str, Any] = {"seconds of an epoch without": usual}
     for name, kind in (("all", ALL), ("times alone", TIMES)):
-        more = float(writing[kind]) / usual
+        more = float(at_times[kind]) / usual
         ratio = float(ratio_of(seconds[:, kind], nothing)) + more
         low, high = (interval_of(seconds[:, kind], nothing) + more).tolist()
         found[name] = {
             "ratio": ratio,
             "its 95 % interval": [low, high],
-            "of it the threads that write": more,
+            "of it what is written and told at times": more,
             "seconds of a step more": (ratio - 1) * usual / num_steps,
         }
     return found
-
-
-def now(kinds: Kinds) -> NDArray[np.float64]:
-    """Return what time it is by the wall, and by the cores without those who write."""
-    cores = time.process_time() - sum(kinds.writers_seconds())
-    return np.array((time.perf_counter(), cores))
 
 
 def main() -> None:
@@ -271,30 +298,36 @@ def main() -> None:
         # One trainer: two of them, recorded or not, are not equally fast.
         kinds = Kinds(trainer, folder, world)
         lots = random.Random(1)  # of all ranks
-        own = np.zeros((NOT_COUNTED + asked.rounds, 3, 2))
+        own, told = np.zeros((NOT_COUNTED + asked.rounds, 3, 2)), np.zeros((3, 2))
         first = np.array(kinds.writers_seconds())
         for of_round in own:
             for kind in lots.sample(range(3), 3):
                 ranks.tell_all(None)
                 kinds.turn_to(kind)
-                before = now(kinds)
+                before = kinds.now()
                 trainer.train_epoch(stage)
                 ranks.tell_all(None)
-                of_round[kind] = now(kinds) - before
+                of_round[kind] = kinds.now() - before
                 if kind == NOTHING:
                     kinds.leave_out(of_round[kind][0])
+                spent = kinds.told.take_spent()
+                of_round[kind] -= spent
+                told[kind] += spent
         of_times, of_steps = (kinds.writers_seconds() - first) / len(own)
         kinds.close()
         of_ranks = np.array(ranks.tell_all(own[NOT_COUNTED:]))
         written = (0.0, of_times / 2, of_times / 2 + of_steps)  # by kind
         writing = np.array(ranks.tell_all(written)).sum(0)
+        telling = np.array(ranks.tell_all(told / len(own)))
         steps = setup.plan.steps_per_epoch
         if not world.is_rank_zero or steps is None:
             return
         report |= {"world_size": num, "rounds": asked.rounds, "steps_per_epoch": steps}
         num_cores = min(num, len(os.sched_getaffinity(0)))
-        report["wall"] = figures(of_ranks[..., 0].mean(0), writing / num_cores, steps)
-        report["core"] = figures(of_ranks[..., 1].sum(0), writing, steps)
+        wall = writing / num_cores + telling[..., 0].mean(0)
+        core = writing + telling[..., 1].sum(0)
+        report["wall"] = figures(of_ranks[..., 0].mean(0), wall, steps)
+        report["core"] = figures(of_ranks[..., 1].sum(0), core, steps)
         for clock in ("wall", "core"):
             usual = report[clock]["seconds of an epoch without"]
             print(f"{num} ranks, {clock} time: a step {1000 * usual / steps:.3f} ms")

@@ -57,7 +57,7 @@ RESOLUTION = 500
 """A line is written once its steps took one part in so many of the job's time, ..."""
 
 SHORTEST_SECONDS = 1.0
-"""... and so long: a line takes as long as the marks of ten steps, ..."""
+"""... and so long: a line takes as long as the marks of dozens of steps, ..."""
 
 LONGEST_SECONDS = 30.0
 """... or so long: a day of steps of 0.1 s leaves 0.7 MB of each rank."""
@@ -175,9 +175,11 @@ class RankTimes:
         ended: float,
     ) -> None:
         self._between += between
-        if ended < self._line_ends:
+        if len(between) > 1 or ended < self._line_ends:
+            # Of several epochs: which steps were before what is not known here.
             self._step = step
             self._laps.extend(laps)
+            self._write_if_due(ended)
             return
         totals = list(map(sum, zip(*by_phase(laps), strict=True)))
         num = len(totals)

@@ -252,11 +252,11 @@ class DeviceClock(Clock):
             self._free.append(self._last)
             self._last = mark
             if is_step is not None:
+                seconds, self.seconds = self.seconds, [0.0] * NUM_PHASES
                 if is_step:
-                    self.laps.extend(self.seconds)
+                    self.laps.extend(seconds)
                 else:
-                    self.between.append(self.seconds)
-                self.seconds = [0.0] * NUM_PHASES
+                    self.between.append(seconds)
 
 
 def open_clock(device: str) -> Clock:

@@ -23,9 +23,9 @@ from mpitrain.record.times import (
 )
 from mpitrain.train.clock import Clock
 
-PACE_SECONDS = 2.0
+PACE_SECONDS = 1.25
 """How many seconds of steps a pace tells of, at least, across epochs; fewer before a
-checkpoint and at the end."""
+checkpoint and at the end. Fewer than until sums meet, however long a step is."""
 
 
 # Older versions of torch have it by another name; both take flat tensors.
@@ -85,12 +85,17 @@ class Untold:
         """
         is_due = self._num_samples > 0 and self._seconds >= at_least
         if is_due or (self._times is not None and self._times.is_due):
-            laps, between = self._clock.take()
-            self._laps.extend(laps)
-            if self._times is not None:
-                self._times.add(step, laps, between)
-        if not is_due:
-            return
+            self._take(step)
+        if is_due:
+            self._tell(listeners)
+
+    def _take(self, step: int) -> None:
+        laps, between = self._clock.take()
+        self._laps.extend(laps)
+        if self._times is not None:
+            self._times.add(step, laps, between)
+
+    def _tell(self, listeners: Listeners) -> None:
         own = times_of(self._laps, self._gpu_bytes())
         times = of_all_ranks(own, self.device)
         (epoch, step), num_samples = self._until, self._num_samples

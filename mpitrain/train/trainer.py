@@ -67,7 +67,7 @@ class Trainer:
             range 0 to 1.
         all_weights_used: Whether all are known to take part in each loss, in one order.
         keeper: Writes checkpoints and stops in time; ``None``: nobody does.
-        times: Writes down where this rank's time goes; ``None``: nobody does.
+        times: Writes down where its time goes, from `set_up` on; ``None``: nobody.
         pace_seconds: How many seconds of steps a pace tells of, at least; see `meet`.
         clock: What this rank does at present, and what it has done; from `set_up` on.
         look: Shown the batch of every microstep on this rank, until it returns true.
@@ -302,6 +302,7 @@ class Trainer:
         Args:
             tell_all: Also how fast they were, though it be few seconds of steps.
         """
+        self.clock.settle()
         so_far, setup = self.so_far, self.setup
         num_steps, seconds = len(self._steps), time.perf_counter() - self._began
         rows = self._steps.meet(so_far, seconds, is_heard=bool(self._heard))

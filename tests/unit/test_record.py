@@ -165,6 +165,26 @@ def test_short_steps_are_taken_together(
     assert ends == sorted(ends)
 
 
+def test_a_line_of_several_epochs_ends_with_their_last_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [100.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    times = RankTimes(tmp_path, a_world(), 0.0)
+    for step in (8, 16):  # of epochs of two short steps, and a long evaluation
+        now[0] += 4 * (2 * 0.125 + 9.0)
+        told = laps(*8 * [lap(forward=0.125)])
+        times.add(step, told, 4 * [lap(evaluation=9.0)])
+    times.close()
+    rows = (tmp_path / "times/rank-2.jsonl").read_text().splitlines()[1:]
+    lines = [json.loads(row) for row in rows]
+    assert [(line[1], line[2], line[5], line[9]) for line in lines] == [
+        (8, 8, 1.0, 36.0),
+        (16, 8, 1.0, 36.0),
+    ]
+    assert lines[1][0] - lines[0][0] == pytest.approx(37.0)
+
+
 def test_a_rank_that_is_ended_says_what_it_did(tmp_path: Path) -> None:
     times = RankTimes(tmp_path, a_world(), 0.0, done=6)
     times.clock = Clock()
