@@ -104,4 +104,4 @@ def test_what_recording_costs(openmpi: Mpi, tmp_path: Path) -> None:
             low, high = found["its 95 % interval"]
             assert 0 < low <= high
             assert f"{name}: {found['ratio']:.4f} ({low:.4f} to" in done.out
-            assert found["of it the threads that write"] > 0
+            assert found["of it what is written and told at times"] > 0
