@@ -105,9 +105,11 @@ class AtTheEnd(Steps):
 class Told(Untold):
     """Knows how long it took to tell: in few epochs, whose ends do not count."""
 
-    def __init__(self, clock: Clock, times: RankTimes) -> None:
+    def __init__(
+        self, clock: Clock, times: RankTimes, now: Callable[[], NDArray[np.float64]]
+    ) -> None:
         super().__init__(clock, times, "cpu", int)
-        self.now: Callable[[], NDArray[np.float64]] = lambda: np.zeros(2)
+        self._now = now
         self._spent = np.zeros(2)
 
     def take_spent(self) -> NDArray[np.float64]:
@@ -116,14 +118,14 @@ class Told(Untold):
         return spent
 
     def _take(self, step: int) -> None:
-        self._spent -= self.now()
+        self._spent -= self._now()
         super()._take(step)
-        self._spent += self.now()
+        self._spent += self._now()
 
     def _tell(self, listeners: Listeners) -> None:
-        self._spent -= self.now()
+        self._spent -= self._now()
         super()._tell(listeners)
-        self._spent += self.now()
+        self._spent += self._now()
 
 
 class LossAlone(Steps):
@@ -193,8 +195,7 @@ class Kinds:
             hearing = [self._recorder, Health(world, "0", "runs/x")]
             files.append(self._recorder._metrics)
         all_heard = Listeners(*hearing)
-        self.told = Told(self._clock, self._times)
-        self.told.now = self.now
+        self.told = Told(self._clock, self._times, self.now)
         steps = AtTheEnd(self.told)
         self._kinds: list[tuple[Any, ...]] = [
             (NoClock(), screen, LossAlone(), math.inf),

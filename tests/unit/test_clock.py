@@ -195,7 +195,6 @@ def test_at_the_end_all_is_told_though_a_gpu_be_busy() -> None:
     clock.enter(EVALUATION)
     gpu.compute(2.0)
     clock.close()
-    clock.sum_up()
     assert not clock.laps
     assert clock.between[0][EVALUATION] == pytest.approx(2.0)
 
