@@ -34,7 +34,6 @@ import sys
 import tempfile
 import threading
 import time
-from array import array
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -54,7 +53,7 @@ from mpitrain.record.events import Listener, Listeners, Silent, StepRow
 from mpitrain.record.health import Health
 from mpitrain.record.lines import JsonLines
 from mpitrain.record.recorder import Recorder
-from mpitrain.record.times import Laps, RankTimes, Seconds
+from mpitrain.record.times import RankTimes
 from mpitrain.train.clock import Clock
 from mpitrain.train.config import TrainConfig
 from mpitrain.train.pace import PACE_SECONDS, Untold
@@ -87,10 +86,6 @@ class NoClock(Clock):
     def end(self, *, is_step: bool, then: int) -> None:
         """Do nothing."""
 
-    def take(self) -> tuple[Laps, list[Seconds]]:
-        """Return that there was something."""
-        return array("d", [0.0]), []
-
 
 class AtTheEnd(Steps):
     """Lets sums meet at an epoch's end alone, as in one shorter than two seconds."""
@@ -116,11 +111,6 @@ class Told(Untold):
         """Return the seconds since the last call: of wall time, of cores."""
         spent, self._spent = self._spent, np.zeros(2)
         return spent
-
-    def _take(self, step: int) -> None:
-        self._spent -= self._now()
-        super()._take(step)
-        self._spent += self._now()
 
     def _tell(self, listeners: Listeners) -> None:
         self._spent -= self._now()

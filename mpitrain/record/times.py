@@ -57,7 +57,7 @@ RESOLUTION = 500
 """A line is written once its steps took one part in so many of the job's time, ..."""
 
 SHORTEST_SECONDS = 1.0
-"""... and so long: a line takes as long as the marks of dozens of steps, ..."""
+"""... and so long, ..."""
 
 LONGEST_SECONDS = 30.0
 """... or so long: a day of steps of 0.1 s leaves 0.7 MB of each rank."""
@@ -136,11 +136,6 @@ class RankTimes:
         self._laps: Laps = array("d")
         self._between: list[Seconds] = []
         self._line_ends = self._began + SHORTEST_SECONDS
-
-    @property
-    def is_due(self) -> bool:
-        """Whether it is time for a line: `add` is waited for."""
-        return time.perf_counter() >= self._line_ends
 
     def add(
         self,

@@ -56,7 +56,6 @@ class Untold:
         self._clear()
 
     def _clear(self) -> None:
-        self._laps: Laps = array("d")
         self._num_samples = 0
         self._seconds = 0.0
         self._until = 0, 0
@@ -73,61 +72,57 @@ class Untold:
         self._seconds += seconds
         self._until = until
 
-    def tell(self, listeners: Listeners, step: int, at_least: float) -> None:
+    def tell(self, listeners: Listeners, at_least: float) -> None:
         """Tell how fast they were, if it is time to; then none of them is left.
 
         Collective over the default group.
 
         Args:
             listeners: Told.
-            step: The number of the last step of all.
             at_least: Not where they took fewer seconds; equal on all ranks.
         """
-        is_due = self._num_samples > 0 and self._seconds >= at_least
-        if is_due or (self._times is not None and self._times.is_due):
-            self._take(step)
-        if is_due:
+        if self._num_samples > 0 and self._seconds >= at_least:
             self._tell(listeners)
 
-    def _take(self, step: int) -> None:
-        laps, between = self._clock.take()
-        self._laps.extend(laps)
-        if self._times is not None:
-            self._times.add(step, laps, between)
-
     def _tell(self, listeners: Listeners) -> None:
-        own = times_of(self._laps, self._gpu_bytes())
-        times = of_all_ranks(own, self.device)
+        laps, between = self._clock.take()
+        times = of_all_ranks(times_of(laps, self._gpu_bytes()), self.device)
         (epoch, step), num_samples = self._until, self._num_samples
         self._clear()
+        if self._times is not None:
+            self._times.add(step, laps, between)
         if listeners:
             listeners.pace_done(
                 pace_of(times, epoch=epoch, step=step, num_samples=num_samples)
             )
 
 
-def of_all_ranks(own: NDArray[np.float64], device: str) -> NDArray[np.float64]:
+def of_all_ranks(own: array[float], device: str) -> NDArray[np.float64]:
     """Tell all ranks what each of them knows.
 
     Collective over the default group.
 
     Args:
-        own: Of one shape on all ranks.
+        own: Of one length on all ranks.
         device: It is sent from there.
 
     Returns:
-        `(world_size, ...)`.
+        `(world_size, length)`.
     """
     num = dist.get_world_size()
     if num == 1:
-        return own[None]
-    mine = torch.from_numpy(own).to(device).flatten()
-    found = mine.new_empty(num * mine.numel())  # gloo takes no other shape
+        return np.array([own])
+    mine = torch.frombuffer(own, dtype=torch.float64).to(device)
+    found = mine.new_empty(num * len(own))  # gloo takes no other shape
     _all_gather(found, mine)
-    return found.cpu().numpy().reshape(num, *own.shape)
+    return found.cpu().numpy().reshape(num, -1)
 
 
-def times_of(laps: Laps, gpu_bytes: int) -> NDArray[np.float64]:
+_NUM_SUMS = 4
+"""Numbers before those of each step in what `times_of` returns."""
+
+
+def times_of(laps: Laps, gpu_bytes: int) -> array[float]:
     """Sum up where the time of steps went, as `pace_of` wants it of each rank.
 
     Args:
@@ -135,14 +130,13 @@ def times_of(laps: Laps, gpu_bytes: int) -> NDArray[np.float64]:
         gpu_bytes: Most memory of its GPU that this rank has held; 0 without one.
 
     Returns:
-        float64 `(steps, 5)`.
+        The seconds of all of them together, of data, of computing; those bytes; and the
+        seconds of communication of each step.
     """
-    each = np.array(laps).reshape(-1, NUM_PHASES)
-    computing = each[:, FORWARD] + each[:, BACKWARD]
-    held = np.full(len(each), float(gpu_bytes))
-    return np.column_stack(
-        (each.sum(1), each[:, DATA], computing, each[:, COMMUNICATION], held)
-    )
+    sums = np.array(laps).reshape(-1, NUM_PHASES).sum(0).tolist()
+    computing = sums[FORWARD] + sums[BACKWARD]
+    found = array("d", (sum(sums), sums[DATA], computing, gpu_bytes))
+    return found + laps[COMMUNICATION::NUM_PHASES]
 
 
 def pace_of(
@@ -156,21 +150,21 @@ def pace_of(
     counts as computing.
 
     Args:
-        times: float64 `(world_size, steps, 5)`: seconds of all, of data, of computing,
-            of communication, and bytes of GPU memory.
+        times: float64 `(world_size, 4 + steps)`: what `times_of` returned on each.
         epoch: Of the last step.
         step: Its number.
         num_samples: In all of them.
 
-    >>> late = [[[1.0, 0.0, 0.2, 0.8, 0.0]], [[1.0, 0.0, 0.9, 0.1, 0.0]]]
+    >>> late = [[1.0, 0.0, 0.2, 0, 0.8], [1.0, 0.0, 0.9, 0, 0.1]]
     >>> pace = pace_of(np.array(late), epoch=1, step=1, num_samples=8)
     >>> pace.slowest_rank, round(pace.communication_seconds, 3)
     (1, 0.1)
     >>> round(pace.wait_seconds, 3), round(pace.late_seconds, 3)
     (0.35, 0.7)
     """
-    world_size, num_steps, _ = times.shape
-    whole, data, computing, communication, gpu_bytes = np.moveaxis(times, 2, 0)
+    world_size = len(times)
+    whole, data, computing, gpu_bytes = times[:, :_NUM_SUMS].T
+    communication = times[:, _NUM_SUMS:]
     least = communication.min(0)
     slowest, slowest_steps, late = -1, 0, 0.0
     if world_size > 1:
@@ -185,9 +179,9 @@ def pace_of(
     return Pace(
         epoch=epoch,
         step=step,
-        num_steps=num_steps,
+        num_steps=len(least),
         num_samples=num_samples,
-        seconds=float(whole.sum(1).max()),
+        seconds=float(whole.max()),
         data_seconds=float(data.sum()) / world_size,
         compute_seconds=float(computing.sum()) / world_size,
         communication_seconds=float(least.sum()),

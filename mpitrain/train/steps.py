@@ -6,6 +6,7 @@ import functools
 import itertools
 import math
 import operator
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -193,7 +194,7 @@ def _added_up(
     Gathered, and not added up on the way: an all-reduce may take another order of the
     ranks for each place in what it is given, and so for each number of steps.
     """
-    of_ranks = of_all_ranks(np.array([seconds, *own]), device)
+    of_ranks = of_all_ranks(array("d", (seconds, *own)), device)
     found = functools.reduce(np.add, of_ranks)  # in the order of the ranks
     return found[1:].tolist(), max(of_ranks[:, 0].tolist())
 

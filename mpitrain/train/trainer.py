@@ -316,7 +316,7 @@ class Trainer:
             so_far.steps_seconds += seconds
             self._heard.rows_done(rows)
         at_least = 0.0 if tell_all else self.pace_seconds
-        self._steps.untold.tell(self._heard, so_far.num_steps, at_least)
+        self._steps.untold.tell(self._heard, at_least)
 
     def _judge(self, losses: list[Losses], norm: float) -> None:
         """Let a step that was not applied be skipped, or end the training.

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
+from array import array
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -20,7 +22,7 @@ from mpitrain.record.times import (
     Seconds,
 )
 from mpitrain.train.clock import Clock, DeviceClock
-from mpitrain.train.pace import pace_of
+from mpitrain.train.pace import pace_of, times_of
 
 
 def rows(clock: Clock) -> tuple[list[Seconds], list[Seconds]]:
@@ -178,13 +180,17 @@ def test_a_gpus_time_is_known_when_it_has_come_by() -> None:
     assert gpu.marks < 20  # they are used again
 
 
+def of_ranks(seconds: torch.Tensor) -> Any:
+    """Return what ranks tell each other of `(ranks, steps, phases)`."""
+    return np.array([times_of(array("d", it.flatten()), 0) for it in seconds])
+
+
 def test_the_rank_that_waits_least_is_the_last() -> None:
     # Rank 0 is half a second late before each step begins, rank 2 computes the longest.
-    times = torch.zeros(3, 4, 5, dtype=torch.float64)
-    times[:, :, 2] = torch.tensor([1.0, 1.0, 1.01])[:, None]
-    times[:, :, 3] = torch.tensor([0.05, 0.55, 0.54])[:, None]
-    times[:, :, 0] = 1.6
-    pace = pace_of(times.numpy(), epoch=1, step=4, num_samples=4)
+    seconds = torch.zeros(3, 4, NUM_PHASES, dtype=torch.float64)
+    seconds[..., FORWARD] = torch.tensor([1.0, 1.0, 1.01])[:, None]
+    seconds[..., COMMUNICATION] = torch.tensor([0.05, 0.55, 0.54])[:, None]
+    pace = pace_of(of_ranks(seconds), epoch=1, step=4, num_samples=4)
     assert (pace.slowest_rank, pace.slowest_steps) == (0, 4)
     assert pace.late_seconds == pytest.approx(4 * (0.54 - 0.05))
 
@@ -211,15 +217,15 @@ def test_what_is_between_steps_is_no_step() -> None:
 
 def test_pace_names_the_rank_that_the_others_wait_for() -> None:
     # Three ranks, four steps: rank 2 takes 0.3 s longer to its gradients in three.
-    times = torch.zeros(3, 4, 5, dtype=torch.float64)
-    times[:, :, 1] = 0.1
-    times[:, :, 2] = 1.0
-    times[2, :3, 2] += 0.3
-    times[0, 3, 2] += 0.3
-    there = times[:, :, 1] + times[:, :, 2]
-    times[:, :, 0] = there.amax(0) + 0.05
-    times[:, :, 3] = times[:, :, 0] - there
-    pace = pace_of(times.numpy(), epoch=2, step=9, num_samples=256)
+    seconds = torch.zeros(3, 4, NUM_PHASES, dtype=torch.float64)
+    seconds[..., DATA] = 0.1
+    seconds[..., FORWARD] = 0.4
+    seconds[..., BACKWARD] = 0.6
+    seconds[2, :3, BACKWARD] += 0.3
+    seconds[0, 3, FORWARD] += 0.3
+    there = seconds.sum(2)
+    seconds[..., COMMUNICATION] = there.amax(0) + 0.05 - there
+    pace = pace_of(of_ranks(seconds), epoch=2, step=9, num_samples=256)
     assert (pace.slowest_rank, pace.slowest_steps) == (2, 3)
     assert pace.late_seconds == pytest.approx(3 * 0.3)
     assert pace.communication_seconds == pytest.approx(4 * 0.05)
