@@ -32,7 +32,7 @@ _STEP, _GAP = NUM_PHASES, 2 * NUM_PHASES
 class Clock:
     """For a CPU, where a call returns when its work is done.
 
-    A mark is two numbers at the end of an array, and nothing else: in the midst of a
+    A mark is two numbers at the end of a list, and nothing else: in the midst of a
     step, whatever is touched has long left the caches. They are summed up when somebody
     asks, all at once.
 
@@ -46,8 +46,7 @@ class Clock:
     """
 
     def __init__(self) -> None:
-        self._marks = array("d", (OTHER, perf_counter()))
-        self._mark = self._marks.append
+        self._marks: list[float] = [OTHER, perf_counter()]
         self._lock = threading.Lock()
         self.laps: Laps = array("d")
         self.between: list[Seconds] = []
@@ -71,20 +70,22 @@ class Clock:
         *_, kind, since = self._whole_marks()
         return int(kind) % NUM_PHASES, since
 
-    def _whole_marks(self) -> Laps:
+    def _whole_marks(self) -> list[float]:
         """Return all marks; another thread may be about to make one."""
         marks = self._marks[:]
         return marks[: len(marks) // 2 * 2]
 
     def enter(self, phase: int) -> None:
         """Count the time from here on as another phase's."""
-        self._mark(phase)
-        self._mark(perf_counter())
+        marks = self._marks
+        marks.append(phase)
+        marks.append(perf_counter())
 
     def end(self, *, is_step: bool, then: int) -> None:
         """Let a step, or what is between steps, be over, and enter a phase."""
-        self._mark(then + (_STEP if is_step else _GAP))
-        self._mark(perf_counter())
+        marks = self._marks
+        marks.append(then + (_STEP if is_step else _GAP))
+        marks.append(perf_counter())
 
     def sum_up(self) -> None:
         """Bring `laps`, `between` and `seconds` up to the present phase.
@@ -92,7 +93,7 @@ class Clock:
         In any thread.
         """
         with self._lock:
-            marks = np.array(self._whole_marks()).reshape(-1, 2)
+            marks = np.fromiter(self._whole_marks(), np.float64).reshape(-1, 2)
             if len(marks) == 1:
                 return
             del self._marks[: marks.size - 2]  # the last phase goes on
@@ -223,12 +224,12 @@ class DeviceClock(Clock):
     def enter(self, phase: int) -> None:
         """Leave a mark between two phases."""
         self._waiting.append((int(self._marks[0]), self._mark_stream(), None))
-        self._marks[:] = array("d", (phase, perf_counter()))
+        self._marks[:] = phase, perf_counter()
 
     def end(self, *, is_step: bool, then: int) -> None:
         """Likewise; look what the GPU has done."""
         self._waiting.append((int(self._marks[0]), self._mark_stream(), is_step))
-        self._marks[:] = array("d", (then, perf_counter()))
+        self._marks[:] = then, perf_counter()
         self._read()
 
     def sum_up(self) -> None:

@@ -191,7 +191,7 @@ def test_a_rank_that_is_ended_says_what_it_did(tmp_path: Path) -> None:
     not_told = laps(lap(forward=0.25), lap(forward=0.5))
     times.clock.laps = not_told[:]
     times.clock.seconds = lap(data=1.0, backward=2.0)  # of the step under way
-    times.clock._marks[:] = array("d", (COMMUNICATION, time.perf_counter() - 5.0))
+    times.clock._marks[:] = COMMUNICATION, time.perf_counter() - 5.0
     times.cut()
     times.cut()  # once more, by the watchdog
     times.add(8, not_told, [])  # by a thread that goes on
