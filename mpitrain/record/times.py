@@ -85,11 +85,8 @@ class Clocked(Protocol):
     between: list[Seconds]
     """Of what was between the steps of two epochs, and has not been told yet."""
 
-    def present(self) -> tuple[int, float]:
-        """Return what it does at present, and since when, by `time.perf_counter`."""
-
-    def sum_up(self) -> None:
-        """Bring the attributes up to the present phase."""
+    def sum_up(self) -> tuple[int, float]:
+        """Bring the attributes up to the present phase; return it, and since when."""
 
 
 class RankTimes:
@@ -159,8 +156,7 @@ class RankTimes:
         """Return a phase, since when, and what was before since the last step."""
         if self.clock is None:
             return OTHER, time.perf_counter(), []
-        self.clock.sum_up()
-        return *self.clock.present(), list(self.clock.seconds)
+        return *self.clock.sum_up(), list(self.clock.seconds)
 
     def _add(
         self,

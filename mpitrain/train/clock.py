@@ -60,15 +60,7 @@ class Clock:
     @property
     def phase(self) -> int:
         """What this rank does at present."""
-        return self.present()[0]
-
-    def present(self) -> tuple[int, float]:
-        """Return what this rank does at present, and since when by `perf_counter`.
-
-        In any thread.
-        """
-        *_, kind, since = self._whole_marks()
-        return int(kind) % NUM_PHASES, since
+        return int(self._whole_marks()[-2]) % NUM_PHASES
 
     def _whole_marks(self) -> list[float]:
         """Return all marks; another thread may be about to make one."""
@@ -87,15 +79,19 @@ class Clock:
         marks.append(then + (_STEP if is_step else _GAP))
         marks.append(perf_counter())
 
-    def sum_up(self) -> None:
+    def sum_up(self) -> tuple[int, float]:
         """Bring `laps`, `between` and `seconds` up to the present phase.
 
         In any thread.
+
+        Returns:
+            That phase, and since when, by `perf_counter`.
         """
         with self._lock:
             marks = np.fromiter(self._whole_marks(), np.float64).reshape(-1, 2)
+            present = int(marks[-1, 0]) % NUM_PHASES, float(marks[-1, 1])
             if len(marks) == 1:
-                return
+                return present
             del self._marks[: marks.size - 2]  # the last phase goes on
             ends, phases = np.divmod(marks[:, 0].astype(np.int64), NUM_PHASES)
             ends[0] = 0  # was summed up before
@@ -109,6 +105,7 @@ class Clock:
             self.laps.frombytes(each[:-1][is_step].tobytes())
             self.between += each[:-1][~is_step].tolist()
             self.seconds = each[-1].tolist()
+        return present
 
     def follow(self, weights: Sequence[Tensor]) -> None:
         """Let `enter_when_computed` be needed once, where all steps do the same.
@@ -232,8 +229,10 @@ class DeviceClock(Clock):
         self._marks[:] = then, perf_counter()
         self._read()
 
-    def sum_up(self) -> None:
-        """Do nothing: what is known is summed up, and a GPU may hang."""
+    def sum_up(self) -> tuple[int, float]:
+        """Do no more than that: what is known is summed up, and a GPU may hang."""
+        phase, since = self._whole_marks()
+        return int(phase), since
 
     def settle(self) -> None:
         """Wait for the GPU."""

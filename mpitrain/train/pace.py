@@ -85,12 +85,12 @@ class Untold:
             self._tell(listeners)
 
     def _tell(self, listeners: Listeners) -> None:
-        laps, between = self._clock.take()
-        times = of_all_ranks(times_of(laps, self._gpu_bytes()), self.device)
         (epoch, step), num_samples = self._until, self._num_samples
         self._clear()
-        if self._times is not None:
+        laps, between = self._clock.take()
+        if self._times is not None:  # before another rank is waited for
             self._times.add(step, laps, between)
+        times = of_all_ranks(times_of(laps, self._gpu_bytes()), self.device)
         if listeners:
             listeners.pace_done(
                 pace_of(times, epoch=epoch, step=step, num_samples=num_samples)

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
 from trainings import BATCH_SIZE, EPOCHS, NUM_SAMPLES, Heard, Net, config_of, some
 
 from mpitrain.errors import NonFiniteError
+from mpitrain.record.events import Listeners
+from mpitrain.record.times import DATA, RankTimes
+from mpitrain.train.clock import Clock
+from mpitrain.train.pace import Untold
 from mpitrain.train.trainer import Trainer
 from mpitrain.world import World
 
@@ -80,3 +88,24 @@ def test_each_step_is_told_when_it_is_over(world: World) -> None:
     trainer.each_step.append(lambda step: told.append((step, trainer.so_far.num_steps)))
     trainer.fit()
     assert told == [(step, step) for step in range(1, NUM_STEPS + 1)]
+
+
+def test_steps_are_in_times_before_another_rank_is_waited_for(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def hang(*_: Tensor) -> None:
+        raise InterruptedError  # and the job is ended
+
+    monkeypatch.setattr("mpitrain.train.pace._all_gather", hang)
+    clock, times = Clock(), RankTimes(tmp_path, world, 0.0)
+    untold = Untold(clock, times, world.device, int)
+    times.clock = clock
+    clock.enter(DATA)
+    clock.end(is_step=True, then=DATA)
+    untold.add(1, 2.0, (1, 1))
+    with contextlib.suppress(InterruptedError):
+        untold.tell(Listeners(), 0.0)
+    times.cut()
+    (path,) = (tmp_path / "times").iterdir()
+    _, *lines, _ = map(json.loads, path.read_text().splitlines())
+    assert sum(line[2] for line in lines) == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from array import array
 from dataclasses import dataclass, field
@@ -213,6 +214,36 @@ def test_what_is_between_steps_is_no_step() -> None:
     clock.sum_up()
     assert not clock.laps
     assert clock.between[0][EVALUATION] >= 0.01
+
+
+def test_marks_are_summed_up_in_another_thread_while_others_are_made() -> None:
+    clock = Clock()
+    began = clock.sum_up()[1]
+    is_over = threading.Event()
+    watched: list[bool] = []
+
+    def watch() -> None:
+        while not is_over.is_set():
+            phase, since = clock.sum_up()
+            watched.append(phase in (DATA, FORWARD) and since >= began)
+
+    clock.enter(DATA)
+    thread = threading.Thread(target=watch)
+    thread.start()
+    num_steps = 0
+    while num_steps < 20_000 or len(watched) < 100:
+        clock.enter(FORWARD)
+        clock.end(is_step=True, then=DATA)
+        num_steps += 1
+    is_over.set()
+    thread.join()
+    _, since = clock.sum_up()
+    laps, between = rows(clock)
+    assert all(watched)
+    assert len(laps) == num_steps
+    assert not between
+    assert sum(map(sum, laps)) + sum(clock.seconds) == pytest.approx(since - began)
+    assert min(map(min, laps)) >= 0.0
 
 
 def test_pace_names_the_rank_that_the_others_wait_for() -> None:
