@@ -41,7 +41,8 @@ class Pace:
     compute_seconds: float
     """Forward and backward: mean of the ranks."""
     communication_seconds: float
-    """Letting gradients meet after the backward pass, once the last rank is there."""
+    """Letting gradients meet after the backward pass, once the last rank is there; and,
+    where the model has buffers, taking rank zero's (ddp)."""
     wait_seconds: float
     """Waiting for that rank: mean of the ranks."""
     slowest_rank: int

@@ -25,6 +25,9 @@ LINE_BYTES = 200
 WRITE_SECONDS = 1.0
 """How often what has come is written, and a disk that took nothing is tried again."""
 
+CLOSE_SECONDS = 1.0
+"""How long the end of a job that fails waits for a disk: it has something to say."""
+
 Value = TypeVar("Value")
 
 

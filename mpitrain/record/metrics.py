@@ -160,7 +160,7 @@ class Metrics:
 
 
 def number(value: float | None) -> float:
-    """Return a number as it was before it became JSON, which knows finite ones alone.
+    """Return a number of a line; nan where it was not finite: JSON knows no other.
 
     >>> number(None), number(1)
     (nan, 1.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import time
@@ -12,7 +13,7 @@ from typing import Any, NamedTuple
 from mpitrain.record.console import Console, Lines
 from mpitrain.record.events import Epoch, Pace, StepRow
 from mpitrain.record.folder import finite, read_result, write_json
-from mpitrain.record.lines import JsonLines
+from mpitrain.record.lines import CLOSE_SECONDS, JsonLines
 from mpitrain.record.progress import SecondsLeft, finished_words, in_words
 from mpitrain.world import World
 
@@ -185,6 +186,11 @@ class Recorder:
         skipped = self._result["skipped_samples"] + num_skipped
         self._result.update(named, skipped_samples=skipped)
         self.console.say(f"test: {in_words(named)} on {num_samples:,} samples")
+
+    def cut(self) -> None:
+        """Write the lines that wait; the job is ended in the middle, and says why."""
+        with contextlib.suppress(OSError):
+            self._metrics.close(CLOSE_SECONDS)
 
     def finish(self) -> None:
         """Write that the run is finished, and say what came out."""

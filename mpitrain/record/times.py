@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
-from mpitrain.record.lines import JsonLines
+from mpitrain.record.lines import CLOSE_SECONDS, JsonLines
 from mpitrain.world import World
 
 FOLDER = "times"
@@ -61,10 +61,6 @@ SHORTEST_SECONDS = 1.0
 
 LONGEST_SECONDS = 30.0
 """... or so long: a day of steps of 0.1 s leaves 0.7 MB of each rank."""
-
-CLOSE_SECONDS = 1.0
-"""How long the end waits for a disk: whoever fails has something to say."""
-
 
 Seconds = list[float]
 """Of each phase, by its number."""
@@ -145,7 +141,7 @@ class RankTimes:
         Args:
             step: The number of the last.
             laps: The seconds of each.
-            between: Those of what was before them, since the last call.
+            between: Those of what was before them, or among them, since the last call.
         """
         with self._lock:
             if not self._is_closed:
@@ -166,8 +162,8 @@ class RankTimes:
         ended: float,
     ) -> None:
         self._between += between
-        if len(between) > 1 or ended < self._line_ends:
-            # Of several epochs: which steps were before what is not known here.
+        if between or ended < self._line_ends:
+            # Which steps were before what is between two epochs is not known here.
             self._step = step
             self._laps.extend(laps)
             self._write_if_due(ended)

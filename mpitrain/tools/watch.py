@@ -149,8 +149,9 @@ class View:
         if rows:
             self.console.rows_done(rows)
         for pace in self._new("paces"):
-            if pace.seconds_left is not None:
-                self._limit = pace.time + pace.seconds_left
+            if self._job is not None and pace.time >= self._job.time:
+                left = pace.seconds_left
+                self._limit = None if left is None else pace.time + left
             self.console.pace_done(pace)
         for epoch in self._new("epochs"):
             self.console.epoch_done(epoch)
@@ -225,6 +226,7 @@ class View:
     def _begin(self, job: Began) -> None:
         """Open the console for a job."""
         self._job = job
+        self._limit = None
         self._said = ""
         self._stack.close()
         went_on = self._metrics.went_on

@@ -79,7 +79,7 @@ class Recording:
             if config.profile
             else None
         )
-        self._hearing: list[Listener] = [self.loggers] if config.log else []
+        self._hearing: list[Listener] = [self.loggers] if self.loggers else []
         if self.record is not None:
             health = Health(world, str(config.num_workers), shown(run_dir))
             self._hearing = [self.record, *self._hearing, health]
@@ -110,6 +110,8 @@ class Recording:
         def end(kind: type[BaseException] | None, *_: object) -> None:
             if kind is not None and not issubclass(kind, Stopped):
                 self.times.cut()
+                if self.record is not None:
+                    self.record.cut()
                 return
             self.times.close()
             if self.profiler is not None:

@@ -51,8 +51,8 @@ class Trainer:
         train_data: A `TensorDataset` of inputs and targets, or any map-style or
             iterable data set of such pairs; equal on all ranks, and shared out here.
         val_data: What the model is judged by after every epoch; likewise.
-        config: What is asked. The names of data set, model and weights in it have no
-            effect; what is done to images on the device has.
+        config: What is asked. Data set, model, weights, run folder, checkpoints, time
+            limit, loggers and traces in it have no effect; what is done to images has.
         world: Where this process stands, as `mpitrain.init` tells it; ``None``: `fit`
             asks itself, and ends the job when it is done.
         loss: Instead of overriding `loss`.
@@ -103,9 +103,7 @@ class Trainer:
         self.pace_seconds = PACE_SECONDS
         self.look: Callable[[Batch], bool] | None = None
         self.so_far = SoFar()
-        self._heard = Listeners()
-        self._loss = loss
-        self._metrics = metrics
+        self._loss, self._metrics = loss, metrics
 
     # --- what may be overridden ---------------------------------------------------
 
@@ -184,6 +182,9 @@ class Trainer:
 
         Returns:
             How good the model is at the end; equal on all ranks.
+
+        Raises:
+            UsageError, DataError, NonFiniteError: On every rank; `keeper`'s `Stopped`.
         """
         if self._starts_ranks:
             job = init(**self.config.launch.as_arguments())
@@ -315,8 +316,7 @@ class Trainer:
             self._began += seconds
             so_far.steps_seconds += seconds
             self._heard.rows_done(rows)
-        at_least = 0.0 if tell_all else self.pace_seconds
-        self._steps.untold.tell(self._heard, at_least)
+        self._steps.untold.tell(self._heard, 0.0 if tell_all else self.pace_seconds)
 
     def _judge(self, losses: list[Losses], norm: float) -> None:
         """Let a step that was not applied be skipped, or end the training.

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import pty
+import re
 import subprocess
 import sys
 import time
@@ -15,6 +16,20 @@ import pytest
 import torch
 import yaml
 from launcher import ROOT, Mpi, environment, mpirun, survivors
+
+
+def test_steps_before_a_loss_that_is_no_number_are_written(
+    openmpi: Mpi, tmp_path: Path
+) -> None:
+    flags = ("--name", "r", "--device", "cpu", "--lr", "1e18", "--warmup-epochs", "0")
+    done = mpirun(openmpi, 2, *("-m", "mpitrain"), *flags, cwd=tmp_path)
+    assert done.status == 1
+    run = tmp_path / "runs/r"
+    error = json.loads((run / "result.json").read_text())["error"]
+    failed, *_ = re.findall(r"step (\d+)", error)
+    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    steps = [line["step"] for line in lines if line["event"] == "step"]
+    assert steps[: int(failed) - 1] == list(range(1, int(failed)))
 
 
 def test_the_run_folder_holds_what_it_promises(mpi: Mpi, tmp_path: Path) -> None:

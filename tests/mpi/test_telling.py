@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -91,21 +92,23 @@ def test_each_step_is_told_when_it_is_over(world: World) -> None:
 
 
 def test_steps_are_in_times_before_another_rank_is_waited_for(
-    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def hang(*_: Tensor) -> None:
         raise InterruptedError  # and the job is ended
 
     monkeypatch.setattr("mpitrain.train.pace._all_gather", hang)
-    clock, times = Clock(), RankTimes(tmp_path, world, 0.0)
-    untold = Untold(clock, times, world.device, int)
-    times.clock = clock
-    clock.enter(DATA)
-    clock.end(is_step=True, then=DATA)
-    untold.add(1, 2.0, (1, 1))
-    with contextlib.suppress(InterruptedError):
-        untold.tell(Listeners(), 0.0)
-    times.cut()
-    (path,) = (tmp_path / "times").iterdir()
-    _, *lines, _ = map(json.loads, path.read_text().splitlines())
+    clock = Clock()
+    with tempfile.TemporaryDirectory() as folder:
+        times = RankTimes(Path(folder), world, 0.0)
+        untold = Untold(clock, times, world.device, int)
+        times.clock = clock
+        clock.enter(DATA)
+        clock.end(is_step=True, then=DATA)
+        untold.add(1, 2.0, (1, 1))
+        with contextlib.suppress(InterruptedError):
+            untold.tell(Listeners(), 0.0)
+        times.cut()
+        (path,) = Path(folder).glob("times/*")
+        _, *lines, _ = map(json.loads, path.read_text().splitlines())
     assert sum(line[2] for line in lines) == 1

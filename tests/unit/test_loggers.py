@@ -407,6 +407,16 @@ def test_a_library_that_is_missing_is_told_before_anything_starts(
         refuse_missing(LogConfig(log=("wandb",)))
 
 
+def test_a_folder_of_a_library_s_name_is_no_library(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "wandb").mkdir()  # as W&B itself leaves one
+    monkeypatch.setattr("sys.path", [str(tmp_path)])
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    with pytest.raises(UsageError, match=r"pip install 'mpitrain\[wandb\]'"):
+        refuse_missing(LogConfig(log=("wandb",)))
+
+
 def test_a_logger_of_ones_own_that_is_not_there_is_told_before_it_starts(
     facts: Any,
 ) -> None:

@@ -24,11 +24,17 @@ def refuse_missing(config: LogConfig) -> None:
         UsageError: It is not.
     """
     for name in LIBRARIES:
-        if name in config.log and importlib.util.find_spec(name) is None:
+        if name in config.log and not _is_installed(name):
             raise UsageError(
                 f"--log {name}: the library {name} is not installed. Expected: "
                 f"pip install 'mpitrain[{name}]'"
             )
+
+
+def _is_installed(name: str) -> bool:
+    """Whether there is such a library; a mere folder, such as W&B's, is none."""
+    spec = importlib.util.find_spec(name)
+    return spec is not None and spec.origin is not None
 
 
 def open_loggers(config: LogConfig, facts: RunFacts) -> Loggers:

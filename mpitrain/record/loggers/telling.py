@@ -15,6 +15,8 @@ SECONDS = ("data", "compute", "communication", "wait", "late")
 class Loggers:
     """Hands what a training tells on to the loggers of a rank; a `Listener`.
 
+    True if there are any.
+
     Args:
         loggers: Of this rank; may be none.
         every: Of the steps, those whose number it divides are told.
@@ -35,6 +37,9 @@ class Loggers:
         self._every = every
         self._step = step
         self._summary: dict[str, float] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._loggers)
 
     def start(self) -> None:
         """Let them begin."""

@@ -41,7 +41,8 @@ class Trial:
     step_seconds: float
     """Of a step, on the rank that took longest."""
     all_reduce_seconds: float
-    """Of a step, from when the last rank had its own gradients until they had met."""
+    """Of a step, from when the last rank had its own gradients until they had met; and,
+    where the model has buffers, taking rank zero's (ddp)."""
     wait_seconds: float
     """Of a step, waiting for that rank: mean of the ranks."""
     losses: tuple[float, ...]

@@ -1,0 +1,51 @@
+"""What `watch` makes of a run's files."""
+
+from __future__ import annotations
+
+import json
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from mpitrain.tools.watch import View
+
+
+def begin(at: float) -> dict[str, Any]:
+    return {
+        "event": "begin", "time": at, "world_size": 2, "num_nodes": 1,
+        "start_seconds": 2.0, "total_steps": 1_000_000, "num_epochs": 4,
+        "steps_per_epoch": 250_000, "global_batch_size": 64,
+    }  # fmt: skip
+
+
+def done(step: int, at: float, **more: float) -> list[dict[str, Any]]:
+    """A step that took a second, and its pace."""
+    pace = {
+        "event": "pace", "time": at, "epoch": 1, "step": step, "num_steps": 1,
+        "num_samples": 64, "seconds": 1.0, "data_seconds": 0.1,
+        "compute_seconds": 0.5, "communication_seconds": 0.2, "wait_seconds": 0.1,
+        "slowest_rank": 0, "slowest_steps": 1, "late_seconds": 0.0, **more,
+    }  # fmt: skip
+    row = {"event": "step", "epoch": 1, "step": step, "train_loss": 1.0, "lr": 0.1}
+    return [row | {"gradient_norm": 1.0}, pace]
+
+
+def test_the_limit_of_a_job_is_not_that_of_the_next(tmp_path: Path) -> None:
+    now = time.time()
+    first = [begin(now - 60), *done(1, now - 50, seconds_left=3600.0)]
+    second = [begin(now - 10), *done(2, now - 5)]
+
+    def standing(view: View, *lines: dict[str, Any]) -> str:
+        with (tmp_path / "metrics.jsonl").open("a") as file:
+            file.writelines(json.dumps(line) + "\n" for line in lines)
+        view.update()
+        return view.standing()
+
+    with ExitStack() as stack:
+        view = View(tmp_path, stack)
+        assert "limit in" in standing(view, *first)
+        assert "limit in" not in standing(view, second[0])
+        assert "limit in" not in standing(view, *second[1:])
+    with ExitStack() as stack:  # who comes late
+        assert "limit in" not in standing(View(tmp_path, stack))
