@@ -112,6 +112,11 @@ class Told(Untold):
         spent, self._spent = self._spent, np.zeros(2)
         return spent
 
+    def _take(self) -> None:
+        self._spent -= self._now()
+        super()._take()
+        self._spent += self._now()
+
     def _tell(self, listeners: Listeners) -> None:
         self._spent -= self._now()
         super()._tell(listeners)

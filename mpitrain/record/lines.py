@@ -111,6 +111,16 @@ class JsonLines(Generic[Value]):
             if error.errno != errno.EINVAL:  # it knows no fsync
                 raise
 
+    def hasten(self) -> None:
+        """Let all lines be written now, in the thread; `wait` sees that they are."""
+        with self._changed:
+            self._hasten()
+
+    def wait(self, seconds: float) -> None:
+        """Wait until they are written, or the disk has said no; not for longer."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._error or not self._waiting, seconds)
+
     def close(self, patience_seconds: float | None = None) -> None:
         """Close the file.
 
@@ -125,11 +135,8 @@ class JsonLines(Generic[Value]):
             if patience_seconds is None:
                 self.sync()
             else:
-                with self._changed:
-                    self._hasten()
-                    self._changed.wait_for(
-                        lambda: self._error or not self._waiting, patience_seconds
-                    )
+                self.hasten()
+                self.wait(patience_seconds)
         finally:
             with self._changed:
                 self._is_closed = True

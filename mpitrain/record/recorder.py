@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import time
@@ -13,7 +12,7 @@ from typing import Any, NamedTuple
 from mpitrain.record.console import Console, Lines
 from mpitrain.record.events import Epoch, Pace, StepRow
 from mpitrain.record.folder import finite, read_result, write_json
-from mpitrain.record.lines import CLOSE_SECONDS, JsonLines
+from mpitrain.record.lines import JsonLines
 from mpitrain.record.progress import SecondsLeft, finished_words, in_words
 from mpitrain.world import World
 
@@ -187,10 +186,16 @@ class Recorder:
         self._result.update(named, skipped_samples=skipped)
         self.console.say(f"test: {in_words(named)} on {num_samples:,} samples")
 
-    def cut(self) -> None:
-        """Write the lines that wait; the job is ended in the middle, and says why."""
-        with contextlib.suppress(OSError):
-            self._metrics.close(CLOSE_SECONDS)
+    def hasten(self) -> None:
+        """Let the lines that wait be written now; the job is ended in the middle.
+
+        The file stays open: a checkpoint may be about to get its name, and asks for it.
+        """
+        self._metrics.hasten()
+
+    def wait(self, seconds: float) -> None:
+        """Wait until they are, but not for longer."""
+        self._metrics.wait(seconds)
 
     def finish(self) -> None:
         """Write that the run is finished, and say what came out."""

@@ -62,6 +62,9 @@ SHORTEST_SECONDS = 1.0
 LONGEST_SECONDS = 30.0
 """... or so long: a day of steps of 0.1 s leaves 0.7 MB of each rank."""
 
+LATE_SECONDS = 2.0
+"""How long one that is due may wait for a pace, which counts seconds of steps alone."""
+
 Seconds = list[float]
 """Of each phase, by its number."""
 
@@ -129,6 +132,11 @@ class RankTimes:
         self._laps: Laps = array("d")
         self._between: list[Seconds] = []
         self._line_ends = self._began + SHORTEST_SECONDS
+
+    @property
+    def is_late(self) -> bool:
+        """Whether a line has long been due, and should no longer wait for a pace."""
+        return time.perf_counter() >= self._line_ends + LATE_SECONDS
 
     def add(
         self,

@@ -56,6 +56,7 @@ class Untold:
         self._clear()
 
     def _clear(self) -> None:
+        self._laps: Laps = array("d")
         self._num_samples = 0
         self._seconds = 0.0
         self._until = 0, 0
@@ -81,15 +82,23 @@ class Untold:
             listeners: Told.
             at_least: Not where they took fewer seconds; equal on all ranks.
         """
-        if self._num_samples > 0 and self._seconds >= at_least:
+        if not self._num_samples:
+            return
+        is_due = self._seconds >= at_least
+        if is_due or (self._times is not None and self._times.is_late):
+            self._take()  # before another rank is waited for
+        if is_due:
             self._tell(listeners)
 
-    def _tell(self, listeners: Listeners) -> None:
-        (epoch, step), num_samples = self._until, self._num_samples
-        self._clear()
+    def _take(self) -> None:
         laps, between = self._clock.take()
-        if self._times is not None:  # before another rank is waited for
-            self._times.add(step, laps, between)
+        self._laps.extend(laps)
+        if self._times is not None:
+            self._times.add(self._until[1], laps, between)
+
+    def _tell(self, listeners: Listeners) -> None:
+        (epoch, step), num_samples, laps = self._until, self._num_samples, self._laps
+        self._clear()
         times = of_all_ranks(times_of(laps, self._gpu_bytes()), self.device)
         if listeners:
             listeners.pace_done(

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import time
 from collections.abc import Mapping
 from typing import Any
 
 from mpitrain.launch import Job
 from mpitrain.record.events import Listener, Listeners, Progress
 from mpitrain.record.health import Health
+from mpitrain.record.lines import CLOSE_SECONDS
 from mpitrain.record.loggers.choice import open_loggers
 from mpitrain.record.loggers.protocol import RunFacts
 from mpitrain.record.recorder import Recorder, shown
@@ -109,9 +111,7 @@ class Recording:
 
         def end(kind: type[BaseException] | None, *_: object) -> None:
             if kind is not None and not issubclass(kind, Stopped):
-                self.times.cut()
-                if self.record is not None:
-                    self.record.cut()
+                self._cut()
                 return
             self.times.close()
             if self.profiler is not None:
@@ -120,6 +120,15 @@ class Recording:
         stack = contextlib.ExitStack()
         stack.push(end)
         return stack
+
+    def _cut(self) -> None:
+        """Write what is left, in `CLOSE_SECONDS` together: others wait to hear why."""
+        until = time.monotonic() + CLOSE_SECONDS
+        if self.record is not None:
+            self.record.hasten()
+        self.times.cut()
+        if self.record is not None:
+            self.record.wait(max(0.0, until - time.monotonic()))
 
     def test_done(self, found: Evaluation, num_skipped: int) -> None:
         """Tell how good the finished model is on the test set."""

@@ -120,6 +120,10 @@ class Steps:
         self._num_at_once = 1
         """After how many steps the ranks' sums meet; equal on all ranks."""
 
+    def begin_anew(self) -> None:
+        """Forget how fast steps were: those of another stage may be much slower."""
+        self._num_at_once = 1
+
     def __len__(self) -> int:
         return len(self._steps)
 

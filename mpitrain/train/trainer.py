@@ -63,8 +63,7 @@ class Trainer:
         each_step: Told its number when a step is over; they cost their time in each.
         progress: Told of every batch of an evaluation; steps tell it by themselves.
             Where you called `mpitrain.init` with a hang timeout: its `Job.progress`.
-        statistics: Mean and deviation to take off images of bytes, by channel, in the
-            range 0 to 1.
+        statistics: Mean and deviation to take off images, by channel, from 0 to 1.
         all_weights_used: Whether all are known to take part in each loss, in one order.
         keeper: Writes checkpoints and stops in time; ``None``: nobody does.
         times: Writes down where its time goes, from `set_up` on; ``None``: nobody.
@@ -204,6 +203,7 @@ class Trainer:
         try:
             for stage in setup.plan.stages_left(self.so_far.epoch):
                 setup.begin(stage)
+                self._steps.begin_anew()
                 if keeper:
                     keeper.begin(stage)
                 while self.so_far.epoch < stage.epochs.stop:

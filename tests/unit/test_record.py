@@ -18,10 +18,11 @@ import pytest
 
 from mpitrain.record import folder, recorder
 from mpitrain.record.environment import VARIABLES
-from mpitrain.record.events import StepRow
+from mpitrain.record.events import Listeners, StepRow
 from mpitrain.record.lines import JsonLines
 from mpitrain.record.times import COMMUNICATION, PHASES, Laps, RankTimes
 from mpitrain.train.clock import Clock
+from mpitrain.train.pace import Untold
 from mpitrain.world import Node, World
 
 
@@ -117,6 +118,59 @@ def lap(**seconds: float) -> list[float]:
 
 def laps(*told: list[float]) -> Laps:
     return array("d", itertools.chain(*told))
+
+
+def test_times_do_not_wait_for_a_pace_through_many_evaluations(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [100.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+
+    class Slow(Clock):
+        def take(self) -> tuple[Laps, list[list[float]]]:
+            return laps(lap(forward=0.1)), [lap(evaluation=60.0)]
+
+    times = RankTimes(tmp_path, a_world(), 0.0)
+    untold = Untold(Slow(), times, "cpu", int)
+    for epoch in range(1, 6):
+        now[0] += 60.1
+        untold.add(1, 0.1, (epoch, epoch))
+        untold.tell(Listeners(), 1.25)
+    times.close()
+    rows = (tmp_path / "times/rank-2.jsonl").read_text().splitlines()[1:]
+    lines = [json.loads(row) for row in rows]
+    assert [line[1] for line in lines] == [1, 2, 3, 4, 5]
+    ends = [line[0] for line in lines]
+    assert max(b - a for a, b in itertools.pairwise(ends)) < 61
+
+
+def test_the_steps_before_an_evaluation_do_not_end_after_those_behind_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [100.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    times = RankTimes(tmp_path, a_world(), 0.0)
+    now[0] += 62.0  # half a second of steps, a minute, and 1.5 s of steps
+    times.add(4, laps(*4 * [lap(forward=0.5)]), [lap(evaluation=60.0)])
+    times.close()
+    rows = (tmp_path / "times/rank-2.jsonl").read_text().splitlines()[1:]
+    ((end, step, num_steps, *_),) = map(json.loads, rows)
+    assert (step, num_steps) == (4, 4)
+    assert end - times._wall_began == pytest.approx(62.0, abs=0.01)
+
+
+def test_lines_that_wait_are_written_when_a_job_is_cut(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mpitrain.record.lines.WRITE_SECONDS", 1000.0)
+    record = recorder.Recorder(tmp_path, a_world(), 0.0)
+    row = StepRow(epoch=1, step=1, loss=0.5, lr=0.1, gradient_norm=1.0)
+    record.rows_done([row])
+    record.hasten()
+    record.wait(10.0)
+    path = tmp_path / "metrics.jsonl"
+    assert json.loads(path.read_text())["step"] == 1
+    record.sync()  # as a checkpoint does that is about to get its name
 
 
 def test_where_a_ranks_time_went_is_written_down(tmp_path: Path) -> None:
