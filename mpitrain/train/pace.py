@@ -40,6 +40,11 @@ class Untold:
         times: Also wants to know it; ``None``: nobody does.
         device: What ranks tell each other is sent from there.
         gpu_bytes: Tells the most memory of its GPU that this rank has held; 0 without.
+
+    Attributes:
+        own_seconds: What all of them took this rank.
+        seconds: And the rank that took longest. That is less than the sum of the
+            longest of each few of them, where ranks are late by turns.
     """
 
     def __init__(
@@ -58,19 +63,26 @@ class Untold:
     def _clear(self) -> None:
         self._laps: Laps = array("d")
         self._num_samples = 0
-        self._seconds = 0.0
+        self.own_seconds = self.seconds = 0.0
         self._until = 0, 0
 
-    def add(self, num_samples: int, seconds: float, until: tuple[int, int]) -> None:
-        """Take in steps; their times are asked for later.
+    def add(
+        self,
+        num_samples: int,
+        own_seconds: float,
+        seconds: float,
+        until: tuple[int, int],
+    ) -> None:
+        """Take in steps; where their time went is asked for later.
 
         Args:
-            num_samples: In all of them, on all ranks.
-            seconds: Of all of them, of the rank that took longest.
+            num_samples: In them, on all ranks.
+            own_seconds: What they, and all before them that are untold, took this rank.
+            seconds: And the rank that took longest.
             until: The epoch, and the number, of the last.
         """
         self._num_samples += num_samples
-        self._seconds += seconds
+        self.own_seconds, self.seconds = own_seconds, seconds
         self._until = until
 
     def tell(self, listeners: Listeners, at_least: float) -> None:
@@ -84,7 +96,7 @@ class Untold:
         """
         if not self._num_samples:
             return
-        is_due = self._seconds >= at_least
+        is_due = self.seconds >= at_least
         if is_due or (self._times is not None and self._times.is_late):
             self._take()  # before another rank is waited for
         if is_due:
@@ -98,12 +110,11 @@ class Untold:
 
     def _tell(self, listeners: Listeners) -> None:
         (epoch, step), num_samples, laps = self._until, self._num_samples, self._laps
+        seconds = self.seconds
         self._clear()
         times = of_all_ranks(times_of(laps, self._gpu_bytes()), self.device)
         if listeners:
-            listeners.pace_done(
-                pace_of(times, epoch=epoch, step=step, num_samples=num_samples)
-            )
+            listeners.pace_done(pace_of(times, epoch, step, num_samples, seconds))
 
 
 def of_all_ranks(own: array[float], device: str) -> NDArray[np.float64]:
@@ -127,7 +138,7 @@ def of_all_ranks(own: array[float], device: str) -> NDArray[np.float64]:
     return found.cpu().numpy().reshape(num, -1)
 
 
-_NUM_SUMS = 4
+_NUM_SUMS = 3
 """Numbers before those of each step in what `times_of` returns."""
 
 
@@ -139,17 +150,17 @@ def times_of(laps: Laps, gpu_bytes: int) -> array[float]:
         gpu_bytes: Most memory of its GPU that this rank has held; 0 without one.
 
     Returns:
-        The seconds of all of them together, of data, of computing; those bytes; and the
+        The seconds of data and of computing, of all of them; those bytes; and the
         seconds of communication of each step.
     """
     sums = np.array(laps).reshape(-1, NUM_PHASES).sum(0).tolist()
     computing = sums[FORWARD] + sums[BACKWARD]
-    found = array("d", (sum(sums), sums[DATA], computing, gpu_bytes))
+    found = array("d", (sums[DATA], computing, gpu_bytes))
     return found + laps[COMMUNICATION::NUM_PHASES]
 
 
 def pace_of(
-    times: NDArray[np.float64], *, epoch: int, step: int, num_samples: int
+    times: NDArray[np.float64], epoch: int, step: int, num_samples: int, seconds: float
 ) -> Pace:
     """Sum up how fast steps were on all ranks.
 
@@ -159,20 +170,21 @@ def pace_of(
     counts as computing.
 
     Args:
-        times: float64 `(world_size, 4 + steps)`: what `times_of` returned on each.
+        times: float64 `(world_size, 3 + steps)`: what `times_of` returned on each.
         epoch: Of the last step.
         step: Its number.
         num_samples: In all of them.
+        seconds: Of all of them, of the rank that took longest.
 
-    >>> late = [[1.0, 0.0, 0.2, 0, 0.8], [1.0, 0.0, 0.9, 0, 0.1]]
-    >>> pace = pace_of(np.array(late), epoch=1, step=1, num_samples=8)
+    >>> late = [[0.0, 0.2, 0, 0.8], [0.0, 0.9, 0, 0.1]]
+    >>> pace = pace_of(np.array(late), epoch=1, step=1, num_samples=8, seconds=1.0)
     >>> pace.slowest_rank, round(pace.communication_seconds, 3)
     (1, 0.1)
     >>> round(pace.wait_seconds, 3), round(pace.late_seconds, 3)
     (0.35, 0.7)
     """
     world_size = len(times)
-    whole, data, computing, gpu_bytes = times[:, :_NUM_SUMS].T
+    data, computing, gpu_bytes = times[:, :_NUM_SUMS].T
     communication = times[:, _NUM_SUMS:]
     least = communication.min(0)
     slowest, slowest_steps, late = -1, 0, 0.0
@@ -190,7 +202,7 @@ def pace_of(
         step=step,
         num_steps=len(least),
         num_samples=num_samples,
-        seconds=float(whole.max()),
+        seconds=seconds,
         data_seconds=float(data.sum()) / world_size,
         compute_seconds=float(computing.sum()) / world_size,
         communication_seconds=float(least.sum()),

@@ -168,17 +168,18 @@ class Steps:
         if not steps:
             return []
         num, end = len(steps), so_far.num_steps
-        num_ranks = dist.get_world_size()
-        found, longest = _sums_of(steps), seconds
+        num_ranks, untold = dist.get_world_size(), self.untold
+        own_seconds = untold.own_seconds + seconds
+        found, longest = _sums_of(steps), own_seconds
         if num_ranks > 1:
-            found, longest = _added_up(found, seconds, self.untold.device)
+            found, longest = _added_up(found, own_seconds, untold.device)
         sums, counts = found[:num], found[num:]
         for step, loss_sum, count in zip(steps, sums, counts, strict=True):
             if step.is_applied:
                 so_far.loss_sum += loss_sum
                 so_far.num_samples += int(count)
-        self.untold.add(int(sum(counts)), longest, (so_far.epoch, end))
-        at_once = round(MEET_SECONDS * num / longest)
+        at_once = round(MEET_SECONDS * num / (longest - untold.seconds))
+        untold.add(int(sum(counts)), own_seconds, longest, (so_far.epoch, end))
         most = min(2 * self._num_at_once, MOST_AT_ONCE, MOST_ROWS // num_ranks)
         self._num_at_once = max(1, min(at_once, most))
         if not is_heard:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from mpitrain.record.events import Listeners
 from mpitrain.record.times import DATA, RankTimes
 from mpitrain.train.clock import Clock
 from mpitrain.train.pace import Untold
+from mpitrain.train.steps import Steps
 from mpitrain.train.trainer import Trainer
 from mpitrain.world import World
 
@@ -54,6 +56,32 @@ def test_paces_tell_of_each_step_once(world: World, seconds: float) -> None:
     if seconds == 0.0:
         ends = [epoch.step for epoch in heard.epochs]
         assert {pace.step for pace in heard.paces} >= set(ends)
+
+
+def test_a_pace_does_not_count_twice_that_ranks_are_late_by_turns(
+    world: World,
+) -> None:
+    class MeetsEachStep(Steps):
+        @property
+        def are_due(self) -> bool:
+            return True
+
+    trainer, heard = listened_to(world)
+    trainer.pace_seconds = 0.15
+    trainer.set_up()
+    trainer._steps = MeetsEachStep(trainer._steps.untold)
+
+    def be_late(step: int) -> None:
+        if step % world.world_size == world.rank:
+            time.sleep(0.05)
+
+    trainer.each_step.append(be_late)
+    began = time.perf_counter()
+    trainer.fit()
+    whole = time.perf_counter() - began
+    assert all(pace.seconds >= 0.15 for pace in heard.paces[:-1])
+    assert sum(pace.seconds for pace in heard.paces) < 1.5 * whole  # 2, if twice
+    assert trainer.so_far.num_steps == NUM_STEPS
 
 
 def test_a_training_that_fails_has_told_of_its_steps(world: World) -> None:
@@ -105,7 +133,7 @@ def test_steps_are_in_times_before_another_rank_is_waited_for(
         times.clock = clock
         clock.enter(DATA)
         clock.end(is_step=True, then=DATA)
-        untold.add(1, 2.0, (1, 1))
+        untold.add(1, 2.0, 2.0, (1, 1))
         with contextlib.suppress(InterruptedError):
             untold.tell(Listeners(), 0.0)
         times.cut()

@@ -134,7 +134,7 @@ def test_times_do_not_wait_for_a_pace_through_many_evaluations(
     untold = Untold(Slow(), times, "cpu", int)
     for epoch in range(1, 6):
         now[0] += 60.1
-        untold.add(1, 0.1, (epoch, epoch))
+        untold.add(1, 0.1 * epoch, 0.1 * epoch, (epoch, epoch))
         untold.tell(Listeners(), 1.25)
     times.close()
     rows = (tmp_path / "times/rank-2.jsonl").read_text().splitlines()[1:]
