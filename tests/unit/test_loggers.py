@@ -378,6 +378,7 @@ def test_other_ranks_have_wandb_alone_where_it_is_asked_for(facts: Any) -> None:
         config = LogConfig(log=log, wandb_all_ranks=all_ranks)
         loggers = open_loggers(config, facts(rank=1))
         assert [one.name for one in loggers._loggers] == names
+        assert bool(loggers) == bool(names)  # nobody hears: no rows are made
         assert not loggers.want_images
     assert open_loggers(config, facts()).want_images
     assert not open_loggers(LogConfig(log=("csv",)), facts()).want_images
