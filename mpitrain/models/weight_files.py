@@ -15,7 +15,11 @@ import torch
 from mpitrain.errors import DataError, UsageError
 
 SUFFIXES = frozenset({".pt", ".pth", ".safetensors", ".bin", ".ckpt", ".tar"})
-NESTED = ("model", "state_dict", "model_state_dict", "model_ema")
+NESTED = (
+    *("model", "state_dict", "model_state_dict", "model_state", "model_ema"),
+    *("module", "net", "network", "weights", "state"),
+)
+"""Keys under which programs save a ``state_dict``, in any case (`MODEL_STATE`)."""
 EXPECTED = "expected a state_dict: torch.save(model.state_dict(), 'model.pt')"
 
 State = dict[str, Any]
@@ -70,14 +74,15 @@ def read_state(path: Path) -> State:
 def _weights_in(found: object, path: Path) -> State:
     """Find the weights in what a file holds."""
     if isinstance(found, Mapping):
+        by_key = {str(key).lower(): value for key, value in found.items()}
         for key in NESTED:
-            if isinstance(found.get(key), Mapping):
-                return _weights_in(found[key], path)
+            if isinstance(by_key.get(key), Mapping):
+                return _weights_in(by_key[key], path)
         state = {str(key): value for key, value in found.items()}
         if any(isinstance(value, torch.Tensor) for value in state.values()):
             return state
         what = (
-            f"a {type(found).__name__} with {', '.join(list(state)[:5]) or 'nothing'}"
+            f"a {type(found).__name__} with {', '.join(list(state)[:10]) or 'nothing'}"
         )
     else:
         what = f"a {type(found).__name__}"

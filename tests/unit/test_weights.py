@@ -54,7 +54,11 @@ def test_weights_come_back_as_they_were_saved(name: str, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "_orig_mod.module."])
 @pytest.mark.parametrize(
-    "key", [None, "model", "state_dict", "model_state_dict", "model_ema"]
+    "key",
+    [
+        *(None, "model", "state_dict", "model_state_dict", "model_ema", "module"),
+        *("model_state", "MODEL_STATE"),  # NERSC's and PyTorch's own examples
+    ],
 )
 def test_wrappers_and_checkpoints_around_weights_are_taken_off(
     prefix: str, key: str | None, tmp_path: Path
@@ -255,6 +259,10 @@ def test_a_text_file_is_no_file_of_weights(tmp_path: Path) -> None:
         (
             {"epoch": 3, "best": 0.5},
             "found a dict with epoch, best; expected a state_dict",
+        ),
+        (
+            {"epoch": 3, "my_net": {"fc.weight": torch.zeros(3)}},
+            "found a dict with epoch, my_net; .* one of the keys .*model_state",
         ),
         ([1, 2], "found a list"),
         (torch.zeros(3), "found a Tensor"),
