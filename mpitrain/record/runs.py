@@ -79,25 +79,32 @@ def open_run(
             if may_rename and runs_dir.is_dir():
                 attempt += 1  # or two runs started within a second
                 continue
-            if exists == "refuse":
+            if exists == "refuse" and not _is_blank(path):
                 raise UsageError(
                     f"run folder {path} exists. Expected a new name: choose another "
                     "--name, or go on with it, without --resume never."
                 ) from None
-            return _taken(path)
+            break
         except OSError as error:
             raise _cannot_make(path, error) from None
+    if path.exists() and not path.is_dir():
+        raise UsageError(
+            f"{path} is a file; expected a run folder. Choose another --name"
+        )
     try:
         has_lock = _lock(path)
-        (path / "logs").mkdir()
-        run_id = secrets.token_hex(8)
-        now = datetime.now().astimezone().isoformat(timespec="seconds")
-        write_json(path / RUN, {"id": run_id, "begun": now})
-        _let_reach_disk(path / RUN)  # without it nobody may go on with the run
-        write_json(path / "result.json", {"status": "running"})
+        if is_new := _is_blank(path):
+            (path / "logs").mkdir(exist_ok=True)
+            run_id = secrets.token_hex(8)
+            now = datetime.now().astimezone().isoformat(timespec="seconds")
+            write_json(path / RUN, {"id": run_id, "begun": now})
+            _let_reach_disk(path / RUN)  # without it nobody may go on with the run
+            write_json(path / "result.json", {"status": "running"})
+        else:
+            run_id = _id_of(path)
     except OSError as error:
         raise _cannot_make(path, error) from None
-    return RunFolder(path=path, run_id=run_id, is_new=True, has_lock=has_lock)
+    return RunFolder(path=path, run_id=run_id, is_new=is_new, has_lock=has_lock)
 
 
 def differences(
@@ -121,21 +128,28 @@ def differences(
     ]
 
 
-def _taken(path: Path) -> RunFolder:
-    """Take a folder that is there."""
-    if not path.is_dir():
-        raise UsageError(
-            f"{path} is a file; expected a run folder. Choose another --name"
-        )
-    has_lock = _lock(path)
+def _is_blank(path: Path) -> bool:
+    """Whether no job has written into a folder more than its lock and empty logs.
+
+    A job that is killed while it makes its run folder leaves no more than that.
+    """
+    return path.is_dir() and all(
+        it.name == LOCK
+        or it.name.startswith(f".{RUN}.")  # not yet renamed
+        or (it.name == "logs" and not any(it.iterdir()))
+        for it in path.iterdir()
+    )
+
+
+def _id_of(path: Path) -> str:
+    """Return the id of the run whose folder it is."""
     try:
-        run_id = json.loads((path / RUN).read_text())["id"]
+        return str(json.loads((path / RUN).read_text())["id"])
     except (OSError, ValueError, KeyError, TypeError):
         raise UsageError(
             f"{path} exists, and is no run that could be gone on with: it has no "
             f"{RUN}. Choose another --name, or move that folder away."
         ) from None
-    return RunFolder(path=path, run_id=run_id, is_new=False, has_lock=has_lock)
 
 
 def _let_reach_disk(path: Path) -> None:

@@ -7,6 +7,8 @@ import json
 import logging
 import math
 import os
+import subprocess
+import sys
 import threading
 import time
 from array import array
@@ -16,10 +18,12 @@ from typing import Any
 
 import pytest
 
+from mpitrain.errors import UsageError
 from mpitrain.record import folder, recorder
 from mpitrain.record.environment import VARIABLES
 from mpitrain.record.events import Listeners, StepRow
 from mpitrain.record.lines import JsonLines
+from mpitrain.record.runs import open_run
 from mpitrain.record.times import COMMUNICATION, PHASES, Laps, RankTimes
 from mpitrain.train.clock import Clock
 from mpitrain.train.pace import Untold
@@ -348,3 +352,55 @@ def test_lines_that_wait_have_an_end(
     kept = [json.loads(line)[0] for line in written]
     assert kept == list(range(len(kept)))
     assert 100 <= len(kept) <= 200
+
+
+def test_a_run_that_was_killed_while_its_folder_was_made_can_begin(
+    tmp_path: Path,
+) -> None:
+    """A child is killed at its first file operation, another at its second, ..."""
+    script = """
+import itertools, os, signal, sys
+from pathlib import Path
+from mpitrain.train.beginning import begin
+from mpitrain.train.config import TrainConfig
+
+def begin_and_die(config, at):
+    moments = itertools.count()
+    def hook(event, args):
+        words = [os.fsdecode(it) for it in args if isinstance(it, (str, bytes, Path))]
+        named = any(name in word for word in words for name in ("runs/", ".lock"))
+        if (named or "fcntl" in event) and next(moments) == at:
+            os.kill(os.getpid(), signal.SIGKILL)
+    sys.addaudithook(hook)
+    begin(config)
+    os._exit(0)
+
+for at in itertools.count():
+    flags = dict(name=f"x{at}", runs_dir=Path("runs"))
+    child = os.fork()
+    if not child:
+        begin_and_die(TrainConfig(**flags), at)
+    status = os.waitpid(child, 0)[1]
+    if status == 0:
+        break
+    assert os.WTERMSIG(status) == signal.SIGKILL, status
+    refuse = "never" if at % 2 and not Path(f"runs/x{at}/run.json").exists() else "auto"
+    begun = begin(TrainConfig(**flags, resume=refuse))
+    assert begun.run_dir.name == f"x{at}" and not begun.over, begun
+    print(at, begun.is_new, flush=True)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    kinds = [line.split()[1] for line in done.stdout.splitlines()]
+    assert kinds == ["True"] * kinds.count("True") + ["False"] * kinds.count("False")
+    assert kinds.count("True") >= 4  # nothing, the folder, the lock, the logs
+    assert kinds.count("False") >= 2  # run.json, the others
+
+
+def test_a_folder_with_other_things_in_it_is_no_run(tmp_path: Path) -> None:
+    (tmp_path / "x" / "logs").mkdir(parents=True)
+    (tmp_path / "x" / "logs" / "mine.txt").touch()
+    with pytest.raises(UsageError, match=r"no run that could be gone on with"):
+        open_run(tmp_path, "x", exists="go on")
