@@ -14,6 +14,7 @@ import gc
 import logging
 import math
 import os
+import signal
 import socket
 import sys
 import time
@@ -170,6 +171,7 @@ def watch(argv: Sequence[str]) -> None:
     config = read_flags(
         watch.WatchConfig, argv, program=f"{PROGRAM} watch", files=False
     )
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `watch ... | head` ends in silence
     with contextlib.suppress(KeyboardInterrupt):
         watch.watch(config)
 

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
 import time
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+
+from made_runs import Part, make_run
 
 from mpitrain.tools.watch import View
 
@@ -49,3 +55,18 @@ def test_the_limit_of_a_job_is_not_that_of_the_next(tmp_path: Path) -> None:
         assert "limit in" not in standing(view, *second[1:])
     with ExitStack() as stack:  # who comes late
         assert "limit in" not in standing(View(tmp_path, stack))
+
+
+def test_it_ends_in_silence_when_its_reader_has_gone(tmp_path: Path) -> None:
+    """As in ``watch runs/NAME | head -1``."""
+    run_dir = make_run(tmp_path / "run", (Part(world_size=2),))
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run(
+        [sys.executable, "-m", "mpitrain", "watch", str(run_dir)],
+        stdout=write,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    os.close(write)
+    assert (done.stderr, done.returncode) == ("", -signal.SIGPIPE)
