@@ -22,6 +22,10 @@ class CheckpointConfig:
     """Write one when the last was begun so long ago; whichever comes first."""
     keep_checkpoints: int | None = 3
     """How many of the newest stay, beside the best one. None: all."""
+    best_by: str | None = None
+    """Metric of the validation that the best checkpoint is chosen by, such as
+    val_loss. Lower is better for names with loss or error, else higher; or
+    min:NAME, max:NAME. Default: accuracy, else loss."""
     resume: str = "auto"
     """auto: the same --name goes on from its newest checkpoint. never: it is
     an error that it exists. Or a run folder or checkpoint to begin from."""
@@ -43,6 +47,11 @@ class CheckpointConfig:
         if minutes is not None and not 0 < minutes < math.inf:
             raise UsageError(
                 f"--checkpoint-every-minutes must be above 0 or None, found {minutes}"
+            )
+        if not re.fullmatch(r"((min|max):)?[^:]+", self.best_by or "accuracy"):
+            raise UsageError(
+                f"--best-by {self.best_by!r}: expected the name of a metric, min:NAME "
+                "or max:NAME"
             )
         if self.new_run and self.resume == "never":
             raise UsageError("--new-run never goes on; leave --resume never out")

@@ -47,8 +47,21 @@ class Outcome:
     """Why it is not there; empty if it is."""
 
 
+@dataclass(kw_only=True)
+class _Copy:
+    """A checkpoint whose tensors were copied."""
+
+    writer: Writer
+    metadata: Metadata
+    step: int
+    error: Exception | None = None
+    """Why they could not be."""
+
+
 class Saver:
     """Writes the checkpoints of one run, one after the other.
+
+    While one is written another one may wait, as a copy in host memory.
 
     Args:
         run_dir: The run folder; all ranks see it.
@@ -77,27 +90,27 @@ class Saver:
         self._ranks = ranks
         self._keep = keep
         self._before_naming = before_naming
-        self._memory = HostMemory(pinned=world.device != "cpu")
+        self._pinned = world.device != "cpu"
+        self._memories = [HostMemory(pinned=self._pinned)]  # unused: at most two
         self._planner = SavePlanner()
         self._outline: object = None
         self._plan = SavePlan([])
         self._metadata = Metadata({})
         self._token = ranks.on_rank_zero(lambda: secrets.token_hex(4), "make a token")
-        self._writer: Writer | None = None
-        self._step = 0
+        self._current: _Copy | None = None  # is written
+        self._next: _Copy | None = None  # waits for that
         self._began = 0.0
         self._is_written = False  # by all ranks
         self._number = 0  # of the last thread
         self._num_ended = 0
         self._failed = 0
         self._why = ""
-        self._cannot_copy: Exception | None = None
         self._results: list[WriteResult] = []
 
     @property
     def is_busy(self) -> bool:
         """Whether a checkpoint is being written; equal on all ranks."""
-        return self._writer is not None
+        return self._current is not None
 
     def begin(
         self,
@@ -108,7 +121,8 @@ class Saver:
     ) -> None:
         """Copy what there is, and begin to write it.
 
-        Collective over all ranks; while none is being written.
+        Collective over all ranks. While another one is written, the copy waits; it
+        replaces one that waits.
 
         Args:
             tensors: By name. What several ranks have under one name is written by one
@@ -117,21 +131,24 @@ class Saver:
             step: Steps of the training that are in it.
             epoch: The epoch that was just judged; 0: within an epoch.
         """
-        assert self._writer is None
-        started = self._began = time.monotonic()
+        started = time.monotonic()
         self._settle_plan(tensors)
         path = self._run_dir / FOLDER / name_of(step, epoch)
         token = f"{self._token}-{self._number}"
-        self._step = step
-        self._writer = Writer(path, token=token, facts=facts, memory=self._memory)
-        self._cannot_copy = None
+        if self._next is not None:
+            self._memories.append(self._next.writer.memory)
+        elif not self._memories:
+            self._memories.append(HostMemory(pinned=self._pinned))
+        writer = Writer(path, token=token, facts=facts, memory=self._memories.pop())
+        copy = _Copy(writer=writer, metadata=self._metadata, step=step)
         try:
-            self._writer.stage(self._plan, self._planner)
+            writer.stage(self._plan, self._planner)
         except (RuntimeError, MemoryError) as error:  # no memory for the copy
-            self._cannot_copy = error
+            copy.error = error
         self._planner.state_dict = {}  # keeps no tensor alive
-        self._is_written = False
-        self._start(self._write)
+        self._next = copy
+        if self._current is None:
+            self._write_next(started)
         self.stall_seconds = time.monotonic() - started
 
     def report(self) -> tuple[int, int]:
@@ -151,7 +168,7 @@ class Saver:
         Returns:
             What became of a checkpoint, once it is known.
         """
-        if self._writer is None or -told[0] < self._number:
+        if self._current is None or -told[0] < self._number:
             return None  # nothing is under way, or somebody still writes
         if told[1] == self._number:
             return self._fail()
@@ -160,12 +177,11 @@ class Saver:
             results = self._ranks.tell_zero(self._results)
             self._start(lambda: self._complete(results))
             return None
-        self._writer = None
         seconds = self._ranks.tell_all(time.monotonic() - self._began)[0]
-        return Outcome(step=self._step, seconds=seconds)
+        return self._ended(seconds)
 
     def finish(self, progress: Callable[[], object]) -> Outcome | None:
-        """Wait until nothing is being written.
+        """Wait for the end of what is being written; then another one may be.
 
         Collective over all ranks.
 
@@ -177,7 +193,8 @@ class Saver:
         """
         outcome = None
         written, nap = -1, FIRST_NAP_SECONDS
-        while (writer := self._writer) is not None:
+        while outcome is None and self._current is not None:
+            writer = self._current.writer
             # All sleep as long: who waits in MPI takes a core.
             time.sleep(nap)
             nap = min(2 * nap, NAP_SECONDS)
@@ -227,34 +244,45 @@ class Saver:
 
         threading.Thread(target=run, name="checkpoint", daemon=True).start()
 
+    def _write_next(self, began: float) -> None:
+        self._current, self._next = self._next, None
+        self._began, self._is_written = began, False
+        if self._current is not None:
+            self._start(self._write)
+
+    def _ended(self, seconds: float, why_not: str = "") -> Outcome:
+        """Go on to the one that waits, if there is one."""
+        assert self._current is not None
+        step = self._current.step
+        self._memories.append(self._current.writer.memory)
+        self._write_next(time.monotonic())
+        return Outcome(step=step, seconds=seconds, why_not=why_not)
+
     def _write(self) -> None:
-        assert self._writer is not None
-        if self._cannot_copy is not None:
-            raise self._cannot_copy
-        self._results = self._writer.write()
+        assert self._current is not None
+        if self._current.error is not None:
+            raise self._current.error
+        self._results = self._current.writer.write()
 
     def _complete(self, results: list[list[WriteResult]]) -> None:
         if not self._world.is_rank_zero:
             return
-        assert self._writer is not None
+        assert self._current is not None
         self._before_naming()
-        self._writer.finish(self._metadata, results)
+        self._current.writer.finish(self._current.metadata, results)
         with contextlib.suppress(OSError):
             remove_superfluous(self._run_dir, self._keep)
 
     def _fail(self) -> Outcome:
         """Remove what was written, and tell why."""
-        assert self._writer is not None
+        assert self._current is not None
         mine = self._why if self._failed == self._number else ""
         reasons = self._ranks.tell_all(f"[{self._world}] {mine}" if mine else "")
         if self._world.is_rank_zero:
-            doomed = self._writer.beside
+            doomed = self._current.writer.beside
             # In a thread: the disk may not answer.
             threading.Thread(
                 target=shutil.rmtree, args=(doomed, True), daemon=True
             ).start()
         seconds = time.monotonic() - self._began
-        self._writer = None
-        return Outcome(
-            step=self._step, seconds=seconds, why_not=next(filter(None, reasons))
-        )
+        return self._ended(seconds, next(filter(None, reasons)))

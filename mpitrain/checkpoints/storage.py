@@ -104,6 +104,7 @@ class Writer(StorageWriter):
         memory: Where copies go.
 
     Attributes:
+        memory: Where the copies are.
         num_written: Bytes that this rank has written so far.
     """
 
@@ -120,10 +121,10 @@ class Writer(StorageWriter):
         self.beside = path.with_name(f".{path.name}.{token}")
         self.num_written = 0
         self._facts = facts or {}
-        self._memory = memory or HostMemory(pinned=False)
+        self.memory = memory or HostMemory(pinned=False)
         self._file = ""
         self._items: list[tuple[WriteItem, int, int]] = []
-        self._copy = self._memory.of(0)
+        self._copy = self.memory.of(0)
 
     # --- in the order in which torch.distributed.checkpoint calls -----------------
 
@@ -166,7 +167,7 @@ class Writer(StorageWriter):
             end = start + piece.numel() * piece.element_size()
             pieces.append((item, piece.detach(), start, end))
         self._file = plan.storage_data
-        self._copy = self._memory.of(end)
+        self._copy = self.memory.of(end)
         self._items = []
         is_elsewhere = False
         with torch.no_grad():

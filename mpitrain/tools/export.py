@@ -40,7 +40,7 @@ class ExportConfig:
     output: Annotated[Positional[Path], arg(metavar="FILE")]
     """The file to write, whole or not at all."""
     best: bool = False
-    """The checkpoint with the best validation, not the newest."""
+    """The checkpoint that is best by the run's --best-by, not the newest."""
     format: Format = "state_dict"
     """state_dict: for torch.load. safetensors. torchscript and
     exported-program (torch.export) hold the model's code, too."""

@@ -51,7 +51,7 @@ MAY_CHANGE = frozenset(
     {
         *("name", "runs_dir", "progress"),
         *(field.name for field in fields(LaunchConfig)),
-        *(field.name for field in fields(CheckpointConfig)),
+        *(f.name for f in fields(CheckpointConfig) if f.name != "best_by"),
         *(field.name for field in fields(LogConfig)),
         *("data_dir", "num_workers", "on_bad_sample", "on_nonfinite"),
         *("strategy", "hybrid_sharding", "cpu_offload", "shard_optimizer"),

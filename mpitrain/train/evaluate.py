@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mpitrain.data.sharding import Share
-from mpitrain.errors import DataError, agreed
+from mpitrain.errors import DataError, UsageError, agreed
 from mpitrain.record.events import Progress
 from mpitrain.train.feed import Feed
 
@@ -40,10 +40,32 @@ class Evaluation:
         """Mean loss per sample."""
         return self.values["loss"]
 
-    @property
-    def goodness(self) -> float | None:
-        """What the best model has most of: accuracy, else less loss; ``None``: none."""
-        found = self.values.get("accuracy", -self.values["loss"])
+    def goodness(self, best_by: str | None = None) -> float | None:
+        """Return how good the model is by one metric: more is better.
+
+        Args:
+            best_by: See `CheckpointConfig`.
+
+        Returns:
+            The metric, negated where less is better; ``None`` if it is not finite.
+
+        Raises:
+            UsageError: There is no such metric; on every rank.
+        """
+        default = "accuracy" if "accuracy" in self.values else "loss"
+        mode, _, name = (best_by or default).rpartition(":")
+        name = name.removeprefix("val_")
+        if name not in self.values:
+            raise agreed(
+                UsageError(
+                    f"--best-by {best_by}: found no such metric in the validation; "
+                    f"expected one of {', '.join(self.values)}"
+                )
+            )
+        is_lower_better = mode == "min" or (
+            not mode and any(word in name.lower() for word in ("loss", "error"))
+        )
+        found = -self.values[name] if is_lower_better else self.values[name]
         return found if math.isfinite(found) else None
 
     @property

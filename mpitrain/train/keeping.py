@@ -8,6 +8,7 @@ the same at the same step, and none waits for another.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -144,6 +145,7 @@ class Keeper:
         self._longest_gap = 0.0
         self._last_tick: float | None = None
         self._goodness: float | None = None
+        self._best = -math.inf
         stopper.margin = self.margin
 
     # --- going on -----------------------------------------------------------------
@@ -218,7 +220,8 @@ class Keeper:
         if every and epoch % every == 0:
             self._is_due = True
         self._goodness = goodness
-        self._save_if_due()
+        is_best = goodness is not None and goodness > self._best
+        self._save_if_due(may_wait=is_best)
         self._tick(EVALUATION)
 
     def stop(self, reason: int) -> NoReturn:
@@ -285,10 +288,15 @@ class Keeper:
             *self._saver.report(),
         ]
 
-    def _save_if_due(self) -> None:
-        if self._is_due and self._saver.is_busy:
-            self._is_late = True
-        elif self._is_due and not self._is_backing_off:
+    def _save_if_due(self, *, may_wait: bool = False) -> None:
+        """Write a checkpoint if one is due.
+
+        Args:
+            may_wait: Let it wait as a copy, where another one is being written.
+        """
+        is_busy = self._saver.is_busy
+        self._is_late |= self._is_due and is_busy
+        if self._is_due and not self._is_backing_off and (may_wait or not is_busy):
             before = self._trainer.clock.phase
             self._trainer.clock.enter(CHECKPOINT)
             self._save()
@@ -307,6 +315,9 @@ class Keeper:
         self._saved_at = time.monotonic()
         self._num_begun += 1
         epoch = 0 if so_far.epoch_steps else so_far.epoch - 1  # that was just judged
+        goodness = self._goodness if epoch else None
+        if goodness is not None:
+            self._best = max(self._best, goodness)
         tensors = tensors_of(
             setup.model, setup.replica, setup.updater, self._world, setup.prefix
         )
@@ -318,7 +329,7 @@ class Keeper:
             "so_far": asdict(so_far),
             "scale": setup.updater.scale.state(),
             "extra_state": split_state(setup.model)[1],
-            "goodness": self._goodness if epoch else None,
+            "goodness": goodness,
             "record": self._record.state() if self._record is not None else None,
         }
         trainer.progress("copying a checkpoint")
@@ -330,7 +341,7 @@ class Keeper:
         def progress() -> None:
             self._trainer.progress(doing)
 
-        if (outcome := self._saver.finish(progress)) is not None:
+        while (outcome := self._saver.finish(progress)) is not None:
             self._note(outcome)
         for seconds in LAST_TRIES:
             time.sleep(seconds)
@@ -369,6 +380,7 @@ class Keeper:
             )
             return
         wait = BACK_OFF_SECONDS[min(self._failed_in_a_row, len(BACK_OFF_SECONDS) - 1)]
+        self._best = -math.inf  # it may have been the one that was lost
         self._failed_in_a_row += 1
         self._num_failed += 1
         self._is_backing_off = True

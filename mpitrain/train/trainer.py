@@ -291,8 +291,9 @@ class Trainer:
         seconds = time.perf_counter() - self._began
         self._heard.epoch_done(so_far.as_epoch(stage.name, seconds))
         so_far.begin_epoch(epoch + 1)
+        goodness = result.goodness(self.config.best_by)
         if keeper:
-            keeper.after_epoch(epoch, result.goodness)
+            keeper.after_epoch(epoch, goodness)
         clock.enter(OTHER)
 
     def meet(self, *, tell_all: bool = False) -> None:

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from trainings import Net, config_of, some
 
 from mpitrain.checkpoints import layout, storage
 from mpitrain.checkpoints.loading import Loader, newest_whole
 from mpitrain.checkpoints.saving import Outcome, Saver
-from mpitrain.errors import DataError
+from mpitrain.errors import DataError, UsageError
 from mpitrain.launch.shared import Ranks, all_ranks
+from mpitrain.train.keeping import Keeper
+from mpitrain.train.trainer import Trainer
 from mpitrain.world import World
 
 NUM = 12
@@ -151,3 +156,71 @@ def test_all_ranks_agree_on_what_is_broken(
     with pytest.raises(DataError, match="another run wrote it"):
         newest_whole(run_dir, "b", world, ranks, lambda: None)
     assert oldest.facts()["run"] == "a"  # it is where it was
+
+
+def trainer_with_scores(
+    world: World, ranks: Ranks, run_dir: Path, scores: list[float], best_by: str
+) -> Trainer:
+    """A trainer that keeps checkpoints, with a metric that is known beforehand."""
+    given = itertools.chain([0.0], scores)  # one batch for each evaluation
+    config = config_of(
+        epochs=len(scores), keep_checkpoints=1, best_by=best_by, global_batch_size=64
+    )
+    trainer = Trainer(
+        Net(),
+        some(64),
+        some(world.world_size, "val"),
+        config,
+        world=world,
+        metrics=lambda *_: {"score": torch.tensor(next(given)).double()},
+    )
+    next(given)
+    trainer.keeper = Keeper(
+        trainer,
+        run_dir=run_dir,
+        facts={"run": "a"},
+        world=world,
+        ranks=ranks,
+        stopper=SimpleNamespace(wanted=lambda: 0),  # type: ignore[arg-type]
+        record=None,
+        loader=None,
+    )
+    return trainer
+
+
+@pytest.mark.parametrize("best_by", ["score", "min:val_score"])
+def test_the_best_epoch_is_kept_though_writes_take_longer_than_epochs(
+    best_by: str,
+    world: World,
+    ranks: Ranks,
+    run_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    write = storage.Writer.write
+    names = []
+
+    def slowly(self: storage.Writer) -> Any:
+        names.append(self.path.name)
+        time.sleep(0.6)
+        return write(self)
+
+    monkeypatch.setattr(storage.Writer, "write", slowly)
+    scores = [0.1, 0.3, 0.5, 0.2, 0.9, 0.4, 0.3, 0.2]
+    if best_by.startswith("min"):
+        scores = [-score for score in scores]
+    trainer_with_scores(world, ranks, run_dir, scores, best_by).fit()
+    ranks.tell_all(None)
+    best = layout.best_of(layout.find(run_dir))
+    assert best is not None
+    assert best.epoch == 5
+    assert best.facts()["so_far"]["values"]["score"] == pytest.approx(scores[4])
+    assert len(layout.find(run_dir)) == 2  # and the newest
+    assert len(names) < len(scores)  # no epoch waited for another one's write
+
+
+def test_a_metric_that_there_is_not_is_told(
+    world: World, ranks: Ranks, run_dir: Path
+) -> None:
+    trainer = trainer_with_scores(world, ranks, run_dir, [1.0], "val_scores")
+    with pytest.raises(UsageError, match=r"--best-by val_scores: .*loss, score"):
+        trainer.fit()
