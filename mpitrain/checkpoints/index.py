@@ -6,6 +6,8 @@ types that we know, or it is refused.
 
 from __future__ import annotations
 
+import math
+import operator
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,7 +21,12 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from mpitrain.checkpoints.layout import SHARE, TENSORS, BrokenCheckpoint
+from mpitrain.checkpoints.layout import (
+    NOT_THERE,
+    SHARE,
+    TENSORS,
+    BrokenCheckpoint,
+)
 
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype
@@ -64,25 +71,46 @@ def from_json(path: Path, found: Mapping[str, Any]) -> Metadata:
         found: The JSON object.
 
     Raises:
-        BrokenCheckpoint: It makes no sense.
+        BrokenCheckpoint: It makes no sense, or there are fewer bytes than it says.
     """
     tensors: dict[str, Any] = {}
     stored: dict[MetadataIndex, Stored] = {}
+    sizes_of_files: dict[str, int] = {}
+    num_bytes, is_wrong = 0, False
     try:
         for name, of in found["tensors"].items():
             chunks = []
+            dtype, shape = DTYPES[of["dtype"]], _size(of["shape"])
+            num_left = math.prod(shape)
             for offsets, sizes, file, at in of["chunks"]:
                 chunk = ChunkStorageMetadata(_size(offsets), _size(sizes))
                 chunks.append(chunk)
-                where = Stored(_share(file), int(at), "")
+                where = Stored(_share(file), _size([at])[0], "")
                 stored[MetadataIndex(name, chunk.offsets)] = where
+                if file not in sizes_of_files:
+                    sizes_of_files[file] = (path / file).stat().st_size
+                num = math.prod(sizes)
+                num_left -= num
+                num_bytes += num * dtype.itemsize
+                ends = map(operator.add, offsets, sizes)
+                is_wrong |= (
+                    where.at + num * dtype.itemsize > sizes_of_files[file]
+                    or len(offsets) != len(shape)
+                    or any(map(operator.gt, ends, shape))
+                )
+            is_wrong |= num_left != 0
             tensors[name] = TensorStorageMetadata(
-                properties=TensorProperties(dtype=DTYPES[of["dtype"]]),
-                size=_size(of["shape"]),
-                chunks=chunks,
+                properties=TensorProperties(dtype=dtype), size=shape, chunks=chunks
             )
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except NOT_THERE as error:
+        raise BrokenCheckpoint(path, f"{error.filename}: {error.strerror}") from None
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise BrokenCheckpoint(path, f"{TENSORS}: {error!r}") from None
+    if is_wrong or num_bytes > sum(sizes_of_files.values()):
+        raise BrokenCheckpoint(
+            path,
+            f"{TENSORS}: pieces that do not make up the tensors, or lie in no file",
+        )
     return Metadata(tensors, storage_data=stored)
 
 
@@ -93,6 +121,6 @@ def _share(name: str) -> str:
 
 
 def _size(numbers: Sequence[int]) -> torch.Size:
-    if not all(isinstance(number, int) and number >= 0 for number in numbers):
+    if not all(type(number) is int and number >= 0 for number in numbers):
         raise ValueError(f"the shape {numbers!r}")
     return torch.Size(numbers)

@@ -17,13 +17,15 @@ import contextlib
 import hashlib
 import itertools
 import json
+import math
 import os
 import re
 import shutil
+import stat
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from mpitrain.errors import DataError
 
@@ -37,6 +39,38 @@ FORMAT = 1
 
 CHUNK_BYTES = 4 << 20
 """Read, written and summed up at once."""
+
+MOST_JSON_BYTES = 1 << 28
+"""Files that are read as text are not longer."""
+
+_NUMBER, _NONE, _MOST = (int, float), type(None), 2**53
+_TEXTS = "run stage strategy config.model config.data config.precision"
+_COUNTS = (
+    "config.epochs config.probe_epochs data.image_size so_far.num_steps "
+    "so_far.epoch_steps so_far.num_samples so_far.skipped_steps so_far.skipped_samples "
+    "so_far.val_samples"
+)
+_FROM_ONE = "world_size config.global_batch_size data.in_channels so_far.epoch"
+SCHEMA: Mapping[str, tuple[tuple[type, ...], float | None, float | None]] = {
+    **dict.fromkeys(_TEXTS.split(), ((str,), None, None)),
+    **dict.fromkeys(_COUNTS.split(), ((int,), 0, _MOST)),
+    **dict.fromkeys(_FROM_ONE.split(), ((int,), 1, _MOST)),
+    "config.seed": ((int,), 0, math.inf),
+    "data.num_classes": ((int, _NONE), 1, _MOST),
+    "num_samples": ((dict,), None, None),
+    "so_far.loss_sum": (_NUMBER, -math.inf, math.inf),
+    "so_far.steps_seconds": (_NUMBER, 0, _MOST),
+    "so_far.taken": ((list,), 0, _MOST),
+    "so_far.values": ((dict,), -math.inf, math.inf),
+    "scale": ((list,), 0, 2.0**200),
+    "extra_state": ((dict,), None, None),
+    "goodness": ((*_NUMBER, _NONE), -(2.0**1000), 2.0**1000),
+    "record": ((dict, _NONE), None, None),
+    "record.metrics_bytes": ((int, _NONE), 0, _MOST),
+    "record.values": ((dict, _NONE), None, None),
+}
+"""Of each field in `FACTS` its types, and the least and most that it, or each number in
+it, may be. From minus infinity on means any number, NaN too; None: not looked at."""
 
 NAME = re.compile(r"step-(\d+)(?:-epoch-(\d+))?")
 SHARE = re.compile(r"rank-\d+\.bin")
@@ -78,9 +112,11 @@ class Checkpoint:
         """Read what was written down beside the tensors.
 
         Raises:
-            BrokenCheckpoint: It cannot be read.
+            BrokenCheckpoint: It cannot be read, or cannot be so.
         """
-        return read_json(self.path, FACTS)
+        found = read_json(self.path, FACTS)
+        _check_facts(self, found)
+        return found
 
 
 def name_of(step: int, epoch: int = 0) -> str:
@@ -176,45 +212,12 @@ def check_file(
         OSError: It is there, and cannot be read.
     """
     found = hashlib.sha256()
-    try:
-        with (path / name).open("rb", buffering=0) as file:
-            while piece := file.read(CHUNK_BYTES):
-                found.update(piece)
-                progress()
-    except NOT_THERE as error:
-        raise BrokenCheckpoint(path, f"{name}: {error.strerror}") from None
+    with open_file(path, name) as file:
+        while piece := file.read(CHUNK_BYTES):
+            found.update(piece)
+            progress()
     if found.hexdigest() != expected:
         raise BrokenCheckpoint(path, f"{name} has other bytes than {SUMS} says")
-
-
-def check(checkpoint: Checkpoint) -> None:
-    """Make sure that a checkpoint is whole; local.
-
-    Raises:
-        BrokenCheckpoint: It is not.
-    """
-    sums = read_sums(checkpoint.path)
-    for name, digest in sums.items():
-        check_file(checkpoint.path, name, digest)
-    check_names(checkpoint.path, sums)
-
-
-def check_names(path: Path, sums: Mapping[str, str]) -> None:
-    """Make sure that the sums cover every file that tensors lie in.
-
-    Raises:
-        BrokenCheckpoint: They do not.
-    """
-    found = read_json(path, TENSORS)
-    try:
-        needed = {
-            chunk[2] for of in found["tensors"].values() for chunk in of["chunks"]
-        }
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise BrokenCheckpoint(path, f"{TENSORS}: {error!r}") from None
-    for name in needed:
-        if name not in sums:
-            raise BrokenCheckpoint(path, f"{SUMS} lacks {name}")
 
 
 def read_json(path: Path, name: str) -> dict[str, Any]:
@@ -227,7 +230,7 @@ def read_json(path: Path, name: str) -> dict[str, Any]:
     text = _text_of(path, name)
     try:
         found = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise BrokenCheckpoint(path, f"{name}: {error}") from None
     if not isinstance(found, dict) or not isinstance(found.get("format"), int):
         raise BrokenCheckpoint(path, f"{name} names no format")
@@ -322,10 +325,65 @@ def _checkpoint(path: Path) -> Checkpoint:
     return Checkpoint(step=int(match[1]), epoch=int(match[2] or 0), path=path)
 
 
-def _text_of(path: Path, name: str) -> str:
+def open_file(path: Path, name: str) -> BinaryIO:
+    """Open a file of a checkpoint; never one that could block, or has no end.
+
+    Raises:
+        BrokenCheckpoint: It is not there, or no regular file.
+        OSError: It is there, and cannot be read.
+    """
     try:
-        return (path / name).read_text("utf-8")
+        if not stat.S_ISREG((path / name).stat().st_mode):
+            raise BrokenCheckpoint(path, f"{name} is no regular file")
+        return (path / name).open("rb", buffering=0)
     except NOT_THERE as error:
         raise BrokenCheckpoint(path, f"{name}: {error.strerror}") from None
+
+
+def _text_of(path: Path, name: str) -> str:
+    with open_file(path, name) as file:
+        data = file.read(MOST_JSON_BYTES + 1)
+    if len(data) > MOST_JSON_BYTES:
+        raise BrokenCheckpoint(path, f"{name} has more than {MOST_JSON_BYTES} bytes")
+    try:
+        return data.decode()
     except UnicodeDecodeError:
         raise BrokenCheckpoint(path, f"{name} is no text") from None
+
+
+def _check_facts(checkpoint: Checkpoint, facts: Mapping[str, Any]) -> None:
+    """Make sure that facts are of the schema, and of this checkpoint.
+
+    Raises:
+        BrokenCheckpoint: They are not.
+    """
+    for name, (types, least, most) in SCHEMA.items():
+        value: Any = facts
+        for key in name.split("."):
+            value = value.get(key) if isinstance(value, dict) else None
+        parts = list(value.values()) if isinstance(value, dict) else value
+        is_good = type(value) in types
+        if is_good and value is not None and least is not None and most is not None:
+            is_good = all(
+                type(it) in _NUMBER and (least == -math.inf or least <= it <= most)
+                for it in (parts if isinstance(parts, list) else [parts])
+            )
+        if not is_good:
+            why = f"{FACTS}: {name} is {repr(value)[:80]}"
+            raise BrokenCheckpoint(checkpoint.path, why)
+    so_far, config = facts["so_far"], facts["config"]
+    for is_so, why in (
+        (so_far["num_steps"] == checkpoint.step, "so_far.num_steps is not the name's"),
+        (
+            checkpoint.epoch in (0, so_far["epoch"] - 1),
+            "so_far.epoch is not the name's",
+        ),
+        (
+            so_far["epoch"] <= config["epochs"] + config["probe_epochs"] + 1,
+            "so_far.epoch is after the last one",
+        ),
+        (all(f"so_far.{it}" in SCHEMA for it in so_far), "so_far has other fields"),
+        (len(facts["scale"]) == 2, "scale has not two numbers"),
+    ):
+        if not is_so:
+            raise BrokenCheckpoint(checkpoint.path, f"{FACTS}: {why}")

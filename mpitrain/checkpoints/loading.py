@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from mpitrain.checkpoints.layout import (
+    SUMS,
     BrokenCheckpoint,
     Checkpoint,
     check_file,
-    check_names,
     find,
     read_sums,
     set_aside,
@@ -105,8 +105,9 @@ def why_broken(
         for name, digest in sums[world.rank :: world.world_size]:
             check_file(checkpoint.path, name, digest, progress)
         if world.is_rank_zero:
-            check_names(checkpoint.path, dict(sums))
-            if run_id is not None and checkpoint.facts().get("run") != run_id:
+            _check_index(checkpoint.path, dict(sums))
+            found = checkpoint.facts()["run"]
+            if run_id not in (None, found):
                 mine = "another run wrote it"
     except BrokenCheckpoint as broken:
         mine = broken.why
@@ -122,6 +123,30 @@ def why_broken(
                 )
             )
     return next((why for why, _ in told if why), "")
+
+
+def check(checkpoint: Checkpoint) -> None:
+    """Make sure that a checkpoint is whole; local.
+
+    Raises:
+        BrokenCheckpoint: It is not.
+    """
+    sums = read_sums(checkpoint.path)
+    for name, digest in sums.items():
+        check_file(checkpoint.path, name, digest)
+    _check_index(checkpoint.path, sums)
+    checkpoint.facts()
+
+
+def _check_index(path: Path, sums: Mapping[str, str]) -> None:
+    """Make sure that tensors lie within files, and that sums cover these.
+
+    Raises:
+        BrokenCheckpoint: They do not.
+    """
+    for stored in Reader(path).read_metadata().storage_data.values():
+        if stored.file not in sums:
+            raise BrokenCheckpoint(path, f"{SUMS} lacks {stored.file}")
 
 
 class Loader:

@@ -44,6 +44,7 @@ from mpitrain.checkpoints.layout import (
     FACTS,
     TENSORS,
     BrokenCheckpoint,
+    open_file,
     read_json,
     sync_folder,
     write_json,
@@ -254,7 +255,7 @@ class Reader(StorageReader):
     """Reads one checkpoint, on any number of ranks.
 
     Args:
-        path: Its folder; see `layout.check` for whether it is whole.
+        path: Its folder; see `loading.check` for whether it is whole.
         progress: Told now and then while it reads.
     """
 
@@ -332,10 +333,10 @@ class Reader(StorageReader):
         piece = torch.empty(num_bytes, dtype=torch.uint8)
         view = piece.numpy().data
         try:
-            with (self.path / where.file).open("rb", buffering=0) as file:
+            with open_file(self.path, where.file) as file:
                 file.seek(where.at)
                 got = 0
-                while num := file.readinto(view[got : got + CHUNK_BYTES]):
+                while num := file.readinto(view[got : got + CHUNK_BYTES]):  # type: ignore[attr-defined]
                     got += num
                     self._progress()
         except OSError as error:

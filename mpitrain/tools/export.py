@@ -18,11 +18,10 @@ from mpitrain.checkpoints.layout import (
     BrokenCheckpoint,
     Checkpoint,
     best_of,
-    check,
     checkpoint_at,
     find,
 )
-from mpitrain.checkpoints.loading import Loader
+from mpitrain.checkpoints.loading import Loader, check
 from mpitrain.errors import UsageError
 from mpitrain.models.build import build_model
 from mpitrain.models.fetch import is_own

@@ -7,6 +7,7 @@ import itertools
 import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,11 +18,12 @@ from torch import Tensor
 from trainings import Net, config_of, some
 
 from mpitrain.checkpoints import layout, storage
-from mpitrain.checkpoints.loading import Loader, newest_whole
+from mpitrain.checkpoints.loading import Loader, check, newest_whole
 from mpitrain.checkpoints.saving import Outcome, Saver
 from mpitrain.errors import DataError, UsageError
 from mpitrain.launch.shared import Ranks, all_ranks
 from mpitrain.train.keeping import Keeper
+from mpitrain.train.steps import SoFar
 from mpitrain.train.trainer import Trainer
 from mpitrain.world import World
 
@@ -48,6 +50,27 @@ def tensors(world: World, value: float = 1.0) -> dict[str, Tensor]:
     return found
 
 
+FACTS = {
+    "run": "a",
+    "config": {
+        "model": "convnet", "data": "digits", "precision": "fp32", "seed": 1,
+        "epochs": 9, "probe_epochs": 0, "global_batch_size": 64,
+    },
+    "data": {"num_classes": 10, "in_channels": 1, "image_size": 8},
+    "num_samples": {"train": 96, "val": 40},
+}  # fmt: skip
+"""What the run's checkpoints all say."""
+
+
+def facts_of(step: int) -> dict[str, Any]:
+    """What a keeper adds to it."""
+    return FACTS | {
+        "stage": "train", "strategy": "ddp", "world_size": 2, "scale": [1.0, 0],
+        "so_far": asdict(SoFar(num_steps=step)), "extra_state": {}, "goodness": None,
+        "record": None,
+    }  # fmt: skip
+
+
 def saver_of(run_dir: Path, world: World, ranks: Ranks, **more: Any) -> Saver:
     given = {"keep": None, "before_naming": lambda: None, **more}
     return Saver(run_dir, world, ranks, **given)
@@ -61,7 +84,7 @@ def written(saver: Saver) -> Outcome:
 
 def test_each_rank_writes_its_share(world: World, ranks: Ranks, run_dir: Path) -> None:
     saver = saver_of(run_dir, world, ranks)
-    saver.begin(tensors(world), {"run": "a"}, 5, 0)
+    saver.begin(tensors(world), facts_of(5), 5, 0)
     assert saver.is_busy
     assert written(saver).why_not == ""
     assert not saver.is_busy
@@ -86,7 +109,7 @@ def test_what_is_written_is_what_was_there_at_the_begin(
     for step in (1, 2, 3):
         for tensor in state.values():
             tensor.fill_(step)
-        saver.begin(state, {"run": "a"}, step, 0)
+        saver.begin(state, facts_of(step), step, 0)
         for tensor in state.values():
             tensor.fill_(99)
         assert written(saver).step == step
@@ -115,16 +138,16 @@ def test_a_failure_of_one_rank_is_known_to_all_and_the_next_one_succeeds(
         if world.rank == faulty:
             patch.setattr(storage.Writer, name, fails)
         for step in (1, 2):
-            saver.begin(tensors(world), {"run": "a"}, step, 0)
+            saver.begin(tensors(world), facts_of(step), step, 0)
             outcome = written(saver)
             assert f"[rank {faulty}/{world.world_size} " in outcome.why_not
             assert "No space left on device: there" in outcome.why_not
             assert not saver.is_busy
-    saver.begin(tensors(world), {"run": "a"}, 3, 0)
+    saver.begin(tensors(world), facts_of(3), 3, 0)
     assert written(saver).why_not == ""
     ranks.tell_all(None)
     assert [it.step for it in layout.find(run_dir)] == [3]
-    layout.check(layout.find(run_dir)[0])
+    check(layout.find(run_dir)[0])
     end = time.monotonic() + 10
     while any((run_dir / layout.FOLDER).glob(".step-*")):
         assert time.monotonic() < end
@@ -135,7 +158,7 @@ def test_all_ranks_agree_on_what_is_broken(
 ) -> None:
     saver = saver_of(run_dir, world, ranks)
     for step in range(1, 4):
-        saver.begin(tensors(world), {"run": "a"}, step, 0)
+        saver.begin(tensors(world), facts_of(step), step, 0)
         written(saver)
     newest, middle, oldest = layout.find(run_dir)
     if world.is_rank_zero:
@@ -178,7 +201,7 @@ def trainer_with_scores(
     trainer.keeper = Keeper(
         trainer,
         run_dir=run_dir,
-        facts={"run": "a"},
+        facts=FACTS,
         world=world,
         ranks=ranks,
         stopper=SimpleNamespace(wanted=lambda: 0),  # type: ignore[arg-type]
