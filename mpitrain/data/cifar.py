@@ -12,12 +12,13 @@ import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
 from mpitrain.data import unpickling
-from mpitrain.data.samples import Table
+from mpitrain.data.samples import MOST_BYTES, Table
 from mpitrain.data.tables import (
     Part,
     advised,
@@ -151,6 +152,8 @@ def _lacking(place: Path, layout: Layout) -> list[str]:
 def _from_folder(folder: Path, layout: Layout) -> Iterator[tuple[str, str, bytes]]:
     """Yield each file's name, where it is, and its content."""
     for file in layout.files:
+        if (folder / file).stat().st_size > MOST_BYTES:
+            raise DataError(f"{folder / file}: has more than {MOST_BYTES} bytes")
         yield file, str(folder / file), (folder / file).read_bytes()
 
 
@@ -159,17 +162,26 @@ def _from_archive(archive: Path, layout: Layout) -> Iterator[tuple[str, str, byt
     wanted = {f"{layout.folder}/{file}": file for file in layout.files}
     try:
         with gzip.open(archive) as unzipped:
-            with tarfile.open(fileobj=unzipped, mode="r|") as tar:
+
+            def read(size: int) -> bytes:
+                if unzipped.tell() > MOST_BYTES:
+                    raise DataError(
+                        f"{archive}: unpacks to more than {MOST_BYTES} bytes"
+                    )
+                return unzipped.read(size)
+
+            stream: Any = SimpleNamespace(read=read)
+            with tarfile.open(fileobj=stream, mode="r|") as tar:
                 for member in tar:
                     content = tar.extractfile(member) if member.isfile() else None
                     if content is not None and member.name in wanted:
                         file = wanted.pop(member.name)
                         yield file, f"{archive}: {member.name}", content.read()
-            while unzipped.read(2**20):
+            while read(2**20):
                 pass  # to its end, where its check sum is
     except gzip.BadGzipFile as error:
-        with archive.open("rb") as stream:
-            start = stream.read(100)
+        with archive.open("rb") as plain:
+            start = plain.read(100)
         if start.startswith(b"\x1f\x8b"):
             raise DataError(f"{archive}: is corrupt: {error}") from None
         raise DataError(f"{archive}: expected a .tar.gz, {beginning(start)}") from None

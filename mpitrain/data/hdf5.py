@@ -19,7 +19,7 @@ from torch import Tensor
 
 from mpitrain.data.classes import name_classes
 from mpitrain.data.images import Uniform, cut, decode
-from mpitrain.data.samples import PARTS, Array, BadSample, Table
+from mpitrain.data.samples import MOST_BYTES, PARTS, Array, BadSample, Table
 from mpitrain.data.tables import check_labels
 from mpitrain.errors import DataError, UsageError
 
@@ -207,10 +207,15 @@ def _read_table(h5py: Any, path: Path, file: Any) -> Table:
     shapes: dict[str, tuple[int, int, int]] = {}
     classes: tuple[str, ...] = ()
     for part in PARTS:
-        if part == "test" and part not in file:
+        if part == "test" and file.get(part, getlink=True) is None:
             continue
         images, labels = _data_sets(h5py, path, file, part)
         where = f"{path}, {part}/labels"
+        if labels.size is not None and labels.size > path.stat().st_size:
+            raise DataError(
+                f"{where}: says {labels.size} labels, in a file of "
+                f"{path.stat().st_size} bytes"
+            )
         arrays[f"{part}_labels"] = _labels(labels, where)
         layouts[part], shapes[part] = _layout(h5py, images, f"{path}, {part}/images")
         if part == "train":
@@ -235,19 +240,39 @@ def _read_table(h5py: Any, path: Path, file: Any) -> Table:
 
 def _data_sets(h5py: Any, path: Path, file: Any, part: str) -> tuple[Any, Any]:
     """Return the data sets of the images and labels of one part, unread."""
-    group = file.get(part)
+    group = _own(h5py, path, file, part)
     if not isinstance(group, h5py.Group):
         raise DataError(
             f"{path}: no group {part!r}. Expected train and val, maybe test, each "
             f"with images and labels; found {_names(file)}"
         )
     for name in ("images", "labels"):
-        if not isinstance(group.get(name), h5py.Dataset):
+        if not isinstance(_own(h5py, path, group, name), h5py.Dataset):
             raise DataError(
                 f"{path}, {part}: no data set {name!r}. Expected images and labels; "
                 f"found {_names(group)}"
             )
     return group["images"], group["labels"]
+
+
+def _own(h5py: Any, path: Path, group: Any, name: str) -> Any:
+    """Return a member of a group that lies in this file; ``None`` if there is none.
+
+    Raises:
+        DataError: It would be read from other files.
+    """
+    link = group.get(name, getlink=True)
+    found = group.get(name) if isinstance(link, h5py.HardLink) else None
+    if (
+        (link is not None and found is None)
+        or getattr(found, "external", None)
+        or getattr(found, "is_virtual", False)
+    ):
+        raise DataError(
+            f"{path}, {group.name}: {name!r} lies in another file or behind a link; "
+            "expected it in this file itself"
+        )
+    return found
 
 
 def _names(group: Any) -> str:
@@ -279,7 +304,7 @@ def _layout(h5py: Any, images: Any, where: str) -> tuple[str, tuple[int, int, in
             hint = ". From 0 to 1: (images * 255).round().astype('uint8')"
         raise DataError(f"{where}: {found}, expected {LAYOUTS}{hint}")
     shape = images.shape or ()
-    if shape and math.prod(shape):
+    if shape and math.prod(shape) and math.prod(shape[1:]) <= MOST_BYTES:
         if len(shape) == 3:
             return "NHW", (1, *shape[1:])
         if len(shape) == 4 and shape[3] <= 4:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mpitrain.data.samples import Array, Table
+from mpitrain.data.samples import MOST_BYTES, Array, Table
 from mpitrain.data.tables import Part, advised, beginning, not_there, table
 from mpitrain.errors import DataError
 
@@ -143,7 +143,7 @@ def array_of(file: Path, num_dims: int) -> Array:
     Raises:
         DataError: It is no such file, or not whole.
     """
-    raw, unpacked = _content(file)
+    raw, unpacked = _content(file, 100)
     magic = bytes([0, 0, UNSIGNED_BYTES, num_dims])
     if raw[:4] != magic:
         raise DataError(
@@ -157,25 +157,37 @@ def array_of(file: Path, num_dims: int) -> Array:
         )
     shape = struct.unpack(f">{num_dims}I", raw[4:start])
     expected = start + math.prod(shape)
+    if expected > MOST_BYTES:
+        raise DataError(
+            f"{file}: its header says {expected} bytes, expected {MOST_BYTES} at most"
+        )
+    raw, unpacked = _content(file, expected + 1)
     if len(raw) != expected:
         wrong = "cut short" if len(raw) < expected else "too long"
+        num = f"more than {expected}" if len(raw) > expected else len(raw)
         raise DataError(
-            f"{file}: found {len(raw)} bytes{unpacked}, expected {expected} for the "
+            f"{file}: found {num} bytes{unpacked}, expected {expected} for the "
             f"shape {shape} in its header: it is {wrong}"
         )
     return np.frombuffer(raw, np.uint8, offset=start).reshape(shape).copy()
 
 
-def _content(file: Path) -> tuple[bytes, str]:
-    """Return a file's bytes, and how to call them: unpacked if they were compressed."""
-    raw = file.read_bytes()
-    if not raw.startswith(b"\x1f\x8b"):
-        return raw, ""
+def _content(file: Path, most: int) -> tuple[bytes, str]:
+    """Return a file's first bytes, and how to call them: unpacked if they were zipped.
+
+    Args:
+        file: Its name.
+        most: How many; a small file may unpack to any number.
+    """
+    with file.open("rb") as plain:
+        is_zipped = plain.read(2) == b"\x1f\x8b"
     try:
-        return gzip.decompress(raw), " unpacked"
+        with gzip.open(file) if is_zipped else file.open("rb") as stream:
+            return stream.read(most), " unpacked" if is_zipped else ""
     except EOFError:
         raise DataError(
-            f"{file}: found {len(raw)} bytes, ends in the middle of its gzip stream"
+            f"{file}: found {file.stat().st_size} bytes, ends in the middle of its "
+            "gzip stream"
         ) from None
     except (gzip.BadGzipFile, zlib.error) as error:
         raise DataError(f"{file}: its gzip stream is corrupt: {error}") from None

@@ -13,6 +13,9 @@ import numpy.typing as npt
 from mpitrain.data.sharding import Indices, Share
 from mpitrain.errors import DataError
 
+MOST_BYTES = 1 << 30
+"""Of one file, image or member of an archive, unpacked: what says more is refused."""
+
 PARTS = ("train", "val", "test")
 """The parts of a data set; ``test`` may be missing."""
 

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from mpitrain.data.classes import name_classes
 from mpitrain.data.images import EXTENSIONS, Uniform, decode
-from mpitrain.data.samples import PARTS, Array, BadSample, Table
+from mpitrain.data.samples import MOST_BYTES, PARTS, Array, BadSample, Table
 from mpitrain.data.sharding import Indices
 from mpitrain.data.tar import members_of
 from mpitrain.errors import DataError
@@ -284,6 +284,8 @@ def _scan_part(
 def _samples_of(path: Path, num_classes: int | None) -> Iterator[tuple[int, int, int]]:
     """Yield the offset, size and label of each sample of a shard."""
     seen: set[str] = set()
+    if path.exists() and not path.is_file():
+        raise DataError(f"{path}: no regular file, expected a tar file")
     try:
         file = path.open("rb")
     except OSError as error:
@@ -320,6 +322,11 @@ def _named(path: Path, file: BinaryIO) -> Iterator[tuple[str, str, TarInfo]]:
                 f"{path}: {member.name!r} at byte {member.offset} is no plain file "
                 f"(type {member.type!r}). Expected its data: tar --hard-dereference"
             )
+        if member.size > MOST_BYTES:
+            raise DataError(
+                f"{path}: {member.name!r} at byte {member.offset} has {member.size} "
+                f"bytes, expected {MOST_BYTES} at most"
+            )
         yield key, extension, member
 
 
@@ -353,7 +360,7 @@ def _label_of(
     else:
         try:
             content = json.loads(data)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise DataError(f"{where} has json that is none: {error}") from error
         if not isinstance(content, dict) or not {"label", "cls"} & set(content):
             raise DataError(f"{where} has json without the key 'label' or 'cls'")

@@ -10,7 +10,8 @@ import os
 import tarfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO
+from types import SimpleNamespace
+from typing import Any, BinaryIO
 
 from mpitrain.errors import DataError
 
@@ -38,9 +39,16 @@ def members_of(path: Path, file: BinaryIO) -> Iterator[tarfile.TarInfo]:
             more after its end.
     """
     size = os.fstat(file.fileno()).st_size
+
+    def read(num_bytes: int) -> bytes:
+        if num_bytes > CHUNK:  # long names and pax headers are read whole
+            raise tarfile.ReadError(f"a header of {num_bytes} bytes")
+        return file.read(num_bytes)
+
+    headers: Any = SimpleNamespace(read=read, seek=file.seek, tell=file.tell)
     _check_start(path, file, size)
     try:
-        tar = tarfile.open(fileobj=file, mode="r:", encoding="utf-8")  # noqa: SIM115
+        tar = tarfile.open(fileobj=headers, mode="r:", encoding="utf-8")  # noqa: SIM115
     except (tarfile.TarError, ValueError, IndexError) as error:
         raise DataError(
             f"{path}: not a tar file, or truncated in its first header ({error}); "

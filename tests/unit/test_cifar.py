@@ -304,3 +304,14 @@ def test_a_link_in_the_archive_is_not_followed(tmp_path: Path) -> None:
             tar.addfile(link, io.BytesIO())
     with pytest.raises(DataError, match="has no cifar-100-python/train"):
         cifar.read("cifar100", tmp_path)
+
+
+def test_an_archive_that_unpacks_without_end_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cifar, "MOST_BYTES", 1 << 20)
+    write(tmp_path / FOLDERS["cifar10"], made("cifar10"))
+    (tmp_path / FOLDERS["cifar10"] / "a_bomb").write_bytes(bytes(4 << 20))
+    path = archive("cifar10", tmp_path)
+    with pytest.raises(DataError, match=f"{path.name}: unpacks to more than 1048576"):
+        cifar.read("cifar10", tmp_path)

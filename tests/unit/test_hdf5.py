@@ -271,6 +271,40 @@ def no_samples(path: Path) -> None:
     changed("val/images", np.empty((0, 8, 8), np.uint8))(path)
 
 
+def external(kind: str) -> Callable[[Path], None]:
+    """Let the images of one part be read from elsewhere."""
+
+    def harm(path: Path) -> None:
+        other = write(path.with_name("other"))
+        with h5py.File(path, "a") as file:
+            del file["train/images"]
+            if kind == "link":
+                file["train/images"] = h5py.ExternalLink(other.name, "/train/images")
+            elif kind == "soft":
+                file["train/images"] = h5py.SoftLink("/val/images")
+            elif kind == "raw":
+                file["train"].create_dataset(
+                    "images", (6, 8, 8), "u1", external=[("/etc/passwd", 0, 6 * 64)]
+                )
+            else:
+                layout = h5py.VirtualLayout((6, 8, 8), "u1")
+                layout[:] = h5py.VirtualSource(other, "train/images", (6, 8, 8))
+                file["train"].create_virtual_dataset("images", layout)
+
+    return harm
+
+
+def declared(path: Path) -> None:
+    """Six hundred million labels, of which none is stored."""
+    with h5py.File(path, "a") as file:
+        for name, shape, dtype in (
+            ("labels", (6 * 10**8,), "i8"),
+            ("images", (6 * 10**8, 8, 8), "u1"),
+        ):
+            del file["train"][name]
+            file["train"].create_dataset(name, shape, dtype, chunks=True)
+
+
 def bits(count: int, dtype: Any = int) -> np.ndarray:
     return np.array((LABELS["train"] * 2)[:count], dtype)
 
@@ -306,6 +340,11 @@ def bits(count: int, dtype: Any = int) -> np.ndarray:
         (classes(["a", "b", "c", "d"]), "no training sample of class 3.*'d'"),
         (classes("a b c"), "classes: .*'a b c'.*list"),
         (classes([1, 2, 3]), "classes: .*list"),
+        (external("link"), "set.h5, /train: 'images' lies in another file"),
+        (external("soft"), "set.h5, /train: 'images' lies .* behind a link"),
+        (external("raw"), "set.h5, /train: 'images' lies in another file"),
+        (external("virtual"), "set.h5, /train: 'images' lies in another file"),
+        (declared, "train/labels: says 600000000 labels, in a file of"),
         (no_samples, "val/labels: no samples"),
         (changed("train/images", greys(6, 8, 8) / 255), "train/images: float64.*uint8"),
         (changed("train/images", greys(6, 8, 8) * 1.0), "images: float64.*astype"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import resource
 from collections.abc import Callable
 from pathlib import Path
 
@@ -142,7 +143,11 @@ IMAGES, LABELS = "train-images-idx3-ubyte", "train-labels-idx1-ubyte"
     ("file", "change", "words"),
     [
         (IMAGES, lambda raw: raw[:-3], r"found 613 bytes, expected 616 .*: it is cut"),
-        (IMAGES, lambda raw: raw + b"ab", r"found 618 bytes, .*: it is too long"),
+        (
+            IMAGES,
+            lambda raw: raw + b"ab",
+            r"found more than 616 bytes, .*: it is too long",
+        ),
         (IMAGES, lambda raw: raw[:9], "found 9 bytes, in the middle of its header"),
         (IMAGES, lambda raw: b"", "expected 00 00 08 03 .*, found an empty file"),
         (
@@ -187,6 +192,23 @@ def test_a_broken_file_is_named(
         idx.read("mnist", tmp_path)
     assert str(caught.value).startswith(f"{tmp_path / (file + ending)}: ")
     assert "To fetch it" in str(caught.value)
+
+
+def test_what_unpacks_to_more_than_its_header_says_is_not_unpacked(
+    tmp_path: Path,
+) -> None:
+    write(tmp_path, made(), zipped=True)
+    file = tmp_path / f"{IMAGES}.gz"
+    raw = gzip.decompress(file.read_bytes())
+    bomb = b"".join(gzip.compress(bytes(2**20)) for _ in range(500))
+    file.write_bytes(gzip.compress(raw) + bomb)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(DataError, match=rf"{IMAGES}.gz: found more than 616 bytes"):
+        idx.read("mnist", tmp_path)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200 << 10
+    file.write_bytes(gzip.compress(raw[:4] + b"\xff" * 12) + bomb)
+    with pytest.raises(DataError, match=rf"{IMAGES}.gz: its header says 79\d+ bytes"):
+        idx.read("mnist", tmp_path)
 
 
 def flipped(raw: bytes) -> bytes:

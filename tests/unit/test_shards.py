@@ -250,6 +250,20 @@ def link(data_dir: Path) -> None:
         tar.addfile(member, io.BytesIO(b"1"))
 
 
+def huge(data_dir: Path, kind: bytes = tarfile.REGTYPE) -> None:
+    """A member of ten gigabytes, of which no byte is on the disk."""
+    member = tarfile.TarInfo("k5.jpg")
+    member.size, member.type = 10 << 30, kind
+    with (data_dir / "train" / "000.tar").open("wb") as file:
+        file.write(member.tobuf(tarfile.GNU_FORMAT))
+        file.truncate(11 << 30)
+
+
+def fifo(data_dir: Path) -> None:
+    (data_dir / "train" / "000.tar").unlink()
+    os.mkfifo(data_dir / "train" / "000.tar")
+
+
 def joined(data_dir: Path) -> None:
     path = data_dir / "train" / "000.tar"
     path.write_bytes(path.read_bytes() * 2)
@@ -301,6 +315,13 @@ PICTURE = ("x.jpg", picture(1, "JPEG"))
         (truncated(lambda t: t.getmembers()[5].offset_data), r"'k2.cls' goes on to"),
         (overwritten(lambda t: t.getmembers()[5].offset), r"tar: broken at byte \d+"),
         (negative, r"000.tar: broken at byte \d+"),
+        (huge, r"000.tar: 'k5.jpg' at byte 0 has 10737418240 bytes, expected"),
+        (lambda d: huge(d, tarfile.XHDTYPE), r"000.tar: .* header of 10737418240"),
+        (fifo, r"000.tar: no regular file"),
+        (
+            replaced(PICTURE, ("x.json", b"[" * 100_000)),
+            r"'x' .* json that is none",
+        ),
         (joined, r"000.tar: .* bytes from its end at \d+ on"),
         (replaced(PICTURE), r"002.tar: sample 'x' at byte \d+ has no label.*'jpg'"),
         (replaced(("x.cls", b"1")), r"sample 'x' at byte \d+ has no images"),
