@@ -23,7 +23,7 @@ from pathlib import Path
 
 from mpitrain.errors import UsageError, agreed
 from mpitrain.flags import PROGRAM, read_flags
-from mpitrain.launch.config import START_TIMEOUT_SECONDS
+from mpitrain.launch.config import default_start_timeout
 from mpitrain.launch.contradictions import (
     is_one_of_several,
     launched_rank,
@@ -352,22 +352,34 @@ def read_config(argv: Sequence[str]) -> TrainConfig:
 
 
 def start_timeout(argv: Sequence[str]) -> float:
-    """Read ``--start-timeout`` before MPI starts, which is the first to need it.
+    """Read ``--start-timeout`` and ``--hang-timeout`` before MPI, which needs them.
 
     Args:
         argv: The words after the subcommand.
 
     Returns:
-        Seconds; the default where there is none, or none that can be read: that is
-        told when all flags are.
+        Seconds; of what cannot be read, the default: that is told when all flags are.
 
     >>> start_timeout(["--start-timeout", "30"]), start_timeout(["--lr=1"])
     (30.0, 600.0)
+    >>> start_timeout(["--hang_timeout=8"]), start_timeout(["--start-timeout", "none"])
+    (120.0, 600.0)
     """
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--start-timeout", default="")
-    with contextlib.suppress(ValueError, SystemExit):
-        words = [word.replace("start_timeout", "start-timeout") for word in argv]
-        seconds = float(parser.parse_known_args(words)[0].start_timeout)
-        return seconds if 0 < seconds < math.inf else START_TIMEOUT_SECONDS
-    return START_TIMEOUT_SECONDS
+    parser = argparse.ArgumentParser(
+        add_help=False, allow_abbrev=False, exit_on_error=False
+    )
+    parser.add_argument("--start-timeout", type=_seconds)
+    parser.add_argument("--hang-timeout", type=_seconds)
+    words = [word.replace("_timeout", "-timeout") for word in argv]
+    try:
+        read = parser.parse_known_args(words)[0]
+    except argparse.ArgumentError:
+        return default_start_timeout(None)
+    return default_start_timeout(read.hang_timeout, read.start_timeout)
+
+
+def _seconds(word: str) -> float | None:
+    """Read a time; ``None`` where it is none, which is told later."""
+    with contextlib.suppress(ValueError):
+        return seconds if 0 < (seconds := float(word)) < math.inf else None
+    return None

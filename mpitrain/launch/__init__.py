@@ -24,11 +24,11 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 from mpitrain.errors import LaunchError
 from mpitrain.launch import script, start
 from mpitrain.launch.config import (
-    START_TIMEOUT_SECONDS,
     TIMEOUT_SECONDS,
     Backend,
     Device,
     LaunchConfig,
+    default_start_timeout,
 )
 from mpitrain.launch.ending import exit_status
 from mpitrain.launch.guard import Guard, guarded, leave
@@ -48,7 +48,7 @@ def init(
     device: Device = "auto",
     backend: Backend = "auto",
     interface: str | None = None,
-    start_timeout_seconds: float = START_TIMEOUT_SECONDS,
+    start_timeout_seconds: float | None = None,
     hang_timeout_seconds: float | None = None,
     timeout_seconds: float = TIMEOUT_SECONDS,
     guard: Guard | None = None,
@@ -79,7 +79,8 @@ def init(
         interface: The network interface of every node by which rank zero is reached;
             ``None`` for the best that works.
         start_timeout_seconds: How long a stage of the start, or the first step, may
-            take before the job counts as hung.
+            take before the job counts as hung; ``None``: 600, or
+            `hang_timeout_seconds` where that is less, but at least 120.
         hang_timeout_seconds: How long all ranks may go without a finished optimizer
             step (or `Job.progress`) before the job is ended with status 76, and the
             screen says who did not arrive; ``None``: for ever. Take less than
@@ -103,7 +104,8 @@ def init(
             "than define, under `if __name__ == '__main__':`"
         )
     before = dict(os.environ)
-    guard = guard or guarded(start_timeout_seconds=start_timeout_seconds)
+    limit = default_start_timeout(hang_timeout_seconds, start_timeout_seconds)
+    guard = guard or guarded(start_timeout_seconds=limit)
     with guard:
         config = LaunchConfig(
             device=device,

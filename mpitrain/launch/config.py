@@ -11,6 +11,9 @@ from mpitrain.errors import UsageError
 START_TIMEOUT_SECONDS = 600.0
 """How long a stage of the start may take where nobody says otherwise."""
 
+MIN_START_TIMEOUT_SECONDS = 120.0
+"""What a shorter hang timeout leaves of it: torch may come from a slow file system."""
+
 TIMEOUT_SECONDS = 1800.0
 """How long one collective, or one answer of the store, may take where nobody says
 otherwise; as torch has it for gloo."""
@@ -30,8 +33,9 @@ class LaunchConfig:
     """Carries tensors. auto: mpi4py (gloo for old torch), NCCL on GPUs where it can."""
     interface: str | None = None
     """Network interface by which nodes meet. Default: the best that works."""
-    start_timeout: float = START_TIMEOUT_SECONDS
-    """Seconds that a stage of the start, or the first step, may take."""
+    start_timeout: float | None = None
+    """Seconds that a stage of the start, or the first step, may take. Default: 600, or
+    --hang-timeout where that is less, but at least 120."""
     hang_timeout: float | None = None
     """Seconds without a finished step or batch, after which the job is ended with
     status 76. None: for ever."""
@@ -42,6 +46,11 @@ class LaunchConfig:
         check_seconds("--start-timeout", self.start_timeout)
         check_seconds("--hang-timeout", self.hang_timeout)
 
+    @property
+    def start_timeout_seconds(self) -> float:
+        """How long a stage of the start may take."""
+        return default_start_timeout(self.hang_timeout, self.start_timeout)
+
     def as_arguments(self) -> dict[str, Any]:
         """Return what `mpitrain.init` is called with."""
         return {
@@ -51,6 +60,31 @@ class LaunchConfig:
             "start_timeout_seconds": self.start_timeout,
             "hang_timeout_seconds": self.hang_timeout,
         }
+
+
+def default_start_timeout(
+    hang_timeout: float | None, start_timeout: float | None = None
+) -> float:
+    """Return how long a stage of the start may take.
+
+    Args:
+        hang_timeout: What a training may take without a step, in seconds.
+        start_timeout: What was asked for the start, in seconds; it is obeyed.
+
+    Returns:
+        Seconds.
+
+    >>> [default_start_timeout(hang) for hang in (None, 8, 300, 3600)]
+    [600.0, 120.0, 300, 600.0]
+    >>> default_start_timeout(8, 1800)
+    1800
+    """
+    if start_timeout is not None:
+        return start_timeout
+    return min(
+        START_TIMEOUT_SECONDS,
+        max(MIN_START_TIMEOUT_SECONDS, hang_timeout or START_TIMEOUT_SECONDS),
+    )
 
 
 def check_seconds(flag: str, value: float | None) -> None:

@@ -246,6 +246,8 @@ class Guard:
 
     def _abort(self, status: int) -> NoReturn:
         flush()
+        if self.watched is not None:
+            self.watched.end_stopped_sidecar()
         self.comm.Abort(status)
         os._exit(status)  # where Abort should ever return
 

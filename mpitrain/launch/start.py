@@ -58,7 +58,7 @@ def meet(
     """
     comm = guard.comm
     if guard.watched is not None:
-        guard.watched.start_timeout_seconds = config.start_timeout
+        guard.watched.start_timeout_seconds = config.start_timeout_seconds
     with guard.stage("who is where"):
         world = locate(comm)
         launcher = find_launcher(os.getpid(), variables)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from mpitrain.watchdog.page import Page, State, above_standard, memory_file
+from mpitrain.watchdog.process import status_of
 from mpitrain.watchdog.sidecar import DUMP_SIGNAL
 
 _PROGRAM = (
@@ -202,6 +203,13 @@ class Watched:
         self.set_state(State.DONE)
         with contextlib.suppress(OSError):
             self._control.shutdown(socket.SHUT_RDWR)
+        self.end_stopped_sidecar()
+
+    def end_stopped_sidecar(self) -> None:
+        """Kill a sidecar that is stopped: mpirun waits for whoever holds its pipes."""
+        status = status_of(self._process.pid)
+        if status is not None and status[0] in ("T", "t"):
+            self._process.kill()
 
     def _send(self, **message: object) -> None:
         with contextlib.suppress(OSError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -211,8 +212,9 @@ def wait_for(file: Path, seconds: float = 60) -> None:
         time.sleep(0.05)
 
 
-def test_a_job_goes_on_without_the_sidecar_of_rank_zero(
-    openmpi: Mpi, tmp_path: Path
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_job_finishes_without_the_sidecar_of_rank_zero(
+    openmpi: Mpi, number: int, tmp_path: Path
 ) -> None:
     """The kernel may have chosen it for want of memory; that is no reason to end."""
     fault = 'Path("step").write_text("3")'
@@ -223,10 +225,12 @@ def test_a_job_goes_on_without_the_sidecar_of_rank_zero(
     try:
         wait_for(tmp_path / "step")
         (sidecar,) = children_of(int((tmp_path / "pid-0").read_text()))
-        os.kill(sidecar, signal.SIGKILL)
+        os.kill(sidecar, number)
         out, _ = job.communicate(timeout=60)
     finally:
         job.kill()
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(sidecar, signal.SIGKILL)
     assert job.returncode == 0, out
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from mpitrain.launch.config import LaunchConfig
+from mpitrain.launch.config import START_TIMEOUT_SECONDS, LaunchConfig
 
 HANG_TIMEOUT_SECONDS = 60.0
 """How long a trial may stand still where nobody says otherwise. Generous: on the first
@@ -23,6 +23,8 @@ class CheckConfig:
     runs_dir: Path = Path("runs")
     """Where trainings would write; looked at, not made."""
     launch: LaunchConfig = field(
-        default_factory=lambda: LaunchConfig(hang_timeout=HANG_TIMEOUT_SECONDS)
+        default_factory=lambda: LaunchConfig(
+            start_timeout=START_TIMEOUT_SECONDS, hang_timeout=HANG_TIMEOUT_SECONDS
+        )
     )
     """How the ranks are started."""
