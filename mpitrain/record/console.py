@@ -89,13 +89,34 @@ class Bar(Lines):
     def __init__(self, num_epochs: int, standing: Standing | None = None) -> None:
         super().__init__(num_epochs, standing)
         from tqdm import tqdm
+        from tqdm.utils import ObjectWrapper
+
+        class WholeLines(ObjectWrapper):
+            """A file in which the bar's text ends with a newline.
+
+            Open MPI 5's mpirun holds a line back until it ends.
+            """
+
+            def write(self, text: str) -> None:
+                """Write the bar in place of the last one."""
+                if text.startswith("\r"):
+                    # Clear, write, go up, and come back by the newline: to the begin
+                    # of the bar's own line, where other output may overwrite it.
+                    text = f"\r\x1b[2K{text[1:].rstrip()}\x1b[A\n"
+                self._wrapped.write(text)
+
+            def __eq__(self, other: object) -> bool:
+                # So tqdm.write knows that it writes into the same file.
+                return bool(self._wrapped == other)
+
+            __hash__ = ObjectWrapper.__hash__
 
         self._bar: tqdm[Any] = tqdm(
             total=self._standing.num_steps,
             initial=self._standing.done,
             unit="step",
-            file=sys.stdout,
-            ncols=terminal_columns(),
+            file=WholeLines(sys.stdout),
+            ncols=terminal_columns() - 1,
             nrows=20,  # a rank's terminal says it has no rows, and tqdm would hide
             leave=False,
             mininterval=0.2,
@@ -153,7 +174,7 @@ def terminal_path() -> str | None:
     tried). So the question is asked of the parent too: under Open MPI that is mpirun
     itself, or its daemon, whose stdout is no terminal.
     """
-    if not sys.stdout.isatty():
+    if not sys.stdout.isatty() or os.environ.get("TERM") == "dumb":
         return None
     try:
         path = str(Path(f"/proc/{os.getppid()}/fd/1").readlink())

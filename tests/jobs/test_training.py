@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -78,6 +79,8 @@ def test_the_run_folder_holds_what_it_promises(mpi: Mpi, tmp_path: Path) -> None
     ]
     assert "64 per step = 2 ranks x 32 x 1" in done.out
     assert done.out.count("finished: val_accuracy") == 1
+    assert done.out.count("val_accuracy") == 3
+    assert "%|" not in done.out  # a log has lines, and no bar
 
 
 def test_a_name_that_exists_is_refused_and_nothing_is_lost(
@@ -256,26 +259,73 @@ def test_the_examples_of_the_readme_run(openmpi: Mpi, tmp_path: Path) -> None:
     assert "2 ranks, loss 0.00" in done.out
 
 
-def test_a_terminal_gets_a_bar_and_a_log_gets_lines(
-    openmpi: Mpi, tmp_path: Path
-) -> None:
-    words = [str(openmpi.mpirun), "-np", "2", *openmpi.flags, sys.executable]
-    words += ["-m", "mpitrain", "--epochs", "2"]
-    log = mpirun(openmpi, 2, "-m", "mpitrain", "--epochs", "2", cwd=tmp_path).out
+SLOW = """
+import os
+import time
+
+from paced import Paced
+
+
+class Slow(Paced):
+    def forward(self, images):
+        if self.calls == 12 and os.environ["RANK"] == "1":
+            print("said by rank 1", flush=True)
+        return super().forward(images)
+"""
+
+
+def screen_of(said: str) -> list[str]:
+    """What a terminal shows in the end; knows the control codes that a bar needs."""
+    rows, row, column = [""], 0, 0
+    for part in re.findall(r"\x1b\[\d*[A-Z]|\r|\n|[^\x1b\r\n]+", said):
+        if part == "\n":
+            row += 1
+            rows += [""] * (row == len(rows))
+        elif part == "\r":
+            column = 0
+        elif part == "\x1b[A":
+            row = max(row - 1, 0)
+        elif part == "\x1b[2K":
+            rows[row] = ""
+        else:
+            assert not part.startswith("\x1b"), part
+            line = rows[row].ljust(column)
+            rows[row] = line[:column] + part + line[column + len(part) :]
+            column += len(part)
+    return rows
+
+
+def test_on_a_terminal_a_bar_moves(mpi: Mpi, tmp_path: Path) -> None:
+    """Open MPI 5 hands on whole lines alone: a bar that ends none would never come."""
+    (tmp_path / "slow.py").write_text(SLOW)
+    words = [str(mpi.mpirun), "-np", "2", *mpi.flags, sys.executable, "-m", "mpitrain"]
+    words += ["--epochs", "1", "--model", "slow:Slow", "--device", "cpu"]
+    if mpi.name == "mpich":  # whose ranks cannot know that a terminal is there
+        words += ["--progress", "bar"]
     on_terminal, its_end = pty.openpty()
+    variables = environment(mpi, PACE="0.2")
+    came: dict[str, float] = {}
     with subprocess.Popen(
-        words, cwd=tmp_path, env=environment(openmpi), stdout=its_end, stderr=its_end
+        words, cwd=tmp_path, env=variables, stdout=its_end, stderr=its_end
     ) as job:
         os.close(its_end)
         said = b""
         with contextlib.suppress(OSError):  # the terminal's other end is closed
             while part := os.read(on_terminal, 65536):
                 said += part
-        assert job.wait(timeout=60) == 0
+                for step in re.findall(r" (\d+)/23", part.decode(errors="replace")):
+                    came.setdefault(step, time.monotonic())
+        assert job.wait(timeout=60) == 0, said.decode()
     os.close(on_terminal)
-    for text in (said.decode(), log):
-        lines = [it for it in text.splitlines() if "%|" not in it]  # the bar's apart
-        assert sum("val_accuracy" in it for it in lines) == 3
-    assert "samples/s | done in " in said.decode()
-    assert "/46 | train_loss" in said.decode()
-    assert "%|" not in log
+    text = said.decode()
+    times = list(came.values())
+    assert len(times) > 8, text
+    assert times[-1] - times[0] > 3.0
+    assert max(b - a for a, b in pairwise(times)) < 2.0
+    assert "/23 | train_loss" in text
+    assert "samples/s | done in " in text
+    rows = screen_of(f"$ {' '.join(words)}\r\n{text}")
+    assert sum("val_accuracy" in row for row in rows) == 2
+    assert [row for row in rows if row.startswith("said by rank 1")]
+    # The last bar is cleared; one whose line another rank wrote on stays.
+    assert sum("/23" in row for row in rows) <= 1, rows
