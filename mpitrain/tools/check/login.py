@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mpitrain import schedulers
+from mpitrain.launch.requirements import old_packages, upgrade_command
 from mpitrain.tools.check import report, screen
 from mpitrain.tools.check.config import CheckConfig
 from mpitrain.tools.check.findings import Finding, by_severity
@@ -85,7 +86,12 @@ def look(config: CheckConfig, environ: Mapping[str, str]) -> int:
     submit = {name: ask_program(word, environ) for name, word in SUBMIT.items()}
     known = [name for name in SUBMIT if takes_scripts(name, submit[name])]
     found = by_severity(
-        [*of_mpi(library, mpirun), *of_submit(submit), *of_torch(versions())]
+        [
+            *of_mpi(library, mpirun),
+            *of_submit(submit),
+            *of_torch(versions()),
+            *of_minimum_versions(),
+        ]
     )
     answer: report.Part = {
         "format": report.FORMAT,
@@ -297,6 +303,19 @@ def of_torch(found: Mapping[str, str]) -> list[Finding]:
             found="this Python has no torch",
             remedy="activate the environment of your training, or pip install torch",
         )
+    ]
+
+
+def of_minimum_versions() -> list[Finding]:
+    """Tell which packages are too old."""
+    return [
+        Finding(
+            severity="error",
+            name="too-old",
+            found=f"{name} {version} is older than {minimum}, the minimum",
+            remedy=upgrade_command([(name, version, minimum)]),
+        )
+        for name, version, minimum in old_packages()
     ]
 
 

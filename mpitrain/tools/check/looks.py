@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from mpitrain.launch.requirements import numbers
 from mpitrain.tools.check.facts import (
     SOCKET_VARIABLES,
     HostFacts,
     RankFacts,
 )
 from mpitrain.tools.check.findings import Finding, by_severity
-from mpitrain.tools.check.software import numbers
 from mpitrain.world import Node, in_runs, list_hosts
 
 TRIED_TORCH = "2.15"

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from importlib import metadata
 
 from mpitrain import __version__
+from mpitrain.launch.requirements import numbers
 
 PACKAGES = ("torch", "mpi4py", "numpy")
 
@@ -92,16 +93,6 @@ def belongs(launcher: Mpi, library: Mpi) -> bool | None:
     if launcher.family != library.family:
         return launcher.family == "MPICH" and library.family in HYDRA
     return numbers(launcher.version)[:2] == numbers(library.version)[:2]
-
-
-def numbers(version: str) -> tuple[int, ...]:
-    """Return the numbers that a version begins with.
-
-    >>> numbers("2.15.0+cu132"), numbers("5.0.11rc1")
-    ((2, 15, 0), (5, 0, 11))
-    """
-    found = re.match(r"\d+(?:\.\d+)*", version)
-    return tuple(map(int, found[0].split("."))) if found else ()
 
 
 def versions() -> dict[str, str]:
