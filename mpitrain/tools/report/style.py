@@ -35,7 +35,7 @@ _COLOURS = {
     "update": ("#7b5cc4", "#9d83dc"),
     "evaluation": ("#cc79a7", "#d990b8"),
     "checkpoint": ("#8a5a2b", "#c08a52"),
-    "other": ("#b4bcc5", "#5c6570"),
+    "other": ("#f0e442", "#f0e442"),
     "hang": ("#d6004c", "#ff2e73"),
     "run-0": ("#0072b2", "#4fa9e0"),
     "run-1": ("#d55e00", "#f08a3c"),
