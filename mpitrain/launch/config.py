@@ -46,11 +46,6 @@ class LaunchConfig:
         check_seconds("--start-timeout", self.start_timeout)
         check_seconds("--hang-timeout", self.hang_timeout)
 
-    @property
-    def start_timeout_seconds(self) -> float:
-        """How long a stage of the start may take."""
-        return default_start_timeout(self.hang_timeout, self.start_timeout)
-
     def as_arguments(self) -> dict[str, Any]:
         """Return what `mpitrain.init` is called with."""
         return {
@@ -79,12 +74,9 @@ def default_start_timeout(
     >>> default_start_timeout(8, 1800)
     1800
     """
-    if start_timeout is not None:
-        return start_timeout
-    return min(
-        START_TIMEOUT_SECONDS,
-        max(MIN_START_TIMEOUT_SECONDS, hang_timeout or START_TIMEOUT_SECONDS),
-    )
+    hang_timeout = hang_timeout or START_TIMEOUT_SECONDS
+    least = max(hang_timeout, MIN_START_TIMEOUT_SECONDS)
+    return start_timeout or min(least, START_TIMEOUT_SECONDS)
 
 
 def check_seconds(flag: str, value: float | None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import sys
 from importlib import metadata
@@ -39,15 +40,13 @@ def old_packages() -> list[tuple[str, str, str]]:
         return []
     old = []
     for line in required:
-        # Without extras, which have a marker after a semicolon.
+        # Not those of extras, which have a marker after a semicolon.
         if found := re.fullmatch(r"([\w.-]+)\s*>=\s*([\d.]+)", line):
             name, minimum = found.groups()
-            try:
+            with contextlib.suppress(metadata.PackageNotFoundError):
                 version = metadata.version(name)
-            except metadata.PackageNotFoundError:
-                continue  # its import says so
-            if numbers(version) < numbers(minimum):
-                old.append((name, version, minimum))
+                if numbers(version) < numbers(minimum):
+                    old.append((name, version, minimum))
     return old
 
 

@@ -19,7 +19,7 @@ from mpitrain.launch import (
     threads,
     transports,
 )
-from mpitrain.launch.config import LaunchConfig
+from mpitrain.launch.config import LaunchConfig, default_start_timeout
 from mpitrain.launch.contradictions import lone_in_allocation
 from mpitrain.launch.guard import Guard
 from mpitrain.launch.launcher import find_launcher
@@ -58,7 +58,9 @@ def meet(
     """
     comm = guard.comm
     if guard.watched is not None:
-        guard.watched.start_timeout_seconds = config.start_timeout_seconds
+        guard.watched.start_timeout_seconds = default_start_timeout(
+            config.hang_timeout, config.start_timeout
+        )
     with guard.stage("who is where"):
         world = locate(comm)
         launcher = find_launcher(os.getpid(), variables)
