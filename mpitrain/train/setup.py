@@ -41,6 +41,7 @@ from mpitrain.train.strategy import (
     is_channels_last,
     on_cpu,
     prepared,
+    prove_reductions,
 )
 from mpitrain.train.update import LossScale, Updater
 from mpitrain.world import World
@@ -89,6 +90,7 @@ class Setup:
         self._is_mixed = False
         self._ranks = all_ranks(world)
         self.strategy = chosen_strategy(config, world)
+        prove_reductions(self.strategy, config, world, self._ranks)
         self._train, self._val = (
             self._samples(data, what)
             for data, what in (

@@ -7,7 +7,7 @@ import functools
 import inspect
 import logging
 import warnings
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -16,7 +16,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from mpitrain.errors import UsageError, agreed
+from mpitrain.errors import LaunchError, UsageError, agreed
+from mpitrain.launch.ending import is_consequence
+from mpitrain.launch.shared import Ranks
 from mpitrain.train.config import StrategyConfig
 from mpitrain.world import World
 
@@ -83,6 +85,103 @@ def _why_not(strategy: str, config: StrategyConfig, world: World) -> str:
     if config.cpu_offload and on_cpu:
         return "--cpu-offload: weights are in host memory already"
     return ""
+
+
+def prove_reductions(
+    strategy: str, config: StrategyConfig, world: World, ranks: Ranks
+) -> None:
+    """Call each collective that a strategy relies on once, on a tensor of known result.
+
+    Collective over the default group. Gloo of torch 2.8 gives the sum where FSDP asks
+    ``reduce_scatter_tensor`` for the average.
+
+    Args:
+        strategy: ``ddp`` or ``fsdp``; others call none.
+        config: What was asked for.
+        world: Where this process stands.
+        ranks: All of them.
+
+    Raises:
+        LaunchError: One gave something else; on every rank or on none.
+    """
+    rank, size = world.rank, world.world_size
+    if size == 1:
+        return
+    dtype = torch.float64 if config.precision == "fp64" else torch.float32
+    whole = torch.arange(1, size + 1, dtype=dtype, device=world.device)
+    mean = (size + 1) / 2
+
+    def broadcast() -> Tensor:
+        values = whole[rank].clone()
+        dist.broadcast(values, src=0)
+        return values
+
+    def all_reduce(op: Any) -> Tensor:
+        values = whole[rank].clone()
+        dist.all_reduce(values, op=op)
+        return values
+
+    def all_gather() -> Tensor:
+        values = torch.empty_like(whole)
+        all_gather_single()(values, whole[rank : rank + 1])
+        return values
+
+    def reduce_scatter(op: Any) -> Tensor:
+        values = torch.empty_like(whole[:1])
+        reduce_scatter_single()(values, whole + rank, op=op)
+        return values
+
+    total, average = dist.ReduceOp.SUM, dist.ReduceOp.AVG
+    proofs: dict[str, tuple[Callable[[], Tensor], Any]] = {
+        "broadcast": (broadcast, 1.0),
+        "all_reduce (sum)": (lambda: all_reduce(total), mean * size),
+    }
+    if strategy == "fsdp":
+        proofs["all_gather_into_tensor"] = (all_gather, whole)
+        proofs["reduce_scatter_tensor (sum)"] = (
+            lambda: reduce_scatter(total),
+            (mean + rank) * size,
+        )
+        if dtype == torch.float32:  # in float64 FSDP divides the sum itself
+            proofs["reduce_scatter_tensor (avg)"] = (
+                lambda: reduce_scatter(average),
+                mean + rank,
+            )
+            proofs["all_reduce (avg)"] = (lambda: all_reduce(average), mean)
+    wrong = ""
+    for name, (call, expected) in proofs.items():
+        try:
+            found = call()
+        except (RuntimeError, ValueError, NotImplementedError) as error:
+            if is_consequence(error):
+                raise  # another rank's end; that rank says why
+            wrong = f"{name} failed: {error}"
+            break
+        if not torch.allclose(found, torch.as_tensor(expected).to(found)):
+            right = expected.tolist() if isinstance(expected, Tensor) else expected
+            wrong = f"{name} gave {found.squeeze().tolist()}, expected {right}"
+            break
+    for other, said in enumerate(ranks.tell_all(wrong)):
+        if said:
+            raise agreed(
+                LaunchError(
+                    f"torch {torch.__version__}, backend {world.backend}: {said} on "
+                    f"rank {other}; --strategy {strategy} would train with wrong "
+                    "gradients.\nExpected torch 2.9 or newer, or another --strategy or "
+                    "--backend; `mpirun ... python -m mpitrain check` tries every "
+                    "collective"
+                )
+            )
+
+
+def all_gather_single() -> Any:
+    """Return ``all_gather_into_tensor`` by the name that FSDP calls it by."""
+    return getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+def reduce_scatter_single() -> Any:
+    """Return ``reduce_scatter_tensor`` by the name that FSDP calls it by."""
+    return getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def casting(

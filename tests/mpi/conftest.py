@@ -64,6 +64,22 @@ def mpi_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     roads.without_shared_memory(monkeypatch)
 
 
+@pytest.fixture
+def summing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FSDP gets the sum where it asks for the average, as from gloo of torch 2.8."""
+    import torch.distributed as dist
+
+    names = ("reduce_scatter_single", "reduce_scatter_tensor")
+    name = next(name for name in names if hasattr(dist, name))
+    right = getattr(dist, name)
+
+    def falsified(*args: Any, op: Any = dist.ReduceOp.SUM, **options: Any) -> Any:
+        op = dist.ReduceOp.SUM if op == dist.ReduceOp.AVG else op
+        return right(*args, op=op, **options)
+
+    monkeypatch.setattr(dist, name, falsified)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> None:
     """Show a failure at once: pytest's words may come after the abort of all ranks."""

@@ -70,7 +70,20 @@ def test_a_kind_that_the_backend_lacks_is_no_error(
 def test_gradients_of_all_ranks_are_those_of_one_process(
     job: mpitrain.Job, world: World
 ) -> None:
-    assert gradients.largest_difference(job, world) <= gradients.TOLERANCE
+    for strategy, tolerance in gradients.TOLERANCES.items():
+        assert gradients.largest_difference(job, world, strategy) <= tolerance
+
+
+def test_a_sum_in_the_place_of_an_average_is_seen(
+    job: mpitrain.Job, world: World, summing: None
+) -> None:
+    """As gloo of torch 2.8 has it."""
+    if world.world_size > 1:
+        truth = TRUTHS["reduce_scatter_tensor (avg)"]
+        (found,) = collectives.try_all(job, world, "cpu", None, [truth])
+        assert found.outcome == "wrong"
+        assert gradients.largest_difference(job, world, "ddp") <= 1e-12
+        assert gradients.largest_difference(job, world, "fsdp") > 0.1
 
 
 def test_a_rank_that_has_other_samples_is_seen(
@@ -81,7 +94,8 @@ def test_a_rank_that_has_other_samples_is_seen(
 
     if world.world_size > 1:
         monkeypatch.setattr(gradients, "share_of", shares)
-        assert gradients.largest_difference(job, world) > 1e-3
+        for strategy in gradients.TOLERANCES:
+            assert gradients.largest_difference(job, world, strategy) > 1e-3
 
 
 def test_all_pairs_of_nodes_reach_each_other(

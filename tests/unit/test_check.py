@@ -287,10 +287,10 @@ def test_what_some_ranks_lack_is_an_error_and_what_all_lack_a_note() -> None:
 @pytest.mark.parametrize("value", [1e-11, float("nan")])
 def test_gradients_that_differ_are_an_error(value: float) -> None:
     nodes = [Node(hostname="a", ranks=(0,)), Node(hostname="b", ranks=(1,))]
-    (found,) = findings.of_gradients([0.0, value], 1e-12, nodes)
+    (found,) = findings.of_gradients({"ddp": [0.0, value]}, {"ddp": 1e-12}, nodes)
     assert found.severity == "error"
     assert "rank 1 b" in found.found
-    assert findings.of_gradients([0.0, 1e-13], 1e-12, nodes) == []
+    assert findings.of_gradients({"ddp": [0.0, 1e-13]}, {"ddp": 1e-12}, nodes) == []
 
 
 def world_of(told: looks.Facts) -> World:

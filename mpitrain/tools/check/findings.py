@@ -5,7 +5,7 @@ Each finding has a name, under which docs/check.md has more.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
@@ -148,31 +148,37 @@ def of_collectives(
 
 
 def of_gradients(
-    differences: Sequence[float], tolerance: float, nodes: Sequence[Node]
+    differences: Mapping[str, Sequence[float]],
+    tolerances: Mapping[str, float],
+    nodes: Sequence[Node],
 ) -> list[Finding]:
     """Name the rank whose gradients are not those of one process.
 
     Args:
-        differences: The largest difference of each rank's.
-        tolerance: What is no fault.
+        differences: The largest difference of each rank's, by strategy.
+        tolerances: What is no fault, by strategy.
         nodes: All nodes.
 
     Returns:
-        An error, or nothing.
+        An error for each strategy that is wrong.
     """
     hosts = {rank: node.hostname for node in nodes for rank in node.ranks}
-    far = [rank for rank, value in enumerate(differences) if not value <= tolerance]
-    if not far:
-        return []
-    worst = max(far, key=lambda rank: differences[rank])
-    return [
-        Finding(
-            severity="error",
-            name="wrong-gradients",
-            found=f"gradients differ from those of one process by "
-            f"{differences[worst]:.1e} on rank {worst} {hosts[worst]} (ranks "
-            f"{in_runs(far)}), expected {tolerance:.0e} at most",
-            remedy="do not train on this: see what all_reduce gave above, and try "
-            "without one node after another",
+    entries = []
+    for strategy, by_rank in differences.items():
+        most = tolerances[strategy]
+        far = [rank for rank, value in enumerate(by_rank) if not value <= most]
+        if not far:
+            continue
+        worst = max(far, key=by_rank.__getitem__)
+        entries.append(
+            Finding(
+                severity="error",
+                name="wrong-gradients",
+                found=f"{strategy.upper()}'s gradients differ from those of one "
+                f"process by {by_rank[worst]:.1e} on rank {worst} {hosts[worst]} "
+                f"(ranks {in_runs(far)}), expected {most:.0e} at most",
+                remedy="do not train on this: see what the collectives gave above, and "
+                "try without one node after another, or another torch",
+            )
         )
-    ]
+    return entries

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -13,8 +13,9 @@ from mpitrain.world import World
 if TYPE_CHECKING:
     from mpitrain.launch import Job
 
-TOLERANCE = 1e-12
-"""Of float64 gradients of the order of one."""
+TOLERANCES = {"ddp": 1e-12, "fsdp": 1e-4}
+"""By strategy: of gradients of the order of one, in float64 with DDP, in float32 with
+FSDP, which asks for averages only there."""
 
 _SEED = 20261121
 
@@ -28,43 +29,58 @@ def share_of(rank: int) -> int:
     return 1 + (rank * 2) % 4 + (rank // 2) % 2
 
 
-def largest_difference(job: Job, world: World) -> float:
-    """Compare DDP's gradients with those that this process computes alone.
+def largest_difference(job: Job, world: World, strategy: str) -> float:
+    """Compare the gradients of all ranks with those that this process computes alone.
 
     Collective over all ranks.
 
     Args:
         job: The running job.
         world: Where this process stands, with its device.
+        strategy: ``ddp`` or ``fsdp``.
 
     Returns:
         The largest difference of this rank's, absolute.
     """
-    job.progress("check: gradients")
+    job.progress(f"check: gradients by {strategy}")
+    dtype = torch.float64 if strategy == "ddp" else torch.float32
     counts = [share_of(rank) for rank in range(world.world_size)]
     first, num_samples = sum(counts[: world.rank]), sum(counts)
     random = torch.Generator().manual_seed(_SEED)
     samples = torch.randn(num_samples, 16, generator=random, dtype=torch.float64)
-    samples = samples.to(world.device)
+    samples = samples.to(world.device, dtype)
 
-    alone = _model(world.device)
+    alone = _model(world.device, dtype)
     _loss(alone, samples).div(num_samples).backward()  # type: ignore[no-untyped-call]
 
-    together = _model(world.device)
-    parallel = DistributedDataParallel(together)
+    together = _model(world.device, dtype)
+    parallel: nn.Module = together
+    if strategy == "ddp":
+        parallel = DistributedDataParallel(together)
+    else:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        kind = torch.device(world.device).type
+        fully_shard(together, mesh=init_device_mesh(kind, (world.world_size,)))
     mine = samples[first : first + counts[world.rank]]
-    # DDP averages over ranks; the mean over samples is what one process has.
+    # Both average over ranks; the mean over samples is what one process has.
     scale = world.world_size / num_samples
     _loss(parallel, mine).mul(scale).backward()  # type: ignore[no-untyped-call]
 
-    pairs = zip(together.parameters(), alone.parameters(), strict=True)
-    return max(float((ours.grad - its.grad).abs().max()) for ours, its in pairs)  # type: ignore[operator]
+    largest = 0.0
+    for ours, its in zip(together.parameters(), alone.parameters(), strict=True):
+        gradient: Any = ours.grad
+        if strategy == "fsdp":
+            gradient = gradient.full_tensor()
+        largest = max(largest, float((gradient - its.grad).abs().max()))
+    return largest
 
 
-def _model(device: str) -> nn.Module:
+def _model(device: str, dtype: torch.dtype) -> nn.Module:
     """Make the same small network in every process."""
     random = torch.Generator().manual_seed(_SEED + 1)
-    model = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 4)).double()
+    model = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 4)).to(dtype)
     with torch.no_grad():
         for weight in model.parameters():
             drawn = torch.randn(weight.shape, generator=random, dtype=torch.float64)
@@ -73,6 +89,6 @@ def _model(device: str) -> nn.Module:
 
 
 def _loss(model: nn.Module, samples: Tensor) -> Tensor:
-    """Return the sum of the losses of some samples: float64, a scalar."""
+    """Return the sum of the losses of some samples, a scalar."""
     found: Tensor = model(samples)
     return found.square().sum()

@@ -166,14 +166,18 @@ def of_collectives(
     }
 
 
-def of_gradients(differences: Sequence[float], tolerance: float) -> Part:
-    """Tell how far gradients are from those of one process."""
-    return {
-        "gradients": {
-            "largest_difference": max(differences),
-            "tolerance": tolerance,
+def of_gradients(
+    differences: Mapping[str, Sequence[float]], tolerances: Mapping[str, float]
+) -> Part:
+    """Tell how far gradients are from those of one process, by strategy."""
+    by_strategy = {
+        strategy: {
+            "largest_difference": max(found),
+            "tolerance": tolerances[strategy],
         }
+        for strategy, found in differences.items()
     }
+    return {"gradients": {**by_strategy.pop("ddp"), **by_strategy}}
 
 
 def of_bandwidth(measured: Bandwidth, facts: Facts, factor: float) -> Part:

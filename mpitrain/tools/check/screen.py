@@ -139,10 +139,11 @@ def collective_lines(found: Part) -> list[str]:
 
 def gradient_lines(found: Part) -> list[str]:
     """Show how far gradients are from those of one process."""
-    most = found["gradients"]["largest_difference"]
-    return labelled(
-        "gradients", f"those of one process, but for {most:.1e} at most (float64, DDP)"
-    )
+    ddp = found["gradients"]
+    said = f"but for {ddp['largest_difference']:.1e} at most (float64, DDP)"
+    if "fsdp" in ddp:
+        said += f", {ddp['fsdp']['largest_difference']:.1e} (float32, FSDP)"
+    return labelled("gradients", f"those of one process, {said}")
 
 
 def bandwidth_lines(found: Part) -> list[str]:

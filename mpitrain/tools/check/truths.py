@@ -13,16 +13,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from mpitrain.train.strategy import all_gather_single, reduce_scatter_single
+
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
-
-# torch 2.14 warns of their older names.
-if hasattr(dist, "all_gather_single"):
-    all_gather_single: Any = dist.all_gather_single
-    reduce_scatter_single: Any = dist.reduce_scatter_single
-else:
-    all_gather_single = dist.all_gather_into_tensor
-    reduce_scatter_single = dist.reduce_scatter_tensor
 
 NUM_VALUES = 257
 """Values per rank: a prime, so that no number of ranks divides it."""
@@ -165,7 +159,7 @@ def _all_gather(s: Setting) -> torch.Tensor:
 
 def _all_gather_into_tensor(s: Setting) -> torch.Tensor:
     found = torch.cat(s.empty(s.world_size))
-    all_gather_single(found, s.given(s.rank))
+    all_gather_single()(found, s.given(s.rank))
     return found.view(s.world_size, -1)
 
 
@@ -201,7 +195,15 @@ def _reduce_scatter(s: Setting) -> torch.Tensor:
 
 def _reduce_scatter_tensor(s: Setting) -> torch.Tensor:
     (found,) = s.empty(1)
-    reduce_scatter_single(found, _to_each(s, s.rank).flatten())
+    reduce_scatter_single()(found, _to_each(s, s.rank).flatten())
+    return found
+
+
+def _reduce_scatter_average(s: Setting) -> torch.Tensor:
+    """Call what FSDP averages gradients by."""
+    (found,) = s.empty(1)
+    given = _to_each(s, s.rank).flatten() * s.world_size
+    reduce_scatter_single()(found, given, op=dist.ReduceOp.AVG)
     return found
 
 
@@ -313,6 +315,12 @@ TRUTHS = (
         kind="reduce_scatter_tensor",
         call=_reduce_scatter_tensor,
         must=lambda s: _for_me(s).sum(0),
+    ),
+    Truth(
+        kind="reduce_scatter_tensor (avg)",
+        call=_reduce_scatter_average,
+        must=lambda s: _for_me(s).sum(0),
+        tolerance=1e-6,
     ),
     Truth(kind="all_to_all", call=_all_to_all, must=_for_me),
     Truth(kind="all_to_all_single", call=_all_to_all_single, must=_for_me),
