@@ -87,7 +87,7 @@ class Read:
         for index in range(tries):
             if self._example is not None:
                 return self._example
-            loaded = _checked(collate([self._one_by_one[0, index]]))
+            loaded = checked(collate([self._one_by_one[0, index]]))
             if len(loaded.indices):
                 self._example = loaded
         if self._example is None:
@@ -100,14 +100,14 @@ class Read:
     def reread_example(self) -> Loaded:
         """Read the same sample once more; it may have changed by chance."""
         index = int(self.example().indices[0])
-        return _checked(collate([self._one_by_one[0, index]]))
+        return checked(collate([self._one_by_one[0, index]]))
 
     def batches(self, share: Share, epoch: int) -> Iterator[Loaded]:
         """Read batches, ahead of time where there are workers."""
         self._asked.batches, self._asked.epoch = share, epoch
         if self._loader is None:
             self._loader = loader_of(self._one_by_one, **self._options)
-        yield from map(_checked, living(self._loader))
+        yield from map(checked, living(self._loader))
 
     def close(self) -> None:
         """End the workers."""
@@ -194,12 +194,37 @@ def collate(samples: list[tuple[int, Any]]) -> Loaded:
         if not (isinstance(sample, tuple | list) and len(sample) == PAIR):
             kind = type(sample).__name__
             raise DataError(f"a sample is {kind!r}; expected a pair (input, target)")
-    inputs, targets = default_collate([sample for _, sample in good])
+    try:
+        inputs, targets = default_collate([sample for _, sample in good])
+    except (RuntimeError, TypeError):
+        uneven = _uneven(good)
+        if uneven is None:
+            raise
+        return Loaded(uneven, None, indices, skipped)
     return Loaded(inputs, targets, indices, skipped)
 
 
-def _checked(loaded: Loaded) -> Loaded:
+def _uneven(samples: list[tuple[int, Any]]) -> DataError | None:
+    """Say which sample has another shape than the first."""
+    for place, kind in enumerate(("input", "target")):
+        shapes = [getattr(sample[place], "shape", None) for _, sample in samples]
+        for (number, _), shape in zip(samples, shapes, strict=True):
+            if shape != shapes[0]:
+                return DataError(
+                    f"samples of one batch differ: sample {samples[0][0]} has "
+                    f"{_with_shape(kind, shapes[0])}, sample {number} "
+                    f"{_with_shape(kind, shape)}; expected one shape in all. Resize or "
+                    "crop them in the data set"
+                )
+    return None
+
+
+def _with_shape(kind: str, shape: Any) -> str:
+    return f"{kind} shape {'none' if shape is None else tuple(shape)}"
+
+
+def checked(loaded: Loaded) -> Loaded:
     """Raise what a worker could not, else return the batch."""
-    if isinstance(loaded.inputs, BadSample):
+    if isinstance(loaded.inputs, DataError):
         raise loaded.inputs
     return loaded

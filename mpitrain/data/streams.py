@@ -16,7 +16,7 @@ from typing import Any
 from torch.utils.data import IterableDataset, get_worker_info
 from torch.utils.data._utils import worker as torch_worker
 
-from mpitrain.data.loading import collate
+from mpitrain.data.loading import checked, collate
 from mpitrain.data.nests import digest
 from mpitrain.data.randomness import seeded
 from mpitrain.data.samples import Loaded
@@ -76,7 +76,7 @@ class Stream:
         """Return the first sample."""
         with seeded(self._seed, 0, 0):
             for sample in self.dataset:
-                return collate([(0, sample)])
+                return checked(collate([(0, sample)]))
         raise DataError(
             f"the stream {type(self.dataset).__name__!r} has no samples; expected one "
             "at least"
@@ -98,7 +98,7 @@ class Stream:
             num_workers=self._num_workers,
             multiprocessing_context=context,
         )
-        loaded = living(loader)
+        loaded = map(checked, living(loader))
         nothing = collate([])
         for indices in share:  # where a step has none for us, no worker is asked
             yield next(loaded, nothing) if len(indices) else nothing

@@ -15,6 +15,7 @@ from mpitrain.data.sharding import Share
 from mpitrain.errors import DataError, UsageError, agreed
 from mpitrain.record.events import Progress
 from mpitrain.train.feed import Feed
+from mpitrain.train.first_batch import WrongLabel
 
 BATCH_SIZE = 256
 """Samples that one rank evaluates at once; does not change any result."""
@@ -104,7 +105,11 @@ def evaluate(
             progress("evaluation")
             outputs = forward(batch.inputs)
             num = len(batch)
-            for name, found in values(outputs, batch.targets).items():
+            try:
+                by_name = values(outputs, batch.targets)
+            except WrongLabel as wrong:
+                raise wrong.named(batch.indices) from None
+            for name, found in by_name.items():
                 found = torch.as_tensor(found, dtype=torch.float64)
                 summed = per_sample_sum(found, num)
                 sums[name] = sums[name] + summed if name in sums else summed

@@ -76,6 +76,7 @@ def run_training(
     model, loaded = build(config, data, ranks, with_weights=loader is None)
     trainer = Trainer(model, data.train, data.val, config, world=world)
     trainer.statistics = data.statistics
+    trainer.num_classes = data.num_classes
     trainer.all_weights_used = not is_reference(config.model)
     trainer.progress = job.progress
     recording.listen_to(trainer)
@@ -219,6 +220,14 @@ def introduce(
     console.say(f"run folder {shown(run_dir)}")
     for setting in config.without_effect():
         logger.warning("without effect: %s", setting)
+    if data.train.num_samples is not None:
+        more = config.global_batch_size - data.train.num_samples
+        if more > 0:
+            logger.warning(
+                "--global-batch-size %d is larger than the training set (%d samples): "
+                "an epoch is one step",
+                *(config.global_batch_size, data.train.num_samples),
+            )
     idle = world.world_size - config.global_batch_size
     if idle > 0:
         logger.warning(

@@ -32,6 +32,12 @@ from mpitrain.train.clock import open_clock
 from mpitrain.train.config import TrainConfig
 from mpitrain.train.evaluate import Evaluation, Loss, Values, per_sample_sum
 from mpitrain.train.feed import Batch, Step
+from mpitrain.train.first_batch import (
+    WrongLabel,
+    check_labels,
+    explain_call,
+    explain_loss,
+)
 from mpitrain.train.keeping import Keeper, StopWanted
 from mpitrain.train.pace import PACE_SECONDS, Untold
 from mpitrain.train.plan import Stage
@@ -64,6 +70,8 @@ class Trainer:
         progress: Told of every batch of an evaluation; steps tell it by themselves.
             Where you called `mpitrain.init` with a hang timeout: its `Job.progress`.
         statistics: Mean and deviation to take off images, by channel, from 0 to 1.
+        num_classes: Of the data set, which a model must have as many outputs for;
+            ``None``: not known.
         all_weights_used: Whether all are known to take part in each loss, in one order.
         keeper: Writes checkpoints and stops in time; ``None``: nobody does.
         times: Writes down where its time goes, from `set_up` on; ``None``: nobody.
@@ -96,6 +104,7 @@ class Trainer:
         self.each_step: list[Callable[[int], object]] = []
         self.progress: Progress = lambda _: None
         self.statistics: Statistics | None = None
+        self.num_classes: int | None = None
         self.all_weights_used = False
         self.keeper: Keeper | None = None
         self.times: RankTimes | None = None
@@ -103,6 +112,7 @@ class Trainer:
         self.look: Callable[[Batch], bool] | None = None
         self.so_far = SoFar()
         self._loss, self._metrics = loss, metrics
+        self._unseen = {True, False}  # training and validation, by the default loss
 
     # --- what may be overridden ---------------------------------------------------
 
@@ -119,12 +129,20 @@ class Trainer:
         """
         if self._loss is not None:
             return self._loss(outputs, targets)
-        smoothing = self.config.label_smoothing if torch.is_grad_enabled() else 0.0
-        if outputs.dtype.itemsize == 2:
-            outputs = outputs.float()
-        return F.cross_entropy(
-            outputs, targets, reduction="none", label_smoothing=smoothing
-        )
+        is_training = torch.is_grad_enabled()
+        if is_training in self._unseen:
+            self._unseen.remove(is_training)
+            check_labels(outputs, targets, self.num_classes)
+        smoothing = self.config.label_smoothing if is_training else 0.0
+        try:
+            if outputs.dtype.itemsize == 2:
+                outputs = outputs.float()
+            return F.cross_entropy(
+                outputs, targets, reduction="none", label_smoothing=smoothing
+            )
+        except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):
+            explain_loss(outputs, targets)
+            raise
 
     def metrics(self, outputs: Any, targets: Any) -> Mapping[str, Tensor]:
         """Return what else is told of the validation; accuracy if not overridden.
@@ -170,7 +188,11 @@ class Trainer:
         Args:
             inputs: What the model takes.
         """
-        return self.setup.replica.forward(inputs)
+        try:
+            return self.setup.replica.forward(inputs)
+        except Exception as error:
+            explain_call(self.model, inputs, error)
+            raise
 
     # --- the training -------------------------------------------------------------
 
@@ -384,7 +406,10 @@ class Trainer:
                 setup.replica.share_buffers()
             clock.enter(FORWARD)
             with setup.replica.synchronize_if(last=is_last):
-                loss = per_sample_sum(self.step(batch), len(batch))
+                try:
+                    loss = per_sample_sum(self.step(batch), len(batch))
+                except WrongLabel as wrong:
+                    raise wrong.named(batch.indices) from None
                 found.append(Losses(batch.indices, loss.detach()))
                 # scale - 0 * loss: no number makes all gradients so, on all ranks.
                 gradient = torch.rsub(found[-1].total, scale, alpha=0)

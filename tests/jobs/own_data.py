@@ -186,3 +186,34 @@ def note(what: str, *numbers: Any) -> None:
     name = f"{what}-{os.environ['RANK']}-{os.getpid()}"
     with Path(os.environ["NOTES"], name).open("a") as file:
         file.write("".join(f"{number}\n" for number in numbers))
+
+
+class Uneven(Photos):
+    """One image is of another size."""
+
+    def read(self, index: int) -> Tensor:
+        found = super().read(index).float()
+        return found[:, :9] if index == 17 else found
+
+
+class Mislabelled(Photos):
+    """One label is no class's."""
+
+    def __getitem__(self, index: int) -> Sample:
+        found, label = super().__getitem__(index)
+        return found, NUM_CLASSES if index == 17 else label
+
+
+def uneven() -> tuple[Photos, Photos]:
+    """Two data sets."""
+    return Uneven(NUM_TRAIN), Photos(NUM_VAL)
+
+
+def mislabelled() -> tuple[Photos, Photos]:
+    """Two data sets."""
+    return Photos(NUM_TRAIN), Mislabelled(NUM_VAL + 9)
+
+
+def mislabelled_train() -> tuple[Photos, Photos]:
+    """Two data sets."""
+    return Mislabelled(NUM_TRAIN), Photos(NUM_VAL)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -264,6 +265,26 @@ def test_an_error_in_ones_own_set_ends_the_job(openmpi: Mpi, tmp_path: Path) -> 
     (line,) = done.ours
     assert "ArithmeticError: " in line
     assert "this is the fault" in said
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("uneven", r"sample 17 (has )?input shape \(3, 9, 12\)"),
+        ("mislabelled_train", "sample 17 of the training data has label 3, and"),
+        ("mislabelled", "sample 17 of the validation data has label 3, and"),
+    ],
+)
+def test_samples_that_do_not_fit_are_named_once(
+    openmpi: Mpi, name: str, words: str, tmp_path: Path
+) -> None:
+    flags = ("--data", f"own_data:{name}", "--num-workers", "1")
+    flags += ("--global-batch-size", "6")
+    done = train(openmpi, tmp_path, *flags, num_ranks=2)
+    said = assert_failed(done, tmp_path)
+    (line,) = done.ours
+    assert re.search(words, line), said
+    assert "Traceback" not in said
 
 
 @pytest.mark.parametrize(

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 from trainings import NUM_SAMPLES, Heard, Net, config_of, some, trained
@@ -250,3 +253,89 @@ def test_pixels_of_ones_own_are_normalized_where_it_is_asked(world: World) -> No
 def test_what_torch_does_not_shard_is_refused() -> None:
     with pytest.raises(UsageError, match="--channels-last always"):
         config_of(strategy="fsdp", channels_last="always")
+
+
+class Odd(Net):
+    """Returns what cross-entropy cannot take."""
+
+    def __init__(self, make: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.make = make
+
+    def forward(self, images: Tensor) -> Any:
+        return self.make(super().forward(images))
+
+
+class Two(Net):
+    """Wants one more input."""
+
+    def forward(self, images: Tensor, lengths: Tensor) -> Tensor:
+        return super().forward(images) * lengths
+
+
+def with_targets(make: Callable[[Tensor], Tensor]) -> TensorDataset:
+    inputs, targets = some(NUM_SAMPLES).tensors
+    return TensorDataset(inputs, make(targets))
+
+
+MISFITS: dict[str, tuple[Any, Any, str]] = {
+    "too few outputs": (
+        Odd(lambda scores: scores[:, :7]),
+        with_targets(lambda it: it % 2 + 7),
+        r"sample \d+ of the training data has label [78], and the model has 7 outputs; "
+        "expected labels from 0 to 6",
+    ),
+    "labels from -1": (
+        Net(),
+        with_targets(lambda it: it * 0 - 1),
+        r"sample \d+ of the training data has label -1",
+    ),
+    "labels of floats": (
+        Net(),
+        with_targets(lambda it: it.float()),
+        r"targets of the training data are float64 \(\d+,\), with outputs float64 "
+        r"\(\d+, 10\); expected labels int64 \(\d+,\)",
+    ),
+    "labels in rows": (
+        Net(),
+        with_targets(lambda it: it[:, None]),
+        r"are int64 \(\d+, 1\)",
+    ),
+    "a tuple": (
+        Odd(lambda scores: (scores, scores)),
+        None,
+        r"returned tuple of float64 \(\d+, 10\), float64 \(\d+, 10\); expected",
+    ),
+    "a dict": (Odd(lambda scores: {"logits": scores}), None, "dict of 'logits'"),
+    "two inputs": (
+        Two(),
+        None,
+        r"Two.forward\(images, lengths\) was called with the inputs alone, float64 "
+        r"\(\d+, 1, 8, 8\): missing a required argument: 'lengths'",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MISFITS)
+def test_a_model_and_data_that_do_not_fit_are_told(world: World, name: str) -> None:
+    model, data, words = MISFITS[name]
+    with pytest.raises(DataError, match=words):
+        trained(world, data=data, model=copy.deepcopy(model))
+
+
+def test_outputs_of_any_kind_suit_a_loss_of_ones_own(world: World) -> None:
+    config = config_of(epochs=1)
+    model = Odd(lambda scores: (scores, scores))
+
+    def loss(outputs: Any, targets: Tensor) -> Tensor:
+        return F.cross_entropy(outputs[0], targets, reduction="none")
+
+    train, val = some(NUM_SAMPLES), some(29, "val")
+    trainer = Trainer(model, train, val, config, world=world, loss=loss)
+    assert trainer.fit().num_samples == len(val)
+
+
+def test_an_error_in_a_model_says_what_it_was_called_with(world: World) -> None:
+    with pytest.raises(RuntimeError) as caught:
+        trained(world, model=nn.Linear(3, 10))
+    assert caught.value.__notes__[0].startswith("Linear was called with float64 (")
