@@ -38,10 +38,14 @@ Optimizer = Literal[
     "adadelta",
 ]
 
-LR = {"sgd": 0.1, "rmsprop": 0.01, "adagrad": 0.01, "adadelta": 1.0}
+LR = {"sgd": 0.05, "rmsprop": 0.01, "adagrad": 0.01, "adadelta": 1.0}
 """Peak learning rates where nobody says otherwise; else `ADAM_LR`."""
 
 ADAM_LR = 0.001
+
+WARMUP_EPOCHS = 5.0
+"""Of a training of at least twice as many epochs, as Goyal et al. have it for ResNet-50
+(https://arxiv.org/abs/1706.02677, 2.2)."""
 
 SCALED_BATCH_SIZE = 256
 """The global batch size for which a learning rate is given that is to be scaled."""
@@ -81,8 +85,8 @@ class LearningConfig:
     optimizer: Optimizer = "sgd"
     """sgd (Nesterov), or another of torch.optim."""
     lr: float | None = None
-    """Peak learning rate, for any number of ranks. Default: 0.1 sgd, 0.01
-    rmsprop and adagrad, 1 adadelta, 0.001 the others."""
+    """Peak learning rate, for any number of ranks. Default: sgd 0.005 per
+    epoch, at most 0.05; 0.01 rmsprop and adagrad, 1 adadelta, 0.001 the others."""
     scale_lr: bool = False
     """The learning rate is for 256 samples per step: multiply it by global
     batch / 256."""
@@ -92,8 +96,9 @@ class LearningConfig:
     """Decay of the weights per unit of learning rate."""
     schedule: Literal["cosine", "step", "constant"] = "cosine"
     """How the learning rate falls after the warm-up."""
-    warmup_epochs: float = 1.0
-    """Epochs over which the learning rate rises."""
+    warmup_epochs: float | None = None
+    """Epochs over which the learning rate rises. Default: half of all, at
+    most 5."""
     decay_epochs: int = 30
     """With step: epochs between two falls."""
     decay_factor: float = 0.1
@@ -149,8 +154,17 @@ class LearningConfig:
 
     @property
     def peak_lr(self) -> float:
-        """The learning rate at the end of the warm-up."""
-        lr = LR.get(self.optimizer, ADAM_LR) if self.lr is None else self.lr
+        """The learning rate at the end of the warm-up.
+
+        The default of sgd rises by 0.01 in each epoch of the default warm-up: ResNets
+        diverge in the first epoch where it rises faster, at any batch size.
+        """
+        lr = self.lr
+        if lr is None:
+            lr = LR.get(self.optimizer, ADAM_LR)
+            if self.optimizer == "sgd":
+                epochs = self.epochs or self.probe_epochs
+                lr *= min(1.0, epochs / (2 * WARMUP_EPOCHS))
         scale = self.global_batch_size / SCALED_BATCH_SIZE if self.scale_lr else 1.0
         return lr * scale
 
@@ -256,7 +270,7 @@ class TrainConfig(
             found.append(f"--data-dir: {self.data} needs no files")
         if self.data == "digits" and self.normalize in ("data", "imagenet"):
             found.append("--normalize: the digits are taken as they are")
-        if self.warmup_epochs >= self.epochs > 1 and self.schedule != "constant":
+        if (self.warmup_epochs or 0) >= self.epochs > 1 and self.schedule != "constant":
             found.append("the fall of the learning rate: --warmup-epochs takes all")
         if (
             self.finetune_lr_factor != plain.finetune_lr_factor

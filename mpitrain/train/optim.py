@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from mpitrain.train.config import LearningConfig
+from mpitrain.train.config import WARMUP_EPOCHS, LearningConfig
 
 BY_NAME: dict[str, type[torch.optim.Optimizer]] = {
     "sgd": torch.optim.SGD,
@@ -86,13 +86,16 @@ def learning_rate(
     ...     return [round(learning_rate(step, config=config, peak=1.0, num_epochs=3,
     ...         steps_per_epoch=2), 2) for step in range(6)]
     >>> rates()
-    [0.5, 1.0, 1.0, 0.85, 0.5, 0.15]
+    [0.33, 0.67, 1.0, 1.0, 0.75, 0.25]
     >>> rates(schedule="step", decay_epochs=1, warmup_epochs=0.5)
     [1.0, 1.0, 0.1, 0.1, 0.01, 0.01]
     >>> rates(schedule="constant", warmup_epochs=0)
     [1.0, 1.0, 1.0, 1.0, 1.0, 1.0]
     """
-    warmup_steps = round(steps_per_epoch * config.warmup_epochs)
+    warmup_epochs = config.warmup_epochs
+    if warmup_epochs is None:
+        warmup_epochs = min(WARMUP_EPOCHS, num_epochs / 2)
+    warmup_steps = round(steps_per_epoch * warmup_epochs)
     if step < warmup_steps:
         return peak * (step + 1) / warmup_steps
     if config.schedule == "constant":

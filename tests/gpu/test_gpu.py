@@ -99,7 +99,9 @@ def test_a_small_set_lies_on_the_gpu(tmp_path: Path) -> None:
 
     data = digits()
     model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10))
-    trainer = Trainer(model, data.train, data.val, TrainConfig(epochs=1))
+    trainer = Trainer(
+        model, data.train, data.val, TrainConfig(epochs=1, lr=0.1, warmup_epochs=1)
+    )
     assert trainer.fit().accuracy > 0.5
     assert trainer.setup.feed.samples.inputs.is_cuda
 
