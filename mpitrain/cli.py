@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from mpitrain.errors import UsageError, agreed
+from mpitrain.errors import UsageError, agreed, did_you_mean
 from mpitrain.flags import PROGRAM, read_flags
 from mpitrain.launch.config import default_start_timeout
 from mpitrain.launch.contradictions import (
@@ -340,7 +340,8 @@ def read_config(argv: Sequence[str]) -> TrainConfig:
     """
     if argv and not argv[0].startswith("-"):
         raise UsageError(
-            f"unknown command {argv[0]!r}; expected one of {', '.join(COMMANDS)}, "
+            f"unknown command {argv[0]!r}.{did_you_mean(argv[0], COMMANDS)} Expected "
+            f"one of {', '.join(COMMANDS)}, "
             "or flags (see --help)"
         )
     return read_flags(

@@ -14,7 +14,12 @@ Every message says what was found and where, what was expected, what to type.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from difflib import SequenceMatcher
 from typing import TypeVar
+
+ALIKE = 0.75
+"""From 0 to 1: words that are less so are not suggested."""
 
 
 class MpitrainError(Exception):
@@ -75,3 +80,30 @@ def agreed(error: Error) -> Error:
     error.speaker = 0
     error.everywhere = True
     return error
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """Return a sentence with the known word that is most like another.
+
+    Args:
+        word: What was typed; it may be the beginning of a longer name.
+        known: What could have been.
+
+    Returns:
+        With a space before it; empty: none is like it.
+
+    >>> did_you_mean("minst", ["digits", "mnist", "fashion-mnist"])
+    " Did you mean 'mnist'?"
+    >>> did_you_mean("vit_smal", ["gcvit_small", "vit_small_patch16_224"])
+    " Did you mean 'vit_small_patch16_224'?"
+    >>> did_you_mean("something", ["else"])
+    ''
+    """
+
+    def likeness(name: str) -> float:
+        parts = (name, name[: len(word)], name[: len(word) + 1])
+        return max(SequenceMatcher(None, part, word).ratio() for part in parts)
+
+    scores = {name: likeness(name) for name in known}
+    best = max(scores, key=lambda name: (scores[name], -len(name)), default="")
+    return f" Did you mean {best!r}?" if scores.get(best, 0.0) >= ALIKE else ""

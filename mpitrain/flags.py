@@ -14,11 +14,27 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from mpitrain import __version__
-from mpitrain.errors import MpitrainError, UsageError
+from mpitrain.errors import MpitrainError, UsageError, did_you_mean
 
 PROGRAM = "python -m mpitrain"
 
 Config = TypeVar("Config")
+
+SYNONYMS = {
+    **dict.fromkeys(("learning-rate", "base-lr"), "lr"),
+    **dict.fromkeys(("batch-size", "batch", "train-batch-size"), "global-batch-size"),
+    **dict.fromkeys(("num-epochs", "max-epochs", "num-train-epochs"), "epochs"),
+    **dict.fromkeys(("workers", "num-data-workers"), "num-workers"),
+    **dict.fromkeys(("max-grad-norm", "gradient-clip-val"), "clip-grad-norm"),
+    **dict.fromkeys(("output-dir", "out-dir", "save-dir"), "runs-dir"),
+    **dict.fromkeys(("dataset", "data-set"), "data"),
+    **dict.fromkeys(("data-path", "data-root"), "data-dir"),
+    **dict.fromkeys(("arch", "model-name"), "model"),
+    **dict.fromkeys(("opt", "optim"), "optimizer"),
+    **dict.fromkeys(("lr-scheduler", "scheduler"), "schedule"),
+    **dict.fromkeys(("wd", "l2"), "weight-decay"),
+}
+"""What other trainers call our flags."""
 
 
 class Answered(MpitrainError):
@@ -86,14 +102,41 @@ def _parse(
     """Let tyro do it; `source` says where the flags come from, for messages."""
     import tyro
 
-    with usage_errors(source):
-        return tyro.cli(
-            kind,
-            prog=program,
-            description=f"{kind.__doc__}\n\n{further}",
-            args=flags,
-            config=(tyro.conf.OmitArgPrefixes,),
-        )
+    try:
+        with usage_errors(source):
+            return tyro.cli(
+                kind,
+                prog=program,
+                description=f"{kind.__doc__}\n\n{further}",
+                args=flags,
+                config=(tyro.conf.OmitArgPrefixes,),
+            )
+    except UsageError as error:
+        if "Unrecognized options" not in str(error):
+            raise
+        known = flag_names(kind)
+        for word in flags:
+            typed = word.partition("=")[0].replace("_", "-")
+            if typed.startswith("--") and typed not in known:
+                same = "--" + SYNONYMS.get(typed[2:], "")
+                meant = did_you_mean(same if same in known else typed, known)
+                where = f"{source}: " if source else ""
+                raise UsageError(
+                    f"{where}unknown flag {typed}.{meant} All flags: {program} --help"
+                ) from None
+        raise
+
+
+def flag_names(kind: Any) -> list[str]:
+    """Return the flags of a configuration and of its groups, without ``--no-...``."""
+    found = []
+    for field in dataclasses.fields(kind):
+        group = field.default_factory
+        if group is not dataclasses.MISSING and dataclasses.is_dataclass(group()):
+            found += flag_names(type(group()))
+        else:
+            found.append("--" + field.name.replace("_", "-"))
+    return found
 
 
 def flat(values: dict[str, Any]) -> dict[str, Any]:

@@ -46,8 +46,13 @@ def load_reference(reference: str, flag: str) -> Callable[..., Any]:
     except ModuleNotFoundError as error:
         if error.name is None or not (module_name + ".").startswith(error.name + "."):
             raise  # their module is there; one that it imports is not
+        meant = ""
+        if "/" in module_name or module_name.endswith(".py"):
+            dotted = module_name.removesuffix(".py").strip("./").replace("/", ".")
+            meant = f" Did you mean '{dotted}:{attribute}'?"
         raise UsageError(
-            f"{flag} {reference!r}: there is no module {module_name!r}. Expected "
+            f"{flag} {reference!r}: there is no module {module_name!r}.{meant} "
+            "Expected "
             f"package.module:callable, importable from {os.getcwd()} or PYTHONPATH."
         ) from None
     found = getattr(module, attribute, None)

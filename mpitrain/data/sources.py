@@ -23,7 +23,7 @@ from mpitrain.data.pixels import (
 )
 from mpitrain.data.samples import PARTS, Array, Reader, Samples, Table
 from mpitrain.data.workers import start_method
-from mpitrain.errors import UsageError
+from mpitrain.errors import UsageError, did_you_mean
 from mpitrain.launch.shared import Alone, Ranks
 from mpitrain.plugins import is_reference
 from mpitrain.world import World
@@ -102,10 +102,10 @@ def load_data(
         return _large(config, seed, world, ranks)
     if is_reference(name):
         return _own(config, seed, world, ranks)
-    known = ", ".join(["digits", *SMALL, "synthetic", *LARGE])
+    known = ["digits", *SMALL, "synthetic", *LARGE]
     raise UsageError(
-        f"--data {name!r} is not known. Expected {known}, or package.module:callable "
-        "for a data set of your own."
+        f"--data {name!r} is not known.{did_you_mean(name, known)} Expected "
+        f"{', '.join(known)}, or package.module:callable for a data set of your own."
     )
 
 

@@ -5,14 +5,13 @@ timm is imported inside functions: it costs seconds, and need not be there.
 
 from __future__ import annotations
 
-import difflib
 import sys
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from mpitrain.errors import DataError, UsageError
+from mpitrain.errors import DataError, UsageError, did_you_mean
 from mpitrain.models.layers import first_layer, try_one_image
 from mpitrain.models.weight_files import State, cached_path, download, not_downloaded
 
@@ -109,10 +108,9 @@ def tagged(name: str, weights: str | None = None) -> str:
     architecture, _, tag = named.partition(".")
     known = timm.list_models()
     if architecture not in known:
-        near = difflib.get_close_matches(architecture, known, n=5, cutoff=0.5)
         raise UsageError(
-            f"--model {name!r}: timm has no model {architecture!r}. Did you mean "
-            f"{', '.join(near) or 'one of timm.list_models()'}?"
+            f"--model {name!r}: timm has no model {architecture!r}."
+            f"{did_you_mean(architecture, known)} Expected one of timm.list_models()"
         )
     if weights not in (None, "default"):
         tag = weights

@@ -5,7 +5,6 @@ torchvision is imported inside functions: it costs a second and more on every ra
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import re
 from bisect import bisect_left
@@ -14,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from mpitrain.errors import DataError, UsageError
+from mpitrain.errors import DataError, UsageError, did_you_mean
 from mpitrain.models.layers import fit_first_layer, try_one_image
 from mpitrain.models.weight_files import State, cached_path, download
 
@@ -88,10 +87,9 @@ def refuse_unknown(name: str) -> None:
     """Raise UsageError unless torchvision has a model of that name."""
     known = names()
     if name not in known:
-        near = difflib.get_close_matches(name, ["convnet", *known], n=5, cutoff=0.5)
-        meant = f" Did you mean {', '.join(near)}?" if near else ""
         raise UsageError(
-            f"--model {name!r} is not known.{meant} Expected convnet, a classification "
+            f"--model {name!r} is not known.{did_you_mean(name, ['convnet', *known])} "
+            "Expected convnet, a classification "
             "model of torchvision (resnet50), timm:NAME, hub:REPO_OR_DIR:ENTRY, or "
             "package.module:callable for a model of your own."
         )

@@ -138,6 +138,9 @@ class Recorder:
         self._result |= {"status": "stopped", "stopped": why}
         write_json(self._run_dir / "result.json", self._result)
         self.console.say(f"{why}; {how} goes on from here")
+        self.console.say(
+            "stopped, not failed: the exit status is 75, which mpirun may report below"
+        )
 
     def rows_done(self, rows: Sequence[StepRow]) -> None:
         """Write a line per step."""

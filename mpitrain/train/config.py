@@ -260,6 +260,16 @@ class TrainConfig(
                 "nothing; leave one of the two out"
             )
 
+    def only_for_command(self) -> list[str]:
+        """Name the fields that are set and that `Trainer` in a script ignores."""
+        kinds = (DataConfig, ModelConfig, CheckpointConfig, LogConfig)
+        names = {it.name for kind in kinds for it in fields(kind)}
+        names |= {"name", "runs_dir", "progress"}
+        names -= {"image_size", "random_crop", "random_flip", "normalize"}
+        names -= {"num_workers", "on_bad_sample"}
+        default = TrainConfig()
+        return sorted(n for n in names if getattr(self, n) != getattr(default, n))
+
     def without_effect(self) -> list[str]:
         """Name the settings that do nothing beside the others, and why."""
         plain = TrainConfig

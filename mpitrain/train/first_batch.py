@@ -124,7 +124,7 @@ def explain_loss(outputs: Any, targets: Any) -> None:
     raise DataError(
         f"the targets of the {_part()} data are {_shown(targets)}, with outputs "
         f"{_shown(outputs)}; expected labels int64 {shape} for these outputs, or int64 "
-        "(N,) for outputs (N, num_classes): an int with each input in the data set. For "
+        "(N,) for outputs (N, num_classes): an int with each input of the set. For "
         f"targets of another kind {own_loss.removeprefix('or ')}"
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -46,6 +47,8 @@ from mpitrain.train.steps import Losses, SoFar, Steps
 from mpitrain.train.strategy import settle_numerics
 from mpitrain.world import World
 
+logger = logging.getLogger("mpitrain")
+
 
 class Trainer:
     """Trains a model, on one rank or many, with the same result.
@@ -58,7 +61,8 @@ class Trainer:
             iterable data set of such pairs; equal on all ranks, and shared out here.
         val_data: What the model is judged by after every epoch; likewise.
         config: What is asked. Data set, model, weights, run folder, checkpoints, time
-            limit, loggers and traces in it have no effect; what is done to images has.
+            limit, loggers and traces in it have no effect (`fit` warns); what is done
+            to images has.
         world: Where this process stands, as `mpitrain.init` tells it; ``None``: `fit`
             asks itself, and ends the job when it is done.
         loss: Instead of overriding `loss`.
@@ -217,7 +221,15 @@ class Trainer:
         return self._fit()
 
     def _fit(self) -> Evaluation:
-        if not self._is_ready:
+        if not self._is_ready:  # a script: the command line sets up by itself
+            assert self.world is not None
+            ignored = self.config.only_for_command()
+            if ignored and self.world.is_rank_zero:
+                logger.warning(
+                    "Trainer ignores %s of its TrainConfig: only `python -m mpitrain` "
+                    "uses them for now",
+                    ", ".join(ignored),
+                )
             self.set_up()
         keeper, setup = self.keeper, self.setup
         if keeper:

@@ -95,6 +95,7 @@ def test_it_stops_in_time_and_goes_on(how: str, mpi_name: str, runs: Runs) -> No
     result = json.loads(written.read_text())
     assert result["status"] == "stopped"
     assert "the same command goes on from here" in job.said()
+    assert "stopped, not failed: the exit status is 75" in job.said()
     if how == "file":
         done = mine.run(name, 2)
         assert (done.status, "remove it" in done.out) == (CAN_GO_ON, True)

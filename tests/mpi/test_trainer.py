@@ -92,6 +92,16 @@ def test_a_reduction_that_is_wrong_is_noticed_at_the_start(
     assert "on rank 0" in said
 
 
+def test_settings_that_a_trainer_ignores_are_named_once(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    trained(world, epochs=1)
+    assert "ignores" not in caplog.text
+    trained(world, epochs=1, name="x", log=("csv",), profile=3, keep_checkpoints=1)
+    said = "Trainer ignores keep_checkpoints, log, name, profile of its TrainConfig"
+    assert caplog.text.count(said) == int(world.is_rank_zero)
+
+
 @pytest.mark.parametrize("strategy", ["auto", "fsdp"])
 @pytest.mark.parametrize("micro", [None, 5])
 def test_in_float32_the_first_20_steps_agree(

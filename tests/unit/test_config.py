@@ -111,6 +111,24 @@ def test_each_optimizer_has_a_learning_rate_of_its_own() -> None:
     assert TrainConfig(optimizer="adamw", lr=0.3).peak_lr == 0.3
 
 
+@pytest.mark.parametrize(
+    ("words", "meant"),
+    [
+        ("--learning-rate 0.1", "--lr"),
+        ("--batch-size=3", "--global-batch-size"),
+        ("--batch_size 3", "--global-batch-size"),
+        ("--epoch 3", "--epochs"),
+        ("--hang-timeot 3", "--hang-timeout"),
+        ("trian", "train"),
+    ],
+)
+def test_the_word_that_was_meant_is_named(words: str, meant: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        read_config(words.split())
+    assert f" Did you mean '{meant}'?" in str(caught.value)
+    assert str(caught.value).count("\n") == 0
+
+
 def test_help_that_is_read_in_part_ends_without_a_traceback() -> None:
     read, write = os.pipe()
     os.close(read)

@@ -136,10 +136,11 @@ def test_the_least_size_told_is_the_least_that_works() -> None:
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("resnet19", "'resnet19' is not known. Did you mean resnet1"),
+        ("resnet19", "'resnet19' is not known. Did you mean 'resnet18'?"),
         ("zzzzzz", "is not known. Expected convnet, a classification model"),
-        ("timm:resnet19", "timm has no model 'resnet19'. Did you mean resnet"),
+        ("timm:resnet19", "timm has no model 'resnet19'. Did you mean 'resnet18'?"),
         ("timm:test_vit.nope", "'nope' is no file.* it has default, r160_in1k"),
+        ("examples/own_model.py:A", "Did you mean 'examples.own_model:A'?"),
         ("no_such_module:f", "there is no module 'no_such_module'"),
         ("hub:nowhere", "expected hub:OWNER/NAME:ENTRY"),
     ],
