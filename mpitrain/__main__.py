@@ -1,6 +1,18 @@
 """``python -m mpitrain``: see `mpitrain.cli`."""
 
-from mpitrain.cli import console
+import os
+import sys
 
 if __name__ == "__main__":
+    if not sys.flags.safe_path and sys.path[0] in ("", os.getcwd()):
+        # `python -m` looks into the current folder first: numpy and torch would take a
+        # numbers.py or queue.py there for Python's own. The console script begins here;
+        # plugins and `run` put the user's folder first when all that is imported.
+        sys.path[0] = os.path.dirname(sys.executable)  # noqa: PTH120
+        root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # noqa: PTH100, PTH120
+        if root not in sys.path:
+            sys.path.append(root)  # a clone that is not installed: for its processes
+
+    from mpitrain.cli import console
+
     console()

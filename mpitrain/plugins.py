@@ -39,8 +39,8 @@ def load_reference(reference: str, flag: str) -> Callable[..., Any]:
     module_name, _, attribute = reference.partition(":")
     if not module_name or not attribute:
         raise UsageError(f"{flag} {reference!r}: expected package.module:callable")
-    if "" not in sys.path and os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())  # the console script does not add it
+    if sys.path[0] not in ("", os.getcwd()):
+        sys.path.insert(0, os.getcwd())  # not before: see __main__.py
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:

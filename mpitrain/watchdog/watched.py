@@ -20,7 +20,7 @@ from mpitrain.watchdog.process import status_of
 from mpitrain.watchdog.sidecar import DUMP_SIGNAL
 
 _PROGRAM = (
-    "import sys; sys.path.insert(0, sys.argv.pop(1)); "
+    "import sys; sys.path.append(sys.argv.pop(1)); "
     "from mpitrain.watchdog.sidecar import main; main()"
 )
 _PACKAGE_ROOT = Path(__file__).parents[2]

@@ -183,6 +183,9 @@ def test_it_sees_itself_as_python_would_show_it(
 
 
 def test_without_mpirun_it_is_a_world_of_one(tmp_path: Path) -> None:
+    for name in ("numbers", "queue", "random", "statistics", "tempfile"):
+        # In the current folder, and not in the script's: nobody asks for them.
+        (tmp_path / f"{name}.py").write_text(f"raise ImportError('own {name}')")
     done = subprocess.run(
         [sys.executable, "-m", "mpitrain", "run", str(SCRIPTS / "ddp.py")],
         cwd=tmp_path,
