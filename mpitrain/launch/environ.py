@@ -59,7 +59,8 @@ def script_variables(
         "TORCHELASTIC_RESTART_COUNT": "0",
         "TORCHELASTIC_MAX_RESTARTS": "0",
         # With it env:// makes every rank, zero too, a client of the store that stands.
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        # A world of one has none: the script, or what it starts, opens its own.
+        "TORCHELASTIC_USE_AGENT_STORE": str(world.world_size > 1),
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": environ.get(
             "TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"
         ),

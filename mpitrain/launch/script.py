@@ -7,7 +7,9 @@ around it, and it may start torch.distributed by itself, by `mpitrain.init`, or 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
+import stat
 import sys
 from collections.abc import MutableMapping
 from dataclasses import dataclass, replace
@@ -16,13 +18,15 @@ from types import CodeType, ModuleType
 
 from mpitrain.errors import UsageError, agreed
 from mpitrain.flags import PROGRAM
-from mpitrain.launch import program, start
+from mpitrain.launch import program, start, store
 from mpitrain.launch.config import TIMEOUT_SECONDS, LaunchConfig
+from mpitrain.launch.contradictions import MPI_RANK_VARIABLES
 from mpitrain.launch.ending import exit_status, finish_python
 from mpitrain.launch.environ import script_variables
 from mpitrain.launch.guard import Guard, leave
 from mpitrain.launch.target import Asked, find_module, find_program, read_script
 from mpitrain.topology import all_or_none, wait_for_all
+from mpitrain.watchdog.process import COMMANDS, launchers_of, name_of
 from mpitrain.world import World
 
 
@@ -111,7 +115,8 @@ def _load(
             comm, lambda: read_script(target.name), "read the script"
         )
         world = _prepare(guard, asked, environ)
-        set_path(str(Path(target.name).resolve().parent))
+        path = Path(target.name).resolve()
+        set_path(str(path if main.__spec__ else path.parent))
         sys.argv[:] = [target.name, *target.args]
         return world, main, code
     # After the start: packages above the module are imported to find it.
@@ -139,7 +144,30 @@ def _prepare(guard: Guard, asked: Asked, environ: MutableMapping[str, str]) -> W
     """
     world = start.prepare(guard, asked.config, TIMEOUT_SECONDS, environ)
     environ.update(script_variables(world, asked.run_id, environ))
+    if world.world_size == 1:
+        guard.store = None  # its port is for the script, or for what it spawns
+    else:
+        store.let_scripts_open_their_own(world.master_port)
+    end_stdin()
     return world
+
+
+def end_stdin() -> None:
+    """Give this rank an empty stdin where mpirun's own is ``/dev/null``.
+
+    Open MPI 5's mpirun hands rank zero a pipe that it never closes: whoever reads it
+    to its end waits for ever (5.0.11, tried; Open MPI 4.1 and MPICH close it).
+    """
+    above = launchers_of(os.getpid(), MPI_RANK_VARIABLES)
+    if not above or name_of(above[-1].pid) not in COMMANDS:
+        return
+    with contextlib.suppress(OSError):  # another user's mpirun, or no stdin
+        null = os.stat(os.devnull)  # noqa: PTH116
+        theirs = os.stat(f"/proc/{above[-1].pid}/fd/0")  # noqa: PTH116
+        if os.path.samestat(theirs, null) and stat.S_ISFIFO(os.fstat(0).st_mode):
+            descriptor = os.open(os.devnull, os.O_RDONLY)
+            os.dup2(descriptor, 0)
+            os.close(descriptor)
 
 
 def take(guard: Guard, config: LaunchConfig) -> Standing | None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
+import os
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mpitrain.launch.network import Rendezvous
 from mpitrain.world import World
@@ -43,3 +45,33 @@ def open_store(
         wait_for_workers=False,
         master_listen_fd=descriptor,
     )
+
+
+def let_scripts_open_their_own(port: int) -> None:
+    """Let torch open a store where a script names another port than ours.
+
+    ``TORCHELASTIC_USE_AGENT_STORE`` makes every rank a client of whatever stands in
+    ``MASTER_PORT``: where the script has written its own, nobody serves it, and
+    ``init_process_group`` waits for as long as its timeout (torch 2.8 to 2.14; so does
+    torchrun).
+
+    Args:
+        port: Of our store.
+    """
+    rendezvous = importlib.import_module("torch.distributed.rendezvous")
+    create = getattr(rendezvous, "_create_c10d_store", None)
+    if create is None:
+        return
+
+    def create_store(hostname: str, asked: int, *args: Any, **kwargs: Any) -> Any:
+        name = "TORCHELASTIC_USE_AGENT_STORE"
+        before = os.environ.get(name)
+        if before is None or asked == port:
+            return create(hostname, asked, *args, **kwargs)
+        os.environ[name] = "False"
+        try:
+            return create(hostname, asked, *args, **kwargs)
+        finally:
+            os.environ[name] = before
+
+    rendezvous._create_c10d_store = create_store  # type: ignore[attr-defined] # noqa: SLF001

@@ -11,7 +11,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from importlib.abc import InspectLoader, Loader
-from importlib.machinery import ModuleSpec, SourceFileLoader
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Literal
@@ -46,7 +46,7 @@ class Asked:
     config: LaunchConfig
     target: Target
     run_id: str
-    """A name of this start."""
+    """A name of this start: rank zero's ``TORCHELASTIC_RUN_ID``, or a new UUID."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,7 +110,7 @@ def read_words(words: Sequence[str]) -> Asked:
         words: Flags, what to run, and its own words.
 
     Returns:
-        What is asked for, with a new `run_id`.
+        What is asked for.
 
     Raises:
         UsageError: What stands there cannot be used.
@@ -127,14 +127,15 @@ def read_words(words: Sequence[str]) -> Asked:
             "--hang-timeout counts the optimizer steps of a script; those of a program "
             "(--no-python) cannot be seen. Leave one of them out"
         )
-    return Asked(config=config, target=target, run_id=str(uuid.uuid4()))
+    run_id = os.environ.get("TORCHELASTIC_RUN_ID") or str(uuid.uuid4())
+    return Asked(config=config, target=target, run_id=run_id)
 
 
 def read_script(name: str) -> tuple[ModuleType, CodeType]:
     """Read a script as Python would.
 
     Args:
-        name: Its path.
+        name: Its path; of a folder or an archive, its ``__main__.py`` is read.
 
     Returns:
         The module to be ``__main__``, still empty, and its code.
@@ -143,6 +144,9 @@ def read_script(name: str) -> tuple[ModuleType, CodeType]:
         UsageError: It cannot be read, or is no Python.
     """
     path = str(Path(name).absolute())
+    spec = PathFinder.find_spec("__main__", [path])
+    if spec is not None and (found := _code_of(spec, name)) is not None:
+        return _main(spec.origin, spec.loader, spec), found
     try:
         source = Path(path).read_bytes()
     except OSError as error:
@@ -178,12 +182,7 @@ def find_module(name: str) -> tuple[ModuleType, CodeType]:
     spec = _find_spec(name)
     if spec is not None and spec.submodule_search_locations is not None:
         spec = _find_spec(f"{name}.__main__")
-    code = None
-    if spec is not None and isinstance(spec.loader, InspectLoader):
-        try:
-            code = spec.loader.get_code(spec.name)
-        except (SyntaxError, ValueError) as error:
-            raise UsageError(f"-m {name} is no Python:\n{_worded(error)}") from None
+    code = _code_of(spec, f"-m {name}")
     if spec is None or code is None:
         raise UsageError(
             f"-m {name}: there is no such module of Python to run; expected one that "
@@ -191,6 +190,15 @@ def find_module(name: str) -> tuple[ModuleType, CodeType]:
             "a __main__.py"
         )
     return _main(spec.origin, spec.loader, spec), code
+
+
+def _code_of(spec: ModuleSpec | None, words: str) -> CodeType | None:
+    if spec is None or not isinstance(spec.loader, InspectLoader):
+        return None
+    try:
+        return spec.loader.get_code(spec.name)
+    except (SyntaxError, ValueError) as error:
+        raise UsageError(f"{words} is no Python:\n{_worded(error)}") from None
 
 
 def _find_spec(name: str) -> ModuleSpec | None:

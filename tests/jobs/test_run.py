@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -21,6 +22,11 @@ OURS = {
     "TORCH_CPP_LOG_LEVEL",
 }
 """What docs/run.md lists besides torchrun's."""
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
 
 
 # --- what works unchanged -----------------------------------------------------------
@@ -108,6 +114,27 @@ def test_init_that_asks_for_another_start_is_refused_once(
     assert done.status == 0, done.err
 
 
+def test_a_script_may_name_a_port_of_its_own_and_read_stdin_to_its_end(
+    openmpi: Mpi, tmp_path: Path
+) -> None:
+    body = """
+import os, sys
+from datetime import timedelta
+import torch, torch.distributed as dist
+assert sys.stdin.read() == "", "mpirun's is /dev/null"
+ours = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+own = "localhost", sys.argv[1]
+for address, port in (ours, own):
+    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = address, port
+    dist.init_process_group("gloo", timeout=timedelta(seconds=20))
+    dist.all_reduce(torch.ones(1))
+    dist.destroy_process_group()
+print(f"done {os.environ['RANK']}/{os.environ['WORLD_SIZE']}", flush=True)
+"""
+    words = write(tmp_path, body), str(free_port())
+    check_all_done(run(openmpi, 2, *words, cwd=tmp_path), 2)
+
+
 # --- what it finds ------------------------------------------------------------------
 
 
@@ -147,14 +174,18 @@ def test_the_environment_is_what_torchrun_sets(openmpi: Mpi, tmp_path: Path) -> 
 
 def test_what_the_user_has_set_stays(openmpi: Mpi, tmp_path: Path) -> None:
     script = str(SCRIPTS / "environment.py")
-    given = {"OMP_NUM_THREADS": "2", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3"}
+    given = {
+        "OMP_NUM_THREADS": "2",
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3",
+        "TORCHELASTIC_RUN_ID": "17",
+    }
     done = run(openmpi, 1, script, cwd=tmp_path, **given)
     assert done.status == 0, done.err
     (ours,) = found(tmp_path, 1)
     assert given.items() <= ours["variables"].items()
 
 
-@pytest.mark.parametrize("form", ["script", "module", "package"])
+@pytest.mark.parametrize("form", ["script", "module", "package", "folder"])
 def test_it_sees_itself_as_python_would_show_it(
     openmpi: Mpi, form: str, tmp_path: Path
 ) -> None:
@@ -168,6 +199,7 @@ def test_it_sees_itself_as_python_would_show_it(
         "script": ("pack/tool.py", "-x", "a b"),
         "module": ("-m", "pack.tool", "-x", "a b"),
         "package": ("-m", "pack", "-x", "a b"),
+        "folder": ("pack", "-x", "a b"),
     }[form]
     (tmp_path / "plain").mkdir()
     subprocess.run(
@@ -196,3 +228,38 @@ def test_without_mpirun_it_is_a_world_of_one(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout == "done 0/1\n"
+
+
+SPAWNS = """
+import os, sys, time
+from datetime import timedelta
+import torch, torch.distributed as dist, torch.multiprocessing as mp
+
+def work(rank):
+    dist.init_process_group(
+        "gloo", rank=rank, world_size=2, timeout=timedelta(seconds=20)
+    )
+    dist.all_reduce(torch.ones(1))
+    print(f"done {rank}/2", flush=True)
+    time.sleep(0.1)  # gloo's thread may still hold the tensor
+    dist.destroy_process_group()
+
+if __name__ == "__main__":
+    os.environ["MASTER_ADDR"] = "localhost"
+    os.environ["MASTER_PORT"] = sys.argv[1]
+    mp.spawn(work, nprocs=2)
+"""
+
+
+def test_what_a_world_of_one_spawns_may_be_a_world(tmp_path: Path) -> None:
+    words = [write(tmp_path, SPAWNS), str(free_port())]
+    done = subprocess.run(
+        [sys.executable, "-m", "mpitrain", "run", *words],
+        cwd=tmp_path,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.split("\n")) == ["", "done 0/2", "done 1/2"]
