@@ -137,6 +137,10 @@ def wait_for_all(comm: MPI.Intracomm, *, timeout_seconds: float | None = None) -
     Returns:
         Whether all came in time.
     """
+    from mpi4py import MPI
+
+    if MPI.Is_finalized():
+        return True  # MPI_Finalize, which a script called, has waited for all
     request = comm.Ibarrier()
     end = None if timeout_seconds is None else time.monotonic() + timeout_seconds
     pause_seconds = 0.0005

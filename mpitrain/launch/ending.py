@@ -152,6 +152,17 @@ def exit_now(status: int) -> NoReturn:
         status: The exit status.
     """
     finish_python()
+    finish_mpi(status)
+
+
+def finish_mpi(status: int) -> NoReturn:
+    """Finalize MPI and end this process; nothing of Python's is waited for.
+
+    Collective over all ranks, where MPI was started.
+
+    Args:
+        status: The exit status.
+    """
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
         mpi.Finalize()

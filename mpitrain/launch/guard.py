@@ -95,6 +95,7 @@ class Guard:
         self.step_hook: RemovableHandle | None = None
         self.on_failure: list[Callable[[str], object]] = []
         self.on_end: list[Callable[[], object]] = []
+        self._rank, self._size = comm.rank, comm.size  # after MPI_Finalize, too
         self._place = place(comm.rank, comm.size, socket.gethostname())
         self._failed = False
         self._is_told = False  # the watchdog has said why the job ends
@@ -141,39 +142,39 @@ class Guard:
             return
         self._failed = True
         status = exit_status(error) or 1
-        if self.comm.size > 1:
+        if self._size > 1:
             hear_no_children()
         try:
             self._tell_if_first(error)
         finally:
             # Whatever went wrong on the way (no memory, a second Ctrl-C): the job ends.
-            if self.comm.size > 1:
+            if self._size > 1:
                 self._abort(status)
 
     def _tell_if_first(self, error: BaseException) -> None:
         agreed_by = getattr(error, "speaker", None)
         if agreed_by is not None:
-            first = agreed_by == self.comm.rank
+            first = agreed_by == self._rank
         else:
-            first = self.comm.size == 1 or self._is_first(error)
-        if self.watched is not None and self.comm.size > 1:
+            first = self._size == 1 or self._is_first(error)
+        if self.watched is not None and self._size > 1:
             # Its sidecar need not: the cause is told, by this rank or by another.
             self.watched.set_state(State.FAILING)
         if first:
             self._tell(error)
-        if self.comm.size > 1 and agreed_by is not None:
+        if self._size > 1 and agreed_by is not None:
             wait_for_all(self.comm, timeout_seconds=_CLAIM_SECONDS)
         elif not first:
             time.sleep(CONSEQUENCE_SECONDS)  # the first one's abort comes before this
 
     def _tell(self, error: BaseException) -> None:
-        if self.watched is not None and self.comm.size == 1:
+        if self.watched is not None and self._size == 1:
             self.watched.idle()  # who is alone may go on after it
         try:
             text = message(error, self._place)
         except Exception:
             text = f"[{self._place}] {type(error).__name__} that cannot be printed"
-        if self.comm.size > 1:
+        if self._size > 1:
             flush()
             sys.stderr.write(text + "\n")
             flush()
@@ -190,7 +191,7 @@ class Guard:
             return False
         if self.store is None:
             # Nothing to agree by: the lower ranks speak, and abort, first.
-            time.sleep(1.5 * min(self.comm.rank, 2))
+            time.sleep(1.5 * min(self._rank, 2))
             return True
         store, answer = self.store, list[bool]()
 
@@ -249,8 +250,9 @@ class Guard:
         flush()
         if self.watched is not None:
             self.watched.end_stopped_sidecar()
-        self.comm.Abort(status)
-        os._exit(status)  # where Abort should ever return
+        if not sys.modules["mpi4py.MPI"].Is_finalized():
+            self.comm.Abort(status)
+        os._exit(status)  # after MPI_Finalize, or where Abort should ever return
 
 
 _standing: list[Guard] = []

@@ -75,6 +75,7 @@ from mpi4py import MPI
 comm = MPI.COMM_WORLD
 assert comm.allreduce(1) == comm.size
 print(f"done {comm.rank}/{comm.size}", flush=True)
+MPI.Finalize()  # as it may, and others need not
 """
     check_all_done(run(mpi, 2, write(tmp_path, body), cwd=tmp_path), 2)
 

@@ -24,6 +24,9 @@ def strike():
         case "interrupt":
             os.kill(os.getpid(), signal.SIGINT)
             time.sleep(1)
+        case "abort":
+            from mpi4py import MPI
+            MPI.COMM_WORLD.Abort(7)
         case "kill": os.kill(os.getpid(), signal.SIGKILL)
 
 rank = os.environ["RANK"]
@@ -45,11 +48,12 @@ dist.all_reduce(torch.ones(1))
         ("openmpi-5", "exit-hard", None, "by os._exit; it was at: in the script"),
         ("mpich", "exit-hard", None, "by os._exit; it was at: in the script"),
         ("openmpi-4.1", "kill", None, "in the script"),
+        ("openmpi-5", "abort", 7, None),  # MPI says it
     ],
     indirect=["mpi"],
 )
 def test_every_way_out_of_a_script_ends_the_job(
-    mpi: Mpi, fault: str, status: int | None, words: str, tmp_path: Path
+    mpi: Mpi, fault: str, status: int | None, words: str | None, tmp_path: Path
 ) -> None:
     done = run(mpi, 3, write(tmp_path, FAULTY), fault, cwd=tmp_path)
     assert done.ended - float((tmp_path / "time").read_text()) < 10
@@ -57,6 +61,9 @@ def test_every_way_out_of_a_script_ends_the_job(
     pids = [int((tmp_path / f"pid-{rank}").read_text()) for rank in range(3)]
     assert not survivors(pids)
     assert done.status == status if status is not None else done.status != 0
+    if words is None:
+        assert not done.ours
+        return
     (line,) = done.ours
     assert line.startswith("[rank 1/3 ")
     assert words in line
@@ -102,6 +109,25 @@ print("rank zero is through", flush=True)
     done = run(openmpi, 3, write(tmp_path, body), cwd=tmp_path)
     assert done.status == 0, done.err
     assert "rank zero is through" in done.out
+
+
+def test_a_rank_that_leaves_by_os_exit_with_0_waits_for_the_others(
+    mpi: Mpi, tmp_path: Path
+) -> None:
+    body = """
+import atexit, os, time
+rank = int(os.environ["RANK"])
+atexit.register(print, "atexit", rank)
+if rank != 1:
+    time.sleep(3)
+print(f"done {rank}/3", flush=True)
+if rank != 2:
+    os._exit(0)
+"""
+    done = run(mpi, 3, write(tmp_path, body), cwd=tmp_path)
+    check_all_done(done, 3)
+    assert re.findall(r"atexit (\d)", done.out) == ["2"], "os._exit skips it"
+    assert not done.ours
 
 
 @pytest.mark.parametrize(("flags", "status"), [((), 0), (("--hang-timeout", "4"), 76)])
