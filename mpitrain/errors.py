@@ -62,7 +62,7 @@ class RemoteError(LaunchError):
 
 
 class LeftEarly(LaunchError):
-    """This rank was done while others still worked."""
+    """A rank was done while others still worked."""
 
 
 Error = TypeVar("Error", bound=MpitrainError)

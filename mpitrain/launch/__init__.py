@@ -121,6 +121,8 @@ def init(
             world, config = standing.world, standing.config
         start.join(guard, world, timeout_seconds)
         start.watch_steps(guard, config)
+        if guard.returned is None:
+            start.watch_returns(guard, world)
     changed = {
         name: before.get(name)
         for name, value in os.environ.items()

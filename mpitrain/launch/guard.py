@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
     from mpitrain.launch.network import Rendezvous
+    from mpitrain.launch.returned import Returned
 
 CONSEQUENCE_SECONDS = 4.0
 """How long a rank whose peer went away waits for that peer's own message."""
@@ -78,6 +79,7 @@ class Guard:
     Attributes:
         comm: All ranks of the job.
         store: Where ranks agree who failed first; ``None`` before it stands.
+        returned: Which ranks have returned; ``None`` where that is not watched.
         rendezvous: Where rank zero is reached; ``None`` before that is known.
         step_hook: Tells the watchdog of optimizer steps; ``None`` while none count.
         stage_seconds: How long each stage of the start took here, in their order.
@@ -91,6 +93,7 @@ class Guard:
         self.watched = watched
         self.store: Store | None = None
         self.rendezvous: Rendezvous | None = None
+        self.returned: Returned | None = None
         self.stage_seconds: dict[str, float] = {}
         self.step_hook: RemovableHandle | None = None
         self.on_failure: list[Callable[[str], object]] = []
@@ -174,6 +177,9 @@ class Guard:
             text = message(error, self._place)
         except Exception:
             text = f"[{self._place}] {type(error).__name__} that cannot be printed"
+        if self.returned is not None and is_consequence(error):
+            with contextlib.suppress(Exception):  # the store may be gone
+                text += self.returned.note()
         if self._size > 1:
             flush()
             sys.stderr.write(text + "\n")
@@ -375,6 +381,9 @@ def leave(guard: Guard, timeout_seconds: float | None) -> None:
     """
     if guard.watched is not None:
         guard.watched.set_state(State.LEFT)
+    if guard.returned is not None:
+        guard.returned.say()
+        guard.returned = None
     if not wait_for_all(guard.comm, timeout_seconds=timeout_seconds):
         raise LeftEarly(
             f"this rank was done, but others still worked {timeout_seconds:.0f} s "

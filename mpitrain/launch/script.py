@@ -181,6 +181,7 @@ def _prepare(guard: Guard, asked: Asked, environ: MutableMapping[str, str]) -> W
         guard.store = None  # its port is for the script, or for what it spawns
     else:
         store.let_scripts_open_their_own(world.master_port)
+        start.watch_returns(guard, world)
     end_stdin()
     return world
 
@@ -237,6 +238,7 @@ def take(guard: Guard, config: LaunchConfig) -> Standing | None:
                 )
             )
     guard.store = standing.guard.store
+    guard.returned, standing.guard.returned = standing.guard.returned, None
     hang_timeout = config.hang_timeout or standing.config.hang_timeout
     return replace(standing, config=replace(config, hang_timeout=hang_timeout))
 

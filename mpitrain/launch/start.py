@@ -183,6 +183,19 @@ def watch_steps(
         guard.step_hook = register_optimizer_step_post_hook(count)
 
 
+def watch_returns(guard: Guard, world: World) -> None:
+    """Let ranks that have returned be known to those that wait for them.
+
+    Args:
+        guard: The guard that stands, with the store.
+        world: Where this process stands.
+    """
+    from mpitrain.launch.returned import Returned
+
+    if guard.store is not None and world.world_size > 1:
+        guard.returned = Returned(guard.store, world.rank, world.world_size, guard.fail)
+
+
 def _open_store(
     comm: MPI.Intracomm,
     world: World,

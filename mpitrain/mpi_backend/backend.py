@@ -79,6 +79,10 @@ class MpiBackend(Operations):
     def _supports_time_estimate(self) -> bool:
         return False
 
+    def _get_sequence_number_for_group(self) -> int:
+        """Return how many collectives this rank has begun."""
+        return self._group.line.number
+
     def set_timeout(self, timeout: timedelta) -> None:
         """Set how long an operation may take, from the next one on."""
         self._group.set_timeout(timeout.total_seconds())

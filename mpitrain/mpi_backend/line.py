@@ -59,7 +59,8 @@ class Line:
         self._is_closed = False
         self._broken: str = ""
         self._is_over = False
-        self._number = 0
+        self.number = 0
+        """Operations that were begun; equal on all ranks that stand at the same one."""
 
     def do(self, action: Action, timeout_seconds: float | None = None) -> None:
         """Do an operation now, after all that were asked for before.
@@ -163,14 +164,14 @@ class Line:
             )
         if self._broken:
             raise GroupError(f"{self._name} failed before: {self._broken}")
-        self._number += 1
+        self.number += 1
         try:
             with torch.inference_mode():  # tensors made in it are written, too
                 action(time.monotonic() + seconds)
         except BaseException as error:
             # Ctrl-C, too: this rank left the operation in its middle.
             self._broken = str(error) or type(error).__name__
-            more = self._on_failure(error, self._number)
+            more = self._on_failure(error, self.number)
             self._broken = f"{self._broken}\n{more}".strip()
             if isinstance(error, GroupError):
                 raise type(error)(f"{self._name}: {self._broken}") from None

@@ -130,6 +130,35 @@ if rank != 2:
     assert not done.ours
 
 
+@pytest.mark.parametrize("backend", ["gloo", "mpi4py"])
+def test_a_rank_that_returns_while_others_wait_for_it_is_named(
+    openmpi: Mpi, backend: str, tmp_path: Path
+) -> None:
+    body = """
+import os, sys, time
+import torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+dist.init_process_group(sys.argv[1])
+rank = dist.get_rank()
+some = dist.new_group([0, 2])
+model = DistributedDataParallel(torch.nn.Linear(2, 2))
+model(torch.ones(2)).sum().backward()
+if rank == 1:
+    dist.destroy_process_group()  # the model still has it
+    sys.exit(0)
+time.sleep(8 if rank == 0 else 0)  # nobody waits for rank 1 yet
+dist.all_reduce(torch.ones(1), group=some)
+open("time", "w").write(str(time.time()))
+dist.all_reduce(torch.ones(1))
+"""
+    done = run(openmpi, 3, write(tmp_path, body), backend, cwd=tmp_path)
+    assert done.status == 1, done.out + done.err
+    assert done.ended - float((tmp_path / "time").read_text()) < 15
+    assert re.search(r"\[rank [02]/3 .*", done.err)
+    assert "rank 1 has returned with status 0, and others wait" in done.err
+    assert re.search(r"rank 0, rank 2: .*script.py:16 in <module>", done.err)
+
+
 @pytest.mark.parametrize(("flags", "status"), [((), 0), (("--hang-timeout", "4"), 76)])
 def test_a_hang_is_named_when_asked_for(
     openmpi: Mpi, flags: tuple, status: int, tmp_path: Path

@@ -1,0 +1,163 @@
+"""Ranks that have returned, and others that wait for them in a collective.
+
+Under torchrun a rank's end closes its connections, so that gloo fails at once. Here it
+waits for the others, and they would wait for it until the group's timeout. So each rank
+says at its end how many collectives it has begun in which group; who has begun more,
+and stands still, waits for ever.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store
+
+from mpitrain.errors import LeftEarly
+from mpitrain.mpi_backend.whereabouts import described
+from mpitrain.watchdog.words import Frame, call_in_words
+from mpitrain.world import in_runs
+
+LOOK_SECONDS = 2.0
+"""How often a rank looks whether others have returned."""
+
+STUCK_SECONDS = 3.0
+"""How long a rank stands still in a collective before it is taken for stuck."""
+
+_KEY = "mpitrain/returned"
+_WAITING_KEY = "mpitrain/waiting"
+
+_with_messages: set[str] = set()
+"""Groups with sends and receives: gloo counts them among the collectives, and ranks
+need not have as many."""
+
+
+class Returned:
+    """Who has returned, as one rank knows it; watches in a thread until `say`.
+
+    Args:
+        store: Where ranks meet.
+        rank: This process.
+        world_size: Number of ranks.
+        fail: Called, in the thread, with what is the matter.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        world_size: int,
+        fail: Callable[[LeftEarly], object],
+    ) -> None:
+        self._store, self._rank, self._fail = store, rank, fail
+        self._names = [f"rank {number}" for number in range(world_size)]
+        self._counts: dict[str, int] = {}  # of groups that are destroyed
+        self._stop = threading.Event()
+        self._look_at_torch()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+
+    def say(self) -> None:
+        """Say that this rank has returned."""
+        self._stop.set()
+        self._thread.join(LOOK_SECONDS)
+        said = json.dumps([self._rank, self._counts | count_collectives()])
+        with contextlib.suppress(Exception):  # the end will tell
+            self._store.append(_KEY, said + "\n")  # type: ignore[attr-defined]
+
+    def _heard(self, key: str) -> dict[int, Any]:
+        """Return what ranks have said under a key."""
+        if not self._store.check([key]):
+            return {}
+        return dict(map(json.loads, self._store.get(key).decode().splitlines()))
+
+    def note(self) -> str:
+        """Return a line that names those that have returned; ``""`` for none."""
+        ranks = sorted(self._heard(_KEY))
+        return f"\n{done(ranks)} before" if ranks else ""
+
+    def _look_at_torch(self) -> None:
+        """Note groups before they are destroyed, and those with messages."""
+        destroy: Any = dist.destroy_process_group
+
+        def destroy_process_group(group: Any = None) -> None:
+            self._counts |= count_collectives()
+            destroy(group)
+
+        for module in (dist, dist.distributed_c10d):
+            module.destroy_process_group = destroy_process_group  # type: ignore[attr-defined]
+        for name in ("send", "recv", "recv_anysource"):
+            setattr(dist.ProcessGroup, name, _noted(getattr(dist.ProcessGroup, name)))
+
+    def _watch(self) -> None:
+        before: dict[str, tuple[int, list[int]]] = {}
+        since = 0.0
+        while not self._stop.wait(LOOK_SECONDS):
+            try:
+                returned = self._heard(_KEY)
+            except Exception:  # the store is gone, and so is the job
+                return
+            own = count_collectives() if returned else {}
+            waits = {
+                name: [r for r, counts in returned.items() if counts.get(name, n) < n]
+                for name, n in own.items()
+            }
+            now = {name: (own[name], ranks) for name, ranks in waits.items() if ranks}
+            if now != before:
+                before, since = now, time.monotonic()
+            elif now and time.monotonic() - since > STUCK_SECONDS:
+                away = sorted({r for _, ranks in now.values() for r in ranks})
+                self._fail(self._error(away))
+                return
+
+    def _error(self, away: list[int]) -> LeftEarly:
+        main = sys._current_frames().get(threading.main_thread().ident or 0)  # noqa: SLF001
+        stack = traceback.extract_stack(main)[::-1]
+        frames = [Frame(f.filename, f.lineno or 0, f.name) for f in stack]
+        said = json.dumps([self._rank, call_in_words(frames)])
+        self._store.append(_WAITING_KEY, said + "\n")  # type: ignore[attr-defined]
+        time.sleep(LOOK_SECONDS + 0.5)  # others find the same as late as that
+        heard: dict[int, str] = self._heard(_WAITING_KEY)
+        where = described(self._names, dict.fromkeys(away, "returned") | heard)
+        return LeftEarly(f"{done(away)}, and others wait in a collective:\n{where}")
+
+
+def done(ranks: Sequence[int]) -> str:
+    """Say that ranks have returned.
+
+    >>> done([1])
+    'rank 1 has returned with status 0'
+    """
+    which = (
+        f"rank {ranks[0]} has" if len(ranks) == 1 else f"ranks {in_runs(ranks)} have"
+    )
+    return f"{which} returned with status 0"
+
+
+def count_collectives() -> dict[str, int]:
+    """Return how many collectives this rank has begun, by group and kind of device."""
+    counts = {}
+    for group, name in list(dist.distributed_c10d._world.pg_names.items()):  # noqa: SLF001
+        if group.group_name in _with_messages:
+            continue
+        for device in group._device_types:  # noqa: SLF001
+            with contextlib.suppress(Exception):  # not every backend counts
+                backend: Any = group._get_backend(device)  # noqa: SLF001
+                number = backend._get_sequence_number_for_group()  # noqa: SLF001
+                counts[f"{name} {device.type}"] = int(number)
+    return counts
+
+
+def _noted(method: Callable[..., Any]) -> Callable[..., Any]:
+    def noted(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
+        _with_messages.add(group.group_name)
+        return method(group, *args, **kwargs)
+
+    return noted
