@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 from mpitrain.errors import UsageError
 from mpitrain.launch import cores
 from mpitrain.launch.launcher import Launcher, binding_asked
-from mpitrain.topology import all_or_none
+from mpitrain.schedulers.asking import asks_for_ompthreads
+from mpitrain.topology import all_or_none, on_rank_zero
 from mpitrain.world import Node, World
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ def settle(
     Raises:
         UsageError: OMP_NUM_THREADS is no number; on every rank or on none.
     """
-    masks, quotas = _unbind(comm, world, launcher, variables)
+    masks, quotas, of_pbs = _unbind(comm, world, launcher, variables)
     of_nodes = [
         ([masks[rank] for rank in node.ranks], quotas[node.ranks[0]])
         for node in world.nodes
@@ -55,19 +56,11 @@ def settle(
     )
     on_node, quota = of_nodes[world.node_rank]
     fair = share(on_node, quota)[world.local_rank]
-    whole_machine = len(set().union(*on_node)) == os.cpu_count()
-    of_chunk = share_of_chunk(
-        variables, world.local_world_size, fair, whole_machine=whole_machine
-    )
-    if of_chunk is not None:
-        if world.is_rank_zero:
-            logger.warning(
-                "OMP_NUM_THREADS=%s is what PBS sets for all %d ranks of the chunk: "
-                "each takes its share, %d (to insist on your own number: unset NCPUS)",
-                *(variables["OMP_NUM_THREADS"], world.local_world_size, of_chunk),
-            )
-        fair = of_chunk
-        del variables["OMP_NUM_THREADS"]
+    if of_pbs is not None:
+        whole_machine = len(set().union(*on_node)) == os.cpu_count()
+        fair = _within_pbs(
+            comm, world, of_pbs, fair, variables, whole_machine=whole_machine
+        )
     num_threads = all_or_none(
         comm, lambda: threads_of(fair, variables), "read OMP_NUM_THREADS"
     )
@@ -79,14 +72,14 @@ def _unbind(
     world: World,
     launcher: Launcher,
     variables: Mapping[str, str],
-) -> tuple[list[frozenset[int]], list[float]]:
+) -> tuple[list[frozenset[int]], list[float], int | None]:
     """Undo a binding that nobody asked for.
 
     Collective over `comm`.
 
     Returns:
-        The cores that each rank may run on now, and the cores' worth of time that each
-        may use; equal on all ranks.
+        The cores that each rank may run on now, the cores' worth of time that each
+        may use, and `threads_of_pbs` of rank zero; equal on all ranks.
     """
     mask = cores.usable_cores()
     mine = (
@@ -95,6 +88,7 @@ def _unbind(
         cores.is_one_core(mask),
         binding_asked(launcher, variables),
         cpu_quota(),
+        threads_of_pbs(variables),
     )
     records = comm.allgather(mine)
     bindings = [
@@ -104,7 +98,7 @@ def _unbind(
             one_core=one_core,
             asked=asked,
         )
-        for may, given, one_core, asked, _ in records
+        for may, given, one_core, asked, *_ in records
     ]
     asked = cores.whether_asked(bindings)
     widenings = [
@@ -120,7 +114,7 @@ def _unbind(
         masks = [cores.parse_cores(found) for found in comm.allgather(now)]
     if world.is_rank_zero:
         _tell_binding(world.nodes, widenings)
-    return masks, [record[-1] for record in records]
+    return masks, [record[4] for record in records], records[0][5]
 
 
 def cpu_quota(root: Path = Path("/sys/fs/cgroup")) -> float:
@@ -155,43 +149,77 @@ def count_cores(masks: Sequence[Collection[int]], quota: float) -> int:
     return max(1, int(min(len(set().union(*masks)), quota)))
 
 
-def share_of_chunk(
-    environ: Mapping[str, str],
-    local_world_size: int,
-    fair: int,
-    *,
-    whole_machine: bool,
-) -> int | None:
-    """Notice an ``OMP_NUM_THREADS`` that PBS set for all ranks of a chunk together.
+def threads_of_pbs(environ: Mapping[str, str]) -> int | None:
+    """Return the ``OMP_NUM_THREADS`` that PBS set; ``None`` where it is another's.
 
-    In the job's shell PBS sets it to the cores of the chunk, and NCPUS likewise; mpirun
-    hands both to every rank, each of which would start threads for all.
-
-    Args:
-        environ: This process's environment.
-        local_world_size: Number of ranks on this node.
-        fair: This rank's share of the cores that the ranks may run on.
-        whole_machine: Whether these are all cores of the machine. Then PBS does not
-            hold the job to its own, and its word for their number counts.
-
-    Returns:
-        The threads that are fair, if it is so and they are fewer; else ``None``.
+    In the job's shell PBS sets it and ``NCPUS`` to ``ompthreads``, the threads of one
+    process, or, where the job did not ask for those, to all cores of its first chunk.
+    mpirun hands ``OMP_NUM_THREADS`` to the ranks of every node, but ``NCPUS`` to those
+    of its own alone.
 
     >>> pbs = {"PBS_JOBID": "1.head", "PBS_NODEFILE": "/var/spool/pbs/aux/1.head"}
-    >>> pbs |= {"NCPUS": "8", "OMP_NUM_THREADS": "8"}
-    >>> share_of_chunk(pbs, 4, 2, whole_machine=False)
-    2
-    >>> share_of_chunk(pbs, 4, 16, whole_machine=True)
-    2
+    >>> threads_of_pbs(pbs | {"NCPUS": "8", "OMP_NUM_THREADS": "8"})
+    8
     """
-    if not {"PBS_JOBID", "PBS_NODEFILE"} <= environ.keys() or local_world_size < 2:
-        return None
     of_chunk, wanted = environ.get("NCPUS", ""), environ.get("OMP_NUM_THREADS", "")
-    if not of_chunk.isdecimal() or wanted != of_chunk:
+    is_pbs = {"PBS_JOBID", "PBS_NODEFILE"} <= environ.keys()
+    if not is_pbs or wanted != of_chunk or not wanted.isdecimal():
         return None
+    return int(wanted) or None
+
+
+def cores_by_pbs(of_pbs: int, local_world_size: int, job_id: str) -> int:
+    """Return the cores that PBS gave to each rank of this node.
+
+    Args:
+        of_pbs: `threads_of_pbs`.
+        local_world_size: Number of ranks on this node.
+        job_id: The job; PBS is asked where the number may be for all ranks together.
+    """
+    if not 2 <= local_world_size <= of_pbs:
+        return of_pbs
+    asks = asks_for_ompthreads(job_id)
+    if asks is None:
+        logger.warning(
+            "`qstat -f %s` does not tell whether the job asks for ompthreads: "
+            "OMP_NUM_THREADS=%d is taken as the threads of each rank",
+            *(job_id, of_pbs),
+        )
+    return of_pbs // local_world_size if asks is False else of_pbs
+
+
+def _within_pbs(
+    comm: MPI.Intracomm,
+    world: World,
+    of_pbs: int,
+    fair: int,
+    variables: MutableMapping[str, str],
+    *,
+    whole_machine: bool,
+) -> int:
+    """Return this rank's share of the cores by what PBS gave. Collective over `comm`.
+
+    Where the ranks see all cores of the machine, PBS does not hold them to their own.
+    """
+
+    def of_rank_zero() -> int:
+        if not whole_machine:
+            return of_pbs
+        return cores_by_pbs(of_pbs, world.local_world_size, variables["PBS_JOBID"])
+
+    given = on_rank_zero(comm, of_rank_zero, "ask PBS for this job")
     if whole_machine:
-        fair = min(fair, max(1, int(of_chunk) // local_world_size))
-    return fair if fair < int(of_chunk) else None
+        fair = min(fair, given)
+    if variables.get("OMP_NUM_THREADS") == str(of_pbs) and of_pbs > fair:
+        del variables["OMP_NUM_THREADS"]
+        if world.is_rank_zero:
+            logger.warning(
+                "OMP_NUM_THREADS=%d, set by PBS, is more than the cores of each of the "
+                "%d ranks on %s: each takes its share, %d (for a number of your own "
+                "ask PBS for ompthreads, or unset NCPUS)",
+                *(of_pbs, world.local_world_size, world.hostname, fair),
+            )
+    return fair
 
 
 def _tell_binding(nodes: Sequence[Node], widenings: Sequence[cores.Widening]) -> None:

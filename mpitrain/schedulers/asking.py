@@ -80,3 +80,28 @@ def of_answer(status: int, text: str) -> bool | None:
     if state is not None:
         return state[1] not in "CFX"  # completed (Torque), finished, expired
     return bool(text.strip())
+
+
+def asks_for_ompthreads(job_id: str) -> bool | None:
+    """Ask PBS whether a job asks for ``ompthreads``; ``None`` where nobody knows."""
+    told = ask(["qstat", "-f", job_id])
+    return None if told is None else ompthreads_in(told.stdout)
+
+
+def ompthreads_in(text: str) -> bool | None:
+    r"""Read from what ``qstat -f`` says whether ``ompthreads`` is asked for.
+
+    Args:
+        text: What was printed; PBS breaks long lines.
+
+    >>> ompthreads_in("    Resource_List.select = 1:ncpus=16:ompth\n\treads=4\n")
+    True
+    >>> ompthreads_in("    schedselect = 1:ncpus=16:mpiprocs=4\n"), ompthreads_in("")
+    (False, None)
+    """
+    wanted = re.findall(
+        r"^\s*(?:Resource_List\.select|schedselect) = (.*)",
+        text.replace("\n\t", ""),
+        re.MULTILINE,
+    )
+    return any("ompthreads=" in of_chunks for of_chunks in wanted) if wanted else None

@@ -5,7 +5,7 @@
 
 The file has a line for each mpiproc, the host's name alone, often with its domain; a
 line for each chunk where `mpiprocs` was not asked for. It tells no GPUs (PBS_GPUFILE is
-Torque's), and PBS sets OMP_NUM_THREADS for the chunk, not for the process.
+Torque's).
 Tried with OpenPBS 23.06.
 """
 

@@ -111,4 +111,4 @@ def test_threads_that_pbs_set_for_the_chunk_are_shared(
     assert done.returncode == 0, done.stderr
     threads = [json.loads(line)[2] for line in done.stdout.splitlines()]
     assert threads == [1, 1]
-    assert done.stderr.count("OMP_NUM_THREADS=2 is what PBS sets") == 1
+    assert done.stderr.count("OMP_NUM_THREADS=2, set by PBS, is more") == 1

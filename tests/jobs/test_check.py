@@ -74,7 +74,18 @@ def test_one_object_is_all_that_comes_out(
 
 
 def test_the_screen_says_it_all_in_lines(openmpi: Mpi, tmp_path: Path) -> None:
-    done = mpirun(openmpi, 2, *CHECK, cwd=tmp_path)
+    """In a job of PBS, of which qstat tells the end and that it has no ompthreads."""
+    (tmp_path / "qstat").write_text(
+        "#!/bin/sh\n"
+        "echo ' Resource_List.select = 1:ncpus=8:mpiprocs=2'\n"
+        "echo ' Resource_List.walltime = 00:10:00'\n"
+        "echo ' resources_used.walltime = 00:00:10'\n"
+    )
+    (tmp_path / "qstat").chmod(0o755)
+    pbs = {"PBS_JOBID": "7.head", "PBS_NODEFILE": "/var/spool/pbs/aux/7.head"}
+    pbs |= {"NCPUS": "8", "OMP_NUM_THREADS": "8"}
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    done = mpirun(openmpi, 2, *CHECK, cwd=tmp_path, PATH=path, **pbs)
     assert done.status == 0, done.out + done.err
     out = done.out.replace("\r", "")
     for pattern in (
@@ -92,6 +103,9 @@ def test_the_screen_says_it_all_in_lines(openmpi: Mpi, tmp_path: Path) -> None:
     ):
         assert re.search(pattern, out, re.MULTILINE), f"{pattern}\n{out}"
     assert len(out.splitlines()) < 60
+    assert done.err.count("OMP_NUM_THREADS=8, set by PBS, is more than the cores") == 1
+    assert "omp-num-threads" not in out
+    assert "no-deadline" not in out
 
 
 def test_a_wrong_all_reduce_is_named_with_its_rank(mpi: Mpi, tmp_path: Path) -> None:

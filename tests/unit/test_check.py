@@ -135,6 +135,10 @@ INFINIBAND: dict[str, Any] = {"infiniband": ("mlx5_0",)}
             ["warning omp-num-threads: .*: 16 threads on 8 cores of a"],
         ),
         (
+            facts(variables={"OMP_NUM_THREADS": "8"}, num_threads=4),
+            [],
+        ),  # the start said
+        (
             facts(variables={"GLOO_SOCKET_IFNAME": "eth9"}),
             ["note socket-ifname: GLOO_SOCKET_IFNAME=eth9 was set"],
         ),
@@ -173,7 +177,7 @@ INFINIBAND: dict[str, Any] = {"infiniband": ("mlx5_0",)}
         ),
         (
             facts(job="SLURM job 17", ask_end="squeue -h -j 17 -o %e"),
-            ["note no-deadline: SLURM job 17 does not tell its ranks"],
+            ["note no-deadline: SLURM job 17 does not tell when it ends"],
         ),
         (facts(job="SLURM job 17", knows_end=True), []),
         (facts(hosts=({"speed_mbps": 100},)), []),  # nothing leaves the node

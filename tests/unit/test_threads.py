@@ -69,26 +69,61 @@ PBS = {
 
 
 @pytest.mark.parametrize(
-    ("change", "num_ranks", "fair", "whole_machine", "expected"),
+    ("change", "expected"),
     [
-        ({}, 4, 2, False, 2),  # a cgroup holds the job to its 8 cores
-        ({}, 4, 16, True, 2),  # no cgroup: 64 cores are seen, 8 are ours
-        ({}, 16, 4, True, 1),  # oversubscribed
-        ({}, 1, 8, False, None),  # the chunk is this rank's alone
-        ({}, 2, 8, False, None),  # two chunks of 8 on one host
-        ({"OMP_NUM_THREADS": "2"}, 4, 2, False, None),  # the user's own
-        ({"NCPUS": ""}, 4, 2, False, None),
-        ({"PBS_JOBID": None}, 4, 2, False, None),  # SLURM's, or nobody's
+        ({}, 8),
+        ({"OMP_NUM_THREADS": "2"}, None),  # the user's own
+        ({"NCPUS": ""}, None),
+        ({"NCPUS": "0", "OMP_NUM_THREADS": "0"}, None),
+        ({"PBS_JOBID": None}, None),  # SLURM's, or nobody's
     ],
 )
-def test_threads_that_pbs_set_for_the_chunk_are_shared_by_its_ranks(
-    change: dict, num_ranks: int, fair: int, whole_machine: bool, expected: int | None
-) -> None:
+def test_threads_that_pbs_set_are_known(change: dict, expected: int | None) -> None:
     environ = {k: v for k, v in (PBS | change).items() if v is not None}
-    found = threads.share_of_chunk(
-        environ, num_ranks, fair, whole_machine=whole_machine
+    assert threads.threads_of_pbs(environ) == expected
+
+
+PER_PROCESS = """\
+Job Id: 7.head
+    Resource_List.select = 1:ncpus=16:mpiprocs=4:omp
+\tthreads=4
+"""
+OF_CHUNK = """\
+Job Id: 7.head
+    schedselect = 1:ncpus=8:mpiprocs=4
+    Submit_arguments = -l select=1:ncpus=8:mpiprocs=4 -v ARGS=ompthreads=4 job.sh
+"""
+
+
+@pytest.mark.parametrize(
+    ("of_pbs", "num_ranks", "says", "expected", "asked"),
+    [
+        (4, 4, PER_PROCESS, 4, True),  # ncpus=16:mpiprocs=4:ompthreads=4, the default
+        (8, 4, OF_CHUNK, 2, True),  # ncpus=8:mpiprocs=4
+        (8, 4, "", 8, True),  # PBS does not answer: said, and obeyed
+        (2, 4, "", 2, False),  # no chunk of 4 processes has 2 cores
+        (8, 1, "", 8, False),  # one process: both are the same
+    ],
+)
+def test_threads_by_pbs_are_of_a_process_where_the_job_asks_for_ompthreads(
+    of_pbs: int,
+    num_ranks: int,
+    says: str,
+    expected: int,
+    asked: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    (tmp_path / "says").write_text(says)
+    (tmp_path / "qstat").write_text(
+        f"#!/bin/sh\ntouch {tmp_path}/asked\nexec cat {tmp_path}/says\n"
     )
-    assert found == expected
+    (tmp_path / "qstat").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert threads.cores_by_pbs(of_pbs, num_ranks, "7.head") == expected
+    assert (tmp_path / "asked").exists() == asked
+    assert ("does not tell" in caplog.text) == (asked and not says)
 
 
 def bound(*masks: set[int], given: int = 8, one_core: bool = True) -> list:

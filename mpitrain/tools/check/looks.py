@@ -180,9 +180,14 @@ def small_shm(facts: Facts) -> Iterator[Finding]:
 
 
 def omp_threads(facts: Facts) -> Iterator[Finding]:
-    """OMP_NUM_THREADS set by somebody else."""
-    given = [rank.variables.get("OMP_NUM_THREADS") for rank in facts.ranks]
-    if not any(given):
+    """OMP_NUM_THREADS set by somebody else, unless the start has said it is not used."""
+    given = [
+        value
+        for rank in facts.ranks
+        if (value := rank.variables.get("OMP_NUM_THREADS"))
+        and value.partition(",")[0].strip() == str(rank.num_threads)
+    ]
+    if not given:
         return
     crowded = [
         node
@@ -190,8 +195,7 @@ def omp_threads(facts: Facts) -> Iterator[Finding]:
         if sum(facts.ranks[rank].num_threads for rank in node.ranks)
         > max(node.num_cores, len(node.ranks))
     ]
-    value = next(value for value in given if value)
-    said = f"OMP_NUM_THREADS={value} was set before the start, and is obeyed"
+    said = f"OMP_NUM_THREADS={given[0]} was set before the start, and is obeyed"
     if crowded:
         threads = sum(facts.ranks[rank].num_threads for rank in crowded[0].ranks)
         said += (
@@ -202,8 +206,8 @@ def omp_threads(facts: Facts) -> Iterator[Finding]:
         severity="warning" if crowded else "note",
         name="omp-num-threads",
         found=said,
-        remedy="unset OMP_NUM_THREADS for a fair share of the cores (PBS sets it for "
-        "the chunk, not for the rank)",
+        remedy="unset OMP_NUM_THREADS for a fair share of the cores (PBS sets it: "
+        "ompthreads of the job script)",
     )
 
 
@@ -342,9 +346,9 @@ def deadline(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             severity="note",
             name="no-deadline",
-            found=f"{facts.job} does not tell its ranks when it ends",
-            remedy=f"{facts.ask_end} tells it; ask for more time than the training "
-            "takes",
+            found=f"{facts.job} does not tell when it ends",
+            remedy=f"try `{facts.ask_end}` on {facts.hosts[0].hostname}; give trainings "
+            "their end by --time-limit",
         )
 
 

@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any, TextIO
 from mpitrain import schedulers
 from mpitrain.launch import Job, start
 from mpitrain.launch.network import Rendezvous
+from mpitrain.schedulers.deadline import seconds_left
 from mpitrain.tools.check import facts, findings, looks, pairs, report, screen
 from mpitrain.tools.check.config import CheckConfig
 from mpitrain.tools.check.software import library_of, versions
-from mpitrain.topology import mpi_library, wait_for_all
+from mpitrain.topology import mpi_library, on_rank_zero, wait_for_all
 from mpitrain.world import World
 
 if TYPE_CHECKING:
@@ -175,7 +176,9 @@ def _gather(
         if scheduler.job_id
         else "",
         ask_end=ASK_END.get(scheduler.name, "").format(scheduler.job_id),
-        knows_end="SLURM_JOB_END_TIME" in before,
+        knows_end=on_rank_zero(
+            job.comm, lambda: seconds_left(before) is not None, "ask for the job's end"
+        ),
     )
 
 
