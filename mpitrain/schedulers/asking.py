@@ -105,3 +105,43 @@ def ompthreads_in(text: str) -> bool | None:
         re.MULTILINE,
     )
     return any("ompthreads=" in of_chunks for of_chunks in wanted) if wanted else None
+
+
+LOST = re.compile(r"down|unknown|stale|unresolvable|\*", re.IGNORECASE)
+"""In the state of a node that its scheduler does not hear of; SLURM's is ``*``."""
+
+
+def lost_nodes(scheduler: str, hostnames: Sequence[str]) -> dict[str, str]:
+    """Ask which of some nodes the scheduler has lost.
+
+    Args:
+        scheduler: ``"slurm"``, ``"pbs"`` or ``"none"``.
+        hostnames: The nodes, in its words.
+
+    Returns:
+        Their states; empty where nobody knows.
+    """
+    if scheduler == "slurm":
+        names = ",".join(hostnames)
+        told = ask(["sinfo", "-h", "-N", "-n", names, "-o", "%N state = %T"])
+    elif scheduler == "pbs":
+        told = ask(["pbsnodes", "-H", *hostnames])
+    else:
+        told = None
+    return {} if told is None else lost_in(told.stdout, hostnames)
+
+
+def lost_in(text: str, hostnames: Sequence[str]) -> dict[str, str]:
+    r"""Read states from what ``sinfo`` or ``pbsnodes -H`` says of some nodes.
+
+    >>> lost_in("a state = mixed\nb state = down*\n", ["a", "b"])
+    {'b': 'down*'}
+    >>> lost_in("b\n     Mom = b.x\n     state = state-unknown,down\n", ["b.x"])
+    {'b.x': 'state-unknown,down'}
+    """
+    lost: dict[str, str] = {}
+    for node in re.split(r"\n(?=\S)", text):
+        state = re.search(r"\bstate = (\S+)", node)
+        if state is not None and LOST.search(state[1]):
+            lost |= dict.fromkeys(set(hostnames) & set(node.split()), state[1])
+    return lost

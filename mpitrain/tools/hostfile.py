@@ -13,6 +13,7 @@ from tyro.conf import arg
 from mpitrain import schedulers
 from mpitrain.errors import LaunchError, UsageError
 from mpitrain.schedulers.allocation import AllocatedNode, Allocation
+from mpitrain.schedulers.asking import lost_nodes
 from mpitrain.schedulers.hostfile import Dialect, parse, render
 
 NAMES = {"slurm": "SLURM", "pbs": "PBS"}
@@ -36,7 +37,7 @@ class HostfileConfig:
     probe: bool = False
     """Leave out nodes where mpirun cannot start a process, or where a GPU is broken."""
     probe_seconds: float = 120.0
-    """How long a node may take to answer."""
+    """How long the nodes may take to answer, all together."""
     nodes: int | None = None
     """Take so many nodes at most; the others are spare."""
     output: Path | None = None
@@ -92,19 +93,24 @@ def text_of(
     if config.slots is not None:
         nodes = tuple(replace(n, slots=config.slots, max_slots=None) for n in nodes)
     if config.probe:
-        nodes = _probed(nodes, mpirun, config.probe_seconds)
+        names = [node.hostname for node in nodes]
+        lost = lost_nodes(schedulers.detect(environ).name, names)
+        nodes = _probed(nodes, mpirun, config.probe_seconds, lost)
     nodes = nodes[: config.nodes]
     return ("" if config.format == "pbs" else comment) + render(nodes, config.format)
 
 
 def _probed(
-    nodes: tuple[AllocatedNode, ...], mpirun: Sequence[str], seconds: float
+    nodes: tuple[AllocatedNode, ...],
+    mpirun: Sequence[str],
+    seconds: float,
+    lost: Mapping[str, str],
 ) -> tuple[AllocatedNode, ...]:
     """Return the nodes that answer, and say which do not."""
     from mpitrain.tools.probe import sift
 
     try:
-        good, bad = sift(nodes, mpirun, seconds)
+        good, bad = sift(nodes, mpirun, seconds, lost)
     except OSError as error:
         raise UsageError(
             f"{mpirun[0]} cannot be started: {error.strerror}; expected an mpirun "

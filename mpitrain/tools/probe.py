@@ -1,7 +1,8 @@
 """Which nodes of a job answer, before a training is started on them. Needs no MPI.
 
-On each node `mpirun` itself starts one process, by the way that the training's will be
-started, and that one computes on every GPU (`answer`).
+One `mpirun` starts one process on each node, by the way that the training's will be
+started, and that one computes on every GPU (`answer`). Open MPI starts none where it
+cannot reach all; then each node that has not answered is asked alone.
 """
 
 from __future__ import annotations
@@ -12,10 +13,11 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 from mpitrain.schedulers.allocation import AllocatedNode
 from mpitrain.tools.answer import SIGN
@@ -28,7 +30,7 @@ TERM_SECONDS = 5.0
 
 
 TELLING = re.compile(
-    r"error|fail|could not|cannot|unable|no such|refused|timed out|not found",
+    r"error|fail|could not|cannot|unable|no such|refused|timed out|not found|no route",
     re.IGNORECASE,
 )
 """What stands in a line that says why something did not start."""
@@ -47,30 +49,39 @@ class Answer:
 
 
 def sift(
-    nodes: Sequence[AllocatedNode], mpirun: Sequence[str], seconds: float
+    nodes: Sequence[AllocatedNode],
+    mpirun: Sequence[str],
+    seconds: float,
+    lost: Mapping[str, str],
 ) -> tuple[list[AllocatedNode], list[str]]:
     """Ask all nodes, and tell those that a training may use from the others.
 
     Args:
         nodes: Nodes of the job.
         mpirun: The words that start mpirun, without hosts and numbers.
-        seconds: How long each may take.
+        seconds: How long all of it may take, with up to `AT_ONCE` nodes that do not
+            answer.
+        lost: States of the nodes that the scheduler has lost; these are not asked.
 
     Returns:
         The nodes that may be used, in their order; why not, for each of the others.
     """
-
-    def ask_patiently(node: AllocatedNode) -> Answer:
-        first = ask(node, mpirun, seconds)
-        if first.num_gpus is not None:
-            return first
-        # A file system that had to find torch first has found it now.
-        second = ask(node, mpirun, seconds)
-        return first if second.num_gpus is None else second
-
+    trusted = [node for node in nodes if node.hostname not in lost]
+    answers = {
+        node: Answer(node=node, why=f"its state is {lost.get(node.hostname)}")
+        for node in nodes
+    }
+    # Half of the time for all at once: a file system that has to find torch first has
+    # found it when nodes are asked one by one.
+    if trusted:
+        answers |= {it.node: it for it in ask(trusted, mpirun, seconds / 2)}
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        answers = list(pool.map(ask_patiently, nodes))
-    return judge(answers)
+        silent = [node for node in trusted if answers[node].num_gpus is None]
+        for (answer,) in pool.map(
+            lambda node: ask([node], mpirun, seconds / 2), silent
+        ):
+            answers[answer.node] = answer
+    return judge(list(answers.values()))
 
 
 def judge(answers: Sequence[Answer]) -> tuple[list[AllocatedNode], list[str]]:
@@ -104,18 +115,21 @@ def judge(answers: Sequence[Answer]) -> tuple[list[AllocatedNode], list[str]]:
     return good, bad
 
 
-def ask(node: AllocatedNode, mpirun: Sequence[str], seconds: float) -> Answer:
-    """Start one process on a node, and wait for what it says.
+def ask(
+    nodes: Sequence[AllocatedNode], mpirun: Sequence[str], seconds: float
+) -> list[Answer]:
+    """Start one process on each node by one mpirun, and wait for what they say.
 
     Args:
-        node: The node.
+        nodes: The nodes.
         mpirun: The words that start mpirun, without hosts and numbers.
         seconds: How long it may take.
 
     Raises:
         OSError: There is no such mpirun.
     """
-    words = ["-np", "1", "--host", node.hostname]
+    hosts = ",".join(node.hostname for node in nodes)
+    words = ["-np", str(len(nodes)), "--host", hosts]
     command = [*mpirun, *words, sys.executable, "-m", "mpitrain.tools.answer"]
     with tempfile.TemporaryFile("w+", errors="replace") as said:
         started = subprocess.Popen(
@@ -126,18 +140,33 @@ def ask(node: AllocatedNode, mpirun: Sequence[str], seconds: float) -> Answer:
             start_new_session=True,
         )
         try:
-            started.wait(seconds)
+            status: int | None = started.wait(seconds)
         except subprocess.TimeoutExpired:
-            _end(started)
-            return Answer(node=node, why=f"no answer within {seconds:g} s")
+            status = None
+        _end(started)
         said.seek(0)
         text = said.read()
-    found = re.search(rf"{SIGN} (\d+) GPUs", text)
-    if started.returncode == 0 and found is not None:
-        return Answer(node=node, num_gpus=int(found[1]))
-    said_so = reason_in(text)
-    why = f"mpirun ended with {started.returncode}" + (said_so and f": {said_so}")
-    return Answer(node=node, why=why)
+    found = dict(re.findall(rf"{SIGN} (\S+) (\d+) GPUs", text))
+    if len(nodes) == 1 and status == 0 and found:  # it may have several names
+        found = {nodes[0].hostname: next(iter(found.values()))}
+    if len({_short(node.hostname) for node in nodes}) == len(nodes):
+        found = {_short(name): count for name, count in found.items()}
+        found |= {n.hostname: found.get(_short(n.hostname)) for n in nodes}
+    why = f"mpirun ended with {status}"
+    if status is None:
+        why = f"no answer within {seconds:g} s"
+    if reason := reason_in(text):
+        why += f": {reason}"
+    return [
+        Answer(node=node, num_gpus=int(count))
+        if (count := found.get(node.hostname))
+        else Answer(node=node, why=why)
+        for node in nodes
+    ]
+
+
+def _short(hostname: str) -> str:
+    return hostname.partition(".")[0]
 
 
 def reason_in(text: str) -> str:
@@ -148,18 +177,26 @@ def reason_in(text: str) -> str:
 
     >>> reason_in("----\nssh: Could not resolve hostname x\nSee the FAQ.\n----")
     'ssh: Could not resolve hostname x'
+    >>> reason_in("[a:1] plm:ssh: Warning: setpgid failed\nssh: No route to host b")
+    'ssh: No route to host b'
     """
     lines = [line.strip(" -*\0") for line in text.splitlines()]
-    lines = [line for line in lines if line]
+    lines = [line for line in lines if line and "Warning: " not in line]
     telling = [line for line in lines if TELLING.search(line)]
     return (telling or lines or [""])[0]
 
 
 def _end(started: subprocess.Popen[bytes] | subprocess.Popen[str]) -> None:
-    """End an mpirun with all that it has started here."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        with suppress(ProcessLookupError):
-            os.killpg(started.pid, number)
-        with suppress(subprocess.TimeoutExpired):
-            started.wait(TERM_SECONDS)
-            return
+    """End an mpirun with all that it has started here: its session is its own.
+
+    Open MPI puts each ssh into a process group of its own, and leaves those that hang.
+    """
+    with suppress(ProcessLookupError):
+        os.killpg(started.pid, signal.SIGTERM)
+    with suppress(subprocess.TimeoutExpired):
+        started.wait(TERM_SECONDS)
+    for entry in Path("/proc").glob("[0-9]*"):
+        with suppress(ProcessLookupError, PermissionError):
+            if os.getsid(int(entry.name)) == started.pid:
+                os.kill(int(entry.name), signal.SIGKILL)
+    started.wait()

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
-from launcher import Mpi, environment
+from launcher import Mpi, environment, survivors
 
 
 @pytest.mark.parametrize("dialect", ["its own", "pbs"])
@@ -66,6 +68,46 @@ def test_a_host_that_does_not_answer_is_left_out(
     assert done.returncode == 0, done.stderr
     assert done.stdout == f"{here} slots={1 if spare else 2}\n"
     assert done.stderr.startswith("left out: nosuchhost: ")
+
+
+def test_a_host_that_hangs_costs_the_time_of_the_probe_and_leaves_nothing(
+    openmpi: Mpi, tmp_path: Path
+) -> None:
+    here = socket.gethostname()
+    (tmp_path / "nodes").write_text(f"hangs\n{here}\nlost\n")
+    pids = tmp_path / "pids"
+    agent = tmp_path / "agent"  # stands for an ssh to a node that is cut off
+    agent.write_text(f"#!/bin/sh\necho $$ $1 >> {pids}\nexec sleep 600\n")
+    agent.chmod(0o755)
+    pbsnodes = tmp_path / "pbsnodes"
+    pbsnodes.write_text("#!/bin/sh\nprintf 'lost\\n     state = down\\n'\n")
+    pbsnodes.chmod(0o755)
+    flags = [flag for flag in openmpi.flags if flag != "--oversubscribe"]
+    began = time.monotonic()
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "mpitrain", "hostfile", "--from", "nodes"),
+            *("--probe", "--probe-seconds", "30", "--", str(openmpi.mpirun), *flags),
+        ],
+        cwd=tmp_path,
+        env=environment(
+            openmpi,
+            PATH=f"{tmp_path}:{os.environ['PATH']}",
+            PBS_JOBID="7.head",
+            PRTE_MCA_plm_ssh_agent=str(agent),
+            OMPI_MCA_plm_rsh_agent=str(agent),
+        ),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert time.monotonic() - began < 30 + 15
+    assert done.stdout == f"{here} slots=1\n", done.stderr
+    assert "left out: hangs: no answer within 15 s" in done.stderr
+    assert "left out: lost: its state is down" in done.stderr
+    asked = [line.split() for line in pids.read_text().splitlines()]
+    assert {host for _, host in asked} == {"hangs"}
+    assert survivors([int(pid) for pid, _ in asked]) == []
 
 
 def test_where_no_host_answers_nothing_is_written(mpi: Mpi, tmp_path: Path) -> None:

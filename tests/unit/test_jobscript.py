@@ -293,6 +293,19 @@ def test_without_python_where_it_should_be_the_script_says_so(
     assert f"no virtual environment in {tmp_path}/.venv" in done.stderr
 
 
+def test_the_way_to_another_node_is_tried_wherever_the_file_names_it(
+    tmp_path: Path,
+) -> None:
+    """With place=free the last chunk may be on the first node again."""
+    make_stand_ins(tmp_path / ".venv", tmp_path / "seen.json")
+    text = text_of(JobscriptConfig(scheduler="pbs"), [])
+    nodes = "node1\nnode2.invalid\nnode1\n"
+    done = run_script(text, tmp_path, tmp_path, [], nodes=nodes)
+    assert done.returncode == 1
+    said = "cannot reach node2.invalid: no ssh, and no pbs_tmrsh either"
+    assert said in done.stderr, done.stderr
+
+
 def make_stand_ins(venv: Path, seen: Path) -> None:
     """Make an environment whose mpirun writes down its words."""
     (venv / "bin").mkdir(parents=True)
@@ -303,11 +316,16 @@ def make_stand_ins(venv: Path, seen: Path) -> None:
 
 
 def run_script(
-    text: str, submitted_from: Path, scratch: Path, words: list[str]
+    text: str,
+    submitted_from: Path,
+    scratch: Path,
+    words: list[str],
+    *,
+    nodes: str = "node1\n" * 4,
 ) -> subprocess.CompletedProcess[str]:
     """Run a job script to its end, as a scheduler would on the first node."""
     (scratch / "job.sh").write_text(text)
-    (scratch / "nodes").write_text("node1\n" * 4)
+    (scratch / "nodes").write_text(nodes)
     told = {
         "SLURM_SUBMIT_DIR": str(submitted_from),
         "PBS_O_WORKDIR": str(submitted_from),
@@ -315,6 +333,7 @@ def run_script(
         "SLURM_JOB_NAME": "my-job",
         "SLURM_JOB_ID": "7",
         "PBS_JOBID": "7",
+        "PBS_CONF_FILE": os.devnull,
         "PBS_JOBNAME": "my-job",
         "ARGS": "--lr 0.5",
         "BASH_FUNC_module%%": '() { echo "module: $#: $*"; }',

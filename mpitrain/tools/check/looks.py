@@ -180,7 +180,7 @@ def small_shm(facts: Facts) -> Iterator[Finding]:
 
 
 def omp_threads(facts: Facts) -> Iterator[Finding]:
-    """OMP_NUM_THREADS set by somebody else, unless the start has said it is not used."""
+    """OMP_NUM_THREADS set by somebody else, and used: the start says where not."""
     given = [
         value
         for rank in facts.ranks
@@ -347,8 +347,8 @@ def deadline(facts: Facts) -> Iterator[Finding]:
             severity="note",
             name="no-deadline",
             found=f"{facts.job} does not tell when it ends",
-            remedy=f"try `{facts.ask_end}` on {facts.hosts[0].hostname}; give trainings "
-            "their end by --time-limit",
+            remedy=f"try `{facts.ask_end}` on {facts.hosts[0].hostname}; say "
+            "--time-limit to trainings",
         )
 
 

@@ -59,8 +59,8 @@ if [[ $launchers != *"MCA plm: tm "* ]]; then
     # No ssh between the nodes? Then PBS's own pbs_tmrsh in its place. It wants
     # the command as separate words, and mpirun gives it as one: hence `sh -c`.
     here=$(head -n 1 "$PBS_NODEFILE")
-    other=$(tail -n 1 "$PBS_NODEFILE")
-    if [[ $other != "$here" ]] &&
+    other=$(grep -Fxvm 1 "$here" "$PBS_NODEFILE" || true)
+    if [[ -n $other ]] &&
         ! timeout 20 ssh -n -o BatchMode=yes "$other" true; then
         home=$(sed -n 's/^PBS_EXEC=//p' "${PBS_CONF_FILE:-/etc/pbs.conf}" || true)
         tmrsh=$(command -v pbs_tmrsh || echo "$home/bin/pbs_tmrsh")
