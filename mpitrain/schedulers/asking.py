@@ -121,6 +121,8 @@ def lost_nodes(scheduler: str, hostnames: Sequence[str]) -> dict[str, str]:
     Returns:
         Their states; empty where nobody knows.
     """
+    if not hostnames:
+        return {}
     if scheduler == "slurm":
         names = ",".join(hostnames)
         told = ask(["sinfo", "-h", "-N", "-n", names, "-o", "%N state = %T"])

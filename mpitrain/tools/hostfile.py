@@ -13,7 +13,6 @@ from tyro.conf import arg
 from mpitrain import schedulers
 from mpitrain.errors import LaunchError, UsageError
 from mpitrain.schedulers.allocation import AllocatedNode, Allocation
-from mpitrain.schedulers.asking import lost_nodes
 from mpitrain.schedulers.hostfile import Dialect, parse, render
 
 NAMES = {"slurm": "SLURM", "pbs": "PBS"}
@@ -93,9 +92,8 @@ def text_of(
     if config.slots is not None:
         nodes = tuple(replace(n, slots=config.slots, max_slots=None) for n in nodes)
     if config.probe:
-        names = [node.hostname for node in nodes]
-        lost = lost_nodes(schedulers.detect(environ).name, names)
-        nodes = _probed(nodes, mpirun, config.probe_seconds, lost)
+        scheduler = schedulers.detect(environ).name
+        nodes = _probed(nodes, mpirun, config.probe_seconds, scheduler)
     nodes = nodes[: config.nodes]
     return ("" if config.format == "pbs" else comment) + render(nodes, config.format)
 
@@ -104,13 +102,13 @@ def _probed(
     nodes: tuple[AllocatedNode, ...],
     mpirun: Sequence[str],
     seconds: float,
-    lost: Mapping[str, str],
+    scheduler: str,
 ) -> tuple[AllocatedNode, ...]:
     """Return the nodes that answer, and say which do not."""
     from mpitrain.tools.probe import sift
 
     try:
-        good, bad = sift(nodes, mpirun, seconds, lost)
+        good, bad = sift(nodes, mpirun, seconds, scheduler)
     except OSError as error:
         raise UsageError(
             f"{mpirun[0]} cannot be started: {error.strerror}; expected an mpirun "

@@ -13,13 +13,14 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from mpitrain.schedulers.allocation import AllocatedNode
+from mpitrain.schedulers.asking import lost_nodes
 from mpitrain.tools.answer import SIGN
 
 AT_ONCE = 32
@@ -52,7 +53,7 @@ def sift(
     nodes: Sequence[AllocatedNode],
     mpirun: Sequence[str],
     seconds: float,
-    lost: Mapping[str, str],
+    scheduler: str,
 ) -> tuple[list[AllocatedNode], list[str]]:
     """Ask all nodes, and tell those that a training may use from the others.
 
@@ -61,26 +62,28 @@ def sift(
         mpirun: The words that start mpirun, without hosts and numbers.
         seconds: How long all of it may take, with up to `AT_ONCE` nodes that do not
             answer.
-        lost: States of the nodes that the scheduler has lost; these are not asked.
+        scheduler: Who is asked first, and again later, which nodes it has lost.
 
     Returns:
         The nodes that may be used, in their order; why not, for each of the others.
     """
-    trusted = [node for node in nodes if node.hostname not in lost]
-    answers = {
-        node: Answer(node=node, why=f"its state is {lost.get(node.hostname)}")
-        for node in nodes
-    }
+    answers = {node: Answer(node=node) for node in nodes}
+
+    def silent() -> list[AllocatedNode]:
+        left = [node for node in nodes if answers[node].num_gpus is None]
+        lost = lost_nodes(scheduler, [node.hostname for node in left])
+        for node in left:
+            if state := lost.get(node.hostname):
+                answers[node] = Answer(node=node, why=f"its state is {state}")
+        return [node for node in left if node.hostname not in lost]
+
     # Half of the time for all at once: a file system that has to find torch first has
     # found it when nodes are asked one by one.
-    if trusted:
-        answers |= {it.node: it for it in ask(trusted, mpirun, seconds / 2)}
+    if asked := silent():
+        answers |= {it.node: it for it in ask(asked, mpirun, seconds / 2)}
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        silent = [node for node in trusted if answers[node].num_gpus is None]
-        for (answer,) in pool.map(
-            lambda node: ask([node], mpirun, seconds / 2), silent
-        ):
-            answers[answer.node] = answer
+        alone = pool.map(lambda node: ask([node], mpirun, seconds / 2), silent())
+        answers |= {answer.node: answer for (answer,) in alone}
     return judge(list(answers.values()))
 
 
