@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from mpitrain.errors import UsageError
 from mpitrain.launch import cores
 from mpitrain.launch.launcher import Launcher, binding_asked
-from mpitrain.schedulers.asking import asks_for_ompthreads
+from mpitrain.schedulers.asking import ask, ompthreads_in
 from mpitrain.topology import all_or_none, on_rank_zero
 from mpitrain.world import Node, World
 
@@ -178,7 +178,8 @@ def cores_by_pbs(of_pbs: int, local_world_size: int, job_id: str) -> int:
     """
     if not 2 <= local_world_size <= of_pbs:
         return of_pbs
-    asks = asks_for_ompthreads(job_id)
+    told = ask(["qstat", "-f", job_id])
+    asks = None if told is None else ompthreads_in(told.stdout)
     if asks is None:
         logger.warning(
             "`qstat -f %s` does not tell whether the job asks for ompthreads: "
@@ -201,13 +202,15 @@ def _within_pbs(
 
     Where the ranks see all cores of the machine, PBS does not hold them to their own.
     """
-
-    def of_rank_zero() -> int:
-        if not whole_machine:
-            return of_pbs
-        return cores_by_pbs(of_pbs, world.local_world_size, variables["PBS_JOBID"])
-
-    given = on_rank_zero(comm, of_rank_zero, "ask PBS for this job")
+    given = on_rank_zero(
+        comm,
+        lambda: (
+            cores_by_pbs(of_pbs, world.local_world_size, variables["PBS_JOBID"])
+            if whole_machine
+            else of_pbs
+        ),
+        "ask PBS for this job",
+    )
     if whole_machine:
         fair = min(fair, given)
     if variables.get("OMP_NUM_THREADS") == str(of_pbs) and of_pbs > fair:

@@ -82,12 +82,6 @@ def of_answer(status: int, text: str) -> bool | None:
     return bool(text.strip())
 
 
-def asks_for_ompthreads(job_id: str) -> bool | None:
-    """Ask PBS whether a job asks for ``ompthreads``; ``None`` where nobody knows."""
-    told = ask(["qstat", "-f", job_id])
-    return None if told is None else ompthreads_in(told.stdout)
-
-
 def ompthreads_in(text: str) -> bool | None:
     r"""Read from what ``qstat -f`` says whether ``ompthreads`` is asked for.
 
@@ -112,24 +106,16 @@ LOST = re.compile(r"down|unknown|stale|unresolvable|\*", re.IGNORECASE)
 
 
 def lost_nodes(scheduler: str, hostnames: Sequence[str]) -> dict[str, str]:
-    """Ask which of some nodes the scheduler has lost.
+    """Ask which of some nodes the scheduler has lost; return their states.
 
     Args:
         scheduler: ``"slurm"``, ``"pbs"`` or ``"none"``.
         hostnames: The nodes, in its words.
-
-    Returns:
-        Their states; empty where nobody knows.
     """
-    if not hostnames:
-        return {}
-    if scheduler == "slurm":
-        names = ",".join(hostnames)
-        told = ask(["sinfo", "-h", "-N", "-n", names, "-o", "%N state = %T"])
-    elif scheduler == "pbs":
-        told = ask(["pbsnodes", "-H", *hostnames])
-    else:
-        told = None
+    of_slurm = ("sinfo", "-h", "-N", "-o", "%N state = %T", "-n", ",".join(hostnames))
+    commands = {"slurm": of_slurm, "pbs": ("pbsnodes", "-H", *hostnames)}
+    command = commands.get(scheduler)
+    told = ask(command) if command and hostnames else None
     return {} if told is None else lost_in(told.stdout, hostnames)
 
 
