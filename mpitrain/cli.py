@@ -81,7 +81,7 @@ def train(argv: Sequence[str]) -> int:
 
     # To look through all that the imports make, again and again, takes a fifth of them.
     gc.disable()
-    with guarded(start_timeout_seconds=start_timeout(argv)) as guard:
+    with guarded(start_timeout_seconds=start_timeout(argv), may_spawn=False) as guard:
         comm = guard.comm
         with guard.stage("prepare the run"):
             begun = on_rank_zero(
@@ -231,7 +231,7 @@ def bench(argv: Sequence[str]) -> None:
     from mpitrain.launch import guarded
     from mpitrain.tools.bench import scaling
 
-    with guarded(start_timeout_seconds=start_timeout(words)) as guard:
+    with guarded(start_timeout_seconds=start_timeout(words), may_spawn=False) as guard:
         asked = on_rank_zero(guard.comm, read, "read the command line")
         scaling.bench(guard, asked, words)
 
@@ -286,7 +286,7 @@ def check(argv: Sequence[str]) -> int:
     from mpitrain.launch import guarded
     from mpitrain.tools.check import ranks
 
-    with guarded(start_timeout_seconds=start_timeout(argv)) as guard:
+    with guarded(start_timeout_seconds=start_timeout(argv), may_spawn=False) as guard:
         config = on_rank_zero(guard.comm, read, "read the command line")
         return ranks.look(guard, config, os.environ)
 

@@ -1,7 +1,8 @@
 """What the launcher says against what MPI says.
 
-The variables of launchers are read here only: to notice a contradiction, and to tell
-one message from N before MPI has started.
+The variables of launchers are read here only: to notice a contradiction, and for what
+has to be decided before MPI has started, which is checked or harmless: who speaks, and
+whether Open MPI's TCP is needed.
 """
 
 from __future__ import annotations
@@ -73,6 +74,22 @@ def launched_size(environ: Mapping[str, str]) -> int:
     """
     given = next((environ[name] for name in SIZE_VARIABLES if name in environ), "1")
     return int(given) if given.isdecimal() else 1
+
+
+def is_on_one_node(environ: Mapping[str, str]) -> bool:
+    """Whether Open MPI's launcher, or none, started this job on this node alone.
+
+    >>> is_on_one_node({"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_SIZE": "4"})
+    True
+    >>> is_on_one_node({"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"})
+    False
+    >>> is_on_one_node({"PMIX_RANK": "0"}), is_on_one_node({})
+    (False, True)
+    """
+    size = environ.get("OMPI_COMM_WORLD_SIZE")
+    if size is None:
+        return not any(name in environ for name in MPI_RANK_VARIABLES)
+    return size == environ.get("OMPI_COMM_WORLD_LOCAL_SIZE")
 
 
 def launcher_sockets(environ: Mapping[str, str]) -> list[int]:

@@ -28,6 +28,7 @@ from mpitrain.launch.contradictions import (
     MPI_RANK_VARIABLES,
     check_size,
     foreign_library,
+    is_on_one_node,
     launched_rank,
     launched_size,
     launcher_sockets,
@@ -265,7 +266,9 @@ _standing: list[Guard] = []
 """This process's guard, once MPI has started; the watchdog's thread looks here."""
 
 
-def guarded(*, start_timeout_seconds: float = START_TIMEOUT_SECONDS) -> Guard:
+def guarded(
+    *, start_timeout_seconds: float = START_TIMEOUT_SECONDS, may_spawn: bool = True
+) -> Guard:
     """Start MPI and return the guard of this process, to be entered with ``with``.
 
     Also prints the stacks of all threads if the process is killed by a fault of its
@@ -275,6 +278,9 @@ def guarded(*, start_timeout_seconds: float = START_TIMEOUT_SECONDS) -> Guard:
     Args:
         start_timeout_seconds: How long a stage of the start may take, MPI_Init the
             first of them, before the job counts as hung.
+        may_spawn: Whether MPI_Comm_spawn has to work. Where it has not, and all ranks
+            are on one node, Open MPI gets no TCP: its ports are open to the network,
+            and one byte from a stranger there stops a rank (5.0.11 and 4.1).
 
     Returns:
         The guard over all ranks.
@@ -286,6 +292,8 @@ def guarded(*, start_timeout_seconds: float = START_TIMEOUT_SECONDS) -> Guard:
     if not faulthandler.is_enabled():
         with contextlib.suppress(Exception):  # stderr may not be a file
             faulthandler.enable()
+    if not may_spawn and is_on_one_node(os.environ):
+        os.environ.setdefault("OMPI_MCA_btl", "^ofi,tcp")
     speaks = speaks_before_mpi(os.environ)
     watched = _standing[0].watched if _standing else _watch(start_timeout_seconds)
     started = time.perf_counter()

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import socket
+from contextlib import ExitStack
 from pathlib import Path
 
+import psutil
 import pytest
+from going_on import Runs
 from launcher import Mpi, mpirun
 
 LISTENERS = """
@@ -128,3 +132,24 @@ def test_a_port_scanner_does_not_break_the_start(openmpi: Mpi, tmp_path: Path) -
     assert ": 1.0" in done.out
     knocks = int(done.out.partition("went on after ")[2].split()[0])
     assert knocks > 20
+
+
+def test_a_stray_byte_does_not_stop_a_training_on_one_node(
+    openmpi: Mpi, tmp_path: Path
+) -> None:
+    """Open MPI's TCP would wait for the rest of it, in the middle of MPI's progress."""
+    runs = Runs(mpi=openmpi, folder=tmp_path)
+    job = runs.start("knocked", 2, "--hang-timeout", "15", STEP_SECONDS="0.1")
+    job.wait_for_checkpoint()
+    at = [
+        connection.laddr
+        for pid in job.ranks()
+        for connection in psutil.Process(pid).net_connections("tcp")
+        if connection.status == psutil.CONN_LISTEN
+    ]
+    with ExitStack() as stack:
+        for address in at:
+            sock = stack.enter_context(socket.create_connection(address, 5))
+            sock.sendall(b"G")
+        assert job.end() == 0, job.said()
+    assert {address.ip for address in at} == {"127.0.0.1"}, "the store alone"
