@@ -13,11 +13,13 @@ import contextlib
 import secrets
 import socket
 import threading
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from mpitrain.errors import LaunchError
 from mpitrain.launch import probe
 from mpitrain.launch.choice import (
     UNKNOWN,
@@ -34,7 +36,7 @@ from mpitrain.launch.interfaces import (
     is_loopback,
     is_usable,
 )
-from mpitrain.topology import wait_for_all
+from mpitrain.topology import mpi_library, wait_for_all
 from mpitrain.world import World
 
 if TYPE_CHECKING:
@@ -46,6 +48,12 @@ packet is sent again after one second."""
 
 NAME_SECONDS = 1.0
 """How long this host's own name may take to resolve."""
+
+MESSAGE_BYTES = 1 << 20
+"""So large that Open MPI sends parts of it over every interface that it knows."""
+
+MESSAGE_SECONDS = 60.0
+"""How long such a message may take between two nodes."""
 
 MAX_CONNECTIONS = 64
 """How many connections of one rank are tried at once."""
@@ -135,6 +143,61 @@ def find_rendezvous(
         own_address=own_address,
         interface=own_interface,
         listener=listener,
+    )
+
+
+def try_mpi(
+    comm: MPI.Intracomm, world: World, rendezvous: Rendezvous, start_timeout: float
+) -> None:
+    """Send a large message by MPI from each node to the next.
+
+    Collective over `comm`.
+
+    Small messages, all that the start needs else, may go over one interface while a
+    part of every large one waits for ever at another that is filtered.
+
+    Args:
+        comm: All ranks.
+        world: Where this process stands.
+        rendezvous: Which interface every node reaches.
+        start_timeout: Seconds that a stage of the start may take.
+
+    Raises:
+        LaunchError: A message did not arrive; raised on the ranks that sent it or wait
+            for it.
+    """
+    seconds = min(MESSAGE_SECONDS, 0.8 * start_timeout)  # before the watchdog ends it
+
+    if world.local_rank == 0:
+        firsts = [node.ranks[0] for node in world.nodes]
+        requests = [
+            comm.Irecv(bytearray(MESSAGE_BYTES), source=firsts[world.node_rank - 1]),
+            comm.Isend(
+                bytes(MESSAGE_BYTES),
+                dest=firsts[(world.node_rank + 1) % len(firsts)],
+            ),
+        ]
+        end = time.monotonic() + seconds
+        while not all(request.Test() for request in requests):
+            if time.monotonic() > end:
+                # Not agreed on by the ranks: small messages now wait behind it.
+                raise LaunchError(_stuck(world, rendezvous, seconds))
+            time.sleep(0.001)
+    wait_for_all(comm)
+
+
+def _stuck(world: World, rendezvous: Rendezvous, seconds: float) -> str:
+    name = rendezvous.interface.name
+    set_it = (
+        f"OMPI_MCA_btl_tcp_if_include={name} for mpirun"
+        if mpi_library().startswith("Open MPI")
+        else f"this MPI's variable for its interface to {name}"
+    )
+    return (
+        f"a message of {MESSAGE_BYTES >> 20} MiB by MPI between node {world.hostname} "
+        f"and its neighbours did not arrive within {seconds:.0f} s, though "
+        f"{rendezvous.address} ({name}) is reached by all nodes.\nUsual cause: MPI "
+        f"uses another interface, too, which is filtered. Set {set_it}"
     )
 
 

@@ -71,6 +71,9 @@ def meet(
     world = replace(world, master_addr=rendezvous.address, master_port=rendezvous.port)
     with guard.stage("watchdog"):
         guard.watch(world, world.master_addr)
+    if world.num_nodes > 1:
+        with guard.stage("MPI between nodes"):
+            network.try_mpi(comm, world, rendezvous, config.start_timeout)
     alone = lone_in_allocation(variables) if world.world_size == 1 else None
     if alone:
         logger.warning("%s", alone)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from collections.abc import Iterator, Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -112,6 +113,22 @@ def test_an_interface_that_a_host_lacks_is_one_error(
         said = refused(hosts, folder, words=["--interface", "eth1"])
     assert "no interface 'eth1'" in said
     assert "  node2, where there is eth0, lo\n" in said
+
+
+def test_a_filtered_interface_that_open_mpi_uses_too_is_named_within_the_start_timeout(
+    hosts: VirtualHosts, folder: Path
+) -> None:
+    """Its launcher uses eth1 alone, and ssh is let pass."""
+    own = {name: [f"10.98.0.{i}/24"] for i, name in enumerate(hosts.names, 1)}
+    rule = f"ip daddr {FIRST_NETWORK} tcp flags & (syn | ack) == syn tcp dport != 22"
+    flags = ("--prtemca", "prte_if_include", "eth1")
+    with further_network(hosts, "eth1", own), filtered(hosts, rule):
+        said = refused(hosts, folder, words=["--start-timeout", "12"], flags=flags)
+        assert "did not arrive within 10 s" in said
+        assert "Set OMPI_MCA_btl_tcp_if_include=eth1 for mpirun" in said
+        flags += ("--mca", "btl_tcp_if_include", "eth1")
+        shutil.rmtree(folder / "runs")
+        assert met_at(hosts, folder, flags=flags) == "10.98.0.1"
 
 
 def test_no_common_address_is_one_error_with_the_table(
