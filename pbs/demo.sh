@@ -87,8 +87,39 @@ EOF
     fi
 fi
 
+# A job that is cancelled or preempted gets TERM, and is killed some seconds later
+# (SLURM: KillWait; PBS: kill_delay). mpirun would end the ranks at once: so TERM is
+# blocked for it. The ranks hear TERM, or USR2, which mpirun passes on to them: they
+# save where they are, and stop. If they hang, mpirun is killed, and they with it.
+# (MPICH's mpirun dies of USR2. With it, write trap '' USR1 TERM for the two lines
+# that begin with trap: the ranks ask the scheduler for their time, too.)
+out_of_time= terminated= child=
+stop() {
+    out_of_time=--out-of-time
+    if [[ -n $child ]]; then kill -USR2 "$child" || true; fi
+}
+trap stop USR1
+trap 'terminated=yes; stop' TERM
+
+# bash hears of a signal only while it waits, and the signal breaks that `wait`.
+run() {
+    python -m mpitrain.tools.term_blocked "$@" &
+    child=$!
+    wait "$child" && status=0 || status=$?
+    if [[ -n $out_of_time && $status -gt 128 ]]; then
+        for ((i = 0; i < 105; i++)); do
+            kill -0 "$child" 2>/dev/null || break
+            sleep 1 || true
+        done
+        kill -KILL "$child" 2>/dev/null || true
+        wait "$child" && status=0 || status=$?
+    fi
+    child=
+}
+
 # This script runs once, on the first node. So does mpirun. No number of
 # processes, no port: the ranks find each other over MPI. (MPICH's mpirun reads
 # $PBS_NODEFILE by itself and goes by ssh: with it, leave out all the options.)
 # shellcheck disable=SC2086  # ARGS is several words
-mpirun "${options[@]}" python -m mpitrain ${ARGS:-}
+run mpirun "${options[@]}" python -m mpitrain ${ARGS:-}
+exit "$status"  # 75: stopped, and the same training with its --name goes on

@@ -99,33 +99,41 @@ training=(--name "$PBS_JOBNAME" ${ARGS:-})
 # running, and also after 20 jobs.
 python -m mpitrain chain begin --jobs 20 -- "${training[@]}"
 
-# PBS ends a job without a word before. So this script watches the clock and says
-# it to itself, 120 s before. mpirun passes USR2 on to the ranks: they save where
-# they are, and stop. If they hang, mpirun is killed, and they with it. (MPICH's
-# mpirun dies of USR2. With it, write trap '' USR1 for the line trap stop USR1: the
-# ranks ask PBS for their time, too.)
-limit=3600  # walltime, above: EDIT both
-out_of_time= child=
+# A job that is cancelled or preempted gets TERM, and is killed some seconds later
+# (SLURM: KillWait; PBS: kill_delay). mpirun would end the ranks at once: so TERM is
+# blocked for it. The ranks hear TERM, or USR2, which mpirun passes on to them: they
+# save where they are, and stop. If they hang, mpirun is killed, and they with it.
+# (MPICH's mpirun dies of USR2. With it, write trap '' USR1 TERM for the two lines
+# that begin with trap: the ranks ask the scheduler for their time, too.)
+out_of_time= terminated= child=
 stop() {
     out_of_time=--out-of-time
     if [[ -n $child ]]; then kill -USR2 "$child" || true; fi
 }
 trap stop USR1
-{ sleep $((limit - 120 - SECONDS)) && kill -USR1 $$; } &>/dev/null &
-clock=$!
+trap 'terminated=yes; stop' TERM
 
 # bash hears of a signal only while it waits, and the signal breaks that `wait`.
 run() {
-    "$@" &
+    python -m mpitrain.tools.term_blocked "$@" &
     child=$!
     wait "$child" && status=0 || status=$?
-    if [[ -n $out_of_time && $status == 138 ]]; then
-        timeout 105 tail --pid="$child" -f /dev/null ||
-            kill -KILL "$child" || true  # or it has just ended
+    if [[ -n $out_of_time && $status -gt 128 ]]; then
+        for ((i = 0; i < 105; i++)); do
+            kill -0 "$child" 2>/dev/null || break
+            sleep 1 || true
+        done
+        kill -KILL "$child" 2>/dev/null || true
         wait "$child" && status=0 || status=$?
     fi
     child=
 }
+
+# Of the time limit PBS says nothing before. So this script watches the clock, and
+# sends USR1 to itself 120 s before.
+limit=3600  # walltime, above: EDIT both
+{ sleep $((limit - 120 - SECONDS)) && kill -USR1 $$; } &>/dev/null &
+clock=$!
 
 hosts=$(mktemp)
 trap 'kill "$clock" 2>/dev/null || true; rm -f "$hosts" "${agent:-}"' EXIT
@@ -152,7 +160,8 @@ while [[ -z $out_of_time ]]; do
     if [[ $next != here ]]; then break; fi
 done
 
-if [[ $next != end ]]; then
+# After qdel this is the end; a job that is preempted PBS itself runs again.
+if [[ $next != end && -z $terminated ]]; then
     # What stands on qsub's command line but ARGS and -N is not known here: write
     # into this script what the next job shall ask for, too.
     export ARGS=${ARGS:-}

@@ -54,6 +54,8 @@ export PATH="$venv/bin:$PATH"
 options=(--bind-to none)  # threads may use all cores; mpitrain shares them out
 if [[ -x $venv/bin/mpirun ]]; then
     options+=(--prefix "$venv")
+    # Its daemons on the other nodes shall not end at TERM (see below).
+    export PRTE_MCA_prte_launch_agent="python -m mpitrain.tools.term_blocked prted"
 fi
 
 # A job may end before the training does: this one is then put into the queue
@@ -65,25 +67,32 @@ training=(--name "$SLURM_JOB_NAME" "$@")
 # running, and also after 20 jobs.
 python -m mpitrain chain begin --jobs 20 -- "${training[@]}"
 
-# 120 s before its end SLURM sends USR1 to this script (--signal, above). mpirun
-# passes USR2 on to the ranks: they save where they are, and stop. If they hang,
-# mpirun is killed, and they with it. (MPICH's mpirun dies of USR2. With it, write
-# trap '' USR1 for the line trap stop USR1: the ranks ask SLURM for their time, too.)
-out_of_time= child=
+# 120 s before its end SLURM sends USR1 to this script (--signal, above).
+# A job that is cancelled or preempted gets TERM, and is killed some seconds later
+# (SLURM: KillWait; PBS: kill_delay). mpirun would end the ranks at once: so TERM is
+# blocked for it. The ranks hear TERM, or USR2, which mpirun passes on to them: they
+# save where they are, and stop. If they hang, mpirun is killed, and they with it.
+# (MPICH's mpirun dies of USR2. With it, write trap '' USR1 TERM for the two lines
+# that begin with trap: the ranks ask the scheduler for their time, too.)
+out_of_time= terminated= child=
 stop() {
     out_of_time=--out-of-time
     if [[ -n $child ]]; then kill -USR2 "$child" || true; fi
 }
 trap stop USR1
+trap 'terminated=yes; stop' TERM
 
 # bash hears of a signal only while it waits, and the signal breaks that `wait`.
 run() {
-    "$@" &
+    python -m mpitrain.tools.term_blocked "$@" &
     child=$!
     wait "$child" && status=0 || status=$?
-    if [[ -n $out_of_time && $status == 138 ]]; then
-        timeout 105 tail --pid="$child" -f /dev/null ||
-            kill -KILL "$child" || true  # or it has just ended
+    if [[ -n $out_of_time && $status -gt 128 ]]; then
+        for ((i = 0; i < 105; i++)); do
+            kill -0 "$child" 2>/dev/null || break
+            sleep 1 || true
+        done
+        kill -KILL "$child" 2>/dev/null || true
         wait "$child" && status=0 || status=$?
     fi
     child=
@@ -116,6 +125,11 @@ while [[ -z $out_of_time ]]; do
     if [[ $next != here ]]; then break; fi
 done
 
+# After scancel, or a preemption that requeues it by itself, the job does not run.
+if [[ -n $terminated && $next != end ]]; then
+    state=$(squeue -h -j "$SLURM_JOB_ID" -o %T || true)
+    if [[ $state != RUNNING ]]; then next=end; fi
+fi
 if [[ $next != end ]]; then
     for pause in 5 10 20 0; do
         scontrol requeue "$SLURM_JOB_ID" && break  # the same job, its number, too

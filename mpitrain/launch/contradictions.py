@@ -172,6 +172,35 @@ def lone_in_allocation(environ: Mapping[str, str]) -> str | None:
     )
 
 
+def part_of_het_job(environ: Mapping[str, str], num_nodes: int) -> str | None:
+    """Word that the ranks use a part of a heterogeneous job of SLURM alone.
+
+    Args:
+        environ: Rank zero's environment.
+        num_nodes: Number of nodes that have ranks.
+
+    Returns:
+        One line; ``None`` where the job is none, or all of its nodes are used.
+
+    >>> part_of_het_job({"SLURM_HET_SIZE": "2"}, 2) is None
+    True
+    >>> part_of_het_job({}, 1) is None
+    True
+    """
+    size = environ.get("SLURM_HET_SIZE", "")
+    if not _is_several(size):
+        return None
+    names = [f"SLURM_JOB_NUM_NODES_HET_GROUP_{i}" for i in range(int(size))]
+    total = sum(int(environ.get(name, "1")) for name in names)
+    if num_nodes >= total:
+        return None
+    return (
+        f"a heterogeneous job of {size} components and {total} nodes (SLURM_HET_SIZE), "
+        f"but the ranks are on {num_nodes}: mpirun asks SLURM for component 0 alone. "
+        "Expected a job of one component; or give mpirun a host file with all nodes"
+    )
+
+
 def check_size(world_size: int, environ: Mapping[str, str]) -> None:
     """Refuse to train N times alone when N processes were meant to train together.
 

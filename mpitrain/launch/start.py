@@ -20,7 +20,7 @@ from mpitrain.launch import (
     transports,
 )
 from mpitrain.launch.config import LaunchConfig, default_start_timeout
-from mpitrain.launch.contradictions import lone_in_allocation
+from mpitrain.launch.contradictions import lone_in_allocation, part_of_het_job
 from mpitrain.launch.guard import Guard
 from mpitrain.launch.launcher import find_launcher
 from mpitrain.topology import all_or_none, locate
@@ -75,8 +75,9 @@ def meet(
         with guard.stage("MPI between nodes"):
             network.try_mpi(comm, world, rendezvous, config.start_timeout)
     alone = lone_in_allocation(variables) if world.world_size == 1 else None
-    if alone:
-        logger.warning("%s", alone)
+    odd = part_of_het_job(variables, world.num_nodes) if world.is_rank_zero else None
+    if odd or alone:
+        logger.warning("%s", odd or alone)
     with guard.stage("threads"):
         world = threads.settle(comm, world, launcher, variables)
     return world, rendezvous
@@ -107,8 +108,8 @@ def prepare(
     comm = guard.comm
     world, rendezvous = meet(guard, config, timeout_seconds, variables)
     if world.rank > 0:
-        # What torch's C++ warns of on every rank is said by rank zero alone, such as
-        # "hostname of the client socket cannot be retrieved"; errors still come.
+        # What torch's C++ warns of on every rank is said by rank zero alone; errors
+        # still come.
         variables.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     with guard.stage("import torch"):
         all_or_none(comm, _import_torch, "import torch")
@@ -122,7 +123,8 @@ def prepare(
             f"use {world.device}",
         )
         variables.update(transports.socket_variables(rendezvous, variables))
-        guard.store = _open_store(comm, world, rendezvous, timeout_seconds)
+        with store.errors_alone():
+            guard.store = _open_store(comm, world, rendezvous, timeout_seconds)
     logger.info(
         "%s, local rank %d, computes on %s with %d threads; %s, rendezvous at %s:%d "
         "(%s), from %s (%s)",

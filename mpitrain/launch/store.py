@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import importlib
 import os
+from collections.abc import Iterator
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mpitrain.launch.network import Rendezvous
@@ -12,6 +16,9 @@ from mpitrain.world import World
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore
+
+
+_ERROR = 2
 
 
 def open_store(
@@ -75,3 +82,26 @@ def let_scripts_open_their_own(port: int) -> None:
             os.environ[name] = before
 
     rendezvous._create_c10d_store = create_store  # type: ignore[attr-defined] # noqa: SLF001
+
+
+@contextlib.contextmanager
+def errors_alone() -> Iterator[None]:
+    """Let torch's C++ write errors alone, and no warnings, in this block.
+
+    It warns of each client whose address has no name ("The hostname of the client
+    socket cannot be retrieved"). TORCH_CPP_LOG_LEVEL is read once, as torch is
+    imported; this is what it sets (libc10.so of torch 2.9 to 2.15).
+    """
+    import torch
+
+    try:
+        c10 = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
+        level = ctypes.c_int.in_dll(c10, "FLAGS_caffe2_log_level")
+    except (OSError, ValueError):  # another torch: it warns
+        yield
+        return
+    before, level.value = level.value, max(level.value, _ERROR)
+    try:
+        yield
+    finally:
+        level.value = before

@@ -12,6 +12,7 @@ import os
 import secrets
 import socket
 import struct
+import sys
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -25,8 +26,8 @@ from mpitrain.record.folder import read_result, write_json
 LOCK = ".lock"
 RUN = "run.json"
 
-LOCK_SECONDS = 15.0
-"""How long the ranks of a job whose mpirun was killed may still need to end."""
+LOCK_SECONDS = 30.0
+"""How long a job that was killed, or cancelled, may still need to end."""
 
 NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 
@@ -172,7 +173,8 @@ def _lock(path: Path) -> bool:
     has ended, and children do not have it.
     """
     descriptor = os.open(path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-    end = time.monotonic() + LOCK_SECONDS
+    started = time.monotonic()
+    has_said = False
     while True:
         try:
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -182,8 +184,17 @@ def _lock(path: Path) -> bool:
                 return False
             if error.errno not in (errno.EACCES, errno.EAGAIN):
                 raise
-        if time.monotonic() > end:
-            holder = os.pread(descriptor, 200, 0).decode(errors="replace").strip()
+        holder = os.pread(descriptor, 200, 0).decode(errors="replace").strip()
+        waited = time.monotonic() - started
+        if waited > 2.0 and not has_said:
+            has_said = True
+            print(
+                f"run {path.name} is in use by {holder}: waiting up to "
+                f"{LOCK_SECONDS:.0f} s for its end",
+                file=sys.stderr,
+                flush=True,
+            )
+        if waited > LOCK_SECONDS:
             raise UsageError(
                 f"run {path.name} is in use: {holder} writes into {path}.\nExpected "
                 "one job for a run: wait until it has ended, or choose another "

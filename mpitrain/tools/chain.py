@@ -17,6 +17,7 @@ import fcntl
 import json
 import os
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
@@ -27,7 +28,7 @@ from tyro.conf import Positional
 
 from mpitrain.checkpoints.layout import find
 from mpitrain.errors import LaunchError, UsageError
-from mpitrain.record.runs import is_finished
+from mpitrain.record.runs import LOCK_SECONDS, is_finished
 from mpitrain.schedulers import Scheduler, detect
 from mpitrain.schedulers.asking import is_alive
 from mpitrain.train.config import TrainConfig
@@ -151,6 +152,10 @@ def begin(
         return Chain(job_id=job_id, step=step)
     if before.job_id != job_id:
         alive = is_alive(scheduler.name, before.job_id)
+        end = time.monotonic() + LOCK_SECONDS
+        while alive and time.monotonic() < end:  # it may be about to end, after qdel
+            time.sleep(2.0)
+            alive = is_alive(scheduler.name, before.job_id)
         if alive is not False:
             waits = "waits or runs" if alive else "may wait or run: nobody answered"
             raise UsageError(
@@ -211,7 +216,7 @@ def after(
             _say(f"ended with status {status} at step {step}: once more in this job")
             return replace(chain, is_started=True), "here"
     elif (run_dir / STOP_FILE).exists():
-        _say(f"{run_dir / STOP_FILE} is there: remove it and submit, to go on")
+        _say(f"{run_dir / STOP_FILE} ended it: submit again, to go on")
         return None, "end"
     if chain.num_jobs >= config.jobs:
         _say(_had_its_jobs(chain, run_dir))

@@ -3,7 +3,7 @@
 The scripts are `scripts/slurm.sh` and `scripts/pbs.sh`, with ``{{name}}`` where
 something is put in. What is put in on a line of its own, and is nothing, leaves none.
 Their last part is `...-once.sh`, or `...-chain.sh` for a training of several jobs, with
-what those of both have in common: `chain-run.sh` and `chain-loop.sh`.
+what they have in common: `run.sh`, and of both chains `chain-loop.sh`.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ def text_of(config: JobscriptConfig, words: Sequence[str]) -> str:
     def part(name: str, **more: str) -> str:
         return fill((SCRIPTS / f"{name}.sh").read_text(), blocks | more)
 
-    run, loop = part("chain-run").rstrip("\n"), part("chain-loop").rstrip("\n")
+    run, loop = part("run").rstrip("\n"), part("chain-loop").rstrip("\n")
     last = "once" if config.jobs == 1 else "chain"
     train = part(f"{config.scheduler}-{last}", run=run, loop=loop)
     return part(config.scheduler, train=train)

@@ -11,7 +11,7 @@ from pathlib import Path
 import yaml
 
 from mpitrain.errors import UsageError
-from mpitrain.record.folder import write_whole
+from mpitrain.record.folder import read_result, write_whole
 from mpitrain.record.loggers.choice import refuse_missing
 from mpitrain.record.progress import finished_words
 from mpitrain.record.recorder import shown
@@ -73,8 +73,9 @@ def begin(config: TrainConfig) -> Beginning:
                 f"{finished_words(result)}; see {shown(run_dir)}. Nothing to do: "
                 "--new-run trains anew"
             )
-    if not over and (run_dir / STOP_FILE).exists():
-        over = f"{shown(run_dir / STOP_FILE)} is there: remove it, to go on"
+    stop = run_dir / STOP_FILE
+    if not over and stop.exists() and not forget_stop(run_dir):
+        over = f"{shown(stop)} is there, newer than the last stop: remove it, to go on"
         status = CAN_GO_ON
     if not over:
         write_whole(run_dir / "config.yaml", config.as_yaml(run_dir.name))
@@ -90,6 +91,18 @@ def begin(config: TrainConfig) -> Beginning:
         else f"{run_dir} is on a file system without locks: nobody would notice a "
         "second job that writes into it",
     )
+
+
+def forget_stop(run_dir: Path) -> bool:
+    """Remove the stop file by which a run has stopped already; return whether."""
+    stop, result = run_dir / STOP_FILE, run_dir / "result.json"
+    is_old = (
+        read_result(run_dir).get("status") == "stopped"
+        and stop.stat().st_mtime <= result.stat().st_mtime
+    )
+    if is_old:
+        stop.unlink()
+    return is_old
 
 
 def _refuse_changes(config: TrainConfig, run_dir: Path) -> None:

@@ -194,6 +194,26 @@ def test_a_training_goes_through_several_jobs_of_slurm_and_of_pbs(
     assert all(60 < seconds <= 120 for seconds in left), left
 
 
+def test_nothing_is_lost_at_term_and_a_chain_goes_on_unless_it_was_cancelled(
+    hosts: VirtualHosts, slurm: Slurm, home: Path
+) -> None:
+    (home / "pause").write_text("0.2")
+    chain = Chain(name="termed", folder=home, hosts=hosts)
+    chain.submit("sbatch", chain.script("slurm", *NODES, "--time", "9:00"))
+    for num_stops, words in ((1, ["--full", "--signal=TERM"]), (2, [])):
+        begun = ("going on from", "run folder")[num_stops == 1]
+        wait_until(lambda: begun in chain.said() and bool(chain.jobs()), chain)  # noqa: B023
+        time.sleep(4)
+        (job,) = chain.jobs()
+        hosts.run(LOGIN, ["scancel", *words, job.split()[0]])
+        stopped = re.compile(r"stopped at step \d+: SIG(USR2|TERM) arrived")
+        wait_until(lambda: len(stopped.findall(chain.said())) == num_stops, chain)  # noqa: B023
+    wait_until(lambda: not chain.jobs(), chain)
+    steps = [row["step"] for row in chain.rows() if row["event"] == "step"]
+    assert steps == sorted(set(steps)), "no step was done twice"
+    assert chain.result()["status"] == "stopped", chain.said()
+
+
 def test_a_second_submission_of_a_training_is_refused(
     hosts: VirtualHosts, slurm: Slurm, home: Path
 ) -> None:
@@ -210,7 +230,7 @@ def test_a_second_submission_of_a_training_is_refused(
     (home / "runs" / "once" / "stop").touch()
     chain.wait()
     assert chain.said().count("node 0: node1") == 1
-    assert "remove it and submit, to go on" in chain.said()
+    assert "stop ended it: submit again, to go on" in chain.said()
     assert chain.result()["status"] == "stopped", chain.said()
 
 

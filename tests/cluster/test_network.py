@@ -46,6 +46,7 @@ def met_at(
     done = mpirun(hosts, folder, names, slots=1, words=words, flags=flags)
     assert done.returncode == 0, done.stdout
     assert_finished(folder, done.stdout, hosts=names, world_size=num_hosts)
+    assert "hostname of the client socket" not in done.stdout, done.stdout
     found = re.search(r"rendezvous at (\S+):\d+,", done.stdout)
     assert found is not None, done.stdout
     return found[1]

@@ -27,6 +27,19 @@ def test_words_after_the_script_of_sbatch_go_to_mpitrain(
     assert "--epochs" in job.output
 
 
+def test_a_heterogeneous_job_is_told_that_one_component_is_used(
+    slurm: Slurm, folder: Path
+) -> None:
+    words = ["--nodes=1", "--ntasks=1", "--gres=", ":", "--nodes=2", "--ntasks=2"]
+    script = folder / "het.sh"
+    script.write_text(
+        "#!/bin/bash\nenv | grep HET_\nexport PATH=$PWD/.venv/bin:$PATH\n"
+        'mpirun --prefix "$PWD/.venv" python -m mpitrain --dry-run\n'
+    )
+    job = slurm.sbatch(*words, "het.sh", cwd=folder, timeout_seconds=TIMEOUT_SECONDS)
+    assert "a heterogeneous job of 2 components and 3 nodes" in job.output, job.output
+
+
 def test_srun_without_pmix_is_refused_by_one_message(
     slurm: Slurm, folder: Path
 ) -> None:

@@ -148,7 +148,7 @@ def test_a_file_named_stop_ends_it(script: Script) -> None:
     script.save(2)
     (script.folder / "mine" / "stop").touch()
     assert script.next(75) == "end"
-    assert "stop is there: remove it and submit, to go on" in script.said
+    assert "stop ended it: submit again, to go on" in script.said
 
 
 def test_a_mistake_in_the_flags_is_not_tried_again(script: Script) -> None:

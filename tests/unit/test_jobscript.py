@@ -222,7 +222,11 @@ HOSTILE = [
 
 STAND_IN = """\
 #!{python}
-import json, pathlib, sys
+import json, os, pathlib, sys
+if "mpitrain.tools.term_blocked" in sys.argv:
+    import signal
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+    os.execvp(sys.argv[3], sys.argv[3:])
 if sys.argv[0].endswith("mpirun"):
     pathlib.Path({seen!r}).write_text(json.dumps(sys.argv[1:]))
 if "next" in sys.argv:
@@ -281,6 +285,23 @@ def test_a_signal_while_nodes_are_asked_is_no_failure(
     run_script(text_of(config, []), tmp_path, tmp_path, [])
     assert "--status 75 --out-of-time" in (tmp_path / "next").read_text()
     assert not seen.exists()
+
+
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+def test_at_term_a_job_waits_for_its_ranks_and_ends_with_their_status(
+    scheduler: Any, tmp_path: Path
+) -> None:
+    make_stand_ins(tmp_path / ".venv", tmp_path / "seen.json")
+    mpirun = tmp_path / ".venv/bin/mpirun"
+    mpirun.write_text(
+        "#!/bin/bash\n"
+        "trap 'sleep 1; exit 75' USR2\n"
+        "(sleep 1; kill -TERM $$ $PPID) &\n"  # as `scancel --full` and `qdel` do
+        "for i in {1..99}; do sleep 0.1; done\n"
+    )
+    config = JobscriptConfig(scheduler=scheduler)
+    done = run_script(text_of(config, []), tmp_path, tmp_path, [])
+    assert done.returncode == 75, done.stderr
 
 
 @pytest.mark.parametrize("scheduler", SCHEDULERS)

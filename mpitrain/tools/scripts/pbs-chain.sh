@@ -9,29 +9,21 @@ training=(--name "$PBS_JOBNAME"{{words}} ${ARGS:-})
 # running, and also after {{jobs}} jobs.
 python -m mpitrain chain begin --jobs {{jobs}} -- "${training[@]}"
 
-# PBS ends a job without a word before. So this script watches the clock and says
-# it to itself, {{early}} s before. mpirun passes USR2 on to the ranks: they save where
-# they are, and stop. If they hang, mpirun is killed, and they with it. (MPICH's
-# mpirun dies of USR2. With it, write trap '' USR1 for the line trap stop USR1: the
-# ranks ask PBS for their time, too.)
+{{run}}
+
+# Of the time limit PBS says nothing before. So this script watches the clock, and
+# sends USR1 to itself {{early}} s before.
 limit={{seconds}}  # walltime, above: EDIT both
-out_of_time= child=
-stop() {
-    out_of_time=--out-of-time
-    if [[ -n $child ]]; then kill -USR2 "$child" || true; fi
-}
-trap stop USR1
 { sleep $((limit - {{early}} - SECONDS)) && kill -USR1 $$; } &>/dev/null &
 clock=$!
-
-{{run}}
 
 hosts=$(mktemp)
 trap 'kill "$clock" 2>/dev/null || true; rm -f "$hosts" "${agent:-}"' EXIT
 
 {{loop}}
 
-if [[ $next != end ]]; then
+# After qdel this is the end; a job that is preempted PBS itself runs again.
+if [[ $next != end && -z $terminated ]]; then
     # What stands on qsub's command line but ARGS and -N is not known here: write
     # into this script what the next job shall ask for, too.
     export ARGS=${ARGS:-}

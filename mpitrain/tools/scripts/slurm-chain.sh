@@ -8,17 +8,7 @@ training=(--name "$SLURM_JOB_NAME"{{words}} "$@")
 # running, and also after {{jobs}} jobs.
 python -m mpitrain chain begin --jobs {{jobs}} -- "${training[@]}"
 
-# {{early}} s before its end SLURM sends USR1 to this script (--signal, above). mpirun
-# passes USR2 on to the ranks: they save where they are, and stop. If they hang,
-# mpirun is killed, and they with it. (MPICH's mpirun dies of USR2. With it, write
-# trap '' USR1 for the line trap stop USR1: the ranks ask SLURM for their time, too.)
-out_of_time= child=
-stop() {
-    out_of_time=--out-of-time
-    if [[ -n $child ]]; then kill -USR2 "$child" || true; fi
-}
-trap stop USR1
-
+# {{early}} s before its end SLURM sends USR1 to this script (--signal, above).
 {{run}}
 
 hosts=$(mktemp)
@@ -27,6 +17,11 @@ export SLURM_OVERLAP=1  # what is left of a lost node must not keep srun waiting
 
 {{loop}}
 
+# After scancel, or a preemption that requeues it by itself, the job does not run.
+if [[ -n $terminated && $next != end ]]; then
+    state=$(squeue -h -j "$SLURM_JOB_ID" -o %T || true)
+    if [[ $state != RUNNING ]]; then next=end; fi
+fi
 if [[ $next != end ]]; then
     for pause in 5 10 20 0; do
         scontrol requeue "$SLURM_JOB_ID" && break  # the same job, its number, too
