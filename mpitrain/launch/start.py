@@ -57,10 +57,9 @@ def meet(
         LaunchError: On every rank or on none.
     """
     comm = guard.comm
+    start_timeout = default_start_timeout(config.hang_timeout, config.start_timeout)
     if guard.watched is not None:
-        guard.watched.start_timeout_seconds = default_start_timeout(
-            config.hang_timeout, config.start_timeout
-        )
+        guard.watched.start_timeout_seconds = start_timeout
     with guard.stage("who is where"):
         world = locate(comm)
         launcher = find_launcher(os.getpid(), variables)
@@ -73,7 +72,7 @@ def meet(
         guard.watch(world, world.master_addr)
     if world.num_nodes > 1:
         with guard.stage("MPI between nodes"):
-            network.try_mpi(comm, world, rendezvous, config.start_timeout)
+            network.try_mpi(comm, world, rendezvous, start_timeout)
     alone = lone_in_allocation(variables) if world.world_size == 1 else None
     odd = part_of_het_job(variables, world.num_nodes) if world.is_rank_zero else None
     if odd or alone:

@@ -96,9 +96,7 @@ def test_it_stops_in_time_and_goes_on(how: str, mpi_name: str, runs: Runs) -> No
     assert result["status"] == "stopped"
     assert "the same command goes on from here" in job.said()
     assert "stopped, not failed: the exit status is 75" in job.said()
-    if (
-        how == "file"
-    ):  # touched again, it is for the next job; else it has done its part
+    if how == "file":  # touched after the stop, it is for the next job
         os.utime(mine.dir(name) / "stop", (time.time() + 1,) * 2)
         done = mine.run(name, 2)
         assert (done.status, "remove it" in done.out) == (CAN_GO_ON, True)
