@@ -106,7 +106,7 @@ def empty() -> tuple[list[int], list[int]]:
 @pytest.mark.parametrize(
     ("name", "error", "words"),
     [
-        ("mnist2", UsageError, "'mnist2' is not known. Expected digits"),
+        ("mnist2", UsageError, "'mnist2' is not known. Did you mean 'mnist'?"),
         ("nowhere:data", UsageError, "there is no module 'nowhere'"),
         (f"{__name__}:no", UsageError, "has no callable 'no'"),
         (f"{__name__}:without_classes", DataError, "neither `classes`"),

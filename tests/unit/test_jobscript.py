@@ -186,7 +186,7 @@ def test_a_word_that_no_line_can_hold_is_refused(word: str) -> None:
         (["--epohs", "3"], "--epohs"),
         (["--epochs", "0"], "--epochs must be at least 1"),
         (["train", "--lr", "fast"], "--lr"),
-        (["scale"], "unknown command 'scale'; expected one of train, run, check"),
+        (["scale"], "unknown command 'scale'. Expected one of train, run, check"),
     ],
 )
 def test_a_wrong_flag_of_the_training_is_told_before_it_is_queued(
