@@ -58,7 +58,7 @@ def main(argv: Sequence[str]) -> int:
         (argv[0], argv[1:]) if argv and argv[0] in COMMANDS else ("train", argv)
     )
     try:
-        return COMMANDS[name](words) or 0
+        status = COMMANDS[name](words) or 0
     except BaseException as error:
         if exit_status(error) != 0:
             rank, size = launched_rank(os.environ), launched_size(os.environ)
@@ -66,7 +66,12 @@ def main(argv: Sequence[str]) -> int:
                 agreed(error)  # who is alone needs no number
             text = message(error, place(rank, size, socket.gethostname()))
             print(text, file=sys.stderr, flush=True)
-        return exit_status(error)
+        status = exit_status(error)
+    file = os.environ.get("MPITRAIN_STATUS_FILE")
+    if file and launched_rank(os.environ) == 0:  # for job scripts, see `jobscript`
+        with contextlib.suppress(OSError):
+            Path(file).write_text(f"{status}\n")
+    return status
 
 
 def train(argv: Sequence[str]) -> int:
@@ -161,7 +166,8 @@ def jobscript(argv: Sequence[str]) -> None:
         chain.run_dir_of(read_config(["--name", config.name, *words]))
     elif is_training:
         read_config(words[words[:1] == ["train"] :])  # a mistake need not queue first
-    output.deliver(jobscript.text_of(config, words), config.output)
+    text = jobscript.text_of(config, words, is_training=is_training)
+    output.deliver(text, config.output)
 
 
 def watch(argv: Sequence[str]) -> None:

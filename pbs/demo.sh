@@ -117,9 +117,16 @@ run() {
     child=
 }
 
+export MPITRAIN_STATUS_FILE
+MPITRAIN_STATUS_FILE=$(mktemp)
+
 # This script runs once, on the first node. So does mpirun. No number of
 # processes, no port: the ranks find each other over MPI. (MPICH's mpirun reads
 # $PBS_NODEFILE by itself and goes by ssh: with it, leave out all the options.)
 # shellcheck disable=SC2086  # ARGS is several words
 run mpirun "${options[@]}" python -m mpitrain ${ARGS:-}
-exit "$status"  # 75: stopped, and the same training with its --name goes on
+# 75: stopped, and the same training with its --name resumes. mpirun of Open MPI 5 ends
+# with 0 where it has lost a node: the job's status is then that of rank zero, or 1.
+if [[ $status == 0 ]]; then status=$(cat "$MPITRAIN_STATUS_FILE"); fi
+rm -f "$MPITRAIN_STATUS_FILE"
+exit "${status:-1}"

@@ -82,9 +82,16 @@ run() {
     child=
 }
 
+export MPITRAIN_STATUS_FILE
+MPITRAIN_STATUS_FILE=$(mktemp)
+
 # This script runs once, on the first node. So does mpirun: it asks SLURM for
 # nodes and slots, and has srun start the others, with this environment. No
 # number of processes, no host, no port: the ranks find each other over MPI.
 # (With MPICH's mpirun leave --prefix out; the rest is the same.)
 run mpirun "${options[@]}" python -m mpitrain "$@"
-exit "$status"  # 75: stopped, and the same training with its --name goes on
+# 75: stopped, and the same training with its --name resumes. mpirun of Open MPI 5 ends
+# with 0 where it has lost a node: the job's status is then that of rank zero, or 1.
+if [[ $status == 0 ]]; then status=$(cat "$MPITRAIN_STATUS_FILE"); fi
+rm -f "$MPITRAIN_STATUS_FILE"
+exit "${status:-1}"

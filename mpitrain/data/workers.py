@@ -102,18 +102,19 @@ def settle_temporary_folder() -> None:
 
 
 def start_helpers(context: BaseContext | None) -> None:
-    """Start the processes that Python needs for workers, deaf to USR1 and USR2.
+    """Start the processes that Python needs for workers; USR1, USR2, TERM are blocked.
 
-    mpirun sends those to the whole group of a rank: they are meant for the rank, which
-    tells where it is, or stops in time, and needs its workers for that.
+    mpirun and schedulers send those to all processes of a rank. They are meant for the
+    rank, which tells where it is, or stops in time, and needs its workers for that.
 
     Args:
         context: What starts workers; ``None``: a fork.
     """
-    signals = {signal.SIGUSR1, signal.SIGUSR2}
+    signals = {signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     try:
         resource_tracker.ensure_running()
+        signal.pthread_sigmask(signal.SIG_BLOCK, signals)  # that has unblocked TERM
         if context is not None and context.get_start_method() == "forkserver":
             forkserver.ensure_running()
     finally:
@@ -185,6 +186,7 @@ def _end_with_rank(worker: int) -> None:
         worker: Its number.
     """
     del worker
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # as `start_helpers`
     rank = multiprocessing.parent_process()
     assert rank is not None
 

@@ -3,7 +3,7 @@
 The scripts are `scripts/slurm.sh` and `scripts/pbs.sh`, with ``{{name}}`` where
 something is put in. What is put in on a line of its own, and is nothing, leaves none.
 Their last part is `...-once.sh`, or `...-chain.sh` for a training of several jobs, with
-what they have in common: `run.sh`, and of both chains `chain-loop.sh`.
+what they have in common: `run.sh`, `once-end.sh` and `chain-loop.sh`.
 """
 
 from __future__ import annotations
@@ -110,12 +110,16 @@ class JobscriptConfig:
             )
 
 
-def text_of(config: JobscriptConfig, words: Sequence[str]) -> str:
+def text_of(
+    config: JobscriptConfig, words: Sequence[str], *, is_training: bool = True
+) -> str:
     """Make the job script.
 
     Args:
         config: What it shall ask for.
         words: What follows `python -m mpitrain` in it; quoted for the shell there.
+        is_training: Whether that is a training, which stops with a checkpoint at TERM
+            and USR2.
 
     Returns:
         The script's text.
@@ -150,9 +154,19 @@ def text_of(config: JobscriptConfig, words: Sequence[str]) -> str:
     def part(name: str, **more: str) -> str:
         return fill((SCRIPTS / f"{name}.sh").read_text(), blocks | more)
 
-    run, loop = part("run").rstrip("\n"), part("chain-loop").rstrip("\n")
+    run, loop, end = (
+        part(name).rstrip("\n") for name in ("run", "chain-loop", "once-end")
+    )
     last = "once" if config.jobs == 1 else "chain"
-    train = part(f"{config.scheduler}-{last}", run=run, loop=loop)
+    if last == "once":
+        run += "\n\nexport MPITRAIN_STATUS_FILE\nMPITRAIN_STATUS_FILE=$(mktemp)"
+    train = part(
+        f"{config.scheduler}-{last}",
+        run=run if is_training else "",
+        launch="run " if is_training else "",
+        end=end if is_training else "",
+        loop=loop,
+    )
     return part(config.scheduler, train=train)
 
 

@@ -229,6 +229,8 @@ if "mpitrain.tools.term_blocked" in sys.argv:
     os.execvp(sys.argv[3], sys.argv[3:])
 if sys.argv[0].endswith("mpirun"):
     pathlib.Path({seen!r}).write_text(json.dumps(sys.argv[1:]))
+    if "MPITRAIN_STATUS_FILE" in os.environ:
+        pathlib.Path(os.environ["MPITRAIN_STATUS_FILE"]).write_text("0")
 if "next" in sys.argv:
     print("end")
 """
@@ -302,6 +304,50 @@ def test_at_term_a_job_waits_for_its_ranks_and_ends_with_their_status(
     config = JobscriptConfig(scheduler=scheduler)
     done = run_script(text_of(config, []), tmp_path, tmp_path, [])
     assert done.returncode == 75, done.stderr
+
+
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+@pytest.mark.parametrize(
+    ("mpirun", "rank_zero", "status"),
+    [(0, "0", 0), (0, "75", 75), (0, "", 1), (3, "", 3), (3, "0", 3), (75, "", 75)],
+)
+def test_mpiruns_0_is_no_success_unless_rank_zero_says_so(
+    scheduler: Any, mpirun: int, rank_zero: str, status: int, tmp_path: Path
+) -> None:
+    """Open MPI's ends with 0 where it has lost a node."""
+    make_stand_ins(tmp_path / ".venv", tmp_path / "seen.json")
+    (tmp_path / ".venv/bin/mpirun").write_text(
+        f'#!/bin/sh\nprintf %s "{rank_zero}" >"$MPITRAIN_STATUS_FILE"\nexit {mpirun}\n'
+    )
+    text = text_of(JobscriptConfig(scheduler=scheduler), [])
+    done = run_script(text, tmp_path, tmp_path, [])
+    assert done.returncode == status, done.stderr
+
+
+def test_rank_zeros_status_is_written_where_the_script_looks_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MPITRAIN_STATUS_FILE", str(tmp_path / "status"))
+    for words, status in ((["--help"], "0"), (["--epohs", "3"], "2")):
+        main(words)
+        assert (tmp_path / "status").read_text() == f"{status}\n"
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "1")
+    monkeypatch.setenv("MPITRAIN_STATUS_FILE", str(tmp_path / "other"))
+    main(["--epohs", "3"])
+    assert not (tmp_path / "other").exists()
+
+
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+def test_a_script_of_ones_own_gets_no_signal_that_it_does_not_know(
+    scheduler: Any,
+) -> None:
+    """USR2 would end it; TERM reaches its ranks by mpirun, as without us."""
+    text = text_of(
+        JobscriptConfig(scheduler=scheduler), ["run", "x"], is_training=False
+    )
+    assert "USR2" not in text
+    assert "term_blocked mpirun" not in text
+    assert "\nmpirun " in text
 
 
 @pytest.mark.parametrize("scheduler", SCHEDULERS)

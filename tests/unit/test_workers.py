@@ -62,7 +62,8 @@ import os, signal, sys, time, torch
 from mpitrain.data.workers import context_of, loader_of
 if __name__ == "__main__":
     heard = []
-    for number in (signal.SIGUSR1, signal.SIGUSR2):
+    sent = {2: signal.SIGUSR2, 10: signal.SIGUSR1, 20: signal.SIGTERM}
+    for number in sent.values():
         signal.signal(number, lambda number, _: heard.append(number))
     samples = torch.arange(4000.0)[:, None].expand(4000, 3).contiguous()
     loader = loader_of(
@@ -74,8 +75,8 @@ if __name__ == "__main__":
     total, num = 0.0, 0
     for batch in loader:
         total, num = total + float(batch.sum()), num + 1
-        if num in (2, 10):  # as mpirun does
-            os.killpg(0, signal.SIGUSR2 if num == 2 else signal.SIGUSR1)
+        if num in sent:  # as mpirun does, and a scheduler
+            os.killpg(0, sent[num])
             time.sleep(1)
     print(total, heard)
 """
@@ -95,4 +96,4 @@ def test_a_signal_to_all_of_a_rank_leaves_its_workers_at_work(
         timeout=100,
         start_new_session=True,
     )
-    assert done.stdout.strip() == "23994000.0 [12, 10]", done.stderr
+    assert done.stdout.strip() == "23994000.0 [12, 10, 15]", done.stderr

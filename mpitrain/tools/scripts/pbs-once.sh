@@ -5,5 +5,5 @@
 # processes, no port: the ranks find each other over MPI. (MPICH's mpirun reads
 # $PBS_NODEFILE by itself and goes by ssh: with it, leave out all the options.)
 # shellcheck disable=SC2086  # ARGS is several words
-run mpirun "${options[@]}" python -m mpitrain{{words}} ${ARGS:-}
-exit "$status"  # 75: stopped, and the same training with its --name goes on
+{{launch}}mpirun "${options[@]}" python -m mpitrain{{words}} ${ARGS:-}
+{{end}}

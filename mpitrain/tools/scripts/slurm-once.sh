@@ -5,5 +5,5 @@
 # nodes and slots, and has srun start the others, with this environment. No
 # number of processes, no host, no port: the ranks find each other over MPI.
 # (With MPICH's mpirun leave --prefix out; the rest is the same.)
-run mpirun "${options[@]}" python -m mpitrain{{words}} "$@"
-exit "$status"  # 75: stopped, and the same training with its --name goes on
+{{launch}}mpirun "${options[@]}" python -m mpitrain{{words}} "$@"
+{{end}}
