@@ -373,6 +373,32 @@ def test_the_way_to_another_node_is_tried_wherever_the_file_names_it(
     assert said in done.stderr, done.stderr
 
 
+@pytest.mark.parametrize(
+    ("reach", "words"),
+    [("ssh", ["node2"]), ("pbs_tmrsh", ["node2", "/bin/sh", "-c"])],
+)
+def test_what_holds_the_other_nodes_of_a_pbs_job_outlives_term(
+    reach: str, words: list[str], tmp_path: Path
+) -> None:
+    """PBS sends it to all processes; without its ssh mpirun loses a node at once."""
+    folder = tmp_path / "a $HOME 'b' \"c\""
+    make_stand_ins(folder / ".venv", tmp_path / "seen.json")
+    programs = {
+        "mpirun": '"$PRTE_MCA_plm_ssh_agent" node2 \'echo "a  b"; x=$y\'\n',
+        "ssh": f"case $* in *BatchMode*) [ {reach} = ssh ]; exit;; esac\n",
+        "pbs_tmrsh": "",
+    }
+    for name, lines in programs.items():
+        if name != "mpirun":
+            lines += f"kill -TERM $$\necho {name} lives\nprintf '%s\\n' \"$@\"\n"
+        (folder / ".venv/bin" / name).write_text(f"#!/bin/sh\n{lines}")
+        (folder / ".venv/bin" / name).chmod(0o755)
+    text = text_of(JobscriptConfig(scheduler="pbs"), [])
+    done = run_script(text, folder, tmp_path, [], nodes="node1\nnode2\n")
+    said = [f"{reach} lives", *words, 'echo "a  b"; x=$y']
+    assert done.stdout.splitlines()[-len(said) :] == said, done.stderr
+
+
 def make_stand_ins(venv: Path, seen: Path) -> None:
     """Make an environment whose mpirun writes down its words."""
     (venv / "bin").mkdir(parents=True)

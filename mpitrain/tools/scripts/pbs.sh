@@ -60,21 +60,27 @@ if [[ $launchers != *"MCA plm: tm "* ]]; then
     # the command as separate words, and mpirun gives it as one: hence `sh -c`.
     here=$(head -n 1 "$PBS_NODEFILE")
     other=$(grep -Fxvm 1 "$here" "$PBS_NODEFILE" || true)
-    if [[ -n $other ]] &&
-        ! timeout 20 ssh -n -o BatchMode=yes "$other" true; then
-        home=$(sed -n 's/^PBS_EXEC=//p' "${PBS_CONF_FILE:-/etc/pbs.conf}" || true)
-        tmrsh=$(command -v pbs_tmrsh || echo "$home/bin/pbs_tmrsh")
-        if [[ ! -x $tmrsh ]]; then
-            echo "cannot reach $other: no ssh, and no pbs_tmrsh either" >&2
-            exit 1
+    if [[ -n $other ]]; then
+        reach=ssh shell=
+        if ! timeout 20 ssh -n -o BatchMode=yes "$other" true; then
+            home=$(sed -n 's/^PBS_EXEC=//p' "${PBS_CONF_FILE:-/etc/pbs.conf}" || true)
+            reach=$(command -v pbs_tmrsh || echo "$home/bin/pbs_tmrsh")
+            shell='/bin/sh -c '
+            if [[ ! -x $reach ]]; then
+                echo "cannot reach $other: no ssh, and no pbs_tmrsh either" >&2
+                exit 1
+            fi
+            echo "no ssh to $other: mpirun takes $reach instead"
         fi
-        echo "no ssh to $other: mpirun takes $tmrsh instead"
+        # PBS sends TERM to ssh and pbs_tmrsh, too. mpirun would lose the node: so TERM
+        # is blocked for them.
         agent=$(mktemp "${TMPDIR:-/tmp}/agent.XXXXXX")
         trap 'rm -f "$agent"' EXIT
         cat >"$agent" <<EOF
 #!/bin/sh
 host=\$1; shift
-exec "$tmrsh" "\$host" /bin/sh -c "\$*"
+exec $(printf %q "$venv")/bin/python -m mpitrain.tools.term_blocked \\
+    $(printf %q "$reach") "\$host" $shell"\$*"
 EOF
         chmod +x "$agent"
         # One name for Open MPI 5, one for 4; all nodes started from this one.
