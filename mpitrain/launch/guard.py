@@ -42,7 +42,6 @@ from mpitrain.launch.ending import (
     is_consequence,
     message,
 )
-from mpitrain.launch.requirements import check_requirements
 from mpitrain.topology import start_mpi, wait_for_all
 from mpitrain.watchdog.center import HANG_STATUS
 from mpitrain.watchdog.page import State
@@ -286,7 +285,7 @@ def guarded(
         The guard over all ranks.
 
     Raises:
-        LaunchError: There is no MPI library, or a package is too old.
+        LaunchError: There is no MPI library.
         TopologyError: The launcher started several processes, but each is alone.
     """
     if not faulthandler.is_enabled():
@@ -298,7 +297,6 @@ def guarded(
     watched = _standing[0].watched if _standing else _watch(start_timeout_seconds)
     started = time.perf_counter()
     try:
-        check_requirements()
         # The sidecar says what is the matter, just before.
         with ends_within(start_timeout_seconds + 1.5, HANG_STATUS):
             comm = start_mpi(before=_tell_foreign_library)

@@ -1,4 +1,4 @@
-"""Minimum versions, by metadata: checked before torch and MPI are imported."""
+"""Minimum versions, by metadata: checked before torch is imported."""
 
 from __future__ import annotations
 
@@ -7,14 +7,16 @@ import re
 import sys
 from importlib import metadata
 
-from mpitrain.errors import LaunchError
+from mpitrain.errors import LaunchError, agreed
 
 
 def check_requirements() -> None:
     """Refuse packages older than the minimum that mpitrain was installed with.
 
+    Local. After the ranks' versions were compared: all raise, or none.
+
     Raises:
-        LaunchError: With each package, its version and the minimum; on this rank.
+        LaunchError: With each package, its version and the minimum.
     """
     old = old_packages()
     if old:
@@ -22,9 +24,11 @@ def check_requirements() -> None:
             f"  {name}: found {version}, expected {minimum} or newer"
             for name, version, minimum in old
         )
-        raise LaunchError(
-            f"packages of {sys.prefix} are too old for mpitrain.\n{found}\n"
-            f"Type: {upgrade_command(old)}"
+        raise agreed(
+            LaunchError(
+                f"packages of {sys.prefix} are too old for mpitrain.\n{found}\n"
+                f"Type: {upgrade_command(old)}"
+            )
         )
 
 

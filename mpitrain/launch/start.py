@@ -23,6 +23,7 @@ from mpitrain.launch.config import LaunchConfig, default_start_timeout
 from mpitrain.launch.contradictions import lone_in_allocation, part_of_het_job
 from mpitrain.launch.guard import Guard
 from mpitrain.launch.launcher import find_launcher
+from mpitrain.launch.requirements import check_requirements
 from mpitrain.topology import all_or_none, locate
 from mpitrain.world import World
 
@@ -64,6 +65,7 @@ def meet(
         world = locate(comm)
         launcher = find_launcher(os.getpid(), variables)
         agreement.compare(comm, world, config, timeout_seconds, launcher, variables)
+        check_requirements()  # of the same versions on all ranks
     with guard.stage("network"):
         rendezvous = network.find_rendezvous(comm, world, config.interface)
         guard.rendezvous = rendezvous

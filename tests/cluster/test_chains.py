@@ -202,7 +202,7 @@ def test_nothing_is_lost_at_term_and_a_chain_goes_on_unless_it_was_cancelled(
     chain.submit("sbatch", chain.script("slurm", *NODES, "--time", "9:00"))
     for num_stops, words in ((1, ["--full", "--signal=TERM"]), (2, [])):
         begun = ("going on from", "run folder")[num_stops == 1]
-        wait_until(lambda: begun in chain.said() and bool(chain.jobs()), chain)  # noqa: B023
+        wait_until(lambda: bool(chain.jobs()) and begun in chain.said(), chain)  # noqa: B023
         time.sleep(4)
         (job,) = chain.jobs()
         hosts.run(LOGIN, ["scancel", *words, job.split()[0]])

@@ -30,7 +30,7 @@ def test_words_after_the_script_of_sbatch_go_to_mpitrain(
 def test_a_heterogeneous_job_is_told_that_one_component_is_used(
     slurm: Slurm, folder: Path
 ) -> None:
-    words = ["--nodes=1", "--ntasks=1", "--gres=", ":", "--nodes=2", "--ntasks=2"]
+    words = ["--nodes=1", "--ntasks=1", ":", "--nodes=2", "--ntasks=2"]
     script = folder / "het.sh"
     script.write_text(
         "#!/bin/bash\nenv | grep HET_\nexport PATH=$PWD/.venv/bin:$PATH\n"

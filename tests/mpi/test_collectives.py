@@ -164,7 +164,7 @@ def test_reductions(
     close(out, of_me)
     out = torch.empty_like(mine)
     flat = torch.cat(lists[world.rank])
-    reduce_scatter_single(out, flat, which, group=ours)
+    reduce_scatter_single()(out, flat, which, group=ours)
     close(out, of_me)
 
 
@@ -191,7 +191,7 @@ def test_what_is_carried_as_it_is(
         same(one, expected)
 
     single = torch.empty(size * len(parts), dtype=dtype)
-    all_gather_single(single, mine, group=ours)
+    all_gather_single()(single, mine, group=ours)
     same(single, torch.cat(parts))
 
     out = [torch.empty_like(mine) for _ in ranks]
@@ -258,7 +258,7 @@ def test_reduce_scatter_in_place(ours: dist.ProcessGroup, world: World) -> None:
     whole = torch.arange(10.0 * world.world_size) * (world.rank + 1)
     mine = whole.chunk(world.world_size)[world.rank]
     expected = mine / (world.rank + 1) * sum(rank + 1 for rank in ranks)
-    reduce_scatter_single(mine, whole, group=ours)
+    reduce_scatter_single()(mine, whole, group=ours)
     torch.testing.assert_close(mine, expected, rtol=0, atol=0)
 
 
@@ -272,7 +272,7 @@ def test_gaps_and_shapes(ours: dist.ProcessGroup, world: World) -> None:
     torch.testing.assert_close(square, expected)
 
     whole = torch.zeros(world.world_size, 3, 4)
-    all_gather_single(whole, square, group=ours)
+    all_gather_single()(whole, square, group=ours)
     torch.testing.assert_close(whole, expected.expand_as(whole))
 
     columns = torch.zeros(4, 6)
@@ -332,7 +332,7 @@ def test_many_tensors_at_once(ours: dist.ProcessGroup, world: World) -> None:
     out = [torch.empty(n * world.world_size) for n in (2, 5)]
     with dist._coalescing_manager(group=ours, async_ops=True) as together:
         for one, n in zip(out, (2, 5), strict=True):
-            all_gather_single(one, torch.full((n,), float(world.rank)), group=ours)
+            all_gather_single()(one, torch.full((n,), float(world.rank)), group=ours)
     together.wait()
     for one, n in zip(out, (2, 5), strict=True):
         expected = torch.arange(float(world.world_size)).repeat_interleave(n)

@@ -142,7 +142,7 @@ def test_who_comes_late_writes_into_nobodys_memory(world: World, what: str) -> N
             dist.all_reduce(found, group=group)
         elif what == "all_gather":
             many = torch.empty(world.world_size * size)
-            all_gather_single(many, found, group=group)
+            all_gather_single()(many, found, group=group)
         elif (what == "recv") == (world.rank > 0):
             dist.recv(found, 0 if world.rank else other, group=group)
         else:
@@ -199,7 +199,7 @@ def test_a_result_of_another_size_is_refused(world: World) -> None:
     group = group_of()
     whole = torch.ones(2 * world.world_size)
     with pytest.raises(ValueError, match="output has 5 elements, expected 2"):
-        reduce_scatter_single(torch.empty(5), whole, group=group)
+        reduce_scatter_single()(torch.empty(5), whole, group=group)
     dist.barrier(group=group)
 
 

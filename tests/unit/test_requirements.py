@@ -1,4 +1,4 @@
-"""Minimum versions are checked by metadata, before anything heavy is imported."""
+"""Minimum versions are checked by metadata, before torch is imported."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ import sys
 from pathlib import Path
 
 import pytest
-
-MODULES = {"torch", "mpi4py.MPI"}
 
 
 @pytest.fixture
@@ -44,7 +42,7 @@ def run(old: Path, *words: str, **variables: str) -> subprocess.CompletedProcess
         ("-c", "import mpitrain; mpitrain.init()"),
     ],
 )
-def test_old_packages_are_refused_before_they_are_imported(
+def test_old_packages_are_refused_before_torch_is_imported(
     old_metadata: Path, words: tuple[str, ...]
 ) -> None:
     done = run(old_metadata, "-X", "importtime", *words)
@@ -55,7 +53,7 @@ def test_old_packages_are_refused_before_they_are_imported(
     assert "mpi4py: found 3.1.6, expected 4.0 or newer" in text
     assert "-m pip install --upgrade 'mpi4py>=4.0' 'torch>=2.9'" in text
     imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
-    assert not MODULES & imported
+    assert "torch" not in imported
 
 
 def test_check_says_so_on_a_login_node(old_metadata: Path) -> None:
