@@ -36,8 +36,9 @@ def test_a_heterogeneous_job_is_told_that_one_component_is_used(
         "#!/bin/bash\nenv | grep HET_\nexport PATH=$PWD/.venv/bin:$PATH\n"
         'mpirun --prefix "$PWD/.venv" python -m mpitrain --dry-run\n'
     )
-    job = slurm.sbatch(*words, "het.sh", cwd=folder, timeout_seconds=TIMEOUT_SECONDS)
-    assert "a heterogeneous job of 2 components and 3 nodes" in job.output, job.output
+    slurm.sbatch(*words, "het.sh", cwd=folder, timeout_seconds=TIMEOUT_SECONDS)
+    said = "".join(file.read_text() for file in folder.glob("slurm-*.out"))
+    assert "a heterogeneous job of 2 components and 3 nodes" in said, said
 
 
 def test_srun_without_pmix_is_refused_by_one_message(
