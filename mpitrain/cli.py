@@ -207,39 +207,28 @@ def fetch(argv: Sequence[str]) -> None:
 
 def bench(argv: Sequence[str]) -> None:
     """Time a part of a training; the next word says which."""
-    from mpitrain.tools.bench.config import BenchDataConfig, BenchScalingConfig
-
     known = (
-        "Expected: bench data [flags], the loader alone; or mpirun -np N ... bench "
-        "scaling [flags], on 1, 2, 4 ... N ranks (see bench data --help, bench scaling "
-        "--help)"
+        "Expected: bench data [flags], the loader alone; or bench scaling [flags] -- "
+        "[flags of the training], on 1, 2, 4 ... ranks (see bench data --help, bench "
+        "scaling --help)"
     )
     if argv and argv[0] in ("-h", "--help"):
         print(f"Time a part of a training. {known}")
         return
     if not argv or argv[0] not in ("data", "scaling"):
         raise UsageError(f"bench what? {known}")
-    words = argv[1:]
-    program = f"{PROGRAM} bench {argv[0]}"
-    if argv[0] == "data":
-        config = read_flags(BenchDataConfig, words, program=program, files=False)
-        from mpitrain.tools.bench import data
+    if argv[0] == "scaling":
+        from mpitrain.tools.bench import scaling
 
-        data.bench(config, words)
+        scaling.bench(argv[1:])
         return
+    from mpitrain.tools.bench.config import BenchDataConfig
 
-    def read() -> BenchScalingConfig:
-        return read_flags(BenchScalingConfig, words, program=program, files=False)
+    program = f"{PROGRAM} bench data"
+    config = read_flags(BenchDataConfig, argv[1:], program=program, files=False)
+    from mpitrain.tools.bench import data
 
-    if not is_one_of_several(os.environ):
-        read()  # answers and raises; MPI need not start for that
-
-    from mpitrain.launch import guarded
-    from mpitrain.tools.bench import scaling
-
-    with guarded(start_timeout_seconds=start_timeout(words), may_spawn=False) as guard:
-        asked = on_rank_zero(guard.comm, read, "read the command line")
-        scaling.bench(guard, asked, words)
+    data.bench(config, argv[1:])
 
 
 def export(argv: Sequence[str]) -> None:

@@ -1,4 +1,4 @@
-"""`bench scaling` as whole jobs: the table, the figures, and that they agree."""
+"""`bench scaling` as a user runs it: real trainings, the table and the figures."""
 
 from __future__ import annotations
 
@@ -6,108 +6,49 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
-from launcher import Mpi, environment, mpirun
+from launcher import Mpi, environment
 
-SCALING = ("-m", "mpitrain", "bench", "scaling", "--data", "digits")
-
-SMALL = (
-    *("--precision", "fp64", "--global-batch-size", "12", "--rank-batch-size", "4"),
-    *("--steps", "2", "--warmup-steps", "1", "--rounds", "2", "--output", "out"),
-)
-
-SHARED = [(num, name) for num in (2, 4) for name in ("ddp", "fsdp")]
+SCALING = (sys.executable, "-m", "mpitrain", "bench", "scaling")
 
 
-def rows_on(out: str) -> list[dict[str, str]]:
-    """The tables on the screen, by the names of their columns."""
-    found: list[dict[str, str]] = []
-    head: list[str] = []
-    for line in out.replace("\r", "").splitlines():
-        cells = [cell.strip() for cell in line.split("|")[1:-1]]
-        if not cells:
-            head = []
-        elif not head:
-            head = cells
-        elif not set(cells[0]) <= {":", "-"}:
-            found.append(dict(zip(head, cells, strict=True)))
-    return found
-
-
-def read(folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((folder / "out" / "scaling.json").read_text())
-    return found
-
-
-def test_every_row_is_timed_in_one_job(mpi: Mpi, tmp_path: Path) -> None:
-    done = mpirun(mpi, 4, *SCALING, *SMALL, cwd=tmp_path)
-    assert done.status == 0, done.out + done.err
-    report = read(tmp_path)
-    names = [(row["num_ranks"], row["strategy"]) for row in report["rows"]]
-    assert names == [(1, "single"), *SHARED] * 2
-    assert report["left_out"] == ["dp: rank 0 sees no GPU"]
-    # One screen, one file, the same figures.
-    told = rows_on(done.out)
-    page = (tmp_path / "out" / "table.md").read_text()
-    assert page.startswith("- `python -m mpitrain bench scaling --data digits")
-    tables = page[page.index("Fixed problem") :]
-    assert tables in done.out.replace("\r", "")
-    for line, row in zip(told, report["rows"], strict=True):
-        assert (line["strategy"], line["ranks"]) == (
-            row["strategy"],
-            str(row["num_ranks"]),
-        )
-        assert line["nodes"] == "1" == str(row["num_nodes"])
-        assert line["batch"] == str(row["global_batch_size"])
-        assert line["ms/step"] == f"{1e3 * row['step_seconds']:.1f}"
-        assert line["speed-up"] == f"{row['speed_up']:.2f}"
-        assert len(row["seconds"]) == 2
-        assert min(row["seconds"]) <= row["step_seconds"] <= max(row["seconds"])
-        low, high = row["speed_up_range"]
-        assert low <= row["speed_up"] <= high
-        if row["strategy"] == "single":
-            assert row["speed_up"] == low == high == 1.0
-            assert row["predicted_seconds"] is None
-        else:
-            assert row["predicted_seconds"] > 0
-        if row["strategy"] == "ddp":
-            assert 0 < row["all_reduce_share"] < 1
-            assert 0 <= row["wait_share"] < 1
-    # The fixed problem is one training, however it is spread.
-    first, *others = (row for row in report["rows"] if row["fixed"] == "problem")
-    assert len(first["losses"]) == 3
-    for row in others:
-        assert row["losses"] == pytest.approx(first["losses"], rel=1e-9)
-    sizes = {row["num_ranks"]: row["global_batch_size"] for row in report["rows"][5:]}
-    assert sizes == {1: 4, 2: 8, 4: 16}
-    assert [it["num_ranks"] for it in report["all_reduces"]] == [2, 4]
-    assert report["asleep_cores"] < 0.2
-    assert {"date", "command", "versions", "hosts", "load_before"} <= report.keys()
-    assert report["command"].startswith(
-        "python -m mpitrain bench scaling --data digits"
-    )
-    assert (tmp_path / "out" / "scaling.png").stat().st_size > 10_000
-    assert [it.name for it in tmp_path.iterdir()] == ["out"]
-
-
-def test_alone_there_is_the_row_of_one_rank(openmpi: Mpi, tmp_path: Path) -> None:
-    done = subprocess.run(
-        ["timeout", "-k", "5", "120", sys.executable, *SCALING, *SMALL],
-        cwd=tmp_path,
-        env=environment(openmpi),
+def bench(mpi: Mpi, folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["timeout", "-k", "5", "240", *SCALING, "--mpirun", str(mpi.mpirun), *words],
+        cwd=folder,
+        env=environment(mpi),
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
     )
+
+
+def test_every_row_is_the_same_training(openmpi: Mpi, tmp_path: Path) -> None:
+    own = ("--mpirun", f"{openmpi.mpirun} --oversubscribe", "--output", "out.json")
+    size = ("--ranks", "1", "3", "--strategies", "ddp", "fsdp", "--rounds", "1")
+    done = bench(openmpi, tmp_path, *own, *size, "--", "--precision", "fp64")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert [row["strategy"] for row in rows_on(done.stdout)] == ["single"] * 2
-    assert "ddp: there is one rank" in read(tmp_path)["left_out"]
+    report = json.loads((tmp_path / "out.json").read_text())
+    names = [(row["num_ranks"], row["strategy"]) for row in report["rows"]]
+    assert names == [(1, "single"), (3, "ddp"), (3, "fsdp")]
+    losses = [row["last_train_loss"] for row in report["rows"]]
+    assert losses == pytest.approx([losses[0]] * 3, rel=1e-9)
+    for row in report["rows"]:
+        assert len(row["step_seconds"]) == len(row["samples_per_second"]) == 1
+        assert all(0 <= share < 1 for share in row["communication_share"])
+        expected = [row["global_batch_size"] / it for it in row["step_seconds"]]
+        # The last step of an epoch is smaller.
+        assert row["samples_per_second"] == pytest.approx(expected, rel=0.05)
+    table = done.stdout.splitlines()
+    assert len(table) == 2 + 3
+    assert "| 1.00 |" in " ".join(table[2].split())
+    assert [it.name for it in tmp_path.iterdir()] == ["out.json"]
 
 
-def test_data_that_would_be_read_is_refused_once(openmpi: Mpi, tmp_path: Path) -> None:
-    words = ("-m", "mpitrain", "bench", "scaling", "--data", "folder")
-    done = mpirun(openmpi, 2, *words, cwd=tmp_path)
-    assert done.status == 2, done.err
-    assert done.err.count("expected a set that is held in memory") == 1
+def test_a_training_that_fails_is_shown(openmpi: Mpi, tmp_path: Path) -> None:
+    words = ("--ranks", "1", "--", "--data", "folder", "--data-dir", "nowhere")
+    done = bench(openmpi, tmp_path, *words)
+    assert done.returncode == 1
+    assert "nowhere" in done.stderr
+    assert done.stderr.startswith("mpitrain: ") or "status 1 of" in done.stderr

@@ -7,7 +7,7 @@ names that the pages use. So that all of them take minutes, and not hours:
 - `-np 4` becomes `-np 2`;
 - what trains gets `--dry-run`: all is started, read and built, for one step;
 - `check` gets `--quick`, which leaves the bandwidth out;
-- `bench scaling` gets one round of two steps.
+- `bench scaling` gets one round of 1 and 2 ranks.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ NOT_RUN = {
     " -x MASTER_ADDR=$(hostname) -x MASTER_PORT=$MASTER_PORT"
     " -x CUDA_VISIBLE_DEVICES=0,1,2,3 -x PATH -bind-to none -map-by :OVERSUBSCRIBE"
     " -mca pml ob1 -mca btl ^openib python main.py --ddp": FOREIGN,
-    "mpirun ... python -m mpitrain bench scaling --model resnet50 --image-size 224"
-    " --precision bf16": CLUSTER,
+    'python -m mpitrain bench scaling --ranks 4 8 16 --mpirun "mpirun ${options[*]}" --'
+    " --model resnet50": CLUSTER,
     "python -m mpitrain --model resnet18 --weights default --data cifar10": INTERNET,
     "python -m mpitrain fetch mnist cifar100 --data-dir /scratch/me/data": INTERNET,
     "python -m mpitrain fetch resnet50 timm:vit_small_patch14_dinov2": INTERNET,
@@ -135,7 +135,7 @@ def smaller(command: str) -> str:
     command = re.sub(r"-np \d+", "-np 2", command)
     _, is_ours, words = command.partition("-m mpitrain")
     if words.startswith(" bench scaling"):
-        return f"{command} --rounds 1 --steps 2 --warmup-steps 1"
+        return re.sub(r"--ranks [\d ]+--", "--ranks 1 2 --rounds 1 --", command)
     if words.startswith(" check"):
         return command.replace(" check", " check --quick", 1)
     trains = is_ours and words[:3] in ("", " --")

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Literal
 
 from tyro.conf import arg
 
 from mpitrain.errors import UsageError
-from mpitrain.launch.config import LaunchConfig
 
 WRITTEN = ("folder", "hdf5", "hdf5-pixels", "shards", "memory")
 """Formats that are written to be timed, where no files are named."""
@@ -26,12 +25,7 @@ FILES = (
 )
 """Formats whose files can be named."""
 
-Strategy = Literal["single", "dp", "ddp", "fsdp"]
-
-Precision = Literal["fp32", "fp64", "bf16", "fp16"]
-
-HANG_TIMEOUT_SECONDS = 600.0
-"""How long a step may take where nobody says otherwise."""
+Strategy = Literal["dp", "ddp", "fsdp"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,62 +84,31 @@ class BenchDataConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class BenchScalingConfig:
-    """Time training steps on 1, 2, 4 ... of the ranks that mpirun started."""
+    """Train on 1, 2, 4 ... ranks in turns, and print throughput and speed-up.
 
-    model: str = "convnet"
-    """Model: convnet, any of torchvision by name (resnet50), timm:NAME,
-    hub:REPO_OR_DIR:ENTRY, or package.module:callable."""
-    data: str = "synthetic"
-    """Data set, one that is held in memory: synthetic, digits, mnist, fashion-mnist,
-    cifar10, cifar100."""
-    data_dir: Path | None = None
-    """Folder with the data set's files. Default: data."""
-    image_size: int | None = None
-    """Height and width of images in pixels. Default: 32 for synthetic, else as they
-    are."""
-    precision: Precision = "fp32"
-    """fp32 or fp64 throughout; bf16 or fp16: weights in fp32, products in 16 bits."""
-    strategies: Annotated[tuple[Strategy, ...], arg(metavar="NAME [NAME ...]")] = (
-        get_args(Strategy)
-    )
-    """single: one process. dp: one process, all GPUs that it sees. ddp: each rank has
-    all weights. fsdp: each has a share. single is always timed: the others are measured
-    by it."""
+    Flags of the training follow after `--`.
+    """
+
     ranks: Annotated[tuple[int, ...], arg(metavar="N [N ...]")] = ()
-    """On how many ranks. Default: 1, 2, 4 ... and all; whole nodes, of which there are
-    1, 2, 4 ... and all."""
-    global_batch_size: int = 256
-    """Fixed problem: samples of a step, shared by the ranks; 0: leave it out."""
-    rank_batch_size: int = 64
-    """Fixed work: samples of a step on each rank; 0: leave it out."""
-    steps: int = 10
-    """Of each round that count."""
-    warmup_steps: int = 3
-    """Of each round before those."""
-    rounds: int = 5
-    """Everything is timed so often, by turns; the median counts."""
-    output: Path | None = None
-    """Folder for table.md, scaling.json and scaling.png. Default: bench-scaling/ and
-    the time."""
-    launch: LaunchConfig = field(
-        default_factory=lambda: LaunchConfig(hang_timeout=HANG_TIMEOUT_SECONDS)
+    """Numbers of ranks. Default: 1, 2, 4 ... up to the usable cores."""
+    strategies: Annotated[tuple[Strategy, ...], arg(metavar="NAME [NAME ...]")] = (
+        "ddp",
     )
-    """How the ranks are started."""
+    """Strategies for 2 ranks and more; 1 rank is always `single`, and `dp` if it is
+    named (DataParallel: one process, all its GPUs)."""
+    per_rank: bool = False
+    """Weak scaling: --global-batch-size is the batch size of each rank."""
+    rounds: int = 3
+    """Rounds over all rows; the table shows the median."""
+    mpirun: str = "mpirun --oversubscribe"
+    """Launcher and its options, for instance "mpirun --hostfile hosts -x PATH"."""
+    output: Path | None = None
+    """File to write the results to, as JSON."""
 
     def __post_init__(self) -> None:
-        for flag, value, least in (
-            ("--image-size", self.image_size, 1),
-            ("--ranks", min(self.ranks, default=1), 1),
-            ("--global-batch-size", self.global_batch_size, 0),
-            ("--rank-batch-size", self.rank_batch_size, 0),
-            ("--steps", self.steps, 1),
-            ("--warmup-steps", self.warmup_steps, 1),
-            ("--rounds", self.rounds, 1),
+        for flag, value in (
+            ("--ranks", min(self.ranks, default=1)),
+            ("--rounds", self.rounds),
         ):
-            if value is not None and value < least:
-                raise UsageError(f"{flag} must be at least {least}, found {value!r}")
-        if not (self.global_batch_size or self.rank_batch_size):
-            raise UsageError(
-                "--global-batch-size 0 --rank-batch-size 0 leaves nothing to time; "
-                "expected samples for one of the two"
-            )
+            if value < 1:
+                raise UsageError(f"{flag} must be at least 1, found {value!r}")
