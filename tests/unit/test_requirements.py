@@ -50,8 +50,8 @@ def test_old_packages_are_refused_before_torch_is_imported(
     said = [line for line in done.stderr.splitlines() if "import time" not in line]
     text = "\n".join(said)
     assert "torch: found 2.8.0+cu128, expected 2.9 or newer" in text
-    assert "mpi4py: found 3.1.6, expected 4.0 or newer" in text
-    assert "-m pip install --upgrade 'mpi4py>=4.0' 'torch>=2.9'" in text
+    assert "mpi4py: found 3.1.6, expected 4.1 or newer" in text
+    assert "-m pip install --upgrade 'mpi4py>=4.1' 'torch>=2.9'" in text
     imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
     assert "torch" not in imported
 
