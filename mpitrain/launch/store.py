@@ -90,7 +90,7 @@ def errors_alone() -> Iterator[None]:
 
     It warns of each client whose address has no name ("The hostname of the client
     socket cannot be retrieved"). TORCH_CPP_LOG_LEVEL is read once, as torch is
-    imported; this is what it sets (libc10.so of torch 2.9 to 2.15).
+    imported; this is what it sets (seen in libc10.so of torch 2.14).
     """
     import torch
 
