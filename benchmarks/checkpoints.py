@@ -21,7 +21,7 @@ import torch
 from record import about, spread, write
 
 import mpitrain
-from mpitrain.checkpoints.saving import Saver
+from mpitrain.checkpoint.manager import CheckpointManager
 from mpitrain.launch.consensus import Consensus
 from mpitrain.launch.shared import all_ranks
 
@@ -44,16 +44,16 @@ def main() -> None:
         ranks = all_ranks(world)
         with tempfile.TemporaryDirectory(dir=asked.folder) as made:
             folder = Path(ranks.on_rank_zero(lambda: made, "make a folder"))
-            saver = Saver(folder, world, ranks, keep=1, before_naming=lambda: None)
+            manager = CheckpointManager(folder, world, ranks, keep=1)
             num = max(1, round(1e6 * asked.millions / TENSOR))
             state = {f"w/{i}": torch.randn(TENSOR) for i in range(num)}
             stalls: list[float] = []
             whole: list[float] = []
             for turn in range(2 * asked.rounds + 1):
                 started = time.perf_counter()
-                saver.begin(state, {}, turn, 0)
+                manager.save(state, {}, turn, 0)
                 stall = time.perf_counter() - started
-                saver.finish(lambda: None)
+                manager.finish("benchmark")
                 seconds = time.perf_counter() - started
                 if turn == 0:
                     continue  # memory is taken, the plan made

@@ -34,7 +34,7 @@ from mpitrain.data.pixels import Pixels
 from mpitrain.data.sharding import Share
 from mpitrain.data.sources import Data, load_data
 from mpitrain.launch.shared import Alone
-from mpitrain.train.feed import Feed
+from mpitrain.train.loader import BatchLoader
 from mpitrain.world import Node, World
 
 SIZE = 28
@@ -138,7 +138,7 @@ def timed(load: Load, epoch: int) -> float:
 
 
 def ours(data: Data, batch_size: int, augment: bool) -> Load:
-    feed = Feed(data.train, WORLD, pixels(augment))
+    feed = BatchLoader(data.train, WORLD, pixels(augment))
 
     def load(epoch: int) -> int:
         share = Share(
@@ -149,7 +149,7 @@ def ours(data: Data, batch_size: int, augment: bool) -> Load:
         )
         count = 0
         for step in feed.steps(share, epoch):
-            for batch in step.microsteps:
+            for batch in step.micro_batches:
                 count += len(batch.inputs)
         return count
 

@@ -33,9 +33,10 @@ import mpitrain
 from mpitrain.data.sharding import epoch_order
 from mpitrain.data.sources import Data, digits
 from mpitrain.models.build import build_model
-from mpitrain.record.events import Epoch, Silent, StepRow
+from mpitrain.train.callbacks import Callback
 from mpitrain.train.config import TrainConfig
-from mpitrain.train.optim import learning_rate
+from mpitrain.train.metrics import EpochMetrics, StepMetrics
+from mpitrain.train.optimizer import learning_rate
 from mpitrain.world import World
 
 WARM_UP_EPOCHS = 3
@@ -146,22 +147,33 @@ def ours(
 ) -> Callable[[int], None]:
     """Return what trains an epoch in our loop."""
 
-    class Heard(Silent):
-        def rows_done(self, rows: Sequence[StepRow]) -> None:
-            times.losses += [row.loss for row in rows]
+    class Heard(Callback):
+        def on_metrics(self, trainer: Any, steps: Sequence[StepMetrics]) -> None:
+            times.losses += [step.loss for step in steps]
 
-        def epoch_done(self, epoch: Epoch) -> None:
+        def on_epoch_end(self, trainer: Any, epoch: EpochMetrics) -> None:
             times.steps.append(epoch.steps_seconds)
             times.epochs.append(epoch.epoch_seconds)
             times.losses.append(epoch.values["loss"])
 
-    trainer = mpitrain.Trainer(net(), data.train, data.val, config, world=world)
-    trainer.all_weights_used = True
-    trainer.listener = Heard()
-    setup = trainer.set_up()
-    (stage,) = setup.plan.stages
-    setup.begin(stage)
-    return lambda _: trainer.train_epoch(stage)
+    trainer = mpitrain.Trainer(
+        net(),
+        data.train,
+        data.val,
+        config,
+        world=world,
+        callbacks=[Heard()],
+        find_unused_parameters=False,
+    )
+    engine = trainer.set_up()
+    (stage,) = engine.plan.stages
+    engine.start_stage(stage)
+
+    def train(_: int) -> None:
+        trainer.train_epoch()
+        trainer.validate()
+
+    return train
 
 
 def by_hand(

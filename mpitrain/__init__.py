@@ -20,28 +20,40 @@ from typing import TYPE_CHECKING
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from mpitrain.checkpoint.checkpointer import Checkpointer
     from mpitrain.errors import (
         DataError,
         LaunchError,
         MpitrainError,
         NonFiniteError,
+        Stopped,
         TopologyError,
         UsageError,
     )
     from mpitrain.launch import Job, init
+    from mpitrain.record.recorder import Recorder
+    from mpitrain.train.callbacks import Callback
     from mpitrain.train.config import TrainConfig
+    from mpitrain.train.evaluate import Evaluation
+    from mpitrain.train.state import TrainState
     from mpitrain.train.trainer import Trainer
     from mpitrain.world import Node, World
 
 __all__ = [
+    "Callback",
+    "Checkpointer",
     "DataError",
+    "Evaluation",
     "Job",
     "LaunchError",
     "MpitrainError",
     "Node",
     "NonFiniteError",
+    "Recorder",
+    "Stopped",
     "TopologyError",
     "TrainConfig",
+    "TrainState",
     "Trainer",
     "UsageError",
     "World",
@@ -54,8 +66,13 @@ _HOMES = {
     "Job": "launch",
     "World": "world",
     "Node": "world",
-    "Trainer": "train.trainer",
+    "Callback": "train.callbacks",
+    "Checkpointer": "checkpoint.checkpointer",
+    "Evaluation": "train.evaluate",
+    "Recorder": "record.recorder",
     "TrainConfig": "train.config",
+    "TrainState": "train.state",
+    "Trainer": "train.trainer",
 }
 
 

@@ -17,7 +17,6 @@ import os
 import signal
 import socket
 import sys
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -79,61 +78,63 @@ def train(argv: Sequence[str]) -> int:
     if {"-h", "--help", "--version"} & set(argv) and not was_launched(os.environ):
         read_config(argv)  # answers and raises; MPI need not start for that
 
+    from mpitrain.checkpoint.preemption import PreemptionHandler
     from mpitrain.launch import guarded, init
-    from mpitrain.record import folder, recorder
-    from mpitrain.train.beginning import begin
-    from mpitrain.train.stopping import Stopper
+    from mpitrain.launch.current import age_seconds
+    from mpitrain.record.recorder import record_failure
+    from mpitrain.record.run_dir import open_log, start_logging
+    from mpitrain.tools.train.prepare import prepare
 
     # To look through all that the imports make, again and again, takes a fifth of them.
     gc.disable()
     with guarded(start_timeout_seconds=start_timeout(argv), may_spawn=False) as guard:
         comm = guard.comm
         with guard.stage("prepare the run"):
-            begun = on_rank_zero(
-                comm, lambda: begin(read_config(argv)), "prepare the run"
+            run = on_rank_zero(
+                comm, lambda: prepare(read_config(argv)), "prepare the run"
             )
-        config, run_dir, is_zero = begun.config, begun.run_dir, comm.rank == 0
-        if begun.over:
+        config, run_dir, is_zero = run.config, run.run_dir, comm.rank == 0
+        if run.done:
             if is_zero:
-                print(begun.over, flush=True)
-            return begun.status
+                print(run.done, flush=True)
+            return run.status
         # The log stands before the long imports: it tells whose process this is.
         hostname = socket.gethostname()
         with guard.stage("open the log"):
             log = all_or_none(
                 comm,
-                lambda: folder.open_log(run_dir, comm.rank, comm.size, hostname),
+                lambda: open_log(run_dir, comm.rank, comm.size, hostname),
                 "open the log",
             )
-        log_file = folder.start_logging(log, is_rank_zero=is_zero)
+        log_file = start_logging(log, is_rank_zero=is_zero)
         # From here on: a signal that comes during the long imports is not lost. It
         # also tells the log how long the job may take.
-        stopper = Stopper(
+        handler = PreemptionHandler(
             run_dir if is_zero else None,
             config.time_limit_seconds,
-            used_seconds=_age_seconds(),
-            hear_term=guard.watched.hear_term if guard.watched else None,
+            age_seconds(),
+            guard.watched.hear_term if guard.watched else None,
         )
-        if begun.warning and is_zero:
-            logging.getLogger("mpitrain").warning(begun.warning)
+        if run.warning and is_zero:
+            logging.getLogger("mpitrain").warning(run.warning)
         if guard.watched is not None:
             guard.watched.log_to(Path(log.name))
         faulthandler.enable(log)  # the stack of a crash in compiled code goes there
         guard.on_failure += [
             log_file.write,
-            lambda text: recorder.fail(run_dir, text),
+            lambda text: record_failure(run_dir, text),
             lambda _: log_file.flush(),
         ]
         job = init(**config.launch.as_arguments(), guard=guard)
         with job:
-            start_seconds = _age_seconds()
+            start_seconds = age_seconds()
             import torch._dynamo  # noqa: F401 - by the first optimizer, if not here
 
-            from mpitrain.train.run import run_training
+            from mpitrain.tools.train.run import run_training
 
             gc.freeze()
             gc.enable()
-            return run_training(job, begun, stopper, start_seconds)
+            return run_training(job, run, handler, start_seconds)
 
 
 def hostfile(argv: Sequence[str]) -> None:
@@ -300,18 +301,6 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int | None]] = {
     "jobscript": jobscript,
 }
 """Subcommands by name."""
-
-
-def _age_seconds() -> float:
-    """Return how long this process has lived, by a clock that nobody sets."""
-    try:
-        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-    except OSError:  # no Linux
-        import psutil
-
-        return time.time() - psutil.Process().create_time()
-    began = int(fields[19]) / os.sysconf("SC_CLK_TCK")
-    return time.clock_gettime(time.CLOCK_BOOTTIME) - began
 
 
 def _split(argv: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:

@@ -4,6 +4,7 @@
     |-- UsageError (ValueError)   the command line, the YAML file; exit status 2
     |-- DataError (ValueError)    samples or models that are not what they must be
     |-- NonFiniteError (ArithmeticError)   a loss or a gradient that is no number
+    |-- Stopped                   stopped on request, can be resumed; exit status 75
     |-- LaunchError               the start: MPI, network, process group
         |-- TopologyError         ranks, nodes and devices do not fit together
         |-- LeftEarly             the end: a rank was done, the others were not
@@ -47,6 +48,13 @@ class DataError(MpitrainError, ValueError):
 
 class NonFiniteError(MpitrainError, ArithmeticError):
     """A loss or a gradient is infinite or no number; the weights were not changed."""
+
+
+class Stopped(MpitrainError):
+    """The training was stopped on request and can be resumed."""
+
+    exit_status = 75
+    """EX_TEMPFAIL: nothing is wrong, start it again."""
 
 
 class LaunchError(MpitrainError):

@@ -30,6 +30,7 @@ from mpitrain.launch.config import (
     LaunchConfig,
     default_start_timeout,
 )
+from mpitrain.launch.current import set_current
 from mpitrain.launch.ending import exit_status
 from mpitrain.launch.guard import Guard, guarded, leave
 from mpitrain.topology import all_or_none
@@ -123,6 +124,7 @@ def init(
         start.watch_steps(guard, config)
         if guard.returned is None:
             start.watch_returns(guard, world)
+    set_current(guard, world)
     changed = {
         name: before.get(name)
         for name, value in os.environ.items()
@@ -229,6 +231,7 @@ class Job:
         if dist.is_initialized():
             dist.destroy_process_group()
         self._guard.store = None
+        set_current(None, None)
         for name, value in self._variables_before.items():
             if value is None:
                 os.environ.pop(name, None)

@@ -22,6 +22,7 @@ from mpitrain.flags import PROGRAM
 from mpitrain.launch import program, start, store
 from mpitrain.launch.config import TIMEOUT_SECONDS, LaunchConfig
 from mpitrain.launch.contradictions import MPI_RANK_VARIABLES
+from mpitrain.launch.current import set_current
 from mpitrain.launch.ending import exit_status, finish_mpi, finish_python
 from mpitrain.launch.environ import script_variables
 from mpitrain.launch.guard import Guard, leave
@@ -66,6 +67,7 @@ def run(guard: Guard, asked: Asked, environ: MutableMapping[str, str]) -> None:
         return
     world, main, code = _load(guard, asked, environ)
     _waiting[:] = [Standing(guard=guard, config=asked.config, world=world)]
+    set_current(guard, world)
     start.watch_steps(guard, asked.config, "in the script")
     # It stays: threads, `atexit` functions and pickle may look for it till the end.
     # Processes that multiprocessing spawned name its classes by the second.

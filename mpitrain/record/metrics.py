@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from mpitrain.record.events import Epoch, Pace
 from mpitrain.record.growing import GrowingFile
+from mpitrain.train.metrics import EpochMetrics, Throughput
 
 WRONG = (KeyError, TypeError, ValueError, IndexError, ArithmeticError)
 """What comes of a line that is JSON, and not what was expected."""
@@ -41,7 +41,7 @@ class StepColumns:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TimedPace(Pace):
+class TimedThroughput(Throughput):
     """How fast some steps were, and when that was."""
 
     time: float
@@ -67,7 +67,7 @@ class Began:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EpochEnd(Epoch):
+class TimedEpoch(EpochMetrics):
     """What an epoch came to, and when that was."""
 
     time: float | None
@@ -99,8 +99,8 @@ class Saved:
     """How long it held up the training; ``None``: not known."""
     write_seconds: float | None = None
     """From its begin to its end; ``None``: not known."""
-    why_not: str = ""
-    """Why it is not there; empty if it was."""
+    error: str = ""
+    """Why it could not be written; empty if it was."""
 
 
 class Metrics:
@@ -119,8 +119,8 @@ class Metrics:
 
     def _clear(self) -> None:
         self.steps = StepColumns()
-        self.paces: list[TimedPace] = []
-        self.epochs: list[EpochEnd] = []
+        self.throughputs: list[TimedThroughput] = []
+        self.epochs: list[TimedEpoch] = []
         self.began: list[Began] = []
         self.went_on: list[WentOn] = []
         self.saved: list[Saved] = []
@@ -145,8 +145,8 @@ class Metrics:
         match row["event"]:
             case "step":
                 self.steps.add(row)
-            case "pace":
-                self.paces.append(made(TimedPace, row))
+            case "throughput" | "pace":  # before format 2
+                self.throughputs.append(made(TimedThroughput, row))
             case "epoch":
                 self.epochs.append(_epoch(row))
             case "begin":
@@ -154,6 +154,7 @@ class Metrics:
             case "resume":
                 self.went_on.append(made(WentOn, {"time": None, **row}))
             case "checkpoint":
+                row = {"error": row.get("why_not", ""), **row}  # before format 2
                 self.saved.append(made(Saved, row))
             case "test":
                 self.test = _values(row, "test_")
@@ -184,9 +185,9 @@ def made(kind: Any, row: Mapping[str, Any]) -> Any:
     return kind(**values)
 
 
-def _epoch(row: Mapping[str, Any]) -> EpochEnd:
+def _epoch(row: Mapping[str, Any]) -> TimedEpoch:
     rate, num = number(row["samples_per_second"]), int(row["train_samples"])
-    return EpochEnd(
+    return TimedEpoch(
         time=row.get("time"),
         stage=str(row.get("stage", "train")),
         epoch=int(row["epoch"]),

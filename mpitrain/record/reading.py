@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import operator
+import re
 import time
 from array import array
 from collections.abc import Sequence
@@ -17,14 +18,13 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from mpitrain.checkpoints import layout
 from mpitrain.errors import UsageError
-from mpitrain.record import times
-from mpitrain.record.folder import read_json, read_result
+from mpitrain.record import rank_times
 from mpitrain.record.growing import GrowingFile
 from mpitrain.record.metrics import WRONG, Metrics, Saved, made
+from mpitrain.record.run_dir import read_json, read_result
 from mpitrain.record.runs import RUN
-from mpitrain.record.times import OTHER, PHASES
+from mpitrain.train.metrics import OTHER, PHASES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,7 +189,7 @@ class Run:
         self.result = read_result(self.path)
         self.begun = _seconds_of(read_json(self.path / RUN).get("begun"))
         self.metrics.update()
-        for file in (self.path / times.FOLDER).glob("rank-*.jsonl"):
+        for file in (self.path / rank_times.FOLDER).glob("rank-*.jsonl"):
             # By name: rank-3 and rank-03 are of jobs with fewer and more ranks.
             self.ranks.setdefault(file.stem, RankFile(file)).update()
         self.checkpoints = self._checkpoints()
@@ -212,12 +212,13 @@ class Run:
         and so is the line that tells of it.
         """
         told = list(self.metrics.saved)
-        steps = {saved.step for saved in told if not saved.why_not}
+        steps = {saved.step for saved in told if not saved.error}
         with contextlib.suppress(OSError):
-            for found in layout.find(self.path):
-                if found.step not in steps:
-                    at = GrowingFile(found.path / layout.SUMS).changed_at()
-                    told.append(Saved(step=found.step, time=at))
+            for sums in (self.path / "checkpoints").glob("step-*/SHA256SUMS"):
+                name = re.fullmatch(r"step-(\d+)(-epoch-\d+)?", sums.parent.name)
+                if name is not None and int(name[1]) not in steps:
+                    at = GrowingFile(sums).changed_at()
+                    told.append(Saved(step=int(name[1]), time=at))
         return sorted(told, key=lambda saved: saved.step)
 
 

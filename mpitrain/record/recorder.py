@@ -1,4 +1,4 @@
-"""Rank zero's record of a run: metrics, result and screen, as the training goes."""
+"""Rank zero's record of a run: ``metrics.jsonl`` and ``result.json``."""
 
 from __future__ import annotations
 
@@ -9,224 +9,241 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mpitrain.record.console import Console, Lines
-from mpitrain.record.events import Epoch, Pace, StepRow
-from mpitrain.record.folder import finite, read_result, write_json
-from mpitrain.record.lines import JsonLines
-from mpitrain.record.progress import SecondsLeft, finished_words, in_words
-from mpitrain.world import World
+from mpitrain.record.jsonl import CLOSE_SECONDS, JsonLines
+from mpitrain.record.run_dir import finite, read_result, shown, write_json
+from mpitrain.train.callbacks import Callback
+from mpitrain.train.metrics import EpochMetrics, StepMetrics, Throughput
+from mpitrain.train.progress import SecondsLeft, finished_line, format_metrics, say
 
 _ENCODE = json.JSONEncoder(allow_nan=False).encode
 
+_OF_THE_JOB = ("status", "world_size", "num_nodes", "backend", "start_seconds")
+"""Fields of ``result.json`` that a resumed job does not take over."""
 
-class Judged(NamedTuple):
-    """An epoch that is over; its line is made, and its sums, when they are wanted."""
 
+class _TimedEpoch(NamedTuple):
     time: float
-    """Seconds since 1970."""
-    epoch: Epoch
+    epoch: EpochMetrics
 
 
-class Recorder:
-    """Writes ``metrics.jsonl`` and ``result.json`` and moves the screen.
+Line = StepMetrics | _TimedEpoch | Mapping[str, object]
+
+
+class Recorder(Callback):
+    """Writes the metrics of steps, epochs and checkpoints, on rank zero.
+
+        Trainer(model, train, val, callbacks=[EpochLines(), Recorder("runs/mine")])
+
+    ``python -m mpitrain watch`` and ``report`` read them. Put it before `Checkpointer`,
+    which saves how long the record is.
 
     Args:
         run_dir: The run folder.
-        world: Where rank zero stands.
-        start_seconds: From the process's start to the ready process group.
-        before: What `state` gave when the checkpoint was written that is gone on from.
-
-    Attributes:
-        console: The screen.
-        seconds_left: Tells how long until a time limit stops the training.
+        start_seconds: From the start of the process to the ready process group.
+        seconds_left: Returns the seconds until a time limit stops the training.
+        resume_with: What to type to resume, for the screen.
     """
 
     def __init__(
         self,
-        run_dir: Path,
-        world: World,
-        start_seconds: float,
-        before: Mapping[str, Any] | None = None,
+        run_dir: str | Path,
+        *,
+        start_seconds: float = 0.0,
+        seconds_left: SecondsLeft = lambda: None,
+        resume_with: str = "the same command",
     ) -> None:
-        self.console: Console = Lines(0)
-        self.seconds_left: SecondsLeft = lambda: None
-        self._run_dir = run_dir
-        self._metrics: JsonLines[Written] = JsonLines(
-            run_dir / "metrics.jsonl", line_of, before["metrics_bytes"] if before else 0
+        self.run_dir = Path(run_dir)
+        self._start_seconds = start_seconds
+        self._seconds_left = seconds_left
+        self._resume_with = resume_with
+        self._before: Mapping[str, Any] = {}
+        self._metrics: JsonLines[Line] | None = None
+        self._result: dict[str, Any] = {}
+        self._epochs: list[EpochMetrics] = []
+        """Those that are not in the result yet."""
+
+    # --- start and end ------------------------------------------------------------
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue a record: drop what was written after the checkpoint."""
+        self._before = state
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the length of the record, and the result so far."""
+        if self._metrics is None:
+            return {}
+        self._add_epochs()
+        values = {k: v for k, v in self._result.items() if k not in _OF_THE_JOB}
+        return {"metrics_bytes": self._metrics.num_bytes(), "values": values}
+
+    def flush(self) -> None:
+        """Sync the record to the disk; in any thread."""
+        if self._metrics is not None:
+            self._metrics.sync()
+
+    def on_fit_start(self, trainer: Any) -> None:
+        """Open the record."""
+        world, plan, state = trainer.engine.world, trainer.engine.plan, trainer.state
+        if not world.is_rank_zero:
+            return
+        self.run_dir.mkdir(parents=True, exist_ok=True)
+        self._metrics = JsonLines(
+            self.run_dir / "metrics.jsonl",
+            line_of,
+            self._before.get("metrics_bytes", 0),
         )
-        values = before["values"] if before else {}
-        self._result: dict[str, Any] = {
+        self._result = {
             "status": "running",
             "world_size": world.world_size,
             "num_nodes": world.num_nodes,
             "backend": world.backend,
-            "start_seconds": start_seconds,
+            "start_seconds": self._start_seconds,
             "train_seconds": 0.0,
             "epochs": 0,
             "steps": 0,
             "skipped_samples": 0,
             "skipped_steps": 0,
-            **values,
+            **self._before.get("values", {}),
         }
-        self._epochs: list[Epoch] = []
-        """That are not in the result yet."""
-        # Written before any rank trains, and again at the end only: a rank that fails
-        # writes into it, too (`fail`), and must not be written over.
-        write_json(run_dir / "result.json", self._result)
+        # Again at the end only: a rank that fails writes into it, too (`fail`), and
+        # must not be overwritten.
+        write_json(self.run_dir / "result.json", self._result)
+        of_job = ("world_size", "num_nodes", "start_seconds")
+        self._write(
+            "begin",
+            **{it: self._result[it] for it in of_job},
+            total_steps=plan.total_steps,
+            num_epochs=plan.num_epochs,
+            steps_per_epoch=plan.steps_per_epoch,
+            global_batch_size=trainer.config.global_batch_size,
+        )
+        if state.step or state.epoch > 1:
+            where = {"step": state.step, "epoch": state.epoch}
+            self._write(
+                "resume",
+                **where,
+                world_size=world.world_size,
+                checkpoint=trainer.resumed_from,
+            )
 
-    def _write(self, event: str, values: Mapping[str, object]) -> None:
-        now = round(time.time(), 3)
-        self._metrics.write({"event": event, "time": now, **values})
-
-    def state(self) -> dict[str, Any]:
-        """Return what a later job must know to go on with this record."""
-        own = ("status", "world_size", "num_nodes", "backend", "start_seconds")
-        self._add_epochs()
-        values = {k: v for k, v in self._result.items() if k not in own}
-        return {"metrics_bytes": self._metrics.num_bytes(), "values": values}
-
-    def sync(self) -> None:
-        """Let what `state` tells of reach the disk; in any thread."""
-        self._metrics.sync()
-
-    def begin(self, **plan: int | None) -> None:
-        """Write that a job begins to train.
-
-        Args:
-            plan: How much there is to do; ``None``: not known.
-        """
-        told = ("world_size", "num_nodes", "start_seconds")
-        self._write("begin", {**{it: self._result[it] for it in told}, **plan})
-
-    def checkpoint_done(
-        self, step: int, copy_seconds: float, write_seconds: float, why_not: str = ""
-    ) -> None:
-        """Write what became of a checkpoint.
-
-        Args:
-            step: Steps that are in it.
-            copy_seconds: How long it held up the training.
-            write_seconds: From its begin to its end.
-            why_not: Why it is not there; empty if it is.
-        """
-        told: dict[str, object] = {
-            "step": step,
-            "copy_seconds": round(copy_seconds, 6),
-            "write_seconds": round(write_seconds, 6),
-        }
-        self._write("checkpoint", told | ({"why_not": why_not} if why_not else {}))
-
-    def go_on(self, step: int, epoch: int, checkpoint: Path) -> None:
-        """Write that the training goes on from a checkpoint."""
-        told = {
-            "step": step,
-            "epoch": epoch,
-            "world_size": self._result["world_size"],
-            "checkpoint": checkpoint.name,
-        }
-        self._write("resume", told)
-
-    def stop(self, why: str, how: str) -> None:
-        """Write that the run has stopped, and can go on.
-
-        Args:
-            why: What stopped it, and where.
-            how: What to type, to go on.
-        """
-        self._metrics.close()
-        self._add_epochs()
-        self._result |= {"status": "stopped", "stopped": why}
-        write_json(self._run_dir / "result.json", self._result)
-        self.console.say(f"{why}; {how} goes on from here")
-        self.console.say(
-            "stopped, not failed: the exit status is 75, which mpirun may report below"
+    def on_fit_end(self, trainer: Any) -> None:
+        """Write that the run is finished."""
+        if self._metrics is None:
+            return
+        self._end("finished")
+        say(
+            f"{finished_line(self._result)}, {self._start_seconds:.1f} s to start; "
+            f"see {shown(self.run_dir)}"
         )
 
-    def rows_done(self, rows: Sequence[StepRow]) -> None:
-        """Write a line per step."""
-        self.console.rows_done(rows)
-        self._metrics.write(*rows)
+    def on_stop(self, trainer: Any, reason: str) -> None:
+        """Write that the run was stopped, and can be resumed."""
+        if self._metrics is None:
+            return
+        stopped = f"stopped at step {trainer.state.step}: {reason}"
+        self._result["stopped"] = stopped
+        self._end("stopped")
+        say(f"{stopped}; {self._resume_with} resumes from here")
+        say("stopped, not failed: the exit status is 75, which mpirun may report below")
 
-    def pace_done(self, pace: Pace) -> None:
-        """Write a line for how fast steps were."""
+    def on_exception(self, trainer: Any, error: BaseException) -> None:
+        """Write the lines that wait; the job is ended in the middle.
+
+        The file stays open: a checkpoint may be about to be completed, and syncs it.
+        """
+        if self._metrics is not None:
+            self._metrics.hasten()
+            self._metrics.wait(CLOSE_SECONDS)
+
+    def _end(self, status: str) -> None:
+        assert self._metrics is not None
+        self._metrics.close()
+        self._add_epochs()
+        self._result["status"] = status
+        write_json(self.run_dir / "result.json", self._result)
+
+    # --- metrics ------------------------------------------------------------------
+
+    def on_metrics(self, trainer: Any, steps: Sequence[StepMetrics]) -> None:
+        """Write a line per step."""
+        if self._metrics is not None:
+            self._metrics.write(*steps)
+
+    def on_throughput(self, trainer: Any, throughput: Throughput) -> None:
+        """Write a line for the speed of some steps."""
+        if self._metrics is None:
+            return
         self._add_epochs()
         values = {
             name: round(value, 6) if isinstance(value, float) else value
-            for name, value in vars(pace).items()
+            for name, value in vars(throughput).items()
+            if value is not None
         }
-        left = self.seconds_left()
+        left = self._seconds_left()
         if left is not None:
             values["seconds_left"] = round(left)
-        self._write("pace", values)
-        self.console.pace_done(pace)
+        self._write("throughput", **values)
 
-    def epoch_done(self, epoch: Epoch) -> None:
+    def on_epoch_end(self, trainer: Any, epoch: EpochMetrics) -> None:
         """Write a line for the epoch."""
-        self._metrics.write(Judged(time.time(), epoch))
-        self._epochs.append(epoch)
-        self.console.epoch_done(epoch)
+        if self._metrics is not None:
+            self._metrics.write(_TimedEpoch(time.time(), epoch))
+            self._epochs.append(epoch)
+
+    def on_checkpoint(self, trainer: Any, checkpoint: Any) -> None:
+        """Write a line for the checkpoint."""
+        if self._metrics is None:
+            return
+        values: dict[str, object] = {
+            "step": checkpoint.step,
+            "copy_seconds": round(checkpoint.copy_seconds, 6),
+            "write_seconds": round(checkpoint.write_seconds, 6),
+        }
+        if checkpoint.error:
+            values["error"] = checkpoint.error
+        self._write("checkpoint", **values)
+
+    def on_test_end(self, trainer: Any, evaluation: Any, skipped: int) -> None:
+        """Write the metrics of the test set."""
+        if self._metrics is None:
+            return
+        self._add_epochs()
+        named, num = _prefixed("test", evaluation.values), evaluation.num_samples
+        self._metrics.write(
+            {"event": "test", **named, "test_samples": num, "skipped_samples": skipped}
+        )
+        self._result.update(named)
+        self._result["skipped_samples"] += skipped
+        say(f"test: {format_metrics(named)} on {num:,} samples")
+
+    def _write(self, event: str, **values: object) -> None:
+        assert self._metrics is not None
+        now = round(time.time(), 3)
+        self._metrics.write({"event": event, "time": now, **values})
 
     def _add_epochs(self) -> None:
-        """Take those that are over into the result."""
+        """Add the epochs that have ended to the result."""
         result = self._result
         for epoch in self._epochs:
-            result.update(_named("val", epoch.values))
+            result.update(_prefixed("val", epoch.values))
             result["train_seconds"] += epoch.epoch_seconds
             result["epochs"], result["steps"] = epoch.epoch, epoch.step
             result["skipped_samples"] += epoch.skipped_samples
             result["skipped_steps"] += epoch.skipped_steps
         self._epochs = []
 
-    def test_done(
-        self, values: Mapping[str, float], num_samples: int, num_skipped: int
-    ) -> None:
-        """Write how good the finished model is on the test set."""
-        self._add_epochs()
-        named = _named("test", values)
-        counts = {"test_samples": num_samples, "skipped_samples": num_skipped}
-        self._metrics.write({"event": "test", **named, **counts})
-        skipped = self._result["skipped_samples"] + num_skipped
-        self._result.update(named, skipped_samples=skipped)
-        self.console.say(f"test: {in_words(named)} on {num_samples:,} samples")
 
-    def hasten(self) -> None:
-        """Let the lines that wait be written now; the job is ended in the middle.
+def line_of(event: Line) -> str:
+    """Return a line of ``metrics.jsonl``, with floats in full precision.
 
-        The file stays open: a checkpoint may be about to get its name, and asks for it.
-        """
-        self._metrics.hasten()
-
-    def wait(self, seconds: float) -> None:
-        """Wait until they are, but not for longer."""
-        self._metrics.wait(seconds)
-
-    def finish(self) -> None:
-        """Write that the run is finished, and say what came out."""
-        self._metrics.close()
-        self._add_epochs()
-        self._result["status"] = "finished"
-        write_json(self._run_dir / "result.json", self._result)
-        self.console.say(
-            f"{finished_words(self._result)}, "
-            f"{self._result['start_seconds']:.1f} s to start; "
-            f"see {shown(self._run_dir)}"
-        )
-
-
-Written = StepRow | Judged | Mapping[str, object]
-
-
-def line_of(told: Written) -> str:
-    """Write a line of ``metrics.jsonl``; floats whole: they read back as they were.
-
-    >>> line_of(StepRow(epoch=1, step=2, loss=0.5, lr=1e-3, gradient_norm=math.inf))
+    >>> line_of(StepMetrics(epoch=1, step=2, loss=0.5, lr=1e-3, grad_norm=math.inf))
     '{"event": "step", "epoch": 1, "step": 2, "train_loss": 0.5, "lr": 0.001, \
 "gradient_norm": null}'
     >>> line_of({"event": "test", "test_loss": 0.1})
     '{"event": "test", "test_loss": 0.1}'
     """
-    if isinstance(told, StepRow):
-        epoch, step, loss, lr, norm = told
+    if isinstance(event, StepMetrics):
+        epoch, step, loss, lr, norm = event
         if math.isfinite(loss + lr + norm):
             # By hand: `json` takes several times as long, and they are many.
             return (
@@ -234,19 +251,20 @@ def line_of(told: Written) -> str:
                 f'"train_loss": {loss!r}, "lr": {lr!r}, "gradient_norm": {norm!r}}}'
             )
         values = {"train_loss": loss, "lr": lr, "gradient_norm": norm}
-        told = {"event": "step", "epoch": epoch, "step": step, **values}
-    elif isinstance(told, Judged):
-        told = {"event": "epoch", "time": round(told.time, 3), **_told_of(told.epoch)}
-    return _ENCODE(finite(told))
+        event = {"event": "step", "epoch": epoch, "step": step, **values}
+    elif isinstance(event, _TimedEpoch):
+        values = _epoch_values(event.epoch)
+        event = {"event": "epoch", "time": round(event.time, 3), **values}
+    return _ENCODE(finite(event))
 
 
-def _told_of(epoch: Epoch) -> dict[str, object]:
+def _epoch_values(epoch: EpochMetrics) -> dict[str, Any]:
     return {
         "stage": epoch.stage,
         "epoch": epoch.epoch,
         "step": epoch.step,
         "train_loss": epoch.train_loss,
-        **_named("val", epoch.values),
+        **_prefixed("val", epoch.values),
         "train_samples": epoch.train_samples,
         "val_samples": epoch.val_samples,
         "skipped_samples": epoch.skipped_samples,
@@ -256,23 +274,17 @@ def _told_of(epoch: Epoch) -> dict[str, object]:
     }
 
 
-def _named(of: str, values: Mapping[str, float]) -> dict[str, float]:
-    return {f"{of}_{name}": value for name, value in values.items()}
+def _prefixed(prefix: str, values: Mapping[str, float]) -> dict[str, float]:
+    return {f"{prefix}_{name}": value for name, value in values.items()}
 
 
-def fail(run_dir: Path, message: str) -> None:
-    """Write into ``result.json`` that the run failed, from whichever rank knows.
+def record_failure(run_dir: Path, message: str) -> None:
+    """Write into ``result.json`` that the run failed; from the rank that knows it.
 
     Args:
         run_dir: The run folder.
-        message: Why, as the screen says it.
+        message: The error message.
     """
     result = read_result(run_dir)
     failed = {**result, "status": "failed", "error": message}
     write_json(run_dir / "result.json", failed)
-
-
-def shown(path: Path) -> str:
-    """Write a path as a person would: relative to here where it lies below."""
-    here = Path.cwd()
-    return str(path.relative_to(here) if path.is_relative_to(here) else path)

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mpitrain.errors import UsageError
-from mpitrain.record.folder import read_result, write_json
+from mpitrain.record.run_dir import read_result, write_json
 
 LOCK = ".lock"
 RUN = "run.json"
@@ -53,7 +53,7 @@ def open_run(
     runs_dir: Path,
     name: str | None,
     *,
-    exists: Literal["go on", "refuse", "new name"],
+    exists: Literal["resume", "refuse", "new name"],
 ) -> RunFolder:
     """Make a run folder, or take one that is there, for this job alone.
 

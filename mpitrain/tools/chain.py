@@ -26,13 +26,13 @@ from typing import Literal, TextIO
 
 from tyro.conf import Positional
 
-from mpitrain.checkpoints.layout import find
-from mpitrain.errors import LaunchError, UsageError
+from mpitrain.checkpoint.layout import list_checkpoints
+from mpitrain.checkpoint.preemption import STOP_FILE
+from mpitrain.errors import LaunchError, Stopped, UsageError
 from mpitrain.record.runs import LOCK_SECONDS, is_finished
 from mpitrain.schedulers import Scheduler, detect
 from mpitrain.schedulers.asking import is_alive
 from mpitrain.train.config import TrainConfig
-from mpitrain.train.stopping import CAN_GO_ON, STOP_FILE
 
 Word = Literal["here", "later", "end"]
 
@@ -201,7 +201,7 @@ def after(
         _say("a mistake in the flags: no further job would mend it")
         return None, "end"
     chain = before.ended(step)
-    if status != CAN_GO_ON:
+    if status != Stopped.exit_status:
         if step <= before.step:
             chain = chain.failed()
         if chain.num_idle >= MOST_IDLE:
@@ -273,7 +273,7 @@ def run_dir_of(training: TrainConfig) -> Path:
 def _step_of(run_dir: Path) -> int:
     """Return the step of the newest checkpoint; 0 where there is none."""
     with suppress(OSError):
-        return max((found.step for found in find(run_dir)), default=0)
+        return max((found.step for found in list_checkpoints(run_dir)), default=0)
     return 0
 
 

@@ -13,19 +13,19 @@ import torch
 from torch import Tensor, nn
 from tyro.conf import Positional, arg
 
-from mpitrain.checkpoints.layout import (
+from mpitrain.checkpoint.format import BrokenCheckpoint
+from mpitrain.checkpoint.layout import (
     FOLDER,
-    BrokenCheckpoint,
     Checkpoint,
     best_of,
     checkpoint_at,
-    find,
+    list_checkpoints,
 )
-from mpitrain.checkpoints.loading import Loader, check
+from mpitrain.checkpoint.reader import CheckpointReader, check
+from mpitrain.checkpoint.tensors import EMA, MODEL
 from mpitrain.errors import UsageError
 from mpitrain.models.build import build_model
 from mpitrain.models.fetch import is_own
-from mpitrain.train.state import AVERAGE, MODEL
 
 Format = Literal["state_dict", "safetensors", "torchscript", "exported-program"]
 
@@ -69,11 +69,11 @@ def export(config: ExportConfig) -> str:
             "folder that is there"
         )
     checkpoint = chosen(config.run, best=config.best)
-    loader = Loader(checkpoint)
+    loader = CheckpointReader(checkpoint)
     state = weights_in(loader, average=config.average)
     beside = config.output.with_name(f".{config.output.name}.{os.getpid()}")
     try:
-        _write(config, state, loader.facts, beside)
+        _write(config, state, loader.metadata, beside)
         os.replace(beside, config.output)
     except OSError as error:
         raise UsageError(f"{config.output}: {error.strerror or error}") from None
@@ -98,7 +98,7 @@ def chosen(path: Path, *, best: bool) -> Checkpoint:
         named = checkpoint_at(path.absolute())
         check(named)
         return named
-    found = find(path.absolute())
+    found = list_checkpoints(path.absolute())
     while checkpoint := best_of(found) if best else next(iter(found), None):
         try:
             check(checkpoint)
@@ -111,7 +111,7 @@ def chosen(path: Path, *, best: bool) -> Checkpoint:
     raise UsageError(f"{path} has no checkpoint {kind}")
 
 
-def weights_in(loader: Loader, *, average: bool) -> dict[str, Tensor]:
+def weights_in(loader: CheckpointReader, *, average: bool) -> dict[str, Tensor]:
     """Read a model's plain ``state_dict``, whole, whatever ranks have written it.
 
     Args:
@@ -120,11 +120,11 @@ def weights_in(loader: Loader, *, average: bool) -> dict[str, Tensor]:
     """
     state: dict[str, Tensor] = {}
     asked: dict[str, Tensor] = {}
-    averages = loader.outlines(AVERAGE) if average else {}
-    for name, outline in loader.outlines(MODEL).items():
+    averages = loader.tensor_metadata(EMA) if average else {}
+    for name, outline in loader.tensor_metadata(MODEL).items():
         tensor = torch.empty(outline.size, dtype=outline.properties.dtype)
         state[name] = tensor
-        asked[(AVERAGE if name in averages else MODEL) + name] = tensor
+        asked[(EMA if name in averages else MODEL) + name] = tensor
     loader.load(asked)
     return state
 
@@ -146,7 +146,7 @@ def _write(
         library.save_file(state, str(file))
     else:
         model = _rebuilt(state, facts, config.model)
-        data = facts["data"]
+        data = _trainer(facts)["data"]
         size = (2, data["in_channels"], data["image_size"], data["image_size"])
         dtype = next(iter(model.parameters())).dtype
         example = torch.zeros(size, dtype=dtype)
@@ -165,7 +165,7 @@ def _write(
 def _rebuilt(
     state: dict[str, Tensor], facts: dict[str, Any], typed: str | None
 ) -> nn.Module:
-    config, data = facts["config"], facts["data"]
+    config, data = _trainer(facts)["config"], _trainer(facts)["data"]
     name = config["model"]
     is_theirs = is_own(name) and name != "convnet"
     if (is_theirs or name.startswith("hub:")) and typed != name:
@@ -179,3 +179,14 @@ def _rebuilt(
         model = model.double()
     model.load_state_dict({**state, **facts["extra_state"]})
     return model.eval()
+
+
+def _trainer(metadata: dict[str, Any]) -> dict[str, Any]:
+    """Return what a training of the command line has saved of itself."""
+    found: dict[str, Any] | None = metadata["trainer"]
+    if found is None or found["data"] is None:
+        raise UsageError(
+            "--format: the checkpoint was written by a script; expected state_dict or "
+            "safetensors, which need no model"
+        )
+    return found

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from mpitrain.errors import UsageError
-from mpitrain.record.folder import write_whole
+from mpitrain.record.run_dir import write_atomic
 
 
 def deliver(text: str, file: Path | None) -> None:
@@ -27,7 +27,7 @@ def deliver(text: str, file: Path | None) -> None:
     if file.exists() and not file.is_file():
         raise UsageError(f"--output {file} is no file; expected the name of one")
     try:
-        write_whole(file, text)
+        write_atomic(file, text)
     except OSError as error:
         raise UsageError(
             f"--output {file} cannot be written: {error.strerror}"

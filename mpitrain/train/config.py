@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
-from mpitrain.checkpoints.config import CheckpointConfig
+from mpitrain.checkpoint.config import CheckpointConfig
 from mpitrain.data.config import DataConfig
 from mpitrain.errors import UsageError
 from mpitrain.flags import flat

@@ -1,4 +1,4 @@
-"""Exact evaluation: every sample once, sums over all ranks, then one division."""
+"""Exact evaluation: every sample once, summed over all ranks, then divided."""
 
 from __future__ import annotations
 
@@ -13,107 +13,106 @@ from torch import Tensor
 
 from mpitrain.data.sharding import Share
 from mpitrain.errors import DataError, UsageError, agreed
-from mpitrain.record.events import Progress
-from mpitrain.train.feed import Feed
-from mpitrain.train.first_batch import WrongLabel
+from mpitrain.launch.current import heartbeat
+from mpitrain.train.checks import WrongLabel
+from mpitrain.train.loader import BatchLoader
 
 BATCH_SIZE = 256
-"""Samples that one rank evaluates at once; does not change any result."""
+"""Samples per forward pass of a rank; does not change any result."""
 
-Loss = Callable[[Any, Any], Tensor]
+LossFn = Callable[[Any, Any], Tensor]
 """Maps a model's outputs and targets to losses `(N,)`, or to their mean."""
 
-Values = Callable[[Any, Any], Mapping[str, Tensor]]
+MetricsFn = Callable[[Any, Any], Mapping[str, Tensor]]
 """Maps a model's outputs and targets to values by name, each `(N,)` or their mean."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """How good a model is on a set of samples. Equal on all ranks."""
+    """The metrics of a model on a data set. Equal on all ranks."""
 
     values: Mapping[str, float]
-    """Mean per sample of each value by name: ``loss``, and for classes ``accuracy``."""
+    """Mean per sample by name: ``loss``, and others such as ``accuracy``."""
     num_samples: int
-    """How many samples that was."""
+    """Number of samples."""
 
     @property
     def loss(self) -> float:
         """Mean loss per sample."""
         return self.values["loss"]
 
-    def goodness(self, best_by: str | None = None) -> float | None:
-        """Return how good the model is by one metric: more is better.
-
-        Args:
-            best_by: See `CheckpointConfig`.
-
-        Returns:
-            The metric, negated where less is better; ``None`` if it is not finite.
-
-        Raises:
-            UsageError: There is no such metric; on every rank.
-        """
-        default = "accuracy" if "accuracy" in self.values else "loss"
-        mode, _, name = (best_by or default).rpartition(":")
-        name = name.removeprefix("val_")
-        if name not in self.values:
-            raise agreed(
-                UsageError(
-                    f"--best-by {best_by}: found no such metric in the validation; "
-                    f"expected one of {', '.join(self.values)}"
-                )
-            )
-        is_lower_better = mode == "min" or (
-            not mode and any(word in name.lower() for word in ("loss", "error"))
-        )
-        found = -self.values[name] if is_lower_better else self.values[name]
-        return found if math.isfinite(found) else None
-
     @property
     def accuracy(self) -> float:
-        """Share of the samples whose class was found, 0 to 1."""
+        """Fraction of samples classified correctly, 0 to 1."""
         return self.values["accuracy"]
+
+
+def score_of(values: Mapping[str, float], best_by: str | None = None) -> float | None:
+    """Return the metric that the best checkpoint is chosen by; higher is better.
+
+    Args:
+        values: Metrics by name.
+        best_by: See `CheckpointConfig`.
+
+    Returns:
+        The metric, negated where lower is better; ``None`` if it is not finite.
+
+    Raises:
+        UsageError: There is no such metric; on every rank.
+    """
+    default = "accuracy" if "accuracy" in values else "loss"
+    mode, _, name = (best_by or default).rpartition(":")
+    name = name.removeprefix("val_")
+    if name not in values:
+        raise agreed(
+            UsageError(
+                f"--best-by {best_by}: found no such metric in the validation; "
+                f"expected one of {', '.join(values)}"
+            )
+        )
+    is_lower_better = mode == "min" or (
+        not mode and any(word in name.lower() for word in ("loss", "error"))
+    )
+    found = -values[name] if is_lower_better else values[name]
+    return found if math.isfinite(found) else None
 
 
 @torch.no_grad()
 def evaluate(
     forward: Callable[[Any], Any],
-    feed: Feed,
+    loader: BatchLoader,
     share: Share,
-    values: Values,
-    progress: Progress,
+    metrics: MetricsFn,
+    on_batch_end: Callable[[], object] = lambda: None,
 ) -> Evaluation:
-    """Judge a model on every sample exactly once.
+    """Compute the metrics of a model, over every sample exactly once.
 
     Collective over the default group.
 
     Args:
-        forward: Maps a batch's inputs to the model's outputs; the model is in the mode
-            for evaluation.
-        feed: What to judge it by.
-        share: What this rank takes of it.
-        values: What is summed up.
-        progress: Told of every batch.
-
-    Returns:
-        Sums over all ranks, divided by the count over all ranks.
+        forward: Maps a batch's inputs to outputs; the model is in evaluation mode.
+        loader: Of the data set.
+        share: Which samples belong to this rank.
+        metrics: What is averaged.
+        on_batch_end: Called after each batch.
     """
     sums: dict[str, Tensor] = {}
     count = 0
-    for step in feed.steps(share, epoch=0):
-        for batch in step.microsteps:
-            progress("evaluation")
+    for step in loader.steps(share, epoch=0):
+        for batch in step.micro_batches:
+            heartbeat("evaluation")
             outputs = forward(batch.inputs)
             num = len(batch)
             try:
-                by_name = values(outputs, batch.targets)
+                values = metrics(outputs, batch.targets)
             except WrongLabel as wrong:
                 raise wrong.named(batch.indices) from None
-            for name, found in by_name.items():
-                found = torch.as_tensor(found, dtype=torch.float64)
-                summed = per_sample_sum(found, num)
+            for name, value in values.items():
+                value = torch.as_tensor(value, dtype=torch.float64)
+                summed = sum_over_samples(value, num)
                 sums[name] = sums[name] + summed if name in sums else summed
             count += num
+            on_batch_end()
     names = list(sums)  # every rank has at least one batch, and so the same names
     device = sums[names[0]].device if names else torch.device("cpu")
     totals = torch.tensor([0.0] * len(names) + [count], dtype=torch.float64)
@@ -122,24 +121,24 @@ def evaluate(
         totals[place] = sums[name]
     if dist.get_world_size() > 1:
         dist.all_reduce(totals)
-    *found_sums, total = totals.tolist()
+    *found, total = totals.tolist()
     if not total:
         raise agreed(DataError("none of the samples to validate by could be read"))
     return Evaluation(
-        values={name: x / total for name, x in zip(names, found_sums, strict=True)},
+        values={name: it / total for name, it in zip(names, found, strict=True)},
         num_samples=int(total),
     )
 
 
-def per_sample_sum(values: Tensor, num: int) -> Tensor:
-    """Sum values up over the samples that count.
+def sum_over_samples(values: Tensor, num: int) -> Tensor:
+    """Sum values over the samples of a batch, without its padding.
 
     Args:
-        values: `(N or more, ...)`, one per sample or its pixels, which are averaged; or
-            a scalar: the mean of all.
-        num: How many samples count: N.
+        values: `(N or more, ...)`, one per sample, or several, which are averaged; or a
+            scalar: the mean over the samples.
+        num: Number of samples N.
 
-    >>> per_sample_sum(torch.tensor([1.0, 2.0, 9.0]), 2), per_sample_sum(
+    >>> sum_over_samples(torch.tensor([1.0, 2.0, 9.0]), 2), sum_over_samples(
     ...     torch.tensor(3.0), 2)
     (tensor(3.), tensor(6.))
     """

@@ -12,81 +12,81 @@ from torch import Tensor, nn
 
 from mpitrain.data.memory import InMemory
 from mpitrain.data.sharding import Share, bounds_of, largest_shard
+from mpitrain.launch.current import heartbeat
 from mpitrain.launch.shared import Alone, Ranks
 from mpitrain.models.head import split_head
-from mpitrain.record.events import Progress
-from mpitrain.train.feed import Feed
+from mpitrain.train.loader import BatchLoader
 from mpitrain.world import World
 
 MEMORY_SHARE = 0.25
-"""How much of a node's free memory features may take."""
+"""Fraction of a node's free memory that features may take."""
 
 
 @torch.no_grad()
 def features_of(
     model: nn.Module,
-    feeds: Sequence[Feed],
+    loaders: Sequence[BatchLoader],
     world: World,
     ranks: Ranks | Alone,
-    progress: Progress,
     batch_size: int,
 ) -> list[InMemory] | None:
-    """Compute what a model's head receives for every sample of some sets.
+    """Compute the inputs of a model's head for every sample of some data sets.
 
-    Collective over all ranks. Each computes its share; a node holds all, once.
+    Collective over all ranks. Each computes its shard; a node holds all, once.
 
     Args:
-        model: On this rank's device; not spread. Called in the precision that stands.
-        feeds: The sets, with nothing random.
-        world: Where this process stands.
-        ranks: All of them.
-        progress: Told of every batch.
-        batch_size: Samples that a rank computes at once.
+        model: On this rank's device; not parallelized.
+        loaders: Of the data sets, without augmentation.
+        world: This process's place in the job.
+        ranks: The collectives.
+        batch_size: Samples per forward pass of a rank.
 
     Returns:
-        A set of features and targets for each feed; ``None`` where they do not fit into
-        memory, a set does not know its length, or the model does more after its head.
+        A data set of features and targets for each loader; ``None`` where they do not
+        fit into memory, a length is unknown, or the model computes more after its head.
     """
-    if any(feed.samples.num_samples is None or feed.samples.may_lack for feed in feeds):
+    if any(
+        loader.samples.num_samples is None or loader.samples.may_lack
+        for loader in loaders
+    ):
         return None
     model.eval()
-    first = feeds[0].example()
+    first = loaders[0].example()
     split = split_head(model, first.inputs)
     if split is None:
         return None
     backbone, _ = split
     feature = backbone(first.inputs)[0]
-    num_all = sum(feed.samples.num_samples or 0 for feed in feeds)
-    wanted = num_all * feature.numel() * kept_as(feature.dtype).itemsize
+    num_all = sum(loader.samples.num_samples or 0 for loader in loaders)
+    wanted = num_all * feature.numel() * storage_dtype(feature.dtype).itemsize
     free = ranks.on_rank_zero(
         lambda: psutil.virtual_memory().available, "ask for memory"
     )
     if wanted > MEMORY_SHARE * free:
         return None
     return [
-        _computed(backbone, feed, feature, world, ranks, progress, batch_size)
-        for feed in feeds
+        _compute(backbone, loader, feature, world, ranks, batch_size)
+        for loader in loaders
     ]
 
 
-def kept_as(dtype: torch.dtype) -> torch.dtype:
-    """Return the type in which features are kept: NumPy's memory knows no bf16."""
+def storage_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the type in which features are stored: NumPy has no bf16."""
     return torch.float32 if dtype.itemsize == 2 else dtype
 
 
-def _computed(
+def _compute(
     backbone: nn.Module,
-    feed: Feed,
+    loader: BatchLoader,
     feature: Tensor,
     world: World,
     ranks: Ranks | Alone,
-    progress: Progress,
     batch_size: int,
 ) -> InMemory:
-    num = feed.samples.num_samples
+    num = loader.samples.num_samples
     assert num is not None
-    example = feed.example()
-    kinds = {"features": kept_as(feature.dtype), "targets": example.targets.dtype}
+    example = loader.example()
+    kinds = {"features": storage_dtype(feature.dtype), "targets": example.targets.dtype}
     shapes = {"features": feature.shape, "targets": example.targets.shape[1:]}
     held = ranks.hold(
         lambda: {
@@ -103,12 +103,12 @@ def _computed(
         order=np.arange(num, dtype=np.int64),
     )
     done = 0
-    for step in feed.steps(share, epoch=0):
-        for batch in step.microsteps:
-            progress("features")
+    for step in loader.steps(share, epoch=0):
+        for batch in step.micro_batches:
+            heartbeat("features")
             mine = {"features": backbone(batch.inputs), "targets": batch.targets}
             for name, rows in mine.items():
-                found = _gathered(rows[: len(batch)], step.num_samples, world)
+                found = _gather(rows[: len(batch)], step.num_samples, world)
                 # By every rank: each may hold memory of its own, else it is the same.
                 whole[name][done : done + step.num_samples] = found.cpu()
         done += step.num_samples
@@ -116,8 +116,8 @@ def _computed(
     return InMemory(whole["features"], whole["targets"])
 
 
-def _gathered(rows: Tensor, num: int, world: World) -> Tensor:
-    """Put the shares of all ranks one behind the other: `(num, ...)`."""
+def _gather(rows: Tensor, num: int, world: World) -> Tensor:
+    """Concatenate the shards of all ranks: `(num, ...)`."""
     if world.world_size == 1:
         return rows
     longest = largest_shard(num, world.world_size)

@@ -1,8 +1,7 @@
-"""Mixup and CutMix: two samples of a step become one.
+"""Mixup and CutMix, independent of the number of ranks.
 
-The partner of a sample is the one before it in the step's order, on whatever rank that
-is; and all samples of a step are mixed alike. So both do not depend on the number of
-ranks.
+The partner of a sample is the one before it in the order of the step, on whatever rank
+that is, and all samples of a step are mixed alike.
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ from mpitrain.train.config import LearningConfig
 class Mix:
     """How the samples of one step are mixed."""
 
-    share: float
-    """What is left of a sample itself, 0 to 1; also of its label."""
+    weight: float
+    """Weight of the sample and its label, 0 to 1; the partner has the rest."""
     box: tuple[int, int, int, int] | None
-    """Rows and columns (from, to, from, to) pasted from the partner; ``None`` where all
-    pixels are averaged."""
+    """CutMix: rows and columns (from, to, from, to) pasted from the partner; ``None``:
+    mixup."""
 
     def apply(self, inputs: Tensor) -> Tensor:
         """Mix a batch.
@@ -38,49 +37,47 @@ class Mix:
         """
         partners, own = inputs[:-1], inputs[1:]
         if self.box is None:
-            return torch.lerp(partners, own, self.share)
+            return torch.lerp(partners, own, self.weight)
         top, bottom, left, right = self.box
         mixed = own.clone()
         mixed[..., top:bottom, left:right] = partners[..., top:bottom, left:right]
         return mixed
 
 
-def drawn(config: LearningConfig, epoch: int, step: int, size: tuple[int, int]) -> Mix:
-    """Draw how the samples of a step are mixed; equal on all ranks.
+def draw_mix(
+    config: LearningConfig, epoch: int, step: int, size: tuple[int, int]
+) -> Mix:
+    """Draw the mix of a step; equal on all ranks.
 
     Args:
-        config: Has the seed, and `mixup` or `cutmix` or both.
-        epoch: The epoch's number.
-        step: The step's number in its epoch.
+        config: The seed, `mixup` and `cutmix`.
+        epoch: Number of the epoch.
+        step: Number of the step in its epoch.
         size: Height and width of the images in pixels.
     """
     generator = np.random.Generator(np.random.PCG64([config.seed, epoch, step, 77]))
     both = config.mixup > 0 and config.cutmix > 0
     pastes = generator.random() < 0.5 if both else config.cutmix > 0
     alpha = config.cutmix if pastes else config.mixup
-    share = float(generator.beta(alpha, alpha))
+    weight = float(generator.beta(alpha, alpha))
     if not pastes:
-        return Mix(share=share, box=None)
+        return Mix(weight=weight, box=None)
     height, width = size
-    half = 0.5 * (1 - share) ** 0.5
+    half = 0.5 * (1 - weight) ** 0.5
     row, column = generator.random(2)
     top, bottom = (int(np.clip((row + s * half) * height, 0, height)) for s in (-1, 1))
     left, right = (int(np.clip((column + s * half) * width, 0, width)) for s in (-1, 1))
     pasted = (bottom - top) * (right - left) / (height * width)
-    return Mix(share=1 - pasted, box=(top, bottom, left, right))
+    return Mix(weight=1 - pasted, box=(top, bottom, left, right))
 
 
-def mixes(config: LearningConfig) -> bool:
-    """Whether samples are mixed at all."""
+def is_mixing(config: LearningConfig) -> bool:
+    """Return whether mixup or cutmix is on."""
     return config.mixup > 0 or config.cutmix > 0
 
 
-def refuse_to_mix(config: LearningConfig, why: str) -> None:
-    """Refuse to mix where partners cannot be had.
-
-    Raises:
-        UsageError: Mixing was asked for.
-    """
-    if mixes(config):
+def refuse_mixing(config: LearningConfig, why: str) -> None:
+    """Raise a `UsageError` if mixup or cutmix is on."""
+    if is_mixing(config):
         flag = "--mixup" if config.mixup else "--cutmix"
         raise UsageError(f"{flag} {why}")

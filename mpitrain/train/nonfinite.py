@@ -1,4 +1,4 @@
-"""Losses and gradients that are no numbers: whose they are, and what follows."""
+"""What follows a loss or gradient that is not finite: skip the step, or stop."""
 
 from __future__ import annotations
 
@@ -10,22 +10,24 @@ import numpy as np
 import torch.distributed as dist
 
 from mpitrain.errors import NonFiniteError, agreed
-from mpitrain.train.steps import Losses
-from mpitrain.train.update import LossScale
+from mpitrain.train.optimizer import LossScale
+from mpitrain.train.step_metrics import Losses
 from mpitrain.world import World
 
 logger = logging.getLogger("mpitrain")
 
-NUM_NAMED = 16
+MAX_NAMED = 16
 """Samples that a message names."""
 
+_Found = list[list[tuple[str, list[int]]]]
 
-class Watch:
-    """Names the loss that is no number, and says what follows.
+
+class NonFiniteGuard:
+    """Names the samples whose loss is not finite, and skips the step or stops.
 
     Args:
-        world: Where this process stands.
-        on_nonfinite: What follows.
+        world: This process's place in the job.
+        on_nonfinite: What to do.
     """
 
     def __init__(self, world: World, on_nonfinite: Literal["stop", "skip"]) -> None:
@@ -33,53 +35,53 @@ class Watch:
         self._on_nonfinite = on_nonfinite
         self._num_skipped = 0
 
-    def judge(
+    def handle(
         self,
         losses: list[Losses],
-        norm: float,
+        grad_norm: float,
         scale: LossScale,
         step: int,
         epoch: int,
     ) -> None:
-        """Decide what follows a gradient that is not finite; it was not applied.
+        """Decide what follows a step that was not applied.
 
         Collective over the default group.
 
         Args:
             losses: Of this rank's samples in the step.
-            norm: The gradient's, equal on all ranks.
-            scale: What the loss was multiplied by.
+            grad_norm: Norm of the gradient, equal on all ranks.
+            scale: The loss scale.
             step: Number of the step, from 1.
             epoch: Its epoch.
 
         Raises:
             NonFiniteError: Names rank, step and samples; on every rank or on none.
         """
-        found = self._gathered(losses)
-        if not any(found) and scale.may_shrink():
+        found = self._gather(losses)
+        if not any(found) and scale.can_shrink:
             scale.shrink()  # too large for fp16 alone, as happens when scales are tried
             self._num_skipped += 1
             return
-        words = self._words(losses, norm, found, step, epoch)
+        reason = self._describe(losses, grad_norm, found, step, epoch)
         if self._on_nonfinite == "skip":
             self._num_skipped += 1
             if self._world.is_rank_zero:
-                logger.warning("step %d is skipped: %s", step, words)
+                logger.warning("step %d is skipped: %s", step, reason)
             return
         raise agreed(
             NonFiniteError(
-                f"{words}.\nThe weights are those after step {step - 1}. Look at these "
-                "samples, try a lower --lr or --clip-grad-norm, or go on without such "
+                f"{reason}.\nThe weights are those after step {step - 1}. Look at "
+                "these samples, try a lower --lr or --clip-grad-norm, or skip such "
                 "steps: --on-nonfinite skip"
             )
         )
 
     def take_skipped(self) -> int:
-        """Return how many steps were skipped since the last call."""
+        """Return the number of steps skipped since the last call."""
         number, self._num_skipped = self._num_skipped, 0
         return number
 
-    def _gathered(self, losses: list[Losses]) -> list[list[tuple[str, list[int]]]]:
+    def _gather(self, losses: list[Losses]) -> _Found:
         """Return each rank's losses that are not finite, with their samples."""
         mine = [
             (f"{float(total)}", indices.tolist())
@@ -92,39 +94,35 @@ class Watch:
         dist.all_gather_object(found, mine)
         return found
 
-    def _words(
+    def _describe(
         self,
         losses: list[Losses],
-        norm: float,
-        found: list[list[tuple[str, list[int]]]],
+        grad_norm: float,
+        found: _Found,
         step: int,
         epoch: int,
     ) -> str:
-        where = f"in step {step} (epoch {epoch})"
+        world, where = self._world, f"in step {step} (epoch {epoch})"
         for rank, named in enumerate(found):
             for loss, samples in named:
+                host = next(n.hostname for n in world.nodes if rank in n.ranks)
                 return (
-                    f"the loss is {loss} {where} on rank {rank}/"
-                    f"{self._world.world_size} {self._host_of(rank)}, samples "
-                    f"{_listed(samples)}"
+                    f"the loss is {loss} {where} on rank {rank}/{world.world_size} "
+                    f"{host}, samples {_list_samples(samples)}"
                 )
-        mine = np.concatenate([indices for indices, _ in losses])
+        mine = np.concatenate([indices for indices, _ in losses]).tolist()
         return (
-            f"the norm of the gradient is {norm} {where}, though every rank's loss is "
-            f"finite; rank {self._world.rank} had samples {_listed(mine.tolist())}"
+            f"the norm of the gradient is {grad_norm} {where}, though every rank's "
+            f"loss is finite; rank {world.rank} had samples {_list_samples(mine)}"
         )
 
-    def _host_of(self, rank: int) -> str:
-        nodes = self._world.nodes
-        return next(node.hostname for node in nodes if rank in node.ranks)
 
-
-def _listed(samples: list[int]) -> str:
+def _list_samples(samples: list[int]) -> str:
     """Name some samples.
 
-    >>> _listed([3, 1]), _listed(list(range(20)))[-13:]
+    >>> _list_samples([3, 1]), _list_samples(list(range(20)))[-13:]
     ('3 1', '15 and 4 more')
     """
-    shown = " ".join(str(sample) for sample in samples[:NUM_NAMED])
-    more = len(samples) - NUM_NAMED
+    shown = " ".join(str(sample) for sample in samples[:MAX_NAMED])
+    more = len(samples) - MAX_NAMED
     return f"{shown} and {more} more" if more > 0 else shown

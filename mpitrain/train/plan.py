@@ -1,4 +1,4 @@
-"""The sums that follow from a configuration, a data set and a number of ranks."""
+"""Stages, epochs, steps and learning rates of a training."""
 
 from __future__ import annotations
 
@@ -8,47 +8,41 @@ from typing import Literal
 from mpitrain.data import sharding
 from mpitrain.data.sharding import Indices, Share
 from mpitrain.train.config import TrainConfig
-from mpitrain.train.optim import learning_rate
+from mpitrain.train.optimizer import learning_rate
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """Epochs in which the same weights learn."""
+    """Epochs in which the same weights are trained."""
 
     name: Literal["train", "probe", "finetune"]
-    """probe: the head alone; finetune: all, after that; train: all, from the start."""
+    """probe: only the head; finetune: all weights, after a probe; train: all."""
     first_epoch: int
-    """From 1, counted over all stages."""
+    """From 1, over all stages."""
     num_epochs: int
-    """How many."""
     lr_factor: float = 1.0
-    """What the learning rate is multiplied by."""
+    """Factor of the learning rate."""
 
     @property
     def epochs(self) -> range:
-        """The numbers of its epochs."""
+        """The numbers of the epochs."""
         return range(self.first_epoch, self.first_epoch + self.num_epochs)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """How a training is cut into stages, epochs, steps and microsteps.
-
-    Equal on all ranks.
-    """
+    """Stages, epochs and steps. Equal on all ranks."""
 
     num_samples: int | None
-    """Samples of the training set; ``None`` where its end alone tells."""
+    """Training samples; ``None`` for an iterable data set."""
     world_size: int
-    """Ranks that share every step."""
     config: TrainConfig
-    """What was asked."""
     micro_batch_size: int | None = None
-    """Most samples that a rank takes at once; ``None``: all of its share."""
+    """Most samples of a micro-batch on a rank; ``None``: no limit."""
 
     @property
     def stages(self) -> tuple[Stage, ...]:
-        """The stages, in their order; a dry run begins the first of them."""
+        """All stages in order; of a dry run, a part of the first one."""
         config = self.config
         epochs, probing = config.epochs, config.probe_epochs
         if config.dry_run:
@@ -65,22 +59,19 @@ class Plan:
         )
         return (probe, finetune) if epochs else (probe,)
 
-    def stages_left(self, epoch: int) -> list[Stage]:
-        """Return the stages that have epochs from this one on, and the last stage.
-
-        Though all of it be done: its model wants judging.
-        """
+    def stages_from(self, epoch: int) -> list[Stage]:
+        """Return the stages from this epoch on; always at least the last one."""
         *before, last = self.stages
         return [stage for stage in before if stage.epochs[-1] >= epoch] + [last]
 
     @property
     def num_epochs(self) -> int:
-        """Passes over the training set, of all stages."""
+        """Epochs of all stages."""
         return sum(stage.num_epochs for stage in self.stages)
 
     @property
     def steps_per_epoch(self) -> int | None:
-        """Steps of an epoch, the short last one included; ``None``: not known."""
+        """Steps of an epoch, including the last, smaller one; ``None``: unknown."""
         if self.config.dry_run:
             return 1
         if self.num_samples is None:
@@ -89,14 +80,14 @@ class Plan:
 
     @property
     def total_steps(self) -> int | None:
-        """Steps of the whole training; ``None``: not known."""
+        """Steps of all epochs; ``None``: unknown."""
         steps = self.steps_per_epoch
         return None if steps is None else steps * self.num_epochs
 
     def share_of(
         self, rank: int, order: Indices | None, *, with_partner: bool = False
     ) -> Share:
-        """Return what a rank takes of an epoch in this order."""
+        """Return the shard of a rank, of an epoch in this order."""
         return Share(
             rank=rank,
             world_size=self.world_size,
@@ -110,12 +101,12 @@ class Plan:
     def learning_rate(self, stage: Stage, epoch: int, step: int) -> float:
         """Return the learning rate of a step.
 
-        Where the number of steps is not known, it changes from epoch to epoch alone.
+        With an unknown number of steps it changes from epoch to epoch only.
 
         Args:
-            stage: Whose schedule.
+            stage: The stage.
             epoch: One of its epochs.
-            step: Of that epoch, from 0.
+            step: Number of the step in the epoch, from 0.
         """
         steps = self.steps_per_epoch or 1
         done = (epoch - stage.first_epoch) * steps + min(step, steps - 1)
@@ -128,21 +119,21 @@ class Plan:
         )
 
     def batch_line(self) -> str:
-        """Show the sum that makes a full step, with its factors."""
+        """Return a line with the factors of the global batch size."""
         size = self.config.global_batch_size
         largest = sharding.largest_shard(size, self.world_size)
         smallest = size // self.world_size
         micro = min(self.micro_batch_size or largest, largest)
-        microsteps = -(-largest // micro)
+        micro_batches = -(-largest // micro)
         ranks = f"{self.world_size} rank{'s' * (self.world_size != 1)}"
         shares = str(largest) if smallest == largest else f"{smallest} or {largest}"
-        if microsteps == 1:
+        if micro_batches == 1:
             product = f"{ranks} x {shares} x 1"
-        elif smallest == largest == micro * microsteps:
-            product = f"{ranks} x {micro} x {microsteps}"
+        elif smallest == largest == micro * micro_batches:
+            product = f"{ranks} x {micro} x {micro_batches}"
         else:
             return (
-                f"{size} per step = {ranks} x {shares}, in {microsteps} microsteps of "
-                f"at most {micro}"
+                f"{size} per step = {ranks} x {shares}, in {micro_batches} "
+                f"micro-batches of at most {micro}"
             )
-        return f"{size} per step = {product} (ranks x samples x microsteps)"
+        return f"{size} per step = {product} (ranks x samples x micro-batches)"

@@ -1,11 +1,12 @@
-"""The training, in the order of time. `Trainer.fit` is the whole of it."""
+"""The training loop: `Trainer.fit`, `train_epoch`, `train_step` and `validate`."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
@@ -14,37 +15,26 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mpitrain.data.pixels import Statistics
-from mpitrain.errors import DataError, NonFiniteError, UsageError, agreed
+from mpitrain.errors import DataError, NonFiniteError, Stopped, UsageError, agreed
 from mpitrain.launch import init
-from mpitrain.record.console import Lines
-from mpitrain.record.events import Listener, Listeners, Progress
-from mpitrain.record.times import (
-    BACKWARD,
-    CHECKPOINT,
-    COMMUNICATION,
-    DATA,
-    EVALUATION,
-    FORWARD,
-    OTHER,
-    UPDATE,
-    RankTimes,
-)
-from mpitrain.train.clock import open_clock
-from mpitrain.train.config import TrainConfig
-from mpitrain.train.evaluate import Evaluation, Loss, Values, per_sample_sum
-from mpitrain.train.feed import Batch, Step
-from mpitrain.train.first_batch import (
+from mpitrain.topology import all_or_none, working_ranks
+from mpitrain.train.callbacks import Callback, StopRequested
+from mpitrain.train.checks import (
     WrongLabel,
     check_labels,
     explain_call,
     explain_loss,
 )
-from mpitrain.train.keeping import Keeper, StopWanted
-from mpitrain.train.pace import PACE_SECONDS, Untold
-from mpitrain.train.plan import Stage
-from mpitrain.train.setup import Setup
-from mpitrain.train.steps import Losses, SoFar, Steps
-from mpitrain.train.strategy import settle_numerics
+from mpitrain.train.config import TrainConfig
+from mpitrain.train.engine import Engine
+from mpitrain.train.evaluate import Evaluation, LossFn, MetricsFn, sum_over_samples
+from mpitrain.train.loader import Batch, RankStep
+from mpitrain.train.parallel import configure_precision
+from mpitrain.train.progress import EpochLines
+from mpitrain.train.state import TrainState
+from mpitrain.train.step_metrics import Losses, PendingSteps
+from mpitrain.train.throughput import MIN_SECONDS, ThroughputMonitor
+from mpitrain.train.timer import StepTimes, Timer, make_timer
 from mpitrain.world import World
 
 logger = logging.getLogger("mpitrain")
@@ -53,37 +43,40 @@ logger = logging.getLogger("mpitrain")
 class Trainer:
     """Trains a model, on one rank or many, with the same result.
 
-    Override `loss`, `metrics` or `step`, or pass the first two.
+    Override `loss`, `metrics` or `compute_loss`, or pass the first two.
 
     Args:
-        model: Trained in place. Its first weights are rank zero's, on every rank.
+        model: Trained in place. All ranks start with rank zero's weights.
         train_data: A `TensorDataset` of inputs and targets, or any map-style or
-            iterable data set of such pairs; equal on all ranks, and shared out here.
-        val_data: What the model is judged by after every epoch; likewise.
-        config: What is asked. Data set, model, weights, run folder, checkpoints, time
-            limit, loggers and traces in it have no effect (`fit` warns); what is done
-            to images has.
-        world: Where this process stands, as `mpitrain.init` tells it; ``None``: `fit`
-            asks itself, and ends the job when it is done.
+            iterable data set of such pairs; the same on all ranks, sharded here.
+        val_data: The data set that is evaluated after every epoch; likewise.
+        config: The configuration. The fields that name a data set, a model, a run
+            folder, checkpoints or loggers have no effect here: pass objects and
+            callbacks. Without callbacks `fit` warns about them.
+        world: What `mpitrain.init` returned; ``None``: `fit` calls it, and ends the job
+            when it is done.
         loss: Instead of overriding `loss`.
         metrics: Instead of overriding `metrics`.
+        callbacks: Called in this order; ``None``: print a line per epoch.
+        test_data: A data set that is evaluated when the training has finished.
+        mean_std: Mean and standard deviation to normalize images by, per channel, for
+            pixels from 0 to 1.
+        num_classes: Of the data set, to check the number of the model's outputs.
+        find_unused_parameters: Whether a weight may take no part in a loss. ``False``
+            is faster with DDP, and an error where one does not.
 
     Attributes:
-        listener: Told of steps and epochs; ``None``: a line per epoch is printed.
-        each_step: Told its number when a step is over; they cost their time in each.
-        progress: Told of every batch of an evaluation; steps tell it by themselves.
-            Where you called `mpitrain.init` with a hang timeout: its `Job.progress`.
-        statistics: Mean and deviation to take off images, by channel, from 0 to 1.
-        num_classes: Of the data set, which a model must have as many outputs for;
-            ``None``: not known.
-        all_weights_used: Whether all are known to take part in each loss, in one order.
-        keeper: Writes checkpoints and stops in time; ``None``: nobody does.
-        times: Writes down where its time goes, from `set_up` on; ``None``: nobody.
-        pace_seconds: How many seconds of steps a pace tells of, at least; see `meet`.
-        clock: What this rank does at present, and what it has done; from `set_up` on.
-        look: Shown the batch of every microstep on this rank, until it returns true.
-        so_far: How far the training has come.
+        state: The `TrainState`: step, epoch, samples, metrics.
+        engine: Data, plan, parallelized model and optimizer, from `set_up` on.
+        timer: Measures where this rank's time goes, from `set_up` on.
+        step_times: Where the time of the last steps went; for `Callback.on_metrics`.
+        resumed_from: Name of the checkpoint that was loaded; empty without one.
+        throughput_seconds: Seconds of steps that a `Throughput` covers at least.
     """
+
+    engine: Engine
+    timer: Timer
+    step_times: StepTimes
 
     def __init__(
         self,
@@ -93,30 +86,176 @@ class Trainer:
         config: TrainConfig | None = None,
         *,
         world: World | None = None,
-        loss: Loss | None = None,
-        metrics: Values | None = None,
+        loss: LossFn | None = None,
+        metrics: MetricsFn | None = None,
+        callbacks: Sequence[Callback] | None = None,
+        test_data: Any = None,
+        mean_std: Statistics | None = None,
+        num_classes: int | None = None,
+        find_unused_parameters: bool = True,
     ) -> None:
         self.model = model
-        self.train_data = train_data
-        self.val_data = val_data
+        self.train_data, self.val_data = train_data, val_data
+        self.test_data = test_data
         self.config = config or TrainConfig()
         self.world = world
-        self._starts_ranks = world is None
-        self._state: dict[str, Any] = {}  # kept where the ranks end with `fit`
-        self._is_ready = False
-        self.listener: Listener | None = None
-        self.each_step: list[Callable[[int], object]] = []
-        self.progress: Progress = lambda _: None
-        self.statistics: Statistics | None = None
-        self.num_classes: int | None = None
-        self.all_weights_used = False
-        self.keeper: Keeper | None = None
-        self.times: RankTimes | None = None
-        self.pace_seconds = PACE_SECONDS
-        self.look: Callable[[Batch], bool] | None = None
-        self.so_far = SoFar()
+        self.mean_std = mean_std
+        self.num_classes = num_classes
+        self.find_unused_parameters = find_unused_parameters
+        self.callbacks = [EpochLines()] if callbacks is None else list(callbacks)
+        self.callbacks.sort(key=lambda callback: callback.runs_last)
+        self.state = TrainState()
+        self.throughput_seconds = MIN_SECONDS
+        self.resumed_from = ""
+        self._owns_job = world is None
+        self._warns = callbacks is None
+        self._final_state: dict[str, Any] = {}  # where the job ends with `fit`
+        self._is_set_up = False
         self._loss, self._metrics = loss, metrics
-        self._unseen = {True, False}  # training and validation, by the default loss
+        self._unchecked = {True, False}  # training and validation labels
+        self._hooks: dict[str, list[Callable[..., None]]] = {}
+
+    # --- the loop -----------------------------------------------------------------
+
+    def fit(self) -> Evaluation:
+        """Train. Collective over all ranks.
+
+        Returns:
+            The last validation; equal on all ranks.
+
+        Raises:
+            UsageError, DataError, NonFiniteError: On every rank.
+            Stopped: A callback stopped the training, which can be resumed; on every
+                rank.
+        """
+        with self._job(), self._set_up_once() as engine:
+            try:
+                for stage in engine.plan.stages_from(self.state.epoch):
+                    engine.start_stage(stage)
+                    self._pending.reset_interval()
+                    self.call("on_stage_start")
+                    while self.state.epoch < stage.epochs.stop:
+                        self.train_epoch()
+                        self.validate()
+                self.sync_metrics(is_last=True)
+                self.call("on_train_end")
+                if self.test_data is not None:
+                    self.test(self.test_data)
+                self.call("on_fit_end")
+            except StopRequested as request:
+                self.call("on_stop", request.reason)
+                reason = f"stopped at step {self.state.step}: {request.reason}"
+                raise agreed(Stopped(reason)) from None
+        state = self.state
+        return Evaluation(values=state.metrics, num_samples=state.val_samples)
+
+    def train_epoch(self) -> None:
+        """Train on the samples that are left of the epoch. Collective."""
+        self.engine.train_mode()
+        self.timer.end_gap()
+        self._synced_at = time.perf_counter()
+        for step in self.timer.over("data", self.engine.steps(self.state)):
+            self.train_step(step)
+            if self._pending.is_sync_due:
+                self.sync_metrics()
+        self.sync_metrics()
+        if not self.state.epoch_step:
+            raise agreed(DataError("none of the samples to train on could be read"))
+
+    def train_step(self, step: RankStep) -> None:
+        """Train on one global batch. Collective.
+
+        Every sample weighs the same, whichever rank has it: each rank sums the losses
+        of its samples, and divides by the samples of all ranks. DDP and FSDP average
+        gradients over ranks, so the loss is multiplied by their number.
+        """
+        engine, state, timer = self.engine, self.state, self.timer
+        optimizer, model = engine.optimizer, engine.parallel
+        lr = engine.plan.learning_rate(engine.stage, state.epoch, step.number)
+        optimizer.start_step(lr)
+        scale = optimizer.scale.value / step.num_samples
+        losses: list[Losses] = []
+        self._step_number = step.number
+        for batch in timer.over("data", step.micro_batches):
+            is_first, is_last = not losses, len(losses) + 1 == step.num_micro_batches
+            self.call("on_batch_start", batch)
+            if is_first and model.buffers:
+                with timer("communication"):
+                    model.broadcast_buffers()
+            with model.sync_gradients(is_last=is_last):
+                with timer("forward"):
+                    loss = self._sum_of_losses(batch)
+                losses.append(Losses(batch.indices, loss.detach()))
+                if engine.world.world_size > 1:
+                    timer.mark_gradients(loss)
+                # scale - 0 * loss: if it is not finite, no gradient is, on any rank.
+                gradient = torch.rsub(losses[-1].total, scale, alpha=0)
+                with timer("backward"):
+                    torch.autograd.backward(loss, gradient)
+        with timer("update"):
+            grad_norm, is_applied = optimizer.step()
+        if not is_applied:
+            self._handle_nonfinite(losses, grad_norm)
+        state.step += 1
+        state.epoch_step = step.number + 1
+        self._pending.add(losses, lr, grad_norm, is_applied=is_applied)
+        timer.end_step()
+        self.call("on_step_end")
+
+    def validate(self) -> None:
+        """Evaluate the model at the end of an epoch, and begin the next. Collective."""
+        engine, state = self.engine, self.state
+        began = time.perf_counter()
+        with self.timer("evaluation"):
+            found = engine.evaluate(
+                engine.val_loader,
+                self.all_metrics,
+                lambda: self.call("on_validation_batch_end"),
+            )
+        state.skipped_samples += engine.count_skipped()
+        state.metrics, state.val_samples = dict(found.values), found.num_samples
+        seconds = time.perf_counter() - began
+        self.call("on_epoch_end", state.end_epoch(engine.stage.name, seconds))
+
+    def sync_metrics(self, *, is_last: bool = False) -> None:
+        """All-reduce the metrics of the steps since the last call, and report them.
+
+        Collective over all ranks; callbacks may call it, such as before a checkpoint.
+
+        Args:
+            is_last: Report the throughput, however few seconds of steps it covers.
+        """
+        state, engine = self.state, self.engine
+        with self.timer("other"):
+            self.step_times = times = self.timer.take()
+            self._monitor.add_times(times.steps)
+            has_steps = len(self._pending) > 0
+            seconds = time.perf_counter() - self._synced_at
+            steps = self._pending.sync(state, seconds)
+            state.skipped_steps += engine.nonfinite.take_skipped()
+            state.skipped_samples += engine.count_skipped()
+            if state.epoch_step:
+                counts = engine.count_samples_per_shard()
+                pairs = zip_longest(state.samples_per_shard, counts, fillvalue=0)
+                state.samples_per_shard = [sum(pair) for pair in pairs]
+            if has_steps:  # the time between two epochs is no time of steps
+                self._synced_at += seconds
+                state.steps_seconds += seconds
+            if has_steps or times.between:
+                self.call("on_metrics", steps)
+            throughput = self._monitor.take(0.0 if is_last else self.throughput_seconds)
+            if throughput is not None:
+                self.call("on_throughput", throughput)
+
+    def test(self, data: Any) -> Evaluation:
+        """Evaluate the model on a test set, and report it. Collective over all ranks.
+
+        Args:
+            data: As `val_data`.
+        """
+        found = self.engine.evaluate(self.engine.test_loader(data), self.all_metrics)
+        self.call("on_test_end", found, self.engine.count_skipped())
+        return found
 
     # --- what may be overridden ---------------------------------------------------
 
@@ -124,18 +263,18 @@ class Trainer:
         """Return the loss of each sample; cross-entropy if not overridden.
 
         Args:
-            outputs: The model's, `(N, num_classes)`.
-            targets: Labels int64 `(N,)`.
+            outputs: Of the model, `(N, num_classes)`.
+            targets: Labels, int64 `(N,)`.
 
         Returns:
-            `(N,)`; `(N, ...)`, whose rows are averaged; or a scalar, taken for the mean
-            of the samples: exact only where each of them weighs the same.
+            `(N,)`; `(N, ...)`, averaged per sample; or a scalar, the mean over the
+            samples: exact only where each sample has the same weight in it.
         """
         if self._loss is not None:
             return self._loss(outputs, targets)
         is_training = torch.is_grad_enabled()
-        if is_training in self._unseen:
-            self._unseen.remove(is_training)
+        if is_training in self._unchecked:
+            self._unchecked.remove(is_training)
             check_labels(outputs, targets, self.num_classes)
         smoothing = self.config.label_smoothing if is_training else 0.0
         try:
@@ -149,14 +288,14 @@ class Trainer:
             raise
 
     def metrics(self, outputs: Any, targets: Any) -> Mapping[str, Tensor]:
-        """Return what else is told of the validation; accuracy if not overridden.
+        """Return the other metrics of the validation; accuracy if not overridden.
 
         Args:
-            outputs: The model's.
-            targets: Likewise.
+            outputs: Of the model.
+            targets: Of the data set.
 
         Returns:
-            Values by name, each like `loss` returns them.
+            Values by name, each as `loss` returns them.
         """
         if self._metrics is not None:
             return self._metrics(outputs, targets)
@@ -164,275 +303,154 @@ class Trainer:
             return {"accuracy": (outputs.argmax(dim=1) == targets).double()}
         return {}
 
-    def step(self, batch: Batch) -> Tensor:
-        """Return the loss of each sample of a microstep; gradients flow from it.
+    def compute_loss(self, batch: Batch) -> Tensor:
+        """Return the loss of each sample of a micro-batch, for the backward pass.
 
         Args:
-            batch: Its samples, on this rank's device.
+            batch: Inputs and targets, on this rank's device.
         """
-        mix = self.setup.mix_of(*self._at, batch.inputs)
+        epoch, step = self.state.epoch, self._step_number
+        mix = self.engine.mix_of(epoch, step, batch.inputs)
         if mix is None:
             return self.loss(self.forward(batch.inputs), batch.targets)
         outputs = self.forward(mix.apply(batch.inputs))
         own = self.loss(outputs, batch.targets[1:])
         partners = self.loss(outputs, batch.targets[:-1])
-        return mix.share * own + (1 - mix.share) * partners
-
-    @property
-    def has_plain_step(self) -> bool:
-        """Whether a step is ours: one call of the model with the inputs."""
-        return type(self).step is Trainer.step
+        return mix.weight * own + (1 - mix.weight) * partners
 
     def forward(self, inputs: Any) -> Any:
-        """Call the model in a `step`; `model` itself would not let gradients meet.
+        """Call the parallelized model in `compute_loss`, in the configured precision.
 
-        Spread over the ranks, and in the precision asked for. Collective over all
-        ranks: each calls it as often.
-
-        Args:
-            inputs: What the model takes.
+        Not `model` itself, whose gradients would not be all-reduced. Collective: each
+        rank calls it as often.
         """
         try:
-            return self.setup.replica.forward(inputs)
+            return self.engine.parallel.forward(inputs)
         except Exception as error:
             explain_call(self.model, inputs, error)
             raise
 
-    # --- the training -------------------------------------------------------------
+    # --- results ------------------------------------------------------------------
 
-    def fit(self) -> Evaluation:
-        """Train.
+    def state_dict(self) -> dict[str, Any]:
+        """Return the plain ``state_dict`` on the CPU; complete on rank zero only.
+
+        Collective over all ranks. Unsharded; with EMA, of the averages.
+        """
+        return self._final_state or self.engine.full_state_dict()
+
+    def evaluate(self) -> Evaluation:
+        """Evaluate the model, or its EMA, on the validation data.
 
         Collective over all ranks.
 
-        Returns:
-            How good the model is at the end; equal on all ranks.
-
         Raises:
-            UsageError, DataError, NonFiniteError: On every rank; `keeper`'s `Stopped`.
+            UsageError: `fit` started the job and has ended it.
         """
-        if self._starts_ranks:
-            job = init(**self.config.launch.as_arguments())
-            with job as self.world:
-                self.progress = job.progress
-                result = self._fit()
-                self._state = self.setup.whole_state()
-                return result
-        return self._fit()
+        if self._final_state:
+            raise UsageError(
+                "fit() has ended its ranks; expected a world= from mpitrain.init()"
+            )
+        return self.engine.evaluate(self.engine.val_loader, self.all_metrics)
 
-    def _fit(self) -> Evaluation:
-        if not self._is_ready:  # a script: the command line sets up by itself
-            assert self.world is not None
-            ignored = self.config.only_for_command()
-            if ignored and self.world.is_rank_zero:
-                logger.warning(
-                    "Trainer ignores %s of its TrainConfig: only `python -m mpitrain` "
-                    "uses them for now",
-                    ", ".join(ignored),
-                )
-            self.set_up()
-        keeper, setup = self.keeper, self.setup
-        if keeper:
-            self.so_far = keeper.restore()
-        try:
-            for stage in setup.plan.stages_left(self.so_far.epoch):
-                setup.begin(stage)
-                self._steps.begin_anew()
-                if keeper:
-                    keeper.begin(stage)
-                while self.so_far.epoch < stage.epochs.stop:
-                    self.train_epoch(stage)
-            self.meet(tell_all=True)
-            if keeper:
-                self.clock.enter(CHECKPOINT)
-                keeper.finish()
-        except StopWanted as wanted:
-            assert keeper
-            self.clock.enter(CHECKPOINT)
-            try:
-                keeper.stop(wanted.reason)
-            finally:
-                self.clock.close()
-        finally:
-            self.clock.follow([])
-        self.clock.close()
-        setup.close()
-        self._is_ready = False
-        found = self.so_far
-        return Evaluation(values=found.values, num_samples=found.val_samples)
+    def all_metrics(self, outputs: Any, targets: Any) -> Mapping[str, Tensor]:
+        """Return loss and metrics by name."""
+        return {"loss": self.loss(outputs, targets), **self.metrics(outputs, targets)}
 
-    def set_up(self) -> Setup:
-        """Make ready for `fit`, which else does it; `world` must be known.
+    # --- the parts of `fit` ---------------------------------------------------------
+
+    def set_up(self) -> Engine:
+        """Prepare data and model, which `fit` else does; `world` must be known.
 
         Collective over all ranks.
         """
         assert self.world is not None
-        settle_numerics(self.config, os.environ)
-        self.setup = Setup(self, self.world)
-        self.so_far = SoFar()
-        self.clock = open_clock(self.world.device)
-        if self.times is not None:
-            self.times.clock = self.clock
-        device, gpu_bytes = self.world.device, self.setup.gpu_bytes
-        self._steps = Steps(Untold(self.clock, self.times, device, gpu_bytes))
-        self._began = time.perf_counter()
-        self._is_ready = True
-        own = Lines(self.setup.plan.num_epochs) if self.world.is_rank_zero else None
-        self._heard = Listeners(own if self.listener is None else self.listener)
-        return self.setup
+        configure_precision(self.config, os.environ)
+        self.engine = Engine(
+            self.model,
+            self.train_data,
+            self.val_data,
+            self.config,
+            self.world,
+            loss_fn=self.loss,
+            mean_std=self.mean_std,
+            find_unused_parameters=self.find_unused_parameters,
+            can_cache_features=type(self).compute_loss is Trainer.compute_loss,
+        )
+        self.state = TrainState()
+        self.timer = make_timer(self.world.device)
+        self._monitor = ThroughputMonitor(self.world.device)
+        self._pending = PendingSteps(self._monitor)
+        self._synced_at = time.perf_counter()
+        self._hooks = {
+            name: [
+                getattr(callback, name)
+                for callback in self.callbacks
+                if getattr(type(callback), name) is not getattr(Callback, name)
+            ]
+            for name in dir(Callback)
+            if name.startswith("on_") or name == "setup"
+        }
+        for name in ("on_train_end", "on_fit_end", "on_stop", "on_exception"):
+            self._hooks[name].reverse()
+        self._is_set_up = True
+        return self.engine
 
-    def train_epoch(self, stage: Stage) -> None:
-        """Train on every sample that is left of an epoch, then evaluate.
+    def call(self, hook: str, *args: Any) -> None:
+        """Call a hook of all callbacks."""
+        for callback in self._hooks[hook]:
+            callback(self, *args)
 
-        Collective over all ranks.
-        """
-        so_far, setup, keeper = self.so_far, self.setup, self.keeper
-        epoch, updater, clock = so_far.epoch, setup.updater, self.clock
-        setup.train_mode()
-        clock.follow(setup.replica.sure_weights)
-        clock.end(is_step=False, then=DATA)
-        self._began = time.perf_counter()
-        for step in setup.steps_of(so_far):
-            self._at = epoch, step.number
-            rate = setup.plan.learning_rate(stage, epoch, step.number)
-            updater.set_learning_rate(rate)
-            updater.begin_step()
-            losses = self.accumulate_gradient(step)
-            clock.enter(UPDATE)
-            is_applied, norm = updater.update()
-            if not is_applied:
-                self._judge(losses, norm)
-            so_far.num_steps += 1
-            so_far.epoch_steps = step.number + 1
-            self._steps.add(losses, rate, norm, is_applied=is_applied)
-            for tell in self.each_step:
-                tell(so_far.num_steps)
-            clock.end(is_step=True, then=DATA)
-            if keeper:
-                keeper.after_step()
-            if self._steps.are_due:
-                clock.enter(OTHER)
-                self.meet()
-                clock.enter(DATA)
-        clock.enter(OTHER)
-        self.meet()
-        clock.enter(EVALUATION)
-        if not so_far.epoch_steps:
-            raise agreed(DataError("none of the samples to train on could be read"))
-        result = setup.evaluate(setup.val_feed, self.values, self._progress_or_stop)
-        so_far.skipped_samples += setup.count_skipped()
-        so_far.values, so_far.val_samples = dict(result.values), result.num_samples
-        seconds = time.perf_counter() - self._began
-        self._heard.epoch_done(so_far.as_epoch(stage.name, seconds))
-        so_far.begin_epoch(epoch + 1)
-        goodness = result.goodness(self.config.best_by)
-        if keeper:
-            keeper.after_epoch(epoch, goodness)
-        clock.enter(OTHER)
+    @contextlib.contextmanager
+    def _job(self) -> Iterator[None]:
+        """Call `mpitrain.init` in a script that has not."""
+        if not self._owns_job:
+            yield
+            return
+        with init(**self.config.launch.as_arguments()) as self.world:
+            yield
+            self._final_state = self.engine.full_state_dict()
 
-    def meet(self, *, tell_all: bool = False) -> None:
-        """Add up what the ranks' steps came to, since the last call, and tell it.
-
-        Collective over all ranks.
-
-        Args:
-            tell_all: Also how fast they were, though it be few seconds of steps.
-        """
-        self.clock.settle()
-        so_far, setup = self.so_far, self.setup
-        num_steps, seconds = len(self._steps), time.perf_counter() - self._began
-        rows = self._steps.meet(so_far, seconds, is_heard=bool(self._heard))
-        so_far.skipped_steps += setup.watch.take_skipped()
-        so_far.skipped_samples += setup.count_skipped()
-        if so_far.epoch_steps:
-            taken = zip_longest(so_far.taken, setup.count_taken(), fillvalue=0)
-            so_far.taken = list(map(sum, taken))
-        if num_steps:  # what is between two epochs is no time of steps
-            self._began += seconds
-            so_far.steps_seconds += seconds
-            self._heard.rows_done(rows)
-        self._steps.untold.tell(self._heard, 0.0 if tell_all else self.pace_seconds)
-
-    def _judge(self, losses: list[Losses], norm: float) -> None:
-        """Let a step that was not applied be skipped, or end the training.
-
-        Raises:
-            NonFiniteError: On every rank; what the steps before came to is told.
-        """
-        setup, so_far = self.setup, self.so_far
-        scale, step = setup.updater.scale, so_far.num_steps + 1
-        try:
-            setup.watch.judge(losses, norm, scale, step, so_far.epoch)
-        except NonFiniteError:
-            self.meet(tell_all=True)
-            raise
-
-    def _progress_or_stop(self, phase: str) -> None:
-        self.progress(phase)
-        if self.keeper:
-            self.keeper.after_evaluation_batch()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the model's plain ``state_dict``, on the CPU; of use on rank zero.
-
-        Collective over all ranks. Whole where weights are sharded; their average where
-        one is kept.
-        """
-        return self._state or self.setup.whole_state()
-
-    def evaluate(self) -> Evaluation:
-        """Judge the model, or the average of its weights, on the validation data.
-
-        Collective over all ranks; a `UsageError` where `fit` started and ended them.
-        """
-        if self._state:
-            raise UsageError(
-                "fit() has ended its ranks; expected a world= from mpitrain.init()"
+    @contextlib.contextmanager
+    def _set_up_once(self) -> Iterator[Engine]:
+        """Set up and start the callbacks; tell them of an exception; close workers."""
+        assert self.world is not None
+        ignored = self.config.only_for_command() if self._warns else []
+        if ignored and self.world.is_rank_zero:
+            logger.warning(
+                "Trainer ignores %s of its TrainConfig; pass callbacks such as "
+                "mpitrain.Checkpointer instead",
+                ", ".join(ignored),
             )
-        return self.setup.evaluate(self.setup.val_feed, self.values)
+        engine = self.engine if self._is_set_up else self.set_up()
+        self._is_set_up = False
+        try:
+            self.call("setup")
+            all_or_none(
+                working_ranks(), lambda: self.call("on_fit_start"), "start callbacks"
+            )
+            yield engine
+        except Stopped:
+            engine.close()
+            raise
+        except BaseException as error:
+            self.call("on_exception", error)
+            raise
+        engine.close()
 
-    def accumulate_gradient(self, step: Step) -> list[Losses]:
-        """Compute the gradient of the mean loss over one step's samples.
+    def _sum_of_losses(self, batch: Batch) -> Tensor:
+        try:
+            return sum_over_samples(self.compute_loss(batch), len(batch))
+        except WrongLabel as wrong:
+            raise wrong.named(batch.indices) from None
 
-        Collective over the default group.
-
-        Every sample weighs the same, whichever rank has it: each rank sums its own
-        losses, and the sum is divided by the samples of all ranks. Gradients are
-        averaged over ranks, so we multiply by their number (with fp16, in the update).
-
-        Args:
-            step: This rank's part of it.
-
-        Returns:
-            The loss of each microstep on this rank.
-        """
-        setup, clock = self.setup, self.clock
-        scale = setup.updater.scale.value / step.num_samples
-        found: list[Losses] = []
-        for number, batch in enumerate(step.microsteps, start=1):
-            if self.look is not None and self.look(batch):
-                self.look = None
-            is_last = number == step.num_microsteps
-            if number == 1 and setup.replica.shared_buffers:
-                clock.enter(COMMUNICATION)
-                setup.replica.share_buffers()
-            clock.enter(FORWARD)
-            with setup.replica.synchronize_if(last=is_last):
-                try:
-                    loss = per_sample_sum(self.step(batch), len(batch))
-                except WrongLabel as wrong:
-                    raise wrong.named(batch.indices) from None
-                found.append(Losses(batch.indices, loss.detach()))
-                # scale - 0 * loss: no number makes all gradients so, on all ranks.
-                gradient = torch.rsub(found[-1].total, scale, alpha=0)
-                if setup.world.world_size > 1 and not clock.is_following:
-                    clock.enter_when_computed(loss)
-                clock.enter(BACKWARD)
-                torch.autograd.backward(loss, gradient)
-            if not is_last:
-                clock.enter(DATA)
-        return found
-
-    def values(self, outputs: Any, targets: Any) -> Mapping[str, Tensor]:
-        """Return loss and metrics by name."""
-        return {"loss": self.loss(outputs, targets), **self.metrics(outputs, targets)}
+    def _handle_nonfinite(self, losses: list[Losses], grad_norm: float) -> None:
+        """Skip a step that was not applied, or end the training."""
+        state, scale = self.state, self.engine.optimizer.scale
+        try:
+            self.engine.nonfinite.handle(
+                losses, grad_norm, scale, state.step + 1, state.epoch
+            )
+        except NonFiniteError:
+            self.sync_metrics(is_last=True)  # report the steps before
+            raise

@@ -13,10 +13,10 @@ import sys
 from pathlib import Path
 
 import mpitrain
+from mpitrain.checkpoint.preemption import PreemptionHandler
 from mpitrain.cli import read_config
+from mpitrain.tools.train.prepare import prepare
 from mpitrain.topology import on_rank_zero
-from mpitrain.train.beginning import begin
-from mpitrain.train.stopping import Stopper
 
 
 def main() -> None:
@@ -24,15 +24,15 @@ def main() -> None:
     trainings: dict[str, list[str]] = json.loads(Path(sys.argv[1]).read_text())
     job = mpitrain.init(device="cpu", hang_timeout_seconds=60)
     with job as world:
-        from mpitrain.train.run import run_training
+        from mpitrain.tools.train.run import run_training
 
         for name, flags in trainings.items():
             config = read_config(["--name", name, *flags])
             if world.is_rank_zero:
                 print(f"--- {name}", flush=True)
-            begun = on_rank_zero(job.comm, lambda: begin(config), "begin")  # noqa: B023
-            stopper = Stopper(begun.run_dir if world.is_rank_zero else None, None, 0.0)
-            run_training(job, begun, stopper, 0.0)
+            run = on_rank_zero(job.comm, lambda: prepare(config), "prepare")  # noqa: B023
+            run_dir = run.run_dir if world.is_rank_zero else None
+            run_training(job, run, PreemptionHandler(run_dir, None, 0.0), 0.0)
 
 
 main()

@@ -67,19 +67,6 @@ def test_the_in_memory_road_beside_torchvision(tmp_path: Path) -> None:
         assert f"ratio {row['ratio']['median']:.1f}" in out
 
 
-def test_few_ranks_beside_many(tmp_path: Path) -> None:
-    words = ("--ranks", "2", "3", "--pairs", "1", "--steps", "1", "--nets", "wide")
-    out, report = run(tmp_path, "ranks.py", *words)
-    (net,) = report["nets"]
-    check(net["ratio"])
-    assert list(report["parts"]) == ["1", "2", "3"]
-    for clocks in report["parts"].values():
-        for clock in clocks.values():
-            *parts, step = clock.values()
-            assert abs(sum(parts) - step) < 0.5 * step  # medians do not add up quite
-    assert "| backward |" in out
-
-
 def test_a_checkpoint_s_stall_beside_a_synchronous_one(tmp_path: Path) -> None:
     words = ("--millions", "2", "--rounds", "2")
     out, report = run(tmp_path, "checkpoints.py", *words)
@@ -96,12 +83,6 @@ def test_what_recording_costs(openmpi: Mpi, tmp_path: Path) -> None:
     done = mpirun(openmpi, 2, *words, cwd=tmp_path)
     assert done.status == 0, done.out + done.err
     report = json.loads(file.read_text())
-    told = (report["world_size"], report["rounds"], report["steps_per_epoch"])
-    assert told == (2, 10, 23)
-    for clock in ("wall", "core"):
-        for name in ("all", "times alone"):
-            found = report[clock][name]
-            low, high = found["its 95 % interval"]
-            assert 0 < low <= high
-            assert f"{name}: {found['ratio']:.4f} ({low:.4f} to" in done.out
-            assert found["of it what is written and told at times"] > 0
+    assert report["world_size"] == 2
+    check(report["ratio"])
+    assert f"= {report['ratio']['median']:.4f} (quartiles" in done.out

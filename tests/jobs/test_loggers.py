@@ -97,7 +97,7 @@ def test_without_log_nothing_of_it_is_there(runs: Runs) -> None:
     watch.write_text(
         "import atexit, os, sys\n"
         "def tell():\n"
-        "    if 'mpitrain.train.run' in sys.modules:\n"
+        "    if 'mpitrain.tools.train.run' in sys.modules:\n"
         "        bad = {'tensorboard', 'wandb', 'google.protobuf',\n"
         "               'torch.utils.tensorboard'} & set(sys.modules)\n"
         "        open(f'modules-{os.getpid()}', 'w').write(repr(sorted(bad)))\n"

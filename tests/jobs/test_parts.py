@@ -17,7 +17,7 @@ from mpitrain.data.sources import digits
 from mpitrain.launch import guarded, init
 from mpitrain.launch.parts import Parts
 from mpitrain.models.build import build_model
-from mpitrain.record.events import Silent
+from mpitrain.train.callbacks import Callback
 from mpitrain.train.config import TrainConfig
 
 
@@ -26,12 +26,12 @@ def train(part):
     model = build_model("convnet", num_classes=10, in_channels=1, image_size=8, seed=1)
     config = TrainConfig(epochs=1, global_batch_size=200, precision="fp64")
     trainer = mpitrain.Trainer(model, data.train, data.val, config, world=part)
-    trainer.listener = heard
+    trainer.callbacks.append(heard)
     trainer.fit()
     return heard.losses
 
 
-class Heard(Silent):
+class Heard(Callback):
     def __init__(self):
         self.losses = []
 

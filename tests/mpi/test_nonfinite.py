@@ -10,7 +10,7 @@ from torch.utils.data import TensorDataset
 from trainings import (
     BATCH_SIZE,
     NUM_SAMPLES,
-    Heard,
+    History,
     Net,
     config_of,
     some,
@@ -62,7 +62,9 @@ def test_a_loss_that_is_no_number_stops_all_ranks_before_the_update(
     words = str(caught.value)
     assert f"the loss is nan in step 3 (epoch 1) on rank {rank}/" in words
     assert f" {bad}" in words
-    assert all(value.isfinite().all() for value in trainer.setup.whole_state().values())
+    assert all(
+        value.isfinite().all() for value in trainer.engine.full_state_dict().values()
+    )
 
 
 class Normed(NotANumber):
@@ -80,7 +82,7 @@ class Normed(NotANumber):
 def test_a_step_that_is_no_number_can_be_skipped(
     world: World, kind: type[NotANumber]
 ) -> None:
-    heard = Heard()
+    history = History()
     trainer = Trainer(
         kind(),
         spoilt(NUM_SAMPLES, 5),
@@ -88,11 +90,11 @@ def test_a_step_that_is_no_number_can_be_skipped(
         config_of(on_nonfinite="skip"),
         world=world,
     )
-    trainer.listener = heard
+    trainer.callbacks.append(history)
     trainer.fit()
-    assert [epoch.skipped_steps for epoch in heard.epochs] == [1, 1]
-    assert np.isfinite(heard.epochs[-1].values["loss"])
-    assert all(np.isfinite(epoch.train_loss) for epoch in heard.epochs)
-    sizes = [epoch.train_samples for epoch in heard.epochs]
+    assert [epoch.skipped_steps for epoch in history.epochs] == [1, 1]
+    assert np.isfinite(history.epochs[-1].values["loss"])
+    assert all(np.isfinite(epoch.train_loss) for epoch in history.epochs)
+    sizes = [epoch.train_samples for epoch in history.epochs]
     assert all(NUM_SAMPLES - BATCH_SIZE <= size < NUM_SAMPLES for size in sizes)
-    assert all(it.isfinite().all() for it in trainer.setup.whole_state().values())
+    assert all(it.isfinite().all() for it in trainer.engine.full_state_dict().values())

@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
-from trainings import NUM_SAMPLES, Heard, Net, config_of, some, trained
+from trainings import NUM_SAMPLES, History, Net, config_of, some, trained
 
 from mpitrain.errors import DataError, UsageError
-from mpitrain.train.feed import Batch
+from mpitrain.train.loader import Batch
 from mpitrain.train.trainer import Trainer
 from mpitrain.world import World
 
@@ -147,12 +147,12 @@ def test_features_are_what_the_backbone_returns(world: World) -> None:
 
     losses = []
     for train in (data, OneByOne()):  # of which no features are kept
-        heard = Heard()
+        history = History()
         config = config_of(probe_epochs=2, epochs=0)
         trainer = Trainer(Words(), train, data, config, world=world)
-        trainer.listener = heard
+        trainer.callbacks.append(history)
         trainer.fit()
-        losses.append(heard.losses)
+        losses.append(history.losses)
     assert losses[0] == pytest.approx(losses[1], rel=1e-9)
 
 
@@ -161,7 +161,7 @@ def test_a_step_of_ones_own_is_given_the_inputs(world: World) -> None:
     seen = set()
 
     class Twice(Trainer):
-        def step(self, batch: Batch) -> Tensor:
+        def compute_loss(self, batch: Batch) -> Tensor:
             seen.add(tuple(batch.inputs.shape[1:]))
             first = self.loss(self.forward(batch.inputs), batch.targets)
             return first + self.loss(self.forward(-batch.inputs), batch.targets)
@@ -182,11 +182,11 @@ def test_a_step_of_ones_own_is_given_the_inputs(world: World) -> None:
 
 def test_a_step_of_ones_own_mixes_by_ours_or_is_refused(world: World) -> None:
     class Ours(Trainer):
-        def step(self, batch: Batch) -> Tensor:
-            return super().step(batch)
+        def compute_loss(self, batch: Batch) -> Tensor:
+            return super().compute_loss(batch)
 
     class Own(Trainer):
-        def step(self, batch: Batch) -> Tensor:
+        def compute_loss(self, batch: Batch) -> Tensor:
             return self.loss(self.forward(batch.inputs), batch.targets)
 
     config = config_of(epochs=1, mixup=0.4)
@@ -196,7 +196,7 @@ def test_a_step_of_ones_own_mixes_by_ours_or_is_refused(world: World) -> None:
         kind(model, some(NUM_SAMPLES), some(29, "val"), config, world=world).fit()
         weights.append(model.head.weight.detach())
     torch.testing.assert_close(*weights, rtol=0, atol=0)
-    with pytest.raises(UsageError, match=r"--mixup is done in Trainer\.step"):
+    with pytest.raises(UsageError, match=r"--mixup is done in Trainer\.compute_loss"):
         Own(Net(), some(NUM_SAMPLES), some(29, "val"), config, world=world).fit()
 
 

@@ -9,7 +9,6 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,13 +16,13 @@ import torch
 from torch import Tensor
 from trainings import Net, config_of, some
 
-from mpitrain.checkpoints import layout, storage
-from mpitrain.checkpoints.loading import Loader, check, newest_whole
-from mpitrain.checkpoints.saving import Outcome, Saver
+from mpitrain.checkpoint import dcp, layout
+from mpitrain.checkpoint.checkpointer import Checkpointer
+from mpitrain.checkpoint.manager import CheckpointManager, Outcome
+from mpitrain.checkpoint.reader import CheckpointReader, check, newest_complete
 from mpitrain.errors import DataError, UsageError
 from mpitrain.launch.shared import Ranks, all_ranks
-from mpitrain.train.keeping import Keeper
-from mpitrain.train.steps import SoFar
+from mpitrain.train.state import TrainState
 from mpitrain.train.trainer import Trainer
 from mpitrain.world import World
 
@@ -50,55 +49,54 @@ def tensors(world: World, value: float = 1.0) -> dict[str, Tensor]:
     return found
 
 
-FACTS = {
-    "run": "a",
-    "config": {
-        "model": "convnet", "data": "digits", "precision": "fp32", "seed": 1,
-        "epochs": 9, "probe_epochs": 0, "global_batch_size": 64,
-    },
-    "data": {"num_classes": 10, "in_channels": 1, "image_size": 8},
-    "num_samples": {"train": 96, "val": 40},
-}  # fmt: skip
-"""What the run's checkpoints all say."""
-
-
-def facts_of(step: int) -> dict[str, Any]:
-    """What a keeper adds to it."""
-    return FACTS | {
-        "stage": "train", "strategy": "ddp", "world_size": 2, "scale": [1.0, 0],
-        "so_far": asdict(SoFar(num_steps=step)), "extra_state": {}, "goodness": None,
-        "record": None,
+def metadata_of(step: int) -> dict[str, Any]:
+    return {
+        "run": "a", "step": step, "world_size": 2, "extra_state": {}, "metric": None,
+        "user_state": None,
+        "trainer": {
+            "config": {
+                "model": "convnet", "data": "digits", "precision": "fp32", "seed": 1,
+                "epochs": 9, "probe_epochs": 0, "global_batch_size": 64,
+            },
+            "data": None, "num_samples": {"train": 96, "val": 40}, "stage": "train",
+            "strategy": "ddp", "state": asdict(TrainState(step=step)),
+            "loss_scale": [1.0, 0], "callbacks": {},
+        },
     }  # fmt: skip
 
 
-def saver_of(run_dir: Path, world: World, ranks: Ranks, **more: Any) -> Saver:
-    given = {"keep": None, "before_naming": lambda: None, **more}
-    return Saver(run_dir, world, ranks, **given)
+def saver_of(
+    run_dir: Path, world: World, ranks: Ranks, **more: Any
+) -> CheckpointManager:
+    given = {"keep": None, "before_rename": lambda: None, **more}
+    return CheckpointManager(run_dir, world, ranks, **given)
 
 
-def written(saver: Saver) -> Outcome:
-    outcome = saver.finish(lambda: None)
+def written(saver: CheckpointManager) -> Outcome:
+    outcome = saver.finish("testing")
     assert outcome is not None
     return outcome
 
 
 def test_each_rank_writes_its_share(world: World, ranks: Ranks, run_dir: Path) -> None:
     saver = saver_of(run_dir, world, ranks)
-    saver.begin(tensors(world), facts_of(5), 5, 0)
+    saver.save(tensors(world), metadata_of(5), 5, 0)
     assert saver.is_busy
-    assert written(saver).why_not == ""
+    assert written(saver).error == ""
     assert not saver.is_busy
-    (found,) = layout.find(run_dir)
+    (found,) = layout.list_checkpoints(run_dir)
     sizes = [file.stat().st_size for file in found.path.glob("rank-*.bin")]
     assert len(sizes) == world.world_size
     assert sum(sizes) < 1.2 * 2000 * NUM * (NUM + 1) / 2  # nothing twice
     assert max(sizes) < 4 * sum(sizes) / world.world_size
-    loader = Loader(found)
+    loader = CheckpointReader(found)
     read = {name: torch.zeros_like(tensor) for name, tensor in tensors(world).items()}
     loader.load(read)
     for name, tensor in tensors(world).items():
         assert torch.equal(read[name], tensor)
-    assert set(loader.outlines("own/")) == {str(r) for r in range(world.world_size)}
+    assert set(loader.tensor_metadata("own/")) == {
+        str(r) for r in range(world.world_size)
+    }
 
 
 def test_what_is_written_is_what_was_there_at_the_begin(
@@ -109,13 +107,13 @@ def test_what_is_written_is_what_was_there_at_the_begin(
     for step in (1, 2, 3):
         for tensor in state.values():
             tensor.fill_(step)
-        saver.begin(state, facts_of(step), step, 0)
+        saver.save(state, metadata_of(step), step, 0)
         for tensor in state.values():
             tensor.fill_(99)
         assert written(saver).step == step
-    for checkpoint in layout.find(run_dir):
+    for checkpoint in layout.list_checkpoints(run_dir):
         read = {"all/3": torch.zeros(4, 500)}
-        Loader(checkpoint).load(read)
+        CheckpointReader(checkpoint).load(read)
         assert (read["all/3"] == checkpoint.step).all()
 
 
@@ -136,18 +134,18 @@ def test_a_failure_of_one_rank_is_known_to_all_and_the_next_one_succeeds(
             raise OSError(errno.ENOSPC, "No space left on device", "there")
 
         if world.rank == faulty:
-            patch.setattr(storage.Writer, name, fails)
+            patch.setattr(dcp.Writer, name, fails)
         for step in (1, 2):
-            saver.begin(tensors(world), facts_of(step), step, 0)
+            saver.save(tensors(world), metadata_of(step), step, 0)
             outcome = written(saver)
-            assert f"[rank {faulty}/{world.world_size} " in outcome.why_not
-            assert "No space left on device: there" in outcome.why_not
+            assert f"[rank {faulty}/{world.world_size} " in outcome.error
+            assert "No space left on device: there" in outcome.error
             assert not saver.is_busy
-    saver.begin(tensors(world), facts_of(3), 3, 0)
-    assert written(saver).why_not == ""
+    saver.save(tensors(world), metadata_of(3), 3, 0)
+    assert written(saver).error == ""
     ranks.tell_all(None)
-    assert [it.step for it in layout.find(run_dir)] == [3]
-    check(layout.find(run_dir)[0])
+    assert [it.step for it in layout.list_checkpoints(run_dir)] == [3]
+    check(layout.list_checkpoints(run_dir)[0])
     end = time.monotonic() + 10
     while any((run_dir / layout.FOLDER).glob(".step-*")):
         assert time.monotonic() < end
@@ -158,9 +156,9 @@ def test_all_ranks_agree_on_what_is_broken(
 ) -> None:
     saver = saver_of(run_dir, world, ranks)
     for step in range(1, 4):
-        saver.begin(tensors(world), facts_of(step), step, 0)
+        saver.save(tensors(world), metadata_of(step), step, 0)
         written(saver)
-    newest, middle, oldest = layout.find(run_dir)
+    newest, middle, oldest = layout.list_checkpoints(run_dir)
     if world.is_rank_zero:
         last = f"rank-{world.world_size - 1}.bin"
         data = bytearray((newest.path / last).read_bytes())
@@ -168,7 +166,7 @@ def test_all_ranks_agree_on_what_is_broken(
         (newest.path / last).write_bytes(data)
         (middle.path / "SHA256SUMS").unlink()
     ranks.tell_all(None)
-    assert newest_whole(run_dir, "a", world, ranks, lambda: None) == oldest
+    assert newest_complete(run_dir, "a", world, ranks) == oldest
     ranks.tell_all(None)
     names = {path.name for path in (run_dir / layout.FOLDER).iterdir()}
     assert names == {
@@ -177,8 +175,21 @@ def test_all_ranks_agree_on_what_is_broken(
         f"{newest.path.name}.broken",
     }
     with pytest.raises(DataError, match="another run wrote it"):
-        newest_whole(run_dir, "b", world, ranks, lambda: None)
-    assert oldest.facts()["run"] == "a"  # it is where it was
+        newest_complete(run_dir, "b", world, ranks)
+    assert oldest.metadata()["run"] == "a"  # it is where it was
+
+
+class NoRequests:
+    """Never asks to stop."""
+
+    def requested(self) -> int:
+        return 0
+
+    def close(self) -> None:
+        pass
+
+    def give_up(self) -> None:
+        pass
 
 
 def trainer_with_scores(
@@ -186,28 +197,19 @@ def trainer_with_scores(
 ) -> Trainer:
     """A trainer that keeps checkpoints, with a metric that is known beforehand."""
     given = itertools.chain([0.0], scores)  # one batch for each evaluation
-    config = config_of(
-        epochs=len(scores), keep_checkpoints=1, best_by=best_by, global_batch_size=64
-    )
+    checkpointer = Checkpointer(run_dir, keep=1, best_by=best_by)
+    checkpointer.open(world, run_id="a", handler=NoRequests())  # type: ignore[arg-type]
+    checkpointer.is_disabled = False  # though there is no run.json
     trainer = Trainer(
         Net(),
         some(64),
         some(world.world_size, "val"),
-        config,
+        config_of(epochs=len(scores), global_batch_size=64),
         world=world,
         metrics=lambda *_: {"score": torch.tensor(next(given)).double()},
+        callbacks=[checkpointer],
     )
     next(given)
-    trainer.keeper = Keeper(
-        trainer,
-        run_dir=run_dir,
-        facts=FACTS,
-        world=world,
-        ranks=ranks,
-        stopper=SimpleNamespace(wanted=lambda: 0),  # type: ignore[arg-type]
-        record=None,
-        loader=None,
-    )
     return trainer
 
 
@@ -219,25 +221,27 @@ def test_the_best_epoch_is_kept_though_writes_take_longer_than_epochs(
     run_dir: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    write = storage.Writer.write
+    write = dcp.Writer.write
     names = []
 
-    def slowly(self: storage.Writer) -> Any:
+    def slowly(self: dcp.Writer) -> Any:
         names.append(self.path.name)
         time.sleep(0.6)
         return write(self)
 
-    monkeypatch.setattr(storage.Writer, "write", slowly)
+    monkeypatch.setattr(dcp.Writer, "write", slowly)
     scores = [0.1, 0.3, 0.5, 0.2, 0.9, 0.4, 0.3, 0.2]
     if best_by.startswith("min"):
         scores = [-score for score in scores]
     trainer_with_scores(world, ranks, run_dir, scores, best_by).fit()
     ranks.tell_all(None)
-    best = layout.best_of(layout.find(run_dir))
+    best = layout.best_of(layout.list_checkpoints(run_dir))
     assert best is not None
     assert best.epoch == 5
-    assert best.facts()["so_far"]["values"]["score"] == pytest.approx(scores[4])
-    assert len(layout.find(run_dir)) == 2  # and the newest
+    assert best.metadata()["trainer"]["state"]["metrics"]["score"] == pytest.approx(
+        scores[4]
+    )
+    assert len(layout.list_checkpoints(run_dir)) == 2  # and the newest
     assert len(names) < len(scores)  # no epoch waited for another one's write
 
 

@@ -22,7 +22,7 @@ from mpitrain.data.sharding import Share
 from mpitrain.data.streams import Stream
 from mpitrain.errors import DataError
 from mpitrain.launch.shared import all_ranks
-from mpitrain.train.feed import Feed
+from mpitrain.train.loader import BatchLoader
 from mpitrain.world import World
 
 pytestmark = pytest.mark.mpi
@@ -103,22 +103,22 @@ def steps_of(
         micro_batch_size=micro_batch_size,
     )
     mine = []
-    for step in Feed(samples, world, pixels).steps(share, epoch):
+    for step in BatchLoader(samples, world, pixels).steps(share, epoch):
         targets: list[int] = []
         inputs: list[float] = []
-        num_microsteps = 0
-        for batch in step.microsteps:
-            num_microsteps += 1
+        num_micro_batches = 0
+        for batch in step.micro_batches:
+            num_micro_batches += 1
             assert len(batch.inputs) >= 1  # whoever has none walks along
             targets += batch.targets[: len(batch)].tolist()
             inputs += batch.inputs[: len(batch), -1].tolist()
             assert isinstance(batch.indices, np.ndarray)
             assert len(set(batch.indices.tolist())) == len(batch)
-        mine.append((step.num_samples, num_microsteps, targets, inputs))
+        mine.append((step.num_samples, num_micro_batches, targets, inputs))
     by_rank = all_ranks(world).tell_all(mine)
     steps = []
     for of_step in zip(*by_rank, strict=True):  # as many steps on every rank
-        assert len({(size, microsteps) for size, microsteps, *_ in of_step}) == 1
+        assert len({(size, micro_batches) for size, micro_batches, *_ in of_step}) == 1
         targets = [number for *_, found, _ in of_step for number in found]
         inputs = [number for *_, found in of_step for number in found]
         assert len(targets) == of_step[0][0]

@@ -135,14 +135,14 @@ def test_samples_are_mixed_with_the_one_before_them_in_the_step(
     config = config_of(**flags)
 
     def prepare(x: Tensor, y: Tensor, epoch: int, step: int) -> Any:
-        mix = mixing.drawn(config, epoch, step, (8, 8))
+        mix = mixing.draw_mix(config, epoch, step, (8, 8))
         mixed = mix.apply(torch.cat([x[-1:], x]))
         before = y.roll(1)
 
         def loss(model: nn.Module) -> Tensor:
             outputs = model(mixed)
             own, other = (F.cross_entropy(outputs, it) for it in (y, before))
-            return mix.share * own + (1 - mix.share) * other
+            return mix.weight * own + (1 - mix.weight) * other
 
         return loss
 

@@ -15,7 +15,7 @@ from trainings import (
     BATCH_SIZE,
     EPOCHS,
     NUM_SAMPLES,
-    Heard,
+    History,
     Net,
     by_hand,
     config_of,
@@ -78,7 +78,7 @@ def in_order(num: int) -> InMemory:
 
 @pytest.mark.parametrize("num", [NUM_SAMPLES, 3])
 def test_a_stream_that_can_be_cut_is_read_once(world: World, num: int) -> None:
-    heard = Heard()
+    history = History()
     trainer = Trainer(
         Net(),
         CanBeCut(num),
@@ -86,9 +86,9 @@ def test_a_stream_that_can_be_cut_is_read_once(world: World, num: int) -> None:
         config_of(schedule="constant"),
         world=world,
     )
-    trainer.listener = heard
+    trainer.callbacks.append(history)
     trainer.fit()
-    assert [epoch.train_samples for epoch in heard.epochs] == [num] * EPOCHS
+    assert [epoch.train_samples for epoch in history.epochs] == [num] * EPOCHS
 
 
 @pytest.mark.parametrize("strategy", ["auto", "fsdp"])

@@ -44,15 +44,14 @@ def test_the_gradient_is_that_of_one_process(
         TrainConfig(precision="fp64", micro_batch_size=micro_batch_size),
         world=world,
     )
-    setup = trainer.set_up()
-    setup.begin(setup.plan.stages[0])
-    trainer._at = 1, 0
-    (step,) = setup.feed.steps(setup.plan.share_of(world.rank, samples), epoch=1)
+    engine = trainer.set_up()
+    engine.start_stage(engine.plan.stages[0])
+    share = engine.plan.share_of(world.rank, samples)
+    (step,) = engine.train_loader.steps(share, epoch=1)
     assert step.num_samples == num_samples
-    losses = trainer.accumulate_gradient(step)
-    sums = torch.zeros(2, dtype=torch.float64)
-    for indices, total in losses:
-        sums += torch.tensor([total, len(indices)])
+    trainer.train_step(step)
+    trainer.sync_metrics()
+    state = trainer.state
 
     alone = net()
     inputs, labels, _, _ = data.batch(samples)
@@ -61,9 +60,8 @@ def test_the_gradient_is_that_of_one_process(
     for one, other in zip(model.parameters(), alone.parameters(), strict=True):
         torch.testing.assert_close(one.grad, other.grad, rtol=1e-10, atol=1e-12)
 
-    torch.distributed.all_reduce(sums)
-    assert sums[1].item() == num_samples
-    assert (sums[0] / sums[1]).item() == pytest.approx(loss.item(), rel=1e-12)
+    assert state.num_samples == num_samples
+    assert state.loss_sum / num_samples == pytest.approx(loss.item(), rel=1e-12)
 
 
 def test_every_sample_has_one_rank(comm: MPI.Intracomm, world: World) -> None:
@@ -85,8 +83,8 @@ def test_evaluation_equals_that_of_one_process(world: World) -> None:
     trainer = Trainer(
         net(), digits().train, samples, TrainConfig(precision="fp64"), world=world
     )
-    setup = trainer.set_up()
-    setup.begin(setup.plan.stages[0])
+    engine = trainer.set_up()
+    engine.start_stage(engine.plan.stages[0])
     found = trainer.evaluate()
     with torch.no_grad():
         scores = net()(samples.inputs.double())

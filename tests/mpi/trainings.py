@@ -14,8 +14,9 @@ from torch.utils.data import TensorDataset
 
 from mpitrain.data.sharding import epoch_order
 from mpitrain.data.sources import InMemory, digits
-from mpitrain.record.events import Epoch, Pace, Silent, StepRow
+from mpitrain.train.callbacks import Callback
 from mpitrain.train.config import TrainConfig
+from mpitrain.train.metrics import EpochMetrics, StepMetrics, Throughput
 from mpitrain.train.trainer import Trainer
 from mpitrain.world import World
 
@@ -43,26 +44,26 @@ def some(num: int, part: str = "train") -> TensorDataset:
     return TensorDataset(samples.inputs[:num], samples.targets[:num])
 
 
-class Heard(Silent):
-    """Listens to a training."""
+class History(Callback):
+    """Keeps the metrics of a training."""
 
     def __init__(self) -> None:
-        self.epochs: list[Epoch] = []
-        self.rows: list[StepRow] = []
-        self.paces: list[Pace] = []
+        self.epochs: list[EpochMetrics] = []
+        self.steps: list[StepMetrics] = []
+        self.throughputs: list[Throughput] = []
 
-    def rows_done(self, rows: Sequence[StepRow]) -> None:
-        self.rows += rows
+    def on_metrics(self, trainer: Any, steps: Sequence[StepMetrics]) -> None:
+        self.steps += steps
 
-    def pace_done(self, pace: Pace) -> None:
-        self.paces.append(pace)
+    def on_throughput(self, trainer: Any, throughput: Throughput) -> None:
+        self.throughputs.append(throughput)
 
-    def epoch_done(self, epoch: Epoch) -> None:
+    def on_epoch_end(self, trainer: Any, epoch: EpochMetrics) -> None:
         self.epochs.append(epoch)
 
     @property
     def losses(self) -> list[float]:
-        steps = [row.loss for row in self.rows]
+        steps = [step.loss for step in self.steps]
         return steps + [epoch.values["loss"] for epoch in self.epochs]
 
 
@@ -80,7 +81,7 @@ def trained(
     world: World, *, data: Any = None, model: nn.Module | None = None, **settings: Any
 ) -> tuple[list[float], dict[str, Tensor]]:
     """Losses of all steps and validations, and the final weights."""
-    heard = Heard()
+    history = History()
     trainer = Trainer(
         model or Net(),
         data or some(NUM_SAMPLES),
@@ -88,10 +89,10 @@ def trained(
         config_of(**settings),
         world=world,
     )
-    trainer.listener = heard
+    trainer.callbacks.append(history)
     trainer.fit()
-    state = trainer.setup.whole_state()
-    return heard.losses, state
+    state = trainer.engine.full_state_dict()
+    return history.losses, state
 
 
 def by_hand(

@@ -10,7 +10,7 @@ from typing import Literal
 
 import numpy as np
 
-from mpitrain.record.times import PHASES
+from mpitrain.record.rank_times import PHASES
 
 BEGAN = 1_795_000_000.0
 START_SECONDS = 12.0

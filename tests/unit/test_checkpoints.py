@@ -19,16 +19,17 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
-from mpitrain.checkpoints import layout
-from mpitrain.checkpoints.layout import BrokenCheckpoint, Checkpoint
-from mpitrain.checkpoints.loading import Loader, check, newest_whole
-from mpitrain.checkpoints.storage import LoadPlanner, Reader, SavePlanner, Writer
+from mpitrain.checkpoint import format, layout
+from mpitrain.checkpoint.dcp import LoadPlanner, Reader, SavePlanner, Writer
+from mpitrain.checkpoint.format import BrokenCheckpoint
+from mpitrain.checkpoint.layout import Checkpoint
+from mpitrain.checkpoint.reader import CheckpointReader, check, newest_complete
 from mpitrain.errors import DataError
 from mpitrain.launch.shared import Alone
-from mpitrain.train.steps import SoFar
+from mpitrain.train.state import TrainState
 from mpitrain.world import World
 
-NAMES = ("SHA256SUMS", "facts.json", "rank-0.bin", "tensors.json")
+NAMES = ("SHA256SUMS", "metadata.json", "rank-0.bin", "tensors.json")
 
 
 def tensors() -> dict[str, Tensor]:
@@ -53,29 +54,32 @@ def _quiet() -> None:
     logging.getLogger("c10d-NullHandler-dcp_logger").setLevel(logging.ERROR)
 
 
-def facts_of(step: int) -> dict[str, Any]:
-    """What the smallest training writes down."""
-    so_far = asdict(SoFar(num_steps=step, epoch=3, epoch_steps=2, values={"loss": 0.5}))
+def metadata_of(step: int) -> dict[str, Any]:
+    """What the smallest training writes."""
+    state = asdict(TrainState(step=step, epoch=3, epoch_step=2, metrics={"loss": 0.5}))
     return {
-        "run": "a", "stage": "train", "strategy": "ddp", "world_size": 2,
-        "config": {
-            "model": "convnet", "data": "digits", "precision": "fp32", "seed": 1,
-            "epochs": 4, "probe_epochs": 0, "global_batch_size": 64,
+        "run": "a", "step": step, "world_size": 2, "extra_state": {}, "metric": 0.5,
+        "user_state": None,
+        "trainer": {
+            "stage": "train", "strategy": "ddp", "state": state,
+            "config": {
+                "model": "convnet", "data": "digits", "precision": "fp32", "seed": 1,
+                "epochs": 4, "probe_epochs": 0, "global_batch_size": 64,
+            },
+            "data": {"num_classes": 10, "in_channels": 1, "image_size": 8},
+            "num_samples": {"train": 96, "val": 40}, "loss_scale": [1.0, 0],
+            "callbacks": {"Recorder": {"metrics_bytes": 0, "values": {}}},
         },
-        "data": {"num_classes": 10, "in_channels": 1, "image_size": 8},
-        "num_samples": {"train": 96, "val": 40}, "so_far": so_far, "scale": [1.0, 0],
-        "extra_state": {}, "goodness": 0.5,
-        "record": {"metrics_bytes": 0, "values": {}},
     }  # fmt: skip
 
 
-def write(run_dir: Path, step: int = 120, **facts: Any) -> Checkpoint:
+def write(run_dir: Path, step: int = 120, **metadata: Any) -> Checkpoint:
     path = run_dir / layout.FOLDER / layout.name_of(step)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that there is no process group
         dcp.save(
             tensors(),
-            storage_writer=Writer(path, facts=facts_of(step) | facts),
+            storage_writer=Writer(path, metadata=metadata_of(step) | metadata),
             planner=SavePlanner(),
             no_dist=True,
         )
@@ -97,7 +101,7 @@ def test_what_is_read_is_what_was_written(tmp_path: Path) -> None:
     for name, tensor in tensors().items():
         assert torch.equal(read[name], tensor), name
         assert read[name].stride() == torch.zeros_like(tensor).stride()
-    assert checkpoint.facts()["note"] == [1, "x"]
+    assert checkpoint.metadata()["note"] == [1, "x"]
     assert sorted(path.name for path in checkpoint.path.iterdir()) == list(NAMES)
     done = subprocess.run(
         ["sha256sum", "--check", "--strict", "SHA256SUMS"],
@@ -130,7 +134,7 @@ def test_damage_to_any_file_is_noticed(name: str, how: str, tmp_path: Path) -> N
 
 def test_every_flipped_bit_of_a_small_file_is_noticed(tmp_path: Path) -> None:
     checkpoint = write(tmp_path)
-    for name in ("SHA256SUMS", "facts.json"):
+    for name in ("SHA256SUMS", "metadata.json"):
         file = checkpoint.path / name
         data = file.read_bytes()
         for place in range(len(data)):
@@ -162,7 +166,7 @@ def test_a_pickle_in_any_file_is_not_run(name: str, tmp_path: Path) -> None:
     with contextlib.suppress(BrokenCheckpoint):
         check(checkpoint)
     with contextlib.suppress(BrokenCheckpoint):
-        Loader(checkpoint).load(read)
+        CheckpointReader(checkpoint).load(read)
     assert not Path(HIT).exists()
     with file.open("rb") as hostile:  # it is one
         pickle.load(hostile)
@@ -190,9 +194,9 @@ def test_a_pickle_in_any_file_is_not_run(name: str, tmp_path: Path) -> None:
 )
 def test_an_index_that_makes_no_sense_is_refused(changed: Any, tmp_path: Path) -> None:
     checkpoint = write(tmp_path)
-    layout.write_json(checkpoint.path, "tensors.json", changed)
+    format.write_json(checkpoint.path, "tensors.json", changed)
     with pytest.raises(BrokenCheckpoint, match=r"tensors\.json"):
-        Loader(checkpoint)
+        CheckpointReader(checkpoint)
 
 
 def changed(checkpoint: Checkpoint, file: str, at: str, value: Any) -> None:
@@ -203,28 +207,28 @@ def changed(checkpoint: Checkpoint, file: str, at: str, value: Any) -> None:
     for key in before:
         it = it[int(key) if isinstance(it, list) else key]
     it[int(last) if isinstance(it, list) else last] = value
-    sums = layout.read_sums(checkpoint.path)
-    sums[file] = layout.write_json(checkpoint.path, file, found)
-    layout.write_sums(checkpoint.path, sums)
+    sums = format.read_sums(checkpoint.path)
+    sums[file] = format.write_json(checkpoint.path, file, found)
+    format.write_sums(checkpoint.path, sums)
 
 
 IMPOSSIBLE = [
-    ("facts.json", "so_far.num_steps", -1),
-    ("facts.json", "so_far.num_steps", 121),  # its name says 120
-    ("facts.json", "so_far.epoch", 10**18),
-    ("facts.json", "so_far.epoch", 6),  # of 4: it would be finished
-    ("facts.json", "so_far.epoch", 2.5),
-    ("facts.json", "so_far.epoch", True),
-    ("facts.json", "so_far.steps_seconds", float("nan")),
-    ("facts.json", "so_far.taken", [1, -1]),
-    ("facts.json", "so_far.values", {"loss": "low"}),
-    ("facts.json", "so_far", None),
-    ("facts.json", "so_far.more", 1),
-    ("facts.json", "goodness", float("inf")),
-    ("facts.json", "goodness", "good"),
-    ("facts.json", "world_size", 0),
-    ("facts.json", "scale", []),
-    ("facts.json", "record.metrics_bytes", -5),
+    ("metadata.json", "trainer.state.step", -1),
+    ("metadata.json", "trainer.state.step", 121),  # its name says 120
+    ("metadata.json", "trainer.state.epoch", 10**18),
+    ("metadata.json", "trainer.state.epoch", 6),  # of 4: it would be finished
+    ("metadata.json", "trainer.state.epoch", 2.5),
+    ("metadata.json", "trainer.state.epoch", True),
+    ("metadata.json", "trainer.state.steps_seconds", float("nan")),
+    ("metadata.json", "trainer.state.samples_per_shard", [1, -1]),
+    ("metadata.json", "trainer.state.metrics", {"loss": "low"}),
+    ("metadata.json", "trainer.state", None),
+    ("metadata.json", "trainer.state.more", 1),
+    ("metadata.json", "metric", float("inf")),
+    ("metadata.json", "metric", "good"),
+    ("metadata.json", "world_size", 0),
+    ("metadata.json", "trainer.loss_scale", []),
+    ("metadata.json", "trainer.callbacks.Recorder.metrics_bytes", -5),
     ("tensors.json", "tensors.whole.shape", [5 * 10**9, 7]),
     ("tensors.json", "tensors.whole.chunks.0.1", [5 * 10**9, 9]),
     ("tensors.json", "tensors.whole.chunks.0.1", [10**30, 9]),
@@ -247,21 +251,36 @@ def test_what_cannot_be_is_broken_though_the_sums_fit(
 
 def test_every_field_is_looked_at(tmp_path: Path) -> None:
     checkpoint = write(tmp_path)
-    for name in layout.SCHEMA:
-        changed(checkpoint, "facts.json", name, {"no": ["such"]})
+    for name in format.SCHEMA:
+        changed(checkpoint, "metadata.json", name, {"no": ["such"]})
         with contextlib.suppress(BrokenCheckpoint):
-            checkpoint.facts()
-            assert dict in layout.SCHEMA[name][0]
-        layout.write_json(checkpoint.path, "facts.json", facts_of(checkpoint.step))
-    assert {f"so_far.{it.name}" for it in fields(SoFar)} <= set(layout.SCHEMA)
+            checkpoint.metadata()
+            assert dict in format.SCHEMA[name][0]
+        format.write_json(
+            checkpoint.path, "metadata.json", metadata_of(checkpoint.step)
+        )
+    assert {f"trainer.state.{it.name}" for it in fields(TrainState)} <= set(
+        format.SCHEMA
+    )
+
+
+def test_a_checkpoint_of_format_1_reads_as_format_2(tmp_path: Path) -> None:
+    for strategy in ("ddp", "fsdp"):
+        golden = Path(__file__).parents[1] / "golden/checkpoints" / strategy
+        (checkpoint,) = layout.list_checkpoints(golden)
+        check(checkpoint)
+        found = checkpoint.metadata()
+        assert set(found) - {"format"} == set(metadata_of(0))
+        assert set(found["trainer"]) == set(metadata_of(0)["trainer"])
+        assert found["trainer"]["state"]["step"] == checkpoint.step
 
 
 def test_json_that_is_too_deep_is_broken(tmp_path: Path) -> None:
     checkpoint = write(tmp_path)
     deep = '{"format": 1, "a": ' + "[" * 100_000 + "]" * 100_000 + "}"
-    (checkpoint.path / "facts.json").write_text(deep)
-    with pytest.raises(BrokenCheckpoint, match=r"facts\.json"):
-        checkpoint.facts()
+    (checkpoint.path / "metadata.json").write_text(deep)
+    with pytest.raises(BrokenCheckpoint, match=r"metadata\.json"):
+        checkpoint.metadata()
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -287,18 +306,18 @@ def test_impossible_ones_are_set_aside_and_the_one_before_is_taken(
 ) -> None:
     before = write(tmp_path, 100)
     changed(write(tmp_path, 110), "tensors.json", "tensors.whole.chunks", [])
-    changed(write(tmp_path, 120), "facts.json", "so_far.epoch", 10**18)
+    changed(write(tmp_path, 120), "metadata.json", "trainer.state.epoch", 10**18)
     world = World(
         rank=0, world_size=1, local_rank=0, local_world_size=1, node_rank=0, nodes=()
     )
-    found = newest_whole(tmp_path, "a", world, Alone(), lambda: None)  # type: ignore[arg-type]
+    found = newest_complete(tmp_path, "a", world, Alone())
     assert found == before
     names = {path.name for path in (tmp_path / layout.FOLDER).glob("*.broken")}
     assert names == {"step-00000110.broken", "step-00000120.broken"}
 
 
 def test_a_tensor_that_is_missing_or_of_another_shape_is_named(tmp_path: Path) -> None:
-    loader = Loader(write(tmp_path))
+    loader = CheckpointReader(write(tmp_path))
     with pytest.raises(BrokenCheckpoint, match="stranger"):
         loader.load({"stranger": torch.zeros(1)})
     with pytest.raises(BrokenCheckpoint, match="whole"):
@@ -313,24 +332,26 @@ def test_the_newest_come_first_and_others_are_not_found(tmp_path: Path) -> None:
     )
     for name in names:
         (folder / name).mkdir(parents=True)
-    assert [checkpoint.path.name for checkpoint in layout.find(tmp_path)] == [
+    assert [
+        checkpoint.path.name for checkpoint in layout.list_checkpoints(tmp_path)
+    ] == [
         *("step-123456789", "step-00000010-epoch-2", "step-00000010", "step-00000009")
     ]
-    assert layout.find(tmp_path / "nowhere") == []
+    assert layout.list_checkpoints(tmp_path / "nowhere") == []
     with pytest.raises(DataError, match="is no checkpoint"):
         layout.checkpoint_at(folder / "other")
 
 
 def test_the_best_stays_beside_the_newest(tmp_path: Path) -> None:
-    for step, goodness in ((1, 0.5), (2, 0.9), (3, None), (4, 0.9), (5, 0.1)):
-        write(tmp_path, step, goodness=goodness)
-    best = layout.best_of(layout.find(tmp_path))
+    for step, metric in ((1, 0.5), (2, 0.9), (3, None), (4, 0.9), (5, 0.1)):
+        write(tmp_path, step, metric=metric)
+    best = layout.best_of(layout.list_checkpoints(tmp_path))
     assert best is not None
     assert best.step == 4
-    layout.remove_superfluous(tmp_path, 1)
-    assert [it.step for it in layout.find(tmp_path)] == [5, 4]
-    layout.remove_superfluous(tmp_path, None)
-    assert len(layout.find(tmp_path)) == 2
+    layout.remove_old(tmp_path, 1)
+    assert [it.step for it in layout.list_checkpoints(tmp_path)] == [5, 4]
+    layout.remove_old(tmp_path, None)
+    assert len(layout.list_checkpoints(tmp_path)) == 2
     assert sorted(it.name for it in (tmp_path / layout.FOLDER).iterdir()) == [
         *("step-00000004", "step-00000005")
     ]
@@ -339,8 +360,8 @@ def test_the_best_stays_beside_the_newest(tmp_path: Path) -> None:
 def test_what_is_set_aside_is_kept_and_not_found(tmp_path: Path) -> None:
     for expected in ("step-00000120.broken", "step-00000120.broken-2"):
         assert layout.set_aside(write(tmp_path), "broken").name == expected
-    assert layout.find(tmp_path) == []
-    layout.remove_superfluous(tmp_path, 1)
+    assert layout.list_checkpoints(tmp_path) == []
+    layout.remove_old(tmp_path, 1)
     assert len(list((tmp_path / layout.FOLDER).iterdir())) == 2
 
 
@@ -350,5 +371,5 @@ def test_unfinished_ones_are_removed_and_told(tmp_path: Path) -> None:
     told: list[str] = []
     layout.remove_unfinished(tmp_path, told.append)
     assert len(told) == 1
-    assert layout.find(tmp_path) == [whole]
+    assert layout.list_checkpoints(tmp_path) == [whole]
     check(whole)

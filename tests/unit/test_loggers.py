@@ -14,21 +14,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from mpitrain.cli import read_config
-from mpitrain.data.pixels import as_bytes
 from mpitrain.errors import UsageError
 from mpitrain.record.config import LogConfig
-from mpitrain.record.events import Epoch, Listeners, Pace, Silent, StepRow
 from mpitrain.record.loggers import Logger, RunFacts, feeding
 from mpitrain.record.loggers.choice import open_loggers, refuse_missing
 from mpitrain.record.loggers.csv_file import CsvFile
 from mpitrain.record.loggers.feeding import Fed
 from mpitrain.record.loggers.telling import Loggers
 from mpitrain.train.config import TrainConfig
-from mpitrain.train.feed import Batch
-from mpitrain.train.first_batch import show_images
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "jobs"))
 import logged
@@ -72,11 +67,11 @@ def quiet(_: str) -> None:
     """Progress that nobody hears."""
 
 
-def row(step: int) -> StepRow:
-    return StepRow(epoch=1, step=step, loss=0.1 / step, lr=0.01, gradient_norm=2.0)
+def row(step: int) -> StepMetrics:
+    return StepMetrics(epoch=1, step=step, loss=0.1 / step, lr=0.01, grad_norm=2.0)
 
 
-EPOCH = Epoch(
+EPOCH = EpochMetrics(
     stage="train",
     epoch=1,
     step=3,
@@ -90,7 +85,7 @@ EPOCH = Epoch(
     epoch_seconds=1.5,
 )
 
-PACE = Pace(
+PACE = Throughput(
     epoch=1,
     step=3,
     num_steps=2,
@@ -195,7 +190,7 @@ def test_numbers_that_are_none_are_written(facts: Any, tmp_path: Path) -> None:
     config = LogConfig(log=("csv", "tensorboard"), log_every_steps=1)
     loggers = open_loggers(config, facts())
     loggers.start()
-    bad = StepRow(epoch=1, step=1, loss=math.nan, lr=0.1, gradient_norm=math.inf)
+    bad = StepMetrics(epoch=1, step=1, loss=math.nan, lr=0.1, grad_norm=math.inf)
     loggers.rows_done([bad])
     loggers.finish("finished", quiet)
     for found in (logged.from_csv(tmp_path), logged.from_tensorboard(tmp_path)):
@@ -442,50 +437,3 @@ def test_lists_are_read_back_from_the_file_of_a_run(
 def test_flags_of_wandb_without_it_are_named() -> None:
     (found,) = TrainConfig(wandb_tags=("a",)).without_effect()
     assert found == "--wandb-tags: for --log wandb"
-
-
-# --- what they are shown --------------------------------------------------------------
-
-
-def test_several_listeners_hear_the_same() -> None:
-    heard: list[str] = []
-
-    class Hearing(Silent):
-        def rows_done(self, rows: Any) -> None:
-            heard.append("rows")
-
-        def pace_done(self, pace: Pace) -> None:
-            heard.append("pace")
-
-        def epoch_done(self, epoch: Epoch) -> None:
-            heard.append("epoch")
-
-    both = Listeners(Listeners(Hearing()), None, Hearing())
-    assert both
-    assert not Listeners(Listeners(), None)
-    both.rows_done([])
-    both.pace_done(PACE)
-    both.epoch_done(EPOCH)
-    assert heard == [w for w in ("rows", "pace", "epoch") for _ in (0, 1)]
-
-
-def test_images_are_what_they_were_before_the_mean_was_taken_off() -> None:
-    pixels = torch.randint(0, 256, (4, 3, 5, 5), dtype=torch.uint8)
-    mean, std = (0.4, 0.5, 0.6), (0.2, 0.3, 0.1)
-    seen = (pixels / 255 - torch.tensor(mean).view(3, 1, 1)) / torch.tensor(std).view(
-        3, 1, 1
-    )
-    shown = as_bytes(seen, (mean, std))
-    assert torch.equal(shown, pixels.permute(0, 2, 3, 1))
-    assert torch.equal(as_bytes(pixels, None), pixels.permute(0, 2, 3, 1))
-
-
-def test_the_first_batch_of_images_is_shown_once() -> None:
-    shown: list[Any] = []
-    look = show_images(lambda name, images: shown.append(images), None)
-    numbers = np.arange(20)
-    assert not look(Batch(torch.rand(20, 7), None, numbers))
-    assert not look(Batch(torch.rand(20, 5, 8, 8), None, numbers))
-    assert not look(Batch(torch.rand(1, 3, 8, 8), None, numbers[:0]))
-    assert look(Batch(torch.rand(21, 3, 8, 8), None, numbers))
-    assert [(it.shape, it.dtype) for it in shown] == [((16, 8, 8, 3), np.uint8)]

@@ -9,19 +9,18 @@ from pathlib import Path
 
 import pytest
 
-from mpitrain.record.console import Bar, Lines
-from mpitrain.record.events import Epoch, Pace, StepRow
-from mpitrain.record.folder import Screen
-from mpitrain.record.progress import Standing
+from mpitrain.record.run_dir import Screen
+from mpitrain.train.metrics import EpochMetrics, StepMetrics, Throughput
+from mpitrain.train.progress import EpochLines, ProgressBar, ProgressText
 
-ROWS = [
-    StepRow(epoch=1, step=step, loss=loss, lr=0.1, gradient_norm=1.0)
+STEPS = [
+    StepMetrics(epoch=1, step=step, loss=loss, lr=0.1, grad_norm=1.0)
     for step, loss in ((99, 0.25), (100, 0.75))
 ]
 
 
-def pace(step: int) -> Pace:
-    return Pace(
+def throughput(step: int) -> Throughput:
+    return Throughput(
         epoch=1,
         step=step,
         num_steps=2,
@@ -37,7 +36,7 @@ def pace(step: int) -> Pace:
     )
 
 
-EPOCH = Epoch(
+EPOCH = EpochMetrics(
     stage="train",
     epoch=1,
     step=100,
@@ -59,19 +58,19 @@ def no_time_passes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_loss_accuracy_speed_and_end_are_told() -> None:
-    standing = Standing(400, 0, lambda: None, began=time.time() - 100)
-    standing.rows_done(ROWS)
-    standing.pace_done(pace(100))
-    standing.epoch_done(EPOCH)
-    assert standing.in_words() == (
+    text = ProgressText(400, 0, lambda: None, began=time.time() - 100)
+    text.add(STEPS)
+    text.add(throughput(100))
+    text.add(EPOCH)
+    assert text.line() == (
         "train_loss 0.5000 | val_accuracy 87.50% | 256 samples/s | done in 5:00"
     )
 
 
 def test_what_earlier_jobs_did_does_not_make_this_one_faster() -> None:
-    standing = Standing(400, 300, lambda: None, began=time.time() - 100)
-    standing.pace_done(pace(350))
-    assert standing.in_words().endswith("done in 1:40")
+    text = ProgressText(400, 300, lambda: None, began=time.time() - 100)
+    text.add(throughput(350))
+    assert text.line().endswith("done in 1:40")
 
 
 @pytest.mark.parametrize(
@@ -79,15 +78,15 @@ def test_what_earlier_jobs_did_does_not_make_this_one_faster() -> None:
     [(600.0, "done in 5:00"), (60.0, "5:00 to go, limit in 1:00")],
 )
 def test_the_end_is_held_against_the_limit(left: float, words: str) -> None:
-    standing = Standing(400, 0, lambda: left, began=time.time() - 100)
-    standing.pace_done(pace(100))
-    assert standing.in_words().endswith(words)
+    text = ProgressText(400, 0, lambda: left, began=time.time() - 100)
+    text.add(throughput(100))
+    assert text.line().endswith(words)
 
 
 def test_steps_of_unknown_number_have_no_end() -> None:
-    standing = Standing(None, 0, lambda: None, began=time.time() - 100)
-    standing.pace_done(pace(100))
-    assert standing.in_words() == "256 samples/s"
+    text = ProgressText(None, 0, lambda: None, began=time.time() - 100)
+    text.add(throughput(100))
+    assert text.line() == "256 samples/s"
 
 
 def test_a_long_epoch_has_lines_between(
@@ -95,11 +94,12 @@ def test_a_long_epoch_has_lines_between(
 ) -> None:
     now = [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    lines = Lines(1, Standing(4000))
+    lines = EpochLines()
+    lines.start(1, 4000, 0)
     for step in range(1, 3601):
         now[0] += 1.0
-        lines.rows_done(ROWS)
-        lines.pace_done(pace(step))
+        lines.on_metrics(None, STEPS)
+        lines.on_throughput(None, throughput(step))
     said = capsys.readouterr().out.splitlines()
     assert 55 <= len(said) <= 60
     assert said[0].startswith("at step 61 of epoch 1/1 | train_loss 0.5000 | 256")
@@ -108,33 +108,28 @@ def test_a_long_epoch_has_lines_between(
 def test_a_bar_has_its_words_and_leaves_the_screen_tidy(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    with Bar(2, Standing(100, 25)) as bar:
-        for step in range(26, 101):
-            bar.step_done(step)
-        bar.rows_done(ROWS)
-        bar.pace_done(pace(100))
-        bar.epoch_done(EPOCH)
+    bar = ProgressBar()
+    bar.start(2, 100, 25)
+    for step in range(26, 101):
+        bar.move(step)
+    bar.on_metrics(None, STEPS)
+    bar.on_throughput(None, throughput(100))
+    bar.on_epoch_end(None, EPOCH)
+    bar.close()
     said = capsys.readouterr().out
     assert "100/100 | train_loss 0.5000" in said
     assert "\nepoch 1/2 | step 100" in said.replace("\r", "\n")
     assert said.endswith("\r\x1b[2K\x1b[A\n")  # cleared, and on that line again
 
 
-def test_a_bar_that_hears_of_no_step_moves_with_their_rows(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    with Bar(1, Standing(400)) as bar:
-        bar.rows_done(ROWS)
-        bar.pace_done(pace(100))
-    assert "100/400 | train_loss 0.5000" in capsys.readouterr().out
-
-
 def test_a_warning_stands_on_a_line_of_its_own_beside_a_bar(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     screen = Screen(sys.stderr)
-    with Bar(1, Standing(10)):
-        screen.emit(logging.LogRecord("x", logging.WARNING, "", 0, "late", None, None))
+    bar = ProgressBar()
+    bar.start(1, 10, 0)
+    screen.emit(logging.LogRecord("x", logging.WARNING, "", 0, "late", None, None))
+    bar.close()
     assert capfd.readouterr().err == "late\n"
 
 

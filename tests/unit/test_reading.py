@@ -6,19 +6,30 @@ import json
 import math
 import random
 import time
-from array import array
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from mpitrain.checkpoint.manager import Outcome
 from mpitrain.errors import UsageError
-from mpitrain.record.events import Epoch, Pace, StepRow
 from mpitrain.record.growing import GrowingFile
 from mpitrain.record.metrics import Metrics
+from mpitrain.record.rank_times import RankTimes
 from mpitrain.record.reading import RankFile, Run
 from mpitrain.record.recorder import Recorder
-from mpitrain.record.times import COMMUNICATION, OTHER, PHASES, RankTimes
-from mpitrain.train.clock import Clock
+from mpitrain.train.evaluate import Evaluation
+from mpitrain.train.metrics import (
+    COMMUNICATION,
+    OTHER,
+    PHASES,
+    EpochMetrics,
+    StepMetrics,
+    Throughput,
+)
+from mpitrain.train.state import TrainState
+from mpitrain.train.timer import Timer
 from mpitrain.world import Node, World
 
 
@@ -34,12 +45,12 @@ def a_world(rank: int = 0) -> World:
     )
 
 
-def step_row(step: int, loss: float = 0.5) -> StepRow:
-    return StepRow(epoch=1, step=step, loss=loss, lr=0.1, gradient_norm=1.0)
+def step_row(step: int, loss: float = 0.5) -> StepMetrics:
+    return StepMetrics(epoch=1, step=step, loss=loss, lr=0.1, grad_norm=1.0)
 
 
-def pace(step: int) -> Pace:
-    return Pace(
+def throughput(step: int) -> Throughput:
+    return Throughput(
         epoch=1,
         step=step,
         num_steps=2,
@@ -55,8 +66,8 @@ def pace(step: int) -> Pace:
     )
 
 
-def epoch(step: int) -> Epoch:
-    return Epoch(
+def epoch(step: int) -> EpochMetrics:
+    return EpochMetrics(
         stage="train",
         epoch=1,
         step=step,
@@ -71,31 +82,42 @@ def epoch(step: int) -> Epoch:
     )
 
 
+TRAINER: Any = SimpleNamespace(
+    engine=SimpleNamespace(
+        world=a_world(),
+        plan=SimpleNamespace(total_steps=4, num_epochs=2, steps_per_epoch=2),
+    ),
+    state=TrainState(step=2),
+    resumed_from="step-00000002",
+    config=SimpleNamespace(global_batch_size=8),
+)
+
+
 def record(folder: Path) -> Recorder:
     (folder / "run.json").write_text(
         '{"id": "x", "begun": "2026-11-22T10:00:00+00:00"}'
     )
-    recorder = Recorder(folder, a_world(), 1.5)
-    recorder.begin(total_steps=4, num_epochs=2, steps_per_epoch=2, global_batch_size=8)
+    recorder = Recorder(folder, start_seconds=1.5)
+    recorder.on_fit_start(TRAINER)
     return recorder
 
 
 def test_all_that_a_recorder_writes_is_read(tmp_path: Path) -> None:
     recorder = record(tmp_path)
-    recorder.go_on(0, 1, Path("step-00000000"))
-    recorder.rows_done([step_row(1), step_row(2, math.nan)])
-    recorder.pace_done(pace(2))
-    recorder.epoch_done(epoch(2))
-    recorder.checkpoint_done(2, 0.125, 0.5)
-    recorder.checkpoint_done(2, 0.125, 0.5, "the disk is full")
-    recorder.test_done({"loss": 0.5}, 8, 0)
-    recorder.finish()
+    recorder.on_metrics(TRAINER, [step_row(1), step_row(2, math.nan)])
+    recorder.on_throughput(TRAINER, throughput(2))
+    recorder.on_epoch_end(TRAINER, epoch(2))
+    for error in ("", "the disk is full"):
+        outcome = Outcome(step=2, copy_seconds=0.125, write_seconds=0.5, error=error)
+        recorder.on_checkpoint(TRAINER, outcome)
+    recorder.on_test_end(TRAINER, Evaluation(values={"loss": 0.5}, num_samples=8), 0)
+    recorder.on_fit_end(TRAINER)
     run = Run(tmp_path)
     found = run.metrics
     assert list(found.steps.step) == [1, 2]
     assert found.steps.loss[0] == 0.5
     assert math.isnan(found.steps.loss[1])
-    (one,) = found.paces
+    (one,) = found.throughputs
     assert (one.samples_per_second, one.slowest_rank, one.gpu_bytes) == (8.0, 3, None)
     assert abs(one.time - time.time()) < 60
     (ended,) = found.epochs
@@ -103,8 +125,8 @@ def test_all_that_a_recorder_writes_is_read(tmp_path: Path) -> None:
     assert ended.time is not None
     (began,) = found.began
     assert (began.world_size, began.num_nodes, began.total_steps) == (4, 2, 4)
-    assert [(it.step, it.checkpoint) for it in found.went_on] == [(0, "step-00000000")]
-    assert [it.why_not for it in run.checkpoints] == ["", "the disk is full"]
+    assert [(it.step, it.checkpoint) for it in found.went_on] == [(2, "step-00000002")]
+    assert [it.error for it in run.checkpoints] == ["", "the disk is full"]
     assert run.checkpoints[0].copy_seconds == 0.125
     assert found.test == {"loss": 0.5}
     assert run.status == "finished"
@@ -113,14 +135,15 @@ def test_all_that_a_recorder_writes_is_read(tmp_path: Path) -> None:
 
 def test_a_ranks_times_are_read_job_by_job(tmp_path: Path) -> None:
     for is_cut in (False, True):
-        times = RankTimes(tmp_path, a_world(3), 2.5)
-        times.add(7, array("d", (0.25 * it for it in range(1, 1 + len(PHASES)))), [])
+        times, timer = RankTimes(tmp_path, 2.5), Timer()
+        times.open(a_world(3), timer, 6)
+        timer.pending.steps.extend(0.25 * it for it in range(1, 1 + len(PHASES)))
         if is_cut:
-            times.clock = Clock()
-            now = time.perf_counter()
-            times.clock._marks[:] = array("d", (COMMUNICATION, now - 5))
+            timer._marks[:] = COMMUNICATION, time.perf_counter() - 5
             times.cut()
-        times.close()
+        else:
+            timer._marks[-1] = time.perf_counter()
+            times.on_fit_end(SimpleNamespace(timer=timer))
     file = RankFile(tmp_path / "times/rank-3.jsonl")
     file.update()
     first, second = file.jobs
@@ -172,16 +195,18 @@ def test_a_half_line_waits_for_its_end(tmp_path: Path) -> None:
 
 def test_what_a_training_that_goes_on_drops_is_forgotten(tmp_path: Path) -> None:
     recorder = record(tmp_path)
-    recorder.rows_done([step_row(step) for step in range(1, 4)])
-    before = recorder.state()
-    recorder.rows_done([step_row(step, 9.0) for step in range(4, 7)])
-    recorder.stop("because", "this")
+    recorder.on_metrics(TRAINER, [step_row(step) for step in range(1, 4)])
+    before = recorder.state_dict()
+    recorder.on_metrics(TRAINER, [step_row(step, 9.0) for step in range(4, 7)])
+    recorder.on_stop(TRAINER, "because")
     metrics = Metrics(tmp_path / "metrics.jsonl")
     assert not metrics.update()
     assert list(metrics.steps.step) == [1, 2, 3, 4, 5, 6]
-    recorder = Recorder(tmp_path, a_world(), 1.5, before)
-    recorder.rows_done([step_row(step, 7.0) for step in range(4, 12)])
-    recorder.stop("because", "this")
+    recorder = Recorder(tmp_path)
+    recorder.load_state_dict(before)
+    recorder.on_fit_start(TRAINER)
+    recorder.on_metrics(TRAINER, [step_row(step, 7.0) for step in range(4, 12)])
+    recorder.on_stop(TRAINER, "because")
     assert metrics.update()
     assert list(metrics.steps.step) == list(range(1, 12))
     assert list(metrics.steps.loss) == [0.5] * 3 + [7.0] * 8
@@ -211,15 +236,16 @@ def test_reading_now_and_then_finds_what_reading_once_finds(tmp_path: Path) -> N
     at_once.update()
     assert list(metrics.steps.step) == list(at_once.steps.step) == list(range(1, 400))
     assert metrics.steps.loss == at_once.steps.loss
-    assert not metrics.paces
+    assert not metrics.throughputs
 
 
 def test_a_checkpoint_that_nobody_tells_of_is_found_in_its_folder(
     tmp_path: Path,
 ) -> None:
     recorder = record(tmp_path)
-    recorder.checkpoint_done(8, 0.125, 0.5)
-    recorder.stop("because", "this")
+    outcome = Outcome(step=8, copy_seconds=0.125, write_seconds=0.5)
+    recorder.on_checkpoint(TRAINER, outcome)
+    recorder.on_stop(TRAINER, "because")
     for name in ("step-00000004-epoch-2", "step-00000008", "step-00000012.broken"):
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
     (tmp_path / "checkpoints/step-00000004-epoch-2/SHA256SUMS").write_text("")

@@ -13,8 +13,8 @@ import pytest
 from made_runs import BEGAN, LOAD_SECONDS, START_SECONDS, Part, make_run
 
 from mpitrain.errors import UsageError
+from mpitrain.record.rank_times import COMMUNICATION, FORWARD
 from mpitrain.record.reading import Run
-from mpitrain.record.times import COMMUNICATION, FORWARD
 from mpitrain.tools.report import words
 from mpitrain.tools.report.config import ReportConfig
 from mpitrain.tools.report.facts import (

@@ -6,9 +6,9 @@ import csv
 import io
 from collections.abc import Mapping, Sequence
 
-from mpitrain.record.folder import write_whole
 from mpitrain.record.loggers.appending import Appending
 from mpitrain.record.loggers.protocol import Logger, RunFacts, Status
+from mpitrain.record.run_dir import write_atomic
 
 FILE = "metrics.csv"
 
@@ -63,7 +63,7 @@ class CsvFile(Logger):
     def _rewrite(self, rows: list[dict[str, str]]) -> None:
         """Write all anew, whole."""
         lines = [_line([row.get(name) or "" for name in self._columns]) for row in rows]
-        write_whole(self._path, _line(self._columns) + "".join(lines))
+        write_atomic(self._path, _line(self._columns) + "".join(lines))
         self._file = Appending(self._path)
 
 

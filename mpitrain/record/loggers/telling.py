@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
-from mpitrain.record.events import Epoch, Pace, Progress, StepRow
 from mpitrain.record.loggers.feeding import Fed, finish_all
 from mpitrain.record.loggers.protocol import Images, Logger, Status
+from mpitrain.train.metrics import EpochMetrics, StepMetrics, Throughput
 
 SECONDS = ("data", "compute", "communication", "wait", "late")
 """What of a `Pace` is divided by its steps."""
@@ -46,7 +46,7 @@ class Loggers:
         for one in self._loggers:
             one.start()
 
-    def rows_done(self, rows: Sequence[StepRow]) -> None:
+    def rows_done(self, rows: Sequence[StepMetrics]) -> None:
         """Tell of steps."""
         self._step = rows[-1].step
         told = rows
@@ -62,11 +62,11 @@ class Loggers:
         for one in self._loggers:
             one.tell(tell, len(told))
 
-    def pace_done(self, pace: Pace) -> None:
+    def pace_done(self, pace: Throughput) -> None:
         """Tell how fast steps were."""
         self._tell(pace.step, pace_values(pace))
 
-    def epoch_done(self, epoch: Epoch) -> None:
+    def epoch_done(self, epoch: EpochMetrics) -> None:
         """Tell of an epoch."""
         values = epoch_values(epoch)
         self._summary.update(values, epochs=epoch.epoch)
@@ -84,7 +84,7 @@ class Loggers:
         for one in self._loggers:
             one.tell(lambda logger: logger.images(step, name, images))
 
-    def finish(self, status: Status, progress: Progress) -> None:
+    def finish(self, status: Status, progress: Callable[[str], object]) -> None:
         """Let them end, and wait for that, not for long.
 
         Args:
@@ -103,20 +103,20 @@ class Loggers:
             one.tell(lambda logger: logger.scalars(step, values))
 
 
-def step_values(row: StepRow) -> dict[str, float]:
+def step_values(row: StepMetrics) -> dict[str, float]:
     """Name what a step came to.
 
-    >>> step_values(StepRow(epoch=1, step=3, loss=0.5, lr=0.1, gradient_norm=2.0))
+    >>> step_values(StepMetrics(epoch=1, step=3, loss=0.5, lr=0.1, grad_norm=2.0))
     {'train/loss': 0.5, 'train/lr': 0.1, 'train/gradient_norm': 2.0}
     """
     return {
         "train/loss": row.loss,
         "train/lr": row.lr,
-        "train/gradient_norm": row.gradient_norm,
+        "train/gradient_norm": row.grad_norm,
     }
 
 
-def pace_values(pace: Pace) -> dict[str, float]:
+def pace_values(pace: Throughput) -> dict[str, float]:
     """Name how fast steps were; seconds are those of one step."""
     values = {
         "pace/samples_per_second": pace.samples_per_second,
@@ -131,7 +131,7 @@ def pace_values(pace: Pace) -> dict[str, float]:
     return values
 
 
-def epoch_values(epoch: Epoch) -> dict[str, float]:
+def epoch_values(epoch: EpochMetrics) -> dict[str, float]:
     """Name what an epoch came to."""
     values = {f"val/{name}": value for name, value in epoch.values.items()}
     return {

@@ -34,7 +34,7 @@ from mpitrain.tools.bench import images
 from mpitrain.tools.bench.columns import markdown
 from mpitrain.tools.bench.config import WRITTEN, BenchDataConfig
 from mpitrain.tools.output import deliver
-from mpitrain.train.feed import Feed
+from mpitrain.train.loader import BatchLoader
 from mpitrain.world import Node, World
 
 NUM_ROUNDS = 5
@@ -58,7 +58,7 @@ class Road:
     """Processes that read ahead."""
     samples: Samples
     """What is read."""
-    feed: Feed
+    feed: BatchLoader
     """Makes batches of it, as in a training."""
     rates: list[float] = field(default_factory=list)
     """Samples per second of each round."""
@@ -88,7 +88,7 @@ class Road:
         count = 0
         started = time.perf_counter()
         for step in self.feed.steps(share, epoch):
-            count += sum(len(batch) for batch in step.microsteps)
+            count += sum(len(batch) for batch in step.micro_batches)
         seconds = time.perf_counter() - started
         assert count == num
         return count / seconds
@@ -242,7 +242,7 @@ def _road(
 ) -> Road:
     mean, std = statistics or (None, None)
     pixels = Pixels(dtype=torch.float32, seed=SEED, mean=mean, std=std, size=size)
-    feed = Feed(samples, _alone(), pixels)
+    feed = BatchLoader(samples, _alone(), pixels)
     return Road(data=data, num_workers=num_workers, samples=samples, feed=feed)
 
 

@@ -17,8 +17,8 @@ from pathlib import Path
 from mpitrain.errors import MpitrainError, UsageError
 from mpitrain.flags import PROGRAM, read_flags
 from mpitrain.launch.contradictions import is_one_of_several
-from mpitrain.record.folder import read_json
 from mpitrain.record.metrics import Metrics
+from mpitrain.record.run_dir import read_json
 from mpitrain.tools.bench.columns import markdown
 from mpitrain.tools.bench.config import BenchScalingConfig
 from mpitrain.tools.output import deliver
@@ -66,7 +66,7 @@ class Row:
         metrics = Metrics(run_dir / "metrics.jsonl")
         metrics.update()
         last = metrics.epochs[-1]
-        paces = [pace for pace in metrics.paces if pace.epoch == last.epoch]
+        paces = [pace for pace in metrics.throughputs if pace.epoch == last.epoch]
         seconds = sum(pace.seconds for pace in paces)
         self.num_nodes = metrics.began[-1].num_nodes
         self.step_seconds.append(seconds / sum(pace.num_steps for pace in paces))

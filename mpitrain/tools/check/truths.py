@@ -13,7 +13,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from mpitrain.train.strategy import all_gather_single, reduce_scatter_single
+# By the names that FSDP calls them by, which torch 2.15 changed.
+_all_gather_base: Any = (
+    getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+)
+_reduce_scatter_base: Any = (
+    getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+)
+
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -159,7 +166,7 @@ def _all_gather(s: Setting) -> torch.Tensor:
 
 def _all_gather_into_tensor(s: Setting) -> torch.Tensor:
     found = torch.cat(s.empty(s.world_size))
-    all_gather_single()(found, s.given(s.rank))
+    _all_gather_base(found, s.given(s.rank))
     return found.view(s.world_size, -1)
 
 
@@ -195,7 +202,7 @@ def _reduce_scatter(s: Setting) -> torch.Tensor:
 
 def _reduce_scatter_tensor(s: Setting) -> torch.Tensor:
     (found,) = s.empty(1)
-    reduce_scatter_single()(found, _to_each(s, s.rank).flatten())
+    _reduce_scatter_base(found, _to_each(s, s.rank).flatten())
     return found
 
 
@@ -203,7 +210,7 @@ def _reduce_scatter_average(s: Setting) -> torch.Tensor:
     """Call what FSDP averages gradients by."""
     (found,) = s.empty(1)
     given = _to_each(s, s.rank).flatten() * s.world_size
-    reduce_scatter_single()(found, given, op=dist.ReduceOp.AVG)
+    _reduce_scatter_base(found, given, op=dist.ReduceOp.AVG)
     return found
 
 

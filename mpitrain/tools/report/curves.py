@@ -12,7 +12,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-from mpitrain.record.metrics import EpochEnd
+from mpitrain.record.metrics import TimedEpoch
 from mpitrain.record.reading import Run
 from mpitrain.tools.report import words
 from mpitrain.tools.report.facts import Job, jobs_of
@@ -91,7 +91,7 @@ def _loss_legend(shown: Shown) -> tuple[tuple[str, str], ...]:
 
 
 def _of_run(of: str, shown: Shown) -> str:
-    paces = shown.run.metrics.paces
+    paces = shown.run.metrics.throughputs
     match of:
         case "loss":
             return words.loss(shown.run)
@@ -159,7 +159,7 @@ def draw_speed(figure: Figure, paper: Paper, shown: Sequence[Shown]) -> None:
     axes = _over_steps(figure, paper, shown)
     is_empty = True
     for it in shown:
-        x, samples, _ = rates(it.run.metrics.paces, NUM_BINS)
+        x, samples, _ = rates(it.run.metrics.throughputs, NUM_BINS)
         if not len(x):  # as versions without paces told it
             x, samples = finite(
                 *_columns([(e.step, e.samples_per_second) for e in _epochs(it)])
@@ -178,7 +178,7 @@ def draw_step_time(figure: Figure, paper: Paper, shown: Sequence[Shown]) -> None
     axes = _over_steps(figure, paper, shown)
     top = 0.0
     for it in shown:
-        x, _, seconds = rates(it.run.metrics.paces, NUM_BINS)
+        x, _, seconds = rates(it.run.metrics.throughputs, NUM_BINS)
         if len(shown) == 1:
             most_x, most = largest(*_longest(it.jobs), NUM_BINS)
             axes.plot(most_x, most, color=paper.colour("muted"), lw=1, alpha=0.8)
@@ -186,7 +186,9 @@ def draw_step_time(figure: Figure, paper: Paper, shown: Sequence[Shown]) -> None
         axes.plot(x, seconds, color=paper.colour(it.colour), lw=2.2)
         top = max(top, *seconds.tolist(), 0.0)
     if top:
-        mean = max(rates(it.run.metrics.paces, 1)[2].max(initial=0) for it in shown)
+        mean = max(
+            rates(it.run.metrics.throughputs, 1)[2].max(initial=0) for it in shown
+        )
         if top > LOG_RATIO * mean > 0:
             axes.set_yscale("log")
             _plain_log(axes)
@@ -210,7 +212,7 @@ def _over_steps(figure: Figure, paper: Paper, shown: Sequence[Shown]) -> Axes:
             axes.axvline(
                 went_on.step, color=paper.colour("muted"), lw=1.1, ls=(0, (3, 3))
             )
-        saved = [it.step for it in shown[0].run.checkpoints if not it.why_not]
+        saved = [it.step for it in shown[0].run.checkpoints if not it.error]
         if marks := _apart(saved, last / 90):
             axes.plot(
                 marks,
@@ -292,7 +294,7 @@ def _nothing(axes: Axes, paper: Paper, why: str) -> None:
     )
 
 
-def _epochs(shown: Shown) -> list[EpochEnd]:
+def _epochs(shown: Shown) -> list[TimedEpoch]:
     return shown.run.metrics.epochs
 
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from mpitrain.record.metrics import TimedPace
+from mpitrain.record.metrics import TimedThroughput
 from mpitrain.record.reading import CutShort, RankJob, Run
-from mpitrain.record.times import (
+from mpitrain.train.metrics import (
     COMMUNICATION,
     NUM_PHASES,
     OTHER,
@@ -176,7 +176,7 @@ def stage_seconds(part: RankJob) -> Floats:
     return seconds
 
 
-def shares(jobs: Sequence[Job], paces: Sequence[TimedPace]) -> dict[str, float]:
+def shares(jobs: Sequence[Job], paces: Sequence[TimedThroughput]) -> dict[str, float]:
     """Return where the time of jobs went: seconds by `SHARES`, mean of the ranks."""
     total = dict.fromkeys(SHARES, 0.0)
     for job in jobs:
@@ -224,7 +224,7 @@ class Lateness:
         return self.late_share > 0.05 and self.share > 0.5
 
 
-def lateness(job: Job, paces: Sequence[TimedPace]) -> Lateness | None:
+def lateness(job: Job, paces: Sequence[TimedThroughput]) -> Lateness | None:
     """Tell whom the ranks of a job waited for; ``None`` where nobody knows."""
     inside = [pace for pace in paces if job.holds(pace.time) and pace.num_steps]
     counts: Counter[int] = Counter()

@@ -12,12 +12,12 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from numpy.typing import NDArray
 
-from mpitrain.record.times import PHASES
 from mpitrain.tools.report import words
 from mpitrain.tools.report.curves import Shown
 from mpitrain.tools.report.facts import STAGES, Floats, Job
 from mpitrain.tools.report.rank_map import WAITING, RankMap, Strip, rank_map
 from mpitrain.tools.report.style import Chart, Paper, plain_axes, rgb
+from mpitrain.train.metrics import PHASES
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -62,7 +62,7 @@ def map_chart(shown: Shown, *, is_alone: bool) -> Chart:
     return Chart(
         name=f"ranks{name}",
         title="Ranks by time" + ("" if is_alone else f": {shown.run.name}"),
-        words=words.ranks(jobs, shown.run.metrics.paces),
+        words=words.ranks(jobs, shown.run.metrics.throughputs),
         draw=lambda figure, paper: draw_map(figure, paper, shown, jobs, maps),
         height=min(520.0, 110 + (16 if num > 24 else 26) * min(num, 26)),
         legend=tuple(dict(legend).items()),
@@ -257,7 +257,7 @@ def _mark_checkpoints(axes: Axes, paper: Paper, shown: Shown, strip: Strip) -> N
         times = [
             it.time
             for it in shown.run.checkpoints
-            if it.time is not None and bool(it.why_not) is is_bad
+            if it.time is not None and bool(it.error) is is_bad
         ]
         for place in sorted(strip.place(time) for time in times):
             if not places or place - places[-1] > (0.02 if paper.is_narrow else 0.01):

@@ -9,7 +9,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpitrain.record.reading import RankJob
-from mpitrain.record.times import NUM_PHASES, OTHER
 from mpitrain.tools.report.facts import (
     STAGES,
     Floats,
@@ -17,6 +16,7 @@ from mpitrain.tools.report.facts import (
     columns,
     until_first_line,
 )
+from mpitrain.train.metrics import NUM_PHASES, OTHER
 
 MOST_ROWS = 400
 """More ranks than this share rows; in each the one that waits least is seen."""

@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 
 from mpitrain.errors import UsageError
-from mpitrain.record.folder import write_whole
 from mpitrain.record.reading import Run
+from mpitrain.record.run_dir import write_atomic
 from mpitrain.tools.report.config import ReportConfig
 
 PAGE = "report.html"
@@ -59,12 +59,12 @@ def report(config: ReportConfig) -> str:
     if output.suffix != ".html":
         raise UsageError(f"--output {output}: expected a name that ends with .html")
     try:
-        write_whole(output, page(shown, charts))
+        write_atomic(output, page(shown, charts))
         if config.pictures:
             folder = output.with_suffix("")
             folder.mkdir(exist_ok=True)
             for chart in charts:
-                write_whole(folder / f"{chart.name}.png", png_of(chart))
+                write_atomic(folder / f"{chart.name}.png", png_of(chart))
     except OSError as error:
         raise UsageError(
             f"{error.filename or output} cannot be written: {error.strerror}. Choose "

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from mpitrain.record.metrics import TimedPace
+from mpitrain.record.metrics import TimedThroughput
 
 Floats = NDArray[np.float64]
 
@@ -70,7 +70,9 @@ def smooth(x: Floats, y: Floats, num_bins: int) -> tuple[Floats, Floats]:
     )
 
 
-def rates(paces: Sequence[TimedPace], num_bins: int) -> tuple[Floats, Floats, Floats]:
+def rates(
+    paces: Sequence[TimedThroughput], num_bins: int
+) -> tuple[Floats, Floats, Floats]:
     """Put the paces of steps together.
 
     Args:

@@ -19,7 +19,7 @@ def stage_chart(shown: Sequence[Shown]) -> Chart:
     """Return the chart of where the time went: a bar per job, or per run."""
     bars: list[tuple[str, dict[str, float]]] = []
     for it in shown:
-        paces = it.run.metrics.paces
+        paces = it.run.metrics.throughputs
         name = it.run.name if len(shown) > 1 else "all jobs"
         bars.append((name, shares(it.jobs, paces)))
         if len(shown) == 1 and len(it.jobs) > 1:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mpitrain.record.metrics import EpochEnd
+from mpitrain.record.metrics import TimedEpoch
 from mpitrain.record.reading import Run
 from mpitrain.tools.report import words
 from mpitrain.tools.report.curves import Shown
@@ -89,7 +89,7 @@ def wall_seconds(shown: Shown) -> float:
 
 def samples_per_second(run: Run) -> float | None:
     """Return the mean over all steps; ``None``: not known."""
-    paces = run.metrics.paces
+    paces = run.metrics.throughputs
     seconds = sum(pace.seconds for pace in paces)
     if seconds:
         return sum(pace.num_samples for pace in paces) / seconds
@@ -122,7 +122,7 @@ def comparison(shown: Sequence[Shown]) -> Table:
     row("jobs", [str(num_jobs(it)) for it in shown])
     row("time of all jobs", [words.duration(wall_seconds(it)) for it in shown])
     row("samples/s", [f"{samples_per_second(run) or 0:,.0f}" for run in runs])
-    parts = [shares(it.jobs, it.run.metrics.paces) for it in shown]
+    parts = [shares(it.jobs, it.run.metrics.throughputs) for it in shown]
     for name in ("data", "communication", "waiting", "checkpoint", "start"):
         shown_as = [
             words.per_cent(of[name] / sum(of.values())) if any(of.values()) else ""
@@ -262,7 +262,7 @@ def _world(run: Run) -> str:
     return f"{_text(size)} x {_text(nodes)}" if size else "?"
 
 
-def _last(epochs: Sequence[EpochEnd]) -> Any:
+def _last(epochs: Sequence[TimedEpoch]) -> Any:
     return epochs[-1] if epochs else None
 
 

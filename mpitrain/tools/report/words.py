@@ -6,10 +6,10 @@ import math
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 
-from mpitrain.record.metrics import EpochEnd, TimedPace
+from mpitrain.record.metrics import TimedEpoch, TimedThroughput
 from mpitrain.record.reading import Run
-from mpitrain.record.times import PHASES
 from mpitrain.tools.report.facts import Job, Lateness, lateness
+from mpitrain.train.metrics import PHASES
 from mpitrain.world import in_runs
 
 DOING = {
@@ -122,7 +122,7 @@ def loss(run: Run) -> str:
     return sentence("; ".join(said))
 
 
-def best_of(epochs: Sequence[EpochEnd]) -> EpochEnd | None:
+def best_of(epochs: Sequence[TimedEpoch]) -> TimedEpoch | None:
     """Return the epoch of the best accuracy in validation."""
     judged = [it for it in epochs if math.isfinite(it.values.get("accuracy", math.nan))]
     return max(judged, key=lambda it: it.values["accuracy"], default=None)
@@ -141,7 +141,7 @@ def accuracy(run: Run) -> str:
     return sentence(said.replace("%", " %"))
 
 
-def speed(paces: Sequence[TimedPace]) -> str:
+def speed(paces: Sequence[TimedThroughput]) -> str:
     """Say how fast it was, and whether that changed."""
     seconds = sum(pace.seconds for pace in paces)
     if not seconds:
@@ -165,7 +165,7 @@ def speed(paces: Sequence[TimedPace]) -> str:
     return sentence(said)
 
 
-def step_time(paces: Sequence[TimedPace], longest: float) -> str:
+def step_time(paces: Sequence[TimedThroughput], longest: float) -> str:
     """Say how long steps were."""
     num = sum(pace.num_steps for pace in paces)
     if not num:
@@ -205,7 +205,7 @@ def stages(seconds: Mapping[str, float]) -> str:
     return sentence(f"Of {duration(total)}, " + ", ".join(said))
 
 
-def ranks(jobs: Sequence[Job], paces: Sequence[TimedPace]) -> str:
+def ranks(jobs: Sequence[Job], paces: Sequence[TimedThroughput]) -> str:
     """Say whom the ranks waited for, and how it ended."""
     if not jobs:
         return "The ranks have not told yet where their time went."

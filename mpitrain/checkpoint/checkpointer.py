@@ -1,0 +1,451 @@
+"""The callback that saves a training: writes checkpoints, resumes, stops in time.
+
+All ranks call it at the same steps. What one of them alone knows (a signal, the time, a
+full disk) they exchange now and then by `Consensus`, so that all decide alike at the
+same step, and none waits for another.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, ClassVar
+
+from mpitrain.checkpoint.manager import CheckpointManager, Outcome
+from mpitrain.checkpoint.manual import CheckpointError, RunCheckpoints
+from mpitrain.checkpoint.preemption import (
+    FIRST_MARGIN_SECONDS,
+    REASONS,
+)
+from mpitrain.checkpoint.resume import (
+    check_same_steps,
+)
+from mpitrain.checkpoint.tensors import (
+    load_ema,
+    load_model,
+    load_optimizer,
+    load_random,
+    split_state,
+    tensors_to_save,
+)
+from mpitrain.errors import DataError, UsageError, agreed
+from mpitrain.launch.consensus import Consensus
+from mpitrain.launch.current import heartbeat
+from mpitrain.record.run_dir import shown
+from mpitrain.record.runs import differences
+from mpitrain.train.callbacks import Callback, StopRequested
+from mpitrain.train.config import MAY_CHANGE
+from mpitrain.train.evaluate import score_of
+from mpitrain.train.metrics import EpochMetrics
+from mpitrain.train.progress import say
+from mpitrain.train.state import TrainState
+from mpitrain.train.trainer import Trainer
+
+logger = logging.getLogger("mpitrain")
+
+BACK_OFF_SECONDS = (30.0, 60.0, 120.0, 300.0, 600.0)
+"""After a checkpoint that failed, when the next one is tried."""
+
+LAST_TRIES = (0.0, 1.0, 5.0)
+"""Seconds before each attempt to write the last checkpoint."""
+
+FIRST_BYTES_PER_SECOND = 100e6
+"""Assumed speed of the disk before the first checkpoint."""
+
+LONG_WRITE_SECONDS = 30.0
+"""A checkpoint that takes less needs no warning, however often they come."""
+
+STOP, SAVE, RETRY, ENDED, FAILED = range(5)
+"""What the ranks exchange, by all-reduce(MAX). STOP: the reason to stop; 0: none. SAVE:
+the number of a checkpoint that is due by time. RETRY: the number of the failure after
+which it is time to try again. ENDED, FAILED: `CheckpointManager.report`."""
+
+STEP, EVALUATION = range(2)
+"""The kinds of work between two exchanges."""
+
+
+class Checkpointer(RunCheckpoints, Callback):
+    """Writes checkpoints, resumes from them, and stops the training when asked to.
+
+        Trainer(model, train, val, callbacks=[Checkpointer("runs/mine")]).fit()
+
+    Started again, the script resumes where it was, also within an epoch and on another
+    number of ranks. SIGUSR2, SIGTERM, a file ``stop`` in the run folder and the time
+    limit of the scheduler stop it: after a checkpoint `fit` raises `Stopped`, whose
+    exit status is 75. In a loop of your own call `restore` and `save`.
+
+    Args:
+        run_dir: The run folder, on a file system that all nodes share. Checkpoints are
+            in ``checkpoints/``.
+        every_epochs: Epochs between two checkpoints; ``None``: not by epochs.
+        every_steps: Steps between two checkpoints; ``None``: not by steps.
+        every_minutes: Minutes between two checkpoints; ``None``: not by time.
+        keep: How many of the newest are kept, beside the best one; ``None``: all.
+        best_by: The metric of the best one, such as ``"val_loss"``; ``None``: accuracy,
+            else loss. See `CheckpointConfig`.
+        resume: ``"auto"``: from the newest checkpoint in `run_dir`. ``"never"``: an
+            error if the run exists. Or the path of another run folder or checkpoint.
+        time_limit: ``[[hours:]minutes:]seconds`` since the start of the process.
+
+    Attributes:
+        reader: Reads the checkpoint that is resumed from; ``None`` without one.
+        is_disabled: Whether nothing is saved, since hosts do not see the run folder.
+        data: ``num_classes``, ``in_channels`` and ``image_size`` of the data set, for
+            ``mpitrain export``.
+    """
+
+    runs_last: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        run_dir: str | Path,
+        *,
+        every_epochs: int | None = 1,
+        every_steps: int | None = None,
+        every_minutes: float | None = 10.0,
+        keep: int | None = 3,
+        best_by: str | None = None,
+        resume: str = "auto",
+        time_limit: str | None = None,
+    ) -> None:
+        super().__init__(run_dir, keep=keep, resume=resume, time_limit=time_limit)
+        self._every = every_epochs, every_steps, every_minutes
+        self._best_by = best_by
+        self._is_due = False
+        self._is_late = self._has_warned = False
+        self._is_backing_off = False
+        self._num_begun = self._num_failed = self._failed_in_a_row = 0
+        self._retry_at = 0.0
+        self._saved_at = time.monotonic()
+        self._saved: object = None
+        self._save_seconds = self._longest_gap = 0.0
+        self._last_tick: float | None = None
+        self._metric: float | None = None
+        self._best = -math.inf
+
+    # --- hooks of the trainer -----------------------------------------------------
+
+    def setup(self, trainer: Trainer) -> None:
+        """Load model, state and callbacks, if there is a checkpoint."""
+        world, engine = trainer.engine.world, trainer.engine
+        self.open(world)
+        if self.is_disabled:
+            return
+        split_state(engine.model)  # what cannot be saved is an error now
+        self._consensus = Consensus(world, count=FAILED + 1, kinds=EVALUATION + 1)
+        others = [it for it in trainer.callbacks if it is not self]
+        self._manager = CheckpointManager(
+            self.run_dir,
+            world,
+            self._ranks,
+            keep=self._keep,
+            before_rename=lambda: _flush(others),
+        )
+        if self.reader is None:
+            return
+        found, config = self.reader.metadata["trainer"], self._config(trainer)
+        path = self.reader.checkpoint.path
+        if found is None:
+            raise agreed(
+                UsageError(f"{path} was not written by a Trainer, but by `save`")
+            )
+        is_own = self.reader.metadata["run"] == self._run_id
+        changed = differences(found["config"], config, MAY_CHANGE)
+        if is_own and changed:
+            raise agreed(
+                UsageError(
+                    f"{path} was written with another configuration: "
+                    f"{'; '.join(changed)}.\nExpected the same, or another run folder"
+                )
+            )
+        if not is_own:
+            check_same_steps(self.reader, config)
+        if found["num_samples"] != engine.num_samples:
+            raise agreed(
+                DataError(
+                    f"the data are not those that {path} was trained on: found "
+                    f"{engine.num_samples} samples, expected {found['num_samples']}"
+                )
+            )
+        trainer.resumed_from = path.name
+        load_model(self.reader, engine.model)
+        trainer.state = TrainState(**found["state"])
+        self._saved = _position(trainer.state)
+        for callback in others if is_own else ():
+            state = found["callbacks"].get(type(callback).__name__)
+            if state is not None:
+                callback.load_state_dict(state)
+
+    def on_fit_start(self, trainer: Trainer) -> None:
+        """Print what is resumed."""
+        if self.reader is None or not trainer.engine.world.is_rank_zero:
+            return
+        found, num = self.reader.metadata["trainer"], self.reader.metadata["world_size"]
+        say(
+            f"resuming from {shown(self.reader.checkpoint.path)}: step "
+            f"{trainer.state.step}, epoch {trainer.state.epoch}, written by {num} "
+            f"rank{'s' * (num != 1)}"
+        )
+        config = self._config(trainer)
+        for change in differences(found["config"], config, MAY_CHANGE):
+            say(f"changed since then: {change}")
+
+    def on_stage_start(self, trainer: Trainer) -> None:
+        """Load optimizer, EMA, loss scale and random numbers, if they are saved."""
+        if self.is_disabled:
+            return
+        self._consensus.forget()
+        engine = trainer.engine
+        if not self._save_seconds:
+            # Not measured yet. An optimizer may have twice as much as the model.
+            tensors = split_state(engine.model)[0].values()
+            size = 3 * sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+            self._save_seconds = size / FIRST_BYTES_PER_SECOND
+        if self.reader is None:
+            return
+        reader, self.reader = self.reader, None
+        found, optimizer = reader.metadata["trainer"], engine.optimizer
+        if found["stage"] == engine.stage.name:
+            prefix, trained = engine.prefix, engine.parallel.model
+            if found["config"]["optimizer"] == trainer.config.optimizer:
+                load_optimizer(reader, trained, optimizer.local_optimizer, prefix)
+            load_ema(reader, optimizer.ema_values(), prefix)
+            if found["config"]["precision"] == trainer.config.precision:
+                optimizer.scale.restore(found["loss_scale"])
+        step = trainer.state.step
+        load_random(reader, engine.world, seed=trainer.config.seed, step=step)
+
+    def on_step_end(self, trainer: Trainer) -> None:
+        """Save if it is time to; raises `StopRequested` if all ranks are to stop."""
+        if self.is_disabled:
+            return
+        every = self._every[1]
+        if every and trainer.state.step % every == 0:
+            self._is_due = True
+        self._tick(trainer, STEP)
+        self._save_if_due(trainer)
+
+    def on_validation_batch_end(self, trainer: Trainer) -> None:
+        """Stop if all ranks are to; a checkpoint waits for the end of the epoch."""
+        if not self.is_disabled:
+            self._tick(trainer, EVALUATION)
+
+    def on_epoch_end(self, trainer: Trainer, epoch: EpochMetrics) -> None:
+        """Save if it is time to; raises `StopRequested` if all ranks are to stop."""
+        if self.is_disabled:
+            return
+        every = self._every[0]
+        if every and epoch.epoch % every == 0:
+            self._is_due = True
+        self._metric = metric = score_of(epoch.values, self._best_by)
+        is_best = metric is not None and metric > self._best
+        self._save_if_due(trainer, may_wait=is_best)
+        self._tick(trainer, EVALUATION)
+
+    def on_train_end(self, trainer: Trainer) -> None:
+        """Write the last checkpoint.
+
+        Raises:
+            CheckpointError: It could not be written; on every rank.
+        """
+        if not self.is_disabled:
+            self._save_now(trainer, "writing the last checkpoint")
+            self._close()
+
+    def on_stop(self, trainer: Trainer, reason: str) -> None:
+        """Write the last checkpoint.
+
+        Raises:
+            CheckpointError: It could not be written; on every rank.
+        """
+        if not self.is_disabled:
+            self._save_now(trainer, "stopping")
+            self._close()
+
+    # --- inside -----------------------------------------------------------------------
+
+    def _margin(self) -> float:
+        """Return how many seconds before its end a training should stop."""
+        return FIRST_MARGIN_SECONDS + 3 * self._save_seconds + 2 * self._longest_gap
+
+    def _close(self) -> None:
+        self._consensus.close()
+        if self._handler is not None:
+            self._handler.close()
+
+    def _tick(self, trainer: Trainer, kind: int) -> None:
+        now = time.monotonic()
+        if self._last_tick is not None:
+            self._longest_gap = max(self._longest_gap, now - self._last_tick)
+        self._last_tick = now
+        if not self._consensus.is_due(kind):
+            return
+        found = self._consensus.exchange(self._own_numbers(now))
+        if found is None:
+            return
+        # By number: what was sent before the last failure, or save, is outdated.
+        if found[RETRY] == self._num_failed:
+            self._is_backing_off = False
+        if found[SAVE] == self._num_begun + 1:
+            self._is_due = True
+        assert self._manager is not None
+        outcome = self._manager.update(found[ENDED : FAILED + 1])
+        if outcome is not None:
+            self._report(trainer, outcome)
+        if found[STOP]:
+            raise StopRequested(REASONS[found[STOP]])
+
+    def _own_numbers(self, now: float) -> list[int]:
+        minutes = self._every[2]
+        is_old = minutes is not None and now - self._saved_at > 60 * minutes
+        assert self._world is not None
+        assert self._handler is not None
+        assert self._manager is not None
+        is_zero = self._world.is_rank_zero
+        return [
+            self._handler.requested(),
+            (self._num_begun + 1) * (is_zero and is_old),
+            self._num_failed if is_zero and now >= self._retry_at else -1,
+            *self._manager.report(),
+        ]
+
+    def _save_if_due(self, trainer: Trainer, *, may_wait: bool = False) -> None:
+        """Save if it is time to; `may_wait`: as a copy, while another is written."""
+        assert self._manager is not None
+        is_busy = self._manager.is_busy
+        self._is_late |= self._is_due and is_busy
+        if self._is_due and not self._is_backing_off and (may_wait or not is_busy):
+            self._save(trainer)
+
+    def _save(self, trainer: Trainer) -> None:
+        """Begin to write a checkpoint."""
+        self._is_due = False
+        trainer.sync_metrics(is_last=True)
+        state, engine = trainer.state, trainer.engine
+        position = _position(state)
+        if position == self._saved:
+            return
+        self._saved, self._saved_at = position, time.monotonic()
+        self._num_begun += 1
+        epoch = 0 if state.epoch_step else state.epoch - 1  # that was just evaluated
+        metric = self._metric if epoch else None
+        if metric is not None:
+            self._best = max(self._best, metric)
+        assert self._manager is not None
+        with trainer.timer("checkpoint"):
+            tensors = tensors_to_save(
+                engine.model,
+                engine.parallel.model,
+                engine.optimizer.local_optimizer,
+                engine.optimizer.ema_values(),
+                engine.prefix,
+                engine.world,
+            )
+            heartbeat("copying a checkpoint")
+            metadata = self._metadata(trainer, metric)
+            self._manager.save(tensors, metadata, state.step, epoch)
+
+    def _metadata(self, trainer: Trainer, metric: float | None) -> dict[str, Any]:
+        engine = trainer.engine
+        others = [it for it in trainer.callbacks if it is not self]
+        states = {type(it).__name__: dict(it.state_dict()) for it in others}
+        return {
+            "run": self._run_id,
+            "step": trainer.state.step,
+            "world_size": engine.world.world_size,
+            "extra_state": split_state(engine.model)[1],
+            "metric": metric,
+            "user_state": None,
+            "trainer": {
+                "config": self._config(trainer),
+                "num_samples": engine.num_samples,
+                "data": self.data,
+                "stage": engine.stage.name,
+                "strategy": engine.parallel.strategy,
+                "state": asdict(trainer.state),
+                "loss_scale": engine.optimizer.scale.state(),
+                "callbacks": {name: state for name, state in states.items() if state},
+            },
+        }
+
+    def _config(self, trainer: Trainer) -> dict[str, Any]:
+        return trainer.config.as_plain(self.run_dir.name)
+
+    def _save_now(self, trainer: Trainer, doing: str) -> None:
+        """Write a checkpoint, and wait until it is on the disk."""
+        assert self._manager is not None
+        while (outcome := self._manager.finish(doing)) is not None:
+            self._report(trainer, outcome)
+        for seconds in LAST_TRIES:
+            time.sleep(seconds)
+            self._save(trainer)
+            with trainer.timer("checkpoint"):
+                outcome = self._manager.finish(doing)
+            if outcome is None:
+                return  # it is there already
+            self._report(trainer, outcome)
+            if not outcome.error:
+                return
+        assert outcome is not None
+        raise agreed(
+            CheckpointError(
+                f"the last checkpoint could not be written: {outcome.error}.\nThe one "
+                "before it is complete, and a job with this run's --name resumes from "
+                "there, once there is room"
+            )
+        )
+
+    def _report(self, trainer: Trainer, outcome: Outcome) -> None:
+        """Take the result of a checkpoint."""
+        trainer.call("on_checkpoint", outcome)
+        is_zero = self._world is not None and self._world.is_rank_zero
+        if not outcome.error:
+            self._save_seconds = max(self._save_seconds, outcome.write_seconds)
+            self._failed_in_a_row = 0
+            self._warn_if_late(outcome.write_seconds)
+            logger.info(
+                "checkpoint of step %d: %.3f s to copy, %.3f s to write",
+                *(outcome.step, outcome.copy_seconds, outcome.write_seconds),
+            )
+            return
+        wait = BACK_OFF_SECONDS[min(self._failed_in_a_row, len(BACK_OFF_SECONDS) - 1)]
+        self._best = -math.inf  # it may have been the one that was lost
+        self._failed_in_a_row += 1
+        self._num_failed += 1
+        self._is_backing_off = True
+        self._retry_at = time.monotonic() + wait
+        self._saved = None
+        self._is_due = True
+        if is_zero:
+            logger.warning(
+                "the checkpoint of step %d could not be written: %s; training goes on, "
+                "the next try is in %.0f s",
+                *(outcome.step, outcome.error, wait),
+            )
+
+    def _warn_if_late(self, seconds: float) -> None:
+        """Warn once that checkpoints take longer than the time between them."""
+        is_late = self._is_late and seconds > LONG_WRITE_SECONDS
+        self._is_late = False
+        if is_late and not self._has_warned and self._world is not None:
+            self._has_warned = True
+            if self._world.is_rank_zero:
+                logger.warning(
+                    "a checkpoint takes %.0f s to write, and the next one was due "
+                    "before: they come as fast as the disk takes them. Write them less "
+                    "often: --checkpoint-every-epochs, -steps, -minutes",
+                    seconds,
+                )
+
+
+def _position(state: TrainState) -> tuple[int, ...]:
+    return state.step, state.epoch, state.epoch_step
+
+
+def _flush(callbacks: Sequence[Callback]) -> None:
+    for callback in callbacks:
+        callback.flush()

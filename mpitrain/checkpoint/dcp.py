@@ -1,0 +1,450 @@
+"""How torch.distributed.checkpoint reads and writes our files.
+
+    dcp.save(tensors, storage_writer=Writer(path), planner=SavePlanner())
+    dcp.load(tensors, storage_reader=Reader(path), planner=LoadPlanner())
+
+Its own reader unpickles, which runs what a file says. Here tensors are their bytes, and
+JSON says where they are. What a file says is checked before it is used.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import math
+import operator
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import (
+    DefaultLoadPlanner,
+    DefaultSavePlanner,
+)
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, WriteItem
+from torch.distributed.checkpoint.planner import LoadPlanner as AnyLoadPlanner
+from torch.distributed.checkpoint.planner import SavePlanner as AnySavePlanner
+from torch.distributed.checkpoint.storage import (
+    StorageReader,
+    StorageWriter,
+    WriteResult,
+)
+from torch.futures import Future
+
+from mpitrain.checkpoint.format import (
+    CHUNK_BYTES,
+    METADATA,
+    NOT_THERE,
+    TENSOR_FILE,
+    TENSORS,
+    BrokenCheckpoint,
+    open_file,
+    read_json,
+    sync_folder,
+    write_json,
+    write_sums,
+)
+from mpitrain.launch.current import heartbeat
+
+ALIGNMENT = 64
+"""Each tensor begins at a multiple of so many bytes."""
+
+DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in vars(torch).values()
+    if isinstance(dtype, torch.dtype) and not str(dtype).startswith("torch.q")
+}
+"""By the names in the files."""
+
+
+class Stored(NamedTuple):
+    """Where a chunk of a tensor is."""
+
+    file: str
+    """Name of the file."""
+    at: int
+    """Its first byte there."""
+    digest: str
+    """SHA-256 of the file; empty where it was read."""
+
+
+def as_json(
+    metadata: Metadata, stored: Mapping[MetadataIndex, Stored]
+) -> dict[str, Any]:
+    """Return the planner's metadata for `TENSORS`."""
+    tensors = {}
+    for name, of in metadata.state_dict_metadata.items():
+        assert isinstance(of, TensorStorageMetadata), f"{name} is no tensor"
+        chunks = []
+        for chunk in of.chunks:
+            where = stored[MetadataIndex(name, chunk.offsets)]
+            chunks.append([list(chunk.offsets), list(chunk.sizes), *where[:2]])
+        dtype = str(of.properties.dtype).removeprefix("torch.")
+        tensors[name] = {"dtype": dtype, "shape": list(of.size), "chunks": chunks}
+    return {"tensors": tensors}
+
+
+def from_json(path: Path, found: Mapping[str, Any]) -> Metadata:
+    """Return what `as_json` was called with.
+
+    Raises:
+        BrokenCheckpoint: It makes no sense, or the files have fewer bytes.
+    """
+    tensors: dict[str, Any] = {}
+    stored: dict[MetadataIndex, Stored] = {}
+    sizes_of_files: dict[str, int] = {}
+    num_bytes, is_wrong = 0, False
+    try:
+        for name, of in found["tensors"].items():
+            chunks = []
+            dtype, shape = DTYPES[of["dtype"]], _size(of["shape"])
+            num_left = math.prod(shape)
+            for offsets, sizes, file, at in of["chunks"]:
+                chunk = ChunkStorageMetadata(_size(offsets), _size(sizes))
+                chunks.append(chunk)
+                where = Stored(_file_name(file), _size([at])[0], "")
+                stored[MetadataIndex(name, chunk.offsets)] = where
+                if file not in sizes_of_files:
+                    sizes_of_files[file] = (path / file).stat().st_size
+                num = math.prod(sizes)
+                num_left -= num
+                num_bytes += num * dtype.itemsize
+                ends = map(operator.add, offsets, sizes)
+                is_wrong |= (
+                    where.at + num * dtype.itemsize > sizes_of_files[file]
+                    or len(offsets) != len(shape)
+                    or any(map(operator.gt, ends, shape))
+                )
+            is_wrong |= num_left != 0
+            tensors[name] = TensorStorageMetadata(
+                properties=TensorProperties(dtype=dtype), size=shape, chunks=chunks
+            )
+    except NOT_THERE as error:
+        raise BrokenCheckpoint(path, f"{error.filename}: {error.strerror}") from None
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise BrokenCheckpoint(path, f"{TENSORS}: {error!r}") from None
+    if is_wrong or num_bytes > sum(sizes_of_files.values()):
+        raise BrokenCheckpoint(
+            path,
+            f"{TENSORS}: chunks that do not make up the tensors, or are in no file",
+        )
+    return Metadata(tensors, storage_data=stored)
+
+
+def _file_name(name: str) -> str:
+    if not TENSOR_FILE.fullmatch(name):
+        raise ValueError(f"the file name {name!r}")
+    return name
+
+
+def _size(numbers: Sequence[int]) -> torch.Size:
+    if not all(type(number) is int and number >= 0 for number in numbers):
+        raise ValueError(f"the shape {numbers!r}")
+    return torch.Size(numbers)
+
+
+class SavePlanner(DefaultSavePlanner):
+    """Plans which rank writes which tensor."""
+
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+
+class LoadPlanner(DefaultLoadPlanner):
+    """Plans what is read into which tensor; unpickles nothing."""
+
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+    def load_bytes(self, read_item: ReadItem, value: Any) -> None:
+        """Refuse: there are tensors only."""
+        del value
+        raise TypeError(f"{read_item.storage_index} is no tensor")
+
+
+class HostMemory:
+    """Host memory for copies of tensors, reused by the next checkpoint.
+
+    Args:
+        pinned: Whether a GPU copies into it.
+    """
+
+    def __init__(self, *, pinned: bool) -> None:
+        self._pinned = pinned
+        self._bytes = torch.empty(0, dtype=torch.uint8)
+
+    def of(self, num_bytes: int) -> Tensor:
+        """Return uint8 `(num_bytes,)`, overwritten by the next call's user."""
+        if len(self._bytes) < num_bytes:
+            self._bytes = torch.empty(0, dtype=torch.uint8)  # free it first
+            self._bytes = torch.empty(
+                num_bytes, dtype=torch.uint8, pin_memory=self._pinned
+            )
+        return self._bytes[:num_bytes]
+
+
+class Writer(StorageWriter):
+    """Writes one checkpoint: each rank its tensors, rank zero the rest.
+
+    Args:
+        path: The folder, when it is complete.
+        token: Distinguishes attempts; equal on all ranks.
+        metadata: What rank zero writes beside the tensors; JSON can carry it.
+        memory: Where copies go.
+
+    Attributes:
+        beside: The folder until it is complete.
+        memory: Where the copies are.
+        num_written: Bytes that this rank has written so far.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        token: str = "new",
+        metadata: Mapping[str, Any] | None = None,
+        memory: HostMemory | None = None,
+    ) -> None:
+        super().__init__()
+        self.path = path
+        self.beside = path.with_name(f".{path.name}.{token}")
+        self.num_written = 0
+        self._metadata = metadata or {}
+        self.memory = memory or HostMemory(pinned=False)
+        self._file = ""
+        self._items: list[tuple[WriteItem, int, int]] = []
+        self._copy = self.memory.of(0)
+
+    # --- in the order of the calls of torch.distributed.checkpoint ----------------
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Do nothing."""
+
+    def set_up_storage_writer(
+        self, is_coordinator: bool, *args: Any, **kwargs: Any
+    ) -> None:
+        """Do nothing."""
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Return the plan unchanged."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Give each rank the name of its file; on rank zero."""
+        return with_files(plans)
+
+    def write_data(
+        self, plan: SavePlan, planner: AnySavePlanner
+    ) -> Future[list[WriteResult]]:
+        """Write this rank's tensors."""
+        self.stage(plan, planner)
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(self.write())
+        return done
+
+    def stage(self, plan: SavePlan, planner: AnySavePlanner) -> None:
+        """Copy this rank's tensors, which may change after that."""
+        pieces = []
+        end = 0
+        for item in plan.items:
+            piece = planner.resolve_data(item)
+            assert isinstance(piece, Tensor)
+            assert item.tensor_data is not None
+            planned = item.tensor_data.chunk.sizes
+            assert planned == piece.shape, f"{item.index}: the plan is an old one"
+            start = -(-end // ALIGNMENT) * ALIGNMENT
+            end = start + piece.numel() * piece.element_size()
+            pieces.append((item, piece.detach(), start, end))
+        self._file = plan.storage_data
+        self._copy = self.memory.of(end)
+        self._items = []
+        is_elsewhere = False
+        with torch.no_grad():
+            for item, piece, start, stop in pieces:
+                place = self._copy[start:stop].view(piece.dtype).view(piece.shape)
+                place.copy_(piece, non_blocking=True)
+                is_elsewhere |= piece.device.type != "cpu"
+                self._items.append((item, start, stop - start))
+        if is_elsewhere:
+            torch.cuda.synchronize()
+
+    def write(self) -> list[WriteResult]:
+        """Write the copies to the disk; local.
+
+        Raises:
+            OSError: It could not be written.
+        """
+        self._make_folder()
+        if not self._items:
+            return []
+        data = self._copy.numpy().data
+        summed = hashlib.sha256()
+        with (self.beside / self._file).open("wb", buffering=0) as file:
+            start = 0
+            while start < len(data):
+                num = file.write(data[start : start + CHUNK_BYTES])
+                summed.update(data[start : start + num])
+                start += num
+                self.num_written = start
+            os.fsync(file.fileno())
+        digest = summed.hexdigest()
+        return [
+            WriteResult(item.index, size, Stored(self._file, start, digest))
+            for item, start, size in self._items
+        ]
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Write the other files, and rename the folder.
+
+        On rank zero, when all ranks have written.
+        """
+        self._make_folder()
+        stored = {result.index: result.storage_data for of in results for result in of}
+        sums = {where.file: where.digest for where in stored.values()}
+        sums[TENSORS] = write_json(self.beside, TENSORS, as_json(metadata, stored))
+        sums[METADATA] = write_json(self.beside, METADATA, self._metadata)
+        write_sums(self.beside, sums)
+        try:
+            self.beside.rename(self.path)
+        except OSError:
+            # A file server that is asked again, its answer being lost, has done it.
+            if self.beside.exists() or not self.path.exists():
+                raise
+        sync_folder(self.path.parent)
+
+    def _make_folder(self) -> None:
+        """Make the folder, in a run folder that exists.
+
+        Where that is gone its disk is: nothing must be written where it was mounted.
+        """
+        self.path.parent.mkdir(exist_ok=True)
+        self.beside.mkdir(exist_ok=True)
+
+    def storage_meta(self) -> StorageMeta | None:
+        """Return ``None``."""
+        return None
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Return ``False``: it is made for one folder."""
+        del checkpoint_id
+        return False
+
+
+def with_files(plans: list[SavePlan]) -> list[SavePlan]:
+    """Give each rank's plan the name of its file."""
+    return [
+        dataclasses.replace(plan, storage_data=f"rank-{rank}.bin")
+        for rank, plan in enumerate(plans)
+    ]
+
+
+class Reader(StorageReader):
+    """Reads one checkpoint, on any number of ranks.
+
+    Args:
+        path: Its folder; `reader.check` tells whether it is complete.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.path = path
+        self._stored: Mapping[MetadataIndex, Stored] = {}
+        self._shapes: dict[MetadataIndex, tuple[torch.dtype, torch.Size]] = {}
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Do nothing."""
+
+    def read_metadata(self, *_: Any, **__: Any) -> Metadata:
+        """Read which tensors there are, and where.
+
+        Raises:
+            BrokenCheckpoint: `TENSORS` makes no sense.
+        """
+        return from_json(self.path, read_json(self.path, TENSORS))
+
+    def set_up_storage_reader(
+        self, metadata: Metadata, is_coordinator: bool, *_: Any, **__: Any
+    ) -> None:
+        """Take the metadata."""
+        del is_coordinator
+        self._stored = metadata.storage_data
+        for name, of in metadata.state_dict_metadata.items():
+            assert isinstance(of, TensorStorageMetadata)
+            for chunk in of.chunks:
+                index = MetadataIndex(name, chunk.offsets)
+                self._shapes[index] = of.properties.dtype, chunk.sizes
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Sort the plan by the place in the files."""
+
+        def place(item: ReadItem) -> tuple[str, int]:
+            return self._stored[item.storage_index][:2]
+
+        return dataclasses.replace(plan, items=sorted(plan.items, key=place))
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Return the plans unchanged."""
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: AnyLoadPlanner) -> Future[None]:
+        """Read into this rank's tensors.
+
+        Raises:
+            BrokenCheckpoint: A file is too short.
+        """
+        last: tuple[MetadataIndex, Tensor] | None = None
+        for item in plan.items:
+            index = item.storage_index
+            if last is None or last[0] != index:
+                last = index, self._piece(index)
+            found = last[1]
+            for dim, (start, length) in enumerate(
+                zip(item.storage_offsets, item.lengths, strict=True)
+            ):
+                found = found.narrow(dim, start, length)
+            target = planner.resolve_tensor(item).detach()
+            target.copy_(found)
+            planner.commit_tensor(item, target)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _piece(self, index: MetadataIndex) -> Tensor:
+        dtype, shape = self._shapes[index]
+        where = self._stored[index]
+        num_bytes = shape.numel() * dtype.itemsize
+        piece = torch.empty(num_bytes, dtype=torch.uint8)
+        view = piece.numpy().data
+        try:
+            with open_file(self.path, where.file) as file:
+                file.seek(where.at)
+                got = 0
+                while num := file.readinto(view[got : got + CHUNK_BYTES]):  # type: ignore[attr-defined]
+                    got += num
+                    heartbeat("reading a checkpoint")
+        except OSError as error:
+            raise BrokenCheckpoint(
+                self.path, f"{where.file}: {error.strerror}"
+            ) from None
+        if got < num_bytes:
+            raise BrokenCheckpoint(self.path, f"{where.file} is too short")
+        return piece.view(dtype).view(shape)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Return ``False``: it is made for one folder."""
+        del checkpoint_id
+        return False

@@ -1,0 +1,328 @@
+"""The files of a checkpoint, and whether they can be trusted. Imports no torch.
+
+`metadata.json` of format 2:
+
+    format, run, step, world_size   the run's id; the ranks that wrote the checkpoint
+    extra_state                     of modules that have any
+    metric                          what the best checkpoint is chosen by, or null
+    user_state                      of `Checkpointer.save`, or null
+    trainer                         of `Trainer`, or null: config, num_samples, data,
+                                    stage, strategy, state, loss_scale, callbacks
+
+Format 1 had `facts.json`; `read_metadata` returns it as format 2.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import math
+import os
+import re
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from mpitrain.errors import DataError
+from mpitrain.launch.current import heartbeat
+
+SUMS = "SHA256SUMS"
+TENSORS = "tensors.json"
+METADATA = "metadata.json"
+METADATA_1 = "facts.json"
+
+FORMAT = 2
+"""Raised when older versions cannot read what is written."""
+
+CHUNK_BYTES = 4 << 20
+"""Read, written and hashed at once."""
+
+MAX_JSON_BYTES = 1 << 28
+
+TENSOR_FILE = re.compile(r"rank-\d+\.bin")
+
+NOT_THERE = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
+"""Errors of a file that is missing; others may be a file server's that is ill."""
+
+_NUMBER, _NONE, _MAX = (int, float), type(None), 2**53
+_TEXTS = "stage strategy config.model config.data config.precision"
+_COUNTS = (
+    "config.epochs config.probe_epochs state.step state.epoch_step state.num_samples "
+    "state.skipped_steps state.skipped_samples state.val_samples data.image_size"
+)
+SCHEMA: Mapping[str, tuple[tuple[type, ...], float | None, float | None]] = {
+    "run": ((str,), None, None),
+    "step": ((int,), 0, _MAX),
+    "world_size": ((int,), 1, _MAX),
+    "extra_state": ((dict,), None, None),
+    "metric": ((*_NUMBER, _NONE), -(2.0**1000), 2.0**1000),
+    "user_state": ((dict, _NONE), None, None),
+    "trainer": ((dict, _NONE), None, None),
+    "trainer.data": ((dict, _NONE), None, None),
+    **{f"trainer.{it}": ((str,), None, None) for it in _TEXTS.split()},
+    **{f"trainer.{it}": ((int,), 0, _MAX) for it in _COUNTS.split()},
+    "trainer.data.in_channels": ((int,), 1, _MAX),
+    "trainer.data.num_classes": ((int, _NONE), 1, _MAX),
+    "trainer.config.seed": ((int,), 0, math.inf),
+    "trainer.config.global_batch_size": ((int,), 1, _MAX),
+    "trainer.num_samples": ((dict,), None, None),
+    "trainer.state.epoch": ((int,), 1, _MAX),
+    "trainer.state.loss_sum": (_NUMBER, -math.inf, math.inf),
+    "trainer.state.steps_seconds": (_NUMBER, 0, _MAX),
+    "trainer.state.samples_per_shard": ((list,), 0, _MAX),
+    "trainer.state.metrics": ((dict,), -math.inf, math.inf),
+    "trainer.loss_scale": ((list,), 0, 2.0**200),
+    "trainer.callbacks": ((dict,), None, None),
+    "trainer.callbacks.Recorder": ((dict, _NONE), None, None),
+    "trainer.callbacks.Recorder.metrics_bytes": ((int, _NONE), 0, _MAX),
+    "trainer.callbacks.Recorder.values": ((dict, _NONE), None, None),
+}
+"""Of each field its types, and the minimum and maximum of it, or of each number in it.
+From minus infinity on means any number, NaN too; None: not checked. The fields of an
+optional object that is null are not looked at."""
+
+_OPTIONAL = ("trainer.data", "trainer")
+
+
+class BrokenCheckpoint(DataError):
+    """A checkpoint that is incomplete, or was changed.
+
+    Args:
+        path: Its folder.
+        reason: What is wrong with it.
+    """
+
+    def __init__(self, path: Path, reason: str) -> None:
+        super().__init__(f"checkpoint {path} is broken: {reason}")
+        self.path = path
+        self.reason = reason
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.path, self.reason)
+
+
+# --- sums -------------------------------------------------------------------------
+
+
+def write_sums(folder: Path, sums: Mapping[str, str]) -> None:
+    """Write the SHA-256 of all files, and sync the folder."""
+    lines = "".join(f"{digest}  {name}\n" for name, digest in sorted(sums.items()))
+    write_durably(folder / SUMS, lines.encode())
+    sync_folder(folder)
+
+
+def read_sums(path: Path) -> dict[str, str]:
+    """Read the SHA-256 of a checkpoint's files, by name.
+
+    Raises:
+        BrokenCheckpoint: They are missing, or do not cover all files.
+    """
+    text = _read_text(path, SUMS)
+    sums: dict[str, str] = {}
+    *lines, rest = text.split("\n")
+    if rest:
+        raise BrokenCheckpoint(path, f"{SUMS} ends within a line")
+    for line in lines:
+        match = re.fullmatch(r"([0-9a-f]{64})  ([\w.-]+)", line)
+        if match is None:
+            raise BrokenCheckpoint(path, f"{SUMS} has the line {line[:80]!r}")
+        sums[match[2]] = match[1]
+    for name in (TENSORS, METADATA_1 if METADATA_1 in sums else METADATA):
+        if name not in sums:
+            raise BrokenCheckpoint(path, f"{SUMS} lacks {name}")
+    return sums
+
+
+def check_file(path: Path, name: str, expected: str) -> None:
+    """Check the SHA-256 of a file of a checkpoint.
+
+    Raises:
+        BrokenCheckpoint: It is another one.
+        OSError: The file is there, and cannot be read.
+    """
+    found = hashlib.sha256()
+    with open_file(path, name) as file:
+        while piece := file.read(CHUNK_BYTES):
+            found.update(piece)
+            heartbeat("checking checkpoints")
+    if found.hexdigest() != expected:
+        raise BrokenCheckpoint(path, f"{name} has other bytes than {SUMS} says")
+
+
+# --- JSON -------------------------------------------------------------------------
+
+
+def read_json(path: Path, name: str) -> dict[str, Any]:
+    """Read a file of a checkpoint that holds a JSON object.
+
+    Raises:
+        BrokenCheckpoint: It does not.
+        DataError: Its format is unknown.
+    """
+    text = _read_text(path, name)
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise BrokenCheckpoint(path, f"{name}: {error}") from None
+    if not isinstance(found, dict) or not isinstance(found.get("format"), int):
+        raise BrokenCheckpoint(path, f"{name} names no format")
+    if not 1 <= found["format"] <= FORMAT:
+        raise DataError(
+            f"{path / name} is of format {found['format']}, expected at most {FORMAT}: "
+            "another version of mpitrain wrote it"
+        )
+    return found
+
+
+def write_json(folder: Path, name: str, values: Mapping[str, Any]) -> str:
+    """Write a JSON object durably; return its SHA-256."""
+    data = json.dumps({"format": FORMAT, **values}).encode()
+    write_durably(folder / name, data)
+    return hashlib.sha256(data).hexdigest()
+
+
+def read_metadata(path: Path, step: int, epoch: int) -> dict[str, Any]:
+    """Read the metadata of a checkpoint, and check that it makes sense.
+
+    Args:
+        path: Its folder.
+        step: The step of the folder's name.
+        epoch: The epoch of the folder's name.
+
+    Raises:
+        BrokenCheckpoint: It does not.
+    """
+    if (path / METADATA_1).exists():
+        name = METADATA_1
+        try:
+            found = _from_format_1(read_json(path, name))
+        except (KeyError, TypeError, AttributeError) as error:
+            raise BrokenCheckpoint(path, f"{name}: {error!r}") from None
+    else:
+        name = METADATA
+        found = read_json(path, name)
+    if reason := _find_error(found, step, epoch):
+        raise BrokenCheckpoint(path, f"{name}: {reason}")
+    return found
+
+
+def _from_format_1(facts: Mapping[str, Any]) -> dict[str, Any]:
+    old = {
+        "num_steps": "step",
+        "epoch_steps": "epoch_step",
+        "taken": "samples_per_shard",
+        "values": "metrics",
+    }
+    state = {old.get(name, name): value for name, value in facts["so_far"].items()}
+    kept = ("config", "num_samples", "data", "stage", "strategy")
+    record = facts["record"]
+    return {
+        "format": 2,
+        **{name: facts[name] for name in ("run", "world_size", "extra_state")},
+        "step": state["step"],
+        "metric": facts["goodness"],
+        "user_state": None,
+        "trainer": {
+            **{name: facts[name] for name in kept},
+            "state": state,
+            "loss_scale": facts["scale"],
+            "callbacks": {} if record is None else {"Recorder": record},
+        },
+    }
+
+
+def _find_error(found: Mapping[str, Any], step: int, epoch: int) -> str:
+    """Say what of the metadata is wrong; empty if nothing is."""
+    for name, (types, low, high) in SCHEMA.items():
+        if any(
+            name.startswith(f"{it}.") and _at(found, it) is None for it in _OPTIONAL
+        ):
+            continue
+        value = _at(found, name)
+        parts = list(value.values()) if isinstance(value, dict) else value
+        is_good = type(value) in types
+        if is_good and value is not None and low is not None and high is not None:
+            is_good = all(
+                type(it) in _NUMBER and (low == -math.inf or low <= it <= high)
+                for it in (parts if isinstance(parts, list) else [parts])
+            )
+        if not is_good:
+            return f"{name} is {repr(value)[:80]}"
+    if found["step"] != step:
+        return "step is not the name's"
+    trainer = found["trainer"]
+    if trainer is None:
+        return ""
+    state, config = trainer["state"], trainer["config"]
+    for is_so, error in (
+        (state["step"] == step, "state.step is not the name's"),
+        (epoch in (0, state["epoch"] - 1), "state.epoch is not the name's"),
+        (
+            state["epoch"] <= config["epochs"] + config["probe_epochs"] + 1,
+            "state.epoch is after the last one",
+        ),
+        (
+            all(f"trainer.state.{it}" in SCHEMA for it in state),
+            "state has other fields",
+        ),
+        (len(trainer["loss_scale"]) == 2, "loss_scale has not two numbers"),
+    ):
+        if not is_so:
+            return error
+    return ""
+
+
+def _at(found: Any, name: str) -> Any:
+    """Return the value at a path such as ``"trainer.data"``; ``None`` if missing."""
+    for key in name.split("."):
+        found = found.get(key) if isinstance(found, dict) else None
+    return found
+
+
+# --- files ------------------------------------------------------------------------
+
+
+def write_durably(path: Path, data: bytes) -> None:
+    """Write a file, and sync it to the disk."""
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync_folder(path: Path) -> None:
+    """Sync a folder's names to the disk, where its file system can."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        with contextlib.suppress(OSError):  # some network file systems refuse
+            os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def open_file(path: Path, name: str) -> BinaryIO:
+    """Open a file of a checkpoint; never one that could block, or has no end.
+
+    Raises:
+        BrokenCheckpoint: It is missing, or no regular file.
+        OSError: It is there, and cannot be read.
+    """
+    try:
+        if not stat.S_ISREG((path / name).stat().st_mode):
+            raise BrokenCheckpoint(path, f"{name} is no regular file")
+        return (path / name).open("rb", buffering=0)
+    except NOT_THERE as error:
+        raise BrokenCheckpoint(path, f"{name}: {error.strerror}") from None
+
+
+def _read_text(path: Path, name: str) -> str:
+    with open_file(path, name) as file:
+        data = file.read(MAX_JSON_BYTES + 1)
+    if len(data) > MAX_JSON_BYTES:
+        raise BrokenCheckpoint(path, f"{name} has more than {MAX_JSON_BYTES} bytes")
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        raise BrokenCheckpoint(path, f"{name} is no text") from None

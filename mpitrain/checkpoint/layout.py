@@ -1,0 +1,137 @@
+"""Where checkpoints are, and which of them are kept. Imports no torch.
+
+    runs/NAME/checkpoints/step-00000120/     or step-00000120-epoch-5/, at its end
+        rank-0.bin ...    the tensors of each rank
+        tensors.json      which tensor is where in them
+        metadata.json     the state of the training, and its configuration
+        SHA256SUMS        of all these files; `sha256sum -c SHA256SUMS` reads it
+
+A checkpoint is written into a folder whose name begins with a dot, and renamed when all
+files have reached the disk. So a checkpoint with its name was complete once; the sums
+tell whether it still is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mpitrain.checkpoint.format import BrokenCheckpoint, read_metadata
+from mpitrain.errors import DataError
+
+FOLDER = "checkpoints"
+
+NAME = re.compile(r"step-(\d+)(?:-epoch-(\d+))?")
+
+
+@dataclass(frozen=True, kw_only=True, order=True)
+class Checkpoint:
+    """A checkpoint that was complete once."""
+
+    step: int
+    """Steps of the training that are in it."""
+    epoch: int
+    """The epoch that was just evaluated; 0: within an epoch."""
+    path: Path
+    """Its folder."""
+
+    def metadata(self) -> dict[str, Any]:
+        """Read the state of the training and its configuration.
+
+        Raises:
+            BrokenCheckpoint: They cannot be read, or make no sense.
+        """
+        return read_metadata(self.path, self.step, self.epoch)
+
+
+def name_of(step: int, epoch: int = 0) -> str:
+    """Return the name of a checkpoint's folder.
+
+    >>> name_of(120), name_of(120, 5)
+    ('step-00000120', 'step-00000120-epoch-5')
+    """
+    return f"step-{step:08}" + (f"-epoch-{epoch}" if epoch else "")
+
+
+def list_checkpoints(run_dir: Path) -> list[Checkpoint]:
+    """Return the checkpoints of a run, the newest first; they may be broken."""
+    folder = run_dir / FOLDER
+    paths = list(folder.iterdir()) if folder.is_dir() else []
+    found = [_checkpoint(path) for path in paths if NAME.fullmatch(path.name)]
+    return sorted(found, reverse=True)
+
+
+def checkpoint_at(path: Path) -> Checkpoint:
+    """Return the checkpoint in a folder.
+
+    Raises:
+        DataError: There is none.
+    """
+    if not NAME.fullmatch(path.name) or not path.is_dir():
+        raise DataError(
+            f"{path} is no checkpoint; expected a run folder, or a folder such as "
+            f"runs/NAME/{FOLDER}/{name_of(120)}"
+        )
+    return _checkpoint(path)
+
+
+def best_of(checkpoints: list[Checkpoint]) -> Checkpoint | None:
+    """Return the checkpoint with the best metric, of those that have one."""
+    best: tuple[float, Checkpoint] | None = None
+    for checkpoint in checkpoints:  # the newest first: of two equals it stays
+        with contextlib.suppress(BrokenCheckpoint):
+            metric = checkpoint.metadata()["metric"]
+            if metric is not None and (best is None or metric > best[0]):
+                best = metric, checkpoint
+    return None if best is None else best[1]
+
+
+def set_aside(checkpoint: Checkpoint, suffix: str) -> Path:
+    """Rename a checkpoint so that it is not found any more, and return its new path.
+
+    Args:
+        checkpoint: The checkpoint.
+        suffix: The end of its new name, such as ``"broken"``.
+    """
+    path = checkpoint.path
+    for number in itertools.count(1):
+        aside = path.with_name(f"{path.name}.{suffix}" + f"-{number}" * (number > 1))
+        if not aside.exists():
+            path.rename(aside)
+            return aside
+    raise AssertionError
+
+
+def remove_unfinished(run_dir: Path, log: Callable[[str], object]) -> None:
+    """Remove incomplete checkpoints; no other process may write into this run."""
+    for path in (run_dir / FOLDER).glob(".step-*"):
+        shutil.rmtree(path, ignore_errors=True)
+        log(f"removed {path}, which was incomplete")
+
+
+def remove_old(run_dir: Path, keep: int | None) -> None:
+    """Remove all checkpoints except the newest `keep` and the best one."""
+    if keep is None:
+        return
+    found = list_checkpoints(run_dir)
+    best = best_of(found)
+    for checkpoint in found[keep:]:
+        if checkpoint == best:
+            continue
+        # First the name: what is removed in part must not look complete.
+        doomed = checkpoint.path.with_name(f".{checkpoint.path.name}.old")
+        with contextlib.suppress(OSError):
+            checkpoint.path.rename(doomed)
+        shutil.rmtree(doomed, ignore_errors=True)
+
+
+def _checkpoint(path: Path) -> Checkpoint:
+    match = NAME.fullmatch(path.name)
+    assert match is not None
+    return Checkpoint(step=int(match[1]), epoch=int(match[2] or 0), path=path)

@@ -1,0 +1,290 @@
+"""Writes checkpoints in the background.
+
+The training waits only while its tensors are copied. Each rank writes its copy in a
+thread; when all have written, rank zero completes the checkpoint, in a thread, too. The
+caller carries numbers between the ranks (`report`, `update`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import shutil
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.storage import WriteResult
+
+from mpitrain.checkpoint.dcp import HostMemory, SavePlanner, Writer, with_files
+from mpitrain.checkpoint.layout import FOLDER, name_of, remove_old
+from mpitrain.launch.current import heartbeat
+from mpitrain.launch.shared import Alone, Ranks
+from mpitrain.world import World
+
+FIRST_NAP_SECONDS, NAP_SECONDS = 0.001, 0.1
+"""How often `finish` looks for the end of a write."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """The result of writing a checkpoint. Equal on all ranks."""
+
+    step: int
+    """Steps that are in it."""
+    copy_seconds: float
+    """How long the training waited, on this rank."""
+    write_seconds: float
+    """From its start to its end, on rank zero."""
+    error: str = ""
+    """Why it could not be written; empty if it was."""
+
+
+@dataclass(kw_only=True)
+class _Copy:
+    """A checkpoint whose tensors were copied."""
+
+    writer: Writer
+    metadata: Metadata
+    step: int
+    error: Exception | None = None
+    """Why they could not be."""
+
+
+class CheckpointManager:
+    """Writes the checkpoints of one run, one after another.
+
+    While one is written another one may wait, as a copy in host memory.
+
+    Args:
+        run_dir: The run folder; all ranks see it.
+        world: This process's place in the job.
+        ranks: The collectives.
+        keep: How many of the newest to keep; ``None``: all.
+        before_rename: Called in a thread on rank zero before a checkpoint is complete:
+            writes to the disk what it refers to.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        world: World,
+        ranks: Ranks | Alone,
+        *,
+        keep: int | None,
+        before_rename: Callable[[], object] = lambda: None,
+    ) -> None:
+        self._copy_seconds = 0.0
+        self._run_dir = run_dir
+        self._world = world
+        self._ranks = ranks
+        self._keep = keep
+        self._before_rename = before_rename
+        self._pinned = world.device != "cpu"
+        self._memories = [HostMemory(pinned=self._pinned)]  # unused: at most two
+        self._planner = SavePlanner()
+        self._outline: object = None
+        self._plan = SavePlan([])
+        self._metadata = Metadata({})
+        self._token = ranks.on_rank_zero(lambda: secrets.token_hex(4), "make a token")
+        self._current: _Copy | None = None  # is written
+        self._next: _Copy | None = None  # waits for that
+        self._began = 0.0
+        self._is_written = False  # by all ranks
+        self._number = 0  # of the last thread
+        self._num_ended = 0
+        self._failed = 0
+        self._error = ""
+        self._results: list[WriteResult] = []
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a checkpoint is being written; equal on all ranks."""
+        return self._current is not None
+
+    def save(
+        self,
+        tensors: Mapping[str, Tensor],
+        metadata: Mapping[str, Any],
+        step: int,
+        epoch: int,
+    ) -> None:
+        """Copy the tensors, and begin to write them.
+
+        Collective over all ranks. While another checkpoint is written, the copy waits;
+        it replaces one that waits.
+
+        Args:
+            tensors: By name. One of the ranks that have a name writes its tensor.
+            metadata: For `METADATA`; of use on rank zero. JSON can carry it.
+            step: Steps of the training that are in it.
+            epoch: The epoch that was just evaluated; 0: within an epoch.
+        """
+        started = time.monotonic()
+        self._plan_for(tensors)
+        path = self._run_dir / FOLDER / name_of(step, epoch)
+        token = f"{self._token}-{self._number}"
+        if self._next is not None:
+            self._memories.append(self._next.writer.memory)
+        elif not self._memories:
+            self._memories.append(HostMemory(pinned=self._pinned))
+        writer = Writer(
+            path, token=token, metadata=metadata, memory=self._memories.pop()
+        )
+        copy = _Copy(writer=writer, metadata=self._metadata, step=step)
+        try:
+            writer.stage(self._plan, self._planner)
+        except (RuntimeError, MemoryError) as error:  # no memory for the copy
+            copy.error = error
+        self._planner.state_dict = {}  # keeps no tensor alive
+        self._next = copy
+        if self._current is None:
+            self._write_next(started)
+        self._copy_seconds = time.monotonic() - started
+
+    def report(self) -> tuple[int, int]:
+        """Return this rank's numbers for `update`; local."""
+        # The failure is noted before the end.
+        ended = self._num_ended
+        return -ended, self._failed
+
+    def update(self, numbers: Sequence[int]) -> Outcome | None:
+        """Continue with what all ranks reported.
+
+        Collective over all ranks.
+
+        Args:
+            numbers: The maximum over ranks of each number of `report`.
+
+        Returns:
+            The result of a checkpoint, once it is known.
+        """
+        if self._current is None or -numbers[0] < self._number:
+            return None  # nothing to do, or a rank still writes
+        if numbers[1] == self._number:
+            return self._fail()
+        if not self._is_written:
+            self._is_written = True
+            results = self._ranks.tell_zero(self._results)
+            self._start(lambda: self._complete(results))
+            return None
+        seconds = self._ranks.tell_all(time.monotonic() - self._began)[0]
+        return self._ended(seconds)
+
+    def finish(self, doing: str) -> Outcome | None:
+        """Wait until a checkpoint is written; then one that waits is begun.
+
+        Collective over all ranks.
+
+        Args:
+            doing: What the rank does, for the watchdog.
+
+        Returns:
+            The result of the checkpoint, if there was one.
+        """
+        outcome = None
+        written, nap = -1, FIRST_NAP_SECONDS
+        while outcome is None and self._current is not None:
+            writer = self._current.writer
+            # All sleep: a rank that waits in MPI takes a core.
+            time.sleep(nap)
+            nap = min(2 * nap, NAP_SECONDS)
+            told = self._ranks.tell_all((*self.report(), writer.num_written))
+            ended, failed, nums = zip(*told, strict=True)
+            if sum(nums) != written:
+                written = sum(nums)
+                heartbeat(doing)
+            outcome = self.update([max(ended), max(failed)])
+        return outcome
+
+    def _plan_for(self, tensors: Mapping[str, Tensor]) -> None:
+        """Plan which rank writes which tensor; kept until the tensors are others."""
+        outline = [
+            # Of a sharded tensor `shape` is the whole's; its shard may have changed.
+            (name, of.shape, of.dtype, str(getattr(of, "_spec", "")))
+            for name, of in tensors.items()
+        ]
+        planner = self._planner
+        planner.set_up_planner(dict(tensors), is_coordinator=self._world.is_rank_zero)
+        is_known = outline == self._outline
+        if all(self._ranks.tell_all(is_known)):
+            return
+        self._outline = outline
+        plans = self._ranks.tell_zero(planner.create_local_plan())
+
+        def share_out() -> tuple[list[SavePlan], Metadata]:
+            shared, metadata = planner.create_global_plan(plans)
+            return with_files(shared), metadata
+
+        mine, self._metadata = self._ranks.on_rank_zero(share_out, "plan a checkpoint")
+        self._plan = planner.finish_plan(mine[self._world.rank])
+
+    def _start(self, action: Callable[[], None]) -> None:
+        self._number += 1
+        number = self._number
+
+        def run() -> None:
+            try:
+                action()
+            except Exception as error:
+                self._error = f"{type(error).__name__}: {error}"
+                if isinstance(error, OSError):
+                    self._error = f"{error.strerror or error}: {error.filename or ''}"
+                self._failed = number
+            self._num_ended = number
+
+        threading.Thread(target=run, name="checkpoint", daemon=True).start()
+
+    def _write_next(self, began: float) -> None:
+        self._current, self._next = self._next, None
+        self._began, self._is_written = began, False
+        if self._current is not None:
+            self._start(self._write)
+
+    def _ended(self, seconds: float, error: str = "") -> Outcome:
+        """Begin the one that waits, if there is one."""
+        assert self._current is not None
+        step, copy_seconds = self._current.step, self._copy_seconds
+        self._memories.append(self._current.writer.memory)
+        self._write_next(time.monotonic())
+        return Outcome(
+            step=step,
+            copy_seconds=copy_seconds,
+            write_seconds=seconds,
+            error=error,
+        )
+
+    def _write(self) -> None:
+        assert self._current is not None
+        if self._current.error is not None:
+            raise self._current.error
+        self._results = self._current.writer.write()
+
+    def _complete(self, results: list[list[WriteResult]]) -> None:
+        if not self._world.is_rank_zero:
+            return
+        assert self._current is not None
+        self._before_rename()
+        self._current.writer.finish(self._current.metadata, results)
+        with contextlib.suppress(OSError):
+            remove_old(self._run_dir, self._keep)
+
+    def _fail(self) -> Outcome:
+        """Remove what was written, and return why."""
+        assert self._current is not None
+        mine = self._error if self._failed == self._number else ""
+        reasons = self._ranks.tell_all(f"[{self._world}] {mine}" if mine else "")
+        if self._world.is_rank_zero:
+            doomed = self._current.writer.beside
+            # In a thread: the disk may not answer.
+            threading.Thread(
+                target=shutil.rmtree, args=(doomed, True), daemon=True
+            ).start()
+        seconds = time.monotonic() - self._began
+        return self._ended(seconds, next(filter(None, reasons)))

@@ -1,0 +1,245 @@
+"""The checkpoints of one run folder, for a training loop of your own."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from mpitrain.checkpoint.config import seconds_of
+from mpitrain.checkpoint.manager import CheckpointManager
+from mpitrain.checkpoint.preemption import (
+    FIRST_MARGIN_SECONDS,
+    REASONS,
+    PreemptionHandler,
+)
+from mpitrain.checkpoint.reader import CheckpointReader
+from mpitrain.checkpoint.resume import find_checkpoint, hosts_without
+from mpitrain.checkpoint.tensors import (
+    load_model,
+    load_optimizer,
+    load_random,
+    split_state,
+    tensors_to_save,
+)
+from mpitrain.errors import LaunchError, MpitrainError, UsageError, agreed
+from mpitrain.launch.current import age_seconds, current_world, on_term
+from mpitrain.launch.shared import Alone, Ranks, all_ranks
+from mpitrain.record.runs import open_run
+from mpitrain.world import World, list_hosts
+
+logger = logging.getLogger("mpitrain")
+
+
+class CheckpointError(MpitrainError):
+    """A checkpoint could not be written."""
+
+
+class RunCheckpoints:
+    """Opens a run folder, and saves and restores checkpoints in it.
+
+    The base of `Checkpointer`, which has the arguments.
+    """
+
+    def __init__(
+        self,
+        run_dir: str | Path,
+        *,
+        keep: int | None = 3,
+        resume: str = "auto",
+        time_limit: str | None = None,
+    ) -> None:
+        self.run_dir = Path(run_dir)
+        self.reader: CheckpointReader | None = None
+        self.is_disabled = False
+        self.data: Mapping[str, Any] | None = None
+        self._keep = keep
+        self._resume = resume
+        self._time_limit = None if time_limit is None else seconds_of(time_limit)
+        self._world: World | None = None
+        self._ranks: Ranks | Alone = Alone()
+        self._run_id = ""
+        self._handler: PreemptionHandler | None = None
+        self._manager: CheckpointManager | None = None
+
+    # --- the run folder -----------------------------------------------------------
+
+    def open(
+        self,
+        world: World,
+        *,
+        run_id: str | None = None,
+        handler: PreemptionHandler | None = None,
+    ) -> None:
+        """Open the run folder and find the checkpoint to resume from.
+
+        Collective over all ranks. `setup` and `restore` call it, if you do not.
+
+        Args:
+            world: This process's place in the job.
+            run_id: The id of the run, whose folder this job has locked already.
+            handler: Knows when to stop; ``None``: one is made.
+        """
+        if self._world is not None:
+            return
+        self._world = world
+        self._ranks = ranks = all_ranks(world)
+        if run_id is None:
+            path = self.run_dir.absolute()
+            exists = "refuse" if self._resume == "never" else "resume"
+            run_id = ranks.on_rank_zero(
+                lambda: open_run(path.parent, path.name, exists=exists).run_id,  # type: ignore[arg-type]
+                "open the run folder",
+            )
+        self._run_id = run_id
+        blind = hosts_without(self.run_dir, run_id, world, ranks)
+        self.reader = find_checkpoint(
+            self.run_dir, run_id, self._resume, world, ranks, blind
+        )
+        self.is_disabled = bool(blind)
+        if blind and world.is_rank_zero:
+            logger.warning(
+                "no checkpoints are written, and a signal, the time limit or a file "
+                "stop end nothing in time: %s cannot see %s; name a folder that all "
+                "nodes share with --runs-dir",
+                *(list_hosts(blind), self.run_dir),
+            )
+        if handler is None:
+            handler = PreemptionHandler(
+                self.run_dir if world.is_rank_zero else None,
+                self._time_limit,
+                age_seconds(),
+                on_term(),
+            )
+        self._handler = handler
+        if self.is_disabled:
+            handler.give_up()
+        else:
+            handler.margin = self._margin
+
+    def seconds_left(self) -> float | None:
+        """Return the seconds until the time limit; ``None`` without one; local."""
+        return None if self._handler is None else self._handler.seconds_left()
+
+    # --- for a loop of your own -----------------------------------------------------
+
+    def restore(
+        self,
+        *,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
+    ) -> dict[str, Any] | None:
+        """Load model, optimizer and random numbers, if there is a checkpoint.
+
+        Collective over all ranks.
+
+        Args:
+            model: As it is trained: plain, in DDP, or sharded by `fully_shard`.
+            optimizer: Of the model's parameters.
+
+        Returns:
+            The ``state`` that `save` was called with, and its ``step``; ``None``
+            without a checkpoint.
+        """
+        world = self._open_by_itself()
+        if self.reader is None:
+            return None
+        reader, self.reader = self.reader, None
+        if reader.metadata["user_state"] is None:
+            raise agreed(
+                UsageError(f"{reader.checkpoint.path} was written by a Trainer")
+            )
+        plain, own = _unwrap(model), getattr(optimizer, "optim", optimizer)
+        load_model(reader, plain)
+        if own is not None:
+            load_optimizer(reader, plain, own)
+        step: int = reader.metadata["step"]
+        load_random(reader, world, seed=step, step=step)
+        return {**reader.metadata["user_state"], "step": step}
+
+    def save(
+        self,
+        step: int,
+        *,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
+        state: Mapping[str, Any] | None = None,
+        metric: float | None = None,
+    ) -> None:
+        """Write a checkpoint, and wait until it is on the disk.
+
+        Collective over all ranks.
+
+        Args:
+            step: Steps that are done; names the checkpoint.
+            model: As it is trained: plain, in DDP, or sharded by `fully_shard`.
+            optimizer: Of the model's parameters.
+            state: What else `restore` shall return; JSON can carry it.
+            metric: What the best checkpoint is chosen by; higher is better.
+
+        Raises:
+            CheckpointError: It could not be written; on every rank. The one before it
+                is complete.
+        """
+        world = self._open_by_itself()
+        if self.is_disabled:
+            return
+        if self._manager is None:
+            self._manager = CheckpointManager(
+                self.run_dir, world, self._ranks, keep=self._keep
+            )
+        plain, own = _unwrap(model), getattr(optimizer, "optim", optimizer)
+        metadata = {
+            "run": self._run_id,
+            "step": step,
+            "world_size": world.world_size,
+            "extra_state": split_state(plain)[1],
+            "metric": metric,
+            "user_state": dict(state or {}),
+            "trainer": None,
+        }
+        tensors = tensors_to_save(plain, plain, own, {}, "", world)
+        self._manager.save(tensors, metadata, step, 0)
+        outcome = self._manager.finish("writing a checkpoint")
+        if outcome is not None and outcome.error:
+            raise agreed(
+                CheckpointError(
+                    f"the checkpoint of step {step} could not be written: "
+                    f"{outcome.error}. The one before it is complete"
+                )
+            )
+
+    def should_stop(self) -> str:
+        """Return why the loop should save and stop; empty if it should not.
+
+        Collective over all ranks, and equal on them: call it at the same steps.
+        """
+        self._open_by_itself()
+        mine = 0 if self._handler is None else self._handler.requested()
+        return REASONS[max(self._ranks.tell_all(mine))]
+
+    def _open_by_itself(self) -> World:
+        world = self._world or current_world()
+        if world is None:
+            raise LaunchError(
+                "no job runs in this process. Expected Checkpointer.restore and .save "
+                "within `with mpitrain.init():`, or under `python -m mpitrain run`"
+            )
+        self.open(world)
+        return world
+
+    def _margin(self) -> float:
+        """Return how many seconds before its end a training should stop."""
+        return FIRST_MARGIN_SECONDS
+
+
+def _unwrap(model: nn.Module) -> nn.Module:
+    """Return the module in DDP or DataParallel."""
+    wrappers = (nn.parallel.DistributedDataParallel, nn.DataParallel)
+    inner = model.module if isinstance(model, wrappers) else model
+    assert isinstance(inner, nn.Module)
+    return inner

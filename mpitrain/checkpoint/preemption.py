@@ -1,0 +1,157 @@
+"""Requests to stop a training before it is finished.
+
+It is stopped by SIGUSR2 (Open MPI's mpirun forwards it; MPICH's mpiexec dies of it), by
+SIGTERM that reaches a rank and not its launcher, by a file ``stop`` in the run folder,
+or shortly before the time limit of the scheduler, or ``--time-limit``, is reached.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from mpitrain.schedulers.deadline import seconds_left
+
+logger = logging.getLogger("mpitrain")
+
+STOP_FILE = "stop"
+
+REASONS = (
+    "",
+    "the time limit comes",
+    "a file named stop is in the run folder",
+    "SIGUSR2 arrived",
+    "SIGTERM arrived",
+)
+"""By the number that the ranks exchange; 0: no request."""
+
+TIME, FILE, USR2, TERM = range(1, 5)
+
+FIRST_MARGIN_SECONDS = 20.0
+"""Time for the end of the job, beside checkpoints: other ranks, the launcher."""
+
+MAX_MARGIN_FRACTION = 0.2
+"""Of the time that was left at the start, the most that is kept for the end."""
+
+FILE_SECONDS = 1.0
+"""How often the stop file is looked for."""
+
+Handler = Callable[[int, FrameType | None], object]
+
+
+class PreemptionHandler:
+    """Knows on this rank whether the training should stop.
+
+    From here to `close`, USR2 and TERM do not end this process.
+
+    Args:
+        run_dir: Where the stop file is looked for; ``None`` on all ranks but one, which
+            also watches the time.
+        time_limit_seconds: From ``--time-limit``, counted from the process's start.
+        used_seconds: How long the process has lived.
+        on_term: Registers a handler of TERM, where `signal.signal` would displace
+            another one.
+
+    Attributes:
+        margin: Returns the seconds that stopping takes.
+    """
+
+    margin: Callable[[], float]
+
+    def __init__(
+        self,
+        run_dir: Path | None,
+        time_limit_seconds: float | None,
+        used_seconds: float,
+        on_term: Callable[[Handler], object] | None = None,
+    ) -> None:
+        self._signal = 0
+        self._has_file = False
+        self._is_closed = False
+        self.margin = lambda: FIRST_MARGIN_SECONDS
+        self._deadline: float | None = None
+        self._first_left = 0.0
+        self._previous: dict[int, Any] = {}
+        if threading.current_thread() is threading.main_thread():
+            self._previous[signal.SIGUSR2] = signal.signal(signal.SIGUSR2, self._note)
+            if on_term is None:
+                self._previous[signal.SIGTERM] = signal.signal(
+                    signal.SIGTERM, self._note
+                )
+        if on_term is not None:
+            on_term(self._note)
+        if run_dir is None:
+            return
+        if time_limit_seconds is not None:
+            self._set_deadline(time_limit_seconds - used_seconds, "--time-limit")
+        # In a thread: a scheduler may be slow, a disk may not answer at all.
+        file = run_dir / STOP_FILE
+        threading.Thread(
+            target=self._watch, args=(file,), name="preemption", daemon=True
+        ).start()
+
+    def requested(self) -> int:
+        """Return the number of the reason to stop; 0 for none."""
+        if self._signal or self._has_file:
+            return self._signal or FILE
+        if self._deadline is None:
+            return 0
+        return TIME if time.monotonic() > self._deadline - self._margin() else 0
+
+    def seconds_left(self) -> float | None:
+        """Return the seconds until the time limit stops it; ``None`` without one."""
+        if self._deadline is None:
+            return None
+        return max(0.0, self._deadline - self._margin() - time.monotonic())
+
+    def close(self) -> None:
+        """Restore the handlers: from here on USR2 and TERM do what they did before."""
+        self._is_closed = True
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+        self._previous = {}
+
+    def give_up(self) -> None:
+        """Close; a signal that came already ends this process."""
+        self.close()
+        if self._signal:
+            self._end(signal.SIGUSR2 if self._signal == USR2 else signal.SIGTERM)
+
+    def _margin(self) -> float:
+        return min(self.margin(), MAX_MARGIN_FRACTION * self._first_left)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        del frame
+        if self._is_closed:
+            self._end(number)
+        self._signal = USR2 if number == signal.SIGUSR2 else TERM
+
+    @staticmethod
+    def _end(number: int) -> None:
+        """End this process by a signal."""
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+
+    def _watch(self, file: Path) -> None:
+        left = seconds_left(os.environ)
+        if left is not None:
+            self._set_deadline(left, "the scheduler")
+        while not self._has_file and not self._is_closed:
+            time.sleep(FILE_SECONDS)
+            with contextlib.suppress(OSError):
+                self._has_file = file.exists()
+
+    def _set_deadline(self, seconds: float, who: str) -> None:
+        end = time.monotonic() + seconds
+        if self._deadline is None or end < self._deadline:
+            self._first_left = max(seconds, 0.0)
+            self._deadline = end
+            logger.info("%s leaves %.0f s from now", who, seconds)

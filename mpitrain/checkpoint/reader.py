@@ -1,0 +1,171 @@
+"""Finds a complete checkpoint, and reads it on any number of ranks."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from mpitrain.checkpoint.dcp import LoadPlanner, Reader
+from mpitrain.checkpoint.format import SUMS, BrokenCheckpoint, check_file, read_sums
+from mpitrain.checkpoint.layout import Checkpoint, list_checkpoints, set_aside
+from mpitrain.errors import DataError, agreed
+from mpitrain.launch.shared import Alone, Ranks
+from mpitrain.world import World
+
+logger = logging.getLogger("mpitrain")
+
+
+def newest_complete(
+    run_dir: Path, run_id: str, world: World, ranks: Ranks | Alone
+) -> Checkpoint | None:
+    """Return the newest complete checkpoint of a run.
+
+    Collective over all ranks. Broken ones are named, and set aside under another name,
+    if an older one is complete.
+
+    Args:
+        run_dir: The run folder; all ranks see it.
+        run_id: The id of the run; checkpoints of other runs are not taken.
+        world: This process's place in the job.
+        ranks: The collectives.
+
+    Raises:
+        DataError: There are checkpoints, and none is complete; or they cannot be read
+            just now. On every rank.
+    """
+    found = ranks.on_rank_zero(lambda: list_checkpoints(run_dir), "list checkpoints")
+    broken: list[tuple[Checkpoint, str]] = []
+    for checkpoint in found:
+        error = find_error(checkpoint, world, ranks, run_id)
+        if not error:
+            ranks.on_rank_zero(lambda: _set_aside(broken), "set checkpoints aside")
+            return checkpoint
+        broken.append((checkpoint, error))
+    if broken:
+        listed = "".join(f"\n  {of.path.name}: {error}" for of, error in broken)
+        raise agreed(
+            DataError(
+                f"no checkpoint of {run_dir} is complete:{listed}\nNothing was "
+                "changed. To train anew: --new-run"
+            )
+        )
+    return None
+
+
+def _set_aside(broken: list[tuple[Checkpoint, str]]) -> None:
+    for checkpoint, error in broken:
+        aside = set_aside(checkpoint, "broken")
+        logger.warning(
+            "checkpoint %s is not used: %s; it is now %s",
+            *(checkpoint.path.name, error, aside.name),
+        )
+
+
+def find_error(
+    checkpoint: Checkpoint,
+    world: World,
+    ranks: Ranks | Alone,
+    run_id: str | None = None,
+) -> str:
+    """Say what is wrong with a checkpoint; empty if it is complete. Equal on all ranks.
+
+    Collective over all ranks: each checks some of the files.
+
+    Args:
+        checkpoint: The checkpoint.
+        world: This process's place in the job.
+        ranks: The collectives.
+        run_id: The run that must have written it; ``None``: any.
+
+    Raises:
+        DataError: It cannot be read just now, or not by this version; on every rank.
+    """
+    mine, unread = "", ""
+    try:
+        sums = sorted(read_sums(checkpoint.path).items())
+        for name, digest in sums[world.rank :: world.world_size]:
+            check_file(checkpoint.path, name, digest)
+        if world.is_rank_zero:
+            _check_index(checkpoint.path, dict(sums))
+            if run_id not in (None, checkpoint.metadata()["run"]):
+                mine = "another run wrote it"
+    except BrokenCheckpoint as broken:
+        mine = broken.reason
+    except (OSError, DataError) as error:
+        unread = f"[{world}] {error}"
+    told = ranks.tell_all((mine, unread))
+    for _, reason in told:
+        if reason:
+            raise agreed(
+                DataError(
+                    f"checkpoint {checkpoint.path} cannot be read: {reason}.\nNothing "
+                    "was changed; try again when it can be"
+                )
+            )
+    return next((reason for reason, _ in told if reason), "")
+
+
+def check(checkpoint: Checkpoint) -> None:
+    """Check that a checkpoint is complete; local.
+
+    Raises:
+        BrokenCheckpoint: It is not.
+    """
+    sums = read_sums(checkpoint.path)
+    for name, digest in sums.items():
+        check_file(checkpoint.path, name, digest)
+    _check_index(checkpoint.path, sums)
+    checkpoint.metadata()
+
+
+def _check_index(path: Path, sums: Mapping[str, str]) -> None:
+    for stored in Reader(path).read_metadata().storage_data.values():
+        if stored.file not in sums:
+            raise BrokenCheckpoint(path, f"{SUMS} lacks {stored.file}")
+
+
+class CheckpointReader:
+    """Reads tensors of one complete checkpoint; local.
+
+    Attributes:
+        checkpoint: The checkpoint.
+        metadata: Its metadata, in the current format.
+    """
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self.checkpoint = checkpoint
+        self.metadata: dict[str, Any] = checkpoint.metadata()
+        self._reader = Reader(checkpoint.path)
+        self._index = self._reader.read_metadata()
+        self._reader.set_up_storage_reader(self._index, is_coordinator=False)
+
+    def tensor_metadata(self, prefix: str) -> dict[str, TensorStorageMetadata]:
+        """Return shape and dtype of the tensors with a prefix, by the rest."""
+        found = self._index.state_dict_metadata
+        return {
+            name.removeprefix(prefix): of
+            for name, of in found.items()
+            if name.startswith(prefix) and isinstance(of, TensorStorageMetadata)
+        }
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Read into tensors, in place; of sharded ones this rank's shard.
+
+        Args:
+            tensors: By their names in the checkpoint.
+
+        Raises:
+            BrokenCheckpoint: It lacks one, or has it in another shape.
+        """
+        planner = LoadPlanner()
+        planner.set_up_planner(dict(tensors), self._index, is_coordinator=False)
+        try:
+            plan = planner.create_local_plan()
+        except (RuntimeError, ValueError) as error:
+            raise BrokenCheckpoint(self.checkpoint.path, str(error)) from None
+        self._reader.read_data(self._reader.prepare_local_plan(plan), planner)

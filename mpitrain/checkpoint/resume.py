@@ -1,0 +1,154 @@
+"""Which checkpoint a training resumes from."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from mpitrain.checkpoint.format import BrokenCheckpoint
+from mpitrain.checkpoint.layout import (
+    FOLDER,
+    Checkpoint,
+    checkpoint_at,
+    list_checkpoints,
+    remove_unfinished,
+    set_aside,
+)
+from mpitrain.checkpoint.reader import CheckpointReader, find_error, newest_complete
+from mpitrain.errors import DataError, UsageError, agreed
+from mpitrain.launch.shared import Alone, Ranks
+from mpitrain.record.runs import RUN
+from mpitrain.world import World, list_hosts
+
+logger = logging.getLogger("mpitrain")
+
+
+def hosts_without(
+    run_dir: Path, run_id: str, world: World, ranks: Ranks | Alone
+) -> list[str]:
+    """Return the hosts that do not see a run folder. Collective over all ranks."""
+    try:
+        found = json.loads((run_dir / RUN).read_text()).get("id")
+    except (OSError, ValueError, AttributeError):
+        found = None
+    mine = "" if found == run_id else world.hostname
+    return [host for host in ranks.tell_all(mine) if host]
+
+
+def find_checkpoint(
+    run_dir: Path,
+    run_id: str,
+    resume: str,
+    world: World,
+    ranks: Ranks | Alone,
+    blind: list[str],
+) -> CheckpointReader | None:
+    """Find the checkpoint to resume from, if there is one.
+
+    Collective over all ranks.
+
+    Args:
+        run_dir: The run folder.
+        run_id: Its id.
+        resume: ``"auto"``, ``"never"``, or the path of a run folder or checkpoint.
+        world: This process's place in the job.
+        ranks: The collectives.
+        blind: Hosts that do not see the run folder.
+
+    Raises:
+        UsageError: The one that `resume` names cannot be used, or hosts do not see it;
+            on every rank.
+    """
+    ranks.on_rank_zero(
+        lambda: remove_unfinished(run_dir, logger.info), "clean the run folder"
+    )
+    num = ranks.on_rank_zero(
+        lambda: len(list_checkpoints(run_dir)), "count checkpoints"
+    )
+    if blind and num:
+        raise agreed(
+            UsageError(
+                f"{run_dir} has checkpoints to resume from, and {list_hosts(blind)} "
+                "do not see it; expected a folder that all nodes share (--runs-dir), "
+                "or another --name"
+            )
+        )
+    named = None
+    if resume not in ("auto", "never"):
+        named = ranks.on_rank_zero(
+            lambda: _named(Path(resume).resolve(), run_dir.resolve()), "find --resume"
+        )
+    if named is not None and named.path.parent.parent == run_dir.resolve():
+        reader = _checked(named, world, ranks)
+        ranks.on_rank_zero(lambda: _set_newer_aside(named), "set checkpoints aside")
+        return reader
+    own = newest_complete(run_dir, run_id, world, ranks)
+    if own is not None:
+        return CheckpointReader(own)
+    if named is None:
+        return None
+    if blind:
+        raise agreed(
+            UsageError(
+                f"--resume needs a run folder that all nodes see: {list_hosts(blind)} "
+                f"cannot see {run_dir} (--runs-dir)"
+            )
+        )
+    return _checked(named, world, ranks)
+
+
+def check_same_steps(reader: CheckpointReader, config: Mapping[str, Any]) -> None:
+    """Check that the rest of an epoch has the samples that another run left.
+
+    Raises:
+        UsageError: It has not; on every rank.
+    """
+    before = reader.metadata["trainer"]["config"]
+    names = ("global_batch_size", "seed", "data", "probe_epochs")
+    changed = [
+        f"{it}: {before[it]} -> {config[it]}"
+        for it in names
+        if before[it] != config[it]
+    ]
+    if reader.metadata["trainer"]["state"]["epoch_step"] and changed:
+        raise agreed(
+            UsageError(
+                f"{reader.checkpoint.path} is within an epoch, whose samples would be "
+                f"others: {'; '.join(changed)}.\nExpected a checkpoint that was "
+                "written after an epoch (step-...-epoch-N), or the same"
+            )
+        )
+
+
+def _named(path: Path, run_dir: Path) -> Checkpoint | None:
+    """Return the checkpoint that ``--resume`` names; of a run folder the newest."""
+    if path == run_dir:
+        return None  # its own newest
+    if (path / FOLDER).is_dir():
+        found = list_checkpoints(path)
+        if not found:
+            raise UsageError(f"--resume {path}: there is no checkpoint in that run")
+        return found[0]
+    try:
+        return checkpoint_at(path)
+    except DataError as error:
+        raise UsageError(f"--resume: {error}") from None
+
+
+def _set_newer_aside(chosen: Checkpoint) -> None:
+    for checkpoint in list_checkpoints(chosen.path.parent.parent):
+        if checkpoint > chosen:
+            aside = set_aside(checkpoint, "left")
+            logger.warning("newer than --resume: %s is set aside", aside)
+
+
+def _checked(
+    checkpoint: Checkpoint, world: World, ranks: Ranks | Alone
+) -> CheckpointReader:
+    error = find_error(checkpoint, world, ranks)
+    if error:
+        raise agreed(BrokenCheckpoint(checkpoint.path, error))
+    return CheckpointReader(checkpoint)

@@ -1,0 +1,212 @@
+"""The tensors of a checkpoint by name, and how they get back into a training.
+
+    model/NAME            weights and buffers
+    optimizer/NAME/KEY    the optimizer's state of a weight
+    average/NAME          the EMA of a weight
+    random/RANK/KIND      a rank's random number generators
+
+Of sharded tensors each rank has its shard. What all ranks have is equal, except for
+buffers, of which rank zero's are saved.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from mpitrain.checkpoint.reader import CheckpointReader
+from mpitrain.data.randomness import seed_of_rank
+from mpitrain.errors import UsageError, agreed
+from mpitrain.world import World
+
+MODEL, OPTIMIZER, EMA, RANDOM = "model/", "optimizer/", "average/", "random/"
+
+
+def tensors_to_save(
+    model: nn.Module,
+    trained: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    ema: Mapping[str, Tensor],
+    prefix: str,
+    world: World,
+) -> dict[str, Tensor]:
+    """Return the tensors that this rank has to save, by name; no copies.
+
+    Args:
+        model: The whole model.
+        trained: The part of it that the optimizer trains.
+        optimizer: This rank's optimizer; with ZeRO, of its shard.
+        ema: The averages by their names in `trained`.
+        prefix: The prefix of these names in `model`.
+        world: This process's place in the job.
+
+    Raises:
+        UsageError: The model's state cannot be saved; on every rank.
+    """
+    found: dict[str, Tensor] = {}
+    buffers = {name for name, _ in model.named_buffers(remove_duplicate=False)}
+    for name, tensor in split_state(model)[0].items():
+        if world.is_rank_zero or name not in buffers:
+            found[MODEL + name] = tensor
+    for name, key, value in _optimizer_state(trained, optimizer):
+        found[f"{OPTIMIZER}{prefix}{name}/{key}"] = value
+    buffers = {name for name, _ in trained.named_buffers(remove_duplicate=False)}
+    for name, average in ema.items():
+        if world.is_rank_zero or name not in buffers:
+            found[EMA + prefix + name] = average
+    for kind, state in _random_state(world).items():
+        found[f"{RANDOM}{world.rank}/{kind}"] = state
+    return found
+
+
+def split_state(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return the tensors of a model's ``state_dict``, and the rest.
+
+    The rest is what modules return from `get_extra_state`.
+
+    Raises:
+        UsageError: JSON cannot carry it; on every rank.
+    """
+    tensors: dict[str, Tensor] = {}
+    others: dict[str, Any] = {}
+    for name, value in model.state_dict().items():
+        if isinstance(value, Tensor):
+            tensors[name] = value
+            continue
+        try:
+            is_same = json.loads(json.dumps(value)) == value
+        except (TypeError, ValueError):
+            is_same = False
+        if not is_same:
+            raise agreed(
+                UsageError(
+                    f"the model's state_dict has {name!r}, a {type(value).__name__}; "
+                    "expected tensors, or what JSON can carry: a checkpoint holds "
+                    "nothing that could run code when it is read. Make it a tensor "
+                    "(register_buffer)"
+                )
+            )
+        others[name] = value
+    return tensors, others
+
+
+def load_model(reader: CheckpointReader, model: nn.Module) -> None:
+    """Load the state of a model, which may be sharded."""
+    # Not in place: what a module returns may be a copy.
+    tensors = {
+        name: torch.empty_like(tensor, requires_grad=False)
+        for name, tensor in split_state(model)[0].items()
+    }
+    reader.load({MODEL + name: tensor for name, tensor in tensors.items()})
+    model.load_state_dict({**tensors, **reader.metadata["extra_state"]})
+
+
+def load_optimizer(
+    reader: CheckpointReader,
+    trained: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    prefix: str = "",
+) -> None:
+    """Load the state of an optimizer; see `tensors_to_save` for the arguments."""
+    stored = reader.tensor_metadata(OPTIMIZER)
+    tensors: dict[str, Tensor] = {}
+    own = {weight for group in optimizer.param_groups for weight in group["params"]}
+    for name, weight in trained.named_parameters():
+        if weight not in own:
+            continue
+        of_weight = {
+            full.rpartition("/")[2]: outline
+            for full, outline in stored.items()
+            if full.rpartition("/")[0] == prefix + name
+        }
+        for key, outline in of_weight.items():
+            dtype = outline.properties.dtype
+            if outline.size == weight.shape and key != "step":
+                value = torch.empty_like(weight, dtype=dtype, requires_grad=False)
+            else:
+                # As in Optimizer.load_state_dict: counts stay in host memory, unless
+                # the optimizer is fused.
+                on_host = key == "step" and not optimizer.defaults.get("fused")
+                device = "cpu" if on_host else weight.device
+                value = torch.empty(outline.size, dtype=dtype, device=device)
+            optimizer.state[weight][key] = value
+            tensors[f"{OPTIMIZER}{prefix}{name}/{key}"] = value
+    reader.load(tensors)
+
+
+def load_ema(
+    reader: CheckpointReader, ema: Mapping[str, Tensor], prefix: str = ""
+) -> None:
+    """Load the averages that the checkpoint has; see `tensors_to_save`."""
+    stored = reader.tensor_metadata(EMA)
+    reader.load(
+        {
+            EMA + prefix + name: average
+            for name, average in ema.items()
+            if prefix + name in stored
+        }
+    )
+
+
+def load_random(
+    reader: CheckpointReader, world: World, *, seed: int, step: int
+) -> None:
+    """Load this rank's random number generators.
+
+    On another number of ranks, seed torch's from the step: what it drew cannot be had.
+    """
+    if reader.metadata["world_size"] != world.world_size:
+        torch.manual_seed(seed_of_rank(seed_of_rank(seed, step), world.rank))
+        return
+    state = _random_state(world)
+    prefix = f"{RANDOM}{world.rank}/"
+    known = reader.tensor_metadata(prefix)
+    state = {kind: tensor for kind, tensor in state.items() if kind in known}
+    reader.load({prefix + kind: tensor for kind, tensor in state.items()})
+    torch.set_rng_state(state["torch"])
+    if "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"], world.device)
+    numbers = state["python"].tolist()
+    last = float(state["python_gauss"])
+    random.setstate((3, tuple(numbers), None if np.isnan(last) else last))
+    *words, position, has_gauss = state["numpy"].tolist()
+    keys = np.array(words, np.uint32)
+    gauss = float(state["numpy_gauss"])
+    np.random.set_state(("MT19937", keys, position, has_gauss, gauss))
+
+
+def _optimizer_state(
+    trained: nn.Module, optimizer: torch.optim.Optimizer | None
+) -> Iterator[tuple[str, str, Tensor]]:
+    if optimizer is None:
+        return
+    for name, weight in trained.named_parameters():
+        for key, value in optimizer.state.get(weight, {}).items():
+            if isinstance(value, Tensor):
+                yield name, key, value
+
+
+def _random_state(world: World) -> dict[str, Tensor]:
+    """Return this rank's generators as tensors in host memory."""
+    _, numbers, gauss = random.getstate()
+    kind, *state = np.random.get_state(legacy=True)
+    assert kind == "MT19937"
+    words: Any = state[0]
+    found = {
+        "torch": torch.get_rng_state(),
+        "python": torch.tensor(numbers, dtype=torch.int64),
+        "python_gauss": torch.tensor(
+            float("nan") if gauss is None else gauss, dtype=torch.float64
+        ),
+        "numpy": torch.tensor([*words.tolist(), *state[1:3]], dtype=torch.int64),
+        "numpy_gauss": torch.tensor(state[3], dtype=torch.float64),
+    }
+    if world.device != "cpu":
+        found["cuda"] = torch.cuda.get_rng_state(world.device)
+    return found

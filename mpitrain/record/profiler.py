@@ -1,0 +1,122 @@
+"""``--profile``: traces of some steps of every rank, by torch.profiler."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+from mpitrain.launch.current import heartbeat
+from mpitrain.record.run_dir import rank_name, shown
+from mpitrain.train.callbacks import Callback
+from mpitrain.train.progress import say
+from mpitrain.train.trainer import Trainer
+from mpitrain.world import World
+
+logger = logging.getLogger("mpitrain")
+
+FOLDER = "profile"
+
+SKIPPED_STEPS = 5
+"""Steps before the first traced one: compilers, caches, the first samples."""
+
+NUM_ROWS = 8
+"""Rows of the table on the screen."""
+
+NUM_FILE_ROWS = 100
+"""Rows of the table in the file."""
+
+
+class Profiler(Callback):
+    """Traces steps of each rank, from the sixth of the job.
+
+    Args:
+        run_dir: The run folder; traces go to ``profile/``.
+        num_steps: Number of steps.
+    """
+
+    def __init__(self, run_dir: Path, num_steps: int) -> None:
+        self._folder = run_dir / FOLDER
+        self._num_steps = num_steps
+        self._seen = 0
+        self._profile: Any = None
+
+    def on_step_end(self, trainer: Trainer) -> None:
+        """Begin, or end."""
+        world = trainer.engine.world
+        self._seen += 1
+        if self._seen == SKIPPED_STEPS:
+            self._begin(world)
+        elif self._profile and self._seen == SKIPPED_STEPS + self._num_steps:
+            self._end(world, self._num_steps)
+
+    def on_fit_end(self, trainer: Trainer) -> None:
+        """End, where the training has had fewer steps."""
+        world = trainer.engine.world
+        if self._seen > SKIPPED_STEPS:
+            if self._profile is not None:
+                self._end(world, self._seen - SKIPPED_STEPS)
+            return
+        if self._profile is not None:
+            with contextlib.suppress(Exception):
+                self._profile.stop()
+        if world.is_rank_zero:
+            logger.warning(
+                "--profile %d: nothing is traced; the first %d steps are skipped, and "
+                "this job had %d",
+                *(self._num_steps, SKIPPED_STEPS, self._seen),
+            )
+
+    def on_stop(self, trainer: Trainer, reason: str) -> None:
+        """Likewise."""
+        self.on_fit_end(trainer)
+
+    def _begin(self, world: World) -> None:
+        from torch.profiler import ProfilerActivity, profile
+
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it is talkative, on all ranks
+        activities = [ProfilerActivity.CPU]
+        if world.device != "cpu":
+            activities.append(ProfilerActivity.CUDA)
+        self._profile = profile(activities=activities, acc_events=True)
+        self._profile.start()
+
+    def _end(self, world: World, num_steps: int) -> None:
+        profile, self._profile = self._profile, None
+        heartbeat("writing a trace")
+        kind = "cpu" if world.device == "cpu" else "device"
+        key, name = f"self_{kind}_time_total", rank_name(world)
+        try:
+            profile.stop()
+            self._folder.mkdir(exist_ok=True)
+            profile.export_chrome_trace(str(self._folder / f"{name}.json.gz"))
+            averages = profile.key_averages()
+            table = averages.table(sort_by=key, row_limit=NUM_FILE_ROWS)
+            (self._folder / f"{name}.txt").write_text(table)
+        except Exception as error:  # a training does not end for it
+            logger.warning("--profile: the trace could not be written: %s", error)
+            return
+        if world.is_rank_zero:
+            say(f"{num_steps} steps traced: {shown(self._folder)}/rank-*.json.gz")
+            for line in table_lines(averages, key, num_steps):
+                say(line)
+
+
+def table_lines(averages: Any, key: str, num_steps: int) -> list[str]:
+    """Return a line for each of the operations that took longest.
+
+    Args:
+        averages: ``profile.key_averages()``.
+        key: The time to sort by.
+        num_steps: Number of steps in them.
+    """
+    found = sorted(averages, key=lambda it: -getattr(it, key))
+    whole = sum(getattr(it, key) for it in found) or 1
+    return [
+        f"  {getattr(it, key) / 1000 / num_steps:9.3f} ms a step | "
+        f"{getattr(it, key) / whole:4.0%} | {it.count / num_steps:7.1f} calls | "
+        f"{it.key[:60]}"
+        for it in found[:NUM_ROWS]
+    ]

@@ -1,0 +1,182 @@
+"""``times/rank-N.jsonl``: where each rank's time went, for the report's map.
+
+The first line of each job is an object: the rank, its host, the phases. Then a line is
+a list: when its steps ended (seconds since 1970), the number of the last step, how many
+there were, the seconds of the longest of them, and the seconds of each phase. If the
+job was ended in the middle, the last line is an object: what this rank did then, and
+for how long.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+import time
+from array import array
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mpitrain.launch.current import on_job_end
+from mpitrain.record.jsonl import CLOSE_SECONDS, JsonLines
+from mpitrain.record.run_dir import rank_name
+from mpitrain.train.callbacks import Callback
+from mpitrain.train.metrics import NUM_PHASES, PHASES, UPDATE, StepMetrics
+from mpitrain.world import World
+
+if TYPE_CHECKING:
+    from mpitrain.train.timer import StepTimes, Timer
+
+FOLDER = "times"
+
+RESOLUTION = 500
+"""A line covers one part in so many of the job's time, ..."""
+
+MIN_SECONDS = 1.0
+"""... but no less, ..."""
+
+MAX_SECONDS = 30.0
+"""... and no more: a day of steps of 0.1 s is 0.7 MB per rank."""
+
+
+class RankTimes(Callback):
+    """Writes where this rank's time goes; short steps share a line.
+
+    Args:
+        run_dir: The run folder.
+        start_seconds: From the start of the process to the ready process group.
+    """
+
+    def __init__(self, run_dir: Path, start_seconds: float = 0.0) -> None:
+        self._folder = run_dir / FOLDER
+        self._start_seconds = start_seconds
+        self._lock = threading.Lock()
+        self._is_closed = True
+
+    def on_fit_start(self, trainer: Any) -> None:
+        """Open the file."""
+        self.open(trainer.engine.world, trainer.timer, trainer.state.step)
+        on_job_end(self.cut)
+
+    def open(self, world: World, timer: Timer, step: int) -> None:
+        """Open the file; `on_fit_start` does it.
+
+        Args:
+            world: This process's place in the job.
+            timer: Measures this rank's time.
+            step: Steps done by earlier jobs.
+        """
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._lines: JsonLines[list[Any] | dict[str, Any]] = JsonLines(
+            self._folder / f"{rank_name(world)}.jsonl", json.dumps
+        )
+        now = time.time()
+        self._lines.write(
+            {
+                "rank": world.rank,
+                "world_size": world.world_size,
+                "node_rank": world.node_rank,
+                "hostname": world.hostname,
+                "time": round(now, 3),
+                "start_seconds": round(self._start_seconds, 3),
+                "phases": PHASES,
+            }
+        )
+        self._timer, self._step = timer, step
+        self._wall_offset = now - time.perf_counter()
+        self._began = time.perf_counter()
+        self._line_ends = self._began + MIN_SECONDS
+        self._steps = array("d")
+        self._between: list[list[float]] = []
+        self._is_closed = False
+
+    def on_metrics(self, trainer: Any, steps: Sequence[StepMetrics]) -> None:
+        """Write a line if it is time to."""
+        self.add(trainer.state.step, trainer.step_times)
+
+    def add(self, step: int, times: StepTimes) -> None:
+        """Add the times of steps, of which `step` is the last."""
+        with self._lock:
+            if self._is_closed:
+                return
+            self._step = step
+            self._steps.extend(times.steps)
+            self._between += times.between
+            _, since = self._timer.sum_up()
+            ended = since - sum(self._timer.seconds)
+            if ended >= self._line_ends:
+                self._write(ended)
+
+    def on_fit_end(self, trainer: Any) -> None:
+        """Write the rest; a disk that takes nothing is not waited for."""
+        with self._lock:
+            if self._is_closed:
+                return
+            trainer.timer.synchronize()
+            self._write_rest()
+        self._close()
+
+    def on_stop(self, trainer: Any, reason: str) -> None:
+        """Likewise."""
+        self.on_fit_end(trainer)
+
+    def on_exception(self, trainer: Any, error: BaseException) -> None:
+        """Write the rest, and what this rank did when it failed."""
+        self.cut()
+
+    def cut(self) -> None:
+        """Write the rest, and what this rank does when its job is ended.
+
+        In any thread; has an effect once.
+        """
+        with self._lock:
+            if self._is_closed:
+                return
+            phase, since = self._write_rest()
+            self._lines.write(
+                {
+                    "end": round(time.time(), 3),
+                    "phase": PHASES[phase],
+                    "seconds": round(time.perf_counter() - since, 3),
+                }
+            )
+        self._close()
+
+    def _close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._lines.close(CLOSE_SECONDS)
+
+    def _write_rest(self) -> tuple[int, float]:
+        """Return the current phase, and since when."""
+        self._is_closed = True
+        timer = self._timer
+        phase, since = timer.sum_up()
+        self._steps.extend(timer.pending.steps)
+        self._step += len(timer.pending.steps) // NUM_PHASES
+        self._between += [*timer.pending.between, timer.seconds]
+        self._write(since)
+        return phase, since
+
+    def _write(self, now: float) -> None:
+        between, self._between = self._between, []
+        steps, self._steps = by_phase(self._steps), array("d")
+        totals = map(sum, zip(*steps[: UPDATE + 1], strict=True))
+        longest = max(totals, default=0.0)
+        others = zip(*between, strict=True) if between else ((),) * NUM_PHASES
+        sums = (sum(a) + sum(b) for a, b in zip(steps, others, strict=True))
+        phases = [round(seconds, 6) for seconds in sums]
+        end = round(now + self._wall_offset, 4)
+        counts = (self._step, len(steps[0]), round(longest, 6))
+        self._lines.write([end, *counts, *phases])
+        seconds = max(MIN_SECONDS, (now - self._began) / RESOLUTION)
+        self._line_ends = now + min(MAX_SECONDS, seconds)
+
+
+def by_phase(steps: array[float]) -> list[array[float]]:
+    """Return the seconds of each phase, of all steps.
+
+    >>> [list(seconds) for seconds in by_phase(array("d", range(16)))[:2]]
+    [[0.0, 8.0], [1.0, 9.0]]
+    """
+    return [steps[phase::NUM_PHASES] for phase in range(NUM_PHASES)]

@@ -1,0 +1,179 @@
+"""The run folder: ``runs/NAME/`` and the files in it. Imports no torch."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import math
+import os
+import queue
+import sys
+import threading
+from collections.abc import Mapping
+from datetime import datetime
+from pathlib import Path
+from typing import Any, TextIO
+
+from mpitrain.world import World, place
+
+FLUSH_SECONDS = 3.0
+"""How long the end waits for a disk to take the last lines of a log."""
+
+
+def open_log(run_dir: Path, rank: int, world_size: int, hostname: str) -> TextIO:
+    """Open this rank's log; its first line says who writes it.
+
+    A rank that is killed leaves no words of its own, and MPICH's mpiexec names a dead
+    rank by its process id alone: the first line tells which rank that was.
+
+    Args:
+        run_dir: The run folder.
+        rank: This process's rank.
+        world_size: Number of ranks.
+        hostname: This machine's name.
+
+    Returns:
+        The open file ``logs/rank-<rank>.log``, flushed line by line.
+    """
+    folder = run_dir / "logs"
+    # On a machine that does not share the filesystem with rank zero's.
+    folder.mkdir(parents=True, exist_ok=True)
+    width = len(str(world_size - 1))
+    log = (folder / f"rank-{rank:0{width}}.log").open("a", buffering=1)
+    now = datetime.now().astimezone().isoformat(timespec="seconds")
+    log.write(f"pid {os.getpid()} is {place(rank, world_size, hostname)}, {now}\n")
+    return log
+
+
+def start_logging(log: TextIO, *, is_rank_zero: bool) -> LogFile:
+    """Let our loggers write into this rank's log; rank zero's warnings to the screen.
+
+    Args:
+        log: This rank's open log.
+        is_rank_zero: Whether this rank has the screen.
+
+    Returns:
+        What writes into the log.
+    """
+    logger = logging.getLogger("mpitrain")
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+    to_file = LogFile(log)
+    to_file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    logger.addHandler(to_file)
+    if is_rank_zero:
+        to_screen = Screen()
+        to_screen.setLevel(logging.WARNING)
+        to_screen.setFormatter(logging.Formatter("warning: %(message)s"))
+        logger.addHandler(to_screen)
+    return to_file
+
+
+class Screen(logging.StreamHandler[TextIO]):
+    """Writes to standard error, beside a progress bar if there is one."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write a record."""
+        bars = sys.modules.get("tqdm")
+        if bars is None:
+            super().emit(record)
+        else:  # it takes the bar away before, and draws it again
+            bars.tqdm.write(self.format(record), file=sys.stderr)
+
+
+class LogFile(logging.Handler):
+    """Writes lines into a rank's log, in a thread.
+
+    A disk that answers late holds nobody up, and one that is full ends no training.
+
+    Args:
+        log: The open file.
+    """
+
+    def __init__(self, log: TextIO) -> None:
+        super().__init__()
+        self._log = log
+        self._pid = os.getpid()
+        self._waiting: queue.SimpleQueue[str | threading.Event] = queue.SimpleQueue()
+        threading.Thread(target=self._run, name="log", daemon=True).start()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write a record."""
+        self.write(self.format(record))
+
+    def write(self, text: str) -> None:
+        """Write a text, and end its line."""
+        if os.getpid() == self._pid:
+            self._waiting.put(text)
+        else:  # a process that was forked off has no thread
+            self._put(text)
+
+    def flush(self) -> None:
+        """Wait until all is written, or until a disk has had its time."""
+        if os.getpid() == self._pid:
+            is_done = threading.Event()
+            self._waiting.put(is_done)
+            is_done.wait(FLUSH_SECONDS)
+
+    def _run(self) -> None:
+        while True:
+            it = self._waiting.get()
+            if isinstance(it, str):
+                self._put(it)
+            else:
+                it.set()
+
+    def _put(self, text: str) -> None:
+        with contextlib.suppress(OSError, ValueError):  # full; closed
+            self._log.write(text + "\n")
+
+
+def rank_name(world: World) -> str:
+    """Return ``rank-N``, with as many digits on all ranks."""
+    width = len(str(world.world_size - 1))
+    return f"rank-{world.rank:0{width}}"
+
+
+def shown(path: Path) -> str:
+    """Write a path as a person would: relative to here where it is below."""
+    here = Path.cwd()
+    return str(path.relative_to(here) if path.is_relative_to(here) else path)
+
+
+def write_atomic(path: Path, data: str | bytes) -> None:
+    """Write a file so that readers see the old or the new one, never a part."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    beside.write_bytes(data.encode() if isinstance(data, str) else data)
+    os.replace(beside, path)
+
+
+def write_json(path: Path, values: Mapping[str, Any]) -> None:
+    """Write a JSON file whole."""
+    write_atomic(path, json.dumps(finite(values), indent=2, allow_nan=False) + "\n")
+
+
+def finite(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Put ``None`` for numbers that are not finite: JSON has no word for them.
+
+    >>> finite({"loss": float("nan"), "step": 3})
+    {'loss': None, 'step': 3}
+    """
+    return {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in values.items()
+    }
+
+
+def read_result(run_dir: Path) -> dict[str, Any]:
+    """Read ``result.json``; nothing where it cannot be read."""
+    return read_json(run_dir / "result.json")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON file of one object; nothing where it cannot be read."""
+    try:
+        found = json.loads(path.read_text(errors="replace"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}

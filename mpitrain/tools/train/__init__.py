@@ -1,0 +1,1 @@
+"""``python -m mpitrain``: composes what a script could compose itself."""

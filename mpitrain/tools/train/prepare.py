@@ -1,0 +1,113 @@
+"""What a command line asks for: a new run, one to resume, or nothing to do.
+
+For rank zero, on behalf of all, before any long import.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+from mpitrain.checkpoint.preemption import STOP_FILE
+from mpitrain.errors import Stopped, UsageError
+from mpitrain.record.loggers.choice import refuse_missing
+from mpitrain.record.run_dir import read_result, shown, write_atomic
+from mpitrain.record.runs import differences, is_finished, open_run
+from mpitrain.train.config import MAY_CHANGE, TrainConfig
+from mpitrain.train.progress import finished_line
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreparedRun:
+    """A run that this job has opened."""
+
+    config: TrainConfig
+    run_dir: Path
+    run_id: str
+    """Of the run, in all of its jobs."""
+    done: str = ""
+    """Why there is nothing to do; empty if there is something."""
+    status: int = 0
+    """The exit status, if there is nothing to do."""
+    warning: str = ""
+    """For the user; may be empty."""
+
+
+def prepare(config: TrainConfig) -> PreparedRun:
+    """Make the run folder, or open the existing one.
+
+    Raises:
+        UsageError: It cannot be opened, or was begun with another configuration; or a
+            library of a logger is missing.
+    """
+    refuse_missing(config)
+    name = config.name
+    if config.dry_run and name is not None:
+        name += "-dry-run"  # the name itself is for the training
+    folder = open_run(
+        config.runs_dir,
+        name,
+        exists="new name"
+        if config.new_run or config.dry_run
+        else "refuse"
+        if config.resume == "never"
+        else "resume",
+    )
+    run_dir = folder.path
+    done, status = "", 0
+    if not folder.is_new:
+        _refuse_changes(config, run_dir)
+        result = is_finished(run_dir)
+        if result is not None:
+            done = (
+                f"{finished_line(result)}; see {shown(run_dir)}. Nothing to do: "
+                "--new-run trains anew"
+            )
+    stop = run_dir / STOP_FILE
+    if not done and stop.exists() and not forget_stop(run_dir):
+        done = f"{shown(stop)} exists, newer than the last stop: remove it, to resume"
+        status = Stopped.exit_status
+    if not done:
+        write_atomic(run_dir / "config.yaml", config.as_yaml(run_dir.name))
+    return PreparedRun(
+        config=config,
+        run_dir=run_dir,
+        run_id=folder.run_id,
+        done=done,
+        status=status,
+        warning=""
+        if folder.has_lock
+        else f"{run_dir} is on a file system without locks: nobody would notice a "
+        "second job that writes into it",
+    )
+
+
+def forget_stop(run_dir: Path) -> bool:
+    """Remove the stop file of an earlier job, which has stopped; return whether."""
+    stop, result = run_dir / STOP_FILE, run_dir / "result.json"
+    is_old = (
+        read_result(run_dir).get("status") == "stopped"
+        and stop.stat().st_mtime <= result.stat().st_mtime
+    )
+    if is_old:
+        stop.unlink()
+    return is_old
+
+
+def _refuse_changes(config: TrainConfig, run_dir: Path) -> None:
+    """Check that a run is resumed with the configuration it was begun with."""
+    try:
+        before = yaml.safe_load((run_dir / "config.yaml").read_text())
+    except (OSError, ValueError, yaml.YAMLError):
+        return  # its first job ended before it was written
+    now = config.as_plain(run_dir.name)
+    changed = differences(before, now, MAY_CHANGE) if isinstance(before, dict) else []
+    if changed:
+        raise UsageError(
+            f"run {run_dir.name} was begun with another configuration: "
+            f"{'; '.join(changed)}.\nExpected the same. Type what it was begun with; "
+            f"or begin another one from its checkpoint, --name OTHER --resume "
+            f"{shown(run_dir)}; or anew, --new-run"
+        )

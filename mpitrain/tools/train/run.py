@@ -1,0 +1,258 @@
+"""A training of the command line, from the ready process group to its end."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from mpitrain import schedulers
+from mpitrain.checkpoint.checkpointer import Checkpointer
+from mpitrain.checkpoint.preemption import PreemptionHandler
+from mpitrain.data.sources import Data, load_data
+from mpitrain.errors import Stopped
+from mpitrain.launch import Job
+from mpitrain.launch.current import heartbeat
+from mpitrain.launch.shared import Ranks, all_ranks
+from mpitrain.models.build import build_and_load
+from mpitrain.models.fetch import cache_folder, fetch_weights, is_cached
+from mpitrain.models.summary import summary_line, summary_table
+from mpitrain.models.weights import LoadedWeights
+from mpitrain.plugins import is_reference
+from mpitrain.record.console import world_lines
+from mpitrain.record.environment import describe
+from mpitrain.record.health import HealthCheck
+from mpitrain.record.loggers.callback import Loggers
+from mpitrain.record.profiler import Profiler
+from mpitrain.record.rank_times import RankTimes
+from mpitrain.record.recorder import Recorder
+from mpitrain.record.run_dir import shown, write_json
+from mpitrain.tools.train.prepare import PreparedRun
+from mpitrain.topology import mpi_library
+from mpitrain.train.callbacks import Callback
+from mpitrain.train.config import TrainConfig
+from mpitrain.train.progress import choose_progress, say
+from mpitrain.train.trainer import Trainer
+
+logger = logging.getLogger("mpitrain")
+
+
+def run_training(
+    job: Job, run: PreparedRun, handler: PreemptionHandler, start_seconds: float
+) -> int:
+    """Train as configured, and leave the record in the run folder.
+
+    Collective over all ranks.
+
+    Args:
+        job: The running job.
+        run: The configuration and the run folder.
+        handler: Knows when to stop.
+        start_seconds: From the start of the process to the ready process group.
+
+    Returns:
+        The exit status: 0, or 75 if the training was stopped and can be resumed.
+
+    Raises:
+        MpitrainError: On every rank or on one, whose message is shown.
+    """
+    world, config, run_dir = job.world, run.config, run.run_dir
+    ranks = all_ranks(world)
+    checkpointer = Checkpointer(
+        run_dir,
+        every_epochs=config.checkpoint_every_epochs,
+        every_steps=config.checkpoint_every_steps,
+        every_minutes=config.checkpoint_every_minutes,
+        keep=config.keep_checkpoints,
+        best_by=config.best_by,
+        resume=config.resume,
+    )
+    if config.dry_run:
+        handler.give_up()
+    else:
+        checkpointer.open(world, run_id=run.run_id, handler=handler)
+    heartbeat("loading the data")
+    data = load_data(config, seed=config.seed, world=world, ranks=ranks)
+    checkpointer.data = {
+        "num_classes": data.num_classes,
+        "in_channels": data.in_channels,
+        "image_size": data.image_size,
+    }
+    heartbeat("building the model")
+    is_new = checkpointer.reader is None
+    model, loaded = _build(config, data, ranks, with_weights=is_new)
+    seconds_left = handler.seconds_left
+    named = "" if config.name else f" with --name {run_dir.name}"
+    callbacks: list[Callback] = [
+        Introduction(config, run_dir, data, loaded),
+        Recorder(
+            run_dir,
+            start_seconds=start_seconds,
+            seconds_left=seconds_left,
+            resume_with=f"the same command{named}",
+        ),
+        RankTimes(run_dir, start_seconds),
+        *([Loggers(config, run_dir, run.run_id)] if config.log else []),
+        HealthCheck(shown(run_dir)),
+        choose_progress(config.progress, seconds_left),
+        *([Profiler(run_dir, config.profile)] if config.profile else []),
+        ModelFile(run_dir / "model.pt"),
+        *([] if config.dry_run else [checkpointer]),
+    ]
+    trainer = Trainer(
+        model,
+        data.train,
+        data.val,
+        config,
+        world=world,
+        callbacks=callbacks,
+        test_data=data.test,
+        mean_std=data.statistics,
+        num_classes=data.num_classes,
+        find_unused_parameters=is_reference(config.model),
+    )
+    try:
+        trainer.fit()
+    except Stopped as stopped:
+        return stopped.exit_status
+    finally:
+        data.close()
+    return 0
+
+
+def _build(
+    config: TrainConfig, data: Data, ranks: Ranks, *, with_weights: bool
+) -> tuple[nn.Module, LoadedWeights | None]:
+    """Build the model; one rank per file system downloads its weights.
+
+    Collective over all ranks.
+
+    Args:
+        config: Model and weights.
+        data: Number of classes, channels and size of images.
+        ranks: The collectives.
+        with_weights: Whether ``--weights`` are loaded; a checkpoint has its own.
+
+    Returns:
+        The model, equal on all ranks, and which weights were loaded, if any.
+    """
+    name, weights = config.model, config.weights if with_weights else None
+    if not all(ranks.tell_all(is_cached(name, weights))):
+        ranks.once_per_file_system(
+            cache_folder(name),
+            lambda: fetch_weights(name, weights),
+            f"download {name}",
+        )
+    return build_and_load(
+        name,
+        num_classes=data.num_classes,
+        in_channels=data.in_channels,
+        image_size=data.image_size,
+        seed=config.seed,
+        weights=weights,
+    )
+
+
+class ModelFile(Callback):
+    """Saves the finished model's plain ``state_dict``.
+
+    Args:
+        path: The file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def on_fit_end(self, trainer: Trainer) -> None:
+        """Save it, completely or not at all."""
+        heartbeat("writing the weights")
+        state = trainer.state_dict()
+        if trainer.engine.world.is_rank_zero:
+            beside = self._path.with_name(f".{self._path.name}.{os.getpid()}")
+            torch.save(state, beside)
+            os.replace(beside, self._path)
+
+
+class Introduction(Callback):
+    """Prints what is trained on which ranks, and writes it into the run folder.
+
+    Args:
+        config: The configuration.
+        run_dir: The run folder.
+        data: The data.
+        loaded: Which weights were loaded, if any.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        run_dir: Path,
+        data: Data,
+        loaded: LoadedWeights | None,
+    ) -> None:
+        self._config, self._run_dir = config, run_dir
+        self._data, self._loaded = data, loaded
+
+    def on_fit_start(self, trainer: Trainer) -> None:
+        """Print and write."""
+        world, config = trainer.engine.world, self._config
+        if not world.is_rank_zero:
+            return
+        environment = describe(
+            world, schedulers.detect(os.environ), mpi_library(), os.environ
+        )
+        write_json(self._run_dir / "environment.json", environment)
+        table = summary_table(trainer.engine.model)
+        (self._run_dir / "model.txt").write_text(table + "\n")
+        for line in (*world_lines(world), *self._training_lines(trainer)):
+            say(line)
+        data = self._data
+        for setting in config.without_effect():
+            logger.warning("without effect: %s", setting)
+        if data.train.num_samples is not None:
+            more = config.global_batch_size - data.train.num_samples
+            if more > 0:
+                logger.warning(
+                    "--global-batch-size %d is larger than the training set (%d "
+                    "samples): an epoch is one step",
+                    *(config.global_batch_size, data.train.num_samples),
+                )
+        idle = world.world_size - config.global_batch_size
+        if idle > 0:
+            logger.warning(
+                "--global-batch-size %d on %d ranks: %d of them have no sample in a "
+                "step",
+                *(config.global_batch_size, world.world_size, idle),
+            )
+
+    def _training_lines(self, trainer: Trainer) -> Sequence[str]:
+        config, data, plan = self._config, self._data, trainer.engine.plan
+        train, val = (_count(part.num_samples) for part in (data.train, data.val))
+        classes = "" if data.num_classes is None else f", {data.num_classes} classes"
+        if config.dry_run:
+            steps = "dry run: one step, one evaluation"
+        elif plan.total_steps is None:
+            steps = f"{plan.num_epochs} epochs of unknown length"
+        else:
+            steps = (
+                f"{plan.total_steps} steps = {plan.num_epochs} epochs x "
+                f"{plan.steps_per_epoch}"
+            )
+        return [
+            f"{config.model} on {config.data}: {train} samples to train, "
+            f"{val} to validate{classes}",
+            f"{summary_line(trainer.engine.model)}; {trainer.engine.strategy}, "
+            f"{config.precision}",
+            plan.batch_line(),
+            steps,
+            f"run folder {shown(self._run_dir)}",
+            *([self._loaded.line()] if self._loaded is not None else []),
+        ]
+
+
+def _count(num_samples: int | None) -> str:
+    return "unknown number of" if num_samples is None else str(num_samples)

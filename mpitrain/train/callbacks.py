@@ -1,0 +1,111 @@
+"""Hooks into the training loop. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+from mpitrain.train.metrics import EpochMetrics, StepMetrics, Throughput
+
+
+class StopRequested(Exception):
+    """Raised by a callback, on every rank at the same step, to stop the training.
+
+    Args:
+        reason: Why, such as ``"SIGUSR2 arrived"``.
+    """
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+class Callback:
+    """Base class of callbacks; inherit it, and override the hooks that you need.
+
+    All hooks are called on every rank, at the same point of the training. `setup` and
+    the hooks of the loop are called in the order of ``Trainer(callbacks=[...])``, those
+    that end something (`on_train_end`, `on_fit_end`, `on_stop`, `on_exception`) in the
+    reverse order. ``trainer`` is the `mpitrain.Trainer`; read ``trainer.state`` for
+    step and epoch.
+    """
+
+    runs_last: ClassVar[bool] = False
+    """Whether it is called after all others: it saves their state."""
+
+    def setup(self, trainer: Any) -> None:
+        """Called first, when model and data are ready. May be collective."""
+
+    def on_fit_start(self, trainer: Any) -> None:
+        """Called after all `setup`. Not collective: an error here ends all ranks."""
+
+    def on_stage_start(self, trainer: Any) -> None:
+        """Called when ``trainer.engine.stage`` has begun: the optimizer is ready."""
+
+    def on_batch_start(self, trainer: Any, batch: Any) -> None:
+        """Called before the forward pass of each micro-batch.
+
+        Args:
+            trainer: The trainer.
+            batch: The `Batch` of this rank, on its device.
+        """
+
+    def on_step_end(self, trainer: Any) -> None:
+        """Called after each optimizer step; its time is part of every step."""
+
+    def on_metrics(self, trainer: Any, steps: Sequence[StepMetrics]) -> None:
+        """Called about every two seconds, when the ranks' metrics were all-reduced.
+
+        Args:
+            trainer: The trainer.
+            steps: The steps since the last call, of one epoch. ``trainer.step_times``
+                holds where their time went on this rank.
+        """
+
+    def on_throughput(self, trainer: Any, throughput: Throughput) -> None:
+        """Called when the speed of some steps is known, about every two seconds."""
+
+    def on_validation_batch_end(self, trainer: Any) -> None:
+        """Called after each batch of the validation at the end of an epoch."""
+
+    def on_epoch_end(self, trainer: Any, epoch: EpochMetrics) -> None:
+        """Called after the validation; ``trainer.state`` is at the next epoch."""
+
+    def on_checkpoint(self, trainer: Any, checkpoint: Any) -> None:
+        """Called when a checkpoint was written, or could not be.
+
+        Args:
+            trainer: The trainer.
+            checkpoint: The `mpitrain.checkpoint.Outcome`.
+        """
+
+    def on_train_end(self, trainer: Any) -> None:
+        """Called after the last epoch, before the test set is evaluated."""
+
+    def on_test_end(self, trainer: Any, evaluation: Any, skipped: int) -> None:
+        """Called after the evaluation of the test set.
+
+        Args:
+            trainer: The trainer.
+            evaluation: The `Evaluation`.
+            skipped: Test samples that could not be read, over all ranks.
+        """
+
+    def on_fit_end(self, trainer: Any) -> None:
+        """Called at the end of a finished training."""
+
+    def on_stop(self, trainer: Any, reason: str) -> None:
+        """Called at the end of a training that was stopped and can be resumed."""
+
+    def on_exception(self, trainer: Any, error: BaseException) -> None:
+        """Called when the training fails on this rank; not collective."""
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """Return what a checkpoint has to hold of this callback; JSON can carry it."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take what `state_dict` returned; called before `on_fit_start`."""
+
+    def flush(self) -> None:
+        """Write to the disk what `state_dict` refers to; called in a thread."""

@@ -1,0 +1,416 @@
+"""What a training works with: data, plan, parallelized model and optimizer."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from mpitrain.data.memory import InMemory
+from mpitrain.data.own import as_samples
+from mpitrain.data.pixels import NUM_DIMENSIONS, Pixels, Statistics, of_imagenet
+from mpitrain.data.randomness import seed_of_rank
+from mpitrain.data.samples import Samples
+from mpitrain.data.sharding import Share
+from mpitrain.errors import UsageError, agreed
+from mpitrain.launch.shared import all_ranks
+from mpitrain.models.head import head_of
+from mpitrain.train import mixing
+from mpitrain.train.config import TrainConfig
+from mpitrain.train.evaluate import (
+    BATCH_SIZE,
+    Evaluation,
+    LossFn,
+    MetricsFn,
+    evaluate,
+)
+from mpitrain.train.features import features_of
+from mpitrain.train.loader import BatchLoader, RankStep
+from mpitrain.train.micro_batch import largest_micro_batch
+from mpitrain.train.nonfinite import NonFiniteGuard
+from mpitrain.train.optimizer import LossScale, OptimizerWrapper, build_optimizer
+from mpitrain.train.parallel import (
+    BatchNorm,
+    ParallelModel,
+    autocast,
+    check_reductions,
+    choose_strategy,
+    copy_to_cpu,
+    is_channels_last,
+    prepare_model,
+)
+from mpitrain.train.plan import Plan, Stage
+from mpitrain.train.state import TrainState
+from mpitrain.world import World
+
+logger = logging.getLogger("mpitrain")
+
+GPU_MEMORY_FRACTION = 0.3
+"""Of a GPU's free memory that a data set may take."""
+
+
+class Engine:
+    """What a training works with, ready on this rank.
+
+    Collective over the default group, and so are its methods unless they say otherwise.
+
+    Args:
+        model: The model; moved to the device and, by `start_stage`, parallelized.
+        train_data: The training data.
+        val_data: The validation data.
+        config: The configuration.
+        world: This process's place in the job.
+        loss_fn: Maps outputs and targets to losses.
+        mean_std: Mean and standard deviation to normalize images by, per channel, for
+            pixels from 0 to 1; ``None``: as the configuration says.
+        find_unused_parameters: See `ParallelModel`.
+        can_cache_features: Whether a step calls the model with the inputs and does
+            nothing else, so that a frozen backbone need run once only.
+
+    Attributes:
+        plan: Stages, epochs and steps.
+        strategy: How the whole model is parallelized.
+        stage: The current stage.
+        model: The whole model, on this rank's device.
+        parallel: What is trained in the current stage, parallelized.
+        optimizer: Its optimizer.
+        train_loader: The training data of the stage.
+        val_loader: The validation data of the stage.
+        nonfinite: Handles losses and gradients that are not finite.
+        mean_std: What images are normalized by; ``None``: they are not.
+        num_samples: Training and validation samples; ``None`` where unknown.
+    """
+
+    stage: Stage
+    parallel: ParallelModel
+    optimizer: OptimizerWrapper
+    train_loader: BatchLoader
+    val_loader: BatchLoader
+
+    def __init__(
+        self,
+        model: nn.Module,
+        train_data: Any,
+        val_data: Any,
+        config: TrainConfig,
+        world: World,
+        *,
+        loss_fn: LossFn,
+        mean_std: Statistics | None = None,
+        find_unused_parameters: bool = True,
+        can_cache_features: bool = True,
+    ) -> None:
+        self.world = world
+        self.config = config
+        self.ranks = all_ranks(world)
+        self._find_unused = find_unused_parameters
+        self._can_cache_features = can_cache_features
+        self._has_mixed = False
+        self.strategy = choose_strategy(config, world)
+        check_reductions(self.strategy, config, world, self.ranks)
+        self._train = self._samples(train_data, "the training data")
+        self._val = self._samples(val_data, "the validation data")
+        self.num_samples = {
+            "train": self._train.num_samples,
+            "val": self._val.num_samples,
+        }
+        if self._train.may_lack:
+            mixing.refuse_mixing(
+                config,
+                "needs the samples of a step beforehand; it does not work with "
+                "iterable data or --on-bad-sample skip",
+            )
+        self._check_model(model)
+        self.model = prepare_model(model, world, config)
+        self._trainable = [w.requires_grad for w in self.model.parameters()]
+        self._set_up_pixels(mean_std)
+        has_batch_norm = any(isinstance(m, BatchNorm) for m in self.model.modules())
+        self._min_rows = 2 if has_batch_norm else 1
+        self._head: nn.Module | None = None
+        self._on_features = False
+        self._test_loaders: list[BatchLoader] = []
+        micro = config.micro_batch_size
+        if micro == "auto":
+            example = self._loader(self._train, train=True).example()
+            micro = largest_micro_batch(
+                loss_fn, self.model, example, config, world, self.ranks
+            )
+        self.plan = Plan(
+            num_samples=self._train.num_samples,
+            world_size=world.world_size,
+            config=config,
+            micro_batch_size=micro,
+        )
+        self.nonfinite = NonFiniteGuard(world, config.on_nonfinite)
+        torch.manual_seed(seed_of_rank(config.seed, world.rank))  # of dropout
+
+    # --- stages -------------------------------------------------------------------
+
+    def start_stage(self, stage: Stage) -> None:
+        """Choose the weights that are trained, parallelize them, make an optimizer."""
+        config, model = self.config, self.model
+        self.stage = stage
+        self._head = head_of(model)[1] if stage.name == "probe" else None
+        for weight, trainable in zip(model.parameters(), self._trainable, strict=True):
+            weight.requires_grad_(trainable and self._head is None)
+        strategy, trained = self.strategy, model
+        train, val = self._train, self._val
+        self._on_features = False
+        if self._head is not None:
+            self._head.requires_grad_(True)
+            strategy = "ddp" if strategy == "fsdp" else strategy
+            features = self._compute_features()
+            if features is not None:
+                self._on_features = True
+                trained = self._head
+                train, val = features
+        self.train_loader = self._loader(train, train=True)
+        self.val_loader = self._loader(val, train=False)
+        self.parallel = ParallelModel(
+            trained,
+            self.world,
+            config,
+            strategy,
+            find_unused_parameters=self._find_unused and not self._on_features,
+        )
+        optimizer = build_optimizer(
+            trained.parameters(),
+            config,
+            lr=config.peak_lr * stage.lr_factor,
+            shard=config.shard_optimizer and self.world.world_size > 1,
+        )
+        scale = LossScale(self.world.world_size, is_used=config.precision == "fp16")
+        self.optimizer = OptimizerWrapper(self.parallel, optimizer, config, scale)
+
+    def train_mode(self) -> None:
+        """Put the parts that are trained into training mode; local."""
+        if self._head is not None:
+            self.model.eval()
+            self._head.train()
+        else:
+            self.model.train()
+
+    @property
+    def prefix(self) -> str:
+        """The prefix, in the whole model, of the names of ``parallel.model``."""
+        return head_of(self.model)[0] + "." if self._on_features else ""
+
+    def _compute_features(self) -> list[InMemory] | None:
+        """Return the head's inputs for all samples, if they are the same each epoch."""
+        sets = (self._train, self._val)
+        if (
+            not self._can_cache_features
+            or not self._pixels.is_still
+            or mixing.is_mixing(self.config)
+            or not all(samples.is_still for samples in sets)
+        ):
+            return None
+        loaders = [self._loader(samples, train=False) for samples in sets]
+        with autocast(self.config, self.world):
+            return features_of(
+                self.model, loaders, self.world, self.ranks, self._eval_batch_size
+            )
+
+    # --- steps --------------------------------------------------------------------
+
+    def steps(self, state: TrainState) -> Iterator[RankStep]:
+        """Yield this rank's part of the steps of the epoch that are not done yet."""
+        samples = self.train_loader.samples
+        order = None
+        if samples.num_samples is not None:
+            order = samples.order(self.config.seed, state.epoch)
+        share = self.plan.share_of(
+            self.world.rank, order, with_partner=mixing.is_mixing(self.config)
+        )
+        share = dataclasses.replace(
+            share, first_step=state.epoch_step, taken=tuple(state.samples_per_shard)
+        )
+        for step in self.train_loader.steps(share, state.epoch):
+            yield step
+            if not self._has_mixed:
+                mixing.refuse_mixing(
+                    self.config,
+                    "is done in Trainer.compute_loss: call super().compute_loss(batch) "
+                    "in yours, or leave out the flag",
+                )
+
+    def mix_of(self, epoch: int, step: int, inputs: Any) -> mixing.Mix | None:
+        """Return how the samples of a step are mixed; local."""
+        if not mixing.is_mixing(self.config):
+            return None
+        if not isinstance(inputs, Tensor) or inputs.ndim != NUM_DIMENSIONS:
+            mixing.refuse_mixing(self.config, "is for images, found other inputs")
+        self._has_mixed = True
+        height, width = inputs.shape[-2:]
+        return mixing.draw_mix(self.config, epoch, step, (height, width))
+
+    def count_samples_per_shard(self) -> list[int]:
+        """Return the samples of each shard of the data set read since the last call.
+
+        Over all ranks. Empty for data sets that are not iterable.
+        """
+        loader = self.train_loader
+        if not loader.num_parts:
+            return []
+        mine = torch.zeros(loader.num_parts, dtype=torch.int64)
+        for part, count in loader.taken.items():
+            mine[part] = count
+        loader.taken.clear()
+        mine = mine.to(self.world.device)
+        dist.all_reduce(mine)
+        return mine.tolist()
+
+    def count_skipped(self) -> int:
+        """Return the samples that could not be read since the last call.
+
+        Over all ranks.
+        """
+        mine = 0
+        loaders = (self.train_loader, self.val_loader, *self._test_loaders)
+        for loader in loaders:
+            for error in loader.skipped:
+                logger.info("skipped: %s", error)  # in this rank's log
+            mine += len(loader.skipped)
+            loader.skipped.clear()
+        if not any(loader.samples.may_lack for loader in loaders):
+            return 0
+        count = torch.tensor(float(mine), device=self.world.device)
+        dist.all_reduce(count)
+        return int(count)
+
+    # --- evaluation and results ---------------------------------------------------
+
+    def evaluate(
+        self,
+        loader: BatchLoader,
+        metrics: MetricsFn,
+        on_batch_end: Callable[[], object] = lambda: None,
+    ) -> Evaluation:
+        """Evaluate the model, or its EMA, on every sample of a data set."""
+        self.model.eval()
+        num = loader.samples.num_samples
+        share = Share(
+            rank=self.world.rank,
+            world_size=self.world.world_size,
+            global_batch_size=self._eval_batch_size * self.world.world_size,
+            order=None if num is None else np.arange(num, dtype=np.int64),
+        )
+        is_whole = self._on_features and loader is not self.val_loader
+        through = self.model if is_whole else None
+        forward = functools.partial(self.parallel.forward, through=through)
+        with self.optimizer.ema_weights():
+            self.parallel.sync_all_buffers()
+            try:
+                return evaluate(forward, loader, share, metrics, on_batch_end)
+            except BaseException:
+                loader.skipped.clear()  # a resumed job evaluates all of it again
+                raise
+
+    def test_loader(self, data: Any) -> BatchLoader:
+        """Return a loader of another data set for `evaluate`."""
+        loader = self._loader(self._samples(data, "the test data"), train=False)
+        self._test_loaders.append(loader)
+        return loader
+
+    def full_state_dict(self) -> dict[str, Any]:
+        """Return the plain ``state_dict`` on the CPU; complete on rank zero only.
+
+        With EMA, of the averages.
+        """
+        with self.optimizer.ema_weights():
+            if not self._on_features:
+                return self.parallel.full_state_dict()
+            return copy_to_cpu(self.model.state_dict())
+
+    def close(self) -> None:
+        """End the worker processes, and make trainable what was; local."""
+        self._train.close()
+        self._val.close()
+        weights = self.model.parameters()
+        for weight, trainable in zip(weights, self._trainable, strict=True):
+            weight.requires_grad_(trainable)
+
+    # --- preparation --------------------------------------------------------------
+
+    def _check_model(self, model: nn.Module) -> None:
+        """Check that the model is not sharded, and the same on all ranks."""
+        if any(hasattr(weight, "full_tensor") for weight in model.parameters()):
+            raise agreed(
+                UsageError(
+                    "the model's weights are sharded already, by an earlier `fit` with "
+                    "fsdp; expected a model that is whole. Make a new one, and load "
+                    "trainer.state_dict() into it"
+                )
+            )
+        tensors = [*model.named_parameters(), *model.named_buffers()]
+        shapes = [(name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors]
+        digest = hashlib.sha256(repr(shapes).encode()).hexdigest()[:8]
+        self.ranks.agree(
+            f"{sum(tensor.numel() for _, tensor in tensors)} numbers in {len(tensors)} "
+            f"tensors (names and shapes {digest})",
+            "the model",
+            "Expected the same on every rank; its first weights are rank zero's",
+        )
+
+    def _set_up_pixels(self, mean_std: Statistics | None) -> None:
+        config, example = self.config, self._train.example()
+        images, targets = example.inputs, example.targets
+        is_bytes = getattr(images, "dtype", None) == torch.uint8
+        if mean_std is None and config.normalize == "imagenet" and is_bytes:
+            mean_std = of_imagenet(images.shape[1])
+        self.mean_std = mean_std
+        self._pixels = Pixels(
+            dtype=torch.float64 if config.precision == "fp64" else torch.float32,
+            seed=config.seed,
+            mean=mean_std[0] if mean_std else None,
+            std=mean_std[1] if mean_std else None,
+            size=config.image_size,
+            border=config.random_crop,
+            flip=config.random_flip,
+            channels_last=is_channels_last(self.world, config),
+        )
+        if not self._pixels.is_still and getattr(targets, "ndim", 1) >= NUM_DIMENSIONS:
+            raise agreed(
+                UsageError(
+                    "--random-crop and --random-flip change the images alone, and the "
+                    f"targets are images, too, {tuple(targets.shape[1:])}; expected "
+                    "labels. Change both in a custom data set"
+                )
+            )
+
+    @property
+    def _eval_batch_size(self) -> int:
+        """Samples of a rank's forward pass: no more than in training."""
+        return min(BATCH_SIZE, self.plan.micro_batch_size or BATCH_SIZE)
+
+    def _samples(self, data: Any, what: str) -> Samples:
+        config = self.config
+        samples = as_samples(
+            data,
+            what,
+            seed=config.seed,
+            world=self.world,
+            ranks=self.ranks,
+            num_workers=0 if config.num_workers == "auto" else config.num_workers,
+            skip=config.on_bad_sample == "skip",
+        )
+        if self.world.device == "cpu" or not isinstance(samples, InMemory):
+            return samples
+        free, _ = torch.cuda.mem_get_info(self.world.device)
+        on_node = self.world.nodes[self.world.node_rank].gpus
+        sharing = on_node.count(on_node[self.world.local_rank]) if on_node else 1
+        fits = samples.num_bytes * sharing < GPU_MEMORY_FRACTION * free
+        return samples.to(self.world.device) if fits else samples
+
+    def _loader(self, samples: Samples, *, train: bool) -> BatchLoader:
+        pixels = self._pixels if train else self._pixels.still()
+        min_rows = self._min_rows if train else 1
+        return BatchLoader(samples, self.world, pixels, min_rows=min_rows)

@@ -1,0 +1,249 @@
+"""From a data set to this rank's batches of every step, on its device."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mpitrain.data.memory import InMemory
+from mpitrain.data.nests import in_precision, moved, rows_of
+from mpitrain.data.pixels import Pixels
+from mpitrain.data.samples import Loaded, Samples
+from mpitrain.data.sharding import Indices, Share
+from mpitrain.data.streams import Stream
+from mpitrain.world import World
+
+
+@dataclass
+class Batch:
+    """The samples of one micro-batch, as the model gets them.
+
+    There may be more rows than samples: a rank without samples in a step takes part
+    with a row of weight zero, since collectives need every rank, most models need one
+    row, and batch norm needs two.
+    """
+
+    inputs: Any
+    """`(N or more, ...)`; with mixup and cutmix one row more in front, the partner of
+    the first sample."""
+    targets: Any
+    """`(N or more, ...)`; likewise."""
+    indices: Indices
+    """Numbers of the N samples, int64 `(N,)`."""
+
+    def __len__(self) -> int:
+        """Return the number of samples N."""
+        return len(self.indices)
+
+
+@dataclass
+class RankStep:
+    """This rank's part of a step."""
+
+    number: int
+    """Number of the step in its epoch, from 0; those without samples are left out."""
+    num_samples: int
+    """Samples of the step, over all ranks."""
+    num_micro_batches: int
+    """Equal on all ranks."""
+    micro_batches: Iterable[Batch]
+    """To be iterated once, to the end, before the next step."""
+
+
+class BatchLoader:
+    """Loads this rank's batches of a data set, step by step.
+
+    Args:
+        samples: The data set.
+        world: This process's place in the job.
+        pixels: Image preprocessing and augmentation.
+        min_rows: Rows that a batch has at least: 2 for batch norm.
+
+    Attributes:
+        skipped: A text for each sample that this rank could not read.
+        num_parts: Number of shards of an iterable data set; 0 for others.
+        taken: Samples of each shard that this rank has read; cleared by the caller.
+    """
+
+    def __init__(
+        self,
+        samples: Samples,
+        world: World,
+        pixels: Pixels,
+        *,
+        min_rows: int = 1,
+    ) -> None:
+        self.samples = samples
+        self.skipped: list[str] = []
+        self.num_parts = 0
+        self.taken: Counter[int] = Counter()
+        self._world = world
+        self._pixels = pixels
+        self._min_rows = min_rows
+        self._example: Loaded | None = None
+        # Counts travel through host memory; where NCCL alone carries, through the GPU.
+        in_host_memory = world.device == "cpu" or "cpu:" in world.backend
+        self._count_device = "cpu" if in_host_memory else world.device
+
+    def example(self) -> Batch:
+        """Return a batch of one row that counts as no sample; local."""
+        nothing = Loaded(None, None, np.zeros(0, np.int64))
+        return self._load(nothing, with_partner=False, epoch=0)
+
+    def steps(self, share: Share, epoch: int) -> Iterator[RankStep]:
+        """Yield this rank's part of every step.
+
+        Collective over the default group, where samples may be missing.
+
+        Args:
+            share: Which samples belong to this rank.
+            epoch: Seeds augmentation.
+        """
+        if self.samples.may_lack:
+            loaded = self.samples.batches(share, epoch)
+            yield from self._of_unknown_size(share, loaded, epoch)
+            return
+        if isinstance(self.samples, InMemory):
+            yield from self._from_memory(self.samples, share, epoch)
+            return
+        loaded = self.samples.batches(share, epoch)
+        for number, (num_samples, micro_batches) in _numbered(share):
+            yield RankStep(
+                number,
+                num_samples,
+                len(micro_batches),
+                (
+                    self._load(next(loaded), share.with_partner, epoch)
+                    for _ in micro_batches
+                ),
+            )
+
+    def _from_memory(
+        self, samples: InMemory, share: Share, epoch: int
+    ) -> Iterator[RankStep]:
+        """Yield steps of a data set in memory.
+
+        Many small batches are prepared at once: each preparation costs some kernels.
+        """
+        steps, ahead = itertools.tee(share.steps())
+        batches = self._prepare_many(samples, ahead, share.with_partner, epoch)
+        for number, (num_samples, micro_batches) in enumerate(steps, share.first_step):
+            num = len(micro_batches)
+            yield RankStep(number, num_samples, num, itertools.islice(batches, num))
+
+    def _prepare_many(
+        self,
+        samples: InMemory,
+        steps: Iterable[tuple[int, list[Indices]]],
+        with_partner: bool,
+        epoch: int,
+    ) -> Iterator[Batch]:
+        asked = (rows for _, micro_batches in steps for rows in micro_batches)
+        first = self._first().inputs[0]
+        for group in samples.groups(asked, first.numel() * first.element_size()):
+            whole = self._prepare(samples.batch(np.concatenate(group)), epoch)
+            start = 0
+            for rows in group:
+                stop = start + len(rows)
+                part = Loaded(whole.inputs[start:stop], whole.targets[start:stop], rows)
+                yield self._pad(part, with_partner)
+                start = stop
+
+    def _of_unknown_size(
+        self, share: Share, loaded: Iterator[Loaded], epoch: int
+    ) -> Iterator[RankStep]:
+        """Yield steps whose size is known only after reading.
+
+        The next step is read, and its size all-reduced, while the current one is
+        computed.
+        """
+        self.num_parts = 0
+        self.taken.clear()
+        if isinstance(self.samples, Stream):
+            self.num_parts = self.samples.num_parts(share)
+        ahead = self._read(share, loaded)
+        now = next(ahead, None)
+        for number in itertools.count(share.first_step):
+            if now is None:
+                return
+            batches, total = now
+            following = next(ahead, None)
+            num_samples = total()
+            for batch in batches:
+                self.skipped += batch.skipped
+                if self.num_parts:
+                    self.taken.update((batch.indices % self.num_parts).tolist())
+            if num_samples:
+                ready = (
+                    self._load(batch, share.with_partner, epoch) for batch in batches
+                )
+                yield RankStep(number, num_samples, len(batches), ready)
+            elif share.order is None:  # all ranks are dry
+                if following is not None:
+                    following[1]()
+                return
+            now = following
+
+    def _read(
+        self, share: Share, loaded: Iterator[Loaded]
+    ) -> Iterator[tuple[list[Loaded], Callable[[], int]]]:
+        """Yield each step's batches, and a function that waits for its size."""
+        for _, micro_batches in share.steps():
+            batches = [next(loaded) for _ in micro_batches]
+            count = torch.tensor(
+                sum(len(batch.indices) for batch in batches),
+                device=self._count_device,
+            )
+            work = dist.all_reduce(count, async_op=True)
+
+            def total(count: Tensor = count, work: Any = work) -> int:
+                work.wait()
+                return int(count)
+
+            yield batches, total
+
+    def _load(self, loaded: Loaded, with_partner: bool, epoch: int) -> Batch:
+        """Move a batch to the device, and pad it to `min_rows`."""
+        if len(loaded.indices):
+            loaded = self._prepare(loaded, epoch)
+        return self._pad(loaded, with_partner)
+
+    def _prepare(self, loaded: Loaded, epoch: int) -> Loaded:
+        """Move samples to the device, preprocessed."""
+        dtype = self._pixels.dtype
+        inputs, targets = (moved(it, self._world.device) for it in loaded[:2])
+        if isinstance(inputs, Tensor):
+            inputs = self._pixels(inputs, loaded.indices, epoch)
+        else:
+            inputs = in_precision(inputs, dtype)
+        return Loaded(inputs, in_precision(targets, dtype), loaded.indices)
+
+    def _first(self) -> Loaded:
+        """Return the first sample, preprocessed."""
+        if self._example is None:
+            self._example = self._prepare(self.samples.example(), epoch=0)
+        return self._example
+
+    def _pad(self, loaded: Loaded, with_partner: bool) -> Batch:
+        """Return a batch padded to `min_rows`."""
+        indices = loaded.indices[1:] if with_partner else loaded.indices
+        num, min_rows = len(loaded.indices), self._min_rows + with_partner
+        if num >= min_rows:
+            return Batch(loaded.inputs, loaded.targets, indices)
+        if not num:
+            loaded = self._first()
+        chosen = torch.arange(min_rows).clamp_(max=len(loaded.indices) - 1)
+        inputs, targets = (rows_of(it, chosen) for it in loaded[:2])
+        return Batch(inputs, targets, indices)
+
+
+def _numbered(share: Share) -> Iterator[tuple[int, tuple[int, list[Indices]]]]:
+    return enumerate(share.steps(), share.first_step)

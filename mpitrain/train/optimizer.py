@@ -1,0 +1,300 @@
+"""Optimizers by name, learning rates, and the update: clip, skip, step, EMA."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mpitrain.train.config import WARMUP_EPOCHS, LearningConfig
+from mpitrain.train.parallel import ParallelModel
+
+OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
+    "sgd": torch.optim.SGD,
+    "adam": torch.optim.Adam,
+    "adamw": torch.optim.AdamW,
+    "nadam": torch.optim.NAdam,
+    "radam": torch.optim.RAdam,
+    "rmsprop": torch.optim.RMSprop,
+    "adagrad": torch.optim.Adagrad,
+    "adamax": torch.optim.Adamax,
+    "adadelta": torch.optim.Adadelta,
+}
+
+FUSED = ("sgd", "adam", "adamw", "adagrad")
+"""Have a fused kernel, on the CPU, too; not for the weights that FSDP shards (torch
+2.15: "aten._fused_sgd_.default does not have a sharding strategy")."""
+
+SCALE_GROWTH_INTERVAL = 2000
+"""Applied steps after which the fp16 loss scale is doubled, as in `torch.amp`."""
+
+INITIAL_SCALE = 65536.0
+
+
+def build_optimizer(
+    weights: Iterable[nn.Parameter],
+    config: LearningConfig,
+    *,
+    lr: float,
+    shard: bool = False,
+) -> torch.optim.Optimizer:
+    """Build the configured optimizer.
+
+    Args:
+        weights: Parameters; those that require no gradient are left out.
+        config: Its name and settings.
+        lr: The initial learning rate.
+        shard: Shard its state over the ranks (ZeRO-1); collective over the default
+            group then.
+    """
+    trained = [weight for weight in weights if weight.requires_grad]
+    kind = OPTIMIZERS[config.optimizer]
+    options: dict[str, Any] = {"lr": lr, "weight_decay": config.weight_decay}
+    if config.optimizer == "sgd":
+        options |= {"momentum": config.momentum, "nesterov": config.momentum > 0}
+    elif config.optimizer == "rmsprop":
+        options["momentum"] = config.momentum
+    is_sharded = any(hasattr(weight, "full_tensor") for weight in trained)
+    if config.optimizer in FUSED and not is_sharded:
+        options["fused"] = True
+    if shard:
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
+        return ZeroRedundancyOptimizer(trained, optimizer_class=kind, **options)
+    return kind(trained, **options)
+
+
+def learning_rate(
+    step: int,
+    *,
+    config: LearningConfig,
+    peak: float,
+    num_epochs: int,
+    steps_per_epoch: int,
+) -> float:
+    """Return the learning rate of one step: linear warm-up, then the schedule.
+
+    Args:
+        step: Number of the step, from 0.
+        config: The schedule and its settings.
+        peak: The learning rate at the end of the warm-up.
+        num_epochs: Epochs of warm-up and schedule.
+        steps_per_epoch: Steps of each.
+
+    >>> def rates(**settings):
+    ...     config = LearningConfig(**settings)
+    ...     return [round(learning_rate(step, config=config, peak=1.0, num_epochs=3,
+    ...         steps_per_epoch=2), 2) for step in range(6)]
+    >>> rates()
+    [0.33, 0.67, 1.0, 1.0, 0.75, 0.25]
+    >>> rates(schedule="step", decay_epochs=1, warmup_epochs=0.5)
+    [1.0, 1.0, 0.1, 0.1, 0.01, 0.01]
+    >>> rates(schedule="constant", warmup_epochs=0)
+    [1.0, 1.0, 1.0, 1.0, 1.0, 1.0]
+    """
+    warmup_epochs = config.warmup_epochs
+    if warmup_epochs is None:
+        warmup_epochs = min(WARMUP_EPOCHS, num_epochs / 2)
+    warmup_steps = round(steps_per_epoch * warmup_epochs)
+    if step < warmup_steps:
+        return peak * (step + 1) / warmup_steps
+    if config.schedule == "constant":
+        return peak
+    if config.schedule == "step":
+        decays = step // steps_per_epoch // config.decay_epochs
+        return float(peak * config.decay_factor**decays)
+    decay_steps = num_epochs * steps_per_epoch - warmup_steps
+    done = (step - warmup_steps) / max(1, decay_steps)
+    return peak * 0.5 * (1.0 + math.cos(math.pi * done))
+
+
+class LossScale:
+    """Scales the loss, so that small gradients survive fp16. Equal on all ranks.
+
+    Args:
+        world_size: Number of ranks: gradients are averaged over them and shall be
+            summed. Made up for before the backward pass; with fp16 after it, to keep
+            numbers small.
+        is_used: Whether the precision is fp16; else the scale stays `world_size`.
+    """
+
+    def __init__(self, world_size: int, *, is_used: bool) -> None:
+        self.value = INITIAL_SCALE if is_used else float(world_size)
+        self._world_size = world_size
+        self._is_used = is_used
+        self._good_steps = 0
+
+    def state(self) -> list[float]:
+        """Return what `restore` needs."""
+        return [self.value, self._good_steps]
+
+    def restore(self, state: list[float]) -> None:
+        """Take the result of `state`; no effect without fp16."""
+        if self._is_used:
+            self.value, self._good_steps = float(state[0]), int(state[1])
+
+    @property
+    def inverse(self) -> float:
+        """The factor that unscales gradients: 1 without fp16."""
+        return self._world_size / self.value if self._is_used else 1.0
+
+    @property
+    def can_shrink(self) -> bool:
+        """Whether the scale may be why gradients are not finite."""
+        return self._is_used and self.value > 1.0
+
+    def shrink(self) -> None:
+        """Halve the scale, after a step that was not finite."""
+        self.value /= 2
+        self._good_steps = 0
+
+    def grow(self) -> None:
+        """Count an applied step; double the scale after many."""
+        self._good_steps += 1
+        if self._is_used and self._good_steps == SCALE_GROWTH_INTERVAL:
+            self.value *= 2
+            self._good_steps = 0
+
+
+class Ema:
+    """An exponential moving average of weights and float buffers.
+
+    Args:
+        weights: The tensors by name; of sharded ones this rank's shard.
+        decay: What remains of the average at each step, 0 to 1.
+
+    Attributes:
+        values: The averages by name.
+    """
+
+    def __init__(self, weights: Mapping[str, Tensor], decay: float) -> None:
+        self._weights = weights
+        self._decay = decay
+        self.values = {name: it.detach().clone() for name, it in weights.items()}
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Add the weights of this step."""
+        for name, weight in self._weights.items():
+            self.values[name].lerp_(weight.detach(), 1 - self._decay)
+
+    @torch.no_grad()
+    def swap(self) -> None:
+        """Exchange weights and averages."""
+        for name, weight in self._weights.items():
+            average = self.values[name]
+            kept = weight.detach().clone()
+            weight.copy_(average)
+            average.copy_(kept)
+
+
+class OptimizerWrapper:
+    """Applies gradients to the weights of one stage.
+
+    Args:
+        model: The parallelized model.
+        optimizer: Its optimizer.
+        config: Clipping, EMA, and what to do with gradients that are not finite.
+        scale: The loss scale.
+    """
+
+    def __init__(
+        self,
+        model: ParallelModel,
+        optimizer: torch.optim.Optimizer,
+        config: LearningConfig,
+        scale: LossScale,
+    ) -> None:
+        self.optimizer = optimizer
+        self.scale = scale
+        self.config = config
+        self._model = model
+        self._weights = model.weights
+        kinds = {(w.dtype, w.device) for w in self._weights}
+        is_sharded = any(hasattr(w, "full_tensor") for w in self._weights)
+        self._are_alike = len(kinds) == 1 and not is_sharded
+        self._is_on_cpu = all(w.device.type == "cpu" for w in self._weights)
+        # The forward pass of a step that is then skipped has changed them already.
+        may_skip = config.on_nonfinite == "skip" or scale.can_shrink
+        self._buffers = model.float_buffers if may_skip else []
+        self._before: list[Tensor] = []
+        decay = config.ema_decay
+        self._ema = None if decay is None else Ema(model.named_state(), decay)
+
+    @property
+    def local_optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer of this rank's weights; with ZeRO, of its shard."""
+        return getattr(self.optimizer, "optim", self.optimizer)
+
+    def ema_values(self) -> Mapping[str, Tensor]:
+        """Return the averages by name; empty without EMA."""
+        return self._ema.values if self._ema is not None else {}
+
+    def start_step(self, lr: float) -> None:
+        """Set the learning rate and drop the gradients of the last step."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        for weight in self._weights:
+            weight.grad = None
+        self._before = [it.clone() for it in self._buffers]
+
+    @contextmanager
+    def ema_weights(self) -> Iterator[None]:
+        """Let the model have the averages, if there are any, in this context."""
+        if self._ema is None:
+            yield
+            return
+        self._ema.swap()
+        try:
+            self._model.reshard()
+            yield
+        finally:
+            self._ema.swap()
+        self._model.reshard()
+
+    def step(self) -> tuple[float, bool]:
+        """Clip and apply the gradients, if they are finite.
+
+        Collective over the default group, where weights or optimizer are sharded.
+
+        Returns:
+            The norm of the gradient before clipping, and whether the weights have
+            changed; equal on all ranks.
+        """
+        found = (weight.grad for weight in self._weights)
+        gradients = [gradient for gradient in found if gradient is not None]
+        factor = self.scale.inverse
+        norm = self._norm(gradients) * factor
+        if not math.isfinite(norm):
+            for buffer, before in zip(self._buffers, self._before, strict=True):
+                buffer.copy_(before)
+            return norm, False
+        max_norm = self.config.clip_grad_norm
+        if max_norm is not None and norm > max_norm:
+            factor *= max_norm / norm
+        if factor != 1.0:
+            for gradient in gradients:
+                gradient.mul_(factor)
+        self.optimizer.step()
+        self.scale.grow()
+        if self._ema is not None:
+            self._ema.update()
+        return norm, True
+
+    def _norm(self, gradients: list[Tensor]) -> float:
+        """Return the norm of the whole gradient, over all shards."""
+        if not gradients:
+            return 0.0
+        if self._are_alike:
+            # As `get_total_norm` without grouping by device and type: half its time.
+            norms = torch._foreach_norm(gradients)  # noqa: SLF001
+            if self._is_on_cpu:
+                return math.hypot(*map(float, norms))
+            return float(torch.linalg.vector_norm(torch.stack(norms)))
+        norm = nn.utils.get_total_norm(gradients)
+        whole = getattr(norm, "full_tensor", None)
+        return float(whole() if whole is not None else norm)

@@ -1,0 +1,447 @@
+"""How a model is parallelized over the ranks: DDP, FSDP, DP or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import logging
+import warnings
+from collections.abc import Callable, Mapping, MutableMapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+from mpitrain.errors import LaunchError, UsageError, agreed
+from mpitrain.launch.ending import is_consequence
+from mpitrain.launch.shared import Ranks
+from mpitrain.train.config import StrategyConfig
+from mpitrain.world import World
+
+logger = logging.getLogger("mpitrain")
+
+DTYPES = {
+    "fp32": torch.float32,
+    "fp64": torch.float64,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
+
+_SYNC_BUFFERS = (
+    "forward_sync_buffers"
+    if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
+    else "broadcast_buffers"  # before torch 2.15
+)
+
+BUCKET_BYTES = 250 << 20
+"""Buffers are broadcast together up to this size, as in DDP."""
+
+BatchNorm = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+
+
+def choose_strategy(config: StrategyConfig, world: World) -> str:
+    """Return ``ddp``, ``fsdp``, ``dp`` or ``single``.
+
+    Raises:
+        UsageError: These ranks or this device cannot do what was asked.
+    """
+    strategy = config.strategy
+    if strategy == "auto":
+        strategy = "ddp" if world.world_size > 1 else "single"
+    error = _find_error(strategy, config, world)
+    if error:
+        raise agreed(UsageError(error))
+    return strategy
+
+
+def _find_error(strategy: str, config: StrategyConfig, world: World) -> str:
+    if strategy in ("dp", "single") and world.world_size > 1:
+        return (
+            f"--strategy {strategy} is for one process, found {world.world_size} "
+            "ranks; start one (without mpirun), or take ddp"
+        )
+    on_cpu = world.device == "cpu"
+    if strategy == "dp" and on_cpu:
+        return (
+            "--strategy dp spreads a batch over the GPUs of one process, found none; "
+            "expected GPUs, or ddp, which is faster there, too"
+        )
+    if config.sync_batchnorm and on_cpu:
+        return (
+            "--sync-batchnorm: torch has it for GPUs alone (SyncBatchNorm expects "
+            "input tensor to be on GPU), found device cpu; leave it out, or use a norm "
+            "that does not mix samples, such as group norm"
+        )
+    if strategy == "dp" and (config.compile or config.activation_checkpointing):
+        return (
+            "--strategy dp copies the model in each step, which --compile and "
+            "--activation-checkpointing do not survive; expected ddp"
+        )
+    if config.cpu_offload and on_cpu:
+        return "--cpu-offload: weights are in host memory already"
+    return ""
+
+
+def check_reductions(
+    strategy: str, config: StrategyConfig, world: World, ranks: Ranks
+) -> None:
+    """Call each collective that a strategy uses once, on a tensor of known result.
+
+    Collective over the default group. Gloo of torch 2.8 returned the sum where FSDP
+    asks ``reduce_scatter_tensor`` for the average.
+
+    Raises:
+        LaunchError: One gave a wrong result; on every rank or on none.
+    """
+    rank, size = world.rank, world.world_size
+    if size == 1:
+        return
+    dtype = torch.float64 if config.precision == "fp64" else torch.float32
+    whole = torch.arange(1, size + 1, dtype=dtype, device=world.device)
+    mean = (size + 1) / 2
+    total, average = dist.ReduceOp.SUM, dist.ReduceOp.AVG
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    # By the name that FSDP calls it by, which torch 2.15 changed.
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    one, full = whole[rank : rank + 1], whole + rank
+    Check = tuple[str, Callable[[Tensor], object], Tensor, Any]
+    checks: list[Check] = [
+        ("broadcast", lambda out: dist.broadcast(out, src=0), one, 1.0),
+        ("all_reduce (sum)", lambda out: dist.all_reduce(out, total), one, mean * size),
+    ]
+    if strategy == "fsdp":
+        checks += [
+            ("all_gather_into_tensor", lambda out: gather(out, one), whole * 0, whole),
+            (
+                "reduce_scatter_tensor (sum)",
+                lambda out: scatter(out, full, op=total),
+                *(one, (mean + rank) * size),
+            ),
+        ]
+    if strategy == "fsdp" and dtype == torch.float32:  # in float64 it divides the sum
+        checks += [
+            (
+                "reduce_scatter_tensor (avg)",
+                lambda out: scatter(out, full, op=average),
+                *(one, mean + rank),
+            ),
+            ("all_reduce (avg)", lambda out: dist.all_reduce(out, average), one, mean),
+        ]
+    wrong = ""
+    for name, call, start, expected in checks:
+        found = start.clone()
+        try:
+            call(found)
+        except (RuntimeError, ValueError, NotImplementedError) as error:
+            if is_consequence(error):
+                raise  # another rank's end; that rank says why
+            wrong = f"{name} failed: {error}"
+            break
+        if not torch.allclose(found, torch.as_tensor(expected).to(found)):
+            right = expected.tolist() if isinstance(expected, Tensor) else expected
+            wrong = f"{name} gave {found.squeeze().tolist()}, expected {right}"
+            break
+    for other, reason in enumerate(ranks.tell_all(wrong)):
+        if reason:
+            raise agreed(
+                LaunchError(
+                    f"torch {torch.__version__}, backend {world.backend}: {reason} on "
+                    f"rank {other}; --strategy {strategy} would train with wrong "
+                    "gradients.\nExpected torch 2.9 or newer, or another --strategy or "
+                    "--backend; `mpirun ... python -m mpitrain check` tries every "
+                    "collective"
+                )
+            )
+
+
+def autocast(
+    config: StrategyConfig, world: World
+) -> contextlib.AbstractContextManager[Any]:
+    """Return ``torch.autocast`` for a 16-bit precision, or a context without effect."""
+    dtype = DTYPES[config.precision]
+    if dtype.itemsize == 2:
+        return torch.autocast(torch.device(world.device).type, dtype)
+    return contextlib.nullcontext()
+
+
+class ParallelModel:
+    """A model, parallelized over the ranks.
+
+    Args:
+        model: Equal on all ranks; on this rank's device. FSDP shards it in place.
+        world: This process's place in the job.
+        config: Precision, sharding and compilation.
+        strategy: ``ddp``, ``fsdp``, ``dp`` or ``single``.
+        find_unused_parameters: See `DistributedDataParallel`. Without it DDP leaves
+            wrong gradients where a weight takes no part in the loss, and complains only
+            in the next forward pass.
+
+    Attributes:
+        model: The model that was given.
+        module: What `forward` calls.
+        buffers: What `broadcast_buffers` broadcasts.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        world: World,
+        config: StrategyConfig,
+        strategy: str,
+        *,
+        find_unused_parameters: bool = True,
+    ) -> None:
+        self.model = model
+        self.strategy = strategy
+        self._config, self._world = config, world
+        self._casts = DTYPES[config.precision].itemsize == 2 and strategy != "fsdp"
+        if strategy == "fsdp":
+            _fully_shard(model, world, config)
+        if config.compile:
+            model.compile()
+        self.module: nn.Module = model
+        self.buffers: list[Tensor] = []
+        if strategy == "ddp":
+            warnings.filterwarnings("ignore", message=".*find_unused_parameters=True")
+            sync_buffers: Any = {_SYNC_BUFFERS: False}  # `broadcast_buffers` does it
+            self.module = DistributedDataParallel(
+                model,
+                gradient_as_bucket_view=True,
+                find_unused_parameters=find_unused_parameters,
+                **sync_buffers,
+            )
+            self.buffers = list(model.buffers())
+        elif strategy == "dp":
+            self.module = DataParallel(model)
+
+    @property
+    def weights(self) -> list[nn.Parameter]:
+        """The parameters that require gradients."""
+        return [weight for weight in self.model.parameters() if weight.requires_grad]
+
+    @property
+    def float_buffers(self) -> list[Tensor]:
+        """Buffers that change in training, such as batch norm's statistics."""
+        return [it for it in self.model.buffers() if it.is_floating_point()]
+
+    def named_state(self) -> dict[str, Tensor]:
+        """Return `weights` and `float_buffers` by name."""
+        kept = {id(tensor) for tensor in (*self.weights, *self.float_buffers)}
+        named = (*self.model.named_parameters(), *self.model.named_buffers())
+        return {name: tensor for name, tensor in named if id(tensor) in kept}
+
+    def forward(self, inputs: Any, through: nn.Module | None = None) -> Any:
+        """Call the model in the configured precision.
+
+        Collective over the default group with DDP and FSDP.
+
+        Args:
+            inputs: Of a batch.
+            through: Another module to call, which contains the model.
+        """
+        module = self.module if through is None else through
+        if not self._casts:
+            return module(inputs)
+        with autocast(self._config, self._world):
+            return module(inputs)
+
+    def broadcast_buffers(self) -> None:
+        """Broadcast rank zero's buffers before a step, as DDP does in its forward pass.
+
+        Collective over the default group. Not left to DDP, so that waiting for rank
+        zero is not measured as computing.
+        """
+        broadcast: Any = vars(dist)["_broadcast_coalesced"]  # what DDP calls
+        broadcast(dist.group.WORLD, self.buffers, BUCKET_BYTES, 0)
+
+    def sync_gradients(
+        self, *, is_last: bool
+    ) -> contextlib.AbstractContextManager[None]:
+        """Return a context: gradients are all-reduced in the last micro-batch only."""
+        if isinstance(self.module, DistributedDataParallel) and not is_last:
+            return self.module.no_sync()
+        if self.strategy == "fsdp":
+            self.model.set_requires_gradient_sync(is_last)  # type: ignore[operator]
+        return contextlib.nullcontext()
+
+    def reshard(self) -> None:
+        """Forget gathered weights, which have changed; local.
+
+        FSDP keeps the root module's after a forward pass without a backward pass.
+        """
+        if self.strategy == "fsdp":
+            from torch.distributed.fsdp import FSDPModule
+
+            for module in self.model.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()
+
+    def sync_all_buffers(self) -> None:
+        """Broadcast rank zero's buffers. Collective over the default group."""
+        for buffer in self.model.buffers():
+            dist.broadcast(buffer, src=0)
+
+    def full_state_dict(self) -> dict[str, Any]:
+        """Return a plain ``state_dict`` on the CPU; complete on rank zero only.
+
+        Collective over the default group.
+        """
+        from torch.distributed.checkpoint.state_dict import (
+            StateDictOptions,
+            get_model_state_dict,
+        )
+
+        if self.strategy == "fsdp":
+            options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+            return copy_to_cpu(get_model_state_dict(self.model, options=options))
+        return copy_to_cpu(self.model.state_dict())
+
+
+def copy_to_cpu(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Copy the tensors of a ``state_dict`` to the CPU."""
+    return {
+        name: value.to("cpu", copy=True) if isinstance(value, Tensor) else value
+        for name, value in state.items()
+    }
+
+
+def prepare_model(model: nn.Module, world: World, config: StrategyConfig) -> nn.Module:
+    """Move a model to this rank's device, in the configured form.
+
+    Collective over the default group: weights and buffers become rank zero's.
+
+    Args:
+        model: Of the same shapes on all ranks; not parallelized.
+        world: This process's place in the job.
+        config: Precision, memory format, activation checkpointing.
+    """
+    if config.sync_batchnorm:
+        convert: Any = nn.SyncBatchNorm.convert_sync_batchnorm
+        model = convert(model)
+    dtype = torch.float64 if config.precision == "fp64" else torch.float32
+    model = model.to(world.device)
+    for tensor in (*model.parameters(), *model.buffers()):
+        # Not by `to`, which makes complex numbers real.
+        if tensor.is_floating_point() or tensor.is_complex():
+            tensor.data = tensor.data.to(
+                dtype.to_complex() if tensor.is_complex() else dtype
+            )
+        if world.world_size > 1:
+            dist.broadcast(tensor.detach(), src=0)
+    if is_channels_last(world, config):
+        model = model.to(memory_format=torch.channels_last)
+    if config.activation_checkpointing:
+        for block in find_blocks(model):
+            if getattr(block.forward, "func", None) is not checkpoint:  # an earlier fit
+                block.forward = functools.partial(
+                    checkpoint, block.forward, use_reentrant=False
+                )
+        if any(isinstance(module, BatchNorm) for module in model.modules()):
+            logger.warning(
+                "--activation-checkpointing computes batch norm twice a step: its "
+                "running statistics move twice as fast"
+            )
+    return model
+
+
+def is_channels_last(world: World, config: StrategyConfig) -> bool:
+    """Return whether images are in the channels-last memory format."""
+    if config.strategy == "fsdp":
+        return False  # torch shards contiguous weights only
+    if config.channels_last == "auto":
+        return world.device != "cpu" and config.precision in ("bf16", "fp16")
+    return config.channels_last == "always"
+
+
+def configure_precision(
+    config: StrategyConfig, environ: MutableMapping[str, str]
+) -> None:
+    """Set TF32 and determinism for the whole process, before the device is used.
+
+    Args:
+        config: `tf32` and `deterministic`.
+        environ: The environment; what cuBLAS needs is set there.
+    """
+    torch.set_float32_matmul_precision("high" if config.tf32 else "highest")
+    torch.backends.cudnn.allow_tf32 = config.tf32  # True by default
+    if config.deterministic:
+        environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+        torch.backends.cudnn.benchmark = False
+
+
+def find_blocks(model: nn.Module) -> list[nn.Module]:
+    """Return the repeated blocks of a model, which FSDP shards one by one.
+
+    They are the outermost members of lists and sequences that have submodules and
+    parameters: residual blocks, transformer layers.
+
+    >>> layer = lambda: nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    >>> blocks = nn.Sequential(layer(), layer())
+    >>> len(find_blocks(nn.Sequential(nn.Linear(2, 2), blocks)))
+    2
+    """
+    found: list[nn.Module] = []
+
+    def visit(module: nn.Module, *, is_member: bool) -> None:
+        is_list = type(module) in (nn.Sequential, nn.ModuleList)
+        has_parts = any(True for _ in module.children())
+        if is_member and has_parts and not is_list:
+            found.append(module)
+            return
+        before = len(found)
+        for child in module.children():
+            visit(child, is_member=is_list)
+        if is_member and has_parts and len(found) == before:
+            found.append(module)  # a sequence of plain layers
+
+    visit(model, is_member=False)
+    return [block for block in found if any(True for _ in block.parameters())]
+
+
+def _fully_shard(model: nn.Module, world: World, config: StrategyConfig) -> None:
+    """Shard a model's blocks, and then the rest, in place."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import (
+        CPUOffloadPolicy,
+        MixedPrecisionPolicy,
+        fully_shard,
+    )
+
+    dtype = DTYPES[config.precision]
+    options: dict[str, Any] = {"mesh": _mesh(world, config, init_device_mesh)}
+    if dtype.itemsize == 2:
+        options["mp_policy"] = MixedPrecisionPolicy(
+            param_dtype=dtype, reduce_dtype=torch.float32
+        )
+    if config.cpu_offload:
+        options["offload_policy"] = CPUOffloadPolicy()
+    if "mp_policy" in options:
+        # Batch norm stays in fp32, as under autocast: torch's wants its statistics so.
+        in_fp32 = {**options, "mp_policy": MixedPrecisionPolicy()}
+        for module in model.modules():
+            if isinstance(module, BatchNorm):
+                fully_shard(module, **in_fp32)
+    for block in find_blocks(model):
+        fully_shard(block, **options)
+    fully_shard(model, **options)
+
+
+def _mesh(world: World, config: StrategyConfig, make: Any) -> Any:
+    """Shard over all ranks, or within each node and replicate across nodes."""
+    kind = torch.device(world.device).type
+    if not config.hybrid_sharding or world.num_nodes == 1:
+        return make(kind, (world.world_size,), mesh_dim_names=("shard",))
+    sizes = {len(node.ranks) for node in world.nodes}
+    in_order = [rank for node in world.nodes for rank in node.ranks]
+    if len(sizes) > 1 or in_order != list(range(world.world_size)):
+        raise UsageError(
+            "--hybrid-sharding wants as many ranks on every node, and those of a node "
+            "one after another; expected mpirun --map-by ppr:N:node --rank-by slot"
+        )
+    shape = (world.num_nodes, sizes.pop())
+    return make(kind, shape, mesh_dim_names=("replicate", "shard"))

@@ -1,0 +1,339 @@
+"""What the terminal shows of a training: a line per epoch, or a progress bar.
+
+Imports no torch.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from mpitrain.train.callbacks import Callback
+from mpitrain.train.metrics import EpochMetrics, StepMetrics, Throughput
+
+LINE_SECONDS = 60.0
+"""In epochs that take longer, about how often a line is printed."""
+
+SecondsLeft = Callable[[], float | None]
+"""Returns the seconds until a time limit stops the training; ``None`` without one."""
+
+
+def say(line: str) -> None:
+    """Print a line on the terminal, above the progress bar if there is one."""
+    bars = sys.modules.get("tqdm")
+    if bars is None:
+        print(line, flush=True)
+    else:
+        bars.tqdm.write(line, file=sys.stdout)
+        sys.stdout.flush()
+
+
+class ProgressText:
+    """Remembers the latest metrics, and describes them in a line.
+
+    Args:
+        total_steps: Steps of the training; ``None``: unknown.
+        done: Steps done by earlier jobs.
+        seconds_left: Until the time limit.
+        began: When this job began to train, by `time.time`; ``None``: now.
+    """
+
+    def __init__(
+        self,
+        total_steps: int | None = None,
+        done: int = 0,
+        seconds_left: SecondsLeft = lambda: None,
+        began: float | None = None,
+    ) -> None:
+        self._total_steps, self._done, self._step = total_steps, done, done
+        self._seconds_left = seconds_left
+        self._began = time.time() if began is None else began
+        self._steps: Sequence[StepMetrics] = ()
+        self._throughput: Throughput | None = None
+        self._values: Mapping[str, float] = {}
+
+    def add(self, event: Sequence[StepMetrics] | Throughput | EpochMetrics) -> None:
+        """Take new metrics."""
+        if isinstance(event, Throughput):
+            self._throughput, self._step = event, event.step
+        elif isinstance(event, EpochMetrics):
+            self._values = event.values
+        elif event:
+            self._steps = event
+
+    def line(self) -> str:
+        """Return recent loss, last accuracy, samples per second and time to the end."""
+        values: dict[str, float] = {}
+        if self._steps:
+            losses = [step.loss for step in self._steps]
+            values["train_loss"] = sum(losses) / len(losses)
+        if self._values:
+            best = "accuracy" if "accuracy" in self._values else "loss"
+            values[f"val_{best}"] = self._values[best]
+        rate = ""
+        if self._throughput is not None:
+            rate = f"{self._throughput.samples_per_second:,.0f} samples/s"
+        parts = (format_metrics(values), rate, self._end())
+        return " | ".join(part for part in parts if part)
+
+    def _end(self) -> str:
+        here, left = self._step - self._done, self._seconds_left()
+        limit = "" if left is None else f"limit in {format_seconds(left)}"
+        if self._total_steps is None or here <= 0:
+            return limit
+        each = (time.time() - self._began) / here
+        needed = each * (self._total_steps - self._step)
+        if left is not None and needed > left:
+            return f"{format_seconds(needed)} to go, {limit}"
+        return f"done in {format_seconds(needed)}"
+
+
+class EpochLines(Callback):
+    """Prints a line per epoch, on rank zero; in long epochs about one a minute.
+
+    Args:
+        seconds_left: Until a time limit stops the training.
+    """
+
+    def __init__(self, seconds_left: SecondsLeft = lambda: None) -> None:
+        self._seconds_left = seconds_left
+        self._is_on = True
+        self._num_epochs = 0
+        self._text = ProgressText()
+        self._printed_at = time.monotonic()
+
+    def start(
+        self,
+        num_epochs: int,
+        total_steps: int | None,
+        done: int,
+        began: float | None = None,
+    ) -> None:
+        """Start to print; the arguments are those of `ProgressText`."""
+        self._num_epochs = num_epochs
+        self._text = ProgressText(total_steps, done, self._seconds_left, began)
+        self._printed_at = time.monotonic()
+
+    @property
+    def line(self) -> str:
+        """The latest metrics."""
+        return self._text.line()
+
+    def on_fit_start(self, trainer: Any) -> None:
+        """Start to print."""
+        self._is_on = trainer.engine.world.is_rank_zero
+        plan = trainer.engine.plan
+        self.start(plan.num_epochs, plan.total_steps, trainer.state.step)
+
+    def on_metrics(self, trainer: Any, steps: Sequence[StepMetrics]) -> None:
+        """Remember the losses."""
+        self._text.add(steps)
+
+    def on_throughput(self, trainer: Any, throughput: Throughput) -> None:
+        """Print a line if there was none for long."""
+        self._text.add(throughput)
+        if self._is_on and time.monotonic() - self._printed_at > LINE_SECONDS:
+            self._printed_at = time.monotonic()
+            say(
+                f"at step {throughput.step} of epoch {throughput.epoch}/"
+                f"{self._num_epochs} | {self._text.line()}"
+            )
+
+    def on_epoch_end(self, trainer: Any, epoch: EpochMetrics) -> None:
+        """Print the line of the epoch."""
+        self._text.add(epoch)
+        if self._is_on:
+            self._printed_at = time.monotonic()
+            say(epoch_line(epoch, self._num_epochs))
+
+
+class ProgressBar(EpochLines):
+    """Shows a progress bar over all steps on rank zero, with epoch lines above it."""
+
+    _bar: Any = None
+
+    def start(
+        self,
+        num_epochs: int,
+        total_steps: int | None,
+        done: int,
+        began: float | None = None,
+    ) -> None:
+        """Draw the bar."""
+        super().start(num_epochs, total_steps, done, began)
+        if self._is_on:
+            self._bar = _open_bar(total_steps, done)
+
+    def move(self, step: int) -> None:
+        """Move the bar to a step."""
+        if self._bar is not None:
+            self._bar.update(step - self._bar.n)
+
+    def close(self) -> None:
+        """Remove the bar."""
+        if self._bar is not None:
+            self._bar.close()
+
+    def on_step_end(self, trainer: Any) -> None:
+        """Move the bar."""
+        self.move(trainer.state.step)
+
+    def on_throughput(self, trainer: Any, throughput: Throughput) -> None:
+        """Show the latest metrics beside the bar."""
+        self._text.add(throughput)
+        if self._bar is not None:
+            self._bar.set_description_str(f" | {self._text.line()}")
+
+    def on_fit_end(self, trainer: Any) -> None:
+        """Remove the bar."""
+        self.close()
+
+    def on_stop(self, trainer: Any, reason: str) -> None:
+        """Remove the bar."""
+        self.close()
+
+    def on_exception(self, trainer: Any, error: BaseException) -> None:
+        """Remove the bar."""
+        self.close()
+
+
+def _open_bar(total_steps: int | None, done: int) -> Any:
+    from tqdm import tqdm
+    from tqdm.utils import ObjectWrapper
+
+    class WholeLines(ObjectWrapper):
+        """A file in which the bar's text ends with a newline.
+
+        Open MPI 5's mpirun holds a line back until it ends.
+        """
+
+        def write(self, text: str) -> None:
+            """Write the bar in place of the last one."""
+            if text.startswith("\r"):
+                # Clear, write, go up, and come back by the newline: to the start of
+                # the bar's own line, where other output may overwrite it.
+                text = f"\r\x1b[2K{text[1:].rstrip()}\x1b[A\n"
+            self._wrapped.write(text)
+
+        def __eq__(self, other: object) -> bool:
+            # So tqdm.write knows that it writes into the same file.
+            return bool(self._wrapped == other)
+
+        __hash__ = ObjectWrapper.__hash__
+
+    return tqdm(
+        total=total_steps,
+        initial=done,
+        unit="step",
+        file=WholeLines(sys.stdout),
+        ncols=_terminal_columns() - 1,
+        nrows=20,  # a rank's terminal says it has no rows, and tqdm would hide
+        leave=False,
+        mininterval=0.2,
+        bar_format="{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt}{desc}"
+        if total_steps
+        else "{n_fmt} steps{desc}",
+    )
+
+
+def choose_progress(
+    progress: Literal["auto", "bar", "lines"], seconds_left: SecondsLeft
+) -> EpochLines:
+    """Return a bar where a person watches, or lines."""
+    is_bar = progress == "bar" or (progress == "auto" and _terminal() is not None)
+    return ProgressBar(seconds_left) if is_bar else EpochLines(seconds_left)
+
+
+def _terminal() -> str | None:
+    """Return the terminal that shows what this process prints, if there is one.
+
+    Under Open MPI a rank's stdout is a pseudo-terminal even where mpirun writes to a
+    file, and under MPICH it is a pipe even where mpiexec writes to a terminal (both
+    tried). So the parent's stdout is looked at too: under Open MPI that is mpirun
+    itself, or its daemon, whose stdout is no terminal.
+    """
+    if not sys.stdout.isatty() or os.environ.get("TERM") == "dumb":
+        return None
+    try:
+        path = str(Path(f"/proc/{os.getppid()}/fd/1").readlink())
+    except OSError:
+        return None
+    return path if path.startswith(("/dev/pts/", "/dev/tty")) else None
+
+
+def _terminal_columns(default: int = 100) -> int:
+    """Return the width of mpirun's terminal; a rank's own has none."""
+    path = _terminal()
+    try:
+        if path is not None:
+            with Path(path).open() as terminal:
+                return os.get_terminal_size(terminal.fileno()).columns or default
+    except OSError:
+        pass
+    return default
+
+
+def format_seconds(seconds: float) -> str:
+    """Format a time as schedulers do.
+
+    >>> format_seconds(59.6), format_seconds(3725), format_seconds(90000)
+    ('1:00', '1:02:05', '25:00:00')
+    """
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours}:{minutes:02}:{seconds:02}"
+    return f"{minutes}:{seconds:02}"
+
+
+def epoch_line(epoch: EpochMetrics, num_epochs: int) -> str:
+    """Return the line of an epoch."""
+    width = len(str(num_epochs))
+    losses = {"train_loss": epoch.train_loss}
+    losses |= {f"val_{name}": value for name, value in epoch.values.items()}
+    fields = [
+        f"{epoch.stage if epoch.stage != 'train' else 'epoch'} "
+        f"{epoch.epoch:{width}}/{num_epochs}",
+        f"step {epoch.step}",
+        format_metrics(losses),
+        f"{epoch.epoch_seconds:.2f} s",
+        f"{epoch.samples_per_second:,.0f} samples/s",
+    ]
+    if epoch.skipped_samples:
+        fields.append(f"{epoch.skipped_samples} samples skipped")
+    if epoch.skipped_steps:
+        fields.append(f"{epoch.skipped_steps} steps skipped")
+    return " | ".join(fields)
+
+
+def format_metrics(values: Mapping[str, float]) -> str:
+    """Format metrics by name, accuracies in per cent.
+
+    >>> format_metrics({"val_loss": 0.25, "val_accuracy": 0.5})
+    'val_loss 0.2500 | val_accuracy 50.00%'
+    """
+    return " | ".join(
+        f"{name} {value:.2%}" if name.endswith("accuracy") else f"{name} {value:.4f}"
+        for name, value in values.items()
+    )
+
+
+def finished_line(result: Mapping[str, Any]) -> str:
+    """Summarize a finished run.
+
+    >>> finished_line({"val_loss": 0.5, "epochs": 1, "train_seconds": 2.0})
+    'finished: val_loss 0.5000 after 1 epoch, 2.0 s of training'
+    """
+    epochs = result["epochs"]
+    best = "val_accuracy" if "val_accuracy" in result else "val_loss"
+    value = result[best]
+    return (
+        f"finished: {format_metrics({best: math.nan if value is None else value})} "
+        f"after {epochs} epoch{'s' * (epochs != 1)}, "
+        f"{result['train_seconds']:.1f} s of training"
+    )

@@ -1,0 +1,231 @@
+"""Where the time of steps goes on this rank: spans on a CPU's clock or a GPU's own."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from array import array
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from time import perf_counter
+from typing import Any, NamedTuple, TypeAlias, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mpitrain.train.metrics import BACKWARD, COMMUNICATION, NUM_PHASES, OTHER, PHASES
+
+_STEP, _GAP = NUM_PHASES, 2 * NUM_PHASES
+"""Added to the phase of a mark: a step ends there, or the time between two epochs."""
+
+T = TypeVar("T")
+
+Seconds = list[float]
+"""Seconds of each phase, by its number."""
+
+StepSeconds: TypeAlias = "array[float]"
+"""`Seconds` of several steps, one after another: `(num_steps * NUM_PHASES,)`."""
+
+
+class StepTimes(NamedTuple):
+    """Where the time of some steps went on this rank."""
+
+    steps: StepSeconds
+    """Of each step, with what came before it in its epoch, such as a checkpoint."""
+    between: list[Seconds]
+    """Of what came between the steps of two epochs."""
+
+
+class _Span:
+    """The context manager of one phase; reused for every span of it."""
+
+    def __init__(self, timer: Timer, phase: int) -> None:
+        self._timer, self._phase = timer, phase
+        self._stack = timer.stack
+
+    def __enter__(self) -> None:
+        self._stack.append(self._phase)
+        self._timer.mark(self._phase)
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is None:  # after an exception the phase stays: a report names it
+            self._stack.pop()
+            self._timer.mark(self._stack[-1])
+
+
+class Timer:
+    """Measures where a rank's time goes: ``with timer("forward"): ...``.
+
+    Spans nest; the innermost one gets the time. Time outside of all spans is
+    ``"other"``. For a CPU, where a call returns when its work is done. A mark is two
+    numbers at the end of a list, summed up later for many steps at once.
+
+    Attributes:
+        stack: The phases of the open spans.
+        seconds: Of the current, unfinished step, up to the last mark; as of the last
+            `sum_up`.
+        pending: The `StepTimes` since the last `take`; as of the last `sum_up`.
+    """
+
+    def __init__(self) -> None:
+        self._marks: list[float] = [OTHER, perf_counter()]
+        self._lock = threading.Lock()
+        self.stack = [OTHER]
+        self.seconds: Seconds = [0.0] * NUM_PHASES
+        self.pending = StepTimes(array("d"), [])
+        self._spans = {name: _Span(self, phase) for phase, name in enumerate(PHASES)}
+        engine = torch.autograd.Variable._execution_engine  # noqa: SLF001
+        self._queue_callback = engine.queue_callback
+
+    def __call__(self, phase: str) -> _Span:
+        """Return a span: a context manager that measures one of `PHASES`."""
+        return self._spans[phase]
+
+    def over(self, phase: str, items: Iterable[T]) -> Iterator[T]:
+        """Yield the items; the time that the iterator takes belongs to a phase."""
+        span, iterator = self._spans[phase], iter(items)
+        while True:
+            with span:
+                try:
+                    item = next(iterator)
+                except StopIteration:
+                    return
+            yield item
+
+    def mark(self, phase: int) -> None:
+        """Count the time from here on as another phase's."""
+        marks = self._marks
+        marks.append(phase)
+        marks.append(perf_counter())
+
+    def end_step(self) -> None:
+        """Say that a step is over."""
+        self._end(_STEP)
+
+    def end_gap(self) -> None:
+        """Say that the time between the steps of two epochs is over."""
+        self._end(_GAP)
+
+    def _end(self, kind: int) -> None:
+        self.mark(self.stack[-1] + kind)
+
+    def mark_gradients(self, loss: Tensor) -> None:
+        """Let ``communication`` begin where this rank has computed all its gradients.
+
+        That is before DDP or FSDP wait for the other ranks at the end of ``backward``:
+        their callbacks are queued later, and called in that order.
+
+        Args:
+            loss: ``backward`` is called on it next, in a span ``"backward"``.
+        """
+        loss.register_hook(self._queue_mark)  # type: ignore[no-untyped-call]
+
+    def _queue_mark(self, _: Tensor) -> None:
+        if self.stack[-1] == BACKWARD:  # not a gradient that a forward pass asks for
+            self._queue_callback(functools.partial(self.mark, COMMUNICATION))
+
+    def _whole_marks(self) -> list[float]:
+        """Return all marks; another thread may be about to make one."""
+        marks = self._marks[:]
+        return marks[: len(marks) // 2 * 2]
+
+    def sum_up(self) -> tuple[int, float]:
+        """Bring `seconds` and `pending` up to the current phase; in any thread.
+
+        Returns:
+            The current phase, and when it began, by `time.perf_counter`.
+        """
+        with self._lock:
+            marks = np.fromiter(self._whole_marks(), np.float64).reshape(-1, 2)
+            present = int(marks[-1, 0]) % NUM_PHASES, float(marks[-1, 1])
+            if len(marks) == 1:
+                return present
+            del self._marks[: marks.size - 2]  # the last phase goes on
+            ends, phases = np.divmod(marks[:, 0].astype(np.int64), NUM_PHASES)
+            ends[0] = 0  # was summed up before
+            rows = np.count_nonzero(ends) + 1
+            places = NUM_PHASES * np.cumsum(ends > 0) + phases
+            each = np.bincount(
+                places[:-1], np.diff(marks[:, 1]), rows * NUM_PHASES
+            ).reshape(rows, NUM_PHASES)
+            each[0] += self.seconds
+            is_step = ends[ends > 0] * NUM_PHASES == _STEP
+            self.pending.steps.frombytes(each[:-1][is_step].tobytes())
+            self.pending.between.extend(each[:-1][~is_step].tolist())
+            self.seconds = each[-1].tolist()
+        return present
+
+    def take(self) -> StepTimes:
+        """Return `pending` up to now, and begin anew. Waits for a GPU."""
+        self.synchronize()
+        self.sum_up()
+        found, self.pending = self.pending, StepTimes(array("d"), [])
+        return found
+
+    def synchronize(self) -> None:
+        """Wait until the times of all marks are known."""
+
+
+class GpuTimer(Timer):
+    """For a GPU, which works on when a call has returned: marks are CUDA events.
+
+    Args:
+        make_event: Makes an event of `torch.cuda`'s kind.
+        stream: The stream that events are recorded in. ``backward`` runs in a thread
+            of autograd's, whose current stream is another.
+    """
+
+    def __init__(self, make_event: Callable[[], Any], stream: Any) -> None:
+        super().__init__()
+        self._make_event = make_event
+        self._stream = stream
+        self._free: list[Any] = []
+        self._waiting: deque[tuple[int, Any, int]] = deque()
+        """Phases, the event at each one's end, and what ended there: 0, step, gap."""
+        self._last = self._record()
+
+    def mark(self, phase: int) -> None:
+        """Record an event between two phases."""
+        kind, phase = phase // NUM_PHASES * NUM_PHASES, phase % NUM_PHASES
+        self._waiting.append((int(self._marks[0]), self._record(), kind))
+        self._marks[:] = phase, perf_counter()
+        if kind:
+            self._read()
+
+    def sum_up(self) -> tuple[int, float]:
+        """Return the current phase: times are known already, and a GPU may hang."""
+        phase, since = self._whole_marks()
+        return int(phase), since
+
+    def synchronize(self) -> None:
+        """Wait for the GPU."""
+        if self._waiting:
+            self._waiting[-1][1].synchronize()
+            self._read()
+
+    def _record(self) -> Any:
+        event = self._free.pop() if self._free else self._make_event()
+        event.record(self._stream)
+        return event
+
+    def _read(self) -> None:
+        while self._waiting and self._waiting[0][1].query():
+            phase, event, kind = self._waiting.popleft()
+            self.seconds[phase] += self._last.elapsed_time(event) / 1000
+            self._free.append(self._last)
+            self._last = event
+            if kind:
+                seconds, self.seconds = self.seconds, [0.0] * NUM_PHASES
+                if kind == _STEP:
+                    self.pending.steps.extend(seconds)
+                else:
+                    self.pending.between.append(seconds)
+
+
+def make_timer(device: str) -> Timer:
+    """Return the timer for a device: ``"cpu"``, or such as ``"cuda:0"``."""
+    if device == "cpu":
+        return Timer()
+    make_event = functools.partial(torch.cuda.Event, enable_timing=True)
+    return GpuTimer(make_event, torch.cuda.current_stream(device))
