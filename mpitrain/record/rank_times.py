@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mpitrain.launch.current import on_job_end
-from mpitrain.record.jsonl import CLOSE_SECONDS, JsonLines
+from mpitrain.record.jsonl import CLOSE_SECONDS, JsonlWriter
 from mpitrain.record.run_dir import rank_name
 from mpitrain.train.callbacks import Callback
 from mpitrain.train.metrics import NUM_PHASES, PHASES, UPDATE, StepMetrics
@@ -68,7 +68,7 @@ class RankTimes(Callback):
             step: Steps done by earlier jobs.
         """
         self._folder.mkdir(parents=True, exist_ok=True)
-        self._lines: JsonLines[list[Any] | dict[str, Any]] = JsonLines(
+        self._lines: JsonlWriter[list[Any] | dict[str, Any]] = JsonlWriter(
             self._folder / f"{rank_name(world)}.jsonl", json.dumps
         )
         now = time.time()

@@ -1,30 +1,197 @@
-"""Reads what a run has left behind, also while it is still being written.
+"""Reads a run folder, also while the run is still going on.
 
-Files that are missing are empty, lines that cannot be read are left out, and what older
-versions did not write yet is ``None``. Imports no torch.
+Missing files are empty, lines that cannot be read are left out, and what older versions
+did not write is ``None``. Imports no torch.
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
-import operator
+import math
 import re
 import time
 from array import array
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from mpitrain.errors import UsageError
-from mpitrain.record import rank_times
-from mpitrain.record.growing import GrowingFile
-from mpitrain.record.metrics import WRONG, Metrics, Saved, made
+from mpitrain.record.jsonl import JsonlReader
 from mpitrain.record.run_dir import read_json, read_result
 from mpitrain.record.runs import RUN
-from mpitrain.train.metrics import OTHER, PHASES
+from mpitrain.train.metrics import OTHER, PHASES, EpochMetrics, Throughput
+
+BAD_LINE = (KeyError, TypeError, ValueError, IndexError, ArithmeticError)
+"""Errors of a line that is JSON, but not what was expected."""
+
+
+# --- metrics.jsonl ----------------------------------------------------------------
+
+
+@dataclass(kw_only=True)
+class StepColumns:
+    """The metrics of steps, ascending: a column each."""
+
+    step: array[int] = field(default_factory=lambda: array("q"))
+    epoch: array[int] = field(default_factory=lambda: array("q"))
+    loss: array[float] = field(default_factory=lambda: array("d"))
+    """Mean per sample; nan where it was not finite."""
+    lr: array[float] = field(default_factory=lambda: array("d"))
+    gradient_norm: array[float] = field(default_factory=lambda: array("d"))
+
+    def add(self, row: Mapping[str, Any]) -> None:
+        """Add a line."""
+        step, epoch = int(row["step"]), int(row["epoch"])
+        names = ("train_loss", "lr", "gradient_norm")
+        loss, lr, norm = (number(row[name]) for name in names)
+        self.step.append(step)
+        self.epoch.append(epoch)
+        self.loss.append(loss)
+        self.lr.append(lr)
+        self.gradient_norm.append(norm)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimedThroughput(Throughput):
+    """How fast some steps were, and when. Times are seconds since 1970."""
+
+    time: float
+    seconds_left: float | None = None
+    """Until a time limit stops the training; ``None`` without one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimedEpoch(EpochMetrics):
+    """The metrics of an epoch, and when it ended."""
+
+    time: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Began:
+    """A job that has begun to train."""
+
+    time: float
+    world_size: int
+    num_nodes: int
+    start_seconds: float
+    total_steps: int | None
+    """Of the whole training; ``None``: unknown."""
+    num_epochs: int
+    steps_per_epoch: int | None
+    global_batch_size: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resumed:
+    """Where a job resumed from a checkpoint."""
+
+    time: float | None
+    step: int
+    epoch: int
+    world_size: int
+    checkpoint: str
+    """Name of its folder."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Saved:
+    """A checkpoint that was written, or could not be."""
+
+    step: int
+    time: float | None
+    copy_seconds: float | None = None
+    """How long the training waited; ``None``: unknown."""
+    write_seconds: float | None = None
+    """From its start to its end; ``None``: unknown."""
+    error: str = ""
+    """Why it could not be written; empty if it was."""
+
+
+class Metrics:
+    """The content of ``metrics.jsonl``, each step once.
+
+    Attributes:
+        test: Metrics of the test set by name; empty before it was evaluated.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._file = JsonlReader(path)
+        self._clear()
+
+    def _clear(self) -> None:
+        self.steps = StepColumns()
+        self.throughputs: list[TimedThroughput] = []
+        self.epochs: list[TimedEpoch] = []
+        self.began: list[Began] = []
+        self.resumed: list[Resumed] = []
+        self.saved: list[Saved] = []
+        self.test: dict[str, float] = {}
+
+    def update(self) -> bool:
+        """Read what is new; return whether what was read before no longer holds."""
+        was_cut = self._file.was_cut()
+        if was_cut:
+            self._clear()
+        for rows in self._file.blocks():
+            for row in rows:
+                with contextlib.suppress(*BAD_LINE):
+                    self._add(row)
+        return was_cut
+
+    def changed_at(self) -> float | None:
+        """Return when the file was written last, in seconds since 1970."""
+        return self._file.changed_at()
+
+    def _add(self, row: Mapping[str, Any]) -> None:
+        match row["event"]:
+            case "step":
+                self.steps.add(row)
+            case "throughput" | "pace":  # before format 2
+                self.throughputs.append(make(TimedThroughput, row))
+            case "epoch":
+                self.epochs.append(_epoch(row))
+            case "begin":
+                self.began.append(make(Began, row))
+            case "resume":
+                self.resumed.append(make(Resumed, {"time": None, **row}))
+            case "checkpoint":
+                row = {"error": row.get("why_not", ""), **row}  # before format 2
+                self.saved.append(make(Saved, row))
+            case "test":
+                self.test = _values(row, "test_")
+
+
+def _epoch(row: Mapping[str, Any]) -> TimedEpoch:
+    rate, num = number(row["samples_per_second"]), int(row["train_samples"])
+    return TimedEpoch(
+        time=row.get("time"),
+        stage=str(row.get("stage", "train")),
+        epoch=int(row["epoch"]),
+        step=int(row["step"]),
+        train_loss=number(row["train_loss"]),
+        train_samples=num,
+        values=_values(row, "val_"),
+        val_samples=int(row["val_samples"]),
+        skipped_samples=int(row["skipped_samples"]),
+        skipped_steps=int(row["skipped_steps"]),
+        # All of its steps may have been skipped: then the rate does not tell.
+        steps_seconds=num / rate if num else number(row["epoch_seconds"]),
+        epoch_seconds=number(row["epoch_seconds"]),
+    )
+
+
+def _values(row: Mapping[str, Any], prefix: str) -> dict[str, float]:
+    return {
+        name.removeprefix(prefix): number(value)
+        for name, value in row.items()
+        if name.startswith(prefix) and not name.endswith("_samples")
+    }
+
+
+# --- times/rank-N.jsonl -----------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,9 +199,8 @@ class CutShort:
     """What a rank did when its job was ended in the middle."""
 
     time: float
-    """Seconds since 1970."""
     phase: int
-    """By its number in `times.PHASES`."""
+    """Number in `PHASES`."""
     seconds: float
     """How long it had done that."""
 
@@ -48,59 +214,55 @@ class RankJob:
     node_rank: int
     hostname: str
     time: float
-    """When it wrote its first line, seconds since 1970."""
+    """When it wrote its first line."""
     start_seconds: float
-    """From the process's start until then, about."""
+    """About from the start of the process until then."""
     ends: array[float] = field(default_factory=lambda: array("d"))
-    """When the steps of a line ended, seconds since 1970."""
+    """When the steps of a line ended."""
     steps: array[int] = field(default_factory=lambda: array("q"))
-    """The number of the last."""
+    """Number of the last step."""
     num_steps: array[int] = field(default_factory=lambda: array("q"))
-    """How many there were."""
     longest: array[float] = field(default_factory=lambda: array("d"))
-    """Seconds of the longest of them."""
+    """Seconds of the longest step."""
     seconds: tuple[array[float], ...] = field(
         default_factory=lambda: tuple(array("d") for _ in PHASES)
     )
     """Of each phase."""
     cut: CutShort | None = None
-    """What it did when the job was ended in the middle, if it could tell."""
+    """What it did when the job was ended in the middle, if known."""
 
-    def add(self, rows: Sequence[list[float]], places: Sequence[int]) -> None:
-        """Take in lines, whose phases have these numbers: all of them or none.
+    def add(self, row: list[float], places: list[int]) -> None:
+        """Add a line, whose phases have these numbers; all of it or nothing.
 
         Raises:
-            ValueError, TypeError: There are others among them.
+            ValueError, TypeError: It is no such line.
         """
-        end, step, num, longest, *seconds = zip(*rows, strict=True)
-        ends, most = array("d", end), array("d", longest)
-        steps, nums = array("q", step), array("q", num)
-        sums = [array("d", bytes(8 * len(rows))) for _ in PHASES]
-        for place, column in zip(places, seconds, strict=True):
-            sums[place] = array("d", map(operator.add, sums[place], column))
-        self.ends.extend(ends)
-        self.steps.extend(steps)
-        self.num_steps.extend(nums)
-        self.longest.extend(most)
-        for mine, new in zip(self.seconds, sums, strict=True):
-            mine.extend(new)
+        end, step, num, longest, *seconds = row
+        sums = array("d", bytes(8 * len(PHASES)))
+        for place, value in zip(places, seconds, strict=True):
+            sums[place] += value
+        if type(step) is not int or type(num) is not int:
+            raise TypeError(step, num)
+        end, longest = float(end), float(longest)
+        self.ends.append(end)
+        self.steps.append(step)
+        self.num_steps.append(num)
+        self.longest.append(longest)
+        for column, value in zip(self.seconds, sums, strict=True):
+            column.append(value)
 
     @property
     def ended(self) -> float:
-        """Until when something is known of it, seconds since 1970."""
+        """When the last thing that is known of it was."""
         last = self.ends[-1] if self.ends else self.time
         return max(last, self.cut.time if self.cut else last)
 
 
 class RankFile:
-    """What a file ``times/rank-N.jsonl`` tells, job by job.
-
-    Args:
-        path: The file.
-    """
+    """The content of a file ``times/rank-N.jsonl``, job by job."""
 
     def __init__(self, path: Path) -> None:
-        self._file = GrowingFile(path)
+        self._file = JsonlReader(path)
         self._clear()
 
     def _clear(self) -> None:
@@ -112,57 +274,47 @@ class RankFile:
         if self._file.was_cut():
             self._clear()
         for rows in self._file.blocks():
-            for is_line, part in itertools.groupby(rows, lambda it: type(it) is list):
-                if is_line:
-                    self._add_lines(list(part))
-                    continue
-                for row in part:
-                    with contextlib.suppress(*WRONG):
-                        self._add(row)
+            for row in rows:
+                with contextlib.suppress(*BAD_LINE):
+                    self._add(row)
 
     def changed_at(self) -> float | None:
-        """Return when the file was written last, seconds since 1970."""
+        """Return when the file was written last, in seconds since 1970."""
         return self._file.changed_at()
 
-    def _add_lines(self, rows: list[list[float]]) -> None:
-        if not self.jobs:
-            return
-        try:  # all at once, which takes a third of the time
-            self.jobs[-1].add(rows, self._places)
-        except WRONG:
-            for row in rows:
-                with contextlib.suppress(*WRONG):
-                    self.jobs[-1].add([row], self._places)
-
     def _add(self, row: Any) -> None:
-        if "end" in row:
-            self.jobs[-1].cut = CutShort(
-                time=float(row["end"]),
-                phase=_phase(row["phase"]),
-                seconds=float(row["seconds"]),
-            )
+        if type(row) is list:
+            self.jobs[-1].add(row, self._places)
+        elif "end" in row:
+            end, seconds = float(row["end"]), float(row["seconds"])
+            phase = _phase(row["phase"])
+            self.jobs[-1].cut = CutShort(time=end, phase=phase, seconds=seconds)
         else:
-            job = made(RankJob, row)
+            job = make(RankJob, row)
             self._places = [_phase(name) for name in row["phases"]]
             self.jobs.append(job)
 
 
-class Run:
-    """A run folder; `update` reads what is new in it.
+def _phase(name: str) -> int:
+    return PHASES.index(name) if name in PHASES else OTHER
 
-    Args:
-        path: The folder.
+
+# --- the folder -------------------------------------------------------------------
+
+
+class Run:
+    """A run folder; `update` reads what is new in it. Times are seconds since 1970.
 
     Attributes:
-        name: Its name.
-        config: ``config.yaml``: what was asked.
-        environment: ``environment.json``: where it ran last.
-        result: ``result.json``: what it came to.
-        begun: When it was begun, seconds since 1970; ``None``: not known.
+        name: Name of the folder.
+        config: ``config.yaml``.
+        environment: ``environment.json``.
+        result: ``result.json``.
+        begun: When the run was begun; ``None``: unknown.
         metrics: ``metrics.jsonl``.
         ranks: ``times/``, by the names of the files.
-        checkpoints: Those that are there or were written, ascending by step.
-        read_at: When all this was read, seconds since 1970.
+        checkpoints: Those that exist or were written, ascending by step.
+        read_at: When all this was read.
 
     Raises:
         UsageError: It is no run folder.
@@ -184,49 +336,44 @@ class Run:
     def update(self) -> None:
         """Read what is new."""
         self.read_at = time.time()
-        self.config = _yaml(self.path / "config.yaml")
+        self.config = _read_yaml(self.path / "config.yaml")
         self.environment = read_json(self.path / "environment.json")
         self.result = read_result(self.path)
-        self.begun = _seconds_of(read_json(self.path / RUN).get("begun"))
+        self.begun = _timestamp(read_json(self.path / RUN).get("begun"))
         self.metrics.update()
-        for file in (self.path / rank_times.FOLDER).glob("rank-*.jsonl"):
+        for file in (self.path / "times").glob("rank-*.jsonl"):
             # By name: rank-3 and rank-03 are of jobs with fewer and more ranks.
             self.ranks.setdefault(file.stem, RankFile(file)).update()
         self.checkpoints = self._checkpoints()
 
     @property
     def status(self) -> str:
-        """``running``, ``finished``, ``stopped`` or ``failed``, as it says itself."""
+        """``running``, ``finished``, ``stopped`` or ``failed``."""
         return str(self.result.get("status", "running"))
 
     def changed_at(self) -> float | None:
-        """Return when a line was written last, seconds since 1970."""
+        """Return when a line was written last."""
         found = [self.metrics.changed_at()]
         found += [file.changed_at() for file in self.ranks.values()]
         return max((at for at in found if at is not None), default=None)
 
     def _checkpoints(self) -> list[Saved]:
-        """Those that were told of, and those that lie there untold.
+        """Return those in ``metrics.jsonl``, and those in the folder only.
 
-        What was written after a checkpoint began is dropped when it is gone on from,
-        and so is the line that tells of it.
+        A resumed job drops the line of the checkpoint that it resumes from.
         """
-        told = list(self.metrics.saved)
-        steps = {saved.step for saved in told if not saved.error}
+        known = list(self.metrics.saved)
+        steps = {saved.step for saved in known if not saved.error}
         with contextlib.suppress(OSError):
             for sums in (self.path / "checkpoints").glob("step-*/SHA256SUMS"):
                 name = re.fullmatch(r"step-(\d+)(-epoch-\d+)?", sums.parent.name)
                 if name is not None and int(name[1]) not in steps:
-                    at = GrowingFile(sums).changed_at()
-                    told.append(Saved(step=int(name[1]), time=at))
-        return sorted(told, key=lambda saved: saved.step)
+                    at = JsonlReader(sums).changed_at()
+                    known.append(Saved(step=int(name[1]), time=at))
+        return sorted(known, key=lambda saved: saved.step)
 
 
-def _phase(name: str) -> int:
-    return PHASES.index(name) if name in PHASES else OTHER
-
-
-def _yaml(path: Path) -> dict[str, Any]:
+def _read_yaml(path: Path) -> dict[str, Any]:
     import yaml
 
     try:
@@ -236,8 +383,34 @@ def _yaml(path: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _seconds_of(date: object) -> float | None:
+def _timestamp(date: object) -> float | None:
     try:
         return datetime.fromisoformat(str(date)).timestamp()
     except ValueError:
         return None
+
+
+def number(value: float | None) -> float:
+    """Return a number of a line; nan for null, since JSON has no infinite numbers.
+
+    >>> number(None), number(1)
+    (nan, 1.0)
+    """
+    return math.nan if value is None else float(value)
+
+
+def make(kind: Any, row: Mapping[str, Any]) -> Any:
+    """Make a dataclass of those values of a line that it has fields for.
+
+    Raises:
+        ValueError, TypeError: Values are missing, or of another kind.
+    """
+    casts: dict[str, Any] = {"int": int, "float": number, "str": str}
+    values = {}
+    for it in fields(kind):
+        name, _, optional = str(it.type).partition(" | ")
+        if it.name in row:
+            value = row[it.name]
+            is_left = name not in casts or (optional and value is None)
+            values[it.name] = value if is_left else casts[name](value)
+    return kind(**values)

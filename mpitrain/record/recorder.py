@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mpitrain.record.jsonl import CLOSE_SECONDS, JsonLines
+from mpitrain.record.jsonl import CLOSE_SECONDS, JsonlWriter
 from mpitrain.record.run_dir import finite, read_result, shown, write_json
 from mpitrain.train.callbacks import Callback
 from mpitrain.train.metrics import EpochMetrics, StepMetrics, Throughput
@@ -57,7 +57,7 @@ class Recorder(Callback):
         self._seconds_left = seconds_left
         self._resume_with = resume_with
         self._before: Mapping[str, Any] = {}
-        self._metrics: JsonLines[Line] | None = None
+        self._metrics: JsonlWriter[Line] | None = None
         self._result: dict[str, Any] = {}
         self._epochs: list[EpochMetrics] = []
         """Those that are not in the result yet."""
@@ -87,7 +87,7 @@ class Recorder(Callback):
         if not world.is_rank_zero:
             return
         self.run_dir.mkdir(parents=True, exist_ok=True)
-        self._metrics = JsonLines(
+        self._metrics = JsonlWriter(
             self.run_dir / "metrics.jsonl",
             line_of,
             self._before.get("metrics_bytes", 0),

@@ -18,7 +18,7 @@ from typing import Annotated, Any
 from tyro.conf import Positional, arg
 
 from mpitrain.errors import UsageError
-from mpitrain.record.metrics import Began, Metrics
+from mpitrain.record.reading import Began, Metrics
 from mpitrain.record.run_dir import read_json, read_result
 from mpitrain.record.runs import RUN, is_held, lock_host
 from mpitrain.train.metrics import StepMetrics
@@ -123,7 +123,7 @@ class View:
         num_epochs = metrics.began[-1].num_epochs if metrics.began else 0
         for epoch in metrics.epochs[-NUM_EPOCHS:]:
             say(epoch_line(epoch, num_epochs))
-        for name in ("went_on", "epochs", "saved"):
+        for name in ("resumed", "epochs", "saved"):
             self._new(name)
         # Of the others the last one: it says how the training goes.
         self._shown["throughputs"] = max(0, len(metrics.throughputs) - 1)
@@ -137,7 +137,7 @@ class View:
         metrics = self._metrics
         if metrics.began and metrics.began[-1] != self._job:
             self._start(metrics.began[-1])
-        for resumed in self._new("went_on"):
+        for resumed in self._new("resumed"):
             say(f"resumed from step {resumed.step}")
         steps = self._new_steps()
         if steps:
@@ -225,7 +225,7 @@ class View:
     def _start(self, job: Began) -> None:
         self._job, self._limit, self._said = job, None, ""
         self.close()
-        resumed = self._metrics.went_on
+        resumed = self._metrics.resumed
         kind = ProgressBar if sys.stdout.isatty() else EpochLines
         self._lines = kind(self._seconds_left)
         first = resumed[-1].step if resumed else 0

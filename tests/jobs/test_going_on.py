@@ -60,7 +60,7 @@ def test_after_a_fault_the_same_command_finishes(fault: str, runs: Runs) -> None
     done = runs.run(name, 2, *OFTEN)
     assert done.status == 0, done.out + done.err
     runs.assert_same_bits(name, "plain")
-    assert 4 <= runs.went_on_at(name)[0] < 15, done.out
+    assert 4 <= runs.resumed_at(name)[0] < 15, done.out
     assert "going on from " in done.out
 
 
@@ -103,8 +103,8 @@ def test_it_stops_in_time_and_goes_on(how: str, mpi_name: str, runs: Runs) -> No
         os.utime(mine.dir(name) / "stop", (started,) * 2)
     done = mine.run(name, 2)
     assert done.status == 0, done.out + done.err
-    assert len(mine.went_on_at(name)) == 1
-    assert 1 <= mine.went_on_at(name)[0] < NUM_STEPS
+    assert len(mine.resumed_at(name)) == 1
+    assert 1 <= mine.resumed_at(name)[0] < NUM_STEPS
     runs.assert_same_bits(name, "plain")
 
 
@@ -117,7 +117,7 @@ def test_a_training_that_was_stopped_with_all_done_is_finished(runs: Runs) -> No
     done = runs.run("all-done", 2)
     assert done.status == 0, done.out + done.err
     assert json.loads(file.read_text())["status"] == "finished"
-    assert runs.went_on_at("all-done") == [NUM_STEPS]
+    assert runs.resumed_at("all-done") == [NUM_STEPS]
     runs.assert_same_bits("all-done", "plain")
 
 
@@ -159,7 +159,7 @@ def test_a_training_passes_through_8_3_1_and_4_ranks(
     done = runs.run("cut", 4, "--strategy", "fsdp")
     assert done.status == 0, done.out + done.err
     runs.assert_close("cut", "plain")
-    marks = [0, *runs.went_on_at("cut"), NUM_STEPS]
+    marks = [0, *runs.resumed_at("cut"), NUM_STEPS]
     assert len(marks) == 5
     for job, start, stop in zip(
         jobs_of(tmp_path / "notes-cut"), marks[:-1], marks[1:], strict=True
@@ -198,7 +198,7 @@ def test_whatever_learns_goes_on(flags: tuple[str, ...], runs: Runs) -> None:
         (mine.dir(names[1]) / "stop").unlink()
     done = mine.run(names[1], 2)
     assert done.status == 0, done.out + done.err
-    assert mine.went_on_at(names[1])
+    assert mine.resumed_at(names[1])
     mine.assert_same_bits(names[1], names[0])
 
 
@@ -225,7 +225,7 @@ def test_a_stream_goes_on_where_it_was(
     done = runs.run("cut", 4)
     assert done.status == 0, done.out + done.err
     epochs = [row for row in runs.rows("cut") if row["event"] == "epoch"]
-    marks = [0, *runs.went_on_at("cut"), epochs[-1]["step"]]
+    marks = [0, *runs.resumed_at("cut"), epochs[-1]["step"]]
     assert any(mark % epochs[0]["step"] for mark in marks[1:-1])
     seen: list[int] = []
     for job_id, start, stop in zip(

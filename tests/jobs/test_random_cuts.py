@@ -49,7 +49,7 @@ def test_a_training_that_is_killed_often_ends_with_the_same_bits(
         moment = chance.uniform(0.0, 2.5)
         print(f"SOAK_SEED={SEED}, try {number}.{cut}: {what} after {moment:.2f} s")
         job = mine.start(name, NUM_RANKS, *OFTEN, STEP_SECONDS="0.15")
-        before = len(mine.went_on_at(name)) if mine.record(name).exists() else 0
+        before = len(mine.resumed_at(name)) if mine.record(name).exists() else 0
         # From the first lines of its log on, or from where it trains.
         if chance.random() < 0.8:
             wait_until_it_trains(job, mine, name, before)
@@ -72,7 +72,7 @@ def wait_until_it_trains(job: Job, runs: Runs, name: str, before: int) -> None:
         lambda: (
             job.process.poll() is not None
             or (before == 0 and runs.newest(name))
-            or (runs.record(name).exists() and len(runs.went_on_at(name)) > before)
+            or (runs.record(name).exists() and len(runs.resumed_at(name)) > before)
         )
     )
 

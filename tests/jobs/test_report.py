@@ -239,7 +239,7 @@ def test_a_run_that_went_on_is_one_run_of_two_jobs(
 ) -> None:
     run = Run(chain)
     assert [job.world_size for job in jobs_of(run)] == [3, 2]
-    assert len(run.metrics.went_on) == 1
+    assert len(run.metrics.resumed) == 1
     assert any(it.write_seconds is not None for it in run.checkpoints)
     report(chain)
     check(opened, chain / "report.html", CHARTS, tmp_path)

@@ -75,7 +75,7 @@ def test_never_and_anew(runs: Runs) -> None:
     done = runs.run("plain", 2, "--new-run", "--lr", "0.1")
     assert done.status == 0, done.out + done.err
     assert (runs.dir("plain-2") / "model.pt").exists()
-    assert runs.went_on_at("plain-2") == []
+    assert runs.resumed_at("plain-2") == []
 
 
 def test_another_run_may_begin_where_this_one_is(runs: Runs) -> None:
@@ -85,7 +85,7 @@ def test_another_run_may_begin_where_this_one_is(runs: Runs) -> None:
     assert done.status == 0, done.out + done.err
     assert f"going on from runs/plain/checkpoints/{chosen.name}" in done.out
     assert "changed since then: epochs: 4 -> 5" in done.out
-    assert runs.went_on_at("longer") == [int(chosen.name.split("-")[1])]
+    assert runs.resumed_at("longer") == [int(chosen.name.split("-")[1])]
     assert runs.rows("longer")[-1]["step"] == 30
     done = runs.run("longer", 2, *flags)  # itself, not the other one again
     assert (done.status, "Nothing to do" in done.out) == (0, True)
@@ -106,7 +106,7 @@ def test_one_may_go_back(runs: Runs) -> None:
     done = runs.run("back", 2, "--resume", str(chosen))
     assert done.status == 0, done.out + done.err
     runs.assert_same_bits("back", "plain")
-    assert runs.went_on_at("back") == [int(chosen.name.split("-")[1])]
+    assert runs.resumed_at("back") == [int(chosen.name.split("-")[1])]
     for name in newer:
         assert (folder / "checkpoints" / f"{name}.left").is_dir()
 
@@ -145,7 +145,7 @@ def test_a_broken_checkpoint_is_named_and_the_one_before_used(
         assert path.parent.name in line
         assert file in line
         assert path.parent.with_name(path.parent.name + ".broken").is_dir()
-    assert runs.went_on_at(name) == [int(newest[3].name.split("-")[1])]
+    assert runs.resumed_at(name) == [int(newest[3].name.split("-")[1])]
     if num_ranks == 3:
         runs.assert_close(name, "plain", 1e-4)
 

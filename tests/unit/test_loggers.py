@@ -24,6 +24,7 @@ from mpitrain.record.loggers.csv_file import CsvFile
 from mpitrain.record.loggers.feeding import Fed
 from mpitrain.record.loggers.telling import Loggers
 from mpitrain.train.config import TrainConfig
+from mpitrain.train.metrics import EpochMetrics, StepMetrics, Throughput
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "jobs"))
 import logged

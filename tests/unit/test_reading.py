@@ -14,10 +14,9 @@ import pytest
 
 from mpitrain.checkpoint.manager import Outcome
 from mpitrain.errors import UsageError
-from mpitrain.record.growing import GrowingFile
-from mpitrain.record.metrics import Metrics
+from mpitrain.record.jsonl import JsonlReader
 from mpitrain.record.rank_times import RankTimes
-from mpitrain.record.reading import RankFile, Run
+from mpitrain.record.reading import Metrics, RankFile, Run
 from mpitrain.record.recorder import Recorder
 from mpitrain.train.evaluate import Evaluation
 from mpitrain.train.metrics import (
@@ -125,7 +124,7 @@ def test_all_that_a_recorder_writes_is_read(tmp_path: Path) -> None:
     assert ended.time is not None
     (began,) = found.began
     assert (began.world_size, began.num_nodes, began.total_steps) == (4, 2, 4)
-    assert [(it.step, it.checkpoint) for it in found.went_on] == [(2, "step-00000002")]
+    assert [(it.step, it.checkpoint) for it in found.resumed] == [(2, "step-00000002")]
     assert [it.error for it in run.checkpoints] == ["", "the disk is full"]
     assert run.checkpoints[0].copy_seconds == 0.125
     assert found.test == {"loss": 0.5}
@@ -183,7 +182,7 @@ def test_phases_of_another_version_find_their_place(tmp_path: Path) -> None:
 
 def test_a_half_line_waits_for_its_end(tmp_path: Path) -> None:
     path = tmp_path / "f"
-    file = GrowingFile(path)
+    file = JsonlReader(path)
     assert list(file.blocks()) == []
     whole = b'{"a": 1}\n{"b": 2}\n'
     for end in range(len(whole) + 1):
@@ -270,7 +269,7 @@ def test_a_run_of_an_older_version_is_read(tmp_path: Path) -> None:
     assert run.config == {"lr": 0.5}
     assert run.begun is None
     assert run.status == "running"
-    assert run.metrics.went_on[0].time is None
+    assert run.metrics.resumed[0].time is None
     assert run.metrics.epochs[0].time is None
     assert math.isnan(run.metrics.epochs[0].values["loss"])
     assert not run.ranks

@@ -23,7 +23,7 @@ import pytest
 from mpitrain.errors import UsageError
 from mpitrain.record import recorder, run_dir
 from mpitrain.record.environment import VARIABLES
-from mpitrain.record.jsonl import JsonLines
+from mpitrain.record.jsonl import JsonlWriter
 from mpitrain.record.rank_times import RankTimes
 from mpitrain.record.runs import open_run
 from mpitrain.train.metrics import COMMUNICATION, PHASES, StepMetrics
@@ -75,7 +75,7 @@ def test_warnings_reach_the_screen_from_rank_zero_alone(
 
 
 def test_doubles_are_written_whole(tmp_path: Path) -> None:
-    lines = JsonLines(tmp_path / "file.jsonl", json.dumps)
+    lines = JsonlWriter(tmp_path / "file.jsonl", json.dumps)
     value = 0.1 + 0.2
     lines.write({"train_loss": value})
     lines.close()
@@ -237,7 +237,7 @@ def test_a_rank_that_is_ended_says_what_it_did(tmp_path: Path) -> None:
 def test_a_line_that_cannot_be_made_is_left_out(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    lines = JsonLines[object](tmp_path / "file.jsonl", json.dumps)
+    lines = JsonlWriter[object](tmp_path / "file.jsonl", json.dumps)
     lines.write(1, object(), 2)
     lines.close()
     assert (tmp_path / "file.jsonl").read_text() == "1\n2\n"
@@ -256,7 +256,7 @@ def test_times_of_a_second_job_follow_those_of_the_first(tmp_path: Path) -> None
 def test_a_line_that_was_cut_ends_before_the_next(tmp_path: Path) -> None:
     path = tmp_path / "file.jsonl"
     path.write_text('{"a": 1}\n{"b": 2, "c')
-    lines = JsonLines(path, json.dumps)
+    lines = JsonlWriter(path, json.dumps)
     lines.write({"d": 4})
     lines.close()
     assert path.read_text() == '{"a": 1}\n{"b": 2, "c\n{"d": 4}\n'
@@ -293,8 +293,8 @@ def test_lines_that_wait_have_an_end(
 ) -> None:
     from mpitrain.record import jsonl as module
 
-    monkeypatch.setattr(module, "MOST_WAITING", 100)
-    lines = JsonLines(tmp_path / "file.jsonl", json.dumps)
+    monkeypatch.setattr(module, "MAX_WAITING", 100)
+    lines = JsonlWriter(tmp_path / "file.jsonl", json.dumps)
     for number in range(1000):
         lines.write([number])
     stuck.set()

@@ -12,8 +12,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-from mpitrain.record.metrics import TimedEpoch
-from mpitrain.record.reading import Run
+from mpitrain.record.reading import Run, TimedEpoch
 from mpitrain.tools.report import words
 from mpitrain.tools.report.facts import Job, jobs_of
 from mpitrain.tools.report.series import (
@@ -85,7 +84,7 @@ def _loss_legend(shown: Shown) -> tuple[tuple[str, str], ...]:
     found = [(shown.colour, "training"), ("ink", "validation")]
     if shown.run.checkpoints:
         found.append(("checkpoint", "checkpoint"))
-    if shown.run.metrics.went_on:
+    if shown.run.metrics.resumed:
         found.append(("muted", "another job goes on"))
     return tuple(found)
 
@@ -208,7 +207,7 @@ def _over_steps(figure: Figure, paper: Paper, shown: Sequence[Shown]) -> Axes:
     axes.set_xlim(0, max(last, 1) * 1.02)
     if len(shown) == 1:
         metrics = shown[0].run.metrics
-        for went_on in metrics.went_on:
+        for went_on in metrics.resumed:
             axes.axvline(
                 went_on.step, color=paper.colour("muted"), lw=1.1, ls=(0, (3, 3))
             )

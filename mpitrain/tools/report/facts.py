@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from mpitrain.record.metrics import TimedThroughput
-from mpitrain.record.reading import CutShort, RankJob, Run
+from mpitrain.record.reading import CutShort, RankJob, Run, TimedThroughput
 from mpitrain.train.metrics import (
     COMMUNICATION,
     NUM_PHASES,

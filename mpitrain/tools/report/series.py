@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from mpitrain.record.metrics import TimedThroughput
+from mpitrain.record.reading import TimedThroughput
 
 Floats = NDArray[np.float64]
 

@@ -7,8 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mpitrain.record.metrics import TimedEpoch
-from mpitrain.record.reading import Run
+from mpitrain.record.reading import Run, TimedEpoch
 from mpitrain.tools.report import words
 from mpitrain.tools.report.curves import Shown
 from mpitrain.tools.report.facts import shares
@@ -100,7 +99,7 @@ def samples_per_second(run: Run) -> float | None:
 def num_jobs(shown: Shown) -> int:
     """Return how many jobs a run has had, as far as is known."""
     metrics = shown.run.metrics
-    return max(len(shown.jobs), len(metrics.began), len(metrics.went_on) + 1)
+    return max(len(shown.jobs), len(metrics.began), len(metrics.resumed) + 1)
 
 
 def comparison(shown: Sequence[Shown]) -> Table:

@@ -6,8 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 
-from mpitrain.record.metrics import TimedEpoch, TimedThroughput
-from mpitrain.record.reading import Run
+from mpitrain.record.reading import Run, TimedEpoch, TimedThroughput
 from mpitrain.tools.report.facts import Job, Lateness, lateness
 from mpitrain.train.metrics import PHASES
 from mpitrain.world import in_runs
