@@ -139,7 +139,8 @@ def train(argv: Sequence[str]) -> int:
 
 def hostfile(argv: Sequence[str]) -> None:
     """Write a host file from the allocation."""
-    from mpitrain.tools import hostfile, output
+    from mpitrain.schedulers import hostfile
+    from mpitrain.tools import output
 
     words, mpirun = _split(argv)
     config = read_flags(
@@ -150,7 +151,8 @@ def hostfile(argv: Sequence[str]) -> None:
 
 def jobscript(argv: Sequence[str]) -> None:
     """Print a job script for SLURM or PBS."""
-    from mpitrain.tools import chain, jobscript, output
+    from mpitrain.schedulers import chain, jobscript
+    from mpitrain.tools import output
 
     flags, words = _split(argv)
     config = read_flags(
@@ -185,7 +187,7 @@ def watch(argv: Sequence[str]) -> None:
 
 def chain(argv: Sequence[str]) -> None:
     """Say, in a job script, whether a training is started once more."""
-    from mpitrain.tools import chain
+    from mpitrain.schedulers import chain
 
     words, flags = _split(argv)
     config = read_flags(

@@ -83,7 +83,7 @@ if [[ $launchers != *"MCA plm: tm "* ]]; then
         cat >"$agent" <<EOF
 #!/bin/sh
 host=\$1; shift
-exec $(printf %q "$venv")/bin/python -m mpitrain.tools.term_blocked \\
+exec $(printf %q "$venv")/bin/python -m mpitrain.schedulers.block_sigterm \\
     $(printf %q "$reach") "\$host" $shell"\$*"
 EOF
         chmod +x "$agent"
@@ -109,7 +109,7 @@ trap 'terminated=yes; stop' TERM
 
 # bash hears of a signal only while it waits, and the signal breaks that `wait`.
 run() {
-    python -m mpitrain.tools.term_blocked "$@" &
+    python -m mpitrain.schedulers.block_sigterm "$@" &
     child=$!
     wait "$child" && status=0 || status=$?
     if [[ -n $out_of_time && $status -gt 128 ]]; then

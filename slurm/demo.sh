@@ -49,7 +49,7 @@ options=(--bind-to none)  # threads may use all cores; mpitrain shares them out
 if [[ -x $venv/bin/mpirun ]]; then
     options+=(--prefix "$venv")
     # Its daemons on the other nodes shall not end at TERM (see below).
-    export PRTE_MCA_prte_launch_agent="python -m mpitrain.tools.term_blocked prted"
+    export PRTE_MCA_prte_launch_agent="python -m mpitrain.schedulers.block_sigterm prted"
 fi
 
 # A job that is cancelled or preempted gets TERM, and is killed some seconds later
@@ -68,7 +68,7 @@ trap 'terminated=yes; stop' TERM
 
 # bash hears of a signal only while it waits, and the signal breaks that `wait`.
 run() {
-    python -m mpitrain.tools.term_blocked "$@" &
+    python -m mpitrain.schedulers.block_sigterm "$@" &
     child=$!
     wait "$child" && status=0 || status=$?
     if [[ -n $out_of_time && $status -gt 128 ]]; then

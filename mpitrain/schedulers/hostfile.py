@@ -12,12 +12,17 @@ only, and Open MPI refuses two slot counts for a host.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
-from dataclasses import replace
-from typing import Literal, get_args
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Literal, get_args
 
-from mpitrain.errors import UsageError
-from mpitrain.schedulers.allocation import AllocatedNode
+from tyro.conf import arg
+
+from mpitrain import schedulers
+from mpitrain.errors import LaunchError, UsageError
+from mpitrain.schedulers.allocation import AllocatedNode, Allocation
 
 Dialect = Literal["openmpi", "mpich", "pbs"]
 DIALECTS: tuple[Dialect, ...] = get_args(Dialect)
@@ -109,3 +114,148 @@ def _render_node(node: AllocatedNode, dialect: Dialect) -> str:
             return f"{node.hostname}:{node.slots}\n"
         case "pbs":
             return f"{node.hostname}\n" * node.slots
+
+
+NAMES = {"slurm": "SLURM", "pbs": "PBS"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostfileConfig:
+    """Write a host file for mpirun, from the nodes that SLURM or PBS gave this job.
+
+    With --probe, how mpirun is started follows --, as in -- mpirun --bind-to none.
+    """
+
+    format: Dialect = "openmpi"
+    """Who shall read it: mpirun --hostfile (openmpi), mpirun -f (mpich), both (pbs)."""
+    slots: int | None = None
+    """Processes on each node. Default: its GPUs where the job tells, else its tasks."""
+    gpus: Literal["auto", "require", "ignore"] = "auto"
+    """auto: a slot for each GPU if told; require: or refuse; ignore: tasks alone."""
+    from_file: Annotated[Path | None, arg(name="from")] = None
+    """A host file of any format to read instead of this job's nodes."""
+    probe: bool = False
+    """Leave out nodes where mpirun cannot start a process, or where a GPU is broken."""
+    probe_seconds: float = 120.0
+    """How long the nodes may take to answer, all together."""
+    nodes: int | None = None
+    """Take so many nodes at most; the others are spare."""
+    output: Path | None = None
+    """File to write, whole or not at all. Default: standard output."""
+
+    def __post_init__(self) -> None:
+        if self.slots is not None and self.slots < 1:
+            raise UsageError(f"--slots must be at least 1, found {self.slots}")
+        if self.nodes is not None and self.nodes < 1:
+            raise UsageError(f"--nodes must be at least 1, found {self.nodes}")
+        if not self.probe_seconds > 0:
+            raise UsageError(
+                f"--probe-seconds must be more than 0, found {self.probe_seconds:g}"
+            )
+        if self.gpus == "auto":
+            return
+        for flag, value in (("--slots", self.slots), ("--from", self.from_file)):
+            if value is not None:
+                raise UsageError(
+                    f"--gpus {self.gpus} has no say beside {flag} {value}, which tells "
+                    "the slots by itself; expected one of the two"
+                )
+
+
+def text_of(
+    config: HostfileConfig, environ: Mapping[str, str], mpirun: Sequence[str] = ()
+) -> str:
+    """Make the host file.
+
+    Args:
+        config: What it shall be like.
+        environ: The environment, in which a scheduler tells the job its nodes.
+        mpirun: The words that start mpirun, to probe the nodes with.
+
+    Returns:
+        The file's text. For a job's nodes the first line says what a slot is, except
+        in the `pbs` format, which has no comments.
+
+    Raises:
+        UsageError: There are no nodes to write, or no slots as asked for.
+        LaunchError: The scheduler's own words are missing, or do not fit together; or
+            no node answers.
+    """
+    if config.probe != bool(mpirun):
+        raise UsageError(
+            "hostfile --probe wants to know how to start mpirun, and nothing else "
+            "does: expected both, as in hostfile --probe -- mpirun --bind-to none"
+        )
+    if config.from_file is not None:
+        comment, nodes = "", _read(config.from_file)
+    else:
+        comment, nodes = _given(config, schedulers.read_allocation(environ))
+    if config.slots is not None:
+        nodes = tuple(replace(n, slots=config.slots, max_slots=None) for n in nodes)
+    if config.probe:
+        scheduler = schedulers.detect(environ).name
+        nodes = _probed(nodes, mpirun, config.probe_seconds, scheduler)
+    nodes = nodes[: config.nodes]
+    return ("" if config.format == "pbs" else comment) + render(nodes, config.format)
+
+
+def _probed(
+    nodes: tuple[AllocatedNode, ...],
+    mpirun: Sequence[str],
+    seconds: float,
+    scheduler: str,
+) -> tuple[AllocatedNode, ...]:
+    """Return the nodes that answer, and say which do not."""
+    from mpitrain.schedulers.probe import sift
+
+    try:
+        good, bad = sift(nodes, mpirun, seconds, scheduler)
+    except OSError as error:
+        raise UsageError(
+            f"{mpirun[0]} cannot be started: {error.strerror}; expected an mpirun "
+            "after --"
+        ) from None
+    if not good:
+        raise LaunchError(
+            f"no node answers as it should: {'; '.join(bad)}. Expected a node that "
+            "starts a process of ours within --probe-seconds, with all its GPUs; ask "
+            "for none (jobscript --gpus-per-node 0) to train on CPUs"
+        )
+    for why in bad:
+        print(f"left out: {why}", file=sys.stderr, flush=True)
+    return tuple(good)
+
+
+def _read(file: Path) -> tuple[AllocatedNode, ...]:
+    try:
+        text = file.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise UsageError(f"--from {file} cannot be read: {reason}") from None
+    return parse(text, str(file))
+
+
+def _given(
+    config: HostfileConfig, allocation: Allocation
+) -> tuple[str, tuple[AllocatedNode, ...]]:
+    """Return the nodes of the job, and a comment that says what a slot is there."""
+    job = f"{NAMES[allocation.scheduler]} job {allocation.job_id}"
+    nodes = allocation.nodes
+    untold = [node.hostname for node in nodes if node.gpus is None]
+    if config.gpus == "require" and untold:
+        raise UsageError(
+            f"{job} does not tell the GPUs of {', '.join(untold)}. Expected "
+            "--gpus-per-node or --gres in what it asked for (SLURM); PBS tells none: "
+            "say --slots N, with N the GPUs of a node"
+        )
+    if config.slots is not None:
+        slots = f"{config.slots} slots on each node, as asked"
+    elif config.gpus != "ignore" and not untold:
+        slots = "a slot for each GPU"
+        nodes = tuple(replace(node, slots=node.gpus or node.slots) for node in nodes)
+    elif allocation.scheduler == "pbs":
+        slots = "a slot for each line of its node file"
+    else:
+        cores = allocation.cpus_per_slot
+        slots = "a slot for each task" + (f" of {cores} cores" if cores else "")
+    return f"# {job}: {slots}.\n", nodes

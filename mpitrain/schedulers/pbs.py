@@ -15,7 +15,6 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from mpitrain.errors import LaunchError
-from mpitrain.schedulers import hostfile
 from mpitrain.schedulers.allocation import Allocation
 
 
@@ -39,6 +38,8 @@ def allocation(environ: Mapping[str, str]) -> Allocation:
             "not set here. Expected it in the job's script and in the shell of "
             "`qsub -I`."
         )
+    from mpitrain.schedulers import hostfile
+
     try:
         text = Path(file).read_text()
     except (OSError, UnicodeDecodeError) as error:

@@ -9,7 +9,7 @@ import pytest
 
 from mpitrain.cli import main
 from mpitrain.errors import UsageError
-from mpitrain.tools.hostfile import HostfileConfig, text_of
+from mpitrain.schedulers.hostfile import HostfileConfig, text_of
 
 SLURM = {
     "SLURM_JOB_ID": "17",

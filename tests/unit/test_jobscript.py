@@ -13,7 +13,7 @@ import pytest
 
 from mpitrain.cli import main
 from mpitrain.errors import UsageError
-from mpitrain.tools.jobscript import JobscriptConfig, text_of
+from mpitrain.schedulers.jobscript import JobscriptConfig, text_of
 
 ROOT = Path(__file__).parents[2]
 SCHEDULERS = ("slurm", "pbs")
@@ -223,7 +223,7 @@ HOSTILE = [
 STAND_IN = """\
 #!{python}
 import json, os, pathlib, sys
-if "mpitrain.tools.term_blocked" in sys.argv:
+if "mpitrain.schedulers.block_sigterm" in sys.argv:
     import signal
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
     os.execvp(sys.argv[3], sys.argv[3:])

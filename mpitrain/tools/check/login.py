@@ -22,7 +22,7 @@ from mpitrain.tools.check.software import (
     library_of,
     versions,
 )
-from mpitrain.tools.jobscript import JobscriptConfig, SchedulerName
+from mpitrain.schedulers.jobscript import JobscriptConfig, SchedulerName
 
 LIBRARY_SECONDS = 30.0
 """How long the library may take to load: over a slow file system it takes its time."""

@@ -1,6 +1,6 @@
 """`python -m mpitrain jobscript`: a job script for SLURM or PBS. Needs no MPI.
 
-The scripts are `scripts/slurm.sh` and `scripts/pbs.sh`, with ``{{name}}`` where
+The scripts are `templates/slurm.sh` and `templates/pbs.sh`, with ``{{name}}`` where
 something is put in. What is put in on a line of its own, and is nothing, leaves none.
 Their last part is `...-once.sh`, or `...-chain.sh` for a training of several jobs, with
 what they have in common: `run.sh`, `once-end.sh` and `chain-loop.sh`.
@@ -19,7 +19,7 @@ from tyro.conf import Positional, UseAppendAction
 
 from mpitrain.errors import UsageError
 
-SCRIPTS = Path(__file__).with_name("scripts")
+SCRIPTS = Path(__file__).with_name("templates")
 
 EARLY_SECONDS = 120
 """How long before its end a job of a chain is told to stop, where it is long enough."""

@@ -79,7 +79,7 @@ if [[ $launchers != *"MCA plm: tm "* ]]; then
         cat >"$agent" <<EOF
 #!/bin/sh
 host=\$1; shift
-exec $(printf %q "$venv")/bin/python -m mpitrain.tools.term_blocked \\
+exec $(printf %q "$venv")/bin/python -m mpitrain.schedulers.block_sigterm \\
     $(printf %q "$reach") "\$host" $shell"\$*"
 EOF
         chmod +x "$agent"

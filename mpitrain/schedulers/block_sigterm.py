@@ -1,4 +1,4 @@
-"""`python -m mpitrain.tools.term_blocked PROGRAM WORDS`: become a program without TERM.
+"""`python -m mpitrain.schedulers.block_sigterm PROGRAM WORDS`: become a program without TERM.
 
 For job scripts. A scheduler sends TERM to all processes of a job, and kills them some
 seconds later. mpirun and its daemons would end the ranks at once. Blocked, the signal

@@ -46,6 +46,6 @@ options=(--bind-to none)  # threads may use all cores; mpitrain shares them out
 if [[ -x $venv/bin/mpirun ]]; then
     options+=(--prefix "$venv")
     # Its daemons on the other nodes shall not end at TERM (see below).
-    export PRTE_MCA_prte_launch_agent="python -m mpitrain.tools.term_blocked prted"
+    export PRTE_MCA_prte_launch_agent="python -m mpitrain.schedulers.block_sigterm prted"
 fi
 {{train}}

@@ -14,7 +14,7 @@ trap 'terminated=yes; stop' TERM
 
 # bash hears of a signal only while it waits, and the signal breaks that `wait`.
 run() {
-    python -m mpitrain.tools.term_blocked "$@" &
+    python -m mpitrain.schedulers.block_sigterm "$@" &
     child=$!
     wait "$child" && status=0 || status=$?
     if [[ -n $out_of_time && $status -gt 128 ]]; then

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -21,7 +22,9 @@ from pathlib import Path
 
 from mpitrain.schedulers.allocation import AllocatedNode
 from mpitrain.schedulers.asking import lost_nodes
-from mpitrain.tools.answer import SIGN
+
+SIGN = "mpitrain answers:"
+"""Before the answer, on the line: launchers and modules print, too."""
 
 AT_ONCE = 32
 """Nodes that are asked at once: each costs an mpirun on this node."""
@@ -133,7 +136,7 @@ def ask(
     """
     hosts = ",".join(node.hostname for node in nodes)
     words = ["-np", str(len(nodes)), "--host", hosts]
-    command = [*mpirun, *words, sys.executable, "-m", "mpitrain.tools.answer"]
+    command = [*mpirun, *words, sys.executable, "-m", "mpitrain.schedulers.probe"]
     with tempfile.TemporaryFile("w+", errors="replace") as said:
         started = subprocess.Popen(
             command,
@@ -203,3 +206,18 @@ def _end(started: subprocess.Popen[bytes] | subprocess.Popen[str]) -> None:
             if os.getsid(int(entry.name)) == started.pid:
                 os.kill(int(entry.name), signal.SIGKILL)
     started.wait()
+
+
+def main() -> None:
+    """Compute on every GPU that torch sees, and say where and how many there are."""
+    import torch
+
+    num_gpus = torch.cuda.device_count()
+    for index in range(num_gpus):
+        ones = torch.ones(64, device=f"cuda:{index}")
+        assert (ones @ ones).item() == 64, f"cuda:{index} cannot add up"
+    print(f"{SIGN} {socket.gethostname()} {num_gpus} GPUs", flush=True)
+
+
+if __name__ == "__main__":
+    main()
