@@ -185,17 +185,15 @@ def watch(argv: Sequence[str]) -> None:
         watch.watch(config)
 
 
-def chain(argv: Sequence[str]) -> None:
-    """Say, in a job script, whether a training is started once more."""
-    from mpitrain.schedulers import chain
+def supervise(argv: Sequence[str]) -> int:
+    """Run mpirun in a job script; stop it in time, and restart it."""
+    from mpitrain.schedulers import supervisor
 
-    words, flags = _split(argv)
+    words, command = _split(argv)
     config = read_flags(
-        chain.ChainConfig, words, program=f"{PROGRAM} chain", files=False
+        supervisor.SuperviseConfig, words, program=f"{PROGRAM} supervise", files=False
     )
-    word = chain.ask(config, read_config(flags), os.environ)
-    if word:
-        print(word, flush=True)
+    return supervisor.supervise(config, command, os.environ, read_config)
 
 
 def fetch(argv: Sequence[str]) -> None:
@@ -298,7 +296,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int | None]] = {
     "fetch": fetch,
     "export": export,
     "report": report,
-    "chain": chain,
+    "supervise": supervise,
     "hostfile": hostfile,
     "jobscript": jobscript,
 }

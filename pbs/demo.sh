@@ -2,39 +2,36 @@
 # Train on 2 nodes, 4 processes on each, under PBS:
 #
 #     qsub THIS_SCRIPT                           from the folder that holds .venv
-#     qsub -v ARGS="--epochs 20" THIS_SCRIPT     ARGS goes to mpitrain
+#     qsub -v ARGS="--epochs 20" THIS_SCRIPT     more flags for mpitrain
 #
-# `-l` above makes this a login shell, so that `module` is known. This text is
-# made by `python -m mpitrain jobscript pbs`: its --help tells what can differ.
+# Made by `python -m mpitrain jobscript pbs`; its --help lists the flags.
 
-# The project that pays. EDIT: take one # away and put your own. On a cluster
-# without accounts leave the line as it is: with two # it is only a comment.
+# The project that pays. EDIT: remove one # and put your own. On a cluster without
+# accounts leave the line as it is: with two # it is a comment.
 ##PBS -A my_project
 
-# The name in the queue.
+# The name in the queue. One output file, normal and error alike: mpitrain.o<number>.
 #PBS -N mpitrain
-# One file for what is printed, normal and error alike: mpitrain.o<number>.
 #PBS -j oe
-# The job is ended after this time (hours:minutes:seconds).
+# Time limit (hours:minutes:seconds).
 #PBS -l walltime=00:10:00
-# So many pieces (chunks), each on a node of its own ...
+# Chunks, each on a node of its own, with cores, GPUs and memory. mpiprocs is the number
+# of processes (ranks), ompthreads the number of threads of each. Without mpiprocs there
+# is one slot; without ompthreads each process would take all cores.
 #PBS -l place=scatter
-# ... with cores, GPUs and memory. mpiprocs is the number of processes (ranks),
-# ompthreads that of the threads of each. Without mpiprocs there is room for one
-# process, and mpirun wants --oversubscribe; without ompthreads each process would
-# take all cores.
 #PBS -l select=2:ncpus=16:mpiprocs=4:ompthreads=4:ngpus=4:mem=16gb
-# On a CPU queue, or where PBS says "Unknown resource: ngpus", DELETE the line
-# above and take one # away here:
+# On a CPU queue, or if PBS says "Unknown resource: ngpus", DELETE the line above and
+# remove one # here:
 ##PBS -l select=2:ncpus=16:mpiprocs=4:ompthreads=4:mem=16gb
 
 set -eo pipefail
 
-# Where Python comes from: the site's modules, if you need them ...
+# EDIT: the site's modules with Python and MPI, if you need them.
 # module load python/3.11
 # module load openmpi
-set -u  # only now: some sites' modules use variables that are not set
-# ... then the virtual environment. PBS starts in $HOME, hence `cd`.
+set -u  # after the modules: some use variables that are not set
+
+# The virtual environment. PBS starts the script in $HOME.
 cd "$PBS_O_WORKDIR"
 venv=$PWD/.venv
 if [[ ! -x $venv/bin/python ]]; then
@@ -43,96 +40,46 @@ if [[ ! -x $venv/bin/python ]]; then
 fi
 export PATH="$venv/bin:$PATH"
 
-# Now `mpirun` is the one in .venv if there is one, else the module's. The one
-# in .venv has to be told where it lives on the other nodes: in the same place.
-options=(--bind-to none)  # threads may use all cores; mpitrain shares them out
+# mpirun is the one in .venv if there is one, else the module's. The one in .venv needs
+# to know where it is on the other nodes.
+options=(--bind-to none)  # mpitrain gives each rank its cores
 if [[ -x $venv/bin/mpirun ]]; then
     options+=(--prefix "$venv")
 fi
 
-# How does mpirun reach the other nodes? An Open MPI built for PBS ("tm") asks
-# PBS for nodes and slots, and has PBS start the others.
+# An Open MPI that was built for PBS ("tm") gets the nodes from PBS. Any other reads them
+# from a file, one line for each slot, and reaches them by ssh, with the variables of -x.
 launchers=$(prte_info 2>/dev/null || ompi_info 2>/dev/null || true)
 if [[ $launchers != *"MCA plm: tm "* ]]; then
-    # Any other reads the nodes from a file, one line for each slot, and sends
-    # itself by ssh. Of our environment only what -x names goes along.
     options+=(--hostfile "$PBS_NODEFILE")
     for name in PATH LD_LIBRARY_PATH OMP_NUM_THREADS; do
         if [[ -n ${!name:-} ]]; then options+=(-x "$name"); fi
     done
-    # No ssh between the nodes? Then PBS's own pbs_tmrsh in its place. It wants
-    # the command as separate words, and mpirun gives it as one: hence `sh -c`.
+    # Without ssh between the nodes PBS's own pbs_tmrsh takes its place.
+    remote_shell=ssh
     here=$(head -n 1 "$PBS_NODEFILE")
     other=$(grep -Fxvm 1 "$here" "$PBS_NODEFILE" || true)
-    if [[ -n $other ]]; then
-        reach=ssh shell=
-        if ! timeout 20 ssh -n -o BatchMode=yes "$other" true; then
-            home=$(sed -n 's/^PBS_EXEC=//p' "${PBS_CONF_FILE:-/etc/pbs.conf}" || true)
-            reach=$(command -v pbs_tmrsh || echo "$home/bin/pbs_tmrsh")
-            shell='/bin/sh -c '
-            if [[ ! -x $reach ]]; then
-                echo "cannot reach $other: no ssh, and no pbs_tmrsh either" >&2
-                exit 1
-            fi
-            echo "no ssh to $other: mpirun takes $reach instead"
+    if [[ -n $other ]] && ! timeout 20 ssh -n -o BatchMode=yes "$other" true; then
+        home=$(sed -n 's/^PBS_EXEC=//p' "${PBS_CONF_FILE:-/etc/pbs.conf}" || true)
+        export PATH="$PATH:$home/bin"
+        if ! remote_shell=$(command -v pbs_tmrsh); then
+            echo "cannot reach $other: no ssh, and no pbs_tmrsh either" >&2
+            exit 1
         fi
-        # PBS sends TERM to ssh and pbs_tmrsh, too. mpirun would lose the node: so TERM
-        # is blocked for them.
-        agent=$(mktemp "${TMPDIR:-/tmp}/agent.XXXXXX")
-        trap 'rm -f "$agent"' EXIT
-        cat >"$agent" <<EOF
-#!/bin/sh
-host=\$1; shift
-exec $(printf %q "$venv")/bin/python -m mpitrain.schedulers.block_sigterm \\
-    $(printf %q "$reach") "\$host" $shell"\$*"
-EOF
-        chmod +x "$agent"
-        # One name for Open MPI 5, one for 4; all nodes started from this one.
-        export PRTE_MCA_plm_ssh_agent=$agent OMPI_MCA_plm_rsh_agent=$agent
-        export PRTE_MCA_plm_ssh_no_tree_spawn=1 OMPI_MCA_plm_rsh_no_tree_spawn=1
+        echo "no ssh to $other: mpirun takes $remote_shell instead"
+        remote_shell=pbs_tmrsh
     fi
+    # PBS sends TERM to these, too; mpirun would lose the node. (Open MPI 5, then 4.)
+    agent="python -m mpitrain.schedulers.block_sigterm $remote_shell"
+    export PRTE_MCA_plm_ssh_agent=$agent OMPI_MCA_plm_rsh_agent=$agent
+    export PRTE_MCA_plm_ssh_no_tree_spawn=1 OMPI_MCA_plm_rsh_no_tree_spawn=1
 fi
 
-# A job that is cancelled or preempted gets TERM, and is killed some seconds later
-# (SLURM: KillWait; PBS: kill_delay). mpirun would end the ranks at once: so TERM is
-# blocked for it. The ranks hear TERM, or USR2, which mpirun passes on to them: they
-# save where they are, and stop. If they hang, mpirun is killed, and they with it.
-# (MPICH's mpirun dies of USR2. With it, write trap '' USR1 TERM for the two lines
-# that begin with trap: the ranks ask the scheduler for their time, too.)
-out_of_time= terminated= child=
-stop() {
-    out_of_time=--out-of-time
-    if [[ -n $child ]]; then kill -USR2 "$child" || true; fi
-}
-trap stop USR1
-trap 'terminated=yes; stop' TERM
-
-# bash hears of a signal only while it waits, and the signal breaks that `wait`.
-run() {
-    python -m mpitrain.schedulers.block_sigterm "$@" &
-    child=$!
-    wait "$child" && status=0 || status=$?
-    if [[ -n $out_of_time && $status -gt 128 ]]; then
-        for ((i = 0; i < 105; i++)); do
-            kill -0 "$child" 2>/dev/null || break
-            sleep 1 || true
-        done
-        kill -KILL "$child" 2>/dev/null || true
-        wait "$child" && status=0 || status=$?
-    fi
-    child=
-}
-
-export MPITRAIN_STATUS_FILE
-MPITRAIN_STATUS_FILE=$(mktemp)
-
-# This script runs once, on the first node. So does mpirun. No number of
-# processes, no port: the ranks find each other over MPI. (MPICH's mpirun reads
-# $PBS_NODEFILE by itself and goes by ssh: with it, leave out all the options.)
-# shellcheck disable=SC2086  # ARGS is several words
-run mpirun "${options[@]}" python -m mpitrain ${ARGS:-}
-# 75: stopped, and the same training with its --name resumes. mpirun of Open MPI 5 ends
-# with 0 where it has lost a node: the job's status is then that of rank zero, or 1.
-if [[ $status == 0 ]]; then status=$(cat "$MPITRAIN_STATUS_FILE"); fi
-rm -f "$MPITRAIN_STATUS_FILE"
-exit "${status:-1}"
+# This script runs once, on the first node. (MPICH reads $PBS_NODEFILE by itself: leave
+# out all options.) ARGS is several words.
+#
+# `supervise` lets the ranks stop with a checkpoint at TERM (qdel, preemption). Then the
+# job's status is 75. (MPICH: supervise --mpi mpich.)
+# shellcheck disable=SC2086
+exec python -m mpitrain supervise -- \
+    mpirun "${options[@]}" python -m mpitrain ${ARGS:-}

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from mpitrain.schedulers.deadline import seconds_left
+from mpitrain.schedulers import seconds_left
 
 logger = logging.getLogger("mpitrain")
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from mpitrain.errors import UsageError
 from mpitrain.launch import cores
 from mpitrain.launch.launcher import Launcher, binding_asked
-from mpitrain.schedulers.asking import ask, ompthreads_in
+from mpitrain.schedulers.pbs import asks_for_ompthreads
 from mpitrain.topology import all_or_none, on_rank_zero
 from mpitrain.world import Node, World
 
@@ -178,8 +178,7 @@ def cores_by_pbs(of_pbs: int, local_world_size: int, job_id: str) -> int:
     """
     if not 2 <= local_world_size <= of_pbs:
         return of_pbs
-    told = ask(["qstat", "-f", job_id])
-    asks = None if told is None else ompthreads_in(told.stdout)
+    asks = asks_for_ompthreads(job_id)
     if asks is None:
         logger.warning(
             "`qstat -f %s` does not tell whether the job asks for ompthreads: "

@@ -1,35 +1,33 @@
-"""Which scheduler runs the job, PBS, SLURM or none, and what it gave.
+"""Which scheduler runs the job, SLURM, PBS or none, and what it says of the job.
 
-Never asked who this rank is: that is MPI's to say.
+Nothing here tells a rank who it is: that comes from MPI.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from mpitrain.schedulers import none, pbs, slurm
+from mpitrain.errors import UsageError
+from mpitrain.schedulers import pbs, slurm
 from mpitrain.schedulers.allocation import Allocation
 
 JOB_VARIABLES = {"slurm": "SLURM_JOB_ID", "pbs": "PBS_JOBID"}
-"""Scheduler, and the variable in which it tells a job its id."""
-
-READERS = {"slurm": slurm.allocation, "pbs": pbs.allocation, "none": none.allocation}
-"""Scheduler, and who reads what it gave."""
+"""The variable with the job's id, by scheduler."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scheduler:
-    """What runs the job that this process belongs to."""
+    """The scheduler of this process's job."""
 
     name: str
     """``"slurm"``, ``"pbs"`` or ``"none"``."""
     job_id: str | None = None
-    """The job's id in the scheduler's own words."""
+    """The job's id as the scheduler writes it."""
 
 
 def detect(environ: Mapping[str, str]) -> Scheduler:
-    """Tell the scheduler by the variable of its job id, never by a program on the PATH.
+    """Recognize the scheduler by the variable of its job id, not by programs on PATH.
 
     >>> detect({"PBS_JOBID": "17.head"})
     Scheduler(name='pbs', job_id='17.head')
@@ -43,16 +41,57 @@ def detect(environ: Mapping[str, str]) -> Scheduler:
 
 
 def read_allocation(environ: Mapping[str, str]) -> Allocation:
-    """Read what the scheduler gave to this job.
+    """Read the nodes and slots of this job from its environment.
 
     Args:
-        environ: The environment of the job's script.
+        environ: The environment of the job script.
 
     Returns:
-        Its nodes and slots.
+        The job's nodes and slots.
 
     Raises:
-        LaunchError: The scheduler's own words are missing, or do not fit together.
-        UsageError: There is no scheduler; the message says what to type.
+        LaunchError: The scheduler's variables are missing or contradict each other.
+        UsageError: There is no scheduler, or PBS's node file names no host.
     """
-    return READERS[detect(environ).name](environ)
+    match detect(environ).name:
+        case "slurm":
+            return slurm.allocation(environ)
+        case "pbs":
+            return pbs.allocation(environ)
+    raise UsageError(
+        "there is no allocation here: neither SLURM_JOB_ID nor PBS_JOBID is set. "
+        "Run this inside a job (its script, or the shell of salloc or `qsub -I`), "
+        "or name a host file of your own: --from FILE"
+    )
+
+
+def seconds_left(environ: Mapping[str, str]) -> float | None:
+    """Ask the scheduler how long this job may still run; takes 30 s at most.
+
+    Args:
+        environ: The environment of a process of the job.
+
+    Returns:
+        Seconds from now; ``None`` without a scheduler, a time limit, or an answer.
+    """
+    match detect(environ):
+        case Scheduler(name="slurm", job_id=str(job_id)):
+            return slurm.seconds_left(job_id)
+        case Scheduler(name="pbs", job_id=str(job_id)):
+            return pbs.seconds_left(job_id)
+    return None
+
+
+def lost_nodes(environ: Mapping[str, str], hostnames: Sequence[str]) -> dict[str, str]:
+    """Ask the scheduler which nodes it has lost.
+
+    Args:
+        environ: The environment of a process of the job.
+        hostnames: The nodes, as the scheduler names them.
+
+    Returns:
+        The states of the lost nodes, by hostname.
+    """
+    modules = {"slurm": slurm, "pbs": pbs}
+    module = modules.get(detect(environ).name)
+    return module.lost_nodes(hostnames) if module and hostnames else {}

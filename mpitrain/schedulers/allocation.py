@@ -1,4 +1,4 @@
-"""What a job was given: its nodes, and the room on each."""
+"""The nodes of a job, and the slots of each."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ class AllocatedNode:
     """One machine of an allocation or of a host file."""
 
     hostname: str
-    """Its name as the scheduler or the file writes it."""
+    """As the scheduler or the file writes it."""
     slots: int
-    """Room for how many processes: tasks (SLURM), mpiprocs (PBS), slots (mpirun)."""
+    """Number of processes it has room for: tasks (SLURM), mpiprocs (PBS)."""
     max_slots: int | None = None
-    """Most processes when oversubscribed; only Open MPI's host files tell it."""
+    """Number of processes when oversubscribed; in host files of Open MPI only."""
     gpus: int | None = None
-    """Number of GPUs; ``None``: the scheduler does not tell, or there are none."""
+    """Number of GPUs; ``None``: unknown, or none."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Allocation:
-    """What a scheduler gave to this job."""
+    """What a scheduler gave this job."""
 
     scheduler: str
     """``"slurm"`` or ``"pbs"``."""
     job_id: str
-    """The job's id in the scheduler's own words."""
+    """The job's id as the scheduler writes it."""
     nodes: tuple[AllocatedNode, ...]
     """In the scheduler's order; the first is where the job script runs."""
     cpus_per_slot: int | None = None
-    """Cores for each process; ``None``: the scheduler does not tell."""
+    """Cores for each process; ``None``: unknown."""

@@ -1,12 +1,11 @@
-"""Host files: which machines, and room for how many processes on each.
+"""`python -m mpitrain hostfile`, and host files: names of hosts, and their slots.
 
     node1 slots=4 max-slots=8      Open MPI
     node1:4                        MPICH
     node1                          PBS: a line for each slot
 
-Open MPI reads lines as of PBS, too: a name alone is a slot. What each mpirun takes was
-tried with Open MPI 5.0.11 and MPICH 5.0.2; MPICH takes a comment on a line of its own
-only, and Open MPI refuses two slot counts for a host.
+Open MPI reads PBS's format, too. It refuses two slot counts for a host; MPICH takes
+comments only on lines of their own. Tried with Open MPI 5.0.11 and MPICH 5.0.2.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ from mpitrain import schedulers
 from mpitrain.errors import LaunchError, UsageError
 from mpitrain.schedulers.allocation import AllocatedNode, Allocation
 
-Dialect = Literal["openmpi", "mpich", "pbs"]
-DIALECTS: tuple[Dialect, ...] = get_args(Dialect)
+Format = Literal["openmpi", "mpich", "pbs"]
+FORMATS: tuple[Format, ...] = get_args(Format)
 
 LINE = re.compile(
     r"(?P<hostname>\w[\w.@-]*)"
@@ -35,17 +34,17 @@ LINE = re.compile(
 
 
 def parse(text: str, source: str) -> tuple[AllocatedNode, ...]:
-    """Read a host file of any dialect.
+    """Parse a host file of any format.
 
     Args:
         text: The file's text.
-        source: Where it comes from, for messages.
+        source: The file, for messages.
 
     Returns:
-        The hosts in the order in which they are first named, slots added up.
+        The hosts in the order of their first lines, with the sum of their slots.
 
     Raises:
-        UsageError: A line is of no dialect, or there is no host.
+        UsageError: A line is of no format, or there is no host.
 
     >>> [(node.hostname, node.slots) for node in parse("a:2", "f")]
     [('a', 2)]
@@ -89,24 +88,21 @@ def _parse_line(words: str, where: str) -> AllocatedNode:
     return AllocatedNode(hostname=found["hostname"], slots=slots, max_slots=max_slots)
 
 
-def render(nodes: Iterable[AllocatedNode], dialect: Dialect) -> str:
-    r"""Write a host file.
+def render(nodes: Iterable[AllocatedNode], file_format: Format) -> str:
+    r"""Return the text of a host file.
 
     Args:
-        nodes: The hosts, in the order in which ranks shall fill them.
-        dialect: Who shall read it.
-
-    Returns:
-        The file's text.
+        nodes: The hosts, in the order in which ranks fill them.
+        file_format: The format.
 
     >>> render([AllocatedNode(hostname="a", slots=2)], "pbs")
     'a\na\n'
     """
-    return "".join(_render_node(node, dialect) for node in nodes)
+    return "".join(_render_node(node, file_format) for node in nodes)
 
 
-def _render_node(node: AllocatedNode, dialect: Dialect) -> str:
-    match dialect:
+def _render_node(node: AllocatedNode, file_format: Format) -> str:
+    match file_format:
         case "openmpi":
             most = "" if node.max_slots is None else f" max-slots={node.max_slots}"
             return f"{node.hostname} slots={node.slots}{most}\n"
@@ -116,9 +112,6 @@ def _render_node(node: AllocatedNode, dialect: Dialect) -> str:
             return f"{node.hostname}\n" * node.slots
 
 
-NAMES = {"slurm": "SLURM", "pbs": "PBS"}
-
-
 @dataclass(frozen=True, kw_only=True)
 class HostfileConfig:
     """Write a host file for mpirun, from the nodes that SLURM or PBS gave this job.
@@ -126,20 +119,20 @@ class HostfileConfig:
     With --probe, how mpirun is started follows --, as in -- mpirun --bind-to none.
     """
 
-    format: Dialect = "openmpi"
-    """Who shall read it: mpirun --hostfile (openmpi), mpirun -f (mpich), both (pbs)."""
+    format: Format = "openmpi"
+    """For mpirun --hostfile (openmpi), mpirun -f (mpich), or both (pbs)."""
     slots: int | None = None
-    """Processes on each node. Default: its GPUs where the job tells, else its tasks."""
+    """Processes on each node. Default: its GPUs if known, else its tasks."""
     gpus: Literal["auto", "require", "ignore"] = "auto"
-    """auto: a slot for each GPU if told; require: or refuse; ignore: tasks alone."""
+    """auto: a slot for each GPU if known; require: or an error; ignore: tasks only."""
     from_file: Annotated[Path | None, arg(name="from")] = None
     """A host file of any format to read instead of this job's nodes."""
     probe: bool = False
     """Leave out nodes where mpirun cannot start a process, or where a GPU is broken."""
     probe_seconds: float = 120.0
-    """How long the nodes may take to answer, all together."""
+    """Time limit of the probe, for all nodes together."""
     nodes: int | None = None
-    """Take so many nodes at most; the others are spare."""
+    """Maximum number of nodes; the others are spare."""
     output: Path | None = None
     """File to write, whole or not at all. Default: standard output."""
 
@@ -157,44 +150,44 @@ class HostfileConfig:
         for flag, value in (("--slots", self.slots), ("--from", self.from_file)):
             if value is not None:
                 raise UsageError(
-                    f"--gpus {self.gpus} has no say beside {flag} {value}, which tells "
-                    "the slots by itself; expected one of the two"
+                    f"--gpus {self.gpus} has no effect beside {flag} {value}, which "
+                    "gives the slots; expected one of the two"
                 )
 
 
 def text_of(
     config: HostfileConfig, environ: Mapping[str, str], mpirun: Sequence[str] = ()
 ) -> str:
-    """Make the host file.
+    """Return the text of the host file that the flags ask for.
 
     Args:
-        config: What it shall be like.
-        environ: The environment, in which a scheduler tells the job its nodes.
+        config: The flags.
+        environ: The environment, with the scheduler's variables.
         mpirun: The words that start mpirun, to probe the nodes with.
 
     Returns:
-        The file's text. For a job's nodes the first line says what a slot is, except
-        in the `pbs` format, which has no comments.
+        The text. For a job's nodes a comment says what a slot is, except in the `pbs`
+        format, which has no comments.
 
     Raises:
-        UsageError: There are no nodes to write, or no slots as asked for.
-        LaunchError: The scheduler's own words are missing, or do not fit together; or
+        UsageError: There are no nodes, or no slots as asked for.
+        LaunchError: The scheduler's variables are missing or contradict each other; or
             no node answers.
     """
     if config.probe != bool(mpirun):
         raise UsageError(
-            "hostfile --probe wants to know how to start mpirun, and nothing else "
-            "does: expected both, as in hostfile --probe -- mpirun --bind-to none"
+            "hostfile --probe needs the words that start mpirun after --, and nothing "
+            "else takes them: expected both, as in hostfile --probe -- mpirun"
         )
+    comment = ""
     if config.from_file is not None:
-        comment, nodes = "", _read(config.from_file)
+        nodes = _read(config.from_file)
     else:
-        comment, nodes = _given(config, schedulers.read_allocation(environ))
+        comment, nodes = _slots_of(config, schedulers.read_allocation(environ))
     if config.slots is not None:
         nodes = tuple(replace(n, slots=config.slots, max_slots=None) for n in nodes)
     if config.probe:
-        scheduler = schedulers.detect(environ).name
-        nodes = _probed(nodes, mpirun, config.probe_seconds, scheduler)
+        nodes = _probed(nodes, mpirun, config.probe_seconds, environ)
     nodes = nodes[: config.nodes]
     return ("" if config.format == "pbs" else comment) + render(nodes, config.format)
 
@@ -203,13 +196,13 @@ def _probed(
     nodes: tuple[AllocatedNode, ...],
     mpirun: Sequence[str],
     seconds: float,
-    scheduler: str,
+    environ: Mapping[str, str],
 ) -> tuple[AllocatedNode, ...]:
-    """Return the nodes that answer, and say which do not."""
-    from mpitrain.schedulers.probe import sift
+    """Return the nodes that answer; print the others."""
+    from mpitrain.schedulers.probe import probe
 
     try:
-        good, bad = sift(nodes, mpirun, seconds, scheduler)
+        good, bad = probe(nodes, mpirun, seconds, environ)
     except OSError as error:
         raise UsageError(
             f"{mpirun[0]} cannot be started: {error.strerror}; expected an mpirun "
@@ -218,11 +211,11 @@ def _probed(
     if not good:
         raise LaunchError(
             f"no node answers as it should: {'; '.join(bad)}. Expected a node that "
-            "starts a process of ours within --probe-seconds, with all its GPUs; ask "
-            "for none (jobscript --gpus-per-node 0) to train on CPUs"
+            "starts a process within --probe-seconds, with all its GPUs; ask for none "
+            "(jobscript --gpus-per-node 0) to train on CPUs"
         )
-    for why in bad:
-        print(f"left out: {why}", file=sys.stderr, flush=True)
+    for reason in bad:
+        print(f"left out: {reason}", file=sys.stderr, flush=True)
     return tuple(good)
 
 
@@ -235,22 +228,22 @@ def _read(file: Path) -> tuple[AllocatedNode, ...]:
     return parse(text, str(file))
 
 
-def _given(
+def _slots_of(
     config: HostfileConfig, allocation: Allocation
 ) -> tuple[str, tuple[AllocatedNode, ...]]:
-    """Return the nodes of the job, and a comment that says what a slot is there."""
-    job = f"{NAMES[allocation.scheduler]} job {allocation.job_id}"
+    """Return the job's nodes, and a comment that says what a slot is."""
+    job = f"{allocation.scheduler.upper()} job {allocation.job_id}"
     nodes = allocation.nodes
-    untold = [node.hostname for node in nodes if node.gpus is None]
-    if config.gpus == "require" and untold:
+    unknown = [node.hostname for node in nodes if node.gpus is None]
+    if config.gpus == "require" and unknown:
         raise UsageError(
-            f"{job} does not tell the GPUs of {', '.join(untold)}. Expected "
+            f"{job} does not tell the GPUs of {', '.join(unknown)}. Expected "
             "--gpus-per-node or --gres in what it asked for (SLURM); PBS tells none: "
             "say --slots N, with N the GPUs of a node"
         )
     if config.slots is not None:
         slots = f"{config.slots} slots on each node, as asked"
-    elif config.gpus != "ignore" and not untold:
+    elif config.gpus != "ignore" and not unknown:
         slots = "a slot for each GPU"
         nodes = tuple(replace(node, slots=node.gpus or node.slots) for node in nodes)
     elif allocation.scheduler == "pbs":

@@ -1,4 +1,4 @@
-"""What PBS tells a job of its nodes: the file that `PBS_NODEFILE` names.
+"""PBS: the nodes of a job, from its node file, and what `qstat` and `pbsnodes` say.
 
     PBS_JOBID       17.head
     PBS_NODEFILE    /var/spool/pbs/aux/17.head, on the first node of the job only
@@ -11,25 +11,24 @@ Tried with OpenPBS 23.06.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
 
-from mpitrain.errors import LaunchError
-from mpitrain.schedulers.allocation import Allocation
+from mpitrain.errors import LaunchError, UsageError
+from mpitrain.schedulers.allocation import AllocatedNode, Allocation
+from mpitrain.schedulers.query import lost_in, query
 
 
 def allocation(environ: Mapping[str, str]) -> Allocation:
-    """Read what PBS gave to this job.
-
-    Args:
-        environ: The environment of a process of the job, on its first node.
-
-    Returns:
-        The nodes, in the order in which the file first names them.
+    """Read the allocation, on the job's first node.
 
     Raises:
         LaunchError: There is no node file, or it cannot be read.
-        UsageError: What stands in it is no host file.
+        UsageError: It names no host.
     """
     file = environ.get("PBS_NODEFILE")
     if not file:
@@ -38,18 +37,76 @@ def allocation(environ: Mapping[str, str]) -> Allocation:
             "not set here. Expected it in the job's script and in the shell of "
             "`qsub -I`."
         )
-    from mpitrain.schedulers import hostfile
-
     try:
-        text = Path(file).read_text()
+        slots = Counter(Path(file).read_text().split())  # in the file's order
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or error
         raise LaunchError(
             f"PBS_NODEFILE={file} cannot be read: {reason}. PBS writes it on the first "
             "node of a job only: expected to run there."
         ) from None
+    if not slots:
+        raise UsageError(f"PBS_NODEFILE={file} names no host; expected a name a line")
     return Allocation(
         scheduler="pbs",
         job_id=environ["PBS_JOBID"],
-        nodes=hostfile.parse(text, f"PBS_NODEFILE={file}"),
+        nodes=tuple(AllocatedNode(hostname=it, slots=n) for it, n in slots.items()),
     )
+
+
+def seconds_left(job_id: str) -> float | None:
+    """Ask `qstat` how long a job may still run; ``None`` without a limit or answer."""
+    return parse_time_left(query("qstat", "-f", job_id), time.time())
+
+
+def parse_time_left(text: str, now: float) -> float | None:
+    r"""Read the output of ``qstat -f``; `now` is in seconds since 1970.
+
+    >>> now = datetime(2026, 11, 22, 5, 0).timestamp()
+    >>> says = "Resource_List.walltime = 01:00:00\n stime = Sun Nov 22 04:50:00 2026"
+    >>> parse_time_left(says, now)
+    3000.0
+    """
+    limit = _seconds_of("Resource_List", text)
+    if limit is None:
+        return None
+    start = re.search(r"^\s*stime = (.+)$", text, re.MULTILINE)
+    try:
+        started = datetime.strptime(start[1].strip(), "%a %b %d %H:%M:%S %Y")  # type: ignore[index]
+    except (TypeError, ValueError):  # another language; or it has just started
+        return limit - (_seconds_of("resources_used", text) or 0)
+    return started.timestamp() + limit - now
+
+
+def _seconds_of(name: str, text: str) -> float | None:
+    found = re.search(rf"{name}\.walltime = (\d+):(\d+):(\d+)", text)
+    if found is None:
+        return None
+    hours, minutes, seconds = map(float, found.groups())
+    return (hours * 60 + minutes) * 60 + seconds
+
+
+def asks_for_ompthreads(job_id: str) -> bool | None:
+    """Ask `qstat` whether a job's chunks have ``ompthreads``; ``None``: no answer."""
+    return ompthreads_in(query("qstat", "-f", job_id))
+
+
+def ompthreads_in(text: str) -> bool | None:
+    r"""Look for ``ompthreads`` in the output of ``qstat -f``, which breaks long lines.
+
+    >>> ompthreads_in("    Resource_List.select = 1:ncpus=16:ompth\n\treads=4\n")
+    True
+    >>> ompthreads_in("    schedselect = 1:ncpus=16:mpiprocs=4\n"), ompthreads_in("")
+    (False, None)
+    """
+    chunks = re.findall(
+        r"^\s*(?:Resource_List\.select|schedselect) = (.*)",
+        text.replace("\n\t", ""),
+        re.MULTILINE,
+    )
+    return any("ompthreads=" in chunk for chunk in chunks) if chunks else None
+
+
+def lost_nodes(hostnames: Sequence[str]) -> dict[str, str]:
+    """Ask `pbsnodes` which nodes are lost; return their states."""
+    return lost_in(query("pbsnodes", "-H", *hostnames), hostnames)

@@ -1,4 +1,4 @@
-"""What SLURM tells a job of its nodes, by variables alone.
+"""SLURM: the nodes of a job, from its variables, and what `squeue` and `sinfo` say.
 
     SLURM_JOB_ID            17
     SLURM_JOB_NODELIST      gpu[001-002,007],big1
@@ -17,10 +17,11 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from mpitrain.errors import LaunchError
 from mpitrain.schedulers.allocation import AllocatedNode, Allocation
+from mpitrain.schedulers.query import lost_in, query
 
 NODE_LIST = "SLURM_JOB_NODELIST"
 TASKS = "SLURM_TASKS_PER_NODE"
@@ -32,16 +33,10 @@ NAMES = rf"(?:{LETTER}|{GROUP})+"
 
 
 def allocation(environ: Mapping[str, str]) -> Allocation:
-    """Read what SLURM gave to this job.
-
-    Args:
-        environ: The environment of the job's script, or of the shell of `salloc`.
-
-    Returns:
-        The nodes, in SLURM's order.
+    """Read the allocation from the environment of the job script or salloc's shell.
 
     Raises:
-        LaunchError: What SLURM tells is missing, or does not fit together.
+        LaunchError: A variable is missing, or they contradict each other.
     """
     names = expand_nodes(_told(environ, NODE_LIST))
     tasks = expand_tasks(_told(environ, TASKS))
@@ -64,17 +59,41 @@ def allocation(environ: Mapping[str, str]) -> Allocation:
     )
 
 
+def seconds_left(job_id: str) -> float | None:
+    """Ask `squeue` how long a job may still run; ``None`` without a limit or answer."""
+    return parse_time_left(query("squeue", "-h", "-j", job_id, "-o", "%L"))
+
+
+def parse_time_left(text: str) -> float | None:
+    r"""Read the output of ``squeue -o %L``.
+
+    >>> parse_time_left("1-02:00:03\n"), parse_time_left("9:58")
+    (93603.0, 598.0)
+    >>> parse_time_left("UNLIMITED")
+    """
+    found = re.fullmatch(r"(?:(?:(\d+)-)?(\d+):)?(\d+):(\d+)", text.strip())
+    if found is None:
+        return None
+    days, hours, minutes, seconds = (int(text or 0) for text in found.groups())
+    return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
+
+
+def is_running(job_id: str) -> bool:
+    """Ask `squeue` whether a job runs; one that is being cancelled does not."""
+    return query("squeue", "-h", "-j", job_id, "-o", "%T").strip() == "RUNNING"
+
+
+def lost_nodes(hostnames: Sequence[str]) -> dict[str, str]:
+    """Ask `sinfo` which nodes are lost; return their states."""
+    words = ("sinfo", "-h", "-N", "-o", "%N state = %T", "-n", ",".join(hostnames))
+    return lost_in(query(*words), hostnames)
+
+
 def expand_nodes(text: str) -> list[str]:
-    """Write out a list of nodes, as `scontrol show hostnames` does.
-
-    Args:
-        text: SLURM's short form. Several groups in a name: the last one runs fastest.
-
-    Returns:
-        The names.
+    """Expand a node list as `scontrol show hostnames` does.
 
     Raises:
-        LaunchError: It is no such list.
+        LaunchError: `text` is no node list.
 
     >>> expand_nodes("gpu[08-10,12],login")
     ['gpu08', 'gpu09', 'gpu10', 'gpu12', 'login']
@@ -92,7 +111,7 @@ def expand_nodes(text: str) -> list[str]:
 
 
 def _numbers(group: str, text: str) -> list[str]:
-    """Write out ``[08-10,12]``; leading zeros of the first number make the width."""
+    """Expand ``[08-10,12]``; the first number's leading zeros give the width."""
     numbers: list[str] = []
     for span in group.strip("[]").split(","):
         first, _, last = span.partition("-")
@@ -112,16 +131,10 @@ def _no_node_list(text: str) -> LaunchError:
 
 
 def expand_tasks(text: str) -> list[int]:
-    """Write out the number of tasks of each node.
-
-    Args:
-        text: SLURM's short form.
-
-    Returns:
-        Tasks by node.
+    """Expand ``SLURM_TASKS_PER_NODE`` to the number of tasks of each node.
 
     Raises:
-        LaunchError: It is no such list.
+        LaunchError: `text` is no list of task counts.
 
     >>> expand_tasks("4(x2),3")
     [4, 4, 3]
@@ -138,7 +151,7 @@ def expand_tasks(text: str) -> list[int]:
 
 
 def _gpus(environ: Mapping[str, str], tasks: list[int]) -> list[int | None]:
-    """Tell the GPUs of every node from those of this one, where that is no guess."""
+    """Return each node's GPUs; ``None`` where this node's do not tell."""
     here = _count(environ, "SLURM_GPUS_ON_NODE")
     unknown: list[int | None] = [None] * len(tasks)
     if not here:
@@ -153,7 +166,7 @@ def _gpus(environ: Mapping[str, str], tasks: list[int]) -> list[int | None]:
 
 
 def _gpu_sum(text: str) -> int:
-    """Add up ``4``, ``a100:4`` or ``a100:2,v100:2``; 0 where it tells no number."""
+    """Add up ``4``, ``a100:4`` or ``a100:2,v100:2``; 0 without a number."""
     counts = [item.rpartition(":")[2] for item in text.split(",")]
     return sum(int(count) for count in counts if count.isdecimal())
 

@@ -17,8 +17,9 @@ FLOORS = (
     {"__main__"},
     {"cli"},
     {"tools", "schedulers.chain", "schedulers.supervisor"},
-    {"checkpoint"},
-    {"record"},
+        if top == "mpitrain" and not rest.startswith("__") and ".config" not in rest:
+            target = floor(room_of(rest))
+            assert floor(room(path)) <= target, f"{path} imports {module}"
     {"train"},
     {"data", "models"},
     {"launch"},

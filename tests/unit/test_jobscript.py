@@ -89,7 +89,6 @@ def test_a_flag_stands_in_slurms_own_words(flags: dict[str, Any], line: str) -> 
             "#PBS -l select=2:ncpus=8:mpiprocs=4:ompthreads=2",
         ),
         ({"time": "1:00:00"}, "#PBS -l walltime=01:00:00"),
-        ({"time": "2:00", "jobs": 4}, "limit=120  # walltime, above: EDIT both"),
         (
             {"nodes": 3, "spare_nodes": 2, "jobs": 4, "mem": None, "gpus_per_node": 0},
             "#PBS -l select=5:ncpus=16:mpiprocs=4:ompthreads=4",
@@ -223,16 +222,15 @@ HOSTILE = [
 STAND_IN = """\
 #!{python}
 import json, os, pathlib, sys
-if "mpitrain.schedulers.block_sigterm" in sys.argv:
-    import signal
-    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
-    os.execvp(sys.argv[3], sys.argv[3:])
+if "supervise" in sys.argv or "mpitrain.schedulers.block_sigterm" in sys.argv:
+    os.execv({python!r}, [{python!r}, *sys.argv[1:]])
 if sys.argv[0].endswith("mpirun"):
     pathlib.Path({seen!r}).write_text(json.dumps(sys.argv[1:]))
+    run_dir = pathlib.Path("runs/my-job")
+    run_dir.mkdir(parents=True)
+    (run_dir / "result.json").write_text('{{"status": "finished"}}')
     if "MPITRAIN_STATUS_FILE" in os.environ:
         pathlib.Path(os.environ["MPITRAIN_STATUS_FILE"]).write_text("0")
-if "next" in sys.argv:
-    print("end")
 """
 
 
@@ -246,7 +244,7 @@ def test_hostile_words_and_folders_reach_the_program_as_they_are(
     venv = Path("my env's {{name}}")
     seen = tmp_path / "seen.json"
     make_stand_ins(folder / venv, seen)
-    words = ["run", "my script.py", *HOSTILE]
+    words = ["--wandb-tags", *HOSTILE]
     config = JobscriptConfig(
         scheduler=scheduler,
         venv=venv,
@@ -254,12 +252,12 @@ def test_hostile_words_and_folders_reach_the_program_as_they_are(
         output=folder / "job",
         jobs=jobs,
     )
-    done = run_script(text_of(config, words), folder, tmp_path, ["--lr", "two words"])
+    done = run_script(text_of(config, words), folder, tmp_path, ["three small words"])
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["module: 2: load a b", "module: 2: load c/1.0"]
     said = json.loads(seen.read_text())
     at = said.index("python")
-    more = {"slurm": ["--lr", "two words"], "pbs": ["--lr", "0.5"]}[scheduler]
+    more = {"slurm": ["three small words"], "pbs": ["--lr", "0.5"]}[scheduler]
     name = [] if jobs == 1 else ["--name", "my-job"]
     assert said[at:] == ["python", "-m", "mpitrain", *name, *words, *more]
     prefix = ["--bind-to", "none", "--prefix", str(folder / venv)]
@@ -275,17 +273,26 @@ def test_a_signal_while_nodes_are_asked_is_no_failure(
     make_stand_ins(tmp_path / ".venv", seen)
     python = tmp_path / ".venv/bin/python"
     text = python.read_text() + (
-        "import os, signal, time\n"
+        "import signal, time\n"
         "if 'hostfile' in sys.argv:\n"
         "    os.kill(os.getppid(), signal.SIGUSR1)\n"
         "    time.sleep(1)\n"
-        "if 'next' in sys.argv:\n"
-        f"    pathlib.Path({str(tmp_path / 'next')!r}).write_text(' '.join(sys.argv))\n"
     )
     python.write_text(text)
+    for name in ("scontrol", "qsub"):
+        submit = (
+            f'#!/bin/sh\necho {name} "$@" $MPITRAIN_JOB_NUMBER >"{tmp_path}/next"\n'
+        )
+        (tmp_path / ".venv/bin" / name).write_text(submit)
     config = JobscriptConfig(scheduler=scheduler, jobs=5)
-    run_script(text_of(config, []), tmp_path, tmp_path, [])
-    assert "--status 75 --out-of-time" in (tmp_path / "next").read_text()
+    done = run_script(text_of(config, []), tmp_path, tmp_path, [])
+    assert done.returncode == 75, done.stderr
+    next_job = {
+        "slurm": "scontrol requeue 7\n",
+        "pbs": "qsub -N my-job -v ARGS,MPITRAIN_JOB_NUMBER -W depend=afterany:7 "
+        f"{tmp_path}/job.sh 2\n",
+    }
+    assert (tmp_path / "next").read_text() == next_job[scheduler]
     assert not seen.exists()
 
 
@@ -345,8 +352,7 @@ def test_a_script_of_ones_own_gets_no_signal_that_it_does_not_know(
     text = text_of(
         JobscriptConfig(scheduler=scheduler), ["run", "x"], is_training=False
     )
-    assert "USR2" not in text
-    assert "term_blocked mpirun" not in text
+    assert "supervise" not in text
     assert "\nmpirun " in text
 
 
@@ -384,7 +390,7 @@ def test_what_holds_the_other_nodes_of_a_pbs_job_outlives_term(
     folder = tmp_path / "a $HOME 'b' \"c\""
     make_stand_ins(folder / ".venv", tmp_path / "seen.json")
     programs = {
-        "mpirun": '"$PRTE_MCA_plm_ssh_agent" node2 \'echo "a  b"; x=$y\'\n',
+        "mpirun": "$PRTE_MCA_plm_ssh_agent node2 'echo \"a  b\"; x=$y'\n",
         "ssh": f"case $* in *BatchMode*) [ {reach} = ssh ]; exit;; esac\n",
         "pbs_tmrsh": "",
     }
@@ -424,8 +430,7 @@ def run_script(
         "PBS_O_WORKDIR": str(submitted_from),
         "PBS_NODEFILE": str(scratch / "nodes"),
         "SLURM_JOB_NAME": "my-job",
-        "SLURM_JOB_ID": "7",
-        "PBS_JOBID": "7",
+        "PBS_JOBID" if "#PBS" in text else "SLURM_JOB_ID": "7",
         "PBS_CONF_FILE": os.devnull,
         "PBS_JOBNAME": "my-job",
         "ARGS": "--lr 0.5",

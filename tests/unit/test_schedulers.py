@@ -1,4 +1,4 @@
-"""Allocations as SLURM and PBS tell them, and host files in every dialect."""
+"""Allocations as SLURM and PBS tell them, and host files in every file_format."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from mpitrain.errors import LaunchError, UsageError
 from mpitrain.schedulers import read_allocation
 from mpitrain.schedulers.allocation import AllocatedNode
-from mpitrain.schedulers.hostfile import DIALECTS, Dialect, parse, render
+from mpitrain.schedulers.hostfile import FORMATS, Format, parse, render
 from mpitrain.schedulers.slurm import expand_nodes, expand_tasks
 
 ROOT = Path(__file__).parents[2]
@@ -181,26 +181,26 @@ FOUR_EACH = (
 )
 
 
-@pytest.mark.parametrize("dialect", DIALECTS)
-def test_the_example_of_each_dialect_says_the_same(dialect: Dialect) -> None:
-    file = ROOT / "hostfiles" / dialect
+@pytest.mark.parametrize("file_format", FORMATS)
+def test_the_example_of_each_file_format_says_the_same(file_format: Format) -> None:
+    file = ROOT / "hostfiles" / file_format
     assert parse(file.read_text(), str(file)) == FOUR_EACH
 
 
-@pytest.mark.parametrize("dialect", DIALECTS)
-def test_what_is_written_is_read_back(dialect: Dialect) -> None:
+@pytest.mark.parametrize("file_format", FORMATS)
+def test_what_is_written_is_read_back(file_format: Format) -> None:
     nodes = (
         AllocatedNode(hostname="gpu-01.example.org", slots=8),
         AllocatedNode(hostname="login@n_2", slots=1),
     )
-    assert parse(render(nodes, dialect), "it") == nodes
+    assert parse(render(nodes, file_format), "it") == nodes
 
 
 def test_only_open_mpi_keeps_the_most_that_a_host_may_hold() -> None:
     nodes = parse("n1 slots=2 max-slots=8\n", "it")
     assert parse(render(nodes, "openmpi"), "it") == nodes
-    for dialect in ("mpich", "pbs"):
-        (node,) = parse(render(nodes, dialect), "it")  # type: ignore[arg-type]
+    for file_format in ("mpich", "pbs"):
+        (node,) = parse(render(nodes, file_format), "it")  # type: ignore[arg-type]
         assert (node.slots, node.max_slots) == (2, None)
 
 

@@ -1,91 +1,130 @@
 #!/bin/bash -l
-# {{title}}, under PBS:
+# {{ title }}, under PBS:
 #
-#     qsub THIS_SCRIPT                           {{from}}
-#     qsub -v ARGS="--epochs 20" THIS_SCRIPT     ARGS goes to mpitrain
-{{another}}
+#     qsub THIS_SCRIPT                           {{ from_where }}
+#     qsub -v ARGS="--epochs 20" THIS_SCRIPT     more flags for mpitrain
+{% if jobs > 1 %}
+#     qsub -N OTHER THIS_SCRIPT                  another training: its run has this name
+{% endif %}
 #
-# `-l` above makes this a login shell, so that `module` is known. This text is
-# made by `python -m mpitrain jobscript pbs{{jobs_flag}}`: {{help}}
+# Made by `python -m mpitrain jobscript pbs{{ jobs_flag }}`; its --help lists the flags.
 
-{{account}}
+{% if account %}
+# The project that pays.
+#PBS -A {{ account }}
+{% else %}
+# The project that pays. EDIT: remove one # and put your own. On a cluster without
+# accounts leave the line as it is: with two # it is a comment.
+##PBS -A my_project
+{% endif %}
 
-# The name in the queue.
-#PBS -N {{name}}
-# One file for what is printed, normal and error alike: {{name}}.o<number>.
+# The name in the queue. One output file, normal and error alike: {{ name }}.o<number>.
+#PBS -N {{ name }}
 #PBS -j oe
-{{queue}}
-# The job is ended after this time (hours:minutes:seconds).
-#PBS -l walltime={{time}}
-{{chain_lines}}
-# So many pieces (chunks), each on a node of its own ...
+{% if queue %}
+#PBS -q {{ queue }}
+{% endif %}
+# Time limit (hours:minutes:seconds).
+#PBS -l walltime={{ time }}
+{% if jobs > 1 %}
+# PBS may run the job again if a node fails.
+#PBS -r y
+{% if spare_nodes %}
+# A node that fails does not end the job: the training resumes on the others.
+#PBS -W tolerate_node_failures=all
+{% endif %}
+{% endif %}
+# Chunks, each on a node of its own, with cores, GPUs and memory. mpiprocs is the number
+# of processes (ranks), ompthreads the number of threads of each. Without mpiprocs there
+# is one slot; without ompthreads each process would take all cores.
 #PBS -l place=scatter
-# ... with cores, GPUs and memory. mpiprocs is the number of processes (ranks),
-# ompthreads that of the threads of each. Without mpiprocs there is room for one
-# process, and mpirun wants --oversubscribe; without ompthreads each process would
-# take all cores.
-{{select}}
+#PBS -l select={{ nodes }}:ncpus={{ slots * cpus }}:mpiprocs={{ slots }}:ompthreads={{ cpus }}{{ ":ngpus=" ~ gpus if gpus else "" }}{{ ":mem=" ~ mem | lower ~ "b" if mem else "" }}
+{% if gpus %}
+# On a CPU queue, or if PBS says "Unknown resource: ngpus", DELETE the line above and
+# remove one # here:
+##PBS -l select={{ nodes }}:ncpus={{ slots * cpus }}:mpiprocs={{ slots }}:ompthreads={{ cpus }}{{ ":mem=" ~ mem | lower ~ "b" if mem else "" }}
+{% endif %}
 
 set -eo pipefail
 
-{{modules}}
-set -u  # only now: some sites' modules use variables that are not set
-# ... then the virtual environment. PBS starts in $HOME, hence `cd`.
+{% if modules %}
+# The site's modules.
+{% else %}
+# EDIT: the site's modules with Python and MPI, if you need them.
+# module load python/3.11
+# module load openmpi
+{% endif %}
+{% for module in modules %}
+module load {{ module | quote }}
+{% endfor %}
+set -u  # after the modules: some use variables that are not set
+
+# The virtual environment. PBS starts the script in $HOME.
 cd "$PBS_O_WORKDIR"
-venv={{venv}}
+venv={{ venv }}
 if [[ ! -x $venv/bin/python ]]; then
     echo "no virtual environment in $venv: make it, or submit from its folder" >&2
     exit 1
 fi
 export PATH="$venv/bin:$PATH"
 
-# Now `mpirun` is the one in .venv if there is one, else the module's. The one
-# in .venv has to be told where it lives on the other nodes: in the same place.
-options=(--bind-to none)  # threads may use all cores; mpitrain shares them out
+# mpirun is the one in .venv if there is one, else the module's. The one in .venv needs
+# to know where it is on the other nodes.
+options=(--bind-to none)  # mpitrain gives each rank its cores
 if [[ -x $venv/bin/mpirun ]]; then
     options+=(--prefix "$venv")
 fi
 
-# How does mpirun reach the other nodes? An Open MPI built for PBS ("tm") asks
-# PBS for nodes and slots, and has PBS start the others.
+# An Open MPI that was built for PBS ("tm") gets the nodes from PBS. Any other reads them
+# from a file, one line for each slot, and reaches them by ssh, with the variables of -x.
 launchers=$(prte_info 2>/dev/null || ompi_info 2>/dev/null || true)
 if [[ $launchers != *"MCA plm: tm "* ]]; then
-    # Any other reads the nodes from a file, one line for each slot, and sends
-    # itself by ssh. Of our environment only what -x names goes along.
-{{nodefile}}
+{% if jobs == 1 %}
+    options+=(--hostfile "$PBS_NODEFILE")
+{% endif %}
     for name in PATH LD_LIBRARY_PATH OMP_NUM_THREADS; do
         if [[ -n ${!name:-} ]]; then options+=(-x "$name"); fi
     done
-    # No ssh between the nodes? Then PBS's own pbs_tmrsh in its place. It wants
-    # the command as separate words, and mpirun gives it as one: hence `sh -c`.
+    # Without ssh between the nodes PBS's own pbs_tmrsh takes its place.
+    remote_shell=ssh
     here=$(head -n 1 "$PBS_NODEFILE")
     other=$(grep -Fxvm 1 "$here" "$PBS_NODEFILE" || true)
-    if [[ -n $other ]]; then
-        reach=ssh shell=
-        if ! timeout 20 ssh -n -o BatchMode=yes "$other" true; then
-            home=$(sed -n 's/^PBS_EXEC=//p' "${PBS_CONF_FILE:-/etc/pbs.conf}" || true)
-            reach=$(command -v pbs_tmrsh || echo "$home/bin/pbs_tmrsh")
-            shell='/bin/sh -c '
-            if [[ ! -x $reach ]]; then
-                echo "cannot reach $other: no ssh, and no pbs_tmrsh either" >&2
-                exit 1
-            fi
-            echo "no ssh to $other: mpirun takes $reach instead"
+    if [[ -n $other ]] && ! timeout 20 ssh -n -o BatchMode=yes "$other" true; then
+        home=$(sed -n 's/^PBS_EXEC=//p' "${PBS_CONF_FILE:-/etc/pbs.conf}" || true)
+        export PATH="$PATH:$home/bin"
+        if ! remote_shell=$(command -v pbs_tmrsh); then
+            echo "cannot reach $other: no ssh, and no pbs_tmrsh either" >&2
+            exit 1
         fi
-        # PBS sends TERM to ssh and pbs_tmrsh, too. mpirun would lose the node: so TERM
-        # is blocked for them.
-        agent=$(mktemp "${TMPDIR:-/tmp}/agent.XXXXXX")
-        trap 'rm -f "$agent"' EXIT
-        cat >"$agent" <<EOF
-#!/bin/sh
-host=\$1; shift
-exec $(printf %q "$venv")/bin/python -m mpitrain.schedulers.block_sigterm \\
-    $(printf %q "$reach") "\$host" $shell"\$*"
-EOF
-        chmod +x "$agent"
-        # One name for Open MPI 5, one for 4; all nodes started from this one.
-        export PRTE_MCA_plm_ssh_agent=$agent OMPI_MCA_plm_rsh_agent=$agent
-        export PRTE_MCA_plm_ssh_no_tree_spawn=1 OMPI_MCA_plm_rsh_no_tree_spawn=1
+        echo "no ssh to $other: mpirun takes $remote_shell instead"
+        remote_shell=pbs_tmrsh
     fi
+    # PBS sends TERM to these, too; mpirun would lose the node. (Open MPI 5, then 4.)
+    agent="python -m mpitrain.schedulers.block_sigterm $remote_shell"
+    export PRTE_MCA_plm_ssh_agent=$agent OMPI_MCA_plm_rsh_agent=$agent
+    export PRTE_MCA_plm_ssh_no_tree_spawn=1 OMPI_MCA_plm_rsh_no_tree_spawn=1
 fi
-{{train}}
+
+# This script runs once, on the first node. (MPICH reads $PBS_NODEFILE by itself: leave
+# out all options.) ARGS is several words.
+{% if not is_training %}
+# shellcheck disable=SC2086
+mpirun "${options[@]}" python -m mpitrain{{ words }} ${ARGS:-}
+{% else %}
+#
+# `supervise` lets the ranks stop with a checkpoint at TERM (qdel, preemption). Then the
+# job's status is 75. (MPICH: supervise --mpi mpich.)
+{% if jobs == 1 %}
+# shellcheck disable=SC2086
+exec python -m mpitrain supervise -- \
+    mpirun "${options[@]}" python -m mpitrain{{ words }} ${ARGS:-}
+{% else %}
+#
+# It leaves out nodes that do not answer, and submits this script again until the
+# training is finished, up to {{ jobs }} jobs. The run in runs/ has the job's name. Of
+# qsub's command line the next job gets ARGS and -N only: write the rest in here.
+# shellcheck disable=SC2086
+exec python -m mpitrain supervise --jobs {{ jobs }}{{ nodes_flag }} --script "$0" -- \
+    mpirun "${options[@]}" python -m mpitrain --name "$PBS_JOBNAME"{{ words }} ${ARGS:-}
+{% endif %}
+{% endif %}

@@ -1,51 +1,102 @@
 #!/bin/bash -l
-# {{title}}, under SLURM:
+# {{ title }}, under SLURM:
 #
-#     sbatch THIS_SCRIPT                   {{from}}
-#     sbatch THIS_SCRIPT --epochs 20       what follows goes to mpitrain
-{{another}}
+#     sbatch THIS_SCRIPT                   {{ from_where }}
+#     sbatch THIS_SCRIPT --epochs 20       more flags for mpitrain
+{% if jobs > 1 %}
+#     sbatch --job-name OTHER THIS_SCRIPT  another training: its run has this name
+{% endif %}
 #
-# `-l` above makes this a login shell, so that `module` is known. This text is
-# made by `python -m mpitrain jobscript slurm{{jobs_flag}}`: {{help}}
+# Made by `python -m mpitrain jobscript slurm{{ jobs_flag }}`; its --help lists the flags.
 
-{{account}}
+{% if account %}
+# The project that pays.
+#SBATCH --account={{ account }}
+{% else %}
+# The project that pays. EDIT: remove one # and put your own. On a cluster without
+# accounts leave the line as it is: with two # it is a comment.
+##SBATCH --account=my_project
+{% endif %}
 
-# The name in the queue.
-#SBATCH --job-name={{name}}
-# What is printed goes here: %x is the name, %j the number of the job.
+# The name in the queue, and the output file: %x is the name, %j the job's number.
+#SBATCH --job-name={{ name }}
 #SBATCH --output=%x-%j.log
-{{partition}}
-# The job is ended after this time (hours:minutes:seconds).
-#SBATCH --time={{time}}
-{{chain_lines}}
-# So many nodes ...
-#SBATCH --nodes={{nodes}}
-# ... with so many processes (ranks) on each{{per_gpu}}.
-#SBATCH --ntasks-per-node={{slots}}
-# Cores for each process: it computes with as many threads.
-#SBATCH --cpus-per-task={{cpus}}
-{{mem}}
-{{gpus}}
+{% if partition %}
+#SBATCH --partition={{ partition }}
+{% endif %}
+# Time limit (hours:minutes:seconds).
+#SBATCH --time={{ time }}
+{% if jobs > 1 %}
+# The job returns to the queue, appends to its output, and gets USR1 before its end.
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --signal=B:USR1@{{ notice }}
+{% if spare_nodes %}
+# A node that fails does not end the job: the training resumes on the others.
+#SBATCH --no-kill
+{% endif %}
+{% endif %}
+# Nodes, processes (ranks) on each{{ per_gpu }}, and cores of each process.
+#SBATCH --nodes={{ nodes }}
+#SBATCH --ntasks-per-node={{ slots }}
+#SBATCH --cpus-per-task={{ cpus }}
+{% if mem %}
+# Memory of each node.
+#SBATCH --mem={{ mem }}
+{% endif %}
+{% if gpus %}
+# GPUs of each node. On a CPU partition DELETE this line.
+#SBATCH --gres=gpu:{{ gpus }}
+{% endif %}
 
 set -eo pipefail
 
-{{modules}}
-set -u  # only now: some sites' modules use variables that are not set
-# ... then the virtual environment.
+{% if modules %}
+# The site's modules.
+{% else %}
+# EDIT: the site's modules with Python and MPI, if you need them.
+# module load python/3.11
+# module load openmpi
+{% endif %}
+{% for module in modules %}
+module load {{ module | quote }}
+{% endfor %}
+set -u  # after the modules: some use variables that are not set
+
+# The virtual environment.
 cd "$SLURM_SUBMIT_DIR"
-venv={{venv}}
+venv={{ venv }}
 if [[ ! -x $venv/bin/python ]]; then
     echo "no virtual environment in $venv: make it, or submit from its folder" >&2
     exit 1
 fi
 export PATH="$venv/bin:$PATH"
 
-# Now `mpirun` is the one in .venv if there is one, else the module's. The one
-# in .venv has to be told where it lives on the other nodes: in the same place.
-options=(--bind-to none)  # threads may use all cores; mpitrain shares them out
+# mpirun is the one in .venv if there is one, else the module's. The one in .venv needs
+# to know where it is on the other nodes, and its daemons there must not end at TERM.
+options=(--bind-to none)  # mpitrain gives each rank its cores
 if [[ -x $venv/bin/mpirun ]]; then
     options+=(--prefix "$venv")
-    # Its daemons on the other nodes shall not end at TERM (see below).
     export PRTE_MCA_prte_launch_agent="python -m mpitrain.schedulers.block_sigterm prted"
 fi
-{{train}}
+
+# This script runs once, on the first node. mpirun gets nodes and slots from SLURM, and
+# starts the ranks by srun. (MPICH: no --prefix.)
+{% if not is_training %}
+mpirun "${options[@]}" python -m mpitrain{{ words }} "$@"
+{% else %}
+#
+# `supervise` lets the ranks stop with a checkpoint at TERM (scancel, preemption). Then
+# the job's status is 75. (MPICH: supervise --mpi mpich.)
+{% if jobs == 1 %}
+exec python -m mpitrain supervise -- \
+    mpirun "${options[@]}" python -m mpitrain{{ words }} "$@"
+{% else %}
+#
+# It leaves out nodes that do not answer, and requeues the job until the training is
+# finished, up to {{ jobs }} jobs. The run in runs/ has the job's name.
+export SLURM_OVERLAP=1  # srun does not wait for what is left of a lost node
+exec python -m mpitrain supervise --jobs {{ jobs }}{{ nodes_flag }} -- \
+    mpirun "${options[@]}" python -m mpitrain --name "$SLURM_JOB_NAME"{{ words }} "$@"
+{% endif %}
+{% endif %}

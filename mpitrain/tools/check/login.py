@@ -13,6 +13,7 @@ from typing import Any
 
 from mpitrain import schedulers
 from mpitrain.launch.requirements import old_packages, upgrade_command
+from mpitrain.schedulers.jobscript import JobscriptConfig, SchedulerName
 from mpitrain.tools.check import report, screen
 from mpitrain.tools.check.config import CheckConfig
 from mpitrain.tools.check.findings import Finding, by_severity
@@ -22,7 +23,6 @@ from mpitrain.tools.check.software import (
     library_of,
     versions,
 )
-from mpitrain.schedulers.jobscript import JobscriptConfig, SchedulerName
 
 LIBRARY_SECONDS = 30.0
 """How long the library may take to load: over a slow file system it takes its time."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from mpitrain import schedulers
 from mpitrain.launch import Job, start
 from mpitrain.launch.network import Rendezvous
-from mpitrain.schedulers.deadline import seconds_left
+from mpitrain.schedulers import seconds_left
 from mpitrain.tools.check import facts, findings, looks, pairs, report, screen
 from mpitrain.tools.check.config import CheckConfig
 from mpitrain.tools.check.software import library_of, versions

@@ -1,0 +1,250 @@
+"""`python -m mpitrain supervise`: run mpirun in a job script; stop and restart it.
+
+    python -m mpitrain supervise -- mpirun ... python -m mpitrain FLAGS
+    python -m mpitrain supervise --jobs 20 -- mpirun ... python -m mpitrain FLAGS
+
+A job that is cancelled or preempted gets TERM, and KILL some seconds later (SLURM:
+KillWait; PBS: kill_delay). mpirun would end the ranks at once: so TERM is blocked for
+it. The ranks get TERM, or USR2, which mpirun forwards: they save a checkpoint and stop
+with status 75. Ranks that hang are killed with their mpirun, in time to requeue.
+"""
+
+from __future__ import annotations
+
+import math
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from mpitrain.errors import Stopped, UsageError
+from mpitrain.record.runs import is_finished
+from mpitrain.schedulers import chain, detect, seconds_left
+from mpitrain.schedulers.jobscript import notice_seconds
+from mpitrain.train.config import TrainConfig
+
+SIGNALS = {signal.SIGTERM, signal.SIGUSR1, signal.SIGCHLD}
+"""Blocked in this process, and taken by `sigtimedwait`."""
+
+MAX_STOP_SECONDS = 105.0
+"""How long the ranks may take to stop."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SuperviseConfig:
+    """Run the mpirun that follows --, in a job script: stop it in time, restart it."""
+
+    jobs: int = 1
+    """Jobs that the training may take, one after another, until it is finished."""
+    nodes: int | None = None
+    """Number of nodes to train on, with --jobs; the others are spare. Default: all."""
+    probe_seconds: float = 120.0
+    """Time limit of the search for nodes that work, with --jobs."""
+    script: str | None = None
+    """The job script, which PBS's next job runs, with --jobs."""
+    mpi: Literal["openmpi", "mpich"] = "openmpi"
+    """Whose mpirun it is. MPICH's dies of USR2: ranks then ask for their time only."""
+
+    def __post_init__(self) -> None:
+        if self.jobs < 1:
+            raise UsageError(f"--jobs must be at least 1, found {self.jobs}")
+
+
+class Supervisor:
+    """Runs one program after another, and stops them when the job comes to its end.
+
+    Args:
+        seconds_left: Time until the end of the job; ``None``: unknown.
+        notice: Seconds before the end at which to stop; ``None``: USR1 comes then.
+    """
+
+    def __init__(
+        self, seconds_left: float | None = None, notice: float | None = None
+    ) -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+        self.is_stopping = False
+        self.is_terminated = False
+        self._end = self._stop_at = self._kill_at = math.inf
+        if seconds_left is not None:
+            self._end = time.monotonic() + seconds_left
+            self._stop_at = math.inf if notice is None else self._end - notice
+
+    def run(
+        self, command: Sequence[str], environ: Mapping[str, str], *, send_usr2: bool
+    ) -> int:
+        """Run a program with TERM blocked.
+
+        Args:
+            command: Its words.
+            environ: Its environment.
+            send_usr2: Whether to send USR2 when the job stops.
+
+        Returns:
+            Its exit status, 128 + the signal if one killed it; 75 if it was not
+            started, since the job is stopping.
+
+        Raises:
+            UsageError: There is no such program.
+        """
+        self._wait(0.0)
+        if self.is_stopping:
+            return Stopped.exit_status
+        try:
+            process = subprocess.Popen(
+                command,
+                env=environ,
+                preexec_fn=lambda: signal.pthread_sigmask(
+                    signal.SIG_SETMASK, {signal.SIGTERM}
+                ),
+            )
+        except OSError as error:
+            raise UsageError(
+                f"{command[0]} cannot be started: {error.strerror}; expected an mpirun "
+                "after --"
+            ) from None
+        while process.poll() is None:
+            if self._wait(60.0) and send_usr2:
+                process.send_signal(signal.SIGUSR2)
+            if time.monotonic() >= self._kill_at:
+                process.kill()
+        self._wait(0.0)
+        status = process.returncode
+        return status if status >= 0 else 128 - status
+
+    def _wait(self, seconds: float) -> bool:
+        """Wait for a signal or a deadline; return whether the job was told to stop."""
+        deadline = min(time.monotonic() + seconds, self._stop_at, self._kill_at)
+        arrived: set[int] = set()
+        while info := signal.sigtimedwait(
+            SIGNALS, 0.0 if arrived else max(0.0, deadline - time.monotonic())
+        ):
+            arrived.add(info.si_signo)
+        now = time.monotonic()
+        if now >= self._stop_at:
+            self._stop_at = math.inf
+            arrived.add(signal.SIGUSR1)
+        if not arrived - {signal.SIGCHLD}:
+            return False
+        self.is_terminated |= signal.SIGTERM in arrived
+        if not self.is_stopping:
+            self.is_stopping = True
+            left = self._end - now
+            stop_seconds = max(left - 15.0, left * 0.75, 1.0)
+            self._kill_at = now + min(MAX_STOP_SECONDS, stop_seconds)
+        return True
+
+
+def supervise(
+    config: SuperviseConfig,
+    command: Sequence[str],
+    environ: Mapping[str, str],
+    read_config: Callable[[Sequence[str]], TrainConfig],
+) -> int:
+    """Run mpirun, once or until the training is finished.
+
+    Args:
+        config: The flags.
+        command: The words of mpirun, and of the training.
+        environ: The environment of the job script.
+        read_config: Reads the flags of the training.
+
+    Returns:
+        The exit status of the job: the training's; 75 if it can resume.
+
+    Raises:
+        UsageError: There is no job, or no training to resume, or another job has it.
+        LaunchError: The training has had its jobs.
+    """
+    if not command:
+        raise UsageError("supervise what? Expected mpirun and its words after --")
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "status")  # see `_status`
+        environ = {**environ, "MPITRAIN_STATUS_FILE": str(file)}
+        if config.jobs == 1:
+            send_usr2 = config.mpi == "openmpi"
+            status = Supervisor().run(command, environ, send_usr2=send_usr2)
+            return _status(status, file)
+        return _supervise_chain(config, command, environ, read_config, file)
+
+
+def _supervise_chain(
+    config: SuperviseConfig,
+    command: Sequence[str],
+    environ: Mapping[str, str],
+    read_config: Callable[[Sequence[str]], TrainConfig],
+    status_file: Path,
+) -> int:
+    scheduler = detect(environ).name
+    if scheduler == "none":
+        raise UsageError(
+            "--jobs needs a job: neither SLURM_JOB_ID nor PBS_JOBID is set. On a "
+            "machine without a scheduler start the training again by hand"
+        )
+    mpirun, python, flags = split(command)
+    run_dir = chain.run_dir_of(read_config(flags))
+    training = chain.Chain(run_dir, chain.job_number(environ), config.jobs)
+    chain.refuse_second_job(run_dir)
+    left = seconds_left(environ)
+    # SLURM sends USR1 before the time limit (--signal); PBS sends nothing.
+    notice = None if left is None or scheduler == "slurm" else notice_seconds(left)
+    supervisor = Supervisor(left, notice)
+    is_openmpi = config.mpi == "openmpi"
+    hosts = status_file.with_name("hosts")
+    program = [python, "-m", "mpitrain"]
+    nodes = () if config.nodes is None else ("--nodes", str(config.nodes))
+    probe = (
+        *(*program, "hostfile", "--format", config.mpi, "--gpus", "ignore", "--probe"),
+        *("--probe-seconds", str(config.probe_seconds), *nodes),
+        *("--output", str(hosts), "--", *mpirun),
+    )
+    option = "--hostfile" if is_openmpi else "-f"
+    start = (*mpirun, option, str(hosts), *program, *flags)
+    action: chain.Action = "retry"
+    while action == "retry":
+        status = supervisor.run(probe, environ, send_usr2=True)
+        if supervisor.is_stopping:
+            status = Stopped.exit_status  # nothing was started, and nothing has failed
+        elif status == 0:
+            status_file.unlink(missing_ok=True)
+            status = supervisor.run(start, environ, send_usr2=is_openmpi)
+            status = _status(status, status_file) or int(not is_finished(run_dir))
+        action = training.next_action(status, is_stopping=supervisor.is_stopping)
+    if action == "requeue":
+        chain.requeue(environ, config.script, terminated=supervisor.is_terminated)
+    return status
+
+
+def split(command: Sequence[str]) -> tuple[list[str], str, list[str]]:
+    """Split the command into mpirun's words, Python, and the training's flags.
+
+    Raises:
+        UsageError: It does not start ``python -m mpitrain``.
+
+    >>> split(["mpirun", "-x", "PATH", "python", "-m", "mpitrain", "--epochs", "3"])
+    (['mpirun', '-x', 'PATH'], 'python', ['--epochs', '3'])
+    """
+    words = list(command)
+    for at in range(2, len(words)):
+        if words[at - 1 : at + 1] == ["-m", "mpitrain"]:
+            return words[: at - 2], words[at - 2], words[at + 1 :]
+    raise UsageError(
+        "--jobs restarts a training of mpitrain: expected mpirun ... python -m "
+        f"mpitrain FLAGS after --, found {' '.join(words)}"
+    )
+
+
+def _status(status: int, file: Path) -> int:
+    """Return the job's status; Open MPI 5 ends with 0 though it has lost a node.
+
+    Then it is the status that rank zero has written, or 1.
+    """
+    if status:
+        return status
+    try:
+        return int(file.read_text())
+    except (OSError, ValueError):
+        return 1
