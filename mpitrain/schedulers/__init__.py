@@ -15,6 +15,8 @@ from mpitrain.schedulers.allocation import Allocation
 JOB_VARIABLES = {"slurm": "SLURM_JOB_ID", "pbs": "PBS_JOBID"}
 """The variable with the job's id, by scheduler."""
 
+MODULES = {"slurm": slurm, "pbs": pbs}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Scheduler:
@@ -41,23 +43,16 @@ def detect(environ: Mapping[str, str]) -> Scheduler:
 
 
 def read_allocation(environ: Mapping[str, str]) -> Allocation:
-    """Read the nodes and slots of this job from its environment.
-
-    Args:
-        environ: The environment of the job script.
-
-    Returns:
-        The job's nodes and slots.
+    """Read the nodes and slots of this job from the environment of its script.
 
     Raises:
         LaunchError: The scheduler's variables are missing or contradict each other.
         UsageError: There is no scheduler, or PBS's node file names no host.
     """
-    match detect(environ).name:
-        case "slurm":
-            return slurm.allocation(environ)
-        case "pbs":
-            return pbs.allocation(environ)
+    module = MODULES.get(detect(environ).name)
+    if module is not None:
+        allocation: Allocation = module.allocation(environ)
+        return allocation
     raise UsageError(
         "there is no allocation here: neither SLURM_JOB_ID nor PBS_JOBID is set. "
         "Run this inside a job (its script, or the shell of salloc or `qsub -I`), "
@@ -66,32 +61,17 @@ def read_allocation(environ: Mapping[str, str]) -> Allocation:
 
 
 def seconds_left(environ: Mapping[str, str]) -> float | None:
-    """Ask the scheduler how long this job may still run; takes 30 s at most.
-
-    Args:
-        environ: The environment of a process of the job.
+    """Ask the scheduler how long this job may still run; it has 30 s to answer.
 
     Returns:
         Seconds from now; ``None`` without a scheduler, a time limit, or an answer.
     """
-    match detect(environ):
-        case Scheduler(name="slurm", job_id=str(job_id)):
-            return slurm.seconds_left(job_id)
-        case Scheduler(name="pbs", job_id=str(job_id)):
-            return pbs.seconds_left(job_id)
-    return None
+    scheduler = detect(environ)
+    module = MODULES.get(scheduler.name)
+    return module.seconds_left(scheduler.job_id or "") if module else None
 
 
 def lost_nodes(environ: Mapping[str, str], hostnames: Sequence[str]) -> dict[str, str]:
-    """Ask the scheduler which nodes it has lost.
-
-    Args:
-        environ: The environment of a process of the job.
-        hostnames: The nodes, as the scheduler names them.
-
-    Returns:
-        The states of the lost nodes, by hostname.
-    """
-    modules = {"slurm": slurm, "pbs": pbs}
-    module = modules.get(detect(environ).name)
+    """Ask the scheduler which nodes it has lost; return their states."""
+    module = MODULES.get(detect(environ).name)
     return module.lost_nodes(hostnames) if module and hostnames else {}

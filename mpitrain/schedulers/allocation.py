@@ -13,8 +13,6 @@ class AllocatedNode:
     """As the scheduler or the file writes it."""
     slots: int
     """Number of processes it has room for: tasks (SLURM), mpiprocs (PBS)."""
-    max_slots: int | None = None
-    """Number of processes when oversubscribed; in host files of Open MPI only."""
     gpus: int | None = None
     """Number of GPUs; ``None``: unknown, or none."""
 

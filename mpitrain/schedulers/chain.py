@@ -60,9 +60,6 @@ class Chain:
         Args:
             status: Exit status of the training; 0: it is finished.
             is_stopping: Whether this job comes to its end.
-
-        Returns:
-            ``"retry"`` in this job, ``"requeue"`` for another job, or ``"end"``.
         """
         step_before, self.step = self.step, _newest_step(self.run_dir)
         name = self.run_dir.name
@@ -160,10 +157,7 @@ def requeue(
 ) -> None:
     """Put the job back into the queue (SLURM), or submit its script again (PBS).
 
-    Args:
-        environ: The environment of the job.
-        script: The job script, for PBS.
-        terminated: Whether TERM came. Then a job that was cancelled stays so.
+    Not after TERM (`terminated`) if the job was cancelled.
     """
     scheduler = detect(environ)
     job_id = scheduler.job_id or ""

@@ -29,16 +29,12 @@ FORMATS: tuple[Format, ...] = get_args(Format)
 LINE = re.compile(
     r"(?P<hostname>\w[\w.@-]*)"
     r"(?::(?P<count>[1-9]\d*)"
-    r"|\s+slots=(?P<slots>[1-9]\d*)(?:\s+max[-_]slots=(?P<max_slots>[1-9]\d*))?)?"
+    r"|\s+slots=(?P<slots>[1-9]\d*)(?:\s+max[-_]slots=[1-9]\d*)?)?"
 )
 
 
 def parse(text: str, source: str) -> tuple[AllocatedNode, ...]:
-    """Parse a host file of any format.
-
-    Args:
-        text: The file's text.
-        source: The file, for messages.
+    """Parse a host file of any format; `source` is its name, for messages.
 
     Returns:
         The hosts in the order of their first lines, with the sum of their slots.
@@ -79,21 +75,11 @@ def _parse_line(words: str, where: str) -> AllocatedNode:
             "(PBS)"
         )
     slots = int(found["count"] or found["slots"] or 1)
-    max_slots = int(found["max_slots"]) if found["max_slots"] else None
-    if max_slots is not None and max_slots < slots:
-        raise UsageError(
-            f"{where}: max-slots={max_slots} is below slots={slots}; expected at least "
-            "as many"
-        )
-    return AllocatedNode(hostname=found["hostname"], slots=slots, max_slots=max_slots)
+    return AllocatedNode(hostname=found["hostname"], slots=slots)
 
 
 def render(nodes: Iterable[AllocatedNode], file_format: Format) -> str:
-    r"""Return the text of a host file.
-
-    Args:
-        nodes: The hosts, in the order in which ranks fill them.
-        file_format: The format.
+    r"""Return the text of a host file; ranks fill the hosts in this order.
 
     >>> render([AllocatedNode(hostname="a", slots=2)], "pbs")
     'a\na\n'
@@ -104,8 +90,7 @@ def render(nodes: Iterable[AllocatedNode], file_format: Format) -> str:
 def _render_node(node: AllocatedNode, file_format: Format) -> str:
     match file_format:
         case "openmpi":
-            most = "" if node.max_slots is None else f" max-slots={node.max_slots}"
-            return f"{node.hostname} slots={node.slots}{most}\n"
+            return f"{node.hostname} slots={node.slots}\n"
         case "mpich":
             return f"{node.hostname}:{node.slots}\n"
         case "pbs":
@@ -165,14 +150,9 @@ def text_of(
         environ: The environment, with the scheduler's variables.
         mpirun: The words that start mpirun, to probe the nodes with.
 
-    Returns:
-        The text. For a job's nodes a comment says what a slot is, except in the `pbs`
-        format, which has no comments.
-
     Raises:
         UsageError: There are no nodes, or no slots as asked for.
-        LaunchError: The scheduler's variables are missing or contradict each other; or
-            no node answers.
+        LaunchError: The scheduler's variables are wrong, or no node answers.
     """
     if config.probe != bool(mpirun):
         raise UsageError(
@@ -185,7 +165,7 @@ def text_of(
     else:
         comment, nodes = _slots_of(config, schedulers.read_allocation(environ))
     if config.slots is not None:
-        nodes = tuple(replace(n, slots=config.slots, max_slots=None) for n in nodes)
+        nodes = tuple(replace(n, slots=config.slots) for n in nodes)
     if config.probe:
         nodes = _probed(nodes, mpirun, config.probe_seconds, environ)
     nodes = nodes[: config.nodes]

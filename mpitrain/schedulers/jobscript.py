@@ -114,9 +114,8 @@ def text_of(
 
     Args:
         config: What it asks for.
-        words: What follows `python -m mpitrain` in it; quoted for the shell here.
-        is_training: Whether that is a training, which stops with a checkpoint at TERM
-            and USR2.
+        words: What follows `python -m mpitrain` in it.
+        is_training: Whether that is a training, which stops at TERM and USR2.
 
     Raises:
         UsageError: A word has characters that no line of a script can hold.
@@ -126,7 +125,7 @@ def text_of(
     for word in words:
         _check_word(word, f"{word!r} after --")
     seconds = seconds_of(config.time, config.scheduler)
-    gpus, slots = config.gpus_per_node, config.slots_per_node
+    slots, gpus = config.slots_per_node, config.gpus_per_node
     venv = config.venv.expanduser()
     templates = Environment(
         loader=FileSystemLoader(TEMPLATES),
@@ -137,32 +136,19 @@ def text_of(
         autoescape=False,
     )
     templates.filters["quote"] = shlex.quote
-    return templates.get_template(f"{config.scheduler}.sh").render(
-        title=_title(config),
-        from_where="from any folder"
+    values = vars(config) | {
+        "time": f"{seconds // 3600:02}:{seconds // 60 % 60:02}:{seconds % 60:02}",
+        "notice": notice_seconds(seconds),
+        "all_nodes": config.nodes + config.spare_nodes,
+        "gpus": slots if gpus is None else gpus,
+        "from_where": "from any folder"
         if venv.is_absolute()
         else f"from the folder that holds {venv}",
-        jobs=config.jobs,
-        jobs_flag=f" --jobs {config.jobs}" if config.jobs > 1 else "",
-        account=config.account,
-        name=config.name,
-        partition=config.partition,
-        queue=config.queue,
-        time=_hours_minutes_seconds(seconds),
-        notice=notice_seconds(seconds),
-        spare_nodes=config.spare_nodes,
-        nodes=config.nodes + config.spare_nodes,
-        nodes_flag=f" --nodes {config.nodes}" if config.spare_nodes else "",
-        slots=slots,
-        cpus=config.cpus_per_slot,
-        gpus=slots if gpus is None else gpus,
-        per_gpu=" (one for each GPU)" if gpus in (None, slots) else "",
-        mem=config.mem,
-        modules=config.module,
-        venv=("" if venv.is_absolute() else "$PWD/") + shlex.quote(str(venv)),
-        is_training=is_training,
-        words="".join(" " + shlex.quote(word) for word in words),
-    )
+        "venv": ("" if venv.is_absolute() else "$PWD/") + shlex.quote(str(venv)),
+        "is_training": is_training,
+        "words": "".join(" " + shlex.quote(word) for word in words),
+    }
+    return templates.get_template(f"{config.scheduler}.sh").render(values)
 
 
 def notice_seconds(seconds: float) -> int:
@@ -200,11 +186,6 @@ def seconds_of(time: str, scheduler: SchedulerName) -> int:
     )
 
 
-def _hours_minutes_seconds(seconds: int) -> str:
-    minutes, seconds = divmod(seconds, 60)
-    return f"{minutes // 60:02}:{minutes % 60:02}:{seconds:02}"
-
-
 def _check_word(word: str, where: str) -> None:
     """Refuse line ends, tabs, and bytes that are no text."""
     if not word.isprintable():
@@ -212,13 +193,3 @@ def _check_word(word: str, where: str) -> None:
             f"{where}: expected printable characters on one line; a script of lines "
             "cannot hold others"
         )
-
-
-def _title(config: JobscriptConfig) -> str:
-    nodes, slots = config.nodes, config.slots_per_node
-    on_nodes = "1 node" if nodes == 1 else f"{nodes} nodes"
-    processes = "1 process" if slots == 1 else f"{slots} processes"
-    chain = "" if config.jobs == 1 else ", in as many jobs as it takes"
-    return (
-        f"Train on {on_nodes}, {processes} on {'it' if nodes == 1 else 'each'}{chain}"
-    )

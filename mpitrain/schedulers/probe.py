@@ -54,9 +54,6 @@ def probe(
 
     Returns:
         The usable nodes, in their order; a reason for each of the others.
-
-    Raises:
-        OSError: There is no such mpirun.
     """
     num_gpus: dict[str, int] = {}
     reasons: dict[str, str] = {}

@@ -76,19 +76,11 @@ class Supervisor:
     def run(
         self, command: Sequence[str], environ: Mapping[str, str], *, send_usr2: bool
     ) -> int:
-        """Run a program with TERM blocked.
-
-        Args:
-            command: Its words.
-            environ: Its environment.
-            send_usr2: Whether to send USR2 when the job stops.
+        """Run a program with TERM blocked; send it USR2, if at all, to stop it.
 
         Returns:
             Its exit status, 128 + the signal if one killed it; 75 if it was not
             started, since the job is stopping.
-
-        Raises:
-            UsageError: There is no such program.
         """
         self._wait(0.0)
         if self.is_stopping:
@@ -153,11 +145,7 @@ def supervise(
         read_config: Reads the flags of the training.
 
     Returns:
-        The exit status of the job: the training's; 75 if it can resume.
-
-    Raises:
-        UsageError: There is no job, or no training to resume, or another job has it.
-        LaunchError: The training has had its jobs.
+        The exit status of the training; 75 if it can resume.
     """
     if not command:
         raise UsageError("supervise what? Expected mpirun and its words after --")
@@ -220,9 +208,6 @@ def _supervise_chain(
 
 def split(command: Sequence[str]) -> tuple[list[str], str, list[str]]:
     """Split the command into mpirun's words, Python, and the training's flags.
-
-    Raises:
-        UsageError: It does not start ``python -m mpitrain``.
 
     >>> split(["mpirun", "-x", "PATH", "python", "-m", "mpitrain", "--epochs", "3"])
     (['mpirun', '-x', 'PATH'], 'python', ['--epochs', '3'])

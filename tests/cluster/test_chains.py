@@ -242,7 +242,7 @@ def test_a_node_that_is_cut_off_is_left_out_and_a_spare_one_used(
     text = (home / script).read_text()
     assert " --jobs 9 --nodes 2 " in text
     (home / script).write_text(
-        text.replace(" --jobs 9 ", " --jobs 9 --probe-seconds 40 ")
+        text.replace(" --jobs 9 ", " --jobs 9 --probe-seconds 80 ")
     )
     chain.submit("sbatch", script)
     try:
@@ -250,7 +250,7 @@ def test_a_node_that_is_cut_off_is_left_out_and_a_spare_one_used(
         wait_until(lambda: any(checkpoints.glob("step-*")), chain)
         ip("-n", PREFIX + LOGIN, "link", "set", "node2", "down")
         wait_until(lambda: "going on from" in chain.said(), chain)
-        why = r"no answer within 20 s|mpirun ended with \d+: \w|its state is \S+"
+        why = r"no answer within 40 s|mpirun ended with \d+: \w|its state is \S+"
         assert re.search(f"left out: node2: ({why})", chain.said()), chain.said()
         wait_until(lambda: chain.result().get("status") == "finished", chain)
     finally:

@@ -70,7 +70,7 @@ def lines_of(scheduler: Literal["slurm", "pbs"], **flags: Any) -> list[str]:
         ({"module": ("python/3.11", "my mpi")}, "module load 'my mpi'"),
         ({"venv": Path("/sw/it's here")}, """venv='/sw/it'"'"'s here'"""),
         ({"venv": Path("my env")}, "venv=$PWD/'my env'"),
-        ({"nodes": 1, "slots_per_node": 1}, "# Train on 1 node, 1 process on it, u"),
+        ({"nodes": 1, "slots_per_node": 1}, "# Train on 1 node, 1 process on each, u"),
     ],
 )
 def test_a_flag_stands_in_slurms_own_words(flags: dict[str, Any], line: str) -> None:

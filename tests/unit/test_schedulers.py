@@ -196,31 +196,23 @@ def test_what_is_written_is_read_back(file_format: Format) -> None:
     assert parse(render(nodes, file_format), "it") == nodes
 
 
-def test_only_open_mpi_keeps_the_most_that_a_host_may_hold() -> None:
-    nodes = parse("n1 slots=2 max-slots=8\n", "it")
-    assert parse(render(nodes, "openmpi"), "it") == nodes
-    for file_format in ("mpich", "pbs"):
-        (node,) = parse(render(nodes, file_format), "it")  # type: ignore[arg-type]
-        assert (node.slots, node.max_slots) == (2, None)
-
-
 @pytest.mark.parametrize(
     ("text", "nodes"),
     [
-        ("n1 slots=4 max-slots=8", [("n1", 4, 8)]),
-        ("n1 slots = 4  max_slots = 8 # the fast one", [("n1", 4, 8)]),
-        ("\n  # nobody\n\tn1\tslots=4\r\n", [("n1", 4, None)]),
-        ("n1:4", [("n1", 4, None)]),
-        ("n1:2\nn2:1\nn1:2", [("n1", 4, None), ("n2", 1, None)]),
-        ("n1\nn2\nn1\n", [("n1", 2, None), ("n2", 1, None)]),
-        ("10.0.0.1 slots=2\nuser@n2:3", [("10.0.0.1", 2, None), ("user@n2", 3, None)]),
+        ("n1 slots=4 max-slots=8", [("n1", 4)]),
+        ("n1 slots = 4  max_slots = 8 # the fast one", [("n1", 4)]),
+        ("\n  # nobody\n\tn1\tslots=4\r\n", [("n1", 4)]),
+        ("n1:4", [("n1", 4)]),
+        ("n1:2\nn2:1\nn1:2", [("n1", 4), ("n2", 1)]),
+        ("n1\nn2\nn1\n", [("n1", 2), ("n2", 1)]),
+        ("10.0.0.1 slots=2\nuser@n2:3", [("10.0.0.1", 2), ("user@n2", 3)]),
     ],
 )
 def test_lines_of_host_files_are_understood(
-    text: str, nodes: list[tuple[str, int, int | None]]
+    text: str, nodes: list[tuple[str, int]]
 ) -> None:
     found = parse(text, "it")
-    assert [(n.hostname, n.slots, n.max_slots) for n in found] == nodes
+    assert [(n.hostname, n.slots) for n in found] == nodes
 
 
 @pytest.mark.parametrize(
@@ -230,7 +222,6 @@ def test_lines_of_host_files_are_understood(
         ("n1 slots=0", "slots=0"),
         ("n1:0", "n1:0"),
         ("n1:4 slots=4", "n1:4 slots=4"),
-        ("n1 slots=4 max-slots=2", "max-slots=2"),
         ("n1 max-slots=2", "max-slots=2"),
         ("n1 slots", "n1 slots"),
         ("n1 slots=1 slots=2", "slots=2"),

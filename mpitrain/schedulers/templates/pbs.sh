@@ -1,5 +1,5 @@
 #!/bin/bash -l
-# {{ title }}, under PBS:
+# Train on {{ nodes }} node{{ "s" if nodes > 1 else "" }}, {{ slots_per_node }} process{{ "es" if slots_per_node > 1 else "" }} on each{{ ", in as many jobs as it takes" if jobs > 1 else "" }}, under PBS:
 #
 #     qsub THIS_SCRIPT                           {{ from_where }}
 #     qsub -v ARGS="--epochs 20" THIS_SCRIPT     more flags for mpitrain
@@ -7,7 +7,7 @@
 #     qsub -N OTHER THIS_SCRIPT                  another training: its run has this name
 {% endif %}
 #
-# Made by `python -m mpitrain jobscript pbs{{ jobs_flag }}`; its --help lists the flags.
+# Made by `python -m mpitrain jobscript pbs{{ " --jobs %d" % jobs if jobs > 1 else "" }}`; its --help lists the flags.
 
 {% if account %}
 # The project that pays.
@@ -38,24 +38,24 @@
 # of processes (ranks), ompthreads the number of threads of each. Without mpiprocs there
 # is one slot; without ompthreads each process would take all cores.
 #PBS -l place=scatter
-#PBS -l select={{ nodes }}:ncpus={{ slots * cpus }}:mpiprocs={{ slots }}:ompthreads={{ cpus }}{{ ":ngpus=" ~ gpus if gpus else "" }}{{ ":mem=" ~ mem | lower ~ "b" if mem else "" }}
+#PBS -l select={{ all_nodes }}:ncpus={{ slots_per_node * cpus_per_slot }}:mpiprocs={{ slots_per_node }}:ompthreads={{ cpus_per_slot }}{{ ":ngpus=" ~ gpus if gpus else "" }}{{ ":mem=" ~ mem | lower ~ "b" if mem else "" }}
 {% if gpus %}
 # On a CPU queue, or if PBS says "Unknown resource: ngpus", DELETE the line above and
 # remove one # here:
-##PBS -l select={{ nodes }}:ncpus={{ slots * cpus }}:mpiprocs={{ slots }}:ompthreads={{ cpus }}{{ ":mem=" ~ mem | lower ~ "b" if mem else "" }}
+##PBS -l select={{ all_nodes }}:ncpus={{ slots_per_node * cpus_per_slot }}:mpiprocs={{ slots_per_node }}:ompthreads={{ cpus_per_slot }}{{ ":mem=" ~ mem | lower ~ "b" if mem else "" }}
 {% endif %}
 
 set -eo pipefail
 
-{% if modules %}
+{% if module %}
 # The site's modules.
 {% else %}
 # EDIT: the site's modules with Python and MPI, if you need them.
 # module load python/3.11
 # module load openmpi
 {% endif %}
-{% for module in modules %}
-module load {{ module | quote }}
+{% for it in module %}
+module load {{ it | quote }}
 {% endfor %}
 set -u  # after the modules: some use variables that are not set
 
@@ -124,7 +124,7 @@ exec python -m mpitrain supervise -- \
 # training is finished, up to {{ jobs }} jobs. The run in runs/ has the job's name. Of
 # qsub's command line the next job gets ARGS and -N only: write the rest in here.
 # shellcheck disable=SC2086
-exec python -m mpitrain supervise --jobs {{ jobs }}{{ nodes_flag }} --script "$0" -- \
+exec python -m mpitrain supervise --jobs {{ jobs }}{{ " --nodes %d" % nodes if spare_nodes else "" }} --script "$0" -- \
     mpirun "${options[@]}" python -m mpitrain --name "$PBS_JOBNAME"{{ words }} ${ARGS:-}
 {% endif %}
 {% endif %}

@@ -1,5 +1,5 @@
 #!/bin/bash -l
-# {{ title }}, under SLURM:
+# Train on {{ nodes }} node{{ "s" if nodes > 1 else "" }}, {{ slots_per_node }} process{{ "es" if slots_per_node > 1 else "" }} on each{{ ", in as many jobs as it takes" if jobs > 1 else "" }}, under SLURM:
 #
 #     sbatch THIS_SCRIPT                   {{ from_where }}
 #     sbatch THIS_SCRIPT --epochs 20       more flags for mpitrain
@@ -7,7 +7,7 @@
 #     sbatch --job-name OTHER THIS_SCRIPT  another training: its run has this name
 {% endif %}
 #
-# Made by `python -m mpitrain jobscript slurm{{ jobs_flag }}`; its --help lists the flags.
+# Made by `python -m mpitrain jobscript slurm{{ " --jobs %d" % jobs if jobs > 1 else "" }}`; its --help lists the flags.
 
 {% if account %}
 # The project that pays.
@@ -36,10 +36,10 @@
 #SBATCH --no-kill
 {% endif %}
 {% endif %}
-# Nodes, processes (ranks) on each{{ per_gpu }}, and cores of each process.
-#SBATCH --nodes={{ nodes }}
-#SBATCH --ntasks-per-node={{ slots }}
-#SBATCH --cpus-per-task={{ cpus }}
+# Nodes, processes (ranks) on each{{ " (one for each GPU)" if slots_per_node == gpus else "" }}, and cores of each process.
+#SBATCH --nodes={{ all_nodes }}
+#SBATCH --ntasks-per-node={{ slots_per_node }}
+#SBATCH --cpus-per-task={{ cpus_per_slot }}
 {% if mem %}
 # Memory of each node.
 #SBATCH --mem={{ mem }}
@@ -51,15 +51,15 @@
 
 set -eo pipefail
 
-{% if modules %}
+{% if module %}
 # The site's modules.
 {% else %}
 # EDIT: the site's modules with Python and MPI, if you need them.
 # module load python/3.11
 # module load openmpi
 {% endif %}
-{% for module in modules %}
-module load {{ module | quote }}
+{% for it in module %}
+module load {{ it | quote }}
 {% endfor %}
 set -u  # after the modules: some use variables that are not set
 
@@ -96,7 +96,7 @@ exec python -m mpitrain supervise -- \
 # It leaves out nodes that do not answer, and requeues the job until the training is
 # finished, up to {{ jobs }} jobs. The run in runs/ has the job's name.
 export SLURM_OVERLAP=1  # srun does not wait for what is left of a lost node
-exec python -m mpitrain supervise --jobs {{ jobs }}{{ nodes_flag }} -- \
+exec python -m mpitrain supervise --jobs {{ jobs }}{{ " --nodes %d" % nodes if spare_nodes else "" }} -- \
     mpirun "${options[@]}" python -m mpitrain --name "$SLURM_JOB_NAME"{{ words }} "$@"
 {% endif %}
 {% endif %}
