@@ -189,6 +189,23 @@ def test_a_chain_is_of_trainings_with_a_name(words: list[str], said: str) -> Non
     assert said in done.stderr
 
 
+def test_a_program_that_does_not_stop_in_time_is_killed() -> None:
+    """PBS sends no signal before the end of a job: the supervisor has a clock."""
+    code = """
+import os
+from mpitrain.schedulers.supervisor import Supervisor
+
+supervisor = Supervisor(seconds_left=2.0, notice=1.0)
+hangs = ["sh", "-c", "trap '' USR2; exec sleep 60"]
+print(supervisor.run(hangs, os.environ, send_usr2=True), supervisor.is_stopping)
+print(supervisor.run(["false"], os.environ, send_usr2=True))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=30
+    )
+    assert done.stdout == "137 True\n75\n", done.stderr
+
+
 def supervise(
     words: list[str], environ: dict[str, str]
 ) -> subprocess.CompletedProcess[str]:

@@ -296,20 +296,26 @@ def test_a_signal_while_nodes_are_asked_is_no_failure(
     assert not seen.exists()
 
 
-@pytest.mark.parametrize("scheduler", SCHEDULERS)
+@pytest.mark.parametrize(
+    ("scheduler", "mpi"), [("slurm", "openmpi"), ("pbs", "openmpi"), ("slurm", "mpich")]
+)
 def test_at_term_a_job_waits_for_its_ranks_and_ends_with_their_status(
-    scheduler: Any, tmp_path: Path
+    scheduler: Any, mpi: str, tmp_path: Path
 ) -> None:
+    """MPICH's mpirun would die of USR2: its ranks have got TERM from the scheduler."""
     make_stand_ins(tmp_path / ".venv", tmp_path / "seen.json")
     mpirun = tmp_path / ".venv/bin/mpirun"
+    usr2 = {"openmpi": "sleep 1; exit 75", "mpich": "exit 99"}[mpi]
     mpirun.write_text(
         "#!/bin/bash\n"
-        "trap 'sleep 1; exit 75' USR2\n"
+        f"trap '{usr2}' USR2\n"
         "(sleep 1; kill -TERM $$ $PPID) &\n"  # as `scancel --full` and `qdel` do
-        "for i in {1..99}; do sleep 0.1; done\n"
+        "for i in {1..30}; do sleep 0.1; done\n"
+        "exit 75\n"
     )
-    config = JobscriptConfig(scheduler=scheduler)
-    done = run_script(text_of(config, []), tmp_path, tmp_path, [])
+    text = text_of(JobscriptConfig(scheduler=scheduler), [])
+    text = text.replace(" supervise ", f" supervise --mpi {mpi} ")
+    done = run_script(text, tmp_path, tmp_path, [])
     assert done.returncode == 75, done.stderr
 
 
