@@ -306,12 +306,13 @@ def test_at_term_a_job_waits_for_its_ranks_and_ends_with_their_status(
     make_stand_ins(tmp_path / ".venv", tmp_path / "seen.json")
     mpirun = tmp_path / ".venv/bin/mpirun"
     usr2 = {"openmpi": "sleep 1; exit 75", "mpich": "exit 99"}[mpi]
+    end = {"openmpi": 99, "mpich": 75}[mpi]
     mpirun.write_text(
         "#!/bin/bash\n"
         f"trap '{usr2}' USR2\n"
         "(sleep 1; kill -TERM $$ $PPID) &\n"  # as `scancel --full` and `qdel` do
         "for i in {1..30}; do sleep 0.1; done\n"
-        "exit 75\n"
+        f"exit {end}\n"
     )
     text = text_of(JobscriptConfig(scheduler=scheduler), [])
     text = text.replace(" supervise ", f" supervise --mpi {mpi} ")
