@@ -102,6 +102,7 @@ class Supervisor:
             if self._wait(60.0) and send_usr2:
                 process.send_signal(signal.SIGUSR2)
             if time.monotonic() >= self._kill_at:
+                self._kill_at = math.inf
                 process.kill()
         self._wait(0.0)
         status = process.returncode

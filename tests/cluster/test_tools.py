@@ -87,8 +87,8 @@ def test_mpirun_fills_the_hosts_that_a_job_wrote(
         assert job.exit_code == "0:0", job.output
         said = job.output
     assert sorted(said.split()) == ["node1", "node1", "node2", "node2"]
-    for dialect in ("openmpi", "mpich"):
-        title = (folder / f"hosts.{dialect}").read_text().splitlines()[0]
+    for file_format in ("openmpi", "mpich"):
+        title = (folder / f"hosts.{file_format}").read_text().splitlines()[0]
         assert title.startswith(f"# {scheduler.upper()} job ")
     assert (folder / "hosts.pbs").read_text() == "node1\nnode1\nnode2\nnode2\n"
 

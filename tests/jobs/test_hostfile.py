@@ -13,19 +13,19 @@ import pytest
 from launcher import Mpi, environment, survivors
 
 
-@pytest.mark.parametrize("dialect", ["its own", "pbs"])
+@pytest.mark.parametrize("file_format", ["its own", "pbs"])
 def test_mpirun_fills_the_slots_of_the_file_that_a_job_wrote(
-    mpi: Mpi, dialect: str, tmp_path: Path
+    mpi: Mpi, file_format: str, tmp_path: Path
 ) -> None:
     is_mpich = mpi.name == "mpich"
-    if dialect == "its own":
-        dialect = "mpich" if is_mpich else "openmpi"
+    if file_format == "its own":
+        file_format = "mpich" if is_mpich else "openmpi"
     (tmp_path / "nodes").write_text(f"{socket.gethostname()}\n" * 3)
     job = {"PBS_JOBID": "17.head", "PBS_NODEFILE": f"{tmp_path}/nodes"}
     subprocess.run(
         [
             *(sys.executable, "-m", "mpitrain", "hostfile"),
-            *("--format", dialect, "--output", "hosts"),
+            *("--format", file_format, "--output", "hosts"),
         ],
         cwd=tmp_path,
         env=environment(**job),
@@ -45,13 +45,9 @@ def test_mpirun_fills_the_slots_of_the_file_that_a_job_wrote(
     assert done.stdout.split() == [socket.gethostname()] * 3
 
 
-@pytest.mark.parametrize("spare", [False, True])
-def test_a_host_that_does_not_answer_is_left_out(
-    mpi: Mpi, spare: bool, tmp_path: Path
-) -> None:
+def test_a_host_that_does_not_answer_is_left_out(mpi: Mpi, tmp_path: Path) -> None:
     here = socket.gethostname()
-    others = "nosuchhost" if spare else f"nosuchhost\n{here}"
-    (tmp_path / "nodes").write_text(f"{others}\n{here}\n")
+    (tmp_path / "nodes").write_text(f"nosuchhost\n{here}\n{here}\n")
     flags = [flag for flag in mpi.flags if flag != "--oversubscribe"]
     done = subprocess.run(
         [
@@ -66,7 +62,7 @@ def test_a_host_that_does_not_answer_is_left_out(
         timeout=120,
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout == f"{here} slots={1 if spare else 2}\n"
+    assert done.stdout == f"{here} slots=2\n"
     assert done.stderr.startswith("left out: nosuchhost: ")
 
 
@@ -110,17 +106,17 @@ def test_a_host_that_hangs_costs_the_time_of_the_probe_and_leaves_nothing(
     assert survivors([int(pid) for pid, _ in asked]) == []
 
 
-def test_where_no_host_answers_nothing_is_written(mpi: Mpi, tmp_path: Path) -> None:
+def test_where_no_host_answers_nothing_is_written(openmpi: Mpi, tmp_path: Path) -> None:
     (tmp_path / "nodes").write_text("nosuchhost\n")
     (tmp_path / "hosts").write_text("as before")
     done = subprocess.run(
         [
             *(sys.executable, "-m", "mpitrain", "hostfile", "--from", "nodes"),
             *("--output", "hosts", "--probe", "--probe-seconds", "45"),
-            *("--", str(mpi.mpirun)),
+            *("--", str(openmpi.mpirun)),
         ],
         cwd=tmp_path,
-        env=environment(mpi),
+        env=environment(openmpi),
         capture_output=True,
         text=True,
         timeout=120,
