@@ -17,9 +17,8 @@ FLOORS = (
     {"__main__"},
     {"cli"},
     {"tools", "schedulers.chain", "schedulers.supervisor"},
-        if top == "mpitrain" and not rest.startswith("__") and ".config" not in rest:
-            target = floor(room_of(rest))
-            assert floor(room(path)) <= target, f"{path} imports {module}"
+    {"checkpoint"},
+    {"record"},
     {"train"},
     {"data", "models"},
     {"launch"},
