@@ -82,8 +82,11 @@ def read_flags(
         return parse(words, None)
     before = argparse.ArgumentParser(program, add_help=False, allow_abbrev=False)
     before.add_argument("--config", type=Path, action="append", default=[])
-    with usage_errors("--config"):
-        given, left = before.parse_known_args(list(words))
+    try:
+        with usage_errors():
+            given, left = before.parse_known_args(list(words))
+    except UsageError:
+        raise UsageError("--config: found no value, expected a YAML file.") from None
     flags: list[str] = []
     for file in given.config:
         from_file = flags_from_yaml(file, list_fields(kind))
@@ -103,7 +106,7 @@ def _parse(
     import tyro
 
     try:
-        with usage_errors(source):
+        with usage_errors():
             return tyro.cli(
                 kind,
                 prog=program,
@@ -112,19 +115,53 @@ def _parse(
                 config=(tyro.conf.OmitArgPrefixes,),
             )
     except UsageError as error:
-        if "Unrecognized options" not in str(error):
-            raise
-        known = flag_names(kind)
+        where = f"{source}: " if source else ""
+        said = one_line(str(error), flags, flag_names(kind), program)
+        raise UsageError(where + said) from None
+
+
+def one_line(box: str, flags: Sequence[str], known: Sequence[str], program: str) -> str:
+    """Say in one line what tyro says in a box.
+
+    >>> one_line("invalid choice 'adamm' for argument '--optimizer'. Expected one of "
+    ...     "('sgd', 'adam').", ["--optimizer", "adamm"], ["--optimizer"], "")
+    "--optimizer: found 'adamm', expected sgd or adam. Did you mean 'adam'?"
+    """
+    parts = re.split(r"^ *-+ *$", box, flags=re.MULTILINE)
+    said = " ".join(parts[min(1, len(parts) - 1)].split())
+    if "Unrecognized options" in box:
         for word in flags:
-            typed = word.partition("=")[0].replace("_", "-")
-            if typed.startswith("--") and typed not in known:
-                same = "--" + SYNONYMS.get(typed[2:], "")
-                meant = did_you_mean(same if same in known else typed, known)
-                where = f"{source}: " if source else ""
-                raise UsageError(
-                    f"{where}unknown flag {typed}.{meant} All flags: {program} --help"
-                ) from None
-        raise
+            flag = word.partition("=")[0].replace("_", "-")
+            if flag.startswith("--") and flag.replace("--no-", "--") not in known:
+                same = "--" + SYNONYMS.get(flag[2:], "")
+                meant = did_you_mean(same if same in known else flag, known)
+                return f"unknown flag {flag}.{meant} All flags: {program} --help"
+        word = said.split()[2]
+        at = flags.index(word) if word in flags else 0
+        after = f" after {' '.join(flags[max(0, at - 2) : at])!r}" if at else ""
+        return f"unexpected {word!r}{after}. All flags: {program} --help"
+    if said.startswith("Missing from"):
+        missing = re.findall(r"^ {6}(\S.*?) *$", parts[1], re.MULTILINE)
+        return f"expected {' and '.join(missing)}. See {program} --help"
+    if found := re.match(r"invalid choice '(.*)' for argument '(.+?)'.*\((.*)\)", said):
+        return _expected(found[2], found[1], re.findall("'(.*?)'", found[3]))
+    if found := re.match(r"Missing value for argument '(.+?)'", said):
+        return f"{found[1]}: found no value, expected one."
+    value = re.search(r"from \['(.*?)'|: '(.*?)'$", said)
+    kinds = re.search(r"^ *(--[\w-]+) (\S+) *$", "".join(parts[2:]), re.MULTILINE)
+    if value and kinds:
+        choices = kinds[2].replace("{None}|", "")
+        for old, new in (("INT", "a whole number"), ("FLOAT", "a number")):
+            choices = choices.replace(old, new)
+        words = re.split(r"[|,]", re.sub("[{}]", "", choices))
+        return _expected(kinds[1], value[1] or value[2], words)
+    return re.sub(r"^Error parsing \w+: ", "", said)
+
+
+def _expected(flag: str, word: str, choices: Sequence[str]) -> str:
+    *others, last = choices
+    either = f"{', '.join(others)} or {last}" if others else last
+    return f"{flag}: found {word!r}, expected {either}.{did_you_mean(word, choices)}"
 
 
 def flag_names(kind: Any) -> list[str]:
@@ -159,7 +196,7 @@ def flat(values: dict[str, Any]) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def usage_errors(source: str | None) -> Iterator[None]:
+def usage_errors() -> Iterator[None]:
     """Turn a parser's printed words and `SystemExit` into our exceptions."""
     answer, complaint = io.StringIO(), io.StringIO()
     try:
@@ -172,8 +209,7 @@ def usage_errors(source: str | None) -> Iterator[None]:
         if left.code in (0, None):
             _answer(plain(answer.getvalue()).rstrip())
             raise Answered from None
-        where = f"{source}:\n" if source else ""
-        raise UsageError(where + plain(complaint.getvalue()).rstrip()) from None
+        raise UsageError(plain(complaint.getvalue()).rstrip()) from None
 
 
 def _answer(text: str) -> None:

@@ -37,7 +37,7 @@ def test_what_a_run_records_is_read_back(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("lr: fast", "could not convert string to float"),
+        ("lr: fast", "--lr: found 'fast', expected a number."),
         ("epohs: 3", "--epohs"),
         ("- 3", "expected lines like `lr: 0.1`, found list"),
         ("lr: [1, 2]", "lr is a list; expected a number"),
@@ -54,6 +54,30 @@ def test_a_mistake_in_the_file_names_the_file(
         read_config(["--config", str(file)])
     assert words in str(caught.value)
     assert str(file) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        ("--precision bf61", "--precision: found 'bf61', expected fp32, fp64, bf16 or"),
+        ("--schedule=cosin", "or constant. Did you mean 'cosine'?"),
+        ("--optimizer adamm", "or adadelta. Did you mean 'adam'?"),
+        ("--lr 0.1 0.2", "unexpected '0.2' after '--lr 0.1'."),
+        ("--no-random-flip 1", "unexpected '1' after '--no-random-flip'."),
+        ("--lr=abc", "--lr: found 'abc', expected a number."),
+        ("--epochs 1.5", "--epochs: found '1.5', expected a whole number."),
+        ("--micro_batch_size atuo", "a whole number or auto. Did you mean 'auto'?"),
+        ("--lr", "--lr: found no value, expected one."),
+        ("--config", "--config: found no value, expected a YAML file."),
+        ("--log csv foo", "--log 'foo' is not known; expected csv, tensorboard"),
+        ("--epohs 3", "unknown flag --epohs. Did you mean '--epochs'?"),
+    ],
+)
+def test_a_mistake_among_the_flags_is_one_line(typed: str, said: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        read_config(typed.split())
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
