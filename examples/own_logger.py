@@ -1,4 +1,4 @@
-"""A logger of one's own: the last values, where Prometheus' node exporter reads them.
+"""A user-defined logger: the last values, where Prometheus' node exporter reads them.
 
 mpirun -np 4 --oversubscribe python -m mpitrain --log examples.own_logger:Textfile
 """
@@ -16,10 +16,10 @@ class Textfile(Logger):
         self.run_name = run_name
         self.values: dict[str, float] = {}
 
-    def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        self.values.update(values, step=step)
+    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+        self.values.update(metrics, step=step)
 
-    def flush(self) -> None:
+    def save(self) -> None:
         lines = [
             f'{name.replace("/", "_")}{{run="{self.run_name}"}} {value}\n'
             for name, value in self.values.items()

@@ -244,11 +244,9 @@ def export(argv: Sequence[str]) -> None:
 
 def report(argv: Sequence[str]) -> None:
     """Show a run as a page and as pictures."""
-    from mpitrain.tools.report.config import ReportConfig
+    from mpitrain.tools.report.report import ReportConfig, report
 
     config = read_flags(ReportConfig, argv, program=f"{PROGRAM} report", files=False)
-    from mpitrain.tools.report.report import report
-
     print(report(config), flush=True)
 
 

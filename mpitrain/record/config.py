@@ -16,26 +16,25 @@ LOGGERS = ("csv", "tensorboard", "wandb")
 
 @dataclass(frozen=True, kw_only=True)
 class LogConfig:
-    """Who is told how a training goes, beside its own record."""
+    """Loggers and profiler."""
 
     log: Annotated[tuple[str, ...], arg(metavar="NAME [NAME ...]")] = ()
-    """Loggers beside metrics.jsonl: csv, tensorboard, wandb, or
-    package.module:callable of one's own. Default: none."""
+    """Loggers besides metrics.jsonl: csv, tensorboard, wandb, or a user-defined
+    package.module:callable. Default: none."""
     log_every_steps: int = 10
-    """Loggers are told of each step whose number this divides, and of all
-    epochs. metrics.jsonl has every step."""
+    """Log every N-th step, and all epochs. metrics.jsonl has every step."""
     wandb_project: str | None = None
-    """Project of wandb's that the run is in. Default: WANDB_PROJECT, or mpitrain."""
+    """wandb project. Default: WANDB_PROJECT, or mpitrain."""
     wandb_group: str | None = None
-    """Group of the run. Default: none; with --wandb-all-ranks its name."""
+    """wandb group. Default: none; with --wandb-all-ranks the run's name."""
     wandb_tags: Annotated[tuple[str, ...], arg(metavar="TAG [TAG ...]")] = ()
-    """Tags of the run."""
+    """wandb tags."""
     wandb_all_ranks: bool = False
-    """Each rank is a run of its own, in one group; else rank zero alone."""
+    """Log each rank as a wandb run, in one group; else rank zero alone."""
 
     profile: int = 0
-    """Trace so many steps of every rank by torch.profiler, after the first 5 of
-    the job, into profile/ in the run folder. 0: none."""
+    """Trace this many steps of every rank with torch.profiler, after the first 5
+    steps of the job, into profile/ in the run folder. 0: none."""
 
     def __post_init__(self) -> None:
         if self.profile < 0:
@@ -44,7 +43,7 @@ class LogConfig:
             if name not in LOGGERS and not is_reference(name):
                 raise UsageError(
                     f"--log {name!r} is not known; expected {', '.join(LOGGERS)}, or "
-                    "package.module:callable for a logger of your own"
+                    "package.module:callable for a user-defined logger"
                 )
             if self.log.count(name) > 1:
                 raise UsageError(f"--log names {name!r} twice; expected it once")

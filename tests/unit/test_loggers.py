@@ -5,11 +5,12 @@ from __future__ import annotations
 import csv
 import logging
 import math
+import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,11 +19,10 @@ import pytest
 from mpitrain.cli import read_config
 from mpitrain.errors import UsageError
 from mpitrain.record.config import LogConfig
-from mpitrain.record.loggers import Logger, RunFacts, feeding
-from mpitrain.record.loggers.choice import open_loggers, refuse_missing
-from mpitrain.record.loggers.csv_file import CsvFile
-from mpitrain.record.loggers.feeding import Fed
-from mpitrain.record.loggers.telling import Loggers
+from mpitrain.record.loggers import RunInfo, callback, process
+from mpitrain.record.loggers.builtin import CSVLogger
+from mpitrain.record.loggers.callback import Loggers, make_processes
+from mpitrain.record.loggers.process import refuse_missing
 from mpitrain.train.config import TrainConfig
 from mpitrain.train.metrics import EpochMetrics, StepMetrics, Throughput
 
@@ -31,8 +31,8 @@ import logged
 
 
 @pytest.fixture
-def facts(tmp_path: Path) -> Callable[..., RunFacts]:
-    def make(step: int = 0, **more: Any) -> RunFacts:
+def info(tmp_path: Path) -> Callable[..., RunInfo]:
+    def make(step: int = 0, **more: Any) -> RunInfo:
         given = {
             "run_dir": tmp_path,
             "run_name": "mine",
@@ -41,9 +41,8 @@ def facts(tmp_path: Path) -> Callable[..., RunFacts]:
             "rank": 0,
             "world_size": 2,
             "step": step,
-            "say": lambda line: None,
         }
-        return RunFacts(**{**given, **more})
+        return RunInfo(**{**given, **more})
 
     return make
 
@@ -64,8 +63,29 @@ def warnings_of() -> Iterator[list[str]]:
     logging.getLogger("mpitrain").removeHandler(handler)
 
 
-def quiet(_: str) -> None:
-    """Progress that nobody hears."""
+class Opened(Loggers):
+    """The callback without a trainer.
+
+    Args:
+        config: The flags.
+        info: The run.
+        show: Prints a line.
+    """
+
+    def __init__(self, config: Any, info: RunInfo, show: Any = str) -> None:
+        super().__init__(config, info.run_dir, info.run_id)
+        self._processes = make_processes(config, info, show)
+        self.trainer = SimpleNamespace(state=SimpleNamespace(step=3))
+
+    def start(self) -> None:
+        for one in self._processes:
+            one.start()
+
+    def log_steps(self, steps: Any) -> None:
+        self.on_metrics(self.trainer, steps)
+
+    def finish(self, status: Any) -> None:
+        self._finish(status)
 
 
 def row(step: int) -> StepMetrics:
@@ -103,16 +123,17 @@ PACE = Throughput(
 )
 
 
-def run_through(loggers: Loggers, status: Any = "finished") -> None:
+def run_through(loggers: Opened, status: Any = "finished") -> None:
     """A training of three steps."""
     loggers.start()
     images = np.arange(2 * 8 * 8, dtype=np.uint8).reshape(2, 8, 8, 1)
-    loggers.images("train/images", images)
-    loggers.rows_done([row(1), row(2), row(3)])
-    loggers.pace_done(PACE)
-    loggers.epoch_done(EPOCH)
-    loggers.test_done({"accuracy": 0.75})
-    loggers.finish(status, quiet)
+    loggers._send("log_images", ("train/images", images, 0))
+    loggers.log_steps([row(1), row(2), row(3)])
+    loggers.on_throughput(loggers.trainer, PACE)
+    loggers.on_epoch_end(loggers.trainer, EPOCH)
+    evaluation = SimpleNamespace(values={"accuracy": 0.75})
+    loggers.on_test_end(loggers.trainer, evaluation, 0)
+    loggers.finish(status)
 
 
 EXPECTED: logged.Points = {
@@ -147,31 +168,32 @@ def as_floats(points: logged.Points) -> logged.Points:
 # --- each one, read back ------------------------------------------------------------
 
 
-def test_a_csv_file_has_all_numbers_whole(facts: Any, tmp_path: Path) -> None:
-    run_through(open_loggers(LogConfig(log=("csv",), log_every_steps=1), facts()))
+def test_a_csv_file_has_all_numbers_whole(info: Any, tmp_path: Path) -> None:
+    run_through(Opened(LogConfig(log=("csv",), log_every_steps=1), info()))
     assert logged.from_csv(tmp_path) == EXPECTED
 
 
-def test_tensorboards_own_reader_has_all(facts: Any, tmp_path: Path) -> None:
+def test_tensorboards_own_reader_has_all(info: Any, tmp_path: Path) -> None:
     config = LogConfig(log=("tensorboard",), log_every_steps=1)
-    run_through(open_loggers(config, facts()))
+    run_through(Opened(config, info()))
     assert logged.from_tensorboard(tmp_path) == as_floats(EXPECTED)
     events = logged.accumulator(tmp_path)
-    (image,) = events.Images("train/images")
-    assert (image.step, image.width, image.height) == (0, 16, 8)
+    for tag in ("train/images/0", "train/images/1"):
+        (image,) = events.Images(tag)
+        assert (image.step, image.width, image.height) == (0, 8, 8)
     text = events.Tensors("config/text_summary")[0].tensor_proto.string_val[0]
     assert b"lr: 0.1" in text
 
 
 def test_wandbs_offline_file_has_all(
-    facts: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    info: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said: list[str] = []
     monkeypatch.setenv("WANDB_MODE", "offline")
     config = LogConfig(
         log=("wandb",), log_every_steps=1, wandb_project="p", wandb_tags=("a", "b")
     )
-    run_through(open_loggers(config, facts(say=said.append)), "stopped")
+    run_through(Opened(config, info(), said.append), "stopped")
     (file,) = logged.wandb_files(tmp_path)
     assert logged.from_wandb(file) == EXPECTED
     records = {it.WhichOneof("record_type"): it for it in logged.wandb_records(file)}
@@ -187,13 +209,13 @@ def test_wandbs_offline_file_has_all(
     assert len(list(file.parent.glob("files/media/images/train/*.png"))) == 2
 
 
-def test_numbers_that_are_none_are_written(facts: Any, tmp_path: Path) -> None:
+def test_numbers_that_are_none_are_written(info: Any, tmp_path: Path) -> None:
     config = LogConfig(log=("csv", "tensorboard"), log_every_steps=1)
-    loggers = open_loggers(config, facts())
+    loggers = Opened(config, info())
     loggers.start()
     bad = StepMetrics(epoch=1, step=1, loss=math.nan, lr=0.1, grad_norm=math.inf)
-    loggers.rows_done([bad])
-    loggers.finish("finished", quiet)
+    loggers.log_steps([bad])
+    loggers.finish("finished")
     for found in (logged.from_csv(tmp_path), logged.from_tensorboard(tmp_path)):
         assert math.isnan(found["train/loss"][0][1])
         assert found["train/gradient_norm"] == [(1, math.inf)]
@@ -201,28 +223,28 @@ def test_numbers_that_are_none_are_written(facts: Any, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["csv", "tensorboard"])
 def test_steps_that_are_not_gone_on_from_are_forgotten(
-    name: str, facts: Any, tmp_path: Path
+    name: str, info: Any, tmp_path: Path
 ) -> None:
     config = LogConfig(log=(name,), log_every_steps=1)
     for first, last in ((0, 7), (4, 9)):
-        loggers = open_loggers(config, facts(step=first))
+        loggers = Opened(config, info(step=first))
         loggers.start()
-        loggers.rows_done([row(step) for step in range(first + 1, last + 1)])
-        loggers.finish("stopped", quiet)
-        time.sleep(1.1)  # the names of TensorBoard's files tell seconds
+        loggers.log_steps([row(step) for step in range(first + 1, last + 1)])
+        loggers.finish("stopped")
+        time.sleep(1.1)  # the names of TensorBoard's files have seconds
     read = logged.from_csv if name == "csv" else logged.from_tensorboard
     assert [step for step, _ in read(tmp_path)["train/loss"]] == list(range(1, 10))
 
 
 def test_a_csv_file_that_was_cut_within_a_line_goes_on(
-    facts: Any, tmp_path: Path
+    tmp_path: Path,
 ) -> None:
     (tmp_path / "metrics.csv").write_text("step,a,b\n1,0.5,\n2,0.25,7\n3,0.1")
-    table = CsvFile(facts(step=2))
-    table.scalars(2, {"b": 7.0})  # told again: an evaluation that was cut
-    table.scalars(3, {"a": 0.2})
-    table.scalars(3, {"c": 1.0})
-    table.finish("finished", {})
+    table = CSVLogger(tmp_path, step=2)
+    table.log_metrics({"b": 7.0}, 2)  # a repeated validation
+    table.log_metrics({"a": 0.2}, 3)
+    table.log_metrics({"c": 1.0}, 3)
+    table.save()
     text = (tmp_path / "metrics.csv").read_text()
     assert text == "step,a,b,c\n1,0.5,,\n2,0.25,7,\n3,0.2,,\n3,,,1.0\n"
     with (tmp_path / "metrics.csv").open(newline="") as file:
@@ -232,152 +254,139 @@ def test_a_csv_file_that_was_cut_within_a_line_goes_on(
 # --- what may happen to them ----------------------------------------------------------
 
 
-class Faulty(Logger):
-    """Raises where it is told to."""
-
-    def __init__(self, where: str = "") -> None:
-        self.where = where
-        self.calls: list[str] = []
-        self.call("make")
-
-    def call(self, name: str) -> None:
-        self.calls.append(name)
-        if name == self.where:
-            raise ArithmeticError("this is the fault")
-
-    def scalars(self, step: int, values: Any) -> None:
-        self.call("scalars")
-
-    def images(self, step: int, name: str, images: Any) -> None:
-        self.call("images")
-
-    def flush(self) -> None:
-        self.call("flush")
-
-    def finish(self, status: Any, summary: Any) -> None:
-        self.call("finish")
-
-
-@pytest.mark.parametrize("where", ["make", "scalars", "images", "flush", "finish"])
-def test_a_logger_that_fails_is_warned_of_once_and_left_out(
-    where: str, facts: Any, tmp_path: Path, warnings_of: list[str]
+@pytest.mark.parametrize(
+    ("where", "reason"),
+    [
+        *(
+            (where, "ArithmeticError: this is the fault")
+            for where in ("make", "log_metrics", "log_images", "save", "finalize")
+        ),
+        ("exit in save", "SystemExit: 3"),
+        ("die in save", "its process ended with status -9"),
+    ],
+)
+def test_a_logger_that_fails_is_warned_of_once_and_disabled(
+    where: str, reason: str, info: Any, tmp_path: Path, warnings_of: list[str]
 ) -> None:
-    good = Fed("csv", lambda: CsvFile(facts()))
-    run_through(Loggers([Fed("faulty", lambda: Faulty(where)), good]))
+    (tmp_path / "where").write_text(where)
+    log = ("made_loggers:Faulty", "csv")
+    run_through(Opened(LogConfig(log=log, log_every_steps=1), info()))
     assert warnings_of == [
-        "--log faulty failed, and is left out from here on: ArithmeticError: this is "
-        "the fault. Training goes on"
+        f"--log made_loggers:Faulty failed and is disabled: {reason} "
+        f"({tmp_path}/logs/loggers-0.log). Training continues"
     ]
     assert logged.from_csv(tmp_path) == EXPECTED
 
 
-def test_a_logger_may_even_leave(warnings_of: list[str]) -> None:
-    run_through(Loggers([Fed("leaver", lambda: sys.exit(3))]))
-    assert len(warnings_of) == 1
-    assert "SystemExit: 3" in warnings_of[0]
-
-
-class Hanging(Logger):
-    """Waits until it is let go."""
-
-    def __init__(self, go: threading.Event) -> None:
-        self.go = go
-        self.num = 0
-
-    def scalars(self, step: int, values: Any) -> None:
-        self.go.wait()
-        self.num += 1
-
-
-def test_a_logger_that_hangs_holds_up_nobody_and_fills_no_memory(
-    facts: Any, tmp_path: Path, warnings_of: list[str], monkeypatch: pytest.MonkeyPatch
+def test_a_logger_that_hangs_delays_nobody_and_fills_no_memory(
+    info: Any, tmp_path: Path, warnings_of: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(feeding, "MOST_WAITING", 100)
-    monkeypatch.setattr(feeding, "FINISH_SECONDS", 1.5)
-    go = threading.Event()
-    hanging = Fed("hanging", lambda: Hanging(go))
-    csv = Fed("csv", lambda: CsvFile(facts()))
-    loggers = Loggers([hanging, csv])
+    monkeypatch.setattr(process, "MAX_WAITING", 100)
+    monkeypatch.setattr(callback, "FINISH_SECONDS", 3)
+    told: list[str] = []
+    monkeypatch.setattr(callback, "heartbeat", told.append)
+    log = ("made_loggers:Hanging", "csv")
+    loggers = Opened(LogConfig(log=log, log_every_steps=1), info())
     loggers.start()
+    hanging, csv = loggers._processes
     began = time.monotonic()
     for step in range(1, 1001):
-        loggers.rows_done([row(step)])
-        while step % 50 == 0 and csv._waiting and time.monotonic() - began < 10:
-            time.sleep(0.01)  # the other one is to keep up
-    assert len(hanging._waiting) <= 100
-    told: list[str] = []
-    loggers.finish("finished", told.append)
-    assert time.monotonic() - began < 15
-    go.set()
-    assert len(logged.from_csv(tmp_path)["train/loss"]) == 1000
+        # The pipe holds some; the queue not more than it may.
+        loggers.log_steps([StepMetrics(1, step, 0.1 / step, 0.01, 2.0)] * 10)
+        while csv._num_waiting > 50 and time.monotonic() - began < 20:
+            time.sleep(0.01)
+    assert hanging._num_waiting <= 100
+    loggers.finish("finished")
+    assert time.monotonic() - began < 25
+    assert len(logged.from_csv(tmp_path)["train/loss"]) == 10_000
     assert told
     assert len(warnings_of) == 2, warnings_of
-    assert "100 points wait for it, and it takes none" in warnings_of[0]
-    assert "did not finish within 2 s, and is left behind; 1000 of" in warnings_of[1]
+    assert "points wait for it: more are dropped" in warnings_of[0]
+    assert "Hanging did not finish in time and was killed" in warnings_of[1]
+    assert hanging.join(10)
+    assert hanging._process.wait(10) == -signal.SIGKILL
 
 
 def test_a_logger_that_is_slow_gets_all_but_what_is_too_much(
-    warnings_of: list[str], monkeypatch: pytest.MonkeyPatch
+    info: Any, tmp_path: Path, warnings_of: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(feeding, "MOST_WAITING", 10)
-    go = threading.Event()
-    made = Hanging(go)
-    loggers = Loggers([Fed("slow", lambda: made)])
-    loggers.start()
+    monkeypatch.setattr(process, "MAX_WAITING", 10)
+    loggers = Opened(
+        LogConfig(log=("made_loggers:Hanging",), log_every_steps=1), info()
+    )
     for step in range(1, 26):
-        loggers.rows_done([row(step)])
-    go.set()
-    loggers.finish("finished", quiet)
-    assert 10 <= made.num <= 11
-    missing = f"--log slow: {25 - made.num} points are missing, since it was too slow"
+        loggers.log_steps([row(step)])
+    (tmp_path / "go").touch()
+    loggers.start()
+    loggers.finish("finished")
+    assert (tmp_path / "num").read_text() == "10"
+    missing = "--log made_loggers:Hanging was too slow: 15 points are missing"
     assert warnings_of[1:] == [missing]
 
 
+@pytest.mark.parametrize("status", ["finished", "stopped", "failed"])
+def test_loggers_of_other_libraries_work_by_the_names_of_their_methods(
+    status: str, info: Any, tmp_path: Path, warnings_of: list[str]
+) -> None:
+    loggers = Opened(LogConfig(log=("made_loggers:Plain",), log_every_steps=1), info())
+    loggers.start()
+    images = np.zeros((1, 8, 8, 1), np.uint8)
+    loggers._send("log_images", ("train/images", images, 0))  # it takes none
+    loggers.log_steps([row(1), row(2)])
+    if status == "failed":  # without a word, as where the rank is killed
+        (one,) = loggers._processes
+        while one._num_waiting:
+            time.sleep(0.01)
+        one._process.stdin.close()
+        assert one._process.wait(10) == 0
+    else:
+        loggers.finish(status)
+    assert (tmp_path / "plain").read_text() == f"1\n2\n{status}\n"
+    assert not warnings_of
+
+
 def test_what_is_told_is_on_the_disk_before_the_next_is(
-    facts: Any, tmp_path: Path
+    info: Any, tmp_path: Path
 ) -> None:
     """A rank that is killed takes nothing with it."""
     config = LogConfig(log=("csv", "tensorboard"), log_every_steps=1)
-    loggers = open_loggers(config, facts())
+    loggers = Opened(config, info())
     loggers.start()
-    loggers.rows_done([row(1), row(2)])
+    loggers.log_steps([row(1), row(2)])
     end = time.monotonic() + 30
     while True:
         try:
             assert len(logged.from_csv(tmp_path)["train/loss"]) == 2
+            assert list(tmp_path.glob("tensorboard/*"))
             assert len(logged.from_tensorboard(tmp_path)["train/loss"]) == 2
             break
         except (OSError, KeyError, AssertionError):
             assert time.monotonic() < end
             time.sleep(0.1)
-    loggers.finish("finished", quiet)
+    loggers.finish("finished")
 
 
 # --- what is asked for ----------------------------------------------------------------
 
 
-def test_steps_are_thinned_and_epochs_are_not(facts: Any, tmp_path: Path) -> None:
-    loggers = open_loggers(LogConfig(log=("csv",), log_every_steps=4), facts())
+def test_steps_are_thinned_and_epochs_are_not(info: Any, tmp_path: Path) -> None:
+    loggers = Opened(LogConfig(log=("csv",), log_every_steps=4), info())
     loggers.start()
-    loggers.rows_done([row(step) for step in range(1, 4)])
-    loggers.epoch_done(EPOCH)
-    loggers.rows_done([row(step) for step in range(4, 10)])
-    loggers.finish("finished", quiet)
+    loggers.log_steps([row(step) for step in range(1, 4)])
+    loggers.on_epoch_end(loggers.trainer, EPOCH)
+    loggers.log_steps([row(step) for step in range(4, 10)])
+    loggers.finish("finished")
     found = logged.from_csv(tmp_path)
     assert [step for step, _ in found["train/loss"]] == [4, 8]
     assert found["val/loss"] == [(3, 0.5)]
 
 
-def test_other_ranks_have_wandb_alone_where_it_is_asked_for(facts: Any) -> None:
+def test_other_ranks_have_wandb_alone_where_it_is_asked_for(info: Any) -> None:
     log = ("csv", "tensorboard", "wandb")
     for all_ranks, names in ((False, []), (True, ["wandb"])):
         config = LogConfig(log=log, wandb_all_ranks=all_ranks)
-        loggers = open_loggers(config, facts(rank=1))
-        assert [one.name for one in loggers._loggers] == names
-        assert bool(loggers) == bool(names)  # nobody hears: no rows are made
-        assert not loggers.want_images
-    assert open_loggers(config, facts()).want_images
-    assert not open_loggers(LogConfig(log=("csv",)), facts()).want_images
+        found = make_processes(config, info(rank=1), str)
+        assert [one.name for one in found] == names
 
 
 @pytest.mark.parametrize(
@@ -400,7 +409,7 @@ def test_a_library_that_is_missing_is_told_before_anything_starts(
     refuse_missing(LogConfig(log=("csv", "tensorboard", "wandb")))
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     refuse_missing(LogConfig(log=("csv",)))
-    with pytest.raises(UsageError, match=r"pip install 'mpitrain\[wandb\]'"):
+    with pytest.raises(UsageError, match=r"-m pip install wandb"):
         refuse_missing(LogConfig(log=("wandb",)))
 
 
@@ -410,15 +419,15 @@ def test_a_folder_of_a_library_s_name_is_no_library(
     (tmp_path / "wandb").mkdir()  # as W&B itself leaves one
     monkeypatch.setattr("sys.path", [str(tmp_path)])
     monkeypatch.delitem(sys.modules, "wandb", raising=False)
-    with pytest.raises(UsageError, match=r"pip install 'mpitrain\[wandb\]'"):
+    with pytest.raises(UsageError, match=r"-m pip install wandb"):
         refuse_missing(LogConfig(log=("wandb",)))
 
 
 def test_a_logger_of_ones_own_that_is_not_there_is_told_before_it_starts(
-    facts: Any,
+    info: Any,
 ) -> None:
     with pytest.raises(UsageError, match=r"--log 'examples.own_logger:Nothing'"):
-        open_loggers(LogConfig(log=("examples.own_logger:Nothing",)), facts())
+        Opened(LogConfig(log=("examples.own_logger:Nothing",)), info())
 
 
 @pytest.mark.parametrize("log", [(), ("csv",), ("csv", "wandb")])

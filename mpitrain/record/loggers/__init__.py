@@ -1,9 +1,9 @@
-"""Loggers: who is told how a training goes, beside its own record.
+"""Loggers: where a training is logged besides its own record.
 
-Each is a `protocol.Logger`. `choice` makes them by name, `feeding` lets each work in a
-thread of its own, `telling` says what they hear.
+`base` has the interface, `builtin` the loggers known by name, `process` runs each in a
+process of its own, and `dispatch` gives them the metrics of a training.
 """
 
-from mpitrain.record.loggers.protocol import Logger, RunFacts
+from mpitrain.record.loggers.base import Logger, RunInfo
 
-__all__ = ["Logger", "RunFacts"]
+__all__ = ["Logger", "RunInfo"]

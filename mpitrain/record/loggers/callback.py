@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+import os
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +13,19 @@ from torch import Tensor
 
 from mpitrain.data.pixels import NUM_DIMENSIONS, as_bytes
 from mpitrain.launch.current import heartbeat
-from mpitrain.record.loggers.choice import open_loggers
-from mpitrain.record.loggers.protocol import RunFacts
+from mpitrain.plugins import is_reference, load_reference
+from mpitrain.record.config import LogConfig
+from mpitrain.record.loggers.base import RunInfo, Status
+from mpitrain.record.loggers.process import LoggerProcess
 from mpitrain.train.callbacks import Callback
 from mpitrain.train.config import TrainConfig
 from mpitrain.train.metrics import EpochMetrics, StepMetrics, Throughput
 from mpitrain.train.progress import say
 
 logger = logging.getLogger("mpitrain")
+
+FINISH_SECONDS = 15.0
+"""How long the end of a job waits for all loggers together."""
 
 MAX_IMAGES = 16
 """Images that are logged of the first batch."""
@@ -37,12 +44,13 @@ class Loggers(Callback):
 
     def __init__(self, config: TrainConfig, run_dir: Path, run_id: str) -> None:
         self._config, self._run_dir, self._run_id = config, run_dir, run_id
+        self._processes: list[LoggerProcess] = []
         self._wants_images = False
 
     def on_fit_start(self, trainer: Any) -> None:
         """Start the loggers."""
         world, name = trainer.engine.world, self._run_dir.name
-        facts = RunFacts(
+        info = RunInfo(
             run_dir=self._run_dir,
             run_name=name,
             run_id=self._run_id,
@@ -50,11 +58,13 @@ class Loggers(Callback):
             rank=world.rank,
             world_size=world.world_size,
             step=trainer.state.step,
-            say=say if world.is_rank_zero else logger.info,
         )
-        self._loggers = open_loggers(self._config, facts)
-        self._wants_images = self._loggers.want_images
-        self._loggers.start()
+        show = say if world.is_rank_zero else logger.info
+        self._processes = make_processes(self._config, info, show)
+        names = {one.name for one in self._processes}
+        self._wants_images = world.is_rank_zero and bool(names - {"csv"})
+        for one in self._processes:
+            one.start()
 
     def on_batch_start(self, trainer: Any, batch: Any) -> None:
         """Log images of the first batch that has any."""
@@ -68,29 +78,110 @@ class Loggers(Callback):
         self._wants_images = False
         some = images[: min(len(batch), MAX_IMAGES)]
         found = as_bytes(some, trainer.engine.mean_std).numpy()
-        self._loggers.images("train/images", found)
+        self._send("log_images", ("train/images", found, trainer.state.step))
 
     def on_metrics(self, trainer: Any, steps: Sequence[StepMetrics]) -> None:
         """Log steps."""
-        if steps:
-            self._loggers.rows_done(steps)
+        if not self._processes:
+            return
+        every = self._config.log_every_steps
+        logged = [(step_metrics(it), it.step) for it in steps if it.step % every == 0]
+        if logged:
+            self._send("log_metrics", *logged)
 
     def on_throughput(self, trainer: Any, throughput: Throughput) -> None:
         """Log the speed of steps."""
-        self._loggers.pace_done(throughput)
+        metrics = throughput_metrics(throughput)
+        self._send("log_metrics", (metrics, throughput.step))
 
     def on_epoch_end(self, trainer: Any, epoch: EpochMetrics) -> None:
         """Log an epoch."""
-        self._loggers.epoch_done(epoch)
+        self._send("log_metrics", (epoch_metrics(epoch), epoch.step))
 
     def on_test_end(self, trainer: Any, evaluation: Any, skipped: int) -> None:
         """Log the test set's metrics."""
-        self._loggers.test_done(evaluation.values)
+        metrics = {f"test/{name}": value for name, value in evaluation.values.items()}
+        self._send("log_metrics", (metrics, trainer.state.step))
 
     def on_fit_end(self, trainer: Any) -> None:
-        """Wait for the loggers, not for long."""
-        self._loggers.finish("finished", heartbeat)
+        """Wait for the loggers, `FINISH_SECONDS` at most."""
+        self._finish("finished")
 
     def on_stop(self, trainer: Any, reason: str) -> None:
         """Likewise."""
-        self._loggers.finish("stopped", heartbeat)
+        self._finish("stopped")
+
+    def _finish(self, status: Status) -> None:
+        deadline = time.monotonic() + FINISH_SECONDS
+        for one in self._processes:
+            one.finalize(status)
+        for one in self._processes:
+            while not one.join(min(1.0, deadline - time.monotonic())):
+                heartbeat("finishing the loggers")
+                if time.monotonic() >= deadline:
+                    break
+            one.close()
+
+    def _send(self, method: str, *calls: tuple[object, ...]) -> None:
+        for one in self._processes:
+            one.send(method, *calls)
+
+
+def make_processes(
+    config: LogConfig, info: RunInfo, show: Callable[[str], object]
+) -> list[LoggerProcess]:
+    """Choose the loggers of a rank; ``show`` prints a line on the screen.
+
+    Raises:
+        UsageError: A user-defined logger does not exist.
+    """
+    names = config.log
+    if info.rank:
+        names = ("wandb",) if config.wandb_all_ranks else ()
+    for name in filter(is_reference, names):
+        load_reference(name, "--log")
+    suffix = f"-rank-{info.rank}"
+    group = info.run_name if config.wandb_all_ranks else None
+    options = {
+        "id": info.run_id + suffix * (info.rank > 0),
+        "name": info.run_name + suffix * config.wandb_all_ranks,
+        "group": config.wandb_group or group,
+        "tags": list(config.wandb_tags),
+        "project": config.wandb_project or os.environ.get("WANDB_PROJECT", "mpitrain"),
+    }
+    return [LoggerProcess(name, info, options, show) for name in names]
+
+
+def step_metrics(row: StepMetrics) -> dict[str, float]:
+    """Name the metrics of a step.
+
+    >>> step_metrics(StepMetrics(epoch=1, step=3, loss=0.5, lr=0.1, grad_norm=2.0))
+    {'train/loss': 0.5, 'train/lr': 0.1, 'train/gradient_norm': 2.0}
+    """
+    return {
+        "train/loss": row.loss,
+        "train/lr": row.lr,
+        "train/gradient_norm": row.grad_norm,
+    }
+
+
+def throughput_metrics(pace: Throughput) -> dict[str, float]:
+    """Name the metrics of the throughput; seconds are those of one step."""
+    seconds = {"step": pace.seconds} | {
+        name: getattr(pace, f"{name}_seconds")
+        for name in ("data", "compute", "communication", "wait", "late")
+    }
+    metrics = {f"pace/{k}_seconds": v / pace.num_steps for k, v in seconds.items()}
+    if pace.gpu_bytes is not None:
+        metrics["gpu/memory_bytes"] = pace.gpu_bytes
+    return {"pace/samples_per_second": pace.samples_per_second, **metrics}
+
+
+def epoch_metrics(epoch: EpochMetrics) -> dict[str, float]:
+    """Name the metrics of an epoch."""
+    return {
+        "train/epoch": epoch.epoch,
+        "train/epoch_loss": epoch.train_loss,
+        "train/epoch_seconds": epoch.epoch_seconds,
+        **{f"val/{name}": value for name, value in epoch.values.items()},
+    }

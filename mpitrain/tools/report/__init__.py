@@ -1,7 +1,6 @@
-"""`python -m mpitrain report`: a run as a page and as pictures, for eyes and for talks.
+"""`python -m mpitrain report`: a run as a web page and as pictures.
 
-From a run's files to the page: `mpitrain.record.reading` -> `facts` (jobs, stages, who
-was late) and `series` (few points that look as all do), `rank_map` -> `curves`,
-`stage_bars`, `map_chart` (drawn by matplotlib in a `style`), `words` (what they show),
-`tables` -> `page`.
+`analysis` finds jobs, where their time went and who was waited for; `curves` and
+`rank_map` draw charts in the style of `figures`; `summary` makes tiles, tables and
+findings, and `page` the HTML.
 """

@@ -1,4 +1,4 @@
-"""The page: one file of HTML that asks nobody for anything."""
+"""The page: one HTML file without scripts that loads nothing."""
 
 from __future__ import annotations
 
@@ -7,55 +7,47 @@ from html import escape
 from importlib import resources
 
 from mpitrain import __version__
-from mpitrain.tools.report import tables
-from mpitrain.tools.report.curves import Shown
-from mpitrain.tools.report.style import COLOURS, HALF, NARROW, WIDE, Chart, svg_of
-from mpitrain.tools.report.tables import Table
+from mpitrain.tools.report.analysis import ReportedRun, seconds_by_category
+from mpitrain.tools.report.figures import PHASE_COLOURS, THEME, Chart
+from mpitrain.tools.report.summary import (
+    Section,
+    comparison,
+    duration,
+    percent,
+    status_line,
+    summary,
+    tables,
+)
 
-POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
-"""What the page may load: nothing. There is no script in it."""
-
-
-def page(shown: Sequence[Shown], charts: Sequence[Chart]) -> str:
-    """Write the page.
-
-    Args:
-        shown: The runs.
-        charts: In their order.
-    """
-    names = " and ".join(escape(it.run.name) for it in shown)
-    body = _head_of(shown[0]) if len(shown) == 1 else _heads_of(shown)
-    figures = "\n".join(_figure(chart) for chart in charts)
-    folded = (
-        tables.tables(shown[0])
-        if len(shown) == 1
-        else [tables.comparison(shown), tables.differences(shown)]
-    )
-    details = "\n".join(_details(table) for table in folded if table.rows)
-    return f"""<!DOCTYPE html>
+PAGE = """<!DOCTYPE html>
 <html lang="en">
 <head>
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta name="color-scheme" content="light dark">
-<meta http-equiv="Content-Security-Policy" content="{POLICY}">
-<title>{names}</title>
+<meta http-equiv="Content-Security-Policy"
+  content="default-src 'none'; style-src 'unsafe-inline'; img-src data:">
+<title>{title}</title>
 <link rel="icon" href="data:,">
 <style>
-{_colours()}
-{resources.files(__package__).joinpath("page.css").read_text()}
+{style}
 </style>
 </head>
 <body>
 <main>
-{body}
+<header>
+{head}
+<p>{status}</p>
+</header>
+{errors}
+{tiles}
 <div class="charts">
-{figures}
+{charts}
 </div>
 <section aria-label="Tables">
-{details}
+{tables}
 </section>
-<footer>Written by <code>python -m mpitrain report</code>, mpitrain {__version__}.
+<footer>Written by <code>python -m mpitrain report</code>, mpitrain {version}.
 Times are those of the machine that wrote this page.</footer>
 </main>
 </body>
@@ -63,100 +55,128 @@ Times are those of the machine that wrote this page.</footer>
 """
 
 
-def _colours() -> str:
+def page(runs: Sequence[ReportedRun], charts: Sequence[Chart]) -> str:
+    """Return the page of one run, or of several side by side."""
+    first, is_alone = runs[0], len(runs) == 1
+    items = [f"{escape(it.run.name)} {_status(it)}" for it in runs]
+    if is_alone:
+        head = f"<h1>{items[0]}</h1>"
+        sections = tables(first)
+    else:
+        marks = [(it.colour, item) for it, item in zip(runs, items, strict=True)]
+        head = f"<h1>{len(runs)} runs</h1>{_legend(marks)}"
+        sections = comparison(runs)
+    values = "".join(
+        f'<div class="tile"><b>{escape(value)}</b><span>{escape(name)}</span></div>'
+        for name, value in (summary(first) if is_alone else {}).items()
+        if value
+    )
+    figures = [_figure(chart) for chart in charts]
+    return PAGE.format(
+        title=" and ".join(escape(it.run.name) for it in runs),
+        style=_style(),
+        head=head,
+        status=escape(status_line(first.run)),
+        errors="".join(_error(it, is_alone) for it in runs),
+        tiles=f'<div class="tiles">{values}</div>',
+        charts="\n".join([*figures, _stages(runs)]),
+        tables="\n".join(_details(it) for it in sections if it.rows),
+        version=__version__,
+    )
+
+
+def _style() -> str:
     light, dark = (
-        " ".join(f"--{name}: {both[i]};" for name, both in COLOURS.items())
+        " ".join(f"--{name}: {both[i]};" for name, both in THEME.items())
         for i in (0, 1)
     )
     return (
         f":root {{ color-scheme: light dark; {light} }}\n"
-        f"@media (prefers-color-scheme: dark) {{ :root {{ {dark} }} }}"
+        f"@media (prefers-color-scheme: dark) {{ :root {{ {dark} }} }}\n"
+        + resources.files(__package__).joinpath("page.css").read_text()
     )
 
 
-def _status(shown: Shown) -> str:
-    status = shown.run.status
-    known = status if status in ("finished", "failed", "stopped") else "running"
-    return f'<span class="status {known}">{escape(status)}</span>'
+def _status(it: ReportedRun) -> str:
+    status = it.run.status
+    kind = status if status in ("finished", "failed") else "running"
+    return f'<span class="status {kind}">{escape(status)}</span>'
 
 
-def _head_of(shown: Shown) -> str:
-    values = "".join(
-        f'<div class="tile"><b>{escape(value)}</b><span>{escape(what)}</span></div>'
-        for value, what in tables.tiles(shown)
+def _error(it: ReportedRun, is_alone: bool) -> str:
+    result, status = it.run.result, it.run.status
+    text = ""
+    if status == "failed":
+        text = str(result.get("error") or "failed, without a reason")
+    elif status == "stopped":
+        text = str(result.get("stopped") or "")
+    name = "" if is_alone else f"{it.run.name}: "
+    return f'<div class="error">{escape(name + text)}</div>' if text else ""
+
+
+def _legend(items: Sequence[tuple[str, str]]) -> str:
+    marks = "".join(
+        f'<li><i style="background: {colour}"></i>{label}</li>'
+        for colour, label in items
     )
-    return f"""<header>
-<h1>{escape(shown.run.name)} {_status(shown)}</h1>
-<p>{escape(tables.status_of(shown.run))}</p>
-</header>
-{_errors([shown])}
-<div class="tiles">{values}</div>"""
-
-
-def _heads_of(shown: Sequence[Shown]) -> str:
-    items = "".join(
-        f'<li><i style="background: var(--{it.colour})"></i>{escape(it.run.name)} '
-        f"{_status(it)}</li>"
-        for it in shown
-    )
-    return f"""<header>
-<h1>{len(shown)} runs side by side</h1>
-<ul class="legend">{items}</ul>
-<p>{escape(tables.status_of(shown[0].run))}</p>
-</header>
-{_errors(shown)}
-<p>&nbsp;</p>"""
-
-
-def _errors(shown: Sequence[Shown]) -> str:
-    found = []
-    for it in shown:
-        text = ""
-        if it.run.status == "failed":
-            text = str(it.run.result.get("error") or "it failed, and did not say why")
-        elif it.run.status == "stopped":
-            text = str(it.run.result.get("stopped") or "")
-        if text:
-            name = f"{it.run.name}: " if len(shown) > 1 else ""
-            found.append(f'<div class="error">{escape(name + text)}</div>')
-    return "".join(found)
+    return f'<ul class="legend">{marks}</ul>'
 
 
 def _figure(chart: Chart) -> str:
-    wide = HALF if chart.is_half else WIDE
-    variants = "".join(
-        f'<div class="{paper.name}">'
-        f"{svg_of(chart, paper, f'{chart.name}-{paper.name}')}</div>"
-        for paper in (wide, NARROW)
-    )
-    items = "".join(
-        f'<li><i class="{"edged" if colour == "waiting" else ""}" '
-        f'style="background: var(--{colour})"></i>{escape(label)}</li>'
-        for colour, label in chart.legend
-    )
-    legend = f'<ul class="legend">{items}</ul>' if items else ""
-    kind = ' class="half"' if chart.is_half else ""
+    words = "".join(f"<p>{escape(text)}</p>" for text in chart.findings)
+    label = escape(" ".join([f"{chart.title}.", *chart.findings]))
+    kind = ' class="wide"' if chart.is_wide else ""
     return f"""<figure id="{chart.name}"{kind}>
-<figcaption><h2>{escape(chart.title)}</h2>{escape(chart.words)}</figcaption>
-<div role="img" aria-label="{escape(chart.title + ". " + chart.words)}">
-{variants}</div>
-{legend}
+<figcaption><h2>{escape(chart.title)}</h2>{words}</figcaption>
+<div class="scroll" role="img" aria-label="{label}">
+{chart.svg()}</div>
 </figure>"""
 
 
-def _details(table: Table) -> str:
-    head = "".join(f'<th scope="col">{escape(it)}</th>' for it in table.head)
+def _stages(runs: Sequence[ReportedRun]) -> str:
+    """Return bars of where the time went: of the jobs of one run, or of each run."""
+    bars = [(it.run.name, it.jobs, it.run.metrics.throughputs) for it in runs]
+    if len(runs) == 1:
+        (name, jobs, paces), bars = bars[0], []
+        if len(jobs) != 1:
+            bars = [("all jobs", jobs, paces)]
+        bars += [(f"job {job.number}", [job], paces) for job in jobs[-10:]]
+    colours = {**PHASE_COLOURS, "waiting": "var(--waiting)"}
+    rows, used = "", set()
+    for name, jobs, paces in bars:
+        seconds, parts = seconds_by_category(jobs, paces), ""
+        total = sum(seconds.values())
+        for category, value in seconds.items():
+            share = value / total if total else 0.0
+            if share > 0.002:
+                used.add(category)
+                text = percent(share) if share > 0.12 else ""
+                parts += (
+                    f'<i class="{category}" title="{category} {percent(share)}" style='
+                    f'"flex: {share:.4f}; background: {colours[category]}">{text}</i>'
+                )
+        label = escape(f"{name}: {duration(total)}")
+        rows += f'<p>{label}</p><div class="bar">{parts}</div>'
+    legend = [(colour, name) for name, colour in colours.items() if name in used]
+    return (
+        '<figure id="stages"><figcaption><h2>Time by phase, mean over ranks</h2>'
+        f"</figcaption>{rows}{_legend(legend)}</figure>"
+    )
+
+
+def _details(section: Section) -> str:
+    head = "".join(f'<th scope="col">{escape(it)}</th>' for it in section.head)
     rows = "".join(
-        f"<tr{' class=changed' if row[0] in table.changed else ''}>"
+        f"<tr{' class=changed' if i < section.num_bold else ''}>"
         f'<th scope="row">{escape(row[0])}</th>'
         + "".join(f"<td>{escape(it)}</td>" for it in row[1:])
         + "</tr>"
-        for row in table.rows
+        for i, row in enumerate(section.rows)
     )
     top = f"<thead><tr>{head}</tr></thead>" if head else ""
-    note = f" <span>{escape(table.note)}</span>" if table.note else ""
+    note = f" <span>{escape(section.note)}</span>" if section.note else ""
     return (
-        f"<details{' open' if table.is_open else ''}><summary>{escape(table.name)}"
+        f"<details{' open' if section.is_open else ''}><summary>{escape(section.title)}"
         f'{note}</summary><div class="scroll"><table>{top}<tbody>{rows}</tbody>'
         "</table></div></details>"
     )

@@ -1,186 +1,302 @@
-"""The map of ranks by time: what each rank did, and the strip of time it lies on."""
+"""The map of ranks by time: a row per rank, the colours of a row are its phases."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
 
 import numpy as np
+from matplotlib.colors import to_rgba
+from matplotlib.patches import Patch, Rectangle
 from numpy.typing import NDArray
 
 from mpitrain.record.reading import RankJob
-from mpitrain.tools.report.facts import (
+from mpitrain.tools.report.analysis import (
     STAGES,
     Floats,
-    Job,
-    columns,
-    until_first_line,
+    JobTimes,
+    ReportedRun,
+    load_seconds,
+    phase_seconds,
 )
-from mpitrain.train.metrics import NUM_PHASES, OTHER
+from mpitrain.tools.report.curves import apart, mark_checkpoints
+from mpitrain.tools.report.figures import (
+    HANG,
+    INK,
+    MUTED,
+    PAPER,
+    PHASE_COLOURS,
+    WAITING,
+    Chart,
+)
+from mpitrain.tools.report.summary import duration, findings
+from mpitrain.train.metrics import NUM_PHASES, OTHER, PHASES
 
-MOST_ROWS = 400
-"""More ranks than this share rows; in each the one that waits least is seen."""
+NUM_COLUMNS = 800
 
-GAP = 0.012
-"""Of the strip's width: what lies between two jobs, however long that was."""
+MAX_ROWS = 400
+"""More ranks share rows; a row shows the one that waits least."""
 
-LEAST_WIDTH = 0.02
-"""Of the strip's width: a job, however short."""
+HEIGHT_PIXELS = 320
+"""Of the whole map, about: a row has several pixels, a phase its share of them."""
 
-WAITING = STAGES.index("communication")
+MAX_LABELS = 24
 
-
-@dataclass(frozen=True, kw_only=True)
-class Strip:
-    """Time from left (0) to right (1), without what lies between jobs."""
-
-    jobs: tuple[Job, ...]
-    lefts: tuple[float, ...]
-    """Where each job begins."""
-    rights: tuple[float, ...]
-    """Where each job ends."""
-
-    def place(self, time: float) -> float:
-        """Return where a time lies; between two jobs, at the end of the first."""
-        last = 0.0
-        for job, left, right in zip(self.jobs, self.lefts, self.rights, strict=True):
-            if time < job.began:
-                return last
-            if time <= job.ended:
-                span = max(job.wall_seconds, 1e-9)
-                return left + (right - left) * (time - job.began) / span
-            last = right
-        return last
-
-
-def strip_of(jobs: Sequence[Job]) -> Strip:
-    """Lay jobs side by side, each as wide as it was long."""
-    num = max(len(jobs), 1)
-    gap = min(GAP, 0.2 / num)
-    least = min(LEAST_WIDTH, 0.3 / num)
-    wall = np.array([max(job.wall_seconds, 1e-6) for job in jobs])
-    room = 1 - gap * (num - 1)
-    widths = least + (room - least * num) * wall / wall.sum()
-    lefts = np.concatenate([[0.0], np.cumsum(widths + gap)[:-1]])
-    return Strip(
-        jobs=tuple(jobs),
-        lefts=tuple(lefts.tolist()),
-        rights=tuple((lefts + widths).tolist()),
-    )
+COMMUNICATION = STAGES.index("communication")
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankMap:
-    """What ranks did, cell by cell."""
+    """What ranks did, cell by cell: jobs side by side, without the time between."""
 
-    strip: Strip
+    edges: Floats
+    """`(jobs, 2)`: where each job is, from left (0) to right (1)."""
+    times: Floats
+    """`(jobs, 2)`: when it began and ended, seconds since 1970."""
     shares: Floats
-    """`(rows, columns, stages)`: of each of `STAGES`, 0 to 1; zeros: nothing known."""
-    communication: Floats
-    """`(rows, columns)`: of the share of communication, what every rank of the job
-    spent in it; the rest is waiting."""
+    """`(rows, columns, stages)`: of each of `STAGES`, 0 to 1, without waiting for other
+    ranks; the rest is waiting, or not known."""
     is_missing: NDArray[np.bool_]
-    """`(rows, columns)`: a rank of the job that left no word of that time."""
-    is_culprit: NDArray[np.bool_]
-    """`(rows, columns)`: it did something else while the others waited, at the end."""
-    num_ranks: int
-    """Of the largest job."""
+    """`(rows, columns)`: a rank of the job that wrote nothing about that time."""
+    is_hanging: NDArray[np.bool_]
+    """`(rows, columns)`: what the others waited for when the job was ended."""
     ranks_per_row: int
 
+    def place(self, time: float) -> float:
+        """Return where a time is."""
+        return float(np.interp(time, self.times.ravel(), self.edges.ravel()))
 
-def rank_map(jobs: Sequence[Job], num_columns: int) -> RankMap:
-    """Draw the map of some jobs, at least one."""
-    strip = strip_of(jobs)
+
+def job_edges(jobs: Sequence[JobTimes]) -> Floats:
+    """Lay jobs side by side, each as wide as it was long, but visible: `(jobs, 2)`."""
+    num = len(jobs)
+    gap, smallest = min(0.012, 0.2 / num), min(0.02, 0.3 / num)
+    seconds = np.array([max(job.seconds, 1e-6) for job in jobs])
+    free = 1 - gap * (num - 1) - smallest * num
+    widths = smallest + free * seconds / seconds.sum()
+    lefts = np.concatenate([[0.0], np.cumsum(widths + gap)[:-1]])
+    return np.stack([lefts, lefts + widths], 1)
+
+
+def rank_map(jobs: Sequence[JobTimes], num_columns: int = NUM_COLUMNS) -> RankMap:
+    """Compute the map of some jobs, at least one."""
+    edges = job_edges(jobs)
     num_ranks = max(job.world_size for job in jobs)
-    per_row = -(-num_ranks // MOST_ROWS)
-    num_rows = -(-num_ranks // per_row)
-    shape = (num_rows, num_columns)
+    per_row = -(-num_ranks // MAX_ROWS)
+    shape = (-(-num_ranks // per_row), num_columns)
     shares = np.zeros((*shape, len(STAGES)))
-    communication = np.zeros(shape)
-    is_missing, is_culprit = np.zeros(shape, bool), np.zeros(shape, bool)
-    edges = np.linspace(0, 1, num_columns + 1)
-    for job, left, right in zip(jobs, strip.lefts, strip.rights, strict=True):
+    is_missing, is_hanging = np.zeros(shape, bool), np.zeros(shape, bool)
+    for job, (left, right) in zip(jobs, edges.tolist(), strict=True):
         first = min(round(left * num_columns), num_columns - 1)
         end = max(round(right * num_columns), first + 1)
         inside = slice(first, end)
-        here = (edges[first : end + 1] - edges[first]) / (edges[end] - edges[first])
-        times = job.began + here * job.wall_seconds
-        middles = (times[:-1] + times[1:]) / 2
-        culprits, silent = set(job.culprits()), set(job.silent())
+        times = np.linspace(job.began, job.ended, end - first + 1)
+        hanging, killed = job.hanging_ranks(), job.killed_ranks()
         for rank in range(job.world_size):
-            row = rank // per_row
-            part = job.ranks.get(rank)
+            row, part = rank // per_row, job.ranks.get(rank)
             if part is None:
                 is_missing[row, inside] = True
                 continue
-            found = cells(part, times)
-            if rank in silent:
-                is_missing[row, inside] |= middles > part.ended
-            if rank in culprits and part.cut is not None:
-                late = middles >= part.cut.time - part.cut.seconds
-                late[-1] = True  # however short that was
-                is_culprit[row, inside] |= late
-            busier = _busy(found) > _busy(shares[row, inside])
-            if rank % per_row == 0:
-                busier[:] = True
-            shares[row, inside][busier] = found[busier]
-        of_job = slice(0, -(-job.world_size // per_row)), inside
-        known = shares[of_job].sum(-1) > 0
-        least = np.where(known, shares[of_job][..., WAITING], 1.0).min(0)
-        communication[of_job] = least * known
+            found = stage_shares(part, times)
+            if rank in killed:
+                is_missing[row, inside] |= times[1:] > part.ended
+            if rank in hanging and part.cut is not None:
+                since = min(part.cut.time - part.cut.seconds, times[-2])
+                is_hanging[row, inside] |= times[:-1] >= since
+            mine = shares[row, inside]
+            is_busier = (_busy(found) > _busy(mine)) | (rank % per_row == 0)
+            mine[is_busier] = found[is_busier]
+        # All ranks need as long for communication as the last one; the rest is waiting.
+        block = shares[: -(-job.world_size // per_row), inside]
+        shortest = np.where(block.any(-1), block[..., COMMUNICATION], 1.0).min(0)
+        block[..., COMMUNICATION] = np.minimum(shortest, block[..., COMMUNICATION])
     return RankMap(
-        strip=strip,
+        edges=edges,
+        times=np.array([(job.began, job.ended) for job in jobs]),
         shares=shares,
-        communication=communication,
         is_missing=is_missing,
-        is_culprit=is_culprit,
-        num_ranks=num_ranks,
+        is_hanging=is_hanging,
         ranks_per_row=per_row,
     )
 
 
 def _busy(shares: Floats) -> Floats:
-    """Return how much of the time of cells went elsewhere than into waiting."""
-    busy: Floats = shares.sum(-1) - shares[..., WAITING]
+    busy: Floats = shares.sum(-1) - shares[..., COMMUNICATION]
     return busy
 
 
-def cells(part: RankJob, times: Floats) -> Floats:
-    """Return what a rank did between some times.
+def stage_shares(part: RankJob, times: Floats) -> Floats:
+    """Return what a rank did between some times: `(len(times) - 1, stages)`.
 
-    Args:
-        part: Its lines in a job. Within a line, nobody knows the order of its phases:
-            they are held to be mixed.
-        times: Ascending, seconds since 1970: one more than there are cells.
-
-    Returns:
-        `(cells, stages)`: the share of each stage; zeros where nothing is known.
+    Within a line of its file the order of phases is not known: they are mixed.
     """
-    began = part.time - part.start_seconds
-    first = part.time + until_first_line(part)
-    ends = [began, first]
-    rows = [np.eye(1, len(STAGES))[0] * (first - began)]
+    first = part.time + load_seconds(part)
+    ends = [part.time - part.start_seconds, first]
+    rows = [np.eye(1, len(STAGES))[0] * (first - ends[0])]
     if len(part.ends):
-        sums = columns(part)
-        spans = np.diff(np.concatenate([[first], np.asarray(part.ends)]))
-        # What no phase tells of (a GPU's marks are read later), others do too much of.
-        lacking = np.maximum(spans - sums.sum(1), 0.0)
-        sums[:, OTHER] += lacking
-        totals = np.maximum(sums.sum(1, keepdims=True), 1e-12)
-        sums *= np.maximum(spans, 0.0)[:, None] / totals
+        sums = phase_seconds(part)
+        spans = np.maximum(np.diff(np.array([first, *part.ends])), 0.0)
+        # Time of no phase is `other`. GPU times are read late: then there is too much.
+        sums[:, OTHER] += np.maximum(spans - sums.sum(1), 0.0)
+        sums *= spans[:, None] / np.maximum(sums.sum(1, keepdims=True), 1e-12)
         ends += list(part.ends)
         rows += [np.concatenate([[0.0], it]) for it in sums]
     if part.cut is not None:
         since = max(part.cut.time - part.cut.seconds, ends[-1])
         for end, phase in ((since, OTHER), (part.cut.time, part.cut.phase)):
             if end > ends[-1]:
-                row = np.zeros(1 + NUM_PHASES)
-                row[1 + phase] = end - ends[-1]
+                rows.append(np.eye(1 + NUM_PHASES)[1 + phase] * (end - ends[-1]))
                 ends.append(end)
-                rows.append(row)
-    whole = np.concatenate([np.zeros((1, len(STAGES))), np.cumsum(rows, 0)])
+    total = np.concatenate([np.zeros((1, len(STAGES))), np.cumsum(rows, 0)])
     places = np.maximum.accumulate(np.asarray(ends))
-    at = np.stack([np.interp(times, places, column) for column in whole.T], 1)
+    at = np.stack([np.interp(times, places, column) for column in total.T], 1)
     widths = np.maximum(np.diff(times), 1e-12)[:, None]
     found: Floats = np.clip(np.diff(at, axis=0) / widths, 0.0, 1.0)
     return found
+
+
+def pixels(found: RankMap) -> NDArray[np.float64]:
+    """Stack the stages of each cell from the bottom; waiting stays transparent.
+
+    Returns:
+        RGBA `(rows * pixels per row, columns, 4)`, 0 to 1.
+    """
+    num_rows, num_columns, _ = found.shares.shape
+    num = max(4, HEIGHT_PIXELS // num_rows)
+    heights = 1 - (np.arange(num) + 0.5) / num
+    tops = found.shares.cumsum(-1)
+    stage = np.zeros((num_rows, num, num_columns), int)
+    for i in range(len(STAGES)):
+        stage += tops[:, None, :, i] < heights[None, :, None]
+    colours = np.array([*map(to_rgba, PHASE_COLOURS.values()), (1, 1, 1, 0)])
+    image: NDArray[np.float64] = colours[stage].reshape(-1, num_columns, 4)
+    return image
+
+
+def map_chart(it: ReportedRun, name: str = "ranks", of: str = "") -> Chart:
+    """Draw what every rank of a run did."""
+    jobs = [job for job in it.jobs if job.ranks]
+    num = min(max((job.world_size for job in jobs), default=1), 26)
+    height = min(520.0, 110 + (16 if num > 24 else 26) * num)
+    chart = Chart(name=name, title=f"Ranks by time{of}", is_wide=True, height=height)
+    chart.findings = findings(jobs, it.run.metrics.throughputs)
+    if jobs:
+        _draw(chart, jobs, found := rank_map(jobs))
+        saved = [one.time for one in it.run.checkpoints if not one.error]
+        places = [found.place(time) for time in saved if time is not None]
+        mark_checkpoints(chart, apart(places, 0.01), 1.0)
+    else:
+        chart.axes.set(xticks=[], yticks=[])
+        chart.axes.text(0.5, 0.5, "no times yet", ha="center", color=MUTED)
+    return chart
+
+
+def _draw(chart: Chart, jobs: Sequence[JobTimes], found: RankMap) -> None:
+    axes, per_row, num_rows = chart.axes, found.ranks_per_row, len(found.shares)
+    axes.spines["bottom"].set_visible(False)
+    largest = max(reversed(jobs), key=lambda job: job.world_size)
+
+    def box(left: float, right: float, top: float, end: float, **how: Any) -> None:
+        size = right - left, end - top
+        axes.add_patch(Rectangle((left, top), *size, lw=0, **how))
+
+    for job, (left, right) in zip(jobs, found.edges.tolist(), strict=True):
+        box(left, right, 0, -(-job.world_size // per_row), fc=WAITING)
+        text = f"job {job.number}: {job.world_size} ranks"
+        if len(jobs) > 1 and len(text) < 120 * (right - left):
+            axes.annotate(
+                text, (left, 0), (0, 12), textcoords="offset points", color=INK
+            )
+        for rank in job.hanging_ranks()[:3]:
+            cut = job.ranks[rank].cut
+            assert cut is not None
+            since = found.place(max(cut.time - cut.seconds, job.began))
+            is_left = since > 0.2
+            axes.annotate(
+                f"rank {rank}: {PHASES[cut.phase]}, {duration(cut.seconds)}",
+                (since, (rank + 0.5) / per_row),
+                (-8 if is_left else 8, 0),
+                textcoords="offset points",
+                ha="right" if is_left else "left",
+                va="center",
+                weight="bold",
+                color=HANG,
+                bbox={"boxstyle": "round,pad=0.3", "fc": PAPER, "ec": HANG},
+                zorder=6,
+            )
+    extent = (0, 1, num_rows, 0)
+    axes.imshow(pixels(found), extent=extent, interpolation="nearest", zorder=2)
+    for cell in true_cells(found.is_missing):
+        box(*cell, fc=PAPER, ec=MUTED, hatch="////", zorder=3)
+    for cell in true_cells(found.is_hanging):
+        box(*cell, fc=HANG, zorder=3)
+    for rank in range(1, largest.world_size):
+        is_same = _node(largest, rank) == _node(largest, rank - 1)
+        if largest.world_size <= (MAX_LABELS if is_same else 256):
+            axes.axhline(rank, color=PAPER, lw=1.5 if is_same else 3, zorder=4)
+    axes.set(xlim=(0, 1), ylim=(num_rows, 0), ylabel="rank", aspect="auto")
+    axes.set_yticks(*rank_labels(largest, per_row))
+    axes.set_xticks(*time_labels(found))
+    used = found.shares.mean((0, 1)) > 0.0005
+    legend = [
+        item for item, there in zip(PHASE_COLOURS.items(), used, strict=True) if there
+    ]
+    legend.append(("waiting for other ranks", WAITING))
+    if found.is_hanging.any():
+        legend.append(("hang", HANG))
+    chart.figure.legend(
+        handles=[Patch(facecolor=colour, label=label) for label, colour in legend],
+        loc="outside lower left",
+        ncols=10,
+    )
+
+
+def true_cells(where: NDArray[np.bool_]) -> Iterator[tuple[float, float, int, int]]:
+    """Yield left and right (0 to 1), and top and end row, of runs of true cells."""
+    for row, cells in enumerate(where):
+        edges = np.flatnonzero(np.diff(np.concatenate([[0], cells, [0]])))
+        for left, right in edges.reshape(-1, 2).tolist():
+            yield left / len(cells), right / len(cells), row, row + 1
+
+
+def rank_labels(job: JobTimes, ranks_per_row: int) -> tuple[list[float], list[str]]:
+    """Return the places and names of rows: ranks if there is room, else nodes."""
+    size = job.world_size
+    firsts = [i for i in range(size) if i == 0 or _node(job, i) != _node(job, i - 1)]
+    hosts = dict.fromkeys(firsts, "")
+    if len(firsts) > 1:
+        known = {rank: it.hostname.partition(".")[0] for rank, it in job.ranks.items()}
+        hosts = {rank: f"{known.get(rank, '?')[-12:]}  " for rank in firsts}
+    if size <= MAX_LABELS:
+        return [it + 0.5 for it in range(size)], [
+            f"{hosts.get(it, '')}{it}" for it in range(size)
+        ]
+    if len(firsts) == 1:
+        firsts = list(range(0, size, 2 ** math.ceil(math.log2(size / 16))))
+        return [(it + 0.5) / ranks_per_row for it in firsts], [f"{it}" for it in firsts]
+    nodes = list(zip(firsts, [*firsts[1:], size], strict=True))
+    nodes = nodes[:: math.ceil(len(nodes) / MAX_LABELS)]
+    places = [(first + end) / 2 / ranks_per_row for first, end in nodes]
+    return places, [f"{hosts[first]}{first}-{end - 1}" for first, end in nodes]
+
+
+def _node(job: JobTimes, rank: int) -> int:
+    return job.ranks[rank].node_rank if rank in job.ranks else -1
+
+
+def time_labels(found: RankMap, num: int = 8) -> tuple[list[float], list[str]]:
+    """Return places on the time axis, and their local times; none between jobs."""
+    places = [
+        place
+        for place in ((i + 0.5) / num for i in range(num))
+        if ((found.edges[:, 0] <= place) & (place <= found.edges[:, 1])).any()
+    ]
+    times = np.interp(places, found.edges.ravel(), found.times.ravel()).tolist()
+    is_long = found.times[-1, 1] - found.times[0, 0] > 86400
+    form = "%b %d %H:%M" if is_long else "%H:%M:%S"
+    return places, [
+        datetime.fromtimestamp(it).astimezone().strftime(form) for it in times
+    ]

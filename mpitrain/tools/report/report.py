@@ -1,83 +1,105 @@
-"""From run folders to the page and the pictures beside it."""
+"""The command: from run folders to the page and the pictures beside it."""
 
 from __future__ import annotations
 
+import importlib.util
 import socket
 import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
+
+from tyro.conf import Positional, arg
 
 from mpitrain.errors import UsageError
 from mpitrain.record.reading import Run
-from mpitrain.record.run_dir import write_atomic
-from mpitrain.tools.report.config import ReportConfig
 
-PAGE = "report.html"
+MAX_RUNS = 8
 
-MOST_RUNS = 8
-"""Curves that eyes can tell apart."""
+
+@dataclass(frozen=True, kw_only=True)
+class ReportConfig:
+    """Show a run, or several side by side, as a web page with charts."""
+
+    runs: Annotated[Positional[tuple[Path, ...]], arg(metavar="RUN [RUN ...]")]
+    """Run folders, such as runs/NAME; they may still be running."""
+    output: Path | None = None
+    """The page to write. Default: report.html in the run's folder; for several
+    runs report-NAME-NAME.html here. Pictures go into a folder of the same name."""
+    pictures: bool = True
+    """Write each chart as PNG, too."""
 
 
 def report(config: ReportConfig) -> str:
-    """Write the page, and the pictures.
-
-    Args:
-        config: Which runs, and where to.
+    """Write the page and the pictures.
 
     Returns:
-        Where the page is, and how to look at it from elsewhere, in a line.
+        Where they are, and a command that copies the page.
 
     Raises:
-        UsageError: A folder is no run's, matplotlib is not there, or nothing can be
+        UsageError: A folder is not a run, matplotlib is missing, or a file cannot be
             written.
     """
-    if not 1 <= len(config.runs) <= MOST_RUNS:
+    if not 1 <= len(config.runs) <= MAX_RUNS:
         raise UsageError(
-            f"found {len(config.runs)} runs; expected 1 to {MOST_RUNS}: "
+            f"found {len(config.runs)} runs; expected 1 to {MAX_RUNS}: "
             "python -m mpitrain report runs/NAME"
         )
-    runs = [Run(path) for path in config.runs]
-    try:
-        import matplotlib  # noqa: F401 - to tell whether it is there
-    except ImportError:
-        raise UsageError(
-            "report wants matplotlib, which is not in this environment.\n"
-            f"Type: {sys.executable} -m pip install matplotlib"
-        ) from None
-    from mpitrain.tools.report.curves import Shown, curves
-    from mpitrain.tools.report.map_chart import map_chart
-    from mpitrain.tools.report.page import page
-    from mpitrain.tools.report.stage_bars import stage_chart
-    from mpitrain.tools.report.style import Chart, png_of
-
-    shown = [Shown(run=run, colour=f"run-{i}") for i, run in enumerate(runs)]
-    loss, accuracy, speed, step_time = curves(shown)
-    maps = [map_chart(it, is_alone=len(shown) == 1) for it in shown]
-    charts: list[Chart] = [loss, accuracy, *maps, stage_chart(shown), speed, step_time]
-    output = config.output or config.runs[0] / PAGE
-    if len(runs) > 1 and config.output is None:
-        output = Path(f"report-{'-'.join(run.name for run in runs)}"[:200] + ".html")
+    output = config.output or config.runs[0] / "report.html"
+    if len(config.runs) > 1 and config.output is None:
+        names = "-".join(path.absolute().name for path in config.runs)
+        output = Path(f"report-{names}"[:200] + ".html")
     if output.suffix != ".html":
         raise UsageError(f"--output {output}: expected a name that ends with .html")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise UsageError(
+            "report needs matplotlib, which is not installed. Type: "
+            f"{sys.executable} -m pip install matplotlib"
+        )
+    found = [Run(path) for path in config.runs]
     try:
-        write_atomic(output, page(shown, charts))
-        if config.pictures:
-            folder = output.with_suffix("")
-            folder.mkdir(exist_ok=True)
-            for chart in charts:
-                write_atomic(folder / f"{chart.name}.png", png_of(chart))
+        num = _write(config, found, output)
     except OSError as error:
         raise UsageError(
             f"{error.filename or output} cannot be written: {error.strerror}. Choose "
             "another --output"
         ) from None
-    return told(output, len(charts) if config.pictures else 0)
-
-
-def told(output: Path, num_pictures: int) -> str:
-    """Say where the page is, and how to look at it from elsewhere."""
-    beside = f", {num_pictures} pictures in {output.with_suffix('')}/"
-    host = socket.gethostname()
-    return (
-        f"{output}{beside if num_pictures else ''}; elsewhere: scp "
-        f"{host}:{output.absolute()} ."
+    pictures = (
+        f", {num} pictures in {output.with_suffix('')}/" if config.pictures else ""
     )
+    host = socket.gethostname()
+    return f"{output}{pictures}; elsewhere: scp {host}:{output.absolute()} ."
+
+
+def _write(config: ReportConfig, found: Sequence[Run], output: Path) -> int:
+    """Write the page and the pictures; return the number of charts."""
+    from mpitrain.record.run_dir import write_atomic
+    from mpitrain.tools.report import curves
+    from mpitrain.tools.report.analysis import ReportedRun
+    from mpitrain.tools.report.figures import RUN_COLOURS, style
+    from mpitrain.tools.report.page import page
+    from mpitrain.tools.report.rank_map import map_chart
+
+    runs = [ReportedRun(run=it, colour=RUN_COLOURS[i]) for i, it in enumerate(found)]
+    with style():
+        if len(runs) == 1:
+            maps = [map_chart(runs[0])]
+        else:
+            maps = [
+                map_chart(it, f"ranks-{i}", f": {it.run.name}")
+                for i, it in enumerate(runs)
+            ]
+        charts = [
+            curves.loss_chart(runs),
+            curves.accuracy_chart(runs),
+            *maps,
+            curves.throughput_chart(runs),
+        ]
+        write_atomic(output, page(runs, charts))
+        if config.pictures:
+            folder = output.with_suffix("")
+            folder.mkdir(exist_ok=True)
+            for chart in charts:
+                write_atomic(folder / f"{chart.name}.png", chart.png())
+    return len(charts)

@@ -1,0 +1,231 @@
+"""The loggers that ``--log`` knows by name; imported in their own process only."""
+
+from __future__ import annotations
+
+import csv
+import errno
+import io
+import os
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mpitrain.record.loggers.base import Images, Logger, RunInfo, Status
+from mpitrain.record.run_dir import write_atomic
+
+
+class CSVLogger(Logger):
+    """Writes ``metrics.csv``: a line per call, a column per name.
+
+    Rows of steps after ``step``, of an earlier job, are dropped.
+    """
+
+    def __init__(self, run_dir: Path, step: int) -> None:
+        self._path, self._step = run_dir / "metrics.csv", step
+        self._columns, self._lines = ["step"], list[str]()
+        rows = [row for row in self._rows() if int(row["step"]) <= step]
+        # A validation that was interrupted is repeated, and logged again.
+        last = [row for row in rows if int(row["step"]) == step]
+        self._logged = {name for row in last for name, value in row.items() if value}
+        self._rewrite(rows)
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+        """Add a line; a new name adds a column."""
+        if step == self._step:
+            metrics = {k: v for k, v in metrics.items() if k not in self._logged}
+        if new := [name for name in metrics if name not in self._columns]:
+            self.save()
+            rows = self._rows()
+            self._columns += new
+            self._rewrite(rows)
+        if metrics:
+            row = {"step": step, **metrics}
+            self._lines.append(_csv_line([row.get(it, "") for it in self._columns]))
+
+    def save(self) -> None:
+        """Append the new lines: all of them, or none."""
+        data, self._lines = "".join(self._lines).encode(), []
+        with self._path.open("ab", buffering=0) as file:
+            size = file.tell()
+            if data and file.write(data) != len(data):
+                file.truncate(size)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def _rows(self) -> list[dict[str, str]]:
+        """Read the file without an incomplete last line."""
+        text = self._path.read_text() if self._path.exists() else ""
+        rows = csv.DictReader(io.StringIO(text[: text.rfind("\n") + 1]))
+        self._columns = list(rows.fieldnames or ["step"])
+        return [row for row in rows if (row.get("step") or "").isdecimal()]
+
+    def _rewrite(self, rows: list[dict[str, str]]) -> None:
+        cells = [[row.get(name) or "" for name in self._columns] for row in rows]
+        write_atomic(self._path, "".join(map(_csv_line, [self._columns, *cells])))
+
+
+def _csv_line(cells: Sequence[object]) -> str:
+    line = io.StringIO()
+    csv.writer(line, lineterminator="\n").writerow(cells)  # floats with all digits
+    return line.getvalue()
+
+
+class TensorBoardLogger(Logger):
+    """Writes ``tensorboard/`` with TensorBoard's writer; it hides steps after ``step``.
+
+    Not with torch's SummaryWriter: importing torch again takes seconds and 250 MB.
+    """
+
+    def __init__(self, run_dir: Path, step: int) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        self._event = Event
+        self._writer = EventFileWriter(str(run_dir / "tensorboard"))
+        self._add(step + 1, session_log={"status": "START"})  # purges those steps
+
+    def log_hyperparams(self, params: Mapping[str, Any]) -> None:
+        """Write the configuration as a text."""
+        text = "".join(f"    {name}: {value}\n" for name, value in params.items())
+        value = {
+            "tag": "config/text_summary",
+            "metadata": {"plugin_data": {"plugin_name": "text"}},
+            "tensor": {
+                "dtype": "DT_STRING",
+                "string_val": [text.encode()],
+                "tensor_shape": {"dim": [{"size": 1}]},
+            },
+        }
+        self._add(0, summary={"value": [value]})
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+        """Write one event with all values."""
+        values = [{"tag": k, "simple_value": v} for k, v in metrics.items()]
+        self._add(step, summary={"value": values})
+
+    def log_images(self, name: str, images: Images, step: int) -> None:
+        """Write each image as PNG, with its number in its tag."""
+        from PIL import Image
+
+        values = []
+        for i, image in enumerate(images):
+            png = io.BytesIO()
+            Image.fromarray(image[..., 0] if image.shape[-1] == 1 else image).save(
+                png, "png"
+            )
+            size = dict(
+                zip(("height", "width", "colorspace"), image.shape, strict=True)
+            )
+            shown = {**size, "encoded_image_string": png.getvalue()}
+            values.append({"tag": f"{name}/{i}", "image": shown})
+        self._add(step, summary={"value": values})
+
+    def save(self) -> None:
+        """Write all events to disk."""
+        self._writer.flush()
+
+    def finalize(self, status: Status) -> None:
+        """Close the file."""
+        del status
+        self._writer.close()
+
+    def _add(self, step: int, **event: Any) -> None:
+        self._writer.add_event(self._event(step=step, wall_time=time.time(), **event))
+
+
+class WandbLogger(Logger):
+    """Logs to Weights & Biases, or offline where that cannot be reached.
+
+    Args:
+        info: The run.
+        wandb_options: ``id``, ``name``, ``project``, ``group`` and ``tags``.
+        say: Prints a line on the screen.
+    """
+
+    INIT_SECONDS = 6
+    """How long the server may take to begin a run."""
+
+    SEND_SECONDS = 10
+    """How long `finalize` waits for the data to be sent."""
+
+    def __init__(
+        self,
+        info: RunInfo,
+        wandb_options: Mapping[str, Any],
+        say: Callable[[str], object],
+    ) -> None:
+        import wandb
+
+        self._wandb: Any = wandb
+        mode = wandb.setup().settings.mode
+        reason = f"as WANDB_MODE says ({mode})"
+        options = {
+            **wandb_options,
+            "dir": str(info.run_dir),
+            "config": dict(info.config),
+            "resume": "allow",
+            "settings": self._settings(),
+        }
+        run: Any = None
+        if mode in ("online", "run"):
+            try:
+                run = wandb.init(**options)
+            except Exception as error:
+                traceback.print_exc()
+                reason = (str(error) or type(error).__name__).splitlines()[0].strip(".")
+                wandb.teardown()  # its service would hold the run's id
+                options["mode"] = "offline"
+        self._run = run or wandb.init(**options)
+        if self._run.settings._offline:  # noqa: SLF001 - it has no other name
+            folder = self._run.settings.sync_dir.removeprefix(f"{os.getcwd()}/")
+            say(f"wandb: offline, {reason}; `wandb sync {folder}` sends it later")
+        elif self._run.url:
+            say(f"wandb: {self._run.url}")
+        # wandb's own step only rises; a resumed run may log a step again.
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
+
+    def _settings(self) -> Any:
+        """Return settings: quiet, and without a look at console, code and git."""
+        wanted = {
+            "quiet": True,
+            "silent": True,
+            "console": "off",
+            "disable_git": True,
+            "disable_code": True,
+            "save_code": False,
+            "symlink": False,  # ranks would overwrite each other's
+            "init_timeout": self.INIT_SECONDS,
+            "finish_timeout": self.SEND_SECONDS,
+            "stop_fn": lambda: None,  # the stop button in the browser has no effect
+            "x_stats_pid": os.getppid(),  # the rank, whose memory and GPU it shows
+            "x_save_requirements": False,
+            "x_transaction_log_flush_interval": 1.0,
+        }
+        known = getattr(self._wandb.Settings, "model_fields", wanted)
+        return self._wandb.Settings(**{k: v for k, v in wanted.items() if k in known})
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+        """Log the values."""
+        self._run.log({"step": step, **metrics})
+
+    def log_images(self, name: str, images: Images, step: int) -> None:
+        """Log the images."""
+        shown = [it[..., 0] if it.shape[-1] == 1 else it for it in images]
+        self._run.log({"step": step, name: [self._wandb.Image(it) for it in shown]})
+
+    def finalize(self, status: Status) -> None:
+        """Send the rest, for `SEND_SECONDS` at most."""
+        if status == "stopped":
+            self._run.mark_preempting()
+        exit_code = {"finished": 0, "stopped": 75, "failed": 1}[status]
+        self._run.finish(exit_code=exit_code)
+        self._wandb.teardown()
+
+
+BUILTIN: Mapping[str, type[Logger]] = {
+    "csv": CSVLogger,
+    "tensorboard": TensorBoardLogger,
+    "wandb": WandbLogger,
+}

@@ -1,0 +1,229 @@
+"""A process for each logger, which can slow down, hang or crash nothing but itself.
+
+A thread would not do: wandb replaces `sys.exit`, waits in `atexit` and signals the main
+thread. Nor would `multiprocessing`: its spawn runs the user's script again, its fork
+copies MPI and CUDA. So this is a new interpreter that reads pickled calls from a pipe.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import logging
+import os
+import pickle
+import queue
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import IO, Any
+
+from mpitrain.errors import UsageError
+from mpitrain.plugins import call_with_known, is_reference, load_reference
+from mpitrain.record.config import LogConfig
+from mpitrain.record.loggers.base import RunInfo, Status
+
+logger = logging.getLogger("mpitrain")
+
+MAX_WAITING = 100_000
+"""Calls that may wait for a logger: some 50 MB."""
+
+ORPHAN_SECONDS = 5.0
+"""How long a logger may take to end after its rank was killed."""
+
+MPI_VARIABLES = ("OMPI_", "PMIX_", "PMI_", "PRTE_")
+
+
+def refuse_missing(config: LogConfig) -> None:
+    """Check that the packages of ``--log`` are installed, without importing them.
+
+    Raises:
+        UsageError: One is not.
+    """
+    for name in ("tensorboard", "wandb"):
+        if name not in config.log:
+            continue
+        spec = importlib.util.find_spec(name)
+        if spec is None or spec.origin is None:  # a mere folder, such as wandb's own
+            raise UsageError(
+                f"--log {name}: the package {name} is not installed. Type: "
+                f"{sys.executable} -m pip install {name}"
+            )
+
+
+class LoggerProcess:
+    """Runs one logger in a process; none of its methods waits for it but `join`.
+
+    Args:
+        name: As in ``--log``.
+        info: The run.
+        wandb_options: For `WandbLogger`.
+        say: Prints a line on the screen.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        info: RunInfo,
+        wandb_options: Mapping[str, Any],
+        say: Callable[[str], object],
+    ) -> None:
+        self.name = name
+        self._first = (name, info, wandb_options)
+        self._log = info.run_dir / "logs" / f"loggers-{info.rank}.log"
+        self._say = say
+        self._queue: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._num_waiting = self._num_dropped = 0
+        self._is_disabled = False
+        self._process: subprocess.Popen[bytes] | None = None
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self.start = self._thread.start
+
+    def send(self, method: str, *calls: tuple[Any, ...]) -> None:
+        """Let the logger call a method for each tuple of arguments, or drop them."""
+        with self._lock:
+            if self._is_disabled:
+                return
+            if self._num_waiting + len(calls) <= MAX_WAITING:
+                self._num_waiting += len(calls)
+                self._queue.put((method, calls))
+                return
+            is_first = not self._num_dropped
+            self._num_dropped += len(calls)
+        if is_first:
+            logger.warning(
+                "--log %s takes no data, and %d points wait for it: more are dropped. "
+                "Training continues",
+                *(self.name, self._num_waiting),
+            )
+
+    def finalize(self, status: Status) -> None:
+        """Let the logger end after what was sent before."""
+        self._queue.put(("finalize", ((status,),)))
+
+    def join(self, seconds: float) -> bool:
+        """Wait for its end; return whether it has ended."""
+        self._thread.join(max(0.0, seconds))
+        return not self._thread.is_alive()
+
+    def close(self) -> None:
+        """Kill the process if it still runs; warn of points that are missing."""
+        with self._lock:
+            was_disabled, self._is_disabled = self._is_disabled, True
+        num, how = self._num_dropped, "was too slow"
+        if not self.join(0):
+            if self._process is not None:
+                self._process.kill()
+            num, how = num + self._num_waiting, "did not finish in time and was killed"
+        elif was_disabled or not num:
+            return
+        logger.warning("--log %s %s: %d points are missing", self.name, how, num)
+
+    def _run(self) -> None:
+        """Start the process and pass on the calls, in the thread."""
+        try:
+            self._process = process = self._spawn()
+            assert process.stdin is not None
+            listener = threading.Thread(target=self._listen, args=(process.stdout,))
+            listener.start()
+            with suppress(BrokenPipeError), process.stdin as pipe:
+                pickle.dump(self._first, pipe)
+                method = ""
+                while method != "finalize":
+                    pipe.flush()
+                    method, calls = self._queue.get()
+                    pickle.dump((method, calls), pipe)
+                    with self._lock:
+                        self._num_waiting -= len(calls)
+            status = process.wait()
+            listener.join()
+            if status:
+                self._disable(f"its process ended with status {status}")
+        except Exception as error:  # no process, or nothing that can be pickled
+            self._disable(f"{type(error).__name__}: {error}")
+
+    def _spawn(self) -> subprocess.Popen[bytes]:
+        kept = {k: v for k, v in os.environ.items() if not k.startswith(MPI_VARIABLES)}
+        code = f"import sys; sys.path[:] = {sys.path!r}; import {__name__} as process; "
+        self._log.parent.mkdir(parents=True, exist_ok=True)
+        with self._log.open("ab") as log:
+            return subprocess.Popen(
+                [sys.executable, "-c", f"{code}process.main()"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                env={"WANDB_ERROR_REPORTING": "false", **kept},
+                start_new_session=True,  # signals to the rank's group are not for it
+            )
+
+    def _listen(self, answers: IO[bytes]) -> None:
+        with answers:
+            for line in answers:
+                kind, text = json.loads(line)
+                (self._say if kind == "say" else self._disable)(text)
+
+    def _disable(self, reason: str) -> None:
+        with self._lock:
+            was_disabled, self._is_disabled = self._is_disabled, True
+        if not was_disabled:
+            logger.warning(
+                "--log %s failed and is disabled: %s (%s). Training continues",
+                *(self.name, reason, self._log),
+            )
+
+
+def main() -> None:
+    """Run one logger: calls come from stdin, answers go to stdout."""
+    messages = os.fdopen(os.dup(0), "rb")
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    # A process that the logger starts must not keep the rank's pipes open.
+    os.dup2(os.open(os.devnull, os.O_RDWR), 0)
+    os.dup2(2, 1)
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+
+    def answer(kind: str, text: str) -> None:
+        with suppress(OSError):  # the rank is gone
+            answers.write(json.dumps((kind, text)) + "\n")
+
+    try:
+        _serve(messages, lambda line: answer("say", line))
+    except BaseException as error:  # also `sys.exit` in a logger
+        answer("error", f"{type(error).__name__}: {error}")
+        with suppress(OSError):  # a full disk
+            traceback.print_exc()
+    os._exit(0)  # threads of the logger do not delay it
+
+
+def _serve(messages: IO[bytes], say: Callable[[str], object]) -> None:
+    name, info, wandb_options = pickle.load(messages)
+    known = {**vars(info), "info": info, "wandb_options": wandb_options, "say": say}
+    if is_reference(name):
+        kind = load_reference(name, "--log")
+    else:
+        from mpitrain.record.loggers.builtin import BUILTIN
+
+        kind = BUILTIN[name]
+    target = call_with_known(kind, known, f"--log {name}")
+    target.log_hyperparams(info.config)
+    method = ""
+    while method != "finalize":
+        try:
+            method, calls = pickle.load(messages)
+        except (EOFError, pickle.UnpicklingError):  # the rank failed or was killed
+            method, calls = "finalize", (("failed",),)
+        for arguments in calls:  # Lightning's loggers have no log_images
+            getattr(target, method, lambda *_: None)(*arguments)
+        if method != "finalize":
+            target.save()
+
+
+def _end_with(rank_pid: int) -> None:
+    while os.getppid() == rank_pid:
+        time.sleep(0.5)
+    time.sleep(ORPHAN_SECONDS)
+    os._exit(1)

@@ -1,0 +1,229 @@
+"""Jobs of a run, where their time went, and which rank the others waited for."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpitrain.record.reading import CutShort, RankJob, Run, TimedThroughput
+from mpitrain.train.metrics import COMMUNICATION, NUM_PHASES, OTHER, PHASES, UPDATE
+
+Floats = NDArray[np.float64]
+
+SAME_JOB_SECONDS = 60.0
+"""The ranks of a job write their first lines within this time."""
+
+STAGES = ("start", *PHASES)
+"""What a rank does in a job."""
+
+CATEGORIES = (
+    *("start", "data", "forward", "backward", "communication", "waiting"),
+    *("update", "evaluation", "checkpoint", "other"),
+)
+"""`STAGES` with *waiting* (for the last rank) apart from *communication* (after it)."""
+
+
+@dataclass(kw_only=True)
+class JobTimes:
+    """What the ranks of one job wrote."""
+
+    number: int
+    """From 1."""
+    world_size: int
+    began: float
+    """When the first process started, seconds since 1970."""
+    ended: float
+    """Time of the last line, seconds since 1970."""
+    ranks: dict[int, RankJob] = field(default_factory=dict)
+
+    @property
+    def num_nodes(self) -> int:
+        """Number of nodes whose ranks wrote something."""
+        return len({rank.node_rank for rank in self.ranks.values()})
+
+    @property
+    def seconds(self) -> float:
+        """Duration."""
+        return self.ended - self.began
+
+    def covers(self, time: float | None) -> bool:
+        """Return whether a time is within the job."""
+        return time is not None and self.began <= time <= self.ended + 1.0
+
+    def killed_ranks(self) -> list[int]:
+        """Return ranks without a line about their end, where most have one."""
+        cuts = self._cuts()
+        if len(cuts) <= self.world_size / 2:
+            return []
+        return [rank for rank in sorted(self.ranks) if rank not in cuts]
+
+    def missing_ranks(self) -> list[int]:
+        """Return ranks without a file: their nodes may not see the run folder."""
+        return [rank for rank in range(self.world_size) if rank not in self.ranks]
+
+    def failed_ranks(self) -> list[int]:
+        """Return the few ranks with a line about their end: they ended the others."""
+        cuts = list(self._cuts())
+        return cuts if len(cuts) <= len(self.ranks) / 2 else []
+
+    def hanging_ranks(self) -> list[int]:
+        """Return the few ranks for which all others waited when the job was ended."""
+        cuts = self._cuts()
+        phases = Counter(cut.phase for cut in cuts.values())
+        if not phases:
+            return []
+        # GPU ranks wait for the others in the update, by the gradient's norm.
+        most = max(phases, key=lambda it: (phases[it], it == COMMUNICATION))
+        others = [rank for rank, cut in cuts.items() if cut.phase != most]
+        waits = most in (COMMUNICATION, UPDATE)
+        return others if waits and len(others) <= len(cuts) / 2 else []
+
+    def _cuts(self) -> dict[int, CutShort]:
+        return {rank: it.cut for rank, it in self.ranks.items() if it.cut is not None}
+
+
+def jobs_of(run: Run) -> list[JobTimes]:
+    """Group what ranks wrote into jobs.
+
+    A new job begins where a rank writes its first line again, where the number of ranks
+    differs, or after `SAME_JOB_SECONDS`.
+    """
+    parts = [part for file in run.ranks.values() for part in file.jobs]
+    jobs: list[JobTimes] = []
+    first = 0.0
+    for part in sorted(parts, key=lambda it: it.time):
+        began = part.time - part.start_seconds
+        if (
+            not jobs
+            or part.rank in jobs[-1].ranks
+            or part.world_size != jobs[-1].world_size
+            or part.time > first + SAME_JOB_SECONDS
+        ):
+            first = part.time
+            job = JobTimes(
+                number=len(jobs) + 1,
+                world_size=part.world_size,
+                began=began,
+                ended=part.ended,
+            )
+            jobs.append(job)
+        job = jobs[-1]
+        job.ranks[part.rank] = part
+        job.began = min(job.began, began)
+        job.ended = max(job.ended, part.ended)
+    return jobs
+
+
+def phase_seconds(part: RankJob) -> Floats:
+    """Return the seconds of each phase in each line: `(lines, phases)`."""
+    return np.array([list(column) for column in part.seconds]).T.reshape(-1, NUM_PHASES)
+
+
+def load_seconds(part: RankJob) -> float:
+    """Return how long a rank took from its first line to its first step."""
+    if not len(part.ends):
+        return 0.0
+    in_first_line = sum(column[0] for column in part.seconds)
+    return max(0.0, part.ends[0] - part.time - in_first_line)
+
+
+def stage_seconds(part: RankJob) -> Floats:
+    """Return the seconds that a rank spent in each of `STAGES`: `(stages,)`.
+
+    Their sum is the time from the start of its process to its last line.
+    """
+    seconds = np.zeros(1 + NUM_PHASES)
+    seconds[0] = part.start_seconds + load_seconds(part)
+    seconds[1:] = phase_seconds(part).sum(0)
+    total = part.ended - part.time + part.start_seconds
+    if part.cut is not None:
+        left = max(0.0, total - seconds.sum())
+        seconds[1 + part.cut.phase] += min(part.cut.seconds, left)
+    seconds[1 + OTHER] += total - seconds.sum()
+    return seconds
+
+
+def seconds_by_category(
+    jobs: Sequence[JobTimes], paces: Sequence[TimedThroughput]
+) -> dict[str, float]:
+    """Return the seconds of jobs in each of `CATEGORIES`, mean over ranks."""
+    total = dict.fromkeys(CATEGORIES, 0.0)
+    for job in jobs:
+        if not job.ranks:
+            continue
+        of_ranks = np.array([stage_seconds(part) for part in job.ranks.values()])
+        means = dict(zip(STAGES, of_ranks.mean(0).tolist(), strict=True))
+        both = means.pop("communication")
+        hung = sum(
+            part.cut.seconds
+            for part in job.ranks.values()
+            if part.cut is not None and part.cut.phase == COMMUNICATION
+        ) / len(job.ranks)
+        hung = min(hung, both)
+        inside = [pace for pace in paces if job.covers(pace.time)]
+        waited = sum(pace.wait_seconds for pace in inside)
+        known = waited + sum(pace.communication_seconds for pace in inside)
+        means["waiting"] = hung + (both - hung) * (waited / known if known else 0.0)
+        means["communication"] = both - means["waiting"]
+        for name, seconds in means.items():
+            total[name] += seconds
+    return total
+
+
+@dataclass(frozen=True, kw_only=True)
+class Straggler:
+    """The rank that was most often the last to finish a step."""
+
+    rank: int
+    hostname: str
+    last_share: float
+    """Share of the steps in which it was the last."""
+    late_seconds: float
+    """How much later than the median rank, mean of those steps."""
+    late_share: float
+    """The same, as a share of the time of all steps."""
+    waited_share: float
+    """Share of the time of all steps that ranks waited, mean over ranks."""
+
+    @property
+    def is_significant(self) -> bool:
+        """Whether one rank causes the waiting, not a different one in each step."""
+        return self.late_share > 0.05 and self.last_share > 0.5
+
+
+def find_straggler(job: JobTimes, paces: Sequence[TimedThroughput]) -> Straggler | None:
+    """Return the slowest rank of a job; ``None`` if not known."""
+    inside = [pace for pace in paces if job.covers(pace.time) and pace.num_steps]
+    counts: Counter[int] = Counter()
+    for pace in inside:
+        if pace.slowest_rank >= 0:
+            counts[pace.slowest_rank] += pace.slowest_steps
+    if not counts or job.world_size < 2:
+        return None
+    ((rank, steps),) = counts.most_common(1)
+    total = sum(pace.seconds for pace in inside) or 1.0
+    late = sum(pace.late_seconds for pace in inside if pace.slowest_rank == rank)
+    return Straggler(
+        rank=rank,
+        hostname=job.ranks[rank].hostname if rank in job.ranks else "",
+        last_share=min(1.0, steps / sum(pace.num_steps for pace in inside)),
+        late_seconds=late / steps if steps else 0.0,
+        late_share=late / total,
+        waited_share=sum(it.wait_seconds for it in inside) / total,
+    )
+
+
+@dataclass(kw_only=True)
+class ReportedRun:
+    """A run, its jobs, and its colour."""
+
+    run: Run
+    colour: str
+    jobs: list[JobTimes] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.jobs = jobs_of(self.run)

@@ -1,0 +1,226 @@
+"""The text of the page: facts of a run, tables, and findings about ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+
+from mpitrain.record.reading import Run, TimedThroughput
+from mpitrain.tools.report.analysis import JobTimes, ReportedRun, find_straggler
+from mpitrain.train.metrics import PHASES
+from mpitrain.world import in_runs
+
+Row = tuple[str, ...]
+
+SILENT_SECONDS = 300.0
+"""A run that wrote nothing for so long may be dead."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Section:
+    """A table with a title, folded up unless it is open."""
+
+    title: str
+    rows: Sequence[Row]
+    head: Row = ()
+    note: str = ""
+    num_bold: int = 0
+    """So many rows are bold, from the first."""
+    is_open: bool = False
+
+
+def status_line(run: Run) -> str:
+    """Return when the run was read, and how old its last line is."""
+    text, at = f"as of {clock(run.read_at)}", run.changed_at()
+    if run.status == "running" and at is not None:
+        age = max(0.0, run.read_at - at)
+        text += f"; the last line is {duration(age)} old"
+        if age > SILENT_SECONDS:
+            text += ": the run may have been killed, or its disk may be full"
+    return text
+
+
+def summary(it: ReportedRun) -> dict[str, str]:
+    """Return what is most interesting of a run, by name; empty if not known."""
+    run, metrics = it.run, it.run.metrics
+    epochs, steps = metrics.epochs, metrics.steps
+    accuracies = [epoch.values.get("accuracy", math.nan) for epoch in epochs]
+    losses = [epoch.values.get("loss", epoch.train_loss) for epoch in epochs]
+    done = steps.step[-1] if len(steps.step) else 0
+    total = metrics.began[-1].total_steps if metrics.began else None
+    num_jobs = max(len(it.jobs), len(metrics.began), len(metrics.resumed) + 1)
+    seconds = sum(job.seconds for job in it.jobs)
+    num_samples = sum(pace.num_samples for pace in metrics.throughputs)
+    pace_seconds = sum(pace.seconds for pace in metrics.throughputs)
+    size, nodes = run.result.get("world_size"), run.result.get("num_nodes")
+    return {
+        "best validation accuracy": percent(
+            max(filter(math.isfinite, accuracies), default=math.nan), 2
+        ),
+        "last validation loss": number((losses or steps.loss or [math.nan])[-1]),
+        "test accuracy": percent(metrics.test.get("accuracy", math.nan), 2),
+        "steps": f"{done:,}" + (f" / {total:,}" if total and done < total else ""),
+        f"in {num_jobs} job{'s' * (num_jobs > 1)}": duration(seconds),
+        "samples/s": f"{num_samples / pace_seconds:,.0f}" if pace_seconds else "",
+        "ranks x nodes": f"{size} x {nodes}" if size else "",
+    }
+
+
+def tables(it: ReportedRun) -> list[Section]:
+    """Return the tables of one run: jobs, configuration, environment."""
+    from mpitrain.train.config import TrainConfig
+
+    jobs = [
+        (
+            f"{job.number}",
+            clock(job.began),
+            duration(job.seconds),
+            f"{job.world_size} x {job.num_nodes}",
+            f"{max([0, *(it.steps[-1] for it in job.ranks.values() if it.steps)]):,}",
+        )
+        for job in it.jobs
+    ]
+    defaults = {name: _text(it) for name, it in TrainConfig().as_plain("").items()}
+    config = [(name, _text(value)) for name, value in it.run.config.items()]
+    changed = [row for row in config if defaults.get(row[0]) != row[1]]
+    environment = []
+    for group, values in it.run.environment.items():
+        if isinstance(values, list):
+            values = {f"{i}": value for i, value in enumerate(values)}
+        if not isinstance(values, dict):
+            values = {"": values}
+        environment += [(f"{group} {name}", _text(of)) for name, of in values.items()]
+    return [
+        Section(
+            title="Jobs",
+            head=("job", "began", "duration", "ranks x nodes", "last step"),
+            rows=jobs,
+        ),
+        Section(
+            title="Configuration",
+            rows=[*changed, *(row for row in config if row not in changed)],
+            note=f"{len(changed)} of {len(config)} fields not at the default",
+            num_bold=len(changed),
+        ),
+        Section(title="Environment", rows=environment, note="of the last job"),
+    ]
+
+
+def comparison(runs: Sequence[ReportedRun]) -> list[Section]:
+    """Return the tables of several runs, side by side."""
+    results = [summary(it) for it in runs]
+    configs = [{k: _text(v) for k, v in it.run.config.items()} for it in runs]
+    found = []
+    for title, columns in (("Results", results), ("Configuration", configs)):
+        names = dict.fromkeys(name for column in columns for name in column)
+        rows = [(name, *(it.get(name, "") for it in columns)) for name in names]
+        if columns is configs:
+            rows = [row for row in rows if len(set(row[1:])) > 1]
+        head = ("", *(it.run.name for it in runs))
+        rows = [row for row in rows if any(row[1:])]
+        found.append(Section(title=title, head=head, rows=rows, is_open=True))
+    return found
+
+
+def findings(jobs: Sequence[JobTimes], paces: Sequence[TimedThroughput]) -> list[str]:
+    """Return sentences: whom ranks waited for, and how jobs were ended."""
+    found = []
+    for job in jobs:
+        where = f"job {job.number}: " if len(jobs) > 1 else ""
+        late = find_straggler(job, paces)
+        if late and late.is_significant:
+            found.append(
+                f"{where}{_rank(late.rank, job)} was the last in "
+                f"{percent(late.last_share)} of the steps, by "
+                f"{duration(late.late_seconds)}; ranks waited "
+                f"{percent(late.waited_share)} of the time"
+            )
+        elif late and len(jobs) == 1:
+            waited = percent(late.waited_share)
+            found.append(f"no straggler; ranks waited {waited} of the time for others")
+        ends = dict.fromkeys(job.failed_ranks(), "was")
+        ends |= dict.fromkeys(job.hanging_ranks(), "hung")
+        for rank, verb in [*ends.items()][:4]:
+            cut = job.ranks[rank].cut
+            assert cut is not None
+            where_in = f"{verb} in {PHASES[cut.phase]} for {duration(cut.seconds)}"
+            found.append(f"{where}at the end {_rank(rank, job)} {where_in}")
+        for ranks, reason in (
+            (job.killed_ranks(), "left no last line: killed, or stopped"),
+            (job.missing_ranks(), "left no file: can their nodes see this folder?"),
+        ):
+            if ranks:
+                name = _rank(ranks[0], job) if len(ranks) == 1 else in_runs(ranks)
+                found.append(f"{where}{name} {reason}")
+    return [text[0].upper() + text[1:] + "." for text in found]
+
+
+def duration(seconds: float) -> str:
+    """Write a duration with two digits or more.
+
+    >>> [duration(s) for s in (0.00012, 0.25, 2.5, 75, 3600 * 5 + 61, 86400 * 3)]
+    ['0.12 ms', '250 ms', '2.5 s', '1 min 15 s', '5 h 01 min', '3 d 0 h']
+    """
+    if seconds < 1:
+        return (
+            f"{1000 * seconds:.2g} ms" if seconds < 0.01 else f"{1000 * seconds:.0f} ms"
+        )
+    if seconds < 59.95:
+        return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if not hours:
+        return f"{minutes} min {rest:02} s"
+    return (
+        f"{hours} h {minutes:02} min"
+        if hours < 24
+        else f"{hours // 24} d {hours % 24} h"
+    )
+
+
+def percent(share: float, digits: int | None = None) -> str:
+    """Write a share.
+
+    >>> percent(0.714), percent(0.0123), percent(0.5, 2), percent(math.nan)
+    ('71 %', '1.2 %', '50.00 %', '')
+    """
+    if digits is None:
+        digits = 1 if share < 0.0995 else 0
+    return f"{100 * share:.{digits}f} %" if math.isfinite(share) else ""
+
+
+def number(value: float) -> str:
+    """Write a number shortly.
+
+    >>> number(0.123456), number(12345.6), number(0.00001234), number(math.nan)
+    ('0.1235', '12,346', '1.234e-05', '')
+    """
+    if not math.isfinite(value):
+        return ""
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
+def clock(seconds: float) -> str:
+    """Write a date and a local time."""
+    return datetime.fromtimestamp(seconds).astimezone().strftime("%Y-%m-%d %H:%M:%S")
+
+
+def _rank(rank: int, job: JobTimes) -> str:
+    part = job.ranks.get(rank)
+    return f"rank {rank}" + (f" ({part.hostname})" if part else "")
+
+
+def _text(value: object) -> str:
+    match value:
+        case None:
+            return "-"
+        case bool():
+            return "yes" if value else "no"
+        case Mapping():
+            return ", ".join(f"{name}: {_text(it)}" for name, it in value.items())
+        case float():
+            return f"{value:g}"
+        case _:
+            return str(value)
