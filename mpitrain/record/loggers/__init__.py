@@ -1,7 +1,7 @@
 """Loggers: where a training is logged besides its own record.
 
 `base` has the interface, `builtin` the loggers known by name, `process` runs each in a
-process of its own, and `dispatch` gives them the metrics of a training.
+process of its own, and `callback` gives them the metrics of a training.
 """
 
 from mpitrain.record.loggers.base import Logger, RunInfo
