@@ -113,7 +113,7 @@ def train(argv: Sequence[str]) -> int:
             run_dir if is_zero else None,
             config.time_limit_seconds,
             age_seconds(),
-            guard.watched.hear_term if guard.watched else None,
+            guard.watched.on_sigterm if guard.watched else None,
         )
         if run.warning and is_zero:
             logging.getLogger("mpitrain").warning(run.warning)

@@ -74,9 +74,9 @@ def settle(
         lambda: look(variables) if config.device != "cpu" else Sight(),
         "ask for GPUs",
     )
-    from mpitrain.mpi_backend.support import why_not_ours  # it imports torch
+    from mpitrain.torch_compat import python_backend_error  # it imports torch
 
-    why_not = why_not_ours()
+    why_not = python_backend_error()
     if world.num_nodes > 1 and config.backend == "auto" and not has_thread_multiple():
         why_not = why_not or "MPI was started without MPI_THREAD_MULTIPLE"
     host_backend, why_gloo = for_host_memory(config.backend, why_not)

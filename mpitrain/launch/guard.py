@@ -43,9 +43,9 @@ from mpitrain.launch.ending import (
     message,
 )
 from mpitrain.topology import start_mpi, wait_for_all
-from mpitrain.watchdog.center import HANG_STATUS
-from mpitrain.watchdog.page import State
-from mpitrain.watchdog.watched import Watched
+from mpitrain.watchdog.client import WatchdogClient
+from mpitrain.watchdog.coordinator import HANG_STATUS
+from mpitrain.watchdog.heartbeat import State
 from mpitrain.world import World, place
 
 if TYPE_CHECKING:
@@ -88,7 +88,9 @@ class Guard:
         on_end: Called on every rank that the watchdog is about to end.
     """
 
-    def __init__(self, comm: MPI.Intracomm, watched: Watched | None = None) -> None:
+    def __init__(
+        self, comm: MPI.Intracomm, watched: WatchdogClient | None = None
+    ) -> None:
         self.comm = comm
         self.watched = watched
         self.store: Store | None = None
@@ -324,7 +326,9 @@ def guarded(
     return guard
 
 
-def _leave_without_guard(error: BaseException, watched: Watched | None) -> NoReturn:
+def _leave_without_guard(
+    error: BaseException, watched: WatchdogClient | None
+) -> NoReturn:
     """Say what happened and end, without MPI; the launcher ends the others."""
     if watched is not None:
         watched.set_state(State.FAILING)
@@ -348,16 +352,16 @@ def _tell_foreign_library(library: str) -> None:
         time.sleep(3.0)  # this one's end in MPI_Init would end rank 0 before it speaks
 
 
-def _watch(start_timeout_seconds: float) -> Watched | None:
+def _watch(start_timeout_seconds: float) -> WatchdogClient | None:
     """Start the watchdog's process beside this one."""
     try:
-        watched = Watched(
+        watched = WatchdogClient(
             rank=launched_rank(os.environ),
             world_size=launched_size(os.environ),
             rank_variables=MPI_RANK_VARIABLES,
             launcher_sockets=launcher_sockets(os.environ),
             start_timeout_seconds=start_timeout_seconds,
-            obey=_obey_watchdog,
+            on_command=_obey_watchdog,
         )
     except OSError as error:
         print(f"warning: no watchdog: {error}", file=sys.stderr, flush=True)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 from mpitrain.launch import start
 from mpitrain.launch.guard import Guard
 from mpitrain.topology import as_world, wait_for_all
-from mpitrain.watchdog.page import State
+from mpitrain.watchdog.heartbeat import State
 from mpitrain.world import Node, World
 
 if TYPE_CHECKING:
@@ -154,7 +154,7 @@ class Parts:
         watched = self._guard.watched
         began, cpu_began = time.perf_counter(), time.process_time()
         if watched is not None:
-            watched.set_state(State.ASIDE)
+            watched.set_state(State.IDLE)
         wait_for_all(self._all)
         if watched is not None:
             watched.progress("awake again")

@@ -21,8 +21,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from mpitrain.errors import LeftEarly
-from mpitrain.mpi_backend.whereabouts import described
-from mpitrain.watchdog.words import Frame, call_in_words
+from mpitrain.mpi_backend.desync_report import format_positions
+from mpitrain.watchdog.report import Frame, describe_call
 from mpitrain.world import in_runs
 
 LOOK_SECONDS = 2.0
@@ -121,11 +121,11 @@ class Returned:
         main = sys._current_frames().get(threading.main_thread().ident or 0)  # noqa: SLF001
         stack = traceback.extract_stack(main)[::-1]
         frames = [Frame(f.filename, f.lineno or 0, f.name) for f in stack]
-        said = json.dumps([self._rank, call_in_words(frames)])
+        said = json.dumps([self._rank, describe_call(frames)])
         self._store.append(_WAITING_KEY, said + "\n")  # type: ignore[attr-defined]
         time.sleep(LOOK_SECONDS + 0.5)  # others find the same as late as that
         heard: dict[int, str] = self._heard(_WAITING_KEY)
-        where = described(self._names, dict.fromkeys(away, "returned") | heard)
+        where = format_positions(self._names, dict.fromkeys(away, "returned") | heard)
         return LeftEarly(f"{done(away)}, and others wait in a collective:\n{where}")
 
 

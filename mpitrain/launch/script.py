@@ -28,7 +28,7 @@ from mpitrain.launch.environ import script_variables
 from mpitrain.launch.guard import Guard, leave
 from mpitrain.launch.target import Asked, find_module, find_program, read_script
 from mpitrain.topology import all_or_none, wait_for_all
-from mpitrain.watchdog.page import State
+from mpitrain.watchdog.heartbeat import State
 from mpitrain.watchdog.process import COMMANDS, launchers_of, name_of
 from mpitrain.world import World
 

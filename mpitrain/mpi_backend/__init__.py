@@ -1,50 +1,50 @@
-"""torch.distributed over MPI, with the torch that everybody has.
+"""The torch.distributed backend ``mpi4py``, written in Python.
 
     import torch.distributed as dist
 
     dist.init_process_group("mpi4py")
 
-Torch finds it by its name where mpitrain is installed, and loads it when it is asked
-for; importing this module does the same.
+Torch finds the backend by its name where mpitrain is installed. Importing this module
+registers it, too.
 
-    backend     made by torch for each group, of `members`; `support`: which torch can
-    operations  what torch calls; `group` has what the ranks of a group share
-    line        the order of operations; `works`: what is handed out for one
-    on_node     collectives through shared memory: `board`; `sharing` makes one
-    over_mpi    collectives through MPI; `points`: messages
-    reductions  how tensors become one; `tensors`: in host memory, without gaps
-    failures    what goes wrong; `whereabouts`: who is missing
+    backend        the methods that torch calls; group: state of one process group
+    op_queue       runs operations in order; the Work objects that torch returns
+    on_node        collectives in shared memory; shared_buffer: its layout and barrier;
+                   shared_memory: creates it
+    inter_node     collectives through MPI; p2p: send and recv
+    reductions     how tensors are combined; tensors: contiguous tensors on the host
+    desync_report  which ranks are missing
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-from mpitrain.mpi_backend.works import teach_work
+from mpitrain.mpi_backend.errors import NAME
+from mpitrain.torch_compat import is_backend_registered, patch_work
 
 if TYPE_CHECKING:
     from mpitrain.mpi_backend.backend import MpiBackend
-
-NAME = "mpi4py"
-"""Under which torch knows it; the name ``mpi`` is torch's own."""
+    from mpitrain.torch_compat import DistributedBackendOptions
 
 
 def register() -> None:
-    """Tell torch of the backend. A second call does nothing."""
-    if NAME.upper() in dist.Backend._plugins:  # noqa: SLF001 - there is no question for it
-        return
-    teach_work()
-    dist.Backend.register_backend(
-        NAME, _create, extended_api=True, devices=["cpu", "cuda"]
-    )
+    """Register the backend with torch. A second call does nothing."""
+    if not is_backend_registered(NAME):
+        patch_work()
+        dist.Backend.register_backend(
+            NAME, _create, extended_api=True, devices=["cpu", "cuda"]
+        )
 
 
-def _create(opts: Any, options: object) -> MpiBackend:
-    from mpitrain.mpi_backend.backend import create
+def _create(
+    distributed_options: DistributedBackendOptions, options: object
+) -> MpiBackend:
+    from mpitrain.mpi_backend.backend import create  # it starts MPI
 
-    return create(opts, options)
+    return create(distributed_options, options)
 
 
 register()

@@ -1,45 +1,72 @@
-"""torch.distributed's backend ``mpi4py``: what torch asks for, in our own words.
+"""The backend's methods as torch calls them.
 
-Torch calls the methods of `MpiBackend` by their names, some of them in camel case
-(torch 2.15, PyBackend.hpp; torch/distributed/_nccl4py/backend.py shows the shape).
+Torch calls them by name, some in camel case (torch 2.15: Backend.hpp, PyBackend.hpp).
+Arguments that cannot work are refused before the operation starts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
-from torch._C._distributed_c10d import (
+import torch.distributed as dist
+from torch import Tensor
+
+from mpitrain.mpi_backend.desync_report import connect
+from mpitrain.mpi_backend.errors import NAME
+from mpitrain.mpi_backend.group import (
+    Group,
+    default_communicator,
+    subgroup_communicator,
+)
+from mpitrain.mpi_backend.op_queue import CoalescedWork, PendingWork
+from mpitrain.mpi_backend.reductions import Reduction, reduction_of
+from mpitrain.mpi_backend.tensors import (
+    HostTensors,
+    Tensors,
+    check_numel,
+    check_one_dtype,
+    split_evenly,
+    split_rows,
+)
+from mpitrain.torch_compat import (
+    AllgatherOptions,
     Backend,
+    DistributedBackendOptions,
     PrefixStore,
     Store,
-    _DistributedBackendOptions,
+    options_timeout,
+    set_options_timeout,
 )
 
-from mpitrain.mpi_backend import NAME, members
-from mpitrain.mpi_backend.group import Group
-from mpitrain.mpi_backend.operations import Operations
+Work = PendingWork | CoalescedWork | None
 
-_alive: set[Operations] = set()
-"""With TORCH_DISTRIBUTED_DEBUG=DETAIL torch wraps a backend and keeps its half in C++
-alone (torch 2.15): without the one in Python every method would be missing."""
+_alive: set[MpiBackend] = set()
+"""With TORCH_DISTRIBUTED_DEBUG=DETAIL torch wraps a backend and keeps its C++ half
+alone (torch 2.15); without the Python half every method would be missing."""
 
 
-class MpiBackend(Operations):
-    """The backend of one group of ranks.
+class MpiBackend(Backend):
+    """The backend of one group of ranks; its operations are collective over the group.
 
     Args:
-        group: The ranks and what they have in common.
-        options: Torch's, for groups that are split off.
-        store: Torch's of this group.
+        group: The ranks and what they share.
+        options: Torch's.
+        store: Torch's, of this group.
     """
 
     def __init__(self, group: Group, options: Backend.Options, store: Store) -> None:
-        super().__init__(group)
+        super().__init__(group.rank, group.size)
+        self._group = group
         self._options = options
         self._store = store
+        self._coalesced: list[PendingWork] | None = None
+        self._num_collectives = 0
         _alive.add(self)
+
+    # --- the backend ------------------------------------------------------------------
 
     def getBackendName(self) -> str:
         """Return its name."""
@@ -62,12 +89,12 @@ class MpiBackend(Operations):
 
     @property
     def supports_shrinking(self) -> bool:
-        """Whether ranks can be left out later."""
+        """Whether ranks can be removed."""
         return False
 
     @property
     def supports_reconfigure(self) -> bool:
-        """Whether other ranks can come later."""
+        """Whether ranks can be added."""
         return False
 
     @property
@@ -79,22 +106,25 @@ class MpiBackend(Operations):
     def _supports_time_estimate(self) -> bool:
         return False
 
+    def _set_sequence_number_for_group(self) -> None:
+        """Begin to count; all ranks count from 0."""
+
     def _get_sequence_number_for_group(self) -> int:
-        """Return how many collectives this rank has begun."""
-        return self._group.line.number
+        """Return the number of collectives called; torch compares it over ranks."""
+        return self._num_collectives
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Set how long an operation may take, from the next one on."""
-        self._group.set_timeout(timeout.total_seconds())
+        self._group.timeout_seconds = timeout.total_seconds()
 
     def shutdown(self) -> None:
-        """Finish what was asked for, in a moment, and free the communicators."""
+        """Finish submitted operations, in a moment, and free the communicators."""
         self._group.close()
         _alive.discard(self)
 
     def abort(self) -> None:
-        """Let go of everything without waiting for others."""
-        self._group.abandon()
+        """Free everything without waiting for others."""
+        self._group.abort()
         _alive.discard(self)
 
     def eager_connect_single_device(self, device: torch.device | None) -> None:
@@ -103,9 +133,9 @@ class MpiBackend(Operations):
     def split(
         self, _: object, ranks: Sequence[int], options: Backend.Options | None
     ) -> MpiBackend | None:
-        """Make a group of some of these ranks.
+        """Create a group of some of these ranks.
 
-        Collective over the new group.
+        Collective over the new group; returns ``None`` on other ranks.
         """
         ranks = list(ranks)
         if self.rank() not in ranks:
@@ -117,32 +147,354 @@ class MpiBackend(Operations):
             )
         options.global_ranks_in_group = [parents[rank] for rank in ranks]
         name = options.group_name or f"{self._group.name} split"
-        seconds = options._timeout.total_seconds()  # noqa: SLF001 - its only name
         store = PrefixStore(name, self._store)
-        place = ranks.index(self.rank())
-        members.meet(store, place, options.global_ranks_in_group, name, seconds)
-        comm = members.some_ranks(options.global_ranks_in_group, name)
-        group = Group(comm, name, options.global_ranks_in_group, seconds, store)
-        return MpiBackend(group, options, store)
+        return _connected(
+            store,
+            ranks.index(self.rank()),
+            options.global_ranks_in_group,
+            name,
+            options,
+        )
+
+    # --- reductions -------------------------------------------------------------------
+
+    def allreduce(self, tensors: Tensors, opts: dist.AllreduceOptions) -> Work:
+        """Combine each tensor over all ranks, in place."""
+        if tensors[0].is_sparse:
+            return self.allreduce_sparse(tensors, opts)
+        check_one_dtype(tensors, "all_reduce")
+        reduction = self._reduction(opts, tensors[0])
+        host = HostTensors(tensors)
+
+        def action(deadline: float) -> None:
+            for flat in host.flat:
+                self._group.all_reduce(flat, reduction, deadline)
+            host.write_back()
+
+        return self._start(action, tensors, opts)
+
+    def allreduce_coalesced(
+        self, tensors: Tensors, opts: dist.AllreduceCoalescedOptions
+    ) -> Work:
+        """Combine many tensors over all ranks, in place, as if they were one."""
+        check_one_dtype(tensors, "all_reduce")
+        reduction = self._reduction(opts, tensors[0])
+        host = HostTensors(tensors)
+
+        def action(deadline: float) -> None:
+            whole = torch.cat(host.flat)
+            self._group.all_reduce(whole, reduction, deadline)
+            parts = torch.split(whole, [flat.numel() for flat in host.flat])
+            for flat, part in zip(host.flat, parts, strict=True):
+                flat.copy_(part)
+            host.write_back()
+
+        return self._start(action, tensors, opts)
+
+    def allreduce_sparse(self, tensors: Tensors, opts: dist.AllreduceOptions) -> Work:
+        """Add sparse tensors over all ranks, in place."""
+        (tensor,) = tensors
+        if self._reduction(opts, tensor).name != "SUM":
+            raise ValueError("mpi4py: sparse tensors can only be summed")
+        own = tensor.coalesce()
+
+        def action(deadline: float) -> None:
+            tensor.copy_(self._group.all_reduce_sparse(own, deadline))
+
+        return self._start(action, tensors, opts)
+
+    def reduce(self, tensors: Tensors, opts: dist.ReduceOptions) -> Work:
+        """Combine a tensor over all ranks into that of one."""
+        reduction = self._reduction(opts, tensors[0])
+        host, root = HostTensors(tensors), opts.rootRank
+
+        def action(deadline: float) -> None:
+            self._group.reduce(host.flat[0], root, reduction, deadline)
+            if self.rank() == root:
+                host.write_back()
+
+        return self._start(action, tensors, opts)
+
+    def reduce_scatter(
+        self, outputs: Tensors, inputs: list[Tensors], opts: dist.ReduceScatterOptions
+    ) -> Work:
+        """Combine a list's tensors over all ranks; each rank keeps its own."""
+        check_one_dtype([*outputs, *inputs[0]], "reduce_scatter")
+        reduction = self._reduction(opts, outputs[0])
+        out, given = HostTensors(outputs, read=False), HostTensors(inputs[0])
+        self._check_length(inputs[0], "reduce_scatter")
+        check_numel(outputs[0], inputs[0][self.rank()].numel(), "reduce_scatter")
+
+        def action(deadline: float) -> None:
+            self._group.reduce_scatter(out.flat[0], given.flat, reduction, deadline)
+            out.write_back()
+
+        return self._start(action, outputs, opts)
+
+    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any) -> Work:
+        """Combine a tensor over all ranks; each rank keeps its part."""
+        return self.reduce_scatter_single_coalesced([output], [input], opts)
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: Tensors, inputs: Tensors, opts: dist.ReduceScatterOptions
+    ) -> Work:
+        """Combine tensors over all ranks; each rank keeps its part of each."""
+        check_one_dtype([*outputs, *inputs], "reduce_scatter")
+        reduction = self._reduction(opts, outputs[0])
+        out, given = HostTensors(outputs, read=False), HostTensors(inputs)
+        parts = [split_evenly(f, self.size(), "reduce_scatter") for f in given.flat]
+        for output, by_rank in zip(outputs, parts, strict=True):
+            check_numel(output, by_rank[0].numel(), "reduce_scatter")
+
+        def action(deadline: float) -> None:
+            for flat, by_rank in zip(out.flat, parts, strict=True):
+                self._group.reduce_scatter(flat, by_rank, reduction, deadline)
+            out.write_back()
+
+        return self._start(action, outputs, opts)
+
+    # --- bytes ------------------------------------------------------------------------
+
+    def broadcast(self, tensors: Tensors, opts: dist.BroadcastOptions) -> Work:
+        """Give all ranks the tensors of one."""
+        root = opts.rootRank
+        host = HostTensors(tensors, read=self.rank() == root)
+
+        def action(deadline: float) -> None:
+            for flat in host.bytes:
+                self._group.transport.broadcast(flat, root, deadline)
+            if self.rank() != root:
+                host.write_back()
+
+        return self._start(action, tensors, opts)
+
+    def allgather(self, outputs: list[Tensors], inputs: Tensors, opts: Any) -> Work:
+        """Give all ranks the tensors of all, as lists."""
+        return self._all_gather(outputs, inputs, outputs[0], opts)
+
+    def allgather_coalesced(
+        self, outputs: list[Tensors], inputs: Tensors, opts: AllgatherOptions
+    ) -> Work:
+        """Give all ranks the tensors of all; the outer list is over ranks."""
+        by_tensor: list[Tensors] = [
+            list(tensors) for tensors in zip(*outputs, strict=True)
+        ]
+        results = [tensor for tensors in outputs for tensor in tensors]
+        return self._all_gather(by_tensor, inputs, results, opts)
+
+    def _all_gather(
+        self, outputs: list[Tensors], inputs: Tensors, results: Tensors, opts: Any
+    ) -> Work:
+        for tensors in outputs:
+            self._check_length(tensors, "all_gather")
+        out = [HostTensors(tensors, read=False) for tensors in outputs]
+        given = HostTensors(inputs)
+
+        def action(deadline: float) -> None:
+            for host, flat in zip(out, given.bytes, strict=True):
+                self._group.transport.all_gather(host.bytes, flat, deadline)
+                host.write_back()
+
+        return self._start(action, results, opts)
+
+    def all_gather_single(
+        self, output: Tensor, input: Tensor, opts: AllgatherOptions
+    ) -> Work:
+        """Give all ranks the tensors of all, concatenated."""
+        return self.all_gather_single_coalesced([output], [input], opts)
+
+    def all_gather_single_coalesced(
+        self, outputs: Tensors, inputs: Tensors, opts: AllgatherOptions
+    ) -> Work:
+        """Give all ranks several tensors of all, each concatenated."""
+        out, given = HostTensors(outputs, read=False), HostTensors(inputs)
+        parts = [split_evenly(f, self.size(), "all_gather") for f in out.bytes]
+
+        def action(deadline: float) -> None:
+            for by_rank, flat in zip(parts, given.bytes, strict=True):
+                self._group.transport.all_gather(by_rank, flat, deadline)
+            out.write_back()
+
+        return self._start(action, outputs, opts)
+
+    def gather(
+        self, outputs: list[Tensors], inputs: Tensors, opts: dist.GatherOptions
+    ) -> Work:
+        """Give one rank the tensors of all."""
+        root, given = opts.rootRank, HostTensors(inputs)
+        is_root = self.rank() == root
+        if is_root:
+            self._check_length(outputs[0], "gather")
+        out = HostTensors(outputs[0], read=False) if is_root else None
+
+        def action(deadline: float) -> None:
+            found = out.bytes if out else None
+            self._group.transport.gather(found, given.bytes[0], root, deadline)
+            if out:
+                out.write_back()
+
+        return self._start(action, outputs[0] if is_root else [], opts)
+
+    def scatter(
+        self, outputs: Tensors, inputs: list[Tensors], opts: dist.ScatterOptions
+    ) -> Work:
+        """Give each rank one tensor of a list that one rank has."""
+        root, out = opts.rootRank, HostTensors(outputs, read=False)
+        is_root = self.rank() == root
+        if is_root:
+            self._check_length(inputs[0], "scatter")
+        given = HostTensors(inputs[0]) if is_root else None
+
+        def action(deadline: float) -> None:
+            parts = given.bytes if given else None
+            self._group.transport.scatter(out.bytes[0], parts, root, deadline)
+            out.write_back()
+
+        return self._start(action, outputs, opts)
+
+    def alltoall(
+        self, outputs: Tensors, inputs: Tensors, opts: dist.AllToAllOptions
+    ) -> Work:
+        """Give each rank the tensor that each rank has for it."""
+        self._check_length(inputs, "all_to_all")
+        self._check_length(outputs, "all_to_all")
+        out, given = HostTensors(outputs, read=False), HostTensors(inputs)
+
+        def action(deadline: float) -> None:
+            self._group.transport.all_to_all(out.bytes, given.bytes, deadline)
+            out.write_back()
+
+        return self._start(action, outputs, opts)
+
+    def all_to_all_single(
+        self,
+        output: Tensor,
+        input: Tensor,
+        output_sizes: Sequence[int],
+        input_sizes: Sequence[int],
+        opts: dist.AllToAllOptions,
+    ) -> Work:
+        """Give each rank the rows that each rank has for it."""
+        out, given = HostTensors([output], read=False), HostTensors([input])
+        size = self.size()
+        received = split_rows(out.flat[0], output.shape, output_sizes, size)
+        sent = split_rows(given.flat[0], input.shape, input_sizes, size)
+
+        def action(deadline: float) -> None:
+            self._group.transport.all_to_all(
+                [part.view(torch.uint8) for part in received],
+                [part.view(torch.uint8) for part in sent],
+                deadline,
+            )
+            out.write_back()
+
+        return self._start(action, [output], opts)
+
+    # --- messages ---------------------------------------------------------------------
+
+    def send(self, tensors: Tensors, to: int, tag: int) -> Work:
+        """Send a tensor to one rank."""
+        return self._coalesce(self._group.p2p.send(tensors[0], to, tag))
+
+    def recv(self, tensors: Tensors, source: int, tag: int) -> Work:
+        """Receive a tensor from one rank."""
+        return self._coalesce(self._group.p2p.receive(tensors[0], source, tag))
+
+    def recv_anysource(self, tensors: Tensors, tag: int) -> Work:
+        """Receive a tensor from any rank."""
+        return self._coalesce(self._group.p2p.receive(tensors[0], None, tag))
+
+    # --- waiting ----------------------------------------------------------------------
+
+    def barrier(self, opts: dist.BarrierOptions) -> Work:
+        """Wait for all ranks."""
+        return self._start(self._group.transport.barrier, [], opts)
+
+    def monitored_barrier(
+        self, opts: dist.BarrierOptions, wait_all_ranks: bool = False
+    ) -> None:
+        """Wait for all ranks, and name those that are missing."""
+        del wait_all_ranks  # all that are missing are named in any case
+        seconds: float = opts.timeout.total_seconds()  # with 0, all must be there now
+        timeout = seconds if seconds >= 0 else None
+        self._group.queue.run(self._group.transport.barrier, timeout)
+
+    def start_coalescing(self) -> None:
+        """Make one work of all operations up to `end_coalescing`."""
+        self._coalesced = []
+
+    def end_coalescing(self) -> Work:
+        """Return the work of all operations since `start_coalescing`."""
+        works, self._coalesced = self._coalesced or [], None
+        return CoalescedWork(works)
+
+    def _start(
+        self, action: Callable[[float], None], results: Tensors, opts: Any
+    ) -> Work:
+        """Run an operation, or submit it if torch asks for an asynchronous one."""
+        self._num_collectives += 1
+        seconds: float | None = opts.timeout.total_seconds()
+        if seconds is not None and seconds <= 0:
+            seconds = None  # the group's
+        if opts.asyncOp or self._coalesced is not None:
+            return self._coalesce(self._group.queue.submit(action, results, seconds))
+        self._group.queue.run(action, seconds)
+        return None
+
+    def _coalesce(self, work: PendingWork) -> PendingWork:
+        if self._coalesced is not None:
+            self._coalesced.append(work)
+        return work
+
+    def _reduction(self, opts: Any, tensor: Tensor) -> Reduction:
+        return reduction_of(opts.reduceOp, tensor.dtype, self.size())
+
+    def _check_length(self, tensors: Tensors, name: str) -> None:
+        if len(tensors) != self.size():
+            raise ValueError(
+                f"mpi4py: {name}: {len(tensors)} tensors for {self.size()} ranks; "
+                "expected one for each"
+            )
 
 
-def create(opts: _DistributedBackendOptions, options: object) -> MpiBackend:
-    """Make the backend of a group, for torch.
+def create(
+    distributed_options: DistributedBackendOptions, options: object
+) -> MpiBackend:
+    """Create the backend of a group, for torch.
 
     Collective over the group.
     """
-    ours = options if isinstance(options, Backend.Options) else None
-    if ours is None:
-        ours = Backend.Options(NAME, timeout=opts.timeout)
-    ours._timeout = opts.timeout  # noqa: SLF001 - its only name
-    ours.global_ranks_in_group = opts.global_ranks_in_group
-    ours.group_name = opts.group_id
-    seconds = opts.timeout.total_seconds()
-    ranks = list(opts.global_ranks_in_group) or list(range(opts.group_size))
-    members.meet(opts.store, opts.group_rank, ranks, opts.group_id, seconds)
-    if opts.global_ranks_in_group:
-        comm = members.some_ranks(opts.global_ranks_in_group, opts.group_id)
+    given = distributed_options
+    if not isinstance(options, Backend.Options):
+        options = Backend.Options(NAME, timeout=given.timeout)
+    set_options_timeout(options, given.timeout)
+    options.global_ranks_in_group = given.global_ranks_in_group
+    options.group_name = given.group_id
+    ranks = list(given.global_ranks_in_group)
+    return _connected(
+        given.store,
+        given.group_rank,
+        ranks or list(range(given.group_size)),
+        given.group_id,
+        options,
+        is_default=not ranks,
+    )
+
+
+def _connected(
+    store: Store,
+    rank: int,
+    ranks: list[int],
+    name: str,
+    options: Backend.Options,
+    *,
+    is_default: bool = False,
+) -> MpiBackend:
+    """Create a backend once all its ranks have arrived. Collective over them."""
+    seconds = options_timeout(options).total_seconds()
+    connect(store, rank, ranks, name, seconds)
+    if is_default:
+        comm = default_communicator(rank, len(ranks))
     else:
-        comm = members.all_ranks(opts.group_rank, opts.group_size)
-    group = Group(comm, opts.group_id, ranks, seconds, opts.store)
-    return MpiBackend(group, ours, opts.store)
+        comm = subgroup_communicator(ranks, name)
+    return MpiBackend(Group(comm, name, ranks, seconds, store), options, store)

@@ -1,50 +1,57 @@
-"""What the ranks of one torch group have in common."""
+"""The state of one process group: its communicator, transport, queue and messages."""
 
 from __future__ import annotations
 
 import logging
 import time
+import zlib
 from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from mpi4py import MPI
-from torch._C._distributed_c10d import Store
+from torch import Tensor
 
-from mpitrain.mpi_backend.failures import GroupError
-from mpitrain.mpi_backend.line import Line
-from mpitrain.mpi_backend.on_node import OnNode
-from mpitrain.mpi_backend.over_mpi import OverMpi, has_given_up
-from mpitrain.mpi_backend.points import Points
+from mpitrain.errors import TopologyError
+from mpitrain.mpi_backend.desync_report import desync_report
+from mpitrain.mpi_backend.errors import GroupError
+from mpitrain.mpi_backend.inter_node import MpiCollectives, has_abandoned
+from mpitrain.mpi_backend.on_node import NodeCollectives
+from mpitrain.mpi_backend.op_queue import OpQueue
+from mpitrain.mpi_backend.p2p import P2P
 from mpitrain.mpi_backend.reductions import Reduction
-from mpitrain.mpi_backend.sharing import share_memory
-from mpitrain.mpi_backend.tensors import in_line
-from mpitrain.mpi_backend.whereabouts import tell
-from mpitrain.topology import has_thread_multiple
+from mpitrain.mpi_backend.shared_memory import create_shared_buffer
+from mpitrain.mpi_backend.tensors import Tensors, flatten
+from mpitrain.topology import has_thread_multiple, working_ranks
+from mpitrain.torch_compat import Store
 
-SPINS = 200
-"""How often a rank with a core of its own looks before it sleeps: some 0.1 ms, in which
-it sees the others at once; to be woken costs some 50 us."""
+MAX_SPINS = 200
+"""How often a rank with its own core polls before it sleeps: some 0.1 ms. A wake-up
+costs some 50 us."""
+
+_NUM_TAGS = 32768
+"""Every MPI library has as many (MPI 4.1, 9.1.2)."""
 
 logger = logging.getLogger("mpitrain")
 
 
 class Group:
-    """The ranks of one group: their communicator, their memory, their operations.
+    """The ranks of one group.
 
     Collective over `comm`.
 
     Args:
         comm: The ranks, in the group's order; freed by `close`.
         name: Torch's name of the group.
-        ranks: Those of its members in the default group, for messages.
+        ranks: Its members as ranks of the default group, for messages.
         timeout_seconds: How long an operation may take.
-        store: Torch's of this group, to say who is missing.
+        store: Torch's store of the group.
 
     Attributes:
-        road: By which bytes go: shared memory where all ranks are on one node.
-        line: The order of operations.
-        points: Messages between two ranks.
+        transport: Moves the data: shared memory if all ranks are on one node, or MPI.
+        queue: Runs the operations in order.
+        p2p: Messages between two ranks.
     """
 
     def __init__(
@@ -55,7 +62,6 @@ class Group:
         timeout_seconds: float,
         store: Store,
     ) -> None:
-        self.comm = comm
         self.rank: int = comm.rank
         self.size: int = comm.size
         self.name = name
@@ -63,109 +69,85 @@ class Group:
         if not has_threads and self.rank == 0:
             logger.warning(
                 "MPI was started without MPI_THREAD_MULTIPLE: asynchronous operations "
-                "are done where they are asked for"
+                "block until they are done"
             )
-        self._mpi = OverMpi(comm)
-        self.line = Line(
+        self._comms = [comm]
+        self._mpi = MpiCollectives(comm)
+        self.queue = OpQueue(
             f"group {name}",
             timeout_seconds,
             has_thread=has_threads,
-            on_failure=self._say_what_failed,
+            on_failure=self._on_failure,
         )
         self._store = store
-        self._names = names = [f"rank {rank}" for rank in ranks]
-        self.points = Points(comm, names, timeout_seconds, has_thread=has_threads)
-        self._across: OverMpi | None = None
-        self._node = self._share_memory(names, timeout_seconds)
-        is_one_node = self._node is not None and self._node.size == self.size
-        self.road: OnNode | OverMpi = self._mpi
-        if self._node is not None and is_one_node:
-            self.road = self._node
+        self._names = [f"rank {rank}" for rank in ranks]
+        self.p2p = P2P(comm, self._names, timeout_seconds, has_thread=has_threads)
+        self._node = self._create_node_collectives(timeout_seconds)
+        self.transport: NodeCollectives | MpiCollectives = self._mpi
+        if self._node is not None and self._node.size == self.size:
+            self.transport = self._node
 
-    def _share_memory(self, names: list[str], seconds: float) -> OnNode | None:
-        """Make the nodes' boards, and join those ranks that reduce over nodes.
+    def _create_node_collectives(self, seconds: float) -> NodeCollectives | None:
+        """Create the nodes' shared memory, and join the ranks that reduce over nodes.
 
-        Collective over the group.
-
-        Returns:
-            What ranks of a node do together; ``None`` on every rank where some node has
-            no memory to share, or no node has two ranks.
+        Returns ``None`` on every rank if the group is to use MPI alone.
         """
         deadline = time.monotonic() + seconds
 
-        def tell_all(value: object) -> list[Any]:
-            return self._mpi.tell_all(value, deadline)
+        def allgather(value: object) -> list[Any]:
+            return self._mpi.allgather_json(value, deadline)
 
-        shared = share_memory(tell_all, self.rank, names, logger.warning)
-        if shared is None:
+        memory = create_shared_buffer(allgather, self.rank, self._names, logger.warning)
+        if memory is None:
             return None
-        board = shared.board
-        # A rank without a core of its own would take it from those it waits for.
-        board.spins = SPINS if shared.num_cores >= board.size else 2
-        if len(shared.sizes) == 1:
-            return OnNode(board)
-        num_pieces = min(shared.sizes)
-        reduces = board.local_rank < num_pieces
-        color = board.local_rank if reduces else MPI.UNDEFINED
-        joined = cast("MPI.Intracomm", self.comm.Split(color, key=self.rank))
-        across = None
-        if joined != MPI.COMM_NULL:
-            self._across = OverMpi(joined)
-            across = self._across.across
-        return OnNode(board, num_pieces=num_pieces, across=across)
+        buffer = memory.buffer
+        # A rank without its own core would take it from those it waits for.
+        buffer.max_spins = MAX_SPINS if memory.num_cores >= buffer.size else 2
+        if len(memory.node_sizes) == 1:
+            return NodeCollectives(buffer)
+        num_reducers = min(memory.node_sizes)
+        is_reducer = buffer.local_rank < num_reducers
+        color = buffer.local_rank if is_reducer else MPI.UNDEFINED
+        comm = cast("MPI.Intracomm", self._comms[0].Split(color, key=self.rank))
+        inter_node_reduce = None
+        if comm != MPI.COMM_NULL:
+            self._comms.append(comm)
+            inter_node_reduce = MpiCollectives(comm).all_reduce_wide
+        return NodeCollectives(
+            buffer, num_reducers=num_reducers, inter_node_reduce=inter_node_reduce
+        )
 
-    def all_reduce(
-        self, flat: torch.Tensor, reduction: Reduction, deadline: float
-    ) -> None:
-        """Combine a tensor over all ranks, in place; ``(N,)``.
-
-        Collective over the group.
-        """
+    def all_reduce(self, flat: Tensor, reduction: Reduction, deadline: float) -> None:
+        """Combine a tensor ``(N,)`` over all ranks, in place."""
         reduction.prepare(flat)
-        road = self._node or self._mpi
-        road.all_reduce(flat, reduction, self.size, deadline)
+        transport = self._node or self._mpi
+        transport.all_reduce(flat, reduction, deadline)
 
     def reduce(
-        self, flat: torch.Tensor, root: int, reduction: Reduction, deadline: float
+        self, flat: Tensor, root: int, reduction: Reduction, deadline: float
     ) -> None:
-        """Combine a tensor over all ranks into that of one; ``(N,)``.
-
-        Collective over the group.
-        """
-        if reduction.factor is not None:
-            own = flat.clone()
-            reduction.prepare(own)
-            self.road.reduce(own, root, reduction, self.size, deadline)
-            if self.rank == root:
-                flat.copy_(own)
-        else:
-            self.road.reduce(flat, root, reduction, self.size, deadline)
+        """Combine a tensor ``(N,)`` over all ranks into that of `root`."""
+        given = flat if reduction.factor is None else flat.clone()
+        reduction.prepare(given)
+        self.transport.reduce(given, root, reduction, deadline)
+        if given is not flat and self.rank == root:
+            flat.copy_(given)
 
     def reduce_scatter(
-        self,
-        out: torch.Tensor,
-        inputs: Sequence[torch.Tensor],
-        reduction: Reduction,
-        deadline: float,
+        self, out: Tensor, inputs: Tensors, reduction: Reduction, deadline: float
     ) -> None:
-        """Combine, for every rank, the tensors that all others have for it.
-
-        Collective over the group.
-        """
+        """Combine, for every rank, the tensors that all ranks have for it."""
         if reduction.factor is not None:
             inputs = [part.clone() for part in inputs]
             for part in inputs:
                 reduction.prepare(part)
-        self.road.reduce_scatter(out, inputs, reduction, deadline)
+        self.transport.reduce_scatter(out, inputs, reduction, deadline)
 
-    def add_sparse(self, own: torch.Tensor, deadline: float) -> torch.Tensor:
-        """Return the sum of a sparse tensor over all ranks.
-
-        Collective over the group.
-        """
+    def all_reduce_sparse(self, own: Tensor, deadline: float) -> Tensor:
+        """Return the sum of a coalesced sparse tensor over all ranks."""
         indices, values = own.indices().contiguous(), own.values().contiguous()
         counts = torch.empty(self.size, dtype=torch.int64)
-        self.road.all_gather(
+        self.transport.all_gather(
             list(counts.view(torch.uint8).chunk(self.size)),
             torch.tensor([indices.shape[1]]).view(torch.uint8),
             deadline,
@@ -173,9 +155,9 @@ class Group:
         found = []
         for part in (indices.t().contiguous(), values):
             parts = [part.new_empty((n, *part.shape[1:])) for n in counts.tolist()]
-            self.road.all_gather(
-                [in_line(one).view(torch.uint8) for one in parts],
-                in_line(part).view(torch.uint8),
+            self.transport.all_gather(
+                [flatten(one).view(torch.uint8) for one in parts],
+                flatten(part).view(torch.uint8),
                 deadline,
             )
             found.append(torch.cat(parts))
@@ -184,45 +166,109 @@ class Group:
         )
         return total.coalesce()
 
-    def _say_what_failed(self, error: BaseException, number: int) -> str:
-        """Tell the others; return what they say, where MPI does not know them."""
-        why = str(error) or type(error).__name__
+    def _on_failure(self, error: BaseException, number: int) -> str:
+        """Tell the others of the node; between nodes return the ranks' positions."""
+        text = str(error) or type(error).__name__
         if self._node is not None:
-            self._node.board.leave(why)
-        if self.road is self._node or not isinstance(error, GroupError):
+            self._node.buffer.mark_failed(text)
+        if self.transport is self._node or not isinstance(error, GroupError):
             return ""
-        where = f"operation {number} of the group: {why.splitlines()[0]}"
-        return tell(self._store, self.rank, self._names, where)
+        position = f"operation {number} of the group: {text.splitlines()[0]}"
+        return desync_report(self._store, self.rank, self._names, position)
 
     @property
     def timeout_seconds(self) -> float:
         """How long an operation may take."""
-        return self.line.timeout_seconds
+        return self.queue.timeout_seconds
 
-    def set_timeout(self, seconds: float) -> None:
-        """Set how long an operation may take."""
-        self.line.timeout_seconds = self.points.timeout_seconds = seconds
+    @timeout_seconds.setter
+    def timeout_seconds(self, seconds: float) -> None:
+        self.queue.timeout_seconds = self.p2p.timeout_seconds = seconds
 
     def close(self) -> None:
-        """Finish what was asked for, in a moment, and free communicators and memory.
+        """Finish submitted operations, in a moment, and free communicators and memory.
 
-        What is not done by then keeps them: others may never come for it.
+        Operations that are not done by then keep them: other ranks may never come.
         """
-        if self.line.close():
-            self.abandon()
+        if self.queue.close():
+            self.abort()
 
-    def abandon(self) -> None:
-        """Free memory and communicators; waits for nobody.
+    def abort(self) -> None:
+        """Free memory and communicators without waiting for anybody.
 
-        MPI calls `Free` collective; Open MPI and MPICH do it without others.
+        MPI calls `Free` collective; Open MPI and MPICH do it without the others.
         """
-        self.line.leave()
-        self.line.end()
+        self.queue.abort()
         self._node = None
-        self.road = self._mpi
-        if has_given_up():
-            return  # MPI may not be done with them
-        comms = [self.comm, *([self._across.comm] if self._across else [])]
-        for comm in comms:
+        self.transport = self._mpi
+        if has_abandoned():
+            return  # MPI may still use the communicators
+        for comm in self._comms:
             if comm != MPI.COMM_NULL and not MPI.Is_finalized():
                 comm.Free()
+
+
+_default_comm: list[MPI.Intracomm] = []
+"""All ranks in the order of torch's default group; at most one."""
+
+
+def default_communicator(rank: int, size: int) -> MPI.Intracomm:
+    """Create the communicator of the default group.
+
+    Collective over all ranks; `rank` and `size` are those that torch was given.
+
+    Raises:
+        TopologyError: They do not match MPI's.
+    """
+    world = working_ranks()
+    if world.size != size:
+        raise TopologyError(
+            f"torch.distributed was told of {size} ranks, MPI knows {world.size}.\n"
+            "Expected the mpi4py backend in a program that mpirun has started, with a "
+            "group of all its ranks: mpirun -np 4 python -m mpitrain run script.py"
+        )
+    comm = cast("MPI.Intracomm", world.Split(0, key=rank))
+    ranks = comm.allgather(rank)
+    if ranks != list(range(size)):
+        comm.Free()
+        raise TopologyError(
+            f"torch.distributed was told that the ranks are {sorted(ranks)}; expected "
+            f"each of 0 to {size - 1} once. Look at the variable RANK on each."
+        )
+    _default_comm[:] = [comm]
+    return comm
+
+
+def subgroup_communicator(ranks: Sequence[int], name: str) -> MPI.Intracomm:
+    """Create the communicator of a group of some ranks.
+
+    Collective over these ranks alone.
+
+    Args:
+        ranks: Their ranks in the default group, in the group's order.
+        name: The group's name; it keeps groups apart that are created at one time.
+
+    Raises:
+        TopologyError: The default group is of another backend, and torch's ranks are
+            not MPI's.
+    """
+    if _default_comm and _default_comm[0]:
+        default = _default_comm[0]
+    else:
+        default = working_ranks()
+        in_torch, in_mpi = (
+            (dist.get_rank(), dist.get_world_size()),
+            (default.rank, default.size),
+        )
+        if in_torch != in_mpi:
+            raise TopologyError(
+                f"torch.distributed was told that this is rank {in_torch[0]} of "
+                f"{in_torch[1]}, MPI knows it as rank {in_mpi[0]} of {in_mpi[1]}.\n"
+                "Expected both to be equal: "
+                "mpirun -np 4 python -m mpitrain run script.py"
+            )
+    members = default.Get_group().Incl(list(ranks))
+    try:
+        return default.Create_group(members, tag=zlib.crc32(name.encode()) % _NUM_TAGS)
+    finally:
+        members.Free()

@@ -1,11 +1,12 @@
 """Collectives of ranks on one node, through the memory that they share.
 
-All are the same three moves: write what others need into the room, meet, read. Tensors
-larger than a rank's room go in chunks, in the two halves of the room by turns, so that
-one meeting for each chunk is enough; large reductions take one more.
+Each has three steps: write what others need into the shared buffer, wait in its
+barrier, read. Tensors larger than a slot go in chunks, in the two halves of the buffer
+in turn, so that one barrier per chunk is enough; large reductions take one more.
 
-Collective over the node, all of them; `deadline` is on the monotonic clock; they raise
-what `Board.meet` raises, and a GroupError where one rank's own tensors do not fit.
+All methods are collective over the node. `deadline` is on the monotonic clock. They
+raise what `SharedBuffer.barrier` raises, and a GroupError if one rank's own tensors do
+not fit. Data that is not reduced is ``uint8 (N,)``.
 """
 
 from __future__ import annotations
@@ -14,357 +15,312 @@ import time
 from collections.abc import Callable, Sequence
 
 import torch
+from torch import Tensor
 
-from mpitrain.mpi_backend.board import Board, Doing, doing
-from mpitrain.mpi_backend.failures import GroupError
+from mpitrain.mpi_backend.errors import GroupError
 from mpitrain.mpi_backend.reductions import Reduction
+from mpitrain.mpi_backend.shared_buffer import OpSignature, SharedBuffer, op_signature
+from mpitrain.mpi_backend.tensors import Tensors
 
 DIRECT_BYTES = 256 << 10
-"""Up to here every rank reads all of all others': one meeting, but more to read."""
+"""Up to this size every rank reads all tensors: one barrier, but more to read."""
 
 DIRECT_BYTES_OF_ALL = 2 << 20
-"""The same for what all ranks have together."""
+"""The same limit for the tensors of all ranks together."""
 
-LATER_SECONDS = 5.0
-"""How much longer than others a rank waits for those that are in MPI for it."""
+INTER_NODE_EXTRA_SECONDS = 5.0
+"""How much longer a rank waits for those that reduce over the nodes."""
 
-_ALIGNED = 64
+_ALIGNMENT = 64
 """Pieces begin on a cache line, in bytes."""
 
-Across = Callable[[torch.Tensor, Reduction, float], None]
-"""Combines a tensor with those of other nodes, in place, until a deadline."""
+InterNodeReduce = Callable[[Tensor, Reduction, float], None]
+"""All-reduces a tensor with those of other nodes, in place, until a deadline."""
 
 
-class OnNode:
+class NodeCollectives:
     """The collectives of one group whose ranks share memory.
 
     Args:
-        board: What they share.
-        num_pieces: Ranks that reduce, each a piece: the first ones of the node; 0: all,
-            and there is no other node.
-        across: What combines this rank's piece with other nodes', if it has one.
+        buffer: The shared memory.
+        num_reducers: How many of the node's ranks, the first ones, reduce a piece each;
+            0: all, and there is no other node.
+        inter_node_reduce: Combines this rank's piece with those of other nodes.
     """
 
     def __init__(
-        self, board: Board, *, num_pieces: int = 0, across: Across | None = None
+        self,
+        buffer: SharedBuffer,
+        *,
+        num_reducers: int = 0,
+        inter_node_reduce: InterNodeReduce | None = None,
     ) -> None:
-        self.board = board
-        self.rank = board.local_rank
-        self.size = board.size
-        self._is_alone = num_pieces == 0
-        self._num_pieces = num_pieces or board.size
-        self._across = across
+        self.buffer = buffer
+        self.rank = buffer.local_rank
+        self.size = buffer.size
+        self._is_one_node = num_reducers == 0
+        self._num_reducers = num_reducers or buffer.size
+        self._inter_node_reduce = inter_node_reduce
         self._direct_bytes = min(
-            DIRECT_BYTES, DIRECT_BYTES_OF_ALL // self.size, board.per_rank
+            DIRECT_BYTES, DIRECT_BYTES_OF_ALL // self.size, buffer.slot_bytes
         )
 
     def barrier(self, deadline: float) -> None:
-        """Wait for all."""
-        self.board.meet(doing("barrier"), deadline)
+        """Wait for all ranks."""
+        self.buffer.barrier(op_signature("barrier"), deadline)
 
     # --- reductions -------------------------------------------------------------------
 
-    def all_reduce(
-        self, data: torch.Tensor, reduction: Reduction, world_size: int, deadline: float
-    ) -> None:
-        """Combine a tensor of every rank, in place.
-
-        Args:
-            data: Of one length and type on all, contiguous, ``(N,)``.
-            reduction: How.
-            world_size: Ranks of the whole group, for the mean.
-            deadline: When to give up.
-        """
+    def all_reduce(self, data: Tensor, reduction: Reduction, deadline: float) -> None:
+        """Combine a contiguous tensor ``(N,)`` of every rank, in place."""
         count = data.numel()
-        what = doing("all_reduce", reduction.name, data.dtype, count)
-        num_bytes = count * data.itemsize
-        if self._is_alone and num_bytes <= self._direct_bytes:
-            rows = self.board.next_typed(data.dtype, count)
-            rows[self.rank].copy_(data)
-            self.board.meet(what, deadline)
-            self._combine(rows[:-1], reduction, world_size, data, deadline)
+        signature = op_signature("all_reduce", reduction.name, data.dtype, count)
+        if self._is_one_node and count * data.itemsize <= self._direct_bytes:
+            slots = self.buffer.next_typed_slots(data.dtype, count)
+            slots[self.rank].copy_(data)
+            self.buffer.barrier(signature, deadline)
+            self._combine(slots[:-1], reduction, data, deadline)
             return
-        self._reduce_in_pieces(data, data, reduction, world_size, what, deadline)
+        self._reduce_in_pieces(data, data, reduction, signature, deadline)
 
     def reduce(
-        self,
-        data: torch.Tensor,
-        root: int,
-        reduction: Reduction,
-        world_size: int,
-        deadline: float,
+        self, data: Tensor, root: int, reduction: Reduction, deadline: float
     ) -> None:
-        """Combine a tensor of every rank into that of one; the others' stay."""
-        what = doing("reduce", reduction.name, data.dtype, data.numel(), root)
+        """Combine a tensor of every rank into that of `root`; the others are kept."""
+        signature = op_signature(
+            "reduce", reduction.name, data.dtype, data.numel(), root
+        )
         out = data if self.rank == root else None
-        self._reduce_in_pieces(data, out, reduction, world_size, what, deadline)
+        self._reduce_in_pieces(data, out, reduction, signature, deadline)
 
     def _reduce_in_pieces(
         self,
-        data: torch.Tensor,
-        out: torch.Tensor | None,
+        data: Tensor,
+        out: Tensor | None,
         reduction: Reduction,
-        world_size: int,
-        what: Doing,
+        signature: OpSignature,
         deadline: float,
     ) -> None:
         """Let each rank combine a piece of every chunk, and all read the results.
 
-        Between two meetings a rank reads the result of one chunk, combines its piece of
+        Between two barriers a rank reads the result of one chunk, combines its piece of
         the next, and writes what others need of the one after it.
         """
         seconds = deadline - time.monotonic()
-        step = self.board.per_rank // data.itemsize
+        step = self.buffer.slot_bytes // data.itemsize
         chunks = list(torch.split(data, step)) if data.numel() else [data]
-        rows = self._write_all_but_mine(chunks[0])
-        self.board.meet(what, deadline)
-        opens_by = deadline
-        if not self._is_alone:
-            # Who combines for us over the nodes came later, perhaps, and gives up then;
-            # it knows more of who is missing, and must be the first to tell.
-            opens_by = time.monotonic() + seconds + LATER_SECONDS
+        slots = self._write_for_others(chunks[0])
+        self.buffer.barrier(signature, deadline)
+        result_deadline = deadline
+        if not self._is_one_node:
+            # Those that reduce over the nodes may have started later, and so give up
+            # later; they know more of who is missing, and must be the first to say it.
+            result_deadline = time.monotonic() + seconds + INTER_NODE_EXTRA_SECONDS
         for number, chunk in enumerate(chunks):
-            mine = self._piece(chunk)
-            if mine.start < mine.stop:
-                parts = [row[mine] for row in rows[:-1]]
-                parts[self.rank] = chunk[mine]
-                self._combine(parts, reduction, world_size, rows[-1][mine], deadline)
-            results = rows[-1]
+            piece = self._piece(chunk)
+            if piece.start < piece.stop:
+                parts = [slot[piece] for slot in slots[:-1]]
+                parts[self.rank] = chunk[piece]
+                self._combine(parts, reduction, slots[-1][piece], deadline)
+            result = slots[-1]
             if number + 1 < len(chunks):
-                rows = self._write_all_but_mine(chunks[number + 1])
-            self.board.meet(what, opens_by)
+                slots = self._write_for_others(chunks[number + 1])
+            self.buffer.barrier(signature, result_deadline)
             if out is not None:
-                out[number * step : number * step + chunk.numel()].copy_(results)
+                out[number * step : number * step + chunk.numel()].copy_(result)
 
-    def _write_all_but_mine(self, chunk: torch.Tensor) -> list[torch.Tensor]:
-        rows = self.board.next_typed(chunk.dtype, chunk.numel())
-        own, mine = rows[self.rank], self._piece(chunk)
-        for part in (slice(0, mine.start), slice(mine.stop, chunk.numel())):
+    def _write_for_others(self, chunk: Tensor) -> list[Tensor]:
+        """Write a chunk into this rank's slot, but not the piece that it combines."""
+        slots = self.buffer.next_typed_slots(chunk.dtype, chunk.numel())
+        slot, piece = slots[self.rank], self._piece(chunk)
+        for part in (slice(0, piece.start), slice(piece.stop, chunk.numel())):
             if part.start < part.stop:
-                own[part].copy_(chunk[part])
-        return rows
+                slot[part].copy_(chunk[part])
+        return slots
 
-    def _piece(self, chunk: torch.Tensor) -> slice:
-        """Return what this rank combines of a chunk; nothing on some ranks."""
-        least = max(1, _ALIGNED // chunk.itemsize)
+    def _piece(self, chunk: Tensor) -> slice:
+        """Return what this rank combines of a chunk; empty on some ranks."""
+        unit = max(1, _ALIGNMENT // chunk.itemsize)
         count = chunk.numel()
-        length = -(-count // (self._num_pieces * least)) * least
+        length = -(-count // (self._num_reducers * unit)) * unit
         begin = min(self.rank * length, count)
-        is_mine = self.rank < self._num_pieces
-        return slice(begin, min(begin + length, count) if is_mine else begin)
+        is_reducer = self.rank < self._num_reducers
+        return slice(begin, min(begin + length, count) if is_reducer else begin)
 
     def _combine(
-        self,
-        parts: Sequence[torch.Tensor],
-        reduction: Reduction,
-        world_size: int,
-        out: torch.Tensor,
-        deadline: float,
+        self, parts: Tensors, reduction: Reduction, out: Tensor, deadline: float
     ) -> None:
         wide = out
         if reduction.wide is not out.dtype:
             wide = torch.empty(out.shape, dtype=reduction.wide)
         reduction.combine(parts, wide)
-        if self._across is not None:
-            self._across(wide, reduction, deadline)
-        reduction.finish(wide, world_size)
+        if self._inter_node_reduce is not None:
+            self._inter_node_reduce(wide, reduction, deadline)
+        reduction.finish(wide)
         if wide is not out:
             out.copy_(wide)
 
     def reduce_scatter(
-        self,
-        out: torch.Tensor,
-        inputs: Sequence[torch.Tensor],
-        reduction: Reduction,
-        deadline: float,
+        self, out: Tensor, inputs: Tensors, reduction: Reduction, deadline: float
     ) -> None:
-        """Combine, for every rank, the tensors that all others have for it.
+        """Combine, for every rank, the tensors that all ranks have for it.
 
         Args:
             out: This rank's result, ``(N,)``.
-            inputs: What this rank has for each, ``(N,)`` as long as that one's result.
-            reduction: How.
+            inputs: A tensor for each rank, as long as the result of that rank.
+            reduction: How to combine them.
             deadline: When to give up.
         """
         sizes = [part.numel() for part in inputs]
-        what = doing("reduce_scatter", reduction.name, out.dtype, *_shortly(sizes))
+        signature = op_signature(
+            "reduce_scatter", reduction.name, out.dtype, *_abbreviate(sizes)
+        )
         item = out.element_size()
-        step = self._share() // item
+        step = self._section_bytes() // item
         for begin in range(0, max(sizes), step):
-            rows = self.board.next_rows()
-            self._write_shares(rows, inputs, begin, step)
-            self.board.meet(what, deadline)
+            slots = self.buffer.next_slots()
+            self._write_sections(slots, inputs, begin, step)
+            self.buffer.barrier(signature, deadline)
             result = out[begin : begin + step]
             if result.numel():
-                at = self.rank * self._share()
+                at = self.rank * self._section_bytes()
                 length = result.numel() * item
-                parts = [row[at : at + length].view(out.dtype) for row in rows[:-1]]
+                parts = [slot[at : at + length].view(out.dtype) for slot in slots[:-1]]
                 own = inputs[self.rank][begin : begin + step]
-                # In place: it would be overwritten by the ranks before.
-                parts[self.rank] = own.clone() if _share_memory(own, out) else own
-                self._combine(parts, reduction, self.size, result, deadline)
+                # In place, the parts of the ranks before would overwrite it.
+                parts[self.rank] = own.clone() if _share_storage(own, out) else own
+                self._combine(parts, reduction, result, deadline)
 
-    # --- what is not changed on its way -----------------------------------------------
+    # --- bytes ------------------------------------------------------------------------
 
-    def broadcast(self, data: torch.Tensor, root: int, deadline: float) -> None:
-        """Give every rank the bytes of one, ``uint8 (N,)``."""
-        what = doing("broadcast", data.numel(), "bytes from rank", root)
-        step = self.board.per_rank * self.size
+    def broadcast(self, data: Tensor, root: int, deadline: float) -> None:
+        """Give every rank the data of `root`."""
+        signature = op_signature("broadcast", data.numel(), "bytes from rank", root)
+        step = self.buffer.slot_bytes * self.size
         for begin in range(0, data.numel(), step):
             chunk = data[begin : begin + step]
-            room = self.board.next_whole()[: chunk.numel()]
+            shared = self.buffer.next_whole()[: chunk.numel()]
             if self.rank == root:
-                room.copy_(chunk)
-            self.board.meet(what, deadline)
+                shared.copy_(chunk)
+            self.buffer.barrier(signature, deadline)
             if self.rank != root:
-                chunk.copy_(room)
+                chunk.copy_(shared)
 
-    def all_gather(
-        self, outputs: Sequence[torch.Tensor], data: torch.Tensor, deadline: float
-    ) -> None:
-        """Give every rank the bytes of all; ``uint8``, each of its own length."""
+    def all_gather(self, outputs: Tensors, data: Tensor, deadline: float) -> None:
+        """Give every rank the data of all; lengths may differ between ranks."""
         sizes = [out.numel() for out in outputs]
-        what = doing("all_gather", *_shortly(sizes), "bytes")
+        signature = op_signature("all_gather", *_abbreviate(sizes), "bytes")
         _check_size(data, sizes[self.rank], "all_gather")
-        step = self.board.per_rank
+        step = self.buffer.slot_bytes
         if sizes[0] <= step and sizes.count(sizes[0]) == self.size:
-            views = self.board.next_typed(torch.uint8, sizes[0])
-            views[self.rank].copy_(data)
-            self.board.meet(what, deadline)
-            torch._foreach_copy_(list(outputs), views[:-1])  # all in one call
+            slots = self.buffer.next_typed_slots(torch.uint8, sizes[0])
+            slots[self.rank].copy_(data)
+            self.buffer.barrier(signature, deadline)
+            torch._foreach_copy_(list(outputs), slots[:-1])  # all in one call
             return
         if data.data_ptr() != outputs[self.rank].data_ptr():
             outputs[self.rank].copy_(data)
         for begin in range(0, max(sizes), step):
-            rows = self.board.next_rows()
-            mine = data[begin : begin + step]
-            rows[self.rank][: mine.numel()].copy_(mine)
-            self.board.meet(what, deadline)
+            rows = self.buffer.next_slots()
+            own = data[begin : begin + step]
+            rows[self.rank][: own.numel()].copy_(own)
+            self.buffer.barrier(signature, deadline)
             for rank, out in enumerate(outputs):
                 if rank != self.rank:
                     chunk = out[begin : begin + step]
                     chunk.copy_(rows[rank][: chunk.numel()])
 
     def gather(
-        self,
-        outputs: Sequence[torch.Tensor] | None,
-        data: torch.Tensor,
-        root: int,
-        deadline: float,
+        self, outputs: Tensors | None, data: Tensor, root: int, deadline: float
     ) -> None:
-        """Give one rank the bytes of all, ``uint8 (N,)`` from each."""
-        what = doing("gather", data.numel(), "bytes to rank", root)
-        step = self.board.per_rank
+        """Give `root` the data of all, of one length."""
+        signature = op_signature("gather", data.numel(), "bytes to rank", root)
+        step = self.buffer.slot_bytes
         for begin in range(0, data.numel(), step):
-            rows = self.board.next_rows()
-            mine = data[begin : begin + step]
-            rows[self.rank][: mine.numel()].copy_(mine)
-            self.board.meet(what, deadline)
+            slots = self.buffer.next_slots()
+            own = data[begin : begin + step]
+            slots[self.rank][: own.numel()].copy_(own)
+            self.buffer.barrier(signature, deadline)
             for rank, out in enumerate(outputs or ()):
                 _check_size(out, data.numel(), "gather")
-                out[begin : begin + step].copy_(rows[rank][: mine.numel()])
+                out[begin : begin + step].copy_(slots[rank][: own.numel()])
 
     def scatter(
-        self,
-        out: torch.Tensor,
-        inputs: Sequence[torch.Tensor] | None,
-        root: int,
-        deadline: float,
+        self, out: Tensor, inputs: Tensors | None, root: int, deadline: float
     ) -> None:
-        """Give every rank its bytes from one, ``uint8 (N,)`` to each."""
-        what = doing("scatter", out.numel(), "bytes from rank", root)
-        step = self.board.per_rank
+        """Give every rank its data from `root`, of one length."""
+        signature = op_signature("scatter", out.numel(), "bytes from rank", root)
+        step = self.buffer.slot_bytes
         for begin in range(0, out.numel(), step):
-            rows = self.board.next_rows()
-            mine = out[begin : begin + step]
+            slots = self.buffer.next_slots()
+            own = out[begin : begin + step]
             for rank, given in enumerate(inputs or ()):
                 _check_size(given, out.numel(), "scatter")
-                rows[rank][: mine.numel()].copy_(given[begin : begin + step])
-            self.board.meet(what, deadline)
-            mine.copy_(rows[self.rank][: mine.numel()])
+                slots[rank][: own.numel()].copy_(given[begin : begin + step])
+            self.buffer.barrier(signature, deadline)
+            own.copy_(slots[self.rank][: own.numel()])
 
-    def all_to_all(
-        self,
-        outputs: Sequence[torch.Tensor],
-        inputs: Sequence[torch.Tensor],
-        deadline: float,
-    ) -> None:
-        """Give every rank the bytes that each other has for it.
-
-        Args:
-            outputs: ``uint8``, what comes from each.
-            inputs: ``uint8``, what goes to each.
-            deadline: When to give up.
-        """
-        longest = self._agree_on_sizes(outputs, inputs, deadline)
-        what = doing("all_to_all", longest, "bytes")
-        share = self._share()
-        for begin in range(0, longest, share):
-            rows = self.board.next_rows()
-            self._write_shares(rows, inputs, begin, share)
-            self.board.meet(what, deadline)
-            at = self.rank * share
+    def all_to_all(self, outputs: Tensors, inputs: Tensors, deadline: float) -> None:
+        """Give every rank the data that each rank has for it."""
+        longest = self._exchange_sizes(outputs, inputs, deadline)
+        signature = op_signature("all_to_all", longest, "bytes")
+        section = self._section_bytes()
+        for begin in range(0, longest, section):
+            slots = self.buffer.next_slots()
+            self._write_sections(slots, inputs, begin, section)
+            self.buffer.barrier(signature, deadline)
+            at = self.rank * section
             for rank, out in enumerate(outputs):
-                chunk = out[begin : begin + share]
+                chunk = out[begin : begin + section]
                 if rank == self.rank:
-                    chunk.copy_(inputs[rank][begin : begin + share])
+                    chunk.copy_(inputs[rank][begin : begin + section])
                 else:
-                    chunk.copy_(rows[rank][at : at + chunk.numel()])
+                    chunk.copy_(slots[rank][at : at + chunk.numel()])
 
-    def _agree_on_sizes(
-        self,
-        outputs: Sequence[torch.Tensor],
-        inputs: Sequence[torch.Tensor],
-        deadline: float,
+    def _exchange_sizes(
+        self, outputs: Tensors, inputs: Tensors, deadline: float
     ) -> int:
-        """Tell each other the sizes; return the largest."""
-        rows = self.board.next_typed(torch.int64, self.size)
-        rows[self.rank].copy_(torch.tensor([part.numel() for part in inputs]))
-        self.board.meet(doing("all_to_all", "with sizes of its own"), deadline)
-        table = torch.stack(rows[:-1])
+        """Compare the sizes of all ranks; return the largest."""
+        slots = self.buffer.next_typed_slots(torch.int64, self.size)
+        slots[self.rank].copy_(torch.tensor([part.numel() for part in inputs]))
+        self.buffer.barrier(op_signature("all_to_all", "sizes"), deadline)
+        table = torch.stack(slots[:-1])
         expected = [out.numel() for out in outputs]
-        given = table[:, self.rank].tolist()
+        found = table[:, self.rank].tolist()
         longest = int(table.max())
-        if given != expected:
+        if found != expected:
             raise GroupError(
                 f"all_to_all: rank {self.rank} of the group expects {expected} bytes "
-                f"from the ranks, but they have {given} for it"
+                f"from the ranks, but they have {found} for it"
             )
         return longest
 
-    def _write_shares(
-        self,
-        rows: Sequence[torch.Tensor],
-        inputs: Sequence[torch.Tensor],
-        begin: int,
-        step: int,
+    def _write_sections(
+        self, slots: Tensors, inputs: Tensors, begin: int, step: int
     ) -> None:
-        """Write into this rank's row a share of what it has for each other one."""
-        row, share = rows[self.rank], self._share()
+        """Write into this rank's slot a section for each other rank."""
+        slot, section = slots[self.rank], self._section_bytes()
         for rank, part in enumerate(inputs):
             chunk = part[begin : begin + step]
             if rank != self.rank and chunk.numel():
-                at = rank * share
+                at = rank * section
                 length = chunk.numel() * chunk.element_size()
-                row[at : at + length].view(chunk.dtype).copy_(chunk)
+                slot[at : at + length].view(chunk.dtype).copy_(chunk)
 
-    # --- where things are in the room -------------------------------------------------
-
-    def _share(self) -> int:
-        """Bytes of a rank's row for each other rank."""
-        return self.board.per_rank // self.size // _ALIGNED * _ALIGNED
+    def _section_bytes(self) -> int:
+        return self.buffer.slot_bytes // self.size // _ALIGNMENT * _ALIGNMENT
 
 
-def _share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+def _share_storage(one: Tensor, other: Tensor) -> bool:
     return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
-def _shortly(sizes: Sequence[int]) -> Sequence[object]:
+def _abbreviate(sizes: Sequence[int]) -> Sequence[object]:
     return sizes if len(set(sizes)) > 1 else (sizes[0], "each")
 
 
-def _check_size(data: torch.Tensor, expected: int, what: str) -> None:
+def _check_size(data: Tensor, expected: int, name: str) -> None:
     if data.numel() != expected:
         raise GroupError(
-            f"{what}: a tensor has {data.numel()} bytes, expected {expected}"
+            f"{name}: a tensor has {data.numel()} bytes, expected {expected}"
         )

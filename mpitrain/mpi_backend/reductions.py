@@ -1,8 +1,8 @@
-"""How tensors of several ranks become one: by torch itself, so for all its types.
+"""How the tensors of several ranks are combined: by torch, for all its types.
 
-MPI has no bfloat16 and no half floats. Those are widened to float32, exactly, and
-rounded once, at the end. Booleans are combined as torch combines them: sum and max are
-`or`, product and min are `and`.
+MPI has no bfloat16 and no float16. They are widened to float32, exactly, and rounded
+once at the end. Booleans are combined as torch does: SUM and MAX are `or`, PRODUCT and
+MIN are `and`.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-Combine = Callable[..., torch.Tensor]
+Combine = Callable[..., Tensor]
 
 _COMBINE: dict[str, Combine] = {
     "SUM": torch.add,
@@ -47,17 +48,8 @@ _MPI_TYPES = {
     torch.bool: "UINT8_T",  # 0 and 1
 }
 
-_MPI_OPS = {
-    "SUM": "SUM",
-    "AVG": "SUM",
-    "PREMUL_SUM": "SUM",
-    "PRODUCT": "PROD",
-    "MIN": "MIN",
-    "MAX": "MAX",
-    "BAND": "BAND",
-    "BOR": "BOR",
-    "BXOR": "BXOR",
-}
+_MPI_OPS = {"AVG": "SUM", "PREMUL_SUM": "SUM", "PRODUCT": "PROD"}
+"""The others have torch's name."""
 
 _MPI_OPS_OF_BOOL = {"SUM": "LOR", "MAX": "LOR", "PRODUCT": "LAND", "MIN": "LAND"}
 
@@ -67,29 +59,29 @@ class Reduction:
     """One way to combine tensors of one type."""
 
     name: str
-    """As torch has it: ``"SUM"``."""
+    """Torch's, such as ``"SUM"``."""
     dtype: torch.dtype
-    """Of the tensors."""
-    factor: float | torch.Tensor | None = None
-    """Of PREMUL_SUM: every rank's tensor is multiplied by its own before."""
+    world_size: int
+    """Ranks of the group, for AVG."""
+    factor: float | Tensor | None = None
+    """Of PREMUL_SUM: every rank multiplies its tensor by its own factor first."""
 
     @property
     def wide(self) -> torch.dtype:
         """The type in which it is computed."""
         return _WIDENED.get(self.dtype, self.dtype)
 
-    def prepare(self, tensor: torch.Tensor) -> None:
-        """Change a rank's own tensor, in place, before it is combined."""
+    def prepare(self, tensor: Tensor) -> None:
+        """Multiply a rank's own tensor, in place, before it is combined."""
         if self.factor is not None:
             tensor.mul_(self.factor)
 
-    def combine(self, parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+    def combine(self, parts: Sequence[Tensor], out: Tensor) -> None:
         """Combine the ranks' tensors in the order of the ranks.
 
         Args:
-            parts: One of each rank, of `dtype` and of one shape.
-            out: Where the result goes, of `wide` and of that shape; may be one of
-                `parts` if that is the first.
+            parts: One of each rank, of `dtype` and one shape.
+            out: The result, of `wide` and that shape; may be the first of `parts`.
         """
         function = _COMBINE[self.name]
         if len(parts) == 1:
@@ -100,45 +92,39 @@ class Reduction:
         for part in parts[2:]:
             function(out, part, out=out)
 
-    def finish(self, out: torch.Tensor, world_size: int) -> None:
-        """Do what is left once all parts are combined, in place."""
-        if self.name != "AVG":
-            return
-        if out.dtype.is_floating_point or out.dtype.is_complex:
-            out.div_(world_size)
-        else:
-            out.div_(world_size, rounding_mode="trunc")
+    def finish(self, out: Tensor) -> None:
+        """Divide by the number of ranks for AVG, in place."""
+        if self.name == "AVG":
+            is_integer = not (out.dtype.is_floating_point or out.dtype.is_complex)
+            out.div_(self.world_size, rounding_mode="trunc" if is_integer else None)
 
-    def of_mpi(self) -> tuple[MPI.Datatype, MPI.Op]:
+    def mpi_handles(self) -> tuple[MPI.Datatype, MPI.Op]:
         """Return MPI's type and operation for tensors of `wide`."""
         from mpi4py import MPI
 
-        names = _MPI_OPS_OF_BOOL if self.dtype is torch.bool else _MPI_OPS
-        name = names.get(self.name, _MPI_OPS[self.name])
+        name = _MPI_OPS.get(self.name, self.name)
+        if self.dtype is torch.bool:
+            name = _MPI_OPS_OF_BOOL.get(self.name, name)
         datatype: MPI.Datatype = getattr(MPI, _MPI_TYPES[self.wide])
         operation: MPI.Op = getattr(MPI, name)
         return datatype, operation
 
 
-def reduction_of(op: Any, dtype: torch.dtype) -> Reduction:
-    """Understand what torch asks for.
-
-    Args:
-        op: Torch's operation, a ``ReduceOp`` or one of its kinds.
-        dtype: Of the tensors.
+def reduction_of(op: Any, dtype: torch.dtype, world_size: int) -> Reduction:
+    """Return the reduction of torch's ``ReduceOp`` for a type.
 
     Raises:
-        ValueError: It cannot be done for that type.
+        ValueError: It is not defined for that type.
     """
     kind = getattr(op, "op", op)
-    name: str = kind.name
-    if name == "PREMUL_SUM":
-        return replace(_reduction_of(name, dtype), factor=op.factor)
-    return _reduction_of(name, dtype)
+    reduction = _reduction_of(kind.name, dtype, world_size)
+    if reduction.name == "PREMUL_SUM":
+        return replace(reduction, factor=op.factor)
+    return reduction
 
 
 @functools.cache
-def _reduction_of(name: str, dtype: torch.dtype) -> Reduction:
+def _reduction_of(name: str, dtype: torch.dtype, world_size: int) -> Reduction:
     if name not in _COMBINE:
         raise ValueError(f"mpi4py: no reduction {name!r}; there are {list(_COMBINE)}")
     if _WIDENED.get(dtype, dtype) not in _MPI_TYPES:
@@ -154,4 +140,4 @@ def _reduction_of(name: str, dtype: torch.dtype) -> Reduction:
         raise ValueError("mpi4py: booleans have no AVG")
     if name == "PREMUL_SUM" and not (dtype.is_floating_point or dtype.is_complex):
         raise ValueError(f"mpi4py: PREMUL_SUM is for floating point, found {dtype}")
-    return Reduction(name, dtype)
+    return Reduction(name, dtype, world_size)

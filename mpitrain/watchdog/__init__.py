@@ -1,11 +1,11 @@
-"""Who still makes progress: hangs get a name, and no rank outlives its job.
+"""Detects ranks that hang or die, names them, and ends the job.
 
-Beside every rank runs a small process, its *sidecar* (`sidecar`), started before MPI.
-It needs neither the rank's interpreter nor its lock: it reads where the rank is from a
-page of shared memory (`page`), and has its stacks written by a signal. The sidecars
-report to rank zero's, the *center* (`center`), which sees that all stand still, asks
-for the stacks, says who did not arrive (`words`), and has the job ended. `watched` is
-the rank's own side.
+A *sidecar* process runs beside every rank, started before MPI. It needs neither the
+rank's interpreter nor its lock: it reads the rank's progress from shared memory
+(`heartbeat`), and a signal makes the rank write its stacks. The sidecars report to rank
+zero's, the *coordinator*, which detects that all ranks stand still, collects their
+stacks, says who did not arrive (`report`) and has the job ended. `client` is the rank's
+side, `links` the connections, `process` what /proc says.
 
-Imports little from outside the standard library: a sidecar starts in some 30 ms.
+Imports little but the standard library: a sidecar starts in some 30 ms.
 """

@@ -1,4 +1,4 @@
-"""Lines of JSON between the sidecars and the center, over TCP."""
+"""Lines of JSON between the sidecars and the coordinator, over TCP."""
 
 from __future__ import annotations
 
@@ -10,23 +10,24 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-LINE_BYTES = 1 << 20
-"""A longer line is not ours: the other side is dropped."""
+MAX_LINE_BYTES = 1 << 20
+"""A connection that sends a longer line is dropped."""
 
-HELLO_BYTES = 200
-"""The same for the first line, of somebody who may be anybody."""
+MAX_HELLO_BYTES = 200
+"""The same for the first line, before the other side has authenticated itself."""
 
-STRANGERS = 64
-"""Connections beyond the ranks' own that may not have said yet who they are."""
+MAX_UNKNOWN = 64
+"""Connections beyond the number of ranks that have not authenticated yet."""
 
-STRANGER_SECONDS = 5.0
+UNKNOWN_SECONDS = 5.0
+"""How long they may take."""
 
 
-class JsonLines:
-    """One connection that carries an object per line; never blocks.
+class JsonSocket:
+    """A connection that carries one object per line; never blocks.
 
-    The first line, from a sidecar to the center, is the token and the rank. Nothing of
-    a stranger's is read as JSON.
+    The first line that a sidecar sends is the token and its rank. Nothing is read as
+    JSON before that.
     """
 
     def __init__(self, sock: socket.socket) -> None:
@@ -49,12 +50,12 @@ class JsonLines:
             sent = self.sock.send(self._out)
             self._out = self._out[sent:]
         except BlockingIOError:
-            self.is_closed |= len(self._out) > LINE_BYTES
+            self.is_closed |= len(self._out) > MAX_LINE_BYTES
         except OSError:
             self.is_closed = True
 
     def receive(self) -> list[bytes]:
-        """Return the lines that came whole."""
+        """Return the complete lines that arrived."""
         try:
             data = self.sock.recv(1 << 16)
         except BlockingIOError:
@@ -63,7 +64,7 @@ class JsonLines:
             data = b""
         self.is_closed |= not data
         *lines, self._in = (self._in + data).split(b"\n")
-        limit = HELLO_BYTES if self.rank is None else LINE_BYTES
+        limit = MAX_HELLO_BYTES if self.rank is None else MAX_LINE_BYTES
         self.is_closed |= len(self._in) > limit
         return lines
 
@@ -73,12 +74,12 @@ class JsonLines:
         self.sock.close()
 
 
-class Hub:
-    """The center's side: one connection of each other sidecar.
+class CoordinatorServer:
+    """The coordinator's side: a connection of each other sidecar.
 
     Args:
         address: Where to listen, IPv4 or IPv6; on a free port, `port`.
-        token: What a connection must say first to be heard.
+        token: What a connection must send first.
         world_size: Number of ranks.
     """
 
@@ -87,130 +88,134 @@ class Hub:
         self._listener = socket.create_server((address, 0), family=family, backlog=2048)
         self._listener.setblocking(False)
         self._token = token
-        self._strangers = world_size + STRANGERS
-        self._lines: list[JsonLines] = []
+        self._max_unknown = world_size + MAX_UNKNOWN
+        self._connections: list[JsonSocket] = []
         self.port: int = self._listener.getsockname()[1]
 
     def sockets(self) -> list[socket.socket]:
         """Return what to wait for."""
-        return [self._listener, *(line.sock for line in self._lines)]
+        return [self._listener, *(one.sock for one in self._connections)]
 
     def receive(
         self, ready: Sequence[socket.socket]
     ) -> list[tuple[int, dict[str, Any]]]:
-        """Return what came: the rank, and what its sidecar says."""
+        """Return the messages that arrived, each with the rank of its sidecar."""
         if self._listener in ready:
             self._accept()
         found = []
-        for line in self._lines:
-            if line.sock not in ready:
+        for one in self._connections:
+            if one.sock not in ready:
                 continue
-            for text in line.receive():
-                if line.rank is not None:
-                    found.append((line.rank, json.loads(text)))
+            for text in one.receive():
+                if one.rank is not None:
+                    found.append((one.rank, json.loads(text)))
                     continue
-                line.rank = self._rank_of(text)
-                if line.rank is None:
-                    line.close()
+                one.rank = self._authenticated_rank(text)
+                if one.rank is None:
+                    one.close()
                     break
-                line.send({"do": "nothing"})  # so that it knows it is heard
-        late = time.monotonic() - STRANGER_SECONDS
-        for line in self._lines:
-            if line.is_closed or (line.rank is None and line.began < late):
-                line.close()
-        self._lines = [line for line in self._lines if not line.is_closed]
+                one.send({"command": "ping"})  # so that it knows it is heard
+        late = time.monotonic() - UNKNOWN_SECONDS
+        for one in self._connections:
+            if one.is_closed or (one.rank is None and one.began < late):
+                one.close()
+        self._connections = [one for one in self._connections if not one.is_closed]
         return found
 
-    def _rank_of(self, hello: bytes) -> int | None:
-        """Return who says hello; ``None`` for a stranger."""
+    def _authenticated_rank(self, hello: bytes) -> int | None:
         token, _, rank = hello.partition(b" ")
-        known = hmac.compare_digest(token, self._token.encode())
-        return int(rank) if known and rank.isdigit() and len(rank) < 10 else None
+        is_known = hmac.compare_digest(token, self._token.encode())
+        return int(rank) if is_known and rank.isdigit() and len(rank) < 10 else None
 
     def close(self) -> None:
-        """Close all connections, and listen no more."""
+        """Close all connections and the port."""
         self._listener.close()
-        for line in self._lines:
-            line.close()
+        for one in self._connections:
+            one.close()
 
     def broadcast(self, message: dict[str, Any]) -> None:
-        """Send to every sidecar that said who it is."""
-        for line in self._lines:
-            if line.rank is not None:
-                line.send(message)
+        """Send to every authenticated sidecar."""
+        for one in self._connections:
+            if one.rank is not None:
+                one.send(message)
 
     def _accept(self) -> None:
         with contextlib.suppress(OSError):
             while True:
                 sock, _ = self._listener.accept()
-                if sum(line.rank is None for line in self._lines) >= self._strangers:
+                num_unknown = sum(one.rank is None for one in self._connections)
+                if num_unknown >= self._max_unknown:
                     sock.close()
                 else:
-                    self._lines.append(JsonLines(sock))
+                    self._connections.append(JsonSocket(sock))
 
 
-class Link:
-    """A sidecar's connection to the center.
+class CoordinatorClient:
+    """A sidecar's connection to the coordinator.
 
     Args:
-        address: Where the center listens.
+        address: Where the coordinator listens.
         port: Its port.
-        token: What to say first.
+        token: What to send first.
         rank: Whose sidecar this is.
 
     Attributes:
-        stands: Whether the center ever answered.
-        heard_at: When the center last spoke, on the monotonic clock.
+        is_established: Whether the coordinator ever answered.
+        heard_at: When it last sent something, on the monotonic clock.
     """
 
     def __init__(self, address: str, port: int, token: str, rank: int) -> None:
-        self._where = (address, port)
+        self._address = (address, port)
         self._hello = f"{token} {rank}"
-        self._line: JsonLines | None = None
-        self._next_try = 0.0
-        self.stands = False
+        self._connection: JsonSocket | None = None
+        self._retry_at = 0.0
+        self.is_established = False
         self.heard_at = time.monotonic()
-        self.try_again(self.heard_at)
+        self.retry(self.heard_at)
+
+    @property
+    def _is_open(self) -> bool:
+        return self._connection is not None and not self._connection.is_closed
 
     @property
     def is_closed(self) -> bool:
-        """Whether the center went away after it had answered."""
-        return self.stands and (self._line is None or self._line.is_closed)
+        """Whether the coordinator went away after it had answered."""
+        return self.is_established and not self._is_open
 
     def sockets(self) -> list[socket.socket]:
         """Return what to wait for."""
-        return [self._line.sock] if self._line and not self._line.is_closed else []
+        return [self._connection.sock] if self._connection and self._is_open else []
 
-    def try_again(self, now: float) -> None:
-        """Connect, where there is no connection and it was not lately tried."""
-        if now < self._next_try or (self._line and not self._line.is_closed):
+    def retry(self, now: float) -> None:
+        """Connect if there is no connection and the last try was not just now."""
+        if now < self._retry_at or self._is_open:
             return
-        self._next_try = now + 2.0
+        self._retry_at = now + 2.0
         self.close()
         with contextlib.suppress(OSError):
-            sock = socket.create_connection(self._where, timeout=1.0)
+            sock = socket.create_connection(self._address, timeout=1.0)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            self._line = JsonLines(sock)
-            self._line.rank = 0  # whose lines these are from here on
-            self._line.send_line(self._hello)
+            self._connection = JsonSocket(sock)
+            self._connection.rank = 0  # it listens to rank zero alone
+            self._connection.send_line(self._hello)
             self.heard_at = time.monotonic()
 
     def close(self) -> None:
         """Close the connection."""
-        if self._line is not None:
-            self._line.close()
+        if self._connection is not None:
+            self._connection.close()
 
     def send(self, message: dict[str, Any]) -> None:
-        """Tell the center something; lost where there is no connection."""
-        if self._line is not None and not self._line.is_closed:
-            self._line.send(message)
+        """Send a message; lost where there is no connection."""
+        if self._connection is not None and self._is_open:
+            self._connection.send(message)
 
     def receive(self, ready: Sequence[socket.socket]) -> list[dict[str, Any]]:
-        """Return what the center says."""
-        if self._line is None or self._line.sock not in ready:
+        """Return the messages that arrived."""
+        if self._connection is None or self._connection.sock not in ready:
             return []
-        found = [json.loads(text) for text in self._line.receive()]
+        found = [json.loads(text) for text in self._connection.receive()]
         if found:
-            self.stands = True
+            self.is_established = True
             self.heard_at = time.monotonic()
         return found

@@ -1,4 +1,4 @@
-"""What the kernel knows of a process: read from /proc, never by asking the process."""
+"""What the kernel knows of a process: read from /proc, never asked of the process."""
 
 from __future__ import annotations
 
@@ -22,22 +22,18 @@ DAEMONS = ("prted", "orted", "hydra_pmi_proxy")
 
 @dataclass(frozen=True)
 class Ancestor:
-    """A process above a rank: its id, and when it began, since ids come again."""
+    """A process above a rank: its id, and when it started, since ids are reused."""
 
     pid: int
-    began: str
+    started: str
 
 
 def status_of(pid: int) -> tuple[str, int, str] | None:
-    """Return a process's state, parent and beginning; ``None`` when it is gone.
+    """Return a process's state, parent and start; ``None`` if it is gone.
 
-    Args:
-        pid: The process.
-
-    Returns:
-        A letter as in proc(5) (``"R"`` runs, ``"S"`` sleeps, ``"D"`` waits in the
-        kernel, ``"T"`` is stopped, ``"Z"`` is dead), the parent's id, the start in
-        clock ticks since boot.
+    The state is a letter as in proc(5): ``"R"`` runs, ``"S"`` sleeps, ``"D"`` waits in
+    the kernel, ``"T"`` is stopped, ``"Z"`` is dead. The start is in clock ticks since
+    boot.
     """
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
@@ -47,22 +43,40 @@ def status_of(pid: int) -> tuple[str, int, str] | None:
     return fields[0], int(fields[1]), fields[19]
 
 
+def is_gone(pid: int) -> bool:
+    """Return whether a process has ended, even if its parent does not know yet."""
+    try:
+        status = status_of(pid)
+    except OSError:  # no descriptor left, or the like
+        return False
+    return status is None or status[0] in "ZX"
+
+
+def is_alive(ancestor: Ancestor) -> bool:
+    """Return whether that very process still runs; true if that cannot be known."""
+    try:
+        status = status_of(ancestor.pid)
+    except OSError:
+        return True
+    return status is not None and status[0] != "Z" and status[2] == ancestor.started
+
+
 def launchers_of(pid: int, rank_variables: Sequence[str]) -> list[Ancestor]:
     """Return the processes from a rank's parent up to the one that launched it.
 
-    The launcher (mpirun, or its daemon on this host) is the first that has not itself
-    been given a rank; between it and the rank may be shells and wrappers.
+    The launcher (mpirun, or its daemon on this host) is the first that has not been
+    given a rank itself; shells and wrappers may be between it and the rank.
 
     Args:
         pid: The rank's process.
         rank_variables: Variables by which launchers number their processes.
 
     Returns:
-        The parent first, the launcher last; empty without a launcher, or where it
-        cannot be seen (another process namespace).
+        The parent first, the launcher last; empty without a launcher, or if it cannot
+        be seen (another process namespace).
     """
-    mine = variables_of(pid, rank_variables)
-    if not mine:
+    own = _variables_of(pid, rank_variables)
+    if not own:
         return []
     found: list[Ancestor] = []
     while (status := status_of(pid)) is not None and status[1] > 1:
@@ -71,13 +85,13 @@ def launchers_of(pid: int, rank_variables: Sequence[str]) -> list[Ancestor]:
         if above is None:
             return []
         found.append(Ancestor(pid, above[2]))
-        if not variables_of(pid, rank_variables) & mine:
+        if not _variables_of(pid, rank_variables) & own:
             return found
     return []
 
 
-def variables_of(pid: int, names: Sequence[str]) -> set[bytes]:
-    """Return those of some variables that a process began with, ``NAME=value``."""
+def _variables_of(pid: int, names: Sequence[str]) -> set[bytes]:
+    """Return those variables that a process started with, ``NAME=value``."""
     try:
         block = Path(f"/proc/{pid}/environ").read_bytes()
     except OSError:
@@ -87,33 +101,14 @@ def variables_of(pid: int, names: Sequence[str]) -> set[bytes]:
 
 
 def name_of(pid: int) -> str:
-    """Return the name of a process's program; ``""`` where it cannot be known."""
+    """Return the name of a process's program; ``""`` if it cannot be known."""
     try:
         return Path(f"/proc/{pid}/comm").read_text().strip()
     except OSError:
         return ""
 
 
-def is_alive(ancestor: Ancestor) -> bool:
-    """Whether that very process still runs; true where that cannot be known."""
-    try:
-        status = status_of(ancestor.pid)
-    except OSError:  # no descriptor left, or the like
-        return True
-    return status is not None and status[0] != "Z" and status[2] == ancestor.began
-
-
-def count_children(pid: int) -> int:
-    """Count the processes that a process has started and that still run."""
-    found = 0
-    for entry in Path("/proc").iterdir():
-        with contextlib.suppress(OSError):
-            status = status_of(int(entry.name)) if entry.name.isdecimal() else None
-            found += status is not None and status[1] == pid
-    return found
-
-
-class Ancestry:
+class Launcher:
     """What started a rank on this host: mpirun or its daemon, and wrappers between.
 
     Args:
@@ -125,80 +120,75 @@ class Ancestry:
         self._ancestors = launchers_of(pid, rank_variables)
 
     def __str__(self) -> str:
-        """Name it, so that no other on this host was ever called the same."""
-        return "-".join(f"{a.pid}.{a.began}" for a in self._ancestors[-1:])
+        """Return a name that no other launcher of this host ever had."""
+        return "-".join(f"{a.pid}.{a.started}" for a in self._ancestors[-1:])
 
     @property
-    def lives(self) -> bool:
+    def is_alive(self) -> bool:
         """Whether all of it still runs; true where there is none to be seen."""
         return all(map(is_alive, self._ancestors))
 
     @property
     def num_ranks(self) -> int:
         """Processes that it has started on this host and that still run."""
-        return count_children(self._ancestors[-1].pid) if self._ancestors else 1
+        if not self._ancestors:
+            return 1
+        found = 0
+        for entry in Path("/proc").iterdir():
+            with contextlib.suppress(OSError):
+                status = status_of(int(entry.name)) if entry.name.isdecimal() else None
+                found += status is not None and status[1] == self._ancestors[-1].pid
+        return found
 
-    def end_if_it_stays(self, since: float) -> None:
+    def end_if_it_lingers(self, since: float) -> None:
         """End a launcher that does not notice that its rank is gone.
 
-        Open MPI's mpirun was seen to wait for ever, deaf to SIGTERM, for a rank that
-        died while others were in MPI_Init.
-
-        Args:
-            since: When the rank went, on the monotonic clock.
+        Open MPI's mpirun was seen to wait forever, deaf to SIGTERM, for a rank that
+        died while others were in MPI_Init. `since`: when the rank went, monotonic.
         """
-        if (
-            not self._ancestors
-            or name_of(self._ancestors[-1].pid) not in COMMANDS + DAEMONS
-        ):
+        if not self._ancestors:
+            return
+        launcher = self._ancestors[-1]
+        if name_of(launcher.pid) not in COMMANDS + DAEMONS:
             return
         for seconds, number in (
             (LINGER_SECONDS, signal.SIGTERM),
             (LINGER_SECONDS + 1.0, signal.SIGKILL),
         ):
             while time.monotonic() < since + seconds:
-                if not is_alive(self._ancestors[-1]):
+                if not is_alive(launcher):
                     return
                 time.sleep(0.1)
-            quietly_kill(self._ancestors[-1].pid, number)
+            send_signal(launcher.pid, number)
 
 
 def oom_kills() -> int:
-    """Return how often the kernel killed in this cgroup for want of memory.
+    """Return how often the kernel killed in this cgroup for lack of memory.
 
     Version 2: ``memory.events``; version 1: ``memory.oom_control``
     (https://docs.kernel.org/admin-guide/cgroup-v2.html#memory-interface-files).
     """
-    try:
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return 0
     total = 0
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            files = [f"/sys/fs/cgroup{path}/memory.events"]
-        elif "memory" in controllers.split(","):
-            files = [f"/sys/fs/cgroup/memory{path}/memory.oom_control"]
-        else:
-            continue
-        for file in files:
-            total += _counter(Path(file), "oom_kill")
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controllers == "":
+                total += _counter(f"/sys/fs/cgroup{path}/memory.events")
+            elif "memory" in controllers.split(","):
+                total += _counter(f"/sys/fs/cgroup/memory{path}/memory.oom_control")
     return total
 
 
-def _counter(file: Path, name: str) -> int:
-    try:
-        for line in file.read_text().splitlines():
+def _counter(file: str) -> int:
+    with contextlib.suppress(OSError, ValueError):
+        for line in Path(file).read_text().splitlines():
             key, _, value = line.partition(" ")
-            if key == name:
+            if key == "oom_kill":
                 return int(value)
-    except (OSError, ValueError):
-        pass
     return 0
 
 
-def quietly_kill(pid: int, signal_number: int) -> None:
+def send_signal(pid: int, signal_number: int) -> None:
     """Send a signal to a process that may be gone, or not ours to end."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.kill(pid, signal_number)

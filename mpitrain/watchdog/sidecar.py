@@ -1,9 +1,8 @@
-"""The process beside a rank: tells the center where it is, and ends it when told.
+"""The process beside a rank: reports where it is, and ends it when told to.
 
-Started by `watched.Watched` as a process of its own. What it does on its own, without
-the center: it ends its rank when the launcher is gone, when the center is gone or
-silent for too long, and when MPI does not start in time; and when its rank went without
-a word and the launcher does not notice, it ends the launcher.
+`client.WatchdogClient` starts it. Without the coordinator it ends its rank when the
+launcher is gone, when the coordinator is gone or silent for too long, and when MPI does
+not start in time; it ends a launcher that does not notice that the rank died.
 """
 
 from __future__ import annotations
@@ -16,39 +15,40 @@ import select
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from typing import Any
 
-from mpitrain.watchdog.center import HANG_STATUS, SUSPENDED_SECONDS, Center
-from mpitrain.watchdog.links import Hub, Link
-from mpitrain.watchdog.page import Page, State
-from mpitrain.watchdog.process import (
-    Ancestry,
-    oom_kills,
-    quietly_kill,
-    status_of,
-)
-from mpitrain.watchdog.voice import Voice
+from mpitrain.watchdog.coordinator import HANG_STATUS, SUSPENDED_SECONDS, Coordinator
+from mpitrain.watchdog.heartbeat import Heartbeat, State
+from mpitrain.watchdog.links import CoordinatorClient, CoordinatorServer
+from mpitrain.watchdog.process import Launcher, oom_kills, send_signal, status_of
 
 DUMP_SIGNAL = signal.SIGRTMIN + 7
 """Makes the rank write its stacks; a signal that scripts leave alone."""
 
 POLL_SECONDS = 0.25
-BEAT_SECONDS = 1.0
-"""How often each side of a link speaks."""
+HEARTBEAT_SECONDS = 1.0
+"""How often each side of a connection sends."""
 
 DUMP_SECONDS = 0.8
 """How long a rank may take to write its stacks: a signal handler in C, at once."""
 
-STACK_BYTES = 1 << 18
+MAX_STACK_BYTES = 1 << 18
 """More of a rank's stacks is not passed on."""
 
 GRACE_SECONDS = 3.0
 """From telling a rank to end the job to killing it."""
 
 RECORD_SECONDS = 0.7
-"""How long the center and the rank that records may take for a rank that is gone."""
+"""How long the coordinator and the recording rank may take for a rank that died."""
+
+LOG_SECONDS = 0.5
+"""How long a line in a log may block."""
+
+CLAIM_SECONDS = 4.0
+"""How long a claim of the output is held."""
 
 
 class Sidecar:
@@ -56,40 +56,41 @@ class Sidecar:
 
     Args:
         control: Messages from and to the rank.
-        page: Where the rank is.
+        heartbeat: Where the rank is.
         dump: File in memory to which the rank writes its stacks when asked.
         terminated: File in memory that is not empty after SIGTERM.
-        told: What the rank knows before MPI: ``rank`` and ``world_size`` as the
-            launcher says, ``hostname``, ``rank_variables``, ``start_timeout``.
+        rank_info: What the rank knows before MPI: ``rank`` and ``world_size`` as the
+            launcher says, ``hostname``, ``rank_variables``, ``start_timeout``,
+            ``launcher_sockets``.
     """
 
     def __init__(
         self,
         control: socket.socket,
-        page: Page,
+        heartbeat: Heartbeat,
         dump: int,
         terminated: int,
-        told: dict[str, Any],
+        rank_info: dict[str, Any],
     ) -> None:
         self.rank_pid = os.getppid()
         self.control = control
-        self.page = page
+        self.heartbeat = heartbeat
         self.dump = dump
         self.dump_read = 0
         self.terminated = terminated
-        self.told = told
-        self.launcher = Ancestry(self.rank_pid, told["rank_variables"])
+        self.rank_info = rank_info
+        self.launcher = Launcher(self.rank_pid, rank_info["rank_variables"])
+        self.console = Console()
         self.oom_kills = oom_kills()
-        self.link: Link | None = None
-        self.hub: Hub | None = None
-        self.center: Center | None = None
+        self.client: CoordinatorClient | None = None  # or else, on rank zero:
+        self.server: CoordinatorServer | None = None
+        self.coordinator: Coordinator | None = None
         self.kill_at: float | None = None
-        self.answer_stacks_at: float | None = None
+        self.dump_due_at: float | None = None
         self.poll_at = self.awake_since = time.monotonic()
-        self.beat_at = 0.0
+        self.send_at = 0.0
         self.terminations = (0, 0.0)  # bytes that SIGTERM wrote, and when
-        self.state = State.RUNNING  # as it was last told
-        self.voice = Voice()
+        self.sent_state = State.RUNNING
 
     def run(self) -> None:
         """Watch until the rank is gone."""
@@ -97,38 +98,38 @@ class Sidecar:
         while True:
             ready = self._wait()
             now = time.monotonic()
-            if self.control in ready and not self._hear_rank():
-                return None if self._is_another() else self._rank_is_gone(now)
+            if self.control in ready and not self._read_control():
+                return None if self._has_exec() else self._handle_death(now)
             if os.getppid() != self.rank_pid:
-                return self._rank_is_gone(now)
+                return self._handle_death(now)
             if now >= self.poll_at:
                 if now > self.poll_at + SUSPENDED_SECONDS:
                     self.awake_since = now  # this process itself was suspended
                 self.poll_at = now + POLL_SECONDS
-                self._look_after_stacks(now)
-                self._look_after_launcher(now)
-                self._look_after_start(now)
-                self._look_after_terminations(now)
-            self._look_after_links(ready, now)
+                self._check_stacks(now)
+                self._check_launcher(now)
+                self._check_start(now)
+                self._check_terminations(now)
+            self._exchange(ready, now)
             if self.kill_at is not None and now > self.kill_at:
-                quietly_kill(self.rank_pid, signal.SIGKILL)
+                send_signal(self.rank_pid, signal.SIGKILL)
 
     # --- the rank ---------------------------------------------------------------------
 
     def _wait(self) -> list[socket.socket]:
         sockets = [self.control]
-        sockets += self.link.sockets() if self.link else []
-        sockets += self.hub.sockets() if self.hub else []
+        sockets += self.client.sockets() if self.client else []
+        sockets += self.server.sockets() if self.server else []
         poll = select.poll()
         by_number = {s.fileno(): s for s in sockets}
         for number in by_number:
             poll.register(number, select.POLLIN)
-        soon = self.center is not None and self.center.is_gathering
-        seconds = 0.05 if soon else POLL_SECONDS
+        is_gathering = self.coordinator is not None and self.coordinator.is_gathering
+        seconds = 0.05 if is_gathering else POLL_SECONDS
         return [by_number[n] for n, _ in poll.poll(seconds * 1000)]
 
-    def _hear_rank(self) -> bool:
-        """Obey the rank; return whether it is still there."""
+    def _read_control(self) -> bool:
+        """Process a message of the rank; return whether it is still there."""
         try:
             data = self.control.recv(65536)
         except OSError:
@@ -136,241 +137,303 @@ class Sidecar:
         if not data:
             return False
         message = json.loads(data)
-        self.told |= message.get("told", {})
-        self.voice.log = message.get("log", self.voice.log)
+        self.rank_info |= message.get("rank_info", {})
+        self.console.log = message.get("log", self.console.log)
         if "listen" in message:
-            # Rank zero: be the center, on the address that all nodes reach.
-            size = self.told["world_size"]
-            self.center = Center(size, time.monotonic())
+            # Rank zero: become the coordinator, at the address that all nodes reach.
+            size = self.rank_info["world_size"]
+            self.coordinator = Coordinator(size, time.monotonic())
             port = 0
             if message["listen"]:
-                self.hub = Hub(message["listen"], message["token"], size)
-                port = self.hub.port
+                self.server = CoordinatorServer(
+                    message["listen"], message["token"], size
+                )
+                port = self.server.port
             self.control.send(json.dumps({"port": port}).encode())
-        if self.center is not None and self.voice.log:
-            self.center.logs = os.path.dirname(self.voice.log)  # noqa: PTH120
+        if self.coordinator is not None and self.console.log:
+            self.coordinator.logs = os.path.dirname(self.console.log)  # noqa: PTH120
         if "connect" in message:
             address, port = message["connect"]
-            self.link = Link(address, port, message["token"], self.told["rank"])
+            rank = self.rank_info["rank"]
+            self.client = CoordinatorClient(address, port, message["token"], rank)
         return True
 
-    def _is_another(self) -> bool:
-        """Whether the process lives on without us: it has become another program."""
+    def _has_exec(self) -> bool:
+        """Return whether the process has become another program, without a client."""
         end = time.monotonic() + 0.5
-        while self.page.read().state is not State.DONE and time.monotonic() < end:
-            if os.getppid() != self.rank_pid or self._kernel_state() == "Z":
+        while self.heartbeat.read().state is not State.DONE and time.monotonic() < end:
+            if os.getppid() != self.rank_pid or self._process_state() == "Z":
                 return False
             time.sleep(0.01)
         return True
 
-    def _position(self) -> dict[str, Any]:
-        position = self.page.read()
-        return {
+    def _process_state(self) -> str:
+        status = status_of(self.rank_pid)
+        return status[0] if status else "Z"
+
+    def _send(self, **more: object) -> None:
+        """Report to the coordinator where the rank is."""
+        position = self.heartbeat.read()
+        message = {
             "state": int(position.state),
             "phase": position.phase,
             "step": position.step,
             "age_seconds": position.age_seconds,
             "limit_seconds": position.limit_seconds,
-            "hostname": self.told["hostname"],
+            "hostname": self.rank_info["hostname"],
+            **more,
         }
+        if self.coordinator is not None:
+            self.coordinator.receive(self.rank_info["rank"], message, time.monotonic())
+        elif self.client is not None:
+            self.client.send(message)
 
-    def _send(self, **more: object) -> None:
-        """Tell the center where the rank is."""
-        message = self._position() | more
-        if self.center is not None:
-            self.center.hear(self.told["rank"], message, time.monotonic())
-        elif self.link is not None:
-            self.link.send(message)
-
-    def _rank_is_gone(self, now: float) -> None:
-        """Tell the center how the rank went, and see that the launcher noticed."""
-        state = self.page.read().state
-        alone = self.told["world_size"] == 1
-        if state is State.DONE or (alone and not self.page.read().limit_seconds):
+    def _handle_death(self, now: float) -> None:
+        """Report how the rank died, and make sure that the launcher notices."""
+        position = self.heartbeat.read()
+        state = position.state
+        is_single = self.rank_info["world_size"] == 1
+        if state is State.DONE or (is_single and not position.limit_seconds):
             return
+        is_unreported = state in (State.RUNNING, State.IDLE)
         if self.kill_at is None:
-            how = "killed"
-            self._look_after_terminations(now)
-            if self.terminations[0] and now - self.terminations[1] < 3.0:
-                how = "terminated"
-            elif oom_kills() > self.oom_kills:
-                how = "oom"
-            elif not self.launcher.lives:
-                how = "orphaned"
-            self._send(gone=how)
+            cause = self._cause_of_death(now)
+            self._send(gone=cause)
             if (
-                not self._has_center()
-                and not alone
-                and state in (State.RUNNING, State.ASIDE)
-                and how == "killed"
-                and self.voice.take_the_word(self.launcher)
+                not self._has_coordinator()
+                and not is_single
+                and is_unreported
+                and cause == "killed"
+                and self.console.claim_output(self.launcher)
             ):
-                self.voice.say(
-                    f"{self._place()} ended without a word: killed by a signal, or by "
-                    f"os._exit; it was at: {self.page.read().phase}"
+                self.console.print(
+                    f"{self._name()} ended without a word: killed by a signal, or by "
+                    f"os._exit; it was at: {position.phase}"
                 )
-        # The center stays until it has said what there is to say.
+        # The coordinator stays until it has printed what there is to print.
         end = now + 1.5
-        while self.center and not self.center.is_settled and time.monotonic() < end:
+        while (
+            self.coordinator
+            and not self.coordinator.is_settled
+            and time.monotonic() < end
+        ):
             time.sleep(0.05)
-            links = self.hub.sockets() if self.hub else []
-            self._look_after_links(links, time.monotonic())
-        is_early = state in (State.RUNNING, State.ASIDE)
-        if self.kill_at is None and is_early and self._has_center():
+            sockets = self.server.sockets() if self.server else []
+            self._exchange(sockets, time.monotonic())
+        if self.kill_at is None and is_unreported and self._has_coordinator():
             time.sleep(max(0.0, now + RECORD_SECONDS - time.monotonic()))
-        self.voice.let_go(self.told["launcher_sockets"])
-        if not alone:
-            self.launcher.end_if_it_stays(now)
-        time.sleep(max(0.0, self.voice.stay_until - time.monotonic()))
+        self.console.close(self.rank_info["launcher_sockets"])
+        if not is_single:
+            self.launcher.end_if_it_lingers(now)
+        time.sleep(max(0.0, self.console.claimed_until - time.monotonic()))
 
-    def _has_center(self) -> bool:
-        return self.center is not None or (self.link is not None and self.link.stands)
+    def _cause_of_death(self, now: float) -> str:
+        self._check_terminations(now)
+        if self.terminations[0] and now - self.terminations[1] < 3.0:
+            return "terminated"
+        if oom_kills() > self.oom_kills:
+            return "oom"
+        return "killed" if self.launcher.is_alive else "orphaned"
 
-    def _look_after_terminations(self, now: float) -> None:
+    def _has_coordinator(self) -> bool:
+        return self.coordinator is not None or (
+            self.client is not None and self.client.is_established
+        )
+
+    def _check_terminations(self, now: float) -> None:
         """Note when SIGTERM came; a child that was forked off the rank writes, too."""
         size = os.fstat(self.terminated).st_size
         if size > self.terminations[0]:
             self.terminations = (size, now)
 
-    # --- the launcher -----------------------------------------------------------------
-
-    def _look_after_launcher(self, now: float) -> None:
-        """End a rank that nobody will end any more: its launcher is gone."""
-        if self.kill_at is None and not self.launcher.lives:
+    def _check_launcher(self, now: float) -> None:
+        """End a rank whose launcher is gone: nobody else will."""
+        if self.kill_at is None and not self.launcher.is_alive:
             self._send(gone="orphaned")
-            self.voice.note("the launcher is gone: this rank ends")
+            self.console.write_log("the launcher is gone: this rank ends")
             self.kill_at = now + 0.5
 
-    # --- stacks -----------------------------------------------------------------------
-
-    def _look_after_stacks(self, now: float) -> None:
-        """Pass on what the rank wrote: because we asked, or somebody sent SIGUSR1."""
+    def _check_stacks(self, now: float) -> None:
+        """Pass on the stacks: this sidecar asked for them, or a user sent SIGUSR1."""
+        has_new = os.fstat(self.dump).st_size > self.dump_read
+        is_asked = self.dump_due_at is not None
+        if self.dump_due_at is not None and not has_new and now < self.dump_due_at:
+            return
+        if not is_asked and not has_new:
+            return
+        time.sleep(0.05)  # the handler may still be writing
+        self.dump_due_at = None
         size = os.fstat(self.dump).st_size
-        if self.answer_stacks_at is not None:
-            if size == self.dump_read and now < self.answer_stacks_at:
-                return
-            time.sleep(0.05)  # the handler may be in the middle of it
-            self.answer_stacks_at = None
-            text = self._new_dump()
-            self._send(stack=text, kernel=self._kernel_state())
-            self.voice.note(text)
-        elif size > self.dump_read:
-            time.sleep(0.05)
-            text = self._new_dump()
-            self._send(stack=text, kernel=self._kernel_state(), shown=True)
-            self.voice.note(text)
-
-    def _new_dump(self) -> str:
-        size = os.fstat(self.dump).st_size
-        begin = max(self.dump_read, size - STACK_BYTES)  # the main thread's comes last
-        text = os.pread(self.dump, size - begin, begin)
+        # The main thread's stack comes last.
+        begin = max(self.dump_read, size - MAX_STACK_BYTES)
+        text = os.pread(self.dump, size - begin, begin).decode(errors="replace")
         self.dump_read = size
-        return text.decode(errors="replace")
+        show = {} if is_asked else {"show": True}
+        self._send(stack=text, process_state=self._process_state(), **show)
+        self.console.write_log(text)
 
-    def _kernel_state(self) -> str:
-        status = status_of(self.rank_pid)
-        return status[0] if status else "Z"
+    # --- the coordinator --------------------------------------------------------------
 
-    # --- the center -------------------------------------------------------------------
+    def _exchange(self, ready: Sequence[socket.socket], now: float) -> None:
+        """Send and receive what is due, and obey."""
+        if self.server is not None and self.coordinator is not None:
+            for rank, message in self.server.receive(ready):
+                self.coordinator.receive(rank, message, now)
+        state = self.heartbeat.read().state
+        if now > self.send_at or state is not self.sent_state:
+            self.send_at = now + HEARTBEAT_SECONDS
+            self.sent_state = state
+            self._send(process_state=self._process_state())
+            if state is State.FAILING and not self._has_coordinator():
+                self.console.claim_output(self.launcher)  # the rank says why it ends
+            if self.server is not None:
+                self.server.broadcast({"command": "ping"})
+        if self.coordinator is not None:
+            actions = self.coordinator.decide(now)
+            for text in actions.messages:
+                self.console.print(text)
+            for command in actions.commands:
+                if self.server is not None:
+                    self.server.broadcast(command)
+                self._obey(command, now)
+        if self.client is not None:
+            for command in self.client.receive(ready):
+                self._obey(command, now)
+            self._check_coordinator(now)
 
-    def _look_after_links(self, ready: Sequence[socket.socket], now: float) -> None:
-        if self.hub is not None and self.center is not None:
-            for rank, message in self.hub.receive(ready):
-                self.center.hear(rank, message, now)
-        state = self.page.read().state
-        if now > self.beat_at or state is not self.state:
-            self.beat_at = now + BEAT_SECONDS
-            self.state = state
-            self._send(kernel=self._kernel_state())
-            if state is State.FAILING and not self._has_center():
-                self.voice.take_the_word(self.launcher)  # the rank says why it ends
-            if self.hub is not None:
-                self.hub.broadcast({"do": "nothing"})
-        if self.center is not None:
-            orders = self.center.decide(now)
-            for text in orders.say:
-                self.voice.say(text)
-            for order in orders.to_all:
-                if self.hub is not None:
-                    self.hub.broadcast(order)
-                self._obey(order, now)
-        if self.link is not None:
-            for order in self.link.receive(ready):
-                self._obey(order, now)
-            self._look_after_center(now)
-
-    def _look_after_center(self, now: float) -> None:
-        """End a rank that is cut off from rank zero, and stands still for that."""
-        if self.link is None or self.kill_at is not None:
+    def _check_coordinator(self, now: float) -> None:
+        """End a rank that is cut off from rank zero and stands still for that."""
+        if self.client is None or self.kill_at is not None:
             return
-        if not self.link.stands:
-            self.link.try_again(now)
+        if not self.client.is_established:
+            self.client.retry(now)
             return
-        position = self.page.read()
+        position = self.heartbeat.read()
         limit = position.limit_seconds
-        moved = now - min(position.age_seconds, now - self.awake_since)
-        if self.link.is_closed:
-            # Its host is there, and its rank perhaps, too: then mpirun sees to the job.
-            silent = limit > 0 and now - moved > limit
+        progressed_at = now - min(position.age_seconds, now - self.awake_since)
+        if self.client.is_closed:
+            # Its host is alive, and perhaps its rank: then mpirun ends the job.
+            is_cut_off = limit > 0 and now - progressed_at > limit
         else:
-            limit = limit or self.told["start_timeout"]
-            heard_at = max(self.link.heard_at, self.awake_since)
-            silent = now - max(heard_at, moved if position.limit_seconds else 0) > limit
-        if silent:
-            self.voice.note(f"no word from rank zero for {limit:.0f} s: this rank ends")
+            heard_at = max(self.client.heard_at, self.awake_since)
+            last = max(heard_at, progressed_at if limit else 0)
+            limit = limit or self.rank_info["start_timeout"]
+            is_cut_off = now - last > limit
+        if is_cut_off:
+            self.console.write_log(
+                f"no word from rank zero for {limit:.0f} s: this rank ends"
+            )
             self.kill_at = now
 
-    def _obey(self, order: dict[str, Any], now: float) -> None:
-        if order["do"] == "stacks":
-            quietly_kill(self.rank_pid, DUMP_SIGNAL)
-            self.answer_stacks_at = now + DUMP_SECONDS
-        elif order["do"] == "end":
-            self._end_rank(order["status"], self._mine(order), now)
-        elif order["do"] == "record":
-            self._tell_rank(None, self._mine(order))
-        elif order["do"] == "go alone":
-            self.link = None
-
-    def _mine(self, order: dict[str, Any]) -> str:
-        """Return an order's text where this rank shall record it."""
-        return order["text"] if order["speaker"] == self.told["rank"] else ""
+    def _obey(self, command: dict[str, Any], now: float) -> None:
+        name = command["command"]
+        text = ""
+        if command.get("reporting_rank") == self.rank_info["rank"]:
+            text = command["text"]  # this rank is to record it
+        if name == "dump_stacks":
+            send_signal(self.rank_pid, DUMP_SIGNAL)
+            self.dump_due_at = now + DUMP_SECONDS
+        elif name == "abort":
+            self._end_rank(command["status"], text, now)
+        elif name == "record":
+            self._send_to_rank(None, text)
+        elif name == "detach":
+            self.client = None
 
     def _end_rank(self, status: int, text: str, now: float) -> None:
         """Let the rank end the job with a status, or else kill it."""
         self.kill_at = now + GRACE_SECONDS
-        self._tell_rank(status, text)
+        self._send_to_rank(status, text)
 
-    def _tell_rank(self, status: int | None, text: str) -> None:
-        message = {"end": status, "text": text}
+    def _send_to_rank(self, status: int | None, text: str) -> None:
         with contextlib.suppress(OSError):
-            self.control.send(json.dumps(message).encode())
+            self.control.send(json.dumps({"end": status, "text": text}).encode())
 
-    # --- the start --------------------------------------------------------------------
-
-    def _look_after_start(self, now: float) -> None:
-        """End a rank that waits too long for others before the center is known."""
-        if self._has_center() or self.kill_at is not None:
+    def _check_start(self, now: float) -> None:
+        """End a rank that waits too long before the coordinator is known."""
+        if self._has_coordinator() or self.kill_at is not None:
             return
-        position = self.page.read()
+        position = self.heartbeat.read()
         waited = min(position.age_seconds, now - self.awake_since)
         # Rank zero first: its end ends the others before they say the same.
-        if 0 < position.limit_seconds < waited - 3.0 * (self.told["rank"] > 0):
-            seen = f"{self.launcher.num_ranks} of {self.told['world_size']}"
-            if self.voice.take_the_word(self.launcher):
-                self.voice.say(
-                    f"{self._place()} hang: {position.phase} for {waited:.0f} s\n"
+        if 0 < position.limit_seconds < waited - 3.0 * (self.rank_info["rank"] > 0):
+            seen = f"{self.launcher.num_ranks} of {self.rank_info['world_size']}"
+            if self.console.claim_output(self.launcher):
+                self.console.print(
+                    f"{self._name()} hang: {position.phase} for {waited:.0f} s\n"
                     f"Processes started on this host: {seen}. Look at the others, at "
                     "the other hosts, and at the network between them."
                 )
             self._end_rank(HANG_STATUS, "", now)
 
-    def _place(self) -> str:
-        told = self.told
-        return f"[rank {told['rank']}/{told['world_size']} {told['hostname']}]"
+    def _name(self) -> str:
+        info = self.rank_info
+        return f"[rank {info['rank']}/{info['world_size']} {info['hostname']}]"
+
+
+class Console:
+    """Where a sidecar writes: the rank's stderr, and the rank's log.
+
+    Attributes:
+        log: The rank's log; ``None``: it has none.
+        claimed_until: How long this sidecar must live to hold its claim.
+    """
+
+    def __init__(self) -> None:
+        self.log: str | None = None
+        self.claimed_until = 0.0
+        self._claim: socket.socket | None = None
+
+    def print(self, text: str) -> None:
+        """Write to stderr."""
+        with contextlib.suppress(OSError):
+            os.write(2, (text + "\n").encode())
+
+    def claim_output(self, launcher: object) -> bool:
+        """Return whether this is the first sidecar of this job and host that claims.
+
+        Without a coordinator they agree by an abstract socket address, which only one
+        socket of a host can have.
+        """
+        if self._claim is not None:
+            return False
+        self._claim = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        try:
+            self._claim.bind(f"\0mpitrain-{os.getuid()}-{launcher}")
+        except OSError:
+            return False
+        self.claimed_until = time.monotonic() + CLAIM_SECONDS
+        return True
+
+    def write_log(self, text: str) -> None:
+        """Write into the rank's log, for a moment at most.
+
+        A file server that does not answer is what ranks hang for most often.
+        """
+        path = self.log
+        if not path or not text:
+            return
+
+        def write() -> None:
+            with contextlib.suppress(OSError), open(path, "a") as log:  # noqa: PTH123
+                log.write(f"watchdog: {text.rstrip()}\n")
+
+        thread = threading.Thread(target=write, daemon=True)
+        thread.start()
+        thread.join(LOG_SECONDS)
+
+    def close(self, launcher_sockets: Sequence[int]) -> None:
+        """Close what mpirun reads: it waits for the end of it before it exits."""
+        with contextlib.suppress(OSError):
+            for descriptor in launcher_sockets:
+                os.close(descriptor)
+            null = os.open(os.devnull, os.O_RDWR)
+            os.dup2(null, 1)
+            os.dup2(null, 2)
 
 
 def main() -> None:
-    """Watch over the process that started this one."""
+    """Watch the process that started this one."""
     control, page, dump, terminated = (int(word) for word in sys.argv[1:5])
     for number in (
         *(signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT),
@@ -381,7 +444,7 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # one for each rank
     sidecar = Sidecar(
         socket.socket(fileno=control),
-        Page(page),
+        Heartbeat(page),
         dump,
         terminated,
         json.loads(sys.argv[5]),
@@ -389,5 +452,5 @@ def main() -> None:
     try:
         sidecar.run()
     finally:
-        if sidecar.hub is not None:  # whatever happened here: the ranks live
-            sidecar.hub.broadcast({"do": "go alone"})
+        if sidecar.server is not None:  # whatever happened here: the ranks live
+            sidecar.server.broadcast({"command": "detach"})

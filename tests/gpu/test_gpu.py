@@ -13,9 +13,9 @@ import torch
 from launcher import find, mpirun
 
 from mpitrain.launch import nccl, nvml
-from mpitrain.mpi_backend.support import why_not_ours
+from mpitrain.torch_compat import python_backend_error
 
-HOST = "gloo" if why_not_ours() else "mpi4py"
+HOST = "gloo" if python_backend_error() else "mpi4py"
 NCCL = f"cpu:{HOST},cuda:nccl"
 
 NO_GPU = "torch sees no GPU here"

@@ -216,7 +216,7 @@ def wait_for(file: Path, seconds: float = 60) -> None:
 def test_a_job_finishes_without_the_sidecar_of_rank_zero(
     openmpi: Mpi, number: int, tmp_path: Path
 ) -> None:
-    """The kernel may have chosen it for want of memory; that is no reason to end."""
+    """The kernel may have chosen it for lack of memory; that is no reason to end."""
     fault = 'Path("step").write_text("3")'
     script = TRAINING.replace("FAULT", fault).replace("range(1, 5)", "range(1, 100)")
     script = script.replace("optimizer.step()", "optimizer.step(); time.sleep(0.1)")

@@ -26,10 +26,10 @@ COMPARED = """
 import sys
 from pathlib import Path
 import mpitrain, torch, torch.distributed as dist
-from mpitrain.mpi_backend import sharing
+from mpitrain.mpi_backend import shared_memory
 
 if sys.argv[1] == "alone":  # MPI carries bytes and compares nothing
-    sharing.FOLDER = Path("/nowhere")
+    shared_memory.FOLDER = Path("/nowhere")
 with mpitrain.init(device="cpu") as world:
     dist.all_reduce(torch.ones(4))
     dist.all_reduce(torch.ones(5 if world.rank == 0 else 4))
@@ -113,14 +113,14 @@ def test_it_stands_beside_gloo(openmpi: Mpi, tmp_path: Path) -> None:
         assert f"rank {rank}: [6.0, 6.0, 6.0]" in done.out
 
 
-@pytest.mark.parametrize("road", ["shared", "alone"])
+@pytest.mark.parametrize("transport", ["shared", "alone"])
 def test_torch_compares_what_ranks_do_where_it_is_told_to(
-    openmpi: Mpi, tmp_path: Path, road: str
+    openmpi: Mpi, tmp_path: Path, transport: str
 ) -> None:
     (tmp_path / "script.py").write_text(COMPARED)
     done = mpirun(
         openmpi,
-        *(2, "script.py", road),
+        *(2, "script.py", transport),
         cwd=tmp_path,
         TORCH_DISTRIBUTED_DEBUG="DETAIL",
     )
@@ -133,7 +133,7 @@ def test_ranks_that_disagree_are_told_so_once(openmpi: Mpi, tmp_path: Path) -> N
     (tmp_path / "script.py").write_text(COMPARED)
     done = mpirun(openmpi, 3, "script.py", "shared", cwd=tmp_path)
     assert done.status == 1, done.err
-    assert done.err.count("the ranks do different things at one time") >= 1
+    assert done.err.count("the ranks are in different operations") >= 1
     assert "  rank 0: all_reduce SUM torch.float32 5" in done.err
     assert "  rank 1, rank 2: all_reduce SUM torch.float32 4" in done.err
     assert done.err.count("GroupError: group") == 2, (

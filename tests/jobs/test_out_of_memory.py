@@ -1,4 +1,4 @@
-"""A rank that the kernel kills for want of memory is named, with the reason."""
+"""A rank that the kernel kills for lack of memory is named, with the reason."""
 
 from __future__ import annotations
 
@@ -59,4 +59,4 @@ def test_a_rank_that_was_killed_for_memory_is_named(
     assert done.status != 0
     (line,) = done.ours
     assert line.startswith("[rank 1/3 ")
-    assert "killed by the kernel for want of memory (OOM)" in line
+    assert "killed by the kernel for lack of memory (OOM)" in line

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
-import roads
+import transports
 
 import mpitrain
 from mpitrain.world import World
@@ -61,7 +61,7 @@ def apart(world: World) -> World:
 @pytest.fixture
 def mpi_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Groups of the mpi4py backend are made as where there is no /dev/shm."""
-    roads.without_shared_memory(monkeypatch)
+    transports.without_shared_memory(monkeypatch)
 
 
 @pytest.fixture

@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 
 import pytest
-import roads
 import torch
 import torch.distributed as dist
+import transports
 from torch.distributed import ReduceOp
 
 from mpitrain.tools.check.truths import all_gather_single, reduce_scatter_single
@@ -47,17 +47,17 @@ ROADS = ("as-it-is", "small-room", "MPI-alone", "two-nodes")
 
 @pytest.fixture(scope="module", params=ROADS)
 def ours(world: World, request: pytest.FixtureRequest) -> Iterator[dist.ProcessGroup]:
-    """All ranks, by the mpi4py backend, on each of its roads."""
+    """All ranks, by the mpi4py backend, on each of its transports."""
     with pytest.MonkeyPatch.context() as patch:
         if request.param != "as-it-is":
-            roads.in_small_pieces(patch)
+            transports.in_small_pieces(patch)
         if request.param == "MPI-alone":
-            roads.without_shared_memory(patch)
+            transports.without_shared_memory(patch)
         if request.param == "two-nodes":
-            roads.on_two_nodes(patch, world.rank)
+            transports.on_two_nodes(patch, world.rank)
         group = dist.new_group(backend="mpi4py", timeout=timedelta(seconds=60))
         if request.param == "two-nodes" and world.world_size > 2:
-            assert roads.has_shared_memory_of_a_part(group)
+            assert transports.has_shared_memory_of_a_part(group)
         yield group
 
 

@@ -9,17 +9,17 @@ from contextlib import suppress
 from datetime import timedelta
 
 import pytest
-import roads
 import torch
 import torch.distributed as dist
-from roads import group_of
+import transports
+from transports import group_of
 
 from mpitrain.tools.check.truths import all_gather_single, reduce_scatter_single
 from mpitrain.world import World
 
 pytestmark = pytest.mark.mpi
 
-WHO = "rank 0 did not come|nothing was heard from rank 0:"
+WHO = "rank 0 did not arrive|no report from rank 0:"
 """The first on one node, the other through MPI."""
 
 Call = Callable[[dist.ProcessGroup, World], None]
@@ -47,18 +47,18 @@ def other_root(group: dist.ProcessGroup, world: World) -> None:
 
 def test_a_group_that_is_closed_refuses(world: World) -> None:
     """As a sharded model meets it that is used after the job's end."""
-    from mpitrain.mpi_backend.failures import GroupError
+    from mpitrain.mpi_backend.errors import GroupError
 
     group = group_of()
     dist.barrier(group=group)
     ours = group._get_backend(torch.device("cpu"))._group
     dist.destroy_process_group(group)
-    with pytest.raises(GroupError, match="is closed, and was asked"):
-        ours.line.do(lambda deadline: None)
+    with pytest.raises(GroupError, match="is closed; expected no operation"):
+        ours.queue.run(lambda deadline: None)
     # As DDP meets it in a backward pass: it asks, and waits for the future alone.
-    future = ours.line.add(lambda deadline: None, []).get_future()
+    future = ours.queue.submit(lambda deadline: None, []).get_future()
     assert future.done()
-    with pytest.raises(RuntimeError, match="is closed, and was asked"):
+    with pytest.raises(RuntimeError, match="is closed; expected no operation"):
         future.value()
 
 
@@ -69,7 +69,7 @@ def test_ranks_that_disagree_are_told_so(world: World, call: Call) -> None:
         call(group, world)
     if world.world_size == 1 or world.num_nodes > 1:
         return  # between nodes MPI carries bytes and does not know
-    with pytest.raises(dist.DistBackendError, match="different things") as error:
+    with pytest.raises(dist.DistBackendError, match="different operations") as error:
         call(group, world)
     assert "rank 0:" in str(error.value)
     with pytest.raises(dist.DistBackendError, match="failed before"):
@@ -101,7 +101,7 @@ def test_who_does_not_come_is_named_through_mpi(world: World) -> None:
         with pytest.raises(dist.DistBackendError) as error:
             dist.all_reduce(torch.ones(3), group=group)
         said = str(error.value)
-        assert f"nothing was heard from rank {last}:" in said
+        assert f"no report from rank {last}:" in said
         assert said.count("operation 2 of the group: all_reduce was not done") == 1
         with pytest.raises(dist.DistBackendError, match="failed before"):
             dist.barrier(group=group)
@@ -113,7 +113,7 @@ def test_who_waits_for_another_node_is_not_accused(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One number: the first rank of each node combines it, the others wait for that."""
-    roads.on_two_nodes(monkeypatch, world.rank)
+    transports.on_two_nodes(monkeypatch, world.rank)
     group = group_of(seconds=1.0)
     last = world.world_size - 1
     if world.world_size >= 4 and world.rank < last:
@@ -122,8 +122,8 @@ def test_who_waits_for_another_node_is_not_accused(
         with pytest.raises(dist.DistBackendError) as error:
             dist.all_reduce(torch.ones(1), group=group)
         said = str(error.value)
-        assert "rank 0 did not come" not in said
-        assert f"nothing was heard from rank {last}:" in said
+        assert "rank 0 did not arrive" not in said
+        assert f"no report from rank {last}:" in said
     dist.barrier()
 
 
@@ -218,5 +218,7 @@ def test_a_message_of_another_length_is_refused(world: World) -> None:
     if world.rank == 0:
         dist.send(torch.ones(3), 1, group=group)
     if world.rank == 1:
-        with pytest.raises(dist.DistBackendError, match="12 bytes came, expected 20"):
+        with pytest.raises(
+            dist.DistBackendError, match="received 12 bytes, expected 20"
+        ):
             dist.recv(torch.ones(5), 0, group=group)

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from roads import group_of
 from torch.distributed.device_mesh import init_device_mesh
 from torch.torch_version import TorchVersion
+from transports import group_of
 
-from mpitrain.mpi_backend import over_mpi, points
+from mpitrain.mpi_backend import inter_node, p2p
 from mpitrain.world import World
 
 pytestmark = pytest.mark.mpi
@@ -266,7 +266,7 @@ def test_what_is_longer_than_mpi_can_count_is_cut(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As from 1 GiB on; tried with 2 GiB and a bit by hand."""
-    for module in (over_mpi, points):
+    for module in (inter_node, p2p):
         monkeypatch.setattr(module, "MESSAGE_BYTES", 1000)
     group = group_of()
     for size in (1000, 1001, 5000, 12_345):

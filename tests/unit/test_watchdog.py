@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from mpitrain.watchdog.center import Center
-from mpitrain.watchdog.page import Page, Position, State, memory_file
-from mpitrain.watchdog.words import (
-    RankReport,
-    call_in_words,
+from mpitrain.watchdog.coordinator import Coordinator
+from mpitrain.watchdog.heartbeat import Heartbeat, Position, State, memory_file
+from mpitrain.watchdog.report import (
+    RankStatus,
+    describe_call,
+    is_waiting,
     main_stack,
-    table,
-    waits,
+    position_lines,
 )
 
 WAITING = """Thread 0x1 (most recent call first):
@@ -42,20 +42,22 @@ def said(**more: Any) -> dict[str, Any]:
     }
 
 
-def center_of(*messages: dict[str, Any], world_size: int | None = None) -> Center:
-    center = Center(world_size or len(messages), 0.0)
-    look(center, 0, 100)
+def coordinator_of(
+    *messages: dict[str, Any], world_size: int | None = None
+) -> Coordinator:
+    coordinator = Coordinator(world_size or len(messages), 0.0)
+    look(coordinator, 0, 100)
     for rank, message in enumerate(messages):
-        center.hear(rank, message, 100.0)
-    return center
+        coordinator.receive(rank, message, 100.0)
+    return coordinator
 
 
-def look(center: Center, begin: float, end: float) -> list[dict[str, Any]]:
-    """Let the center look once a second, as long as nothing is to be done."""
+def look(coordinator: Coordinator, begin: float, end: float) -> list[dict[str, Any]]:
+    """Let the coordinator look once a second, as long as nothing is to be done."""
     while begin < end:
-        orders = center.decide(begin)
-        if orders.to_all:
-            return orders.to_all
+        actions = coordinator.decide(begin)
+        if actions.commands:
+            return actions.commands
         begin += 1.0
     return []
 
@@ -64,15 +66,17 @@ def stuck(**more: Any) -> dict[str, Any]:
     return said(age_seconds=11.0, **more)
 
 
-def end_of(center: Center, now: float = 100.1) -> tuple[str, dict[str, Any] | None]:
-    """Let the center decide until it ends the job or has nothing more to do."""
+def end_of(
+    coordinator: Coordinator, now: float = 100.1
+) -> tuple[str, dict[str, Any] | None]:
+    """Let the coordinator decide until it ends the job or has nothing more to do."""
     text = ""
     for tick in range(60):
-        orders = center.decide(now + tick * 0.1)
-        text += "\n".join(orders.say)
-        for order in orders.to_all:
-            if order["do"] == "end":
-                return text, order
+        actions = coordinator.decide(now + tick * 0.1)
+        text += "\n".join(actions.messages)
+        for command in actions.commands:
+            if command["command"] == "abort":
+                return text, command
     return text, None
 
 
@@ -88,18 +92,18 @@ def end_of(center: Center, now: float = 100.1) -> tuple[str, dict[str, Any] | No
     ],
 )
 def test_this_is_no_hang(messages: list) -> None:
-    assert center_of(*messages).decide(100.1).to_all == []
+    assert coordinator_of(*messages).decide(100.1).commands == []
 
 
 def test_a_hang_is_judged_by_the_stacks() -> None:
-    center = center_of(stuck(), stuck(), stuck())
-    (order,) = center.decide(100.1).to_all
-    assert order == {"do": "stacks"}
+    coordinator = coordinator_of(stuck(), stuck(), stuck())
+    (command,) = coordinator.decide(100.1).commands
+    assert command == {"command": "dump_stacks"}
     for rank, stack in enumerate([WAITING, WORKING, WAITING]):
-        center.hear(rank, stuck(stack=stack, kernel="S"), 100.2)
-    text, end = end_of(center, 100.3)
+        coordinator.receive(rank, stuck(stack=stack, process_state="S"), 100.2)
+    text, end = end_of(coordinator, 100.3)
     assert end is not None
-    assert (end["status"], end["speaker"]) == (76, 0)
+    assert (end["status"], end["reporting_rank"]) == (76, 0)
     lines = text.splitlines()
     assert lines[0] == ("[rank 1/3 gpu01] hang: no rank has made progress for 11 s")
     assert lines[1] == "did not arrive:"
@@ -113,53 +117,60 @@ def test_a_hang_is_judged_by_the_stacks() -> None:
 @pytest.mark.parametrize(
     ("more", "words"),
     [
-        ({"kernel": "T", "stack": ""}, "stopped by a signal (SIGSTOP)"),
-        ({"kernel": "D", "stack": ""}, "gives no stack (in the kernel, waits for a"),
-        ({"kernel": "S", "stack": ""}, "gives no stack"),
+        ({"process_state": "T", "stack": ""}, "stopped by a signal (SIGSTOP)"),
+        (
+            {"process_state": "D", "stack": ""},
+            "gives no stack (in the kernel, waits for a",
+        ),
+        ({"process_state": "S", "stack": ""}, "gives no stack"),
         ({"state": int(State.LEFT)}, "left with status 0 (last at: training)"),
     ],
 )
 def test_a_rank_without_a_stack_is_blamed_with_its_reason(
     more: dict, words: str
 ) -> None:
-    center = center_of(stuck(), stuck())
-    center.decide(100.1)
-    center.hear(0, stuck(stack=WAITING, kernel="S"), 100.2)
-    center.hear(1, stuck(**more), 100.2)
-    text, end = end_of(center, 100.3)
+    coordinator = coordinator_of(stuck(), stuck())
+    coordinator.decide(100.1)
+    coordinator.receive(0, stuck(stack=WAITING, process_state="S"), 100.2)
+    coordinator.receive(1, stuck(**more), 100.2)
+    text, end = end_of(coordinator, 100.3)
     assert end is not None
     assert text.startswith("[rank 1/2 gpu01] hang")
     assert words in text.partition("waiting for them")[0]
 
 
 def test_where_all_wait_the_rank_with_fewer_steps_is_missing() -> None:
-    center = center_of(stuck(), stuck(step=6))
-    center.decide(100.1)
+    coordinator = coordinator_of(stuck(), stuck(step=6))
+    coordinator.decide(100.1)
     for rank, step in enumerate([7, 6]):
-        center.hear(rank, stuck(stack=WAITING, kernel="S", step=step), 100.2)
-    text, _ = end_of(center, 100.3)
+        coordinator.receive(
+            rank, stuck(stack=WAITING, process_state="S", step=step), 100.2
+        )
+    text, _ = end_of(coordinator, 100.3)
     assert text.startswith("[rank 1/2 gpu01] hang")
 
 
 def test_a_rank_that_left_waits_for_one_that_works() -> None:
     """It is done; the other writes its weights, or loops for ever."""
-    center = center_of(stuck(), stuck(state=int(State.LEFT)))
-    center.decide(100.1)
-    center.hear(0, stuck(stack=WORKING, kernel="S"), 100.2)
-    text, _ = end_of(center, 100.3)
+    coordinator = coordinator_of(stuck(), stuck(state=int(State.LEFT)))
+    coordinator.decide(100.1)
+    coordinator.receive(0, stuck(stack=WORKING, process_state="S"), 100.2)
+    text, _ = end_of(coordinator, 100.3)
     assert text.startswith("[rank 0/2 gpu01] hang")
     assert "rank 1 gpu01: left with status 0" in text.partition("waiting for them")[2]
 
 
 def test_nobody_waits_for_those_that_sleep_while_others_work() -> None:
     """They have fewer steps, and wait as well."""
-    aside = stuck(state=int(State.ASIDE), step=2)
-    center = center_of(stuck(), stuck(step=6), aside)
-    center.decide(100.1)
+    idle = stuck(state=int(State.IDLE), step=2)
+    coordinator = coordinator_of(stuck(), stuck(step=6), idle)
+    coordinator.decide(100.1)
     for rank, step in enumerate([7, 6]):
-        center.hear(rank, stuck(stack=WAITING, kernel="S", step=step), 100.2)
-    center.hear(2, {**aside, "stack": WAITING, "kernel": "S"}, 100.2)
-    text, _ = end_of(center, 100.3)
+        coordinator.receive(
+            rank, stuck(stack=WAITING, process_state="S", step=step), 100.2
+        )
+    coordinator.receive(2, {**idle, "stack": WAITING, "process_state": "S"}, 100.2)
+    text, _ = end_of(coordinator, 100.3)
     assert text.startswith("[rank 1/3 gpu01] hang")
     missing, waiting = text.split("waiting for them")
     assert "rank 2" not in missing
@@ -167,38 +178,40 @@ def test_nobody_waits_for_those_that_sleep_while_others_work() -> None:
 
 
 def test_those_that_sleep_do_not_keep_a_hang_from_being_seen() -> None:
-    aside = said(state=int(State.ASIDE), limit_seconds=0.0)
-    assert center_of(stuck(), stuck(), aside).decide(100.1).to_all
-    assert not center_of(said(), stuck(), aside).decide(100.1).to_all
+    idle = said(state=int(State.IDLE), limit_seconds=0.0)
+    assert coordinator_of(stuck(), stuck(), idle).decide(100.1).commands
+    assert not coordinator_of(said(), stuck(), idle).decide(100.1).commands
 
 
-def test_where_all_work_alike_nobody_waits() -> None:
-    center = center_of(stuck(), stuck())
-    center.decide(100.1)
+def test_where_all_work_alike_nobody_is_waiting() -> None:
+    coordinator = coordinator_of(stuck(), stuck())
+    coordinator.decide(100.1)
     for rank in range(2):
-        center.hear(rank, stuck(stack=WORKING, kernel="S"), 100.2)
-    text, _ = end_of(center, 100.3)
-    assert "no rank waits for another; all are in code of their own" in text
+        coordinator.receive(rank, stuck(stack=WORKING, process_state="S"), 100.2)
+    text, _ = end_of(coordinator, 100.3)
+    assert "no rank waits for another; all run their own code" in text
 
 
 def test_where_all_wait_alike_nobody_is_blamed() -> None:
-    center = center_of(stuck(), stuck())
-    center.decide(100.1)
+    coordinator = coordinator_of(stuck(), stuck())
+    coordinator.decide(100.1)
     for rank in range(2):
-        center.hear(rank, stuck(stack=WAITING, kernel="S"), 100.2)
-    text, _ = end_of(center, 100.3)
+        coordinator.receive(rank, stuck(stack=WAITING, process_state="S"), 100.2)
+    text, _ = end_of(coordinator, 100.3)
     assert "every rank waits for another" in text
 
 
 def test_a_host_that_is_silent_counts_by_the_limits_of_the_others() -> None:
     """It was heard last before its first step, which may take ten minutes."""
-    center = center_of(said(), said(hostname="gpu02", limit_seconds=600.0))
+    coordinator = coordinator_of(said(), said(hostname="gpu02", limit_seconds=600.0))
     for second in range(11):
-        center.hear(0, said(age_seconds=float(second)), 100.0 + second)
-        orders = center.decide(100.1 + second)
-    assert orders.to_all == [{"do": "stacks"}]
-    center.hear(0, said(age_seconds=10.3, stack=WAITING, kernel="S"), 110.3)
-    text, end = end_of(center, 110.4)
+        coordinator.receive(0, said(age_seconds=float(second)), 100.0 + second)
+        actions = coordinator.decide(100.1 + second)
+    assert actions.commands == [{"command": "dump_stacks"}]
+    coordinator.receive(
+        0, said(age_seconds=10.3, stack=WAITING, process_state="S"), 110.3
+    )
+    text, end = end_of(coordinator, 110.4)
     assert end is not None
     assert text.startswith("[rank 1/2 gpu02] hang")
     assert "no word from that host" in text
@@ -214,7 +227,7 @@ def test_ranks_of_a_host_that_fell_silent_are_told_in_one_line() -> None:
         limit_seconds=6.0,
     )
     reports = [
-        RankReport(
+        RankStatus(
             rank=rank,
             hostname=hostname,
             position=position,
@@ -227,88 +240,90 @@ def test_ranks_of_a_host_that_fell_silent_are_told_in_one_line() -> None:
             (2, "gpu02", 111.6),
         )
     ]
-    lines = table(reports, {1, 2}, now=120.0)
+    lines = position_lines(reports, {1, 2}, now=120.0)
     assert lines == ["  ranks 1-2 gpu02: no word from that host for 8 s"]
 
 
 def test_a_rank_that_was_never_heard_is_named_when_the_start_takes_too_long() -> None:
-    center = center_of(stuck(), world_size=2)
-    center.decide(100.1)
-    text, end = end_of(center)
+    coordinator = coordinator_of(stuck(), world_size=2)
+    coordinator.decide(100.1)
+    text, end = end_of(coordinator)
     assert end is not None
     assert "never heard of: rank 1" in text
 
 
 def test_what_goes_on_after_all_is_no_hang() -> None:
-    center = center_of(stuck(), stuck())
-    assert center.decide(100.1).to_all == [{"do": "stacks"}]
-    center.hear(0, said(), 100.5)
-    assert end_of(center, 100.6)[1] is None
+    coordinator = coordinator_of(stuck(), stuck())
+    assert coordinator.decide(100.1).commands == [{"command": "dump_stacks"}]
+    coordinator.receive(0, said(), 100.5)
+    assert end_of(coordinator, 100.6)[1] is None
 
 
 def test_a_job_that_was_suspended_and_goes_on_is_no_hang() -> None:
-    center = center_of(said(), said())
-    center.decide(100.1)
+    coordinator = coordinator_of(said(), said())
+    coordinator.decide(100.1)
     for rank in range(2):
-        center.hear(rank, said(age_seconds=3600.0), 3700.0)
-    assert look(center, 3700.1, 3710.0) == []
+        coordinator.receive(rank, said(age_seconds=3600.0), 3700.0)
+    assert look(coordinator, 3700.1, 3710.0) == []
     for rank in range(2):
-        center.hear(rank, said(age_seconds=3611.0), 3711.0)
-    assert look(center, 3711.1, 3720.0) == [{"do": "stacks"}]
+        coordinator.receive(rank, said(age_seconds=3611.0), 3711.0)
+    assert look(coordinator, 3711.1, 3720.0) == [{"command": "dump_stacks"}]
 
 
 def test_ranks_that_are_all_stopped_are_suspended_and_not_stuck() -> None:
-    center = center_of(stuck(kernel="T"), stuck(kernel="T"))
-    assert center.decide(100.1).to_all == []
+    coordinator = coordinator_of(stuck(process_state="T"), stuck(process_state="T"))
+    assert coordinator.decide(100.1).commands == []
 
 
 def test_the_first_rank_that_is_gone_is_blamed_and_recorded_by_another() -> None:
-    center = center_of(said(), said(), said())
+    coordinator = coordinator_of(said(), said(), said())
     for rank, how in ((2, "terminated"), (0, "killed"), (1, "terminated")):
-        center.hear(rank, said(gone=how), 100.0)
-    orders = center.decide(100.2).to_all
-    assert [(o["do"], o["speaker"]) for o in orders] == [("record", 0)]
-    text, end = end_of(center, 100.4)
+        coordinator.receive(rank, said(gone=how), 100.0)
+    actions = coordinator.decide(100.2).commands
+    assert [(o["command"], o["reporting_rank"]) for o in actions] == [("record", 0)]
+    text, end = end_of(coordinator, 100.4)
     assert text.startswith("[rank 0/3 gpu01] ended without a word")
     assert end is not None
     assert end["status"] == 1
 
 
 def test_a_rank_that_is_gone_after_another_told_why_stays_unsaid() -> None:
-    center = center_of(said(state=int(State.FAILING)), said())
-    center.hear(1, said(gone="killed"), 100.0)
-    text, _ = end_of(center, 100.2)
+    coordinator = coordinator_of(said(state=int(State.FAILING)), said())
+    coordinator.receive(1, said(gone="killed"), 100.0)
+    text, _ = end_of(coordinator, 100.2)
     assert text == ""
 
 
 @pytest.mark.parametrize(
     ("how", "words"),
     [
-        ("oom", "for want of memory (OOM)"),
+        ("oom", "for lack of memory (OOM)"),
         ("terminated", "ended by SIGTERM"),
         ("orphaned", "the launcher is gone"),
     ],
 )
 def test_how_a_rank_went_is_told(how: str, words: str) -> None:
-    center = center_of(said(), said())
-    center.hear(1, said(gone=how), 100.0)
-    assert words in end_of(center, 100.2)[0]
+    coordinator = coordinator_of(said(), said())
+    coordinator.receive(1, said(gone=how), 100.0)
+    assert words in end_of(coordinator, 100.2)[0]
 
 
 def test_positions_are_shown_once_to_whoever_asks() -> None:
-    center = center_of(said(), said())
-    center.hear(0, said(shown=True, stack=WAITING, kernel="S"), 100.0)
-    center.hear(1, said(shown=True, stack=WORKING, kernel="S"), 100.1)
-    texts = [t for tick in range(40) for t in center.decide(100 + tick / 10).say]
+    coordinator = coordinator_of(said(), said())
+    coordinator.receive(0, said(show=True, stack=WAITING, process_state="S"), 100.0)
+    coordinator.receive(1, said(show=True, stack=WORKING, process_state="S"), 100.1)
+    texts = [
+        t for tick in range(40) for t in coordinator.decide(100 + tick / 10).messages
+    ]
     (text,) = texts
     assert text.startswith("where the ranks are:\n  rank 0 gpu01: training")
 
 
-def test_a_page_is_read_as_it_was_written() -> None:
+def test_a_heartbeat_is_read_as_it_was_written() -> None:
     descriptor = memory_file()
     try:
-        ours, theirs = Page(descriptor), Page(descriptor)
-        ours.mark("evaluation, with ü", 12, 30.0)
+        ours, theirs = Heartbeat(descriptor), Heartbeat(descriptor)
+        ours.beat("evaluation, with ü", 12, 30.0)
         ours.set_state(State.LEFT)
         found = theirs.read()
         assert (found.phase, found.step, found.limit_seconds, found.state) == (
@@ -316,7 +331,7 @@ def test_a_page_is_read_as_it_was_written() -> None:
             State.LEFT,
         )
         assert 0 <= found.age_seconds < 5
-        ours.mark("x" * 500)
+        ours.beat("x" * 500)
         assert theirs.read().phase == "x" * 96
         assert theirs.read().state is State.LEFT
     finally:
@@ -326,7 +341,7 @@ def test_a_page_is_read_as_it_was_written() -> None:
 def test_the_main_threads_stack_is_the_last() -> None:
     frames = main_stack(WAITING)
     assert [f.line for f in frames] == [8, 21]
-    assert waits(frames)
-    assert not waits(main_stack(WORKING))
+    assert is_waiting(frames)
+    assert not is_waiting(main_stack(WORKING))
     assert main_stack("") == []
-    assert call_in_words(frames) == "me/mine.py:21 in <module>, in all_reduce"
+    assert describe_call(frames) == "me/mine.py:21 in <module>, in all_reduce"

@@ -1,4 +1,4 @@
-"""Groups of the mpi4py backend, and the roads that one may take as it is made."""
+"""Groups of the mpi4py backend, and the transports that a new one may be given."""
 
 from __future__ import annotations
 
@@ -22,25 +22,27 @@ def group_of(
 
 def without_shared_memory(patch: pytest.MonkeyPatch) -> None:
     """Let ranks find no /dev/shm: all goes by MPI."""
-    from mpitrain.mpi_backend import sharing
+    from mpitrain.mpi_backend import shared_memory
 
-    patch.setattr(sharing, "FOLDER", Path("/nowhere"))
+    patch.setattr(shared_memory, "FOLDER", Path("/nowhere"))
 
 
 def on_two_nodes(patch: pytest.MonkeyPatch, rank: int) -> None:
     """Let even and odd ranks take themselves for those of two nodes."""
-    from mpitrain.mpi_backend import sharing
+    from mpitrain.mpi_backend import shared_memory
 
-    patch.setattr(sharing, "_machine", lambda: [f"node{rank % 2}"])
+    patch.setattr(shared_memory, "_machine_id", lambda: [f"node{rank % 2}"])
 
 
 def in_small_pieces(patch: pytest.MonkeyPatch) -> None:
     """Let large tensors be those of some 64 kB."""
-    from mpitrain.mpi_backend import over_mpi, sharing
+    from mpitrain.mpi_backend import inter_node, shared_memory
 
-    patch.setattr(sharing, "MOST_PER_RANK", sharing.LEAST_PER_RANK)
-    patch.setattr(sharing, "MOST_WITH_CORES", sharing.LEAST_PER_RANK)
-    patch.setattr(over_mpi, "CHUNK_BYTES", 4 << 10)
+    patch.setattr(shared_memory, "MAX_SLOT_BYTES", shared_memory.MIN_SLOT_BYTES)
+    patch.setattr(
+        shared_memory, "MAX_SLOT_BYTES_IN_CACHE", shared_memory.MIN_SLOT_BYTES
+    )
+    patch.setattr(inter_node, "CHUNK_BYTES", 4 << 10)
 
 
 def has_shared_memory_of_a_part(group: dist.ProcessGroup) -> bool:

@@ -8,8 +8,8 @@ import time
 import pytest
 import torch.distributed as dist
 
-from mpitrain.mpi_backend.failures import GroupError
-from mpitrain.mpi_backend.members import meet
+from mpitrain.mpi_backend.desync_report import connect
+from mpitrain.mpi_backend.errors import GroupError
 
 
 def come(store: dist.Store, late: dict[int, float], size: int = 3) -> dict[int, str]:
@@ -19,7 +19,7 @@ def come(store: dist.Store, late: dict[int, float], size: int = 3) -> dict[int, 
     def one(rank: int) -> None:
         time.sleep(late.get(rank, 0.0))
         try:
-            meet(store, rank, range(10, 10 + size), "7", 1.0)
+            connect(store, rank, range(10, 10 + size), "7", 1.0)
             told[rank] = ""
         except GroupError as error:
             told[rank] = str(error)
@@ -43,4 +43,4 @@ def test_who_does_not_come_is_named_on_every_rank(seconds: float) -> None:
     told = come(dist.HashStore(), {1: seconds})
     assert len(told) == (3 if seconds < 10 else 2)
     for text in told.values():
-        assert text.startswith("rank 11 did not come within 1 s to make group 7.")
+        assert text.startswith("rank 11 did not arrive within 1 s to create group 7.")

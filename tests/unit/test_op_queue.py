@@ -1,4 +1,4 @@
-"""What is handed out for an operation of the mpi4py backend."""
+"""The asynchronous works of the mpi4py backend."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ import time
 import pytest
 import torch
 
-from mpitrain.mpi_backend.works import Operation
+from mpitrain.mpi_backend.op_queue import PendingWork
 
 
-def operation() -> Operation:
-    return Operation([torch.ones(1)], lambda _: None)
+def work() -> PendingWork:
+    return PendingWork([torch.ones(1)], lambda _: None)
 
 
 def test_who_waited_finds_its_future_done(monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch asks the future whether the work is completed."""
-    one = operation()
-    future, tell = one.get_future(), one._tell
+    one = work()
+    future, tell = one.get_future(), one._complete
 
     def tell_late(told: torch.futures.Future) -> None:
         time.sleep(0.2)
         tell(told)
 
-    monkeypatch.setattr(one, "_tell", tell_late)
+    monkeypatch.setattr(one, "_complete", tell_late)
     thread = threading.Thread(target=one.finish)
     thread.start()
     one.wait()
@@ -33,14 +33,14 @@ def test_who_waited_finds_its_future_done(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_what_follows_may_wait_for_it() -> None:
-    one = operation()
+    one = work()
     then = one.get_future().then(lambda _: one.wait())
     one.finish()
     assert then.wait()
 
 
 def test_an_error_reaches_all_who_ask() -> None:
-    one = operation()
+    one = work()
     before = one.get_future()
     one.finish(ValueError("that went wrong"))
     for ask in (one.wait, before.wait, one.get_future().wait):

@@ -1,4 +1,4 @@
-"""Where a rank is: a page of shared memory that it writes and its sidecar reads."""
+"""A rank's progress: memory that the rank writes and its sidecar reads."""
 
 from __future__ import annotations
 
@@ -18,8 +18,82 @@ _STATE = struct.Struct("=q")
 _STATE_OFFSET = struct.calcsize("=ddq")
 
 
+class State(IntEnum):
+    """What a rank says of itself."""
+
+    RUNNING = 0
+    LEFT = 1
+    """Finished with status 0; waits for the others."""
+    FAILING = 2
+    """Reports why the job ends."""
+    DONE = 3
+    """About to exit normally."""
+    IDLE = 4
+    """Sleeps while others work without it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Position:
+    """Where a rank is."""
+
+    state: State
+    phase: str
+    """What it does, such as ``"training"`` or ``"start: import torch"``."""
+    step: int
+    """Optimizer steps that it has finished; -1 where there are none."""
+    age_seconds: float
+    """Since its last progress."""
+    limit_seconds: float
+    """Largest allowed age; 0 for no limit."""
+
+
+class Heartbeat:
+    """One rank's position, in memory that two processes map.
+
+    Writing takes about a microsecond, so a rank can write every step.
+
+    Args:
+        descriptor: An open file in memory; kept open by the caller.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        if os.fstat(descriptor).st_size == 0:
+            os.ftruncate(descriptor, mmap.PAGESIZE)
+        self._memory = mmap.mmap(descriptor, mmap.PAGESIZE)
+        self._now = time.monotonic  # one clock for all processes of a machine
+
+    def beat(self, phase: str, step: int = -1, limit_seconds: float = 0.0) -> None:
+        """Record progress.
+
+        Args:
+            phase: What the rank does from here on.
+            step: Optimizer steps that it has finished; -1 where there are none.
+            limit_seconds: How long the next progress may take; 0 for no limit.
+        """
+        text = phase.encode()[:96]
+        state = _STATE.unpack_from(self._memory, _STATE_OFFSET)[0]
+        _LAYOUT.pack_into(
+            self._memory, 0, self._now(), limit_seconds, step, state, text
+        )
+
+    def set_state(self, state: State) -> None:
+        """Record the rank's state; its position stays."""
+        _STATE.pack_into(self._memory, _STATE_OFFSET, state)
+
+    def read(self) -> Position:
+        """Return where the rank is."""
+        when, limit, step, state, text = _LAYOUT.unpack_from(self._memory, 0)
+        return Position(
+            state=State(state),
+            phase=text.rstrip(b"\0").decode(errors="replace"),
+            step=step,
+            age_seconds=max(0.0, self._now() - when),
+            limit_seconds=limit,
+        )
+
+
 def memory_file() -> int:
-    """Make an empty file in memory and return its descriptor.
+    """Create an empty file in memory and return its descriptor.
 
     Raises:
         OSError: There is no room for it.
@@ -33,82 +107,7 @@ def memory_file() -> int:
 
 
 def above_standard(descriptor: int) -> int:
-    """Move a descriptor above 2: where these were closed it would be in their place."""
+    """Move a descriptor above 2, which it would take if those were closed."""
     moved = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 3)
     os.close(descriptor)
     return moved
-
-
-class State(IntEnum):
-    """What a rank says of itself."""
-
-    RUNNING = 0
-    LEFT = 1
-    """Done with status 0; waits for the others."""
-    FAILING = 2
-    """Has said, or will say, why the job ends."""
-    DONE = 3
-    """Ends as it should, next."""
-    ASIDE = 4
-    """Sleeps while others work without it."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Position:
-    """Where a rank is."""
-
-    state: State
-    phase: str
-    """What it does, such as ``"training"`` or ``"start: import torch"``."""
-    step: int
-    """The last optimizer step that it finished; -1 where there are none."""
-    age_seconds: float
-    """Since it last made progress."""
-    limit_seconds: float
-    """How long that may be; 0 for no limit."""
-
-
-class Page:
-    """One rank's position, in memory that two processes share.
-
-    Each side maps the same file. Writing takes about a microsecond, so that it can
-    be done every step.
-
-    Args:
-        descriptor: An open file in memory; kept open by the caller.
-    """
-
-    def __init__(self, descriptor: int) -> None:
-        if os.fstat(descriptor).st_size == 0:
-            os.ftruncate(descriptor, mmap.PAGESIZE)
-        self._memory = mmap.mmap(descriptor, mmap.PAGESIZE)
-        self._now = time.monotonic  # the same clock in all processes of a machine
-
-    def mark(self, phase: str, step: int = -1, limit_seconds: float = 0.0) -> None:
-        """Note that progress was made just now.
-
-        Args:
-            phase: What the rank does from here on.
-            step: The last optimizer step that it finished; -1 where there are none.
-            limit_seconds: How long the next progress may take; 0 for no limit.
-        """
-        text = phase.encode()[:96]
-        state = _STATE.unpack_from(self._memory, _STATE_OFFSET)[0]
-        _LAYOUT.pack_into(
-            self._memory, 0, self._now(), limit_seconds, step, state, text
-        )
-
-    def set_state(self, state: State) -> None:
-        """Note what the rank says of itself; its position stays."""
-        _STATE.pack_into(self._memory, _STATE_OFFSET, state)
-
-    def read(self) -> Position:
-        """Return where the rank is."""
-        when, limit, step, state, text = _LAYOUT.unpack_from(self._memory, 0)
-        return Position(
-            state=State(state),
-            phase=text.rstrip(b"\0").decode(errors="replace"),
-            step=step,
-            age_seconds=max(0.0, self._now() - when),
-            limit_seconds=limit,
-        )

@@ -1,4 +1,4 @@
-"""The rank's own side: it starts its sidecar, says where it is, and ends when told."""
+"""The rank's side of the watchdog: starts the sidecar, and writes the heartbeat."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from mpitrain.watchdog.page import Page, State, above_standard, memory_file
+from mpitrain.watchdog.heartbeat import Heartbeat, State, above_standard, memory_file
 from mpitrain.watchdog.process import status_of
 from mpitrain.watchdog.sidecar import DUMP_SIGNAL
 
@@ -25,14 +25,11 @@ _PROGRAM = (
 )
 _PACKAGE_ROOT = Path(__file__).parents[2]
 
-Obey = Callable[[int | None, str], None]
-"""Records a text, unless empty, and ends the job with a status, unless ``None``."""
 
-
-class Watched:
+class WatchdogClient:
     """This process as its sidecar sees it.
 
-    Started before MPI, since MPI_Init itself can wait for ever. From then on SIGUSR1
+    Started before MPI, since MPI_Init itself can wait forever. From then on SIGUSR1
     shows where every rank is.
 
     Args:
@@ -43,7 +40,14 @@ class Watched:
             is gone, upon which it kills the others within milliseconds: the sidecar
             holds them, too, until it has said who was first.
         start_timeout_seconds: How long a stage of the start may take.
-        obey: Called in a thread when the watchdog wants something.
+        on_command: Called in a thread with a status and a text: records the text unless
+            it is empty, and ends the job unless the status is ``None``.
+
+    Attributes:
+        start_timeout_seconds: How long a stage of the start, or the first step, may
+            take.
+        hang_timeout_seconds: How long the rank may stand still after that; 0: forever.
+        is_connected: Whether the sidecars of all ranks know each other.
 
     Raises:
         OSError: The sidecar could not be started.
@@ -57,31 +61,27 @@ class Watched:
         rank_variables: Sequence[str],
         launcher_sockets: Sequence[int],
         start_timeout_seconds: float,
-        obey: Obey,
+        on_command: Callable[[int | None, str], None],
     ) -> None:
         self.start_timeout_seconds = start_timeout_seconds
-        """How long a stage of the start, and the first step, may take."""
         self.hang_timeout_seconds = 0.0
-        """How long the rank may stand still after the start; 0 for no limit."""
-        self._obey = obey
         self.is_connected = False
-        """Whether the sidecars of all ranks have been told of each other."""
+        self._on_command = on_command
         self._steps = -1
         self._pid = os.getpid()
-        page, dump, terminated = memory_file(), memory_file(), memory_file()
-        self._page = Page(page)
+        memory, dump, terminated = memory_file(), memory_file(), memory_file()
+        self._heartbeat = Heartbeat(memory)
         self._terminated = terminated
         # In C, without the interpreter's lock.
         faulthandler.register(DUMP_SIGNAL, dump, all_threads=True)
-        own = signal.getsignal(signal.SIGUSR1) is not signal.SIG_DFL
-        faulthandler.register(signal.SIGUSR1, dump, all_threads=True, chain=own)
+        chain = signal.getsignal(signal.SIGUSR1) is not signal.SIG_DFL
+        faulthandler.register(signal.SIGUSR1, dump, all_threads=True, chain=chain)
         faulthandler.register(signal.SIGTERM, terminated, all_threads=False, chain=True)
-        self._dump = dump
         pair = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._control, theirs = (
             socket.socket(fileno=above_standard(sock.detach())) for sock in pair
         )
-        told = {
+        rank_info = {
             "rank": rank,
             "world_size": world_size,
             "hostname": socket.gethostname(),
@@ -89,27 +89,27 @@ class Watched:
             "start_timeout": start_timeout_seconds,
             "launcher_sockets": list(launcher_sockets),
         }
-        descriptors = [theirs.fileno(), page, dump, terminated]
+        descriptors = [theirs.fileno(), memory, dump, terminated]
         self.start("starting MPI")
         self._process = subprocess.Popen(
             [
                 *(sys.executable, "-I", "-S", "-c", _PROGRAM, str(_PACKAGE_ROOT)),
                 *(map(str, descriptors)),
-                json.dumps(told),
+                json.dumps(rank_info),
             ],
             stdin=subprocess.DEVNULL,
             pass_fds=[*descriptors, *launcher_sockets],
             start_new_session=True,  # signals to this rank's group are not for it
         )
         theirs.close()
-        if not self._control.recv(16):  # the watch stands before anything can happen
+        if not self._control.recv(16):  # it watches before anything can happen
             raise OSError("the watchdog's process did not start")
-        self._answers: list[dict[str, object]] = []
-        self._answered = threading.Condition()
-        threading.Thread(target=self._listen, name="watchdog", daemon=True).start()
+        self._replies: list[dict[str, object]] = []
+        self._replied = threading.Condition()
+        threading.Thread(target=self._receive, name="watchdog", daemon=True).start()
 
-    def hear_term(self, handler: Callable[[int, Any], object]) -> None:
-        """Call a handler at SIGTERM, which then ends this process no more.
+    def on_sigterm(self, handler: Callable[[int, Any], object]) -> None:
+        """Call a handler at SIGTERM, which then does not end this process.
 
         The sidecar still sees that it came.
         """
@@ -119,35 +119,31 @@ class Watched:
             signal.SIGTERM, self._terminated, all_threads=False, chain=True
         )
 
-    # --- where this rank is -----------------------------------------------------------
+    # --- the heartbeat ----------------------------------------------------------------
 
     def start(self, stage: str) -> None:
-        """Note that the start came to a stage."""
-        self._page.mark(f"start: {stage}", -1, self.start_timeout_seconds)
+        """Record that the start reached a stage."""
+        self._heartbeat.beat(f"start: {stage}", -1, self.start_timeout_seconds)
 
     def progress(self, phase: str) -> None:
-        """Note that this rank made progress.
-
-        Args:
-            phase: What it does from here on, such as ``"evaluation"``.
-        """
-        self._page.mark(phase, self._steps, self._limit())
+        """Record progress; `phase` is what comes next, such as ``"evaluation"``."""
+        self._heartbeat.beat(phase, self._steps, self._limit())
 
     def step_done(self) -> None:
-        """Note that this rank finished an optimizer step."""
+        """Record that this rank finished an optimizer step."""
         self._steps += 1
-        self._page.mark("training", self._steps, self.hang_timeout_seconds)
+        self._heartbeat.beat("training", self._steps, self.hang_timeout_seconds)
 
     def idle(self) -> None:
-        """Note that what comes next is nobody's to watch."""
+        """Record that what comes next is not watched."""
         self.hang_timeout_seconds = 0.0
         self._steps = -1
-        self._page.mark("outside the job", -1, 0.0)
+        self._heartbeat.beat("outside the job", -1, 0.0)
 
     def expect_steps(self, phase: str) -> None:
-        """Note that the first step comes: data, compilers, caches take their time."""
+        """Record that the first step comes next: data and compilers take their time."""
         self._steps = 0
-        self._page.mark(phase, 0, self._limit())
+        self._heartbeat.beat(phase, 0, self._limit())
 
     def _limit(self) -> float:
         limit = self.hang_timeout_seconds
@@ -156,18 +152,18 @@ class Watched:
         return limit
 
     def set_state(self, state: State) -> None:
-        """Note that this rank leaves, fails or is done."""
+        """Record that this rank leaves, fails, sleeps or is done."""
         if os.getpid() == self._pid:
-            self._page.set_state(state)
+            self._heartbeat.set_state(state)
 
-    # --- the sidecars find each other -------------------------------------------------
+    # --- the sidecar ------------------------------------------------------------------
 
     def listen(self, address: str, token: str, world_size: int) -> int:
-        """Let this sidecar, rank zero's, be the center.
+        """Let this sidecar, rank zero's, be the coordinator.
 
         Args:
             address: Where the others reach it; ``""`` where there are none.
-            token: What they must say first.
+            token: What they must send first.
             world_size: Number of ranks, as MPI says.
 
         Returns:
@@ -176,28 +172,27 @@ class Watched:
         Raises:
             OSError: It cannot listen there, or does not answer.
         """
-        self._send(
-            told={"rank": 0, "world_size": world_size}, listen=address, token=token
-        )
-        with self._answered:
-            self._answered.wait_for(lambda: bool(self._answers), timeout=10)
-            if not self._answers:
+        rank_info = {"rank": 0, "world_size": world_size}
+        self._send(rank_info=rank_info, listen=address, token=token)
+        with self._replied:
+            self._replied.wait_for(lambda: bool(self._replies), timeout=10)
+            if not self._replies:
                 raise OSError("the watchdog's process does not answer")
-            return int(str(self._answers.pop()["port"]))
+            return int(str(self._replies.pop()["port"]))
 
     def connect(
         self, address: str, port: int, token: str, rank: int, world_size: int
     ) -> None:
-        """Let this sidecar report to the center."""
-        told = {"rank": rank, "world_size": world_size}
-        self._send(told=told, connect=[address, port], token=token)
+        """Let this sidecar report to the coordinator."""
+        rank_info = {"rank": rank, "world_size": world_size}
+        self._send(rank_info=rank_info, connect=[address, port], token=token)
 
     def log_to(self, path: Path) -> None:
         """Let stacks be written into this rank's log."""
         self._send(log=str(path))
 
     def close(self) -> None:
-        """Let the sidecar go: this process ends as it should."""
+        """Let the sidecar go: this process exits normally."""
         if os.getpid() != self._pid:
             return
         self.set_state(State.DONE)
@@ -215,8 +210,8 @@ class Watched:
         with contextlib.suppress(OSError):
             self._control.send(json.dumps(message).encode())
 
-    def _listen(self) -> None:
-        """Hear the sidecar; in a thread."""
+    def _receive(self) -> None:
+        """Process the sidecar's messages; in a thread."""
         while True:
             try:
                 data = self._control.recv(1 << 20)
@@ -226,8 +221,8 @@ class Watched:
                 return
             message = json.loads(data)
             if "text" in message:
-                self._obey(message["end"], message["text"])
+                self._on_command(message["end"], message["text"])
             else:
-                with self._answered:
-                    self._answers.append(message)
-                    self._answered.notify()
+                with self._replied:
+                    self._replies.append(message)
+                    self._replied.notify()

@@ -1,0 +1,302 @@
+"""Collectives through MPI: between nodes, and where ranks share no memory.
+
+All use MPI's non-blocking calls and test them until they are done: a rank sleeps
+between tests, and can give up. Large tensors go in chunks, several at a time, so that
+one is combined while others are on their way. Bytes go in messages below 2 GiB, which
+every MPI library can count.
+
+All methods are collective over the communicator. `deadline` is on the monotonic clock;
+they raise a GroupError when it passes. Data that is not reduced is ``uint8 (N,)``.
+"""
+
+from __future__ import annotations
+
+import collections
+import json
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from mpi4py import MPI
+from torch import Tensor
+
+from mpitrain.mpi_backend.errors import GroupError
+from mpitrain.mpi_backend.reductions import Reduction
+from mpitrain.mpi_backend.tensors import Tensors
+
+MESSAGE_BYTES = 1 << 30
+"""Largest message: counts of most MPI libraries have 31 bits."""
+
+CHUNK_BYTES = 512 << 10
+"""Of a tensor that is reduced or broadcast."""
+
+CONCURRENT_CHUNKS = 4
+
+SPIN_SECONDS = 0.0005
+"""How long a rank tests without sleeping."""
+
+BUSY_SECONDS = 0.00005
+"""A test that took longer has perhaps moved data: a rank that sleeps stalls it."""
+
+BUSY_SPIN_SECONDS = 0.1
+"""How long a rank tests without sleeping while tests are busy; for each chunk anew."""
+
+_SLEEP_SECONDS = (0.00002, 0.001)
+"""Between two tests, the first and the longest."""
+
+_TAG = 0
+"""Of collectives; p2p uses higher ones."""
+
+_abandoned: list[tuple[MPI.Request, object]] = []
+"""Requests that were given up, and their memory: MPI may still write into it."""
+
+
+def wait(
+    request: MPI.Request,
+    memory: object,
+    deadline: float,
+    name: str,
+    status: MPI.Status | None = None,
+) -> None:
+    """Wait for a request.
+
+    Args:
+        request: MPI's.
+        memory: What it reads and writes.
+        deadline: When to give up, on the monotonic clock.
+        name: The operation, for messages.
+        status: Filled by MPI.
+
+    Raises:
+        GroupError: It was not done in time, or MPI reports an error.
+    """
+    try:
+        _test_until_done(request, deadline, name, status)
+    except MPI.Exception as error:
+        abandon(request, memory)
+        raise GroupError(f"{name} failed: {error}") from error
+    except BaseException:  # Ctrl-C, too
+        abandon(request, memory)
+        raise
+
+
+def _test_until_done(
+    request: MPI.Request, deadline: float, name: str, status: MPI.Status | None
+) -> None:
+    began = tested = time.monotonic()
+    first, longest = _SLEEP_SECONDS
+    pause_seconds = first
+    while not request.Test(status):
+        now = time.monotonic()
+        if now > deadline:
+            raise GroupError(f"{name} was not done before the timeout")
+        is_busy = now > tested + BUSY_SECONDS
+        if is_busy:
+            pause_seconds = first
+        if now < began + (BUSY_SPIN_SECONDS if is_busy else SPIN_SECONDS):
+            os.sched_yield()
+        else:
+            time.sleep(pause_seconds)
+            pause_seconds = min(pause_seconds * 1.5, longest)
+        tested = time.monotonic()
+
+
+def abandon(request: MPI.Request, memory: object) -> None:
+    """Give up a request, and keep the memory that it reads and writes."""
+    if request != MPI.REQUEST_NULL:
+        _abandoned.append((request, memory))
+
+
+def has_abandoned() -> bool:
+    """Return whether MPI may still use a communicator, which must not be freed."""
+    return bool(_abandoned)
+
+
+def as_mpi_buffer(data: Tensor) -> MPI.buffer:
+    """Return a contiguous tensor's memory; the caller keeps the tensor."""
+    return MPI.buffer.fromaddress(
+        data.data_ptr(), data.numel() * data.element_size(), readonly=False
+    )
+
+
+class MpiCollectives:
+    """The collectives of one group; `comm` is for them alone."""
+
+    def __init__(self, comm: MPI.Intracomm) -> None:
+        self.comm = comm
+        self.rank = comm.rank
+        self.size = comm.size
+
+    def barrier(self, deadline: float) -> None:
+        """Wait for all ranks."""
+        wait(self.comm.Ibarrier(), None, deadline, "barrier")
+
+    def allgather_json(self, value: object, deadline: float) -> list[Any]:
+        """Return the JSON values of all ranks."""
+        text = bytearray(json.dumps(value).encode())
+        counts = torch.empty(self.size, dtype=torch.int64)
+        own = torch.tensor([len(text)]).view(torch.uint8)
+        self.all_gather(counts.view(torch.uint8).chunk(self.size), own, deadline)
+        longest = int(counts.max())
+        texts = torch.empty(self.size, longest, dtype=torch.uint8)
+        padded = torch.frombuffer(text.ljust(longest), dtype=torch.uint8)
+        self.all_gather(texts.unbind(0), padded, deadline)
+        return [json.loads(bytes(row.tolist())) for row in texts]
+
+    # --- reductions -------------------------------------------------------------------
+
+    def all_reduce_wide(
+        self, wide: Tensor, reduction: Reduction, deadline: float
+    ) -> None:
+        """Combine a contiguous tensor ``(N,)`` of every rank, in place.
+
+        Its type is `reduction.wide`; `reduction.finish` is left to the caller.
+        """
+        datatype, operation = reduction.mpi_handles()
+
+        def start(chunk: Tensor) -> MPI.Request:
+            given = [as_mpi_buffer(chunk), chunk.numel(), datatype]
+            return self.comm.Iallreduce(MPI.IN_PLACE, given, operation)
+
+        self._in_chunks(start, wide, deadline, "all_reduce")
+
+    def all_reduce(self, data: Tensor, reduction: Reduction, deadline: float) -> None:
+        """Combine a tensor of every rank, in place; as `NodeCollectives.all_reduce`."""
+        wide = data.to(reduction.wide)
+        self.all_reduce_wide(wide, reduction, deadline)
+        reduction.finish(wide)
+        if wide is not data:
+            data.copy_(wide)
+
+    def reduce(
+        self, data: Tensor, root: int, reduction: Reduction, deadline: float
+    ) -> None:
+        """Combine a tensor of every rank into that of `root`; the others are kept."""
+        wide = data.to(reduction.wide, copy=True)
+        datatype, operation = reduction.mpi_handles()
+
+        def start(chunk: Tensor) -> MPI.Request:
+            given = [as_mpi_buffer(chunk), chunk.numel(), datatype]
+            if self.rank == root:
+                return self.comm.Ireduce(MPI.IN_PLACE, given, operation, root)
+            return self.comm.Ireduce(given, None, operation, root)
+
+        self._in_chunks(start, wide, deadline, "reduce")
+        if self.rank == root:
+            reduction.finish(wide)
+            data.copy_(wide)
+
+    def reduce_scatter(
+        self, out: Tensor, inputs: Tensors, reduction: Reduction, deadline: float
+    ) -> None:
+        """Combine, for every rank, the tensors that all ranks have for it.
+
+        They are exchanged, and combined here in the order of the ranks.
+        """
+        parts = [torch.empty_like(out) for _ in inputs]
+        self.all_to_all(
+            [part.view(torch.uint8) for part in parts],
+            [part.view(torch.uint8) for part in inputs],
+            deadline,
+        )
+        wide = torch.empty(out.shape, dtype=reduction.wide)
+        reduction.combine(parts, wide)
+        reduction.finish(wide)
+        out.copy_(wide)
+
+    # --- bytes ------------------------------------------------------------------------
+
+    def broadcast(self, data: Tensor, root: int, deadline: float) -> None:
+        """Give every rank the data of `root`."""
+
+        def start(chunk: Tensor) -> MPI.Request:
+            return self.comm.Ibcast(as_mpi_buffer(chunk), root)
+
+        self._in_chunks(start, data, deadline, "broadcast")
+
+    def all_gather(self, outputs: Tensors, data: Tensor, deadline: float) -> None:
+        """Give every rank the data of all; lengths may differ between ranks."""
+        sizes = [out.numel() for out in outputs]
+        if len(set(sizes)) > 1 or sum(sizes) > MESSAGE_BYTES:
+            self.all_to_all(outputs, [data] * self.size, deadline)
+            return
+        found = torch.empty(sum(sizes), dtype=torch.uint8)
+        request = self.comm.Iallgather(as_mpi_buffer(data), as_mpi_buffer(found))
+        wait(request, (data, found), deadline, "all_gather")
+        for out, part in zip(outputs, torch.split(found, sizes), strict=True):
+            out.copy_(part)
+
+    def gather(
+        self, outputs: Tensors | None, data: Tensor, root: int, deadline: float
+    ) -> None:
+        """Give `root` the data of all, of one length."""
+        self._exchange(enumerate(outputs or ()), [(root, data)], deadline, "gather")
+
+    def scatter(
+        self, out: Tensor, inputs: Tensors | None, root: int, deadline: float
+    ) -> None:
+        """Give every rank its data from `root`, of one length."""
+        self._exchange([(root, out)], enumerate(inputs or ()), deadline, "scatter")
+
+    def all_to_all(self, outputs: Tensors, inputs: Tensors, deadline: float) -> None:
+        """Give every rank the data that each rank has for it."""
+        self._exchange(enumerate(outputs), enumerate(inputs), deadline, "all_to_all")
+
+    def _in_chunks(
+        self,
+        start: Callable[[Tensor], MPI.Request],
+        data: Tensor,
+        deadline: float,
+        name: str,
+    ) -> None:
+        """Start an operation for each chunk of a tensor, and wait for all."""
+        running: collections.deque[tuple[MPI.Request, Tensor]]
+        running = collections.deque()
+        try:
+            for chunk in _split(data, CHUNK_BYTES):
+                if len(running) == CONCURRENT_CHUNKS:
+                    wait(*running.popleft(), deadline, name)
+                running.append((start(chunk), chunk))
+            while running:
+                wait(*running.popleft(), deadline, name)
+        except BaseException:
+            for request, memory in running:
+                abandon(request, memory)
+            raise
+
+    def _exchange(
+        self,
+        outputs: Iterator[tuple[int, Tensor]] | list[tuple[int, Tensor]],
+        inputs: Iterator[tuple[int, Tensor]] | list[tuple[int, Tensor]],
+        deadline: float,
+        name: str,
+    ) -> None:
+        """Receive `outputs` from ranks and send `inputs` to ranks, all at once."""
+        received, sent = list(outputs), list(inputs)
+        memory = [data for _, data in [*received, *sent]]
+        requests = [*self._start_each(received, self.comm.Irecv)]
+        requests += self._start_each(sent, self.comm.Isend)
+        try:
+            for request in requests:
+                wait(request, memory, deadline, name)
+        except BaseException:
+            for request in requests:
+                abandon(request, memory)
+            raise
+
+    def _start_each(
+        self, tensors: Sequence[tuple[int, Tensor]], start: Callable[..., MPI.Request]
+    ) -> Iterator[MPI.Request]:
+        # From the next rank on, so that not all begin with rank zero.
+        for rank, data in sorted(tensors, key=lambda t: (t[0] - self.rank) % self.size):
+            for chunk in _split(data, MESSAGE_BYTES):
+                yield start(as_mpi_buffer(chunk), rank, _TAG)
+
+
+def _split(data: Tensor, max_bytes: int) -> Iterator[Tensor]:
+    """Cut a tensor into chunks; none of an empty one."""
+    step = max_bytes // data.element_size()
+    for begin in range(0, data.numel(), step):
+        yield data[begin : begin + step]

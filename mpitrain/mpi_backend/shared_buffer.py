@@ -1,0 +1,350 @@
+"""Memory shared by the ranks of one node, for one group: data slots and a barrier.
+
+A rank writes its data into a slot, waits in the barrier, and reads what others wrote.
+Each rank states its operation in the barrier, so that ranks in different operations get
+an error that names them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import mmap
+import os
+import platform
+import sys
+import threading
+import time
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+from mpitrain.mpi_backend.errors import GroupError, PeerGone
+from mpitrain.watchdog.process import is_gone
+
+LIVENESS_SECONDS = 1.0
+"""How often a waiting rank checks whether the processes of the others are alive."""
+
+_HALVES = 2
+_HEADER_BYTES = 256
+"""Of each rank's own header; ranks must not share a cache line."""
+
+_FAILED = 3
+"""Word of a header that says that its rank failed. Before: count, two codes."""
+
+_TEXT_BYTES = 112
+_TEXT_OFFSETS = (32, 32 + _TEXT_BYTES)
+"""Of the operation's text in a header, for even and odd barriers."""
+
+_MODULUS = 1 << 32
+_MAX_CACHED_VIEWS = 64
+
+
+@dataclass(frozen=True)
+class OpSignature:
+    """An operation; must be equal on all ranks."""
+
+    text: bytes
+    """For messages, `_TEXT_BYTES` long."""
+    code: int
+    """32-bit checksum of the whole text."""
+
+
+@functools.lru_cache(maxsize=1024)
+def op_signature(name: str, *details: object) -> OpSignature:
+    """Return the signature of an operation; `details` are its type, sizes, root."""
+    text = " ".join([name, *map(str, details)]).encode()
+    padded = text[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0")
+    return OpSignature(padded, zlib.crc32(text))
+
+
+class SharedBuffer:
+    """Shared memory of the ranks of one node, for one group.
+
+    Created by `shared_memory.create_shared_buffer`. Data goes into two halves in turn;
+    a half may be overwritten after the barrier of the other one, since all ranks have
+    read it by then.
+
+    Args:
+        memory: One file, mapped by all of these ranks.
+        local_rank: This process among them.
+        names: Each of them, ``"rank 3"``.
+        pids: Their process ids; empty if processes do not see each other.
+        slot_bytes: Size of each rank's slot in each half.
+
+    Attributes:
+        max_spins: How often a rank yields before it sleeps.
+    """
+
+    def __init__(
+        self,
+        memory: mmap.mmap,
+        local_rank: int,
+        names: list[str],
+        pids: list[int],
+        slot_bytes: int,
+    ) -> None:
+        self.size = size = len(names)
+        self.local_rank = local_rank
+        self.slot_bytes = slot_bytes
+        self.max_spins = 0
+        self._names = names
+        self._pids = pids
+        self._view = memoryview(memory)
+        self._words = self._view[: (size + 1) * _HEADER_BYTES].cast("I")
+        self._headers = [rank * _HEADER_BYTES // 4 for rank in range(size)]
+        self._own_header = self._headers[local_rank]
+        self._released = FutexWord(self._view, size * _HEADER_BYTES)
+        self._fence = MemoryFence()
+        self._count = 0
+        self._half = 0
+        whole = torch.frombuffer(
+            memory,
+            dtype=torch.uint8,
+            count=_HALVES * (size + 1) * slot_bytes,
+            offset=_data_offset(size),
+        )
+        halves = whole.view(_HALVES, size + 1, slot_bytes).unbind(0)
+        self._whole = [half[:size].view(-1) for half in halves]
+        self._slots = [half.unbind(0) for half in halves]
+        self._typed: dict[tuple[int, torch.dtype, int], list[Tensor]] = {}
+
+    def next_slots(self) -> Sequence[Tensor]:
+        """Return where to write next: a slot of each rank, and one for a result."""
+        self._half ^= 1
+        return self._slots[self._half]
+
+    def next_whole(self) -> Tensor:
+        """Return where to write next: the slots of all ranks as one tensor."""
+        self._half ^= 1
+        return self._whole[self._half]
+
+    def next_typed_slots(self, dtype: torch.dtype, count: int) -> list[Tensor]:
+        """Return `next_slots` as tensors of `dtype`, ``(count,)``.
+
+        Views are cached: to make one takes as long as to copy some kilobytes.
+        """
+        self._half ^= 1
+        key = (self._half, dtype, count)
+        found = self._typed.get(key)
+        if found is None:
+            if len(self._typed) >= _MAX_CACHED_VIEWS:
+                self._typed.clear()
+            length = count * dtype.itemsize
+            found = [slot[:length].view(dtype) for slot in self._slots[self._half]]
+            self._typed[key] = found
+        return found
+
+    def barrier(self, signature: OpSignature, deadline: float) -> None:
+        """Wait until all ranks of the node have arrived.
+
+        Collective over the node.
+
+        Args:
+            signature: The operation, equal on all ranks.
+            deadline: When to give up, on the monotonic clock.
+
+        Raises:
+            GroupError: Some did not arrive in time, have ended, or are in another
+                operation; in the last case on every rank.
+        """
+        count = self._count = (self._count + 1) % _MODULUS
+        parity = count & 1  # nobody is ahead by more than one barrier
+        begin = self._own_header * 4 + _TEXT_OFFSETS[parity]
+        self._view[begin : begin + _TEXT_BYTES] = signature.text
+        self._words[self._own_header + 1 + parity] = signature.code
+        self._fence()
+        self._words[self._own_header] = count
+        self._fence()
+        if self._all_arrived(count):
+            self._released.value = count
+            self._released.wake()
+        else:
+            self._wait(count, deadline)
+        self._fence()
+        for header in self._headers:
+            if self._words[header + 1 + parity] != signature.code:
+                self._raise_mismatch(parity)
+
+    def mark_failed(self, reason: str) -> None:
+        """Tell the others that this rank comes to no more barriers."""
+        parity = (self._words[self._own_header] + 1) & 1  # nobody compares that text
+        begin = self._own_header * 4 + _TEXT_OFFSETS[parity]
+        text = reason.encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0")
+        self._view[begin : begin + _TEXT_BYTES] = text
+        self._fence()
+        self._words[self._own_header + _FAILED] = 1
+        self._released.wake()
+
+    def _all_arrived(self, count: int) -> bool:
+        words = self._words
+        return all((words[h] - count) % _MODULUS < _MODULUS // 2 for h in self._headers)
+
+    def _is_released(self, count: int) -> bool:
+        return (self._released.value - count) % _MODULUS < _MODULUS // 2
+
+    def _wait(self, count: int, deadline: float) -> None:
+        for _ in range(self.max_spins):
+            if self._is_released(count):
+                return
+            os.sched_yield()
+        check_at = time.monotonic() + LIVENESS_SECONDS
+        while not self._is_released(count):
+            before = self._released.value
+            if self._is_released(count):
+                return
+            now = time.monotonic()
+            if self._all_arrived(count):  # two came at once and did not see each other
+                self._released.value = count
+                self._released.wake()
+                return
+            if now > deadline:
+                self._raise_timeout(count)
+            self._raise_if_failed(count)
+            if now > check_at:
+                check_at = now + LIVENESS_SECONDS
+                self._raise_if_gone(count)
+            self._released.sleep_while(before, min(0.1, max(deadline - now, 0.001)))
+
+    def _missing(self, count: int) -> list[int]:
+        return [
+            rank
+            for rank, header in enumerate(self._headers)
+            if (self._words[header] - count) % _MODULUS >= _MODULUS // 2
+        ]
+
+    def _raise_timeout(self, count: int) -> NoReturn:
+        missing = self._missing(count)
+        raise GroupError(
+            f"{', '.join(self._names[rank] for rank in missing)} did not arrive at "
+            f"{self._text(self.local_rank)} before the timeout. Last operation: "
+            + "; ".join(f"{self._names[r]}: {self._text(r)}" for r in missing)
+        )
+
+    def _raise_if_failed(self, count: int) -> None:
+        for rank in self._missing(count):
+            if self._words[self._headers[rank] + _FAILED]:
+                parity = (self._words[self._headers[rank]] + 1) & 1
+                raise GroupError(
+                    f"{self._names[rank]} failed, while others wait for it in "
+                    f"{self._text(self.local_rank)}: {self._text(rank, parity)}"
+                )
+
+    def _raise_if_gone(self, count: int) -> None:
+        for rank in self._missing(count):
+            if self._pids and is_gone(self._pids[rank]):
+                raise PeerGone(
+                    f"{self._names[rank]} is gone: its process {self._pids[rank]} has "
+                    f"ended, while others wait for it in {self._text(self.local_rank)}"
+                )
+
+    def _raise_mismatch(self, parity: int) -> NoReturn:
+        ranks: dict[str, list[str]] = {}
+        for rank, name in enumerate(self._names):
+            ranks.setdefault(self._text(rank, parity), []).append(name)
+        raise GroupError(
+            "the ranks are in different operations:\n"
+            + "\n".join(f"  {', '.join(n)}: {text}" for text, n in ranks.items())
+            + "\nExpected the same calls, with the same shapes and types, in the same "
+            "order on all ranks of the group."
+        )
+
+    def _text(self, rank: int, parity: int | None = None) -> str:
+        """Return a rank's operation; without `parity` the last one that it entered."""
+        if parity is None:
+            parity = self._words[self._headers[rank]] & 1
+        begin = self._headers[rank] * 4 + _TEXT_OFFSETS[parity]
+        text = bytes(self._view[begin : begin + _TEXT_BYTES]).rstrip(b"\0")
+        return text.decode(errors="replace") or "no operation yet"
+
+
+def buffer_bytes(size: int, slot_bytes: int) -> int:
+    """Return how much memory a buffer of `size` ranks takes."""
+    return _data_offset(size) + _HALVES * (size + 1) * slot_bytes
+
+
+def _data_offset(size: int) -> int:
+    """Return where the data begins: behind the headers, on a page."""
+    headers = (size + 1) * _HEADER_BYTES
+    return -(-headers // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+_FUTEX_CALLS = {"x86_64": 202, "aarch64": 98, "riscv64": 98, "ppc64le": 221}
+_FUTEX_CALL = _FUTEX_CALLS.get(platform.machine()) if sys.platform == "linux" else None
+_FUTEX_WAIT, _FUTEX_WAKE, _ALL_WAITERS = 0, 1, 0x7FFFFFFF
+_IS_X86 = platform.machine() in ("x86_64", "AMD64")
+
+
+class _Timespec(ctypes.Structure):
+    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
+
+
+class FutexWord:
+    """A 32-bit word of shared memory on which processes sleep (futex(2)).
+
+    A rank that spins would take the core from the rank it waits for. Without futexes it
+    sleeps for short times.
+
+    Args:
+        memory: Shared by all who wait; mapped for as long as this lives.
+        offset: Of the word in it, in bytes; a multiple of 4.
+    """
+
+    def __init__(self, memory: memoryview, offset: int) -> None:
+        self._word = ctypes.c_uint32.from_buffer(memory, offset)
+        self._address = ctypes.c_void_p(ctypes.addressof(self._word))
+        if _FUTEX_CALL is not None:
+            # Not PyDLL: other threads run while this one sleeps.
+            self._syscall = ctypes.CDLL(None).syscall
+            self._number = ctypes.c_long(_FUTEX_CALL)
+
+    @property
+    def value(self) -> int:
+        """The current value."""
+        return self._word.value
+
+    @value.setter
+    def value(self, value: int) -> None:
+        self._word.value = value
+
+    def wake(self) -> None:
+        """Wake all who sleep on it."""
+        if _FUTEX_CALL is not None:
+            self._syscall(self._number, self._address, _FUTEX_WAKE, _ALL_WAITERS, None)
+
+    def sleep_while(self, value: int, seconds: float) -> None:
+        """Sleep while it has this value, at most `seconds`; may wake up early."""
+        if _FUTEX_CALL is None:
+            time.sleep(min(seconds, 0.0002))
+            return
+        whole = int(seconds)
+        timeout = _Timespec(whole, int((seconds - whole) * 1e9))
+        self._syscall(
+            *(self._number, self._address, _FUTEX_WAIT, value & 0xFFFFFFFF),
+            ctypes.byref(timeout),
+        )
+
+
+class MemoryFence:
+    """A full memory barrier of this processor."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        if not _IS_X86:
+            from mpi4py import MPI
+
+            self._window = MPI.Win.Create(None, comm=MPI.COMM_SELF)
+
+    def __call__(self) -> None:
+        """Complete all memory operations before this one before those after it."""
+        if _IS_X86:
+            # Taking a lock is a `lock cmpxchg`, a full barrier; stores become visible
+            # in their order anyway (Intel SDM 3A, 9.2.2).
+            self._lock.acquire(blocking=False)
+            self._lock.release()
+        else:
+            self._window.Sync()

@@ -1,0 +1,140 @@
+"""Private APIs of torch that mpitrain relies on, each with the versions it works with.
+
+A new torch version is checked here first: `tests/unit/test_torch_compat.py` tests them.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+# C++ classes without a public name, or without one in torch's type stubs
+# (torch 2.14.1, 2.15).
+from torch._C._distributed_c10d import AllgatherOptions, Backend, PrefixStore, Store
+from torch._C._distributed_c10d import (
+    _DistributedBackendOptions as DistributedBackendOptions,
+)
+
+__all__ = [
+    "AllgatherOptions",
+    "Backend",
+    "DistributedBackendOptions",
+    "PrefixStore",
+    "Store",
+    "append_to_store",
+    "is_backend_registered",
+    "options_timeout",
+    "patch_work",
+    "python_backend_error",
+    "set_options_timeout",
+    "set_source_rank",
+]
+
+_PYTHON_OP_TYPE = 100
+"""OpType of a work object that is written in Python (Work.hpp; torch 2.14.1, 2.15)."""
+
+_SOURCE_RANK = "_mpitrain_source_rank"
+"""Attribute of a received tensor: the rank that sent it."""
+
+
+def python_backend_error() -> str:
+    """Return why this torch cannot run a backend written in Python; ``""`` if it can.
+
+    Torch before 2.14 does not let Python construct the base class (2.11, 2.13).
+    """
+
+    class Probe(Backend):
+        pass
+
+    try:
+        Probe(0, 1)
+    except TypeError:
+        return f"torch {torch.__version__} takes no backend written in Python"
+    return ""
+
+
+def is_backend_registered(name: str) -> bool:
+    """Return whether a backend has this name (torch 2.14.1, 2.15)."""
+    return name.upper() in dist.Backend._plugins  # noqa: SLF001 - no public query
+
+
+def options_timeout(options: Backend.Options) -> timedelta:
+    """Return the timeout of a backend's options (torch 2.14.1, 2.15)."""
+    return options._timeout  # noqa: SLF001 - no public name
+
+
+def set_options_timeout(options: Backend.Options, timeout: timedelta) -> None:
+    """Set the timeout of a backend's options (torch 2.14.1, 2.15)."""
+    options._timeout = timeout  # noqa: SLF001 - no public name
+
+
+def append_to_store(store: Store, key: str, text: str) -> None:
+    """Append to a value of a TCPStore; torch's type stub lacks it (2.14.1, 2.15)."""
+    store.append(key, text)  # type: ignore[attr-defined]
+
+
+def set_source_rank(tensor: torch.Tensor, rank: int) -> None:
+    """Record the rank that sent a received tensor, for `patch_work`."""
+    setattr(tensor, _SOURCE_RANK, rank)
+
+
+def patch_work() -> None:
+    """Patch ``dist.Work`` so that works written in Python answer every query.
+
+    Torch wraps them and forwards only ``wait`` and ``get_future`` (PyWorkHolder in
+    PyProcessGroup.hpp; torch 2.14.1, 2.15). ``is_completed``, ``is_success`` and
+    ``source_rank`` are answered through the future where torch itself has no answer. A
+    second call does nothing.
+    """
+    if getattr(dist.Work, "_mpitrain_patched", False):
+        return
+    torch_is_completed = dist.Work.is_completed
+    torch_is_success = dist.Work.is_success
+    torch_source_rank = dist.Work._source_rank  # noqa: SLF001
+
+    def future_of(work: dist.Work) -> torch.futures.Future[Any] | None:
+        op_type = work._get_op_type()  # type: ignore[attr-defined]  # noqa: SLF001
+        if op_type != _PYTHON_OP_TYPE:  # NCCL's future is done when its kernel starts
+            return None
+        try:
+            return work.get_future()
+        except RuntimeError:  # works of other backends may have none
+            return None
+
+    def is_completed(work: dist.Work) -> bool:
+        if torch_is_completed(work):
+            return True
+        future = future_of(work)
+        return future is not None and future.done()
+
+    def is_success(work: dist.Work) -> bool:
+        future = None if torch_is_completed(work) else future_of(work)
+        if future is None or not future.done():
+            return torch_is_success(work)
+        try:
+            future.value()
+        except Exception:
+            return False
+        return True
+
+    def source_rank(work: dist.Work) -> int:
+        try:
+            return torch_source_rank(work)
+        except RuntimeError:
+            future = future_of(work)
+            value = future.value() if future is not None and future.done() else None
+            if isinstance(value, list) and value and hasattr(value[0], _SOURCE_RANK):
+                return int(getattr(value[0], _SOURCE_RANK))
+            raise
+
+    for name, value in (
+        ("is_completed", is_completed),
+        ("is_success", is_success),
+        ("_source_rank", source_rank),
+        ("source_rank", source_rank),
+        ("_mpitrain_patched", True),
+    ):
+        setattr(dist.Work, name, value)
