@@ -36,7 +36,7 @@ test-unit: $(VENV)/.test
 # The MPI tests on any number of ranks. With `-m mpi4py` a rank that fails ends the
 # others, which would wait for it for ever; -x makes it leave at its first failure.
 MPI_TESTS := tests/mpi
-# On 2 cores the collectives of 8 ranks take minutes; those of 3 and 4 go all roads.
+# On 2 cores the collectives of 8 ranks take minutes; those of 3 and 4 use all transports.
 test-8: MPI_TESTS := $(filter-out %/test_collectives.py,$(wildcard tests/mpi/test_*.py))
 
 test-%: $(VENV)/.test

@@ -49,13 +49,7 @@ alone (torch 2.15); without the Python half every method would be missing."""
 
 
 class MpiBackend(Backend):
-    """The backend of one group of ranks; its operations are collective over the group.
-
-    Args:
-        group: The ranks and what they share.
-        options: Torch's.
-        store: Torch's, of this group.
-    """
+    """The backend of one group; its operations are collective over its ranks."""
 
     def __init__(self, group: Group, options: Backend.Options, store: Store) -> None:
         super().__init__(group.rank, group.size)
@@ -77,34 +71,12 @@ class MpiBackend(Backend):
         """Torch's options of this group."""
         return self._options
 
-    @property
-    def supports_splitting(self) -> bool:
-        """Whether ``split_group`` works."""
-        return True
-
-    @property
-    def supports_coalescing(self) -> bool:
-        """Whether several operations can be one work."""
-        return True
-
-    @property
-    def supports_shrinking(self) -> bool:
-        """Whether ranks can be removed."""
-        return False
-
-    @property
-    def supports_reconfigure(self) -> bool:
-        """Whether ranks can be added."""
-        return False
-
-    @property
-    def supports_window(self) -> bool:
-        """Whether there are one-sided operations."""
-        return False
-
-    @property
-    def _supports_time_estimate(self) -> bool:
-        return False
+    supports_splitting = True
+    supports_coalescing = True
+    supports_shrinking = False
+    supports_reconfigure = False
+    supports_window = False
+    _supports_time_estimate = False
 
     def _set_sequence_number_for_group(self) -> None:
         """Begin to count; all ranks count from 0."""
@@ -133,10 +105,7 @@ class MpiBackend(Backend):
     def split(
         self, _: object, ranks: Sequence[int], options: Backend.Options | None
     ) -> MpiBackend | None:
-        """Create a group of some of these ranks.
-
-        Collective over the new group; returns ``None`` on other ranks.
-        """
+        """Create a group of some of these ranks; return ``None`` on the others."""
         ranks = list(ranks)
         if self.rank() not in ranks:
             return None
@@ -219,17 +188,9 @@ class MpiBackend(Backend):
         self, outputs: Tensors, inputs: list[Tensors], opts: dist.ReduceScatterOptions
     ) -> Work:
         """Combine a list's tensors over all ranks; each rank keeps its own."""
-        check_one_dtype([*outputs, *inputs[0]], "reduce_scatter")
-        reduction = self._reduction(opts, outputs[0])
-        out, given = HostTensors(outputs, read=False), HostTensors(inputs[0])
         self._check_length(inputs[0], "reduce_scatter")
-        check_numel(outputs[0], inputs[0][self.rank()].numel(), "reduce_scatter")
-
-        def action(deadline: float) -> None:
-            self._group.reduce_scatter(out.flat[0], given.flat, reduction, deadline)
-            out.write_back()
-
-        return self._start(action, outputs, opts)
+        parts = [HostTensors(inputs[0]).flat]
+        return self._reduce_scatter(outputs, inputs[0], parts, opts)
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any) -> Work:
         """Combine a tensor over all ranks; each rank keeps its part."""
@@ -239,12 +200,18 @@ class MpiBackend(Backend):
         self, outputs: Tensors, inputs: Tensors, opts: dist.ReduceScatterOptions
     ) -> Work:
         """Combine tensors over all ranks; each rank keeps its part of each."""
+        flat = HostTensors(inputs).flat
+        parts = [split_evenly(f, self.size(), "reduce_scatter") for f in flat]
+        return self._reduce_scatter(outputs, inputs, parts, opts)
+
+    def _reduce_scatter(
+        self, outputs: Tensors, inputs: Tensors, parts: list[list[Tensor]], opts: Any
+    ) -> Work:
         check_one_dtype([*outputs, *inputs], "reduce_scatter")
         reduction = self._reduction(opts, outputs[0])
-        out, given = HostTensors(outputs, read=False), HostTensors(inputs)
-        parts = [split_evenly(f, self.size(), "reduce_scatter") for f in given.flat]
+        out = HostTensors(outputs, read=False)
         for output, by_rank in zip(outputs, parts, strict=True):
-            check_numel(output, by_rank[0].numel(), "reduce_scatter")
+            check_numel(output, by_rank[self.rank()].numel(), "reduce_scatter")
 
         def action(deadline: float) -> None:
             for flat, by_rank in zip(out.flat, parts, strict=True):

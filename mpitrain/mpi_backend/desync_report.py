@@ -31,14 +31,7 @@ def connect(
     MPI creates a communicator in a call that cannot time out, and in which a rank spins
     on a core that the last one may need.
 
-    Collective over the new group.
-
-    Args:
-        store: The store of the group.
-        rank: This process in the group.
-        ranks: All members, as ranks of the default group.
-        name: The group's name.
-        timeout_seconds: How long to wait.
+    Collective over the new group; `ranks` are its members in the default group.
 
     Raises:
         GroupError: Some did not arrive; raised on all that did, late ones included.
@@ -64,14 +57,7 @@ def connect(
 def desync_report(store: Store, rank: int, names: Sequence[str], position: str) -> str:
     """Report this rank's position, and return those of all ranks.
 
-    Args:
-        store: The store of the group; a TCPStore.
-        rank: This process in the group.
-        names: Each rank of the group, ``"rank 3"``.
-        position: The operation that failed here, one line.
-
-    Returns:
-        Lines for a message. Returns in time even if the store does not answer.
+    Returns in time even if the store does not answer. `position` is one line.
     """
     answers: list[str] = []
 

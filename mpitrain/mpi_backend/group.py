@@ -37,9 +37,7 @@ logger = logging.getLogger("mpitrain")
 
 
 class Group:
-    """The ranks of one group.
-
-    Collective over `comm`.
+    """The ranks of one group. Creating it is collective over `comm`.
 
     Args:
         comm: The ranks, in the group's order; freed by `close`.
@@ -49,9 +47,7 @@ class Group:
         store: Torch's store of the group.
 
     Attributes:
-        transport: Moves the data: shared memory if all ranks are on one node, or MPI.
-        queue: Runs the operations in order.
-        p2p: Messages between two ranks.
+        transport: Shared memory if all ranks are on one node, or MPI.
     """
 
     def __init__(
@@ -186,10 +182,7 @@ class Group:
         self.queue.timeout_seconds = self.p2p.timeout_seconds = seconds
 
     def close(self) -> None:
-        """Finish submitted operations, in a moment, and free communicators and memory.
-
-        Operations that are not done by then keep them: other ranks may never come.
-        """
+        """Finish submitted operations within `CLOSE_SECONDS`, and free everything."""
         if self.queue.close():
             self.abort()
 
@@ -240,13 +233,10 @@ def default_communicator(rank: int, size: int) -> MPI.Intracomm:
 
 
 def subgroup_communicator(ranks: Sequence[int], name: str) -> MPI.Intracomm:
-    """Create the communicator of a group of some ranks.
+    """Create the communicator of some ranks of the default group.
 
-    Collective over these ranks alone.
-
-    Args:
-        ranks: Their ranks in the default group, in the group's order.
-        name: The group's name; it keeps groups apart that are created at one time.
+    Collective over these ranks alone. The name keeps groups apart that are created at
+    one time.
 
     Raises:
         TopologyError: The default group is of another backend, and torch's ranks are

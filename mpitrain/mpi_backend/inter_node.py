@@ -15,7 +15,7 @@ import collections
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -60,14 +60,7 @@ def wait(
     name: str,
     status: MPI.Status | None = None,
 ) -> None:
-    """Wait for a request.
-
-    Args:
-        request: MPI's.
-        memory: What it reads and writes.
-        deadline: When to give up, on the monotonic clock.
-        name: The operation, for messages.
-        status: Filled by MPI.
+    """Wait for a request, which reads and writes `memory`.
 
     Raises:
         GroupError: It was not done in time, or MPI reports an error.
@@ -191,10 +184,7 @@ class MpiCollectives:
     def reduce_scatter(
         self, out: Tensor, inputs: Tensors, reduction: Reduction, deadline: float
     ) -> None:
-        """Combine, for every rank, the tensors that all ranks have for it.
-
-        They are exchanged, and combined here in the order of the ranks.
-        """
+        """Combine, for every rank, the tensors that all have for it, in rank order."""
         parts = [torch.empty_like(out) for _ in inputs]
         self.all_to_all(
             [part.view(torch.uint8) for part in parts],
@@ -268,8 +258,8 @@ class MpiCollectives:
 
     def _exchange(
         self,
-        outputs: Iterator[tuple[int, Tensor]] | list[tuple[int, Tensor]],
-        inputs: Iterator[tuple[int, Tensor]] | list[tuple[int, Tensor]],
+        outputs: Iterable[tuple[int, Tensor]],
+        inputs: Iterable[tuple[int, Tensor]],
         deadline: float,
         name: str,
     ) -> None:
@@ -287,7 +277,7 @@ class MpiCollectives:
             raise
 
     def _start_each(
-        self, tensors: Sequence[tuple[int, Tensor]], start: Callable[..., MPI.Request]
+        self, tensors: list[tuple[int, Tensor]], start: Callable[..., MPI.Request]
     ) -> Iterator[MPI.Request]:
         # From the next rank on, so that not all begin with rank zero.
         for rank, data in sorted(tensors, key=lambda t: (t[0] - self.rank) % self.size):

@@ -41,11 +41,8 @@ InterNodeReduce = Callable[[Tensor, Reduction, float], None]
 class NodeCollectives:
     """The collectives of one group whose ranks share memory.
 
-    Args:
-        buffer: The shared memory.
-        num_reducers: How many of the node's ranks, the first ones, reduce a piece each;
-            0: all, and there is no other node.
-        inter_node_reduce: Combines this rank's piece with those of other nodes.
+    With several nodes the first `num_reducers` ranks of each reduce a piece, and then
+    combine it with those of other nodes by `inter_node_reduce`. With one all ranks do.
     """
 
     def __init__(
@@ -163,14 +160,7 @@ class NodeCollectives:
     def reduce_scatter(
         self, out: Tensor, inputs: Tensors, reduction: Reduction, deadline: float
     ) -> None:
-        """Combine, for every rank, the tensors that all ranks have for it.
-
-        Args:
-            out: This rank's result, ``(N,)``.
-            inputs: A tensor for each rank, as long as the result of that rank.
-            reduction: How to combine them.
-            deadline: When to give up.
-        """
+        """Combine, for every rank, the tensors that all ranks have for it."""
         sizes = [part.numel() for part in inputs]
         signature = op_signature(
             "reduce_scatter", reduction.name, out.dtype, *_abbreviate(sizes)

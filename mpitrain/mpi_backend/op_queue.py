@@ -33,10 +33,8 @@ OnFailure = Callable[[BaseException, int], str]
 class PendingWork(Work):
     """An asynchronous operation; torch wraps it and returns it to the user.
 
-    Args:
-        results: The output tensors, the value of its future.
-        help_on: Called by a thread that waits, to run pending operations itself; may
-            return early.
+    The value of its future is `results`, the output tensors. A thread that waits calls
+    `help_on`, which runs pending operations.
     """
 
     def __init__(
@@ -80,11 +78,7 @@ class PendingWork(Work):
     def wait(self, timeout: timedelta = timedelta()) -> bool:
         """Wait until it is done.
 
-        Args:
-            timeout: 0 for the group's. An operation goes on after a shorter one.
-
-        Returns:
-            True.
+        A timeout of 0 means the group's. The operation goes on after a shorter one.
 
         Raises:
             GroupError: It was not done in time.
@@ -144,10 +138,9 @@ class OpQueue:
     """The operations of one group, in order.
 
     Args:
-        name: The group's name, for the thread and for messages.
+        name: Of the group, for messages.
         timeout_seconds: Default limit of an operation, from when it starts to run.
-        has_thread: Whether asynchronous operations run in a thread; otherwise `submit`
-            runs them.
+        has_thread: Whether asynchronous operations run in a thread, or in `submit`.
         on_failure: Called once, with the first error and the number of the operation,
             which is equal on all ranks. Returns text to add to the error.
 

@@ -31,16 +31,7 @@ _PAUSES_SECONDS = (0.0002, 0.005)
 
 
 class MessageWork(PendingWork):
-    """A message that is sent or received.
-
-    Args:
-        request: MPI's.
-        tensor: The user's.
-        host: The same on the host.
-        name: The operation, for messages.
-        timeout_seconds: How long it may take.
-        is_receive: Whether it is received.
-    """
+    """A message that is sent or received; `host` is a copy of `tensor`, or the same."""
 
     def __init__(
         self,
@@ -130,14 +121,7 @@ class MessageWork(PendingWork):
 
 
 class P2P:
-    """The messages of one group.
-
-    Args:
-        comm: Its ranks.
-        names: Each of them, ``"rank 3"``.
-        timeout_seconds: How long a message may take.
-        has_thread: Whether a thread may test messages.
-    """
+    """The messages of one group."""
 
     def __init__(
         self,

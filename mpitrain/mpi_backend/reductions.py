@@ -18,9 +18,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-Combine = Callable[..., Tensor]
-
-_COMBINE: dict[str, Combine] = {
+_COMBINE: dict[str, Callable[..., Tensor]] = {
     "SUM": torch.add,
     "AVG": torch.add,
     "PREMUL_SUM": torch.add,

@@ -142,11 +142,7 @@ class SharedBuffer:
     def barrier(self, signature: OpSignature, deadline: float) -> None:
         """Wait until all ranks of the node have arrived.
 
-        Collective over the node.
-
-        Args:
-            signature: The operation, equal on all ranks.
-            deadline: When to give up, on the monotonic clock.
+        Collective over the node; `deadline` is on the monotonic clock.
 
         Raises:
             GroupError: Some did not arrive in time, have ended, or are in another
@@ -288,10 +284,6 @@ class FutexWord:
 
     A rank that spins would take the core from the rank it waits for. Without futexes it
     sleeps for short times.
-
-    Args:
-        memory: Shared by all who wait; mapped for as long as this lives.
-        offset: Of the word in it, in bytes; a multiple of 4.
     """
 
     def __init__(self, memory: memoryview, offset: int) -> None:

@@ -59,20 +59,14 @@ def create_shared_buffer(
 ) -> NodeMemory | None:
     """Create the shared memory of every node.
 
-    Collective over the group.
-
-    Args:
-        allgather: Gives every rank the JSON value of each.
-        rank: This process in the group.
-        names: Each rank of the group, ``"rank 3"``.
-        warn: Called on the first rank of a node that has no shared memory.
+    Collective over the group; `allgather` exchanges JSON values over it.
 
     Returns:
         The memory of this node; ``None`` on every rank of the group if some node has
         none, or no node has two ranks.
     """
     ranks_info = allgather(
-        [_machine_id(), _pid_namespace(), os.getpid(), _usable_cores()]
+        [_machine_id(), _pid_namespace(), os.getpid(), sorted(os.sched_getaffinity(0))]
     )
     nodes: dict[tuple[str, ...], list[int]] = {}
     for other, (machine, *_) in enumerate(ranks_info):
@@ -126,12 +120,7 @@ def create_shared_buffer(
 def choose_slot_bytes(
     size: int, free_bytes: int, max_bytes: int = MAX_SLOT_BYTES
 ) -> int:
-    """Return the size of each rank's slot.
-
-    Args:
-        size: Ranks of the node.
-        free_bytes: Of the file system.
-        max_bytes: Upper limit.
+    """Return the size of each rank's slot, for `size` ranks of a node.
 
     Raises:
         OSError: There is too little memory.
@@ -197,10 +186,3 @@ def _pid_namespace() -> str:
         return os.readlink("/proc/self/ns/pid")  # noqa: PTH115
     except OSError:
         return socket.gethostname()
-
-
-def _usable_cores() -> list[int]:
-    try:
-        return sorted(os.sched_getaffinity(0))
-    except AttributeError:  # not Linux
-        return list(range(os.cpu_count() or 1))

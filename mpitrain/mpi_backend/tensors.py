@@ -92,17 +92,7 @@ def split_evenly(tensor: Tensor, num_parts: int, name: str) -> list[Tensor]:
 def split_rows(
     flat: Tensor, shape: torch.Size, rows: Sequence[int], num_parts: int
 ) -> list[Tensor]:
-    """Split a flat tensor along the first dimension of its shape.
-
-    Args:
-        flat: ``(N,)``.
-        shape: The user's.
-        rows: Rows of each part; empty for parts of one length.
-        num_parts: Number of parts.
-
-    Raises:
-        ValueError: The rows do not fit the shape.
-    """
+    """Split a flat tensor of this shape into parts of some rows; none: evenly."""
     if not rows:
         return split_evenly(flat, num_parts, "all_to_all")
     if len(rows) != num_parts or sum(rows) != shape[0]:

@@ -33,8 +33,8 @@ class WatchdogClient:
     shows where every rank is.
 
     Args:
-        rank: As the launcher says; `connect` corrects it.
-        world_size: As the launcher says.
+        rank: As the launcher says, as `world_size`; `connect` corrects it.
+        world_size: Number of ranks.
         rank_variables: By which launchers number their processes.
         launcher_sockets: Descriptors by which MPICH's launcher sees that this process
             is gone, upon which it kills the others within milliseconds: the sidecar
@@ -159,15 +159,9 @@ class WatchdogClient:
     # --- the sidecar ------------------------------------------------------------------
 
     def listen(self, address: str, token: str, world_size: int) -> int:
-        """Let this sidecar, rank zero's, be the coordinator.
+        """Let this sidecar, rank zero's, be the coordinator; return its port.
 
-        Args:
-            address: Where the others reach it; ``""`` where there are none.
-            token: What they must send first.
-            world_size: Number of ranks, as MPI says.
-
-        Returns:
-            The port it listens on.
+        `address` is empty where there are no others; `token` is what they send first.
 
         Raises:
             OSError: It cannot listen there, or does not answer.

@@ -59,13 +59,15 @@ class Actions:
     commands: list[dict[str, Any]] = field(default_factory=list)
     """For every sidecar, its own included."""
 
+    def add(self, command: str, **arguments: object) -> None:
+        """Add a command."""
+        self.commands.append({"command": command, **arguments})
+
 
 class Coordinator:
     """What is known of all ranks, and what follows from it.
 
-    Args:
-        world_size: Number of ranks.
-        now: Seconds of any clock that never goes back; so in all methods.
+    `now` is in seconds of any clock that never goes back, in all methods.
     """
 
     def __init__(self, world_size: int, now: float) -> None:
@@ -97,19 +99,12 @@ class Coordinator:
 
     def receive(self, rank: int, message: Mapping[str, Any], now: float) -> None:
         """Process a message from a rank's sidecar."""
-        position = Position(
-            state=State(message["state"]),
-            phase=str(message["phase"]),
-            step=int(message["step"]),
-            age_seconds=float(message["age_seconds"]),
-            limit_seconds=float(message["limit_seconds"]),
-        )
+        position = Position.from_message(message)
         status = RankStatus(
             rank=rank,
             hostname=str(message["hostname"]),
             position=position,
             heard_at=now,
-            progressed_at=now - position.age_seconds,
             process_state=str(message.get("process_state", "")),
             stack=message.get("stack"),
         )
@@ -144,7 +139,7 @@ class Coordinator:
         elif self._is_hung(now):
             self._stacks_asked_at = now
             self._forget_stacks()
-            actions.commands.append({"command": "dump_stacks"})
+            actions.add("dump_stacks")
         if self._shown_at is not None and now - self._shown_at > SHOW_SECONDS:
             self._shown_at = None
             text = position_report(self._sorted(), self._world_size, now)
@@ -156,13 +151,8 @@ class Coordinator:
         if seconds > GATHER_SECONDS and not self._gone_text:
             self._gone_text = self._describe_gone()
             gone = {rank for rank, _ in self._gone}
-            actions.commands.append(
-                {
-                    "command": "record",
-                    "text": self._gone_text,
-                    "reporting_rank": min(self._statuses.keys() - gone, default=0),
-                }
-            )
+            reporting = min(self._statuses.keys() - gone, default=0)
+            actions.add("record", text=self._gone_text, reporting_rank=reporting)
         if seconds > GATHER_SECONDS + RECORD_SECONDS and not self._is_gone_printed:
             self._is_gone_printed = True
             actions.messages.append(self._gone_text)
@@ -188,14 +178,7 @@ class Coordinator:
         self._is_ended = True
         if text:
             actions.messages.append(text)
-        actions.commands.append(
-            {
-                "command": "abort",
-                "status": status,
-                "text": text,
-                "reporting_rank": reporting_rank,
-            }
-        )
+        actions.add("abort", status=status, text=text, reporting_rank=reporting_rank)
 
     def _is_hung(self, now: float) -> bool:
         """Return whether no rank at work has made progress within its limit.

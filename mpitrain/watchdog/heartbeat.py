@@ -8,8 +8,10 @@ import os
 import struct
 import tempfile
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import Any
 
 _LAYOUT = struct.Struct("=ddqq96s")
 """Time of the last progress, limit, step, state, phase."""
@@ -46,6 +48,17 @@ class Position:
     limit_seconds: float
     """Largest allowed age; 0 for no limit."""
 
+    @classmethod
+    def from_message(cls, message: Mapping[str, Any]) -> Position:
+        """Read the fields of a sidecar's message."""
+        return cls(
+            state=State(message["state"]),
+            phase=str(message["phase"]),
+            step=int(message["step"]),
+            age_seconds=float(message["age_seconds"]),
+            limit_seconds=float(message["limit_seconds"]),
+        )
+
 
 class Heartbeat:
     """One rank's position, in memory that two processes map.
@@ -63,13 +76,7 @@ class Heartbeat:
         self._now = time.monotonic  # one clock for all processes of a machine
 
     def beat(self, phase: str, step: int = -1, limit_seconds: float = 0.0) -> None:
-        """Record progress.
-
-        Args:
-            phase: What the rank does from here on.
-            step: Optimizer steps that it has finished; -1 where there are none.
-            limit_seconds: How long the next progress may take; 0 for no limit.
-        """
+        """Record progress; `phase` is what comes next, and may take `limit_seconds`."""
         text = phase.encode()[:96]
         state = _STATE.unpack_from(self._memory, _STATE_OFFSET)[0]
         _LAYOUT.pack_into(

@@ -75,13 +75,7 @@ class JsonSocket:
 
 
 class CoordinatorServer:
-    """The coordinator's side: a connection of each other sidecar.
-
-    Args:
-        address: Where to listen, IPv4 or IPv6; on a free port, `port`.
-        token: What a connection must send first.
-        world_size: Number of ranks.
-    """
+    """The coordinator's side: listens on a free `port` for the other sidecars."""
 
     def __init__(self, address: str, token: str, world_size: int) -> None:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
@@ -152,12 +146,6 @@ class CoordinatorServer:
 
 class CoordinatorClient:
     """A sidecar's connection to the coordinator.
-
-    Args:
-        address: Where the coordinator listens.
-        port: Its port.
-        token: What to send first.
-        rank: Whose sidecar this is.
 
     Attributes:
         is_established: Whether the coordinator ever answered.

@@ -65,15 +65,8 @@ def launchers_of(pid: int, rank_variables: Sequence[str]) -> list[Ancestor]:
     """Return the processes from a rank's parent up to the one that launched it.
 
     The launcher (mpirun, or its daemon on this host) is the first that has not been
-    given a rank itself; shells and wrappers may be between it and the rank.
-
-    Args:
-        pid: The rank's process.
-        rank_variables: Variables by which launchers number their processes.
-
-    Returns:
-        The parent first, the launcher last; empty without a launcher, or if it cannot
-        be seen (another process namespace).
+    given a rank itself, by one of `rank_variables`; shells and wrappers may be between.
+    Empty without a launcher, or if it cannot be seen (another process namespace).
     """
     own = _variables_of(pid, rank_variables)
     if not own:
@@ -109,12 +102,7 @@ def name_of(pid: int) -> str:
 
 
 class Launcher:
-    """What started a rank on this host: mpirun or its daemon, and wrappers between.
-
-    Args:
-        pid: The rank's process.
-        rank_variables: Variables by which launchers number their processes.
-    """
+    """What started a rank on this host: mpirun or its daemon, and wrappers between."""
 
     def __init__(self, pid: int, rank_variables: Sequence[str]) -> None:
         self._ancestors = launchers_of(pid, rank_variables)

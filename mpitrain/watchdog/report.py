@@ -51,8 +51,6 @@ class RankStatus:
     position: Position
     heard_at: float
     """When its sidecar last reported."""
-    progressed_at: float
-    """When the rank last made progress."""
     stack: str | None = None
     """What faulthandler wrote when asked; ``""``: nothing."""
     process_state: str = ""
@@ -61,6 +59,11 @@ class RankStatus:
     def is_silent(self, now: float) -> bool:
         """Return whether its sidecar has not reported for too long."""
         return now - self.heard_at > SILENT_SECONDS
+
+    @property
+    def progressed_at(self) -> float:
+        """When the rank last made progress."""
+        return self.heard_at - self.position.age_seconds
 
     @property
     def frames(self) -> list[Frame]:
@@ -184,15 +187,8 @@ def hang_report(
 ) -> str:
     """Describe a hang: the ranks that did not arrive first, then those that wait.
 
-    Args:
-        statuses: Of all ranks that ever reported, by rank.
-        world_size: Number of ranks.
-        now: Of the coordinator's clock.
-        logs: The folder of the ranks' logs, which hold the stacks; ``None``: the text
-            contains the stack of the first missing rank.
-
-    Returns:
-        Several lines; the first names a rank as every message does.
+    `statuses` are of all ranks that ever reported, by rank. Without a folder of logs,
+    which hold the stacks, the text contains that of the first missing rank.
     """
     quiet = min(now - status.progressed_at for status in statuses)
     unknown = sorted(set(range(world_size)) - {status.rank for status in statuses})
@@ -203,21 +199,22 @@ def hang_report(
         f"progress for {quiet:.0f} s"
     ]
     if unknown:
-        s = "s" * (len(unknown) > 1)
-        lines.append(f"never heard of: rank{s} {in_runs(unknown)}")
+        lines.append(
+            f"never heard of: rank{'s' * (len(unknown) > 1)} {in_runs(unknown)}"
+        )
     others = [s.rank for s in statuses if s.rank not in missing]
     if missing:
         lines += ["did not arrive:", *position_lines(statuses, missing, now)]
         if others:
             lines += ["waiting for them:", *position_lines(statuses, others, now)]
-    elif any(is_waiting(status.frames) for status in statuses):
-        lines.append(
-            "every rank waits for another: look for a collective that not all call"
-        )
-        lines += position_lines(statuses, others, now)
     else:
-        lines.append("no rank waits for another; all run their own code")
-        lines += position_lines(statuses, others, now)
+        has_waiting = any(is_waiting(status.frames) for status in statuses)
+        lines += [
+            "every rank waits for another: look for a collective that not all call"
+            if has_waiting
+            else "no rank waits for another; all run their own code",
+            *position_lines(statuses, others, now),
+        ]
     if logs:
         lines.append(f"The stacks of all ranks are in {logs}")
     elif first.stack:

@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 from mpitrain.watchdog.coordinator import HANG_STATUS, SUSPENDED_SECONDS, Coordinator
@@ -59,9 +60,7 @@ class Sidecar:
         heartbeat: Where the rank is.
         dump: File in memory to which the rank writes its stacks when asked.
         terminated: File in memory that is not empty after SIGTERM.
-        rank_info: What the rank knows before MPI: ``rank`` and ``world_size`` as the
-            launcher says, ``hostname``, ``rank_variables``, ``start_timeout``,
-            ``launcher_sockets``.
+        rank_info: What the rank knows before MPI; see `client`.
     """
 
     def __init__(
@@ -173,16 +172,8 @@ class Sidecar:
 
     def _send(self, **more: object) -> None:
         """Report to the coordinator where the rank is."""
-        position = self.heartbeat.read()
-        message = {
-            "state": int(position.state),
-            "phase": position.phase,
-            "step": position.step,
-            "age_seconds": position.age_seconds,
-            "limit_seconds": position.limit_seconds,
-            "hostname": self.rank_info["hostname"],
-            **more,
-        }
+        position = asdict(self.heartbeat.read())
+        message = {"hostname": self.rank_info["hostname"], **position, **more}
         if self.coordinator is not None:
             self.coordinator.receive(self.rank_info["rank"], message, time.monotonic())
         elif self.client is not None:

@@ -8,10 +8,10 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
-import roads
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+import transports
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.distributed.device_mesh import DeviceMesh
@@ -37,7 +37,7 @@ def groups(
 ) -> Iterator[dict[str, dist.ProcessGroup]]:
     with pytest.MonkeyPatch.context() as patch:
         if request.param == "two-nodes":
-            roads.on_two_nodes(patch, world.rank)
+            transports.on_two_nodes(patch, world.rank)
         yield {backend: make_group(backend) for backend in ("mpi4py", "gloo")}
 
 

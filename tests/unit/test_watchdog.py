@@ -232,7 +232,6 @@ def test_ranks_of_a_host_that_fell_silent_are_told_in_one_line() -> None:
             hostname=hostname,
             position=position,
             heard_at=heard_at,
-            progressed_at=100.0,
         )
         for rank, hostname, heard_at in (
             (0, "gpu01", 119.9),
