@@ -5,15 +5,7 @@
     dist.init_process_group("mpi4py")
 
 Torch finds the backend by its name where mpitrain is installed. Importing this module
-registers it, too.
-
-    backend        the methods that torch calls; group: state of one process group
-    op_queue       runs operations in order; the Work objects that torch returns
-    on_node        collectives in shared memory; shared_buffer: its layout and barrier;
-                   shared_memory: creates it
-    inter_node     collectives through MPI; p2p: send and recv
-    reductions     how tensors are combined; tensors: contiguous tensors on the host
-    desync_report  which ranks are missing
+registers it, too. docs/architecture.md lists the modules.
 """
 
 from __future__ import annotations
@@ -39,12 +31,10 @@ def register() -> None:
         )
 
 
-def _create(
-    distributed_options: DistributedBackendOptions, options: object
-) -> MpiBackend:
+def _create(given: DistributedBackendOptions, options: object) -> MpiBackend:
     from mpitrain.mpi_backend.backend import create  # it starts MPI
 
-    return create(distributed_options, options)
+    return create(given, options)
 
 
 register()

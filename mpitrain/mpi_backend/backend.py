@@ -116,14 +116,8 @@ class MpiBackend(Backend):
             )
         options.global_ranks_in_group = [parents[rank] for rank in ranks]
         name = options.group_name or f"{self._group.name} split"
-        store = PrefixStore(name, self._store)
-        return _connected(
-            store,
-            ranks.index(self.rank()),
-            options.global_ranks_in_group,
-            name,
-            options,
-        )
+        store, rank = PrefixStore(name, self._store), ranks.index(self.rank())
+        return _connect(store, rank, options.global_ranks_in_group, name, options)
 
     # --- reductions -------------------------------------------------------------------
 
@@ -243,9 +237,7 @@ class MpiBackend(Backend):
         self, outputs: list[Tensors], inputs: Tensors, opts: AllgatherOptions
     ) -> Work:
         """Give all ranks the tensors of all; the outer list is over ranks."""
-        by_tensor: list[Tensors] = [
-            list(tensors) for tensors in zip(*outputs, strict=True)
-        ]
+        by_tensor: list[Tensors] = [list(row) for row in zip(*outputs, strict=True)]
         results = [tensor for tensors in outputs for tensor in tensors]
         return self._all_gather(by_tensor, inputs, results, opts)
 
@@ -357,7 +349,7 @@ class MpiBackend(Backend):
 
         return self._start(action, [output], opts)
 
-    # --- messages ---------------------------------------------------------------------
+    # --- messages, barriers, coalescing -----------------------------------------------
 
     def send(self, tensors: Tensors, to: int, tag: int) -> Work:
         """Send a tensor to one rank."""
@@ -370,8 +362,6 @@ class MpiBackend(Backend):
     def recv_anysource(self, tensors: Tensors, tag: int) -> Work:
         """Receive a tensor from any rank."""
         return self._coalesce(self._group.p2p.receive(tensors[0], None, tag))
-
-    # --- waiting ----------------------------------------------------------------------
 
     def barrier(self, opts: dist.BarrierOptions) -> Work:
         """Wait for all ranks."""
@@ -424,37 +414,25 @@ class MpiBackend(Backend):
             )
 
 
-def create(
-    distributed_options: DistributedBackendOptions, options: object
-) -> MpiBackend:
-    """Create the backend of a group, for torch.
-
-    Collective over the group.
-    """
-    given = distributed_options
+def create(given: DistributedBackendOptions, options: object) -> MpiBackend:
+    """Create the backend of a group, for torch. Collective over the group."""
     if not isinstance(options, Backend.Options):
         options = Backend.Options(NAME, timeout=given.timeout)
     set_options_timeout(options, given.timeout)
     options.global_ranks_in_group = given.global_ranks_in_group
-    options.group_name = given.group_id
+    options.group_name = name = given.group_id
     ranks = list(given.global_ranks_in_group)
-    return _connected(
-        given.store,
-        given.group_rank,
-        ranks or list(range(given.group_size)),
-        given.group_id,
-        options,
-        is_default=not ranks,
-    )
+    is_default = not ranks
+    ranks = ranks or list(range(given.group_size))
+    return _connect(given.store, given.group_rank, ranks, name, options, is_default)
 
 
-def _connected(
+def _connect(
     store: Store,
     rank: int,
     ranks: list[int],
     name: str,
     options: Backend.Options,
-    *,
     is_default: bool = False,
 ) -> MpiBackend:
     """Create a backend once all its ranks have arrived. Collective over them."""

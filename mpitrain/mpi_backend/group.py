@@ -37,17 +37,10 @@ logger = logging.getLogger("mpitrain")
 
 
 class Group:
-    """The ranks of one group. Creating it is collective over `comm`.
+    """The ranks of one group. Creating it is collective over `comm`, which it frees.
 
-    Args:
-        comm: The ranks, in the group's order; freed by `close`.
-        name: Torch's name of the group.
-        ranks: Its members as ranks of the default group, for messages.
-        timeout_seconds: How long an operation may take.
-        store: Torch's store of the group.
-
-    Attributes:
-        transport: Shared memory if all ranks are on one node, or MPI.
+    `ranks` are its members in the default group. `transport` is shared memory if all
+    are on one node, or else MPI.
     """
 
     def __init__(
@@ -206,12 +199,10 @@ _default_comm: list[MPI.Intracomm] = []
 
 
 def default_communicator(rank: int, size: int) -> MPI.Intracomm:
-    """Create the communicator of the default group.
-
-    Collective over all ranks; `rank` and `size` are those that torch was given.
+    """Create the communicator of the default group. Collective over all ranks.
 
     Raises:
-        TopologyError: They do not match MPI's.
+        TopologyError: The rank and size that torch was given do not match MPI's.
     """
     world = working_ranks()
     if world.size != size:
@@ -235,12 +226,10 @@ def default_communicator(rank: int, size: int) -> MPI.Intracomm:
 def subgroup_communicator(ranks: Sequence[int], name: str) -> MPI.Intracomm:
     """Create the communicator of some ranks of the default group.
 
-    Collective over these ranks alone. The name keeps groups apart that are created at
-    one time.
+    Collective over these ranks alone; the name separates groups created at one time.
 
     Raises:
-        TopologyError: The default group is of another backend, and torch's ranks are
-            not MPI's.
+        TopologyError: The default group is another backend's, and not ranked as in MPI.
     """
     if _default_comm and _default_comm[0]:
         default = _default_comm[0]

@@ -143,10 +143,7 @@ class MpiCollectives:
     def all_reduce_wide(
         self, wide: Tensor, reduction: Reduction, deadline: float
     ) -> None:
-        """Combine a contiguous tensor ``(N,)`` of every rank, in place.
-
-        Its type is `reduction.wide`; `reduction.finish` is left to the caller.
-        """
+        """Combine tensors of type `reduction.wide` in place, without `finish`."""
         datatype, operation = reduction.mpi_handles()
 
         def start(chunk: Tensor) -> MPI.Request:

@@ -143,9 +143,6 @@ class OpQueue:
         has_thread: Whether asynchronous operations run in a thread, or in `submit`.
         on_failure: Called once, with the first error and the number of the operation,
             which is equal on all ranks. Returns text to add to the error.
-
-    Attributes:
-        num_started: Operations started so far; equal on all ranks in the same one.
     """
 
     def __init__(

@@ -75,9 +75,6 @@ class SharedBuffer:
         names: Each of them, ``"rank 3"``.
         pids: Their process ids; empty if processes do not see each other.
         slot_bytes: Size of each rank's slot in each half.
-
-    Attributes:
-        max_spins: How often a rank yields before it sleeps.
     """
 
     def __init__(
@@ -91,7 +88,7 @@ class SharedBuffer:
         self.size = size = len(names)
         self.local_rank = local_rank
         self.slot_bytes = slot_bytes
-        self.max_spins = 0
+        self.max_spins = 0  # before a rank sleeps
         self._names = names
         self._pids = pids
         self._view = memoryview(memory)

@@ -143,10 +143,8 @@ class Sidecar:
             size = self.rank_info["world_size"]
             self.coordinator = Coordinator(size, time.monotonic())
             port = 0
-            if message["listen"]:
-                self.server = CoordinatorServer(
-                    message["listen"], message["token"], size
-                )
+            if address := message["listen"]:
+                self.server = CoordinatorServer(address, message["token"], size)
                 port = self.server.port
             self.control.send(json.dumps({"port": port}).encode())
         if self.coordinator is not None and self.console.log:
@@ -190,24 +188,16 @@ class Sidecar:
         if self.kill_at is None:
             cause = self._cause_of_death(now)
             self._send(gone=cause)
-            if (
-                not self._has_coordinator()
-                and not is_single
-                and is_unreported
-                and cause == "killed"
-                and self.console.claim_output(self.launcher)
-            ):
+            is_untold = is_unreported and not self._has_coordinator() and not is_single
+            if is_untold and cause == "killed" and self._claim_output():
                 self.console.print(
                     f"{self._name()} ended without a word: killed by a signal, or by "
                     f"os._exit; it was at: {position.phase}"
                 )
         # The coordinator stays until it has printed what there is to print.
-        end = now + 1.5
-        while (
-            self.coordinator
-            and not self.coordinator.is_settled
-            and time.monotonic() < end
-        ):
+        while self.coordinator and not self.coordinator.is_settled:
+            if time.monotonic() > now + 1.5:
+                break
             time.sleep(0.05)
             sockets = self.server.sockets() if self.server else []
             self._exchange(sockets, time.monotonic())
@@ -227,9 +217,11 @@ class Sidecar:
         return "killed" if self.launcher.is_alive else "orphaned"
 
     def _has_coordinator(self) -> bool:
-        return self.coordinator is not None or (
-            self.client is not None and self.client.is_established
-        )
+        is_connected = self.client is not None and self.client.is_established
+        return self.coordinator is not None or is_connected
+
+    def _claim_output(self) -> bool:
+        return self.console.claim_output(self.launcher)
 
     def _check_terminations(self, now: float) -> None:
         """Note when SIGTERM came; a child that was forked off the rank writes, too."""
@@ -255,8 +247,9 @@ class Sidecar:
         time.sleep(0.05)  # the handler may still be writing
         self.dump_due_at = None
         size = os.fstat(self.dump).st_size
-        # The main thread's stack comes last.
-        begin = max(self.dump_read, size - MAX_STACK_BYTES)
+        begin = max(
+            self.dump_read, size - MAX_STACK_BYTES
+        )  # the main thread comes last
         text = os.pread(self.dump, size - begin, begin).decode(errors="replace")
         self.dump_read = size
         show = {} if is_asked else {"show": True}
@@ -276,7 +269,7 @@ class Sidecar:
             self.sent_state = state
             self._send(process_state=self._process_state())
             if state is State.FAILING and not self._has_coordinator():
-                self.console.claim_output(self.launcher)  # the rank says why it ends
+                self._claim_output()  # the rank says why it ends
             if self.server is not None:
                 self.server.broadcast({"command": "ping"})
         if self.coordinator is not None:
@@ -349,7 +342,7 @@ class Sidecar:
         # Rank zero first: its end ends the others before they say the same.
         if 0 < position.limit_seconds < waited - 3.0 * (self.rank_info["rank"] > 0):
             seen = f"{self.launcher.num_ranks} of {self.rank_info['world_size']}"
-            if self.console.claim_output(self.launcher):
+            if self._claim_output():
                 self.console.print(
                     f"{self._name()} hang: {position.phase} for {waited:.0f} s\n"
                     f"Processes started on this host: {seen}. Look at the others, at "
