@@ -84,7 +84,7 @@ def _test_until_done(
     while not request.Test(status):
         now = time.monotonic()
         if now > deadline:
-            raise GroupError(f"{name} was not done before the timeout")
+            raise GroupError(f"{name} was not done before its timeout ended")
         is_busy = now > tested + BUSY_SECONDS
         if is_busy:
             pause_seconds = first

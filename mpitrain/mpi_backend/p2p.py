@@ -66,7 +66,7 @@ class MessageWork(PendingWork):
 
         def check() -> bool:
             if time.monotonic() > self._deadline:
-                raise GroupError(f"{self._name} was not done before the timeout")
+                raise GroupError(f"{self._name} was not done before its timeout ended")
             return self._request.Test(self._status)
 
         # The thread that holds it waits for this message; do not wait for that thread.

@@ -214,7 +214,7 @@ class SharedBuffer:
         missing = self._missing(count)
         raise GroupError(
             f"{', '.join(self._names[rank] for rank in missing)} did not arrive at "
-            f"{self._text(self.local_rank)} before the timeout. Last operation: "
+            f"{self._text(self.local_rank)} before its timeout ended. Last operation: "
             + "; ".join(f"{self._names[r]}: {self._text(r)}" for r in missing)
         )
 

@@ -108,7 +108,7 @@ def test_one_that_does_not_come_is_named_with_where_it_was_last() -> None:
     with pytest.raises(GroupError) as error:
         mine.barrier(op_signature("barrier"), soon(0.2))
     assert str(error.value) == (
-        "rank 1 did not arrive at barrier before the timeout. "
+        "rank 1 did not arrive at barrier before its timeout ended. "
         "Last operation: rank 1: broadcast 8"
     )
 
