@@ -54,7 +54,7 @@ def on_job_end(action: Callable[[], object]) -> None:
 def on_term() -> Callable[[Callable[[int, FrameType | None], object]], object] | None:
     """Return what registers a handler of SIGTERM beside the watchdog's, if it runs."""
     guard = _current.guard
-    return guard.watched.hear_term if guard is not None and guard.watched else None
+    return guard.watched.on_sigterm if guard is not None and guard.watched else None
 
 
 def age_seconds() -> float:
