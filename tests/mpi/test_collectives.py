@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 import transports
 from torch.distributed import ReduceOp
+from transports import all_gather_single, reduce_scatter_single
 
-from mpitrain.tools.check.truths import all_gather_single, reduce_scatter_single
 from mpitrain.world import World
 
 pytestmark = pytest.mark.mpi

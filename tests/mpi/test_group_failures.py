@@ -12,9 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import transports
-from transports import group_of
+from transports import all_gather_single, group_of, reduce_scatter_single
 
-from mpitrain.tools.check.truths import all_gather_single, reduce_scatter_single
 from mpitrain.world import World
 
 pytestmark = pytest.mark.mpi

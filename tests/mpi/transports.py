@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -49,3 +51,13 @@ def has_shared_memory_of_a_part(group: dist.ProcessGroup) -> bool:
     """Whether some ranks of a group share memory, and not all."""
     node = group._get_backend(torch.device("cpu"))._group._node
     return node is not None and node.size < group.size()
+
+
+def all_gather_single() -> Callable[..., Any]:
+    """Return it by the name that this torch has."""
+    return getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+def reduce_scatter_single() -> Callable[..., Any]:
+    """Return it by the name that this torch has."""
+    return getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
