@@ -22,8 +22,8 @@ from record import about, spread, write
 
 import mpitrain
 from mpitrain.checkpoint.manager import CheckpointManager
-from mpitrain.launch.consensus import Consensus
-from mpitrain.launch.shared import all_ranks
+from mpitrain.mpi.consensus import Consensus
+from mpitrain.mpi.shared_arrays import communicator
 
 TENSOR = 1 << 20
 """Numbers of a tensor."""
@@ -41,7 +41,7 @@ def main() -> None:
         f"benchmarks/checkpoints.py --millions {asked.millions} --rounds {asked.rounds}"
     )
     with mpitrain.init(device="cpu") as world:
-        ranks = all_ranks(world)
+        ranks = communicator(world)
         with tempfile.TemporaryDirectory(dir=asked.folder) as made:
             folder = Path(ranks.on_rank_zero(lambda: made, "make a folder"))
             manager = CheckpointManager(folder, world, ranks, keep=1)
@@ -58,7 +58,7 @@ def main() -> None:
                 if turn == 0:
                     continue  # memory is taken, the plan made
                 (whole if turn % 2 else stalls).append(seconds if turn % 2 else stall)
-            ranks.tell_all(None)
+            ranks.allgather(None)
         consensus = Consensus(world, count=5, kinds=2)
         num_steps = 100_000
         started = time.perf_counter()

@@ -26,8 +26,8 @@ import torch.distributed as dist
 from torch import nn
 
 import mpitrain
-from mpitrain.topology import mpi_library
-from mpitrain.world import World
+from mpitrain.mpi.topology import mpi_library_version
+from mpitrain.mpi.world import World
 
 SIZES = {
     "1 kB": 1 << 10,
@@ -163,7 +163,7 @@ def tell(rows: list[dict], world: World, asked: argparse.Namespace) -> None:
         "ranks_per_node": [len(node.ranks) for node in world.nodes],
         "cores": len(os.sched_getaffinity(0)),
         "platform": f"{platform.system()} {platform.machine()}",
-        "mpi": mpi_library(),
+        "mpi": mpi_library_version(),
         "versions": {n: metadata.version(n) for n in ("torch", "mpi4py", "mpitrain")},
         "threads_per_rank": world.num_threads,
         "rows": rows,

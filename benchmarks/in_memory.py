@@ -33,9 +33,9 @@ from mpitrain.data.config import DataConfig
 from mpitrain.data.pixels import Pixels
 from mpitrain.data.sharding import Share
 from mpitrain.data.sources import Data, load_data
-from mpitrain.launch.shared import Alone
+from mpitrain.mpi.shared_arrays import SingleProcess
+from mpitrain.mpi.world import Node, World
 from mpitrain.train.loader import BatchLoader
-from mpitrain.world import Node, World
 
 SIZE = 28
 
@@ -84,7 +84,7 @@ def main() -> None:
             DataConfig(data="mnist", data_dir=Path(folder)),
             seed=1,
             world=WORLD,
-            ranks=Alone(),
+            ranks=SingleProcess(),
         )
         compare_pixels(data, Path(folder))
         report["rows"] = [

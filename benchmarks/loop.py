@@ -33,11 +33,11 @@ import mpitrain
 from mpitrain.data.sharding import epoch_order
 from mpitrain.data.sources import Data, digits
 from mpitrain.models.build import build_model
+from mpitrain.mpi.world import World
 from mpitrain.train.callbacks import Callback
 from mpitrain.train.config import TrainConfig
 from mpitrain.train.metrics import EpochMetrics, StepMetrics
 from mpitrain.train.optimizer import learning_rate
-from mpitrain.world import World
 
 WARM_UP_EPOCHS = 3
 

@@ -22,8 +22,8 @@ from record import about, spread, write
 
 import mpitrain
 from mpitrain.data.sources import digits
-from mpitrain.launch.shared import all_ranks
 from mpitrain.models.build import build_model
+from mpitrain.mpi.shared_arrays import communicator
 from mpitrain.record.health import HealthCheck
 from mpitrain.record.rank_times import RankTimes
 from mpitrain.record.recorder import Recorder
@@ -40,7 +40,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="also write the figures here")
     asked = parser.parse_args()
     with mpitrain.init(device="cpu") as world, tempfile.TemporaryDirectory() as made:
-        ranks = all_ranks(world)
+        ranks = communicator(world)
         folder = Path(ranks.on_rank_zero(lambda: made, "make a folder"))
         data = digits()
         model = build_model(
@@ -68,15 +68,15 @@ def main() -> None:
         for of_round in seconds:
             for is_recorded in lots.sample((False, True), 2):
                 trainer._hooks = hooks[is_recorded]
-                ranks.tell_all(None)
+                ranks.allgather(None)
                 began = time.perf_counter()
                 trainer.train_epoch()
-                ranks.tell_all(None)
+                ranks.allgather(None)
                 of_round[int(is_recorded)] = time.perf_counter() - began
                 trainer.state.end_epoch("train", 0.0)
         trainer._hooks = hooks[True]
         trainer.call("on_stop", "the benchmark is over")
-        mean = np.mean(ranks.tell_all(seconds[NOT_COUNTED:]), axis=0)
+        mean = np.mean(ranks.allgather(seconds[NOT_COUNTED:]), axis=0)
         if world.is_rank_zero:
             report = about(f"benchmarks/recording.py --rounds {asked.rounds}")
             ratio = spread((mean[:, 1] / mean[:, 0]).tolist())

@@ -31,13 +31,13 @@ if TYPE_CHECKING:
         UsageError,
     )
     from mpitrain.launch import Job, init
+    from mpitrain.mpi.world import Node, World
     from mpitrain.record.recorder import Recorder
     from mpitrain.train.callbacks import Callback
     from mpitrain.train.config import TrainConfig
     from mpitrain.train.evaluate import Evaluation
     from mpitrain.train.state import TrainState
     from mpitrain.train.trainer import Trainer
-    from mpitrain.world import Node, World
 
 __all__ = [
     "Callback",
@@ -64,8 +64,8 @@ __all__ = [
 _HOMES = {
     "init": "launch",
     "Job": "launch",
-    "World": "world",
-    "Node": "world",
+    "World": "mpi.world",
+    "Node": "mpi.world",
     "Callback": "train.callbacks",
     "Checkpointer": "checkpoint.checkpointer",
     "Evaluation": "train.evaluate",

@@ -20,23 +20,23 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from mpitrain.errors import UsageError, agreed, did_you_mean
+from mpitrain.errors import UsageError, collective_error, did_you_mean
 from mpitrain.flags import PROGRAM, read_flags
 from mpitrain.launch.config import default_start_timeout
-from mpitrain.launch.contradictions import (
+from mpitrain.launch.env_checks import (
     is_one_of_several,
     launched_rank,
     launched_size,
     was_launched,
 )
-from mpitrain.topology import all_or_none, on_rank_zero
+from mpitrain.mpi.collectives import all_or_none, on_rank_zero
+from mpitrain.mpi.world import rank_label
 from mpitrain.train.config import TrainConfig
-from mpitrain.world import place
 
 
 def console() -> None:
     """Run the command line of this process and leave with its status."""
-    from mpitrain.launch.ending import exit_now
+    from mpitrain.launch.process_exit import exit_now
 
     exit_now(main(sys.argv[1:]))
 
@@ -51,7 +51,7 @@ def main(argv: Sequence[str]) -> int:
         The exit status. With several ranks a failure does not return: the guard ends
         the job.
     """
-    from mpitrain.launch.ending import exit_status, message
+    from mpitrain.launch.process_exit import error_message, exit_status
 
     name, words = (
         (argv[0], argv[1:]) if argv and argv[0] in COMMANDS else ("train", argv)
@@ -62,8 +62,8 @@ def main(argv: Sequence[str]) -> int:
         if exit_status(error) != 0:
             rank, size = launched_rank(os.environ), launched_size(os.environ)
             if isinstance(error, UsageError) and size == 1:
-                agreed(error)  # who is alone needs no number
-            text = message(error, place(rank, size, socket.gethostname()))
+                collective_error(error)  # who is alone needs no number
+            text = error_message(error, rank_label(rank, size, socket.gethostname()))
             print(text, file=sys.stderr, flush=True)
         status = exit_status(error)
     file = os.environ.get("MPITRAIN_STATUS_FILE")
@@ -79,7 +79,7 @@ def train(argv: Sequence[str]) -> int:
         read_config(argv)  # answers and raises; MPI need not start for that
 
     from mpitrain.checkpoint.preemption import PreemptionHandler
-    from mpitrain.launch import guarded, init
+    from mpitrain.launch import abort_on_error, init
     from mpitrain.launch.current import age_seconds
     from mpitrain.record.recorder import record_failure
     from mpitrain.record.run_dir import open_log, start_logging
@@ -87,7 +87,8 @@ def train(argv: Sequence[str]) -> int:
 
     # To look through all that the imports make, again and again, takes a fifth of them.
     gc.disable()
-    with guarded(start_timeout_seconds=start_timeout(argv), may_spawn=False) as guard:
+    limit = start_timeout(argv)
+    with abort_on_error(start_timeout_seconds=limit, may_spawn=False) as guard:
         comm = guard.comm
         with guard.stage("prepare the run"):
             run = on_rank_zero(
@@ -252,12 +253,13 @@ def report(argv: Sequence[str]) -> None:
 
 def run(argv: Sequence[str]) -> None:
     """Run somebody's own script. Collective over all ranks that mpirun started."""
-    from mpitrain.launch import guarded, script
-    from mpitrain.launch.target import asks_only, read_words, split
+    from mpitrain.launch import abort_on_error
+    from mpitrain.launch.run_script import script
+    from mpitrain.launch.run_script.target import asks_only, read_words, split
 
     if asks_only(argv) and not was_launched(os.environ):
         read_words(argv)  # answers and raises; MPI need not start for that
-    with guarded(start_timeout_seconds=start_timeout(split(argv)[0])) as guard:
+    with abort_on_error(start_timeout_seconds=start_timeout(split(argv)[0])) as guard:
         with guard.stage("read the command line"):
             asked = on_rank_zero(
                 guard.comm, lambda: read_words(argv), "read the command line"
@@ -277,10 +279,11 @@ def check(argv: Sequence[str]) -> int:
 
         return login.look(read(), os.environ)
 
-    from mpitrain.launch import guarded
+    from mpitrain.launch import abort_on_error
     from mpitrain.tools.check import ranks
 
-    with guarded(start_timeout_seconds=start_timeout(argv), may_spawn=False) as guard:
+    limit = start_timeout(argv)
+    with abort_on_error(start_timeout_seconds=limit, may_spawn=False) as guard:
         config = on_rank_zero(guard.comm, read, "read the command line")
         return ranks.look(guard, config, os.environ)
 

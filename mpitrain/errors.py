@@ -3,12 +3,12 @@
     MpitrainError                 catch this for anything of ours; exit status 1
     |-- UsageError (ValueError)   the command line, the YAML file; exit status 2
     |-- DataError (ValueError)    samples or models that are not what they must be
-    |-- NonFiniteError (ArithmeticError)   a loss or a gradient that is no number
+    |-- NonFiniteError (ArithmeticError)   a loss or a gradient is infinite or NaN
     |-- Stopped                   stopped on request, can be resumed; exit status 75
     |-- LaunchError               the start: MPI, network, process group
         |-- TopologyError         ranks, nodes and devices do not fit together
-        |-- LeftEarly             the end: a rank was done, the others were not
-        |-- RemoteError           another rank's own exception, seen from this one
+        |-- EarlyReturnError      a rank returned while the others still worked
+        |-- RemoteError           another rank's exception, seen from this one
 
 Every message says what was found and where, what was expected, what to type.
 """
@@ -19,21 +19,21 @@ from collections.abc import Iterable
 from difflib import SequenceMatcher
 from typing import TypeVar
 
-ALIKE = 0.75
-"""From 0 to 1: words that are less so are not suggested."""
+_MIN_LIKENESS = 0.75
 
 
 class MpitrainError(Exception):
     """Base of all errors that mpitrain raises on purpose."""
 
     exit_status = 1
-    """What the job's exit status becomes when this ends it."""
+    """The job's exit status when this ends it."""
 
-    speaker: int | None = None
-    """The rank that says it, where every rank raises it; ``None``: this rank alone."""
+    reporting_rank: int | None = None
+    """The rank that prints it, where every rank raises it; ``None``: this rank alone
+    raises it."""
 
-    everywhere = False
-    """Whether it is no single rank's matter, so that none need be named."""
+    is_collective = False
+    """Whether all ranks raise it from equal facts, so that none need be named."""
 
 
 class UsageError(MpitrainError, ValueError):
@@ -47,7 +47,7 @@ class DataError(MpitrainError, ValueError):
 
 
 class NonFiniteError(MpitrainError, ArithmeticError):
-    """A loss or a gradient is infinite or no number; the weights were not changed."""
+    """A loss or a gradient is infinite or NaN; the weights were not changed."""
 
 
 class Stopped(MpitrainError):
@@ -66,39 +66,25 @@ class TopologyError(LaunchError):
 
 
 class RemoteError(LaunchError):
-    """Another rank raised an exception; that rank tells which."""
+    """Another rank raised an exception; the message is that rank's."""
 
 
-class LeftEarly(LaunchError):
-    """A rank was done while others still worked."""
+class EarlyReturnError(LaunchError):
+    """A rank returned while others still worked."""
 
 
 Error = TypeVar("Error", bound=MpitrainError)
 
 
-def agreed(error: Error) -> Error:
-    """Mark an error that every rank raises from equal facts: rank zero says it.
-
-    Args:
-        error: About to be raised on every rank.
-
-    Returns:
-        The same error.
-    """
-    error.speaker = 0
-    error.everywhere = True
+def collective_error(error: Error) -> Error:
+    """Mark an error that every rank raises from equal facts: rank zero prints it."""
+    error.reporting_rank = 0
+    error.is_collective = True
     return error
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Return a sentence with the known word that is most like another.
-
-    Args:
-        word: What was typed; it may be the beginning of a longer name.
-        known: What could have been.
-
-    Returns:
-        With a space before it; empty: none is like it.
+    """Return a sentence with the known word that is most like a (cut-off) `word`.
 
     >>> did_you_mean("minst", ["digits", "mnist", "fashion-mnist"])
     " Did you mean 'mnist'?"
@@ -114,4 +100,4 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
     scores = {name: likeness(name) for name in known}
     best = max(scores, key=lambda name: (scores[name], -len(name)), default="")
-    return f" Did you mean {best!r}?" if scores.get(best, 0.0) >= ALIKE else ""
+    return f" Did you mean {best!r}?" if scores.get(best, 0.0) >= _MIN_LIKENESS else ""

@@ -32,9 +32,9 @@ from mpitrain.checkpoint.tensors import (
     split_state,
     tensors_to_save,
 )
-from mpitrain.errors import DataError, UsageError, agreed
-from mpitrain.launch.consensus import Consensus
+from mpitrain.errors import DataError, UsageError, collective_error
 from mpitrain.launch.current import heartbeat
+from mpitrain.mpi.consensus import Consensus
 from mpitrain.record.run_dir import shown
 from mpitrain.record.runs import differences
 from mpitrain.train.callbacks import Callback, StopRequested
@@ -150,13 +150,13 @@ class Checkpointer(RunCheckpoints, Callback):
         found, config = self.reader.metadata["trainer"], self._config(trainer)
         path = self.reader.checkpoint.path
         if found is None:
-            raise agreed(
+            raise collective_error(
                 UsageError(f"{path} was not written by a Trainer, but by `save`")
             )
         is_own = self.reader.metadata["run"] == self._run_id
         changed = differences(found["config"], config, MAY_CHANGE)
         if is_own and changed:
-            raise agreed(
+            raise collective_error(
                 UsageError(
                     f"{path} was written with another configuration: "
                     f"{'; '.join(changed)}.\nExpected the same, or another run folder"
@@ -165,7 +165,7 @@ class Checkpointer(RunCheckpoints, Callback):
         if not is_own:
             check_same_steps(self.reader, config)
         if found["num_samples"] != engine.num_samples:
-            raise agreed(
+            raise collective_error(
                 DataError(
                     f"the data are not those that {path} was trained on: found "
                     f"{engine.num_samples} samples, expected {found['num_samples']}"
@@ -391,7 +391,7 @@ class Checkpointer(RunCheckpoints, Callback):
             if not outcome.error:
                 return
         assert outcome is not None
-        raise agreed(
+        raise collective_error(
             CheckpointError(
                 f"the last checkpoint could not be written: {outcome.error}.\nThe one "
                 "before it is complete, and a job with this run's --name resumes from "

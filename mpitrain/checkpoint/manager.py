@@ -25,8 +25,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 from mpitrain.checkpoint.dcp import HostMemory, SavePlanner, Writer, with_files
 from mpitrain.checkpoint.layout import FOLDER, name_of, remove_old
 from mpitrain.launch.current import heartbeat
-from mpitrain.launch.shared import Alone, Ranks
-from mpitrain.world import World
+from mpitrain.mpi.shared_arrays import Communicator
+from mpitrain.mpi.world import World
 
 FIRST_NAP_SECONDS, NAP_SECONDS = 0.001, 0.1
 """How often `finish` looks for the end of a write."""
@@ -75,7 +75,7 @@ class CheckpointManager:
         self,
         run_dir: Path,
         world: World,
-        ranks: Ranks | Alone,
+        ranks: Communicator,
         *,
         keep: int | None,
         before_rename: Callable[[], object] = lambda: None,
@@ -171,10 +171,10 @@ class CheckpointManager:
             return self._fail()
         if not self._is_written:
             self._is_written = True
-            results = self._ranks.tell_zero(self._results)
+            results = self._ranks.gather(self._results)
             self._start(lambda: self._complete(results))
             return None
-        seconds = self._ranks.tell_all(time.monotonic() - self._began)[0]
+        seconds = self._ranks.allgather(time.monotonic() - self._began)[0]
         return self._ended(seconds)
 
     def finish(self, doing: str) -> Outcome | None:
@@ -195,7 +195,7 @@ class CheckpointManager:
             # All sleep: a rank that waits in MPI takes a core.
             time.sleep(nap)
             nap = min(2 * nap, NAP_SECONDS)
-            told = self._ranks.tell_all((*self.report(), writer.num_written))
+            told = self._ranks.allgather((*self.report(), writer.num_written))
             ended, failed, nums = zip(*told, strict=True)
             if sum(nums) != written:
                 written = sum(nums)
@@ -213,10 +213,10 @@ class CheckpointManager:
         planner = self._planner
         planner.set_up_planner(dict(tensors), is_coordinator=self._world.is_rank_zero)
         is_known = outline == self._outline
-        if all(self._ranks.tell_all(is_known)):
+        if all(self._ranks.allgather(is_known)):
             return
         self._outline = outline
-        plans = self._ranks.tell_zero(planner.create_local_plan())
+        plans = self._ranks.gather(planner.create_local_plan())
 
         def share_out() -> tuple[list[SavePlan], Metadata]:
             shared, metadata = planner.create_global_plan(plans)
@@ -279,7 +279,7 @@ class CheckpointManager:
         """Remove what was written, and return why."""
         assert self._current is not None
         mine = self._error if self._failed == self._number else ""
-        reasons = self._ranks.tell_all(f"[{self._world}] {mine}" if mine else "")
+        reasons = self._ranks.allgather(f"[{self._world}] {mine}" if mine else "")
         if self._world.is_rank_zero:
             doomed = self._current.writer.beside
             # In a thread: the disk may not answer.

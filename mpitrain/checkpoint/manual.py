@@ -26,11 +26,11 @@ from mpitrain.checkpoint.tensors import (
     split_state,
     tensors_to_save,
 )
-from mpitrain.errors import LaunchError, MpitrainError, UsageError, agreed
+from mpitrain.errors import LaunchError, MpitrainError, UsageError, collective_error
 from mpitrain.launch.current import age_seconds, current_world, on_term
-from mpitrain.launch.shared import Alone, Ranks, all_ranks
+from mpitrain.mpi.shared_arrays import Communicator, SingleProcess, communicator
+from mpitrain.mpi.world import World, list_hosts
 from mpitrain.record.runs import open_run
-from mpitrain.world import World, list_hosts
 
 logger = logging.getLogger("mpitrain")
 
@@ -61,7 +61,7 @@ class RunCheckpoints:
         self._resume = resume
         self._time_limit = None if time_limit is None else seconds_of(time_limit)
         self._world: World | None = None
-        self._ranks: Ranks | Alone = Alone()
+        self._ranks: Communicator = SingleProcess()
         self._run_id = ""
         self._handler: PreemptionHandler | None = None
         self._manager: CheckpointManager | None = None
@@ -87,7 +87,7 @@ class RunCheckpoints:
         if self._world is not None:
             return
         self._world = world
-        self._ranks = ranks = all_ranks(world)
+        self._ranks = ranks = communicator(world)
         if run_id is None:
             path = self.run_dir.absolute()
             exists = "refuse" if self._resume == "never" else "resume"
@@ -150,7 +150,7 @@ class RunCheckpoints:
             return None
         reader, self.reader = self.reader, None
         if reader.metadata["user_state"] is None:
-            raise agreed(
+            raise collective_error(
                 UsageError(f"{reader.checkpoint.path} was written by a Trainer")
             )
         plain, own = _unwrap(model), getattr(optimizer, "optim", optimizer)
@@ -206,7 +206,7 @@ class RunCheckpoints:
         self._manager.save(tensors, metadata, step, 0)
         outcome = self._manager.finish("writing a checkpoint")
         if outcome is not None and outcome.error:
-            raise agreed(
+            raise collective_error(
                 CheckpointError(
                     f"the checkpoint of step {step} could not be written: "
                     f"{outcome.error}. The one before it is complete"
@@ -220,7 +220,7 @@ class RunCheckpoints:
         """
         self._open_by_itself()
         mine = 0 if self._handler is None else self._handler.requested()
-        return REASONS[max(self._ranks.tell_all(mine))]
+        return REASONS[max(self._ranks.allgather(mine))]
 
     def _open_by_itself(self) -> World:
         world = self._world or current_world()

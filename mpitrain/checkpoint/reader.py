@@ -13,15 +13,15 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from mpitrain.checkpoint.dcp import LoadPlanner, Reader
 from mpitrain.checkpoint.format import SUMS, BrokenCheckpoint, check_file, read_sums
 from mpitrain.checkpoint.layout import Checkpoint, list_checkpoints, set_aside
-from mpitrain.errors import DataError, agreed
-from mpitrain.launch.shared import Alone, Ranks
-from mpitrain.world import World
+from mpitrain.errors import DataError, collective_error
+from mpitrain.mpi.shared_arrays import Communicator
+from mpitrain.mpi.world import World
 
 logger = logging.getLogger("mpitrain")
 
 
 def newest_complete(
-    run_dir: Path, run_id: str, world: World, ranks: Ranks | Alone
+    run_dir: Path, run_id: str, world: World, ranks: Communicator
 ) -> Checkpoint | None:
     """Return the newest complete checkpoint of a run.
 
@@ -48,7 +48,7 @@ def newest_complete(
         broken.append((checkpoint, error))
     if broken:
         listed = "".join(f"\n  {of.path.name}: {error}" for of, error in broken)
-        raise agreed(
+        raise collective_error(
             DataError(
                 f"no checkpoint of {run_dir} is complete:{listed}\nNothing was "
                 "changed. To train anew: --new-run"
@@ -69,7 +69,7 @@ def _set_aside(broken: list[tuple[Checkpoint, str]]) -> None:
 def find_error(
     checkpoint: Checkpoint,
     world: World,
-    ranks: Ranks | Alone,
+    ranks: Communicator,
     run_id: str | None = None,
 ) -> str:
     """Say what is wrong with a checkpoint; empty if it is complete. Equal on all ranks.
@@ -98,10 +98,10 @@ def find_error(
         mine = broken.reason
     except (OSError, DataError) as error:
         unread = f"[{world}] {error}"
-    told = ranks.tell_all((mine, unread))
+    told = ranks.allgather((mine, unread))
     for _, reason in told:
         if reason:
-            raise agreed(
+            raise collective_error(
                 DataError(
                     f"checkpoint {checkpoint.path} cannot be read: {reason}.\nNothing "
                     "was changed; try again when it can be"

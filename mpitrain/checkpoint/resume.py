@@ -18,16 +18,16 @@ from mpitrain.checkpoint.layout import (
     set_aside,
 )
 from mpitrain.checkpoint.reader import CheckpointReader, find_error, newest_complete
-from mpitrain.errors import DataError, UsageError, agreed
-from mpitrain.launch.shared import Alone, Ranks
+from mpitrain.errors import DataError, UsageError, collective_error
+from mpitrain.mpi.shared_arrays import Communicator
+from mpitrain.mpi.world import World, list_hosts
 from mpitrain.record.runs import RUN
-from mpitrain.world import World, list_hosts
 
 logger = logging.getLogger("mpitrain")
 
 
 def hosts_without(
-    run_dir: Path, run_id: str, world: World, ranks: Ranks | Alone
+    run_dir: Path, run_id: str, world: World, ranks: Communicator
 ) -> list[str]:
     """Return the hosts that do not see a run folder. Collective over all ranks."""
     try:
@@ -35,7 +35,7 @@ def hosts_without(
     except (OSError, ValueError, AttributeError):
         found = None
     mine = "" if found == run_id else world.hostname
-    return [host for host in ranks.tell_all(mine) if host]
+    return [host for host in ranks.allgather(mine) if host]
 
 
 def find_checkpoint(
@@ -43,7 +43,7 @@ def find_checkpoint(
     run_id: str,
     resume: str,
     world: World,
-    ranks: Ranks | Alone,
+    ranks: Communicator,
     blind: list[str],
 ) -> CheckpointReader | None:
     """Find the checkpoint to resume from, if there is one.
@@ -69,7 +69,7 @@ def find_checkpoint(
         lambda: len(list_checkpoints(run_dir)), "count checkpoints"
     )
     if blind and num:
-        raise agreed(
+        raise collective_error(
             UsageError(
                 f"{run_dir} has checkpoints to resume from, and {list_hosts(blind)} "
                 "do not see it; expected a folder that all nodes share (--runs-dir), "
@@ -91,7 +91,7 @@ def find_checkpoint(
     if named is None:
         return None
     if blind:
-        raise agreed(
+        raise collective_error(
             UsageError(
                 f"--resume needs a run folder that all nodes see: {list_hosts(blind)} "
                 f"cannot see {run_dir} (--runs-dir)"
@@ -114,7 +114,7 @@ def check_same_steps(reader: CheckpointReader, config: Mapping[str, Any]) -> Non
         if before[it] != config[it]
     ]
     if reader.metadata["trainer"]["state"]["epoch_step"] and changed:
-        raise agreed(
+        raise collective_error(
             UsageError(
                 f"{reader.checkpoint.path} is within an epoch, whose samples would be "
                 f"others: {'; '.join(changed)}.\nExpected a checkpoint that was "
@@ -146,9 +146,9 @@ def _set_newer_aside(chosen: Checkpoint) -> None:
 
 
 def _checked(
-    checkpoint: Checkpoint, world: World, ranks: Ranks | Alone
+    checkpoint: Checkpoint, world: World, ranks: Communicator
 ) -> CheckpointReader:
     error = find_error(checkpoint, world, ranks)
     if error:
-        raise agreed(BrokenCheckpoint(checkpoint.path, error))
+        raise collective_error(BrokenCheckpoint(checkpoint.path, error))
     return CheckpointReader(checkpoint)

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 
 from mpitrain.checkpoint.reader import CheckpointReader
 from mpitrain.data.randomness import seed_of_rank
-from mpitrain.errors import UsageError, agreed
-from mpitrain.world import World
+from mpitrain.errors import UsageError, collective_error
+from mpitrain.mpi.world import World
 
 MODEL, OPTIMIZER, EMA, RANDOM = "model/", "optimizer/", "average/", "random/"
 
@@ -84,7 +84,7 @@ def split_state(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
         except (TypeError, ValueError):
             is_same = False
         if not is_same:
-            raise agreed(
+            raise collective_error(
                 UsageError(
                     f"the model's state_dict has {name!r}, a {type(value).__name__}; "
                     "expected tensors, or what JSON can carry: a checkpoint holds "

@@ -18,9 +18,9 @@ from mpitrain.data.samples import PARTS, Loaded, Samples
 from mpitrain.data.streams import Stream
 from mpitrain.data.workers import start_method
 from mpitrain.errors import DataError
-from mpitrain.launch.shared import Alone, Ranks
+from mpitrain.mpi.shared_arrays import Communicator
+from mpitrain.mpi.world import World
 from mpitrain.plugins import call_with_known, load_reference
-from mpitrain.world import World
 
 ONCE = ("builtins", "itertools")
 """Modules whose iterators, such as generators, cannot begin anew."""
@@ -99,7 +99,7 @@ def as_samples(
     *,
     seed: int,
     world: World,
-    ranks: Ranks | Alone,
+    ranks: Communicator,
     num_workers: int = 0,
     skip: bool = False,
 ) -> Samples:
@@ -145,7 +145,7 @@ def as_samples(
         method=method,
     )
     if not stream.is_cut:
-        ranks.agree(
+        ranks.check_equal(
             stream.fingerprint(),
             f"the first sample of {what}",
             "Expected the same stream on every rank: it is shared out here, so that it "
@@ -160,11 +160,11 @@ def _map_style(
     what: str,
     seed: int,
     world: World,
-    ranks: Ranks | Alone,
+    ranks: Communicator,
     num_workers: int,
     skip: bool,
 ) -> Samples:
-    ranks.agree(
+    ranks.check_equal(
         str(len(dataset)), f"the length of {what}", "Expected the same on every rank"
     )
     if len(dataset) == 0:
@@ -192,8 +192,8 @@ def _map_style(
     return samples
 
 
-def _agree_on_first(first: Loaded | None, what: str, ranks: Ranks | Alone) -> None:
-    ranks.agree(
+def _agree_on_first(first: Loaded | None, what: str, ranks: Communicator) -> None:
+    ranks.check_equal(
         "" if first is None else digest((first.inputs, first.targets)),
         f"the first sample of {what}",
         "Expected the same data on every rank: it is shared out here. Seed what is "

@@ -24,9 +24,9 @@ from mpitrain.data.pixels import (
 from mpitrain.data.samples import PARTS, Array, Reader, Samples, Table
 from mpitrain.data.workers import start_method
 from mpitrain.errors import UsageError, did_you_mean
-from mpitrain.launch.shared import Alone, Ranks
+from mpitrain.mpi.shared_arrays import Communicator
+from mpitrain.mpi.world import World
 from mpitrain.plugins import is_reference
-from mpitrain.world import World
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +73,7 @@ MOST_WORKERS = 8
 
 
 def load_data(
-    config: DataConfig, *, seed: int, world: World, ranks: Ranks | Alone
+    config: DataConfig, *, seed: int, world: World, ranks: Communicator
 ) -> Data:
     """Load a data set.
 
@@ -136,7 +136,7 @@ def digits(image_size: int | None = None) -> Data:
     )
 
 
-def _small(config: DataConfig, ranks: Ranks | Alone) -> Data:
+def _small(config: DataConfig, ranks: Communicator) -> Data:
     """Read a set once, and hold it whole, once per node."""
     name, data_dir = config.data, config.data_dir or DATA_DIR
     outline: dict[str, Any] = {}
@@ -154,7 +154,7 @@ def _small(config: DataConfig, ranks: Ranks | Alone) -> Data:
         outline["num_classes"] = len(table.classes)
         return table.arrays
 
-    arrays = ranks.hold(read, f"read {name}")
+    arrays = ranks.load_shared(read, f"read {name}")
     num_classes = ranks.on_rank_zero(lambda: int(outline["num_classes"]), "count")
     train, val = (
         InMemory(
@@ -173,7 +173,7 @@ def _small(config: DataConfig, ranks: Ranks | Alone) -> Data:
     )
 
 
-def _large(config: DataConfig, seed: int, world: World, ranks: Ranks | Alone) -> Data:
+def _large(config: DataConfig, seed: int, world: World, ranks: Communicator) -> Data:
     """Scan a set once; its samples are read when they are wanted."""
     module = LARGE[config.data]
     data_dir = config.data_dir or DATA_DIR
@@ -183,12 +183,12 @@ def _large(config: DataConfig, seed: int, world: World, ranks: Ranks | Alone) ->
         scanned.append(module.scan(data_dir))
         return scanned[0].arrays
 
-    arrays = ranks.hold(scan, f"scan {data_dir}")
+    arrays = ranks.load_shared(scan, f"scan {data_dir}")
     classes, facts = ranks.on_rank_zero(
         lambda: (scanned[0].classes, scanned[0].facts), "tell what was scanned"
     )
     table = Table(arrays=arrays, classes=classes, facts=facts)
-    ranks.compare(
+    ranks.check_same_on_nodes(
         lambda: (scanned[0] if scanned else module.scan(data_dir)).digest(),
         f"the files of {data_dir}",
     )
@@ -232,7 +232,7 @@ def _large(config: DataConfig, seed: int, world: World, ranks: Ranks | Alone) ->
     )
 
 
-def _own(config: DataConfig, seed: int, world: World, ranks: Ranks | Alone) -> Data:
+def _own(config: DataConfig, seed: int, world: World, ranks: Communicator) -> Data:
     """Load a data set of the user's own."""
     parts = own_parts(config.data, config.data_dir)
     num_workers = 0 if config.num_workers == "auto" else config.num_workers
@@ -261,7 +261,7 @@ def _own(config: DataConfig, seed: int, world: World, ranks: Ranks | Alone) -> D
 
 
 def _statistics(
-    config: DataConfig, train: InMemory, ranks: Ranks | Alone
+    config: DataConfig, train: InMemory, ranks: Communicator
 ) -> Statistics | None:
     if config.normalize in ("auto", "data"):
         return ranks.on_rank_zero(

@@ -9,20 +9,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from mpitrain.launch.guard import Guard
-from mpitrain.world import World
+from mpitrain.launch.exit_guard import ExitGuard
+from mpitrain.mpi.world import World
 
 
 @dataclass
 class _Current:
-    guard: Guard | None = None
+    guard: ExitGuard | None = None
     world: World | None = None
 
 
 _current = _Current()
 
 
-def set_current(guard: Guard | None, world: World | None) -> None:
+def set_current(guard: ExitGuard | None, world: World | None) -> None:
     """Say which job runs in this process; ``None`` when it is over."""
     _current.guard, _current.world = guard, world
 

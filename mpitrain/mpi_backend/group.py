@@ -14,6 +14,8 @@ from mpi4py import MPI
 from torch import Tensor
 
 from mpitrain.errors import TopologyError
+from mpitrain.mpi.collectives import world_comm
+from mpitrain.mpi.topology import has_thread_multiple
 from mpitrain.mpi_backend.desync_report import desync_report
 from mpitrain.mpi_backend.errors import GroupError
 from mpitrain.mpi_backend.inter_node import MpiCollectives, has_abandoned
@@ -23,7 +25,6 @@ from mpitrain.mpi_backend.p2p import P2P
 from mpitrain.mpi_backend.reductions import Reduction
 from mpitrain.mpi_backend.shared_memory import create_shared_buffer
 from mpitrain.mpi_backend.tensors import Tensors, flatten
-from mpitrain.topology import has_thread_multiple, working_ranks
 from mpitrain.torch_compat import Store
 
 MAX_SPINS = 200
@@ -204,7 +205,7 @@ def default_communicator(rank: int, size: int) -> MPI.Intracomm:
     Raises:
         TopologyError: The rank and size that torch was given do not match MPI's.
     """
-    world = working_ranks()
+    world = world_comm()
     if world.size != size:
         raise TopologyError(
             f"torch.distributed was told of {size} ranks, MPI knows {world.size}.\n"
@@ -234,7 +235,7 @@ def subgroup_communicator(ranks: Sequence[int], name: str) -> MPI.Intracomm:
     if _default_comm and _default_comm[0]:
         default = _default_comm[0]
     else:
-        default = working_ranks()
+        default = world_comm()
         in_torch, in_mpi = (
             (dist.get_rank(), dist.get_world_size()),
             (default.rank, default.size),

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mpitrain.mpi.topology import boot_id
 from mpitrain.mpi_backend.shared_buffer import SharedBuffer, buffer_bytes
-from mpitrain.topology import boot_id
 
 FOLDER = Path("/dev/shm")
 """A file system in memory."""

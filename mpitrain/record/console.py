@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mpitrain.world import World, in_runs
+from mpitrain.mpi.world import World, format_ranges
 
 
 def world_lines(world: World) -> list[str]:
@@ -18,7 +18,7 @@ def world_lines(world: World) -> list[str]:
     """
     lines = []
     for node_rank, node in enumerate(world.nodes):
-        ranks = f"rank{'s' * (len(node.ranks) > 1)} {in_runs(node.ranks)}"
+        ranks = f"rank{'s' * (len(node.ranks) > 1)} {format_ranges(node.ranks)}"
         lines.append(
             f"node {node_rank}: {node.hostname}, {ranks} on "
             f"{devices_in_words(node.devices, node.gpus)}, "

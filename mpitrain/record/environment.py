@@ -10,8 +10,8 @@ from importlib import metadata
 from typing import Any
 
 from mpitrain import __version__
+from mpitrain.mpi.world import World
 from mpitrain.schedulers import Scheduler
-from mpitrain.world import World
 
 PACKAGES = ("torch", "torchvision", "numpy", "mpi4py")
 

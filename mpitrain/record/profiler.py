@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from mpitrain.launch.current import heartbeat
+from mpitrain.mpi.world import World
 from mpitrain.record.run_dir import rank_name, shown
 from mpitrain.train.callbacks import Callback
 from mpitrain.train.progress import say
 from mpitrain.train.trainer import Trainer
-from mpitrain.world import World
 
 logger = logging.getLogger("mpitrain")
 

@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mpitrain.launch.current import on_job_end
+from mpitrain.mpi.world import World
 from mpitrain.record.jsonl import CLOSE_SECONDS, JsonlWriter
 from mpitrain.record.run_dir import rank_name
 from mpitrain.train.callbacks import Callback
 from mpitrain.train.metrics import NUM_PHASES, PHASES, UPDATE, StepMetrics
-from mpitrain.world import World
 
 if TYPE_CHECKING:
     from mpitrain.train.timer import StepTimes, Timer

@@ -15,7 +15,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, TextIO
 
-from mpitrain.world import World, place
+from mpitrain.mpi.world import World, rank_label
 
 FLUSH_SECONDS = 3.0
 """How long the end waits for a disk to take the last lines of a log."""
@@ -42,7 +42,7 @@ def open_log(run_dir: Path, rank: int, world_size: int, hostname: str) -> TextIO
     width = len(str(world_size - 1))
     log = (folder / f"rank-{rank:0{width}}.log").open("a", buffering=1)
     now = datetime.now().astimezone().isoformat(timespec="seconds")
-    log.write(f"pid {os.getpid()} is {place(rank, world_size, hostname)}, {now}\n")
+    log.write(f"pid {os.getpid()} is {rank_label(rank, world_size, hostname)}, {now}\n")
     return log
 
 

@@ -18,6 +18,7 @@ from typing import Annotated, Any
 from tyro.conf import Positional, arg
 
 from mpitrain.errors import UsageError
+from mpitrain.mpi.world import format_ranges
 from mpitrain.record.reading import Began, Metrics
 from mpitrain.record.run_dir import read_json, read_result
 from mpitrain.record.runs import RUN, is_held, lock_host
@@ -31,7 +32,6 @@ from mpitrain.train.progress import (
     format_seconds,
     say,
 )
-from mpitrain.world import in_runs
 
 POLL_SECONDS = 1.0
 """How often the files are read."""
@@ -259,6 +259,6 @@ def _host_lines(environment: Mapping[str, Any]) -> list[str]:
         devices = ", ".join(dict.fromkeys(host.get("devices") or ["?"]))
         lines.append(
             f"node {number}: {host.get('hostname')}, rank{'s' * (len(ranks) > 1)} "
-            f"{in_runs(ranks)} on {devices}"
+            f"{format_ranges(ranks)} on {devices}"
         )
     return lines

@@ -20,9 +20,10 @@ from mpitrain.data.pixels import NUM_DIMENSIONS, Pixels, Statistics, of_imagenet
 from mpitrain.data.randomness import seed_of_rank
 from mpitrain.data.samples import Samples
 from mpitrain.data.sharding import Share
-from mpitrain.errors import UsageError, agreed
-from mpitrain.launch.shared import all_ranks
+from mpitrain.errors import UsageError, collective_error
 from mpitrain.models.head import head_of
+from mpitrain.mpi.shared_arrays import communicator
+from mpitrain.mpi.world import World
 from mpitrain.train import mixing
 from mpitrain.train.config import TrainConfig
 from mpitrain.train.evaluate import (
@@ -49,7 +50,6 @@ from mpitrain.train.parallel import (
 )
 from mpitrain.train.plan import Plan, Stage
 from mpitrain.train.state import TrainState
-from mpitrain.world import World
 
 logger = logging.getLogger("mpitrain")
 
@@ -110,7 +110,7 @@ class Engine:
     ) -> None:
         self.world = world
         self.config = config
-        self.ranks = all_ranks(world)
+        self.ranks = communicator(world)
         self._find_unused = find_unused_parameters
         self._can_cache_features = can_cache_features
         self._has_mixed = False
@@ -343,7 +343,7 @@ class Engine:
     def _check_model(self, model: nn.Module) -> None:
         """Check that the model is not sharded, and the same on all ranks."""
         if any(hasattr(weight, "full_tensor") for weight in model.parameters()):
-            raise agreed(
+            raise collective_error(
                 UsageError(
                     "the model's weights are sharded already, by an earlier `fit` with "
                     "fsdp; expected a model that is whole. Make a new one, and load "
@@ -353,7 +353,7 @@ class Engine:
         tensors = [*model.named_parameters(), *model.named_buffers()]
         shapes = [(name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors]
         digest = hashlib.sha256(repr(shapes).encode()).hexdigest()[:8]
-        self.ranks.agree(
+        self.ranks.check_equal(
             f"{sum(tensor.numel() for _, tensor in tensors)} numbers in {len(tensors)} "
             f"tensors (names and shapes {digest})",
             "the model",
@@ -378,7 +378,7 @@ class Engine:
             channels_last=is_channels_last(self.world, config),
         )
         if not self._pixels.is_still and getattr(targets, "ndim", 1) >= NUM_DIMENSIONS:
-            raise agreed(
+            raise collective_error(
                 UsageError(
                     "--random-crop and --random-flip change the images alone, and the "
                     f"targets are images, too, {tuple(targets.shape[1:])}; expected "

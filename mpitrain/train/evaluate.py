@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mpitrain.data.sharding import Share
-from mpitrain.errors import DataError, UsageError, agreed
+from mpitrain.errors import DataError, UsageError, collective_error
 from mpitrain.launch.current import heartbeat
 from mpitrain.train.checks import WrongLabel
 from mpitrain.train.loader import BatchLoader
@@ -64,7 +64,7 @@ def score_of(values: Mapping[str, float], best_by: str | None = None) -> float |
     mode, _, name = (best_by or default).rpartition(":")
     name = name.removeprefix("val_")
     if name not in values:
-        raise agreed(
+        raise collective_error(
             UsageError(
                 f"--best-by {best_by}: found no such metric in the validation; "
                 f"expected one of {', '.join(values)}"
@@ -123,7 +123,8 @@ def evaluate(
         dist.all_reduce(totals)
     *found, total = totals.tolist()
     if not total:
-        raise agreed(DataError("none of the samples to validate by could be read"))
+        error = DataError("none of the samples to validate by could be read")
+        raise collective_error(error)
     return Evaluation(
         values={name: it / total for name, it in zip(names, found, strict=True)},
         num_samples=int(total),

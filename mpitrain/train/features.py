@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from mpitrain.data.memory import InMemory
 from mpitrain.data.sharding import Share, bounds_of, largest_shard
 from mpitrain.launch.current import heartbeat
-from mpitrain.launch.shared import Alone, Ranks
 from mpitrain.models.head import split_head
+from mpitrain.mpi.shared_arrays import Communicator
+from mpitrain.mpi.world import World
 from mpitrain.train.loader import BatchLoader
-from mpitrain.world import World
 
 MEMORY_SHARE = 0.25
 """Fraction of a node's free memory that features may take."""
@@ -27,7 +27,7 @@ def features_of(
     model: nn.Module,
     loaders: Sequence[BatchLoader],
     world: World,
-    ranks: Ranks | Alone,
+    ranks: Communicator,
     batch_size: int,
 ) -> list[InMemory] | None:
     """Compute the inputs of a model's head for every sample of some data sets.
@@ -80,7 +80,7 @@ def _compute(
     loader: BatchLoader,
     feature: Tensor,
     world: World,
-    ranks: Ranks | Alone,
+    ranks: Communicator,
     batch_size: int,
 ) -> InMemory:
     num = loader.samples.num_samples
@@ -88,7 +88,7 @@ def _compute(
     example = loader.example()
     kinds = {"features": storage_dtype(feature.dtype), "targets": example.targets.dtype}
     shapes = {"features": feature.shape, "targets": example.targets.shape[1:]}
-    held = ranks.hold(
+    held = ranks.load_shared(
         lambda: {
             name: torch.zeros((num, *shapes[name]), dtype=kinds[name]).numpy()
             for name in kinds

@@ -19,7 +19,7 @@ from mpitrain.data.pixels import Pixels
 from mpitrain.data.samples import Loaded, Samples
 from mpitrain.data.sharding import Indices, Share
 from mpitrain.data.streams import Stream
-from mpitrain.world import World
+from mpitrain.mpi.world import World
 
 
 @dataclass

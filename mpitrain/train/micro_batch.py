@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from mpitrain.data.nests import rows_of
 from mpitrain.data.sharding import largest_shard
-from mpitrain.launch.shared import Alone, Ranks
+from mpitrain.mpi.shared_arrays import Communicator
+from mpitrain.mpi.world import World
 from mpitrain.train.config import TrainConfig
 from mpitrain.train.loader import Batch
 from mpitrain.train.parallel import autocast
-from mpitrain.world import World
 
 MEMORY_FRACTION = 0.6
 """Of the free memory that activations may take: gradients and the optimizer follow."""
@@ -28,7 +28,7 @@ def largest_micro_batch(
     example: Batch,
     config: TrainConfig,
     world: World,
-    ranks: Ranks | Alone,
+    ranks: Communicator,
 ) -> int:
     """Return the number of samples that fit into this rank's memory at once.
 
@@ -60,7 +60,7 @@ def largest_micro_batch(
     fits = max(1, int(room // per_sample))
     shard = largest_shard(config.global_batch_size, world.world_size)
     size = shard if fits >= shard else 1 << (fits.bit_length() - 1)
-    return min(ranks.tell_all(size))
+    return min(ranks.allgather(size))
 
 
 def _saved_bytes(

@@ -9,10 +9,10 @@ from typing import Any, Literal
 import numpy as np
 import torch.distributed as dist
 
-from mpitrain.errors import NonFiniteError, agreed
+from mpitrain.errors import NonFiniteError, collective_error
+from mpitrain.mpi.world import World
 from mpitrain.train.optimizer import LossScale
 from mpitrain.train.step_metrics import Losses
-from mpitrain.world import World
 
 logger = logging.getLogger("mpitrain")
 
@@ -68,7 +68,7 @@ class NonFiniteGuard:
             if self._world.is_rank_zero:
                 logger.warning("step %d is skipped: %s", step, reason)
             return
-        raise agreed(
+        raise collective_error(
             NonFiniteError(
                 f"{reason}.\nThe weights are those after step {step - 1}. Look at "
                 "these samples, try a lower --lr or --clip-grad-norm, or skip such "

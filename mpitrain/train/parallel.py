@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from mpitrain.errors import LaunchError, UsageError, agreed
-from mpitrain.launch.ending import is_consequence
-from mpitrain.launch.shared import Ranks
+from mpitrain.errors import LaunchError, UsageError, collective_error
+from mpitrain.launch.process_exit import is_consequence
+from mpitrain.mpi.shared_arrays import Communicator
+from mpitrain.mpi.world import World
 from mpitrain.train.config import StrategyConfig
-from mpitrain.world import World
 
 logger = logging.getLogger("mpitrain")
 
@@ -54,7 +54,7 @@ def choose_strategy(config: StrategyConfig, world: World) -> str:
         strategy = "ddp" if world.world_size > 1 else "single"
     error = _find_error(strategy, config, world)
     if error:
-        raise agreed(UsageError(error))
+        raise collective_error(UsageError(error))
     return strategy
 
 
@@ -87,7 +87,7 @@ def _find_error(strategy: str, config: StrategyConfig, world: World) -> str:
 
 
 def check_reductions(
-    strategy: str, config: StrategyConfig, world: World, ranks: Ranks
+    strategy: str, config: StrategyConfig, world: World, ranks: Communicator
 ) -> None:
     """Call each collective that a strategy uses once, on a tensor of known result.
 
@@ -145,9 +145,9 @@ def check_reductions(
             right = expected.tolist() if isinstance(expected, Tensor) else expected
             wrong = f"{name} gave {found.squeeze().tolist()}, expected {right}"
             break
-    for other, reason in enumerate(ranks.tell_all(wrong)):
+    for other, reason in enumerate(ranks.allgather(wrong)):
         if reason:
-            raise agreed(
+            raise collective_error(
                 LaunchError(
                     f"torch {torch.__version__}, backend {world.backend}: {reason} on "
                     f"rank {other}; --strategy {strategy} would train with wrong "

@@ -15,9 +15,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mpitrain.data.pixels import Statistics
-from mpitrain.errors import DataError, NonFiniteError, Stopped, UsageError, agreed
+from mpitrain.errors import (
+    DataError,
+    NonFiniteError,
+    Stopped,
+    UsageError,
+    collective_error,
+)
 from mpitrain.launch import init
-from mpitrain.topology import all_or_none, working_ranks
+from mpitrain.mpi.collectives import all_or_none, world_comm
+from mpitrain.mpi.world import World
 from mpitrain.train.callbacks import Callback, StopRequested
 from mpitrain.train.checks import (
     WrongLabel,
@@ -35,7 +42,6 @@ from mpitrain.train.state import TrainState
 from mpitrain.train.step_metrics import Losses, PendingSteps
 from mpitrain.train.throughput import MIN_SECONDS, ThroughputMonitor
 from mpitrain.train.timer import StepTimes, Timer, make_timer
-from mpitrain.world import World
 
 logger = logging.getLogger("mpitrain")
 
@@ -145,7 +151,7 @@ class Trainer:
             except StopRequested as request:
                 self.call("on_stop", request.reason)
                 reason = f"stopped at step {self.state.step}: {request.reason}"
-                raise agreed(Stopped(reason)) from None
+                raise collective_error(Stopped(reason)) from None
         state = self.state
         return Evaluation(values=state.metrics, num_samples=state.val_samples)
 
@@ -160,7 +166,8 @@ class Trainer:
                 self.sync_metrics()
         self.sync_metrics()
         if not self.state.epoch_step:
-            raise agreed(DataError("none of the samples to train on could be read"))
+            error = DataError("none of the samples to train on could be read")
+            raise collective_error(error)
 
     def train_step(self, step: RankStep) -> None:
         """Train on one global batch. Collective.
@@ -427,7 +434,7 @@ class Trainer:
         try:
             self.call("setup")
             all_or_none(
-                working_ranks(), lambda: self.call("on_fit_start"), "start callbacks"
+                world_comm(), lambda: self.call("on_fit_start"), "start callbacks"
             )
             yield engine
         except Stopped:

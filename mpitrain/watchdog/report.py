@@ -8,8 +8,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from mpitrain.mpi.world import format_ranges, list_hosts
 from mpitrain.watchdog.heartbeat import Position, State
-from mpitrain.world import in_runs, list_hosts
 
 SILENT_SECONDS = 5.0
 """A sidecar reports every second; one that is silent for so long is cut off."""
@@ -177,7 +177,7 @@ def position_lines(
 
 def _name(statuses: Sequence[RankStatus]) -> str:
     """Return such as ``"rank 2 gpu03"`` or ``"ranks 0-2,4 gpu01, gpu02"``."""
-    ranks = in_runs([status.rank for status in statuses])
+    ranks = format_ranges([status.rank for status in statuses])
     hosts = list_hosts(status.hostname for status in statuses)
     return f"rank{'s' * (len(statuses) > 1)} {ranks} {hosts}"
 
@@ -200,7 +200,7 @@ def hang_report(
     ]
     if unknown:
         lines.append(
-            f"never heard of: rank{'s' * (len(unknown) > 1)} {in_runs(unknown)}"
+            f"never heard of: rank{'s' * (len(unknown) > 1)} {format_ranges(unknown)}"
         )
     others = [s.rank for s in statuses if s.rank not in missing]
     if missing:

@@ -81,32 +81,22 @@ def test_a_host_with_another_torch_is_named(hosts: VirtualHosts, folder: Path) -
     assert "on node1 (ranks 0-1); 2.0.0 on node2 (ranks 2-3)" in done.stdout
 
 
-def test_fewer_ranks_on_a_node_than_asked_are_named(
+def test_fewer_ranks_on_a_node_than_on_others_are_said(
     hosts: VirtualHosts, folder: Path
 ) -> None:
     done = start(hosts, folder, "", "--map-by", "ppr:2:node", "-np", "3")
-    assert done.returncode == 1, done.stdout
-    assert (
-        done.stdout.count(
-            "expected 2 processes on every node, as was asked for, found 1 on node2 "
-            "(world_size=3, 2 nodes)"
-        )
-        == 1
-    ), done.stdout
+    assert done.returncode == 0, done.stdout
+    words = "the nodes have different numbers of ranks: 2 on node1; 1 on node2"
+    assert done.stdout.count(words) == 1, done.stdout
 
 
-@pytest.mark.parametrize("flags", [("-np", "2"), ("-np", "2", "--bind-to", "core")])
-def test_the_binding_of_a_far_host_is_judged_by_mpiruns_words(
-    hosts: VirtualHosts, folder: Path, flags: tuple[str, ...]
+def test_a_binding_to_one_core_is_said_once_for_all_hosts(
+    hosts: VirtualHosts, folder: Path
 ) -> None:
-    """Only rank zero's host sees what mpirun was asked; the other has a daemon."""
-    num_cores = int(hosts.run("node1", ["nproc"]).stdout)
-    if num_cores < 2:
+    if int(hosts.run("node1", ["nproc"]).stdout) < 2:
         pytest.skip("this machine has one core")
-    done = start(hosts, folder, "", *flags, slots=1)
+    done = start(hosts, folder, "", "-np", "2", "--bind-to", "core", slots=1)
     assert done.returncode == 0, done.stdout
     ready = [line.split() for line in done.stdout.splitlines() if "ready" in line]
     assert {line[3] for line in ready} == {"node1", "node2"}
-    wide = "--bind-to" not in flags
-    assert all((int(line[4]) == num_cores) == wide for line in ready), done.stdout
-    assert done.stdout.count("each rank is bound to one core") == (0 if wide else 1)
+    assert done.stdout.count("each rank is bound to one core") == 1

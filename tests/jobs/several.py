@@ -15,8 +15,8 @@ from pathlib import Path
 import mpitrain
 from mpitrain.checkpoint.preemption import PreemptionHandler
 from mpitrain.cli import read_config
+from mpitrain.mpi.collectives import on_rank_zero
 from mpitrain.tools.train.prepare import prepare
-from mpitrain.topology import on_rank_zero
 
 
 def main() -> None:

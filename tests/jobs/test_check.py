@@ -19,8 +19,8 @@ HEAD = """
 import sys
 import torch, torch.distributed as dist
 from mpitrain.cli import main
-from mpitrain.launch.contradictions import launched_rank
-from mpitrain.launch.ending import exit_now
+from mpitrain.launch.env_checks import launched_rank
+from mpitrain.launch.process_exit import exit_now
 import os
 
 is_faulty = launched_rank(os.environ) == 1

@@ -15,9 +15,9 @@ GONE_WITHIN_SECONDS = 10.0
 BEFORE_TRAINING = """
 import os, signal, sys, time
 from pathlib import Path
-from mpitrain.launch import guarded
+from mpitrain.launch import abort_on_error
 
-with guarded() as guard:
+with abort_on_error() as guard:
     Path(f"pid-{guard.comm.rank}").write_text(str(os.getpid()))
     guard.comm.Barrier()
     if guard.comm.rank == 1:

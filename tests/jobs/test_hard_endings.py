@@ -12,7 +12,7 @@ from launcher import Done, Mpi, environment, mpirun
 HEAD = """
 import sys, time
 import mpitrain
-from mpitrain.launch import guarded
+from mpitrain.launch import abort_on_error
 """
 
 
@@ -44,7 +44,7 @@ def test_a_dead_file_server_neither_silences_nor_holds_up_the_end(
     mpi: Mpi, tmp_path: Path
 ) -> None:
     body = """
-with guarded() as guard:
+with abort_on_error() as guard:
     guard.on_failure.append(lambda text: time.sleep(1000))
     with mpitrain.init(guard=guard) as world:
         raise ArithmeticError("all of us")
@@ -72,7 +72,7 @@ class Slow(Exception):
         time.sleep(0.5)
         return "this is the fault"
 
-with guarded() as guard:
+with abort_on_error() as guard:
     guard.on_failure.append(lambda text: print("kept", file=sys.stderr, flush=True))
     with mpitrain.init(guard=guard) as world:
         import torch.distributed as dist
@@ -91,7 +91,7 @@ with guarded() as guard:
 
 def test_errors_without_a_store_are_told_once(mpi: Mpi, tmp_path: Path) -> None:
     body = """
-with guarded() as guard:
+with abort_on_error() as guard:
     with mpitrain.init(guard=guard):
         pass
     raise ArithmeticError("after the end")
@@ -124,7 +124,7 @@ def test_the_environment_is_as_before_when_the_job_is_over(
 ) -> None:
     body = """
 import os
-with guarded() as guard:
+with abort_on_error() as guard:
     before = dict(os.environ)
     with mpitrain.init(guard=guard):
         assert os.environ["WORLD_SIZE"] == "2"
@@ -242,9 +242,9 @@ def test_the_end_of_our_own_command_is_a_good_one_every_time(
     """Without torch, so that ranks end at the same moment; 4 in 10 failed on MPICH."""
     body = """
 import gc
-from mpitrain.launch.ending import exit_now
-from mpitrain.launch.guard import leave
-with guarded() as guard:
+from mpitrain.launch.process_exit import exit_now
+from mpitrain.launch.exit_guard import leave
+with abort_on_error() as guard:
     notes = open(f"notes-{guard.comm.rank}", "w")
     notes.write("written")
     gc.freeze()  # as our own command does after its imports

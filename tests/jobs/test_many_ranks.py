@@ -13,20 +13,21 @@ NUM_RANKS = 64
 SCRIPT = """
 import json, os, sys, time
 from pathlib import Path
-from mpitrain.launch import LaunchConfig, guarded, start
-from mpitrain.topology import wait_for_all
+from mpitrain.launch import LaunchConfig, abort_on_error, stages
+from mpitrain.mpi.collectives import barrier
 
-with guarded(start_timeout_seconds=60) as guard:
-    world, rendezvous = start.meet(guard, LaunchConfig(), 60.0, os.environ)
-    stages = guard.comm.gather(guard.stage_seconds)
+with abort_on_error(start_timeout_seconds=60) as guard:
+    config = LaunchConfig()
+    world, _ = stages.prepare_without_torch(guard, config, 60.0, os.environ)
+    taken = guard.comm.gather(guard.stage_seconds)
     if world.rank == 0:
-        slowest = {name: max(s[name] for s in stages) for name in stages[0]}
+        slowest = {name: max(s[name] for s in taken) for name in taken[0]}
         Path("stages.json").write_text(json.dumps(slowest))
     guard.watched.start_timeout_seconds = 4.0
     with guard.stage("a late rank"):
         if world.rank == 41 and sys.argv[1] == "late":
             time.sleep(1000)
-        wait_for_all(guard.comm)
+        barrier(guard.comm)
 """
 
 

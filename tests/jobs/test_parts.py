@@ -1,4 +1,4 @@
-"""Parts of the ranks in whole jobs: what they train, how they sleep, how they end."""
+"""Sub-worlds in whole jobs: what they train, how the others sleep, how they end."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 import mpitrain
 from mpitrain.data.sources import digits
-from mpitrain.launch import guarded, init
-from mpitrain.launch.parts import Parts
+from mpitrain.launch import abort_on_error, init
+from mpitrain.launch.subworld import SubWorlds
 from mpitrain.models.build import build_model
 from mpitrain.train.callbacks import Callback
 from mpitrain.train.config import TrainConfig
@@ -44,13 +44,13 @@ def cpu_ticks():
     return int(fields[11]) + int(fields[12])
 
 
-with guarded() as guard, init(guard=guard, hang_timeout_seconds=8) as world:
+with abort_on_error() as guard, init(guard=guard, hang_timeout_seconds=8) as world:
     rank = world.rank
 """
 
 PARTS = """
-    with Parts(guard, world, 60.0) as parts:
-        found = parts.work(int(sys.argv[1]), work, "the work")
+    with SubWorlds(guard, world, 60.0) as parts:
+        found = parts.run(int(sys.argv[1]), work, "the work")
 """
 
 
@@ -82,9 +82,9 @@ def test_parts_meet_anew_over_gloo_too(openmpi: Mpi, tmp_path: Path) -> None:
         return int(ones)
 """
     tail = """
-    with Parts(guard, world, 20.0) as parts:
+    with SubWorlds(guard, world, 20.0) as parts:
         for num in (2, 3, 3, 2, 3):
-            assert parts.work(num, work, "the work") in (num, None)
+            assert parts.run(num, work, "the work") in (num, None)
     ones = torch.ones(1)
     dist.all_reduce(ones)
     print("met", int(ones), dist.get_backend(), flush=True)
@@ -134,14 +134,14 @@ def test_what_one_rank_of_a_part_raises_ends_all(openmpi: Mpi, tmp_path: Path) -
 def test_what_a_whole_part_raises_is_said_once(openmpi: Mpi, tmp_path: Path) -> None:
     body = """
     from mpitrain.errors import UsageError
-    from mpitrain.topology import all_or_none, working_ranks
+    from mpitrain.mpi.collectives import all_or_none, world_comm
 
     def refuse():
         if rank == 1:
             raise UsageError("rank 1 does not want")
 
     def work(part):
-        all_or_none(working_ranks(), refuse, "agree")
+        all_or_none(world_comm(), refuse, "agree")
 """
     done = run(openmpi, 3, body, tmp_path, "2")
     assert done.status == 2, done.err

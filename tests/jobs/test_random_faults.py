@@ -34,10 +34,10 @@ def strike(number, frame):
 
 signal.signal(signal.SIGUSR2, strike)
 Path(f"pid-{rank}").write_text(str(os.getpid()))
-from mpitrain.launch import guarded
+from mpitrain.launch import abort_on_error
 import mpitrain
 
-with guarded() as guard:
+with abort_on_error() as guard:
     Path(f"stands-{rank}").touch()
     with mpitrain.init(device="cpu", guard=guard) as world:
         import torch, torch.distributed as dist

@@ -27,22 +27,22 @@ def strike():
         Path("time").write_text(str(time.time()))
         FAULT
 
-import mpitrain.launch.guard as guard
-import mpitrain.launch.start as start
+import mpitrain.launch.exit_guard as guard
+import mpitrain.launch.stages as stages
 import mpitrain
 """
 
 STAGES = {
     "before MPI starts": "begin = guard.start_mpi\n"
     "guard.start_mpi = lambda **words: (strike(), begin(**words))[1]\n",
-    "in import torch": "begin = start._import_torch\n"
-    "start._import_torch = lambda: (strike(), begin())[1]\n",
-    "at the network": "begin = start.network.find_rendezvous\n"
-    "start.network.find_rendezvous = lambda *w: (strike(), begin(*w))[1]\n",
-    "at the store": "begin = start.store.open_store\n"
-    "start.store.open_store = lambda *w: (strike(), begin(*w))[1]\n",
-    "at the process group": "begin = start.join\n"
-    "start.join = lambda *w: (strike(), begin(*w))[1]\n",
+    "in import torch": "begin = stages._import_torch\n"
+    "stages._import_torch = lambda: (strike(), begin())[1]\n",
+    "at the network": "begin = stages.select.find_rendezvous\n"
+    "stages.select.find_rendezvous = lambda *w: (strike(), begin(*w))[1]\n",
+    "at the store": "begin = stages.store.open_on_this_rank\n"
+    "stages.store.open_on_this_rank = lambda *w: (strike(), begin(*w))[1]\n",
+    "at the process group": "begin = stages.init_process_group\n"
+    "stages.init_process_group = lambda *w: (strike(), begin(*w))[1]\n",
 }
 
 TAIL = """

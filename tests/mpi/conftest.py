@@ -13,7 +13,7 @@ import pytest
 import transports
 
 import mpitrain
-from mpitrain.world import World
+from mpitrain.mpi.world import World
 
 if TYPE_CHECKING:
     from mpi4py import MPI

@@ -15,11 +15,11 @@ from torch import Tensor
 from trainings import BATCH_SIZE, EPOCHS, NUM_SAMPLES, History, Net, config_of, some
 
 from mpitrain.errors import NonFiniteError, Stopped
+from mpitrain.mpi.world import World
 from mpitrain.record.rank_times import RankTimes
 from mpitrain.train.callbacks import Callback, StopRequested
 from mpitrain.train.step_metrics import PendingSteps
 from mpitrain.train.trainer import Trainer
-from mpitrain.world import World
 
 pytestmark = pytest.mark.mpi
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 import mpitrain
+from mpitrain.mpi.world import World
 from mpitrain.tools.check import bandwidth, collectives, gradients, pairs, truths
-from mpitrain.world import World
 
 pytestmark = pytest.mark.mpi
 

@@ -17,7 +17,7 @@ import transports
 from torch.distributed import ReduceOp
 from transports import all_gather_single, reduce_scatter_single
 
-from mpitrain.world import World
+from mpitrain.mpi.world import World
 
 pytestmark = pytest.mark.mpi
 

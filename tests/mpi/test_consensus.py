@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mpitrain.launch.consensus import Consensus
-from mpitrain.world import World
+from mpitrain.mpi.consensus import Consensus
+from mpitrain.mpi.world import World
 
 
 def test_what_one_rank_wants_all_hear_at_the_same_step(world: World) -> None:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 import transports
 from transports import all_gather_single, group_of, reduce_scatter_single
 
-from mpitrain.world import World
+from mpitrain.mpi.world import World
 
 pytestmark = pytest.mark.mpi
 

@@ -15,7 +15,7 @@ from torch.torch_version import TorchVersion
 from transports import group_of
 
 from mpitrain.mpi_backend import inter_node, p2p
-from mpitrain.world import World
+from mpitrain.mpi.world import World
 
 pytestmark = pytest.mark.mpi
 

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 import pytest
 
 from mpitrain.errors import LaunchError
-from mpitrain.launch import network, probe
-from mpitrain.launch.interfaces import find_interfaces
-from mpitrain.topology import wait_for_all
-from mpitrain.world import World
+from mpitrain.launch.rendezvous import probe, select
+from mpitrain.launch.rendezvous.interfaces import find_interfaces
+from mpitrain.mpi.collectives import barrier
+from mpitrain.mpi.world import World
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.mpi
 
 
 def outside_addresses() -> list[str]:
-    offered = network.addresses_to_offer(find_interfaces(), None, alone=False)
+    offered = select.addresses_to_offer(find_interfaces(), None, is_alone=False)
     return [address for address, _ in offered]
 
 
@@ -42,13 +42,13 @@ def test_ranks_of_several_nodes_meet_at_an_address_all_reach(
     """On the machine's real network."""
     if comm.size > 1 and not outside_addresses():
         with pytest.raises(LaunchError, match="no address of rank zero's host"):
-            network.find_rendezvous(comm, apart)
+            select.find_rendezvous(comm, apart)
         return
-    found = network.find_rendezvous(comm, apart)
+    found = select.find_rendezvous(comm, apart)
     assert len(set(comm.allgather((found.address, found.port, found.why)))) == 1
     assert (found.listener is not None) == (comm.rank == 0)
     assert found.own_address in found.interface.addresses
-    wait_for_all(comm)
+    barrier(comm)
     if found.listener is not None:
         assert found.listener.getsockname()[:2] == (found.address, found.port)
         found.listener.close()
@@ -57,7 +57,7 @@ def test_ranks_of_several_nodes_meet_at_an_address_all_reach(
 def test_the_interface_that_was_asked_for_is_taken(
     comm: MPI.Intracomm, apart: World
 ) -> None:
-    found = network.find_rendezvous(comm, apart, "lo")
+    found = select.find_rendezvous(comm, apart, "lo")
     assert (found.address, found.interface.name) == ("127.0.0.1", "lo")
     assert found.own_address in found.interface.addresses
     if found.listener is not None:
@@ -69,9 +69,9 @@ def test_an_interface_that_is_not_there_is_one_error(
 ) -> None:
     hosts = ", ".join(f"h{rank}" for rank in range(comm.size))
     with pytest.raises(LaunchError, match=f"{hosts}, where there is .*lo") as caught:
-        network.find_rendezvous(comm, apart, "nosuch0")
+        select.find_rendezvous(comm, apart, "nosuch0")
     assert "no interface 'nosuch0'" in str(caught.value)
-    assert caught.value.speaker == 0
+    assert caught.value.reporting_rank == 0
 
 
 def test_no_common_address_is_one_error_with_the_table(
@@ -79,7 +79,7 @@ def test_no_common_address_is_one_error_with_the_table(
 ) -> None:
     if comm.size == 1:
         return  # a world of one has nobody who could not reach it
-    monkeypatch.setattr(probe, "ask", lambda *_, **__: ("", probe.TIMED_OUT))
+    monkeypatch.setattr(probe, "connect", lambda *_, **__: ("", probe.TIMED_OUT))
     with pytest.raises(LaunchError, match=r"lo, loopback\): timed out: h1") as caught:
-        network.find_rendezvous(comm, apart, "lo")
-    assert caught.value.speaker == 0
+        select.find_rendezvous(comm, apart, "lo")
+    assert caught.value.reporting_rank == 0

@@ -18,8 +18,8 @@ from trainings import (
 
 from mpitrain.data.sharding import bounds_of, epoch_order
 from mpitrain.errors import NonFiniteError
+from mpitrain.mpi.world import World
 from mpitrain.train.trainer import Trainer
-from mpitrain.world import World
 
 pytestmark = pytest.mark.mpi
 

@@ -14,9 +14,9 @@ from torch.utils.data import TensorDataset
 from trainings import NUM_SAMPLES, History, Net, config_of, some, trained
 
 from mpitrain.errors import DataError, UsageError
+from mpitrain.mpi.world import World
 from mpitrain.train.loader import Batch
 from mpitrain.train.trainer import Trainer
-from mpitrain.world import World
 
 pytestmark = pytest.mark.mpi
 

@@ -20,7 +20,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 import mpitrain.mpi_backend  # noqa: F401 - registers it
-from mpitrain.world import World
+from mpitrain.mpi.world import World
 
 pytestmark = pytest.mark.mpi
 

@@ -21,25 +21,25 @@ from mpitrain.checkpoint.checkpointer import Checkpointer
 from mpitrain.checkpoint.manager import CheckpointManager, Outcome
 from mpitrain.checkpoint.reader import CheckpointReader, check, newest_complete
 from mpitrain.errors import DataError, UsageError
-from mpitrain.launch.shared import Ranks, all_ranks
+from mpitrain.mpi.shared_arrays import Communicator, communicator
+from mpitrain.mpi.world import World
 from mpitrain.train.state import TrainState
 from mpitrain.train.trainer import Trainer
-from mpitrain.world import World
 
 NUM = 12
 
 
 @pytest.fixture
-def ranks(world: World) -> Ranks:
-    return all_ranks(world)
+def ranks(world: World) -> Communicator:
+    return communicator(world)
 
 
 @pytest.fixture
-def run_dir(ranks: Ranks) -> Iterator[Path]:
+def run_dir(ranks: Communicator) -> Iterator[Path]:
     """A folder that all ranks see."""
     with tempfile.TemporaryDirectory() as made:
         yield Path(ranks.on_rank_zero(lambda: made, "make a folder"))
-        ranks.tell_all(None)
+        ranks.allgather(None)
 
 
 def tensors(world: World, value: float = 1.0) -> dict[str, Tensor]:
@@ -66,7 +66,7 @@ def metadata_of(step: int) -> dict[str, Any]:
 
 
 def saver_of(
-    run_dir: Path, world: World, ranks: Ranks, **more: Any
+    run_dir: Path, world: World, ranks: Communicator, **more: Any
 ) -> CheckpointManager:
     given = {"keep": None, "before_rename": lambda: None, **more}
     return CheckpointManager(run_dir, world, ranks, **given)
@@ -78,7 +78,9 @@ def written(saver: CheckpointManager) -> Outcome:
     return outcome
 
 
-def test_each_rank_writes_its_share(world: World, ranks: Ranks, run_dir: Path) -> None:
+def test_each_rank_writes_its_share(
+    world: World, ranks: Communicator, run_dir: Path
+) -> None:
     saver = saver_of(run_dir, world, ranks)
     saver.save(tensors(world), metadata_of(5), 5, 0)
     assert saver.is_busy
@@ -100,7 +102,7 @@ def test_each_rank_writes_its_share(world: World, ranks: Ranks, run_dir: Path) -
 
 
 def test_what_is_written_is_what_was_there_at_the_begin(
-    world: World, ranks: Ranks, run_dir: Path
+    world: World, ranks: Communicator, run_dir: Path
 ) -> None:
     saver = saver_of(run_dir, world, ranks)
     state = tensors(world)
@@ -121,7 +123,7 @@ def test_what_is_written_is_what_was_there_at_the_begin(
 def test_a_failure_of_one_rank_is_known_to_all_and_the_next_one_succeeds(
     where: str,
     world: World,
-    ranks: Ranks,
+    ranks: Communicator,
     run_dir: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -143,7 +145,7 @@ def test_a_failure_of_one_rank_is_known_to_all_and_the_next_one_succeeds(
             assert not saver.is_busy
     saver.save(tensors(world), metadata_of(3), 3, 0)
     assert written(saver).error == ""
-    ranks.tell_all(None)
+    ranks.allgather(None)
     assert [it.step for it in layout.list_checkpoints(run_dir)] == [3]
     check(layout.list_checkpoints(run_dir)[0])
     end = time.monotonic() + 10
@@ -152,7 +154,7 @@ def test_a_failure_of_one_rank_is_known_to_all_and_the_next_one_succeeds(
 
 
 def test_all_ranks_agree_on_what_is_broken(
-    world: World, ranks: Ranks, run_dir: Path
+    world: World, ranks: Communicator, run_dir: Path
 ) -> None:
     saver = saver_of(run_dir, world, ranks)
     for step in range(1, 4):
@@ -165,9 +167,9 @@ def test_all_ranks_agree_on_what_is_broken(
         data[-1] ^= 128
         (newest.path / last).write_bytes(data)
         (middle.path / "SHA256SUMS").unlink()
-    ranks.tell_all(None)
+    ranks.allgather(None)
     assert newest_complete(run_dir, "a", world, ranks) == oldest
-    ranks.tell_all(None)
+    ranks.allgather(None)
     names = {path.name for path in (run_dir / layout.FOLDER).iterdir()}
     assert names == {
         oldest.path.name,
@@ -193,7 +195,7 @@ class NoRequests:
 
 
 def trainer_with_scores(
-    world: World, ranks: Ranks, run_dir: Path, scores: list[float], best_by: str
+    world: World, ranks: Communicator, run_dir: Path, scores: list[float], best_by: str
 ) -> Trainer:
     """A trainer that keeps checkpoints, with a metric that is known beforehand."""
     given = itertools.chain([0.0], scores)  # one batch for each evaluation
@@ -217,7 +219,7 @@ def trainer_with_scores(
 def test_the_best_epoch_is_kept_though_writes_take_longer_than_epochs(
     best_by: str,
     world: World,
-    ranks: Ranks,
+    ranks: Communicator,
     run_dir: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -234,7 +236,7 @@ def test_the_best_epoch_is_kept_though_writes_take_longer_than_epochs(
     if best_by.startswith("min"):
         scores = [-score for score in scores]
     trainer_with_scores(world, ranks, run_dir, scores, best_by).fit()
-    ranks.tell_all(None)
+    ranks.allgather(None)
     best = layout.best_of(layout.list_checkpoints(run_dir))
     assert best is not None
     assert best.epoch == 5
@@ -246,7 +248,7 @@ def test_the_best_epoch_is_kept_though_writes_take_longer_than_epochs(
 
 
 def test_a_metric_that_there_is_not_is_told(
-    world: World, ranks: Ranks, run_dir: Path
+    world: World, ranks: Communicator, run_dir: Path
 ) -> None:
     trainer = trainer_with_scores(world, ranks, run_dir, [1.0], "val_scores")
     with pytest.raises(UsageError, match=r"--best-by val_scores: .*loss, score"):

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 
 from mpitrain.errors import DataError, MpitrainError, RemoteError
-from mpitrain.launch import shared
-from mpitrain.launch.shared import Ranks, all_ranks
-from mpitrain.world import Node, World
+from mpitrain.mpi import shared_arrays
+from mpitrain.mpi.shared_arrays import Communicator, communicator
+from mpitrain.mpi.world import Node, World
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -93,20 +93,20 @@ def only_on_rank_zero(comm: MPI.Intracomm, arrays: Mapping[str, Any]) -> Any:
 def test_arrays_of_rank_zero_are_equal_everywhere(
     comm: MPI.Intracomm, on_nodes: World, place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shared, "FOLDER", place)
-    monkeypatch.setattr(shared, "CHUNK_BYTES", 100)
-    ranks = Ranks(comm, on_nodes)
+    monkeypatch.setattr(shared_arrays, "FOLDER", place)
+    monkeypatch.setattr(shared_arrays, "CHUNK_BYTES", 100)
+    ranks = Communicator(comm, on_nodes)
     expected = made()
-    held = ranks.hold(only_on_rank_zero(comm, expected), "make some")
+    held = ranks.load_shared(only_on_rank_zero(comm, expected), "make some")
     assert list(held) == list(expected)
     for name, array in expected.items():
         assert held[name].dtype == array.dtype, name
         assert held[name].shape == array.shape, name
         assert (held[name] == array).all(), name
         assert held[name].flags.aligned, name
-    assert ranks.hold(only_on_rank_zero(comm, {}), "make nothing") == {}
+    assert ranks.load_shared(only_on_rank_zero(comm, {}), "make nothing") == {}
     nothing = {"a": np.zeros((3, 0)), "b": np.zeros(0, np.uint8)}
-    held = ranks.hold(only_on_rank_zero(comm, nothing), "make nothing")
+    held = ranks.load_shared(only_on_rank_zero(comm, nothing), "make nothing")
     assert {name: array.shape for name, array in held.items()} == {
         "a": (3, 0),
         "b": (0,),
@@ -117,7 +117,9 @@ def test_ranks_of_a_node_share_their_memory(
     comm: MPI.Intracomm, on_nodes: World
 ) -> None:
     arrays = {"a": np.zeros(3, np.uint8), "b": np.zeros(5000)}
-    held = Ranks(comm, on_nodes).hold(only_on_rank_zero(comm, arrays), "make some")
+    held = Communicator(comm, on_nodes).load_shared(
+        only_on_rank_zero(comm, arrays), "make some"
+    )
     comm.Barrier()
     if on_nodes.local_rank == on_nodes.local_world_size - 1:
         held["b"][17] = 1 + on_nodes.node_rank
@@ -142,10 +144,10 @@ def file_at(array: np.ndarray) -> str:
 def test_memory_is_free_again_when_no_array_is_left(
     comm: MPI.Intracomm, world: World
 ) -> None:
-    ranks = Ranks(comm, world)
+    ranks = Communicator(comm, world)
     before = names_of_memory()  # other tests' trainings may not be collected yet
     for _ in range(3):
-        held = ranks.hold(
+        held = ranks.load_shared(
             only_on_rank_zero(comm, {"a": np.ones(1 << 20, np.uint8)}), "make one"
         )
         assert held["a"].all()
@@ -170,9 +172,9 @@ def test_the_file_has_no_name_while_its_memory_is_taken(
         seen.append(list(place.iterdir()))
         take(*words)
 
-    monkeypatch.setattr(shared, "FOLDER", place)
-    monkeypatch.setattr(shared.os, "posix_fallocate", look)
-    Ranks(comm, world).hold(only_on_rank_zero(comm, made()), "make some")
+    monkeypatch.setattr(shared_arrays, "FOLDER", place)
+    monkeypatch.setattr(shared_arrays.os, "posix_fallocate", look)
+    Communicator(comm, world).load_shared(only_on_rank_zero(comm, made()), "make some")
     is_first = world.local_rank == 0 and world.local_world_size > 1
     assert seen == ([[]] if is_first else [])
 
@@ -184,15 +186,15 @@ def test_an_exception_of_rank_zero_arrives_on_every_rank(
     def make() -> Mapping[str, Any]:
         raise error
 
-    ranks = Ranks(comm, on_nodes)
+    ranks = Communicator(comm, on_nodes)
     kind = type(error) if comm.rank == 0 else RemoteError
     with pytest.raises(kind, match=str(error)) as caught:
-        ranks.hold(make, "make some")
-    assert getattr(caught.value, "speaker", None) == 0
-    everywhere = comm.allgather(getattr(caught.value, "everywhere", False))
+        ranks.load_shared(make, "make some")
+    assert getattr(caught.value, "reporting_rank", None) == 0
+    everywhere = comm.allgather(getattr(caught.value, "is_collective", False))
     if isinstance(error, MpitrainError):
         assert all(everywhere)
-    held = ranks.hold(only_on_rank_zero(comm, made()), "make some")
+    held = ranks.load_shared(only_on_rank_zero(comm, made()), "make some")
     assert held["last"].tolist() == [1.5]
 
 
@@ -233,11 +235,13 @@ def test_where_there_is_no_room_each_rank_holds_its_own(
 ) -> None:
     feigned = two_nodes(world)
     lacks = where == "everywhere" or feigned.node_rank == feigned.num_nodes - 1
-    monkeypatch.setattr(shared, "FOLDER", no_room if lacks else place)
+    monkeypatch.setattr(shared_arrays, "FOLDER", no_room if lacks else place)
     is_shared = comm.allreduce(lacks and feigned.local_world_size > 1) > 0
     arrays = {"a": np.arange(100_000), "b": np.array([3])}
     with caplog.at_level(logging.WARNING, "mpitrain"):
-        held = Ranks(comm, feigned).hold(only_on_rank_zero(comm, arrays), "make some")
+        held = Communicator(comm, feigned).load_shared(
+            only_on_rank_zero(comm, arrays), "make some"
+        )
     assert (held["a"] == arrays["a"]).all()
     assert held["b"].tolist() == [3]
     warned = [r.getMessage() for r in caplog.records]
@@ -261,9 +265,9 @@ def test_where_there_is_no_room_each_rank_holds_its_own(
 
 
 def test_what_is_equal_on_all_ranks_is_agreed(world: World) -> None:
-    ranks = all_ranks(world)
-    ranks.agree("12", "the length", "Expected one")
-    assert ranks.tell_all(world.rank) == list(range(world.world_size))
+    ranks = communicator(world)
+    ranks.check_equal("12", "the length", "Expected one")
+    assert ranks.allgather(world.rank) == list(range(world.world_size))
     assert ranks.on_rank_zero(lambda: world.rank, "ask") == 0
 
 
@@ -273,38 +277,40 @@ def test_what_differs_between_ranks_is_refused_on_all(world: World) -> None:
     last = world.world_size - 1
     mine = "11" if world.rank == last else "12"
     with pytest.raises(DataError) as caught:
-        all_ranks(world).agree(mine, "the length of it", "Expected the same.")
+        communicator(world).check_equal(mine, "the length of it", "Expected the same.")
     assert str(caught.value) == (
         f"the length of it differs between ranks: 12 on rank 0, 11 on rank {last}.\n"
         "Expected the same."
     )
-    assert (caught.value.speaker, caught.value.everywhere) == (0, True)
+    assert (caught.value.reporting_rank, caught.value.is_collective) == (0, True)
 
 
 def test_nodes_that_see_other_files_are_named(
     comm: MPI.Intracomm, on_nodes: World
 ) -> None:
-    ranks = Ranks(comm, on_nodes)
+    ranks = Communicator(comm, on_nodes)
     asked: list[int] = []
 
     def look(words: str) -> str:
         asked.append(comm.rank)
         return words
 
-    ranks.compare(lambda: look("the same"), "the files of /data")
+    ranks.check_same_on_nodes(lambda: look("the same"), "the files of /data")
     is_asked = on_nodes.local_rank == 0 and on_nodes.num_nodes > 1
     assert asked == [comm.rank] * is_asked
     if on_nodes.num_nodes == 1:
-        ranks.compare(lambda: look(str(comm.rank)), "the files of /data")
+        ranks.check_same_on_nodes(lambda: look(str(comm.rank)), "the files of /data")
         return
     with pytest.raises(DataError) as caught:
-        ranks.compare(lambda: look(str(on_nodes.node_rank)), "the files of /data")
+        ranks.check_same_on_nodes(
+            lambda: look(str(on_nodes.node_rank)), "the files of /data"
+        )
     others = [node.hostname for node in on_nodes.nodes[1:]]
     assert str(caught.value).startswith(
         f"the files of /data are not the same on all nodes: {', '.join(others)} "
         f"{'sees' if len(others) == 1 else 'see'} others than h0.\n"
     )
-    assert (caught.value.speaker, caught.value.everywhere) == (0, True)
+    assert (caught.value.reporting_rank, caught.value.is_collective) == (0, True)
 
 
 def test_a_node_that_cannot_look_is_told_on_all(
@@ -315,13 +321,13 @@ def test_a_node_that_cannot_look_is_told_on_all(
             raise DataError(f"no folder on {on_nodes.hostname}")
         return ""
 
-    ranks = Ranks(comm, on_nodes)
+    ranks = Communicator(comm, on_nodes)
     if on_nodes.num_nodes == 1:
-        ranks.compare(look, "the files")
+        ranks.check_same_on_nodes(look, "the files")
         return
     with pytest.raises(MpitrainError, match="no folder on h") as caught:
-        ranks.compare(look, "the files")
-    assert caught.value.speaker == on_nodes.nodes[-1].ranks[0]
+        ranks.check_same_on_nodes(look, "the files")
+    assert caught.value.reporting_rank == on_nodes.nodes[-1].ranks[0]
 
 
 # --- once per file system -------------------------------------------------------------
@@ -333,7 +339,7 @@ def test_one_rank_of_each_file_system_does_it(
 ) -> None:
     folder = place / (f"node-{on_nodes.node_rank}" if has_its_own else "all") / "deep"
     done: list[int] = []
-    Ranks(comm, on_nodes).once_per_file_system(
+    Communicator(comm, on_nodes).once_per_file_system(
         folder, lambda: done.append(comm.rank), "fetch"
     )
     who = [rank for found in comm.allgather(done) for rank in found]
@@ -352,7 +358,7 @@ def test_what_fails_once_is_told_on_all(
     def fail() -> None:
         raise DataError("there is no internet")
 
-    ranks = Ranks(comm, on_nodes)
+    ranks = Communicator(comm, on_nodes)
     with pytest.raises(MpitrainError, match="there is no internet"):
         ranks.once_per_file_system(place, fail, "fetch")
     # Not below a file, not even for root.

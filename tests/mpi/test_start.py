@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from mpitrain import topology
 from mpitrain.errors import RemoteError, TopologyError, UsageError
-from mpitrain.launch import agreement, devices
+from mpitrain.launch import consistency
 from mpitrain.launch.config import LaunchConfig
-from mpitrain.launch.launcher import Launcher
-from mpitrain.topology import all_or_none, locate, on_rank_zero, wait_for_all
-from mpitrain.world import World
+from mpitrain.launch.placement import gpu
+from mpitrain.mpi import topology
+from mpitrain.mpi.collectives import all_or_none, barrier, on_rank_zero
+from mpitrain.mpi.topology import discover_world
+from mpitrain.mpi.world import World
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -45,18 +46,20 @@ def test_nodes_talk_by_gloo_where_mpi_has_no_threads(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(devices, "has_thread_multiple", lambda: has_threads)
-    found = devices.settle(comm, apart, LaunchConfig(device="cpu"), {})
+    monkeypatch.setattr(gpu, "has_thread_multiple", lambda: has_threads)
+    found = gpu.assign_devices(comm, apart, LaunchConfig(device="cpu"), {})
     rather = apart.world_size > 1 and not has_threads
     assert found.backend == ("gloo" if rather else "mpi4py")
     said = "MPI_THREAD_MULTIPLE: gloo instead" in caplog.text
     assert said == (rather and apart.is_rank_zero)
     asked = LaunchConfig(device="cpu", backend="mpi4py")
-    assert devices.settle(comm, apart, asked, {}).backend == "mpi4py"
+    assert gpu.assign_devices(comm, apart, asked, {}).backend == "mpi4py"
 
 
 def test_local_ranks_ascend_with_the_rank(comm: MPI.Intracomm) -> None:
-    places = comm.allgather((locate(comm).node_rank, locate(comm).local_rank))
+    places = comm.allgather(
+        (discover_world(comm).node_rank, discover_world(comm).local_rank)
+    )
     for node in {node for node, _ in places}:
         found = [local_rank for on_node, local_rank in places if on_node == node]
         assert found == list(range(len(found)))
@@ -67,11 +70,11 @@ def test_two_machines_of_one_name_are_refused(
 ) -> None:
     monkeypatch.setattr(topology, "boot_id", lambda: f"boot-{comm.rank % 2}")
     if comm.size == 1:
-        assert locate(comm).num_nodes == 1
+        assert discover_world(comm).num_nodes == 1
         return
     with pytest.raises(TopologyError, match="2 machines have the name") as caught:
-        locate(comm)
-    assert caught.value.speaker == 0
+        discover_world(comm)
+    assert caught.value.reporting_rank == 0
     assert "(boot id boot-1)" in str(caught.value)
 
 
@@ -81,7 +84,7 @@ def test_a_machine_that_hides_its_boot_is_no_contradiction(
     known = topology.boot_id()
     assert known
     monkeypatch.setattr(topology, "boot_id", lambda: known if comm.rank == 0 else "")
-    assert locate(comm).world_size == comm.size
+    assert discover_world(comm).world_size == comm.size
 
 
 def test_ranks_that_ask_for_different_things_are_refused(
@@ -91,23 +94,23 @@ def test_ranks_that_ask_for_different_things_are_refused(
     config = LaunchConfig(device="cuda" if comm.rank == last else "cpu")
 
     def compare() -> None:
-        agreement.compare(comm, world, config, 60.0, Launcher(), os.environ)
+        consistency.check_consistency(comm, world, config, 60.0, os.environ)
 
     if comm.size == 1:
         compare()
         return
     with pytest.raises(TopologyError, match=f"'cuda' on rank {last}") as caught:
         compare()
-    assert caught.value.speaker == 0
+    assert caught.value.reporting_rank == 0
 
 
 def test_clocks_are_read_at_one_moment(
     comm: MPI.Intracomm, apart: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ranks that come late have no wrong clock."""
-    monkeypatch.setattr(agreement, "CLOCK_LIMIT_SECONDS", 0.5)
+    monkeypatch.setattr(consistency, "CLOCK_LIMIT_SECONDS", 0.5)
     time.sleep(1.0 if comm.rank == comm.size - 1 else 0.0)
-    agreement.compare(comm, apart, LaunchConfig(), 60.0, Launcher(), {})
+    consistency.check_consistency(comm, apart, LaunchConfig(), 60.0, {})
 
 
 def test_the_variables_of_torchrun_are_set(world: World) -> None:
@@ -150,8 +153,8 @@ def test_an_error_on_one_rank_is_raised_on_all(comm: MPI.Intracomm) -> None:
         kind, words = OSError, "this rank alone"  # with its own traceback
     with pytest.raises(kind, match=words) as caught:
         all_or_none(comm, act, "try it")
-    assert caught.value.speaker == culprit
-    assert caught.value.everywhere == (comm.size == 1)
+    assert caught.value.reporting_rank == culprit
+    assert caught.value.is_collective == (comm.size == 1)
 
 
 def test_the_lowest_rank_speaks_when_several_fail(comm: MPI.Intracomm) -> None:
@@ -160,8 +163,8 @@ def test_the_lowest_rank_speaks_when_several_fail(comm: MPI.Intracomm) -> None:
 
     with pytest.raises(UsageError, match=f"rank {comm.rank}") as caught:
         all_or_none(comm, act, "fail")
-    assert caught.value.speaker == 0
-    assert caught.value.everywhere == (comm.size == 1)
+    assert caught.value.reporting_rank == 0
+    assert caught.value.is_collective == (comm.size == 1)
 
 
 def test_an_error_that_all_ranks_share_is_nobodys_own(comm: MPI.Intracomm) -> None:
@@ -170,7 +173,7 @@ def test_an_error_that_all_ranks_share_is_nobodys_own(comm: MPI.Intracomm) -> No
 
     with pytest.raises(UsageError, match="the same") as caught:
         all_or_none(comm, act, "fail")
-    assert caught.value.everywhere
+    assert caught.value.is_collective
 
 
 def test_rank_zero_decides_for_all(comm: MPI.Intracomm) -> None:
@@ -182,11 +185,11 @@ def test_waiting_gives_up_in_time_and_does_not_spin(comm: MPI.Intracomm) -> None
     own = comm.Dup()
     if comm.rank > 0:
         time.sleep(0.8)
-        assert wait_for_all(own, timeout_seconds=10)
+        assert barrier(own, timeout_seconds=10)
     else:
         cpu_seconds = time.process_time()
-        came = wait_for_all(own, timeout_seconds=0.4)
+        came = barrier(own, timeout_seconds=0.4)
         assert came == (comm.size == 1)
         assert time.process_time() - cpu_seconds < 0.2
     # The barrier that was given up is still open on rank zero: nobody frees `own`.
-    wait_for_all(comm)
+    barrier(comm)

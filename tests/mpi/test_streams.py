@@ -21,9 +21,9 @@ from mpitrain.data.samples import Samples
 from mpitrain.data.sharding import Share
 from mpitrain.data.streams import Stream
 from mpitrain.errors import DataError
-from mpitrain.launch.shared import all_ranks
+from mpitrain.mpi.shared_arrays import communicator
+from mpitrain.mpi.world import World
 from mpitrain.train.loader import BatchLoader
-from mpitrain.world import World
 
 pytestmark = pytest.mark.mpi
 
@@ -78,7 +78,7 @@ def samples_of(dataset: Any, world: World, num_workers: int = 0) -> Samples:
         "the training data",
         seed=3,
         world=world,
-        ranks=all_ranks(world),
+        ranks=communicator(world),
         num_workers=num_workers,
     )
 
@@ -115,7 +115,7 @@ def steps_of(
             assert isinstance(batch.indices, np.ndarray)
             assert len(set(batch.indices.tolist())) == len(batch)
         mine.append((step.num_samples, num_micro_batches, targets, inputs))
-    by_rank = all_ranks(world).tell_all(mine)
+    by_rank = communicator(world).allgather(mine)
     steps = []
     for of_step in zip(*by_rank, strict=True):  # as many steps on every rank
         assert len({(size, micro_batches) for size, micro_batches, *_ in of_step}) == 1
@@ -301,7 +301,7 @@ def test_a_stream_that_shares_itself_out_among_ranks_is_refused(world: World) ->
     assert said.startswith("the first sample of the training data differs between rank")
     assert "shard(num_shards, index)" in said
     assert len(said) < 400
-    assert (caught.value.speaker, caught.value.everywhere) == (0, True)
+    assert (caught.value.reporting_rank, caught.value.is_collective) == (0, True)
 
 
 def test_a_stream_without_samples_is_refused(world: World) -> None:

@@ -22,9 +22,9 @@ from trainings import (
 )
 
 from mpitrain.errors import LaunchError, UsageError
+from mpitrain.mpi.world import World
 from mpitrain.train import mixing
 from mpitrain.train.trainer import Trainer
-from mpitrain.world import World
 
 pytestmark = pytest.mark.mpi
 
@@ -85,7 +85,7 @@ def test_a_reduction_that_is_wrong_is_noticed_at_the_start(
         return
     with pytest.raises(LaunchError) as caught:
         trained(world, precision="fp32", epochs=1, strategy="fsdp")
-    assert caught.value.speaker == 0
+    assert caught.value.reporting_rank == 0
     said = str(caught.value)
     assert f"torch {torch.__version__}, backend {world.backend}: " in said
     assert "reduce_scatter_tensor (avg) gave" in said

@@ -26,9 +26,9 @@ from trainings import (
 from mpitrain.data.sharding import epoch_order
 from mpitrain.data.sources import InMemory
 from mpitrain.errors import DataError, UsageError
-from mpitrain.launch import shared
+from mpitrain.mpi import shared_arrays
+from mpitrain.mpi.world import World
 from mpitrain.train.trainer import Trainer
-from mpitrain.world import World
 
 pytestmark = pytest.mark.mpi
 
@@ -125,7 +125,7 @@ def test_features_need_no_shared_memory(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shared_memory, _ = trained(world, probe_epochs=1, epochs=0)
-    monkeypatch.setattr(shared, "FOLDER", Path("/nowhere"))
+    monkeypatch.setattr(shared_arrays, "FOLDER", Path("/nowhere"))
     own_memory, _ = trained(world, probe_epochs=1, epochs=0)
     assert own_memory == pytest.approx(shared_memory, rel=1e-12)
 

@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from mpitrain.data.sharding import Share, epoch_order
 from mpitrain.data.sources import InMemory, digits
 from mpitrain.models.build import build_model
+from mpitrain.mpi.world import World
 from mpitrain.train.config import TrainConfig
 from mpitrain.train.trainer import Trainer
-from mpitrain.world import World
 
 if TYPE_CHECKING:
     from mpi4py import MPI

@@ -14,11 +14,11 @@ from torch.utils.data import TensorDataset
 
 from mpitrain.data.sharding import epoch_order
 from mpitrain.data.sources import InMemory, digits
+from mpitrain.mpi.world import World
 from mpitrain.train.callbacks import Callback
 from mpitrain.train.config import TrainConfig
 from mpitrain.train.metrics import EpochMetrics, StepMetrics, Throughput
 from mpitrain.train.trainer import Trainer
-from mpitrain.world import World
 
 NUM_SAMPLES, BATCH_SIZE, EPOCHS = 75, 16, 2  # the last of five steps is short
 

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
+from mpitrain.mpi.world import Node, World
 from mpitrain.tools.check import findings, login, looks, report, screen
 from mpitrain.tools.check.facts import HostFacts, RankFacts, marked, nearest, shares
 from mpitrain.tools.check.pairs import Failure, opponents, rounds
 from mpitrain.tools.check.software import belongs, launcher_of, library_of
-from mpitrain.world import Node, World
 
 ROOT = Path(__file__).parents[2]
 

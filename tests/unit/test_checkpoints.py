@@ -25,9 +25,9 @@ from mpitrain.checkpoint.format import BrokenCheckpoint
 from mpitrain.checkpoint.layout import Checkpoint
 from mpitrain.checkpoint.reader import CheckpointReader, check, newest_complete
 from mpitrain.errors import DataError
-from mpitrain.launch.shared import Alone
+from mpitrain.mpi.shared_arrays import SingleProcess
+from mpitrain.mpi.world import World
 from mpitrain.train.state import TrainState
-from mpitrain.world import World
 
 NAMES = ("SHA256SUMS", "metadata.json", "rank-0.bin", "tensors.json")
 
@@ -310,7 +310,7 @@ def test_impossible_ones_are_set_aside_and_the_one_before_is_taken(
     world = World(
         rank=0, world_size=1, local_rank=0, local_world_size=1, node_rank=0, nodes=()
     )
-    found = newest_complete(tmp_path, "a", world, Alone())
+    found = newest_complete(tmp_path, "a", world, SingleProcess())
     assert found == before
     names = {path.name for path in (tmp_path / layout.FOLDER).glob("*.broken")}
     assert names == {"step-00000110.broken", "step-00000120.broken"}

@@ -7,12 +7,11 @@ from pathlib import Path
 import pytest
 
 from mpitrain.errors import TopologyError
-from mpitrain.launch.contradictions import (
+from mpitrain.launch.env_checks import (
     check_size,
     foreign_library,
     launched_rank,
     lone_in_allocation,
-    speaks_before_mpi,
 )
 
 
@@ -28,7 +27,7 @@ from mpitrain.launch.contradictions import (
 def test_alone_though_several_were_started_is_refused(environ: dict) -> None:
     with pytest.raises(TopologyError, match=r"started \d processes .* world of 1"):
         check_size(1, environ)
-    assert speaks_before_mpi(environ) == (len(environ) == 1)
+    assert (launched_rank(environ) == 0) == (len(environ) == 1)
 
 
 @pytest.mark.parametrize(
@@ -56,7 +55,7 @@ def test_a_rank_above_zero_that_is_alone_is_refused(rank: int) -> None:
     with pytest.raises(TopologyError, match=f"started {rank + 1} processes") as e:
         check_size(1, environ)
     # Rank 0 cannot know, so rank 1 says it for all.
-    assert (e.value.speaker == launched_rank(environ)) == (rank == 1)
+    assert (e.value.reporting_rank == launched_rank(environ)) == (rank == 1)
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,9 @@ from mpitrain.data import sharding
 from mpitrain.data.config import DataConfig
 from mpitrain.data.sources import InMemory, digits, load_data
 from mpitrain.errors import DataError, UsageError
-from mpitrain.launch.shared import Alone
+from mpitrain.mpi.shared_arrays import SingleProcess
+from mpitrain.mpi.world import Node, World
 from mpitrain.plugins import call_with_known, load_reference
-from mpitrain.world import Node, World
 
 LONE = World(
     rank=0,
@@ -120,7 +120,7 @@ def empty() -> tuple[list[int], list[int]]:
 )
 def test_data_that_is_none_is_named(name: str, error: type, words: str) -> None:
     with pytest.raises(error, match=words):
-        load_data(DataConfig(data=name), seed=1, world=LONE, ranks=Alone())
+        load_data(DataConfig(data=name), seed=1, world=LONE, ranks=SingleProcess())
 
 
 def test_a_callable_is_given_what_it_takes_by_name() -> None:

@@ -7,18 +7,17 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from fake_gpus import build_nvml
 
 from mpitrain.errors import TopologyError
-from mpitrain.launch import devices, nccl, nvml
-from mpitrain.launch.gpus import Gpu, Sight, named_by_driver
-from mpitrain.topology import group_by_node
-from mpitrain.world import Node
+from mpitrain.launch.placement import gpu
+from mpitrain.launch.placement.gpu import VisibleGpus
+from mpitrain.mpi.topology import group_by_node
+from mpitrain.mpi.world import Node
 
 OURS, NCCL = "mpi4py", "cpu:mpi4py,cuda:nccl"
 
-OLD = nccl.why_not_shared((2, 28, 9), {})
-NEW = nccl.why_not_shared((2, 30, 7), {})
+OLD = gpu.why_not_shared((2, 28, 9), {})
+NEW = gpu.why_not_shared((2, 30, 7), {})
 
 
 def nodes_of(*sizes: int) -> tuple[Node, ...]:
@@ -26,9 +25,8 @@ def nodes_of(*sizes: int) -> tuple[Node, ...]:
     return group_by_node(names)
 
 
-def sees(*uuids: str, mode: int = 0, why_not: str = OLD, mps: bool = False) -> Sight:
-    gpus = tuple(Gpu(uuid=uuid, compute_mode=mode) for uuid in uuids)
-    return Sight(gpus=gpus, has_nccl=True, why_not_shared=why_not, mps=mps)
+def sees(*uuids: str, why_not: str = OLD, mps: bool = False) -> VisibleGpus:
+    return VisibleGpus(gpus=uuids, has_nccl=True, why_not_shared=why_not, mps=mps)
 
 
 @pytest.mark.parametrize(
@@ -63,7 +61,7 @@ def sees(*uuids: str, mode: int = 0, why_not: str = OLD, mps: bool = False) -> S
 def test_the_plan_gives_each_rank_a_device(
     visible: list, sizes: tuple, expected: list, backend: str
 ) -> None:
-    plan = devices.plan([sees(*uuids) for uuids in visible], nodes_of(*sizes))
+    plan = gpu.plan_devices([sees(*uuids) for uuids in visible], nodes_of(*sizes))
     assert list(plan.devices) == expected
     assert plan.backend == backend
     assert plan.shared == (backend == OURS and expected[0] != "cpu")
@@ -82,10 +80,10 @@ def test_any_number_of_ranks_trains_on_any_number_of_gpus(
         for _ in range(num_ranks)
     ]
     nodes = nodes_of(*[num_ranks] * num_nodes)
-    plan = devices.plan(seen, nodes)
+    plan = gpu.plan_devices(seen, nodes)
     if num_gpus == 0:
         assert (set(plan.devices), plan.backend) == ({"cpu"}, OURS)
-        assert devices.warnings_of(plan) == []
+        assert gpu.warnings_of(plan) == []
         return
     for node in nodes:
         # Local rank i takes device i; then it goes round.
@@ -97,80 +95,48 @@ def test_any_number_of_ranks_trains_on_any_number_of_gpus(
     assert max(load.values()) - min(load.values()) <= 1
     assert plan.shared == (num_ranks > num_gpus)
     assert plan.backend == (OURS if plan.shared and why_not else NCCL)
-    assert len(devices.warnings_of(plan)) == plan.shared
+    assert len(gpu.warnings_of(plan)) == plan.shared
 
 
 def test_sharing_by_gloo_says_why_and_what_it_costs() -> None:
-    (said,) = devices.warnings_of(devices.plan([sees("a")] * 8, nodes_of(8)))
+    (said,) = gpu.warnings_of(gpu.plan_devices([sees("a")] * 8, nodes_of(8)))
     assert "up to 8 ranks share a GPU and NCCL 2.28.9 refuses it" in said
     assert "through host memory" in said
 
 
 def test_sharing_by_nccl_says_where_mps_does_not_run() -> None:
     seen = [sees("a", why_not=NEW, mps=True)] * 2 + [sees("b", why_not=NEW)] * 2
-    (said,) = devices.warnings_of(devices.plan(seen, nodes_of(2, 2)))
+    (said,) = gpu.warnings_of(gpu.plan_devices(seen, nodes_of(2, 2)))
     assert "without CUDA MPS on gpu01" in said
     assert "nvidia-cuda-mps-control -d" in said
-    assert devices.warnings_of(devices.plan(seen[:2], nodes_of(2))) == []
+    assert gpu.warnings_of(gpu.plan_devices(seen[:2], nodes_of(2))) == []
 
 
 def test_one_rank_that_cannot_share_decides_for_all() -> None:
     seen = [sees("a", why_not=NEW), sees("a", why_not=OLD)]
-    assert devices.plan(seen, nodes_of(2)).backend == OURS
+    assert gpu.plan_devices(seen, nodes_of(2)).backend == OURS
 
 
 def test_without_nccl_it_is_gloo_even_for_a_gpu_each() -> None:
-    seen = [Sight(gpus=(Gpu(uuid=x),), has_nccl=False) for x in "ab"]
-    plan = devices.plan(seen, nodes_of(2))
+    seen = [VisibleGpus(gpus=(x,), has_nccl=False) for x in "ab"]
+    plan = gpu.plan_devices(seen, nodes_of(2))
     assert plan.backend == OURS
-    assert "torch has no NCCL here" in devices.warnings_of(plan)[0]
-
-
-def test_slices_of_one_gpu_are_devices_of_their_own_that_nccl_counts_as_one() -> None:
-    """NCCL knows a MIG slice by its GPU (nccl issue 1716)."""
-    gpus = [Gpu(uuid=f"MIG-{i}", chip="a") for i in range(2)]
-    for why_not, backend in ((OLD, OURS), (NEW, NCCL)):
-        seen = [Sight(gpus=(g,), has_nccl=True, why_not_shared=why_not) for g in gpus]
-        plan = devices.plan(seen, nodes_of(2))
-        assert plan.backend == backend
-        assert plan.ranks_per_gpu == 2
-        assert plan.gpus == ("MIG-0", "MIG-1")
+    assert "torch has no NCCL here" in gpu.warnings_of(plan)[0]
 
 
 def test_mixed_nodes_are_refused_by_name() -> None:
     with pytest.raises(TopologyError, match="some ranks see a GPU") as caught:
-        devices.plan([sees("a"), sees("a"), sees(), sees()], nodes_of(2, 2))
+        gpu.plan_devices([sees("a"), sees("a"), sees(), sees()], nodes_of(2, 2))
     assert "gpu00: all of ranks 0-1 see a GPU" in str(caught.value)
     assert "gpu01: none of ranks 2-3 sees a GPU" in str(caught.value)
-    assert caught.value.speaker == 0
+    assert caught.value.reporting_rank == 0
     with pytest.raises(TopologyError, match="gpu00: only ranks 1 of 0-1 see a GPU"):
-        devices.plan([sees(), sees("a")], nodes_of(2))
+        gpu.plan_devices([sees(), sees("a")], nodes_of(2))
 
 
 def test_cuda_that_is_required_and_missing_is_refused() -> None:
     with pytest.raises(TopologyError, match="torch sees no GPU on gpu00"):
-        devices.plan([Sight()], nodes_of(1), required=True)
-
-
-@pytest.mark.parametrize(
-    ("mode", "num_ranks", "mps", "words"),
-    [
-        (3, 1, False, None),
-        (3, 2, False, r"GPU b of gpu01 lets one process in .* ranks 2-3 share it"),
-        (3, 2, True, None),  # to the driver MPS is one process
-        (2, 1, False, "GPU b of gpu01 lets no process in"),
-    ],
-)
-def test_a_gpu_that_does_not_let_its_ranks_in_is_named(
-    mode: int, num_ranks: int, mps: bool, words: str | None
-) -> None:
-    seen = [sees("a")] * 2 + [sees("b", mode=mode, mps=mps)] * num_ranks
-    if words is None:
-        devices.plan(seen, nodes_of(2, num_ranks))
-        return
-    with pytest.raises(TopologyError, match=words) as caught:
-        devices.plan(seen, nodes_of(2, num_ranks))
-    assert caught.value.speaker == 0
+        gpu.plan_devices([VisibleGpus()], nodes_of(1), required=True)
 
 
 @pytest.mark.parametrize(
@@ -190,128 +156,31 @@ def test_a_gpu_that_does_not_let_its_ranks_in_is_named(
 def test_why_nccl_cannot_share_is_known_before_it_starts(
     version: tuple, environ: dict, words: str
 ) -> None:
-    said = nccl.why_not_shared(version, environ)
+    said = gpu.why_not_shared(version, environ)
     assert words in said
     assert bool(said) == bool(words)
 
 
 def test_amds_nccl_is_not_asked_to_share() -> None:
-    assert nccl.why_not_shared((2, 31, 0), {}, is_rocm=True)
+    assert gpu.why_not_shared((2, 31, 0), {}, is_rocm=True)
 
 
 def test_what_nccl_needs_to_share_shrinks_with_the_ranks() -> None:
-    ctas = [int(nccl.shared_variables(n)["NCCL_MAX_CTAS"]) for n in (2, 4, 8, 99)]
+    ctas = [int(gpu.shared_nccl_variables(n)["NCCL_MAX_CTAS"]) for n in (2, 4, 8, 99)]
     assert ctas == [16, 8, 4, 1]
 
 
 def test_mps_is_known_by_its_pipe(tmp_path: Path) -> None:
     environ = {"CUDA_MPS_PIPE_DIRECTORY": str(tmp_path)}
-    assert not nccl.mps_is_running(environ)
+    assert not gpu.mps_is_running(environ)
     (tmp_path / "control").touch()
-    assert nccl.mps_is_running(environ)
-
-
-CARDS = tuple(
-    nvml.Card(uuid=uuid, name="H200") for uuid in ("GPU-aa1", "GPU-ab2", "GPU-b3")
-)
-
-
-@pytest.mark.parametrize(
-    ("value", "expected"),
-    [
-        (None, ["aa1", "ab2", "b3"]),
-        ("", []),
-        ("2,0", ["b3", "aa1"]),
-        (" 1 , 2", ["ab2", "b3"]),
-        ("0,7,1", ["aa1"]),  # what does not exist ends the list
-        ("0,-1,1", ["aa1"]),
-        ("NoDevFiles", []),
-        ("0,0", []),  # twice is nothing
-        ("1gpu2", ["ab2"]),  # C's strtoul
-        ("GPU-b3,GPU-aa1", ["b3", "aa1"]),
-        ("GPU-b,GPU-aa", ["b3", "aa1"]),  # beginnings, as long as they are one's
-        ("GPU-a", []),
-        ("GPU-b,GPU-a", ["b3"]),
-    ],
-)
-def test_cuda_visible_devices_is_read_as_cuda_does(
-    value: str | None, expected: list
-) -> None:
-    found = named_by_driver(value, "", CARDS, lambda uuid: None)
-    assert found is not None
-    assert [gpu.uuid for gpu in found] == expected
-
-
-@pytest.mark.parametrize(
-    ("parent", "chip"), [("GPU-aa1", "aa1"), (None, "unknown")], ids=str
-)
-def test_slices_are_named_by_themselves_and_their_gpu(
-    parent: str | None, chip: str
-) -> None:
-    found = named_by_driver("MIG-1,MIG-2,0", "", CARDS, lambda uuid: parent)
-    assert found == (Gpu(uuid="MIG-1", chip=chip), Gpu(uuid="MIG-2", chip=chip))
-
-
-CUT = (*CARDS[:2], nvml.Card(uuid="GPU-c", name="H200", mig=True))
-MIXED = (*CARDS[:2], nvml.Card(uuid="GPU-c", name="T4"))
-
-
-@pytest.mark.parametrize(
-    ("value", "order", "cards", "told"),
-    [
-        (None, "", None, False),
-        (None, "", CUT, False),
-        (None, "", MIXED, False),  # CUDA counts the fastest first
-        ("0,1", "FASTEST_FIRST", MIXED, False),
-        ("0,1", "PCI_BUS_ID", MIXED, True),
-        ("GPU-c", "", MIXED, True),
-    ],
-)
-def test_where_the_driver_cannot_tell_torch_is_asked(
-    value: str | None, order: str, cards: tuple | None, told: bool
-) -> None:
-    found = named_by_driver(value, order, cards, lambda uuid: None)
-    assert (found is not None) == told
-
-
-def test_without_a_driver_there_are_no_cards() -> None:
-    assert nvml.cards("libno-such-driver.so.1") is None
-    assert nvml.parent_of("MIG-1", "libno-such-driver.so.1") is None
-
-
-@pytest.mark.parametrize(
-    ("given", "expected"),
-    [
-        ("", None),  # the driver is there, and not loaded
-        ("a1,b2", [("GPU-a1", 0, False), ("GPU-b2", 0, False)]),
-        ("xa,pb", [("GPU-xa", 3, False), ("GPU-pb", 2, False)]),
-        ("m1", [("GPU-m1", 0, True)]),
-    ],
-)
-def test_the_drivers_library_is_called_as_its_header_says(
-    given: str, expected: list | None, fake_nvml: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("FAKE_GPUS", given)
-    found = nvml.cards(str(fake_nvml))
-    if expected is None:
-        assert found is None
-        return
-    assert found is not None
-    assert [(c.uuid, c.compute_mode, c.mig) for c in found] == expected
-    assert nvml.parent_of("MIG-1", str(fake_nvml)) == "GPU-parent"
-    assert nvml.parent_of("GPU-a1", str(fake_nvml)) is None
-
-
-@pytest.fixture(scope="module")
-def fake_nvml(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The driver's library, as far as it goes without a GPU."""
-    return build_nvml(tmp_path_factory.mktemp("nvml"))
+    assert gpu.mps_is_running(environ)
 
 
 def test_the_order_of_ranks_does_not_change_who_shares() -> None:
     """Whatever each rank sees, nobody shares while a GPU that it sees is free."""
     for seen in itertools.permutations([("a",), ("b", "a"), ("c", "a", "b")]):
-        plan = devices.plan([sees(*uuids) for uuids in seen], nodes_of(3))
+        plan = gpu.plan_devices([sees(*uuids) for uuids in seen], nodes_of(3))
         assert not plan.shared, seen
 
 
@@ -331,22 +200,22 @@ def test_the_backend_that_was_asked_for(
     asked: str, host: str, visible: tuple[str, ...], why_not: str, backend: str
 ) -> None:
     seen = [sees(*visible, why_not=why_not, mps=True)] * 2
-    plan = devices.plan(seen, nodes_of(2), asked=asked, host_backend=host)
+    plan = gpu.plan_devices(seen, nodes_of(2), asked=asked, host_backend=host)
     assert plan.backend == backend
-    said = devices.warnings_of(plan)
+    said = gpu.warnings_of(plan)
     assert bool(said) == (asked == "auto" and len(visible) == 1)
 
 
 def test_nccl_is_refused_where_it_cannot() -> None:
     with pytest.raises(TopologyError, match="2 ranks share a GPU and NCCL"):
-        devices.plan([sees("a")] * 2, nodes_of(2), asked="nccl")
+        gpu.plan_devices([sees("a")] * 2, nodes_of(2), asked="nccl")
     with pytest.raises(TopologyError, match="--backend nccl asks for one per rank"):
-        devices.plan([Sight()] * 2, nodes_of(2), asked="nccl")
+        gpu.plan_devices([VisibleGpus()] * 2, nodes_of(2), asked="nccl")
 
 
 def test_ours_is_refused_where_torch_is_too_old() -> None:
     with pytest.raises(TopologyError, match="--backend mpi4py: torch"):
-        devices.for_host_memory("mpi4py", "torch 2.11 takes no backend")
-    assert devices.for_host_memory("auto", "torch is old")[0] == "gloo"
-    assert devices.for_host_memory("mpi4py", "")[0] == "mpi4py"
-    assert devices.for_host_memory("nccl", "torch is old")[0] == "gloo"
+        gpu.choose_host_backend("mpi4py", "torch 2.11 takes no backend")
+    assert gpu.choose_host_backend("auto", "torch is old")[0] == "gloo"
+    assert gpu.choose_host_backend("mpi4py", "")[0] == "mpi4py"
+    assert gpu.choose_host_backend("nccl", "torch is old")[0] == "gloo"

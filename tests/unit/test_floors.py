@@ -32,7 +32,7 @@ FLOORS = (
 )
 """From the roof down; a module may import from its own floor and from those below."""
 
-MPI_USERS = {"topology", "launch", "mpi_backend"}
+MPI_USERS = {"mpi", "launch", "mpi_backend"}
 
 
 def room(path: Path) -> str:

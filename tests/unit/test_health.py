@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from mpitrain.mpi.world import Node, World
 from mpitrain.record.health import HealthCheck
 from mpitrain.train.metrics import Throughput
-from mpitrain.world import Node, World
 
 WORLD = World(
     rank=0,

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from mpitrain.errors import LaunchError
-from mpitrain.launch.ending import exit_status, message
+from mpitrain.launch.process_exit import error_message, exit_status
 
 
 @pytest.mark.parametrize(
@@ -28,7 +28,7 @@ def test_every_way_out_has_a_status_and_words(
     error: BaseException, status: int, words: str
 ) -> None:
     assert exit_status(error) == status
-    assert words in message(error, "rank 1/2 h")
+    assert words in error_message(error, "rank 1/2 h")
 
 
 def test_leaving_well_is_no_failure() -> None:

@@ -14,15 +14,15 @@ from pathlib import Path
 import pytest
 
 from mpitrain.errors import LaunchError
-from mpitrain.launch import choice, network, probe, transports
-from mpitrain.launch.choice import Attempt, NodeReport, Offer
-from mpitrain.launch.interfaces import (
+from mpitrain.launch.rendezvous import probe, select, transports
+from mpitrain.launch.rendezvous.interfaces import (
     Interface,
     Kind,
     find_interfaces,
     kind_of,
     speed_of,
 )
+from mpitrain.launch.rendezvous.select import Attempt, NodeReport, Offer
 
 SECONDS = 5.0
 """For what comes at once where it comes at all."""
@@ -74,16 +74,16 @@ def test_the_best_class_then_speed_then_name_wins(
 ) -> None:
     offers = offers_of(*interfaces, named=named)
     everyone = {host: [reached(end) for end in interfaces] for host in "bc"}
-    assert offers[choice.choose("a", offers, everyone)].interface == best
-    assert offers[choice.choose("a", offers, {})].interface == best
+    assert offers[select.select_offer("a", offers, everyone)].interface == best
+    assert offers[select.select_offer("a", offers, {})].interface == best
 
 
 def test_a_connection_is_as_good_as_its_slower_end() -> None:
     offers = offers_of(IB, FAST)
-    assert choice.choose("a", offers, {"b": [reached(IB), reached(FAST)]}) == 0
+    assert select.select_offer("a", offers, {"b": [reached(IB), reached(FAST)]}) == 0
     # b has no InfiniBand: what reached ib0 there went over a router.
     over_router = {"b": [reached(SLOW), reached(FAST)]}
-    assert choice.choose("a", offers, over_router) == 1
+    assert select.select_offer("a", offers, over_router) == 1
 
 
 def test_ipv4_is_taken_before_ipv6_where_all_else_is_equal() -> None:
@@ -91,7 +91,7 @@ def test_ipv4_is_taken_before_ipv6_where_all_else_is_equal() -> None:
         Offer(address=address, port=1, interface=SLOW)
         for address in ("fd00::1", "10.0.0.1")
     ]
-    assert choice.choose("a", offers, {"b": [reached(SLOW)] * 2}) == 1
+    assert select.select_offer("a", offers, {"b": [reached(SLOW)] * 2}) == 1
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_only_what_every_node_reached_is_chosen(failing: dict, expected: int) ->
         ]
         for host, failed in failing.items()
     }
-    assert choice.choose("a", offers_of(*interfaces), attempts) == expected
+    assert select.select_offer("a", offers_of(*interfaces), attempts) == expected
 
 
 def test_no_common_address_is_one_error_with_the_table() -> None:
@@ -120,14 +120,14 @@ def test_no_common_address_is_one_error_with_the_table() -> None:
     attempts = {"b": [lost, reached(DOCKER)], "c": [reached(SLOW), refused]}
     attempts |= {f"n{i}": [lost, refused] for i in range(100)}
     with pytest.raises(LaunchError, match="rank zero's host a is reached") as caught:
-        choice.choose("a", offers_of(SLOW, DOCKER), attempts)
+        select.select_offer("a", offers_of(SLOW, DOCKER), attempts)
     first, second = str(caught.value).splitlines()[1:3]
     assert first == (
         "  10.0.0.1 (eth0, ethernet, 1000 Mb/s): "
         "reached: c; timed out: b, n0, n1, n2, n3, n4, n5, n6 and 93 more"
     )
     assert second.startswith("  10.1.0.1 (docker0, bridge, 10000 Mb/s): reached: b; ")
-    assert caught.value.speaker == 0
+    assert caught.value.reporting_rank == 0
 
 
 def test_a_missing_interface_is_named_with_those_that_are_there() -> None:
@@ -137,9 +137,9 @@ def test_a_missing_interface_is_named_with_those_that_are_there() -> None:
         "c": NodeReport(other_interfaces=("eth0", "lo")),
     }
     with pytest.raises(LaunchError, match=r"b, c, where there is eth0, lo") as caught:
-        choice.check_interface("ib0", reports)
+        select.check_interface("ib0", reports)
     assert "'ib0'" in str(caught.value)
-    choice.check_interface("ib0", {"a": NodeReport()})
+    select.check_interface("ib0", {"a": NodeReport()})
 
 
 LO = card("lo", "loopback", 0, "127.0.0.1", "::1", "10.9.0.1")
@@ -160,7 +160,7 @@ ETH = card("eth0", "ethernet", 0, "10.0.0.1", "fd00::1", "fe80::1")
 def test_rank_zero_offers_what_others_may_reach(
     name: str | None, alone: bool, expected: list
 ) -> None:
-    offered = network.addresses_to_offer([LO, ETH], name, alone=alone)
+    offered = select.addresses_to_offer([LO, ETH], name, is_alone=alone)
     assert [address for address, _ in offered] == expected
 
 
@@ -242,14 +242,14 @@ SECRET = secrets.token_bytes(32)
 def ask(
     listener: socket.socket, secret: bytes = SECRET, seconds: float = SECONDS
 ) -> tuple[str, str]:
-    return probe.ask(listener.getsockname()[:2], 0, secret, seconds=seconds)
+    return probe.connect(listener.getsockname()[:2], 0, secret, seconds=seconds)
 
 
 def test_rank_zero_proves_itself_to_those_who_know_the_secret() -> None:
-    with network.listen("127.0.0.1") as listener, probe.answering([listener], SECRET):
+    with probe.listen("127.0.0.1") as listener, probe.answering([listener], SECRET):
         assert ask(listener) == ("127.0.0.1", "")
         where = listener.getsockname()[:2]
-        came = probe.ask(where, 0, SECRET, seconds=SECONDS, source="127.0.0.9")
+        came = probe.connect(where, 0, SECRET, seconds=SECONDS, source="127.0.0.9")
         assert came == ("127.0.0.9", "")
 
 
@@ -257,23 +257,23 @@ def test_rank_zero_proves_itself_to_those_who_know_the_secret() -> None:
     ("secret", "index"), [(b"another", 0), (SECRET, 1)], ids=["secret", "index"]
 )
 def test_who_does_not_know_the_secret_gets_no_answer(secret: bytes, index: int) -> None:
-    with network.listen("127.0.0.1") as listener, probe.answering([listener], SECRET):
+    with probe.listen("127.0.0.1") as listener, probe.answering([listener], SECRET):
         where = listener.getsockname()[:2]
-        came = probe.ask(where, index, secret, seconds=0.3)
+        came = probe.connect(where, index, secret, seconds=0.3)
         assert came == ("", "accepted, no answer")
 
 
 def test_where_nobody_listens_is_refused_at_once() -> None:
-    gone = network.listen("127.0.0.1")
+    gone = probe.listen("127.0.0.1")
     where = gone.getsockname()[:2]
     gone.close()
-    assert probe.ask(where, 0, SECRET, seconds=SECONDS) == ("", "refused")
+    assert probe.connect(where, 0, SECRET, seconds=SECONDS) == ("", "refused")
 
 
 @contextmanager
 def service(serve: Callable[[socket.socket], object]) -> Iterator[socket.socket]:
     """Accept on loopback, and do something with every connection."""
-    with network.listen("127.0.0.1") as listener, ExitStack() as connections:
+    with probe.listen("127.0.0.1") as listener, ExitStack() as connections:
 
         def accept() -> None:
             with suppress(OSError):
@@ -319,7 +319,7 @@ def stranger(
                 connections.append(sock)
                 count[0] += 1
                 say(sock)
-            if len(connections) > probe.MAX_CALLERS + 10:
+            if len(connections) > probe.MAX_STRANGERS + 10:
                 connections.popleft().close()
 
     thread = threading.Thread(target=connect, daemon=True)
@@ -343,25 +343,25 @@ def stranger(
 )
 def test_a_flood_of_strangers_keeps_nobody_from_an_answer(say: Callable) -> None:
     with (
-        network.listen("127.0.0.1") as listener,
+        probe.listen("127.0.0.1") as listener,
         probe.answering([listener], SECRET),
         stranger(listener, say) as count,
     ):
-        while count[0] < 2 * probe.MAX_CALLERS:  # more than may be open at once
+        while count[0] < 2 * probe.MAX_STRANGERS:  # more than may be open at once
             time.sleep(0.001)
         for _ in range(5):
             assert ask(listener) == ("127.0.0.1", "")
 
 
 def test_a_listener_is_bound_to_its_address_alone() -> None:
-    with network.listen("127.0.0.1") as sock:
+    with probe.listen("127.0.0.1") as sock:
         port = sock.getsockname()[1]
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection(("127.0.0.2", port), timeout=1).close()
 
 
-def rendezvous(own: str, *addresses: str, name: str = "eth0") -> network.Rendezvous:
-    return network.Rendezvous(
+def rendezvous(own: str, *addresses: str, name: str = "eth0") -> select.Rendezvous:
+    return select.Rendezvous(
         address="10.0.0.1",
         port=1,
         why="",

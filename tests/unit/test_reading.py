@@ -29,7 +29,6 @@ from mpitrain.train.metrics import (
 )
 from mpitrain.train.state import TrainState
 from mpitrain.train.timer import Timer
-from mpitrain.world import Node, World
 
 
 def a_world(rank: int = 0) -> World:

@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 
 from mpitrain.errors import UsageError
+from mpitrain.mpi.world import Node, World
 from mpitrain.record import recorder, run_dir
 from mpitrain.record.environment import VARIABLES
 from mpitrain.record.jsonl import JsonlWriter
@@ -29,7 +30,6 @@ from mpitrain.record.runs import open_run
 from mpitrain.train.metrics import COMMUNICATION, PHASES, StepMetrics
 from mpitrain.train.state import TrainState
 from mpitrain.train.timer import StepSeconds, StepTimes, Timer
-from mpitrain.world import Node, World
 
 
 def a_world() -> World:

@@ -65,7 +65,7 @@ def test_check_says_so_on_a_login_node(old_metadata: Path) -> None:
 
 def test_where_it_is_not_installed_nothing_is_required(tmp_path: Path) -> None:
     root = Path(__file__).parents[2]
-    code = "from mpitrain.launch import requirements as r; print(r.old_packages())"
+    code = "from mpitrain.launch import consistency as r; print(r.old_packages())"
     (tmp_path / "mpitrain").symlink_to(root / "mpitrain")
     # -S: without site-packages, and so without the metadata of anything.
     done = subprocess.run(

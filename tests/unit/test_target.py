@@ -9,9 +9,9 @@ import pytest
 
 from mpitrain.errors import UsageError
 from mpitrain.flags import Answered
-from mpitrain.launch.environ import script_variables
-from mpitrain.launch.program import failure
-from mpitrain.launch.target import (
+from mpitrain.launch.run_script.program import failure
+from mpitrain.launch.run_script.script import script_variables
+from mpitrain.launch.run_script.target import (
     Target,
     asks_only,
     find_module,
@@ -20,7 +20,7 @@ from mpitrain.launch.target import (
     read_words,
     split,
 )
-from mpitrain.world import Node, World
+from mpitrain.mpi.world import Node, World
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Cores and threads: who is bound to what, who asked for it, what is fair."""
+"""Cores and threads: who is bound to what, and what is fair."""
 
 from __future__ import annotations
 
@@ -7,13 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mpitrain.launch import cores, threads
-from mpitrain.launch.launcher import (
-    Launcher,
-    asked_per_node,
-    binding_asked,
-    find_launcher,
-)
+from mpitrain.launch.placement import cpu
 
 
 @pytest.mark.parametrize(
@@ -30,7 +24,7 @@ from mpitrain.launch.launcher import (
     ],
 )
 def test_threads_share_the_cores(masks: list, quota: float, expected: tuple) -> None:
-    assert threads.share(masks, quota) == expected
+    assert cpu.fair_shares(masks, quota) == expected
 
 
 @pytest.mark.parametrize(
@@ -47,7 +41,7 @@ def test_the_quota_of_a_container_is_read(
 ) -> None:
     if text is not None:
         (tmp_path / "cpu.max").write_text(text)
-    assert threads.cpu_quota(tmp_path) == expected
+    assert cpu.cpu_quota(tmp_path) == expected
 
 
 @pytest.mark.parametrize(("quota", "expected"), [("-1", float("inf")), ("50000", 0.5)])
@@ -57,7 +51,7 @@ def test_the_quota_of_a_version_1_cgroup_is_read(
     (tmp_path / "cpu").mkdir()
     (tmp_path / "cpu" / "cpu.cfs_quota_us").write_text(quota + "\n")
     (tmp_path / "cpu" / "cpu.cfs_period_us").write_text("100000\n")
-    assert threads.cpu_quota(tmp_path) == expected
+    assert cpu.cpu_quota(tmp_path) == expected
 
 
 PBS = {
@@ -80,7 +74,7 @@ PBS = {
 )
 def test_threads_that_pbs_set_are_known(change: dict, expected: int | None) -> None:
     environ = {k: v for k, v in (PBS | change).items() if v is not None}
-    assert threads.threads_of_pbs(environ) == expected
+    assert cpu.threads_of_pbs(environ) == expected
 
 
 PER_PROCESS = """\
@@ -121,154 +115,26 @@ def test_threads_by_pbs_are_of_a_process_where_the_job_asks_for_ompthreads(
     )
     (tmp_path / "qstat").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    assert threads.cores_by_pbs(of_pbs, num_ranks, "7.head") == expected
+    assert cpu.cores_by_pbs(of_pbs, num_ranks, "7.head") == expected
     assert (tmp_path / "asked").exists() == asked
     assert ("does not tell" in caplog.text) == (asked and not says)
 
 
-def bound(*masks: set[int], given: int = 8, one_core: bool = True) -> list:
-    return [
-        cores.Binding(
-            cores=frozenset(mask),
-            given=frozenset(range(given)) | mask,
-            one_core=one_core,
-            asked=None,
-        )
-        for mask in masks
-    ]
-
-
 @pytest.mark.parametrize(
-    ("ranks", "asked", "num_wider", "idle"),
+    ("masks", "given", "idle"),
     [
-        (bound({0}, {1}), False, 8, 0),  # mpirun -np 2
-        (bound({0}, {1}), True, 0, 6),  # mpirun -np 2 --bind-to core
-        (bound({0}, {1}), None, 0, 6),  # mpirun is out of sight: left alone, and said
-        (bound({0}, {1}, given=2), False, 0, 0),  # these are all the cores there are
-        (bound({0}, {0}, given=1), False, 0, 0),  # taskset -c 0 mpirun
-        (bound({0, 1}, {2, 3}, given=0), False, 0, 0),  # nothing known of the job's
-        (bound(set(range(4)), one_core=False), False, 0, 0),  # a package stays
-        (bound({0, 4}, {1, 5}), False, 8, 0),  # a core with two hardware threads
+        ([{0}, {1}], 8, 6),  # mpirun -np 2, bound to a core each
+        ([{0}, {1}], 2, 0),  # these are all the cores there are
+        ([{0}, {0}], 1, 0),  # taskset -c 0 mpirun
+        ([{0}], 0, 0),  # nothing known of the launcher's
+        ([set(range(4))], 8, 0),  # a package is left alone
     ],
 )
-def test_only_a_core_that_nobody_asked_for_is_left(
-    ranks: list, asked: bool | None, num_wider: int, idle: int
+def test_cores_that_stay_idle_beside_bound_ranks_are_counted(
+    masks: list, given: int, idle: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = cores.widen(ranks, asked=asked)
-    assert (len(found.cores), found.idle) == (num_wider, idle)
-
-
-@pytest.mark.parametrize(
-    ("by_rank", "expected"),
-    [
-        ([False, None], False),  # rank zero sees mpirun, the other node a daemon
-        ([False, True], True),
-        ([None, None], None),
-    ],
-)
-def test_one_rank_that_sees_mpirun_knows_for_all(
-    by_rank: list, expected: bool | None
-) -> None:
-    bindings = [
-        cores.Binding(cores=frozenset({0}), given=frozenset(), one_core=True, asked=a)
-        for a in by_rank
-    ]
-    assert cores.whether_asked(bindings) is expected
-
-
-@pytest.mark.parametrize(
-    ("words", "environ", "expected"),
-    [
-        (("-np", "2"), {}, False),
-        (("-np", "2", "--bind-to", "none"), {}, True),
-        (("--bind-to=core",), {}, True),
-        (("--map-by", "ppr:4:node:PE=8"), {}, True),
-        (("--map-by", "ppr:4:node"), {}, False),
-        (("--map-by", "slot:pe-list=0,2"), {}, True),
-        (("--cpu-set", "0-3"), {}, True),
-        (("--prtemca", "hwloc_default_binding_policy", "core"), {}, True),
-        (None, {}, None),  # only a daemon is seen
-        (None, {"OMPI_MCA_hwloc_base_binding_policy": "core"}, True),
-        ((), {"OMPI_MCA_rmaps_base_mapping_policy": "slot:PE=2"}, True),
-        ((), {"OMPI_MCA_rmaps_base_mapping_policy": "slot"}, False),
-    ],
-)
-def test_who_asked_for_a_binding_is_known(
-    words: tuple | None, environ: dict, expected: bool | None
-) -> None:
-    launcher = Launcher(name="prterun", words=words)
-    assert binding_asked(launcher, environ) is expected
-    if words is not None and environ:
-        launcher = Launcher(name="prterun", words=words, variables=environ)
-        assert binding_asked(launcher, {}) is expected
-
-
-@pytest.mark.parametrize("name", ["", "hydra_pmi_proxy"])
-def test_without_an_mpirun_that_binds_by_default_it_was_asked(name: str) -> None:
-    assert binding_asked(Launcher(name=name, words=()), {}) is True
-
-
-@pytest.mark.parametrize(
-    ("launcher", "environ", "expected"),
-    [
-        (Launcher(words=("-np", "8")), {}, None),
-        (Launcher(words=("--map-by", "ppr:4:node")), {}, 4),
-        (Launcher(words=("--map-by", "PPR:2:NODE:PE=3")), {}, 2),
-        (Launcher(words=("--map-by", "ppr:4:package")), {}, None),
-        (Launcher(words=("-ppn", "3")), {}, 3),
-        (Launcher(), {"OMPI_MCA_rmaps_ppr_n_pernode": "5"}, 5),
-        (Launcher(), {"OMPI_MCA_rmaps_base_mapping_policy": "ppr:6:node"}, 6),
-        (Launcher(), {"SLURM_NTASKS_PER_NODE": "4"}, 4),
-        # In a container mpirun may be out of sight.
-        (Launcher(), {"SLURM_NTASKS_PER_NODE": "4", "OMPI_COMM_WORLD_SIZE": "3"}, None),
-        # One process in an allocation of four a node: nobody asked mpirun for four.
-        (Launcher(name="prterun"), {"SLURM_NTASKS_PER_NODE": "4"}, None),
-    ],
-)
-def test_how_many_a_node_were_asked_for_is_known(
-    launcher: Launcher, environ: dict, expected: int | None
-) -> None:
-    assert asked_per_node(launcher, environ) == expected
-
-
-def process(
-    proc: Path, pid: int, parent: int, name: str, words: str, of_cores: str
-) -> None:
-    folder = proc / str(pid)
-    folder.mkdir()
-    (folder / "status").write_text(
-        f"Name:\t{name}\nPPid:\t{parent}\nCpus_allowed_list:\t{of_cores}\n"
-    )
-    (folder / "comm").write_text(name + "\n")
-    (folder / "cmdline").write_text("\0".join(words.split()) + "\0")
-    (folder / "environ").write_text("HOME=/h\0A=b=c\0")
-
-
-def test_mpirun_is_found_behind_the_shell_and_the_daemon(tmp_path: Path) -> None:
-    process(tmp_path, 1, 0, "init", "init", "0-63")
-    process(tmp_path, 5, 1, "mpirun", "mpirun -ppn 2 bash -x", "0-7")
-    process(tmp_path, 6, 5, "hydra_pmi_proxy", "hydra_pmi_proxy", "0-3,8")
-    process(tmp_path, 7, 6, "bash", "bash -c run", "2")
-    process(tmp_path, 8, 7, "python", "python run.py", "2")
-    found = find_launcher(8, {"OMPI_COMMAND": "bash"}, tmp_path)
-    assert found.name == "hydra_pmi_proxy"
-    assert found.cores == {0, 1, 2, 3, 8}  # the daemon's: of this host
-    assert found.words == ("-ppn", "2")  # without the user's own flags
-    assert found.variables["A"] == "b=c"
-
-
-def test_a_daemon_alone_tells_the_cores_and_not_the_words(tmp_path: Path) -> None:
-    process(tmp_path, 1, 0, "sshd", "sshd", "0-63")
-    process(tmp_path, 6, 1, "prted", "prted --prtemca ess env", "0-15")
-    process(tmp_path, 8, 6, "python", "python run.py", "2")
-    found = find_launcher(8, {}, tmp_path)
-    assert (found.name, found.words) == ("prted", None)
-    assert len(found.cores) == 16
-
-
-def test_without_mpirun_nothing_is_found() -> None:
-    assert find_launcher(1, {}) == Launcher()
-    assert find_launcher(os.getpid(), {}, Path("/nowhere")) == Launcher()
+    monkeypatch.setattr(cpu, "is_one_core", lambda mask: len(mask) == 1)
+    assert cpu.idle_cores([*map(frozenset, masks)], frozenset(range(given))) == idle
 
 
 @pytest.mark.parametrize(
@@ -281,17 +147,11 @@ def test_a_core_is_known_with_its_hardware_threads(
     folder = tmp_path / "cpu0" / "topology"
     folder.mkdir(parents=True)
     (folder / "thread_siblings_list").write_text(siblings + "\n")
-    assert cores.is_one_core(mask, tmp_path) is expected
+    assert cpu.is_one_core(mask, tmp_path) is expected
 
 
 @pytest.mark.parametrize(("mask", "expected"), [({3}, True), ({3, 4}, False)])
 def test_without_the_kernels_word_a_core_is_one_number(
     mask: set, expected: bool, tmp_path: Path
 ) -> None:
-    assert cores.is_one_core(mask, tmp_path) is expected
-
-
-def test_cores_that_do_not_exist_are_refused_without_harm() -> None:
-    before = os.sched_getaffinity(0)
-    assert not cores.run_on({100_000})
-    assert os.sched_getaffinity(0) == before
+    assert cpu.is_one_core(mask, tmp_path) is expected

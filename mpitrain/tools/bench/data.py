@@ -29,13 +29,13 @@ from mpitrain.data.samples import Samples
 from mpitrain.data.sharding import Share
 from mpitrain.data.sources import DEFAULT_IMAGE_SIZE, load_data
 from mpitrain.flags import PROGRAM
-from mpitrain.launch.shared import Alone
+from mpitrain.mpi.shared_arrays import SingleProcess
+from mpitrain.mpi.world import Node, World
 from mpitrain.tools.bench import images
 from mpitrain.tools.bench.columns import markdown
 from mpitrain.tools.bench.config import WRITTEN, BenchDataConfig
 from mpitrain.tools.output import deliver
 from mpitrain.train.loader import BatchLoader
-from mpitrain.world import Node, World
 
 NUM_ROUNDS = 5
 """Each pair of format and workers is timed so often, by turns; the median counts."""
@@ -216,7 +216,7 @@ def _roads(
             ),
             seed=SEED,
             world=_alone(),
-            ranks=Alone(),
+            ranks=SingleProcess(),
         )
         in_memory = isinstance(found.train, InMemory)
         roads.append(

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from mpitrain.errors import MpitrainError, UsageError
 from mpitrain.flags import PROGRAM, read_flags
-from mpitrain.launch.contradictions import is_one_of_several
+from mpitrain.launch.env_checks import is_one_of_several
 from mpitrain.record.reading import Metrics
 from mpitrain.record.run_dir import read_json
 from mpitrain.tools.bench.columns import markdown

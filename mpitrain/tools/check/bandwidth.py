@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from mpitrain.launch.reduction import all_reduce
-from mpitrain.topology import wait_for_all
-from mpitrain.world import World
+from mpitrain.mpi.collectives import all_reduce, barrier
+from mpitrain.mpi.world import World
 
 if TYPE_CHECKING:
     from mpitrain.launch import Job
@@ -205,7 +204,7 @@ def _measure_size(
 
 def _time(job: Job, call: Callable[[], object], count: int) -> float:
     """Return the seconds of one call. Collective over all ranks."""
-    wait_for_all(job.comm)
+    barrier(job.comm)
     call()  # ranks leave the sleep above at different times, and this one together
     started = time.perf_counter()
     for _ in range(count):
@@ -217,14 +216,14 @@ def _time(job: Job, call: Callable[[], object], count: int) -> float:
 
 def _slowest(job: Job, seconds: Sequence[float]) -> list[float]:
     """Return the most that each number is on any rank. Collective over all ranks."""
-    wait_for_all(job.comm)
+    barrier(job.comm)
     return [max(column) for column in zip(*job.comm.allgather(seconds), strict=True)]
 
 
 def _copy_bytes_per_second(job: Job) -> float:
     source = torch.ones(COPY_BYTES // 4)
     target = torch.zeros_like(source)
-    wait_for_all(job.comm)
+    barrier(job.comm)
     count, started = 0, time.perf_counter()
     while time.perf_counter() < started + COPY_SECONDS:
         target.copy_(source)

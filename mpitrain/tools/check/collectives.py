@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from mpitrain.launch.ending import is_consequence
+from mpitrain.launch.process_exit import is_consequence
+from mpitrain.mpi.world import World
 from mpitrain.tools.check.truths import Setting, Truth
-from mpitrain.world import World
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store

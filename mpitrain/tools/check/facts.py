@@ -13,9 +13,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mpitrain.launch import threads
-from mpitrain.launch.network import Rendezvous
-from mpitrain.world import World
+from mpitrain.launch.placement import cpu
+from mpitrain.launch.rendezvous.select import Rendezvous
+from mpitrain.mpi.world import World
 
 SEEN_SECONDS = 3.0
 """How long a node looks for a file of rank zero: NFS may hide a new one for a while."""
@@ -137,7 +137,7 @@ def of_host(
     """
     import psutil
 
-    quota = threads.cpu_quota()
+    quota = cpu.cpu_quota()
     folder = nearest(runs_dir)
     return HostFacts(
         hostname=world.hostname,

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
+from mpitrain.mpi.world import Node, format_ranges
 from mpitrain.tools.check.pairs import Failure
-from mpitrain.world import Node, in_runs
 
 if TYPE_CHECKING:
     from mpitrain.tools.check.collectives import Result
@@ -109,7 +109,7 @@ def of_collectives(
         first = min(ranks)
         where = f"rank {first} {hosts[first]}"
         if len(ranks) > 1:
-            where = f"ranks {in_runs(sorted(ranks))}, first {where}"
+            where = f"ranks {format_ranges(sorted(ranks))}, first {where}"
         is_wrong = ranks[first].outcome == "wrong"
         found.append(
             Finding(
@@ -127,7 +127,7 @@ def of_collectives(
             severity="error",
             name="failed-collective",
             found=f"{kind} on {device} is lacking on ranks "
-            f"{in_runs(lacking[kind, device])} alone",
+            f"{format_ranges(lacking[kind, device])} alone",
             remedy="use one version of torch on all nodes",
         )
         for kind, device in some
@@ -176,7 +176,7 @@ def of_gradients(
                 name="wrong-gradients",
                 found=f"{strategy.upper()}'s gradients differ from those of one "
                 f"process by {by_rank[worst]:.1e} on rank {worst} {hosts[worst]} "
-                f"(ranks {in_runs(far)}), expected {most:.0e} at most",
+                f"(ranks {format_ranges(far)}), expected {most:.0e} at most",
                 remedy="do not train on this: see what the collectives gave above, and "
                 "try without one node after another, or another torch",
             )

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from mpitrain.world import World
+from mpitrain.mpi.world import World
 
 if TYPE_CHECKING:
     from mpitrain.launch import Job

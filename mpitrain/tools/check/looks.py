@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from mpitrain.launch.requirements import numbers
+from mpitrain.launch.consistency import version_numbers
+from mpitrain.mpi.world import Node, format_ranges, list_hosts
 from mpitrain.tools.check.facts import (
     SOCKET_VARIABLES,
     HostFacts,
     RankFacts,
 )
 from mpitrain.tools.check.findings import Finding, by_severity
-from mpitrain.world import Node, in_runs, list_hosts
 
 TRIED_TORCH = "2.15"
 """The oldest torch that our tests ran with."""
@@ -81,8 +81,8 @@ def one_core(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             severity="warning",
             name="one-core",
-            found=f"ranks {in_runs(ranks)} on {hostname}{more} may use one core each, "
-            f"of {cores}",
+            found=f"ranks {format_ranges(ranks)} on {hostname}{more} may use one core "
+            f"each, of {cores}",
             remedy="mpirun --bind-to none (MPICH: -bind-to none), so that threads and "
             "data workers have cores, too",
         )
@@ -300,7 +300,7 @@ def clocks(facts: Facts) -> Iterator[Finding]:
 
 def old_torch(facts: Facts) -> Iterator[Finding]:
     """A torch that is older than what was tried."""
-    if numbers(facts.torch_version) < numbers(TRIED_TORCH):
+    if version_numbers(facts.torch_version) < version_numbers(TRIED_TORCH):
         yield Finding(
             severity="note",
             name="old-torch",
@@ -374,8 +374,8 @@ def watchdog(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             severity="warning",
             name="no-watchdog",
-            found=f"no watchdog could start beside ranks {in_runs(without)}: hangs "
-            "there have no name",
+            found=f"no watchdog could start beside ranks {format_ranges(without)}: "
+            "hangs there have no name",
             remedy="see the warning that these ranks printed; ulimit -u (processes)",
         )
 

@@ -13,12 +13,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from mpitrain.launch import network
-from mpitrain.topology import wait_for_all
-from mpitrain.world import World
+from mpitrain.launch.rendezvous import probe
+from mpitrain.mpi.collectives import barrier
+from mpitrain.mpi.world import World
 
 if TYPE_CHECKING:
-    from mpitrain.launch import Guard, Job
+    from mpitrain.launch import ExitGuard, Job
 
 CONNECT_SECONDS = 3.0
 """How long one connection may take, and one answer."""
@@ -84,7 +84,7 @@ def opponents(node_rank: int, num_nodes: int) -> list[int]:
     ]
 
 
-def find_failures(guard: Guard, world: World, address: str) -> list[Failure]:
+def find_failures(guard: ExitGuard, world: World, address: str) -> list[Failure]:
     """Let the first rank of every node connect to that of every other, both ways.
 
     Collective over all ranks. Two allgathers, of an address and of the failures. By
@@ -110,12 +110,12 @@ def find_failures(guard: Guard, world: World, address: str) -> list[Failure]:
         if leads:
             with contextlib.suppress(OSError):  # no address: nobody will reach it
                 offer = stack.enter_context(_answering(address, token))
-        wait_for_all(comm)
+        barrier(comm)
         by_rank: list[tuple[str, int] | None] = comm.allgather(offer)
         offers = [by_rank[node.ranks[0]] for node in world.nodes]
         if leads:
             mine = _connect_to_all(world.node_rank, offers, token)
-        wait_for_all(comm)
+        barrier(comm)
     return [failure for found in comm.allgather(mine) for failure in found]
 
 
@@ -157,14 +157,14 @@ def exchange(job: Job, world: World, budget_seconds: float) -> tuple[int, int]:
                 dist.recv(found, other)
                 dist.send(value, other)
             num_wrong += not bool((found == other).all())
-    wait_for_all(job.comm)
+    barrier(job.comm)
     return num_tried, sum(job.comm.allgather(num_wrong))
 
 
 @contextlib.contextmanager
 def _answering(address: str, token: bytes) -> Iterator[tuple[str, int]]:
     """Listen on one address, and prove to who connects that this is the job's node."""
-    with network.listen(address) as listener:
+    with probe.listen(address) as listener:
         listener.settimeout(0.2)
         done = threading.Event()
         thread = threading.Thread(target=_serve, args=(listener, token, done))

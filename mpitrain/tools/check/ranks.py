@@ -11,17 +11,15 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TextIO
 
 from mpitrain import schedulers
-from mpitrain.launch import Job, start
-from mpitrain.launch.network import Rendezvous
+from mpitrain.launch import Job, stages
+from mpitrain.launch.rendezvous.select import Rendezvous
 from mpitrain.schedulers import seconds_left
 from mpitrain.tools.check import facts, findings, looks, pairs, report, screen
 from mpitrain.tools.check.config import CheckConfig
 from mpitrain.tools.check.software import library_of, versions
-from mpitrain.topology import mpi_library, on_rank_zero, wait_for_all
-from mpitrain.world import World
 
 if TYPE_CHECKING:
-    from mpitrain.launch import Guard
+    from mpitrain.launch import ExitGuard
 
 COLLECTIVE_SECONDS = 300.0
 """How long one collective may take; the watchdog comes before."""
@@ -77,7 +75,7 @@ class Voice:
             time.sleep(0.5)  # for mpirun to forward it
 
 
-def look(guard: Guard, config: CheckConfig, environ: Mapping[str, str]) -> int:
+def look(guard: ExitGuard, config: CheckConfig, environ: Mapping[str, str]) -> int:
     """Look at all ranks.
 
     Collective over all ranks.
@@ -96,14 +94,14 @@ def look(guard: Guard, config: CheckConfig, environ: Mapping[str, str]) -> int:
     voice = Voice(speaks=guard.comm.rank == 0, as_json=config.json)
     guard.on_failure.append(voice.give_up)
     voice.progress("the start")
-    world = start.prepare(guard, launch, COLLECTIVE_SECONDS, os.environ)
+    world = stages.prepare(guard, launch, COLLECTIVE_SECONDS, os.environ)
     if guard.watched is not None:
         guard.watched.start("which nodes reach each other")
     rendezvous = guard.rendezvous
     assert rendezvous is not None  # the start has set it
     closed = pairs.find_failures(guard, world, rendezvous.own_address)
     if not closed:
-        start.join(guard, world, COLLECTIVE_SECONDS)
+        stages.init_process_group(guard, world, COLLECTIVE_SECONDS)
     if guard.watched is not None:  # no step comes here; each trial tells of itself
         guard.watched.hang_timeout_seconds = launch.hang_timeout or 0.0
     job = Job(world, guard, COLLECTIVE_SECONDS, {})
@@ -131,7 +129,7 @@ def look(guard: Guard, config: CheckConfig, environ: Mapping[str, str]) -> int:
 def _gather(
     job: Job,
     world: World,
-    guard: Guard,
+    guard: ExitGuard,
     rendezvous: Rendezvous,
     config: CheckConfig,
     before: Mapping[str, str],
@@ -154,7 +152,7 @@ def _gather(
             ),
             "look at this node",
         )
-    wait_for_all(job.comm)
+    barrier(job.comm)
     if host is not None:
         host = replace(host, clock_seconds=time.time())
     mine = facts.of_rank(
@@ -200,7 +198,7 @@ def _describe(
 def _try(
     job: Job,
     world: World,
-    guard: Guard,
+    guard: ExitGuard,
     told: looks.Facts,
     config: CheckConfig,
     voice: Voice,
@@ -225,7 +223,7 @@ def _try(
     for device in devices:
         results += collectives.try_all(job, world, device, guard.store, truths.TRUTHS)
     results += collectives.try_all(job, world, "cpu", guard.store, truths.OBJECT_TRUTHS)
-    wait_for_all(job.comm)
+    barrier(job.comm)
     by_rank = job.comm.allgather([r for r in results if r.outcome != "right"])
     answer |= report.of_collectives(
         [(result.kind, result.device) for result in results],
@@ -241,7 +239,7 @@ def _try(
         if strategy == "fsdp" and world.device != "cpu" and "nccl" not in world.backend:
             continue  # gloo and mpi4py have not all that FSDP calls on a GPU
         difference = gradients.largest_difference(job, world, strategy)
-        wait_for_all(job.comm)
+        barrier(job.comm)
         differences[strategy] = job.comm.allgather(difference)
     answer |= report.of_gradients(differences, gradients.TOLERANCES)
     voice.show(screen.gradient_lines(answer))
@@ -259,8 +257,8 @@ def _try(
 
 def mpi_name() -> str:
     """Return family and version of the MPI library, or its own words."""
-    known = library_of(mpi_library())
-    return str(known) if known.family else " ".join(mpi_library().split())
+    known = library_of(mpi_library_version())
+    return str(known) if known.family else " ".join(mpi_library_version().split())
 
 
 def torch_version() -> str:

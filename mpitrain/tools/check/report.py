@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from mpitrain.mpi.world import World
 from mpitrain.schedulers import Scheduler
 from mpitrain.tools.check.facts import RankFacts, shares
 from mpitrain.tools.check.findings import Finding
 from mpitrain.tools.check.looks import Facts
 from mpitrain.tools.check.pairs import Failure
-from mpitrain.world import World
 
 if TYPE_CHECKING:
     from mpitrain.tools.check.bandwidth import Bandwidth

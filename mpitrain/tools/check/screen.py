@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
-from mpitrain.world import in_runs
+from mpitrain.mpi.world import format_ranges
 
 WIDTH = 100
 INDENT = " " * 13
@@ -30,7 +30,7 @@ def world_lines(found: Part) -> list[str]:
                 (
                     str(node["node_rank"]),
                     node["hostname"],
-                    in_runs([rank["rank"] for rank in alike]),
+                    format_ranges([rank["rank"] for rank in alike]),
                     f"{cores:.3g}{of}",
                     str(threads),
                     devices_in_words(alike),
@@ -77,7 +77,9 @@ def devices_in_words(ranks: Sequence[Part]) -> str:
     names = list(dict.fromkeys(rank["device"] for rank in ranks))
     if names == ["cpu"]:
         return "cpu"
-    return f"cuda:{in_runs(sorted(int(n.partition(':')[2]) for n in names))}{shared}"
+    return (
+        f"cuda:{format_ranges(sorted(int(n.partition(':')[2]) for n in names))}{shared}"
+    )
 
 
 def software_lines(found: Part) -> list[str]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from importlib import metadata
 
 from mpitrain import __version__
-from mpitrain.launch.requirements import numbers
+from mpitrain.launch.consistency import version_numbers
 
 PACKAGES = ("torch", "mpi4py", "numpy")
 
@@ -92,7 +92,7 @@ def belongs(launcher: Mpi, library: Mpi) -> bool | None:
         return None
     if launcher.family != library.family:
         return launcher.family == "MPICH" and library.family in HYDRA
-    return numbers(launcher.version)[:2] == numbers(library.version)[:2]
+    return version_numbers(launcher.version)[:2] == version_numbers(library.version)[:2]
 
 
 def versions() -> dict[str, str]:

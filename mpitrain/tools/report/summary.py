@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
+from mpitrain.mpi.world import format_ranges
 from mpitrain.record.reading import Run, TimedThroughput
 from mpitrain.tools.report.analysis import JobTimes, ReportedRun, find_straggler
 from mpitrain.train.metrics import PHASES
-from mpitrain.world import in_runs
 
 Row = tuple[str, ...]
 
@@ -152,7 +152,7 @@ def findings(jobs: Sequence[JobTimes], paces: Sequence[TimedThroughput]) -> list
             (job.missing_ranks(), "left no file: can their nodes see this folder?"),
         ):
             if ranks:
-                name = _rank(ranks[0], job) if len(ranks) == 1 else in_runs(ranks)
+                name = _rank(ranks[0], job) if len(ranks) == 1 else format_ranges(ranks)
                 found.append(f"{where}{name} {reason}")
     return [text[0].upper() + text[1:] + "." for text in found]
 

@@ -17,11 +17,12 @@ from mpitrain.data.sources import Data, load_data
 from mpitrain.errors import Stopped
 from mpitrain.launch import Job
 from mpitrain.launch.current import heartbeat
-from mpitrain.launch.shared import Ranks, all_ranks
 from mpitrain.models.build import build_and_load
 from mpitrain.models.fetch import cache_folder, fetch_weights, is_cached
 from mpitrain.models.summary import summary_line, summary_table
 from mpitrain.models.weights import LoadedWeights
+from mpitrain.mpi.shared_arrays import Communicator, communicator
+from mpitrain.mpi.topology import mpi_library_version
 from mpitrain.plugins import is_reference
 from mpitrain.record.console import world_lines
 from mpitrain.record.environment import describe
@@ -32,7 +33,6 @@ from mpitrain.record.rank_times import RankTimes
 from mpitrain.record.recorder import Recorder
 from mpitrain.record.run_dir import shown, write_json
 from mpitrain.tools.train.prepare import PreparedRun
-from mpitrain.topology import mpi_library
 from mpitrain.train.callbacks import Callback
 from mpitrain.train.config import TrainConfig
 from mpitrain.train.progress import choose_progress, say
@@ -61,7 +61,7 @@ def run_training(
         MpitrainError: On every rank or on one, whose message is shown.
     """
     world, config, run_dir = job.world, run.config, run.run_dir
-    ranks = all_ranks(world)
+    ranks = communicator(world)
     checkpointer = Checkpointer(
         run_dir,
         every_epochs=config.checkpoint_every_epochs,
@@ -125,7 +125,7 @@ def run_training(
 
 
 def _build(
-    config: TrainConfig, data: Data, ranks: Ranks, *, with_weights: bool
+    config: TrainConfig, data: Data, ranks: Communicator, *, with_weights: bool
 ) -> tuple[nn.Module, LoadedWeights | None]:
     """Build the model; one rank per file system downloads its weights.
 
@@ -141,7 +141,7 @@ def _build(
         The model, equal on all ranks, and which weights were loaded, if any.
     """
     name, weights = config.model, config.weights if with_weights else None
-    if not all(ranks.tell_all(is_cached(name, weights))):
+    if not all(ranks.allgather(is_cached(name, weights))):
         ranks.once_per_file_system(
             cache_folder(name),
             lambda: fetch_weights(name, weights),
@@ -203,7 +203,7 @@ class Introduction(Callback):
         if not world.is_rank_zero:
             return
         environment = describe(
-            world, schedulers.detect(os.environ), mpi_library(), os.environ
+            world, schedulers.detect(os.environ), mpi_library_version(), os.environ
         )
         write_json(self._run_dir / "environment.json", environment)
         table = summary_table(trainer.engine.model)

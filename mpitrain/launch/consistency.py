@@ -1,0 +1,294 @@
+"""What must be equal on all ranks and may differ: compared before anything uses it."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import re
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from importlib import metadata
+from typing import TYPE_CHECKING, Any
+
+import mpitrain
+from mpitrain.errors import LaunchError, TopologyError, collective_error
+from mpitrain.launch.config import LaunchConfig
+from mpitrain.launch.env_checks import local_size
+from mpitrain.mpi.collectives import barrier
+from mpitrain.mpi.topology import mpi_library_version
+from mpitrain.mpi.world import Node, World, format_ranges, list_hosts
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+CLOCK_WARNING_SECONDS = 60.0
+"""Clocks further apart than this are warned of."""
+
+CLOCK_LIMIT_SECONDS = 300.0
+"""Clocks further apart than this are refused: deadlines and times of files lie."""
+
+logger = logging.getLogger("mpitrain")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankFacts:
+    """What one rank says of itself."""
+
+    software: Mapping[str, str]
+    """Versions by name."""
+    arguments: Mapping[str, str]
+    """What this rank was asked for, by the argument's name, as Python writes it."""
+    clock_seconds: float
+    """Its clock when all ranks were at one place, seconds since 1970."""
+    local_size: tuple[str, int] | None = None
+    """The launcher's variable for the processes of this node, and its value."""
+
+
+def check_consistency(
+    comm: MPI.Intracomm,
+    world: World,
+    config: LaunchConfig,
+    timeout_seconds: float,
+    environ: Mapping[str, str],
+) -> None:
+    """Refuse to start where ranks contradict each other.
+
+    Collective over `comm`: a barrier, then one allgather of a small dictionary.
+
+    Raises:
+        TopologyError: Versions, arguments, clocks or the number of ranks of a node
+            contradict each other. Raised on every rank or on none.
+    """
+    asked = {**asdict(config), "timeout_seconds": timeout_seconds}
+    mine: dict[str, Any] = {
+        "software": software(),
+        "arguments": {name: repr(value) for name, value in asked.items()},
+        "local_size": local_size(environ),
+    }
+    barrier(comm)  # so that the clocks are read at one moment
+    mine["clock_seconds"] = time.time()
+    # Plain dictionaries: another version of mpitrain must be able to read them.
+    facts = [
+        RankFacts(**{name: theirs.get(name) for name in mine})
+        for theirs in comm.allgather(mine)
+    ]
+    check_software(facts, world.nodes)
+    check_arguments(facts)
+    warnings = [
+        check_ranks_per_node(facts, world.nodes),
+        check_clocks(facts, world.nodes),
+    ]
+    if world.is_rank_zero:
+        for text in filter(None, warnings):
+            logger.warning("%s", text)
+
+
+def software() -> dict[str, str]:
+    """Return the versions that must be equal on all ranks. Imports no torch.
+
+    >>> sorted(software())
+    ['MPI library', 'Python', 'mpi4py', 'mpitrain', 'torch']
+    """
+    found = {
+        "mpitrain": mpitrain.__version__,
+        "Python": f"{sys.version_info.major}.{sys.version_info.minor}",
+        # Up to the comma: then comes on which machine it was built.
+        "MPI library": " ".join(mpi_library_version().partition(",")[0].split()),
+    }
+    for package in ("torch", "mpi4py"):
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            found[package] = "unknown"
+    return found
+
+
+def check_software(facts: Sequence[RankFacts], nodes: Sequence[Node]) -> None:
+    """Refuse different versions on different ranks.
+
+    Raises:
+        TopologyError: With each version and where it is; on every rank or on none.
+    """
+    hosts = {rank: node.hostname for node in nodes for rank in node.ranks}
+    lines = []
+    for name in facts[0].software:
+        versions = _ranks_by_value([of_rank.software.get(name) for of_rank in facts])
+        if len(versions) > 1:
+            found = (
+                f"{version} on {list_hosts(hosts[rank] for rank in ranks)} "
+                f"({_named(ranks)})"
+                for version, ranks in versions.items()
+            )
+            lines.append(f"  {name}: {'; '.join(found)}")
+    if lines:
+        raise _error(
+            "the ranks do not run the same software.\n"
+            + "\n".join(lines)
+            + "\nExpected one version of each on all nodes. Use one environment on "
+            "a file system that all nodes share, and hand it on: mpirun -x PATH "
+            "-x LD_LIBRARY_PATH -x PYTHONPATH -x MPI4PY_LIBMPI"
+        )
+
+
+def check_arguments(facts: Sequence[RankFacts]) -> None:
+    """Refuse a start that the ranks were asked for in different ways.
+
+    Raises:
+        TopologyError: With each value and its ranks; on every rank or on none.
+    """
+    lines = []
+    for name in facts[0].arguments:
+        values = _ranks_by_value([of_rank.arguments.get(name) for of_rank in facts])
+        if len(values) > 1:
+            found = (f"{value} on {_named(ranks)}" for value, ranks in values.items())
+            lines.append(f"  {name}: {'; '.join(found)}")
+    if lines:
+        raise _error(
+            "the ranks ask for different things.\n"
+            + "\n".join(lines)
+            + "\nExpected the same arguments to mpitrain.init() on every rank."
+        )
+
+
+def check_ranks_per_node(facts: Sequence[RankFacts], nodes: Sequence[Node]) -> str:
+    """Refuse a number of ranks on a node other than the launcher says.
+
+    Returns:
+        A warning where nodes have different numbers of ranks, else ``""``.
+
+    Raises:
+        TopologyError: With the first such node; on every rank or on none.
+    """
+    for node in nodes:
+        said = facts[node.ranks[0]].local_size
+        if said is not None and said[1] != len(node.ranks):
+            name, number = said
+            raise _error(
+                f"the launcher says that it started {number} processes on "
+                f"{node.hostname} ({name}={number}), but {len(node.ranks)} say "
+                f"that they run there ({_named(node.ranks)}).\n"
+                "Expected both to be equal. Give every machine (or container) a "
+                "host name of its own, and name it once in the host file."
+            )
+    hosts: dict[int, list[str]] = {}
+    for node in nodes:
+        hosts.setdefault(len(node.ranks), []).append(node.hostname)
+    if len(hosts) == 1:
+        return ""
+    found = "; ".join(f"{size} on {list_hosts(on)}" for size, on in hosts.items())
+    return (
+        f"the nodes have different numbers of ranks: {found}. Expected as many on "
+        "each, unless you mean it: leave -np out, or look for a node that offers "
+        "fewer slots"
+    )
+
+
+def check_clocks(facts: Sequence[RankFacts], nodes: Sequence[Node]) -> str:
+    """Refuse clocks that are minutes apart.
+
+    Returns:
+        A warning where they are more than a minute apart, else ``""``.
+
+    Raises:
+        TopologyError: With the two hosts that are furthest apart; on every rank or on
+            none.
+    """
+    # The earliest of a host: a rank may be held up between the barrier and its clock.
+    clocks = {
+        node.hostname: min(facts[rank].clock_seconds for rank in node.ranks)
+        for node in nodes
+    }
+    behind, ahead = (choose(clocks, key=clocks.__getitem__) for choose in (min, max))
+    seconds = clocks[ahead] - clocks[behind]
+    if seconds <= CLOCK_WARNING_SECONDS:
+        return ""
+    times = " and ".join(
+        f"{datetime.fromtimestamp(clocks[host], UTC):%Y-%m-%d %H:%M:%S} on {host}"
+        for host in (behind, ahead)
+    )
+    said = f"the hosts' clocks are {seconds:.0f} s apart: {times} (UTC)"
+    if seconds <= CLOCK_LIMIT_SECONDS:
+        return f"{said}; let them keep the network's time (timedatectl, chronyc)"
+    raise _error(
+        f"{said}.\nExpected less than {CLOCK_LIMIT_SECONDS:.0f} s: deadlines and "
+        "the times of logs and files are compared between hosts. Let them keep the "
+        "network's time (timedatectl, chronyc), or leave that host out of the job."
+    )
+
+
+def _ranks_by_value(values: Sequence[str | None]) -> dict[str, list[int]]:
+    found: dict[str, list[int]] = {}
+    for rank, value in enumerate(values):
+        found.setdefault(value or "unknown", []).append(rank)
+    return found
+
+
+def _named(ranks: Sequence[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {format_ranges(ranks)}"
+
+
+def _error(text: str) -> TopologyError:
+    return collective_error(TopologyError(text))
+
+
+def check_requirements() -> None:
+    """Refuse packages older than the minimum that mpitrain was installed with.
+
+    Local. After the ranks' versions were compared: all raise, or none.
+
+    Raises:
+        LaunchError: With each package, its version and the minimum.
+    """
+    old = old_packages()
+    if old:
+        found = "\n".join(
+            f"  {name}: found {version}, expected {minimum} or newer"
+            for name, version, minimum in old
+        )
+        raise collective_error(
+            LaunchError(
+                f"packages of {sys.prefix} are too old for mpitrain.\n{found}\n"
+                f"Type: {upgrade_command(old)}"
+            )
+        )
+
+
+def old_packages() -> list[tuple[str, str, str]]:
+    """Return name, version and minimum of each installed package that is too old.
+
+    The minimum versions are those of mpitrain's own metadata. Where it is not
+    installed, such as on a PYTHONPATH, there are none.
+    """
+    try:
+        required = metadata.requires("mpitrain") or []
+    except metadata.PackageNotFoundError:
+        return []
+    old = []
+    for line in required:
+        # Not those of extras, which have a marker after a semicolon.
+        if found := re.fullmatch(r"([\w.-]+)\s*>=\s*([\d.]+)", line):
+            name, minimum = found.groups()
+            with contextlib.suppress(metadata.PackageNotFoundError):
+                version = metadata.version(name)
+                if version_numbers(version) < version_numbers(minimum):
+                    old.append((name, version, minimum))
+    return old
+
+
+def upgrade_command(old: list[tuple[str, str, str]]) -> str:
+    """Return the command that upgrades some packages of this environment."""
+    words = " ".join(f"'{name}>={minimum}'" for name, _, minimum in old)
+    return f"{sys.executable} -m pip install --upgrade {words}"
+
+
+def version_numbers(version: str) -> tuple[int, ...]:
+    """Return the numbers that a version begins with.
+
+    >>> version_numbers("2.15.0+cu132"), version_numbers("5.0.11rc1")
+    ((2, 15, 0), (5, 0, 11))
+    """
+    found = re.match(r"\d+(?:\.\d+)*", version)
+    return tuple(map(int, found[0].split("."))) if found else ()

@@ -1,0 +1,161 @@
+"""Ranks that have returned, and others that wait for them in a collective.
+
+Under torchrun a rank's end closes its connections, so that gloo fails at once. Here it
+waits for the others, and they would wait for it until the group's timeout. So each rank
+writes to the store at its end how many collectives it has begun in which group; a rank
+that has begun more, and stands still, waits for ever.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store
+
+from mpitrain.errors import EarlyReturnError
+from mpitrain.mpi.world import format_ranges
+from mpitrain.mpi_backend.desync_report import format_positions
+from mpitrain.watchdog.report import Frame, describe_call
+
+POLL_SECONDS = 2.0
+"""How often a rank looks whether others have returned."""
+
+STUCK_SECONDS = 3.0
+"""How long a rank stands still in a collective before it is taken for stuck."""
+
+_KEY = "mpitrain/returned"
+_WAITING_KEY = "mpitrain/waiting"
+
+_with_messages: set[str] = set()
+"""Groups with sends and receives: gloo counts them among the collectives, and ranks
+need not have as many."""
+
+
+class EarlyReturnMonitor:
+    """Which ranks have returned, seen from one rank; watches in a thread.
+
+    Args:
+        store: The job's store.
+        rank: This process.
+        world_size: Number of ranks.
+        fail: Called, in the thread, with the error.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        world_size: int,
+        fail: Callable[[EarlyReturnError], object],
+    ) -> None:
+        self._store, self._rank, self._fail = store, rank, fail
+        self._names = [f"rank {number}" for number in range(world_size)]
+        self._counts: dict[str, int] = {}  # of groups that are destroyed
+        self._stop = threading.Event()
+        self._patch_torch()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+
+    def returned(self) -> None:
+        """Write to the store that this rank has returned, and stop watching."""
+        self._stop.set()
+        self._thread.join(POLL_SECONDS)
+        with contextlib.suppress(Exception):  # the end will tell
+            self._write(_KEY, self._counts | count_collectives())
+
+    def note(self) -> str:
+        """Return a line that names those that have returned; ``""`` for none."""
+        ranks = sorted(self._read(_KEY))
+        return f"\n{_returned(ranks)} before" if ranks else ""
+
+    def _write(self, key: str, value: Any) -> None:
+        line = json.dumps([self._rank, value]) + "\n"
+        self._store.append(key, line)  # type: ignore[attr-defined]
+
+    def _read(self, key: str) -> dict[int, Any]:
+        if not self._store.check([key]):
+            return {}
+        return dict(map(json.loads, self._store.get(key).decode().splitlines()))
+
+    def _patch_torch(self) -> None:
+        """Note groups before they are destroyed, and those with messages."""
+        destroy: Any = dist.destroy_process_group
+
+        def destroy_process_group(group: Any = None) -> None:
+            self._counts |= count_collectives()
+            destroy(group)
+
+        for module in (dist, dist.distributed_c10d):
+            module.destroy_process_group = destroy_process_group  # type: ignore[attr-defined]
+        for name in ("send", "recv", "recv_anysource"):
+            setattr(dist.ProcessGroup, name, _noted(getattr(dist.ProcessGroup, name)))
+
+    def _watch(self) -> None:
+        before: dict[str, tuple[int, list[int]]] = {}
+        since = 0.0
+        while not self._stop.wait(POLL_SECONDS):
+            try:
+                returned = self._read(_KEY)
+            except Exception:  # the store is gone, and so is the job
+                return
+            own = count_collectives() if returned else {}
+            waits = {
+                name: [r for r, counts in returned.items() if counts.get(name, n) < n]
+                for name, n in own.items()
+            }
+            now = {name: (own[name], ranks) for name, ranks in waits.items() if ranks}
+            if now != before:
+                before, since = now, time.monotonic()
+            elif now and time.monotonic() - since > STUCK_SECONDS:
+                away = sorted({r for _, ranks in now.values() for r in ranks})
+                self._fail(self._error(away))
+                return
+
+    def _error(self, away: list[int]) -> EarlyReturnError:
+        main = sys._current_frames().get(threading.main_thread().ident or 0)  # noqa: SLF001
+        stack = traceback.extract_stack(main)[::-1]
+        frames = [Frame(f.filename, f.lineno or 0, f.name) for f in stack]
+        self._write(_WAITING_KEY, describe_call(frames))
+        time.sleep(POLL_SECONDS + 0.5)  # others find the same as late as that
+        waiting: dict[int, str] = self._read(_WAITING_KEY)
+        where = format_positions(self._names, dict.fromkeys(away, "returned") | waiting)
+        return EarlyReturnError(
+            f"{_returned(away)}, and others wait in a collective:\n{where}"
+        )
+
+
+def _returned(ranks: Sequence[int]) -> str:
+    which = f"rank {ranks[0]} has"
+    if len(ranks) > 1:
+        which = f"ranks {format_ranges(ranks)} have"
+    return f"{which} returned with status 0"
+
+
+def count_collectives() -> dict[str, int]:
+    """Return how many collectives this rank has begun, by group and kind of device."""
+    counts = {}
+    for group, name in list(dist.distributed_c10d._world.pg_names.items()):  # noqa: SLF001
+        if group.group_name in _with_messages:
+            continue
+        for device in group._device_types:  # noqa: SLF001
+            with contextlib.suppress(Exception):  # not every backend counts
+                backend: Any = group._get_backend(device)  # noqa: SLF001
+                number = backend._get_sequence_number_for_group()  # noqa: SLF001
+                counts[f"{name} {device.type}"] = int(number)
+    return counts
+
+
+def _noted(method: Callable[..., Any]) -> Callable[..., Any]:
+    def noted(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
+        _with_messages.add(group.group_name)
+        return method(group, *args, **kwargs)
+
+    return noted

@@ -1,0 +1,413 @@
+"""Every way out of one rank ends the whole job, and says why once.
+
+Under plain ``mpirun python`` a rank that raises leaves the others waiting for it for
+ever (mpi4py issue 290): its interpreter reaches MPI_Finalize, which waits for them.
+The guard stands around everything between MPI_Init and the end.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import faulthandler
+import functools
+import os
+import secrets
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from types import TracebackType
+from typing import TYPE_CHECKING, ClassVar, Literal, NoReturn
+
+from mpitrain.errors import EarlyReturnError, LaunchError, TopologyError
+from mpitrain.launch.config import START_TIMEOUT_SECONDS
+from mpitrain.launch.env_checks import (
+    MPI_RANK_VARIABLES,
+    check_size,
+    foreign_library,
+    is_on_one_node,
+    launched_rank,
+    launched_size,
+    launcher_sockets,
+)
+from mpitrain.launch.process_exit import (
+    error_message,
+    exit_after,
+    exit_status,
+    flush,
+    ignore_children,
+    is_consequence,
+)
+from mpitrain.mpi.collectives import barrier
+from mpitrain.mpi.topology import start_mpi
+from mpitrain.mpi.world import World, rank_label
+from mpitrain.watchdog.client import WatchdogClient
+from mpitrain.watchdog.coordinator import HANG_STATUS
+from mpitrain.watchdog.heartbeat import State
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+    from torch._C._distributed_c10d import Store
+    from torch.utils.hooks import RemovableHandle
+
+    from mpitrain.launch.early_return import EarlyReturnMonitor
+    from mpitrain.launch.rendezvous.select import Rendezvous
+
+CONSEQUENCE_SECONDS = 4.0
+"""How long a rank whose peer went away waits for that peer's own message."""
+
+_FORWARD_SECONDS = 0.5
+"""Time for mpirun to forward the message: after an abort MPICH's drops what is left."""
+
+_CALLBACK_SECONDS = 3.0
+_CLAIM_SECONDS = 2.0
+_CLAIM_KEY = "mpitrain/failures"
+_RECORD_SECONDS = 2.5
+"""How long other ranks leave the one that writes a hang into the record."""
+
+
+class ExitGuard:
+    """A context manager around all that a rank does with others.
+
+    Leaving it by an exception, by `sys.exit` with a status other than 0 or by Ctrl-C
+    ends every rank of the job with that status. Only the first rank to fail prints its
+    error. A world of one has nobody to end: there the exception just propagates.
+
+    Attributes:
+        comm: All ranks of the job.
+        store: Where ranks agree who failed first; ``None`` before it is open.
+        early_return: Which ranks have returned; ``None`` where that is not watched.
+        rendezvous: Where rank zero is reached; ``None`` before that is known.
+        step_hook: Counts optimizer steps for the watchdog; ``None`` while none count.
+        stage_seconds: How long each stage of the start took here, in their order.
+        watched: The watchdog's view of this process; ``None`` where none could start.
+        on_failure: Called with the message on the rank that prints it, before the end.
+        on_end: Called on every rank that the watchdog is about to end.
+    """
+
+    current: ClassVar[ExitGuard | None] = None
+    """This process's guard, once MPI has started; the watchdog's thread uses it."""
+
+    def __init__(
+        self, comm: MPI.Intracomm, watched: WatchdogClient | None = None
+    ) -> None:
+        self.comm = comm
+        self.watched = watched
+        self.store: Store | None = None
+        self.rendezvous: Rendezvous | None = None
+        self.early_return: EarlyReturnMonitor | None = None
+        self.stage_seconds: dict[str, float] = {}
+        self.step_hook: RemovableHandle | None = None
+        self.on_failure: list[Callable[[str], object]] = []
+        self.on_end: list[Callable[[], object]] = []
+        self._rank, self._size = comm.rank, comm.size  # after MPI_Finalize, too
+        self._label = rank_label(comm.rank, comm.size, socket.gethostname())
+        self._failed = False
+        self._is_reported = False  # the watchdog has said why the job ends
+        self._pid = os.getpid()
+
+    def __enter__(self) -> ExitGuard:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> Literal[False]:
+        if error is not None and exit_status(error) != 0:
+            self.fail(error)
+        return False
+
+    @contextlib.contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Name a stage of the start for the watchdog, and measure its time."""
+        if self.watched is not None:
+            self.watched.start(name)
+        started = time.perf_counter()
+        yield
+        self.stage_seconds[name] = time.perf_counter() - started
+
+    def fail(self, error: BaseException) -> None:
+        """End the job because of an error on this rank.
+
+        Returns only in a world of one, where the caller re-raises `error`. A process
+        forked off a rank ends alone.
+        """
+        if os.getpid() != self._pid:
+            if not isinstance(error, SystemExit):
+                traceback.print_exception(error)
+            flush()
+            # Not through MPI_Finalize: MPI is its parent's.
+            os._exit(exit_status(error))
+        if self._failed:
+            return
+        self._failed = True
+        status = exit_status(error) or 1
+        if self._size > 1:
+            ignore_children()
+        try:
+            self._report_if_first(error)
+        finally:
+            # Whatever went wrong on the way (no memory, a second Ctrl-C): the job ends.
+            if self._size > 1:
+                self._abort(status)
+
+    def _report_if_first(self, error: BaseException) -> None:
+        reporting_rank = getattr(error, "reporting_rank", None)
+        if reporting_rank is not None:
+            first = reporting_rank == self._rank
+        else:
+            first = self._size == 1 or self._is_first(error)
+        if self.watched is not None and self._size > 1:
+            # Its sidecar need not: this rank, or another, reports the cause.
+            self.watched.set_state(State.FAILING)
+        if first:
+            self._report(error)
+        if self._size > 1 and reporting_rank is not None:
+            barrier(self.comm, timeout_seconds=_CLAIM_SECONDS)
+        elif not first:
+            time.sleep(CONSEQUENCE_SECONDS)  # the first one's abort comes before this
+
+    def _report(self, error: BaseException) -> None:
+        if self.watched is not None and self._size == 1:
+            self.watched.idle()  # a world of one may continue after it
+        try:
+            text = error_message(error, self._label)
+        except Exception:
+            text = f"[{self._label}] {type(error).__name__} that cannot be printed"
+        if self.early_return is not None and is_consequence(error):
+            with contextlib.suppress(Exception):  # the store may be gone
+                text += self.early_return.note()
+        if self._size > 1:
+            flush()
+            sys.stderr.write(text + "\n")
+            flush()
+            time.sleep(_FORWARD_SECONDS)
+        # After the message, and not for long: a dead file server may be the reason.
+        for callback in self.on_failure:
+            _call_within(_CALLBACK_SECONDS, functools.partial(callback, text))
+
+    def _is_first(self, error: BaseException) -> bool:
+        """Whether no other rank has said why the job ends."""
+        if is_consequence(error):
+            time.sleep(CONSEQUENCE_SECONDS)
+        if self._is_reported:
+            return False
+        if self.store is None:
+            # Nothing to agree by: the lower ranks report, and abort, first.
+            time.sleep(1.5 * min(self._rank, 2))
+            return True
+        store, answer = self.store, list[bool]()
+
+        def claim() -> None:
+            try:
+                answer.append(store.add(_CLAIM_KEY, 1) == 1)
+            except Exception:
+                # Rank zero holds the store: it ended first, and mpirun names it.
+                answer.append(False)
+
+        _call_within(_CLAIM_SECONDS, claim)  # a stopped store would never answer
+        return answer[0] if answer else True
+
+    def connect_watchdogs(self, world: World) -> None:
+        """Connect the ranks' sidecars to rank zero's, at the rendezvous address.
+
+        Collective over all ranks.
+        """
+        found: tuple[int, str] | None = None
+        first = self.watched is not None and not self.watched.is_connected
+        if world.is_rank_zero and self.watched is not None and first:
+            token = secrets.token_hex(16)
+            where = world.master_addr if world.world_size > 1 else ""
+            with contextlib.suppress(OSError):
+                found = self.watched.listen(where, token, world.world_size), token
+        found = self.comm.bcast(found)
+        if found is None or self.watched is None:
+            return  # also for a second job of these processes: the first's stands
+        self.watched.is_connected = True
+        if not world.is_rank_zero:
+            port, token = found
+            address = world.master_addr
+            self.watched.connect(address, port, token, world.rank, world.world_size)
+
+    def obey_watchdog(self, status: int | None, text: str) -> None:
+        """Do what the watchdog wants; in a thread, as the main thread may be stuck.
+
+        Args:
+            status: The job's exit status if this is to end it; ``None``: not yet.
+            text: What was printed and this rank shall record; may be empty.
+        """
+        self._is_reported = True
+        calls = [*self.on_end] if status is not None else []
+        if text:
+            calls += [functools.partial(it, text) for it in self.on_failure]
+        for call in calls:
+            _call_within(1.0, call)
+        if status is not None:
+            time.sleep(_FORWARD_SECONDS if text else _RECORD_SECONDS)
+            self._abort(status)
+
+    def _abort(self, status: int) -> NoReturn:
+        flush()
+        if self.watched is not None:
+            self.watched.end_stopped_sidecar()
+        if not sys.modules["mpi4py.MPI"].Is_finalized():
+            self.comm.Abort(status)
+        os._exit(status)  # after MPI_Finalize, or where Abort should ever return
+
+
+def abort_on_error(
+    *, start_timeout_seconds: float = START_TIMEOUT_SECONDS, may_spawn: bool = True
+) -> ExitGuard:
+    """Start MPI and return the guard of this process, to be entered with ``with``.
+
+    Also prints the stacks of all threads if the process is killed by a fault of its
+    own (SIGSEGV, SIGFPE, SIGABRT, SIGBUS, SIGILL), and starts the watchdog's process
+    beside this one.
+
+    Args:
+        start_timeout_seconds: How long a stage of the start may take, MPI_Init the
+            first of them, before the job counts as hung.
+        may_spawn: Whether MPI_Comm_spawn has to work. Where it has not, and all ranks
+            are on one node, Open MPI gets no TCP: its ports are open to the network,
+            and one byte from a stranger there stops a rank (5.0.11 and 4.1).
+
+    Returns:
+        The guard over all ranks.
+
+    Raises:
+        LaunchError: There is no MPI library.
+        TopologyError: The launcher started several processes, but each is alone.
+    """
+    if not faulthandler.is_enabled():
+        with contextlib.suppress(Exception):  # stderr may not be a file
+            faulthandler.enable()
+    if not may_spawn and is_on_one_node(os.environ):
+        os.environ.setdefault("OMPI_MCA_btl", "^ofi,tcp")
+    before = ExitGuard.current
+    watched = before.watched if before else _start_watchdog(start_timeout_seconds)
+    started = time.perf_counter()
+    try:
+        # The sidecar reports it just before.
+        with exit_after(start_timeout_seconds + 1.5, HANG_STATUS):
+            comm = start_mpi(before=_warn_of_foreign_library)
+    except LaunchError:
+        # Where all ranks fail alike, rank 0's end ends this one before it reports.
+        time.sleep(0.0 if launched_rank(os.environ) == 0 else 3.0)
+        raise
+    except BaseException as error:
+        # MPI may have started: through its end this rank would wait for the others.
+        if launched_size(os.environ) > 1:
+            _exit_without_guard(error, watched)
+        raise
+    try:
+        check_size(comm.size, os.environ)
+    except TopologyError as error:
+        if error.reporting_rank == launched_rank(os.environ):
+            raise
+        time.sleep(1.0)  # this one's end may end rank 0, which is to report for all
+        os._exit(1)
+    guard = ExitGuard(comm, watched)
+    guard.stage_seconds["starting MPI"] = time.perf_counter() - started
+    if watched is not None and before is None:
+        watched.idle()
+    ExitGuard.current = guard
+    return guard
+
+
+def _exit_without_guard(
+    error: BaseException, watched: WatchdogClient | None
+) -> NoReturn:
+    """Report and end, without MPI; the launcher ends the others."""
+    if watched is not None:
+        watched.set_state(State.FAILING)
+    rank, size = launched_rank(os.environ), launched_size(os.environ)
+    label = rank_label(rank, size, socket.gethostname())
+    print(error_message(error, label), file=sys.stderr)
+    flush()
+    time.sleep(_FORWARD_SECONDS)
+    os._exit(exit_status(error) or 1)
+
+
+def _warn_of_foreign_library(library: str) -> None:
+    odd = foreign_library(library, os.environ)
+    if not odd:
+        return
+    if launched_rank(os.environ) == 0:
+        # Not by a logger: MPI_Init may end the process before anything is set up.
+        sys.stderr.write(f"warning: {odd}\n")
+        flush()
+        time.sleep(_FORWARD_SECONDS)
+    else:
+        time.sleep(3.0)  # this one's end in MPI_Init would end rank 0 before it reports
+
+
+def _start_watchdog(start_timeout_seconds: float) -> WatchdogClient | None:
+    try:
+        watched = WatchdogClient(
+            rank=launched_rank(os.environ),
+            world_size=launched_size(os.environ),
+            rank_variables=MPI_RANK_VARIABLES,
+            launcher_sockets=launcher_sockets(os.environ),
+            start_timeout_seconds=start_timeout_seconds,
+            on_command=_obey_watchdog,
+        )
+    except OSError as error:
+        print(f"warning: no watchdog: {error}", file=sys.stderr, flush=True)
+        return None
+    atexit.register(watched.close)
+    return watched
+
+
+def _obey_watchdog(status: int | None, text: str) -> None:
+    if ExitGuard.current is not None:
+        ExitGuard.current.obey_watchdog(status, text)
+    elif status is not None:
+        os._exit(status)
+
+
+def leave(guard: ExitGuard, timeout_seconds: float | None) -> None:
+    """Wait for the other ranks at the end, asleep, at most so long (``None``: ever).
+
+    Collective over all ranks.
+
+    Raises:
+        EarlyReturnError: They did not come.
+    """
+    if guard.watched is not None:
+        guard.watched.set_state(State.LEFT)
+    if guard.early_return is not None:
+        guard.early_return.returned()
+        guard.early_return = None
+    if not barrier(guard.comm, timeout_seconds=timeout_seconds):
+        raise EarlyReturnError(
+            f"this rank was done, but others still worked {timeout_seconds:.0f} s "
+            "later.\nExpected every rank to leave at about the same time: look for a "
+            "return or sys.exit() that only some ranks reach."
+        )
+    if guard.step_hook is not None:
+        guard.step_hook.remove()
+        guard.step_hook = None
+    if guard.watched is not None:
+        guard.watched.set_state(State.RUNNING)
+        guard.watched.idle()
+
+
+def _call_within(seconds: float, action: Callable[[], object]) -> None:
+    """Call something in a thread, and return without it when it takes too long."""
+
+    def quietly() -> None:
+        with contextlib.suppress(Exception):
+            action()
+
+    thread = threading.Thread(target=quietly, daemon=True)
+    try:
+        thread.start()
+    except RuntimeError:  # no memory for a thread, or Python 3.12 is about to end
+        quietly()
+        return
+    thread.join(seconds)

@@ -1,0 +1,1 @@
+"""Which cores, threads and GPU each rank gets."""

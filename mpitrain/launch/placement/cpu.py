@@ -1,0 +1,301 @@
+"""The cores of each rank, and how many threads it computes with."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+import os
+from collections.abc import Collection, Mapping, MutableMapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mpitrain.errors import UsageError
+from mpitrain.launch.env_checks import was_launched
+from mpitrain.mpi.collectives import all_or_none, on_rank_zero
+from mpitrain.mpi.world import World
+from mpitrain.schedulers.pbs import asks_for_ompthreads
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+logger = logging.getLogger("mpitrain")
+
+
+def configure_threads(
+    comm: MPI.Intracomm, world: World, variables: MutableMapping[str, str]
+) -> World:
+    """Count the cores of every node, and choose this rank's number of threads.
+
+    Collective over `comm`. Before torch is imported: it reads OMP_NUM_THREADS once,
+    which is set in `variables`.
+
+    Returns:
+        The world with the cores of all nodes, and this rank's cores and threads.
+
+    Raises:
+        UsageError: OMP_NUM_THREADS is no number; on every rank or on none.
+    """
+    mask = usable_cores()
+    mine = (mask, _launcher_cores(variables), cpu_quota(), threads_of_pbs(variables))
+    records = comm.allgather(mine)
+    masks, quotas = [r[0] for r in records], [r[2] for r in records]
+    of_nodes = [
+        ([masks[rank] for rank in node.ranks], quotas[node.ranks[0]])
+        for node in world.nodes
+    ]
+    if world.is_rank_zero:
+        idle = {
+            node.hostname: found
+            for node, (on_node, _) in zip(world.nodes, of_nodes, strict=True)
+            if (found := idle_cores(on_node, records[node.ranks[0]][1]))
+        }
+        if idle:
+            logger.warning(
+                "each rank is bound to one core, and others stay idle: %s; to use "
+                "them: mpirun --bind-to none (MPICH: -bind-to none)",
+                ", ".join(f"{count} of {host}" for host, count in idle.items()),
+            )
+    nodes = tuple(
+        replace(node, num_cores=count_cores(*of_node))
+        for node, of_node in zip(world.nodes, of_nodes, strict=True)
+    )
+    on_node, quota = of_nodes[world.node_rank]
+    share = fair_shares(on_node, quota)[world.local_rank]
+    of_pbs = records[0][3]
+    if of_pbs is not None:
+        sees_all = len(set().union(*on_node)) == os.cpu_count()
+        share = _within_pbs(comm, world, of_pbs, share, variables, sees_all=sees_all)
+    num_threads = all_or_none(
+        comm, lambda: threads_of(share, variables), "read OMP_NUM_THREADS"
+    )
+    return replace(world, nodes=nodes, num_cores=share, num_threads=num_threads)
+
+
+def usable_cores() -> frozenset[int]:
+    """Return the cores that this process may run on: its affinity mask."""
+    return frozenset(os.sched_getaffinity(0))
+
+
+def _launcher_cores(environ: Mapping[str, str]) -> frozenset[int]:
+    """Return the cores of this process's parent: mpirun, or its daemon on this host."""
+    if not was_launched(environ):
+        return frozenset()
+    try:
+        return frozenset(os.sched_getaffinity(os.getppid()))
+    except OSError:
+        return frozenset()
+
+
+def idle_cores(masks: Sequence[frozenset[int]], given: frozenset[int]) -> int:
+    """Count cores of the job that no rank of a node may use, if each is bound to one.
+
+    By default Open MPI binds each of up to two ranks to one core, where threads and
+    data workers then share it. A binding to a package or a NUMA domain is left alone.
+
+    >>> idle_cores([frozenset({0}), frozenset({1})], frozenset({0, 1}))
+    0
+    """
+    if not all(map(is_one_core, masks)):
+        return 0
+    return len(given.difference(*masks))
+
+
+def is_one_core(
+    mask: Collection[int], root: Path = Path("/sys/devices/system/cpu")
+) -> bool:
+    """Whether a mask of logical cores is one physical core, with its hardware threads.
+
+    (https://docs.kernel.org/admin-guide/cputopology.html)
+    """
+    try:
+        return set(mask) <= _siblings(min(mask), root)
+    except (OSError, ValueError):
+        return len(mask) == 1
+
+
+@functools.cache
+def _siblings(core: int, root: Path) -> frozenset[int]:
+    text = (root / f"cpu{core}" / "topology" / "thread_siblings_list").read_text()
+    found: set[int] = set()
+    for part in text.strip().split(","):
+        first, _, last = part.partition("-")
+        found.update(range(int(first), int(last or first) + 1))
+    return frozenset(found)
+
+
+def cpu_quota(root: Path = Path("/sys/fs/cgroup")) -> float:
+    """Return how many cores' worth of time the container may use; infinity: no limit.
+
+    ``cpu.max`` is of cgroups version 2
+    (https://docs.kernel.org/admin-guide/cgroup-v2.html#cpu-interface-files),
+    ``cpu/cpu.cfs_quota_us`` of version 1.
+    """
+    try:
+        if (root / "cpu.max").exists():
+            quota, period = (root / "cpu.max").read_text().split()
+        else:
+            names = ("cpu.cfs_quota_us", "cpu.cfs_period_us")
+            quota, period = ((root / "cpu" / name).read_text() for name in names)
+        cores = int(quota) / int(period)
+    except (OSError, ValueError, ZeroDivisionError):
+        return float("inf")  # "max" among them
+    return cores if cores > 0 else float("inf")
+
+
+def count_cores(masks: Sequence[Collection[int]], quota: float) -> int:
+    """Count the cores that the ranks of one node may use together, at least 1.
+
+    >>> count_cores([{0, 1}, {1, 2}], float("inf")), count_cores([range(64)], 8.0)
+    (3, 8)
+    """
+    return max(1, int(min(len(set().union(*masks)), quota)))
+
+
+def fair_shares(
+    masks: Sequence[Collection[int]], quota: float = float("inf")
+) -> tuple[int, ...]:
+    """Divide the cores of one node among its ranks.
+
+    Args:
+        masks: The cores that each rank may use, by local rank.
+        quota: Cores' worth of time that all of them may use together.
+
+    Returns:
+        Cores per rank, at least 1: a core that n ranks may use counts 1/n for each.
+
+    >>> fair_shares([{0, 1, 2, 3}, {0, 1, 2, 3}])
+    (2, 2)
+    >>> fair_shares([{0}, {1}]), fair_shares([{0, 1, 2, 3}] * 2, quota=2.0)
+    ((1, 1), (1, 1))
+    """
+    owners: dict[int, int] = {}
+    for mask in masks:
+        for core in mask:
+            owners[core] = owners.get(core, 0) + 1
+    largest = quota / len(masks)
+    # The sum of thirds is just below one: round before cutting.
+    parts = (round(sum(1 / owners[core] for core in mask), 6) for mask in masks)
+    return tuple(max(1, int(min(part, largest))) for part in parts)
+
+
+def threads_of(share: int, variables: MutableMapping[str, str]) -> int:
+    """Return this rank's threads: ``OMP_NUM_THREADS`` where it is set, else its share.
+
+    The variable is set in `variables` where it is not.
+
+    Raises:
+        UsageError: ``OMP_NUM_THREADS`` is no number of threads.
+
+    >>> threads_of(4, {}), threads_of(4, {"OMP_NUM_THREADS": "2"})
+    (4, 2)
+    """
+    wanted = variables.setdefault("OMP_NUM_THREADS", str(share))
+    first = wanted.split(",")[0].strip()  # a list is for nested regions
+    if not first.isdecimal() or int(first) < 1:
+        raise UsageError(
+            f"OMP_NUM_THREADS={wanted!r} in the environment; expected a number of "
+            "threads of at least 1, or `unset OMP_NUM_THREADS` for a fair share"
+        )
+    return int(first)
+
+
+def threads_of_pbs(environ: Mapping[str, str]) -> int | None:
+    """Return the ``OMP_NUM_THREADS`` that PBS set; ``None`` where it is another's.
+
+    In the job's shell PBS sets it and ``NCPUS`` to ``ompthreads``, the threads of one
+    process, or, where the job did not ask for those, to all cores of its first chunk.
+    mpirun hands ``OMP_NUM_THREADS`` to the ranks of every node, but ``NCPUS`` to those
+    of its own alone.
+
+    >>> pbs = {"PBS_JOBID": "1.head", "PBS_NODEFILE": "/var/spool/pbs/aux/1.head"}
+    >>> threads_of_pbs(pbs | {"NCPUS": "8", "OMP_NUM_THREADS": "8"})
+    8
+    """
+    of_chunk, wanted = environ.get("NCPUS", ""), environ.get("OMP_NUM_THREADS", "")
+    is_pbs = {"PBS_JOBID", "PBS_NODEFILE"} <= environ.keys()
+    if not is_pbs or wanted != of_chunk or not wanted.isdecimal():
+        return None
+    return int(wanted) or None
+
+
+def cores_by_pbs(of_pbs: int, local_world_size: int, job_id: str) -> int:
+    """Return the cores that PBS gave to each rank of this node.
+
+    PBS is asked where `of_pbs`, the result of `threads_of_pbs`, may be for all ranks of
+    the node together.
+    """
+    if not 2 <= local_world_size <= of_pbs:
+        return of_pbs
+    asks = asks_for_ompthreads(job_id)
+    if asks is None:
+        logger.warning(
+            "`qstat -f %s` does not tell whether the job asks for ompthreads: "
+            "OMP_NUM_THREADS=%d is taken as the threads of each rank",
+            *(job_id, of_pbs),
+        )
+    return of_pbs // local_world_size if asks is False else of_pbs
+
+
+def _within_pbs(
+    comm: MPI.Intracomm,
+    world: World,
+    of_pbs: int,
+    share: int,
+    variables: MutableMapping[str, str],
+    *,
+    sees_all: bool,
+) -> int:
+    """Return this rank's share of the cores by what PBS gave. Collective over `comm`.
+
+    Where the ranks see all cores of the machine, PBS does not confine the job.
+    """
+    given = on_rank_zero(
+        comm,
+        lambda: (
+            cores_by_pbs(of_pbs, world.local_world_size, variables["PBS_JOBID"])
+            if sees_all
+            else of_pbs
+        ),
+        "ask PBS for this job",
+    )
+    if sees_all:
+        share = min(share, given)
+    if variables.get("OMP_NUM_THREADS") == str(of_pbs) and of_pbs > share:
+        del variables["OMP_NUM_THREADS"]
+        if world.is_rank_zero:
+            logger.warning(
+                "OMP_NUM_THREADS=%d, set by PBS, is more than the cores of each of the "
+                "%d ranks on %s: each takes its share, %d (for a number of your own "
+                "ask PBS for ompthreads, or unset NCPUS)",
+                *(of_pbs, world.local_world_size, world.hostname, share),
+            )
+    return share
+
+
+_M_TRIM_THRESHOLD = -1  # malloc.h
+_M_MMAP_THRESHOLD = -3
+_KEEP_BYTES = 1 << 30
+_OLD_GLIBC_BYTES = 1 << 25  # half of one of its heaps; old versions allow no more
+
+
+def keep_freed_memory(variables: Mapping[str, str]) -> None:
+    """Let this process keep up to 1 GiB that it frees, for the next step.
+
+    glibc hands much of what is freed back to the system, which clears every page of it
+    before the next step gets it again: a training on CPUs may spend a third of its time
+    on that (docs/threads.md). The environment is obeyed where it sets glibc's
+    thresholds (mallopt(3)); another C library is left alone.
+    """
+    names = {"MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_"}
+    if names & variables.keys() or "glibc.malloc." in variables.get(
+        "GLIBC_TUNABLES", ""
+    ):
+        return
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None:
+        return
+    if not mallopt(_M_MMAP_THRESHOLD, _KEEP_BYTES):
+        mallopt(_M_MMAP_THRESHOLD, _OLD_GLIBC_BYTES)
+    mallopt(_M_TRIM_THRESHOLD, _KEEP_BYTES)

@@ -1,0 +1,397 @@
+"""Which GPU each rank gets, which GPUs are shared, and the backend that follows.
+
+Up to 2.29 NCCL refuses two ranks on one GPU ("Duplicate GPU detected"). Newer ones
+allow it, experimentally, behind NCCL_MULTI_RANK_GPU_ENABLE: every rank has channels of
+its own on the GPU, and where it has no room for all of them NCCL hangs
+(https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mpitrain.errors import TopologyError, collective_error
+from mpitrain.launch.config import Backend, LaunchConfig
+from mpitrain.mpi.collectives import all_or_none
+from mpitrain.mpi.topology import has_thread_multiple
+from mpitrain.mpi.world import Node, World, format_ranges
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+GLOO = "gloo"
+MPI4PY = "mpi4py"
+
+SHARED_SINCE = (2, 30, 3)
+"""The first version of NCCL in which ranks may share a GPU."""
+
+MAX_CTAS_OF_A_GPU = 32
+"""CTAs of NCCL that all ranks of a GPU have together, at most. NCCL promises two ranks
+with its default of up to 32 each; ours leaves room for the model's own kernels, and for
+small GPUs."""
+
+MPS_PIPE_DIRECTORY = "/tmp/nvidia-mps"
+"""Where MPS listens unless CUDA_MPS_PIPE_DIRECTORY says otherwise."""
+
+logger = logging.getLogger("mpitrain")
+
+
+@dataclass(frozen=True, kw_only=True)
+class VisibleGpus:
+    """What one rank sees."""
+
+    gpus: tuple[str, ...] = ()
+    """UUIDs of the GPUs, equal in all processes, in the order of their indices."""
+    has_nccl: bool = False
+    """Whether torch has NCCL, or AMD's RCCL."""
+    why_not_shared: str = ""
+    """Why NCCL's ranks cannot share a GPU; ``""``: they can."""
+    mps: bool = False
+    """Whether CUDA MPS runs on this host."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DevicePlan:
+    """Where every rank computes. Equal on all ranks."""
+
+    devices: tuple[str, ...]
+    """``"cpu"`` or ``"cuda:<visible index>"``, by rank."""
+    backend: str
+    """What to hand to ``init_process_group``."""
+    gpus: tuple[str, ...] = ()
+    """Each rank's GPU by UUID; empty without GPUs."""
+    ranks_per_gpu: int = 1
+    """Ranks on the GPU that has most."""
+    why_not_nccl: str = ""
+    """Why it is another than NCCL though there are GPUs."""
+    without_mps: tuple[str, ...] = ()
+    """Hosts whose ranks share a GPU by NCCL without CUDA MPS."""
+
+    @property
+    def shared(self) -> bool:
+        """Whether some GPU is used by several ranks."""
+        return self.ranks_per_gpu > 1
+
+
+def assign_devices(
+    comm: MPI.Intracomm,
+    world: World,
+    config: LaunchConfig,
+    variables: MutableMapping[str, str],
+) -> World:
+    """Give every rank its device, and the job its backend.
+
+    Collective over `comm`. Before NCCL starts, which reads its
+    `variables` once; what it needs is set there, if it is not.
+
+    Returns:
+        The world with devices and backend.
+
+    Raises:
+        TopologyError: The GPUs do not fit; raised on every rank or on none.
+    """
+    visible = all_or_none(
+        comm,
+        lambda: discover_gpus(variables) if config.device != "cpu" else VisibleGpus(),
+        "ask for GPUs",
+    )
+    from mpitrain.torch_compat import python_backend_error  # it imports torch
+
+    why_not = python_backend_error()
+    if world.num_nodes > 1 and config.backend == "auto" and not has_thread_multiple():
+        why_not = why_not or "MPI was started without MPI_THREAD_MULTIPLE"
+    host_backend, why_gloo = choose_host_backend(config.backend, why_not)
+    plan = plan_devices(
+        comm.allgather(visible),
+        world.nodes,
+        required=config.device == "cuda",
+        asked=config.backend,
+        host_backend=host_backend,
+    )
+    if plan.shared and "nccl" in plan.backend:
+        for name, value in shared_nccl_variables(plan.ranks_per_gpu).items():
+            variables.setdefault(name, value)
+    if world.is_rank_zero:
+        for line in (*filter(None, [why_gloo]), *warnings_of(plan)):
+            logger.warning("%s", line)
+    nodes = tuple(
+        replace(
+            node,
+            devices=tuple(plan.devices[rank] for rank in node.ranks),
+            gpus=tuple(plan.gpus[rank] for rank in node.ranks) if plan.gpus else (),
+        )
+        for node in world.nodes
+    )
+    own = plan.devices[world.rank]
+    return replace(world, nodes=nodes, device=own, backend=plan.backend)
+
+
+def discover_gpus(environ: Mapping[str, str]) -> VisibleGpus:
+    """Ask torch for the GPUs of this process; without one nothing else is asked."""
+    import torch
+    import torch.distributed as dist
+
+    gpus = tuple(map(_uuid_of, range(torch.cuda.device_count())))
+    if not gpus:
+        return VisibleGpus()
+    has_nccl = dist.is_nccl_available()
+    version: tuple[int, ...] = ()
+    if has_nccl:
+        version = torch.cuda.nccl.version()[:3]  # type: ignore[no-untyped-call]
+    is_rocm = torch.version.hip is not None
+    return VisibleGpus(
+        gpus=gpus,
+        has_nccl=has_nccl,
+        why_not_shared=why_not_shared(version, environ, is_rocm=is_rocm),
+        mps=mps_is_running(environ),
+    )
+
+
+def _uuid_of(index: int) -> str:
+    import torch
+
+    properties = torch.cuda.get_device_properties(index)
+    uuid = str(getattr(properties, "uuid", ""))
+    if torch.version.hip is not None or not uuid:
+        # Some of AMD's devices share a UUID; the bus tells them apart.
+        bus = [
+            getattr(properties, f"pci_{x}_id", "") for x in ("domain", "bus", "device")
+        ]
+        uuid = "/".join(map(str, (uuid, *bus)))
+    return uuid
+
+
+def plan_devices(
+    seen: Sequence[VisibleGpus],
+    nodes: Sequence[Node],
+    *,
+    required: bool = False,
+    asked: Backend = "auto",
+    host_backend: str = MPI4PY,
+) -> DevicePlan:
+    """Give every rank a device.
+
+    Local rank i takes the i-th device it sees. Where every rank of a node sees one
+    device (``--gpus-per-task=1``, wrapper scripts), it takes that one. Where there are
+    more ranks than devices, they share them in turn.
+
+    Args:
+        seen: What each rank sees, by rank.
+        nodes: The nodes, by node rank.
+        required: Whether to refuse CPUs.
+        asked: The backend that was asked for.
+        host_backend: The one that carries tensors in host memory.
+
+    Returns:
+        A device for each rank, and the backend for all.
+
+    Raises:
+        TopologyError: Some ranks see a GPU and others see none, or none does though it
+            is required, or NCCL was asked for and cannot. Raised on every rank or on
+            none, when `seen` is equal on all.
+
+    >>> two = (Node(hostname="a", ranks=(0, 1)),)
+    >>> plan_devices([VisibleGpus(gpus=("x", "y"), has_nccl=True)] * 2, two).devices
+    ('cuda:0', 'cuda:1')
+    >>> plan_devices([VisibleGpus(gpus=("x",), has_nccl=True)] * 2, two).ranks_per_gpu
+    2
+    >>> plan_devices([VisibleGpus()] * 2, two)  # doctest: +ELLIPSIS
+    DevicePlan(devices=('cpu', 'cpu'), backend='mpi4py', ...)
+    """
+    seeing = [rank for rank, visible in enumerate(seen) if visible.gpus]
+    if not seeing and (required or asked == "nccl"):
+        flag = "--device cuda" if required else "--backend nccl"
+        raise _error(
+            f"torch sees no GPU on {', '.join(node.hostname for node in nodes)}, but "
+            f"{flag} asks for one per rank.\nAsk the scheduler for GPUs, look at "
+            "CUDA_VISIBLE_DEVICES and at nvidia-smi there, or use --device cpu"
+        )
+    if not seeing:
+        return DevicePlan(devices=("cpu",) * len(seen), backend=host_backend)
+    if len(seeing) < len(seen):
+        raise _mixed(seeing, nodes)
+    indices = [0] * len(seen)
+    crowded: set[str] = set()
+    ranks_per_gpu = 1
+    for node in nodes:
+        for rank, index in zip(node.ranks, _in_turn(seen, node), strict=True):
+            indices[rank] = index
+        on_gpu = Counter(seen[rank].gpus[indices[rank]] for rank in node.ranks)
+        ranks_per_gpu = max(ranks_per_gpu, *on_gpu.values())
+        if max(on_gpu.values()) > 1:
+            crowded.add(node.hostname)
+    why = "" if all(v.has_nccl for v in seen) else "torch has no NCCL here"
+    if ranks_per_gpu > 1:
+        why = why or next((v.why_not_shared for v in seen if v.why_not_shared), "")
+    if why and asked == "nccl":
+        share = f"up to {ranks_per_gpu} ranks share a GPU and " * (ranks_per_gpu > 1)
+        raise _error(
+            f"--backend nccl: {share}{why}.\nExpected one rank per GPU, or leave the "
+            "flag out: then another backend is taken where NCCL cannot"
+        )
+    by_nccl = not why and asked in ("auto", "nccl")
+    without_mps = [
+        node.hostname
+        for node in nodes
+        if node.hostname in crowded and not seen[node.ranks[0]].mps
+    ]
+    return DevicePlan(
+        devices=tuple(f"cuda:{index}" for index in indices),
+        gpus=tuple(v.gpus[i] for v, i in zip(seen, indices, strict=True)),
+        backend=f"cpu:{host_backend},cuda:nccl" if by_nccl else host_backend,
+        ranks_per_gpu=ranks_per_gpu,
+        why_not_nccl=why if asked == "auto" else "",
+        without_mps=tuple(without_mps) if by_nccl else (),
+    )
+
+
+def warnings_of(plan: DevicePlan) -> list[str]:
+    """Return lines for the screen on what sharing GPUs, or another backend, costs."""
+    share = f"up to {plan.ranks_per_gpu} ranks share a GPU"
+    if plan.why_not_nccl:
+        why = plan.why_not_nccl
+        return [
+            f"{f'{share} and {why}' if plan.shared else why}: {plan.backend} instead "
+            "of NCCL, which sends gradients through host memory and so costs part of "
+            "every step"
+        ]
+    if plan.without_mps:
+        return [
+            f"{share} by NCCL without CUDA MPS on {', '.join(plan.without_mps)}: "
+            "their kernels take turns, which is slow. Start it there before the job: "
+            "nvidia-cuda-mps-control -d"
+        ]
+    return []
+
+
+def choose_host_backend(asked: Backend, why_not: str) -> tuple[str, str]:
+    """Choose the backend that carries tensors in host memory.
+
+    Args:
+        asked: What was asked for.
+        why_not: Why ours cannot; ``""``: it can.
+
+    Returns:
+        Its name, and a warning about it or ``""``.
+
+    Raises:
+        TopologyError: Ours was asked for and cannot; on every rank or on none.
+
+    >>> choose_host_backend("auto", "")
+    ('mpi4py', '')
+    >>> choose_host_backend("auto", "torch is old")
+    ('gloo', 'torch is old: gloo instead of mpi4py, which is slower')
+    """
+    if asked == "gloo":
+        return GLOO, ""
+    if why_not and asked == "mpi4py":
+        raise _error(
+            f"--backend mpi4py: {why_not}.\nExpected torch 2.14 or newer: pip "
+            "install -U torch, or take --backend gloo"
+        )
+    if why_not:
+        return GLOO, f"{why_not}: gloo instead of mpi4py, which is slower"
+    return MPI4PY, ""
+
+
+def _in_turn(seen: Sequence[VisibleGpus], node: Node) -> list[int]:
+    """Choose for each rank of a node, by index, the GPU that fewest have so far.
+
+    Those that see fewest choose first; where all see the same, it is one after another.
+    """
+    taken = Counter[str]()
+    chosen: dict[int, int] = {}
+    for rank in sorted(node.ranks, key=lambda rank: len(seen[rank].gpus)):
+        gpus = seen[rank].gpus
+        index = min(range(len(gpus)), key=lambda i: taken[gpus[i]])
+        taken[gpus[index]] += 1
+        chosen[rank] = index
+    return [chosen[rank] for rank in node.ranks]
+
+
+def _mixed(seeing: Sequence[int], nodes: Sequence[Node]) -> TopologyError:
+    lines = []
+    for node in nodes:
+        ranks = format_ranges(node.ranks)
+        with_gpu = [rank for rank in node.ranks if rank in seeing]
+        if len(with_gpu) == len(node.ranks):
+            lines.append(f"  {node.hostname}: all of ranks {ranks} see a GPU")
+        elif not with_gpu:
+            lines.append(f"  {node.hostname}: none of ranks {ranks} sees a GPU")
+        else:
+            some = format_ranges(with_gpu)
+            lines.append(f"  {node.hostname}: only ranks {some} of {ranks} see a GPU")
+    return _error(
+        "some ranks see a GPU and others see none:\n"
+        + "\n".join(lines)
+        + "\nExpected GPUs for all or for none. Ask the scheduler for them on "
+        "every node, look at CUDA_VISIBLE_DEVICES there, or use --device cpu"
+    )
+
+
+def _error(text: str) -> TopologyError:
+    return collective_error(TopologyError(text))
+
+
+def why_not_shared(
+    version: tuple[int, ...], environ: Mapping[str, str], *, is_rocm: bool = False
+) -> str:
+    """Return why ranks of NCCL cannot share a GPU here; ``""``: they can.
+
+    Args:
+        version: NCCL's; empty without it.
+        environ: This process's environment.
+        is_rocm: Whether it is AMD's RCCL.
+
+    >>> why_not_shared((2, 28, 9), {})
+    'NCCL 2.28.9 refuses it, 2.30.3 would not'
+    >>> why_not_shared((2, 30, 7), {})
+    ''
+    """
+    if not version:
+        return "torch has no NCCL here"
+    if is_rocm:
+        return "RCCL is not known to allow it"
+    if version < SHARED_SINCE:
+        found, needed = (".".join(map(str, v)) for v in (version, SHARED_SINCE))
+        return f"NCCL {found} refuses it, {needed} would not"
+    if environ.get("NCCL_MULTI_RANK_GPU_ENABLE", "1") != "1":
+        value = environ["NCCL_MULTI_RANK_GPU_ENABLE"]
+        return f"NCCL_MULTI_RANK_GPU_ENABLE={value} forbids it"
+    if environ.get("NCCL_NVLS_ENABLE") == "1":
+        return "NCCL_NVLS_ENABLE=1 does not go with it"
+    return ""
+
+
+def shared_nccl_variables(ranks_per_gpu: int) -> dict[str, str]:
+    """Return the variables that NCCL needs where so many ranks share a GPU.
+
+    NVLS is switched off by name: NCCL 2.30 does it by itself, but looks at the last two
+    ranks only (``hasMultiRankNvml`` in its ``init.cc``).
+
+    >>> [shared_nccl_variables(num)["NCCL_MAX_CTAS"] for num in (8, 64)]
+    ['4', '1']
+    """
+    return {
+        "NCCL_MULTI_RANK_GPU_ENABLE": "1",
+        "NCCL_NVLS_ENABLE": "0",
+        "NCCL_MAX_CTAS": str(max(1, MAX_CTAS_OF_A_GPU // ranks_per_gpu)),
+    }
+
+
+def mps_is_running(environ: Mapping[str, str]) -> bool:
+    """Whether CUDA MPS, which lets kernels of several processes run at once, runs.
+
+    Its control daemon has a pipe in a folder that clients must find by the same
+    variable (https://docs.nvidia.com/deploy/mps/).
+    """
+    folder = environ.get("CUDA_MPS_PIPE_DIRECTORY") or MPS_PIPE_DIRECTORY
+    try:
+        return (Path(folder) / "control").exists()
+    except OSError:
+        return False

@@ -1,0 +1,1 @@
+"""Where rank zero is reached: interfaces, address selection, the TCP store."""

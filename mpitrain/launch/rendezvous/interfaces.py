@@ -1,0 +1,136 @@
+"""The network interfaces of this host: their class, their speed, their addresses."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, get_args
+
+Kind = Literal[
+    "infiniband",
+    "roce",
+    "ethernet",
+    "wireless",
+    "virtual",
+    "tunnel",
+    "bridge",
+    "loopback",
+]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+"""The classes of interfaces, the best first.
+
+``infiniband`` is IP over InfiniBand or Omni-Path. ``roce`` is Ethernet on a card with
+RDMA. ``virtual`` has no card under it: veth, macvlan, vxlan. A ``bridge`` joins such
+interfaces of one host, as docker0 and virbr0 do. What stands on a card (a bond, a VLAN,
+a bridge with a real port) is of the card's class.
+"""
+
+SYS_CLASS_NET = Path("/sys/class/net")
+"""https://www.kernel.org/doc/Documentation/ABI/testing/sysfs-class-net"""
+
+# ARPHRD_* of Linux's include/uapi/linux/if_arp.h, as in /sys/class/net/<name>/type.
+_ETHER, _INFINIBAND, _LOOPBACK = 1, 32, 772
+_MAX_DEPTH = 4  # a bridge on a VLAN on a bond on a card
+
+
+@dataclass(frozen=True, kw_only=True)
+class Interface:
+    """One interface of one host."""
+
+    name: str
+    """As ``ip address`` prints it, such as ``"ib0"``; ``"eth0:1"`` for a label."""
+    kind: Kind
+    """Its class."""
+    speed_mbps: int = 0
+    """Its speed in Mb/s; 0: unknown."""
+    addresses: tuple[str, ...] = ()
+    """Its numeric addresses, IPv4 first, each family in the system's order."""
+
+    def __str__(self) -> str:
+        speed = f", {self.speed_mbps} Mb/s" if self.speed_mbps else ""
+        return f"{self.name}, {self.kind}{speed}"
+
+
+def find_interfaces(root: Path = SYS_CLASS_NET) -> tuple[Interface, ...]:
+    """Return the interfaces of this host that are up and have an address."""
+    import psutil
+
+    running = {name for name, stats in psutil.net_if_stats().items() if stats.isup}
+    found = []
+    for name, entries in psutil.net_if_addrs().items():
+        # psutil sorts by family and keeps the order of getifaddrs within each.
+        addresses = tuple(
+            entry.address.partition("%")[0]
+            for entry in entries
+            if entry.family in (socket.AF_INET, socket.AF_INET6)
+        )
+        if addresses and name in running:
+            device = name.partition(":")[0]
+            found.append(
+                Interface(
+                    name=name,
+                    kind=kind_of(device, root),
+                    speed_mbps=speed_of(device, root),
+                    addresses=addresses,
+                )
+            )
+    return tuple(found)
+
+
+def kind_of(name: str, root: Path = SYS_CLASS_NET, depth: int = 0) -> Kind:
+    """Return the class of an interface; ``"virtual"`` where nothing is known."""
+    folder = root / name
+    kind = _read_number(folder / "type")
+    if kind == _LOOPBACK:
+        return "loopback"
+    if kind == _INFINIBAND:
+        return "infiniband"
+    if (folder / "wireless").exists() or (folder / "phy80211").exists():
+        return "wireless"
+    if (folder / "tun_flags").exists() or kind not in (_ETHER, 0):
+        return "tunnel"
+    if (folder / "device").exists():
+        return "roce" if (folder / "device" / "infiniband").exists() else "ethernet"
+    own: Kind = "bridge" if (folder / "bridge").exists() else "virtual"
+    lower = [path.name.removeprefix("lower_") for path in folder.glob("lower_*")]
+    if depth == _MAX_DEPTH or not lower:
+        return own
+    best = min((kind_of(part, root, depth + 1) for part in lower), key=KINDS.index)
+    return best if KINDS.index(best) < KINDS.index("virtual") else own
+
+
+def speed_of(name: str, root: Path = SYS_CLASS_NET) -> int:
+    """Return the speed of an interface in Mb/s; 0 where it is not known."""
+    return max(0, _read_number(root / name / "speed"))
+
+
+def is_loopback(address: str) -> bool:
+    """Whether an address never leaves its host.
+
+    >>> is_loopback("127.0.1.1"), is_loopback("::1"), is_loopback("10.0.0.1")
+    (True, True, False)
+    """
+    return address.startswith("127.") or address == "::1"
+
+
+def is_usable(address: str) -> bool:
+    """Whether other hosts can use an address; a link-local one of IPv6 they cannot.
+
+    >>> is_usable("fe80::1"), is_usable("fd00::1")
+    (False, True)
+    """
+    return not address.lower().startswith(("fe8", "fe9", "fea", "feb"))
+
+
+def interface_with(address: str, interfaces: Sequence[Interface]) -> Interface | None:
+    """Return the interface that has an address, if there is one."""
+    return next((i for i in interfaces if address in i.addresses), None)
+
+
+def _read_number(path: Path) -> int:
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):  # an interface that is down refuses to tell its speed
+        return 0

@@ -1,0 +1,147 @@
+"""A connection whose two ends prove that they belong to this job.
+
+docker0 has the same address on every node, so a stranger's service may accept a
+connection there. Both ends show that they know a secret that only this job's ranks
+were given, over MPI.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import socket
+import threading
+import time
+from collections.abc import Iterator, Sequence
+
+DIGEST_BYTES = 32
+POLL_SECONDS = 0.05
+STRANGER_SECONDS = 1.0
+"""How long a connection may stay open without a proof."""
+MAX_STRANGERS = 256
+"""How many connections without a proof may be open at once; others wait."""
+
+TIMED_OUT = "timed out"
+REFUSED = "refused"
+SILENT = "accepted, no answer"
+SOMEBODY_ELSE = "answered by somebody else"
+
+
+def listen(address: str) -> socket.socket:
+    """Return a socket that listens on a free port of one numeric address alone.
+
+    Raises:
+        OSError: It is no address of this host, or no port is free.
+    """
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        sock.bind((address, 0))
+        sock.listen(2048)
+    except OSError:
+        sock.close()
+        raise
+    return sock
+
+
+def connect(
+    where: tuple[str, int],
+    index: int,
+    secret: bytes,
+    *,
+    seconds: float,
+    source: str | None = None,
+) -> tuple[str, str]:
+    """Connect to one of rank zero's listeners and check its proof.
+
+    Args:
+        where: Address and port.
+        index: Which of the listeners it must be.
+        secret: What only the ranks of this job know.
+        seconds: How long all of it may take.
+        source: The own address to connect from; ``None``: as the system routes it.
+
+    Returns:
+        The own address that the connection came from and ``""``, or ``""`` and why
+        there is none.
+    """
+    end = time.monotonic() + seconds
+    failure = TIMED_OUT
+    while (left := end - time.monotonic()) > 0:
+        try:
+            sock = socket.create_connection(
+                where, left, source_address=(source, 0) if source else None
+            )
+        except TimeoutError:
+            return "", failure
+        except ConnectionRefusedError:
+            return "", REFUSED
+        except OSError as error:
+            return "", (error.strerror or repr(error)).lower()
+        with sock:
+            answer = b""
+            with contextlib.suppress(OSError):
+                sock.sendall(_proof(secret, "ask", index))
+                answer = _receive(sock, end)
+            if hmac.compare_digest(answer, _proof(secret, "answer", index)):
+                return str(sock.getsockname()[0]), ""
+        if answer:
+            return "", SOMEBODY_ELSE
+        failure = SILENT
+        time.sleep(POLL_SECONDS)  # it was busy with strangers: once more
+    return "", failure
+
+
+@contextlib.contextmanager
+def answering(listeners: Sequence[socket.socket], secret: bytes) -> Iterator[None]:
+    """Answer those who know the secret, in threads, while the block runs."""
+    stop = threading.Event()
+    strangers = threading.BoundedSemaphore(MAX_STRANGERS)
+
+    def answer(sock: socket.socket, index: int) -> None:
+        with sock, contextlib.suppress(OSError):
+            asked = _receive(sock, time.monotonic() + STRANGER_SECONDS)
+            if hmac.compare_digest(asked, _proof(secret, "ask", index)):
+                sock.sendall(_proof(secret, "answer", index))
+        strangers.release()
+
+    def serve(listener: socket.socket, index: int) -> None:
+        listener.settimeout(POLL_SECONDS)
+        while not stop.is_set():
+            with contextlib.suppress(OSError):  # nobody came, or is gone again
+                sock = listener.accept()[0]
+                strangers.acquire()
+                thread = threading.Thread(target=answer, args=(sock, index))
+                thread.daemon = True
+                thread.start()
+        listener.settimeout(None)
+
+    threads = [
+        threading.Thread(target=serve, args=(listener, index), daemon=True)
+        for index, listener in enumerate(listeners)
+    ]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+
+
+def _receive(sock: socket.socket, end: float) -> bytes:
+    """Return a whole proof, or what there was of one; nobody may send slowly."""
+    received = b""
+    with contextlib.suppress(OSError):
+        while len(received) < DIGEST_BYTES:
+            sock.settimeout(max(0.001, end - time.monotonic()))
+            part = sock.recv(DIGEST_BYTES - len(received))
+            if not part:
+                break
+            received += part
+    return received
+
+
+def _proof(secret: bytes, word: str, index: int) -> bytes:
+    return hmac.digest(secret, f"{word} {index}".encode(), "sha256")

@@ -1,0 +1,166 @@
+"""The interface and address that gloo and NCCL use, and whether MPI's own works."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mpitrain.errors import LaunchError
+from mpitrain.launch.rendezvous.select import Rendezvous
+from mpitrain.mpi.collectives import barrier
+from mpitrain.mpi.topology import mpi_library_version
+from mpitrain.mpi.world import World
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+    from torch.distributed import ProcessGroupGloo
+
+GLOO = "GLOO_SOCKET_IFNAME"
+NCCL = "NCCL_SOCKET_IFNAME"
+NCCL_FAMILY = "NCCL_SOCKET_FAMILY"
+
+MESSAGE_BYTES = 1 << 20
+"""So large that Open MPI sends parts of it over every interface that it knows."""
+
+MESSAGE_SECONDS = 60.0
+"""How long such a message may take between two nodes."""
+
+
+def socket_variables(
+    rendezvous: Rendezvous, environ: Mapping[str, str], root: Path = Path("/")
+) -> dict[str, str]:
+    """Return the variables that lead gloo and NCCL to this node's interface.
+
+    What the user set stays, and so does what NCCL's own files set, since NCCL lets the
+    environment overrule them.
+
+    Returns:
+        Variables and values to set. NCCL takes a name as a prefix unless ``=`` stands
+        before it, what stands behind a ``:`` as a port (ncclOsFindInterfaces and
+        parseStringList of NCCL 2.30), and IPv4 where the interface has both.
+    """
+    name = rendezvous.interface.name
+    if not name:
+        return {}
+    wanted = {GLOO: name, NCCL: "=" + name.partition(":")[0]}
+    if ":" in rendezvous.own_address:
+        wanted[NCCL_FAMILY] = "AF_INET6"
+    theirs = environ.keys() | _nccl_file_settings(environ, root)
+    if NCCL in theirs:  # the family belongs to the interface
+        wanted.pop(NCCL_FAMILY, None)
+    return {key: value for key, value in wanted.items() if key not in theirs}
+
+
+def _nccl_file_settings(environ: Mapping[str, str], root: Path) -> set[str]:
+    """Return the variables that NCCL's files set on this host.
+
+    Those are ``$NCCL_CONF_FILE``, or ``~/.nccl.conf`` where that is not set, and
+    ``/etc/nccl.conf``
+    (https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html).
+    """
+    files = [root / "etc/nccl.conf"]
+    if named := environ.get("NCCL_CONF_FILE"):
+        files.append(Path(named))
+    elif home := environ.get("HOME"):
+        files.append(Path(home) / ".nccl.conf")
+    found = set()
+    for file in files:
+        try:
+            lines = file.read_text(errors="replace").splitlines()
+        except OSError:
+            continue
+        found |= {line.partition("=")[0] for line in lines if "=" in line}
+    return found
+
+
+def bind_gloo(rendezvous: Rendezvous, environ: Mapping[str, str]) -> None:
+    """Let gloo listen on the address that was proved, where it would take another.
+
+    gloo takes the first address of its interface, IPv4 before IPv6, and waits for ever
+    where the others cannot reach that one. All process groups made later on are bound.
+
+    Raises:
+        LaunchError: This torch gives no way to say so.
+    """
+    own = rendezvous.own_address
+    addresses = rendezvous.interface.addresses
+    if GLOO in environ or not addresses or addresses[0] == own:
+        return
+    import torch
+    from torch.distributed import Backend, ProcessGroup, ProcessGroupGloo
+
+    if torch.__version__ < (2, 15):  # type: ignore[operator]
+        name = rendezvous.interface.name
+        raise LaunchError(
+            f"nodes meet at {own}, but gloo of torch {torch.__version__} would listen "
+            f"on {addresses[0]}, the first address of {name}.\n"
+            f"Expected torch 2.15 or newer, where it can be told. Or name another "
+            f"interface with --interface, or export {GLOO}={name} to try it so."
+        )
+
+    def create(options: Any, _: object) -> ProcessGroupGloo:
+        # As torch's own _create_gloo_process_group, but for the device.
+        ours = ProcessGroupGloo._Options()  # type: ignore[attr-defined] # noqa: SLF001
+        ours._devices = [ProcessGroupGloo.create_device(hostname=own)]  # noqa: SLF001
+        ours._timeout = options.timeout or timedelta(minutes=30)  # noqa: SLF001
+        ours.global_ranks_in_group = options.global_ranks_in_group
+        ours.group_name = options.group_id
+        return ProcessGroupGloo(
+            options.store, options.group_rank, options.group_size, ours
+        )
+
+    Backend.register_backend(
+        Backend.GLOO,
+        create,
+        extended_api=True,
+        devices=["cpu", "cuda"],
+        _backend_type=ProcessGroup.BackendType.GLOO,
+    )
+
+
+def check_mpi_messages(
+    comm: MPI.Intracomm, world: World, rendezvous: Rendezvous, start_timeout: float
+) -> None:
+    """Send a large message by MPI from each node to the next.
+
+    Collective over `comm`. Small messages, all that the start needs else, may go over
+    one interface while a part of every large one waits for ever at another that is
+    filtered.
+
+    Raises:
+        LaunchError: A message did not arrive; raised on the ranks that sent it or wait
+            for it.
+    """
+    seconds = min(MESSAGE_SECONDS, 0.8 * start_timeout)  # before the watchdog ends it
+    if world.local_rank == 0:
+        firsts = [node.ranks[0] for node in world.nodes]
+        following = firsts[(world.node_rank + 1) % len(firsts)]
+        requests = [
+            comm.Irecv(bytearray(MESSAGE_BYTES), source=firsts[world.node_rank - 1]),
+            comm.Isend(bytes(MESSAGE_BYTES), dest=following),
+        ]
+        end = time.monotonic() + seconds
+        while not all(request.Test() for request in requests):
+            if time.monotonic() > end:
+                # Not collective: small messages now wait behind it.
+                raise LaunchError(_stuck(world, rendezvous, seconds))
+            time.sleep(0.001)
+    barrier(comm)
+
+
+def _stuck(world: World, rendezvous: Rendezvous, seconds: float) -> str:
+    name = rendezvous.interface.name
+    set_it = (
+        f"OMPI_MCA_btl_tcp_if_include={name} for mpirun"
+        if mpi_library_version().startswith("Open MPI")
+        else f"this MPI's variable for its interface to {name}"
+    )
+    return (
+        f"a message of {MESSAGE_BYTES >> 20} MiB by MPI between node {world.hostname} "
+        f"and its neighbours did not arrive within {seconds:.0f} s, though "
+        f"{rendezvous.address} ({name}) is reached by all nodes.\nUsual cause: MPI "
+        f"uses another interface, too, which is filtered. Set {set_it}"
+    )

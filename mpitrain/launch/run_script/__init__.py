@@ -1,0 +1,1 @@
+"""`python -m mpitrain run`: a user's own script, module or program on every rank."""

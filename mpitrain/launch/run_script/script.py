@@ -1,0 +1,302 @@
+"""A user's own script, module or program, started as torchrun would start it.
+
+The script becomes ``__main__`` of this process: MPI, the guard and the store stand
+around it, and it may start torch.distributed by itself, by `mpitrain.init`, or never.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import stat
+import sys
+from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import CodeType, ModuleType
+from typing import NoReturn
+
+from mpitrain.errors import UsageError, collective_error
+from mpitrain.flags import PROGRAM
+from mpitrain.launch import stages
+from mpitrain.launch.config import TIMEOUT_SECONDS, LaunchConfig
+from mpitrain.launch.current import set_current
+from mpitrain.launch.env_checks import MPI_RANK_VARIABLES
+from mpitrain.launch.exit_guard import ExitGuard, leave
+from mpitrain.launch.process_exit import (
+    exit_status,
+    finish_mpi,
+    finish_python,
+    flush,
+)
+from mpitrain.launch.rendezvous.store import let_scripts_open_their_own
+from mpitrain.launch.run_script.program import run_program
+from mpitrain.launch.run_script.target import (
+    RunRequest,
+    find_module,
+    find_program,
+    read_script,
+)
+from mpitrain.mpi.collectives import all_or_none, barrier
+from mpitrain.mpi.world import World
+from mpitrain.watchdog.heartbeat import State
+from mpitrain.watchdog.process import COMMANDS, launchers_of, name_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class PendingLaunch:
+    """A launch without process group, for the script's own `mpitrain.init`."""
+
+    guard: ExitGuard
+    config: LaunchConfig
+    world: World
+
+
+_pending: list[PendingLaunch] = []
+"""At most one: what `run` has begun and `take_pending_launch` has not yet taken."""
+
+
+def run(
+    guard: ExitGuard, request: RunRequest, environ: MutableMapping[str, str]
+) -> None:
+    """Start all but the process group, run the script, and end with all ranks.
+
+    Collective over all ranks.
+
+    Raises:
+        LaunchError: The job cannot start; on every rank or on none.
+        UsageError: There is no such script; on every rank or on none.
+        ProgramFailed: The program ended with a status that is not 0.
+        BaseException: What the script raised, ``sys.exit(0)`` excepted.
+    """
+    if request.target.kind == "program":
+        _run_program(guard, request, environ)
+        return
+    world, main, code = _load(guard, request, environ)
+    _pending[:] = [PendingLaunch(guard=guard, config=request.config, world=world)]
+    set_current(guard, world)
+    stages.watch_steps(guard, request.config, "in the script")
+    # It stays: threads, `atexit` functions and pickle may look for it till the end.
+    # Processes that multiprocessing spawned name its classes by the second.
+    sys.modules["__main__"] = sys.modules["__mp_main__"] = main
+    # Functions of `atexit` run last in, first out: the script's may still communicate.
+    rank_itself = os.getpid()
+    atexit.register(_leave_at_exit, guard, rank_itself)
+    _replace_exits(guard, rank_itself)
+    try:
+        exec(code, main.__dict__)
+    except SystemExit as left:
+        if exit_status(left) != 0:
+            raise
+    if os.getpid() != rank_itself:  # a process that the script forked is no rank
+        finish_python()
+        flush()
+        os._exit(0)
+
+
+def _run_program(
+    guard: ExitGuard, request: RunRequest, environ: MutableMapping[str, str]
+) -> None:
+    """Run a program beside this rank, and wait for it and for the other ranks."""
+    target = request.target
+    path = all_or_none(
+        guard.comm, lambda: find_program(target.name, environ), "find the program"
+    )
+    _prepare(guard, request, environ)
+    if guard.watched is not None:
+        guard.watched.progress("in the program")
+    run_program(path, (target.name, *target.args), environ)
+    _leave_together(guard)
+
+
+def _load(
+    guard: ExitGuard, request: RunRequest, environ: MutableMapping[str, str]
+) -> tuple[World, ModuleType, CodeType]:
+    """Start, and read the script or find the module; `sys.argv` and path are its own.
+
+    Returns where this process stands; what is to be ``__main__``, and its code.
+    """
+    comm, target = guard.comm, request.target
+    if target.kind == "script":
+        main, code = all_or_none(
+            comm, lambda: read_script(target.name), "read the script"
+        )
+        world = _prepare(guard, request, environ)
+        path = Path(target.name).resolve()
+        _set_path(str(path if main.__spec__ else path.parent))
+        sys.argv[:] = [target.name, *target.args]
+        return world, main, code
+    # After the start: packages above the module are imported to find it.
+    world = _prepare(guard, request, environ)
+    _set_path(os.getcwd())
+    sys.argv[:] = ["-m", *target.args]  # as Python has it while it looks for one
+    with guard.stage("find the module"):
+        main, code = all_or_none(
+            comm, lambda: find_module(target.name), "find the module"
+        )
+    sys.argv[0] = str(main.__file__)
+    return world, main, code
+
+
+def _leave_at_exit(guard: ExitGuard, rank_itself: int) -> None:
+    if os.getpid() == rank_itself:
+        with guard:
+            _leave_together(guard)
+
+
+def _replace_exits(guard: ExitGuard, rank_itself: int) -> None:
+    """Let ``os._exit(0)`` wait for the others, and ``MPI.COMM_WORLD.Abort`` be known.
+
+    A process that ends without MPI_Finalize ends the job, with status 0, too (Open MPI
+    4.1, 5.0, MPICH 5.0; tried). Other statuses of ``os._exit`` are meant to end it.
+    """
+    from mpi4py import MPI
+
+    exit_at_once = os._exit
+
+    def leave_and_exit(status: int) -> NoReturn:
+        os._exit = exit_at_once
+        if status == 0 and os.getpid() == rank_itself:
+            with guard:
+                _leave_together(guard)
+            if guard.watched is not None:
+                guard.watched.close()
+            finish_mpi(0)
+        exit_at_once(status)
+
+    class AllRanks(MPI.Intracomm):
+        def Abort(self, errorcode: int = 0) -> NoReturn:
+            if guard.watched is not None:
+                guard.watched.set_state(State.FAILING)
+            super().Abort(errorcode)
+
+    os._exit = leave_and_exit
+    MPI.COMM_WORLD = AllRanks(MPI.COMM_WORLD)  # type: ignore[misc]
+
+
+def _prepare(
+    guard: ExitGuard, request: RunRequest, environ: MutableMapping[str, str]
+) -> World:
+    """Start all but the process group, and say so in the environment."""
+    world = stages.prepare(guard, request.config, TIMEOUT_SECONDS, environ)
+    environ.update(script_variables(world, request.run_id, environ))
+    if world.world_size == 1:
+        guard.store = None  # its port is for the script, or for what it spawns
+    else:
+        let_scripts_open_their_own(world.master_port)
+        stages.watch_early_returns(guard, world)
+    _close_stdin()
+    return world
+
+
+def script_variables(
+    world: World, run_id: str, environ: Mapping[str, str]
+) -> dict[str, str]:
+    """Return all variables that a script written for torchrun may look for.
+
+    ``LOCAL_RANK`` is what scripts hand to ``torch.cuda.set_device``, so on GPUs it is
+    the index of this rank's own one. That is the rank on its node, except where ranks
+    share GPUs or each sees but one; there torchrun's ``--virtual-local-rank`` says 0 to
+    several ranks of a node, too.
+
+    Args:
+        world: Where this process stands, with the store's address.
+        run_id: A name of this start, equal on all ranks.
+        environ: The environment, for what the user has set.
+
+    Returns:
+        Variables and values. The list is that of torch 2.15,
+        ``torch/distributed/elastic/agent/server/local_elastic_agent.py``; there is no
+        agent, so what only an agent reads is left out.
+    """
+    own_gpu = world.device.partition(":")[2]
+    return stages.torchrun_variables(world) | {
+        "LOCAL_RANK": own_gpu or str(world.local_rank),
+        "GROUP_RANK": str(world.node_rank),
+        "GROUP_WORLD_SIZE": str(world.num_nodes),
+        "ROLE_NAME": "default",
+        "ROLE_RANK": str(world.rank),
+        "ROLE_WORLD_SIZE": str(world.world_size),
+        "TORCHELASTIC_RUN_ID": run_id,
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_MAX_RESTARTS": "0",
+        # With it env:// makes every rank, zero too, a client of the store that stands.
+        # A world of one has none: the script, or what it starts, opens its own.
+        "TORCHELASTIC_USE_AGENT_STORE": str(world.world_size > 1),
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": environ.get(
+            "TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"
+        ),
+    }
+
+
+def _close_stdin() -> None:
+    """Give this rank an empty stdin where mpirun's own is ``/dev/null``.
+
+    Open MPI 5's mpirun hands rank zero a pipe that it never closes: whoever reads it
+    to its end waits for ever (5.0.11, tried; Open MPI 4.1 and MPICH close it).
+    """
+    above = launchers_of(os.getpid(), MPI_RANK_VARIABLES)
+    if not above or name_of(above[-1].pid) not in COMMANDS:
+        return
+    with contextlib.suppress(OSError):  # another user's mpirun, or no stdin
+        null = os.stat(os.devnull)  # noqa: PTH116
+        theirs = os.stat(f"/proc/{above[-1].pid}/fd/0")  # noqa: PTH116
+        if os.path.samestat(theirs, null) and stat.S_ISFIFO(os.fstat(0).st_mode):
+            descriptor = os.open(os.devnull, os.O_RDONLY)
+            os.dup2(descriptor, 0)
+            os.close(descriptor)
+
+
+def take_pending_launch(guard: ExitGuard, config: LaunchConfig) -> PendingLaunch | None:
+    """Take the launch that `run` has begun, for `mpitrain.init` in a script.
+
+    Returns:
+        The launch, with the caller's configuration: where it gives no time for hangs,
+        ``run``'s holds. ``None`` where nothing was begun, or it was taken before: a
+        second job is a start of its own.
+
+    Raises:
+        UsageError: It asks for another start than ``run`` made; raised on every rank
+            where all ask for the same.
+    """
+    if not _pending:
+        return None
+    pending = _pending.pop()
+    for name, default in (
+        ("device", "auto"),
+        ("backend", "auto"),
+        ("interface", None),
+    ):
+        asked, made = getattr(config, name), getattr(pending.config, name)
+        if asked not in (default, made):
+            raise collective_error(
+                UsageError(
+                    f"the script calls mpitrain.init({name}={asked!r}), but `run` has "
+                    f"started with {made!r} already; expected the same.\n"
+                    f"Type: {PROGRAM} run --{name} {asked} ..."
+                )
+            )
+    guard.store = pending.guard.store
+    guard.early_return, pending.guard.early_return = pending.guard.early_return, None
+    hang_timeout = config.hang_timeout or pending.config.hang_timeout
+    return replace(pending, config=replace(config, hang_timeout=hang_timeout))
+
+
+def _set_path(folder: str) -> None:
+    """Let imports begin in a folder, in place of where Python began for us."""
+    if not sys.flags.safe_path:
+        sys.path[0] = folder
+
+
+def _leave_together(guard: ExitGuard) -> None:
+    """Wait for the other ranks and destroy what is left of the process group.
+
+    Asleep and without limit: the last rank may evaluate for an hour.
+    """
+    leave(guard, None)
+    dist = sys.modules.get("torch.distributed")
+    if dist is not None and dist.is_initialized():
+        dist.destroy_process_group()
+    barrier(guard.comm)  # before rank zero takes the store away
+    guard.store = None

@@ -1,0 +1,154 @@
+"""Collectives over MPI that sleep while they wait, and raise on all ranks or none."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import time
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, TypeVar
+
+from mpitrain.errors import MpitrainError, RemoteError
+from mpitrain.mpi.topology import start_mpi
+from mpitrain.mpi.world import rank_label
+
+if TYPE_CHECKING:
+    import numpy as np
+    from mpi4py import MPI
+    from numpy.typing import NDArray
+
+T = TypeVar("T")
+
+_sub_worlds: list[MPI.Intracomm] = []
+"""The ranks that make up the world inside `use_as_world`; the last one counts."""
+
+
+def world_comm() -> MPI.Intracomm:
+    """Return the ranks that make up the world now; starts MPI if need be.
+
+    All that mpirun has started, except inside `use_as_world`.
+    """
+    return _sub_worlds[-1] if _sub_worlds else start_mpi()
+
+
+@contextlib.contextmanager
+def use_as_world(comm: MPI.Intracomm) -> Iterator[None]:
+    """Let `world_comm` return `comm`, which includes this rank, in this block."""
+    _sub_worlds.append(comm)
+    try:
+        yield
+    finally:
+        _sub_worlds.pop()
+
+
+def barrier(comm: MPI.Intracomm, *, timeout_seconds: float | None = None) -> bool:
+    """Wait, asleep, until every rank is here.
+
+    Collective over `comm`. A blocking MPI call uses a whole core while it waits, and
+    takes it from the ranks that it waits for where ranks share cores.
+
+    Args:
+        comm: The ranks to wait for.
+        timeout_seconds: How long to wait; ``None``: for ever.
+
+    Returns:
+        Whether all ranks came in time.
+    """
+    from mpi4py import MPI
+
+    if MPI.Is_finalized():
+        return True  # MPI_Finalize, which a script called, has waited for all
+    request = comm.Ibarrier()
+    end = None if timeout_seconds is None else time.monotonic() + timeout_seconds
+    pause_seconds = 0.0005
+    while not request.Test():
+        if end is not None and time.monotonic() > end:
+            return False
+        time.sleep(pause_seconds)
+        pause_seconds = min(pause_seconds * 1.5, 0.02)
+    return True
+
+
+def all_or_none(comm: MPI.Intracomm, action: Callable[[], T], doing: str) -> T:
+    """Do something local on every rank, and raise on every rank if it failed on one.
+
+    Collective over `comm`.
+
+    Args:
+        comm: The ranks that do it.
+        action: What to do; must not communicate.
+        doing: What it is, for the message: ``"import torch"``.
+
+    Returns:
+        What `action` returned on this rank.
+
+    Raises:
+        Exception: On every rank or on none: its own on each rank that failed, a
+            RemoteError on the others. Their `reporting_rank` is the lowest that failed.
+    """
+    error: Exception | None = None
+    failure: tuple[int, str] | None = None
+    try:
+        result = action()
+    except Exception as raised:
+        error = raised
+        where = rank_label(comm.rank, comm.size, socket.gethostname())
+        if isinstance(raised, MpitrainError):
+            failure = (raised.exit_status, str(raised))
+        else:
+            failure = (1, f"could not {doing} on {where}: {_safe_repr(raised)}")
+    barrier(comm)
+    failures: list[tuple[int, str] | None] = comm.allgather(failure)
+    for rank, found in enumerate(failures):
+        if found is None:
+            continue
+        if error is None:
+            error = RemoteError(found[1])
+            error.exit_status = found[0]
+        with contextlib.suppress(Exception):  # a class that cannot be written to
+            error.reporting_rank = rank  # type: ignore[attr-defined]
+            error.is_collective = set(failures) == {found}  # type: ignore[attr-defined]
+        raise error
+    return result
+
+
+def on_rank_zero(comm: MPI.Intracomm, action: Callable[[], T], doing: str) -> T:
+    """Do something on rank zero alone and give its result to every rank.
+
+    Collective over `comm`.
+
+    Args:
+        comm: The ranks that want the result.
+        action: What rank zero does; its result is pickled.
+        doing: What it is, for the message.
+
+    Returns:
+        What `action` returned, equal on all ranks.
+
+    Raises:
+        Exception: It failed on rank zero; raised on every rank or on none, as a
+            RemoteError on the others.
+    """
+    try:
+        mine = all_or_none(comm, action if comm.rank == 0 else lambda: None, doing)
+    except MpitrainError as error:
+        error.is_collective = True
+        raise
+    return comm.bcast(mine)  # type: ignore[no-any-return]
+
+
+def _safe_repr(error: Exception) -> str:
+    try:
+        return repr(error)
+    except Exception:
+        return f"{type(error).__name__} that cannot be printed"
+
+
+def all_reduce(comm: MPI.Intracomm, values: NDArray[np.float32]) -> None:
+    """Replace ``(N,)`` contiguous values by their sums over all ranks, by MPI's own.
+
+    Collective over `comm`; N is equal on all ranks.
+    """
+    from mpi4py import MPI
+
+    comm.Allreduce(MPI.IN_PLACE, values, op=MPI.SUM)

@@ -1,0 +1,124 @@
+"""What all ranks agree on while they work, without waiting for each other.
+
+Some decisions must fall at the same step on every rank, though one rank alone knows of
+them: to stop, since its signal came; to write a checkpoint, since its clock says so.
+Every now and then the ranks combine some numbers by an `Iallreduce` that is started at
+one step and completed some steps later, when all must long have started it: the
+gradients of the steps between needed every rank.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from mpitrain.mpi.collectives import world_comm
+from mpitrain.mpi.world import World
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+PERIOD_SECONDS = 0.2
+"""About how often the ranks exchange their numbers."""
+
+MAX_PIECES = 32
+"""How many pieces of work may lie between two exchanges: the next ones may be much
+slower."""
+
+POLL_SECONDS = 0.0001
+
+
+class Consensus:
+    """The maximum over all ranks of some numbers, exchanged in the background.
+
+    Collective over all ranks.
+
+    Args:
+        world: Where this process stands.
+        count: How many numbers.
+        kinds: How many kinds of work there are, such as steps and evaluations.
+    """
+
+    def __init__(self, world: World, count: int, kinds: int) -> None:
+        self._comm = world_comm().Dup() if world.world_size > 1 else None
+        self._mine: npt.NDArray[np.int64] = np.zeros(count + kinds, np.int64)
+        self._all = np.zeros_like(self._mine)
+        self._request: MPI.Request | None = None
+        self._is_started = False
+        self._micros = [0] * kinds  # per piece, as all have agreed; 0: unknown
+        self._passed = 0.0
+        self._last = time.monotonic()
+        self._seconds, self._pieces = [0.0] * kinds, [0] * kinds
+
+    def is_due(self, kind: int) -> bool:
+        """Count a piece of work, and return whether to call `exchange` now.
+
+        Call it at the same places on all ranks; equal on all of them: it depends on
+        the time per piece that all have agreed on, not on this rank's clock.
+
+        Args:
+            kind: Which kind of work has just been done.
+        """
+        now = time.monotonic()
+        self._seconds[kind] += now - self._last
+        self._pieces[kind] += 1
+        self._last = now
+        self._passed += max(self._micros[kind], 1e6 * PERIOD_SECONDS / MAX_PIECES)
+        return not self._micros[kind] or self._passed >= 1e6 * PERIOD_SECONDS
+
+    def exchange(self, mine: Sequence[int]) -> list[int] | None:
+        """Start an exchange, and return the result of the one before.
+
+        Collective over all ranks; waits only for ranks that are far behind.
+
+        Args:
+            mine: This rank's numbers, as they are now.
+
+        Returns:
+            The maximum of each, as they were at the last call; ``None`` at the first.
+        """
+        found = self._complete()
+        if found is not None:
+            for kind, micros in enumerate(found[len(mine) :]):
+                self._micros[kind] = micros or self._micros[kind]
+            found = found[: len(mine)]
+        self._passed = 0.0
+        micros_per_piece = [
+            max(1, int(1e6 * seconds / num)) if num else 0
+            for seconds, num in zip(self._seconds, self._pieces, strict=True)
+        ]
+        kinds = len(micros_per_piece)
+        self._seconds, self._pieces = [0.0] * kinds, [0] * kinds
+        self._mine[:] = [*mine, *micros_per_piece]
+        self._is_started = True
+        if self._comm is not None:
+            from mpi4py import MPI
+
+            self._request = self._comm.Iallreduce(self._mine, self._all, MPI.MAX)
+        return found
+
+    def forget(self) -> None:
+        """Forget the time per piece: other work begins. Collective over all ranks."""
+        self._micros = [0] * len(self._micros)
+
+    def close(self) -> None:
+        """Complete the exchange under way and free it. Collective over all ranks."""
+        self._complete()
+        if self._comm is not None:
+            self._comm.Free()
+            self._comm = None
+
+    def _complete(self) -> list[int] | None:
+        if not self._is_started:
+            return None
+        self._is_started = False
+        if self._request is None:
+            return [int(number) for number in self._mine]
+        while not self._request.Test():
+            time.sleep(POLL_SECONDS)
+        self._request = None
+        return [int(number) for number in self._all]

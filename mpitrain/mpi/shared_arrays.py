@@ -1,0 +1,344 @@
+"""Collectives of one job's ranks for those who read files, and arrays held per node.
+
+Rank zero reads an array and sends it to one rank of each node; all ranks of the node
+map it: a file in `/dev/shm` without a name, so that nothing is left of it however its
+ranks end (docs/decisions/0008 says why it is no MPI window).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import mmap
+import os
+import secrets
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from mpitrain.errors import DataError, collective_error
+from mpitrain.mpi.collectives import all_or_none, barrier, on_rank_zero, world_comm
+from mpitrain.mpi.world import World, list_hosts
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+logger = logging.getLogger("mpitrain")
+
+T = TypeVar("T")
+
+Array = npt.NDArray[Any]
+
+FOLDER = Path("/dev/shm")
+"""A file system in memory."""
+
+ALIGNMENT = 64
+"""Each array begins at a multiple of so many bytes."""
+
+CHUNK_BYTES = 256 << 20
+"""Sent at once between nodes."""
+
+
+class Communicator:
+    """The ranks of a job. All methods are collective over them.
+
+    Args:
+        comm: All ranks.
+        world: Where this process stands.
+    """
+
+    def __init__(self, comm: MPI.Intracomm, world: World) -> None:
+        self._comm = comm
+        self._world = world
+
+    def on_rank_zero(self, action: Callable[[], T], doing: str) -> T:
+        """Return rank zero's (small) result of `action` on every rank.
+
+        Args:
+            action: What rank zero does.
+            doing: What it is, for messages.
+        """
+        return on_rank_zero(self._comm, action, doing)
+
+    def allgather(self, mine: T) -> list[T]:
+        """Return the objects of all ranks, by rank."""
+        return self._comm.allgather(mine)
+
+    def gather(self, mine: T) -> list[T]:
+        """Return the objects of all ranks on rank zero, nothing on the others."""
+        return self._comm.gather(mine) or []
+
+    def load_shared(
+        self, make: Callable[[], Mapping[str, Array]], doing: str
+    ) -> dict[str, Array]:
+        """Make arrays on rank zero, and hold them once on every node.
+
+        Args:
+            make: Called on rank zero alone.
+            doing: What it does, for messages.
+
+        Returns:
+            The arrays, equal on all ranks; those of one node share their memory, so
+            that nobody may write to them.
+
+        Raises:
+            Exception: Rank zero's; on every rank or on none.
+        """
+        made: dict[str, Array] = {}
+
+        def outline() -> list[tuple[str, str, tuple[int, ...]]]:
+            made.update(
+                (name, np.asarray(array, order="C")) for name, array in make().items()
+            )
+            return [(name, a.dtype.str, a.shape) for name, a in made.items()]
+
+        outlines = on_rank_zero(self._comm, outline, doing)
+        places, num_bytes = _layout(outlines)
+        memory, is_first = self._memory(num_bytes)
+        whole = np.frombuffer(memory, np.uint8)
+        shared = {
+            name: whole[start : start + length].view(dtype).reshape(shape)
+            for (name, dtype, shape), (start, length) in zip(
+                outlines, places, strict=True
+            )
+        }
+        for name, array in made.items():
+            shared[name][...] = array
+        self._send_to_nodes(whole, is_first)
+        return shared
+
+    def check_same_on_nodes(self, look: Callable[[], str], what: str) -> None:
+        """Refuse files that differ between nodes.
+
+        Args:
+            look: Called on one rank of every node: summarizes what it sees there.
+            what: What is compared, for the message: ``"the files of ..."``.
+
+        Raises:
+            DataError: With the hosts that differ from rank zero's; on every rank or on
+                none.
+            Exception: That of `look`; on every rank or on none.
+        """
+        world = self._world
+        if world.num_nodes == 1:
+            return
+        is_first = world.local_rank == 0
+        seen = all_or_none(self._comm, lambda: look() if is_first else "", "compare")
+        found: list[str] = self._comm.allgather(seen)
+        strange = [n.hostname for n in world.nodes if found[n.ranks[0]] != found[0]]
+        if strange:
+            raise collective_error(
+                DataError(
+                    f"{what} are not the same on all nodes: {list_hosts(strange)} "
+                    f"{'sees' if len(strange) == 1 else 'see'} others than "
+                    f"{world.nodes[0].hostname}.\nExpected the same names and sizes "
+                    "everywhere: name a folder that all nodes share, or copy it whole "
+                    "to each"
+                )
+            )
+
+    def check_equal(self, seen: str, what: str, expected: str) -> None:
+        """Refuse what differs between ranks.
+
+        Args:
+            seen: What this rank has, in words.
+            what: What is compared: ``"the length of the training data"``.
+            expected: What to do about it.
+
+        Raises:
+            DataError: With what the first rank that differs has; on every rank or on
+                none.
+        """
+        found: list[str] = self._comm.allgather(seen)
+        other = next((rank for rank, it in enumerate(found) if it != found[0]), None)
+        if other is not None:
+            raise collective_error(
+                DataError(
+                    f"{what} differs between ranks: {found[0]} on rank 0, "
+                    f"{found[other]} on rank {other}.\n{expected}"
+                )
+            )
+
+    def once_per_file_system(
+        self, folder: Path, action: Callable[[], object], doing: str
+    ) -> None:
+        """Do something on one rank of those that see one folder; the others wait.
+
+        Args:
+            folder: Made where it is missing. Nodes that see a file that another has
+                written there share it.
+            action: What is done, such as a download into that folder.
+            doing: What it is, for messages.
+
+        Raises:
+            Exception: What failed; on every rank or on none.
+        """
+        world, comm = self._world, self._comm
+        name = on_rank_zero(comm, lambda: secrets.token_hex(8), "choose a name")
+        is_first_here = world.local_rank == 0
+
+        def marker(node_rank: int) -> Path:
+            return folder / f".mpitrain-{name}-{node_rank}"
+
+        def mark() -> None:
+            if is_first_here:
+                folder.mkdir(parents=True, exist_ok=True)
+                marker(world.node_rank).touch()
+
+        try:
+            all_or_none(comm, mark, f"write to {folder}")
+            barrier(comm)
+            sees = [marker(other).exists() for other in range(world.node_rank)]
+            barrier(comm)
+        finally:
+            if is_first_here:
+                with contextlib.suppress(OSError):
+                    marker(world.node_rank).unlink(missing_ok=True)
+        does = is_first_here and not any(sees)
+        all_or_none(comm, lambda: action() if does else None, doing)
+
+    def _memory(self, num_bytes: int) -> tuple[mmap.mmap, bool]:
+        """Map memory that the ranks of each node share, where it has room for that.
+
+        Returns the memory, and whether this rank is the one that fills it.
+        """
+        world, comm = self._world, self._comm
+        path, descriptor, reason = "", -1, ""
+        memory: mmap.mmap | None = None
+        try:
+            if world.local_rank == 0 and world.local_world_size > 1:
+                try:
+                    path, descriptor = _create(num_bytes)
+                    memory = mmap.mmap(descriptor, max(num_bytes, 1))
+                except OSError as error:
+                    reason = f"{FOLDER} of {world.hostname}: {error.strerror or error}"
+            paths: list[str] = comm.allgather(path)
+            theirs = paths[world.nodes[world.node_rank].ranks[0]]
+            if theirs and memory is None:
+                try:
+                    memory = _open(theirs, num_bytes)
+                except OSError as error:
+                    reason = f"{theirs}: {error.strerror or error}"
+            barrier(comm)
+            if path:
+                # From here on nothing is left of it: to take its pages may last.
+                Path(path).unlink()
+                path = ""
+                try:
+                    # Taken now: one that cannot be had later ends the process (SIGBUS).
+                    os.posix_fallocate(descriptor, 0, max(num_bytes, 1))
+                except OSError as error:
+                    reason = f"{FOLDER} of {world.hostname}: {error.strerror or error}"
+            barrier(comm)
+            reasons: list[str] = comm.allgather(reason)
+        finally:
+            if path:
+                with contextlib.suppress(OSError):
+                    Path(path).unlink()
+            if descriptor >= 0:
+                os.close(descriptor)
+        if any(reasons) and world.is_rank_zero:
+            logger.warning(
+                "no shared memory for the data set (%s): each rank of that node holds "
+                "%.1f MB of its own",
+                *(next(filter(None, reasons)), num_bytes / 1e6),
+            )
+        here = (reasons[rank] for rank in world.nodes[world.node_rank].ranks)
+        if memory is None or any(here):
+            return mmap.mmap(-1, max(num_bytes, 1)), True
+        return memory, world.local_rank == 0
+
+    def _send_to_nodes(self, whole: Array, is_first: bool) -> None:
+        """Send rank zero's bytes to the first rank of each block of memory."""
+        comm = self._comm
+        between = comm.Split(0 if is_first else 1, comm.rank)
+        try:
+            if is_first and between.size > 1:
+                for start in range(0, len(whole), CHUNK_BYTES):
+                    between.Bcast(whole[start : start + CHUNK_BYTES])
+        finally:
+            between.Free()
+        barrier(comm)
+
+
+def communicator(world: World) -> Communicator:
+    """Return all ranks that make up the world now; MPI has started."""
+    return Communicator(world_comm(), world)
+
+
+class SingleProcess(Communicator):
+    """A `Communicator` without MPI, such as for a tool on a login node."""
+
+    def __init__(self) -> None:
+        """There is nobody to communicate with."""
+
+    def on_rank_zero(self, action: Callable[[], T], doing: str) -> T:  # noqa: D102
+        return action()
+
+    def allgather(self, mine: T) -> list[T]:  # noqa: D102
+        return [mine]
+
+    gather = allgather
+
+    def load_shared(  # noqa: D102
+        self,
+        make: Callable[[], Mapping[str, Array]],
+        doing: str,
+    ) -> dict[str, Array]:
+        return dict(make())
+
+    def check_same_on_nodes(self, look: Callable[[], str], what: str) -> None:
+        """Do nothing: there is one node."""
+
+    def check_equal(self, seen: str, what: str, expected: str) -> None:
+        """Do nothing: there is one rank."""
+
+    def once_per_file_system(  # noqa: D102
+        self,
+        folder: Path,
+        action: Callable[[], object],
+        doing: str,
+    ) -> None:
+        action()
+
+
+def _layout(
+    outlines: list[tuple[str, str, tuple[int, ...]]],
+) -> tuple[list[tuple[int, int]], int]:
+    """Lay arrays one behind the other: start and length of each, and the whole length.
+
+    >>> _layout([("a", "<f8", (3,)), ("b", "|u1", (2, 2))])
+    ([(0, 24), (64, 4)], 68)
+    """
+    places: list[tuple[int, int]] = []
+    end = 0
+    for _, dtype, shape in outlines:
+        start = -(-end // ALIGNMENT) * ALIGNMENT
+        length = int(np.dtype(dtype).itemsize * np.prod(shape, dtype=np.int64))
+        places.append((start, length))
+        end = start + length
+    return places, end
+
+
+def _create(num_bytes: int) -> tuple[str, int]:
+    """Make a file, without any memory yet; return its path and descriptor."""
+    descriptor, path = tempfile.mkstemp(prefix="mpitrain-data-", dir=FOLDER)
+    try:
+        os.ftruncate(descriptor, max(num_bytes, 1))
+    except OSError:
+        Path(path).unlink()
+        os.close(descriptor)
+        raise
+    return path, descriptor
+
+
+def _open(path: str, num_bytes: int) -> mmap.mmap:
+    descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
+    try:
+        return mmap.mmap(descriptor, max(num_bytes, 1))
+    finally:
+        os.close(descriptor)
