@@ -31,7 +31,7 @@ test: test-unit test-1 test-2 test-3 test-4 test-8 test-torch test-whole
 
 test-unit: $(VENV)/.test
 	$(BIN)/python -m pytest -p no:pytest_mpi -n $(AT_ONCE) tests/unit mpitrain \
-	    --doctest-modules --ignore mpitrain/__main__.py --ignore mpitrain/data/digits/make.py
+	    --doctest-modules --ignore mpitrain/__main__.py
 
 # The MPI tests on any number of ranks. With `-m mpi4py` a rank that fails ends the
 # others, which would wait for it for ever; -x makes it leave at its first failure.

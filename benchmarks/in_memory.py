@@ -30,11 +30,10 @@ from torchvision import transforms
 from torchvision.datasets import MNIST
 
 from mpitrain.data.config import DataConfig
-from mpitrain.data.pixels import Pixels
-from mpitrain.data.sharding import Share
+from mpitrain.data.sharding import RankShard
 from mpitrain.data.sources import Data, load_data
+from mpitrain.data.transforms import ImageTransform
 from mpitrain.mpi.shared_arrays import SingleProcess
-from mpitrain.mpi.world import Node, World
 from mpitrain.train.loader import BatchLoader
 
 SIZE = 28
@@ -141,7 +140,7 @@ def ours(data: Data, batch_size: int, augment: bool) -> Load:
     feed = BatchLoader(data.train, WORLD, pixels(augment))
 
     def load(epoch: int) -> int:
-        share = Share(
+        share = RankShard(
             rank=0,
             world_size=1,
             global_batch_size=batch_size,
@@ -156,8 +155,8 @@ def ours(data: Data, batch_size: int, augment: bool) -> Load:
     return load
 
 
-def pixels(augment: bool) -> Pixels:
-    return Pixels(
+def pixels(augment: bool) -> ImageTransform:
+    return ImageTransform(
         dtype=torch.float32,
         seed=1,
         mean=(MEAN,),

@@ -19,7 +19,7 @@ from mpitrain.data.folder import images_below
 def pack(folder: Path, group: h5py.Group, classes: list[str], size: int | None) -> int:
     paths, labels = [], []
     for label, name in enumerate(classes):
-        found = images_below(folder / name)
+        found = [Path(path) for path in images_below(folder / name)]
         paths += found
         labels += [label] * len(found)
     group["labels"] = np.array(labels, np.int64)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from mpitrain.checkpoint.reader import CheckpointReader
-from mpitrain.data.randomness import seed_of_rank
+from mpitrain.data.randomness import rank_seed
 from mpitrain.errors import UsageError, collective_error
 from mpitrain.mpi.world import World
 
@@ -162,7 +162,7 @@ def load_random(
     On another number of ranks, seed torch's from the step: what it drew cannot be had.
     """
     if reader.metadata["world_size"] != world.world_size:
-        torch.manual_seed(seed_of_rank(seed_of_rank(seed, step), world.rank))
+        torch.manual_seed(rank_seed(rank_seed(seed, step), world.rank))
         return
     state = _random_state(world)
     prefix = f"{RANDOM}{world.rank}/"

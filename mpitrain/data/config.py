@@ -1,4 +1,4 @@
-"""What is trained on; part of the command line."""
+"""Configuration of the data; part of the command line."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ DATA_DIR = Path("data")
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """Where samples come from, and what is done to each before it is seen."""
+    """Which data set, and how its samples are transformed."""
 
     data: str = "digits"
     """Data set: digits (8x8 images, embedded), mnist, fashion-mnist,
@@ -22,28 +22,27 @@ class DataConfig:
     data_dir: Path | None = None
     """Folder with the data set's files (hdf5: or the file). Default: data."""
     image_size: int | None = None
-    """Height and width of images in pixels. Default: as they are; 224 where
+    """Height and width of images in pixels. Default: as they are; 224 if
     they differ."""
     num_workers: int | Literal["auto"] = "auto"
-    """Processes per rank that read samples ahead; 0: the rank itself. auto:
-    one less than its cores, at most 8; for data of your own 0. Sets held in
-    memory need none."""
+    """Worker processes per rank that read samples ahead; 0: the rank reads.
+    auto: one less than its cores, at most 8; 0 for custom data sets. Sets
+    in memory need none."""
     random_crop: int = 0
-    """Pixels of border, from which each training image is cut anew every
-    epoch."""
+    """Pad training images by this many pixels, then crop at random."""
     random_flip: bool = False
-    """Mirror half of the training images, others in each epoch."""
+    """Flip half of the training images left to right, others in each epoch."""
     random_resized_crop: bool = False
-    """Cut each training image at a random place and scale; for sets read
-    from files."""
+    """Crop training images at a random place and scale; for sets that are
+    read from files."""
     normalize: Literal["auto", "data", "imagenet", "none"] = "auto"
-    """Mean and deviation taken off the pixels: of the training set (data),
-    of ImageNet, or none. auto: data where it is in memory (not digits),
-    else imagenet."""
+    """Subtract the mean and divide by the standard deviation: of the training
+    set (data), of ImageNet, or none. auto: data if it is in memory (not
+    digits), else imagenet."""
     on_bad_sample: Literal["stop", "skip"] = "stop"
-    """A sample that cannot be read ends the run, or is left out and counted."""
+    """Stop at a sample that cannot be read, or skip and count it."""
     synthetic_samples: int = 1024
-    """Samples of --data synthetic; a quarter as many to validate."""
+    """Training samples of --data synthetic; a quarter as many validate."""
     synthetic_classes: int = 10
     """Classes of --data synthetic."""
 
@@ -52,13 +51,13 @@ class DataConfig:
             raise UsageError(
                 f"--image-size must be at least 1, found {self.image_size!r}"
             )
-        for flag, value, least in (
+        for flag, value, minimum in (
             ("--random-crop", self.random_crop, 0),
             ("--synthetic-samples", self.synthetic_samples, 4),
             ("--synthetic-classes", self.synthetic_classes, 2),
         ):
-            if value < least:
-                raise UsageError(f"{flag} must be at least {least}, found {value!r}")
+            if value < minimum:
+                raise UsageError(f"{flag} must be at least {minimum}, found {value!r}")
         if isinstance(self.num_workers, int) and self.num_workers < 0:
             raise UsageError(
                 f"--num-workers must be at least 0, found {self.num_workers!r}"

@@ -1,6 +1,6 @@
 """Images from bytes to a tensor of one size, by Pillow.
 
-Both ways of cutting are one `resize` with a box: what is outside is not computed.
+Every crop is one `resize` with a box: what is outside is not computed.
 """
 
 from __future__ import annotations
@@ -25,88 +25,73 @@ Box = tuple[float, float, float, float]
 EXTENSIONS = frozenset(
     ("bmp", "gif", "jpeg", "jpg", "pgm", "png", "ppm", "tif", "tiff", "webp")
 )
-"""Endings of the names of image files, in lower case."""
+"""Extensions of image files, in lower case."""
 
-MARGIN = 256 / 224
-"""What evaluation resizes to, over what it keeps; as in torchvision's references."""
+RESIZE_RATIO = 256 / 224
+"""Of resize to crop in evaluation, as in torchvision's references."""
 
-LEAST_AREA = 0.08
-"""Smallest part of an image's area that a random crop shows."""
+MIN_AREA = 0.08
+"""Smallest fraction of an image's area that a random crop shows."""
 
 
 def decode(data: bytes, size: int, uniform: Uniform | None, where: str) -> Tensor:
-    """Decode an image and cut it to a square.
+    """Decode an image and crop it to a square.
 
-    Gray, palette, CMYK and transparent images become RGB; the orientation in EXIF is
-    ignored; both as torchvision does. A JPEG is decoded at a reduced scale where that
-    still leaves a pixel for each that is wanted.
+    Gray, palette, CMYK and transparent images become RGB, and the orientation in EXIF
+    is ignored, as in torchvision. A JPEG is decoded at a reduced scale if that still
+    leaves a pixel for each of the result.
 
     Args:
         data: The file's content.
-        size: Height and width of the result in pixels.
-        uniform: Chooses a random crop; ``None`` for the centre; see `cut_box`.
+        size: Height and width of the result in pixels: uint8 `(3, size, size)`.
+        uniform: Chooses a random crop; ``None``: the center; see `crop_box`.
         where: File, and the place in it, for the error.
 
-    Returns:
-        uint8 `(3, size, size)`.
-
     Raises:
-        BadSample: It is no image, or a broken or truncated one.
+        BadSample: It is not an image, or broken or truncated.
     """
     if not data:
         raise BadSample(where, "empty, 0 bytes")
-    if data.startswith(b"\xff\xd8"):  # JPEG; libjpeg would take zeros at its end, which
-        data = data.rstrip(b"\0")  # are padding or lost data, for pixels
+    if data.startswith(b"\xff\xd8"):  # JPEG: libjpeg would take zeros at the end for
+        data = data.rstrip(b"\0")  # pixels, but they are padding or lost data
     try:
         opened = Image.open(io.BytesIO(data))
-        box = cut_box(*opened.size, size, uniform)
+        box = crop_box(*opened.size, size, uniform)
         scale = _reduce(opened, box, size)
         image = _rgb(opened)
     except UnidentifiedImageError as error:
-        why = f"no image that Pillow {PIL.__version__} knows, {len(data)} bytes"
-        raise BadSample(where, why) from error
+        reason = f"not an image to Pillow {PIL.__version__}, {len(data)} bytes"
+        raise BadSample(where, reason) from error
     except Exception as error:  # its parsers raise whatever they run into
-        why = f"cannot be decoded, {type(error).__name__}: {error}"
-        raise BadSample(where, why) from error
+        reason = f"cannot be decoded, {type(error).__name__}: {error}"
+        raise BadSample(where, reason) from error
     pixels = _resize(image, size, box, scale).transpose(2, 0, 1)
     return torch.from_numpy(np.array(pixels, order="C"))
 
 
-def cut(array: npt.NDArray[np.uint8], size: int, uniform: Uniform | None) -> Tensor:
-    """Cut a decoded image to a square, as `decode` does.
-
-    Args:
-        array: uint8 `(C, H, W)`, of any number of channels.
-        size: Height and width of the result in pixels.
-        uniform: Chooses a random crop; ``None`` for the centre; see `cut_box`.
-
-    Returns:
-        uint8 `(C, size, size)`; a copy.
-    """
+def crop(array: npt.NDArray[np.uint8], size: int, uniform: Uniform | None) -> Tensor:
+    """Crop a decoded image `(C, H, W)` to `(C, size, size)`, as `decode` does; copy."""
     _, height, width = array.shape
-    box = cut_box(width, height, size, uniform)
+    box = crop_box(width, height, size, uniform)
     if uniform is None and width == height == size:
         return torch.from_numpy(np.array(array, order="C"))
     planes = [Image.fromarray(np.ascontiguousarray(plane)) for plane in array]
     return torch.from_numpy(np.stack([_resize(p, size, box) for p in planes]))
 
 
-def cut_box(width: int, height: int, size: int, uniform: Uniform | None) -> Box:
+def crop_box(width: int, height: int, size: int, uniform: Uniform | None) -> Box:
     """Return the part of an image that is resized to `size` by `size` pixels.
 
-    Without `uniform` it is torchvision's evaluation: the shorter side resized to
-    256/224 of `size`, the centre cut out. An image that has the size already is kept
-    whole.
+    Without `uniform`: torchvision's evaluation, the shorter side resized to 256/224 of
+    `size`, then a center crop. An image that has the size already is kept whole.
 
-    With `uniform`, float64 `(4,)` from 0 to 1, it is a random resized crop: area from
-    0.08 to 1 of the image's, width over height from 3/4 to 4/3, then place from top and
-    from left. One that does not fit shrinks until it does, at the same ratio.
+    With `uniform`, float64 `(4,)` from 0 to 1: a random resized crop, area from 0.08 to
+    1 of the image's, width over height from 3/4 to 4/3, then place from top and from
+    left. One that does not fit shrinks until it does, at the same ratio.
 
-    >>> cut_box(512, 256, 224, None)
+    >>> crop_box(512, 256, 224, None)
     (144.0, 16.0, 368.0, 240.0)
-    >>> cut_box(224, 224, 224, None)
-    (0, 0, 224, 224)
-    >>> cut_box(100, 50, 224, np.array([1.0, 0.5, 0.0, 1.0]))
+    >>> crop_box(100, 50, 224, np.array([1.0, 0.5, 0.0, 1.0]))
     (50.0, 0.0, 100.0, 50.0)
     """
     if uniform is not None:
@@ -114,7 +99,7 @@ def cut_box(width: int, height: int, size: int, uniform: Uniform | None) -> Box:
     if width == height == size:
         return 0, 0, width, height
     short, long = min(width, height), max(width, height)
-    shorter = round(size * MARGIN)
+    shorter = round(size * RESIZE_RATIO)
     longer = int(shorter * long / short)
     wide, high = (shorter, longer) if width <= height else (longer, shorter)
     left, top = round((wide - size) / 2), round((high - size) / 2)
@@ -123,15 +108,14 @@ def cut_box(width: int, height: int, size: int, uniform: Uniform | None) -> Box:
 
 
 def _random_box(width: int, height: int, uniform: Uniform) -> Box:
-    """Return the random resized crop that four numbers choose; see `cut_box`."""
     area, log_ratio, from_top, from_left = (float(number) for number in uniform)
-    pixels = width * height * (LEAST_AREA + (1 - LEAST_AREA) * area)
+    pixels = width * height * (MIN_AREA + (1 - MIN_AREA) * area)
     ratio = (3 / 4) ** (1 - 2 * log_ratio)
     wide, high = math.sqrt(pixels * ratio), math.sqrt(pixels / ratio)
     fit = min(1.0, width / wide, height / high)
     wide, high = wide * fit, high * fit
     left, top = (width - wide) * from_left, (height - high) * from_top
-    # Rounding may step over an edge by the last bit, which Pillow refuses.
+    # Rounding may exceed an edge by the last bit, which Pillow refuses.
     return (
         max(left, 0.0),
         max(top, 0.0),
@@ -144,7 +128,7 @@ def _reduce(image: Image.Image, box: Box, size: int) -> float:
     """Have a JPEG decoded at 1/2, 1/4 or 1/8, if the box has `size` pixels then, too.
 
     Returns:
-        Pixels of the file per pixel that will be decoded.
+        ImageTransform of the file per pixel that will be decoded.
     """
     width, height = image.size
     left, top, right, bottom = box
@@ -159,9 +143,8 @@ def _reduce(image: Image.Image, box: Box, size: int) -> float:
 def _rgb(image: Image.Image) -> Image.Image:
     """Decode an opened image and return it with three channels of 8 bits."""
     sixteen_bits = image.mode == "I" and image.format in ("PNG", "PPM")
-    if (
-        image.mode.startswith("I;16") or sixteen_bits
-    ):  # convert() would clip them at 255
+    # convert() would clip 16 bits at 255.
+    if image.mode.startswith("I;16") or sixteen_bits:
         return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8)).convert("RGB")
     if image.mode in ("I", "F"):
         raise ValueError(f"mode {image.mode!r}, expected 8 or 16 bits per channel")
@@ -179,7 +162,7 @@ def _resize(
         image: Decoded.
         size: Height and width of the result in pixels.
         box: Of the image as it was in the file.
-        scale: Pixels of the file per pixel of `image`.
+        scale: ImageTransform of the file per pixel of `image`.
     """
     left, top, right, bottom = (edge / scale for edge in box)
     inside = (left, top, min(right, image.width), min(bottom, image.height))

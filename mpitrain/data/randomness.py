@@ -1,8 +1,7 @@
 """Random numbers that belong to a sample, not to the process that handles it.
 
-They are made from the seed, the epoch and the sample's number alone: the same on any
-rank, in any worker, on any device. So augmentation does not depend on the number of
-ranks.
+They depend on seed, epoch and the sample's number alone: the same on any rank, in any
+worker, on any device. So augmentation does not depend on the number of ranks.
 """
 
 from __future__ import annotations
@@ -26,11 +25,11 @@ def uniform(
     """Return random numbers for samples.
 
     Args:
-        seed: The run's.
+        seed: The run's seed.
         epoch: The epoch's number.
         indices: The samples' numbers, int64 `(N,)`.
-        num: How many numbers each sample wants.
-        purpose: What they are for; numbers for two purposes are independent.
+        num: Random numbers per sample.
+        purpose: Numbers for two purposes are independent.
 
     Returns:
         float64 `(N, num)`, at least 0 and less than 1.
@@ -50,10 +49,10 @@ def uniform(
 
 
 @functools.lru_cache(maxsize=64)
-def seed_of_rank(seed: int, rank: int) -> int:
-    """Return a seed of a rank's own, which no rank of another run has, either.
+def rank_seed(seed: int, rank: int) -> int:
+    """Return a seed for one rank that no rank of another run has.
 
-    >>> seed_of_rank(1, 1) == seed_of_rank(2, 0)
+    >>> rank_seed(1, 1) == rank_seed(2, 0)
     False
     """
     return int(_key(seed, rank, "rank")[0] >> np.uint64(1))
@@ -77,14 +76,9 @@ def _mixed(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 @contextlib.contextmanager
 def seeded(seed: int, epoch: int, index: int) -> Iterator[None]:
-    """Give the generators of torch, numpy and Python a sample's seed for a while.
+    """Seed torch, numpy and `random` for one sample, and restore them afterwards.
 
-    For data sets of one's own, whose transforms draw from them.
-
-    Args:
-        seed: The run's.
-        epoch: The epoch's number.
-        index: The sample's number.
+    For custom data sets, whose transforms draw from these generators.
     """
     import torch
 

@@ -1,20 +1,20 @@
-"""What a data set is to a training: the protocols that sources fulfil."""
+"""What a data set is to a training: the protocols that data sources implement."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from mpitrain.data.sharding import Indices, Share
+from mpitrain.data.sharding import Indices, RankShard
 from mpitrain.errors import DataError
 
-MOST_BYTES = 1 << 30
-"""Of one file, image or member of an archive, unpacked: what says more is refused."""
+MAX_BYTES = 1 << 30
+"""Maximum size of one file, image or archive member, decompressed."""
 
 PARTS = ("train", "val", "test")
 """The parts of a data set; ``test`` may be missing."""
@@ -23,21 +23,18 @@ Array = npt.NDArray[Any]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Table:
-    """What one rank reads for all: a small set whole, or the index of a large one.
-
-    Its arrays are then held once per node, in shared memory.
-    """
+class FileIndex:
+    """What rank zero finds out about a large data set, for all ranks."""
 
     arrays: Mapping[str, Array]
-    """By name, such as ``"train_inputs"``; numbers only, no objects."""
+    """By name, such as ``"train_labels"``; numbers only. In shared memory, per node."""
     classes: tuple[str, ...]
     """Names of the classes, by label."""
     facts: Mapping[str, Any] = field(default_factory=dict)
     """What else a reader must know; small, and JSON can carry it."""
 
     def digest(self) -> str:
-        """Return a short text that differs where two tables differ."""
+        """Return a short text that differs if two indexes differ."""
         found = hashlib.sha256(
             repr((self.classes, sorted(self.facts.items()))).encode()
         )
@@ -48,38 +45,37 @@ class Table:
         return found.hexdigest()[:16]
 
 
-class Loaded(NamedTuple):
+class LoadedBatch(NamedTuple):
     """The samples of one batch, as they were read.
 
-    A tuple: so torch finds the tensors in it that it pins.
+    A tuple, so that torch finds the tensors in it that it pins.
     """
 
     inputs: Any
-    """Tensor `(N, ...)` of their inputs (or a nest of such, for data of one's own);
-    ``None`` where N is 0."""
+    """Tensor `(N, ...)`, or dicts, lists and tuples of such; ``None`` if N is 0."""
     targets: Any
-    """Tensor `(N, ...)` of what is to be found: labels int64 `(N,)` for classes."""
+    """Tensor `(N, ...)`: labels int64 `(N,)` for classes."""
     indices: Indices
-    """Their numbers, int64 `(N,)`: those asked for, without what could not be had."""
+    """Their numbers, int64 `(N,)`: those requested, without the skipped ones."""
     skipped: tuple[str, ...] = ()
-    """What was left out since it could not be read."""
+    """What was left out because it cannot be read, in words."""
 
 
 class Samples(Protocol):
-    """A part of a data set, as a training asks for it."""
+    """One part of a data set, as a training reads it."""
 
     @property
     def num_samples(self) -> int | None:
-        """How many there are; ``None`` where only reading to the end tells."""
+        """Number of samples; ``None`` if only reading to the end tells."""
         ...
 
     @property
-    def may_lack(self) -> bool:
-        """Whether a batch may hold fewer samples than were asked for."""
+    def may_skip(self) -> bool:
+        """Whether a batch may hold fewer samples than requested."""
         ...
 
     @property
-    def is_still(self) -> bool:
+    def is_deterministic(self) -> bool:
         """Whether a sample is the same in every epoch."""
         ...
 
@@ -87,27 +83,24 @@ class Samples(Protocol):
         """Return the order in which an epoch sees all samples; equal on all ranks."""
         ...
 
-    def example(self) -> Loaded:
+    def example(self) -> LoadedBatch:
         """Return one sample, for its shape; local."""
         ...
 
-    def batches(self, share: Share, epoch: int) -> Iterator[Loaded]:
-        """Load batches, in the order asked for.
+    def batches(self, shard: RankShard, epoch: int) -> Iterator[LoadedBatch]:
+        """Load the batches of a shard, in order; one may be empty.
 
-        Args:
-            share: What this rank takes: the samples of each batch by their numbers; may
-                be none. Where `num_samples` is ``None`` they are consecutive and rise.
-            epoch: Chooses what is random.
+        If `num_samples` is ``None`` the samples' numbers are consecutive and rise.
         """
         ...
 
     def close(self) -> None:
-        """End the processes that read ahead, if there are any."""
+        """End the worker processes, if there are any."""
         ...
 
 
-class Reader(Protocol):
-    """Reads the samples of one part of a large set, one by one, in any process.
+class SampleReader(Protocol):
+    """Reads single samples of one part of a large data set, in any process.
 
     Must be picklable, and open its files in the process that reads them, when it first
     reads: a file that two processes share has one position for both.
@@ -120,10 +113,7 @@ class Reader(Protocol):
     def read(self, index: int, uniform: npt.NDArray[np.float64] | None) -> Any:
         """Return sample number `index`: (image uint8 `(C, H, W)`, label).
 
-        Args:
-            index: From 0.
-            uniform: Random numbers from 0 to 1 that choose how the image is cut,
-                float64 `(4,)`; ``None`` to cut it the same way each time.
+        `uniform` chooses a random crop, float64 `(4,)`; ``None``: the center crop.
 
         Raises:
             BadSample: It cannot be read.
@@ -132,20 +122,54 @@ class Reader(Protocol):
 
 
 class BadSample(DataError):
-    """A sample that cannot be read, though its file was found.
+    """A sample that cannot be read: `where` is the file, and the place in it."""
 
-    Args:
-        where: File, and the place in it.
-        why: What is wrong with it.
-    """
-
-    def __init__(self, where: str, why: str) -> None:
+    def __init__(self, where: str, reason: str) -> None:
         super().__init__(
-            f"{where}: {why}.\nMend or remove it, or leave such samples out and have "
-            "them counted: --on-bad-sample skip"
+            f"{where}: {reason}.\nMend or remove it, or leave such samples out and "
+            "count them: --on-bad-sample skip"
         )
         self.where = where
-        self.why = why
+        self.reason = reason
 
     def __reduce__(self) -> tuple[Any, ...]:  # through a worker's queue
-        return type(self), (self.where, self.why)
+        return type(self), (self.where, self.reason)
+
+
+def check_labels(labels: Array, num_images: int, num_classes: int, where: str) -> None:
+    """Refuse labels that do not fit the number of images, or are out of range."""
+    if len(labels) != num_images:
+        raise DataError(
+            f"{where}: found {len(labels)} labels, expected {num_images}: one for each "
+            "image"
+        )
+    wrong = np.flatnonzero((labels < 0) | (labels >= num_classes))
+    if len(wrong):
+        raise DataError(
+            f"{where}: label {labels[wrong[0]]} at sample {wrong[0]}; expected 0 to "
+            f"{num_classes - 1}"
+        )
+
+
+def name_classes(
+    labels: Array, names: Sequence[str] | None, where: str
+) -> tuple[str, ...]:
+    """Return the name of each class, by the labels of all training samples.
+
+    Without `names` the labels are the names.
+
+    Raises:
+        DataError: A label has no name, or a class no training sample.
+
+    >>> name_classes(np.array([1, 0, 2, 1]), None, "train")
+    ('0', '1', '2')
+    """
+    found = np.unique(labels)
+    num_classes = len(names) if names else len(found)
+    if not np.array_equal(found, np.arange(num_classes)):
+        raise DataError(
+            f"{where}: found {len(found)} classes among the training samples, with "
+            f"labels from {found[0]} to {found[-1]}. Expected each label from 0 to "
+            f"{num_classes - 1} at least once"
+        )
+    return tuple(names or map(str, range(num_classes)))

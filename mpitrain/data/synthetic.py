@@ -1,27 +1,26 @@
-"""Images made up on the spot: to try a machine or a network without any files."""
+"""Synthetic images, to try a machine or a network without any files."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from mpitrain.data.samples import Array, Table
+from mpitrain.data.samples import Array
 from mpitrain.errors import UsageError
 
 GRID = 4
 """Rows and columns of coloured fields in an image."""
 
-NOISE_SHARE = 4
-"""One in so many of a byte's values is noise; the colours have the others."""
+NOISE_DIVISOR = 4
+"""A quarter of a byte's values is noise; the colours have the others."""
 
 
-def make(num_samples: int, num_classes: int, image_size: int, seed: int = 0) -> Table:
-    """Make a set that a small network can learn: coarse coloured fields, and noise.
+def make(
+    num_samples: int, num_classes: int, image_size: int, seed: int = 0
+) -> dict[str, Array]:
+    """Make images that a small network can learn: coarse coloured fields, and noise.
 
-    Args:
-        num_samples: Images to train on; a quarter as many, at least one, to validate.
-        num_classes: Patterns of fields; as many images of each as can be.
-        image_size: Height and width of an image in pixels.
-        seed: The same numbers make the same images on every machine.
+    There are `num_samples` training images, and a quarter as many, at least one, to
+    validate; the same for one seed on every machine.
 
     Returns:
         ``train_inputs`` and ``val_inputs``, uint8 `(N, 3, S, S)`; ``train_labels`` and
@@ -30,7 +29,7 @@ def make(num_samples: int, num_classes: int, image_size: int, seed: int = 0) -> 
     Raises:
         UsageError: There are fewer samples than classes.
 
-    >>> make(8, 2, 16).arrays["val_inputs"].shape
+    >>> make(8, 2, 16)["val_inputs"].shape
     (2, 3, 16, 16)
     """
     if num_samples < num_classes:
@@ -40,7 +39,7 @@ def make(num_samples: int, num_classes: int, image_size: int, seed: int = 0) -> 
         )
     random = np.random.Generator(np.random.PCG64(seed))
     fields = random.integers(
-        0, 256 - 256 // NOISE_SHARE, (num_classes, 3, GRID, GRID), dtype=np.uint8
+        0, 256 - 256 // NOISE_DIVISOR, (num_classes, 3, GRID, GRID), dtype=np.uint8
     )
     field_of = np.arange(image_size) * GRID // image_size
     patterns = fields[:, :, field_of][..., field_of]
@@ -50,7 +49,7 @@ def make(num_samples: int, num_classes: int, image_size: int, seed: int = 0) -> 
         inputs = patterns[labels]
         # Whole bytes are drawn five times as fast as smaller numbers.
         noise = random.integers(0, 256, inputs.shape, dtype=np.uint8)
-        noise //= NOISE_SHARE
+        noise //= NOISE_DIVISOR
         inputs += noise
         arrays |= {f"{part}_inputs": inputs, f"{part}_labels": labels}
-    return Table(arrays=arrays, classes=tuple(map(str, range(num_classes))))
+    return arrays

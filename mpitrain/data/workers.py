@@ -1,4 +1,4 @@
-"""The processes beside a rank that read ahead for it: torch's DataLoader's."""
+"""Worker processes of torch's DataLoader, made safe under MPI."""
 
 from __future__ import annotations
 
@@ -19,30 +19,29 @@ from typing import Any, Literal
 import torch
 from torch.utils.data import DataLoader
 
-from mpitrain.data.samples import Loaded
+from mpitrain.data.samples import LoadedBatch
 from mpitrain.errors import DataError
 
-Method = Literal["fork", "forkserver"]
+StartMethod = Literal["fork", "forkserver"]
 
 DEAD_WORKER = "DataLoader worker (pid"
-"""How DataLoader begins to say that one of its processes was killed."""
+"""How torch's message about a killed worker begins."""
 
-NEWS_SECONDS = 1.0
-"""How much later than its socket's end the death of a process is known."""
+DEATH_SECONDS = 1.0
+"""How much later than the end of its socket the death of a worker is known."""
 
 MAX_FOLDER_BYTES = 107 - len("/pymp-12345678/listener-12345678")
-"""How long a folder's name may be for the sockets that processes make in it; unix(7)
-allows 107 bytes for the whole."""
+"""Maximum length of a folder's name for the workers' sockets; unix(7) allows 107 bytes
+for the whole path."""
 
 
-def start_method(num_nodes: int) -> Method:
+def start_method(num_nodes: int) -> StartMethod:
     """Return how worker processes are started.
 
-    A fork is cheap and shares what the rank has read. But MPI has started: where it
-    talks through a fabric, pages that the adapter writes to are registered, and a fork
-    may move them (Open MPI's FAQ on fork support; pytorch 13787, horovod 1824). So
-    between nodes workers come from a server process that never knew MPI; within a node
-    MPI has memory alone. A spawned worker would import all of torch each time.
+    A fork is cheap, but on a fabric the pages that the network adapter writes to are
+    registered, and a fork may move them (Open MPI's FAQ on fork support; pytorch 13787,
+    horovod 1824). So on several nodes workers come from a server process that never
+    initialized MPI. A spawned worker would import torch each time.
 
     >>> start_method(1), start_method(2)
     ('fork', 'forkserver')
@@ -50,11 +49,10 @@ def start_method(num_nodes: int) -> Method:
     return "fork" if num_nodes == 1 else "forkserver"
 
 
-def context_of(method: Method) -> BaseContext:
-    """Return what starts worker processes.
+def worker_context(method: StartMethod) -> BaseContext:
+    """Return the multiprocessing context of workers.
 
-    The fork server imports torch and our readers once, and its children have them;
-    else each would spend seconds on it, in every epoch of a stream.
+    The fork server imports torch and our readers once, not each worker in each epoch.
     """
     context = multiprocessing.get_context(method)
     if method == "forkserver":
@@ -62,19 +60,15 @@ def context_of(method: Method) -> BaseContext:
     return context
 
 
-def loader_of(dataset: Any, **options: Any) -> DataLoader[Any]:
-    """Return a loader whose workers end with their rank.
+def build_loader(dataset: Any, **options: Any) -> DataLoader[Any]:
+    """Return a DataLoader whose workers end with their rank.
 
-    It draws no random number of this process: a model's would be others, then.
-
-    Args:
-        dataset: What it reads.
-        options: Those of DataLoader.
+    It draws no random number of this process, which would change the model's.
     """
     if options.get("num_workers"):
-        settle_temporary_folder()
-        start_helpers(options.get("multiprocessing_context"))
-    with _as_many_as_asked():
+        choose_temporary_folder()
+        _start_helpers(options.get("multiprocessing_context"))
+    with _no_worker_warning():
         return DataLoader(
             dataset,
             worker_init_fn=_end_with_rank,
@@ -83,12 +77,11 @@ def loader_of(dataset: Any, **options: Any) -> DataLoader[Any]:
         )
 
 
-def settle_temporary_folder() -> None:
+def choose_temporary_folder() -> None:
     """Choose the folder of the sockets by which workers hand over what they read.
 
-    It is this process's, and removed at its end. Python takes `TMPDIR`: where that is
-    too long a worker cannot hand over anything, and the rank waits for ever (Python
-    3.11; torch's worker says so on the screen, but lives on).
+    Python takes `TMPDIR`; if that is too long, workers cannot hand over anything, and
+    the rank waits forever (Python 3.11).
     """
     current: Any = process.current_process()
     settings: dict[str, Any] = current._config  # noqa: SLF001 - the one way to say it
@@ -101,14 +94,11 @@ def settle_temporary_folder() -> None:
     util.get_temp_dir()
 
 
-def start_helpers(context: BaseContext | None) -> None:
-    """Start the processes that Python needs for workers; USR1, USR2, TERM are blocked.
+def _start_helpers(context: BaseContext | None) -> None:
+    """Start Python's helper processes with USR1, USR2 and TERM blocked.
 
-    mpirun and schedulers send those to all processes of a rank. They are meant for the
-    rank, which tells where it is, or stops in time, and needs its workers for that.
-
-    Args:
-        context: What starts workers; ``None``: a fork.
+    mpirun and schedulers send these to all processes of a rank. The rank handles them,
+    and needs its workers for that.
     """
     signals = {signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
@@ -122,51 +112,46 @@ def start_helpers(context: BaseContext | None) -> None:
 
 
 @contextlib.contextmanager
-def _as_many_as_asked() -> Iterator[None]:
+def _no_worker_warning() -> Iterator[None]:
     """Keep torch from telling every rank that there are more workers than cores."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "This DataLoader will create", UserWarning)
         yield
 
 
-def living(loader: DataLoader[Any]) -> Iterator[Loaded]:
-    """Yield what a loader reads, and say in words if one of its workers is dead.
+def iterate_loader(loader: DataLoader[Any]) -> Iterator[LoadedBatch]:
+    """Yield what a loader reads.
 
     Raises:
         DataError: A worker was killed.
     """
     try:
-        with _as_many_as_asked():
+        with _no_worker_warning():
             batches = iter(loader)
         yield from batches
     except (RuntimeError, OSError, EOFError) as error:
-        said = _death_told_by(error) if loader.num_workers else None
-        if said is None:
+        death = _death_of_worker(error) if loader.num_workers else None
+        if death is None:
             raise
         raise DataError(
-            f"a process that read samples for this rank is dead: {said}\n"
+            f"a worker process of this rank was killed: {death}\n"
             "Its machine may have run out of memory: take fewer --num-workers, or ask "
             "for more memory"
         ) from None
 
 
-def _death_told_by(error: Exception) -> str | None:
-    """Return what an error says of the death of a worker, if it does.
-
-    Args:
-        error: What came out of DataLoader. An exception of the data set itself, in a
-            worker, begins with "Caught".
-    """
+def _death_of_worker(error: Exception) -> str | None:
+    """Return what an error from DataLoader says of a killed worker, if it does."""
     if not isinstance(error, RuntimeError):
-        if str(error).startswith("Caught "):
+        if str(error).startswith("Caught "):  # raised by the data set, in a worker
             return None
-        # The end of a worker's socket is often seen before its death. Of that torch
-        # tells by an exception out of its handler of SIGCHLD, wherever Python is then:
-        # best here. Of children of the fork server it does not hear.
+        # The end of a worker's socket is often seen before its death. Torch reports
+        # that by an exception in its SIGCHLD handler, wherever Python is then: best
+        # here. It does not hear of children of the fork server.
         try:
-            time.sleep(NEWS_SECONDS)
-        except RuntimeError as news:
-            error = news
+            time.sleep(DEATH_SECONDS)
+        except RuntimeError as death:
+            error = death
         else:
             return repr(error)
     if not str(error).startswith(DEAD_WORKER):
@@ -176,17 +161,14 @@ def _death_told_by(error: Exception) -> str | None:
 
 
 def _end_with_rank(worker: int) -> None:
-    """Let this worker end as soon as its rank has ended, whatever it does then.
+    """Let this worker end as soon as its rank has ended.
 
-    Torch's workers look, now and then, whether their parent is there. But for those of
-    the fork server that is the server, and it stays until the last of them has ended:
-    of a rank that was killed all of them would be left, for ever.
-
-    Args:
-        worker: Its number.
+    Torch's workers check now and then whether their parent is alive. But the parent of
+    fork server workers is the server, which stays until the last of them has ended:
+    those of a killed rank would stay forever.
     """
     del worker
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # as `start_helpers`
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # as `_start_helpers`
     rank = multiprocessing.parent_process()
     assert rank is not None
 

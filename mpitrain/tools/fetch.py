@@ -61,15 +61,14 @@ def fetch(config: FetchConfig) -> None:
 
 def _data_set(name: str, config: FetchConfig) -> str:
     """Fetch a data set; tell where it is and what is in it."""
-    from mpitrain.data import fetching
+    from mpitrain.data import torchvision_sets
 
-    fetching.fetch(name, config.data_dir, config.mirror)
-    reader = fetching.FORMATS[name]
-    table = reader.read(name, config.data_dir)
-    train, val = (len(table.arrays[f"{part}_labels"]) for part in ("train", "val"))
+    torchvision_sets.fetch(name, config.data_dir, config.mirror)
+    arrays = torchvision_sets.read(name, config.data_dir)
+    train, val = (len(arrays[f"{part}_labels"]) for part in ("train", "val"))
     return (
-        f"{reader.find(name, config.data_dir)}, {train} samples to train and {val} to "
-        f"validate, {len(table.classes)} classes"
+        f"{torchvision_sets.find(name, config.data_dir)}, {train} samples to train and "
+        f"{val} to validate, {torchvision_sets.NUM_CLASSES[name]} classes"
     )
 
 

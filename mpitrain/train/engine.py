@@ -14,12 +14,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from mpitrain.data.memory import InMemory
-from mpitrain.data.own import as_samples
-from mpitrain.data.pixels import NUM_DIMENSIONS, Pixels, Statistics, of_imagenet
-from mpitrain.data.randomness import seed_of_rank
+from mpitrain.data.custom import build_samples
+from mpitrain.data.in_memory import InMemory
+from mpitrain.data.randomness import rank_seed
 from mpitrain.data.samples import Samples
-from mpitrain.data.sharding import Share
+from mpitrain.data.sharding import RankShard
+from mpitrain.data.transforms import (
+    NUM_DIMENSIONS,
+    ImageTransform,
+    Statistics,
+    imagenet_statistics,
+)
 from mpitrain.errors import UsageError, collective_error
 from mpitrain.models.head import head_of
 from mpitrain.mpi.shared_arrays import communicator
@@ -122,7 +127,7 @@ class Engine:
             "train": self._train.num_samples,
             "val": self._val.num_samples,
         }
-        if self._train.may_lack:
+        if self._train.may_skip:
             mixing.refuse_mixing(
                 config,
                 "needs the samples of a step beforehand; it does not work with "
@@ -150,7 +155,7 @@ class Engine:
             micro_batch_size=micro,
         )
         self.nonfinite = NonFiniteGuard(world, config.on_nonfinite)
-        torch.manual_seed(seed_of_rank(config.seed, world.rank))  # of dropout
+        torch.manual_seed(rank_seed(config.seed, world.rank))  # of dropout
 
     # --- stages -------------------------------------------------------------------
 
@@ -208,9 +213,9 @@ class Engine:
         sets = (self._train, self._val)
         if (
             not self._can_cache_features
-            or not self._pixels.is_still
+            or not self._pixels.is_deterministic
             or mixing.is_mixing(self.config)
-            or not all(samples.is_still for samples in sets)
+            or not all(samples.is_deterministic for samples in sets)
         ):
             return None
         loaders = [self._loader(samples, train=False) for samples in sets]
@@ -280,7 +285,7 @@ class Engine:
                 logger.info("skipped: %s", error)  # in this rank's log
             mine += len(loader.skipped)
             loader.skipped.clear()
-        if not any(loader.samples.may_lack for loader in loaders):
+        if not any(loader.samples.may_skip for loader in loaders):
             return 0
         count = torch.tensor(float(mine), device=self.world.device)
         dist.all_reduce(count)
@@ -297,7 +302,7 @@ class Engine:
         """Evaluate the model, or its EMA, on every sample of a data set."""
         self.model.eval()
         num = loader.samples.num_samples
-        share = Share(
+        share = RankShard(
             rank=self.world.rank,
             world_size=self.world.world_size,
             global_batch_size=self._eval_batch_size * self.world.world_size,
@@ -365,9 +370,9 @@ class Engine:
         images, targets = example.inputs, example.targets
         is_bytes = getattr(images, "dtype", None) == torch.uint8
         if mean_std is None and config.normalize == "imagenet" and is_bytes:
-            mean_std = of_imagenet(images.shape[1])
+            mean_std = imagenet_statistics(images.shape[1])
         self.mean_std = mean_std
-        self._pixels = Pixels(
+        self._pixels = ImageTransform(
             dtype=torch.float64 if config.precision == "fp64" else torch.float32,
             seed=config.seed,
             mean=mean_std[0] if mean_std else None,
@@ -377,7 +382,10 @@ class Engine:
             flip=config.random_flip,
             channels_last=is_channels_last(self.world, config),
         )
-        if not self._pixels.is_still and getattr(targets, "ndim", 1) >= NUM_DIMENSIONS:
+        if (
+            not self._pixels.is_deterministic
+            and getattr(targets, "ndim", 1) >= NUM_DIMENSIONS
+        ):
             raise collective_error(
                 UsageError(
                     "--random-crop and --random-flip change the images alone, and the "
@@ -393,7 +401,7 @@ class Engine:
 
     def _samples(self, data: Any, what: str) -> Samples:
         config = self.config
-        samples = as_samples(
+        samples = build_samples(
             data,
             what,
             seed=config.seed,
@@ -411,6 +419,6 @@ class Engine:
         return samples.to(self.world.device) if fits else samples
 
     def _loader(self, samples: Samples, *, train: bool) -> BatchLoader:
-        pixels = self._pixels if train else self._pixels.still()
+        pixels = self._pixels if train else self._pixels.deterministic()
         min_rows = self._min_rows if train else 1
         return BatchLoader(samples, self.world, pixels, min_rows=min_rows)

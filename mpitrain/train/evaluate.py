@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mpitrain.data.sharding import Share
+from mpitrain.data.sharding import RankShard
 from mpitrain.errors import DataError, UsageError, collective_error
 from mpitrain.launch.current import heartbeat
 from mpitrain.train.checks import WrongLabel
@@ -81,7 +81,7 @@ def score_of(values: Mapping[str, float], best_by: str | None = None) -> float |
 def evaluate(
     forward: Callable[[Any], Any],
     loader: BatchLoader,
-    share: Share,
+    share: RankShard,
     metrics: MetricsFn,
     on_batch_end: Callable[[], object] = lambda: None,
 ) -> Evaluation:

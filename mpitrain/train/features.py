@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from mpitrain.data.memory import InMemory
-from mpitrain.data.sharding import Share, bounds_of, largest_shard
+from mpitrain.data.in_memory import InMemory
+from mpitrain.data.sharding import RankShard, max_shard_size, shard_bounds
 from mpitrain.launch.current import heartbeat
 from mpitrain.models.head import split_head
 from mpitrain.mpi.shared_arrays import Communicator
@@ -46,7 +46,7 @@ def features_of(
         fit into memory, a length is unknown, or the model computes more after its head.
     """
     if any(
-        loader.samples.num_samples is None or loader.samples.may_lack
+        loader.samples.num_samples is None or loader.samples.may_skip
         for loader in loaders
     ):
         return None
@@ -96,7 +96,7 @@ def _compute(
         "make room for features",
     )
     whole = {name: torch.from_numpy(array) for name, array in held.items()}
-    share = Share(
+    share = RankShard(
         rank=world.rank,
         world_size=world.world_size,
         global_batch_size=batch_size * world.world_size,
@@ -120,12 +120,14 @@ def _gather(rows: Tensor, num: int, world: World) -> Tensor:
     """Concatenate the shards of all ranks: `(num, ...)`."""
     if world.world_size == 1:
         return rows
-    longest = largest_shard(num, world.world_size)
+    longest = max_shard_size(num, world.world_size)
     padded = rows.new_zeros((longest, *rows.shape[1:]))
     padded[: len(rows)] = rows
     found = [torch.empty_like(padded) for _ in range(world.world_size)]
     dist.all_gather(found, padded)
-    cuts = (bounds_of(num, rank, world.world_size) for rank in range(world.world_size))
+    cuts = (
+        shard_bounds(num, rank, world.world_size) for rank in range(world.world_size)
+    )
     return torch.cat(
         [it[: stop - start] for it, (start, stop) in zip(found, cuts, strict=True)]
     )

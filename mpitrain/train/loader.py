@@ -13,12 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mpitrain.data.memory import InMemory
-from mpitrain.data.nests import in_precision, moved, rows_of
-from mpitrain.data.pixels import Pixels
-from mpitrain.data.samples import Loaded, Samples
-from mpitrain.data.sharding import Indices, Share
-from mpitrain.data.streams import Stream
+from mpitrain.data.in_memory import InMemory
+from mpitrain.data.iterable import IterableStyle
+from mpitrain.data.pytree import select_rows, to_device, to_dtype
+from mpitrain.data.samples import LoadedBatch, Samples
+from mpitrain.data.sharding import Indices, RankShard
+from mpitrain.data.transforms import ImageTransform
 from mpitrain.mpi.world import World
 
 
@@ -77,7 +77,7 @@ class BatchLoader:
         self,
         samples: Samples,
         world: World,
-        pixels: Pixels,
+        pixels: ImageTransform,
         *,
         min_rows: int = 1,
     ) -> None:
@@ -88,17 +88,17 @@ class BatchLoader:
         self._world = world
         self._pixels = pixels
         self._min_rows = min_rows
-        self._example: Loaded | None = None
+        self._example: LoadedBatch | None = None
         # Counts travel through host memory; where NCCL alone carries, through the GPU.
         in_host_memory = world.device == "cpu" or "cpu:" in world.backend
         self._count_device = "cpu" if in_host_memory else world.device
 
     def example(self) -> Batch:
         """Return a batch of one row that counts as no sample; local."""
-        nothing = Loaded(None, None, np.zeros(0, np.int64))
+        nothing = LoadedBatch(None, None, np.zeros(0, np.int64))
         return self._load(nothing, with_partner=False, epoch=0)
 
-    def steps(self, share: Share, epoch: int) -> Iterator[RankStep]:
+    def steps(self, share: RankShard, epoch: int) -> Iterator[RankStep]:
         """Yield this rank's part of every step.
 
         Collective over the default group, where samples may be missing.
@@ -107,7 +107,7 @@ class BatchLoader:
             share: Which samples belong to this rank.
             epoch: Seeds augmentation.
         """
-        if self.samples.may_lack:
+        if self.samples.may_skip:
             loaded = self.samples.batches(share, epoch)
             yield from self._of_unknown_size(share, loaded, epoch)
             return
@@ -127,7 +127,7 @@ class BatchLoader:
             )
 
     def _from_memory(
-        self, samples: InMemory, share: Share, epoch: int
+        self, samples: InMemory, share: RankShard, epoch: int
     ) -> Iterator[RankStep]:
         """Yield steps of a data set in memory.
 
@@ -153,12 +153,14 @@ class BatchLoader:
             start = 0
             for rows in group:
                 stop = start + len(rows)
-                part = Loaded(whole.inputs[start:stop], whole.targets[start:stop], rows)
+                part = LoadedBatch(
+                    whole.inputs[start:stop], whole.targets[start:stop], rows
+                )
                 yield self._pad(part, with_partner)
                 start = stop
 
     def _of_unknown_size(
-        self, share: Share, loaded: Iterator[Loaded], epoch: int
+        self, share: RankShard, loaded: Iterator[LoadedBatch], epoch: int
     ) -> Iterator[RankStep]:
         """Yield steps whose size is known only after reading.
 
@@ -167,8 +169,8 @@ class BatchLoader:
         """
         self.num_parts = 0
         self.taken.clear()
-        if isinstance(self.samples, Stream):
-            self.num_parts = self.samples.num_parts(share)
+        if isinstance(self.samples, IterableStyle):
+            self.num_parts = self.samples.num_shards(share)
         ahead = self._read(share, loaded)
         now = next(ahead, None)
         for number in itertools.count(share.first_step):
@@ -193,8 +195,8 @@ class BatchLoader:
             now = following
 
     def _read(
-        self, share: Share, loaded: Iterator[Loaded]
-    ) -> Iterator[tuple[list[Loaded], Callable[[], int]]]:
+        self, share: RankShard, loaded: Iterator[LoadedBatch]
+    ) -> Iterator[tuple[list[LoadedBatch], Callable[[], int]]]:
         """Yield each step's batches, and a function that waits for its size."""
         for _, micro_batches in share.steps():
             batches = [next(loaded) for _ in micro_batches]
@@ -210,29 +212,29 @@ class BatchLoader:
 
             yield batches, total
 
-    def _load(self, loaded: Loaded, with_partner: bool, epoch: int) -> Batch:
+    def _load(self, loaded: LoadedBatch, with_partner: bool, epoch: int) -> Batch:
         """Move a batch to the device, and pad it to `min_rows`."""
         if len(loaded.indices):
             loaded = self._prepare(loaded, epoch)
         return self._pad(loaded, with_partner)
 
-    def _prepare(self, loaded: Loaded, epoch: int) -> Loaded:
+    def _prepare(self, loaded: LoadedBatch, epoch: int) -> LoadedBatch:
         """Move samples to the device, preprocessed."""
         dtype = self._pixels.dtype
-        inputs, targets = (moved(it, self._world.device) for it in loaded[:2])
+        inputs, targets = (to_device(it, self._world.device) for it in loaded[:2])
         if isinstance(inputs, Tensor):
             inputs = self._pixels(inputs, loaded.indices, epoch)
         else:
-            inputs = in_precision(inputs, dtype)
-        return Loaded(inputs, in_precision(targets, dtype), loaded.indices)
+            inputs = to_dtype(inputs, dtype)
+        return LoadedBatch(inputs, to_dtype(targets, dtype), loaded.indices)
 
-    def _first(self) -> Loaded:
+    def _first(self) -> LoadedBatch:
         """Return the first sample, preprocessed."""
         if self._example is None:
             self._example = self._prepare(self.samples.example(), epoch=0)
         return self._example
 
-    def _pad(self, loaded: Loaded, with_partner: bool) -> Batch:
+    def _pad(self, loaded: LoadedBatch, with_partner: bool) -> Batch:
         """Return a batch padded to `min_rows`."""
         indices = loaded.indices[1:] if with_partner else loaded.indices
         num, min_rows = len(loaded.indices), self._min_rows + with_partner
@@ -241,9 +243,9 @@ class BatchLoader:
         if not num:
             loaded = self._first()
         chosen = torch.arange(min_rows).clamp_(max=len(loaded.indices) - 1)
-        inputs, targets = (rows_of(it, chosen) for it in loaded[:2])
+        inputs, targets = (select_rows(it, chosen) for it in loaded[:2])
         return Batch(inputs, targets, indices)
 
 
-def _numbered(share: Share) -> Iterator[tuple[int, tuple[int, list[Indices]]]]:
+def _numbered(share: RankShard) -> Iterator[tuple[int, tuple[int, list[Indices]]]]:
     return enumerate(share.steps(), share.first_step)

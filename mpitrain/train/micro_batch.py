@@ -10,8 +10,8 @@ import psutil
 import torch
 from torch import Tensor, nn
 
-from mpitrain.data.nests import rows_of
-from mpitrain.data.sharding import largest_shard
+from mpitrain.data.pytree import select_rows
+from mpitrain.data.sharding import max_shard_size
 from mpitrain.mpi.shared_arrays import Communicator
 from mpitrain.mpi.world import World
 from mpitrain.train.config import TrainConfig
@@ -58,7 +58,7 @@ def largest_micro_batch(
     # Gradients, and twice as much for the optimizer.
     room = MEMORY_FRACTION * (free - 3 * weights) - max(one - per_sample, 0)
     fits = max(1, int(room // per_sample))
-    shard = largest_shard(config.global_batch_size, world.world_size)
+    shard = max_shard_size(config.global_batch_size, world.world_size)
     size = shard if fits >= shard else 1 << (fits.bit_length() - 1)
     return min(ranks.allgather(size))
 
@@ -92,5 +92,5 @@ def _saved_bytes(
 def _repeat(batch: Batch, num: int) -> Batch:
     """Return a batch of `num` times one sample, and one row more for batch norm."""
     rows = torch.zeros(num + 1, dtype=torch.int64)
-    inputs, targets = (rows_of(it, rows) for it in (batch.inputs, batch.targets))
+    inputs, targets = (select_rows(it, rows) for it in (batch.inputs, batch.targets))
     return Batch(inputs, targets, np.zeros(0, np.int64))

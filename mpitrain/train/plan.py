@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from mpitrain.data import sharding
-from mpitrain.data.sharding import Indices, Share
+from mpitrain.data.sharding import Indices, RankShard
 from mpitrain.train.config import TrainConfig
 from mpitrain.train.optimizer import learning_rate
 
@@ -86,9 +86,9 @@ class Plan:
 
     def share_of(
         self, rank: int, order: Indices | None, *, with_partner: bool = False
-    ) -> Share:
+    ) -> RankShard:
         """Return the shard of a rank, of an epoch in this order."""
-        return Share(
+        return RankShard(
             rank=rank,
             world_size=self.world_size,
             global_batch_size=self.config.global_batch_size,
@@ -121,7 +121,7 @@ class Plan:
     def batch_line(self) -> str:
         """Return a line with the factors of the global batch size."""
         size = self.config.global_batch_size
-        largest = sharding.largest_shard(size, self.world_size)
+        largest = sharding.max_shard_size(size, self.world_size)
         smallest = size // self.world_size
         micro = min(self.micro_batch_size or largest, largest)
         micro_batches = -(-largest // micro)

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mpitrain.data.pixels import Statistics
+from mpitrain.data.transforms import Statistics
 from mpitrain.errors import (
     DataError,
     NonFiniteError,

@@ -1,4 +1,4 @@
-"""Data sets of one's own, as users write them for ``--data own_data:NAME``."""
+"""Custom data sets, as users write them for ``--data own_data:NAME``."""
 
 from __future__ import annotations
 
@@ -120,23 +120,6 @@ def stopping() -> tuple[Photos, Stopping]:
     return Photos(NUM_TRAIN), Stopping(200)
 
 
-def unequal() -> tuple[Photos, Photos]:
-    """A set that has another length on each rank."""
-    return Photos(NUM_TRAIN - int(os.environ["RANK"])), Photos(NUM_VAL)
-
-
-class SplitByRank(Readings):
-    """Shares itself out, as many recipes for DistributedDataParallel do."""
-
-    def __iter__(self) -> Iterator[Sample]:
-        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        return iter(Readings(self.numbers[rank::size]))
-
-
-def split_by_rank() -> tuple[SplitByRank, Readings]:
-    return SplitByRank(range(NUM_TRAIN)), Readings(range(NUM_VAL))
-
-
 class Slow(Photos):
     """Lasts for long, and is read by workers whose processes it notes."""
 
@@ -186,34 +169,3 @@ def note(what: str, *numbers: Any) -> None:
     name = f"{what}-{os.environ['RANK']}-{os.getpid()}"
     with Path(os.environ["NOTES"], name).open("a") as file:
         file.write("".join(f"{number}\n" for number in numbers))
-
-
-class Uneven(Photos):
-    """One image is of another size."""
-
-    def read(self, index: int) -> Tensor:
-        found = super().read(index).float()
-        return found[:, :9] if index == 17 else found
-
-
-class Mislabelled(Photos):
-    """One label is no class's."""
-
-    def __getitem__(self, index: int) -> Sample:
-        found, label = super().__getitem__(index)
-        return found, NUM_CLASSES if index == 17 else label
-
-
-def uneven() -> tuple[Photos, Photos]:
-    """Two data sets."""
-    return Uneven(NUM_TRAIN), Photos(NUM_VAL)
-
-
-def mislabelled() -> tuple[Photos, Photos]:
-    """Two data sets."""
-    return Photos(NUM_TRAIN), Mislabelled(NUM_VAL + 9)
-
-
-def mislabelled_train() -> tuple[Photos, Photos]:
-    """Two data sets."""
-    return Mislabelled(NUM_TRAIN), Photos(NUM_VAL)

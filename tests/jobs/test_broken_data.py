@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -17,9 +16,7 @@ import pytest
 from data_files import (
     picture,
     write_folder,
-    write_hdf5,
     write_mnist,
-    write_shards,
     write_tar,
 )
 from launcher import Done, Mpi, children_of, environment, mpirun, survivors
@@ -57,64 +54,12 @@ def cut(path: Path, *, num_bytes: int) -> None:
 # --- what is broken as a whole --------------------------------------------------------
 
 
-def no_mnist(folder: Path) -> str:
-    return "mnist"
-
-
-def truncated_idx(folder: Path) -> str:
-    write_mnist(folder)
-    cut(folder / "train-images-idx3-ubyte", num_bytes=100)
-    return "mnist"
-
-
-def labels_for_images(folder: Path) -> str:
-    write_mnist(folder)
-    labels = (folder / "t10k-labels-idx1-ubyte").read_bytes()
-    (folder / "t10k-images-idx3-ubyte").write_bytes(labels)
-    return "mnist"
-
-
-def no_class_in_val(folder: Path) -> str:
-    write_folder(folder, train=6, val=2)
-    return "folder"
-
-
-def empty_class(folder: Path) -> str:
-    write_folder(folder)
-    for path in (folder / "train/b").iterdir():
-        path.unlink()
-    return "folder"
-
-
-def truncated_hdf5(folder: Path) -> str:
-    cut(write_hdf5(folder / "set.h5"), num_bytes=3000)
-    return "hdf5"
-
-
-def truncated_tar(folder: Path) -> str:
-    write_shards(folder)
-    cut(folder / "train/002.tar", num_bytes=9000)
-    return "shards"
-
-
-@pytest.mark.parametrize(
-    ("write", "words"),
-    [
-        (no_mnist, "python -m mpitrain fetch mnist --data-dir set"),
-        (truncated_idx, "set/train-images-idx3-ubyte: found 3804 bytes, expected 3904"),
-        (labels_for_images, "t10k-images-idx3-ubyte: expected 00 00 08 03 first"),
-        (no_class_in_val, "set/val: no class 'c'"),
-        (empty_class, "set/train/b: no images; found it empty"),
-        (truncated_hdf5, "set.h5: cannot be opened"),
-        (truncated_tar, "set/train/002.tar: truncated"),
-    ],
-)
-def test_a_broken_set_is_told_once(
-    openmpi: Mpi, tmp_path: Path, write: Callable[[Path], str], words: str
-) -> None:
-    name = write(tmp_path / "set")
-    done = train(openmpi, tmp_path, "--data", name, "--data-dir", "set")
-    said = assert_failed(done, tmp_path, words)
+def test_a_broken_set_is_told_once(openmpi: Mpi, tmp_path: Path) -> None:
+    write_mnist(tmp_path / "set")
+    cut(tmp_path / "set/train-images-idx3-ubyte", num_bytes=100)
+    done = train(openmpi, tmp_path, "--data", "mnist", "--data-dir", "set")
+    words = ("train-images-idx3-ubyte: found 3788 bytes", "fetch mnist --data-dir set")
+    said = assert_failed(done, tmp_path, *words)
     assert "Traceback" not in said
     # All ranks know it from rank zero: it is no single rank's matter.
     assert done.ours == []
@@ -148,22 +93,12 @@ def write_spoilt(folder: Path) -> None:
             file[f"{part}/labels"] = [int(label) for _, label in samples[1::2]]
 
 
-@pytest.mark.parametrize(
-    ("name", "where", "num_workers", "words"),
-    [
-        ("folder", "photos", "0", "photos/train/"),
-        ("folder", "photos", "2", "photos/train/"),
-        ("hdf5", "set.h5", "2", "set.h5, train/images[1"),
-        ("shards", "shards", "2", "shards/train/0.tar, sample 1"),
-    ],
-)
-def test_a_bad_sample_ends_the_job_and_is_named(
-    openmpi: Mpi, tmp_path: Path, name: str, where: str, num_workers: str, words: str
-) -> None:
+def test_a_bad_sample_ends_the_job_and_is_named(openmpi: Mpi, tmp_path: Path) -> None:
     write_spoilt(tmp_path)
-    flags = ("--data", name, "--data-dir", where, "--num-workers", num_workers)
+    flags = ("--data", "shards", "--data-dir", "shards", "--num-workers", "2")
     done = train(openmpi, tmp_path, *flags, "--hang-timeout", "60")
-    said = assert_failed(done, tmp_path, words, "--on-bad-sample skip")
+    words = ("shards/train/0.tar, sample 1", "--on-bad-sample skip")
+    said = assert_failed(done, tmp_path, *words)
     assert "Traceback" not in said
     (line,) = done.ours
     assert "] BadSample: " in line
@@ -245,19 +180,10 @@ def test_what_an_evaluation_leaves_out_that_is_stopped_counts_once(
     ] * 2
 
 
-def test_where_nothing_can_be_read_the_job_ends(openmpi: Mpi, tmp_path: Path) -> None:
-    for path in write_folder(tmp_path / "photos").glob("val/*/*"):
-        path.write_text("not an image")
-    flags = ("--data", "folder", "--data-dir", "photos", "--on-bad-sample", "skip")
-    done = train(openmpi, tmp_path, *flags, "--hang-timeout", "60")
-    said = assert_failed(done, tmp_path, "none of the ")
-    assert "Traceback" not in said
+# --- custom data sets -----------------------------------------------------------------
 
 
-# --- data sets of one's own -----------------------------------------------------------
-
-
-def test_an_error_in_ones_own_set_ends_the_job(openmpi: Mpi, tmp_path: Path) -> None:
+def test_an_error_in_a_custom_set_ends_the_job(openmpi: Mpi, tmp_path: Path) -> None:
     flags = ("--data", "own_data:faulty", "--num-workers", "2")
     done = train(openmpi, tmp_path, *flags, "--hang-timeout", "60")
     said = assert_failed(done, tmp_path)
@@ -265,42 +191,6 @@ def test_an_error_in_ones_own_set_ends_the_job(openmpi: Mpi, tmp_path: Path) -> 
     (line,) = done.ours
     assert "ArithmeticError: " in line
     assert "this is the fault" in said
-
-
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("uneven", r"sample 17 (has )?input shape \(3, 9, 12\)"),
-        ("mislabelled_train", "sample 17 of the training data has label 3, and"),
-        ("mislabelled", "sample 17 of the validation data has label 3, and"),
-    ],
-)
-def test_samples_that_do_not_fit_are_named_once(
-    openmpi: Mpi, name: str, words: str, tmp_path: Path
-) -> None:
-    flags = ("--data", f"own_data:{name}", "--num-workers", "1")
-    flags += ("--global-batch-size", "6")
-    done = train(openmpi, tmp_path, *flags, num_ranks=2)
-    said = assert_failed(done, tmp_path)
-    (line,) = done.ours
-    assert re.search(words, line), said
-    assert "Traceback" not in said
-
-
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("unequal", "differs between ranks: 26 on rank 0, 25 on rank 1"),
-        ("split_by_rank", "shared out here, so that it must not share itself out"),
-    ],
-)
-def test_sets_that_differ_between_ranks_are_refused(
-    openmpi: Mpi, tmp_path: Path, name: str, words: str
-) -> None:
-    done = train(openmpi, tmp_path, "--data", f"own_data:{name}")
-    said = assert_failed(done, tmp_path, words)
-    assert "Traceback" not in said
-    assert done.ours == []
 
 
 # --- processes that are killed --------------------------------------------------------

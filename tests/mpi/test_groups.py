@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.torch_version import TorchVersion
 from transports import group_of
 
-from mpitrain.mpi_backend import inter_node, p2p
 from mpitrain.mpi.world import World
+from mpitrain.mpi_backend import inter_node, p2p
 
 pytestmark = pytest.mark.mpi
 

@@ -16,7 +16,7 @@ from trainings import (
     some,
 )
 
-from mpitrain.data.sharding import bounds_of, epoch_order
+from mpitrain.data.sharding import epoch_order, shard_bounds
 from mpitrain.errors import NonFiniteError
 from mpitrain.mpi.world import World
 from mpitrain.train.trainer import Trainer
@@ -46,7 +46,7 @@ def test_a_loss_that_is_no_number_stops_all_ranks_before_the_update(
     place = 2 * BATCH_SIZE + 3  # in the third step
     bad = int(order[place])
     bounds = [
-        bounds_of(BATCH_SIZE, r, world.world_size) for r in range(world.world_size)
+        shard_bounds(BATCH_SIZE, r, world.world_size) for r in range(world.world_size)
     ]
     rank = next(r for r, (start, stop) in enumerate(bounds) if start <= 3 < stop)
     model = NotANumber()

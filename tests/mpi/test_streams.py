@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
-from mpitrain.data.own import as_samples
-from mpitrain.data.pixels import Pixels
+from mpitrain.data.custom import build_samples
+from mpitrain.data.iterable import IterableStyle
 from mpitrain.data.samples import Samples
-from mpitrain.data.sharding import Share
-from mpitrain.data.streams import Stream
+from mpitrain.data.sharding import RankShard
+from mpitrain.data.transforms import ImageTransform
 from mpitrain.errors import DataError
 from mpitrain.mpi.shared_arrays import communicator
 from mpitrain.mpi.world import World
@@ -73,7 +73,7 @@ class Shards(Numbers):
 
 
 def samples_of(dataset: Any, world: World, num_workers: int = 0) -> Samples:
-    return as_samples(
+    return build_samples(
         dataset,
         "the training data",
         seed=3,
@@ -83,8 +83,8 @@ def samples_of(dataset: Any, world: World, num_workers: int = 0) -> Samples:
     )
 
 
-def alone_of(batch_size: int) -> Share:
-    return Share(rank=0, world_size=1, global_batch_size=batch_size)
+def alone_of(batch_size: int) -> RankShard:
+    return RankShard(rank=0, world_size=1, global_batch_size=batch_size)
 
 
 def steps_of(
@@ -95,8 +95,8 @@ def steps_of(
     micro_batch_size: int | None = None,
 ) -> list[tuple[int, list[int], list[float]]]:
     """Each step's size as all ranks are told it, and what they have of it, together."""
-    pixels = Pixels(dtype=torch.float64, seed=3)
-    share = Share(
+    pixels = ImageTransform(dtype=torch.float64, seed=3)
+    share = RankShard(
         rank=world.rank,
         world_size=world.world_size,
         global_batch_size=BATCH_SIZE,
@@ -221,7 +221,7 @@ def test_what_a_stream_draws_is_the_same_at_any_size(
     assert found[0] != found[1]
     for epoch, steps in enumerate(found, start=1):
         dataset = Shuffled(13)
-        alone = Stream(dataset, seed=3).batches(alone_of(13), epoch)
+        alone = IterableStyle(dataset, seed=3).batches(alone_of(13), epoch)
         inputs, targets, *_ = next(alone)
         assert [number for _, part, _ in steps for number in part] == targets.tolist()
         noises = [noise for *_, part in steps for noise in part]
@@ -346,7 +346,7 @@ def test_torch_does_not_tell_every_rank_that_workers_outnumber_cores(
 def test_workers_of_a_fork_server_need_not_import_torch(world: World) -> None:
     if world.rank:
         return  # one such server is enough
-    stream = Stream(OfServer(4), seed=3, num_workers=1, method="forkserver")
+    stream = IterableStyle(OfServer(4), seed=3, num_workers=1, method="forkserver")
     inputs, targets, *_ = next(stream.batches(alone_of(4), 1))
     assert inputs.unique().tolist() != [os.getpid()]
     assert targets.tolist() == [1] * 4

@@ -145,6 +145,14 @@ def test_data_that_differ_between_ranks_are_refused(world: World) -> None:
         trained(world, data=own)
 
 
+def test_a_label_that_no_output_has_is_named(world: World) -> None:
+    inputs, labels = some(8).tensors
+    data = TensorDataset(inputs, torch.full_like(labels, 10))
+    words = r"sample \d of the training data has label 10, and the model has 10"
+    with pytest.raises(DataError, match=words):
+        trained(world, data=data)
+
+
 def test_images_are_not_mirrored_where_the_targets_are_images(world: World) -> None:
     images = TensorDataset(torch.zeros(4, 1, 8, 8), torch.zeros(4, 1, 8, 8))
     trainer = Trainer(Net(), images, images, config_of(random_flip=True), world=world)

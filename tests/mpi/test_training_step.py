@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from mpitrain.data.sharding import Share, epoch_order
+from mpitrain.data.sharding import RankShard, epoch_order
 from mpitrain.data.sources import InMemory, digits
 from mpitrain.models.build import build_model
 from mpitrain.mpi.world import World
@@ -66,7 +66,7 @@ def test_the_gradient_is_that_of_one_process(
 
 def test_every_sample_has_one_rank(comm: MPI.Intracomm, world: World) -> None:
     order = epoch_order(29, seed=7, epoch=2)
-    share = Share(
+    share = RankShard(
         rank=world.rank,
         world_size=world.world_size,
         global_batch_size=len(order),

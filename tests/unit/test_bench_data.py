@@ -10,7 +10,7 @@ import pytest
 from data_files import write_mnist
 
 from mpitrain.cli import main
-from mpitrain.data.workers import settle_temporary_folder
+from mpitrain.data.workers import choose_temporary_folder
 from mpitrain.tools.bench import images
 
 FORMATS = ("folder", "hdf5", "hdf5-pixels", "shards")
@@ -35,7 +35,7 @@ def test_every_format_is_timed_by_number_of_workers(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("h5py")
-    settle_temporary_folder()  # of this process, and it stays as long
+    choose_temporary_folder()  # of this process, and it stays as long
     (tmp_path / "temporary").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
     file = tmp_path / "figures.json"
@@ -102,7 +102,11 @@ def test_all_formats_hold_the_same_images() -> None:
         (["--num-workers", "-1"], 2, "--num-workers must be at least 0"),
         (["--seconds", "0"], 2, "--seconds must be above 0"),
         (["--samples", "0"], 2, "--samples must be at least 1"),
-        (["--data-dir", "/nowhere", "--data", "folder"], 1, "/nowhere: no such folder"),
+        (
+            ["--data-dir", "/nowhere", "--data", "folder"],
+            1,
+            "/nowhere/train: cannot be listed",
+        ),
     ],
 )
 def test_what_cannot_be_timed_is_told(

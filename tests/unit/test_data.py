@@ -62,17 +62,17 @@ def test_every_sample_is_in_one_shard_of_one_step(
     world_size: int, global_batch_size: int
 ) -> None:
     order = sharding.epoch_order(1437, seed=3, epoch=4)
-    steps = list(sharding.steps_of(order, global_batch_size))
+    steps = list(sharding.split_into_steps(order, global_batch_size))
     assert len(steps) == sharding.num_steps(1437, global_batch_size)
     seen = []
     for step in steps[-2:]:
         shards = [
-            step[slice(*sharding.bounds_of(len(step), r, world_size))]
+            step[slice(*sharding.shard_bounds(len(step), r, world_size))]
             for r in range(world_size)
         ]
         np.testing.assert_array_equal(np.concatenate(shards), step)
         sizes = [len(shard) for shard in shards]
-        assert max(sizes) == sharding.largest_shard(len(step), world_size)
+        assert max(sizes) == sharding.max_shard_size(len(step), world_size)
         assert max(sizes) - min(sizes) <= 1
         seen.append(len(step))
     np.testing.assert_array_equal(np.concatenate(steps), order)

@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 from torchvision.transforms import v2
 
-from mpitrain.data.images import cut, cut_box, decode
+from mpitrain.data.images import crop, crop_box, decode
 from mpitrain.data.samples import BadSample
 
 
@@ -72,7 +72,7 @@ def test_an_image_of_the_wanted_size_is_kept_as_it_is() -> None:
     image = picture(32, 32)
     pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1)
     assert torch.equal(decode(encoded(image), 32, None, "a.png"), pixels)
-    assert torch.equal(cut(pixels.numpy(), 32, None), pixels)
+    assert torch.equal(crop(pixels.numpy(), 32, None), pixels)
 
 
 @pytest.mark.parametrize(
@@ -129,8 +129,8 @@ def test_the_orientation_in_exif_is_ignored() -> None:
     ("data", "why"),
     [
         (b"", "empty, 0 bytes"),
-        (b"<html>not found</html>", "no image that Pillow"),
-        (b"\xff\xd8\xff", "no image that Pillow"),
+        (b"<html>not found</html>", "not an image to Pillow"),
+        (b"\xff\xd8\xff", "not an image to Pillow"),
         (b"P6 9 9 255\nabc", "cannot be decoded, OSError: .*truncated"),
     ],
 )
@@ -190,7 +190,7 @@ def test_random_crops_lie_inside_the_image(width: int, height: int) -> None:
     generator = np.random.default_rng(1)
     corners = [numbers(*(float(i >> k & 1) for k in range(4))) for i in range(16)]
     for uniform in [*corners, *generator.random((500, 4))]:
-        left, top, right, bottom = cut_box(width, height, 224, uniform)
+        left, top, right, bottom = crop_box(width, height, 224, uniform)
         assert 0 <= left < right <= width
         assert 0 <= top < bottom <= height
         wide, high = right - left, bottom - top
@@ -222,7 +222,7 @@ def test_a_crop_of_a_reduced_photograph_is_the_crop_of_the_whole() -> None:
     pixels = np.array(Image.open(io.BytesIO(data))).transpose(2, 0, 1)
     for uniform in (numbers(0.2, 0.9, 1, 1), numbers(0.9, 0.1, 0.5, 0.5)):
         found = decode(data, 48, uniform, "a")
-        assert distance(found, cut(pixels, 48, uniform)) < 2
+        assert distance(found, crop(pixels, 48, uniform)) < 2
 
 
 @pytest.mark.parametrize("channels", [1, 3, 4, 7])
@@ -231,7 +231,7 @@ def test_decoded_arrays_are_cut_alike(channels: int, uniform: Any) -> None:
     image = picture(60, 80)
     pixels = np.array(image).transpose(2, 0, 1)
     chosen = np.arange(channels) % 3
-    found = cut(pixels[chosen], 32, uniform)
+    found = crop(pixels[chosen], 32, uniform)
     expected = decode(encoded(image), 32, uniform, "a")[chosen]
     assert found.dtype == torch.uint8
     assert torch.equal(found, expected)

@@ -10,15 +10,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from mpitrain.data.workers import loader_of
+from mpitrain.data.workers import build_loader
 
 READS = """
 import sys, tempfile, torch
-from mpitrain.data.workers import context_of, loader_of
+from mpitrain.data.workers import worker_context, build_loader
 if __name__ == "__main__":
     samples = [torch.full((3,), float(i)) for i in range(8)]
-    context = context_of(sys.argv[1])
-    loader = loader_of(
+    context = worker_context(sys.argv[1])
+    loader = build_loader(
         samples, batch_size=2, num_workers=2, multiprocessing_context=context
     )
     print(sum(float(batch.sum()) for batch in loader), len(tempfile.gettempdir()))
@@ -53,24 +53,24 @@ def test_workers_hand_over_what_they_read_however_long_tmpdir_is(
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_to_read_draws_no_random_number_of_the_rank(num_workers: int) -> None:
     before = torch.get_rng_state()
-    assert len(list(loader_of(list(range(3)), num_workers=num_workers))) == 3
+    assert len(list(build_loader(list(range(3)), num_workers=num_workers))) == 3
     assert torch.equal(torch.get_rng_state(), before)
 
 
 IS_TOLD = """
 import os, signal, sys, time, torch
-from mpitrain.data.workers import context_of, loader_of
+from mpitrain.data.workers import worker_context, build_loader
 if __name__ == "__main__":
     heard = []
     sent = {2: signal.SIGUSR2, 10: signal.SIGUSR1, 20: signal.SIGTERM}
     for number in sent.values():
         signal.signal(number, lambda number, _: heard.append(number))
     samples = torch.arange(4000.0)[:, None].expand(4000, 3).contiguous()
-    loader = loader_of(
+    loader = build_loader(
         samples,
         batch_size=2,
         num_workers=2,
-        multiprocessing_context=context_of(sys.argv[1]),
+        multiprocessing_context=worker_context(sys.argv[1]),
     )
     total, num = 0.0, 0
     for batch in loader:

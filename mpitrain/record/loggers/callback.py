@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from mpitrain.data.pixels import NUM_DIMENSIONS, as_bytes
+from mpitrain.data.transforms import NUM_DIMENSIONS, to_uint8
 from mpitrain.launch.current import heartbeat
 from mpitrain.plugins import is_reference, load_reference
 from mpitrain.record.config import LogConfig
@@ -77,7 +77,7 @@ class Loggers(Callback):
             return
         self._wants_images = False
         some = images[: min(len(batch), MAX_IMAGES)]
-        found = as_bytes(some, trainer.engine.mean_std).numpy()
+        found = to_uint8(some, trainer.engine.mean_std).numpy()
         self._send("log_images", ("train/images", found, trainer.state.step))
 
     def on_metrics(self, trainer: Any, steps: Sequence[StepMetrics]) -> None:

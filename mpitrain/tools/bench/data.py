@@ -23,11 +23,16 @@ import torch
 
 from mpitrain import __version__
 from mpitrain.data.config import DataConfig
-from mpitrain.data.memory import InMemory
-from mpitrain.data.pixels import IMAGENET_MEAN, IMAGENET_STD, Pixels, Statistics
+from mpitrain.data.in_memory import InMemory
 from mpitrain.data.samples import Samples
-from mpitrain.data.sharding import Share
+from mpitrain.data.sharding import RankShard
 from mpitrain.data.sources import DEFAULT_IMAGE_SIZE, load_data
+from mpitrain.data.transforms import (
+    IMAGENET_MEAN,
+    IMAGENET_STD,
+    ImageTransform,
+    Statistics,
+)
 from mpitrain.flags import PROGRAM
 from mpitrain.mpi.shared_arrays import SingleProcess
 from mpitrain.mpi.world import Node, World
@@ -79,7 +84,7 @@ class Road:
         Returns:
             Samples per second.
         """
-        share = Share(
+        share = RankShard(
             rank=0,
             world_size=1,
             global_batch_size=batch_size,
@@ -241,7 +246,9 @@ def _road(
     size: int,
 ) -> Road:
     mean, std = statistics or (None, None)
-    pixels = Pixels(dtype=torch.float32, seed=SEED, mean=mean, std=std, size=size)
+    pixels = ImageTransform(
+        dtype=torch.float32, seed=SEED, mean=mean, std=std, size=size
+    )
     feed = BatchLoader(samples, _alone(), pixels)
     return Road(data=data, num_workers=num_workers, samples=samples, feed=feed)
 

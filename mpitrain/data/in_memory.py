@@ -8,23 +8,23 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mpitrain.data.samples import Loaded
-from mpitrain.data.sharding import Indices, Share, epoch_order
+from mpitrain.data.samples import LoadedBatch
+from mpitrain.data.sharding import Indices, RankShard, epoch_order
 
 CACHE_BYTES = 1 << 20
-"""Of samples as the model sees them, that are made ready at once."""
+"""Of samples as the model sees them, that are transformed at once."""
 
 
 class InMemory:
-    """A set whose tensors are at hand, in host memory or on the device.
+    """A data set whose tensors are in host memory or on the device.
 
     Args:
         inputs: `(N, ...)`, images as uint8 or floating point `(N, C, H, W)`.
         targets: `(N, ...)`, labels as int64 `(N,)`.
     """
 
-    may_lack = False
-    is_still = True
+    may_skip = False
+    is_deterministic = True
 
     def __init__(self, inputs: Tensor, targets: Tensor) -> None:
         self.inputs = inputs
@@ -32,12 +32,11 @@ class InMemory:
         self.num_samples: int = len(targets)
 
     def __len__(self) -> int:
-        """Return the number of samples."""
         return self.num_samples
 
     @property
     def num_bytes(self) -> int:
-        """How much memory it takes."""
+        """Size in memory."""
         return sum(t.numel() * t.element_size() for t in (self.inputs, self.targets))
 
     def to(self, device: torch.device | str) -> InMemory:
@@ -48,33 +47,28 @@ class InMemory:
         """Return the order of an epoch."""
         return epoch_order(self.num_samples, seed, epoch)
 
-    def example(self) -> Loaded:
+    def example(self) -> LoadedBatch:
         """Return the first sample."""
         return self.batch(np.zeros(1, np.int64))
 
-    def batch(self, indices: Indices) -> Loaded:
+    def batch(self, indices: Indices) -> LoadedBatch:
         """Gather some samples."""
         chosen = torch.from_numpy(indices).to(self.inputs.device, non_blocking=True)
-        return Loaded(
+        return LoadedBatch(
             self.inputs.index_select(0, chosen),
             self.targets.index_select(0, chosen),
             indices,
         )
 
     def groups(
-        self, asked: Iterable[Indices], bytes_of_sample: int
+        self, batches: Iterable[Indices], sample_bytes: int
     ) -> Iterator[list[Indices]]:
-        """Join batches that are small, as long as they fit into a processor's cache.
-
-        Args:
-            asked: The batches.
-            bytes_of_sample: What a sample takes, as the model sees it.
-        """
-        most = max(1, CACHE_BYTES // max(bytes_of_sample, 1))
+        """Join small batches, as long as they fit into a processor's cache."""
+        max_rows = max(1, CACHE_BYTES // max(sample_bytes, 1))
         group: list[Indices] = []
         num_rows = 0
-        for indices in asked:
-            if group and num_rows + len(indices) > most:
+        for indices in batches:
+            if group and num_rows + len(indices) > max_rows:
                 yield group
                 group, num_rows = [], 0
             group.append(indices)
@@ -82,11 +76,11 @@ class InMemory:
         if group:
             yield group
 
-    def batches(self, share: Share, epoch: int) -> Iterator[Loaded]:
+    def batches(self, shard: RankShard, epoch: int) -> Iterator[LoadedBatch]:
         """Gather batches, each when it is wanted."""
         del epoch  # nothing here is random
-        for indices in share:
+        for indices in shard:
             yield self.batch(indices)
 
     def close(self) -> None:
-        """Do nothing: nobody reads ahead."""
+        """Do nothing: there are no workers."""

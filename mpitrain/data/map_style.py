@@ -1,4 +1,4 @@
-"""Samples that are read one by one, ahead of time, by processes beside the rank."""
+"""Map-style data sets: samples read one by one, ahead of time in worker processes."""
 
 from __future__ import annotations
 
@@ -9,26 +9,31 @@ import numpy as np
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from mpitrain.data.randomness import seeded, uniform
-from mpitrain.data.samples import BadSample, Loaded, Reader
-from mpitrain.data.sharding import Indices, Share, epoch_order
-from mpitrain.data.workers import Method, context_of, living, loader_of
+from mpitrain.data.samples import BadSample, LoadedBatch, SampleReader
+from mpitrain.data.sharding import Indices, RankShard, epoch_order
+from mpitrain.data.workers import (
+    StartMethod,
+    build_loader,
+    iterate_loader,
+    worker_context,
+)
 from mpitrain.errors import DataError
 
 PAIR = 2
 
-TRIES = 100
+MAX_TRIES = 100
 """Samples that may be bad before the first good one."""
 
 
-class Read:
-    """A set that is read sample by sample.
+class MapStyle:
+    """A data set that is read sample by sample.
 
     Args:
-        dataset: A `Reader`, or a map-style data set of one's own.
-        seed: The run's.
-        num_workers: Processes that read ahead; 0: this one reads, when it is wanted.
+        dataset: A `SampleReader`, or a custom map-style data set.
+        seed: The run's seed.
+        num_workers: Processes that read ahead; 0: this process reads.
         method: How they are started.
-        random_cuts: Whether a `Reader` cuts its images at random.
+        random_crops: Whether a `SampleReader` crops its images at random.
         skip: Whether to leave out samples that cannot be read.
         pin: Whether batches go to a GPU, from pinned memory.
         order: What `Samples.order` returns, if not a plain permutation.
@@ -40,35 +45,34 @@ class Read:
         *,
         seed: int,
         num_workers: int = 0,
-        method: Method = "fork",
-        random_cuts: bool = False,
+        method: StartMethod = "fork",
+        random_crops: bool = False,
         skip: bool = False,
         pin: bool = False,
         order: Callable[[int, int], Indices] | None = None,
     ) -> None:
         self.dataset = dataset
         self.num_samples: int = len(dataset)
-        self.may_lack = skip
-        self.is_still = is_reader(dataset) and not random_cuts
-        self._one_by_one = _OneByOne(dataset, seed, random_cuts, skip)
-        self._asked = _Asked()
+        self.may_skip = skip
+        self.is_deterministic = _is_reader(dataset) and not random_crops
+        self._sample_dataset = _SampleDataset(dataset, seed, random_crops, skip)
+        self._batch_sampler = _BatchSampler()
         self._order = order
         self._loader: DataLoader[Any] | None = None
-        self._example: Loaded | None = None
+        self._example: LoadedBatch | None = None
         self._options: dict[str, Any] = {
-            "batch_sampler": self._asked,
+            "batch_sampler": self._batch_sampler,
             "collate_fn": collate,
             "num_workers": num_workers,
             "pin_memory": pin,
         }
         if num_workers:
             self._options |= {
-                "multiprocessing_context": context_of(method),
+                "multiprocessing_context": worker_context(method),
                 "persistent_workers": True,
             }
 
     def __len__(self) -> int:
-        """Return the number of samples."""
         return self.num_samples
 
     def order(self, seed: int, epoch: int) -> Indices:
@@ -77,17 +81,13 @@ class Read:
             return self._order(seed, epoch)
         return epoch_order(self.num_samples, seed, epoch)
 
-    def example(self) -> Loaded:
-        """Read the first sample that can be read.
-
-        Raises:
-            DataError: None of the first hundred can.
-        """
-        tries = min(self.num_samples, TRIES)
+    def example(self) -> LoadedBatch:
+        """Read the first sample that can be read, of the first hundred."""
+        tries = min(self.num_samples, MAX_TRIES)
         for index in range(tries):
             if self._example is not None:
-                return self._example
-            loaded = checked(collate([self._one_by_one[0, index]]))
+                break
+            loaded = self._read(index)
             if len(loaded.indices):
                 self._example = loaded
         if self._example is None:
@@ -97,30 +97,32 @@ class Read:
             )
         return self._example
 
-    def reread_example(self) -> Loaded:
-        """Read the same sample once more; it may have changed by chance."""
-        index = int(self.example().indices[0])
-        return checked(collate([self._one_by_one[0, index]]))
+    def reread_example(self) -> LoadedBatch:
+        """Read the same sample again; it differs if the data set is random."""
+        return self._read(int(self.example().indices[0]))
 
-    def batches(self, share: Share, epoch: int) -> Iterator[Loaded]:
-        """Read batches, ahead of time where there are workers."""
-        self._asked.batches, self._asked.epoch = share, epoch
+    def _read(self, index: int) -> LoadedBatch:
+        return raise_if_bad(collate([self._sample_dataset[0, index]]))
+
+    def batches(self, shard: RankShard, epoch: int) -> Iterator[LoadedBatch]:
+        """Read batches, ahead of time if there are workers."""
+        self._batch_sampler.batches, self._batch_sampler.epoch = shard, epoch
         if self._loader is None:
-            self._loader = loader_of(self._one_by_one, **self._options)
-        yield from map(checked, living(self._loader))
+            self._loader = build_loader(self._sample_dataset, **self._options)
+        yield from map(raise_if_bad, iterate_loader(self._loader))
 
     def close(self) -> None:
         """End the workers."""
         self._loader = None
 
 
-def is_reader(dataset: Any) -> bool:
-    """Whether a set is one of ours: others may have a method `read`, too."""
+def _is_reader(dataset: Any) -> bool:
+    """Whether a set is a `SampleReader`; custom ones may have a method `read`, too."""
     return hasattr(dataset, "read") and not hasattr(dataset, "__getitem__")
 
 
-class _Asked:
-    """What the workers are asked for, in the words of DataLoader: a batch sampler."""
+class _BatchSampler:
+    """What the workers read next: (epoch, index) of each sample of a batch."""
 
     def __init__(self) -> None:
         self.batches: Iterable[Indices] = ()
@@ -131,17 +133,17 @@ class _Asked:
             yield [(self.epoch, int(index)) for index in indices]
 
 
-class _OneByOne(Dataset[Any]):
-    """Reads a sample, or says why it cannot be read; in a worker or in the rank."""
+class _SampleDataset(Dataset[Any]):
+    """Reads a sample, or returns why it cannot be read; in a worker or in the rank."""
 
-    def __init__(self, dataset: Any, seed: int, random_cuts: bool, skip: bool) -> None:
+    def __init__(self, dataset: Any, seed: int, random_crops: bool, skip: bool) -> None:
         self.dataset = dataset
         self.seed = seed
-        self.random_cuts = random_cuts
+        self.random_crops = random_crops
         self.skip = skip
 
-    def __getitem__(self, asked: tuple[int, int]) -> tuple[int, Any]:
-        epoch, index = asked
+    def __getitem__(self, key: tuple[int, int]) -> tuple[int, Any]:
+        epoch, index = key
         try:
             return index, self._read(epoch, index)
         except BadSample as bad:
@@ -154,12 +156,12 @@ class _OneByOne(Dataset[Any]):
             return index, _Failed(BadSample(where, repr(error)), is_final=False)
 
     def _read(self, epoch: int, index: int) -> Any:
-        if not is_reader(self.dataset):
+        if not _is_reader(self.dataset):
             with seeded(self.seed, epoch, index):
                 return self.dataset[index]
-        reader: Reader = self.dataset
+        reader: SampleReader = self.dataset
         numbers = None
-        if self.random_cuts:
+        if self.random_crops:
             numbers = uniform(self.seed, epoch, np.array([index]), 4, "cut")[0]
         return reader.read(index, numbers)
 
@@ -172,24 +174,18 @@ class _Failed:
         self.is_final = is_final
 
 
-def collate(samples: list[tuple[int, Any]]) -> Loaded:
-    """Make a batch of samples, as torch does; leave out what could not be read.
+def collate(samples: list[tuple[int, Any]]) -> LoadedBatch:
+    """Make a batch of pairs of number and sample, without what could not be read.
 
-    Args:
-        samples: Pairs of number and sample.
-
-    Returns:
-        The batch; where one may not be left out, what is wrong with it as inputs.
+    Its inputs are an exception if a bad sample may not be left out.
     """
     good = [(i, sample) for i, sample in samples if not isinstance(sample, _Failed)]
     failed = [sample for _, sample in samples if isinstance(sample, _Failed)]
     indices = np.array([index for index, _ in good], np.int64)
-    skipped = tuple(f"{f.bad.where}: {f.bad.why}" for f in failed)
+    skipped = tuple(f"{f.bad.where}: {f.bad.reason}" for f in failed)
     final = next((f.bad for f in failed if f.is_final), None)
-    if final is not None:
-        return Loaded(final, None, indices, skipped)
-    if not good:
-        return Loaded(None, None, indices, skipped)
+    if final is not None or not good:
+        return LoadedBatch(final, None, indices, skipped)
     for _, sample in good:
         if not (isinstance(sample, tuple | list) and len(sample) == PAIR):
             kind = type(sample).__name__
@@ -200,31 +196,30 @@ def collate(samples: list[tuple[int, Any]]) -> Loaded:
         uneven = _uneven(good)
         if uneven is None:
             raise
-        return Loaded(uneven, None, indices, skipped)
-    return Loaded(inputs, targets, indices, skipped)
+        return LoadedBatch(uneven, None, indices, skipped)
+    return LoadedBatch(inputs, targets, indices, skipped)
 
 
 def _uneven(samples: list[tuple[int, Any]]) -> DataError | None:
-    """Say which sample has another shape than the first."""
+    """Name the sample whose shape differs from the first one's."""
     for place, kind in enumerate(("input", "target")):
         shapes = [getattr(sample[place], "shape", None) for _, sample in samples]
         for (number, _), shape in zip(samples, shapes, strict=True):
             if shape != shapes[0]:
+                first, other = (
+                    f"{kind} shape {'none' if it is None else tuple(it)}"
+                    for it in (shapes[0], shape)
+                )
                 return DataError(
-                    f"samples of one batch differ: sample {samples[0][0]} has "
-                    f"{_with_shape(kind, shapes[0])}, sample {number} "
-                    f"{_with_shape(kind, shape)}; expected one shape in all. Resize or "
+                    f"samples of one batch differ: sample {samples[0][0]} has {first}, "
+                    f"sample {number} {other}; expected one shape in all. Resize or "
                     "crop them in the data set"
                 )
     return None
 
 
-def _with_shape(kind: str, shape: Any) -> str:
-    return f"{kind} shape {'none' if shape is None else tuple(shape)}"
-
-
-def checked(loaded: Loaded) -> Loaded:
-    """Raise what a worker could not, else return the batch."""
+def raise_if_bad(loaded: LoadedBatch) -> LoadedBatch:
+    """Raise what a worker returned instead of raising, else return the batch."""
     if isinstance(loaded.inputs, DataError):
         raise loaded.inputs
     return loaded

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torchvision import transforms
 
-from mpitrain.data.pixels import Pixels, mean_and_std
 from mpitrain.data.randomness import uniform
+from mpitrain.data.transforms import ImageTransform, mean_and_std
 
 SEED, EPOCH = 3, 2
 
@@ -38,8 +38,8 @@ def cut_one(image: Tensor, number: int, border: int, flip: bool) -> Tensor:
     return cut.flip(-1) if flip and draw[2] < 0.5 else cut
 
 
-def pixels(**settings: Any) -> Pixels:
-    return Pixels(**{"dtype": torch.float32, "seed": SEED, **settings})
+def pixels(**settings: Any) -> ImageTransform:
+    return ImageTransform(**{"dtype": torch.float32, "seed": SEED, **settings})
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -115,8 +115,8 @@ def test_bytes_are_normalized_as_by_torchvision(
 
 def test_evaluation_is_still() -> None:
     moving = pixels(border=2, flip=True)
-    still = moving.still()
-    assert (moving.is_still, still.is_still) == (False, True)
+    still = moving.deterministic()
+    assert (moving.is_deterministic, still.is_deterministic) == (False, True)
     images, numbers = images_of(8, (1, 8, 8), torch.uint8), numbers_of(8)
     assert torch.equal(still(images, numbers, 1), images.float() * np.float32(1 / 255))
 

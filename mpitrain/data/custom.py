@@ -1,0 +1,168 @@
+"""Custom data sets: torch's map-style and iterable-style ones, and plain tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence, Sized
+from pathlib import Path
+from typing import Any
+
+from torch.utils.data import IterableDataset, TensorDataset
+
+from mpitrain.data.config import DATA_DIR
+from mpitrain.data.in_memory import InMemory
+from mpitrain.data.iterable import IterableStyle
+from mpitrain.data.map_style import PAIR, MapStyle
+from mpitrain.data.pytree import digest
+from mpitrain.data.samples import PARTS, LoadedBatch, Samples
+from mpitrain.data.workers import start_method
+from mpitrain.errors import DataError
+from mpitrain.mpi.shared_arrays import Communicator
+from mpitrain.mpi.world import World
+from mpitrain.plugins import call_with_known, load_reference
+
+ONE_PASS_MODULES = ("builtins", "itertools")
+"""Modules whose iterators, such as generators, cannot begin again."""
+
+
+def load_custom(reference: str, data_dir: Path | None) -> tuple[Sequence[Any], int]:
+    """Call a user's callable, ``package.module:callable``, that returns data sets.
+
+    It is called with `data_dir` if it has a parameter of that name, and returns (train,
+    val) or (train, val, test): map-style or iterable-style data sets of (input,
+    target). The `classes` of train list the classes, as torchvision's do, or its
+    `num_classes` counts them.
+
+    Returns:
+        The data sets and the number of classes.
+    """
+    datasets = call_with_known(
+        load_reference(reference, "--data"),
+        {"data_dir": data_dir},
+        "--data",
+        otherwise={"data_dir": DATA_DIR},
+    )
+    if not (isinstance(datasets, tuple | list) and len(datasets) in (PAIR, PAIR + 1)):
+        raise DataError(
+            f"--data {reference} returned {type(datasets).__name__!r}; expected a pair "
+            "(train, val) of data sets, or (train, val, test)"
+        )
+    for part, dataset in zip(PARTS, datasets, strict=False):
+        if isinstance(dataset, Sized) and len(dataset) == 0:
+            raise DataError(f"the {part} part of --data {reference} has no samples")
+    train = datasets[0]
+    num_classes = getattr(train, "num_classes", None)
+    if num_classes is None and hasattr(train, "classes"):
+        num_classes = len(train.classes)
+    if num_classes is None:
+        raise DataError(
+            f"the train part of --data {reference} has neither `classes` (a list) nor "
+            "`num_classes` (an int); give it one of them"
+        )
+    return datasets, int(num_classes)
+
+
+def build_samples(
+    dataset: Any,
+    what: str,
+    *,
+    seed: int,
+    world: World,
+    ranks: Communicator,
+    num_workers: int = 0,
+    skip: bool = False,
+) -> Samples:
+    """Make samples of a data set.
+
+    Collective over all ranks.
+
+    Args:
+        dataset: A `TensorDataset` of inputs and targets, a map-style or
+            iterable-style data set of pairs, or samples already.
+        what: What it is, for messages.
+        seed: The run's seed.
+        world: Where this process stands.
+        ranks: All of them; their data sets are compared.
+        num_workers: Processes that read ahead.
+        skip: Whether to leave out samples that cannot be read.
+
+    Raises:
+        DataError: It is something else, is empty, holds no pairs, or differs between
+            ranks; on every rank or on none.
+    """
+    if isinstance(dataset, InMemory | MapStyle | IterableStyle):
+        return dataset
+    is_map_style = hasattr(dataset, "__getitem__") and isinstance(dataset, Sized)
+    # torch's iterable ones have an __getitem__ that is not to be called.
+    if is_map_style and not isinstance(dataset, IterableDataset):
+        return _map_style(dataset, what, seed, world, ranks, num_workers, skip)
+    if not isinstance(dataset, Iterable):
+        raise DataError(
+            f"{what} is {type(dataset).__name__!r}; expected a data set with __len__ "
+            "and __getitem__, or with __iter__"
+        )
+    if isinstance(dataset, Iterator) and type(dataset).__module__ in ONE_PASS_MODULES:
+        raise DataError(
+            f"{what} is a {type(dataset).__name__!r}, which can be read only once; "
+            "expected a data set with __iter__ that begins again in every epoch"
+        )
+    stream = IterableStyle(
+        dataset,
+        seed=seed,
+        num_workers=num_workers,
+        method=start_method(world.num_nodes),
+    )
+    if not stream.has_shards:
+        ranks.check_equal(
+            digest(stream.example()[:2]),
+            f"the first sample of {what}",
+            "Expected the same stream on every rank: mpitrain shards it, so it must "
+            "not shard itself. Or give it a method shard(num_shards, index) that "
+            "returns one shard of it",
+        )
+    return stream
+
+
+def _map_style(
+    dataset: Any,
+    what: str,
+    seed: int,
+    world: World,
+    ranks: Communicator,
+    num_workers: int,
+    skip: bool,
+) -> Samples:
+    ranks.check_equal(
+        str(len(dataset)), f"the length of {what}", "Expected the same on every rank"
+    )
+    if len(dataset) == 0:
+        raise DataError(f"{what} has no samples")
+    if isinstance(dataset, TensorDataset) and len(dataset.tensors) == PAIR:
+        samples: InMemory | MapStyle = InMemory(*dataset.tensors)
+        _agree_on_first(samples.example(), what, ranks)
+        return samples
+    samples = MapStyle(
+        dataset,
+        seed=seed,
+        num_workers=num_workers,
+        method=start_method(world.num_nodes),
+        skip=skip,
+        pin=world.device != "cpu",
+    )
+    try:
+        samples.example()
+    except DataError as error:
+        raise DataError(f"{what}: {error}") from None
+    again = samples.reread_example()
+    # A sample drawn from a generator of its own may differ between ranks.
+    is_random = digest(again) != digest(samples.example())
+    _agree_on_first(None if is_random else again, what, ranks)
+    return samples
+
+
+def _agree_on_first(first: LoadedBatch | None, what: str, ranks: Communicator) -> None:
+    ranks.check_equal(
+        "" if first is None else digest(first[:2]),
+        f"the first sample of {what}",
+        "Expected the same data on every rank: mpitrain shards it. Seed what is random "
+        "in making it (torch.manual_seed)",
+    )

@@ -1,0 +1,186 @@
+"""Iterable-style data sets: samples in sequence, of unknown number.
+
+Every rank and worker reads the same stream and keeps its samples: sample n belongs to
+the same step as in a set of known length, at any number of ranks. A stream with a
+method `shard(num_shards, index)` is cut instead: each sample is read once, but belongs
+to another step at another number of ranks.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data._utils import worker as torch_worker
+
+from mpitrain.data.map_style import collate, raise_if_bad
+from mpitrain.data.randomness import seeded
+from mpitrain.data.samples import LoadedBatch
+from mpitrain.data.sharding import Indices, RankShard
+from mpitrain.data.workers import (
+    StartMethod,
+    build_loader,
+    iterate_loader,
+    worker_context,
+)
+from mpitrain.errors import DataError
+
+
+class IterableStyle:
+    """An iterable-style data set.
+
+    Args:
+        dataset: Has ``__iter__``; may have `set_epoch(epoch)`, called before an epoch,
+            and `shard(num_shards, index)`, which returns one shard of it.
+            `get_worker_info` returns ``None`` in both: the shards are of workers, too.
+        num_workers: Processes that read ahead; 0: this process reads.
+        method: How they are started.
+    """
+
+    num_samples = None
+    may_skip = True
+    is_deterministic = False
+
+    def __init__(
+        self,
+        dataset: Any,
+        *,
+        seed: int,
+        num_workers: int = 0,
+        method: StartMethod = "fork",
+    ) -> None:
+        self.dataset = dataset
+        self._seed = seed
+        self._num_workers = num_workers
+        self._method = method
+
+    @property
+    def has_shards(self) -> bool:
+        """Whether ranks read shards of it, not the whole."""
+        return hasattr(self.dataset, "shard")
+
+    def num_shards(self, shard: RankShard) -> int:
+        """Return into how many shards an epoch is cut; 0: ranks read the whole.
+
+        Sample number n belongs to shard n modulo that.
+        """
+        if not self.has_shards:
+            return 0
+        return len(shard.taken) or shard.stream_shard[0] * max(1, self._num_workers)
+
+    def order(self, seed: int, epoch: int) -> Indices:
+        """Refuse: only reading tells."""
+        raise NotImplementedError
+
+    def example(self) -> LoadedBatch:
+        """Return the first sample."""
+        with seeded(self._seed, 0, 0):
+            for sample in self.dataset:
+                return raise_if_bad(collate([(0, sample)]))
+        raise DataError(
+            f"the stream {type(self.dataset).__name__!r} has no samples; expected one "
+            "at least"
+        )
+
+    def batches(self, shard: RankShard, epoch: int) -> Iterator[LoadedBatch]:
+        """Read batches until the stream ends; then empty ones."""
+        context = worker_context(self._method) if self._num_workers else None
+        loader = build_loader(
+            _WorkerBatches(self.dataset, shard, epoch, self._seed),
+            batch_size=None,
+            collate_fn=_identity,  # else arrays become tensors
+            num_workers=self._num_workers,
+            multiprocessing_context=context,
+        )
+        loaded = map(raise_if_bad, iterate_loader(loader))
+        nothing = collate([])
+        for indices in shard:  # no worker makes the batches that are empty for us
+            yield next(loaded, nothing) if len(indices) else nothing
+
+    def close(self) -> None:
+        """Do nothing: the workers end with their epoch."""
+
+
+class _WorkerBatches(IterableDataset[LoadedBatch]):
+    """The batches that one worker makes: every n-th of its rank's."""
+
+    def __init__(self, dataset: Any, shard: RankShard, epoch: int, seed: int) -> None:
+        self.dataset = dataset
+        self.shard = shard
+        self.epoch = epoch
+        self.seed = seed
+
+    def __iter__(self) -> Iterator[LoadedBatch]:
+        info = get_worker_info()
+        worker, num_workers = (info.id, info.num_workers) if info else (0, 1)
+        # A set that shards itself over workers, as torch's documentation shows, would
+        # do so a second time, and samples be lost: get_worker_info returns None to it.
+        torch_worker._worker_info = None  # noqa: SLF001
+        assert get_worker_info() is None  # else torch keeps it elsewhere now
+        has_shards = hasattr(self.dataset, "shard")
+        _set_epoch(self.dataset, self.epoch)
+        if has_shards:
+            samples = self._from_shards(worker, num_workers)
+        else:
+            samples = self._samples(self.dataset, 1, 0)
+        batches = (indices for indices in self.shard if len(indices))
+        for indices in itertools.islice(batches, worker, None, num_workers):
+            start = 0 if has_shards else int(indices[0])
+            batch = _take(samples, start, len(indices))
+            if not batch:
+                return
+            yield collate(batch)
+
+    def _from_shards(self, worker: int, num_workers: int) -> Iterator[tuple[int, Any]]:
+        """Read the shards of this worker, one after another."""
+        num_ranks, rank = self.shard.stream_shard
+        num_readers = num_ranks * num_workers
+        taken = self.shard.taken or (0,) * num_readers
+        # Workers deliver in turns. On resume with as many workers as before, the one
+        # whose turn it was must come first.
+        before = replace(self.shard, first_step=0, max_steps=self.shard.first_step)
+        turn = sum(1 for indices in before if len(indices))
+        reader = rank * num_workers + (worker + turn) % num_workers
+        for index in range(reader, len(taken), num_readers):
+            dataset = self.dataset.shard(num_shards=len(taken), index=index)
+            _set_epoch(dataset, self.epoch)
+            samples = self._samples(dataset, len(taken), index)
+            yield from itertools.islice(samples, taken[index], None)
+
+    def _samples(
+        self, dataset: Any, num_shards: int, index: int
+    ) -> Iterator[tuple[int, Any]]:
+        """Number the samples of a shard; each draws from generators of its own seed."""
+        with seeded(self.seed, self.epoch, -1):
+            source = iter(dataset)
+        for number in itertools.count(index, num_shards):
+            with seeded(self.seed, self.epoch, number):
+                try:
+                    sample = next(source)
+                except StopIteration:
+                    return
+            yield number, sample
+
+
+def _identity(loaded: Any) -> Any:
+    return loaded
+
+
+def _set_epoch(dataset: Any, epoch: int) -> None:
+    if hasattr(dataset, "set_epoch"):
+        dataset.set_epoch(epoch)
+
+
+def _take(
+    samples: Iterator[tuple[int, Any]], start: int, num: int
+) -> list[tuple[int, Any]]:
+    """Take the next samples from a number on; those before are another rank's.
+
+    >>> _take(iter(enumerate("abcdef")), 2, 3)
+    [(2, 'c'), (3, 'd'), (4, 'e')]
+    """
+    rest = (sample for sample in samples if sample[0] >= start)
+    return list(itertools.islice(rest, num))

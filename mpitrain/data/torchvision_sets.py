@@ -1,0 +1,284 @@
+"""MNIST, Fashion-MNIST and CIFAR: found in torchvision's layout, read and fetched.
+
+CIFAR's files are pickles, which can run code: torchvision unpickles only files whose
+MD5 is the published one.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import http.client
+import math
+import os
+import shlex
+import struct
+import tempfile
+import urllib.error
+import urllib.request
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mpitrain.data.samples import MAX_BYTES, Array, check_labels
+from mpitrain.errors import DataError, UsageError
+from mpitrain.flags import PROGRAM
+
+CLASSES = {
+    "mnist": "MNIST",
+    "fashion-mnist": "FashionMNIST",
+    "cifar10": "CIFAR10",
+    "cifar100": "CIFAR100",
+}
+"""Names of torchvision's classes."""
+
+NUM_CLASSES = {"mnist": 10, "fashion-mnist": 10, "cifar10": 10, "cifar100": 100}
+
+IDX_FILES = (
+    *("train-images-idx3-ubyte", "train-labels-idx1-ubyte"),
+    *("t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte"),
+)
+"""Images and labels to train, then to validate."""
+
+CIFAR_FILES = {
+    "cifar10": (
+        "cifar-10-batches-py",
+        (*(f"data_batch_{number}" for number in range(1, 6)), "test_batch"),
+    ),
+    "cifar100": ("cifar-100-python", ("train", "test")),
+}
+"""Folder and files of each set."""
+
+TIMEOUT_SECONDS = 30.0
+"""How long a server may be silent."""
+
+SCHEMES = ("http://", "https://", "file:///")
+
+
+def find(name: str, data_dir: Path) -> Path | None:
+    """Return the folder with all files of a set, or its archive; ``None``: not there.
+
+    The names of files decide, not their content. Imports neither torch nor torchvision.
+    """
+    if name not in CIFAR_FILES:
+        for folder in (data_dir / CLASSES[name] / "raw", data_dir):
+            if all(_idx_file(folder, file).is_file() for file in IDX_FILES):
+                return folder
+        return None
+    inner, files = CIFAR_FILES[name]
+    for folder in (data_dir / inner, data_dir):
+        if all((folder / file).is_file() for file in files):
+            return folder
+    archive = data_dir / f"{inner.replace('batches-py', 'python')}.tar.gz"
+    return archive if archive.is_file() else None
+
+
+def read(name: str, data_dir: Path) -> dict[str, Array]:
+    """Read a set whole; the published test images are the validation part.
+
+    Returns:
+        ``train_inputs`` and ``val_inputs``, uint8 `(N, C, H, W)`; ``train_labels`` and
+        ``val_labels``, int64 `(N,)`.
+
+    Raises:
+        DataError: The files are missing or broken, or CIFAR's not the published ones.
+    """
+    place = find(name, data_dir)
+    how = (
+        f"\nTo fetch {name} where there is internet, such as on the login node: "
+        f"{_fetch_command(name, data_dir)}"
+    )
+    if place is None:
+        raise DataError(f"{name} is not in {data_dir}.{how}")
+    try:
+        arrays = (_read_cifar if name in CIFAR_FILES else _read_mnist)(name, place)
+        for part in ("train", "val"):
+            labels = arrays[f"{part}_labels"]
+            where = f"{place}, the {part} labels"
+            num_images = len(arrays[f"{part}_inputs"])
+            check_labels(labels, num_images, NUM_CLASSES[name], where)
+    except DataError as error:
+        raise DataError(f"{error}.{how}") from None
+    except OSError as error:
+        place = error.filename or place
+        raise DataError(f"{place}: cannot be read, {error.strerror}.{how}") from None
+    return arrays
+
+
+def _fetch_command(name: str, data_dir: Path) -> str:
+    return f"{PROGRAM} fetch {name} --data-dir {shlex.quote(str(data_dir))}"
+
+
+def _idx_file(folder: Path, name: str) -> Path:
+    """Return the path of a file, compressed if there is only that."""
+    path = folder / name
+    return path if path.is_file() else folder / f"{name}.gz"
+
+
+def _read_mnist(name: str, folder: Path) -> dict[str, Array]:
+    paths = [_idx_file(folder, file) for file in IDX_FILES]
+    arrays = [
+        _read_idx(path, 1 if number % 2 else 3) for number, path in enumerate(paths)
+    ]
+    if not all(array.size for array in arrays):
+        raise DataError(f"{folder}: {name} has images or labels of no size")
+    return {
+        "train_inputs": arrays[0][:, None],
+        "train_labels": arrays[1].astype(np.int64),
+        "val_inputs": arrays[2][:, None],
+        "val_labels": arrays[3].astype(np.int64),
+    }
+
+
+def _read_idx(path: Path, num_dims: int) -> Array:
+    """Read a file of bytes in MNIST's IDX format: magic number, shape, values.
+
+    torchvision reads the uncompressed ones only, and asserts where it should say why.
+    """
+    length = 4 + 4 * num_dims
+    try:
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+            header = file.read(length)
+            if len(header) < length or header[:4] != bytes([0, 0, 8, num_dims]):
+                raise DataError(
+                    f"{path}: not an IDX file of {num_dims} dimensions, it begins with "
+                    f"{header!r}"
+                )
+            shape = struct.unpack(f">{num_dims}I", header[4:])
+            num_bytes = math.prod(shape)
+            if num_bytes > MAX_BYTES:
+                raise DataError(
+                    f"{path}: its header says shape {shape}, expected at most "
+                    f"{MAX_BYTES} bytes"
+                )
+            data = file.read(num_bytes + 1)
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise DataError(f"{path}: truncated or broken, {error}") from None
+    if len(data) != num_bytes:
+        raise DataError(
+            f"{path}: found {len(data)} bytes or more, expected {num_bytes} for the "
+            f"shape {shape} in its header"
+        )
+    return np.frombuffer(data, np.uint8).reshape(shape).copy()
+
+
+def _read_cifar(name: str, place: Path) -> dict[str, Array]:
+    """Read by torchvision, after a check of MD5; from an archive, after the same."""
+    datasets = _torchvision()
+    kind = getattr(datasets, CLASSES[name])
+    if place.is_file():
+        if not datasets.utils.check_integrity(place, kind.tgz_md5):
+            raise DataError(f"{place}: its MD5 is not the published {kind.tgz_md5}")
+        with tempfile.TemporaryDirectory() as folder:
+            datasets.utils.extract_archive(place, folder)
+            return _read_cifar(name, Path(folder, CIFAR_FILES[name][0]))
+    here = type(name, (kind,), {"base_folder": ""})
+    try:
+        train, val = here(place, train=True), here(place, train=False)
+    except RuntimeError:
+        raise DataError(
+            f"{place}: files are missing, or their MD5 is not the published one; they "
+            "are pickles, which can run code, so others are not read"
+        ) from None
+    return {
+        "train_inputs": train.data.transpose(0, 3, 1, 2),
+        "train_labels": np.array(train.targets, np.int64),
+        "val_inputs": val.data.transpose(0, 3, 1, 2),
+        "val_labels": np.array(val.targets, np.int64),
+    }
+
+
+def _torchvision() -> Any:
+    from torchvision import datasets  # type: ignore[import-untyped]
+
+    return datasets
+
+
+def fetch(name: str, data_dir: Path, mirror: str | None) -> None:
+    """Download what is missing of a set, or broken, into torchvision's layout.
+
+    Files are checked in a folder beside their place and moved when they are whole, so
+    that no name that is read is ever that of a part of a file.
+
+    Raises:
+        UsageError: `mirror` is not the address of a folder, by http, https or file.
+        DataError: The files cannot be downloaded or written; nothing has changed.
+    """
+    if mirror is not None and not mirror.startswith(SCHEMES):
+        raise UsageError(
+            f"--mirror {mirror!r}: expected the address of a folder: "
+            "http://HOST/FOLDER, https://HOST/FOLDER or file:///FOLDER"
+        )
+    if find(name, data_dir):
+        try:
+            read(name, data_dir)
+        except DataError:
+            pass
+        else:
+            return
+    datasets = _torchvision()
+    kind = getattr(datasets, CLASSES[name])
+    if name in CIFAR_FILES:
+        files, folder = [(kind.filename, kind.tgz_md5)], data_dir
+        mirrors = [kind.url.rpartition("/")[0]]
+    else:
+        files, folder = kind.resources, data_dir / CLASSES[name] / "raw"
+        mirrors = kind.mirrors
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for file, md5 in files:
+            with tempfile.TemporaryDirectory(prefix=".fetch-", dir=folder) as beside:
+                path = folder / file
+                if not datasets.utils.check_integrity(path, md5):
+                    path = Path(beside, file)
+                    tried = _download([mirror] if mirror else mirrors, path, md5)
+                    if tried:
+                        raise DataError(
+                            f"{name} could not be fetched. Tried\n  {tried}\nFetch it "
+                            "where there is internet, such as on the login node: "
+                            f"{_fetch_command(name, data_dir)}\nOr say --mirror URL: "
+                            f"the address (http, https, file) of a folder with {file}"
+                        )
+                datasets.utils.extract_archive(path, beside)
+                _move(Path(beside), folder)
+    except OSError as error:
+        raise DataError(
+            f"{error.filename or folder}: cannot be written: "
+            f"{error.strerror or error}. Expected room for {name}; "
+            "choose another --data-dir"
+        ) from None
+
+
+def _download(mirrors: Sequence[str], path: Path, md5: str) -> str:
+    """Download from the first mirror that has the file; if none, return why not."""
+    tried = []
+    for mirror in mirrors:
+        url = f"{mirror.rstrip('/')}/{path.name}"
+        request = urllib.request.Request(url, headers={"User-Agent": PROGRAM})
+        try:
+            with urllib.request.urlopen(request, timeout=TIMEOUT_SECONDS) as source:
+                data = source.read(MAX_BYTES)
+        except (urllib.error.URLError, http.client.HTTPException, OSError) as error:
+            tried.append(f"{url}: {error}")
+            continue
+        found = hashlib.md5(data, usedforsecurity=False).hexdigest()
+        if found == md5:
+            path.write_bytes(data)
+            return ""
+        page = ", a web page" if data.lstrip().startswith(b"<") else ""
+        tried.append(
+            f"{url}: found another file{page}: {len(data)} bytes, MD5 {found}, "
+            f"expected {md5}"
+        )
+    return "\n  ".join(tried)
+
+
+def _move(source: Path, target: Path) -> None:
+    """Move files to their places, each by one rename; archives first."""
+    found = [path.relative_to(source) for path in source.rglob("*") if path.is_file()]
+    for path in sorted(found, key=lambda path: path.suffix != ".gz"):
+        (target / path).parent.mkdir(parents=True, exist_ok=True)
+        os.replace(source / path, target / path)
