@@ -34,6 +34,7 @@ from mpitrain.data.sharding import RankShard
 from mpitrain.data.sources import Data, load_data
 from mpitrain.data.transforms import ImageTransform
 from mpitrain.mpi.shared_arrays import SingleProcess
+from mpitrain.mpi.world import Node, World
 from mpitrain.train.loader import BatchLoader
 
 SIZE = 28

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
         TopologyError,
         UsageError,
     )
-    from mpitrain.launch import Job, init
+    from mpitrain.launch.job import Job, init
     from mpitrain.mpi.world import Node, World
     from mpitrain.record.recorder import Recorder
     from mpitrain.train.callbacks import Callback
@@ -62,8 +62,8 @@ __all__ = [
 ]
 
 _HOMES = {
-    "init": "launch",
-    "Job": "launch",
+    "init": "launch.job",
+    "Job": "launch.job",
     "World": "mpi.world",
     "Node": "mpi.world",
     "Callback": "train.callbacks",

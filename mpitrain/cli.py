@@ -79,8 +79,9 @@ def train(argv: Sequence[str]) -> int:
         read_config(argv)  # answers and raises; MPI need not start for that
 
     from mpitrain.checkpoint.preemption import PreemptionHandler
-    from mpitrain.launch import abort_on_error, init
     from mpitrain.launch.current import age_seconds
+    from mpitrain.launch.exit_guard import abort_on_error
+    from mpitrain.launch.job import init
     from mpitrain.record.recorder import record_failure
     from mpitrain.record.run_dir import open_log, start_logging
     from mpitrain.tools.train.prepare import prepare
@@ -253,7 +254,7 @@ def report(argv: Sequence[str]) -> None:
 
 def run(argv: Sequence[str]) -> None:
     """Run somebody's own script. Collective over all ranks that mpirun started."""
-    from mpitrain.launch import abort_on_error
+    from mpitrain.launch.exit_guard import abort_on_error
     from mpitrain.launch.run_script import script
     from mpitrain.launch.run_script.target import asks_only, read_words, split
 
@@ -279,7 +280,7 @@ def check(argv: Sequence[str]) -> int:
 
         return login.look(read(), os.environ)
 
-    from mpitrain.launch import abort_on_error
+    from mpitrain.launch.exit_guard import abort_on_error
     from mpitrain.tools.check import ranks
 
     limit = start_timeout(argv)

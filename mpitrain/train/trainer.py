@@ -22,7 +22,7 @@ from mpitrain.errors import (
     UsageError,
     collective_error,
 )
-from mpitrain.launch import init
+from mpitrain.launch.job import init
 from mpitrain.mpi.collectives import all_or_none, world_comm
 from mpitrain.mpi.world import World
 from mpitrain.train.callbacks import Callback, StopRequested

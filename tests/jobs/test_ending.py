@@ -15,7 +15,7 @@ GONE_WITHIN_SECONDS = 10.0
 BEFORE_TRAINING = """
 import os, signal, sys, time
 from pathlib import Path
-from mpitrain.launch import abort_on_error
+from mpitrain.launch.exit_guard import abort_on_error
 
 with abort_on_error() as guard:
     Path(f"pid-{guard.comm.rank}").write_text(str(os.getpid()))

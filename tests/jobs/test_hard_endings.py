@@ -12,7 +12,7 @@ from launcher import Done, Mpi, environment, mpirun
 HEAD = """
 import sys, time
 import mpitrain
-from mpitrain.launch import abort_on_error
+from mpitrain.launch.exit_guard import abort_on_error
 """
 
 

@@ -13,7 +13,9 @@ NUM_RANKS = 64
 SCRIPT = """
 import json, os, sys, time
 from pathlib import Path
-from mpitrain.launch import LaunchConfig, abort_on_error, stages
+from mpitrain.launch import stages
+from mpitrain.launch.config import LaunchConfig
+from mpitrain.launch.exit_guard import abort_on_error
 from mpitrain.mpi.collectives import barrier
 
 with abort_on_error(start_timeout_seconds=60) as guard:

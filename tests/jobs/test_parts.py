@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 import mpitrain
 from mpitrain.data.sources import digits
-from mpitrain.launch import abort_on_error, init
+from mpitrain.launch.exit_guard import abort_on_error
+from mpitrain.launch.job import init
 from mpitrain.launch.subworld import SubWorlds
 from mpitrain.models.build import build_model
 from mpitrain.train.callbacks import Callback

@@ -34,7 +34,7 @@ def strike(number, frame):
 
 signal.signal(signal.SIGUSR2, strike)
 Path(f"pid-{rank}").write_text(str(os.getpid()))
-from mpitrain.launch import abort_on_error
+from mpitrain.launch.exit_guard import abort_on_error
 import mpitrain
 
 with abort_on_error() as guard:

@@ -14,6 +14,7 @@ import pytest
 
 from mpitrain.checkpoint.manager import Outcome
 from mpitrain.errors import UsageError
+from mpitrain.mpi.world import Node, World
 from mpitrain.record.jsonl import JsonlReader
 from mpitrain.record.rank_times import RankTimes
 from mpitrain.record.reading import Metrics, RankFile, Run

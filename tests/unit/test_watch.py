@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -46,15 +45,13 @@ def test_the_limit_of_a_job_is_not_that_of_the_next(tmp_path: Path) -> None:
         with (tmp_path / "metrics.jsonl").open("a") as file:
             file.writelines(json.dumps(line) + "\n" for line in lines)
         view.update()
-        return view.standing()
+        return view.state_line()
 
-    with ExitStack() as stack:
-        view = View(tmp_path, stack)
-        assert "limit in" in standing(view, *first)
-        assert "limit in" not in standing(view, second[0])
-        assert "limit in" not in standing(view, *second[1:])
-    with ExitStack() as stack:  # who comes late
-        assert "limit in" not in standing(View(tmp_path, stack))
+    view = View(tmp_path)
+    assert "limit in" in standing(view, *first)
+    assert "limit in" not in standing(view, second[0])
+    assert "limit in" not in standing(view, *second[1:])
+    assert "limit in" not in standing(View(tmp_path))  # that starts late
 
 
 def test_it_ends_in_silence_when_its_reader_has_gone(tmp_path: Path) -> None:

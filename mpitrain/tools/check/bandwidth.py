@@ -19,7 +19,7 @@ from mpitrain.mpi.collectives import all_reduce, barrier
 from mpitrain.mpi.world import World
 
 if TYPE_CHECKING:
-    from mpitrain.launch import Job
+    from mpitrain.launch.job import Job
 
 SIZES = tuple(1024 * 4**power for power in range(9))
 """Bytes per rank: 1 KiB to 64 MiB."""

@@ -16,7 +16,7 @@ from mpitrain.tools.check.truths import Setting, Truth
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-    from mpitrain.launch import Job
+    from mpitrain.launch.job import Job
 
 LACKING = (
     "cannot use reduceop",

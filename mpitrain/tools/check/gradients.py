@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from mpitrain.mpi.world import World
 
 if TYPE_CHECKING:
-    from mpitrain.launch import Job
+    from mpitrain.launch.job import Job
 
 TOLERANCES = {"ddp": 1e-12, "fsdp": 1e-4}
 """By strategy: of gradients of the order of one, in float64 with DDP, in float32 with

@@ -18,7 +18,8 @@ from mpitrain.mpi.collectives import barrier
 from mpitrain.mpi.world import World
 
 if TYPE_CHECKING:
-    from mpitrain.launch import ExitGuard, Job
+    from mpitrain.launch.exit_guard import ExitGuard
+    from mpitrain.launch.job import Job
 
 CONNECT_SECONDS = 3.0
 """How long one connection may take, and one answer."""

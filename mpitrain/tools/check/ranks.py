@@ -11,7 +11,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TextIO
 
 from mpitrain import schedulers
-from mpitrain.launch import Job, stages
+from mpitrain.launch import stages
+from mpitrain.launch.job import Job
 from mpitrain.launch.rendezvous.select import Rendezvous
 from mpitrain.schedulers import seconds_left
 from mpitrain.tools.check import facts, findings, looks, pairs, report, screen
@@ -19,7 +20,7 @@ from mpitrain.tools.check.config import CheckConfig
 from mpitrain.tools.check.software import library_of, versions
 
 if TYPE_CHECKING:
-    from mpitrain.launch import ExitGuard
+    from mpitrain.launch.exit_guard import ExitGuard
 
 COLLECTIVE_SECONDS = 300.0
 """How long one collective may take; the watchdog comes before."""

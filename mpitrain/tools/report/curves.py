@@ -143,7 +143,7 @@ def bins(
 
     >>> x, low, mean, high = bins(range(1, 7), [1, 3, 5, 5, float("nan"), 2], 2)
     >>> x.tolist(), low.tolist(), mean.tolist(), high.tolist()
-    ([3.0, 6.0], [1.0, 2.0], [3.0, 3.5], [5.0, 5.0])
+    ([2.0, 6.0], [1.0, 2.0], [2.0, 4.0], [3.0, 5.0])
     """
     xs, ys = np.asarray(x, np.float64), np.asarray(y, np.float64)
     xs, ys = xs[np.isfinite(ys)], ys[np.isfinite(ys)]

@@ -15,8 +15,8 @@ from mpitrain.checkpoint.checkpointer import Checkpointer
 from mpitrain.checkpoint.preemption import PreemptionHandler
 from mpitrain.data.sources import Data, load_data
 from mpitrain.errors import Stopped
-from mpitrain.launch import Job
 from mpitrain.launch.current import heartbeat
+from mpitrain.launch.job import Job
 from mpitrain.models.build import build_and_load
 from mpitrain.models.fetch import cache_folder, fetch_weights, is_cached
 from mpitrain.models.summary import summary_line, summary_table
