@@ -22,8 +22,13 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
-from mpitrain.checkpoint.dcp import HostMemory, SavePlanner, Writer, with_files
 from mpitrain.checkpoint.layout import FOLDER, name_of, remove_old
+from mpitrain.checkpoint.storage import (
+    HostMemory,
+    SavePlanner,
+    TensorWriter,
+    with_files,
+)
 from mpitrain.launch.current import heartbeat
 from mpitrain.mpi.shared_arrays import Communicator
 from mpitrain.mpi.world import World
@@ -50,7 +55,7 @@ class Outcome:
 class _Copy:
     """A checkpoint whose tensors were copied."""
 
-    writer: Writer
+    writer: TensorWriter
     metadata: Metadata
     step: int
     error: Exception | None = None
@@ -134,7 +139,7 @@ class CheckpointManager:
             self._memories.append(self._next.writer.memory)
         elif not self._memories:
             self._memories.append(HostMemory(pinned=self._pinned))
-        writer = Writer(
+        writer = TensorWriter(
             path, token=token, metadata=metadata, memory=self._memories.pop()
         )
         copy = _Copy(writer=writer, metadata=self._metadata, step=step)

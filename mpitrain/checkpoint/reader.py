@@ -10,9 +10,9 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from mpitrain.checkpoint.dcp import LoadPlanner, Reader
 from mpitrain.checkpoint.format import SUMS, BrokenCheckpoint, check_file, read_sums
 from mpitrain.checkpoint.layout import Checkpoint, list_checkpoints, set_aside
+from mpitrain.checkpoint.storage import read_index, read_tensors
 from mpitrain.errors import DataError, collective_error
 from mpitrain.mpi.shared_arrays import Communicator
 from mpitrain.mpi.world import World
@@ -124,7 +124,7 @@ def check(checkpoint: Checkpoint) -> None:
 
 
 def _check_index(path: Path, sums: Mapping[str, str]) -> None:
-    for stored in Reader(path).read_metadata().storage_data.values():
+    for stored in read_index(path).storage_data.values():
         if stored.file not in sums:
             raise BrokenCheckpoint(path, f"{SUMS} lacks {stored.file}")
 
@@ -140,9 +140,7 @@ class CheckpointReader:
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.checkpoint = checkpoint
         self.metadata: dict[str, Any] = checkpoint.metadata()
-        self._reader = Reader(checkpoint.path)
-        self._index = self._reader.read_metadata()
-        self._reader.set_up_storage_reader(self._index, is_coordinator=False)
+        self._index = read_index(checkpoint.path)
 
     def tensor_metadata(self, prefix: str) -> dict[str, TensorStorageMetadata]:
         """Return shape and dtype of the tensors with a prefix, by the rest."""
@@ -162,10 +160,4 @@ class CheckpointReader:
         Raises:
             BrokenCheckpoint: It lacks one, or has it in another shape.
         """
-        planner = LoadPlanner()
-        planner.set_up_planner(dict(tensors), self._index, is_coordinator=False)
-        try:
-            plan = planner.create_local_plan()
-        except (RuntimeError, ValueError) as error:
-            raise BrokenCheckpoint(self.checkpoint.path, str(error)) from None
-        self._reader.read_data(self._reader.prepare_local_plan(plan), planner)
+        read_tensors(self.checkpoint.path, self._index, tensors)

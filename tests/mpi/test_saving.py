@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from trainings import Net, config_of, some
 
-from mpitrain.checkpoint import dcp, layout
+from mpitrain.checkpoint import layout, storage
 from mpitrain.checkpoint.checkpointer import Checkpointer
 from mpitrain.checkpoint.manager import CheckpointManager, Outcome
 from mpitrain.checkpoint.reader import CheckpointReader, check, newest_complete
@@ -136,7 +136,7 @@ def test_a_failure_of_one_rank_is_known_to_all_and_the_next_one_succeeds(
             raise OSError(errno.ENOSPC, "No space left on device", "there")
 
         if world.rank == faulty:
-            patch.setattr(dcp.Writer, name, fails)
+            patch.setattr(storage.TensorWriter, name, fails)
         for step in (1, 2):
             saver.save(tensors(world), metadata_of(step), step, 0)
             outcome = written(saver)
@@ -223,15 +223,15 @@ def test_the_best_epoch_is_kept_though_writes_take_longer_than_epochs(
     run_dir: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    write = dcp.Writer.write
+    write = storage.TensorWriter.write
     names = []
 
-    def slowly(self: dcp.Writer) -> Any:
+    def slowly(self: storage.TensorWriter) -> Any:
         names.append(self.path.name)
         time.sleep(0.6)
         return write(self)
 
-    monkeypatch.setattr(dcp.Writer, "write", slowly)
+    monkeypatch.setattr(storage.TensorWriter, "write", slowly)
     scores = [0.1, 0.3, 0.5, 0.2, 0.9, 0.4, 0.3, 0.2]
     if best_by.startswith("min"):
         scores = [-score for score in scores]

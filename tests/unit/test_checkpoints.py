@@ -4,26 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import os
 import pickle
 import stat
 import subprocess
-import warnings
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from mpitrain.checkpoint import format, layout
-from mpitrain.checkpoint.dcp import LoadPlanner, Reader, SavePlanner, Writer
 from mpitrain.checkpoint.format import BrokenCheckpoint
 from mpitrain.checkpoint.layout import Checkpoint
 from mpitrain.checkpoint.reader import CheckpointReader, check, newest_complete
+from mpitrain.checkpoint.storage import SavePlanner, TensorWriter, with_files
 from mpitrain.errors import DataError
 from mpitrain.mpi.shared_arrays import SingleProcess
 from mpitrain.mpi.world import World
@@ -48,12 +45,6 @@ def tensors() -> dict[str, Tensor]:
     }
 
 
-@pytest.fixture(autouse=True)
-def _quiet() -> None:
-    """Torch tells every step to a logger, and a failure would show all of it."""
-    logging.getLogger("c10d-NullHandler-dcp_logger").setLevel(logging.ERROR)
-
-
 def metadata_of(step: int) -> dict[str, Any]:
     """What the smallest training writes."""
     state = asdict(TrainState(step=step, epoch=3, epoch_step=2, metrics={"loss": 0.5}))
@@ -75,14 +66,13 @@ def metadata_of(step: int) -> dict[str, Any]:
 
 def write(run_dir: Path, step: int = 120, **metadata: Any) -> Checkpoint:
     path = run_dir / layout.FOLDER / layout.name_of(step)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that there is no process group
-        dcp.save(
-            tensors(),
-            storage_writer=Writer(path, metadata=metadata_of(step) | metadata),
-            planner=SavePlanner(),
-            no_dist=True,
-        )
+    planner = SavePlanner()
+    planner.set_up_planner(dict(tensors()), is_coordinator=True)
+    plans, index = planner.create_global_plan([planner.create_local_plan()])
+    writer = TensorWriter(path, metadata=metadata_of(step) | metadata)
+    run_dir.joinpath(layout.FOLDER).mkdir(exist_ok=True)
+    writer.stage(planner.finish_plan(with_files(plans)[0]), planner)
+    writer.finish(index, [writer.write()])
     return layout.checkpoint_at(path)
 
 
@@ -90,14 +80,7 @@ def test_what_is_read_is_what_was_written(tmp_path: Path) -> None:
     checkpoint = write(tmp_path, note=[1, "x"])
     check(checkpoint)
     read = {name: torch.zeros_like(tensor) for name, tensor in tensors().items()}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        dcp.load(
-            read,
-            storage_reader=Reader(checkpoint.path),
-            planner=LoadPlanner(),
-            no_dist=True,
-        )
+    CheckpointReader(checkpoint).load(read)
     for name, tensor in tensors().items():
         assert torch.equal(read[name], tensor), name
         assert read[name].stride() == torch.zeros_like(tensor).stride()

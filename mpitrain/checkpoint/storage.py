@@ -1,10 +1,8 @@
-"""How torch.distributed.checkpoint reads and writes our files.
+"""The tensors of a checkpoint: their bytes in files, and JSON that says where.
 
-    dcp.save(tensors, storage_writer=Writer(path), planner=SavePlanner())
-    dcp.load(tensors, storage_reader=Reader(path), planner=LoadPlanner())
-
-Its own reader unpickles, which runs what a file says. Here tensors are their bytes, and
-JSON says where they are. What a file says is checked before it is used.
+torch.distributed.checkpoint plans which rank writes and reads what, sharded tensors
+included. Its own reader and writer pickle, and unpickling runs what a file says. Here
+everything that a file says is checked before it is used.
 """
 
 from __future__ import annotations
@@ -28,19 +26,11 @@ from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
-    StorageMeta,
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, WriteItem
-from torch.distributed.checkpoint.planner import LoadPlanner as AnyLoadPlanner
-from torch.distributed.checkpoint.planner import SavePlanner as AnySavePlanner
-from torch.distributed.checkpoint.storage import (
-    StorageReader,
-    StorageWriter,
-    WriteResult,
-)
-from torch.futures import Future
+from torch.distributed.checkpoint.planner import ReadItem, SavePlan, WriteItem
+from torch.distributed.checkpoint.storage import WriteResult
 
 from mpitrain.checkpoint.format import (
     CHUNK_BYTES,
@@ -194,7 +184,7 @@ class HostMemory:
         return self._bytes[:num_bytes]
 
 
-class Writer(StorageWriter):
+class TensorWriter:
     """Writes one checkpoint: each rank its tensors, rank zero the rest.
 
     Args:
@@ -205,7 +195,6 @@ class Writer(StorageWriter):
 
     Attributes:
         beside: The folder until it is complete.
-        memory: Where the copies are.
         num_written: Bytes that this rank has written so far.
     """
 
@@ -217,65 +206,37 @@ class Writer(StorageWriter):
         metadata: Mapping[str, Any] | None = None,
         memory: HostMemory | None = None,
     ) -> None:
-        super().__init__()
         self.path = path
         self.beside = path.with_name(f".{path.name}.{token}")
+        self.memory = memory or HostMemory(pinned=False)
         self.num_written = 0
         self._metadata = metadata or {}
-        self.memory = memory or HostMemory(pinned=False)
         self._file = ""
         self._items: list[tuple[WriteItem, int, int]] = []
         self._copy = self.memory.of(0)
 
-    # --- in the order of the calls of torch.distributed.checkpoint ----------------
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Do nothing."""
-
-    def set_up_storage_writer(
-        self, is_coordinator: bool, *args: Any, **kwargs: Any
-    ) -> None:
-        """Do nothing."""
-
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Return the plan unchanged."""
-        return plan
-
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Give each rank the name of its file; on rank zero."""
-        return with_files(plans)
-
-    def write_data(
-        self, plan: SavePlan, planner: AnySavePlanner
-    ) -> Future[list[WriteResult]]:
-        """Write this rank's tensors."""
-        self.stage(plan, planner)
-        done: Future[list[WriteResult]] = Future()
-        done.set_result(self.write())
-        return done
-
-    def stage(self, plan: SavePlan, planner: AnySavePlanner) -> None:
+    def stage(self, plan: SavePlan, planner: SavePlanner) -> None:
         """Copy this rank's tensors, which may change after that."""
-        pieces = []
+        chunks = []
         end = 0
         for item in plan.items:
-            piece = planner.resolve_data(item)
-            assert isinstance(piece, Tensor)
+            chunk = planner.resolve_data(item)
+            assert isinstance(chunk, Tensor)
             assert item.tensor_data is not None
             planned = item.tensor_data.chunk.sizes
-            assert planned == piece.shape, f"{item.index}: the plan is an old one"
+            assert planned == chunk.shape, f"{item.index}: the plan is an old one"
             start = -(-end // ALIGNMENT) * ALIGNMENT
-            end = start + piece.numel() * piece.element_size()
-            pieces.append((item, piece.detach(), start, end))
+            end = start + chunk.numel() * chunk.element_size()
+            chunks.append((item, chunk.detach(), start, end))
         self._file = plan.storage_data
         self._copy = self.memory.of(end)
         self._items = []
         is_elsewhere = False
         with torch.no_grad():
-            for item, piece, start, stop in pieces:
-                place = self._copy[start:stop].view(piece.dtype).view(piece.shape)
-                place.copy_(piece, non_blocking=True)
-                is_elsewhere |= piece.device.type != "cpu"
+            for item, chunk, start, stop in chunks:
+                place = self._copy[start:stop].view(chunk.dtype).view(chunk.shape)
+                place.copy_(chunk, non_blocking=True)
+                is_elsewhere |= chunk.device.type != "cpu"
                 self._items.append((item, start, stop - start))
         if is_elsewhere:
             torch.cuda.synchronize()
@@ -284,7 +245,7 @@ class Writer(StorageWriter):
         """Write the copies to the disk; local.
 
         Raises:
-            OSError: It could not be written.
+            OSError: They could not be written.
         """
         self._make_folder()
         if not self._items:
@@ -305,7 +266,7 @@ class Writer(StorageWriter):
             for item, start, size in self._items
         ]
 
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+    def finish(self, index: Metadata, results: list[list[WriteResult]]) -> None:
         """Write the other files, and rename the folder.
 
         On rank zero, when all ranks have written.
@@ -313,7 +274,7 @@ class Writer(StorageWriter):
         self._make_folder()
         stored = {result.index: result.storage_data for of in results for result in of}
         sums = {where.file: where.digest for where in stored.values()}
-        sums[TENSORS] = write_json(self.beside, TENSORS, as_json(metadata, stored))
+        sums[TENSORS] = write_json(self.beside, TENSORS, as_json(index, stored))
         sums[METADATA] = write_json(self.beside, METADATA, self._metadata)
         write_sums(self.beside, sums)
         try:
@@ -332,16 +293,6 @@ class Writer(StorageWriter):
         self.path.parent.mkdir(exist_ok=True)
         self.beside.mkdir(exist_ok=True)
 
-    def storage_meta(self) -> StorageMeta | None:
-        """Return ``None``."""
-        return None
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Return ``False``: it is made for one folder."""
-        del checkpoint_id
-        return False
-
 
 def with_files(plans: list[SavePlan]) -> list[SavePlan]:
     """Give each rank's plan the name of its file."""
@@ -351,100 +302,64 @@ def with_files(plans: list[SavePlan]) -> list[SavePlan]:
     ]
 
 
-class Reader(StorageReader):
-    """Reads one checkpoint, on any number of ranks.
+def read_index(path: Path) -> Metadata:
+    """Read which tensors a checkpoint has, and where.
+
+    Raises:
+        BrokenCheckpoint: `TENSORS` makes no sense.
+    """
+    return from_json(path, read_json(path, TENSORS))
+
+
+def read_tensors(path: Path, index: Metadata, tensors: Mapping[str, Tensor]) -> None:
+    """Read into tensors, in place; of sharded ones this rank's shard; local.
 
     Args:
-        path: Its folder; `reader.check` tells whether it is complete.
+        path: The checkpoint's folder.
+        index: Its `read_index`.
+        tensors: By their names in the checkpoint.
+
+    Raises:
+        BrokenCheckpoint: It lacks one, or has it in another shape; a file is too short.
     """
+    planner = LoadPlanner()
+    planner.set_up_planner(dict(tensors), index, is_coordinator=False)
+    try:
+        plan = planner.create_local_plan()
+    except (RuntimeError, ValueError) as error:
+        raise BrokenCheckpoint(path, str(error)) from None
+    last: tuple[MetadataIndex, Tensor] | None = None
+    for item in sorted(plan.items, key=lambda it: index.storage_data[it.storage_index]):
+        if last is None or last[0] != item.storage_index:
+            last = item.storage_index, _read_chunk(path, index, item.storage_index)
+        found = last[1]
+        for dim, (start, length) in enumerate(
+            zip(item.storage_offsets, item.lengths, strict=True)
+        ):
+            found = found.narrow(dim, start, length)
+        target = planner.resolve_tensor(item).detach()
+        target.copy_(found)
+        planner.commit_tensor(item, target)
 
-    def __init__(self, path: Path) -> None:
-        super().__init__()
-        self.path = path
-        self._stored: Mapping[MetadataIndex, Stored] = {}
-        self._shapes: dict[MetadataIndex, tuple[torch.dtype, torch.Size]] = {}
 
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Do nothing."""
-
-    def read_metadata(self, *_: Any, **__: Any) -> Metadata:
-        """Read which tensors there are, and where.
-
-        Raises:
-            BrokenCheckpoint: `TENSORS` makes no sense.
-        """
-        return from_json(self.path, read_json(self.path, TENSORS))
-
-    def set_up_storage_reader(
-        self, metadata: Metadata, is_coordinator: bool, *_: Any, **__: Any
-    ) -> None:
-        """Take the metadata."""
-        del is_coordinator
-        self._stored = metadata.storage_data
-        for name, of in metadata.state_dict_metadata.items():
-            assert isinstance(of, TensorStorageMetadata)
-            for chunk in of.chunks:
-                index = MetadataIndex(name, chunk.offsets)
-                self._shapes[index] = of.properties.dtype, chunk.sizes
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Sort the plan by the place in the files."""
-
-        def place(item: ReadItem) -> tuple[str, int]:
-            return self._stored[item.storage_index][:2]
-
-        return dataclasses.replace(plan, items=sorted(plan.items, key=place))
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Return the plans unchanged."""
-        return plans
-
-    def read_data(self, plan: LoadPlan, planner: AnyLoadPlanner) -> Future[None]:
-        """Read into this rank's tensors.
-
-        Raises:
-            BrokenCheckpoint: A file is too short.
-        """
-        last: tuple[MetadataIndex, Tensor] | None = None
-        for item in plan.items:
-            index = item.storage_index
-            if last is None or last[0] != index:
-                last = index, self._piece(index)
-            found = last[1]
-            for dim, (start, length) in enumerate(
-                zip(item.storage_offsets, item.lengths, strict=True)
-            ):
-                found = found.narrow(dim, start, length)
-            target = planner.resolve_tensor(item).detach()
-            target.copy_(found)
-            planner.commit_tensor(item, target)
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
-
-    def _piece(self, index: MetadataIndex) -> Tensor:
-        dtype, shape = self._shapes[index]
-        where = self._stored[index]
-        num_bytes = shape.numel() * dtype.itemsize
-        piece = torch.empty(num_bytes, dtype=torch.uint8)
-        view = piece.numpy().data
-        try:
-            with open_file(self.path, where.file) as file:
-                file.seek(where.at)
-                got = 0
-                while num := file.readinto(view[got : got + CHUNK_BYTES]):  # type: ignore[attr-defined]
-                    got += num
-                    heartbeat("reading a checkpoint")
-        except OSError as error:
-            raise BrokenCheckpoint(
-                self.path, f"{where.file}: {error.strerror}"
-            ) from None
-        if got < num_bytes:
-            raise BrokenCheckpoint(self.path, f"{where.file} is too short")
-        return piece.view(dtype).view(shape)
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Return ``False``: it is made for one folder."""
-        del checkpoint_id
-        return False
+def _read_chunk(path: Path, index: Metadata, at: MetadataIndex) -> Tensor:
+    of = index.state_dict_metadata[at.fqn]
+    assert isinstance(of, TensorStorageMetadata)
+    dtype = of.properties.dtype
+    shape = next(it.sizes for it in of.chunks if it.offsets == at.offset)
+    where: Stored = index.storage_data[at]
+    num_bytes = shape.numel() * dtype.itemsize
+    chunk = torch.empty(num_bytes, dtype=torch.uint8)
+    view = chunk.numpy().data
+    try:
+        with open_file(path, where.file) as file:
+            file.seek(where.at)
+            got = 0
+            while num := file.readinto(view[got : got + CHUNK_BYTES]):  # type: ignore[attr-defined]
+                got += num
+                heartbeat("reading a checkpoint")
+    except OSError as error:
+        raise BrokenCheckpoint(path, f"{where.file}: {error.strerror}") from None
+    if got < num_bytes:
+        raise BrokenCheckpoint(path, f"{where.file} is too short")
+    return chunk.view(dtype).view(shape)
