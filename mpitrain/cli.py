@@ -223,7 +223,7 @@ def bench(argv: Sequence[str]) -> None:
     if argv[0] == "scaling":
         from mpitrain.tools.bench import scaling
 
-        scaling.bench(argv[1:])
+        scaling.bench_scaling(argv[1:])
         return
     from mpitrain.tools.bench.config import BenchDataConfig
 
@@ -231,7 +231,7 @@ def bench(argv: Sequence[str]) -> None:
     config = read_flags(BenchDataConfig, argv[1:], program=program, files=False)
     from mpitrain.tools.bench import data
 
-    data.bench(config, argv[1:])
+    data.bench_data(config, argv[1:])
 
 
 def export(argv: Sequence[str]) -> None:
@@ -278,15 +278,15 @@ def check(argv: Sequence[str]) -> int:
     if not is_one_of_several(os.environ):
         from mpitrain.tools.check import login
 
-        return login.look(read(), os.environ)
+        return login.check_login_node(read(), os.environ)
 
     from mpitrain.launch.exit_guard import abort_on_error
-    from mpitrain.tools.check import ranks
+    from mpitrain.tools.check import job
 
     limit = start_timeout(argv)
     with abort_on_error(start_timeout_seconds=limit, may_spawn=False) as guard:
         config = on_rank_zero(guard.comm, read, "read the command line")
-        return ranks.look(guard, config, os.environ)
+        return job.check_job(guard, config, os.environ)
 
 
 COMMANDS: dict[str, Callable[[Sequence[str]], int | None]] = {

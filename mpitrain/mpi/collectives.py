@@ -13,9 +13,7 @@ from mpitrain.mpi.topology import start_mpi
 from mpitrain.mpi.world import rank_label
 
 if TYPE_CHECKING:
-    import numpy as np
     from mpi4py import MPI
-    from numpy.typing import NDArray
 
 T = TypeVar("T")
 
@@ -142,13 +140,3 @@ def _safe_repr(error: Exception) -> str:
         return repr(error)
     except Exception:
         return f"{type(error).__name__} that cannot be printed"
-
-
-def all_reduce(comm: MPI.Intracomm, values: NDArray[np.float32]) -> None:
-    """Replace ``(N,)`` contiguous values by their sums over all ranks, by MPI's own.
-
-    Collective over `comm`; N is equal on all ranks.
-    """
-    from mpi4py import MPI
-
-    comm.Allreduce(MPI.IN_PLACE, values, op=MPI.SUM)

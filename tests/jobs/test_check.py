@@ -41,10 +41,8 @@ def errors(answer: dict[str, Any]) -> list[dict[str, str]]:
     return [found for found in answer["findings"] if found["severity"] == "error"]
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
-def test_one_object_is_all_that_comes_out(
-    mpi: Mpi, num_ranks: int, tmp_path: Path
-) -> None:
+def test_one_object_is_all_that_comes_out(mpi: Mpi, tmp_path: Path) -> None:
+    num_ranks = 3
     done = mpirun(mpi, num_ranks, *CHECK, "--quick", "--json", cwd=tmp_path)
     assert done.status == 0, done.out + done.err
     answer = json.loads(done.out)
@@ -53,21 +51,21 @@ def test_one_object_is_all_that_comes_out(
     assert answer["world_size"] == num_ranks
     assert [rank["rank"] for rank in answer["ranks"]] == list(range(num_ranks))
     assert [rank["device"] for rank in answer["ranks"]] == ["cpu"] * num_ranks
-    assert not any(rank["shared"] for rank in answer["ranks"])
     (node,) = answer["nodes"]
     assert node["address"] == answer["master_addr"] == "127.0.0.1"
     assert node["interface"] == "lo"
     assert node["sees_runs"]
     (tried,) = answer["collectives"]
-    assert tried["kinds"].pop("all_reduce (avg)") in ("right", "lacking")
-    assert set(tried["kinds"].values()) == {"right"}
-    assert answer["gradients"]["largest_difference"] <= 1e-12
+    assert not tried["wrong"] + tried["failed"]
+    assert "reduce_scatter_tensor (avg)" in tried["right"]
+    assert answer["gradients"]["ddp"]["largest_difference"] <= 1e-12
+    assert answer["gradients"]["fsdp"]["largest_difference"] <= 1e-4
     assert "bandwidth" not in answer
-    stages = answer["start"]["stage_seconds"]
+    stages = answer["start"]["seconds_by_stage"]
     own = [
         s for name, s in stages.items() if name not in ("starting MPI", "import torch")
     ]
-    assert answer["start"]["without_imports_seconds"] == pytest.approx(sum(own))
+    assert answer["start"]["seconds_without_imports"] == pytest.approx(sum(own))
     assert next(iter(stages)) == "starting MPI"
     assert list(stages)[-1] == "process group"
     assert list(tmp_path.iterdir()) == []
@@ -89,17 +87,17 @@ def test_the_screen_says_it_all_in_lines(openmpi: Mpi, tmp_path: Path) -> None:
     assert done.status == 0, done.out + done.err
     out = done.out.replace("\r", "")
     for pattern in (
-        r"^0 +\S+ +0-1 +[\d.]+ of \d+ +\d+ +cpu$",
-        r"^address +127\.0\.0\.1:\d+; lo, loopback; one node",
+        r"^ +0 +\S+ +0-1 +\d+ +\d+ +cpu +127\.0\.0\.1 +lo +loopback",
         r"^backend +mpi4py$",
+        r"^address reason +lo, loopback; one node",
         r"^versions +mpitrain .*, torch [\d.]+.*, mpi4py",
         r"MPI library +Open MPI|Open MPI \d",
-        r"^start +[\d.]+ s without imports",
-        r"^collectives +mpi4py on cpu: \d+ right",
-        r"^gradients +those of one process",
-        r"^ +1 KiB +[\d.]+ +[\d.]+ +[\d.]+ +[\d.]+",
-        r"^limits +memory copy [\d.]+ GB/s",
-        r"^0 errors, \d+ warnings?, \d+ notes?; [\d.]+ s$",
+        r"^start +seconds without imports [\d.]+, seconds by stage \(starting MPI",
+        r"^collectives +device cpu, backend mpi4py, right broadcast",
+        r"^gradients +ddp \(largest difference",
+        r"^bandwidth +num bytes +mpi4py ms +gloo ms +MPI ms +mpi4py bus",
+        r"^ +1024( +[\d.e-]+){6}$",
+        r"^errors: 0, warnings: \d+, notes: \d+; [\d.]+ s$",
     ):
         assert re.search(pattern, out, re.MULTILINE), f"{pattern}\n{out}"
     assert len(out.splitlines()) < 60
@@ -108,7 +106,9 @@ def test_the_screen_says_it_all_in_lines(openmpi: Mpi, tmp_path: Path) -> None:
     assert "no-deadline" not in out
 
 
-def test_a_wrong_all_reduce_is_named_with_its_rank(mpi: Mpi, tmp_path: Path) -> None:
+def test_a_wrong_all_reduce_is_named_with_its_rank(
+    openmpi: Mpi, tmp_path: Path
+) -> None:
     fault = """
 right = dist.all_reduce
 
@@ -119,7 +119,7 @@ def all_reduce(tensor, *words, **flags):
 
 dist.all_reduce = all_reduce
 """
-    done = run_falsified(mpi, fault, tmp_path, "--quick", "--json")
+    done = run_falsified(openmpi, fault, tmp_path, "--quick", "--json")
     assert done.status == 1, done.err
     answer = json.loads(done.out)
     found = {entry["found"].partition(" on ")[0]: entry for entry in errors(answer)}
@@ -130,23 +130,9 @@ dist.all_reduce = all_reduce
         assert re.search(r"on cpu is wrong on rank 1 \S+: element 3 is", entry["found"])
         assert entry["remedy"]
     (tried,) = answer["collectives"]
-    assert tried["kinds"]["all_reduce (sum)"] == "wrong"
-    assert tried["kinds"]["broadcast"] == "right"
+    assert "all_reduce (sum)" in tried["wrong"]
+    assert "broadcast" in tried["right"]
     assert "[rank" not in done.err
-
-
-def test_errors_are_on_the_screen_too(openmpi: Mpi, tmp_path: Path) -> None:
-    fault = "if is_faulty: dist.scatter = lambda found, *_, **__: found.zero_()\n"
-    fault += "else: dist.scatter = lambda found, *_, **__: found.copy_(mine())\n"
-    fault += "def mine():\n"
-    fault += "    r = dist.get_rank()\n"
-    fault += "    return (torch.arange(257) % 7 + r % 5 + 1).float()\n"
-    done = run_falsified(openmpi, fault, tmp_path, "--quick")
-    assert done.status == 1, done.err
-    assert re.search(
-        r"^ERROR +wrong-collective: scatter on cpu is wrong on rank 1", done.out, re.M
-    )
-    assert "1 error, " in done.out
 
 
 def test_gradients_that_one_rank_gets_wrong_are_named(
@@ -172,7 +158,7 @@ parallel.DistributedDataParallel = Broken
 
 
 def test_a_collective_that_is_stuck_ends_with_76_and_names(
-    mpi: Mpi, tmp_path: Path
+    openmpi: Mpi, tmp_path: Path
 ) -> None:
     fault = """
 import time
@@ -185,7 +171,7 @@ def broadcast(*words, **flags):
 
 dist.broadcast = broadcast
 """
-    done = run_falsified(mpi, fault, tmp_path, "--json", "--hang-timeout", "5")
+    done = run_falsified(openmpi, fault, tmp_path, "--json", "--hang-timeout", "5")
     assert done.status == 76, done.err
     (line,) = done.ours
     assert line.startswith("[rank 1/3 ")
@@ -240,7 +226,7 @@ def test_the_mpirun_of_the_library_is_fine(mpi: Mpi, tmp_path: Path) -> None:
     answer = json.loads(done.stdout)
     name = "MPICH" if mpi.name == "mpich" else "Open MPI"
     assert answer["mpi_library"]["text"].startswith(name)
-    assert answer["mpirun"]["path"] == str(mpi.mpirun)
+    assert answer["mpirun"] == str(mpi.mpirun)
     assert errors(answer) == []
 
 

@@ -1,112 +1,71 @@
-"""What `check` tries is true at any number of ranks, and what is broken is seen."""
+"""The checks of `check` pass at any number of ranks, and faults are found."""
 
 from __future__ import annotations
-
-from dataclasses import replace
 
 import pytest
 
 import mpitrain
 from mpitrain.mpi.world import World
-from mpitrain.tools.check import bandwidth, collectives, gradients, pairs, truths
+from mpitrain.tools.check import communication
 
 pytestmark = pytest.mark.mpi
 
-TRUTHS = {truth.kind: truth for truth in truths.TRUTHS + truths.OBJECT_TRUTHS}
+
+def test_collectives_and_gradients_are_right(job: mpitrain.Job, world: World) -> None:
+    (part,), findings = communication.check_collectives(job, world)
+    assert (part["device"], part["backend"]) == ("cpu", "mpi4py")
+    assert findings == []
+    assert not part["wrong"] + part["failed"] + part["lacking"]
+    assert len(part["right"]) == (8 if world.world_size == 1 else 9)
+    gradients, findings = communication.check_gradients(job, world)
+    assert findings == []
+    for found in gradients.values():
+        assert found["largest_difference"] <= found["tolerance"]
 
 
-@pytest.mark.parametrize("kind", TRUTHS)
-def test_each_kind_gives_what_the_table_says(
-    job: mpitrain.Job, world: World, kind: str
-) -> None:
-    store = job._guard.store
-    truth = TRUTHS[kind]
-    results = collectives.try_all(job, world, "cpu", store, [truth])
-    if world.world_size >= truth.least_ranks:
-        (found,) = results
-        assert (found.outcome, found.detail) == ("right", "")
+def test_a_wrong_value_on_one_rank_is_found_there(world: World) -> None:
+    culprit = world.world_size - 1
+    checks = communication.collective_checks(world.rank, world.world_size, "cpu")
+    for kind, (call, expected) in checks.items():
+        wrong = expected + (world.rank == culprit)
+        outcome, detail = communication.run_check(call, wrong)
+        assert outcome == ("wrong" if world.rank == culprit else "right"), kind
+        assert detail.startswith("element 0 is ") == (world.rank == culprit)
 
 
-@pytest.mark.parametrize("kind", TRUTHS)
-def test_a_wrong_value_on_one_rank_is_seen_there(
-    job: mpitrain.Job, world: World, kind: str
-) -> None:
-    truth = TRUTHS[kind]
-    culprit = world.world_size - 1  # where all kinds that have a root end
-
-    def falsified(setting: truths.Setting) -> object:
-        found = truth.call(setting)
-        if setting.rank != culprit:
-            return found
-        return found + 1 if not isinstance(found, list) else [*found, None]
-
-    broken = replace(truth, call=falsified)
-    results = collectives.try_all(job, world, "cpu", job._guard.store, [broken])
-    outcomes = [result.outcome for result in results]
-    if world.world_size >= truth.least_ranks:
-        expected = "wrong" if world.rank == culprit else "right"
-        assert outcomes == [expected]
-        assert all(bool(r.detail) == (expected == "wrong") for r in results)
-
-
-def test_a_kind_that_the_backend_lacks_is_no_error(
-    job: mpitrain.Job, world: World
-) -> None:
+def test_a_missing_collective_is_told_from_a_failed_one() -> None:
     import torch
     import torch.distributed as dist
 
     gloo = dist.new_group(backend="gloo")
 
-    def call(setting: truths.Setting) -> object:
+    def lacks() -> torch.Tensor:
         premultiplied = dist._make_nccl_premul_sum(2.0)
-        return dist.all_reduce(torch.ones(3), op=premultiplied, group=gloo)
+        dist.all_reduce(torch.ones(3), op=premultiplied, group=gloo)
+        raise AssertionError
 
-    truth = truths.Truth(kind="all_reduce (premul)", call=call, must=lambda s: None)
-    (found,) = collectives.try_all(job, world, "cpu", None, [truth])
-    assert found.outcome == "lacking"
-    assert "Gloo" in found.detail
+    def fails() -> torch.Tensor:
+        raise RuntimeError("out of luck")
 
-
-def test_gradients_of_all_ranks_are_those_of_one_process(
-    job: mpitrain.Job, world: World
-) -> None:
-    for strategy, tolerance in gradients.TOLERANCES.items():
-        assert gradients.largest_difference(job, world, strategy) <= tolerance
+    assert communication.run_check(lacks, torch.ones(3))[0] == "lacking"
+    assert communication.run_check(fails, torch.ones(3)) == ("failed", "out of luck")
 
 
-def test_a_sum_in_the_place_of_an_average_is_seen(
+def test_a_sum_in_the_place_of_an_average_is_found(
     job: mpitrain.Job, world: World, summing: None
 ) -> None:
     """As gloo of torch 2.8 has it."""
     if world.world_size > 1:
-        truth = TRUTHS["reduce_scatter_tensor (avg)"]
-        (found,) = collectives.try_all(job, world, "cpu", None, [truth])
-        assert found.outcome == "wrong"
-        assert gradients.largest_difference(job, world, "ddp") <= 1e-12
-        assert gradients.largest_difference(job, world, "fsdp") > 0.1
+        (part,), findings = communication.check_collectives(job, world)
+        assert part["wrong"] == ["reduce_scatter_tensor (avg)"]
+        assert [finding.name for finding in findings] == ["wrong-collective"]
+        _, (finding,) = communication.check_gradients(job, world)
+        assert finding.found.startswith("FSDP's gradients differ")
 
 
-def test_a_rank_that_has_other_samples_is_seen(
-    job: mpitrain.Job, world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def shares(rank: int) -> int:
-        return 2 if world.rank == 0 and rank == 0 else 3
-
-    if world.world_size > 1:
-        monkeypatch.setattr(gradients, "share_of", shares)
-        for strategy in gradients.TOLERANCES:
-            assert gradients.largest_difference(job, world, strategy) > 1e-3
-
-
-def test_all_pairs_of_nodes_reach_each_other(
-    job: mpitrain.Job, world: World, apart: World
-) -> None:
+def test_all_nodes_reach_each_other(job: mpitrain.Job, apart: World) -> None:
     """Each rank plays a node of its own."""
-    assert pairs.find_failures(job._guard, apart, "127.0.0.1") == []
-    assert pairs.exchange(job, apart, 30) == (
-        world.world_size * (world.world_size - 1) // 2,
-        0,
-    )
+    assert communication.find_broken_links(job._guard, apart, "127.0.0.1") == []
 
 
 def test_a_node_that_nobody_reaches_is_named_by_all(
@@ -115,42 +74,27 @@ def test_a_node_that_nobody_reaches_is_named_by_all(
     last = world.world_size - 1
     # An address that no host has (RFC 5737), so that it cannot listen there.
     address = "192.0.2.1" if world.rank == last else "127.0.0.1"
-    found = pairs.find_failures(job._guard, apart, address)
-    assert [(failure.source, failure.target) for failure in found] == [
-        (node, last) for node in range(last)
-    ]
-    assert {failure.why for failure in found} <= {"it could not listen"}
-
-
-def test_who_does_not_know_the_job_is_somebody_else(
-    job: mpitrain.Job, world: World, apart: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if world.rank == 0:
-        monkeypatch.setattr(
-            pairs, "_answer", lambda connection, token: connection.close()
-        )
-    found = pairs.find_failures(job._guard, apart, "127.0.0.1")
-    assert [(failure.source, failure.target) for failure in found] == [
-        (node, 0) for node in range(1, world.world_size)
+    found = communication.find_broken_links(job._guard, apart, address)
+    assert found == [
+        (node, last, "it cannot listen on its address") for node in range(last)
     ]
 
 
 def test_bandwidth_is_measured_until_the_time_is_up(
     job: mpitrain.Job, world: World
 ) -> None:
-    found = bandwidth.measure(job, world, 1.0, 2**40)
-    everybodys = job.comm.allgather(found)
-    assert everybodys == [found] * world.world_size
-    assert [row.num_bytes for row in found.rows] == list(
-        bandwidth.SIZES[: len(found.rows)]
-    )
-    assert bool(found.left_out) == (len(found.rows) < len(bandwidth.SIZES))
-    for row in found.rows:
-        assert set(row.seconds) == {"mpi4py", "gloo", "MPI"}
-        assert all(seconds > 0 for seconds in row.seconds.values())
+    rows, left_out = communication.measure_bandwidth(job, world, 1.0, 2**40)
+    assert job.comm.allgather(rows) == [rows] * world.world_size
+    sizes = communication.SIZES
+    assert [row["num_bytes"] for row in rows] == list(sizes[: len(rows)])
+    assert bool(left_out) == (len(rows) < len(sizes))
+    for row in rows:
+        assert set(row["ms"]) == {"mpi4py", "gloo", "MPI"}
+        assert all(ms > 0 for ms in row["ms"].values())
 
 
 def test_messages_that_do_not_fit_are_left_out(job: mpitrain.Job, world: World) -> None:
-    found = bandwidth.measure(job, world, 30.0, 5 * 2048 * world.world_size)
-    assert [row.num_bytes for row in found.rows] == [1024]
-    assert found.left_out == "not enough memory"
+    memory = 5 * 2048 * world.world_size
+    rows, left_out = communication.measure_bandwidth(job, world, 30.0, memory)
+    assert [row["num_bytes"] for row in rows] == [1024]
+    assert left_out == "not enough memory"

@@ -40,7 +40,7 @@ def test_flags_are_checked_before_a_training_starts(
     words: list[str], found: str
 ) -> None:
     with pytest.raises(UsageError, match=found):
-        scaling.bench(words)
+        scaling.bench_scaling(words)
 
 
 def test_under_mpirun_it_says_how_it_is_started(
@@ -48,7 +48,7 @@ def test_under_mpirun_it_says_how_it_is_started(
 ) -> None:
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "4")
     with pytest.raises(UsageError, match="bench scaling --ranks 1 2 4, without mpirun"):
-        scaling.bench([])
+        scaling.bench_scaling([])
 
 
 def test_weak_scaling_gives_each_rank_the_same_batch() -> None:

@@ -1,5 +1,5 @@
-"""`python -m mpitrain bench WHAT`: how fast this machine does parts of a training.
+"""`python -m mpitrain bench data` and `bench scaling`: how fast a training is here.
 
-`data` times the loader alone, without MPI. `scaling` times whole trainings on 1, 2, 4
+`data` times data loading alone, without MPI. `scaling` times whole trainings on 1, 2, 4
 and more ranks, each started by its own mpirun.
 """

@@ -11,51 +11,41 @@ from tyro.conf import arg
 
 from mpitrain.errors import UsageError
 
-WRITTEN = ("folder", "hdf5", "hdf5-pixels", "shards", "memory")
-"""Formats that are written to be timed, where no files are named."""
+GENERATED = ("folder", "hdf5", "hdf5-pixels", "shards", "memory")
+"""Formats that random images are written in."""
 
-FILES = (
-    "folder",
-    "hdf5",
-    "shards",
-    "mnist",
-    "fashion-mnist",
-    "cifar10",
-    "cifar100",
-)
-"""Formats whose files can be named."""
+EXISTING = ("folder", "hdf5", "shards", "mnist", "fashion-mnist", "cifar10", "cifar100")
+"""Formats that are timed with ``--data-dir``."""
 
 Strategy = Literal["dp", "ddp", "fsdp"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class BenchDataConfig:
-    """Time the loading of samples alone, by format and by number of workers."""
+    """Time data loading alone, by format and number of workers."""
 
     data: Annotated[tuple[str, ...], arg(metavar="NAME [NAME ...]")] = ()
-    """Which: folder, hdf5, hdf5-pixels, shards, memory; default: all. They are written
-    for it, into a temporary folder: the same random JPEG images in each format;
-    hdf5-pixels and memory hold them decoded. With --data-dir one of folder, hdf5,
-    shards, mnist, fashion-mnist, cifar10, cifar100."""
+    """Formats: folder, hdf5, hdf5-pixels, shards, memory (default: all). They are
+    written to a temporary folder from the same random JPEG images, which hdf5-pixels
+    and memory hold decoded. With --data-dir one of folder, hdf5, shards, mnist,
+    fashion-mnist, cifar10, cifar100."""
     data_dir: Path | None = None
-    """Folder or file of a data set to time; its training part is read."""
+    """Folder or file of an existing data set; its training part is read."""
     image_size: int | None = None
-    """Height and width in pixels of the images as a model sees them. Default: 224, or
-    those of the set."""
+    """Height and width of the images in pixels. Default: 224, or those of the set."""
     num_workers: Annotated[tuple[int, ...], arg(metavar="N [N ...]")] = (0, 1, 2)
-    """Processes that read ahead; 0: the one that trains. What is in memory needs
-    none."""
+    """Numbers of worker processes; data in memory has none."""
     batch_size: int = 64
-    """Samples of a batch."""
+    """Samples per batch."""
     samples: int = 512
-    """Images to write; of no use with --data-dir."""
+    """Number of images to write, without --data-dir."""
     seconds: float = 5.0
-    """How long each pair of format and number of workers is timed."""
+    """Duration of the measurement of each format and number of workers."""
     output: Path | None = None
-    """File to write the figures to, as JSON."""
+    """JSON file to write the results to."""
 
     def __post_init__(self) -> None:
-        known = WRITTEN if self.data_dir is None else FILES
+        known = GENERATED if self.data_dir is None else EXISTING
         for name in self.data:
             if name not in known:
                 where = "without" if self.data_dir is None else "with"
@@ -66,18 +56,16 @@ class BenchDataConfig:
         if self.data_dir is not None and len(self.data) != 1:
             raise UsageError(
                 f"--data-dir {self.data_dir}: which format is it? Expected one name "
-                f"after --data, found {len(self.data)}: {', '.join(FILES)}"
+                f"after --data, found {len(self.data)}: {', '.join(EXISTING)}"
             )
-        if not self.num_workers:
-            raise UsageError("--num-workers: expected a number, found none")
-        for flag, value, least in (
+        for flag, value, minimum in (
             ("--image-size", self.image_size, 1),
-            ("--num-workers", min(self.num_workers), 0),
+            ("--num-workers", min(self.num_workers, default=-1), 0),
             ("--batch-size", self.batch_size, 1),
             ("--samples", self.samples, 1),
         ):
-            if value is not None and value < least:
-                raise UsageError(f"{flag} must be at least {least}, found {value!r}")
+            if value is not None and value < minimum:
+                raise UsageError(f"{flag} must be at least {minimum}, found {value!r}")
         if not 0 < self.seconds < math.inf:
             raise UsageError(f"--seconds must be above 0, found {self.seconds!r}")
 
@@ -103,7 +91,7 @@ class BenchScalingConfig:
     mpirun: str = "mpirun --oversubscribe"
     """Launcher and its options, for instance "mpirun --hostfile hosts -x PATH"."""
     output: Path | None = None
-    """File to write the results to, as JSON."""
+    """JSON file to write the results to."""
 
     def __post_init__(self) -> None:
         for flag, value in (

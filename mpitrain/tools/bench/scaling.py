@@ -19,9 +19,8 @@ from mpitrain.flags import PROGRAM, read_flags
 from mpitrain.launch.env_checks import is_one_of_several
 from mpitrain.record.reading import Metrics
 from mpitrain.record.run_dir import read_json
-from mpitrain.tools.bench.columns import markdown
 from mpitrain.tools.bench.config import BenchScalingConfig
-from mpitrain.tools.output import deliver
+from mpitrain.tools.output import deliver, markdown_table
 from mpitrain.train.config import TrainConfig
 
 EPOCHS = 2
@@ -45,7 +44,7 @@ class BenchError(MpitrainError):
 
 @dataclass(kw_only=True)
 class Row:
-    """One line of the table: a number of ranks with a strategy. Rounds in order."""
+    """One row of the table: a number of ranks with a strategy. Rounds in order."""
 
     strategy: str
     num_ranks: int
@@ -62,7 +61,7 @@ class Row:
     """Of the last epoch: the same in every row of a fixed problem."""
 
     def add(self, run_dir: Path) -> None:
-        """Take in the last epoch of a training that has ended."""
+        """Add the last epoch of a finished training."""
         metrics = Metrics(run_dir / "metrics.jsonl")
         metrics.update()
         last = metrics.epochs[-1]
@@ -83,7 +82,7 @@ class Row:
         return statistics.median(mine / other for mine, other in pairs)
 
 
-def bench(argv: Sequence[str]) -> None:
+def bench_scaling(argv: Sequence[str]) -> None:
     """Run one training on each number of ranks, in turns, and print a table.
 
     Starts `mpirun` itself, so it is not started by `mpirun`. Each training is an
@@ -217,4 +216,4 @@ def table(rows: Sequence[Row]) -> str:
                 f"{statistics.median(row.wait_share):.1%}",
             )
         )
-    return markdown(lines)
+    return markdown_table(lines)

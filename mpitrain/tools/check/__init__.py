@@ -1,7 +1,6 @@
-"""`python -m mpitrain check`: look before you queue.
+"""`python -m mpitrain check`: checks to run before a job waits in a queue.
 
-Under mpirun `ranks` goes through it in the order of the screen: the start, which nodes
-reach each other (`pairs`), what each rank and node is like (`facts`), collectives,
-gradients, bandwidth, and what is to be said of all that (`findings`). Without mpirun
-`login` says what can be known where MPI does not start.
+Under mpirun `job` checks the ranks and nodes (`environment`) and torch's collectives
+(`communication`). Without mpirun `login` checks what can be known where MPI does not
+start. Both fill a `report.Report`: one dictionary, printed as JSON or as text.
 """

@@ -8,20 +8,19 @@ from pathlib import Path
 from mpitrain.launch.config import START_TIMEOUT_SECONDS, LaunchConfig
 
 HANG_TIMEOUT_SECONDS = 60.0
-"""How long a trial may stand still where nobody says otherwise. Generous: on the first
-use torch imports more."""
+"""Generous: the first call of a collective may import more of torch."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckConfig:
-    """Look before you queue: at all ranks under mpirun, at this machine without."""
+    """Check all ranks and nodes under mpirun, or the login node without mpirun."""
 
     json: bool = False
-    """Print one JSON object instead of the table."""
+    """Print one JSON object instead of text."""
     quick: bool = False
-    """Leave the bandwidth out."""
+    """Skip the bandwidth measurement."""
     runs_dir: Path = Path("runs")
-    """Where trainings would write; looked at, not made."""
+    """Folder of the runs. It is checked, and not created."""
     launch: LaunchConfig = field(
         default_factory=lambda: LaunchConfig(
             start_timeout=START_TIMEOUT_SECONDS, hang_timeout=HANG_TIMEOUT_SECONDS

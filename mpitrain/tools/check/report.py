@@ -1,227 +1,194 @@
-"""The parts of the answer as JSON has them; the screen prints the same."""
+"""The result of `check`: one dictionary, printed as JSON or by one generic printer."""
 
 from __future__ import annotations
 
 import json
+import os
+import sys
+import textwrap
+import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, TextIO
 
-from mpitrain.mpi.world import World
-from mpitrain.schedulers import Scheduler
-from mpitrain.tools.check.facts import RankFacts, shares
-from mpitrain.tools.check.findings import Finding
-from mpitrain.tools.check.looks import Facts
-from mpitrain.tools.check.pairs import Failure
+from mpitrain.mpi.world import format_ranges
 
-if TYPE_CHECKING:
-    from mpitrain.tools.check.bandwidth import Bandwidth
-    from mpitrain.tools.check.collectives import Result
+FORMAT = 2
+"""Version of the JSON object. It grows when a field changes its meaning."""
 
-FORMAT = 1
-"""Grows when a field of the object changes its meaning."""
+WIDTH = 100
+LABEL_WIDTH = 15
 
-NOT_OURS = ("starting MPI", "import torch")
-"""Stages of the start that are not counted as its own time."""
+TABLES: dict[str, tuple[str, ...]] = {
+    "nodes": (
+        *("node_rank", "hostname", "ranks", "usable_cores"),
+        *("num_threads", "devices", "address", "interface", "kind", "speed_mbps"),
+    ),
+    "ranks": (),
+    "bandwidth": ("num_bytes", "ms", "bus_gb_s"),
+}
+"""Parts that the text shows as a table, with their columns; ``()``: JSON only."""
 
-Part = dict[str, Any]
+EMPTY: tuple[Any, ...] = ("", None, [], ())
+"""Values that the text leaves out."""
 
-
-def as_json(found: Mapping[str, Any]) -> str:
-    """Write the object; numbers that JSON has not become null."""
-    return json.dumps(_finite(found), indent=1, allow_nan=False)
-
-
-def of_failure(text: str) -> Part:
-    """Make the object of a job that ended before it could say more."""
-    error = Finding(
-        severity="error",
-        name="failed",
-        found=text,
-        remedy="see the message on standard error",
-    )
-    return {"format": FORMAT, **of_findings([error])}
+Severity = Literal["error", "warning", "note"]
 
 
-def of_findings(found: Sequence[Finding]) -> Part:
-    """Tell the findings, and how many there are of each severity."""
-    counts = {
-        f"num_{severity}s": sum(finding.severity == severity for finding in found)
-        for severity in ("error", "warning", "note")
-    }
-    return {
-        "status": "errors" if counts["num_errors"] else "passed",
-        **counts,
-        "findings": [asdict(finding) for finding in found],
-    }
+@dataclass(frozen=True)
+class Finding:
+    """One problem: where it is, and what to do about it."""
+
+    severity: Severity
+    """Only errors change the exit status."""
+    name: str
+    """Its name in docs/check.md."""
+    found: str
+    """What was found and where; one line."""
+    remedy: str
+    """What to type or to change; one line."""
 
 
-def of_world(world: World, facts: Facts, why: str) -> Part:
-    """Tell who is there, and how they meet."""
-    users: dict[tuple[str, str], int] = {}
-    for node in facts.nodes:
-        for rank in node.ranks:
-            place = (node.hostname, facts.ranks[rank].gpu)
-            users[place] = users.get(place, 0) + 1
-    ranks: list[Part] = []
-    for node_rank, node in enumerate(facts.nodes):
-        records = [facts.ranks[rank] for rank in node.ranks]
-        of_cores = shares(records, facts.hosts[node_rank].quota)
-        for local_rank, (rank, record, cores) in enumerate(
-            zip(node.ranks, records, of_cores, strict=True)
-        ):
-            ranks.append(
-                {
-                    "rank": rank,
-                    "hostname": node.hostname,
-                    "node_rank": node_rank,
-                    "local_rank": local_rank,
-                    "cores": cores,
-                    "num_threads": record.num_threads,
-                    "device": record.device,
-                    "gpu": record.gpu or None,
-                    "shared": bool(record.gpu) and users[node.hostname, record.gpu] > 1,
-                }
-            )
-    ranks.sort(key=lambda entry: entry["rank"])
-    nodes = [
-        {
-            "node_rank": node_rank,
-            "ranks": list(node.ranks),
-            "usable_cores": node.num_cores,
-            **asdict(host),
-        }
-        for node_rank, (node, host) in enumerate(
-            zip(facts.nodes, facts.hosts, strict=True)
-        )
+class Report:
+    """Collects the result part by part; prints each part, or all as JSON at the end.
+
+    Args:
+        prints: Whether this process prints; rank zero alone does.
+        as_json: Print one JSON object. Anything else that is written to standard
+            output, by NCCL for example, then goes to standard error.
+
+    Attributes:
+        parts: The JSON object so far.
+    """
+
+    def __init__(self, *, prints: bool, as_json: bool) -> None:
+        self.parts: dict[str, Any] = {"format": FORMAT}
+        self._prints = prints
+        self._as_json = as_json
+        self._is_done = False
+        self._started = time.monotonic()
+        self._out: TextIO = sys.stdout
+        if as_json:
+            sys.stdout.flush()
+            self._out = os.fdopen(os.dup(1), "w")
+            os.dup2(2, 1)
+
+    def progress(self, doing: str) -> None:
+        """Print what is being checked, where the result comes only at the end."""
+        if self._prints and self._as_json:
+            print(f"check: {doing}", file=sys.stderr, flush=True)
+
+    def add(self, **parts: Any) -> None:
+        """Add parts of the result."""
+        self.parts |= parts
+        if self._prints and not self._as_json:
+            for name, value in parts.items():
+                for line in lines_of(name, value):
+                    print(line, file=self._out, flush=True)
+
+    def finish(self, findings: Sequence[Finding]) -> int:
+        """Add the findings, errors first, and print what is not printed yet.
+
+        Returns:
+            The exit status: 1 if there are errors, else 0.
+        """
+        order = ("error", "warning", "note")
+        found = sorted(findings, key=lambda finding: order.index(finding.severity))
+        counts = {f"num_{s}s": sum(f.severity == s for f in found) for s in order}
+        status = 1 if counts["num_errors"] else 0
+        self.parts |= {"status": "errors" if status else "passed", **counts}
+        self.parts["findings"] = [asdict(finding) for finding in found]
+        self.parts["seconds"] = round(time.monotonic() - self._started, 3)
+        if self._prints and not self._is_done:
+            text = json.dumps(self.parts, indent=1, allow_nan=False)
+            if not self._as_json:
+                last = ", ".join(f"{name[4:]}: {n}" for name, n in counts.items())
+                last += f"; {self.parts['seconds']:.1f} s"
+                text = "\n".join(["", *_finding_lines(found), last])
+            print(text, file=self._out, flush=True)
+        self._is_done = True
+        return status
+
+    def fail(self, message: str) -> None:
+        """Print a JSON object about a job that ends early, on the rank that knows."""
+        if self._as_json and not self._is_done:
+            self._prints = True
+            self.parts = {"format": FORMAT}
+            remedy = "see the message on standard error"
+            self.finish([Finding("error", "failed", message, remedy)])
+            time.sleep(0.5)  # for mpirun to forward it
+
+
+def lines_of(name: str, value: Any) -> list[str]:
+    r"""Return one part of the result as text; no line for an empty part.
+
+    >>> lines_of("versions", {"torch": "2.15", "numpy": "2.4"})
+    ['versions       torch 2.15, numpy 2.4']
+    >>> row = {"num_bytes": 2048, "ms": {"gloo": 1.25}, "bus_gb_s": {"gloo": 0.5}}
+    >>> print(*lines_of("bandwidth", [row]), sep="\n")
+    bandwidth      num bytes  gloo ms  gloo bus gb s
+                   2048       1.25     0.5
+    """
+    label = f"{name.replace('_', ' '):{LABEL_WIDTH}}"
+    if name not in TABLES:
+        return _wrapped(label + text_of(value)) if value not in EMPTY else []
+    rows = [_cells(row, TABLES[name]) for row in value]
+    if not rows or not rows[0]:
+        return []
+    table = [list(rows[0]), *(list(row.values()) for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    lines = [
+        "  ".join(f"{cell:{n}}" for cell, n in zip(row, widths, strict=True)).rstrip()
+        for row in table
     ]
-    return {
-        "world_size": world.world_size,
-        "num_nodes": world.num_nodes,
-        "ranks": ranks,
-        "nodes": nodes,
-        "backend": world.backend,
-        "master_addr": world.master_addr,
-        "master_port": world.master_port,
-        "why": why,
-    }
+    return [(" " * LABEL_WIDTH if at else label) + it for at, it in enumerate(lines)]
 
 
-def of_software(versions: Mapping[str, str], scheduler: Scheduler) -> Part:
-    """Tell versions and who runs the job."""
-    return {"versions": dict(versions), "scheduler": asdict(scheduler)}
+def text_of(value: Any) -> str:
+    """Return a JSON value as text.
 
-
-def of_start(ranks: Sequence[RankFacts]) -> Part:
-    """Tell how long each stage of the start took, on the slowest rank of each."""
-    seconds = {
-        stage: max(rank.stage_seconds.get(stage, 0.0) for rank in ranks)
-        for stage in ranks[0].stage_seconds
-    }
-    own = sum(value for stage, value in seconds.items() if stage not in NOT_OURS)
-    return {"start": {"without_imports_seconds": own, "stage_seconds": seconds}}
-
-
-def of_pairs(
-    num_nodes: int, failures: Sequence[Failure], exchanged: int, num_wrong: int
-) -> Part:
-    """Tell which nodes talked to each other."""
-    return {
-        "pairs": {
-            "num_pairs": num_nodes * (num_nodes - 1) // 2,
-            "unreachable": [asdict(failure) for failure in failures],
-            "num_exchanged": exchanged,
-            "num_wrong": num_wrong,
-        }
-    }
-
-
-def of_collectives(
-    kinds: Sequence[tuple[str, str]],
-    by_rank: Sequence[Sequence[Result]],
-    backends: Mapping[str, str],
-) -> Part:
-    """Tell what came of each kind: the worst of all ranks.
-
-    Args:
-        kinds: All kinds that were tried, with their devices.
-        by_rank: What each rank found, but for what was right there.
-        backends: Backend by device.
+    >>> text_of({"num_tried": 2, "stages": {"store": 0.25}, "ranks": [0, 1, 2, 4]})
+    'num tried 2, stages (store 0.25), ranks 0-2,4'
     """
-    order = ("failed", "wrong", "lacking", "right")
-    worst = dict.fromkeys(kinds, "right")
-    for results in by_rank:
-        for result in results:
-            key = (result.kind, result.device)
-            worst[key] = min(worst[key], result.outcome, key=order.index)
-    return {
-        "collectives": [
-            {
-                "device": device,
-                "backend": backend,
-                "kinds": {k: worst[k, d] for k, d in kinds if d == device},
-            }
-            for device, backend in backends.items()
-        ]
-    }
-
-
-def of_gradients(
-    differences: Mapping[str, Sequence[float]], tolerances: Mapping[str, float]
-) -> Part:
-    """Tell how far gradients are from those of one process, by strategy."""
-    by_strategy = {
-        strategy: {
-            "largest_difference": max(found),
-            "tolerance": tolerances[strategy],
-        }
-        for strategy, found in differences.items()
-    }
-    return {"gradients": {**by_strategy.pop("ddp"), **by_strategy}}
-
-
-def of_bandwidth(measured: Bandwidth, facts: Facts, factor: float) -> Part:
-    """Tell times and bandwidths, beside what limits them where it is known.
-
-    Args:
-        measured: The table.
-        facts: The nodes, with the speed of their interfaces.
-        factor: What a rank must at least send, as a multiple of the message.
-    """
-    speeds = [host.speed_mbps for host in facts.hosts]
-    limits: Part = {
-        "memory_copy_gb_per_second": measured.copy_bytes_per_second / 1e9,
-        "link_gb_per_second": min(speeds) / 8e3
-        if len(speeds) > 1 and all(speeds)
-        else None,
-    }
-    return {
-        "bandwidth": {
-            "rows": [
-                {
-                    "num_bytes": row.num_bytes,
-                    "backends": {
-                        backend: {
-                            "seconds": seconds,
-                            "algorithm_gb_per_second": row.num_bytes / seconds / 1e9,
-                            "bus_gb_per_second": factor * row.num_bytes / seconds / 1e9,
-                        }
-                        for backend, seconds in row.seconds.items()
-                    },
-                }
-                for row in measured.rows
-            ],
-            "limits": limits,
-            "left_out": measured.left_out,
-        }
-    }
-
-
-def _finite(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {name: _finite(entry) for name, entry in value.items()}
+        shown = {key: text_of(v) for key, v in value.items() if v not in EMPTY}
+        nested = {key for key, v in value.items() if isinstance(v, Mapping)}
+        return ", ".join(
+            f"{key.replace('_', ' ')} {f'({text})' if key in nested else text}"
+            for key, text in shown.items()
+        )
     if isinstance(value, list | tuple):
-        return [_finite(entry) for entry in value]
-    if isinstance(value, float) and not abs(value) < float("inf"):
-        return None
-    return value
+        if value and all(type(v) is int for v in value):
+            return format_ranges(value)
+        return ", ".join(map(text_of, value))
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+def _cells(row: Mapping[str, Any], columns: Sequence[str]) -> dict[str, str]:
+    """Return the cells of a table's row; a dictionary in it fills several columns."""
+    cells: dict[str, str] = {}
+    for column in columns:
+        value, title = row[column], column.replace("_", " ")
+        if isinstance(value, Mapping):
+            cells |= {f"{key} {title}": text_of(v) for key, v in value.items()}
+        else:
+            cells[title] = text_of(value)
+    return cells
+
+
+def _finding_lines(findings: Sequence[Finding]) -> list[str]:
+    lines = []
+    for it in findings:
+        lines += _wrapped(f"{it.severity.upper():8} {it.name}: {it.found}", " " * 9)
+        lines += _wrapped(f"         -> {it.remedy}", " " * 12)
+    return lines
+
+
+def _wrapped(text: str, indent: str = " " * LABEL_WIDTH) -> list[str]:
+    return textwrap.wrap(
+        text,
+        WIDTH,
+        subsequent_indent=indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )

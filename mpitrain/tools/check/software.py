@@ -1,27 +1,27 @@
-"""Versions, and which MPI a text speaks of. Imports neither torch nor MPI."""
+"""Versions of packages, and which MPI a text names. Imports neither torch nor MPI."""
 
 from __future__ import annotations
 
 import platform
 import re
-from dataclasses import dataclass
 from importlib import metadata
+from typing import NamedTuple
 
 from mpitrain import __version__
 from mpitrain.launch.consistency import version_numbers
 
 PACKAGES = ("torch", "mpi4py", "numpy")
 
-_LIBRARIES = (
+LIBRARIES = (
     ("Open MPI", r"Open MPI v(\S+?),"),
     ("Intel MPI", r"Intel\(R\) MPI Library (\S+)"),
     ("MVAPICH", r"MVAPICH\d* Version\s*:\s*(\S+)"),
     ("Cray MPICH", r"CRAY MPICH version (\S+)"),
     ("MPICH", r"MPICH Version:\s*(\S+)"),
 )
-"""Families, and what their MPI_Get_library_version begins with."""
+"""Families, and how their MPI_Get_library_version begins."""
 
-_LAUNCHERS = (
+LAUNCHERS = (
     ("Open MPI", r"\(Open MPI\) (\S+)"),
     ("Open MPI", r"\(PRRTE\) (\S+)"),
     ("Intel MPI", r"Intel\(R\) MPI Library[^\n]*Version (\S+)"),
@@ -30,32 +30,29 @@ _LAUNCHERS = (
 )
 """Families, and what their mpirun answers to ``--version``."""
 
-HYDRA = ("MPICH", "Intel MPI", "MVAPICH", "Cray MPICH")
-"""Families whose ranks MPICH's mpirun starts as well."""
+MPICH_FAMILIES = ("MPICH", "Intel MPI", "MVAPICH", "Cray MPICH")
+"""Families whose ranks MPICH's mpirun can start."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Mpi:
-    """An MPI, as its library or its mpirun names itself."""
+class Mpi(NamedTuple):
+    """An MPI, as its library or its mpirun names itself. ``""``: unknown."""
 
     family: str
-    """Such as ``"Open MPI"``; ``""``: not known to us."""
     version: str
-    """Such as ``"5.0.11"``; ``""``: not told."""
 
     def __str__(self) -> str:
-        return f"{self.family or 'an MPI unknown to us'} {self.version}".strip()
+        return f"{self.family or 'an unknown MPI'} {self.version}".strip()
 
 
 def library_of(text: str) -> Mpi:
-    r"""Read what a library says of itself (``MPI_Get_library_version``).
+    r"""Read the answer of ``MPI_Get_library_version``.
 
     >>> str(library_of("Open MPI v5.0.11, package: Open MPI x@y Distribution"))
     'Open MPI 5.0.11'
     >>> str(library_of("MPICH Version:      5.0.2\nMPICH Release date: ..."))
     'MPICH 5.0.2'
     """
-    return _read(_LIBRARIES, text)
+    return _read(LIBRARIES, text)
 
 
 def launcher_of(text: str) -> Mpi:
@@ -65,38 +62,30 @@ def launcher_of(text: str) -> Mpi:
     'Open MPI 4.1.8'
     >>> str(launcher_of("HYDRA build details:\n    Version:    5.0.2\n"))
     'MPICH 5.0.2'
-    >>> launcher_of("Usage:\n    mpiexec.slurm args executable").family
-    'SLURM'
     """
-    return _read(_LAUNCHERS, text)
+    return _read(LAUNCHERS, text)
 
 
-def belongs(launcher: Mpi, library: Mpi) -> bool | None:
-    """Tell whether an mpirun starts ranks of a library.
+def is_launcher_of(launcher: Mpi, library: Mpi) -> bool | None:
+    """Return whether an mpirun starts ranks of a library; ``None``: unknown.
 
-    Args:
-        launcher: What mpirun says.
-        library: What the library says.
+    Versions count to the second number, and only within a family.
 
-    Returns:
-        ``None``: it cannot be told. Versions count to the second number, and only
-        within a family.
-
-    >>> ompi5, ompi4 = (Mpi(family="Open MPI", version=v) for v in ("5.0.1", "4.1.8"))
-    >>> belongs(ompi5, ompi4), belongs(ompi5, Mpi(family="Open MPI", version="5.0.9"))
+    >>> ompi5, ompi4 = Mpi("Open MPI", "5.0.1"), Mpi("Open MPI", "4.1.8")
+    >>> is_launcher_of(ompi5, ompi4), is_launcher_of(ompi5, Mpi("Open MPI", "5.0.9"))
     (False, True)
-    >>> belongs(Mpi(family="MPICH", version="4.2"), Mpi(family="MVAPICH", version="3"))
+    >>> is_launcher_of(Mpi("MPICH", "4.2"), Mpi("MVAPICH", "3"))
     True
     """
     if not launcher.family or not library.family or launcher.family == "SLURM":
         return None
     if launcher.family != library.family:
-        return launcher.family == "MPICH" and library.family in HYDRA
+        return launcher.family == "MPICH" and library.family in MPICH_FAMILIES
     return version_numbers(launcher.version)[:2] == version_numbers(library.version)[:2]
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of what we stand on, by pip's records."""
+    """Return the versions of mpitrain, Python and the main packages, from metadata."""
     found = {"mpitrain": __version__, "python": platform.python_version()}
     for package in PACKAGES:
         try:
@@ -110,5 +99,5 @@ def _read(table: tuple[tuple[str, str], ...], text: str) -> Mpi:
     for family, pattern in table:
         found = re.search(pattern, text)
         if found is not None:
-            return Mpi(family=family, version=found[1])
-    return Mpi(family="", version="")
+            return Mpi(family, found[1])
+    return Mpi("", "")

@@ -1,0 +1,396 @@
+"""Facts about ranks and nodes, and what may be wrong with them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import secrets
+import shutil
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from mpitrain.launch.consistency import version_numbers
+from mpitrain.launch.placement import cpu
+from mpitrain.launch.rendezvous.select import Rendezvous
+from mpitrain.mpi.world import Node, World, format_ranges, list_hosts
+from mpitrain.schedulers import Scheduler
+from mpitrain.tools.check.report import Finding
+
+VISIBLE_SECONDS = 3.0
+"""How long a node looks for a new file of rank zero, which NFS may hide for a while."""
+
+SOCKET_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+
+TESTED_TORCH = "2.15"
+GIB = 2**30
+MAX_CLOCK_SECONDS = 2.0
+SLOW_MBPS = 1000
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeFacts:
+    """One node, as its first rank sees it; docs/check.md describes the fields.
+
+    Limits are ``None`` where there is none; unknown numbers are 0.
+    """
+
+    hostname: str
+    num_cores: int
+    given_cores: int
+    quota: float | None
+    available_bytes: int
+    shm_bytes: int
+    memlock_bytes: int | None
+    open_files: int | None
+    infiniband: tuple[str, ...]
+    address: str
+    interface: str
+    kind: str
+    speed_mbps: int
+    runs_dir: str
+    free_bytes: int
+    sees_runs: bool
+    clock_seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankFacts:
+    """One rank."""
+
+    num_cores: int
+    """Cores of its affinity mask."""
+    num_threads: int
+    device: str
+    gpu: str
+    """UUID of its GPU; ``""`` on a CPU."""
+    variables: Mapping[str, str]
+    """Variables of the user that mpitrain would set otherwise."""
+    stage_seconds: Mapping[str, float]
+    """Duration of each stage of the start."""
+    is_watched: bool
+    """Whether the watchdog runs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobFacts:
+    """All ranks and nodes of a job."""
+
+    nodes: tuple[Node, ...]
+    ranks: tuple[RankFacts, ...]
+    hosts: tuple[NodeFacts, ...]
+    """By node rank."""
+    unwritable: str = ""
+    """Why rank zero cannot write into the folder of the runs; ``""``: it can."""
+    torch_version: str
+    scheduler: Scheduler
+    knows_end: bool = False
+    """Whether the scheduler says when the job ends."""
+
+
+def rank_facts(
+    world: World,
+    environ: Mapping[str, str],
+    stage_seconds: Mapping[str, float],
+    *,
+    is_watched: bool,
+) -> RankFacts:
+    """Return the facts about this rank; `environ` is as the user set it."""
+    names = ("OMP_NUM_THREADS", *SOCKET_VARIABLES)
+    gpus = world.nodes[world.node_rank].gpus
+    return RankFacts(
+        num_cores=len(os.sched_getaffinity(0)),
+        num_threads=world.num_threads,
+        device=world.device,
+        gpu=gpus[world.local_rank] if gpus else "",
+        variables={name: environ[name] for name in names if name in environ},
+        stage_seconds=dict(stage_seconds),
+        is_watched=is_watched,
+    )
+
+
+def node_facts(
+    world: World, rendezvous: Rendezvous, runs_dir: Path, marker: str
+) -> NodeFacts:
+    """Return the facts about this node; `marker` is a file that rank zero has made."""
+    import psutil
+
+    quota = cpu.cpu_quota()
+    folder = nearest(runs_dir)
+    shm, infiniband = Path("/dev/shm"), Path("/sys/class/infiniband")
+    adapters = sorted(infiniband.iterdir()) if infiniband.is_dir() else []
+    return NodeFacts(
+        hostname=world.hostname,
+        num_cores=os.cpu_count() or 1,
+        given_cores=_launcher_cores(),
+        quota=None if quota == float("inf") else quota,
+        available_bytes=psutil.virtual_memory().available,
+        shm_bytes=shutil.disk_usage(shm).total if shm.is_dir() else 0,
+        memlock_bytes=_limit(resource.RLIMIT_MEMLOCK),
+        open_files=_limit(resource.RLIMIT_NOFILE),
+        infiniband=tuple(path.name for path in adapters),
+        address=rendezvous.own_address,
+        interface=rendezvous.interface.name,
+        kind=rendezvous.interface.kind,
+        speed_mbps=rendezvous.interface.speed_mbps,
+        runs_dir=str(folder),
+        free_bytes=shutil.disk_usage(folder).free,
+        sees_runs=_is_visible(marker),
+        clock_seconds=time.time(),
+    )
+
+
+@contextlib.contextmanager
+def marker_file(runs_dir: Path) -> Iterator[tuple[str, str]]:
+    """Make a file in the folder of the runs, for the time of this block.
+
+    Yields:
+        Its path and ``""``, or ``""`` and why it could not be written.
+    """
+    file = nearest(runs_dir) / f".mpitrain-check-{secrets.token_hex(8)}"
+    try:
+        file.write_text("written by `python -m mpitrain check`, to be deleted\n")
+    except OSError as error:
+        yield "", f"{file.parent}: {error.strerror}"
+        return
+    try:
+        yield str(file), ""
+    finally:
+        with contextlib.suppress(OSError):
+            file.unlink()
+
+
+def nearest(folder: Path) -> Path:
+    """Return a folder as an absolute path, or the nearest above it that exists."""
+    folder = folder.absolute()
+    while not folder.is_dir() and folder != folder.parent:
+        folder = folder.parent
+    return folder
+
+
+def _launcher_cores() -> int:
+    """Count the cores of the process that started this one: mpirun, or its daemon."""
+    try:
+        return len(os.sched_getaffinity(os.getppid()))
+    except OSError:
+        return 0
+
+
+def _limit(which: int) -> int | None:
+    soft, _ = resource.getrlimit(which)
+    return None if soft == resource.RLIM_INFINITY else soft
+
+
+def _is_visible(marker: str) -> bool:
+    end = time.monotonic() + VISIBLE_SECONDS
+    while marker:
+        with contextlib.suppress(OSError):
+            # Listing the folder makes NFS look again; asking for the name may not.
+            if Path(marker) in Path(marker).parent.iterdir():
+                return True
+        if time.monotonic() > end:
+            break
+        time.sleep(0.1)
+    return False
+
+
+def find_problems(facts: JobFacts) -> list[Finding]:
+    """Run all of `CHECKS`."""
+    return [finding for check in CHECKS for finding in check(facts)]
+
+
+def _below(value: float | None, minimum: float) -> bool:
+    return value is not None and value < minimum
+
+
+def _names(hosts: Sequence[NodeFacts]) -> str:
+    return list_hosts(host.hostname for host in hosts)
+
+
+def _plural(count: int, word: str) -> str:
+    return f"{count} {word}{'s' * (count != 1)}"
+
+
+def _one_core(facts: JobFacts) -> Iterator[Finding]:
+    """Ranks that mpirun bound to one core though there are more cores than ranks."""
+    for node, host in zip(facts.nodes, facts.hosts, strict=True):
+        bound = [rank for rank in node.ranks if facts.ranks[rank].num_cores == 1]
+        if bound and len(node.ranks) < host.given_cores:
+            text = f"ranks {format_ranges(bound)} on {node.hostname} may use one "
+            text += f"core each, of {host.given_cores}"
+            remedy = "mpirun --bind-to none (MPICH: -bind-to none), so that threads "
+            remedy += "and data workers have cores, too"
+            yield Finding("warning", "one-core", text, remedy)
+            return
+
+
+def _oversubscribed(facts: JobFacts) -> Iterator[Finding]:
+    full = [node for node in facts.nodes if len(node.ranks) > node.num_cores]
+    if full:
+        worst = max(full, key=lambda node: len(node.ranks) / node.num_cores)
+        text = f"{len(worst.ranks)} ranks share {_plural(worst.num_cores, 'core')} on "
+        text += f"{list_hosts(node.hostname for node in full)}: the times above are "
+        text += "those of ranks that wait for a core"
+        num_ranks = sum(min(len(n.ranks), n.num_cores) for n in facts.nodes)
+        remedy = f"for speed at most one rank per core: mpirun -np {num_ranks}"
+        yield Finding("warning", "oversubscribed", text, remedy)
+
+
+def _shared_gpus(facts: JobFacts) -> Iterator[Finding]:
+    users = Counter(
+        (node.hostname, facts.ranks[rank].gpu)
+        for node in facts.nodes
+        for rank in node.ranks
+        if facts.ranks[rank].gpu
+    )
+    hosts = [host for (host, _), count in users.items() if count > 1]
+    if hosts:
+        text = f"up to {max(users.values())} ranks share a GPU on {list_hosts(hosts)}"
+        remedy = f"one rank per GPU: mpirun -np {len(users)}, or ask for more GPUs"
+        yield Finding("warning", "shared-gpu", text, remedy)
+
+
+def _uneven_nodes(facts: JobFacts) -> Iterator[Finding]:
+    sizes = {len(node.ranks): node.hostname for node in reversed(facts.nodes)}
+    low, high = min(sizes), max(sizes)
+    if low < high:
+        text = f"{_plural(low, 'rank')} on {sizes[low]}, but {high} on {sizes[high]}"
+        remedy = "the same on every node: mpirun --map-by "
+        remedy += f"ppr:{high}:node (MPICH: -ppn {high})"
+        yield Finding("warning", "uneven-nodes", text, remedy)
+
+
+def _omp_threads(facts: JobFacts) -> Iterator[Finding]:
+    """OMP_NUM_THREADS of the user, if it is used; the start warns if it is not."""
+    given = [
+        value
+        for rank in facts.ranks
+        if (value := rank.variables.get("OMP_NUM_THREADS", ""))
+        and value.partition(",")[0].strip() == str(rank.num_threads)
+    ]
+    if not given:
+        return
+    text = f"OMP_NUM_THREADS={given[0]} was set before the start, and is used"
+    remedy = "unset OMP_NUM_THREADS for a fair share of the cores (PBS sets it: "
+    remedy += "ompthreads of the job script)"
+    for node in facts.nodes:
+        threads = sum(facts.ranks[rank].num_threads for rank in node.ranks)
+        if threads > max(node.num_cores, len(node.ranks)):
+            text += f": {threads} threads on {_plural(node.num_cores, 'core')} of "
+            text += node.hostname
+            yield Finding("warning", "omp-num-threads", text, remedy)
+            return
+    yield Finding("note", "omp-num-threads", text, remedy)
+
+
+def _socket_names(facts: JobFacts) -> Iterator[Finding]:
+    variables = [item for rank in facts.ranks for item in rank.variables.items()]
+    given = {f"{name}={it}": 0 for name, it in variables if name in SOCKET_VARIABLES}
+    if given:
+        text = f"{' '.join(given)} was set before the start, and overrides the "
+        text += "interface that mpitrain chose"
+        remedy = "unset it, unless the interface in the table above is wrong"
+        yield Finding("note", "socket-ifname", text, remedy)
+
+
+def _limits(facts: JobFacts) -> Iterator[Finding]:
+    """Memory, files and cores that the system allows on each node."""
+    hosts = facts.hosts
+    if low := [host for host in hosts if host.shm_bytes < GIB]:
+        text = f"/dev/shm has {low[0].shm_bytes / GIB:.2g} GiB on {_names(low)}"
+        text += ": MPI, NCCL and data workers pass data through it"
+        remedy = "docker run --shm-size=8g, or --ipc=host; mount -o "
+        remedy += "remount,size=50% /dev/shm"
+        yield Finding("warning", "small-shm", text, remedy)
+    if low := [h for h in hosts if h.infiniband and _below(h.memlock_bytes, GIB)]:
+        text = f"ulimit -l is {(low[0].memlock_bytes or 0) // 1024} KiB on "
+        text += f"{_names(low)}, which has InfiniBand: it cannot register memory"
+        remedy = "let the administrator set memlock to unlimited, also for the daemons "
+        remedy += "of the scheduler and of ssh"
+        yield Finding("warning", "memlock", text, remedy)
+    # With room for data workers; rank zero has sockets of gloo, store and watchdog.
+    needed = 256 + 3 * len(facts.ranks)
+    if low := [host for host in hosts if _below(host.open_files, needed)]:
+        text = f"ulimit -n is {low[0].open_files} on {_names(low)}; "
+        text += f"{len(facts.ranks)} ranks may need {needed}"
+        remedy = "ulimit -n 65536 in the job script, before mpirun"
+        yield Finding("warning", "open-files", text, remedy)
+    if low := [host for host in hosts if _below(host.quota, host.num_cores)]:
+        text = f"the container may use {low[0].quota:g} of "
+        text += f"{_plural(low[0].num_cores, 'core')} on {_names(low)}"
+        remedy = "threads are counted by it; docker run --cpus=N for more"
+        yield Finding("note", "cpu-quota", text, remedy)
+
+
+def _clocks(facts: JobFacts) -> Iterator[Finding]:
+    behind = min(facts.hosts, key=lambda host: host.clock_seconds)
+    ahead = max(facts.hosts, key=lambda host: host.clock_seconds)
+    apart = ahead.clock_seconds - behind.clock_seconds
+    if apart > MAX_CLOCK_SECONDS:
+        text = f"the clock of {ahead.hostname} is {apart:.0f} s ahead of that of "
+        remedy = "synchronize the clocks of the hosts (timedatectl, chronyc)"
+        yield Finding("warning", "clocks", text + behind.hostname, remedy)
+
+
+def _old_torch(facts: JobFacts) -> Iterator[Finding]:
+    if version_numbers(facts.torch_version) < version_numbers(TESTED_TORCH):
+        text = f"torch {facts.torch_version} is older than {TESTED_TORCH}, with which "
+        text += "mpitrain is tested"
+        remedy = "pip install --upgrade torch, or trust the checks above"
+        yield Finding("note", "old-torch", text, remedy)
+
+
+def _runs_folder(facts: JobFacts) -> Iterator[Finding]:
+    zero = facts.hosts[0]
+    if facts.unwritable:
+        text = f"{zero.hostname} cannot write in {facts.unwritable}"
+        remedy = "start in a folder of your own, or name one: --runs-dir"
+        yield Finding("error", "unwritable", text, remedy)
+        return
+    blind = [host.hostname for host in facts.hosts[1:] if not host.sees_runs]
+    if blind:
+        text = f"what {zero.hostname} writes in {zero.runs_dir} is not seen on "
+        text += f"{list_hosts(blind)}: logs of ranks there stay there"
+        remedy = "start in a folder that all nodes share, or name one: --runs-dir"
+        yield Finding("warning", "not-shared", text, remedy)
+    if zero.free_bytes < GIB:
+        text = f"{zero.free_bytes / GIB:.2g} GiB are free in {zero.runs_dir} on "
+        remedy = "make room, or name another folder: --runs-dir"
+        yield Finding("warning", "disk-full", text + zero.hostname, remedy)
+
+
+def _time_limit(facts: JobFacts) -> Iterator[Finding]:
+    job_id, name = facts.scheduler.job_id, facts.scheduler.name
+    if job_id and not facts.knows_end:
+        command = {"slurm": f"squeue -h -j {job_id} -o %L", "pbs": f"qstat -f {job_id}"}
+        text = f"{name.upper()} job {job_id} does not tell when it ends"
+        remedy = f"try `{command.get(name)}` on {facts.hosts[0].hostname}; give "
+        remedy += "trainings --time-limit"
+        yield Finding("note", "no-deadline", text, remedy)
+
+
+def _slow_link(facts: JobFacts) -> Iterator[Finding]:
+    slow = [host for host in facts.hosts if 0 < host.speed_mbps <= SLOW_MBPS]
+    if slow and len(facts.hosts) > 1:
+        text = f"{slow[0].interface} of {_names(slow)} has {slow[0].speed_mbps} Mb/s"
+        remedy = "if there is a faster network between the nodes: --interface NAME"
+        yield Finding("note", "slow-link", text, remedy)
+
+
+def _watchdog(facts: JobFacts) -> Iterator[Finding]:
+    without = [rank for rank, it in enumerate(facts.ranks) if not it.is_watched]
+    if without:
+        text = f"no watchdog could start beside ranks {format_ranges(without)}: hangs "
+        text += "there are not diagnosed"
+        remedy = "see the warning that these ranks printed; ulimit -u (processes)"
+        yield Finding("warning", "no-watchdog", text, remedy)
+
+
+CHECKS: tuple[Callable[[JobFacts], Iterator[Finding]], ...] = (
+    *(_one_core, _oversubscribed, _shared_gpus, _uneven_nodes),
+    *(_omp_threads, _socket_names, _limits, _clocks, _old_torch, _runs_folder),
+    *(_time_limit, _slow_link, _watchdog),
+)

@@ -1,0 +1,194 @@
+"""The check under mpirun, in the order of the output. Each part is bounded in time."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Any
+
+from mpitrain import schedulers
+from mpitrain.launch import stages
+from mpitrain.launch.job import Job
+from mpitrain.mpi.collectives import barrier, on_rank_zero
+from mpitrain.mpi.topology import mpi_library_version
+from mpitrain.mpi.world import World
+from mpitrain.schedulers import seconds_left
+from mpitrain.tools.check.config import CheckConfig
+from mpitrain.tools.check.environment import (
+    JobFacts,
+    find_problems,
+    marker_file,
+    node_facts,
+    rank_facts,
+)
+from mpitrain.tools.check.report import Report
+from mpitrain.tools.check.software import library_of, versions
+
+if TYPE_CHECKING:
+    from mpitrain.launch.exit_guard import ExitGuard
+
+COLLECTIVE_SECONDS = 300.0
+"""How long one collective may take; the watchdog acts before."""
+
+BANDWIDTH_SECONDS = 12.0
+MEMORY_SHARE = 0.25
+"""Of a node's available memory, for the messages of all its ranks."""
+
+IMPORT_STAGES = ("starting MPI", "import torch")
+"""Stages of the start that are not counted as mpitrain's time."""
+
+
+def check_job(guard: ExitGuard, config: CheckConfig, environ: Mapping[str, str]) -> int:
+    """Check all ranks and nodes.
+
+    Collective over all ranks.
+
+    Args:
+        guard: The guard that stands.
+        config: The flags, equal on all ranks.
+        environ: This rank's environment, as the user made it.
+
+    Returns:
+        The exit status: 1 if there are errors; equal on all ranks.
+    """
+    before = dict(environ)
+    report = Report(prints=guard.comm.rank == 0, as_json=config.json)
+    guard.on_failure.append(report.fail)
+    report.progress("the start")
+    world = stages.prepare(guard, config.launch, COLLECTIVE_SECONDS, os.environ)
+    from mpitrain.tools.check import communication  # imports torch, as the start has
+
+    if guard.watched is not None:
+        guard.watched.start("connect the nodes with each other")
+    assert guard.rendezvous is not None  # the start has set it
+    address = guard.rendezvous.own_address
+    broken = communication.find_broken_links(guard, world, address)
+    if not broken:
+        stages.init_process_group(guard, world, COLLECTIVE_SECONDS)
+    if guard.watched is not None:  # each check reports progress; there are no steps
+        guard.watched.hang_timeout_seconds = config.launch.hang_timeout or 0.0
+    job = Job(world, guard, COLLECTIVE_SECONDS, {})
+    with job:
+        report.progress("nodes and ranks")
+        facts = _gather(job, world, guard, config, before)
+        report.add(
+            world_size=world.world_size,
+            num_nodes=world.num_nodes,
+            **node_parts(facts),
+            backend=world.backend,
+            master_addr=world.master_addr,
+            master_port=world.master_port,
+            address_reason=guard.rendezvous.why,
+            versions=versions() | _library_versions(world),
+            scheduler=asdict(facts.scheduler),
+            start=start_part(facts),
+            unreachable=[link._asdict() for link in broken],
+        )
+        findings = find_problems(facts) + communication.link_findings(broken, world)
+        if broken:
+            return report.finish(findings)  # gloo would hang
+        report.progress("collectives")
+        part, found = communication.check_collectives(job, world)
+        report.add(collectives=part)
+        findings += found
+        report.progress("gradients")
+        gradients, found = communication.check_gradients(job, world)
+        report.add(gradients=gradients)
+        findings += found
+        if not config.quick and world.world_size > 1:
+            report.progress("bandwidth")
+            memory = int(min(it.available_bytes for it in facts.hosts) * MEMORY_SHARE)
+            rows, left_out = communication.measure_bandwidth(
+                job, world, BANDWIDTH_SECONDS, memory
+            )
+            report.add(bandwidth=rows, left_out=left_out)
+        return report.finish(findings)
+
+
+def _gather(
+    job: Job,
+    world: World,
+    guard: ExitGuard,
+    config: CheckConfig,
+    before: Mapping[str, str],
+) -> JobFacts:
+    """Collect the facts of all ranks and nodes. Collective over all ranks."""
+    import torch
+
+    rendezvous = guard.rendezvous
+    assert rendezvous is not None
+    job.progress("check: nodes and ranks")
+    writing = (
+        marker_file(config.runs_dir)
+        if world.is_rank_zero
+        else contextlib.nullcontext(("", ""))
+    )
+    with writing as written:
+        marker, unwritable = job.comm.bcast(written)
+        host = job.all_or_none(
+            lambda: (
+                node_facts(world, rendezvous, config.runs_dir, marker)
+                if world.local_rank == 0
+                else None
+            ),
+            "look at this node",
+        )
+    barrier(job.comm)
+    if host is not None:
+        host = replace(host, clock_seconds=time.time())
+    is_watched = guard.watched is not None
+    mine = rank_facts(world, before, guard.stage_seconds, is_watched=is_watched)
+    by_rank = job.comm.allgather((mine, host))
+    return JobFacts(
+        nodes=world.nodes,
+        ranks=tuple(rank for rank, _ in by_rank),
+        hosts=tuple(host for _, host in by_rank if host is not None),
+        unwritable=unwritable,
+        torch_version=str(torch.__version__),
+        scheduler=schedulers.detect(before),
+        knows_end=on_rank_zero(
+            job.comm, lambda: seconds_left(before) is not None, "ask for the job's end"
+        ),
+    )
+
+
+def node_parts(facts: JobFacts) -> dict[str, list[dict[str, Any]]]:
+    """Return the parts ``nodes`` and ``ranks`` of the result."""
+    nodes: list[dict[str, Any]] = []
+    ranks: list[dict[str, Any]] = []
+    for at, (node, host) in enumerate(zip(facts.nodes, facts.hosts, strict=True)):
+        mine = [facts.ranks[rank] for rank in node.ranks]
+        summary: dict[str, Any] = {"node_rank": at, "ranks": list(node.ranks)}
+        summary["usable_cores"] = node.num_cores
+        summary["num_threads"] = max(it.num_threads for it in mine)
+        summary["devices"] = list(dict.fromkeys(it.device for it in mine))
+        nodes.append(summary | asdict(host))
+        for local_rank, (rank, it) in enumerate(zip(node.ranks, mine, strict=True)):
+            place = {"rank": rank, "hostname": node.hostname, "node_rank": at}
+            ranks.append({**place, "local_rank": local_rank, **asdict(it)})
+    return {"nodes": nodes, "ranks": sorted(ranks, key=lambda it: it["rank"])}
+
+
+def start_part(facts: JobFacts) -> dict[str, Any]:
+    """Return the duration of each stage of the start, on its slowest rank."""
+    seconds = {
+        stage: max(rank.stage_seconds.get(stage, 0.0) for rank in facts.ranks)
+        for stage in facts.ranks[0].stage_seconds
+    }
+    own = sum(value for stage, value in seconds.items() if stage not in IMPORT_STAGES)
+    return {"seconds_without_imports": own, "seconds_by_stage": seconds}
+
+
+def _library_versions(world: World) -> dict[str, str]:
+    import torch
+
+    known = library_of(mpi_library_version())
+    name = str(known) if known.family else " ".join(mpi_library_version().split())
+    found = {"MPI library": name}
+    if world.device != "cpu":
+        nccl = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
+        found["NCCL"] = ".".join(map(str, nccl))
+    return found
