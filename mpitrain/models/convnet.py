@@ -1,4 +1,4 @@
-"""The default network: without batch norm or dropout, the same at any size."""
+"""The default network: without batch norm or dropout, the same at any world size."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ class ConvNet(nn.Module):
 
     Args:
         num_classes: Size of the output.
-        in_channels: Channels of the images.
-        image_size: Their height and width in pixels, at least 4.
+        in_channels: C of an input `(N, C, H, W)`.
+        image_size: H and W of an input in pixels, at least 4.
     """
 
     def __init__(self, num_classes: int, in_channels: int, image_size: int) -> None:

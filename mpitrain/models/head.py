@@ -12,12 +12,7 @@ HEAD_NAMES = ("head", "heads", "fc", "classifier")
 
 
 class WithHead(nn.Module):
-    """A bare backbone and a head on top of it.
-
-    Args:
-        backbone: Maps inputs to features `(N, F)`.
-        head: Maps features to scores `(N, num_classes)`.
-    """
+    """A backbone `(N, ...) -> (N, F)` with a head `(N, F) -> (N, num_classes)`."""
 
     def __init__(self, backbone: nn.Module, head: nn.Module) -> None:
         super().__init__()
@@ -25,18 +20,15 @@ class WithHead(nn.Module):
         self.head = head
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Map inputs to scores `(N, num_classes)`."""
+        """Return scores `(N, num_classes)`."""
         return self.head(self.backbone(inputs))  # type: ignore[no-any-return]
 
 
 class Features(nn.Module):
     """A model up to its head: maps inputs to the tensor that the head receives.
 
-    The head still runs, and its weights are among the parameters: whoever freezes these
-    must let the head's learn again.
-
-    Args:
-        model: Any model that calls its head once; kept, not copied.
+    The model is not copied. The head still runs, and its weights are among the
+    parameters.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -45,7 +37,7 @@ class Features(nn.Module):
         self.head_name, _ = head_of(model)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Map inputs to what the head of the model receives for them, `(N, ..., F)`.
+        """Return what the head receives for `inputs`, `(N, ..., F)`.
 
         Raises:
             DataError: The model did not call its head exactly once, with one tensor.
@@ -72,33 +64,30 @@ class Features(nn.Module):
 def head_of(model: nn.Module) -> tuple[str, nn.Module]:
     """Find the head of a model: the layer that is trained alone on a frozen backbone.
 
-    It is what the model's attribute `head_name` says; what timm's `get_classifier`
-    says; the last linear layer in its attribute `head`, `heads`, `fc` or `classifier`;
-    or its last linear layer of all.
-
-    Args:
-        model: Any model.
+    The first of: the module named by the model's attribute `head_name`; timm's
+    `get_classifier()`; the last linear layer in `head`, `heads`, `fc` or `classifier`;
+    the last linear layer of the model.
 
     Returns:
         The head's name among the model's modules, and the head.
 
     Raises:
-        DataError: There is none.
+        DataError: The model has no head.
 
     >>> head_of(nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2)))
     ('2', Linear(in_features=3, out_features=2, bias=True))
     """
-    said = getattr(model, "head_name", None)
-    if isinstance(said, str):
+    head_name = getattr(model, "head_name", None)
+    if isinstance(head_name, str):
         try:
-            return said, model.get_submodule(said)
+            return head_name, model.get_submodule(head_name)
         except AttributeError:
             raise DataError(
-                f"{type(model).__name__} says head_name = {said!r}, but has no module "
-                "of that name; expected one of its named_modules()"
+                f"{type(model).__name__} says head_name = {head_name!r}, but has no "
+                "module of that name; expected one of its named_modules()"
             ) from None
-    if callable(told := getattr(model, "get_classifier", None)):
-        classifier = told()
+    if callable(get_classifier := getattr(model, "get_classifier", None)):
+        classifier = get_classifier()
         for name, module in model.named_modules():
             if module is classifier and name and list(module.parameters()):
                 return name, module
@@ -119,26 +108,22 @@ def head_of(model: nn.Module) -> tuple[str, nn.Module]:
 def split_head(model: nn.Module, inputs: Tensor) -> tuple[Features, nn.Module] | None:
     """Split a model into features and head, so that ``head(features(x)) == model(x)``.
 
-    Tried out on `inputs`, in evaluation mode. In training mode, layers such as dropout
+    Tried on `inputs` in evaluation mode. In training mode, layers such as dropout
     before the head belong to the features.
 
-    Args:
-        model: Any model; kept, not copied, its mode left as it is.
-        inputs: One or more inputs, on the model's device.
-
     Returns:
-        Features and head; ``None`` if the model does more after its head, as squeezenet
-        does, or calls it otherwise than once with one tensor.
+        Features and head; ``None`` if the model computes more after its head, as
+        squeezenet does, or does not call it once with one tensor.
 
     Raises:
         DataError: The model has no head.
     """
     features = Features(model)
     _, head = head_of(model)
-    made: list[object] = []
+    outputs: list[object] = []
     training = model.training
     model.eval()
-    hook = head.register_forward_hook(lambda _, _args, output: made.append(output))
+    hook = head.register_forward_hook(lambda _, _args, output: outputs.append(output))
     try:
         with torch.no_grad():
             output = model(inputs)
@@ -148,4 +133,4 @@ def split_head(model: nn.Module, inputs: Tensor) -> tuple[Features, nn.Module] |
     finally:
         hook.remove()
         model.train(training)
-    return (features, head) if made and output is made[0] else None
+    return (features, head) if outputs and output is outputs[0] else None

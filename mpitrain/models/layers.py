@@ -1,24 +1,25 @@
-"""First and last layers of any model: find them, fit them to the data, try them out."""
+"""The first and the last layer of any model, and a trial run without numbers."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import chain
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
 
-def first_layer(model: nn.Module) -> tuple[str, nn.Conv2d] | None:
-    """Find the layer that meets the image: the first convolution, if there is one.
+class Sizes(NamedTuple):
+    """Sizes that a model is built for; images are `(N, C, H, W)`, square."""
 
-    Args:
-        model: Any model.
+    num_classes: int
+    in_channels: int
+    image_size: int
 
-    Returns:
-        Its name and itself; ``None`` without one.
-    """
+
+def first_conv(model: nn.Module) -> tuple[str, nn.Conv2d] | None:
+    """Return name and module of the first convolution; ``None`` without one."""
     for name, module in model.named_modules():
         if isinstance(module, nn.Conv2d):
             return name, module
@@ -26,38 +27,19 @@ def first_layer(model: nn.Module) -> tuple[str, nn.Conv2d] | None:
 
 
 def last_layer(module: nn.Module, prefix: str = "") -> tuple[str, nn.Module] | None:
-    """Find the last linear layer of a module; without any, the last convolution.
-
-    Args:
-        module: A model, or a part of one.
-        prefix: The part's own name in the model.
-
-    Returns:
-        Its name in the model and itself; ``None`` without one.
-    """
+    """Return the last linear layer; without any, the last convolution."""
     for kind in (nn.Linear, nn.Conv2d):
-        found = [
-            (name, part)
-            for name, part in module.named_modules(prefix=prefix)
-            if isinstance(part, kind)
-        ]
+        parts = module.named_modules(prefix=prefix)
+        found = [(name, part) for name, part in parts if isinstance(part, kind)]
         if found:
             return found[-1]
     return None
 
 
 def adapt_filters(filters: Tensor, in_channels: int) -> Tensor:
-    """Turn filters for some channels into filters for others, the output alike in size.
+    """Adapt filters `(O, C, H, W)` to another number of channels C.
 
-    For one channel they are summed; for more they are repeated and scaled, as timm does
-    (`timm.models.adapt_input_conv`).
-
-    Args:
-        filters: Weights of a convolution, `(O, C, H, W)`.
-        in_channels: The C to come.
-
-    Returns:
-        `(O, in_channels, H, W)`, of the same dtype.
+    They are summed, or repeated and scaled, as in `timm.models.adapt_input_conv`.
 
     >>> adapt_filters(torch.ones(1, 3, 1, 1), 1).flatten().tolist()
     [3.0]
@@ -71,21 +53,15 @@ def adapt_filters(filters: Tensor, in_channels: int) -> Tensor:
     return repeated * (channels / in_channels)
 
 
-def fit_first_layer(
+def fit_first_conv(
     model: nn.Module, in_channels: int, *, pretrained: bool = False
 ) -> str | None:
-    """Let a model take images of another number of channels, in place.
+    """Replace the first convolution if it takes another number of channels.
 
-    Args:
-        model: Changed where its first convolution takes another number.
-        in_channels: C of an input `(N, C, H, W)`.
-        pretrained: Keep what the filters have learned; else draw new ones, whose output
-            deviates as much as that of the old.
-
-    Returns:
-        What was done, in words; ``None`` where nothing was, or nothing can be.
+    With `pretrained` its filters are adapted; else new ones are drawn, scaled so that
+    the output keeps its variance. Returns the change, for the user.
     """
-    name, old = first_layer(model) or ("", None)
+    name, old = first_conv(model) or ("", None)
     if not name or old is None or old.in_channels == in_channels or old.groups != 1:
         return None
     new = nn.Conv2d(
@@ -110,40 +86,23 @@ def fit_first_layer(
     return f"{name} from {old.in_channels} channels to {in_channels}"
 
 
-def try_one_image(model: nn.Module, in_channels: int, image_size: int) -> object:
-    """Run an image of zeros through a model in evaluation mode, at almost no cost.
+def try_one_image(model: nn.Module, sizes: Sizes) -> object:
+    """Run one image through a model in evaluation mode; raise what the model raises.
 
-    The run is one of shapes alone (torch's device ``meta``) where the model allows it.
-
-    Args:
-        model: Any model; its mode and weights are left as they are.
-        in_channels: C of an input `(N, C, H, W)`.
-        image_size: H and W, in pixels.
-
-    Returns:
-        What the model returned; only shapes and identities mean something.
-
-    Raises:
-        Exception: Whatever the model raises.
+    The run computes shapes only (torch's device ``meta``) if the model allows that.
+    Mode and weights stay as they are.
     """
-    shape = (1, in_channels, image_size, image_size)
+    shape = (1, sizes.in_channels, sizes.image_size, sizes.image_size)
     training = model.training
     model.eval()
     try:
         with torch.no_grad():
             try:
-                return _on_meta(model, shape)
-            except Exception:  # of the image, or of the device: the real run tells
+                tensors = chain(model.named_parameters(), model.named_buffers())
+                with torch.device("meta"):
+                    on_meta = {name: tensor.to("meta") for name, tensor in tensors}
+                    return functional_call(model, on_meta, (torch.zeros(shape),))
+            except Exception:  # of the image or of the device: the real run tells
                 return model(torch.zeros(shape))
     finally:
         model.train(training)
-
-
-def _on_meta(model: nn.Module, shape: tuple[int, ...]) -> object:
-    """Run a model whose tensors have no numbers."""
-    tensors: Iterator[tuple[str, Tensor]] = chain(
-        model.named_parameters(), model.named_buffers()
-    )
-    with torch.device("meta"):
-        on_meta = {name: tensor.to("meta") for name, tensor in tensors}
-        return functional_call(model, on_meta, (torch.zeros(shape),))

@@ -1,78 +1,138 @@
-"""Weights from a file into a model, which may have another head and other channels."""
+"""Weights: files of them, read without unpickling code, and loaded into a model."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+import importlib
+import re
+import sys
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from mpitrain.errors import DataError
-from mpitrain.models import from_timm, zoo
+from mpitrain.errors import DataError, UsageError
 from mpitrain.models.head import head_of
-from mpitrain.models.layers import adapt_filters, first_layer
-from mpitrain.models.weight_files import State, read_state
+from mpitrain.models.layers import adapt_filters, first_conv
 
+SUFFIXES = frozenset({".pt", ".pth", ".safetensors", ".bin", ".ckpt", ".tar"})
+STATE_KEYS = (
+    *("model", "state_dict", "model_state_dict", "model_state", "model_ema"),
+    *("module", "net", "network", "weights", "state"),
+)
+"""Keys under which programs save a ``state_dict``, in any case (`MODEL_STATE`)."""
 WRAPPERS = ("module.", "model.", "backbone.")
-"""What other programs put before the names of weights."""
+"""Prefixes that other programs put before the names of weights."""
+EXPECTED = "expected a state_dict: torch.save(model.state_dict(), 'model.pt')"
+
+State = dict[str, Any]
+"""Weights by name; a few values may be no tensors (`_extra_state`)."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class LoadedWeights:
-    """What became of the weights that a model was to begin with."""
+def is_file_name(weights: str) -> bool:
+    """Whether ``--weights`` names a file, and not weights that a library knows.
 
-    source: str
-    """A file, or the library's name for them."""
-    num_loaded: int | None = None
-    """Tensors that were taken over; ``None`` where the library did it."""
-    fitted: tuple[str, ...] = ()
-    """What did not fit and was changed, in words."""
-    missing: tuple[str, ...] = ()
-    """Names in the model that the source lacks: of the head alone."""
-    unexpected: tuple[str, ...] = ()
-    """Names in the source that the model lacks."""
-
-    def line(self) -> str:
-        """Say it in one line.
-
-        >>> LoadedWeights(source="a.pt", num_loaded=60, fitted=("fc new",)).line()
-        'weights from a.pt: 60 tensors; fc new'
-        """
-        words = list(self.fitted)
-        if self.num_loaded is not None:
-            words.insert(0, f"{self.num_loaded} tensors")
-        if self.missing:
-            words.append(f"new {some(self.missing)}")
-        if self.unexpected:
-            words.append(f"{len(self.unexpected)} not used ({some(self.unexpected)})")
-        return (
-            f"weights from {self.source}" + (": " if words else "") + "; ".join(words)
-        )
+    >>> is_file_name("runs/a/model.pt"), is_file_name("default")
+    (True, False)
+    """
+    path = Path(weights)
+    return path.suffix in SUFFIXES or "/" in weights or path.is_file()
 
 
-def load_weights(model: nn.Module, path: Path) -> LoadedWeights:
-    """Load a file of weights into a model, in place.
+def read_state(path: Path) -> State:
+    """Read the weights in a file.
 
     Args:
-        model: Any model.
-        path: See `read_state`.
+        path: Of ``torch.save`` (.pt, .pth, ...) or .safetensors; a plain
+            ``state_dict``, or one under a key such as ``"model"`` or ``"state_dict"``.
 
     Returns:
-        What was done; equal on all ranks that see the same file.
+        The tensors by name, on the CPU.
 
     Raises:
         UsageError: There is no such file.
-        DataError: It holds no weights, or those of another architecture.
+        DataError: It cannot be read, holds no weights, or holds code besides.
     """
-    return load_state(model, read_state(path), str(path))
+    if not path.is_file():
+        found = (
+            "is a folder" if path.is_dir() else f"is not there, seen from {Path.cwd()}"
+        )
+        raise UsageError(
+            f"--weights {str(path)!r} {found}; expected a file of weights, such as "
+            "runs/NAME/model.pt"
+        )
+    try:
+        if path.suffix == ".safetensors":
+            safetensors = importlib.import_module("safetensors.torch")
+            return dict(safetensors.load_file(path, device="cpu"))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about pickles by other means than torch's
+            content = torch.load(path, map_location="cpu", weights_only=True)
+    except ImportError as error:
+        raise UsageError(
+            f"--weights {path}: {error}; pip install safetensors"
+        ) from None
+    except Exception as error:  # a broken file can fail in any way
+        # In torch 2.15: "Unsupported global: GLOBAL posix.system was not ...".
+        code = re.search(r"GLOBAL (\S+)", str(error))
+        reason = str(error).partition("\n")[0].partition(". ")[0]
+        raise DataError(
+            f"--weights {path} holds more than weights, and was not opened: it wants "
+            f"{code[1]} of Python, which could run anything; {EXPECTED}, where the "
+            "file comes from"
+            if code
+            else f"--weights {path} cannot be read ({type(error).__name__}: {reason}): "
+            f"it has {path.stat().st_size:,} bytes, and is no file of weights, or not "
+            "the whole of one.\nCopy or download it again."
+        ) from error
+    return _find_state(content, path)
 
 
-def load_state(model: nn.Module, state: State, source: str) -> LoadedWeights:
+def _find_state(content: object, path: Path) -> State:
+    kind = type(content).__name__
+    if isinstance(content, Mapping):
+        by_key = {str(key).lower(): value for key, value in content.items()}
+        for key in STATE_KEYS:
+            if isinstance(by_key.get(key), Mapping):
+                return _find_state(by_key[key], path)
+        state = {str(key): value for key, value in content.items()}
+        if any(isinstance(value, Tensor) for value in state.values()):
+            return state
+        kind += f" with {', '.join(list(state)[:10]) or 'nothing'}"
+    raise DataError(
+        f"--weights {path} holds no weights: found a {kind}; {EXPECTED}, or it under "
+        f"one of the keys {', '.join(STATE_KEYS)}"
+    )
+
+
+def cached_file(url: str, *, local: bool = True, progress: bool = False) -> str:
+    """Return a file in torch's cache, downloaded unless `local`; empty: not there."""
+    path = Path(torch.hub.get_dir()) / "checkpoints" / url.rpartition("/")[2]
+    if not local and not path.exists():  # resnet18-f37072fd.pth: has its SHA-256
+        digest = re.search(r"-([0-9a-f]{8,})\.", path.name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        torch.hub.download_url_to_file(url, str(path), digest and digest[1], progress)
+    return str(path) if path.exists() else ""
+
+
+def not_downloaded(name: str, weights: str | None, error: Exception) -> DataError:
+    """Make the error for a model or weights that could not be downloaded."""
+    what = f"{name} --weights {weights}" if weights else name
+    reason = str(error).strip().partition("\n")[0]
+    return DataError(
+        f"--model {what} could not be downloaded ({type(error).__name__}: {reason}).\n"
+        f"Fetch it where there is internet: python -m mpitrain fetch {what}\n"
+        "This machine must see the same cache: TORCH_HOME, for timm HF_HOME."
+    )
+
+
+def load_state(model: nn.Module, state: State, source: str) -> str:
     """Load weights by name into a model, in place.
 
-    The head keeps its own weights if the number of classes differs; the first layer's
-    filters are adapted to its number of channels.
+    The head keeps its own weights if the number of classes differs; the filters of the
+    first convolution are adapted to its number of channels.
 
     Args:
         model: Any model.
@@ -80,131 +140,85 @@ def load_state(model: nn.Module, state: State, source: str) -> LoadedWeights:
         source: Where they are from, for messages.
 
     Returns:
-        What was done.
+        What was loaded, adapted and left out, for the user.
 
     Raises:
         DataError: They are not for this architecture; the model is unchanged.
     """
-    target = model.state_dict()  # loaded as a whole, with its notes about versions
-    state = translated(model, respelled(state, target.keys()), source)
-    head, first = names_of_ends(model)
+    target = model.state_dict()  # loaded as a whole, with its version metadata
+    state = _translate(model, _without_wrappers(state, target), source)
+    head, first = _head_and_first(model)
     fitting: State = {}
-    fitted: dict[str, str] = {}
+    changes: dict[str, str] = {}
     wrong: list[str] = []
     for name, value in state.items():
         mine = target.get(name)
-        if not isinstance(mine, Tensor) or shape(value) == shape(mine):
+        if not isinstance(mine, Tensor) or getattr(value, "shape", ()) == mine.shape:
             fitting[name] = value
         elif not isinstance(value, Tensor):
             wrong.append(f"{name} is a {type(value).__name__}")
-        elif name.startswith(head) and shape(value)[1:] == shape(mine)[1:]:
-            fitted[head] = (
-                f"{head[:-1]} new ({mine.shape[0]} classes instead of {value.shape[0]})"
-            )
-        elif name == first and without_channels(value) == without_channels(mine):
+        elif name.startswith(head) and value.shape[1:] == mine.shape[1:]:
+            classes = f"{mine.shape[0]} classes instead of {value.shape[0]}"
+            changes[head] = f"{head[:-1]} new ({classes})"
+        elif name == first and value.shape[:1] + value.shape[2:] == (
+            mine.shape[:1] + mine.shape[2:]
+        ):
             fitting[name] = adapt_filters(value, mine.shape[1])
-            fitted[name] = f"{name} from {value.shape[1]} channels to {mine.shape[1]}"
+            changes[name] = f"{name} from {value.shape[1]} channels to {mine.shape[1]}"
         else:
-            wrong.append(f"{name} {shape(value)}, expected {shape(mine)}")
-    if head in fitted:
+            wrong.append(f"{name} {tuple(value.shape)}, expected {tuple(mine.shape)}")
+    if head in changes:
         fitting = {k: v for k, v in fitting.items() if not k.startswith(head)}
-    unexpected = [name for name in fitting if name not in target]
+    unused = [name for name in fitting if name not in target]
     missing = [
         name
         for name in target
         if name not in state and not name.endswith(".num_batches_tracked")
     ]
-    refuse(
-        model,
-        source,
-        missing=[name for name in missing if not name.startswith(head)],
-        wrong=wrong,
-        strangers=strangers_in(unexpected, target.keys(), head),
+    # Whole parts that the model lacks (a decoder, a second head) are left out; further
+    # layers in a part that it has are the sign of another architecture.
+    parts = {_part(name) for name in target}
+    errors = (
+        ("missing", [name for name in missing if not name.startswith(head)]),
+        ("of another shape", wrong),
+        (
+            "that have no place in it",
+            [it for it in unused if _part(it) in parts and not it.startswith(head)],
+        ),
     )
-    taken = {name: value for name, value in fitting.items() if name in target}
-    target.update(taken)
-    model.load_state_dict(target)
-    return LoadedWeights(
-        source=source,
-        num_loaded=len(taken),
-        fitted=tuple(fitted.values()),
-        missing=tuple(missing),
-        unexpected=tuple(unexpected),
-    )
-
-
-def refuse(
-    model: nn.Module,
-    source: str,
-    *,
-    missing: Sequence[str],
-    wrong: Sequence[str],
-    strangers: Sequence[str],
-) -> None:
-    """Raise what is wrong with weights, if anything is."""
-    found = [
-        f"{len(names)} {words} ({some(names)})"
-        for names, words in (
-            (missing, "missing"),
-            (wrong, "of another shape"),
-            (strangers, "that have no place in it"),
-        )
-        if names
-    ]
-    if found:
+    if any(names for _, names in errors):
+        told = (f"{len(names)} {it} ({_some(names)})" for it, names in errors if names)
         raise DataError(
             f"the weights from {source} are not those of this {type(model).__name__}: "
-            f"{'; '.join(found)}.\nExpected the same architecture; only the number of "
+            f"{'; '.join(told)}.\nExpected the same architecture; only the number of "
             "classes and the channels of the images may differ."
         )
+    loaded = {name: value for name, value in fitting.items() if name in target}
+    target.update(loaded)
+    model.load_state_dict(target)
+    words = [f"{len(loaded)} tensors", *changes.values()]
+    if missing:
+        words.append(f"new {_some(missing)}")
+    if unused:
+        words.append(f"{len(unused)} not used ({_some(unused)})")
+    return "; ".join(words)
 
 
-def strangers_in(
-    unexpected: Iterable[str], known: Iterable[str], head: str
-) -> list[str]:
-    """Find the weights that show another architecture: more layers than the model has.
-
-    Whole parts that the model does not have (a decoder, a second head) are none.
-
-    >>> strangers_in(["layer1.9.weight", "decoder.weight"], ["layer1.0.weight"], "fc.")
-    ['layer1.9.weight']
-    """
-    parts = {part_of(name) for name in known}
-    return [n for n in unexpected if part_of(n) in parts and not n.startswith(head)]
-
-
-def part_of(name: str) -> str:
-    """Return the part of a model that a weight is in.
-
-    >>> part_of("layer1.0.bias"), part_of("backbone.layer1.0.bias")
-    ('layer1', 'backbone.layer1')
-    """
-    backbone = "backbone." if name.startswith("backbone.") else ""
-    return backbone + name.removeprefix(backbone).partition(".")[0]
-
-
-def names_of_ends(model: nn.Module) -> tuple[str, str]:
-    """Return what the head's weights' names begin with, and the first filters' name."""
+def _head_and_first(model: nn.Module) -> tuple[str, str]:
+    """Return the prefix of the head's weights, and the name of the first filters."""
     try:
         head = head_of(model)[0] + "."
     except DataError:
         head = "(no head)"
-    first = first_layer(model)
+    first = first_conv(model)
     fits = first is not None and first[1].groups == 1
     return head, f"{first[0]}.weight" if first and fits else "(no filters)"
 
 
-def respelled(state: State, known: Iterable[str]) -> State:
-    """Name weights as the model does, where wrappers put their own names before.
+def _without_wrappers(state: State, known: Iterable[str]) -> State:
+    """Take off or add wrappers' prefixes, so that most names are known.
 
-    Args:
-        state: Weights as a file has them.
-        known: The model's names.
-
-    Returns:
-        The spelling that shares most names with the model.
-
-    >>> respelled({"module.fc.weight": 0}, ["fc.weight"])
+    >>> _without_wrappers({"module.fc.weight": 0}, ["fc.weight"])
     {'fc.weight': 0}
     """
     known = set(known)
@@ -219,35 +233,39 @@ def respelled(state: State, known: Iterable[str]) -> State:
     return max(spellings, key=lambda spelling: len(known & spelling.keys()))
 
 
-def translated(model: nn.Module, state: State, source: str) -> State:
-    """Let the model's library bring older names and other image sizes up to date."""
-    library = type(model).__module__.partition(".")[0]
-    translate = {"torchvision": zoo.translate, "timm": from_timm.translate}.get(library)
-    if translate is None:
-        return state
+def _translate(model: nn.Module, state: State, source: str) -> State:
+    """Let the model's library convert older names and other image sizes."""
+    kind, module = type(model).__name__, type(model).__module__
+    library = module.partition(".")[0]
     try:
-        return translate(model, state)
+        if library == "timm":
+            convert = getattr(sys.modules[module], "checkpoint_filter_fn", None)
+            return dict(convert(dict(state), model)) if convert else state
+        if library == "torchvision" and kind == "DenseNet":
+            # The files have norm.1 for norm1, as in torchvision.models.densenet.
+            old = re.compile(r"(denselayer\d+\.(?:norm|relu|conv))\.([12]\.)")
+            return {old.sub(r"\1\2", name): value for name, value in state.items()}
+        if library == "torchvision" and "encoder.pos_embedding" in state:
+            vit = importlib.import_module("torchvision.models.vision_transformer")
+            sizes = (model.image_size, model.patch_size)
+            return dict(vit.interpolate_embeddings(*sizes, dict(state)))
     except Exception as error:
         raise DataError(
-            f"the weights from {source} are not those of this {type(model).__name__}: "
-            f"{library} could not fit them ({type(error).__name__}: {error})"
+            f"the weights from {source} are not those of this {kind}: {library} could "
+            f"not fit them ({type(error).__name__}: {error})"
         ) from error
+    return state
 
 
-def shape(value: object) -> tuple[int, ...]:
-    """Return the shape of a tensor; that of a number for anything else."""
-    return tuple(value.shape) if isinstance(value, Tensor) else ()
+def _part(name: str) -> str:
+    """Return the part of a model that a weight is in.
 
-
-def without_channels(value: Tensor) -> tuple[int, ...]:
-    """Return the shape of filters, `(O, C, H, W)`, but for C."""
-    return shape(value)[:1] + shape(value)[2:]
-
-
-def some(names: Sequence[str]) -> str:
-    """Name the first three.
-
-    >>> some(["a", "b", "c", "d"])
-    'a, b, c, ...'
+    >>> _part("layer1.0.bias"), _part("backbone.layer1.0.bias")
+    ('layer1', 'backbone.layer1')
     """
+    backbone = "backbone." if name.startswith("backbone.") else ""
+    return backbone + name.removeprefix(backbone).partition(".")[0]
+
+
+def _some(names: Sequence[str]) -> str:
     return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")

@@ -26,7 +26,7 @@ from mpitrain.checkpoint.reader import CheckpointReader, check
 from mpitrain.checkpoint.tensors import EMA, MODEL
 from mpitrain.errors import UsageError
 from mpitrain.models.build import build_model
-from mpitrain.models.fetch import is_own
+from mpitrain.plugins import is_reference
 
 Format = Literal["state_dict", "safetensors", "torchscript", "exported-program"]
 
@@ -150,8 +150,8 @@ def _rebuild(
 ) -> nn.Module:
     config, data = _trainer(metadata)["config"], _trainer(metadata)["data"]
     name = config["model"]
-    is_theirs = is_own(name) and name != "convnet"
-    if (is_theirs or name.startswith("hub:")) and typed != name:
+    runs_code = is_reference(name) and not name.startswith("timm:")
+    if runs_code and typed != name:
         raise UsageError(
             f"the run's model is {name!r}, whose code would be run; expected --model "
             f"{name}, if you trust it"

@@ -74,9 +74,9 @@ def _data_set(name: str, config: FetchConfig) -> str:
 
 def _check_model(name: str, config: FetchConfig) -> None:
     """Refuse what is no model, before anything is downloaded."""
-    from mpitrain.models.fetch import is_cached, is_own
+    from mpitrain.models.build import is_cached, library_of
 
-    if is_own(name):
+    if library_of(name) is None:
         raise UsageError(f"fetch {name!r}: it has no weights to download. {KNOWN}")
     try:
         is_cached(name, config.weights)
@@ -86,7 +86,7 @@ def _check_model(name: str, config: FetchConfig) -> None:
 
 def _model(name: str, config: FetchConfig) -> str:
     """Fetch a model's weights into the cache of its library; tell which."""
-    from mpitrain.models.fetch import fetch_weights
+    from mpitrain.models.build import fetch_weights
 
     fetch_weights(name, config.weights, progress=True)
     return f"weights {config.weights} are in the cache"

@@ -17,10 +17,13 @@ from mpitrain.data.sources import Data, load_data
 from mpitrain.errors import Stopped
 from mpitrain.launch.current import heartbeat
 from mpitrain.launch.job import Job
-from mpitrain.models.build import build_and_load
-from mpitrain.models.fetch import cache_folder, fetch_weights, is_cached
+from mpitrain.models.build import (
+    build_and_load,
+    cache_dir,
+    fetch_weights,
+    is_cached,
+)
 from mpitrain.models.summary import summary_line, summary_table
-from mpitrain.models.weights import LoadedWeights
 from mpitrain.mpi.shared_arrays import Communicator, communicator
 from mpitrain.mpi.topology import mpi_library_version
 from mpitrain.plugins import is_reference
@@ -126,7 +129,7 @@ def run_training(
 
 def _build(
     config: TrainConfig, data: Data, ranks: Communicator, *, with_weights: bool
-) -> tuple[nn.Module, LoadedWeights | None]:
+) -> tuple[nn.Module, str | None]:
     """Build the model; one rank per file system downloads its weights.
 
     Collective over all ranks.
@@ -138,12 +141,12 @@ def _build(
         with_weights: Whether ``--weights`` are loaded; a checkpoint has its own.
 
     Returns:
-        The model, equal on all ranks, and which weights were loaded, if any.
+        The model, equal on all ranks, and a line on the weights that were loaded.
     """
     name, weights = config.model, config.weights if with_weights else None
     if not all(ranks.allgather(is_cached(name, weights))):
         ranks.once_per_file_system(
-            cache_folder(name),
+            cache_dir(name),
             lambda: fetch_weights(name, weights),
             f"download {name}",
         )
@@ -184,7 +187,7 @@ class Introduction(Callback):
         config: The configuration.
         run_dir: The run folder.
         data: The data.
-        loaded: Which weights were loaded, if any.
+        loaded: A line on the weights that were loaded, if any were.
     """
 
     def __init__(
@@ -192,7 +195,7 @@ class Introduction(Callback):
         config: TrainConfig,
         run_dir: Path,
         data: Data,
-        loaded: LoadedWeights | None,
+        loaded: str | None,
     ) -> None:
         self._config, self._run_dir = config, run_dir
         self._data, self._loaded = data, loaded
@@ -250,7 +253,7 @@ class Introduction(Callback):
             plan.batch_line(),
             steps,
             f"run folder {shown(self._run_dir)}",
-            *([self._loaded.line()] if self._loaded is not None else []),
+            *([self._loaded] if self._loaded is not None else []),
         ]
 
 
