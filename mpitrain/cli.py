@@ -1,8 +1,6 @@
-"""The command line: one function per subcommand, imports inside.
+"""The command line: one function per command, imports inside; ``train`` is the default.
 
-A first word that is a subcommand dispatches; without one it is ``train``. Rank zero
-reads the command line and hands what it read to the others, so that a mistake is told
-once.
+Rank zero reads the command line for all ranks, so that a mistake is told once.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from mpitrain.errors import UsageError, collective_error, did_you_mean
-from mpitrain.flags import PROGRAM, read_flags
+from mpitrain.flags import PROGRAM, QUESTIONS, Config, read_flags
 from mpitrain.launch.config import default_start_timeout
 from mpitrain.launch.env_checks import (
     is_one_of_several,
@@ -48,8 +46,7 @@ def main(argv: Sequence[str]) -> int:
         argv: The words after the program's name.
 
     Returns:
-        The exit status. With several ranks a failure does not return: the guard ends
-        the job.
+        The exit status. With several ranks a failure ends the job instead.
     """
     from mpitrain.launch.process_exit import error_message, exit_status
 
@@ -74,8 +71,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def train(argv: Sequence[str]) -> int:
-    """Train a network. Collective over all ranks that mpirun started."""
-    if {"-h", "--help", "--version"} & set(argv) and not was_launched(os.environ):
+    """Train a model on all ranks that mpirun started; the default command."""
+    if QUESTIONS & set(argv) and not was_launched(os.environ):
         read_config(argv)  # answers and raises; MPI need not start for that
 
     from mpitrain.checkpoint.preemption import PreemptionHandler
@@ -86,7 +83,7 @@ def train(argv: Sequence[str]) -> int:
     from mpitrain.record.run_dir import open_log, start_logging
     from mpitrain.tools.train.prepare import prepare
 
-    # To look through all that the imports make, again and again, takes a fifth of them.
+    # Garbage collection takes a fifth of the time of the imports.
     gc.disable()
     limit = start_timeout(argv)
     with abort_on_error(start_timeout_seconds=limit, may_spawn=False) as guard:
@@ -100,7 +97,7 @@ def train(argv: Sequence[str]) -> int:
             if is_zero:
                 print(run.done, flush=True)
             return run.status
-        # The log stands before the long imports: it tells whose process this is.
+        # Opened before the long imports: the log tells whose process this is.
         hostname = socket.gethostname()
         with guard.stage("open the log"):
             log = all_or_none(
@@ -109,8 +106,7 @@ def train(argv: Sequence[str]) -> int:
                 "open the log",
             )
         log_file = start_logging(log, is_rank_zero=is_zero)
-        # From here on: a signal that comes during the long imports is not lost. It
-        # also tells the log how long the job may take.
+        # Signals during the long imports are not lost. It also logs the time limit.
         handler = PreemptionHandler(
             run_dir if is_zero else None,
             config.time_limit_seconds,
@@ -121,7 +117,7 @@ def train(argv: Sequence[str]) -> int:
             logging.getLogger("mpitrain").warning(run.warning)
         if guard.watched is not None:
             guard.watched.log_to(Path(log.name))
-        faulthandler.enable(log)  # the stack of a crash in compiled code goes there
+        faulthandler.enable(log)  # for crashes in compiled code
         guard.on_failure += [
             log_file.write,
             lambda text: record_failure(run_dir, text),
@@ -140,14 +136,12 @@ def train(argv: Sequence[str]) -> int:
 
 
 def hostfile(argv: Sequence[str]) -> None:
-    """Write a host file from the allocation."""
+    """Write a host file for mpirun from the nodes of a SLURM or PBS job."""
     from mpitrain.schedulers import hostfile
     from mpitrain.tools import output
 
     words, mpirun = _split(argv)
-    config = read_flags(
-        hostfile.HostfileConfig, words, program=f"{PROGRAM} hostfile", files=False
-    )
+    config = _read(hostfile.HostfileConfig, "hostfile", words)
     output.deliver(hostfile.text_of(config, os.environ, mpirun), config.output)
 
 
@@ -157,9 +151,7 @@ def jobscript(argv: Sequence[str]) -> None:
     from mpitrain.tools import output
 
     flags, words = _split(argv)
-    config = read_flags(
-        jobscript.JobscriptConfig, flags, program=f"{PROGRAM} jobscript", files=False
-    )
+    config = _read(jobscript.JobscriptConfig, "jobscript", flags)
     is_training = not words or words[0] == "train" or words[0] not in COMMANDS
     if config.jobs > 1:
         if not is_training:
@@ -176,46 +168,40 @@ def jobscript(argv: Sequence[str]) -> None:
 
 
 def watch(argv: Sequence[str]) -> None:
-    """Follow a run that trains."""
+    """Follow the progress of a run from another shell."""
     from mpitrain.tools import watch
 
-    config = read_flags(
-        watch.WatchConfig, argv, program=f"{PROGRAM} watch", files=False
-    )
+    config = _read(watch.WatchConfig, "watch", argv)
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `watch ... | head` ends in silence
     with contextlib.suppress(KeyboardInterrupt):
         watch.watch(config)
 
 
 def supervise(argv: Sequence[str]) -> int:
-    """Run mpirun in a job script; stop it in time, and restart it."""
+    """Used by job scripts: run mpirun, stop it in time, and restart it."""
     from mpitrain.schedulers import supervisor
 
     words, command = _split(argv)
-    config = read_flags(
-        supervisor.SuperviseConfig, words, program=f"{PROGRAM} supervise", files=False
-    )
+    config = _read(supervisor.SuperviseConfig, "supervise", words)
     return supervisor.supervise(config, command, os.environ, read_config)
 
 
 def fetch(argv: Sequence[str]) -> None:
-    """Download data sets."""
+    """Download data sets and pretrained weights."""
     from mpitrain.tools import fetch
 
-    config = read_flags(
-        fetch.FetchConfig, argv, program=f"{PROGRAM} fetch", files=False
-    )
+    config = _read(fetch.FetchConfig, "fetch", argv)
     fetch.fetch(config)
 
 
 def bench(argv: Sequence[str]) -> None:
-    """Time a part of a training; the next word says which."""
+    """Benchmark data loading (bench data) or scaling (bench scaling)."""
     known = (
         "Expected: bench data [flags], the loader alone; or bench scaling [flags] -- "
         "[flags of the training], on 1, 2, 4 ... ranks (see bench data --help, bench "
         "scaling --help)"
     )
-    if argv and argv[0] in ("-h", "--help"):
+    if argv and argv[0] in ("-h", "--help", "--help-all"):
         print(f"Time a part of a training. {known}")
         return
     if not argv or argv[0] not in ("data", "scaling"):
@@ -227,33 +213,30 @@ def bench(argv: Sequence[str]) -> None:
         return
     from mpitrain.tools.bench.config import BenchDataConfig
 
-    program = f"{PROGRAM} bench data"
-    config = read_flags(BenchDataConfig, argv[1:], program=program, files=False)
+    config = _read(BenchDataConfig, "bench data", argv[1:])
     from mpitrain.tools.bench import data
 
     data.bench_data(config, argv[1:])
 
 
 def export(argv: Sequence[str]) -> None:
-    """Take the model out of a run."""
+    """Export the model of a run to one file."""
     from mpitrain.tools import export
 
-    config = read_flags(
-        export.ExportConfig, argv, program=f"{PROGRAM} export", files=False
-    )
+    config = _read(export.ExportConfig, "export", argv)
     print(export.export(config), flush=True)
 
 
 def report(argv: Sequence[str]) -> None:
-    """Show a run as a page and as pictures."""
+    """Make an HTML report of one or several runs."""
     from mpitrain.tools.report.report import ReportConfig, report
 
-    config = read_flags(ReportConfig, argv, program=f"{PROGRAM} report", files=False)
+    config = _read(ReportConfig, "report", argv)
     print(report(config), flush=True)
 
 
 def run(argv: Sequence[str]) -> None:
-    """Run somebody's own script. Collective over all ranks that mpirun started."""
+    """Run your own script, with the environment variables that torchrun sets."""
     from mpitrain.launch.exit_guard import abort_on_error
     from mpitrain.launch.run_script import script
     from mpitrain.launch.run_script.target import asks_only, read_words, split
@@ -269,11 +252,11 @@ def run(argv: Sequence[str]) -> None:
 
 
 def check(argv: Sequence[str]) -> int:
-    """Look before you queue: at all ranks under mpirun, at this machine without."""
+    """Check ranks, network and collectives under mpirun, or this machine without."""
     from mpitrain.tools.check.config import CheckConfig
 
     def read() -> CheckConfig:
-        return read_flags(CheckConfig, argv, program=f"{PROGRAM} check", files=False)
+        return _read(CheckConfig, "check", argv)
 
     if not is_one_of_several(os.environ):
         from mpitrain.tools.check import login
@@ -289,6 +272,15 @@ def check(argv: Sequence[str]) -> int:
         return job.check_job(guard, config, os.environ)
 
 
+COMMON = (
+    *("--data", "--data-dir", "--image-size", "--num-workers", "--model", "--weights"),
+    *("--epochs", "--global-batch-size", "--micro-batch-size", "--optimizer", "--lr"),
+    *("--weight-decay", "--seed", "--strategy", "--precision", "--resume"),
+    *("--checkpoint-every-minutes", "--time-limit", "--log", "--name", "--dry-run"),
+    *("--device", "--hang-timeout"),
+)
+"""The flags of a training that ``--help`` shows; ``--help-all`` shows all."""
+
 COMMANDS: dict[str, Callable[[Sequence[str]], int | None]] = {
     "train": train,
     "run": run,
@@ -302,11 +294,15 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int | None]] = {
     "hostfile": hostfile,
     "jobscript": jobscript,
 }
-"""Subcommands by name."""
+"""Commands by name; the docstring of each is its line in the help."""
+
+
+def _read(kind: type[Config], command: str, words: Sequence[str]) -> Config:
+    return read_flags(kind, words, program=f"{PROGRAM} {command}", files=False)
 
 
 def _split(argv: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
-    """Part the words before ``--`` from those after it."""
+    """Split at ``--``."""
     at = argv.index("--") if "--" in argv else len(argv)
     return argv[:at], argv[at + 1 :]
 
@@ -321,7 +317,7 @@ def read_config(argv: Sequence[str]) -> TrainConfig:
         The configuration.
 
     Raises:
-        UsageError: What stands there cannot be used.
+        UsageError: A flag or a file cannot be used.
         Answered: Help or the version was asked for; it is printed.
     """
     if argv and not argv[0].startswith("-"):
@@ -330,22 +326,20 @@ def read_config(argv: Sequence[str]) -> TrainConfig:
             f"one of {', '.join(COMMANDS)}, "
             "or flags (see --help)"
         )
+    commands = [f"  {name:<11} {run.__doc__}" for name, run in COMMANDS.items()]
     return read_flags(
         TrainConfig,
         argv,
         program=PROGRAM,
-        further=f"Subcommands: {', '.join(COMMANDS)} (train if none is named).",
+        common=COMMON,
+        further="\n".join(["Commands:", *commands, ""]),
     )
 
 
 def start_timeout(argv: Sequence[str]) -> float:
-    """Read ``--start-timeout`` and ``--hang-timeout`` before MPI, which needs them.
+    """Return the seconds for a stage of the start, before all flags are read.
 
-    Args:
-        argv: The words after the subcommand.
-
-    Returns:
-        Seconds; of what cannot be read, the default: that is told when all flags are.
+    A value that cannot be read counts as none; the error follows with the other flags.
 
     >>> start_timeout(["--start-timeout", "30"]), start_timeout(["--lr=1"])
     (30.0, 600.0)
@@ -366,7 +360,7 @@ def start_timeout(argv: Sequence[str]) -> float:
 
 
 def _seconds(word: str) -> float | None:
-    """Read a time; ``None`` where it is none, which is told later."""
+    """Read seconds; ``None`` if it is no time."""
     with contextlib.suppress(ValueError):
         return seconds if 0 < (seconds := float(word)) < math.inf else None
     return None

@@ -1,10 +1,9 @@
-"""Flags, and the YAML file that says the same, into a configuration."""
+"""From flags, and YAML files of the same names, to a configuration."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import io
 import os
 import re
@@ -15,8 +14,12 @@ from typing import Any, TypeVar
 
 from mpitrain import __version__
 from mpitrain.errors import MpitrainError, UsageError, did_you_mean
+from mpitrain.help import flags_of, help_text
 
 PROGRAM = "python -m mpitrain"
+
+QUESTIONS = frozenset({"-h", "--help", "--help-all", "--version"})
+"""Flags that are answered instead of running the command."""
 
 Config = TypeVar("Config")
 
@@ -34,11 +37,11 @@ SYNONYMS = {
     **dict.fromkeys(("lr-scheduler", "scheduler"), "schedule"),
     **dict.fromkeys(("wd", "l2"), "weight-decay"),
 }
-"""What other trainers call our flags."""
+"""Flags of other trainers, and what they are here."""
 
 
 class Answered(MpitrainError):
-    """The command line only asked for help or the version, and was answered."""
+    """Help or the version was asked for, and is printed."""
 
     exit_status = 0
 
@@ -50,33 +53,45 @@ def read_flags(
     program: str,
     further: str = "",
     files: bool = True,
+    common: Collection[str] | None = None,
 ) -> Config:
     """Read flags, and the YAML files that they may name, into a configuration.
 
     Args:
-        kind: The configuration, a dataclass whose fields are the flags. Fields that are
-            dataclasses themselves are a group of flags, named without prefix.
+        kind: The configuration, a dataclass whose fields are the flags. A field that is
+            a dataclass itself is a group of flags, named without prefix.
         words: The words after the subcommand. Flags win over the files.
         program: How the command is called, for the help.
-        further: What the help says besides.
+        further: What the help says after the flags.
         files: Whether YAML files may be named with ``--config``.
+        common: The flags that ``--help`` shows, where only ``--help-all`` shows all.
 
     Returns:
         The configuration.
 
     Raises:
-        UsageError: What stands there cannot be used.
+        UsageError: A flag or a file cannot be used.
         Answered: Help or the version was asked for; it is printed.
     """
     if "--version" in words:
         print(f"mpitrain {__version__}")
         raise Answered
 
-    config = "--config FILE.yaml (the same fields; flags win), " if files else ""
-    further = f"Further: {config}--version.\n{further}"
+    if QUESTIONS & set(words):
+        only = None if "--help-all" in words else common
+        epilog = [further] if further else []
+        if files:
+            epilog.append(
+                "--config FILE.yaml reads flags from a file; flags win over it."
+            )
+        if only:
+            epilog.append("--help-all shows all flags.")
+        lines = "\n".join(epilog)
+        _answer(help_text(kind, program=program, epilog=lines, only=only))
+        raise Answered
 
     def parse(flags: Sequence[str], source: str | None) -> Config:
-        return _parse(kind, flags, source, program, further)
+        return _parse(kind, flags, source, program)
 
     if not files:
         return parse(words, None)
@@ -100,9 +115,8 @@ def _parse(
     flags: Sequence[str],
     source: str | None,
     program: str,
-    further: str,
 ) -> Config:
-    """Let tyro do it; `source` says where the flags come from, for messages."""
+    """Parse with tyro; `source` says where the flags come from, for messages."""
     import tyro
 
     try:
@@ -110,13 +124,13 @@ def _parse(
             return tyro.cli(
                 kind,
                 prog=program,
-                description=f"{kind.__doc__}\n\n{further}",
                 args=flags,
                 config=(tyro.conf.OmitArgPrefixes,),
             )
     except UsageError as error:
         where = f"{source}: " if source else ""
-        said = one_line(str(error), flags, flag_names(kind), program)
+        known = [flag.name.partition(",")[0] for flag in flags_of(kind)]
+        said = one_line(str(error), flags, known, program)
         raise UsageError(where + said) from None
 
 
@@ -135,11 +149,11 @@ def one_line(box: str, flags: Sequence[str], known: Sequence[str], program: str)
             if flag.startswith("--") and flag.replace("--no-", "--") not in known:
                 same = "--" + SYNONYMS.get(flag[2:], "")
                 meant = did_you_mean(same if same in known else flag, known)
-                return f"unknown flag {flag}.{meant} All flags: {program} --help"
+                return f"unknown flag {flag}.{meant} All flags: {program} --help-all"
         word = said.split()[2]
         at = flags.index(word) if word in flags else 0
         after = f" after {' '.join(flags[max(0, at - 2) : at])!r}" if at else ""
-        return f"unexpected {word!r}{after}. All flags: {program} --help"
+        return f"unexpected {word!r}{after}. All flags: {program} --help-all"
     if said.startswith("Missing from"):
         missing = re.findall(r"^ {6}(\S.*?) *$", parts[1], re.MULTILINE)
         return f"expected {' and '.join(missing)}. See {program} --help"
@@ -164,22 +178,8 @@ def _expected(flag: str, word: str, choices: Sequence[str]) -> str:
     return f"{flag}: found {word!r}, expected {either}.{did_you_mean(word, choices)}"
 
 
-def flag_names(kind: Any) -> list[str]:
-    """Return the flags of a configuration and of its groups, without ``--no-...``."""
-    found = []
-    for field in dataclasses.fields(kind):
-        group = field.default_factory
-        if group is not dataclasses.MISSING and dataclasses.is_dataclass(group()):
-            found += flag_names(type(group()))
-        else:
-            found.append("--" + field.name.replace("_", "-"))
-    return found
-
-
 def flat(values: dict[str, Any]) -> dict[str, Any]:
-    """Put the fields of groups beside the others, as the command line names them.
-
-    Values are as YAML and JSON hold them.
+    """Flatten nested groups, as on the command line, with values for YAML and JSON.
 
     >>> flat({"lr": 0.1, "log": ("csv",), "launch": {"device": "cpu"}})
     {'lr': 0.1, 'log': ['csv'], 'device': 'cpu'}
@@ -197,23 +197,17 @@ def flat(values: dict[str, Any]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def usage_errors() -> Iterator[None]:
-    """Turn a parser's printed words and `SystemExit` into our exceptions."""
-    answer, complaint = io.StringIO(), io.StringIO()
+    """Turn what a parser prints before `SystemExit` into a UsageError."""
+    told = io.StringIO()
     try:
-        with (
-            contextlib.redirect_stdout(answer),
-            contextlib.redirect_stderr(complaint),
-        ):
+        with contextlib.redirect_stdout(told), contextlib.redirect_stderr(told):
             yield
-    except SystemExit as left:
-        if left.code in (0, None):
-            _answer(plain(answer.getvalue()).rstrip())
-            raise Answered from None
-        raise UsageError(plain(complaint.getvalue()).rstrip()) from None
+    except SystemExit:
+        raise UsageError(plain(told.getvalue()).rstrip()) from None
 
 
 def _answer(text: str) -> None:
-    """Print what was asked for, to one who may have seen enough before its end."""
+    """Print a help text; its reader may leave before the end."""
     try:
         print(text, flush=True)
     except BrokenPipeError:  # `--help | head`; Python's end must not write there, too
@@ -221,7 +215,7 @@ def _answer(text: str) -> None:
 
 
 def plain(text: str) -> str:
-    r"""Take the colours out: a rank's stdout is a terminal even in a batch job.
+    r"""Remove colours: a rank's stdout is a terminal even in a batch job.
 
     >>> plain("\x1b[31mred\x1b[0m")
     'red'
@@ -231,20 +225,16 @@ def plain(text: str) -> str:
 
 def list_fields(kind: Any) -> frozenset[str]:
     """Name the fields of a configuration that take several values."""
-    return frozenset(
-        it.name for it in dataclasses.fields(kind) if isinstance(it.default, tuple)
-    )
+    lists = (flag.name for flag in flags_of(kind) if isinstance(flag.default, tuple))
+    return frozenset(name.lstrip("-").replace("-", "_") for name in lists)
 
 
 def flags_from_yaml(file: Path, lists: Collection[str] = ()) -> list[str]:
-    """Read a YAML file of fields as the flags that say the same.
+    """Turn a YAML file, such as a run's ``config.yaml``, into flags.
 
     Args:
-        file: A mapping of field names to values, such as a run's ``config.yaml``.
+        file: A mapping of field names to values.
         lists: The fields that take several values.
-
-    Returns:
-        Flags with their values.
 
     Raises:
         UsageError: It cannot be read, or is no mapping of names to simple values.

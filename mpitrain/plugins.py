@@ -1,4 +1,4 @@
-"""Models and data sets of one's own, named ``package.module:callable``."""
+"""User-defined models, data sets and loggers: ``package.module:callable``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mpitrain.errors import UsageError
 
 
 def is_reference(name: str) -> bool:
-    """Whether a name points to code.
+    """Whether a name is a reference to code.
 
     >>> is_reference("my_models:small"), is_reference("digits")
     (True, False)
@@ -24,17 +24,14 @@ def is_reference(name: str) -> bool:
 
 
 def load_reference(reference: str, flag: str) -> Callable[..., Any]:
-    """Import what a reference names; modules of the current folder are found too.
+    """Import a callable; modules of the current folder are found, too.
 
     Args:
         reference: ``"package.module:callable"``.
         flag: The flag it was given to, for messages.
 
-    Returns:
-        The callable.
-
     Raises:
-        UsageError: There is no such module, or nothing callable of that name in it.
+        UsageError: There is no such module, or no callable of that name in it.
     """
     module_name, _, attribute = reference.partition(":")
     if not module_name or not attribute:
@@ -75,19 +72,16 @@ def call_with_known(
     flag: str,
     otherwise: Mapping[str, object] = MappingProxyType({}),
 ) -> Any:
-    """Call a function with those of our values that it takes by name.
+    """Call a user's function with the values that it has parameters for.
 
     Args:
         function: The user's callable.
-        known: What we can give, by parameter name.
+        known: Values by parameter name.
         flag: The flag it was given to, for messages.
-        otherwise: Given in place of a ``None``, unless it has a default of its own.
-
-    Returns:
-        What it returns.
+        otherwise: Passed instead of ``None`` to parameters without a default.
 
     Raises:
-        UsageError: It needs something we do not have.
+        UsageError: A parameter without a default is not known.
 
     >>> call_with_known(lambda num_classes: num_classes, {"num_classes": 3, "a": 1}, "")
     3

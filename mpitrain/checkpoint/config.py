@@ -11,29 +11,27 @@ from mpitrain.errors import UsageError
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    """When checkpoints are written, what is gone on from, when to stop."""
+    """Checkpoints, resuming and time limit."""
 
     checkpoint_every_epochs: int | None = 1
-    """Write a checkpoint after so many epochs; None: only by the other two,
-    and at the end."""
+    """Save a checkpoint every N epochs; None: not per epoch."""
     checkpoint_every_steps: int | None = None
-    """Write one after so many steps, too."""
+    """Save a checkpoint every N steps."""
     checkpoint_every_minutes: float | None = 10.0
-    """Write one when the last was begun so long ago; whichever comes first."""
+    """Save a checkpoint every N minutes; None: off."""
     keep_checkpoints: int | None = 3
-    """How many of the newest stay, beside the best one. None: all."""
+    """Keep the N newest checkpoints and the best one; None: all."""
     best_by: str | None = None
-    """Metric of the validation that the best checkpoint is chosen by, such as
-    val_loss. Lower is better for names with loss or error, else higher; or
-    min:NAME, max:NAME. Default: accuracy, else loss."""
+    """Validation metric of the best checkpoint: NAME, min:NAME or max:NAME. Default:
+    accuracy, else loss."""
     resume: str = "auto"
-    """auto: the same --name goes on from its newest checkpoint. never: it is
-    an error that it exists. Or a run folder or checkpoint to begin from."""
+    """auto: resume the run of this --name. never: fail if it exists. Or a run folder
+    or checkpoint to start from."""
     new_run: bool = False
-    """Where a run of that name exists, make NAME-2, NAME-3, ..."""
+    """If the run exists, start NAME-2, NAME-3, ..."""
     time_limit: str | None = None
-    """Stop in time before so much has passed since the start
-    ([[hours:]minutes:]seconds). The scheduler's own limit is known."""
+    """Save a checkpoint and stop before this much time ([[hours:]minutes:]seconds)
+    has passed."""
 
     def __post_init__(self) -> None:
         for flag, value in (

@@ -13,36 +13,32 @@ DATA_DIR = Path("data")
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """Which data set, and how its samples are transformed."""
+    """Data."""
 
     data: str = "digits"
-    """Data set: digits (8x8 images, embedded), mnist, fashion-mnist,
-    cifar10, cifar100, folder, hdf5, shards, synthetic, or
-    package.module:callable."""
+    """digits, mnist, fashion-mnist, cifar10, cifar100, folder, hdf5, shards,
+    synthetic, or package.module:callable."""
     data_dir: Path | None = None
-    """Folder with the data set's files (hdf5: or the file). Default: data."""
+    """Folder of the data set, or the HDF5 file. Default: data."""
     image_size: int | None = None
-    """Height and width of images in pixels. Default: as they are; 224 if
-    they differ."""
+    """Resize images to this height and width in pixels. Default: keep; 224 if sizes
+    differ."""
     num_workers: int | Literal["auto"] = "auto"
-    """Worker processes per rank that read samples ahead; 0: the rank reads.
-    auto: one less than its cores, at most 8; 0 for custom data sets. Sets
-    in memory need none."""
+    """Data-loading processes per rank; 0: none. auto: cores - 1, at most 8, if data
+    is not in memory."""
     random_crop: int = 0
-    """Pad training images by this many pixels, then crop at random."""
+    """Pad training images by this many pixels and crop at random."""
     random_flip: bool = False
-    """Flip half of the training images left to right, others in each epoch."""
+    """Flip training images horizontally at random."""
     random_resized_crop: bool = False
-    """Crop training images at a random place and scale; for sets that are
-    read from files."""
+    """Crop training images at random position and scale (folder, hdf5, shards)."""
     normalize: Literal["auto", "data", "imagenet", "none"] = "auto"
-    """Subtract the mean and divide by the standard deviation: of the training
-    set (data), of ImageNet, or none. auto: data if it is in memory (not
-    digits), else imagenet."""
+    """Mean and standard deviation to normalize with. auto: data if in memory, else
+    imagenet."""
     on_bad_sample: Literal["stop", "skip"] = "stop"
     """Stop at a sample that cannot be read, or skip and count it."""
     synthetic_samples: int = 1024
-    """Training samples of --data synthetic; a quarter as many validate."""
+    """Training samples of --data synthetic; a quarter as many for validation."""
     synthetic_classes: int = 10
     """Classes of --data synthetic."""
 

@@ -25,20 +25,20 @@ Backend = Literal["auto", "mpi4py", "gloo", "nccl"]
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchConfig:
-    """How the ranks are started."""
+    """Launch."""
 
     device: Device = "auto"
-    """auto: GPUs where there are any; cuda: refuse to run without."""
+    """Device of the ranks. auto: GPUs if there are any. cuda: fail without."""
     backend: Backend = "auto"
-    """Carries tensors. auto: mpi4py (gloo for old torch), NCCL on GPUs where it can."""
+    """torch.distributed backend. auto: mpi4py on CPUs, nccl on GPUs."""
     interface: str | None = None
-    """Network interface by which nodes meet. Default: the best that works."""
+    """Network interface between nodes, such as ib0. Default: the best that works."""
     start_timeout: float | None = None
-    """Seconds that a stage of the start, or the first step, may take. Default: 600, or
-    --hang-timeout where that is less, but at least 120."""
+    """Seconds for each stage of the start and the first step. Default: 120 to 600,
+    as --hang-timeout."""
     hang_timeout: float | None = None
-    """Seconds without a finished step or batch, after which the job is ended with
-    status 76. None: for ever."""
+    """End the job with status 76 after this many seconds without progress; None:
+    never."""
 
     def __post_init__(self) -> None:
         if self.interface is not None and not self.interface.strip():

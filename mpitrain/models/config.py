@@ -13,5 +13,5 @@ class ModelConfig:
     """convnet, a torchvision model (resnet50), timm:NAME, hub:REPO_OR_DIR:ENTRY, or
     package.module:callable."""
     weights: str | None = None
-    """Initial weights: a file, or a name that the library knows (default: its best).
-    Default: random."""
+    """Initial weights: a file, default, or a name that the library knows. Default:
+    random."""

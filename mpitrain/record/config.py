@@ -19,22 +19,21 @@ class LogConfig:
     """Loggers and profiler."""
 
     log: Annotated[tuple[str, ...], arg(metavar="NAME [NAME ...]")] = ()
-    """Loggers besides metrics.jsonl: csv, tensorboard, wandb, or a user-defined
-    package.module:callable. Default: none."""
+    """Loggers besides metrics.jsonl: csv, tensorboard, wandb, or
+    package.module:callable."""
     log_every_steps: int = 10
-    """Log every N-th step, and all epochs. metrics.jsonl has every step."""
+    """Log every N steps (epochs are always logged)."""
     wandb_project: str | None = None
-    """wandb project. Default: WANDB_PROJECT, or mpitrain."""
+    """W&B project. Default: WANDB_PROJECT, or mpitrain."""
     wandb_group: str | None = None
-    """wandb group. Default: none; with --wandb-all-ranks the run's name."""
+    """W&B group. Default: none; with --wandb-all-ranks the name of the run."""
     wandb_tags: Annotated[tuple[str, ...], arg(metavar="TAG [TAG ...]")] = ()
-    """wandb tags."""
+    """W&B tags."""
     wandb_all_ranks: bool = False
-    """Log each rank as a wandb run, in one group; else rank zero alone."""
+    """Log every rank as a W&B run of one group, not only rank zero."""
 
     profile: int = 0
-    """Trace this many steps of every rank with torch.profiler, after the first 5
-    steps of the job, into profile/ in the run folder. 0: none."""
+    """Profile N steps of every rank with torch.profiler, after the first 5; 0: off."""
 
     def __post_init__(self) -> None:
         if self.profile < 0:

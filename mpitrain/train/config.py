@@ -69,57 +69,53 @@ rounding."""
 
 @dataclass(frozen=True, kw_only=True)
 class LearningConfig:
-    """How the weights change."""
+    """Optimization."""
 
     epochs: int = 10
-    """Number of times that every training sample is seen."""
+    """Number of epochs."""
     probe_epochs: int = 0
-    """Epochs before those in which only a new head learns, on frozen features."""
+    """First train only a new head on the frozen backbone for this many epochs."""
     finetune_lr_factor: float = 0.125
-    """After a probe, all weights learn at the learning rate times this."""
+    """Multiply the learning rate by this for the epochs after --probe-epochs."""
     global_batch_size: int = 64
-    """Samples per step, over all ranks together."""
+    """Samples per step over all ranks."""
     micro_batch_size: int | Literal["auto"] | None = None
-    """Most samples that a rank takes at once; more are accumulated. auto:
-    the largest that fits into memory. Default: all."""
+    """Samples per forward pass of a rank; gradients are accumulated. auto: what fits
+    in memory."""
     optimizer: Optimizer = "sgd"
-    """sgd (Nesterov), or another of torch.optim."""
+    """Optimizer of torch.optim; sgd uses Nesterov momentum."""
     lr: float | None = None
-    """Peak learning rate, for any number of ranks. Default: sgd 0.005 per
-    epoch, at most 0.05; 0.01 rmsprop and adagrad, 1 adadelta, 0.001 the others."""
+    """Peak learning rate. Default: sgd 0.05 (less below 10 epochs), rmsprop, adagrad
+    0.01, adadelta 1, others 0.001."""
     scale_lr: bool = False
-    """The learning rate is for 256 samples per step: multiply it by global
-    batch / 256."""
+    """Scale the learning rate by global batch size / 256."""
     momentum: float = 0.9
     """Momentum of sgd and rmsprop."""
     weight_decay: float = 5e-4
-    """Decay of the weights per unit of learning rate."""
+    """Weight decay."""
     schedule: Literal["cosine", "step", "constant"] = "cosine"
-    """How the learning rate falls after the warm-up."""
+    """Learning rate schedule after the warm-up."""
     warmup_epochs: float | None = None
-    """Epochs over which the learning rate rises. Default: half of all, at
-    most 5."""
+    """Epochs of linear learning rate warm-up. Default: half of all, at most 5."""
     decay_epochs: int = 30
-    """With step: epochs between two falls."""
+    """With --schedule step: decay the learning rate every N epochs."""
     decay_factor: float = 0.1
-    """With step: what the learning rate is multiplied by at a fall."""
+    """With --schedule step: multiply the learning rate by this."""
     label_smoothing: float = 0.0
-    """Share of a label that is spread over all classes."""
+    """Label smoothing, from 0 to 1."""
     mixup: float = 0.0
-    """Mix each image with another of its step: alpha of the Beta
-    distribution; 0: no."""
+    """Mixup alpha; 0: off."""
     cutmix: float = 0.0
-    """Paste a piece of another image of the step: alpha of the Beta
-    distribution; 0: no. With mixup: one of both at random in each step."""
+    """CutMix alpha; 0: off. With --mixup, each step uses one of both at random."""
     clip_grad_norm: float | None = None
-    """Largest norm of the gradient; a longer one is shortened."""
+    """Clip the gradient norm to this value."""
     ema_decay: float | None = None
-    """Keep a moving average of the weights, such as 0.999; it is evaluated
-    and saved."""
+    """Evaluate and save an exponential moving average of the weights with this decay
+    (0.999)."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
-    """A loss or gradient that is no number ends the run, or skips the step."""
+    """Stop at a loss or gradient that is NaN or infinite, or skip the step."""
     seed: int = 1
-    """Of the first weights, the order of the samples, and augmentation."""
+    """Random seed."""
 
     def __post_init__(self) -> None:
         for flag, value, least in (
@@ -171,34 +167,32 @@ class LearningConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class StrategyConfig:
-    """How ranks share the work, and in which numbers it is done."""
+    """Parallelism, precision and memory."""
 
     strategy: Strategy = "auto"
-    """ddp: each rank has all weights. fsdp: each has a share. dp: one
-    process, all its GPUs (ddp is faster). single: one process. auto: ddp,
-    or single where there is one."""
+    """ddp, fsdp (sharded), dp (one process, all its GPUs), single. auto: ddp, or
+    single for one rank."""
     hybrid_sharding: bool = False
-    """With fsdp: share the weights within each node only."""
+    """With fsdp: shard within each node, replicate between nodes."""
     cpu_offload: bool = False
-    """With fsdp: keep weights and optimizer in host memory."""
+    """With fsdp: keep parameters and optimizer state in host memory."""
     shard_optimizer: bool = False
-    """With ddp: each rank keeps a share of the optimizer's state (ZeRO-1)."""
+    """With ddp: shard the optimizer state (ZeRO-1)."""
     precision: Precision = "fp32"
-    """fp32 or fp64 throughout; bf16 or fp16: weights in fp32, products in 16
-    bits."""
+    """bf16 and fp16: mixed precision with fp32 parameters. fp64: all in double
+    precision."""
     tf32: bool = False
-    """Let GPUs multiply fp32 numbers with the precision of TF32."""
+    """Allow TF32 matrix products on GPUs."""
     compile: bool = False
-    """Compile the model (torch.compile): slow at first, then faster."""
+    """Compile the model with torch.compile."""
     channels_last: Literal["auto", "always", "never"] = "auto"
-    """Keep the channels of a pixel together. auto: on GPUs in 16 bits."""
+    """Memory format channels_last. auto: on GPUs with bf16 or fp16."""
     activation_checkpointing: bool = False
-    """Compute the inside of each block again in the backward pass, to save
-    memory."""
+    """Recompute activations in the backward pass to save memory."""
     sync_batchnorm: bool = False
-    """Batch norm over all ranks; on GPUs only."""
+    """Synchronize batch norm over all ranks (GPUs only)."""
     deterministic: bool = False
-    """Only operations that give the same bits each time; some are slower."""
+    """Use only deterministic operations of torch; some are slower."""
 
     def __post_init__(self) -> None:
         for flag, is_asked in (
@@ -227,17 +221,17 @@ class StrategyConfig:
 class TrainConfig(
     LogConfig, CheckpointConfig, StrategyConfig, LearningConfig, ModelConfig, DataConfig
 ):
-    """Train a network on every slot that mpirun started, or alone without mpirun."""
+    """Train a model on every rank that mpirun started, or on one without mpirun."""
 
     name: str | None = None
-    """Name of the run and of its folder; by default made from the date."""
+    """Name of the run and its folder. Default: date and time."""
     runs_dir: Path = Path("runs")
     """Folder that holds the run folders."""
     progress: Literal["auto", "bar", "lines"] = "auto"
-    """auto: a bar on a terminal, a line per epoch in a log."""
+    """Show a progress bar, or a line per epoch. auto: a bar on a terminal."""
     dry_run: bool = False
-    """One step and one evaluation, to see that all works, in a run folder of its own;
-    nothing is kept to go on from."""
+    """Run one step and one validation in a run folder of its own, without
+    checkpoints."""
     launch: LaunchConfig = field(
         default_factory=lambda: LaunchConfig(hang_timeout=HANG_TIMEOUT_SECONDS)
     )

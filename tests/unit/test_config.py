@@ -5,14 +5,15 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import pytest
 
-from mpitrain.cli import main, read_config
+from mpitrain.cli import COMMANDS, COMMON, main, read_config
 from mpitrain.errors import UsageError
-from mpitrain.flags import Answered, flat
+from mpitrain.flags import Answered, flat, read_flags
+from mpitrain.help import flags_of, help_text
 from mpitrain.train.config import TrainConfig
 
 
@@ -100,14 +101,79 @@ def test_a_value_that_cannot_be_is_refused_by_its_flag(values: dict) -> None:
         TrainConfig(**values)
 
 
-def test_help_answers_on_stdout_with_every_field(
+def help_of(flag: str, capsys: pytest.CaptureFixture[str]) -> str:
+    with pytest.raises(Answered):
+        read_config([flag])
+    return capsys.readouterr().out
+
+
+def test_help_all_answers_on_stdout_with_every_field(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    said = help_of("--help-all", capsys)
+    for name in flat(asdict(TrainConfig())):
+        assert "--" + name.replace("_", "-") in said
+
+
+def test_every_flag_is_explained_and_every_default_told_once() -> None:
+    for flag in flags_of(TrainConfig):
+        assert flag.text.endswith("."), flag
+        assert len(flag.text) <= 120, flag
+    lines = help_text(TrainConfig, program="x", epilog="").splitlines()
+    at = lines.index("  --epochs INT                  Number of epochs. [10]")
+    assert lines[at - 1 : at] == ["Optimization:"]
+    assert not [
+        it for it in " ".join(lines).split("  --") if "Default:" in it and "]" in it
+    ]
+
+
+def test_help_is_short_with_a_line_for_each_command(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    said = help_of("--help", capsys)
+    assert said.count("\n  --") == len(COMMON) < 25
+    for name in COMMANDS:
+        assert f"\n  {name} " in said
+    assert "--help-all shows all flags" in said
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """A nested group."""
+
+    number_of_things: int = 3
+    """How many."""
+    words: tuple[str, ...] = ()
+    """Which words."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Nested:
+    """Do something."""
+
+    plain: bool = False
+    """Whether."""
+    group: Group = field(default_factory=lambda: Group(number_of_things=5))
+    """Its fields are flags without a prefix."""
+
+
+def test_flags_of_nested_groups_are_flat(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text("plain: true\nwords: [a, b]\n")
+    words = ["--config", str(file), "--number-of-things", "7"]
+    found = read_flags(Nested, words, program="x")
+    assert found == Nested(
+        plain=True, group=Group(number_of_things=7, words=("a", "b"))
+    )
+    with pytest.raises(UsageError, match="Did you mean '--number-of-things'"):
+        read_flags(Nested, ["--number-of-thing", "7"], program="x")
     with pytest.raises(Answered):
-        read_config(["--help"])
-    said = capsys.readouterr().out
-    for field in flat(asdict(TrainConfig())):
-        assert "--" + field.replace("_", "-") in said
+        read_flags(Nested, ["--help"], program="x")
+    help_lines = capsys.readouterr().out.splitlines()
+    assert "A nested group:" in help_lines
+    assert "  --number-of-things INT        How many. [5]" in help_lines
 
 
 def test_version_answers_with_status_0(capsys: pytest.CaptureFixture[str]) -> None:

@@ -34,8 +34,9 @@ def flags_of(command: str) -> set[str]:
     """Every flag that a subcommand's own help tells."""
     said = io.StringIO()
     with contextlib.redirect_stdout(said):
-        assert main([*command.split(), "--help"]) == 0
-    return set(re.findall(r"--[a-z][a-z-]*", said.getvalue())) | {"--help"}
+        assert main([*command.split(), "--help-all"]) == 0
+    asked = {"--help", "--help-all", "--config", "--version"}
+    return set(re.findall(r"--[a-z][a-z-]*", said.getvalue())) | asked
 
 
 def commands_of(page: Path) -> list[str]:

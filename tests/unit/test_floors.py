@@ -25,7 +25,7 @@ FLOORS = (
     {"schedulers"},
     {"mpi_backend"},
     {"watchdog"},
-    {"mpi", "plugins", "flags"},
+    {"mpi", "plugins", "flags", "help"},
     {"torch_compat"},
     {"errors", ""},
 )
@@ -130,6 +130,7 @@ def test_files_can_be_read_at_a_sitting(path: Path) -> None:
                 {"torch", "mpi4py.MPI", "numpy", "yaml", "matplotlib"},
             )
             for words in (
+                ["--help-all"],
                 ["check", "--help"],
                 ["check"],
                 ["hostfile", "--help"],

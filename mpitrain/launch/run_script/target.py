@@ -17,7 +17,7 @@ from types import CodeType, ModuleType
 from typing import Literal
 
 from mpitrain.errors import UsageError
-from mpitrain.flags import PROGRAM, read_flags
+from mpitrain.flags import PROGRAM, QUESTIONS, read_flags
 from mpitrain.launch.config import LaunchConfig
 
 USAGE = f"""\
@@ -94,7 +94,7 @@ def asks_only(words: Sequence[str]) -> bool:
     >>> asks_only(["--help"]), asks_only(["train.py", "--help"])
     (True, False)
     """
-    return bool({"-h", "--help", "--version"} & set(split(words)[0]))
+    return bool(QUESTIONS & set(split(words)[0]))
 
 
 def read_words(words: Sequence[str]) -> RunRequest:
@@ -106,7 +106,7 @@ def read_words(words: Sequence[str]) -> RunRequest:
     """
     flags, target = split(words)
     config = read_flags(
-        RunConfig, flags, program=f"{PROGRAM} run", further=f"\nUsage:\n{USAGE}"
+        RunConfig, flags, program=f"{PROGRAM} run", further=f"Usage:\n{USAGE}\n"
     )
     if target is None:
         raise UsageError(f"nothing to run is named; expected one of\n{USAGE}")
