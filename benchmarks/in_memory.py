@@ -29,7 +29,7 @@ from torch.utils.data import DataLoader
 from torchvision import transforms
 from torchvision.datasets import MNIST
 
-from mpitrain.data.config import DataConfig
+from mpitrain.config import DataConfig
 from mpitrain.data.sharding import RankShard
 from mpitrain.data.sources import Data, load_data
 from mpitrain.data.transforms import ImageTransform

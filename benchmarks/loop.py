@@ -30,12 +30,12 @@ from torch import nn
 from torch.nn.utils import get_total_norm
 
 import mpitrain
+from mpitrain.config import TrainConfig
 from mpitrain.data.sharding import epoch_order
 from mpitrain.data.sources import Data, digits
 from mpitrain.models.build import build_model
 from mpitrain.mpi.world import World
 from mpitrain.train.callbacks import Callback
-from mpitrain.train.config import TrainConfig
 from mpitrain.train.metrics import EpochMetrics, StepMetrics
 from mpitrain.train.optimizer import learning_rate
 

@@ -21,13 +21,13 @@ import numpy as np
 from record import about, spread, write
 
 import mpitrain
+from mpitrain.config import TrainConfig
 from mpitrain.data.sources import digits
 from mpitrain.models.build import build_model
 from mpitrain.mpi.shared_arrays import communicator
 from mpitrain.record.health import HealthCheck
 from mpitrain.record.rank_times import RankTimes
 from mpitrain.record.recorder import Recorder
-from mpitrain.train.config import TrainConfig
 
 NOT_COUNTED = 3
 """First rounds: caches."""

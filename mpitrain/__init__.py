@@ -21,6 +21,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from mpitrain.checkpoint.checkpointer import Checkpointer
+    from mpitrain.config import TrainConfig
     from mpitrain.errors import (
         DataError,
         LaunchError,
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
     from mpitrain.mpi.world import Node, World
     from mpitrain.record.recorder import Recorder
     from mpitrain.train.callbacks import Callback
-    from mpitrain.train.config import TrainConfig
     from mpitrain.train.evaluate import Evaluation
     from mpitrain.train.state import TrainState
     from mpitrain.train.trainer import Trainer
@@ -70,7 +70,7 @@ _HOMES = {
     "Checkpointer": "checkpoint.checkpointer",
     "Evaluation": "train.evaluate",
     "Recorder": "record.recorder",
-    "TrainConfig": "train.config",
+    "TrainConfig": "config",
     "TrainState": "train.state",
     "Trainer": "train.trainer",
 }

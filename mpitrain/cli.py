@@ -18,9 +18,9 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from mpitrain.config import TrainConfig, default_start_timeout
 from mpitrain.errors import UsageError, collective_error, did_you_mean
 from mpitrain.flags import PROGRAM, QUESTIONS, Config, read_flags
-from mpitrain.launch.config import default_start_timeout
 from mpitrain.launch.env_checks import (
     is_one_of_several,
     launched_rank,
@@ -29,7 +29,6 @@ from mpitrain.launch.env_checks import (
 )
 from mpitrain.mpi.collectives import all_or_none, on_rank_zero
 from mpitrain.mpi.world import rank_label
-from mpitrain.train.config import TrainConfig
 
 
 def console() -> None:

@@ -32,13 +32,13 @@ from mpitrain.checkpoint.tensors import (
     split_state,
     tensors_to_save,
 )
+from mpitrain.config import MAY_CHANGE
 from mpitrain.errors import DataError, UsageError, collective_error
 from mpitrain.launch.current import heartbeat
 from mpitrain.mpi.consensus import Consensus
 from mpitrain.record.run_dir import shown
 from mpitrain.record.runs import differences
 from mpitrain.train.callbacks import Callback, StopRequested
-from mpitrain.train.config import MAY_CHANGE
 from mpitrain.train.evaluate import score_of
 from mpitrain.train.metrics import EpochMetrics
 from mpitrain.train.progress import say

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from mpitrain.checkpoint.config import seconds_of
 from mpitrain.checkpoint.manager import CheckpointManager
 from mpitrain.checkpoint.preemption import (
     FIRST_MARGIN_SECONDS,
@@ -26,6 +25,7 @@ from mpitrain.checkpoint.tensors import (
     split_state,
     tensors_to_save,
 )
+from mpitrain.config import seconds_of
 from mpitrain.errors import LaunchError, MpitrainError, UsageError, collective_error
 from mpitrain.launch.current import age_seconds, current_world, on_term
 from mpitrain.mpi.shared_arrays import Communicator, SingleProcess, communicator

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.utils.data import IterableDataset, TensorDataset
 
-from mpitrain.data.config import DATA_DIR
+from mpitrain.config import DATA_DIR
 from mpitrain.data.in_memory import InMemory
 from mpitrain.data.iterable import IterableStyle
 from mpitrain.data.map_style import PAIR, MapStyle

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from mpitrain.config import DATA_DIR, DataConfig
 from mpitrain.data import folder, hdf5, shards, synthetic, torchvision_sets
-from mpitrain.data.config import DATA_DIR, DataConfig
 from mpitrain.data.custom import build_samples, load_custom
 from mpitrain.data.in_memory import InMemory
 from mpitrain.data.map_style import MapStyle

@@ -14,8 +14,8 @@ from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 import mpitrain
+from mpitrain.config import LaunchConfig
 from mpitrain.errors import LaunchError, TopologyError, collective_error
-from mpitrain.launch.config import LaunchConfig
 from mpitrain.launch.env_checks import local_size
 from mpitrain.mpi.collectives import barrier
 from mpitrain.mpi.topology import mpi_library_version

@@ -22,8 +22,8 @@ from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import TYPE_CHECKING, ClassVar, Literal, NoReturn
 
+from mpitrain.config import START_TIMEOUT_SECONDS
 from mpitrain.errors import EarlyReturnError, LaunchError, TopologyError
-from mpitrain.launch.config import START_TIMEOUT_SECONDS
 from mpitrain.launch.env_checks import (
     MPI_RANK_VARIABLES,
     check_size,

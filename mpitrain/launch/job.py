@@ -11,15 +11,15 @@ from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal, TypeVar
 
-from mpitrain.errors import LaunchError
-from mpitrain.launch import stages
-from mpitrain.launch.config import (
+from mpitrain.config import (
     TIMEOUT_SECONDS,
     Backend,
     Device,
     LaunchConfig,
     default_start_timeout,
 )
+from mpitrain.errors import LaunchError
+from mpitrain.launch import stages
 from mpitrain.launch.current import set_current
 from mpitrain.launch.exit_guard import ExitGuard, abort_on_error, leave
 from mpitrain.launch.process_exit import exit_status

@@ -8,7 +8,7 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from mpitrain.launch.config import LaunchConfig, default_start_timeout
+from mpitrain.config import LaunchConfig, default_start_timeout
 from mpitrain.launch.consistency import check_consistency, check_requirements
 from mpitrain.launch.env_checks import lone_in_allocation, part_of_het_job
 from mpitrain.launch.exit_guard import ExitGuard

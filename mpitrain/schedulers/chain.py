@@ -18,10 +18,10 @@ from typing import Literal
 
 from mpitrain.checkpoint.layout import list_checkpoints
 from mpitrain.checkpoint.preemption import STOP_FILE
+from mpitrain.config import TrainConfig
 from mpitrain.errors import LaunchError, Stopped, UsageError
 from mpitrain.record.runs import LOCK_SECONDS, is_held, lock_host
 from mpitrain.schedulers import detect, slurm
-from mpitrain.train.config import TrainConfig
 
 JOB_NUMBER = "MPITRAIN_JOB_NUMBER"
 """Variable with the number of a PBS job in its chain; the first has none."""

@@ -21,11 +21,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from mpitrain.config import TrainConfig
 from mpitrain.errors import Stopped, UsageError
 from mpitrain.record.runs import is_finished
 from mpitrain.schedulers import chain, detect, seconds_left
 from mpitrain.schedulers.jobscript import notice_seconds
-from mpitrain.train.config import TrainConfig
 
 SIGNALS = {signal.SIGTERM, signal.SIGUSR1, signal.SIGCHLD}
 """Blocked in this process, and taken by `sigtimedwait`."""

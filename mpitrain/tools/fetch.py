@@ -8,7 +8,7 @@ from typing import Annotated
 
 from tyro.conf import Positional, arg
 
-from mpitrain.data.config import DATA_DIR
+from mpitrain.config import DATA_DIR
 from mpitrain.errors import UsageError
 
 DATA_SETS = ("mnist", "fashion-mnist", "cifar10", "cifar100")

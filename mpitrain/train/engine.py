@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from mpitrain.config import TrainConfig
 from mpitrain.data.custom import build_samples
 from mpitrain.data.in_memory import InMemory
 from mpitrain.data.randomness import rank_seed
@@ -30,7 +31,6 @@ from mpitrain.models.head import head_of
 from mpitrain.mpi.shared_arrays import communicator
 from mpitrain.mpi.world import World
 from mpitrain.train import mixing
-from mpitrain.train.config import TrainConfig
 from mpitrain.train.evaluate import (
     BATCH_SIZE,
     Evaluation,

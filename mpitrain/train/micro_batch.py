@@ -10,11 +10,11 @@ import psutil
 import torch
 from torch import Tensor, nn
 
+from mpitrain.config import TrainConfig
 from mpitrain.data.pytree import select_rows
 from mpitrain.data.sharding import max_shard_size
 from mpitrain.mpi.shared_arrays import Communicator
 from mpitrain.mpi.world import World
-from mpitrain.train.config import TrainConfig
 from mpitrain.train.loader import Batch
 from mpitrain.train.parallel import autocast
 

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mpitrain.config import LearningConfig
 from mpitrain.errors import UsageError
-from mpitrain.train.config import LearningConfig
 
 
 @dataclass(frozen=True, kw_only=True)

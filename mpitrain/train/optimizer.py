@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mpitrain.train.config import WARMUP_EPOCHS, LearningConfig
+from mpitrain.config import WARMUP_EPOCHS, LearningConfig
 from mpitrain.train.parallel import ParallelModel
 
 OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {

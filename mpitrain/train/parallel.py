@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
+from mpitrain.config import StrategyConfig
 from mpitrain.errors import LaunchError, UsageError, collective_error
 from mpitrain.launch.process_exit import is_consequence
 from mpitrain.mpi.shared_arrays import Communicator
 from mpitrain.mpi.world import World
-from mpitrain.train.config import StrategyConfig
 
 logger = logging.getLogger("mpitrain")
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from mpitrain.config import TrainConfig
 from mpitrain.data import sharding
 from mpitrain.data.sharding import Indices, RankShard
-from mpitrain.train.config import TrainConfig
 from mpitrain.train.optimizer import learning_rate
 
 

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mpitrain.config import TrainConfig
 from mpitrain.data.transforms import Statistics
 from mpitrain.errors import (
     DataError,
@@ -32,7 +33,6 @@ from mpitrain.train.checks import (
     explain_call,
     explain_loss,
 )
-from mpitrain.train.config import TrainConfig
 from mpitrain.train.engine import Engine
 from mpitrain.train.evaluate import Evaluation, LossFn, MetricsFn, sum_over_samples
 from mpitrain.train.loader import Batch, RankStep

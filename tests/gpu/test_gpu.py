@@ -91,8 +91,8 @@ def test_the_trainer_is_that_of_one_process_by_hand(num_ranks: int) -> None:
 
 
 def test_a_small_set_lies_on_the_gpu(tmp_path: Path) -> None:
+    from mpitrain.config import TrainConfig
     from mpitrain.data.sources import digits
-    from mpitrain.train.config import TrainConfig
     from mpitrain.train.trainer import Trainer
 
     data = digits()

@@ -14,7 +14,7 @@ SCRIPT = """
 import json, os, sys, time
 from pathlib import Path
 from mpitrain.launch import stages
-from mpitrain.launch.config import LaunchConfig
+from mpitrain.config import LaunchConfig
 from mpitrain.launch.exit_guard import abort_on_error
 from mpitrain.mpi.collectives import barrier
 

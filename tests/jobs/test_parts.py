@@ -19,7 +19,7 @@ from mpitrain.launch.job import init
 from mpitrain.launch.subworld import SubWorlds
 from mpitrain.models.build import build_model
 from mpitrain.train.callbacks import Callback
-from mpitrain.train.config import TrainConfig
+from mpitrain.config import TrainConfig
 
 
 def train(part):

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from mpitrain.config import LaunchConfig
 from mpitrain.errors import RemoteError, TopologyError, UsageError
 from mpitrain.launch import consistency
-from mpitrain.launch.config import LaunchConfig
 from mpitrain.launch.placement import gpu
 from mpitrain.mpi import topology
 from mpitrain.mpi.collectives import all_or_none, barrier, on_rank_zero

@@ -12,11 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
+from mpitrain.config import TrainConfig
 from mpitrain.data.sharding import epoch_order
 from mpitrain.data.sources import InMemory, digits
 from mpitrain.mpi.world import World
 from mpitrain.train.callbacks import Callback
-from mpitrain.train.config import TrainConfig
 from mpitrain.train.metrics import EpochMetrics, StepMetrics, Throughput
 from mpitrain.train.trainer import Trainer
 

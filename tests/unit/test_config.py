@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from mpitrain.cli import COMMANDS, COMMON, main, read_config
+from mpitrain.config import TrainConfig
 from mpitrain.errors import UsageError
 from mpitrain.flags import Answered, flat, read_flags
 from mpitrain.help import flags_of, help_text
-from mpitrain.train.config import TrainConfig
 
 
 def test_without_flags_the_configuration_is_the_default() -> None:

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
+from mpitrain.config import DataConfig
 from mpitrain.data import sharding
-from mpitrain.data.config import DataConfig
 from mpitrain.data.sources import InMemory, digits, load_data
 from mpitrain.errors import DataError, UsageError
 from mpitrain.mpi.shared_arrays import SingleProcess

@@ -17,13 +17,12 @@ import numpy as np
 import pytest
 
 from mpitrain.cli import read_config
+from mpitrain.config import LogConfig, TrainConfig
 from mpitrain.errors import UsageError
-from mpitrain.record.config import LogConfig
 from mpitrain.record.loggers import RunInfo, callback, process
 from mpitrain.record.loggers.builtin import CSVLogger
 from mpitrain.record.loggers.callback import Loggers, make_processes
 from mpitrain.record.loggers.process import refuse_missing
-from mpitrain.train.config import TrainConfig
 from mpitrain.train.metrics import EpochMetrics, StepMetrics, Throughput
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "jobs"))

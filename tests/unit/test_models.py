@@ -171,7 +171,7 @@ def test_data_without_classes_wants_a_model_of_ones_own() -> None:
 @pytest.mark.parametrize(
     ("module", "forbidden"),
     [
-        ("mpitrain.models.config", {"torch"}),
+        ("mpitrain.config", {"torch"}),
         ("mpitrain.models.build", {"torchvision", "timm"}),
     ],
 )

@@ -313,7 +313,7 @@ def test_a_run_that_was_killed_while_its_folder_was_made_can_begin(
 import itertools, os, signal, sys
 from pathlib import Path
 from mpitrain.tools.train.prepare import prepare
-from mpitrain.train.config import TrainConfig
+from mpitrain.config import TrainConfig
 
 def begin_and_die(config, at):
     moments = itertools.count()

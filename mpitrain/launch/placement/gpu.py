@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mpitrain.config import Backend, LaunchConfig
 from mpitrain.errors import TopologyError, collective_error
-from mpitrain.launch.config import Backend, LaunchConfig
 from mpitrain.mpi.collectives import all_or_none
 from mpitrain.mpi.topology import has_thread_multiple
 from mpitrain.mpi.world import Node, World, format_ranges

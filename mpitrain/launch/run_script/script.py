@@ -17,10 +17,10 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import NoReturn
 
+from mpitrain.config import TIMEOUT_SECONDS, LaunchConfig
 from mpitrain.errors import UsageError, collective_error
 from mpitrain.flags import PROGRAM
 from mpitrain.launch import stages
-from mpitrain.launch.config import TIMEOUT_SECONDS, LaunchConfig
 from mpitrain.launch.current import set_current
 from mpitrain.launch.env_checks import MPI_RANK_VARIABLES
 from mpitrain.launch.exit_guard import ExitGuard, leave

@@ -16,9 +16,9 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Literal
 
+from mpitrain.config import LaunchConfig
 from mpitrain.errors import UsageError
 from mpitrain.flags import PROGRAM, QUESTIONS, read_flags
-from mpitrain.launch.config import LaunchConfig
 
 USAGE = f"""\
   {PROGRAM} run [FLAGS] SCRIPT.py [ARGS]

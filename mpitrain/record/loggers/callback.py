@@ -11,14 +11,13 @@ from typing import Any
 
 from torch import Tensor
 
+from mpitrain.config import LogConfig, TrainConfig
 from mpitrain.data.transforms import NUM_DIMENSIONS, to_uint8
 from mpitrain.launch.current import heartbeat
 from mpitrain.plugins import is_reference, load_reference
-from mpitrain.record.config import LogConfig
 from mpitrain.record.loggers.base import RunInfo, Status
 from mpitrain.record.loggers.process import LoggerProcess
 from mpitrain.train.callbacks import Callback
-from mpitrain.train.config import TrainConfig
 from mpitrain.train.metrics import EpochMetrics, StepMetrics, Throughput
 from mpitrain.train.progress import say
 

@@ -22,9 +22,9 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import IO, Any
 
+from mpitrain.config import LogConfig
 from mpitrain.errors import UsageError
 from mpitrain.plugins import call_with_known, is_reference, load_reference
-from mpitrain.record.config import LogConfig
 from mpitrain.record.loggers.base import RunInfo, Status
 
 logger = logging.getLogger("mpitrain")

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from mpitrain.data.config import DataConfig
+from mpitrain.config import DataConfig
 from mpitrain.data.in_memory import InMemory
 from mpitrain.data.samples import Samples
 from mpitrain.data.sharding import RankShard

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 
+from mpitrain.config import TrainConfig
 from mpitrain.errors import MpitrainError, UsageError
 from mpitrain.flags import PROGRAM, read_flags
 from mpitrain.launch.env_checks import is_one_of_several
@@ -21,7 +22,6 @@ from mpitrain.record.reading import Metrics
 from mpitrain.record.run_dir import read_json
 from mpitrain.tools.bench.config import BenchScalingConfig
 from mpitrain.tools.output import deliver, markdown_table
-from mpitrain.train.config import TrainConfig
 
 EPOCHS = 2
 """Of each training where the training flags name none; the last one is timed."""

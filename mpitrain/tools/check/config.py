@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from mpitrain.launch.config import START_TIMEOUT_SECONDS, LaunchConfig
+from mpitrain.config import START_TIMEOUT_SECONDS, LaunchConfig
 
 HANG_TIMEOUT_SECONDS = 60.0
 """Generous: the first call of a collective may import more of torch."""

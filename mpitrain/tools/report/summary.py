@@ -70,7 +70,7 @@ def summary(it: ReportedRun) -> dict[str, str]:
 
 def tables(it: ReportedRun) -> list[Section]:
     """Return the tables of one run: jobs, configuration, environment."""
-    from mpitrain.train.config import TrainConfig
+    from mpitrain.config import TrainConfig
 
     jobs = [
         (

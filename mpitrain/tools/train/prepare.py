@@ -11,11 +11,11 @@ from pathlib import Path
 import yaml
 
 from mpitrain.checkpoint.preemption import STOP_FILE
+from mpitrain.config import MAY_CHANGE, TrainConfig
 from mpitrain.errors import Stopped, UsageError
 from mpitrain.record.loggers.process import refuse_missing
 from mpitrain.record.run_dir import read_result, shown, write_atomic
 from mpitrain.record.runs import differences, is_finished, open_run
-from mpitrain.train.config import MAY_CHANGE, TrainConfig
 from mpitrain.train.progress import finished_line
 
 

@@ -13,6 +13,7 @@ from torch import nn
 from mpitrain import schedulers
 from mpitrain.checkpoint.checkpointer import Checkpointer
 from mpitrain.checkpoint.preemption import PreemptionHandler
+from mpitrain.config import TrainConfig
 from mpitrain.data.sources import Data, load_data
 from mpitrain.errors import Stopped
 from mpitrain.launch.current import heartbeat
@@ -37,7 +38,6 @@ from mpitrain.record.recorder import Recorder
 from mpitrain.record.run_dir import shown, write_json
 from mpitrain.tools.train.prepare import PreparedRun
 from mpitrain.train.callbacks import Callback
-from mpitrain.train.config import TrainConfig
 from mpitrain.train.progress import choose_progress, say
 from mpitrain.train.trainer import Trainer
 

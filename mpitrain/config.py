@@ -1,0 +1,527 @@
+"""The configuration of a training: command line, YAML file and `TrainConfig` are one.
+
+Each group is a dataclass; a field's docstring is the help of its flag. `TrainConfig` is
+all groups in one flat class. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from tyro.conf import arg
+
+from mpitrain.errors import UsageError
+from mpitrain.flags import flat
+from mpitrain.plugins import is_reference
+
+DATA_DIR = Path("data")
+
+LOGGERS = ("csv", "tensorboard", "wandb")
+
+START_TIMEOUT_SECONDS = 600.0
+"""Default of a stage of the start."""
+
+MIN_START_TIMEOUT_SECONDS = 120.0
+"""Its minimum under a short hang timeout: torch may come from a slow file system."""
+
+HANG_TIMEOUT_SECONDS = 600.0
+"""Default of a training."""
+
+TIMEOUT_SECONDS = 1800.0
+"""Default of one collective, or one answer of the store; torch's default for gloo."""
+
+LR = {"sgd": 0.05, "rmsprop": 0.01, "adagrad": 0.01, "adadelta": 1.0}
+"""Default peak learning rates; `ADAM_LR` for the others."""
+
+ADAM_LR = 0.001
+
+WARMUP_EPOCHS = 5.0
+"""Of a training of at least twice as many epochs, as in Goyal et al. for ResNet-50
+(https://arxiv.org/abs/1706.02677, 2.2)."""
+
+SCALED_BATCH_SIZE = 256
+"""The global batch size that ``--scale-lr`` scales from."""
+
+Device = Literal["auto", "cpu", "cuda"]
+Backend = Literal["auto", "mpi4py", "gloo", "nccl"]
+Precision = Literal["fp32", "fp64", "bf16", "fp16"]
+Strategy = Literal["auto", "ddp", "fsdp", "dp", "single"]
+Optimizer = Literal[
+    "sgd",
+    "adam",
+    "adamw",
+    "nadam",
+    "radam",
+    "rmsprop",
+    "adagrad",
+    "adamax",
+    "adadelta",
+]
+
+MINIMUM: Mapping[str, float] = {
+    **dict.fromkeys(("image_size", "global_batch_size", "micro_batch_size"), 1),
+    **dict.fromkeys(("decay_epochs", "log_every_steps", "keep_checkpoints"), 1),
+    **dict.fromkeys(("checkpoint_every_epochs", "checkpoint_every_steps"), 1),
+    **dict.fromkeys(("num_workers", "random_crop", "epochs", "probe_epochs"), 0),
+    **dict.fromkeys(("finetune_lr_factor", "lr", "momentum", "weight_decay"), 0),
+    **dict.fromkeys(("warmup_epochs", "decay_factor", "label_smoothing"), 0),
+    **dict.fromkeys(("mixup", "cutmix", "clip_grad_norm", "ema_decay"), 0),
+    **dict.fromkeys(("seed", "profile", "checkpoint_every_minutes"), 0),
+    "synthetic_samples": 4,
+    "synthetic_classes": 2,
+}
+"""The minimum of each number; all must be finite."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Data."""
+
+    data: str = "digits"
+    """digits, mnist, fashion-mnist, cifar10, cifar100, folder, hdf5, shards,
+    synthetic, or package.module:callable."""
+    data_dir: Path | None = None
+    """Folder of the data set, or the HDF5 file. Default: data."""
+    image_size: int | None = None
+    """Resize images to this height and width in pixels. Default: keep; 224 if sizes
+    differ."""
+    num_workers: int | Literal["auto"] = "auto"
+    """Data-loading processes per rank; 0: none. auto: cores - 1, at most 8, if data
+    is not in memory."""
+    random_crop: int = 0
+    """Pad training images by this many pixels and crop at random."""
+    random_flip: bool = False
+    """Flip training images horizontally at random."""
+    random_resized_crop: bool = False
+    """Crop training images at random position and scale (folder, hdf5, shards)."""
+    normalize: Literal["auto", "data", "imagenet", "none"] = "auto"
+    """Mean and standard deviation to normalize with. auto: data if in memory, else
+    imagenet."""
+    on_bad_sample: Literal["stop", "skip"] = "stop"
+    """Stop at a sample that cannot be read, or skip and count it."""
+    synthetic_samples: int = 1024
+    """Training samples of --data synthetic; a quarter as many for validation."""
+    synthetic_classes: int = 10
+    """Classes of --data synthetic."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Model."""
+
+    model: str = "convnet"
+    """convnet, a torchvision model (resnet50), timm:NAME, hub:REPO_OR_DIR:ENTRY, or
+    package.module:callable."""
+    weights: str | None = None
+    """Initial weights: a file, default, or a name that the library knows. Default:
+    random."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LearningConfig:
+    """Optimization."""
+
+    epochs: int = 10
+    """Number of epochs."""
+    probe_epochs: int = 0
+    """First train only a new head on the frozen backbone for this many epochs."""
+    finetune_lr_factor: float = 0.125
+    """Multiply the learning rate by this for the epochs after --probe-epochs."""
+    global_batch_size: int = 64
+    """Samples per step over all ranks."""
+    micro_batch_size: int | Literal["auto"] | None = None
+    """Samples per forward pass of a rank; gradients are accumulated. auto: what fits
+    in memory."""
+    optimizer: Optimizer = "sgd"
+    """Optimizer of torch.optim; sgd uses Nesterov momentum."""
+    lr: float | None = None
+    """Peak learning rate. Default: sgd 0.05 (less below 10 epochs), rmsprop, adagrad
+    0.01, adadelta 1, others 0.001."""
+    scale_lr: bool = False
+    """Scale the learning rate by global batch size / 256."""
+    momentum: float = 0.9
+    """Momentum of sgd and rmsprop."""
+    weight_decay: float = 5e-4
+    """Weight decay."""
+    schedule: Literal["cosine", "step", "constant"] = "cosine"
+    """Learning rate schedule after the warm-up."""
+    warmup_epochs: float | None = None
+    """Epochs of linear learning rate warm-up. Default: half of all, at most 5."""
+    decay_epochs: int = 30
+    """With --schedule step: decay the learning rate every N epochs."""
+    decay_factor: float = 0.1
+    """With --schedule step: multiply the learning rate by this."""
+    label_smoothing: float = 0.0
+    """Label smoothing, from 0 to 1."""
+    mixup: float = 0.0
+    """Mixup alpha; 0: off."""
+    cutmix: float = 0.0
+    """CutMix alpha; 0: off. With --mixup, each step uses one of both at random."""
+    clip_grad_norm: float | None = None
+    """Clip the gradient norm to this value."""
+    ema_decay: float | None = None
+    """Evaluate and save an exponential moving average of the weights with this decay
+    (0.999)."""
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    """Stop at a loss or gradient that is NaN or infinite, or skip the step."""
+    seed: int = 1
+    """Random seed."""
+
+    @property
+    def peak_lr(self) -> float:
+        """The learning rate at the end of the warm-up.
+
+        The default of sgd rises by 0.01 in each epoch of the default warm-up: ResNets
+        diverge in the first epoch where it rises faster, at any batch size.
+        """
+        lr = self.lr
+        if lr is None:
+            lr = LR.get(self.optimizer, ADAM_LR)
+            if self.optimizer == "sgd":
+                epochs = self.epochs or self.probe_epochs
+                lr *= min(1.0, epochs / (2 * WARMUP_EPOCHS))
+        scale = self.global_batch_size / SCALED_BATCH_SIZE if self.scale_lr else 1.0
+        return lr * scale
+
+
+@dataclass(frozen=True, kw_only=True)
+class StrategyConfig:
+    """Parallelism, precision and memory."""
+
+    strategy: Strategy = "auto"
+    """ddp, fsdp (sharded), dp (one process, all its GPUs), single. auto: ddp, or
+    single for one rank."""
+    hybrid_sharding: bool = False
+    """With fsdp: shard within each node, replicate between nodes."""
+    cpu_offload: bool = False
+    """With fsdp: keep parameters and optimizer state in host memory."""
+    shard_optimizer: bool = False
+    """With ddp: shard the optimizer state (ZeRO-1)."""
+    precision: Precision = "fp32"
+    """bf16 and fp16: mixed precision with fp32 parameters. fp64: all in double
+    precision."""
+    tf32: bool = False
+    """Allow TF32 matrix products on GPUs."""
+    compile: bool = False
+    """Compile the model with torch.compile."""
+    channels_last: Literal["auto", "always", "never"] = "auto"
+    """Memory format channels_last. auto: on GPUs with bf16 or fp16."""
+    activation_checkpointing: bool = False
+    """Recompute activations in the backward pass to save memory."""
+    sync_batchnorm: bool = False
+    """Synchronize batch norm over all ranks (GPUs only)."""
+    deterministic: bool = False
+    """Use only deterministic operations of torch; some are slower."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """Checkpoints, resuming and time limit."""
+
+    checkpoint_every_epochs: int | None = 1
+    """Save a checkpoint every N epochs; None: not per epoch."""
+    checkpoint_every_steps: int | None = None
+    """Save a checkpoint every N steps."""
+    checkpoint_every_minutes: float | None = 10.0
+    """Save a checkpoint every N minutes; None: off."""
+    keep_checkpoints: int | None = 3
+    """Keep the N newest checkpoints and the best one; None: all."""
+    best_by: str | None = None
+    """Validation metric of the best checkpoint: NAME, min:NAME or max:NAME. Default:
+    accuracy, else loss."""
+    resume: str = "auto"
+    """auto: resume the run of this --name. never: fail if it exists. Or a run folder
+    or checkpoint to start from."""
+    new_run: bool = False
+    """If the run exists, start NAME-2, NAME-3, ..."""
+    time_limit: str | None = None
+    """Save a checkpoint and stop before this much time ([[hours:]minutes:]seconds)
+    has passed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogConfig:
+    """Loggers and profiler."""
+
+    log: Annotated[tuple[str, ...], arg(metavar="NAME [NAME ...]")] = ()
+    """Loggers besides metrics.jsonl: csv, tensorboard, wandb, or
+    package.module:callable."""
+    log_every_steps: int = 10
+    """Log every N steps (epochs are always logged)."""
+    wandb_project: str | None = None
+    """W&B project. Default: WANDB_PROJECT, or mpitrain."""
+    wandb_group: str | None = None
+    """W&B group. Default: none; with --wandb-all-ranks the name of the run."""
+    wandb_tags: Annotated[tuple[str, ...], arg(metavar="TAG [TAG ...]")] = ()
+    """W&B tags."""
+    wandb_all_ranks: bool = False
+    """Log every rank as a W&B run of one group, not only rank zero."""
+    profile: int = 0
+    """Profile N steps of every rank with torch.profiler, after the first 5; 0: off."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchConfig:
+    """Launch."""
+
+    device: Device = "auto"
+    """Device of the ranks. auto: GPUs if there are any. cuda: fail without."""
+    backend: Backend = "auto"
+    """torch.distributed backend. auto: mpi4py on CPUs, nccl on GPUs."""
+    interface: str | None = None
+    """Network interface between nodes, such as ib0. Default: the best that works."""
+    start_timeout: float | None = None
+    """Seconds for each stage of the start and the first step. Default: 120 to 600,
+    as --hang-timeout."""
+    hang_timeout: float | None = None
+    """End the job with status 76 after this many seconds without progress; None:
+    never."""
+
+    def __post_init__(self) -> None:
+        if self.interface is not None and not self.interface.strip():
+            raise UsageError("--interface is empty; expected a name such as ib0")
+        check_seconds("--start-timeout", self.start_timeout)
+        check_seconds("--hang-timeout", self.hang_timeout)
+
+    def as_arguments(self) -> dict[str, Any]:
+        """Return the arguments of `mpitrain.init`."""
+        return {
+            "device": self.device,
+            "backend": self.backend,
+            "interface": self.interface,
+            "start_timeout_seconds": self.start_timeout,
+            "hang_timeout_seconds": self.hang_timeout,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig(
+    LogConfig, CheckpointConfig, StrategyConfig, LearningConfig, ModelConfig, DataConfig
+):
+    """Train a model on every rank that mpirun started, or on one without mpirun."""
+
+    name: str | None = None
+    """Name of the run and its folder. Default: date and time."""
+    runs_dir: Path = Path("runs")
+    """Folder that holds the run folders."""
+    progress: Literal["auto", "bar", "lines"] = "auto"
+    """Show a progress bar, or a line per epoch. auto: a bar on a terminal."""
+    dry_run: bool = False
+    """Run one step and one validation in a run folder of its own, without
+    checkpoints."""
+    launch: LaunchConfig = field(
+        default_factory=lambda: LaunchConfig(hang_timeout=HANG_TIMEOUT_SECONDS)
+    )
+    """How the ranks are started; its fields are flags like the others."""
+
+    def __post_init__(self) -> None:
+        for error in self._errors():
+            raise UsageError(error)
+
+    def _errors(self) -> Iterator[str]:
+        """Yield what cannot be used."""
+        for name, minimum in MINIMUM.items():
+            flag, value = "--" + name.replace("_", "-"), getattr(self, name)
+            if isinstance(value, int | float):
+                if not math.isfinite(value):
+                    yield f"{flag} must be finite, found {value!r}"
+                if value < minimum:
+                    yield f"{flag} must be at least {minimum}, found {value!r}"
+        for name in ("ema_decay", "label_smoothing"):
+            value = getattr(self, name)
+            if value is not None and value >= 1:
+                flag = "--" + name.replace("_", "-")
+                yield f"{flag} must be less than 1, found {value!r}"
+        for name in ("clip_grad_norm", "checkpoint_every_minutes"):
+            if getattr(self, name) == 0:
+                yield f"--{name.replace('_', '-')} must be above 0, found 0"
+        if not self.epochs and not self.probe_epochs:
+            yield "--epochs must be at least 1, found 0"
+        yield from self._strategy_errors()
+        yield from self._run_errors()
+
+    def _strategy_errors(self) -> Iterator[str]:
+        found = f"found --strategy {self.strategy}"
+        for name in ("hybrid_sharding", "cpu_offload"):
+            if getattr(self, name) and self.strategy != "fsdp":
+                yield f"--{name.replace('_', '-')} needs --strategy fsdp, {found}"
+        if self.channels_last == "always" and self.strategy == "fsdp":
+            yield (
+                "--channels-last always with --strategy fsdp: torch shards contiguous "
+                "weights only; expected auto, or ddp"
+            )
+        if self.shard_optimizer and self.strategy not in ("auto", "ddp"):
+            itself = " (it shards that state by itself)" * (self.strategy == "fsdp")
+            yield f"--shard-optimizer needs --strategy ddp, {found}{itself}"
+
+    def _run_errors(self) -> Iterator[str]:
+        for name in self.log:
+            if name not in LOGGERS and not is_reference(name):
+                yield (
+                    f"--log {name!r} is not known; expected {', '.join(LOGGERS)}, or "
+                    "package.module:callable for a user-defined logger"
+                )
+            if self.log.count(name) > 1:
+                yield f"--log names {name!r} twice; expected it once"
+        if self.wandb_all_ranks and "wandb" not in self.log:
+            yield "--wandb-all-ranks needs --log wandb"
+        if not re.fullmatch(r"((min|max):)?[^:]+", self.best_by or "accuracy"):
+            yield (
+                f"--best-by {self.best_by!r}: expected the name of a metric, min:NAME "
+                "or max:NAME"
+            )
+        if self.new_run and self.resume == "never":
+            yield "--new-run never resumes; leave --resume never out"
+        _ = self.time_limit_seconds
+        if self.name is not None and not re.fullmatch(r"\w[\w.+=-]*", self.name):
+            yield (
+                f"--name {self.name!r} cannot be the name of a folder of a run; "
+                "expected letters, digits and _ . + = - (not first)"
+            )
+        if self.dry_run and self.resume not in ("auto", "never"):
+            yield (
+                f"--dry-run --resume {self.resume}: a dry run begins anew, and keeps "
+                "nothing; leave one of the two out"
+            )
+
+    @property
+    def time_limit_seconds(self) -> float | None:
+        """`time_limit` in seconds."""
+        return None if self.time_limit is None else seconds_of(self.time_limit)
+
+    def only_for_command(self) -> list[str]:
+        """Name the fields that are set and that `Trainer` in a script ignores."""
+        kinds = (DataConfig, ModelConfig, CheckpointConfig, LogConfig)
+        names = {it.name for kind in kinds for it in fields(kind)}
+        names |= {"name", "runs_dir", "progress"}
+        names -= {"image_size", "random_crop", "random_flip", "normalize"}
+        names -= {"num_workers", "on_bad_sample"}
+        default = TrainConfig()
+        return sorted(n for n in names if getattr(self, n) != getattr(default, n))
+
+    def without_effect(self) -> list[str]:
+        """Name the settings that do nothing beside the others, and why."""
+        plain = TrainConfig
+        found = []
+        if self.optimizer not in ("sgd", "rmsprop") and self.momentum != plain.momentum:
+            found.append(f"--momentum: {self.optimizer} has none")
+        if self.data in ("digits", "synthetic") and self.data_dir is not None:
+            found.append(f"--data-dir: {self.data} needs no files")
+        if self.data == "digits" and self.normalize in ("data", "imagenet"):
+            found.append("--normalize: the digits are taken as they are")
+        if (self.warmup_epochs or 0) >= self.epochs > 1 and self.schedule != "constant":
+            found.append("the fall of the learning rate: --warmup-epochs takes all")
+        if (
+            self.finetune_lr_factor != plain.finetune_lr_factor
+            and not self.probe_epochs
+        ):
+            found.append("--finetune-lr-factor: there is no probe before")
+        for flag, value, default in (
+            ("--decay-epochs", self.decay_epochs, plain.decay_epochs),
+            ("--decay-factor", self.decay_factor, plain.decay_factor),
+        ):
+            if value != default and self.schedule != "step":
+                found.append(f"{flag}: for --schedule step")
+        if self.log_every_steps != plain.log_every_steps and not self.log:
+            found.append("--log-every-steps: there is no --log")
+        if self.profile and self.dry_run:
+            found.append("--profile: a dry run has one step")
+        if self.data not in ("folder", "hdf5", "shards") and self.random_resized_crop:
+            found.append(f"--random-resized-crop: not for --data {self.data}")
+        for flag, given in (
+            ("--wandb-project", self.wandb_project),
+            ("--wandb-group", self.wandb_group),
+            ("--wandb-tags", self.wandb_tags),
+        ):
+            if given and "wandb" not in self.log:
+                found.append(f"{flag}: for --log wandb")
+        return found
+
+    def as_plain(self, name: str) -> dict[str, Any]:
+        """Return the fields as a file has them, with the name that the run has."""
+        return flat({**asdict(self), "name": name})
+
+    def as_yaml(self, name: str) -> str:
+        """Write the fields as YAML, with the name that the run really has."""
+        import yaml
+
+        return yaml.safe_dump(self.as_plain(name), sort_keys=False)
+
+
+def seconds_of(time: str) -> float:
+    """Read a time.
+
+    Raises:
+        UsageError: It is none.
+
+    >>> seconds_of("90"), seconds_of("1:30"), seconds_of("2:00:00")
+    (90.0, 90.0, 7200.0)
+    """
+    if not re.fullmatch(r"(\d+:){0,2}\d+(\.\d+)?", time) or not float(
+        re.sub(r"[:.]", "", time)
+    ):
+        raise UsageError(
+            f"--time-limit {time!r}: expected hours:minutes:seconds, minutes:seconds "
+            "or seconds, more than 0"
+        )
+    total = 0.0
+    for part in time.split(":"):
+        total = 60 * total + float(part)
+    return total
+
+
+def default_start_timeout(
+    hang_timeout: float | None, start_timeout: float | None = None
+) -> float:
+    """Return how long a stage of the start may take.
+
+    Args:
+        hang_timeout: What a training may take without a step, in seconds.
+        start_timeout: What was asked for the start, in seconds; it is obeyed.
+
+    Returns:
+        Seconds.
+
+    >>> [default_start_timeout(hang) for hang in (None, 8, 300, 3600)]
+    [600.0, 120.0, 300, 600.0]
+    >>> default_start_timeout(8, 1800)
+    1800
+    """
+    hang_timeout = hang_timeout or START_TIMEOUT_SECONDS
+    least = max(hang_timeout, MIN_START_TIMEOUT_SECONDS)
+    return start_timeout or min(least, START_TIMEOUT_SECONDS)
+
+
+def check_seconds(flag: str, value: float | None) -> None:
+    """Refuse a time that is no time.
+
+    Args:
+        flag: Its flag, for the message.
+        value: Seconds; ``None`` passes.
+
+    Raises:
+        UsageError: It is not finite, or not above 0.
+    """
+    if value is not None and not (math.isfinite(value) and value > 0):
+        raise UsageError(f"{flag} must be a number of seconds above 0, found {value!r}")
+
+
+MAY_CHANGE = frozenset(
+    {
+        *("name", "runs_dir", "progress"),
+        *(field.name for field in fields(LaunchConfig)),
+        *(f.name for f in fields(CheckpointConfig) if f.name != "best_by"),
+        *(field.name for field in fields(LogConfig)),
+        *("data_dir", "num_workers", "on_bad_sample", "on_nonfinite"),
+        *("strategy", "hybrid_sharding", "cpu_offload", "shard_optimizer"),
+        *("micro_batch_size", "channels_last", "activation_checkpointing", "compile"),
+        *("deterministic", "tf32"),
+    }
+)
+"""Fields that may change when a run is resumed: they change no result, except for its
+rounding."""
