@@ -194,28 +194,19 @@ def fetch(argv: Sequence[str]) -> None:
 
 
 def bench(argv: Sequence[str]) -> None:
-    """Benchmark data loading (bench data) or scaling (bench scaling)."""
-    known = (
-        "Expected: bench data [flags], the loader alone; or bench scaling [flags] -- "
-        "[flags of the training], on 1, 2, 4 ... ranks (see bench data --help, bench "
-        "scaling --help)"
+    """Measure a training on 1, 2, 4 ... ranks (bench scaling)."""
+    expected = (
+        "expected: bench scaling [flags] -- [flags of the training] (see bench scaling "
+        "--help)"
     )
     if argv and argv[0] in ("-h", "--help", "--help-all"):
-        print(f"Time a part of a training. {known}")
+        print(f"Measure a training on 1, 2, 4 ... ranks; {expected}")
         return
-    if not argv or argv[0] not in ("data", "scaling"):
-        raise UsageError(f"bench what? {known}")
-    if argv[0] == "scaling":
-        from mpitrain.tools.bench import scaling
+    if not argv or argv[0] != "scaling":
+        raise UsageError(f"bench what? {expected}")
+    from mpitrain.tools import bench_scaling
 
-        scaling.bench_scaling(argv[1:])
-        return
-    from mpitrain.tools.bench.config import BenchDataConfig
-
-    config = _read(BenchDataConfig, "bench data", argv[1:])
-    from mpitrain.tools.bench import data
-
-    data.bench_data(config, argv[1:])
+    bench_scaling.bench_scaling(argv[1:])
 
 
 def export(argv: Sequence[str]) -> None:

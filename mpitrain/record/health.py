@@ -59,8 +59,8 @@ class HealthCheck(Callback):
             self._is_starved = True
             logger.warning(
                 "ranks wait for samples during %.0f %% of a step: more processes that "
-                "read ahead may help, --num-workers (now %s), or files that are read "
-                "faster; `python -m mpitrain bench data` times both",
+                "read ahead may help, --num-workers (now %s), or a format that is read "
+                "faster, such as shards",
                 *(100 * waited, trainer.config.num_workers),
             )
 

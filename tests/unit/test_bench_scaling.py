@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from mpitrain.cli import main
 from mpitrain.errors import UsageError
-from mpitrain.tools.bench import scaling
-from mpitrain.tools.bench.config import BenchScalingConfig
-from mpitrain.tools.bench.scaling import Row
+from mpitrain.tools import bench_scaling as scaling
+from mpitrain.tools.bench_scaling import BenchScalingConfig, Row
 
 
 def made(num_ranks: int, rates: list[float]) -> Row:
@@ -57,3 +57,11 @@ def test_weak_scaling_gives_each_rank_the_same_batch() -> None:
     assert [(it.strategy, it.num_ranks, it.global_batch_size) for it in rows] == [
         *(("single", 1, 64), ("ddp", 4, 256), ("fsdp", 4, 256)),
     ]
+
+
+@pytest.mark.parametrize("words", [[], ["scales"]])
+def test_what_to_measure_must_be_named(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", *words]) == 2
+    assert "bench what? expected: bench scaling" in capsys.readouterr().err

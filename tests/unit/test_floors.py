@@ -141,8 +141,6 @@ def test_files_can_be_read_at_a_sitting(path: Path) -> None:
                 ["jobscript", "pbs", "--", "--epochs", "3"],
                 ["bench", "--help"],
                 ["bench"],
-                ["bench", "data", "--help"],
-                ["bench", "data", "--seconds", "0"],
                 ["bench", "scaling", "--help"],
                 ["bench", "scaling", "--steps", "0"],
                 ["report", "--help"],

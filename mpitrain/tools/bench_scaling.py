@@ -13,6 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
+from typing import Annotated, Literal
+
+from tyro.conf import arg
 
 from mpitrain.config import TrainConfig
 from mpitrain.errors import MpitrainError, UsageError
@@ -20,7 +23,6 @@ from mpitrain.flags import PROGRAM, read_flags
 from mpitrain.launch.env_checks import is_one_of_several
 from mpitrain.record.reading import Metrics
 from mpitrain.record.run_dir import read_json
-from mpitrain.tools.bench.config import BenchScalingConfig
 from mpitrain.tools.output import deliver, markdown_table
 
 EPOCHS = 2
@@ -36,6 +38,41 @@ HEAD = (
     *("strategy", "nodes", "ranks", "batch", "ms/step", "min to max", "samples/s"),
     *("speed-up", "efficiency", "all-reduce", "waiting"),
 )
+
+
+Strategy = Literal["dp", "ddp", "fsdp"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchScalingConfig:
+    """Train on 1, 2, 4 ... ranks in turns, and print throughput and speed-up.
+
+    Flags of the training follow after `--`.
+    """
+
+    ranks: Annotated[tuple[int, ...], arg(metavar="N [N ...]")] = ()
+    """Numbers of ranks. Default: 1, 2, 4 ... up to the usable cores."""
+    strategies: Annotated[tuple[Strategy, ...], arg(metavar="NAME [NAME ...]")] = (
+        "ddp",
+    )
+    """Strategies for 2 ranks and more; 1 rank is always `single`, and `dp` if it is
+    named (DataParallel: one process, all its GPUs)."""
+    per_rank: bool = False
+    """Weak scaling: --global-batch-size is the batch size of each rank."""
+    rounds: int = 3
+    """Rounds over all rows; the table shows the median."""
+    mpirun: str = "mpirun --oversubscribe"
+    """Launcher and its options, for instance "mpirun --hostfile hosts -x PATH"."""
+    output: Path | None = None
+    """JSON file to write the results to."""
+
+    def __post_init__(self) -> None:
+        for flag, value in (
+            ("--ranks", min(self.ranks, default=1)),
+            ("--rounds", self.rounds),
+        ):
+            if value < 1:
+                raise UsageError(f"{flag} must be at least 1, found {value!r}")
 
 
 class BenchError(MpitrainError):
