@@ -13,10 +13,9 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from tyro.conf import arg
-
 from mpitrain.errors import UsageError
 from mpitrain.flags import flat
+from mpitrain.help import Values
 from mpitrain.plugins import is_reference
 
 DATA_DIR = Path("data")
@@ -248,7 +247,7 @@ class CheckpointConfig:
 class LogConfig:
     """Loggers and profiler."""
 
-    log: Annotated[tuple[str, ...], arg(metavar="NAME [NAME ...]")] = ()
+    log: Annotated[tuple[str, ...], Values("NAME [NAME ...]")] = ()
     """Loggers besides metrics.jsonl: csv, tensorboard, wandb, or
     package.module:callable."""
     log_every_steps: int = 10
@@ -257,7 +256,7 @@ class LogConfig:
     """W&B project. Default: WANDB_PROJECT, or mpitrain."""
     wandb_group: str | None = None
     """W&B group. Default: none; with --wandb-all-ranks the name of the run."""
-    wandb_tags: Annotated[tuple[str, ...], arg(metavar="TAG [TAG ...]")] = ()
+    wandb_tags: Annotated[tuple[str, ...], Values("TAG [TAG ...]")] = ()
     """W&B tags."""
     wandb_all_ranks: bool = False
     """Log every rank as a W&B run of one group, not only rank zero."""

@@ -16,6 +16,12 @@ from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hint
 HELP_COLUMN = 32
 
 
+class Values(NamedTuple):
+    """What the help shows after a flag; an annotation of the field."""
+
+    metavar: str
+
+
 class Flag(NamedTuple):
     """One flag, or one positional argument."""
 
