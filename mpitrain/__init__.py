@@ -21,6 +21,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from mpitrain.checkpoint.checkpointer import Checkpointer
+    from mpitrain.checkpoint.manual import CheckpointError
     from mpitrain.config import TrainConfig
     from mpitrain.errors import (
         DataError,
@@ -34,13 +35,14 @@ if TYPE_CHECKING:
     from mpitrain.launch.job import Job, init
     from mpitrain.mpi.world import Node, World
     from mpitrain.record.recorder import Recorder
-    from mpitrain.train.callbacks import Callback
+    from mpitrain.train.callbacks import Callback, StopRequested
     from mpitrain.train.evaluate import Evaluation
     from mpitrain.train.state import TrainState
     from mpitrain.train.trainer import Trainer
 
 __all__ = [
     "Callback",
+    "CheckpointError",
     "Checkpointer",
     "DataError",
     "Evaluation",
@@ -50,6 +52,7 @@ __all__ = [
     "Node",
     "NonFiniteError",
     "Recorder",
+    "StopRequested",
     "Stopped",
     "TopologyError",
     "TrainConfig",
@@ -67,6 +70,8 @@ _HOMES = {
     "World": "mpi.world",
     "Node": "mpi.world",
     "Callback": "train.callbacks",
+    "CheckpointError": "checkpoint.manual",
+    "StopRequested": "train.callbacks",
     "Checkpointer": "checkpoint.checkpointer",
     "Evaluation": "train.evaluate",
     "Recorder": "record.recorder",

@@ -113,6 +113,14 @@ class Checkpointer(RunCheckpoints, Callback):
         time_limit: str | None = None,
     ) -> None:
         super().__init__(run_dir, keep=keep, resume=resume, time_limit=time_limit)
+        for name, value in (
+            ("every_epochs", every_epochs),
+            ("every_steps", every_steps),
+            ("every_minutes", every_minutes),
+            ("keep", keep),
+        ):
+            if value is not None and value <= 0:
+                raise UsageError(f"{name} must be above 0 or None, found {value!r}")
         self._every = every_epochs, every_steps, every_minutes
         self._best_by = best_by
         self._is_due = False
@@ -124,7 +132,6 @@ class Checkpointer(RunCheckpoints, Callback):
         self._saved: object = None
         self._save_seconds = self._longest_gap = 0.0
         self._last_tick: float | None = None
-        self._metric: float | None = None
         self._best = -math.inf
 
     # --- hooks of the trainer -----------------------------------------------------
@@ -132,9 +139,26 @@ class Checkpointer(RunCheckpoints, Callback):
     def setup(self, trainer: Trainer) -> None:
         """Load model, state and callbacks, if there is a checkpoint."""
         world, engine = trainer.engine.world, trainer.engine
+        if self._manager is not None:
+            raise collective_error(
+                UsageError("the Checkpointer was used before; make one for each fit")
+            )
         self.open(world)
+        self._start_handler()
         if self.is_disabled:
             return
+        names = [
+            type(it).__name__
+            for it in trainer.callbacks
+            if type(it).state_dict is not Callback.state_dict
+        ]
+        if len(set(names)) < len(names):
+            raise collective_error(
+                UsageError(
+                    f"callbacks {', '.join(sorted(names))}: found two with a state and "
+                    "one name; expected a class of its own for each"
+                )
+            )
         split_state(engine.model)  # what cannot be saved is an error now
         self._consensus = Consensus(world, count=FAILED + 1, kinds=EVALUATION + 1)
         others = [it for it in trainer.callbacks if it is not self]
@@ -174,7 +198,8 @@ class Checkpointer(RunCheckpoints, Callback):
         trainer.resumed_from = path.name
         load_model(self.reader, engine.model)
         trainer.state = TrainState(**found["state"])
-        self._saved = _position(trainer.state)
+        if is_own:
+            self._saved = _position(trainer.state)
         for callback in others if is_own else ():
             state = found["callbacks"].get(type(callback).__name__)
             if state is not None:
@@ -241,7 +266,7 @@ class Checkpointer(RunCheckpoints, Callback):
         every = self._every[0]
         if every and epoch.epoch % every == 0:
             self._is_due = True
-        self._metric = metric = score_of(epoch.values, self._best_by)
+        metric = score_of(epoch.values, self._best_by)
         is_best = metric is not None and metric > self._best
         self._save_if_due(trainer, may_wait=is_best)
         self._tick(trainer, EVALUATION)
@@ -255,6 +280,11 @@ class Checkpointer(RunCheckpoints, Callback):
         if not self.is_disabled:
             self._save_now(trainer, "writing the last checkpoint")
             self._close()
+
+    def on_exception(self, trainer: Trainer, error: BaseException) -> None:
+        """Let signals end the process again."""
+        if self._handler is not None:
+            self._handler.close()
 
     def on_stop(self, trainer: Trainer, reason: str) -> None:
         """Write the last checkpoint.
@@ -324,15 +354,15 @@ class Checkpointer(RunCheckpoints, Callback):
     def _save(self, trainer: Trainer) -> None:
         """Begin to write a checkpoint."""
         self._is_due = False
-        trainer.sync_metrics(is_last=True)
         state, engine = trainer.state, trainer.engine
         position = _position(state)
         if position == self._saved:
             return
+        trainer.sync_metrics(flush=True)
         self._saved, self._saved_at = position, time.monotonic()
         self._num_begun += 1
         epoch = 0 if state.epoch_step else state.epoch - 1  # that was just evaluated
-        metric = self._metric if epoch else None
+        metric = score_of(state.metrics, self._best_by) if epoch else None
         if metric is not None:
             self._best = max(self._best, metric)
         assert self._manager is not None

@@ -176,11 +176,9 @@ def read_json(path: Path, name: str) -> dict[str, Any]:
     return found
 
 
-def write_json(folder: Path, name: str, values: Mapping[str, Any]) -> str:
-    """Write a JSON object durably; return its SHA-256."""
-    data = json.dumps({"format": FORMAT, **values}).encode()
-    write_durably(folder / name, data)
-    return hashlib.sha256(data).hexdigest()
+def encode_json(values: Mapping[str, Any]) -> bytes:
+    """Return a JSON object of the current format."""
+    return json.dumps({"format": FORMAT, **values}).encode()
 
 
 def read_metadata(path: Path, step: int, epoch: int) -> dict[str, Any]:
@@ -284,12 +282,13 @@ def _at(found: Any, name: str) -> Any:
 # --- files ------------------------------------------------------------------------
 
 
-def write_durably(path: Path, data: bytes) -> None:
-    """Write a file, and sync it to the disk."""
+def write_durably(path: Path, data: bytes) -> str:
+    """Write a file, and sync it to the disk; return its SHA-256."""
     with path.open("wb") as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
+    return hashlib.sha256(data).hexdigest()
 
 
 def sync_folder(path: Path) -> None:

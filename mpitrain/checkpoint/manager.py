@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
+from mpitrain.checkpoint.format import encode_json
 from mpitrain.checkpoint.layout import FOLDER, name_of, remove_old
 from mpitrain.checkpoint.storage import (
     HostMemory,
@@ -29,6 +30,7 @@ from mpitrain.checkpoint.storage import (
     TensorWriter,
     with_files,
 )
+from mpitrain.errors import DataError
 from mpitrain.launch.current import heartbeat
 from mpitrain.mpi.shared_arrays import Communicator
 from mpitrain.mpi.world import World
@@ -39,7 +41,7 @@ FIRST_NAP_SECONDS, NAP_SECONDS = 0.001, 0.1
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """The result of writing a checkpoint. Equal on all ranks."""
+    """The result of writing a checkpoint. Equal on all ranks, except `copy_seconds`."""
 
     step: int
     """Steps that are in it."""
@@ -58,6 +60,7 @@ class _Copy:
     writer: TensorWriter
     metadata: Metadata
     step: int
+    copy_seconds: float = 0.0
     error: Exception | None = None
     """Why they could not be."""
 
@@ -85,7 +88,6 @@ class CheckpointManager:
         keep: int | None,
         before_rename: Callable[[], object] = lambda: None,
     ) -> None:
-        self._copy_seconds = 0.0
         self._run_dir = run_dir
         self._world = world
         self._ranks = ranks
@@ -132,6 +134,10 @@ class CheckpointManager:
             epoch: The epoch that was just evaluated; 0: within an epoch.
         """
         started = time.monotonic()
+        encoded: list[bytes] = []  # now: callbacks may change what they returned
+        self._ranks.on_rank_zero(
+            lambda: encoded.append(encode_json(metadata)), "encode the metadata"
+        )
         self._plan_for(tensors)
         path = self._run_dir / FOLDER / name_of(step, epoch)
         token = f"{self._token}-{self._number}"
@@ -140,7 +146,10 @@ class CheckpointManager:
         elif not self._memories:
             self._memories.append(HostMemory(pinned=self._pinned))
         writer = TensorWriter(
-            path, token=token, metadata=metadata, memory=self._memories.pop()
+            path,
+            token=token,
+            metadata=b"".join(encoded),
+            memory=self._memories.pop(),
         )
         copy = _Copy(writer=writer, metadata=self._metadata, step=step)
         try:
@@ -151,7 +160,7 @@ class CheckpointManager:
         self._next = copy
         if self._current is None:
             self._write_next(started)
-        self._copy_seconds = time.monotonic() - started
+        copy.copy_seconds = time.monotonic() - started
 
     def report(self) -> tuple[int, int]:
         """Return this rank's numbers for `update`; local."""
@@ -255,7 +264,7 @@ class CheckpointManager:
     def _ended(self, seconds: float, error: str = "") -> Outcome:
         """Begin the one that waits, if there is one."""
         assert self._current is not None
-        step, copy_seconds = self._current.step, self._copy_seconds
+        step, copy_seconds = self._current.step, self._current.copy_seconds
         self._memories.append(self._current.writer.memory)
         self._write_next(time.monotonic())
         return Outcome(
@@ -277,7 +286,7 @@ class CheckpointManager:
         assert self._current is not None
         self._before_rename()
         self._current.writer.finish(self._current.metadata, results)
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, DataError):  # the new one is complete
             remove_old(self._run_dir, self._keep)
 
     def _fail(self) -> Outcome:

@@ -10,10 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from mpitrain.checkpoint.layout import FOLDER, name_of
 from mpitrain.checkpoint.manager import CheckpointManager
 from mpitrain.checkpoint.preemption import (
     FIRST_MARGIN_SECONDS,
     REASONS,
+    STOP_FILE,
     PreemptionHandler,
 )
 from mpitrain.checkpoint.reader import CheckpointReader
@@ -21,7 +23,9 @@ from mpitrain.checkpoint.resume import find_checkpoint, hosts_without
 from mpitrain.checkpoint.tensors import (
     load_model,
     load_optimizer,
+    load_param_groups,
     load_random,
+    plain_param_groups,
     split_state,
     tensors_to_save,
 )
@@ -65,6 +69,7 @@ class RunCheckpoints:
         self._run_id = ""
         self._handler: PreemptionHandler | None = None
         self._manager: CheckpointManager | None = None
+        self._save_seconds = 0.0
 
     # --- the run folder -----------------------------------------------------------
 
@@ -95,6 +100,8 @@ class RunCheckpoints:
                 lambda: open_run(path.parent, path.name, exists=exists).run_id,  # type: ignore[arg-type]
                 "open the run folder",
             )
+            if world.is_rank_zero:  # it stopped an earlier job
+                (path / STOP_FILE).unlink(missing_ok=True)
         self._run_id = run_id
         blind = hosts_without(self.run_dir, run_id, world, ranks)
         self.reader = find_checkpoint(
@@ -108,18 +115,24 @@ class RunCheckpoints:
                 "nodes share with --runs-dir",
                 *(list_hosts(blind), self.run_dir),
             )
-        if handler is None:
-            handler = PreemptionHandler(
-                self.run_dir if world.is_rank_zero else None,
+        if handler is not None:
+            self._handler = handler
+            self._start_handler()
+
+    def _start_handler(self) -> None:
+        """Listen to signals, the stop file and the time limit."""
+        assert self._world is not None
+        if self._handler is None:
+            self._handler = PreemptionHandler(
+                self.run_dir if self._world.is_rank_zero else None,
                 self._time_limit,
                 age_seconds(),
                 on_term(),
             )
-        self._handler = handler
         if self.is_disabled:
-            handler.give_up()
+            self._handler.give_up()
         else:
-            handler.margin = self._margin
+            self._handler.margin = self._margin
 
     def seconds_left(self) -> float | None:
         """Return the seconds until the time limit; ``None`` without one; local."""
@@ -148,7 +161,7 @@ class RunCheckpoints:
         world = self._open_by_itself()
         if self.reader is None:
             return None
-        reader, self.reader = self.reader, None
+        reader = self.reader
         if reader.metadata["user_state"] is None:
             raise collective_error(
                 UsageError(f"{reader.checkpoint.path} was written by a Trainer")
@@ -157,6 +170,7 @@ class RunCheckpoints:
         load_model(reader, plain)
         if own is not None:
             load_optimizer(reader, plain, own)
+            load_param_groups(own, reader.metadata["param_groups"])
         step: int = reader.metadata["step"]
         load_random(reader, world, seed=step, step=step)
         return {**reader.metadata["user_state"], "step": step}
@@ -172,7 +186,7 @@ class RunCheckpoints:
     ) -> None:
         """Write a checkpoint, and wait until it is on the disk.
 
-        Collective over all ranks.
+        Collective over all ranks. A step that is saved already is not saved again.
 
         Args:
             step: Steps that are done; names the checkpoint.
@@ -192,6 +206,9 @@ class RunCheckpoints:
             self._manager = CheckpointManager(
                 self.run_dir, world, self._ranks, keep=self._keep
             )
+        there = self.run_dir / FOLDER / name_of(step)
+        if self._ranks.on_rank_zero(there.is_dir, "look for the checkpoint"):
+            return
         plain, own = _unwrap(model), getattr(optimizer, "optim", optimizer)
         metadata = {
             "run": self._run_id,
@@ -200,11 +217,14 @@ class RunCheckpoints:
             "extra_state": split_state(plain)[1],
             "metric": metric,
             "user_state": dict(state or {}),
+            "param_groups": [] if own is None else plain_param_groups(own),
             "trainer": None,
         }
         tensors = tensors_to_save(plain, plain, own, {}, "", world)
         self._manager.save(tensors, metadata, step, 0)
         outcome = self._manager.finish("writing a checkpoint")
+        if outcome is not None:
+            self._save_seconds = max(self._save_seconds, outcome.write_seconds)
         if outcome is not None and outcome.error:
             raise collective_error(
                 CheckpointError(
@@ -216,9 +236,13 @@ class RunCheckpoints:
     def should_stop(self) -> str:
         """Return why the loop should save and stop; empty if it should not.
 
-        Collective over all ranks, and equal on them: call it at the same steps.
+        Collective over all ranks, and equal on them: call it at the same steps, not at
+        each of very short ones, since all ranks exchange a number. From the first call
+        on SIGUSR2 and SIGTERM do not end the process. Exit with status 75 after it.
         """
         self._open_by_itself()
+        if self._handler is None:
+            self._start_handler()
         mine = 0 if self._handler is None else self._handler.requested()
         return REASONS[max(self._ranks.allgather(mine))]
 
@@ -234,7 +258,12 @@ class RunCheckpoints:
 
     def _margin(self) -> float:
         """Return how many seconds before its end a training should stop."""
-        return FIRST_MARGIN_SECONDS
+        return FIRST_MARGIN_SECONDS + 3 * self._save_seconds
+
+    def close(self) -> None:
+        """Let SIGUSR2 and SIGTERM do what they did before; local."""
+        if self._handler is not None:
+            self._handler.close()
 
 
 def _unwrap(model: nn.Module) -> nn.Module:

@@ -100,6 +100,8 @@ class PreemptionHandler:
 
     def requested(self) -> int:
         """Return the number of the reason to stop; 0 for none."""
+        if self._is_closed:
+            return 0
         if self._signal or self._has_file:
             return self._signal or FILE
         if self._deadline is None:

@@ -7,6 +7,7 @@ everything that a file says is checked before it is used.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import math
@@ -39,10 +40,11 @@ from mpitrain.checkpoint.format import (
     TENSOR_FILE,
     TENSORS,
     BrokenCheckpoint,
+    encode_json,
     open_file,
     read_json,
     sync_folder,
-    write_json,
+    write_durably,
     write_sums,
 )
 from mpitrain.launch.current import heartbeat
@@ -190,7 +192,7 @@ class TensorWriter:
     Args:
         path: The folder, when it is complete.
         token: Distinguishes attempts; equal on all ranks.
-        metadata: What rank zero writes beside the tensors; JSON can carry it.
+        metadata: What rank zero writes beside the tensors, as JSON.
         memory: Where copies go.
 
     Attributes:
@@ -203,14 +205,14 @@ class TensorWriter:
         path: Path,
         *,
         token: str = "new",
-        metadata: Mapping[str, Any] | None = None,
+        metadata: bytes = b"",
         memory: HostMemory | None = None,
     ) -> None:
         self.path = path
         self.beside = path.with_name(f".{path.name}.{token}")
         self.memory = memory or HostMemory(pinned=False)
         self.num_written = 0
-        self._metadata = metadata or {}
+        self._metadata = metadata
         self._file = ""
         self._items: list[tuple[WriteItem, int, int]] = []
         self._copy = self.memory.of(0)
@@ -274,8 +276,9 @@ class TensorWriter:
         self._make_folder()
         stored = {result.index: result.storage_data for of in results for result in of}
         sums = {where.file: where.digest for where in stored.values()}
-        sums[TENSORS] = write_json(self.beside, TENSORS, as_json(index, stored))
-        sums[METADATA] = write_json(self.beside, METADATA, self._metadata)
+        encoded = encode_json(as_json(index, stored))
+        sums[TENSORS] = write_durably(self.beside / TENSORS, encoded)
+        sums[METADATA] = write_durably(self.beside / METADATA, self._metadata)
         write_sums(self.beside, sums)
         try:
             self.beside.rename(self.path)
@@ -283,7 +286,8 @@ class TensorWriter:
             # A file server that is asked again, its answer being lost, has done it.
             if self.beside.exists() or not self.path.exists():
                 raise
-        sync_folder(self.path.parent)
+        with contextlib.suppress(OSError):  # it is complete
+            sync_folder(self.path.parent)
 
     def _make_folder(self) -> None:
         """Make the folder, in a run folder that exists.

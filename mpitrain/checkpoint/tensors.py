@@ -190,6 +190,32 @@ def _optimizer_state(
         for key, value in optimizer.state.get(weight, {}).items():
             if isinstance(value, Tensor):
                 yield name, key, value
+            elif value is not None:
+                raise collective_error(
+                    UsageError(
+                        f"the optimizer {type(optimizer).__name__} keeps {key!r}, a "
+                        f"{type(value).__name__}, of each weight; expected tensors: "
+                        "a checkpoint cannot hold it"
+                    )
+                )
+
+
+def plain_param_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Return the numbers of an optimizer's groups, such as the learning rate."""
+    kinds = (bool, int, float, str, tuple)
+    return [
+        {k: v for k, v in group.items() if isinstance(v, kinds)}
+        for group in optimizer.param_groups
+    ]
+
+
+def load_param_groups(
+    optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]
+) -> None:
+    """Set what `plain_param_groups` returned."""
+    for group, saved in zip(optimizer.param_groups, groups, strict=True):
+        for key, value in saved.items():
+            group[key] = tuple(value) if isinstance(value, list) else value
 
 
 def _random_state(world: World) -> dict[str, Tensor]:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from mpitrain.record.jsonl import CLOSE_SECONDS, JsonlWriter
 from mpitrain.record.run_dir import finite, read_result, shown, write_json
+from mpitrain.record.runs import RUN, open_run
 from mpitrain.train.callbacks import Callback
 from mpitrain.train.metrics import EpochMetrics, StepMetrics, Throughput
 from mpitrain.train.progress import SecondsLeft, finished_line, format_metrics, say
@@ -34,8 +35,7 @@ class Recorder(Callback):
 
         Trainer(model, train, val, callbacks=[EpochLines(), Recorder("runs/mine")])
 
-    ``python -m mpitrain watch`` and ``report`` read them. Put it before `Checkpointer`,
-    which saves how long the record is.
+    ``python -m mpitrain watch`` and ``report`` read them.
 
     Args:
         run_dir: The run folder.
@@ -86,7 +86,9 @@ class Recorder(Callback):
         world, plan, state = trainer.engine.world, trainer.engine.plan, trainer.state
         if not world.is_rank_zero:
             return
-        self.run_dir.mkdir(parents=True, exist_ok=True)
+        if not (self.run_dir / RUN).exists():  # a script without a Checkpointer
+            path = self.run_dir.absolute()
+            open_run(path.parent, path.name, exists="resume")
         self._metrics = JsonlWriter(
             self.run_dir / "metrics.jsonl",
             line_of,
@@ -151,9 +153,12 @@ class Recorder(Callback):
 
         The file stays open: a checkpoint may be about to be completed, and syncs it.
         """
-        if self._metrics is not None:
-            self._metrics.hasten()
-            self._metrics.wait(CLOSE_SECONDS)
+        if self._metrics is None:
+            return
+        self._metrics.hasten()
+        self._metrics.wait(CLOSE_SECONDS)
+        if read_result(self.run_dir).get("status") == "running":
+            record_failure(self.run_dir, f"{type(error).__name__}: {error}")
 
     def _end(self, status: str) -> None:
         assert self._metrics is not None

@@ -23,18 +23,18 @@ class StopRequested(Exception):
 class Callback:
     """Base class of callbacks; inherit it, and override the hooks that you need.
 
-    All hooks are called on every rank, at the same point of the training. `setup` and
-    the hooks of the loop are called in the order of ``Trainer(callbacks=[...])``, those
-    that end something (`on_train_end`, `on_fit_end`, `on_stop`, `on_exception`) in the
-    reverse order. ``trainer`` is the `mpitrain.Trainer`; read ``trainer.state`` for
-    step and epoch.
+    All hooks are called on every rank, at the same point of the training, so they may
+    be collective; those that must not say so. They are called in the order of
+    ``Trainer(callbacks=[...])``, with those that `runs_last` at the end; `on_fit_end`,
+    `on_stop` and `on_exception` in the reverse order. ``trainer`` is the
+    `mpitrain.Trainer`; read ``trainer.state`` for step and epoch.
     """
 
     runs_last: ClassVar[bool] = False
     """Whether it is called after all others: it saves their state."""
 
     def setup(self, trainer: Any) -> None:
-        """Called first, when model and data are ready. May be collective."""
+        """Called first, before a checkpoint is loaded; model and data are ready."""
 
     def on_fit_start(self, trainer: Any) -> None:
         """Called after all `setup`. Not collective: an error here ends all ranks."""
@@ -76,7 +76,7 @@ class Callback:
 
         Args:
             trainer: The trainer.
-            checkpoint: The `mpitrain.checkpoint.Outcome`.
+            checkpoint: The `mpitrain.checkpoint.manager.Outcome`.
         """
 
     def on_train_end(self, trainer: Any) -> None:
@@ -101,11 +101,14 @@ class Callback:
         """Called when the training fails on this rank; not collective."""
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Return what a checkpoint has to hold of this callback; JSON can carry it."""
+        """Return what a checkpoint has to hold of this callback; JSON can carry it.
+
+        Rank zero's is saved, under the name of the class; all ranks get it back.
+        """
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take what `state_dict` returned; called before `on_fit_start`."""
 
     def flush(self) -> None:
-        """Write to the disk what `state_dict` refers to; called in a thread."""
+        """Write to the disk what `state_dict` refers to; in a thread of rank zero."""

@@ -142,6 +142,7 @@ class Engine:
         self._head: nn.Module | None = None
         self._on_features = False
         self._test_loaders: list[BatchLoader] = []
+        self._test_sets: list[Samples] = []
         micro = config.micro_batch_size
         if micro == "auto":
             example = self._loader(self._train, train=True).example()
@@ -321,7 +322,9 @@ class Engine:
 
     def test_loader(self, data: Any) -> BatchLoader:
         """Return a loader of another data set for `evaluate`."""
-        loader = self._loader(self._samples(data, "the test data"), train=False)
+        samples = self._samples(data, "the test data")
+        self._test_sets.append(samples)
+        loader = self._loader(samples, train=False)
         self._test_loaders.append(loader)
         return loader
 
@@ -337,8 +340,8 @@ class Engine:
 
     def close(self) -> None:
         """End the worker processes, and make trainable what was; local."""
-        self._train.close()
-        self._val.close()
+        for samples in (self._train, self._val, *self._test_sets):
+            samples.close()
         weights = self.model.parameters()
         for weight, trainable in zip(weights, self._trainable, strict=True):
             weight.requires_grad_(trainable)

@@ -254,7 +254,7 @@ class OptimizerWrapper:
             yield
         finally:
             self._ema.swap()
-        self._model.reshard()
+            self._model.reshard()
 
     def step(self) -> tuple[float, bool]:
         """Clip and apply the gradients, if they are finite.

@@ -99,6 +99,11 @@ class Timer:
         marks.append(phase)
         marks.append(perf_counter())
 
+    def reset(self) -> None:
+        """Close all spans, after an exception that was expected."""
+        del self.stack[1:]
+        self.mark(self.stack[0])
+
     def end_step(self) -> None:
         """Say that a step is over."""
         self._end(_STEP)

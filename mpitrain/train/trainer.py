@@ -23,6 +23,7 @@ from mpitrain.errors import (
     UsageError,
     collective_error,
 )
+from mpitrain.launch.current import heartbeat
 from mpitrain.launch.job import init
 from mpitrain.mpi.collectives import all_or_none, world_comm
 from mpitrain.mpi.world import World
@@ -115,7 +116,7 @@ class Trainer:
         self.resumed_from = ""
         self._owns_job = world is None
         self._warns = callbacks is None
-        self._final_state: dict[str, Any] = {}  # where the job ends with `fit`
+        self._final_state: dict[str, Any] | None = None  # if the job ends with `fit`
         self._is_set_up = False
         self._loss, self._metrics = loss, metrics
         self._unchecked = {True, False}  # training and validation labels
@@ -143,12 +144,13 @@ class Trainer:
                     while self.state.epoch < stage.epochs.stop:
                         self.train_epoch()
                         self.validate()
-                self.sync_metrics(is_last=True)
+                self.sync_metrics(flush=True)
                 self.call("on_train_end")
                 if self.test_data is not None:
                     self.test(self.test_data)
                 self.call("on_fit_end")
             except StopRequested as request:
+                self.timer.reset()
                 self.call("on_stop", request.reason)
                 reason = f"stopped at step {self.state.step}: {request.reason}"
                 raise collective_error(Stopped(reason)) from None
@@ -221,16 +223,16 @@ class Trainer:
             )
         state.skipped_samples += engine.count_skipped()
         state.metrics, state.val_samples = dict(found.values), found.num_samples
-        seconds = time.perf_counter() - began
-        self.call("on_epoch_end", state.end_epoch(engine.stage.name, seconds))
+        epoch = state.end_epoch(engine.stage.name, time.perf_counter() - began)
+        self.call("on_epoch_end", epoch)
 
-    def sync_metrics(self, *, is_last: bool = False) -> None:
+    def sync_metrics(self, *, flush: bool = False) -> None:
         """All-reduce the metrics of the steps since the last call, and report them.
 
         Collective over all ranks; callbacks may call it, such as before a checkpoint.
 
         Args:
-            is_last: Report the throughput, however few seconds of steps it covers.
+            flush: Report the throughput, however few seconds of steps it covers.
         """
         state, engine = self.state, self.engine
         with self.timer("other"):
@@ -250,7 +252,7 @@ class Trainer:
                 state.steps_seconds += seconds
             if has_steps or times.between:
                 self.call("on_metrics", steps)
-            throughput = self._monitor.take(0.0 if is_last else self.throughput_seconds)
+            throughput = self._monitor.take(0.0 if flush else self.throughput_seconds)
             if throughput is not None:
                 self.call("on_throughput", throughput)
 
@@ -260,7 +262,9 @@ class Trainer:
         Args:
             data: As `val_data`.
         """
-        found = self.engine.evaluate(self.engine.test_loader(data), self.all_metrics)
+        engine = self.engine
+        with self.timer("evaluation"):
+            found = engine.evaluate(engine.test_loader(data), self.all_metrics)
         self.call("on_test_end", found, self.engine.count_skipped())
         return found
 
@@ -344,7 +348,9 @@ class Trainer:
 
         Collective over all ranks. Unsharded; with EMA, of the averages.
         """
-        return self._final_state or self.engine.full_state_dict()
+        if self._final_state is not None:
+            return self._final_state
+        return self.engine.full_state_dict()
 
     def evaluate(self) -> Evaluation:
         """Evaluate the model, or its EMA, on the validation data.
@@ -354,7 +360,7 @@ class Trainer:
         Raises:
             UsageError: `fit` started the job and has ended it.
         """
-        if self._final_state:
+        if self._final_state is not None:
             raise UsageError(
                 "fit() has ended its ranks; expected a world= from mpitrain.init()"
             )
@@ -384,6 +390,7 @@ class Trainer:
             find_unused_parameters=self.find_unused_parameters,
             can_cache_features=type(self).compute_loss is Trainer.compute_loss,
         )
+        self._final_state = None
         self.state = TrainState()
         self.timer = make_timer(self.world.device)
         self._monitor = ThroughputMonitor(self.world.device)
@@ -398,7 +405,7 @@ class Trainer:
             for name in dir(Callback)
             if name.startswith("on_") or name == "setup"
         }
-        for name in ("on_train_end", "on_fit_end", "on_stop", "on_exception"):
+        for name in ("on_fit_end", "on_stop", "on_exception"):
             self._hooks[name].reverse()
         self._is_set_up = True
         return self.engine
@@ -438,12 +445,16 @@ class Trainer:
             )
             yield engine
         except Stopped:
-            engine.close()
             raise
         except BaseException as error:
-            self.call("on_exception", error)
+            for hook in self._hooks["on_exception"]:
+                try:
+                    hook(self, error)
+                except Exception:  # the first error is the one to report
+                    logger.exception("a callback's on_exception failed")
             raise
-        engine.close()
+        finally:
+            engine.close()
 
     def _sum_of_losses(self, batch: Batch) -> Tensor:
         try:
@@ -454,10 +465,11 @@ class Trainer:
     def _handle_nonfinite(self, losses: list[Losses], grad_norm: float) -> None:
         """Skip a step that was not applied, or end the training."""
         state, scale = self.state, self.engine.optimizer.scale
+        heartbeat("a step that is not finite")  # there is no optimizer step to tell it
         try:
             self.engine.nonfinite.handle(
                 losses, grad_norm, scale, state.step + 1, state.epoch
             )
         except NonFiniteError:
-            self.sync_metrics(is_last=True)  # report the steps before
+            self.sync_metrics(flush=True)  # report the steps before
             raise

@@ -62,6 +62,13 @@ with mpitrain.init() as world:
                               state={"losses": losses})
         if step == int(sys.argv[2]) and world.rank == 1:
             os.kill(os.getpid(), getattr(signal, sys.argv[3]))
+        if checkpointer.should_stop():
+            checkpointer.save(step + 1, model=model, optimizer=optimizer,
+                              state={"losses": losses})
+            sys.exit(75)
+    for _ in range(2):  # the second time it is there already
+        checkpointer.save(20, model=model, optimizer=optimizer,
+                          state={"losses": losses})
     if world.rank == 0:
         torch.save((model.module.state_dict(), {"losses": losses}),
                    sys.argv[1] + ".pt")
@@ -103,9 +110,12 @@ def test_a_script_that_is_killed_at_random_steps_ends_with_the_same_bits(
     assert all(torch.equal(whole[name], cut[name]) for name in whole)
 
 
-def test_a_signal_stops_a_script_which_resumes(openmpi: Mpi, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["trainer", "by hand"])
+def test_a_signal_stops_a_script_which_resumes(
+    kind: str, openmpi: Mpi, tmp_path: Path
+) -> None:
     script = tmp_path / "script.py"
-    script.write_text(WITH_TRAINER)
+    script.write_text(WITH_TRAINER if kind == "trainer" else BY_HAND)
 
     def run(name: str, step: int) -> tuple[int, str]:
         words = (str(script), name, str(step), signal.SIGUSR2.name)
@@ -114,10 +124,12 @@ def test_a_signal_stops_a_script_which_resumes(openmpi: Mpi, tmp_path: Path) -> 
 
     status, out = run("stopped", 5)
     assert status == 75, out
-    assert "SIGUSR2 arrived" in out
+    if kind == "trainer":
+        assert "SIGUSR2 arrived" in out
     status, out = run("stopped", -1)
     assert status == 0, out
-    assert "resuming from" in out
+    if kind == "trainer":
+        assert "resuming from" in out
     assert run("whole", -1)[0] == 0
     whole, stopped = result(tmp_path, "whole"), result(tmp_path, "stopped")
     assert whole[1] == stopped[1]

@@ -88,7 +88,7 @@ def test_hooks_are_called_in_order_and_those_of_the_end_in_reverse(
         *step,
         *step,
         *(f"{name}.on_epoch_end" for name in "ab"),
-        *(f"{name}.on_train_end" for name in "ba"),
+        *(f"{name}.on_train_end" for name in "ab"),
         *(f"{name}.on_test_end" for name in "ab"),
         *(f"{name}.on_fit_end" for name in "ba"),
     ]

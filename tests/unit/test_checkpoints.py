@@ -64,12 +64,17 @@ def metadata_of(step: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def write_json(path: Path, values: dict[str, Any]) -> str:
+    return format.write_durably(path, format.encode_json(values))
+
+
 def write(run_dir: Path, step: int = 120, **metadata: Any) -> Checkpoint:
     path = run_dir / layout.FOLDER / layout.name_of(step)
     planner = SavePlanner()
     planner.set_up_planner(dict(tensors()), is_coordinator=True)
     plans, index = planner.create_global_plan([planner.create_local_plan()])
-    writer = TensorWriter(path, metadata=metadata_of(step) | metadata)
+    encoded = format.encode_json(metadata_of(step) | metadata)
+    writer = TensorWriter(path, metadata=encoded)
     run_dir.joinpath(layout.FOLDER).mkdir(exist_ok=True)
     writer.stage(planner.finish_plan(with_files(plans)[0]), planner)
     writer.finish(index, [writer.write()])
@@ -177,7 +182,7 @@ def test_a_pickle_in_any_file_is_not_run(name: str, tmp_path: Path) -> None:
 )
 def test_an_index_that_makes_no_sense_is_refused(changed: Any, tmp_path: Path) -> None:
     checkpoint = write(tmp_path)
-    format.write_json(checkpoint.path, "tensors.json", changed)
+    write_json(checkpoint.path / "tensors.json", changed)
     with pytest.raises(BrokenCheckpoint, match=r"tensors\.json"):
         CheckpointReader(checkpoint)
 
@@ -191,7 +196,7 @@ def changed(checkpoint: Checkpoint, file: str, at: str, value: Any) -> None:
         it = it[int(key) if isinstance(it, list) else key]
     it[int(last) if isinstance(it, list) else last] = value
     sums = format.read_sums(checkpoint.path)
-    sums[file] = format.write_json(checkpoint.path, file, found)
+    sums[file] = write_json(checkpoint.path / file, found)
     format.write_sums(checkpoint.path, sums)
 
 
@@ -239,9 +244,7 @@ def test_every_field_is_looked_at(tmp_path: Path) -> None:
         with contextlib.suppress(BrokenCheckpoint):
             checkpoint.metadata()
             assert dict in format.SCHEMA[name][0]
-        format.write_json(
-            checkpoint.path, "metadata.json", metadata_of(checkpoint.step)
-        )
+        write_json(checkpoint.path / "metadata.json", metadata_of(checkpoint.step))
     assert {f"trainer.state.{it.name}" for it in fields(TrainState)} <= set(
         format.SCHEMA
     )
