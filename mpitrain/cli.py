@@ -227,9 +227,9 @@ def report(argv: Sequence[str]) -> None:
 
 def run(argv: Sequence[str]) -> None:
     """Run your own script, with the environment variables that torchrun sets."""
+    from mpitrain.launch import run_script
     from mpitrain.launch.exit_guard import abort_on_error
-    from mpitrain.launch.run_script import script
-    from mpitrain.launch.run_script.target import asks_only, read_words, split
+    from mpitrain.launch.run_target import asks_only, read_words, split
 
     if asks_only(argv) and not was_launched(os.environ):
         read_words(argv)  # answers and raises; MPI need not start for that
@@ -238,7 +238,7 @@ def run(argv: Sequence[str]) -> None:
             asked = on_rank_zero(
                 guard.comm, lambda: read_words(argv), "read the command line"
             )
-        script.run(guard, asked, os.environ)
+        run_script.run(guard, asked, os.environ)
 
 
 def check(argv: Sequence[str]) -> int:

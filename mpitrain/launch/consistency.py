@@ -57,10 +57,6 @@ def check_consistency(
     """Refuse to start where ranks contradict each other.
 
     Collective over `comm`: a barrier, then one allgather of a small dictionary.
-
-    Raises:
-        TopologyError: Versions, arguments, clocks or the number of ranks of a node
-            contradict each other. Raised on every rank or on none.
     """
     asked = {**asdict(config), "timeout_seconds": timeout_seconds}
     mine: dict[str, Any] = {
@@ -107,11 +103,7 @@ def software() -> dict[str, str]:
 
 
 def check_software(facts: Sequence[RankFacts], nodes: Sequence[Node]) -> None:
-    """Refuse different versions on different ranks.
-
-    Raises:
-        TopologyError: With each version and where it is; on every rank or on none.
-    """
+    """Refuse different versions on different ranks."""
     hosts = {rank: node.hostname for node in nodes for rank in node.ranks}
     lines = []
     for name in facts[0].software:
@@ -134,11 +126,7 @@ def check_software(facts: Sequence[RankFacts], nodes: Sequence[Node]) -> None:
 
 
 def check_arguments(facts: Sequence[RankFacts]) -> None:
-    """Refuse a start that the ranks were asked for in different ways.
-
-    Raises:
-        TopologyError: With each value and its ranks; on every rank or on none.
-    """
+    """Refuse a start that the ranks were asked for in different ways."""
     lines = []
     for name in facts[0].arguments:
         values = _ranks_by_value([of_rank.arguments.get(name) for of_rank in facts])
@@ -154,14 +142,7 @@ def check_arguments(facts: Sequence[RankFacts]) -> None:
 
 
 def check_ranks_per_node(facts: Sequence[RankFacts], nodes: Sequence[Node]) -> str:
-    """Refuse a number of ranks on a node other than the launcher says.
-
-    Returns:
-        A warning where nodes have different numbers of ranks, else ``""``.
-
-    Raises:
-        TopologyError: With the first such node; on every rank or on none.
-    """
+    """Refuse a number of ranks on a node other than the launcher says."""
     for node in nodes:
         said = facts[node.ranks[0]].local_size
         if said is not None and said[1] != len(node.ranks):
@@ -187,15 +168,7 @@ def check_ranks_per_node(facts: Sequence[RankFacts], nodes: Sequence[Node]) -> s
 
 
 def check_clocks(facts: Sequence[RankFacts], nodes: Sequence[Node]) -> str:
-    """Refuse clocks that are minutes apart.
-
-    Returns:
-        A warning where they are more than a minute apart, else ``""``.
-
-    Raises:
-        TopologyError: With the two hosts that are furthest apart; on every rank or on
-            none.
-    """
+    """Refuse clocks that are minutes apart."""
     # The earliest of a host: a rank may be held up between the barrier and its clock.
     clocks = {
         node.hostname: min(facts[rank].clock_seconds for rank in node.ranks)
@@ -238,9 +211,6 @@ def check_requirements() -> None:
     """Refuse packages older than the minimum that mpitrain was installed with.
 
     Local. After the ranks' versions were compared: all raise, or none.
-
-    Raises:
-        LaunchError: With each package, its version and the minimum.
     """
     old = old_packages()
     if old:

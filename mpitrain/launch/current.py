@@ -36,9 +36,6 @@ def heartbeat(phase: str) -> None:
     """Tell the watchdog that this rank is alive, and what it does next; local.
 
     Costs a microsecond. Without a job nothing happens.
-
-    Args:
-        phase: Such as ``"evaluation"``; shown if the rank hangs.
     """
     guard = _current.guard
     if guard is not None and guard.watched is not None:

@@ -40,14 +40,7 @@ need not have as many."""
 
 
 class EarlyReturnMonitor:
-    """Which ranks have returned, seen from one rank; watches in a thread.
-
-    Args:
-        store: The job's store.
-        rank: This process.
-        world_size: Number of ranks.
-        fail: Called, in the thread, with the error.
-    """
+    """Which ranks have returned, seen from one rank; watches in a thread."""
 
     def __init__(
         self,

@@ -120,9 +120,6 @@ def foreign_library(library: str, environ: Mapping[str, str]) -> str | None:
     is no error yet: an MPICH that was built with PMIx runs there. The other way round
     Open MPI starts a world of one, which `check_size` refuses.
 
-    Returns:
-        What to say in case that MPI does not start; ``None``: nothing is odd.
-
     >>> foreign_library("Open MPI v5.0.11", {"OMPI_COMM_WORLD_SIZE": "4"})
     >>> foreign_library("MPICH Version: 5.0.2", {"OMPI_COMM_WORLD_SIZE": "4"})[:75]
     "Open MPI's mpirun started 4 processes, but mpi4py loads MPICH Version: 5.0."
@@ -186,9 +183,6 @@ def part_of_het_job(environ: Mapping[str, str], num_nodes: int) -> str | None:
 
 def check_size(world_size: int, environ: Mapping[str, str]) -> None:
     """Refuse to train N times alone when N processes were meant to train together.
-
-    Raises:
-        TopologyError: The launcher started several processes; raised in each of them.
 
     >>> check_size(1, {})
     >>> check_size(4, {"OMPI_COMM_WORLD_SIZE": "4"})

@@ -235,12 +235,7 @@ class ExitGuard:
             self.watched.connect(address, port, token, world.rank, world.world_size)
 
     def obey_watchdog(self, status: int | None, text: str) -> None:
-        """Do what the watchdog wants; in a thread, as the main thread may be stuck.
-
-        Args:
-            status: The job's exit status if this is to end it; ``None``: not yet.
-            text: What was printed and this rank shall record; may be empty.
-        """
+        """Record `text`; end the job if there is a `status`; called in a thread."""
         self._is_reported = True
         calls = [*self.on_end] if status is not None else []
         if text:
@@ -268,25 +263,13 @@ def abort_on_error(
     Also prints the stacks of all threads if the process is killed by a fault of its
     own (SIGSEGV, SIGFPE, SIGABRT, SIGBUS, SIGILL), and starts the watchdog's process
     beside this one.
-
-    Args:
-        start_timeout_seconds: How long a stage of the start may take, MPI_Init the
-            first of them, before the job counts as hung.
-        may_spawn: Whether MPI_Comm_spawn has to work. Where it has not, and all ranks
-            are on one node, Open MPI gets no TCP: its ports are open to the network,
-            and one byte from a stranger there stops a rank (5.0.11 and 4.1).
-
-    Returns:
-        The guard over all ranks.
-
-    Raises:
-        LaunchError: There is no MPI library.
-        TopologyError: The launcher started several processes, but each is alone.
     """
     if not faulthandler.is_enabled():
         with contextlib.suppress(Exception):  # stderr may not be a file
             faulthandler.enable()
     if not may_spawn and is_on_one_node(os.environ):
+        # MPI_Comm_spawn needs Open MPI's TCP, whose ports are open to the network: one
+        # byte from a stranger there stops a rank (5.0.11 and 4.1).
         os.environ.setdefault("OMPI_MCA_btl", "^ofi,tcp")
     before = ExitGuard.current
     watched = before.watched if before else _start_watchdog(start_timeout_seconds)
@@ -374,9 +357,6 @@ def leave(guard: ExitGuard, timeout_seconds: float | None) -> None:
     """Wait for the other ranks at the end, asleep, at most so long (``None``: ever).
 
     Collective over all ranks.
-
-    Raises:
-        EarlyReturnError: They did not come.
     """
     if guard.watched is not None:
         guard.watched.set_state(State.LEFT)

@@ -23,7 +23,7 @@ from mpitrain.launch import stages
 from mpitrain.launch.current import set_current
 from mpitrain.launch.exit_guard import ExitGuard, abort_on_error, leave
 from mpitrain.launch.process_exit import exit_status
-from mpitrain.launch.run_script.script import take_pending_launch
+from mpitrain.launch.run_script import take_pending_launch
 from mpitrain.mpi.collectives import all_or_none
 from mpitrain.mpi.world import World
 

@@ -9,10 +9,10 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from mpitrain.config import LaunchConfig, default_start_timeout
+from mpitrain.launch import cpu, gpu
 from mpitrain.launch.consistency import check_consistency, check_requirements
 from mpitrain.launch.env_checks import lone_in_allocation, part_of_het_job
 from mpitrain.launch.exit_guard import ExitGuard
-from mpitrain.launch.placement import cpu, gpu
 from mpitrain.launch.rendezvous import select, store, transports
 from mpitrain.mpi.collectives import all_or_none
 from mpitrain.mpi.topology import discover_world
@@ -33,13 +33,6 @@ def prepare_without_torch(
     """Do what can be done before torch is imported; writes to `variables`.
 
     Collective over all ranks.
-
-    Returns:
-        Where this process stands, with its cores and threads; and where rank zero is
-        reached.
-
-    Raises:
-        LaunchError: On every rank or on none.
     """
     comm = guard.comm
     start_timeout = default_start_timeout(config.hang_timeout, config.start_timeout)
@@ -76,12 +69,6 @@ def prepare(
     """Do all that comes before the process group, and open its store.
 
     Collective over all ranks. `variables`, the environment, is written to.
-
-    Returns:
-        Where this process stands, with its device, backend and rendezvous.
-
-    Raises:
-        LaunchError: On every rank or on none.
     """
     comm = guard.comm
     world, rendezvous = prepare_without_torch(guard, config, timeout_seconds, variables)

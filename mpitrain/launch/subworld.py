@@ -30,11 +30,6 @@ class SubWorlds:
     Collective over all ranks, and so are its methods. Inside the block there is no
     process group but that of the ranks that work; after it that of all ranks stands
     again. Variables such as ``WORLD_SIZE`` stay those of the job.
-
-    Args:
-        guard: The guard that stands, with the store.
-        world: Where this process stands among all.
-        timeout_seconds: How long one collective may take.
     """
 
     def __init__(self, guard: ExitGuard, world: World, timeout_seconds: float) -> None:
@@ -63,16 +58,9 @@ class SubWorlds:
         return False
 
     def run(self, num_ranks: int, action: Callable[[World], T], phase: str) -> T | None:
-        """Let some ranks do something as if there were no others.
+        """Run `action` on some ranks as a world of their own; the others sleep.
 
-        Args:
-            num_ranks: How many; the nodes are filled one after another.
-            action: What they do, given the sub-world. It must leave nothing behind
-                that needs the process group.
-            phase: What it is, for a hang's report: ``"training on 2 ranks"``.
-
-        Returns:
-            What `action` returned on this rank; ``None`` where it slept.
+        `action` must leave nothing behind that needs the process group.
         """
         from mpi4py import MPI
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from launcher import find, mpirun
 
-from mpitrain.launch.placement import gpu
+from mpitrain.launch import gpu
 from mpitrain.torch_compat import python_backend_error
 
 HOST = "gloo" if python_backend_error() else "mpi4py"

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from launcher import Mpi, environment
 
-from mpitrain.launch.placement import cpu
+from mpitrain.launch import cpu
 
 SHOW = """
 import json, os, sys

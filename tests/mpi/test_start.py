@@ -11,8 +11,7 @@ import pytest
 
 from mpitrain.config import LaunchConfig
 from mpitrain.errors import RemoteError, TopologyError, UsageError
-from mpitrain.launch import consistency
-from mpitrain.launch.placement import gpu
+from mpitrain.launch import consistency, gpu
 from mpitrain.mpi import topology
 from mpitrain.mpi.collectives import all_or_none, barrier, on_rank_zero
 from mpitrain.mpi.topology import discover_world

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from mpitrain.errors import TopologyError
-from mpitrain.launch.placement import gpu
-from mpitrain.launch.placement.gpu import VisibleGpus
+from mpitrain.launch import gpu
+from mpitrain.launch.gpu import VisibleGpus
 from mpitrain.mpi.topology import group_by_node
 from mpitrain.mpi.world import Node
 

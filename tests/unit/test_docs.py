@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from mpitrain.cli import COMMANDS, main
-from mpitrain.launch.run_script.target import split
+from mpitrain.launch.run_target import split
 
 ROOT = Path(__file__).parents[2]
 PAGES = [

@@ -9,9 +9,8 @@ import pytest
 
 from mpitrain.errors import UsageError
 from mpitrain.flags import Answered
-from mpitrain.launch.run_script.program import failure
-from mpitrain.launch.run_script.script import script_variables
-from mpitrain.launch.run_script.target import (
+from mpitrain.launch.run_script import failure, script_variables
+from mpitrain.launch.run_target import (
     Target,
     asks_only,
     find_module,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mpitrain.launch.placement import cpu
+from mpitrain.launch import cpu
 
 
 @pytest.mark.parametrize(

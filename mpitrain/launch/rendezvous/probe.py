@@ -28,11 +28,7 @@ SOMEBODY_ELSE = "answered by somebody else"
 
 
 def listen(address: str) -> socket.socket:
-    """Return a socket that listens on a free port of one numeric address alone.
-
-    Raises:
-        OSError: It is no address of this host, or no port is free.
-    """
+    """Return a socket that listens on a free port of one numeric address alone."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -54,16 +50,7 @@ def connect(
 ) -> tuple[str, str]:
     """Connect to one of rank zero's listeners and check its proof.
 
-    Args:
-        where: Address and port.
-        index: Which of the listeners it must be.
-        secret: What only the ranks of this job know.
-        seconds: How long all of it may take.
-        source: The own address to connect from; ``None``: as the system routes it.
-
-    Returns:
-        The own address that the connection came from and ``""``, or ``""`` and why
-        there is none.
+    Returns the own address of the connection, or ``""``, and why there is none.
     """
     end = time.monotonic() + seconds
     failure = TIMED_OUT

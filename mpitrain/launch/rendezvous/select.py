@@ -110,15 +110,7 @@ def find_rendezvous(
 ) -> Rendezvous:
     """Bind a port on rank zero and find an address of it that all nodes reach.
 
-    Collective over `comm`.
-
-    Returns:
-        Where rank zero is reached; on one node that is the loopback address, and no
-        port is open to the outside.
-
-    Raises:
-        LaunchError: A node lacks `interface`, or no address is reached by all nodes,
-            with the table of who reached what. Raised on every rank or on none.
+    Collective over `comm`. On one node no port is open to the outside.
     """
     leads = world.local_rank == 0
     mine = find_interfaces() if leads else ()
@@ -231,11 +223,7 @@ def try_offers(
     interfaces: Sequence[Interface],
     name: str | None = None,
 ) -> NodeReport:
-    """Try to reach every offer, all at once; from the interface `name`, if given.
-
-    Returns:
-        What this node found, in the order of `offers`.
-    """
+    """Try to reach every offer, all at once; from the interface `name`, if given."""
     sources: list[str | None] = [None]
     if name is not None:
         own = [interface for interface in interfaces if interface.name == name]
@@ -274,12 +262,7 @@ def try_offers(
 
 
 def check_interface(name: str, reports: Mapping[str, NodeReport]) -> None:
-    """Refuse an interface that some node lacks.
-
-    Raises:
-        LaunchError: With the interfaces that those nodes have; on every rank or on
-            none.
-    """
+    """Refuse an interface that some node lacks."""
     lacking: dict[str, list[str]] = {}
     for host, report in reports.items():
         if report.other_interfaces is not None:
@@ -307,17 +290,6 @@ def select_offer(
     A connection is of the class and the speed of its slower end. The best class wins;
     then the higher speed; then an address that the host's own name resolves to; then
     IPv4; then the order of the system.
-
-    Args:
-        host: Rank zero's host, for the message.
-        offers: Where it listens.
-        attempts: What each of the other nodes found for each offer, by host name.
-
-    Returns:
-        The index of the selected offer.
-
-    Raises:
-        LaunchError: There is none; on every rank or on none.
     """
 
     def cost(index: int) -> tuple[int, int, bool, bool, int]:

@@ -28,9 +28,6 @@ def open_store(
     """Open the store on rank zero, then reach it from the others.
 
     Collective over `comm`. In two stages: a client of a server that failed would wait.
-
-    Returns:
-        The server on rank zero, a client elsewhere.
     """
 
     def open_it() -> TCPStore:

@@ -36,15 +36,12 @@ def socket_variables(
 
     What the user set stays, and so does what NCCL's own files set, since NCCL lets the
     environment overrule them.
-
-    Returns:
-        Variables and values to set. NCCL takes a name as a prefix unless ``=`` stands
-        before it, what stands behind a ``:`` as a port (ncclOsFindInterfaces and
-        parseStringList of NCCL 2.30), and IPv4 where the interface has both.
     """
     name = rendezvous.interface.name
     if not name:
         return {}
+    # NCCL takes a name as a prefix unless "=" stands before it, what stands behind ":"
+    # as a port (ncclOsFindInterfaces, parseStringList of NCCL 2.30), and prefers IPv4.
     wanted = {GLOO: name, NCCL: "=" + name.partition(":")[0]}
     if ":" in rendezvous.own_address:
         wanted[NCCL_FAMILY] = "AF_INET6"
@@ -81,9 +78,6 @@ def bind_gloo(rendezvous: Rendezvous, environ: Mapping[str, str]) -> None:
 
     gloo takes the first address of its interface, IPv4 before IPv6, and waits for ever
     where the others cannot reach that one. All process groups made later on are bound.
-
-    Raises:
-        LaunchError: This torch gives no way to say so.
     """
     own = rendezvous.own_address
     addresses = rendezvous.interface.addresses
@@ -129,10 +123,6 @@ def check_mpi_messages(
     Collective over `comm`. Small messages, all that the start needs else, may go over
     one interface while a part of every large one waits for ever at another that is
     filtered.
-
-    Raises:
-        LaunchError: A message did not arrive; raised on the ranks that sent it or wait
-            for it.
     """
     seconds = min(MESSAGE_SECONDS, 0.8 * start_timeout)  # before the watchdog ends it
     if world.local_rank == 0:

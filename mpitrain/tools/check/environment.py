@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from mpitrain.launch import cpu
 from mpitrain.launch.consistency import version_numbers
-from mpitrain.launch.placement import cpu
 from mpitrain.launch.rendezvous.select import Rendezvous
 from mpitrain.mpi.world import Node, World, format_ranges, list_hosts
 from mpitrain.schedulers import Scheduler

@@ -98,12 +98,7 @@ def asks_only(words: Sequence[str]) -> bool:
 
 
 def read_words(words: Sequence[str]) -> RunRequest:
-    """Read the words after ``run``.
-
-    Raises:
-        UsageError: What stands there cannot be used.
-        Answered: Help or the version was asked for; it is printed.
-    """
+    """Read the words after ``run``."""
     flags, target = split(words)
     config = read_flags(
         RunConfig, flags, program=f"{PROGRAM} run", further=f"Usage:\n{USAGE}\n"
@@ -120,14 +115,7 @@ def read_words(words: Sequence[str]) -> RunRequest:
 
 
 def read_script(name: str) -> tuple[ModuleType, CodeType]:
-    """Read a script as Python would; of a folder or archive its ``__main__.py``.
-
-    Returns:
-        The module to be ``__main__``, still empty, and its code.
-
-    Raises:
-        UsageError: It cannot be read, or is no Python.
-    """
+    """Read a script as Python would; of a folder or archive its ``__main__.py``."""
     path = str(Path(name).absolute())
     spec = PathFinder.find_spec("__main__", [path])
     if spec is not None and (found := _code_of(spec, name)) is not None:
@@ -154,12 +142,6 @@ def find_module(name: str) -> tuple[ModuleType, CodeType]:
     """Find a module, or the ``__main__`` of a package, as ``python -m`` would.
 
     Packages above it are imported.
-
-    Returns:
-        The module to be ``__main__``, still empty, and its code.
-
-    Raises:
-        UsageError: There is none, or it is not written in Python.
     """
     spec = _find_spec(name)
     if spec is not None and spec.submodule_search_locations is not None:
@@ -212,11 +194,7 @@ def _syntax_error(error: Exception) -> str:
 
 
 def find_program(name: str, environ: Mapping[str, str]) -> str:
-    """Find a program as a shell would.
-
-    Raises:
-        UsageError: There is none that can be executed.
-    """
+    """Find a program as a shell would."""
     path = shutil.which(name, path=environ.get("PATH"))
     if path is None:
         raise UsageError(

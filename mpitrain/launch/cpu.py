@@ -30,12 +30,6 @@ def configure_threads(
 
     Collective over `comm`. Before torch is imported: it reads OMP_NUM_THREADS once,
     which is set in `variables`.
-
-    Returns:
-        The world with the cores of all nodes, and this rank's cores and threads.
-
-    Raises:
-        UsageError: OMP_NUM_THREADS is no number; on every rank or on none.
     """
     mask = usable_cores()
     mine = (mask, _launcher_cores(variables), cpu_quota(), threads_of_pbs(variables))
@@ -158,13 +152,6 @@ def fair_shares(
 ) -> tuple[int, ...]:
     """Divide the cores of one node among its ranks.
 
-    Args:
-        masks: The cores that each rank may use, by local rank.
-        quota: Cores' worth of time that all of them may use together.
-
-    Returns:
-        Cores per rank, at least 1: a core that n ranks may use counts 1/n for each.
-
     >>> fair_shares([{0, 1, 2, 3}, {0, 1, 2, 3}])
     (2, 2)
     >>> fair_shares([{0}, {1}]), fair_shares([{0, 1, 2, 3}] * 2, quota=2.0)
@@ -184,9 +171,6 @@ def threads_of(share: int, variables: MutableMapping[str, str]) -> int:
     """Return this rank's threads: ``OMP_NUM_THREADS`` where it is set, else its share.
 
     The variable is set in `variables` where it is not.
-
-    Raises:
-        UsageError: ``OMP_NUM_THREADS`` is no number of threads.
 
     >>> threads_of(4, {}), threads_of(4, {"OMP_NUM_THREADS": "2"})
     (4, 2)

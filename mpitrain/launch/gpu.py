@@ -88,12 +88,6 @@ def assign_devices(
 
     Collective over `comm`. Before NCCL starts, which reads its
     `variables` once; what it needs is set there, if it is not.
-
-    Returns:
-        The world with devices and backend.
-
-    Raises:
-        TopologyError: The GPUs do not fit; raised on every rank or on none.
     """
     visible = all_or_none(
         comm,
@@ -180,21 +174,6 @@ def plan_devices(
     device (``--gpus-per-task=1``, wrapper scripts), it takes that one. Where there are
     more ranks than devices, they share them in turn.
 
-    Args:
-        seen: What each rank sees, by rank.
-        nodes: The nodes, by node rank.
-        required: Whether to refuse CPUs.
-        asked: The backend that was asked for.
-        host_backend: The one that carries tensors in host memory.
-
-    Returns:
-        A device for each rank, and the backend for all.
-
-    Raises:
-        TopologyError: Some ranks see a GPU and others see none, or none does though it
-            is required, or NCCL was asked for and cannot. Raised on every rank or on
-            none, when `seen` is equal on all.
-
     >>> two = (Node(hostname="a", ranks=(0, 1)),)
     >>> plan_devices([VisibleGpus(gpus=("x", "y"), has_nccl=True)] * 2, two).devices
     ('cuda:0', 'cuda:1')
@@ -272,16 +251,6 @@ def warnings_of(plan: DevicePlan) -> list[str]:
 def choose_host_backend(asked: Backend, why_not: str) -> tuple[str, str]:
     """Choose the backend that carries tensors in host memory.
 
-    Args:
-        asked: What was asked for.
-        why_not: Why ours cannot; ``""``: it can.
-
-    Returns:
-        Its name, and a warning about it or ``""``.
-
-    Raises:
-        TopologyError: Ours was asked for and cannot; on every rank or on none.
-
     >>> choose_host_backend("auto", "")
     ('mpi4py', '')
     >>> choose_host_backend("auto", "torch is old")
@@ -342,11 +311,6 @@ def why_not_shared(
     version: tuple[int, ...], environ: Mapping[str, str], *, is_rocm: bool = False
 ) -> str:
     """Return why ranks of NCCL cannot share a GPU here; ``""``: they can.
-
-    Args:
-        version: NCCL's; empty without it.
-        environ: This process's environment.
-        is_rocm: Whether it is AMD's RCCL.
 
     >>> why_not_shared((2, 28, 9), {})
     'NCCL 2.28.9 refuses it, 2.30.3 would not'

@@ -9,16 +9,18 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+import signal
 import stat
+import subprocess
 import sys
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import CodeType, ModuleType
+from types import CodeType, FrameType, ModuleType
 from typing import NoReturn
 
 from mpitrain.config import TIMEOUT_SECONDS, LaunchConfig
-from mpitrain.errors import UsageError, collective_error
+from mpitrain.errors import LaunchError, UsageError, collective_error
 from mpitrain.flags import PROGRAM
 from mpitrain.launch import stages
 from mpitrain.launch.current import set_current
@@ -31,8 +33,7 @@ from mpitrain.launch.process_exit import (
     flush,
 )
 from mpitrain.launch.rendezvous.store import let_scripts_open_their_own
-from mpitrain.launch.run_script.program import run_program
-from mpitrain.launch.run_script.target import (
+from mpitrain.launch.run_target import (
     RunRequest,
     find_module,
     find_program,
@@ -63,12 +64,6 @@ def run(
     """Start all but the process group, run the script, and end with all ranks.
 
     Collective over all ranks.
-
-    Raises:
-        LaunchError: The job cannot start; on every rank or on none.
-        UsageError: There is no such script; on every rank or on none.
-        ProgramFailed: The program ended with a status that is not 0.
-        BaseException: What the script raised, ``sys.exit(0)`` excepted.
     """
     if request.target.kind == "program":
         _run_program(guard, request, environ)
@@ -198,17 +193,8 @@ def script_variables(
     ``LOCAL_RANK`` is what scripts hand to ``torch.cuda.set_device``, so on GPUs it is
     the index of this rank's own one. That is the rank on its node, except where ranks
     share GPUs or each sees but one; there torchrun's ``--virtual-local-rank`` says 0 to
-    several ranks of a node, too.
-
-    Args:
-        world: Where this process stands, with the store's address.
-        run_id: A name of this start, equal on all ranks.
-        environ: The environment, for what the user has set.
-
-    Returns:
-        Variables and values. The list is that of torch 2.15,
-        ``torch/distributed/elastic/agent/server/local_elastic_agent.py``; there is no
-        agent, so what only an agent reads is left out.
+    several ranks of a node, too. The list is that of torch 2.15's
+    ``elastic/agent/server/local_elastic_agent.py``, less what only an agent reads.
     """
     own_gpu = world.device.partition(":")[2]
     return stages.torchrun_variables(world) | {
@@ -249,17 +235,7 @@ def _close_stdin() -> None:
 
 
 def take_pending_launch(guard: ExitGuard, config: LaunchConfig) -> PendingLaunch | None:
-    """Take the launch that `run` has begun, for `mpitrain.init` in a script.
-
-    Returns:
-        The launch, with the caller's configuration: where it gives no time for hangs,
-        ``run``'s holds. ``None`` where nothing was begun, or it was taken before: a
-        second job is a start of its own.
-
-    Raises:
-        UsageError: It asks for another start than ``run`` made; raised on every rank
-            where all ask for the same.
-    """
+    """Take the launch that `run` has begun; ``None``: `init` is to make its own."""
     if not _pending:
         return None
     pending = _pending.pop()
@@ -300,3 +276,80 @@ def _leave_together(guard: ExitGuard) -> None:
         dist.destroy_process_group()
     barrier(guard.comm)  # before rank zero takes the store away
     guard.store = None
+
+
+FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+"""What the launcher sends to a rank, and the program is meant to get."""
+
+_KILL_GROUP = 'read -r group || exit; read -r end; kill -KILL "-$group"'
+"""Kill the process group that the first line of stdin names, when stdin ends."""
+
+
+class ProgramFailed(LaunchError):
+    """The program of this rank ended with a status that is not 0."""
+
+
+def run_program(path: str, argv: Sequence[str], environ: Mapping[str, str]) -> None:
+    """Run a program to its end.
+
+    It has a process group of its own: mpirun signals the whole group of a rank (Open
+    MPI 4.1 and 5.0, MPICH 5.0; tried), and a signal that is forwarded besides would
+    come twice. A shell in a session of its own kills that group when this process ends
+    in any way; it is started, like the program, without a fork of this process's
+    memory, which some networks of MPI do not bear.
+    """
+    with subprocess.Popen(
+        ["/bin/sh", "-c", _KILL_GROUP],
+        bufsize=0,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    ) as killer:
+        child = subprocess.Popen(argv, executable=path, env=environ, process_group=0)
+        assert killer.stdin is not None
+        killer.stdin.write(b"%d\n" % child.pid)
+        with _forwarding(child):
+            status = child.wait()
+        if status == 0:
+            killer.kill()  # what the program left running on purpose may stay
+    if status != 0:
+        raise failure(argv[0], status)
+
+
+def failure(name: str, status: int) -> ProgramFailed:
+    """Return the error, with a shell's exit status, for a status of `subprocess`.
+
+    >>> str(failure("train.sh", 3)), failure("train.sh", -9).exit_status
+    ('train.sh ended with status 3', 137)
+    >>> print(failure("train.sh", -9))
+    train.sh was killed by SIGKILL
+    """
+    if status > 0:
+        error = ProgramFailed(f"{name} ended with status {status}")
+        error.exit_status = status
+    else:
+        try:
+            by = signal.Signals(-status).name
+        except ValueError:
+            by = f"signal {-status}"
+        error = ProgramFailed(f"{name} was killed by {by}")
+        error.exit_status = 128 - status
+    return error
+
+
+@contextlib.contextmanager
+def _forwarding(child: subprocess.Popen[bytes]) -> Iterator[None]:
+    """Forward signals to a child and its process group."""
+
+    def forward(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
+        if child.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child.pid, number)
+
+    for number in FORWARDED:
+        signal.signal(number, forward)
+    yield
+    # Others may have nobody to go to now, but must not end a rank that waits.
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -1,1 +1,0 @@
-"""Which cores, threads and GPU each rank gets."""
