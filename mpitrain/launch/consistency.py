@@ -7,7 +7,7 @@ import logging
 import re
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from importlib import metadata
@@ -34,7 +34,7 @@ logger = logging.getLogger("mpitrain")
 
 
 @dataclass(frozen=True, kw_only=True)
-class RankFacts:
+class LaunchFacts:
     """What one rank says of itself."""
 
     software: Mapping[str, str]
@@ -68,7 +68,7 @@ def check_consistency(
     mine["clock_seconds"] = time.time()
     # Plain dictionaries: another version of mpitrain must be able to read them.
     facts = [
-        RankFacts(**{name: theirs.get(name) for name in mine})
+        LaunchFacts(**{name: theirs.get(name) for name in mine})
         for theirs in comm.allgather(mine)
     ]
     check_software(facts, world.nodes)
@@ -102,46 +102,33 @@ def software() -> dict[str, str]:
     return found
 
 
-def check_software(facts: Sequence[RankFacts], nodes: Sequence[Node]) -> None:
+def check_software(facts: Sequence[LaunchFacts], nodes: Sequence[Node]) -> None:
     """Refuse different versions on different ranks."""
     hosts = {rank: node.hostname for node in nodes for rank in node.ranks}
-    lines = []
-    for name in facts[0].software:
-        versions = _ranks_by_value([of_rank.software.get(name) for of_rank in facts])
-        if len(versions) > 1:
-            found = (
-                f"{version} on {list_hosts(hosts[rank] for rank in ranks)} "
-                f"({_named(ranks)})"
-                for version, ranks in versions.items()
-            )
-            lines.append(f"  {name}: {'; '.join(found)}")
+    lines = _differences(
+        [of_rank.software for of_rank in facts],
+        lambda ranks: f"{list_hosts(hosts[rank] for rank in ranks)} ({_named(ranks)})",
+    )
     if lines:
         raise _error(
-            "the ranks do not run the same software.\n"
-            + "\n".join(lines)
-            + "\nExpected one version of each on all nodes. Use one environment on "
+            f"the ranks do not run the same software.\n{lines}\n"
+            "Expected one version of each on all nodes. Use one environment on "
             "a file system that all nodes share, and hand it on: mpirun -x PATH "
             "-x LD_LIBRARY_PATH -x PYTHONPATH -x MPI4PY_LIBMPI"
         )
 
 
-def check_arguments(facts: Sequence[RankFacts]) -> None:
+def check_arguments(facts: Sequence[LaunchFacts]) -> None:
     """Refuse a start that the ranks were asked for in different ways."""
-    lines = []
-    for name in facts[0].arguments:
-        values = _ranks_by_value([of_rank.arguments.get(name) for of_rank in facts])
-        if len(values) > 1:
-            found = (f"{value} on {_named(ranks)}" for value, ranks in values.items())
-            lines.append(f"  {name}: {'; '.join(found)}")
+    lines = _differences([of_rank.arguments for of_rank in facts], _named)
     if lines:
         raise _error(
-            "the ranks ask for different things.\n"
-            + "\n".join(lines)
-            + "\nExpected the same arguments to mpitrain.init() on every rank."
+            f"the ranks ask for different things.\n{lines}\n"
+            "Expected the same arguments to mpitrain.init() on every rank."
         )
 
 
-def check_ranks_per_node(facts: Sequence[RankFacts], nodes: Sequence[Node]) -> str:
+def check_ranks_per_node(facts: Sequence[LaunchFacts], nodes: Sequence[Node]) -> str:
     """Refuse a number of ranks on a node other than the launcher says."""
     for node in nodes:
         said = facts[node.ranks[0]].local_size
@@ -167,7 +154,7 @@ def check_ranks_per_node(facts: Sequence[RankFacts], nodes: Sequence[Node]) -> s
     )
 
 
-def check_clocks(facts: Sequence[RankFacts], nodes: Sequence[Node]) -> str:
+def check_clocks(facts: Sequence[LaunchFacts], nodes: Sequence[Node]) -> str:
     """Refuse clocks that are minutes apart."""
     # The earliest of a host: a rank may be held up between the barrier and its clock.
     clocks = {
@@ -192,11 +179,19 @@ def check_clocks(facts: Sequence[RankFacts], nodes: Sequence[Node]) -> str:
     )
 
 
-def _ranks_by_value(values: Sequence[str | None]) -> dict[str, list[int]]:
-    found: dict[str, list[int]] = {}
-    for rank, value in enumerate(values):
-        found.setdefault(value or "unknown", []).append(rank)
-    return found
+def _differences(
+    by_rank: Sequence[Mapping[str, str]], where: Callable[[list[int]], str]
+) -> str:
+    """Return a line for each name whose values differ, with the ranks of each value."""
+    lines = []
+    for name in by_rank[0]:
+        ranks: dict[str, list[int]] = {}
+        for rank, values in enumerate(by_rank):
+            ranks.setdefault(values.get(name) or "unknown", []).append(rank)
+        if len(ranks) > 1:
+            found = (f"{value} on {where(having)}" for value, having in ranks.items())
+            lines.append(f"  {name}: {'; '.join(found)}")
+    return "\n".join(lines)
 
 
 def _named(ranks: Sequence[int]) -> str:

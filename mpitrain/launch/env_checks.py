@@ -47,11 +47,7 @@ _REMEDY = (
 
 
 def was_launched(environ: Mapping[str, str]) -> bool:
-    """Whether a launcher of MPI started this process.
-
-    >>> was_launched({"OMPI_COMM_WORLD_SIZE": "4"}), was_launched({"HOME": "/"})
-    (True, False)
-    """
+    """Whether a launcher of MPI started this process."""
     return any(name in environ for name in SIZE_VARIABLES)
 
 
@@ -66,21 +62,13 @@ def launched_rank(environ: Mapping[str, str]) -> int:
 
 
 def launched_size(environ: Mapping[str, str]) -> int:
-    """Return how many processes the launcher started, as far as it tells.
-
-    >>> launched_size({"PMI_SIZE": "4"}), launched_size({})
-    (4, 1)
-    """
+    """Return how many processes the launcher started, as far as it tells."""
     given = next((environ[name] for name in SIZE_VARIABLES if name in environ), "1")
     return int(given) if given.isdecimal() else 1
 
 
 def local_size(environ: Mapping[str, str]) -> tuple[str, int] | None:
-    """Return the variable in which the launcher counts this node's processes.
-
-    >>> local_size({"OMPI_COMM_WORLD_LOCAL_SIZE": "4"})
-    ('OMPI_COMM_WORLD_LOCAL_SIZE', 4)
-    """
+    """Return the variable in which the launcher counts this node's processes."""
     for name in LOCAL_SIZE_VARIABLES:
         if environ.get(name, "").isdecimal():
             return name, int(environ[name])
@@ -104,11 +92,7 @@ def is_on_one_node(environ: Mapping[str, str]) -> bool:
 
 
 def launcher_sockets(environ: Mapping[str, str]) -> list[int]:
-    """Return the descriptors by which MPICH's launcher and this process talk.
-
-    >>> launcher_sockets({"PMI_FD": "9"}), launcher_sockets({})
-    ([9], [])
-    """
+    """Return the descriptors by which MPICH's launcher and this process talk."""
     given = (environ.get(name, "") for name in ("PMI_FD", "HYDI_CONTROL_FD"))
     return [int(number) for number in given if number.isdecimal()]
 
@@ -162,11 +146,7 @@ def lone_in_allocation(environ: Mapping[str, str]) -> str | None:
 
 
 def part_of_het_job(environ: Mapping[str, str], num_nodes: int) -> str | None:
-    """Return a line where the ranks use but a part of a heterogeneous SLURM job.
-
-    >>> part_of_het_job({"SLURM_HET_SIZE": "2"}, 2) is None
-    True
-    """
+    """Return a line where the ranks use but a part of a heterogeneous SLURM job."""
     size = environ.get("SLURM_HET_SIZE", "")
     if not _is_several(size):
         return None
@@ -182,11 +162,7 @@ def part_of_het_job(environ: Mapping[str, str], num_nodes: int) -> str | None:
 
 
 def check_size(world_size: int, environ: Mapping[str, str]) -> None:
-    """Refuse to train N times alone when N processes were meant to train together.
-
-    >>> check_size(1, {})
-    >>> check_size(4, {"OMPI_COMM_WORLD_SIZE": "4"})
-    """
+    """Refuse to train N times alone when N processes were meant to train together."""
     if world_size > 1:
         return  # other sizes are several programs in one job; MPI knows better
     for name, launcher in SIZE_VARIABLES.items():

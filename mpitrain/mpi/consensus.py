@@ -36,11 +36,6 @@ class Consensus:
     """The maximum over all ranks of some numbers, exchanged in the background.
 
     Collective over all ranks.
-
-    Args:
-        world: Where this process stands.
-        count: How many numbers.
-        kinds: How many kinds of work there are, such as steps and evaluations.
     """
 
     def __init__(self, world: World, count: int, kinds: int) -> None:
@@ -59,9 +54,6 @@ class Consensus:
 
         Call it at the same places on all ranks; equal on all of them: it depends on
         the time per piece that all have agreed on, not on this rank's clock.
-
-        Args:
-            kind: Which kind of work has just been done.
         """
         now = time.monotonic()
         self._seconds[kind] += now - self._last
@@ -74,12 +66,6 @@ class Consensus:
         """Start an exchange, and return the result of the one before.
 
         Collective over all ranks; waits only for ranks that are far behind.
-
-        Args:
-            mine: This rank's numbers, as they are now.
-
-        Returns:
-            The maximum of each, as they were at the last call; ``None`` at the first.
         """
         found = self._complete()
         if found is not None:

@@ -44,12 +44,7 @@ CHUNK_BYTES = 256 << 20
 
 
 class Communicator:
-    """The ranks of a job. All methods are collective over them.
-
-    Args:
-        comm: All ranks.
-        world: Where this process stands.
-    """
+    """The ranks of a job. All methods are collective over them."""
 
     def __init__(self, comm: MPI.Intracomm, world: World) -> None:
         self._comm = comm
@@ -77,16 +72,7 @@ class Communicator:
     ) -> dict[str, Array]:
         """Make arrays on rank zero, and hold them once on every node.
 
-        Args:
-            make: Called on rank zero alone.
-            doing: What it does, for messages.
-
-        Returns:
-            The arrays, equal on all ranks; those of one node share their memory, so
-            that nobody may write to them.
-
-        Raises:
-            Exception: Rank zero's; on every rank or on none.
+        The ranks of a node share their memory, so that nobody may write to it.
         """
         made: dict[str, Array] = {}
 
@@ -112,17 +98,7 @@ class Communicator:
         return shared
 
     def check_same_on_nodes(self, look: Callable[[], str], what: str) -> None:
-        """Refuse files that differ between nodes.
-
-        Args:
-            look: Called on one rank of every node: summarizes what it sees there.
-            what: What is compared, for the message: ``"the files of ..."``.
-
-        Raises:
-            DataError: With the hosts that differ from rank zero's; on every rank or on
-                none.
-            Exception: That of `look`; on every rank or on none.
-        """
+        """Refuse files that differ between nodes, by what one rank of each sees."""
         world = self._world
         if world.num_nodes == 1:
             return
@@ -142,17 +118,7 @@ class Communicator:
             )
 
     def check_equal(self, seen: str, what: str, expected: str) -> None:
-        """Refuse what differs between ranks.
-
-        Args:
-            seen: What this rank has, in words.
-            what: What is compared: ``"the length of the training data"``.
-            expected: What to do about it.
-
-        Raises:
-            DataError: With what the first rank that differs has; on every rank or on
-                none.
-        """
+        """Refuse what differs between ranks."""
         found: list[str] = self._comm.allgather(seen)
         other = next((rank for rank, it in enumerate(found) if it != found[0]), None)
         if other is not None:
@@ -168,14 +134,7 @@ class Communicator:
     ) -> None:
         """Do something on one rank of those that see one folder; the others wait.
 
-        Args:
-            folder: Made where it is missing. Nodes that see a file that another has
-                written there share it.
-            action: What is done, such as a download into that folder.
-            doing: What it is, for messages.
-
-        Raises:
-            Exception: What failed; on every rank or on none.
+        The folder is made where it is missing.
         """
         world, comm = self._world, self._comm
         name = on_rank_zero(comm, lambda: secrets.token_hex(8), "choose a name")

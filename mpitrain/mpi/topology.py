@@ -24,15 +24,8 @@ if TYPE_CHECKING:
 def start_mpi(before: Callable[[str], object] | None = None) -> MPI.Intracomm:
     """Start MPI in this process, if it is not started yet, and return all its ranks.
 
-    Args:
-        before: Called before MPI_Init with the library's version text: a library that
-            does not fit the launcher may end the process inside MPI_Init.
-
-    Returns:
-        ``MPI.COMM_WORLD``.
-
-    Raises:
-        LaunchError: There is no MPI library to load.
+    `before` gets the library's version text: a library that does not fit the launcher
+    may end the process inside MPI_Init.
     """
     # Open MPI's btl/ofi asks libfabric for every provider, which costs a second of
     # MPI_Init and gives one-sided transfers that nothing here uses. Open MPI 4.1 and 5
@@ -106,16 +99,6 @@ def discover_world(comm: MPI.Intracomm) -> World:
     """Work out this process's rank, local rank and node from MPI alone.
 
     Collective over `comm`.
-
-    Args:
-        comm: All processes of the job; not kept, not freed.
-
-    Returns:
-        The world as MPI knows it: ranks and nodes, without device or address.
-
-    Raises:
-        TopologyError: MPI's shared-memory groups and the host names disagree, or
-            several machines have one name. Raised on every rank or on none.
     """
     from mpi4py import MPI
 
