@@ -14,7 +14,6 @@ from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 import mpitrain
-from mpitrain.config import LaunchConfig
 from mpitrain.errors import LaunchError, TopologyError, collective_error
 from mpitrain.launch.env_checks import local_size
 from mpitrain.mpi.collectives import barrier
@@ -23,6 +22,8 @@ from mpitrain.mpi.world import Node, World, format_ranges, list_hosts
 
 if TYPE_CHECKING:
     from mpi4py import MPI
+
+    from mpitrain.config import LaunchConfig
 
 CLOCK_WARNING_SECONDS = 60.0
 """Clocks further apart than this are warned of."""
