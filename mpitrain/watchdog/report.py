@@ -18,12 +18,12 @@ _STANDARD_LIBRARY = str(Path(os.__file__).parent)
 
 _BACKEND = "mpitrain/mpi_backend/"
 
-_WAITING_FILES = (
+WAITING_FILES = (
     "torch/distributed/",
     "torch/autograd/graph.py",  # backward, in which DDP waits for its reductions
     "torch/nn/parallel/distributed.py",
     _BACKEND,
-    "mpitrain/topology.py",
+    "mpitrain/mpi/",
     "mpi4py/",
 )
 """A rank whose stack ends in one of these files waits for others."""
@@ -88,7 +88,7 @@ def main_stack(text: str) -> list[Frame]:
 
 def is_waiting(frames: Sequence[Frame]) -> bool:
     """Return whether a rank with this stack waits for others."""
-    return any(part in frame.file for frame in frames[:3] for part in _WAITING_FILES)
+    return any(part in frame.file for frame in frames[:3] for part in WAITING_FILES)
 
 
 def describe_position(status: RankStatus, now: float) -> str:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+import mpitrain
 from mpitrain.watchdog.coordinator import Coordinator
 from mpitrain.watchdog.heartbeat import Heartbeat, Position, State, memory_file
 from mpitrain.watchdog.report import (
+    WAITING_FILES,
     RankStatus,
     describe_call,
     is_waiting,
@@ -344,3 +347,10 @@ def test_the_main_threads_stack_is_the_last() -> None:
     assert not is_waiting(main_stack(WORKING))
     assert main_stack("") == []
     assert describe_call(frames) == "me/mine.py:21 in <module>, in all_reduce"
+
+
+def test_the_files_in_which_ranks_wait_for_others_are_there() -> None:
+    folder = Path(mpitrain.__file__).parents[1]
+    own = [name for name in WAITING_FILES if name.startswith("mpitrain/")]
+    assert own
+    assert all((folder / name).exists() for name in own)
