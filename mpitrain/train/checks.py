@@ -105,7 +105,7 @@ def explain_call(model: nn.Module, inputs: Any, error: Exception) -> None:
             raise DataError(
                 f"{type(model).__name__}.forward({names}) was called with the inputs "
                 f"alone, {_kind(inputs)}: {why}. Expected a model of one argument; "
-                "for others override Trainer.compute_loss (examples/own_trainer.py)"
+                "for others override Trainer.compute_loss (examples/custom_loss.py)"
             ) from None
     error.add_note(f"{type(model).__name__} was called with {_kind(inputs)}")
 

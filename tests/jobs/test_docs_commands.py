@@ -80,8 +80,8 @@ NOT_RUN = {
     "mpirun -np 2 --oversubscribe python -m mpitrain --data my_stream:tiles"
     " --data-dir here": EXAMPLE,
     "mpirun -np 2 --oversubscribe python -m mpitrain --model my_model:small": EXAMPLE,
-    f"{OWN} examples/own_trainer.py": EXAMPLE,
-    f"{OWN} examples/own_script.py": EXAMPLE,
+    f"{OWN} examples/custom_loss.py": EXAMPLE,
+    f"{OWN} examples/custom_loop.py": EXAMPLE,
 }
 """The commands of the pages that are not run, and why."""
 

@@ -262,9 +262,9 @@ def test_a_disk_that_is_full_ends_loggers_and_no_training(runs: Runs) -> None:
 
 
 def test_a_logger_of_ones_own_in_thirty_lines(runs: Runs) -> None:
-    assert len((ROOT / "examples/own_logger.py").read_text().splitlines()) <= 30
+    assert len((ROOT / "examples/custom_logger.py").read_text().splitlines()) <= 30
     (runs.folder / "examples").symlink_to(ROOT / "examples")
-    done = runs.run("own", 2, "--log", "examples.own_logger:Textfile")
+    done = runs.run("own", 2, "--log", "examples.custom_logger:Textfile")
     assert done.status == 0, done.out + done.err
     lines = (runs.dir("own") / "metrics.prom").read_text().splitlines()
     last = logged.from_record(runs.dir("own"))["val/loss"][-1][1]

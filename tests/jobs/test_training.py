@@ -249,12 +249,12 @@ def test_the_wheel_trains_outside_the_checkout(openmpi: Mpi, tmp_path: Path) -> 
 
 def test_the_examples_of_the_readme_run(openmpi: Mpi, tmp_path: Path) -> None:
     readme = (ROOT / "README.md").read_text()
-    assert (ROOT / "examples/own_model.py").read_text().split('"""\n\n')[1] in readme
+    assert (ROOT / "examples/custom_model.py").read_text().split('"""\n\n')[1] in readme
     (tmp_path / "examples").symlink_to(ROOT / "examples")
-    words = ("--model", "examples.own_model:TwoLayers", "--name", "own")
+    words = ("--model", "examples.custom_model:TwoLayers", "--name", "own")
     done = mpirun(openmpi, 2, "-m", "mpitrain", *words, cwd=tmp_path)
     assert done.status == 0, done.err
-    done = mpirun(openmpi, 2, "examples/own_script.py", cwd=tmp_path)
+    done = mpirun(openmpi, 2, "examples/custom_loop.py", cwd=tmp_path)
     assert done.status == 0, done.err
     assert "2 ranks, loss 0.00" in done.out
 

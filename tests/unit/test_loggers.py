@@ -425,8 +425,8 @@ def test_a_folder_of_a_library_s_name_is_no_library(
 def test_a_logger_of_ones_own_that_is_not_there_is_told_before_it_starts(
     info: Any,
 ) -> None:
-    with pytest.raises(UsageError, match=r"--log 'examples.own_logger:Nothing'"):
-        Opened(LogConfig(log=("examples.own_logger:Nothing",)), info())
+    with pytest.raises(UsageError, match=r"--log 'examples.custom_logger:Nothing'"):
+        Opened(LogConfig(log=("examples.custom_logger:Nothing",)), info())
 
 
 @pytest.mark.parametrize("log", [(), ("csv",), ("csv", "wandb")])

@@ -137,7 +137,7 @@ def test_an_image_too_small_is_named_with_the_size_that_would_do(
         ("zzzzzz", "is not known. Expected convnet, a classification model"),
         ("timm:resnet19", "timm has no model 'resnet19'. Did you mean 'resnet18'?"),
         ("timm:test_vit.nope", "'nope' is no file.* it has default, r160_in1k"),
-        ("examples/own_model.py:A", "Did you mean 'examples.own_model:A'?"),
+        ("examples/custom_model.py:A", "Did you mean 'examples.custom_model:A'?"),
         ("no_such_module:f", "there is no module 'no_such_module'"),
         ("hub:nowhere", "expected hub:OWNER/NAME:ENTRY"),
     ],

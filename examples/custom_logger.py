@@ -1,6 +1,6 @@
 """A user-defined logger: the last values, where Prometheus' node exporter reads them.
 
-mpirun -np 4 --oversubscribe python -m mpitrain --log examples.own_logger:Textfile
+mpirun -np 4 --oversubscribe python -m mpitrain --log examples.custom_logger:Textfile
 """
 
 import os

@@ -1,6 +1,6 @@
-"""A model, data, loss and metrics of one's own; also in a notebook, as it stands.
+"""A regression: custom model, data, loss and metrics; runs in a notebook, too.
 
-mpirun -np 4 --oversubscribe python examples/own_trainer.py
+mpirun -np 4 --oversubscribe python examples/custom_loss.py
 """
 
 import torch
@@ -26,4 +26,4 @@ trainer = mpitrain.Trainer(
 trainer.fit()
 state = trainer.state_dict()
 if trainer.world.is_rank_zero:
-    torch.save(state, "own_model.pt")
+    torch.save(state, "custom_model.pt")

@@ -1,6 +1,6 @@
-"""A script of one's own: only the start is mpitrain's.
+"""A custom training loop in plain DDP: mpitrain starts the ranks.
 
-mpirun -np 4 --oversubscribe python examples/own_script.py
+mpirun -np 4 --oversubscribe python examples/custom_loop.py
 """
 
 import torch
@@ -17,11 +17,11 @@ def main() -> None:
         targets = inputs.sum(dim=1, keepdim=True)
 
         model = nn.Linear(10, 1).to(world.device)
-        replica = DistributedDataParallel(model)
+        ddp_model = DistributedDataParallel(model)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for _ in range(100):
             optimizer.zero_grad()
-            loss = nn.functional.mse_loss(replica(inputs), targets)
+            loss = nn.functional.mse_loss(ddp_model(inputs), targets)
             loss.backward()
             optimizer.step()
         if world.is_rank_zero:

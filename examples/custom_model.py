@@ -1,6 +1,6 @@
-"""A model of one's own.
+"""A custom model: one class, named on the command line.
 
-mpirun -np 4 --oversubscribe python -m mpitrain --model examples.own_model:TwoLayers
+mpirun -np 4 --oversubscribe python -m mpitrain --model examples.custom_model:TwoLayers
 """
 
 from torch import Tensor, nn
