@@ -14,7 +14,7 @@ export OMPI_ALLOW_RUN_AS_ROOT := 1
 export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
 endif
 
-.PHONY: demo test test-unit test-torch test-jobs test-cluster test-whole test-gpu test-versions soak check lint type format bench clean help
+.PHONY: demo test test-unit test-torch test-jobs test-cluster test-whole test-gpu test-versions soak check lint type format flags bench clean help
 
 help:
 	@echo "make demo          train on 8 slots of this machine (NP=4 for 4)"
@@ -22,6 +22,7 @@ help:
 	@echo "make test-unit, test-torch, test-jobs, test-cluster, test-whole, test-gpu, soak: some of them"
 	@echo "make check         lint and types;  make format: put the code in order"
 	@echo "make test-versions PAIRS='2.13:python3.13': torch and Python in a new environment"
+	@echo "make flags         write docs/reference/flags.md from the configuration"
 	@echo "make bench         our start and training beside torchrun's"
 
 demo: $(VENV)/.demo
@@ -83,6 +84,9 @@ type: $(VENV)/.test
 format: $(VENV)/.test
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+flags: $(VENV)/.test
+	$(BIN)/python tests/flags_page.py
 
 bench: $(VENV)/.demo
 	$(BIN)/python benchmarks/start_to_end.py

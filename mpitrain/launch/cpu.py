@@ -269,8 +269,8 @@ def keep_freed_memory(variables: Mapping[str, str]) -> None:
 
     glibc hands much of what is freed back to the system, which clears every page of it
     before the next step gets it again: a training on CPUs may spend a third of its time
-    on that (docs/threads.md). The environment is obeyed where it sets glibc's
-    thresholds (mallopt(3)); another C library is left alone.
+    on that. The environment is obeyed where it sets glibc's thresholds (mallopt(3));
+    another C library is left alone (docs/explanation/devices.md).
     """
     names = {"MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_"}
     if names & variables.keys() or "glibc.malloc." in variables.get(

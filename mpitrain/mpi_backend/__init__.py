@@ -5,7 +5,7 @@
     dist.init_process_group("mpi4py")
 
 Torch finds the backend by its name where mpitrain is installed. Importing this module
-registers it, too. docs/architecture.md lists the modules.
+registers it, too. docs/explanation/architecture.md lists the modules.
 """
 
 from __future__ import annotations

@@ -181,7 +181,8 @@ def test_a_killed_process_of_one_host_leaves_no_worker_on_any(
     wait_for(lambda: not job.is_alive() and not survivors(everybody), 30)
     assert time.monotonic() - struck < 20
     ((status, said),) = found
-    # Open MPI 5.0's mpirun gives 0 where a daemon is gone, too (docs/ending.md).
+    # Open MPI 5.0's mpirun gives 0 where a daemon is gone, too
+    # (docs/reference/exit-codes.md).
     assert status != 0 or "lost communication with a remote daemon" in said, said
     result = json.loads((folder / "runs/r/result.json").read_text())
     assert result["status"] != "finished"

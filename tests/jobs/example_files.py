@@ -118,7 +118,7 @@ def write_folder(folder: Path, per_class: int = 12) -> None:
 
 
 def write_tiles(folder: Path) -> None:
-    """Write what the code in `docs/data.md` reads: dark tiles and bright ones."""
+    """Write what `docs/tutorial/custom-model.md` reads: dark and bright tiles."""
     folder.mkdir()
     random = np.random.default_rng(1)
     for part, num in (("train", 60), ("val", 20)):

@@ -237,11 +237,8 @@ def test_who_evaluates_when_fit_has_ended_the_ranks_is_told(
     assert "fit() has ended its ranks; expected a world=" in ran.done.err
 
 
-@pytest.mark.parametrize("page", ["data.md", "models.md"])
-def test_the_code_on_a_page_of_docs_runs(
-    page: str, openmpi: Mpi, tmp_path: Path
-) -> None:
-    text = (ROOT / "docs" / page).read_text()
+def test_the_code_of_the_tutorial_runs(openmpi: Mpi, tmp_path: Path) -> None:
+    text = (ROOT / "docs/tutorial/custom-model.md").read_text()
     for block in re.findall(r"```python\n# (my_.*?)```", text, re.DOTALL):
         name, _, code = block.partition("\n")
         (tmp_path / name).write_text(code)

@@ -68,7 +68,7 @@ def test_after_a_fault_the_same_command_finishes(fault: str, runs: Runs) -> None
     ("how", "mpi_name"),
     [
         *(("TERM", name) for name in MPIS),
-        # MPICH's mpiexec dies of USR2 (tried): docs/resume.md says so.
+        # MPICH's mpiexec dies of USR2 (tried): docs/howto/resume.md says so.
         *(("USR2", name) for name in MPIS if name != "mpich"),
         ("file", "openmpi-5"),  # of these two an MPI knows nothing
         ("time", "openmpi-5"),

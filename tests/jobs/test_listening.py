@@ -95,7 +95,7 @@ with mpitrain.init(device="cpu", timeout_seconds=60) as world:
 def test_on_one_node_nothing_of_ours_listens_outside(
     mpi: Mpi, tmp_path: Path, backend: str
 ) -> None:
-    """The MPI library's own listeners are excepted: docs/network.md names them."""
+    """Except those of the MPI library, which docs/reference/network.md names."""
     (tmp_path / "script.py").write_text(LISTENERS)
     done = mpirun(mpi, 2, "script.py", backend, cwd=tmp_path)
     assert done.status == 0, done.err

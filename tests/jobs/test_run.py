@@ -21,7 +21,7 @@ OURS = {
     "OMPI_MCA_btl",
     "TORCH_CPP_LOG_LEVEL",
 }
-"""What docs/run.md lists besides torchrun's."""
+"""What docs/reference/environment.md lists besides torchrun's."""
 
 
 def free_port() -> int:

@@ -209,12 +209,12 @@ def test_each_finding_comes_when_it_must_and_only_then(
 
 
 def test_every_finding_is_explained() -> None:
-    """Each name in the code has a line in docs/check.md, and no other has."""
+    """Each name in the code has a line in docs/howto/check.md, and no other has."""
     folder = ROOT / "mpitrain/tools/check"
     text = "".join(path.read_text() for path in folder.glob("*.py"))
     finding = r"""["'](?:error|warning|note)["'],?\)?(?: if .*)?,\s*["']([a-z-]+)["']"""
     names = {*re.findall(finding, text)}
-    page = (ROOT / "docs/check.md").read_text()
+    page = (ROOT / "docs/howto/check.md").read_text()
     table = page.partition("## Findings")[2].partition("\n## ")[0]
     explained = re.findall(r"^\| `([a-z-]+)` \|", table, re.MULTILINE)
     assert sorted(explained) == sorted(names - {"warning"} | {"omp-num-threads"})

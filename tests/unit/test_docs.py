@@ -1,16 +1,19 @@
-"""What the pages point to is there."""
+"""The pages are true: links, flags, targets of make, and what is generated."""
 
 from __future__ import annotations
 
 import contextlib
+import inspect
 import io
 import re
+import runpy
 import subprocess
 from functools import cache
 from pathlib import Path
 
 import pytest
 
+import mpitrain
 from mpitrain.cli import COMMANDS, main
 from mpitrain.launch.run_target import split
 
@@ -24,9 +27,18 @@ PAGES = [
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page: Path) -> None:
-    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text()):
+    for target, anchor in re.findall(r"\]\(([^)#]*)#?([^)]*)\)", page.read_text()):
         if not target.startswith("http"):
-            assert (page.parent / target).exists(), f"{page}: {target}"
+            there = page.parent / target if target else page
+            assert there.exists(), f"{page}: {target}"
+            if anchor:
+                assert anchor in anchors_of(there), f"{page}: {target}#{anchor}"
+
+
+def anchors_of(page: Path) -> set[str]:
+    """Return the anchors that GitHub makes of headings."""
+    titles = re.findall(r"^#+ (.*)", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", t.lower()).replace(" ", "-") for t in titles}
 
 
 @cache
@@ -82,5 +94,30 @@ def test_no_page_has_a_gap_to_fill(page: Path) -> None:
 
 def test_the_index_has_every_page() -> None:
     index = (ROOT / "docs/README.md").read_text()
-    for page in (ROOT / "docs").glob("*.md"):
-        assert page.name == "README.md" or f"({page.name})" in index, page.name
+    for page in (ROOT / "docs").glob("*/*.md"):
+        if page.parent.name != "decisions":
+            assert f"({page.relative_to(ROOT / 'docs')})" in index, page
+
+
+def test_lines_are_short() -> None:
+    """But for tables and for commands."""
+    for page in PAGES:
+        for line in page.read_text().splitlines():
+            is_text = not line.startswith(("|", "    ")) and page.name != "CHANGELOG.md"
+            assert len(line) <= 100 or not is_text, f"{page}: {line}"
+
+
+def test_the_page_of_flags_is_what_make_flags_writes() -> None:
+    names = runpy.run_path(str(ROOT / "tests/flags_page.py"))
+    assert names["PAGE"].read_text() == names["page"](), "run: make flags"
+
+
+def test_the_page_of_the_api_has_every_name() -> None:
+    page = (ROOT / "docs/reference/api.md").read_text()
+    for name in mpitrain.__all__:
+        assert name == "__version__" or f"`{name}" in page or f" {name}" in page, name
+    hooks = [name for name in vars(mpitrain.Callback) if name.startswith("on_")]
+    assert all(f"`{name}(trainer" in page for name in hooks)
+    for call in (mpitrain.init, mpitrain.Trainer, mpitrain.Checkpointer):
+        for name in inspect.signature(call).parameters:
+            assert name in page or name == "guard", f"{call.__name__}: {name}"

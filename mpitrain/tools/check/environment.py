@@ -33,7 +33,7 @@ SLOW_MBPS = 1000
 
 @dataclass(frozen=True, kw_only=True)
 class NodeFacts:
-    """One node, as its first rank sees it; docs/check.md describes the fields.
+    """One node, as its first rank sees it; docs/howto/check.md describes the fields.
 
     Limits are ``None`` where there is none; unknown numbers are 0.
     """

@@ -42,7 +42,7 @@ class Finding:
     severity: Severity
     """Only errors change the exit status."""
     name: str
-    """Its name in docs/check.md."""
+    """Its name in docs/howto/check.md."""
     found: str
     """What was found and where; one line."""
     remedy: str
