@@ -188,7 +188,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (home / "train.sh").chmod(0o755)
     began = run("python -m mpitrain --epochs 1 --name long", home)
     assert began.status == 0, began
-    for name in ("mine", "NAME", "a", "b"):
+    for name in ("mine", "NAME", "a", "b", "first"):
         shutil.copytree(home / "runs/long", home / "runs" / name)
     torch.save(resnet18(num_classes=10).state_dict(), home / "runs/mine/model.pt")
     return home
