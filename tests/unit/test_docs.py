@@ -19,8 +19,8 @@ from mpitrain.launch.run_target import split
 
 ROOT = Path(__file__).parents[2]
 PAGES = [
-    *ROOT.glob("*.md"),
-    *(ROOT / "docs").rglob("*.md"),
+    *sorted(ROOT.glob("*.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
     *(ROOT / name / "README.md" for name in ("slurm", "pbs", "hostfiles")),
 ]
 
