@@ -7,7 +7,7 @@ from typing import Any
 
 from mpitrain import TrainConfig
 from mpitrain.help import Flag, flags_of
-from mpitrain.launch.run_script.target import RunConfig
+from mpitrain.launch.run_target import RunConfig
 from mpitrain.schedulers.hostfile import HostfileConfig
 from mpitrain.schedulers.jobscript import JobscriptConfig
 from mpitrain.schedulers.supervisor import SuperviseConfig

@@ -249,7 +249,7 @@ def test_the_wheel_trains_outside_the_checkout(openmpi: Mpi, tmp_path: Path) -> 
 
 def test_the_examples_of_the_tutorials_run(openmpi: Mpi, tmp_path: Path) -> None:
     page = (ROOT / "docs/tutorial/custom-model.md").read_text()
-    assert (ROOT / "examples/own_model.py").read_text().split('"""\n\n')[1] in page
+    assert (ROOT / "examples/custom_model.py").read_text().split('"""\n\n')[1] in page
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     words = ("--model", "examples.custom_model:TwoLayers", "--name", "own")
     done = mpirun(openmpi, 2, "-m", "mpitrain", *words, cwd=tmp_path)
