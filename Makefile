@@ -14,11 +14,12 @@ export OMPI_ALLOW_RUN_AS_ROOT := 1
 export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
 endif
 
-.PHONY: demo test test-unit test-torch test-jobs test-cluster test-whole test-gpu test-versions soak check lint type format flags bench clean help
+.PHONY: demo test test-all test-golden test-unit test-torch test-jobs test-cluster test-whole test-gpu test-versions soak check lint type format flags bench clean help
 
 help:
 	@echo "make demo          train on 8 slots of this machine (NP=4 for 4)"
-	@echo "make test          all tests;  make test-4: the MPI tests on 4 ranks"
+	@echo "make test          what CI runs;  make test-all: the slow ones, too"
+	@echo "make test-4        the MPI tests on 4 ranks, or on any number"
 	@echo "make test-unit, test-torch, test-jobs, test-cluster, test-whole, test-gpu, soak: some of them"
 	@echo "make check         lint and types;  make format: put the code in order"
 	@echo "make test-versions PAIRS='2.13:python3.13': torch and Python in a new environment"
@@ -28,10 +29,13 @@ help:
 demo: $(VENV)/.demo
 	$(MPIRUN) -np $(NP) --oversubscribe $(BIN)/python -m mpitrain
 
-test: test-unit test-1 test-2 test-3 test-4 test-8 test-torch test-whole
+# Tests with the mark `slow` are of test-all alone.
+test: FEW := -m "not slow"
+test: test-unit test-1 test-3 test-4 test-whole
+test-all: test-unit test-1 test-2 test-3 test-4 test-8 test-torch test-whole test-golden
 
 test-unit: $(VENV)/.test
-	$(BIN)/python -m pytest -p no:pytest_mpi -n $(AT_ONCE) tests/unit mpitrain \
+	$(BIN)/python -m pytest -p no:pytest_mpi -n $(AT_ONCE) $(FEW) tests/unit mpitrain \
 	    --doctest-modules --ignore mpitrain/__main__.py
 
 # The MPI tests on any number of ranks. With `-m mpi4py` a rank that fails ends the
@@ -62,7 +66,11 @@ test-cluster: $(VENV)/.test
 
 # Those of whole jobs and those of clusters, which mostly wait.
 test-whole: $(VENV)/.test $(VENV)-ompi4/.done $(VENV)-mpich/.done
-	$(BIN)/python -m pytest -n $(AT_ONCE) tests/jobs tests/cluster
+	$(BIN)/python -m pytest -n $(AT_ONCE) $(FEW) tests/jobs tests/cluster
+
+# A refactoring changes no bit: of one processor kind and one torch.
+test-golden: $(VENV)/.test
+	$(BIN)/python tests/golden/golden.py compare
 
 test-gpu: $(VENV)/.test
 	$(BIN)/python -m pytest tests/gpu

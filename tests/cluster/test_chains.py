@@ -189,6 +189,7 @@ def test_a_training_goes_through_several_jobs_of_slurm_and_of_pbs(
     assert all(60 < seconds <= 120 for seconds in left), left
 
 
+@pytest.mark.slow
 def test_nothing_is_lost_at_term_and_a_chain_goes_on_unless_it_was_cancelled(
     hosts: VirtualHosts, slurm: Slurm, home: Path
 ) -> None:
@@ -229,6 +230,7 @@ def test_a_second_submission_of_a_training_is_refused(
     assert chain.result()["status"] == "stopped", chain.said()
 
 
+@pytest.mark.slow
 def test_a_node_that_is_cut_off_is_left_out_and_a_spare_one_used(
     hosts: VirtualHosts, slurm: Slurm, home: Path
 ) -> None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from .hosts import VirtualHosts
 from .runs import assert_finished
 from .slurm import Slurm
@@ -31,6 +33,7 @@ def test_qsub_of_the_demo_script_trains_on_two_nodes(
     assert_finished(folder, job.output, hosts=["node1", "node2"], world_size=8)
 
 
+@pytest.mark.slow
 def test_where_no_ssh_leads_from_node_to_node_the_job_takes_pbs_tmrsh(
     hosts: VirtualHosts, slurm: Slurm, folder: Path
 ) -> None:

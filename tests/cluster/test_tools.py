@@ -93,6 +93,7 @@ def test_mpirun_fills_the_hosts_that_a_job_wrote(
     assert (folder / "hosts.pbs").read_text() == "node1\nnode1\nnode2\nnode2\n"
 
 
+@pytest.mark.slow
 def test_mpich_fills_the_hosts_that_a_job_wrote(slurm: Slurm, folder: Path) -> None:
     mpirun = ROOT / ".venv-mpich" / "bin" / "mpirun"
     if not mpirun.exists():

@@ -1,4 +1,4 @@
-"""The MPIs that every job test runs under."""
+"""The MPIs that job tests run under."""
 
 from __future__ import annotations
 
@@ -29,9 +29,15 @@ def own_tmpdir() -> Iterator[None]:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-@pytest.fixture(params=MPIS, scope="module")
+@pytest.fixture(
+    params=[
+        MPIS[0],
+        *(pytest.param(name, marks=pytest.mark.slow) for name in MPIS[1:]),
+    ],
+    scope="module",
+)
 def mpi(request: pytest.FixtureRequest) -> Mpi:
-    """Each MPI in turn."""
+    """Each MPI in turn; in CI Open MPI 5 alone, unless the test is `under_each_mpi`."""
     found = find(request.param)
     if not found.mpirun.exists():
         reason = f"{found.mpirun} is not there; `make test-jobs` installs it"

@@ -10,6 +10,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 KILL_AFTER_SECONDS = 10
 
@@ -25,6 +27,9 @@ class Mpi:
 
 
 MPIS = ("openmpi-5", "openmpi-4.1", "mpich")
+
+under_each_mpi = pytest.mark.parametrize("mpi", MPIS, indirect=True)
+"""For tests of what the launchers do differently: in CI, too, under each of them."""
 
 
 def find(name: str) -> Mpi:

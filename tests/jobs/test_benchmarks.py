@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 from launcher import ROOT, Mpi, environment, mpirun
 
 TIMEOUT_SECONDS = 300
@@ -39,6 +40,7 @@ def check(found: dict[str, Any]) -> None:
     assert found["median"] <= found["quartiles"][1] <= high
 
 
+@pytest.mark.slow
 def test_the_loop_beside_one_by_hand(tmp_path: Path) -> None:
     out, report = run(tmp_path, "loop.py", "--batch-sizes", "64", "--epochs", "2")
     (row,) = report["rows"]
@@ -51,6 +53,7 @@ def test_the_loop_beside_one_by_hand(tmp_path: Path) -> None:
         assert f"ratio of steps {ratio['steps']['median']:.3f}" in out
 
 
+@pytest.mark.slow
 def test_the_in_memory_road_beside_torchvision(tmp_path: Path) -> None:
     words = ("--samples", "120", "--batch-sizes", "64", "--rounds", "1")
     out, report = run(tmp_path, "in_memory.py", *words)
@@ -67,6 +70,7 @@ def test_the_in_memory_road_beside_torchvision(tmp_path: Path) -> None:
         assert f"ratio {row['ratio']['median']:.1f}" in out
 
 
+@pytest.mark.slow
 def test_a_checkpoint_s_stall_beside_a_synchronous_one(tmp_path: Path) -> None:
     words = ("--millions", "2", "--rounds", "2")
     out, report = run(tmp_path, "checkpoints.py", *words)
@@ -77,6 +81,7 @@ def test_a_checkpoint_s_stall_beside_a_synchronous_one(tmp_path: Path) -> None:
     assert report["agreement_microseconds_per_step"] > 0
 
 
+@pytest.mark.slow
 def test_what_recording_costs(openmpi: Mpi, tmp_path: Path) -> None:
     script, file = ROOT / "benchmarks/recording.py", tmp_path / "figures.json"
     words = (str(script), "--rounds", "10", "--json", str(file))

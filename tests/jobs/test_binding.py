@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from launcher import Mpi, environment
+from launcher import Mpi, environment, under_each_mpi
 
 from mpitrain.launch import cpu
 
@@ -49,6 +49,7 @@ def show(
     return (*json.loads(done.stdout), done.stderr)
 
 
+@under_each_mpi
 @pytest.mark.parametrize("flags", [(), ("--bind-to", "core")])
 def test_one_core_of_several_is_said_once(mpi: Mpi, flags: tuple[str, ...]) -> None:
     """Open MPI binds one or two ranks to a core each by default; MPICH nobody."""
@@ -60,12 +61,14 @@ def test_one_core_of_several_is_said_once(mpi: Mpi, flags: tuple[str, ...]) -> N
     assert ("mpirun --bind-to none" in said) == is_bound
 
 
+@under_each_mpi
 def test_no_binding_that_was_asked_for_stays(mpi: Mpi) -> None:
     masks, num_cores, _, said = show(mpi, "--bind-to", "none")
     assert (masks, num_cores) == ([len(MASK)], NUM_CORES)
     assert "bound" not in said
 
 
+@under_each_mpi
 def test_cores_that_the_job_was_not_given_are_not_taken(mpi: Mpi) -> None:
     core = str(min(os.sched_getaffinity(0)))
     masks, num_cores, _, said = show(mpi, before=("taskset", "-c", core))

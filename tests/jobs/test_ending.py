@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from launcher import Done, Mpi, mpirun, survivors
+from launcher import Done, Mpi, mpirun, survivors, under_each_mpi
 
 GONE_WITHIN_SECONDS = 10.0
 
@@ -85,6 +85,7 @@ def test_a_fault_around_the_first_step_ends_the_job(
         assert "this is the fault" in result["error"]
 
 
+@under_each_mpi
 @pytest.mark.parametrize(
     ("fault", "status", "words"),
     [
@@ -115,6 +116,7 @@ def test_a_crash_of_compiled_code_leaves_its_stack_in_the_log(
     assert "in strike" in log
 
 
+@under_each_mpi
 @pytest.mark.parametrize("fault", ["raise", "exit", "kill"])
 def test_the_promise_holds_from_the_return_of_mpi_init(
     mpi: Mpi, fault: str, tmp_path: Path

@@ -13,7 +13,14 @@ import time
 from pathlib import Path
 
 import pytest
-from launcher import Done, Mpi, children_of, environment, mpirun, survivors
+from launcher import (
+    Done,
+    Mpi,
+    children_of,
+    environment,
+    mpirun,
+    survivors,
+)
 
 HANG_SECONDS = 3
 GONE_SECONDS = HANG_SECONDS + 15

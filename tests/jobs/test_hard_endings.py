@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from launcher import Done, Mpi, environment, mpirun
+from launcher import Done, Mpi, environment, mpirun, under_each_mpi
 
 HEAD = """
 import sys, time
@@ -40,6 +40,7 @@ with mpitrain.init() as world:
     assert "Bad" in line
 
 
+@under_each_mpi
 def test_a_dead_file_server_neither_silences_nor_holds_up_the_end(
     mpi: Mpi, tmp_path: Path
 ) -> None:
@@ -236,6 +237,7 @@ cli.console()
     assert "could not load an MPI library" in line
 
 
+@under_each_mpi
 def test_the_end_of_our_own_command_is_a_good_one_every_time(
     mpi: Mpi, tmp_path: Path
 ) -> None:

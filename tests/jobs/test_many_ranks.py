@@ -33,6 +33,7 @@ with abort_on_error(start_timeout_seconds=60) as guard:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mpi", ["openmpi-5", "mpich"], indirect=True)
 def test_sixty_four_ranks_meet_and_the_late_one_is_named(
     mpi: Mpi, tmp_path: Path
@@ -51,6 +52,7 @@ def test_sixty_four_ranks_meet_and_the_late_one_is_named(
     assert list(stages) == names
 
 
+@pytest.mark.slow
 def test_sixty_four_ranks_end_well(openmpi: Mpi, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     done = mpirun(openmpi, NUM_RANKS, "script.py", "in time", cwd=tmp_path)

@@ -35,7 +35,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     return made
 
 
-@pytest.mark.parametrize("number", range(TRIES))
+@pytest.mark.parametrize(
+    "number", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(1, TRIES))]
+)
 def test_a_training_that_is_killed_often_ends_with_the_same_bits(
     number: int, runs: Runs
 ) -> None:

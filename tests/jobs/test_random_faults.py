@@ -48,7 +48,9 @@ with abort_on_error() as guard:
 """
 
 
-@pytest.mark.parametrize("number", range(TRIES))
+@pytest.mark.parametrize(
+    "number", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(1, TRIES))]
+)
 def test_a_fault_at_a_random_moment_ends_the_job(number: int, tmp_path: Path) -> None:
     chance = random.Random(f"{SEED}/{number}")
     mpi = find(MPIS[number % len(MPIS)])

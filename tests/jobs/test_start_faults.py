@@ -11,7 +11,15 @@ import time
 from pathlib import Path
 
 import pytest
-from launcher import Done, Mpi, children_of, environment, mpirun, survivors
+from launcher import (
+    Done,
+    Mpi,
+    children_of,
+    environment,
+    mpirun,
+    survivors,
+    under_each_mpi,
+)
 
 GONE_SECONDS = 10.0
 LIMIT = 15  # seconds; an import of torch takes some on a busy machine
@@ -144,6 +152,7 @@ def command_of(pid: int) -> str:
         return ""
 
 
+@under_each_mpi
 @pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGTERM])
 def test_ranks_whose_launcher_is_gone_end_themselves(
     mpi: Mpi, signal_number: int, tmp_path: Path

@@ -307,7 +307,10 @@ def test_files_that_are_whole_stay_and_others_are_replaced(
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (gzip.compress(b"other", mtime=0), "found another file: .* MD5 .*, expected f68b3c2d"),
+        (
+            gzip.compress(b"other", mtime=0),
+            "found another file: .* MD5 .*, expected f68b3c2d",
+        ),
         (b"<html>log in first</html>", "found another file, a web page: 25 bytes"),
         (None, "404"),
     ],
