@@ -102,15 +102,25 @@ class Row:
         metrics = Metrics(run_dir / "metrics.jsonl")
         metrics.update()
         last = metrics.epochs[-1]
-        paces = [pace for pace in metrics.throughputs if pace.epoch == last.epoch]
-        seconds = sum(pace.seconds for pace in paces)
+        throughputs = [
+            throughput
+            for throughput in metrics.throughputs
+            if throughput.epoch == last.epoch
+        ]
+        seconds = sum(throughput.seconds for throughput in throughputs)
         self.num_nodes = metrics.began[-1].num_nodes
-        self.step_seconds.append(seconds / sum(pace.num_steps for pace in paces))
-        samples = sum(pace.num_samples for pace in paces)
+        self.step_seconds.append(
+            seconds / sum(throughput.num_steps for throughput in throughputs)
+        )
+        samples = sum(throughput.num_samples for throughput in throughputs)
         self.samples_per_second.append(samples / seconds)
-        communication = sum(pace.communication_seconds for pace in paces)
+        communication = sum(
+            throughput.communication_seconds for throughput in throughputs
+        )
         self.communication_share.append(communication / seconds)
-        self.wait_share.append(sum(pace.wait_seconds for pace in paces) / seconds)
+        self.wait_share.append(
+            sum(throughput.wait_seconds for throughput in throughputs) / seconds
+        )
         self.last_train_loss = last.train_loss
 
     def speed_up(self, first: Row) -> float:

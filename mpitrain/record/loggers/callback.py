@@ -164,16 +164,18 @@ def step_metrics(row: StepMetrics) -> dict[str, float]:
     }
 
 
-def throughput_metrics(pace: Throughput) -> dict[str, float]:
+def throughput_metrics(throughput: Throughput) -> dict[str, float]:
     """Name the metrics of the throughput; seconds are those of one step."""
-    seconds = {"step": pace.seconds} | {
-        name: getattr(pace, f"{name}_seconds")
+    seconds = {"step": throughput.seconds} | {
+        name: getattr(throughput, f"{name}_seconds")
         for name in ("data", "compute", "communication", "wait", "late")
     }
-    metrics = {f"pace/{k}_seconds": v / pace.num_steps for k, v in seconds.items()}
-    if pace.gpu_bytes is not None:
-        metrics["gpu/memory_bytes"] = pace.gpu_bytes
-    return {"pace/samples_per_second": pace.samples_per_second, **metrics}
+    metrics = {
+        f"throughput/{k}_seconds": v / throughput.num_steps for k, v in seconds.items()
+    }
+    if throughput.gpu_bytes is not None:
+        metrics["gpu/memory_bytes"] = throughput.gpu_bytes
+    return {"throughput/samples_per_second": throughput.samples_per_second, **metrics}
 
 
 def epoch_metrics(epoch: EpochMetrics) -> dict[str, float]:

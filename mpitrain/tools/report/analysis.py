@@ -148,7 +148,7 @@ def stage_seconds(part: RankJob) -> Floats:
 
 
 def seconds_by_category(
-    jobs: Sequence[JobTimes], paces: Sequence[TimedThroughput]
+    jobs: Sequence[JobTimes], throughputs: Sequence[TimedThroughput]
 ) -> dict[str, float]:
     """Return the seconds of jobs in each of `CATEGORIES`, mean over ranks."""
     total = dict.fromkeys(CATEGORIES, 0.0)
@@ -164,9 +164,11 @@ def seconds_by_category(
             if part.cut is not None and part.cut.phase == COMMUNICATION
         ) / len(job.ranks)
         hung = min(hung, both)
-        inside = [pace for pace in paces if job.covers(pace.time)]
-        waited = sum(pace.wait_seconds for pace in inside)
-        known = waited + sum(pace.communication_seconds for pace in inside)
+        inside = [
+            throughput for throughput in throughputs if job.covers(throughput.time)
+        ]
+        waited = sum(throughput.wait_seconds for throughput in inside)
+        known = waited + sum(throughput.communication_seconds for throughput in inside)
         means["waiting"] = hung + (both - hung) * (waited / known if known else 0.0)
         means["communication"] = both - means["waiting"]
         for name, seconds in means.items():
@@ -195,22 +197,32 @@ class Straggler:
         return self.late_share > 0.05 and self.last_share > 0.5
 
 
-def find_straggler(job: JobTimes, paces: Sequence[TimedThroughput]) -> Straggler | None:
+def find_straggler(
+    job: JobTimes, throughputs: Sequence[TimedThroughput]
+) -> Straggler | None:
     """Return the slowest rank of a job; ``None`` if not known."""
-    inside = [pace for pace in paces if job.covers(pace.time) and pace.num_steps]
+    inside = [
+        throughput
+        for throughput in throughputs
+        if job.covers(throughput.time) and throughput.num_steps
+    ]
     counts: Counter[int] = Counter()
-    for pace in inside:
-        if pace.slowest_rank >= 0:
-            counts[pace.slowest_rank] += pace.slowest_steps
+    for throughput in inside:
+        if throughput.slowest_rank >= 0:
+            counts[throughput.slowest_rank] += throughput.slowest_steps
     if not counts or job.world_size < 2:
         return None
     ((rank, steps),) = counts.most_common(1)
-    total = sum(pace.seconds for pace in inside) or 1.0
-    late = sum(pace.late_seconds for pace in inside if pace.slowest_rank == rank)
+    total = sum(throughput.seconds for throughput in inside) or 1.0
+    late = sum(
+        throughput.late_seconds
+        for throughput in inside
+        if throughput.slowest_rank == rank
+    )
     return Straggler(
         rank=rank,
         hostname=job.ranks[rank].hostname if rank in job.ranks else "",
-        last_share=min(1.0, steps / sum(pace.num_steps for pace in inside)),
+        last_share=min(1.0, steps / sum(throughput.num_steps for throughput in inside)),
         late_seconds=late / steps if steps else 0.0,
         late_share=late / total,
         waited_share=sum(it.wait_seconds for it in inside) / total,

@@ -62,9 +62,15 @@ def throughput_chart(runs: Sequence[ReportedRun]) -> Chart:
     """Draw the samples per second of all ranks."""
     chart, num = _chart("throughput", "Throughput in samples per second", runs), 0
     for it in runs:
-        paces = [pace for pace in it.run.metrics.throughputs if pace.seconds > 0]
-        steps = [pace.step for pace in paces]
-        x, _, rate, _ = bins(steps, [pace.samples_per_second for pace in paces])
+        throughputs = [
+            throughput
+            for throughput in it.run.metrics.throughputs
+            if throughput.seconds > 0
+        ]
+        steps = [throughput.step for throughput in throughputs]
+        x, _, rate, _ = bins(
+            steps, [throughput.samples_per_second for throughput in throughputs]
+        )
         chart.axes.plot(x, rate, color=it.colour, label=it.run.name)
         chart.axes.set_ylim(bottom=0)
         num += len(x)

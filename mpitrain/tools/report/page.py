@@ -137,14 +137,14 @@ def _stages(runs: Sequence[ReportedRun]) -> str:
     """Return bars of where the time went: of the jobs of one run, or of each run."""
     bars = [(it.run.name, it.jobs, it.run.metrics.throughputs) for it in runs]
     if len(runs) == 1:
-        (name, jobs, paces), bars = bars[0], []
+        (name, jobs, throughputs), bars = bars[0], []
         if len(jobs) != 1:
-            bars = [("all jobs", jobs, paces)]
-        bars += [(f"job {job.number}", [job], paces) for job in jobs[-10:]]
+            bars = [("all jobs", jobs, throughputs)]
+        bars += [(f"job {job.number}", [job], throughputs) for job in jobs[-10:]]
     colours = {**PHASE_COLOURS, "waiting": "var(--waiting)"}
     rows, used = "", set()
-    for name, jobs, paces in bars:
-        seconds, parts = seconds_by_category(jobs, paces), ""
+    for name, jobs, throughputs in bars:
+        seconds, parts = seconds_by_category(jobs, throughputs), ""
         total = sum(seconds.values())
         for category, value in seconds.items():
             share = value / total if total else 0.0

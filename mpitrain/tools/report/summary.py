@@ -52,8 +52,8 @@ def summary(it: ReportedRun) -> dict[str, str]:
     total = metrics.began[-1].total_steps if metrics.began else None
     num_jobs = max(len(it.jobs), len(metrics.began), len(metrics.resumed) + 1)
     seconds = sum(job.seconds for job in it.jobs)
-    num_samples = sum(pace.num_samples for pace in metrics.throughputs)
-    pace_seconds = sum(pace.seconds for pace in metrics.throughputs)
+    num_samples = sum(throughput.num_samples for throughput in metrics.throughputs)
+    step_seconds = sum(throughput.seconds for throughput in metrics.throughputs)
     size, nodes = run.result.get("world_size"), run.result.get("num_nodes")
     return {
         "best validation accuracy": percent(
@@ -63,7 +63,7 @@ def summary(it: ReportedRun) -> dict[str, str]:
         "test accuracy": percent(metrics.test.get("accuracy", math.nan), 2),
         "steps": f"{done:,}" + (f" / {total:,}" if total and done < total else ""),
         f"in {num_jobs} job{'s' * (num_jobs > 1)}": duration(seconds),
-        "samples/s": f"{num_samples / pace_seconds:,.0f}" if pace_seconds else "",
+        "samples/s": f"{num_samples / step_seconds:,.0f}" if step_seconds else "",
         "ranks x nodes": f"{size} x {nodes}" if size else "",
     }
 
@@ -124,12 +124,14 @@ def comparison(runs: Sequence[ReportedRun]) -> list[Section]:
     return found
 
 
-def findings(jobs: Sequence[JobTimes], paces: Sequence[TimedThroughput]) -> list[str]:
+def findings(
+    jobs: Sequence[JobTimes], throughputs: Sequence[TimedThroughput]
+) -> list[str]:
     """Return sentences: whom ranks waited for, and how jobs were ended."""
     found = []
     for job in jobs:
         where = f"job {job.number}: " if len(jobs) > 1 else ""
-        late = find_straggler(job, paces)
+        late = find_straggler(job, throughputs)
         if late and late.is_significant:
             found.append(
                 f"{where}{_rank(late.rank, job)} was the last in "
