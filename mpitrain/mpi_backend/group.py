@@ -23,7 +23,7 @@ from mpitrain.mpi_backend.on_node import NodeCollectives
 from mpitrain.mpi_backend.op_queue import OpQueue
 from mpitrain.mpi_backend.p2p import P2P
 from mpitrain.mpi_backend.reductions import Reduction
-from mpitrain.mpi_backend.shared_memory import create_shared_buffer
+from mpitrain.mpi_backend.shared_buffer import create_shared_buffer
 from mpitrain.mpi_backend.tensors import Tensors, flatten
 from mpitrain.torch_compat import Store
 

@@ -122,20 +122,19 @@ class HostfileConfig:
     """File to write, whole or not at all. Default: standard output."""
 
     def __post_init__(self) -> None:
-        if self.slots is not None and self.slots < 1:
-            raise UsageError(f"--slots must be at least 1, found {self.slots}")
-        if self.nodes is not None and self.nodes < 1:
-            raise UsageError(f"--nodes must be at least 1, found {self.nodes}")
+        for flag, value in (("--slots", self.slots), ("--nodes", self.nodes)):
+            if value is not None and value < 1:
+                raise UsageError(f"{flag} must be at least 1, found {value}")
         if not self.probe_seconds > 0:
             raise UsageError(
                 f"--probe-seconds must be more than 0, found {self.probe_seconds:g}"
             )
         if self.gpus == "auto":
             return
-        for flag, value in (("--slots", self.slots), ("--from", self.from_file)):
-            if value is not None:
+        for flag, given in (("--slots", self.slots), ("--from", self.from_file)):
+            if given is not None:
                 raise UsageError(
-                    f"--gpus {self.gpus} has no effect beside {flag} {value}, which "
+                    f"--gpus {self.gpus} has no effect beside {flag} {given}, which "
                     "gives the slots; expected one of the two"
                 )
 
@@ -145,10 +144,7 @@ def text_of(
 ) -> str:
     """Return the text of the host file that the flags ask for.
 
-    Args:
-        config: The flags.
-        environ: The environment, with the scheduler's variables.
-        mpirun: The words that start mpirun, to probe the nodes with.
+    `mpirun` has the words that start it, to probe the nodes with.
 
     Raises:
         UsageError: There are no nodes, or no slots as asked for.

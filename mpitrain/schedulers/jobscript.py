@@ -110,15 +110,10 @@ class JobscriptConfig:
 def text_of(
     config: JobscriptConfig, words: Sequence[str], *, is_training: bool = True
 ) -> str:
-    """Return the job script.
+    """Return the job script, in which `words` follow `python -m mpitrain`.
 
-    Args:
-        config: What it asks for.
-        words: What follows `python -m mpitrain` in it.
-        is_training: Whether that is a training, which stops at TERM and USR2.
-
-    Raises:
-        UsageError: A word has characters that no line of a script can hold.
+    A training stops at TERM and USR2. Raises a UsageError for a word that no line of a
+    script can hold.
     """
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 

@@ -19,8 +19,12 @@ from datetime import datetime
 from pathlib import Path
 
 from mpitrain.errors import LaunchError, UsageError
-from mpitrain.schedulers.allocation import AllocatedNode, Allocation
-from mpitrain.schedulers.query import lost_in, query
+from mpitrain.schedulers.allocation import (
+    AllocatedNode,
+    Allocation,
+    lost_in,
+    query,
+)
 
 
 def allocation(environ: Mapping[str, str]) -> Allocation:

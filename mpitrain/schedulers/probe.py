@@ -44,16 +44,10 @@ def probe(
     seconds: float,
     environ: Mapping[str, str],
 ) -> tuple[list[AllocatedNode], list[str]]:
-    """Sort the nodes into those that a training can use and the others.
+    """Return the nodes that a training can use, and a reason for each of the others.
 
-    Args:
-        nodes: Nodes of the job.
-        mpirun: The words that start mpirun, without hosts and numbers.
-        seconds: How long it may take, with up to `MAX_PROBES` nodes that hang.
-        environ: The environment of the job; its scheduler knows lost nodes.
-
-    Returns:
-        The usable nodes, in their order; a reason for each of the others.
+    `mpirun` has the words that start it, without hosts and numbers. It takes so many
+    seconds, with up to `MAX_PROBES` nodes that hang.
     """
     num_gpus: dict[str, int] = {}
     reasons: dict[str, str] = {}

@@ -20,8 +20,12 @@ import re
 from collections.abc import Mapping, Sequence
 
 from mpitrain.errors import LaunchError
-from mpitrain.schedulers.allocation import AllocatedNode, Allocation
-from mpitrain.schedulers.query import lost_in, query
+from mpitrain.schedulers.allocation import (
+    AllocatedNode,
+    Allocation,
+    lost_in,
+    query,
+)
 
 NODE_LIST = "SLURM_JOB_NODELIST"
 TASKS = "SLURM_TASKS_PER_NODE"

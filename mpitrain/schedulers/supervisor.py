@@ -76,11 +76,9 @@ class Supervisor:
     def run(
         self, command: Sequence[str], environ: Mapping[str, str], *, send_usr2: bool
     ) -> int:
-        """Run a program with TERM blocked; send it USR2, if at all, to stop it.
+        """Run a program with TERM blocked, and return its exit status.
 
-        Returns:
-            Its exit status, 128 + the signal if one killed it; 75 if it was not
-            started, since the job is stopping.
+        75 if it was not started, since the job is stopping. USR2 stops it, if any does.
         """
         self._wait(0.0)
         if self.is_stopping:
@@ -137,16 +135,10 @@ def supervise(
     environ: Mapping[str, str],
     read_config: Callable[[Sequence[str]], TrainConfig],
 ) -> int:
-    """Run mpirun, once or until the training is finished.
+    """Run mpirun, once or until the training is finished; return its exit status.
 
-    Args:
-        config: The flags.
-        command: The words of mpirun, and of the training.
-        environ: The environment of the job script.
-        read_config: Reads the flags of the training.
-
-    Returns:
-        The exit status of the training; 75 if it can resume.
+    `command` has the words of mpirun and of the training, whose flags `read_config`
+    reads; `environ` is the job script's.
     """
     if not command:
         raise UsageError("supervise what? Expected mpirun and its words after --")

@@ -27,30 +27,20 @@ _PACKAGE_ROOT = Path(__file__).parents[2]
 
 
 class WatchdogClient:
-    """This process as its sidecar sees it.
+    """Starts the sidecar, before MPI: MPI_Init itself can wait forever.
 
-    Started before MPI, since MPI_Init itself can wait forever. From then on SIGUSR1
-    shows where every rank is.
-
-    Args:
-        rank: As the launcher says, as `world_size`; `connect` corrects it.
-        world_size: Number of ranks.
-        rank_variables: By which launchers number their processes.
-        launcher_sockets: Descriptors by which MPICH's launcher sees that this process
-            is gone, upon which it kills the others within milliseconds: the sidecar
-            holds them, too, until it has said who was first.
-        start_timeout_seconds: How long a stage of the start may take.
-        on_command: Called in a thread with a status and a text: records the text unless
-            it is empty, and ends the job unless the status is ``None``.
+    From then on SIGUSR1 shows where every rank is. `rank` and `world_size` are the
+    launcher's; `connect` corrects them. MPICH's launcher sees by `launcher_sockets`
+    that this process is gone, and kills the others within milliseconds: the sidecar
+    holds them, too, until it has said who was first. `on_command` is called in a thread
+    with a status and a text: it records the text unless that is empty, and ends the job
+    unless the status is ``None``. Raises an OSError if the sidecar cannot be started.
 
     Attributes:
         start_timeout_seconds: How long a stage of the start, or the first step, may
             take.
         hang_timeout_seconds: How long the rank may stand still after that; 0: forever.
         is_connected: Whether the sidecars of all ranks know each other.
-
-    Raises:
-        OSError: The sidecar could not be started.
     """
 
     def __init__(

@@ -6,7 +6,6 @@ import fcntl
 import mmap
 import os
 import struct
-import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -100,17 +99,8 @@ class Heartbeat:
 
 
 def memory_file() -> int:
-    """Create an empty file in memory and return its descriptor.
-
-    Raises:
-        OSError: There is no room for it.
-    """
-    try:
-        descriptor = os.memfd_create("mpitrain")
-    except AttributeError:  # a Python built for an old C library
-        with tempfile.TemporaryFile(dir="/dev/shm") as file:
-            descriptor = os.dup(file.fileno())
-    return above_standard(descriptor)
+    """Create an empty file in memory and return its descriptor."""
+    return above_standard(os.memfd_create("mpitrain"))
 
 
 def above_standard(descriptor: int) -> int:

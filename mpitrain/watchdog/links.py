@@ -16,11 +16,11 @@ MAX_LINE_BYTES = 1 << 20
 MAX_HELLO_BYTES = 200
 """The same for the first line, before the other side has authenticated itself."""
 
-MAX_UNKNOWN = 64
-"""Connections beyond the number of ranks that have not authenticated yet."""
-
 UNKNOWN_SECONDS = 5.0
-"""How long they may take."""
+"""How long a connection may take to authenticate itself."""
+
+MAX_UNKNOWN = 64
+"""Such connections beyond the number of ranks; more are refused."""
 
 
 class JsonSocket:

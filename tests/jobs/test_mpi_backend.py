@@ -26,10 +26,10 @@ COMPARED = """
 import sys
 from pathlib import Path
 import mpitrain, torch, torch.distributed as dist
-from mpitrain.mpi_backend import shared_memory
+from mpitrain.mpi_backend import shared_buffer
 
 if sys.argv[1] == "alone":  # MPI carries bytes and compares nothing
-    shared_memory.FOLDER = Path("/nowhere")
+    shared_buffer.FOLDER = Path("/nowhere")
 with mpitrain.init(device="cpu") as world:
     dist.all_reduce(torch.ones(4))
     dist.all_reduce(torch.ones(5 if world.rank == 0 else 4))

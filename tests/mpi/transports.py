@@ -24,25 +24,25 @@ def group_of(
 
 def without_shared_memory(patch: pytest.MonkeyPatch) -> None:
     """Let ranks find no /dev/shm: all goes by MPI."""
-    from mpitrain.mpi_backend import shared_memory
+    from mpitrain.mpi_backend import shared_buffer
 
-    patch.setattr(shared_memory, "FOLDER", Path("/nowhere"))
+    patch.setattr(shared_buffer, "FOLDER", Path("/nowhere"))
 
 
 def on_two_nodes(patch: pytest.MonkeyPatch, rank: int) -> None:
     """Let even and odd ranks take themselves for those of two nodes."""
-    from mpitrain.mpi_backend import shared_memory
+    from mpitrain.mpi_backend import shared_buffer
 
-    patch.setattr(shared_memory, "_machine_id", lambda: [f"node{rank % 2}"])
+    patch.setattr(shared_buffer, "_machine_id", lambda: [f"node{rank % 2}"])
 
 
 def in_small_pieces(patch: pytest.MonkeyPatch) -> None:
     """Let large tensors be those of some 64 kB."""
-    from mpitrain.mpi_backend import inter_node, shared_memory
+    from mpitrain.mpi_backend import inter_node, shared_buffer
 
-    patch.setattr(shared_memory, "MAX_SLOT_BYTES", shared_memory.MIN_SLOT_BYTES)
+    patch.setattr(shared_buffer, "MAX_SLOT_BYTES", shared_buffer.MIN_SLOT_BYTES)
     patch.setattr(
-        shared_memory, "MAX_SLOT_BYTES_IN_CACHE", shared_memory.MIN_SLOT_BYTES
+        shared_buffer, "MAX_SLOT_BYTES_IN_CACHE", shared_buffer.MIN_SLOT_BYTES
     )
     patch.setattr(inter_node, "CHUNK_BYTES", 4 << 10)
 

@@ -12,11 +12,12 @@ import torch
 
 from mpitrain.mpi_backend.errors import GroupError, PeerGone
 from mpitrain.mpi_backend.shared_buffer import (
+    MIN_SLOT_BYTES,
     SharedBuffer,
     buffer_bytes,
+    choose_slot_bytes,
     op_signature,
 )
-from mpitrain.mpi_backend.shared_memory import MIN_SLOT_BYTES, choose_slot_bytes
 from mpitrain.watchdog.process import is_gone
 
 NAMES = ["rank 0", "rank 1"]
