@@ -139,8 +139,20 @@ class MpiBackend(Backend):
     def allreduce_coalesced(
         self, tensors: Tensors, opts: dist.AllreduceCoalescedOptions
     ) -> Work:
-        """Combine each of many tensors over all ranks, in place."""
-        return self.allreduce(tensors, opts)
+        """Combine many tensors over all ranks, in place, as if they were one."""
+        check_one_dtype(tensors, "all_reduce")
+        reduction = self._reduction(opts, tensors[0])
+        host = HostTensors(tensors)
+
+        def action(deadline: float) -> None:
+            whole = torch.cat(host.flat)
+            self._group.all_reduce(whole, reduction, deadline)
+            parts = torch.split(whole, [flat.numel() for flat in host.flat])
+            for flat, part in zip(host.flat, parts, strict=True):
+                flat.copy_(part)
+            host.write_back()
+
+        return self._start(action, tensors, opts)
 
     def allreduce_sparse(self, tensors: Tensors, opts: dist.AllreduceOptions) -> Work:
         """Add sparse tensors over all ranks, in place."""
