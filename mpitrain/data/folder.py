@@ -7,7 +7,6 @@ are left out and an empty class is refused.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -20,18 +19,17 @@ from mpitrain.errors import DataError
 LAYOUT = "train/CLASS/NAME.jpg and val/CLASS/NAME.jpg"
 
 
-@dataclass(eq=False)
 class FolderReader:
     """Reads the images of one part."""
 
-    folder: Path
-    """The part's folder."""
-    names: Array
-    """Paths from `folder` of all images, one after the other, uint8."""
-    ends: Array
-    """Where each path ends in `names`, int64 `(N,)`."""
-    labels: Array
-    image_size: int
+    def __init__(
+        self, data_dir: Path, index: FileIndex, part: str, image_size: int
+    ) -> None:
+        self.folder = data_dir / part
+        self.names = index.arrays[f"{part}_names"]
+        self.ends = index.arrays[f"{part}_ends"]
+        self.labels = index.arrays[f"{part}_labels"]
+        self.image_size = image_size
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -54,7 +52,10 @@ class FolderReader:
 
 
 def scan(data_dir: Path) -> FileIndex:
-    """List the images of all parts, as `FolderReader` takes them.
+    """List the images of all parts.
+
+    ``PART_names`` holds the paths from the part's folder, one after the other, uint8;
+    ``PART_ends`` where each ends, int64 `(N,)`.
 
     Raises:
         DataError: A folder is missing or empty, or parts differ in their classes.
@@ -84,23 +85,6 @@ def scan(data_dir: Path) -> FileIndex:
         }
     facts = {"channels": 3, "size": None}
     return FileIndex(arrays=arrays, classes=tuple(classes), facts=facts)
-
-
-def readers(
-    data_dir: Path, index: FileIndex, image_size: int
-) -> dict[str, FolderReader]:
-    """Return a reader for each part, from what `scan` returned on any rank."""
-    return {
-        part: FolderReader(
-            folder=data_dir / part,
-            names=index.arrays[f"{part}_names"],
-            ends=index.arrays[f"{part}_ends"],
-            labels=index.arrays[f"{part}_labels"],
-            image_size=image_size,
-        )
-        for part in PARTS
-        if f"{part}_labels" in index.arrays
-    }
 
 
 def images_below(folder: Path) -> list[str]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib
 import math
 import os
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +35,6 @@ LAYOUTS = (
 )
 
 
-@dataclass(eq=False)
 class HDF5Reader:
     """Reads the samples of one part.
 
@@ -44,17 +42,19 @@ class HDF5Reader:
     library's state of it.
     """
 
-    path: Path
-    """The file."""
-    part: str
-    """The group."""
-    layout: str
-    """``"NHW"``, ``"NHWC"``, ``"NCHW"`` or ``"encoded"``."""
-    labels: Array
-    image_size: int
-    _file: Any = None
-    _images: Any = None
-    _pid: int = field(default_factory=os.getpid)
+    def __init__(
+        self, data_dir: Path, index: FileIndex, part: str, image_size: int
+    ) -> None:
+        _h5py()
+        is_folder = data_dir.is_dir()
+        self.path = data_dir / index.facts["file"] if is_folder else data_dir
+        self.part = part
+        self.layout = index.facts["layouts"][part]
+        self.labels = index.arrays[f"{part}_labels"]
+        self.image_size = image_size
+        self._file: Any = None
+        self._images: Any = None
+        self._pid = os.getpid()
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -110,16 +110,6 @@ def scan(data_dir: Path) -> FileIndex:
         raise DataError(
             f"{path}: cannot be read as HDF5, {error}. If it is truncated, copy it anew"
         ) from error
-
-
-def readers(data_dir: Path, index: FileIndex, image_size: int) -> dict[str, HDF5Reader]:
-    """Return a reader for each part, from what `scan` returned on any rank."""
-    _h5py()
-    path = data_dir / index.facts["file"] if data_dir.is_dir() else data_dir
-    return {
-        part: HDF5Reader(path, part, layout, index.arrays[f"{part}_labels"], image_size)
-        for part, layout in index.facts["layouts"].items()
-    }
 
 
 def _h5py() -> Any:

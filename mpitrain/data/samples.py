@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -119,6 +120,27 @@ class SampleReader(Protocol):
             BadSample: It cannot be read.
         """
         ...
+
+
+class ReaderType(Protocol):
+    """The class of a format's readers; `index` is what its scan found, on any rank."""
+
+    def __call__(
+        self, data_dir: Path, index: FileIndex, part: str, image_size: int
+    ) -> SampleReader:
+        """Return a reader of one part."""
+        ...
+
+
+def build_readers(
+    reader: ReaderType, data_dir: Path, index: FileIndex, image_size: int
+) -> dict[str, SampleReader]:
+    """Return a reader of each part that the index has."""
+    return {
+        part: reader(data_dir, index, part, image_size)
+        for part in PARTS
+        if f"{part}_labels" in index.arrays
+    }
 
 
 class BadSample(DataError):

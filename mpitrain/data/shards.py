@@ -13,7 +13,6 @@ import re
 import tarfile
 from collections import OrderedDict
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
 from types import SimpleNamespace
@@ -46,27 +45,26 @@ MAX_HEADER_BYTES = 1 << 20
 """Maximum size of a label, or of a tar header that says its own size."""
 
 COLUMNS = ("shards", "offsets", "sizes", "labels")
+"""By sample: number of its shard, int32 `(N,)`; place and size of its image in the
+shard in bytes, and label, int64 `(N,)`."""
 
 NAME = re.compile(r"((?:.*/)?[^./]+)\.([^/]*)", re.DOTALL)
 """A member's path: its sample's key, and its extension."""
 
 
-@dataclass(eq=False)
 class ShardReader:
     """Reads the samples of one part, in any order."""
 
-    paths: tuple[Path, ...]
-    """The shards."""
-    shards: Array
-    """By sample: the number of its shard, int32 `(N,)`."""
-    offsets: Array
-    """Where the image begins in the shard, in bytes."""
-    sizes: Array
-    """Size of the image in bytes."""
-    labels: Array
-    image_size: int
-    _files: OrderedDict[int, int] = field(default_factory=OrderedDict)
-    _pid: int = field(default_factory=os.getpid)
+    def __init__(
+        self, data_dir: Path, index: FileIndex, part: str, image_size: int
+    ) -> None:
+        self.paths = tuple(data_dir / name for name in index.facts[f"{part}_shards"])
+        self.shards, self.offsets, self.sizes, self.labels = (
+            index.arrays[f"{part}_{name}"] for name in COLUMNS
+        )
+        self.image_size = image_size
+        self._files: OrderedDict[int, int] = OrderedDict()
+        self._pid = os.getpid()
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -145,24 +143,6 @@ def scan(data_dir: Path) -> FileIndex:
             names = name_classes(labels, names, f"{data_dir}, train")
         check_labels(labels, len(labels), len(names or ()), f"{data_dir}, {part}")
     return FileIndex(arrays=arrays, classes=names or (), facts=facts)
-
-
-def readers(
-    data_dir: Path, index: FileIndex, image_size: int
-) -> dict[str, ShardReader]:
-    """Return a reader for each part, from what `scan` returned on any rank."""
-    return {
-        part: ShardReader(
-            paths=tuple(data_dir / name for name in index.facts[f"{part}_shards"]),
-            shards=index.arrays[f"{part}_shards"],
-            offsets=index.arrays[f"{part}_offsets"],
-            sizes=index.arrays[f"{part}_sizes"],
-            labels=index.arrays[f"{part}_labels"],
-            image_size=image_size,
-        )
-        for part in PARTS
-        if f"{part}_shards" in index.facts
-    }
 
 
 def order(shards: npt.NDArray[np.int32], seed: int, epoch: int) -> Indices:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import resources
-from typing import Any
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -16,7 +16,14 @@ from mpitrain.data import folder, hdf5, shards, synthetic, torchvision_sets
 from mpitrain.data.custom import build_samples, load_custom
 from mpitrain.data.in_memory import InMemory
 from mpitrain.data.map_style import MapStyle
-from mpitrain.data.samples import PARTS, Array, FileIndex, SampleReader, Samples
+from mpitrain.data.samples import (
+    PARTS,
+    Array,
+    FileIndex,
+    ReaderType,
+    Samples,
+    build_readers,
+)
 from mpitrain.data.transforms import Statistics, imagenet_statistics, mean_and_std
 from mpitrain.data.workers import start_method
 from mpitrain.errors import DataError, UsageError, did_you_mean
@@ -24,8 +31,12 @@ from mpitrain.mpi.shared_arrays import Communicator
 from mpitrain.mpi.world import World
 from mpitrain.plugins import is_reference
 
-FORMATS: Mapping[str, Any] = {"folder": folder, "hdf5": hdf5, "shards": shards}
-"""Sets that are read sample by sample: a module with `scan` and `readers`."""
+FORMATS: Mapping[str, tuple[Callable[[Path], FileIndex], ReaderType]] = {
+    "folder": (folder.scan, folder.FolderReader),
+    "hdf5": (hdf5.scan, hdf5.HDF5Reader),
+    "shards": (shards.scan, shards.ShardReader),
+}
+"""Sets that are read sample by sample: how they are scanned, and read."""
 
 DEFAULT_IMAGE_SIZE = 224
 
@@ -148,12 +159,12 @@ def _load_indexed(
     config: DataConfig, seed: int, world: World, ranks: Communicator
 ) -> Data:
     """Index a set on rank zero; its samples are read when they are wanted."""
-    module = FORMATS[config.data]
+    scan_files, reader_type = FORMATS[config.data]
     data_dir = config.data_dir or DATA_DIR
     scanned: list[FileIndex] = []
 
     def scan() -> Mapping[str, Array]:
-        scanned.append(module.scan(data_dir))
+        scanned.append(scan_files(data_dir))
         return scanned[0].arrays
 
     arrays = ranks.load_shared(scan, f"scan {data_dir}")
@@ -162,11 +173,11 @@ def _load_indexed(
     )
     index = FileIndex(arrays=arrays, classes=classes, facts=facts)
     ranks.check_same_on_nodes(
-        lambda: (scanned[0] if scanned else module.scan(data_dir)).digest(),
+        lambda: (scanned[0] if scanned else scan_files(data_dir)).digest(),
         f"the files of {data_dir}",
     )
     size = config.image_size or facts["size"] or DEFAULT_IMAGE_SIZE
-    readers: dict[str, SampleReader] = module.readers(data_dir, index, size)
+    readers = build_readers(reader_type, data_dir, index, size)
     spare = max(0, min(MAX_WORKERS, world.num_cores - 1))
     num_workers = spare if config.num_workers == "auto" else config.num_workers
 

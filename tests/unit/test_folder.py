@@ -14,7 +14,7 @@ from PIL import Image
 from torchvision.datasets import ImageFolder
 
 from mpitrain.data import folder
-from mpitrain.data.samples import BadSample
+from mpitrain.data.samples import BadSample, build_readers
 from mpitrain.errors import DataError
 
 
@@ -44,7 +44,7 @@ def pets(tmp_path: Path) -> Path:
 
 def test_classes_and_samples_are_those_of_image_folder(pets: Path) -> None:
     table = folder.scan(pets)
-    readers = folder.readers(pets, table, 8)
+    readers = build_readers(folder.FolderReader, pets, table, 8)
     assert list(readers) == ["train", "val", "test"]
     for part, reader in readers.items():
         expected = ImageFolder(pets / part)
@@ -73,7 +73,7 @@ def test_the_table_is_numbers_only(pets: Path) -> None:
 
 
 def test_a_sample_is_an_image_and_a_label(pets: Path) -> None:
-    reader = folder.readers(pets, folder.scan(pets), 8)["train"]
+    reader = build_readers(folder.FolderReader, pets, folder.scan(pets), 8)["train"]
     image, label = pickle.loads(pickle.dumps(reader)).read(np.int64(0), np.full(4, 0.5))
     assert (image.dtype, image.shape, label) == (torch.uint8, (3, 8, 8), 0)
     assert image.unique().tolist() == [220]
@@ -81,7 +81,10 @@ def test_a_sample_is_an_image_and_a_label(pets: Path) -> None:
 
 def test_only_the_listed_parts_are_read(pets: Path) -> None:
     shutil.rmtree(pets / "test")
-    assert list(folder.readers(pets, folder.scan(pets), 8)) == ["train", "val"]
+    assert list(build_readers(folder.FolderReader, pets, folder.scan(pets), 8)) == [
+        "train",
+        "val",
+    ]
 
 
 def test_hidden_files_are_ignored(pets: Path) -> None:
@@ -100,7 +103,7 @@ def test_links_to_folders_are_followed_but_not_round_in_a_circle(
     (pets / "train" / "dog" / "up").symlink_to(pets / "train")
     (pets / "train" / "dog" / "z" / "self").symlink_to(pets / "train" / "dog" / "z")
     (tmp_path / "elsewhere" / "back").symlink_to(pets / "train" / "dog")
-    reader = folder.readers(pets, folder.scan(pets), 8)["train"]
+    reader = build_readers(folder.FolderReader, pets, folder.scan(pets), 8)["train"]
     found = [str(reader.path(i)) for i in range(len(reader))]
     assert str(pets / "train" / "dog" / "linked" / "far.png") in found
     assert "dog/up/dog" not in "".join(found)
@@ -117,7 +120,7 @@ def test_a_linked_class_is_a_class(pets: Path, tmp_path: Path) -> None:
 
 def test_a_name_that_is_no_utf8_is_read(pets: Path) -> None:
     write(os.fsencode(pets / "train" / "cat") + b"/\xff\xfe.png", 77)
-    reader = folder.readers(pets, folder.scan(pets), 8)["train"]
+    reader = build_readers(folder.FolderReader, pets, folder.scan(pets), 8)["train"]
     found = [str(reader.path(i)) for i in range(len(reader))]
     index = next(i for i, name in enumerate(found) if "\udcff\udcfe.png" in name)
     assert reader.read(index, None)[0].unique().tolist() == [77]
@@ -135,7 +138,7 @@ def test_a_name_that_is_no_utf8_is_read(pets: Path) -> None:
     ],
 )
 def test_a_broken_sample_is_named(pets: Path, content: bytes | None, why: str) -> None:
-    reader = folder.readers(pets, folder.scan(pets), 8)["train"]
+    reader = build_readers(folder.FolderReader, pets, folder.scan(pets), 8)["train"]
     path = Path(reader.path(2))
     path.unlink()
     if content is not None:
@@ -149,14 +152,14 @@ def test_a_broken_sample_is_named(pets: Path, content: bytes | None, why: str) -
 def test_a_jpeg_cut_off_in_the_middle_is_named(pets: Path) -> None:
     path = pets / "train" / "cat" / "b.jpg"
     path.write_bytes(path.read_bytes()[:-30])
-    reader = folder.readers(pets, folder.scan(pets), 8)["train"]
+    reader = build_readers(folder.FolderReader, pets, folder.scan(pets), 8)["train"]
     with pytest.raises(BadSample, match=r"(?i)cat/b\.jpg: .*truncated"):
         reader.read(2, None)
 
 
 def test_a_broken_link_is_a_broken_sample_not_a_missing_one(pets: Path) -> None:
     (pets / "train" / "cat" / "0.png").symlink_to(pets / "nowhere.png")
-    reader = folder.readers(pets, folder.scan(pets), 8)["train"]
+    reader = build_readers(folder.FolderReader, pets, folder.scan(pets), 8)["train"]
     with pytest.raises(BadSample, match=r"cat/0\.png: No such file"):
         reader.read(0, None)
 

@@ -17,7 +17,7 @@ import torch
 from data_files import picture
 
 from mpitrain.data import hdf5
-from mpitrain.data.samples import BadSample
+from mpitrain.data.samples import BadSample, build_readers
 from mpitrain.errors import DataError, UsageError
 
 h5py = pytest.importorskip("h5py")
@@ -81,7 +81,7 @@ def test_every_layout_is_read(
     assert {name: a.dtype.str for name, a in table.arrays.items()} == {
         f"{part}_labels": "<i8" for part in LABELS
     }
-    readers = hdf5.readers(path, table, size or 9)
+    readers = build_readers(hdf5.HDF5Reader, path, table, size or 9)
     assert {part: len(reader) for part, reader in readers.items()} == {
         "train": 6,
         "val": 2,
@@ -100,7 +100,7 @@ def test_pixels_stay_where_they_are(tmp_path: Path) -> None:
     path = write(tmp_path / "set.h5", (6, 5, 5, 3))
     with h5py.File(path, "r+") as file:
         file["train/images"][...] = pixels
-    reader = hdf5.readers(path, hdf5.scan(path), 5)["train"]
+    reader = build_readers(hdf5.HDF5Reader, path, hdf5.scan(path), 5)["train"]
     found = torch.stack([reader.read(i, None)[0] for i in range(6)])
     np.testing.assert_array_equal(found.numpy(), pixels.transpose(0, 3, 1, 2))
 
@@ -116,7 +116,7 @@ def test_encoded_images_are_decoded(tmp_path: Path, kind: str, form: str) -> Non
             file[f"{part}/labels"] = labels
     table = hdf5.scan(path)
     assert (table.facts["channels"], table.facts["size"]) == (3, None)
-    assert seen(hdf5.readers(path, table, 8)["train"]) == ALL
+    assert seen(build_readers(hdf5.HDF5Reader, path, table, 8)["train"]) == ALL
 
 
 def put_encoded(file: Any, name: str, files: list[bytes], kind: str) -> None:
@@ -144,7 +144,7 @@ def test_a_corrupt_jpeg_in_the_middle_is_named(tmp_path: Path, kind: str) -> Non
         for part in ("val", "test"):
             put_encoded(file, f"{part}/images", files[:1], kind)
             file[f"{part}/labels"] = [0]
-    reader = hdf5.readers(path, hdf5.scan(path), 8)["train"]
+    reader = build_readers(hdf5.HDF5Reader, path, hdf5.scan(path), 8)["train"]
     with pytest.raises(BadSample, match=r"(?i)set\.h5, train/images\[3\]: .*truncated"):
         reader.read(3, None)
     assert seen(reader, range(4, 6)) == ALL[4:]
@@ -155,7 +155,7 @@ def test_the_file_may_be_named_or_its_folder(tmp_path: Path) -> None:
     (tmp_path / "README").write_text("a set")
     table = hdf5.scan(tmp_path)
     assert table.digest() == hdf5.scan(path).digest()
-    reader = hdf5.readers(tmp_path, table, 8)["train"]
+    reader = build_readers(hdf5.HDF5Reader, tmp_path, table, 8)["train"]
     assert reader.path == path
 
 
@@ -176,19 +176,25 @@ def test_only_the_listed_parts_are_read(tmp_path: Path) -> None:
     path = write(tmp_path / "set.h5")
     with h5py.File(path, "r+") as file:
         del file["test"]
-    assert list(hdf5.readers(path, hdf5.scan(path), 8)) == ["train", "val"]
+    assert list(build_readers(hdf5.HDF5Reader, path, hdf5.scan(path), 8)) == [
+        "train",
+        "val",
+    ]
 
 
 def test_a_file_that_another_has_locked_is_read(tmp_path: Path) -> None:
     path = write(tmp_path / "set.h5")
     with path.open("rb") as other:
         fcntl.flock(other, fcntl.LOCK_EX)
-        assert seen(hdf5.readers(path, hdf5.scan(path), 8)["train"]) == ALL
+        assert (
+            seen(build_readers(hdf5.HDF5Reader, path, hdf5.scan(path), 8)["train"])
+            == ALL
+        )
 
 
 def test_a_reader_travels_without_its_file(tmp_path: Path) -> None:
     path = write(tmp_path / "set.h5")
-    reader = hdf5.readers(path, hdf5.scan(path), 8)["train"]
+    reader = build_readers(hdf5.HDF5Reader, path, hdf5.scan(path), 8)["train"]
     assert seen(reader, range(2)) == ALL[:2]
     assert seen(pickle.loads(pickle.dumps(reader))) == ALL
     reader.close()
@@ -200,7 +206,7 @@ def test_processes_read_through_one_reader(
     tmp_path: Path, options: dict[str, Any]
 ) -> None:
     path = write(tmp_path / "set.h5", **options)
-    reader = hdf5.readers(path, hdf5.scan(path), 8)["train"]
+    reader = build_readers(hdf5.HDF5Reader, path, hdf5.scan(path), 8)["train"]
     assert seen(reader, range(1)) == ALL[:1]
     handle = reader._file.id.get_vfd_handle()
     os.lseek(handle, 5, os.SEEK_SET)
@@ -230,7 +236,7 @@ def test_processes_read_through_one_reader(
 
 def test_a_file_that_is_cut_short_later_is_a_bad_sample(tmp_path: Path) -> None:
     path = write(tmp_path / "set.h5", (6, 64, 64), chunks=(1, 64, 64))
-    reader = hdf5.readers(path, hdf5.scan(path), 8)["train"]
+    reader = build_readers(hdf5.HDF5Reader, path, hdf5.scan(path), 8)["train"]
     os.truncate(path, 9000)
     with pytest.raises(BadSample, match=r"set\.h5, train/images\[5\]: "):
         reader.read(5, None)
@@ -390,6 +396,9 @@ def test_without_h5py_it_says_what_to_install(
     path = write(tmp_path / "set.h5")
     table = hdf5.scan(path)
     monkeypatch.setitem(__import__("sys").modules, "h5py", None)
-    for ask in (lambda: hdf5.scan(path), lambda: hdf5.readers(path, table, 8)):
+    for ask in (
+        lambda: hdf5.scan(path),
+        lambda: build_readers(hdf5.HDF5Reader, path, table, 8),
+    ):
         with pytest.raises(UsageError, match=r"pip install 'mpitrain\[hdf5\]'"):
             ask()

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mpitrain.data import folder
 from mpitrain.data.map_style import MapStyle
-from mpitrain.data.samples import BadSample
+from mpitrain.data.samples import BadSample, build_readers
 from mpitrain.data.sharding import RankShard
 from mpitrain.errors import DataError
 
@@ -40,7 +40,7 @@ class Numbers:
 def photos(path: Path) -> folder.FolderReader:
     """20 images, of which 4 and 5 are broken."""
     write_folder(path)
-    reader = folder.readers(path, folder.scan(path), 8)["train"]
+    reader = build_readers(folder.FolderReader, path, folder.scan(path), 8)["train"]
     reader.path(4).write_bytes(b"")
     reader.path(5).write_bytes(reader.path(5).read_bytes()[:-300])
     return reader

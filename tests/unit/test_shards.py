@@ -18,7 +18,7 @@ import torch
 from data_files import picture, write_tar
 
 from mpitrain.data import shards
-from mpitrain.data.samples import BadSample
+from mpitrain.data.samples import BadSample, build_readers
 from mpitrain.errors import DataError
 
 Members = list[tuple[str, bytes]]
@@ -56,7 +56,7 @@ def seen(reader: shards.ShardReader, indices: range | None = None) -> list:
 
 def test_every_sample_is_read_in_any_order(greys: Path) -> None:
     table = shards.scan(greys)
-    readers = shards.readers(greys, table, 8)
+    readers = build_readers(shards.ShardReader, greys, table, 8)
     assert [(p, len(readers[p])) for p in readers] == [("train", 12), ("val", 3)]
     assert table.classes == ("0", "1", "2")
     assert table.facts["train_shards"] == [f"train/00{i}.tar" for i in range(3)]
@@ -85,7 +85,7 @@ def test_every_dialect_of_tar_is_read(tmp_path: Path, form: int, folder: str) ->
     members = [(folder + name, data) for name, data in numbered(3)]
     for part in ("train", "val", "test"):
         write_tar(tmp_path / f"some-{part}-0.tar", members, form)
-    readers = shards.readers(tmp_path, shards.scan(tmp_path), 8)
+    readers = build_readers(shards.ShardReader, tmp_path, shards.scan(tmp_path), 8)
     assert list(readers) == ["train", "val", "test"]
     assert seen(readers["test"]) == [(i, i) for i in range(3)]
 
@@ -108,14 +108,19 @@ def test_what_is_not_of_a_sample_is_passed_over(tmp_path: Path) -> None:
     (tmp_path / "classes.txt").write_text("dös\ncat\n\n")
     table = shards.scan(tmp_path)
     assert table.classes == ("dös", "cat")
-    assert seen(shards.readers(tmp_path, table, 8)["val"]) == [(9, 0), (20, 1)]
+    assert seen(build_readers(shards.ShardReader, tmp_path, table, 8)["val"]) == [
+        (9, 0),
+        (20, 1),
+    ]
 
 
 def test_at_most_sixteen_shards_are_open_at_once(tmp_path: Path) -> None:
     for i in range(40):
         write_tar(tmp_path / "train" / f"{i:02}.tar", numbered(1, i))
     write_tar(tmp_path / "val" / "0.tar", numbered(1))
-    reader = shards.readers(tmp_path, shards.scan(tmp_path), 8)["train"]
+    reader = build_readers(shards.ShardReader, tmp_path, shards.scan(tmp_path), 8)[
+        "train"
+    ]
     before = num_open()
     for _ in range(2):
         assert seen(reader) == [(i, i % 3) for i in range(40)]
@@ -129,7 +134,7 @@ def test_at_most_sixteen_shards_are_open_at_once(tmp_path: Path) -> None:
 
 
 def test_processes_read_through_one_reader(greys: Path) -> None:
-    reader = shards.readers(greys, shards.scan(greys), 8)["train"]
+    reader = build_readers(shards.ShardReader, greys, shards.scan(greys), 8)["train"]
     assert seen(reader, range(1)) == [(0, 0)]
     handle = next(iter(reader._files.values()))
     os.lseek(handle, 5, os.SEEK_SET)
@@ -158,7 +163,7 @@ def test_processes_read_through_one_reader(greys: Path) -> None:
 
 def test_a_shard_cut_short_after_the_scan_is_a_bad_sample(greys: Path) -> None:
     table = shards.scan(greys)
-    reader = shards.readers(greys, table, 8)["train"]
+    reader = build_readers(shards.ShardReader, greys, table, 8)["train"]
     path = greys / "train" / "002.tar"
     offset = int(table.arrays["train_offsets"][9])
     os.truncate(path, offset + 10)
@@ -176,7 +181,7 @@ def test_a_corrupt_image_in_the_middle_is_named(greys: Path) -> None:
     members = numbered(7)
     members[4] = ("k2.jpg", picture(2, "JPEG")[:-40])
     write_tar(greys / "train" / "000.tar", members)
-    reader = shards.readers(greys, shards.scan(greys), 8)["train"]
+    reader = build_readers(shards.ShardReader, greys, shards.scan(greys), 8)["train"]
     place = r"train/000\.tar, sample 2, \d+ bytes from \d+: "
     with pytest.raises(BadSample, match=place):
         reader.read(2, None)
