@@ -181,13 +181,13 @@ def test_a_run_folder_that_one_rank_cannot_write_ends_all(
     """Its log is a folder already, by the time that the run folder is made."""
     script = tmp_path / "script.py"
     script.write_text(
-        "import sys; from mpitrain.train import beginning; from mpitrain import cli\n"
-        "open_run = beginning.open_run\n"
+        "import sys; from mpitrain.tools.train import prepare; from mpitrain import cli\n"
+        "open_run = prepare.open_run\n"
         "def spoiled(*words, **more):\n"
         "    run = open_run(*words, **more)\n"
         "    (run.path / 'logs/rank-1.log').mkdir()\n"
         "    return run\n"
-        "beginning.open_run = spoiled\n"
+        "prepare.open_run = spoiled\n"
         "sys.exit(cli.main(sys.argv[1:]))\n"
     )
     done = mpirun(openmpi, 3, str(script), "--name", "r", cwd=tmp_path)
