@@ -181,7 +181,8 @@ def test_a_run_folder_that_one_rank_cannot_write_ends_all(
     """Its log is a folder already, by the time that the run folder is made."""
     script = tmp_path / "script.py"
     script.write_text(
-        "import sys; from mpitrain.tools.train import prepare; from mpitrain import cli\n"
+        "import sys; from mpitrain import cli\n"
+        "from mpitrain.tools.train import prepare\n"
         "open_run = prepare.open_run\n"
         "def spoiled(*words, **more):\n"
         "    run = open_run(*words, **more)\n"
