@@ -83,7 +83,7 @@ def open_run(
             if exists == "refuse" and not _is_blank(path):
                 raise UsageError(
                     f"run folder {path} exists. Expected a new name: choose another "
-                    "--name, or go on with it, without --resume never."
+                    "--name, or resume it, without --resume never."
                 ) from None
             break
         except OSError as error:
@@ -148,7 +148,7 @@ def _id_of(path: Path) -> str:
         return str(json.loads((path / RUN).read_text())["id"])
     except (OSError, ValueError, KeyError, TypeError):
         raise UsageError(
-            f"{path} exists, and is no run that could be gone on with: it has no "
+            f"{path} exists, and is no run that can be resumed: it has no "
             f"{RUN}. Choose another --name, or move that folder away."
         ) from None
 

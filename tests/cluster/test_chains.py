@@ -180,7 +180,7 @@ def test_a_training_goes_through_several_jobs_of_slurm_and_of_pbs(
     for chain in (by_slurm, by_qsub):
         chain.wait()
         assert chain.result()["status"] == "finished", chain.said()
-        assert chain.said().count("going on from") >= 2, chain.said()
+        assert chain.said().count("resuming from") >= 2, chain.said()
         assert_nothing_was_lost(chain)
         assert_same_numbers(chain.rows(), expected)
     log = (home / "runs" / by_slurm.name / "logs" / "rank-0.log").read_text()
@@ -197,7 +197,7 @@ def test_nothing_is_lost_at_term_and_a_chain_goes_on_unless_it_was_cancelled(
     chain = Chain(name="termed", folder=home, hosts=hosts)
     chain.submit("sbatch", chain.script("slurm", *NODES, "--time", "9:00"))
     for num_stops, words in ((1, ["--full", "--signal=TERM"]), (2, [])):
-        begun = ("going on from", "run folder")[num_stops == 1]
+        begun = ("resuming from", "run folder")[num_stops == 1]
         wait_until(lambda: bool(chain.jobs()) and begun in chain.said(), chain)  # noqa: B023
         time.sleep(4)
         (job,) = chain.jobs()
@@ -251,7 +251,7 @@ def test_a_node_that_is_cut_off_is_left_out_and_a_spare_one_used(
         checkpoints = home / "runs" / "hit" / "checkpoints"
         wait_until(lambda: any(checkpoints.glob("step-*")), chain)
         ip("-n", PREFIX + LOGIN, "link", "set", "node2", "down")
-        wait_until(lambda: "going on from" in chain.said(), chain)
+        wait_until(lambda: "resuming from" in chain.said(), chain)
         why = r"no answer within 40 s|mpirun ended with \d+: \w|its state is \S+"
         assert re.search(f"left out: node2: ({why})", chain.said()), chain.said()
         wait_until(lambda: chain.result().get("status") == "finished", chain)

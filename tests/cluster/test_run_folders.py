@@ -35,4 +35,4 @@ def test_where_no_checkpoint_can_be_written_a_signal_ends_the_job_as_ever(
     assert "no checkpoints are written, and a signal" in done.stdout
     assert f"{second} cannot see {OWN_FOLDER}/runs/" in done.stdout
     assert "epoch " in done.stdout
-    assert "goes on from here" not in done.stdout
+    assert "resumes from here" not in done.stdout

@@ -80,7 +80,7 @@ class Runs:
             if row["event"] in ("step", "epoch", "test")
         ]
 
-    def went_on_at(self, name: str) -> list[int]:
+    def resumed_at(self, name: str) -> list[int]:
         """The steps from which it went on, along the way to the last weights."""
         lines = self.record(name).read_text().splitlines(keepends=True)
         rows = [json.loads(line) for line in lines if line.endswith("\n")]

@@ -112,7 +112,7 @@ def test_a_disk_that_stays_full_is_an_error_at_the_end(
         )
         done = runs.run("full", 2)
         assert done.status == 0, done.out + done.err
-        assert f"going on from runs/full/checkpoints/{newest.name}" in done.out
+        assert f"resuming from runs/full/checkpoints/{newest.name}" in done.out
 
 
 def steps_seen(runs: Runs, name: str) -> int:
@@ -195,7 +195,7 @@ def test_a_disk_that_is_gone_ends_no_training_before_its_end(
     try:
         done = runs.run("gone", 2, *OFTEN)
         assert done.status == 0, done.out + done.err
-        assert "going on from runs/gone/checkpoints/step-" in done.out
+        assert "resuming from runs/gone/checkpoints/step-" in done.out
         assert_same_bits_as_plain(runs, "gone", plain)
     finally:
         umount(folder)

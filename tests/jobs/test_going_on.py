@@ -61,7 +61,7 @@ def test_after_a_fault_the_same_command_finishes(fault: str, runs: Runs) -> None
     assert done.status == 0, done.out + done.err
     runs.assert_same_bits(name, "plain")
     assert 4 <= runs.resumed_at(name)[0] < 15, done.out
-    assert "going on from " in done.out
+    assert "resuming from " in done.out
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_it_stops_in_time_and_goes_on(how: str, mpi_name: str, runs: Runs) -> No
         assert written.stat().st_mtime - started < LIMIT_SECONDS
     result = json.loads(written.read_text())
     assert result["status"] == "stopped"
-    assert "the same command goes on from here" in job.said()
+    assert "the same command resumes from here" in job.said()
     assert "stopped, not failed: the exit status is 75" in job.said()
     if how == "file":  # touched after the stop, it is for the next job
         os.utime(mine.dir(name) / "stop", (time.time() + 1,) * 2)

@@ -127,7 +127,7 @@ def test_a_run_that_is_killed_and_gone_on_with_has_each_step_once(
     done = runs.run("cut", 2, *often, **OFFLINE)
     assert done.status == 0, done.out + done.err
     folder = runs.dir("cut")
-    assert runs.went_on_at("cut")[0] >= 4
+    assert runs.resumed_at("cut")[0] >= 4
     record = logged.from_record(folder)
     steps = list(range(1, NUM_STEPS + 1))
     assert [step for step, _ in record["train/loss"]] == steps

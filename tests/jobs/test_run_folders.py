@@ -83,7 +83,7 @@ def test_another_run_may_begin_where_this_one_is(runs: Runs) -> None:
     flags = ("--resume", str(chosen), "--epochs", "5")
     done = runs.run("longer", 2, *flags)
     assert done.status == 0, done.out + done.err
-    assert f"going on from runs/plain/checkpoints/{chosen.name}" in done.out
+    assert f"resuming from runs/plain/checkpoints/{chosen.name}" in done.out
     assert "changed since then: epochs: 4 -> 5" in done.out
     assert runs.resumed_at("longer") == [int(chosen.name.split("-")[1])]
     assert runs.rows("longer")[-1]["step"] == 30
@@ -130,16 +130,16 @@ def test_a_broken_checkpoint_is_named_and_the_one_before_used(
     broken = {
         "rank-0.bin": newest[0] / "rank-0.bin",
         "rank-1.bin": newest[1] / "rank-1.bin",
-        "facts.json": newest[2] / "facts.json",
+        "metadata.json": newest[2] / "metadata.json",
     }
     data = bytearray(broken["rank-0.bin"].read_bytes())
     data[len(data) // 3] ^= 1
     broken["rank-0.bin"].write_bytes(data)
     broken["rank-1.bin"].unlink()
-    os.truncate(broken["facts.json"], 10)
+    os.truncate(broken["metadata.json"], 10)
     done = runs.run(name, num_ranks)
     assert done.status == 0, done.out + done.err
-    warnings = [line for line in done.err.splitlines() if "is not gone on from" in line]
+    warnings = [line for line in done.err.splitlines() if "is not used" in line]
     assert len(warnings) == 3, done.err
     for (file, path), line in zip(broken.items(), warnings, strict=True):
         assert path.parent.name in line

@@ -119,7 +119,7 @@ def test_the_time_limit_is_seen(runs: Runs) -> None:
     assert "done in" in lines[-1]
     written = (job.run_dir / "metrics.jsonl").read_text().splitlines()
     rows = [json.loads(line) for line in written]
-    left = [row["seconds_left"] for row in rows if row["event"] == "pace"]
+    left = [row["seconds_left"] for row in rows if row["event"] == "throughput"]
     assert 100 < left[-1] <= left[0] < 300
     assert job.end() == 0
 
@@ -138,7 +138,7 @@ def test_it_stays_for_the_next_job_if_it_is_to(runs: Runs) -> None:
     assert again.end() == 0
     lines = end_of(long, 30)
     assert sum("a file named stop" in line for line in lines) == 1
-    assert any(line.startswith("going on from ") for line in lines)
+    assert any(line.startswith("resumed from ") for line in lines)
     assert lines[-1].startswith("finished: ")
     epochs = [int(line.split("/")[0].split()[1]) for line in epochs_of(lines)]
     assert epochs == [1, 2, 3, 4, 5, 6]
