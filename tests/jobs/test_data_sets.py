@@ -200,7 +200,8 @@ import own_data
 class Noting(mpitrain.Trainer):
     def compute_loss(self, batch):
         rows = batch.inputs[: len(batch), 0, 0, 0]
-        own_data.note(f"epoch{self.state.epoch}", *(round(255 * float(row)) for row in rows))
+        values = [round(255 * float(row)) for row in rows]
+        own_data.note(f"epoch{self.state.epoch}", *values)
         return super().compute_loss(batch)
 
 
