@@ -36,8 +36,8 @@ class Heard(Callback):
     def __init__(self):
         self.losses = []
 
-    def rows_done(self, rows):
-        self.losses += [row.loss for row in rows]
+    def on_metrics(self, trainer, steps):
+        self.losses += [step.loss for step in steps]
 
 
 def cpu_ticks():
