@@ -113,7 +113,13 @@ def test_a_host_without_the_folder_is_named(
         status, said = train(
             hosts, folder, "--data", "folder", "--data-dir", str(photos)
         )
-    assert_refused(status, said, folder, f"{photos}: no such folder", f"/4 {second}]")
+    assert_refused(
+        status,
+        said,
+        folder,
+        f"{photos}/train: cannot be listed, No such file",
+        f"/4 {second}]",
+    )
 
 
 def test_where_the_folder_is_the_same_workers_of_all_hosts_read_it(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from data_files import idx_bytes, picture, python2_pickle
+from data_files import idx_bytes, picture
 
 HUBCONF = '''
 """A vision transformer as DINOv2's: a bare backbone, with an empty place for a head."""
@@ -68,7 +68,6 @@ def write_all(home: Path) -> None:
         home: Gets `data`, `torch` (for TORCH_HOME), `dinov2` and a file of weights.
     """
     write_idx(home / "data/MNIST/raw", num_train=240, num_val=100)
-    write_cifar100(home / "data/cifar-100-python", per_class=3)
     write_folder(home / "data/hymenoptera_data")
     write_hub_repository(home / "torch/hub/facebookresearch_dinov2_main")
     write_hub_repository(home / "dinov2")
@@ -86,21 +85,6 @@ def write_idx(folder: Path, num_train: int, num_val: int) -> None:
             image[4 + 2 * label : 6 + 2 * label] += 150
         (folder / f"{name}-images-idx3-ubyte").write_bytes(idx_bytes(images))
         (folder / f"{name}-labels-idx1-ubyte").write_bytes(idx_bytes(labels))
-
-
-def write_cifar100(folder: Path, per_class: int) -> None:
-    """Write CIFAR-100's three files: each class has a colour of its own."""
-    folder.mkdir(parents=True)
-    random = np.random.default_rng(1)
-    colours = random.integers(0, 236, (100, 3, 1), dtype=np.uint8)
-    for name, num in (("train", per_class * 100), ("test", 100)):
-        labels = random.permutation(np.arange(num) % 100)
-        noise = random.integers(0, 20, (num, 3, 1024), dtype=np.uint8)
-        data = (colours[labels] + noise).reshape(num, 3072)
-        content = {"data": data, "fine_labels": labels.tolist()}
-        (folder / name).write_bytes(python2_pickle(content))
-    meta = {"fine_label_names": [f"class{label}" for label in range(100)]}
-    (folder / "meta").write_bytes(python2_pickle(meta))
 
 
 def write_folder(folder: Path, per_class: int = 12) -> None:

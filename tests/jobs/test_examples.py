@@ -25,6 +25,9 @@ SMALLER = {
     r"256 --epochs 5 --seed": "24 --dry-run --seed",
     r"--epochs \d+": "--epochs 2",
     r"--global-batch-size \d+": "--global-batch-size 20",
+    r"mnist cifar100 hub": "mnist hub",
+    # Of CIFAR the published files alone are read.
+    r"--data cifar100": "--data folder --data-dir data/hymenoptera_data",
     r"--image-size 128": "--image-size 32",
     r"--image-size 224": "--image-size 56",
     r"--lr 1e-3": "--lr 3e-2",
@@ -106,7 +109,6 @@ def run(command: str, name: str, mpi: Mpi, home: Path, *more: str) -> Ran:
 
 def check_fetch(ran: list[Ran], home: Path) -> None:
     assert "mnist: data/MNIST/raw, 240 samples to train" in ran[0].done.out
-    assert "cifar100: data/cifar-100-python, 300 samples" in ran[0].done.out
     assert "dinov2_vitl14: weights default are in the cache" in ran[0].done.out
 
 
@@ -154,12 +156,12 @@ def check_dinov2(ran: list[Ran], home: Path) -> None:
         assert [e["stage"] for e in one.epochs] == ["probe"] * 5 + ["finetune"] * 2
         assert "fsdp, bf16" in one.done.out
         probe = one.epochs[4]
-        assert probe["val_accuracy"] > 0.1  # of 100 classes
-        assert f"probe 5/7 | step 75 | train_loss {probe['train_loss']:.4f}" in (
+        assert probe["val_accuracy"] >= 0.5
+        assert f"probe 5/7 | step 10 | train_loss {probe['train_loss']:.4f}" in (
             one.done.out
         )
         assert one.last("train_loss") < probe["train_loss"]
-    assert "head new (100 classes from 32 features)" in from_hub.done.out
+    assert "head new (2 classes from 32 features)" in from_hub.done.out
     assert "weights from dinov2_vitl14_pretrain.pth: 41 tensors" in from_clone.done.out
     for name in ("train_loss", "val_loss"):
         assert from_clone.last(name) == pytest.approx(from_hub.last(name), rel=1e-5)

@@ -63,7 +63,14 @@ def test_another_training_of_that_name_is_refused(
     done = runs.run("plain", 2, *flags)
     assert done.status == 2
     said = done.out + done.err
-    assert len(re.findall(rf"run plain was begun otherwise: {words}", said)) == 1
+    assert (
+        len(
+            re.findall(
+                rf"run plain was begun with another configuration: {words}", said
+            )
+        )
+        == 1
+    )
     assert "--new-run" in said
     assert "Traceback" not in said
 

@@ -99,7 +99,7 @@ def test_a_name_that_exists_is_refused_and_nothing_is_lost(
     ("flags", "words"),
     [
         (("--epohs", "3"), "--epohs"),
-        (("--lr", "fast"), "could not convert string to float: 'fast'"),
+        (("--lr", "fast"), "--lr: found 'fast', expected a number"),
         (("--epochs", "0"), "--epochs must be at least 1, found 0"),
         (("trian",), "unknown command 'trian'"),
         (("--config", "none.yaml"), "--config none.yaml: cannot be read: No such file"),
