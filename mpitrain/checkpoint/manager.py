@@ -249,7 +249,8 @@ class CheckpointManager:
             except Exception as error:
                 self._error = f"{type(error).__name__}: {error}"
                 if isinstance(error, OSError):
-                    self._error = f"{error.strerror or error}: {error.filename or ''}"
+                    where = f": {error.filename}" if error.filename else ""
+                    self._error = f"{error.strerror or error}{where}"
                 self._failed = number
             self._num_ended = number
 

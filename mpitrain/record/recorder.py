@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -15,6 +16,8 @@ from mpitrain.record.runs import RUN, open_run
 from mpitrain.train.callbacks import Callback
 from mpitrain.train.metrics import EpochMetrics, StepMetrics, Throughput
 from mpitrain.train.progress import SecondsLeft, finished_line, format_metrics, say
+
+logger = logging.getLogger("mpitrain")
 
 _ENCODE = json.JSONEncoder(allow_nan=False).encode
 
@@ -292,4 +295,7 @@ def record_failure(run_dir: Path, message: str) -> None:
     """
     result = read_result(run_dir)
     failed = {**result, "status": "failed", "error": message}
-    write_json(run_dir / "result.json", failed)
+    try:
+        write_json(run_dir / "result.json", failed)
+    except OSError as error:  # a full disk, say, which must not hide the first error
+        logger.warning("result.json cannot be written: %s", error.strerror)
