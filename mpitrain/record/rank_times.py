@@ -103,8 +103,7 @@ class RankTimes(Callback):
             self._step = step
             self._steps.extend(times.steps)
             self._between += times.between
-            _, since = self._timer.sum_up()
-            ended = since - sum(self._timer.seconds)
+            ended = self._timer.since - sum(self._timer.seconds)
             if ended >= self._line_ends:
                 self._write(ended)
 
@@ -151,7 +150,7 @@ class RankTimes(Callback):
         """Return the current phase, and since when."""
         self._is_closed = True
         timer = self._timer
-        phase, since = timer.sum_up()
+        phase, since = timer.phase, timer.since
         self._steps.extend(timer.pending.steps)
         self._step += len(timer.pending.steps) // NUM_PHASES
         self._between += [*timer.pending.between, timer.seconds]

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import functools
-import threading
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from time import perf_counter
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from mpitrain.train.metrics import BACKWARD, COMMUNICATION, NUM_PHASES, OTHER, PHASES
-
-_STEP, _GAP = NUM_PHASES, 2 * NUM_PHASES
-"""Added to the phase of a mark: a step ends there, or the time between two epochs."""
 
 T = TypeVar("T")
 
@@ -58,20 +53,19 @@ class Timer:
     """Measures where a rank's time goes: ``with timer("forward"): ...``.
 
     Spans nest; the innermost one gets the time. Time outside of all spans is
-    ``"other"``. For a CPU, where a call returns when its work is done. A mark is two
-    numbers at the end of a list, summed up later for many steps at once.
+    ``"other"``. For a CPU, where a call returns when its work is done.
 
     Attributes:
         stack: The phases of the open spans.
-        seconds: Of the current, unfinished step, up to the last mark; as of the last
-            `sum_up`.
-        pending: The `StepTimes` since the last `take`; as of the last `sum_up`.
+        phase: The current phase.
+        since: When it began, by `time.perf_counter`.
+        seconds: Of the current, unfinished step, up to `since`.
+        pending: The `StepTimes` since the last `take`.
     """
 
     def __init__(self) -> None:
-        self._marks: list[float] = [OTHER, perf_counter()]
-        self._lock = threading.Lock()
         self.stack = [OTHER]
+        self.phase, self.since = OTHER, perf_counter()
         self.seconds: Seconds = [0.0] * NUM_PHASES
         self.pending = StepTimes(array("d"), [])
         self._spans = {name: _Span(self, phase) for phase, name in enumerate(PHASES)}
@@ -95,9 +89,9 @@ class Timer:
 
     def mark(self, phase: int) -> None:
         """Count the time from here on as another phase's."""
-        marks = self._marks
-        marks.append(phase)
-        marks.append(perf_counter())
+        now = perf_counter()
+        self.seconds[self.phase] += now - self.since
+        self.phase, self.since = phase, now
 
     def reset(self) -> None:
         """Close all spans, after an exception that was expected."""
@@ -106,14 +100,20 @@ class Timer:
 
     def end_step(self) -> None:
         """Say that a step is over."""
-        self._end(_STEP)
+        self.mark(self.stack[-1])
+        self._add(is_step=True)
 
     def end_gap(self) -> None:
         """Say that the time between the steps of two epochs is over."""
-        self._end(_GAP)
+        self.mark(self.stack[-1])
+        self._add(is_step=False)
 
-    def _end(self, kind: int) -> None:
-        self.mark(self.stack[-1] + kind)
+    def _add(self, *, is_step: bool) -> None:
+        seconds, self.seconds = self.seconds, [0.0] * NUM_PHASES
+        if is_step:
+            self.pending.steps.extend(seconds)
+        else:
+            self.pending.between.append(seconds)
 
     def mark_gradients(self, loss: Tensor) -> None:
         """Let ``communication`` begin where this rank has computed all its gradients.
@@ -130,41 +130,9 @@ class Timer:
         if self.stack[-1] == BACKWARD:  # not a gradient that a forward pass asks for
             self._queue_callback(functools.partial(self.mark, COMMUNICATION))
 
-    def _whole_marks(self) -> list[float]:
-        """Return all marks; another thread may be about to make one."""
-        marks = self._marks[:]
-        return marks[: len(marks) // 2 * 2]
-
-    def sum_up(self) -> tuple[int, float]:
-        """Bring `seconds` and `pending` up to the current phase; in any thread.
-
-        Returns:
-            The current phase, and when it began, by `time.perf_counter`.
-        """
-        with self._lock:
-            marks = np.fromiter(self._whole_marks(), np.float64).reshape(-1, 2)
-            present = int(marks[-1, 0]) % NUM_PHASES, float(marks[-1, 1])
-            if len(marks) == 1:
-                return present
-            del self._marks[: marks.size - 2]  # the last phase goes on
-            ends, phases = np.divmod(marks[:, 0].astype(np.int64), NUM_PHASES)
-            ends[0] = 0  # was summed up before
-            rows = np.count_nonzero(ends) + 1
-            places = NUM_PHASES * np.cumsum(ends > 0) + phases
-            each = np.bincount(
-                places[:-1], np.diff(marks[:, 1]), rows * NUM_PHASES
-            ).reshape(rows, NUM_PHASES)
-            each[0] += self.seconds
-            is_step = ends[ends > 0] * NUM_PHASES == _STEP
-            self.pending.steps.frombytes(each[:-1][is_step].tobytes())
-            self.pending.between.extend(each[:-1][~is_step].tolist())
-            self.seconds = each[-1].tolist()
-        return present
-
     def take(self) -> StepTimes:
         """Return `pending` up to now, and begin anew. Waits for a GPU."""
         self.synchronize()
-        self.sum_up()
         found, self.pending = self.pending, StepTimes(array("d"), [])
         return found
 
@@ -174,6 +142,9 @@ class Timer:
 
 class GpuTimer(Timer):
     """For a GPU, which works on when a call has returned: marks are CUDA events.
+
+    `phase` and `since` are the CPU's: a GPU may hang. `seconds` and `pending` are of
+    the events that the GPU has passed.
 
     Args:
         make_event: Makes an event of `torch.cuda`'s kind.
@@ -186,22 +157,15 @@ class GpuTimer(Timer):
         self._make_event = make_event
         self._stream = stream
         self._free: list[Any] = []
-        self._waiting: deque[tuple[int, Any, int]] = deque()
-        """Phases, the event at each one's end, and what ended there: 0, step, gap."""
+        self._waiting: deque[tuple[Any, ...]] = deque()
+        """Of each mark the phase that ended, its event, and whether a step ended there
+        (``True``) or the time between two epochs (``False``), if one did."""
         self._last = self._record()
 
     def mark(self, phase: int) -> None:
         """Record an event between two phases."""
-        kind, phase = phase // NUM_PHASES * NUM_PHASES, phase % NUM_PHASES
-        self._waiting.append((int(self._marks[0]), self._record(), kind))
-        self._marks[:] = phase, perf_counter()
-        if kind:
-            self._read()
-
-    def sum_up(self) -> tuple[int, float]:
-        """Return the current phase: times are known already, and a GPU may hang."""
-        phase, since = self._whole_marks()
-        return int(phase), since
+        self._waiting.append((self.phase, self._record()))
+        self.phase, self.since = phase, perf_counter()
 
     def synchronize(self) -> None:
         """Wait for the GPU."""
@@ -214,18 +178,18 @@ class GpuTimer(Timer):
         event.record(self._stream)
         return event
 
+    def _add(self, *, is_step: bool) -> None:
+        self._waiting[-1] += (is_step,)
+        self._read()
+
     def _read(self) -> None:
         while self._waiting and self._waiting[0][1].query():
-            phase, event, kind = self._waiting.popleft()
+            phase, event, *ends = self._waiting.popleft()
             self.seconds[phase] += self._last.elapsed_time(event) / 1000
             self._free.append(self._last)
             self._last = event
-            if kind:
-                seconds, self.seconds = self.seconds, [0.0] * NUM_PHASES
-                if kind == _STEP:
-                    self.pending.steps.extend(seconds)
-                else:
-                    self.pending.between.append(seconds)
+            for is_step in ends:
+                super()._add(is_step=is_step)
 
 
 def make_timer(device: str) -> Timer:

@@ -138,10 +138,10 @@ def test_a_ranks_times_are_read_job_by_job(tmp_path: Path) -> None:
         times.open(a_world(3), timer, 6)
         timer.pending.steps.extend(0.25 * it for it in range(1, 1 + len(PHASES)))
         if is_cut:
-            timer._marks[:] = COMMUNICATION, time.perf_counter() - 5
+            timer.phase, timer.since = COMMUNICATION, time.perf_counter() - 5
             times.cut()
         else:
-            timer._marks[-1] = time.perf_counter()
+            timer.since = time.perf_counter()
             times.on_fit_end(SimpleNamespace(timer=timer))
     file = RankFile(tmp_path / "times/rank-3.jsonl")
     file.update()

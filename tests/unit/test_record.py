@@ -195,7 +195,7 @@ def test_short_steps_are_taken_together(
         now[0] += 0.25
         told.append(seconds_of(forward=0.25))
         if step % together == 0:
-            times._timer._marks[-1] = now[0]
+            times._timer.since = now[0]
             times.add(step, StepTimes(steps_of(*told), []))
             told = []
     close(times)
@@ -218,7 +218,7 @@ def test_a_rank_that_is_ended_says_what_it_did(tmp_path: Path) -> None:
     not_told = steps_of(seconds_of(forward=0.25), seconds_of(forward=0.5))
     timer.pending.steps.extend(not_told)
     timer.seconds = seconds_of(data=1.0, backward=2.0)  # of the unfinished step
-    timer._marks[:] = COMMUNICATION, time.perf_counter() - 5.0
+    timer.phase, timer.since = COMMUNICATION, time.perf_counter() - 5.0
     times.cut()
     times.cut()  # once more, by the watchdog
     times.add(8, StepTimes(not_told, []))  # by a thread that goes on

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from array import array
 from dataclasses import dataclass, field
@@ -76,7 +75,7 @@ def test_after_an_exception_the_phase_stays() -> None:
     timer = Timer()
     with pytest.raises(KeyError), timer("forward"):
         raise KeyError
-    assert timer.sum_up()[0] == FORWARD
+    assert timer.phase == FORWARD
 
 
 def test_the_wait_for_others_begins_where_the_own_gradients_are_there() -> None:
@@ -124,7 +123,7 @@ def test_the_wait_for_others_begins_where_the_own_gradients_are_there() -> None:
         inner = weight * 2
         timer.mark_gradients(inner)
         inner.backward()
-        assert timer.sum_up()[0] == FORWARD
+        assert timer.phase == FORWARD
 
 
 @dataclass
@@ -225,40 +224,8 @@ def test_the_time_between_epochs_is_no_step() -> None:
     with timer("evaluation"):
         time.sleep(0.01)
     timer.end_gap()
-    timer.sum_up()
     assert not timer.pending.steps
     assert timer.pending.between[0][EVALUATION] >= 0.01
-
-
-def test_marks_are_summed_up_in_another_thread_while_others_are_made() -> None:
-    timer = Timer()
-    began = timer.sum_up()[1]
-    is_over = threading.Event()
-    watched: list[bool] = []
-
-    def watch() -> None:
-        while not is_over.is_set():
-            phase, since = timer.sum_up()
-            watched.append(phase in (DATA, FORWARD, OTHER) and since >= began)
-
-    timer.mark(DATA)
-    thread = threading.Thread(target=watch)
-    thread.start()
-    num_steps = 0
-    while num_steps < 20_000 or len(watched) < 100:
-        with timer("forward"):
-            pass
-        timer.end_step()
-        num_steps += 1
-    is_over.set()
-    thread.join()
-    _, since = timer.sum_up()
-    steps, between = rows(timer)
-    assert all(watched)
-    assert len(steps) == num_steps
-    assert not between
-    assert sum(map(sum, steps)) + sum(timer.seconds) == pytest.approx(since - began)
-    assert min(map(min, steps)) >= 0.0
 
 
 def test_a_throughput_names_the_rank_that_the_others_wait_for() -> None:
