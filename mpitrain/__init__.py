@@ -21,7 +21,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from mpitrain.checkpoint.checkpointer import Checkpointer
-    from mpitrain.checkpoint.manual import CheckpointError
+    from mpitrain.checkpoint.run_checkpoints import CheckpointError
     from mpitrain.config import TrainConfig
     from mpitrain.errors import (
         DataError,
@@ -70,7 +70,7 @@ _HOMES = {
     "World": "mpi.world",
     "Node": "mpi.world",
     "Callback": "train.callbacks",
-    "CheckpointError": "checkpoint.manual",
+    "CheckpointError": "checkpoint.run_checkpoints",
     "StopRequested": "train.callbacks",
     "Checkpointer": "checkpoint.checkpointer",
     "Evaluation": "train.evaluate",

@@ -16,14 +16,9 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from mpitrain.checkpoint.manager import CheckpointManager, Outcome
-from mpitrain.checkpoint.manual import CheckpointError, RunCheckpoints
-from mpitrain.checkpoint.preemption import (
-    FIRST_MARGIN_SECONDS,
-    REASONS,
-)
-from mpitrain.checkpoint.resume import (
-    check_same_steps,
-)
+from mpitrain.checkpoint.preemption import FIRST_MARGIN_SECONDS, REASONS
+from mpitrain.checkpoint.resume import check_same_steps
+from mpitrain.checkpoint.run_checkpoints import CheckpointError, RunCheckpoints
 from mpitrain.checkpoint.tensors import (
     load_ema,
     load_model,
@@ -56,13 +51,10 @@ LAST_TRIES = (0.0, 1.0, 5.0)
 FIRST_BYTES_PER_SECOND = 100e6
 """Assumed speed of the disk before the first checkpoint."""
 
-LONG_WRITE_SECONDS = 30.0
-"""A checkpoint that takes less needs no warning, however often they come."""
-
-STOP, SAVE, RETRY, ENDED, FAILED = range(5)
+STOP, SAVE, ENDED, FAILED = range(4)
 """What the ranks exchange, by all-reduce(MAX). STOP: the reason to stop; 0: none. SAVE:
-the number of a checkpoint that is due by time. RETRY: the number of the failure after
-which it is time to try again. ENDED, FAILED: `CheckpointManager.report`."""
+the number of the attempt that is due by time. ENDED, FAILED:
+`CheckpointManager.report`."""
 
 STEP, EVALUATION = range(2)
 """The kinds of work between two exchanges."""
@@ -121,14 +113,13 @@ class Checkpointer(RunCheckpoints, Callback):
         ):
             if value is not None and value <= 0:
                 raise UsageError(f"{name} must be above 0 or None, found {value!r}")
-        self._every = every_epochs, every_steps, every_minutes
+        self._every = every_epochs, every_steps
+        self._interval = math.inf if every_minutes is None else 60 * every_minutes
         self._best_by = best_by
         self._is_due = False
-        self._is_late = self._has_warned = False
         self._is_backing_off = False
-        self._num_begun = self._num_failed = self._failed_in_a_row = 0
-        self._retry_at = 0.0
-        self._saved_at = time.monotonic()
+        self._num_attempts = self._failed_in_a_row = 0
+        self._set_next(after_seconds=self._interval)
         self._saved: object = None
         self._save_seconds = self._longest_gap = 0.0
         self._last_tick: float | None = None
@@ -268,7 +259,7 @@ class Checkpointer(RunCheckpoints, Callback):
             self._is_due = True
         metric = score_of(epoch.values, self._best_by)
         is_best = metric is not None and metric > self._best
-        self._save_if_due(trainer, may_wait=is_best)
+        self._save_if_due(trainer, at_once=is_best)
         self._tick(trainer, EVALUATION)
 
     def on_train_end(self, trainer: Trainer) -> None:
@@ -317,11 +308,8 @@ class Checkpointer(RunCheckpoints, Callback):
         found = self._consensus.exchange(self._own_numbers(now))
         if found is None:
             return
-        # By number: what was sent before the last failure, or save, is outdated.
-        if found[RETRY] == self._num_failed:
-            self._is_backing_off = False
-        if found[SAVE] == self._num_begun + 1:
-            self._is_due = True
+        if found[SAVE] == self._num_attempts:  # not sent before the last attempt
+            self._is_due, self._is_backing_off = True, False
         assert self._manager is not None
         outcome = self._manager.update(found[ENDED : FAILED + 1])
         if outcome is not None:
@@ -330,26 +318,42 @@ class Checkpointer(RunCheckpoints, Callback):
             raise StopRequested(REASONS[found[STOP]])
 
     def _own_numbers(self, now: float) -> list[int]:
-        minutes = self._every[2]
-        is_old = minutes is not None and now - self._saved_at > 60 * minutes
         assert self._world is not None
         assert self._handler is not None
         assert self._manager is not None
-        is_zero = self._world.is_rank_zero
+        is_time = self._world.is_rank_zero and now >= self._next_at
         return [
             self._handler.requested(),
-            (self._num_begun + 1) * (is_zero and is_old),
-            self._num_failed if is_zero and now >= self._retry_at else -1,
+            self._num_attempts if is_time else 0,
             *self._manager.report(),
         ]
 
-    def _save_if_due(self, trainer: Trainer, *, may_wait: bool = False) -> None:
-        """Save if it is time to; `may_wait`: as a copy, while another is written."""
+    def _set_next(self, after_seconds: float) -> None:
+        """Set when a checkpoint is due by time."""
+        self._num_attempts += 1
+        self._next_at = time.monotonic() + after_seconds
+
+    def _save_if_due(self, trainer: Trainer, *, at_once: bool = False) -> None:
+        """Save if it is time to, and no checkpoint is being written.
+
+        Args:
+            trainer: The trainer.
+            at_once: Wait for the one that is being written.
+        """
         assert self._manager is not None
-        is_busy = self._manager.is_busy
-        self._is_late |= self._is_due and is_busy
-        if self._is_due and not self._is_backing_off and (may_wait or not is_busy):
+        if self._is_due and at_once:
+            self._finish(trainer, "writing a checkpoint")
+        if self._is_due and not (self._is_backing_off or self._manager.is_busy):
             self._save(trainer)
+
+    def _finish(self, trainer: Trainer, doing: str) -> Outcome | None:
+        """Wait until the checkpoint that is being written is complete, if one is."""
+        assert self._manager is not None
+        with trainer.timer("checkpoint"):
+            outcome = self._manager.finish(doing)
+        if outcome is not None:
+            self._report(trainer, outcome)
+        return outcome
 
     def _save(self, trainer: Trainer) -> None:
         """Begin to write a checkpoint."""
@@ -359,8 +363,8 @@ class Checkpointer(RunCheckpoints, Callback):
         if position == self._saved:
             return
         trainer.sync_metrics(flush=True)
-        self._saved, self._saved_at = position, time.monotonic()
-        self._num_begun += 1
+        self._saved = position
+        self._set_next(self._interval)
         epoch = 0 if state.epoch_step else state.epoch - 1  # that was just evaluated
         metric = score_of(state.metrics, self._best_by) if epoch else None
         if metric is not None:
@@ -407,19 +411,13 @@ class Checkpointer(RunCheckpoints, Callback):
 
     def _save_now(self, trainer: Trainer, doing: str) -> None:
         """Write a checkpoint, and wait until it is on the disk."""
-        assert self._manager is not None
-        while (outcome := self._manager.finish(doing)) is not None:
-            self._report(trainer, outcome)
+        self._finish(trainer, doing)
         for seconds in LAST_TRIES:
             time.sleep(seconds)
             self._save(trainer)
-            with trainer.timer("checkpoint"):
-                outcome = self._manager.finish(doing)
-            if outcome is None:
-                return  # it is there already
-            self._report(trainer, outcome)
-            if not outcome.error:
-                return
+            outcome = self._finish(trainer, doing)
+            if outcome is None or not outcome.error:
+                return  # it is there, or was before
         assert outcome is not None
         raise collective_error(
             CheckpointError(
@@ -436,7 +434,6 @@ class Checkpointer(RunCheckpoints, Callback):
         if not outcome.error:
             self._save_seconds = max(self._save_seconds, outcome.write_seconds)
             self._failed_in_a_row = 0
-            self._warn_if_late(outcome.write_seconds)
             logger.info(
                 "checkpoint of step %d: %.3f s to copy, %.3f s to write",
                 *(outcome.step, outcome.copy_seconds, outcome.write_seconds),
@@ -445,31 +442,15 @@ class Checkpointer(RunCheckpoints, Callback):
         wait = BACK_OFF_SECONDS[min(self._failed_in_a_row, len(BACK_OFF_SECONDS) - 1)]
         self._best = -math.inf  # it may have been the one that was lost
         self._failed_in_a_row += 1
-        self._num_failed += 1
         self._is_backing_off = True
-        self._retry_at = time.monotonic() + wait
         self._saved = None
-        self._is_due = True
+        self._set_next(wait)
         if is_zero:
             logger.warning(
                 "the checkpoint of step %d could not be written: %s; training goes on, "
                 "the next try is in %.0f s",
                 *(outcome.step, outcome.error, wait),
             )
-
-    def _warn_if_late(self, seconds: float) -> None:
-        """Warn once that checkpoints take longer than the time between them."""
-        is_late = self._is_late and seconds > LONG_WRITE_SECONDS
-        self._is_late = False
-        if is_late and not self._has_warned and self._world is not None:
-            self._has_warned = True
-            if self._world.is_rank_zero:
-                logger.warning(
-                    "a checkpoint takes %.0f s to write, and the next one was due "
-                    "before: they come as fast as the disk takes them. Write them less "
-                    "often: --checkpoint-every-epochs, -steps, -minutes",
-                    seconds,
-                )
 
 
 def _position(state: TrainState) -> tuple[int, ...]:

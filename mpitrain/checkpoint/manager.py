@@ -68,8 +68,6 @@ class _Copy:
 class CheckpointManager:
     """Writes the checkpoints of one run, one after another.
 
-    While one is written another one may wait, as a copy in host memory.
-
     Args:
         run_dir: The run folder; all ranks see it.
         world: This process's place in the job.
@@ -93,15 +91,13 @@ class CheckpointManager:
         self._ranks = ranks
         self._keep = keep
         self._before_rename = before_rename
-        self._pinned = world.device != "cpu"
-        self._memories = [HostMemory(pinned=self._pinned)]  # unused: at most two
+        self._memory = HostMemory(pinned=world.device != "cpu")
         self._planner = SavePlanner()
         self._outline: object = None
         self._plan = SavePlan([])
         self._metadata = Metadata({})
         self._token = ranks.on_rank_zero(lambda: secrets.token_hex(4), "make a token")
         self._current: _Copy | None = None  # is written
-        self._next: _Copy | None = None  # waits for that
         self._began = 0.0
         self._is_written = False  # by all ranks
         self._number = 0  # of the last thread
@@ -124,8 +120,7 @@ class CheckpointManager:
     ) -> None:
         """Copy the tensors, and begin to write them.
 
-        Collective over all ranks. While another checkpoint is written, the copy waits;
-        it replaces one that waits.
+        Collective over all ranks; not while `is_busy`.
 
         Args:
             tensors: By name. One of the ranks that have a name writes its tensor.
@@ -141,15 +136,8 @@ class CheckpointManager:
         self._plan_for(tensors)
         path = self._run_dir / FOLDER / name_of(step, epoch)
         token = f"{self._token}-{self._number}"
-        if self._next is not None:
-            self._memories.append(self._next.writer.memory)
-        elif not self._memories:
-            self._memories.append(HostMemory(pinned=self._pinned))
         writer = TensorWriter(
-            path,
-            token=token,
-            metadata=b"".join(encoded),
-            memory=self._memories.pop(),
+            path, token=token, metadata=b"".join(encoded), memory=self._memory
         )
         copy = _Copy(writer=writer, metadata=self._metadata, step=step)
         try:
@@ -157,10 +145,9 @@ class CheckpointManager:
         except (RuntimeError, MemoryError) as error:  # no memory for the copy
             copy.error = error
         self._planner.state_dict = {}  # keeps no tensor alive
-        self._next = copy
-        if self._current is None:
-            self._write_next(started)
         copy.copy_seconds = time.monotonic() - started
+        self._current, self._began, self._is_written = copy, started, False
+        self._start(self._write)
 
     def report(self) -> tuple[int, int]:
         """Return this rank's numbers for `update`; local."""
@@ -192,7 +179,7 @@ class CheckpointManager:
         return self._ended(seconds)
 
     def finish(self, doing: str) -> Outcome | None:
-        """Wait until a checkpoint is written; then one that waits is begun.
+        """Wait until a checkpoint is written.
 
         Collective over all ranks.
 
@@ -256,21 +243,12 @@ class CheckpointManager:
 
         threading.Thread(target=run, name="checkpoint", daemon=True).start()
 
-    def _write_next(self, began: float) -> None:
-        self._current, self._next = self._next, None
-        self._began, self._is_written = began, False
-        if self._current is not None:
-            self._start(self._write)
-
     def _ended(self, seconds: float, error: str = "") -> Outcome:
-        """Begin the one that waits, if there is one."""
         assert self._current is not None
-        step, copy_seconds = self._current.step, self._current.copy_seconds
-        self._memories.append(self._current.writer.memory)
-        self._write_next(time.monotonic())
+        copy, self._current = self._current, None
         return Outcome(
-            step=step,
-            copy_seconds=copy_seconds,
+            step=copy.step,
+            copy_seconds=copy.copy_seconds,
             write_seconds=seconds,
             error=error,
         )

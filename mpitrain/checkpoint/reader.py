@@ -87,13 +87,7 @@ def find_error(
     """
     mine, unread = "", ""
     try:
-        sums = sorted(read_sums(checkpoint.path).items())
-        for name, digest in sums[world.rank :: world.world_size]:
-            check_file(checkpoint.path, name, digest)
-        if world.is_rank_zero:
-            _check_index(checkpoint.path, dict(sums))
-            if run_id not in (None, checkpoint.metadata()["run"]):
-                mine = "another run wrote it"
+        check(checkpoint, world.rank, world.world_size, run_id)
     except BrokenCheckpoint as broken:
         mine = broken.reason
     except (OSError, DataError) as error:
@@ -110,23 +104,34 @@ def find_error(
     return next((reason for reason, _ in told if reason), "")
 
 
-def check(checkpoint: Checkpoint) -> None:
+def check(
+    checkpoint: Checkpoint,
+    rank: int = 0,
+    world_size: int = 1,
+    run_id: str | None = None,
+) -> None:
     """Check that a checkpoint is complete; local.
+
+    Args:
+        checkpoint: The checkpoint.
+        rank: The files are divided among as many ranks; rank zero checks their content.
+        world_size: Number of these ranks.
+        run_id: The run that must have written it; ``None``: any.
 
     Raises:
         BrokenCheckpoint: It is not.
     """
-    sums = read_sums(checkpoint.path)
-    for name, digest in sums.items():
-        check_file(checkpoint.path, name, digest)
-    _check_index(checkpoint.path, sums)
-    checkpoint.metadata()
-
-
-def _check_index(path: Path, sums: Mapping[str, str]) -> None:
+    path = checkpoint.path
+    sums = read_sums(path)
+    for name, digest in sorted(sums.items())[rank::world_size]:
+        check_file(path, name, digest)
+    if rank:
+        return
     for stored in read_index(path).storage_data.values():
         if stored.file not in sums:
             raise BrokenCheckpoint(path, f"{SUMS} lacks {stored.file}")
+    if run_id not in (checkpoint.metadata()["run"], None):
+        raise BrokenCheckpoint(path, "another run wrote it")
 
 
 class CheckpointReader:
