@@ -334,12 +334,7 @@ class Checkpointer(RunCheckpoints, Callback):
         self._next_at = time.monotonic() + after_seconds
 
     def _save_if_due(self, trainer: Trainer, *, at_once: bool = False) -> None:
-        """Save if it is time to, and no checkpoint is being written.
-
-        Args:
-            trainer: The trainer.
-            at_once: Wait for the one that is being written.
-        """
+        """Save if it is time to; ``at_once``: wait for the one that is being written."""
         assert self._manager is not None
         if self._is_due and at_once:
             self._finish(trainer, "writing a checkpoint")

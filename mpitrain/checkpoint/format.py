@@ -87,12 +87,7 @@ _OPTIONAL = ("trainer.data", "trainer")
 
 
 class BrokenCheckpoint(DataError):
-    """A checkpoint that is incomplete, or was changed.
-
-    Args:
-        path: Its folder.
-        reason: What is wrong with it.
-    """
+    """A checkpoint that is incomplete, or was changed."""
 
     def __init__(self, path: Path, reason: str) -> None:
         super().__init__(f"checkpoint {path} is broken: {reason}")
@@ -182,12 +177,7 @@ def encode_json(values: Mapping[str, Any]) -> bytes:
 
 
 def read_metadata(path: Path, step: int, epoch: int) -> dict[str, Any]:
-    """Read the metadata of a checkpoint, and check that it makes sense.
-
-    Args:
-        path: Its folder.
-        step: The step of the folder's name.
-        epoch: The epoch of the folder's name.
+    """Read the metadata of a checkpoint, and check it, also against the folder's name.
 
     Raises:
         BrokenCheckpoint: It does not.

@@ -93,12 +93,7 @@ def best_of(checkpoints: list[Checkpoint]) -> Checkpoint | None:
 
 
 def set_aside(checkpoint: Checkpoint, suffix: str) -> Path:
-    """Rename a checkpoint so that it is not found any more, and return its new path.
-
-    Args:
-        checkpoint: The checkpoint.
-        suffix: The end of its new name, such as ``"broken"``.
-    """
+    """Rename a checkpoint so that it is not found any more; return its new path."""
     path = checkpoint.path
     for number in itertools.count(1):
         aside = path.with_name(f"{path.name}.{suffix}" + f"-{number}" * (number > 1))

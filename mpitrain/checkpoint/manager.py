@@ -68,13 +68,8 @@ class _Copy:
 class CheckpointManager:
     """Writes the checkpoints of one run, one after another.
 
-    Args:
-        run_dir: The run folder; all ranks see it.
-        world: This process's place in the job.
-        ranks: The collectives.
-        keep: How many of the newest to keep; ``None``: all.
-        before_rename: Called in a thread on rank zero before a checkpoint is complete:
-            writes to the disk what it refers to.
+    ``before_rename`` is called in a thread on rank zero before a checkpoint is
+    complete: it writes to the disk what the checkpoint refers to.
     """
 
     def __init__(
@@ -118,15 +113,11 @@ class CheckpointManager:
         step: int,
         epoch: int,
     ) -> None:
-        """Copy the tensors, and begin to write them.
+        """Copy the tensors, and begin to write them; not while `is_busy`.
 
-        Collective over all ranks; not while `is_busy`.
-
-        Args:
-            tensors: By name. One of the ranks that have a name writes its tensor.
-            metadata: For `METADATA`; of use on rank zero. JSON can carry it.
-            step: Steps of the training that are in it.
-            epoch: The epoch that was just evaluated; 0: within an epoch.
+        Collective over all ranks. One of the ranks that have a name writes its tensor.
+        ``metadata`` is of use on rank zero; JSON can carry it. ``epoch`` was just
+        evaluated; 0: within an epoch.
         """
         started = time.monotonic()
         encoded: list[bytes] = []  # now: callbacks may change what they returned
@@ -156,12 +147,9 @@ class CheckpointManager:
         return -ended, self._failed
 
     def update(self, numbers: Sequence[int]) -> Outcome | None:
-        """Continue with what all ranks reported.
+        """Continue with the maximum over ranks of each number of `report`.
 
         Collective over all ranks.
-
-        Args:
-            numbers: The maximum over ranks of each number of `report`.
 
         Returns:
             The result of a checkpoint, once it is known.
@@ -179,15 +167,9 @@ class CheckpointManager:
         return self._ended(seconds)
 
     def finish(self, doing: str) -> Outcome | None:
-        """Wait until a checkpoint is written.
+        """Wait until a checkpoint is written, and return its result, if there was one.
 
-        Collective over all ranks.
-
-        Args:
-            doing: What the rank does, for the watchdog.
-
-        Returns:
-            The result of the checkpoint, if there was one.
+        Collective over all ranks. ``doing`` is for the watchdog.
         """
         outcome = None
         written, nap = -1, FIRST_NAP_SECONDS

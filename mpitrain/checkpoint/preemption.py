@@ -50,15 +50,10 @@ Handler = Callable[[int, FrameType | None], object]
 class PreemptionHandler:
     """Knows on this rank whether the training should stop.
 
-    From here to `close`, USR2 and TERM do not end this process.
-
-    Args:
-        run_dir: Where the stop file is looked for; ``None`` on all ranks but one, which
-            also watches the time.
-        time_limit_seconds: From ``--time-limit``, counted from the process's start.
-        used_seconds: How long the process has lived.
-        on_term: Registers a handler of TERM, where `signal.signal` would displace
-            another one.
+    From here to `close`, USR2 and TERM do not end this process. The rank that is given
+    ``run_dir`` also looks for the stop file and watches the time, counted from the
+    process's start. ``on_term`` registers a handler of TERM, where `signal.signal`
+    would displace another one.
 
     Attributes:
         margin: Returns the seconds that stopping takes.

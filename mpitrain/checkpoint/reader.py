@@ -28,12 +28,6 @@ def newest_complete(
     Collective over all ranks. Broken ones are named, and set aside under another name,
     if an older one is complete.
 
-    Args:
-        run_dir: The run folder; all ranks see it.
-        run_id: The id of the run; checkpoints of other runs are not taken.
-        world: This process's place in the job.
-        ranks: The collectives.
-
     Raises:
         DataError: There are checkpoints, and none is complete; or they cannot be read
             just now. On every rank.
@@ -76,12 +70,6 @@ def find_error(
 
     Collective over all ranks: each checks some of the files.
 
-    Args:
-        checkpoint: The checkpoint.
-        world: This process's place in the job.
-        ranks: The collectives.
-        run_id: The run that must have written it; ``None``: any.
-
     Raises:
         DataError: It cannot be read just now, or not by this version; on every rank.
     """
@@ -110,13 +98,10 @@ def check(
     world_size: int = 1,
     run_id: str | None = None,
 ) -> None:
-    """Check that a checkpoint is complete; local.
+    """Check this rank's part of the files of a checkpoint; local.
 
-    Args:
-        checkpoint: The checkpoint.
-        rank: The files are divided among as many ranks; rank zero checks their content.
-        world_size: Number of these ranks.
-        run_id: The run that must have written it; ``None``: any.
+    Rank zero checks their content, too. ``run_id`` is the run that must have written
+    it; ``None``: any.
 
     Raises:
         BrokenCheckpoint: It is not.
@@ -157,10 +142,7 @@ class CheckpointReader:
         }
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Read into tensors, in place; of sharded ones this rank's shard.
-
-        Args:
-            tensors: By their names in the checkpoint.
+        """Read into tensors by name, in place; of sharded ones this rank's shard.
 
         Raises:
             BrokenCheckpoint: It lacks one, or has it in another shape.

@@ -48,15 +48,7 @@ def find_checkpoint(
 ) -> CheckpointReader | None:
     """Find the checkpoint to resume from, if there is one.
 
-    Collective over all ranks.
-
-    Args:
-        run_dir: The run folder.
-        run_id: Its id.
-        resume: ``"auto"``, ``"never"``, or the path of a run folder or checkpoint.
-        world: This process's place in the job.
-        ranks: The collectives.
-        blind: Hosts that do not see the run folder.
+    Collective over all ranks. ``blind`` are the hosts that do not see the run folder.
 
     Raises:
         UsageError: The one that `resume` names cannot be used, or hosts do not see it;

@@ -82,12 +82,8 @@ class RunCheckpoints:
     ) -> None:
         """Open the run folder and find the checkpoint to resume from.
 
-        Collective over all ranks. `setup` and `restore` call it, if you do not.
-
-        Args:
-            world: This process's place in the job.
-            run_id: The id of the run, whose folder this job has locked already.
-            handler: Knows when to stop; ``None``: one is made.
+        Collective over all ranks. `setup` and `restore` call it, if you do not. With
+        ``run_id`` this job has locked the folder already.
         """
         if self._world is not None:
             return

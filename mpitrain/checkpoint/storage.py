@@ -168,8 +168,7 @@ class LoadPlanner(DefaultLoadPlanner):
 class HostMemory:
     """Host memory for copies of tensors, reused by the next checkpoint.
 
-    Args:
-        pinned: Whether a GPU copies into it.
+    It is pinned where a GPU copies into it.
     """
 
     def __init__(self, *, pinned: bool) -> None:
@@ -189,11 +188,7 @@ class HostMemory:
 class TensorWriter:
     """Writes one checkpoint: each rank its tensors, rank zero the rest.
 
-    Args:
-        path: The folder, when it is complete.
-        token: Distinguishes attempts; equal on all ranks.
-        metadata: What rank zero writes beside the tensors, as JSON.
-        memory: Where copies go.
+    ``token`` distinguishes attempts, and is equal on all ranks.
 
     Attributes:
         beside: The folder until it is complete.
@@ -316,12 +311,7 @@ def read_index(path: Path) -> Metadata:
 
 
 def read_tensors(path: Path, index: Metadata, tensors: Mapping[str, Tensor]) -> None:
-    """Read into tensors, in place; of sharded ones this rank's shard; local.
-
-    Args:
-        path: The checkpoint's folder.
-        index: Its `read_index`.
-        tensors: By their names in the checkpoint.
+    """Read into tensors by name, in place; of sharded ones this rank's shard; local.
 
     Raises:
         BrokenCheckpoint: It lacks one, or has it in another shape; a file is too short.

@@ -38,13 +38,8 @@ def tensors_to_save(
 ) -> dict[str, Tensor]:
     """Return the tensors that this rank has to save, by name; no copies.
 
-    Args:
-        model: The whole model.
-        trained: The part of it that the optimizer trains.
-        optimizer: This rank's optimizer; with ZeRO, of its shard.
-        ema: The averages by their names in `trained`.
-        prefix: The prefix of these names in `model`.
-        world: This process's place in the job.
+    The optimizer, with ZeRO of this rank's shard, trains ``trained``, a part of
+    ``model`` whose names there begin with ``prefix``; ``ema`` has its names.
 
     Raises:
         UsageError: The model's state cannot be saved; on every rank.

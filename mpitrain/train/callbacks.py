@@ -9,11 +9,7 @@ from mpitrain.train.metrics import EpochMetrics, StepMetrics, Throughput
 
 
 class StopRequested(Exception):
-    """Raised by a callback, on every rank at the same step, to stop the training.
-
-    Args:
-        reason: Why, such as ``"SIGUSR2 arrived"``.
-    """
+    """Raised by a callback, on every rank at the same step, to stop the training."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -43,12 +39,7 @@ class Callback:
         """Called when ``trainer.engine.stage`` has begun: the optimizer is ready."""
 
     def on_batch_start(self, trainer: Any, batch: Any) -> None:
-        """Called before the forward pass of each micro-batch.
-
-        Args:
-            trainer: The trainer.
-            batch: The `Batch` of this rank, on its device.
-        """
+        """Called before the forward pass of each micro-batch, a `Batch`."""
 
     def on_step_end(self, trainer: Any) -> None:
         """Called after each optimizer step; its time is part of every step."""
@@ -56,10 +47,8 @@ class Callback:
     def on_metrics(self, trainer: Any, steps: Sequence[StepMetrics]) -> None:
         """Called about every two seconds, when the ranks' metrics were all-reduced.
 
-        Args:
-            trainer: The trainer.
-            steps: The steps since the last call, of one epoch. ``trainer.step_times``
-                holds where their time went on this rank.
+        ``steps`` are those since the last call, of one epoch. ``trainer.step_times``
+        holds where their time went on this rank.
         """
 
     def on_throughput(self, trainer: Any, throughput: Throughput) -> None:
@@ -72,12 +61,7 @@ class Callback:
         """Called after the validation; ``trainer.state`` is at the next epoch."""
 
     def on_checkpoint(self, trainer: Any, checkpoint: Any) -> None:
-        """Called when a checkpoint was written, or could not be.
-
-        Args:
-            trainer: The trainer.
-            checkpoint: The `mpitrain.checkpoint.manager.Outcome`.
-        """
+        """Called with the `Outcome` when a checkpoint was written, or could not be."""
 
     def on_train_end(self, trainer: Any) -> None:
         """Called after the last epoch, before the test set is evaluated."""
@@ -85,10 +69,7 @@ class Callback:
     def on_test_end(self, trainer: Any, evaluation: Any, skipped: int) -> None:
         """Called after the evaluation of the test set.
 
-        Args:
-            trainer: The trainer.
-            evaluation: The `Evaluation`.
-            skipped: Test samples that could not be read, over all ranks.
+        ``skipped`` counts the samples that could not be read, over all ranks.
         """
 
     def on_fit_end(self, trainer: Any) -> None:

@@ -16,12 +16,7 @@ IGNORED = -100
 
 
 class WrongLabel(DataError):
-    """A label out of range.
-
-    Args:
-        row: Row of the batch.
-        found: The error, without the sample's number.
-    """
+    """A label out of range; `named` adds the number of the sample."""
 
     def __init__(self, row: int, found: str) -> None:
         super().__init__(f"a sample of {found}")

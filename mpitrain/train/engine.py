@@ -66,19 +66,9 @@ class Engine:
     """What a training works with, ready on this rank.
 
     Collective over the default group, and so are its methods unless they say otherwise.
-
-    Args:
-        model: The model; moved to the device and, by `start_stage`, parallelized.
-        train_data: The training data.
-        val_data: The validation data.
-        config: The configuration.
-        world: This process's place in the job.
-        loss_fn: Maps outputs and targets to losses.
-        mean_std: Mean and standard deviation to normalize images by, per channel, for
-            pixels from 0 to 1; ``None``: as the configuration says.
-        find_unused_parameters: See `ParallelModel`.
-        can_cache_features: Whether a step calls the model with the inputs and does
-            nothing else, so that a frozen backbone need run once only.
+    The arguments are those of `Trainer`. With ``can_cache_features`` a step calls the
+    model with the inputs and does nothing else, so that a frozen backbone need run once
+    only.
 
     Attributes:
         plan: Stages, epochs and steps.

@@ -87,14 +87,7 @@ def evaluate(
 ) -> Evaluation:
     """Compute the metrics of a model, over every sample exactly once.
 
-    Collective over the default group.
-
-    Args:
-        forward: Maps a batch's inputs to outputs; the model is in evaluation mode.
-        loader: Of the data set.
-        share: Which samples belong to this rank.
-        metrics: What is averaged.
-        on_batch_end: Called after each batch.
+    Collective over the default group. The model is in evaluation mode.
     """
     sums: dict[str, Tensor] = {}
     count = 0

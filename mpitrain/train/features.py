@@ -34,13 +34,6 @@ def features_of(
 
     Collective over all ranks. Each computes its shard; a node holds all, once.
 
-    Args:
-        model: On this rank's device; not parallelized.
-        loaders: Of the data sets, without augmentation.
-        world: This process's place in the job.
-        ranks: The collectives.
-        batch_size: Samples per forward pass of a rank.
-
     Returns:
         A data set of features and targets for each loader; ``None`` where they do not
         fit into memory, a length is unknown, or the model computes more after its head.

@@ -61,11 +61,7 @@ class RankStep:
 class BatchLoader:
     """Loads this rank's batches of a data set, step by step.
 
-    Args:
-        samples: The data set.
-        world: This process's place in the job.
-        pixels: Image preprocessing and augmentation.
-        min_rows: Rows that a batch has at least: 2 for batch norm.
+    Each batch has at least ``min_rows`` rows: 2 for batch norm.
 
     Attributes:
         skipped: A text for each sample that this rank could not read.
@@ -102,10 +98,6 @@ class BatchLoader:
         """Yield this rank's part of every step.
 
         Collective over the default group, where samples may be missing.
-
-        Args:
-            share: Which samples belong to this rank.
-            epoch: Seeds augmentation.
         """
         if self.samples.may_skip:
             loaded = self.samples.batches(share, epoch)

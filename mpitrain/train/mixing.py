@@ -27,10 +27,7 @@ class Mix:
     mixup."""
 
     def apply(self, inputs: Tensor) -> Tensor:
-        """Mix a batch.
-
-        Args:
-            inputs: `(N + 1, C, H, W)`: each sample comes after its partner.
+        """Mix `(N + 1, C, H, W)`, each sample after its partner, to `(N, C, H, W)`.
 
         Returns:
             `(N, C, H, W)`.
@@ -47,14 +44,7 @@ class Mix:
 def draw_mix(
     config: LearningConfig, epoch: int, step: int, size: tuple[int, int]
 ) -> Mix:
-    """Draw the mix of a step; equal on all ranks.
-
-    Args:
-        config: The seed, `mixup` and `cutmix`.
-        epoch: Number of the epoch.
-        step: Number of the step in its epoch.
-        size: Height and width of the images in pixels.
-    """
+    """Draw the mix of a step, for images of (height, width); equal on all ranks."""
     generator = np.random.Generator(np.random.PCG64([config.seed, epoch, step, 77]))
     both = config.mixup > 0 and config.cutmix > 0
     pastes = generator.random() < 0.5 if both else config.cutmix > 0

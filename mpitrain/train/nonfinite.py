@@ -23,12 +23,7 @@ _Found = list[list[tuple[str, list[int]]]]
 
 
 class NonFiniteGuard:
-    """Names the samples whose loss is not finite, and skips the step or stops.
-
-    Args:
-        world: This process's place in the job.
-        on_nonfinite: What to do.
-    """
+    """Names the samples whose loss is not finite, and skips the step or stops."""
 
     def __init__(self, world: World, on_nonfinite: Literal["stop", "skip"]) -> None:
         self._world = world
@@ -45,14 +40,7 @@ class NonFiniteGuard:
     ) -> None:
         """Decide what follows a step that was not applied.
 
-        Collective over the default group.
-
-        Args:
-            losses: Of this rank's samples in the step.
-            grad_norm: Norm of the gradient, equal on all ranks.
-            scale: The loss scale.
-            step: Number of the step, from 1.
-            epoch: Its epoch.
+        Collective over the default group. ``losses`` are this rank's.
 
         Raises:
             NonFiniteError: Names rank, step and samples; on every rank or on none.

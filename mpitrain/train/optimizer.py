@@ -42,14 +42,10 @@ def build_optimizer(
     lr: float,
     shard: bool = False,
 ) -> torch.optim.Optimizer:
-    """Build the configured optimizer.
+    """Build the configured optimizer of the weights that require gradients.
 
-    Args:
-        weights: Parameters; those that require no gradient are left out.
-        config: Its name and settings.
-        lr: The initial learning rate.
-        shard: Shard its state over the ranks (ZeRO-1); collective over the default
-            group then.
+    With ``shard`` its state is sharded over the ranks (ZeRO-1), and the call is
+    collective over the default group.
     """
     trained = [weight for weight in weights if weight.requires_grad]
     kind = OPTIMIZERS[config.optimizer]
@@ -76,14 +72,7 @@ def learning_rate(
     num_epochs: int,
     steps_per_epoch: int,
 ) -> float:
-    """Return the learning rate of one step: linear warm-up, then the schedule.
-
-    Args:
-        step: Number of the step, from 0.
-        config: The schedule and its settings.
-        peak: The learning rate at the end of the warm-up.
-        num_epochs: Epochs of warm-up and schedule.
-        steps_per_epoch: Steps of each.
+    """Return the learning rate of a step, from 0: linear warm-up, then the schedule.
 
     >>> def rates(**settings):
     ...     config = LearningConfig(**settings)
@@ -115,11 +104,8 @@ def learning_rate(
 class LossScale:
     """Scales the loss, so that small gradients survive fp16. Equal on all ranks.
 
-    Args:
-        world_size: Number of ranks: gradients are averaged over them and shall be
-            summed. Made up for before the backward pass; with fp16 after it, to keep
-            numbers small.
-        is_used: Whether the precision is fp16; else the scale stays `world_size`.
+    Gradients are averaged over ranks and shall be summed. That is made up for before
+    the backward pass; with fp16 after it, to keep numbers small.
     """
 
     def __init__(self, world_size: int, *, is_used: bool) -> None:
@@ -161,11 +147,7 @@ class LossScale:
 
 
 class Ema:
-    """An exponential moving average of weights and float buffers.
-
-    Args:
-        weights: The tensors by name; of sharded ones this rank's shard.
-        decay: What remains of the average at each step, 0 to 1.
+    """An exponential moving average of weights and float buffers, or their shards.
 
     Attributes:
         values: The averages by name.
@@ -193,14 +175,7 @@ class Ema:
 
 
 class OptimizerWrapper:
-    """Applies gradients to the weights of one stage.
-
-    Args:
-        model: The parallelized model.
-        optimizer: Its optimizer.
-        config: Clipping, EMA, and what to do with gradients that are not finite.
-        scale: The loss scale.
-    """
+    """Applies gradients to the weights of one stage: clip, skip, step, EMA."""
 
     def __init__(
         self,

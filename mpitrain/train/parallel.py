@@ -169,16 +169,10 @@ def autocast(
 
 
 class ParallelModel:
-    """A model, parallelized over the ranks.
+    """A model, parallelized over the ranks; FSDP shards it in place.
 
-    Args:
-        model: Equal on all ranks; on this rank's device. FSDP shards it in place.
-        world: This process's place in the job.
-        config: Precision, sharding and compilation.
-        strategy: ``ddp``, ``fsdp``, ``dp`` or ``single``.
-        find_unused_parameters: See `DistributedDataParallel`. Without it DDP leaves
-            wrong gradients where a weight takes no part in the loss, and complains only
-            in the next forward pass.
+    Without ``find_unused_parameters`` DDP leaves wrong gradients where a weight takes
+    no part in the loss, and complains only in the next forward pass.
 
     Attributes:
         model: The model that was given.
@@ -235,13 +229,9 @@ class ParallelModel:
         return {name: tensor for name, tensor in named if id(tensor) in kept}
 
     def forward(self, inputs: Any, through: nn.Module | None = None) -> Any:
-        """Call the model in the configured precision.
+        """Call the model, or a module that contains it, in the configured precision.
 
         Collective over the default group with DDP and FSDP.
-
-        Args:
-            inputs: Of a batch.
-            through: Another module to call, which contains the model.
         """
         module = self.module if through is None else through
         if not self._casts:
@@ -313,11 +303,6 @@ def prepare_model(model: nn.Module, world: World, config: StrategyConfig) -> nn.
     """Move a model to this rank's device, in the configured form.
 
     Collective over the default group: weights and buffers become rank zero's.
-
-    Args:
-        model: Of the same shapes on all ranks; not parallelized.
-        world: This process's place in the job.
-        config: Precision, memory format, activation checkpointing.
     """
     if config.sync_batchnorm:
         convert: Any = nn.SyncBatchNorm.convert_sync_batchnorm
@@ -360,12 +345,7 @@ def is_channels_last(world: World, config: StrategyConfig) -> bool:
 def configure_precision(
     config: StrategyConfig, environ: MutableMapping[str, str]
 ) -> None:
-    """Set TF32 and determinism for the whole process, before the device is used.
-
-    Args:
-        config: `tf32` and `deterministic`.
-        environ: The environment; what cuBLAS needs is set there.
-    """
+    """Set TF32 and determinism for the whole process, before the device is used."""
     torch.set_float32_matmul_precision("high" if config.tf32 else "highest")
     torch.backends.cudnn.allow_tf32 = config.tf32  # True by default
     if config.deterministic:

@@ -99,14 +99,9 @@ class Plan:
         )
 
     def learning_rate(self, stage: Stage, epoch: int, step: int) -> float:
-        """Return the learning rate of a step.
+        """Return the learning rate of a step, which is counted from 0 in its epoch.
 
         With an unknown number of steps it changes from epoch to epoch only.
-
-        Args:
-            stage: The stage.
-            epoch: One of its epochs.
-            step: Number of the step in the epoch, from 0.
         """
         steps = self.steps_per_epoch or 1
         done = (epoch - stage.first_epoch) * steps + min(step, steps - 1)

@@ -36,11 +36,8 @@ def say(line: str) -> None:
 class ProgressText:
     """Remembers the latest metrics, and describes them in a line.
 
-    Args:
-        total_steps: Steps of the training; ``None``: unknown.
-        done: Steps done by earlier jobs.
-        seconds_left: Until the time limit.
-        began: When this job began to train, by `time.time`; ``None``: now.
+    ``total_steps`` may be unknown; ``done`` were done by earlier jobs; ``began`` is
+    when this job began to train, by `time.time`.
     """
 
     def __init__(
@@ -94,11 +91,7 @@ class ProgressText:
 
 
 class EpochLines(Callback):
-    """Prints a line per epoch, on rank zero; in long epochs about one a minute.
-
-    Args:
-        seconds_left: Until a time limit stops the training.
-    """
+    """Prints a line per epoch, on rank zero; in long epochs about one a minute."""
 
     def __init__(self, seconds_left: SecondsLeft = lambda: None) -> None:
         self._seconds_left = seconds_left

@@ -36,12 +36,7 @@ class TrainState:
     """Samples of the last validation."""
 
     def end_epoch(self, stage: str, val_seconds: float) -> EpochMetrics:
-        """Return the metrics of the epoch, and begin the next one.
-
-        Args:
-            stage: Name of the epoch's stage.
-            val_seconds: Wall time of the validation.
-        """
+        """Return the metrics of the epoch, and begin the next one."""
         num = self.num_samples
         found = EpochMetrics(
             stage=stage,

@@ -45,11 +45,7 @@ class _Step(NamedTuple):
 
 
 class PendingSteps:
-    """Steps whose metrics the ranks have not synchronized yet.
-
-    Args:
-        monitor: Measures the speed of the steps.
-    """
+    """Steps whose metrics the ranks have not synchronized yet."""
 
     def __init__(self, monitor: ThroughputMonitor) -> None:
         self._monitor = monitor
@@ -71,24 +67,14 @@ class PendingSteps:
     def add(
         self, losses: list[Losses], lr: float, grad_norm: float, *, is_applied: bool
     ) -> None:
-        """Add a step.
-
-        Args:
-            losses: Of this rank's micro-batches.
-            lr: Learning rate.
-            grad_norm: Norm of the gradient.
-            is_applied: Whether the weights have changed.
-        """
+        """Add a step."""
         self._steps.append(_Step(losses, lr, grad_norm, is_applied))
 
     def sync(self, state: TrainState, seconds: float) -> list[StepMetrics]:
         """Sum the losses of the steps since the last call over all ranks.
 
-        Collective over the default group.
-
-        Args:
-            state: Its sums grow; its steps are counted already.
-            seconds: Wall time of these steps on this rank.
+        Collective over the default group. They took ``seconds`` on this rank, and are
+        counted in ``state.step`` already; the sums of ``state`` grow.
 
         Returns:
             The metrics of each step; equal on all ranks.

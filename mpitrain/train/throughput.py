@@ -31,9 +31,6 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 class ThroughputMonitor:
     """Measures steps until enough seconds of them are there for a `Throughput`.
 
-    Args:
-        device: This rank's device.
-
     Attributes:
         own_seconds: What the steps since the last `Throughput` took on this rank.
         max_seconds: And on the slowest rank. Less than the sum of the maxima of each
@@ -57,14 +54,7 @@ class ThroughputMonitor:
         max_seconds: float,
         state: TrainState,
     ) -> None:
-        """Add steps.
-
-        Args:
-            num_samples: Their samples, over all ranks.
-            own_seconds: The new value of the attribute.
-            max_seconds: Likewise.
-            state: Epoch and number of the last step.
-        """
+        """Add steps, up to the one that ``state`` names; set the seconds."""
         self._num_samples += num_samples
         self.own_seconds, self.max_seconds = own_seconds, max_seconds
         self._until = state.epoch, state.step
@@ -74,12 +64,9 @@ class ThroughputMonitor:
         self._step_seconds.extend(step_seconds)
 
     def take(self, min_seconds: float) -> Throughput | None:
-        """Return the throughput of the steps since the last one, if there are enough.
+        """Return the throughput since the last one, if it covers so many seconds.
 
         Collective over the default group.
-
-        Args:
-            min_seconds: Fewest seconds that they must have taken.
         """
         if not self._num_samples or self.max_seconds < min_seconds:
             return None
@@ -93,13 +80,9 @@ class ThroughputMonitor:
 
 
 def all_gather(own: array[float], device: str) -> NDArray[np.float64]:
-    """Gather the numbers of all ranks: `(world_size, length)`.
+    """Gather as many numbers of each rank: `(world_size, length)`.
 
-    Collective over the default group.
-
-    Args:
-        own: This rank's numbers, as many on each rank.
-        device: The device that the process group carries tensors of.
+    Collective over the default group, which carries tensors of this device.
     """
     world_size = dist.get_world_size()
     if world_size == 1:
@@ -117,10 +100,6 @@ _NUM_SUMS = 3
 def summary_of(step_seconds: StepSeconds, gpu_bytes: int) -> array[float]:
     """Return what `throughput_of` needs of a rank.
 
-    Args:
-        step_seconds: The seconds of each phase of each step.
-        gpu_bytes: Peak GPU memory in bytes; 0 without a GPU.
-
     Returns:
         Seconds of data and of computing, of all steps; those bytes; seconds of
         communication of each step.
@@ -134,18 +113,11 @@ def summary_of(step_seconds: StepSeconds, gpu_bytes: int) -> array[float]:
 def throughput_of(
     times: NDArray[np.float64], epoch: int, step: int, num_samples: int, seconds: float
 ) -> Throughput:
-    """Compute the throughput of steps from the times of all ranks.
+    """Compute the throughput of steps from the `summary_of` of all ranks.
 
     The last rank to finish its backward pass waits for nobody: its ``communication`` is
     what the all-reduce takes, and what the others have more is waiting for that rank.
     Waits within the backward pass (FSDP) count as computing.
-
-    Args:
-        times: float64 `(world_size, 3 + num_steps)`: `summary_of` of each rank.
-        epoch: Epoch of the last step.
-        step: Its number.
-        num_samples: Of all steps.
-        seconds: Of all steps, on the slowest rank.
 
     >>> late = [[0.0, 0.2, 0, 0.8], [0.0, 0.9, 0, 0.1]]
     >>> found = throughput_of(np.array(late), 1, 1, num_samples=8, seconds=1.0)

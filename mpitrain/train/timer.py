@@ -118,11 +118,9 @@ class Timer:
     def mark_gradients(self, loss: Tensor) -> None:
         """Let ``communication`` begin where this rank has computed all its gradients.
 
-        That is before DDP or FSDP wait for the other ranks at the end of ``backward``:
-        their callbacks are queued later, and called in that order.
-
-        Args:
-            loss: ``backward`` is called on it next, in a span ``"backward"``.
+        To be called before ``backward``, which a span ``"backward"`` measures. That is
+        before DDP or FSDP wait for the other ranks at its end: their callbacks are
+        queued later, and called in that order.
         """
         loss.register_hook(self._queue_mark)  # type: ignore[no-untyped-call]
 
@@ -144,12 +142,8 @@ class GpuTimer(Timer):
     """For a GPU, which works on when a call has returned: marks are CUDA events.
 
     `phase` and `since` are the CPU's: a GPU may hang. `seconds` and `pending` are of
-    the events that the GPU has passed.
-
-    Args:
-        make_event: Makes an event of `torch.cuda`'s kind.
-        stream: The stream that events are recorded in. ``backward`` runs in a thread
-            of autograd's, whose current stream is another.
+    the events that the GPU has passed. Events are recorded in ``stream``: ``backward``
+    runs in a thread of autograd's, whose current stream is another.
     """
 
     def __init__(self, make_event: Callable[[], Any], stream: Any) -> None:

@@ -51,12 +51,6 @@ def run_training(
 
     Collective over all ranks.
 
-    Args:
-        job: The running job.
-        run: The configuration and the run folder.
-        handler: Knows when to stop.
-        start_seconds: From the start of the process to the ready process group.
-
     Returns:
         The exit status: 0, or 75 if the training was stopped and can be resumed.
 
@@ -132,16 +126,8 @@ def _build(
 ) -> tuple[nn.Module, str | None]:
     """Build the model; one rank per file system downloads its weights.
 
-    Collective over all ranks.
-
-    Args:
-        config: Model and weights.
-        data: Number of classes, channels and size of images.
-        ranks: The collectives.
-        with_weights: Whether ``--weights`` are loaded; a checkpoint has its own.
-
-    Returns:
-        The model, equal on all ranks, and a line on the weights that were loaded.
+    Collective over all ranks. Returns the model, equal on all ranks, and a line on the
+    weights that were loaded; a checkpoint has its own weights.
     """
     name, weights = config.model, config.weights if with_weights else None
     if not all(ranks.allgather(is_cached(name, weights))):
@@ -161,11 +147,7 @@ def _build(
 
 
 class ModelFile(Callback):
-    """Saves the finished model's plain ``state_dict``.
-
-    Args:
-        path: The file.
-    """
+    """Saves the finished model's plain ``state_dict``."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -181,14 +163,7 @@ class ModelFile(Callback):
 
 
 class Introduction(Callback):
-    """Prints what is trained on which ranks, and writes it into the run folder.
-
-    Args:
-        config: The configuration.
-        run_dir: The run folder.
-        data: The data.
-        loaded: A line on the weights that were loaded, if any were.
-    """
+    """Prints what is trained on which ranks, and writes it into the run folder."""
 
     def __init__(
         self,
