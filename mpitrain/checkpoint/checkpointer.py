@@ -334,7 +334,7 @@ class Checkpointer(RunCheckpoints, Callback):
         self._next_at = time.monotonic() + after_seconds
 
     def _save_if_due(self, trainer: Trainer, *, at_once: bool = False) -> None:
-        """Save if it is time to; ``at_once``: wait for the one that is being written."""
+        """Save if it is time to; ``at_once``: wait for the one being written."""
         assert self._manager is not None
         if self._is_due and at_once:
             self._finish(trainer, "writing a checkpoint")
