@@ -92,7 +92,26 @@ def split_state(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def load_model(reader: CheckpointReader, model: nn.Module) -> None:
-    """Load the state of a model, which may be sharded."""
+    """Load the state of a model, which may be sharded.
+
+    Raises:
+        UsageError: The checkpoint is of another model; on every rank.
+    """
+    here = {name: of.shape for name, of in split_state(model)[0].items()}
+    there = {name: of.size for name, of in reader.tensor_metadata(MODEL).items()}
+    for name in {**there, **here}:
+        if here.get(name) != there.get(name):
+            found, expected = (
+                f"of shape {tuple(shapes[name])}" if name in shapes else "missing"
+                for shapes in (here, there)
+            )
+            raise collective_error(
+                UsageError(
+                    f"{reader.checkpoint.path} was written by another model: {name} is "
+                    f"{found} in this model, and {expected} in the checkpoint. "
+                    "Expected the same model, or another run folder"
+                )
+            )
     # Not in place: what a module returns may be a copy.
     tensors = {
         name: torch.empty_like(tensor, requires_grad=False)

@@ -9,7 +9,10 @@ from mpitrain.train.metrics import EpochMetrics, StepMetrics, Throughput
 
 
 class StopRequested(Exception):
-    """Raised by a callback, on every rank at the same step, to stop the training."""
+    """Raised by a callback, on every rank at the same step, to stop the training.
+
+    Raise it at the end of a step, epoch or validation batch, not within a step.
+    """
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)

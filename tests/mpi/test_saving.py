@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from trainings import Net, config_of, some
 
 from mpitrain.checkpoint import layout, storage
@@ -253,3 +253,21 @@ def test_a_metric_that_there_is_not_is_told(
     trainer = trainer_with_scores(world, ranks, run_dir, [1.0], "val_scores")
     with pytest.raises(UsageError, match=r"--best-by val_scores: .*loss, score"):
         trainer.fit()
+
+
+def test_a_checkpoint_of_another_model_is_refused_by_name(
+    world: World, run_dir: Path
+) -> None:
+    checkpointer = Checkpointer(run_dir / "run")
+    checkpointer.open(world)
+    checkpointer.save(1, model=Net())
+    other = Net()
+    other.head = nn.Linear(64, 7)
+    again = Checkpointer(run_dir / "run")
+    again.open(world)
+    with pytest.raises(
+        UsageError, match=r"head\.weight is of shape \(7, 64\) .*10, 64"
+    ):
+        again.restore(model=other)
+    checkpointer.close()
+    again.close()
