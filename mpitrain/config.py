@@ -396,7 +396,7 @@ class TrainConfig(
     def only_for_command(self) -> list[str]:
         """Name the fields that are set and that `Trainer` in a script ignores."""
         kinds = (DataConfig, ModelConfig, CheckpointConfig, LogConfig)
-        names = {it.name for kind in kinds for it in fields(kind)}
+        names = {field.name for kind in kinds for field in fields(kind)}
         names |= {"name", "runs_dir", "progress"}
         names -= {"image_size", "random_crop", "random_flip", "normalize"}
         names -= {"num_workers", "on_bad_sample"}

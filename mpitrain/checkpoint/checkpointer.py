@@ -139,9 +139,9 @@ class Checkpointer(RunCheckpoints, Callback):
         if self.is_disabled:
             return
         names = [
-            type(it).__name__
-            for it in trainer.callbacks
-            if type(it).state_dict is not Callback.state_dict
+            type(callback).__name__
+            for callback in trainer.callbacks
+            if type(callback).state_dict is not Callback.state_dict
         ]
         if len(set(names)) < len(names):
             raise collective_error(
@@ -152,7 +152,7 @@ class Checkpointer(RunCheckpoints, Callback):
             )
         split_state(engine.model)  # what cannot be saved is an error now
         self._consensus = Consensus(world, count=FAILED + 1, kinds=EVALUATION + 1)
-        others = [it for it in trainer.callbacks if it is not self]
+        others = [callback for callback in trainer.callbacks if callback is not self]
         self._manager = CheckpointManager(
             self.run_dir,
             world,
@@ -380,8 +380,10 @@ class Checkpointer(RunCheckpoints, Callback):
 
     def _metadata(self, trainer: Trainer, metric: float | None) -> dict[str, Any]:
         engine = trainer.engine
-        others = [it for it in trainer.callbacks if it is not self]
-        states = {type(it).__name__: dict(it.state_dict()) for it in others}
+        others = [callback for callback in trainer.callbacks if callback is not self]
+        states = {
+            type(callback).__name__: dict(callback.state_dict()) for callback in others
+        }
         return {
             "run": self._run_id,
             "step": trainer.state.step,

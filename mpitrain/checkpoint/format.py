@@ -61,8 +61,8 @@ SCHEMA: Mapping[str, tuple[tuple[type, ...], float | None, float | None]] = {
     "user_state": ((dict, _NONE), None, None),
     "trainer": ((dict, _NONE), None, None),
     "trainer.data": ((dict, _NONE), None, None),
-    **{f"trainer.{it}": ((str,), None, None) for it in _TEXTS.split()},
-    **{f"trainer.{it}": ((int,), 0, _MAX) for it in _COUNTS.split()},
+    **{f"trainer.{name}": ((str,), None, None) for name in _TEXTS.split()},
+    **{f"trainer.{name}": ((int,), 0, _MAX) for name in _COUNTS.split()},
     "trainer.data.in_channels": ((int,), 1, _MAX),
     "trainer.data.num_classes": ((int, _NONE), 1, _MAX),
     "trainer.config.seed": ((int,), 0, math.inf),
@@ -225,7 +225,8 @@ def _find_error(found: Mapping[str, Any], step: int, epoch: int) -> str:
     """Say what of the metadata is wrong; empty if nothing is."""
     for name, (types, low, high) in SCHEMA.items():
         if any(
-            name.startswith(f"{it}.") and _at(found, it) is None for it in _OPTIONAL
+            name.startswith(f"{parent}.") and _at(found, parent) is None
+            for parent in _OPTIONAL
         ):
             continue
         value = _at(found, name)
@@ -233,8 +234,8 @@ def _find_error(found: Mapping[str, Any], step: int, epoch: int) -> str:
         is_good = type(value) in types
         if is_good and value is not None and low is not None and high is not None:
             is_good = all(
-                type(it) in _NUMBER and (low == -math.inf or low <= it <= high)
-                for it in (parts if isinstance(parts, list) else [parts])
+                type(part) in _NUMBER and (low == -math.inf or low <= part <= high)
+                for part in (parts if isinstance(parts, list) else [parts])
             )
         if not is_good:
             return f"{name} is {repr(value)[:80]}"
@@ -252,7 +253,7 @@ def _find_error(found: Mapping[str, Any], step: int, epoch: int) -> str:
             "state.epoch is after the last one",
         ),
         (
-            all(f"trainer.state.{it}" in SCHEMA for it in state),
+            all(f"trainer.state.{field}" in SCHEMA for field in state),
             "state has other fields",
         ),
         (len(trainer["loss_scale"]) == 2, "loss_scale has not two numbers"),

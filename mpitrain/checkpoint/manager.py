@@ -178,8 +178,8 @@ class CheckpointManager:
             # All sleep: a rank that waits in MPI takes a core.
             time.sleep(nap)
             nap = min(2 * nap, NAP_SECONDS)
-            told = self._ranks.allgather((*self.report(), writer.num_written))
-            ended, failed, nums = zip(*told, strict=True)
+            reports = self._ranks.allgather((*self.report(), writer.num_written))
+            ended, failed, nums = zip(*reports, strict=True)
             if sum(nums) != written:
                 written = sum(nums)
                 heartbeat(doing)

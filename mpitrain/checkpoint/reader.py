@@ -80,8 +80,8 @@ def find_error(
         mine = broken.reason
     except (OSError, DataError) as error:
         unread = f"[{world}] {error}"
-    told = ranks.allgather((mine, unread))
-    for _, reason in told:
+    gathered = ranks.allgather((mine, unread))
+    for _, reason in gathered:
         if reason:
             raise collective_error(
                 DataError(
@@ -89,7 +89,7 @@ def find_error(
                     "was changed; try again when it can be"
                 )
             )
-    return next((reason for reason, _ in told if reason), "")
+    return next((reason for reason, _ in gathered if reason), "")
 
 
 def check(

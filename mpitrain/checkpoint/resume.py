@@ -77,9 +77,9 @@ def find_checkpoint(
         reader = _checked(named, world, ranks)
         ranks.on_rank_zero(lambda: _set_newer_aside(named), "set checkpoints aside")
         return reader
-    own = newest_complete(run_dir, run_id, world, ranks)
-    if own is not None:
-        return CheckpointReader(own)
+    newest = newest_complete(run_dir, run_id, world, ranks)
+    if newest is not None:
+        return CheckpointReader(newest)
     if named is None:
         return None
     if blind:
@@ -101,9 +101,9 @@ def check_same_steps(reader: CheckpointReader, config: Mapping[str, Any]) -> Non
     before = reader.metadata["trainer"]["config"]
     names = ("global_batch_size", "seed", "data", "probe_epochs")
     changed = [
-        f"{it}: {before[it]} -> {config[it]}"
-        for it in names
-        if before[it] != config[it]
+        f"{name}: {before[name]} -> {config[name]}"
+        for name in names
+        if before[name] != config[name]
     ]
     if reader.metadata["trainer"]["state"]["epoch_step"] and changed:
         raise collective_error(

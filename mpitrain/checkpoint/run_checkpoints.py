@@ -162,11 +162,11 @@ class RunCheckpoints:
             raise collective_error(
                 UsageError(f"{reader.checkpoint.path} was written by a Trainer")
             )
-        plain, own = _unwrap(model), getattr(optimizer, "optim", optimizer)
+        plain, local_optimizer = _unwrap(model), getattr(optimizer, "optim", optimizer)
         load_model(reader, plain)
-        if own is not None:
-            load_optimizer(reader, plain, own)
-            load_param_groups(own, reader.metadata["param_groups"])
+        if local_optimizer is not None:
+            load_optimizer(reader, plain, local_optimizer)
+            load_param_groups(local_optimizer, reader.metadata["param_groups"])
         step: int = reader.metadata["step"]
         load_random(reader, world, seed=step, step=step)
         return {**reader.metadata["user_state"], "step": step}
@@ -205,7 +205,7 @@ class RunCheckpoints:
         there = self.run_dir / FOLDER / name_of(step)
         if self._ranks.on_rank_zero(there.is_dir, "look for the checkpoint"):
             return
-        plain, own = _unwrap(model), getattr(optimizer, "optim", optimizer)
+        plain, local_optimizer = _unwrap(model), getattr(optimizer, "optim", optimizer)
         metadata = {
             "run": self._run_id,
             "step": step,
@@ -213,10 +213,12 @@ class RunCheckpoints:
             "extra_state": split_state(plain)[1],
             "metric": metric,
             "user_state": dict(state or {}),
-            "param_groups": [] if own is None else plain_param_groups(own),
+            "param_groups": []
+            if local_optimizer is None
+            else plain_param_groups(local_optimizer),
             "trainer": None,
         }
-        tensors = tensors_to_save(plain, plain, own, {}, "", world)
+        tensors = tensors_to_save(plain, plain, local_optimizer, {}, "", world)
         self._manager.save(tensors, metadata, step, 0)
         outcome = self._manager.finish("writing a checkpoint")
         if outcome is not None:

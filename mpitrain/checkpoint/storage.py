@@ -323,7 +323,8 @@ def read_tensors(path: Path, index: Metadata, tensors: Mapping[str, Tensor]) -> 
     except (RuntimeError, ValueError) as error:
         raise BrokenCheckpoint(path, str(error)) from None
     last: tuple[MetadataIndex, Tensor] | None = None
-    for item in sorted(plan.items, key=lambda it: index.storage_data[it.storage_index]):
+    places = index.storage_data
+    for item in sorted(plan.items, key=lambda item: places[item.storage_index]):
         if last is None or last[0] != item.storage_index:
             last = item.storage_index, _read_chunk(path, index, item.storage_index)
         found = last[1]
@@ -340,7 +341,7 @@ def _read_chunk(path: Path, index: Metadata, at: MetadataIndex) -> Tensor:
     of = index.state_dict_metadata[at.fqn]
     assert isinstance(of, TensorStorageMetadata)
     dtype = of.properties.dtype
-    shape = next(it.sizes for it in of.chunks if it.offsets == at.offset)
+    shape = next(chunk.sizes for chunk in of.chunks if chunk.offsets == at.offset)
     where: Stored = index.storage_data[at]
     num_bytes = shape.numel() * dtype.itemsize
     chunk = torch.empty(num_bytes, dtype=torch.uint8)

@@ -130,9 +130,11 @@ def load_optimizer(
     """Load the state of an optimizer; see `tensors_to_save` for the arguments."""
     stored = reader.tensor_metadata(OPTIMIZER)
     tensors: dict[str, Tensor] = {}
-    own = {weight for group in optimizer.param_groups for weight in group["params"]}
+    optimized = {
+        weight for group in optimizer.param_groups for weight in group["params"]
+    }
     for name, weight in trained.named_parameters():
-        if weight not in own:
+        if weight not in optimized:
             continue
         of_weight = {
             full.rpartition("/")[2]: outline

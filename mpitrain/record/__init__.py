@@ -1,1 +1,1 @@
-"""What a run leaves behind (`folder`, `recorder`), and what it says (`console`)."""
+"""What a run leaves behind: `recorder`, `rank_times`, `loggers`, and their files."""

@@ -1,1 +1,1 @@
-"""Training. Read `loop` first; `config` is what was asked, `run` the whole of it."""
+"""Training: `trainer` has the loop; `engine` what it works with."""

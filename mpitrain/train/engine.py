@@ -223,13 +223,15 @@ class Engine:
         order = None
         if samples.num_samples is not None:
             order = samples.order(self.config.seed, state.epoch)
-        share = self.plan.share_of(
+        rank_shard = self.plan.rank_shard(
             self.world.rank, order, with_partner=mixing.is_mixing(self.config)
         )
-        share = dataclasses.replace(
-            share, first_step=state.epoch_step, taken=tuple(state.samples_per_shard)
+        rank_shard = dataclasses.replace(
+            rank_shard,
+            first_step=state.epoch_step,
+            taken=tuple(state.samples_per_shard),
         )
-        for step in self.train_loader.steps(share, state.epoch):
+        for step in self.train_loader.steps(rank_shard, state.epoch):
             yield step
             if not self._has_mixed:
                 mixing.refuse_mixing(
@@ -293,7 +295,7 @@ class Engine:
         """Evaluate the model, or its EMA, on every sample of a data set."""
         self.model.eval()
         num = loader.samples.num_samples
-        share = RankShard(
+        rank_shard = RankShard(
             rank=self.world.rank,
             world_size=self.world.world_size,
             global_batch_size=self._eval_batch_size * self.world.world_size,
@@ -305,7 +307,7 @@ class Engine:
         with self.optimizer.ema_weights():
             self.parallel.sync_all_buffers()
             try:
-                return evaluate(forward, loader, share, metrics, on_batch_end)
+                return evaluate(forward, loader, rank_shard, metrics, on_batch_end)
             except BaseException:
                 loader.skipped.clear()  # a resumed job evaluates all of it again
                 raise

@@ -81,7 +81,7 @@ def score_of(values: Mapping[str, float], best_by: str | None = None) -> float |
 def evaluate(
     forward: Callable[[Any], Any],
     loader: BatchLoader,
-    share: RankShard,
+    rank_shard: RankShard,
     metrics: MetricsFn,
     on_batch_end: Callable[[], object] = lambda: None,
 ) -> Evaluation:
@@ -91,7 +91,7 @@ def evaluate(
     """
     sums: dict[str, Tensor] = {}
     count = 0
-    for step in loader.steps(share, epoch=0):
+    for step in loader.steps(rank_shard, epoch=0):
         for batch in step.micro_batches:
             heartbeat("evaluation")
             outputs = forward(batch.inputs)

@@ -89,14 +89,14 @@ def _compute(
         "make room for features",
     )
     whole = {name: torch.from_numpy(array) for name, array in held.items()}
-    share = RankShard(
+    rank_shard = RankShard(
         rank=world.rank,
         world_size=world.world_size,
         global_batch_size=batch_size * world.world_size,
         order=np.arange(num, dtype=np.int64),
     )
     done = 0
-    for step in loader.steps(share, epoch=0):
+    for step in loader.steps(rank_shard, epoch=0):
         for batch in step.micro_batches:
             heartbeat("features")
             mine = {"features": backbone(batch.inputs), "targets": batch.targets}

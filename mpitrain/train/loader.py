@@ -94,40 +94,42 @@ class BatchLoader:
         nothing = LoadedBatch(None, None, np.zeros(0, np.int64))
         return self._load(nothing, with_partner=False, epoch=0)
 
-    def steps(self, share: RankShard, epoch: int) -> Iterator[RankStep]:
+    def steps(self, rank_shard: RankShard, epoch: int) -> Iterator[RankStep]:
         """Yield this rank's part of every step.
 
         Collective over the default group, where samples may be missing.
         """
         if self.samples.may_skip:
-            loaded = self.samples.batches(share, epoch)
-            yield from self._of_unknown_size(share, loaded, epoch)
+            loaded = self.samples.batches(rank_shard, epoch)
+            yield from self._of_unknown_size(rank_shard, loaded, epoch)
             return
         if isinstance(self.samples, InMemory):
-            yield from self._from_memory(self.samples, share, epoch)
+            yield from self._from_memory(self.samples, rank_shard, epoch)
             return
-        loaded = self.samples.batches(share, epoch)
-        for number, (num_samples, micro_batches) in _numbered(share):
+        loaded = self.samples.batches(rank_shard, epoch)
+        for number, (num_samples, micro_batches) in _numbered(rank_shard):
             yield RankStep(
                 number,
                 num_samples,
                 len(micro_batches),
                 (
-                    self._load(next(loaded), share.with_partner, epoch)
+                    self._load(next(loaded), rank_shard.with_partner, epoch)
                     for _ in micro_batches
                 ),
             )
 
     def _from_memory(
-        self, samples: InMemory, share: RankShard, epoch: int
+        self, samples: InMemory, rank_shard: RankShard, epoch: int
     ) -> Iterator[RankStep]:
         """Yield steps of a data set in memory.
 
         Many small batches are prepared at once: each preparation costs some kernels.
         """
-        steps, ahead = itertools.tee(share.steps())
-        batches = self._prepare_many(samples, ahead, share.with_partner, epoch)
-        for number, (num_samples, micro_batches) in enumerate(steps, share.first_step):
+        steps, ahead = itertools.tee(rank_shard.steps())
+        batches = self._prepare_many(samples, ahead, rank_shard.with_partner, epoch)
+        for number, (num_samples, micro_batches) in enumerate(
+            steps, rank_shard.first_step
+        ):
             num = len(micro_batches)
             yield RankStep(number, num_samples, num, itertools.islice(batches, num))
 
@@ -152,7 +154,7 @@ class BatchLoader:
                 start = stop
 
     def _of_unknown_size(
-        self, share: RankShard, loaded: Iterator[LoadedBatch], epoch: int
+        self, rank_shard: RankShard, loaded: Iterator[LoadedBatch], epoch: int
     ) -> Iterator[RankStep]:
         """Yield steps whose size is known only after reading.
 
@@ -162,10 +164,10 @@ class BatchLoader:
         self.num_parts = 0
         self.taken.clear()
         if isinstance(self.samples, IterableStyle):
-            self.num_parts = self.samples.num_shards(share)
-        ahead = self._read(share, loaded)
+            self.num_parts = self.samples.num_shards(rank_shard)
+        ahead = self._read(rank_shard, loaded)
         now = next(ahead, None)
-        for number in itertools.count(share.first_step):
+        for number in itertools.count(rank_shard.first_step):
             if now is None:
                 return
             batches, total = now
@@ -177,20 +179,21 @@ class BatchLoader:
                     self.taken.update((batch.indices % self.num_parts).tolist())
             if num_samples:
                 ready = (
-                    self._load(batch, share.with_partner, epoch) for batch in batches
+                    self._load(batch, rank_shard.with_partner, epoch)
+                    for batch in batches
                 )
                 yield RankStep(number, num_samples, len(batches), ready)
-            elif share.order is None:  # all ranks are dry
+            elif rank_shard.order is None:  # all ranks are dry
                 if following is not None:
                     following[1]()
                 return
             now = following
 
     def _read(
-        self, share: RankShard, loaded: Iterator[LoadedBatch]
+        self, rank_shard: RankShard, loaded: Iterator[LoadedBatch]
     ) -> Iterator[tuple[list[LoadedBatch], Callable[[], int]]]:
         """Yield each step's batches, and a function that waits for its size."""
-        for _, micro_batches in share.steps():
+        for _, micro_batches in rank_shard.steps():
             batches = [next(loaded) for _ in micro_batches]
             count = torch.tensor(
                 sum(len(batch.indices) for batch in batches),
@@ -213,7 +216,7 @@ class BatchLoader:
     def _prepare(self, loaded: LoadedBatch, epoch: int) -> LoadedBatch:
         """Move samples to the device, preprocessed."""
         dtype = self._pixels.dtype
-        inputs, targets = (to_device(it, self._world.device) for it in loaded[:2])
+        inputs, targets = (to_device(part, self._world.device) for part in loaded[:2])
         if isinstance(inputs, Tensor):
             inputs = self._pixels(inputs, loaded.indices, epoch)
         else:
@@ -235,9 +238,9 @@ class BatchLoader:
         if not num:
             loaded = self._first()
         chosen = torch.arange(min_rows).clamp_(max=len(loaded.indices) - 1)
-        inputs, targets = (select_rows(it, chosen) for it in loaded[:2])
+        inputs, targets = (select_rows(part, chosen) for part in loaded[:2])
         return Batch(inputs, targets, indices)
 
 
-def _numbered(share: RankShard) -> Iterator[tuple[int, tuple[int, list[Indices]]]]:
-    return enumerate(share.steps(), share.first_step)
+def _numbered(rank_shard: RankShard) -> Iterator[tuple[int, tuple[int, list[Indices]]]]:
+    return enumerate(rank_shard.steps(), rank_shard.first_step)

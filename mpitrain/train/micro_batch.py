@@ -92,5 +92,7 @@ def _saved_bytes(
 def _repeat(batch: Batch, num: int) -> Batch:
     """Return a batch of `num` times one sample, and one row more for batch norm."""
     rows = torch.zeros(num + 1, dtype=torch.int64)
-    inputs, targets = (select_rows(it, rows) for it in (batch.inputs, batch.targets))
+    inputs, targets = (
+        select_rows(part, rows) for part in (batch.inputs, batch.targets)
+    )
     return Batch(inputs, targets, np.zeros(0, np.int64))

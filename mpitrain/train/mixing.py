@@ -32,11 +32,11 @@ class Mix:
         Returns:
             `(N, C, H, W)`.
         """
-        partners, own = inputs[:-1], inputs[1:]
+        partners, samples = inputs[:-1], inputs[1:]
         if self.box is None:
-            return torch.lerp(partners, own, self.weight)
+            return torch.lerp(partners, samples, self.weight)
         top, bottom, left, right = self.box
-        mixed = own.clone()
+        mixed = samples.clone()
         mixed[..., top:bottom, left:right] = partners[..., top:bottom, left:right]
         return mixed
 

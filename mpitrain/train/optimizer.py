@@ -156,7 +156,9 @@ class Ema:
     def __init__(self, weights: Mapping[str, Tensor], decay: float) -> None:
         self._weights = weights
         self._decay = decay
-        self.values = {name: it.detach().clone() for name, it in weights.items()}
+        self.values = {
+            name: tensor.detach().clone() for name, tensor in weights.items()
+        }
 
     @torch.no_grad()
     def update(self) -> None:
@@ -215,7 +217,7 @@ class OptimizerWrapper:
             group["lr"] = lr
         for weight in self._weights:
             weight.grad = None
-        self._before = [it.clone() for it in self._buffers]
+        self._before = [tensor.clone() for tensor in self._buffers]
 
     @contextmanager
     def ema_weights(self) -> Iterator[None]:

@@ -220,7 +220,7 @@ class ParallelModel:
     @property
     def float_buffers(self) -> list[Tensor]:
         """Buffers that change in training, such as batch norm's statistics."""
-        return [it for it in self.model.buffers() if it.is_floating_point()]
+        return [buffer for buffer in self.model.buffers() if buffer.is_floating_point()]
 
     def named_state(self) -> dict[str, Tensor]:
         """Return `weights` and `float_buffers` by name."""

@@ -84,7 +84,7 @@ class Plan:
         steps = self.steps_per_epoch
         return None if steps is None else steps * self.num_epochs
 
-    def share_of(
+    def rank_shard(
         self, rank: int, order: Indices | None, *, with_partner: bool = False
     ) -> RankShard:
         """Return the shard of a rank, of an epoch in this order."""
@@ -121,14 +121,14 @@ class Plan:
         micro = min(self.micro_batch_size or largest, largest)
         micro_batches = -(-largest // micro)
         ranks = f"{self.world_size} rank{'s' * (self.world_size != 1)}"
-        shares = str(largest) if smallest == largest else f"{smallest} or {largest}"
+        sizes = str(largest) if smallest == largest else f"{smallest} or {largest}"
         if micro_batches == 1:
-            product = f"{ranks} x {shares} x 1"
+            product = f"{ranks} x {sizes} x 1"
         elif smallest == largest == micro * micro_batches:
             product = f"{ranks} x {micro} x {micro_batches}"
         else:
             return (
-                f"{size} per step = {ranks} x {shares}, in {micro_batches} "
+                f"{size} per step = {ranks} x {sizes}, in {micro_batches} "
                 f"micro-batches of at most {micro}"
             )
         return f"{size} per step = {product} (ranks x samples x micro-batches)"

@@ -86,8 +86,8 @@ class PendingSteps:
         own_seconds = monitor.own_seconds + seconds
         # Gathered and summed in the order of the ranks: an all-reduce may take another
         # order for each place of its tensor, and so for each number of steps.
-        own = array("d", (own_seconds, *_sums_of(steps)))
-        of_ranks = all_gather(own, monitor.device)
+        numbers_of_rank = array("d", (own_seconds, *_sums_of(steps)))
+        of_ranks = all_gather(numbers_of_rank, monitor.device)
         found = functools.reduce(np.add, of_ranks)[1:].tolist()
         max_seconds = float(of_ranks[:, 0].max())
         sums, counts = found[:num], found[num:]
@@ -112,8 +112,12 @@ def _sums_of(steps: Sequence[_Step]) -> list[float]:
     Summed here for many steps at once: in every step it would be some kernels more.
     """
     losses = [step.losses for step in steps]
-    values = torch.stack([it.total for of_step in losses for it in of_step]).tolist()
-    counts: list[float] = [len(it.indices) for of_step in losses for it in of_step]
+    values = torch.stack(
+        [micro_batch.total for of_step in losses for micro_batch in of_step]
+    ).tolist()
+    counts: list[float] = [
+        len(micro_batch.indices) for of_step in losses for micro_batch in of_step
+    ]
     nums = [len(of_step) for of_step in losses]
     if set(nums) != {1}:
         values, counts = _sum_groups(values, nums), _sum_groups(counts, nums)

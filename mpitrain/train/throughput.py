@@ -79,16 +79,16 @@ class ThroughputMonitor:
         return throughput_of(times, epoch, step, num_samples, max_seconds)
 
 
-def all_gather(own: array[float], device: str) -> NDArray[np.float64]:
+def all_gather(numbers: array[float], device: str) -> NDArray[np.float64]:
     """Gather as many numbers of each rank: `(world_size, length)`.
 
     Collective over the default group, which carries tensors of this device.
     """
     world_size = dist.get_world_size()
     if world_size == 1:
-        return np.array([own])
-    mine = torch.frombuffer(own, dtype=torch.float64).to(device)
-    found = mine.new_empty(world_size * len(own))  # gloo takes no other shape
+        return np.array([numbers])
+    mine = torch.frombuffer(numbers, dtype=torch.float64).to(device)
+    found = mine.new_empty(world_size * len(numbers))  # gloo takes no other shape
     _all_gather(found, mine)
     return found.cpu().numpy().reshape(world_size, -1)
 

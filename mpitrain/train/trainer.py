@@ -325,9 +325,9 @@ class Trainer:
         if mix is None:
             return self.loss(self.forward(batch.inputs), batch.targets)
         outputs = self.forward(mix.apply(batch.inputs))
-        own = self.loss(outputs, batch.targets[1:])
+        own_loss = self.loss(outputs, batch.targets[1:])
         partners = self.loss(outputs, batch.targets[:-1])
-        return mix.weight * own + (1 - mix.weight) * partners
+        return mix.weight * own_loss + (1 - mix.weight) * partners
 
     def forward(self, inputs: Any) -> Any:
         """Call the parallelized model in `compute_loss`, in the configured precision.

@@ -46,8 +46,8 @@ def test_the_gradient_is_that_of_one_process(
     )
     engine = trainer.set_up()
     engine.start_stage(engine.plan.stages[0])
-    share = engine.plan.share_of(world.rank, samples)
-    (step,) = engine.train_loader.steps(share, epoch=1)
+    rank_shard = engine.plan.rank_shard(world.rank, samples)
+    (step,) = engine.train_loader.steps(rank_shard, epoch=1)
     assert step.num_samples == num_samples
     trainer.train_step(step)
     trainer.sync_metrics()
@@ -66,13 +66,13 @@ def test_the_gradient_is_that_of_one_process(
 
 def test_every_sample_has_one_rank(comm: MPI.Intracomm, world: World) -> None:
     order = epoch_order(29, seed=7, epoch=2)
-    share = RankShard(
+    rank_shard = RankShard(
         rank=world.rank,
         world_size=world.world_size,
         global_batch_size=len(order),
         order=order,
     )
-    shards = comm.allgather(np.concatenate(list(share)))
+    shards = comm.allgather(np.concatenate(list(rank_shard)))
     np.testing.assert_array_equal(np.concatenate(shards), order)
     assert max(map(len, shards)) - min(map(len, shards)) <= 1
 
