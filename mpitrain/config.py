@@ -133,9 +133,9 @@ class LearningConfig:
     """Multiply the learning rate by this for the epochs after --probe-epochs."""
     global_batch_size: int = 64
     """Samples per step over all ranks."""
-    micro_batch_size: int | Literal["auto"] | None = None
-    """Samples per forward pass of a rank; gradients are accumulated. auto: what fits
-    in memory."""
+    micro_batch_size: int | None = None
+    """Samples per forward pass of a rank; gradients are accumulated. Default: all of
+    the rank's."""
     optimizer: Optimizer = "sgd"
     """Optimizer of torch.optim; sgd uses Nesterov momentum."""
     lr: float | None = None

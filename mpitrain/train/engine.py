@@ -34,13 +34,11 @@ from mpitrain.train import mixing
 from mpitrain.train.evaluate import (
     BATCH_SIZE,
     Evaluation,
-    LossFn,
     MetricsFn,
     evaluate,
 )
 from mpitrain.train.features import features_of
 from mpitrain.train.loader import BatchLoader, RankStep
-from mpitrain.train.micro_batch import largest_micro_batch
 from mpitrain.train.nonfinite import NonFiniteGuard
 from mpitrain.train.optimizer import LossScale, OptimizerWrapper, build_optimizer
 from mpitrain.train.parallel import (
@@ -98,7 +96,6 @@ class Engine:
         config: TrainConfig,
         world: World,
         *,
-        loss_fn: LossFn,
         mean_std: Statistics | None = None,
         find_unused_parameters: bool = True,
         can_cache_features: bool = True,
@@ -133,17 +130,10 @@ class Engine:
         self._on_features = False
         self._test_loaders: list[BatchLoader] = []
         self._test_sets: list[Samples] = []
-        micro = config.micro_batch_size
-        if micro == "auto":
-            example = self._loader(self._train, train=True).example()
-            micro = largest_micro_batch(
-                loss_fn, self.model, example, config, world, self.ranks
-            )
         self.plan = Plan(
             num_samples=self._train.num_samples,
             world_size=world.world_size,
             config=config,
-            micro_batch_size=micro,
         )
         self.nonfinite = NonFiniteGuard(world, config.on_nonfinite)
         torch.manual_seed(rank_seed(config.seed, world.rank))  # of dropout
@@ -392,7 +382,7 @@ class Engine:
     @property
     def _eval_batch_size(self) -> int:
         """Samples of a rank's forward pass: no more than in training."""
-        return min(BATCH_SIZE, self.plan.micro_batch_size or BATCH_SIZE)
+        return min(BATCH_SIZE, self.config.micro_batch_size or BATCH_SIZE)
 
     def _samples(self, data: Any, what: str) -> Samples:
         config = self.config

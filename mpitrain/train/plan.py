@@ -37,8 +37,6 @@ class Plan:
     """Training samples; ``None`` for an iterable data set."""
     world_size: int
     config: TrainConfig
-    micro_batch_size: int | None = None
-    """Most samples of a micro-batch on a rank; ``None``: no limit."""
 
     @property
     def stages(self) -> tuple[Stage, ...]:
@@ -92,7 +90,7 @@ class Plan:
             rank=rank,
             world_size=self.world_size,
             global_batch_size=self.config.global_batch_size,
-            micro_batch_size=self.micro_batch_size,
+            micro_batch_size=self.config.micro_batch_size,
             order=order,
             max_steps=1 if self.config.dry_run else None,
             with_partner=with_partner,
@@ -118,7 +116,7 @@ class Plan:
         size = self.config.global_batch_size
         largest = sharding.max_shard_size(size, self.world_size)
         smallest = size // self.world_size
-        micro = min(self.micro_batch_size or largest, largest)
+        micro = min(self.config.micro_batch_size or largest, largest)
         micro_batches = -(-largest // micro)
         ranks = f"{self.world_size} rank{'s' * (self.world_size != 1)}"
         sizes = str(largest) if smallest == largest else f"{smallest} or {largest}"

@@ -385,7 +385,6 @@ class Trainer:
             self.val_data,
             self.config,
             self.world,
-            loss_fn=self.loss,
             mean_std=self.mean_std,
             find_unused_parameters=self.find_unused_parameters,
             can_cache_features=type(self).compute_loss is Trainer.compute_loss,

@@ -34,7 +34,6 @@ pytestmark = pytest.mark.mpi
     [
         {},
         {"micro_batch_size": 3},
-        {"micro_batch_size": "auto"},
         {"strategy": "fsdp"},
         {"strategy": "fsdp", "micro_batch_size": 2},
         {"strategy": "fsdp", "activation_checkpointing": True},

@@ -67,7 +67,7 @@ def test_a_mistake_in_the_file_names_the_file(
         ("--no-random-flip 1", "unexpected '1' after '--no-random-flip'."),
         ("--lr=abc", "--lr: found 'abc', expected a number."),
         ("--epochs 1.5", "--epochs: found '1.5', expected a whole number."),
-        ("--micro_batch_size atuo", "a whole number or auto. Did you mean 'auto'?"),
+        ("--num_workers atuo", "a whole number or auto. Did you mean 'auto'?"),
         ("--lr", "--lr: found no value, expected one."),
         ("--config", "--config: found no value, expected a YAML file."),
         ("--log csv foo", "--log 'foo' is not known; expected csv, tensorboard"),
