@@ -66,7 +66,8 @@ test-cluster: $(VENV)/.test
 
 # Those of whole jobs and those of clusters, which mostly wait.
 test-whole: $(VENV)/.test $(VENV)-ompi4/.done $(VENV)-mpich/.done
-	$(BIN)/python -m pytest -n $(AT_ONCE) $(FEW) tests/jobs tests/cluster
+	$(BIN)/python -m pytest -n $(AT_ONCE) --dist loadgroup $(FEW) \
+	    tests/jobs tests/cluster
 
 # A refactoring changes no bit: of one processor kind and one torch.
 test-golden: $(VENV)/.test

@@ -53,7 +53,7 @@ FIRST_BYTES_PER_SECOND = 100e6
 
 STOP, SAVE, ENDED, FAILED = range(4)
 """What the ranks exchange, by all-reduce(MAX). STOP: the reason to stop; 0: none. SAVE:
-the number of the attempt that is due by time. ENDED, FAILED:
+the `_clock_number` whose time has come. ENDED, FAILED:
 `CheckpointManager.report`."""
 
 STEP, EVALUATION = range(2)
@@ -118,7 +118,7 @@ class Checkpointer(RunCheckpoints, Callback):
         self._best_by = best_by
         self._is_due = False
         self._is_backing_off = False
-        self._num_attempts = self._failed_in_a_row = 0
+        self._clock_number = self._failed_in_a_row = 0
         self._set_next(after_seconds=self._interval)
         self._saved: object = None
         self._save_seconds = self._longest_gap = 0.0
@@ -134,6 +134,9 @@ class Checkpointer(RunCheckpoints, Callback):
             raise collective_error(
                 UsageError("the Checkpointer was used before; make one for each fit")
             )
+        if trainer.config.dry_run:
+            self.is_disabled = True
+            return
         self.open(world)
         self._start_handler()
         if self.is_disabled:
@@ -188,13 +191,21 @@ class Checkpointer(RunCheckpoints, Callback):
             )
         trainer.resumed_from = path.name
         load_model(self.reader, engine.model)
-        trainer.state = TrainState(**found["state"])
+        trainer.state = state = TrainState(**found["state"])
+        if not is_own and state.epoch > engine.plan.num_epochs:
+            raise collective_error(
+                UsageError(
+                    f"{path} was written after epoch {state.epoch - 1}, and this run "
+                    f"has {engine.plan.num_epochs} epochs: there is nothing to train. "
+                    "Expected more epochs, or the weights alone (--weights)"
+                )
+            )
         if is_own:
             self._saved = _position(trainer.state)
         for callback in others if is_own else ():
-            state = found["callbacks"].get(type(callback).__name__)
-            if state is not None:
-                callback.load_state_dict(state)
+            callback_state = found["callbacks"].get(type(callback).__name__)
+            if callback_state is not None:
+                callback.load_state_dict(callback_state)
 
     def on_fit_start(self, trainer: Trainer) -> None:
         """Print what is resumed."""
@@ -259,7 +270,7 @@ class Checkpointer(RunCheckpoints, Callback):
             self._is_due = True
         metric = score_of(epoch.values, self._best_by)
         is_best = metric is not None and metric > self._best
-        self._save_if_due(trainer, at_once=is_best)
+        self._save_if_due(trainer, wait_for_previous=is_best)
         self._tick(trainer, EVALUATION)
 
     def on_train_end(self, trainer: Trainer) -> None:
@@ -308,7 +319,9 @@ class Checkpointer(RunCheckpoints, Callback):
         found = self._consensus.exchange(self._own_numbers(now))
         if found is None:
             return
-        if found[SAVE] == self._num_attempts:  # not sent before the last attempt
+        if (
+            found[SAVE] == self._clock_number
+        ):  # else of a clock set before the last save
             self._is_due, self._is_backing_off = True, False
         assert self._manager is not None
         outcome = self._manager.update(found[ENDED : FAILED + 1])
@@ -324,19 +337,21 @@ class Checkpointer(RunCheckpoints, Callback):
         is_time = self._world.is_rank_zero and now >= self._next_at
         return [
             self._handler.requested(),
-            self._num_attempts if is_time else 0,
+            self._clock_number if is_time else 0,
             *self._manager.report(),
         ]
 
     def _set_next(self, after_seconds: float) -> None:
-        """Set when a checkpoint is due by time."""
-        self._num_attempts += 1
+        """Set when a checkpoint is due by time; each call begins another clock."""
+        self._clock_number += 1
         self._next_at = time.monotonic() + after_seconds
 
-    def _save_if_due(self, trainer: Trainer, *, at_once: bool = False) -> None:
-        """Save if it is time to; ``at_once``: wait for the one being written."""
+    def _save_if_due(
+        self, trainer: Trainer, *, wait_for_previous: bool = False
+    ) -> None:
+        """Save if it is time to, and no other checkpoint is being written."""
         assert self._manager is not None
-        if self._is_due and at_once:
+        if self._is_due and wait_for_previous:
             self._finish(trainer, "writing a checkpoint")
         if self._is_due and not (self._is_backing_off or self._manager.is_busy):
             self._save(trainer)

@@ -132,7 +132,7 @@ class CheckpointManager:
         )
         copy = _Copy(writer=writer, metadata=self._metadata, step=step)
         try:
-            writer.stage(self._plan, self._planner)
+            writer.copy_to_host(self._plan, self._planner)
         except (RuntimeError, MemoryError) as error:  # no memory for the copy
             copy.error = error
         self._planner.state_dict = {}  # keeps no tensor alive
@@ -246,7 +246,7 @@ class CheckpointManager:
             return
         assert self._current is not None
         self._before_rename()
-        self._current.writer.finish(self._current.metadata, results)
+        self._current.writer.commit(self._current.metadata, results)
         with contextlib.suppress(OSError, DataError):  # the new one is complete
             remove_old(self._run_dir, self._keep)
 
@@ -256,7 +256,7 @@ class CheckpointManager:
         mine = self._error if self._failed == self._number else ""
         reasons = self._ranks.allgather(f"[{self._world}] {mine}" if mine else "")
         if self._world.is_rank_zero:
-            doomed = self._current.writer.beside
+            doomed = self._current.writer.unfinished
             # In a thread: the disk may not answer.
             threading.Thread(
                 target=shutil.rmtree, args=(doomed, True), daemon=True

@@ -18,6 +18,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from mpitrain.checkpoint.layout import list_checkpoints
+from mpitrain.record.run_dir import read_result
 from mpitrain.schedulers import seconds_left
 
 logger = logging.getLogger("mpitrain")
@@ -43,6 +45,28 @@ MAX_MARGIN_FRACTION = 0.2
 
 FILE_SECONDS = 1.0
 """How often the stop file is looked for."""
+
+
+def forget_stop(run_dir: Path) -> bool:
+    """Remove a stop file that an earlier job obeyed; return whether none is left.
+
+    It has been obeyed if the run was stopped, or without `result.json` if a checkpoint
+    was written, after it.
+    """
+    stop, result = run_dir / STOP_FILE, run_dir / "result.json"
+    if not stop.exists():
+        return True
+    if result.exists():
+        was_stopped = read_result(run_dir).get("status") == "stopped"
+        later = [result] if was_stopped else []
+    else:
+        later = [checkpoint.path for checkpoint in list_checkpoints(run_dir)]
+    stopped_at = stop.stat().st_mtime
+    if all(path.stat().st_mtime < stopped_at for path in later):
+        return False
+    stop.unlink()
+    return True
+
 
 Handler = Callable[[int, FrameType | None], object]
 

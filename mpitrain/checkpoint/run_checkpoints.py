@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,8 @@ from mpitrain.checkpoint.manager import CheckpointManager
 from mpitrain.checkpoint.preemption import (
     FIRST_MARGIN_SECONDS,
     REASONS,
-    STOP_FILE,
     PreemptionHandler,
+    forget_stop,
 )
 from mpitrain.checkpoint.reader import CheckpointReader
 from mpitrain.checkpoint.resume import find_checkpoint, hosts_without
@@ -96,8 +97,8 @@ class RunCheckpoints:
                 lambda: open_run(path.parent, path.name, exists=exists).run_id,  # type: ignore[arg-type]
                 "open the run folder",
             )
-            if world.is_rank_zero:  # it stopped an earlier job
-                (path / STOP_FILE).unlink(missing_ok=True)
+            if world.is_rank_zero:
+                forget_stop(path)
         self._run_id = run_id
         blind = hosts_without(self.run_dir, run_id, world, ranks)
         self.reader = find_checkpoint(
@@ -189,7 +190,8 @@ class RunCheckpoints:
             model: As it is trained: plain, in DDP, or sharded by `fully_shard`.
             optimizer: Of the model's parameters.
             state: What else `restore` shall return; JSON can carry it.
-            metric: What the best checkpoint is chosen by; higher is better.
+            metric: What the best checkpoint is chosen by; higher is better. NaN and
+                infinity are taken as ``None``.
 
         Raises:
             CheckpointError: It could not be written; on every rank. The one before it
@@ -211,7 +213,7 @@ class RunCheckpoints:
             "step": step,
             "world_size": world.world_size,
             "extra_state": split_state(plain)[1],
-            "metric": metric,
+            "metric": metric if math.isfinite(metric or 0.0) else None,
             "user_state": dict(state or {}),
             "param_groups": []
             if local_optimizer is None

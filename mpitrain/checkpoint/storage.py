@@ -191,7 +191,7 @@ class TensorWriter:
     ``token`` distinguishes attempts, and is equal on all ranks.
 
     Attributes:
-        beside: The folder until it is complete.
+        unfinished: The folder until it is complete.
         num_written: Bytes that this rank has written so far.
     """
 
@@ -204,7 +204,7 @@ class TensorWriter:
         memory: HostMemory | None = None,
     ) -> None:
         self.path = path
-        self.beside = path.with_name(f".{path.name}.{token}")
+        self.unfinished = path.with_name(f".{path.name}.{token}")
         self.memory = memory or HostMemory(pinned=False)
         self.num_written = 0
         self._metadata = metadata
@@ -212,7 +212,7 @@ class TensorWriter:
         self._items: list[tuple[WriteItem, int, int]] = []
         self._copy = self.memory.of(0)
 
-    def stage(self, plan: SavePlan, planner: SavePlanner) -> None:
+    def copy_to_host(self, plan: SavePlan, planner: SavePlanner) -> None:
         """Copy this rank's tensors, which may change after that."""
         chunks = []
         end = 0
@@ -249,7 +249,7 @@ class TensorWriter:
             return []
         data = self._copy.numpy().data
         summed = hashlib.sha256()
-        with (self.beside / self._file).open("wb", buffering=0) as file:
+        with (self.unfinished / self._file).open("wb", buffering=0) as file:
             start = 0
             while start < len(data):
                 num = file.write(data[start : start + CHUNK_BYTES])
@@ -263,7 +263,7 @@ class TensorWriter:
             for item, start, size in self._items
         ]
 
-    def finish(self, index: Metadata, results: list[list[WriteResult]]) -> None:
+    def commit(self, index: Metadata, results: list[list[WriteResult]]) -> None:
         """Write the other files, and rename the folder.
 
         On rank zero, when all ranks have written.
@@ -272,14 +272,14 @@ class TensorWriter:
         stored = {result.index: result.storage_data for of in results for result in of}
         sums = {where.file: where.digest for where in stored.values()}
         encoded = encode_json(as_json(index, stored))
-        sums[TENSORS] = write_durably(self.beside / TENSORS, encoded)
-        sums[METADATA] = write_durably(self.beside / METADATA, self._metadata)
-        write_sums(self.beside, sums)
+        sums[TENSORS] = write_durably(self.unfinished / TENSORS, encoded)
+        sums[METADATA] = write_durably(self.unfinished / METADATA, self._metadata)
+        write_sums(self.unfinished, sums)
         try:
-            self.beside.rename(self.path)
+            self.unfinished.rename(self.path)
         except OSError:
             # A file server that is asked again, its answer being lost, has done it.
-            if self.beside.exists() or not self.path.exists():
+            if self.unfinished.exists() or not self.path.exists():
                 raise
         with contextlib.suppress(OSError):  # it is complete
             sync_folder(self.path.parent)
@@ -290,7 +290,7 @@ class TensorWriter:
         Where that is gone its disk is: nothing must be written where it was mounted.
         """
         self.path.parent.mkdir(exist_ok=True)
-        self.beside.mkdir(exist_ok=True)
+        self.unfinished.mkdir(exist_ok=True)
 
 
 def with_files(plans: list[SavePlan]) -> list[SavePlan]:

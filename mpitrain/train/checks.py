@@ -49,7 +49,7 @@ def check_labels(outputs: Any, targets: Any, num_classes: int | None) -> None:
     if num_classes is not None and num_outputs < num_classes:
         raise DataError(
             f"the model returned {num_outputs} outputs per sample, "
-            f"{_kind(outputs)}, and the data set has {num_classes} classes; expected "
+            f"{kind_of(outputs)}, and the data set has {num_classes} classes; expected "
             "one output for each class: let its last layer have as many as the "
             "num_classes that it is given"
         )
@@ -70,16 +70,16 @@ def explain_loss(outputs: Any, targets: Any) -> None:
     other_loss = "or pass loss= to mpitrain.Trainer"
     if not isinstance(outputs, Tensor) or outputs.ndim < len("NC"):
         raise DataError(
-            f"the model returned {_kind(outputs)}; expected one tensor of scores, "
+            f"the model returned {kind_of(outputs)}; expected one tensor of scores, "
             "float (N, num_classes). Return that alone in its forward(), " + other_loss
         )
     check_labels(outputs, targets, None)
     shape = tuple(outputs.shape[:1] + outputs.shape[2:])
-    if _kind(targets) == f"int64 {shape}":
+    if kind_of(targets) == f"int64 {shape}":
         return
     raise DataError(
-        f"the targets of the {_part()} data are {_kind(targets)}, with outputs "
-        f"{_kind(outputs)}; expected labels int64 {shape} for these outputs, or int64 "
+        f"the targets of the {_part()} data are {kind_of(targets)}, with outputs "
+        f"{kind_of(outputs)}; expected labels int64 {shape} for these outputs, or int64 "
         "(N,) for outputs (N, num_classes): an int with each input of the set. For "
         f"targets of another kind {other_loss.removeprefix('or ')}"
     )
@@ -99,20 +99,20 @@ def explain_call(model: nn.Module, inputs: Any, error: Exception) -> None:
         except TypeError as why:
             raise DataError(
                 f"{type(model).__name__}.forward({names}) was called with the inputs "
-                f"alone, {_kind(inputs)}: {why}. Expected a model of one argument; "
+                f"alone, {kind_of(inputs)}: {why}. Expected a model of one argument; "
                 "for others override Trainer.compute_loss (examples/custom_loss.py)"
             ) from None
-    error.add_note(f"{type(model).__name__} was called with {_kind(inputs)}")
+    error.add_note(f"{type(model).__name__} was called with {kind_of(inputs)}")
 
 
 def _part() -> str:
     return "training" if torch.is_grad_enabled() else "validation"
 
 
-def _kind(value: Any) -> str:
+def kind_of(value: Any) -> str:
     """Describe a value.
 
-    >>> _kind((torch.zeros(2, 3), {"a": 1}))
+    >>> kind_of((torch.zeros(2, 3), {"a": 1}))
     "tuple of float32 (2, 3), dict of 'a'"
     """
     if isinstance(value, Tensor):
@@ -122,5 +122,5 @@ def _kind(value: Any) -> str:
         return f"{kind} of {', '.join(map(repr, value))}"
     if isinstance(value, tuple | list):
         more = ", ..." * (len(value) > 3)
-        return f"{kind} of {', '.join(map(_kind, value[:3]))}{more}"
+        return f"{kind} of {', '.join(map(kind_of, value[:3]))}{more}"
     return kind

@@ -106,6 +106,7 @@ class Engine:
         self._find_unused = find_unused_parameters
         self._can_cache_features = can_cache_features
         self._has_mixed = False
+        self._check_config()
         self.strategy = choose_strategy(config, world)
         check_reductions(self.strategy, config, world, self.ranks)
         self._train = self._samples(train_data, "the training data")
@@ -221,14 +222,16 @@ class Engine:
             first_step=state.epoch_step,
             taken=tuple(state.samples_per_shard),
         )
-        for step in self.train_loader.steps(rank_shard, state.epoch):
-            yield step
-            if not self._has_mixed:
-                mixing.refuse_mixing(
-                    self.config,
-                    "is done in Trainer.compute_loss: call super().compute_loss(batch) "
-                    "in yours, or leave out the flag",
-                )
+        yield from self.train_loader.steps(rank_shard, state.epoch)
+
+    def check_mixed(self) -> None:
+        """Check that a loss was computed from mixed samples, if they are to be mixed."""
+        if not self._has_mixed:
+            mixing.refuse_mixing(
+                self.config,
+                "is done in Trainer.compute_loss: call super().compute_loss(batch) "
+                "in yours, or leave out the flag",
+            )
 
     def mix_of(self, epoch: int, step: int, inputs: Any) -> mixing.Mix | None:
         """Return how the samples of a step are mixed; local."""
@@ -240,23 +243,23 @@ class Engine:
         height, width = inputs.shape[-2:]
         return mixing.draw_mix(self.config, epoch, step, (height, width))
 
-    def count_samples_per_shard(self) -> list[int]:
+    def take_samples_per_shard(self) -> list[int]:
         """Return the samples of each shard of the data set read since the last call.
 
         Over all ranks. Empty for data sets that are not iterable.
         """
         loader = self.train_loader
-        if not loader.num_parts:
+        if not loader.num_shards:
             return []
-        mine = torch.zeros(loader.num_parts, dtype=torch.int64)
-        for part, count in loader.taken.items():
+        mine = torch.zeros(loader.num_shards, dtype=torch.int64)
+        for part, count in loader.samples_per_shard.items():
             mine[part] = count
-        loader.taken.clear()
+        loader.samples_per_shard.clear()
         mine = mine.to(self.world.device)
         dist.all_reduce(mine)
         return mine.tolist()
 
-    def count_skipped(self) -> int:
+    def take_skipped(self) -> int:
         """Return the samples that could not be read since the last call.
 
         Over all ranks.
@@ -283,6 +286,7 @@ class Engine:
         on_batch_end: Callable[[], object] = lambda: None,
     ) -> Evaluation:
         """Evaluate the model, or its EMA, on every sample of a data set."""
+        was_training = any(module.training for module in self.model.modules())
         self.model.eval()
         num = loader.samples.num_samples
         rank_shard = RankShard(
@@ -297,10 +301,15 @@ class Engine:
         with self.optimizer.ema_weights():
             self.parallel.sync_all_buffers()
             try:
-                return evaluate(forward, loader, rank_shard, metrics, on_batch_end)
+                return evaluate(
+                    forward, loader, rank_shard, self.ranks, metrics, on_batch_end
+                )
             except BaseException:
                 loader.skipped.clear()  # a resumed job evaluates all of it again
                 raise
+            finally:
+                if was_training:
+                    self.train_mode()
 
     def test_loader(self, data: Any) -> BatchLoader:
         """Return a loader of another data set for `evaluate`."""
@@ -329,6 +338,20 @@ class Engine:
             weight.requires_grad_(trainable)
 
     # --- preparation --------------------------------------------------------------
+
+    def _check_config(self) -> None:
+        settings = self.config.as_plain("").items()
+        gathered = self.ranks.allgather([f"{name} {value}" for name, value in settings])
+        for rank, of_rank in enumerate(gathered):
+            for found, expected in zip(of_rank, gathered[0], strict=True):
+                if found != expected:
+                    raise collective_error(
+                        UsageError(
+                            f"the TrainConfig differs between ranks: {expected} on "
+                            f"rank 0, {found} on rank {rank}; expected the same on "
+                            "every rank"
+                        )
+                    )
 
     def _check_model(self, model: nn.Module) -> None:
         """Check that the model is not sharded, and the same on all ranks."""

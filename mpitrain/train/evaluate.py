@@ -14,7 +14,8 @@ from torch import Tensor
 from mpitrain.data.sharding import RankShard
 from mpitrain.errors import DataError, UsageError, collective_error
 from mpitrain.launch.current import heartbeat
-from mpitrain.train.checks import WrongLabel
+from mpitrain.mpi.shared_arrays import Communicator
+from mpitrain.train.checks import WrongLabel, kind_of
 from mpitrain.train.loader import BatchLoader
 
 BATCH_SIZE = 256
@@ -82,6 +83,7 @@ def evaluate(
     forward: Callable[[Any], Any],
     loader: BatchLoader,
     rank_shard: RankShard,
+    ranks: Communicator,
     metrics: MetricsFn,
     on_batch_end: Callable[[], object] = lambda: None,
 ) -> Evaluation:
@@ -100,13 +102,21 @@ def evaluate(
                 values = metrics(outputs, batch.targets)
             except WrongLabel as wrong:
                 raise wrong.named(batch.indices) from None
+            if sums and values.keys() != sums.keys():
+                raise DataError(
+                    f"metrics returned {', '.join(values)}, and {', '.join(sums)} for "
+                    "an earlier batch; expected the same names for every batch"
+                )
             for name, value in values.items():
                 value = torch.as_tensor(value, dtype=torch.float64)
-                summed = sum_over_samples(value, num)
+                summed = sum_over_samples(value, num, batch.num_rows, name)
                 sums[name] = sums[name] + summed if name in sums else summed
             count += num
             on_batch_end()
-    names = list(sums)  # every rank has at least one batch, and so the same names
+    names = list(sums)
+    ranks.check_equal(
+        f"({', '.join(names)})", "what metrics returned", "Expected the same names"
+    )
     device = sums[names[0]].device if names else torch.device("cpu")
     totals = torch.tensor([0.0] * len(names) + [count], dtype=torch.float64)
     totals = totals.to(device)
@@ -124,20 +134,32 @@ def evaluate(
     )
 
 
-def sum_over_samples(values: Tensor, num: int) -> Tensor:
+def sum_over_samples(
+    values: Tensor, num: int, num_rows: int, name: str = "loss"
+) -> Tensor:
     """Sum values over the samples of a batch, without its padding.
 
     Args:
-        values: `(N or more, ...)`, one per sample, or several, which are averaged; or a
-            scalar: the mean over the samples.
-        num: Number of samples N.
+        values: One per row, `(num_rows,)`, or several, `(num_rows, ...)`, which are
+            averaged; or a scalar: the mean over the samples. Padding may be cut off.
+        num: Number of samples.
+        num_rows: Number of samples and padding.
+        name: Of the metric, for the error.
 
-    >>> sum_over_samples(torch.tensor([1.0, 2.0, 9.0]), 2), sum_over_samples(
-    ...     torch.tensor(3.0), 2)
+    Raises:
+        DataError: There are more or fewer values.
+
+    >>> sum_over_samples(torch.tensor([1.0, 2.0, 9.0]), 2, 3), sum_over_samples(
+    ...     torch.tensor(3.0), 2, 3)
     (tensor(3.), tensor(6.))
     """
     if values.ndim == 0:
         return values * num
+    if values.shape[0] not in (num, num_rows):
+        raise DataError(
+            f"the {name} of a batch of {num_rows} rows is {kind_of(values)}; "
+            f"expected one for each row, ({num_rows},), or their mean, ()"
+        )
     if values.ndim > 1:
         values = values.flatten(1).mean(1)
     return (values if values.shape[0] == num else values[:num]).sum()

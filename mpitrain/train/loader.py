@@ -38,6 +38,8 @@ class Batch:
     """`(N or more, ...)`; likewise."""
     indices: Indices
     """Numbers of the N samples, int64 `(N,)`."""
+    num_rows: int
+    """N, or more with padding; that many losses are expected."""
 
     def __len__(self) -> int:
         """Return the number of samples N."""
@@ -65,8 +67,8 @@ class BatchLoader:
 
     Attributes:
         skipped: A text for each sample that this rank could not read.
-        num_parts: Number of shards of an iterable data set; 0 for others.
-        taken: Samples of each shard that this rank has read; cleared by the caller.
+        num_shards: Number of shards of an iterable data set; 0 for others.
+        samples_per_shard: How many of each this rank has read; cleared by the caller.
     """
 
     def __init__(
@@ -79,8 +81,8 @@ class BatchLoader:
     ) -> None:
         self.samples = samples
         self.skipped: list[str] = []
-        self.num_parts = 0
-        self.taken: Counter[int] = Counter()
+        self.num_shards = 0
+        self.samples_per_shard: Counter[int] = Counter()
         self._world = world
         self._pixels = pixels
         self._min_rows = min_rows
@@ -161,10 +163,10 @@ class BatchLoader:
         The next step is read, and its size all-reduced, while the current one is
         computed.
         """
-        self.num_parts = 0
-        self.taken.clear()
+        self.num_shards = 0
+        self.samples_per_shard.clear()
         if isinstance(self.samples, IterableStyle):
-            self.num_parts = self.samples.num_shards(rank_shard)
+            self.num_shards = self.samples.num_shards(rank_shard)
         ahead = self._read(rank_shard, loaded)
         now = next(ahead, None)
         for number in itertools.count(rank_shard.first_step):
@@ -175,8 +177,10 @@ class BatchLoader:
             num_samples = total()
             for batch in batches:
                 self.skipped += batch.skipped
-                if self.num_parts:
-                    self.taken.update((batch.indices % self.num_parts).tolist())
+                if self.num_shards:
+                    self.samples_per_shard.update(
+                        (batch.indices % self.num_shards).tolist()
+                    )
             if num_samples:
                 ready = (
                     self._load(batch, rank_shard.with_partner, epoch)
@@ -233,13 +237,14 @@ class BatchLoader:
         """Return a batch padded to `min_rows`."""
         indices = loaded.indices[1:] if with_partner else loaded.indices
         num, min_rows = len(loaded.indices), self._min_rows + with_partner
+        num_rows = max(len(indices), self._min_rows)
         if num >= min_rows:
-            return Batch(loaded.inputs, loaded.targets, indices)
+            return Batch(loaded.inputs, loaded.targets, indices, num_rows)
         if not num:
             loaded = self._first()
         chosen = torch.arange(min_rows).clamp_(max=len(loaded.indices) - 1)
         inputs, targets = (select_rows(part, chosen) for part in loaded[:2])
-        return Batch(inputs, targets, indices)
+        return Batch(inputs, targets, indices, num_rows)
 
 
 def _numbered(rank_shard: RankShard) -> Iterator[tuple[int, tuple[int, list[Indices]]]]:

@@ -119,7 +119,7 @@ class Trainer:
         self._final_state: dict[str, Any] | None = None  # if the job ends with `fit`
         self._is_set_up = False
         self._loss, self._metrics = loss, metrics
-        self._unchecked = {True, False}  # training and validation labels
+        self._labels_to_check = {"training", "validation"}
         self._hooks: dict[str, list[Callable[..., None]]] = {}
 
     # --- the loop -----------------------------------------------------------------
@@ -176,7 +176,7 @@ class Trainer:
 
         Every sample weighs the same, whichever rank has it: each rank sums the losses
         of its samples, and divides by the samples of all ranks. DDP and FSDP average
-        gradients over ranks, so the loss is multiplied by their number.
+        gradients over ranks, so the scale of the loss has their number as a factor.
         """
         engine, state, timer = self.engine, self.state, self.timer
         optimizer, model = engine.optimizer, engine.parallel
@@ -197,7 +197,8 @@ class Trainer:
                 losses.append(Losses(batch.indices, loss.detach()))
                 if engine.world.world_size > 1:
                     timer.mark_gradients(loss)
-                # scale - 0 * loss: if it is not finite, no gradient is, on any rank.
+                # scale - 0 * loss: the scale. NaN where the loss is not finite, and so
+                # in the gradients of all ranks.
                 gradient = torch.rsub(losses[-1].total, scale, alpha=0)
                 with timer("backward"):
                     torch.autograd.backward(loss, gradient)
@@ -221,7 +222,7 @@ class Trainer:
                 self.all_metrics,
                 lambda: self.call("on_validation_batch_end"),
             )
-        state.skipped_samples += engine.count_skipped()
+        state.skipped_samples += engine.take_skipped()
         state.metrics, state.val_samples = dict(found.values), found.num_samples
         epoch = state.end_epoch(engine.stage.name, time.perf_counter() - began)
         self.call("on_epoch_end", epoch)
@@ -236,21 +237,21 @@ class Trainer:
         """
         state, engine = self.state, self.engine
         with self.timer("other"):
-            self.step_times = times = self.timer.take()
-            self._monitor.add_times(times.steps)
             has_steps = len(self._pending) > 0
+            if has_steps:
+                self.step_times = self.timer.take()
+                self._monitor.add_times(self.step_times.steps)
             seconds = time.perf_counter() - self._synced_at
             steps = self._pending.sync(state, seconds)
             state.skipped_steps += engine.nonfinite.take_skipped()
-            state.skipped_samples += engine.count_skipped()
+            state.skipped_samples += engine.take_skipped()
             if state.epoch_step:
-                counts = engine.count_samples_per_shard()
+                counts = engine.take_samples_per_shard()
                 pairs = zip_longest(state.samples_per_shard, counts, fillvalue=0)
                 state.samples_per_shard = [sum(pair) for pair in pairs]
             if has_steps:  # the time between two epochs is no time of steps
                 self._synced_at += seconds
                 state.steps_seconds += seconds
-            if has_steps or times.between:
                 self.call("on_metrics", steps)
             throughput = self._monitor.take(0.0 if flush else self.throughput_seconds)
             if throughput is not None:
@@ -262,10 +263,11 @@ class Trainer:
         Args:
             data: As `val_data`.
         """
+        self._check_ranks()
         engine = self.engine
         with self.timer("evaluation"):
             found = engine.evaluate(engine.test_loader(data), self.all_metrics)
-        self.call("on_test_end", found, self.engine.count_skipped())
+        self.call("on_test_end", found, self.engine.take_skipped())
         return found
 
     # --- what may be overridden ---------------------------------------------------
@@ -275,7 +277,8 @@ class Trainer:
 
         Args:
             outputs: Of the model, `(N, num_classes)`.
-            targets: Labels, int64 `(N,)`.
+            targets: Labels, int64 `(N,)`. A label of -100, which cross-entropy ignores,
+                counts as a sample with loss 0.
 
         Returns:
             `(N,)`; `(N, ...)`, averaged per sample; or a scalar, the mean over the
@@ -284,8 +287,9 @@ class Trainer:
         if self._loss is not None:
             return self._loss(outputs, targets)
         is_training = torch.is_grad_enabled()
-        if is_training in self._unchecked:
-            self._unchecked.remove(is_training)
+        part = "training" if is_training else "validation"
+        if part in self._labels_to_check:
+            self._labels_to_check.remove(part)
             check_labels(outputs, targets, self.num_classes)
         smoothing = self.config.label_smoothing if is_training else 0.0
         try:
@@ -360,11 +364,14 @@ class Trainer:
         Raises:
             UsageError: `fit` started the job and has ended it.
         """
+        self._check_ranks()
+        return self.engine.evaluate(self.engine.val_loader, self.all_metrics)
+
+    def _check_ranks(self) -> None:
         if self._final_state is not None:
             raise UsageError(
                 "fit() has ended its ranks; expected a world= from mpitrain.init()"
             )
-        return self.engine.evaluate(self.engine.val_loader, self.all_metrics)
 
     def all_metrics(self, outputs: Any, targets: Any) -> Mapping[str, Tensor]:
         """Return loss and metrics by name."""
@@ -457,7 +464,9 @@ class Trainer:
 
     def _sum_of_losses(self, batch: Batch) -> Tensor:
         try:
-            return sum_over_samples(self.compute_loss(batch), len(batch))
+            losses = self.compute_loss(batch)
+            self.engine.check_mixed()
+            return sum_over_samples(losses, len(batch), batch.num_rows)
         except WrongLabel as wrong:
             raise wrong.named(batch.indices) from None
 

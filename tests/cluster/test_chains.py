@@ -164,6 +164,7 @@ def assert_nothing_was_lost(chain: Chain) -> None:
     assert [int(step) for step in stopped] == went_on
 
 
+@pytest.mark.slow
 def test_a_training_goes_through_several_jobs_of_slurm_and_of_pbs(
     hosts: VirtualHosts, slurm: Slurm, home: Path
 ) -> None:

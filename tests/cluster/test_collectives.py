@@ -32,8 +32,11 @@ WHICH = (
 
 @pytest.mark.parametrize(
     ("slots", "tables"),
-    [((2, 2), TABLES), ((2, 1), TABLES[:1]), ((1, 1), TABLES[1:])],
-    ids=["two-each", "uneven", "one-each"],
+    [
+        pytest.param((2, 2), TABLES, marks=pytest.mark.slow, id="two-each"),
+        pytest.param((2, 1), TABLES[:1], id="uneven"),
+        pytest.param((1, 1), TABLES[1:], id="one-each"),
+    ],
 )
 def test_collectives_are_right_between_hosts(
     hosts: VirtualHosts, folder: Path, slots: tuple[int, int], tables: tuple[str, ...]

@@ -24,6 +24,7 @@ def bench(mpi: Mpi, folder: Path, *words: str) -> subprocess.CompletedProcess[st
     )
 
 
+@pytest.mark.slow
 def test_every_row_is_the_same_training(openmpi: Mpi, tmp_path: Path) -> None:
     own = ("--mpirun", f"{openmpi.mpirun} --oversubscribe", "--output", "out.json")
     size = ("--ranks", "1", "3", "--strategies", "ddp", "fsdp", "--rounds", "1")

@@ -21,6 +21,8 @@ from data_files import (
 )
 from launcher import Done, Mpi, children_of, environment, mpirun, survivors
 
+pytestmark = pytest.mark.xdist_group("broken_data")  # a fixture that trains, once
+
 SEVERAL = Path(__file__).parent / "several.py"
 TRAIN = ("-m", "mpitrain", "--name", "r", "--image-size", "16")
 NO_INTERNET = {f"{kind}_proxy": "http://127.0.0.1:9" for kind in ("http", "https")}

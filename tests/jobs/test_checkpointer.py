@@ -84,7 +84,9 @@ def result(folder: Path, name: str) -> tuple[dict[str, torch.Tensor], dict[str, 
     return found
 
 
-@pytest.mark.parametrize("kind", ["trainer", "by hand", "under run"])
+@pytest.mark.parametrize(
+    "kind", ["trainer", "by hand", pytest.param("under run", marks=pytest.mark.slow)]
+)
 def test_a_script_that_is_killed_at_random_steps_ends_with_the_same_bits(
     kind: str, openmpi: Mpi, tmp_path: Path
 ) -> None:

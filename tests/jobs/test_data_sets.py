@@ -11,6 +11,8 @@ import pytest
 from data_files import write_folder, write_hdf5, write_mnist, write_shards
 from launcher import Mpi, mpirun
 
+pytestmark = pytest.mark.xdist_group("data_sets")  # a fixture that trains, once
+
 SEVERAL = Path(__file__).parent / "several.py"
 
 COMMON = ("--precision", "fp64", "--epochs", "2", "--image-size", "16", "--lr", "0.05")

@@ -192,7 +192,13 @@ CHECKS: dict[str, Callable[[list[Ran], Path], None]] = {
 """What must come out of the commands of each section."""
 
 
-@pytest.mark.parametrize("title", sections(PAGE))
+@pytest.mark.parametrize(
+    "title",
+    [
+        pytest.param(title, marks=[pytest.mark.slow] * title.startswith("ResNet-50"))
+        for title in sections(PAGE)
+    ],
+)
 def test_the_commands_of_a_section_run(
     title: str, openmpi: Mpi, tmp_path: Path
 ) -> None:

@@ -12,6 +12,8 @@ import pytest
 import torch
 from launcher import Mpi, environment, mpirun
 
+pytestmark = pytest.mark.xdist_group("export")  # a fixture that trains, once
+
 FLAGS = ("--epochs", "2", "--ema-decay", "0.9", "--device", "cpu")
 
 

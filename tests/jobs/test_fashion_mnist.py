@@ -6,9 +6,11 @@ import json
 from pathlib import Path
 
 import fashion_mnist
+import pytest
 from launcher import Mpi, mpirun
 
 
+@pytest.mark.slow
 def test_five_epochs_of_the_default_network_reach_90_per_cent(
     openmpi: Mpi, tmp_path: Path
 ) -> None:

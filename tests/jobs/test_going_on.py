@@ -34,6 +34,7 @@ def test_writing_checkpoints_changes_no_bit(runs: Runs) -> None:
     runs.assert_same_bits("often", "plain")
 
 
+@pytest.mark.slow
 def test_a_clock_that_is_set_changes_nothing(runs: Runs) -> None:
     flags = ("--checkpoint-every-minutes", "30", "--time-limit", "1:00:00")
     often = ("--checkpoint-every-epochs", "None", *flags)
@@ -173,12 +174,24 @@ def test_a_training_passes_through_8_3_1_and_4_ranks(
     "flags",
     [
         ("--strategy", "fsdp", "--optimizer", "adamw", "--ema-decay", "0.9"),
-        ("--shard-optimizer", "--optimizer", "adam", "--micro-batch-size", "3"),
-        ("--precision", "bf16", "--optimizer", "nadam", "--clip-grad-norm", "0.1"),
         ("--precision", "fp16", "--strategy", "fsdp"),
-        ("--probe-epochs", "2", "--epochs", "2", "--ema-decay", "0.9"),
         # The same names and shapes, first whole, then sharded.
         ("--probe-epochs", "1", "--epochs", "3", "--momentum", "0", *FSDP),
+        *(
+            pytest.param(flags, marks=pytest.mark.slow)
+            for flags in (
+                ("--shard-optimizer", "--optimizer", "adam", "--micro-batch-size", "3"),
+                (
+                    "--precision",
+                    "bf16",
+                    "--optimizer",
+                    "nadam",
+                    "--clip-grad-norm",
+                    "1",
+                ),
+                ("--probe-epochs", "2", "--epochs", "2", "--ema-decay", "0.9"),
+            )
+        ),
     ],
     ids=" ".join,
 )
@@ -203,7 +216,12 @@ def test_whatever_learns_goes_on(flags: tuple[str, ...], runs: Runs) -> None:
 
 
 @pytest.mark.parametrize(
-    ("data", "workers"), [("series", "2"), ("cut_series", "0"), ("cut_series", "2")]
+    ("data", "workers"),
+    [
+        ("series", "2"),
+        ("cut_series", "2"),
+        pytest.param("cut_series", "0", marks=pytest.mark.slow),
+    ],
 )
 def test_a_stream_goes_on_where_it_was(
     data: str, workers: str, openmpi: Mpi, tmp_path: Path

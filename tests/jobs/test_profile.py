@@ -32,7 +32,7 @@ def test_each_rank_leaves_a_trace_of_its_steps(openmpi: Mpi, tmp_path: Path) -> 
         assert line.rpartition("| ")[2][:40].strip() in table
 
 
-@pytest.mark.parametrize("num_steps", [4, 5])
+@pytest.mark.parametrize("num_steps", [5, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_training_that_is_too_short_says_so(
     openmpi: Mpi, tmp_path: Path, num_steps: int
 ) -> None:

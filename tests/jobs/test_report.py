@@ -21,6 +21,8 @@ from PIL import Image
 from mpitrain.record.reading import Run
 from mpitrain.tools.report.analysis import find_straggler, jobs_of, seconds_by_category
 
+pytestmark = pytest.mark.xdist_group("report")  # a fixture that trains, once
+
 WIDTHS = (390, 1280)
 SCHEMES = ("light", "dark")
 CHARTS = ("loss", "accuracy", "ranks", "throughput")

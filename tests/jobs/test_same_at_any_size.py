@@ -45,6 +45,7 @@ def test_in_float64_every_epoch_agrees_to_1e_9(mpi: Mpi, tmp_path: Path) -> None
     assert {row["val_samples"] for row in alone} == {360}
 
 
+@pytest.mark.slow
 def test_in_float32_the_first_20_steps_and_the_accuracy_agree(
     openmpi: Mpi, tmp_path: Path
 ) -> None:
@@ -104,6 +105,7 @@ def read_steps(file: Path) -> list[list[int]]:
     return found[:-1]
 
 
+@pytest.mark.slow
 def test_accumulation_does_not_change_the_result(openmpi: Mpi, tmp_path: Path) -> None:
     flags = ("--precision", "fp64", "--epochs", "3")
     cases = {"1": (1, ()), "2x3": (2, ("--micro-batch-size", "11")), "3x22": (3, ())}

@@ -61,6 +61,7 @@ def has_epochs(job: Job, num: int) -> Any:
     return lambda: len(epochs_of(job.said().splitlines())) >= num
 
 
+@pytest.mark.slow
 def test_it_says_what_the_job_says(runs: Runs) -> None:
     job = runs.start("a", 2, PACE="0.1")
     job.wait_until(has_epochs(job, 2))
@@ -73,6 +74,7 @@ def test_it_says_what_the_job_says(runs: Runs) -> None:
     assert lines[-1].startswith("finished: val_accuracy ")
 
 
+@pytest.mark.slow
 def test_it_says_once_how_a_run_stands(runs: Runs) -> None:
     job = runs.start("a", 2, PACE="0.1")
     job.wait_until(has_epochs(job, 1))
@@ -112,6 +114,7 @@ def test_a_job_that_is_about_to_begin_has_not_ended(runs: Runs) -> None:
     assert end_of(watching)[-1].startswith("finished: ")
 
 
+@pytest.mark.slow
 def test_the_time_limit_is_seen(runs: Runs) -> None:
     job = runs.start("a", 2, "--time-limit", "5:00", PACE="0.1")
     job.wait_until(has_epochs(job, 2))

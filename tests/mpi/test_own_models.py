@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -339,3 +340,78 @@ def test_an_error_in_a_model_says_what_it_was_called_with(world: World) -> None:
     with pytest.raises(RuntimeError) as caught:
         trained(world, model=nn.Linear(3, 10))
     assert caught.value.__notes__[0].startswith("Linear was called with float64 (")
+
+
+@pytest.mark.parametrize("length", [1, 3, 120])
+def test_a_loss_of_another_length_is_refused(world: World, length: int) -> None:
+    """Such as that of each token, flattened: it would be cut without a word."""
+    trainer = Trainer(
+        Net(),
+        some(64),
+        some(29, "val"),
+        config_of(global_batch_size=32 * world.world_size),
+        world=world,
+        loss=lambda outputs, _: outputs.mean().expand(length),
+    )
+    with pytest.raises(DataError, match=rf"rows is float64 \({length},\)"):
+        trainer.fit()
+
+
+def test_configurations_that_differ_are_refused(world: World) -> None:
+    if world.world_size == 1:
+        return
+    with pytest.raises(
+        UsageError, match="TrainConfig differs between ranks: seed 1 on"
+    ):
+        trained(world, seed=1 + world.rank)
+
+
+def test_metrics_of_other_names_are_refused(world: World) -> None:
+    names = itertools.cycle("ba" if world.rank == 0 else "a")
+
+    def metrics(outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
+        return {next(names): targets.double()}
+
+    data = some(29 if world.world_size > 1 else 300)  # one process: in two batches
+    trainer = Trainer(Net(), some(64), data, config_of(), world=world, metrics=metrics)
+    with pytest.raises(DataError, match=r"metrics returned.*loss, b"):
+        trainer.fit()
+
+
+class EvaluatesWithin(History):
+    """Evaluates after each step."""
+
+    def on_step_end(self, trainer: Trainer) -> None:
+        assert trainer.model.training
+        trainer.evaluate()
+        assert trainer.model.training
+
+
+def test_an_evaluation_within_an_epoch_leaves_the_training_mode(world: World) -> None:
+    trainer = Trainer(
+        Net(), some(64), some(29, "val"), config_of(epochs=1), world=world
+    )
+    trainer.callbacks.append(EvaluatesWithin())
+    trainer.fit()
+
+
+class Counts(History):
+    """Notes how many steps each call has."""
+
+    def on_metrics(self, trainer: Trainer, steps: Any) -> None:
+        assert steps
+        assert len({step.epoch for step in steps}) == 1
+        super().on_metrics(trainer, steps)
+
+
+def test_metrics_come_with_steps(world: World) -> None:
+    trainer = Trainer(
+        Net(), some(64), some(29, "val"), config_of(epochs=2), world=world
+    )
+    trainer.callbacks.append(Counts())
+    trainer.set_up()
+    trainer.timer.end_gap()  # as after a resume in a validation
+    steps = trainer.engine.plan.steps_per_epoch
+    assert steps is not None
+    trainer.state.epoch_step = steps
+    trainer.fit()

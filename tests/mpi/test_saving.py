@@ -129,7 +129,7 @@ def test_a_failure_of_one_rank_is_known_to_all_and_the_next_one_succeeds(
 ) -> None:
     faulty = world.world_size - 1 if where == "write" else 0
     saver = saver_of(run_dir, world, ranks)
-    name = "write" if where == "write" else "finish"
+    name = "write" if where == "write" else "commit"
     with monkeypatch.context() as patch:
 
         def fails(*_: Any) -> None:
@@ -271,3 +271,54 @@ def test_a_checkpoint_of_another_model_is_refused_by_name(
         again.restore(model=other)
     checkpointer.close()
     again.close()
+
+
+@pytest.mark.parametrize("metric", [float("nan"), float("inf")])
+def test_a_metric_that_is_not_finite_is_none(
+    world: World, run_dir: Path, metric: float
+) -> None:
+    checkpointer = Checkpointer(run_dir / "run")
+    checkpointer.open(world)
+    checkpointer.save(1, model=Net(), metric=metric)
+    again = Checkpointer(run_dir / "run")
+    again.open(world)
+    assert again.restore(model=Net()) == {"step": 1}
+    assert again.reader is None or again.reader.metadata["metric"] is None
+
+
+def with_checkpoints(world: World, run_dir: Path, **settings: Any) -> Trainer:
+    checkpointer = Checkpointer(run_dir, resume=settings.pop("resume", "auto"))
+    config = config_of(global_batch_size=64, **settings)
+    return Trainer(
+        Net(), some(64), some(29, "val"), config, world=world, callbacks=[checkpointer]
+    )
+
+
+def test_a_run_begins_with_no_checkpoint_beyond_its_epochs(
+    world: World, run_dir: Path
+) -> None:
+    with_checkpoints(world, run_dir / "long", epochs=3).fit()
+    resume = str(run_dir / "long")
+    other = with_checkpoints(world, run_dir / "short", epochs=2, resume=resume)
+    with pytest.raises(UsageError, match=r"after epoch 3.* 2 epochs"):
+        other.fit()
+    with_checkpoints(world, run_dir / "longer", epochs=4, resume=resume).fit()
+
+
+def test_a_dry_run_of_a_script_leaves_no_checkpoint(
+    world: World, run_dir: Path
+) -> None:
+    with_checkpoints(world, run_dir / "run", epochs=2, dry_run=True).fit()
+    assert not (run_dir / "run").exists()
+    with_checkpoints(world, run_dir / "run", epochs=2).fit()
+    assert len(layout.list_checkpoints(run_dir / "run")) == 2
+
+
+def test_a_stop_file_that_came_after_the_last_stop_is_obeyed(
+    world: World, ranks: Communicator, run_dir: Path
+) -> None:
+    with_checkpoints(world, run_dir / "run", epochs=1).fit()
+    ranks.on_rank_zero((run_dir / "run" / "stop").touch, "ask to stop")
+    checkpointer = Checkpointer(run_dir / "run")
+    checkpointer.open(world)
+    assert (run_dir / "run" / "stop").exists()

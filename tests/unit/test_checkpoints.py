@@ -76,8 +76,8 @@ def write(run_dir: Path, step: int = 120, **metadata: Any) -> Checkpoint:
     encoded = format.encode_json(metadata_of(step) | metadata)
     writer = TensorWriter(path, metadata=encoded)
     run_dir.joinpath(layout.FOLDER).mkdir(exist_ok=True)
-    writer.stage(planner.finish_plan(with_files(plans)[0]), planner)
-    writer.finish(index, [writer.write()])
+    writer.copy_to_host(planner.finish_plan(with_files(plans)[0]), planner)
+    writer.commit(index, [writer.write()])
     return layout.checkpoint_at(path)
 
 

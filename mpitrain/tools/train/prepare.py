@@ -10,11 +10,11 @@ from pathlib import Path
 
 import yaml
 
-from mpitrain.checkpoint.preemption import STOP_FILE
+from mpitrain.checkpoint.preemption import STOP_FILE, forget_stop
 from mpitrain.config import MAY_CHANGE, TrainConfig
 from mpitrain.errors import Stopped, UsageError
 from mpitrain.record.loggers.process import refuse_missing
-from mpitrain.record.run_dir import read_result, shown, write_atomic
+from mpitrain.record.run_dir import shown, write_atomic
 from mpitrain.record.runs import differences, is_finished, open_run
 from mpitrain.train.progress import finished_line
 
@@ -66,7 +66,7 @@ def prepare(config: TrainConfig) -> PreparedRun:
                 "--new-run trains anew"
             )
     stop = run_dir / STOP_FILE
-    if not done and stop.exists() and not forget_stop(run_dir):
+    if not done and not forget_stop(run_dir):
         done = f"{shown(stop)} exists, newer than the last stop: remove it, to resume"
         status = Stopped.exit_status
     if not done:
@@ -82,18 +82,6 @@ def prepare(config: TrainConfig) -> PreparedRun:
         else f"{run_dir} is on a file system without locks: nobody would notice a "
         "second job that writes into it",
     )
-
-
-def forget_stop(run_dir: Path) -> bool:
-    """Remove the stop file of an earlier job, which has stopped; return whether."""
-    stop, result = run_dir / STOP_FILE, run_dir / "result.json"
-    is_old = (
-        read_result(run_dir).get("status") == "stopped"
-        and stop.stat().st_mtime <= result.stat().st_mtime
-    )
-    if is_old:
-        stop.unlink()
-    return is_old
 
 
 def _refuse_changes(config: TrainConfig, run_dir: Path) -> None:
