@@ -13,32 +13,27 @@ import numpy as np
 from torch import Tensor
 
 from mpitrain.data.images import EXTENSIONS, Uniform, decode
-from mpitrain.data.samples import PARTS, Array, BadSample, FileIndex
+from mpitrain.data.samples import PARTS, Array, BadSample, FileIndex, SampleReader
 from mpitrain.errors import DataError
 
 LAYOUT = "train/CLASS/NAME.jpg and val/CLASS/NAME.jpg"
 
 
-class FolderReader:
+class FolderReader(SampleReader):
     """Reads the images of one part."""
 
     def __init__(
         self, data_dir: Path, index: FileIndex, part: str, image_size: int
     ) -> None:
-        self.folder = data_dir / part
+        super().__init__(data_dir, index, part, image_size)
         self.names = index.arrays[f"{part}_names"]
         self.ends = index.arrays[f"{part}_ends"]
-        self.labels = index.arrays[f"{part}_labels"]
-        self.image_size = image_size
-
-    def __len__(self) -> int:
-        return len(self.labels)
 
     def path(self, index: int) -> Path:
         """Return the file of a sample."""
         start = int(self.ends[index - 1]) if index else 0
         name = self.names[start : int(self.ends[index])].tobytes()
-        return self.folder / os.fsdecode(name)
+        return self.data_dir / self.part / os.fsdecode(name)
 
     def read(self, index: int, uniform: Uniform | None) -> tuple[Tensor, int]:
         """Return an image uint8 `(3, image_size, image_size)` and its label."""
@@ -56,9 +51,6 @@ def scan(data_dir: Path) -> FileIndex:
 
     ``PART_names`` holds the paths from the part's folder, one after the other, uint8;
     ``PART_ends`` where each ends, int64 `(N,)`.
-
-    Raises:
-        DataError: A folder is missing or empty, or parts differ in their classes.
     """
     arrays: dict[str, Array] = {}
     classes: list[str] = []
@@ -112,7 +104,7 @@ def images_below(folder: Path) -> list[str]:
     if not found:
         raise DataError(
             f"{folder}: no images; found {repr(others) if others else 'it empty'}, "
-            f"expected {' '.join(f'.{it}' for it in sorted(EXTENSIONS))}. Fill the "
+            f"expected {' '.join(f'.{name}' for name in sorted(EXTENSIONS))}. Fill the "
             "folder, or remove the class from all parts"
         )
     return [f"{path}/{name}" for path, name in sorted(found)]
@@ -122,7 +114,7 @@ def _classes(folder: Path) -> list[str]:
     """Return the sorted names of the folders of a part."""
     try:
         with os.scandir(folder) as entries:
-            visible = [it for it in entries if not it.name.startswith(".")]
+            visible = [entry for entry in entries if not entry.name.startswith(".")]
     except OSError as error:
         raise DataError(
             f"{folder}: cannot be listed, {error.strerror}. Expected {LAYOUT} in "

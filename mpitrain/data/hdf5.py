@@ -21,6 +21,7 @@ from mpitrain.data.samples import (
     Array,
     BadSample,
     FileIndex,
+    SampleReader,
     check_labels,
     name_classes,
 )
@@ -35,7 +36,7 @@ LAYOUTS = (
 )
 
 
-class HDF5Reader:
+class HDF5Reader(SampleReader):
     """Reads the samples of one part.
 
     After a fork the file is opened again: both processes would use copies of one
@@ -45,19 +46,14 @@ class HDF5Reader:
     def __init__(
         self, data_dir: Path, index: FileIndex, part: str, image_size: int
     ) -> None:
+        super().__init__(data_dir, index, part, image_size)
         _h5py()
         is_folder = data_dir.is_dir()
         self.path = data_dir / index.facts["file"] if is_folder else data_dir
-        self.part = part
         self.layout = index.facts["layouts"][part]
-        self.labels = index.arrays[f"{part}_labels"]
-        self.image_size = image_size
         self._file: Any = None
         self._images: Any = None
         self._pid = os.getpid()
-
-    def __len__(self) -> int:
-        return len(self.labels)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_file": None, "_images": None}

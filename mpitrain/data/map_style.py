@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -54,15 +55,16 @@ class MapStyle:
         self.dataset = dataset
         self.num_samples: int = len(dataset)
         self.may_skip = skip
-        self.is_deterministic = _is_reader(dataset) and not random_crops
+        self.is_deterministic = isinstance(dataset, SampleReader) and not random_crops
         self._sample_dataset = _SampleDataset(dataset, seed, random_crops, skip)
         self._batch_sampler = _BatchSampler()
+        self._collate = functools.partial(collate, skip=skip)
         self._order = order
         self._loader: DataLoader[Any] | None = None
         self._example: LoadedBatch | None = None
         self._options: dict[str, Any] = {
             "batch_sampler": self._batch_sampler,
-            "collate_fn": collate,
+            "collate_fn": self._collate,
             "num_workers": num_workers,
             "pin_memory": pin,
         }
@@ -102,7 +104,7 @@ class MapStyle:
         return self._read(int(self.example().indices[0]))
 
     def _read(self, index: int) -> LoadedBatch:
-        return raise_if_bad(collate([self._sample_dataset[0, index]]))
+        return raise_if_bad(self._collate([self._sample_dataset[0, index]]))
 
     def batches(self, shard: RankShard, epoch: int) -> Iterator[LoadedBatch]:
         """Read batches, ahead of time if there are workers."""
@@ -114,11 +116,6 @@ class MapStyle:
     def close(self) -> None:
         """End the workers."""
         self._loader = None
-
-
-def _is_reader(dataset: Any) -> bool:
-    """Whether a set is a `SampleReader`; custom ones may have a method `read`, too."""
-    return hasattr(dataset, "read") and not hasattr(dataset, "__getitem__")
 
 
 class _BatchSampler:
@@ -148,44 +145,36 @@ class _SampleDataset(Dataset[Any]):
             return index, self._read(epoch, index)
         except BadSample as bad:
             # Returned, not raised: DataLoader cannot carry it out of a worker whole.
-            return index, _Failed(bad, is_final=not self.skip)
+            return index, bad
         except Exception as error:
             if not self.skip:
                 raise
             where = f"sample {index} of {type(self.dataset).__name__}"
-            return index, _Failed(BadSample(where, repr(error)), is_final=False)
+            return index, BadSample(where, repr(error))
 
     def _read(self, epoch: int, index: int) -> Any:
-        if not _is_reader(self.dataset):
+        if not isinstance(self.dataset, SampleReader):
             with seeded(self.seed, epoch, index):
                 return self.dataset[index]
-        reader: SampleReader = self.dataset
         numbers = None
         if self.random_crops:
             numbers = uniform(self.seed, epoch, np.array([index]), 4, "cut")[0]
-        return reader.read(index, numbers)
+        return self.dataset.read(index, numbers)
 
 
-class _Failed:
-    """A sample that could not be read."""
+def collate(samples: list[tuple[int, Any]], *, skip: bool = False) -> LoadedBatch:
+    """Make a batch of pairs of number and sample; a `BadSample` is left out.
 
-    def __init__(self, bad: BadSample, *, is_final: bool) -> None:
-        self.bad = bad
-        self.is_final = is_final
-
-
-def collate(samples: list[tuple[int, Any]]) -> LoadedBatch:
-    """Make a batch of pairs of number and sample, without what could not be read.
-
-    Its inputs are an exception if a bad sample may not be left out.
+    Without `skip` the batch's inputs are the first `BadSample` instead.
     """
-    good = [(i, sample) for i, sample in samples if not isinstance(sample, _Failed)]
-    failed = [sample for _, sample in samples if isinstance(sample, _Failed)]
+    bad = [sample for _, sample in samples if isinstance(sample, BadSample)]
+    good = [(i, sample) for i, sample in samples if not isinstance(sample, BadSample)]
     indices = np.array([index for index, _ in good], np.int64)
-    skipped = tuple(f"{f.bad.where}: {f.bad.reason}" for f in failed)
-    final = next((f.bad for f in failed if f.is_final), None)
-    if final is not None or not good:
-        return LoadedBatch(final, None, indices, skipped)
+    skipped = tuple(f"{sample.where}: {sample.reason}" for sample in bad)
+    if bad and not skip:
+        return LoadedBatch(bad[0], None, indices, skipped)
+    if not good:
+        return LoadedBatch(None, None, indices, skipped)
     for _, sample in good:
         if not (isinstance(sample, tuple | list) and len(sample) == PAIR):
             kind = type(sample).__name__
@@ -207,8 +196,8 @@ def _uneven(samples: list[tuple[int, Any]]) -> DataError | None:
         for (number, _), shape in zip(samples, shapes, strict=True):
             if shape != shapes[0]:
                 first, other = (
-                    f"{kind} shape {'none' if it is None else tuple(it)}"
-                    for it in (shapes[0], shape)
+                    f"{kind} shape {'none' if found is None else tuple(found)}"
+                    for found in (shapes[0], shape)
                 )
                 return DataError(
                     f"samples of one batch differ: sample {samples[0][0]} has {first}, "

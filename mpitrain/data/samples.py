@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,6 +11,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
+from torch import Tensor
 
 from mpitrain.data.sharding import Indices, RankShard
 from mpitrain.errors import DataError
@@ -68,72 +70,62 @@ class Samples(Protocol):
     @property
     def num_samples(self) -> int | None:
         """Number of samples; ``None`` if only reading to the end tells."""
-        ...
 
     @property
     def may_skip(self) -> bool:
         """Whether a batch may hold fewer samples than requested."""
-        ...
 
     @property
     def is_deterministic(self) -> bool:
         """Whether a sample is the same in every epoch."""
-        ...
 
     def order(self, seed: int, epoch: int) -> Indices:
         """Return the order in which an epoch sees all samples; equal on all ranks."""
-        ...
 
     def example(self) -> LoadedBatch:
         """Return one sample, for its shape; local."""
-        ...
 
     def batches(self, shard: RankShard, epoch: int) -> Iterator[LoadedBatch]:
         """Load the batches of a shard, in order; one may be empty.
 
         If `num_samples` is ``None`` the samples' numbers are consecutive and rise.
         """
-        ...
 
     def close(self) -> None:
         """End the worker processes, if there are any."""
-        ...
 
 
-class SampleReader(Protocol):
+class SampleReader(abc.ABC):
     """Reads single samples of one part of a large data set, in any process.
 
     Must be picklable, and open its files in the process that reads them, when it first
-    reads: a file that two processes share has one position for both.
+    reads. `index` is what the format's scan found, on any rank.
     """
 
-    def __len__(self) -> int:
-        """Return the number of samples."""
-        ...
+    def __init__(
+        self, data_dir: Path, index: FileIndex, part: str, image_size: int
+    ) -> None:
+        self.data_dir = data_dir
+        self.part = part
+        self.labels = index.arrays[f"{part}_labels"]
+        self.image_size = image_size
 
-    def read(self, index: int, uniform: npt.NDArray[np.float64] | None) -> Any:
-        """Return sample number `index`: (image uint8 `(C, H, W)`, label).
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    @abc.abstractmethod
+    def read(
+        self, index: int, uniform: npt.NDArray[np.float64] | None
+    ) -> tuple[Tensor, int]:
+        """Return an image, uint8 `(C, image_size, image_size)`, and its label.
 
         `uniform` chooses a random crop, float64 `(4,)`; ``None``: the center crop.
-
-        Raises:
-            BadSample: It cannot be read.
+        Raises `BadSample` if the sample cannot be read.
         """
-        ...
-
-
-class ReaderType(Protocol):
-    """The class of a format's readers; `index` is what its scan found, on any rank."""
-
-    def __call__(
-        self, data_dir: Path, index: FileIndex, part: str, image_size: int
-    ) -> SampleReader:
-        """Return a reader of one part."""
-        ...
 
 
 def build_readers(
-    reader: ReaderType, data_dir: Path, index: FileIndex, image_size: int
+    reader: type[SampleReader], data_dir: Path, index: FileIndex, image_size: int
 ) -> dict[str, SampleReader]:
     """Return a reader of each part that the index has."""
     return {
@@ -176,12 +168,7 @@ def check_labels(labels: Array, num_images: int, num_classes: int, where: str) -
 def name_classes(
     labels: Array, names: Sequence[str] | None, where: str
 ) -> tuple[str, ...]:
-    """Return the name of each class, by the labels of all training samples.
-
-    Without `names` the labels are the names.
-
-    Raises:
-        DataError: A label has no name, or a class no training sample.
+    """Return the name of each class; without `names` the labels are the names.
 
     >>> name_classes(np.array([1, 0, 2, 1]), None, "train")
     ('0', '1', '2')

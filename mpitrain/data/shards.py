@@ -29,6 +29,7 @@ from mpitrain.data.samples import (
     Array,
     BadSample,
     FileIndex,
+    SampleReader,
     check_labels,
     name_classes,
 )
@@ -52,22 +53,19 @@ NAME = re.compile(r"((?:.*/)?[^./]+)\.([^/]*)", re.DOTALL)
 """A member's path: its sample's key, and its extension."""
 
 
-class ShardReader:
+class ShardReader(SampleReader):
     """Reads the samples of one part, in any order."""
 
     def __init__(
         self, data_dir: Path, index: FileIndex, part: str, image_size: int
     ) -> None:
+        super().__init__(data_dir, index, part, image_size)
         self.paths = tuple(data_dir / name for name in index.facts[f"{part}_shards"])
-        self.shards, self.offsets, self.sizes, self.labels = (
-            index.arrays[f"{part}_{name}"] for name in COLUMNS
+        self.shards, self.offsets, self.sizes = (
+            index.arrays[f"{part}_{name}"] for name in COLUMNS[:3]
         )
-        self.image_size = image_size
         self._files: OrderedDict[int, int] = OrderedDict()
         self._pid = os.getpid()
-
-    def __len__(self) -> int:
-        return len(self.labels)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_files": OrderedDict()}

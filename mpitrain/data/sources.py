@@ -20,7 +20,7 @@ from mpitrain.data.samples import (
     PARTS,
     Array,
     FileIndex,
-    ReaderType,
+    SampleReader,
     Samples,
     build_readers,
 )
@@ -31,7 +31,7 @@ from mpitrain.mpi.shared_arrays import Communicator
 from mpitrain.mpi.world import World
 from mpitrain.plugins import is_reference
 
-FORMATS: Mapping[str, tuple[Callable[[Path], FileIndex], ReaderType]] = {
+FORMATS: Mapping[str, tuple[Callable[[Path], FileIndex], type[SampleReader]]] = {
     "folder": (folder.scan, folder.FolderReader),
     "hdf5": (hdf5.scan, hdf5.HDF5Reader),
     "shards": (shards.scan, shards.ShardReader),
@@ -71,14 +71,7 @@ class Data:
 def load_data(
     config: DataConfig, *, seed: int, world: World, ranks: Communicator
 ) -> Data:
-    """Load a data set.
-
-    Collective over all ranks.
-
-    Raises:
-        UsageError: There is no data set of that name.
-        DataError: Its files are missing, broken, or differ between nodes.
-    """
+    """Load a data set; collective over all ranks."""
     name = config.data
     if name == "digits":
         return digits(config.image_size)
