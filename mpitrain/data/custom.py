@@ -29,11 +29,7 @@ def load_custom(reference: str, data_dir: Path | None) -> tuple[Sequence[Any], i
 
     It is called with `data_dir` if it has a parameter of that name, and returns (train,
     val) or (train, val, test): map-style or iterable-style data sets of (input,
-    target). The `classes` of train list the classes, as torchvision's do, or its
-    `num_classes` counts them.
-
-    Returns:
-        The data sets and the number of classes.
+    target). Their number of classes comes from `classes` or `num_classes` of train.
     """
     datasets = call_with_known(
         load_reference(reference, "--data"),
@@ -71,23 +67,10 @@ def build_samples(
     num_workers: int = 0,
     skip: bool = False,
 ) -> Samples:
-    """Make samples of a data set.
+    """Make samples of a data set; collective over all ranks, which are compared.
 
-    Collective over all ranks.
-
-    Args:
-        dataset: A `TensorDataset` of inputs and targets, a map-style or
-            iterable-style data set of pairs, or samples already.
-        what: What it is, for messages.
-        seed: The run's seed.
-        world: Where this process stands.
-        ranks: All of them; their data sets are compared.
-        num_workers: Processes that read ahead.
-        skip: Whether to leave out samples that cannot be read.
-
-    Raises:
-        DataError: It is something else, is empty, holds no pairs, or differs between
-            ranks; on every rank or on none.
+    It is a `TensorDataset` of inputs and targets, a map-style or iterable-style data
+    set of pairs, or samples already; `what` names it in messages.
     """
     if isinstance(dataset, InMemory | MapStyle | IterableStyle):
         return dataset

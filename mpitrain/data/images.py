@@ -37,18 +37,10 @@ MIN_AREA = 0.08
 def decode(data: bytes, size: int, uniform: Uniform | None, where: str) -> Tensor:
     """Decode an image and crop it to a square.
 
-    Gray, palette, CMYK and transparent images become RGB, and the orientation in EXIF
-    is ignored, as in torchvision. A JPEG is decoded at a reduced scale if that still
-    leaves a pixel for each of the result.
-
-    Args:
-        data: The file's content.
-        size: Height and width of the result in pixels: uint8 `(3, size, size)`.
-        uniform: Chooses a random crop; ``None``: the center; see `crop_box`.
-        where: File, and the place in it, for the error.
-
-    Raises:
-        BadSample: It is not an image, or broken or truncated.
+    Gray, palette, CMYK and transparent images become RGB uint8 `(3, size, size)`, and
+    the orientation in EXIF is ignored, as in torchvision. A JPEG is decoded at a
+    reduced scale if that still leaves a pixel for each of the result. `uniform` chooses
+    the crop, see `crop_box`; `where` is the file and the place in it, for `BadSample`.
     """
     if not data:
         raise BadSample(where, "empty, 0 bytes")
@@ -127,8 +119,7 @@ def _random_box(width: int, height: int, uniform: Uniform) -> Box:
 def _reduce(image: Image.Image, box: Box, size: int) -> float:
     """Have a JPEG decoded at 1/2, 1/4 or 1/8, if the box has `size` pixels then, too.
 
-    Returns:
-        ImageTransform of the file per pixel that will be decoded.
+    Returns the file's pixels per decoded pixel.
     """
     width, height = image.size
     left, top, right, bottom = box
@@ -158,11 +149,7 @@ def _resize(
 ) -> npt.NDArray[Any]:
     """Resize a part of an image, bilinear with antialias.
 
-    Args:
-        image: Decoded.
-        size: Height and width of the result in pixels.
-        box: Of the image as it was in the file.
-        scale: ImageTransform of the file per pixel of `image`.
+    `box` is of the image in the file, which has `scale` pixels per pixel of `image`.
     """
     left, top, right, bottom = (edge / scale for edge in box)
     inside = (left, top, min(right, image.width), min(bottom, image.height))

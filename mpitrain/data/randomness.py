@@ -22,17 +22,10 @@ _STEP = np.uint64(0x9E3779B97F4A7C15)
 def uniform(
     seed: int, epoch: int, indices: Indices, num: int, purpose: str
 ) -> npt.NDArray[np.float64]:
-    """Return random numbers for samples.
+    """Return `num` random numbers in [0, 1) per sample, float64 `(N, num)`.
 
-    Args:
-        seed: The run's seed.
-        epoch: The epoch's number.
-        indices: The samples' numbers, int64 `(N,)`.
-        num: Random numbers per sample.
-        purpose: Numbers for two purposes are independent.
-
-    Returns:
-        float64 `(N, num)`, at least 0 and less than 1.
+    `indices` are the samples' numbers, int64 `(N,)`. Numbers for two purposes are
+    independent.
 
     >>> uniform(1, 1, np.array([5, 6]), 2, "flip").round(3)
     array([[0.309, 0.295],

@@ -19,12 +19,7 @@ Indices = npt.NDArray[np.int64]
 
 
 def epoch_order(num_samples: int, seed: int, epoch: int) -> Indices:
-    """Return the order in which an epoch sees the samples.
-
-    Returns:
-        A permutation of ``0 ... num_samples - 1``, int64 `(num_samples,)`; equal on all
-        ranks and machines.
-    """
+    """Return the order in which an epoch sees the samples, equal on all machines."""
     generator = np.random.Generator(np.random.PCG64([seed, epoch]))
     return generator.permutation(num_samples).astype(np.int64)
 

@@ -6,6 +6,7 @@ MD5 is the published one.
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import hashlib
 import http.client
@@ -14,7 +15,6 @@ import os
 import shlex
 import struct
 import tempfile
-import urllib.error
 import urllib.request
 import zlib
 from collections.abc import Sequence
@@ -82,9 +82,6 @@ def read(name: str, data_dir: Path) -> dict[str, Array]:
     Returns:
         ``train_inputs`` and ``val_inputs``, uint8 `(N, C, H, W)`; ``train_labels`` and
         ``val_labels``, int64 `(N,)`.
-
-    Raises:
-        DataError: The files are missing or broken, or CIFAR's not the published ones.
     """
     place = find(name, data_dir)
     how = (
@@ -200,12 +197,7 @@ def _torchvision() -> Any:
 def fetch(name: str, data_dir: Path, mirror: str | None) -> None:
     """Download what is missing of a set, or broken, into torchvision's layout.
 
-    Files are checked in a folder beside their place and moved when they are whole, so
-    that no name that is read is ever that of a part of a file.
-
-    Raises:
-        UsageError: `mirror` is not the address of a folder, by http, https or file.
-        DataError: The files cannot be downloaded or written; nothing has changed.
+    Files are checked in a folder beside their place and moved when they are whole.
     """
     if mirror is not None and not mirror.startswith(SCHEMES):
         raise UsageError(
@@ -213,11 +205,8 @@ def fetch(name: str, data_dir: Path, mirror: str | None) -> None:
             "http://HOST/FOLDER, https://HOST/FOLDER or file:///FOLDER"
         )
     if find(name, data_dir):
-        try:
+        with contextlib.suppress(DataError):
             read(name, data_dir)
-        except DataError:
-            pass
-        else:
             return
     datasets = _torchvision()
     kind = getattr(datasets, CLASSES[name])
@@ -261,7 +250,7 @@ def _download(mirrors: Sequence[str], path: Path, md5: str) -> str:
         try:
             with urllib.request.urlopen(request, timeout=TIMEOUT_SECONDS) as source:
                 data = source.read(MAX_BYTES)
-        except (urllib.error.URLError, http.client.HTTPException, OSError) as error:
+        except (http.client.HTTPException, OSError) as error:
             tried.append(f"{url}: {error}")
             continue
         found = hashlib.md5(data, usedforsecurity=False).hexdigest()

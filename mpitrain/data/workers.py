@@ -120,11 +120,7 @@ def _no_worker_warning() -> Iterator[None]:
 
 
 def iterate_loader(loader: DataLoader[Any]) -> Iterator[LoadedBatch]:
-    """Yield what a loader reads.
-
-    Raises:
-        DataError: A worker was killed.
-    """
+    """Yield what a loader reads; the end of a killed worker is a `DataError`."""
     try:
         with _no_worker_warning():
             batches = iter(loader)

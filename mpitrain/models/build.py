@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from torch import nn
 
-from mpitrain.errors import DataError, UsageError
+from mpitrain.errors import UsageError
 from mpitrain.models import hub, timm, torchvision
 from mpitrain.models.convnet import ConvNet
-from mpitrain.models.layers import Sizes
+from mpitrain.models.layers import Sizes, check_is_module
 from mpitrain.models.weights import is_file_name, load_state, read_state
 from mpitrain.plugins import call_with_known, is_reference, load_reference
 
@@ -52,13 +52,8 @@ def build_and_load(
             ``None`` for random ones.
 
     Returns:
-        The model, float32, on the CPU; and a line on what was loaded, for the user;
+        The model, float32, on the CPU; and a line for the user on what was loaded,
         ``None`` without `weights`.
-
-    Raises:
-        UsageError: There is no such model or weights, or none for such images.
-        DataError: The callable returned no module; the weights cannot be downloaded or
-            read, or are those of another architecture.
     """
     file = Path(weights) if weights is not None and is_file_name(weights) else None
     library = library_of(name)
@@ -74,7 +69,8 @@ def build_and_load(
         known = {"in_channels": in_channels, "image_size": image_size}
         if num_classes is not None:
             known["num_classes"] = num_classes
-        model = _build_custom(name, known)
+        made = call_with_known(load_reference(name, "--model"), known, "--model")
+        model = check_is_module(name, made)
     elif num_classes is None:
         raise UsageError(
             f"--model {name} needs classes, and the data has none (its targets are "
@@ -125,13 +121,3 @@ def library_of(name: str) -> ModuleType | None:
 
 def _named(weights: str | None) -> str | None:
     return None if weights is None or is_file_name(weights) else weights
-
-
-def _build_custom(name: str, known: dict[str, int]) -> nn.Module:
-    model = call_with_known(load_reference(name, "--model"), known, "--model")
-    if not isinstance(model, nn.Module):
-        raise DataError(
-            f"--model {name} returned {type(model).__name__!r}; "
-            "expected a torch.nn.Module"
-        )
-    return model

@@ -27,8 +27,7 @@ class WithHead(nn.Module):
 class Features(nn.Module):
     """A model up to its head: maps inputs to the tensor that the head receives.
 
-    The model is not copied. The head still runs, and its weights are among the
-    parameters.
+    The model is not copied, and its head still runs.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -37,11 +36,7 @@ class Features(nn.Module):
         self.head_name, _ = head_of(model)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Return what the head receives for `inputs`, `(N, ..., F)`.
-
-        Raises:
-            DataError: The model did not call its head exactly once, with one tensor.
-        """
+        """Return what the head receives for `inputs`, `(N, ..., F)`."""
         received: list[tuple[object, ...]] = []
         head = self.model.get_submodule(self.head_name)
         hook = head.register_forward_pre_hook(lambda _, args: received.append(args))
@@ -66,13 +61,7 @@ def head_of(model: nn.Module) -> tuple[str, nn.Module]:
 
     The first of: the module named by the model's attribute `head_name`; timm's
     `get_classifier()`; the last linear layer in `head`, `heads`, `fc` or `classifier`;
-    the last linear layer of the model.
-
-    Returns:
-        The head's name among the model's modules, and the head.
-
-    Raises:
-        DataError: The model has no head.
+    the last linear layer of the model. Returned with its name among the modules.
 
     >>> head_of(nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2)))
     ('2', Linear(in_features=3, out_features=2, bias=True))
@@ -108,18 +97,11 @@ def head_of(model: nn.Module) -> tuple[str, nn.Module]:
 def split_head(model: nn.Module, inputs: Tensor) -> tuple[Features, nn.Module] | None:
     """Split a model into features and head, so that ``head(features(x)) == model(x)``.
 
-    Tried on `inputs` in evaluation mode. In training mode, layers such as dropout
-    before the head belong to the features.
-
-    Returns:
-        Features and head; ``None`` if the model computes more after its head, as
-        squeezenet does, or does not call it once with one tensor.
-
-    Raises:
-        DataError: The model has no head.
+    ``None`` if the model computes more after its head, as squeezenet does, or does not
+    call it once with one tensor; tried on `inputs` in evaluation mode.
     """
     features = Features(model)
-    _, head = head_of(model)
+    head = model.get_submodule(features.head_name)
     outputs: list[object] = []
     training = model.training
     model.eval()

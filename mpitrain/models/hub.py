@@ -17,7 +17,12 @@ from torch import Tensor, nn
 
 from mpitrain.errors import DataError, UsageError
 from mpitrain.models.head import HEAD_NAMES, WithHead
-from mpitrain.models.layers import Sizes, fit_first_conv, try_one_image
+from mpitrain.models.layers import (
+    Sizes,
+    check_is_module,
+    fit_first_conv,
+    try_one_image,
+)
 from mpitrain.models.weights import not_downloaded
 
 PREFIX = "hub:"
@@ -58,7 +63,7 @@ def build(name: str, sizes: Sizes, weights: str | None) -> tuple[nn.Module, str]
             f"--model {name} returned {type(output).__name__}{shape} for one image; "
             "expected one tensor (N, classes), or features (N, F)"
         )
-    last = next((part for part, it in outputs.items() if it is output), None)
+    last = next((part for part, found in outputs.items() if found is output), None)
     model, head = _fit_head(model, last, output.shape[1], sizes.num_classes)
     return model, "; ".join(filter(None, (conv, head)))
 
@@ -113,12 +118,7 @@ def _load(name: str, weights: str | None) -> nn.Module:
             f"--weights default: {entry} of {folder} does not take pretrained; "
             "expected a file, or no --weights (it may get its own)"
         )
-    if not isinstance(model, nn.Module):
-        raise DataError(
-            f"--model {name} returned {type(model).__name__!r}; "
-            "expected a torch.nn.Module"
-        )
-    return model
+    return check_is_module(name, model)
 
 
 def _parse(name: str) -> tuple[str, str]:
@@ -146,7 +146,7 @@ def _clone_of(repository: str) -> Path | None:
     owner, project, ref = on_github.groups()
     cache = Path(torch.hub.get_dir())
     refs = [ref.replace("/", "_")] if ref else ["main", "master"]
-    folders = [cache / f"{owner}_{project}_{it}" for it in refs]
+    folders = [cache / f"{owner}_{project}_{ref}" for ref in refs]
     return next((folder for folder in folders if folder.is_dir()), None)
 
 

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from mpitrain.errors import DataError
+
 
 class Sizes(NamedTuple):
     """Sizes that a model is built for; images are `(N, C, H, W)`, square."""
@@ -16,6 +18,16 @@ class Sizes(NamedTuple):
     num_classes: int
     in_channels: int
     image_size: int
+
+
+def check_is_module(name: str, model: object) -> nn.Module:
+    """Return what ``--model NAME`` returned, or refuse it if it is not a module."""
+    if not isinstance(model, nn.Module):
+        raise DataError(
+            f"--model {name} returned {type(model).__name__!r}; "
+            "expected a torch.nn.Module"
+        )
+    return model
 
 
 def first_conv(model: nn.Module) -> tuple[str, nn.Conv2d] | None:
@@ -61,9 +73,10 @@ def fit_first_conv(
     With `pretrained` its filters are adapted; else new ones are drawn, scaled so that
     the output keeps its variance. Returns the change, for the user.
     """
-    name, old = first_conv(model) or ("", None)
-    if not name or old is None or old.in_channels == in_channels or old.groups != 1:
+    found = first_conv(model)
+    if not found or found[1].in_channels == in_channels or found[1].groups != 1:
         return None
+    name, old = found
     new = nn.Conv2d(
         in_channels,
         old.out_channels,

@@ -108,7 +108,7 @@ def _resolve(name: str, weights: str | None) -> tuple[str, Any]:
     full_name = f"{architecture}.{tag}" if tag else architecture
     pretrained = timm.list_pretrained(f"{architecture}.*")
     if (tag and full_name not in pretrained) or (weights and not pretrained):
-        tags = ["default", *(it.partition(".")[2] for it in pretrained)]
+        tags = ["default", *(known.partition(".")[2] for known in pretrained)]
         has = ", ".join(tags) if pretrained else "none"
         raise UsageError(
             f"--weights {tag or weights!r} is no file, and no weights that timm has "

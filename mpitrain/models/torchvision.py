@@ -36,8 +36,8 @@ def build(name: str, sizes: Sizes, weights: str | None) -> tuple[nn.Module, str]
         model = _create(name, sizes)
     except Exception as error:
         size = sizes.image_size
-        larger = [it for it in (32, 64, 96) if it > size]
-        works = (it for it in larger if _works(name, sizes._replace(image_size=it)))
+        larger = [larger for larger in (32, 64, 96) if larger > size]
+        works = (s for s in larger if _works(name, sizes._replace(image_size=s)))
         reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
         raise UsageError(
             f"--model {name} does not work with images of {size}x{size} pixels "

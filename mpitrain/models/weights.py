@@ -42,18 +42,9 @@ def is_file_name(weights: str) -> bool:
 
 
 def read_state(path: Path) -> State:
-    """Read the weights in a file.
+    """Read the weights in a file of ``torch.save`` or .safetensors, onto the CPU.
 
-    Args:
-        path: Of ``torch.save`` (.pt, .pth, ...) or .safetensors; a plain
-            ``state_dict``, or one under a key such as ``"model"`` or ``"state_dict"``.
-
-    Returns:
-        The tensors by name, on the CPU.
-
-    Raises:
-        UsageError: There is no such file.
-        DataError: It cannot be read, holds no weights, or holds code besides.
+    It holds a ``state_dict``, or one under a key such as ``"model"``.
     """
     if not path.is_file():
         found = (
@@ -129,21 +120,11 @@ def not_downloaded(name: str, weights: str | None, error: Exception) -> DataErro
 
 
 def load_state(model: nn.Module, state: State, source: str) -> str:
-    """Load weights by name into a model, in place.
+    """Load weights by name into a model, in place; return what changed, for the user.
 
     The head keeps its own weights if the number of classes differs; the filters of the
-    first convolution are adapted to its number of channels.
-
-    Args:
-        model: Any model.
-        state: Its weights, or those of the same architecture.
-        source: Where they are from, for messages.
-
-    Returns:
-        What was loaded, adapted and left out, for the user.
-
-    Raises:
-        DataError: They are not for this architecture; the model is unchanged.
+    first convolution are adapted to its number of channels. The weights of another
+    architecture are an error, which leaves the model unchanged.
     """
     target = model.state_dict()  # loaded as a whole, with its version metadata
     state = _translate(model, _without_wrappers(state, target), source)
@@ -183,14 +164,14 @@ def load_state(model: nn.Module, state: State, source: str) -> str:
         ("of another shape", wrong),
         (
             "that have no place in it",
-            [it for it in unused if _part(it) in parts and not it.startswith(head)],
+            [n for n in unused if _part(n) in parts and not n.startswith(head)],
         ),
     )
     if any(names for _, names in errors):
-        told = (f"{len(names)} {it} ({_some(names)})" for it, names in errors if names)
+        found = (f"{len(names)} {w} ({_some(names)})" for w, names in errors if names)
         raise DataError(
             f"the weights from {source} are not those of this {type(model).__name__}: "
-            f"{'; '.join(told)}.\nExpected the same architecture; only the number of "
+            f"{'; '.join(found)}.\nExpected the same architecture; only the number of "
             "classes and the channels of the images may differ."
         )
     loaded = {name: value for name, value in fitting.items() if name in target}
