@@ -97,11 +97,10 @@ def scan(data_dir: Path) -> FileIndex:
     `data_dir` is the file, or a folder with one, named .h5 or .hdf5. The fact ``size``
     is height and width in pixels if all images have the same and are square.
     """
-    h5py = _h5py()
     path = _find(data_dir)
     try:
-        with h5py.File(path, "r", locking=False) as file:
-            return _build_index(h5py, path, file)
+        with _h5py().File(path, "r", locking=False) as file:
+            return _build_index(path, file)
     except OSError as error:
         raise DataError(
             f"{path}: cannot be read as HDF5, {error}. If it is truncated, copy it anew"
@@ -134,8 +133,9 @@ def _find(data_dir: Path) -> Path:
     return found[0]
 
 
-def _build_index(h5py: Any, path: Path, file: Any) -> FileIndex:
+def _build_index(path: Path, file: Any) -> FileIndex:
     """Read all but the images."""
+    h5py = _h5py()
     arrays: dict[str, Array] = {}
     layouts: dict[str, str] = {}
     shapes: dict[str, tuple[int, int, int]] = {}

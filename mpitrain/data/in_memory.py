@@ -76,10 +76,10 @@ class InMemory:
         if group:
             yield group
 
-    def batches(self, shard: RankShard, epoch: int) -> Iterator[LoadedBatch]:
+    def batches(self, rank_shard: RankShard, epoch: int) -> Iterator[LoadedBatch]:
         """Gather batches, each when it is wanted."""
         del epoch  # nothing here is random
-        for indices in shard:
+        for indices in rank_shard:
             yield self.batch(indices)
 
     def close(self) -> None:

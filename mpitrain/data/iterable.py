@@ -62,14 +62,16 @@ class IterableStyle:
         """Whether ranks read shards of it, not the whole."""
         return hasattr(self.dataset, "shard")
 
-    def num_shards(self, shard: RankShard) -> int:
+    def num_shards(self, rank_shard: RankShard) -> int:
         """Return into how many shards an epoch is cut; 0: ranks read the whole.
 
         Sample number n belongs to shard n modulo that.
         """
         if not self.has_shards:
             return 0
-        return len(shard.taken) or shard.stream_shard[0] * max(1, self._num_workers)
+        return len(rank_shard.taken) or rank_shard.stream_shard[0] * max(
+            1, self._num_workers
+        )
 
     def order(self, seed: int, epoch: int) -> Indices:
         """Refuse: only reading tells."""
@@ -85,11 +87,11 @@ class IterableStyle:
             "at least"
         )
 
-    def batches(self, shard: RankShard, epoch: int) -> Iterator[LoadedBatch]:
+    def batches(self, rank_shard: RankShard, epoch: int) -> Iterator[LoadedBatch]:
         """Read batches until the stream ends; then empty ones."""
         context = worker_context(self._method) if self._num_workers else None
         loader = build_loader(
-            _WorkerBatches(self.dataset, shard, epoch, self._seed),
+            _WorkerBatches(self.dataset, rank_shard, epoch, self._seed),
             batch_size=None,
             collate_fn=_identity,  # else arrays become tensors
             num_workers=self._num_workers,
@@ -97,7 +99,7 @@ class IterableStyle:
         )
         loaded = map(raise_if_bad, iterate_loader(loader))
         nothing = collate([])
-        for indices in shard:  # no worker makes the batches that are empty for us
+        for indices in rank_shard:  # no worker makes the batches that are empty for us
             yield next(loaded, nothing) if len(indices) else nothing
 
     def close(self) -> None:
@@ -107,9 +109,11 @@ class IterableStyle:
 class _WorkerBatches(IterableDataset[LoadedBatch]):
     """The batches that one worker makes: every n-th of its rank's."""
 
-    def __init__(self, dataset: Any, shard: RankShard, epoch: int, seed: int) -> None:
+    def __init__(
+        self, dataset: Any, rank_shard: RankShard, epoch: int, seed: int
+    ) -> None:
         self.dataset = dataset
-        self.shard = shard
+        self.rank_shard = rank_shard
         self.epoch = epoch
         self.seed = seed
 
@@ -126,22 +130,26 @@ class _WorkerBatches(IterableDataset[LoadedBatch]):
             samples = self._from_shards(worker, num_workers)
         else:
             samples = self._samples(self.dataset, 1, 0)
-        batches = (indices for indices in self.shard if len(indices))
+        batches = (indices for indices in self.rank_shard if len(indices))
         for indices in itertools.islice(batches, worker, None, num_workers):
             start = 0 if has_shards else int(indices[0])
-            batch = _take(samples, start, len(indices))
+            # Samples before the start are another rank's.
+            mine = (numbered for numbered in samples if numbered[0] >= start)
+            batch = list(itertools.islice(mine, len(indices)))
             if not batch:
                 return
             yield collate(batch)
 
     def _from_shards(self, worker: int, num_workers: int) -> Iterator[tuple[int, Any]]:
         """Read the shards of this worker, one after another."""
-        num_ranks, rank = self.shard.stream_shard
+        num_ranks, rank = self.rank_shard.stream_shard
         num_readers = num_ranks * num_workers
-        taken = self.shard.taken or (0,) * num_readers
+        taken = self.rank_shard.taken or (0,) * num_readers
         # Workers deliver in turns. On resume with as many workers as before, the one
         # whose turn it was must come first.
-        before = replace(self.shard, first_step=0, max_steps=self.shard.first_step)
+        before = replace(
+            self.rank_shard, first_step=0, max_steps=self.rank_shard.first_step
+        )
         turn = sum(1 for indices in before if len(indices))
         reader = rank * num_workers + (worker + turn) % num_workers
         for index in range(reader, len(taken), num_readers):
@@ -172,15 +180,3 @@ def _identity(loaded: Any) -> Any:
 def _set_epoch(dataset: Any, epoch: int) -> None:
     if hasattr(dataset, "set_epoch"):
         dataset.set_epoch(epoch)
-
-
-def _take(
-    samples: Iterator[tuple[int, Any]], start: int, num: int
-) -> list[tuple[int, Any]]:
-    """Take the next samples from a number on; those before are another rank's.
-
-    >>> _take(iter(enumerate("abcdef")), 2, 3)
-    [(2, 'c'), (3, 'd'), (4, 'e')]
-    """
-    rest = (sample for sample in samples if sample[0] >= start)
-    return list(itertools.islice(rest, num))

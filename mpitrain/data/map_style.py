@@ -31,9 +31,7 @@ class MapStyle:
 
     Args:
         dataset: A `SampleReader`, or a custom map-style data set.
-        seed: The run's seed.
         num_workers: Processes that read ahead; 0: this process reads.
-        method: How they are started.
         random_crops: Whether a `SampleReader` crops its images at random.
         skip: Whether to leave out samples that cannot be read.
         pin: Whether batches go to a GPU, from pinned memory.
@@ -106,9 +104,9 @@ class MapStyle:
     def _read(self, index: int) -> LoadedBatch:
         return raise_if_bad(self._collate([self._sample_dataset[0, index]]))
 
-    def batches(self, shard: RankShard, epoch: int) -> Iterator[LoadedBatch]:
+    def batches(self, rank_shard: RankShard, epoch: int) -> Iterator[LoadedBatch]:
         """Read batches, ahead of time if there are workers."""
-        self._batch_sampler.batches, self._batch_sampler.epoch = shard, epoch
+        self._batch_sampler.batches, self._batch_sampler.epoch = rank_shard, epoch
         if self._loader is None:
             self._loader = build_loader(self._sample_dataset, **self._options)
         yield from map(raise_if_bad, iterate_loader(self._loader))

@@ -85,8 +85,8 @@ class Samples(Protocol):
     def example(self) -> LoadedBatch:
         """Return one sample, for its shape; local."""
 
-    def batches(self, shard: RankShard, epoch: int) -> Iterator[LoadedBatch]:
-        """Load the batches of a shard, in order; one may be empty.
+    def batches(self, rank_shard: RankShard, epoch: int) -> Iterator[LoadedBatch]:
+        """Load the batches of a rank, in order; one may be empty.
 
         If `num_samples` is ``None`` the samples' numbers are consecutive and rise.
         """

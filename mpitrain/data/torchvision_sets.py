@@ -91,12 +91,12 @@ def read(name: str, data_dir: Path) -> dict[str, Array]:
     if place is None:
         raise DataError(f"{name} is not in {data_dir}.{how}")
     try:
-        arrays = (_read_cifar if name in CIFAR_FILES else _read_mnist)(name, place)
-        for part in ("train", "val"):
-            labels = arrays[f"{part}_labels"]
+        parts = (_read_cifar if name in CIFAR_FILES else _read_mnist)(name, place)
+        arrays: dict[str, Array] = {}
+        for part, (inputs, labels) in zip(("train", "val"), parts, strict=True):
             where = f"{place}, the {part} labels"
-            num_images = len(arrays[f"{part}_inputs"])
-            check_labels(labels, num_images, NUM_CLASSES[name], where)
+            check_labels(labels, len(inputs), NUM_CLASSES[name], where)
+            arrays |= {f"{part}_inputs": inputs, f"{part}_labels": labels}
     except DataError as error:
         raise DataError(f"{error}.{how}") from None
     except OSError as error:
@@ -115,19 +115,15 @@ def _idx_file(folder: Path, name: str) -> Path:
     return path if path.is_file() else folder / f"{name}.gz"
 
 
-def _read_mnist(name: str, folder: Path) -> dict[str, Array]:
+def _read_mnist(name: str, folder: Path) -> list[tuple[Array, Array]]:
     paths = [_idx_file(folder, file) for file in IDX_FILES]
     arrays = [
         _read_idx(path, 1 if number % 2 else 3) for number, path in enumerate(paths)
     ]
     if not all(array.size for array in arrays):
         raise DataError(f"{folder}: {name} has images or labels of no size")
-    return {
-        "train_inputs": arrays[0][:, None],
-        "train_labels": arrays[1].astype(np.int64),
-        "val_inputs": arrays[2][:, None],
-        "val_labels": arrays[3].astype(np.int64),
-    }
+    pairs = (arrays[:2], arrays[2:])
+    return [(images[:, None], labels.astype(np.int64)) for images, labels in pairs]
 
 
 def _read_idx(path: Path, num_dims: int) -> Array:
@@ -162,7 +158,7 @@ def _read_idx(path: Path, num_dims: int) -> Array:
     return np.frombuffer(data, np.uint8).reshape(shape).copy()
 
 
-def _read_cifar(name: str, place: Path) -> dict[str, Array]:
+def _read_cifar(name: str, place: Path) -> list[tuple[Array, Array]]:
     """Read by torchvision, after a check of MD5; from an archive, after the same."""
     datasets = _torchvision()
     kind = getattr(datasets, CLASSES[name])
@@ -180,12 +176,10 @@ def _read_cifar(name: str, place: Path) -> dict[str, Array]:
             f"{place}: files are missing, or their MD5 is not the published one; they "
             "are pickles, which can run code, so others are not read"
         ) from None
-    return {
-        "train_inputs": train.data.transpose(0, 3, 1, 2),
-        "train_labels": np.array(train.targets, np.int64),
-        "val_inputs": val.data.transpose(0, 3, 1, 2),
-        "val_labels": np.array(val.targets, np.int64),
-    }
+    return [
+        (part.data.transpose(0, 3, 1, 2), np.array(part.targets, np.int64))
+        for part in (train, val)
+    ]
 
 
 def _torchvision() -> Any:
