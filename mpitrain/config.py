@@ -235,7 +235,7 @@ class CheckpointConfig:
     accuracy, else loss."""
     resume: str = "auto"
     """auto: resume the run of this --name. never: fail if it exists. Or a run folder
-    or checkpoint to start from."""
+    or checkpoint that a new run starts from."""
     new_run: bool = False
     """If the run exists, start NAME-2, NAME-3, ..."""
     time_limit: str | None = None
@@ -523,4 +523,4 @@ MAY_CHANGE = frozenset(
     }
 )
 """Fields that may change when a run is resumed: they change no result, except for its
-rounding."""
+rounding, and what follows a bad sample or a step that is not finite."""

@@ -68,6 +68,9 @@ class _Copy:
 class CheckpointManager:
     """Writes the checkpoints of one run, one after another.
 
+    Each takes two threads, one after the other: on every rank one writes its tensors;
+    when those of all ranks have ended, rank zero's next one completes the checkpoint.
+
     ``before_rename`` is called in a thread on rank zero before a checkpoint is
     complete: it writes to the disk what the checkpoint refers to.
     """
@@ -95,9 +98,10 @@ class CheckpointManager:
         self._current: _Copy | None = None  # is written
         self._began = 0.0
         self._is_written = False  # by all ranks
-        self._number = 0  # of the last thread
-        self._num_ended = 0
-        self._failed = 0
+        self._number = 0  # of the thread that was started last
+        self._num_ended = 0  # the last one that has ended
+        self._failed = 0  # the last one that has failed
+        self._ended_at = 0.0
         self._error = ""
         self._results: list[WriteResult] = []
 
@@ -142,9 +146,8 @@ class CheckpointManager:
 
     def report(self) -> tuple[int, int]:
         """Return this rank's numbers for `update`; local."""
-        # The failure is noted before the end.
-        ended = self._num_ended
-        return -ended, self._failed
+        ended = self._num_ended  # first: a thread notes its failure before its end
+        return -ended, self._failed  # negative: the maximum is of the slowest rank
 
     def update(self, numbers: Sequence[int]) -> Outcome | None:
         """Continue with the maximum over ranks of each number of `report`.
@@ -163,7 +166,7 @@ class CheckpointManager:
             results = self._ranks.gather(self._results)
             self._start(lambda: self._complete(results))
             return None
-        seconds = self._ranks.allgather(time.monotonic() - self._began)[0]
+        seconds = self._ranks.allgather(self._ended_at - self._began)[0]
         return self._ended(seconds)
 
     def finish(self, doing: str) -> Outcome | None:
@@ -221,6 +224,7 @@ class CheckpointManager:
                     where = f": {error.filename}" if error.filename else ""
                     self._error = f"{error.strerror or error}{where}"
                 self._failed = number
+            self._ended_at = time.monotonic()
             self._num_ended = number
 
         threading.Thread(target=run, name="checkpoint", daemon=True).start()

@@ -22,8 +22,8 @@ class StopRequested(Exception):
 class Callback:
     """Base class of callbacks; inherit it, and override the hooks that you need.
 
-    All hooks are called on every rank, at the same point of the training, so they may
-    be collective; those that must not say so. They are called in the order of
+    All hooks are called on every rank, at the same point of the training. They may
+    communicate, except for those that say "not collective". They are called in the order of
     ``Trainer(callbacks=[...])``, with those that `runs_last` at the end; `on_fit_end`,
     `on_stop` and `on_exception` in the reverse order. ``trainer`` is the
     `mpitrain.Trainer`; read ``trainer.state`` for step and epoch.
@@ -36,7 +36,7 @@ class Callback:
         """Called first, before a checkpoint is loaded; model and data are ready."""
 
     def on_fit_start(self, trainer: Any) -> None:
-        """Called after all `setup`. Not collective: an error here ends all ranks."""
+        """Called after all `setup`; not collective: an error here ends all ranks."""
 
     def on_stage_start(self, trainer: Any) -> None:
         """Called when ``trainer.engine.stage`` has begun: the optimizer is ready."""
@@ -92,7 +92,10 @@ class Callback:
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take what `state_dict` returned; called before `on_fit_start`."""
+        """Take what `state_dict` returned, if that was not empty.
+
+        Called before `on_fit_start`, when the same run is resumed.
+        """
 
     def flush(self) -> None:
         """Write to the disk what `state_dict` refers to; in a thread of rank zero."""

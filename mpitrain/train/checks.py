@@ -79,9 +79,9 @@ def explain_loss(outputs: Any, targets: Any) -> None:
         return
     raise DataError(
         f"the targets of the {_part()} data are {kind_of(targets)}, with outputs "
-        f"{kind_of(outputs)}; expected labels int64 {shape} for these outputs, or int64 "
-        "(N,) for outputs (N, num_classes): an int with each input of the set. For "
-        f"targets of another kind {other_loss.removeprefix('or ')}"
+        f"{kind_of(outputs)}; expected labels int64 {shape} for these outputs, or "
+        "int64 (N,) for outputs (N, num_classes): an int with each input of the set. "
+        f"For targets of another kind {other_loss.removeprefix('or ')}"
     )
 
 

@@ -225,7 +225,7 @@ class Engine:
         yield from self.train_loader.steps(rank_shard, state.epoch)
 
     def check_mixed(self) -> None:
-        """Check that a loss was computed from mixed samples, if they are to be mixed."""
+        """Check that the loss was of mixed samples, if mixup or cutmix is on."""
         if not self._has_mixed:
             mixing.refuse_mixing(
                 self.config,

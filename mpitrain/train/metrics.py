@@ -63,7 +63,7 @@ class Throughput:
     num_samples: int
     """Samples in these steps, over all ranks."""
     seconds: float
-    """Time of these steps on the slowest rank."""
+    """Time of these steps on the rank that took longest for all of them."""
     data_seconds: float
     """Waiting for samples; mean over ranks."""
     compute_seconds: float
@@ -74,7 +74,8 @@ class Throughput:
     wait_seconds: float
     """Waiting for the last rank; mean over ranks."""
     slowest_rank: int
-    """The rank that was last in most of the steps; -1 with one rank."""
+    """The rank that was most often the last to finish its backward pass; -1 with one
+    rank."""
     slowest_steps: int
     """Number of steps in which it was last."""
     late_seconds: float

@@ -102,10 +102,11 @@ def learning_rate(
 
 
 class LossScale:
-    """Scales the loss, so that small gradients survive fp16. Equal on all ranks.
+    """The factor of the loss in the backward pass. Equal on all ranks.
 
-    Gradients are averaged over ranks and shall be summed. That is made up for before
-    the backward pass; with fp16 after it, to keep numbers small.
+    DDP and FSDP average gradients over the ranks, and the sum is wanted. So `value` is
+    the number of ranks. With fp16 `value` is a large power of two instead, so that
+    small gradients do not become zero, and `inverse` puts the number of ranks back.
     """
 
     def __init__(self, world_size: int, *, is_used: bool) -> None:

@@ -175,8 +175,8 @@ class Trainer:
         """Train on one global batch. Collective.
 
         Every sample weighs the same, whichever rank has it: each rank sums the losses
-        of its samples, and divides by the samples of all ranks. DDP and FSDP average
-        gradients over ranks, so the scale of the loss has their number as a factor.
+        of its samples, and divides by the samples of all ranks. `LossScale` makes up
+        for the average over ranks that DDP and FSDP take of gradients.
         """
         engine, state, timer = self.engine, self.state, self.timer
         optimizer, model = engine.optimizer, engine.parallel
