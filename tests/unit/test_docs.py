@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import mpitrain
-from mpitrain.cli import COMMANDS, main
+from mpitrain.cli import COMMANDS, main, read_config
 from mpitrain.launch.run_target import split
 
 ROOT = Path(__file__).parents[2]
@@ -73,6 +73,15 @@ def test_flags_of_mpitrain_are_real(page: Path) -> None:
                 words, _ = split(words[1:])
             flags = {word for word in words if word.startswith("--")}
             assert flags <= flags_of(named), command
+
+
+def test_flags_that_go_into_a_pbs_job_are_ones_that_it_takes() -> None:
+    files = [*PAGES, *(ROOT / "pbs").glob("*.sh")]
+    texts = [re.sub(r"\s+", " ", file.read_text()) for file in files]
+    given = {flags for text in texts for flags in re.findall(r'ARGS="(-[^"]+)"', text)}
+    assert len(given) >= 2
+    for flags in given:
+        read_config(flags.split())
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
