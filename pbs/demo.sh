@@ -78,8 +78,8 @@ fi
 # This script runs once, on the first node. (MPICH reads $PBS_NODEFILE by itself: leave
 # out all options.) ARGS is several words.
 #
-# `supervise` lets the ranks stop with a checkpoint at TERM (qdel, preemption). Then the
-# job's status is 75. (MPICH: supervise --mpi mpich.)
+# `supervise` lets the ranks stop with a checkpoint at TERM (qdel, preemption). It ends
+# with 75; qstat says 271 after qdel. (MPICH: supervise --mpi mpich.)
 # shellcheck disable=SC2086
 exec python -m mpitrain supervise -- \
     mpirun "${options[@]}" python -m mpitrain ${ARGS:-}

@@ -112,8 +112,8 @@ fi
 mpirun "${options[@]}" python -m mpitrain{{ words }} ${ARGS:-}
 {% else %}
 #
-# `supervise` lets the ranks stop with a checkpoint at TERM (qdel, preemption). Then the
-# job's status is 75. (MPICH: supervise --mpi mpich.)
+# `supervise` lets the ranks stop with a checkpoint at TERM (qdel, preemption). It ends
+# with 75; qstat says 271 after qdel. (MPICH: supervise --mpi mpich.)
 {% if jobs == 1 %}
 # shellcheck disable=SC2086
 exec python -m mpitrain supervise -- \
