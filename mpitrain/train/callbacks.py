@@ -23,9 +23,9 @@ class Callback:
     """Base class of callbacks; inherit it, and override the hooks that you need.
 
     All hooks are called on every rank, at the same point of the training. They may
-    communicate, except for those that say "not collective". They are called in the order of
+    communicate, except for those that say "not collective". The order is that of
     ``Trainer(callbacks=[...])``, with those that `runs_last` at the end; `on_fit_end`,
-    `on_stop` and `on_exception` in the reverse order. ``trainer`` is the
+    `on_stop` and `on_exception` are called in the reverse order. ``trainer`` is the
     `mpitrain.Trainer`; read ``trainer.state`` for step and epoch.
     """
 
