@@ -90,8 +90,8 @@ class DataConfig:
     """Resize images to this height and width in pixels. Default: keep; 224 if sizes
     differ."""
     num_workers: int | Literal["auto"] = "auto"
-    """Data-loading processes per rank; 0: none. auto: cores - 1, at most 8, if data
-    is not in memory."""
+    """Data-loading processes per rank; 0: none. auto: cores - 1, at most 8, for
+    folder, hdf5 and shards; else 0."""
     random_crop: int = 0
     """Pad training images by this many pixels and crop at random."""
     random_flip: bool = False

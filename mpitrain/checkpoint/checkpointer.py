@@ -15,6 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, ClassVar
 
+from mpitrain.checkpoint.format import check_json
 from mpitrain.checkpoint.manager import CheckpointManager, Outcome
 from mpitrain.checkpoint.preemption import FIRST_MARGIN_SECONDS, REASONS
 from mpitrain.checkpoint.resume import check_same_steps
@@ -154,6 +155,7 @@ class Checkpointer(RunCheckpoints, Callback):
                 )
             )
         split_state(engine.model)  # what cannot be saved is an error now
+        self._callback_states(trainer)
         self._consensus = Consensus(world, count=FAILED + 1, kinds=EVALUATION + 1)
         others = [callback for callback in trainer.callbacks if callback is not self]
         self._manager = CheckpointManager(
@@ -279,9 +281,7 @@ class Checkpointer(RunCheckpoints, Callback):
         Raises:
             CheckpointError: It could not be written; on every rank.
         """
-        if not self.is_disabled:
-            self._save_now(trainer, "writing the last checkpoint")
-            self._close()
+        self._end(trainer, "writing the last checkpoint")
 
     def on_exception(self, trainer: Trainer, error: BaseException) -> None:
         """Let signals end the process again."""
@@ -289,14 +289,8 @@ class Checkpointer(RunCheckpoints, Callback):
             self._handler.close()
 
     def on_stop(self, trainer: Trainer, reason: str) -> None:
-        """Write the last checkpoint.
-
-        Raises:
-            CheckpointError: It could not be written; on every rank.
-        """
-        if not self.is_disabled:
-            self._save_now(trainer, "stopping")
-            self._close()
+        """Write the last checkpoint, as `on_train_end`."""
+        self._end(trainer, "stopping")
 
     # --- inside -----------------------------------------------------------------------
 
@@ -304,7 +298,10 @@ class Checkpointer(RunCheckpoints, Callback):
         """Return how many seconds before its end a training should stop."""
         return FIRST_MARGIN_SECONDS + 3 * self._save_seconds + 2 * self._longest_gap
 
-    def _close(self) -> None:
+    def _end(self, trainer: Trainer, doing: str) -> None:
+        if self.is_disabled:
+            return
+        self._save_now(trainer, doing)
         self._consensus.close()
         if self._handler is not None:
             self._handler.close()
@@ -395,10 +392,6 @@ class Checkpointer(RunCheckpoints, Callback):
 
     def _metadata(self, trainer: Trainer, metric: float | None) -> dict[str, Any]:
         engine = trainer.engine
-        others = [callback for callback in trainer.callbacks if callback is not self]
-        states = {
-            type(callback).__name__: dict(callback.state_dict()) for callback in others
-        }
         return {
             "run": self._run_id,
             "step": trainer.state.step,
@@ -414,9 +407,18 @@ class Checkpointer(RunCheckpoints, Callback):
                 "strategy": engine.parallel.strategy,
                 "state": asdict(trainer.state),
                 "loss_scale": engine.optimizer.scale.state(),
-                "callbacks": {name: state for name, state in states.items() if state},
+                "callbacks": self._callback_states(trainer),
             },
         }
+
+    def _callback_states(self, trainer: Trainer) -> dict[str, dict[str, Any]]:
+        found = {}
+        for callback in trainer.callbacks:
+            name, state = type(callback).__name__, dict(callback.state_dict())
+            check_json(state, f"{name}.state_dict()")
+            if state:
+                found[name] = state
+        return found
 
     def _config(self, trainer: Trainer) -> dict[str, Any]:
         return trainer.config.as_plain(self.run_dir.name)

@@ -21,11 +21,11 @@ import math
 import os
 import re
 import stat
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from mpitrain.errors import DataError
+from mpitrain.errors import DataError, UsageError, collective_error
 from mpitrain.launch.current import heartbeat
 
 SUMS = "SHA256SUMS"
@@ -174,6 +174,37 @@ def read_json(path: Path, name: str) -> dict[str, Any]:
 def encode_json(values: Mapping[str, Any]) -> bytes:
     """Return a JSON object of the current format."""
     return json.dumps({"format": FORMAT, **values}).encode()
+
+
+def check_json(value: Any, what: str, hint: str = "") -> None:
+    """Check that a checkpoint can hold a value, and give it back unchanged.
+
+    Raises:
+        UsageError: It cannot; on every rank.
+    """
+    reason = _not_json(value)
+    if reason:
+        raise collective_error(
+            UsageError(
+                f"{what} has {reason}; expected what JSON can carry: numbers, text, "
+                "None, lists, and dictionaries with text as keys. A checkpoint holds "
+                f"nothing that could run code when it is read{hint}"
+            )
+        )
+
+
+def _not_json(value: Any) -> str:
+    parts: Iterable[Any] = ()
+    if isinstance(value, dict):
+        for key in value:
+            if not isinstance(key, str):
+                return f"the key {key!r}, of type {type(key).__name__}"
+        parts = value.values()
+    elif isinstance(value, list | tuple):
+        parts = value
+    elif value is not None and not isinstance(value, str | int | float):
+        return f"a {type(value).__name__}"
+    return next(filter(None, map(_not_json, parts)), "")
 
 
 def read_metadata(path: Path, step: int, epoch: int) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from mpitrain.checkpoint.format import check_json
 from mpitrain.checkpoint.layout import FOLDER, name_of
 from mpitrain.checkpoint.manager import CheckpointManager
 from mpitrain.checkpoint.preemption import (
@@ -207,6 +208,7 @@ class RunCheckpoints:
         there = self.run_dir / FOLDER / name_of(step)
         if self._ranks.on_rank_zero(there.is_dir, "look for the checkpoint"):
             return
+        check_json(dict(state or {}), "the state")
         plain, local_optimizer = _unwrap(model), getattr(optimizer, "optim", optimizer)
         metadata = {
             "run": self._run_id,

@@ -11,7 +11,6 @@ buffers, of which rank zero's are saved.
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -20,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from mpitrain.checkpoint.format import check_json
 from mpitrain.checkpoint.reader import CheckpointReader
 from mpitrain.data.randomness import rank_seed
 from mpitrain.errors import UsageError, collective_error
@@ -74,19 +74,8 @@ def split_state(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
         if isinstance(value, Tensor):
             tensors[name] = value
             continue
-        try:
-            is_same = json.loads(json.dumps(value)) == value
-        except (TypeError, ValueError):
-            is_same = False
-        if not is_same:
-            raise collective_error(
-                UsageError(
-                    f"the model's state_dict has {name!r}, a {type(value).__name__}; "
-                    "expected tensors, or what JSON can carry: a checkpoint holds "
-                    "nothing that could run code when it is read. Make it a tensor "
-                    "(register_buffer)"
-                )
-            )
+        hint = ". Make it a tensor (register_buffer)"
+        check_json(value, f"{name!r} of the model's state_dict", hint)
         others[name] = value
     return tensors, others
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from mpitrain.data.sharding import Indices
 from mpitrain.errors import DataError
 
-IGNORED = -100
-"""The label that cross-entropy ignores by default."""
+NOT_IGNORED = -(2**31)
+"""For ``ignore_index``: cross-entropy ignores no label, not even -100."""
 
 
 class WrongLabel(DataError):
@@ -53,7 +53,7 @@ def check_labels(outputs: Any, targets: Any, num_classes: int | None) -> None:
             "one output for each class: let its last layer have as many as the "
             "num_classes that it is given"
         )
-    is_wrong = ((targets < 0) | (targets >= num_outputs)) & (targets != IGNORED)
+    is_wrong = (targets < 0) | (targets >= num_outputs)
     wrong = is_wrong.nonzero()
     if len(wrong):
         label = int(targets[tuple(wrong[0])])
@@ -61,7 +61,8 @@ def check_labels(outputs: Any, targets: Any, num_classes: int | None) -> None:
             int(wrong[0, 0]),
             f"the {_part()} data has label {label}, and the model has {num_outputs} "
             f"outputs; expected labels from 0 to {num_outputs - 1}. Number the classes "
-            "from 0 in the data set, or give the model an output for each",
+            "from 0 in the data set, or give the model an output for each; to ignore a "
+            "label, pass a loss= that does",
         )
 
 

@@ -124,13 +124,15 @@ class Engine:
         self._check_model(model)
         self.model = prepare_model(model, world, config)
         self._trainable = [w.requires_grad for w in self.model.parameters()]
+        # Such as batch norm that the user has frozen; a whole model in eval() is not.
+        modules = self.model.modules() if self.model.training else ()
+        self._in_eval_mode = [module for module in modules if not module.training]
         self._set_up_pixels(mean_std)
         has_batch_norm = any(isinstance(m, BatchNorm) for m in self.model.modules())
         self._min_rows = 2 if has_batch_norm else 1
         self._head: nn.Module | None = None
         self._on_features = False
         self._test_loaders: list[BatchLoader] = []
-        self._test_sets: list[Samples] = []
         self.plan = Plan(
             num_samples=self._train.num_samples,
             world_size=world.world_size,
@@ -182,8 +184,10 @@ class Engine:
         if self._head is not None:
             self.model.eval()
             self._head.train()
-        else:
-            self.model.train()
+            return
+        self.model.train()
+        for module in self._in_eval_mode:
+            module.eval()
 
     @property
     def prefix(self) -> str:
@@ -313,9 +317,7 @@ class Engine:
 
     def test_loader(self, data: Any) -> BatchLoader:
         """Return a loader of another data set for `evaluate`."""
-        samples = self._samples(data, "the test data")
-        self._test_sets.append(samples)
-        loader = self._loader(samples, train=False)
+        loader = self._loader(self._samples(data, "the test data"), train=False)
         self._test_loaders.append(loader)
         return loader
 
@@ -331,7 +333,8 @@ class Engine:
 
     def close(self) -> None:
         """End the worker processes, and make trainable what was; local."""
-        for samples in (self._train, self._val, *self._test_sets):
+        tested = (loader.samples for loader in self._test_loaders)
+        for samples in (self._train, self._val, *tested):
             samples.close()
         weights = self.model.parameters()
         for weight, trainable in zip(weights, self._trainable, strict=True):

@@ -154,7 +154,7 @@ def sum_over_samples(
     (tensor(3.), tensor(6.))
     """
     if values.ndim == 0:
-        return values * num
+        return values * num if num else values.nan_to_num(0.0, 0.0, 0.0) * 0.0
     if values.shape[0] not in (num, num_rows):
         raise DataError(
             f"the {name} of a batch of {num_rows} rows is {kind_of(values)}; "

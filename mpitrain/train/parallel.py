@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 import logging
 import warnings
 from collections.abc import Callable, Mapping, MutableMapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from mpitrain.config import StrategyConfig
+from mpitrain.data.pytree import to_dtype
 from mpitrain.errors import LaunchError, UsageError, collective_error
 from mpitrain.launch.process_exit import is_consequence
 from mpitrain.mpi.shared_arrays import Communicator
@@ -158,14 +159,12 @@ def check_reductions(
             )
 
 
-def autocast(
-    config: StrategyConfig, world: World
-) -> contextlib.AbstractContextManager[Any]:
+def autocast(config: StrategyConfig, world: World) -> AbstractContextManager[Any]:
     """Return ``torch.autocast`` for a 16-bit precision, or a context without effect."""
     dtype = DTYPES[config.precision]
     if dtype.itemsize == 2:
         return torch.autocast(torch.device(world.device).type, dtype)
-    return contextlib.nullcontext()
+    return nullcontext()
 
 
 class ParallelModel:
@@ -231,13 +230,15 @@ class ParallelModel:
     def forward(self, inputs: Any, through: nn.Module | None = None) -> Any:
         """Call the model, or a module that contains it, in the configured precision.
 
-        Collective over the default group with DDP and FSDP.
+        Collective over the default group with DDP and FSDP. With 16-bit precision the
+        outputs are float32 again: losses are computed in it.
         """
         module = self.module if through is None else through
-        if not self._casts:
+        if DTYPES[self._config.precision].itemsize > 2:
             return module(inputs)
-        with autocast(self._config, self._world):
-            return module(inputs)
+        with autocast(self._config, self._world) if self._casts else nullcontext():
+            outputs = module(inputs)
+        return to_dtype(outputs, torch.float32)
 
     def broadcast_buffers(self) -> None:
         """Broadcast rank zero's buffers before a step, as DDP does in its forward pass.
@@ -248,15 +249,13 @@ class ParallelModel:
         broadcast: Any = vars(dist)["_broadcast_coalesced"]  # what DDP calls
         broadcast(dist.group.WORLD, self.buffers, BUCKET_BYTES, 0)
 
-    def sync_gradients(
-        self, *, is_last: bool
-    ) -> contextlib.AbstractContextManager[None]:
+    def sync_gradients(self, *, is_last: bool) -> AbstractContextManager[None]:
         """Return a context: gradients are all-reduced in the last micro-batch only."""
         if isinstance(self.module, DistributedDataParallel) and not is_last:
             return self.module.no_sync()
         if self.strategy == "fsdp":
             self.model.set_requires_gradient_sync(is_last)  # type: ignore[operator]
-        return contextlib.nullcontext()
+        return nullcontext()
 
     def reshard(self) -> None:
         """Forget gathered weights, which have changed; local.

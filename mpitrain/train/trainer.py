@@ -22,6 +22,7 @@ from mpitrain.errors import (
     Stopped,
     UsageError,
     collective_error,
+    did_you_mean,
 )
 from mpitrain.launch.current import heartbeat
 from mpitrain.launch.job import init
@@ -29,6 +30,7 @@ from mpitrain.mpi.collectives import all_or_none, world_comm
 from mpitrain.mpi.world import World
 from mpitrain.train.callbacks import Callback, StopRequested
 from mpitrain.train.checks import (
+    NOT_IGNORED,
     WrongLabel,
     check_labels,
     explain_call,
@@ -277,8 +279,7 @@ class Trainer:
 
         Args:
             outputs: Of the model, `(N, num_classes)`.
-            targets: Labels, int64 `(N,)`. A label of -100, which cross-entropy ignores,
-                counts as a sample with loss 0.
+            targets: Labels, int64 `(N,)`.
 
         Returns:
             `(N,)`; `(N, ...)`, averaged per sample; or a scalar, the mean over the
@@ -293,10 +294,12 @@ class Trainer:
             check_labels(outputs, targets, self.num_classes)
         smoothing = self.config.label_smoothing if is_training else 0.0
         try:
-            if outputs.dtype.itemsize == 2:
-                outputs = outputs.float()
             return F.cross_entropy(
-                outputs, targets, reduction="none", label_smoothing=smoothing
+                outputs,
+                targets,
+                ignore_index=NOT_IGNORED,
+                reduction="none",
+                label_smoothing=smoothing,
             )
         except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):
             explain_loss(outputs, targets)
@@ -368,6 +371,8 @@ class Trainer:
         return self.engine.evaluate(self.engine.val_loader, self.all_metrics)
 
     def _check_ranks(self) -> None:
+        if not hasattr(self, "engine") or not hasattr(self.engine, "val_loader"):
+            raise UsageError("nothing to evaluate yet; expected a call of fit() before")
         if self._final_state is not None:
             raise UsageError(
                 "fit() has ended its ranks; expected a world= from mpitrain.init()"
@@ -375,7 +380,10 @@ class Trainer:
 
     def all_metrics(self, outputs: Any, targets: Any) -> Mapping[str, Tensor]:
         """Return loss and metrics by name."""
-        return {"loss": self.loss(outputs, targets), **self.metrics(outputs, targets)}
+        found = self.metrics(outputs, targets)
+        if "loss" in found:
+            raise UsageError("a metric is named 'loss', as the loss; expected another")
+        return {"loss": self.loss(outputs, targets), **found}
 
     # --- the parts of `fit` ---------------------------------------------------------
 
@@ -402,6 +410,7 @@ class Trainer:
         self._monitor = ThroughputMonitor(self.world.device)
         self._pending = PendingSteps(self._monitor)
         self._synced_at = time.perf_counter()
+        self._check_hooks()
         self._hooks = {
             name: [
                 getattr(callback, name)
@@ -415,6 +424,19 @@ class Trainer:
             self._hooks[name].reverse()
         self._is_set_up = True
         return self.engine
+
+    def _check_hooks(self) -> None:
+        known = [name for name in dir(Callback) if name.startswith("on_")]
+        for callback in self.callbacks:
+            for name in dir(callback):
+                if name.startswith("on_") and name not in known:
+                    raise collective_error(
+                        UsageError(
+                            f"{type(callback).__name__}.{name} is no hook of "
+                            f"mpitrain.Callback.{did_you_mean(name, known)} Expected "
+                            f"one of {', '.join(known)}"
+                        )
+                    )
 
     def call(self, hook: str, *args: Any) -> None:
         """Call a hook of all callbacks."""

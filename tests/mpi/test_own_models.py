@@ -415,3 +415,65 @@ def test_metrics_come_with_steps(world: World) -> None:
     assert steps is not None
     trainer.state.epoch_step = steps
     trainer.fit()
+
+
+class Hooked(History):
+    """Has a hook of Lightning's."""
+
+    def on_train_epoch_end(self, trainer: Trainer) -> None:
+        raise AssertionError
+
+
+class Overrides(Trainer):
+    """Has a metric of a name that is taken."""
+
+    def metrics(self, outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
+        return {"loss": targets.double()}
+
+
+def test_names_that_mean_something_else_are_refused(world: World) -> None:
+    sets = some(64), some(29, "val"), config_of()
+    trainer = Trainer(Net(), *sets, world=world, callbacks=[Hooked()])
+    with pytest.raises(UsageError, match=r"Hooked\.on_train_epoch_end is no hook"):
+        trainer.fit()
+    with pytest.raises(UsageError, match="metric is named 'loss'"):
+        Overrides(Net(), *sets, world=world).fit()
+    with pytest.raises(UsageError, match=r"a call of fit\(\) before"):
+        Trainer(Net(), *sets, world=world).evaluate()
+
+
+def test_labels_that_cross_entropy_ignores_are_refused(world: World) -> None:
+    """They would count as samples, with loss zero and as wrong."""
+    inputs, targets = some(64).tensors
+    data = TensorDataset(inputs, torch.full_like(targets, -100))
+    with pytest.raises(DataError, match=r"sample \d+ of .*label -100"):
+        trained(world, data=data)
+    if world.world_size > 1:  # else this rank alone has it
+        return
+    targets = targets.clone()
+    targets[63] = -100  # not looked for in the first batch alone
+    with pytest.raises(DataError, match=r"sample 63 of .*label -100"):
+        trained(world, data=TensorDataset(inputs, targets))
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_a_custom_loss_gets_outputs_in_float32(world: World, precision: Any) -> None:
+    seen = set()
+
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        seen.add(outputs.dtype)
+        return F.cross_entropy(outputs, targets, reduction="none")
+
+    sets = some(64), some(29, "val"), config_of(precision=precision, epochs=1)
+    Trainer(Net(), *sets, world=world, loss=loss).fit()
+    assert seen == {torch.float32}
+
+
+def test_modules_that_the_user_has_frozen_stay_in_evaluation_mode(world: World) -> None:
+    model = Normed()
+    model.norm.eval()
+    before = model.norm.running_mean.clone()  # type: ignore[union-attr]
+    trained(world, model=model)
+    assert model.training
+    assert not model.norm.training
+    assert torch.equal(model.norm.running_mean, before.double())  # type: ignore[arg-type]

@@ -23,6 +23,7 @@ from mpitrain.checkpoint.reader import CheckpointReader, check, newest_complete
 from mpitrain.errors import DataError, UsageError
 from mpitrain.mpi.shared_arrays import Communicator, communicator
 from mpitrain.mpi.world import World
+from mpitrain.train.callbacks import Callback
 from mpitrain.train.state import TrainState
 from mpitrain.train.trainer import Trainer
 
@@ -322,3 +323,28 @@ def test_a_stop_file_that_came_after_the_last_stop_is_obeyed(
     checkpointer = Checkpointer(run_dir / "run")
     checkpointer.open(world)
     assert (run_dir / "run" / "stop").exists()
+
+
+class Keeps(Callback):
+    """Has a state."""
+
+    def __init__(self, state: Any) -> None:
+        self.state = state
+
+    def state_dict(self) -> Any:
+        return self.state
+
+
+@pytest.mark.parametrize("state", [{"a": torch.zeros(1)}, {"a": {3: 1}}])
+def test_a_state_that_would_come_back_otherwise_is_refused(
+    world: World, run_dir: Path, state: Any
+) -> None:
+    checkpointer = Checkpointer(run_dir / "by-hand")
+    checkpointer.open(world)
+    with pytest.raises(UsageError, match=r"the state has (a Tensor|the key 3)"):
+        checkpointer.save(1, model=Net(), state=state)
+    checkpointer.close()
+    trainer = with_checkpoints(world, run_dir / "run")
+    trainer.callbacks.insert(0, Keeps(state))
+    with pytest.raises(UsageError, match=r"Keeps.state_dict\(\) has (a Ten|the key 3)"):
+        trainer.fit()
