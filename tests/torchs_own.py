@@ -120,7 +120,7 @@ def main() -> None:
     prepare()
     import torch
 
-    import mpitrain.mpi_backend  # noqa: F401 - torch learns of it
+    import mpitrain.backend  # noqa: F401 - torch learns of it
 
     torch.manual_seed(0)  # models are made as the tests are imported
     from torch.testing._internal.distributed import distributed_test

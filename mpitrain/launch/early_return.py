@@ -20,9 +20,9 @@ from typing import Any
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
+from mpitrain.backend.desync_report import format_positions
 from mpitrain.errors import EarlyReturnError
 from mpitrain.mpi.world import format_ranges
-from mpitrain.mpi_backend.desync_report import format_positions
 from mpitrain.watchdog.report import Frame, describe_call
 
 POLL_SECONDS = 2.0

@@ -173,7 +173,7 @@ def _prepare_torch(
 ) -> None:
     import torch
 
-    import mpitrain.mpi_backend  # noqa: F401 - torch finds it then, installed or not
+    import mpitrain.backend  # noqa: F401 - torch finds it then, installed or not
 
     cpu.keep_freed_memory(variables)
     transports.bind_gloo(rendezvous, variables)

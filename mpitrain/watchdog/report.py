@@ -16,7 +16,7 @@ SILENT_SECONDS = 5.0
 
 _STANDARD_LIBRARY = str(Path(os.__file__).parent)
 
-_BACKEND = "mpitrain/mpi_backend/"
+_BACKEND = "mpitrain/backend/"
 
 WAITING_FILES = (
     "torch/distributed/",

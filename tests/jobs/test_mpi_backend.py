@@ -26,7 +26,7 @@ COMPARED = """
 import sys
 from pathlib import Path
 import mpitrain, torch, torch.distributed as dist
-from mpitrain.mpi_backend import shared_buffer
+from mpitrain.backend import shared_buffer
 
 if sys.argv[1] == "alone":  # MPI carries bytes and compares nothing
     shared_buffer.FOLDER = Path("/nowhere")

@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.torch_version import TorchVersion
 from transports import group_of
 
+from mpitrain.backend import inter_node, p2p
 from mpitrain.mpi.world import World
-from mpitrain.mpi_backend import inter_node, p2p
 
 pytestmark = pytest.mark.mpi
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.mpi
 def test_a_message_arrives_for_who_asks_or_waits_with_a_limit(
     world: World, monkeypatch: pytest.MonkeyPatch, has_threads: bool
 ) -> None:
-    from mpitrain.mpi_backend import group as made
+    from mpitrain.backend import group as made
 
     if not has_threads:
         monkeypatch.setattr(made, "has_thread_multiple", lambda: False)

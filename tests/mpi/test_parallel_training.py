@@ -19,7 +19,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
-import mpitrain.mpi_backend  # noqa: F401 - registers it
+import mpitrain.backend  # noqa: F401 - registers it
 from mpitrain.mpi.world import World
 
 pytestmark = pytest.mark.mpi

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import mpitrain.mpi_backend  # noqa: F401 - registers it
+import mpitrain.backend  # noqa: F401 - registers it
 
 
 def group_of(
@@ -24,21 +24,21 @@ def group_of(
 
 def without_shared_memory(patch: pytest.MonkeyPatch) -> None:
     """Let ranks find no /dev/shm: all goes by MPI."""
-    from mpitrain.mpi_backend import shared_buffer
+    from mpitrain.backend import shared_buffer
 
     patch.setattr(shared_buffer, "FOLDER", Path("/nowhere"))
 
 
 def on_two_nodes(patch: pytest.MonkeyPatch, rank: int) -> None:
     """Let even and odd ranks take themselves for those of two nodes."""
-    from mpitrain.mpi_backend import shared_buffer
+    from mpitrain.backend import shared_buffer
 
     patch.setattr(shared_buffer, "_machine_id", lambda: [f"node{rank % 2}"])
 
 
 def in_small_pieces(patch: pytest.MonkeyPatch) -> None:
     """Let large tensors be those of some 64 kB."""
-    from mpitrain.mpi_backend import inter_node, shared_buffer
+    from mpitrain.backend import inter_node, shared_buffer
 
     patch.setattr(shared_buffer, "MAX_SLOT_BYTES", shared_buffer.MIN_SLOT_BYTES)
     patch.setattr(

@@ -8,8 +8,8 @@ import time
 import pytest
 import torch.distributed as dist
 
-from mpitrain.mpi_backend.desync_report import connect
-from mpitrain.mpi_backend.errors import GroupError
+from mpitrain.backend.desync_report import connect
+from mpitrain.backend.errors import GroupError
 
 
 def come(store: dist.Store, late: dict[int, float], size: int = 3) -> dict[int, str]:

@@ -23,7 +23,7 @@ FLOORS = (
     {"data", "models"},
     {"launch"},
     {"schedulers"},
-    {"mpi_backend"},
+    {"backend"},
     {"watchdog"},
     {"config"},
     {"mpi", "plugins", "flags", "help"},
@@ -32,7 +32,7 @@ FLOORS = (
 )
 """From the roof down; a module may import from its own floor and from those below."""
 
-MPI_USERS = {"mpi", "launch", "mpi_backend"}
+MPI_USERS = {"mpi", "launch", "backend"}
 
 
 def room(path: Path) -> str:

@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 
-from mpitrain.mpi_backend.op_queue import PendingWork
+from mpitrain.backend.op_queue import PendingWork
 
 
 def work() -> PendingWork:

@@ -10,8 +10,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from mpitrain.mpi_backend.errors import GroupError, PeerGone
-from mpitrain.mpi_backend.shared_buffer import (
+from mpitrain.backend.errors import GroupError, PeerGone
+from mpitrain.backend.shared_buffer import (
     MIN_SLOT_BYTES,
     SharedBuffer,
     buffer_bytes,

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from mpitrain import torch_compat
-from mpitrain.mpi_backend.op_queue import PendingWork
+from mpitrain.backend.op_queue import PendingWork
 
 
 def test_torch_takes_a_backend_written_in_python() -> None:

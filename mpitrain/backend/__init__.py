@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-from mpitrain.mpi_backend.errors import NAME
+from mpitrain.backend.errors import NAME
 from mpitrain.torch_compat import is_backend_registered, patch_work
 
 if TYPE_CHECKING:
-    from mpitrain.mpi_backend.backend import MpiBackend
+    from mpitrain.backend.backend import MpiBackend
     from mpitrain.torch_compat import DistributedBackendOptions
 
 
@@ -32,7 +32,7 @@ def register() -> None:
 
 
 def _create(given: DistributedBackendOptions, options: object) -> MpiBackend:
-    from mpitrain.mpi_backend.backend import create  # it starts MPI
+    from mpitrain.backend.backend import create  # it starts MPI
 
     return create(given, options)
 

@@ -13,18 +13,18 @@ import torch.distributed as dist
 from mpi4py import MPI
 from torch import Tensor
 
+from mpitrain.backend.desync_report import desync_report
+from mpitrain.backend.errors import GroupError
+from mpitrain.backend.inter_node import MpiCollectives, has_abandoned
+from mpitrain.backend.on_node import NodeCollectives
+from mpitrain.backend.op_queue import OpQueue
+from mpitrain.backend.p2p import P2P
+from mpitrain.backend.reductions import Reduction
+from mpitrain.backend.shared_buffer import create_shared_buffer
+from mpitrain.backend.tensors import Tensors, flatten
 from mpitrain.errors import TopologyError
 from mpitrain.mpi.collectives import world_comm
 from mpitrain.mpi.topology import has_thread_multiple
-from mpitrain.mpi_backend.desync_report import desync_report
-from mpitrain.mpi_backend.errors import GroupError
-from mpitrain.mpi_backend.inter_node import MpiCollectives, has_abandoned
-from mpitrain.mpi_backend.on_node import NodeCollectives
-from mpitrain.mpi_backend.op_queue import OpQueue
-from mpitrain.mpi_backend.p2p import P2P
-from mpitrain.mpi_backend.reductions import Reduction
-from mpitrain.mpi_backend.shared_buffer import create_shared_buffer
-from mpitrain.mpi_backend.tensors import Tensors, flatten
 from mpitrain.torch_compat import Store
 
 MAX_SPINS = 200

@@ -17,10 +17,10 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
-from mpitrain.mpi_backend.errors import GroupError
-from mpitrain.mpi_backend.inter_node import MESSAGE_BYTES, abandon, as_mpi_buffer, wait
-from mpitrain.mpi_backend.op_queue import PendingWork
-from mpitrain.mpi_backend.tensors import HostTensors
+from mpitrain.backend.errors import GroupError
+from mpitrain.backend.inter_node import MESSAGE_BYTES, abandon, as_mpi_buffer, wait
+from mpitrain.backend.op_queue import PendingWork
+from mpitrain.backend.tensors import HostTensors
 from mpitrain.torch_compat import set_source_rank
 
 _FIRST_TAG = 1

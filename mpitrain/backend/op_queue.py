@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.distributed import Work
 
-from mpitrain.mpi_backend.errors import GroupError
+from mpitrain.backend.errors import GroupError
 
 CLOSE_SECONDS = 2.0
 """How long submitted operations that nobody waited for may take at the end."""

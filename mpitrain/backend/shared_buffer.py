@@ -30,8 +30,8 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from mpitrain.backend.errors import GroupError, PeerGone
 from mpitrain.mpi.topology import boot_id
-from mpitrain.mpi_backend.errors import GroupError, PeerGone
 from mpitrain.watchdog.process import is_gone
 
 FOLDER = Path("/dev/shm")

@@ -22,9 +22,9 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
-from mpitrain.mpi_backend.errors import GroupError
-from mpitrain.mpi_backend.reductions import Reduction
-from mpitrain.mpi_backend.tensors import Tensors
+from mpitrain.backend.errors import GroupError
+from mpitrain.backend.reductions import Reduction
+from mpitrain.backend.tensors import Tensors
 
 MESSAGE_BYTES = 1 << 30
 """Largest message: counts of most MPI libraries have 31 bits."""

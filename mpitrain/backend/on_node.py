@@ -17,10 +17,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from mpitrain.mpi_backend.errors import GroupError
-from mpitrain.mpi_backend.reductions import Reduction
-from mpitrain.mpi_backend.shared_buffer import OpSignature, SharedBuffer, op_signature
-from mpitrain.mpi_backend.tensors import Tensors
+from mpitrain.backend.errors import GroupError
+from mpitrain.backend.reductions import Reduction
+from mpitrain.backend.shared_buffer import OpSignature, SharedBuffer, op_signature
+from mpitrain.backend.tensors import Tensors
 
 DIRECT_BYTES = 256 << 10
 """Up to this size every rank reads all tensors: one barrier, but more to read."""

@@ -14,16 +14,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mpitrain.mpi_backend.desync_report import connect
-from mpitrain.mpi_backend.errors import NAME
-from mpitrain.mpi_backend.group import (
+from mpitrain.backend.desync_report import connect
+from mpitrain.backend.errors import NAME
+from mpitrain.backend.group import (
     Group,
     default_communicator,
     subgroup_communicator,
 )
-from mpitrain.mpi_backend.op_queue import CoalescedWork, PendingWork
-from mpitrain.mpi_backend.reductions import Reduction, reduction_of
-from mpitrain.mpi_backend.tensors import (
+from mpitrain.backend.op_queue import CoalescedWork, PendingWork
+from mpitrain.backend.reductions import Reduction, reduction_of
+from mpitrain.backend.tensors import (
     HostTensors,
     Tensors,
     check_numel,
