@@ -10,7 +10,6 @@ import errno
 import json
 import logging
 import os
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -39,10 +38,8 @@ Value = TypeVar("Value")
 class JsonlWriter(Generic[Value]):
     """Writes lines in a thread; while the disk takes none, they wait.
 
-    Args:
-        path: The file.
-        line_of: Makes a line of a value, in the thread.
-        keep_bytes: How much of an existing file is kept; ``None``: all.
+    ``line_of`` makes a line of a value, in the thread. ``keep_bytes`` of an existing
+    file are kept; ``None``: all.
     """
 
     def __init__(
@@ -74,13 +71,12 @@ class JsonlWriter(Generic[Value]):
                 self._values.extend(values)
                 return
             is_first, self._has_dropped = not self._has_dropped, True
-        if not is_first:
-            return
-        logger.warning(
-            "%s: the disk takes nothing, and %d lines wait; what comes now is dropped "
-            "until it does. Training goes on",
-            *(self._path, MAX_WAITING),
-        )
+        if is_first:
+            logger.warning(
+                "%s: the disk takes no data, and %d lines wait: more are dropped. "
+                "Training continues",
+                *(self._path, MAX_WAITING),
+            )
 
     def _ends_a_line(self) -> bool:
         """Return whether the last line is complete; a full disk may have cut it."""
@@ -101,8 +97,7 @@ class JsonlWriter(Generic[Value]):
             OSError: It takes none.
         """
         with self._changed:
-            self._hasten()
-            self._changed.wait_for(lambda: self._error or not self._waiting)
+            self._write_now(None)
             if self._error is not None:
                 raise self._error
         try:
@@ -111,46 +106,38 @@ class JsonlWriter(Generic[Value]):
             if error.errno != errno.EINVAL:  # it knows no fsync
                 raise
 
-    def hasten(self) -> None:
-        """Let the thread write all lines now; `wait` waits until it has."""
+    def flush(self, max_seconds: float) -> None:
+        """Write all lines now, unless the disk refuses them or takes too long."""
         with self._changed:
-            self._hasten()
+            self._write_now(max_seconds)
 
-    def wait(self, seconds: float) -> None:
-        """Wait until all lines are written, or the disk has refused them."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._error or not self._waiting, seconds)
-
-    def close(self, patience_seconds: float | None = None) -> None:
-        """Close the file.
-
-        Args:
-            patience_seconds: How long to wait for the disk; what it has not taken by
-                then is lost. ``None``: until all is on it.
+    def close(self, max_seconds: float | None = None) -> None:
+        """Close the file when the disk has all lines, or after this time without them.
 
         Raises:
-            OSError: Lines could not be written.
+            OSError: Lines could not be written, without ``max_seconds``.
         """
         try:
-            if patience_seconds is None:
+            if max_seconds is None:
                 self.sync()
             else:
-                self.hasten()
-                self.wait(patience_seconds)
+                self.flush(max_seconds)
         finally:
             with self._changed:
                 self._is_closed = True
                 self._changed.notify_all()
 
-    def _hasten(self) -> None:
-        """Let the thread write now; the lock is held."""
+    def _write_now(self, max_seconds: float | None) -> None:
+        """Let the thread write, and wait for it; the lock is held."""
         self._encode()
         self._error = None
         self._is_wanted = True
         self._changed.notify_all()
+        self._changed.wait_for(lambda: self._error or not self._waiting, max_seconds)
 
-    def _encode(self, most: int = sys.maxsize) -> None:
-        values, self._values = self._values[:most], self._values[most:]
+    def _encode(self, max_values: int | None = None) -> None:
+        values = self._values[:max_values]
+        del self._values[:max_values]
         lines = [self._line(value) for value in values]
         self._waiting += "".join(lines).encode()
 
@@ -173,19 +160,19 @@ class JsonlWriter(Generic[Value]):
                     return
                 self._encode(MAX_AT_ONCE)
                 self._is_wanted = False
-                data, place = self._waiting, self._end
+                data, end = self._waiting, self._end
             if not data:
                 continue
             error, num = None, 0
             try:
-                num = os.pwrite(self._descriptor, data, place)
+                num = os.pwrite(self._descriptor, data, end)
             except OSError as failed:
                 error = failed
             with self._changed:
-                self._waiting, self._end = self._waiting[num:], place + num
+                self._waiting, self._end = self._waiting[num:], end + num
                 self._error = error
-                is_left = self._waiting or len(self._values) >= MAX_AT_ONCE
-                self._is_wanted = bool(is_left) and error is None
+                has_more = self._waiting or len(self._values) >= MAX_AT_ONCE
+                self._is_wanted = bool(has_more) and error is None
                 self._has_dropped &= bool(self._waiting)
                 self._changed.notify_all()
 

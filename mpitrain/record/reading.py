@@ -7,15 +7,17 @@ did not write is ``None``. Imports no torch.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import re
 import time
 from array import array
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from types import NoneType
+from typing import Any, get_args, get_type_hints
 
 from mpitrain.errors import UsageError
 from mpitrain.record.jsonl import JsonlReader
@@ -110,25 +112,13 @@ class Saved:
     """Why it could not be written; empty if it was."""
 
 
-class Metrics:
-    """The content of ``metrics.jsonl``, each step once.
-
-    Attributes:
-        test: Metrics of the test set by name; empty before it was evaluated.
-    """
+class _File:
+    """A file of JSON lines; a subclass keeps what `_add` is called with."""
 
     def __init__(self, path: Path) -> None:
         self._file = JsonlReader(path)
+        self.changed_at = self._file.changed_at
         self._clear()
-
-    def _clear(self) -> None:
-        self.steps = StepColumns()
-        self.throughputs: list[TimedThroughput] = []
-        self.epochs: list[TimedEpoch] = []
-        self.began: list[Began] = []
-        self.resumed: list[Resumed] = []
-        self.saved: list[Saved] = []
-        self.test: dict[str, float] = {}
 
     def update(self) -> bool:
         """Read what is new; return whether what was read before no longer holds."""
@@ -141,9 +131,28 @@ class Metrics:
                     self._add(row)
         return was_cut
 
-    def changed_at(self) -> float | None:
-        """Return when the file was written last, in seconds since 1970."""
-        return self._file.changed_at()
+    def _clear(self) -> None:
+        raise NotImplementedError
+
+    def _add(self, row: Any) -> None:
+        raise NotImplementedError
+
+
+class Metrics(_File):
+    """The content of ``metrics.jsonl``, each step once.
+
+    Attributes:
+        test: Metrics of the test set by name; empty before it was evaluated.
+    """
+
+    def _clear(self) -> None:
+        self.steps = StepColumns()
+        self.throughputs: list[TimedThroughput] = []
+        self.epochs: list[TimedEpoch] = []
+        self.began: list[Began] = []
+        self.resumed: list[Resumed] = []
+        self.saved: list[Saved] = []
+        self.test: dict[str, float] = {}
 
     def _add(self, row: Mapping[str, Any]) -> None:
         match row["event"]:
@@ -258,29 +267,12 @@ class RankJob:
         return max(last, self.cut.time if self.cut else last)
 
 
-class RankFile:
+class RankFile(_File):
     """The content of a file ``times/rank-N.jsonl``, job by job."""
-
-    def __init__(self, path: Path) -> None:
-        self._file = JsonlReader(path)
-        self._clear()
 
     def _clear(self) -> None:
         self.jobs: list[RankJob] = []
         self._places: list[int] = []
-
-    def update(self) -> None:
-        """Read what is new."""
-        if self._file.was_cut():
-            self._clear()
-        for rows in self._file.blocks():
-            for row in rows:
-                with contextlib.suppress(*BAD_LINE):
-                    self._add(row)
-
-    def changed_at(self) -> float | None:
-        """Return when the file was written last, in seconds since 1970."""
-        return self._file.changed_at()
 
     def _add(self, row: Any) -> None:
         if type(row) is list:
@@ -290,7 +282,14 @@ class RankFile:
             phase = _phase(row["phase"])
             self.jobs[-1].cut = CutShort(time=end, phase=phase, seconds=seconds)
         else:
-            job = make(RankJob, row)
+            job = RankJob(
+                rank=int(row["rank"]),
+                world_size=int(row["world_size"]),
+                node_rank=int(row["node_rank"]),
+                hostname=str(row["hostname"]),
+                time=float(row["time"]),
+                start_seconds=float(row["start_seconds"]),
+            )
             self._places = [_phase(name) for name in row["phases"]]
             self.jobs.append(job)
 
@@ -405,12 +404,15 @@ def make(kind: Any, row: Mapping[str, Any]) -> Any:
     Raises:
         ValueError, TypeError: Values are missing, or of another kind.
     """
-    casts: dict[str, Any] = {"int": int, "float": number, "str": str}
     values = {}
-    for it in fields(kind):
-        name, _, optional = str(it.type).partition(" | ")
-        if it.name in row:
-            value = row[it.name]
-            is_left = name not in casts or (optional and value is None)
-            values[it.name] = value if is_left else casts[name](value)
+    for name, hint in _type_hints(kind).items():
+        if name in row:
+            base, *others = get_args(hint) or (hint,)
+            cast = _CASTS.get(base)
+            is_null = row[name] is None and NoneType in others
+            values[name] = row[name] if is_null or cast is None else cast(row[name])
     return kind(**values)
+
+
+_type_hints = functools.cache(get_type_hints)
+_CASTS: dict[type, Callable[[Any], Any]] = {int: int, float: number, str: str}

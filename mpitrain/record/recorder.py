@@ -8,11 +8,11 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from mpitrain.record.jsonl import CLOSE_SECONDS, JsonlWriter
 from mpitrain.record.run_dir import finite, read_result, shown, write_json
-from mpitrain.record.runs import RUN, open_run
+from mpitrain.record.runs import Exists, open_run, opened_folders
 from mpitrain.train.callbacks import Callback
 from mpitrain.train.metrics import EpochMetrics, StepMetrics, Throughput
 from mpitrain.train.progress import SecondsLeft, finished_line, format_metrics, say
@@ -25,12 +25,7 @@ _OF_THE_JOB = ("status", "world_size", "num_nodes", "backend", "start_seconds")
 """Fields of ``result.json`` that a resumed job does not take over."""
 
 
-class _TimedEpoch(NamedTuple):
-    time: float
-    epoch: EpochMetrics
-
-
-Line = StepMetrics | _TimedEpoch | Mapping[str, object]
+Line = StepMetrics | Mapping[str, object]
 
 
 class Recorder(Callback):
@@ -38,7 +33,8 @@ class Recorder(Callback):
 
         Trainer(model, train, val, callbacks=[EpochLines(), Recorder("runs/mine")])
 
-    ``python -m mpitrain watch`` and ``report`` read them.
+    ``python -m mpitrain watch`` and ``report`` read them. To resume a run, add a
+    `Checkpointer` of the same folder; without one the folder must be new.
 
     Args:
         run_dir: The run folder.
@@ -62,8 +58,6 @@ class Recorder(Callback):
         self._before: Mapping[str, Any] = {}
         self._metrics: JsonlWriter[Line] | None = None
         self._result: dict[str, Any] = {}
-        self._epochs: list[EpochMetrics] = []
-        """Those that are not in the result yet."""
 
     # --- start and end ------------------------------------------------------------
 
@@ -72,10 +66,9 @@ class Recorder(Callback):
         self._before = state
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the length of the record, and the result so far."""
+        """Return the length of the record, and the result of the steps until now."""
         if self._metrics is None:
             return {}
-        self._add_epochs()
         values = {k: v for k, v in self._result.items() if k not in _OF_THE_JOB}
         return {"metrics_bytes": self._metrics.num_bytes(), "values": values}
 
@@ -89,9 +82,12 @@ class Recorder(Callback):
         world, plan, state = trainer.engine.world, trainer.engine.plan, trainer.state
         if not world.is_rank_zero:
             return
-        if not (self.run_dir / RUN).exists():  # a script without a Checkpointer
-            path = self.run_dir.absolute()
-            open_run(path.parent, path.name, exists="resume")
+        path = self.run_dir.resolve()
+        if path not in opened_folders:  # a script without a Checkpointer
+            has_record = self._before or self._result
+            exists: Exists = "resume" if has_record else "refuse"
+            open_run(path.parent, path.name, exists=exists)
+        opened_folders.discard(path)
         self._metrics = JsonlWriter(
             self.run_dir / "metrics.jsonl",
             line_of,
@@ -116,17 +112,17 @@ class Recorder(Callback):
         of_job = ("world_size", "num_nodes", "start_seconds")
         self._write(
             "begin",
-            **{it: self._result[it] for it in of_job},
+            **{name: self._result[name] for name in of_job},
             total_steps=plan.total_steps,
             num_epochs=plan.num_epochs,
             steps_per_epoch=plan.steps_per_epoch,
             global_batch_size=trainer.config.global_batch_size,
         )
         if state.step or state.epoch > 1:
-            where = {"step": state.step, "epoch": state.epoch}
             self._write(
                 "resume",
-                **where,
+                step=state.step,
+                epoch=state.epoch,
                 world_size=world.world_size,
                 checkpoint=trainer.resumed_from,
             )
@@ -158,15 +154,15 @@ class Recorder(Callback):
         """
         if self._metrics is None:
             return
-        self._metrics.hasten()
-        self._metrics.wait(CLOSE_SECONDS)
+        self._metrics.flush(CLOSE_SECONDS)
         if read_result(self.run_dir).get("status") == "running":
             record_failure(self.run_dir, f"{type(error).__name__}: {error}")
 
     def _end(self, status: str) -> None:
         assert self._metrics is not None
+        self._before = self.state_dict()  # for a second `fit`
         self._metrics.close()
-        self._add_epochs()
+        self._metrics = None
         self._result["status"] = status
         write_json(self.run_dir / "result.json", self._result)
 
@@ -181,7 +177,6 @@ class Recorder(Callback):
         """Write a line for the speed of some steps."""
         if self._metrics is None:
             return
-        self._add_epochs()
         values = {
             name: round(value, 6) if isinstance(value, float) else value
             for name, value in vars(throughput).items()
@@ -193,10 +188,29 @@ class Recorder(Callback):
         self._write("throughput", **values)
 
     def on_epoch_end(self, trainer: Any, epoch: EpochMetrics) -> None:
-        """Write a line for the epoch."""
-        if self._metrics is not None:
-            self._metrics.write(_TimedEpoch(time.time(), epoch))
-            self._epochs.append(epoch)
+        """Write a line for the epoch, and add it to the result."""
+        if self._metrics is None:
+            return
+        validation = _prefixed("val", epoch.values)
+        self._write(
+            "epoch",
+            stage=epoch.stage,
+            epoch=epoch.epoch,
+            step=epoch.step,
+            train_loss=epoch.train_loss,
+            **validation,
+            train_samples=epoch.train_samples,
+            val_samples=epoch.val_samples,
+            skipped_samples=epoch.skipped_samples,
+            skipped_steps=epoch.skipped_steps,
+            epoch_seconds=epoch.epoch_seconds,
+            samples_per_second=epoch.samples_per_second,
+        )
+        result = self._result
+        result |= {**validation, "epochs": epoch.epoch, "steps": epoch.step}
+        result["train_seconds"] += epoch.epoch_seconds
+        result["skipped_samples"] += epoch.skipped_samples
+        result["skipped_steps"] += epoch.skipped_steps
 
     def on_checkpoint(self, trainer: Any, checkpoint: Any) -> None:
         """Write a line for the checkpoint."""
@@ -212,33 +226,26 @@ class Recorder(Callback):
         self._write("checkpoint", **values)
 
     def on_test_end(self, trainer: Any, evaluation: Any, skipped: int) -> None:
-        """Write the metrics of the test set."""
-        if self._metrics is None:
+        """Write the metrics of the test set, also after the end of the training."""
+        if not self._result:
             return
-        self._add_epochs()
+        status = self._result["status"]
+        if self._metrics is None:
+            self._metrics = JsonlWriter(self.run_dir / "metrics.jsonl", line_of)
         named, num = _prefixed("test", evaluation.values), evaluation.num_samples
         self._metrics.write(
             {"event": "test", **named, "test_samples": num, "skipped_samples": skipped}
         )
         self._result.update(named)
         self._result["skipped_samples"] += skipped
+        if status != "running":
+            self._end(status)
         say(f"test: {format_metrics(named)} on {num:,} samples")
 
     def _write(self, event: str, **values: object) -> None:
         assert self._metrics is not None
         now = round(time.time(), 3)
         self._metrics.write({"event": event, "time": now, **values})
-
-    def _add_epochs(self) -> None:
-        """Add the epochs that have ended to the result."""
-        result = self._result
-        for epoch in self._epochs:
-            result.update(_prefixed("val", epoch.values))
-            result["train_seconds"] += epoch.epoch_seconds
-            result["epochs"], result["steps"] = epoch.epoch, epoch.step
-            result["skipped_samples"] += epoch.skipped_samples
-            result["skipped_steps"] += epoch.skipped_steps
-        self._epochs = []
 
 
 def line_of(event: Line) -> str:
@@ -260,26 +267,7 @@ def line_of(event: Line) -> str:
             )
         values = {"train_loss": loss, "lr": lr, "gradient_norm": norm}
         event = {"event": "step", "epoch": epoch, "step": step, **values}
-    elif isinstance(event, _TimedEpoch):
-        values = _epoch_values(event.epoch)
-        event = {"event": "epoch", "time": round(event.time, 3), **values}
     return _ENCODE(finite(event))
-
-
-def _epoch_values(epoch: EpochMetrics) -> dict[str, Any]:
-    return {
-        "stage": epoch.stage,
-        "epoch": epoch.epoch,
-        "step": epoch.step,
-        "train_loss": epoch.train_loss,
-        **_prefixed("val", epoch.values),
-        "train_samples": epoch.train_samples,
-        "val_samples": epoch.val_samples,
-        "skipped_samples": epoch.skipped_samples,
-        "skipped_steps": epoch.skipped_steps,
-        "epoch_seconds": epoch.epoch_seconds,
-        "samples_per_second": epoch.samples_per_second,
-    }
 
 
 def _prefixed(prefix: str, values: Mapping[str, float]) -> dict[str, float]:
@@ -287,12 +275,7 @@ def _prefixed(prefix: str, values: Mapping[str, float]) -> dict[str, float]:
 
 
 def record_failure(run_dir: Path, message: str) -> None:
-    """Write into ``result.json`` that the run failed; from the rank that knows it.
-
-    Args:
-        run_dir: The run folder.
-        message: The error message.
-    """
+    """Write into ``result.json`` that the run failed; from the rank that knows it."""
     result = read_result(run_dir)
     failed = {**result, "status": "failed", "error": message}
     try:

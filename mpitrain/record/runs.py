@@ -1,7 +1,4 @@
-"""Which run folder a training writes into: a new one, or one that it goes on in.
-
-For rank zero, on behalf of all. Imports no torch.
-"""
+"""Opens the run folder that a training writes into; on rank zero. Imports no torch."""
 
 from __future__ import annotations
 
@@ -31,8 +28,13 @@ LOCK_SECONDS = 30.0
 
 NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 
-_held: list[int] = []
+Exists = Literal["resume", "refuse", "new name"]
+
+_locks: list[int] = []
 """Descriptors of locks: they are let go with this process, however it ends."""
+
+opened_folders: set[Path] = set()
+"""Folders that this process has opened, and in which nobody writes a record yet."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,22 +51,14 @@ class RunFolder:
     """Whether others would notice; some file systems have no locks."""
 
 
-def open_run(
-    runs_dir: Path,
-    name: str | None,
-    *,
-    exists: Literal["resume", "refuse", "new name"],
-) -> RunFolder:
-    """Make a run folder, or take one that is there, for this job alone.
+def open_run(runs_dir: Path, name: str | None, *, exists: Exists) -> RunFolder:
+    """Make a run folder, or open an existing one, for this job alone.
 
-    Args:
-        runs_dir: Folder of all runs; made if need be.
-        name: The run's name; ``None`` to make one from the date.
-        exists: What to do where a run of that name exists.
+    Without a name, the date is the name. ``exists``: what to do where a run of that
+    name exists.
 
     Raises:
-        UsageError: It cannot be made, or another job writes into it; or it exists, and
-            that was to be refused.
+        UsageError: It cannot be made, another job writes into it, or it exists.
     """
     wanted = name or datetime.now().astimezone().strftime("%Y-%m-%d-%H%M%S")
     may_rename = name is None or exists == "new name"
@@ -82,8 +76,9 @@ def open_run(
                 continue
             if exists == "refuse" and not _is_blank(path):
                 raise UsageError(
-                    f"run folder {path} exists. Expected a new name: choose another "
-                    "--name, or resume it, without --resume never."
+                    f"run folder {path} exists. Expected a new one: choose another "
+                    "--name, or resume the run: without --resume never, in a script "
+                    "with a Checkpointer of that folder."
                 ) from None
             break
         except OSError as error:
@@ -105,27 +100,23 @@ def open_run(
             run_id = _id_of(path)
     except OSError as error:
         raise _cannot_make(path, error) from None
+    opened_folders.add(path.resolve())
     return RunFolder(path=path, run_id=run_id, is_new=is_new, has_lock=has_lock)
 
 
 def differences(
     before: Mapping[str, Any], now: Mapping[str, Any], free: Iterable[str]
 ) -> list[str]:
-    """Word what differs between two configurations.
-
-    Args:
-        before: Fields of the one that a run was begun with, as its file has them.
-        now: Those of the one that is to go on with it.
-        free: The fields that may differ.
+    """Describe what differs between two configurations, except the ``free`` fields.
 
     >>> differences({"lr": 0.1, "name": "a"}, {"lr": 0.2, "name": "b"}, ["name"])
     ['lr: 0.1 -> 0.2']
     """
-    fields = [field for field in before if field in now and field not in set(free)]
+    may_differ = set(free)
     return [
-        f"{field}: {before[field]} -> {now[field]}"
-        for field in fields
-        if before[field] != now[field]
+        f"{field}: {value} -> {now[field]}"
+        for field, value in before.items()
+        if field in now and field not in may_differ and value != now[field]
     ]
 
 
@@ -135,10 +126,10 @@ def _is_blank(path: Path) -> bool:
     A job that is killed while it makes its run folder leaves no more than that.
     """
     return path.is_dir() and all(
-        it.name == LOCK
-        or it.name.startswith(f".{RUN}.")  # not yet renamed
-        or (it.name == "logs" and not any(it.iterdir()))
-        for it in path.iterdir()
+        entry.name == LOCK
+        or entry.name.startswith(f".{RUN}.")  # not yet renamed
+        or (entry.name == "logs" and not any(entry.iterdir()))
+        for entry in path.iterdir()
     )
 
 
@@ -155,8 +146,8 @@ def _id_of(path: Path) -> str:
 
 def _let_reach_disk(path: Path) -> None:
     """Let a file and its name outlive a node that fails."""
-    for it, flags in ((path, os.O_RDONLY), (path.parent, os.O_DIRECTORY)):
-        descriptor = os.open(it, flags)
+    for name, flags in ((path, os.O_RDONLY), (path.parent, os.O_DIRECTORY)):
+        descriptor = os.open(name, flags)
         try:
             os.fsync(descriptor)
         except OSError as error:
@@ -174,7 +165,7 @@ def _lock(path: Path) -> bool:
     """
     descriptor = os.open(path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     started = time.monotonic()
-    has_said = False
+    has_warned = False
     while True:
         try:
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -186,8 +177,8 @@ def _lock(path: Path) -> bool:
                 raise
         holder = os.pread(descriptor, 200, 0).decode(errors="replace").strip()
         waited = time.monotonic() - started
-        if waited > 2.0 and not has_said:
-            has_said = True
+        if waited > 2.0 and not has_warned:
+            has_warned = True
             print(
                 f"run {path.name} is in use by {holder}: waiting up to "
                 f"{LOCK_SECONDS:.0f} s for its end",
@@ -201,7 +192,7 @@ def _lock(path: Path) -> bool:
                 "--name, or --new-run"
             )
         time.sleep(0.2)
-    _held.append(descriptor)
+    _locks.append(descriptor)
     now = datetime.now().astimezone().isoformat(timespec="seconds")
     who = f"process {os.getpid()} on {socket.gethostname()}, since {now}\n"
     os.ftruncate(descriptor, 0)
@@ -210,11 +201,7 @@ def _lock(path: Path) -> bool:
 
 
 def is_held(path: Path) -> bool | None:
-    """Tell whether a job writes into a run folder, without disturbing it.
-
-    Returns:
-        Whether it holds the run's lock; ``None`` where the file system has none.
-    """
+    """Return whether a job holds a run's lock; ``None`` if that cannot be known."""
     try:
         with (path / LOCK).open("rb") as file:
             # Whether one could read there: type, whence, start, length, process.

@@ -19,6 +19,7 @@ from mpitrain.record.jsonl import JsonlReader
 from mpitrain.record.rank_times import RankTimes
 from mpitrain.record.reading import Metrics, RankFile, Run
 from mpitrain.record.recorder import Recorder
+from mpitrain.record.runs import open_run
 from mpitrain.train.evaluate import Evaluation
 from mpitrain.train.metrics import (
     COMMUNICATION,
@@ -93,6 +94,7 @@ TRAINER: Any = SimpleNamespace(
 
 
 def record(folder: Path) -> Recorder:
+    open_run(folder.parent, folder.name, exists="resume")
     (folder / "run.json").write_text(
         '{"id": "x", "begun": "2026-11-22T10:00:00+00:00"}'
     )

@@ -27,6 +27,7 @@ from mpitrain.record.environment import VARIABLES
 from mpitrain.record.jsonl import JsonlWriter
 from mpitrain.record.rank_times import RankTimes
 from mpitrain.record.runs import open_run
+from mpitrain.train.evaluate import Evaluation
 from mpitrain.train.metrics import COMMUNICATION, PHASES, StepMetrics
 from mpitrain.train.state import TrainState
 from mpitrain.train.timer import StepSeconds, StepTimes, Timer
@@ -121,6 +122,46 @@ def test_what_is_not_finite_is_null(tmp_path: Path) -> None:
 def test_a_result_that_is_not_finite_is_json_still(tmp_path: Path) -> None:
     run_dir.write_json(tmp_path / "result.json", {"val_loss": float("nan")})
     assert json.loads((tmp_path / "result.json").read_text()) == {"val_loss": None}
+
+
+def events_of(folder: Path) -> list[str]:
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line)["event"] for line in lines]
+
+
+def test_a_recorder_alone_refuses_the_folder_of_another_run(tmp_path: Path) -> None:
+    begun, trainer = record_of(tmp_path)
+    step = StepMetrics(epoch=1, step=1, loss=0.5, lr=0.1, grad_norm=1.0)
+    begun.on_metrics(trainer, [step])
+    begun.on_stop(trainer, "because")
+    before = (tmp_path / "metrics.jsonl").read_text()
+    with pytest.raises(UsageError, match=r"exists. Expected a new one"):
+        record_of(tmp_path)
+    assert (tmp_path / "metrics.jsonl").read_text() == before
+
+
+def test_a_recorder_continues_in_a_folder_that_its_job_has_opened(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "run.json").write_text('{"id": "x"}')
+    (tmp_path / "metrics.jsonl").write_text('{"event": "after no checkpoint"}\n')
+    open_run(tmp_path.parent, tmp_path.name, exists="resume")
+    begun, trainer = record_of(tmp_path)
+    begun.on_stop(trainer, "because")
+    assert events_of(tmp_path) == ["begin"]
+
+
+def test_a_test_and_a_second_fit_after_the_end_are_recorded(tmp_path: Path) -> None:
+    record, trainer = record_of(tmp_path)
+    record.on_stop(trainer, "because")
+    found = Evaluation(values={"loss": 0.25}, num_samples=8)
+    record.on_test_end(trainer, found, 1)
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert (result["status"], result["test_loss"]) == ("stopped", 0.25)
+    assert result["skipped_samples"] == 1
+    record.on_fit_start(trainer)
+    record.on_stop(trainer, "because")
+    assert events_of(tmp_path) == ["begin", "test", "begin"]
 
 
 def test_a_failure_is_recorded_over_what_is_there(tmp_path: Path) -> None:
