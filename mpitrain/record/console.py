@@ -8,10 +8,7 @@ from mpitrain.mpi.world import World, format_ranges
 
 
 def world_lines(world: World) -> list[str]:
-    """Say who is there: a line per node, and how they meet.
-
-    Args:
-        world: Where rank zero stands.
+    """Return a line per node, and one on the backend and the rendezvous.
 
     Returns:
         Lines for the screen.
@@ -33,11 +30,10 @@ def world_lines(world: World) -> list[str]:
 
 
 def devices_in_words(devices: Sequence[str], gpus: Sequence[str] = ()) -> str:
-    """Sum up the devices of a node's ranks.
+    """Describe the devices of a node's ranks, and how many ranks share each.
 
-    Args:
-        devices: Each rank's device by the name that this rank has for it.
-        gpus: Each rank's GPU by UUID; empty without GPUs.
+    ``gpus`` are their GPUs by UUID, empty without GPUs: ranks that see one GPU each all
+    call it ``cuda:0``.
 
     Returns:
         The devices, and how many ranks share each.

@@ -49,17 +49,7 @@ VARIABLES = (
 def describe(
     world: World, scheduler: Scheduler, mpi_library: str, environ: Mapping[str, str]
 ) -> dict[str, Any]:
-    """Describe where this run runs, from rank zero's side.
-
-    Args:
-        world: Where rank zero stands.
-        scheduler: What runs the job.
-        mpi_library: The MPI library in its own words.
-        environ: Rank zero's environment.
-
-    Returns:
-        What JSON can hold.
-    """
+    """Return the content of ``environment.json``; ``environ`` is rank zero's."""
     versions = {"mpitrain": __version__, "python": platform.python_version()}
     for package in PACKAGES:
         try:
@@ -86,11 +76,7 @@ def describe(
 
 
 def git_commit() -> str | None:
-    """Return the commit of the folder we were started in, with ``+`` if it is changed.
-
-    Returns:
-        The commit, or ``None`` outside a git repository.
-    """
+    """Return the commit of the current folder, with ``+`` if it is changed."""
     # No danger to MPI: Python starts this by vfork, which copies no pages.
     try:
         done = subprocess.run(

@@ -25,11 +25,7 @@ LAST_FRACTION = 0.6
 
 
 class HealthCheck(Callback):
-    """Warns once, on rank zero, with what helps.
-
-    Args:
-        run_dir: The run folder, as a person would write it.
-    """
+    """Warns once, on rank zero, with what helps."""
 
     def __init__(self, run_dir: str) -> None:
         self._run_dir = run_dir

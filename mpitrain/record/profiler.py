@@ -30,12 +30,7 @@ NUM_FILE_ROWS = 100
 
 
 class Profiler(Callback):
-    """Traces steps of each rank, from the sixth of the job.
-
-    Args:
-        run_dir: The run folder; traces go to ``profile/``.
-        num_steps: Number of steps.
-    """
+    """Traces steps of each rank, from the sixth of the job, into ``profile/``."""
 
     def __init__(self, run_dir: Path, num_steps: int) -> None:
         self._folder = run_dir / FOLDER
@@ -105,18 +100,12 @@ class Profiler(Callback):
 
 
 def table_lines(averages: Any, key: str, num_steps: int) -> list[str]:
-    """Return a line for each of the operations that took longest.
-
-    Args:
-        averages: ``profile.key_averages()``.
-        key: The time to sort by.
-        num_steps: Number of steps in them.
-    """
-    found = sorted(averages, key=lambda it: -getattr(it, key))
-    whole = sum(getattr(it, key) for it in found) or 1
+    """Return a line for each of the operations that took longest, by the time `key`."""
+    rows = sorted(averages, key=lambda row: -getattr(row, key))
+    total = sum(getattr(row, key) for row in rows) or 1
     return [
-        f"  {getattr(it, key) / 1000 / num_steps:9.3f} ms a step | "
-        f"{getattr(it, key) / whole:4.0%} | {it.count / num_steps:7.1f} calls | "
-        f"{it.key[:60]}"
-        for it in found[:NUM_ROWS]
+        f"  {getattr(row, key) / 1000 / num_steps:9.3f} ms a step | "
+        f"{getattr(row, key) / total:4.0%} | {row.count / num_steps:7.1f} calls | "
+        f"{row.key[:60]}"
+        for row in rows[:NUM_ROWS]
     ]

@@ -41,12 +41,7 @@ MAX_SECONDS = 30.0
 
 
 class RankTimes(Callback):
-    """Writes where this rank's time goes; short steps share a line.
-
-    Args:
-        run_dir: The run folder.
-        start_seconds: From the start of the process to the ready process group.
-    """
+    """Writes where this rank's time goes; short steps share a line."""
 
     def __init__(self, run_dir: Path, start_seconds: float = 0.0) -> None:
         self._folder = run_dir / FOLDER
@@ -60,13 +55,7 @@ class RankTimes(Callback):
         on_job_end(self.cut)
 
     def open(self, world: World, timer: Timer, step: int) -> None:
-        """Open the file; `on_fit_start` does it.
-
-        Args:
-            world: This process's place in the job.
-            timer: Measures this rank's time.
-            step: Steps done by earlier jobs.
-        """
+        """Open the file. ``step``: steps done by earlier jobs."""
         self._folder.mkdir(parents=True, exist_ok=True)
         self._lines: JsonlWriter[list[Any] | dict[str, Any]] = JsonlWriter(
             self._folder / f"{rank_name(world)}.jsonl", json.dumps

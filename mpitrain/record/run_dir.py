@@ -22,19 +22,9 @@ FLUSH_SECONDS = 3.0
 
 
 def open_log(run_dir: Path, rank: int, world_size: int, hostname: str) -> TextIO:
-    """Open this rank's log; its first line says who writes it.
+    """Open ``logs/rank-<rank>.log``; its first line names the process and the rank.
 
-    A rank that is killed leaves no words of its own, and MPICH's mpiexec names a dead
-    rank by its process id alone: the first line tells which rank that was.
-
-    Args:
-        run_dir: The run folder.
-        rank: This process's rank.
-        world_size: Number of ranks.
-        hostname: This machine's name.
-
-    Returns:
-        The open file ``logs/rank-<rank>.log``, flushed line by line.
+    MPICH's mpiexec names a rank that was killed by its process id alone.
     """
     folder = run_dir / "logs"
     # On a machine that does not share the filesystem with rank zero's.
@@ -47,15 +37,7 @@ def open_log(run_dir: Path, rank: int, world_size: int, hostname: str) -> TextIO
 
 
 def start_logging(log: TextIO, *, is_rank_zero: bool) -> LogFile:
-    """Let our loggers write into this rank's log; rank zero's warnings to the screen.
-
-    Args:
-        log: This rank's open log.
-        is_rank_zero: Whether this rank has the screen.
-
-    Returns:
-        What writes into the log.
-    """
+    """Send log records to this rank's log, and rank zero's warnings to the screen."""
     logger = logging.getLogger("mpitrain")
     logger.setLevel(logging.INFO)
     logger.propagate = False
@@ -86,9 +68,6 @@ class LogFile(logging.Handler):
     """Writes lines into a rank's log, in a thread.
 
     A disk that answers late holds nobody up, and one that is full ends no training.
-
-    Args:
-        log: The open file.
     """
 
     def __init__(self, log: TextIO) -> None:
@@ -118,11 +97,11 @@ class LogFile(logging.Handler):
 
     def _run(self) -> None:
         while True:
-            it = self._waiting.get()
-            if isinstance(it, str):
-                self._put(it)
+            item = self._waiting.get()
+            if isinstance(item, str):
+                self._put(item)
             else:
-                it.set()
+                item.set()
 
     def _put(self, text: str) -> None:
         with contextlib.suppress(OSError, ValueError):  # full; closed

@@ -135,13 +135,7 @@ class TensorBoardLogger(Logger):
 
 
 class WandbLogger(Logger):
-    """Logs to Weights & Biases, or offline where that cannot be reached.
-
-    Args:
-        info: The run.
-        wandb_options: ``id``, ``name``, ``project``, ``group`` and ``tags``.
-        say: Prints a line on the screen.
-    """
+    """Logs to Weights & Biases, or offline where that cannot be reached."""
 
     INIT_SECONDS = 6
     """How long the server may take to begin a run."""

@@ -33,13 +33,7 @@ CHANNELS = (1, 3)
 
 
 class Loggers(Callback):
-    """Sends the metrics to the configured loggers, which cannot stop the training.
-
-    Args:
-        config: Names and settings of the loggers.
-        run_dir: The run folder.
-        run_id: The id of the run, in all of its jobs.
-    """
+    """Sends the metrics to the configured loggers, which cannot stop the training."""
 
     def __init__(self, config: TrainConfig, run_dir: Path, run_id: str) -> None:
         self._config, self._run_dir, self._run_id = config, run_dir, run_id

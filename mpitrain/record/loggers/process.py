@@ -58,11 +58,7 @@ def refuse_missing(config: LogConfig) -> None:
 class LoggerProcess:
     """Runs one logger in a process; none of its methods waits for it but `join`.
 
-    Args:
-        name: As in ``--log``.
-        info: The run.
-        wandb_options: For `WandbLogger`.
-        say: Prints a line on the screen.
+    ``say`` prints a line on the screen.
     """
 
     def __init__(
