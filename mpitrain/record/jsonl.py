@@ -48,13 +48,14 @@ class JsonlWriter(Generic[Value]):
         line_of: Callable[[Value], str],
         keep_bytes: int | None = None,
     ) -> None:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
         self._path = path
         self._descriptor = os.open(path, flags, 0o666)
         size = os.fstat(self._descriptor).st_size
         self._end = size if keep_bytes is None else min(size, keep_bytes)
         os.ftruncate(self._descriptor, self._end)
-        self._waiting = b"" if self._ends_a_line() else b"\n"
+        last = os.pread(self._descriptor, 1, max(0, self._end - 1))
+        self._waiting = b"" if last in (b"", b"\n") else b"\n"  # it was cut
         self._values: list[Value] = []
         self._line_of = line_of
         self._error: OSError | None = None
@@ -77,12 +78,6 @@ class JsonlWriter(Generic[Value]):
                 "Training continues",
                 *(self._path, MAX_WAITING),
             )
-
-    def _ends_a_line(self) -> bool:
-        """Return whether the last line is complete; a full disk may have cut it."""
-        with self._path.open("rb") as file:
-            file.seek(max(0, self._end - 1))
-            return file.read(1) in (b"", b"\n")
 
     def num_bytes(self) -> int:
         """Return how long the file will be when no line waits."""
@@ -221,7 +216,11 @@ class JsonlReader:
                     lines += end
                     self._offset += len(lines)
                     self._mark = lines[-MARK_BYTES:]
-                    yield parse_lines(lines)
+                    values = []
+                    for text in lines.decode(errors="replace").split("\n"):
+                        with contextlib.suppress(ValueError, RecursionError):
+                            values.append(json.loads(text))
+                    yield values
 
     def changed_at(self) -> float | None:
         """Return when the file was written last, in seconds since 1970."""
@@ -229,16 +228,3 @@ class JsonlReader:
             return self.path.stat().st_mtime
         except OSError:
             return None
-
-
-def parse_lines(lines: bytes) -> list[Any]:
-    r"""Parse lines of JSON, without those that are none.
-
-    >>> parse_lines(b'{"a": 1}\n[2\n[3]\n')
-    [{'a': 1}, [3]]
-    """
-    values = []
-    for text in lines.decode(errors="replace").split("\n"):
-        with contextlib.suppress(ValueError, RecursionError):
-            values.append(json.loads(text))
-    return values

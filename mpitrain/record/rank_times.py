@@ -148,23 +148,14 @@ class RankTimes(Callback):
 
     def _write(self, now: float) -> None:
         between, self._between = self._between, []
-        steps, self._steps = by_phase(self._steps), array("d")
+        flat, self._steps = self._steps, array("d")
+        steps = [flat[phase::NUM_PHASES] for phase in range(NUM_PHASES)]
         totals = map(sum, zip(*steps[: UPDATE + 1], strict=True))
         longest = max(totals, default=0.0)
         others = zip(*between, strict=True) if between else ((),) * NUM_PHASES
-        sums = (sum(a) + sum(b) for a, b in zip(steps, others, strict=True))
-        phases = [round(seconds, 6) for seconds in sums]
+        phases = [round(sum(a) + sum(b), 6) for a, b in zip(steps, others, strict=True)]
         end = round(now + self._wall_offset, 4)
         counts = (self._step, len(steps[0]), round(longest, 6))
         self._lines.write([end, *counts, *phases])
         seconds = max(MIN_SECONDS, (now - self._began) / RESOLUTION)
         self._line_ends = now + min(MAX_SECONDS, seconds)
-
-
-def by_phase(steps: array[float]) -> list[array[float]]:
-    """Return the seconds of each phase, of all steps.
-
-    >>> [list(seconds) for seconds in by_phase(array("d", range(16)))[:2]]
-    [[0.0, 8.0], [1.0, 9.0]]
-    """
-    return [steps[phase::NUM_PHASES] for phase in range(NUM_PHASES)]

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
-from types import NoneType
+from types import NoneType, UnionType
 from typing import Any, get_args, get_type_hints
 
 from mpitrain.errors import UsageError
@@ -46,8 +46,8 @@ class StepColumns:
     def add(self, row: Mapping[str, Any]) -> None:
         """Add a line."""
         step, epoch = int(row["step"]), int(row["epoch"])
-        names = ("train_loss", "lr", "gradient_norm")
-        loss, lr, norm = (number(row[name]) for name in names)
+        loss, lr = number(row["train_loss"]), number(row["lr"])
+        norm = number(row["gradient_norm"])
         self.step.append(step)
         self.epoch.append(epoch)
         self.loss.append(loss)
@@ -173,23 +173,13 @@ class Metrics(_File):
                 self.test = _values(row, "test_")
 
 
-def _epoch(row: Mapping[str, Any]) -> TimedEpoch:
+def _epoch(row: Mapping[str, Any]) -> Any:
     rate, num = number(row["samples_per_second"]), int(row["train_samples"])
-    return TimedEpoch(
-        time=row.get("time"),
-        stage=str(row.get("stage", "train")),
-        epoch=int(row["epoch"]),
-        step=int(row["step"]),
-        train_loss=number(row["train_loss"]),
-        train_samples=num,
-        values=_values(row, "val_"),
-        val_samples=int(row["val_samples"]),
-        skipped_samples=int(row["skipped_samples"]),
-        skipped_steps=int(row["skipped_steps"]),
-        # All of its steps may have been skipped: then the rate does not tell.
-        steps_seconds=num / rate if num else number(row["epoch_seconds"]),
-        epoch_seconds=number(row["epoch_seconds"]),
-    )
+    # All of its steps may have been skipped: then the rate does not tell.
+    seconds = num / rate if num else row["epoch_seconds"]
+    older = {"time": None, "stage": "train"}  # did not write these
+    values = {"values": _values(row, "val_"), "steps_seconds": seconds}
+    return make(TimedEpoch, {**older, **row, **values})
 
 
 def _values(row: Mapping[str, Any], prefix: str) -> dict[str, float]:
@@ -278,9 +268,11 @@ class RankFile(_File):
         if type(row) is list:
             self.jobs[-1].add(row, self._places)
         elif "end" in row:
-            end, seconds = float(row["end"]), float(row["seconds"])
-            phase = _phase(row["phase"])
-            self.jobs[-1].cut = CutShort(time=end, phase=phase, seconds=seconds)
+            self.jobs[-1].cut = CutShort(
+                time=float(row["end"]),
+                phase=_phase(row["phase"]),
+                seconds=float(row["seconds"]),
+            )
         else:
             job = RankJob(
                 rank=int(row["rank"]),
@@ -407,10 +399,10 @@ def make(kind: Any, row: Mapping[str, Any]) -> Any:
     values = {}
     for name, hint in _type_hints(kind).items():
         if name in row:
-            base, *others = get_args(hint) or (hint,)
-            cast = _CASTS.get(base)
-            is_null = row[name] is None and NoneType in others
-            values[name] = row[name] if is_null or cast is None else cast(row[name])
+            kinds = get_args(hint) if isinstance(hint, UnionType) else (hint,)
+            is_null = row[name] is None and NoneType in kinds
+            cast = None if is_null else _CASTS.get(kinds[0])
+            values[name] = row[name] if cast is None else cast(row[name])
     return kind(**values)
 
 

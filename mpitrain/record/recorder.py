@@ -216,14 +216,13 @@ class Recorder(Callback):
         """Write a line for the checkpoint."""
         if self._metrics is None:
             return
-        values: dict[str, object] = {
-            "step": checkpoint.step,
-            "copy_seconds": round(checkpoint.copy_seconds, 6),
-            "write_seconds": round(checkpoint.write_seconds, 6),
-        }
-        if checkpoint.error:
-            values["error"] = checkpoint.error
-        self._write("checkpoint", **values)
+        self._write(
+            "checkpoint",
+            step=checkpoint.step,
+            copy_seconds=round(checkpoint.copy_seconds, 6),
+            write_seconds=round(checkpoint.write_seconds, 6),
+            **({"error": checkpoint.error} if checkpoint.error else {}),
+        )
 
     def on_test_end(self, trainer: Any, evaluation: Any, skipped: int) -> None:
         """Write the metrics of the test set, also after the end of the training."""

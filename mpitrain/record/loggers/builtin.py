@@ -42,7 +42,7 @@ class CSVLogger(Logger):
             self._rewrite(rows)
         if metrics:
             row = {"step": step, **metrics}
-            self._lines.append(_csv_line([row.get(it, "") for it in self._columns]))
+            self._lines.append(_csv_line([row.get(k, "") for k in self._columns]))
 
     def save(self) -> None:
         """Append the new lines: all of them, or none."""
@@ -127,7 +127,6 @@ class TensorBoardLogger(Logger):
 
     def finalize(self, status: Status) -> None:
         """Close the file."""
-        del status
         self._writer.close()
 
     def _add(self, step: int, **event: Any) -> None:
@@ -206,8 +205,9 @@ class WandbLogger(Logger):
 
     def log_images(self, name: str, images: Images, step: int) -> None:
         """Log the images."""
-        shown = [it[..., 0] if it.shape[-1] == 1 else it for it in images]
-        self._run.log({"step": step, name: [self._wandb.Image(it) for it in shown]})
+        if images.shape[-1] == 1:
+            images = images[..., 0]
+        self._run.log({"step": step, name: [self._wandb.Image(i) for i in images]})
 
     def finalize(self, status: Status) -> None:
         """Send the rest, for `SEND_SECONDS` at most."""

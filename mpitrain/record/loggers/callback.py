@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,46 +54,63 @@ class Loggers(Callback):
         )
         show = say if world.is_rank_zero else logger.info
         self._processes = make_processes(self._config, info, show)
-        names = {one.name for one in self._processes}
-        self._wants_images = world.is_rank_zero and bool(names - {"csv"})
-        for one in self._processes:
-            one.start()
+        self._wants_images = world.is_rank_zero and set(self._config.log) != {"csv"}
+        for process in self._processes:
+            process.start()
 
     def on_batch_start(self, trainer: Any, batch: Any) -> None:
         """Log images of the first batch that has any."""
-        if not self._wants_images:
+        if not self._wants_images or not len(batch):
             return
-        images = batch.inputs
-        if not len(batch) or not isinstance(images, Tensor):
-            return
-        if images.ndim != NUM_DIMENSIONS or images.shape[1] not in CHANNELS:
-            return
-        self._wants_images = False
-        some = images[: min(len(batch), MAX_IMAGES)]
-        found = to_uint8(some, trainer.engine.mean_std).numpy()
-        self._send("log_images", ("train/images", found, trainer.state.step))
+        inputs = batch.inputs
+        if (
+            isinstance(inputs, Tensor)
+            and inputs.ndim == NUM_DIMENSIONS
+            and inputs.shape[1] in CHANNELS
+        ):
+            self._wants_images = False
+            some = inputs[: min(len(batch), MAX_IMAGES)]
+            images = to_uint8(some, trainer.engine.mean_std).numpy()
+            self._send("log_images", ("train/images", images, trainer.state.step))
 
     def on_metrics(self, trainer: Any, steps: Sequence[StepMetrics]) -> None:
         """Log steps."""
         if not self._processes:
             return
-        every = self._config.log_every_steps
-        logged = [(step_metrics(it), it.step) for it in steps if it.step % every == 0]
+        logged = []
+        for _, step, loss, lr, norm in steps:
+            if step % self._config.log_every_steps == 0:
+                values = {"loss": loss, "lr": lr, "gradient_norm": norm}
+                logged.append((_prefixed("train", values), step))
         if logged:
             self._send("log_metrics", *logged)
 
     def on_throughput(self, trainer: Any, throughput: Throughput) -> None:
-        """Log the speed of steps."""
-        metrics = throughput_metrics(throughput)
+        """Log the speed of steps; the seconds are those of one step."""
+        metrics = {"throughput/samples_per_second": throughput.samples_per_second}
+        seconds = {"step": throughput.seconds} | {
+            name: getattr(throughput, f"{name}_seconds")
+            for name in ("data", "compute", "communication", "wait", "late")
+        }
+        for name, value in seconds.items():
+            metrics[f"throughput/{name}_seconds"] = value / throughput.num_steps
+        if throughput.gpu_bytes is not None:
+            metrics["gpu/memory_bytes"] = throughput.gpu_bytes
         self._send("log_metrics", (metrics, throughput.step))
 
     def on_epoch_end(self, trainer: Any, epoch: EpochMetrics) -> None:
         """Log an epoch."""
-        self._send("log_metrics", (epoch_metrics(epoch), epoch.step))
+        metrics = {
+            "train/epoch": epoch.epoch,
+            "train/epoch_loss": epoch.train_loss,
+            "train/epoch_seconds": epoch.epoch_seconds,
+            **_prefixed("val", epoch.values),
+        }
+        self._send("log_metrics", (metrics, epoch.step))
 
     def on_test_end(self, trainer: Any, evaluation: Any, skipped: int) -> None:
         """Log the test set's metrics."""
-        metrics = {f"test/{name}": value for name, value in evaluation.values.items()}
+        metrics = _prefixed("test", evaluation.values)
         self._send("log_metrics", (metrics, trainer.state.step))
 
     def on_fit_end(self, trainer: Any) -> None:
@@ -106,18 +123,18 @@ class Loggers(Callback):
 
     def _finish(self, status: Status) -> None:
         deadline = time.monotonic() + FINISH_SECONDS
-        for one in self._processes:
-            one.finalize(status)
-        for one in self._processes:
-            while not one.join(min(1.0, deadline - time.monotonic())):
+        for process in self._processes:
+            process.finalize(status)
+        for process in self._processes:
+            while not process.join(min(1.0, deadline - time.monotonic())):
                 heartbeat("finishing the loggers")
                 if time.monotonic() >= deadline:
                     break
-            one.close()
+            process.close()
 
     def _send(self, method: str, *calls: tuple[object, ...]) -> None:
-        for one in self._processes:
-            one.send(method, *calls)
+        for process in self._processes:
+            process.send(method, *calls)
 
 
 def make_processes(
@@ -145,38 +162,5 @@ def make_processes(
     return [LoggerProcess(name, info, options, show) for name in names]
 
 
-def step_metrics(row: StepMetrics) -> dict[str, float]:
-    """Name the metrics of a step.
-
-    >>> step_metrics(StepMetrics(epoch=1, step=3, loss=0.5, lr=0.1, grad_norm=2.0))
-    {'train/loss': 0.5, 'train/lr': 0.1, 'train/gradient_norm': 2.0}
-    """
-    return {
-        "train/loss": row.loss,
-        "train/lr": row.lr,
-        "train/gradient_norm": row.grad_norm,
-    }
-
-
-def throughput_metrics(throughput: Throughput) -> dict[str, float]:
-    """Name the metrics of the throughput; seconds are those of one step."""
-    seconds = {"step": throughput.seconds} | {
-        name: getattr(throughput, f"{name}_seconds")
-        for name in ("data", "compute", "communication", "wait", "late")
-    }
-    metrics = {
-        f"throughput/{k}_seconds": v / throughput.num_steps for k, v in seconds.items()
-    }
-    if throughput.gpu_bytes is not None:
-        metrics["gpu/memory_bytes"] = throughput.gpu_bytes
-    return {"throughput/samples_per_second": throughput.samples_per_second, **metrics}
-
-
-def epoch_metrics(epoch: EpochMetrics) -> dict[str, float]:
-    """Name the metrics of an epoch."""
-    return {
-        "train/epoch": epoch.epoch,
-        "train/epoch_loss": epoch.train_loss,
-        "train/epoch_seconds": epoch.epoch_seconds,
-        **{f"val/{name}": value for name, value in epoch.values.items()},
-    }
+def _prefixed(prefix: str, values: Mapping[str, float]) -> dict[str, float]:
+    return {f"{prefix}/{name}": value for name, value in values.items()}
