@@ -15,7 +15,7 @@ from mpitrain.watchdog.report import (
     RankStatus,
     hang_report,
     missing_ranks,
-    position_report,
+    position_lines,
 )
 
 HANG_STATUS = 76
@@ -43,6 +43,8 @@ NOTICE_SECONDS = 2.0
 ABORT_SECONDS = 7.0
 """How long a rank that reported why the job ends may take to end it."""
 
+KILLED = "ended without a word: killed by a signal, or by os._exit; it was at: "
+
 _DEATHS = {
     "terminated": "ended by SIGTERM, as a rule the launcher's or scheduler's",
     "orphaned": "the launcher is gone, and so this rank ends",
@@ -50,14 +52,12 @@ _DEATHS = {
 }
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True)
 class Actions:
-    """What the coordinator wants done."""
+    """Texts to print, and commands for every sidecar, the coordinator's included."""
 
     messages: list[str] = field(default_factory=list)
-    """To print."""
     commands: list[dict[str, Any]] = field(default_factory=list)
-    """For every sidecar, its own included."""
 
     def add(self, command: str, **arguments: object) -> None:
         """Add a command."""
@@ -99,13 +99,14 @@ class Coordinator:
 
     def receive(self, rank: int, message: Mapping[str, Any], now: float) -> None:
         """Process a message from a rank's sidecar."""
-        position = Position.from_message(message)
+        fields = {name: message[name] for name in Position._fields}
+        position = Position(**fields | {"state": State(message["state"])})
         status = RankStatus(
             rank=rank,
-            hostname=str(message["hostname"]),
+            hostname=message["hostname"],
             position=position,
             heard_at=now,
-            process_state=str(message.get("process_state", "")),
+            process_state=message.get("process_state", ""),
             stack=message.get("stack"),
         )
         before = self._statuses.get(rank)
@@ -131,7 +132,7 @@ class Coordinator:
         self._decided_at = now
         if self._failing_at is not None:
             if now - self._failing_at > ABORT_SECONDS:
-                self._abort(actions, 1, "")  # the reason is printed; mpirun lingers
+                self._abort(actions, 1)  # the reason is printed; mpirun lingers
         elif self._gone:
             self._handle_gone(actions, now - self._gone_at)
         elif self._stacks_asked_at is not None:
@@ -142,8 +143,8 @@ class Coordinator:
             actions.add("dump_stacks")
         if self._shown_at is not None and now - self._shown_at > SHOW_SECONDS:
             self._shown_at = None
-            text = position_report(self._sorted(), self._world_size, now)
-            actions.messages.append(text)
+            lines = position_lines(self._sorted(), range(self._world_size), now)
+            actions.messages.append("\n".join(["where the ranks are:", *lines]))
             self._forget_stacks()
         return actions
 
@@ -157,7 +158,7 @@ class Coordinator:
             self._is_gone_printed = True
             actions.messages.append(self._gone_text)
         if seconds > NOTICE_SECONDS:
-            self._abort(actions, 1, "")
+            self._abort(actions, 1)
 
     def _await_stacks(self, actions: Actions, now: float, asked_at: float) -> None:
         if not self._is_hung(now):
@@ -173,7 +174,7 @@ class Coordinator:
             self._abort(actions, HANG_STATUS, text, reporting)
 
     def _abort(
-        self, actions: Actions, status: int, text: str, reporting_rank: int = 0
+        self, actions: Actions, status: int, text: str = "", reporting_rank: int = 0
     ) -> None:
         self._is_ended = True
         if text:
@@ -224,11 +225,9 @@ class Coordinator:
         status = self._statuses[rank]
         position = status.position
         steps = f", {position.step} steps done" if position.step >= 0 else ""
-        killed = "ended without a word: killed by a signal, or by os._exit"
-        return (
-            f"[rank {rank}/{self._world_size} {status.hostname}] "
-            f"{_DEATHS.get(cause, killed)}; it was at: {position.phase}{steps}"
-        )
+        death = f"{_DEATHS[cause]}; it was at: " if cause in _DEATHS else KILLED
+        name = f"[rank {rank}/{self._world_size} {status.hostname}]"
+        return f"{name} {death}{position.phase}{steps}"
 
     def _forget_stacks(self) -> None:
         for status in self._statuses.values():

@@ -7,10 +7,8 @@ import mmap
 import os
 import struct
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any
+from typing import NamedTuple
 
 _LAYOUT = struct.Struct("=ddqq96s")
 """Time of the last progress, limit, step, state, phase."""
@@ -33,8 +31,7 @@ class State(IntEnum):
     """Sleeps while others work without it."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Position:
+class Position(NamedTuple):
     """Where a rank is."""
 
     state: State
@@ -47,25 +44,11 @@ class Position:
     limit_seconds: float
     """Largest allowed age; 0 for no limit."""
 
-    @classmethod
-    def from_message(cls, message: Mapping[str, Any]) -> Position:
-        """Read the fields of a sidecar's message."""
-        return cls(
-            state=State(message["state"]),
-            phase=str(message["phase"]),
-            step=int(message["step"]),
-            age_seconds=float(message["age_seconds"]),
-            limit_seconds=float(message["limit_seconds"]),
-        )
-
 
 class Heartbeat:
-    """One rank's position, in memory that two processes map.
+    """One rank's position, in a file in memory that two processes map.
 
     Writing takes about a microsecond, so a rank can write every step.
-
-    Args:
-        descriptor: An open file in memory; kept open by the caller.
     """
 
     def __init__(self, descriptor: int) -> None:

@@ -22,6 +22,8 @@ UNKNOWN_SECONDS = 5.0
 MAX_UNKNOWN = 64
 """Such connections beyond the number of ranks; more are refused."""
 
+PING = '{"command": "ping"}'
+
 
 class JsonSocket:
     """A connection that carries one object per line; never blocks.
@@ -39,12 +41,8 @@ class JsonSocket:
         self._out = b""
         sock.setblocking(False)
 
-    def send(self, message: dict[str, Any]) -> None:
-        """Send an object; what does not go now goes with the next."""
-        self.send_line(json.dumps(message))
-
-    def send_line(self, text: str) -> None:
-        """Send a line."""
+    def send(self, text: str) -> None:
+        """Send a line; what does not go now goes with the next."""
         self._out += text.encode() + b"\n"
         try:
             sent = self.sock.send(self._out)
@@ -108,7 +106,7 @@ class CoordinatorServer:
                 if one.rank is None:
                     one.close()
                     break
-                one.send({"command": "ping"})  # so that it knows it is heard
+                one.send(PING)  # so that it knows it is heard
         late = time.monotonic() - UNKNOWN_SECONDS
         for one in self._connections:
             if one.is_closed or (one.rank is None and one.began < late):
@@ -131,7 +129,7 @@ class CoordinatorServer:
         """Send to every authenticated sidecar."""
         for one in self._connections:
             if one.rank is not None:
-                one.send(message)
+                one.send(json.dumps(message))
 
     def _accept(self) -> None:
         with contextlib.suppress(OSError):
@@ -185,7 +183,7 @@ class CoordinatorClient:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._connection = JsonSocket(sock)
             self._connection.rank = 0  # it listens to rank zero alone
-            self._connection.send_line(self._hello)
+            self._connection.send(self._hello)
             self.heard_at = time.monotonic()
 
     def close(self) -> None:
@@ -196,7 +194,7 @@ class CoordinatorClient:
     def send(self, message: dict[str, Any]) -> None:
         """Send a message; lost where there is no connection."""
         if self._connection is not None and self._is_open:
-            self._connection.send(message)
+            self._connection.send(json.dumps(message))
 
     def receive(self, ready: Sequence[socket.socket]) -> list[dict[str, Any]]:
         """Return the messages that arrived."""

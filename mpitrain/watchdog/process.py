@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 LINGER_SECONDS = 3.0
 """How long a launcher may take to notice that its rank is gone."""
@@ -20,8 +21,7 @@ DAEMONS = ("prted", "orted", "hydra_pmi_proxy")
 """What they start on every host to start the ranks there."""
 
 
-@dataclass(frozen=True)
-class Ancestor:
+class Ancestor(NamedTuple):
     """A process above a rank: its id, and when it started, since ids are reused."""
 
     pid: int
@@ -68,8 +68,8 @@ def launchers_of(pid: int, rank_variables: Sequence[str]) -> list[Ancestor]:
     given a rank itself, by one of `rank_variables`; shells and wrappers may be between.
     Empty without a launcher, or if it cannot be seen (another process namespace).
     """
-    own = _variables_of(pid, rank_variables)
-    if not own:
+    variables = _variables_of(pid, rank_variables)
+    if not variables:
         return []
     found: list[Ancestor] = []
     while (status := status_of(pid)) is not None and status[1] > 1:
@@ -78,7 +78,7 @@ def launchers_of(pid: int, rank_variables: Sequence[str]) -> list[Ancestor]:
         if above is None:
             return []
         found.append(Ancestor(pid, above[2]))
-        if not _variables_of(pid, rank_variables) & own:
+        if not _variables_of(pid, rank_variables) & variables:
             return found
     return []
 
@@ -134,20 +134,15 @@ class Launcher:
         Open MPI's mpirun was seen to wait forever, deaf to SIGTERM, for a rank that
         died while others were in MPI_Init. `since`: when the rank went, monotonic.
         """
-        if not self._ancestors:
-            return
-        launcher = self._ancestors[-1]
-        if name_of(launcher.pid) not in COMMANDS + DAEMONS:
-            return
-        for seconds, number in (
-            (LINGER_SECONDS, signal.SIGTERM),
-            (LINGER_SECONDS + 1.0, signal.SIGKILL),
-        ):
-            while time.monotonic() < since + seconds:
-                if not is_alive(launcher):
-                    return
-                time.sleep(0.1)
-            send_signal(launcher.pid, number)
+        for launcher in self._ancestors[-1:]:
+            if name_of(launcher.pid) not in COMMANDS + DAEMONS:
+                return
+            for delay, number in ((0.0, signal.SIGTERM), (1.0, signal.SIGKILL)):
+                while time.monotonic() < since + LINGER_SECONDS + delay:
+                    if not is_alive(launcher):
+                        return
+                    time.sleep(0.1)
+                send_signal(launcher.pid, number)
 
 
 def oom_kills() -> int:
@@ -157,23 +152,16 @@ def oom_kills() -> int:
     (https://docs.kernel.org/admin-guide/cgroup-v2.html#memory-interface-files).
     """
     total = 0
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/self/cgroup").read_text().splitlines():
-            _, controllers, path = line.split(":", 2)
-            if controllers == "":
-                total += _counter(f"/sys/fs/cgroup{path}/memory.events")
-            elif "memory" in controllers.split(","):
-                total += _counter(f"/sys/fs/cgroup/memory{path}/memory.oom_control")
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        file = f"/sys/fs/cgroup{path}/memory.events"
+        if controllers:
+            file = f"/sys/fs/cgroup/memory{path}/memory.oom_control"
+        if controllers in ("", "memory"):
+            with contextlib.suppress(OSError):
+                found = re.search(r"^oom_kill (\d+)", Path(file).read_text(), re.M)
+                total += int(found[1]) if found else 0
     return total
-
-
-def _counter(file: str) -> int:
-    with contextlib.suppress(OSError, ValueError):
-        for line in Path(file).read_text().splitlines():
-            key, _, value = line.partition(" ")
-            if key == "oom_kill":
-                return int(value)
-    return 0
 
 
 def send_signal(pid: int, signal_number: int) -> None:

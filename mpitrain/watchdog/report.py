@@ -7,6 +7,7 @@ import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from mpitrain.mpi.world import format_ranges, list_hosts
 from mpitrain.watchdog.heartbeat import Position, State
@@ -29,8 +30,7 @@ WAITING_FILES = (
 """A rank whose stack ends in one of these files waits for others."""
 
 
-@dataclass(frozen=True)
-class Frame:
+class Frame(NamedTuple):
     """One call of a Python stack."""
 
     file: str
@@ -67,7 +67,7 @@ class RankStatus:
 
     @property
     def frames(self) -> list[Frame]:
-        """The main thread's calls, the innermost first."""
+        """See `main_stack`."""
         return main_stack(self.stack or "")
 
 
@@ -133,10 +133,9 @@ def _is_user_code(frame: Frame) -> bool:
 
 
 def missing_ranks(statuses: Sequence[RankStatus], now: float) -> list[int]:
-    """Return the ranks that the others wait for, ascending.
+    """Return the ranks that the others wait for; empty where each waits for some other.
 
-    `statuses` are those of all ranks, with their stacks. The result is empty where each
-    waits for some other.
+    `statuses` are those of all ranks, with their stacks.
     """
     # Nobody waits for ranks that sleep while others work.
     statuses = [s for s in statuses if s.position.state is not State.IDLE]
@@ -220,9 +219,3 @@ def hang_report(
     elif first.stack:
         lines.append(f"The stacks of rank {first.rank}:\n{first.stack.rstrip()}")
     return "\n".join(lines)
-
-
-def position_report(statuses: Sequence[RankStatus], world_size: int, now: float) -> str:
-    """Describe where every rank is, for a user who asked."""
-    lines = position_lines(statuses, range(world_size), now)
-    return "\n".join(["where the ranks are:", *lines])

@@ -18,10 +18,14 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import Any
 
-from mpitrain.watchdog.coordinator import HANG_STATUS, SUSPENDED_SECONDS, Coordinator
+from mpitrain.watchdog.coordinator import (
+    HANG_STATUS,
+    KILLED,
+    SUSPENDED_SECONDS,
+    Coordinator,
+)
 from mpitrain.watchdog.heartbeat import Heartbeat, State
 from mpitrain.watchdog.links import CoordinatorClient, CoordinatorServer
 from mpitrain.watchdog.process import Launcher, oom_kills, send_signal, status_of
@@ -55,12 +59,9 @@ CLAIM_SECONDS = 4.0
 class Sidecar:
     """One rank's sidecar.
 
-    Args:
-        control: Messages from and to the rank.
-        heartbeat: Where the rank is.
-        dump: File in memory to which the rank writes its stacks when asked.
-        terminated: File in memory that is not empty after SIGTERM.
-        rank_info: What the rank knows before MPI; see `client`.
+    Messages from and to the rank go over `control`. `dump` and `terminated` are files
+    in memory: the rank writes its stacks into them when asked, and at SIGTERM.
+    `rank_info` is what it knows before MPI; see `client`.
     """
 
     def __init__(
@@ -129,10 +130,9 @@ class Sidecar:
 
     def _read_control(self) -> bool:
         """Process a message of the rank; return whether it is still there."""
-        try:
+        data = b""
+        with contextlib.suppress(OSError):
             data = self.control.recv(65536)
-        except OSError:
-            return False
         if not data:
             return False
         message = json.loads(data)
@@ -170,7 +170,7 @@ class Sidecar:
 
     def _send(self, **more: object) -> None:
         """Report to the coordinator where the rank is."""
-        position = asdict(self.heartbeat.read())
+        position = self.heartbeat.read()._asdict()
         message = {"hostname": self.rank_info["hostname"], **position, **more}
         if self.coordinator is not None:
             self.coordinator.receive(self.rank_info["rank"], message, time.monotonic())
@@ -188,12 +188,9 @@ class Sidecar:
         if self.kill_at is None:
             cause = self._cause_of_death(now)
             self._send(gone=cause)
-            is_untold = is_unreported and not self._has_coordinator() and not is_single
-            if is_untold and cause == "killed" and self._claim_output():
-                self.console.print(
-                    f"{self._name()} ended without a word: killed by a signal, or by "
-                    f"os._exit; it was at: {position.phase}"
-                )
+            is_alone = is_unreported and not self._has_coordinator() and not is_single
+            if is_alone and cause == "killed" and self._claim_output():
+                self.console.print(f"{self._name()} {KILLED}{position.phase}")
         # The coordinator stays until it has printed what there is to print.
         while self.coordinator and not self.coordinator.is_settled:
             if time.monotonic() > now + 1.5:
@@ -220,9 +217,6 @@ class Sidecar:
         is_connected = self.client is not None and self.client.is_established
         return self.coordinator is not None or is_connected
 
-    def _claim_output(self) -> bool:
-        return self.console.claim_output(self.launcher)
-
     def _check_terminations(self, now: float) -> None:
         """Note when SIGTERM came; a child that was forked off the rank writes, too."""
         size = os.fstat(self.terminated).st_size
@@ -240,20 +234,16 @@ class Sidecar:
         """Pass on the stacks: this sidecar asked for them, or a user sent SIGUSR1."""
         has_new = os.fstat(self.dump).st_size > self.dump_read
         is_asked = self.dump_due_at is not None
-        if self.dump_due_at is not None and not has_new and now < self.dump_due_at:
-            return
-        if not is_asked and not has_new:
+        if not has_new and (self.dump_due_at is None or now < self.dump_due_at):
             return
         time.sleep(0.05)  # the handler may still be writing
         self.dump_due_at = None
         size = os.fstat(self.dump).st_size
-        begin = max(
-            self.dump_read, size - MAX_STACK_BYTES
-        )  # the main thread comes last
+        begin = max(self.dump_read, size - MAX_STACK_BYTES)  # main thread comes last
         text = os.pread(self.dump, size - begin, begin).decode(errors="replace")
         self.dump_read = size
-        show = {} if is_asked else {"show": True}
-        self._send(stack=text, process_state=self._process_state(), **show)
+        state = self._process_state()
+        self._send(stack=text, process_state=state, show=not is_asked)
         self.console.write_log(text)
 
     # --- the coordinator --------------------------------------------------------------
@@ -318,16 +308,15 @@ class Sidecar:
             send_signal(self.rank_pid, DUMP_SIGNAL)
             self.dump_due_at = now + DUMP_SECONDS
         elif name == "abort":
-            self._end_rank(command["status"], text, now)
+            self.kill_at = now + GRACE_SECONDS
+            self._send_to_rank(command["status"], text)
         elif name == "record":
             self._send_to_rank(None, text)
         elif name == "detach":
             self.client = None
 
-    def _end_rank(self, status: int, text: str, now: float) -> None:
-        """Let the rank end the job with a status, or else kill it."""
-        self.kill_at = now + GRACE_SECONDS
-        self._send_to_rank(status, text)
+    def _claim_output(self) -> bool:
+        return self.console.claim_output(self.launcher)
 
     def _send_to_rank(self, status: int | None, text: str) -> None:
         with contextlib.suppress(OSError):
@@ -348,7 +337,8 @@ class Sidecar:
                     f"Processes started on this host: {seen}. Look at the others, at "
                     "the other hosts, and at the network between them."
                 )
-            self._end_rank(HANG_STATUS, "", now)
+            self.kill_at = now + GRACE_SECONDS
+            self._send_to_rank(HANG_STATUS, "")
 
     def _name(self) -> str:
         info = self.rank_info
@@ -356,16 +346,11 @@ class Sidecar:
 
 
 class Console:
-    """Where a sidecar writes: the rank's stderr, and the rank's log.
-
-    Attributes:
-        log: The rank's log; ``None``: it has none.
-        claimed_until: How long this sidecar must live to hold its claim.
-    """
+    """Where a sidecar writes: the rank's stderr, and the rank's log if it has one."""
 
     def __init__(self) -> None:
         self.log: str | None = None
-        self.claimed_until = 0.0
+        self.claimed_until = 0.0  # this sidecar must live so long to hold its claim
         self._claim: socket.socket | None = None
 
     def print(self, text: str) -> None:
@@ -418,21 +403,16 @@ class Console:
 
 def main() -> None:
     """Watch the process that started this one."""
-    control, page, dump, terminated = (int(word) for word in sys.argv[1:5])
+    control, heartbeat, dump, terminated = (int(word) for word in sys.argv[1:5])
     for number in (
         *(signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT),
         *(signal.SIGUSR1, signal.SIGUSR2, signal.SIGPIPE),
     ):
         signal.signal(number, signal.SIG_IGN)
-    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # one for each rank
-    sidecar = Sidecar(
-        socket.socket(fileno=control),
-        Heartbeat(page),
-        dump,
-        terminated,
-        json.loads(sys.argv[5]),
-    )
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))  # one for each rank
+    sock, rank_info = socket.socket(fileno=control), json.loads(sys.argv[5])
+    sidecar = Sidecar(sock, Heartbeat(heartbeat), dump, terminated, rank_info)
     try:
         sidecar.run()
     finally:
