@@ -1,8 +1,11 @@
 """The backend's methods as torch calls them.
 
-Torch calls them by name, some in camel case (torch 2.15: Backend.hpp, PyBackend.hpp).
-Arguments that cannot work are refused before the operation starts.
+Torch calls them by name, some in camel case (torch 2.15: Backend.hpp, PyBackend.hpp),
+and documents what they do. Arguments that cannot work are refused before the operation
+starts.
 """
+
+# ruff: noqa: D102
 
 from __future__ import annotations
 
@@ -16,11 +19,7 @@ from torch import Tensor
 
 from mpitrain.backend.desync_report import connect
 from mpitrain.backend.errors import NAME
-from mpitrain.backend.group import (
-    Group,
-    default_communicator,
-    subgroup_communicator,
-)
+from mpitrain.backend.group import Group, default_communicator, subgroup_communicator
 from mpitrain.backend.op_queue import CoalescedWork, PendingWork
 from mpitrain.backend.reductions import Reduction, reduction_of
 from mpitrain.backend.tensors import (
@@ -63,12 +62,10 @@ class MpiBackend(Backend):
     # --- the backend ------------------------------------------------------------------
 
     def getBackendName(self) -> str:
-        """Return its name."""
         return NAME
 
     @property
     def options(self) -> Backend.Options:
-        """Torch's options of this group."""
         return self._options
 
     supports_splitting = True
@@ -79,15 +76,14 @@ class MpiBackend(Backend):
     _supports_time_estimate = False
 
     def _set_sequence_number_for_group(self) -> None:
-        """Begin to count; all ranks count from 0."""
+        pass  # all ranks count from 0
 
     def _get_sequence_number_for_group(self) -> int:
-        """Return the number of collectives called; torch compares it over ranks."""
-        return self._num_collectives
+        return self._num_collectives  # torch compares it over ranks
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Set how long an operation may take, from the next one on."""
-        self._group.timeout_seconds = timeout.total_seconds()
+        self._group.queue.timeout_seconds = timeout.total_seconds()
 
     def shutdown(self) -> None:
         """Finish submitted operations, in a moment, and free the communicators."""
@@ -111,9 +107,8 @@ class MpiBackend(Backend):
             return None
         parents = list(self._options.global_ranks_in_group) or list(range(self.size()))
         if options is None:
-            options = Backend.Options(
-                NAME, timeout=timedelta(seconds=self._group.timeout_seconds)
-            )
+            seconds = self._group.queue.timeout_seconds
+            options = Backend.Options(NAME, timeout=timedelta(seconds=seconds))
         options.global_ranks_in_group = [parents[rank] for rank in ranks]
         name = options.group_name or f"{self._group.name} split"
         store, rank = PrefixStore(name, self._store), ranks.index(self.rank())
@@ -122,7 +117,6 @@ class MpiBackend(Backend):
     # --- reductions -------------------------------------------------------------------
 
     def allreduce(self, tensors: Tensors, opts: dist.AllreduceOptions) -> Work:
-        """Combine each tensor over all ranks, in place."""
         if tensors[0].is_sparse:
             return self.allreduce_sparse(tensors, opts)
         check_one_dtype(tensors, "all_reduce")
@@ -131,7 +125,7 @@ class MpiBackend(Backend):
 
         def action(deadline: float) -> None:
             for flat in host.flat:
-                self._group.all_reduce(flat, reduction, deadline)
+                self._all_reduce(flat, reduction, deadline)
             host.write_back()
 
         return self._start(action, tensors, opts)
@@ -139,41 +133,42 @@ class MpiBackend(Backend):
     def allreduce_coalesced(
         self, tensors: Tensors, opts: dist.AllreduceCoalescedOptions
     ) -> Work:
-        """Combine many tensors over all ranks, in place, as if they were one."""
+        """All-reduce many tensors as if they were one."""
         check_one_dtype(tensors, "all_reduce")
         reduction = self._reduction(opts, tensors[0])
         host = HostTensors(tensors)
 
         def action(deadline: float) -> None:
-            whole = torch.cat(host.flat)
-            self._group.all_reduce(whole, reduction, deadline)
-            parts = torch.split(whole, [flat.numel() for flat in host.flat])
-            for flat, part in zip(host.flat, parts, strict=True):
-                flat.copy_(part)
+            joined = torch.cat(host.flat)
+            self._all_reduce(joined, reduction, deadline)
+            parts = torch.split(joined, [flat.numel() for flat in host.flat])
+            torch._foreach_copy_(host.flat, list(parts))  # all in one call
             host.write_back()
 
         return self._start(action, tensors, opts)
 
     def allreduce_sparse(self, tensors: Tensors, opts: dist.AllreduceOptions) -> Work:
-        """Add sparse tensors over all ranks, in place."""
         (tensor,) = tensors
         if self._reduction(opts, tensor).name != "SUM":
             raise ValueError("mpi4py: sparse tensors can only be summed")
-        own = tensor.coalesce()
+        coalesced = tensor.coalesce()
 
         def action(deadline: float) -> None:
-            tensor.copy_(self._group.all_reduce_sparse(own, deadline))
+            tensor.copy_(self._group.all_reduce_sparse(coalesced, deadline))
 
         return self._start(action, tensors, opts)
 
     def reduce(self, tensors: Tensors, opts: dist.ReduceOptions) -> Work:
-        """Combine a tensor over all ranks into that of one."""
         reduction = self._reduction(opts, tensors[0])
         host, root = HostTensors(tensors), opts.rootRank
+        (flat,) = host.flat
 
         def action(deadline: float) -> None:
-            self._group.reduce(host.flat[0], root, reduction, deadline)
+            given = reduction.scaled(flat)
+            self._group.transport.reduce(given, root, reduction, deadline)
             if self.rank() == root:
+                if given is not flat:
+                    flat.copy_(given)
                 host.write_back()
 
         return self._start(action, tensors, opts)
@@ -181,19 +176,16 @@ class MpiBackend(Backend):
     def reduce_scatter(
         self, outputs: Tensors, inputs: list[Tensors], opts: dist.ReduceScatterOptions
     ) -> Work:
-        """Combine a list's tensors over all ranks; each rank keeps its own."""
         self._check_length(inputs[0], "reduce_scatter")
         parts = [HostTensors(inputs[0]).flat]
         return self._reduce_scatter(outputs, inputs[0], parts, opts)
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any) -> Work:
-        """Combine a tensor over all ranks; each rank keeps its part."""
         return self.reduce_scatter_single_coalesced([output], [input], opts)
 
     def reduce_scatter_single_coalesced(
         self, outputs: Tensors, inputs: Tensors, opts: dist.ReduceScatterOptions
     ) -> Work:
-        """Combine tensors over all ranks; each rank keeps its part of each."""
         flat = HostTensors(inputs).flat
         parts = [split_evenly(f, self.size(), "reduce_scatter") for f in flat]
         return self._reduce_scatter(outputs, inputs, parts, opts)
@@ -209,15 +201,21 @@ class MpiBackend(Backend):
 
         def action(deadline: float) -> None:
             for flat, by_rank in zip(out.flat, parts, strict=True):
-                self._group.reduce_scatter(flat, by_rank, reduction, deadline)
+                given = [reduction.scaled(part) for part in by_rank]
+                self._group.transport.reduce_scatter(flat, given, reduction, deadline)
             out.write_back()
 
         return self._start(action, outputs, opts)
 
+    def _all_reduce(self, flat: Tensor, reduction: Reduction, deadline: float) -> None:
+        given = reduction.scaled(flat)
+        self._group.all_reduce_transport.all_reduce(given, reduction, deadline)
+        if given is not flat:
+            flat.copy_(given)
+
     # --- bytes ------------------------------------------------------------------------
 
     def broadcast(self, tensors: Tensors, opts: dist.BroadcastOptions) -> Work:
-        """Give all ranks the tensors of one."""
         root = opts.rootRank
         host = HostTensors(tensors, read=self.rank() == root)
 
@@ -230,13 +228,12 @@ class MpiBackend(Backend):
         return self._start(action, tensors, opts)
 
     def allgather(self, outputs: list[Tensors], inputs: Tensors, opts: Any) -> Work:
-        """Give all ranks the tensors of all, as lists."""
         return self._all_gather(outputs, inputs, outputs[0], opts)
 
     def allgather_coalesced(
         self, outputs: list[Tensors], inputs: Tensors, opts: AllgatherOptions
     ) -> Work:
-        """Give all ranks the tensors of all; the outer list is over ranks."""
+        """All-gather several tensors; the outer list is over ranks."""
         by_tensor: list[Tensors] = [list(row) for row in zip(*outputs, strict=True)]
         results = [tensor for tensors in outputs for tensor in tensors]
         return self._all_gather(by_tensor, inputs, results, opts)
@@ -259,13 +256,11 @@ class MpiBackend(Backend):
     def all_gather_single(
         self, output: Tensor, input: Tensor, opts: AllgatherOptions
     ) -> Work:
-        """Give all ranks the tensors of all, concatenated."""
         return self.all_gather_single_coalesced([output], [input], opts)
 
     def all_gather_single_coalesced(
         self, outputs: Tensors, inputs: Tensors, opts: AllgatherOptions
     ) -> Work:
-        """Give all ranks several tensors of all, each concatenated."""
         out, given = HostTensors(outputs, read=False), HostTensors(inputs)
         parts = [split_evenly(f, self.size(), "all_gather") for f in out.bytes]
 
@@ -279,7 +274,6 @@ class MpiBackend(Backend):
     def gather(
         self, outputs: list[Tensors], inputs: Tensors, opts: dist.GatherOptions
     ) -> Work:
-        """Give one rank the tensors of all."""
         root, given = opts.rootRank, HostTensors(inputs)
         is_root = self.rank() == root
         if is_root:
@@ -297,7 +291,6 @@ class MpiBackend(Backend):
     def scatter(
         self, outputs: Tensors, inputs: list[Tensors], opts: dist.ScatterOptions
     ) -> Work:
-        """Give each rank one tensor of a list that one rank has."""
         root, out = opts.rootRank, HostTensors(outputs, read=False)
         is_root = self.rank() == root
         if is_root:
@@ -314,7 +307,6 @@ class MpiBackend(Backend):
     def alltoall(
         self, outputs: Tensors, inputs: Tensors, opts: dist.AllToAllOptions
     ) -> Work:
-        """Give each rank the tensor that each rank has for it."""
         self._check_length(inputs, "all_to_all")
         self._check_length(outputs, "all_to_all")
         out, given = HostTensors(outputs, read=False), HostTensors(inputs)
@@ -333,7 +325,6 @@ class MpiBackend(Backend):
         input_sizes: Sequence[int],
         opts: dist.AllToAllOptions,
     ) -> Work:
-        """Give each rank the rows that each rank has for it."""
         out, given = HostTensors([output], read=False), HostTensors([input])
         size = self.size()
         received = split_rows(out.flat[0], output.shape, output_sizes, size)
@@ -352,19 +343,20 @@ class MpiBackend(Backend):
     # --- messages, barriers, coalescing -----------------------------------------------
 
     def send(self, tensors: Tensors, to: int, tag: int) -> Work:
-        """Send a tensor to one rank."""
-        return self._coalesce(self._group.p2p.send(tensors[0], to, tag))
+        seconds = self._group.queue.timeout_seconds
+        return self._coalesce(self._group.p2p.send(tensors[0], to, tag, seconds))
 
     def recv(self, tensors: Tensors, source: int, tag: int) -> Work:
-        """Receive a tensor from one rank."""
-        return self._coalesce(self._group.p2p.receive(tensors[0], source, tag))
+        return self._receive(tensors, source, tag)
 
     def recv_anysource(self, tensors: Tensors, tag: int) -> Work:
-        """Receive a tensor from any rank."""
-        return self._coalesce(self._group.p2p.receive(tensors[0], None, tag))
+        return self._receive(tensors, None, tag)
+
+    def _receive(self, tensors: Tensors, source: int | None, tag: int) -> Work:
+        seconds = self._group.queue.timeout_seconds
+        return self._coalesce(self._group.p2p.receive(tensors[0], source, tag, seconds))
 
     def barrier(self, opts: dist.BarrierOptions) -> Work:
-        """Wait for all ranks."""
         return self._start(self._group.transport.barrier, [], opts)
 
     def monitored_barrier(
@@ -372,16 +364,15 @@ class MpiBackend(Backend):
     ) -> None:
         """Wait for all ranks, and name those that are missing."""
         del wait_all_ranks  # all that are missing are named in any case
+        queue = self._group.queue
         seconds: float = opts.timeout.total_seconds()  # with 0, all must be there now
-        timeout = seconds if seconds >= 0 else None
-        self._group.queue.run(self._group.transport.barrier, timeout)
+        seconds = seconds if seconds >= 0 else queue.timeout_seconds
+        queue.run(self._group.transport.barrier, seconds)
 
     def start_coalescing(self) -> None:
-        """Make one work of all operations up to `end_coalescing`."""
         self._coalesced = []
 
     def end_coalescing(self) -> Work:
-        """Return the work of all operations since `start_coalescing`."""
         works, self._coalesced = self._coalesced or [], None
         return CoalescedWork(works)
 
@@ -390,12 +381,13 @@ class MpiBackend(Backend):
     ) -> Work:
         """Run an operation, or submit it if torch asks for an asynchronous one."""
         self._num_collectives += 1
-        seconds: float | None = opts.timeout.total_seconds()
-        if seconds is not None and seconds <= 0:
-            seconds = None  # the group's
+        queue = self._group.queue
+        seconds: float = opts.timeout.total_seconds()
+        if seconds <= 0:
+            seconds = queue.timeout_seconds
         if opts.asyncOp or self._coalesced is not None:
-            return self._coalesce(self._group.queue.submit(action, results, seconds))
-        self._group.queue.run(action, seconds)
+            return self._coalesce(queue.submit(action, results, seconds))
+        queue.run(action, seconds)
         return None
 
     def _coalesce(self, work: PendingWork) -> PendingWork:

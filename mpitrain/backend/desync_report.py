@@ -29,12 +29,8 @@ def connect(
     """Wait, asleep, until all members of a new group have arrived.
 
     MPI creates a communicator in a call that cannot time out, and in which a rank spins
-    on a core that the last one may need.
-
-    Collective over the new group; `ranks` are its members in the default group.
-
-    Raises:
-        GroupError: Some did not arrive; raised on all that did, late ones included.
+    on a core that the last one may need. `ranks` are the members in the default group.
+    If some do not arrive, all that do raise a GroupError, late ones included.
     """
     store.set(f"arrived/{rank}", "")
     if store.add("number", 1) >= len(ranks):

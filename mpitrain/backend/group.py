@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import logging
-import time
 import zlib
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -19,17 +18,12 @@ from mpitrain.backend.inter_node import MpiCollectives, has_abandoned
 from mpitrain.backend.on_node import NodeCollectives
 from mpitrain.backend.op_queue import OpQueue
 from mpitrain.backend.p2p import P2P
-from mpitrain.backend.reductions import Reduction
 from mpitrain.backend.shared_buffer import create_shared_buffer
-from mpitrain.backend.tensors import Tensors, flatten
+from mpitrain.backend.tensors import flatten
 from mpitrain.errors import TopologyError
 from mpitrain.mpi.collectives import world_comm
 from mpitrain.mpi.topology import has_thread_multiple
 from mpitrain.torch_compat import Store
-
-MAX_SPINS = 200
-"""How often a rank with its own core polls before it sleeps: some 0.1 ms. A wake-up
-costs some 50 us."""
 
 _NUM_TAGS = 32768
 """Every MPI library has as many (MPI 4.1, 9.1.2)."""
@@ -41,7 +35,7 @@ class Group:
     """The ranks of one group. Creating it is collective over `comm`, which it frees.
 
     `ranks` are its members in the default group. `transport` is shared memory if all
-    are on one node, or else MPI.
+    are on one node, or else MPI; `all_reduce_transport` may join both.
     """
 
     def __init__(
@@ -71,71 +65,41 @@ class Group:
         )
         self._store = store
         self._names = [f"rank {rank}" for rank in ranks]
-        self.p2p = P2P(comm, self._names, timeout_seconds, has_thread=has_threads)
-        self._node = self._create_node_collectives(timeout_seconds)
+        self.p2p = P2P(comm, self._names, has_thread=has_threads)
+        self._node = self._create_node_collectives(comm)
         self.transport: NodeCollectives | MpiCollectives = self._mpi
         if self._node is not None and self._node.size == self.size:
             self.transport = self._node
+        self.all_reduce_transport = self._node or self._mpi
 
-    def _create_node_collectives(self, seconds: float) -> NodeCollectives | None:
+    def _create_node_collectives(self, comm: MPI.Intracomm) -> NodeCollectives | None:
         """Create the nodes' shared memory, and join the ranks that reduce over nodes.
 
         Returns ``None`` on every rank if the group is to use MPI alone.
         """
-        deadline = time.monotonic() + seconds
-
-        def allgather(value: object) -> list[Any]:
-            return self._mpi.allgather_json(value, deadline)
-
-        memory = create_shared_buffer(allgather, self.rank, self._names, logger.warning)
+        memory = create_shared_buffer(
+            comm.allgather, self.rank, self._names, logger.warning
+        )
         if memory is None:
             return None
-        buffer = memory.buffer
-        # A rank without its own core would take it from those it waits for.
-        buffer.max_spins = MAX_SPINS if memory.num_cores >= buffer.size else 2
-        if len(memory.node_sizes) == 1:
+        buffer, node_sizes = memory
+        if len(node_sizes) == 1:
             return NodeCollectives(buffer)
-        num_reducers = min(memory.node_sizes)
+        num_reducers = min(node_sizes)
         is_reducer = buffer.local_rank < num_reducers
         color = buffer.local_rank if is_reducer else MPI.UNDEFINED
-        comm = cast("MPI.Intracomm", self._comms[0].Split(color, key=self.rank))
+        reducers = cast("MPI.Intracomm", comm.Split(color, key=self.rank))
         inter_node_reduce = None
-        if comm != MPI.COMM_NULL:
-            self._comms.append(comm)
-            inter_node_reduce = MpiCollectives(comm).all_reduce_wide
+        if reducers != MPI.COMM_NULL:
+            self._comms.append(reducers)
+            inter_node_reduce = MpiCollectives(reducers).all_reduce_wide
         return NodeCollectives(
             buffer, num_reducers=num_reducers, inter_node_reduce=inter_node_reduce
         )
 
-    def all_reduce(self, flat: Tensor, reduction: Reduction, deadline: float) -> None:
-        """Combine a tensor ``(N,)`` over all ranks, in place."""
-        reduction.prepare(flat)
-        transport = self._node or self._mpi
-        transport.all_reduce(flat, reduction, deadline)
-
-    def reduce(
-        self, flat: Tensor, root: int, reduction: Reduction, deadline: float
-    ) -> None:
-        """Combine a tensor ``(N,)`` over all ranks into that of `root`."""
-        given = flat if reduction.factor is None else flat.clone()
-        reduction.prepare(given)
-        self.transport.reduce(given, root, reduction, deadline)
-        if given is not flat and self.rank == root:
-            flat.copy_(given)
-
-    def reduce_scatter(
-        self, out: Tensor, inputs: Tensors, reduction: Reduction, deadline: float
-    ) -> None:
-        """Combine, for every rank, the tensors that all ranks have for it."""
-        if reduction.factor is not None:
-            inputs = [part.clone() for part in inputs]
-            for part in inputs:
-                reduction.prepare(part)
-        self.transport.reduce_scatter(out, inputs, reduction, deadline)
-
-    def all_reduce_sparse(self, own: Tensor, deadline: float) -> Tensor:
+    def all_reduce_sparse(self, given: Tensor, deadline: float) -> Tensor:
         """Return the sum of a coalesced sparse tensor over all ranks."""
-        indices, values = own.indices().contiguous(), own.values().contiguous()
+        indices, values = given.indices().contiguous(), given.values().contiguous()
         counts = torch.empty(self.size, dtype=torch.int64)
         self.transport.all_gather(
             list(counts.view(torch.uint8).chunk(self.size)),
@@ -152,7 +116,7 @@ class Group:
             )
             found.append(torch.cat(parts))
         total = torch.sparse_coo_tensor(
-            found[0].t(), found[1], own.shape, check_invariants=True
+            found[0].t(), found[1], given.shape, check_invariants=True
         )
         return total.coalesce()
 
@@ -166,15 +130,6 @@ class Group:
         position = f"operation {number} of the group: {text.splitlines()[0]}"
         return desync_report(self._store, self.rank, self._names, position)
 
-    @property
-    def timeout_seconds(self) -> float:
-        """How long an operation may take."""
-        return self.queue.timeout_seconds
-
-    @timeout_seconds.setter
-    def timeout_seconds(self, seconds: float) -> None:
-        self.queue.timeout_seconds = self.p2p.timeout_seconds = seconds
-
     def close(self) -> None:
         """Finish submitted operations within `CLOSE_SECONDS`, and free everything."""
         if self.queue.close():
@@ -187,7 +142,7 @@ class Group:
         """
         self.queue.abort()
         self._node = None
-        self.transport = self._mpi
+        self.transport = self.all_reduce_transport = self._mpi
         if has_abandoned():
             return  # MPI may still use the communicators
         for comm in self._comms:
@@ -200,11 +155,7 @@ _default_comm: list[MPI.Intracomm] = []
 
 
 def default_communicator(rank: int, size: int) -> MPI.Intracomm:
-    """Create the communicator of the default group. Collective over all ranks.
-
-    Raises:
-        TopologyError: The rank and size that torch was given do not match MPI's.
-    """
+    """Create the communicator of the default group. Collective over all ranks."""
     world = world_comm()
     if world.size != size:
         raise TopologyError(
@@ -228,18 +179,13 @@ def subgroup_communicator(ranks: Sequence[int], name: str) -> MPI.Intracomm:
     """Create the communicator of some ranks of the default group.
 
     Collective over these ranks alone; the name separates groups created at one time.
-
-    Raises:
-        TopologyError: The default group is another backend's, and not ranked as in MPI.
     """
     if _default_comm and _default_comm[0]:
         default = _default_comm[0]
     else:
         default = world_comm()
-        in_torch, in_mpi = (
-            (dist.get_rank(), dist.get_world_size()),
-            (default.rank, default.size),
-        )
+        in_torch = dist.get_rank(), dist.get_world_size()
+        in_mpi = default.rank, default.size
         if in_torch != in_mpi:
             raise TopologyError(
                 f"torch.distributed was told that this is rank {in_torch[0]} of "

@@ -9,14 +9,14 @@ All methods are collective over the communicator. `deadline` is on the monotonic
 they raise a GroupError when it passes. Data that is not reduced is ``uint8 (N,)``.
 """
 
+# ruff: noqa: D102 - the collectives are torch.distributed's
+
 from __future__ import annotations
 
 import collections
-import json
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
 
 import torch
 from mpi4py import MPI
@@ -60,11 +60,7 @@ def wait(
     name: str,
     status: MPI.Status | None = None,
 ) -> None:
-    """Wait for a request, which reads and writes `memory`.
-
-    Raises:
-        GroupError: It was not done in time, or MPI reports an error.
-    """
+    """Wait for a request, which reads and writes `memory`."""
     try:
         _test_until_done(request, deadline, name, status)
     except MPI.Exception as error:
@@ -123,20 +119,7 @@ class MpiCollectives:
         self.size = comm.size
 
     def barrier(self, deadline: float) -> None:
-        """Wait for all ranks."""
         wait(self.comm.Ibarrier(), None, deadline, "barrier")
-
-    def allgather_json(self, value: object, deadline: float) -> list[Any]:
-        """Return the JSON values of all ranks."""
-        text = bytearray(json.dumps(value).encode())
-        counts = torch.empty(self.size, dtype=torch.int64)
-        own = torch.tensor([len(text)]).view(torch.uint8)
-        self.all_gather(counts.view(torch.uint8).chunk(self.size), own, deadline)
-        longest = int(counts.max())
-        texts = torch.empty(self.size, longest, dtype=torch.uint8)
-        padded = torch.frombuffer(text.ljust(longest), dtype=torch.uint8)
-        self.all_gather(texts.unbind(0), padded, deadline)
-        return [json.loads(bytes(row.tolist())) for row in texts]
 
     # --- reductions -------------------------------------------------------------------
 
@@ -196,7 +179,6 @@ class MpiCollectives:
     # --- bytes ------------------------------------------------------------------------
 
     def broadcast(self, data: Tensor, root: int, deadline: float) -> None:
-        """Give every rank the data of `root`."""
 
         def start(chunk: Tensor) -> MPI.Request:
             return self.comm.Ibcast(as_mpi_buffer(chunk), root)
@@ -218,17 +200,14 @@ class MpiCollectives:
     def gather(
         self, outputs: Tensors | None, data: Tensor, root: int, deadline: float
     ) -> None:
-        """Give `root` the data of all, of one length."""
         self._exchange(enumerate(outputs or ()), [(root, data)], deadline, "gather")
 
     def scatter(
         self, out: Tensor, inputs: Tensors | None, root: int, deadline: float
     ) -> None:
-        """Give every rank its data from `root`, of one length."""
         self._exchange([(root, out)], enumerate(inputs or ()), deadline, "scatter")
 
     def all_to_all(self, outputs: Tensors, inputs: Tensors, deadline: float) -> None:
-        """Give every rank the data that each rank has for it."""
         self._exchange(enumerate(outputs), enumerate(inputs), deadline, "all_to_all")
 
     def _in_chunks(

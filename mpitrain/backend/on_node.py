@@ -9,6 +9,8 @@ raise what `SharedBuffer.barrier` raises, and a GroupError if one rank's own ten
 not fit. Data that is not reduced is ``uint8 (N,)``.
 """
 
+# ruff: noqa: D102 - the collectives are torch.distributed's
+
 from __future__ import annotations
 
 import time
@@ -63,7 +65,6 @@ class NodeCollectives:
         )
 
     def barrier(self, deadline: float) -> None:
-        """Wait for all ranks."""
         self.buffer.barrier(op_signature("barrier"), deadline)
 
     # --- reductions -------------------------------------------------------------------
@@ -84,9 +85,8 @@ class NodeCollectives:
         self, data: Tensor, root: int, reduction: Reduction, deadline: float
     ) -> None:
         """Combine a tensor of every rank into that of `root`; the others are kept."""
-        signature = op_signature(
-            "reduce", reduction.name, data.dtype, data.numel(), root
-        )
+        details = (reduction.name, data.dtype, data.numel(), root)
+        signature = op_signature("reduce", *details)
         out = data if self.rank == root else None
         self._reduce_in_pieces(data, out, reduction, signature, deadline)
 
@@ -184,7 +184,6 @@ class NodeCollectives:
     # --- bytes ------------------------------------------------------------------------
 
     def broadcast(self, data: Tensor, root: int, deadline: float) -> None:
-        """Give every rank the data of `root`."""
         signature = op_signature("broadcast", data.numel(), "bytes from rank", root)
         step = self.buffer.slot_bytes * self.size
         for begin in range(0, data.numel(), step):
@@ -223,7 +222,6 @@ class NodeCollectives:
     def gather(
         self, outputs: Tensors | None, data: Tensor, root: int, deadline: float
     ) -> None:
-        """Give `root` the data of all, of one length."""
         signature = op_signature("gather", data.numel(), "bytes to rank", root)
         step = self.buffer.slot_bytes
         for begin in range(0, data.numel(), step):
@@ -238,7 +236,6 @@ class NodeCollectives:
     def scatter(
         self, out: Tensor, inputs: Tensors | None, root: int, deadline: float
     ) -> None:
-        """Give every rank its data from `root`, of one length."""
         signature = op_signature("scatter", out.numel(), "bytes from rank", root)
         step = self.buffer.slot_bytes
         for begin in range(0, out.numel(), step):
@@ -251,7 +248,6 @@ class NodeCollectives:
             own.copy_(slots[self.rank][: own.numel()])
 
     def all_to_all(self, outputs: Tensors, inputs: Tensors, deadline: float) -> None:
-        """Give every rank the data that each rank has for it."""
         longest = self._exchange_sizes(outputs, inputs, deadline)
         signature = op_signature("all_to_all", longest, "bytes")
         section = self._section_bytes()
@@ -310,7 +306,5 @@ def _abbreviate(sizes: Sequence[int]) -> Sequence[object]:
 
 
 def _check_size(data: Tensor, expected: int, name: str) -> None:
-    if data.numel() != expected:
-        raise GroupError(
-            f"{name}: a tensor has {data.numel()} bytes, expected {expected}"
-        )
+    if (found := data.numel()) != expected:
+        raise GroupError(f"{name}: a tensor has {found} bytes, expected {expected}")

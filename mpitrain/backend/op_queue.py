@@ -27,8 +27,6 @@ CLOSE_SECONDS = 2.0
 Action = Callable[[float], None]
 """Performs an operation until a deadline on the monotonic clock."""
 
-OnFailure = Callable[[BaseException, int], str]
-
 
 class PendingWork(Work):
     """An asynchronous operation; torch wraps it and returns it to the user.
@@ -56,17 +54,14 @@ class PendingWork(Work):
         return self._finished_by != 0
 
     def finish(self, error: Exception | None = None) -> None:
-        """Mark it as finished or failed, and run the callbacks of its future.
-
-        Only then do waiting threads continue: torch asks the future whether the work is
-        completed.
-        """
+        """Mark it as finished or failed, and run the callbacks of its future."""
         with self._lock:
             self._error = error
             self._finished_by = threading.get_ident()
             source = self._source
         if source is not None:
             self._complete(source)
+        # Only now may waiters continue: torch asks the future whether it is completed.
         self._done.set()
 
     def _complete(self, future: torch.futures.Future[Any]) -> None:
@@ -76,13 +71,9 @@ class PendingWork(Work):
             future.set_exception(self._error)
 
     def wait(self, timeout: timedelta = timedelta()) -> bool:
-        """Wait until it is done.
+        """Wait until it is done, or raise its error.
 
-        A timeout of 0 means the group's. The operation goes on after a shorter one.
-
-        Raises:
-            GroupError: It was not done in time.
-            Exception: The operation failed.
+        A timeout of 0 means the group's. The operation continues after a shorter one.
         """
         seconds = timeout.total_seconds()
         if self._finished_by == threading.get_ident():
@@ -137,12 +128,10 @@ class CoalescedWork(Work):
 class OpQueue:
     """The operations of one group, in order.
 
-    Args:
-        name: Of the group, for messages.
-        timeout_seconds: Default limit of an operation, from when it starts to run.
-        has_thread: Whether asynchronous operations run in a thread, or in `submit`.
-        on_failure: Called once, with the first error and the number of the operation,
-            which is equal on all ranks. Returns text to add to the error.
+    An operation may take `timeout_seconds` from when it starts to run. Without a thread
+    asynchronous operations run in `submit`. `on_failure` is called once, with the first
+    error and the number of the operation, which is equal on all ranks, and returns text
+    to add to the error.
     """
 
     def __init__(
@@ -150,11 +139,11 @@ class OpQueue:
         name: str,
         timeout_seconds: float,
         *,
-        has_thread: bool = True,
-        on_failure: OnFailure = lambda _error, _number: "",
+        has_thread: bool,
+        on_failure: Callable[[BaseException, int], str],
     ) -> None:
         self.timeout_seconds = timeout_seconds
-        self.num_started = 0
+        self._num_started = 0
         self._name = name
         self._has_thread = has_thread
         self._on_failure = on_failure
@@ -167,36 +156,32 @@ class OpQueue:
         self._is_closed = False
         self._failure = ""
 
-    def run(self, action: Action, timeout_seconds: float | None = None) -> None:
-        """Run an operation now, after all that were submitted before.
-
-        Raises:
-            GroupError: It failed, or one before it did.
-        """
-        self.drain()
+    def run(self, action: Action, timeout_seconds: float) -> None:
+        """Run an operation now, after all that were submitted before."""
+        self._drain()
         with self._running:
-            self._run(action, self._timeout(timeout_seconds))
+            self._run(action, timeout_seconds)
 
     def submit(
-        self,
-        action: Action,
-        results: Sequence[Tensor],
-        timeout_seconds: float | None = None,
+        self, action: Action, results: Sequence[Tensor], timeout_seconds: float
     ) -> PendingWork:
         """Queue an operation with its output tensors, and return at once."""
         work = PendingWork(results, self._help)
         with self._changed:
-            self._pending.append((work, action, self._timeout(timeout_seconds)))
+            self._pending.append((work, action, timeout_seconds))
             if self._has_thread:
-                self._start_thread()
+                if self._thread is None:
+                    self._thread = threading.Thread(
+                        target=self._serve, name=f"mpi4py {self._name}", daemon=True
+                    )
+                    self._thread.start()
                 self._changed.notify()
         is_queue_thread = threading.current_thread() is self._thread
         if is_queue_thread or not self._has_thread or self._is_closing:
-            self.drain()  # nobody else would
+            self._drain()  # nobody else would
         return work
 
-    def drain(self) -> None:
-        """Run all pending operations."""
+    def _drain(self) -> None:
         while self._pending:
             self._run_next()
 
@@ -220,9 +205,6 @@ class OpQueue:
         with self._changed:
             self._is_closing = True
             self._changed.notify_all()
-
-    def _timeout(self, seconds: float | None) -> float:
-        return self.timeout_seconds if seconds is None else seconds
 
     def _help(self, work: PendingWork) -> None:
         while self._pending and not work.is_done:
@@ -255,25 +237,18 @@ class OpQueue:
             )
         if self._failure:
             raise GroupError(f"{self._name} failed before: {self._failure}")
-        self.num_started += 1
+        self._num_started += 1
         try:
             with torch.inference_mode():  # else tensors made in it cannot be written
                 action(time.monotonic() + seconds)
         except BaseException as error:
             # Ctrl-C, too: this rank left the operation in its middle.
             self._failure = str(error) or type(error).__name__
-            more = self._on_failure(error, self.num_started)
+            more = self._on_failure(error, self._num_started)
             self._failure = f"{self._failure}\n{more}".strip()
             if isinstance(error, GroupError):
                 raise type(error)(f"{self._name}: {self._failure}") from None
             raise
-
-    def _start_thread(self) -> None:
-        if self._thread is None:
-            self._thread = threading.Thread(
-                target=self._serve, name=f"mpi4py {self._name}", daemon=True
-            )
-            self._thread.start()
 
     def _serve(self) -> None:
         while True:

@@ -6,10 +6,10 @@ that nobody waits for, so that large ones progress; it runs only while there are
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -124,72 +124,61 @@ class P2P:
     """The messages of one group."""
 
     def __init__(
-        self,
-        comm: MPI.Intracomm,
-        names: list[str],
-        timeout_seconds: float,
-        *,
-        has_thread: bool,
+        self, comm: MPI.Intracomm, names: list[str], *, has_thread: bool
     ) -> None:
-        self.timeout_seconds = timeout_seconds
         self._comm = comm
         self._names = names
         self._has_thread = has_thread
 
-    def send(self, tensor: Tensor, to: int, tag: int) -> MessageWork:
+    def send(self, tensor: Tensor, to: int, tag: int, seconds: float) -> MessageWork:
         """Send a tensor to a rank of the group."""
-        host = HostTensors([tensor])
-        with _as_one_message(host.bytes[0], tag) as message:
-            request = self._comm.Isend(message, to, _FIRST_TAG + tag)
-        return self._start(request, tensor, host, f"send to {self._names[to]}")
+        name = f"send to {self._names[to]}"
+        return self._start(tensor, to, tag, name, seconds, is_receive=False)
 
-    def receive(self, tensor: Tensor, source: int | None, tag: int) -> MessageWork:
+    def receive(
+        self, tensor: Tensor, source: int | None, tag: int, seconds: float
+    ) -> MessageWork:
         """Receive a tensor from a rank of the group; ``None``: from any."""
-        host = HostTensors([tensor], read=False)
         rank = MPI.ANY_SOURCE if source is None else source
-        with _as_one_message(host.bytes[0], tag) as message:
-            request = self._comm.Irecv(message, rank, _FIRST_TAG + tag)
         name = f"receive from {'any rank' if source is None else self._names[source]}"
-        return self._start(request, tensor, host, name, is_receive=True)
+        return self._start(tensor, rank, tag, name, seconds, is_receive=True)
 
     def _start(
         self,
-        request: MPI.Request,
         tensor: Tensor,
-        host: HostTensors,
+        rank: int,
+        tag: int,
         name: str,
+        seconds: float,
         *,
-        is_receive: bool = False,
+        is_receive: bool,
     ) -> MessageWork:
-        seconds = self.timeout_seconds
+        if tag < 0:
+            raise ValueError(f"mpi4py: expected a tag of 0 or more, found {tag}")
+        host = HostTensors([tensor], read=not is_receive)
+        start = self._comm.Irecv if is_receive else self._comm.Isend
+        data = host.bytes[0]
+        message = [as_mpi_buffer(data), data.numel(), MPI.BYTE]
+        if data.numel() > MESSAGE_BYTES:
+            message = [as_mpi_buffer(data), 1, _message_type(data.numel())]
+        request = start(message, rank, _FIRST_TAG + tag)
         work = MessageWork(request, tensor, host, name, seconds, is_receive=is_receive)
         if self._has_thread:
             _progress_thread.add(work)
         return work
 
 
-@contextlib.contextmanager
-def _as_one_message(data: Tensor, tag: int) -> Iterator[list[Any]]:
-    """Describe ``uint8 (N,)`` of any length to MPI as one message, while it starts."""
-    if tag < 0:
-        raise ValueError(f"mpi4py: expected a tag of 0 or more, found {tag}")
-    num_bytes = data.numel()
-    if num_bytes <= MESSAGE_BYTES:
-        yield [as_mpi_buffer(data), num_bytes, MPI.BYTE]
-        return
+@functools.cache
+def _message_type(num_bytes: int) -> MPI.Datatype:
+    """Return a type of so many bytes, which no count of 31 bits can hold."""
     num_blocks, rest = divmod(num_bytes, MESSAGE_BYTES)
     block = MPI.BYTE.Create_contiguous(MESSAGE_BYTES)
-    whole = MPI.Datatype.Create_struct(
-        [num_blocks, rest], [0, num_blocks * MESSAGE_BYTES], [block, MPI.BYTE]
-    )
-    try:
-        yield [as_mpi_buffer(data), 1, whole.Commit()]
-    finally:
-        whole.Free()
-        block.Free()
+    places = [0, num_blocks * MESSAGE_BYTES]
+    lengths, types = [num_blocks, rest], [block, MPI.BYTE]
+    return MPI.Datatype.Create_struct(lengths, places, types).Commit()
 
 
-class ProgressThread:
+class _ProgressThread:
     """Tests messages that nobody waits for, while there are any."""
 
     def __init__(self) -> None:
@@ -198,7 +187,6 @@ class ProgressThread:
         self._is_running = False
 
     def add(self, work: MessageWork) -> None:
-        """Test a message until it is done."""
         with self._lock:
             self._works.append(work)
             if self._is_running:
@@ -225,5 +213,4 @@ class ProgressThread:
                     pause_seconds = first
 
 
-_progress_thread = ProgressThread()
-"""One for the process."""
+_progress_thread = _ProgressThread()

@@ -56,11 +56,9 @@ _MPI_OPS_OF_BOOL = {"SUM": "LOR", "MAX": "LOR", "PRODUCT": "LAND", "MIN": "LAND"
 class Reduction:
     """One way to combine tensors of one type."""
 
-    name: str
-    """Torch's, such as ``"SUM"``."""
+    name: str  # torch's
     dtype: torch.dtype
-    world_size: int
-    """Ranks of the group, for AVG."""
+    world_size: int  # for AVG
     factor: float | Tensor | None = None
     """Of PREMUL_SUM: every rank multiplies its tensor by its own factor first."""
 
@@ -69,17 +67,14 @@ class Reduction:
         """The type in which it is computed."""
         return _WIDENED.get(self.dtype, self.dtype)
 
-    def prepare(self, tensor: Tensor) -> None:
-        """Multiply a rank's own tensor, in place, before it is combined."""
-        if self.factor is not None:
-            tensor.mul_(self.factor)
+    def scaled(self, tensor: Tensor) -> Tensor:
+        """Return what a rank contributes: its tensor, times the factor if any."""
+        return tensor if self.factor is None else tensor.clone().mul_(self.factor)
 
     def combine(self, parts: Sequence[Tensor], out: Tensor) -> None:
-        """Combine the ranks' tensors in the order of the ranks.
+        """Combine tensors of `dtype` in the order of the ranks into one of `wide`.
 
-        Args:
-            parts: One of each rank, of `dtype` and one shape.
-            out: The result, of `wide` and that shape; may be the first of `parts`.
+        `out` may be the first of `parts`.
         """
         function = _COMBINE[self.name]
         if len(parts) == 1:
@@ -109,11 +104,7 @@ class Reduction:
 
 
 def reduction_of(op: Any, dtype: torch.dtype, world_size: int) -> Reduction:
-    """Return the reduction of torch's ``ReduceOp`` for a type.
-
-    Raises:
-        ValueError: It is not defined for that type.
-    """
+    """Return the reduction of a ``ReduceOp``; a ValueError: not for this type."""
     kind = getattr(op, "op", op)
     reduction = _reduction_of(kind.name, dtype, world_size)
     if reduction.name == "PREMUL_SUM":
@@ -125,17 +116,13 @@ def reduction_of(op: Any, dtype: torch.dtype, world_size: int) -> Reduction:
 def _reduction_of(name: str, dtype: torch.dtype, world_size: int) -> Reduction:
     if name not in _COMBINE:
         raise ValueError(f"mpi4py: no reduction {name!r}; there are {list(_COMBINE)}")
-    if _WIDENED.get(dtype, dtype) not in _MPI_TYPES:
-        raise ValueError(
-            f"mpi4py: {name} of {dtype} cannot be computed; expected one of "
-            f"{', '.join(str(t) for t in (*_MPI_TYPES, *_WIDENED))}"
-        )
-    if name in _BITWISE and (dtype.is_floating_point or dtype.is_complex):
-        raise ValueError(f"mpi4py: {name} is for integers and booleans, found {dtype}")
-    if name in ("MIN", "MAX") and dtype.is_complex:
-        raise ValueError(f"mpi4py: complex numbers have no {name}, found {dtype}")
-    if name == "AVG" and dtype is torch.bool:
-        raise ValueError("mpi4py: booleans have no AVG")
-    if name == "PREMUL_SUM" and not (dtype.is_floating_point or dtype.is_complex):
-        raise ValueError(f"mpi4py: PREMUL_SUM is for floating point, found {dtype}")
+    has_fractions = dtype.is_floating_point or dtype.is_complex
+    types: dict[torch.dtype, object] = {**_MPI_TYPES, **_WIDENED}
+    if dtype not in types or (
+        (name in _BITWISE and has_fractions)
+        or (name in ("MIN", "MAX") and dtype.is_complex)
+        or (name == "AVG" and dtype is torch.bool)
+        or (name == "PREMUL_SUM" and not has_fractions)
+    ):
+        raise ValueError(f"mpi4py: {name} is not defined for {dtype}")
     return Reduction(name, dtype, world_size)

@@ -17,15 +17,13 @@ import mmap
 import os
 import platform
 import socket
-import sys
 import tempfile
 import threading
 import time
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -57,6 +55,10 @@ AMPLE_FREE_FACTOR = 16
 LIVENESS_SECONDS = 1.0
 """How often a waiting rank checks whether the processes of the others are alive."""
 
+MAX_SPINS = 200
+"""How often a rank with its own core polls before it sleeps: some 0.1 ms. A wake-up
+costs some 50 us."""
+
 _HALVES = 2
 _HEADER_BYTES = 256
 """Of each rank's own header; ranks must not share a cache line."""
@@ -66,43 +68,36 @@ _FAILED = 3
 
 _TEXT_BYTES = 112
 _TEXT_OFFSETS = (32, 32 + _TEXT_BYTES)
-"""Of the operation's text in a header, for even and odd barriers."""
+"""Of the operation's text in a header, at even and odd barriers."""
 
 _MODULUS = 1 << 32
 _MAX_CACHED_VIEWS = 64
 
 
-@dataclass(frozen=True)
-class OpSignature:
-    """An operation; must be equal on all ranks."""
+class OpSignature(NamedTuple):
+    """An operation, which must be equal on all ranks: its text and a checksum of it."""
 
     text: bytes
-    """For messages, `_TEXT_BYTES` long."""
     code: int
-    """32-bit checksum of the whole text."""
 
 
 @functools.lru_cache(maxsize=1024)
 def op_signature(name: str, *details: object) -> OpSignature:
     """Return the signature of an operation; `details` are its type, sizes, root."""
     text = " ".join([name, *map(str, details)]).encode()
-    padded = text[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0")
-    return OpSignature(padded, zlib.crc32(text))
+    return OpSignature(_pad(text), zlib.crc32(text))
+
+
+def _pad(text: bytes) -> bytes:
+    return text[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0")
 
 
 class SharedBuffer:
     """Shared memory of the ranks of one node, for one group.
 
-    Data goes into two halves in turn;
-    a half may be overwritten after the barrier of the other one, since all ranks have
-    read it by then.
-
-    Args:
-        memory: One file, mapped by all of these ranks.
-        local_rank: This process among them.
-        names: Each of them, ``"rank 3"``.
-        pids: Their process ids; empty if processes do not see each other.
-        slot_bytes: Size of each rank's slot in each half.
+    Data goes into two halves in turn; a half may be overwritten after the barrier of
+    the other one, since all ranks have read it by then. All ranks map `memory`, one
+    file. `pids` is empty if their processes do not see each other.
     """
 
     def __init__(
@@ -124,7 +119,7 @@ class SharedBuffer:
         self._headers = [rank * _HEADER_BYTES // 4 for rank in range(size)]
         self._own_header = self._headers[local_rank]
         self._released = FutexWord(self._view, size * _HEADER_BYTES)
-        self._fence = MemoryFence()
+        self._fence = _memory_fence()
         self._count = 0
         self._half = 0
         whole = torch.frombuffer(
@@ -195,8 +190,7 @@ class SharedBuffer:
         """Tell the others that this rank comes to no more barriers."""
         parity = (self._words[self._own_header] + 1) & 1  # nobody compares that text
         begin = self._own_header * 4 + _TEXT_OFFSETS[parity]
-        text = reason.encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0")
-        self._view[begin : begin + _TEXT_BYTES] = text
+        self._view[begin : begin + _TEXT_BYTES] = _pad(reason.encode())
         self._fence()
         self._words[self._own_header + _FAILED] = 1
         self._released.wake()
@@ -225,10 +219,9 @@ class SharedBuffer:
                 return
             if now > deadline:
                 self._raise_timeout(count)
-            self._raise_if_failed(count)
+            self._raise_if_failed(count, check_alive=now > check_at)
             if now > check_at:
                 check_at = now + LIVENESS_SECONDS
-                self._raise_if_gone(count)
             self._released.sleep_while(before, min(0.1, max(deadline - now, 0.001)))
 
     def _missing(self, count: int) -> list[int]:
@@ -246,21 +239,19 @@ class SharedBuffer:
             + "; ".join(f"{self._names[r]}: {self._text(r)}" for r in missing)
         )
 
-    def _raise_if_failed(self, count: int) -> None:
+    def _raise_if_failed(self, count: int, *, check_alive: bool) -> None:
         for rank in self._missing(count):
+            name, waiting = self._names[rank], self._text(self.local_rank)
             if self._words[self._headers[rank] + _FAILED]:
                 parity = (self._words[self._headers[rank]] + 1) & 1
                 raise GroupError(
-                    f"{self._names[rank]} failed, while others wait for it in "
-                    f"{self._text(self.local_rank)}: {self._text(rank, parity)}"
+                    f"{name} failed, while others wait for it in {waiting}: "
+                    f"{self._text(rank, parity)}"
                 )
-
-    def _raise_if_gone(self, count: int) -> None:
-        for rank in self._missing(count):
-            if self._pids and is_gone(self._pids[rank]):
+            if check_alive and self._pids and is_gone(self._pids[rank]):
                 raise PeerGone(
-                    f"{self._names[rank]} is gone: its process {self._pids[rank]} has "
-                    f"ended, while others wait for it in {self._text(self.local_rank)}"
+                    f"{name} is gone: its process {self._pids[rank]} has ended, while "
+                    f"others wait for it in {waiting}"
                 )
 
     def _raise_mismatch(self, parity: int) -> NoReturn:
@@ -294,30 +285,19 @@ def _data_offset(size: int) -> int:
     return -(-headers // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
-@dataclass(frozen=True)
-class NodeMemory:
-    """What a rank shares with the others of its node."""
-
-    buffer: SharedBuffer
-    node_sizes: list[int]
-    """Ranks on each node, in the order of their first ranks."""
-    num_cores: int
-    """Cores that the ranks of this node may use, together."""
-
-
 def create_shared_buffer(
     allgather: Callable[[Any], list[Any]],
     rank: int,
     names: list[str],
     warn: Callable[[str], object],
-) -> NodeMemory | None:
+) -> tuple[SharedBuffer, list[int]] | None:
     """Create the shared memory of every node.
 
     Collective over the group; `allgather` exchanges JSON values over it.
 
     Returns:
-        The memory of this node; ``None`` on every rank of the group if some node has
-        none, or no node has two ranks.
+        The memory of this node, and the number of ranks on each; ``None`` on every rank
+        of the group if some node has no memory, or no node has two ranks.
     """
     ranks_info = allgather(
         [_machine_id(), _pid_namespace(), os.getpid(), sorted(os.sched_getaffinity(0))]
@@ -330,12 +310,11 @@ def create_shared_buffer(
         return None
     here = nodes[tuple(ranks_info[rank][0])]
     _, namespaces, pids, cores = zip(*(ranks_info[r] for r in here), strict=True)
-    num_cores = len(frozenset[int]().union(*cores))
+    has_cores = len(frozenset[int]().union(*cores)) >= len(here)
     memory: mmap.mmap | None = None
     path, slot_bytes, error = "", 0, ""
     if rank == here[0]:
         try:
-            has_cores = num_cores >= len(here)
             limit = MAX_SLOT_BYTES_IN_CACHE if has_cores else MAX_SLOT_BYTES
             path, slot_bytes, memory = _create_file(len(here), limit)
         except OSError as raised:
@@ -345,7 +324,9 @@ def create_shared_buffer(
         path, slot_bytes, error = offers[here[0]]
         if not error and memory is None:
             try:
-                memory = _open_file(path, buffer_bytes(len(here), slot_bytes))
+                with open(path, "r+b") as file:  # noqa: PTH123
+                    length = buffer_bytes(len(here), slot_bytes)
+                    memory = mmap.mmap(file.fileno(), length)
             except OSError as raised:
                 error = str(raised)
         errors = allgather(error)
@@ -368,7 +349,9 @@ def create_shared_buffer(
     )
     # Chunks must be equal on all nodes, and one may have had less memory.
     buffer.slot_bytes = min(offers[ranks[0]][1] for ranks in nodes.values())
-    return NodeMemory(buffer, node_sizes, num_cores)
+    # A rank without its own core would take it from those it waits for.
+    buffer.max_spins = MAX_SPINS if has_cores else 2
+    return buffer, node_sizes
 
 
 def choose_slot_bytes(
@@ -391,16 +374,15 @@ def choose_slot_bytes(
             return slot_bytes
         slot_bytes //= 2
     needed = int(REQUIRED_FREE_FACTOR * buffer_bytes(size, MIN_SLOT_BYTES))
-    raise OSError(f"{free_bytes >> 20} MiB are free, expected {needed >> 20} MiB")
+    raise OSError(
+        f"{FOLDER}: {free_bytes >> 20} MiB are free, expected {needed >> 20} MiB"
+    )
 
 
 def _create_file(size: int, max_bytes: int) -> tuple[str, int, mmap.mmap]:
     status = os.statvfs(FOLDER)
     free_bytes = status.f_bavail * status.f_frsize
-    try:
-        slot_bytes = choose_slot_bytes(size, free_bytes, max_bytes)
-    except OSError as error:
-        raise OSError(f"{FOLDER}: {error}") from None
+    slot_bytes = choose_slot_bytes(size, free_bytes, max_bytes)
     length = buffer_bytes(size, slot_bytes)
     descriptor, path = tempfile.mkstemp(prefix="mpitrain-", dir=FOLDER)
     try:
@@ -412,14 +394,6 @@ def _create_file(size: int, max_bytes: int) -> tuple[str, int, mmap.mmap]:
     except OSError:
         os.unlink(path)  # noqa: PTH108
         raise
-    finally:
-        os.close(descriptor)
-
-
-def _open_file(path: str, length: int) -> mmap.mmap:
-    descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
-    try:
-        return mmap.mmap(descriptor, length)
     finally:
         os.close(descriptor)
 
@@ -442,10 +416,10 @@ def _pid_namespace() -> str:
         return socket.gethostname()
 
 
-_FUTEX_CALLS = {"x86_64": 202, "aarch64": 98, "riscv64": 98, "ppc64le": 221}
-_FUTEX_CALL = _FUTEX_CALLS.get(platform.machine()) if sys.platform == "linux" else None
+_FUTEX_CALL = {"x86_64": 202, "ppc64le": 221, "s390x": 238}.get(platform.machine(), 98)
+"""Number of the system call; 98 in the kernel's generic table, such as on aarch64."""
+
 _FUTEX_WAIT, _FUTEX_WAKE, _ALL_WAITERS = 0, 1, 0x7FFFFFFF
-_IS_X86 = platform.machine() in ("x86_64", "AMD64")
 
 
 class _Timespec(ctypes.Structure):
@@ -455,17 +429,15 @@ class _Timespec(ctypes.Structure):
 class FutexWord:
     """A 32-bit word of shared memory on which processes sleep (futex(2)).
 
-    A rank that spins would take the core from the rank it waits for. Without futexes it
-    sleeps for short times.
+    A rank that spins would take the core from the rank it waits for.
     """
 
     def __init__(self, memory: memoryview, offset: int) -> None:
         self._word = ctypes.c_uint32.from_buffer(memory, offset)
         self._address = ctypes.c_void_p(ctypes.addressof(self._word))
-        if _FUTEX_CALL is not None:
-            # Not PyDLL: other threads run while this one sleeps.
-            self._syscall = ctypes.CDLL(None).syscall
-            self._number = ctypes.c_long(_FUTEX_CALL)
+        # Not PyDLL: other threads run while this one sleeps.
+        self._syscall = ctypes.CDLL(None).syscall
+        self._number = ctypes.c_long(_FUTEX_CALL)
 
     @property
     def value(self) -> int:
@@ -478,38 +450,29 @@ class FutexWord:
 
     def wake(self) -> None:
         """Wake all who sleep on it."""
-        if _FUTEX_CALL is not None:
-            self._syscall(self._number, self._address, _FUTEX_WAKE, _ALL_WAITERS, None)
+        self._syscall(self._number, self._address, _FUTEX_WAKE, _ALL_WAITERS, None)
 
     def sleep_while(self, value: int, seconds: float) -> None:
         """Sleep while it has this value, at most `seconds`; may wake up early."""
-        if _FUTEX_CALL is None:
-            time.sleep(min(seconds, 0.0002))
-            return
-        whole = int(seconds)
-        timeout = _Timespec(whole, int((seconds - whole) * 1e9))
+        timeout = _Timespec(int(seconds), int(seconds % 1 * 1e9))
         self._syscall(
             *(self._number, self._address, _FUTEX_WAIT, value & 0xFFFFFFFF),
             ctypes.byref(timeout),
         )
 
 
-class MemoryFence:
-    """A full memory barrier of this processor."""
+def _memory_fence() -> Callable[[], object]:
+    """Return a function that is a full memory barrier of this processor."""
+    if platform.machine() in ("x86_64", "AMD64"):
+        # Taking a lock is a `lock cmpxchg`, a full barrier; stores become visible in
+        # their order anyway (Intel SDM 3A, 9.2.2).
+        lock = threading.Lock()
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        if not _IS_X86:
-            from mpi4py import MPI
+        def fence() -> None:
+            lock.acquire(blocking=False)
+            lock.release()
 
-            self._window = MPI.Win.Create(None, comm=MPI.COMM_SELF)
+        return fence
+    from mpi4py import MPI
 
-    def __call__(self) -> None:
-        """Complete all memory operations before this one before those after it."""
-        if _IS_X86:
-            # Taking a lock is a `lock cmpxchg`, a full barrier; stores become visible
-            # in their order anyway (Intel SDM 3A, 9.2.2).
-            self._lock.acquire(blocking=False)
-            self._lock.release()
-        else:
-            self._window.Sync()
+    return MPI.Win.Create(None, comm=MPI.COMM_SELF).Sync

@@ -6,6 +6,7 @@ import contextlib
 import faulthandler
 import json
 import os
+import queue
 import signal
 import socket
 import subprocess
@@ -35,12 +36,6 @@ class WatchdogClient:
     holds them, too, until it has said who was first. `on_command` is called in a thread
     with a status and a text: it records the text unless that is empty, and ends the job
     unless the status is ``None``. Raises an OSError if the sidecar cannot be started.
-
-    Attributes:
-        start_timeout_seconds: How long a stage of the start, or the first step, may
-            take.
-        hang_timeout_seconds: How long the rank may stand still after that; 0: forever.
-        is_connected: Whether the sidecars of all ranks know each other.
     """
 
     def __init__(
@@ -54,8 +49,8 @@ class WatchdogClient:
         on_command: Callable[[int | None, str], None],
     ) -> None:
         self.start_timeout_seconds = start_timeout_seconds
-        self.hang_timeout_seconds = 0.0
-        self.is_connected = False
+        self.hang_timeout_seconds = 0.0  # after the first step; 0: forever
+        self.is_connected = False  # whether the sidecars of all ranks know each other
         self._on_command = on_command
         self._steps = -1
         self._pid = os.getpid()
@@ -67,9 +62,9 @@ class WatchdogClient:
         chain = signal.getsignal(signal.SIGUSR1) is not signal.SIG_DFL
         faulthandler.register(signal.SIGUSR1, dump, all_threads=True, chain=chain)
         faulthandler.register(signal.SIGTERM, terminated, all_threads=False, chain=True)
-        pair = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._control, theirs = (
-            socket.socket(fileno=above_standard(sock.detach())) for sock in pair
+            socket.socket(fileno=above_standard(sock.detach()))
+            for sock in socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         )
         rank_info = {
             "rank": rank,
@@ -94,15 +89,11 @@ class WatchdogClient:
         theirs.close()
         if not self._control.recv(16):  # it watches before anything can happen
             raise OSError("the watchdog's process did not start")
-        self._replies: list[dict[str, object]] = []
-        self._replied = threading.Condition()
+        self._ports: queue.SimpleQueue[int] = queue.SimpleQueue()
         threading.Thread(target=self._receive, name="watchdog", daemon=True).start()
 
     def on_sigterm(self, handler: Callable[[int, Any], object]) -> None:
-        """Call a handler at SIGTERM, which then does not end this process.
-
-        The sidecar still sees that it came.
-        """
+        """Call a handler at SIGTERM; the sidecar still sees that it came."""
         faulthandler.unregister(signal.SIGTERM)
         signal.signal(signal.SIGTERM, handler)
         faulthandler.register(
@@ -156,11 +147,10 @@ class WatchdogClient:
         """
         rank_info = {"rank": 0, "world_size": world_size}
         self._send(rank_info=rank_info, listen=address, token=token)
-        with self._replied:
-            self._replied.wait_for(lambda: bool(self._replies), timeout=10)
-            if not self._replies:
-                raise OSError("the watchdog's process does not answer")
-            return int(str(self._replies.pop()["port"]))
+        try:
+            return self._ports.get(timeout=10)
+        except queue.Empty:
+            raise OSError("the watchdog's process does not answer") from None
 
     def connect(
         self, address: str, port: int, token: str, rank: int, world_size: int
@@ -194,17 +184,14 @@ class WatchdogClient:
 
     def _receive(self) -> None:
         """Process the sidecar's messages; in a thread."""
-        while True:
-            try:
-                data = self._control.recv(1 << 20)
-            except OSError:
-                return
-            if not data:
-                return
+        for data in iter(self._read_control, b""):
             message = json.loads(data)
             if "text" in message:
                 self._on_command(message["end"], message["text"])
             else:
-                with self._replied:
-                    self._replies.append(message)
-                    self._replied.notify()
+                self._ports.put(message["port"])
+
+    def _read_control(self) -> bytes:
+        with contextlib.suppress(OSError):
+            return self._control.recv(1 << 20)
+        return b""

@@ -53,9 +53,9 @@ def test_a_group_that_is_closed_refuses(world: World) -> None:
     ours = group._get_backend(torch.device("cpu"))._group
     dist.destroy_process_group(group)
     with pytest.raises(GroupError, match="is closed; expected no operation"):
-        ours.queue.run(lambda deadline: None)
+        ours.queue.run(lambda deadline: None, 10.0)
     # As DDP meets it in a backward pass: it asks, and waits for the future alone.
-    future = ours.queue.submit(lambda deadline: None, []).get_future()
+    future = ours.queue.submit(lambda deadline: None, [], 10.0).get_future()
     assert future.done()
     with pytest.raises(RuntimeError, match="is closed; expected no operation"):
         future.value()
