@@ -12,7 +12,6 @@ import logging
 from collections import Counter
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mpitrain.config import Backend, LaunchConfig
@@ -35,9 +34,6 @@ MAX_CTAS_OF_A_GPU = 32
 with its default of up to 32 each; ours leaves room for the model's own kernels, and for
 small GPUs."""
 
-MPS_PIPE_DIRECTORY = "/tmp/nvidia-mps"
-"""Where MPS listens unless CUDA_MPS_PIPE_DIRECTORY says otherwise."""
-
 logger = logging.getLogger("mpitrain")
 
 
@@ -51,8 +47,6 @@ class VisibleGpus:
     """Whether torch has NCCL, or AMD's RCCL."""
     why_not_shared: str = ""
     """Why NCCL's ranks cannot share a GPU; ``""``: they can."""
-    mps: bool = False
-    """Whether CUDA MPS runs on this host."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,10 +61,8 @@ class DevicePlan:
     """Each rank's GPU by UUID; empty without GPUs."""
     ranks_per_gpu: int = 1
     """Ranks on the GPU that has most."""
-    why_not_nccl: str = ""
-    """Why it is another than NCCL though there are GPUs."""
-    without_mps: tuple[str, ...] = ()
-    """Hosts whose ranks share a GPU by NCCL without CUDA MPS."""
+    warning: str = ""
+    """What sharing GPUs, or another backend than NCCL, costs."""
 
     @property
     def shared(self) -> bool:
@@ -111,7 +103,7 @@ def assign_devices(
         for name, value in shared_nccl_variables(plan.ranks_per_gpu).items():
             variables.setdefault(name, value)
     if world.is_rank_zero:
-        for line in (*filter(None, [why_gloo]), *warnings_of(plan)):
+        for line in filter(None, (why_gloo, plan.warning)):
             logger.warning("%s", line)
     nodes = tuple(
         replace(
@@ -121,8 +113,8 @@ def assign_devices(
         )
         for node in world.nodes
     )
-    own = plan.devices[world.rank]
-    return replace(world, nodes=nodes, device=own, backend=plan.backend)
+    device = plan.devices[world.rank]
+    return replace(world, nodes=nodes, device=device, backend=plan.backend)
 
 
 def discover_gpus(environ: Mapping[str, str]) -> VisibleGpus:
@@ -142,7 +134,6 @@ def discover_gpus(environ: Mapping[str, str]) -> VisibleGpus:
         gpus=gpus,
         has_nccl=has_nccl,
         why_not_shared=why_not_shared(version, environ, is_rocm=is_rocm),
-        mps=mps_is_running(environ),
     )
 
 
@@ -194,58 +185,41 @@ def plan_devices(
         return DevicePlan(devices=("cpu",) * len(seen), backend=host_backend)
     if len(seeing) < len(seen):
         raise _mixed(seeing, nodes)
-    indices = [0] * len(seen)
-    crowded: set[str] = set()
-    ranks_per_gpu = 1
+    by_rank = {}
     for node in nodes:
-        for rank, index in zip(node.ranks, _in_turn(seen, node), strict=True):
-            indices[rank] = index
-        on_gpu = Counter(seen[rank].gpus[indices[rank]] for rank in node.ranks)
-        ranks_per_gpu = max(ranks_per_gpu, *on_gpu.values())
-        if max(on_gpu.values()) > 1:
-            crowded.add(node.hostname)
+        by_rank.update(_in_turn(seen, node))
+    indices = [by_rank[rank] for rank in range(len(seen))]
+    gpus = tuple(v.gpus[i] for v, i in zip(seen, indices, strict=True))
+    ranks_per_gpu = max(Counter(gpus).values())
+    sharing = f"up to {ranks_per_gpu} ranks share a GPU" if ranks_per_gpu > 1 else ""
     why = "" if all(v.has_nccl for v in seen) else "torch has no NCCL here"
-    if ranks_per_gpu > 1:
+    if sharing:
         why = why or next((v.why_not_shared for v in seen if v.why_not_shared), "")
+        why = why and f"{sharing} and {why}"
     if why and asked == "nccl":
-        share = f"up to {ranks_per_gpu} ranks share a GPU and " * (ranks_per_gpu > 1)
         raise _error(
-            f"--backend nccl: {share}{why}.\nExpected one rank per GPU, or leave the "
+            f"--backend nccl: {why}.\nExpected one rank per GPU, or leave the "
             "flag out: then another backend is taken where NCCL cannot"
         )
     by_nccl = not why and asked in ("auto", "nccl")
-    without_mps = [
-        node.hostname
-        for node in nodes
-        if node.hostname in crowded and not seen[node.ranks[0]].mps
-    ]
+    warning = ""
+    if by_nccl and sharing:
+        warning = (
+            f"{sharing} by NCCL: without CUDA MPS their kernels take turns, which is "
+            "slow. Start it on each node before the job: nvidia-cuda-mps-control -d"
+        )
+    elif why and asked == "auto":
+        warning = (
+            f"{why}: {host_backend} instead of NCCL, which sends gradients through "
+            "host memory and so costs part of every step"
+        )
     return DevicePlan(
         devices=tuple(f"cuda:{index}" for index in indices),
-        gpus=tuple(v.gpus[i] for v, i in zip(seen, indices, strict=True)),
+        gpus=gpus,
         backend=f"cpu:{host_backend},cuda:nccl" if by_nccl else host_backend,
         ranks_per_gpu=ranks_per_gpu,
-        why_not_nccl=why if asked == "auto" else "",
-        without_mps=tuple(without_mps) if by_nccl else (),
+        warning=warning,
     )
-
-
-def warnings_of(plan: DevicePlan) -> list[str]:
-    """Return lines for the screen on what sharing GPUs, or another backend, costs."""
-    share = f"up to {plan.ranks_per_gpu} ranks share a GPU"
-    if plan.why_not_nccl:
-        why = plan.why_not_nccl
-        return [
-            f"{f'{share} and {why}' if plan.shared else why}: {plan.backend} instead "
-            "of NCCL, which sends gradients through host memory and so costs part of "
-            "every step"
-        ]
-    if plan.without_mps:
-        return [
-            f"{share} by NCCL without CUDA MPS on {', '.join(plan.without_mps)}: "
-            "their kernels take turns, which is slow. Start it there before the job: "
-            "nvidia-cuda-mps-control -d"
-        ]
-    return []
 
 
 def choose_host_backend(asked: Backend, why_not: str) -> tuple[str, str]:
@@ -268,33 +242,32 @@ def choose_host_backend(asked: Backend, why_not: str) -> tuple[str, str]:
     return MPI4PY, ""
 
 
-def _in_turn(seen: Sequence[VisibleGpus], node: Node) -> list[int]:
-    """Choose for each rank of a node, by index, the GPU that fewest have so far.
+def _in_turn(seen: Sequence[VisibleGpus], node: Node) -> dict[int, int]:
+    """Choose for each rank of a node, by index, the GPU that has the fewest ranks.
 
     Those that see fewest choose first; where all see the same, it is one after another.
     """
-    taken = Counter[str]()
-    chosen: dict[int, int] = {}
+    num_ranks = Counter[str]()
+    indices: dict[int, int] = {}
     for rank in sorted(node.ranks, key=lambda rank: len(seen[rank].gpus)):
         gpus = seen[rank].gpus
-        index = min(range(len(gpus)), key=lambda i: taken[gpus[i]])
-        taken[gpus[index]] += 1
-        chosen[rank] = index
-    return [chosen[rank] for rank in node.ranks]
+        indices[rank] = min(range(len(gpus)), key=lambda i: num_ranks[gpus[i]])
+        num_ranks[gpus[indices[rank]]] += 1
+    return indices
 
 
 def _mixed(seeing: Sequence[int], nodes: Sequence[Node]) -> TopologyError:
     lines = []
     for node in nodes:
-        ranks = format_ranges(node.ranks)
         with_gpu = [rank for rank in node.ranks if rank in seeing]
+        ranks = format_ranges(node.ranks)
         if len(with_gpu) == len(node.ranks):
-            lines.append(f"  {node.hostname}: all of ranks {ranks} see a GPU")
-        elif not with_gpu:
-            lines.append(f"  {node.hostname}: none of ranks {ranks} sees a GPU")
+            found = f"all of ranks {ranks} see"
+        elif with_gpu:
+            found = f"only ranks {format_ranges(with_gpu)} of {ranks} see"
         else:
-            some = format_ranges(with_gpu)
-            lines.append(f"  {node.hostname}: only ranks {some} of {ranks} see a GPU")
+            found = f"none of ranks {ranks} sees"
+        lines.append(f"  {node.hostname}: {found} a GPU")
     return _error(
         "some ranks see a GPU and others see none:\n"
         + "\n".join(lines)
@@ -346,16 +319,3 @@ def shared_nccl_variables(ranks_per_gpu: int) -> dict[str, str]:
         "NCCL_NVLS_ENABLE": "0",
         "NCCL_MAX_CTAS": str(max(1, MAX_CTAS_OF_A_GPU // ranks_per_gpu)),
     }
-
-
-def mps_is_running(environ: Mapping[str, str]) -> bool:
-    """Whether CUDA MPS, which lets kernels of several processes run at once, runs.
-
-    Its control daemon has a pipe in a folder that clients must find by the same
-    variable (https://docs.nvidia.com/deploy/mps/).
-    """
-    folder = environ.get("CUDA_MPS_PIPE_DIRECTORY") or MPS_PIPE_DIRECTORY
-    try:
-        return (Path(folder) / "control").exists()
-    except OSError:
-        return False

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from pathlib import Path
 
 import pytest
 
@@ -25,8 +24,8 @@ def nodes_of(*sizes: int) -> tuple[Node, ...]:
     return group_by_node(names)
 
 
-def sees(*uuids: str, why_not: str = OLD, mps: bool = False) -> VisibleGpus:
-    return VisibleGpus(gpus=uuids, has_nccl=True, why_not_shared=why_not, mps=mps)
+def sees(*uuids: str, why_not: str = OLD) -> VisibleGpus:
+    return VisibleGpus(gpus=uuids, has_nccl=True, why_not_shared=why_not)
 
 
 @pytest.mark.parametrize(
@@ -83,7 +82,7 @@ def test_any_number_of_ranks_trains_on_any_number_of_gpus(
     plan = gpu.plan_devices(seen, nodes)
     if num_gpus == 0:
         assert (set(plan.devices), plan.backend) == ({"cpu"}, OURS)
-        assert gpu.warnings_of(plan) == []
+        assert plan.warning == ""
         return
     for node in nodes:
         # Local rank i takes device i; then it goes round.
@@ -95,21 +94,19 @@ def test_any_number_of_ranks_trains_on_any_number_of_gpus(
     assert max(load.values()) - min(load.values()) <= 1
     assert plan.shared == (num_ranks > num_gpus)
     assert plan.backend == (OURS if plan.shared and why_not else NCCL)
-    assert len(gpu.warnings_of(plan)) == plan.shared
+    assert bool(plan.warning) == plan.shared
 
 
 def test_sharing_by_gloo_says_why_and_what_it_costs() -> None:
-    (said,) = gpu.warnings_of(gpu.plan_devices([sees("a")] * 8, nodes_of(8)))
+    said = gpu.plan_devices([sees("a")] * 8, nodes_of(8)).warning
     assert "up to 8 ranks share a GPU and NCCL 2.28.9 refuses it" in said
     assert "through host memory" in said
 
 
-def test_sharing_by_nccl_says_where_mps_does_not_run() -> None:
-    seen = [sees("a", why_not=NEW, mps=True)] * 2 + [sees("b", why_not=NEW)] * 2
-    (said,) = gpu.warnings_of(gpu.plan_devices(seen, nodes_of(2, 2)))
-    assert "without CUDA MPS on gpu01" in said
+def test_sharing_by_nccl_says_how_to_start_mps() -> None:
+    said = gpu.plan_devices([sees("a", why_not=NEW)] * 2, nodes_of(2)).warning
+    assert "up to 2 ranks share a GPU by NCCL: without CUDA MPS" in said
     assert "nvidia-cuda-mps-control -d" in said
-    assert gpu.warnings_of(gpu.plan_devices(seen[:2], nodes_of(2))) == []
 
 
 def test_one_rank_that_cannot_share_decides_for_all() -> None:
@@ -121,7 +118,7 @@ def test_without_nccl_it_is_gloo_even_for_a_gpu_each() -> None:
     seen = [VisibleGpus(gpus=(x,), has_nccl=False) for x in "ab"]
     plan = gpu.plan_devices(seen, nodes_of(2))
     assert plan.backend == OURS
-    assert "torch has no NCCL here" in gpu.warnings_of(plan)[0]
+    assert "torch has no NCCL here" in plan.warning
 
 
 def test_mixed_nodes_are_refused_by_name() -> None:
@@ -170,13 +167,6 @@ def test_what_nccl_needs_to_share_shrinks_with_the_ranks() -> None:
     assert ctas == [16, 8, 4, 1]
 
 
-def test_mps_is_known_by_its_pipe(tmp_path: Path) -> None:
-    environ = {"CUDA_MPS_PIPE_DIRECTORY": str(tmp_path)}
-    assert not gpu.mps_is_running(environ)
-    (tmp_path / "control").touch()
-    assert gpu.mps_is_running(environ)
-
-
 def test_the_order_of_ranks_does_not_change_who_shares() -> None:
     """Whatever each rank sees, nobody shares while a GPU that it sees is free."""
     for seen in itertools.permutations([("a",), ("b", "a"), ("c", "a", "b")]):
@@ -199,11 +189,10 @@ def test_the_order_of_ranks_does_not_change_who_shares() -> None:
 def test_the_backend_that_was_asked_for(
     asked: str, host: str, visible: tuple[str, ...], why_not: str, backend: str
 ) -> None:
-    seen = [sees(*visible, why_not=why_not, mps=True)] * 2
+    seen = [sees(*visible, why_not=why_not)] * 2
     plan = gpu.plan_devices(seen, nodes_of(2), asked=asked, host_backend=host)
     assert plan.backend == backend
-    said = gpu.warnings_of(plan)
-    assert bool(said) == (asked == "auto" and len(visible) == 1)
+    assert bool(plan.warning) == (len(visible) == 1 and asked in ("auto", "nccl"))
 
 
 def test_nccl_is_refused_where_it_cannot() -> None:

@@ -22,7 +22,7 @@ from mpitrain.launch.rendezvous.interfaces import (
     kind_of,
     speed_of,
 )
-from mpitrain.launch.rendezvous.select import Attempt, NodeReport, Offer
+from mpitrain.launch.rendezvous.select import Attempt, Offer
 
 SECONDS = 5.0
 """For what comes at once where it comes at all."""
@@ -42,9 +42,9 @@ VPN = card("tun0", "tunnel", 10)
 DOCKER = card("docker0", "bridge", 10_000)
 
 
-def offers_of(*interfaces: Interface, named: int = -1) -> list[Offer]:
+def offers_of(*interfaces: Interface) -> list[Offer]:
     return [
-        Offer(address=f"10.{i}.0.1", port=i, interface=interface, is_named=i == named)
+        Offer(address=f"10.{i}.0.1", port=i, interface=interface)
         for i, interface in enumerate(interfaces)
     ]
 
@@ -54,25 +54,22 @@ def reached(interface: Interface) -> Attempt:
 
 
 @pytest.mark.parametrize(
-    ("interfaces", "named", "best"),
+    ("interfaces", "best"),
     [
-        ([SLOW], -1, SLOW),
-        ([DOCKER, VPN, VETH, SLOW, ROCE, IB], -1, IB),
-        ([DOCKER, VPN, VETH, FAST, ROCE], -1, ROCE),
-        ([SLOW, FAST], 0, FAST),
-        ([CLOUD, SLOW], -1, SLOW),
-        ([DOCKER, VETH], 0, VETH),
-        ([DOCKER, VPN], -1, VPN),
-        ([DOCKER], -1, DOCKER),
-        # A tie: the first, unless the host's name says otherwise.
-        ([SLOW, card("eth1", "ethernet", 1_000)], -1, SLOW),
-        ([card("eth1", "ethernet", 1_000), SLOW], 1, SLOW),
+        ([SLOW], SLOW),
+        ([DOCKER, VPN, VETH, SLOW, ROCE, IB], IB),
+        ([DOCKER, VPN, VETH, FAST, ROCE], ROCE),
+        ([SLOW, FAST], FAST),
+        ([CLOUD, SLOW], SLOW),
+        ([DOCKER, VETH], VETH),
+        ([DOCKER, VPN], VPN),
+        ([DOCKER], DOCKER),
+        # A tie: the first.
+        ([SLOW, card("eth1", "ethernet", 1_000)], SLOW),
     ],
 )
-def test_the_best_class_then_speed_then_name_wins(
-    interfaces: list, named: int, best: Interface
-) -> None:
-    offers = offers_of(*interfaces, named=named)
+def test_the_best_class_then_speed_wins(interfaces: list, best: Interface) -> None:
+    offers = offers_of(*interfaces)
     everyone = {host: [reached(end) for end in interfaces] for host in "bc"}
     assert offers[select.select_offer("a", offers, everyone)].interface == best
     assert offers[select.select_offer("a", offers, {})].interface == best
@@ -131,15 +128,11 @@ def test_no_common_address_is_one_error_with_the_table() -> None:
 
 
 def test_a_missing_interface_is_named_with_those_that_are_there() -> None:
-    reports = {
-        "a": NodeReport(),
-        "b": NodeReport(other_interfaces=("lo", "eth0")),
-        "c": NodeReport(other_interfaces=("eth0", "lo")),
-    }
+    interfaces = {"a": ["ib0"], "b": ["lo", "eth0"], "c": ["eth0", "lo"]}
     with pytest.raises(LaunchError, match=r"b, c, where there is eth0, lo") as caught:
-        select.check_interface("ib0", reports)
+        select.check_interface("ib0", interfaces)
     assert "'ib0'" in str(caught.value)
-    select.check_interface("ib0", {"a": NodeReport()})
+    select.check_interface("ib0", {"a": ["ib0"]})
 
 
 LO = card("lo", "loopback", 0, "127.0.0.1", "::1", "10.9.0.1")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
@@ -42,9 +41,8 @@ class Interface:
     name: str
     """As ``ip address`` prints it, such as ``"ib0"``; ``"eth0:1"`` for a label."""
     kind: Kind
-    """Its class."""
     speed_mbps: int = 0
-    """Its speed in Mb/s; 0: unknown."""
+    """0: unknown."""
     addresses: tuple[str, ...] = ()
     """Its numeric addresses, IPv4 first, each family in the system's order."""
 
@@ -122,11 +120,6 @@ def is_usable(address: str) -> bool:
     (False, True)
     """
     return not address.lower().startswith(("fe8", "fe9", "fea", "feb"))
-
-
-def interface_with(address: str, interfaces: Sequence[Interface]) -> Interface | None:
-    """Return the interface that has an address, if there is one."""
-    return next((i for i in interfaces if address in i.addresses), None)
 
 
 def _read_number(path: Path) -> int:

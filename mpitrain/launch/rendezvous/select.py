@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import secrets
 import socket
-import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -24,7 +23,6 @@ from mpitrain.launch.rendezvous.interfaces import (
     KINDS,
     Interface,
     find_interfaces,
-    interface_with,
     is_loopback,
     is_usable,
 )
@@ -35,14 +33,10 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 CONNECT_SECONDS = 3.0
-"""How long one connection may take; all addresses are tried at once. A lost first
-packet is sent again after one second."""
-
-NAME_SECONDS = 1.0
-"""How long this host's own name may take to resolve."""
+"""How long one connection may take. A lost first packet is sent again after 1 s."""
 
 MAX_CONNECTIONS = 64
-"""How many connections of one rank are tried at once."""
+"""How many addresses one rank tries at once."""
 
 UNKNOWN = Interface(name="", kind="virtual")
 """Stands for an interface that could not be found."""
@@ -71,13 +65,8 @@ class Offer:
     """An address of rank zero's host at which it listens."""
 
     address: str
-    """Numeric, IPv4 or IPv6."""
     port: int
-    """Bound on that address alone."""
     interface: Interface
-    """The interface that has it."""
-    is_named: bool = False
-    """Whether the host's own name resolves to it: meant for jobs."""
 
     def __str__(self) -> str:
         return f"{self.address} ({self.interface})"
@@ -85,24 +74,11 @@ class Offer:
 
 @dataclass(frozen=True, kw_only=True)
 class Attempt:
-    """The result of one node's connection to one offer."""
+    """One node's connection to one offer: its own address, or why it failed."""
 
     source: str = ""
-    """The node's own address that it came from; empty if it failed."""
-    interface: Interface | None = None
-    """The interface with that address."""
+    interface: Interface = UNKNOWN
     failure: str = ""
-    """Why it failed, such as ``"refused"``; empty if it did not."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class NodeReport:
-    """What one node found."""
-
-    attempts: tuple[Attempt, ...] = ()
-    """One for each offer."""
-    other_interfaces: tuple[str, ...] | None = None
-    """The interfaces it has, where it lacks the one that was asked for."""
 
 
 def find_rendezvous(
@@ -112,53 +88,49 @@ def find_rendezvous(
 
     Collective over `comm`. On one node no port is open to the outside.
     """
-    leads = world.local_rank == 0
-    mine = find_interfaces() if leads else ()
+    is_first_on_node = world.local_rank == 0
+    interfaces = find_interfaces() if is_first_on_node else ()
+    if interface is not None:
+        names = comm.allgather([found.name for found in interfaces])
+        check_interface(
+            interface, {node.hostname: names[node.ranks[0]] for node in world.nodes}
+        )
     with contextlib.ExitStack() as stack:
         listeners: list[socket.socket] = []
         offers: list[Offer] = []
         if world.is_rank_zero:
             is_alone = world.num_nodes == 1
-            for sock, offer in _listen(addresses_to_offer(mine, interface, is_alone)):
-                listeners.append(stack.enter_context(sock))
-                offers.append(offer)
+            for address, found in addresses_to_offer(interfaces, interface, is_alone):
+                with contextlib.suppress(OSError):  # it went away, or is not ready yet
+                    listener = stack.enter_context(probe.listen(address))
+                    port = listener.getsockname()[1]
+                    listeners.append(listener)
+                    offers.append(Offer(address=address, port=port, interface=found))
         secret, offers = comm.bcast((secrets.token_bytes(32), offers))
-        report = None
-        with contextlib.ExitStack() as while_others_connect:
-            if listeners and world.num_nodes > 1:
-                while_others_connect.enter_context(probe.answering(listeners, secret))
-            if leads:
-                is_other_node = world.node_rank > 0
-                report = try_offers(
-                    offers if is_other_node else (), secret, mine, interface
-                )
+        mine: list[Attempt] = []
+        with probe.answering(listeners if world.num_nodes > 1 else (), secret):
+            if is_first_on_node and world.node_rank > 0:
+                mine = try_offers(offers, secret, interfaces, interface)
             barrier(comm)
-        by_rank: list[NodeReport | None] = comm.allgather(report)
-        reports = {
-            node.hostname: found
-            for node in world.nodes
-            if (found := by_rank[node.ranks[0]]) is not None
-        }
-        if interface is not None:
-            check_interface(interface, reports)
-        zero, *others = reports
-        attempts = {host: reports[host].attempts for host in others}
-        index = select_offer(zero, offers, attempts)
+        by_rank: list[list[Attempt]] = comm.allgather(mine)
+        zero, *others = world.nodes
+        attempts = {node.hostname: by_rank[node.ranks[0]] for node in others}
+        index = select_offer(zero.hostname, offers, attempts)
         # The original sockets are closed here, on every way out.
-        listener = listeners[index].dup() if listeners else None
-    chosen = offers[index]
-    own_address, own_interface = chosen.address, chosen.interface
+        selected_listener = listeners[index].dup() if listeners else None
+    offer = offers[index]
+    own_address, own_interface = offer.address, offer.interface
     if world.node_rank > 0:
-        own = attempts[world.hostname][index]
-        own_address, own_interface = own.source, own.interface or UNKNOWN
+        attempt = attempts[world.hostname][index]
+        own_address, own_interface = attempt.source, attempt.interface
+    reached = f"reached by all {world.num_nodes} nodes" if others else "one node"
     return Rendezvous(
-        address=chosen.address,
-        port=chosen.port,
-        why=f"{chosen.interface}; "
-        + (f"reached by all {world.num_nodes} nodes" if others else "one node"),
+        address=offer.address,
+        port=offer.port,
+        why=f"{offer.interface}; {reached}",
         own_address=own_address,
         interface=own_interface,
-        listener=listener,
+        listener=selected_listener,
     )
 
 
@@ -178,43 +150,9 @@ def addresses_to_offer(
     ]
     if name is not None:
         return [entry for entry in usable if entry[1].name == name]
-    outside = [entry for entry in usable if not is_loopback(entry[0])]
-    return (
-        [entry for entry in usable if entry not in outside][:1] if is_alone else outside
-    )
-
-
-def _listen(
-    addresses: Sequence[tuple[str, Interface]],
-) -> list[tuple[socket.socket, Offer]]:
-    named = _addresses_of_own_name()
-    found = []
-    for address, interface in addresses:
-        with contextlib.suppress(OSError):  # it went away, or is not yet ready
-            sock = probe.listen(address)
-            offer = Offer(
-                address=address,
-                port=sock.getsockname()[1],
-                interface=interface,
-                is_named=address in named,
-            )
-            found.append((sock, offer))
-    return found
-
-
-def _addresses_of_own_name() -> set[str]:
-    """Only a preference: a name server that does not answer costs one second."""
-    found: set[str] = set()
-
-    def resolve() -> None:
-        with contextlib.suppress(OSError):
-            infos = socket.getaddrinfo(socket.gethostname(), None)
-            found.update(str(info[4][0]) for info in infos)
-
-    thread = threading.Thread(target=resolve, daemon=True)
-    thread.start()
-    thread.join(NAME_SECONDS)
-    return set(found)
+    if is_alone:
+        return [entry for entry in usable if is_loopback(entry[0])][:1]
+    return [entry for entry in usable if not is_loopback(entry[0])]
 
 
 def try_offers(
@@ -222,60 +160,50 @@ def try_offers(
     secret: bytes,
     interfaces: Sequence[Interface],
     name: str | None = None,
-) -> NodeReport:
+) -> list[Attempt]:
     """Try to reach every offer, all at once; from the interface `name`, if given."""
     sources: list[str | None] = [None]
     if name is not None:
-        own = [interface for interface in interfaces if interface.name == name]
-        if not own:
-            names = tuple(interface.name for interface in interfaces)
-            return NodeReport(other_interfaces=names)
-        sources = [*filter(is_usable, own[0].addresses)]
+        addresses = (i.addresses for i in interfaces if i.name == name)
+        sources = [*filter(is_usable, next(addresses))]
 
-    def attempt(task: tuple[int, str | None]) -> Attempt:
-        index, source = task
-        where = (offers[index].address, offers[index].port)
-        address, failure = probe.connect(
-            where, index, secret, seconds=CONNECT_SECONDS, source=source
-        )
-        return Attempt(
-            source=address,
-            interface=interface_with(address, interfaces),
-            failure=failure,
-        )
+    def attempt(index: int) -> Attempt:
+        offer = offers[index]
+        failure = f"{name} has no such address there"
+        for source in sources:
+            if source is not None and (":" in source) != (":" in offer.address):
+                continue
+            address, failure = probe.connect(
+                (offer.address, offer.port),
+                index,
+                secret,
+                seconds=CONNECT_SECONDS,
+                source=source,
+            )
+            if not failure:
+                having = (i for i in interfaces if address in i.addresses)
+                return Attempt(source=address, interface=next(having, UNKNOWN))
+        return Attempt(failure=failure)
 
-    tasks = [
-        (index, source)
-        for index, offer in enumerate(offers)
-        for source in sources
-        if source is None or (":" in source) == (":" in offer.address)
-    ]
-    workers = max(1, min(len(tasks), MAX_CONNECTIONS))
-    with ThreadPoolExecutor(max_workers=workers) as pool:
-        results = list(pool.map(attempt, tasks))
-    # Of several ways to one offer the first that worked counts.
-    best = [Attempt(failure=f"{name} has no such address there")] * len(offers)
-    for (index, _), result in zip(tasks, results, strict=True):
-        if best[index].failure:
-            best[index] = result
-    return NodeReport(attempts=tuple(best))
+    with ThreadPoolExecutor(max_workers=MAX_CONNECTIONS) as pool:
+        return list(pool.map(attempt, range(len(offers))))
 
 
-def check_interface(name: str, reports: Mapping[str, NodeReport]) -> None:
-    """Refuse an interface that some node lacks."""
+def check_interface(name: str, interfaces: Mapping[str, Sequence[str]]) -> None:
+    """Refuse an interface that some host lacks; `interfaces` are names by host."""
     lacking: dict[str, list[str]] = {}
-    for host, report in reports.items():
-        if report.other_interfaces is not None:
-            has = ", ".join(sorted(report.other_interfaces)) or "none"
-            lacking.setdefault(has, []).append(host)
+    for host, names in interfaces.items():
+        if name not in names:
+            lacking.setdefault(", ".join(sorted(names)) or "none", []).append(host)
     if lacking:
+        lines = [
+            f"  {list_hosts(hosts)}, where there is {names}"
+            for names, hosts in lacking.items()
+        ]
         raise collective_error(
             LaunchError(
                 f"no interface {name!r} that is up and has an address on\n"
-                + "\n".join(
-                    f"  {list_hosts(hosts)}, where there is {has}"
-                    for has, hosts in lacking.items()
-                )
+                + "\n".join(lines)
                 + "\nExpected one that every node has: --interface NAME. Without the "
                 "flag the best one that works is taken."
             )
@@ -288,18 +216,18 @@ def select_offer(
     """Select the best offer that every other node reached.
 
     A connection is of the class and the speed of its slower end. The best class wins;
-    then the higher speed; then an address that the host's own name resolves to; then
-    IPv4; then the order of the system.
+    then the higher speed; then IPv4; then the order of the system.
     """
 
-    def cost(index: int) -> tuple[int, int, bool, bool, int]:
+    def cost(index: int) -> tuple[int, int, bool, int]:
         offer = offers[index]
-        ends = [offer.interface]
-        ends += [tried[index].interface or UNKNOWN for tried in attempts.values()]
+        ends = [
+            offer.interface,
+            *(tried[index].interface for tried in attempts.values()),
+        ]
         return (
             max(KINDS.index(end.kind) for end in ends),
             -min(end.speed_mbps for end in ends),
-            not offer.is_named,
             ":" in offer.address,
             index,
         )
@@ -311,27 +239,20 @@ def select_offer(
     ]
     if usable:
         return min(usable, key=cost)
+    lines = []
+    for index, offer in enumerate(offers):
+        hosts: dict[str, list[str]] = {}
+        for other, tried in attempts.items():
+            hosts.setdefault(tried[index].failure or "reached", []).append(other)
+        results = (
+            f"{result}: {list_hosts(on)}" for result, on in sorted(hosts.items())
+        )
+        lines.append(f"  {offer}: {'; '.join(results)}")
     raise collective_error(
         LaunchError(
             f"no address of rank zero's host {host} is reached by all other nodes.\n"
-            + ("\n".join(_table(offers, attempts)) or "  It has none that is up.")
+            + ("\n".join(lines) or "  It has none that is up.")
             + "\nExpected one network that joins all nodes. Look for a firewall, or "
             "leave those hosts out of the job."
         )
     )
-
-
-def _table(
-    offers: Sequence[Offer], attempts: Mapping[str, Sequence[Attempt]]
-) -> list[str]:
-    """Who reached what, one line for each offer."""
-    rows = []
-    for index, offer in enumerate(offers):
-        found: dict[str, list[str]] = {}
-        for host, tried in attempts.items():
-            found.setdefault(tried[index].failure or "reached", []).append(host)
-        words = [
-            f"{result}: {list_hosts(hosts)}" for result, hosts in sorted(found.items())
-        ]
-        rows.append(f"  {offer}: " + "; ".join(words))
-    return rows
