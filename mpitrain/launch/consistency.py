@@ -8,7 +8,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import UTC, datetime
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
@@ -34,18 +34,9 @@ CLOCK_LIMIT_SECONDS = 300.0
 logger = logging.getLogger("mpitrain")
 
 
-@dataclass(frozen=True, kw_only=True)
-class LaunchFacts:
-    """What one rank says of itself."""
-
-    software: Mapping[str, str]
-    """Versions by name."""
-    arguments: Mapping[str, str]
-    """What this rank was asked for, by the argument's name, as Python writes it."""
-    clock_seconds: float
-    """Its clock when all ranks were at one place, seconds since 1970."""
-    local_size: tuple[str, int] | None = None
-    """The launcher's variable for the processes of this node, and its value."""
+Facts = Mapping[str, Any]
+"""What one rank says of itself. A plain dictionary: another version of mpitrain must be
+able to read it."""
 
 
 def check_consistency(
@@ -55,29 +46,22 @@ def check_consistency(
     timeout_seconds: float,
     environ: Mapping[str, str],
 ) -> None:
-    """Refuse to start where ranks contradict each other.
-
-    Collective over `comm`: a barrier, then one allgather of a small dictionary.
-    """
-    asked = {**asdict(config), "timeout_seconds": timeout_seconds}
-    mine: dict[str, Any] = {
+    """Refuse to start where ranks contradict each other. Collective over `comm`."""
+    arguments = {**asdict(config), "timeout_seconds": timeout_seconds}
+    mine = {
         "software": software(),
-        "arguments": {name: repr(value) for name, value in asked.items()},
+        "arguments": {name: repr(value) for name, value in arguments.items()},
         "local_size": local_size(environ),
     }
     barrier(comm)  # so that the clocks are read at one moment
-    mine["clock_seconds"] = time.time()
-    # Plain dictionaries: another version of mpitrain must be able to read them.
-    facts = [
-        LaunchFacts(**{name: theirs.get(name) for name in mine})
-        for theirs in comm.allgather(mine)
-    ]
+    facts = comm.allgather(mine | {"clock_seconds": time.time()})
     check_software(facts, world.nodes)
     check_arguments(facts)
-    warnings = [
+    check_requirements()  # of the same versions on all ranks
+    warnings = (
         check_ranks_per_node(facts, world.nodes),
         check_clocks(facts, world.nodes),
-    ]
+    )
     if world.is_rank_zero:
         for text in filter(None, warnings):
             logger.warning("%s", text)
@@ -103,11 +87,11 @@ def software() -> dict[str, str]:
     return found
 
 
-def check_software(facts: Sequence[LaunchFacts], nodes: Sequence[Node]) -> None:
+def check_software(facts: Sequence[Facts], nodes: Sequence[Node]) -> None:
     """Refuse different versions on different ranks."""
     hosts = {rank: node.hostname for node in nodes for rank in node.ranks}
     lines = _differences(
-        [of_rank.software for of_rank in facts],
+        [of_rank.get("software") or {} for of_rank in facts],
         lambda ranks: f"{list_hosts(hosts[rank] for rank in ranks)} ({_named(ranks)})",
     )
     if lines:
@@ -119,9 +103,9 @@ def check_software(facts: Sequence[LaunchFacts], nodes: Sequence[Node]) -> None:
         )
 
 
-def check_arguments(facts: Sequence[LaunchFacts]) -> None:
+def check_arguments(facts: Sequence[Facts]) -> None:
     """Refuse a start that the ranks were asked for in different ways."""
-    lines = _differences([of_rank.arguments for of_rank in facts], _named)
+    lines = _differences([of_rank["arguments"] for of_rank in facts], _named)
     if lines:
         raise _error(
             f"the ranks ask for different things.\n{lines}\n"
@@ -129,12 +113,11 @@ def check_arguments(facts: Sequence[LaunchFacts]) -> None:
         )
 
 
-def check_ranks_per_node(facts: Sequence[LaunchFacts], nodes: Sequence[Node]) -> str:
+def check_ranks_per_node(facts: Sequence[Facts], nodes: Sequence[Node]) -> str:
     """Refuse a number of ranks on a node other than the launcher says."""
     for node in nodes:
-        said = facts[node.ranks[0]].local_size
-        if said is not None and said[1] != len(node.ranks):
-            name, number = said
+        name, number = facts[node.ranks[0]].get("local_size") or ("", 0)
+        if name and number != len(node.ranks):
             raise _error(
                 f"the launcher says that it started {number} processes on "
                 f"{node.hostname} ({name}={number}), but {len(node.ranks)} say "
@@ -155,11 +138,11 @@ def check_ranks_per_node(facts: Sequence[LaunchFacts], nodes: Sequence[Node]) ->
     )
 
 
-def check_clocks(facts: Sequence[LaunchFacts], nodes: Sequence[Node]) -> str:
+def check_clocks(facts: Sequence[Facts], nodes: Sequence[Node]) -> str:
     """Refuse clocks that are minutes apart."""
     # The earliest of a host: a rank may be held up between the barrier and its clock.
     clocks = {
-        node.hostname: min(facts[rank].clock_seconds for rank in node.ranks)
+        node.hostname: min(facts[rank]["clock_seconds"] for rank in node.ranks)
         for node in nodes
     }
     behind, ahead = (choose(clocks, key=clocks.__getitem__) for choose in (min, max))
@@ -204,20 +187,17 @@ def _error(text: str) -> TopologyError:
 
 
 def check_requirements() -> None:
-    """Refuse packages older than the minimum that mpitrain was installed with.
-
-    Local. After the ranks' versions were compared: all raise, or none.
-    """
-    old = old_packages()
-    if old:
-        found = "\n".join(
+    """Refuse packages older than the minimum that mpitrain was installed with."""
+    if old := old_packages():
+        lines = [
             f"  {name}: found {version}, expected {minimum} or newer"
             for name, version, minimum in old
-        )
+        ]
         raise collective_error(
             LaunchError(
-                f"packages of {sys.prefix} are too old for mpitrain.\n{found}\n"
-                f"Type: {upgrade_command(old)}"
+                f"packages of {sys.prefix} are too old for mpitrain.\n"
+                + "\n".join(lines)
+                + f"\nType: {upgrade_command(old)}"
             )
         )
 
@@ -228,10 +208,9 @@ def old_packages() -> list[tuple[str, str, str]]:
     The minimum versions are those of mpitrain's own metadata. Where it is not
     installed, such as on a PYTHONPATH, there are none.
     """
-    try:
+    required: list[str] = []
+    with contextlib.suppress(metadata.PackageNotFoundError):
         required = metadata.requires("mpitrain") or []
-    except metadata.PackageNotFoundError:
-        return []
     old = []
     for line in required:
         # Not those of extras, which have a marker after a semicolon.

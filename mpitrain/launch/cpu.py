@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import functools
 import logging
 import os
 from collections.abc import Collection, Mapping, MutableMapping, Sequence
@@ -31,45 +30,36 @@ def configure_threads(
     Collective over `comm`. Before torch is imported: it reads OMP_NUM_THREADS once,
     which is set in `variables`.
     """
-    mask = usable_cores()
+    mask = frozenset(os.sched_getaffinity(0))
     mine = (mask, _launcher_cores(variables), cpu_quota(), threads_of_pbs(variables))
-    records = comm.allgather(mine)
-    masks, quotas = [r[0] for r in records], [r[2] for r in records]
-    of_nodes = [
-        ([masks[rank] for rank in node.ranks], quotas[node.ranks[0]])
-        for node in world.nodes
-    ]
+    by_rank = comm.allgather(mine)
+    masks = [[by_rank[rank][0] for rank in node.ranks] for node in world.nodes]
+    quotas = [by_rank[node.ranks[0]][2] for node in world.nodes]
     if world.is_rank_zero:
-        idle = {
-            node.hostname: found
-            for node, (on_node, _) in zip(world.nodes, of_nodes, strict=True)
-            if (found := idle_cores(on_node, records[node.ranks[0]][1]))
-        }
-        if idle:
+        idle = [
+            (idle_cores(on_node, by_rank[node.ranks[0]][1]), node.hostname)
+            for node, on_node in zip(world.nodes, masks, strict=True)
+        ]
+        if found := [f"{count} of {host}" for count, host in idle if count]:
             logger.warning(
                 "each rank is bound to one core, and others stay idle: %s; to use "
                 "them: mpirun --bind-to none (MPICH: -bind-to none)",
-                ", ".join(f"{count} of {host}" for host, count in idle.items()),
+                ", ".join(found),
             )
     nodes = tuple(
-        replace(node, num_cores=count_cores(*of_node))
-        for node, of_node in zip(world.nodes, of_nodes, strict=True)
+        replace(node, num_cores=count_cores(on_node, quota))
+        for node, on_node, quota in zip(world.nodes, masks, quotas, strict=True)
     )
-    on_node, quota = of_nodes[world.node_rank]
-    share = fair_shares(on_node, quota)[world.local_rank]
-    of_pbs = records[0][3]
+    on_node = masks[world.node_rank]
+    num_cores = fair_shares(on_node, quotas[world.node_rank])[world.local_rank]
+    of_pbs = by_rank[0][3]
     if of_pbs is not None:
-        sees_all = len(set().union(*on_node)) == os.cpu_count()
-        share = _within_pbs(comm, world, of_pbs, share, variables, sees_all=sees_all)
+        is_confined = len(frozenset().union(*on_node)) < (os.cpu_count() or 1)
+        num_cores = _within_pbs(comm, world, of_pbs, num_cores, variables, is_confined)
     num_threads = all_or_none(
-        comm, lambda: threads_of(share, variables), "read OMP_NUM_THREADS"
+        comm, lambda: threads_of(num_cores, variables), "read OMP_NUM_THREADS"
     )
-    return replace(world, nodes=nodes, num_cores=share, num_threads=num_threads)
-
-
-def usable_cores() -> frozenset[int]:
-    """Return the cores that this process may run on: its affinity mask."""
-    return frozenset(os.sched_getaffinity(0))
+    return replace(world, nodes=nodes, num_cores=num_cores, num_threads=num_threads)
 
 
 def _launcher_cores(environ: Mapping[str, str]) -> frozenset[int]:
@@ -91,32 +81,17 @@ def idle_cores(masks: Sequence[frozenset[int]], given: frozenset[int]) -> int:
     >>> idle_cores([frozenset({0}), frozenset({1})], frozenset({0, 1}))
     0
     """
-    if not all(map(is_one_core, masks)):
+    if max(map(len, masks)) > hardware_threads_per_core():
         return 0
     return len(given.difference(*masks))
 
 
-def is_one_core(
-    mask: Collection[int], root: Path = Path("/sys/devices/system/cpu")
-) -> bool:
-    """Whether a mask of logical cores is one physical core, with its hardware threads.
+def hardware_threads_per_core() -> int:
+    """Return how many logical cores of this host are one physical core."""
+    import psutil
 
-    (https://docs.kernel.org/admin-guide/cputopology.html)
-    """
-    try:
-        return set(mask) <= _siblings(min(mask), root)
-    except (OSError, ValueError):
-        return len(mask) == 1
-
-
-@functools.cache
-def _siblings(core: int, root: Path) -> frozenset[int]:
-    text = (root / f"cpu{core}" / "topology" / "thread_siblings_list").read_text()
-    found: set[int] = set()
-    for part in text.strip().split(","):
-        first, _, last = part.partition("-")
-        found.update(range(int(first), int(last or first) + 1))
-    return frozenset(found)
+    physical = psutil.cpu_count(logical=False)
+    return (os.cpu_count() or 1) // physical if physical else 1
 
 
 def cpu_quota(root: Path = Path("/sys/fs/cgroup")) -> float:
@@ -167,15 +142,13 @@ def fair_shares(
     return tuple(max(1, int(min(part, largest))) for part in parts)
 
 
-def threads_of(share: int, variables: MutableMapping[str, str]) -> int:
-    """Return this rank's threads: ``OMP_NUM_THREADS`` where it is set, else its share.
-
-    The variable is set in `variables` where it is not.
+def threads_of(num_cores: int, variables: MutableMapping[str, str]) -> int:
+    """Return this rank's threads: ``OMP_NUM_THREADS``, which is set where it is not.
 
     >>> threads_of(4, {}), threads_of(4, {"OMP_NUM_THREADS": "2"})
     (4, 2)
     """
-    wanted = variables.setdefault("OMP_NUM_THREADS", str(share))
+    wanted = variables.setdefault("OMP_NUM_THREADS", str(num_cores))
     first = wanted.split(",")[0].strip()  # a list is for nested regions
     if not first.isdecimal() or int(first) < 1:
         raise UsageError(
@@ -226,36 +199,33 @@ def _within_pbs(
     comm: MPI.Intracomm,
     world: World,
     of_pbs: int,
-    share: int,
+    num_cores: int,
     variables: MutableMapping[str, str],
-    *,
-    sees_all: bool,
+    is_confined: bool,
 ) -> int:
-    """Return this rank's share of the cores by what PBS gave. Collective over `comm`.
+    """Return this rank's number of cores by what PBS gave. Collective over `comm`.
 
-    Where the ranks see all cores of the machine, PBS does not confine the job.
+    `is_confined`: PBS lets the job see its own cores alone.
     """
-    given = on_rank_zero(
-        comm,
-        lambda: (
-            cores_by_pbs(of_pbs, world.local_world_size, variables["PBS_JOBID"])
-            if sees_all
-            else of_pbs
-        ),
-        "ask PBS for this job",
-    )
-    if sees_all:
-        share = min(share, given)
-    if variables.get("OMP_NUM_THREADS") == str(of_pbs) and of_pbs > share:
+
+    def ask() -> int:
+        if is_confined:
+            return of_pbs
+        return cores_by_pbs(of_pbs, world.local_world_size, variables["PBS_JOBID"])
+
+    given = on_rank_zero(comm, ask, "ask PBS for this job")
+    if not is_confined:
+        num_cores = min(num_cores, given)
+    if variables.get("OMP_NUM_THREADS") == str(of_pbs) and of_pbs > num_cores:
         del variables["OMP_NUM_THREADS"]
         if world.is_rank_zero:
             logger.warning(
                 "OMP_NUM_THREADS=%d, set by PBS, is more than the cores of each of the "
                 "%d ranks on %s: each takes its share, %d (for a number of your own "
                 "ask PBS for ompthreads, or unset NCPUS)",
-                *(of_pbs, world.local_world_size, world.hostname, share),
+                *(of_pbs, world.local_world_size, world.hostname, num_cores),
             )
-    return share
+    return num_cores
 
 
 _M_TRIM_THRESHOLD = -1  # malloc.h

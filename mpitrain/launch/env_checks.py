@@ -7,6 +7,7 @@ is needed.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -78,8 +79,6 @@ def local_size(environ: Mapping[str, str]) -> tuple[str, int] | None:
 def is_on_one_node(environ: Mapping[str, str]) -> bool:
     """Whether Open MPI's launcher, or none, started this job on this node alone.
 
-    >>> is_on_one_node({"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_SIZE": "4"})
-    True
     >>> is_on_one_node({"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"})
     False
     >>> is_on_one_node({"PMIX_RANK": "0"}), is_on_one_node({})
@@ -128,16 +127,12 @@ def lone_in_allocation(environ: Mapping[str, str]) -> str | None:
     >>> lone_in_allocation({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "1"}) is None
     True
     """
-    number, source = 0, ""
-    if environ.get("SLURM_NTASKS", "").isdecimal():
-        number, source = int(environ["SLURM_NTASKS"]), "SLURM_NTASKS"
-    elif "PBS_JOBID" in environ and "PBS_NODEFILE" in environ:
-        try:
+    number, source = environ.get("SLURM_NTASKS", ""), "SLURM_NTASKS"
+    if not number and "PBS_JOBID" in environ and "PBS_NODEFILE" in environ:
+        with contextlib.suppress(OSError):  # a host that does not have it
             lines = Path(environ["PBS_NODEFILE"]).read_text().split()
-        except OSError:
-            lines = []  # a host that does not have it
-        number, source = len(lines), "PBS_NODEFILE"
-    if number < 2:
+            number, source = str(len(lines)), "PBS_NODEFILE"
+    if not _is_several(number):
         return None
     return (
         f"1 process in an allocation of {number} ({source}): `mpirun` without -np "

@@ -75,17 +75,6 @@ class ExitGuard:
     Leaving it by an exception, by `sys.exit` with a status other than 0 or by Ctrl-C
     ends every rank of the job with that status. Only the first rank to fail prints its
     error. A world of one has nobody to end: there the exception just propagates.
-
-    Attributes:
-        comm: All ranks of the job.
-        store: Where ranks agree who failed first; ``None`` before it is open.
-        early_return: Which ranks have returned; ``None`` where that is not watched.
-        rendezvous: Where rank zero is reached; ``None`` before that is known.
-        step_hook: Counts optimizer steps for the watchdog; ``None`` while none count.
-        stage_seconds: How long each stage of the start took here, in their order.
-        watched: The watchdog's view of this process; ``None`` where none could start.
-        on_failure: Called with the message on the rank that prints it, before the end.
-        on_end: Called on every rank that the watchdog is about to end.
     """
 
     current: ClassVar[ExitGuard | None] = None
@@ -96,12 +85,14 @@ class ExitGuard:
     ) -> None:
         self.comm = comm
         self.watched = watched
-        self.store: Store | None = None
+        self.store: Store | None = None  # where ranks agree who failed first
         self.rendezvous: Rendezvous | None = None
         self.early_return: EarlyReturnMonitor | None = None
         self.stage_seconds: dict[str, float] = {}
-        self.step_hook: RemovableHandle | None = None
+        self.step_hook: RemovableHandle | None = None  # counts optimizer steps
+        # Called with the message on the rank that prints it, before the end.
         self.on_failure: list[Callable[[str], object]] = []
+        # Called on every rank that the watchdog is about to end.
         self.on_end: list[Callable[[], object]] = []
         self._rank, self._size = comm.rank, comm.size  # after MPI_Finalize, too
         self._label = rank_label(comm.rank, comm.size, socket.gethostname())
@@ -201,45 +192,44 @@ class ExitGuard:
             # Nothing to agree by: the lower ranks report, and abort, first.
             time.sleep(1.5 * min(self._rank, 2))
             return True
-        store, answer = self.store, list[bool]()
+        store, claims = self.store, list[bool]()
 
         def claim() -> None:
             try:
-                answer.append(store.add(_CLAIM_KEY, 1) == 1)
+                claims.append(store.add(_CLAIM_KEY, 1) == 1)
             except Exception:
                 # Rank zero holds the store: it ended first, and mpirun names it.
-                answer.append(False)
+                claims.append(False)
 
         _call_within(_CLAIM_SECONDS, claim)  # a stopped store would never answer
-        return answer[0] if answer else True
+        return claims[0] if claims else True
 
     def connect_watchdogs(self, world: World) -> None:
         """Connect the ranks' sidecars to rank zero's, at the rendezvous address.
 
         Collective over all ranks.
         """
-        found: tuple[int, str] | None = None
-        first = self.watched is not None and not self.watched.is_connected
-        if world.is_rank_zero and self.watched is not None and first:
+        place: tuple[int, str] | None = None
+        watched = self.watched
+        if world.is_rank_zero and watched is not None and not watched.is_connected:
             token = secrets.token_hex(16)
-            where = world.master_addr if world.world_size > 1 else ""
+            address = world.master_addr if world.world_size > 1 else ""
             with contextlib.suppress(OSError):
-                found = self.watched.listen(where, token, world.world_size), token
-        found = self.comm.bcast(found)
-        if found is None or self.watched is None:
+                place = watched.listen(address, token, world.world_size), token
+        place = self.comm.bcast(place)
+        if place is None or watched is None:
             return  # also for a second job of these processes: the first's stands
-        self.watched.is_connected = True
+        watched.is_connected = True
         if not world.is_rank_zero:
-            port, token = found
-            address = world.master_addr
-            self.watched.connect(address, port, token, world.rank, world.world_size)
+            address, (port, token) = world.master_addr, place
+            watched.connect(address, port, token, world.rank, world.world_size)
 
     def obey_watchdog(self, status: int | None, text: str) -> None:
         """Record `text`; end the job if there is a `status`; called in a thread."""
         self._is_reported = True
         calls = [*self.on_end] if status is not None else []
         if text:
-            calls += [functools.partial(it, text) for it in self.on_failure]
+            calls += [functools.partial(callback, text) for callback in self.on_failure]
         for call in calls:
             _call_within(1.0, call)
         if status is not None:

@@ -20,7 +20,7 @@ from mpitrain.config import (
 )
 from mpitrain.errors import LaunchError
 from mpitrain.launch import stages
-from mpitrain.launch.current import set_current
+from mpitrain.launch.current import set_current, unset_current
 from mpitrain.launch.exit_guard import ExitGuard, abort_on_error, leave
 from mpitrain.launch.process_exit import exit_status
 from mpitrain.launch.run_script import take_pending_launch
@@ -220,7 +220,7 @@ class Job:
         if dist.is_initialized():
             dist.destroy_process_group()
         self._guard.store = None
-        set_current(None, None)
+        unset_current()
         for name, value in self._variables_before.items():
             if value is None:
                 os.environ.pop(name, None)

@@ -13,7 +13,7 @@ import signal
 import stat
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import CodeType, FrameType, ModuleType
@@ -55,7 +55,7 @@ class PendingLaunch:
 
 
 _pending: list[PendingLaunch] = []
-"""At most one: what `run` has begun and `take_pending_launch` has not yet taken."""
+"""At most one."""
 
 
 def run(
@@ -66,7 +66,7 @@ def run(
     Collective over all ranks.
     """
     if request.target.kind == "program":
-        _run_program(guard, request, environ)
+        run_program(guard, request, environ)
         return
     world, main, code = _load(guard, request, environ)
     _pending[:] = [PendingLaunch(guard=guard, config=request.config, world=world)]
@@ -90,27 +90,13 @@ def run(
         os._exit(0)
 
 
-def _run_program(
-    guard: ExitGuard, request: RunRequest, environ: MutableMapping[str, str]
-) -> None:
-    """Run a program beside this rank, and wait for it and for the other ranks."""
-    target = request.target
-    path = all_or_none(
-        guard.comm, lambda: find_program(target.name, environ), "find the program"
-    )
-    _prepare(guard, request, environ)
-    if guard.watched is not None:
-        guard.watched.progress("in the program")
-    run_program(path, (target.name, *target.args), environ)
-    _leave_together(guard)
-
-
 def _load(
     guard: ExitGuard, request: RunRequest, environ: MutableMapping[str, str]
 ) -> tuple[World, ModuleType, CodeType]:
-    """Start, and read the script or find the module; `sys.argv` and path are its own.
+    """Start, and find what is to be ``__main__`` and its code; set `sys.argv` and path.
 
-    Returns where this process stands; what is to be ``__main__``, and its code.
+    A script is read before the start, so that a wrong name is told at once. A module
+    is found after it: packages above it are imported for that.
     """
     comm, target = guard.comm, request.target
     if target.kind == "script":
@@ -122,7 +108,6 @@ def _load(
         _set_path(str(path if main.__spec__ else path.parent))
         sys.argv[:] = [target.name, *target.args]
         return world, main, code
-    # After the start: packages above the module are imported to find it.
     world = _prepare(guard, request, environ)
     _set_path(os.getcwd())
     sys.argv[:] = ["-m", *target.args]  # as Python has it while it looks for one
@@ -239,17 +224,14 @@ def take_pending_launch(guard: ExitGuard, config: LaunchConfig) -> PendingLaunch
     if not _pending:
         return None
     pending = _pending.pop()
-    for name, default in (
-        ("device", "auto"),
-        ("backend", "auto"),
-        ("interface", None),
-    ):
-        asked, made = getattr(config, name), getattr(pending.config, name)
-        if asked not in (default, made):
+    default = LaunchConfig()
+    for name in ("device", "backend", "interface"):
+        asked, found = getattr(config, name), getattr(pending.config, name)
+        if asked not in (getattr(default, name), found):
             raise collective_error(
                 UsageError(
                     f"the script calls mpitrain.init({name}={asked!r}), but `run` has "
-                    f"started with {made!r} already; expected the same.\n"
+                    f"started with {found!r} already; expected the same.\n"
                     f"Type: {PROGRAM} run --{name} {asked} ..."
                 )
             )
@@ -289,8 +271,10 @@ class ProgramFailed(LaunchError):
     """The program of this rank ended with a status that is not 0."""
 
 
-def run_program(path: str, argv: Sequence[str], environ: Mapping[str, str]) -> None:
-    """Run a program to its end.
+def run_program(
+    guard: ExitGuard, request: RunRequest, environ: MutableMapping[str, str]
+) -> None:
+    """Run a program beside this rank, and wait for it and for the other ranks.
 
     It has a process group of its own: mpirun signals the whole group of a rank (Open
     MPI 4.1 and 5.0, MPICH 5.0; tried), and a signal that is forwarded besides would
@@ -298,6 +282,13 @@ def run_program(path: str, argv: Sequence[str], environ: Mapping[str, str]) -> N
     in any way; it is started, like the program, without a fork of this process's
     memory, which some networks of MPI do not bear.
     """
+    target = request.target
+    path = all_or_none(
+        guard.comm, lambda: find_program(target.name, environ), "find the program"
+    )
+    _prepare(guard, request, environ)
+    if guard.watched is not None:
+        guard.watched.progress("in the program")
     with subprocess.Popen(
         ["/bin/sh", "-c", _KILL_GROUP],
         bufsize=0,
@@ -306,6 +297,7 @@ def run_program(path: str, argv: Sequence[str], environ: Mapping[str, str]) -> N
         stderr=subprocess.DEVNULL,
         start_new_session=True,
     ) as killer:
+        argv = (target.name, *target.args)
         child = subprocess.Popen(argv, executable=path, env=environ, process_group=0)
         assert killer.stdin is not None
         killer.stdin.write(b"%d\n" % child.pid)
@@ -314,27 +306,19 @@ def run_program(path: str, argv: Sequence[str], environ: Mapping[str, str]) -> N
         if status == 0:
             killer.kill()  # what the program left running on purpose may stay
     if status != 0:
-        raise failure(argv[0], status)
+        raise failure(target.name, status)
+    _leave_together(guard)
 
 
 def failure(name: str, status: int) -> ProgramFailed:
-    """Return the error, with a shell's exit status, for a status of `subprocess`.
-
-    >>> str(failure("train.sh", 3)), failure("train.sh", -9).exit_status
-    ('train.sh ended with status 3', 137)
-    >>> print(failure("train.sh", -9))
-    train.sh was killed by SIGKILL
-    """
-    if status > 0:
-        error = ProgramFailed(f"{name} ended with status {status}")
-        error.exit_status = status
-    else:
-        try:
-            by = signal.Signals(-status).name
-        except ValueError:
-            by = f"signal {-status}"
-        error = ProgramFailed(f"{name} was killed by {by}")
-        error.exit_status = 128 - status
+    """Return the error, with a shell's exit status, for a status of `subprocess`."""
+    text = f"ended with status {status}"
+    if status < 0:
+        with_name = -status in {*signal.Signals}
+        by = signal.Signals(-status).name if with_name else f"signal {-status}"
+        text = f"was killed by {by}"
+    error = ProgramFailed(f"{name} {text}")
+    error.exit_status = status if status > 0 else 128 - status
     return error
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
 import importlib.util
 import os
 import shutil
@@ -10,7 +9,7 @@ import traceback
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from importlib.abc import InspectLoader, Loader
+from importlib.abc import InspectLoader
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
 from types import CodeType, ModuleType
@@ -119,7 +118,7 @@ def read_script(name: str) -> tuple[ModuleType, CodeType]:
     path = str(Path(name).absolute())
     spec = PathFinder.find_spec("__main__", [path])
     if spec is not None and (found := _code_of(spec, name)) is not None:
-        return _main(spec.origin, spec.loader, spec), found
+        return _main(spec), found
     try:
         source = Path(path).read_bytes()
     except OSError as error:
@@ -134,8 +133,11 @@ def read_script(name: str) -> tuple[ModuleType, CodeType]:
             f"{name!r} is no Python:\n{_syntax_error(error)}\n"
             f"A program of another kind: {PROGRAM} run --no-python {name}"
         ) from None
+    main = ModuleType("__main__")
+    main.__file__ = path
     # Processes that multiprocessing spawns load the script again from its file.
-    return _main(path, SourceFileLoader("__main__", path), None), code
+    main.__loader__ = SourceFileLoader("__main__", path)
+    return main, code
 
 
 def find_module(name: str) -> tuple[ModuleType, CodeType]:
@@ -153,7 +155,7 @@ def find_module(name: str) -> tuple[ModuleType, CodeType]:
             f"can be imported from {os.getcwd()} or PYTHONPATH, and a package to have "
             "a __main__.py"
         )
-    return _main(spec.origin, spec.loader, spec), code
+    return _main(spec), code
 
 
 def _code_of(spec: ModuleSpec | None, words: str) -> CodeType | None:
@@ -176,16 +178,9 @@ def _find_spec(name: str) -> ModuleSpec | None:
         return None
 
 
-def _main(
-    file: str | None, loader: Loader | None, spec: ModuleSpec | None
-) -> ModuleType:
-    main = ModuleType("__main__")
-    main.__file__ = file
-    main.__loader__ = loader
-    main.__package__ = spec.parent if spec else None
-    main.__spec__ = spec
-    main.__dict__["__cached__"] = spec.cached if spec else None
-    main.__dict__["__builtins__"] = builtins
+def _main(spec: ModuleSpec) -> ModuleType:
+    main = importlib.util.module_from_spec(spec)
+    main.__name__ = "__main__"
     return main
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from mpitrain.config import LaunchConfig, default_start_timeout
 from mpitrain.launch import cpu, gpu
-from mpitrain.launch.consistency import check_consistency, check_requirements
+from mpitrain.launch.consistency import check_consistency
 from mpitrain.launch.env_checks import lone_in_allocation, part_of_het_job
 from mpitrain.launch.exit_guard import ExitGuard
 from mpitrain.launch.rendezvous import select, store, transports
@@ -41,7 +41,6 @@ def prepare_without_torch(
     with guard.stage("who is where"):
         world = discover_world(comm)
         check_consistency(comm, world, config, timeout_seconds, variables)
-        check_requirements()  # of the same versions on all ranks
     with guard.stage("network"):
         rendezvous = select.find_rendezvous(comm, world, config.interface)
         guard.rendezvous = rendezvous
@@ -51,10 +50,12 @@ def prepare_without_torch(
     if world.num_nodes > 1:
         with guard.stage("MPI between nodes"):
             transports.check_mpi_messages(comm, world, rendezvous, start_timeout)
-    alone = lone_in_allocation(variables) if world.world_size == 1 else None
-    odd = part_of_het_job(variables, world.num_nodes) if world.is_rank_zero else None
-    if odd or alone:
-        logger.warning("%s", odd or alone)
+    if world.is_rank_zero:
+        warning = part_of_het_job(variables, world.num_nodes)
+        if world.world_size == 1:
+            warning = warning or lone_in_allocation(variables)
+        if warning:
+            logger.warning("%s", warning)
     with guard.stage("threads"):
         world = cpu.configure_threads(comm, world, variables)
     return world, rendezvous

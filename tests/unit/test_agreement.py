@@ -6,7 +6,7 @@ import pytest
 
 from mpitrain.errors import TopologyError
 from mpitrain.launch import consistency
-from mpitrain.launch.consistency import LaunchFacts
+from mpitrain.launch.consistency import Facts
 from mpitrain.mpi.topology import group_by_node
 from mpitrain.mpi.world import Node
 
@@ -17,7 +17,7 @@ def nodes_of(*sizes: int) -> tuple[Node, ...]:
     )
 
 
-def records(num_ranks: int, **changes: dict) -> list[LaunchFacts]:
+def records(num_ranks: int, **changes: dict) -> list[Facts]:
     """Ranks that agree, but for ``field={rank: value}``."""
     alike = {
         "software": {"torch": "2.15.0", "Python": "3.11"},
@@ -25,9 +25,7 @@ def records(num_ranks: int, **changes: dict) -> list[LaunchFacts]:
         "clock_seconds": 1_000_000.0,
     }
     return [
-        LaunchFacts(
-            **(alike | {f: by[rank] for f, by in changes.items() if rank in by}),
-        )
+        alike | {f: by[rank] for f, by in changes.items() if rank in by}
         for rank in range(num_ranks)
     ]
 

@@ -133,25 +133,5 @@ def test_threads_by_pbs_are_of_a_process_where_the_job_asks_for_ompthreads(
 def test_cores_that_stay_idle_beside_bound_ranks_are_counted(
     masks: list, given: int, idle: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cpu, "is_one_core", lambda mask: len(mask) == 1)
+    monkeypatch.setattr(cpu, "hardware_threads_per_core", lambda: 1)
     assert cpu.idle_cores([*map(frozenset, masks)], frozenset(range(given))) == idle
-
-
-@pytest.mark.parametrize(
-    ("siblings", "mask", "expected"),
-    [("0,4", {0, 4}, True), ("0,4", {0}, True), ("0,4", {0, 1}, False)],
-)
-def test_a_core_is_known_with_its_hardware_threads(
-    siblings: str, mask: set, expected: bool, tmp_path: Path
-) -> None:
-    folder = tmp_path / "cpu0" / "topology"
-    folder.mkdir(parents=True)
-    (folder / "thread_siblings_list").write_text(siblings + "\n")
-    assert cpu.is_one_core(mask, tmp_path) is expected
-
-
-@pytest.mark.parametrize(("mask", "expected"), [({3}, True), ({3, 4}, False)])
-def test_without_the_kernels_word_a_core_is_one_number(
-    mask: set, expected: bool, tmp_path: Path
-) -> None:
-    assert cpu.is_one_core(mask, tmp_path) is expected

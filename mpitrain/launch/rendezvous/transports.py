@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from datetime import timedelta
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mpitrain.errors import LaunchError
@@ -30,47 +29,18 @@ MESSAGE_SECONDS = 60.0
 
 
 def socket_variables(
-    rendezvous: Rendezvous, environ: Mapping[str, str], root: Path = Path("/")
+    rendezvous: Rendezvous, environ: Mapping[str, str]
 ) -> dict[str, str]:
-    """Return the variables that lead gloo and NCCL to this node's interface.
-
-    What the user set stays, and so does what NCCL's own files set, since NCCL lets the
-    environment overrule them.
-    """
+    """Return the variables, unless they are set, that name this node's interface."""
     name = rendezvous.interface.name
     if not name:
         return {}
     # NCCL takes a name as a prefix unless "=" stands before it, what stands behind ":"
     # as a port (ncclOsFindInterfaces, parseStringList of NCCL 2.30), and prefers IPv4.
     wanted = {GLOO: name, NCCL: "=" + name.partition(":")[0]}
-    if ":" in rendezvous.own_address:
+    if ":" in rendezvous.own_address and NCCL not in environ:
         wanted[NCCL_FAMILY] = "AF_INET6"
-    theirs = environ.keys() | _nccl_file_settings(environ, root)
-    if NCCL in theirs:  # the family belongs to the interface
-        wanted.pop(NCCL_FAMILY, None)
-    return {key: value for key, value in wanted.items() if key not in theirs}
-
-
-def _nccl_file_settings(environ: Mapping[str, str], root: Path) -> set[str]:
-    """Return the variables that NCCL's files set on this host.
-
-    Those are ``$NCCL_CONF_FILE``, or ``~/.nccl.conf`` where that is not set, and
-    ``/etc/nccl.conf``
-    (https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html).
-    """
-    files = [root / "etc/nccl.conf"]
-    if named := environ.get("NCCL_CONF_FILE"):
-        files.append(Path(named))
-    elif home := environ.get("HOME"):
-        files.append(Path(home) / ".nccl.conf")
-    found = set()
-    for file in files:
-        try:
-            lines = file.read_text(errors="replace").splitlines()
-        except OSError:
-            continue
-        found |= {line.partition("=")[0] for line in lines if "=" in line}
-    return found
+    return {key: value for key, value in wanted.items() if key not in environ}
 
 
 def bind_gloo(rendezvous: Rendezvous, environ: Mapping[str, str]) -> None:
@@ -118,11 +88,10 @@ def bind_gloo(rendezvous: Rendezvous, environ: Mapping[str, str]) -> None:
 def check_mpi_messages(
     comm: MPI.Intracomm, world: World, rendezvous: Rendezvous, start_timeout: float
 ) -> None:
-    """Send a large message by MPI from each node to the next.
+    """Send a large message by MPI from each node to the next. Collective over `comm`.
 
-    Collective over `comm`. Small messages, all that the start needs else, may go over
-    one interface while a part of every large one waits for ever at another that is
-    filtered.
+    Small messages may go over one interface while a part of every large one waits for
+    ever at another that is filtered.
     """
     seconds = min(MESSAGE_SECONDS, 0.8 * start_timeout)  # before the watchdog ends it
     if world.local_rank == 0:
