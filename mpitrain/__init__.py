@@ -32,7 +32,7 @@ if TYPE_CHECKING:
         TopologyError,
         UsageError,
     )
-    from mpitrain.launch.job import Job, init
+    from mpitrain.launch.init import Job, init
     from mpitrain.mpi.world import Node, World
     from mpitrain.record.recorder import Recorder
     from mpitrain.train.callbacks import Callback, StopRequested
@@ -65,8 +65,8 @@ __all__ = [
 ]
 
 _HOMES = {
-    "init": "launch.job",
-    "Job": "launch.job",
+    "init": "launch.init",
+    "Job": "launch.init",
     "World": "mpi.world",
     "Node": "mpi.world",
     "Callback": "train.callbacks",

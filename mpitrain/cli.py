@@ -77,7 +77,7 @@ def train(argv: Sequence[str]) -> int:
     from mpitrain.checkpoint.preemption import PreemptionHandler
     from mpitrain.launch.current import age_seconds
     from mpitrain.launch.exit_guard import abort_on_error
-    from mpitrain.launch.job import init
+    from mpitrain.launch.init import init
     from mpitrain.record.recorder import record_failure
     from mpitrain.record.run_dir import open_log, start_logging
     from mpitrain.tools.train.prepare import prepare

@@ -14,15 +14,13 @@ import stat
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, MutableMapping
-from dataclasses import dataclass, replace
 from pathlib import Path
 from types import CodeType, FrameType, ModuleType
 from typing import NoReturn
 
-from mpitrain.config import TIMEOUT_SECONDS, LaunchConfig
-from mpitrain.errors import LaunchError, UsageError, collective_error
-from mpitrain.flags import PROGRAM
-from mpitrain.launch import stages
+from mpitrain.config import TIMEOUT_SECONDS
+from mpitrain.errors import LaunchError
+from mpitrain.launch import init
 from mpitrain.launch.current import set_current
 from mpitrain.launch.env_checks import MPI_RANK_VARIABLES
 from mpitrain.launch.exit_guard import ExitGuard, leave
@@ -45,19 +43,6 @@ from mpitrain.watchdog.heartbeat import State
 from mpitrain.watchdog.process import COMMANDS, launchers_of, name_of
 
 
-@dataclass(frozen=True, kw_only=True)
-class PendingLaunch:
-    """A launch without process group, for the script's own `mpitrain.init`."""
-
-    guard: ExitGuard
-    config: LaunchConfig
-    world: World
-
-
-_pending: list[PendingLaunch] = []
-"""At most one."""
-
-
 def run(
     guard: ExitGuard, request: RunRequest, environ: MutableMapping[str, str]
 ) -> None:
@@ -69,9 +54,9 @@ def run(
         run_program(guard, request, environ)
         return
     world, main, code = _load(guard, request, environ)
-    _pending[:] = [PendingLaunch(guard=guard, config=request.config, world=world)]
+    init.set_pending(guard, request.config, world)
     set_current(guard, world)
-    stages.watch_steps(guard, request.config, "in the script")
+    init.watch_steps(guard, request.config, "in the script")
     # It stays: threads, `atexit` functions and pickle may look for it till the end.
     # Processes that multiprocessing spawned name its classes by the second.
     sys.modules["__main__"] = sys.modules["__mp_main__"] = main
@@ -159,13 +144,13 @@ def _prepare(
     guard: ExitGuard, request: RunRequest, environ: MutableMapping[str, str]
 ) -> World:
     """Start all but the process group, and say so in the environment."""
-    world = stages.prepare(guard, request.config, TIMEOUT_SECONDS, environ)
+    world = init.prepare(guard, request.config, TIMEOUT_SECONDS, environ)
     environ.update(script_variables(world, request.run_id, environ))
     if world.world_size == 1:
         guard.store = None  # its port is for the script, or for what it spawns
     else:
         let_scripts_open_their_own(world.master_port)
-        stages.watch_early_returns(guard, world)
+        init.watch_early_returns(guard, world)
     _close_stdin()
     return world
 
@@ -182,7 +167,7 @@ def script_variables(
     ``elastic/agent/server/local_elastic_agent.py``, less what only an agent reads.
     """
     own_gpu = world.device.partition(":")[2]
-    return stages.torchrun_variables(world) | {
+    return init.torchrun_variables(world) | {
         "LOCAL_RANK": own_gpu or str(world.local_rank),
         "GROUP_RANK": str(world.node_rank),
         "GROUP_WORLD_SIZE": str(world.num_nodes),
@@ -217,28 +202,6 @@ def _close_stdin() -> None:
             descriptor = os.open(os.devnull, os.O_RDONLY)
             os.dup2(descriptor, 0)
             os.close(descriptor)
-
-
-def take_pending_launch(guard: ExitGuard, config: LaunchConfig) -> PendingLaunch | None:
-    """Take the launch that `run` has begun; ``None``: `init` is to make its own."""
-    if not _pending:
-        return None
-    pending = _pending.pop()
-    default = LaunchConfig()
-    for name in ("device", "backend", "interface"):
-        asked, found = getattr(config, name), getattr(pending.config, name)
-        if asked not in (getattr(default, name), found):
-            raise collective_error(
-                UsageError(
-                    f"the script calls mpitrain.init({name}={asked!r}), but `run` has "
-                    f"started with {found!r} already; expected the same.\n"
-                    f"Type: {PROGRAM} run --{name} {asked} ..."
-                )
-            )
-    guard.store = pending.guard.store
-    guard.early_return, pending.guard.early_return = pending.guard.early_return, None
-    hang_timeout = config.hang_timeout or pending.config.hang_timeout
-    return replace(pending, config=replace(config, hang_timeout=hang_timeout))
 
 
 def _set_path(folder: str) -> None:

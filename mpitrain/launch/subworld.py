@@ -9,17 +9,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
+from typing import Any, TypeVar
 
-from mpitrain.launch import stages
+from mpitrain.launch import init
 from mpitrain.launch.exit_guard import ExitGuard
 from mpitrain.mpi.collectives import barrier, use_as_world
 from mpitrain.mpi.world import World
 from mpitrain.watchdog.heartbeat import State
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
 
 T = TypeVar("T")
 
@@ -45,17 +41,11 @@ class SubWorlds:
         _destroy_process_group()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> Literal[False]:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         if error is None:
             self._all.Free()
             self._number += 1
             self._init_process_group(self._world)
-        return False
 
     def run(self, num_ranks: int, action: Callable[[World], T], phase: str) -> T | None:
         """Run `action` on some ranks as a world of their own; the others sleep.
@@ -68,26 +58,19 @@ class SubWorlds:
         # would be taken for another's.
         self._number += 1
         ranks = in_node_order(self._world)[:num_ranks]
-        is_in = self._world.rank in ranks
-        key = ranks.index(self._world.rank) if is_in else 0
-        split = self._guard.comm.Split(0 if is_in else MPI.UNDEFINED, key)
-        watched = self._guard.watched
-        if not is_in:
-            if watched is not None:
-                watched.set_state(State.IDLE)
-            barrier(self._all)
-            if watched is not None:
-                watched.progress("awake again")
-                watched.set_state(State.RUNNING)
+        if self._world.rank not in ranks:
+            self._guard.comm.Split(MPI.UNDEFINED)
+            self._sleep()
             return None
-        comm = cast("MPI.Intracomm", split)
+        comm = self._guard.comm.Split(0, ranks.index(self._world.rank))
+        assert isinstance(comm, MPI.Intracomm)
         try:
             with use_as_world(comm):
                 barrier(comm)
                 world = sub_world(self._world, ranks)
                 self._init_process_group(world)
-                if watched is not None:
-                    watched.expect_steps(phase)
+                if self._guard.watched is not None:
+                    self._guard.watched.expect_steps(phase)
                 result = action(world)
                 barrier(comm)
                 _destroy_process_group()
@@ -100,13 +83,22 @@ class SubWorlds:
         barrier(self._all)
         return result
 
+    def _sleep(self) -> None:
+        watched = self._guard.watched
+        if watched is not None:
+            watched.set_state(State.IDLE)
+        barrier(self._all)
+        if watched is not None:
+            watched.progress("awake again")
+            watched.set_state(State.RUNNING)
+
     def _init_process_group(self, world: World) -> None:
         from torch._C._distributed_c10d import PrefixStore
 
         assert self._guard.store is not None  # the start has opened it
         name = f"mpitrain/sub_world/{self._number}/{world.world_size}"
         store = PrefixStore(name, self._guard.store)
-        stages.init_process_group(self._guard, world, self._timeout_seconds, store)
+        init.init_process_group(self._guard, world, self._timeout_seconds, store)
 
 
 def _destroy_process_group() -> None:

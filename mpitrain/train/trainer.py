@@ -25,7 +25,7 @@ from mpitrain.errors import (
     did_you_mean,
 )
 from mpitrain.launch.current import heartbeat
-from mpitrain.launch.job import init
+from mpitrain.launch.init import init
 from mpitrain.mpi.collectives import all_or_none, world_comm
 from mpitrain.mpi.world import World
 from mpitrain.train.callbacks import Callback, StopRequested

@@ -13,14 +13,14 @@ NUM_RANKS = 64
 SCRIPT = """
 import json, os, sys, time
 from pathlib import Path
-from mpitrain.launch import stages
+from mpitrain.launch import init
 from mpitrain.config import LaunchConfig
 from mpitrain.launch.exit_guard import abort_on_error
 from mpitrain.mpi.collectives import barrier
 
 with abort_on_error(start_timeout_seconds=60) as guard:
     config = LaunchConfig()
-    world, _ = stages.prepare_without_torch(guard, config, 60.0, os.environ)
+    world, _ = init.prepare_without_torch(guard, config, 60.0, os.environ)
     taken = guard.comm.gather(guard.stage_seconds)
     if world.rank == 0:
         slowest = {name: max(s[name] for s in taken) for name in taken[0]}

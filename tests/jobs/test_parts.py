@@ -15,7 +15,7 @@ import torch.distributed as dist
 import mpitrain
 from mpitrain.data.sources import digits
 from mpitrain.launch.exit_guard import abort_on_error
-from mpitrain.launch.job import init
+from mpitrain.launch.init import init
 from mpitrain.launch.subworld import SubWorlds
 from mpitrain.models.build import build_model
 from mpitrain.train.callbacks import Callback

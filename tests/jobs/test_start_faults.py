@@ -36,7 +36,7 @@ def strike():
         FAULT
 
 import mpitrain.launch.exit_guard as guard
-import mpitrain.launch.stages as stages
+import mpitrain.launch.init as stages
 import mpitrain
 """
 

@@ -30,7 +30,7 @@ from mpitrain.tools.check.report import Finding
 
 if TYPE_CHECKING:
     from mpitrain.launch.exit_guard import ExitGuard
-    from mpitrain.launch.job import Job
+    from mpitrain.launch.init import Job
 
 CONNECT_SECONDS = 3.0
 MAX_FINDINGS = 8

@@ -10,8 +10,8 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from mpitrain import schedulers
-from mpitrain.launch import stages
-from mpitrain.launch.job import Job
+from mpitrain.launch import init
+from mpitrain.launch.init import Job
 from mpitrain.mpi.collectives import barrier, on_rank_zero
 from mpitrain.mpi.topology import mpi_library_version
 from mpitrain.mpi.world import World
@@ -58,7 +58,7 @@ def check_job(guard: ExitGuard, config: CheckConfig, environ: Mapping[str, str])
     report = Report(prints=guard.comm.rank == 0, as_json=config.json)
     guard.on_failure.append(report.fail)
     report.progress("the start")
-    world = stages.prepare(guard, config.launch, COLLECTIVE_SECONDS, os.environ)
+    world = init.prepare(guard, config.launch, COLLECTIVE_SECONDS, os.environ)
     from mpitrain.tools.check import communication  # imports torch, as the start has
 
     if guard.watched is not None:
@@ -67,7 +67,7 @@ def check_job(guard: ExitGuard, config: CheckConfig, environ: Mapping[str, str])
     address = guard.rendezvous.own_address
     broken = communication.find_broken_links(guard, world, address)
     if not broken:
-        stages.init_process_group(guard, world, COLLECTIVE_SECONDS)
+        init.init_process_group(guard, world, COLLECTIVE_SECONDS)
     if guard.watched is not None:  # each check reports progress; there are no steps
         guard.watched.hang_timeout_seconds = config.launch.hang_timeout or 0.0
     job = Job(world, guard, COLLECTIVE_SECONDS, {})

@@ -17,7 +17,7 @@ from mpitrain.config import TrainConfig
 from mpitrain.data.sources import Data, load_data
 from mpitrain.errors import Stopped
 from mpitrain.launch.current import heartbeat
-from mpitrain.launch.job import Job
+from mpitrain.launch.init import Job
 from mpitrain.models.build import (
     build_and_load,
     cache_dir,

@@ -1,13 +1,16 @@
-"""`init` and `Job`: a whole start of torch.distributed, for scripts."""
+"""From MPI to a ready process group: the stages, `init`, and the running `Job`."""
 
 from __future__ import annotations
 
 import atexit
+import logging
 import multiprocessing
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
+from dataclasses import dataclass, replace
+from datetime import timedelta
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal, TypeVar
 
@@ -18,19 +21,216 @@ from mpitrain.config import (
     LaunchConfig,
     default_start_timeout,
 )
-from mpitrain.errors import LaunchError
-from mpitrain.launch import stages
+from mpitrain.errors import LaunchError, UsageError, collective_error
+from mpitrain.flags import PROGRAM
+from mpitrain.launch import cpu, gpu
+from mpitrain.launch.consistency import check_consistency
 from mpitrain.launch.current import set_current, unset_current
+from mpitrain.launch.env_checks import lone_in_allocation, part_of_het_job
 from mpitrain.launch.exit_guard import ExitGuard, abort_on_error, leave
 from mpitrain.launch.process_exit import exit_status
-from mpitrain.launch.run_script import take_pending_launch
+from mpitrain.launch.rendezvous import select, store, transports
 from mpitrain.mpi.collectives import all_or_none
+from mpitrain.mpi.topology import discover_world
 from mpitrain.mpi.world import World
 
 if TYPE_CHECKING:
     from mpi4py import MPI
+    from torch._C._distributed_c10d import Store
 
 T = TypeVar("T")
+
+logger = logging.getLogger("mpitrain")
+
+
+def prepare_without_torch(
+    guard: ExitGuard,
+    config: LaunchConfig,
+    timeout_seconds: float,
+    variables: MutableMapping[str, str],
+) -> tuple[World, select.Rendezvous]:
+    """Do what can be done before torch is imported; writes to `variables`."""
+    comm = guard.comm
+    start_timeout = default_start_timeout(config.hang_timeout, config.start_timeout)
+    if guard.watched is not None:
+        guard.watched.start_timeout_seconds = start_timeout
+    with guard.stage("who is where"):
+        world = discover_world(comm)
+        check_consistency(comm, world, config, timeout_seconds, variables)
+    with guard.stage("network"):
+        rendezvous = select.find_rendezvous(comm, world, config.interface)
+        guard.rendezvous = rendezvous
+    world = replace(world, master_addr=rendezvous.address, master_port=rendezvous.port)
+    with guard.stage("watchdog"):
+        guard.connect_watchdogs(world)
+    if world.num_nodes > 1:
+        with guard.stage("MPI between nodes"):
+            transports.check_mpi_messages(comm, world, rendezvous, start_timeout)
+    if world.is_rank_zero:
+        warning = part_of_het_job(variables, world.num_nodes)
+        if world.world_size == 1:
+            warning = warning or lone_in_allocation(variables)
+        if warning:
+            logger.warning("%s", warning)
+    with guard.stage("threads"):
+        world = cpu.configure_threads(comm, world, variables)
+    return world, rendezvous
+
+
+def prepare(
+    guard: ExitGuard,
+    config: LaunchConfig,
+    timeout_seconds: float,
+    variables: MutableMapping[str, str],
+) -> World:
+    """Do all that comes before the process group, and open its store.
+
+    Collective over all ranks. `variables`, the environment, is written to.
+    """
+    comm = guard.comm
+    world, rendezvous = prepare_without_torch(guard, config, timeout_seconds, variables)
+    if world.rank > 0:
+        # Warnings of torch's C++ come from rank zero alone; errors from all.
+        variables.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    with guard.stage("import torch"):
+        all_or_none(comm, _import_torch, "import torch")
+    with guard.stage("devices"):
+        world = gpu.assign_devices(comm, world, config, variables)
+    variables.update(torchrun_variables(world))
+    with guard.stage("store"):
+        all_or_none(
+            comm,
+            lambda: _prepare_torch(world, rendezvous, variables),
+            f"use {world.device}",
+        )
+        variables.update(transports.socket_variables(rendezvous, variables))
+        guard.store = store.open_store(comm, rendezvous, world, timeout_seconds)
+    logger.info(
+        "%s, local rank %d, computes on %s with %d threads; %s, rendezvous at %s:%d "
+        "(%s), from %s (%s)",
+        *(world, world.local_rank, world.device, world.num_threads, world.backend),
+        *(world.master_addr, world.master_port, rendezvous.why),
+        *(rendezvous.own_address, rendezvous.interface),
+    )
+    return world
+
+
+def torchrun_variables(world: World) -> dict[str, str]:
+    """Return the variables of torchrun that libraries look for."""
+    return {
+        "RANK": str(world.rank),
+        "WORLD_SIZE": str(world.world_size),
+        "LOCAL_RANK": str(world.local_rank),
+        "LOCAL_WORLD_SIZE": str(world.local_world_size),
+        "MASTER_ADDR": world.master_addr,
+        "MASTER_PORT": str(world.master_port),
+    }
+
+
+def init_process_group(
+    guard: ExitGuard, world: World, timeout_seconds: float, store: Store | None = None
+) -> None:
+    """Start torch.distributed's default process group. Collective over all ranks."""
+    import torch
+    import torch.distributed as dist
+
+    with guard.stage("process group"):
+        dist.init_process_group(
+            backend=world.backend,
+            store=store or guard.store,
+            rank=world.rank,
+            world_size=world.world_size,
+            timeout=timedelta(seconds=timeout_seconds),
+            device_id=torch.device(world.device) if "nccl" in world.backend else None,
+        )
+
+
+def watch_steps(
+    guard: ExitGuard, config: LaunchConfig, phase: str = "before the first step"
+) -> None:
+    """Let every optimizer step count as progress, until the ranks leave."""
+    watched = guard.watched
+    if watched is None:
+        return
+    watched.hang_timeout_seconds = config.hang_timeout or 0.0
+    watched.expect_steps(phase)
+    if guard.step_hook is None:
+        from torch.optim.optimizer import register_optimizer_step_post_hook
+
+        def count(optimizer: object, *_: object) -> None:
+            # ZeRO-1 has an optimizer inside, whose steps count already.
+            if type(optimizer).__name__ != "ZeroRedundancyOptimizer":
+                watched.step_done()
+
+        guard.step_hook = register_optimizer_step_post_hook(count)
+
+
+def watch_early_returns(guard: ExitGuard, world: World) -> None:
+    """Let ranks that have returned be known to those that wait for them."""
+    from mpitrain.launch.early_return import EarlyReturnMonitor
+
+    if guard.store is not None and world.world_size > 1:
+        guard.early_return = EarlyReturnMonitor(
+            guard.store, world.rank, world.world_size, guard.fail
+        )
+
+
+def _import_torch() -> None:
+    import torch.distributed  # noqa: F401
+
+
+def _prepare_torch(
+    world: World, rendezvous: select.Rendezvous, variables: Mapping[str, str]
+) -> None:
+    import torch
+
+    import mpitrain.backend  # noqa: F401 - torch finds it then, installed or not
+
+    cpu.keep_freed_memory(variables)
+    transports.bind_gloo(rendezvous, variables)
+    torch.set_num_threads(world.num_threads)
+    if world.device != "cpu":
+        torch.cuda.set_device(world.device)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PendingLaunch:
+    """A launch by ``mpitrain run``, without process group, for the script's `init`."""
+
+    guard: ExitGuard
+    config: LaunchConfig
+    world: World
+
+
+_pending: list[PendingLaunch] = []
+"""At most one."""
+
+
+def set_pending(guard: ExitGuard, config: LaunchConfig, world: World) -> None:
+    """Let the next `init` take this launch, instead of making its own."""
+    _pending[:] = [PendingLaunch(guard=guard, config=config, world=world)]
+
+
+def _take_pending(guard: ExitGuard, config: LaunchConfig) -> PendingLaunch | None:
+    """Take the pending launch, if there is one, and check that it fits."""
+    if not _pending:
+        return None
+    pending = _pending.pop()
+    default = LaunchConfig()
+    for name in ("device", "backend", "interface"):
+        asked, found = getattr(config, name), getattr(pending.config, name)
+        if asked not in (getattr(default, name), found):
+            raise collective_error(
+                UsageError(
+                    f"the script calls mpitrain.init({name}={asked!r}), but `run` has "
+                    f"started with {found!r} already; expected the same.\n"
+                    f"Type: {PROGRAM} run --{name} {asked} ..."
+                )
+            )
+    guard.store = pending.guard.store
+    guard.early_return, pending.guard.early_return = pending.guard.early_return, None
+    hang_timeout = config.hang_timeout or pending.config.hang_timeout
+    return replace(pending, config=replace(config, hang_timeout=hang_timeout))
 
 
 def init(
@@ -104,15 +304,15 @@ def init(
             start_timeout=start_timeout_seconds,
             hang_timeout=hang_timeout_seconds,
         )
-        pending = take_pending_launch(guard, config)
+        pending = _take_pending(guard, config)
         if pending is None:
-            world = stages.prepare(guard, config, timeout_seconds, os.environ)
+            world = prepare(guard, config, timeout_seconds, os.environ)
         else:
             world, config = pending.world, pending.config
-        stages.init_process_group(guard, world, timeout_seconds)
-        stages.watch_steps(guard, config)
+        init_process_group(guard, world, timeout_seconds)
+        watch_steps(guard, config)
         if guard.early_return is None:
-            stages.watch_early_returns(guard, world)
+            watch_early_returns(guard, world)
     set_current(guard, world)
     changed = {
         name: before.get(name)
