@@ -110,12 +110,11 @@ def train(argv: Sequence[str]) -> int:
             run_dir if is_zero else None,
             config.time_limit_seconds,
             age_seconds(),
-            guard.watched.on_sigterm if guard.watched else None,
+            guard.watched.on_sigterm,
         )
         if run.warning and is_zero:
             logging.getLogger("mpitrain").warning(run.warning)
-        if guard.watched is not None:
-            guard.watched.log_to(Path(log.name))
+        guard.watched.log_to(Path(log.name))
         faulthandler.enable(log)  # for crashes in compiled code
         guard.on_failure += [
             log_file.write,

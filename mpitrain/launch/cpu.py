@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
+from collections import Counter
 from collections.abc import Collection, Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -77,9 +78,6 @@ def idle_cores(masks: Sequence[frozenset[int]], given: frozenset[int]) -> int:
 
     By default Open MPI binds each of up to two ranks to one core, where threads and
     data workers then share it. A binding to a package or a NUMA domain is left alone.
-
-    >>> idle_cores([frozenset({0}), frozenset({1})], frozenset({0, 1}))
-    0
     """
     if max(map(len, masks)) > hardware_threads_per_core():
         return 0
@@ -97,9 +95,7 @@ def hardware_threads_per_core() -> int:
 def cpu_quota(root: Path = Path("/sys/fs/cgroup")) -> float:
     """Return how many cores' worth of time the container may use; infinity: no limit.
 
-    ``cpu.max`` is of cgroups version 2
-    (https://docs.kernel.org/admin-guide/cgroup-v2.html#cpu-interface-files),
-    ``cpu/cpu.cfs_quota_us`` of version 1.
+    ``cpu.max`` is of cgroups version 2, ``cpu/cpu.cfs_quota_us`` of version 1.
     """
     try:
         if (root / "cpu.max").exists():
@@ -114,11 +110,7 @@ def cpu_quota(root: Path = Path("/sys/fs/cgroup")) -> float:
 
 
 def count_cores(masks: Sequence[Collection[int]], quota: float) -> int:
-    """Count the cores that the ranks of one node may use together, at least 1.
-
-    >>> count_cores([{0, 1}, {1, 2}], float("inf")), count_cores([range(64)], 8.0)
-    (3, 8)
-    """
+    """Count the cores that the ranks of one node may use together, at least 1."""
     return max(1, int(min(len(set().union(*masks)), quota)))
 
 
@@ -129,13 +121,8 @@ def fair_shares(
 
     >>> fair_shares([{0, 1, 2, 3}, {0, 1, 2, 3}])
     (2, 2)
-    >>> fair_shares([{0}, {1}]), fair_shares([{0, 1, 2, 3}] * 2, quota=2.0)
-    ((1, 1), (1, 1))
     """
-    owners: dict[int, int] = {}
-    for mask in masks:
-        for core in mask:
-            owners[core] = owners.get(core, 0) + 1
+    owners = Counter(core for mask in masks for core in mask)
     largest = quota / len(masks)
     # The sum of thirds is just below one: round before cutting.
     parts = (round(sum(1 / owners[core] for core in mask), 6) for mask in masks)
@@ -143,11 +130,7 @@ def fair_shares(
 
 
 def threads_of(num_cores: int, variables: MutableMapping[str, str]) -> int:
-    """Return this rank's threads: ``OMP_NUM_THREADS``, which is set where it is not.
-
-    >>> threads_of(4, {}), threads_of(4, {"OMP_NUM_THREADS": "2"})
-    (4, 2)
-    """
+    """Return this rank's threads: ``OMP_NUM_THREADS``, which is set where it is not."""
     wanted = variables.setdefault("OMP_NUM_THREADS", str(num_cores))
     first = wanted.split(",")[0].strip()  # a list is for nested regions
     if not first.isdecimal() or int(first) < 1:
@@ -165,10 +148,6 @@ def threads_of_pbs(environ: Mapping[str, str]) -> int | None:
     process, or, where the job did not ask for those, to all cores of its first chunk.
     mpirun hands ``OMP_NUM_THREADS`` to the ranks of every node, but ``NCPUS`` to those
     of its own alone.
-
-    >>> pbs = {"PBS_JOBID": "1.head", "PBS_NODEFILE": "/var/spool/pbs/aux/1.head"}
-    >>> threads_of_pbs(pbs | {"NCPUS": "8", "OMP_NUM_THREADS": "8"})
-    8
     """
     of_chunk, wanted = environ.get("NCPUS", ""), environ.get("OMP_NUM_THREADS", "")
     is_pbs = {"PBS_JOBID", "PBS_NODEFILE"} <= environ.keys()

@@ -35,8 +35,8 @@ def heartbeat(phase: str) -> None:
 
     Costs a microsecond. Without a job nothing happens.
     """
-    if _current and (watched := _current[0][0].watched) is not None:
-        watched.progress(phase)
+    if _current:
+        _current[0][0].watched.progress(phase)
 
 
 def on_job_end(action: Callable[[], object]) -> None:
@@ -47,8 +47,7 @@ def on_job_end(action: Callable[[], object]) -> None:
 
 def on_term() -> Callable[[Callable[[int, FrameType | None], object]], object] | None:
     """Return what registers a handler of SIGTERM beside the watchdog's, if it runs."""
-    watched = _current[0][0].watched if _current else None
-    return watched.on_sigterm if watched is not None else None
+    return _current[0][0].watched.on_sigterm if _current else None
 
 
 def age_seconds() -> float:

@@ -1,8 +1,7 @@
 """What the launcher's variables say, against what MPI says.
 
 They are read only to notice a contradiction, and for what has to be decided before MPI
-has started, which is checked or harmless: which rank prints, and whether Open MPI's TCP
-is needed.
+has started: which rank prints, and whether Open MPI's TCP is needed.
 """
 
 from __future__ import annotations
@@ -53,11 +52,7 @@ def was_launched(environ: Mapping[str, str]) -> bool:
 
 
 def launched_rank(environ: Mapping[str, str]) -> int:
-    """Return the rank that the launcher gave, for messages before MPI has started.
-
-    >>> launched_rank({"OMPI_COMM_WORLD_RANK": "2", "SLURM_PROCID": "0"})
-    2
-    """
+    """Return the rank that the launcher gave, for messages before MPI has started."""
     given = next((environ[name] for name in RANK_VARIABLES if name in environ), "0")
     return int(given) if given.isdecimal() else 0
 
@@ -102,10 +97,6 @@ def foreign_library(library: str, environ: Mapping[str, str]) -> str | None:
     MPICH ends a process of Open MPI's mpirun inside MPI_Init, in words of its own. It
     is no error yet: an MPICH that was built with PMIx runs there. The other way round
     Open MPI starts a world of one, which `check_size` refuses.
-
-    >>> foreign_library("Open MPI v5.0.11", {"OMPI_COMM_WORLD_SIZE": "4"})
-    >>> foreign_library("MPICH Version: 5.0.2", {"OMPI_COMM_WORLD_SIZE": "4"})[:75]
-    "Open MPI's mpirun started 4 processes, but mpi4py loads MPICH Version: 5.0."
     """
     number = environ.get("OMPI_COMM_WORLD_SIZE")
     if number is None or not library.startswith(MPICH_FAMILY):
@@ -118,15 +109,7 @@ def foreign_library(library: str, environ: Mapping[str, str]) -> str | None:
 
 
 def lone_in_allocation(environ: Mapping[str, str]) -> str | None:
-    """Return a line for a single process in a larger allocation, else ``None``.
-
-    A single process is a baseline that people want, so it is no error.
-
-    >>> lone_in_allocation({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8"})
-    '1 process in an allocation of 8 (SLURM_NTASKS): `mpirun` without -np starts all'
-    >>> lone_in_allocation({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "1"}) is None
-    True
-    """
+    """Return a warning of a single process in a larger allocation, else ``None``."""
     number, source = environ.get("SLURM_NTASKS", ""), "SLURM_NTASKS"
     if not number and "PBS_JOBID" in environ and "PBS_NODEFILE" in environ:
         with contextlib.suppress(OSError):  # a host that does not have it
@@ -141,7 +124,7 @@ def lone_in_allocation(environ: Mapping[str, str]) -> str | None:
 
 
 def part_of_het_job(environ: Mapping[str, str], num_nodes: int) -> str | None:
-    """Return a line where the ranks use but a part of a heterogeneous SLURM job."""
+    """Return a warning of ranks in but a part of a heterogeneous SLURM job."""
     size = environ.get("SLURM_HET_SIZE", "")
     if not _is_several(size):
         return None
@@ -197,13 +180,7 @@ def check_size(world_size: int, environ: Mapping[str, str]) -> None:
 
 
 def is_one_of_several(environ: Mapping[str, str]) -> bool:
-    """Whether any launcher started this process, MPI's or not: it is no login shell.
-
-    >>> is_one_of_several({"SLURM_JOB_ID": "17", "SLURM_PROCID": "0"})
-    False
-    >>> is_one_of_several({"PMI_SIZE": "1"})
-    True
-    """
+    """Whether any launcher started this process, MPI's or not: it is no login shell."""
     return (
         was_launched(environ)
         or _is_several(environ.get("SLURM_STEP_NUM_TASKS"))

@@ -80,9 +80,7 @@ class ExitGuard:
     current: ClassVar[ExitGuard | None] = None
     """This process's guard, once MPI has started; the watchdog's thread uses it."""
 
-    def __init__(
-        self, comm: MPI.Intracomm, watched: WatchdogClient | None = None
-    ) -> None:
+    def __init__(self, comm: MPI.Intracomm, watched: WatchdogClient) -> None:
         self.comm = comm
         self.watched = watched
         self.store: Store | None = None  # where ranks agree who failed first
@@ -116,8 +114,7 @@ class ExitGuard:
     @contextlib.contextmanager
     def stage(self, name: str) -> Iterator[None]:
         """Name a stage of the start for the watchdog, and measure its time."""
-        if self.watched is not None:
-            self.watched.start(name)
+        self.watched.start(name)
         started = time.perf_counter()
         yield
         self.stage_seconds[name] = time.perf_counter() - started
@@ -153,7 +150,7 @@ class ExitGuard:
             first = reporting_rank == self._rank
         else:
             first = self._size == 1 or self._is_first(error)
-        if self.watched is not None and self._size > 1:
+        if self._size > 1:
             # Its sidecar need not: this rank, or another, reports the cause.
             self.watched.set_state(State.FAILING)
         if first:
@@ -164,7 +161,7 @@ class ExitGuard:
             time.sleep(CONSEQUENCE_SECONDS)  # the first one's abort comes before this
 
     def _report(self, error: BaseException) -> None:
-        if self.watched is not None and self._size == 1:
+        if self._size == 1:
             self.watched.idle()  # a world of one may continue after it
         try:
             text = error_message(error, self._label)
@@ -211,13 +208,13 @@ class ExitGuard:
         """
         place: tuple[int, str] | None = None
         watched = self.watched
-        if world.is_rank_zero and watched is not None and not watched.is_connected:
+        if world.is_rank_zero and not watched.is_connected:
             token = secrets.token_hex(16)
             address = world.master_addr if world.world_size > 1 else ""
             with contextlib.suppress(OSError):
                 place = watched.listen(address, token, world.world_size), token
         place = self.comm.bcast(place)
-        if place is None or watched is None:
+        if place is None:
             return  # also for a second job of these processes: the first's stands
         watched.is_connected = True
         if not world.is_rank_zero:
@@ -238,8 +235,7 @@ class ExitGuard:
 
     def _abort(self, status: int) -> NoReturn:
         flush()
-        if self.watched is not None:
-            self.watched.end_stopped_sidecar()
+        self.watched.end_stopped_sidecar()
         if not sys.modules["mpi4py.MPI"].Is_finalized():
             self.comm.Abort(status)
         os._exit(status)  # after MPI_Finalize, or where Abort should ever return
@@ -262,9 +258,10 @@ def abort_on_error(
         # byte from a stranger there stops a rank (5.0.11 and 4.1).
         os.environ.setdefault("OMPI_MCA_btl", "^ofi,tcp")
     before = ExitGuard.current
-    watched = before.watched if before else _start_watchdog(start_timeout_seconds)
+    watched = None
     started = time.perf_counter()
     try:
+        watched = before.watched if before else _start_watchdog(start_timeout_seconds)
         # The sidecar reports it just before.
         with exit_after(start_timeout_seconds + 1.5, HANG_STATUS):
             comm = start_mpi(before=_warn_of_foreign_library)
@@ -274,7 +271,7 @@ def abort_on_error(
         raise
     except BaseException as error:
         # MPI may have started: through its end this rank would wait for the others.
-        if launched_size(os.environ) > 1:
+        if launched_size(os.environ) > 1 and watched is not None:
             _exit_without_guard(error, watched)
         raise
     try:
@@ -286,18 +283,15 @@ def abort_on_error(
         os._exit(1)
     guard = ExitGuard(comm, watched)
     guard.stage_seconds["starting MPI"] = time.perf_counter() - started
-    if watched is not None and before is None:
+    if before is None:
         watched.idle()
     ExitGuard.current = guard
     return guard
 
 
-def _exit_without_guard(
-    error: BaseException, watched: WatchdogClient | None
-) -> NoReturn:
+def _exit_without_guard(error: BaseException, watched: WatchdogClient) -> NoReturn:
     """Report and end, without MPI; the launcher ends the others."""
-    if watched is not None:
-        watched.set_state(State.FAILING)
+    watched.set_state(State.FAILING)
     rank, size = launched_rank(os.environ), launched_size(os.environ)
     label = rank_label(rank, size, socket.gethostname())
     print(error_message(error, label), file=sys.stderr)
@@ -319,7 +313,7 @@ def _warn_of_foreign_library(library: str) -> None:
         time.sleep(3.0)  # this one's end in MPI_Init would end rank 0 before it reports
 
 
-def _start_watchdog(start_timeout_seconds: float) -> WatchdogClient | None:
+def _start_watchdog(start_timeout_seconds: float) -> WatchdogClient:
     try:
         watched = WatchdogClient(
             rank=launched_rank(os.environ),
@@ -330,8 +324,10 @@ def _start_watchdog(start_timeout_seconds: float) -> WatchdogClient | None:
             on_command=_obey_watchdog,
         )
     except OSError as error:
-        print(f"warning: no watchdog: {error}", file=sys.stderr, flush=True)
-        return None
+        raise LaunchError(
+            f"the watchdog's process did not start: {error}.\nExpected room for one "
+            "more process beside each rank (ulimit -u)"
+        ) from None
     atexit.register(watched.close)
     return watched
 
@@ -348,8 +344,7 @@ def leave(guard: ExitGuard, timeout_seconds: float | None) -> None:
 
     Collective over all ranks.
     """
-    if guard.watched is not None:
-        guard.watched.set_state(State.LEFT)
+    guard.watched.set_state(State.LEFT)
     if guard.early_return is not None:
         guard.early_return.returned()
         guard.early_return = None
@@ -362,9 +357,8 @@ def leave(guard: ExitGuard, timeout_seconds: float | None) -> None:
     if guard.step_hook is not None:
         guard.step_hook.remove()
         guard.step_hook = None
-    if guard.watched is not None:
-        guard.watched.set_state(State.RUNNING)
-        guard.watched.idle()
+    guard.watched.set_state(State.RUNNING)
+    guard.watched.idle()
 
 
 def _call_within(seconds: float, action: Callable[[], object]) -> None:

@@ -23,9 +23,6 @@ from mpitrain.mpi.world import Node, World, format_ranges
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-GLOO = "gloo"
-MPI4PY = "mpi4py"
-
 SHARED_SINCE = (2, 30, 3)
 """The first version of NCCL in which ranks may share a GPU."""
 
@@ -76,10 +73,9 @@ def assign_devices(
     config: LaunchConfig,
     variables: MutableMapping[str, str],
 ) -> World:
-    """Give every rank its device, and the job its backend.
+    """Give every rank its device, and the job its backend. Collective over `comm`.
 
-    Collective over `comm`. Before NCCL starts, which reads its
-    `variables` once; what it needs is set there, if it is not.
+    Sets in `variables` what NCCL, which has not started yet, needs of them.
     """
     visible = all_or_none(
         comm,
@@ -157,7 +153,7 @@ def plan_devices(
     *,
     required: bool = False,
     asked: Backend = "auto",
-    host_backend: str = MPI4PY,
+    host_backend: str = "mpi4py",
 ) -> DevicePlan:
     """Give every rank a device.
 
@@ -168,10 +164,6 @@ def plan_devices(
     >>> two = (Node(hostname="a", ranks=(0, 1)),)
     >>> plan_devices([VisibleGpus(gpus=("x", "y"), has_nccl=True)] * 2, two).devices
     ('cuda:0', 'cuda:1')
-    >>> plan_devices([VisibleGpus(gpus=("x",), has_nccl=True)] * 2, two).ranks_per_gpu
-    2
-    >>> plan_devices([VisibleGpus()] * 2, two)  # doctest: +ELLIPSIS
-    DevicePlan(devices=('cpu', 'cpu'), backend='mpi4py', ...)
     """
     seeing = [rank for rank, visible in enumerate(seen) if visible.gpus]
     if not seeing and (required or asked == "nccl"):
@@ -223,23 +215,17 @@ def plan_devices(
 
 
 def choose_host_backend(asked: Backend, why_not: str) -> tuple[str, str]:
-    """Choose the backend that carries tensors in host memory.
-
-    >>> choose_host_backend("auto", "")
-    ('mpi4py', '')
-    >>> choose_host_backend("auto", "torch is old")
-    ('gloo', 'torch is old: gloo instead of mpi4py, which is slower')
-    """
+    """Choose the backend for tensors in host memory; return it and a warning."""
     if asked == "gloo":
-        return GLOO, ""
+        return "gloo", ""
     if why_not and asked == "mpi4py":
         raise _error(
             f"--backend mpi4py: {why_not}.\nExpected torch 2.14 or newer: pip "
             "install -U torch, or take --backend gloo"
         )
     if why_not:
-        return GLOO, f"{why_not}: gloo instead of mpi4py, which is slower"
-    return MPI4PY, ""
+        return "gloo", f"{why_not}: gloo instead of mpi4py, which is slower"
+    return "mpi4py", ""
 
 
 def _in_turn(seen: Sequence[VisibleGpus], node: Node) -> dict[int, int]:
@@ -283,13 +269,7 @@ def _error(text: str) -> TopologyError:
 def why_not_shared(
     version: tuple[int, ...], environ: Mapping[str, str], *, is_rocm: bool = False
 ) -> str:
-    """Return why ranks of NCCL cannot share a GPU here; ``""``: they can.
-
-    >>> why_not_shared((2, 28, 9), {})
-    'NCCL 2.28.9 refuses it, 2.30.3 would not'
-    >>> why_not_shared((2, 30, 7), {})
-    ''
-    """
+    """Return why ranks of NCCL cannot share a GPU here; ``""``: they can."""
     if not version:
         return "torch has no NCCL here"
     if is_rocm:
@@ -310,9 +290,6 @@ def shared_nccl_variables(ranks_per_gpu: int) -> dict[str, str]:
 
     NVLS is switched off by name: NCCL 2.30 does it by itself, but looks at the last two
     ranks only (``hasMultiRankNvml`` in its ``init.cc``).
-
-    >>> [shared_nccl_variables(num)["NCCL_MAX_CTAS"] for num in (8, 64)]
-    ['4', '1']
     """
     return {
         "NCCL_MULTI_RANK_GPU_ENABLE": "1",

@@ -52,8 +52,7 @@ def prepare_without_torch(
     """Do what can be done before torch is imported; writes to `variables`."""
     comm = guard.comm
     start_timeout = default_start_timeout(config.hang_timeout, config.start_timeout)
-    if guard.watched is not None:
-        guard.watched.start_timeout_seconds = start_timeout
+    guard.watched.start_timeout_seconds = start_timeout
     with guard.stage("who is where"):
         world = discover_world(comm)
         check_consistency(comm, world, config, timeout_seconds, variables)
@@ -150,8 +149,6 @@ def watch_steps(
 ) -> None:
     """Let every optimizer step count as progress, until the ranks leave."""
     watched = guard.watched
-    if watched is None:
-        return
     watched.hang_timeout_seconds = config.hang_timeout or 0.0
     watched.expect_steps(phase)
     if guard.step_hook is None:
@@ -390,8 +387,7 @@ class Job:
         Args:
             phase: Such as ``"evaluation"``; for a hang's report.
         """
-        if self._guard.watched is not None:
-            self._guard.watched.progress(phase)
+        self._guard.watched.progress(phase)
 
     def close(self) -> None:
         """Wait for the other ranks and destroy the process group.

@@ -20,15 +20,7 @@ from mpitrain.errors import MpitrainError, UsageError
 
 
 def exit_status(error: BaseException) -> int:
-    """Return the status with which a process ends because of an exception.
-
-    0 to 255: what `sys.exit` was given, 130 for Ctrl-C, 1 or 2 for the rest.
-
-    >>> exit_status(SystemExit(3)), exit_status(SystemExit("text"))
-    (3, 1)
-    >>> exit_status(KeyboardInterrupt()), exit_status(ValueError())
-    (130, 1)
-    """
+    """Return the status, 0 to 255, with which a process ends because of an error."""
     if isinstance(error, SystemExit):
         if error.code is None:
             return 0
@@ -80,15 +72,10 @@ def is_consequence(error: BaseException) -> bool:
 
     torch.distributed raises its own classes for the store and NCCL, and a bare
     RuntimeError for gloo, whose text names the source file or the peer.
-
-    >>> is_consequence(RuntimeError("Connection closed by peer [127.0.0.1]:1234"))
-    True
-    >>> is_consequence(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
-    False
     """
-    said = getattr(error, "is_consequence", None)  # our backend knows
-    if said is not None:
-        return bool(said)
+    known = getattr(error, "is_consequence", None)  # our backend sets it
+    if known is not None:
+        return bool(known)
     torch_distributed = sys.modules.get("torch.distributed")
     if torch_distributed is not None and isinstance(error, torch_distributed.DistError):
         return True
@@ -106,11 +93,9 @@ def flush() -> None:
 
 
 def ignore_children() -> None:
-    """Let a child's death change nothing any more.
-
-    Where DataLoader has workers, torch raises an error wherever the main thread is when
-    one of them is killed: in the middle of a rank's last message, too.
-    """
+    """Let a child's death change nothing any more."""
+    # Where DataLoader has workers, torch raises an error wherever the main thread is
+    # when one of them is killed: in the middle of a rank's last message, too.
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
@@ -127,23 +112,18 @@ def finish_python() -> None:
 
 
 def exit_now(status: int) -> NoReturn:
-    """End this process without taking the interpreter apart.
+    """End this process without freeing all modules. Collective, where MPI was started.
 
-    Collective over all ranks, where MPI was started. Python frees some 3,000 modules
-    one by one at its end, on every rank after all work is done, and torch's own threads
-    were seen to die of that ("terminate called without an active exception";
-    docs/decisions/0004). What others want of the end still comes: threads are waited
-    for, `atexit` runs, open files are flushed, MPI is finalized.
+    torch's own threads were seen to die of that ("terminate called without an active
+    exception"; docs/decisions/0004). Threads are waited for, `atexit` runs, open files
+    are flushed, MPI is finalized.
     """
     finish_python()
     finish_mpi(status)
 
 
 def finish_mpi(status: int) -> NoReturn:
-    """Finalize MPI and end this process; nothing of Python's is waited for.
-
-    Collective over all ranks, where MPI was started.
-    """
+    """Finalize MPI and end this process; nothing of Python's is waited for."""
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
         mpi.Finalize()

@@ -125,15 +125,13 @@ def _replace_exits(guard: ExitGuard, rank_itself: int) -> None:
         if status == 0 and os.getpid() == rank_itself:
             with guard:
                 _leave_together(guard)
-            if guard.watched is not None:
-                guard.watched.close()
+            guard.watched.close()
             finish_mpi(0)
         exit_at_once(status)
 
     class AllRanks(MPI.Intracomm):
         def Abort(self, errorcode: int = 0) -> NoReturn:
-            if guard.watched is not None:
-                guard.watched.set_state(State.FAILING)
+            guard.watched.set_state(State.FAILING)
             super().Abort(errorcode)
 
     os._exit = leave_and_exit
@@ -250,8 +248,7 @@ def run_program(
         guard.comm, lambda: find_program(target.name, environ), "find the program"
     )
     _prepare(guard, request, environ)
-    if guard.watched is not None:
-        guard.watched.progress("in the program")
+    guard.watched.progress("in the program")
     with subprocess.Popen(
         ["/bin/sh", "-c", _KILL_GROUP],
         bufsize=0,

@@ -60,7 +60,11 @@ class SubWorlds:
         ranks = in_node_order(self._world)[:num_ranks]
         if self._world.rank not in ranks:
             self._guard.comm.Split(MPI.UNDEFINED)
-            self._sleep()
+            watched = self._guard.watched
+            watched.set_state(State.IDLE)
+            barrier(self._all)
+            watched.progress("awake again")
+            watched.set_state(State.RUNNING)
             return None
         comm = self._guard.comm.Split(0, ranks.index(self._world.rank))
         assert isinstance(comm, MPI.Intracomm)
@@ -69,8 +73,7 @@ class SubWorlds:
                 barrier(comm)
                 world = sub_world(self._world, ranks)
                 self._init_process_group(world)
-                if self._guard.watched is not None:
-                    self._guard.watched.expect_steps(phase)
+                self._guard.watched.expect_steps(phase)
                 result = action(world)
                 barrier(comm)
                 _destroy_process_group()
@@ -82,15 +85,6 @@ class SubWorlds:
         comm.Free()
         barrier(self._all)
         return result
-
-    def _sleep(self) -> None:
-        watched = self._guard.watched
-        if watched is not None:
-            watched.set_state(State.IDLE)
-        barrier(self._all)
-        if watched is not None:
-            watched.progress("awake again")
-            watched.set_state(State.RUNNING)
 
     def _init_process_group(self, world: World) -> None:
         from torch._C._distributed_c10d import PrefixStore

@@ -61,15 +61,14 @@ def check_job(guard: ExitGuard, config: CheckConfig, environ: Mapping[str, str])
     world = init.prepare(guard, config.launch, COLLECTIVE_SECONDS, os.environ)
     from mpitrain.tools.check import communication  # imports torch, as the start has
 
-    if guard.watched is not None:
-        guard.watched.start("connect the nodes with each other")
+    guard.watched.start("connect the nodes with each other")
     assert guard.rendezvous is not None  # the start has set it
     address = guard.rendezvous.own_address
     broken = communication.find_broken_links(guard, world, address)
     if not broken:
         init.init_process_group(guard, world, COLLECTIVE_SECONDS)
-    if guard.watched is not None:  # each check reports progress; there are no steps
-        guard.watched.hang_timeout_seconds = config.launch.hang_timeout or 0.0
+    # Each check reports progress; there are no steps.
+    guard.watched.hang_timeout_seconds = config.launch.hang_timeout or 0.0
     job = Job(world, guard, COLLECTIVE_SECONDS, {})
     with job:
         report.progress("nodes and ranks")
