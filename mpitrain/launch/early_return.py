@@ -99,12 +99,11 @@ class EarlyReturnMonitor:
                 returned = self._read(_KEY)
             except Exception:  # the store is gone, and so is the job
                 return
-            own = count_collectives() if returned else {}
-            waits = {
-                name: [r for r, counts in returned.items() if counts.get(name, n) < n]
-                for name, n in own.items()
-            }
-            now = {name: (own[name], ranks) for name, ranks in waits.items() if ranks}
+            now = {}  # by group: collectives begun here, ranks that began fewer
+            for name, n in (count_collectives() if returned else {}).items():
+                ranks = [r for r, counts in returned.items() if counts.get(name, n) < n]
+                if ranks:
+                    now[name] = (n, ranks)
             if now != before:
                 before, since = now, time.monotonic()
             elif now and time.monotonic() - since > STUCK_SECONDS:
@@ -126,10 +125,8 @@ class EarlyReturnMonitor:
 
 
 def _returned(ranks: Sequence[int]) -> str:
-    which = f"rank {ranks[0]} has"
-    if len(ranks) > 1:
-        which = f"ranks {format_ranges(ranks)} have"
-    return f"{which} returned with status 0"
+    some = f"ranks {format_ranges(ranks)} have" if len(ranks) > 1 else ""
+    return f"{some or f'rank {ranks[0]} has'} returned with status 0"
 
 
 def count_collectives() -> dict[str, int]:

@@ -202,10 +202,7 @@ class ExitGuard:
         return claims[0] if claims else True
 
     def connect_watchdogs(self, world: World) -> None:
-        """Connect the ranks' sidecars to rank zero's, at the rendezvous address.
-
-        Collective over all ranks.
-        """
+        """Connect the ranks' sidecars to rank zero's, at the rendezvous address."""
         place: tuple[int, str] | None = None
         watched = self.watched
         if world.is_rank_zero and not watched.is_connected:
@@ -244,11 +241,9 @@ class ExitGuard:
 def abort_on_error(
     *, start_timeout_seconds: float = START_TIMEOUT_SECONDS, may_spawn: bool = True
 ) -> ExitGuard:
-    """Start MPI and return the guard of this process, to be entered with ``with``.
+    """Start the watchdog and MPI; return this process's guard, to be used by ``with``.
 
-    Also prints the stacks of all threads if the process is killed by a fault of its
-    own (SIGSEGV, SIGFPE, SIGABRT, SIGBUS, SIGILL), and starts the watchdog's process
-    beside this one.
+    A fault such as SIGSEGV prints the stacks of all threads.
     """
     if not faulthandler.is_enabled():
         with contextlib.suppress(Exception):  # stderr may not be a file
@@ -340,10 +335,7 @@ def _obey_watchdog(status: int | None, text: str) -> None:
 
 
 def leave(guard: ExitGuard, timeout_seconds: float | None) -> None:
-    """Wait for the other ranks at the end, asleep, at most so long (``None``: ever).
-
-    Collective over all ranks.
-    """
+    """Wait for the other ranks at the end, asleep, at most so long (``None``: ever)."""
     guard.watched.set_state(State.LEFT)
     if guard.early_return is not None:
         guard.early_return.returned()

@@ -46,10 +46,7 @@ from mpitrain.watchdog.process import COMMANDS, launchers_of, name_of
 def run(
     guard: ExitGuard, request: RunRequest, environ: MutableMapping[str, str]
 ) -> None:
-    """Start all but the process group, run the script, and end with all ranks.
-
-    Collective over all ranks.
-    """
+    """Start all but the process group, run the script, and end with all ranks."""
     if request.target.kind == "program":
         run_program(guard, request, environ)
         return
@@ -159,14 +156,12 @@ def script_variables(
     """Return all variables that a script written for torchrun may look for.
 
     ``LOCAL_RANK`` is what scripts hand to ``torch.cuda.set_device``, so on GPUs it is
-    the index of this rank's own one. That is the rank on its node, except where ranks
-    share GPUs or each sees but one; there torchrun's ``--virtual-local-rank`` says 0 to
-    several ranks of a node, too. The list is that of torch 2.15's
-    ``elastic/agent/server/local_elastic_agent.py``, less what only an agent reads.
+    the index of this rank's GPU, as with torchrun's ``--virtual-local-rank``. The list
+    is that of torch 2.15's ``elastic/agent/server/local_elastic_agent.py``.
     """
-    own_gpu = world.device.partition(":")[2]
+    gpu_index = world.device.partition(":")[2]
     return init.torchrun_variables(world) | {
-        "LOCAL_RANK": own_gpu or str(world.local_rank),
+        "LOCAL_RANK": gpu_index or str(world.local_rank),
         "GROUP_RANK": str(world.node_rank),
         "GROUP_WORLD_SIZE": str(world.num_nodes),
         "ROLE_NAME": "default",
@@ -209,11 +204,8 @@ def _set_path(folder: str) -> None:
 
 
 def _leave_together(guard: ExitGuard) -> None:
-    """Wait for the other ranks and destroy what is left of the process group.
-
-    Asleep and without limit: the last rank may evaluate for an hour.
-    """
-    leave(guard, None)
+    """Wait for the other ranks and destroy what is left of the process group."""
+    leave(guard, None)  # the last rank may evaluate for an hour
     dist = sys.modules.get("torch.distributed")
     if dist is not None and dist.is_initialized():
         dist.destroy_process_group()

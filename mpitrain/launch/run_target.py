@@ -1,4 +1,4 @@
-"""What ``run`` is asked to run: the words of the command line, and what they name."""
+"""What ``run`` is to run: the words of the command line, and what they name."""
 
 from __future__ import annotations
 
@@ -33,9 +33,7 @@ class Target:
 
     kind: Kind
     name: str
-    """Path of a script, name of a module, or a program."""
     args: tuple[str, ...] = ()
-    """The words after it, which are its own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,8 +56,6 @@ def split(words: Sequence[str]) -> tuple[list[str], Target | None]:
 
     >>> split(["--device", "cpu", "train.py", "--device", "x"])[0]
     ['--device', 'cpu']
-    >>> split(["-m", "package.module", "-v"])[1]
-    Target(kind='module', name='package.module', args=('-v',))
     """
     with_value = {"--config"} | {
         "--" + field.name.replace("_", "-")
@@ -88,11 +84,7 @@ def split(words: Sequence[str]) -> tuple[list[str], Target | None]:
 
 
 def asks_only(words: Sequence[str]) -> bool:
-    """Whether ``run`` is asked for help or the version, and not its script.
-
-    >>> asks_only(["--help"]), asks_only(["train.py", "--help"])
-    (True, False)
-    """
+    """Whether ``run`` is asked for help or the version, and not its script."""
     return bool(QUESTIONS & set(split(words)[0]))
 
 
@@ -141,10 +133,7 @@ def read_script(name: str) -> tuple[ModuleType, CodeType]:
 
 
 def find_module(name: str) -> tuple[ModuleType, CodeType]:
-    """Find a module, or the ``__main__`` of a package, as ``python -m`` would.
-
-    Packages above it are imported.
-    """
+    """Find a module, or the ``__main__`` of a package, as ``python -m`` would."""
     spec = _find_spec(name)
     if spec is not None and spec.submodule_search_locations is not None:
         spec = _find_spec(f"{name}.__main__")

@@ -96,10 +96,9 @@ class SubWorlds:
 
 
 def _destroy_process_group() -> None:
-    """Destroy all groups, and what torch keeps of them by their reused names.
+    """Destroy all groups, and torch's caches for sharded tensors (torch 2.15).
 
-    It keeps what it has found out for sharded tensors by the shape of their mesh, with
-    the names of that mesh's groups (torch 2.15).
+    These hold names of groups, which the next sub-world uses again.
     """
     import torch.distributed as dist
 
@@ -118,15 +117,7 @@ def in_node_order(world: World) -> list[int]:
 
 
 def sub_world(world: World, ranks: Sequence[int]) -> World:
-    """Return the world of some ranks, in this order; this rank is one of them.
-
-    >>> from mpitrain.mpi.world import Node
-    >>> two = (Node(hostname="a", ranks=(0, 2)), Node(hostname="b", ranks=(1, 3)))
-    >>> whole = World(rank=1, world_size=4, local_rank=0, local_world_size=2,
-    ...               node_rank=1, nodes=two)
-    >>> [node.ranks for node in sub_world(whole, [0, 2, 1]).nodes]
-    [(0, 1), (2,)]
-    """
+    """Return the world of some ranks, in this order; this rank is one of them."""
     nodes = []
     for node in world.nodes:
         kept = [at for at, rank in enumerate(node.ranks) if rank in ranks]

@@ -40,17 +40,10 @@ def use_as_world(comm: MPI.Intracomm) -> Iterator[None]:
 
 
 def barrier(comm: MPI.Intracomm, *, timeout_seconds: float | None = None) -> bool:
-    """Wait, asleep, until every rank is here.
+    """Wait, asleep, until every rank is here; return whether all came in time.
 
     Collective over `comm`. A blocking MPI call uses a whole core while it waits, and
     takes it from the ranks that it waits for where ranks share cores.
-
-    Args:
-        comm: The ranks to wait for.
-        timeout_seconds: How long to wait; ``None``: for ever.
-
-    Returns:
-        Whether all ranks came in time.
     """
     from mpi4py import MPI
 
@@ -70,15 +63,8 @@ def barrier(comm: MPI.Intracomm, *, timeout_seconds: float | None = None) -> boo
 def all_or_none(comm: MPI.Intracomm, action: Callable[[], T], doing: str) -> T:
     """Do something local on every rank, and raise on every rank if it failed on one.
 
-    Collective over `comm`.
-
-    Args:
-        comm: The ranks that do it.
-        action: What to do; must not communicate.
-        doing: What it is, for the message: ``"import torch"``.
-
-    Returns:
-        What `action` returned on this rank.
+    Collective over `comm`. `action` must not communicate; `doing` is for the message,
+    such as ``"import torch"``. Returns this rank's result.
 
     Raises:
         Exception: On every rank or on none: its own on each rank that failed, a
@@ -113,19 +99,8 @@ def all_or_none(comm: MPI.Intracomm, action: Callable[[], T], doing: str) -> T:
 def on_rank_zero(comm: MPI.Intracomm, action: Callable[[], T], doing: str) -> T:
     """Do something on rank zero alone and give its result to every rank.
 
-    Collective over `comm`.
-
-    Args:
-        comm: The ranks that want the result.
-        action: What rank zero does; its result is pickled.
-        doing: What it is, for the message.
-
-    Returns:
-        What `action` returned, equal on all ranks.
-
-    Raises:
-        Exception: It failed on rank zero; raised on every rank or on none, as a
-            RemoteError on the others.
+    Collective over `comm`. The result is pickled. If `action` fails, every rank raises,
+    as in `all_or_none`.
     """
     try:
         mine = all_or_none(comm, action if comm.rank == 0 else lambda: None, doing)

@@ -1,10 +1,9 @@
 """What all ranks agree on while they work, without waiting for each other.
 
-Some decisions must fall at the same step on every rank, though one rank alone knows of
-them: to stop, since its signal came; to write a checkpoint, since its clock says so.
-Every now and then the ranks combine some numbers by an `Iallreduce` that is started at
-one step and completed some steps later, when all must long have started it: the
-gradients of the steps between needed every rank.
+All ranks must stop, or write a checkpoint, at the same step, though one rank alone
+knows why. So the ranks combine some numbers by an `Iallreduce` that is started at one
+step and completed some steps later, when all ranks must have started it: the gradients
+of the steps between needed every rank.
 """
 
 from __future__ import annotations
@@ -26,17 +25,13 @@ PERIOD_SECONDS = 0.2
 """About how often the ranks exchange their numbers."""
 
 MAX_PIECES = 32
-"""How many pieces of work may lie between two exchanges: the next ones may be much
-slower."""
+"""How many pieces of work may lie between two exchanges."""
 
 POLL_SECONDS = 0.0001
 
 
 class Consensus:
-    """The maximum over all ranks of some numbers, exchanged in the background.
-
-    Collective over all ranks.
-    """
+    """The maximum over all ranks of some numbers, exchanged in the background."""
 
     def __init__(self, world: World, count: int, kinds: int) -> None:
         self._comm = world_comm().Dup() if world.world_size > 1 else None

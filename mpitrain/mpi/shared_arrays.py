@@ -1,4 +1,4 @@
-"""Collectives of one job's ranks for those who read files, and arrays held per node.
+"""Collectives for reading files, and arrays that the ranks of a node share.
 
 Rank zero reads an array and sends it to one rank of each node; all ranks of the node
 map it: a file in `/dev/shm` without a name, so that nothing is left of it however its
@@ -51,12 +51,7 @@ class Communicator:
         self._world = world
 
     def on_rank_zero(self, action: Callable[[], T], doing: str) -> T:
-        """Return rank zero's (small) result of `action` on every rank.
-
-        Args:
-            action: What rank zero does.
-            doing: What it is, for messages.
-        """
+        """Return rank zero's (small) result of `action`; `doing` is for messages."""
         return on_rank_zero(self._comm, action, doing)
 
     def allgather(self, mine: T) -> list[T]:
@@ -70,10 +65,7 @@ class Communicator:
     def load_shared(
         self, make: Callable[[], Mapping[str, Array]], doing: str
     ) -> dict[str, Array]:
-        """Make arrays on rank zero, and hold them once on every node.
-
-        The ranks of a node share their memory, so that nobody may write to it.
-        """
+        """Make arrays on rank zero, and hold them once on every node; do not write."""
         made: dict[str, Array] = {}
 
         def outline() -> list[tuple[str, str, tuple[int, ...]]]:
@@ -120,7 +112,7 @@ class Communicator:
     def check_equal(self, seen: str, what: str, expected: str) -> None:
         """Refuse what differs between ranks."""
         found: list[str] = self._comm.allgather(seen)
-        other = next((rank for rank, it in enumerate(found) if it != found[0]), None)
+        other = next((r for r, value in enumerate(found) if value != found[0]), None)
         if other is not None:
             raise collective_error(
                 DataError(
@@ -132,10 +124,7 @@ class Communicator:
     def once_per_file_system(
         self, folder: Path, action: Callable[[], object], doing: str
     ) -> None:
-        """Do something on one rank of those that see one folder; the others wait.
-
-        The folder is made where it is missing.
-        """
+        """Do something on one rank of those that see one folder, which is made."""
         world, comm = self._world, self._comm
         name = on_rank_zero(comm, lambda: secrets.token_hex(8), "choose a name")
         is_first_here = world.local_rank == 0
@@ -161,9 +150,9 @@ class Communicator:
         all_or_none(comm, lambda: action() if does else None, doing)
 
     def _memory(self, num_bytes: int) -> tuple[mmap.mmap, bool]:
-        """Map memory that the ranks of each node share, where it has room for that.
+        """Map memory that the ranks of a node share; return it and whether to fill it.
 
-        Returns the memory, and whether this rank is the one that fills it.
+        Where a node has no room for that, each of its ranks gets memory of its own.
         """
         world, comm = self._world, self._comm
         path, descriptor, reason = "", -1, ""
@@ -244,9 +233,7 @@ class SingleProcess(Communicator):
     gather = allgather
 
     def load_shared(  # noqa: D102
-        self,
-        make: Callable[[], Mapping[str, Array]],
-        doing: str,
+        self, make: Callable[[], Mapping[str, Array]], doing: str
     ) -> dict[str, Array]:
         return dict(make())
 
@@ -257,10 +244,7 @@ class SingleProcess(Communicator):
         """Do nothing: there is one rank."""
 
     def once_per_file_system(  # noqa: D102
-        self,
-        folder: Path,
-        action: Callable[[], object],
-        doing: str,
+        self, folder: Path, action: Callable[[], object], doing: str
     ) -> None:
         action()
 
@@ -268,11 +252,7 @@ class SingleProcess(Communicator):
 def _layout(
     outlines: list[tuple[str, str, tuple[int, ...]]],
 ) -> tuple[list[tuple[int, int]], int]:
-    """Lay arrays one behind the other: start and length of each, and the whole length.
-
-    >>> _layout([("a", "<f8", (3,)), ("b", "|u1", (2, 2))])
-    ([(0, 24), (64, 4)], 68)
-    """
+    """Lay arrays one behind the other: start and length of each, and the sum."""
     places: list[tuple[int, int]] = []
     end = 0
     for _, dtype, shape in outlines:

@@ -24,8 +24,7 @@ if TYPE_CHECKING:
 def start_mpi(before: Callable[[str], object] | None = None) -> MPI.Intracomm:
     """Start MPI in this process, if it is not started yet, and return all its ranks.
 
-    `before` gets the library's version text: a library that does not fit the launcher
-    may end the process inside MPI_Init.
+    `before` gets the library's version text before MPI_Init, which may end the process.
     """
     # Open MPI's btl/ofi asks libfabric for every provider, which costs a second of
     # MPI_Init and gives one-sided transfers that nothing here uses. Open MPI 4.1 and 5
@@ -82,11 +81,7 @@ def mpi_library_version() -> str:
 
 
 def group_by_node(hostnames: Sequence[str]) -> tuple[Node, ...]:
-    """Group ranks into nodes by host name; the nodes are ordered by lowest rank.
-
-    >>> [node.ranks for node in group_by_node(["b", "a", "b"])]
-    [(0, 2), (1,)]
-    """
+    """Group ranks into nodes by host name; the nodes are ordered by lowest rank."""
     ranks: dict[str, list[int]] = {}
     for rank, hostname in enumerate(hostnames):
         ranks.setdefault(hostname, []).append(rank)
@@ -96,10 +91,7 @@ def group_by_node(hostnames: Sequence[str]) -> tuple[Node, ...]:
 
 
 def discover_world(comm: MPI.Intracomm) -> World:
-    """Work out this process's rank, local rank and node from MPI alone.
-
-    Collective over `comm`.
-    """
+    """Find this process's rank and node by MPI alone. Collective over `comm`."""
     from mpi4py import MPI
 
     on_node = comm.Split_type(MPI.COMM_TYPE_SHARED, key=comm.rank)
@@ -130,11 +122,7 @@ def discover_world(comm: MPI.Intracomm) -> World:
 
 
 def boot_id() -> str:
-    """Return the boot id of this running machine; ``""`` if it is hidden.
-
-    Containers on one machine have its id (https://docs.kernel.org/admin-guide/sysctl/
-    kernel.html#random), except those of systemd-nspawn, which are like machines.
-    """
+    """Return the boot id of this machine, and of its containers; ``""`` if hidden."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

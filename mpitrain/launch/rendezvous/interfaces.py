@@ -20,10 +20,9 @@ Kind = Literal[
 KINDS: tuple[Kind, ...] = get_args(Kind)
 """The classes of interfaces, the best first.
 
-``infiniband`` is IP over InfiniBand or Omni-Path. ``roce`` is Ethernet on a card with
-RDMA. ``virtual`` has no card under it: veth, macvlan, vxlan. A ``bridge`` joins such
-interfaces of one host, as docker0 and virbr0 do. What stands on a card (a bond, a VLAN,
-a bridge with a real port) is of the card's class.
+``infiniband`` includes Omni-Path. ``roce`` is Ethernet on a card with RDMA. ``virtual``
+has no card under it: veth, vxlan. A ``bridge`` joins such interfaces of one host, such
+as docker0. A bond, a VLAN or a bridge on a card is of the card's class.
 """
 
 SYS_CLASS_NET = Path("/sys/class/net")
@@ -66,12 +65,10 @@ def find_interfaces(root: Path = SYS_CLASS_NET) -> tuple[Interface, ...]:
         )
         if addresses and name in running:
             device = name.partition(":")[0]
+            kind, speed_mbps = kind_of(device, root), speed_of(device, root)
             found.append(
                 Interface(
-                    name=name,
-                    kind=kind_of(device, root),
-                    speed_mbps=speed_of(device, root),
-                    addresses=addresses,
+                    name=name, kind=kind, speed_mbps=speed_mbps, addresses=addresses
                 )
             )
     return tuple(found)
@@ -91,12 +88,12 @@ def kind_of(name: str, root: Path = SYS_CLASS_NET, depth: int = 0) -> Kind:
         return "tunnel"
     if (folder / "device").exists():
         return "roce" if (folder / "device" / "infiniband").exists() else "ethernet"
-    own: Kind = "bridge" if (folder / "bridge").exists() else "virtual"
+    without_card: Kind = "bridge" if (folder / "bridge").exists() else "virtual"
     lower = [path.name.removeprefix("lower_") for path in folder.glob("lower_*")]
     if depth == _MAX_DEPTH or not lower:
-        return own
+        return without_card
     best = min((kind_of(part, root, depth + 1) for part in lower), key=KINDS.index)
-    return best if KINDS.index(best) < KINDS.index("virtual") else own
+    return best if KINDS.index(best) < KINDS.index("virtual") else without_card
 
 
 def speed_of(name: str, root: Path = SYS_CLASS_NET) -> int:
@@ -105,20 +102,12 @@ def speed_of(name: str, root: Path = SYS_CLASS_NET) -> int:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether an address never leaves its host.
-
-    >>> is_loopback("127.0.1.1"), is_loopback("::1"), is_loopback("10.0.0.1")
-    (True, True, False)
-    """
+    """Whether an address never leaves its host."""
     return address.startswith("127.") or address == "::1"
 
 
 def is_usable(address: str) -> bool:
-    """Whether other hosts can use an address; a link-local one of IPv6 they cannot.
-
-    >>> is_usable("fe80::1"), is_usable("fd00::1")
-    (False, True)
-    """
+    """Whether other hosts can use an address; a link-local one of IPv6 they cannot."""
     return not address.lower().startswith(("fe8", "fe9", "fea", "feb"))
 
 

@@ -13,6 +13,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 DIGEST_BYTES = 32
 POLL_SECONDS = 0.05
@@ -48,10 +49,7 @@ def connect(
     seconds: float,
     source: str | None = None,
 ) -> tuple[str, str]:
-    """Connect to one of rank zero's listeners and check its proof.
-
-    Returns the own address of the connection, or ``""``, and why there is none.
-    """
+    """Connect to a listener of rank zero; return this end's address, or why not."""
     end = time.monotonic() + seconds
     failure = TIMED_OUT
     while (left := end - time.monotonic()) > 0:
@@ -103,18 +101,13 @@ def answering(listeners: Sequence[socket.socket], secret: bytes) -> Iterator[Non
                 thread.start()
         listener.settimeout(None)
 
-    threads = [
-        threading.Thread(target=serve, args=(listener, index), daemon=True)
-        for index, listener in enumerate(listeners)
-    ]
-    for thread in threads:
-        thread.start()
-    try:
-        yield
-    finally:
-        stop.set()
-        for thread in threads:
-            thread.join()
+    with ThreadPoolExecutor(max(1, len(listeners))) as pool:
+        for index, listener in enumerate(listeners):
+            pool.submit(serve, listener, index)
+        try:
+            yield
+        finally:
+            stop.set()
 
 
 def _receive(sock: socket.socket, end: float) -> bytes:

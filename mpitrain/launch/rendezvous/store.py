@@ -30,17 +30,15 @@ def open_store(
     Collective over `comm`. In two stages: a client of a server that failed would wait.
     """
 
-    def open_it() -> TCPStore:
+    def open_here() -> TCPStore:
         return open_on_this_rank(rendezvous, world, timeout_seconds)
 
     with _errors_only():
         server = all_or_none(
-            comm, lambda: open_it() if world.is_rank_zero else None, "open the store"
+            comm, lambda: open_here() if world.is_rank_zero else None, "open the store"
         )
-        where = f"{world.master_addr}:{world.master_port}"
-        return all_or_none(
-            comm, lambda: server or open_it(), f"reach the store at {where}"
-        )
+        doing = f"reach the store at {world.master_addr}:{world.master_port}"
+        return all_or_none(comm, lambda: server or open_here(), doing)
 
 
 def open_on_this_rank(
@@ -53,10 +51,7 @@ def open_on_this_rank(
     """
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-    # The store closes the socket when it goes, so it gets it for good.
-    descriptor = (
-        rendezvous.listener.detach() if rendezvous.listener is not None else None
-    )
+    listener = rendezvous.listener
     return TCPStore(
         rendezvous.address,
         rendezvous.port,
@@ -64,7 +59,8 @@ def open_on_this_rank(
         is_master=world.is_rank_zero,
         timeout=timedelta(seconds=timeout_seconds),
         wait_for_workers=False,
-        master_listen_fd=descriptor,
+        # For good: the store closes it.
+        master_listen_fd=listener.detach() if listener is not None else None,
     )
 
 
@@ -98,9 +94,8 @@ def let_scripts_open_their_own(port: int) -> None:
 def _errors_only() -> Iterator[None]:
     """Let torch's C++ write errors alone, and no warnings, in this block.
 
-    It warns of each client whose address has no name ("The hostname of the client
-    socket cannot be retrieved"). TORCH_CPP_LOG_LEVEL is read once, as torch is
-    imported; this is what it sets (seen in libc10.so of torch 2.14).
+    It warns of each client whose address has no name. TORCH_CPP_LOG_LEVEL is read once,
+    as torch is imported; this is what it sets (libc10.so of torch 2.14).
     """
     import torch
 

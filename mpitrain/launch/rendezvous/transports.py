@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 GLOO = "GLOO_SOCKET_IFNAME"
 NCCL = "NCCL_SOCKET_IFNAME"
-NCCL_FAMILY = "NCCL_SOCKET_FAMILY"
 
 MESSAGE_BYTES = 1 << 20
 """So large that Open MPI sends parts of it over every interface that it knows."""
@@ -39,7 +38,7 @@ def socket_variables(
     # as a port (ncclOsFindInterfaces, parseStringList of NCCL 2.30), and prefers IPv4.
     wanted = {GLOO: name, NCCL: "=" + name.partition(":")[0]}
     if ":" in rendezvous.own_address and NCCL not in environ:
-        wanted[NCCL_FAMILY] = "AF_INET6"
+        wanted["NCCL_SOCKET_FAMILY"] = "AF_INET6"
     return {key: value for key, value in wanted.items() if key not in environ}
 
 
@@ -49,9 +48,9 @@ def bind_gloo(rendezvous: Rendezvous, environ: Mapping[str, str]) -> None:
     gloo takes the first address of its interface, IPv4 before IPv6, and waits for ever
     where the others cannot reach that one. All process groups made later on are bound.
     """
-    own = rendezvous.own_address
+    address = rendezvous.own_address
     addresses = rendezvous.interface.addresses
-    if GLOO in environ or not addresses or addresses[0] == own:
+    if GLOO in environ or not addresses or addresses[0] == address:
         return
     import torch
     from torch.distributed import Backend, ProcessGroup, ProcessGroupGloo
@@ -59,8 +58,8 @@ def bind_gloo(rendezvous: Rendezvous, environ: Mapping[str, str]) -> None:
     if torch.__version__ < (2, 15):  # type: ignore[operator]
         name = rendezvous.interface.name
         raise LaunchError(
-            f"nodes meet at {own}, but gloo of torch {torch.__version__} would listen "
-            f"on {addresses[0]}, the first address of {name}.\n"
+            f"the nodes connect at {address}, but gloo of torch {torch.__version__} "
+            f"would listen on {addresses[0]}, the first address of {name}.\n"
             f"Expected torch 2.15 or newer, where it can be told. Or name another "
             f"interface with --interface, or export {GLOO}={name} to try it so."
         )
@@ -68,7 +67,7 @@ def bind_gloo(rendezvous: Rendezvous, environ: Mapping[str, str]) -> None:
     def create(options: Any, _: object) -> ProcessGroupGloo:
         # As torch's own _create_gloo_process_group, but for the device.
         ours = ProcessGroupGloo._Options()  # type: ignore[attr-defined] # noqa: SLF001
-        ours._devices = [ProcessGroupGloo.create_device(hostname=own)]  # noqa: SLF001
+        ours._devices = [ProcessGroupGloo.create_device(hostname=address)]  # noqa: SLF001
         ours._timeout = options.timeout or timedelta(minutes=30)  # noqa: SLF001
         ours.global_ranks_in_group = options.global_ranks_in_group
         ours.group_name = options.group_id
@@ -112,14 +111,12 @@ def check_mpi_messages(
 
 def _stuck(world: World, rendezvous: Rendezvous, seconds: float) -> str:
     name = rendezvous.interface.name
-    set_it = (
-        f"OMPI_MCA_btl_tcp_if_include={name} for mpirun"
-        if mpi_library_version().startswith("Open MPI")
-        else f"this MPI's variable for its interface to {name}"
-    )
+    setting = f"this MPI's variable for its interface to {name}"
+    if mpi_library_version().startswith("Open MPI"):
+        setting = f"OMPI_MCA_btl_tcp_if_include={name} for mpirun"
     return (
         f"a message of {MESSAGE_BYTES >> 20} MiB by MPI between node {world.hostname} "
         f"and its neighbours did not arrive within {seconds:.0f} s, though "
         f"{rendezvous.address} ({name}) is reached by all nodes.\nUsual cause: MPI "
-        f"uses another interface, too, which is filtered. Set {set_it}"
+        f"uses another interface, too, which is filtered. Set {setting}"
     )
