@@ -29,8 +29,7 @@ class MpitrainError(Exception):
     """The job's exit status when this ends it."""
 
     reporting_rank: int | None = None
-    """The rank that prints it, where every rank raises it; ``None``: this rank alone
-    raises it."""
+    """The rank that prints it, where every rank raises it; ``None``: one rank does."""
 
     is_collective = False
     """Whether all ranks raise it from equal facts, so that none need be named."""

@@ -159,8 +159,7 @@ def threads_of_pbs(environ: Mapping[str, str]) -> int | None:
 def cores_by_pbs(of_pbs: int, local_world_size: int, job_id: str) -> int:
     """Return the cores that PBS gave to each rank of this node.
 
-    PBS is asked where `of_pbs`, the result of `threads_of_pbs`, may be for all ranks of
-    the node together.
+    PBS is asked where `of_pbs` (`threads_of_pbs`) may be for all ranks of the node.
     """
     if not 2 <= local_world_size <= of_pbs:
         return of_pbs

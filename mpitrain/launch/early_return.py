@@ -18,11 +18,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store
 
 from mpitrain.backend.desync_report import format_positions
 from mpitrain.errors import EarlyReturnError
 from mpitrain.mpi.world import format_ranges
+from mpitrain.torch_compat import Store, append_to_store
 from mpitrain.watchdog.report import Frame, describe_call
 
 POLL_SECONDS = 2.0
@@ -70,8 +70,7 @@ class EarlyReturnMonitor:
         return f"\n{_returned(ranks)} before" if ranks else ""
 
     def _write(self, key: str, value: Any) -> None:
-        line = json.dumps([self._rank, value]) + "\n"
-        self._store.append(key, line)  # type: ignore[attr-defined]
+        append_to_store(self._store, key, json.dumps([self._rank, value]) + "\n")
 
     def _read(self, key: str) -> dict[int, Any]:
         if not self._store.check([key]):

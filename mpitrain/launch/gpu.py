@@ -27,9 +27,8 @@ SHARED_SINCE = (2, 30, 3)
 """The first version of NCCL in which ranks may share a GPU."""
 
 MAX_CTAS_OF_A_GPU = 32
-"""CTAs of NCCL that all ranks of a GPU have together, at most. NCCL promises two ranks
-with its default of up to 32 each; ours leaves room for the model's own kernels, and for
-small GPUs."""
+"""CTAs of NCCL that all ranks of a GPU have together, at most: NCCL's default for one
+rank, so that there is room for the model's kernels on small GPUs, too."""
 
 logger = logging.getLogger("mpitrain")
 
@@ -59,7 +58,7 @@ class DevicePlan:
     ranks_per_gpu: int = 1
     """Ranks on the GPU that has most."""
     warning: str = ""
-    """What sharing GPUs, or another backend than NCCL, costs."""
+    """For the screen; ``""`` for none."""
 
     @property
     def shared(self) -> bool:

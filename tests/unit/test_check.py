@@ -53,7 +53,6 @@ RANK = RankFacts(
     gpu="",
     variables={},
     stage_seconds={"starting MPI": 1.0, "import torch": 5.0, "store": 0.25},
-    is_watched=True,
 )
 
 
@@ -65,7 +64,6 @@ def facts(
     num_threads: int = 4,
     variables: dict[str, str] | None = None,
     hosts: tuple[dict[str, Any], ...] = (),
-    is_watched: bool = True,
     **more: Any,
 ) -> JobFacts:
     """A healthy job of some ranks on each of some nodes of 8 cores, but for ..."""
@@ -78,7 +76,6 @@ def facts(
             given: dict[str, Any] = {"num_threads": num_threads}
             given["num_cores"] = num_cores
             given["variables"] = variables or {}
-            given["is_watched"] = is_watched
             if gpus:
                 given |= {"gpu": gpus[rank], "device": f"cuda:{rank}"}
             ranks.append(replace(RANK, **given))
@@ -184,10 +181,6 @@ INFINIBAND: dict[str, Any] = {"infiniband": ("mlx5_0",)}
         (
             facts((1, 1), hosts=({"speed_mbps": 1000}, {"speed_mbps": 25000})),
             ["note slow-link: eth0 of a has 1000 Mb/s"],
-        ),
-        (
-            facts(is_watched=False),
-            ["warning no-watchdog: no watchdog could start beside ranks 0-1"],
         ),
         (
             facts(hosts=(SMALL,), unwritable="/x: Read-only file system"),

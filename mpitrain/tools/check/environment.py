@@ -71,7 +71,6 @@ class RankFacts:
     """Variables of the user that mpitrain would set otherwise."""
     stage_seconds: Mapping[str, float]
     """Duration of each stage of the start."""
-    is_watched: bool
     """Whether the watchdog runs."""
 
 
@@ -95,8 +94,6 @@ def rank_facts(
     world: World,
     environ: Mapping[str, str],
     stage_seconds: Mapping[str, float],
-    *,
-    is_watched: bool,
 ) -> RankFacts:
     """Return the facts about this rank; `environ` is as the user set it."""
     names = ("OMP_NUM_THREADS", *SOCKET_VARIABLES)
@@ -108,7 +105,6 @@ def rank_facts(
         gpu=gpus[world.local_rank] if gpus else "",
         variables={name: environ[name] for name in names if name in environ},
         stage_seconds=dict(stage_seconds),
-        is_watched=is_watched,
     )
 
 
@@ -380,17 +376,8 @@ def _slow_link(facts: JobFacts) -> Iterator[Finding]:
         yield Finding("note", "slow-link", text, remedy)
 
 
-def _watchdog(facts: JobFacts) -> Iterator[Finding]:
-    without = [rank for rank, it in enumerate(facts.ranks) if not it.is_watched]
-    if without:
-        text = f"no watchdog could start beside ranks {format_ranges(without)}: hangs "
-        text += "there are not diagnosed"
-        remedy = "see the warning that these ranks printed; ulimit -u (processes)"
-        yield Finding("warning", "no-watchdog", text, remedy)
-
-
 CHECKS: tuple[Callable[[JobFacts], Iterator[Finding]], ...] = (
     *(_one_core, _oversubscribed, _shared_gpus, _uneven_nodes),
     *(_omp_threads, _socket_names, _limits, _clocks, _old_torch, _runs_folder),
-    *(_time_limit, _slow_link, _watchdog),
+    *(_time_limit, _slow_link),
 )

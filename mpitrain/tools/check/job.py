@@ -138,8 +138,7 @@ def _gather(
     barrier(job.comm)
     if host is not None:
         host = replace(host, clock_seconds=time.time())
-    is_watched = guard.watched is not None
-    mine = rank_facts(world, before, guard.stage_seconds, is_watched=is_watched)
+    mine = rank_facts(world, before, guard.stage_seconds)
     by_rank = job.comm.allgather((mine, host))
     return JobFacts(
         nodes=world.nodes,
