@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 import mpitrain
 from mpitrain.errors import LaunchError, TopologyError, collective_error
-from mpitrain.launch.env_checks import local_size
 from mpitrain.mpi.collectives import barrier
 from mpitrain.mpi.topology import mpi_library_version
 from mpitrain.mpi.world import Node, World, format_ranges, list_hosts
@@ -26,53 +25,39 @@ if TYPE_CHECKING:
     from mpitrain.config import LaunchConfig
 
 CLOCK_WARNING_SECONDS = 60.0
-"""Clocks further apart than this are warned of."""
-
 CLOCK_LIMIT_SECONDS = 300.0
-"""Clocks further apart than this are refused: deadlines and times of files lie."""
 
 logger = logging.getLogger("mpitrain")
 
 
-Facts = Mapping[str, Any]
-"""What one rank says of itself. A plain dictionary: another version of mpitrain must be
-able to read it."""
-
-
 def check_consistency(
-    comm: MPI.Intracomm,
-    world: World,
-    config: LaunchConfig,
-    timeout_seconds: float,
-    environ: Mapping[str, str],
+    comm: MPI.Intracomm, world: World, config: LaunchConfig, timeout_seconds: float
 ) -> None:
-    """Refuse to start where ranks contradict each other. Collective over `comm`."""
+    """Refuse to start where ranks contradict each other.
+
+    Collective over `comm`: a barrier, then one allgather of a small dictionary.
+    """
     arguments = {**asdict(config), "timeout_seconds": timeout_seconds}
-    mine = {
+    # Plain dictionaries: another version of mpitrain must be able to read them.
+    mine: dict[str, Any] = {
         "software": software(),
         "arguments": {name: repr(value) for name, value in arguments.items()},
-        "local_size": local_size(environ),
     }
     barrier(comm)  # so that the clocks are read at one moment
-    facts = comm.allgather(mine | {"clock_seconds": time.time()})
-    check_software(facts, world.nodes)
-    check_arguments(facts)
+    mine["clock_seconds"] = time.time()
+    records = comm.allgather(mine)
+    check_software([record.get("software", {}) for record in records], world.nodes)
+    check_arguments([record.get("arguments", {}) for record in records])
     check_requirements()  # of the same versions on all ranks
-    warnings = (
-        check_ranks_per_node(facts, world.nodes),
-        check_clocks(facts, world.nodes),
-    )
+    clocks = [record.get("clock_seconds", 0.0) for record in records]
+    warnings = (uneven_nodes(world.nodes), check_clocks(clocks, world.nodes))
     if world.is_rank_zero:
         for text in filter(None, warnings):
             logger.warning("%s", text)
 
 
 def software() -> dict[str, str]:
-    """Return the versions that must be equal on all ranks. Imports no torch.
-
-    >>> sorted(software())
-    ['MPI library', 'Python', 'mpi4py', 'mpitrain', 'torch']
-    """
+    """Return the versions that must be equal on all ranks. Imports no torch."""
     found = {
         "mpitrain": mpitrain.__version__,
         "Python": f"{sys.version_info.major}.{sys.version_info.minor}",
@@ -87,11 +72,11 @@ def software() -> dict[str, str]:
     return found
 
 
-def check_software(facts: Sequence[Facts], nodes: Sequence[Node]) -> None:
+def check_software(by_rank: Sequence[Mapping[str, str]], nodes: Sequence[Node]) -> None:
     """Refuse different versions on different ranks."""
     hosts = {rank: node.hostname for node in nodes for rank in node.ranks}
     lines = _differences(
-        [of_rank.get("software") or {} for of_rank in facts],
+        by_rank,
         lambda ranks: f"{list_hosts(hosts[rank] for rank in ranks)} ({_named(ranks)})",
     )
     if lines:
@@ -103,9 +88,9 @@ def check_software(facts: Sequence[Facts], nodes: Sequence[Node]) -> None:
         )
 
 
-def check_arguments(facts: Sequence[Facts]) -> None:
+def check_arguments(by_rank: Sequence[Mapping[str, str]]) -> None:
     """Refuse a start that the ranks were asked for in different ways."""
-    lines = _differences([of_rank["arguments"] for of_rank in facts], _named)
+    lines = _differences(by_rank, _named)
     if lines:
         raise _error(
             f"the ranks ask for different things.\n{lines}\n"
@@ -113,18 +98,8 @@ def check_arguments(facts: Sequence[Facts]) -> None:
         )
 
 
-def check_ranks_per_node(facts: Sequence[Facts], nodes: Sequence[Node]) -> str:
-    """Refuse a number of ranks on a node other than the launcher says."""
-    for node in nodes:
-        name, number = facts[node.ranks[0]].get("local_size") or ("", 0)
-        if name and number != len(node.ranks):
-            raise _error(
-                f"the launcher says that it started {number} processes on "
-                f"{node.hostname} ({name}={number}), but {len(node.ranks)} say "
-                f"that they run there ({_named(node.ranks)}).\n"
-                "Expected both to be equal. Give every machine (or container) a "
-                "host name of its own, and name it once in the host file."
-            )
+def uneven_nodes(nodes: Sequence[Node]) -> str:
+    """Return a warning where nodes have different numbers of ranks."""
     hosts: dict[int, list[str]] = {}
     for node in nodes:
         hosts.setdefault(len(node.ranks), []).append(node.hostname)
@@ -138,12 +113,14 @@ def check_ranks_per_node(facts: Sequence[Facts], nodes: Sequence[Node]) -> str:
     )
 
 
-def check_clocks(facts: Sequence[Facts], nodes: Sequence[Node]) -> str:
-    """Refuse clocks that are minutes apart."""
+def check_clocks(by_rank: Sequence[float], nodes: Sequence[Node]) -> str:
+    """Refuse clocks that are minutes apart; return a warning for smaller differences.
+
+    `by_rank` are the clocks in seconds since 1970, read at one moment.
+    """
     # The earliest of a host: a rank may be held up between the barrier and its clock.
     clocks = {
-        node.hostname: min(facts[rank]["clock_seconds"] for rank in node.ranks)
-        for node in nodes
+        node.hostname: min(by_rank[rank] for rank in node.ranks) for node in nodes
     }
     behind, ahead = (choose(clocks, key=clocks.__getitem__) for choose in (min, max))
     seconds = clocks[ahead] - clocks[behind]
@@ -189,15 +166,14 @@ def _error(text: str) -> TopologyError:
 def check_requirements() -> None:
     """Refuse packages older than the minimum that mpitrain was installed with."""
     if old := old_packages():
-        lines = [
+        found = "\n".join(
             f"  {name}: found {version}, expected {minimum} or newer"
             for name, version, minimum in old
-        ]
+        )
         raise collective_error(
             LaunchError(
-                f"packages of {sys.prefix} are too old for mpitrain.\n"
-                + "\n".join(lines)
-                + f"\nType: {upgrade_command(old)}"
+                f"packages of {sys.prefix} are too old for mpitrain.\n{found}\n"
+                f"Type: {upgrade_command(old)}"
             )
         )
 
@@ -205,18 +181,14 @@ def check_requirements() -> None:
 def old_packages() -> list[tuple[str, str, str]]:
     """Return name, version and minimum of each installed package that is too old.
 
-    The minimum versions are those of mpitrain's own metadata. Where it is not
-    installed, such as on a PYTHONPATH, there are none.
+    The minimum versions are in mpitrain's metadata, which a PYTHONPATH does not have.
     """
-    required: list[str] = []
-    with contextlib.suppress(metadata.PackageNotFoundError):
-        required = metadata.requires("mpitrain") or []
     old = []
-    for line in required:
-        # Not those of extras, which have a marker after a semicolon.
-        if found := re.fullmatch(r"([\w.-]+)\s*>=\s*([\d.]+)", line):
-            name, minimum = found.groups()
-            with contextlib.suppress(metadata.PackageNotFoundError):
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        for line in metadata.requires("mpitrain") or []:
+            # Not those of extras, which have a marker after a semicolon.
+            if found := re.fullmatch(r"([\w.-]+)\s*>=\s*([\d.]+)", line):
+                name, minimum = found.groups()
                 version = metadata.version(name)
                 if version_numbers(version) < version_numbers(minimum):
                     old.append((name, version, minimum))

@@ -1,6 +1,6 @@
-"""What the launcher's variables say, against what MPI says.
+"""The launcher's variables against what MPI says.
 
-They are read only to notice a contradiction, and for what has to be decided before MPI
+They are read only to notice a contradiction, and for what must be decided before MPI
 has started: which rank prints, and whether Open MPI's TCP is needed.
 """
 
@@ -18,9 +18,6 @@ SIZE_VARIABLES = {
     "MV2_COMM_WORLD_SIZE": "MVAPICH's mpirun",
 }
 """Variables that tell each process how many were started, and who sets them."""
-
-LOCAL_SIZE_VARIABLES = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
-"""Variables that tell each process how many were started on its node."""
 
 MPICH_FAMILY = ("MPICH", "MVAPICH", "Intel(R) MPI", "CRAY MPICH")
 """How MPICH, and those that descend from it, begin to name themselves."""
@@ -63,22 +60,8 @@ def launched_size(environ: Mapping[str, str]) -> int:
     return int(given) if given.isdecimal() else 1
 
 
-def local_size(environ: Mapping[str, str]) -> tuple[str, int] | None:
-    """Return the variable in which the launcher counts this node's processes."""
-    for name in LOCAL_SIZE_VARIABLES:
-        if environ.get(name, "").isdecimal():
-            return name, int(environ[name])
-    return None
-
-
 def is_on_one_node(environ: Mapping[str, str]) -> bool:
-    """Whether Open MPI's launcher, or none, started this job on this node alone.
-
-    >>> is_on_one_node({"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"})
-    False
-    >>> is_on_one_node({"PMIX_RANK": "0"}), is_on_one_node({})
-    (False, True)
-    """
+    """Whether Open MPI's launcher, or none, started this job on this node alone."""
     size = environ.get("OMPI_COMM_WORLD_SIZE")
     if size is None:
         return not any(name in environ for name in MPI_RANK_VARIABLES)
@@ -92,11 +75,11 @@ def launcher_sockets(environ: Mapping[str, str]) -> list[int]:
 
 
 def foreign_library(library: str, environ: Mapping[str, str]) -> str | None:
-    """Notice, before MPI starts, a library that is not of the launcher's family.
+    """Return a warning, before MPI starts, of a library not of the launcher's family.
 
-    MPICH ends a process of Open MPI's mpirun inside MPI_Init, in words of its own. It
-    is no error yet: an MPICH that was built with PMIx runs there. The other way round
-    Open MPI starts a world of one, which `check_size` refuses.
+    MPICH ends a process of Open MPI's mpirun inside MPI_Init. It is only a warning,
+    since an MPICH that was built with PMIx runs there. The other way round Open MPI
+    starts a world of one, which `check_size` refuses.
     """
     number = environ.get("OMPI_COMM_WORLD_SIZE")
     if number is None or not library.startswith(MPICH_FAMILY):
@@ -109,7 +92,7 @@ def foreign_library(library: str, environ: Mapping[str, str]) -> str | None:
 
 
 def lone_in_allocation(environ: Mapping[str, str]) -> str | None:
-    """Return a warning of a single process in a larger allocation, else ``None``."""
+    """Return a warning for a single process in a larger allocation, else ``None``."""
     number, source = environ.get("SLURM_NTASKS", ""), "SLURM_NTASKS"
     if not number and "PBS_JOBID" in environ and "PBS_NODEFILE" in environ:
         with contextlib.suppress(OSError):  # a host that does not have it
@@ -124,7 +107,7 @@ def lone_in_allocation(environ: Mapping[str, str]) -> str | None:
 
 
 def part_of_het_job(environ: Mapping[str, str], num_nodes: int) -> str | None:
-    """Return a warning of ranks in but a part of a heterogeneous SLURM job."""
+    """Return a warning where a heterogeneous SLURM job is used in part only."""
     size = environ.get("SLURM_HET_SIZE", "")
     if not _is_several(size):
         return None

@@ -55,7 +55,7 @@ def prepare_without_torch(
     guard.watched.start_timeout_seconds = start_timeout
     with guard.stage("who is where"):
         world = discover_world(comm)
-        check_consistency(comm, world, config, timeout_seconds, variables)
+        check_consistency(comm, world, config, timeout_seconds)
     with guard.stage("network"):
         rendezvous = select.find_rendezvous(comm, world, config.interface)
         guard.rendezvous = rendezvous

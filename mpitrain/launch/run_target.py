@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import runpy
 import shutil
 import traceback
 import uuid
@@ -13,7 +14,7 @@ from importlib.abc import InspectLoader
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
 from types import CodeType, ModuleType
-from typing import Literal
+from typing import Any, Literal
 
 from mpitrain.config import LaunchConfig
 from mpitrain.errors import UsageError
@@ -29,7 +30,7 @@ Kind = Literal["script", "module", "program"]
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """What to run. Equal on all ranks."""
+    """What to run: a script's path, a module's name or a program, and its arguments."""
 
     kind: Kind
     name: str
@@ -43,7 +44,7 @@ class RunRequest:
     config: LaunchConfig
     target: Target
     run_id: str
-    """A name of this start: rank zero's ``TORCHELASTIC_RUN_ID``, or a new UUID."""
+    """Rank zero's ``TORCHELASTIC_RUN_ID``, or a new UUID."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,10 +53,10 @@ class RunConfig(LaunchConfig):
 
 
 def split(words: Sequence[str]) -> tuple[list[str], Target | None]:
-    """Split the words after ``run`` into its flags and the target with its own words.
+    """Split the words after ``run`` into its flags and the target with its arguments.
 
-    >>> split(["--device", "cpu", "train.py", "--device", "x"])[0]
-    ['--device', 'cpu']
+    >>> split(["-m", "package.module", "-v"])[1]
+    Target(kind='module', name='package.module', args=('-v',))
     """
     with_value = {"--config"} | {
         "--" + field.name.replace("_", "-")
@@ -109,20 +110,20 @@ def read_script(name: str) -> tuple[ModuleType, CodeType]:
     """Read a script as Python would; of a folder or archive its ``__main__.py``."""
     path = str(Path(name).absolute())
     spec = PathFinder.find_spec("__main__", [path])
-    if spec is not None and (found := _code_of(spec, name)) is not None:
-        return _main(spec), found
     try:
-        source = Path(path).read_bytes()
+        if spec is not None and isinstance(spec.loader, InspectLoader):
+            code = spec.loader.get_code("__main__")
+            if code is not None:
+                return _new_main(spec), code
+        code = compile(Path(path).read_bytes(), path, "exec", dont_inherit=True)
     except OSError as error:
         raise UsageError(
             f"{name!r} cannot be read as a script: {error.strerror}; looked for "
             f"{path}. Expected one of\n{USAGE}"
         ) from None
-    try:
-        code = compile(source, path, "exec", dont_inherit=True)
     except (SyntaxError, ValueError) as error:
         raise UsageError(
-            f"{name!r} is no Python:\n{_syntax_error(error)}\n"
+            f"{_syntax_error(name, error)}\n"
             f"A program of another kind: {PROGRAM} run --no-python {name}"
         ) from None
     main = ModuleType("__main__")
@@ -133,48 +134,37 @@ def read_script(name: str) -> tuple[ModuleType, CodeType]:
 
 
 def find_module(name: str) -> tuple[ModuleType, CodeType]:
-    """Find a module, or the ``__main__`` of a package, as ``python -m`` would."""
-    spec = _find_spec(name)
-    if spec is not None and spec.submodule_search_locations is not None:
-        spec = _find_spec(f"{name}.__main__")
-    code = _code_of(spec, f"-m {name}")
-    if spec is None or code is None:
+    """Find a module, or the ``__main__`` of a package, as ``python -m`` would.
+
+    Packages above it are imported.
+    """
+    find: Any = runpy._get_module_details  # type: ignore[attr-defined] # noqa: SLF001
+    try:
+        _, spec, code = find(name, ModuleCannotRun)
+    except ModuleCannotRun as error:
         raise UsageError(
-            f"-m {name}: there is no such module of Python to run; expected one that "
-            f"can be imported from {os.getcwd()} or PYTHONPATH, and a package to have "
-            "a __main__.py"
-        )
-    return _main(spec), code
+            f"-m {name}: there is no such module of Python to run ({error}); expected "
+            f"one that can be imported from {os.getcwd()} or PYTHONPATH, and a package "
+            "to have a __main__.py"
+        ) from None
+    except SyntaxError as error:
+        raise UsageError(_syntax_error(f"-m {name}", error)) from None
+    return _new_main(spec), code
 
 
-def _code_of(spec: ModuleSpec | None, words: str) -> CodeType | None:
-    if spec is None or not isinstance(spec.loader, InspectLoader):
-        return None
-    try:
-        return spec.loader.get_code(spec.name)
-    except (SyntaxError, ValueError) as error:
-        raise UsageError(f"{words} is no Python:\n{_syntax_error(error)}") from None
+class ModuleCannotRun(Exception):
+    """What `runpy` raises where there is nothing to run."""
 
 
-def _find_spec(name: str) -> ModuleSpec | None:
-    try:
-        return importlib.util.find_spec(name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not (name + ".").startswith(error.name + "."):
-            raise  # their package is there; one that it imports is not
-        return None
-    except ValueError:  # a module without spec
-        return None
-
-
-def _main(spec: ModuleSpec) -> ModuleType:
+def _new_main(spec: ModuleSpec) -> ModuleType:
     main = importlib.util.module_from_spec(spec)
     main.__name__ = "__main__"
     return main
 
 
-def _syntax_error(error: Exception) -> str:
-    return "".join(traceback.format_exception_only(error)).rstrip()
+def _syntax_error(name: str, error: Exception) -> str:
+    said = "".join(traceback.format_exception_only(error)).rstrip()
+    return f"{name} is no Python:\n{said}"
 
 
 def find_program(name: str, environ: Mapping[str, str]) -> str:
