@@ -63,12 +63,9 @@ def barrier(comm: MPI.Intracomm, *, timeout_seconds: float | None = None) -> boo
 def all_or_none(comm: MPI.Intracomm, action: Callable[[], T], doing: str) -> T:
     """Do something local on every rank, and raise on every rank if it failed on one.
 
-    Collective over `comm`. `action` must not communicate; `doing` is for the message,
-    such as ``"import torch"``. Returns this rank's result.
-
-    Raises:
-        Exception: On every rank or on none: its own on each rank that failed, a
-            RemoteError on the others. Their `reporting_rank` is the lowest that failed.
+    Collective over `comm`; `action` must not communicate. ``doing`` is for the message,
+    such as ``"import torch"``. Each rank that failed raises its own exception, the
+    others a RemoteError; their `reporting_rank` is the lowest that failed.
     """
     error: Exception | None = None
     failure: tuple[int, str] | None = None
@@ -97,10 +94,9 @@ def all_or_none(comm: MPI.Intracomm, action: Callable[[], T], doing: str) -> T:
 
 
 def on_rank_zero(comm: MPI.Intracomm, action: Callable[[], T], doing: str) -> T:
-    """Do something on rank zero alone and give its result to every rank.
+    """Do something on rank zero alone and give its pickled result to every rank.
 
-    Collective over `comm`. The result is pickled. If `action` fails, every rank raises,
-    as in `all_or_none`.
+    Collective over `comm`. Where it fails every rank raises, as in `all_or_none`.
     """
     try:
         mine = all_or_none(comm, action if comm.rank == 0 else lambda: None, doing)

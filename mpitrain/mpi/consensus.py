@@ -1,9 +1,8 @@
-"""What all ranks agree on while they work, without waiting for each other.
+"""Decisions of all ranks at one step, of which one rank alone knows the cause.
 
-All ranks must stop, or write a checkpoint, at the same step, though one rank alone
-knows why. So the ranks combine some numbers by an `Iallreduce` that is started at one
-step and completed some steps later, when all ranks must have started it: the gradients
-of the steps between needed every rank.
+Such as to stop, after a signal, or to write a checkpoint by the clock. The ranks
+combine some numbers by an `Iallreduce` that is started at one step and completed some
+steps later, when all have long started it: the gradients between needed every rank.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ PERIOD_SECONDS = 0.2
 """About how often the ranks exchange their numbers."""
 
 MAX_PIECES = 32
-"""How many pieces of work may lie between two exchanges."""
+"""Pieces of work between two exchanges, at most: the next ones may be slower."""
 
 POLL_SECONDS = 0.0001
 
@@ -47,8 +46,8 @@ class Consensus:
     def is_due(self, kind: int) -> bool:
         """Count a piece of work, and return whether to call `exchange` now.
 
-        Call it at the same places on all ranks; equal on all of them: it depends on
-        the time per piece that all have agreed on, not on this rank's clock.
+        Equal on all ranks, which call it at the same places: it depends on the time per
+        piece that all have agreed on.
         """
         now = time.monotonic()
         self._seconds[kind] += now - self._last

@@ -34,13 +34,8 @@ T = TypeVar("T")
 Array = npt.NDArray[Any]
 
 FOLDER = Path("/dev/shm")
-"""A file system in memory."""
-
-ALIGNMENT = 64
-"""Each array begins at a multiple of so many bytes."""
-
-CHUNK_BYTES = 256 << 20
-"""Sent at once between nodes."""
+ALIGNMENT = 64  # bytes
+CHUNK_BYTES = 256 << 20  # sent at once between nodes
 
 
 class Communicator:
@@ -51,7 +46,7 @@ class Communicator:
         self._world = world
 
     def on_rank_zero(self, action: Callable[[], T], doing: str) -> T:
-        """Return rank zero's (small) result of `action`; `doing` is for messages."""
+        """Return rank zero's (small) result of `action` on every rank."""
         return on_rank_zero(self._comm, action, doing)
 
     def allgather(self, mine: T) -> list[T]:
@@ -65,7 +60,7 @@ class Communicator:
     def load_shared(
         self, make: Callable[[], Mapping[str, Array]], doing: str
     ) -> dict[str, Array]:
-        """Make arrays on rank zero, and hold them once on every node; do not write."""
+        """Make arrays on rank zero and hold them once per node, for reading only."""
         made: dict[str, Array] = {}
 
         def outline() -> list[tuple[str, str, tuple[int, ...]]]:
@@ -76,17 +71,17 @@ class Communicator:
 
         outlines = on_rank_zero(self._comm, outline, doing)
         places, num_bytes = _layout(outlines)
-        memory, is_first = self._memory(num_bytes)
-        whole = np.frombuffer(memory, np.uint8)
+        memory, is_first = self._memory(max(num_bytes, 1))
+        buffer = np.frombuffer(memory, np.uint8)
         shared = {
-            name: whole[start : start + length].view(dtype).reshape(shape)
+            name: buffer[start : start + length].view(dtype).reshape(shape)
             for (name, dtype, shape), (start, length) in zip(
                 outlines, places, strict=True
             )
         }
         for name, array in made.items():
             shared[name][...] = array
-        self._send_to_nodes(whole, is_first)
+        self._send_to_nodes(buffer, is_first)
         return shared
 
     def check_same_on_nodes(self, look: Callable[[], str], what: str) -> None:
@@ -103,23 +98,22 @@ class Communicator:
                 DataError(
                     f"{what} are not the same on all nodes: {list_hosts(strange)} "
                     f"{'sees' if len(strange) == 1 else 'see'} others than "
-                    f"{world.nodes[0].hostname}.\nExpected the same names and sizes "
-                    "everywhere: name a folder that all nodes share, or copy it whole "
-                    "to each"
+                    f"{world.nodes[0].hostname}.\nExpected the same names and sizes: "
+                    "name a folder that all nodes share, or copy it to each"
                 )
             )
 
     def check_equal(self, seen: str, what: str, expected: str) -> None:
         """Refuse what differs between ranks."""
-        found: list[str] = self._comm.allgather(seen)
-        other = next((r for r, value in enumerate(found) if value != found[0]), None)
-        if other is not None:
-            raise collective_error(
-                DataError(
-                    f"{what} differs between ranks: {found[0]} on rank 0, "
-                    f"{found[other]} on rank {other}.\n{expected}"
+        found: list[str] = self.allgather(seen)
+        for rank, value in enumerate(found):
+            if value != found[0]:
+                raise collective_error(
+                    DataError(
+                        f"{what} differs between ranks: {found[0]} on rank 0, "
+                        f"{value} on rank {rank}.\n{expected}"
+                    )
                 )
-            )
 
     def once_per_file_system(
         self, folder: Path, action: Callable[[], object], doing: str
@@ -160,17 +154,21 @@ class Communicator:
         try:
             if world.local_rank == 0 and world.local_world_size > 1:
                 try:
-                    path, descriptor = _create(num_bytes)
-                    memory = mmap.mmap(descriptor, max(num_bytes, 1))
+                    descriptor, path = tempfile.mkstemp(
+                        prefix="mpitrain-data-", dir=FOLDER
+                    )
+                    os.truncate(descriptor, num_bytes)
+                    memory = mmap.mmap(descriptor, num_bytes)
                 except OSError as error:
-                    reason = f"{FOLDER} of {world.hostname}: {error.strerror or error}"
-            paths: list[str] = comm.allgather(path)
+                    reason = error.strerror or str(error)
+            paths: list[str] = comm.allgather("" if reason else path)
             theirs = paths[world.nodes[world.node_rank].ranks[0]]
-            if theirs and memory is None:
+            if theirs and descriptor < 0:
                 try:
-                    memory = _open(theirs, num_bytes)
+                    descriptor = os.open(theirs, os.O_RDWR | os.O_NOFOLLOW)
+                    memory = mmap.mmap(descriptor, num_bytes)
                 except OSError as error:
-                    reason = f"{theirs}: {error.strerror or error}"
+                    reason = error.strerror or str(error)
             barrier(comm)
             if path:
                 # From here on nothing is left of it: to take its pages may last.
@@ -178,11 +176,13 @@ class Communicator:
                 path = ""
                 try:
                     # Taken now: one that cannot be had later ends the process (SIGBUS).
-                    os.posix_fallocate(descriptor, 0, max(num_bytes, 1))
+                    os.posix_fallocate(descriptor, 0, num_bytes)
                 except OSError as error:
-                    reason = f"{FOLDER} of {world.hostname}: {error.strerror or error}"
+                    reason = error.strerror or str(error)
             barrier(comm)
-            reasons: list[str] = comm.allgather(reason)
+            reasons: list[str] = comm.allgather(
+                f"{FOLDER} of {world.hostname}: {reason}" if reason else ""
+            )
         finally:
             if path:
                 with contextlib.suppress(OSError):
@@ -197,17 +197,17 @@ class Communicator:
             )
         here = (reasons[rank] for rank in world.nodes[world.node_rank].ranks)
         if memory is None or any(here):
-            return mmap.mmap(-1, max(num_bytes, 1)), True
+            return mmap.mmap(-1, num_bytes), True
         return memory, world.local_rank == 0
 
-    def _send_to_nodes(self, whole: Array, is_first: bool) -> None:
+    def _send_to_nodes(self, buffer: Array, is_first: bool) -> None:
         """Send rank zero's bytes to the first rank of each block of memory."""
         comm = self._comm
         between = comm.Split(0 if is_first else 1, comm.rank)
         try:
             if is_first and between.size > 1:
-                for start in range(0, len(whole), CHUNK_BYTES):
-                    between.Bcast(whole[start : start + CHUNK_BYTES])
+                for start in range(0, len(buffer), CHUNK_BYTES):
+                    between.Bcast(buffer[start : start + CHUNK_BYTES])
         finally:
             between.Free()
         barrier(comm)
@@ -219,7 +219,7 @@ def communicator(world: World) -> Communicator:
 
 
 class SingleProcess(Communicator):
-    """A `Communicator` without MPI, such as for a tool on a login node."""
+    """A `Communicator` of one process without MPI, for what one process may ask."""
 
     def __init__(self) -> None:
         """There is nobody to communicate with."""
@@ -237,17 +237,6 @@ class SingleProcess(Communicator):
     ) -> dict[str, Array]:
         return dict(make())
 
-    def check_same_on_nodes(self, look: Callable[[], str], what: str) -> None:
-        """Do nothing: there is one node."""
-
-    def check_equal(self, seen: str, what: str, expected: str) -> None:
-        """Do nothing: there is one rank."""
-
-    def once_per_file_system(  # noqa: D102
-        self, folder: Path, action: Callable[[], object], doing: str
-    ) -> None:
-        action()
-
 
 def _layout(
     outlines: list[tuple[str, str, tuple[int, ...]]],
@@ -261,23 +250,3 @@ def _layout(
         places.append((start, length))
         end = start + length
     return places, end
-
-
-def _create(num_bytes: int) -> tuple[str, int]:
-    """Make a file, without any memory yet; return its path and descriptor."""
-    descriptor, path = tempfile.mkstemp(prefix="mpitrain-data-", dir=FOLDER)
-    try:
-        os.ftruncate(descriptor, max(num_bytes, 1))
-    except OSError:
-        Path(path).unlink()
-        os.close(descriptor)
-        raise
-    return path, descriptor
-
-
-def _open(path: str, num_bytes: int) -> mmap.mmap:
-    descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
-    try:
-        return mmap.mmap(descriptor, max(num_bytes, 1))
-    finally:
-        os.close(descriptor)

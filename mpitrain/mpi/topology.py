@@ -105,10 +105,20 @@ def discover_world(comm: MPI.Intracomm) -> World:
     for node in nodes:
         boots = [records[rank][3] for rank in node.ranks]
         if len(set(boots) - {""}) > 1:
-            raise collective_error(_name_error(node, boots))
+            raise collective_error(_same_name_error(node, boots))
         found = [records[rank][1:3] for rank in node.ranks]
         if found != [(i, len(found)) for i in range(len(found))]:
-            raise collective_error(_split_error(node, found))
+            raise collective_error(
+                TopologyError(
+                    f"{len(node.ranks)} ranks say they run on host {node.hostname!r} "
+                    f"(ranks {format_ranges(node.ranks)}), but MPI's shared-memory "
+                    f"groups there have sizes {sorted({size for _, size in found})}.\n"
+                    "Expected both to be equal. Give every machine (or container) a "
+                    "host name of its own, and name it once in the host file. Let "
+                    "containers of one machine share /dev/shm (such as docker run "
+                    "--ipc=host)."
+                )
+            )
     rank = comm.rank
     node_rank = next(i for i, node in enumerate(nodes) if rank in node.ranks)
     return World(
@@ -129,7 +139,7 @@ def boot_id() -> str:
         return ""
 
 
-def _name_error(node: Node, boots: Sequence[str]) -> TopologyError:
+def _same_name_error(node: Node, boots: Sequence[str]) -> TopologyError:
     ranks: dict[str, list[int]] = {}
     for rank, boot in zip(node.ranks, boots, strict=True):
         ranks.setdefault(boot, []).append(rank)
@@ -142,16 +152,4 @@ def _name_error(node: Node, boots: Sequence[str]) -> TopologyError:
         + "\n".join(lines)
         + "\nExpected a name of its own for every machine: `hostname` on each, and the "
         "host file."
-    )
-
-
-def _split_error(node: Node, found: Sequence[tuple[int, int]]) -> TopologyError:
-    sizes = sorted({size for _, size in found})
-    return TopologyError(
-        f"{len(node.ranks)} ranks say they run on host {node.hostname!r} "
-        f"(ranks {list(node.ranks)}), but MPI's shared-memory groups there have "
-        f"sizes {sizes}.\n"
-        "Expected both to be equal. Give every machine (or container) a host name of "
-        "its own, and let containers of one machine share /dev/shm "
-        "(such as docker run --ipc=host)."
     )

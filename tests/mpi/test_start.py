@@ -93,7 +93,7 @@ def test_ranks_that_ask_for_different_things_are_refused(
     config = LaunchConfig(device="cuda" if comm.rank == last else "cpu")
 
     def compare() -> None:
-        consistency.check_consistency(comm, world, config, 60.0, os.environ)
+        consistency.check_consistency(comm, world, config, 60.0)
 
     if comm.size == 1:
         compare()
@@ -109,7 +109,7 @@ def test_clocks_are_read_at_one_moment(
     """Ranks that come late have no wrong clock."""
     monkeypatch.setattr(consistency, "CLOCK_LIMIT_SECONDS", 0.5)
     time.sleep(1.0 if comm.rank == comm.size - 1 else 0.0)
-    consistency.check_consistency(comm, apart, LaunchConfig(), 60.0, {})
+    consistency.check_consistency(comm, apart, LaunchConfig(), 60.0)
 
 
 def test_the_variables_of_torchrun_are_set(world: World) -> None:
