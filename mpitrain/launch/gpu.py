@@ -244,15 +244,10 @@ def _in_turn(seen: Sequence[VisibleGpus], node: Node) -> dict[int, int]:
 def _mixed(seeing: Sequence[int], nodes: Sequence[Node]) -> TopologyError:
     lines = []
     for node in nodes:
-        with_gpu = [rank for rank in node.ranks if rank in seeing]
-        ranks = format_ranges(node.ranks)
-        if len(with_gpu) == len(node.ranks):
-            found = f"all of ranks {ranks} see"
-        elif with_gpu:
-            found = f"only ranks {format_ranges(with_gpu)} of {ranks} see"
-        else:
-            found = f"none of ranks {ranks} sees"
-        lines.append(f"  {node.hostname}: {found} a GPU")
+        without = [rank for rank in node.ranks if rank not in seeing]
+        if without:
+            ranks = f"ranks {format_ranges(without)} of {format_ranges(node.ranks)}"
+            lines.append(f"  {node.hostname}: {ranks} see none")
     return _error(
         "some ranks see a GPU and others see none:\n"
         + "\n".join(lines)

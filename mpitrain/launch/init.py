@@ -88,9 +88,8 @@ def prepare(
     """
     comm = guard.comm
     world, rendezvous = prepare_without_torch(guard, config, timeout_seconds, variables)
-    if world.rank > 0:
-        # Warnings of torch's C++ come from rank zero alone; errors from all.
-        variables.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    # torch's C++ warns of each client of the store whose address has no name.
+    variables.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     with guard.stage("import torch"):
         all_or_none(comm, _import_torch, "import torch")
     with guard.stage("devices"):

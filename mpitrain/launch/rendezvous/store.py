@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import importlib
 import os
-from collections.abc import Iterator
 from datetime import timedelta
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mpitrain.launch.rendezvous.select import Rendezvous
@@ -18,8 +14,6 @@ from mpitrain.mpi.world import World
 if TYPE_CHECKING:
     from mpi4py import MPI
     from torch._C._distributed_c10d import TCPStore
-
-_ERROR = 2
 
 
 def open_store(
@@ -33,12 +27,13 @@ def open_store(
     def open_here() -> TCPStore:
         return open_on_this_rank(rendezvous, world, timeout_seconds)
 
-    with _errors_only():
-        server = all_or_none(
-            comm, lambda: open_here() if world.is_rank_zero else None, "open the store"
-        )
-        doing = f"reach the store at {world.master_addr}:{world.master_port}"
-        return all_or_none(comm, lambda: server or open_here(), doing)
+    server = all_or_none(
+        comm, lambda: open_here() if world.is_rank_zero else None, "open the store"
+    )
+    where = f"{world.master_addr}:{world.master_port}"
+    return all_or_none(
+        comm, lambda: server or open_here(), f"reach the store at {where}"
+    )
 
 
 def open_on_this_rank(
@@ -88,25 +83,3 @@ def let_scripts_open_their_own(port: int) -> None:
             os.environ[name] = before
 
     rendezvous._create_c10d_store = create_store  # type: ignore[attr-defined] # noqa: SLF001
-
-
-@contextlib.contextmanager
-def _errors_only() -> Iterator[None]:
-    """Let torch's C++ write errors alone, and no warnings, in this block.
-
-    It warns of each client whose address has no name. TORCH_CPP_LOG_LEVEL is read once,
-    as torch is imported; this is what it sets (libc10.so of torch 2.14).
-    """
-    import torch
-
-    try:
-        c10 = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
-        level = ctypes.c_int.in_dll(c10, "FLAGS_caffe2_log_level")
-    except (OSError, ValueError):  # another torch: it warns
-        yield
-        return
-    before, level.value = level.value, max(level.value, _ERROR)
-    try:
-        yield
-    finally:
-        level.value = before
