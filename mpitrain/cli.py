@@ -30,6 +30,10 @@ from mpitrain.launch.env_checks import (
 from mpitrain.mpi.collectives import all_or_none, on_rank_zero
 from mpitrain.mpi.world import rank_label
 
+STATUS_FILE = "MPITRAIN_STATUS_FILE"
+"""Variable that names the file of `supervise` into which rank zero writes the status;
+its run folder goes into a file beside it, with the suffix ``.run``."""
+
 
 def console() -> None:
     """Run the command line of this process and leave with its status."""
@@ -62,8 +66,8 @@ def main(argv: Sequence[str]) -> int:
             text = error_message(error, rank_label(rank, size, socket.gethostname()))
             print(text, file=sys.stderr, flush=True)
         status = exit_status(error)
-    file = os.environ.get("MPITRAIN_STATUS_FILE")
-    if file and launched_rank(os.environ) == 0:  # for job scripts, see `jobscript`
+    file = os.environ.get(STATUS_FILE)
+    if file and launched_rank(os.environ) == 0:
         with contextlib.suppress(OSError):
             Path(file).write_text(f"{status}\n")
     return status
@@ -79,7 +83,7 @@ def train(argv: Sequence[str]) -> int:
     from mpitrain.launch.exit_guard import abort_on_error
     from mpitrain.launch.init import init
     from mpitrain.record.recorder import record_failure
-    from mpitrain.record.run_dir import open_log, start_logging
+    from mpitrain.record.run_dir import open_log, result_time, start_logging, write_json
     from mpitrain.tools.train.prepare import prepare
 
     # Garbage collection takes a fifth of the time of the imports.
@@ -96,6 +100,11 @@ def train(argv: Sequence[str]) -> int:
             if is_zero:
                 print(run.done, flush=True)
             return run.status
+        status_file = os.environ.get(STATUS_FILE)
+        if status_file and is_zero:  # `supervise` prints the error from result.json
+            before = {"run_dir": str(run_dir), "result_time": result_time(run_dir)}
+            with contextlib.suppress(OSError):
+                write_json(Path(f"{status_file}.run"), before)
         # Opened before the long imports: the log tells whose process this is.
         hostname = socket.gethostname()
         with guard.stage("open the log"):

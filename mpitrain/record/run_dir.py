@@ -149,6 +149,13 @@ def read_result(run_dir: Path) -> dict[str, Any]:
     return read_json(run_dir / "result.json")
 
 
+def result_time(run_dir: Path) -> int:
+    """Return when ``result.json`` was written, in nanoseconds; 0 if it is not there."""
+    with contextlib.suppress(OSError):
+        return (run_dir / "result.json").stat().st_mtime_ns
+    return 0
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON file of one object; nothing where it cannot be read."""
     try:

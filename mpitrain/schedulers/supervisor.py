@@ -7,6 +7,8 @@ A job that is cancelled or preempted gets TERM, and KILL some seconds later (SLU
 KillWait; PBS: kill_delay). mpirun would end the ranks at once: so TERM is blocked for
 it. The ranks get TERM, or USR2, which mpirun forwards: they save a checkpoint and stop
 with status 75. Ranks that hang are killed with their mpirun, in time to requeue.
+
+mpirun prints a long message after an error; the training's own error follows it.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from __future__ import annotations
 import math
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -23,6 +26,7 @@ from typing import Literal
 
 from mpitrain.config import TrainConfig
 from mpitrain.errors import Stopped, UsageError
+from mpitrain.record.run_dir import read_json, read_result, result_time
 from mpitrain.record.runs import is_finished
 from mpitrain.schedulers import chain, detect, seconds_left
 from mpitrain.schedulers.jobscript import notice_seconds
@@ -143,12 +147,11 @@ def supervise(
     if not command:
         raise UsageError("supervise what? Expected mpirun and its words after --")
     with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder, "status")  # see `_status`
+        file = Path(folder, "status")
         environ = {**environ, "MPITRAIN_STATUS_FILE": str(file)}
         if config.jobs == 1:
             send_usr2 = config.mpi == "openmpi"
-            status = Supervisor().run(command, environ, send_usr2=send_usr2)
-            return _status(status, file)
+            return _train(Supervisor(), command, environ, file, send_usr2=send_usr2)
         return _supervise_chain(config, command, environ, read_config, file)
 
 
@@ -190,9 +193,9 @@ def _supervise_chain(
         if supervisor.is_stopping:
             status = Stopped.exit_status  # nothing was started, and nothing has failed
         elif status == 0:
-            status_file.unlink(missing_ok=True)
-            status = supervisor.run(start, environ, send_usr2=is_openmpi)
-            status = _status(status, status_file) or int(not is_finished(run_dir))
+            status = _train(
+                supervisor, start, environ, status_file, send_usr2=is_openmpi
+            ) or int(not is_finished(run_dir))
         action = training.next_action(status, is_stopping=supervisor.is_stopping)
     if action == "requeue":
         chain.requeue(environ, config.script, terminated=supervisor.is_terminated)
@@ -215,14 +218,40 @@ def split(command: Sequence[str]) -> tuple[list[str], str, list[str]]:
     )
 
 
-def _status(status: int, file: Path) -> int:
-    """Return the job's status; Open MPI 5 ends with 0 though it has lost a node.
+def _train(
+    supervisor: Supervisor,
+    command: Sequence[str],
+    environ: Mapping[str, str],
+    status_file: Path,
+    *,
+    send_usr2: bool,
+) -> int:
+    """Run mpirun; print the training's error after it, and return the exit status.
 
-    Then it is the status that rank zero has written, or 1.
+    Open MPI 5 ends with 0 though it has lost a node: then the status is the one that
+    rank zero has written, or 1.
     """
-    if status:
-        return status
-    try:
-        return int(file.read_text())
-    except (OSError, ValueError):
-        return 1
+    run_file = Path(f"{status_file}.run")
+    for file in (status_file, run_file):
+        file.unlink(missing_ok=True)
+    status = supervisor.run(command, environ, send_usr2=send_usr2)
+    if status == 0:
+        try:
+            status = int(status_file.read_text())
+        except (OSError, ValueError):
+            status = 1
+    if status not in (0, Stopped.exit_status) and (error := _error_in(run_file)):
+        # Open MPI ends its message with a zero byte, and not with a line end.
+        print(f"\nfailed: {error}", file=sys.stderr, flush=True)
+    return status
+
+
+def _error_in(run_file: Path) -> str:
+    """Return the error that this job has written into `result.json`, in one line."""
+    run = read_json(run_file)
+    run_dir = Path(run.get("run_dir", ""))
+    if not run or result_time(run_dir) == run["result_time"]:
+        return ""  # written by an earlier job
+    result = read_result(run_dir)
+    error = str(result.get("error", "")) if result.get("status") == "failed" else ""
+    return " ".join(error[max(error.rfind("\n[rank "), 0) :].split())  # no traceback

@@ -135,9 +135,11 @@ class View:
             for name, num in self._shown.items():
                 self._shown[name] = min(num, self._count(name))
         metrics = self._metrics
-        if metrics.began and metrics.began[-1] != self._job:
+        resumed_now = self._new("resumed")
+        # A job's "resume" follows its "begin", and may be read later.
+        if metrics.began and (metrics.began[-1] != self._job or resumed_now):
             self._start(metrics.began[-1])
-        for resumed in self._new("resumed"):
+        for resumed in resumed_now:
             say(f"resumed from step {resumed.step}")
         steps = self._new_steps()
         if steps:
@@ -225,9 +227,9 @@ class View:
     def _start(self, job: Began) -> None:
         self._job, self._limit, self._said = job, None, ""
         self.close()
-        resumed = self._metrics.resumed
         kind = ProgressBar if sys.stdout.isatty() else EpochLines
         self._lines = kind(self._seconds_left)
+        resumed = [it for it in self._metrics.resumed if (it.time or 0.0) >= job.time]
         first = resumed[-1].step if resumed else 0
         self._lines.start(job.num_epochs, job.total_steps, first, job.time)
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import socket
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
-from launcher import Done, Mpi, mpirun, survivors, under_each_mpi
+from launcher import Done, Mpi, environment, mpirun, survivors, under_each_mpi
 
 GONE_WITHIN_SECONDS = 10.0
 
@@ -220,3 +222,39 @@ def test_alone_a_failure_is_told_once(openmpi: Mpi, tmp_path: Path) -> None:
     result = json.loads((tmp_path / "runs/r/result.json").read_text())
     assert result["status"] == "failed"
     assert result["world_size"] == 1
+
+
+def test_the_error_of_the_training_is_the_last_line_of_a_job_script(
+    openmpi: Mpi, tmp_path: Path
+) -> None:
+    """Below the message of mpirun; an error of an earlier job is not told again."""
+    (tmp_path / "faulty.py").write_text(
+        "def model(num_classes):\n    raise ArithmeticError('this is the fault')\n"
+    )
+
+    def supervise(*options: str) -> tuple[int, list[str]]:
+        done = subprocess.run(
+            [
+                *("timeout", "-k", "5", "120"),
+                *(sys.executable, "-m", "mpitrain", "supervise", "--"),
+                *(str(openmpi.mpirun), "-np", "2", *openmpi.flags, *options),
+                *(sys.executable, "-m", "mpitrain", "--name", "r", "--device", "cpu"),
+                *("--model", "faulty:model"),
+            ],
+            cwd=tmp_path,
+            env=environment(openmpi),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+        )
+        return done.returncode, done.stderr.splitlines()
+
+    for _ in range(2):  # the second job resumes the run
+        status, lines = supervise()
+        assert status == 1
+        assert lines[-1].startswith("failed: [rank ")
+        assert lines[-1].endswith("ArithmeticError: this is the fault")
+        assert any("prterun" in line for line in lines[:-1]), lines
+    status, lines = supervise("--no-such-option")
+    assert status not in (0, 75)
+    assert "this is the fault" not in "".join(lines)

@@ -54,6 +54,30 @@ def test_the_limit_of_a_job_is_not_that_of_the_next(tmp_path: Path) -> None:
     assert "limit in" not in standing(View(tmp_path))  # that starts late
 
 
+def test_a_job_is_timed_from_its_own_resume_and_not_from_an_earlier_one(
+    tmp_path: Path,
+) -> None:
+    now = time.time()
+
+    def resume(step: int, at: float) -> dict[str, Any]:
+        return {
+            "event": "resume", "time": at, "step": step, "epoch": 1,
+            "world_size": 2, "checkpoint": f"step-{step}",
+        }  # fmt: skip
+
+    def first_step(view: View, *lines: dict[str, Any]) -> int:
+        with (tmp_path / "metrics.jsonl").open("a") as file:
+            file.writelines(json.dumps(line) + "\n" for line in lines)
+        view.update()
+        return view._lines._text._done
+
+    view = View(tmp_path)
+    assert first_step(view, begin(now - 60), resume(100, now - 60)) == 100
+    assert first_step(view, begin(now - 10)) == 0  # its own is not there yet
+    assert first_step(view, resume(200, now - 9)) == 200
+    assert first_step(view, *done(201, now - 5)) == 200
+
+
 def test_it_ends_in_silence_when_its_reader_has_gone(tmp_path: Path) -> None:
     """As in ``watch runs/NAME | head -1``."""
     run_dir = make_run(tmp_path / "run", (Part(world_size=2),))
