@@ -43,14 +43,7 @@ def console() -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run one command.
-
-    Args:
-        argv: The words after the program's name.
-
-    Returns:
-        The exit status. With several ranks a failure ends the job instead.
-    """
+    """Run one command."""
     from mpitrain.launch.process_exit import error_message, exit_status
 
     name, words = (
@@ -306,18 +299,7 @@ def _split(argv: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
 
 
 def read_config(argv: Sequence[str]) -> TrainConfig:
-    """Read a training's flags.
-
-    Args:
-        argv: The words after the subcommand.
-
-    Returns:
-        The configuration.
-
-    Raises:
-        UsageError: A flag or a file cannot be used.
-        Answered: Help or the version was asked for; it is printed.
-    """
+    """Read a training's flags."""
     if argv and not argv[0].startswith("-"):
         raise UsageError(
             f"unknown command {argv[0]!r}.{did_you_mean(argv[0], COMMANDS)} Expected "

@@ -57,21 +57,9 @@ def read_flags(
 ) -> Config:
     """Read flags, and the YAML files that they may name, into a configuration.
 
-    Args:
-        kind: The configuration, a dataclass whose fields are the flags. A field that is
-            a dataclass itself is a group of flags, named without prefix.
-        words: The words after the subcommand. Flags win over the files.
-        program: How the command is called, for the help.
-        further: What the help says after the flags.
-        files: Whether YAML files may be named with ``--config``.
-        common: The flags that ``--help`` shows, where only ``--help-all`` shows all.
-
-    Returns:
-        The configuration.
-
-    Raises:
-        UsageError: A flag or a file cannot be used.
-        Answered: Help or the version was asked for; it is printed.
+    Fields of `kind` are flags; a field that is a dataclass itself is a group of flags.
+    Flags win over the files of ``--config``, which `files` allows. ``--help`` shows the
+    flags in `common`, else all, and then the text `further`.
     """
     if "--version" in words:
         print(f"mpitrain {__version__}")
@@ -230,15 +218,7 @@ def list_fields(kind: Any) -> frozenset[str]:
 
 
 def flags_from_yaml(file: Path, lists: Collection[str] = ()) -> list[str]:
-    """Turn a YAML file, such as a run's ``config.yaml``, into flags.
-
-    Args:
-        file: A mapping of field names to values.
-        lists: The fields that take several values.
-
-    Raises:
-        UsageError: It cannot be read, or is no mapping of names to simple values.
-    """
+    """Turn a YAML file, such as a run's ``config.yaml``, into flags."""
     import yaml
 
     try:

@@ -36,12 +36,7 @@ class Flag(NamedTuple):
 
 
 def flags_of(kind: Any, defaults: Any = None) -> Iterator[Flag]:
-    """List the flags of a configuration, and those of the groups nested in it.
-
-    Args:
-        kind: A dataclass. A field that is a dataclass itself is a group of flags.
-        defaults: An instance to take the defaults from; else those of the fields.
-    """
+    """List the flags of a configuration, and those of the groups nested in it."""
     hints = get_type_hints(kind, include_extras=True)
     for field in dataclasses.fields(kind):
         default = field.default
@@ -75,14 +70,7 @@ def flags_of(kind: Any, defaults: Any = None) -> Iterator[Flag]:
 def help_text(
     kind: Any, *, program: str, epilog: str, only: Collection[str] | None = None
 ) -> str:
-    """Return the help of a command.
-
-    Args:
-        kind: The configuration; its docstring describes the command.
-        program: How the command is called.
-        epilog: What is said after the flags.
-        only: Names of the flags to be shown, such as ``"--lr"``; ``None`` for all.
-    """
+    """Return the help of a command."""
     flags = list(flags_of(kind))
     positional = [flag.values for flag in flags if not flag.name]
     usage = " ".join(["usage:", program, *positional, "[flags]"])

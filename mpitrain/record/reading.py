@@ -12,11 +12,11 @@ import math
 import re
 import time
 from array import array
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
-from types import NoneType, UnionType
+from types import NoneType, SimpleNamespace, UnionType
 from typing import Any, get_args, get_type_hints
 
 from mpitrain.errors import UsageError
@@ -62,6 +62,15 @@ class TimedThroughput(Throughput):
     time: float
     seconds_left: float | None = None
     """Until a time limit stops the training; ``None`` without one."""
+
+
+def sums(throughputs: Iterable[Throughput]) -> SimpleNamespace:
+    """Return the sums of what is counted and measured of some steps, by name."""
+    names = ("num_steps", "num_samples", "seconds", "communication_seconds")
+    rows = list(throughputs)
+    return SimpleNamespace(
+        **{it: sum(getattr(row, it) for row in rows) for it in (*names, "wait_seconds")}
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

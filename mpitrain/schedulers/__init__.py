@@ -43,12 +43,7 @@ def detect(environ: Mapping[str, str]) -> Scheduler:
 
 
 def read_allocation(environ: Mapping[str, str]) -> Allocation:
-    """Read the nodes and slots of this job from the environment of its script.
-
-    Raises:
-        LaunchError: The scheduler's variables are missing or contradict each other.
-        UsageError: There is no scheduler, or PBS's node file names no host.
-    """
+    """Read the nodes and slots of this job from the environment of its script."""
     module = MODULES.get(detect(environ).name)
     if module is not None:
         allocation: Allocation = module.allocation(environ)
@@ -61,11 +56,7 @@ def read_allocation(environ: Mapping[str, str]) -> Allocation:
 
 
 def seconds_left(environ: Mapping[str, str]) -> float | None:
-    """Ask the scheduler how long this job may still run; it has 30 s to answer.
-
-    Returns:
-        Seconds from now; ``None`` without a scheduler, a time limit, or an answer.
-    """
+    """Ask the scheduler how long this job may still run; it has 30 s to answer."""
     scheduler = detect(environ)
     module = MODULES.get(scheduler.name)
     return module.seconds_left(scheduler.job_id or "") if module else None

@@ -36,16 +36,7 @@ Action = Literal["retry", "requeue", "end"]
 
 
 class Chain:
-    """A training of several jobs, as one of these jobs sees it.
-
-    Args:
-        run_dir: The run folder, which all jobs share.
-        job_number: Number of this job in the chain, from 1.
-        max_jobs: Number of jobs that the chain may have.
-
-    Raises:
-        LaunchError: It has had its jobs.
-    """
+    """A training of several jobs, as one of these jobs sees it."""
 
     def __init__(self, run_dir: Path, job_number: int, max_jobs: int) -> None:
         self.run_dir, self.job_number, self.max_jobs = run_dir, job_number, max_jobs
@@ -55,12 +46,7 @@ class Chain:
             raise LaunchError(self._had_its_jobs(job_number - 1))
 
     def next_action(self, status: int, *, is_stopping: bool) -> Action:
-        """Decide what follows when mpirun has ended, and print why.
-
-        Args:
-            status: Exit status of the training; 0: it is finished.
-            is_stopping: Whether this job comes to its end.
-        """
+        """Decide what follows when mpirun has ended, and print why."""
         step_before, self.step = self.step, _newest_step(self.run_dir)
         name = self.run_dir.name
         if self.step > step_before:
@@ -100,11 +86,7 @@ class Chain:
 
 
 def run_dir_of(training: TrainConfig) -> Path:
-    """Return the run folder that all jobs of a training share.
-
-    Raises:
-        UsageError: They would not share one, or not resume from each other.
-    """
+    """Return the run folder that all jobs of a training share."""
     if training.name is None:
         raise UsageError("a chain of jobs resumes one run: expected its --name")
     flags = {
@@ -128,11 +110,7 @@ def run_dir_of(training: TrainConfig) -> Path:
 
 
 def refuse_second_job(run_dir: Path) -> None:
-    """Refuse to start where another job trains; one that ends may take a while.
-
-    Raises:
-        UsageError: It holds the run's lock.
-    """
+    """Refuse to start where another job trains; one that ends may take a while."""
     deadline = time.monotonic() + LOCK_SECONDS
     while is_held(run_dir):
         if time.monotonic() > deadline:

@@ -36,12 +36,6 @@ LINE = re.compile(
 def parse(text: str, source: str) -> tuple[AllocatedNode, ...]:
     """Parse a host file of any format; `source` is its name, for messages.
 
-    Returns:
-        The hosts in the order of their first lines, with the sum of their slots.
-
-    Raises:
-        UsageError: A line is of no format, or there is no host.
-
     >>> [(node.hostname, node.slots) for node in parse("a:2", "f")]
     [('a', 2)]
     """
@@ -145,10 +139,6 @@ def text_of(
     """Return the text of the host file that the flags ask for.
 
     `mpirun` has the words that start it, to probe the nodes with.
-
-    Raises:
-        UsageError: There are no nodes, or no slots as asked for.
-        LaunchError: The scheduler's variables are wrong, or no node answers.
     """
     if config.probe != bool(mpirun):
         raise UsageError(

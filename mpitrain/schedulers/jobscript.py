@@ -154,9 +154,6 @@ def notice_seconds(seconds: float) -> int:
 def seconds_of(time: str, scheduler: SchedulerName) -> int:
     """Parse a time as the scheduler does, in seconds; both may have days.
 
-    Raises:
-        UsageError: It is no time, or 0.
-
     >>> seconds_of("30", "slurm"), seconds_of("30", "pbs"), seconds_of("1-12", "slurm")
     (1800, 30, 129600)
     """

@@ -28,12 +28,7 @@ from mpitrain.schedulers.allocation import (
 
 
 def allocation(environ: Mapping[str, str]) -> Allocation:
-    """Read the allocation, on the job's first node.
-
-    Raises:
-        LaunchError: There is no node file, or it cannot be read.
-        UsageError: It names no host.
-    """
+    """Read the allocation, on the job's first node."""
     file = environ.get("PBS_NODEFILE")
     if not file:
         raise LaunchError(

@@ -37,11 +37,7 @@ NAMES = rf"(?:{LETTER}|{GROUP})+"
 
 
 def allocation(environ: Mapping[str, str]) -> Allocation:
-    """Read the allocation from the environment of the job script or salloc's shell.
-
-    Raises:
-        LaunchError: A variable is missing, or they contradict each other.
-    """
+    """Read the allocation from the environment of the job script or salloc's shell."""
     names = expand_nodes(_told(environ, NODE_LIST))
     tasks = expand_tasks(_told(environ, TASKS))
     if len(tasks) != len(names):
@@ -96,9 +92,6 @@ def lost_nodes(hostnames: Sequence[str]) -> dict[str, str]:
 def expand_nodes(text: str) -> list[str]:
     """Expand a node list as `scontrol show hostnames` does.
 
-    Raises:
-        LaunchError: `text` is no node list.
-
     >>> expand_nodes("gpu[08-10,12],login")
     ['gpu08', 'gpu09', 'gpu10', 'gpu12', 'login']
     """
@@ -136,9 +129,6 @@ def _no_node_list(text: str) -> LaunchError:
 
 def expand_tasks(text: str) -> list[int]:
     """Expand ``SLURM_TASKS_PER_NODE`` to the number of tasks of each node.
-
-    Raises:
-        LaunchError: `text` is no list of task counts.
 
     >>> expand_tasks("4(x2),3")
     [4, 4, 3]

@@ -61,9 +61,8 @@ class SuperviseConfig:
 class Supervisor:
     """Runs one program after another, and stops them when the job comes to its end.
 
-    Args:
-        seconds_left: Time until the end of the job; ``None``: unknown.
-        notice: Seconds before the end at which to stop; ``None``: USR1 comes then.
+    `notice` is the number of seconds before the end at which to stop; ``None``: the
+    scheduler sends USR1 then.
     """
 
     def __init__(

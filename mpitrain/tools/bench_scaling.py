@@ -21,9 +21,9 @@ from mpitrain.config import TrainConfig
 from mpitrain.errors import MpitrainError, UsageError
 from mpitrain.flags import PROGRAM, read_flags
 from mpitrain.launch.env_checks import is_one_of_several
-from mpitrain.record.reading import Metrics
+from mpitrain.record.reading import Metrics, sums
 from mpitrain.record.run_dir import read_json
-from mpitrain.tools.output import deliver, markdown_table
+from mpitrain.tools.output import deliver
 
 EPOCHS = 2
 """Of each training where the training flags name none; the last one is timed."""
@@ -38,7 +38,6 @@ HEAD = (
     *("strategy", "nodes", "ranks", "batch", "ms/step", "min to max", "samples/s"),
     *("speed-up", "efficiency", "all-reduce", "waiting"),
 )
-
 
 Strategy = Literal["dp", "ddp", "fsdp"]
 
@@ -102,25 +101,12 @@ class Row:
         metrics = Metrics(run_dir / "metrics.jsonl")
         metrics.update()
         last = metrics.epochs[-1]
-        throughputs = [
-            throughput
-            for throughput in metrics.throughputs
-            if throughput.epoch == last.epoch
-        ]
-        seconds = sum(throughput.seconds for throughput in throughputs)
+        total = sums(row for row in metrics.throughputs if row.epoch == last.epoch)
         self.num_nodes = metrics.began[-1].num_nodes
-        self.step_seconds.append(
-            seconds / sum(throughput.num_steps for throughput in throughputs)
-        )
-        samples = sum(throughput.num_samples for throughput in throughputs)
-        self.samples_per_second.append(samples / seconds)
-        communication = sum(
-            throughput.communication_seconds for throughput in throughputs
-        )
-        self.communication_share.append(communication / seconds)
-        self.wait_share.append(
-            sum(throughput.wait_seconds for throughput in throughputs) / seconds
-        )
+        self.step_seconds.append(total.seconds / total.num_steps)
+        self.samples_per_second.append(total.num_samples / total.seconds)
+        self.communication_share.append(total.communication_seconds / total.seconds)
+        self.wait_share.append(total.wait_seconds / total.seconds)
         self.last_train_loss = last.train_loss
 
     def speed_up(self, first: Row) -> float:
@@ -133,14 +119,7 @@ def bench_scaling(argv: Sequence[str]) -> None:
     """Run one training on each number of ranks, in turns, and print a table.
 
     Starts `mpirun` itself, so it is not started by `mpirun`. Each training is an
-    ordinary one, in a process group of its own, in a temporary folder of runs.
-
-    Args:
-        argv: Own flags, and after ``--`` those of the training.
-
-    Raises:
-        UsageError: The flags cannot be used.
-        BenchError: A training failed.
+    ordinary one in a temporary folder of runs. Its flags follow ``--`` in `argv`.
     """
     if is_one_of_several(os.environ):
         raise UsageError(
@@ -211,11 +190,7 @@ def _run_dir(runs_dir: Path, row: Row, number: int) -> Path:
 def _train(
     mpirun: str, row: Row, training: Sequence[str], runs_dir: Path, number: int
 ) -> Path:
-    """Run one training to its end; return its run folder.
-
-    Raises:
-        BenchError: It failed, or mpirun cannot be started.
-    """
+    """Run one training to its end; return its run folder."""
     run_dir = _run_dir(runs_dir, row, number)
     command = [
         *(*shlex.split(mpirun), "-np", str(row.num_ranks)),
@@ -246,7 +221,7 @@ def _train(
 def table(rows: Sequence[Row]) -> str:
     """Return the table in Markdown; speed-up and efficiency are over the first row."""
     first = rows[0]
-    lines: list[Sequence[str]] = [HEAD]
+    lines: list[Sequence[str]] = [HEAD, [":---", *["---:"] * (len(HEAD) - 1)]]
     for row in rows:
         speed_up = row.speed_up(first)
         efficiency = speed_up * first.num_ranks / row.num_ranks
@@ -263,4 +238,7 @@ def table(rows: Sequence[Row]) -> str:
                 f"{statistics.median(row.wait_share):.1%}",
             )
         )
-    return markdown_table(lines)
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join(
+        f"| {' | '.join(map(str.rjust, cells, widths))} |" for cells in lines
+    )

@@ -52,12 +52,7 @@ class ExportConfig:
 
 
 def export(config: ExportConfig) -> str:
-    """Write the model; return a line that says what was written.
-
-    Raises:
-        UsageError: There is no complete checkpoint, or the file cannot be written.
-        DataError: The model cannot be built or traced.
-    """
+    """Write the model; return a line that says what was written."""
     if config.output.is_dir() or not config.output.absolute().parent.is_dir():
         raise UsageError(
             f"{config.output} cannot be written; expected a file in an existing folder"

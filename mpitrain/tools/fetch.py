@@ -42,21 +42,19 @@ class FetchConfig:
 
 
 def fetch(config: FetchConfig) -> None:
-    """Fetch what is not there yet, look at it, and print a line for each name.
+    """Fetch what is not there yet, look at it, and print a line for each name."""
+    from mpitrain.models.build import fetch_weights
 
-    Args:
-        config: What to fetch, and where to.
-
-    Raises:
-        UsageError: A name is not known, or the mirror is no address.
-        DataError: It cannot be had, or is broken.
-    """
     for name in config.names:
         if name not in DATA_SETS:
             _check_model(name, config)
     for name in config.names:
-        get = _data_set if name in DATA_SETS else _model
-        print(f"{name}: {get(name, config)}", flush=True)
+        if name in DATA_SETS:
+            found = _data_set(name, config)
+        else:
+            fetch_weights(name, config.weights, progress=True)
+            found = f"weights {config.weights} are in the cache"
+        print(f"{name}: {found}", flush=True)
 
 
 def _data_set(name: str, config: FetchConfig) -> str:
@@ -82,11 +80,3 @@ def _check_model(name: str, config: FetchConfig) -> None:
         is_cached(name, config.weights)
     except UsageError as error:
         raise UsageError(f"fetch {name!r} is not known. {KNOWN}\n{error}") from None
-
-
-def _model(name: str, config: FetchConfig) -> str:
-    """Fetch a model's weights into the cache of its library; tell which."""
-    from mpitrain.models.build import fetch_weights
-
-    fetch_weights(name, config.weights, progress=True)
-    return f"weights {config.weights} are in the cache"

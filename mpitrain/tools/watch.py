@@ -64,11 +64,7 @@ class WatchConfig:
 
 
 def watch(config: WatchConfig) -> None:
-    """Show a run until its job ends.
-
-    Raises:
-        UsageError: The folder is no run folder.
-    """
+    """Show a run until its job ends."""
     path = config.run
     if not (path / RUN).is_file():
         raise UsageError(
@@ -161,11 +157,7 @@ class View:
                 )
 
     def end_line(self, *, at_once: bool = False) -> str | None:
-        """Return how the job has ended; ``None`` while it has not.
-
-        Args:
-            at_once: Do not wait to see whether it takes the lock soon.
-        """
+        """Return how the job has ended; ``None`` while it has not."""
         result, name = self._result, self._path.absolute().name
         resume = f"the same command with --name {name} resumes"
         status = result.get("status")

@@ -91,14 +91,6 @@ def find_broken_links(guard: ExitGuard, world: World, address: str) -> list[Link
 
     Runs before the process group exists, since gloo connects all ranks with each other
     and would wait for those that cannot.
-
-    Args:
-        guard: The guard that stands, with all ranks.
-        world: This rank's place.
-        address: This node's address on the network of the rendezvous.
-
-    Returns:
-        The connections that failed; equal on all ranks.
     """
     if world.num_nodes == 1:
         return []
@@ -154,9 +146,7 @@ def _connect(offer: tuple[str, int]) -> str:
 def check_collectives(job: Job, world: World) -> tuple[list[Part], list[Finding]]:
     """Call each collective on the CPU, and on the GPUs if they are used.
 
-    Returns:
-        For each device its backend and the collectives by outcome, and the findings;
-        equal on all ranks.
+    Return for each device the collectives by outcome, and the findings.
     """
     backends = {"cpu": host_backend(world)}
     if world.device != "cpu":
@@ -318,9 +308,7 @@ def _host_of(rank: int, world: World) -> str:
 def check_gradients(job: Job, world: World) -> tuple[Part, list[Finding]]:
     """Compare the gradients of DDP and FSDP with those of one process.
 
-    Returns:
-        By strategy the largest difference of all ranks (``None``: not a number) and the
-        tolerance; and the findings.
+    Return the largest difference of all ranks by strategy, and the findings.
     """
     part: Part = {}
     findings = []
@@ -387,15 +375,7 @@ def measure_bandwidth(
 ) -> tuple[list[Part], str]:
     """Measure all-reduces of growing messages, until the time or the memory is used.
 
-    Args:
-        job: The running job.
-        world: This rank's place.
-        budget_seconds: No size is begun that would probably take longer in all.
-        available_bytes: Memory for the messages of a node; equal on all ranks.
-
-    Returns:
-        For each size ``num_bytes``, ``ms`` and ``bus_gb_s`` by backend; and why
-        larger sizes are left out, or ``""``. Equal on all ranks.
+    Return a row for each size, and why larger sizes are left out, or ``""``.
     """
     end = time.monotonic() + budget_seconds
     groups: dict[str, dist.ProcessGroup | None] = {host_backend(world): None}

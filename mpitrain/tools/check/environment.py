@@ -9,7 +9,7 @@ import secrets
 import shutil
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from mpitrain.launch.consistency import version_numbers
 from mpitrain.launch.rendezvous.select import Rendezvous
 from mpitrain.mpi.world import Node, World, format_ranges, list_hosts
 from mpitrain.schedulers import Scheduler
-from mpitrain.tools.check.report import Finding
+from mpitrain.tools.check.report import Finding, Severity
 
 VISIBLE_SECONDS = 3.0
 """How long a node looks for a new file of rank zero, which NFS may hide for a while."""
@@ -141,11 +141,7 @@ def node_facts(
 
 @contextlib.contextmanager
 def marker_file(runs_dir: Path) -> Iterator[tuple[str, str]]:
-    """Make a file in the folder of the runs, for the time of this block.
-
-    Yields:
-        Its path and ``""``, or ``""`` and why it could not be written.
-    """
+    """Make a file for this block; yield its path, and an error or ``""``."""
     file = nearest(runs_dir) / f".mpitrain-check-{secrets.token_hex(8)}"
     try:
         file.write_text("written by `python -m mpitrain check`, to be deleted\n")
@@ -194,8 +190,15 @@ def _is_visible(marker: str) -> bool:
 
 
 def find_problems(facts: JobFacts) -> list[Finding]:
-    """Run all of `CHECKS`."""
-    return [finding for check in CHECKS for finding in check(facts)]
+    """Return what may be wrong with the ranks and nodes of a job."""
+    return [
+        *_placement(facts),
+        *_variables(facts),
+        *_limits(facts),
+        *_nodes(facts),
+        *_runs_folder(facts),
+        *_watching(facts),
+    ]
 
 
 def _below(value: float | None, minimum: float) -> bool:
@@ -210,83 +213,66 @@ def _plural(count: int, word: str) -> str:
     return f"{count} {word}{'s' * (count != 1)}"
 
 
-def _one_core(facts: JobFacts) -> Iterator[Finding]:
-    """Ranks that mpirun bound to one core though there are more cores than ranks."""
-    for node, host in zip(facts.nodes, facts.hosts, strict=True):
-        bound = [rank for rank in node.ranks if facts.ranks[rank].num_cores == 1]
+def _placement(facts: JobFacts) -> Iterator[Finding]:
+    """Where mpirun put the ranks: cores, GPUs and nodes."""
+    nodes, ranks = facts.nodes, facts.ranks
+    for node, host in zip(nodes, facts.hosts, strict=True):
+        bound = [rank for rank in node.ranks if ranks[rank].num_cores == 1]
         if bound and len(node.ranks) < host.given_cores:
             text = f"ranks {format_ranges(bound)} on {node.hostname} may use one "
             text += f"core each, of {host.given_cores}"
-            remedy = "mpirun --bind-to none (MPICH: -bind-to none), so that threads "
-            remedy += "and data workers have cores, too"
+            remedy = "mpirun --bind-to none (MPICH: -bind-to none)"
             yield Finding("warning", "one-core", text, remedy)
-            return
-
-
-def _oversubscribed(facts: JobFacts) -> Iterator[Finding]:
-    full = [node for node in facts.nodes if len(node.ranks) > node.num_cores]
-    if full:
+            break
+    if full := [node for node in nodes if len(node.ranks) > node.num_cores]:
         worst = max(full, key=lambda node: len(node.ranks) / node.num_cores)
         text = f"{len(worst.ranks)} ranks share {_plural(worst.num_cores, 'core')} on "
-        text += f"{list_hosts(node.hostname for node in full)}: the times above are "
-        text += "those of ranks that wait for a core"
-        num_ranks = sum(min(len(n.ranks), n.num_cores) for n in facts.nodes)
+        text += f"{list_hosts(node.hostname for node in full)}: times are long"
+        num_ranks = sum(min(len(node.ranks), node.num_cores) for node in nodes)
         remedy = f"for speed at most one rank per core: mpirun -np {num_ranks}"
         yield Finding("warning", "oversubscribed", text, remedy)
-
-
-def _shared_gpus(facts: JobFacts) -> Iterator[Finding]:
-    users = Counter(
-        (node.hostname, facts.ranks[rank].gpu)
-        for node in facts.nodes
-        for rank in node.ranks
-        if facts.ranks[rank].gpu
-    )
-    hosts = [host for (host, _), count in users.items() if count > 1]
-    if hosts:
+    gpus = [(n.hostname, ranks[r].gpu) for n in nodes for r in n.ranks if ranks[r].gpu]
+    users = Counter(gpus)
+    if hosts := [host for (host, _), count in users.items() if count > 1]:
         text = f"up to {max(users.values())} ranks share a GPU on {list_hosts(hosts)}"
         remedy = f"one rank per GPU: mpirun -np {len(users)}, or ask for more GPUs"
         yield Finding("warning", "shared-gpu", text, remedy)
-
-
-def _uneven_nodes(facts: JobFacts) -> Iterator[Finding]:
-    sizes = {len(node.ranks): node.hostname for node in reversed(facts.nodes)}
+    sizes = {len(node.ranks): node.hostname for node in reversed(nodes)}
     low, high = min(sizes), max(sizes)
     if low < high:
         text = f"{_plural(low, 'rank')} on {sizes[low]}, but {high} on {sizes[high]}"
-        remedy = "the same on every node: mpirun --map-by "
-        remedy += f"ppr:{high}:node (MPICH: -ppn {high})"
+        remedy = f"mpirun --map-by ppr:{high}:node (MPICH: -ppn {high})"
         yield Finding("warning", "uneven-nodes", text, remedy)
 
 
-def _omp_threads(facts: JobFacts) -> Iterator[Finding]:
-    """OMP_NUM_THREADS of the user, if it is used; the start warns if it is not."""
+def _variables(facts: JobFacts) -> Iterator[Finding]:
+    """Variables of the user that are used instead of what mpitrain would choose."""
     given = [
         value
         for rank in facts.ranks
         if (value := rank.variables.get("OMP_NUM_THREADS", ""))
+        # The start warns if it is not used.
         and value.partition(",")[0].strip() == str(rank.num_threads)
     ]
-    if not given:
-        return
-    text = f"OMP_NUM_THREADS={given[0]} was set before the start, and is used"
-    remedy = "unset OMP_NUM_THREADS for a fair share of the cores (PBS sets it: "
-    remedy += "ompthreads of the job script)"
-    for node in facts.nodes:
-        threads = sum(facts.ranks[rank].num_threads for rank in node.ranks)
-        if threads > max(node.num_cores, len(node.ranks)):
-            text += f": {threads} threads on {_plural(node.num_cores, 'core')} of "
-            text += node.hostname
-            yield Finding("warning", "omp-num-threads", text, remedy)
-            return
-    yield Finding("note", "omp-num-threads", text, remedy)
-
-
-def _socket_names(facts: JobFacts) -> Iterator[Finding]:
-    variables = [item for rank in facts.ranks for item in rank.variables.items()]
-    given = {f"{name}={it}": 0 for name, it in variables if name in SOCKET_VARIABLES}
     if given:
-        text = f"{' '.join(given)} was set before the start, and overrides the "
+        text = f"OMP_NUM_THREADS={given[0]} was set before the start, and is used"
+        severity: Severity = "note"
+        for node in facts.nodes:
+            threads = sum(facts.ranks[rank].num_threads for rank in node.ranks)
+            if severity == "note" and threads > max(node.num_cores, len(node.ranks)):
+                severity = "warning"
+                text += f": {threads} threads on {_plural(node.num_cores, 'core')} of "
+                text += node.hostname
+        remedy = "unset OMP_NUM_THREADS (PBS sets it: ompthreads of the job script)"
+        yield Finding(severity, "omp-num-threads", text, remedy)
+    names = dict.fromkeys(
+        f"{name}={value}"
+        for rank in facts.ranks
+        for name, value in rank.variables.items()
+        if name in SOCKET_VARIABLES
+    )
+    if names:
+        text = f"{' '.join(names)} was set before the start, and overrides the "
         text += "interface that mpitrain chose"
         remedy = "unset it, unless the interface in the table above is wrong"
         yield Finding("note", "socket-ifname", text, remedy)
@@ -298,14 +284,12 @@ def _limits(facts: JobFacts) -> Iterator[Finding]:
     if low := [host for host in hosts if host.shm_bytes < GIB]:
         text = f"/dev/shm has {low[0].shm_bytes / GIB:.2g} GiB on {_names(low)}"
         text += ": MPI, NCCL and data workers pass data through it"
-        remedy = "docker run --shm-size=8g, or --ipc=host; mount -o "
-        remedy += "remount,size=50% /dev/shm"
+        remedy = "docker run --shm-size=8g; mount -o remount,size=50% /dev/shm"
         yield Finding("warning", "small-shm", text, remedy)
     if low := [h for h in hosts if h.infiniband and _below(h.memlock_bytes, GIB)]:
         text = f"ulimit -l is {(low[0].memlock_bytes or 0) // 1024} KiB on "
         text += f"{_names(low)}, which has InfiniBand: it cannot register memory"
-        remedy = "let the administrator set memlock to unlimited, also for the daemons "
-        remedy += "of the scheduler and of ssh"
+        remedy = "memlock unlimited, also for the daemons of the scheduler and of ssh"
         yield Finding("warning", "memlock", text, remedy)
     # With room for data workers; rank zero has sockets of gloo, store and watchdog.
     needed = 256 + 3 * len(facts.ranks)
@@ -315,13 +299,14 @@ def _limits(facts: JobFacts) -> Iterator[Finding]:
         remedy = "ulimit -n 65536 in the job script, before mpirun"
         yield Finding("warning", "open-files", text, remedy)
     if low := [host for host in hosts if _below(host.quota, host.num_cores)]:
-        text = f"the container may use {low[0].quota:g} of "
-        text += f"{_plural(low[0].num_cores, 'core')} on {_names(low)}"
+        cores = _plural(low[0].num_cores, "core")
+        text = f"the container may use {low[0].quota:g} of {cores} on {_names(low)}"
         remedy = "threads are counted by it; docker run --cpus=N for more"
         yield Finding("note", "cpu-quota", text, remedy)
 
 
-def _clocks(facts: JobFacts) -> Iterator[Finding]:
+def _nodes(facts: JobFacts) -> Iterator[Finding]:
+    """Clocks, network and torch."""
     behind = min(facts.hosts, key=lambda host: host.clock_seconds)
     ahead = max(facts.hosts, key=lambda host: host.clock_seconds)
     apart = ahead.clock_seconds - behind.clock_seconds
@@ -329,14 +314,15 @@ def _clocks(facts: JobFacts) -> Iterator[Finding]:
         text = f"the clock of {ahead.hostname} is {apart:.0f} s ahead of that of "
         remedy = "synchronize the clocks of the hosts (timedatectl, chronyc)"
         yield Finding("warning", "clocks", text + behind.hostname, remedy)
-
-
-def _old_torch(facts: JobFacts) -> Iterator[Finding]:
+    slow = [host for host in facts.hosts if 0 < host.speed_mbps <= SLOW_MBPS]
+    if slow and len(facts.hosts) > 1:
+        text = f"{slow[0].interface} of {_names(slow)} has {slow[0].speed_mbps} Mb/s"
+        remedy = "if there is a faster network between the nodes: --interface NAME"
+        yield Finding("note", "slow-link", text, remedy)
     if version_numbers(facts.torch_version) < version_numbers(TESTED_TORCH):
         text = f"torch {facts.torch_version} is older than {TESTED_TORCH}, with which "
-        text += "mpitrain is tested"
         remedy = "pip install --upgrade torch, or trust the checks above"
-        yield Finding("note", "old-torch", text, remedy)
+        yield Finding("note", "old-torch", text + "mpitrain is tested", remedy)
 
 
 def _runs_folder(facts: JobFacts) -> Iterator[Finding]:
@@ -346,10 +332,9 @@ def _runs_folder(facts: JobFacts) -> Iterator[Finding]:
         remedy = "start in a folder of your own, or name one: --runs-dir"
         yield Finding("error", "unwritable", text, remedy)
         return
-    blind = [host.hostname for host in facts.hosts[1:] if not host.sees_runs]
-    if blind:
+    if blind := [host for host in facts.hosts[1:] if not host.sees_runs]:
         text = f"what {zero.hostname} writes in {zero.runs_dir} is not seen on "
-        text += f"{list_hosts(blind)}: logs of ranks there stay there"
+        text += f"{_names(blind)}: logs of ranks there stay there"
         remedy = "start in a folder that all nodes share, or name one: --runs-dir"
         yield Finding("warning", "not-shared", text, remedy)
     if zero.free_bytes < GIB:
@@ -358,26 +343,11 @@ def _runs_folder(facts: JobFacts) -> Iterator[Finding]:
         yield Finding("warning", "disk-full", text + zero.hostname, remedy)
 
 
-def _time_limit(facts: JobFacts) -> Iterator[Finding]:
+def _watching(facts: JobFacts) -> Iterator[Finding]:
+    """The end of the job, and hangs."""
     job_id, name = facts.scheduler.job_id, facts.scheduler.name
     if job_id and not facts.knows_end:
         command = {"slurm": f"squeue -h -j {job_id} -o %L", "pbs": f"qstat -f {job_id}"}
         text = f"{name.upper()} job {job_id} does not tell when it ends"
         remedy = f"try `{command.get(name)}` on {facts.hosts[0].hostname}; give "
-        remedy += "trainings --time-limit"
-        yield Finding("note", "no-deadline", text, remedy)
-
-
-def _slow_link(facts: JobFacts) -> Iterator[Finding]:
-    slow = [host for host in facts.hosts if 0 < host.speed_mbps <= SLOW_MBPS]
-    if slow and len(facts.hosts) > 1:
-        text = f"{slow[0].interface} of {_names(slow)} has {slow[0].speed_mbps} Mb/s"
-        remedy = "if there is a faster network between the nodes: --interface NAME"
-        yield Finding("note", "slow-link", text, remedy)
-
-
-CHECKS: tuple[Callable[[JobFacts], Iterator[Finding]], ...] = (
-    *(_one_core, _oversubscribed, _shared_gpus, _uneven_nodes),
-    *(_omp_threads, _socket_names, _limits, _clocks, _old_torch, _runs_folder),
-    *(_time_limit, _slow_link),
-)
+        yield Finding("note", "no-deadline", text, remedy + "trainings --time-limit")

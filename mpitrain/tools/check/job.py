@@ -45,14 +45,6 @@ def check_job(guard: ExitGuard, config: CheckConfig, environ: Mapping[str, str])
     """Check all ranks and nodes.
 
     Collective over all ranks.
-
-    Args:
-        guard: The guard that stands.
-        config: The flags, equal on all ranks.
-        environ: This rank's environment, as the user made it.
-
-    Returns:
-        The exit status: 1 if there are errors; equal on all ranks.
     """
     before = dict(environ)
     report = Report(prints=guard.comm.rank == 0, as_json=config.json)

@@ -64,15 +64,7 @@ class Program(NamedTuple):
 
 
 def check_login_node(config: CheckConfig, environ: Mapping[str, str]) -> int:
-    """Check this machine, without starting MPI.
-
-    Args:
-        config: The flags.
-        environ: This process's environment.
-
-    Returns:
-        The exit status: 1 if there are errors.
-    """
+    """Check this machine, without starting MPI."""
     report = Report(prints=True, as_json=config.json)
     library = load_library()
     mpirun, sbatch, qsub = (

@@ -52,10 +52,8 @@ class Finding:
 class Report:
     """Collects the result part by part; prints each part, or all as JSON at the end.
 
-    Args:
-        prints: Whether this process prints; rank zero alone does.
-        as_json: Print one JSON object. Anything else that is written to standard
-            output, by NCCL for example, then goes to standard error.
+    As JSON, whatever else is written to standard output, as by NCCL, goes to standard
+    error.
 
     Attributes:
         parts: The JSON object so far.
@@ -87,11 +85,7 @@ class Report:
                     print(line, file=self._out, flush=True)
 
     def finish(self, findings: Sequence[Finding]) -> int:
-        """Add the findings, errors first, and print what is not printed yet.
-
-        Returns:
-            The exit status: 1 if there are errors, else 0.
-        """
+        """Add the findings, errors first, and print what is not printed yet."""
         order = ("error", "warning", "note")
         found = sorted(findings, key=lambda finding: order.index(finding.severity))
         counts = {f"num_{s}s": sum(f.severity == s for f in found) for s in order}

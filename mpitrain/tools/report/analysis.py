@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from mpitrain.record.reading import CutShort, RankJob, Run, TimedThroughput
+from mpitrain.record.reading import CutShort, RankJob, Run, TimedThroughput, sums
 from mpitrain.train.metrics import COMMUNICATION, NUM_PHASES, OTHER, PHASES, UPDATE
 
 Floats = NDArray[np.float64]
@@ -50,9 +50,9 @@ class JobTimes:
         """Duration."""
         return self.ended - self.began
 
-    def covers(self, time: float | None) -> bool:
+    def covers(self, time: float) -> bool:
         """Return whether a time is within the job."""
-        return time is not None and self.began <= time <= self.ended + 1.0
+        return self.began <= time <= self.ended + 1.0
 
     def killed_ranks(self) -> list[int]:
         """Return ranks without a line about their end, where most have one."""
@@ -104,13 +104,10 @@ def jobs_of(run: Run) -> list[JobTimes]:
             or part.time > first + SAME_JOB_SECONDS
         ):
             first = part.time
-            job = JobTimes(
-                number=len(jobs) + 1,
-                world_size=part.world_size,
-                began=began,
-                ended=part.ended,
+            size, number = part.world_size, len(jobs) + 1
+            jobs.append(
+                JobTimes(number=number, world_size=size, began=began, ended=part.ended)
             )
-            jobs.append(job)
         job = jobs[-1]
         job.ranks[part.rank] = part
         job.began = min(job.began, began)
@@ -164,12 +161,10 @@ def seconds_by_category(
             if part.cut is not None and part.cut.phase == COMMUNICATION
         ) / len(job.ranks)
         hung = min(hung, both)
-        inside = [
-            throughput for throughput in throughputs if job.covers(throughput.time)
-        ]
-        waited = sum(throughput.wait_seconds for throughput in inside)
-        known = waited + sum(throughput.communication_seconds for throughput in inside)
-        means["waiting"] = hung + (both - hung) * (waited / known if known else 0.0)
+        inside = sums(row for row in throughputs if job.covers(row.time))
+        known = inside.wait_seconds + inside.communication_seconds
+        waiting = inside.wait_seconds / known if known else 0.0
+        means["waiting"] = hung + (both - hung) * waiting
         means["communication"] = both - means["waiting"]
         for name, seconds in means.items():
             total[name] += seconds
@@ -201,31 +196,24 @@ def find_straggler(
     job: JobTimes, throughputs: Sequence[TimedThroughput]
 ) -> Straggler | None:
     """Return the slowest rank of a job; ``None`` if not known."""
-    inside = [
-        throughput
-        for throughput in throughputs
-        if job.covers(throughput.time) and throughput.num_steps
-    ]
+    inside = [row for row in throughputs if job.covers(row.time) and row.num_steps]
     counts: Counter[int] = Counter()
-    for throughput in inside:
-        if throughput.slowest_rank >= 0:
-            counts[throughput.slowest_rank] += throughput.slowest_steps
+    for row in inside:
+        if row.slowest_rank >= 0:
+            counts[row.slowest_rank] += row.slowest_steps
     if not counts or job.world_size < 2:
         return None
     ((rank, steps),) = counts.most_common(1)
-    total = sum(throughput.seconds for throughput in inside) or 1.0
-    late = sum(
-        throughput.late_seconds
-        for throughput in inside
-        if throughput.slowest_rank == rank
-    )
+    total = sums(inside)
+    seconds = total.seconds or 1.0
+    late = sum(row.late_seconds for row in inside if row.slowest_rank == rank)
     return Straggler(
         rank=rank,
         hostname=job.ranks[rank].hostname if rank in job.ranks else "",
-        last_share=min(1.0, steps / sum(throughput.num_steps for throughput in inside)),
+        last_share=min(1.0, steps / total.num_steps),
         late_seconds=late / steps if steps else 0.0,
-        late_share=late / total,
-        waited_share=sum(it.wait_seconds for it in inside) / total,
+        late_share=late / seconds,
+        waited_share=total.wait_seconds / seconds,
     )
 
 

@@ -51,9 +51,9 @@ def accuracy_chart(runs: Sequence[ReportedRun]) -> Chart:
     chart, num = _chart("accuracy", "Validation accuracy", runs), 0
     for it in runs:
         x, _, accuracy, _ = _validation(it, "accuracy")
-        marker = "o" if len(x) <= 40 else ""
-        label = it.run.name
-        chart.axes.plot(x, 100 * accuracy, color=it.colour, marker=marker, label=label)
+        chart.axes.plot(
+            x, 100 * accuracy, color=it.colour, marker="o", label=it.run.name
+        )
         num += len(x)
     return _finish(chart, num > 0, "{:.4g} %", has_legend=len(runs) > 1)
 
@@ -62,15 +62,9 @@ def throughput_chart(runs: Sequence[ReportedRun]) -> Chart:
     """Draw the samples per second of all ranks."""
     chart, num = _chart("throughput", "Throughput in samples per second", runs), 0
     for it in runs:
-        throughputs = [
-            throughput
-            for throughput in it.run.metrics.throughputs
-            if throughput.seconds > 0
-        ]
-        steps = [throughput.step for throughput in throughputs]
-        x, _, rate, _ = bins(
-            steps, [throughput.samples_per_second for throughput in throughputs]
-        )
+        rows = [row for row in it.run.metrics.throughputs if row.seconds > 0]
+        rates = [row.samples_per_second for row in rows]
+        x, _, rate, _ = bins([row.step for row in rows], rates)
         chart.axes.plot(x, rate, color=it.colour, label=it.run.name)
         chart.axes.set_ylim(bottom=0)
         num += len(x)

@@ -159,11 +159,7 @@ def stage_shares(part: RankJob, times: Floats) -> Floats:
 
 
 def pixels(found: RankMap) -> NDArray[np.float64]:
-    """Stack the stages of each cell from the bottom; waiting stays transparent.
-
-    Returns:
-        RGBA `(rows * pixels per row, columns, 4)`, 0 to 1.
-    """
+    """Stack the stages of each cell from the bottom; waiting stays transparent."""
     num_rows, num_columns, _ = found.shares.shape
     num = max(4, HEIGHT_PIXELS // num_rows)
     heights = 1 - (np.arange(num) + 0.5) / num
@@ -176,8 +172,11 @@ def pixels(found: RankMap) -> NDArray[np.float64]:
     return image
 
 
-def map_chart(it: ReportedRun, name: str = "ranks", of: str = "") -> Chart:
+def map_chart(it: ReportedRun, index: int, num_runs: int) -> Chart:
     """Draw what every rank of a run did."""
+    name, of = ("ranks", "")
+    if num_runs > 1:
+        name, of = f"ranks-{index}", f": {it.run.name}"
     jobs = [job for job in it.jobs if job.ranks]
     num = min(max((job.world_size for job in jobs), default=1), 26)
     height = min(520.0, 110 + (16 if num > 24 else 26) * num)

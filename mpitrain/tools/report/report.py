@@ -32,15 +32,7 @@ class ReportConfig:
 
 
 def report(config: ReportConfig) -> str:
-    """Write the page and the pictures.
-
-    Returns:
-        Where they are, and a command that copies the page.
-
-    Raises:
-        UsageError: A folder is not a run, matplotlib is missing, or a file cannot be
-            written.
-    """
+    """Write the page and the pictures."""
     if not 1 <= len(config.runs) <= MAX_RUNS:
         raise UsageError(
             f"found {len(config.runs)} runs; expected 1 to {MAX_RUNS}: "
@@ -65,11 +57,11 @@ def report(config: ReportConfig) -> str:
             f"{error.filename or output} cannot be written: {error.strerror}. Choose "
             "another --output"
         ) from None
-    pictures = (
-        f", {num} pictures in {output.with_suffix('')}/" if config.pictures else ""
+    pictures = f", {num} pictures in {output.with_suffix('')}/" * config.pictures
+    return (
+        f"{output}{pictures}; elsewhere: scp {socket.gethostname()}:"
+        f"{output.absolute()} ."
     )
-    host = socket.gethostname()
-    return f"{output}{pictures}; elsewhere: scp {host}:{output.absolute()} ."
 
 
 def _write(config: ReportConfig, found: Sequence[Run], output: Path) -> int:
@@ -83,17 +75,10 @@ def _write(config: ReportConfig, found: Sequence[Run], output: Path) -> int:
 
     runs = [ReportedRun(run=it, colour=RUN_COLOURS[i]) for i, it in enumerate(found)]
     with style():
-        if len(runs) == 1:
-            maps = [map_chart(runs[0])]
-        else:
-            maps = [
-                map_chart(it, f"ranks-{i}", f": {it.run.name}")
-                for i, it in enumerate(runs)
-            ]
         charts = [
             curves.loss_chart(runs),
             curves.accuracy_chart(runs),
-            *maps,
+            *(map_chart(it, i, len(runs)) for i, it in enumerate(runs)),
             curves.throughput_chart(runs),
         ]
         write_atomic(output, page(runs, charts))

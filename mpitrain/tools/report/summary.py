@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from datetime import datetime
 
 from mpitrain.mpi.world import format_ranges
-from mpitrain.record.reading import Run, TimedThroughput
+from mpitrain.record.reading import Run, TimedThroughput, sums
 from mpitrain.tools.report.analysis import JobTimes, ReportedRun, find_straggler
 from mpitrain.train.metrics import PHASES
 
@@ -52,8 +52,8 @@ def summary(it: ReportedRun) -> dict[str, str]:
     total = metrics.began[-1].total_steps if metrics.began else None
     num_jobs = max(len(it.jobs), len(metrics.began), len(metrics.resumed) + 1)
     seconds = sum(job.seconds for job in it.jobs)
-    num_samples = sum(throughput.num_samples for throughput in metrics.throughputs)
-    step_seconds = sum(throughput.seconds for throughput in metrics.throughputs)
+    total_of = sums(metrics.throughputs)
+    num_samples, step_seconds = total_of.num_samples, total_of.seconds
     size, nodes = run.result.get("world_size"), run.result.get("num_nodes")
     return {
         "best validation accuracy": percent(
@@ -166,20 +166,16 @@ def duration(seconds: float) -> str:
     ['0.12 ms', '250 ms', '2.5 s', '1 min 15 s', '5 h 01 min', '3 d 0 h']
     """
     if seconds < 1:
-        return (
-            f"{1000 * seconds:.2g} ms" if seconds < 0.01 else f"{1000 * seconds:.0f} ms"
-        )
+        return f"{1000 * seconds:{'.2g' if seconds < 0.01 else '.0f'}} ms"
     if seconds < 59.95:
         return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     if not hours:
         return f"{minutes} min {rest:02} s"
-    return (
-        f"{hours} h {minutes:02} min"
-        if hours < 24
-        else f"{hours // 24} d {hours % 24} h"
-    )
+    if hours < 24:
+        return f"{hours} h {minutes:02} min"
+    return f"{hours // 24} d {hours % 24} h"
 
 
 def percent(share: float, digits: int | None = None) -> str:
