@@ -190,17 +190,14 @@ def fetch(argv: Sequence[str]) -> None:
     """Download data sets and pretrained weights."""
     from mpitrain.tools import fetch
 
-    config = _read(fetch.FetchConfig, "fetch", argv)
-    fetch.fetch(config)
+    fetch.fetch(_read(fetch.FetchConfig, "fetch", argv))
 
 
 def bench(argv: Sequence[str]) -> None:
     """Measure a training on 1, 2, 4 ... ranks (bench scaling)."""
-    expected = (
-        "expected: bench scaling [flags] -- [flags of the training] (see bench scaling "
-        "--help)"
-    )
-    if argv and argv[0] in ("-h", "--help", "--help-all"):
+    expected = "expected: bench scaling [flags] -- [flags of the training] (see bench "
+    expected += "scaling --help)"
+    if argv and argv[0] in QUESTIONS:
         print(f"Measure a training on 1, 2, 4 ... ranks; {expected}")
         return
     if not argv or argv[0] != "scaling":
@@ -214,16 +211,14 @@ def export(argv: Sequence[str]) -> None:
     """Export the model of a run to one file."""
     from mpitrain.tools import export
 
-    config = _read(export.ExportConfig, "export", argv)
-    print(export.export(config), flush=True)
+    print(export.export(_read(export.ExportConfig, "export", argv)), flush=True)
 
 
 def report(argv: Sequence[str]) -> None:
     """Make an HTML report of one or several runs."""
     from mpitrain.tools.report.report import ReportConfig, report
 
-    config = _read(ReportConfig, "report", argv)
-    print(report(config), flush=True)
+    print(report(_read(ReportConfig, "report", argv)), flush=True)
 
 
 def run(argv: Sequence[str]) -> None:
@@ -246,20 +241,22 @@ def check(argv: Sequence[str]) -> int:
     """Check ranks, network and collectives under mpirun, or this machine without."""
     from mpitrain.tools.check.config import CheckConfig
 
-    def read() -> CheckConfig:
-        return _read(CheckConfig, "check", argv)
-
     if not is_one_of_several(os.environ):
         from mpitrain.tools.check import login
 
-        return login.check_login_node(read(), os.environ)
+        config = _read(CheckConfig, "check", argv)
+        return login.check_login_node(config, os.environ)
 
     from mpitrain.launch.exit_guard import abort_on_error
     from mpitrain.tools.check import job
 
     limit = start_timeout(argv)
     with abort_on_error(start_timeout_seconds=limit, may_spawn=False) as guard:
-        config = on_rank_zero(guard.comm, read, "read the command line")
+        config = on_rank_zero(
+            guard.comm,
+            lambda: _read(CheckConfig, "check", argv),
+            "read the command line",
+        )
         return job.check_job(guard, config, os.environ)
 
 
@@ -303,8 +300,7 @@ def read_config(argv: Sequence[str]) -> TrainConfig:
     if argv and not argv[0].startswith("-"):
         raise UsageError(
             f"unknown command {argv[0]!r}.{did_you_mean(argv[0], COMMANDS)} Expected "
-            f"one of {', '.join(COMMANDS)}, "
-            "or flags (see --help)"
+            f"one of {', '.join(COMMANDS)}, or flags (see --help)"
         )
     commands = [f"  {name:<11} {run.__doc__}" for name, run in COMMANDS.items()]
     return read_flags(

@@ -67,22 +67,18 @@ def read_flags(
 
     if QUESTIONS & set(words):
         only = None if "--help-all" in words else common
-        epilog = [further] if further else []
-        if files:
-            epilog.append(
-                "--config FILE.yaml reads flags from a file; flags win over it."
-            )
-        if only:
-            epilog.append("--help-all shows all flags.")
-        lines = "\n".join(epilog)
+        config_file = "--config FILE.yaml reads flags from a file; flags win over it."
+        epilog = [
+            further,
+            config_file * files,
+            "--help-all shows all flags." * bool(only),
+        ]
+        lines = "\n".join(filter(None, epilog))
         _answer(help_text(kind, program=program, epilog=lines, only=only))
         raise Answered
 
-    def parse(flags: Sequence[str], source: str | None) -> Config:
-        return _parse(kind, flags, source, program)
-
     if not files:
-        return parse(words, None)
+        return _parse(kind, words, None, program)
     before = argparse.ArgumentParser(program, add_help=False, allow_abbrev=False)
     before.add_argument("--config", type=Path, action="append", default=[])
     try:
@@ -93,28 +89,21 @@ def read_flags(
     flags: list[str] = []
     for file in given.config:
         from_file = flags_from_yaml(file, list_fields(kind))
-        parse(from_file, f"--config {file}")  # so that the file is named
+        _parse(kind, from_file, f"--config {file}", program)  # an error names it
         flags += from_file
-    return parse(flags + left, None)
+    return _parse(kind, flags + left, None, program)
 
 
 def _parse(
-    kind: type[Config],
-    flags: Sequence[str],
-    source: str | None,
-    program: str,
+    kind: type[Config], flags: Sequence[str], source: str | None, program: str
 ) -> Config:
     """Parse with tyro; `source` says where the flags come from, for messages."""
     import tyro
 
     try:
         with usage_errors():
-            return tyro.cli(
-                kind,
-                prog=program,
-                args=flags,
-                config=(tyro.conf.OmitArgPrefixes,),
-            )
+            merged = (tyro.conf.OmitArgPrefixes,)
+            return tyro.cli(kind, prog=program, args=flags, config=merged)
     except UsageError as error:
         where = f"{source}: " if source else ""
         known = [flag.name.partition(",")[0] for flag in flags_of(kind)]
@@ -238,7 +227,7 @@ def flags_from_yaml(file: Path, lists: Collection[str] = ()) -> list[str]:
             flags.append(flag if value else "--no-" + flag[2:])
         elif isinstance(value, str | int | float) or value is None:
             flags += [flag, str(value)]
-        elif name in lists and _are_simple(value):
+        elif name in lists and isinstance(value, list) and _are_simple(value):
             flags += [flag, *map(str, value)]
         else:
             raise UsageError(
@@ -248,8 +237,6 @@ def flags_from_yaml(file: Path, lists: Collection[str] = ()) -> list[str]:
     return flags
 
 
-def _are_simple(values: object) -> bool:
-    """Whether it is a list of numbers and words, each of which a flag can have."""
-    return isinstance(values, list) and all(
-        isinstance(it, str | int | float) and not isinstance(it, bool) for it in values
-    )
+def _are_simple(values: list[object]) -> bool:
+    """Whether each is a number or a word, which a flag can have."""
+    return all(type(value) in (str, int, float) for value in values)

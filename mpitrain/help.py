@@ -100,12 +100,10 @@ def _lines_of(flag: Flag) -> list[str]:
     width = min(max(shutil.get_terminal_size().columns, 72), 100)
     lines = textwrap.wrap(text, width - HELP_COLUMN, break_on_hyphens=False)
     indent = " " * HELP_COLUMN
+    lines = [indent + line for line in lines]
     if len(head) < HELP_COLUMN - 1:
-        return [
-            head.ljust(HELP_COLUMN) + lines[0],
-            *(indent + line for line in lines[1:]),
-        ]
-    return [head, *(indent + line for line in lines)]
+        return [head.ljust(HELP_COLUMN) + lines[0].lstrip(), *lines[1:]]
+    return [head, *lines]
 
 
 def _values(hint: Any) -> str:

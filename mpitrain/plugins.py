@@ -24,14 +24,9 @@ def is_reference(name: str) -> bool:
 
 
 def load_reference(reference: str, flag: str) -> Callable[..., Any]:
-    """Import a callable; modules of the current folder are found, too.
+    """Import ``package.module:callable``; `flag` named it.
 
-    Args:
-        reference: ``"package.module:callable"``.
-        flag: The flag it was given to, for messages.
-
-    Raises:
-        UsageError: There is no such module, or no callable of that name in it.
+    Modules of the current folder are found, too.
     """
     module_name, _, attribute = reference.partition(":")
     if not module_name or not attribute:
@@ -49,14 +44,13 @@ def load_reference(reference: str, flag: str) -> Callable[..., Any]:
             meant = f" Did you mean '{dotted}:{attribute}'?"
         raise UsageError(
             f"{flag} {reference!r}: there is no module {module_name!r}.{meant} "
-            "Expected "
-            f"package.module:callable, importable from {os.getcwd()} or PYTHONPATH."
+            "Expected package.module:callable, importable from "
+            f"{os.getcwd()} or PYTHONPATH."
         ) from None
     found = getattr(module, attribute, None)
     if not callable(found):
-        names = [
-            n for n in vars(module) if callable(getattr(module, n)) and n[0] != "_"
-        ]
+        public = {n: it for n, it in vars(module).items() if n[0] != "_"}
+        names = [name for name, value in public.items() if callable(value)]
         near = difflib.get_close_matches(attribute, names, n=5, cutoff=0.4)
         raise UsageError(
             f"{flag} {reference!r}: module {module_name!r} has no callable "
@@ -72,16 +66,9 @@ def call_with_known(
     flag: str,
     otherwise: Mapping[str, object] = MappingProxyType({}),
 ) -> Any:
-    """Call a user's function with the values that it has parameters for.
+    """Call a user's function with those of the `known` values that it takes, by name.
 
-    Args:
-        function: The user's callable.
-        known: Values by parameter name.
-        flag: The flag it was given to, for messages.
-        otherwise: Passed instead of ``None`` to parameters without a default.
-
-    Raises:
-        UsageError: A parameter without a default is not known.
+    A ``None`` is replaced by the parameter's default, else by a value of `otherwise`.
 
     >>> call_with_known(lambda num_classes: num_classes, {"num_classes": 3, "a": 1}, "")
     3

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import re
 import sys
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -39,37 +40,28 @@ def parse(text: str, source: str) -> tuple[AllocatedNode, ...]:
     >>> [(node.hostname, node.slots) for node in parse("a:2", "f")]
     [('a', 2)]
     """
-    nodes: dict[str, AllocatedNode] = {}
+    slots: Counter[str] = Counter()
     for number, line in enumerate(text.splitlines(), 1):
         words = re.sub(r"\s*=\s*", "=", line.partition("#")[0]).strip()
         if not words:
             continue
-        node = _parse_line(words, f"{source}:{number}")
-        before = nodes.get(node.hostname)
-        if before is not None:
-            if "slots=" in words:
-                raise UsageError(
-                    f"{source}:{number}: {words!r} counts the slots of "
-                    f"{node.hostname} a second time; expected one line with slots= "
-                    "for each host, as Open MPI does"
-                )
-            node = replace(before, slots=before.slots + node.slots)
-        nodes[node.hostname] = node
-    if not nodes:
+        found = LINE.fullmatch(words)
+        if found is None:
+            raise UsageError(
+                f"{source}:{number}: found {words!r}; expected `node1 slots=4` or "
+                "`node1 slots=4 max-slots=8` (Open MPI), `node1:4` (MPICH), or `node1` "
+                "once for each slot (PBS)"
+            )
+        name = found["hostname"]
+        if name in slots and found["slots"]:
+            raise UsageError(
+                f"{source}:{number}: {words!r} counts the slots of {name} a second "
+                "time; expected one line with slots= for each host, as Open MPI does"
+            )
+        slots[name] += int(found["count"] or found["slots"] or 1)
+    if not slots:
         raise UsageError(f"{source} names no host; expected lines like `node1 slots=4`")
-    return tuple(nodes.values())
-
-
-def _parse_line(words: str, where: str) -> AllocatedNode:
-    found = LINE.fullmatch(words)
-    if found is None:
-        raise UsageError(
-            f"{where}: found {words!r}; expected `node1 slots=4` or `node1 slots=4 "
-            "max-slots=8` (Open MPI), `node1:4` (MPICH), or `node1` once for each slot "
-            "(PBS)"
-        )
-    slots = int(found["count"] or found["slots"] or 1)
-    return AllocatedNode(hostname=found["hostname"], slots=slots)
+    return tuple(AllocatedNode(hostname=it, slots=n) for it, n in slots.items())
 
 
 def render(nodes: Iterable[AllocatedNode], file_format: Format) -> str:
@@ -78,17 +70,10 @@ def render(nodes: Iterable[AllocatedNode], file_format: Format) -> str:
     >>> render([AllocatedNode(hostname="a", slots=2)], "pbs")
     'a\na\n'
     """
-    return "".join(_render_node(node, file_format) for node in nodes)
-
-
-def _render_node(node: AllocatedNode, file_format: Format) -> str:
-    match file_format:
-        case "openmpi":
-            return f"{node.hostname} slots={node.slots}\n"
-        case "mpich":
-            return f"{node.hostname}:{node.slots}\n"
-        case "pbs":
-            return f"{node.hostname}\n" * node.slots
+    if file_format == "pbs":
+        return "".join(f"{node.hostname}\n" * node.slots for node in nodes)
+    between = " slots=" if file_format == "openmpi" else ":"
+    return "".join(f"{node.hostname}{between}{node.slots}\n" for node in nodes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,8 +131,12 @@ def text_of(
             "else takes them: expected both, as in hostfile --probe -- mpirun"
         )
     comment = ""
-    if config.from_file is not None:
-        nodes = _read(config.from_file)
+    if (file := config.from_file) is not None:
+        try:
+            nodes = parse(file.read_text(), str(file))
+        except (OSError, UnicodeDecodeError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise UsageError(f"--from {file} cannot be read: {reason}") from None
     else:
         comment, nodes = _slots_of(config, schedulers.read_allocation(environ))
     if config.slots is not None:
@@ -183,15 +172,6 @@ def _probed(
     for reason in bad:
         print(f"left out: {reason}", file=sys.stderr, flush=True)
     return tuple(good)
-
-
-def _read(file: Path) -> tuple[AllocatedNode, ...]:
-    try:
-        text = file.read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise UsageError(f"--from {file} cannot be read: {reason}") from None
-    return parse(text, str(file))
 
 
 def _slots_of(

@@ -19,12 +19,7 @@ from datetime import datetime
 from pathlib import Path
 
 from mpitrain.errors import LaunchError, UsageError
-from mpitrain.schedulers.allocation import (
-    AllocatedNode,
-    Allocation,
-    lost_in,
-    query,
-)
+from mpitrain.schedulers.allocation import AllocatedNode, Allocation, lost_in, query
 
 
 def allocation(environ: Mapping[str, str]) -> Allocation:
@@ -87,21 +82,9 @@ def _seconds_of(name: str, text: str) -> float | None:
 
 def asks_for_ompthreads(job_id: str) -> bool | None:
     """Ask `qstat` whether a job's chunks have ``ompthreads``; ``None``: no answer."""
-    return ompthreads_in(query("qstat", "-f", job_id))
-
-
-def ompthreads_in(text: str) -> bool | None:
-    r"""Look for ``ompthreads`` in the output of ``qstat -f``, which breaks long lines.
-
-    >>> ompthreads_in("    Resource_List.select = 1:ncpus=16:ompth\n\treads=4\n")
-    True
-    >>> ompthreads_in("    schedselect = 1:ncpus=16:mpiprocs=4\n"), ompthreads_in("")
-    (False, None)
-    """
+    text = query("qstat", "-f", job_id).replace("\n\t", "")  # it breaks long lines
     chunks = re.findall(
-        r"^\s*(?:Resource_List\.select|schedselect) = (.*)",
-        text.replace("\n\t", ""),
-        re.MULTILINE,
+        r"^\s*(?:Resource_List\.select|schedselect) = (.*)", text, re.MULTILINE
     )
     return any("ompthreads=" in chunk for chunk in chunks) if chunks else None
 

@@ -20,12 +20,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 from mpitrain.errors import LaunchError
-from mpitrain.schedulers.allocation import (
-    AllocatedNode,
-    Allocation,
-    lost_in,
-    query,
-)
+from mpitrain.schedulers.allocation import AllocatedNode, Allocation, lost_in, query
 
 NODE_LIST = "SLURM_JOB_NODELIST"
 TASKS = "SLURM_TASKS_PER_NODE"
@@ -38,8 +33,14 @@ NAMES = rf"(?:{LETTER}|{GROUP})+"
 
 def allocation(environ: Mapping[str, str]) -> Allocation:
     """Read the allocation from the environment of the job script or salloc's shell."""
-    names = expand_nodes(_told(environ, NODE_LIST))
-    tasks = expand_tasks(_told(environ, TASKS))
+    for name in (NODE_LIST, TASKS):
+        if not environ.get(name):
+            raise LaunchError(
+                f"job {environ['SLURM_JOB_ID']} of SLURM does not tell its nodes: "
+                f"{name} is not set here. Expected it in the job's script and in the "
+                "shell of salloc."
+            )
+    names, tasks = expand_nodes(environ[NODE_LIST]), expand_tasks(environ[TASKS])
     if len(tasks) != len(names):
         raise LaunchError(
             f"{TASKS}={environ[TASKS]!r} counts {len(tasks)} node(s), but {NODE_LIST}="
@@ -163,16 +164,6 @@ def _gpu_sum(text: str) -> int:
     """Add up ``4``, ``a100:4`` or ``a100:2,v100:2``; 0 without a number."""
     counts = [item.rpartition(":")[2] for item in text.split(",")]
     return sum(int(count) for count in counts if count.isdecimal())
-
-
-def _told(environ: Mapping[str, str], name: str) -> str:
-    if not environ.get(name):
-        raise LaunchError(
-            f"job {environ['SLURM_JOB_ID']} of SLURM does not tell its nodes: {name} "
-            "is not set here. Expected it in the job's script and in the shell of "
-            "salloc."
-        )
-    return environ[name]
 
 
 def _count(environ: Mapping[str, str], name: str) -> int | None:

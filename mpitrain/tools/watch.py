@@ -71,19 +71,21 @@ def watch(config: WatchConfig) -> None:
             f"{path} is no run folder; expected one with {RUN} in it, such as runs/NAME"
         )
     view = View(path)
+    said = ""
     with contextlib.closing(view):
         view.introduce()
         while True:
             view.update()
             end = view.end_line(at_once=config.once)
-            if end is not None and not (config.keep and view.can_resume):
+            if end is not None and not (config.keep and not view.is_finished):
                 say(end)
                 return
             if config.once:
                 say(view.state_line())
                 return
-            if end is not None:
-                view.say_once(end)
+            if end is not None and end != said:
+                say(end)
+                said = end
             time.sleep(POLL_SECONDS)
 
 
@@ -99,7 +101,6 @@ class View:
         self._limit: float | None = None
         self._result: Mapping[str, Any] = {}
         self._gone_since: float | None = None
-        self._said = ""
 
     def close(self) -> None:
         """Remove the progress bar."""
@@ -161,7 +162,7 @@ class View:
         result, name = self._result, self._path.absolute().name
         resume = f"the same command with --name {name} resumes"
         status = result.get("status")
-        if status == "finished":
+        if self.is_finished:
             tests = {k: v for k, v in result.items() if k.startswith("test_")}
             test = f"test: {format_metrics(tests)}\n" if tests else ""
             return test + finished_line(result)
@@ -189,9 +190,9 @@ class View:
         )
 
     @property
-    def can_resume(self) -> bool:
-        """Whether another job may come."""
-        return self._result.get("status") != "finished"
+    def is_finished(self) -> bool:
+        """Whether no other job can follow."""
+        return self._result.get("status") == "finished"
 
     def state_line(self) -> str:
         """Return epoch, step and the latest metrics."""
@@ -204,12 +205,6 @@ class View:
             f"{metrics.steps.step[-1]}{of} | {self._lines.line}"
         )
 
-    def say_once(self, line: str) -> None:
-        """Print a line that was not printed just before."""
-        if line != self._said:
-            self._said = line
-            say(line)
-
     def _read(self) -> bool:
         """Read what is new; return whether what was read before no longer holds."""
         # The result first: what it refers to is in the other file by then.
@@ -217,7 +212,7 @@ class View:
         return self._metrics.update()
 
     def _start(self, job: Began) -> None:
-        self._job, self._limit, self._said = job, None, ""
+        self._job, self._limit = job, None
         self.close()
         kind = ProgressBar if sys.stdout.isatty() else EpochLines
         self._lines = kind(self._seconds_left)
@@ -239,11 +234,10 @@ class View:
         return list(found[first:])
 
     def _new_steps(self) -> list[StepMetrics]:
-        it = self._metrics.steps
-        first, self._shown["steps"] = self._shown.get("steps", 0), len(it.step)
-        columns = (it.epoch, it.step, it.loss, it.lr, it.gradient_norm)
-        rows = zip(*(column[first:] for column in columns), strict=True)
-        return [StepMetrics(*row) for row in rows]
+        new, steps = slice(self._shown.get("steps", 0), None), self._metrics.steps
+        self._shown["steps"] = len(steps.step)
+        columns = (steps.epoch, steps.step, steps.loss, steps.lr, steps.gradient_norm)
+        return [*map(StepMetrics, *(column[new] for column in columns))]
 
 
 def _host_lines(environment: Mapping[str, Any]) -> list[str]:

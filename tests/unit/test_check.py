@@ -351,6 +351,6 @@ def test_no_mpirun_is_an_error_that_names_the_one_beside_the_library(
 
 def test_a_qsub_of_slurm_is_noted() -> None:
     qsub = login.Program("/usr/bin/qsub", is_slurms=True)
-    (found,) = login.submit_findings(qsub)
+    (found,) = login.other_findings(qsub)
     assert found.name == "qsub-of-slurm"
-    assert list(login.submit_findings(login.Program("/usr/bin/qsub"))) == []
+    assert list(login.other_findings(login.Program("/usr/bin/qsub"))) == []

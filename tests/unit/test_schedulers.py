@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mpitrain.errors import LaunchError, UsageError
-from mpitrain.schedulers import read_allocation
+from mpitrain.schedulers import pbs, read_allocation
 from mpitrain.schedulers.allocation import AllocatedNode
 from mpitrain.schedulers.hostfile import FORMATS, Format, parse, render
 from mpitrain.schedulers.slurm import expand_nodes, expand_tasks
@@ -167,6 +167,22 @@ def test_a_node_file_that_is_not_there_is_named(
 ) -> None:
     with pytest.raises((LaunchError, UsageError), match=words):
         read_allocation({"PBS_JOBID": "17.head"} | environ)
+
+
+@pytest.mark.parametrize(
+    ("text", "asks"),
+    [
+        ("    Resource_List.select = 1:ncpus=16:ompth\n\treads=4\n", True),
+        ("    schedselect = 1:ncpus=16:mpiprocs=4\n", False),
+        ("", None),
+    ],
+)
+def test_qstat_tells_whether_a_job_asks_for_ompthreads(
+    text: str, asks: bool | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It breaks long lines."""
+    monkeypatch.setattr(pbs, "query", lambda *words: text)
+    assert pbs.asks_for_ompthreads("7.head") is asks
 
 
 def test_without_a_job_the_message_says_what_to_type() -> None:

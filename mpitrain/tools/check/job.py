@@ -112,12 +112,10 @@ def _gather(
     rendezvous = guard.rendezvous
     assert rendezvous is not None
     job.progress("check: nodes and ranks")
-    writing = (
-        marker_file(config.runs_dir)
-        if world.is_rank_zero
-        else contextlib.nullcontext(("", ""))
-    )
-    with writing as written:
+    with contextlib.ExitStack() as stack:
+        written = ("", "")
+        if world.is_rank_zero:
+            written = stack.enter_context(marker_file(config.runs_dir))
         marker, unwritable = job.comm.bcast(written)
         host = job.all_or_none(
             lambda: (

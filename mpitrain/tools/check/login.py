@@ -78,9 +78,7 @@ def check_login_node(config: CheckConfig, environ: Mapping[str, str]) -> int:
         versions=versions(),
         scheduler=asdict(schedulers.detect(environ)),
     )
-    return report.finish(
-        [*mpi_findings(library, mpirun), *submit_findings(qsub), *_package_findings()]
-    )
+    return report.finish([*mpi_findings(library, mpirun), *other_findings(qsub)])
 
 
 def load_library() -> Library:
@@ -187,15 +185,12 @@ def mpi_findings(library: Library, mpirun: Program) -> Iterator[Finding]:
         )
 
 
-def submit_findings(qsub: Program) -> Iterator[Finding]:
-    """Check whether qsub is a wrapper of SLURM's."""
+def other_findings(qsub: Program) -> Iterator[Finding]:
+    """Check qsub and the packages."""
     if qsub.is_slurms:
         text = f"{qsub.path} is a wrapper of SLURM's: there is no PBS behind it"
         remedy = "python -m mpitrain jobscript slurm, and sbatch"
         yield Finding("note", "qsub-of-slurm", text, remedy)
-
-
-def _package_findings() -> Iterator[Finding]:
     if versions()["torch"] == "not installed":
         remedy = "activate the environment of your training, or pip install torch"
         yield Finding("error", "no-torch", "this Python has no torch", remedy)
