@@ -40,7 +40,7 @@ class Allocation:
     """Cores for each process; ``None``: unknown."""
 
 
-def query(*command: str) -> str:
+def query(*command: str, timeout: float = QUERY_SECONDS) -> str:
     """Return what a command prints, errors included; empty if it cannot be run."""
     try:
         return subprocess.run(
@@ -51,7 +51,7 @@ def query(*command: str) -> str:
             stderr=subprocess.STDOUT,
             text=True,
             errors="replace",
-            timeout=QUERY_SECONDS,
+            timeout=timeout,
         ).stdout
     except (OSError, subprocess.TimeoutExpired):
         return ""

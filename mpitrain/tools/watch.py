@@ -71,13 +71,13 @@ def watch(config: WatchConfig) -> None:
             f"{path} is no run folder; expected one with {RUN} in it, such as runs/NAME"
         )
     view = View(path)
-    said = ""
+    said: str | None = None
     with contextlib.closing(view):
         view.introduce()
         while True:
             view.update()
             end = view.end_line(at_once=config.once)
-            if end is not None and not (config.keep and not view.is_finished):
+            if end is not None and (view.is_finished or not config.keep):
                 say(end)
                 return
             if config.once:
@@ -85,7 +85,7 @@ def watch(config: WatchConfig) -> None:
                 return
             if end is not None and end != said:
                 say(end)
-                said = end
+            said = end
             time.sleep(POLL_SECONDS)
 
 

