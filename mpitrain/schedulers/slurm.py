@@ -15,7 +15,6 @@ Tried with SLURM 22.05.
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections.abc import Mapping, Sequence
 
@@ -24,11 +23,6 @@ from mpitrain.schedulers.allocation import AllocatedNode, Allocation, lost_in, q
 
 NODE_LIST = "SLURM_JOB_NODELIST"
 TASKS = "SLURM_TASKS_PER_NODE"
-
-LETTER = r"[^\[\],\s]"
-GROUP = r"\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\]"
-NAMES = rf"(?:{LETTER}|{GROUP})+"
-"""Names with groups of numbers: ``gpu[001-002,007]``, ``rack[1-2]node[1-4]``."""
 
 
 def allocation(environ: Mapping[str, str]) -> Allocation:
@@ -91,41 +85,15 @@ def lost_nodes(hostnames: Sequence[str]) -> dict[str, str]:
 
 
 def expand_nodes(text: str) -> list[str]:
-    """Expand a node list as `scontrol show hostnames` does.
-
-    >>> expand_nodes("gpu[08-10,12],login")
-    ['gpu08', 'gpu09', 'gpu10', 'gpu12', 'login']
-    """
-    if not re.fullmatch(rf"{NAMES}(?:,{NAMES})*", text):
-        raise _no_node_list(text)
-    names: list[str] = []
-    for item in re.findall(NAMES, text):
-        pieces = [
-            _numbers(piece, text) if piece.startswith("[") else [piece]
-            for piece in re.findall(rf"{LETTER}+|{GROUP}", item)
-        ]
-        names += map("".join, itertools.product(*pieces))
-    return names
-
-
-def _numbers(group: str, text: str) -> list[str]:
-    """Expand ``[08-10,12]``; the first number's leading zeros give the width."""
-    numbers: list[str] = []
-    for span in group.strip("[]").split(","):
-        first, _, last = span.partition("-")
-        low, high = int(first), int(last or first)
-        if low > high:
-            raise _no_node_list(text)
-        numbers += [f"{number:0{len(first)}}" for number in range(low, high + 1)]
-    return numbers
-
-
-def _no_node_list(text: str) -> LaunchError:
-    return LaunchError(
-        f"{NODE_LIST}={text!r} is no list of nodes; expected one like "
-        "gpu[001-002,007],big1. Write the hosts into a file, "
-        f"`scontrol show hostnames '{text}'`, and give it with --from."
-    )
+    """Expand a node list, such as ``gpu[001-002,007]``, by `scontrol`."""
+    printed = query("scontrol", "show", "hostnames", text)
+    if not re.fullmatch(r"([\w.@-]+\n)+", printed):  # an error, or no scontrol
+        raise LaunchError(
+            f"{NODE_LIST}={text!r}: `scontrol show hostnames` printed "
+            f"{printed.strip()!r}; expected the names of hosts. Write them into a file "
+            "and give it with --from."
+        )
+    return printed.split()
 
 
 def expand_tasks(text: str) -> list[int]:

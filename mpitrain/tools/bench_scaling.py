@@ -119,7 +119,7 @@ def bench_scaling(argv: Sequence[str]) -> None:
     """Run one training on each number of ranks, in turns, and print a table.
 
     Starts `mpirun` itself, so it is not started by `mpirun`. Each training is an
-    ordinary one in a temporary folder of runs. Its flags follow ``--`` in `argv`.
+    ordinary one in a temporary folder of runs. In `argv` its flags follow ``--``.
     """
     if is_one_of_several(os.environ):
         raise UsageError(

@@ -9,10 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mpitrain.schedulers.slurm import expand_nodes
-
 from .conftest import ROOT
-from .hosts import LOGIN, VirtualHosts
 from .runs import assert_finished
 from .slurm import Slurm
 from .test_hostfile import give_up
@@ -35,21 +32,6 @@ for format in openmpi mpich pbs; do
     python -m mpitrain hostfile --format $format --output hosts.$format FLAGS
 done
 """
-
-NODE_LISTS = (
-    "node1,n[001-0003],n[99-101]",
-    "n[08-10,12],gpu[0-1]",
-    "rack[1-2]node[1-2]",
-    "a-b-[7],n[3,1]",
-)
-
-
-@pytest.mark.parametrize("text", NODE_LISTS)
-def test_a_node_list_is_written_out_as_scontrol_does(
-    hosts: VirtualHosts, slurm: Slurm, text: str
-) -> None:
-    said = hosts.run(LOGIN, ["scontrol", "show", "hostnames", text]).stdout
-    assert expand_nodes(text) == said.split()
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import pytest
 
 from mpitrain.cli import main
 from mpitrain.errors import UsageError
+from mpitrain.schedulers import slurm
 from mpitrain.schedulers.hostfile import HostfileConfig, text_of
 
 SLURM = {
@@ -18,6 +19,12 @@ SLURM = {
     "SLURM_CPUS_PER_TASK": "8",
 }
 GPUS = {"SLURM_GPUS_ON_NODE": "4"}
+
+
+@pytest.fixture(autouse=True)
+def scontrol(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cluster where `scontrol` knows the nodes."""
+    monkeypatch.setattr(slurm, "query", lambda *words: "gpu1\ngpu2\n")
 
 
 @pytest.mark.parametrize(

@@ -202,13 +202,13 @@ def collective_checks(rank: int, size: int, device: str) -> dict[str, Check]:
         names.get("reduce_scatter_single") or dist.reduce_scatter_tensor
     )
 
-    def changed(call: Any, value: Tensor, *args: Any, **options: Any) -> Tensor:
-        result = value.clone()
-        call(result, *args, **options)
-        return result
+    def on_copy(value: Tensor, call: Any, *args: Any, **options: Any) -> Any:
+        def run() -> Tensor:
+            result = value.clone()
+            call(result, *args, **options)
+            return result
 
-    def filled(call: Any, like: Tensor, *args: Any, **options: Any) -> Tensor:
-        return changed(call, torch.zeros_like(like), *args, **options)
+        return run
 
     def send_and_receive() -> Tensor:
         result = torch.zeros_like(mine)
@@ -219,35 +219,31 @@ def collective_checks(rank: int, size: int, device: str) -> dict[str, Check]:
                 dist.recv(result, before)
         return result
 
+    everything, all_for_me, total = every.flatten(), for_me.flatten(), every.sum(0)
+    send, zeros = to_each.flatten(), torch.zeros_like(mine)
     checks: dict[str, Check] = {
-        "broadcast": (lambda: changed(dist.broadcast, mine, size - 1), every[-1]),
-        "all_reduce (sum)": (lambda: changed(dist.all_reduce, mine), every.sum(0)),
+        "broadcast": (on_copy(mine, dist.broadcast, size - 1), every[-1]),
+        "all_reduce (sum)": (on_copy(mine, dist.all_reduce), total),
         "all_reduce (avg)": (
-            lambda: changed(dist.all_reduce, mine * size, ReduceOp.AVG),
-            every.sum(0),
+            on_copy(mine * size, dist.all_reduce, ReduceOp.AVG),
+            total,
         ),
         "all_reduce (max)": (
-            lambda: changed(dist.all_reduce, mine, ReduceOp.MAX),
+            on_copy(mine, dist.all_reduce, ReduceOp.MAX),
             every.amax(0),
         ),
         "all_gather_into_tensor": (
-            lambda: filled(all_gather, every.flatten(), mine),
-            every.flatten(),
+            on_copy(torch.zeros_like(everything), all_gather, mine),
+            everything,
         ),
-        "reduce_scatter_tensor": (
-            lambda: filled(reduce_scatter, mine, to_each.flatten()),
-            for_me.sum(0),
-        ),
+        "reduce_scatter_tensor": (on_copy(zeros, reduce_scatter, send), for_me.sum(0)),
         "reduce_scatter_tensor (avg)": (  # averages gradients with FSDP
-            lambda: filled(
-                *(reduce_scatter, mine, to_each.flatten() * size),
-                op=ReduceOp.AVG,
-            ),
+            on_copy(zeros, reduce_scatter, send * size, op=ReduceOp.AVG),
             for_me.sum(0),
         ),
         "all_to_all_single": (
-            lambda: filled(dist.all_to_all_single, for_me.flatten(), to_each.flatten()),
-            for_me.flatten(),
+            on_copy(torch.zeros_like(all_for_me), dist.all_to_all_single, send),
+            all_for_me,
         ),
         "send and recv": (send_and_receive, every[before]),
     }
