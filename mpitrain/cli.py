@@ -1,6 +1,6 @@
 """The command line: one function per command, imports inside; ``train`` is the default.
 
-Rank zero reads the command line for all ranks, so that a mistake is told once.
+Rank zero reads the command line for all ranks, so that a mistake is reported once.
 """
 
 from __future__ import annotations

@@ -175,12 +175,12 @@ def flat(values: dict[str, Any]) -> dict[str, Any]:
 @contextlib.contextmanager
 def usage_errors() -> Iterator[None]:
     """Turn what a parser prints before `SystemExit` into a UsageError."""
-    told = io.StringIO()
+    printed = io.StringIO()
     try:
-        with contextlib.redirect_stdout(told), contextlib.redirect_stderr(told):
+        with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
             yield
     except SystemExit:
-        raise UsageError(plain(told.getvalue()).rstrip()) from None
+        raise UsageError(plain(printed.getvalue()).rstrip()) from None
 
 
 def _answer(text: str) -> None:

@@ -19,7 +19,7 @@ from mpitrain.errors import UsageError
 TEMPLATES = Path(__file__).with_name("templates")
 
 MAX_NOTICE_SECONDS = 120
-"""How long before its end a job of a chain is told to stop, if it is long enough."""
+"""How long before its end a job of a chain is asked to stop, if it is long enough."""
 
 SchedulerName = Literal["slurm", "pbs"]
 
@@ -147,7 +147,7 @@ def text_of(
 
 
 def notice_seconds(seconds: float) -> int:
-    """Return how long before its end a job of so many seconds is told to stop."""
+    """Return how long before its end a job of so many seconds is asked to stop."""
     return int(min(MAX_NOTICE_SECONDS, seconds // 5))
 
 

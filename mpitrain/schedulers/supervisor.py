@@ -110,7 +110,7 @@ class Supervisor:
         return status if status >= 0 else 128 - status
 
     def _wait(self, seconds: float) -> bool:
-        """Wait for a signal or a deadline; return whether the job was told to stop."""
+        """Wait for a signal or a deadline; return whether the job was asked to stop."""
         deadline = min(time.monotonic() + seconds, self._stop_at, self._kill_at)
         arrived: set[int] = set()
         while info := signal.sigtimedwait(

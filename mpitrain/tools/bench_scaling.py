@@ -28,7 +28,7 @@ from mpitrain.tools.output import deliver
 EPOCHS = 2
 """Of each training where the training flags name none; the last one is timed."""
 
-OWN_FLAGS = ("name", "runs_dir", "strategy")
+FIXED_FIELDS = ("name", "runs_dir", "strategy")
 """Fields of the training that this command sets itself."""
 
 NUM_LINES = 20
@@ -127,12 +127,12 @@ def bench_scaling(argv: Sequence[str]) -> None:
             f"{PROGRAM} bench scaling --ranks 1 2 4, without mpirun"
         )
     at = argv.index("--") if "--" in argv else len(argv)
-    own, training = list(argv[:at]), list(argv[at + 1 :])
+    words, training = list(argv[:at]), list(argv[at + 1 :])
     config = read_flags(
-        BenchScalingConfig, own, program=f"{PROGRAM} bench scaling", files=False
+        BenchScalingConfig, words, program=f"{PROGRAM} bench scaling", files=False
     )
     asked = read_flags(TrainConfig, training, program=PROGRAM)
-    for name in OWN_FLAGS:
+    for name in FIXED_FIELDS:
         if getattr(asked, name) != getattr(TrainConfig, name):
             flag = "--" + name.replace("_", "-")
             raise UsageError(f"{flag} after -- is set by bench scaling; leave it out")

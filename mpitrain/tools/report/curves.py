@@ -22,17 +22,17 @@ def loss_chart(runs: Sequence[ReportedRun]) -> Chart:
     """Draw the mean and range of the loss, and the validation loss as points."""
     chart = _chart("loss", "Loss", runs)
     axes, is_alone, seen = chart.axes, len(runs) == 1, list[float]()
-    for it in runs:
-        steps = it.run.metrics.steps
+    for shown in runs:
+        steps = shown.run.metrics.steps
         x, low, mean, high = bins(steps.step, steps.loss)
         # An outlier may leave the chart.
         seen += [*mean, *np.quantile([low, high], (0.02, 0.98))] if len(x) else []
-        axes.fill_between(x, low, high, color=it.colour, alpha=0.2, lw=0)
-        label = "training" if is_alone else it.run.name
-        axes.plot(x, mean, color=it.colour, label=label)
-        x, _, values, _ = _validation(it, "loss")
+        axes.fill_between(x, low, high, color=shown.colour, alpha=0.2, lw=0)
+        label = "training" if is_alone else shown.run.name
+        axes.plot(x, mean, color=shown.colour, label=label)
+        x, _, values, _ = _validation(shown, "loss")
         seen += values.tolist()
-        colour, label = (INK, "validation") if is_alone else (it.colour, "")
+        colour, label = (INK, "validation") if is_alone else (shown.colour, "")
         axes.plot(x, values, ls="", marker="o", color=colour, label=label)
     if seen and min(seen) > 0 and max(seen) / min(seen) > LOG_RATIO:
         axes.set_ylim(min(seen) / 1.3, max(seen) * 1.3)
@@ -49,10 +49,10 @@ def loss_chart(runs: Sequence[ReportedRun]) -> Chart:
 def accuracy_chart(runs: Sequence[ReportedRun]) -> Chart:
     """Draw the validation accuracy after each epoch."""
     chart, num = _chart("accuracy", "Validation accuracy", runs), 0
-    for it in runs:
-        x, _, accuracy, _ = _validation(it, "accuracy")
+    for shown in runs:
+        x, _, accuracy, _ = _validation(shown, "accuracy")
         chart.axes.plot(
-            x, 100 * accuracy, color=it.colour, marker="o", label=it.run.name
+            x, 100 * accuracy, color=shown.colour, marker="o", label=shown.run.name
         )
         num += len(x)
     return _finish(chart, num > 0, "{:.4g} %", has_legend=len(runs) > 1)
@@ -61,11 +61,11 @@ def accuracy_chart(runs: Sequence[ReportedRun]) -> Chart:
 def throughput_chart(runs: Sequence[ReportedRun]) -> Chart:
     """Draw the samples per second of all ranks."""
     chart, num = _chart("throughput", "Throughput in samples per second", runs), 0
-    for it in runs:
-        rows = [row for row in it.run.metrics.throughputs if row.seconds > 0]
+    for shown in runs:
+        rows = [row for row in shown.run.metrics.throughputs if row.seconds > 0]
         rates = [row.samples_per_second for row in rows]
         x, _, rate, _ = bins([row.step for row in rows], rates)
-        chart.axes.plot(x, rate, color=it.colour, label=it.run.name)
+        chart.axes.plot(x, rate, color=shown.colour, label=shown.run.name)
         chart.axes.set_ylim(bottom=0)
         num += len(x)
     return _finish(chart, num > 0, "{:,.0f}", has_legend=len(runs) > 1)
@@ -79,7 +79,7 @@ def _chart(name: str, title: str, runs: Sequence[ReportedRun]) -> Chart:
     axes.locator_params(axis="x", nbins=6)
     axes.set_xlabel("step")
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
-    last = max((it.run.metrics.steps.step[-1:].tolist() or [1])[0] for it in runs)
+    last = max((shown.run.metrics.steps.step[-1:].tolist() or [1])[0] for shown in runs)
     axes.set_xlim(0, max(last, 1) * 1.02)
     if len(runs) > 1:
         return chart
@@ -120,8 +120,8 @@ def mark_checkpoints(chart: Chart, places: Sequence[float], y: float) -> None:
         )
 
 
-def _validation(it: ReportedRun, name: str) -> tuple[Floats, Floats, Floats, Floats]:
-    epochs = [epoch for epoch in it.run.metrics.epochs if name in epoch.values]
+def _validation(shown: ReportedRun, name: str) -> tuple[Floats, Floats, Floats, Floats]:
+    epochs = [epoch for epoch in shown.run.metrics.epochs if name in epoch.values]
     return bins([it.step for it in epochs], [it.values[name] for it in epochs])
 
 

@@ -58,7 +58,7 @@ Times are those of the machine that wrote this page.</footer>
 def page(runs: Sequence[ReportedRun], charts: Sequence[Chart]) -> str:
     """Return the page of one run, or of several side by side."""
     first, is_alone = runs[0], len(runs) == 1
-    items = [f"{escape(it.run.name)} {_status(it)}" for it in runs]
+    items = [f"{escape(shown.run.name)} {_status(shown)}" for shown in runs]
     if is_alone:
         head = f"<h1>{items[0]}</h1>"
         sections = tables(first)
@@ -73,11 +73,11 @@ def page(runs: Sequence[ReportedRun], charts: Sequence[Chart]) -> str:
     )
     figures = [_figure(chart) for chart in charts]
     return PAGE.format(
-        title=" and ".join(escape(it.run.name) for it in runs),
+        title=" and ".join(escape(shown.run.name) for shown in runs),
         style=_style(),
         head=head,
         status=escape(status_line(first.run)),
-        errors="".join(_error(it, is_alone) for it in runs),
+        errors="".join(_error(shown, is_alone) for shown in runs),
         tiles=f'<div class="tiles">{values}</div>',
         charts="\n".join([*figures, _stages(runs)]),
         tables="\n".join(_details(it) for it in sections if it.rows),
@@ -97,20 +97,20 @@ def _style() -> str:
     )
 
 
-def _status(it: ReportedRun) -> str:
-    status = it.run.status
+def _status(shown: ReportedRun) -> str:
+    status = shown.run.status
     kind = status if status in ("finished", "failed") else "running"
     return f'<span class="status {kind}">{escape(status)}</span>'
 
 
-def _error(it: ReportedRun, is_alone: bool) -> str:
-    result, status = it.run.result, it.run.status
+def _error(shown: ReportedRun, is_alone: bool) -> str:
+    result, status = shown.run.result, shown.run.status
     text = ""
     if status == "failed":
         text = str(result.get("error") or "failed, without a reason")
     elif status == "stopped":
         text = str(result.get("stopped") or "")
-    name = "" if is_alone else f"{it.run.name}: "
+    name = "" if is_alone else f"{shown.run.name}: "
     return f'<div class="error">{escape(name + text)}</div>' if text else ""
 
 
@@ -135,7 +135,9 @@ def _figure(chart: Chart) -> str:
 
 def _stages(runs: Sequence[ReportedRun]) -> str:
     """Return bars of where the time went: of the jobs of one run, or of each run."""
-    bars = [(it.run.name, it.jobs, it.run.metrics.throughputs) for it in runs]
+    bars = [
+        (shown.run.name, shown.jobs, shown.run.metrics.throughputs) for shown in runs
+    ]
     if len(runs) == 1:
         (name, jobs, throughputs), bars = bars[0], []
         if len(jobs) != 1:

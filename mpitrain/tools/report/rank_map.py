@@ -172,19 +172,19 @@ def pixels(found: RankMap) -> NDArray[np.float64]:
     return image
 
 
-def map_chart(it: ReportedRun, index: int, num_runs: int) -> Chart:
+def map_chart(shown: ReportedRun, index: int, num_runs: int) -> Chart:
     """Draw what every rank of a run did."""
     name, of = ("ranks", "")
     if num_runs > 1:
-        name, of = f"ranks-{index}", f": {it.run.name}"
-    jobs = [job for job in it.jobs if job.ranks]
+        name, of = f"ranks-{index}", f": {shown.run.name}"
+    jobs = [job for job in shown.jobs if job.ranks]
     num = min(max((job.world_size for job in jobs), default=1), 26)
     height = min(520.0, 110 + (16 if num > 24 else 26) * num)
     chart = Chart(name=name, title=f"Ranks by time{of}", is_wide=True, height=height)
-    chart.findings = findings(jobs, it.run.metrics.throughputs)
+    chart.findings = findings(jobs, shown.run.metrics.throughputs)
     if jobs:
         _draw(chart, jobs, found := rank_map(jobs))
-        saved = [one.time for one in it.run.checkpoints if not one.error]
+        saved = [one.time for one in shown.run.checkpoints if not one.error]
         places = [found.place(time) for time in saved if time is not None]
         mark_checkpoints(chart, apart(places, 0.01), 1.0)
     else:

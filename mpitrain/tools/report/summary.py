@@ -42,16 +42,16 @@ def status_line(run: Run) -> str:
     return text
 
 
-def summary(it: ReportedRun) -> dict[str, str]:
+def summary(shown: ReportedRun) -> dict[str, str]:
     """Return what is most interesting of a run, by name; empty if not known."""
-    run, metrics = it.run, it.run.metrics
+    run, metrics = shown.run, shown.run.metrics
     epochs, steps = metrics.epochs, metrics.steps
     accuracies = [epoch.values.get("accuracy", math.nan) for epoch in epochs]
     losses = [epoch.values.get("loss", epoch.train_loss) for epoch in epochs]
     done = steps.step[-1] if len(steps.step) else 0
     total = metrics.began[-1].total_steps if metrics.began else None
-    num_jobs = max(len(it.jobs), len(metrics.began), len(metrics.resumed) + 1)
-    seconds = sum(job.seconds for job in it.jobs)
+    num_jobs = max(len(shown.jobs), len(metrics.began), len(metrics.resumed) + 1)
+    seconds = sum(job.seconds for job in shown.jobs)
     total_of = sums(metrics.throughputs)
     num_samples, step_seconds = total_of.num_samples, total_of.seconds
     size, nodes = run.result.get("world_size"), run.result.get("num_nodes")
@@ -68,7 +68,7 @@ def summary(it: ReportedRun) -> dict[str, str]:
     }
 
 
-def tables(it: ReportedRun) -> list[Section]:
+def tables(shown: ReportedRun) -> list[Section]:
     """Return the tables of one run: jobs, configuration, environment."""
     from mpitrain.config import TrainConfig
 
@@ -80,13 +80,13 @@ def tables(it: ReportedRun) -> list[Section]:
             f"{job.world_size} x {job.num_nodes}",
             f"{max([0, *(it.steps[-1] for it in job.ranks.values() if it.steps)]):,}",
         )
-        for job in it.jobs
+        for job in shown.jobs
     ]
     defaults = {name: _text(it) for name, it in TrainConfig().as_plain("").items()}
-    config = [(name, _text(value)) for name, value in it.run.config.items()]
+    config = [(name, _text(value)) for name, value in shown.run.config.items()]
     changed = [row for row in config if defaults.get(row[0]) != row[1]]
     environment = []
-    for group, values in it.run.environment.items():
+    for group, values in shown.run.environment.items():
         if isinstance(values, list):
             values = {f"{i}": value for i, value in enumerate(values)}
         if not isinstance(values, dict):
@@ -110,15 +110,15 @@ def tables(it: ReportedRun) -> list[Section]:
 
 def comparison(runs: Sequence[ReportedRun]) -> list[Section]:
     """Return the tables of several runs, side by side."""
-    results = [summary(it) for it in runs]
-    configs = [{k: _text(v) for k, v in it.run.config.items()} for it in runs]
+    results = [summary(shown) for shown in runs]
+    configs = [{k: _text(v) for k, v in shown.run.config.items()} for shown in runs]
     found = []
     for title, columns in (("Results", results), ("Configuration", configs)):
         names = dict.fromkeys(name for column in columns for name in column)
         rows = [(name, *(it.get(name, "") for it in columns)) for name in names]
         if columns is configs:
             rows = [row for row in rows if len(set(row[1:])) > 1]
-        head = ("", *(it.run.name for it in runs))
+        head = ("", *(shown.run.name for shown in runs))
         rows = [row for row in rows if any(row[1:])]
         found.append(Section(title=title, head=head, rows=rows, is_open=True))
     return found
