@@ -123,7 +123,7 @@ def read_script(name: str) -> tuple[ModuleType, CodeType]:
         ) from None
     except (SyntaxError, ValueError) as error:
         raise UsageError(
-            f"{_syntax_error(name, error)}\n"
+            f"{_syntax_error(repr(name), error)}\n"
             f"A program of another kind: {PROGRAM} run --no-python {name}"
         ) from None
     main = ModuleType("__main__")
