@@ -16,7 +16,7 @@ Every message says what was found and where, what was expected, what to type.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from difflib import get_close_matches
+from difflib import SequenceMatcher
 from typing import TypeVar
 
 _MIN_LIKENESS = 0.75
@@ -92,9 +92,11 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     >>> did_you_mean("something", ["else"])
     ''
     """
-    beginnings: dict[str, str] = {}
-    for name in sorted(known, key=len):  # the shortest of one beginning counts
-        for part in (name, name[: len(word)], name[: len(word) + 1]):
-            beginnings.setdefault(part, name)
-    found = get_close_matches(word, beginnings, 1, cutoff=_MIN_LIKENESS)
-    return f" Did you mean {beginnings[found[0]]!r}?" if found else ""
+
+    def likeness(name: str) -> float:
+        parts = (name, name[: len(word)], name[: len(word) + 1])
+        return max(SequenceMatcher(None, part, word).ratio() for part in parts)
+
+    scores = {name: likeness(name) for name in known}
+    best = max(scores, key=lambda name: (scores[name], -len(name)), default="")
+    return f" Did you mean {best!r}?" if scores.get(best, 0.0) >= _MIN_LIKENESS else ""
