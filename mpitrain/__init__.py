@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from mpitrain.record.recorder import Recorder
     from mpitrain.train.callbacks import Callback, StopRequested
     from mpitrain.train.evaluate import Evaluation
+    from mpitrain.train.progress import EpochLines
     from mpitrain.train.state import TrainState
     from mpitrain.train.trainer import Trainer
 
@@ -45,6 +46,7 @@ __all__ = [
     "CheckpointError",
     "Checkpointer",
     "DataError",
+    "EpochLines",
     "Evaluation",
     "Job",
     "LaunchError",
@@ -73,6 +75,7 @@ _HOMES = {
     "CheckpointError": "checkpoint.run_checkpoints",
     "StopRequested": "train.callbacks",
     "Checkpointer": "checkpoint.checkpointer",
+    "EpochLines": "train.progress",
     "Evaluation": "train.evaluate",
     "Recorder": "record.recorder",
     "TrainConfig": "config",
