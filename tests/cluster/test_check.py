@@ -14,7 +14,11 @@ TIMEOUT_SECONDS = 200
 
 
 def check(
-    hosts: VirtualHosts, folder: Path, names: list[str], *mpirun: str
+    hosts: VirtualHosts,
+    folder: Path,
+    names: list[str],
+    *mpirun: str,
+    flags: tuple[str, ...] = (),
 ) -> tuple[int, dict]:
     """Run the check from the first of some hosts, on all of them."""
     (folder / "hosts").write_text("".join(f"{name} slots=1\n" for name in names))
@@ -23,7 +27,7 @@ def check(
         names[0],
         [
             *("sh", "-c", 'exec "$@" 2> errors', "sh", "mpirun", *prefix),
-            *("--hostfile", "hosts", "-x", "PATH", *mpirun, *CHECK),
+            *("--hostfile", "hosts", "-x", "PATH", *mpirun, *CHECK, *flags),
         ],
         cwd=folder,
         timeout_seconds=TIMEOUT_SECONDS,
@@ -65,6 +69,7 @@ def test_two_hosts_that_cannot_talk_are_both_named(
             folder,
             hosts.names,
             *("--mca", "btl_tcp_if_include", "10.99.0.0/24"),
+            flags=("--interface", "ib0"),
         )
     assert status == 1, found
     assert found["master_addr"] == "10.98.0.1"
