@@ -272,7 +272,7 @@ class Checkpointer(RunCheckpoints, Callback):
             self._is_due = True
         metric = score_of(epoch.values, self._best_by)
         is_best = metric is not None and metric > self._best
-        self._save_if_due(trainer, wait_for_previous=is_best)
+        self._save_if_due(trainer, may_queue=is_best)
         self._tick(trainer, EVALUATION)
 
     def on_train_end(self, trainer: Trainer) -> None:
@@ -343,14 +343,11 @@ class Checkpointer(RunCheckpoints, Callback):
         self._clock_number += 1
         self._next_at = time.monotonic() + after_seconds
 
-    def _save_if_due(
-        self, trainer: Trainer, *, wait_for_previous: bool = False
-    ) -> None:
-        """Save if it is time to, and no other checkpoint is being written."""
+    def _save_if_due(self, trainer: Trainer, *, may_queue: bool = False) -> None:
+        """Save if it is time to; `may_queue`: as a copy, while another is written."""
         assert self._manager is not None
-        if self._is_due and wait_for_previous:
-            self._finish(trainer, "writing a checkpoint")
-        if self._is_due and not (self._is_backing_off or self._manager.is_busy):
+        can_save = may_queue or not self._manager.is_busy
+        if self._is_due and can_save and not self._is_backing_off:
             self._save(trainer)
 
     def _finish(self, trainer: Trainer, doing: str) -> Outcome | None:
@@ -425,7 +422,8 @@ class Checkpointer(RunCheckpoints, Callback):
 
     def _save_now(self, trainer: Trainer, doing: str) -> None:
         """Write a checkpoint, and wait until it is on the disk."""
-        self._finish(trainer, doing)
+        while self._finish(trainer, doing) is not None:
+            pass
         for seconds in LAST_TRIES:
             time.sleep(seconds)
             self._save(trainer)

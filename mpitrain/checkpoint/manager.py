@@ -68,6 +68,7 @@ class _Copy:
 class CheckpointManager:
     """Writes the checkpoints of one run, one after another.
 
+    While one is written another one may wait, as a copy in host memory.
     Each takes two threads, one after the other: on every rank one writes its tensors;
     when those of all ranks have ended, rank zero's next one completes the checkpoint.
 
@@ -89,13 +90,15 @@ class CheckpointManager:
         self._ranks = ranks
         self._keep = keep
         self._before_rename = before_rename
-        self._memory = HostMemory(pinned=world.device != "cpu")
+        self._pinned = world.device != "cpu"
+        self._memories = [HostMemory(pinned=self._pinned)]  # unused: at most two
         self._planner = SavePlanner()
         self._outline: object = None
         self._plan = SavePlan([])
         self._metadata = Metadata({})
         self._token = ranks.on_rank_zero(lambda: secrets.token_hex(4), "make a token")
         self._current: _Copy | None = None  # is written
+        self._next: _Copy | None = None  # waits for that
         self._began = 0.0
         self._is_written = False  # by all ranks
         self._number = 0  # of the thread that was started last
@@ -117,11 +120,12 @@ class CheckpointManager:
         step: int,
         epoch: int,
     ) -> None:
-        """Copy the tensors, and begin to write them; not while `is_busy`.
+        """Copy the tensors, and begin to write them.
 
-        Collective over all ranks. One of the ranks that have a name writes its tensor.
-        ``metadata`` is of use on rank zero; JSON can carry it. ``epoch`` was just
-        evaluated; 0: within an epoch.
+        Collective over all ranks. While another checkpoint is written, the copy waits;
+        it replaces one that waits. The tensors may change when this returns. One of the
+        ranks that have a name writes its tensor. ``metadata`` is of use on rank zero;
+        JSON can carry it. ``epoch`` was just evaluated; 0: within an epoch.
         """
         started = time.monotonic()
         encoded: list[bytes] = []  # now: callbacks may change what they returned
@@ -131,8 +135,12 @@ class CheckpointManager:
         self._plan_for(tensors)
         path = self._run_dir / FOLDER / name_of(step, epoch)
         token = f"{self._token}-{self._number}"
+        if self._next is not None:
+            self._memories.append(self._next.writer.memory)
+        elif not self._memories:
+            self._memories.append(HostMemory(pinned=self._pinned))
         writer = TensorWriter(
-            path, token=token, metadata=b"".join(encoded), memory=self._memory
+            path, token=token, metadata=b"".join(encoded), memory=self._memories.pop()
         )
         copy = _Copy(writer=writer, metadata=self._metadata, step=step)
         try:
@@ -140,9 +148,10 @@ class CheckpointManager:
         except (RuntimeError, MemoryError) as error:  # no memory for the copy
             copy.error = error
         self._planner.state_dict = {}  # keeps no tensor alive
+        self._next = copy
+        if self._current is None:
+            self._write_next(started)
         copy.copy_seconds = time.monotonic() - started
-        self._current, self._began, self._is_written = copy, started, False
-        self._start(self._write)
 
     def report(self) -> tuple[int, int]:
         """Return this rank's numbers for `update`; local."""
@@ -172,7 +181,8 @@ class CheckpointManager:
     def finish(self, doing: str) -> Outcome | None:
         """Wait until a checkpoint is written, and return its result, if there was one.
 
-        Collective over all ranks. ``doing`` is for the watchdog.
+        Then one that waits is begun. Collective over all ranks. ``doing`` is for the
+        watchdog.
         """
         outcome = None
         written, nap = -1, FIRST_NAP_SECONDS
@@ -229,9 +239,18 @@ class CheckpointManager:
 
         threading.Thread(target=run, name="checkpoint", daemon=True).start()
 
+    def _write_next(self, began: float) -> None:
+        self._current, self._next = self._next, None
+        self._began, self._is_written = began, False
+        if self._current is not None:
+            self._start(self._write)
+
     def _ended(self, seconds: float, error: str = "") -> Outcome:
+        """Begin the one that waits, if there is one."""
         assert self._current is not None
-        copy, self._current = self._current, None
+        copy = self._current
+        self._memories.append(copy.writer.memory)
+        self._write_next(time.monotonic())
         return Outcome(
             step=copy.step,
             copy_seconds=copy.copy_seconds,
