@@ -316,9 +316,8 @@ class Checkpointer(RunCheckpoints, Callback):
         found = self._consensus.exchange(self._own_numbers(now))
         if found is None:
             return
-        if (
-            found[SAVE] == self._clock_number
-        ):  # else of a clock set before the last save
+        # Another number is of an older clock: a checkpoint was saved since.
+        if found[SAVE] == self._clock_number:
             self._is_due, self._is_backing_off = True, False
         assert self._manager is not None
         outcome = self._manager.update(found[ENDED : FAILED + 1])

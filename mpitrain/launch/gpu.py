@@ -41,7 +41,7 @@ class VisibleGpus:
     """UUIDs of the GPUs, equal in all processes, in the order of their indices."""
     has_nccl: bool = False
     """Whether torch has NCCL, or AMD's RCCL."""
-    why_not_shared: str = ""
+    sharing_error: str = ""
     """Why NCCL's ranks cannot share a GPU; ``""``: they can."""
 
 
@@ -83,10 +83,10 @@ def assign_devices(
     )
     from mpitrain.torch_compat import python_backend_error  # it imports torch
 
-    why_not = python_backend_error()
+    reason = python_backend_error()
     if world.num_nodes > 1 and config.backend == "auto" and not has_thread_multiple():
-        why_not = why_not or "MPI was started without MPI_THREAD_MULTIPLE"
-    host_backend, why_gloo = choose_host_backend(config.backend, why_not)
+        reason = reason or "MPI was started without MPI_THREAD_MULTIPLE"
+    host_backend, gloo_reason = choose_host_backend(config.backend, reason)
     plan = plan_devices(
         comm.allgather(visible),
         world.nodes,
@@ -98,7 +98,7 @@ def assign_devices(
         for name, value in shared_nccl_variables(plan.ranks_per_gpu).items():
             variables.setdefault(name, value)
     if world.is_rank_zero:
-        for line in filter(None, (why_gloo, plan.warning)):
+        for line in filter(None, (gloo_reason, plan.warning)):
             logger.warning("%s", line)
     nodes = tuple(
         replace(
@@ -128,7 +128,7 @@ def discover_gpus(environ: Mapping[str, str]) -> VisibleGpus:
     return VisibleGpus(
         gpus=gpus,
         has_nccl=has_nccl,
-        why_not_shared=why_not_shared(version, environ, is_rocm=is_rocm),
+        sharing_error=sharing_error(version, environ, is_rocm=is_rocm),
     )
 
 
@@ -185,7 +185,7 @@ def plan_devices(
     sharing = f"up to {ranks_per_gpu} ranks share a GPU" if ranks_per_gpu > 1 else ""
     why = "" if all(v.has_nccl for v in seen) else "torch has no NCCL here"
     if sharing:
-        why = why or next((v.why_not_shared for v in seen if v.why_not_shared), "")
+        why = why or next((v.sharing_error for v in seen if v.sharing_error), "")
         why = why and f"{sharing} and {why}"
     if why and asked == "nccl":
         raise _error(
@@ -213,17 +213,17 @@ def plan_devices(
     )
 
 
-def choose_host_backend(asked: Backend, why_not: str) -> tuple[str, str]:
+def choose_host_backend(asked: Backend, reason: str) -> tuple[str, str]:
     """Choose the backend for tensors in host memory; return it and a warning."""
     if asked == "gloo":
         return "gloo", ""
-    if why_not and asked == "mpi4py":
+    if reason and asked == "mpi4py":
         raise _error(
-            f"--backend mpi4py: {why_not}.\nExpected torch 2.14 or newer: pip "
+            f"--backend mpi4py: {reason}.\nExpected torch 2.14 or newer: pip "
             "install -U torch, or take --backend gloo"
         )
-    if why_not:
-        return "gloo", f"{why_not}: gloo instead of mpi4py, which is slower"
+    if reason:
+        return "gloo", f"{reason}: gloo instead of mpi4py, which is slower"
     return "mpi4py", ""
 
 
@@ -260,7 +260,7 @@ def _error(text: str) -> TopologyError:
     return collective_error(TopologyError(text))
 
 
-def why_not_shared(
+def sharing_error(
     version: tuple[int, ...], environ: Mapping[str, str], *, is_rocm: bool = False
 ) -> str:
     """Return why ranks of NCCL cannot share a GPU here; ``""``: they can."""

@@ -11,6 +11,7 @@ import functools
 import math
 import re
 import time
+from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -66,10 +67,16 @@ class TimedThroughput(Throughput):
 
 def sums(throughputs: Iterable[Throughput]) -> SimpleNamespace:
     """Return the sums of what is counted and measured of some steps, by name."""
-    names = ("num_steps", "num_samples", "seconds", "communication_seconds")
+    names = [
+        "num_steps",
+        "num_samples",
+        "seconds",
+        "communication_seconds",
+        "wait_seconds",
+    ]
     rows = list(throughputs)
     return SimpleNamespace(
-        **{it: sum(getattr(row, it) for row in rows) for it in (*names, "wait_seconds")}
+        **{name: sum(getattr(row, name) for row in rows) for name in names}
     )
 
 
@@ -121,7 +128,7 @@ class Saved:
     """Why it could not be written; empty if it was."""
 
 
-class _File:
+class _File(ABC):
     """A file of JSON lines; a subclass keeps what `_add` is called with."""
 
     def __init__(self, path: Path) -> None:
@@ -140,11 +147,13 @@ class _File:
                     self._add(row)
         return was_cut
 
+    @abstractmethod
     def _clear(self) -> None:
-        raise NotImplementedError
+        """Forget what was read."""
 
+    @abstractmethod
     def _add(self, row: Any) -> None:
-        raise NotImplementedError
+        """Take the value of a line."""
 
 
 class Metrics(_File):

@@ -47,7 +47,7 @@ def test_ranks_on_one_gpu_train_as_on_the_cpu(num_ranks: int, tmp_path: Path) ->
         assert done.status == 0, done.err
     assert result(tmp_path, "cuda")["status"] == "finished"
     # torch 2.11 has NCCL 2.28, which refuses to share; 2.14 has 2.30.7, which can.
-    refused = gpu.why_not_shared(torch.cuda.nccl.version(), {})
+    refused = gpu.sharing_error(torch.cuda.nccl.version(), {})
     backend = HOST if num_ranks > 1 and refused else NCCL
     assert result(tmp_path, "cuda")["backend"] == backend
     if num_ranks > 1:

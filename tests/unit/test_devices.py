@@ -15,8 +15,8 @@ from mpitrain.mpi.world import Node
 
 OURS, NCCL = "mpi4py", "cpu:mpi4py,cuda:nccl"
 
-OLD = gpu.why_not_shared((2, 28, 9), {})
-NEW = gpu.why_not_shared((2, 30, 7), {})
+OLD = gpu.sharing_error((2, 28, 9), {})
+NEW = gpu.sharing_error((2, 30, 7), {})
 
 
 def nodes_of(*sizes: int) -> tuple[Node, ...]:
@@ -24,8 +24,8 @@ def nodes_of(*sizes: int) -> tuple[Node, ...]:
     return group_by_node(names)
 
 
-def sees(*uuids: str, why_not: str = OLD) -> VisibleGpus:
-    return VisibleGpus(gpus=uuids, has_nccl=True, why_not_shared=why_not)
+def sees(*uuids: str, reason: str = OLD) -> VisibleGpus:
+    return VisibleGpus(gpus=uuids, has_nccl=True, sharing_error=reason)
 
 
 @pytest.mark.parametrize(
@@ -66,15 +66,15 @@ def test_the_plan_gives_each_rank_a_device(
     assert plan.shared == (backend == OURS and expected[0] != "cpu")
 
 
-@pytest.mark.parametrize("why_not", [OLD, NEW], ids=["nccl-2.28", "nccl-2.30"])
+@pytest.mark.parametrize("reason", [OLD, NEW], ids=["nccl-2.28", "nccl-2.30"])
 @pytest.mark.parametrize("num_nodes", [1, 2])
 @pytest.mark.parametrize("num_gpus", [0, 1, 2, 4, 8])
 @pytest.mark.parametrize("num_ranks", range(1, 9))
 def test_any_number_of_ranks_trains_on_any_number_of_gpus(
-    num_ranks: int, num_gpus: int, num_nodes: int, why_not: str
+    num_ranks: int, num_gpus: int, num_nodes: int, reason: str
 ) -> None:
     seen = [
-        sees(*(f"{node}-{i}" for i in range(num_gpus)), why_not=why_not)
+        sees(*(f"{node}-{i}" for i in range(num_gpus)), reason=reason)
         for node in range(num_nodes)
         for _ in range(num_ranks)
     ]
@@ -93,7 +93,7 @@ def test_any_number_of_ranks_trains_on_any_number_of_gpus(
     assert max(load.values()) == plan.ranks_per_gpu == -(-num_ranks // num_gpus)
     assert max(load.values()) - min(load.values()) <= 1
     assert plan.shared == (num_ranks > num_gpus)
-    assert plan.backend == (OURS if plan.shared and why_not else NCCL)
+    assert plan.backend == (OURS if plan.shared and reason else NCCL)
     assert bool(plan.warning) == plan.shared
 
 
@@ -104,13 +104,13 @@ def test_sharing_by_gloo_says_why_and_what_it_costs() -> None:
 
 
 def test_sharing_by_nccl_says_how_to_start_mps() -> None:
-    said = gpu.plan_devices([sees("a", why_not=NEW)] * 2, nodes_of(2)).warning
+    said = gpu.plan_devices([sees("a", reason=NEW)] * 2, nodes_of(2)).warning
     assert "up to 2 ranks share a GPU by NCCL: without CUDA MPS" in said
     assert "nvidia-cuda-mps-control -d" in said
 
 
 def test_one_rank_that_cannot_share_decides_for_all() -> None:
-    seen = [sees("a", why_not=NEW), sees("a", why_not=OLD)]
+    seen = [sees("a", reason=NEW), sees("a", reason=OLD)]
     assert gpu.plan_devices(seen, nodes_of(2)).backend == OURS
 
 
@@ -153,13 +153,13 @@ def test_cuda_that_is_required_and_missing_is_refused() -> None:
 def test_why_nccl_cannot_share_is_known_before_it_starts(
     version: tuple, environ: dict, words: str
 ) -> None:
-    said = gpu.why_not_shared(version, environ)
+    said = gpu.sharing_error(version, environ)
     assert words in said
     assert bool(said) == bool(words)
 
 
 def test_amds_nccl_is_not_asked_to_share() -> None:
-    assert gpu.why_not_shared((2, 31, 0), {}, is_rocm=True)
+    assert gpu.sharing_error((2, 31, 0), {}, is_rocm=True)
 
 
 def test_what_nccl_needs_to_share_shrinks_with_the_ranks() -> None:
@@ -175,7 +175,7 @@ def test_the_order_of_ranks_does_not_change_who_shares() -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "host", "visible", "why_not", "backend"),
+    ("asked", "host", "visible", "reason", "backend"),
     [
         ("auto", "gloo", ("a", "b"), NEW, "cpu:gloo,cuda:nccl"),
         ("nccl", OURS, ("a", "b"), OLD, NCCL),
@@ -187,9 +187,9 @@ def test_the_order_of_ranks_does_not_change_who_shares() -> None:
     ],
 )
 def test_the_backend_that_was_asked_for(
-    asked: str, host: str, visible: tuple[str, ...], why_not: str, backend: str
+    asked: str, host: str, visible: tuple[str, ...], reason: str, backend: str
 ) -> None:
-    seen = [sees(*visible, why_not=why_not)] * 2
+    seen = [sees(*visible, reason=reason)] * 2
     plan = gpu.plan_devices(seen, nodes_of(2), asked=asked, host_backend=host)
     assert plan.backend == backend
     assert bool(plan.warning) == (len(visible) == 1 and asked in ("auto", "nccl"))

@@ -284,7 +284,8 @@ def _limits(facts: JobFacts) -> Iterator[Finding]:
     if low := [host for host in hosts if host.shm_bytes < GIB]:
         text = f"/dev/shm has {low[0].shm_bytes / GIB:.2g} GiB on {_names(low)}"
         text += ": MPI, NCCL and data workers pass data through it"
-        remedy = "docker run --shm-size=8g; mount -o remount,size=50% /dev/shm"
+        remedy = "docker run --shm-size=8g, or --ipc=host; else mount -o remount,"
+        remedy += "size=50% /dev/shm"
         yield Finding("warning", "small-shm", text, remedy)
     if low := [h for h in hosts if h.infiniband and _below(h.memlock_bytes, GIB)]:
         text = f"ulimit -l is {(low[0].memlock_bytes or 0) // 1024} KiB on "
