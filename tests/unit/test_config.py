@@ -196,6 +196,11 @@ def test_each_optimizer_has_a_learning_rate_of_its_own() -> None:
     assert TrainConfig(epochs=100).peak_lr == 0.05
     assert TrainConfig(epochs=2).peak_lr == pytest.approx(0.01)
     assert TrainConfig(epochs=2, lr=0.1).peak_lr == 0.1
+    assert TrainConfig(global_batch_size=16).peak_lr == pytest.approx(0.0125)
+    assert TrainConfig(global_batch_size=256).peak_lr == 0.05
+    assert TrainConfig(global_batch_size=16, lr=0.1).peak_lr == 0.1
+    scaled = TrainConfig(global_batch_size=16, scale_lr=True)
+    assert scaled.peak_lr == pytest.approx(0.05 * 16 / 256)
     assert TrainConfig(epochs=0, probe_epochs=4).peak_lr == pytest.approx(0.02)
     assert TrainConfig(optimizer="adamw").peak_lr == 0.001
     assert TrainConfig(optimizer="adamw", lr=0.3).peak_lr == 0.3

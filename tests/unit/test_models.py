@@ -56,6 +56,15 @@ def without_numbers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
+@pytest.mark.parametrize("name", ["resnet18", "resnet50", "resnext50_32x4d"])
+def test_first_gradients_of_residual_networks_are_of_moderate_norm(name: str) -> None:
+    model = build_model(name, num_classes=10, in_channels=3, image_size=32, seed=1)
+    generator = torch.Generator().manual_seed(1)
+    images = torch.randn(20, 3, 32, 32, generator=generator)
+    nn.functional.cross_entropy(model(images), torch.arange(20) % 10).backward()
+    assert nn.utils.get_total_norm([p.grad for p in model.parameters()]) < 20
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_every_model_of_torchvision_fits_the_data(
     name: str, monkeypatch: pytest.MonkeyPatch
