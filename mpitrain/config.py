@@ -411,40 +411,33 @@ class TrainConfig(
 
     def without_effect(self) -> list[str]:
         """Name the settings that do nothing beside the others, and why."""
-        plain = TrainConfig
-        found = []
-        if self.optimizer not in ("sgd", "rmsprop") and self.momentum != plain.momentum:
-            found.append(f"--momentum: {self.optimizer} has none")
-        if self.data in ("digits", "synthetic") and self.data_dir is not None:
-            found.append(f"--data-dir: {self.data} needs no files")
-        if self.data == "digits" and self.normalize in ("data", "imagenet"):
-            found.append("--normalize: the digits are taken as they are")
+        of_wandb = "wandb" not in self.log and "for --log wandb"
+        of_step = self.schedule != "step" and "for --schedule step"
+        is_digits = self.data == "digits" and self.normalize != "none"
+        no_files = self.data in ("digits", "synthetic")
+        no_crop = self.data not in ("folder", "hdf5", "shards")
+        no_momentum = self.optimizer not in ("sgd", "rmsprop")
+        reasons = {
+            "momentum": no_momentum and f"{self.optimizer} has none",
+            "data_dir": no_files and f"{self.data} needs no files",
+            "normalize": is_digits and "the digits are taken as they are",
+            "random_resized_crop": no_crop and f"not for --data {self.data}",
+            "finetune_lr_factor": not self.probe_epochs and "there is no probe before",
+            "decay_epochs": of_step,
+            "decay_factor": of_step,
+            "log_every_steps": not self.log and "there is no --log",
+            "profile": self.dry_run and "a dry run has one step",
+            "wandb_project": of_wandb,
+            "wandb_group": of_wandb,
+            "wandb_tags": of_wandb,
+        }
+        found = [
+            f"--{name.replace('_', '-')}: {reason}"
+            for name, reason in reasons.items()
+            if reason and getattr(self, name) != getattr(TrainConfig, name)
+        ]
         if (self.warmup_epochs or 0) >= self.epochs > 1 and self.schedule != "constant":
             found.append("the fall of the learning rate: --warmup-epochs takes all")
-        if (
-            self.finetune_lr_factor != plain.finetune_lr_factor
-            and not self.probe_epochs
-        ):
-            found.append("--finetune-lr-factor: there is no probe before")
-        for flag, value, default in (
-            ("--decay-epochs", self.decay_epochs, plain.decay_epochs),
-            ("--decay-factor", self.decay_factor, plain.decay_factor),
-        ):
-            if value != default and self.schedule != "step":
-                found.append(f"{flag}: for --schedule step")
-        if self.log_every_steps != plain.log_every_steps and not self.log:
-            found.append("--log-every-steps: there is no --log")
-        if self.profile and self.dry_run:
-            found.append("--profile: a dry run has one step")
-        if self.data not in ("folder", "hdf5", "shards") and self.random_resized_crop:
-            found.append(f"--random-resized-crop: not for --data {self.data}")
-        for flag, given in (
-            ("--wandb-project", self.wandb_project),
-            ("--wandb-group", self.wandb_group),
-            ("--wandb-tags", self.wandb_tags),
-        ):
-            if given and "wandb" not in self.log:
-                found.append(f"{flag}: for --log wandb")
         return found
 
     def as_plain(self, name: str) -> dict[str, Any]:
@@ -459,10 +452,7 @@ class TrainConfig(
 
 
 def seconds_of(time: str) -> float:
-    """Read a time.
-
-    Raises:
-        UsageError: It is none.
+    """Read a time, in seconds.
 
     >>> seconds_of("90"), seconds_of("1:30"), seconds_of("2:00:00")
     (90.0, 90.0, 7200.0)
@@ -483,14 +473,7 @@ def seconds_of(time: str) -> float:
 def default_start_timeout(
     hang_timeout: float | None, start_timeout: float | None = None
 ) -> float:
-    """Return how long a stage of the start may take.
-
-    Args:
-        hang_timeout: What a training may take without a step, in seconds.
-        start_timeout: What was asked for the start, in seconds; it is obeyed.
-
-    Returns:
-        Seconds.
+    """Return the seconds that a stage of the start may take.
 
     >>> [default_start_timeout(hang) for hang in (None, 8, 300, 3600)]
     [600.0, 120.0, 300, 600.0]
@@ -503,15 +486,7 @@ def default_start_timeout(
 
 
 def check_seconds(flag: str, value: float | None) -> None:
-    """Refuse a time that is no time.
-
-    Args:
-        flag: Its flag, for the message.
-        value: Seconds; ``None`` passes.
-
-    Raises:
-        UsageError: It is not finite, or not above 0.
-    """
+    """Refuse seconds that are not finite or not above 0; ``None`` passes."""
     if value is not None and not (math.isfinite(value) and value > 0):
         raise UsageError(f"{flag} must be a number of seconds above 0, found {value!r}")
 

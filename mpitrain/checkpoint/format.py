@@ -10,6 +10,9 @@
                                     stage, strategy, state, loss_scale, callbacks
 
 Format 1 had `facts.json`; `read_metadata` returns it as format 2.
+
+A file that is missing or makes no sense raises `BrokenCheckpoint`, one that cannot be
+read just now OSError, one of a later format `DataError`.
 """
 
 from __future__ import annotations
@@ -46,45 +49,6 @@ TENSOR_FILE = re.compile(r"rank-\d+\.bin")
 NOT_THERE = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
 """Errors of a file that is missing; others may be a file server's that is ill."""
 
-_NUMBER, _NONE, _MAX = (int, float), type(None), 2**53
-_TEXTS = "stage strategy config.model config.data config.precision"
-_COUNTS = (
-    "config.epochs config.probe_epochs state.step state.epoch_step state.num_samples "
-    "state.skipped_steps state.skipped_samples state.val_samples data.image_size"
-)
-SCHEMA: Mapping[str, tuple[tuple[type, ...], float | None, float | None]] = {
-    "run": ((str,), None, None),
-    "step": ((int,), 0, _MAX),
-    "world_size": ((int,), 1, _MAX),
-    "extra_state": ((dict,), None, None),
-    "metric": ((*_NUMBER, _NONE), -(2.0**1000), 2.0**1000),
-    "user_state": ((dict, _NONE), None, None),
-    "trainer": ((dict, _NONE), None, None),
-    "trainer.data": ((dict, _NONE), None, None),
-    **{f"trainer.{name}": ((str,), None, None) for name in _TEXTS.split()},
-    **{f"trainer.{name}": ((int,), 0, _MAX) for name in _COUNTS.split()},
-    "trainer.data.in_channels": ((int,), 1, _MAX),
-    "trainer.data.num_classes": ((int, _NONE), 1, _MAX),
-    "trainer.config.seed": ((int,), 0, math.inf),
-    "trainer.config.global_batch_size": ((int,), 1, _MAX),
-    "trainer.num_samples": ((dict,), None, None),
-    "trainer.state.epoch": ((int,), 1, _MAX),
-    "trainer.state.loss_sum": (_NUMBER, -math.inf, math.inf),
-    "trainer.state.steps_seconds": (_NUMBER, 0, _MAX),
-    "trainer.state.samples_per_shard": ((list,), 0, _MAX),
-    "trainer.state.metrics": ((dict,), -math.inf, math.inf),
-    "trainer.loss_scale": ((list,), 0, 2.0**200),
-    "trainer.callbacks": ((dict,), None, None),
-    "trainer.callbacks.Recorder": ((dict, _NONE), None, None),
-    "trainer.callbacks.Recorder.metrics_bytes": ((int, _NONE), 0, _MAX),
-    "trainer.callbacks.Recorder.values": ((dict, _NONE), None, None),
-}
-"""Of each field its types, and the minimum and maximum of it, or of each number in it.
-From minus infinity on means any number, NaN too; None: not checked. The fields of an
-optional object that is null are not looked at."""
-
-_OPTIONAL = ("trainer.data", "trainer")
-
 
 class BrokenCheckpoint(DataError):
     """A checkpoint that is incomplete, or was changed."""
@@ -109,11 +73,7 @@ def write_sums(folder: Path, sums: Mapping[str, str]) -> None:
 
 
 def read_sums(path: Path) -> dict[str, str]:
-    """Read the SHA-256 of a checkpoint's files, by name.
-
-    Raises:
-        BrokenCheckpoint: They are missing, or do not cover all files.
-    """
+    """Read the SHA-256 of a checkpoint's files, by name."""
     text = _read_text(path, SUMS)
     sums: dict[str, str] = {}
     *lines, rest = text.split("\n")
@@ -131,12 +91,7 @@ def read_sums(path: Path) -> dict[str, str]:
 
 
 def check_file(path: Path, name: str, expected: str) -> None:
-    """Check the SHA-256 of a file of a checkpoint.
-
-    Raises:
-        BrokenCheckpoint: It is another one.
-        OSError: The file is there, and cannot be read.
-    """
+    """Check the SHA-256 of a file of a checkpoint."""
     found = hashlib.sha256()
     with open_file(path, name) as file:
         while piece := file.read(CHUNK_BYTES):
@@ -150,12 +105,7 @@ def check_file(path: Path, name: str, expected: str) -> None:
 
 
 def read_json(path: Path, name: str) -> dict[str, Any]:
-    """Read a file of a checkpoint that holds a JSON object.
-
-    Raises:
-        BrokenCheckpoint: It does not.
-        DataError: Its format is unknown.
-    """
+    """Read a file of a checkpoint that holds a JSON object."""
     text = _read_text(path, name)
     try:
         found = json.loads(text)
@@ -177,11 +127,7 @@ def encode_json(values: Mapping[str, Any]) -> bytes:
 
 
 def check_json(value: Any, what: str, hint: str = "") -> None:
-    """Check that a checkpoint can hold a value, and give it back unchanged.
-
-    Raises:
-        UsageError: It cannot; on every rank.
-    """
+    """Check that a checkpoint can hold a value, and give it back unchanged."""
     reason = _not_json(value)
     if reason:
         raise collective_error(
@@ -208,21 +154,16 @@ def _not_json(value: Any) -> str:
 
 
 def read_metadata(path: Path, step: int, epoch: int) -> dict[str, Any]:
-    """Read the metadata of a checkpoint, and check it, also against the folder's name.
-
-    Raises:
-        BrokenCheckpoint: It does not.
-    """
-    if (path / METADATA_1).exists():
-        name = METADATA_1
-        try:
-            found = _from_format_1(read_json(path, name))
-        except (KeyError, TypeError, AttributeError) as error:
-            raise BrokenCheckpoint(path, f"{name}: {error!r}") from None
-    else:
-        name = METADATA
-        found = read_json(path, name)
-    if reason := _find_error(found, step, epoch):
+    """Read the metadata of a checkpoint, and check it against the folder's name."""
+    name = METADATA_1 if (path / METADATA_1).exists() else METADATA
+    found = read_json(path, name)
+    try:
+        if name == METADATA_1:
+            found = _from_format_1(found)
+        reason = _check_metadata(found, step, epoch)
+    except (KeyError, TypeError, AttributeError) as error:
+        reason = repr(error)
+    if reason:
         raise BrokenCheckpoint(path, f"{name}: {reason}")
     return found
 
@@ -252,53 +193,20 @@ def _from_format_1(facts: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _find_error(found: Mapping[str, Any], step: int, epoch: int) -> str:
-    """Say what of the metadata is wrong; empty if nothing is."""
-    for name, (types, low, high) in SCHEMA.items():
-        if any(
-            name.startswith(f"{parent}.") and _at(found, parent) is None
-            for parent in _OPTIONAL
-        ):
-            continue
-        value = _at(found, name)
-        parts = list(value.values()) if isinstance(value, dict) else value
-        is_good = type(value) in types
-        if is_good and value is not None and low is not None and high is not None:
-            is_good = all(
-                type(part) in _NUMBER and (low == -math.inf or low <= part <= high)
-                for part in (parts if isinstance(parts, list) else [parts])
-            )
-        if not is_good:
-            return f"{name} is {repr(value)[:80]}"
-    if found["step"] != step:
+def _check_metadata(found: Mapping[str, Any], step: int, epoch: int) -> str:
+    """Say what is wrong with the fields that are used before the training has them."""
+    if not isinstance(found.get("run"), str):
+        return f"run is {found.get('run')!r}"
+    metric = found.get("metric")
+    is_number = isinstance(metric, int | float) and math.isfinite(metric)
+    if metric is not None and not is_number:
+        return f"metric is {metric!r}"
+    state = (found.get("trainer") or {}).get("state", {})
+    if {found.get("step"), state.get("step", step)} != {step}:
         return "step is not the name's"
-    trainer = found["trainer"]
-    if trainer is None:
-        return ""
-    state, config = trainer["state"], trainer["config"]
-    for is_so, error in (
-        (state["step"] == step, "state.step is not the name's"),
-        (epoch in (0, state["epoch"] - 1), "state.epoch is not the name's"),
-        (
-            state["epoch"] <= config["epochs"] + config["probe_epochs"] + 1,
-            "state.epoch is after the last one",
-        ),
-        (
-            all(f"trainer.state.{field}" in SCHEMA for field in state),
-            "state has other fields",
-        ),
-        (len(trainer["loss_scale"]) == 2, "loss_scale has not two numbers"),
-    ):
-        if not is_so:
-            return error
+    if epoch and state.get("epoch", epoch + 1) != epoch + 1:
+        return "epoch is not the name's"
     return ""
-
-
-def _at(found: Any, name: str) -> Any:
-    """Return the value at a path such as ``"trainer.data"``; ``None`` if missing."""
-    for key in name.split("."):
-        found = found.get(key) if isinstance(found, dict) else None
-    return found
 
 
 # --- files ------------------------------------------------------------------------
@@ -324,12 +232,7 @@ def sync_folder(path: Path) -> None:
 
 
 def open_file(path: Path, name: str) -> BinaryIO:
-    """Open a file of a checkpoint; never one that could block, or has no end.
-
-    Raises:
-        BrokenCheckpoint: It is missing, or no regular file.
-        OSError: It is there, and cannot be read.
-    """
+    """Open a file of a checkpoint; never one that could block, or has no end."""
     try:
         if not stat.S_ISREG((path / name).stat().st_mode):
             raise BrokenCheckpoint(path, f"{name} is no regular file")

@@ -42,11 +42,7 @@ class Checkpoint:
     """Its folder."""
 
     def metadata(self) -> dict[str, Any]:
-        """Read the state of the training and its configuration.
-
-        Raises:
-            BrokenCheckpoint: They cannot be read, or make no sense.
-        """
+        """Read the state of the training and its configuration."""
         return read_metadata(self.path, self.step, self.epoch)
 
 
@@ -68,11 +64,7 @@ def list_checkpoints(run_dir: Path) -> list[Checkpoint]:
 
 
 def checkpoint_at(path: Path) -> Checkpoint:
-    """Return the checkpoint in a folder.
-
-    Raises:
-        DataError: There is none.
-    """
+    """Return the checkpoint in a folder."""
     if not NAME.fullmatch(path.name) or not path.is_dir():
         raise DataError(
             f"{path} is no checkpoint; expected a run folder, or a folder such as "

@@ -27,10 +27,6 @@ def newest_complete(
 
     Collective over all ranks. Broken ones are named, and set aside under another name,
     if an older one is complete.
-
-    Raises:
-        DataError: There are checkpoints, and none is complete; or they cannot be read
-            just now. On every rank.
     """
     found = ranks.on_rank_zero(lambda: list_checkpoints(run_dir), "list checkpoints")
     broken: list[tuple[Checkpoint, str]] = []
@@ -69,9 +65,6 @@ def find_error(
     """Say what is wrong with a checkpoint; empty if it is complete. Equal on all ranks.
 
     Collective over all ranks: each checks some of the files.
-
-    Raises:
-        DataError: It cannot be read just now, or not by this version; on every rank.
     """
     mine, unread = "", ""
     try:
@@ -102,9 +95,6 @@ def check(
 
     Rank zero checks their content, too. ``run_id`` is the run that must have written
     it; ``None``: any.
-
-    Raises:
-        BrokenCheckpoint: It is not.
     """
     path = checkpoint.path
     sums = read_sums(path)
@@ -142,9 +132,5 @@ class CheckpointReader:
         }
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Read into tensors by name, in place; of sharded ones this rank's shard.
-
-        Raises:
-            BrokenCheckpoint: It lacks one, or has it in another shape.
-        """
+        """Read into tensors by name, in place; of sharded ones this rank's shard."""
         read_tensors(self.checkpoint.path, self._index, tensors)

@@ -49,10 +49,6 @@ def find_checkpoint(
     """Find the checkpoint to resume from, if there is one.
 
     Collective over all ranks. ``blind`` are the hosts that do not see the run folder.
-
-    Raises:
-        UsageError: The one that `resume` names cannot be used, or hosts do not see it;
-            on every rank.
     """
     ranks.on_rank_zero(
         lambda: remove_unfinished(run_dir, logger.info), "clean the run folder"
@@ -93,11 +89,7 @@ def find_checkpoint(
 
 
 def check_same_steps(reader: CheckpointReader, config: Mapping[str, Any]) -> None:
-    """Check that the rest of an epoch has the samples that another run left.
-
-    Raises:
-        UsageError: It has not; on every rank.
-    """
+    """Check that the rest of an epoch has the samples that another run left."""
     before = reader.metadata["trainer"]["config"]
     names = ("global_batch_size", "seed", "data", "probe_epochs")
     changed = [

