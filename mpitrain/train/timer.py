@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from time import perf_counter
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
@@ -36,17 +36,16 @@ class _Span:
     """The context manager of one phase; reused for every span of it."""
 
     def __init__(self, timer: Timer, phase: int) -> None:
-        self._timer, self._phase = timer, phase
-        self._stack = timer.stack
+        self._phase, self._stack, self._mark = phase, timer.stack, timer.mark
 
     def __enter__(self) -> None:
         self._stack.append(self._phase)
-        self._timer.mark(self._phase)
+        self._mark(self._phase)
 
-    def __exit__(self, kind: object, *_: object) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         if kind is None:  # after an exception the phase stays: a report names it
             self._stack.pop()
-            self._timer.mark(self._stack[-1])
+            self._mark(self._stack[-1])
 
 
 class Timer:
@@ -75,17 +74,6 @@ class Timer:
     def __call__(self, phase: str) -> _Span:
         """Return a span: a context manager that measures one of `PHASES`."""
         return self._spans[phase]
-
-    def over(self, phase: str, items: Iterable[T]) -> Iterator[T]:
-        """Yield the items; the time that the iterator takes belongs to a phase."""
-        span, iterator = self._spans[phase], iter(items)
-        while True:
-            with span:
-                try:
-                    item = next(iterator)
-                except StopIteration:
-                    return
-            yield item
 
     def mark(self, phase: int) -> None:
         """Count the time from here on as another phase's."""

@@ -164,10 +164,11 @@ class Trainer:
         self.engine.train_mode()
         self.timer.end_gap()
         self._synced_at = time.perf_counter()
-        for step in self.timer.over("data", self.engine.steps(self.state)):
-            self.train_step(step)
-            if self._pending.is_sync_due:
-                self.sync_metrics()
+        with self.timer("data"):  # the spans inside take their own time
+            for step in self.engine.steps(self.state):
+                self.train_step(step)
+                if self._pending.is_sync_due:
+                    self.sync_metrics()
         self.sync_metrics()
         if not self.state.epoch_step:
             error = DataError("none of the samples to train on could be read")
@@ -187,7 +188,7 @@ class Trainer:
         scale = optimizer.scale.value / step.num_samples
         losses: list[Losses] = []
         self._step_number = step.number
-        for batch in timer.over("data", step.micro_batches):
+        for batch in step.micro_batches:
             is_first, is_last = not losses, len(losses) + 1 == step.num_micro_batches
             self.call("on_batch_start", batch)
             if is_first and model.buffers:
@@ -212,7 +213,8 @@ class Trainer:
         state.epoch_step = step.number + 1
         self._pending.add(losses, lr, grad_norm, is_applied=is_applied)
         timer.end_step()
-        self.call("on_step_end")
+        with timer("other"):
+            self.call("on_step_end")
 
     def validate(self) -> None:
         """Evaluate the model at the end of an epoch, and begin the next. Collective."""

@@ -52,25 +52,6 @@ def test_the_innermost_span_has_the_time() -> None:
     assert sum(seconds) <= time.perf_counter() - began
 
 
-def test_an_iterator_has_its_own_time() -> None:
-    def slow() -> Any:
-        for it in range(3):
-            time.sleep(0.02)
-            yield it
-
-    timer, found = Timer(), []
-    for it in timer.over("data", slow()):
-        found.append(it)
-        with timer("forward"):
-            time.sleep(0.03)
-    timer.end_step()
-    (seconds,), _ = rows(timer)
-    assert found == [0, 1, 2]
-    assert seconds[DATA] >= 0.06
-    assert seconds[FORWARD] >= 0.09
-    assert seconds[OTHER] < 0.06
-
-
 def test_after_an_exception_the_phase_stays() -> None:
     timer = Timer()
     with pytest.raises(KeyError), timer("forward"):
