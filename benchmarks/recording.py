@@ -41,7 +41,7 @@ def main() -> None:
     asked = parser.parse_args()
     with mpitrain.init(device="cpu") as world, tempfile.TemporaryDirectory() as made:
         ranks = communicator(world)
-        folder = Path(ranks.on_rank_zero(lambda: made, "make a folder"))
+        run = Path(ranks.on_rank_zero(lambda: made, "make a folder")) / "run"
         data = digits()
         model = build_model(
             "convnet", num_classes=10, in_channels=1, image_size=8, seed=1
@@ -52,7 +52,7 @@ def main() -> None:
             data.val,
             TrainConfig(epochs=1_000_000, schedule="constant", lr=0.01),
             world=world,
-            callbacks=[Recorder(folder), RankTimes(folder), HealthCheck("runs/x")],
+            callbacks=[Recorder(run), RankTimes(run), HealthCheck("runs/x")],
             find_unused_parameters=False,
         )
         engine = trainer.set_up()

@@ -126,7 +126,7 @@ def _is_blank(path: Path) -> bool:
     A job that is killed while it makes its run folder leaves no more than that.
     """
     return path.is_dir() and all(
-        entry.name == LOCK
+        entry.name in (LOCK, "times")  # of a rank whose callbacks began sooner
         or entry.name.startswith(f".{RUN}.")  # not yet renamed
         or (entry.name == "logs" and not any(entry.iterdir()))
         for entry in path.iterdir()

@@ -397,3 +397,10 @@ def test_a_folder_with_other_things_in_it_is_no_run(tmp_path: Path) -> None:
     (tmp_path / "x" / "logs" / "mine.txt").touch()
     with pytest.raises(UsageError, match=r"no run that can be resumed"):
         open_run(tmp_path, "x", exists="resume")
+
+
+def test_a_rank_may_write_its_times_before_rank_zero_opens_the_run(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "x" / "times").mkdir(parents=True)
+    assert open_run(tmp_path, "x", exists="refuse").run_id
