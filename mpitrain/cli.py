@@ -194,17 +194,12 @@ def fetch(argv: Sequence[str]) -> None:
 
 
 def bench(argv: Sequence[str]) -> None:
-    """Measure a training on 1, 2, 4 ... ranks (bench scaling)."""
-    expected = "expected: bench scaling [flags] -- [flags of the training] (see bench "
-    expected += "scaling --help)"
-    if argv and argv[0] in QUESTIONS:
-        print(f"Measure a training on 1, 2, 4 ... ranks; {expected}")
-        return
-    if not argv or argv[0] != "scaling":
-        raise UsageError(f"bench what? {expected}")
-    from mpitrain.tools import bench_scaling
-
-    bench_scaling.bench_scaling(argv[1:])
+    """Print where the scaling benchmark is: benchmarks/scaling.py."""
+    del argv
+    raise UsageError(
+        "bench scaling is a script now. Type, in a clone of mpitrain: "
+        "python benchmarks/scaling.py --ranks 1 2 4 -- [flags of the training]"
+    )
 
 
 def export(argv: Sequence[str]) -> None:

@@ -11,7 +11,6 @@ from mpitrain.launch.run_target import RunConfig
 from mpitrain.schedulers.hostfile import HostfileConfig
 from mpitrain.schedulers.jobscript import JobscriptConfig
 from mpitrain.schedulers.supervisor import SuperviseConfig
-from mpitrain.tools.bench_scaling import BenchScalingConfig
 from mpitrain.tools.check.config import CheckConfig
 from mpitrain.tools.export import ExportConfig
 from mpitrain.tools.fetch import FetchConfig
@@ -31,7 +30,6 @@ COMMANDS: dict[str, Any] = {
     "report": ReportConfig,
     "export": ExportConfig,
     "fetch": FetchConfig,
-    "bench scaling": BenchScalingConfig,
 }
 
 HEAD = """# Flags

@@ -9,7 +9,7 @@ run; all others, which take a second each, are run, too. The flags of all are pa
 - `-np 4` becomes `-np 2`;
 - what trains gets `--dry-run`: all is started, read and built, for one step;
 - `check` gets `--quick`, which leaves the bandwidth out;
-- `bench scaling` gets one round of 1 and 2 ranks.
+- `benchmarks/scaling.py` gets one round of 1 and 2 ranks.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ NOT_RUN = {
     " -x MASTER_ADDR=$(hostname) -x MASTER_PORT=$MASTER_PORT"
     " -x CUDA_VISIBLE_DEVICES=0,1,2,3 -x PATH -bind-to none -map-by :OVERSUBSCRIBE"
     " -mca pml ob1 -mca btl ^openib python main.py --ddp": FOREIGN,
-    'python -m mpitrain bench scaling --ranks 4 8 16 --mpirun "mpirun ${options[*]}" --'
+    'python benchmarks/scaling.py --ranks 4 8 16 --mpirun "mpirun ${options[*]}" --'
     " --model resnet50": CLUSTER,
     "python -m mpitrain fetch mnist cifar100 --data-dir /scratch/me/data": INTERNET,
     "python -m mpitrain fetch resnet50 timm:vit_small_patch14_dinov2": INTERNET,
@@ -127,7 +127,7 @@ def smaller(command: str) -> str:
     """Return what is run for a command of a page."""
     command = re.sub(r"-np \d+", "-np 2", command)
     _, is_ours, words = command.partition("-m mpitrain")
-    if words.startswith(" bench scaling"):
+    if "benchmarks/scaling.py" in command:
         return re.sub(r"--ranks [\d ]+--", "--ranks 1 2 --rounds 1 --", command)
     if words.startswith(" check"):
         return command.replace(" check", " check --quick", 1)
@@ -178,7 +178,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_all(home)
     write_idx(home / "data/FashionMNIST/raw", num_train=240, num_val=100)
     write_folder(home / "data/birds")
-    for name in ("examples", "hostfiles"):
+    for name in ("benchmarks", "examples", "hostfiles"):
         (home / name).symlink_to(ROOT / name)
     (home / "train.py").write_text(TRAIN)
     (home / "package").mkdir()

@@ -67,8 +67,6 @@ def test_flags_of_mpitrain_are_real(page: Path) -> None:
             words = part.split()
             named = words[0] if words and words[0][0].isalpha() else "train"
             assert named in COMMANDS, command
-            if named == "bench":
-                named = " ".join(words[:2])
             if named == "run":  # what follows the script is its own
                 words, _ = split(words[1:])
             flags = {word for word in words if word.startswith("--")}
