@@ -1,17 +1,19 @@
-"""Where a run ran: what ``environment.json`` holds."""
+"""Where a run ran: ``environment.json``, and lines for the screen. Imports no torch."""
 
 from __future__ import annotations
 
 import platform
-import subprocess
-from collections.abc import Mapping
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from importlib import metadata
 from typing import Any
 
 from mpitrain import __version__
-from mpitrain.mpi.world import World
+from mpitrain.mpi.world import World, format_ranges
 from mpitrain.schedulers import Scheduler
+from mpitrain.schedulers.allocation import query
 
 PACKAGES = ("torch", "torchvision", "numpy", "mpi4py")
 
@@ -78,14 +80,48 @@ def describe(
 def git_commit() -> str | None:
     """Return the commit of the current folder, with ``+`` if it is changed."""
     # No danger to MPI: Python starts this by vfork, which copies no pages.
-    try:
-        done = subprocess.run(
-            ["git", "describe", "--always", "--dirty=+", "--abbrev=40", "--exclude=*"],
-            capture_output=True,
-            text=True,
-            timeout=5,
-            check=True,
+    words = ("describe", "--always", "--dirty=+", "--abbrev=40", "--exclude=*")
+    found = query("git", *words, timeout=5).strip()
+    return found if re.fullmatch(r"[0-9a-f]+\+?", found) else None
+
+
+def world_lines(world: World) -> list[str]:
+    """Return a line per node, and one on the backend and the rendezvous."""
+    lines = []
+    for node_rank, node in enumerate(world.nodes):
+        ranks = f"rank{'s' * (len(node.ranks) > 1)} {format_ranges(node.ranks)}"
+        lines.append(
+            f"node {node_rank}: {node.hostname}, {ranks} on "
+            f"{devices_in_words(node.devices, node.gpus)}, "
+            f"{node.num_cores} core{'s' * (node.num_cores != 1)}"
         )
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout.strip() or None
+    lines.append(
+        f"backend {world.backend}, rendezvous at "
+        f"{world.master_addr}:{world.master_port}, "
+        f"{world.num_threads} thread{'s' * (world.num_threads != 1)} per rank"
+    )
+    return lines
+
+
+def devices_in_words(devices: Sequence[str], gpus: Sequence[str] = ()) -> str:
+    """Describe the devices of a node's ranks, whose GPUs are given by UUID.
+
+    >>> devices_in_words(["cuda:0", "cuda:1", "cuda:0"], ["a", "b", "a"])
+    'cuda:0 (shared by 2 ranks), cuda:1'
+    >>> devices_in_words(["cuda:0", "cuda:0"], ["a", "b"])  # each rank sees one
+    '2 GPUs, each as cuda:0'
+    """
+    if set(devices) == {"cpu"}:
+        return "cpu"
+    names: dict[str, list[str]] = {}
+    for device, gpu in zip(devices, gpus or devices, strict=True):
+        names.setdefault(gpu, []).append(device)
+    counts = Counter(
+        " or ".join(dict.fromkeys(found))
+        + (f" (shared by {len(found)} ranks)" if len(found) > 1 else "")
+        for found in names.values()
+    )
+    return ", ".join(
+        name if count == 1 else f"{count} GPUs, each as {name}"
+        for name, count in counts.items()
+    )

@@ -11,7 +11,8 @@ import json
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -86,11 +87,7 @@ class JsonlWriter(Generic[Value]):
             return self._end + len(self._waiting)
 
     def sync(self) -> None:
-        """Sync all lines to the disk.
-
-        Raises:
-            OSError: It takes none.
-        """
+        """Sync all lines to the disk; an OSError says that it takes none."""
         with self._changed:
             self._write_now(None)
             if self._error is not None:
@@ -107,11 +104,7 @@ class JsonlWriter(Generic[Value]):
             self._write_now(max_seconds)
 
     def close(self, max_seconds: float | None = None) -> None:
-        """Close the file when the disk has all lines, or after this time without them.
-
-        Raises:
-            OSError: Lines could not be written, without ``max_seconds``.
-        """
+        """Close the file when the disk has all lines, or after ``max_seconds``."""
         try:
             if max_seconds is None:
                 self.sync()
@@ -178,37 +171,35 @@ BLOCK_BYTES = 1 << 20
 MARK_BYTES = 64
 """End of what was read, to see whether it is still there."""
 
+BAD_LINE = (KeyError, TypeError, ValueError, IndexError, ArithmeticError)
+"""Errors of a line that is not what was expected: a full disk may have cut it."""
 
-class JsonlReader:
-    """Reads what is new in a file of JSON lines that may still be written.
 
-    An incomplete last line waits until it is complete; lines that are no JSON are left
-    out, since a full disk may have cut them. A missing file has no lines.
+class JsonlReader(ABC):
+    """A file of JSON lines that may still be written; a subclass keeps the values.
+
+    An incomplete last line waits until it is complete; bad lines are left out. A
+    missing file has no lines.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._offset = 0
         self._mark = b""
+        self._clear()
 
-    def was_cut(self) -> bool:
-        """Return whether what was read is no longer there; then all of it is new.
+    def update(self) -> bool:
+        """Read what is new; return whether what was read before no longer holds.
 
         A resumed training drops what its checkpoint does not hold.
         """
-        if not self._offset:
-            return False
-        with contextlib.suppress(OSError), self.path.open("rb") as file:
-            file.seek(self._offset - len(self._mark))
-            if file.read(len(self._mark)) == self._mark:
-                return False
-        self._offset, self._mark = 0, b""
-        return True
-
-    def blocks(self) -> Iterator[list[Any]]:
-        """Yield the values of new lines, many at once."""
+        was_cut = False
         with contextlib.suppress(OSError), self.path.open("rb", buffering=0) as file:
-            file.seek(self._offset)
+            file.seek(self._offset - len(self._mark))
+            if was_cut := file.read(len(self._mark)) != self._mark:
+                self._offset, self._mark = 0, b""
+                self._clear()
+                file.seek(0)
             rest = b""
             while new := file.read(BLOCK_BYTES):
                 lines, end, rest = (rest + new).rpartition(b"\n")
@@ -216,15 +207,27 @@ class JsonlReader:
                     lines += end
                     self._offset += len(lines)
                     self._mark = lines[-MARK_BYTES:]
-                    values = []
                     for text in lines.decode(errors="replace").split("\n"):
-                        with contextlib.suppress(ValueError, RecursionError):
-                            values.append(json.loads(text))
-                    yield values
+                        with contextlib.suppress(RecursionError, *BAD_LINE):
+                            self._add(json.loads(text))
+        return was_cut
 
     def changed_at(self) -> float | None:
         """Return when the file was written last, in seconds since 1970."""
-        try:
-            return self.path.stat().st_mtime
-        except OSError:
-            return None
+        return changed_at(self.path)
+
+    @abstractmethod
+    def _clear(self) -> None:
+        """Forget what was read."""
+
+    @abstractmethod
+    def _add(self, row: Any) -> None:
+        """Take the value of a line."""
+
+
+def changed_at(path: Path) -> float | None:
+    """Return when a file was written last, in seconds since 1970."""
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return None

@@ -22,10 +22,7 @@ FOLDER = "profile"
 SKIPPED_STEPS = 5
 """Steps before the first traced one: compilers, caches, the first samples."""
 
-NUM_ROWS = 8
-"""Rows of the table on the screen."""
-
-NUM_FILE_ROWS = 100
+NUM_ROWS = 100
 """Rows of the table in the file."""
 
 
@@ -88,24 +85,13 @@ class Profiler(Callback):
             self._folder.mkdir(exist_ok=True)
             profile.export_chrome_trace(str(self._folder / f"{name}.json.gz"))
             averages = profile.key_averages()
-            table = averages.table(sort_by=key, row_limit=NUM_FILE_ROWS)
+            table = averages.table(sort_by=key, row_limit=NUM_ROWS)
             (self._folder / f"{name}.txt").write_text(table)
         except Exception as error:  # a training does not end for it
             logger.warning("--profile: the trace could not be written: %s", error)
             return
         if world.is_rank_zero:
-            say(f"{num_steps} steps traced: {shown(self._folder)}/rank-*.json.gz")
-            for line in table_lines(averages, key, num_steps):
-                say(line)
-
-
-def table_lines(averages: Any, key: str, num_steps: int) -> list[str]:
-    """Return a line for each of the operations that took longest, by the time `key`."""
-    rows = sorted(averages, key=lambda row: -getattr(row, key))
-    total = sum(getattr(row, key) for row in rows) or 1
-    return [
-        f"  {getattr(row, key) / 1000 / num_steps:9.3f} ms a step | "
-        f"{getattr(row, key) / total:4.0%} | {row.count / num_steps:7.1f} calls | "
-        f"{row.key[:60]}"
-        for row in rows[:NUM_ROWS]
-    ]
+            say(
+                f"{num_steps} steps traced: {shown(self._folder)}/rank-*.json.gz; the "
+                f"slowest operations are in {name}.txt"
+            )

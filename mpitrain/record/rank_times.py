@@ -114,10 +114,7 @@ class RankTimes(Callback):
         self.cut()
 
     def cut(self) -> None:
-        """Write the rest, and what this rank does when its job is ended.
-
-        In any thread; has an effect once.
-        """
+        """Write the rest, and what this rank does when its job ends; in any thread."""
         with self._lock:
             if self._is_closed:
                 return

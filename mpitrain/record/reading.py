@@ -11,7 +11,6 @@ import functools
 import math
 import re
 import time
-from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -21,31 +20,23 @@ from types import NoneType, SimpleNamespace, UnionType
 from typing import Any, get_args, get_type_hints
 
 from mpitrain.errors import UsageError
-from mpitrain.record.jsonl import JsonlReader
+from mpitrain.record.jsonl import JsonlReader, changed_at
 from mpitrain.record.run_dir import read_json, read_result
 from mpitrain.record.runs import RUN
 from mpitrain.train.metrics import OTHER, PHASES, EpochMetrics, Throughput
 
-BAD_LINE = (KeyError, TypeError, ValueError, IndexError, ArithmeticError)
-"""Errors of a line that is JSON, but not what was expected."""
-
-
 # --- metrics.jsonl ----------------------------------------------------------------
 
 
-@dataclass(kw_only=True)
 class StepColumns:
-    """The metrics of steps, ascending: a column each."""
+    """The metrics of steps, ascending: a column each; nan where not finite."""
 
-    step: array[int] = field(default_factory=lambda: array("q"))
-    epoch: array[int] = field(default_factory=lambda: array("q"))
-    loss: array[float] = field(default_factory=lambda: array("d"))
-    """Mean per sample; nan where it was not finite."""
-    lr: array[float] = field(default_factory=lambda: array("d"))
-    gradient_norm: array[float] = field(default_factory=lambda: array("d"))
+    def __init__(self) -> None:
+        self.step, self.epoch = array("q"), array("q")
+        self.loss, self.lr, self.gradient_norm = array("d"), array("d"), array("d")
 
     def add(self, row: Mapping[str, Any]) -> None:
-        """Add a line."""
+        """Add a line: all of it, or nothing."""
         step, epoch = int(row["step"]), int(row["epoch"])
         loss, lr = number(row["train_loss"]), number(row["lr"])
         norm = number(row["gradient_norm"])
@@ -65,18 +56,17 @@ class TimedThroughput(Throughput):
     """Until a time limit stops the training; ``None`` without one."""
 
 
+SUMMED = (
+    *("num_steps", "num_samples", "seconds"),
+    *("communication_seconds", "wait_seconds"),
+)
+
+
 def sums(throughputs: Iterable[Throughput]) -> SimpleNamespace:
     """Return the sums of what is counted and measured of some steps, by name."""
-    names = [
-        "num_steps",
-        "num_samples",
-        "seconds",
-        "communication_seconds",
-        "wait_seconds",
-    ]
     rows = list(throughputs)
     return SimpleNamespace(
-        **{name: sum(getattr(row, name) for row in rows) for name in names}
+        **{name: sum(getattr(row, name) for row in rows) for name in SUMMED}
     )
 
 
@@ -128,40 +118,8 @@ class Saved:
     """Why it could not be written; empty if it was."""
 
 
-class _File(ABC):
-    """A file of JSON lines; a subclass keeps what `_add` is called with."""
-
-    def __init__(self, path: Path) -> None:
-        self._file = JsonlReader(path)
-        self.changed_at = self._file.changed_at
-        self._clear()
-
-    def update(self) -> bool:
-        """Read what is new; return whether what was read before no longer holds."""
-        was_cut = self._file.was_cut()
-        if was_cut:
-            self._clear()
-        for rows in self._file.blocks():
-            for row in rows:
-                with contextlib.suppress(*BAD_LINE):
-                    self._add(row)
-        return was_cut
-
-    @abstractmethod
-    def _clear(self) -> None:
-        """Forget what was read."""
-
-    @abstractmethod
-    def _add(self, row: Any) -> None:
-        """Take the value of a line."""
-
-
-class Metrics(_File):
-    """The content of ``metrics.jsonl``, each step once.
-
-    Attributes:
-        test: Metrics of the test set by name; empty before it was evaluated.
-    """
+class Metrics(JsonlReader):
+    """The content of ``metrics.jsonl``, each step once."""
 
     def _clear(self) -> None:
         self.steps = StepColumns()
@@ -249,11 +207,7 @@ class RankJob:
     """What it did when the job was ended in the middle, if known."""
 
     def add(self, row: list[float], places: list[int]) -> None:
-        """Add a line, whose phases have these numbers; all of it or nothing.
-
-        Raises:
-            ValueError, TypeError: It is no such line.
-        """
+        """Add a line, whose phases have these numbers; all of it or nothing."""
         end, step, num, longest, *seconds = row
         sums = array("d", bytes(8 * len(PHASES)))
         for place, value in zip(places, seconds, strict=True):
@@ -275,7 +229,7 @@ class RankJob:
         return max(last, self.cut.time if self.cut else last)
 
 
-class RankFile(_File):
+class RankFile(JsonlReader):
     """The content of a file ``times/rank-N.jsonl``, job by job."""
 
     def _clear(self) -> None:
@@ -312,22 +266,7 @@ def _phase(name: str) -> int:
 
 
 class Run:
-    """A run folder; `update` reads what is new in it. Times are seconds since 1970.
-
-    Attributes:
-        name: Name of the folder.
-        config: ``config.yaml``.
-        environment: ``environment.json``.
-        result: ``result.json``.
-        begun: When the run was begun; ``None``: unknown.
-        metrics: ``metrics.jsonl``.
-        ranks: ``times/``, by the names of the files.
-        checkpoints: Those that exist or were written, ascending by step.
-        read_at: When all this was read.
-
-    Raises:
-        UsageError: It is no run folder.
-    """
+    """A run folder; `update` reads what is new in it. Times are seconds since 1970."""
 
     def __init__(self, path: Path) -> None:
         known = (RUN, "config.yaml", "result.json", "metrics.jsonl")
@@ -377,8 +316,7 @@ class Run:
             for sums in (self.path / "checkpoints").glob("step-*/SHA256SUMS"):
                 name = re.fullmatch(r"step-(\d+)(-epoch-\d+)?", sums.parent.name)
                 if name is not None and int(name[1]) not in steps:
-                    at = JsonlReader(sums).changed_at()
-                    known.append(Saved(step=int(name[1]), time=at))
+                    known.append(Saved(step=int(name[1]), time=changed_at(sums)))
         return sorted(known, key=lambda saved: saved.step)
 
 
@@ -409,11 +347,7 @@ def number(value: float | None) -> float:
 
 
 def make(kind: Any, row: Mapping[str, Any]) -> Any:
-    """Make a dataclass of those values of a line that it has fields for.
-
-    Raises:
-        ValueError, TypeError: Values are missing, or of another kind.
-    """
+    """Make a dataclass of those values of a line that it has fields for."""
     values = {}
     for name, hint in _type_hints(kind).items():
         if name in row:

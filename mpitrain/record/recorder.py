@@ -148,10 +148,7 @@ class Recorder(Callback):
         say("stopped, not failed: the exit status is 75, which mpirun may report below")
 
     def on_exception(self, trainer: Any, error: BaseException) -> None:
-        """Write the lines that wait; the job is ended in the middle.
-
-        The file stays open: a checkpoint may be about to be completed, and syncs it.
-        """
+        """Write what waits. The file stays open: a late checkpoint syncs it."""
         if self._metrics is None:
             return
         self._metrics.flush(CLOSE_SECONDS)

@@ -65,10 +65,7 @@ class Screen(logging.StreamHandler[TextIO]):
 
 
 class LogFile(logging.Handler):
-    """Writes lines into a rank's log, in a thread.
-
-    A disk that answers late holds nobody up, and one that is full ends no training.
-    """
+    """Writes lines into a rank's log, in a thread: no disk stops a training."""
 
     def __init__(self, log: TextIO) -> None:
         super().__init__()

@@ -121,10 +121,7 @@ def differences(
 
 
 def _is_blank(path: Path) -> bool:
-    """Whether no job has written into a folder more than its lock and empty logs.
-
-    A job that is killed while it makes its run folder leaves no more than that.
-    """
+    """Whether no job has written more into a folder than its lock and empty logs."""
     return path.is_dir() and all(
         entry.name in (LOCK, "times")  # of a rank whose callbacks began sooner
         or entry.name.startswith(f".{RUN}.")  # not yet renamed

@@ -133,10 +133,7 @@ def job_number(environ: Mapping[str, str]) -> int:
 def requeue(
     environ: Mapping[str, str], script: str | None, *, terminated: bool
 ) -> None:
-    """Put the job back into the queue (SLURM), or submit its script again (PBS).
-
-    Not after TERM (`terminated`) if the job was cancelled.
-    """
+    """Requeue the job (SLURM) or submit its script (PBS), unless it was cancelled."""
     scheduler = detect(environ)
     job_id = scheduler.job_id or ""
     if scheduler.name == "slurm":

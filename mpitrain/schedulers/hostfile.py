@@ -121,10 +121,7 @@ class HostfileConfig:
 def text_of(
     config: HostfileConfig, environ: Mapping[str, str], mpirun: Sequence[str] = ()
 ) -> str:
-    """Return the text of the host file that the flags ask for.
-
-    `mpirun` has the words that start it, to probe the nodes with.
-    """
+    """Return the host file; `mpirun` has the words that start it, for --probe."""
     if config.probe != bool(mpirun):
         raise UsageError(
             "hostfile --probe needs the words that start mpirun after --, and nothing "

@@ -110,11 +110,7 @@ class JobscriptConfig:
 def text_of(
     config: JobscriptConfig, words: Sequence[str], *, is_training: bool = True
 ) -> str:
-    """Return the job script, in which `words` follow `python -m mpitrain`.
-
-    A training stops at TERM and USR2. Raises a UsageError for a word that no line of a
-    script can hold.
-    """
+    """Return the job script, in which `words` follow `python -m mpitrain`."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     for word in words:

@@ -44,11 +44,7 @@ def probe(
     seconds: float,
     environ: Mapping[str, str],
 ) -> tuple[list[AllocatedNode], list[str]]:
-    """Return the nodes that a training can use, and a reason for each of the others.
-
-    `mpirun` has the words that start it, without hosts and numbers. It takes so many
-    seconds, with up to `MAX_PROBES` nodes that hang.
-    """
+    """Return the nodes that a training can use, and a reason for each of the others."""
     num_gpus: dict[str, int] = {}
     reasons: dict[str, str] = {}
 

@@ -109,6 +109,29 @@ class Supervisor:
         status = process.returncode
         return status if status >= 0 else 128 - status
 
+    def train(
+        self, command: Sequence[str], environ: Mapping[str, str], *, send_usr2: bool
+    ) -> int:
+        """Run mpirun; print the training's error after it, and return the exit status.
+
+        Open MPI 5 ends with 0 though it has lost a node: then the status is the one
+        that rank zero has written, or 1.
+        """
+        status_file = Path(environ["MPITRAIN_STATUS_FILE"])
+        run_file = Path(f"{status_file}.run")
+        for file in (status_file, run_file):
+            file.unlink(missing_ok=True)
+        status = self.run(command, environ, send_usr2=send_usr2)
+        if status == 0:
+            try:
+                status = int(status_file.read_text())
+            except (OSError, ValueError):
+                status = 1
+        if status not in (0, Stopped.exit_status) and (error := _error_in(run_file)):
+            # Open MPI ends its message with a zero byte, and not with a line end.
+            print(f"\nfailed: {error}", file=sys.stderr, flush=True)
+        return status
+
     def _wait(self, seconds: float) -> bool:
         """Wait for a signal or a deadline; return whether the job was asked to stop."""
         deadline = min(time.monotonic() + seconds, self._stop_at, self._kill_at)
@@ -138,67 +161,49 @@ def supervise(
     environ: Mapping[str, str],
     read_config: Callable[[Sequence[str]], TrainConfig],
 ) -> int:
-    """Run mpirun, once or until the training is finished; return its exit status.
-
-    `command` has the words of mpirun and of the training, whose flags `read_config`
-    reads; `environ` is the job script's.
-    """
+    """Run mpirun, once or until the training is finished; return its exit status."""
     if not command:
         raise UsageError("supervise what? Expected mpirun and its words after --")
+    send_usr2 = config.mpi == "openmpi"
     with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder, "status")
-        environ = {**environ, "MPITRAIN_STATUS_FILE": str(file)}
+        environ = {**environ, "MPITRAIN_STATUS_FILE": f"{folder}/status"}
         if config.jobs == 1:
-            send_usr2 = config.mpi == "openmpi"
-            return _train(Supervisor(), command, environ, file, send_usr2=send_usr2)
-        return _supervise_chain(config, command, environ, read_config, file)
-
-
-def _supervise_chain(
-    config: SuperviseConfig,
-    command: Sequence[str],
-    environ: Mapping[str, str],
-    read_config: Callable[[Sequence[str]], TrainConfig],
-    status_file: Path,
-) -> int:
-    scheduler = detect(environ).name
-    if scheduler == "none":
-        raise UsageError(
-            "--jobs needs a job: neither SLURM_JOB_ID nor PBS_JOBID is set. On a "
-            "machine without a scheduler start the training again by hand"
+            return Supervisor().train(command, environ, send_usr2=send_usr2)
+        scheduler = detect(environ).name
+        if scheduler == "none":
+            raise UsageError(
+                "--jobs needs a job: neither SLURM_JOB_ID nor PBS_JOBID is set. On a "
+                "machine without a scheduler start the training again by hand"
+            )
+        mpirun, python, flags = split(command)
+        run_dir = chain.run_dir_of(read_config(flags))
+        training = chain.Chain(run_dir, chain.job_number(environ), config.jobs)
+        chain.refuse_second_job(run_dir)
+        left = seconds_left(environ)
+        # SLURM sends USR1 before the time limit (--signal); PBS sends nothing.
+        notice = None if left is None or scheduler == "slurm" else notice_seconds(left)
+        supervisor = Supervisor(left, notice)
+        hosts, program = f"{folder}/hosts", [python, "-m", "mpitrain"]
+        nodes = () if config.nodes is None else ("--nodes", str(config.nodes))
+        probe = (
+            *(*program, "hostfile", "--format", config.mpi, "--gpus", "ignore"),
+            *("--probe", "--probe-seconds", str(config.probe_seconds), *nodes),
+            *("--output", hosts, "--", *mpirun),
         )
-    mpirun, python, flags = split(command)
-    run_dir = chain.run_dir_of(read_config(flags))
-    training = chain.Chain(run_dir, chain.job_number(environ), config.jobs)
-    chain.refuse_second_job(run_dir)
-    left = seconds_left(environ)
-    # SLURM sends USR1 before the time limit (--signal); PBS sends nothing.
-    notice = None if left is None or scheduler == "slurm" else notice_seconds(left)
-    supervisor = Supervisor(left, notice)
-    is_openmpi = config.mpi == "openmpi"
-    hosts = status_file.with_name("hosts")
-    program = [python, "-m", "mpitrain"]
-    nodes = () if config.nodes is None else ("--nodes", str(config.nodes))
-    probe = (
-        *(*program, "hostfile", "--format", config.mpi, "--gpus", "ignore", "--probe"),
-        *("--probe-seconds", str(config.probe_seconds), *nodes),
-        *("--output", str(hosts), "--", *mpirun),
-    )
-    option = "--hostfile" if is_openmpi else "-f"
-    start = (*mpirun, option, str(hosts), *program, *flags)
-    action: chain.Action = "retry"
-    while action == "retry":
-        status = supervisor.run(probe, environ, send_usr2=True)
-        if supervisor.is_stopping:
-            status = Stopped.exit_status  # nothing was started, and nothing has failed
-        elif status == 0:
-            status = _train(
-                supervisor, start, environ, status_file, send_usr2=is_openmpi
-            ) or int(not is_finished(run_dir))
-        action = training.next_action(status, is_stopping=supervisor.is_stopping)
-    if action == "requeue":
-        chain.requeue(environ, config.script, terminated=supervisor.is_terminated)
-    return status
+        option = "--hostfile" if send_usr2 else "-f"
+        start = (*mpirun, option, hosts, *program, *flags)
+        action: chain.Action = "retry"
+        while action == "retry":
+            status = supervisor.run(probe, environ, send_usr2=True)
+            if supervisor.is_stopping:
+                status = Stopped.exit_status  # nothing was started or has failed
+            elif status == 0:
+                status = supervisor.train(start, environ, send_usr2=send_usr2)
+                status = status or int(not is_finished(run_dir))
+            action = training.next_action(status, is_stopping=supervisor.is_stopping)
+        if action == "requeue":
+            chain.requeue(environ, config.script, terminated=supervisor.is_terminated)
+        return status
 
 
 def split(command: Sequence[str]) -> tuple[list[str], str, list[str]]:
@@ -215,34 +220,6 @@ def split(command: Sequence[str]) -> tuple[list[str], str, list[str]]:
         "--jobs restarts a training of mpitrain: expected mpirun ... python -m "
         f"mpitrain FLAGS after --, found {' '.join(words)}"
     )
-
-
-def _train(
-    supervisor: Supervisor,
-    command: Sequence[str],
-    environ: Mapping[str, str],
-    status_file: Path,
-    *,
-    send_usr2: bool,
-) -> int:
-    """Run mpirun; print the training's error after it, and return the exit status.
-
-    Open MPI 5 ends with 0 though it has lost a node: then the status is the one that
-    rank zero has written, or 1.
-    """
-    run_file = Path(f"{status_file}.run")
-    for file in (status_file, run_file):
-        file.unlink(missing_ok=True)
-    status = supervisor.run(command, environ, send_usr2=send_usr2)
-    if status == 0:
-        try:
-            status = int(status_file.read_text())
-        except (OSError, ValueError):
-            status = 1
-    if status not in (0, Stopped.exit_status) and (error := _error_in(run_file)):
-        # Open MPI ends its message with a zero byte, and not with a line end.
-        print(f"\nfailed: {error}", file=sys.stderr, flush=True)
-    return status
 
 
 def _error_in(run_file: Path) -> str:

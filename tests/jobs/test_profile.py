@@ -1,4 +1,4 @@
-"""``--profile`` leaves traces of every rank that others can read, and a short table."""
+"""``--profile`` leaves traces and a table of every rank that others can read."""
 
 from __future__ import annotations
 
@@ -23,13 +23,7 @@ def test_each_rank_leaves_a_trace_of_its_steps(openmpi: Mpi, tmp_path: Path) -> 
         names = [event.get("name", "") for event in trace["traceEvents"]]
         assert sum(name.startswith("Optimizer.step#") for name in names) == 4
         assert "Optimizer.step" in (folder / f"rank-{rank}.txt").read_text()
-    lines = [line for line in done.out.splitlines() if " ms a step | " in line]
-    assert len(lines) == 8
-    shares = [int(line.split("|")[1].strip().rstrip("%")) for line in lines]
-    assert 0 < sum(shares) <= 104  # each is rounded
-    table = (folder / "rank-0.txt").read_text()
-    for line in lines:
-        assert line.rpartition("| ")[2][:40].strip() in table
+    assert "4 steps traced: runs/a/profile/rank-*.json.gz" in done.out
 
 
 @pytest.mark.parametrize("num_steps", [5, pytest.param(4, marks=pytest.mark.slow)])

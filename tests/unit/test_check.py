@@ -14,9 +14,7 @@ from mpitrain.mpi.world import Node, World
 from mpitrain.schedulers import Scheduler
 from mpitrain.tools.check import login
 from mpitrain.tools.check.environment import (
-    JobFacts,
-    NodeFacts,
-    RankFacts,
+    Facts,
     find_problems,
     marker_file,
     nearest,
@@ -27,7 +25,7 @@ from mpitrain.tools.check.software import is_launcher_of, launcher_of, library_o
 
 ROOT = Path(__file__).parents[2]
 
-HOST = NodeFacts(
+HOST = Facts(
     hostname="a",
     num_cores=8,
     given_cores=8,
@@ -46,7 +44,7 @@ HOST = NodeFacts(
     sees_runs=True,
     clock_seconds=1000.0,
 )
-RANK = RankFacts(
+RANK = Facts(
     num_cores=8,
     num_threads=4,
     device="cpu",
@@ -54,6 +52,10 @@ RANK = RankFacts(
     variables={},
     stage_seconds={"starting MPI": 1.0, "import torch": 5.0, "store": 0.25},
 )
+
+
+def changed(one: Facts, **values: Any) -> Facts:
+    return Facts(**{**vars(one), **values})
 
 
 def facts(
@@ -65,7 +67,7 @@ def facts(
     variables: dict[str, str] | None = None,
     hosts: tuple[dict[str, Any], ...] = (),
     **more: Any,
-) -> JobFacts:
+) -> Facts:
     """A healthy job of some ranks on each of some nodes of 8 cores, but for ..."""
     nodes, ranks = [], []
     for index, size in enumerate(sizes):
@@ -78,15 +80,19 @@ def facts(
             given["variables"] = variables or {}
             if gpus:
                 given |= {"gpu": gpus[rank], "device": f"cuda:{rank}"}
-            ranks.append(replace(RANK, **given))
+            ranks.append(changed(RANK, **given))
     of_hosts = [
-        replace(HOST, hostname=node.hostname, **(hosts[i] if i < len(hosts) else {}))
+        changed(HOST, hostname=node.hostname, **(hosts[i] if i < len(hosts) else {}))
         for i, node in enumerate(nodes)
     ]
-    more = {"torch_version": "2.15.0", "scheduler": Scheduler(name="none"), **more}
-    return JobFacts(
-        nodes=tuple(nodes), ranks=tuple(ranks), hosts=tuple(of_hosts), **more
-    )
+    more = {
+        "torch_version": "2.15.0",
+        "scheduler": Scheduler(name="none"),
+        "unwritable": "",
+        "knows_end": False,
+        **more,
+    }
+    return Facts(nodes=tuple(nodes), ranks=tuple(ranks), hosts=tuple(of_hosts), **more)
 
 
 SMALL: dict[str, Any] = {"shm_bytes": 64 * 2**20}
@@ -189,7 +195,7 @@ INFINIBAND: dict[str, Any] = {"infiniband": ("mlx5_0",)}
     ],
 )
 def test_each_finding_comes_when_it_must_and_only_then(
-    told: JobFacts, said: list[str]
+    told: Facts, said: list[str]
 ) -> None:
     found = find_problems(told)
     words = [f"{f.severity} {f.name}: {f.found}" for f in found]
@@ -246,7 +252,7 @@ def test_a_collective_that_only_some_ranks_lack_is_an_error() -> None:
     assert "failed on ranks 0-1, first rank 0 a" in found.found
 
 
-def world_of(told: JobFacts) -> World:
+def world_of(told: Facts) -> World:
     return World(
         rank=0,
         world_size=len(told.ranks),
@@ -268,8 +274,8 @@ def test_a_node_is_a_line_however_many_ranks_it_has() -> None:
 
 
 def test_the_start_is_timed_without_imports() -> None:
-    slow = replace(RANK, stage_seconds=dict(RANK.stage_seconds) | {"store": 0.75})
-    part = start_part(replace(facts(), ranks=(RANK, slow)))
+    slow = changed(RANK, stage_seconds=dict(RANK.stage_seconds) | {"store": 0.75})
+    part = start_part(changed(facts(), ranks=(RANK, slow)))
     assert part["seconds_without_imports"] == 0.75
     assert part["seconds_by_stage"]["store"] == 0.75
 

@@ -317,7 +317,7 @@ def test_a_run_of_which_little_is_there_has_a_page(
             file.rmdir() if file.is_dir() else file.unlink()
     page = written(path)
     assert "<h1>r " in page
-    assert page.count("<figure") == 5
+    assert page.count("<figure") == 4
 
 
 def test_a_run_that_is_running_is_shown_as_far_as_it_is(tmp_path: Path) -> None:

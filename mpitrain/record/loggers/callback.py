@@ -140,11 +140,7 @@ class Loggers(Callback):
 def make_processes(
     config: LogConfig, info: RunInfo, show: Callable[[str], object]
 ) -> list[LoggerProcess]:
-    """Choose the loggers of a rank; ``show`` prints a line on the screen.
-
-    Raises:
-        UsageError: A user-defined logger does not exist.
-    """
+    """Choose the loggers of a rank; ``show`` prints a line on the screen."""
     names = config.log
     if info.rank:
         names = ("wandb",) if config.wandb_all_ranks else ()

@@ -39,11 +39,7 @@ MPI_VARIABLES = ("OMPI_", "PMIX_", "PMI_", "PRTE_")
 
 
 def refuse_missing(config: LogConfig) -> None:
-    """Check that the packages of ``--log`` are installed, without importing them.
-
-    Raises:
-        UsageError: One is not.
-    """
+    """Check that the packages of ``--log`` are installed, without importing them."""
     for name in ("tensorboard", "wandb"):
         if name not in config.log:
             continue
@@ -56,10 +52,7 @@ def refuse_missing(config: LogConfig) -> None:
 
 
 class LoggerProcess:
-    """Runs one logger in a process; none of its methods waits for it but `join`.
-
-    ``say`` prints a line on the screen.
-    """
+    """Runs one logger in a process; none of its methods waits for it but `join`."""
 
     def __init__(
         self,

@@ -144,10 +144,7 @@ def _connect(offer: tuple[str, int]) -> str:
 
 
 def check_collectives(job: Job, world: World) -> tuple[list[Part], list[Finding]]:
-    """Call each collective on the CPU, and on the GPUs if they are used.
-
-    Return for each device the collectives by outcome, and the findings.
-    """
+    """Call each collective on the CPU, and on the GPUs if they are used."""
     backends = {"cpu": host_backend(world)}
     if world.device != "cpu":
         backends[world.device] = "nccl" if "nccl" in world.backend else backends["cpu"]
@@ -184,10 +181,7 @@ def host_backend(world: World) -> str:
 
 
 def collective_checks(rank: int, size: int, device: str) -> dict[str, Check]:
-    """Return the collectives that training uses. Values are small integers in float32.
-
-    The root of broadcasts is the last rank, so never rank zero.
-    """
+    """Return the collectives of training; the last rank is their root."""
     values = torch.arange(NUM_VALUES, device=device)
     all_mine = [(values % 7 + r % 5 + 1).float() for r in range(size)]
     every, mine = torch.stack(all_mine), all_mine[rank]
@@ -275,10 +269,7 @@ def run_check(call: Callable[[], Tensor], expected: Tensor) -> Outcome:
 def judge(
     name: str, bad: dict[int, Outcome], world: World
 ) -> tuple[str, Finding | None]:
-    """Return the outcome over all ranks, and a finding unless it is right.
-
-    `bad` has the ranks whose outcome is not right.
-    """
+    """Return the outcome over all ranks, and a finding; `bad` ranks are not right."""
     if not bad:
         return "right", None
     first = min(bad)
@@ -302,10 +293,7 @@ def _host_of(rank: int, world: World) -> str:
 
 
 def check_gradients(job: Job, world: World) -> tuple[Part, list[Finding]]:
-    """Compare the gradients of DDP and FSDP with those of one process.
-
-    Return the largest difference of all ranks by strategy, and the findings.
-    """
+    """Compare the gradients of DDP and FSDP with those of one process."""
     part: Part = {}
     findings = []
     for strategy, tolerance in TOLERANCES.items():
@@ -369,10 +357,7 @@ def gradient_difference(world: World, strategy: str) -> float:
 def measure_bandwidth(
     job: Job, world: World, budget_seconds: float, available_bytes: int
 ) -> tuple[list[Part], str]:
-    """Measure all-reduces of growing messages, until the time or the memory is used.
-
-    Return a row for each size, and why larger sizes are left out, or ``""``.
-    """
+    """Return a row for each message size, and why larger ones are left out."""
     end = time.monotonic() + budget_seconds
     groups: dict[str, dist.ProcessGroup | None] = {host_backend(world): None}
     if "gloo" not in groups:

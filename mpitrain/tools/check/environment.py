@@ -10,14 +10,13 @@ import shutil
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 from mpitrain.launch import cpu
 from mpitrain.launch.consistency import version_numbers
 from mpitrain.launch.rendezvous.select import Rendezvous
-from mpitrain.mpi.world import Node, World, format_ranges, list_hosts
-from mpitrain.schedulers import Scheduler
+from mpitrain.mpi.world import World, format_ranges, list_hosts
 from mpitrain.tools.check.report import Finding, Severity
 
 VISIBLE_SECONDS = 3.0
@@ -31,74 +30,20 @@ MAX_CLOCK_SECONDS = 2.0
 SLOW_MBPS = 1000
 
 
-@dataclass(frozen=True, kw_only=True)
-class NodeFacts:
-    """One node, as its first rank sees it; docs/howto/check.md describes the fields.
-
-    Limits are ``None`` where there is none; unknown numbers are 0.
-    """
-
-    hostname: str
-    num_cores: int
-    given_cores: int
-    quota: float | None
-    available_bytes: int
-    shm_bytes: int
-    memlock_bytes: int | None
-    open_files: int | None
-    infiniband: tuple[str, ...]
-    address: str
-    interface: str
-    kind: str
-    speed_mbps: int
-    runs_dir: str
-    free_bytes: int
-    sees_runs: bool
-    clock_seconds: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class RankFacts:
-    """One rank."""
-
-    num_cores: int
-    """Cores of its affinity mask."""
-    num_threads: int
-    device: str
-    gpu: str
-    """UUID of its GPU; ``""`` on a CPU."""
-    variables: Mapping[str, str]
-    """Variables of the user that mpitrain would set otherwise."""
-    stage_seconds: Mapping[str, float]
-    """Duration of each stage of the start."""
-    """Whether the watchdog runs."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class JobFacts:
-    """All ranks and nodes of a job."""
-
-    nodes: tuple[Node, ...]
-    ranks: tuple[RankFacts, ...]
-    hosts: tuple[NodeFacts, ...]
-    """By node rank."""
-    unwritable: str = ""
-    """Why rank zero cannot write into the folder of the runs; ``""``: it can."""
-    torch_version: str
-    scheduler: Scheduler
-    knows_end: bool = False
-    """Whether the scheduler says when the job ends."""
+Facts = SimpleNamespace
+"""What is known of a rank, a node or a job; docs/howto/check.md describes the fields.
+Limits are ``None`` where there is none; unknown numbers are 0."""
 
 
 def rank_facts(
     world: World,
     environ: Mapping[str, str],
     stage_seconds: Mapping[str, float],
-) -> RankFacts:
+) -> Facts:
     """Return the facts about this rank; `environ` is as the user set it."""
     names = ("OMP_NUM_THREADS", *SOCKET_VARIABLES)
     gpus = world.nodes[world.node_rank].gpus
-    return RankFacts(
+    return Facts(
         num_cores=len(os.sched_getaffinity(0)),
         num_threads=world.num_threads,
         device=world.device,
@@ -110,7 +55,7 @@ def rank_facts(
 
 def node_facts(
     world: World, rendezvous: Rendezvous, runs_dir: Path, marker: str
-) -> NodeFacts:
+) -> Facts:
     """Return the facts about this node; `marker` is a file that rank zero has made."""
     import psutil
 
@@ -118,7 +63,7 @@ def node_facts(
     folder = nearest(runs_dir)
     shm, infiniband = Path("/dev/shm"), Path("/sys/class/infiniband")
     adapters = sorted(infiniband.iterdir()) if infiniband.is_dir() else []
-    return NodeFacts(
+    return Facts(
         hostname=world.hostname,
         num_cores=os.cpu_count() or 1,
         given_cores=_launcher_cores(),
@@ -189,7 +134,7 @@ def _is_visible(marker: str) -> bool:
     return False
 
 
-def find_problems(facts: JobFacts) -> list[Finding]:
+def find_problems(facts: Facts) -> list[Finding]:
     """Return what may be wrong with the ranks and nodes of a job."""
     return [
         *_placement(facts),
@@ -205,7 +150,7 @@ def _below(value: float | None, minimum: float) -> bool:
     return value is not None and value < minimum
 
 
-def _names(hosts: Sequence[NodeFacts]) -> str:
+def _names(hosts: Sequence[Facts]) -> str:
     return list_hosts(host.hostname for host in hosts)
 
 
@@ -213,7 +158,7 @@ def _plural(count: int, word: str) -> str:
     return f"{count} {word}{'s' * (count != 1)}"
 
 
-def _placement(facts: JobFacts) -> Iterator[Finding]:
+def _placement(facts: Facts) -> Iterator[Finding]:
     """Where mpirun put the ranks: cores, GPUs and nodes."""
     nodes, ranks = facts.nodes, facts.ranks
     for node, host in zip(nodes, facts.hosts, strict=True):
@@ -245,7 +190,7 @@ def _placement(facts: JobFacts) -> Iterator[Finding]:
         yield Finding("warning", "uneven-nodes", text, remedy)
 
 
-def _variables(facts: JobFacts) -> Iterator[Finding]:
+def _variables(facts: Facts) -> Iterator[Finding]:
     """Variables of the user that are used instead of what mpitrain would choose."""
     given = [
         value
@@ -278,7 +223,7 @@ def _variables(facts: JobFacts) -> Iterator[Finding]:
         yield Finding("note", "socket-ifname", text, remedy)
 
 
-def _limits(facts: JobFacts) -> Iterator[Finding]:
+def _limits(facts: Facts) -> Iterator[Finding]:
     """Memory, files and cores that the system allows on each node."""
     hosts = facts.hosts
     if low := [host for host in hosts if host.shm_bytes < GIB]:
@@ -306,7 +251,7 @@ def _limits(facts: JobFacts) -> Iterator[Finding]:
         yield Finding("note", "cpu-quota", text, remedy)
 
 
-def _nodes(facts: JobFacts) -> Iterator[Finding]:
+def _nodes(facts: Facts) -> Iterator[Finding]:
     """Clocks, network and torch."""
     behind = min(facts.hosts, key=lambda host: host.clock_seconds)
     ahead = max(facts.hosts, key=lambda host: host.clock_seconds)
@@ -326,7 +271,7 @@ def _nodes(facts: JobFacts) -> Iterator[Finding]:
         yield Finding("note", "old-torch", text + "mpitrain is tested", remedy)
 
 
-def _runs_folder(facts: JobFacts) -> Iterator[Finding]:
+def _runs_folder(facts: Facts) -> Iterator[Finding]:
     zero = facts.hosts[0]
     if facts.unwritable:
         text = f"{zero.hostname} cannot write in {facts.unwritable}"
@@ -344,7 +289,7 @@ def _runs_folder(facts: JobFacts) -> Iterator[Finding]:
         yield Finding("warning", "disk-full", text + zero.hostname, remedy)
 
 
-def _watching(facts: JobFacts) -> Iterator[Finding]:
+def _watching(facts: Facts) -> Iterator[Finding]:
     """The end of the job, and hangs."""
     job_id, name = facts.scheduler.job_id, facts.scheduler.name
     if job_id and not facts.knows_end:

@@ -6,7 +6,7 @@ import contextlib
 import os
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from mpitrain import schedulers
@@ -18,7 +18,7 @@ from mpitrain.mpi.world import World
 from mpitrain.schedulers import seconds_left
 from mpitrain.tools.check.config import CheckConfig
 from mpitrain.tools.check.environment import (
-    JobFacts,
+    Facts,
     find_problems,
     marker_file,
     node_facts,
@@ -42,10 +42,7 @@ IMPORT_STAGES = ("starting MPI", "import torch")
 
 
 def check_job(guard: ExitGuard, config: CheckConfig, environ: Mapping[str, str]) -> int:
-    """Check all ranks and nodes.
-
-    Collective over all ranks.
-    """
+    """Check all ranks and nodes; collective over all ranks."""
     before = dict(environ)
     report = Report(prints=guard.comm.rank == 0, as_json=config.json)
     guard.on_failure.append(report.fail)
@@ -105,7 +102,7 @@ def _gather(
     guard: ExitGuard,
     config: CheckConfig,
     before: Mapping[str, str],
-) -> JobFacts:
+) -> Facts:
     """Collect the facts of all ranks and nodes. Collective over all ranks."""
     import torch
 
@@ -127,10 +124,10 @@ def _gather(
         )
     barrier(job.comm)
     if host is not None:
-        host = replace(host, clock_seconds=time.time())
+        host.clock_seconds = time.time()
     mine = rank_facts(world, before, guard.stage_seconds)
     by_rank = job.comm.allgather((mine, host))
-    return JobFacts(
+    return Facts(
         nodes=world.nodes,
         ranks=tuple(rank for rank, _ in by_rank),
         hosts=tuple(host for _, host in by_rank if host is not None),
@@ -143,7 +140,7 @@ def _gather(
     )
 
 
-def node_parts(facts: JobFacts) -> dict[str, list[dict[str, Any]]]:
+def node_parts(facts: Facts) -> dict[str, list[dict[str, Any]]]:
     """Return the parts ``nodes`` and ``ranks`` of the result."""
     nodes: list[dict[str, Any]] = []
     ranks: list[dict[str, Any]] = []
@@ -153,14 +150,14 @@ def node_parts(facts: JobFacts) -> dict[str, list[dict[str, Any]]]:
         summary["usable_cores"] = node.num_cores
         summary["num_threads"] = max(it.num_threads for it in mine)
         summary["devices"] = list(dict.fromkeys(it.device for it in mine))
-        nodes.append(summary | asdict(host))
+        nodes.append(summary | vars(host))
         for local_rank, (rank, it) in enumerate(zip(node.ranks, mine, strict=True)):
             place = {"rank": rank, "hostname": node.hostname, "node_rank": at}
-            ranks.append({**place, "local_rank": local_rank, **asdict(it)})
+            ranks.append({**place, "local_rank": local_rank, **vars(it)})
     return {"nodes": nodes, "ranks": sorted(ranks, key=lambda it: it["rank"])}
 
 
-def start_part(facts: JobFacts) -> dict[str, Any]:
+def start_part(facts: Facts) -> dict[str, Any]:
     """Return the duration of each stage of the start, on its slowest rank."""
     seconds = {
         stage: max(rank.stage_seconds.get(stage, 0.0) for rank in facts.ranks)

@@ -108,11 +108,7 @@ def load_library() -> Library:
 
 
 def find_program(name: str, environ: Mapping[str, str]) -> Program:
-    """Find a program, and identify it.
-
-    A wrapper in Perl or a shell may have no ``--version``, or fail where its scheduler
-    is not set up; then its source text is read.
-    """
+    """Find a program, and identify it by its --version, or else by its source text."""
     path = shutil.which(name, path=environ.get("PATH"))
     if path is None:
         return Program(None)

@@ -50,14 +50,7 @@ class Finding:
 
 
 class Report:
-    """Collects the result part by part; prints each part, or all as JSON at the end.
-
-    As JSON, whatever else is written to standard output, as by NCCL, goes to standard
-    error.
-
-    Attributes:
-        parts: The JSON object so far.
-    """
+    """Collects the parts of the result; prints each, or all as JSON at the end."""
 
     def __init__(self, *, prints: bool, as_json: bool) -> None:
         self.parts: dict[str, Any] = {"format": FORMAT}

@@ -129,10 +129,7 @@ def load_seconds(part: RankJob) -> float:
 
 
 def stage_seconds(part: RankJob) -> Floats:
-    """Return the seconds that a rank spent in each of `STAGES`: `(stages,)`.
-
-    Their sum is the time from the start of its process to its last line.
-    """
+    """Return the seconds that a rank spent in each of `STAGES`: `(stages,)`."""
     seconds = np.zeros(1 + NUM_PHASES)
     seconds[0] = part.start_seconds + load_seconds(part)
     seconds[1:] = phase_seconds(part).sum(0)

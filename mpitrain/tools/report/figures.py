@@ -61,7 +61,7 @@ SETTINGS: Mapping[str, object] = {
     "text.color": INK,
     "axes.edgecolor": THEME["line"][0],
     "grid.color": THEME["line"][0],
-    **dict.fromkeys(("axes.labelcolor", "legend.labelcolor", "hatch.color"), MUTED),
+    **dict.fromkeys(("axes.labelcolor", "legend.labelcolor"), MUTED),
     **dict.fromkeys(("xtick.labelcolor", "ytick.labelcolor"), MUTED),
     **dict.fromkeys((f"axes.spines.{it}" for it in ("top", "right", "left")), False),
     "axes.axisbelow": True,

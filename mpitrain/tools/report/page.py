@@ -7,13 +7,11 @@ from html import escape
 from importlib import resources
 
 from mpitrain import __version__
-from mpitrain.tools.report.analysis import ReportedRun, seconds_by_category
-from mpitrain.tools.report.figures import PHASE_COLOURS, THEME, Chart
+from mpitrain.tools.report.analysis import ReportedRun
+from mpitrain.tools.report.figures import THEME, Chart
 from mpitrain.tools.report.summary import (
     Section,
     comparison,
-    duration,
-    percent,
     status_line,
     summary,
     tables,
@@ -71,7 +69,6 @@ def page(runs: Sequence[ReportedRun], charts: Sequence[Chart]) -> str:
         for name, value in (summary(first) if is_alone else {}).items()
         if value
     )
-    figures = [_figure(chart) for chart in charts]
     return PAGE.format(
         title=" and ".join(escape(shown.run.name) for shown in runs),
         style=_style(),
@@ -79,7 +76,7 @@ def page(runs: Sequence[ReportedRun], charts: Sequence[Chart]) -> str:
         status=escape(status_line(first.run)),
         errors="".join(_error(shown, is_alone) for shown in runs),
         tiles=f'<div class="tiles">{values}</div>',
-        charts="\n".join([*figures, _stages(runs)]),
+        charts="\n".join(map(_figure, charts)),
         tables="\n".join(_details(it) for it in sections if it.rows),
         version=__version__,
     )
@@ -131,39 +128,6 @@ def _figure(chart: Chart) -> str:
 <div class="scroll" role="img" aria-label="{label}">
 {chart.svg()}</div>
 </figure>"""
-
-
-def _stages(runs: Sequence[ReportedRun]) -> str:
-    """Return bars of where the time went: of the jobs of one run, or of each run."""
-    bars = [
-        (shown.run.name, shown.jobs, shown.run.metrics.throughputs) for shown in runs
-    ]
-    if len(runs) == 1:
-        (name, jobs, throughputs), bars = bars[0], []
-        if len(jobs) != 1:
-            bars = [("all jobs", jobs, throughputs)]
-        bars += [(f"job {job.number}", [job], throughputs) for job in jobs[-10:]]
-    colours = {**PHASE_COLOURS, "waiting": "var(--waiting)"}
-    rows, used = "", set()
-    for name, jobs, throughputs in bars:
-        seconds, parts = seconds_by_category(jobs, throughputs), ""
-        total = sum(seconds.values())
-        for category, value in seconds.items():
-            share = value / total if total else 0.0
-            if share > 0.002:
-                used.add(category)
-                text = percent(share) if share > 0.12 else ""
-                parts += (
-                    f'<i class="{category}" title="{category} {percent(share)}" style='
-                    f'"flex: {share:.4f}; background: {colours[category]}">{text}</i>'
-                )
-        label = escape(f"{name}: {duration(total)}")
-        rows += f'<p>{label}</p><div class="bar">{parts}</div>'
-    legend = [(colour, name) for name, colour in colours.items() if name in used]
-    return (
-        '<figure id="stages"><figcaption><h2>Time by phase, mean over ranks</h2>'
-        f"</figcaption>{rows}{_legend(legend)}</figure>"
-    )
 
 
 def _details(section: Section) -> str:

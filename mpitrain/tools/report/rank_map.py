@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any
 
 import numpy as np
 from matplotlib.colors import to_rgba
@@ -129,10 +128,7 @@ def _busy(shares: Floats) -> Floats:
 
 
 def stage_shares(part: RankJob, times: Floats) -> Floats:
-    """Return what a rank did between some times: `(len(times) - 1, stages)`.
-
-    Within a line of its file the order of phases is not known: they are mixed.
-    """
+    """Return what a rank did between some times: `(len(times) - 1, stages)`."""
     first = part.time + load_seconds(part)
     ends = [part.time - part.start_seconds, first]
     rows = [np.eye(1, len(STAGES))[0] * (first - ends[0])]
@@ -168,8 +164,10 @@ def pixels(found: RankMap) -> NDArray[np.float64]:
     for i in range(len(STAGES)):
         stage += tops[:, None, :, i] < heights[None, :, None]
     colours = np.array([*map(to_rgba, PHASE_COLOURS.values()), (1, 1, 1, 0)])
-    image: NDArray[np.float64] = colours[stage].reshape(-1, num_columns, 4)
-    return image
+    image: NDArray[np.float64] = colours[stage]
+    for mask, colour in ((found.is_missing, MUTED), (found.is_hanging, HANG)):
+        image.swapaxes(1, 2)[mask] = to_rgba(colour)
+    return image.reshape(-1, num_columns, 4)
 
 
 def map_chart(shown: ReportedRun, index: int, num_runs: int) -> Chart:
@@ -197,13 +195,9 @@ def _draw(chart: Chart, jobs: Sequence[JobTimes], found: RankMap) -> None:
     axes, per_row, num_rows = chart.axes, found.ranks_per_row, len(found.shares)
     axes.spines["bottom"].set_visible(False)
     largest = max(reversed(jobs), key=lambda job: job.world_size)
-
-    def box(left: float, right: float, top: float, end: float, **how: Any) -> None:
-        size = right - left, end - top
-        axes.add_patch(Rectangle((left, top), *size, lw=0, **how))
-
     for job, (left, right) in zip(jobs, found.edges.tolist(), strict=True):
-        box(left, right, 0, -(-job.world_size // per_row), fc=WAITING)
+        size = right - left, -(-job.world_size // per_row)
+        axes.add_patch(Rectangle((left, 0), *size, lw=0, fc=WAITING))
         text = f"job {job.number}: {job.world_size} ranks"
         if len(jobs) > 1 and len(text) < 120 * (right - left):
             axes.annotate(
@@ -211,10 +205,6 @@ def _draw(chart: Chart, jobs: Sequence[JobTimes], found: RankMap) -> None:
             )
     extent = (0, 1, num_rows, 0)
     axes.imshow(pixels(found), extent=extent, interpolation="nearest", zorder=2)
-    for cell in true_cells(found.is_missing):
-        box(*cell, fc=PAPER, ec=MUTED, hatch="////", zorder=3)
-    for cell in true_cells(found.is_hanging):
-        box(*cell, fc=HANG, zorder=3)
     for rank in range(1, largest.world_size):
         is_same = _node(largest, rank) == _node(largest, rank - 1)
         if largest.world_size <= (MAX_LABELS if is_same else 256):
@@ -229,19 +219,13 @@ def _draw(chart: Chart, jobs: Sequence[JobTimes], found: RankMap) -> None:
     legend.append(("waiting for other ranks", WAITING))
     if found.is_hanging.any():
         legend.append(("hang", HANG))
+    if found.is_missing.any():
+        legend.append(("no data", MUTED))
     chart.figure.legend(
         handles=[Patch(facecolor=colour, label=label) for label, colour in legend],
         loc="outside lower left",
         ncols=10,
     )
-
-
-def true_cells(where: NDArray[np.bool_]) -> Iterator[tuple[float, float, int, int]]:
-    """Yield left and right (0 to 1), and top and end row, of runs of true cells."""
-    for row, cells in enumerate(where):
-        edges = np.flatnonzero(np.diff(np.concatenate([[0], cells, [0]])))
-        for left, right in edges.reshape(-1, 2).tolist():
-            yield left / len(cells), right / len(cells), row, row + 1
 
 
 def rank_labels(job: JobTimes, ranks_per_row: int) -> tuple[list[float], list[str]]:

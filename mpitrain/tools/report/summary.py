@@ -9,7 +9,13 @@ from datetime import datetime
 
 from mpitrain.mpi.world import format_ranges
 from mpitrain.record.reading import Run, TimedThroughput, sums
-from mpitrain.tools.report.analysis import JobTimes, ReportedRun, find_straggler
+from mpitrain.tools.report.analysis import (
+    CATEGORIES,
+    JobTimes,
+    ReportedRun,
+    find_straggler,
+    seconds_by_category,
+)
 from mpitrain.train.metrics import PHASES
 
 Row = tuple[str, ...]
@@ -92,7 +98,11 @@ def tables(shown: ReportedRun) -> list[Section]:
         if not isinstance(values, dict):
             values = {"": values}
         environment += [(f"{group} {name}", _text(of)) for name, of in values.items()]
+    phases = [_phases(f"job {job.number}", [job], shown) for job in shown.jobs[-10:]]
+    if len(phases) > 1:
+        phases.insert(0, _phases("all jobs", shown.jobs, shown))
     return [
+        _phase_table(phases),
         Section(
             title="Jobs",
             head=("job", "began", "duration", "ranks x nodes", "last step"),
@@ -112,7 +122,7 @@ def comparison(runs: Sequence[ReportedRun]) -> list[Section]:
     """Return the tables of several runs, side by side."""
     results = [summary(shown) for shown in runs]
     configs = [{k: _text(v) for k, v in shown.run.config.items()} for shown in runs]
-    found = []
+    found = [_phase_table([_phases(it.run.name, it.jobs, it) for it in runs])]
     for title, columns in (("Results", results), ("Configuration", configs)):
         names = dict.fromkeys(name for column in columns for name in column)
         rows = [(name, *(it.get(name, "") for it in columns)) for name in names]
@@ -122,6 +132,18 @@ def comparison(runs: Sequence[ReportedRun]) -> list[Section]:
         rows = [row for row in rows if any(row[1:])]
         found.append(Section(title=title, head=head, rows=rows, is_open=True))
     return found
+
+
+def _phases(name: str, jobs: Sequence[JobTimes], shown: ReportedRun) -> Row:
+    seconds = seconds_by_category(jobs, shown.run.metrics.throughputs)
+    total = sum(seconds.values())
+    parts = (percent(value / (total or 1.0)) for value in seconds.values())
+    return name, duration(total), *parts
+
+
+def _phase_table(rows: Sequence[Row]) -> Section:
+    head, note = ("", "total", *CATEGORIES), "mean over ranks"
+    return Section(title="Time by phase", head=head, rows=rows, note=note, is_open=True)
 
 
 def findings(

@@ -28,8 +28,7 @@ from mpitrain.models.summary import summary_line, summary_table
 from mpitrain.mpi.shared_arrays import Communicator, communicator
 from mpitrain.mpi.topology import mpi_library_version
 from mpitrain.plugins import is_reference
-from mpitrain.record.console import world_lines
-from mpitrain.record.environment import describe
+from mpitrain.record.environment import describe, world_lines
 from mpitrain.record.health import HealthCheck
 from mpitrain.record.loggers.callback import Loggers
 from mpitrain.record.profiler import Profiler
