@@ -39,7 +39,6 @@ from mpitrain.train.evaluate import (
 )
 from mpitrain.train.features import features_of
 from mpitrain.train.loader import BatchLoader, RankStep
-from mpitrain.train.nonfinite import NonFiniteGuard
 from mpitrain.train.optimizer import LossScale, OptimizerWrapper, build_optimizer
 from mpitrain.train.parallel import (
     BatchNorm,
@@ -61,25 +60,11 @@ GPU_MEMORY_FRACTION = 0.3
 
 
 class Engine:
-    """What a training works with, ready on this rank.
+    """What a training works with, ready on this rank; the arguments are `Trainer`'s.
 
     Collective over the default group, and so are its methods unless they say otherwise.
-    The arguments are those of `Trainer`. With ``can_cache_features`` a step calls the
-    model with the inputs and does nothing else, so that a frozen backbone need run once
-    only.
-
-    Attributes:
-        plan: Stages, epochs and steps.
-        strategy: How the whole model is parallelized.
-        stage: The current stage.
-        model: The whole model, on this rank's device.
-        parallel: What is trained in the current stage, parallelized.
-        optimizer: Its optimizer.
-        train_loader: The training data of the stage.
-        val_loader: The validation data of the stage.
-        nonfinite: Handles losses and gradients that are not finite.
-        mean_std: What images are normalized by; ``None``: they are not.
-        num_samples: Training and validation samples; ``None`` where unknown.
+    With ``can_cache_features`` a step calls the model with the inputs and does nothing
+    else, so that a frozen backbone need run once only.
     """
 
     stage: Stage
@@ -138,7 +123,6 @@ class Engine:
             world_size=world.world_size,
             config=config,
         )
-        self.nonfinite = NonFiniteGuard(world, config.on_nonfinite)
         torch.manual_seed(rank_seed(config.seed, world.rank))  # of dropout
 
     # --- stages -------------------------------------------------------------------

@@ -33,49 +33,34 @@ def say(line: str) -> None:
         sys.stdout.flush()
 
 
-class ProgressText:
-    """Remembers the latest metrics, and describes them in a line.
+class EpochLines(Callback):
+    """Prints a line per epoch, on rank zero; in long epochs about one a minute."""
 
-    ``total_steps`` may be unknown; ``done`` were done by earlier jobs; ``began`` is
-    when this job began to train, by `time.time`.
-    """
+    def __init__(self, seconds_left: SecondsLeft = lambda: None) -> None:
+        self._seconds_left = seconds_left
+        self._is_on = True
+        EpochLines.start(self, 0, None, 0)
 
-    def __init__(
+    def start(
         self,
-        total_steps: int | None = None,
-        done: int = 0,
-        seconds_left: SecondsLeft = lambda: None,
+        num_epochs: int,
+        total_steps: int | None,
+        done: int,
         began: float | None = None,
     ) -> None:
-        self._total_steps, self._done, self._step = total_steps, done, done
-        self._seconds_left = seconds_left
+        """Start to print; ``done`` steps are older than ``began``, by `time.time`."""
+        self._num_epochs, self._total_steps = num_epochs, total_steps
+        self._done = self._step = done
         self._began = time.time() if began is None else began
-        self._steps: Sequence[StepMetrics] = ()
-        self._throughput: Throughput | None = None
-        self._values: Mapping[str, float] = {}
+        self._printed_at = time.monotonic()
+        self._values: dict[str, float] = {}
+        self._rate = ""
 
-    def add(self, event: Sequence[StepMetrics] | Throughput | EpochMetrics) -> None:
-        """Take new metrics."""
-        if isinstance(event, Throughput):
-            self._throughput, self._step = event, event.step
-        elif isinstance(event, EpochMetrics):
-            self._values = event.values
-        elif event:
-            self._steps = event
-
+    @property
     def line(self) -> str:
-        """Return recent loss, last accuracy, samples per second and time to the end."""
-        values: dict[str, float] = {}
-        if self._steps:
-            losses = [step.loss for step in self._steps]
-            values["train_loss"] = sum(losses) / len(losses)
-        if self._values:
-            best = "accuracy" if "accuracy" in self._values else "loss"
-            values[f"val_{best}"] = self._values[best]
-        rate = ""
-        if self._throughput is not None:
-            rate = f"{self._throughput.samples_per_second:,.0f} samples/s"
-        parts = (format_metrics(values), rate, self._end())
+        """Recent loss, last accuracy, samples per second and time to the end."""
+        values = dict(sorted(self._values.items()))  # training before validation
+        parts = (format_metrics(values), self._rate, self._end())
         return " | ".join(part for part in parts if part)
 
     def _end(self) -> str:
@@ -89,34 +74,6 @@ class ProgressText:
             return f"{format_seconds(needed)} to go, {limit}"
         return f"done in {format_seconds(needed)}"
 
-
-class EpochLines(Callback):
-    """Prints a line per epoch, on rank zero; in long epochs about one a minute."""
-
-    def __init__(self, seconds_left: SecondsLeft = lambda: None) -> None:
-        self._seconds_left = seconds_left
-        self._is_on = True
-        self._num_epochs = 0
-        self._text = ProgressText()
-        self._printed_at = time.monotonic()
-
-    def start(
-        self,
-        num_epochs: int,
-        total_steps: int | None,
-        done: int,
-        began: float | None = None,
-    ) -> None:
-        """Start to print; the arguments are those of `ProgressText`."""
-        self._num_epochs = num_epochs
-        self._text = ProgressText(total_steps, done, self._seconds_left, began)
-        self._printed_at = time.monotonic()
-
-    @property
-    def line(self) -> str:
-        """The latest metrics."""
-        return self._text.line()
-
     def on_fit_start(self, trainer: Any) -> None:
         """Start to print."""
         self._is_on = trainer.engine.world.is_rank_zero
@@ -125,21 +82,24 @@ class EpochLines(Callback):
 
     def on_metrics(self, trainer: Any, steps: Sequence[StepMetrics]) -> None:
         """Remember the losses."""
-        self._text.add(steps)
+        mean = sum(step.loss for step in steps) / len(steps)
+        self._values["train_loss"] = mean
 
     def on_throughput(self, trainer: Any, throughput: Throughput) -> None:
         """Print a line if there was none for long."""
-        self._text.add(throughput)
+        self._rate = f"{throughput.samples_per_second:,.0f} samples/s"
+        self._step = throughput.step
         if self._is_on and time.monotonic() - self._printed_at > LINE_SECONDS:
             self._printed_at = time.monotonic()
             say(
                 f"at step {throughput.step} of epoch {throughput.epoch}/"
-                f"{self._num_epochs} | {self._text.line()}"
+                f"{self._num_epochs} | {self.line}"
             )
 
     def on_epoch_end(self, trainer: Any, epoch: EpochMetrics) -> None:
         """Print the line of the epoch."""
-        self._text.add(epoch)
+        best = "accuracy" if "accuracy" in epoch.values else "loss"
+        self._values[f"val_{best}"] = epoch.values[best]
         if self._is_on:
             self._printed_at = time.monotonic()
             say(epoch_line(epoch, self._num_epochs))
@@ -167,10 +127,12 @@ class ProgressBar(EpochLines):
         if self._bar is not None:
             self._bar.update(step - self._bar.n)
 
-    def close(self) -> None:
+    def close(self, *_: Any, **__: Any) -> None:
         """Remove the bar."""
         if self._bar is not None:
             self._bar.close()
+
+    on_fit_end = on_stop = on_exception = close
 
     def on_step_end(self, trainer: Any) -> None:
         """Move the bar."""
@@ -178,21 +140,10 @@ class ProgressBar(EpochLines):
 
     def on_throughput(self, trainer: Any, throughput: Throughput) -> None:
         """Show the latest metrics beside the bar."""
-        self._text.add(throughput)
+        self._printed_at = time.monotonic()  # no lines beside it
+        super().on_throughput(trainer, throughput)
         if self._bar is not None:
-            self._bar.set_description_str(f" | {self._text.line()}")
-
-    def on_fit_end(self, trainer: Any) -> None:
-        """Remove the bar."""
-        self.close()
-
-    def on_stop(self, trainer: Any, reason: str) -> None:
-        """Remove the bar."""
-        self.close()
-
-    def on_exception(self, trainer: Any, error: BaseException) -> None:
-        """Remove the bar."""
-        self.close()
+            self._bar.set_description_str(f" | {self.line}")
 
 
 def _open_bar(total_steps: int | None, done: int) -> Any:
@@ -200,10 +151,7 @@ def _open_bar(total_steps: int | None, done: int) -> Any:
     from tqdm.utils import ObjectWrapper
 
     class WholeLines(ObjectWrapper):
-        """A file in which the bar's text ends with a newline.
-
-        Open MPI 5's mpirun holds a line back until it ends.
-        """
+        """Ends the bar with a newline: Open MPI 5's mpirun holds back what has none."""
 
         def write(self, text: str) -> None:
             """Write the bar in place of the last one."""

@@ -1,4 +1,4 @@
-"""The metrics of steps, kept on the device until the ranks synchronize them."""
+"""The metrics and the throughput of steps, kept until the ranks reduce them."""
 
 from __future__ import annotations
 
@@ -6,17 +6,26 @@ import functools
 import itertools
 import operator
 from array import array
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor
 
 from mpitrain.data.sharding import Indices
-from mpitrain.train.metrics import StepMetrics
+from mpitrain.train.metrics import (
+    BACKWARD,
+    COMMUNICATION,
+    DATA,
+    FORWARD,
+    NUM_PHASES,
+    StepMetrics,
+    Throughput,
+)
 from mpitrain.train.state import TrainState
-from mpitrain.train.throughput import ThroughputMonitor, all_gather
+from mpitrain.train.timer import StepSeconds
 
 SYNC_SECONDS = 2.0
 """About how often the ranks synchronize the metrics of their steps."""
@@ -26,6 +35,13 @@ MAX_STEPS = 512
 
 MAX_ROWS = 1 << 18
 """Most steps times ranks: every rank receives so many numbers."""
+
+THROUGHPUT_SECONDS = 1.25
+"""Seconds of steps that a `Throughput` covers at least, across epochs; fewer before a
+checkpoint and at the end. Less than the time between two synchronizations."""
+
+# torch 2.15 renamed it; both take flat tensors.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class Losses(NamedTuple):
@@ -45,12 +61,21 @@ class _Step(NamedTuple):
 
 
 class PendingSteps:
-    """Steps whose metrics the ranks have not synchronized yet."""
+    """Steps whose metrics or throughput the ranks have not reduced yet."""
 
-    def __init__(self, monitor: ThroughputMonitor) -> None:
-        self._monitor = monitor
+    def __init__(self, device: str) -> None:
+        self._device = device
         self._steps: list[_Step] = []
         self._sync_every = 1  # equal on all ranks
+        self._clear_throughput()
+
+    def _clear_throughput(self) -> None:
+        self._step_seconds: StepSeconds = array("d")
+        self._num_samples = 0
+        # Of the steps since the last `Throughput`, on this rank and on the slowest.
+        # Less than the sum of the maxima, where ranks are late by turns.
+        self._seconds = self._max_seconds = 0.0
+        self._until = 0, 0
 
     def __len__(self) -> int:
         return len(self._steps)
@@ -70,33 +95,33 @@ class PendingSteps:
         """Add a step."""
         self._steps.append(_Step(losses, lr, grad_norm, is_applied))
 
-    def sync(self, state: TrainState, seconds: float) -> list[StepMetrics]:
+    def sync(
+        self, state: TrainState, seconds: float, step_seconds: StepSeconds
+    ) -> list[StepMetrics]:
         """Sum the losses of the steps since the last call over all ranks.
 
-        Collective over the default group. They took ``seconds`` on this rank, and are
-        counted in ``state.step`` already; the sums of ``state`` grow.
-
-        Returns:
-            The metrics of each step; equal on all ranks.
+        Collective over the default group. There are such steps; they took ``seconds``
+        on this rank, and are counted in ``state.step`` already.
         """
         steps, self._steps = self._steps, []
-        if not steps:
-            return []
-        monitor, num = self._monitor, len(steps)
-        own_seconds = monitor.own_seconds + seconds
+        num = len(steps)
+        self._step_seconds.extend(step_seconds)
+        self._seconds += seconds
         # Gathered and summed in the order of the ranks: an all-reduce may take another
         # order for each place of its tensor, and so for each number of steps.
-        numbers_of_rank = array("d", (own_seconds, *_sums_of(steps)))
-        of_ranks = all_gather(numbers_of_rank, monitor.device)
+        of_ranks = all_gather(
+            array("d", (self._seconds, *_sums_of(steps))), self._device
+        )
         found = functools.reduce(np.add, of_ranks)[1:].tolist()
-        max_seconds = float(of_ranks[:, 0].max())
         sums, counts = found[:num], found[num:]
         for step, loss_sum, count in zip(steps, sums, counts, strict=True):
             if step.is_applied:
                 state.loss_sum += loss_sum
                 state.num_samples += int(count)
-        wanted = round(SYNC_SECONDS * num / (max_seconds - monitor.max_seconds))
-        monitor.add(int(sum(counts)), own_seconds, max_seconds, state)
+        before, self._max_seconds = self._max_seconds, float(of_ranks[:, 0].max())
+        self._num_samples += int(sum(counts))
+        self._until = state.epoch, state.step
+        wanted = round(SYNC_SECONDS * num / (self._max_seconds - before))
         most = min(2 * self._sync_every, MAX_STEPS, MAX_ROWS // len(of_ranks))
         self._sync_every = max(1, min(wanted, most))
         numbers = range(state.step - num + 1, state.step + 1)
@@ -105,30 +130,107 @@ class PendingSteps:
         epochs = itertools.repeat(state.epoch)
         return list(map(StepMetrics, epochs, numbers, losses, lrs, norms))
 
+    def take_throughput(self, min_seconds: float) -> Throughput | None:
+        """Return the throughput since the last one, if it covers so many seconds.
 
-def _sums_of(steps: Sequence[_Step]) -> list[float]:
-    """Return the loss sum of each step on this rank, and then its sample count.
+        Collective over the default group.
+        """
+        if not self._num_samples or self._max_seconds < min_seconds:
+            return None
+        is_cpu = self._device == "cpu"
+        gpu_bytes = 0 if is_cpu else torch.cuda.max_memory_allocated(self._device)
+        times = all_gather(summary_of(self._step_seconds, gpu_bytes), self._device)
+        found = throughput_of(
+            times, *self._until, self._num_samples, seconds=self._max_seconds
+        )
+        self._clear_throughput()
+        return found
 
-    Summed here for many steps at once: in every step it would be some kernels more.
+
+def all_gather(numbers: array[float], device: str) -> NDArray[np.float64]:
+    """Gather as many numbers of each rank: `(world_size, length)`.
+
+    Collective over the default group, which carries tensors of this device.
     """
-    losses = [step.losses for step in steps]
-    values = torch.stack(
-        [micro_batch.total for of_step in losses for micro_batch in of_step]
-    ).tolist()
-    counts: list[float] = [
-        len(micro_batch.indices) for of_step in losses for micro_batch in of_step
-    ]
-    nums = [len(of_step) for of_step in losses]
-    if set(nums) != {1}:
-        values, counts = _sum_groups(values, nums), _sum_groups(counts, nums)
-    return [*values, *counts]
+    world_size = dist.get_world_size()
+    if world_size == 1:
+        return np.array([numbers])
+    mine = torch.frombuffer(numbers, dtype=torch.float64).to(device)
+    found = mine.new_empty(world_size * len(numbers))  # gloo takes no other shape
+    _all_gather(found, mine)
+    return found.cpu().numpy().reshape(world_size, -1)
 
 
-def _sum_groups(values: Sequence[float], nums: Sequence[int]) -> list[float]:
-    """Sum consecutive groups of values.
+def _sums_of(steps: list[_Step]) -> list[float]:
+    """Return the loss sum of each step on this rank, and then its sample counts.
 
-    >>> _sum_groups([1, 2, 3, 4, 5], [2, 3])
-    [3, 12]
+    For many steps at once: in every step it would be some kernels more.
     """
-    left = iter(values)
-    return [sum(itertools.islice(left, num)) for num in nums]
+    losses = [micro_batch for step in steps for micro_batch in step.losses]
+    totals = iter(torch.stack([micro_batch.total for micro_batch in losses]).tolist())
+    nums = iter([len(micro_batch.indices) for micro_batch in losses])
+    sums = [sum(itertools.islice(totals, len(step.losses))) for step in steps]
+    counts = [sum(itertools.islice(nums, len(step.losses))) for step in steps]
+    return [*sums, *counts]
+
+
+_NUM_SUMS = 3
+"""Numbers before those of each step in what `summary_of` returns."""
+
+
+def summary_of(step_seconds: StepSeconds, gpu_bytes: int) -> array[float]:
+    """Return what `throughput_of` needs of a rank.
+
+    Returns:
+        Seconds of data and of computing, of all steps; those bytes; seconds of
+        communication of each step.
+    """
+    sums = np.array(step_seconds).reshape(-1, NUM_PHASES).sum(0).tolist()
+    computing = sums[FORWARD] + sums[BACKWARD]
+    found = array("d", (sums[DATA], computing, gpu_bytes))
+    return found + step_seconds[COMMUNICATION::NUM_PHASES]
+
+
+def throughput_of(
+    times: NDArray[np.float64], epoch: int, step: int, num_samples: int, seconds: float
+) -> Throughput:
+    """Compute the throughput of steps from the `summary_of` of all ranks.
+
+    The last rank to finish its backward pass waits for nobody: its ``communication`` is
+    what the all-reduce takes, and what the others have more is waiting for that rank.
+    Waits within the backward pass (FSDP) count as computing.
+
+    >>> late = [[0.0, 0.2, 0, 0.8], [0.0, 0.9, 0, 0.1]]
+    >>> found = throughput_of(np.array(late), 1, 1, num_samples=8, seconds=1.0)
+    >>> found.slowest_rank, round(found.communication_seconds, 3)
+    (1, 0.1)
+    >>> round(found.wait_seconds, 3), round(found.late_seconds, 3)
+    (0.35, 0.7)
+    """
+    world_size = len(times)
+    data, computing, gpu_bytes = times[:, :_NUM_SUMS].T
+    communication = times[:, _NUM_SUMS:]
+    shortest = communication.min(0)
+    slowest, slowest_steps, late = -1, 0, 0.0
+    if world_size > 1:
+        last = communication.argmin(0)
+        counts = np.bincount(last, minlength=world_size)
+        slowest = int(counts.argmax())
+        slowest_steps = int(counts[slowest])
+        median = np.sort(communication, 0)[world_size // 2]
+        late = float((median - shortest)[last == slowest].sum())
+    return Throughput(
+        epoch=epoch,
+        step=step,
+        num_steps=len(shortest),
+        num_samples=num_samples,
+        seconds=seconds,
+        data_seconds=float(data.sum()) / world_size,
+        compute_seconds=float(computing.sum()) / world_size,
+        communication_seconds=float(shortest.sum()),
+        wait_seconds=float((communication - shortest).sum()) / world_size,
+        slowest_rank=slowest,
+        slowest_steps=slowest_steps,
+        late_seconds=late,
+        gpu_bytes=int(gpu_bytes.max()) or None,
+    )

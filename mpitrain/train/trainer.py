@@ -39,11 +39,12 @@ from mpitrain.train.checks import (
 from mpitrain.train.engine import Engine
 from mpitrain.train.evaluate import Evaluation, LossFn, MetricsFn, sum_over_samples
 from mpitrain.train.loader import Batch, RankStep
+from mpitrain.train.metrics import StepMetrics
+from mpitrain.train.nonfinite import handle_nonfinite
 from mpitrain.train.parallel import configure_precision
 from mpitrain.train.progress import EpochLines
 from mpitrain.train.state import TrainState
-from mpitrain.train.step_metrics import Losses, PendingSteps
-from mpitrain.train.throughput import MIN_SECONDS, ThroughputMonitor
+from mpitrain.train.step_metrics import THROUGHPUT_SECONDS, Losses, PendingSteps
 from mpitrain.train.timer import StepTimes, Timer, make_timer
 
 logger = logging.getLogger("mpitrain")
@@ -114,7 +115,7 @@ class Trainer:
         self.callbacks = [EpochLines()] if callbacks is None else list(callbacks)
         self.callbacks.sort(key=lambda callback: callback.runs_last)
         self.state = TrainState()
-        self.throughput_seconds = MIN_SECONDS
+        self.throughput_seconds = THROUGHPUT_SECONDS
         self.resumed_from = ""
         self._owns_job = world is None
         self._warns = callbacks is None
@@ -241,23 +242,23 @@ class Trainer:
         """
         state, engine = self.state, self.engine
         with self.timer("other"):
-            has_steps = len(self._pending) > 0
-            if has_steps:
+            steps: list[StepMetrics] = []
+            if len(self._pending):
                 self.step_times = self.timer.take()
-                self._monitor.add_times(self.step_times.steps)
-            seconds = time.perf_counter() - self._synced_at
-            steps = self._pending.sync(state, seconds)
-            state.skipped_steps += engine.nonfinite.take_skipped()
+                seconds = time.perf_counter() - self._synced_at
+                steps = self._pending.sync(state, seconds, self.step_times.steps)
             state.skipped_samples += engine.take_skipped()
             if state.epoch_step:
                 counts = engine.take_samples_per_shard()
                 pairs = zip_longest(state.samples_per_shard, counts, fillvalue=0)
                 state.samples_per_shard = [sum(pair) for pair in pairs]
-            if has_steps:  # the time between two epochs is no time of steps
+            if steps:  # the time between two epochs is no time of steps
                 self._synced_at += seconds
                 state.steps_seconds += seconds
                 self.call("on_metrics", steps)
-            throughput = self._monitor.take(0.0 if flush else self.throughput_seconds)
+            throughput = self._pending.take_throughput(
+                0.0 if flush else self.throughput_seconds
+            )
             if throughput is not None:
                 self.call("on_throughput", throughput)
 
@@ -409,8 +410,7 @@ class Trainer:
         self._final_state = None
         self.state = TrainState()
         self.timer = make_timer(self.world.device)
-        self._monitor = ThroughputMonitor(self.world.device)
-        self._pending = PendingSteps(self._monitor)
+        self._pending = PendingSteps(self.world.device)
         self._synced_at = time.perf_counter()
         self._check_hooks()
         self._hooks = {
@@ -496,12 +496,12 @@ class Trainer:
 
     def _handle_nonfinite(self, losses: list[Losses], grad_norm: float) -> None:
         """Skip a step that was not applied, or end the training."""
-        state, scale = self.state, self.engine.optimizer.scale
+        state, engine = self.state, self.engine
+        scale = engine.optimizer.scale
         heartbeat("a step that is not finite")  # there is no optimizer step to tell it
         try:
-            self.engine.nonfinite.handle(
-                losses, grad_norm, scale, state.step + 1, state.epoch
-            )
+            handle_nonfinite(losses, grad_norm, scale, state, engine.world, self.config)
         except NonFiniteError:
             self.sync_metrics(flush=True)  # report the steps before
             raise
+        state.skipped_steps += 1

@@ -11,7 +11,7 @@ import pytest
 
 from mpitrain.record.run_dir import Screen
 from mpitrain.train.metrics import EpochMetrics, StepMetrics, Throughput
-from mpitrain.train.progress import EpochLines, ProgressBar, ProgressText
+from mpitrain.train.progress import EpochLines, ProgressBar
 
 STEPS = [
     StepMetrics(epoch=1, step=step, loss=loss, lr=0.1, grad_norm=1.0)
@@ -58,19 +58,21 @@ def no_time_passes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_loss_accuracy_speed_and_end_are_told() -> None:
-    text = ProgressText(400, 0, lambda: None, began=time.time() - 100)
-    text.add(STEPS)
-    text.add(throughput(100))
-    text.add(EPOCH)
-    assert text.line() == (
+    text = EpochLines()
+    text.start(1, 400, 0, began=time.time() - 100)
+    text.on_metrics(None, STEPS)
+    text.on_throughput(None, throughput(100))
+    text.on_epoch_end(None, EPOCH)
+    assert text.line == (
         "train_loss 0.5000 | val_accuracy 87.50% | 256 samples/s | done in 5:00"
     )
 
 
 def test_what_earlier_jobs_did_does_not_make_this_one_faster() -> None:
-    text = ProgressText(400, 300, lambda: None, began=time.time() - 100)
-    text.add(throughput(350))
-    assert text.line().endswith("done in 1:40")
+    text = EpochLines()
+    text.start(1, 400, 300, began=time.time() - 100)
+    text.on_throughput(None, throughput(350))
+    assert text.line.endswith("done in 1:40")
 
 
 @pytest.mark.parametrize(
@@ -78,15 +80,17 @@ def test_what_earlier_jobs_did_does_not_make_this_one_faster() -> None:
     [(600.0, "done in 5:00"), (60.0, "5:00 to go, limit in 1:00")],
 )
 def test_the_end_is_held_against_the_limit(left: float, words: str) -> None:
-    text = ProgressText(400, 0, lambda: left, began=time.time() - 100)
-    text.add(throughput(100))
-    assert text.line().endswith(words)
+    text = EpochLines(lambda: left)
+    text.start(1, 400, 0, began=time.time() - 100)
+    text.on_throughput(None, throughput(100))
+    assert text.line.endswith(words)
 
 
 def test_steps_of_unknown_number_have_no_end() -> None:
-    text = ProgressText(None, 0, lambda: None, began=time.time() - 100)
-    text.add(throughput(100))
-    assert text.line() == "256 samples/s"
+    text = EpochLines()
+    text.start(1, None, 0, began=time.time() - 100)
+    text.on_throughput(None, throughput(100))
+    assert text.line == "256 samples/s"
 
 
 def test_a_long_epoch_has_lines_between(

@@ -21,7 +21,7 @@ from mpitrain.train.metrics import (
     OTHER,
     UPDATE,
 )
-from mpitrain.train.throughput import summary_of, throughput_of
+from mpitrain.train.step_metrics import summary_of, throughput_of
 from mpitrain.train.timer import GpuTimer, Seconds, Timer
 
 
