@@ -242,7 +242,7 @@ class Checkpointer(RunCheckpoints, Callback):
             prefix, trained = engine.prefix, engine.parallel.model
             if found["config"]["optimizer"] == trainer.config.optimizer:
                 load_optimizer(reader, trained, optimizer.local_optimizer, prefix)
-            load_ema(reader, optimizer.ema_values(), prefix)
+            load_ema(reader, optimizer.ema_values, prefix)
             if found["config"]["precision"] == trainer.config.precision:
                 optimizer.scale.restore(found["loss_scale"])
         step = trainer.state.step
@@ -378,7 +378,7 @@ class Checkpointer(RunCheckpoints, Callback):
                 engine.model,
                 engine.parallel.model,
                 engine.optimizer.local_optimizer,
-                engine.optimizer.ema_values(),
+                engine.optimizer.ema_values,
                 engine.prefix,
                 engine.world,
             )

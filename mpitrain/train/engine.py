@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import hashlib
 import logging
@@ -31,12 +30,7 @@ from mpitrain.models.head import head_of
 from mpitrain.mpi.shared_arrays import communicator
 from mpitrain.mpi.world import World
 from mpitrain.train import mixing
-from mpitrain.train.evaluate import (
-    BATCH_SIZE,
-    Evaluation,
-    MetricsFn,
-    evaluate,
-)
+from mpitrain.train.evaluate import BATCH_SIZE, Evaluation, MetricsFn, evaluate
 from mpitrain.train.features import features_of
 from mpitrain.train.loader import BatchLoader, RankStep
 from mpitrain.train.optimizer import LossScale, OptimizerWrapper, build_optimizer
@@ -134,17 +128,14 @@ class Engine:
         self._head = head_of(model)[1] if stage.name == "probe" else None
         for weight, trainable in zip(model.parameters(), self._trainable, strict=True):
             weight.requires_grad_(trainable and self._head is None)
-        strategy, trained = self.strategy, model
-        train, val = self._train, self._val
-        self._on_features = False
+        strategy, trained, features = self.strategy, model, None
         if self._head is not None:
             self._head.requires_grad_(True)
             strategy = "ddp" if strategy == "fsdp" else strategy
             features = self._compute_features()
-            if features is not None:
-                self._on_features = True
-                trained = self._head
-                train, val = features
+            trained = model if features is None else self._head
+        self._on_features = features is not None
+        train, val = features or (self._train, self._val)
         self.train_loader = self._loader(train, train=True)
         self.val_loader = self._loader(val, train=False)
         self.parallel = ParallelModel(
@@ -202,13 +193,16 @@ class Engine:
         order = None
         if samples.num_samples is not None:
             order = samples.order(self.config.seed, state.epoch)
-        rank_shard = self.plan.rank_shard(
-            self.world.rank, order, with_partner=mixing.is_mixing(self.config)
-        )
-        rank_shard = dataclasses.replace(
-            rank_shard,
+        rank_shard = RankShard(
+            rank=self.world.rank,
+            world_size=self.world.world_size,
+            global_batch_size=self.config.global_batch_size,
+            micro_batch_size=self.config.micro_batch_size,
+            order=order,
             first_step=state.epoch_step,
+            max_steps=1 if self.config.dry_run else None,
             taken=tuple(state.samples_per_shard),
+            with_partner=mixing.is_mixing(self.config),
         )
         yield from self.train_loader.steps(rank_shard, state.epoch)
 
@@ -232,10 +226,7 @@ class Engine:
         return mixing.draw_mix(self.config, epoch, step, (height, width))
 
     def take_samples_per_shard(self) -> list[int]:
-        """Return the samples of each shard of the data set read since the last call.
-
-        Over all ranks. Empty for data sets that are not iterable.
-        """
+        """Return the samples of each shard of an iterable set read since the last."""
         loader = self.train_loader
         if not loader.num_shards:
             return []
@@ -248,10 +239,7 @@ class Engine:
         return mine.tolist()
 
     def take_skipped(self) -> int:
-        """Return the samples that could not be read since the last call.
-
-        Over all ranks.
-        """
+        """Return the samples of all ranks not readable since the last call."""
         mine = 0
         loaders = (self.train_loader, self.val_loader, *self._test_loaders)
         for loader in loaders:
@@ -284,8 +272,9 @@ class Engine:
             order=None if num is None else np.arange(num, dtype=np.int64),
         )
         is_whole = self._on_features and loader is not self.val_loader
-        through = self.model if is_whole else None
-        forward = functools.partial(self.parallel.forward, through=through)
+        forward = functools.partial(
+            self.parallel.forward, through=self.model if is_whole else None
+        )
         with self.optimizer.ema_weights():
             self.parallel.sync_all_buffers()
             try:
@@ -306,10 +295,7 @@ class Engine:
         return loader
 
     def full_state_dict(self) -> dict[str, Any]:
-        """Return the plain ``state_dict`` on the CPU; complete on rank zero only.
-
-        With EMA, of the averages.
-        """
+        """Return what `Trainer.state_dict` does."""
         with self.optimizer.ema_weights():
             if not self._on_features:
                 return self.parallel.full_state_dict()

@@ -49,17 +49,9 @@ class Evaluation:
 
 
 def score_of(values: Mapping[str, float], best_by: str | None = None) -> float | None:
-    """Return the metric that the best checkpoint is chosen by; higher is better.
+    """Return the metric that the best checkpoint is chosen by; ``None``: not finite.
 
-    Args:
-        values: Metrics by name.
-        best_by: See `CheckpointConfig`.
-
-    Returns:
-        The metric, negated where lower is better; ``None`` if it is not finite.
-
-    Raises:
-        UsageError: There is no such metric; on every rank.
+    Negated where lower is better. ``best_by`` is that of `CheckpointConfig`.
     """
     default = "accuracy" if "accuracy" in values else "loss"
     mode, _, name = (best_by or default).rpartition(":")
@@ -113,15 +105,12 @@ def evaluate(
                 sums[name] = sums[name] + summed if name in sums else summed
             count += num
             on_batch_end()
-    names = list(sums)
     ranks.check_equal(
-        f"({', '.join(names)})", "what metrics returned", "Expected the same names"
+        f"({', '.join(sums)})", "what metrics returned", "Expected the same names"
     )
-    device = sums[names[0]].device if names else torch.device("cpu")
-    totals = torch.tensor([0.0] * len(names) + [count], dtype=torch.float64)
-    totals = totals.to(device)
-    for place, name in enumerate(names):
-        totals[place] = sums[name]
+    device = next((summed.device for summed in sums.values()), None)
+    counted = torch.tensor(count, dtype=torch.float64, device=device)
+    totals = torch.stack([*sums.values(), counted])
     if dist.get_world_size() > 1:
         dist.all_reduce(totals)
     *found, total = totals.tolist()
@@ -129,7 +118,7 @@ def evaluate(
         error = DataError("none of the samples to validate by could be read")
         raise collective_error(error)
     return Evaluation(
-        values={name: it / total for name, it in zip(names, found, strict=True)},
+        values={name: value / total for name, value in zip(sums, found, strict=True)},
         num_samples=int(total),
     )
 
@@ -137,17 +126,10 @@ def evaluate(
 def sum_over_samples(
     values: Tensor, num: int, num_rows: int, name: str = "loss"
 ) -> Tensor:
-    """Sum values over the samples of a batch, without its padding.
+    """Sum values over the ``num`` samples of a batch, without its padding.
 
-    Args:
-        values: One per row, `(num_rows,)`, or several, `(num_rows, ...)`, which are
-            averaged; or a scalar: the mean over the samples. Padding may be cut off.
-        num: Number of samples.
-        num_rows: Number of samples and padding.
-        name: Of the metric, for the error.
-
-    Raises:
-        DataError: There are more or fewer values.
+    There is one value per row, `(num_rows,)`, or several, `(num_rows, ...)`, which are
+    averaged; or a scalar: the mean over the samples. Padding may be cut off.
 
     >>> sum_over_samples(torch.tensor([1.0, 2.0, 9.0]), 2, 3), sum_over_samples(
     ...     torch.tensor(3.0), 2, 3)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,14 +61,11 @@ class RankStep:
 
 
 class BatchLoader:
-    """Loads this rank's batches of a data set, step by step.
+    """Loads this rank's batches of a data set; each has at least ``min_rows`` rows.
 
-    Each batch has at least ``min_rows`` rows: 2 for batch norm.
-
-    Attributes:
-        skipped: A text for each sample that this rank could not read.
-        num_shards: Number of shards of an iterable data set; 0 for others.
-        samples_per_shard: How many of each this rank has read; cleared by the caller.
+    `skipped` has a text for each sample that this rank could not read, and of an
+    iterable data set `samples_per_shard` the number that it read; the caller clears
+    them.
     """
 
     def __init__(
@@ -102,38 +99,21 @@ class BatchLoader:
         Collective over the default group, where samples may be missing.
         """
         if self.samples.may_skip:
-            loaded = self.samples.batches(rank_shard, epoch)
-            yield from self._of_unknown_size(rank_shard, loaded, epoch)
+            yield from self._of_unknown_size(rank_shard, epoch)
             return
+        with_partner = rank_shard.with_partner
+        steps = rank_shard.steps()
         if isinstance(self.samples, InMemory):
-            yield from self._from_memory(self.samples, rank_shard, epoch)
-            return
-        loaded = self.samples.batches(rank_shard, epoch)
-        for number, (num_samples, micro_batches) in _numbered(rank_shard):
-            yield RankStep(
-                number,
-                num_samples,
-                len(micro_batches),
-                (
-                    self._load(next(loaded), rank_shard.with_partner, epoch)
-                    for _ in micro_batches
-                ),
+            steps, ahead = itertools.tee(steps)
+            batches = self._prepare_many(self.samples, ahead, with_partner, epoch)
+        else:
+            batches = (
+                self._load(loaded, with_partner, epoch)
+                for loaded in self.samples.batches(rank_shard, epoch)
             )
-
-    def _from_memory(
-        self, samples: InMemory, rank_shard: RankShard, epoch: int
-    ) -> Iterator[RankStep]:
-        """Yield steps of a data set in memory.
-
-        Many small batches are prepared at once: each preparation costs some kernels.
-        """
-        steps, ahead = itertools.tee(rank_shard.steps())
-        batches = self._prepare_many(samples, ahead, rank_shard.with_partner, epoch)
-        for number, (num_samples, micro_batches) in enumerate(
-            steps, rank_shard.first_step
-        ):
-            num = len(micro_batches)
-            yield RankStep(number, num_samples, num, itertools.islice(batches, num))
+        for number, (num_samples, rows) in enumerate(steps, rank_shard.first_step):
+            micro_batches = itertools.islice(batches, len(rows))
+            yield RankStep(number, num_samples, len(rows), micro_batches)
 
     def _prepare_many(
         self,
@@ -142,6 +122,7 @@ class BatchLoader:
         with_partner: bool,
         epoch: int,
     ) -> Iterator[Batch]:
+        """Prepare many small batches at once: each preparation costs some kernels."""
         asked = (rows for _, micro_batches in steps for rows in micro_batches)
         first = self._first().inputs[0]
         for group in samples.groups(asked, first.numel() * first.element_size()):
@@ -155,9 +136,7 @@ class BatchLoader:
                 yield self._pad(part, with_partner)
                 start = stop
 
-    def _of_unknown_size(
-        self, rank_shard: RankShard, loaded: Iterator[LoadedBatch], epoch: int
-    ) -> Iterator[RankStep]:
+    def _of_unknown_size(self, rank_shard: RankShard, epoch: int) -> Iterator[RankStep]:
         """Yield steps whose size is known only after reading.
 
         The next step is read, and its size all-reduced, while the current one is
@@ -167,14 +146,15 @@ class BatchLoader:
         self.samples_per_shard.clear()
         if isinstance(self.samples, IterableStyle):
             self.num_shards = self.samples.num_shards(rank_shard)
-        ahead = self._read(rank_shard, loaded)
+        ahead = self._read(rank_shard, epoch)
         now = next(ahead, None)
         for number in itertools.count(rank_shard.first_step):
             if now is None:
                 return
-            batches, total = now
+            batches, count, work = now
             following = next(ahead, None)
-            num_samples = total()
+            work.wait()
+            num_samples = int(count)
             for batch in batches:
                 self.skipped += batch.skipped
                 if self.num_shards:
@@ -189,27 +169,22 @@ class BatchLoader:
                 yield RankStep(number, num_samples, len(batches), ready)
             elif rank_shard.order is None:  # all ranks are dry
                 if following is not None:
-                    following[1]()
+                    following[2].wait()
                 return
             now = following
 
     def _read(
-        self, rank_shard: RankShard, loaded: Iterator[LoadedBatch]
-    ) -> Iterator[tuple[list[LoadedBatch], Callable[[], int]]]:
-        """Yield each step's batches, and a function that waits for its size."""
+        self, rank_shard: RankShard, epoch: int
+    ) -> Iterator[tuple[list[LoadedBatch], Tensor, Any]]:
+        """Yield each step's batches, and its size, which is being all-reduced."""
+        loaded = self.samples.batches(rank_shard, epoch)
         for _, micro_batches in rank_shard.steps():
             batches = [next(loaded) for _ in micro_batches]
             count = torch.tensor(
                 sum(len(batch.indices) for batch in batches),
                 device=self._count_device,
             )
-            work = dist.all_reduce(count, async_op=True)
-
-            def total(count: Tensor = count, work: Any = work) -> int:
-                work.wait()
-                return int(count)
-
-            yield batches, total
+            yield batches, count, dist.all_reduce(count, async_op=True)
 
     def _load(self, loaded: LoadedBatch, with_partner: bool, epoch: int) -> Batch:
         """Move a batch to the device, and pad it to `min_rows`."""
@@ -245,7 +220,3 @@ class BatchLoader:
         chosen = torch.arange(min_rows).clamp_(max=len(loaded.indices) - 1)
         inputs, targets = (select_rows(part, chosen) for part in loaded[:2])
         return Batch(inputs, targets, indices, num_rows)
-
-
-def _numbered(rank_shard: RankShard) -> Iterator[tuple[int, tuple[int, list[Indices]]]]:
-    return enumerate(rank_shard.steps(), rank_shard.first_step)

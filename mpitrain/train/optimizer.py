@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -42,11 +42,7 @@ def build_optimizer(
     lr: float,
     shard: bool = False,
 ) -> torch.optim.Optimizer:
-    """Build the configured optimizer of the weights that require gradients.
-
-    With ``shard`` its state is sharded over the ranks (ZeRO-1), and the call is
-    collective over the default group.
-    """
+    """Build the configured optimizer; with ``shard`` its state is sharded (ZeRO-1)."""
     trained = [weight for weight in weights if weight.requires_grad]
     kind = OPTIMIZERS[config.optimizer]
     options: dict[str, Any] = {"lr": lr, "weight_decay": config.weight_decay}
@@ -104,9 +100,9 @@ def learning_rate(
 class LossScale:
     """The factor of the loss in the backward pass. Equal on all ranks.
 
-    DDP and FSDP average gradients over the ranks, and the sum is wanted. So `value` is
-    the number of ranks. With fp16 `value` is a large power of two instead, so that
-    small gradients do not become zero, and `inverse` puts the number of ranks back.
+    DDP and FSDP average gradients over the ranks, and the sum is wanted: `value` is the
+    number of ranks. With fp16 it is a large power of two instead, lest small gradients
+    become zero, and `inverse` puts the number of ranks back.
     """
 
     def __init__(self, world_size: int, *, is_used: bool) -> None:
@@ -147,38 +143,12 @@ class LossScale:
             self._good_steps = 0
 
 
-class Ema:
-    """An exponential moving average of weights and float buffers, or their shards.
-
-    Attributes:
-        values: The averages by name.
-    """
-
-    def __init__(self, weights: Mapping[str, Tensor], decay: float) -> None:
-        self._weights = weights
-        self._decay = decay
-        self.values = {
-            name: tensor.detach().clone() for name, tensor in weights.items()
-        }
-
-    @torch.no_grad()
-    def update(self) -> None:
-        """Add the weights of this step."""
-        for name, weight in self._weights.items():
-            self.values[name].lerp_(weight.detach(), 1 - self._decay)
-
-    @torch.no_grad()
-    def swap(self) -> None:
-        """Exchange weights and averages."""
-        for name, weight in self._weights.items():
-            average = self.values[name]
-            kept = weight.detach().clone()
-            weight.copy_(average)
-            average.copy_(kept)
-
-
 class OptimizerWrapper:
-    """Applies gradients to the weights of one stage: clip, skip, step, EMA."""
+    """Applies gradients to the weights of one stage: clip, skip, step, EMA.
+
+    `ema_values` are the averages of weights and float buffers, or of their shards, by
+    name; empty without EMA.
+    """
 
     def __init__(
         self,
@@ -200,17 +170,15 @@ class OptimizerWrapper:
         may_skip = config.on_nonfinite == "skip" or scale.can_shrink
         self._buffers = model.float_buffers if may_skip else []
         self._before: list[Tensor] = []
-        decay = config.ema_decay
-        self._ema = None if decay is None else Ema(model.named_state(), decay)
+        self._averaged = {} if config.ema_decay is None else model.named_state()
+        self.ema_values = {
+            name: tensor.detach().clone() for name, tensor in self._averaged.items()
+        }
 
     @property
     def local_optimizer(self) -> torch.optim.Optimizer:
         """The optimizer of this rank's weights; with ZeRO, of its shard."""
         return getattr(self.optimizer, "optim", self.optimizer)
-
-    def ema_values(self) -> Mapping[str, Tensor]:
-        """Return the averages by name; empty without EMA."""
-        return self._ema.values if self._ema is not None else {}
 
     def start_step(self, lr: float) -> None:
         """Set the learning rate and drop the gradients of the last step."""
@@ -223,16 +191,23 @@ class OptimizerWrapper:
     @contextmanager
     def ema_weights(self) -> Iterator[None]:
         """Let the model have the averages, if there are any, in this context."""
-        if self._ema is None:
+        if not self._averaged:
             yield
             return
-        self._ema.swap()
+        self._swap()
         try:
-            self._model.reshard()
             yield
         finally:
-            self._ema.swap()
-            self._model.reshard()
+            self._swap()
+
+    @torch.no_grad()
+    def _swap(self) -> None:
+        """Exchange weights and averages."""
+        for name, weight in self._averaged.items():
+            kept = weight.detach().clone()
+            weight.copy_(self.ema_values[name])
+            self.ema_values[name].copy_(kept)
+        self._model.reshard()
 
     def step(self) -> tuple[float, bool]:
         """Clip and apply the gradients, if they are finite.
@@ -259,9 +234,15 @@ class OptimizerWrapper:
                 gradient.mul_(factor)
         self.optimizer.step()
         self.scale.grow()
-        if self._ema is not None:
-            self._ema.update()
+        if self._averaged:
+            self._update_ema()
         return norm, True
+
+    @torch.no_grad()
+    def _update_ema(self) -> None:
+        weight_of_step = 1 - (self.config.ema_decay or 0.0)
+        for name, weight in self._averaged.items():
+            self.ema_values[name].lerp_(weight.detach(), weight_of_step)
 
     def _norm(self, gradients: list[Tensor]) -> float:
         """Return the norm of the whole gradient, over all shards."""

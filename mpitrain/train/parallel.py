@@ -45,11 +45,7 @@ BatchNorm = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 def choose_strategy(config: StrategyConfig, world: World) -> str:
-    """Return ``ddp``, ``fsdp``, ``dp`` or ``single``.
-
-    Raises:
-        UsageError: These ranks or this device cannot do what was asked.
-    """
+    """Return ``ddp``, ``fsdp``, ``dp`` or ``single``, if this job can do it."""
     strategy = config.strategy
     if strategy == "auto":
         strategy = "ddp" if world.world_size > 1 else "single"
@@ -90,10 +86,10 @@ def _find_error(strategy: str, config: StrategyConfig, world: World) -> str:
 def check_reductions(
     strategy: str, config: StrategyConfig, world: World, ranks: Communicator
 ) -> None:
-    """Call each collective that a strategy uses once, on a tensor of known result.
+    """Check what a strategy's collectives return. Collective over the default group.
 
-    Collective over the default group. Gloo of torch 2.8 returned the sum where FSDP
-    asks ``reduce_scatter_tensor`` for the average.
+    Gloo of torch 2.8 returned the sum where FSDP asks ``reduce_scatter_tensor`` for the
+    average.
 
     Raises:
         LaunchError: One gave a wrong result; on every rank or on none.
@@ -103,48 +99,40 @@ def check_reductions(
         return
     dtype = torch.float64 if config.precision == "fp64" else torch.float32
     whole = torch.arange(1, size + 1, dtype=dtype, device=world.device)
-    mean = (size + 1) / 2
+    one, full, mean = whole[rank : rank + 1], whole + rank, (size + 1) / 2
     total, average = dist.ReduceOp.SUM, dist.ReduceOp.AVG
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     # By the name that FSDP calls it by, which torch 2.15 changed.
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    one, full = whole[rank : rank + 1], whole + rank
-    Check = tuple[str, Callable[[Tensor], object], Tensor, Any]
+    Check = tuple[str, Callable[..., object], tuple[Any, ...], Any]
     checks: list[Check] = [
-        ("broadcast", lambda out: dist.broadcast(out, src=0), one, 1.0),
-        ("all_reduce (sum)", lambda out: dist.all_reduce(out, total), one, mean * size),
+        ("broadcast", dist.broadcast, (0,), 1.0),
+        ("all_reduce (sum)", dist.all_reduce, (total,), mean * size),
     ]
     if strategy == "fsdp":
+        part = (mean + rank) * size
         checks += [
-            ("all_gather_into_tensor", lambda out: gather(out, one), whole * 0, whole),
-            (
-                "reduce_scatter_tensor (sum)",
-                lambda out: scatter(out, full, op=total),
-                *(one, (mean + rank) * size),
-            ),
+            ("all_gather_into_tensor", gather, (one,), whole),
+            ("reduce_scatter_tensor (sum)", scatter, (full, total), part),
         ]
     if strategy == "fsdp" and dtype == torch.float32:  # in float64 it divides the sum
         checks += [
-            (
-                "reduce_scatter_tensor (avg)",
-                lambda out: scatter(out, full, op=average),
-                *(one, mean + rank),
-            ),
-            ("all_reduce (avg)", lambda out: dist.all_reduce(out, average), one, mean),
+            ("reduce_scatter_tensor (avg)", scatter, (full, average), mean + rank),
+            ("all_reduce (avg)", dist.all_reduce, (average,), mean),
         ]
     wrong = ""
-    for name, call, start, expected in checks:
-        found = start.clone()
+    for name, collective, arguments, expected in checks:
+        right = torch.as_tensor(expected).to(one)
+        found = one.clone() if right.ndim == 0 else torch.zeros_like(right)
         try:
-            call(found)
+            collective(found, *arguments)
         except (RuntimeError, ValueError, NotImplementedError) as error:
             if is_consequence(error):
                 raise  # another rank's end; that rank says why
             wrong = f"{name} failed: {error}"
             break
-        if not torch.allclose(found, torch.as_tensor(expected).to(found)):
-            right = expected.tolist() if isinstance(expected, Tensor) else expected
-            wrong = f"{name} gave {found.squeeze().tolist()}, expected {right}"
+        if not torch.allclose(found, right):
+            wrong = f"{name} gave {found.squeeze().tolist()}, expected {right.tolist()}"
             break
     for other, reason in enumerate(ranks.allgather(wrong)):
         if reason:
@@ -171,12 +159,8 @@ class ParallelModel:
     """A model, parallelized over the ranks; FSDP shards it in place.
 
     Without ``find_unused_parameters`` DDP leaves wrong gradients where a weight takes
-    no part in the loss, and complains only in the next forward pass.
-
-    Attributes:
-        model: The model that was given.
-        module: What `forward` calls.
-        buffers: What `broadcast_buffers` broadcasts.
+    no part in the loss, and complains only in the next forward pass. `module` is what
+    `forward` calls, `buffers` what `broadcast_buffers` broadcasts.
     """
 
     def __init__(
@@ -191,7 +175,7 @@ class ParallelModel:
         self.model = model
         self.strategy = strategy
         self._config, self._world = config, world
-        self._casts = DTYPES[config.precision].itemsize == 2 and strategy != "fsdp"
+        self._is_16_bit = DTYPES[config.precision].itemsize == 2
         if strategy == "fsdp":
             _fully_shard(model, world, config)
         if config.compile:
@@ -230,21 +214,21 @@ class ParallelModel:
     def forward(self, inputs: Any, through: nn.Module | None = None) -> Any:
         """Call the model, or a module that contains it, in the configured precision.
 
-        Collective over the default group with DDP and FSDP. With 16-bit precision the
-        outputs are float32 again: losses are computed in it.
+        With 16-bit precision the outputs are float32 again: losses are computed in it.
         """
         module = self.module if through is None else through
-        if DTYPES[self._config.precision].itemsize > 2:
+        if not self._is_16_bit:
             return module(inputs)
-        with autocast(self._config, self._world) if self._casts else nullcontext():
+        if self.strategy == "fsdp":  # casts by itself
+            return to_dtype(module(inputs), torch.float32)
+        with autocast(self._config, self._world):
             outputs = module(inputs)
         return to_dtype(outputs, torch.float32)
 
     def broadcast_buffers(self) -> None:
         """Broadcast rank zero's buffers before a step, as DDP does in its forward pass.
 
-        Collective over the default group. Not left to DDP, so that waiting for rank
-        zero is not measured as computing.
+        Not left to DDP, so that waiting for rank zero is not measured as computing.
         """
         broadcast: Any = vars(dist)["_broadcast_coalesced"]  # what DDP calls
         broadcast(dist.group.WORLD, self.buffers, BUCKET_BYTES, 0)
@@ -275,10 +259,7 @@ class ParallelModel:
             dist.broadcast(buffer, src=0)
 
     def full_state_dict(self) -> dict[str, Any]:
-        """Return a plain ``state_dict`` on the CPU; complete on rank zero only.
-
-        Collective over the default group.
-        """
+        """Return a plain ``state_dict`` on the CPU; complete on rank zero only."""
         from torch.distributed.checkpoint.state_dict import (
             StateDictOptions,
             get_model_state_dict,
@@ -354,10 +335,9 @@ def configure_precision(
 
 
 def find_blocks(model: nn.Module) -> list[nn.Module]:
-    """Return the repeated blocks of a model, which FSDP shards one by one.
+    """Return the outermost members of lists and sequences that have submodules.
 
-    They are the outermost members of lists and sequences that have submodules and
-    parameters: residual blocks, transformer layers.
+    Such as residual blocks and transformer layers; FSDP shards them one by one.
 
     >>> layer = lambda: nn.Sequential(nn.Linear(2, 2), nn.ReLU())
     >>> blocks = nn.Sequential(layer(), layer())
@@ -393,18 +373,16 @@ def _fully_shard(model: nn.Module, world: World, config: StrategyConfig) -> None
 
     dtype = DTYPES[config.precision]
     options: dict[str, Any] = {"mesh": _mesh(world, config, init_device_mesh)}
+    if config.cpu_offload:
+        options["offload_policy"] = CPUOffloadPolicy()
     if dtype.itemsize == 2:
+        # Batch norm stays in fp32, as under autocast: torch's wants its statistics so.
+        for module in model.modules():
+            if isinstance(module, BatchNorm):
+                fully_shard(module, **options)
         options["mp_policy"] = MixedPrecisionPolicy(
             param_dtype=dtype, reduce_dtype=torch.float32
         )
-    if config.cpu_offload:
-        options["offload_policy"] = CPUOffloadPolicy()
-    if "mp_policy" in options:
-        # Batch norm stays in fp32, as under autocast: torch's wants its statistics so.
-        in_fp32 = {**options, "mp_policy": MixedPrecisionPolicy()}
-        for module in model.modules():
-            if isinstance(module, BatchNorm):
-                fully_shard(module, **in_fp32)
     for block in find_blocks(model):
         fully_shard(block, **options)
     fully_shard(model, **options)

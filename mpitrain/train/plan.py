@@ -7,7 +7,6 @@ from typing import Literal
 
 from mpitrain.config import TrainConfig
 from mpitrain.data import sharding
-from mpitrain.data.sharding import Indices, RankShard
 from mpitrain.train.optimizer import learning_rate
 
 
@@ -82,20 +81,6 @@ class Plan:
         steps = self.steps_per_epoch
         return None if steps is None else steps * self.num_epochs
 
-    def rank_shard(
-        self, rank: int, order: Indices | None, *, with_partner: bool = False
-    ) -> RankShard:
-        """Return the shard of a rank, of an epoch in this order."""
-        return RankShard(
-            rank=rank,
-            world_size=self.world_size,
-            global_batch_size=self.config.global_batch_size,
-            micro_batch_size=self.config.micro_batch_size,
-            order=order,
-            max_steps=1 if self.config.dry_run else None,
-            with_partner=with_partner,
-        )
-
     def learning_rate(self, stage: Stage, epoch: int, step: int) -> float:
         """Return the learning rate of a step, which is counted from 0 in its epoch.
 
@@ -119,14 +104,12 @@ class Plan:
         micro = min(self.config.micro_batch_size or largest, largest)
         micro_batches = -(-largest // micro)
         ranks = f"{self.world_size} rank{'s' * (self.world_size != 1)}"
-        sizes = str(largest) if smallest == largest else f"{smallest} or {largest}"
-        if micro_batches == 1:
-            product = f"{ranks} x {sizes} x 1"
-        elif smallest == largest == micro * micro_batches:
+        if size == self.world_size * micro * micro_batches:
             product = f"{ranks} x {micro} x {micro_batches}"
-        else:
-            return (
-                f"{size} per step = {ranks} x {sizes}, in {micro_batches} "
-                f"micro-batches of at most {micro}"
-            )
-        return f"{size} per step = {product} (ranks x samples x micro-batches)"
+            return f"{size} per step = {product} (ranks x samples x micro-batches)"
+        sizes = str(largest) if smallest == largest else f"{smallest} or {largest}"
+        plural = "es" * (micro_batches != 1)
+        return (
+            f"{size} per step = {ranks} x {sizes}, in {micro_batches} "
+            f"micro-batch{plural} of at most {micro}"
+        )

@@ -184,7 +184,7 @@ def test_steps_are_in_times_before_another_rank_is_waited_for(
     with tempfile.TemporaryDirectory() as folder:
         trainer, _ = trainer_of(world, Trainer, RankTimes(Path(folder)))
         trainer.throughput_seconds = 0.0
-        monkeypatch.setattr("mpitrain.train.step_metrics.all_gather", hang)
+        monkeypatch.setattr(PendingSteps, "take_throughput", hang)
         with contextlib.suppress(InterruptedError):
             trainer.fit()
         (path,) = Path(folder).glob("times/*")
