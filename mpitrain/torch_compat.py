@@ -11,27 +11,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from torch._C import _distributed_c10d as _c10d
+
 # C++ classes without a public name, or without one in torch's type stubs
 # (torch 2.14.1, 2.15).
-from torch._C._distributed_c10d import AllgatherOptions, Backend, PrefixStore, Store
-from torch._C._distributed_c10d import (
-    _DistributedBackendOptions as DistributedBackendOptions,
-)
-
-__all__ = [
-    "AllgatherOptions",
-    "Backend",
-    "DistributedBackendOptions",
-    "PrefixStore",
-    "Store",
-    "append_to_store",
-    "is_backend_registered",
-    "options_timeout",
-    "patch_work",
-    "python_backend_error",
-    "set_options_timeout",
-    "set_source_rank",
-]
+AllgatherOptions = _c10d.AllgatherOptions
+Backend = _c10d.Backend
+DistributedBackendOptions = _c10d._DistributedBackendOptions  # noqa: SLF001
+PrefixStore = _c10d.PrefixStore
+Store = _c10d.Store
 
 _PYTHON_OP_TYPE = 100
 """OpType of a work object that is written in Python (Work.hpp; torch 2.14.1, 2.15)."""

@@ -30,15 +30,9 @@ class WrongLabel(DataError):
 
 
 def check_labels(outputs: Any, targets: Any, num_classes: int | None) -> None:
-    """Check the range of labels. Waits for the device; local.
+    """Check labels `(N, ...)` for outputs `(N, C, ...)`; waits for the device; local.
 
-    Args:
-        outputs: Of the model, `(N, num_classes, ...)`; others are not checked.
-        targets: Labels `(N, ...)`; others are not checked.
-        num_classes: Of the data set; ``None``: unknown.
-
-    Raises:
-        DataError: A label is out of range, or there are too few outputs.
+    Other outputs and targets are not checked. ``num_classes`` is of the data set.
     """
     if not isinstance(outputs, Tensor) or not isinstance(targets, Tensor):
         return
@@ -53,8 +47,7 @@ def check_labels(outputs: Any, targets: Any, num_classes: int | None) -> None:
             "one output for each class: let its last layer have as many as the "
             "num_classes that it is given"
         )
-    is_wrong = (targets < 0) | (targets >= num_outputs)
-    wrong = is_wrong.nonzero()
+    wrong = ((targets < 0) | (targets >= num_outputs)).nonzero()
     if len(wrong):
         label = int(targets[tuple(wrong[0])])
         raise WrongLabel(
@@ -67,7 +60,7 @@ def check_labels(outputs: Any, targets: Any, num_classes: int | None) -> None:
 
 
 def explain_loss(outputs: Any, targets: Any) -> None:
-    """Raise a `DataError` that says why cross-entropy failed, if it is known; local."""
+    """Raise a `DataError` that says why cross-entropy failed, if it is known."""
     other_loss = "or pass loss= to mpitrain.Trainer"
     if not isinstance(outputs, Tensor) or outputs.ndim < len("NC"):
         raise DataError(
@@ -87,11 +80,7 @@ def explain_loss(outputs: Any, targets: Any) -> None:
 
 
 def explain_call(model: nn.Module, inputs: Any, error: Exception) -> None:
-    """Add the inputs to an error of a model's ``forward``; local.
-
-    Raises:
-        DataError: ``forward`` does not take one argument.
-    """
+    """Add the inputs to an error of ``forward``, or say that it takes other ones."""
     if isinstance(error, TypeError):
         signature = inspect.signature(model.forward)
         names = ", ".join(signature.parameters)

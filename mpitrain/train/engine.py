@@ -176,7 +176,8 @@ class Engine:
             not self._can_cache_features
             or not self._pixels.is_deterministic
             or mixing.is_mixing(self.config)
-            or not all(samples.is_deterministic for samples in sets)
+            or not all(it.is_deterministic and not it.may_skip for it in sets)
+            or any(samples.num_samples is None for samples in sets)
         ):
             return None
         loaders = [self._loader(samples, train=False) for samples in sets]

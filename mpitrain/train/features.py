@@ -18,8 +18,8 @@ from mpitrain.mpi.shared_arrays import Communicator
 from mpitrain.mpi.world import World
 from mpitrain.train.loader import BatchLoader
 
-MEMORY_SHARE = 0.25
-"""Fraction of a node's free memory that features may take."""
+MAX_MEMORY_FRACTION = 0.25
+"""Of a node's free memory that features may take."""
 
 
 @torch.no_grad()
@@ -32,17 +32,9 @@ def features_of(
 ) -> list[InMemory] | None:
     """Compute the inputs of a model's head for every sample of some data sets.
 
-    Collective over all ranks. Each computes its shard; a node holds all, once.
-
-    Returns:
-        A data set of features and targets for each loader; ``None`` where they do not
-        fit into memory, a length is unknown, or the model computes more after its head.
+    Collective over all ranks. Each computes its shard; a node holds all, once. ``None``
+    where they do not fit into memory, or the model computes more after its head.
     """
-    if any(
-        loader.samples.num_samples is None or loader.samples.may_skip
-        for loader in loaders
-    ):
-        return None
     model.eval()
     first = loaders[0].example()
     split = split_head(model, first.inputs)
@@ -50,22 +42,19 @@ def features_of(
         return None
     backbone, _ = split
     feature = backbone(first.inputs)[0]
+    dtype = torch.float32 if feature.dtype.itemsize == 2 else feature.dtype
+    feature = feature.to(dtype)  # NumPy has no bf16
     num_all = sum(loader.samples.num_samples or 0 for loader in loaders)
-    wanted = num_all * feature.numel() * storage_dtype(feature.dtype).itemsize
+    wanted = num_all * feature.numel() * dtype.itemsize
     free = ranks.on_rank_zero(
         lambda: psutil.virtual_memory().available, "ask for memory"
     )
-    if wanted > MEMORY_SHARE * free:
+    if wanted > MAX_MEMORY_FRACTION * free:
         return None
     return [
         _compute(backbone, loader, feature, world, ranks, batch_size)
         for loader in loaders
     ]
-
-
-def storage_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the type in which features are stored: NumPy has no bf16."""
-    return torch.float32 if dtype.itemsize == 2 else dtype
 
 
 def _compute(
@@ -79,7 +68,7 @@ def _compute(
     num = loader.samples.num_samples
     assert num is not None
     example = loader.example()
-    kinds = {"features": storage_dtype(feature.dtype), "targets": example.targets.dtype}
+    kinds = {"features": feature.dtype, "targets": example.targets.dtype}
     shapes = {"features": feature.shape, "targets": example.targets.shape[1:]}
     held = ranks.load_shared(
         lambda: {
@@ -118,9 +107,6 @@ def _gather(rows: Tensor, num: int, world: World) -> Tensor:
     padded[: len(rows)] = rows
     found = [torch.empty_like(padded) for _ in range(world.world_size)]
     dist.all_gather(found, padded)
-    cuts = (
-        shard_bounds(num, rank, world.world_size) for rank in range(world.world_size)
-    )
-    return torch.cat(
-        [it[: stop - start] for it, (start, stop) in zip(found, cuts, strict=True)]
-    )
+    bounds = (shard_bounds(num, rank, len(found)) for rank in range(len(found)))
+    sizes = [stop - start for start, stop in bounds]
+    return torch.cat([part[:size] for part, size in zip(found, sizes, strict=True)])

@@ -31,15 +31,12 @@ class Batch:
     row, and batch norm needs two.
     """
 
+    # `(N or more, ...)`; with mixup and cutmix one row more in front, the partner of
+    # the first sample.
     inputs: Any
-    """`(N or more, ...)`; with mixup and cutmix one row more in front, the partner of
-    the first sample."""
-    targets: Any
-    """`(N or more, ...)`; likewise."""
-    indices: Indices
-    """Numbers of the N samples, int64 `(N,)`."""
-    num_rows: int
-    """N, or more with padding; that many losses are expected."""
+    targets: Any  # `(N or more, ...)`; likewise
+    indices: Indices  # numbers of the N samples, int64 `(N,)`
+    num_rows: int  # N, or more with padding; that many losses are expected
 
     def __len__(self) -> int:
         """Return the number of samples N."""
@@ -50,14 +47,10 @@ class Batch:
 class RankStep:
     """This rank's part of a step."""
 
-    number: int
-    """Number of the step in its epoch, from 0; those without samples are left out."""
-    num_samples: int
-    """Samples of the step, over all ranks."""
-    num_micro_batches: int
-    """Equal on all ranks."""
-    micro_batches: Iterable[Batch]
-    """To be iterated once, to the end, before the next step."""
+    number: int  # of the step in its epoch, from 0; those without samples are left out
+    num_samples: int  # samples of the step, over all ranks
+    num_micro_batches: int  # equal on all ranks
+    micro_batches: Iterable[Batch]  # iterate once, to the end, before the next step
 
 
 class BatchLoader:

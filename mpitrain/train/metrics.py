@@ -24,64 +24,38 @@ waiting for the gradient all-reduce after backward, and broadcasting buffers.
 
 NUM_PHASES = len(PHASES)
 
-(
-    DATA,
-    FORWARD,
-    BACKWARD,
-    COMMUNICATION,
-    UPDATE,
-    EVALUATION,
-    CHECKPOINT,
-    OTHER,
-) = range(NUM_PHASES)
+DATA, FORWARD, BACKWARD, COMMUNICATION, UPDATE, EVALUATION, CHECKPOINT, OTHER = range(8)
 
 
 class StepMetrics(NamedTuple):
     """The metrics of one step. Equal on all ranks."""
 
-    epoch: int
-    """Epoch of the step, from 1."""
-    step: int
-    """Number of the step, from 1, over all epochs."""
-    loss: float
-    """Mean loss per sample, before the update."""
-    lr: float
-    """Learning rate."""
-    grad_norm: float
-    """Norm of the gradient of the mean loss, before clipping."""
+    epoch: int  # epoch of the step, from 1
+    step: int  # number of the step, from 1, over all epochs
+    loss: float  # mean loss per sample, before the update
+    lr: float  # learning rate
+    grad_norm: float  # norm of the gradient of the mean loss, before clipping
 
 
 @dataclass(frozen=True, kw_only=True)
 class Throughput:
     """How fast some steps were, in wall time. Equal on all ranks."""
 
-    epoch: int
-    """Epoch of the last of the steps, from 1."""
-    step: int
-    """Number of the last of the steps, from 1, over all epochs."""
+    epoch: int  # epoch of the last of the steps, from 1
+    step: int  # number of the last of the steps, from 1, over all epochs
     num_steps: int
-    num_samples: int
-    """Samples in these steps, over all ranks."""
-    seconds: float
-    """Time of these steps on the rank that took longest for all of them."""
-    data_seconds: float
-    """Waiting for samples; mean over ranks."""
-    compute_seconds: float
-    """Forward and backward; mean over ranks."""
+    num_samples: int  # samples in these steps, over all ranks
+    seconds: float  # time of these steps on the rank that took longest for all of them
+    data_seconds: float  # waiting for samples; mean over ranks
+    compute_seconds: float  # forward and backward; mean over ranks
+    # Gradient all-reduce after backward, on the rank that does not wait; with DDP and
+    # buffers also their broadcast.
     communication_seconds: float
-    """Gradient all-reduce after backward, measured on the rank that does not wait; with
-    DDP and buffers also their broadcast."""
-    wait_seconds: float
-    """Waiting for the last rank; mean over ranks."""
-    slowest_rank: int
-    """The rank that was most often the last to finish its backward pass; -1 with one
-    rank."""
-    slowest_steps: int
-    """Number of steps in which it was last."""
-    late_seconds: float
-    """Sum of its delays in these steps, relative to the median rank."""
-    gpu_bytes: int | None = None
-    """Peak GPU memory of a rank in bytes; ``None`` without GPUs."""
+    wait_seconds: float  # waiting for the last rank; mean over ranks
+    slowest_rank: int  # most often the last to finish its backward pass; -1 with one
+    slowest_steps: int  # number of steps in which it was last
+    late_seconds: float  # sum of its delays in these steps, relative to the median rank
+    gpu_bytes: int | None = None  # peak GPU memory of a rank; ``None`` without GPUs
 
     @property
     def samples_per_second(self) -> float:
@@ -93,29 +67,17 @@ class Throughput:
 class EpochMetrics:
     """The metrics of one epoch. Equal on all ranks, except for the seconds."""
 
-    stage: str
-    """``train``, ``probe`` or ``finetune``."""
-    epoch: int
-    """Number of the epoch, from 1, over all stages."""
-    step: int
-    """Steps done since the start of the training."""
-    train_loss: float
-    """Mean training loss per sample."""
-    train_samples: int
-    """Training samples, over all ranks."""
-    values: Mapping[str, float]
-    """Validation metrics, means per sample: ``loss``, and others such as ``accuracy``
-    (0 to 1)."""
-    val_samples: int
-    """Validation samples, over all ranks."""
-    skipped_samples: int
-    """Samples that could not be read, over all ranks."""
-    skipped_steps: int
-    """Steps that were not applied since their gradient was not finite."""
-    steps_seconds: float
-    """Wall time of the steps on this rank."""
-    epoch_seconds: float
-    """Wall time of the epoch on this rank, validation included."""
+    stage: str  # ``train``, ``probe`` or ``finetune``
+    epoch: int  # number of the epoch, from 1, over all stages
+    step: int  # steps done since the start of the training
+    train_loss: float  # mean training loss per sample
+    train_samples: int  # training samples, over all ranks
+    values: Mapping[str, float]  # of the validation: means per sample, such as ``loss``
+    val_samples: int  # validation samples, over all ranks
+    skipped_samples: int  # samples that could not be read, over all ranks
+    skipped_steps: int  # steps not applied: their gradient was not finite
+    steps_seconds: float  # wall time of the steps on this rank
+    epoch_seconds: float  # wall time of the epoch on this rank, validation included
 
     @property
     def samples_per_second(self) -> float:

@@ -20,18 +20,12 @@ from mpitrain.errors import UsageError
 class Mix:
     """How the samples of one step are mixed."""
 
-    weight: float
-    """Weight of the sample and its label, 0 to 1; the partner has the rest."""
+    weight: float  # of the sample and its label, 0 to 1; the partner has the rest
+    # Rows and columns (from, to, from, to) pasted from the partner; ``None``: mixup.
     box: tuple[int, int, int, int] | None
-    """CutMix: rows and columns (from, to, from, to) pasted from the partner; ``None``:
-    mixup."""
 
     def apply(self, inputs: Tensor) -> Tensor:
-        """Mix `(N + 1, C, H, W)`, each sample after its partner, to `(N, C, H, W)`.
-
-        Returns:
-            `(N, C, H, W)`.
-        """
+        """Mix `(N + 1, C, H, W)`, each sample after its partner, to `(N, C, H, W)`."""
         partners, samples = inputs[:-1], inputs[1:]
         if self.box is None:
             return torch.lerp(partners, samples, self.weight)

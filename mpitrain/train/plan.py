@@ -14,13 +14,11 @@ from mpitrain.train.optimizer import learning_rate
 class Stage:
     """Epochs in which the same weights are trained."""
 
+    # probe: only the head; finetune: all weights, after a probe; train: all.
     name: Literal["train", "probe", "finetune"]
-    """probe: only the head; finetune: all weights, after a probe; train: all."""
-    first_epoch: int
-    """From 1, over all stages."""
+    first_epoch: int  # from 1, over all stages
     num_epochs: int
-    lr_factor: float = 1.0
-    """Factor of the learning rate."""
+    lr_factor: float = 1.0  # factor of the learning rate
 
     @property
     def epochs(self) -> range:
@@ -32,8 +30,7 @@ class Stage:
 class Plan:
     """Stages, epochs and steps. Equal on all ranks."""
 
-    num_samples: int | None
-    """Training samples; ``None`` for an iterable data set."""
+    num_samples: int | None  # training samples; ``None`` for an iterable data set
     world_size: int
     config: TrainConfig
 

@@ -30,11 +30,8 @@ from mpitrain.train.timer import StepSeconds
 SYNC_SECONDS = 2.0
 """About how often the ranks synchronize the metrics of their steps."""
 
-MAX_STEPS = 512
-"""Most steps between two synchronizations: they may become slower."""
-
-MAX_ROWS = 1 << 18
-"""Most steps times ranks: every rank receives so many numbers."""
+MAX_STEPS = 512  # between two synchronizations: steps may become slower
+MAX_ROWS = 1 << 18  # steps times ranks: every rank receives so many numbers
 
 THROUGHPUT_SECONDS = 1.25
 """Seconds of steps that a `Throughput` covers at least, across epochs; fewer before a
@@ -47,10 +44,8 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 class Losses(NamedTuple):
     """The loss of one micro-batch."""
 
-    indices: Indices
-    """Numbers of its samples, int64 `(N,)`."""
-    total: Tensor
-    """Sum of their losses, `()`, on the device."""
+    indices: Indices  # numbers of its samples, int64 `(N,)`
+    total: Tensor  # sum of their losses, `()`, on the device
 
 
 class _Step(NamedTuple):
@@ -181,9 +176,8 @@ _NUM_SUMS = 3
 def summary_of(step_seconds: StepSeconds, gpu_bytes: int) -> array[float]:
     """Return what `throughput_of` needs of a rank.
 
-    Returns:
-        Seconds of data and of computing, of all steps; those bytes; seconds of
-        communication of each step.
+    Seconds of data and of computing, of all steps; those bytes; seconds of
+    communication of each step.
     """
     sums = np.array(step_seconds).reshape(-1, NUM_PHASES).sum(0).tolist()
     computing = sums[FORWARD] + sums[BACKWARD]

@@ -26,10 +26,8 @@ StepSeconds: TypeAlias = "array[float]"
 class StepTimes(NamedTuple):
     """Where the time of some steps went on this rank."""
 
-    steps: StepSeconds
-    """Of each step, with what came before it in its epoch, such as a checkpoint."""
-    between: list[Seconds]
-    """Of what came between the steps of two epochs."""
+    steps: StepSeconds  # of each, with what came before it, such as a checkpoint
+    between: list[Seconds]  # of what came between the steps of two epochs
 
 
 class _Span:
@@ -52,14 +50,8 @@ class Timer:
     """Measures where a rank's time goes: ``with timer("forward"): ...``.
 
     Spans nest; the innermost one gets the time. Time outside of all spans is
-    ``"other"``. For a CPU, where a call returns when its work is done.
-
-    Attributes:
-        stack: The phases of the open spans.
-        phase: The current phase.
-        since: When it began, by `time.perf_counter`.
-        seconds: Of the current, unfinished step, up to `since`.
-        pending: The `StepTimes` since the last `take`.
+    ``"other"``. For a CPU, where a call returns when its work is done. `phase` began at
+    `since`; `seconds` are of the unfinished step, `pending` of those before it.
     """
 
     def __init__(self) -> None:
@@ -86,15 +78,10 @@ class Timer:
         del self.stack[1:]
         self.mark(self.stack[0])
 
-    def end_step(self) -> None:
-        """Say that a step is over."""
+    def end_step(self, *, is_step: bool = True) -> None:
+        """Say that a step, or the time between two epochs, is over."""
         self.mark(self.stack[-1])
-        self._add(is_step=True)
-
-    def end_gap(self) -> None:
-        """Say that the time between the steps of two epochs is over."""
-        self.mark(self.stack[-1])
-        self._add(is_step=False)
+        self._add(is_step=is_step)
 
     def _add(self, *, is_step: bool) -> None:
         seconds, self.seconds = self.seconds, [0.0] * NUM_PHASES
@@ -106,9 +93,8 @@ class Timer:
     def mark_gradients(self, loss: Tensor) -> None:
         """Let ``communication`` begin where this rank has computed all its gradients.
 
-        To be called before ``backward``, which a span ``"backward"`` measures. That is
-        before DDP or FSDP wait for the other ranks at its end: their callbacks are
-        queued later, and called in that order.
+        To be called before ``backward``: DDP and FSDP queue later what waits, at its
+        end, for the other ranks.
         """
         loss.register_hook(self._queue_mark)  # type: ignore[no-untyped-call]
 

@@ -81,7 +81,6 @@ class Trainer:
         timer: Measures where this rank's time goes, from `set_up` on.
         step_times: Where the time of the last steps went; for `Callback.on_metrics`.
         resumed_from: Name of the checkpoint that was loaded; empty without one.
-        throughput_seconds: Seconds of steps that a `Throughput` covers at least.
     """
 
     engine: Engine
@@ -163,7 +162,7 @@ class Trainer:
     def train_epoch(self) -> None:
         """Train on the samples that are left of the epoch. Collective."""
         self.engine.train_mode()
-        self.timer.end_gap()
+        self.timer.end_step(is_step=False)
         self._synced_at = time.perf_counter()
         with self.timer("data"):  # the spans inside take their own time
             for step in self.engine.steps(self.state):

@@ -194,7 +194,7 @@ def test_times_are_complete_though_a_gpu_is_busy() -> None:
     timer = GpuTimer(lambda: Mark(gpu), "stream")
     with timer("evaluation"):
         gpu.compute(2.0)
-    timer.end_gap()
+    timer.end_step(is_step=False)
     steps, between = timer.take()
     assert not steps
     assert between[0][EVALUATION] == pytest.approx(2.0)
@@ -204,7 +204,7 @@ def test_the_time_between_epochs_is_no_step() -> None:
     timer = Timer()
     with timer("evaluation"):
         time.sleep(0.01)
-    timer.end_gap()
+    timer.end_step(is_step=False)
     assert not timer.pending.steps
     assert timer.pending.between[0][EVALUATION] >= 0.01
 
