@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-
 from torch._C import _distributed_c10d as _c10d
 
 # C++ classes without a public name, or without one in torch's type stubs

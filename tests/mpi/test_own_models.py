@@ -410,7 +410,7 @@ def test_metrics_come_with_steps(world: World) -> None:
     )
     trainer.callbacks.append(Counts())
     trainer.set_up()
-    trainer.timer.end_gap()  # as after a resume in a validation
+    trainer.timer.end_step(is_step=False)  # as after a resume in a validation
     steps = trainer.engine.plan.steps_per_epoch
     assert steps is not None
     trainer.state.epoch_step = steps
