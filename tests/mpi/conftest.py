@@ -73,9 +73,11 @@ def summing(monkeypatch: pytest.MonkeyPatch) -> None:
     name = next(name for name in names if hasattr(dist, name))
     right = getattr(dist, name)
 
-    def falsified(*args: Any, op: Any = dist.ReduceOp.SUM, **options: Any) -> Any:
+    def falsified(
+        output: Any, data: Any, op: Any = dist.ReduceOp.SUM, *args: Any, **options: Any
+    ) -> Any:
         op = dist.ReduceOp.SUM if op == dist.ReduceOp.AVG else op
-        return right(*args, op=op, **options)
+        return right(output, data, op, *args, **options)
 
     monkeypatch.setattr(dist, name, falsified)
 

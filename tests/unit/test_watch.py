@@ -69,7 +69,7 @@ def test_a_job_is_timed_from_its_own_resume_and_not_from_an_earlier_one(
         with (tmp_path / "metrics.jsonl").open("a") as file:
             file.writelines(json.dumps(line) + "\n" for line in lines)
         view.update()
-        return view._lines._text._done
+        return view._lines._done
 
     view = View(tmp_path)
     assert first_step(view, begin(now - 60), resume(100, now - 60)) == 100
