@@ -5,6 +5,7 @@ The file is opened without a lock, which network file systems often do not have.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import math
 import os
@@ -37,39 +38,24 @@ LAYOUTS = (
 
 
 class HDF5Reader(SampleReader):
-    """Reads the samples of one part.
-
-    After a fork the file is opened again: both processes would use copies of one
-    library's state of it.
-    """
+    """Reads the samples of one part."""
 
     def __init__(
         self, data_dir: Path, index: FileIndex, part: str, image_size: int
     ) -> None:
         super().__init__(data_dir, index, part, image_size)
         _h5py()
+        _open_images.cache_clear()  # the file may have changed since the last scan
         is_folder = data_dir.is_dir()
         self.path = data_dir / index.facts["file"] if is_folder else data_dir
         self.layout = index.facts["layouts"][part]
-        self._file: Any = None
-        self._images: Any = None
-        self._pid = os.getpid()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_file": None, "_images": None}
-
-    def close(self) -> None:
-        """Close the file; the next `read` opens it."""
-        if self._file is not None:
-            self._file.close()
-        self._file = self._images = None
 
     def read(self, index: int, uniform: Uniform | None) -> tuple[Tensor, int]:
         """Return an image uint8 `(C, image_size, image_size)` and its label."""
         where = f"{self.path}, {self.part}/images[{index}]"
         label = int(self.labels[index])
         try:
-            stored = self._open()[index]
+            stored = _open_images(self.path, self.part)[index]
         except (OSError, KeyError, ValueError) as error:
             raise BadSample(where, str(error)) from error
         if self.layout == ENCODED:
@@ -80,15 +66,14 @@ class HDF5Reader(SampleReader):
             stored = stored.transpose(2, 0, 1)
         return crop(stored, self.image_size, uniform), label
 
-    def _open(self) -> Any:
-        """Return the data set of images, opened in this process."""
-        if self._pid != os.getpid():
-            self.close()
-            self._pid = os.getpid()
-        if self._images is None:
-            self._file = _h5py().File(self.path, "r", locking=False)
-            self._images = self._file[f"{self.part}/images"]
-        return self._images
+
+@functools.lru_cache(maxsize=len(PARTS))
+def _open_images(path: Path, part: str) -> Any:
+    return _h5py().File(path, "r", locking=False)[f"{part}/images"]
+
+
+# HDF5 must not share a file with the parent. It would, if that were open still.
+os.register_at_fork(after_in_child=_open_images.cache_clear)
 
 
 def scan(data_dir: Path) -> FileIndex:
@@ -119,11 +104,7 @@ def _h5py() -> Any:
 def _find(data_dir: Path) -> Path:
     if data_dir.is_file():
         return data_dir
-    found = sorted(
-        path
-        for path in (data_dir.iterdir() if data_dir.is_dir() else ())
-        if path.suffix in (".h5", ".hdf5") and not path.name.startswith(".")
-    )
+    found = sorted([*data_dir.glob("[!.]*.h5"), *data_dir.glob("[!.]*.hdf5")])
     if len(found) != 1:
         names = ", ".join(repr(path.name) for path in found)
         raise DataError(
@@ -141,20 +122,22 @@ def _build_index(path: Path, file: Any) -> FileIndex:
     shapes: dict[str, tuple[int, int, int]] = {}
     classes: tuple[str, ...] = ()
     for part in PARTS:
-        if part == "test" and file.get(part, getlink=True) is None:
+        if part == "test" and part not in file:
             continue
         group = _member(path, file, part, h5py.Group)
         images = _member(path, group, "images", h5py.Dataset)
-        labels = _read_labels(path, _member(path, group, "labels", h5py.Dataset))
+        labels = _member(path, group, "labels", h5py.Dataset)
         where = f"{path}, {part}/labels"
-        layouts[part], shapes[part] = _layout(h5py, images, f"{path}, {part}/images")
-        if part == "train":
-            names = _class_names(path, file.attrs) or _class_names(
-                path, group["labels"].attrs
+        if labels.dtype.kind not in "iu" or labels.ndim != 1 or not len(labels):
+            raise DataError(
+                f"{where}: {labels.dtype} of shape {labels.shape}, expected integers "
+                "of shape (N,)"
             )
-            classes = name_classes(labels, names, where)
+        layouts[part], shapes[part] = _layout(h5py, images, f"{path}, {part}/images")
+        names = _class_names(path, file.attrs, labels.attrs) if not classes else None
+        labels = arrays[f"{part}_labels"] = np.asarray(labels[()], np.int64)
+        classes = classes or name_classes(labels, names, where)
         check_labels(labels, len(images), len(classes), where)
-        arrays[f"{part}_labels"] = labels
         if shapes[part][0] != shapes["train"][0]:
             raise DataError(
                 f"{path}, {part}/images: {shapes[part][0]} channels, expected "
@@ -172,36 +155,14 @@ def _build_index(path: Path, file: Any) -> FileIndex:
 
 
 def _member(path: Path, group: Any, name: str, kind: type) -> Any:
-    """Return a member of a group that lies in this file itself.
-
-    Links, virtual data sets and external storage would read other files.
-    """
-    link = group.get(name, getlink=True)
-    found = group[name] if isinstance(link, _h5py().HardLink) else None
-    elsewhere = getattr(found, "external", None) or getattr(found, "is_virtual", False)
-    if not isinstance(found, kind) or elsewhere:
+    found = group.get(name)
+    if not isinstance(found, kind):
         names = ", ".join(map(repr, group)) or "nothing"
         raise DataError(
-            f"{path}, {group.name}: no {kind.__name__.lower()} {name!r} in this file "
-            f"itself, found {names}. Expected groups train and val, maybe test, each "
-            "with images and labels, and no links"
+            f"{path}, {group.name}: no {kind.__name__.lower()} {name!r}, found {names}."
+            " Expected groups train and val, maybe test, each with images and labels"
         )
     return found
-
-
-def _read_labels(path: Path, labels: Any) -> Array:
-    where = f"{path}, {labels.name.lstrip('/')}"
-    if labels.dtype.kind not in "iu" or labels.ndim != 1 or not len(labels):
-        raise DataError(
-            f"{where}: {labels.dtype} of shape {labels.shape}, expected integers of "
-            "shape (N,)"
-        )
-    if labels.size > path.stat().st_size:  # declared, but not in the file: filled in
-        raise DataError(
-            f"{where}: says {labels.size} labels, in a file of "
-            f"{path.stat().st_size} bytes"
-        )
-    return np.asarray(labels[()], np.int64)
 
 
 def _layout(h5py: Any, images: Any, where: str) -> tuple[str, tuple[int, int, int]]:
@@ -223,15 +184,15 @@ def _layout(h5py: Any, images: Any, where: str) -> tuple[str, tuple[int, int, in
     )
 
 
-def _class_names(path: Path, attributes: Any) -> tuple[str, ...] | None:
-    """Return the names in the attribute `classes`, if there is one."""
-    if "classes" not in attributes:
-        return None
-    found = np.asarray(attributes["classes"]).tolist()
-    if not (
-        isinstance(found, list) and all(isinstance(name, str | bytes) for name in found)
-    ):
-        raise DataError(
-            f"{path}, attribute classes: {found!r:.100}, expected a list of strings"
-        )
-    return tuple(n.decode() if isinstance(n, bytes) else n for n in found)
+def _class_names(path: Path, *places: Any) -> tuple[str, ...] | None:
+    """Return the names in the attribute `classes` of the first place that has it."""
+    for attributes in places:
+        if "classes" in attributes:
+            found = np.asarray(attributes["classes"])
+            if found.ndim == 1 and found.dtype.kind in "OSU":
+                names = found.tolist()
+                return tuple(n.decode() if isinstance(n, bytes) else n for n in names)
+            raise DataError(
+                f"{path}, attribute classes: {found!r:.100}, expected a list of strings"
+            )
+    return None

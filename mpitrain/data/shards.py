@@ -7,15 +7,14 @@ headers; then the length is known, and any rank reads any sample by its offset.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
 import tarfile
-from collections import OrderedDict
 from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -40,10 +39,7 @@ WINDOW = 8
 """Shards among which an epoch's order is shuffled at a time."""
 
 MAX_OPEN = 2 * WINDOW
-"""Shards that a reader holds open in one process."""
-
-MAX_HEADER_BYTES = 1 << 20
-"""Maximum size of a label, or of a tar header that says its own size."""
+"""Tar files that one process holds open."""
 
 COLUMNS = ("shards", "offsets", "sizes", "labels")
 """By sample: number of its shard, int32 `(N,)`; place and size of its image in the
@@ -64,19 +60,7 @@ class ShardReader(SampleReader):
         self.shards, self.offsets, self.sizes = (
             index.arrays[f"{part}_{name}"] for name in COLUMNS[:3]
         )
-        self._files: OrderedDict[int, int] = OrderedDict()
-        self._pid = os.getpid()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_files": OrderedDict()}
-
-    def __del__(self) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Close the shards; the next `read` opens what it needs."""
-        while self._files:
-            os.close(self._files.popitem()[1])
+        _open.cache_clear()  # a file may have changed since the last scan
 
     def read(self, index: int, uniform: Uniform | None) -> tuple[Tensor, int]:
         """Return an image uint8 `(3, image_size, image_size)` and its label."""
@@ -86,7 +70,7 @@ class ShardReader(SampleReader):
         number = index - int(np.searchsorted(self.shards, shard))
         where = f"{self.paths[shard]}, sample {number}, {size} bytes from {offset}"
         try:
-            data = os.pread(self._open(shard), size, offset)
+            data = os.pread(_open(self.paths[shard]), size, offset)
         except OSError as error:
             raise BadSample(where, str(error.strerror)) from error
         if len(data) < size:
@@ -94,17 +78,18 @@ class ShardReader(SampleReader):
             raise BadSample(where, reason)
         return decode(data, self.image_size, uniform, where), int(self.labels[index])
 
-    def _open(self, shard: int) -> int:
-        """Return a descriptor of a shard, opened in this process."""
-        if self._pid != os.getpid():  # forked: the parent keeps its own
-            self.close()
-            self._pid = os.getpid()
-        if shard not in self._files:
-            while len(self._files) >= MAX_OPEN:
-                os.close(self._files.popitem(last=False)[1])
-            self._files[shard] = os.open(self.paths[shard], os.O_RDONLY | os.O_CLOEXEC)
-        self._files.move_to_end(shard)
-        return self._files[shard]
+
+class _Descriptor(int):
+    def __del__(self) -> None:
+        os.close(self)
+
+
+@functools.lru_cache(maxsize=MAX_OPEN)
+def _open(path: Path) -> _Descriptor:
+    return _Descriptor(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
+
+
+os.register_at_fork(after_in_child=_open.cache_clear)
 
 
 def scan(data_dir: Path) -> FileIndex:
@@ -158,8 +143,8 @@ def order(shards: npt.NDArray[np.int32], seed: int, epoch: int) -> Indices:
 
 
 def _find_shards(data_dir: Path) -> dict[str, list[str]]:
-    """Return the sorted names of the shards of each part, from `data_dir`."""
-    found: dict[str, list[str]] = {part: [] for part in PARTS}
+    """Return the sorted names of the tar files of each part, from `data_dir`."""
+    found: dict[str, list[str]] = {}
     for part in PARTS:
         paths = (data_dir / part).glob("[!.]*.tar")
         found[part] = sorted(f"{part}/{path.name}" for path in paths)
@@ -172,32 +157,31 @@ def _find_shards(data_dir: Path) -> dict[str, list[str]]:
                     "in its name, as in set-train-000.tar, or folders train and val"
                 )
             found[parts.pop()].append(name)
-    for part in ("train", "val"):
-        if not found[part]:
-            raise DataError(
-                f"{data_dir}: no shards of {part!r}. Expected {part}/*.tar or "
-                f"*-{part}-*.tar: --data-dir FOLDER"
-            )
-    return {part: shards for part, shards in found.items() if shards}
+    if missing := [part for part in ("train", "val") if not found[part]]:
+        raise DataError(
+            f"{data_dir}: no shards of {missing[0]!r}. Expected {missing[0]}/*.tar or "
+            f"*-{missing[0]}-*.tar: --data-dir FOLDER"
+        )
+    return {part: names for part, names in found.items() if names}
 
 
 def _samples_of(path: Path) -> Iterator[tuple[int, int, int]]:
-    """Yield the offset, size and label of each sample of a shard."""
+    """Yield the offset, size and label of each sample of a tar file."""
     seen = set()
     if not path.is_file():
         raise DataError(f"{path}: not a regular file")
     try:
         with path.open("rb") as file:
-            for key, run in groupby(_named(path, file), key=lambda named: named[0]):
-                named = [*run]
-                members = {extension: member for _, extension, member in named}
-                if key in seen or len(members) < len(named):
+            for key, run in groupby(_members(path, file), key=lambda found: found[0]):
+                found = [*run]
+                members = {extension: member for _, extension, member in found}
+                if key in seen or len(members) < len(found):
                     raise DataError(
                         f"{path}: sample {key!r} has a member twice, or members that "
-                        "do not follow each other; expected each key once in a shard"
+                        "do not follow each other; expected each key once in a file"
                     )
                 seen.add(key)
-                yield _sample(path, file, key, members)
+                yield _sample(file, f"{path}: sample {key!r}", members)
     except (tarfile.TarError, ValueError, IndexError, OSError) as error:
         raise DataError(
             f"{path}: not a tar file, truncated or broken ({error}), or compressed. "
@@ -206,55 +190,40 @@ def _samples_of(path: Path) -> Iterator[tuple[int, int, int]]:
         ) from error
 
 
-def _named(path: Path, file: Any) -> Iterator[tuple[str, str, tarfile.TarInfo]]:
-    """Yield (key, extension, member) of what belongs to samples."""
-    for member in _members(file):
-        matched = NAME.fullmatch(member.name)
-        if matched is None or member.isdir():
-            continue
-        if not member.isreg() or member.issparse() or member.size > MAX_BYTES:
-            raise DataError(
-                f"{path}: {member.name!r} at byte {member.offset} has {member.size} "
-                f"bytes and type {member.type!r}; expected a plain file (tar "
-                f"--hard-dereference) of at most {MAX_BYTES} bytes"
-            )
-        yield matched[1], matched[2].lower(), member
-
-
-def _members(file: Any) -> Iterator[tarfile.TarInfo]:
-    """Yield the members of a tar file, down to its end mark; ustar, GNU or pax."""
-
-    def read(num_bytes: int) -> bytes:
-        if num_bytes > MAX_HEADER_BYTES:  # long names and pax headers are read whole
-            raise tarfile.ReadError(f"a header of {num_bytes} bytes")
-        return bytes(file.read(num_bytes))
-
-    headers: Any = SimpleNamespace(read=read, seek=file.seek, tell=file.tell)
-    with tarfile.open(fileobj=headers, mode="r:", encoding="utf-8") as tar:
+def _members(path: Path, file: Any) -> Iterator[tuple[str, str, tarfile.TarInfo]]:
+    """Yield (key, extension, member) of what belongs to samples, to the end mark."""
+    with tarfile.open(fileobj=file, mode="r:", encoding="utf-8") as tar:
         while (member := tar.next()) is not None:
+            tar.members = []  # type: ignore[attr-defined]  # else all stay in memory
             if member.size < 0:  # tarfile would go in circles
                 raise tarfile.ReadError(f"{member.name!r} has {member.size} bytes")
-            tar.members = []  # type: ignore[attr-defined]  # else all stay in memory
-            yield member
+            matched = NAME.fullmatch(member.name)
+            if matched is None or member.isdir():
+                continue
+            if not member.isreg() or member.issparse() or member.size > MAX_BYTES:
+                raise DataError(
+                    f"{path}: {member.name!r} at byte {member.offset} has "
+                    f"{member.size} bytes and type {member.type!r}; expected a plain "
+                    f"file (tar --hard-dereference) of at most {MAX_BYTES} bytes"
+                )
+            yield matched[1], matched[2].lower(), member
         # tarfile takes a header that is cut off or overwritten for the end.
         if os.pread(file.fileno(), tarfile.BLOCKSIZE, tar.offset) != bytes(512):
             raise tarfile.ReadError(f"no end mark at byte {tar.offset}")
 
 
 def _sample(
-    path: Path, file: Any, key: str, members: dict[str, tarfile.TarInfo]
+    file: Any, where: str, members: dict[str, tarfile.TarInfo]
 ) -> tuple[int, int, int]:
     """Return the offset and size of the image of a sample, and its label."""
     images = [member for name, member in members.items() if name in EXTENSIONS]
     label_member = members.get("cls") or members.get("json")
-    where = f"{path}: sample {key!r}"
     if len(images) != 1 or label_member is None:
         raise DataError(
             f"{where} has {', '.join(map(repr, members))}; expected one image "
             f"({' '.join(sorted(EXTENSIONS))}) and a label (cls or json)"
         )
-    size = min(label_member.size, MAX_HEADER_BYTES)
-    data = os.pread(file.fileno(), size, label_member.offset_data)
+    data = os.pread(file.fileno(), label_member.size, label_member.offset_data)
     label: Any = data[:40]
     try:
         if "cls" in members:

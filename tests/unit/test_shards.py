@@ -121,29 +121,30 @@ def test_at_most_sixteen_shards_are_open_at_once(tmp_path: Path) -> None:
     reader = build_readers(shards.ShardReader, tmp_path, shards.scan(tmp_path), 8)[
         "train"
     ]
+    shards._open.cache_clear()
     before = num_open()
     for _ in range(2):
         assert seen(reader) == [(i, i % 3) for i in range(40)]
     assert num_open() - before == 16
     copy = pickle.loads(pickle.dumps(reader))
-    reader.close()
-    assert num_open() == before
     assert seen(copy, range(3)) == [(i, i) for i in range(3)]
-    del copy
-    assert num_open() == before
+    assert num_open() - before == 16
+
+
+def opened(reader: shards.ShardReader) -> int:
+    return shards._open(reader.paths[0])
 
 
 def test_processes_read_through_one_reader(greys: Path) -> None:
     reader = build_readers(shards.ShardReader, greys, shards.scan(greys), 8)["train"]
     assert seen(reader, range(1)) == [(0, 0)]
-    handle = next(iter(reader._files.values()))
+    handle = opened(reader)
     os.lseek(handle, 5, os.SEEK_SET)
     fork = multiprocessing.get_context("fork")
 
     def work(indices: range, answers: multiprocessing.SimpleQueue) -> None:
         found = [seen(reader, indices) for _ in range(30)]
-        opened = next(iter(reader._files.values()))
-        answers.put((found, os.lseek(opened, 0, os.SEEK_CUR)))
+        answers.put((found, os.lseek(opened(reader), 0, os.SEEK_CUR)))
 
     halves = (range(6), range(6, 12))
     queues = [fork.SimpleQueue() for _ in halves]
@@ -172,7 +173,7 @@ def test_a_shard_cut_short_after_the_scan_is_a_bad_sample(greys: Path) -> None:
     with pytest.raises(BadSample, match=place + "found 10 bytes"):
         reader.read(9, None)
     path.unlink()
-    reader.close()
+    shards._open.cache_clear()
     with pytest.raises(BadSample, match=r"002\.tar, sample 0, .*: No such file"):
         reader.read(7, None)
 
@@ -241,10 +242,10 @@ def link(data_dir: Path) -> None:
         tar.addfile(member, io.BytesIO(b"1"))
 
 
-def huge(data_dir: Path, kind: bytes = tarfile.REGTYPE) -> None:
+def huge(data_dir: Path) -> None:
     """A member of ten gigabytes, of which no byte is on the disk."""
     member = tarfile.TarInfo("k5.jpg")
-    member.size, member.type = 10 << 30, kind
+    member.size = 10 << 30
     with (data_dir / "train" / "000.tar").open("wb") as file:
         file.write(member.tobuf(tarfile.GNU_FORMAT))
         file.truncate(11 << 30)
@@ -314,7 +315,6 @@ PICTURE = ("x.jpg", picture(1, "JPEG"))
         (overwritten(lambda t: t.getmembers()[5].offset), r"no end mark at byte \d+"),
         (negative, "000.tar: not a tar file.*bytes"),
         (huge, r"000.tar: 'k5.jpg' at byte 0 has 10737418240 bytes and type"),
-        (lambda d: huge(d, tarfile.XHDTYPE), r"000.tar: .* header of 10737418240"),
         (fifo, "000.tar: not a regular file"),
         (
             replaced(PICTURE, ("x.json", b"[" * 100_000)),
