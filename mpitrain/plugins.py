@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import inspect
 import os
@@ -11,15 +10,11 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from mpitrain.errors import UsageError
+from mpitrain.errors import UsageError, did_you_mean
 
 
 def is_reference(name: str) -> bool:
-    """Whether a name is a reference to code.
-
-    >>> is_reference("my_models:small"), is_reference("digits")
-    (True, False)
-    """
+    """Whether a name is a reference to code."""
     return ":" in name
 
 
@@ -49,13 +44,10 @@ def load_reference(reference: str, flag: str) -> Callable[..., Any]:
         ) from None
     found = getattr(module, attribute, None)
     if not callable(found):
-        public = {n: it for n, it in vars(module).items() if n[0] != "_"}
-        names = [name for name, value in public.items() if callable(value)]
-        near = difflib.get_close_matches(attribute, names, n=5, cutoff=0.4)
+        names = [n for n, v in vars(module).items() if callable(v) and n[0] != "_"]
         raise UsageError(
             f"{flag} {reference!r}: module {module_name!r} has no callable "
-            f"{attribute!r}. It has, among {len(names)}: "
-            f"{', '.join(near or names[:5]) or 'none'}."
+            f"{attribute!r}.{did_you_mean(attribute, names)}"
         )
     return found  # type: ignore[no-any-return]
 
@@ -69,12 +61,6 @@ def call_with_known(
     """Call a user's function with those of the `known` values that it takes, by name.
 
     A ``None`` is replaced by the parameter's default, else by a value of `otherwise`.
-
-    >>> call_with_known(lambda num_classes: num_classes, {"num_classes": 3, "a": 1}, "")
-    3
-    >>> known = {"a": None, "b": None}
-    >>> call_with_known(lambda a, b="own": (a, b), known, "", {"a": 1, "b": 2})
-    (1, 'own')
     """
     try:
         parameters = inspect.signature(function).parameters.values()

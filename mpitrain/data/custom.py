@@ -25,12 +25,7 @@ ONE_PASS_MODULES = ("builtins", "itertools")
 
 
 def load_custom(reference: str, data_dir: Path | None) -> tuple[Sequence[Any], int]:
-    """Call a user's callable, ``package.module:callable``, that returns data sets.
-
-    It is called with `data_dir` if it has a parameter of that name, and returns (train,
-    val) or (train, val, test): map-style or iterable-style data sets of (input,
-    target). Their number of classes comes from `classes` or `num_classes` of train.
-    """
+    """Call a user's callable; return its data sets and their number of classes."""
     datasets = call_with_known(
         load_reference(reference, "--data"),
         {"data_dir": data_dir},
@@ -88,12 +83,8 @@ def build_samples(
             f"{what} is a {type(dataset).__name__!r}, which can be read only once; "
             "expected a data set with __iter__ that begins again in every epoch"
         )
-    stream = IterableStyle(
-        dataset,
-        seed=seed,
-        num_workers=num_workers,
-        method=start_method(world.num_nodes),
-    )
+    method = start_method(world.num_nodes)
+    stream = IterableStyle(dataset, seed=seed, num_workers=num_workers, method=method)
     if not stream.has_shards:
         ranks.check_equal(
             digest(stream.example()[:2]),
@@ -123,13 +114,9 @@ def _map_style(
         samples: InMemory | MapStyle = InMemory(*dataset.tensors)
         _agree_on_first(samples.example(), what, ranks)
         return samples
+    method, pin = start_method(world.num_nodes), world.device != "cpu"
     samples = MapStyle(
-        dataset,
-        seed=seed,
-        num_workers=num_workers,
-        method=start_method(world.num_nodes),
-        skip=skip,
-        pin=world.device != "cpu",
+        dataset, seed=seed, num_workers=num_workers, method=method, skip=skip, pin=pin
     )
     try:
         samples.example()

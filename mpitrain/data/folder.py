@@ -49,7 +49,7 @@ class FolderReader(SampleReader):
 def scan(data_dir: Path) -> FileIndex:
     """List the images of all parts.
 
-    ``PART_names`` holds the paths from the part's folder, one after the other, uint8;
+    ``PART_names`` holds the paths from the part's folder one after the other, uint8;
     ``PART_ends`` where each ends, int64 `(N,)`.
     """
     arrays: dict[str, Array] = {}

@@ -155,12 +155,16 @@ def _build_index(path: Path, file: Any) -> FileIndex:
 
 
 def _member(path: Path, group: Any, name: str, kind: type) -> Any:
-    found = group.get(name)
-    if not isinstance(found, kind):
+    """Return a member that lies in this file itself; links would read other files."""
+    link = group.get(name, getlink=True)
+    found = group[name] if isinstance(link, _h5py().HardLink) else None
+    elsewhere = getattr(found, "external", None) or getattr(found, "is_virtual", False)
+    if not isinstance(found, kind) or elsewhere:
         names = ", ".join(map(repr, group)) or "nothing"
         raise DataError(
-            f"{path}, {group.name}: no {kind.__name__.lower()} {name!r}, found {names}."
-            " Expected groups train and val, maybe test, each with images and labels"
+            f"{path}, {group.name}: no {kind.__name__.lower()} {name!r} in this file "
+            f"itself, found {names}. Expected groups train and val, maybe test, each "
+            "with images and labels, and no links"
         )
     return found
 

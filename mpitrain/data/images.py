@@ -80,11 +80,6 @@ def crop_box(width: int, height: int, size: int, uniform: Uniform | None) -> Box
     With `uniform`, float64 `(4,)` from 0 to 1: a random resized crop, area from 0.08 to
     1 of the image's, width over height from 3/4 to 4/3, then place from top and from
     left. One that does not fit shrinks until it does, at the same ratio.
-
-    >>> crop_box(512, 256, 224, None)
-    (144.0, 16.0, 368.0, 240.0)
-    >>> crop_box(100, 50, 224, np.array([1.0, 0.5, 0.0, 1.0]))
-    (50.0, 0.0, 100.0, 50.0)
     """
     if uniform is not None:
         return _random_box(width, height, uniform)

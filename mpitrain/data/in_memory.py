@@ -16,12 +16,7 @@ CACHE_BYTES = 1 << 20
 
 
 class InMemory:
-    """A data set whose tensors are in host memory or on the device.
-
-    Args:
-        inputs: `(N, ...)`, images as uint8 or floating point `(N, C, H, W)`.
-        targets: `(N, ...)`, labels as int64 `(N,)`.
-    """
+    """Inputs and targets `(N, ...)`, in host memory or on the device."""
 
     may_skip = False
     is_deterministic = True

@@ -32,12 +32,8 @@ from mpitrain.errors import DataError
 class IterableStyle:
     """An iterable-style data set.
 
-    Args:
-        dataset: Has ``__iter__``; may have `set_epoch(epoch)`, called before an epoch,
-            and `shard(num_shards, index)`, which returns one shard of it.
-            `get_worker_info` returns ``None`` in both: the shards are of workers, too.
-        num_workers: Processes that read ahead; 0: this process reads.
-        method: How they are started.
+    It may have `set_epoch(epoch)`, called before an epoch, and `shard(num_shards,
+    index)`. `get_worker_info` returns ``None`` in both: the shards are of workers, too.
     """
 
     num_samples = None
@@ -45,12 +41,7 @@ class IterableStyle:
     is_deterministic = False
 
     def __init__(
-        self,
-        dataset: Any,
-        *,
-        seed: int,
-        num_workers: int = 0,
-        method: StartMethod = "fork",
+        self, dataset: Any, *, seed: int, num_workers: int, method: StartMethod
     ) -> None:
         self.dataset = dataset
         self._seed = seed
@@ -69,9 +60,8 @@ class IterableStyle:
         """
         if not self.has_shards:
             return 0
-        return len(rank_shard.taken) or rank_shard.stream_shard[0] * max(
-            1, self._num_workers
-        )
+        num_readers = rank_shard.stream_shard[0] * max(1, self._num_workers)
+        return len(rank_shard.taken) or num_readers
 
     def order(self, seed: int, epoch: int) -> Indices:
         """Refuse: only reading tells."""
@@ -82,10 +72,7 @@ class IterableStyle:
         with seeded(self._seed, 0, 0):
             for sample in self.dataset:
                 return raise_if_bad(collate([(0, sample)]))
-        raise DataError(
-            f"the stream {type(self.dataset).__name__!r} has no samples; expected one "
-            "at least"
-        )
+        raise DataError(f"the stream {type(self.dataset).__name__!r} has no samples")
 
     def batches(self, rank_shard: RankShard, epoch: int) -> Iterator[LoadedBatch]:
         """Read batches until the stream ends; then empty ones."""

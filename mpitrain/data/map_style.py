@@ -21,21 +21,15 @@ from mpitrain.data.workers import (
 from mpitrain.errors import DataError
 
 PAIR = 2
-
 MAX_TRIES = 100
 """Samples that may be bad before the first good one."""
 
 
 class MapStyle:
-    """A data set that is read sample by sample.
+    """A `SampleReader` or a custom map-style data set, read sample by sample.
 
-    Args:
-        dataset: A `SampleReader`, or a custom map-style data set.
-        num_workers: Processes that read ahead; 0: this process reads.
-        random_crops: Whether a `SampleReader` crops its images at random.
-        skip: Whether to leave out samples that cannot be read.
-        pin: Whether batches go to a GPU, from pinned memory.
-        order: What `Samples.order` returns, if not a plain permutation.
+    `skip` leaves out samples that cannot be read; `pin` reads into pinned memory;
+    `order` replaces the plain permutation of `Samples.order`.
     """
 
     def __init__(
@@ -77,25 +71,23 @@ class MapStyle:
 
     def order(self, seed: int, epoch: int) -> Indices:
         """Return the order of an epoch."""
-        if self._order is not None:
-            return self._order(seed, epoch)
-        return epoch_order(self.num_samples, seed, epoch)
+        if self._order is None:
+            return epoch_order(self.num_samples, seed, epoch)
+        return self._order(seed, epoch)
 
     def example(self) -> LoadedBatch:
         """Read the first sample that can be read, of the first hundred."""
+        if self._example is not None:
+            return self._example
         tries = min(self.num_samples, MAX_TRIES)
-        for index in range(tries):
-            if self._example is not None:
-                break
-            loaded = self._read(index)
+        for loaded in map(self._read, range(tries)):
             if len(loaded.indices):
                 self._example = loaded
-        if self._example is None:
-            raise DataError(
-                f"none of the first {tries} samples can be read; the last is "
-                f"{loaded.skipped[0]}"
-            )
-        return self._example
+                return loaded
+        raise DataError(
+            f"none of the first {tries} samples can be read; the last is "
+            f"{loaded.skipped[0]}"
+        )
 
     def reread_example(self) -> LoadedBatch:
         """Read the same sample again; it differs if the data set is random."""
@@ -180,29 +172,17 @@ def collate(samples: list[tuple[int, Any]], *, skip: bool = False) -> LoadedBatc
     try:
         inputs, targets = default_collate([sample for _, sample in good])
     except (RuntimeError, TypeError):
-        uneven = _uneven(good)
-        if uneven is None:
+        shapes = [[tuple(getattr(x, "shape", ())) for x in pair] for _, pair in good]
+        odd = next((i for i, shape in enumerate(shapes) if shape != shapes[0]), None)
+        if odd is None:
             raise
+        uneven = DataError(
+            f"samples of one batch differ: sample {indices[0]} has shapes {shapes[0]}, "
+            f"sample {indices[odd]} {shapes[odd]}; expected one shape in all. Resize "
+            "or crop them in the data set"
+        )
         return LoadedBatch(uneven, None, indices, skipped)
     return LoadedBatch(inputs, targets, indices, skipped)
-
-
-def _uneven(samples: list[tuple[int, Any]]) -> DataError | None:
-    """Name the sample whose shape differs from the first one's."""
-    for place, kind in enumerate(("input", "target")):
-        shapes = [getattr(sample[place], "shape", None) for _, sample in samples]
-        for (number, _), shape in zip(samples, shapes, strict=True):
-            if shape != shapes[0]:
-                first, other = (
-                    f"{kind} shape {'none' if found is None else tuple(found)}"
-                    for found in (shapes[0], shape)
-                )
-                return DataError(
-                    f"samples of one batch differ: sample {samples[0][0]} has {first}, "
-                    f"sample {number} {other}; expected one shape in all. Resize or "
-                    "crop them in the data set"
-                )
-    return None
 
 
 def raise_if_bad(loaded: LoadedBatch) -> LoadedBatch:

@@ -168,11 +168,7 @@ def check_labels(labels: Array, num_images: int, num_classes: int, where: str) -
 def name_classes(
     labels: Array, names: Sequence[str] | None, where: str
 ) -> tuple[str, ...]:
-    """Return the name of each class; without `names` the labels are the names.
-
-    >>> name_classes(np.array([1, 0, 2, 1]), None, "train")
-    ('0', '1', '2')
-    """
+    """Return the name of each class; without `names` the labels are the names."""
     found = np.unique(labels)
     num_classes = len(names) if names else len(found)
     if not np.array_equal(found, np.arange(num_classes)):

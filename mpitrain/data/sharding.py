@@ -25,20 +25,12 @@ def epoch_order(num_samples: int, seed: int, epoch: int) -> Indices:
 
 
 def num_steps(num_samples: int, global_batch_size: int) -> int:
-    """Return the number of steps of an epoch, including a short last one.
-
-    >>> num_steps(1437, 64), num_steps(128, 64)
-    (23, 2)
-    """
+    """Return the number of steps of an epoch, including a short last one."""
     return -(-num_samples // global_batch_size)
 
 
 def split_into_steps(order: Indices, global_batch_size: int) -> Iterator[Indices]:
-    """Cut an epoch's order into steps.
-
-    >>> [len(step) for step in split_into_steps(np.arange(10), 4)]
-    [4, 4, 2]
-    """
+    """Cut an epoch's order into steps; the last one may be short."""
     for start in range(0, len(order), global_batch_size):
         yield order[start : start + global_batch_size]
 
@@ -57,11 +49,7 @@ def shard_bounds(num_samples: int, rank: int, world_size: int) -> tuple[int, int
 
 
 def max_shard_size(num_samples: int, world_size: int) -> int:
-    """Return the size of the largest shard.
-
-    >>> max_shard_size(7, 3), max_shard_size(1, 8)
-    (3, 1)
-    """
+    """Return the size of the largest shard."""
     return -(-num_samples // world_size)
 
 

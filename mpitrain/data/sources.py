@@ -39,9 +39,7 @@ FORMATS: Mapping[str, tuple[Callable[[Path], FileIndex], type[SampleReader]]] = 
 """Sets that are read sample by sample: how they are scanned, and read."""
 
 DEFAULT_IMAGE_SIZE = 224
-
-MAX_WORKERS = 8
-"""Of `--num-workers auto`."""
+MAX_WORKERS = 8  # of `--num-workers auto`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,13 +122,9 @@ def _load_whole(config: DataConfig, ranks: Communicator) -> Data:
         return torchvision_sets.read(name, data_dir)
 
     arrays = ranks.load_shared(read, f"read {name}")
-    train, val = (
-        InMemory(
-            torch.from_numpy(arrays[f"{part}_inputs"]),
-            torch.from_numpy(arrays[f"{part}_labels"]),
-        )
-        for part in ("train", "val")
-    )
+    tensors = {key: torch.from_numpy(array) for key, array in arrays.items()}
+    train = InMemory(tensors["train_inputs"], tensors["train_labels"])
+    val = InMemory(tensors["val_inputs"], tensors["val_labels"])
     channels = train.inputs.shape[1]
     if config.normalize in ("auto", "data"):
         statistics: Statistics | None = ranks.on_rank_zero(

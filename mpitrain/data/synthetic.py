@@ -22,9 +22,6 @@ def make(
     There are `num_samples` training images, and a quarter as many, at least one, to
     validate; the same for one seed on every machine. Arrays are as those of
     `torchvision_sets.read`.
-
-    >>> make(8, 2, 16)["val_inputs"].shape
-    (2, 3, 16, 16)
     """
     if num_samples < num_classes:
         raise UsageError(

@@ -11,7 +11,6 @@ import gzip
 import hashlib
 import http.client
 import math
-import os
 import shlex
 import struct
 import tempfile
@@ -90,18 +89,15 @@ def read(name: str, data_dir: Path) -> dict[str, Array]:
     )
     if place is None:
         raise DataError(f"{name} is not in {data_dir}.{how}")
+    arrays: dict[str, Array] = {}
     try:
         parts = (_read_cifar if name in CIFAR_FILES else _read_mnist)(name, place)
-        arrays: dict[str, Array] = {}
         for part, (inputs, labels) in zip(("train", "val"), parts, strict=True):
             where = f"{place}, the {part} labels"
             check_labels(labels, len(inputs), NUM_CLASSES[name], where)
             arrays |= {f"{part}_inputs": inputs, f"{part}_labels": labels}
-    except DataError as error:
+    except (DataError, OSError) as error:
         raise DataError(f"{error}.{how}") from None
-    except OSError as error:
-        place = error.filename or place
-        raise DataError(f"{place}: cannot be read, {error.strerror}.{how}") from None
     return arrays
 
 
@@ -117,9 +113,7 @@ def _idx_file(folder: Path, name: str) -> Path:
 
 def _read_mnist(name: str, folder: Path) -> list[tuple[Array, Array]]:
     paths = [_idx_file(folder, file) for file in IDX_FILES]
-    arrays = [
-        _read_idx(path, 1 if number % 2 else 3) for number, path in enumerate(paths)
-    ]
+    arrays = [_read_idx(path, 3 - 2 * (i % 2)) for i, path in enumerate(paths)]
     if not all(array.size for array in arrays):
         raise DataError(f"{folder}: {name} has images or labels of no size")
     pairs = (arrays[:2], arrays[2:])
@@ -142,12 +136,7 @@ def _read_idx(path: Path, num_dims: int) -> Array:
                 )
             shape = struct.unpack(f">{num_dims}I", header[4:])
             num_bytes = math.prod(shape)
-            if num_bytes > MAX_BYTES:
-                raise DataError(
-                    f"{path}: its header says shape {shape}, expected at most "
-                    f"{MAX_BYTES} bytes"
-                )
-            data = file.read(num_bytes + 1)
+            data = file.read(num_bytes + 1) if num_bytes <= MAX_BYTES else b""
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise DataError(f"{path}: truncated or broken, {error}") from None
     if len(data) != num_bytes:
@@ -210,6 +199,7 @@ def fetch(name: str, data_dir: Path, mirror: str | None) -> None:
     else:
         files, folder = kind.resources, data_dir / CLASSES[name] / "raw"
         mirrors = kind.mirrors
+    mirrors = [mirror] if mirror else mirrors
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for file, md5 in files:
@@ -217,16 +207,15 @@ def fetch(name: str, data_dir: Path, mirror: str | None) -> None:
                 path = folder / file
                 if not datasets.utils.check_integrity(path, md5):
                     path = Path(beside, file)
-                    tried = _download([mirror] if mirror else mirrors, path, md5)
-                    if tried:
-                        raise DataError(
-                            f"{name} could not be fetched. Tried\n  {tried}\nFetch it "
-                            "where there is internet, such as on the login node: "
-                            f"{_fetch_command(name, data_dir)}\nOr say --mirror URL: "
-                            f"the address (http, https, file) of a folder with {file}"
-                        )
+                    _download(
+                        name, data_dir, [mirror] if mirror else mirrors, path, md5
+                    )
                 datasets.utils.extract_archive(path, beside)
-                _move(Path(beside), folder)
+                found = [path for path in Path(beside).rglob("*") if path.is_file()]
+                for path in sorted(found, key=lambda path: path.suffix != ".gz"):
+                    target = folder / path.relative_to(beside)
+                    target.parent.mkdir(parents=True, exist_ok=True)
+                    path.replace(target)
     except OSError as error:
         raise DataError(
             f"{error.filename or folder}: cannot be written: "
@@ -235,8 +224,10 @@ def fetch(name: str, data_dir: Path, mirror: str | None) -> None:
         ) from None
 
 
-def _download(mirrors: Sequence[str], path: Path, md5: str) -> str:
-    """Download from the first mirror that has the file; if none, return why not."""
+def _download(
+    name: str, data_dir: Path, mirrors: Sequence[str], path: Path, md5: str
+) -> None:
+    """Download from the first mirror that has the file."""
     tried = []
     for mirror in mirrors:
         url = f"{mirror.rstrip('/')}/{path.name}"
@@ -250,18 +241,15 @@ def _download(mirrors: Sequence[str], path: Path, md5: str) -> str:
         found = hashlib.md5(data, usedforsecurity=False).hexdigest()
         if found == md5:
             path.write_bytes(data)
-            return ""
-        page = ", a web page" if data.lstrip().startswith(b"<") else ""
+            return
         tried.append(
-            f"{url}: found another file{page}: {len(data)} bytes, MD5 {found}, "
-            f"expected {md5}"
+            f"{url}: found another file: {len(data)} bytes, MD5 {found}, expected "
+            f"{md5}; it begins with {data[:20]!r}"
         )
-    return "\n  ".join(tried)
-
-
-def _move(source: Path, target: Path) -> None:
-    """Move files to their places, each by one rename; archives first."""
-    found = [path.relative_to(source) for path in source.rglob("*") if path.is_file()]
-    for path in sorted(found, key=lambda path: path.suffix != ".gz"):
-        (target / path).parent.mkdir(parents=True, exist_ok=True)
-        os.replace(source / path, target / path)
+    where = "\n  ".join(tried)
+    raise DataError(
+        f"{name} could not be fetched. Tried\n  {where}\nFetch it where there is "
+        f"internet, such as on the login node: {_fetch_command(name, data_dir)}\nOr "
+        "say --mirror URL: the address (http, https, file) of a folder with "
+        f"{path.name}"
+    )

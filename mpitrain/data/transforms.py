@@ -20,16 +20,13 @@ from mpitrain.data.sharding import Indices
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
 
+NUM_DIMENSIONS = 4  # of a batch of images
+
 Statistics = tuple[tuple[float, ...], tuple[float, ...]]
 """Mean and standard deviation by channel, in the range 0 to 1."""
 
-NUM_DIMENSIONS = 4
-"""Of a batch of images."""
-
 ROUNDING = 1e-2
 """How far 16-bit floats may be outside the range of pixels."""
-
-FLIP_PROBABILITY = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +88,7 @@ class ImageTransform:
         sources = np.arange(num)
         corners = np.floor(numbers[:, :2] * (2 * border + 1)).astype(np.int64)
         if self.flip:
-            flipped = np.flatnonzero(numbers[:, 2] < FLIP_PROBABILITY)
+            flipped = np.flatnonzero(numbers[:, 2] < 0.5)
             chosen = images.index_select(0, _like(flipped, images))
             images = torch.cat([images, chosen.flip(-1)])
             sources[flipped] = num + np.arange(len(flipped))
@@ -126,11 +123,6 @@ def _crop(
 
     `sources` says which image each window is of, int64 `(N,)`; `corners` the row and
     column of its first pixel, int64 `(N, 2)`.
-
-    >>> grid = torch.arange(9).view(1, 1, 3, 3)
-    >>> corners = np.array([[0, 1], [1, 0]])
-    >>> _crop(grid, np.array([0, 0]), corners, (2, 2)).flatten(1).tolist()
-    [[1, 2, 4, 5], [3, 4, 6, 7]]
     """
     height, width = size
     _, channels, high, wide = images.shape
@@ -170,11 +162,6 @@ def to_uint8(images: Tensor, statistics: Statistics | None) -> Tensor:
 
     The normalization by `statistics` is undone. If pixels are outside of the range 0 to
     1 nevertheless, the smallest value becomes black, the largest white.
-
-    >>> to_uint8(torch.tensor([-1.0, 1.0]).view(2, 1, 1, 1), ((0.5,), (0.5,))).flatten()
-    tensor([  0, 255], dtype=torch.uint8)
-    >>> to_uint8(torch.tensor([-3.0, 1.0]).view(2, 1, 1, 1), None).flatten()
-    tensor([  0, 255], dtype=torch.uint8)
     """
     shown = images.detach().cpu().permute(0, 2, 3, 1)
     if shown.dtype == torch.uint8:
@@ -193,9 +180,6 @@ def mean_and_std(images: Tensor) -> Statistics:
     """Return mean and standard deviation by channel of images uint8 `(N, C, H, W)`.
 
     In the range 0 to 1, exact; a channel without contrast has deviation 1.
-
-    >>> mean_and_std(torch.tensor([0, 255], dtype=torch.uint8).view(2, 1, 1, 1))
-    ((0.5,), (0.5,))
     """
     means, stds = [], []
     for channel in images.unbind(1):

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import multiprocessing
 import os
-import shutil
 import signal
 import tempfile
 import threading
 import time
 import warnings
 from collections.abc import Iterator
-from multiprocessing import forkserver, process, resource_tracker, util
+from multiprocessing import forkserver, resource_tracker, util
 from multiprocessing.context import BaseContext
 from typing import Any, Literal
 
@@ -42,9 +40,6 @@ def start_method(num_nodes: int) -> StartMethod:
     registered, and a fork may move them (Open MPI's FAQ on fork support; pytorch 13787,
     horovod 1824). So on several nodes workers come from a server process that never
     initialized MPI. A spawned worker would import torch each time.
-
-    >>> start_method(1), start_method(2)
-    ('fork', 'forkserver')
     """
     return "fork" if num_nodes == 1 else "forkserver"
 
@@ -66,32 +61,15 @@ def build_loader(dataset: Any, **options: Any) -> DataLoader[Any]:
     It draws no random number of this process, which would change the model's.
     """
     if options.get("num_workers"):
-        choose_temporary_folder()
+        if len(os.fsencode(tempfile.gettempdir())) > MAX_FOLDER_BYTES:
+            tempfile.tempdir = "/tmp"  # else workers could hand over nothing, and hang
+        util.get_temp_dir()  # the rank's, which removes it at its end
         _start_helpers(options.get("multiprocessing_context"))
-    with _no_worker_warning():
-        return DataLoader(
-            dataset,
-            worker_init_fn=_end_with_rank,
-            generator=torch.Generator(),
-            **options,
-        )
-
-
-def choose_temporary_folder() -> None:
-    """Choose the folder of the sockets by which workers hand over what they read.
-
-    Python takes `TMPDIR`; if that is too long, workers cannot hand over anything, and
-    the rank waits forever (Python 3.11).
-    """
-    current: Any = process.current_process()
-    settings: dict[str, Any] = current._config  # noqa: SLF001 - the one way to say it
-    if settings.get("tempdir") is not None:
-        return
-    if len(os.fsencode(tempfile.gettempdir())) > MAX_FOLDER_BYTES:
-        folder = tempfile.mkdtemp(prefix="pymp-", dir="/tmp")
-        util.Finalize(None, shutil.rmtree, (folder, True), exitpriority=-100)
-        settings["tempdir"] = folder
-    util.get_temp_dir()
+    # Of more workers than cores; every rank would say so.
+    warnings.filterwarnings("ignore", "This DataLoader will create", UserWarning)
+    return DataLoader(
+        dataset, worker_init_fn=_end_with_rank, generator=torch.Generator(), **options
+    )
 
 
 def _start_helpers(context: BaseContext | None) -> None:
@@ -111,20 +89,10 @@ def _start_helpers(context: BaseContext | None) -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-@contextlib.contextmanager
-def _no_worker_warning() -> Iterator[None]:
-    """Keep torch from telling every rank that there are more workers than cores."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "This DataLoader will create", UserWarning)
-        yield
-
-
 def iterate_loader(loader: DataLoader[Any]) -> Iterator[LoadedBatch]:
     """Yield what a loader reads; the end of a killed worker is a `DataError`."""
     try:
-        with _no_worker_warning():
-            batches = iter(loader)
-        yield from batches
+        yield from loader
     except (RuntimeError, OSError, EOFError) as error:
         death = _death_of_worker(error) if loader.num_workers else None
         if death is None:

@@ -36,24 +36,11 @@ def build_and_load(
     seed: int,
     weights: str | None = None,
 ) -> tuple[nn.Module, str | None]:
-    """Build a model, and load weights into it. Not collective, equal on every rank.
+    """Build a model, and load weights into it; a line for the user says which.
 
-    Args:
-        name: ``"convnet"``; a classification model of torchvision; ``"timm:NAME"``;
-            ``"hub:REPO_OR_DIR:ENTRY"``; or ``"package.module:callable"``: called with
-            those of `num_classes`, `in_channels` and `image_size` that it takes by
-            name, it returns an `nn.Module`.
-        num_classes: Size of the last layer's output; ``None`` for data without classes,
-            which only a user-defined model can serve: it is then not given any.
-        in_channels: C of an input `(N, C, H, W)`.
-        image_size: H and W of an input, in pixels.
-        seed: Of the generators of torch, numpy and Python, before weights are drawn.
-        weights: A file, or a name that the model's library knows (``"default"``);
-            ``None`` for random ones.
-
-    Returns:
-        The model, float32, on the CPU; and a line for the user on what was loaded,
-        ``None`` without `weights`.
+    Not collective; equal on every rank. A user-defined callable is given those of
+    `num_classes`, `in_channels` and `image_size` that it takes by name. `weights` is a
+    file or a name that the model's library knows; ``None`` for random ones.
     """
     file = Path(weights) if weights is not None and is_file_name(weights) else None
     library = library_of(name)
@@ -104,11 +91,11 @@ def is_cached(name: str, weights: str | None) -> bool:
 
 def cache_dir(name: str) -> Path:
     """Return the folder that the downloads of a model are in."""
-    if name.startswith(timm.PREFIX):
-        import huggingface_hub
+    if not name.startswith(timm.PREFIX):
+        return Path(torch.hub.get_dir())
+    import huggingface_hub
 
-        return Path(huggingface_hub.constants.HF_HUB_CACHE)
-    return Path(torch.hub.get_dir())
+    return Path(huggingface_hub.constants.HF_HUB_CACHE)
 
 
 def library_of(name: str) -> ModuleType | None:

@@ -7,13 +7,7 @@ from torch import Tensor, nn
 
 
 class ConvNet(nn.Module):
-    """Two convolutions and two linear layers: 26 thousand weights on the digits.
-
-    Args:
-        num_classes: Size of the output.
-        in_channels: C of an input `(N, C, H, W)`.
-        image_size: H and W of an input in pixels, at least 4.
-    """
+    """Two convolutions and two linear layers: 26 thousand weights on the digits."""
 
     def __init__(self, num_classes: int, in_channels: int, image_size: int) -> None:
         super().__init__()

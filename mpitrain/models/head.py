@@ -25,10 +25,7 @@ class WithHead(nn.Module):
 
 
 class Features(nn.Module):
-    """A model up to its head: maps inputs to the tensor that the head receives.
-
-    The model is not copied, and its head still runs.
-    """
+    """Maps inputs to the tensor that a model's head receives; the head still runs."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -62,9 +59,6 @@ def head_of(model: nn.Module) -> tuple[str, nn.Module]:
     The first of: the module named by the model's attribute `head_name`; timm's
     `get_classifier()`; the last linear layer in `head`, `heads`, `fc` or `classifier`;
     the last linear layer of the model. Returned with its name among the modules.
-
-    >>> head_of(nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2)))
-    ('2', Linear(in_features=3, out_features=2, bias=True))
     """
     head_name = getattr(model, "head_name", None)
     if isinstance(head_name, str):

@@ -30,11 +30,7 @@ FORM = "expected hub:OWNER/NAME:ENTRY, hub:OWNER/NAME:REF:ENTRY or hub:FOLDER:EN
 
 
 def build(name: str, sizes: Sizes, weights: str | None) -> tuple[nn.Module, str]:
-    """Return a model built by a repository's code, and what was changed, in words.
-
-    The first convolution is fitted to the channels. A last linear layer with another
-    number of outputs is replaced; a bare backbone gets one on top.
-    """
+    """Return a model built by a repository's code, and what was changed, in words."""
     model = _load(name, weights)
     conv = fit_first_conv(model, sizes.in_channels, pretrained=weights is not None)
     outputs: dict[str, object] = {}
@@ -122,11 +118,7 @@ def _load(name: str, weights: str | None) -> nn.Module:
 
 
 def _parse(name: str) -> tuple[str, str]:
-    """Split a name into repository and entry.
-
-    >>> _parse("hub:facebookresearch/dinov2:main:dinov2_vits14")
-    ('facebookresearch/dinov2:main', 'dinov2_vits14')
-    """
+    """Split a name into repository and entry."""
     repository, _, entry = name.removeprefix(PREFIX).rpartition(":")
     if not repository or not entry:
         raise UsageError(f"--model {name!r}: {FORM}")
@@ -153,15 +145,13 @@ def _clone_of(repository: str) -> Path | None:
 def _download(name: str, repository: str) -> Path:
     """Download a repository into torch's cache."""
     failure: Exception = FileNotFoundError("nothing was downloaded")
+    options = {"skip_validation": True, "trust_repo": True, "verbose": False}
     try:
         with contextlib.redirect_stdout(io.StringIO()):
-            torch.hub.list(  # type: ignore[no-untyped-call]
-                repository, skip_validation=True, trust_repo=True, verbose=False
-            )
+            torch.hub.list(repository, **options)  # type: ignore[no-untyped-call]
     except Exception as error:  # its code's errors are told better when it is used
         failure = error
-    folder = _clone_of(repository)
-    if folder is None:
+    if (folder := _clone_of(repository)) is None:
         raise not_downloaded(name, None, failure) from failure
     return folder
 

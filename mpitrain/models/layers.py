@@ -32,10 +32,8 @@ def check_is_module(name: str, model: object) -> nn.Module:
 
 def first_conv(model: nn.Module) -> tuple[str, nn.Conv2d] | None:
     """Return name and module of the first convolution; ``None`` without one."""
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Conv2d):
-            return name, module
-    return None
+    modules = model.named_modules()
+    return next(((n, m) for n, m in modules if isinstance(m, nn.Conv2d)), None)
 
 
 def last_layer(module: nn.Module, prefix: str = "") -> tuple[str, nn.Module] | None:
@@ -52,11 +50,6 @@ def adapt_filters(filters: Tensor, in_channels: int) -> Tensor:
     """Adapt filters `(O, C, H, W)` to another number of channels C.
 
     They are summed, or repeated and scaled, as in `timm.models.adapt_input_conv`.
-
-    >>> adapt_filters(torch.ones(1, 3, 1, 1), 1).flatten().tolist()
-    [3.0]
-    >>> adapt_filters(torch.ones(1, 3, 1, 1), 6).flatten().tolist()
-    [0.5, 0.5, 0.5, 0.5, 0.5, 0.5]
     """
     channels = filters.shape[1]
     if in_channels == 1:
@@ -103,7 +96,6 @@ def try_one_image(model: nn.Module, sizes: Sizes) -> object:
     """Run one image through a model in evaluation mode; raise what the model raises.
 
     The run computes shapes only (torch's device ``meta``) if the model allows that.
-    Mode and weights stay as they are.
     """
     shape = (1, sizes.in_channels, sizes.image_size, sizes.image_size)
     training = model.training

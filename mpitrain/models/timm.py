@@ -19,10 +19,7 @@ PREFIX = "timm:"
 
 
 def build(name: str, sizes: Sizes, weights: str | None) -> tuple[nn.Module, str]:
-    """Return a model, and what timm changed of its pretrained weights, in words.
-
-    timm itself adapts head, channels and position embeddings.
-    """
+    """Return a model, and what timm changed of its pretrained weights, in words."""
     timm = _timm()
     num_classes, channels, size = sizes
     full_name, cfg = _resolve(name, weights)

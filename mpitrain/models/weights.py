@@ -32,20 +32,13 @@ State = dict[str, Any]
 
 
 def is_file_name(weights: str) -> bool:
-    """Whether ``--weights`` names a file, and not weights that a library knows.
-
-    >>> is_file_name("runs/a/model.pt"), is_file_name("default")
-    (True, False)
-    """
+    """Whether ``--weights`` names a file, and not weights that a library knows."""
     path = Path(weights)
     return path.suffix in SUFFIXES or "/" in weights or path.is_file()
 
 
 def read_state(path: Path) -> State:
-    """Read the weights in a file of ``torch.save`` or .safetensors, onto the CPU.
-
-    It holds a ``state_dict``, or one under a key such as ``"model"``.
-    """
+    """Read the weights in a file of ``torch.save`` or .safetensors, onto the CPU."""
     if not path.is_file():
         found = (
             "is a folder" if path.is_dir() else f"is not there, seen from {Path.cwd()}"
@@ -122,9 +115,7 @@ def not_downloaded(name: str, weights: str | None, error: Exception) -> DataErro
 def load_state(model: nn.Module, state: State, source: str) -> str:
     """Load weights by name into a model, in place; return what changed, for the user.
 
-    The head keeps its own weights if the number of classes differs; the filters of the
-    first convolution are adapted to its number of channels. The weights of another
-    architecture are an error, which leaves the model unchanged.
+    The weights of another architecture are an error, which leaves the model unchanged.
     """
     target = model.state_dict()  # loaded as a whole, with its version metadata
     state = _translate(model, _without_wrappers(state, target), source)
@@ -197,11 +188,7 @@ def _head_and_first(model: nn.Module) -> tuple[str, str]:
 
 
 def _without_wrappers(state: State, known: Iterable[str]) -> State:
-    """Take off or add wrappers' prefixes, so that most names are known.
-
-    >>> _without_wrappers({"module.fc.weight": 0}, ["fc.weight"])
-    {'fc.weight': 0}
-    """
+    """Take off or add wrappers' prefixes, so that most names are known."""
     known = set(known)
     spellings = [{k.replace("_orig_mod.", ""): v for k, v in state.items()}]
     for spelling in spellings:  # grows: one wrapper may be inside another
@@ -239,11 +226,7 @@ def _translate(model: nn.Module, state: State, source: str) -> State:
 
 
 def _part(name: str) -> str:
-    """Return the part of a model that a weight is in.
-
-    >>> _part("layer1.0.bias"), _part("backbone.layer1.0.bias")
-    ('layer1', 'backbone.layer1')
-    """
+    """Return the part of a model that a weight is in: layer1 of layer1.0.bias."""
     backbone = "backbone." if name.startswith("backbone.") else ""
     return backbone + name.removeprefix(backbone).partition(".")[0]
 

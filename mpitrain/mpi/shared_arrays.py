@@ -1,8 +1,8 @@
 """Collectives for reading files, and arrays that the ranks of a node share.
 
 Rank zero reads an array and sends it to one rank of each node; all ranks of the node
-map it: a file in `/dev/shm` without a name, so that nothing is left of it however its
-ranks end (docs/decisions/0008 says why it is no MPI window).
+map it: a file in memory without a name (memfd_create), so that nothing is left of it
+however its ranks end (docs/decisions/0008 says why it is no MPI window).
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import logging
 import mmap
 import os
 import secrets
-import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -33,7 +32,6 @@ T = TypeVar("T")
 
 Array = npt.NDArray[Any]
 
-FOLDER = Path("/dev/shm")
 ALIGNMENT = 64  # bytes
 CHUNK_BYTES = 256 << 20  # sent at once between nodes
 
@@ -149,56 +147,43 @@ class Communicator:
         Where a node has no room for that, each of its ranks gets memory of its own.
         """
         world, comm = self._world, self._comm
-        path, descriptor, reason = "", -1, ""
-        memory: mmap.mmap | None = None
+        here = world.nodes[world.node_rank].ranks
+        is_first = comm.rank == here[0]
+        memory, file, inode, reason = mmap.mmap(-1, 1), -1, 0, ""
         try:
-            if world.local_rank == 0 and world.local_world_size > 1:
+            if is_first:
                 try:
-                    descriptor, path = tempfile.mkstemp(
-                        prefix="mpitrain-data-", dir=FOLDER
-                    )
-                    os.truncate(descriptor, num_bytes)
-                    memory = mmap.mmap(descriptor, num_bytes)
-                except OSError as error:
-                    reason = error.strerror or str(error)
-            paths: list[str] = comm.allgather("" if reason else path)
-            theirs = paths[world.nodes[world.node_rank].ranks[0]]
-            if theirs and descriptor < 0:
-                try:
-                    descriptor = os.open(theirs, os.O_RDWR | os.O_NOFOLLOW)
-                    memory = mmap.mmap(descriptor, num_bytes)
-                except OSError as error:
-                    reason = error.strerror or str(error)
-            barrier(comm)
-            if path:
-                # From here on nothing is left of it: to take its pages may last.
-                Path(path).unlink()
-                path = ""
-                try:
+                    file = os.memfd_create("mpitrain-data")
                     # Taken now: one that cannot be had later ends the process (SIGBUS).
-                    os.posix_fallocate(descriptor, 0, num_bytes)
+                    os.posix_fallocate(file, 0, num_bytes)
+                    inode = os.fstat(file).st_ino
                 except OSError as error:
-                    reason = error.strerror or str(error)
-            barrier(comm)
+                    reason = str(error)
+            mine = (f"/proc/{os.getpid()}/fd/{file}", inode, reason)
+            path, inode, reason = comm.allgather(mine)[here[0]]
+            if not reason:
+                try:
+                    file = file if is_first else os.open(path, os.O_RDWR)
+                    memory = mmap.mmap(file, num_bytes)
+                    if os.fstat(file).st_ino != inode:  # containers that hide processes
+                        reason = f"{path} is another file"
+                except (OSError, ValueError) as error:
+                    reason = str(error)
             reasons: list[str] = comm.allgather(
-                f"{FOLDER} of {world.hostname}: {reason}" if reason else ""
+                f"{world.hostname}: {reason}" if reason else ""
             )
         finally:
-            if path:
-                with contextlib.suppress(OSError):
-                    Path(path).unlink()
-            if descriptor >= 0:
-                os.close(descriptor)
+            if file >= 0:
+                os.close(file)
         if any(reasons) and world.is_rank_zero:
             logger.warning(
                 "no shared memory for the data set (%s): each rank of that node holds "
                 "%.1f MB of its own",
                 *(next(filter(None, reasons)), num_bytes / 1e6),
             )
-        here = (reasons[rank] for rank in world.nodes[world.node_rank].ranks)
-        if memory is None or any(here):
+        if any(reasons[rank] for rank in here):
             return mmap.mmap(-1, num_bytes), True
-        return memory, world.local_rank == 0
+        return memory, is_first
 
     def _send_to_nodes(self, buffer: Array, is_first: bool) -> None:
         """Send rank zero's bytes to the first rank of each block of memory."""

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
-import re
-import subprocess
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -91,9 +90,8 @@ def only_on_rank_zero(comm: MPI.Intracomm, arrays: Mapping[str, Any]) -> Any:
 
 
 def test_arrays_of_rank_zero_are_equal_everywhere(
-    comm: MPI.Intracomm, on_nodes: World, place: Path, monkeypatch: pytest.MonkeyPatch
+    comm: MPI.Intracomm, on_nodes: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shared_arrays, "FOLDER", place)
     monkeypatch.setattr(shared_arrays, "CHUNK_BYTES", 100)
     ranks = Communicator(comm, on_nodes)
     expected = made()
@@ -145,38 +143,21 @@ def test_memory_is_free_again_when_no_array_is_left(
     comm: MPI.Intracomm, world: World
 ) -> None:
     ranks = Communicator(comm, world)
-    before = names_of_memory()  # other tests' trainings may not be collected yet
+    before = mapped_files()  # other tests' trainings may not be collected yet
     for _ in range(3):
         held = ranks.load_shared(
             only_on_rank_zero(comm, {"a": np.ones(1 << 20, np.uint8)}), "make one"
         )
         assert held["a"].all()
-    assert comm.size == 1 or names_of_memory() > before
+    assert mapped_files() > before
     del held
-    assert names_of_memory() <= before
+    assert mapped_files() <= before
 
 
-def names_of_memory() -> set[str]:
-    """Return the names that memory of `Ranks.hold` had which this rank maps."""
-    return set(re.findall(r"mpitrain-data-\S+", Path("/proc/self/maps").read_text()))
-
-
-def test_the_file_has_no_name_while_its_memory_is_taken(
-    comm: MPI.Intracomm, world: World, place: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """That takes seconds for a large set, in which a rank may be killed."""
-    seen: list[list[Path]] = []
-    take = os.posix_fallocate
-
-    def look(*words: int) -> None:
-        seen.append(list(place.iterdir()))
-        take(*words)
-
-    monkeypatch.setattr(shared_arrays, "FOLDER", place)
-    monkeypatch.setattr(shared_arrays.os, "posix_fallocate", look)
-    Communicator(comm, world).load_shared(only_on_rank_zero(comm, made()), "make some")
-    is_first = world.local_rank == 0 and world.local_world_size > 1
-    assert seen == ([[]] if is_first else [])
+def mapped_files() -> set[str]:
+    """Return the inodes of `load_shared` that this rank maps."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return {line.split()[4] for line in lines if "memfd:mpitrain-data" in line}
 
 
 @pytest.mark.parametrize("error", [ValueError("no such thing"), DataError("broken")])
@@ -198,58 +179,39 @@ def test_an_exception_of_rank_zero_arrives_on_every_rank(
     assert held["last"].tolist() == [1.5]
 
 
-@pytest.fixture(params=["missing", "full"])
-def no_room(
-    request: pytest.FixtureRequest, comm: MPI.Intracomm, place: Path
-) -> Iterator[Path]:
-    """A folder in which no memory can be had."""
-    if request.param == "missing":
-        yield place / "nowhere"
-        return
-    if comm.bcast(os.geteuid()) != 0:
-        pytest.skip("only root may mount a small file system")
-    small = place / "small"
-    if comm.rank == 0:
-        small.mkdir()
-        mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "none", str(small)]
-        subprocess.run(mount, check=True)
-    comm.Barrier()
-    yield small
-    left = list(small.iterdir())
-    comm.Barrier()
-    if comm.rank == 0:
-        subprocess.run(["umount", str(small)], check=True)
-        small.rmdir()
-    assert not left
-
-
 @pytest.mark.parametrize("where", ["everywhere", "on the last node"])
+@pytest.mark.parametrize("call", ["posix_fallocate", "open"])
 def test_where_there_is_no_room_each_rank_holds_its_own(
     comm: MPI.Intracomm,
     world: World,
-    place: Path,
-    no_room: Path,
+    call: str,
     where: str,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     feigned = two_nodes(world)
     lacks = where == "everywhere" or feigned.node_rank == feigned.num_nodes - 1
-    monkeypatch.setattr(shared_arrays, "FOLDER", no_room if lacks else place)
-    is_shared = comm.allreduce(lacks and feigned.local_world_size > 1) > 0
+
+    def fail(*_args: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left")
+
+    if lacks:
+        monkeypatch.setattr(shared_arrays.os, call, fail)
+    is_used = call == "posix_fallocate" or feigned.local_world_size > 1
+    is_lacking = comm.allreduce(lacks and is_used) > 0
     arrays = {"a": np.arange(100_000), "b": np.array([3])}
     with caplog.at_level(logging.WARNING, "mpitrain"):
         held = Communicator(comm, feigned).load_shared(
             only_on_rank_zero(comm, arrays), "make some"
         )
+    monkeypatch.undo()
     assert (held["a"] == arrays["a"]).all()
     assert held["b"].tolist() == [3]
     warned = [r.getMessage() for r in caplog.records]
-    assert len(warned) == (is_shared and comm.rank == 0)
-    if warned:
-        why = "No space left" if no_room.exists() else "No such file"
-        assert warned[0].startswith(f"no shared memory for the data set ({no_room} of")
-        assert why in warned[0]
+    assert len(warned) == (is_lacking and comm.rank == 0)
+    for words in warned:
+        assert words.startswith("no shared memory for the data set (")
+        assert "No space left" in words
     comm.Barrier()
     held["b"][0] = comm.rank
     comm.Barrier()

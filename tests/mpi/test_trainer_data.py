@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -125,7 +124,11 @@ def test_features_need_no_shared_memory(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shared_memory, _ = trained(world, probe_epochs=1, epochs=0)
-    monkeypatch.setattr(shared_arrays, "FOLDER", Path("/nowhere"))
+
+    def refuse(*_args: object) -> None:
+        raise OSError("no memory to share")
+
+    monkeypatch.setattr(shared_arrays.os, "memfd_create", refuse)
     own_memory, _ = trained(world, probe_epochs=1, epochs=0)
     assert own_memory == pytest.approx(shared_memory, rel=1e-12)
 

@@ -280,6 +280,29 @@ def no_samples(path: Path) -> None:
     changed("val/images", np.empty((0, 8, 8), np.uint8))(path)
 
 
+def external(kind: str) -> Callable[[Path], None]:
+    """Let the images of one part be read from elsewhere."""
+
+    def harm(path: Path) -> None:
+        other = write(path.with_name("other"))
+        with h5py.File(path, "a") as file:
+            del file["train/images"]
+            if kind == "link":
+                file["train/images"] = h5py.ExternalLink(other.name, "/train/images")
+            elif kind == "soft":
+                file["train/images"] = h5py.SoftLink("/val/images")
+            elif kind == "raw":
+                file["train"].create_dataset(
+                    "images", (6, 8, 8), "u1", external=[("/etc/passwd", 0, 6 * 64)]
+                )
+            else:
+                layout = h5py.VirtualLayout((6, 8, 8), "u1")
+                layout[:] = h5py.VirtualSource(other, "train/images", (6, 8, 8))
+                file["train"].create_virtual_dataset("images", layout)
+
+    return harm
+
+
 def bits(count: int, dtype: Any = int) -> np.ndarray:
     return np.array((LABELS["train"] * 2)[:count], dtype)
 
@@ -318,6 +341,13 @@ def bits(count: int, dtype: Any = int) -> np.ndarray:
         (classes(["a", "b", "c", "d"]), "train/labels: found 3 .* 0 to 3 "),
         (classes("a b c"), "classes: .*'a b c'.*list"),
         (classes([1, 2, 3]), "classes: .*list"),
+        (external("link"), "/train: no dataset 'images' in this file itself"),
+        (external("soft"), "/train: no dataset 'images' in this file itself"),
+        (external("raw"), "/train: no dataset 'images' in this file itself"),
+        (
+            external("virtual"),
+            "/train: no dataset 'images' in this file itself",
+        ),
         (no_samples, r"val/labels: int64 of shape \(0,\)"),
         (changed("train/images", greys(6, 8, 8) / 255), "train/images: float64.*uint8"),
         (changed("train/images", greys(6, 8, 8) * 1.0), "images: float64.*astype"),

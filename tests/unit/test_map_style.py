@@ -94,7 +94,7 @@ def test_an_error_of_a_custom_set_is_raised_or_its_sample_left_out(
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_a_sample_of_another_shape_is_named(num_workers: int) -> None:
     samples = MapStyle(Numbers(raises=False), seed=1, num_workers=num_workers)
-    words = r"sample 5 has input shape \(3,\), sample 7 input shape \(2,\)"
+    words = r"sample 5 has shapes \[\(3,\), \(\)\], sample 7 \[\(2,\), \(\)\]"
     with pytest.raises(DataError, match=words):
         list(samples.batches(SHARD, 1))
     samples.close()

@@ -127,7 +127,7 @@ def test_a_gzip_bomb_is_not_decompressed(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=rf"{IMAGES}.gz: found 3889 bytes or more"):
         read("mnist", tmp_path)
     file.write_bytes(gzip.compress(raw[:4] + b"\xff" * 12) + bomb)
-    with pytest.raises(DataError, match=rf"{IMAGES}.gz: its header says shape"):
+    with pytest.raises(DataError, match=rf"{IMAGES}.gz: found 0 bytes or more"):
         read("mnist", tmp_path)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200 << 10
 
@@ -311,7 +311,10 @@ def test_files_that_are_whole_stay_and_others_are_replaced(
             gzip.compress(b"other", mtime=0),
             "found another file: .* MD5 .*, expected f68b3c2d",
         ),
-        (b"<html>log in first</html>", "found another file, a web page: 25 bytes"),
+        (
+            b"<html>log in first</html>",
+            "found another file: 25 bytes, .* with b'<html>",
+        ),
         (None, "404"),
     ],
 )
