@@ -27,10 +27,8 @@ class Flag(NamedTuple):
 
     group: type
     """The dataclass that declares it; its docstring is the title in the help."""
-    name: str
-    """``--log-every-steps``; empty for a positional argument."""
-    values: str
-    """What follows it, such as ``INT``; empty for a switch."""
+    name: str  # ``--log-every-steps``; empty for a positional argument
+    values: str  # what follows it, such as ``INT``; empty for a switch
     text: str
     default: Any
 

@@ -17,8 +17,7 @@ from mpitrain.torch_compat import Store, append_to_store
 COLLECT_SECONDS = 1.5
 """How long to collect reports: ranks began to wait, and give up, at different times."""
 
-STORE_SECONDS = 2.5
-"""How long the store may take for the rest."""
+STORE_SECONDS = 2.5  # how long the store may take for the rest
 
 _ALL_PRESENT = "all present"
 

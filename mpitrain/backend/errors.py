@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from torch.distributed import DistBackendError
 
-NAME = "mpi4py"
-"""The backend's name in torch; ``mpi`` is torch's own."""
+NAME = "mpi4py"  # the backend's name in torch; ``mpi`` is torch's own
 
 
 class GroupError(DistBackendError):

@@ -25,8 +25,7 @@ from mpitrain.mpi.collectives import world_comm
 from mpitrain.mpi.topology import has_thread_multiple
 from mpitrain.torch_compat import Store
 
-_NUM_TAGS = 32768
-"""Every MPI library has as many (MPI 4.1, 9.1.2)."""
+_NUM_TAGS = 32768  # every MPI library has as many (MPI 4.1, 9.1.2)
 
 logger = logging.getLogger("mpitrain")
 

@@ -26,16 +26,12 @@ from mpitrain.backend.errors import GroupError
 from mpitrain.backend.reductions import Reduction
 from mpitrain.backend.tensors import Tensors
 
-MESSAGE_BYTES = 1 << 30
-"""Largest message: counts of most MPI libraries have 31 bits."""
-
-CHUNK_BYTES = 512 << 10
-"""Of a tensor that is reduced or broadcast."""
+MESSAGE_BYTES = 1 << 30  # largest message: counts of most MPI libraries have 31 bits
+CHUNK_BYTES = 512 << 10  # of a tensor that is reduced or broadcast
 
 CONCURRENT_CHUNKS = 4
 
-SPIN_SECONDS = 0.0005
-"""How long a rank tests without sleeping."""
+SPIN_SECONDS = 0.0005  # how long a rank tests without sleeping
 
 BUSY_SECONDS = 0.00005
 """A test that took longer has perhaps moved data: a rank that sleeps stalls it."""
@@ -43,11 +39,8 @@ BUSY_SECONDS = 0.00005
 BUSY_SPIN_SECONDS = 0.1
 """How long a rank tests without sleeping while tests are busy; for each chunk anew."""
 
-_SLEEP_SECONDS = (0.00002, 0.001)
-"""Between two tests, the first and the longest."""
-
-_TAG = 0
-"""Of collectives; p2p uses higher ones."""
+_SLEEP_SECONDS = (0.00002, 0.001)  # between two tests, the first and the longest
+_TAG = 0  # of collectives; p2p uses higher ones
 
 _abandoned: list[tuple[MPI.Request, object]] = []
 """Requests that were given up, and their memory: MPI may still write into it."""

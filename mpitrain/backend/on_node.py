@@ -27,14 +27,12 @@ from mpitrain.backend.tensors import Tensors
 DIRECT_BYTES = 256 << 10
 """Up to this size every rank reads all tensors: one barrier, but more to read."""
 
-DIRECT_BYTES_OF_ALL = 2 << 20
-"""The same limit for the tensors of all ranks together."""
+DIRECT_BYTES_OF_ALL = 2 << 20  # the same limit for the tensors of all ranks together
 
 INTER_NODE_EXTRA_SECONDS = 5.0
 """How much longer a rank waits for those that reduce over the nodes."""
 
-_ALIGNMENT = 64
-"""Pieces begin on a cache line, in bytes."""
+_ALIGNMENT = 64  # pieces begin on a cache line, in bytes
 
 InterNodeReduce = Callable[[Tensor, Reduction, float], None]
 """All-reduces a tensor with those of other nodes, in place, until a deadline."""

@@ -32,11 +32,8 @@ from mpitrain.backend.errors import GroupError, PeerGone
 from mpitrain.mpi.topology import boot_id
 from mpitrain.watchdog.process import is_gone
 
-FOLDER = Path("/dev/shm")
-"""A file system in memory."""
-
-MAX_BUFFER_BYTES = 80 << 20
-"""For all ranks of a node together, of one group."""
+FOLDER = Path("/dev/shm")  # a file system in memory
+MAX_BUFFER_BYTES = 80 << 20  # for all ranks of a node together, of one group
 
 MAX_SLOT_BYTES = 4 << 20
 """Large where ranks share cores: fewer barriers, at each of which they wait for one."""
@@ -60,8 +57,7 @@ MAX_SPINS = 200
 costs some 50 us."""
 
 _HALVES = 2
-_HEADER_BYTES = 256
-"""Of each rank's own header; ranks must not share a cache line."""
+_HEADER_BYTES = 256  # of each rank's own header; ranks must not share a cache line
 
 _FAILED = 3
 """Word of a header that says that its rank failed. Before: count, two codes."""

@@ -46,19 +46,15 @@ logger = logging.getLogger("mpitrain")
 BACK_OFF_SECONDS = (30.0, 60.0, 120.0, 300.0, 600.0)
 """After a checkpoint that failed, when the next one is tried."""
 
-LAST_TRIES = (0.0, 1.0, 5.0)
-"""Seconds before each attempt to write the last checkpoint."""
-
-FIRST_BYTES_PER_SECOND = 100e6
-"""Assumed speed of the disk before the first checkpoint."""
+LAST_TRIES = (0.0, 1.0, 5.0)  # seconds before each attempt to write the last checkpoint
+FIRST_BYTES_PER_SECOND = 100e6  # assumed speed of the disk before the first checkpoint
 
 STOP, SAVE, ENDED, FAILED = range(4)
 """What the ranks exchange, by all-reduce(MAX). STOP: the reason to stop; 0: none. SAVE:
 the `_clock_number` whose time has come. ENDED, FAILED:
 `CheckpointManager.report`."""
 
-STEP, EVALUATION = range(2)
-"""The kinds of work between two exchanges."""
+STEP, EVALUATION = range(2)  # the kinds of work between two exchanges
 
 
 class Checkpointer(RunCheckpoints, Callback):

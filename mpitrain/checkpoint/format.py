@@ -36,11 +36,8 @@ TENSORS = "tensors.json"
 METADATA = "metadata.json"
 METADATA_1 = "facts.json"
 
-FORMAT = 2
-"""Raised when older versions cannot read what is written."""
-
-CHUNK_BYTES = 4 << 20
-"""Read, written and hashed at once."""
+FORMAT = 2  # raised when older versions cannot read what is written
+CHUNK_BYTES = 4 << 20  # read, written and hashed at once
 
 MAX_JSON_BYTES = 1 << 28
 

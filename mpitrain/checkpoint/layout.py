@@ -34,12 +34,9 @@ NAME = re.compile(r"step-(\d+)(?:-epoch-(\d+))?")
 class Checkpoint:
     """A checkpoint that was complete once."""
 
-    step: int
-    """Steps of the training that are in it."""
-    epoch: int
-    """The epoch that was just evaluated; 0: within an epoch."""
-    path: Path
-    """Its folder."""
+    step: int  # steps of the training that are in it
+    epoch: int  # the epoch that was just evaluated; 0: within an epoch
+    path: Path  # its folder
 
     def metadata(self) -> dict[str, Any]:
         """Read the state of the training and its configuration."""

@@ -43,14 +43,10 @@ FIRST_NAP_SECONDS, NAP_SECONDS = 0.001, 0.1
 class Outcome:
     """The result of writing a checkpoint. Equal on all ranks, except `copy_seconds`."""
 
-    step: int
-    """Steps that are in it."""
-    copy_seconds: float
-    """How long the training waited, on this rank."""
-    write_seconds: float
-    """From its start to its end, on rank zero."""
-    error: str = ""
-    """Why it could not be written; empty if it was."""
+    step: int  # steps that are in it
+    copy_seconds: float  # how long the training waited, on this rank
+    write_seconds: float  # from its start to its end, on rank zero
+    error: str = ""  # why it could not be written; empty if it was
 
 
 @dataclass(kw_only=True)
@@ -61,8 +57,7 @@ class _Copy:
     metadata: Metadata
     step: int
     copy_seconds: float = 0.0
-    error: Exception | None = None
-    """Why they could not be."""
+    error: Exception | None = None  # why they could not be
 
 
 class CheckpointManager:

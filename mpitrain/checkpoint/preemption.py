@@ -43,8 +43,7 @@ FIRST_MARGIN_SECONDS = 20.0
 MAX_MARGIN_FRACTION = 0.2
 """Of the time that was left at the start, the most that is kept for the end."""
 
-FILE_SECONDS = 1.0
-"""How often the stop file is looked for."""
+FILE_SECONDS = 1.0  # how often the stop file is looked for
 
 
 def forget_stop(run_dir: Path) -> bool:

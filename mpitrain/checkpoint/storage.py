@@ -47,8 +47,7 @@ from mpitrain.checkpoint.format import (
 )
 from mpitrain.launch.current import heartbeat
 
-ALIGNMENT = 64
-"""Each tensor begins at a multiple of so many bytes."""
+ALIGNMENT = 64  # each tensor begins at a multiple of so many bytes
 
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype
@@ -61,12 +60,9 @@ DTYPES = {
 class Stored(NamedTuple):
     """Where a chunk of a tensor is."""
 
-    file: str
-    """Name of the file."""
-    at: int
-    """Its first byte there."""
-    digest: str
-    """SHA-256 of the file; empty where it was read."""
+    file: str  # name of the file
+    at: int  # its first byte there
+    digest: str  # SHA-256 of the file; empty where it was read
 
 
 def as_json(

@@ -30,8 +30,7 @@ EXTENSIONS = frozenset(
 RESIZE_RATIO = 256 / 224
 """Of resize to crop in evaluation, as in torchvision's references."""
 
-MIN_AREA = 0.08
-"""Smallest fraction of an image's area that a random crop shows."""
+MIN_AREA = 0.08  # smallest fraction of an image's area that a random crop shows
 
 
 def decode(data: bytes, size: int, uniform: Uniform | None, where: str) -> Tensor:

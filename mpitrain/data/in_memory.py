@@ -11,8 +11,7 @@ from torch import Tensor
 from mpitrain.data.samples import LoadedBatch
 from mpitrain.data.sharding import Indices, RankShard, epoch_order
 
-CACHE_BYTES = 1 << 20
-"""Of samples as the model sees them, that are transformed at once."""
+CACHE_BYTES = 1 << 20  # of samples as the model sees them, that are transformed at once
 
 
 class InMemory:

@@ -21,8 +21,7 @@ from mpitrain.data.workers import (
 from mpitrain.errors import DataError
 
 PAIR = 2
-MAX_TRIES = 100
-"""Samples that may be bad before the first good one."""
+MAX_TRIES = 100  # samples that may be bad before the first good one
 
 
 class MapStyle:

@@ -16,11 +16,8 @@ from torch import Tensor
 from mpitrain.data.sharding import Indices, RankShard
 from mpitrain.errors import DataError
 
-MAX_BYTES = 1 << 30
-"""Maximum size of one file, image or archive member, decompressed."""
-
-PARTS = ("train", "val", "test")
-"""The parts of a data set; ``test`` may be missing."""
+MAX_BYTES = 1 << 30  # maximum size of one file, image or archive member, decompressed
+PARTS = ("train", "val", "test")  # the parts of a data set; ``test`` may be missing
 
 Array = npt.NDArray[Any]
 
@@ -31,8 +28,7 @@ class FileIndex:
 
     arrays: Mapping[str, Array]
     """By name, such as ``"train_labels"``; numbers only. In shared memory, per node."""
-    classes: tuple[str, ...]
-    """Names of the classes, by label."""
+    classes: tuple[str, ...]  # names of the classes, by label
     facts: Mapping[str, Any] = field(default_factory=dict)
     """What else a reader must know; small, and JSON can carry it."""
 
@@ -56,8 +52,7 @@ class LoadedBatch(NamedTuple):
 
     inputs: Any
     """Tensor `(N, ...)`, or dicts, lists and tuples of such; ``None`` if N is 0."""
-    targets: Any
-    """Tensor `(N, ...)`: labels int64 `(N,)` for classes."""
+    targets: Any  # tensor `(N, ...)`: labels int64 `(N,)` for classes
     indices: Indices
     """Their numbers, int64 `(N,)`: those requested, without the skipped ones."""
     skipped: tuple[str, ...] = ()

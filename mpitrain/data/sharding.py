@@ -60,18 +60,14 @@ class RankShard:
     Iterating yields all micro-batches of all steps; twice the same, in any process.
     """
 
-    rank: int
-    """Whose shard."""
-    world_size: int
-    """Ranks that share every step."""
-    global_batch_size: int
-    """Samples per step, over all ranks."""
+    rank: int  # whose shard
+    world_size: int  # ranks that share every step
+    global_batch_size: int  # samples per step, over all ranks
     micro_batch_size: int | None = None
     """Maximum samples of a micro-batch; ``None``: the whole shard of a step."""
     order: Indices | None = None
     """The epoch's samples; ``None``: 0, 1, 2 ... without end."""
-    first_step: int = 0
-    """Steps of the epoch that are done already (resume)."""
+    first_step: int = 0  # steps of the epoch that are done already (resume)
     max_steps: int | None = None
     """Last step plus one, counted from the epoch's first step; ``None``: all."""
     taken: tuple[int, ...] = ()

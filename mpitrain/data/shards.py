@@ -35,11 +35,8 @@ from mpitrain.data.samples import (
 from mpitrain.data.sharding import Indices
 from mpitrain.errors import DataError
 
-WINDOW = 8
-"""Shards among which an epoch's order is shuffled at a time."""
-
-MAX_OPEN = 2 * WINDOW
-"""Tar files that one process holds open."""
+WINDOW = 8  # shards among which an epoch's order is shuffled at a time
+MAX_OPEN = 2 * WINDOW  # tar files that one process holds open
 
 COLUMNS = ("shards", "offsets", "sizes", "labels")
 """By sample: number of its shard, int32 `(N,)`; place and size of its image in the

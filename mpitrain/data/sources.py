@@ -48,12 +48,10 @@ class Data:
 
     train: Samples
     val: Samples
-    test: Samples | None = None
-    """Evaluated once, by the final model."""
+    test: Samples | None = None  # evaluated once, by the final model
     num_classes: int | None
     """Labels are 0 to ``num_classes - 1``; ``None`` if targets are not labels."""
-    in_channels: int
-    """Channels of an image: C of `(C, H, W)`."""
+    in_channels: int  # channels of an image: C of `(C, H, W)`
     image_size: int
     """Width of an image in pixels as the model sees it: W of `(C, H, W)`."""
     statistics: Statistics | None = None

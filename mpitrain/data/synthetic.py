@@ -7,11 +7,8 @@ import numpy as np
 from mpitrain.data.samples import Array
 from mpitrain.errors import UsageError
 
-GRID = 4
-"""Rows and columns of coloured fields in an image."""
-
-NOISE_DIVISOR = 4
-"""A quarter of a byte's values is noise; the colours have the others."""
+GRID = 4  # rows and columns of coloured fields in an image
+NOISE_DIVISOR = 4  # a quarter of a byte's values is noise; the colours have the others
 
 
 def make(

@@ -51,8 +51,7 @@ CIFAR_FILES = {
 }
 """Folder and files of each set."""
 
-TIMEOUT_SECONDS = 30.0
-"""How long a server may be silent."""
+TIMEOUT_SECONDS = 30.0  # how long a server may be silent
 
 SCHEMES = ("http://", "https://", "file:///")
 

@@ -25,8 +25,7 @@ NUM_DIMENSIONS = 4  # of a batch of images
 Statistics = tuple[tuple[float, ...], tuple[float, ...]]
 """Mean and standard deviation by channel, in the range 0 to 1."""
 
-ROUNDING = 1e-2
-"""How far 16-bit floats may be outside the range of pixels."""
+ROUNDING = 1e-2  # how far 16-bit floats may be outside the range of pixels
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,20 +36,15 @@ class ImageTransform:
     to `dtype`.
     """
 
-    dtype: torch.dtype
-    """Floating-point type of the model's inputs."""
-    seed: int
-    """The run's seed."""
+    dtype: torch.dtype  # floating-point type of the model's inputs
+    seed: int  # the run's seed
     mean: tuple[float, ...] | None = None
     """Per channel, in the range 0 to 1; ``None``: do not normalize."""
-    std: tuple[float, ...] | None = None
-    """Per channel."""
-    size: int | None = None
-    """Height and width to resize to; ``None``: do not resize."""
+    std: tuple[float, ...] | None = None  # per channel
+    size: int | None = None  # height and width to resize to; ``None``: do not resize
     border: int = 0
     """Black pixels around, from which an image of the old size is cropped at random."""
-    flip: bool = False
-    """Whether half of the images are flipped left to right."""
+    flip: bool = False  # whether half of the images are flipped left to right
     channels_last: bool = False
     """Whether memory holds the channels of a pixel side by side."""
 

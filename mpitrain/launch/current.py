@@ -11,8 +11,7 @@ from types import FrameType
 from mpitrain.launch.exit_guard import ExitGuard
 from mpitrain.mpi.world import World
 
-_current: list[tuple[ExitGuard, World]] = []
-"""At most one."""
+_current: list[tuple[ExitGuard, World]] = []  # at most one
 
 
 def set_current(guard: ExitGuard, world: World) -> None:

@@ -23,8 +23,7 @@ from mpitrain.mpi.world import Node, World, format_ranges
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-SHARED_SINCE = (2, 30, 3)
-"""The first version of NCCL in which ranks may share a GPU."""
+SHARED_SINCE = (2, 30, 3)  # the first version of NCCL in which ranks may share a GPU
 
 MAX_CTAS_OF_A_GPU = 32
 """CTAs of NCCL that all ranks of a GPU have together, at most: NCCL's default for one
@@ -39,26 +38,19 @@ class VisibleGpus:
 
     gpus: tuple[str, ...] = ()
     """UUIDs of the GPUs, equal in all processes, in the order of their indices."""
-    has_nccl: bool = False
-    """Whether torch has NCCL, or AMD's RCCL."""
-    sharing_error: str = ""
-    """Why NCCL's ranks cannot share a GPU; ``""``: they can."""
+    has_nccl: bool = False  # whether torch has NCCL, or AMD's RCCL
+    sharing_error: str = ""  # why NCCL's ranks cannot share a GPU; ``""``: they can
 
 
 @dataclass(frozen=True, kw_only=True)
 class DevicePlan:
     """Where every rank computes. Equal on all ranks."""
 
-    devices: tuple[str, ...]
-    """``"cpu"`` or ``"cuda:<visible index>"``, by rank."""
-    backend: str
-    """What to hand to ``init_process_group``."""
-    gpus: tuple[str, ...] = ()
-    """Each rank's GPU by UUID; empty without GPUs."""
-    ranks_per_gpu: int = 1
-    """Ranks on the GPU that has most."""
-    warning: str = ""
-    """For the screen; ``""`` for none."""
+    devices: tuple[str, ...]  # ``"cpu"`` or ``"cuda:<visible index>"``, by rank
+    backend: str  # what to hand to ``init_process_group``
+    gpus: tuple[str, ...] = ()  # each rank's GPU by UUID; empty without GPUs
+    ranks_per_gpu: int = 1  # ranks on the GPU that has most
+    warning: str = ""  # for the screen; ``""`` for none
 
     @property
     def shared(self) -> bool:

@@ -198,8 +198,7 @@ class PendingLaunch:
     world: World
 
 
-_pending: list[PendingLaunch] = []
-"""At most one."""
+_pending: list[PendingLaunch] = []  # at most one
 
 
 def set_pending(guard: ExitGuard, config: LaunchConfig, world: World) -> None:

@@ -43,8 +43,7 @@ class RunRequest:
 
     config: LaunchConfig
     target: Target
-    run_id: str
-    """Rank zero's ``TORCHELASTIC_RUN_ID``, or a new UUID."""
+    run_id: str  # rank zero's ``TORCHELASTIC_RUN_ID``, or a new UUID
 
 
 @dataclass(frozen=True, kw_only=True)

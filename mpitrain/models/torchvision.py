@@ -16,8 +16,7 @@ from mpitrain.errors import DataError, UsageError, did_you_mean
 from mpitrain.models.layers import Sizes, fit_first_conv, try_one_image
 from mpitrain.models.weights import cached_file, load_state, not_downloaded, read_state
 
-SMALL = 96
-"""A model is tried with images of fewer pixels; inception_v3 needs most, 75."""
+SMALL = 96  # a model is tried with images of fewer pixels; inception_v3 needs most, 75
 
 
 def names() -> list[str]:

@@ -20,8 +20,7 @@ from mpitrain.mpi.world import World
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-PERIOD_SECONDS = 0.2
-"""About how often the ranks exchange their numbers."""
+PERIOD_SECONDS = 0.2  # about how often the ranks exchange their numbers
 
 MAX_PIECES = 32
 """Pieces of work between two exchanges, at most: the next ones may be slower."""

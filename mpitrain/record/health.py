@@ -11,17 +11,11 @@ from mpitrain.train.metrics import Throughput
 
 logger = logging.getLogger("mpitrain")
 
-WINDOW_SECONDS = 10.0
-"""Seconds of steps that are looked at together."""
-
-DATA_FRACTION = 0.2
-"""Of the time, from which waiting for samples is too much."""
-
+WINDOW_SECONDS = 10.0  # seconds of steps that are looked at together
+DATA_FRACTION = 0.2  # of the time, from which waiting for samples is too much
+# A rank is late if it costs this fraction of the time, and is the last in that of steps.
 LATE_FRACTION = 0.1
-"""Of the time, from which a rank is too late, if it is the last ..."""
-
 LAST_FRACTION = 0.6
-"""... in this fraction of the steps."""
 
 
 class HealthCheck(Callback):

@@ -18,20 +18,17 @@ from typing import Any, Generic, TypeVar
 
 logger = logging.getLogger("mpitrain")
 
-MAX_WAITING = 500_000
-"""Lines that may wait for the disk: about 100 MB."""
+MAX_WAITING = 500_000  # lines that may wait for the disk: about 100 MB
 
 MAX_AT_ONCE = 5000
 """Lines that the thread makes while `write` waits for it: some milliseconds."""
 
-LINE_BYTES = 200
-"""About the length of a line."""
+LINE_BYTES = 200  # about the length of a line
 
 WRITE_SECONDS = 1.0
 """How often lines are written, and a disk that took nothing is tried again."""
 
-CLOSE_SECONDS = 1.0
-"""How long the end of a failing job waits for a disk."""
+CLOSE_SECONDS = 1.0  # how long the end of a failing job waits for a disk
 
 Value = TypeVar("Value")
 
@@ -165,11 +162,8 @@ class JsonlWriter(Generic[Value]):
                 self._changed.notify_all()
 
 
-BLOCK_BYTES = 1 << 20
-"""Read and parsed at once."""
-
-MARK_BYTES = 64
-"""End of what was read, to see whether it is still there."""
+BLOCK_BYTES = 1 << 20  # read and parsed at once
+MARK_BYTES = 64  # end of what was read, to see whether it is still there
 
 BAD_LINE = (KeyError, TypeError, ValueError, IndexError, ArithmeticError)
 """Errors of a line that is not what was expected: a full disk may have cut it."""

@@ -22,8 +22,7 @@ FOLDER = "profile"
 SKIPPED_STEPS = 5
 """Steps before the first traced one: compilers, caches, the first samples."""
 
-NUM_ROWS = 100
-"""Rows of the table in the file."""
+NUM_ROWS = 100  # rows of the table in the file
 
 
 class Profiler(Callback):

@@ -30,14 +30,10 @@ if TYPE_CHECKING:
 
 FOLDER = "times"
 
+# A line covers one part in RESOLUTION of the job's time, but no less and no more
+# seconds than these: a day of steps of 0.1 s is 0.7 MB per rank.
 RESOLUTION = 500
-"""A line covers one part in so many of the job's time, ..."""
-
-MIN_SECONDS = 1.0
-"""... but no less, ..."""
-
-MAX_SECONDS = 30.0
-"""... and no more: a day of steps of 0.1 s is 0.7 MB per rank."""
+MIN_SECONDS, MAX_SECONDS = 1.0, 30.0
 
 
 class RankTimes(Callback):

@@ -85,8 +85,7 @@ class Began:
     world_size: int
     num_nodes: int
     start_seconds: float
-    total_steps: int | None
-    """Of the whole training; ``None``: unknown."""
+    total_steps: int | None  # of the whole training; ``None``: unknown
     num_epochs: int
     steps_per_epoch: int | None
     global_batch_size: int
@@ -100,8 +99,7 @@ class Resumed:
     step: int
     epoch: int
     world_size: int
-    checkpoint: str
-    """Name of its folder."""
+    checkpoint: str  # name of its folder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,12 +108,9 @@ class Saved:
 
     step: int
     time: float | None
-    copy_seconds: float | None = None
-    """How long the training waited; ``None``: unknown."""
-    write_seconds: float | None = None
-    """From its start to its end; ``None``: unknown."""
-    error: str = ""
-    """Why it could not be written; empty if it was."""
+    copy_seconds: float | None = None  # how long the training waited; ``None``: unknown
+    write_seconds: float | None = None  # from its start to its end; ``None``: unknown
+    error: str = ""  # why it could not be written; empty if it was
 
 
 class Metrics(JsonlReader):
@@ -174,10 +169,8 @@ class CutShort:
     """What a rank did when its job was ended in the middle."""
 
     time: float
-    phase: int
-    """Number in `PHASES`."""
-    seconds: float
-    """How long it had done that."""
+    phase: int  # number in `PHASES`
+    seconds: float  # how long it had done that
 
 
 @dataclass(kw_only=True)
@@ -188,10 +181,8 @@ class RankJob:
     world_size: int
     node_rank: int
     hostname: str
-    time: float
-    """When it wrote its first line."""
-    start_seconds: float
-    """About from the start of the process until then."""
+    time: float  # when it wrote its first line
+    start_seconds: float  # about from the start of the process until then
     ends: array[float] = field(default_factory=lambda: array("d"))
     """When the steps of a line ended."""
     steps: array[int] = field(default_factory=lambda: array("q"))

@@ -17,8 +17,7 @@ from typing import Any, TextIO
 
 from mpitrain.mpi.world import World, rank_label
 
-FLUSH_SECONDS = 3.0
-"""How long the end waits for a disk to take the last lines of a log."""
+FLUSH_SECONDS = 3.0  # how long the end waits for a disk to take the last lines of a log
 
 
 def open_log(run_dir: Path, rank: int, world_size: int, hostname: str) -> TextIO:

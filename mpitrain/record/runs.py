@@ -41,14 +41,10 @@ opened_folders: set[Path] = set()
 class RunFolder:
     """A run folder that this job alone writes into."""
 
-    path: Path
-    """Absolute."""
-    run_id: str
-    """The run's own, in all of its jobs."""
-    is_new: bool
-    """Whether no job has written into it before."""
-    has_lock: bool
-    """Whether others would notice; some file systems have no locks."""
+    path: Path  # absolute
+    run_id: str  # the run's own, in all of its jobs
+    is_new: bool  # whether no job has written into it before
+    has_lock: bool  # whether others would notice; some file systems have no locks
 
 
 def open_run(runs_dir: Path, name: str | None, *, exists: Exists) -> RunFolder:

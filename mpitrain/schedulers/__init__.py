@@ -22,10 +22,8 @@ MODULES = {"slurm": slurm, "pbs": pbs}
 class Scheduler:
     """The scheduler of this process's job."""
 
-    name: str
-    """``"slurm"``, ``"pbs"`` or ``"none"``."""
-    job_id: str | None = None
-    """The job's id as the scheduler writes it."""
+    name: str  # ``"slurm"``, ``"pbs"`` or ``"none"``
+    job_id: str | None = None  # the job's id as the scheduler writes it
 
 
 def detect(environ: Mapping[str, str]) -> Scheduler:

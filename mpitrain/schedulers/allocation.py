@@ -7,8 +7,7 @@ import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-QUERY_SECONDS = 30.0
-"""How long a scheduler may take to answer."""
+QUERY_SECONDS = 30.0  # how long a scheduler may take to answer
 
 LOST = re.compile(r"down|unknown|stale|unresolvable|\*", re.IGNORECASE)
 """In the state of a node that its scheduler has lost; SLURM adds ``*``."""
@@ -18,26 +17,20 @@ LOST = re.compile(r"down|unknown|stale|unresolvable|\*", re.IGNORECASE)
 class AllocatedNode:
     """One machine of an allocation or of a host file."""
 
-    hostname: str
-    """As the scheduler or the file writes it."""
-    slots: int
-    """Number of processes it has room for: tasks (SLURM), mpiprocs (PBS)."""
-    gpus: int | None = None
-    """Number of GPUs; ``None``: unknown, or none."""
+    hostname: str  # as the scheduler or the file writes it
+    slots: int  # number of processes it has room for: tasks (SLURM), mpiprocs (PBS)
+    gpus: int | None = None  # number of GPUs; ``None``: unknown, or none
 
 
 @dataclass(frozen=True, kw_only=True)
 class Allocation:
     """What a scheduler gave this job."""
 
-    scheduler: str
-    """``"slurm"`` or ``"pbs"``."""
-    job_id: str
-    """The job's id as the scheduler writes it."""
+    scheduler: str  # ``"slurm"`` or ``"pbs"``
+    job_id: str  # the job's id as the scheduler writes it
     nodes: tuple[AllocatedNode, ...]
     """In the scheduler's order; the first is where the job script runs."""
-    cpus_per_slot: int | None = None
-    """Cores for each process; ``None``: unknown."""
+    cpus_per_slot: int | None = None  # cores for each process; ``None``: unknown
 
 
 def query(*command: str, timeout: float = QUERY_SECONDS) -> str:

@@ -26,11 +26,8 @@ from mpitrain.schedulers import detect, slurm
 JOB_NUMBER = "MPITRAIN_JOB_NUMBER"
 """Variable with the number of a PBS job in its chain; the first has none."""
 
-MAX_FAILURES = 2
-"""Failures in a row without progress that end the chain."""
-
-RETRY_SECONDS = (5, 10, 20, 0)
-"""Pauses after attempts to submit the next job."""
+MAX_FAILURES = 2  # failures in a row without progress that end the chain
+RETRY_SECONDS = (5, 10, 20, 0)  # pauses after attempts to submit the next job
 
 Action = Literal["retry", "requeue", "end"]
 

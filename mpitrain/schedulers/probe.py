@@ -25,11 +25,8 @@ from mpitrain.schedulers.allocation import AllocatedNode
 ANSWER = "mpitrain answers:"
 """Begins the line with the answer; launchers and modules print, too."""
 
-MAX_PROBES = 32
-"""Nodes that are tried at once; each takes an mpirun on this node."""
-
-TERM_SECONDS = 5.0
-"""How long an mpirun may take to end its processes."""
+MAX_PROBES = 32  # nodes that are tried at once; each takes an mpirun on this node
+TERM_SECONDS = 5.0  # how long an mpirun may take to end its processes
 
 TELLING = re.compile(
     r"error|fail|could not|cannot|unable|no such|refused|timed out|not found|no route",

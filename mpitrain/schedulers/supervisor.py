@@ -34,8 +34,7 @@ from mpitrain.schedulers.jobscript import notice_seconds
 SIGNALS = {signal.SIGTERM, signal.SIGUSR1, signal.SIGCHLD}
 """Blocked in this process, and taken by `sigtimedwait`."""
 
-MAX_STOP_SECONDS = 105.0
-"""How long the ranks may take to stop."""
+MAX_STOP_SECONDS = 105.0  # how long the ranks may take to stop
 
 
 @dataclass(frozen=True, kw_only=True)

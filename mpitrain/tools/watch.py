@@ -33,14 +33,9 @@ from mpitrain.train.progress import (
     say,
 )
 
-POLL_SECONDS = 1.0
-"""How often the files are read."""
-
-NUM_EPOCHS = 5
-"""Epochs shown at the start."""
-
-GONE_SECONDS = 5.0
-"""A job of this host that holds no lock for so long has ended."""
+POLL_SECONDS = 1.0  # how often the files are read
+NUM_EPOCHS = 5  # epochs shown at the start
+GONE_SECONDS = 5.0  # a job of this host that holds no lock for so long has ended
 
 STILL_SECONDS = 300.0
 """On other hosts, where locks may not be visible, a job has ended if it has also

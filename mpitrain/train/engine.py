@@ -49,8 +49,7 @@ from mpitrain.train.state import TrainState
 
 logger = logging.getLogger("mpitrain")
 
-GPU_MEMORY_FRACTION = 0.3
-"""Of a GPU's free memory that a data set may take."""
+GPU_MEMORY_FRACTION = 0.3  # of a GPU's free memory that a data set may take
 
 
 class Engine:

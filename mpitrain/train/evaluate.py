@@ -18,8 +18,7 @@ from mpitrain.mpi.shared_arrays import Communicator
 from mpitrain.train.checks import WrongLabel, kind_of
 from mpitrain.train.loader import BatchLoader
 
-BATCH_SIZE = 256
-"""Samples per forward pass of a rank; does not change any result."""
+BATCH_SIZE = 256  # samples per forward pass of a rank; does not change any result
 
 LossFn = Callable[[Any, Any], Tensor]
 """Maps a model's outputs and targets to losses `(N,)`, or to their mean."""

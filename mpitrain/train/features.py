@@ -18,8 +18,7 @@ from mpitrain.mpi.shared_arrays import Communicator
 from mpitrain.mpi.world import World
 from mpitrain.train.loader import BatchLoader
 
-MAX_MEMORY_FRACTION = 0.25
-"""Of a node's free memory that features may take."""
+MAX_MEMORY_FRACTION = 0.25  # of a node's free memory that features may take
 
 
 @torch.no_grad()

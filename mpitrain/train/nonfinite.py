@@ -18,8 +18,7 @@ from mpitrain.train.step_metrics import Losses
 
 logger = logging.getLogger("mpitrain")
 
-MAX_NAMED = 16
-"""Samples that a message names."""
+MAX_NAMED = 16  # samples that a message names
 
 
 def handle_nonfinite(

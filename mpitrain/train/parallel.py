@@ -38,8 +38,7 @@ _SYNC_BUFFERS = (
     else "broadcast_buffers"  # before torch 2.15
 )
 
-BUCKET_BYTES = 250 << 20
-"""Buffers are broadcast together up to this size, as in DDP."""
+BUCKET_BYTES = 250 << 20  # buffers are broadcast together up to this size, as in DDP
 
 BatchNorm = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 

@@ -16,8 +16,7 @@ from typing import Any, Literal
 from mpitrain.train.callbacks import Callback
 from mpitrain.train.metrics import EpochMetrics, StepMetrics, Throughput
 
-LINE_SECONDS = 60.0
-"""In epochs that take longer, about how often a line is printed."""
+LINE_SECONDS = 60.0  # in epochs that take longer, about how often a line is printed
 
 SecondsLeft = Callable[[], float | None]
 """Returns the seconds until a time limit stops the training; ``None`` without one."""

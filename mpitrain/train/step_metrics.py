@@ -27,8 +27,7 @@ from mpitrain.train.metrics import (
 from mpitrain.train.state import TrainState
 from mpitrain.train.timer import StepSeconds
 
-SYNC_SECONDS = 2.0
-"""About how often the ranks synchronize the metrics of their steps."""
+SYNC_SECONDS = 2.0  # about how often the ranks synchronize the metrics of their steps
 
 MAX_STEPS = 512  # between two synchronizations: steps may become slower
 MAX_ROWS = 1 << 18  # steps times ranks: every rank receives so many numbers
@@ -169,8 +168,7 @@ def _sums_of(steps: list[_Step]) -> list[float]:
     return [*sums, *counts]
 
 
-_NUM_SUMS = 3
-"""Numbers before those of each step in what `summary_of` returns."""
+_NUM_SUMS = 3  # numbers before those of each step in what `summary_of` returns
 
 
 def summary_of(step_seconds: StepSeconds, gpu_bytes: int) -> array[float]:

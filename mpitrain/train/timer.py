@@ -16,8 +16,7 @@ from mpitrain.train.metrics import BACKWARD, COMMUNICATION, NUM_PHASES, OTHER, P
 
 T = TypeVar("T")
 
-Seconds = list[float]
-"""Seconds of each phase, by its number."""
+Seconds = list[float]  # seconds of each phase, by its number
 
 StepSeconds: TypeAlias = "array[float]"
 """`Seconds` of several steps, one after another: `(num_steps * NUM_PHASES,)`."""

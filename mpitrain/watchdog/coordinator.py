@@ -18,11 +18,8 @@ from mpitrain.watchdog.report import (
     position_lines,
 )
 
-HANG_STATUS = 76
-"""The job's exit status when it hung."""
-
-STACKS_SECONDS = 2.0
-"""How long the sidecars may take to send stacks."""
+HANG_STATUS = 76  # the job's exit status when it hung
+STACKS_SECONDS = 2.0  # how long the sidecars may take to send stacks
 
 GATHER_SECONDS = 0.1
 """How long to gather what comes at once: a rank's death, and its report of why."""
@@ -34,14 +31,9 @@ MPICH's launcher, which sees the death and kills the others within a millisecond
 SUSPENDED_SECONDS = 5.0
 """After a longer time between two calls the whole job was suspended and continues."""
 
-SHOW_SECONDS = 1.2
-"""How long to gather positions that a user asked for."""
-
-NOTICE_SECONDS = 2.0
-"""How long a launcher may take to notice that a rank is gone."""
-
-ABORT_SECONDS = 7.0
-"""How long a rank that reported why the job ends may take to end it."""
+SHOW_SECONDS = 1.2  # how long to gather positions that a user asked for
+NOTICE_SECONDS = 2.0  # how long a launcher may take to notice that a rank is gone
+ABORT_SECONDS = 7.0  # how long a rank that reported why the job ends may take to end it
 
 KILLED = "ended without a word: killed by a signal, or by os._exit; it was at: "
 

@@ -21,28 +21,20 @@ class State(IntEnum):
     """What a rank says of itself."""
 
     RUNNING = 0
-    LEFT = 1
-    """Finished with status 0; waits for the others."""
-    FAILING = 2
-    """Reports why the job ends."""
-    DONE = 3
-    """About to exit normally."""
-    IDLE = 4
-    """Sleeps while others work without it."""
+    LEFT = 1  # finished with status 0; waits for the others
+    FAILING = 2  # reports why the job ends
+    DONE = 3  # about to exit normally
+    IDLE = 4  # sleeps while others work without it
 
 
 class Position(NamedTuple):
     """Where a rank is."""
 
     state: State
-    phase: str
-    """What it does, such as ``"training"`` or ``"start: import torch"``."""
-    step: int
-    """Optimizer steps that it has finished; -1 where there are none."""
-    age_seconds: float
-    """Since its last progress."""
-    limit_seconds: float
-    """Largest allowed age; 0 for no limit."""
+    phase: str  # what it does, such as ``"training"`` or ``"start: import torch"``
+    step: int  # optimizer steps that it has finished; -1 where there are none
+    age_seconds: float  # since its last progress
+    limit_seconds: float  # largest allowed age; 0 for no limit
 
 
 class Heartbeat:

@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-LINGER_SECONDS = 3.0
-"""How long a launcher may take to notice that its rank is gone."""
+LINGER_SECONDS = 3.0  # how long a launcher may take to notice that its rank is gone
 
 COMMANDS = ("mpirun", "mpiexec", "mpiexec.hydra", "orterun", "prterun", "prun")
 """Launchers, as a user types them."""

@@ -49,12 +49,9 @@ class RankStatus:
     rank: int
     hostname: str
     position: Position
-    heard_at: float
-    """When its sidecar last reported."""
-    stack: str | None = None
-    """What faulthandler wrote when asked; ``""``: nothing."""
-    process_state: str = ""
-    """A letter as in proc(5)."""
+    heard_at: float  # when its sidecar last reported
+    stack: str | None = None  # what faulthandler wrote when asked; ``""``: nothing
+    process_state: str = ""  # a letter as in proc(5)
 
     def is_silent(self, now: float) -> bool:
         """Return whether its sidecar has not reported for too long."""

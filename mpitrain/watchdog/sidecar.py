@@ -34,26 +34,19 @@ DUMP_SIGNAL = signal.SIGRTMIN + 7
 """Makes the rank write its stacks; a signal that scripts leave alone."""
 
 POLL_SECONDS = 0.25
-HEARTBEAT_SECONDS = 1.0
-"""How often each side of a connection sends."""
+HEARTBEAT_SECONDS = 1.0  # how often each side of a connection sends
 
 DUMP_SECONDS = 0.8
 """How long a rank may take to write its stacks: a signal handler in C, at once."""
 
-MAX_STACK_BYTES = 1 << 18
-"""More of a rank's stacks is not passed on."""
-
-GRACE_SECONDS = 3.0
-"""From telling a rank to end the job to killing it."""
+MAX_STACK_BYTES = 1 << 18  # more of a rank's stacks is not passed on
+GRACE_SECONDS = 3.0  # from telling a rank to end the job to killing it
 
 RECORD_SECONDS = 0.7
 """How long the coordinator and the recording rank may take for a rank that died."""
 
-LOG_SECONDS = 0.5
-"""How long a line in a log may block."""
-
-CLAIM_SECONDS = 4.0
-"""How long a claim of the output is held."""
+LOG_SECONDS = 0.5  # how long a line in a log may block
+CLAIM_SECONDS = 4.0  # how long a claim of the output is held
 
 
 class Sidecar:

@@ -40,8 +40,7 @@ class Interface:
     name: str
     """As ``ip address`` prints it, such as ``"ib0"``; ``"eth0:1"`` for a label."""
     kind: Kind
-    speed_mbps: int = 0
-    """0: unknown."""
+    speed_mbps: int = 0  # 0: unknown
     addresses: tuple[str, ...] = ()
     """Its numeric addresses, IPv4 first, each family in the system's order."""
 

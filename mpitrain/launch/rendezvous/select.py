@@ -35,8 +35,7 @@ if TYPE_CHECKING:
 CONNECT_SECONDS = 3.0
 """How long one connection may take. A lost first packet is sent again after 1 s."""
 
-MAX_CONNECTIONS = 64
-"""How many addresses one rank tries at once."""
+MAX_CONNECTIONS = 64  # how many addresses one rank tries at once
 
 UNKNOWN = Interface(name="", kind="virtual")
 """Stands for an interface that could not be found."""
@@ -46,16 +45,12 @@ UNKNOWN = Interface(name="", kind="virtual")
 class Rendezvous:
     """Where rank zero is reached. `address`, `port`, `why` are equal on all ranks."""
 
-    address: str
-    """Numeric IP address of rank zero's host, IPv4 or IPv6."""
-    port: int
-    """The port that rank zero has bound there."""
-    why: str
-    """Why this address, for people."""
+    address: str  # numeric IP address of rank zero's host, IPv4 or IPv6
+    port: int  # the port that rank zero has bound there
+    why: str  # why this address, for people
     own_address: str
     """This node's own address on that network; on rank zero's node it is `address`."""
-    interface: Interface
-    """This node's network interface with `own_address`."""
+    interface: Interface  # this node's network interface with `own_address`
     listener: socket.socket | None
     """The bound and listening socket on rank zero, ``None`` elsewhere."""
 

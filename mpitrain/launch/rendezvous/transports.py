@@ -23,8 +23,7 @@ NCCL = "NCCL_SOCKET_IFNAME"
 MESSAGE_BYTES = 1 << 20
 """So large that Open MPI sends parts of it over every interface that it knows."""
 
-MESSAGE_SECONDS = 60.0
-"""How long such a message may take between two nodes."""
+MESSAGE_SECONDS = 60.0  # how long such a message may take between two nodes
 
 
 def socket_variables(

@@ -136,11 +136,8 @@ class TensorBoardLogger(Logger):
 class WandbLogger(Logger):
     """Logs to Weights & Biases, or offline where that cannot be reached."""
 
-    INIT_SECONDS = 6
-    """How long the server may take to begin a run."""
-
-    SEND_SECONDS = 10
-    """How long `finalize` waits for the data to be sent."""
+    INIT_SECONDS = 6  # how long the server may take to begin a run
+    SEND_SECONDS = 10  # how long `finalize` waits for the data to be sent
 
     def __init__(
         self,

@@ -23,11 +23,8 @@ from mpitrain.train.progress import say
 
 logger = logging.getLogger("mpitrain")
 
-FINISH_SECONDS = 15.0
-"""How long the end of a job waits for all loggers together."""
-
-MAX_IMAGES = 16
-"""Images that are logged of the first batch."""
+FINISH_SECONDS = 15.0  # how long the end of a job waits for all loggers together
+MAX_IMAGES = 16  # images that are logged of the first batch
 
 CHANNELS = (1, 3)
 

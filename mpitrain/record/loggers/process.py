@@ -29,11 +29,8 @@ from mpitrain.record.loggers.base import RunInfo, Status
 
 logger = logging.getLogger("mpitrain")
 
-MAX_WAITING = 100_000
-"""Calls that may wait for a logger: some 50 MB."""
-
-ORPHAN_SECONDS = 5.0
-"""How long a logger may take to end after its rank was killed."""
+MAX_WAITING = 100_000  # calls that may wait for a logger: some 50 MB
+ORPHAN_SECONDS = 5.0  # how long a logger may take to end after its rank was killed
 
 MPI_VARIABLES = ("OMPI_", "PMIX_", "PMI_", "PRTE_")
 

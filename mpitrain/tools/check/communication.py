@@ -54,8 +54,7 @@ REMEDY = (
     "(--interface), another torch, the same torch on all nodes"
 )
 
-NUM_VALUES = 257
-"""Values per rank: a prime, so that no number of ranks divides it."""
+NUM_VALUES = 257  # values per rank: a prime, so that no number of ranks divides it
 
 Check = tuple[Callable[[], Tensor], Tensor]
 """A call, and what it must return on this rank."""
@@ -65,8 +64,7 @@ Outcome = tuple[str, str]
 
 Part = dict[str, Any]
 
-SIZES = tuple(1024 * 4**power for power in range(9))
-"""Bytes per rank: 1 KiB to 64 MiB."""
+SIZES = tuple(1024 * 4**power for power in range(9))  # bytes per rank: 1 KiB to 64 MiB
 
 NUM_TURNS = 5
 """The backends take turns, so that what disturbs one disturbs all. Medians count."""

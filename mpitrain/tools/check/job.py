@@ -30,12 +30,10 @@ from mpitrain.tools.check.software import library_of, versions
 if TYPE_CHECKING:
     from mpitrain.launch.exit_guard import ExitGuard
 
-COLLECTIVE_SECONDS = 300.0
-"""How long one collective may take; the watchdog acts before."""
+COLLECTIVE_SECONDS = 300.0  # how long one collective may take; the watchdog acts before
 
 BANDWIDTH_SECONDS = 12.0
-MEMORY_SHARE = 0.25
-"""Of a node's available memory, for the messages of all its ranks."""
+MEMORY_SHARE = 0.25  # of a node's available memory, for the messages of all its ranks
 
 IMPORT_STAGES = ("starting MPI", "import torch")
 """Stages of the start that are not counted as mpitrain's time."""

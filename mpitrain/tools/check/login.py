@@ -23,8 +23,7 @@ from mpitrain.tools.check.software import (
     versions,
 )
 
-LIBRARY_SECONDS = 30.0
-"""How long the library may take to load, on a slow file system."""
+LIBRARY_SECONDS = 30.0  # how long the library may take to load, on a slow file system
 
 PROGRAM_SECONDS = 10.0
 
@@ -52,10 +51,8 @@ class Library(NamedTuple):
 class Program(NamedTuple):
     """A program on the PATH, identified by its text and not by its name."""
 
-    path: str | None
-    """``None``: it is not there."""
-    text: str = ""
-    """The beginning of its answer to ``--version``."""
+    path: str | None  # ``None``: it is not there
+    text: str = ""  # the beginning of its answer to ``--version``
     is_slurms: bool = False
 
     def __str__(self) -> str:

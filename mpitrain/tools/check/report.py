@@ -13,8 +13,7 @@ from typing import Any, Literal, TextIO
 
 from mpitrain.mpi.world import format_ranges
 
-FORMAT = 2
-"""Version of the JSON object. It grows when a field changes its meaning."""
+FORMAT = 2  # Version of the JSON object. It grows when a field changes its meaning.
 
 WIDTH = 100
 LABEL_WIDTH = 15
@@ -29,8 +28,7 @@ TABLES: dict[str, tuple[str, ...]] = {
 }
 """Parts that the text shows as a table, with their columns; ``()``: JSON only."""
 
-EMPTY: tuple[Any, ...] = ("", None, [], ())
-"""Values that the text leaves out."""
+EMPTY: tuple[Any, ...] = ("", None, [], ())  # values that the text leaves out
 
 Severity = Literal["error", "warning", "note"]
 
@@ -39,14 +37,10 @@ Severity = Literal["error", "warning", "note"]
 class Finding:
     """One problem: where it is, and what to do about it."""
 
-    severity: Severity
-    """Only errors change the exit status."""
-    name: str
-    """Its name in docs/howto/check.md."""
-    found: str
-    """What was found and where; one line."""
-    remedy: str
-    """What to type or to change; one line."""
+    severity: Severity  # only errors change the exit status
+    name: str  # its name in docs/howto/check.md
+    found: str  # what was found and where; one line
+    remedy: str  # what to type or to change; one line
 
 
 class Report:

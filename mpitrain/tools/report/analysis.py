@@ -14,11 +14,8 @@ from mpitrain.train.metrics import COMMUNICATION, NUM_PHASES, OTHER, PHASES, UPD
 
 Floats = NDArray[np.float64]
 
-SAME_JOB_SECONDS = 60.0
-"""The ranks of a job write their first lines within this time."""
-
-STAGES = ("start", *PHASES)
-"""What a rank does in a job."""
+SAME_JOB_SECONDS = 60.0  # the ranks of a job write their first lines within this time
+STAGES = ("start", *PHASES)  # what a rank does in a job
 
 CATEGORIES = (
     *("start", "data", "forward", "backward", "communication", "waiting"),
@@ -31,13 +28,10 @@ CATEGORIES = (
 class JobTimes:
     """What the ranks of one job wrote."""
 
-    number: int
-    """From 1."""
+    number: int  # from 1
     world_size: int
-    began: float
-    """When the first process started, seconds since 1970."""
-    ended: float
-    """Time of the last line, seconds since 1970."""
+    began: float  # when the first process started, seconds since 1970
+    ended: float  # time of the last line, seconds since 1970
     ranks: dict[int, RankJob] = field(default_factory=dict)
 
     @property
@@ -174,12 +168,9 @@ class Straggler:
 
     rank: int
     hostname: str
-    last_share: float
-    """Share of the steps in which it was the last."""
-    late_seconds: float
-    """How much later than the median rank, mean of those steps."""
-    late_share: float
-    """The same, as a share of the time of all steps."""
+    last_share: float  # share of the steps in which it was the last
+    late_seconds: float  # how much later than the median rank, mean of those steps
+    late_share: float  # the same, as a share of the time of all steps
     waited_share: float
     """Share of the time of all steps that ranks waited, mean over ranks."""
 

@@ -11,11 +11,8 @@ from numpy.typing import ArrayLike
 from mpitrain.tools.report.analysis import Floats, ReportedRun
 from mpitrain.tools.report.figures import CHECKPOINT, INK, MUTED, Chart
 
-NUM_BINS = 60
-"""Points of a curve."""
-
-LOG_RATIO = 30.0
-"""Losses that differ by more are shown on a logarithmic scale."""
+NUM_BINS = 60  # points of a curve
+LOG_RATIO = 30.0  # losses that differ by more are shown on a logarithmic scale
 
 
 def loss_chart(runs: Sequence[ReportedRun]) -> Chart:

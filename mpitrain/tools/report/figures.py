@@ -80,11 +80,9 @@ SETTINGS: Mapping[str, object] = {
 class Chart:
     """One chart of the page; made, drawn and written within `style`."""
 
-    name: str
-    """Name of its file, and its id on the page."""
+    name: str  # name of its file, and its id on the page
     title: str
-    height: float = 250
-    """In points."""
+    height: float = 250  # in points
     is_wide: bool = False
     findings: list[str] = field(default_factory=list)
     """What it shows in this run, a sentence each."""

@@ -36,8 +36,7 @@ from mpitrain.train.metrics import NUM_PHASES, OTHER
 
 NUM_COLUMNS = 800
 
-MAX_ROWS = 400
-"""More ranks share rows; a row shows the one that waits least."""
+MAX_ROWS = 400  # more ranks share rows; a row shows the one that waits least
 
 HEIGHT_PIXELS = 320
 """Of the whole map, about: a row has several pixels, a phase its share of them."""
@@ -51,10 +50,8 @@ COMMUNICATION = STAGES.index("communication")
 class RankMap:
     """What ranks did, cell by cell: jobs side by side, without the time between."""
 
-    edges: Floats
-    """`(jobs, 2)`: where each job is, from left (0) to right (1)."""
-    times: Floats
-    """`(jobs, 2)`: when it began and ended, seconds since 1970."""
+    edges: Floats  # `(jobs, 2)`: where each job is, from left (0) to right (1)
+    times: Floats  # `(jobs, 2)`: when it began and ended, seconds since 1970
     shares: Floats
     """`(rows, columns, stages)`: of each of `STAGES`, 0 to 1, without waiting for other
     ranks; the rest is waiting, or not known."""

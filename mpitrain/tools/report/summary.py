@@ -20,8 +20,7 @@ from mpitrain.train.metrics import PHASES
 
 Row = tuple[str, ...]
 
-SILENT_SECONDS = 300.0
-"""A run that wrote nothing for so long may be dead."""
+SILENT_SECONDS = 300.0  # a run that wrote nothing for so long may be dead
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,8 +31,7 @@ class Section:
     rows: Sequence[Row]
     head: Row = ()
     note: str = ""
-    num_bold: int = 0
-    """So many rows are bold, from the first."""
+    num_bold: int = 0  # so many rows are bold, from the first
     is_open: bool = False
 
 

@@ -25,14 +25,10 @@ class PreparedRun:
 
     config: TrainConfig
     run_dir: Path
-    run_id: str
-    """Of the run, in all of its jobs."""
-    done: str = ""
-    """Why there is nothing to do; empty if there is something."""
-    status: int = 0
-    """The exit status, if there is nothing to do."""
-    warning: str = ""
-    """For the user; may be empty."""
+    run_id: str  # of the run, in all of its jobs
+    done: str = ""  # why there is nothing to do; empty if there is something
+    status: int = 0  # the exit status, if there is nothing to do
+    warning: str = ""  # for the user; may be empty
 
 
 def prepare(config: TrainConfig) -> PreparedRun:
