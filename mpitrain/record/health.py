@@ -13,7 +13,7 @@ logger = logging.getLogger("mpitrain")
 
 WINDOW_SECONDS = 10.0  # seconds of steps that are looked at together
 DATA_FRACTION = 0.2  # of the time, from which waiting for samples is too much
-# A rank is late if it costs this fraction of the time, and is the last in that of steps.
+# A rank is late if it costs this part of the time and is the last in that of the steps.
 LATE_FRACTION = 0.1
 LAST_FRACTION = 0.6
 

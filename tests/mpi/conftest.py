@@ -73,11 +73,15 @@ def summing(monkeypatch: pytest.MonkeyPatch) -> None:
     name = next(name for name in names if hasattr(dist, name))
     right = getattr(dist, name)
 
-    def falsified(
-        output: Any, data: Any, op: Any = dist.ReduceOp.SUM, *args: Any, **options: Any
-    ) -> Any:
-        op = dist.ReduceOp.SUM if op == dist.ReduceOp.AVG else op
-        return right(output, data, op, *args, **options)
+    def sum_for_average(value: Any) -> Any:
+        is_average = isinstance(value, type(dist.ReduceOp.AVG)) and (
+            value == dist.ReduceOp.AVG
+        )
+        return dist.ReduceOp.SUM if is_average else value
+
+    def falsified(*args: Any, **options: Any) -> Any:
+        options = {name: sum_for_average(value) for name, value in options.items()}
+        return right(*map(sum_for_average, args), **options)
 
     monkeypatch.setattr(dist, name, falsified)
 
