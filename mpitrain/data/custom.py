@@ -13,7 +13,7 @@ from mpitrain.data.in_memory import InMemory
 from mpitrain.data.iterable import IterableStyle
 from mpitrain.data.map_style import PAIR, MapStyle
 from mpitrain.data.pytree import digest
-from mpitrain.data.samples import PARTS, LoadedBatch, Samples
+from mpitrain.data.samples import PARTS
 from mpitrain.data.workers import start_method
 from mpitrain.errors import DataError
 from mpitrain.mpi.shared_arrays import Communicator
@@ -52,6 +52,15 @@ def load_custom(reference: str, data_dir: Path | None) -> tuple[Sequence[Any], i
     return datasets, int(num_classes)
 
 
+Samples = InMemory | MapStyle | IterableStyle
+"""One part of a data set, as a training reads it.
+
+``num_samples`` is ``None`` if only reading to the end tells; `may_skip`: a batch may
+hold fewer samples than requested; `is_deterministic`: a sample is the same in every
+epoch. `order` is equal on all ranks; `batches` yields those of a rank, maybe empty.
+"""
+
+
 def build_samples(
     dataset: Any,
     what: str,
@@ -69,10 +78,57 @@ def build_samples(
     """
     if isinstance(dataset, InMemory | MapStyle | IterableStyle):
         return dataset
+    method = start_method(world.num_nodes)
     is_map_style = hasattr(dataset, "__getitem__") and isinstance(dataset, Sized)
     # torch's iterable ones have an __getitem__ that is not to be called.
-    if is_map_style and not isinstance(dataset, IterableDataset):
-        return _map_style(dataset, what, seed, world, ranks, num_workers, skip)
+    if not is_map_style or isinstance(dataset, IterableDataset):
+        _check_stream(dataset, what)
+        stream = IterableStyle(
+            dataset, seed=seed, num_workers=num_workers, method=method
+        )
+        if not stream.has_shards:
+            ranks.check_equal(
+                digest(stream.example()[:2]),
+                f"the first sample of {what}",
+                "Expected the same stream on every rank: mpitrain shards it, so it "
+                "must not shard itself. Or give it a method shard(num_shards, index) "
+                "that returns one shard of it",
+            )
+        return stream
+    ranks.check_equal(
+        str(len(dataset)), f"the length of {what}", "Expected the same on every rank"
+    )
+    if len(dataset) == 0:
+        raise DataError(f"{what} has no samples")
+    if isinstance(dataset, TensorDataset) and len(dataset.tensors) == PAIR:
+        samples: InMemory | MapStyle = InMemory(*dataset.tensors)
+        first = digest(samples.example()[:2])
+    else:
+        samples = MapStyle(
+            dataset,
+            seed=seed,
+            num_workers=num_workers,
+            method=method,
+            skip=skip,
+            pin=world.device != "cpu",
+        )
+        try:
+            samples.example()
+        except DataError as error:
+            raise DataError(f"{what}: {error}") from None
+        first = digest(samples.reread_example()[:2])
+        if first != digest(samples.example()[:2]):
+            first = ""  # drawn from a generator of its own, it may differ between ranks
+    ranks.check_equal(
+        first,
+        f"the first sample of {what}",
+        "Expected the same data on every rank: mpitrain shards it. Seed what is random "
+        "in making it (torch.manual_seed)",
+    )
+    return samples
+
+
+def _check_stream(dataset: Any, what: str) -> None:
     if not isinstance(dataset, Iterable):
         raise DataError(
             f"{what} is {type(dataset).__name__!r}; expected a data set with __len__ "
@@ -83,56 +139,3 @@ def build_samples(
             f"{what} is a {type(dataset).__name__!r}, which can be read only once; "
             "expected a data set with __iter__ that begins again in every epoch"
         )
-    method = start_method(world.num_nodes)
-    stream = IterableStyle(dataset, seed=seed, num_workers=num_workers, method=method)
-    if not stream.has_shards:
-        ranks.check_equal(
-            digest(stream.example()[:2]),
-            f"the first sample of {what}",
-            "Expected the same stream on every rank: mpitrain shards it, so it must "
-            "not shard itself. Or give it a method shard(num_shards, index) that "
-            "returns one shard of it",
-        )
-    return stream
-
-
-def _map_style(
-    dataset: Any,
-    what: str,
-    seed: int,
-    world: World,
-    ranks: Communicator,
-    num_workers: int,
-    skip: bool,
-) -> Samples:
-    ranks.check_equal(
-        str(len(dataset)), f"the length of {what}", "Expected the same on every rank"
-    )
-    if len(dataset) == 0:
-        raise DataError(f"{what} has no samples")
-    if isinstance(dataset, TensorDataset) and len(dataset.tensors) == PAIR:
-        samples: InMemory | MapStyle = InMemory(*dataset.tensors)
-        _agree_on_first(samples.example(), what, ranks)
-        return samples
-    method, pin = start_method(world.num_nodes), world.device != "cpu"
-    samples = MapStyle(
-        dataset, seed=seed, num_workers=num_workers, method=method, skip=skip, pin=pin
-    )
-    try:
-        samples.example()
-    except DataError as error:
-        raise DataError(f"{what}: {error}") from None
-    again = samples.reread_example()
-    # A sample drawn from a generator of its own may differ between ranks.
-    is_random = digest(again) != digest(samples.example())
-    _agree_on_first(None if is_random else again, what, ranks)
-    return samples
-
-
-def _agree_on_first(first: LoadedBatch | None, what: str, ranks: Communicator) -> None:
-    ranks.check_equal(
-        "" if first is None else digest(first[:2]),
-        f"the first sample of {what}",
-        "Expected the same data on every rank: mpitrain shards it. Seed what is random "
-        "in making it (torch.manual_seed)",
-    )

@@ -41,7 +41,12 @@ class IterableStyle:
     is_deterministic = False
 
     def __init__(
-        self, dataset: Any, *, seed: int, num_workers: int, method: StartMethod
+        self,
+        dataset: Any,
+        *,
+        seed: int,
+        num_workers: int = 0,
+        method: StartMethod = "fork",
     ) -> None:
         self.dataset = dataset
         self._seed = seed

@@ -1,19 +1,19 @@
-"""What a data set is to a training: the protocols that data sources implement."""
+"""What the formats of data sets have in common: indexes, batches, readers."""
 
 from __future__ import annotations
 
 import abc
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from mpitrain.data.sharding import Indices, RankShard
+from mpitrain.data.sharding import Indices
 from mpitrain.errors import DataError
 
 MAX_BYTES = 1 << 30  # maximum size of one file, image or archive member, decompressed
@@ -57,37 +57,6 @@ class LoadedBatch(NamedTuple):
     """Their numbers, int64 `(N,)`: those requested, without the skipped ones."""
     skipped: tuple[str, ...] = ()
     """What was left out because it cannot be read, in words."""
-
-
-class Samples(Protocol):
-    """One part of a data set, as a training reads it."""
-
-    @property
-    def num_samples(self) -> int | None:
-        """Number of samples; ``None`` if only reading to the end tells."""
-
-    @property
-    def may_skip(self) -> bool:
-        """Whether a batch may hold fewer samples than requested."""
-
-    @property
-    def is_deterministic(self) -> bool:
-        """Whether a sample is the same in every epoch."""
-
-    def order(self, seed: int, epoch: int) -> Indices:
-        """Return the order in which an epoch sees all samples; equal on all ranks."""
-
-    def example(self) -> LoadedBatch:
-        """Return one sample, for its shape; local."""
-
-    def batches(self, rank_shard: RankShard, epoch: int) -> Iterator[LoadedBatch]:
-        """Load the batches of a rank, in order; one may be empty.
-
-        If `num_samples` is ``None`` the samples' numbers are consecutive and rise.
-        """
-
-    def close(self) -> None:
-        """End the worker processes, if there are any."""
 
 
 class SampleReader(abc.ABC):

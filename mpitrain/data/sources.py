@@ -13,7 +13,7 @@ import torch
 
 from mpitrain.config import DATA_DIR, DataConfig
 from mpitrain.data import folder, hdf5, shards, synthetic, torchvision_sets
-from mpitrain.data.custom import build_samples, load_custom
+from mpitrain.data.custom import Samples, build_samples, load_custom
 from mpitrain.data.in_memory import InMemory
 from mpitrain.data.map_style import MapStyle
 from mpitrain.data.samples import (
@@ -21,7 +21,6 @@ from mpitrain.data.samples import (
     Array,
     FileIndex,
     SampleReader,
-    Samples,
     build_readers,
 )
 from mpitrain.data.transforms import Statistics, imagenet_statistics, mean_and_std

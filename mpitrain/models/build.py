@@ -89,15 +89,6 @@ def is_cached(name: str, weights: str | None) -> bool:
     return library is None or bool(library.is_cached(name, _named(weights)))
 
 
-def cache_dir(name: str) -> Path:
-    """Return the folder that the downloads of a model are in."""
-    if not name.startswith(timm.PREFIX):
-        return Path(torch.hub.get_dir())
-    import huggingface_hub
-
-    return Path(huggingface_hub.constants.HF_HUB_CACHE)
-
-
 def library_of(name: str) -> ModuleType | None:
     """Return the adapter for a model; ``None`` for convnet and user-defined models."""
     for library in (timm, hub):

@@ -119,7 +119,12 @@ def load_state(model: nn.Module, state: State, source: str) -> str:
     """
     target = model.state_dict()  # loaded as a whole, with its version metadata
     state = _translate(model, _without_wrappers(state, target), source)
-    head, first = _head_and_first(model)
+    try:
+        head = head_of(model)[0] + "."
+    except DataError:
+        head = "(no head)"
+    conv = first_conv(model)
+    first = f"{conv[0]}.weight" if conv and conv[1].groups == 1 else "(no filters)"
     fitting: State = {}
     changes: dict[str, str] = {}
     wrong: list[str] = []
@@ -174,17 +179,6 @@ def load_state(model: nn.Module, state: State, source: str) -> str:
     if unused:
         words.append(f"{len(unused)} not used ({_some(unused)})")
     return "; ".join(words)
-
-
-def _head_and_first(model: nn.Module) -> tuple[str, str]:
-    """Return the prefix of the head's weights, and the name of the first filters."""
-    try:
-        head = head_of(model)[0] + "."
-    except DataError:
-        head = "(no head)"
-    first = first_conv(model)
-    fits = first is not None and first[1].groups == 1
-    return head, f"{first[0]}.weight" if first and fits else "(no filters)"
 
 
 def _without_wrappers(state: State, known: Iterable[str]) -> State:

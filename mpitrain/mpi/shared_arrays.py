@@ -7,13 +7,10 @@ however its ranks end (docs/decisions/0008 says why it is no MPI window).
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import mmap
 import os
-import secrets
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -113,33 +110,14 @@ class Communicator:
                     )
                 )
 
-    def once_per_file_system(
-        self, folder: Path, action: Callable[[], object], doing: str
-    ) -> None:
-        """Do something on one rank of those that see one folder, which is made."""
-        world, comm = self._world, self._comm
-        name = on_rank_zero(comm, lambda: secrets.token_hex(8), "choose a name")
-        is_first_here = world.local_rank == 0
+    def once_per_node(self, action: Callable[[], object], doing: str) -> None:
+        """Do something on rank zero, then on one rank of each other node.
 
-        def marker(node_rank: int) -> Path:
-            return folder / f".mpitrain-{name}-{node_rank}"
-
-        def mark() -> None:
-            if is_first_here:
-                folder.mkdir(parents=True, exist_ok=True)
-                marker(world.node_rank).touch()
-
-        try:
-            all_or_none(comm, mark, f"write to {folder}")
-            barrier(comm)
-            sees = [marker(other).exists() for other in range(world.node_rank)]
-            barrier(comm)
-        finally:
-            if is_first_here:
-                with contextlib.suppress(OSError):
-                    marker(world.node_rank).unlink(missing_ok=True)
-        does = is_first_here and not any(sees)
-        all_or_none(comm, lambda: action() if does else None, doing)
+        So that these find what rank zero has downloaded, if they share its folder.
+        """
+        is_first = self._world.local_rank == 0
+        for does in (self._comm.rank == 0, is_first and self._comm.rank > 0):
+            all_or_none(self._comm, action if does else lambda: None, doing)
 
     def _memory(self, num_bytes: int) -> tuple[mmap.mmap, bool]:
         """Map memory that the ranks of a node share; return it and whether to fill it.

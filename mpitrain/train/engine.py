@@ -14,10 +14,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from mpitrain.config import TrainConfig
-from mpitrain.data.custom import build_samples
+from mpitrain.data.custom import Samples, build_samples
 from mpitrain.data.in_memory import InMemory
 from mpitrain.data.randomness import rank_seed
-from mpitrain.data.samples import Samples
 from mpitrain.data.sharding import RankShard
 from mpitrain.data.transforms import (
     NUM_DIMENSIONS,

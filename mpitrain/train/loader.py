@@ -13,10 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mpitrain.data.custom import Samples
 from mpitrain.data.in_memory import InMemory
 from mpitrain.data.iterable import IterableStyle
 from mpitrain.data.pytree import select_rows, to_device, to_dtype
-from mpitrain.data.samples import LoadedBatch, Samples
+from mpitrain.data.samples import LoadedBatch
 from mpitrain.data.sharding import Indices, RankShard
 from mpitrain.data.transforms import ImageTransform
 from mpitrain.mpi.world import World

@@ -292,39 +292,28 @@ def test_a_node_that_cannot_look_is_told_on_all(
     assert caught.value.reporting_rank == on_nodes.nodes[-1].ranks[0]
 
 
-# --- once per file system -------------------------------------------------------------
+# --- once per node --------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("has_its_own", [False, True], ids=["shared", "own"])
-def test_one_rank_of_each_file_system_does_it(
-    comm: MPI.Intracomm, on_nodes: World, place: Path, has_its_own: bool
-) -> None:
-    folder = place / (f"node-{on_nodes.node_rank}" if has_its_own else "all") / "deep"
-    done: list[int] = []
-    Communicator(comm, on_nodes).once_per_file_system(
-        folder, lambda: done.append(comm.rank), "fetch"
-    )
-    who = [rank for found in comm.allgather(done) for rank in found]
-    firsts = [node.ranks[0] for node in on_nodes.nodes]
-    assert who == (firsts if has_its_own else [0])
-    assert list(folder.iterdir()) == []  # of our marks nothing is left
-    comm.Barrier()
-    if on_nodes.local_rank == 0 and (has_its_own or comm.rank == 0):
-        folder.rmdir()
-        folder.parent.rmdir()
-
-
-def test_what_fails_once_is_told_on_all(
+def test_rank_zero_does_it_before_one_rank_of_each_other_node(
     comm: MPI.Intracomm, on_nodes: World, place: Path
 ) -> None:
+    Communicator(comm, on_nodes).once_per_node(
+        lambda: (place / f"{len(list(place.iterdir()))}-{comm.rank}").touch(), "fetch"
+    )
+    who = sorted(path.name for path in place.iterdir())
+    assert who[0] == "0-0"
+    firsts = sorted(node.ranks[0] for node in on_nodes.nodes)
+    assert sorted(int(name.partition("-")[2]) for name in who) == firsts
+    comm.Barrier()
+    if on_nodes.local_rank == 0:
+        for path in place.glob(f"*-{comm.rank}"):
+            path.unlink()
+
+
+def test_what_fails_once_is_told_on_all(comm: MPI.Intracomm, on_nodes: World) -> None:
     def fail() -> None:
         raise DataError("there is no internet")
 
-    ranks = Communicator(comm, on_nodes)
     with pytest.raises(MpitrainError, match="there is no internet"):
-        ranks.once_per_file_system(place, fail, "fetch")
-    # Not below a file, not even for root.
-    with pytest.raises(Exception, match=r"Not a directory|could not write to"):
-        ranks.once_per_file_system(Path("/dev/null/in"), fail, "fetch")
-    assert list(place.iterdir()) == []
-    comm.Barrier()
+        Communicator(comm, on_nodes).once_per_node(fail, "fetch")

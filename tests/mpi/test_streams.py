@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
-from mpitrain.data.custom import build_samples
+from mpitrain.data.custom import Samples, build_samples
 from mpitrain.data.iterable import IterableStyle
-from mpitrain.data.samples import Samples
 from mpitrain.data.sharding import RankShard
 from mpitrain.data.transforms import ImageTransform
 from mpitrain.errors import DataError

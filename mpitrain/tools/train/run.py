@@ -20,7 +20,6 @@ from mpitrain.launch.current import heartbeat
 from mpitrain.launch.init import Job
 from mpitrain.models.build import (
     build_and_load,
-    cache_dir,
     fetch_weights,
     is_cached,
 )
@@ -123,18 +122,14 @@ def run_training(
 def _build(
     config: TrainConfig, data: Data, ranks: Communicator, *, with_weights: bool
 ) -> tuple[nn.Module, str | None]:
-    """Build the model; one rank per file system downloads its weights.
+    """Build the model; one rank per node downloads its weights.
 
     Collective over all ranks. Returns the model, equal on all ranks, and a line on the
     weights that were loaded; a checkpoint has its own weights.
     """
     name, weights = config.model, config.weights if with_weights else None
     if not all(ranks.allgather(is_cached(name, weights))):
-        ranks.once_per_file_system(
-            cache_dir(name),
-            lambda: fetch_weights(name, weights),
-            f"download {name}",
-        )
+        ranks.once_per_node(lambda: fetch_weights(name, weights), f"download {name}")
     return build_and_load(
         name,
         num_classes=data.num_classes,
