@@ -57,7 +57,7 @@ SCHEMES = ("http://", "https://", "file:///")
 
 
 def find(name: str, data_dir: Path) -> Path | None:
-    """Return the folder with all files of a set, or its archive; ``None``: not there.
+    """Return the folder with all files of a set; ``None``: not there.
 
     The names of files decide, not their content. Imports neither torch nor torchvision.
     """
@@ -70,8 +70,7 @@ def find(name: str, data_dir: Path) -> Path | None:
     for folder in (data_dir / inner, data_dir):
         if all((folder / file).is_file() for file in files):
             return folder
-    archive = data_dir / f"{inner.replace('batches-py', 'python')}.tar.gz"
-    return archive if archive.is_file() else None
+    return None
 
 
 def read(name: str, data_dir: Path) -> dict[str, Array]:
@@ -147,15 +146,8 @@ def _read_idx(path: Path, num_dims: int) -> Array:
 
 
 def _read_cifar(name: str, place: Path) -> list[tuple[Array, Array]]:
-    """Read by torchvision, after a check of MD5; from an archive, after the same."""
-    datasets = _torchvision()
-    kind = getattr(datasets, CLASSES[name])
-    if place.is_file():
-        if not datasets.utils.check_integrity(place, kind.tgz_md5):
-            raise DataError(f"{place}: its MD5 is not the published {kind.tgz_md5}")
-        with tempfile.TemporaryDirectory() as folder:
-            datasets.utils.extract_archive(place, folder)
-            return _read_cifar(name, Path(folder, CIFAR_FILES[name][0]))
+    """Read by torchvision, after a check of MD5."""
+    kind = getattr(_torchvision(), CLASSES[name])
     here = type(name, (kind,), {"base_folder": ""})
     try:
         train, val = here(place, train=True), here(place, train=False)

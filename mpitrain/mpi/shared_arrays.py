@@ -29,7 +29,6 @@ T = TypeVar("T")
 
 Array = npt.NDArray[Any]
 
-ALIGNMENT = 64  # bytes
 CHUNK_BYTES = 256 << 20  # sent at once between nodes
 
 
@@ -65,18 +64,23 @@ class Communicator:
             return [(name, a.dtype.str, a.shape) for name, a in made.items()]
 
         outlines = on_rank_zero(self._comm, outline, doing)
-        places, num_bytes = _layout(outlines)
-        memory, is_first = self._memory(max(num_bytes, 1))
-        buffer = np.frombuffer(memory, np.uint8)
-        shared = {
-            name: buffer[start : start + length].view(dtype).reshape(shape)
-            for (name, dtype, shape), (start, length) in zip(
-                outlines, places, strict=True
+        shared: dict[str, Array] = {}
+        reasons: list[str] = []
+        for name, dtype, shape in outlines:
+            num_bytes = int(np.dtype(dtype).itemsize * np.prod(shape, dtype=np.int64))
+            memory, is_first, reason = self._memory(max(num_bytes, 1))
+            reasons += filter(None, [reason])
+            buffer = np.frombuffer(memory, np.uint8, num_bytes)
+            shared[name] = buffer.view(dtype).reshape(shape)
+            if made:
+                shared[name][...] = made[name]
+            self._send_to_nodes(buffer, is_first)
+        if reasons and self._world.is_rank_zero:
+            logger.warning(
+                "no shared memory for the data set (%s): each rank of that node holds "
+                "a copy of its own",
+                reasons[0],
             )
-        }
-        for name, array in made.items():
-            shared[name][...] = array
-        self._send_to_nodes(buffer, is_first)
         return shared
 
     def check_same_on_nodes(self, look: Callable[[], str], what: str) -> None:
@@ -119,10 +123,11 @@ class Communicator:
         for does in (self._comm.rank == 0, is_first and self._comm.rank > 0):
             all_or_none(self._comm, action if does else lambda: None, doing)
 
-    def _memory(self, num_bytes: int) -> tuple[mmap.mmap, bool]:
+    def _memory(self, num_bytes: int) -> tuple[mmap.mmap, bool, str]:
         """Map memory that the ranks of a node share; return it and whether to fill it.
 
-        Where a node has no room for that, each of its ranks gets memory of its own.
+        Where a node has no room for that, each of its ranks gets memory of its own. The
+        third is why, on any node.
         """
         world, comm = self._world, self._comm
         here = world.nodes[world.node_rank].ranks
@@ -153,15 +158,10 @@ class Communicator:
         finally:
             if file >= 0:
                 os.close(file)
-        if any(reasons) and world.is_rank_zero:
-            logger.warning(
-                "no shared memory for the data set (%s): each rank of that node holds "
-                "%.1f MB of its own",
-                *(next(filter(None, reasons)), num_bytes / 1e6),
-            )
+        reason = next(filter(None, reasons), "")
         if any(reasons[rank] for rank in here):
-            return mmap.mmap(-1, num_bytes), True
-        return memory, is_first
+            return mmap.mmap(-1, num_bytes), True, reason
+        return memory, is_first, reason
 
     def _send_to_nodes(self, buffer: Array, is_first: bool) -> None:
         """Send rank zero's bytes to the first rank of each block of memory."""
@@ -199,17 +199,3 @@ class SingleProcess(Communicator):
         self, make: Callable[[], Mapping[str, Array]], doing: str
     ) -> dict[str, Array]:
         return dict(make())
-
-
-def _layout(
-    outlines: list[tuple[str, str, tuple[int, ...]]],
-) -> tuple[list[tuple[int, int]], int]:
-    """Lay arrays one behind the other: start and length of each, and the sum."""
-    places: list[tuple[int, int]] = []
-    end = 0
-    for _, dtype, shape in outlines:
-        start = -(-end // ALIGNMENT) * ALIGNMENT
-        length = int(np.dtype(dtype).itemsize * np.prod(shape, dtype=np.int64))
-        places.append((start, length))
-        end = start + length
-    return places, end
