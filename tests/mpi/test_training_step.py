@@ -46,7 +46,13 @@ def test_the_gradient_is_that_of_one_process(
     )
     engine = trainer.set_up()
     engine.start_stage(engine.plan.stages[0])
-    rank_shard = engine.plan.rank_shard(world.rank, samples)
+    rank_shard = RankShard(
+        rank=world.rank,
+        world_size=world.world_size,
+        global_batch_size=trainer.config.global_batch_size,
+        micro_batch_size=trainer.config.micro_batch_size,
+        order=samples,
+    )
     (step,) = engine.train_loader.steps(rank_shard, epoch=1)
     assert step.num_samples == num_samples
     trainer.train_step(step)
