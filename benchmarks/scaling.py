@@ -79,14 +79,20 @@ def train(mpirun: str, row: Row, training: list[str], run_dir: Path) -> None:
         *("--global-batch-size", str(row["global_batch_size"])),
         *("--runs-dir", str(run_dir.parent), "--name", run_dir.name),
     ]
-    done = subprocess.run(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-    )
+    try:
+        done = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+        )
+    except OSError as error:
+        sys.exit(
+            f"--mpirun {mpirun!r} cannot be started: {error}; expected a launcher on "
+            "the PATH and its options"
+        )
     if done.returncode:
         last = "\n".join(done.stdout.strip().splitlines()[-NUM_LINES:])
         sys.exit(f"{shlex.join(command)}\nended with {done.returncode}:\n{last}")
@@ -132,6 +138,11 @@ def main(words: list[str]) -> None:
     add("--mpirun", default="mpirun --oversubscribe", help="launcher and its options")
     add("--output", type=Path, help="JSON file for the results")
     options = parser.parse_args(words[:at])
+    if min([options.rounds, *(options.ranks or [])]) < 1:
+        parser.error(
+            f"found --ranks {options.ranks} --rounds {options.rounds}; expected "
+            "numbers of at least 1"
+        )
     batch = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     batch.add_argument("--global-batch-size", type=int, default=64)
     batch.add_argument("--epochs", default=str(EPOCHS))
@@ -139,6 +150,8 @@ def main(words: list[str]) -> None:
     training += ["--epochs", known.epochs]
     report = about(f"benchmarks/scaling.py {shlex.join(words)}")
     rows = rows_of(options, known.global_batch_size)
+    if not rows:
+        parser.error("dp is one process: found no --ranks 1, expected it beside dp")
     with tempfile.TemporaryDirectory(prefix="mpitrain-scaling-") as folder:
         for number in range(1, options.rounds + 1):
             for at, row in enumerate(rows):

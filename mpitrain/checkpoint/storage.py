@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import os
 from collections.abc import Mapping, Sequence
@@ -57,6 +58,17 @@ DTYPES = {
 """By the names in the files."""
 
 
+NO_INDEX = (
+    KeyError,
+    TypeError,
+    ValueError,
+    AttributeError,
+    OverflowError,
+    RuntimeError,
+)
+"""Errors of an index that makes no sense; the last two are of `torch.Size`."""
+
+
 class Stored(NamedTuple):
     """Where a chunk of a tensor is."""
 
@@ -85,6 +97,7 @@ def from_json(path: Path, found: Mapping[str, Any]) -> Metadata:
     """Return what `as_json` was called with."""
     tensors: dict[str, Any] = {}
     stored: dict[MetadataIndex, Stored] = {}
+    size_of = functools.cache(lambda file: (path / file).stat().st_size)
     try:
         for name, of in found["tensors"].items():
             dtype, shape = DTYPES[of["dtype"]], _size(of["shape"])
@@ -95,7 +108,7 @@ def from_json(path: Path, found: Mapping[str, Any]) -> Metadata:
                 where = Stored(_file_name(file), _size([at])[0], "")
                 stored[MetadataIndex(name, chunk.offsets)] = where
                 end = where.at + chunk.sizes.numel() * dtype.itemsize
-                if end > (path / file).stat().st_size:
+                if end > size_of(where.file):
                     raise ValueError(f"{name} is not in {file}")
             if sum(chunk.sizes.numel() for chunk in chunks) != shape.numel():
                 raise ValueError(f"the chunks of {name} do not make it up")
@@ -104,10 +117,7 @@ def from_json(path: Path, found: Mapping[str, Any]) -> Metadata:
             )
     except NOT_THERE as error:
         raise BrokenCheckpoint(path, f"{error.filename}: {error.strerror}") from None
-    except (
-        *(KeyError, TypeError, ValueError, AttributeError),
-        *(OverflowError, RuntimeError),  # of torch.Size
-    ) as error:
+    except NO_INDEX as error:
         raise BrokenCheckpoint(path, f"{TENSORS}: {error!r}") from None
     return Metadata(tensors, storage_data=stored)
 

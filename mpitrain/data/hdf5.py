@@ -72,7 +72,7 @@ def _open_images(path: Path, part: str) -> Any:
     return _h5py().File(path, "r", locking=False)[f"{part}/images"]
 
 
-# HDF5 must not share a file with the parent. It would, if that were open still.
+# A file that is open across a fork would share state with the parent process.
 os.register_at_fork(after_in_child=_open_images.cache_clear)
 
 

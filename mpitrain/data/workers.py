@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import signal
@@ -65,11 +66,9 @@ def build_loader(dataset: Any, **options: Any) -> DataLoader[Any]:
             tempfile.tempdir = "/tmp"  # else workers could hand over nothing, and hang
         util.get_temp_dir()  # the rank's, which removes it at its end
         _start_helpers(options.get("multiprocessing_context"))
-    # Of more workers than cores; every rank would say so.
-    warnings.filterwarnings("ignore", "This DataLoader will create", UserWarning)
-    return DataLoader(
-        dataset, worker_init_fn=_end_with_rank, generator=torch.Generator(), **options
-    )
+    options |= {"worker_init_fn": _end_with_rank, "generator": torch.Generator()}
+    with _no_worker_warning():
+        return DataLoader(dataset, **options)
 
 
 def _start_helpers(context: BaseContext | None) -> None:
@@ -89,10 +88,20 @@ def _start_helpers(context: BaseContext | None) -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
+@contextlib.contextmanager
+def _no_worker_warning() -> Iterator[None]:
+    """Keep torch from telling every rank that there are more workers than cores."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "This DataLoader will create", UserWarning)
+        yield
+
+
 def iterate_loader(loader: DataLoader[Any]) -> Iterator[LoadedBatch]:
     """Yield what a loader reads; the end of a killed worker is a `DataError`."""
     try:
-        yield from loader
+        with _no_worker_warning():
+            batches = iter(loader)
+        yield from batches
     except (RuntimeError, OSError, EOFError) as error:
         death = _death_of_worker(error) if loader.num_workers else None
         if death is None:

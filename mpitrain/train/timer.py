@@ -7,14 +7,12 @@ from array import array
 from collections import deque
 from collections.abc import Callable
 from time import perf_counter
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from mpitrain.train.metrics import BACKWARD, COMMUNICATION, NUM_PHASES, OTHER, PHASES
-
-T = TypeVar("T")
 
 Seconds = list[float]  # seconds of each phase, by its number
 

@@ -54,3 +54,20 @@ def test_the_former_command_names_the_script(
 ) -> None:
     assert main(["bench", "scaling", "--ranks", "1", "2"]) == 2
     assert "python benchmarks/scaling.py --ranks 1 2 4" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--ranks 0", "expected numbers of at least 1"),
+        ("--ranks 1 --rounds 0", "expected numbers of at least 1"),
+        ("--ranks 2 --strategies dp", "expected it beside dp"),
+        ("--ranks 1 --mpirun no-such-launcher", "'no-such-launcher' cannot be started"),
+    ],
+)
+def test_what_cannot_be_run_is_said_in_a_line(
+    scaling: Any, words: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as left:
+        scaling.main(words.split())
+    assert said in f"{left.value.code} {capsys.readouterr().err}"

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
 import torch
 
-from mpitrain.data.workers import build_loader
+from mpitrain.data.workers import build_loader, iterate_loader
 
 READS = """
 import multiprocessing, sys, torch
@@ -99,3 +100,11 @@ def test_a_signal_to_all_of_a_rank_leaves_its_workers_at_work(
         start_new_session=True,
     )
     assert done.stdout.strip() == "23994000.0 [12, 10, 15]", done.stderr
+
+
+def test_a_loader_leaves_the_users_warnings_as_they_are() -> None:
+    before = list(warnings.filters)
+    loader = build_loader([1, 2], num_workers=9)  # torch warns of more than the cores
+    for _ in iterate_loader(loader):
+        assert list(warnings.filters) == before
+    assert list(warnings.filters) == before
