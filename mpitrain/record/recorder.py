@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from mpitrain.launch.current import age_seconds
 from mpitrain.record.jsonl import CLOSE_SECONDS, JsonlWriter
 from mpitrain.record.run_dir import finite, read_result, shown, write_json
 from mpitrain.record.runs import Exists, open_run, opened_folders
@@ -38,7 +39,8 @@ class Recorder(Callback):
 
     Args:
         run_dir: The run folder.
-        start_seconds: From the start of the process to the ready process group.
+        start_seconds: What the start of the job took; ``None``: the time from the start
+            of the process to that of `fit`.
         seconds_left: Returns the seconds until a time limit stops the training.
         resume_with: What to type to resume, for the screen.
     """
@@ -47,7 +49,7 @@ class Recorder(Callback):
         self,
         run_dir: str | Path,
         *,
-        start_seconds: float = 0.0,
+        start_seconds: float | None = None,
         seconds_left: SecondsLeft = lambda: None,
         resume_with: str = "the same command",
     ) -> None:
@@ -82,6 +84,8 @@ class Recorder(Callback):
         world, plan, state = trainer.engine.world, trainer.engine.plan, trainer.state
         if not world.is_rank_zero:
             return
+        if self._start_seconds is None:
+            self._start_seconds = age_seconds()
         path = self.run_dir.resolve()
         if path not in opened_folders:  # a script without a Checkpointer
             has_record = self._before or self._result
@@ -133,8 +137,8 @@ class Recorder(Callback):
             return
         self._end("finished")
         say(
-            f"{finished_line(self._result)}, {self._start_seconds:.1f} s to start; "
-            f"see {shown(self.run_dir)}"
+            f"{finished_line(self._result)}, {self._start_seconds or 0.0:.1f} s to "
+            f"start; see {shown(self.run_dir)}"
         )
 
     def on_stop(self, trainer: Any, reason: str) -> None:

@@ -404,3 +404,10 @@ def test_a_rank_may_write_its_times_before_rank_zero_opens_the_run(
 ) -> None:
     (tmp_path / "x" / "times").mkdir(parents=True)
     assert open_run(tmp_path, "x", exists="refuse").run_id
+
+
+def test_a_script_records_the_time_from_the_start_of_its_process(
+    tmp_path: Path,
+) -> None:
+    record_of(tmp_path)
+    assert json.loads((tmp_path / "result.json").read_text())["start_seconds"] > 0.1
