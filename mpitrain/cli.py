@@ -126,9 +126,11 @@ def train(argv: Sequence[str]) -> int:
         job = init(**config.launch.as_arguments(), guard=guard)
         with job:
             start_seconds = age_seconds()
-            import torch._dynamo  # noqa: F401 - by the first optimizer, if not here
-
             from mpitrain.tools.train.run import run_training
+            from mpitrain.torch_compat import defer_dynamo
+
+            if not config.compile:
+                defer_dynamo()
 
             gc.freeze()
             gc.enable()

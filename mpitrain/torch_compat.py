@@ -5,7 +5,10 @@ A new torch version is checked here first: `tests/unit/test_torch_compat.py` tes
 
 from __future__ import annotations
 
+import importlib
+import sys
 from datetime import timedelta
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -66,6 +69,38 @@ def append_to_store(store: Store, key: str, text: str) -> None:
 def set_source_rank(tensor: torch.Tensor, rank: int) -> None:
     """Record the rank that sent a received tensor, for `patch_work`."""
     setattr(tensor, _SOURCE_RANK, rank)
+
+
+class _DeferredModule(ModuleType):
+    """Stands for a module, and imports it when an attribute is missing here."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") and name != "__path__":
+            raise AttributeError(name)  # by `inspect`, which looks at all modules
+        if isinstance(sys.modules["torch._dynamo"], _DeferredModule):
+            del sys.modules["torch._dynamo"]
+            delattr(torch, "_dynamo")
+            importlib.import_module("torch._dynamo")
+        return getattr(importlib.import_module(self.__name__), name)
+
+
+def defer_dynamo() -> None:
+    """Let the first use of ``torch._dynamo`` import it, which takes 0.7 s.
+
+    DDP and optimizers call three of its functions, with or without torch.compile. They
+    do nothing unless something is compiled, so such functions stand in here. Call it
+    after ``init_process_group``. Versions other than 2.14 (2.14.1 was tried) import it.
+    """
+    if not torch.__version__.startswith("2.14.") or "torch._dynamo" in sys.modules:
+        importlib.import_module("torch._dynamo")
+        return
+    dynamo: Any = _DeferredModule("torch._dynamo")
+    dynamo.disable = lambda function, *_, **__: function
+    dynamo.graph_break = lambda: None
+    dynamo.utils = _DeferredModule("torch._dynamo.utils")
+    dynamo.utils.get_optimize_ddp_mode = lambda: "ddp_optimizer"  # the default
+    sys.modules["torch._dynamo"] = dynamo
+    setattr(torch, "_dynamo", dynamo)  # noqa: B010 - mypy knows the module
 
 
 def patch_work() -> None:

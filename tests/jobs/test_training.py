@@ -166,12 +166,14 @@ def test_alone_without_mpirun_it_trains_as_a_world_of_one(tmp_path: Path) -> Non
     done = subprocess.run(
         [sys.executable, "-m", "mpitrain", "--name", "alone", "--dry-run"],
         cwd=tmp_path,
-        env=environment(),
+        env=environment() | {"PYTHONPROFILEIMPORTTIME": "1"},
         capture_output=True,
         text=True,
         timeout=120,
     )
     assert done.returncode == 0, done.stderr
+    assert "mpitrain.train.trainer" in done.stderr
+    assert "torch._dynamo" not in done.stderr  # a fifth of the start
     # A dry run leaves the name to the training.
     result = json.loads((tmp_path / "runs/alone-dry-run/result.json").read_text())
     assert (result["status"], result["world_size"]) == ("finished", 1)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from datetime import timedelta
 
 import pytest
@@ -49,3 +51,37 @@ def test_a_work_written_in_python_answers_what_torch_does_not_forward() -> None:
 @pytest.mark.parametrize("name", ["is_completed", "is_success", "source_rank"])
 def test_the_patched_methods_exist(name: str) -> None:
     assert callable(getattr(dist.Work, name))
+
+
+DEFER = """
+import sys, torch, torch.distributed as dist
+from mpitrain.torch_compat import defer_dynamo
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+defer_dynamo()
+model = torch.nn.Linear(3, 2)
+ddp = torch.nn.parallel.DistributedDataParallel(model)
+for kind in (torch.optim.SGD, torch.optim.AdamW):
+    optimizer = kind(model.parameters(), lr=0.1)
+    ddp(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+print("torch._dynamo.eval_frame" in sys.modules)
+{use}
+print("torch._dynamo.eval_frame" in sys.modules, sys.modules["torch._dynamo"].__file__)
+"""
+COMPILE = "assert torch.compile(model, backend='eager')(torch.ones(2, 3)).sum() != 0"
+SHARD = (
+    "from torch.distributed.fsdp import fully_shard; "
+    "fully_shard(model)(torch.ones(2, 3)).sum().backward()"
+)
+SUBMODULE = "import torch._dynamo.config; assert torch._dynamo.config.optimize_ddp"
+
+
+@pytest.mark.parametrize("use", [COMPILE, SHARD, SUBMODULE])
+def test_dynamo_is_imported_by_its_first_use_alone(use: str) -> None:
+    script = [sys.executable, "-c", DEFER.replace("{use}", use)]
+    done = subprocess.run(script, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    before, after = done.stdout.splitlines()
+    assert before == "False"
+    assert after.startswith("True /")
