@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from launcher import slow
 
 from .hosts import VirtualHosts
 
@@ -33,9 +34,9 @@ WHICH = (
 @pytest.mark.parametrize(
     ("slots", "tables"),
     [
-        pytest.param((2, 2), TABLES, marks=pytest.mark.slow, id="two-each"),
+        slow((2, 2), TABLES, id="two-each"),
         pytest.param((2, 1), TABLES[:1], id="uneven"),
-        pytest.param((1, 1), TABLES[1:], id="one-each"),
+        slow((1, 1), TABLES[1:], id="one-each"),
     ],
 )
 def test_collectives_are_right_between_hosts(

@@ -14,7 +14,7 @@ from threading import Thread
 
 import pytest
 from data_files import write_folder, write_mnist
-from launcher import children_of, survivors
+from launcher import children_of, slow, survivors
 
 from .conftest import ROOT
 from .hosts import VirtualHosts
@@ -155,7 +155,7 @@ def test_a_set_in_memory_is_read_where_rank_zero_is(
     ] * 2
 
 
-@pytest.mark.parametrize("name", ["photos", "readings"])
+@pytest.mark.parametrize("name", [slow("photos"), "readings"])
 def test_ones_own_set_is_read_by_workers_on_all_hosts(
     hosts: VirtualHosts, folder: Path, name: str
 ) -> None:
@@ -166,7 +166,7 @@ def test_ones_own_set_is_read_by_workers_on_all_hosts(
     assert "Traceback" not in said
 
 
-@pytest.mark.parametrize("victim", ["rank", "worker"])
+@pytest.mark.parametrize("victim", [slow("rank"), "worker"])
 def test_a_killed_process_of_one_host_leaves_no_worker_on_any(
     hosts: VirtualHosts, folder: Path, victim: str
 ) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from .runs import assert_finished
 from .slurm import Slurm
 
@@ -27,6 +29,7 @@ def test_words_after_the_script_of_sbatch_go_to_mpitrain(
     assert "--epochs" in job.output
 
 
+@pytest.mark.slow
 def test_a_heterogeneous_job_is_told_that_one_component_is_used(
     slurm: Slurm, folder: Path
 ) -> None:

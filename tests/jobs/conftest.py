@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Iterator
 
 import pytest
-from launcher import MPIS, Mpi, find
+from launcher import MPIS, Mpi, find, slow
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -32,7 +32,7 @@ def own_tmpdir() -> Iterator[None]:
 @pytest.fixture(
     params=[
         MPIS[0],
-        *(pytest.param(name, marks=pytest.mark.slow) for name in MPIS[1:]),
+        *map(slow, MPIS[1:]),
     ],
     scope="module",
 )

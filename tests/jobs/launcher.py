@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,10 @@ MPIS = ("openmpi-5", "openmpi-4.1", "mpich")
 
 under_each_mpi = pytest.mark.parametrize("mpi", MPIS, indirect=True)
 """For tests of what the launchers do differently: in CI, too, under each of them."""
+
+
+slow = partial(pytest.param, marks=pytest.mark.slow)
+"""Values of a test that only `make test-all` runs: another value shows the same."""
 
 
 def find(name: str) -> Mpi:

@@ -19,7 +19,7 @@ from data_files import (
     write_mnist,
     write_tar,
 )
-from launcher import Done, Mpi, children_of, environment, mpirun, survivors
+from launcher import Done, Mpi, children_of, environment, mpirun, slow, survivors
 
 pytestmark = pytest.mark.xdist_group("broken_data")  # a fixture that trains, once
 
@@ -198,7 +198,7 @@ def test_an_error_in_a_custom_set_ends_the_job(openmpi: Mpi, tmp_path: Path) -> 
 # --- processes that are killed --------------------------------------------------------
 
 
-@pytest.mark.parametrize("victim", ["rank", "worker"])
+@pytest.mark.parametrize("victim", [slow("rank"), "worker"])
 def test_a_killed_process_ends_the_job_and_leaves_no_worker(
     openmpi: Mpi, tmp_path: Path, victim: str
 ) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from launcher import Mpi, mpirun
+from launcher import Mpi, mpirun, slow
 
 WITH_TRAINER = """
 import os, signal, sys
@@ -84,9 +84,7 @@ def result(folder: Path, name: str) -> tuple[dict[str, torch.Tensor], dict[str, 
     return found
 
 
-@pytest.mark.parametrize(
-    "kind", ["trainer", "by hand", pytest.param("under run", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("kind", ["trainer", slow("by hand"), slow("under run")])
 def test_a_script_that_is_killed_at_random_steps_ends_with_the_same_bits(
     kind: str, openmpi: Mpi, tmp_path: Path
 ) -> None:
@@ -112,7 +110,7 @@ def test_a_script_that_is_killed_at_random_steps_ends_with_the_same_bits(
     assert all(torch.equal(whole[name], cut[name]) for name in whole)
 
 
-@pytest.mark.parametrize("kind", ["trainer", "by hand"])
+@pytest.mark.parametrize("kind", [slow("trainer"), "by hand"])
 def test_a_signal_stops_a_script_which_resumes(
     kind: str, openmpi: Mpi, tmp_path: Path
 ) -> None:

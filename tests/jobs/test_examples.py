@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from example_files import write_all, write_tiles
-from launcher import ROOT, Done, Mpi, environment, mpirun
+from launcher import ROOT, Done, Mpi, environment, mpirun, slow
 
 PAGE = (ROOT / "examples/README.md").read_text()
 
@@ -191,13 +191,17 @@ CHECKS: dict[str, Callable[[list[Ran], Path], None]] = {
 }
 """What must come out of the commands of each section."""
 
+IN_TEST_ALL = (
+    "ResNet-50 on MNIST",
+    "ResNet-18 on your images",
+    "Regression with a U-Net",
+)
+"""The sections that take longest."""
+
 
 @pytest.mark.parametrize(
     "title",
-    [
-        pytest.param(title, marks=[pytest.mark.slow] * title.startswith("ResNet-50"))
-        for title in sections(PAGE)
-    ],
+    [slow(title) if title in IN_TEST_ALL else title for title in sections(PAGE)],
 )
 def test_the_commands_of_a_section_run(
     title: str, openmpi: Mpi, tmp_path: Path

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from going_on import FLAGS, NUM_STEPS, Runs, jobs_of, steps_of
-from launcher import MPIS, Mpi, find
+from launcher import MPIS, Mpi, find, slow
 
 CAN_GO_ON = 75
 LIMIT_SECONDS = 20
@@ -44,7 +44,7 @@ def test_a_clock_that_is_set_changes_nothing(runs: Runs) -> None:
     assert len(runs.checkpoints("clock")) == 1  # the last one
 
 
-@pytest.mark.parametrize("fault", ["kill", "segv", "raise", "exit"])
+@pytest.mark.parametrize("fault", ["kill", slow("segv"), "raise", slow("exit")])
 def test_after_a_fault_the_same_command_finishes(fault: str, runs: Runs) -> None:
     name = f"fault-{fault}"
     done = runs.run(
@@ -70,7 +70,8 @@ def test_after_a_fault_the_same_command_finishes(fault: str, runs: Runs) -> None
     [
         *(("TERM", name) for name in MPIS),
         # MPICH's mpiexec dies of USR2 (tried): docs/howto/resume.md says so.
-        *(("USR2", name) for name in MPIS if name != "mpich"),
+        ("USR2", "openmpi-5"),
+        slow("USR2", "openmpi-4.1"),
         ("file", "openmpi-5"),  # of these two an MPI knows nothing
         ("time", "openmpi-5"),
     ],
@@ -174,12 +175,12 @@ def test_a_training_passes_through_8_3_1_and_4_ranks(
     "flags",
     [
         ("--strategy", "fsdp", "--optimizer", "adamw", "--ema-decay", "0.9"),
-        ("--precision", "fp16", "--strategy", "fsdp"),
         # The same names and shapes, first whole, then sharded.
         ("--probe-epochs", "1", "--epochs", "3", "--momentum", "0", *FSDP),
         *(
-            pytest.param(flags, marks=pytest.mark.slow)
+            slow(flags)
             for flags in (
+                ("--precision", "fp16", "--strategy", "fsdp"),
                 ("--shard-optimizer", "--optimizer", "adam", "--micro-batch-size", "3"),
                 (
                     "--precision",
@@ -218,9 +219,9 @@ def test_whatever_learns_goes_on(flags: tuple[str, ...], runs: Runs) -> None:
 @pytest.mark.parametrize(
     ("data", "workers"),
     [
-        ("series", "2"),
+        slow("series", "2"),
         ("cut_series", "2"),
-        pytest.param("cut_series", "0", marks=pytest.mark.slow),
+        slow("cut_series", "0"),
     ],
 )
 def test_a_stream_goes_on_where_it_was(

@@ -19,6 +19,7 @@ from launcher import (
     children_of,
     environment,
     mpirun,
+    slow,
     survivors,
 )
 
@@ -67,7 +68,7 @@ def check_gone(done: Done, folder: Path, seconds: float = GONE_SECONDS) -> None:
 @pytest.mark.parametrize(
     ("mpi", "fault", "where"),
     [
-        ("openmpi-5", "time.sleep(1000)", "script.py:15 in stuck_here"),
+        slow("openmpi-5", "time.sleep(1000)", "script.py:15 in stuck_here"),
         ("openmpi-4.1", "while True: pass", "script.py:15 in stuck_here"),
         (
             "mpich",
@@ -170,7 +171,7 @@ def test_honest_work_that_tells_is_no_hang(openmpi: Mpi, tmp_path: Path) -> None
     ("mpi", "fault"),
     [
         ("openmpi-5", "os.kill(os.getpid(), 19)"),
-        ("openmpi-4.1", "time.sleep(8)"),
+        slow("openmpi-4.1", "time.sleep(8)"),
         ("mpich", "time.sleep(8)"),
     ],
     indirect=["mpi"],
@@ -219,7 +220,7 @@ def wait_for(file: Path, seconds: float = 60) -> None:
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("number", [slow(signal.SIGKILL), signal.SIGSTOP])
 def test_a_job_finishes_without_the_sidecar_of_rank_zero(
     openmpi: Mpi, number: int, tmp_path: Path
 ) -> None:
@@ -241,7 +242,9 @@ def test_a_job_finishes_without_the_sidecar_of_rank_zero(
     assert job.returncode == 0, out
 
 
-@pytest.mark.parametrize("sidecars_too", [True, False], ids=["scheduler", "ctrl-z"])
+@pytest.mark.parametrize(
+    "sidecars_too", [slow(True), False], ids=["scheduler", "ctrl-z"]
+)
 def test_a_job_that_is_suspended_as_a_whole_goes_on(
     openmpi: Mpi, sidecars_too: bool, tmp_path: Path
 ) -> None:

@@ -15,7 +15,7 @@ import logged
 import numpy as np
 import pytest
 from going_on import NUM_STEPS, Runs
-from launcher import ROOT, Mpi
+from launcher import ROOT, Mpi, slow
 from test_disks import fill, small_disk
 
 ALL = ("--log", "csv", "tensorboard", "wandb", "--log-every-steps", "1")
@@ -111,7 +111,7 @@ def test_without_log_nothing_of_it_is_there(runs: Runs) -> None:
     assert not (runs.dir("plain") / "tensorboard").exists()
 
 
-@pytest.mark.parametrize("who", ["rank", "mpirun"])
+@pytest.mark.parametrize("who", ["rank", slow("mpirun")])
 def test_a_run_that_is_killed_and_gone_on_with_has_each_step_once(
     who: str, runs: Runs
 ) -> None:
@@ -201,7 +201,7 @@ server.serve_forever()
 """
 
 
-@pytest.mark.parametrize("how", ["refuses", "hangs"])
+@pytest.mark.parametrize("how", [slow("refuses"), "hangs"])
 def test_a_server_that_will_not_have_us_holds_up_nothing(how: str, runs: Runs) -> None:
     server = subprocess.Popen(
         [sys.executable, "-c", REFUSING, how], stdout=subprocess.PIPE, text=True

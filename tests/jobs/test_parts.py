@@ -6,6 +6,7 @@ import re
 import time
 from pathlib import Path
 
+import pytest
 from launcher import Done, Mpi, mpirun
 
 HEAD = """
@@ -74,6 +75,7 @@ def test_a_part_of_two_trains_like_a_job_of_two(mpi: Mpi, tmp_path: Path) -> Non
     assert len(found.split()) == 8
 
 
+@pytest.mark.slow
 def test_parts_meet_anew_over_gloo_too(openmpi: Mpi, tmp_path: Path) -> None:
     body = """
     def work(part):
@@ -97,6 +99,7 @@ def test_parts_meet_anew_over_gloo_too(openmpi: Mpi, tmp_path: Path) -> None:
     assert done.out.count("met 3 gloo") == 3
 
 
+@pytest.mark.slow
 def test_who_is_not_in_a_part_leaves_the_cores_to_others(
     openmpi: Mpi, tmp_path: Path
 ) -> None:

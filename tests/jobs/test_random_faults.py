@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 import pytest
-from launcher import MPIS, Mpi, children_of, environment, find, survivors
+from launcher import MPIS, Mpi, children_of, environment, find, slow, survivors
 
 TRIES = int(os.environ.get("SOAK_TRIES", "4"))
 SEED = int(os.environ.get("SOAK_SEED", str(random.SystemRandom().randrange(10**6))))
@@ -48,9 +48,7 @@ with abort_on_error() as guard:
 """
 
 
-@pytest.mark.parametrize(
-    "number", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(1, TRIES))]
-)
+@pytest.mark.parametrize("number", [0, *map(slow, range(1, TRIES))])
 def test_a_fault_at_a_random_moment_ends_the_job(number: int, tmp_path: Path) -> None:
     chance = random.Random(f"{SEED}/{number}")
     mpi = find(MPIS[number % len(MPIS)])

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from launcher import Mpi, environment, mpirun
+from launcher import Mpi, environment, mpirun, slow
 from running import SCRIPTS, check_all_done, run, write
 
 AGENTS_OWN = {"TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_SIGNALS_TO_HANDLE"}
@@ -35,12 +35,12 @@ def free_port() -> int:
 @pytest.mark.parametrize(
     ("name", "needs", "num_ranks"),
     [
-        ("ddp.py", "torch", 2),
+        slow("ddp.py", "torch", 2),
         ("ddp.py", "torch", 3),
         ("fsdp2.py", "torch", 3),
         ("with_accelerate.py", "accelerate", 2),
         ("with_lightning.py", "lightning", 3),
-        ("with_transformers.py", "transformers", 2),
+        slow("with_transformers.py", "transformers", 2),
     ],
 )
 def test_a_script_written_for_torchrun_runs_unchanged(
@@ -51,7 +51,7 @@ def test_a_script_written_for_torchrun_runs_unchanged(
     check_all_done(done, num_ranks)
 
 
-@pytest.mark.parametrize("method", ["spawn", "forkserver", "fork"])
+@pytest.mark.parametrize("method", [slow("spawn"), "forkserver", "fork"])
 def test_data_workers_find_the_classes_of_the_script(
     openmpi: Mpi, method: str, tmp_path: Path
 ) -> None:
@@ -59,7 +59,7 @@ def test_data_workers_find_the_classes_of_the_script(
     check_all_done(done, 2)
 
 
-@pytest.mark.parametrize("words", [(), ("destroy",)], ids=["left", "destroyed"])
+@pytest.mark.parametrize("words", [slow(()), ("destroy",)], ids=["left", "destroyed"])
 def test_a_process_group_left_or_destroyed_ends_well_every_time(
     mpi: Mpi, words: tuple, tmp_path: Path
 ) -> None:
@@ -252,6 +252,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_what_a_world_of_one_spawns_may_be_a_world(tmp_path: Path) -> None:
     words = [write(tmp_path, SPAWNS), str(free_port())]
     done = subprocess.run(

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
-from launcher import Mpi, survivors
+from launcher import Mpi, slow, survivors
 from running import check_all_done, run, write
 
 FAULTY = """
@@ -46,7 +46,7 @@ dist.all_reduce(torch.ones(1))
         ("mpich", "exit", 3, "sys.exit(3)"),
         ("openmpi-4.1", "interrupt", 130, "interrupted by Ctrl-C (SIGINT)"),
         ("openmpi-5", "exit-hard", None, "by os._exit; it was at: in the script"),
-        ("mpich", "exit-hard", None, "by os._exit; it was at: in the script"),
+        slow("mpich", "exit-hard", None, "by os._exit; it was at: in the script"),
         ("openmpi-4.1", "kill", None, "in the script"),
         ("openmpi-5", "abort", 7, None),  # MPI says it
     ],
@@ -130,7 +130,7 @@ if rank != 2:
     assert not done.ours
 
 
-@pytest.mark.parametrize("backend", ["gloo", "mpi4py"])
+@pytest.mark.parametrize("backend", [slow("gloo"), "mpi4py"])
 def test_a_rank_that_returns_while_others_wait_for_it_is_named(
     openmpi: Mpi, backend: str, tmp_path: Path
 ) -> None:

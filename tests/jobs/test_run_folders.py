@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from going_on import Runs
-from launcher import Mpi
+from launcher import Mpi, slow
 
 CAN_GO_ON = 75
 ALL = ("--checkpoint-every-steps", "6", "--keep-checkpoints", "None")
@@ -118,7 +118,7 @@ def test_one_may_go_back(runs: Runs) -> None:
         assert (folder / "checkpoints" / f"{name}.left").is_dir()
 
 
-@pytest.mark.parametrize("path", ["nowhere", "runs", "runs/plain/logs"])
+@pytest.mark.parametrize("path", ["nowhere", slow("runs"), "runs/plain/logs"])
 def test_a_path_that_is_no_checkpoint_is_told(path: str, runs: Runs) -> None:
     done = runs.run("plain", 2, "--new-run", "--resume", path)
     assert done.status == 2
@@ -126,7 +126,7 @@ def test_a_path_that_is_no_checkpoint_is_told(path: str, runs: Runs) -> None:
     assert "Traceback" not in done.out + done.err
 
 
-@pytest.mark.parametrize("num_ranks", [1, 3])
+@pytest.mark.parametrize("num_ranks", [slow(1), 3])
 def test_a_broken_checkpoint_is_named_and_the_one_before_used(
     num_ranks: int, runs: Runs
 ) -> None:

@@ -17,6 +17,7 @@ from launcher import (
     children_of,
     environment,
     mpirun,
+    slow,
     survivors,
     under_each_mpi,
 )
@@ -98,7 +99,7 @@ def test_a_rank_killed_in_the_start_ends_the_job(
 
 
 @pytest.mark.parametrize(
-    "stage", ["before MPI starts", "at the network", "at the process group"]
+    "stage", ["before MPI starts", slow("at the network"), "at the process group"]
 )
 def test_a_stage_of_the_start_that_does_not_end_names_the_missing_rank(
     openmpi: Mpi, stage: str, tmp_path: Path

@@ -127,6 +127,7 @@ def test_the_time_limit_is_seen(runs: Runs) -> None:
     assert job.end() == 0
 
 
+@pytest.mark.slow
 def test_it_stays_for_the_next_job_if_it_is_to(runs: Runs) -> None:
     job = runs.start("a", 2, PACE="0.1")
     job.wait_until(has_epochs(job, 1))
