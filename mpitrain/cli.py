@@ -140,17 +140,15 @@ def train(argv: Sequence[str]) -> int:
 def hostfile(argv: Sequence[str]) -> None:
     """Write a host file for mpirun from the nodes of a SLURM or PBS job."""
     from mpitrain.schedulers import hostfile
-    from mpitrain.tools import output
 
     words, mpirun = _split(argv)
     config = _read(hostfile.HostfileConfig, "hostfile", words)
-    output.deliver(hostfile.text_of(config, os.environ, mpirun), config.output)
+    _write(hostfile.text_of(config, os.environ, mpirun), config.output)
 
 
 def jobscript(argv: Sequence[str]) -> None:
     """Print a job script for SLURM or PBS."""
     from mpitrain.schedulers import chain, jobscript
-    from mpitrain.tools import output
 
     flags, words = _split(argv)
     config = _read(jobscript.JobscriptConfig, "jobscript", flags)
@@ -166,7 +164,7 @@ def jobscript(argv: Sequence[str]) -> None:
     elif is_training:
         read_config(words[words[:1] == ["train"] :])  # a mistake need not queue first
     text = jobscript.text_of(config, words, is_training=is_training)
-    output.deliver(text, config.output)
+    _write(text, config.output)
 
 
 def watch(argv: Sequence[str]) -> None:
@@ -193,15 +191,6 @@ def fetch(argv: Sequence[str]) -> None:
     from mpitrain.tools import fetch
 
     fetch.fetch(_read(fetch.FetchConfig, "fetch", argv))
-
-
-def bench(argv: Sequence[str]) -> None:
-    """Print where the scaling benchmark is: benchmarks/scaling.py."""
-    del argv
-    raise UsageError(
-        "bench scaling is a script now. Type, in a clone of mpitrain: "
-        "python benchmarks/scaling.py --ranks 1 2 4 -- [flags of the training]"
-    )
 
 
 def export(argv: Sequence[str]) -> None:
@@ -236,7 +225,7 @@ def run(argv: Sequence[str]) -> None:
 
 def check(argv: Sequence[str]) -> int:
     """Check ranks, network and collectives under mpirun, or this machine without."""
-    from mpitrain.tools.check.config import CheckConfig
+    from mpitrain.tools.check import CheckConfig
 
     if not is_one_of_several(os.environ):
         from mpitrain.tools.check import login
@@ -270,7 +259,6 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int | None]] = {
     "train": train,
     "run": run,
     "check": check,
-    "bench": bench,
     "watch": watch,
     "fetch": fetch,
     "export": export,
@@ -290,6 +278,23 @@ def _split(argv: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
     """Split at ``--``."""
     at = argv.index("--") if "--" in argv else len(argv)
     return argv[:at], argv[at + 1 :]
+
+
+def _write(text: str, file: Path | None) -> None:
+    """Write text to a file as a whole, or to standard output."""
+    from mpitrain.record.run_dir import write_atomic
+
+    if file is None:
+        print(text, end="", flush=True)
+        return
+    # The file is replaced, which must never happen to /dev/null.
+    if file.exists() and not file.is_file():
+        raise UsageError(f"--output {file} is no file; expected the name of one")
+    try:
+        write_atomic(file, text)
+    except OSError as error:
+        reason = error.strerror
+        raise UsageError(f"--output {file} cannot be written: {reason}") from None
 
 
 def read_config(argv: Sequence[str]) -> TrainConfig:

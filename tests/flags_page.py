@@ -11,7 +11,7 @@ from mpitrain.launch.run_target import RunConfig
 from mpitrain.schedulers.hostfile import HostfileConfig
 from mpitrain.schedulers.jobscript import JobscriptConfig
 from mpitrain.schedulers.supervisor import SuperviseConfig
-from mpitrain.tools.check.config import CheckConfig
+from mpitrain.tools.check import CheckConfig
 from mpitrain.tools.export import ExportConfig
 from mpitrain.tools.fetch import FetchConfig
 from mpitrain.tools.report.report import ReportConfig

@@ -16,48 +16,25 @@ from mpitrain.schedulers import Scheduler
 from mpitrain.schedulers.allocation import query
 
 PACKAGES = ("torch", "torchvision", "numpy", "mpi4py")
+NOT_INSTALLED = "not installed by pip"
 
+# The variables that are recorded. Never all: others hold keys and passwords.
 VARIABLES = (
-    "CUDA_DEVICE_ORDER",
-    "CUDA_MPS_PIPE_DIRECTORY",
-    "CUDA_VISIBLE_DEVICES",
-    "GLOO_SOCKET_IFNAME",
-    "HIP_VISIBLE_DEVICES",
-    "LOCAL_RANK",
-    "LOCAL_WORLD_SIZE",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-    "MPI4PY_LIBMPI",
-    "NCCL_DEBUG",
-    "NCCL_MAX_CTAS",
-    "NCCL_MULTI_RANK_GPU_ENABLE",
-    "NCCL_NVLS_ENABLE",
-    "NCCL_SOCKET_IFNAME",
-    "OMPI_MCA_btl",
-    "OMP_NUM_THREADS",
-    "PBS_JOBNAME",
-    "PBS_QUEUE",
-    "RANK",
-    "ROCR_VISIBLE_DEVICES",
-    "SLURM_CLUSTER_NAME",
-    "SLURM_JOB_NAME",
-    "SLURM_JOB_NODELIST",
-    "SLURM_JOB_PARTITION",
-    "WORLD_SIZE",
+    *("CUDA_DEVICE_ORDER", "CUDA_MPS_PIPE_DIRECTORY", "CUDA_VISIBLE_DEVICES"),
+    *("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "OMP_NUM_THREADS"),
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    *("MASTER_ADDR", "MASTER_PORT", "MPI4PY_LIBMPI", "OMPI_MCA_btl"),
+    *("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NCCL_DEBUG", "NCCL_MAX_CTAS"),
+    *("NCCL_MULTI_RANK_GPU_ENABLE", "NCCL_NVLS_ENABLE"),
+    *("PBS_JOBNAME", "PBS_QUEUE", "SLURM_CLUSTER_NAME", "SLURM_JOB_NAME"),
+    *("SLURM_JOB_NODELIST", "SLURM_JOB_PARTITION"),
 )
-"""The variables that are recorded. Never all: others hold keys and passwords."""
 
 
 def describe(
     world: World, scheduler: Scheduler, mpi_library: str, environ: Mapping[str, str]
 ) -> dict[str, Any]:
     """Return the content of ``environment.json``; ``environ`` is rank zero's."""
-    versions = {"mpitrain": __version__, "python": platform.python_version()}
-    for package in PACKAGES:
-        try:
-            versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            versions[package] = "not installed by pip"
     return {
         "world": {
             "world_size": world.world_size,
@@ -68,13 +45,24 @@ def describe(
             "num_threads": world.num_threads,
         },
         "hosts": [asdict(node) for node in world.nodes],
-        "versions": versions,
+        "versions": versions(),
         "mpi_library": mpi_library,
         "platform": platform.platform(),
         "scheduler": asdict(scheduler),
         "git_commit": git_commit(),
         "variables": {name: environ[name] for name in VARIABLES if name in environ},
     }
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of mpitrain, Python and the main packages, from metadata."""
+    found = {"mpitrain": __version__, "python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            found[package] = NOT_INSTALLED
+    return found
 
 
 def git_commit() -> str | None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from mpitrain.errors import UsageError
 from mpitrain.schedulers import pbs, slurm
-from mpitrain.schedulers.allocation import Allocation
+from mpitrain.schedulers.allocation import AllocatedNode
 
 JOB_VARIABLES = {"slurm": "SLURM_JOB_ID", "pbs": "PBS_JOBID"}
 """The variable with the job's id, by scheduler."""
@@ -40,12 +40,12 @@ def detect(environ: Mapping[str, str]) -> Scheduler:
     return Scheduler(name="none")
 
 
-def read_allocation(environ: Mapping[str, str]) -> Allocation:
-    """Read the nodes and slots of this job from the environment of its script."""
+def read_allocation(environ: Mapping[str, str]) -> tuple[AllocatedNode, ...]:
+    """Read this job's nodes, in the scheduler's order; its script runs on the first."""
     module = MODULES.get(detect(environ).name)
     if module is not None:
-        allocation: Allocation = module.allocation(environ)
-        return allocation
+        nodes: tuple[AllocatedNode, ...] = module.read_allocation(environ)
+        return nodes
     raise UsageError(
         "there is no allocation here: neither SLURM_JOB_ID nor PBS_JOBID is set. "
         "Run this inside a job (its script, or the shell of salloc or `qsub -I`), "

@@ -22,17 +22,6 @@ class AllocatedNode:
     gpus: int | None = None  # number of GPUs; ``None``: unknown, or none
 
 
-@dataclass(frozen=True, kw_only=True)
-class Allocation:
-    """What a scheduler gave this job."""
-
-    scheduler: str  # ``"slurm"`` or ``"pbs"``
-    job_id: str  # the job's id as the scheduler writes it
-    nodes: tuple[AllocatedNode, ...]
-    """In the scheduler's order; the first is where the job script runs."""
-    cpus_per_slot: int | None = None  # cores for each process; ``None``: unknown
-
-
 def query(*command: str, timeout: float = QUERY_SECONDS) -> str:
     """Return what a command prints, errors included; empty if it cannot be run."""
     try:

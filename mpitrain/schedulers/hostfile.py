@@ -20,9 +20,9 @@ from typing import Annotated, Literal, get_args
 
 from tyro.conf import arg
 
-from mpitrain import schedulers
 from mpitrain.errors import LaunchError, UsageError
-from mpitrain.schedulers.allocation import AllocatedNode, Allocation
+from mpitrain.schedulers import detect, read_allocation
+from mpitrain.schedulers.allocation import AllocatedNode
 
 Format = Literal["openmpi", "mpich", "pbs"]
 FORMATS: tuple[Format, ...] = get_args(Format)
@@ -135,7 +135,9 @@ def text_of(
             reason = getattr(error, "strerror", None) or error
             raise UsageError(f"--from {file} cannot be read: {reason}") from None
     else:
-        comment, nodes = _slots_of(config, schedulers.read_allocation(environ))
+        nodes, scheduler = read_allocation(environ), detect(environ)
+        job = f"{scheduler.name.upper()} job {scheduler.job_id}"
+        comment, nodes = f"# {job}\n", _with_gpu_slots(nodes, config.gpus, job)
     if config.slots is not None:
         nodes = tuple(replace(n, slots=config.slots) for n in nodes)
     if config.probe:
@@ -171,27 +173,17 @@ def _probed(
     return tuple(good)
 
 
-def _slots_of(
-    config: HostfileConfig, allocation: Allocation
-) -> tuple[str, tuple[AllocatedNode, ...]]:
-    """Return the job's nodes, and a comment that says what a slot is."""
-    job = f"{allocation.scheduler.upper()} job {allocation.job_id}"
-    nodes = allocation.nodes
+def _with_gpu_slots(
+    nodes: tuple[AllocatedNode, ...], gpus: str, job: str
+) -> tuple[AllocatedNode, ...]:
+    """Give each node a slot for each of its GPUs, where they are known."""
     unknown = [node.hostname for node in nodes if node.gpus is None]
-    if config.gpus == "require" and unknown:
+    if gpus == "require" and unknown:
         raise UsageError(
             f"{job} does not tell the GPUs of {', '.join(unknown)}. Expected "
             "--gpus-per-node or --gres in what it asked for (SLURM); PBS tells none: "
             "say --slots N, with N the GPUs of a node"
         )
-    if config.slots is not None:
-        slots = f"{config.slots} slots on each node, as asked"
-    elif config.gpus != "ignore" and not unknown:
-        slots = "a slot for each GPU"
-        nodes = tuple(replace(node, slots=node.gpus or node.slots) for node in nodes)
-    elif allocation.scheduler == "pbs":
-        slots = "a slot for each line of its node file"
-    else:
-        cores = allocation.cpus_per_slot
-        slots = "a slot for each task" + (f" of {cores} cores" if cores else "")
-    return f"# {job}: {slots}.\n", nodes
+    if gpus == "ignore" or unknown:
+        return nodes
+    return tuple(replace(node, slots=node.gpus or node.slots) for node in nodes)

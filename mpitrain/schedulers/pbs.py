@@ -19,11 +19,11 @@ from datetime import datetime
 from pathlib import Path
 
 from mpitrain.errors import LaunchError, UsageError
-from mpitrain.schedulers.allocation import AllocatedNode, Allocation, lost_in, query
+from mpitrain.schedulers.allocation import AllocatedNode, lost_in, query
 
 
-def allocation(environ: Mapping[str, str]) -> Allocation:
-    """Read the allocation, on the job's first node."""
+def read_allocation(environ: Mapping[str, str]) -> tuple[AllocatedNode, ...]:
+    """Read the nodes and slots, on the job's first node."""
     file = environ.get("PBS_NODEFILE")
     if not file:
         raise LaunchError(
@@ -41,11 +41,7 @@ def allocation(environ: Mapping[str, str]) -> Allocation:
         ) from None
     if not slots:
         raise UsageError(f"PBS_NODEFILE={file} names no host; expected a name a line")
-    return Allocation(
-        scheduler="pbs",
-        job_id=environ["PBS_JOBID"],
-        nodes=tuple(AllocatedNode(hostname=it, slots=n) for it, n in slots.items()),
-    )
+    return tuple(AllocatedNode(hostname=it, slots=n) for it, n in slots.items())
 
 
 def seconds_left(job_id: str) -> float | None:

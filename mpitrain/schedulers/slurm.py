@@ -3,7 +3,6 @@
     SLURM_JOB_ID            17
     SLURM_JOB_NODELIST      gpu[001-002,007],big1
     SLURM_TASKS_PER_NODE    4(x3),2              consecutive nodes of the same count
-    SLURM_CPUS_PER_TASK     8                    where --cpus-per-task was asked for
     SLURM_GPUS_ON_NODE      4                    on the node where the script runs
     SLURM_GPUS              16 or a100:16        where --gpus asked for a sum
     SLURM_GPUS_PER_NODE     4 or a100:4          where --gpus-per-node was asked for
@@ -19,14 +18,14 @@ import re
 from collections.abc import Mapping, Sequence
 
 from mpitrain.errors import LaunchError
-from mpitrain.schedulers.allocation import AllocatedNode, Allocation, lost_in, query
+from mpitrain.schedulers.allocation import AllocatedNode, lost_in, query
 
 NODE_LIST = "SLURM_JOB_NODELIST"
 TASKS = "SLURM_TASKS_PER_NODE"
 
 
-def allocation(environ: Mapping[str, str]) -> Allocation:
-    """Read the allocation from the environment of the job script or salloc's shell."""
+def read_allocation(environ: Mapping[str, str]) -> tuple[AllocatedNode, ...]:
+    """Read the nodes and slots in the job script or in the shell of salloc."""
     for name in (NODE_LIST, TASKS):
         if not environ.get(name):
             raise LaunchError(
@@ -43,14 +42,9 @@ def allocation(environ: Mapping[str, str]) -> Allocation:
             "in the shell of salloc."
         )
     gpus = _gpus(environ, tasks)
-    return Allocation(
-        scheduler="slurm",
-        job_id=environ["SLURM_JOB_ID"],
-        nodes=tuple(
-            AllocatedNode(hostname=name, slots=slots, gpus=on_node)
-            for name, slots, on_node in zip(names, tasks, gpus, strict=True)
-        ),
-        cpus_per_slot=_count(environ, "SLURM_CPUS_PER_TASK"),
+    return tuple(
+        AllocatedNode(hostname=name, slots=slots, gpus=on_node)
+        for name, slots, on_node in zip(names, tasks, gpus, strict=True)
     )
 
 
@@ -115,7 +109,10 @@ def expand_tasks(text: str) -> list[int]:
 
 def _gpus(environ: Mapping[str, str], tasks: list[int]) -> list[int | None]:
     """Return each node's GPUs; ``None`` where this node's do not tell."""
-    here = _count(environ, "SLURM_GPUS_ON_NODE")
+    text = environ.get("SLURM_GPUS_ON_NODE") or "0"
+    if not text.isdecimal():
+        raise LaunchError(f"SLURM_GPUS_ON_NODE={text!r} is not a number")
+    here = int(text)
     unknown: list[int | None] = [None] * len(tasks)
     if not here:
         return unknown
@@ -132,12 +129,3 @@ def _gpu_sum(text: str) -> int:
     """Add up ``4``, ``a100:4`` or ``a100:2,v100:2``; 0 without a number."""
     counts = [item.rpartition(":")[2] for item in text.split(",")]
     return sum(int(count) for count in counts if count.isdecimal())
-
-
-def _count(environ: Mapping[str, str], name: str) -> int | None:
-    text = environ.get(name)
-    if not text:
-        return None
-    if not text.isdecimal():
-        raise LaunchError(f"{name}={text!r} is not a number")
-    return int(text)

@@ -249,11 +249,7 @@ def test_the_mpirun_of_another_library_is_an_error(
     [
         (
             "echo 'Unknown option: version'; echo 'mpiexec.slurm args'",
-            "mpirun-of-slurm",
-        ),
-        (
-            "# This file is part of Slurm.\necho fatal: no configuration",
-            "mpirun-of-slurm",
+            "unknown-mpirun",
         ),
         ("sleep 1000", "unknown-mpirun"),
     ],

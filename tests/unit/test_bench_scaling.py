@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 
-from mpitrain.cli import main
-
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
@@ -47,13 +45,6 @@ def test_weak_scaling_gives_each_rank_the_same_batch(scaling: Any) -> None:
     assert [tuple(row.values()) for row in rows] == [
         *(("single", 1, 64), ("ddp", 4, 256), ("fsdp", 4, 256)),
     ]
-
-
-def test_the_former_command_names_the_script(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert main(["bench", "scaling", "--ranks", "1", "2"]) == 2
-    assert "python benchmarks/scaling.py --ranks 1 2 4" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -20,8 +20,8 @@ from mpitrain.tools.check.environment import (
     nearest,
 )
 from mpitrain.tools.check.job import node_parts, start_part
+from mpitrain.tools.check.login import is_launcher_of, launcher_of, library_of
 from mpitrain.tools.check.report import Finding, Report, lines_of
-from mpitrain.tools.check.software import is_launcher_of, launcher_of, library_of
 
 ROOT = Path(__file__).parents[2]
 
@@ -349,14 +349,6 @@ def test_no_mpirun_is_an_error_that_names_the_one_beside_the_library(
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin/mpirun").touch()
     library = login.Library(text=OPENMPI, files=(f"{tmp_path}/lib/libmpi.so.40",))
-    missing = login.Program(None)
-    (found,) = login.mpi_findings(library, missing)
+    (found,) = login.mpi_findings(library, "", "")
     assert (found.severity, found.name) == ("error", "no-mpirun")
     assert f"{tmp_path}/bin/mpirun" in found.remedy
-
-
-def test_a_qsub_of_slurm_is_noted() -> None:
-    qsub = login.Program("/usr/bin/qsub", is_slurms=True)
-    (found,) = login.other_findings(qsub)
-    assert found.name == "qsub-of-slurm"
-    assert list(login.other_findings(login.Program("/usr/bin/qsub"))) == []

