@@ -22,49 +22,30 @@ DATA_DIR = Path("data")
 
 LOGGERS = ("csv", "tensorboard", "wandb")
 
-START_TIMEOUT_SECONDS = 600.0
-"""Default of a stage of the start."""
-
+START_TIMEOUT_SECONDS = 600.0  # default of a stage of the start
+# Its minimum under a short hang timeout: torch may come from a slow file system.
 MIN_START_TIMEOUT_SECONDS = 120.0
-"""Its minimum under a short hang timeout: torch may come from a slow file system."""
+HANG_TIMEOUT_SECONDS = 600.0  # default of a training
+TIMEOUT_SECONDS = 1800.0  # of one collective; torch's default for gloo
 
-HANG_TIMEOUT_SECONDS = 600.0
-"""Default of a training."""
-
-TIMEOUT_SECONDS = 1800.0
-"""Default of one collective, or one answer of the store; torch's default for gloo."""
-
+# Default peak learning rates; ADAM_LR for the others.
 LR = {"sgd": 0.05, "rmsprop": 0.01, "adagrad": 0.01, "adadelta": 1.0}
-"""Default peak learning rates; `ADAM_LR` for the others."""
-
 ADAM_LR = 0.001
-
+# Of a training of at least twice as many epochs, as in Goyal et al. for ResNet-50
+# (https://arxiv.org/abs/1706.02677, 2.2).
 WARMUP_EPOCHS = 5.0
-"""Of a training of at least twice as many epochs, as in Goyal et al. for ResNet-50
-(https://arxiv.org/abs/1706.02677, 2.2)."""
-
-FULL_LR_BATCH_SIZE = 64
-"""The smallest global batch size that gets sgd's whole default learning rate."""
-
-SCALED_BATCH_SIZE = 256
-"""The global batch size that ``--scale-lr`` scales from."""
+FULL_LR_BATCH_SIZE = 64  # the smallest that gets sgd's whole default learning rate
+SCALED_BATCH_SIZE = 256  # what --scale-lr scales from
 
 Device = Literal["auto", "cpu", "cuda"]
 Backend = Literal["auto", "mpi4py", "gloo", "nccl"]
 Precision = Literal["fp32", "fp64", "bf16", "fp16"]
 Strategy = Literal["auto", "ddp", "fsdp", "dp", "single"]
 Optimizer = Literal[
-    "sgd",
-    "adam",
-    "adamw",
-    "nadam",
-    "radam",
-    "rmsprop",
-    "adagrad",
-    "adamax",
-    "adadelta",
+    "sgd", "adam", "adamw", "nadam", "radam", "rmsprop", "adagrad", "adamax", "adadelta"
 ]
 
+# The minimum of each number; all must be finite.
 MINIMUM: Mapping[str, float] = {
     **dict.fromkeys(("image_size", "global_batch_size", "micro_batch_size"), 1),
     **dict.fromkeys(("decay_epochs", "log_every_steps", "keep_checkpoints"), 1),
@@ -77,7 +58,6 @@ MINIMUM: Mapping[str, float] = {
     "synthetic_samples": 4,
     "synthetic_classes": 2,
 }
-"""The minimum of each number; all must be finite."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -480,9 +460,8 @@ def default_start_timeout(
     >>> default_start_timeout(8, 1800)
     1800
     """
-    hang_timeout = hang_timeout or START_TIMEOUT_SECONDS
-    least = max(hang_timeout, MIN_START_TIMEOUT_SECONDS)
-    return start_timeout or min(least, START_TIMEOUT_SECONDS)
+    longest = max(hang_timeout or START_TIMEOUT_SECONDS, MIN_START_TIMEOUT_SECONDS)
+    return start_timeout or min(longest, START_TIMEOUT_SECONDS)
 
 
 def check_seconds(flag: str, value: float | None) -> None:

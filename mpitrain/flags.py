@@ -18,11 +18,12 @@ from mpitrain.help import flags_of, help_text
 
 PROGRAM = "python -m mpitrain"
 
+# Flags that are answered instead of running the command.
 QUESTIONS = frozenset({"-h", "--help", "--help-all", "--version"})
-"""Flags that are answered instead of running the command."""
 
 Config = TypeVar("Config")
 
+# Flags of other trainers, and what they are here.
 SYNONYMS = {
     **dict.fromkeys(("learning-rate", "base-lr"), "lr"),
     **dict.fromkeys(("batch-size", "batch", "train-batch-size"), "global-batch-size"),
@@ -37,7 +38,6 @@ SYNONYMS = {
     **dict.fromkeys(("lr-scheduler", "scheduler"), "schedule"),
     **dict.fromkeys(("wd", "l2"), "weight-decay"),
 }
-"""Flags of other trainers, and what they are here."""
 
 
 class Answered(MpitrainError):
@@ -88,7 +88,7 @@ def read_flags(
         raise UsageError("--config: found no value, expected a YAML file.") from None
     flags: list[str] = []
     for file in given.config:
-        from_file = flags_from_yaml(file, list_fields(kind))
+        from_file = flags_from_yaml(file, kind)
         _parse(kind, from_file, f"--config {file}", program)  # an error names it
         flags += from_file
     return _parse(kind, flags + left, None, program)
@@ -180,7 +180,9 @@ def usage_errors() -> Iterator[None]:
         with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
             yield
     except SystemExit:
-        raise UsageError(plain(printed.getvalue()).rstrip()) from None
+        # Without colours: a rank's stdout is a terminal even in a batch job.
+        text = re.sub(r"\x1b\[[0-9;]*m", "", printed.getvalue())
+        raise UsageError(text.rstrip()) from None
 
 
 def _answer(text: str) -> None:
@@ -191,23 +193,8 @@ def _answer(text: str) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def plain(text: str) -> str:
-    r"""Remove colours: a rank's stdout is a terminal even in a batch job.
-
-    >>> plain("\x1b[31mred\x1b[0m")
-    'red'
-    """
-    return re.sub(r"\x1b\[[0-9;]*m", "", text)
-
-
-def list_fields(kind: Any) -> frozenset[str]:
-    """Name the fields of a configuration that take several values."""
-    lists = (flag.name for flag in flags_of(kind) if isinstance(flag.default, tuple))
-    return frozenset(name.lstrip("-").replace("-", "_") for name in lists)
-
-
-def flags_from_yaml(file: Path, lists: Collection[str] = ()) -> list[str]:
-    """Turn a YAML file, such as a run's ``config.yaml``, into flags."""
+def flags_from_yaml(file: Path, kind: Any) -> list[str]:
+    """Turn a YAML file, such as a run's ``config.yaml``, into flags of a `kind`."""
     import yaml
 
     try:
@@ -220,6 +207,7 @@ def flags_from_yaml(file: Path, lists: Collection[str] = ()) -> list[str]:
             f"--config {file}: expected lines like `lr: 0.1`, found "
             f"{type(values).__name__}"
         )
+    lists = [flag.name for flag in flags_of(kind) if isinstance(flag.default, tuple)]
     flags: list[str] = []
     for name, value in values.items():
         flag = "--" + str(name).replace("_", "-")
@@ -227,7 +215,7 @@ def flags_from_yaml(file: Path, lists: Collection[str] = ()) -> list[str]:
             flags.append(flag if value else "--no-" + flag[2:])
         elif isinstance(value, str | int | float) or value is None:
             flags += [flag, str(value)]
-        elif name in lists and isinstance(value, list) and _are_simple(value):
+        elif flag in lists and {*map(type, value)} <= {str, int, float}:
             flags += [flag, *map(str, value)]
         else:
             raise UsageError(
@@ -235,8 +223,3 @@ def flags_from_yaml(file: Path, lists: Collection[str] = ()) -> list[str]:
                 "expected a number, a word, true, false or null"
             )
     return flags
-
-
-def _are_simple(values: list[object]) -> bool:
-    """Whether each is a number or a word, which a flag can have."""
-    return all(type(value) in (str, int, float) for value in values)

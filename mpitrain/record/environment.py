@@ -11,7 +11,7 @@ from importlib import metadata
 from typing import Any
 
 from mpitrain import __version__
-from mpitrain.mpi.world import World, format_ranges
+from mpitrain.mpi.world import Node, World, format_ranges
 from mpitrain.schedulers import Scheduler
 from mpitrain.schedulers.allocation import query
 
@@ -73,22 +73,15 @@ def git_commit() -> str | None:
     return found if re.fullmatch(r"[0-9a-f]+\+?", found) else None
 
 
-def world_lines(world: World) -> list[str]:
-    """Return a line per node, and one on the backend and the rendezvous."""
-    lines = []
-    for node_rank, node in enumerate(world.nodes):
-        ranks = f"rank{'s' * (len(node.ranks) > 1)} {format_ranges(node.ranks)}"
-        lines.append(
-            f"node {node_rank}: {node.hostname}, {ranks} on "
-            f"{devices_in_words(node.devices, node.gpus)}, "
-            f"{node.num_cores} core{'s' * (node.num_cores != 1)}"
-        )
-    lines.append(
-        f"backend {world.backend}, rendezvous at "
-        f"{world.master_addr}:{world.master_port}, "
-        f"{world.num_threads} thread{'s' * (world.num_threads != 1)} per rank"
-    )
-    return lines
+def node_lines(nodes: Sequence[Node]) -> list[str]:
+    """Return a line per node."""
+    return [
+        f"node {node_rank}: {node.hostname}, "
+        f"rank{'s' * (len(node.ranks) > 1)} {format_ranges(node.ranks)} on "
+        f"{devices_in_words(node.devices, node.gpus)}, "
+        f"{node.num_cores} core{'s' * (node.num_cores != 1)}"
+        for node_rank, node in enumerate(nodes)
+    ]
 
 
 def devices_in_words(devices: Sequence[str], gpus: Sequence[str] = ()) -> str:

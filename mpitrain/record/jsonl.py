@@ -19,15 +19,10 @@ from typing import Any, Generic, TypeVar
 logger = logging.getLogger("mpitrain")
 
 MAX_WAITING = 500_000  # lines that may wait for the disk: about 100 MB
-
+# Lines that the thread makes while `write` waits for it: some milliseconds.
 MAX_AT_ONCE = 5000
-"""Lines that the thread makes while `write` waits for it: some milliseconds."""
-
 LINE_BYTES = 200  # about the length of a line
-
-WRITE_SECONDS = 1.0
-"""How often lines are written, and a disk that took nothing is tried again."""
-
+WRITE_SECONDS = 1.0  # how often lines are written, and a full disk is tried again
 CLOSE_SECONDS = 1.0  # how long the end of a failing job waits for a disk
 
 Value = TypeVar("Value")
@@ -205,10 +200,6 @@ class JsonlReader(ABC):
                         with contextlib.suppress(RecursionError, *BAD_LINE):
                             self._add(json.loads(text))
         return was_cut
-
-    def changed_at(self) -> float | None:
-        """Return when the file was written last, in seconds since 1970."""
-        return changed_at(self.path)
 
     @abstractmethod
     def _clear(self) -> None:

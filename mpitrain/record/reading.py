@@ -14,7 +14,6 @@ import time
 from array import array
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from datetime import datetime
 from pathlib import Path
 from types import NoneType, SimpleNamespace, UnionType
 from typing import Any, get_args, get_type_hints
@@ -257,32 +256,26 @@ def _phase(name: str) -> int:
 
 
 class Run:
-    """A run folder; `update` reads what is new in it. Times are seconds since 1970."""
+    """The content of a run folder. Times are seconds since 1970."""
 
     def __init__(self, path: Path) -> None:
         known = (RUN, "config.yaml", "result.json", "metrics.jsonl")
         if not any((path / name).is_file() for name in known):
             raise UsageError(
-                f"{path} is no run folder; expected one with {known[1]} in it, such as "
-                "runs/NAME"
+                f"{path} is no run folder; expected one with config.yaml in it, such "
+                "as runs/NAME"
             )
         self.path = path
         self.name = path.absolute().name
-        self.metrics = Metrics(path / "metrics.jsonl")
-        self.ranks: dict[str, RankFile] = {}
-        self.update()
-
-    def update(self) -> None:
-        """Read what is new."""
         self.read_at = time.time()
-        self.config = _read_yaml(self.path / "config.yaml")
-        self.environment = read_json(self.path / "environment.json")
-        self.result = read_result(self.path)
-        self.begun = _timestamp(read_json(self.path / RUN).get("begun"))
-        self.metrics.update()
-        for file in (self.path / "times").glob("rank-*.jsonl"):
-            # By name: rank-3 and rank-03 are of jobs with fewer and more ranks.
-            self.ranks.setdefault(file.stem, RankFile(file)).update()
+        self.config = _read_yaml(path / "config.yaml")
+        self.environment = read_json(path / "environment.json")
+        self.result = read_result(path)
+        self.metrics = Metrics(path / "metrics.jsonl")
+        # rank-3 and rank-03 are of jobs with fewer and more ranks.
+        self.ranks = [RankFile(file) for file in (path / "times").glob("rank-*.jsonl")]
+        for reader in (self.metrics, *self.ranks):
+            reader.update()
         self.checkpoints = self._checkpoints()
 
     @property
@@ -292,8 +285,7 @@ class Run:
 
     def changed_at(self) -> float | None:
         """Return when a line was written last."""
-        found = [self.metrics.changed_at()]
-        found += [file.changed_at() for file in self.ranks.values()]
+        found = [changed_at(file.path) for file in (self.metrics, *self.ranks)]
         return max((at for at in found if at is not None), default=None)
 
     def _checkpoints(self) -> list[Saved]:
@@ -319,13 +311,6 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     except (OSError, yaml.YAMLError):
         return {}
     return found if isinstance(found, dict) else {}
-
-
-def _timestamp(date: object) -> float | None:
-    try:
-        return datetime.fromisoformat(str(date)).timestamp()
-    except ValueError:
-        return None
 
 
 def number(value: float | None) -> float:

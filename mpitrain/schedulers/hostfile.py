@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Literal
 
 from tyro.conf import arg
 
@@ -25,7 +25,6 @@ from mpitrain.schedulers import detect, read_allocation
 from mpitrain.schedulers.allocation import AllocatedNode
 
 Format = Literal["openmpi", "mpich", "pbs"]
-FORMATS: tuple[Format, ...] = get_args(Format)
 
 LINE = re.compile(
     r"(?P<hostname>\w[\w.@-]*)"

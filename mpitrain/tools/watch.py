@@ -18,8 +18,10 @@ from typing import Annotated, Any
 from tyro.conf import Positional, arg
 
 from mpitrain.errors import UsageError
-from mpitrain.mpi.world import format_ranges
-from mpitrain.record.reading import Began, Metrics
+from mpitrain.mpi.world import Node
+from mpitrain.record.environment import node_lines
+from mpitrain.record.jsonl import changed_at
+from mpitrain.record.reading import Began, Metrics, make
 from mpitrain.record.run_dir import read_json, read_result
 from mpitrain.record.runs import RUN, is_held, lock_host
 from mpitrain.train.metrics import StepMetrics
@@ -36,10 +38,9 @@ from mpitrain.train.progress import (
 POLL_SECONDS = 1.0  # how often the files are read
 NUM_EPOCHS = 5  # epochs shown at the start
 GONE_SECONDS = 5.0  # a job of this host that holds no lock for so long has ended
-
+# On other hosts, where locks may not be visible, a job has ended if it has also written
+# nothing for so long.
 STILL_SECONDS = 300.0
-"""On other hosts, where locks may not be visible, a job has ended if it has also
-written nothing for so long."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,12 +106,13 @@ class View:
     def introduce(self) -> None:
         """Print the run, its hosts and its last epochs."""
         self._read()
-        metrics, changed = self._metrics, self._metrics.changed_at()
+        metrics, changed = self._metrics, changed_at(self._metrics.path)
         age = ""
         if changed is not None:
             age = f", last line {format_seconds(max(0.0, time.time() - changed))} ago"
         say(f"run {self._path.absolute().name}, {self._result.get('status')}{age}")
-        for line in _host_lines(read_json(self._path / "environment.json")):
+        hosts = read_json(self._path / "environment.json").get("hosts") or []
+        for line in node_lines([make(Node, host) for host in hosts]):
             say(line)
         num_epochs = metrics.began[-1].num_epochs if metrics.began else 0
         for epoch in metrics.epochs[-NUM_EPOCHS:]:
@@ -176,7 +178,7 @@ class View:
             self._gone_since = now
         if now - self._gone_since < GONE_SECONDS and not at_once:
             return None
-        still = time.time() - (self._metrics.changed_at() or 0.0)
+        still = time.time() - (changed_at(self._metrics.path) or 0.0)
         if socket.gethostname() != lock_host(self._path) and still < STILL_SECONDS:
             return None
         return (
@@ -233,15 +235,3 @@ class View:
         self._shown["steps"] = len(steps.step)
         columns = (steps.epoch, steps.step, steps.loss, steps.lr, steps.gradient_norm)
         return [*map(StepMetrics, *(column[new] for column in columns))]
-
-
-def _host_lines(environment: Mapping[str, Any]) -> list[str]:
-    lines = []
-    for number, host in enumerate(environment.get("hosts") or []):
-        ranks = host.get("ranks") or []
-        devices = ", ".join(dict.fromkeys(host.get("devices") or ["?"]))
-        lines.append(
-            f"node {number}: {host.get('hostname')}, rank{'s' * (len(ranks) > 1)} "
-            f"{format_ranges(ranks)} on {devices}"
-        )
-    return lines

@@ -69,7 +69,7 @@ def test_it_says_what_the_job_says(runs: Runs) -> None:
     assert job.end() == 0
     lines = end_of(watching)
     assert re.fullmatch(r"run a, running, last line 0:0\d ago", lines[0])
-    assert re.fullmatch(r"node 0: \S+, ranks 0-1 on cpu", lines[1])
+    assert re.fullmatch(r"node 0: \S+, ranks 0-1 on cpu, \d+ cores?", lines[1])
     assert epochs_of(lines) == epochs_of(job.said().splitlines())
     assert lines[-1].startswith("finished: val_accuracy ")
 

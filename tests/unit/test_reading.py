@@ -131,7 +131,6 @@ def test_all_that_a_recorder_writes_is_read(tmp_path: Path) -> None:
     assert run.checkpoints[0].copy_seconds == 0.125
     assert found.test == {"loss": 0.5}
     assert run.status == "finished"
-    assert run.begun == 1795341600
 
 
 def test_a_ranks_times_are_read_job_by_job(tmp_path: Path) -> None:
@@ -277,7 +276,6 @@ def test_a_run_of_an_older_version_is_read(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text(text)
     run = Run(tmp_path)
     assert run.config == {"lr": 0.5}
-    assert run.begun is None
     assert run.status == "running"
     assert run.metrics.resumed[0].time is None
     assert run.metrics.epochs[0].time is None
@@ -293,7 +291,7 @@ def test_files_that_hold_something_else_are_as_if_empty(
     for name in ("config.yaml", "run.json", "result.json", "environment.json"):
         (tmp_path / name).write_text(text)
     run = Run(tmp_path)
-    assert (run.config, run.environment, run.result, run.begun) == ({}, {}, {}, None)
+    assert (run.config, run.environment, run.result) == ({}, {}, {})
 
 
 def test_another_folder_is_refused(tmp_path: Path) -> None:

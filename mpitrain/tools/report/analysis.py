@@ -86,7 +86,7 @@ def jobs_of(run: Run) -> list[JobTimes]:
     A new job begins where a rank writes its first line again, where the number of ranks
     differs, or after `SAME_JOB_SECONDS`.
     """
-    parts = [part for file in run.ranks.values() for part in file.jobs]
+    parts = [part for file in run.ranks for part in file.jobs]
     jobs: list[JobTimes] = []
     first = 0.0
     for part in sorted(parts, key=lambda it: it.time):

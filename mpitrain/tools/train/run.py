@@ -27,7 +27,7 @@ from mpitrain.models.summary import summary_line, summary_table
 from mpitrain.mpi.shared_arrays import Communicator, communicator
 from mpitrain.mpi.topology import mpi_library_version
 from mpitrain.plugins import is_reference
-from mpitrain.record.environment import describe, world_lines
+from mpitrain.record.environment import describe, node_lines
 from mpitrain.record.health import HealthCheck
 from mpitrain.record.loggers.callback import Loggers
 from mpitrain.record.profiler import Profiler
@@ -180,7 +180,7 @@ class Introduction(Callback):
         write_json(self._run_dir / "environment.json", environment)
         table = summary_table(trainer.engine.model)
         (self._run_dir / "model.txt").write_text(table + "\n")
-        for line in (*world_lines(world), *self._training_lines(trainer)):
+        for line in (*node_lines(world.nodes), *self._training_lines(trainer)):
             say(line)
         data = self._data
         for setting in config.without_effect():
@@ -214,7 +214,11 @@ class Introduction(Callback):
                 f"{plan.total_steps} steps = {plan.num_epochs} epochs x "
                 f"{plan.steps_per_epoch}"
             )
+        world = trainer.engine.world
+        threads = f"{world.num_threads} thread{'s' * (world.num_threads != 1)}"
         return [
+            f"backend {world.backend}, rendezvous at {world.master_addr}:"
+            f"{world.master_port}, {threads} per rank",
             f"{config.model} on {config.data}: {train} samples to train, "
             f"{val} to validate{classes}",
             f"{summary_line(trainer.engine.model)}; {trainer.engine.strategy}, "
