@@ -30,9 +30,9 @@ from mpitrain.launch.env_checks import (
 from mpitrain.mpi.collectives import all_or_none, on_rank_zero
 from mpitrain.mpi.world import rank_label
 
+# Variable that names the file of `supervise` into which rank zero writes the status.
+# The run folder goes into a file beside it, with the suffix ".run".
 STATUS_FILE = "MPITRAIN_STATUS_FILE"
-"""Variable that names the file of `supervise` into which rank zero writes the status;
-its run folder goes into a file beside it, with the suffix ``.run``."""
 
 
 def console() -> None:
@@ -246,6 +246,7 @@ def check(argv: Sequence[str]) -> int:
         return job.check_job(guard, config, os.environ)
 
 
+# The flags of a training that --help shows; --help-all shows all.
 COMMON = (
     *("--data", "--data-dir", "--image-size", "--num-workers", "--model", "--weights"),
     *("--epochs", "--global-batch-size", "--micro-batch-size", "--optimizer", "--lr"),
@@ -253,8 +254,8 @@ COMMON = (
     *("--checkpoint-every-minutes", "--time-limit", "--log", "--name", "--dry-run"),
     *("--device", "--hang-timeout"),
 )
-"""The flags of a training that ``--help`` shows; ``--help-all`` shows all."""
 
+# Commands by name; the docstring of each is its line in the help.
 COMMANDS: dict[str, Callable[[Sequence[str]], int | None]] = {
     "train": train,
     "run": run,
@@ -267,7 +268,6 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int | None]] = {
     "hostfile": hostfile,
     "jobscript": jobscript,
 }
-"""Commands by name; the docstring of each is its line in the help."""
 
 
 def _read(kind: type[Config], command: str, words: Sequence[str]) -> Config:

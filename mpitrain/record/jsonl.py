@@ -36,10 +36,7 @@ class JsonlWriter(Generic[Value]):
     """
 
     def __init__(
-        self,
-        path: Path,
-        line_of: Callable[[Value], str],
-        keep_bytes: int | None = None,
+        self, path: Path, line_of: Callable[[Value], str], keep_bytes: int | None = None
     ) -> None:
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
         self._path = path
@@ -160,8 +157,8 @@ class JsonlWriter(Generic[Value]):
 BLOCK_BYTES = 1 << 20  # read and parsed at once
 MARK_BYTES = 64  # end of what was read, to see whether it is still there
 
+# Errors of a line that is not what was expected: a full disk may have cut it.
 BAD_LINE = (KeyError, TypeError, ValueError, IndexError, ArithmeticError)
-"""Errors of a line that is not what was expected: a full disk may have cut it."""
 
 
 class JsonlReader(ABC):

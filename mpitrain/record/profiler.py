@@ -18,10 +18,7 @@ from mpitrain.train.trainer import Trainer
 logger = logging.getLogger("mpitrain")
 
 FOLDER = "profile"
-
-SKIPPED_STEPS = 5
-"""Steps before the first traced one: compilers, caches, the first samples."""
-
+SKIPPED_STEPS = 5  # before the first traced one: compilers, caches, the first samples
 NUM_ROWS = 100  # rows of the table in the file
 
 

@@ -22,7 +22,7 @@ from mpitrain.errors import UsageError
 from mpitrain.record.jsonl import JsonlReader, changed_at
 from mpitrain.record.run_dir import read_json, read_result
 from mpitrain.record.runs import RUN
-from mpitrain.train.metrics import OTHER, PHASES, EpochMetrics, Throughput
+from mpitrain.train.metrics import OTHER, PHASES, EpochMetrics, StepMetrics, Throughput
 
 # --- metrics.jsonl ----------------------------------------------------------------
 
@@ -33,6 +33,13 @@ class StepColumns:
     def __init__(self) -> None:
         self.step, self.epoch = array("q"), array("q")
         self.loss, self.lr, self.gradient_norm = array("d"), array("d"), array("d")
+
+    def __len__(self) -> int:
+        return len(self.step)
+
+    def __getitem__(self, rows: slice) -> list[StepMetrics]:
+        columns = (self.epoch, self.step, self.loss, self.lr, self.gradient_norm)
+        return [*map(StepMetrics, *(column[rows] for column in columns))]
 
     def add(self, row: Mapping[str, Any]) -> None:
         """Add a line: all of it, or nothing."""

@@ -22,9 +22,8 @@ logger = logging.getLogger("mpitrain")
 
 _ENCODE = json.JSONEncoder(allow_nan=False).encode
 
+# Fields of `result.json` that a resumed job does not take over.
 _OF_THE_JOB = ("status", "world_size", "num_nodes", "backend", "start_seconds")
-"""Fields of ``result.json`` that a resumed job does not take over."""
-
 
 Line = StepMetrics | Mapping[str, object]
 

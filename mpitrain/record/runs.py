@@ -22,19 +22,14 @@ from mpitrain.record.run_dir import read_result, write_json
 
 LOCK = ".lock"
 RUN = "run.json"
-
-LOCK_SECONDS = 30.0
-"""How long a job that was killed, or cancelled, may still need to end."""
-
+LOCK_SECONDS = 30.0  # how long a job that was killed, or cancelled, may need to end
 NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 
 Exists = Literal["resume", "refuse", "new name"]
 
-_locks: list[int] = []
-"""Descriptors of locks: they are let go with this process, however it ends."""
-
+_locks: list[int] = []  # descriptors; the locks are let go with this process
+# Folders that this process has opened, and in which nobody writes a record yet.
 opened_folders: set[Path] = set()
-"""Folders that this process has opened, and in which nobody writes a record yet."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,7 @@ Nothing here tells a rank who it is: that comes from MPI.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from mpitrain.errors import UsageError
@@ -13,8 +13,6 @@ from mpitrain.schedulers import pbs, slurm
 from mpitrain.schedulers.allocation import AllocatedNode
 
 JOB_VARIABLES = {"slurm": "SLURM_JOB_ID", "pbs": "PBS_JOBID"}
-"""The variable with the job's id, by scheduler."""
-
 MODULES = {"slurm": slurm, "pbs": pbs}
 
 
@@ -58,9 +56,3 @@ def seconds_left(environ: Mapping[str, str]) -> float | None:
     scheduler = detect(environ)
     module = MODULES.get(scheduler.name)
     return module.seconds_left(scheduler.job_id or "") if module else None
-
-
-def lost_nodes(environ: Mapping[str, str], hostnames: Sequence[str]) -> dict[str, str]:
-    """Ask the scheduler which nodes it has lost; return their states."""
-    module = MODULES.get(detect(environ).name)
-    return module.lost_nodes(hostnames) if module and hostnames else {}

@@ -23,9 +23,8 @@ from mpitrain.errors import LaunchError, Stopped, UsageError
 from mpitrain.record.runs import LOCK_SECONDS, is_held, lock_host
 from mpitrain.schedulers import detect, slurm
 
+# Variable with the number of a PBS job in its chain; the first has none.
 JOB_NUMBER = "MPITRAIN_JOB_NUMBER"
-"""Variable with the number of a PBS job in its chain; the first has none."""
-
 MAX_FAILURES = 2  # failures in a row without progress that end the chain
 RETRY_SECONDS = (5, 10, 20, 0)  # pauses after attempts to submit the next job
 
@@ -91,10 +90,10 @@ def run_dir_of(training: TrainConfig) -> Path:
         "--resume never": training.resume == "never",
         "--dry-run": training.dry_run,
     }
-    for flag in (flag for flag, is_given in flags.items() if is_given):
+    if given := [flag for flag, is_given in flags.items() if is_given]:
         raise UsageError(
-            f"{flag} has no place in a chain of jobs, where each resumes the run of "
-            "the one before: take it out, and choose another --name"
+            f"{given[0]} has no place in a chain of jobs, where each resumes the run "
+            "of the one before: take it out, and choose another --name"
         )
     run_dir = training.runs_dir / training.name
     resume = training.resume

@@ -31,9 +31,8 @@ from mpitrain.record.runs import is_finished
 from mpitrain.schedulers import chain, detect, seconds_left
 from mpitrain.schedulers.jobscript import notice_seconds
 
+# Blocked in this process, and taken by `sigtimedwait`.
 SIGNALS = {signal.SIGTERM, signal.SIGUSR1, signal.SIGCHLD}
-"""Blocked in this process, and taken by `sigtimedwait`."""
-
 MAX_STOP_SECONDS = 105.0  # how long the ranks may take to stop
 
 

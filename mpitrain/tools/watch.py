@@ -24,7 +24,6 @@ from mpitrain.record.jsonl import changed_at
 from mpitrain.record.reading import Began, Metrics, make
 from mpitrain.record.run_dir import read_json, read_result
 from mpitrain.record.runs import RUN, is_held, lock_host
-from mpitrain.train.metrics import StepMetrics
 from mpitrain.train.progress import (
     EpochLines,
     ProgressBar,
@@ -121,13 +120,13 @@ class View:
             self._new(name)
         # Of the others the last one: it says how the training goes.
         self._shown["throughputs"] = max(0, len(metrics.throughputs) - 1)
-        self._shown["steps"] = max(0, len(metrics.steps.step) - 1)
+        self._shown["steps"] = max(0, len(metrics.steps) - 1)
 
     def update(self) -> None:
         """Read what is new, and show it."""
         if self._read():  # a resumed job drops what its checkpoint does not hold
             for name, num in self._shown.items():
-                self._shown[name] = min(num, self._count(name))
+                self._shown[name] = min(num, len(getattr(self._metrics, name)))
         metrics = self._metrics
         resumed_now = self._new("resumed")
         # A job's "resume" follows its "begin", and may be read later.
@@ -135,7 +134,7 @@ class View:
             self._start(metrics.began[-1])
         for resumed in resumed_now:
             say(f"resumed from step {resumed.step}")
-        steps = self._new_steps()
+        steps = self._new("steps")
         if steps:
             self._lines.on_metrics(None, steps)
             if isinstance(self._lines, ProgressBar):
@@ -220,18 +219,8 @@ class View:
     def _seconds_left(self) -> float | None:
         return None if self._limit is None else max(0.0, self._limit - time.time())
 
-    def _count(self, name: str) -> int:
-        metrics = self._metrics
-        return len(metrics.steps.step if name == "steps" else getattr(metrics, name))
-
     def _new(self, name: str) -> list[Any]:
         """Return the metrics of a kind that are new."""
         found = getattr(self._metrics, name)
         first, self._shown[name] = self._shown.get(name, 0), len(found)
-        return list(found[first:])
-
-    def _new_steps(self) -> list[StepMetrics]:
-        new, steps = slice(self._shown.get("steps", 0), None), self._metrics.steps
-        self._shown["steps"] = len(steps.step)
-        columns = (steps.epoch, steps.step, steps.loss, steps.lr, steps.gradient_norm)
-        return [*map(StepMetrics, *(column[new] for column in columns))]
+        return found[first:]  # type: ignore[no-any-return]

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import csv
-import errno
 import io
 import os
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from mpitrain.record.loggers.base import Images, Logger, RunInfo, Status
 from mpitrain.record.run_dir import write_atomic
@@ -24,7 +23,7 @@ class CSVLogger(Logger):
 
     def __init__(self, run_dir: Path, step: int) -> None:
         self._path, self._step = run_dir / "metrics.csv", step
-        self._columns, self._lines = ["step"], list[str]()
+        self._new = list[dict[str, float]]()
         rows = [row for row in self._rows() if int(row["step"]) <= step]
         # A validation that was interrupted is repeated, and logged again.
         last = [row for row in rows if int(row["step"]) == step]
@@ -41,17 +40,13 @@ class CSVLogger(Logger):
             self._columns += new
             self._rewrite(rows)
         if metrics:
-            row = {"step": step, **metrics}
-            self._lines.append(_csv_line([row.get(k, "") for k in self._columns]))
+            self._new.append({"step": step, **metrics})
 
     def save(self) -> None:
-        """Append the new lines: all of them, or none."""
-        data, self._lines = "".join(self._lines).encode(), []
-        with self._path.open("ab", buffering=0) as file:
-            size = file.tell()
-            if data and file.write(data) != len(data):
-                file.truncate(size)
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        """Append the new lines."""
+        with self._path.open("a", newline="") as file:
+            self._writer(file).writerows(self._new)  # floats with all digits
+        self._new.clear()
 
     def _rows(self) -> list[dict[str, str]]:
         """Read the file without an incomplete last line."""
@@ -61,14 +56,14 @@ class CSVLogger(Logger):
         return [row for row in rows if (row.get("step") or "").isdecimal()]
 
     def _rewrite(self, rows: list[dict[str, str]]) -> None:
-        cells = [[row.get(name) or "" for name in self._columns] for row in rows]
-        write_atomic(self._path, "".join(map(_csv_line, [self._columns, *cells])))
+        text = io.StringIO()
+        self._writer(text).writeheader()
+        self._writer(text).writerows(rows)
+        write_atomic(self._path, text.getvalue())
 
-
-def _csv_line(cells: Sequence[object]) -> str:
-    line = io.StringIO()
-    csv.writer(line, lineterminator="\n").writerow(cells)  # floats with all digits
-    return line.getvalue()
+    def _writer(self, file: TextIO) -> csv.DictWriter[str]:
+        names = self._columns
+        return csv.DictWriter(file, names, lineterminator="\n", extrasaction="ignore")
 
 
 class TensorBoardLogger(Logger):

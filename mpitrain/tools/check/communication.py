@@ -35,10 +35,11 @@ if TYPE_CHECKING:
 CONNECT_SECONDS = 3.0
 MAX_FINDINGS = 8
 
+# By strategy: gradients of the order of one, in float64 with DDP and in float32 with
+# FSDP, which calls reduce-scatter with AVG only there.
 TOLERANCES = {"ddp": 1e-12, "fsdp": 1e-4}
-"""By strategy: gradients of the order of one, in float64 with DDP and in float32 with
-FSDP, which calls reduce-scatter with AVG only there."""
 
+# Parts of torch's messages about a collective that a backend does not have.
 LACKING = (
     "cannot use reduceop",
     "does not support",
@@ -47,7 +48,6 @@ LACKING = (
     "not supported",
     "unsupported",
 )
-"""Parts of torch's messages about a collective that a backend does not have."""
 
 REMEDY = (
     "do not train on this: try without one node after another, another network "
@@ -56,24 +56,16 @@ REMEDY = (
 
 NUM_VALUES = 257  # values per rank: a prime, so that no number of ranks divides it
 
-Check = tuple[Callable[[], Tensor], Tensor]
-"""A call, and what it must return on this rank."""
-
-Outcome = tuple[str, str]
-"""``right``, ``wrong``, ``failed`` or ``lacking``, and details."""
-
+Check = tuple[Callable[[], Tensor], Tensor]  # a call, and what it must return here
+Outcome = tuple[str, str]  # "right", "wrong", "failed" or "lacking", and details
 Part = dict[str, Any]
 
 SIZES = tuple(1024 * 4**power for power in range(9))  # bytes per rank: 1 KiB to 64 MiB
 
+# The backends take turns, so that what disturbs one disturbs all. Medians count.
 NUM_TURNS = 5
-"""The backends take turns, so that what disturbs one disturbs all. Medians count."""
-
-SAMPLE_SECONDS = 0.02
-"""A sample is as many all-reduces in a row as fit into this, 1 to 50."""
-
-NUM_BUFFERS = 5
-"""Messages' worth of memory that a rank may take: three tensors, and copies inside."""
+SAMPLE_SECONDS = 0.02  # a sample is as many all-reduces as fit into this, 1 to 50
+NUM_BUFFERS = 5  # messages that a rank needs room for: three tensors, copies inside
 
 
 class Link(NamedTuple):

@@ -19,26 +19,20 @@ from mpitrain.launch.rendezvous.select import Rendezvous
 from mpitrain.mpi.world import World, format_ranges, list_hosts
 from mpitrain.tools.check.report import Finding, Severity
 
-VISIBLE_SECONDS = 3.0
-"""How long a node looks for a new file of rank zero, which NFS may hide for a while."""
-
+VISIBLE_SECONDS = 3.0  # a node looks so long for a new file, which NFS may hide
 SOCKET_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-
 TESTED_TORCH = "2.15"
 GIB = 2**30
 MAX_CLOCK_SECONDS = 2.0
 SLOW_MBPS = 1000
 
-
+# What is known of a rank, a node or a job; docs/howto/check.md describes the fields.
+# Limits are None where there is none; unknown numbers are 0.
 Facts = SimpleNamespace
-"""What is known of a rank, a node or a job; docs/howto/check.md describes the fields.
-Limits are ``None`` where there is none; unknown numbers are 0."""
 
 
 def rank_facts(
-    world: World,
-    environ: Mapping[str, str],
-    stage_seconds: Mapping[str, float],
+    world: World, environ: Mapping[str, str], stage_seconds: Mapping[str, float]
 ) -> Facts:
     """Return the facts about this rank; `environ` is as the user set it."""
     names = ("OMP_NUM_THREADS", *SOCKET_VARIABLES)

@@ -32,12 +32,10 @@ if TYPE_CHECKING:
     from mpitrain.launch.exit_guard import ExitGuard
 
 COLLECTIVE_SECONDS = 300.0  # how long one collective may take; the watchdog acts before
-
 BANDWIDTH_SECONDS = 12.0
 MEMORY_SHARE = 0.25  # of a node's available memory, for the messages of all its ranks
 
-IMPORT_STAGES = ("starting MPI", "import torch")
-"""Stages of the start that are not counted as mpitrain's time."""
+IMPORT_STAGES = ("starting MPI", "import torch")  # not counted as mpitrain's time
 
 
 def check_job(guard: ExitGuard, config: CheckConfig, environ: Mapping[str, str]) -> int:
@@ -45,7 +43,6 @@ def check_job(guard: ExitGuard, config: CheckConfig, environ: Mapping[str, str])
     before = dict(environ)
     report = Report(prints=guard.comm.rank == 0, as_json=config.json)
     guard.on_failure.append(report.fail)
-    report.progress("the start")
     world = init.prepare(guard, config.launch, COLLECTIVE_SECONDS, os.environ)
     from mpitrain.tools.check import communication  # imports torch, as the start has
 
@@ -59,7 +56,6 @@ def check_job(guard: ExitGuard, config: CheckConfig, environ: Mapping[str, str])
     guard.watched.hang_timeout_seconds = config.launch.hang_timeout or 0.0
     job = Job(world, guard, COLLECTIVE_SECONDS, {})
     with job:
-        report.progress("nodes and ranks")
         facts = _gather(job, world, guard, config, before)
         report.add(
             world_size=world.world_size,
@@ -77,16 +73,13 @@ def check_job(guard: ExitGuard, config: CheckConfig, environ: Mapping[str, str])
         findings = find_problems(facts) + communication.link_findings(broken, world)
         if broken:
             return report.finish(findings)  # gloo would hang
-        report.progress("collectives")
         part, found = communication.check_collectives(job, world)
         report.add(collectives=part)
         findings += found
-        report.progress("gradients")
         gradients, found = communication.check_gradients(job, world)
         report.add(gradients=gradients)
         findings += found
         if not config.quick and world.world_size > 1:
-            report.progress("bandwidth")
             memory = int(min(it.available_bytes for it in facts.hosts) * MEMORY_SHARE)
             rows, left_out = communication.measure_bandwidth(
                 job, world, BANDWIDTH_SECONDS, memory

@@ -13,11 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mpitrain import schedulers
-from mpitrain.launch.consistency import (
-    old_packages,
-    upgrade_command,
-    version_numbers,
-)
+from mpitrain.launch.consistency import old_packages, upgrade_command, version_numbers
 from mpitrain.record.environment import NOT_INSTALLED, versions
 from mpitrain.schedulers.allocation import query
 from mpitrain.tools.check import CheckConfig

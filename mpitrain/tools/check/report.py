@@ -17,7 +17,9 @@ FORMAT = 2  # Version of the JSON object. It grows when a field changes its mean
 
 WIDTH = 100
 LABEL_WIDTH = 15
+EMPTY: tuple[Any, ...] = ("", None, [], ())  # values that the text leaves out
 
+# Parts that the text shows as a table, with their columns; (): JSON only.
 TABLES: dict[str, tuple[str, ...]] = {
     "nodes": (
         *("node_rank", "hostname", "ranks", "usable_cores"),
@@ -26,9 +28,6 @@ TABLES: dict[str, tuple[str, ...]] = {
     "ranks": (),
     "bandwidth": ("num_bytes", "ms", "bus_gb_s"),
 }
-"""Parts that the text shows as a table, with their columns; ``()``: JSON only."""
-
-EMPTY: tuple[Any, ...] = ("", None, [], ())  # values that the text leaves out
 
 Severity = Literal["error", "warning", "note"]
 
@@ -57,11 +56,6 @@ class Report:
             sys.stdout.flush()
             self._out = os.fdopen(os.dup(1), "w")
             os.dup2(2, 1)
-
-    def progress(self, doing: str) -> None:
-        """Print what is being checked, where the result comes only at the end."""
-        if self._prints and self._as_json:
-            print(f"check: {doing}", file=sys.stderr, flush=True)
 
     def add(self, **parts: Any) -> None:
         """Add parts of the result."""

@@ -35,14 +35,9 @@ from mpitrain.tools.report.summary import findings
 from mpitrain.train.metrics import NUM_PHASES, OTHER
 
 NUM_COLUMNS = 800
-
 MAX_ROWS = 400  # more ranks share rows; a row shows the one that waits least
-
-HEIGHT_PIXELS = 320
-"""Of the whole map, about: a row has several pixels, a phase its share of them."""
-
+HEIGHT_PIXELS = 320  # of the whole map; in a row a phase has its share of the pixels
 MAX_LABELS = 24
-
 COMMUNICATION = STAGES.index("communication")
 
 

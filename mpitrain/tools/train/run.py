@@ -18,11 +18,7 @@ from mpitrain.data.sources import Data, load_data
 from mpitrain.errors import Stopped
 from mpitrain.launch.current import heartbeat
 from mpitrain.launch.init import Job
-from mpitrain.models.build import (
-    build_and_load,
-    fetch_weights,
-    is_cached,
-)
+from mpitrain.models.build import build_and_load, fetch_weights, is_cached
 from mpitrain.models.summary import summary_line, summary_table
 from mpitrain.mpi.shared_arrays import Communicator, communicator
 from mpitrain.mpi.topology import mpi_library_version
@@ -160,11 +156,7 @@ class Introduction(Callback):
     """Prints what is trained on which ranks, and writes it into the run folder."""
 
     def __init__(
-        self,
-        config: TrainConfig,
-        run_dir: Path,
-        data: Data,
-        loaded: str | None,
+        self, config: TrainConfig, run_dir: Path, data: Data, loaded: str | None
     ) -> None:
         self._config, self._run_dir = config, run_dir
         self._data, self._loaded = data, loaded
