@@ -114,8 +114,12 @@ def train(argv: Sequence[str]) -> int:
             age_seconds(),
             guard.watched.on_sigterm,
         )
-        if run.warning and is_zero:
-            logging.getLogger("mpitrain").warning(run.warning)
+        if is_zero and not run.has_lock:
+            logging.getLogger("mpitrain").warning(
+                "%s is on a file system without locks: nobody would notice a second "
+                "job that writes into it",
+                run_dir,
+            )
         guard.watched.log_to(Path(log.name))
         faulthandler.enable(log)  # for crashes in compiled code
         guard.on_failure += [

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from importlib import metadata
 from typing import Any
 
 from mpitrain import __version__
+from mpitrain.mpi.topology import mpi_library_version
 from mpitrain.mpi.world import Node, World, format_ranges
-from mpitrain.schedulers import Scheduler
+from mpitrain.schedulers import detect
 from mpitrain.schedulers.allocation import query
 
 PACKAGES = ("torch", "torchvision", "numpy", "mpi4py")
@@ -31,10 +33,8 @@ VARIABLES = (
 )
 
 
-def describe(
-    world: World, scheduler: Scheduler, mpi_library: str, environ: Mapping[str, str]
-) -> dict[str, Any]:
-    """Return the content of ``environment.json``; ``environ`` is rank zero's."""
+def describe(world: World) -> dict[str, Any]:
+    """Return the content of ``environment.json``, of this rank's environment."""
     return {
         "world": {
             "world_size": world.world_size,
@@ -46,11 +46,11 @@ def describe(
         },
         "hosts": [asdict(node) for node in world.nodes],
         "versions": versions(),
-        "mpi_library": mpi_library,
+        "mpi_library": mpi_library_version(),
         "platform": platform.platform(),
-        "scheduler": asdict(scheduler),
+        "scheduler": asdict(detect(os.environ)),
         "git_commit": git_commit(),
-        "variables": {name: environ[name] for name in VARIABLES if name in environ},
+        "variables": {k: v for k, v in os.environ.items() if k in VARIABLES},
     }
 
 

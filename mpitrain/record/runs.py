@@ -45,11 +45,7 @@ class RunFolder:
 def open_run(runs_dir: Path, name: str | None, *, exists: Exists) -> RunFolder:
     """Make a run folder, or open an existing one, for this job alone.
 
-    Without a name, the date is the name. ``exists``: what to do where a run of that
-    name exists.
-
-    Raises:
-        UsageError: It cannot be made, another job writes into it, or it exists.
+    Without a name, the date is the name. ``exists``: what to do where it exists.
     """
     wanted = name or datetime.now().astimezone().strftime("%Y-%m-%d-%H%M%S")
     may_rename = name is None or exists == "new name"
@@ -146,11 +142,9 @@ def _let_reach_disk(path: Path) -> None:
 
 
 def _lock(path: Path) -> bool:
-    """Take a run's lock, or refuse to go on without.
-
-    A lock of POSIX's kind: the kernel, or the file server, lets it go when its holder
-    has ended, and children do not have it.
-    """
+    """Take a run's lock; return false where the file system has no locks."""
+    # POSIX's kind: the kernel, or the file server, lets it go when its holder has
+    # ended, and children do not have it.
     descriptor = os.open(path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     started = time.monotonic()
     has_warned = False

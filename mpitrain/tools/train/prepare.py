@@ -15,7 +15,7 @@ from mpitrain.config import MAY_CHANGE, TrainConfig
 from mpitrain.errors import Stopped, UsageError
 from mpitrain.record.loggers.process import refuse_missing
 from mpitrain.record.run_dir import shown, write_atomic
-from mpitrain.record.runs import differences, is_finished, open_run
+from mpitrain.record.runs import Exists, differences, is_finished, open_run
 from mpitrain.train.progress import finished_line
 
 
@@ -28,29 +28,19 @@ class PreparedRun:
     run_id: str  # of the run, in all of its jobs
     done: str = ""  # why there is nothing to do; empty if there is something
     status: int = 0  # the exit status, if there is nothing to do
-    warning: str = ""  # for the user; may be empty
+    has_lock: bool = True  # whether a second job that writes into it would be noticed
 
 
 def prepare(config: TrainConfig) -> PreparedRun:
-    """Make the run folder, or open the existing one.
-
-    Raises:
-        UsageError: It cannot be opened, or was begun with another configuration; or a
-            library of a logger is missing.
-    """
+    """Make the run folder, or open the existing one."""
     refuse_missing(config)
     name = config.name
     if config.dry_run and name is not None:
         name += "-dry-run"  # the name itself is for the training
-    folder = open_run(
-        config.runs_dir,
-        name,
-        exists="new name"
-        if config.new_run or config.dry_run
-        else "refuse"
-        if config.resume == "never"
-        else "resume",
-    )
+    exists: Exists = "refuse" if config.resume == "never" else "resume"
+    if config.new_run or config.dry_run:
+        exists = "new name"
+    folder = open_run(config.runs_dir, name, exists=exists)
     run_dir = folder.path
     done, status = "", 0
     if not folder.is_new:
@@ -73,10 +63,7 @@ def prepare(config: TrainConfig) -> PreparedRun:
         run_id=folder.run_id,
         done=done,
         status=status,
-        warning=""
-        if folder.has_lock
-        else f"{run_dir} is on a file system without locks: nobody would notice a "
-        "second job that writes into it",
+        has_lock=folder.has_lock,
     )
 
 

@@ -10,7 +10,6 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from mpitrain import schedulers
 from mpitrain.checkpoint.checkpointer import Checkpointer
 from mpitrain.checkpoint.preemption import PreemptionHandler
 from mpitrain.config import TrainConfig
@@ -21,7 +20,6 @@ from mpitrain.launch.init import Job
 from mpitrain.models.build import build_and_load, fetch_weights, is_cached
 from mpitrain.models.summary import summary_line, summary_table
 from mpitrain.mpi.shared_arrays import Communicator, communicator
-from mpitrain.mpi.topology import mpi_library_version
 from mpitrain.plugins import is_reference
 from mpitrain.record.environment import describe, node_lines
 from mpitrain.record.health import HealthCheck
@@ -41,15 +39,9 @@ logger = logging.getLogger("mpitrain")
 def run_training(
     job: Job, run: PreparedRun, handler: PreemptionHandler, start_seconds: float
 ) -> int:
-    """Train as configured, and leave the record in the run folder.
+    """Train; return the exit status: 0, or 75 if it was stopped and can be resumed.
 
     Collective over all ranks.
-
-    Returns:
-        The exit status: 0, or 75 if the training was stopped and can be resumed.
-
-    Raises:
-        MpitrainError: On every rank or on one, whose message is shown.
     """
     world, config, run_dir = job.world, run.config, run.run_dir
     ranks = communicator(world)
@@ -118,10 +110,9 @@ def run_training(
 def _build(
     config: TrainConfig, data: Data, ranks: Communicator, *, with_weights: bool
 ) -> tuple[nn.Module, str | None]:
-    """Build the model; one rank per node downloads its weights.
+    """Build the model, equal on all ranks; return it, and a line on its weights.
 
-    Collective over all ranks. Returns the model, equal on all ranks, and a line on the
-    weights that were loaded; a checkpoint has its own weights.
+    Collective over all ranks. One rank per node downloads the weights.
     """
     name, weights = config.model, config.weights if with_weights else None
     if not all(ranks.allgather(is_cached(name, weights))):
@@ -166,10 +157,7 @@ class Introduction(Callback):
         world, config = trainer.engine.world, self._config
         if not world.is_rank_zero:
             return
-        environment = describe(
-            world, schedulers.detect(os.environ), mpi_library_version(), os.environ
-        )
-        write_json(self._run_dir / "environment.json", environment)
+        write_json(self._run_dir / "environment.json", describe(world))
         table = summary_table(trainer.engine.model)
         (self._run_dir / "model.txt").write_text(table + "\n")
         for line in (*node_lines(world.nodes), *self._training_lines(trainer)):
