@@ -186,8 +186,8 @@ def mpi_findings(library: Library, mpirun: str, answer: str) -> Iterator[Finding
     elif fits is None:
         first = answer.partition("\n")[0][:60]
         text = f"{mpirun} ({first!r}) and the library ({library.text[:60]}) cannot "
-        trial = "try it: mpirun -np 2 python -m mpitrain check --quick"
-        yield Finding("warning", "unknown-mpirun", text + "be compared", trial)
+        trial = "try it: mpirun -np 2 python -m mpitrain check --quick; if that fails, "
+        yield Finding("warning", "unknown-mpirun", text + "be compared", trial + remedy)
     elif not fits:
         text = f"{mpirun} is of {theirs}, but mpi4py loads {ours}: each rank would "
         remedy += "; or export MPI4PY_LIBMPI=/path/to/libmpi.so, the other library"
