@@ -37,7 +37,6 @@ from mpitrain.train.parallel import (
     BatchNorm,
     ParallelModel,
     autocast,
-    check_reductions,
     choose_strategy,
     copy_to_cpu,
     is_channels_last,
@@ -85,7 +84,6 @@ class Engine:
         self._has_mixed = False
         self._check_config()
         self.strategy = choose_strategy(config, world)
-        check_reductions(self.strategy, config, world, self.ranks)
         self._train = self._samples(train_data, "the training data")
         self._val = self._samples(val_data, "the validation data")
         self.num_samples = {

@@ -6,7 +6,7 @@ import functools
 import inspect
 import logging
 import warnings
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -18,9 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from mpitrain.config import StrategyConfig
 from mpitrain.data.pytree import to_dtype
-from mpitrain.errors import LaunchError, UsageError, collective_error
-from mpitrain.launch.process_exit import is_consequence
-from mpitrain.mpi.shared_arrays import Communicator
+from mpitrain.errors import UsageError, collective_error
 from mpitrain.mpi.world import World
 
 logger = logging.getLogger("mpitrain")
@@ -80,70 +78,6 @@ def _find_error(strategy: str, config: StrategyConfig, world: World) -> str:
     if config.cpu_offload and on_cpu:
         return "--cpu-offload: weights are in host memory already"
     return ""
-
-
-def check_reductions(
-    strategy: str, config: StrategyConfig, world: World, ranks: Communicator
-) -> None:
-    """Check what a strategy's collectives return. Collective over the default group.
-
-    Gloo of torch 2.8 returned the sum where FSDP asks ``reduce_scatter_tensor`` for the
-    average.
-
-    Raises:
-        LaunchError: One gave a wrong result; on every rank or on none.
-    """
-    rank, size = world.rank, world.world_size
-    if size == 1:
-        return
-    dtype = torch.float64 if config.precision == "fp64" else torch.float32
-    whole = torch.arange(1, size + 1, dtype=dtype, device=world.device)
-    one, full, mean = whole[rank : rank + 1], whole + rank, (size + 1) / 2
-    total, average = dist.ReduceOp.SUM, dist.ReduceOp.AVG
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    # By the name that FSDP calls it by, which torch 2.15 changed.
-    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    Check = tuple[str, Callable[..., object], tuple[Any, ...], Any]
-    checks: list[Check] = [
-        ("broadcast", dist.broadcast, (0,), 1.0),
-        ("all_reduce (sum)", dist.all_reduce, (total,), mean * size),
-    ]
-    if strategy == "fsdp":
-        part = (mean + rank) * size
-        checks += [
-            ("all_gather_into_tensor", gather, (one,), whole),
-            ("reduce_scatter_tensor (sum)", scatter, (full, total), part),
-        ]
-    if strategy == "fsdp" and dtype == torch.float32:  # in float64 it divides the sum
-        checks += [
-            ("reduce_scatter_tensor (avg)", scatter, (full, average), mean + rank),
-            ("all_reduce (avg)", dist.all_reduce, (average,), mean),
-        ]
-    wrong = ""
-    for name, collective, arguments, expected in checks:
-        right = torch.as_tensor(expected).to(one)
-        found = one.clone() if right.ndim == 0 else torch.zeros_like(right)
-        try:
-            collective(found, *arguments)
-        except (RuntimeError, ValueError, NotImplementedError) as error:
-            if is_consequence(error):
-                raise  # another rank's end; that rank says why
-            wrong = f"{name} failed: {error}"
-            break
-        if not torch.allclose(found, right):
-            wrong = f"{name} gave {found.squeeze().tolist()}, expected {right.tolist()}"
-            break
-    for other, reason in enumerate(ranks.allgather(wrong)):
-        if reason:
-            raise collective_error(
-                LaunchError(
-                    f"torch {torch.__version__}, backend {world.backend}: {reason} on "
-                    f"rank {other}; --strategy {strategy} would train with wrong "
-                    "gradients.\nExpected torch 2.9 or newer, or another --strategy or "
-                    "--backend; `mpirun ... python -m mpitrain check` tries every "
-                    "collective"
-                )
-            )
 
 
 def autocast(config: StrategyConfig, world: World) -> AbstractContextManager[Any]:

@@ -21,7 +21,7 @@ from trainings import (
     trained,
 )
 
-from mpitrain.errors import LaunchError, UsageError
+from mpitrain.errors import UsageError
 from mpitrain.mpi.world import World
 from mpitrain.train import mixing
 from mpitrain.train.trainer import Trainer
@@ -74,21 +74,6 @@ def on_nodes(world: World, first: int) -> World:
         local_rank=nodes[node_rank].ranks.index(world.rank),
         local_world_size=len(nodes[node_rank].ranks),
     )
-
-
-def test_a_reduction_that_is_wrong_is_noticed_at_the_start(
-    world: World, summing: None
-) -> None:
-    trained(world, precision="fp32", epochs=1)  # DDP has no use for it
-    if world.world_size == 1:
-        return
-    with pytest.raises(LaunchError) as caught:
-        trained(world, precision="fp32", epochs=1, strategy="fsdp")
-    assert caught.value.reporting_rank == 0
-    said = str(caught.value)
-    assert f"torch {torch.__version__}, backend {world.backend}: " in said
-    assert "reduce_scatter_tensor (avg) gave" in said
-    assert "on rank 0" in said
 
 
 def test_settings_that_a_trainer_ignores_are_named_once(
