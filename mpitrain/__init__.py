@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     from mpitrain.record.recorder import Recorder
     from mpitrain.train.callbacks import Callback, StopRequested
     from mpitrain.train.evaluate import Evaluation
+    from mpitrain.train.metrics import TrainState
     from mpitrain.train.progress import EpochLines
-    from mpitrain.train.state import TrainState
     from mpitrain.train.trainer import Trainer
 
 __all__ = [
@@ -79,7 +79,7 @@ _HOMES = {
     "Evaluation": "train.evaluate",
     "Recorder": "record.recorder",
     "TrainConfig": "config",
-    "TrainState": "train.state",
+    "TrainState": "train.metrics",
     "Trainer": "train.trainer",
 }
 

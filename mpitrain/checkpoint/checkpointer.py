@@ -36,9 +36,8 @@ from mpitrain.record.run_dir import shown
 from mpitrain.record.runs import differences
 from mpitrain.train.callbacks import Callback, StopRequested
 from mpitrain.train.evaluate import score_of
-from mpitrain.train.metrics import EpochMetrics
+from mpitrain.train.metrics import EpochMetrics, TrainState
 from mpitrain.train.progress import say
-from mpitrain.train.state import TrainState
 from mpitrain.train.trainer import Trainer
 
 logger = logging.getLogger("mpitrain")

@@ -12,8 +12,7 @@ from mpitrain.config import DATA_DIR
 from mpitrain.data.in_memory import InMemory
 from mpitrain.data.iterable import IterableStyle
 from mpitrain.data.map_style import PAIR, MapStyle
-from mpitrain.data.pytree import digest
-from mpitrain.data.samples import PARTS
+from mpitrain.data.samples import PARTS, digest
 from mpitrain.data.workers import start_method
 from mpitrain.errors import DataError
 from mpitrain.mpi.shared_arrays import Communicator

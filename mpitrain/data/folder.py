@@ -22,12 +22,10 @@ LAYOUT = "train/CLASS/NAME.jpg and val/CLASS/NAME.jpg"
 class FolderReader(SampleReader):
     """Reads the images of one part."""
 
-    def __init__(
-        self, data_dir: Path, index: FileIndex, part: str, image_size: int
-    ) -> None:
-        super().__init__(data_dir, index, part, image_size)
-        self.names = index.arrays[f"{part}_names"]
-        self.ends = index.arrays[f"{part}_ends"]
+    def set_up(self, index: FileIndex) -> None:
+        """Take the names of the files from the index."""
+        self.names = index.arrays[f"{self.part}_names"]
+        self.ends = index.arrays[f"{self.part}_ends"]
 
     def path(self, index: int) -> Path:
         """Return the file of a sample."""

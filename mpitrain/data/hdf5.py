@@ -40,15 +40,14 @@ LAYOUTS = (
 class HDF5Reader(SampleReader):
     """Reads the samples of one part."""
 
-    def __init__(
-        self, data_dir: Path, index: FileIndex, part: str, image_size: int
-    ) -> None:
-        super().__init__(data_dir, index, part, image_size)
+    def set_up(self, index: FileIndex) -> None:
+        """Take the file and its layout from the index."""
         _h5py()
         _open_images.cache_clear()  # the file may have changed since the last scan
-        is_folder = data_dir.is_dir()
-        self.path = data_dir / index.facts["file"] if is_folder else data_dir
-        self.layout = index.facts["layouts"][part]
+        self.path = self.data_dir
+        if self.path.is_dir():
+            self.path /= index.facts["file"]
+        self.layout = index.facts["layouts"][self.part]
 
     def read(self, index: int, uniform: Uniform | None) -> tuple[Tensor, int]:
         """Return an image uint8 `(C, image_size, image_size)` and its label."""

@@ -49,13 +49,13 @@ NAME = re.compile(r"((?:.*/)?[^./]+)\.([^/]*)", re.DOTALL)
 class ShardReader(SampleReader):
     """Reads the samples of one part, in any order."""
 
-    def __init__(
-        self, data_dir: Path, index: FileIndex, part: str, image_size: int
-    ) -> None:
-        super().__init__(data_dir, index, part, image_size)
-        self.paths = tuple(data_dir / name for name in index.facts[f"{part}_shards"])
+    def set_up(self, index: FileIndex) -> None:
+        """Take the places of the samples from the index."""
+        self.paths = tuple(
+            self.data_dir / n for n in index.facts[f"{self.part}_shards"]
+        )
         self.shards, self.offsets, self.sizes = (
-            index.arrays[f"{part}_{name}"] for name in COLUMNS[:3]
+            index.arrays[f"{self.part}_{name}"] for name in COLUMNS[:3]
         )
         _open.cache_clear()  # a file may have changed since the last scan
 

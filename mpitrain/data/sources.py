@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from mpitrain.config import DATA_DIR, DataConfig
-from mpitrain.data import folder, hdf5, shards, synthetic, torchvision_sets
+from mpitrain.data import folder, hdf5, shards, torchvision_sets
 from mpitrain.data.custom import Samples, build_samples, load_custom
 from mpitrain.data.in_memory import InMemory
 from mpitrain.data.map_style import MapStyle
@@ -39,6 +39,9 @@ FORMATS: Mapping[str, tuple[Callable[[Path], FileIndex], type[SampleReader]]] = 
 
 DEFAULT_IMAGE_SIZE = 224
 MAX_WORKERS = 8  # of `--num-workers auto`
+
+GRID = 4  # rows and columns of coloured fields in an image
+NOISE_DIVISOR = 4  # a quarter of a byte's values is noise; the colours have the others
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,6 +107,38 @@ def digits(image_size: int | None = None) -> Data:
     )
 
 
+def make_synthetic(
+    num_samples: int, num_classes: int, image_size: int, seed: int = 0
+) -> dict[str, Array]:
+    """Make images that a small network can learn: coarse coloured fields, and noise.
+
+    There are `num_samples` training images, and a quarter as many, at least one, to
+    validate; the same for one seed on every machine. Arrays are as those of
+    `torchvision_sets.read`.
+    """
+    if num_samples < num_classes:
+        raise UsageError(
+            f"found {num_samples} samples for {num_classes} classes; expected one of "
+            "each: more --synthetic-samples, or fewer --synthetic-classes"
+        )
+    random = np.random.Generator(np.random.PCG64(seed))
+    fields = random.integers(
+        0, 256 - 256 // NOISE_DIVISOR, (num_classes, 3, GRID, GRID), dtype=np.uint8
+    )
+    field_of = np.arange(image_size) * GRID // image_size
+    patterns = fields[:, :, field_of][..., field_of]
+    arrays: dict[str, Array] = {}
+    for part, count in (("train", num_samples), ("val", max(1, num_samples // 4))):
+        labels = random.permutation(np.arange(count, dtype=np.int64) % num_classes)
+        inputs = patterns[labels]
+        # Whole bytes are drawn five times as fast as smaller numbers.
+        noise = random.integers(0, 256, inputs.shape, dtype=np.uint8)
+        noise //= NOISE_DIVISOR
+        inputs += noise
+        arrays |= {f"{part}_inputs": inputs, f"{part}_labels": labels}
+    return arrays
+
+
 def _load_whole(config: DataConfig, ranks: Communicator) -> Data:
     """Read a set whole on rank zero; each node holds it once."""
     name, data_dir = config.data, config.data_dir or DATA_DIR
@@ -111,7 +146,7 @@ def _load_whole(config: DataConfig, ranks: Communicator) -> Data:
     def read() -> Mapping[str, Array]:
         if name == "synthetic":
             size = config.image_size or DEFAULT_IMAGE_SIZE
-            return synthetic.make(
+            return make_synthetic(
                 config.synthetic_samples, config.synthetic_classes, size
             )
         if not torchvision_sets.find(name, data_dir):

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from mpitrain.config import TrainConfig
 from mpitrain.data.custom import Samples, build_samples
@@ -32,6 +32,7 @@ from mpitrain.train import mixing
 from mpitrain.train.evaluate import BATCH_SIZE, Evaluation, MetricsFn, evaluate
 from mpitrain.train.features import features_of
 from mpitrain.train.loader import BatchLoader, RankStep
+from mpitrain.train.metrics import TrainState
 from mpitrain.train.optimizer import LossScale, OptimizerWrapper, build_optimizer
 from mpitrain.train.parallel import (
     BatchNorm,
@@ -43,7 +44,6 @@ from mpitrain.train.parallel import (
     prepare_model,
 )
 from mpitrain.train.plan import Plan, Stage
-from mpitrain.train.state import TrainState
 
 logger = logging.getLogger("mpitrain")
 
@@ -81,7 +81,6 @@ class Engine:
         self.ranks = communicator(world)
         self._find_unused = find_unused_parameters
         self._can_cache_features = can_cache_features
-        self._has_mixed = False
         self._check_config()
         self.strategy = choose_strategy(config, world)
         self._train = self._samples(train_data, "the training data")
@@ -202,25 +201,6 @@ class Engine:
             with_partner=mixing.is_mixing(self.config),
         )
         yield from self.train_loader.steps(rank_shard, state.epoch)
-
-    def check_mixed(self) -> None:
-        """Check that the loss was of mixed samples, if mixup or cutmix is on."""
-        if not self._has_mixed:
-            mixing.refuse_mixing(
-                self.config,
-                "is done in Trainer.compute_loss: call super().compute_loss(batch) "
-                "in yours, or leave out the flag",
-            )
-
-    def mix_of(self, epoch: int, step: int, inputs: Any) -> mixing.Mix | None:
-        """Return how the samples of a step are mixed; local."""
-        if not mixing.is_mixing(self.config):
-            return None
-        if not isinstance(inputs, Tensor) or inputs.ndim != NUM_DIMENSIONS:
-            mixing.refuse_mixing(self.config, "is for images, found other inputs")
-        self._has_mixed = True
-        height, width = inputs.shape[-2:]
-        return mixing.draw_mix(self.config, epoch, step, (height, width))
 
     def take_samples_per_shard(self) -> list[int]:
         """Return the samples of each shard of an iterable set read since the last."""

@@ -16,8 +16,7 @@ from torch import Tensor
 from mpitrain.data.custom import Samples
 from mpitrain.data.in_memory import InMemory
 from mpitrain.data.iterable import IterableStyle
-from mpitrain.data.pytree import select_rows, to_device, to_dtype
-from mpitrain.data.samples import LoadedBatch
+from mpitrain.data.samples import LoadedBatch, select_rows, to_device, to_dtype
 from mpitrain.data.sharding import Indices, RankShard
 from mpitrain.data.transforms import ImageTransform
 from mpitrain.mpi.world import World

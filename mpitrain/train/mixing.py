@@ -7,12 +7,14 @@ that is, and all samples of a step are mixed alike.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from mpitrain.config import LearningConfig
+from mpitrain.data.transforms import NUM_DIMENSIONS
 from mpitrain.errors import UsageError
 
 
@@ -35,10 +37,12 @@ class Mix:
         return mixed
 
 
-def draw_mix(
-    config: LearningConfig, epoch: int, step: int, size: tuple[int, int]
-) -> Mix:
-    """Draw the mix of a step, for images of (height, width); equal on all ranks."""
+def draw_mix(config: LearningConfig, epoch: int, step: int, inputs: Any) -> Mix | None:
+    """Draw the mix of a step, equal on all ranks; ``None`` if nothing is mixed."""
+    if not is_mixing(config):
+        return None
+    if not isinstance(inputs, Tensor) or inputs.ndim != NUM_DIMENSIONS:
+        refuse_mixing(config, "is for images, found other inputs")
     generator = np.random.Generator(np.random.PCG64([config.seed, epoch, step, 77]))
     both = config.mixup > 0 and config.cutmix > 0
     pastes = generator.random() < 0.5 if both else config.cutmix > 0
@@ -46,7 +50,7 @@ def draw_mix(
     weight = float(generator.beta(alpha, alpha))
     if not pastes:
         return Mix(weight=weight, box=None)
-    height, width = size
+    height, width = inputs.shape[-2:]
     half = 0.5 * (1 - weight) ** 0.5
     row, column = generator.random(2)
     top, bottom = (int(np.clip((row + s * half) * height, 0, height)) for s in (-1, 1))

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import logging
 import math
-from typing import Any
 
 import numpy as np
-import torch.distributed as dist
 
-from mpitrain.config import LearningConfig
 from mpitrain.errors import NonFiniteError, collective_error
-from mpitrain.mpi.world import World
-from mpitrain.train.optimizer import LossScale
-from mpitrain.train.state import TrainState
+from mpitrain.train.engine import Engine
+from mpitrain.train.metrics import TrainState
 from mpitrain.train.step_metrics import Losses
 
 logger = logging.getLogger("mpitrain")
@@ -22,26 +18,20 @@ MAX_NAMED = 16  # samples that a message names
 
 
 def handle_nonfinite(
-    losses: list[Losses],
-    grad_norm: float,
-    scale: LossScale,
-    state: TrainState,
-    world: World,
-    config: LearningConfig,
+    losses: list[Losses], grad_norm: float, state: TrainState, engine: Engine
 ) -> None:
-    """Skip a step that was not applied, or stop. Collective over the default group.
+    """Skip a step that was not applied, or stop. Collective over all ranks.
 
     Raises:
         NonFiniteError: Names rank, step and samples; on every rank or on none.
     """
+    world, scale = engine.world, engine.optimizer.scale
     mine = [
         (float(total), indices.tolist())
         for indices, total in losses
         if len(indices) and not math.isfinite(float(total))
     ]
-    found: list[Any] = [mine] * world.world_size
-    if world.world_size > 1:
-        dist.all_gather_object(found, mine)
+    found = engine.ranks.allgather(mine)
     if not any(found) and scale.can_shrink:
         scale.shrink()  # too large for fp16 alone, as happens when scales are tried
         return
@@ -61,7 +51,7 @@ def handle_nonfinite(
             f"the loss is {loss} {where} on rank {rank}/{world.world_size} {host}, "
             f"samples {_list_samples(samples)}"
         )
-    if config.on_nonfinite == "stop":
+    if engine.config.on_nonfinite == "stop":
         raise collective_error(
             NonFiniteError(
                 f"{reason}.\nThe weights are those after step {step - 1}. Look at "

@@ -17,7 +17,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from mpitrain.config import StrategyConfig
-from mpitrain.data.pytree import to_dtype
+from mpitrain.data.samples import to_dtype
 from mpitrain.errors import UsageError, collective_error
 from mpitrain.mpi.world import World
 

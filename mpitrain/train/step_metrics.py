@@ -23,8 +23,8 @@ from mpitrain.train.metrics import (
     NUM_PHASES,
     StepMetrics,
     Throughput,
+    TrainState,
 )
-from mpitrain.train.state import TrainState
 from mpitrain.train.timer import StepSeconds
 
 SYNC_SECONDS = 2.0  # about how often the ranks synchronize the metrics of their steps

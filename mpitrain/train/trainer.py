@@ -28,6 +28,7 @@ from mpitrain.launch.current import heartbeat
 from mpitrain.launch.init import init
 from mpitrain.mpi.collectives import all_or_none, world_comm
 from mpitrain.mpi.world import World
+from mpitrain.train import mixing
 from mpitrain.train.callbacks import Callback, StopRequested
 from mpitrain.train.checks import (
     NOT_IGNORED,
@@ -39,11 +40,10 @@ from mpitrain.train.checks import (
 from mpitrain.train.engine import Engine
 from mpitrain.train.evaluate import Evaluation, LossFn, MetricsFn, sum_over_samples
 from mpitrain.train.loader import Batch, RankStep
-from mpitrain.train.metrics import StepMetrics
+from mpitrain.train.metrics import StepMetrics, TrainState
 from mpitrain.train.nonfinite import handle_nonfinite
 from mpitrain.train.parallel import configure_precision
 from mpitrain.train.progress import EpochLines
-from mpitrain.train.state import TrainState
 from mpitrain.train.step_metrics import THROUGHPUT_SECONDS, Losses, PendingSteps
 from mpitrain.train.timer import StepTimes, Timer, make_timer
 
@@ -119,7 +119,7 @@ class Trainer:
         self._owns_job = world is None
         self._warns = callbacks is None
         self._final_state: dict[str, Any] | None = None  # if the job ends with `fit`
-        self._is_set_up = False
+        self._is_set_up = self._has_mixed = False
         self._loss, self._metrics = loss, metrics
         self._labels_to_check = {"training", "validation"}
         self._hooks: dict[str, list[Callable[..., None]]] = {}
@@ -330,7 +330,8 @@ class Trainer:
             batch: Inputs and targets, on this rank's device.
         """
         epoch, step = self.state.epoch, self._step_number
-        mix = self.engine.mix_of(epoch, step, batch.inputs)
+        mix = mixing.draw_mix(self.config, epoch, step, batch.inputs)
+        self._has_mixed = True
         if mix is None:
             return self.loss(self.forward(batch.inputs), batch.targets)
         outputs = self.forward(mix.apply(batch.inputs))
@@ -488,19 +489,22 @@ class Trainer:
     def _sum_of_losses(self, batch: Batch) -> Tensor:
         try:
             losses = self.compute_loss(batch)
-            self.engine.check_mixed()
+            if not self._has_mixed:
+                mixing.refuse_mixing(
+                    self.config,
+                    "is done in Trainer.compute_loss: call super().compute_loss(batch) "
+                    "in yours, or leave out the flag",
+                )
             return sum_over_samples(losses, len(batch), batch.num_rows)
         except WrongLabel as wrong:
             raise wrong.named(batch.indices) from None
 
     def _handle_nonfinite(self, losses: list[Losses], grad_norm: float) -> None:
         """Skip a step that was not applied, or end the training."""
-        state, engine = self.state, self.engine
-        scale = engine.optimizer.scale
         heartbeat("a step that is not finite")  # there is no optimizer step to tell it
         try:
-            handle_nonfinite(losses, grad_norm, scale, state, engine.world, self.config)
+            handle_nonfinite(losses, grad_norm, self.state, self.engine)
         except NonFiniteError:
             self.sync_metrics(flush=True)  # report the steps before
             raise
-        state.skipped_steps += 1
+        self.state.skipped_steps += 1

@@ -24,7 +24,7 @@ from mpitrain.errors import DataError, UsageError
 from mpitrain.mpi.shared_arrays import Communicator, communicator
 from mpitrain.mpi.world import World
 from mpitrain.train.callbacks import Callback
-from mpitrain.train.state import TrainState
+from mpitrain.train.metrics import TrainState
 from mpitrain.train.trainer import Trainer
 
 NUM = 12

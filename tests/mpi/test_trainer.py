@@ -119,7 +119,8 @@ def test_samples_are_mixed_with_the_one_before_them_in_the_step(
     config = config_of(**flags)
 
     def prepare(x: Tensor, y: Tensor, epoch: int, step: int) -> Any:
-        mix = mixing.draw_mix(config, epoch, step, (8, 8))
+        mix = mixing.draw_mix(config, epoch, step, x)
+        assert mix is not None
         mixed = mix.apply(torch.cat([x[-1:], x]))
         before = y.roll(1)
 

@@ -24,7 +24,7 @@ from mpitrain.checkpoint.storage import SavePlanner, TensorWriter, with_files
 from mpitrain.errors import DataError
 from mpitrain.mpi.shared_arrays import SingleProcess
 from mpitrain.mpi.world import World
-from mpitrain.train.state import TrainState
+from mpitrain.train.metrics import TrainState
 
 NAMES = ("SHA256SUMS", "metadata.json", "rank-0.bin", "tensors.json")
 

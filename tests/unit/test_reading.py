@@ -28,8 +28,8 @@ from mpitrain.train.metrics import (
     EpochMetrics,
     StepMetrics,
     Throughput,
+    TrainState,
 )
-from mpitrain.train.state import TrainState
 from mpitrain.train.timer import Timer
 
 

@@ -28,8 +28,7 @@ from mpitrain.record.jsonl import JsonlWriter
 from mpitrain.record.rank_times import RankTimes
 from mpitrain.record.runs import open_run
 from mpitrain.train.evaluate import Evaluation
-from mpitrain.train.metrics import COMMUNICATION, PHASES, StepMetrics
-from mpitrain.train.state import TrainState
+from mpitrain.train.metrics import COMMUNICATION, PHASES, StepMetrics, TrainState
 from mpitrain.train.timer import StepSeconds, StepTimes, Timer
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from mpitrain.data import synthetic
+from mpitrain.data.sources import make_synthetic
 from mpitrain.errors import UsageError
 
 
@@ -17,7 +17,7 @@ from mpitrain.errors import UsageError
 def test_the_set_has_the_size_asked_for(
     num_samples: int, num_classes: int, image_size: int, num_val: int
 ) -> None:
-    arrays = synthetic.make(num_samples, num_classes, image_size)
+    arrays = make_synthetic(num_samples, num_classes, image_size)
     for part, count in (("train", num_samples), ("val", num_val)):
         inputs, labels = arrays[f"{part}_inputs"], arrays[f"{part}_labels"]
         assert inputs.shape == (count, 3, image_size, image_size)
@@ -30,8 +30,8 @@ def test_the_set_has_the_size_asked_for(
 
 
 def test_the_seed_decides_every_pixel() -> None:
-    first, again = synthetic.make(20, 4, 8, seed=3), synthetic.make(20, 4, 8, seed=3)
-    other = synthetic.make(20, 4, 8, seed=4)
+    first, again = make_synthetic(20, 4, 8, seed=3), make_synthetic(20, 4, 8, seed=3)
+    other = make_synthetic(20, 4, 8, seed=4)
     for name, array in first.items():
         assert (array == again[name]).all()
         assert (array != other[name]).any()
@@ -41,11 +41,11 @@ def test_the_seed_decides_every_pixel() -> None:
 
 def test_more_classes_than_samples_are_refused() -> None:
     with pytest.raises(UsageError, match=r"found 4 samples for 10 classes; .*--synth"):
-        synthetic.make(4, 10, 8)
+        make_synthetic(4, 10, 8)
 
 
 def test_a_small_convnet_learns_it() -> None:
-    made = synthetic.make(256, 10, 16)
+    made = make_synthetic(256, 10, 16)
     arrays = {name: torch.from_numpy(array) for name, array in made.items()}
     torch.manual_seed(0)
     model = torch.nn.Sequential(
