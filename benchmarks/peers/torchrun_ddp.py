@@ -27,7 +27,7 @@ DIGITS = Path(__file__).parents[2] / "mpitrain" / "data" / "digits" / "digits.np
 
 
 class ConvNet(nn.Module):
-    """The network of `mpitrain.models.convnet`, written again."""
+    """The network of `mpitrain.models.build`, written again."""
 
     def __init__(self) -> None:
         super().__init__()

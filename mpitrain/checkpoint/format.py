@@ -43,8 +43,8 @@ MAX_JSON_BYTES = 1 << 28
 
 TENSOR_FILE = re.compile(r"rank-\d+\.bin")
 
-NOT_THERE = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
-"""Errors of a file that is missing; others may be a file server's that is ill."""
+# A missing file; other errors may be a file server's that is ill.
+NOT_THERE = FileNotFoundError, IsADirectoryError, NotADirectoryError
 
 
 class BrokenCheckpoint(DataError):

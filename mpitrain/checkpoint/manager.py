@@ -154,12 +154,9 @@ class CheckpointManager:
         return -ended, self._failed  # negative: the maximum is of the slowest rank
 
     def update(self, numbers: Sequence[int]) -> Outcome | None:
-        """Continue with the maximum over ranks of each number of `report`.
+        """Take the maximum over ranks of each number of `report`; collective.
 
-        Collective over all ranks.
-
-        Returns:
-            The result of a checkpoint, once it is known.
+        Returns the result of a checkpoint, once it is known.
         """
         if self._current is None or -numbers[0] < self._number:
             return None  # nothing to do, or a rank still writes

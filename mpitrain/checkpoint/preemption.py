@@ -37,12 +37,8 @@ REASONS = (
 
 TIME, FILE, USR2, TERM = range(1, 5)
 
-FIRST_MARGIN_SECONDS = 20.0
-"""Time for the end of the job, beside checkpoints: other ranks, the launcher."""
-
-MAX_MARGIN_FRACTION = 0.2
-"""Of the time that was left at the start, the most that is kept for the end."""
-
+FIRST_MARGIN_SECONDS = 20.0  # to end the job, beside checkpoints: ranks, launcher
+MAX_MARGIN_FRACTION = 0.2  # of the time left at the start, at most kept for the end
 FILE_SECONDS = 1.0  # how often the stop file is looked for
 
 

@@ -20,8 +20,8 @@ from mpitrain.checkpoint.preemption import (
     PreemptionHandler,
     forget_stop,
 )
-from mpitrain.checkpoint.reader import CheckpointReader
 from mpitrain.checkpoint.resume import find_checkpoint, hosts_without
+from mpitrain.checkpoint.storage import CheckpointReader
 from mpitrain.checkpoint.tensors import (
     load_model,
     load_optimizer,

@@ -46,6 +46,7 @@ from mpitrain.checkpoint.format import (
     write_durably,
     write_sums,
 )
+from mpitrain.checkpoint.layout import Checkpoint
 from mpitrain.launch.current import heartbeat
 
 ALIGNMENT = 64  # each tensor begins at a multiple of so many bytes
@@ -57,16 +58,8 @@ DTYPES = {
 }
 """By the names in the files."""
 
-
-NO_INDEX = (
-    KeyError,
-    TypeError,
-    ValueError,
-    AttributeError,
-    OverflowError,
-    RuntimeError,
-)
-"""Errors of an index that makes no sense; the last two are of `torch.Size`."""
+# Of an index that makes no sense; the last two are of `torch.Size`.
+NO_INDEX = KeyError, TypeError, ValueError, AttributeError, OverflowError, RuntimeError
 
 
 class Stored(NamedTuple):
@@ -154,10 +147,7 @@ class LoadPlanner(DefaultLoadPlanner):
 
 
 class HostMemory:
-    """Host memory for copies of tensors, reused by the next checkpoint.
-
-    It is pinned where a GPU copies into it.
-    """
+    """Host memory for copies of tensors, reused; pinned where a GPU copies into it."""
 
     def __init__(self, *, pinned: bool) -> None:
         self._pinned = pinned
@@ -248,10 +238,7 @@ class TensorWriter:
         ]
 
     def commit(self, index: Metadata, results: list[list[WriteResult]]) -> None:
-        """Write the other files, and rename the folder.
-
-        On rank zero, when all ranks have written.
-        """
+        """Write the other files, and rename the folder; on rank zero, last."""
         self._make_folder()
         stored = {result.index: result.storage_data for of in results for result in of}
         sums = {where.file: where.digest for where in stored.values()}
@@ -269,10 +256,7 @@ class TensorWriter:
             sync_folder(self.path.parent)
 
     def _make_folder(self) -> None:
-        """Make the folder, in a run folder that exists.
-
-        Where that is gone its disk is: nothing must be written where it was mounted.
-        """
+        """Make the folder; not the run folder: where that is gone, its disk is."""
         self.path.parent.mkdir(exist_ok=True)
         self.unfinished.mkdir(exist_ok=True)
 
@@ -290,27 +274,45 @@ def read_index(path: Path) -> Metadata:
     return from_json(path, read_json(path, TENSORS))
 
 
-def read_tensors(path: Path, index: Metadata, tensors: Mapping[str, Tensor]) -> None:
-    """Read into tensors by name, in place; of sharded ones this rank's shard; local."""
-    planner = LoadPlanner()
-    planner.set_up_planner(dict(tensors), index, is_coordinator=False)
-    try:
-        plan = planner.create_local_plan()
-    except (RuntimeError, ValueError) as error:
-        raise BrokenCheckpoint(path, str(error)) from None
-    last: tuple[MetadataIndex, Tensor] | None = None
-    places = index.storage_data
-    for item in sorted(plan.items, key=lambda item: places[item.storage_index]):
-        if last is None or last[0] != item.storage_index:
-            last = item.storage_index, _read_chunk(path, index, item.storage_index)
-        found = last[1]
-        for dim, (start, length) in enumerate(
-            zip(item.storage_offsets, item.lengths, strict=True)
-        ):
-            found = found.narrow(dim, start, length)
-        target = planner.resolve_tensor(item).detach()
-        target.copy_(found)
-        planner.commit_tensor(item, target)
+class CheckpointReader:
+    """Reads tensors and `metadata`, in the current format, of a checkpoint; local."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self.checkpoint = checkpoint
+        self.metadata: dict[str, Any] = checkpoint.metadata()
+        self._index = read_index(checkpoint.path)
+
+    def tensor_metadata(self, prefix: str) -> dict[str, TensorStorageMetadata]:
+        """Return shape and dtype of the tensors with a prefix, by the rest."""
+        found = self._index.state_dict_metadata
+        return {
+            name.removeprefix(prefix): of
+            for name, of in found.items()
+            if name.startswith(prefix) and isinstance(of, TensorStorageMetadata)
+        }
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Read into tensors by name, in place; of sharded ones this rank's shard."""
+        path, index = self.checkpoint.path, self._index
+        planner = LoadPlanner()
+        planner.set_up_planner(dict(tensors), index, is_coordinator=False)
+        try:
+            plan = planner.create_local_plan()
+        except (RuntimeError, ValueError) as error:
+            raise BrokenCheckpoint(path, str(error)) from None
+        last: tuple[MetadataIndex, Tensor] | None = None
+        places = index.storage_data
+        for item in sorted(plan.items, key=lambda item: places[item.storage_index]):
+            if last is None or last[0] != item.storage_index:
+                last = item.storage_index, _read_chunk(path, index, item.storage_index)
+            found = last[1]
+            for dim, (start, length) in enumerate(
+                zip(item.storage_offsets, item.lengths, strict=True)
+            ):
+                found = found.narrow(dim, start, length)
+            target = planner.resolve_tensor(item).detach()
+            target.copy_(found)
+            planner.commit_tensor(item, target)
 
 
 def _read_chunk(path: Path, index: Metadata, at: MetadataIndex) -> Tensor:

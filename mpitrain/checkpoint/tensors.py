@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from mpitrain.checkpoint.format import check_json
-from mpitrain.checkpoint.reader import CheckpointReader
+from mpitrain.checkpoint.storage import CheckpointReader
 from mpitrain.data.randomness import rank_seed
 from mpitrain.errors import UsageError, collective_error
 from mpitrain.mpi.world import World
@@ -58,10 +58,7 @@ def tensors_to_save(
 
 
 def split_state(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the tensors of a model's ``state_dict``, and the rest.
-
-    The rest is what modules return from `get_extra_state`.
-    """
+    """Return a ``state_dict``'s tensors, and what `get_extra_state` returned."""
     tensors: dict[str, Tensor] = {}
     others: dict[str, Any] = {}
     for name, value in model.state_dict().items():

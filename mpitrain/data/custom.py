@@ -19,8 +19,7 @@ from mpitrain.mpi.shared_arrays import Communicator
 from mpitrain.mpi.world import World
 from mpitrain.plugins import call_with_known, load_reference
 
-ONE_PASS_MODULES = ("builtins", "itertools")
-"""Modules whose iterators, such as generators, cannot begin again."""
+ONE_PASS_MODULES = ("builtins", "itertools")  # their iterators cannot begin again
 
 
 def load_custom(reference: str, data_dir: Path | None) -> tuple[Sequence[Any], int]:

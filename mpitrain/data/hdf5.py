@@ -28,8 +28,7 @@ from mpitrain.data.samples import (
 )
 from mpitrain.errors import DataError, UsageError
 
-ENCODED = "encoded"
-"""The layout of images that are files, such as JPEG, each as its bytes."""
+ENCODED = "encoded"  # the layout of images that are files, such as JPEG, as bytes
 
 LAYOUTS = (
     "uint8 (N, H, W), (N, H, W, C) with C up to 4, or (N, C, H, W) with C less than H "

@@ -27,9 +27,7 @@ EXTENSIONS = frozenset(
 )
 """Extensions of image files, in lower case."""
 
-RESIZE_RATIO = 256 / 224
-"""Of resize to crop in evaluation, as in torchvision's references."""
-
+RESIZE_RATIO = 256 / 224  # of resize to crop in evaluation, as in torchvision
 MIN_AREA = 0.08  # smallest fraction of an image's area that a random crop shows
 
 

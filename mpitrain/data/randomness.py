@@ -59,10 +59,7 @@ def _mixed(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 @contextlib.contextmanager
 def seeded(seed: int, epoch: int, index: int) -> Iterator[None]:
-    """Seed torch, numpy and `random` for one sample, and restore them afterwards.
-
-    For custom data sets, whose transforms draw from these generators.
-    """
+    """Seed torch, numpy and `random` for one sample of a custom data set."""
     import torch
 
     of_sample = int(uniform(seed, epoch, np.array([index]), 1, "sample")[0, 0] * 2**32)

@@ -47,10 +47,7 @@ class FileIndex:
 
 
 class LoadedBatch(NamedTuple):
-    """The samples of one batch, as they were read.
-
-    A tuple, so that torch finds the tensors in it that it pins.
-    """
+    """The samples of one batch, as read; a tuple, so that torch pins its tensors."""
 
     inputs: Any
     """Tensor `(N, ...)`, or dicts, lists and tuples of such; ``None`` if N is 0."""

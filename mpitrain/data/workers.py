@@ -23,11 +23,8 @@ from mpitrain.errors import DataError
 
 StartMethod = Literal["fork", "forkserver"]
 
-DEAD_WORKER = "DataLoader worker (pid"
-"""How torch's message about a killed worker begins."""
-
-DEATH_SECONDS = 1.0
-"""How much later than the end of its socket the death of a worker is known."""
+DEAD_WORKER = "DataLoader worker (pid"  # torch's message about a killed worker
+DEATH_SECONDS = 1.0  # from the end of a worker's socket until its death is known
 
 MAX_FOLDER_BYTES = 107 - len("/pymp-12345678/listener-12345678")
 """Maximum length of a folder's name for the workers' sockets; unix(7) allows 107 bytes
@@ -46,10 +43,7 @@ def start_method(num_nodes: int) -> StartMethod:
 
 
 def worker_context(method: StartMethod) -> BaseContext:
-    """Return the multiprocessing context of workers.
-
-    The fork server imports torch and our readers once, not each worker in each epoch.
-    """
+    """Return the context of workers; a fork server imports torch once for all."""
     context = multiprocessing.get_context(method)
     if method == "forkserver":
         context.set_forkserver_preload(["mpitrain.data.sources"])
@@ -57,15 +51,13 @@ def worker_context(method: StartMethod) -> BaseContext:
 
 
 def build_loader(dataset: Any, **options: Any) -> DataLoader[Any]:
-    """Return a DataLoader whose workers end with their rank.
-
-    It draws no random number of this process, which would change the model's.
-    """
+    """Return a DataLoader whose workers end with their rank."""
     if options.get("num_workers"):
         if len(os.fsencode(tempfile.gettempdir())) > MAX_FOLDER_BYTES:
             tempfile.tempdir = "/tmp"  # else workers could hand over nothing, and hang
         util.get_temp_dir()  # the rank's, which removes it at its end
         _start_helpers(options.get("multiprocessing_context"))
+    # A generator of its own: a number from this process's would change the model's.
     options |= {"worker_init_fn": _end_with_rank, "generator": torch.Generator()}
     with _no_worker_warning():
         return DataLoader(dataset, **options)

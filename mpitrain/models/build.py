@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from mpitrain.errors import UsageError
 from mpitrain.models import hub, timm, torchvision
-from mpitrain.models.convnet import ConvNet
 from mpitrain.models.layers import Sizes, check_is_module
 from mpitrain.models.weights import is_file_name, load_state, read_state
 from mpitrain.plugins import call_with_known, is_reference, load_reference
@@ -99,3 +99,22 @@ def library_of(name: str) -> ModuleType | None:
 
 def _named(weights: str | None) -> str | None:
     return None if weights is None or is_file_name(weights) else weights
+
+
+class ConvNet(nn.Module):
+    """The default model: no batch norm or dropout, the same at any world size."""
+
+    def __init__(self, num_classes: int, in_channels: int, image_size: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(in_channels, 16, kernel_size=3, padding=1)
+        self.conv2 = nn.Conv2d(16, 32, kernel_size=3, stride=2, padding=1)
+        pooled_size = -(-image_size // 2)
+        self.hidden = nn.Linear(32 * pooled_size * pooled_size, 40)
+        self.head = nn.Linear(40, num_classes)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Map images `(N, C, H, W)` to scores `(N, num_classes)`."""
+        x = F.relu(self.conv1(images))
+        x = F.relu(self.conv2(x))
+        x = F.relu(self.hidden(x.flatten(1)))
+        return self.head(x)  # type: ignore[no-any-return]

@@ -16,9 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from mpitrain.errors import DataError, UsageError
-from mpitrain.models.head import HEAD_NAMES, WithHead
 from mpitrain.models.layers import (
+    HEAD_NAMES,
     Sizes,
+    WithHead,
     check_is_module,
     fit_first_conv,
     try_one_image,

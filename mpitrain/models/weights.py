@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from mpitrain.errors import DataError, UsageError
-from mpitrain.models.head import head_of
-from mpitrain.models.layers import adapt_filters, first_conv
+from mpitrain.models.layers import adapt_filters, first_conv, head_of
 
 SUFFIXES = frozenset({".pt", ".pth", ".safetensors", ".bin", ".ckpt", ".tar"})
 STATE_KEYS = (

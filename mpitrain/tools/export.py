@@ -22,7 +22,8 @@ from mpitrain.checkpoint.layout import (
     checkpoint_at,
     list_checkpoints,
 )
-from mpitrain.checkpoint.reader import CheckpointReader, check
+from mpitrain.checkpoint.resume import check
+from mpitrain.checkpoint.storage import CheckpointReader
 from mpitrain.checkpoint.tensors import EMA, MODEL
 from mpitrain.errors import UsageError
 from mpitrain.models.build import build_model

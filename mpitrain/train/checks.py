@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from mpitrain.data.sharding import Indices
 from mpitrain.errors import DataError
 
-NOT_IGNORED = -(2**31)
-"""For ``ignore_index``: cross-entropy ignores no label, not even -100."""
+NOT_IGNORED = -(2**31)  # as ``ignore_index``: no label is ignored, not even -100
 
 
 class WrongLabel(DataError):

@@ -25,7 +25,7 @@ from mpitrain.data.transforms import (
     imagenet_statistics,
 )
 from mpitrain.errors import UsageError, collective_error
-from mpitrain.models.head import head_of
+from mpitrain.models.layers import head_of
 from mpitrain.mpi.shared_arrays import communicator
 from mpitrain.mpi.world import World
 from mpitrain.train import mixing

@@ -78,10 +78,7 @@ def evaluate(
     metrics: MetricsFn,
     on_batch_end: Callable[[], object] = lambda: None,
 ) -> Evaluation:
-    """Compute the metrics of a model, over every sample exactly once.
-
-    Collective over the default group. The model is in evaluation mode.
-    """
+    """Compute the metrics over every sample once; collective, in evaluation mode."""
     sums: dict[str, Tensor] = {}
     count = 0
     for step in loader.steps(rank_shard, epoch=0):

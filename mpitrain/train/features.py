@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from mpitrain.data.in_memory import InMemory
 from mpitrain.data.sharding import RankShard
 from mpitrain.launch.current import heartbeat
-from mpitrain.models.head import split_head
+from mpitrain.models.layers import split_head
 from mpitrain.mpi.shared_arrays import Communicator
 from mpitrain.mpi.world import World
 from mpitrain.train.loader import BatchLoader

@@ -87,10 +87,7 @@ class BatchLoader:
         return self._load(nothing, with_partner=False, epoch=0)
 
     def steps(self, rank_shard: RankShard, epoch: int) -> Iterator[RankStep]:
-        """Yield this rank's part of every step.
-
-        Collective over the default group, where samples may be missing.
-        """
+        """Yield this rank's part of every step; collective if some may be missing."""
         if self.samples.may_skip:
             yield from self._of_unknown_size(rank_shard, epoch)
             return
@@ -130,11 +127,7 @@ class BatchLoader:
                 start = stop
 
     def _of_unknown_size(self, rank_shard: RankShard, epoch: int) -> Iterator[RankStep]:
-        """Yield steps whose size is known only after reading.
-
-        The next step is read, and its size all-reduced, while the current one is
-        computed.
-        """
+        """Yield steps whose size is known after reading; the next is read ahead."""
         self.num_shards = 0
         self.samples_per_shard.clear()
         if isinstance(self.samples, IterableStyle):

@@ -29,8 +29,7 @@ FUSED = ("sgd", "adam", "adamw", "adagrad")
 """Have a fused kernel, on the CPU, too; not for the weights that FSDP shards (torch
 2.15: "aten._fused_sgd_.default does not have a sharding strategy")."""
 
-SCALE_GROWTH_INTERVAL = 2000
-"""Applied steps after which the fp16 loss scale is doubled, as in `torch.amp`."""
+SCALE_GROWTH_INTERVAL = 2000  # steps until the fp16 loss scale doubles, as in torch.amp
 
 INITIAL_SCALE = 65536.0
 
@@ -210,13 +209,10 @@ class OptimizerWrapper:
         self._model.reshard()
 
     def step(self) -> tuple[float, bool]:
-        """Clip and apply the gradients, if they are finite.
+        """Clip and apply the gradients, if they are finite; collective if sharded.
 
-        Collective over the default group, where weights or optimizer are sharded.
-
-        Returns:
-            The norm of the gradient before clipping, and whether the weights have
-            changed; equal on all ranks.
+        Returns the norm of the gradient before clipping, and whether the weights have
+        changed; equal on all ranks.
         """
         found = (weight.grad for weight in self._weights)
         gradients = [gradient for gradient in found if gradient is not None]

@@ -159,10 +159,7 @@ class ParallelModel:
         return to_dtype(outputs, torch.float32)
 
     def broadcast_buffers(self) -> None:
-        """Broadcast rank zero's buffers before a step, as DDP does in its forward pass.
-
-        Not left to DDP, so that waiting for rank zero is not measured as computing.
-        """
+        """Broadcast rank zero's buffers; not left to DDP, so that it is timed."""
         broadcast: Any = vars(dist)["_broadcast_coalesced"]  # what DDP calls
         broadcast(dist.group.WORLD, self.buffers, BUCKET_BYTES, 0)
 
@@ -175,10 +172,7 @@ class ParallelModel:
         return nullcontext()
 
     def reshard(self) -> None:
-        """Forget gathered weights, which have changed; local.
-
-        FSDP keeps the root module's after a forward pass without a backward pass.
-        """
+        """Free the weights that FSDP keeps gathered: they have changed; local."""
         if self.strategy == "fsdp":
             from torch.distributed.fsdp import FSDPModule
 
@@ -213,10 +207,7 @@ def copy_to_cpu(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def prepare_model(model: nn.Module, world: World, config: StrategyConfig) -> nn.Module:
-    """Move a model to this rank's device, in the configured form.
-
-    Collective over the default group: weights and buffers become rank zero's.
-    """
+    """Move a model to this rank's device, with rank zero's weights; collective."""
     if config.sync_batchnorm:
         convert: Any = nn.SyncBatchNorm.convert_sync_batchnorm
         model = convert(model)

@@ -125,10 +125,7 @@ class PendingSteps:
         return list(map(StepMetrics, epochs, numbers, losses, lrs, norms))
 
     def take_throughput(self, min_seconds: float) -> Throughput | None:
-        """Return the throughput since the last one, if it covers so many seconds.
-
-        Collective over the default group.
-        """
+        """Return the throughput since the last one, if it covers enough; collective."""
         if not self._num_samples or self._max_seconds < min_seconds:
             return None
         is_cpu = self._device == "cpu"
@@ -142,10 +139,7 @@ class PendingSteps:
 
 
 def all_gather(numbers: array[float], device: str) -> NDArray[np.float64]:
-    """Gather as many numbers of each rank: `(world_size, length)`.
-
-    Collective over the default group, which carries tensors of this device.
-    """
+    """Gather as many numbers of each rank, `(world_size, length)`; collective."""
     world_size = dist.get_world_size()
     if world_size == 1:
         return np.array([numbers])
@@ -156,10 +150,7 @@ def all_gather(numbers: array[float], device: str) -> NDArray[np.float64]:
 
 
 def _sums_of(steps: list[_Step]) -> list[float]:
-    """Return the loss sum of each step on this rank, and then its sample counts.
-
-    For many steps at once: in every step it would be some kernels more.
-    """
+    """Return each step's loss sum on this rank, then its sample counts; few kernels."""
     losses = [micro_batch for step in steps for micro_batch in step.losses]
     totals = iter(torch.stack([micro_batch.total for micro_batch in losses]).tolist())
     nums = iter([len(micro_batch.indices) for micro_batch in losses])

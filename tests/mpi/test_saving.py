@@ -19,7 +19,8 @@ from trainings import Net, config_of, some
 from mpitrain.checkpoint import layout, storage
 from mpitrain.checkpoint.checkpointer import Checkpointer
 from mpitrain.checkpoint.manager import CheckpointManager, Outcome
-from mpitrain.checkpoint.reader import CheckpointReader, check, newest_complete
+from mpitrain.checkpoint.resume import check, newest_complete
+from mpitrain.checkpoint.storage import CheckpointReader
 from mpitrain.errors import DataError, UsageError
 from mpitrain.mpi.shared_arrays import Communicator, communicator
 from mpitrain.mpi.world import World

@@ -19,8 +19,13 @@ from torch import Tensor
 from mpitrain.checkpoint import format, layout
 from mpitrain.checkpoint.format import BrokenCheckpoint
 from mpitrain.checkpoint.layout import Checkpoint
-from mpitrain.checkpoint.reader import CheckpointReader, check, newest_complete
-from mpitrain.checkpoint.storage import SavePlanner, TensorWriter, with_files
+from mpitrain.checkpoint.resume import check, newest_complete
+from mpitrain.checkpoint.storage import (
+    CheckpointReader,
+    SavePlanner,
+    TensorWriter,
+    with_files,
+)
 from mpitrain.errors import DataError
 from mpitrain.mpi.shared_arrays import SingleProcess
 from mpitrain.mpi.world import World

@@ -18,7 +18,7 @@ from mpitrain.models.build import (
     fetch_weights,
     is_cached,
 )
-from mpitrain.models.head import Features, WithHead, head_of, split_head
+from mpitrain.models.layers import Features, WithHead, head_of, split_head
 
 SMALL: dict[str, Any] = {"num_classes": 7, "seed": 2}
 

@@ -24,7 +24,7 @@ from mpitrain.models.build import (
     fetch_weights,
     is_cached,
 )
-from mpitrain.models.head import head_of
+from mpitrain.models.layers import head_of
 from mpitrain.models.summary import summary_line, summary_table
 
 NAMES = torchvision.names()
