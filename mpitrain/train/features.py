@@ -76,7 +76,6 @@ def _compute(
         },
         "make room for features",
     )
-    whole = {name: torch.from_numpy(array) for name, array in held.items()}
     rank_shard = RankShard(
         rank=world.rank,
         world_size=world.world_size,
@@ -87,12 +86,16 @@ def _compute(
     for step in loader.steps(rank_shard, epoch=0):
         for batch in step.micro_batches:
             heartbeat("features")
-            rows = backbone(batch.inputs), batch.targets
-            mine = tuple(part[: len(batch)].cpu() for part in rows)
+            rows = {"features": backbone(batch.inputs), "targets": batch.targets}
+            gathered = ranks.allgather(
+                [
+                    rows[name][: len(batch)].to("cpu", kinds[name]).numpy()
+                    for name in kinds
+                ]
+            )
             # By every rank: each may hold memory of its own, else it is the same.
-            of_ranks = zip(*ranks.allgather(mine), strict=True)
-            for name, parts in zip(kinds, of_ranks, strict=True):
-                whole[name][done : done + step.num_samples] = torch.cat(parts)
+            for name, parts in zip(kinds, zip(*gathered, strict=True), strict=True):
+                held[name][done : done + step.num_samples] = np.concatenate(parts)
         done += step.num_samples
     dist.barrier()
-    return InMemory(whole["features"], whole["targets"])
+    return InMemory(*(torch.from_numpy(held[name]) for name in kinds))
