@@ -5,7 +5,7 @@ Nothing here tells a rank who it is: that comes from MPI.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from mpitrain.errors import UsageError
@@ -56,3 +56,9 @@ def seconds_left(environ: Mapping[str, str]) -> float | None:
     scheduler = detect(environ)
     module = MODULES.get(scheduler.name)
     return module.seconds_left(scheduler.job_id or "") if module else None
+
+
+def lost_nodes(environ: Mapping[str, str], hostnames: Sequence[str]) -> dict[str, str]:
+    """Ask the scheduler which nodes it has lost; return their states."""
+    module = MODULES.get(detect(environ).name)
+    return module.lost_nodes(hostnames) if module and hostnames else {}

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 QUERY_SECONDS = 30.0  # how long a scheduler may take to answer
+
+# In the state of a node that its scheduler has lost; SLURM adds "*".
+LOST = re.compile(r"down|unknown|stale|unresolvable|\*", re.IGNORECASE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,3 +37,19 @@ def query(*command: str, timeout: float = QUERY_SECONDS) -> str:
         ).stdout
     except (OSError, subprocess.TimeoutExpired):
         return ""
+
+
+def lost_in(text: str, hostnames: Sequence[str]) -> dict[str, str]:
+    r"""Return the states of lost nodes from the output of ``sinfo`` or ``pbsnodes``.
+
+    >>> lost_in("a state = mixed\nb state = down*\n", ["a", "b"])
+    {'b': 'down*'}
+    >>> lost_in("b\n     Mom = b.x\n     state = state-unknown,down\n", ["b.x"])
+    {'b.x': 'state-unknown,down'}
+    """
+    lost: dict[str, str] = {}
+    for node in re.split(r"\n(?=\S)", text):
+        state = re.search(r"\bstate = (\S+)", node)
+        if state is not None and LOST.search(state[1]):
+            lost |= dict.fromkeys(set(hostnames) & set(node.split()), state[1])
+    return lost

@@ -140,19 +140,22 @@ def text_of(
     if config.slots is not None:
         nodes = tuple(replace(n, slots=config.slots) for n in nodes)
     if config.probe:
-        nodes = _probed(nodes, mpirun, config.probe_seconds)
+        nodes = _probed(nodes, mpirun, config.probe_seconds, environ)
     nodes = nodes[: config.nodes]
     return ("" if config.format == "pbs" else comment) + render(nodes, config.format)
 
 
 def _probed(
-    nodes: tuple[AllocatedNode, ...], mpirun: Sequence[str], seconds: float
+    nodes: tuple[AllocatedNode, ...],
+    mpirun: Sequence[str],
+    seconds: float,
+    environ: Mapping[str, str],
 ) -> tuple[AllocatedNode, ...]:
     """Return the nodes that answer; print the others."""
     from mpitrain.schedulers.probe import probe
 
     try:
-        good, bad = probe(nodes, mpirun, seconds)
+        good, bad = probe(nodes, mpirun, seconds, environ)
     except OSError as error:
         raise UsageError(
             f"{mpirun[0]} cannot be started: {error.strerror}; expected an mpirun "

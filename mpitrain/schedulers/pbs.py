@@ -14,12 +14,12 @@ from __future__ import annotations
 import re
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 
 from mpitrain.errors import LaunchError, UsageError
-from mpitrain.schedulers.allocation import AllocatedNode, query
+from mpitrain.schedulers.allocation import AllocatedNode, lost_in, query
 
 
 def read_allocation(environ: Mapping[str, str]) -> tuple[AllocatedNode, ...]:
@@ -83,3 +83,8 @@ def asks_for_ompthreads(job_id: str) -> bool | None:
         r"^\s*(?:Resource_List\.select|schedselect) = (.*)", text, re.MULTILINE
     )
     return any("ompthreads=" in chunk for chunk in chunks) if chunks else None
+
+
+def lost_nodes(hostnames: Sequence[str]) -> dict[str, str]:
+    """Ask `pbsnodes` which nodes are lost; return their states."""
+    return lost_in(query("pbsnodes", "-H", *hostnames), hostnames)

@@ -19,6 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
+from mpitrain.schedulers import lost_nodes
 from mpitrain.schedulers.allocation import AllocatedNode
 
 ANSWER = "mpitrain answers:"  # begins the line; launchers and modules print, too
@@ -33,23 +34,31 @@ TELLING = re.compile(
 
 
 def probe(
-    nodes: Sequence[AllocatedNode], mpirun: Sequence[str], seconds: float
+    nodes: Sequence[AllocatedNode],
+    mpirun: Sequence[str],
+    seconds: float,
+    environ: Mapping[str, str],
 ) -> tuple[list[AllocatedNode], list[str]]:
     """Return the nodes that a training can use, and a reason for each of the others."""
     num_gpus: dict[str, int] = {}
     reasons: dict[str, str] = {}
 
-    def start(names: Sequence[str]) -> None:
-        answers, reason = _start(names, mpirun, seconds / 2)
-        num_gpus.update(answers)
-        reasons.update(dict.fromkeys(names, reason))
+    def remaining() -> list[AllocatedNode]:
+        left = [node for node in nodes if node.hostname not in num_gpus]
+        lost = lost_nodes(environ, [node.hostname for node in left])
+        reasons.update({name: f"its state is {state}" for name, state in lost.items()})
+        return [node for node in left if node.hostname not in lost]
+
+    def start(some: Sequence[AllocatedNode]) -> None:
+        if some:
+            answers, reason = _start([n.hostname for n in some], mpirun, seconds / 2)
+            num_gpus.update(answers)
+            reasons.update({node.hostname: reason for node in some})
 
     # Each half gets half of the time. The first has read torch from a slow file system.
-    names = [node.hostname for node in nodes]
-    start(names)
-    silent = [name for name in names if name not in num_gpus]
+    start(remaining())
     with ThreadPoolExecutor(MAX_PROBES) as pool:
-        list(pool.map(lambda name: start([name]), silent))
+        list(pool.map(lambda node: start([node]), remaining()))
     return judge(nodes, num_gpus, reasons)
 
 

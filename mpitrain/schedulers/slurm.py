@@ -15,10 +15,10 @@ Tried with SLURM 22.05.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from mpitrain.errors import LaunchError
-from mpitrain.schedulers.allocation import AllocatedNode, query
+from mpitrain.schedulers.allocation import AllocatedNode, lost_in, query
 
 NODE_LIST = "SLURM_JOB_NODELIST"
 TASKS = "SLURM_TASKS_PER_NODE"
@@ -70,6 +70,12 @@ def parse_time_left(text: str) -> float | None:
 def is_running(job_id: str) -> bool:
     """Ask `squeue` whether a job runs; one that is being cancelled does not."""
     return query("squeue", "-h", "-j", job_id, "-o", "%T").strip() == "RUNNING"
+
+
+def lost_nodes(hostnames: Sequence[str]) -> dict[str, str]:
+    """Ask `sinfo` which nodes are lost; return their states."""
+    words = ("sinfo", "-h", "-N", "-o", "%N state = %T", "-n", ",".join(hostnames))
+    return lost_in(query(*words), hostnames)
 
 
 def expand_nodes(text: str) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
@@ -69,11 +70,14 @@ def test_a_host_that_hangs_costs_the_time_of_the_probe_and_leaves_nothing(
     openmpi: Mpi, tmp_path: Path
 ) -> None:
     here = socket.gethostname()
-    (tmp_path / "nodes").write_text(f"hangs\n{here}\n")
+    (tmp_path / "nodes").write_text(f"hangs\n{here}\nlost\n")
     pids = tmp_path / "pids"
     agent = tmp_path / "agent"  # stands for an ssh to a node that is cut off
     agent.write_text(f"#!/bin/sh\necho $$ $1 >> {pids}\nexec sleep 600\n")
     agent.chmod(0o755)
+    pbsnodes = tmp_path / "pbsnodes"
+    pbsnodes.write_text("#!/bin/sh\nprintf 'lost\\n     state = down\\n'\n")
+    pbsnodes.chmod(0o755)
     flags = [flag for flag in openmpi.flags if flag != "--oversubscribe"]
     began = time.monotonic()
     done = subprocess.run(
@@ -84,6 +88,8 @@ def test_a_host_that_hangs_costs_the_time_of_the_probe_and_leaves_nothing(
         cwd=tmp_path,
         env=environment(
             openmpi,
+            PATH=f"{tmp_path}:{os.environ['PATH']}",
+            PBS_JOBID="7.head",
             PRTE_MCA_plm_ssh_agent=str(agent),
             OMPI_MCA_plm_rsh_agent=str(agent),
         ),
@@ -94,6 +100,7 @@ def test_a_host_that_hangs_costs_the_time_of_the_probe_and_leaves_nothing(
     assert time.monotonic() - began < 30 + 15
     assert done.stdout == f"{here} slots=1\n", done.stderr
     assert "left out: hangs: no answer within 15 s" in done.stderr
+    assert "left out: lost: its state is down" in done.stderr
     asked = [line.split() for line in pids.read_text().splitlines()]
     assert {host for _, host in asked} == {"hangs"}
     assert survivors([int(pid) for pid, _ in asked]) == []
