@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from difflib import SequenceMatcher
-from typing import TypeVar
+from typing import Self, TypeVar
 
 _MIN_LIKENESS = 0.75
 
@@ -33,6 +33,11 @@ class MpitrainError(Exception):
 
     is_collective = False
     """Whether all ranks raise it from equal facts, so that none need be named."""
+
+    def on_all_ranks(self) -> Self:
+        """Say that every rank raises it, from equal facts: rank zero prints it."""
+        self.reporting_rank, self.is_collective = 0, True
+        return self
 
 
 class UsageError(MpitrainError, ValueError):
@@ -77,9 +82,7 @@ Error = TypeVar("Error", bound=MpitrainError)
 
 def collective_error(error: Error) -> Error:
     """Mark an error that every rank raises from equal facts: rank zero prints it."""
-    error.reporting_rank = 0
-    error.is_collective = True
-    return error
+    return error.on_all_ranks()
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

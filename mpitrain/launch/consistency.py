@@ -14,7 +14,7 @@ from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 import mpitrain
-from mpitrain.errors import LaunchError, TopologyError, collective_error
+from mpitrain.errors import LaunchError, TopologyError
 from mpitrain.mpi.collectives import barrier
 from mpitrain.mpi.topology import mpi_library_version
 from mpitrain.mpi.world import Node, World, format_ranges, list_hosts
@@ -80,22 +80,22 @@ def check_software(by_rank: Sequence[Mapping[str, str]], nodes: Sequence[Node]) 
         lambda ranks: f"{list_hosts(hosts[rank] for rank in ranks)} ({_named(ranks)})",
     )
     if lines:
-        raise _error(
+        raise TopologyError(
             f"the ranks do not run the same software.\n{lines}\n"
             "Expected one version of each on all nodes. Use one environment on "
             "a file system that all nodes share, and hand it on: mpirun -x PATH "
             "-x LD_LIBRARY_PATH -x PYTHONPATH -x MPI4PY_LIBMPI"
-        )
+        ).on_all_ranks()
 
 
 def check_arguments(by_rank: Sequence[Mapping[str, str]]) -> None:
     """Refuse a start that the ranks were asked for in different ways."""
     lines = _differences(by_rank, _named)
     if lines:
-        raise _error(
+        raise TopologyError(
             f"the ranks ask for different things.\n{lines}\n"
             "Expected the same arguments to mpitrain.init() on every rank."
-        )
+        ).on_all_ranks()
 
 
 def uneven_nodes(nodes: Sequence[Node]) -> str:
@@ -133,11 +133,11 @@ def check_clocks(by_rank: Sequence[float], nodes: Sequence[Node]) -> str:
     said = f"the hosts' clocks are {seconds:.0f} s apart: {times} (UTC)"
     if seconds <= CLOCK_LIMIT_SECONDS:
         return f"{said}; let them keep the network's time (timedatectl, chronyc)"
-    raise _error(
+    raise TopologyError(
         f"{said}.\nExpected less than {CLOCK_LIMIT_SECONDS:.0f} s: deadlines and "
         "the times of logs and files are compared between hosts. Let them keep the "
         "network's time (timedatectl, chronyc), or leave that host out of the job."
-    )
+    ).on_all_ranks()
 
 
 def _differences(
@@ -159,10 +159,6 @@ def _named(ranks: Sequence[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {format_ranges(ranks)}"
 
 
-def _error(text: str) -> TopologyError:
-    return collective_error(TopologyError(text))
-
-
 def check_requirements() -> None:
     """Refuse packages older than the minimum that mpitrain was installed with."""
     if old := old_packages():
@@ -170,12 +166,10 @@ def check_requirements() -> None:
             f"  {name}: found {version}, expected {minimum} or newer"
             for name, version, minimum in old
         )
-        raise collective_error(
-            LaunchError(
-                f"packages of {sys.prefix} are too old for mpitrain.\n{found}\n"
-                f"Type: {upgrade_command(old)}"
-            )
-        )
+        raise LaunchError(
+            f"packages of {sys.prefix} are too old for mpitrain.\n{found}\n"
+            f"Type: {upgrade_command(old)}"
+        ).on_all_ranks()
 
 
 def old_packages() -> list[tuple[str, str, str]]:

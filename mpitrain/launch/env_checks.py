@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import Mapping
 from pathlib import Path
 
-from mpitrain.errors import TopologyError, collective_error
+from mpitrain.errors import TopologyError
 
 SIZE_VARIABLES = {
     "OMPI_COMM_WORLD_SIZE": "Open MPI's mpirun",
@@ -180,9 +180,7 @@ def _is_several(number: str | None) -> bool:
 
 
 def _alone(started: str, remedy: str) -> TopologyError:
-    return collective_error(
-        TopologyError(
-            f"{started}, but MPI in this process sees a world of 1: each would train "
-            f"alone.\n{remedy}"
-        )
-    )
+    return TopologyError(
+        f"{started}, but MPI in this process sees a world of 1: each would train "
+        f"alone.\n{remedy}"
+    ).on_all_ranks()

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from mpitrain.config import Backend, LaunchConfig
-from mpitrain.errors import TopologyError, collective_error
+from mpitrain.errors import TopologyError
 from mpitrain.mpi.collectives import all_or_none
 from mpitrain.mpi.topology import has_thread_multiple
 from mpitrain.mpi.world import Node, World, format_ranges
@@ -159,11 +159,11 @@ def plan_devices(
     seeing = [rank for rank, visible in enumerate(seen) if visible.gpus]
     if not seeing and (required or asked == "nccl"):
         flag = "--device cuda" if required else "--backend nccl"
-        raise _error(
+        raise TopologyError(
             f"torch sees no GPU on {', '.join(node.hostname for node in nodes)}, but "
             f"{flag} asks for one per rank.\nAsk the scheduler for GPUs, look at "
             "CUDA_VISIBLE_DEVICES and at nvidia-smi there, or use --device cpu"
-        )
+        ).on_all_ranks()
     if not seeing:
         return DevicePlan(devices=("cpu",) * len(seen), backend=host_backend)
     if len(seeing) < len(seen):
@@ -180,10 +180,10 @@ def plan_devices(
         why = why or next((v.sharing_error for v in seen if v.sharing_error), "")
         why = why and f"{sharing} and {why}"
     if why and asked == "nccl":
-        raise _error(
+        raise TopologyError(
             f"--backend nccl: {why}.\nExpected one rank per GPU, or leave the "
             "flag out: then another backend is taken where NCCL cannot"
-        )
+        ).on_all_ranks()
     by_nccl = not why and asked in ("auto", "nccl")
     warning = ""
     if by_nccl and sharing:
@@ -210,10 +210,10 @@ def choose_host_backend(asked: Backend, reason: str) -> tuple[str, str]:
     if asked == "gloo":
         return "gloo", ""
     if reason and asked == "mpi4py":
-        raise _error(
+        raise TopologyError(
             f"--backend mpi4py: {reason}.\nExpected torch 2.14 or newer: pip "
             "install -U torch, or take --backend gloo"
-        )
+        ).on_all_ranks()
     if reason:
         return "gloo", f"{reason}: gloo instead of mpi4py, which is slower"
     return "mpi4py", ""
@@ -240,16 +240,12 @@ def _mixed(seeing: Sequence[int], nodes: Sequence[Node]) -> TopologyError:
         if without:
             ranks = f"ranks {format_ranges(without)} of {format_ranges(node.ranks)}"
             lines.append(f"  {node.hostname}: {ranks} see none")
-    return _error(
+    return TopologyError(
         "some ranks see a GPU and others see none:\n"
         + "\n".join(lines)
         + "\nExpected GPUs for all or for none. Ask the scheduler for them on "
         "every node, look at CUDA_VISIBLE_DEVICES there, or use --device cpu"
-    )
-
-
-def _error(text: str) -> TopologyError:
-    return collective_error(TopologyError(text))
+    ).on_all_ranks()
 
 
 def sharing_error(

@@ -21,7 +21,7 @@ from mpitrain.config import (
     LaunchConfig,
     default_start_timeout,
 )
-from mpitrain.errors import LaunchError, UsageError, collective_error
+from mpitrain.errors import LaunchError, UsageError
 from mpitrain.flags import PROGRAM
 from mpitrain.launch import cpu, gpu
 from mpitrain.launch.consistency import check_consistency
@@ -215,13 +215,11 @@ def _take_pending(guard: ExitGuard, config: LaunchConfig) -> PendingLaunch | Non
     for name in ("device", "backend", "interface"):
         asked, found = getattr(config, name), getattr(pending.config, name)
         if asked not in (getattr(default, name), found):
-            raise collective_error(
-                UsageError(
-                    f"the script calls mpitrain.init({name}={asked!r}), but `run` has "
-                    f"started with {found!r} already; expected the same.\n"
-                    f"Type: {PROGRAM} run --{name} {asked} ..."
-                )
-            )
+            raise UsageError(
+                f"the script calls mpitrain.init({name}={asked!r}), but `run` has "
+                f"started with {found!r} already; expected the same.\n"
+                f"Type: {PROGRAM} run --{name} {asked} ..."
+            ).on_all_ranks()
     guard.store = pending.guard.store
     guard.early_return, pending.guard.early_return = pending.guard.early_return, None
     hang_timeout = config.hang_timeout or pending.config.hang_timeout

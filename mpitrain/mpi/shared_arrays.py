@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from mpitrain.errors import DataError, collective_error
+from mpitrain.errors import DataError
 from mpitrain.mpi.collectives import all_or_none, barrier, on_rank_zero, world_comm
 from mpitrain.mpi.world import World, list_hosts
 
@@ -93,26 +93,22 @@ class Communicator:
         found: list[str] = self._comm.allgather(seen)
         strange = [n.hostname for n in world.nodes if found[n.ranks[0]] != found[0]]
         if strange:
-            raise collective_error(
-                DataError(
-                    f"{what} are not the same on all nodes: {list_hosts(strange)} "
-                    f"{'sees' if len(strange) == 1 else 'see'} others than "
-                    f"{world.nodes[0].hostname}.\nExpected the same names and sizes: "
-                    "name a folder that all nodes share, or copy it to each"
-                )
-            )
+            raise DataError(
+                f"{what} are not the same on all nodes: {list_hosts(strange)} "
+                f"{'sees' if len(strange) == 1 else 'see'} others than "
+                f"{world.nodes[0].hostname}.\nExpected the same names and sizes: "
+                "name a folder that all nodes share, or copy it to each"
+            ).on_all_ranks()
 
     def check_equal(self, seen: str, what: str, expected: str) -> None:
         """Refuse what differs between ranks."""
         found: list[str] = self.allgather(seen)
         for rank, value in enumerate(found):
             if value != found[0]:
-                raise collective_error(
-                    DataError(
-                        f"{what} differs between ranks: {found[0]} on rank 0, "
-                        f"{value} on rank {rank}.\n{expected}"
-                    )
-                )
+                raise DataError(
+                    f"{what} differs between ranks: {found[0]} on rank 0, "
+                    f"{value} on rank {rank}.\n{expected}"
+                ).on_all_ranks()
 
     def once_per_node(self, action: Callable[[], object], doing: str) -> None:
         """Do something on rank zero, then on one rank of each other node.

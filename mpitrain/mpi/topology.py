@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mpitrain.errors import LaunchError, TopologyError, collective_error
+from mpitrain.errors import LaunchError, TopologyError
 from mpitrain.mpi.world import Node, World, format_ranges
 
 if TYPE_CHECKING:
@@ -105,20 +105,18 @@ def discover_world(comm: MPI.Intracomm) -> World:
     for node in nodes:
         boots = [records[rank][3] for rank in node.ranks]
         if len(set(boots) - {""}) > 1:
-            raise collective_error(_same_name_error(node, boots))
+            raise _same_name_error(node, boots).on_all_ranks()
         found = [records[rank][1:3] for rank in node.ranks]
         if found != [(i, len(found)) for i in range(len(found))]:
-            raise collective_error(
-                TopologyError(
-                    f"{len(node.ranks)} ranks say they run on host {node.hostname!r} "
-                    f"(ranks {format_ranges(node.ranks)}), but MPI's shared-memory "
-                    f"groups there have sizes {sorted({size for _, size in found})}.\n"
-                    "Expected both to be equal. Give every machine (or container) a "
-                    "host name of its own, and name it once in the host file. Let "
-                    "containers of one machine share /dev/shm (such as docker run "
-                    "--ipc=host)."
-                )
-            )
+            raise TopologyError(
+                f"{len(node.ranks)} ranks say they run on host {node.hostname!r} "
+                f"(ranks {format_ranges(node.ranks)}), but MPI's shared-memory "
+                f"groups there have sizes {sorted({size for _, size in found})}.\n"
+                "Expected both to be equal. Give every machine (or container) a "
+                "host name of its own, and name it once in the host file. Let "
+                "containers of one machine share /dev/shm (such as docker run "
+                "--ipc=host)."
+            ).on_all_ranks()
     rank = comm.rank
     node_rank = next(i for i, node in enumerate(nodes) if rank in node.ranks)
     return World(

@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from mpitrain.errors import LaunchError, collective_error
+from mpitrain.errors import LaunchError
 from mpitrain.launch.rendezvous import probe
 from mpitrain.launch.rendezvous.interfaces import (
     KINDS,
@@ -195,14 +195,12 @@ def check_interface(name: str, interfaces: Mapping[str, Sequence[str]]) -> None:
             f"  {list_hosts(hosts)}, where there is {names}"
             for names, hosts in lacking.items()
         ]
-        raise collective_error(
-            LaunchError(
-                f"no interface {name!r} that is up and has an address on\n"
-                + "\n".join(lines)
-                + "\nExpected one that every node has: --interface NAME. Without the "
-                "flag the best one that works is taken."
-            )
-        )
+        raise LaunchError(
+            f"no interface {name!r} that is up and has an address on\n"
+            + "\n".join(lines)
+            + "\nExpected one that every node has: --interface NAME. Without the "
+            "flag the best one that works is taken."
+        ).on_all_ranks()
 
 
 def select_offer(
@@ -243,11 +241,9 @@ def select_offer(
             f"{result}: {list_hosts(on)}" for result, on in sorted(hosts.items())
         )
         lines.append(f"  {offer}: {'; '.join(results)}")
-    raise collective_error(
-        LaunchError(
-            f"no address of rank zero's host {host} is reached by all other nodes.\n"
-            + ("\n".join(lines) or "  It has none that is up.")
-            + "\nExpected one network that joins all nodes. Look for a firewall, or "
-            "leave those hosts out of the job."
-        )
-    )
+    raise LaunchError(
+        f"no address of rank zero's host {host} is reached by all other nodes.\n"
+        + ("\n".join(lines) or "  It has none that is up.")
+        + "\nExpected one network that joins all nodes. Look for a firewall, or "
+        "leave those hosts out of the job."
+    ).on_all_ranks()
