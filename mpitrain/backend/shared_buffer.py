@@ -29,7 +29,6 @@ import torch
 from torch import Tensor
 
 from mpitrain.backend.errors import GroupError, PeerGone
-from mpitrain.mpi.topology import boot_id
 from mpitrain.watchdog.process import is_gone
 
 FOLDER = Path("/dev/shm")  # a file system in memory
@@ -399,10 +398,12 @@ def _machine_id() -> list[str]:
 
     Containers of one host have a folder each; the boot id tells hosts apart.
     """
-    device = ""
+    found = [socket.gethostname()]
     with contextlib.suppress(OSError):
-        device = str(FOLDER.stat().st_dev)
-    return [socket.gethostname(), boot_id(), device]
+        found.append(str(FOLDER.stat().st_dev))
+    with contextlib.suppress(OSError):  # some containers hide it
+        found.append(Path("/proc/sys/kernel/random/boot_id").read_text())
+    return found
 
 
 def _pid_namespace() -> str:

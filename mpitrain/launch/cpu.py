@@ -53,10 +53,23 @@ def configure_threads(
     )
     on_node = masks[world.node_rank]
     num_cores = fair_shares(on_node, quotas[world.node_rank])[world.local_rank]
-    of_pbs = by_rank[0][3]
-    if of_pbs is not None:
-        is_confined = len(frozenset().union(*on_node)) < (os.cpu_count() or 1)
-        num_cores = _within_pbs(comm, world, of_pbs, num_cores, variables, is_confined)
+    if (of_pbs := by_rank[0][3]) is not None:
+        given = on_rank_zero(
+            comm,
+            lambda: cores_by_pbs(of_pbs, world.local_world_size, variables),
+            "ask PBS for this job",
+        )
+        if len(frozenset().union(*on_node)) == os.cpu_count():  # not the job's alone
+            num_cores = min(num_cores, given)
+        if variables.get("OMP_NUM_THREADS") == str(of_pbs) and of_pbs > num_cores:
+            del variables["OMP_NUM_THREADS"]
+            if world.is_rank_zero:
+                logger.warning(
+                    "OMP_NUM_THREADS=%d, set by PBS, is more than the cores of each of "
+                    "the %d ranks on %s: each takes its share, %d (for a number of "
+                    "your own ask PBS for ompthreads, or unset NCPUS)",
+                    *(of_pbs, world.local_world_size, world.hostname, num_cores),
+                )
     num_threads = all_or_none(
         comm, lambda: threads_of(num_cores, variables), "read OMP_NUM_THREADS"
     )
@@ -156,54 +169,15 @@ def threads_of_pbs(environ: Mapping[str, str]) -> int | None:
     return int(wanted) or None
 
 
-def cores_by_pbs(of_pbs: int, local_world_size: int, job_id: str) -> int:
-    """Return the cores that PBS gave to each rank of this node.
+def cores_by_pbs(of_pbs: int, local_world_size: int, environ: Mapping[str, str]) -> int:
+    """Return the cores of each rank of this node, where PBS set `threads_of_pbs`.
 
-    PBS is asked where `of_pbs` (`threads_of_pbs`) may be for all ranks of the node.
+    They fit the job in any case: without an answer of PBS they are of the chunk.
     """
     if not 2 <= local_world_size <= of_pbs:
         return of_pbs
-    asks = asks_for_ompthreads(job_id)
-    if asks is None:
-        logger.warning(
-            "`qstat -f %s` does not tell whether the job asks for ompthreads: "
-            "OMP_NUM_THREADS=%d is taken as the threads of each rank",
-            *(job_id, of_pbs),
-        )
-    return of_pbs // local_world_size if asks is False else of_pbs
-
-
-def _within_pbs(
-    comm: MPI.Intracomm,
-    world: World,
-    of_pbs: int,
-    num_cores: int,
-    variables: MutableMapping[str, str],
-    is_confined: bool,
-) -> int:
-    """Return this rank's number of cores by what PBS gave. Collective over `comm`.
-
-    `is_confined`: PBS lets the job see its own cores alone.
-    """
-
-    def ask() -> int:
-        if is_confined:
-            return of_pbs
-        return cores_by_pbs(of_pbs, world.local_world_size, variables["PBS_JOBID"])
-
-    given = on_rank_zero(comm, ask, "ask PBS for this job")
-    if not is_confined:
-        num_cores = min(num_cores, given)
-    if variables.get("OMP_NUM_THREADS") == str(of_pbs) and of_pbs > num_cores:
-        del variables["OMP_NUM_THREADS"]
-        if world.is_rank_zero:
-            logger.warning(
-                "OMP_NUM_THREADS=%d, set by PBS, is more than the cores of each of the "
-                "%d ranks on %s: each takes its share, %d (for a number of your own "
-                "ask PBS for ompthreads, or unset NCPUS)",
-                *(of_pbs, world.local_world_size, world.hostname, num_cores),
-            )
-    return num_cores
+    per_process = asks_for_ompthreads(environ["PBS_JOBID"])
+    return of_pbs if per_process else of_pbs // local_world_size
 
 
 _M_TRIM_THRESHOLD = -1  # malloc.h

@@ -11,7 +11,6 @@ import socket
 import sys
 import warnings
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mpitrain.errors import LaunchError, TopologyError
@@ -96,17 +95,12 @@ def discover_world(comm: MPI.Intracomm) -> World:
 
     on_node = comm.Split_type(MPI.COMM_TYPE_SHARED, key=comm.rank)
     try:
-        records = comm.allgather(
-            (socket.gethostname(), on_node.rank, on_node.size, boot_id())
-        )
+        records = comm.allgather((socket.gethostname(), on_node.rank, on_node.size))
     finally:
         on_node.Free()
     nodes = group_by_node([hostname for hostname, *_ in records])
     for node in nodes:
-        boots = [records[rank][3] for rank in node.ranks]
-        if len(set(boots) - {""}) > 1:
-            raise _same_name_error(node, boots).on_all_ranks()
-        found = [records[rank][1:3] for rank in node.ranks]
+        found = [records[rank][1:] for rank in node.ranks]
         if found != [(i, len(found)) for i in range(len(found))]:
             raise TopologyError(
                 f"{len(node.ranks)} ranks say they run on host {node.hostname!r} "
@@ -126,28 +120,4 @@ def discover_world(comm: MPI.Intracomm) -> World:
         local_world_size=len(nodes[node_rank].ranks),
         node_rank=node_rank,
         nodes=nodes,
-    )
-
-
-def boot_id() -> str:
-    """Return the boot id of this machine, and of its containers; ``""`` if hidden."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return ""
-
-
-def _same_name_error(node: Node, boots: Sequence[str]) -> TopologyError:
-    ranks: dict[str, list[int]] = {}
-    for rank, boot in zip(node.ranks, boots, strict=True):
-        ranks.setdefault(boot, []).append(rank)
-    lines = [
-        f"  ranks {format_ranges(found)} (boot id {boot or 'unknown'})"
-        for boot, found in ranks.items()
-    ]
-    return TopologyError(
-        f"{len(lines)} machines have the name {node.hostname!r}:\n"
-        + "\n".join(lines)
-        + "\nExpected a name of its own for every machine: `hostname` on each, and the "
-        "host file."
     )

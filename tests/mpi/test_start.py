@@ -64,26 +64,16 @@ def test_local_ranks_ascend_with_the_rank(comm: MPI.Intracomm) -> None:
         assert found == list(range(len(found)))
 
 
-def test_two_machines_of_one_name_are_refused(
+def test_host_names_that_contradict_shared_memory_are_refused(
     comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(topology, "boot_id", lambda: f"boot-{comm.rank % 2}")
+    monkeypatch.setattr(topology.socket, "gethostname", lambda: f"host{comm.rank % 2}")
     if comm.size == 1:
         assert discover_world(comm).num_nodes == 1
         return
-    with pytest.raises(TopologyError, match="2 machines have the name") as caught:
+    with pytest.raises(TopologyError, match="say they run on host 'host0'") as caught:
         discover_world(comm)
     assert caught.value.reporting_rank == 0
-    assert "(boot id boot-1)" in str(caught.value)
-
-
-def test_a_machine_that_hides_its_boot_is_no_contradiction(
-    comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    known = topology.boot_id()
-    assert known
-    monkeypatch.setattr(topology, "boot_id", lambda: known if comm.rank == 0 else "")
-    assert discover_world(comm).world_size == comm.size
 
 
 def test_ranks_that_ask_for_different_things_are_refused(

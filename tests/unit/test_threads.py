@@ -94,7 +94,7 @@ Job Id: 7.head
     [
         (4, 4, PER_PROCESS, 4, True),  # ncpus=16:mpiprocs=4:ompthreads=4, the default
         (8, 4, OF_CHUNK, 2, True),  # ncpus=8:mpiprocs=4
-        (8, 4, "", 8, True),  # PBS does not answer: said, and obeyed
+        (8, 4, "", 2, True),  # PBS does not answer: what fits in any case
         (2, 4, "", 2, False),  # no chunk of 4 processes has 2 cores
         (8, 1, "", 8, False),  # one process: both are the same
     ],
@@ -107,7 +107,6 @@ def test_threads_by_pbs_are_of_a_process_where_the_job_asks_for_ompthreads(
     asked: bool,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
 ) -> None:
     (tmp_path / "says").write_text(says)
     (tmp_path / "qstat").write_text(
@@ -115,9 +114,8 @@ def test_threads_by_pbs_are_of_a_process_where_the_job_asks_for_ompthreads(
     )
     (tmp_path / "qstat").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    assert cpu.cores_by_pbs(of_pbs, num_ranks, "7.head") == expected
+    assert cpu.cores_by_pbs(of_pbs, num_ranks, {"PBS_JOBID": "7.head"}) == expected
     assert (tmp_path / "asked").exists() == asked
-    assert ("does not tell" in caplog.text) == (asked and not says)
 
 
 @pytest.mark.parametrize(
