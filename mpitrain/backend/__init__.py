@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-from mpitrain.backend.errors import NAME
 from mpitrain.torch_compat import is_backend_registered, patch_work
 
 if TYPE_CHECKING:
@@ -24,10 +23,10 @@ if TYPE_CHECKING:
 
 def register() -> None:
     """Register the backend with torch. A second call does nothing."""
-    if not is_backend_registered(NAME):
+    if not is_backend_registered("mpi4py"):
         patch_work()
         dist.Backend.register_backend(
-            NAME, _create, extended_api=True, devices=["cpu", "cuda"]
+            "mpi4py", _create, extended_api=True, devices=["cpu", "cuda"]
         )
 
 

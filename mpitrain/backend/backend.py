@@ -18,7 +18,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mpitrain.backend.desync_report import connect
-from mpitrain.backend.errors import NAME
 from mpitrain.backend.group import Group, default_communicator, subgroup_communicator
 from mpitrain.backend.op_queue import CoalescedWork, PendingWork
 from mpitrain.backend.reductions import Reduction, reduction_of
@@ -39,6 +38,8 @@ from mpitrain.torch_compat import (
     options_timeout,
     set_options_timeout,
 )
+
+NAME = "mpi4py"  # of the backend; ``mpi`` is torch's own
 
 Work = PendingWork | CoalescedWork | None
 

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 
-from mpitrain.backend.errors import GroupError
+from mpitrain.backend.op_queue import GroupError
 from mpitrain.torch_compat import Store, append_to_store
 
 COLLECT_SECONDS = 1.5

@@ -13,10 +13,9 @@ from mpi4py import MPI
 from torch import Tensor
 
 from mpitrain.backend.desync_report import desync_report
-from mpitrain.backend.errors import GroupError
 from mpitrain.backend.inter_node import MpiCollectives, has_abandoned
 from mpitrain.backend.on_node import NodeCollectives
-from mpitrain.backend.op_queue import OpQueue
+from mpitrain.backend.op_queue import GroupError, OpQueue
 from mpitrain.backend.p2p import P2P
 from mpitrain.backend.shared_buffer import create_shared_buffer
 from mpitrain.backend.tensors import flatten

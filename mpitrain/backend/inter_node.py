@@ -22,7 +22,7 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
-from mpitrain.backend.errors import GroupError
+from mpitrain.backend.op_queue import GroupError
 from mpitrain.backend.reductions import Reduction
 from mpitrain.backend.tensors import Tensors
 

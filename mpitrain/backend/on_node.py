@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from mpitrain.backend.errors import GroupError
+from mpitrain.backend.op_queue import GroupError
 from mpitrain.backend.reductions import Reduction
 from mpitrain.backend.shared_buffer import OpSignature, SharedBuffer, op_signature
 from mpitrain.backend.tensors import Tensors

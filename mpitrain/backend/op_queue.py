@@ -17,15 +17,20 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import Work
-
-from mpitrain.backend.errors import GroupError
+from torch.distributed import DistBackendError, Work
 
 CLOSE_SECONDS = 2.0
 """How long submitted operations that nobody waited for may take at the end."""
 
 Action = Callable[[float], None]
 """Performs an operation until a deadline on the monotonic clock."""
+
+
+class GroupError(DistBackendError):
+    """An operation of a group failed. The group cannot be used any more."""
+
+    is_consequence = False
+    """Whether another rank's end is the cause, which that rank reports."""
 
 
 class PendingWork(Work):

@@ -17,9 +17,8 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
-from mpitrain.backend.errors import GroupError
 from mpitrain.backend.inter_node import MESSAGE_BYTES, abandon, as_mpi_buffer, wait
-from mpitrain.backend.op_queue import PendingWork
+from mpitrain.backend.op_queue import GroupError, PendingWork
 from mpitrain.backend.tensors import HostTensors
 from mpitrain.torch_compat import set_source_rank
 

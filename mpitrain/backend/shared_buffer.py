@@ -28,7 +28,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from mpitrain.backend.errors import GroupError, PeerGone
+from mpitrain.backend.op_queue import GroupError
 from mpitrain.watchdog.process import is_gone
 
 FOLDER = Path("/dev/shm")  # a file system in memory
@@ -67,6 +67,12 @@ _TEXT_OFFSETS = (32, 32 + _TEXT_BYTES)
 
 _MODULUS = 1 << 32
 _MAX_CACHED_VIEWS = 64
+
+
+class PeerGone(GroupError):
+    """The process of a rank of the group has ended."""
+
+    is_consequence = True
 
 
 class OpSignature(NamedTuple):

@@ -125,17 +125,12 @@ def discover_gpus(environ: Mapping[str, str]) -> VisibleGpus:
 
 
 def _uuid_of(index: int) -> str:
+    """Return a GPU's UUID and bus: some of AMD's devices share a UUID."""
     import torch
 
     properties = torch.cuda.get_device_properties(index)
-    uuid = str(getattr(properties, "uuid", ""))
-    if torch.version.hip is not None or not uuid:
-        # Some of AMD's devices share a UUID; the bus tells them apart.
-        bus = [
-            getattr(properties, f"pci_{x}_id", "") for x in ("domain", "bus", "device")
-        ]
-        uuid = "/".join(map(str, (uuid, *bus)))
-    return uuid
+    names = ("uuid", "pci_domain_id", "pci_bus_id", "pci_device_id")
+    return "/".join(str(getattr(properties, name, "")) for name in names)
 
 
 def plan_devices(

@@ -5,11 +5,9 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Iterator, Sequence
-from importlib.metadata import version
 from pathlib import Path
 
 import pytest
-from torch.torch_version import TorchVersion
 
 from .hosts import VirtualHosts
 from .networks import (
@@ -83,7 +81,7 @@ def test_hosts_with_ipv6_alone_train_together(
         assert met_at(hosts, folder) == "fd99::1"
 
 
-def test_gloo_listens_where_nodes_meet_not_on_its_interfaces_first_address(
+def test_gloo_is_refused_where_nodes_meet_at_another_than_its_first_address(
     hosts: VirtualHosts, folder: Path
 ) -> None:
     own = {
@@ -93,12 +91,9 @@ def test_gloo_listens_where_nodes_meet_not_on_its_interfaces_first_address(
     rules = [all_but_the_launcher(net) for net in (FIRST_NETWORK, "10.98.0.0/24")]
     words = ["--backend", "gloo"]
     with further_network(hosts, "eth1", own), filtered(hosts, *rules):
-        if TorchVersion(version("torch")) < (2, 15):  # cannot be told
-            said = refused(hosts, folder, words=words, flags=OPEN_MPI_IN_PORTS)
-            assert "Expected torch 2.15 or newer, where it can be told" in said
-            return
-        met = met_at(hosts, folder, words=words, flags=OPEN_MPI_IN_PORTS)
-    assert met == "10.97.0.1"
+        said = refused(hosts, folder, words=words, flags=OPEN_MPI_IN_PORTS)
+        assert "gloo would listen on 10.98.0.1, the first address of eth1" in said
+        assert met_at(hosts, folder, flags=OPEN_MPI_IN_PORTS) == "10.97.0.1"
 
 
 def test_the_interface_that_was_asked_for_is_taken(

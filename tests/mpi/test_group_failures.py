@@ -46,7 +46,7 @@ def other_root(group: dist.ProcessGroup, world: World) -> None:
 
 def test_a_group_that_is_closed_refuses(world: World) -> None:
     """As a sharded model meets it that is used after the job's end."""
-    from mpitrain.backend.errors import GroupError
+    from mpitrain.backend.op_queue import GroupError
 
     group = group_of()
     dist.barrier(group=group)

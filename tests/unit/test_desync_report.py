@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from mpitrain.backend.desync_report import connect
-from mpitrain.backend.errors import GroupError
+from mpitrain.backend.op_queue import GroupError
 
 
 def come(store: dist.Store, late: dict[int, float], size: int = 3) -> dict[int, str]:

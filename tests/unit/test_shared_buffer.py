@@ -10,9 +10,10 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from mpitrain.backend.errors import GroupError, PeerGone
+from mpitrain.backend.op_queue import GroupError
 from mpitrain.backend.shared_buffer import (
     MIN_SLOT_BYTES,
+    PeerGone,
     SharedBuffer,
     buffer_bytes,
     choose_slot_bytes,

@@ -5,9 +5,8 @@ from __future__ import annotations
 import socket
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
 
-Kind = Literal[
+KINDS = [
     "infiniband",
     "roce",
     "ethernet",
@@ -17,7 +16,6 @@ Kind = Literal[
     "bridge",
     "loopback",
 ]
-KINDS: tuple[Kind, ...] = get_args(Kind)
 """The classes of interfaces, the best first.
 
 ``infiniband`` includes Omni-Path. ``roce`` is Ethernet on a card with RDMA. ``virtual``
@@ -39,7 +37,7 @@ class Interface:
 
     name: str
     """As ``ip address`` prints it, such as ``"ib0"``; ``"eth0:1"`` for a label."""
-    kind: Kind
+    kind: str
     speed_mbps: int = 0  # 0: unknown
     addresses: tuple[str, ...] = ()
     """Its numeric addresses, IPv4 first, each family in the system's order."""
@@ -73,7 +71,7 @@ def find_interfaces(root: Path = SYS_CLASS_NET) -> tuple[Interface, ...]:
     return tuple(found)
 
 
-def kind_of(name: str, root: Path = SYS_CLASS_NET, depth: int = 0) -> Kind:
+def kind_of(name: str, root: Path = SYS_CLASS_NET, depth: int = 0) -> str:
     """Return the class of an interface; ``"virtual"`` where nothing is known."""
     folder = root / name
     kind = _read_number(folder / "type")
@@ -87,7 +85,7 @@ def kind_of(name: str, root: Path = SYS_CLASS_NET, depth: int = 0) -> Kind:
         return "tunnel"
     if (folder / "device").exists():
         return "roce" if (folder / "device" / "infiniband").exists() else "ethernet"
-    without_card: Kind = "bridge" if (folder / "bridge").exists() else "virtual"
+    without_card = "bridge" if (folder / "bridge").exists() else "virtual"
     lower = [path.name.removeprefix("lower_") for path in folder.glob("lower_*")]
     if depth == _MAX_DEPTH or not lower:
         return without_card
@@ -98,11 +96,6 @@ def kind_of(name: str, root: Path = SYS_CLASS_NET, depth: int = 0) -> Kind:
 def speed_of(name: str, root: Path = SYS_CLASS_NET) -> int:
     """Return the speed of an interface in Mb/s; 0 where it is not known."""
     return max(0, _read_number(root / name / "speed"))
-
-
-def is_loopback(address: str) -> bool:
-    """Whether an address never leaves its host."""
-    return address.startswith("127.") or address == "::1"
 
 
 def is_usable(address: str) -> bool:

@@ -15,6 +15,7 @@ import socket
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from ipaddress import ip_address
 from typing import TYPE_CHECKING
 
 from mpitrain.errors import LaunchError
@@ -23,7 +24,6 @@ from mpitrain.launch.rendezvous.interfaces import (
     KINDS,
     Interface,
     find_interfaces,
-    is_loopback,
     is_usable,
 )
 from mpitrain.mpi.collectives import barrier
@@ -145,9 +145,8 @@ def addresses_to_offer(
     ]
     if name is not None:
         return [entry for entry in usable if entry[1].name == name]
-    if is_alone:
-        return [entry for entry in usable if is_loopback(entry[0])][:1]
-    return [entry for entry in usable if not is_loopback(entry[0])]
+    found = [e for e in usable if ip_address(e[0]).is_loopback == is_alone]
+    return found[:1] if is_alone else found
 
 
 def try_offers(

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mpitrain.errors import LaunchError
 from mpitrain.launch.rendezvous.select import Rendezvous
@@ -15,7 +14,6 @@ from mpitrain.mpi.world import World
 
 if TYPE_CHECKING:
     from mpi4py import MPI
-    from torch.distributed import ProcessGroupGloo
 
 GLOO = "GLOO_SOCKET_IFNAME"
 NCCL = "NCCL_SOCKET_IFNAME"
@@ -41,46 +39,22 @@ def socket_variables(
     return {key: value for key, value in wanted.items() if key not in environ}
 
 
-def bind_gloo(rendezvous: Rendezvous, environ: Mapping[str, str]) -> None:
-    """Let gloo listen on the address that was proved, where it would take another.
+def check_gloo(
+    rendezvous: Rendezvous, backend: str, environ: Mapping[str, str]
+) -> None:
+    """Refuse gloo where it would listen on another address than the proved one.
 
     gloo takes the first address of its interface, IPv4 before IPv6, and waits for ever
-    where the others cannot reach that one. All process groups made later on are bound.
+    where the others cannot reach that one.
     """
-    address = rendezvous.own_address
-    addresses = rendezvous.interface.addresses
-    if GLOO in environ or not addresses or addresses[0] == address:
-        return
-    import torch
-    from torch.distributed import Backend, ProcessGroup, ProcessGroupGloo
-
-    if torch.__version__ < (2, 15):  # type: ignore[operator]
-        name = rendezvous.interface.name
+    address, interface = rendezvous.own_address, rendezvous.interface
+    first = next(iter(interface.addresses), address)
+    if "gloo" in backend and GLOO not in environ and first != address:
         raise LaunchError(
-            f"the nodes connect at {address}, but gloo of torch {torch.__version__} "
-            f"would listen on {addresses[0]}, the first address of {name}.\n"
-            f"Expected torch 2.15 or newer, where it can be told. Or name another "
-            f"interface with --interface, or export {GLOO}={name} to try it so."
+            f"the nodes connect at {address}, but gloo would listen on {first}, the "
+            f"first address of {interface.name}.\nTake --backend mpi4py (torch 2.14 or "
+            f"newer), another --interface, or export {GLOO}={interface.name} to try it."
         )
-
-    def create(options: Any, _: object) -> ProcessGroupGloo:
-        # As torch's own _create_gloo_process_group, but for the device.
-        ours = ProcessGroupGloo._Options()  # type: ignore[attr-defined] # noqa: SLF001
-        ours._devices = [ProcessGroupGloo.create_device(hostname=address)]  # noqa: SLF001
-        ours._timeout = options.timeout or timedelta(minutes=30)  # noqa: SLF001
-        ours.global_ranks_in_group = options.global_ranks_in_group
-        ours.group_name = options.group_id
-        return ProcessGroupGloo(
-            options.store, options.group_rank, options.group_size, ours
-        )
-
-    Backend.register_backend(
-        Backend.GLOO,
-        create,
-        extended_api=True,
-        devices=["cpu", "cuda"],
-        _backend_type=ProcessGroup.BackendType.GLOO,
-    )
 
 
 def check_mpi_messages(
