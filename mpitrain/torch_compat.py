@@ -23,11 +23,9 @@ DistributedBackendOptions = _c10d._DistributedBackendOptions  # noqa: SLF001
 PrefixStore = _c10d.PrefixStore
 Store = _c10d.Store
 
-_PYTHON_OP_TYPE = 100
-"""OpType of a work object that is written in Python (Work.hpp; torch 2.14.1, 2.15)."""
+_PYTHON_OP_TYPE = 100  # of a work object in Python (Work.hpp; torch 2.14.1, 2.15)
 
-_SOURCE_RANK = "_mpitrain_source_rank"
-"""Attribute of a received tensor: the rank that sent it."""
+_SOURCE_RANK = "_mpitrain_source_rank"  # attribute of a received tensor
 
 
 def python_backend_error() -> str:

@@ -14,9 +14,7 @@ from datetime import timedelta
 from mpitrain.backend.op_queue import GroupError
 from mpitrain.torch_compat import Store, append_to_store
 
-COLLECT_SECONDS = 1.5
-"""How long to collect reports: ranks began to wait, and give up, at different times."""
-
+COLLECT_SECONDS = 1.5  # how long to collect reports: ranks give up at different times
 STORE_SECONDS = 2.5  # how long the store may take for the rest
 
 _ALL_PRESENT = "all present"

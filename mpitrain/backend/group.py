@@ -148,8 +148,7 @@ class Group:
                 comm.Free()
 
 
-_default_comm: list[MPI.Intracomm] = []
-"""All ranks in the order of torch's default group; at most one."""
+_default_comm: list[MPI.Intracomm] = []  # of torch's default group; at most one
 
 
 def default_communicator(rank: int, size: int) -> MPI.Intracomm:

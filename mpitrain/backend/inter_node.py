@@ -32,18 +32,12 @@ CHUNK_BYTES = 512 << 10  # of a tensor that is reduced or broadcast
 CONCURRENT_CHUNKS = 4
 
 SPIN_SECONDS = 0.0005  # how long a rank tests without sleeping
-
-BUSY_SECONDS = 0.00005
-"""A test that took longer has perhaps moved data: a rank that sleeps stalls it."""
-
-BUSY_SPIN_SECONDS = 0.1
-"""How long a rank tests without sleeping while tests are busy; for each chunk anew."""
-
+BUSY_SECONDS = 0.00005  # a test that took longer has perhaps moved data
+BUSY_SPIN_SECONDS = 0.1  # how long to test without sleep while tests are busy
 _SLEEP_SECONDS = (0.00002, 0.001)  # between two tests, the first and the longest
 _TAG = 0  # of collectives; p2p uses higher ones
 
-_abandoned: list[tuple[MPI.Request, object]] = []
-"""Requests that were given up, and their memory: MPI may still write into it."""
+_abandoned: list[tuple[MPI.Request, object]] = []  # MPI may still use their memory
 
 
 def wait(

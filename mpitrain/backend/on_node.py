@@ -24,14 +24,9 @@ from mpitrain.backend.reductions import Reduction
 from mpitrain.backend.shared_buffer import OpSignature, SharedBuffer, op_signature
 from mpitrain.backend.tensors import Tensors
 
-DIRECT_BYTES = 256 << 10
-"""Up to this size every rank reads all tensors: one barrier, but more to read."""
-
+DIRECT_BYTES = 256 << 10  # up to this size every rank reads all tensors: one barrier
 DIRECT_BYTES_OF_ALL = 2 << 20  # the same limit for the tensors of all ranks together
-
-INTER_NODE_EXTRA_SECONDS = 5.0
-"""How much longer a rank waits for those that reduce over the nodes."""
-
+INTER_NODE_EXTRA_SECONDS = 5.0  # how much longer to wait for a reduction over nodes
 _ALIGNMENT = 64  # pieces begin on a cache line, in bytes
 
 InterNodeReduce = Callable[[Tensor, Reduction, float], None]

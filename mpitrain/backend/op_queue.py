@@ -19,11 +19,9 @@ import torch
 from torch import Tensor
 from torch.distributed import DistBackendError, Work
 
-CLOSE_SECONDS = 2.0
-"""How long submitted operations that nobody waited for may take at the end."""
+CLOSE_SECONDS = 2.0  # for submitted operations that nobody waited for, at the end
 
-Action = Callable[[float], None]
-"""Performs an operation until a deadline on the monotonic clock."""
+Action = Callable[[float], None]  # performs an operation until a (monotonic) deadline
 
 
 class GroupError(DistBackendError):

@@ -23,9 +23,7 @@ from mpitrain.backend.tensors import HostTensors
 from mpitrain.torch_compat import set_source_rank
 
 _FIRST_TAG = 1  # those below are of collectives
-
-_PAUSES_SECONDS = (0.0002, 0.005)
-"""Between two tests of a message, the first and the longest."""
+_PAUSES_SECONDS = (0.0002, 0.005)  # between two tests, the first and the longest
 
 
 class MessageWork(PendingWork):

@@ -46,9 +46,7 @@ _MPI_TYPES = {
     torch.bool: "UINT8_T",  # 0 and 1
 }
 
-_MPI_OPS = {"AVG": "SUM", "PREMUL_SUM": "SUM", "PRODUCT": "PROD"}
-"""The others have torch's name."""
-
+_MPI_OPS = {"AVG": "SUM", "PREMUL_SUM": "SUM", "PRODUCT": "PROD"}  # else torch's name
 _MPI_OPS_OF_BOOL = {"SUM": "LOR", "MAX": "LOR", "PRODUCT": "LAND", "MIN": "LAND"}
 
 

@@ -33,23 +33,12 @@ from mpitrain.watchdog.process import is_gone
 
 FOLDER = Path("/dev/shm")  # a file system in memory
 MAX_BUFFER_BYTES = 80 << 20  # for all ranks of a node together, of one group
-
-MAX_SLOT_BYTES = 4 << 20
-"""Large where ranks share cores: fewer barriers, at each of which they wait for one."""
-
-MAX_SLOT_BYTES_IN_CACHE = 2 << 20
-"""Where each rank has a core: the data in flight stays in the cache."""
-
+MAX_SLOT_BYTES = 4 << 20  # where ranks share cores: fewer barriers
+MAX_SLOT_BYTES_IN_CACHE = 2 << 20  # where each rank has a core
 MIN_SLOT_BYTES = 64 << 10
-
-REQUIRED_FREE_FACTOR = 2.0
-"""How much of the file system must be free, as a multiple of a buffer."""
-
-AMPLE_FREE_FACTOR = 16
-"""With more than this free, memory is allocated as it is used; else all at once."""
-
-LIVENESS_SECONDS = 1.0
-"""How often a waiting rank checks whether the processes of the others are alive."""
+REQUIRED_FREE_FACTOR = 2.0  # how much of /dev/shm must be free, in buffers
+AMPLE_FREE_FACTOR = 16  # with more free, memory is allocated as it is used
+LIVENESS_SECONDS = 1.0  # how often a waiting rank looks whether the others live
 
 MAX_SPINS = 200
 """How often a rank with its own core polls before it sleeps: some 0.1 ms. A wake-up
@@ -62,9 +51,7 @@ _FAILED = 3
 """Word of a header that says that its rank failed. Before: count, two codes."""
 
 _TEXT_BYTES = 112
-_TEXT_OFFSETS = (32, 32 + _TEXT_BYTES)
-"""Of the operation's text in a header, at even and odd barriers."""
-
+_TEXT_OFFSETS = (32, 32 + _TEXT_BYTES)  # at even and odd barriers
 _MODULUS = 1 << 32
 _MAX_CACHED_VIEWS = 64
 
@@ -178,7 +165,7 @@ class SharedBuffer:
         self._words[self._own_header] = count
         self._fence()
         if self._all_arrived(count):
-            self._released.value = count
+            self._released.word.value = count
             self._released.wake()
         else:
             self._wait(count, deadline)
@@ -201,7 +188,7 @@ class SharedBuffer:
         return all((words[h] - count) % _MODULUS < _MODULUS // 2 for h in self._headers)
 
     def _is_released(self, count: int) -> bool:
-        return (self._released.value - count) % _MODULUS < _MODULUS // 2
+        return (self._released.word.value - count) % _MODULUS < _MODULUS // 2
 
     def _wait(self, count: int, deadline: float) -> None:
         for _ in range(self.max_spins):
@@ -210,12 +197,12 @@ class SharedBuffer:
             os.sched_yield()
         check_at = time.monotonic() + LIVENESS_SECONDS
         while not self._is_released(count):
-            before = self._released.value
+            before = self._released.word.value
             if self._is_released(count):
                 return
             now = time.monotonic()
             if self._all_arrived(count):  # two came at once and did not see each other
-                self._released.value = count
+                self._released.word.value = count
                 self._released.wake()
                 return
             if now > deadline:
@@ -436,20 +423,11 @@ class FutexWord:
     """
 
     def __init__(self, memory: memoryview, offset: int) -> None:
-        self._word = ctypes.c_uint32.from_buffer(memory, offset)
-        self._address = ctypes.c_void_p(ctypes.addressof(self._word))
+        self.word = ctypes.c_uint32.from_buffer(memory, offset)
+        self._address = ctypes.c_void_p(ctypes.addressof(self.word))
         # Not PyDLL: other threads run while this one sleeps.
         self._syscall = ctypes.CDLL(None).syscall
         self._number = ctypes.c_long(_FUTEX_CALL)
-
-    @property
-    def value(self) -> int:
-        """The current value."""
-        return self._word.value
-
-    @value.setter
-    def value(self, value: int) -> None:
-        self._word.value = value
 
     def wake(self) -> None:
         """Wake all who sleep on it."""

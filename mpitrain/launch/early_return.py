@@ -26,9 +26,7 @@ from mpitrain.torch_compat import Store, append_to_store
 from mpitrain.watchdog.report import Frame, describe_call
 
 POLL_SECONDS = 2.0  # how often a rank looks whether others have returned
-
-STUCK_SECONDS = 3.0
-"""How long a rank stands still in a collective before it is taken for stuck."""
+STUCK_SECONDS = 3.0  # standstill in a collective after which a rank is stuck
 
 _KEY = "mpitrain/returned"
 _WAITING_KEY = "mpitrain/waiting"

@@ -56,17 +56,12 @@ if TYPE_CHECKING:
     from mpitrain.launch.early_return import EarlyReturnMonitor
     from mpitrain.launch.rendezvous.select import Rendezvous
 
-CONSEQUENCE_SECONDS = 4.0
-"""How long a rank whose peer went away waits for that peer's own message."""
-
-_FORWARD_SECONDS = 0.5
-"""Time for mpirun to forward the message: after an abort MPICH's drops what is left."""
-
+CONSEQUENCE_SECONDS = 4.0  # how long to wait for the message of a peer that went away
+_FORWARD_SECONDS = 0.5  # for mpirun to forward the message: an abort may drop it
 _CALLBACK_SECONDS = 3.0
 _CLAIM_SECONDS = 2.0
 _CLAIM_KEY = "mpitrain/failures"
-_RECORD_SECONDS = 2.5
-"""How long other ranks leave the one that writes a hang into the record."""
+_RECORD_SECONDS = 2.5  # for another rank to write a hang into the record
 
 
 class ExitGuard:

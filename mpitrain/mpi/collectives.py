@@ -17,8 +17,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_sub_worlds: list[MPI.Intracomm] = []
-"""The ranks that make up the world inside `use_as_world`; the last one counts."""
+_sub_worlds: list[MPI.Intracomm] = []  # the last one is the world now
 
 
 def world_comm() -> MPI.Intracomm:

@@ -21,10 +21,7 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 PERIOD_SECONDS = 0.2  # about how often the ranks exchange their numbers
-
-MAX_PIECES = 32
-"""Pieces of work between two exchanges, at most: the next ones may be slower."""
-
+MAX_PIECES = 32  # of work between two exchanges: the next may be slower
 POLL_SECONDS = 0.0001
 
 

@@ -20,17 +20,13 @@ from mpitrain.watchdog.report import (
 
 HANG_STATUS = 76  # the job's exit status when it hung
 STACKS_SECONDS = 2.0  # how long the sidecars may take to send stacks
-
-GATHER_SECONDS = 0.1
-"""How long to gather what comes at once: a rank's death, and its report of why."""
+GATHER_SECONDS = 0.1  # for what comes at once: a death, and a report of why
 
 RECORD_SECONDS = 0.25
 """How long a rank may take to record a death. It is printed after that: the print wakes
 MPICH's launcher, which sees the death and kills the others within a millisecond."""
 
-SUSPENDED_SECONDS = 5.0
-"""After a longer time between two calls the whole job was suspended and continues."""
-
+SUSPENDED_SECONDS = 5.0  # longer between two calls: the job was suspended
 SHOW_SECONDS = 1.2  # how long to gather positions that a user asked for
 NOTICE_SECONDS = 2.0  # how long a launcher may take to notice that a rank is gone
 ABORT_SECONDS = 7.0  # how long a rank that reported why the job ends may take to end it

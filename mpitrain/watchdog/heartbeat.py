@@ -10,8 +10,7 @@ import time
 from enum import IntEnum
 from typing import NamedTuple
 
-_LAYOUT = struct.Struct("=ddqq96s")
-"""Time of the last progress, limit, step, state, phase."""
+_LAYOUT = struct.Struct("=ddqq96s")  # time, limit, step, state, phase
 
 _STATE = struct.Struct("=q")
 _STATE_OFFSET = struct.calcsize("=ddq")

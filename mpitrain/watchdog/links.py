@@ -11,10 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 MAX_LINE_BYTES = 1 << 20  # a connection that sends a longer line is dropped
-
-MAX_HELLO_BYTES = 200
-"""The same for the first line, before the other side has authenticated itself."""
-
+MAX_HELLO_BYTES = 200  # the same before the other side has authenticated itself
 UNKNOWN_SECONDS = 5.0  # how long a connection may take to authenticate itself
 MAX_UNKNOWN = 64  # such connections beyond the number of ranks; more are refused
 

@@ -12,9 +12,7 @@ from typing import NamedTuple
 from mpitrain.mpi.world import format_ranges, list_hosts
 from mpitrain.watchdog.heartbeat import Position, State
 
-SILENT_SECONDS = 5.0
-"""A sidecar reports every second; one that is silent for so long is cut off."""
-
+SILENT_SECONDS = 5.0  # a sidecar that reports no more for so long is cut off
 _STANDARD_LIBRARY = str(Path(os.__file__).parent)
 
 _BACKEND = "mpitrain/backend/"

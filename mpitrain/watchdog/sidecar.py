@@ -30,21 +30,13 @@ from mpitrain.watchdog.heartbeat import Heartbeat, State
 from mpitrain.watchdog.links import CoordinatorClient, CoordinatorServer
 from mpitrain.watchdog.process import Launcher, oom_kills, send_signal, status_of
 
-DUMP_SIGNAL = signal.SIGRTMIN + 7
-"""Makes the rank write its stacks; a signal that scripts leave alone."""
-
+DUMP_SIGNAL = signal.SIGRTMIN + 7  # the rank writes its stacks; scripts leave it alone
 POLL_SECONDS = 0.25
 HEARTBEAT_SECONDS = 1.0  # how often each side of a connection sends
-
-DUMP_SECONDS = 0.8
-"""How long a rank may take to write its stacks: a signal handler in C, at once."""
-
+DUMP_SECONDS = 0.8  # for a rank to write its stacks, in a signal handler in C
 MAX_STACK_BYTES = 1 << 18  # more of a rank's stacks is not passed on
 GRACE_SECONDS = 3.0  # from telling a rank to end the job to killing it
-
-RECORD_SECONDS = 0.7
-"""How long the coordinator and the recording rank may take for a rank that died."""
-
+RECORD_SECONDS = 0.7  # for the coordinator and the recording rank, at a death
 LOG_SECONDS = 0.5  # how long a line in a log may block
 CLAIM_SECONDS = 4.0  # how long a claim of the output is held
 

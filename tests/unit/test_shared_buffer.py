@@ -72,7 +72,7 @@ def test_the_count_of_barriers_may_overflow() -> None:
     for mine in both:  # before there are two who meet
         mine._count = late
         mine._words[mine._own_header] = late
-        mine._released.value = late
+        mine._released.word.value = late
 
     def meet(rank: int) -> None:
         if rank == 1:

@@ -18,8 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 DIGEST_BYTES = 32
 POLL_SECONDS = 0.05
 STRANGER_SECONDS = 1.0  # how long a connection may stay open without a proof
-MAX_STRANGERS = 256
-"""How many connections without a proof may be open at once; others wait."""
+MAX_STRANGERS = 256  # open connections without a proof; others wait
 
 TIMED_OUT = "timed out"
 REFUSED = "refused"

@@ -32,13 +32,10 @@ from mpitrain.mpi.world import World, list_hosts
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-CONNECT_SECONDS = 3.0
-"""How long one connection may take. A lost first packet is sent again after 1 s."""
-
+CONNECT_SECONDS = 3.0  # for a connection; lost packets are sent again after 1 s
 MAX_CONNECTIONS = 64  # how many addresses one rank tries at once
 
-UNKNOWN = Interface(name="", kind="virtual")
-"""Stands for an interface that could not be found."""
+UNKNOWN = Interface(name="", kind="virtual")  # an interface that was not found
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,9 +18,7 @@ if TYPE_CHECKING:
 GLOO = "GLOO_SOCKET_IFNAME"
 NCCL = "NCCL_SOCKET_IFNAME"
 
-MESSAGE_BYTES = 1 << 20
-"""So large that Open MPI sends parts of it over every interface that it knows."""
-
+MESSAGE_BYTES = 1 << 20  # Open MPI spreads as much over all its interfaces
 MESSAGE_SECONDS = 60.0  # how long such a message may take between two nodes
 
 
