@@ -48,10 +48,7 @@ def connect(
 
 
 def desync_report(store: Store, rank: int, names: Sequence[str], position: str) -> str:
-    """Report this rank's position, and return those of all ranks.
-
-    Returns in time even if the store does not answer. `position` is one line.
-    """
+    """Report this rank's position, a line; return those of all ranks, in time."""
     answers: list[str] = []
 
     def exchange() -> None:

@@ -71,10 +71,7 @@ class Group:
         self.all_reduce_transport = self._node or self._mpi
 
     def _create_node_collectives(self, comm: MPI.Intracomm) -> NodeCollectives | None:
-        """Create the nodes' shared memory, and join the ranks that reduce over nodes.
-
-        Returns ``None`` on every rank if the group is to use MPI alone.
-        """
+        """Create the nodes' shared memory; ``None`` on every rank: use MPI alone."""
         memory = create_shared_buffer(
             comm.allgather, self.rank, self._names, logger.warning
         )

@@ -148,13 +148,10 @@ class SharedBuffer:
         return found
 
     def barrier(self, signature: OpSignature, deadline: float) -> None:
-        """Wait until all ranks of the node have arrived.
+        """Wait until all ranks of the node have arrived. Collective over the node.
 
-        Collective over the node; `deadline` is on the monotonic clock.
-
-        Raises:
-            GroupError: Some did not arrive in time, have ended, or are in another
-                operation; in the last case on every rank.
+        Raises a GroupError if some did not arrive in time, have ended, or are in
+        another operation; in the last case on every rank.
         """
         count = self._count = (self._count + 1) % _MODULUS
         parity = count & 1  # nobody is ahead by more than one barrier
@@ -279,13 +276,10 @@ def create_shared_buffer(
     names: list[str],
     warn: Callable[[str], object],
 ) -> tuple[SharedBuffer, list[int]] | None:
-    """Create the shared memory of every node.
+    """Create the shared memory of every node. Collective over the group.
 
-    Collective over the group; `allgather` exchanges JSON values over it.
-
-    Returns:
-        The memory of this node, and the number of ranks on each; ``None`` on every rank
-        of the group if some node has no memory, or no node has two ranks.
+    Returns this node's, and the number of ranks on each node; ``None`` on every rank if
+    some node has no memory, or no node has two ranks.
     """
     ranks_info = allgather(
         [_machine_id(), _pid_namespace(), os.getpid(), sorted(os.sched_getaffinity(0))]
@@ -345,10 +339,7 @@ def create_shared_buffer(
 def choose_slot_bytes(
     size: int, free_bytes: int, max_bytes: int = MAX_SLOT_BYTES
 ) -> int:
-    """Return the size of each rank's slot, for `size` ranks of a node.
-
-    Raises:
-        OSError: There is too little memory.
+    """Return the size of each rank's slot; an OSError where memory is too small.
 
     >>> choose_slot_bytes(8, 1 << 40) >> 10, choose_slot_bytes(64, 1 << 40) >> 10
     (4096, 512)

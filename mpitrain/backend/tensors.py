@@ -14,12 +14,8 @@ Tensors = Sequence[Tensor]
 class HostTensors:
     """Some tensors, each as a contiguous ``(N,)`` on the host.
 
-    Tensors that are so already are used as they are. Others, on a GPU or with gaps, are
-    copied; a GPU's through pinned memory, after the work queued on it.
-
-    Args:
-        tensors: Of any shapes.
-        read: Whether their values are needed.
+    Those on a GPU or with gaps are copied, a GPU's through pinned memory, after the
+    work queued on it. Without `read` their values are not needed.
     """
 
     def __init__(self, tensors: Tensors, *, read: bool = True) -> None:

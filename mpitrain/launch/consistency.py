@@ -33,10 +33,7 @@ logger = logging.getLogger("mpitrain")
 def check_consistency(
     comm: MPI.Intracomm, world: World, config: LaunchConfig, timeout_seconds: float
 ) -> None:
-    """Refuse to start where ranks contradict each other.
-
-    Collective over `comm`: a barrier, then one allgather of a small dictionary.
-    """
+    """Refuse to start where ranks contradict each other. Collective over `comm`."""
     arguments = {**asdict(config), "timeout_seconds": timeout_seconds}
     # Plain dictionaries: another version of mpitrain must be able to read them.
     mine: dict[str, Any] = {
@@ -114,10 +111,7 @@ def uneven_nodes(nodes: Sequence[Node]) -> str:
 
 
 def check_clocks(by_rank: Sequence[float], nodes: Sequence[Node]) -> str:
-    """Refuse clocks that are minutes apart; return a warning for smaller differences.
-
-    `by_rank` are the clocks in seconds since 1970, read at one moment.
-    """
+    """Refuse clocks (seconds) that are minutes apart; warn of smaller differences."""
     # The earliest of a host: a rank may be held up between the barrier and its clock.
     clocks = {
         node.hostname: min(by_rank[rank] for rank in node.ranks) for node in nodes

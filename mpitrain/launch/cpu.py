@@ -170,9 +170,9 @@ def threads_of_pbs(environ: Mapping[str, str]) -> int | None:
 
 
 def cores_by_pbs(of_pbs: int, local_world_size: int, environ: Mapping[str, str]) -> int:
-    """Return the cores of each rank of this node, where PBS set `threads_of_pbs`.
+    """Return the cores of each rank of this node, where PBS set `of_pbs` threads.
 
-    They fit the job in any case: without an answer of PBS they are of the chunk.
+    Without an answer of PBS they are the chunk's, which fits the job in any case.
     """
     if not 2 <= local_world_size <= of_pbs:
         return of_pbs

@@ -77,8 +77,7 @@ def _load(
 ) -> tuple[World, ModuleType, CodeType]:
     """Start, and find what is to be ``__main__`` and its code; set `sys.argv` and path.
 
-    A script is read before the start, so that a wrong name is told at once. A module
-    is found after it: packages above it are imported for that.
+    A script is read before the start, so that a wrong name is told at once.
     """
     comm, target = guard.comm, request.target
     if target.kind == "script":

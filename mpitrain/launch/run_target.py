@@ -133,10 +133,7 @@ def read_script(name: str) -> tuple[ModuleType, CodeType]:
 
 
 def find_module(name: str) -> tuple[ModuleType, CodeType]:
-    """Find a module, or the ``__main__`` of a package, as ``python -m`` would.
-
-    Packages above it are imported.
-    """
+    """Find a module, or a package's ``__main__``, as ``python -m`` would."""
     find: Any = runpy._get_module_details  # type: ignore[attr-defined] # noqa: SLF001
     try:
         _, spec, code = find(name, ModuleCannotRun)

@@ -21,10 +21,7 @@ _sub_worlds: list[MPI.Intracomm] = []  # the last one is the world now
 
 
 def world_comm() -> MPI.Intracomm:
-    """Return the ranks that make up the world now; starts MPI if need be.
-
-    All that mpirun has started, except inside `use_as_world`.
-    """
+    """Return the ranks that make up the world now; starts MPI if need be."""
     return _sub_worlds[-1] if _sub_worlds else start_mpi()
 
 

@@ -122,8 +122,7 @@ class Communicator:
     def _memory(self, num_bytes: int) -> tuple[mmap.mmap, bool, str]:
         """Map memory that the ranks of a node share; return it and whether to fill it.
 
-        Where a node has no room for that, each of its ranks gets memory of its own. The
-        third is why, on any node.
+        The third is why some node has no room: there each rank has memory of its own.
         """
         world, comm = self._world, self._comm
         here = world.nodes[world.node_rank].ranks

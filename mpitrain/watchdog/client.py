@@ -143,7 +143,6 @@ class WatchdogClient:
         """Let this sidecar, rank zero's, be the coordinator; return its port.
 
         `address` is empty where there are no others; `token` is what they send first.
-        Raises an OSError if it cannot listen there, or does not answer.
         """
         rank_info = {"rank": 0, "world_size": world_size}
         self._send(rank_info=rank_info, listen=address, token=token)

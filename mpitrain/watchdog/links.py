@@ -136,19 +136,14 @@ class CoordinatorServer:
 
 
 class CoordinatorClient:
-    """A sidecar's connection to the coordinator.
-
-    Attributes:
-        is_established: Whether the coordinator ever answered.
-        heard_at: When it last sent something, on the monotonic clock.
-    """
+    """A sidecar's connection to the coordinator."""
 
     def __init__(self, address: str, port: int, token: str, rank: int) -> None:
         self._address = (address, port)
         self._hello = f"{token} {rank}"
         self._connection: JsonSocket | None = None
         self._retry_at = 0.0
-        self.is_established = False
+        self.is_established = False  # whether the coordinator ever answered
         self.heard_at = time.monotonic()
         self.retry(self.heard_at)
 

@@ -61,11 +61,10 @@ def is_alive(ancestor: Ancestor) -> bool:
 
 
 def launchers_of(pid: int, rank_variables: Sequence[str]) -> list[Ancestor]:
-    """Return the processes from a rank's parent up to the one that launched it.
+    """Return the processes from a rank's parent up to mpirun, or its daemon here.
 
-    The launcher (mpirun, or its daemon on this host) is the first that has not been
-    given a rank itself, by one of `rank_variables`; shells and wrappers may be between.
-    Empty without a launcher, or if it cannot be seen (another process namespace).
+    That is the first that has no rank itself, by `rank_variables`; shells and wrappers
+    may be between. Empty where it cannot be seen (another process namespace).
     """
     variables = _variables_of(pid, rank_variables)
     if not variables:
@@ -145,11 +144,8 @@ class Launcher:
 
 
 def oom_kills() -> int:
-    """Return how often the kernel killed in this cgroup for lack of memory.
-
-    Version 2: ``memory.events``; version 1: ``memory.oom_control``
-    (https://docs.kernel.org/admin-guide/cgroup-v2.html#memory-interface-files).
-    """
+    """Return how often the kernel killed in this cgroup for lack of memory."""
+    # https://docs.kernel.org/admin-guide/cgroup-v2.html#memory-interface-files
     total = 0
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)

@@ -128,10 +128,7 @@ def _is_user_code(frame: Frame) -> bool:
 
 
 def missing_ranks(statuses: Sequence[RankStatus], now: float) -> list[int]:
-    """Return the ranks that the others wait for; empty where each waits for some other.
-
-    `statuses` are those of all ranks, with their stacks.
-    """
+    """Return the ranks that the others wait for; empty: each waits for some other."""
     # Nobody waits for ranks that sleep while others work.
     statuses = [s for s in statuses if s.position.state is not State.IDLE]
     away = [
@@ -181,8 +178,7 @@ def hang_report(
 ) -> str:
     """Describe a hang: the ranks that did not arrive first, then those that wait.
 
-    `statuses` are of all ranks that ever reported, by rank. Without a folder of logs,
-    which hold the stacks, the text contains that of the first missing rank.
+    Without a folder of `logs` the text has the stacks of the first missing rank.
     """
     quiet = min(now - status.progressed_at for status in statuses)
     unknown = sorted(set(range(world_size)) - {status.rank for status in statuses})

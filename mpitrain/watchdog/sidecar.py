@@ -42,11 +42,10 @@ CLAIM_SECONDS = 4.0  # how long a claim of the output is held
 
 
 class Sidecar:
-    """One rank's sidecar.
+    """One rank's sidecar. It and the rank talk over `control`.
 
-    Messages from and to the rank go over `control`. `dump` and `terminated` are files
-    in memory: the rank writes its stacks into them when asked, and at SIGTERM.
-    `rank_info` is what it knows before MPI; see `client`.
+    `dump` and `terminated` are files in memory: the rank writes its stacks into them
+    when asked, and at SIGTERM.
     """
 
     def __init__(

@@ -76,10 +76,7 @@ class Attempt:
 def find_rendezvous(
     comm: MPI.Intracomm, world: World, interface: str | None = None
 ) -> Rendezvous:
-    """Bind a port on rank zero and find an address of it that all nodes reach.
-
-    Collective over `comm`. On one node no port is open to the outside.
-    """
+    """Bind a port on rank zero at an address that all nodes reach. Collective."""
     is_first_on_node = world.local_rank == 0
     interfaces = find_interfaces() if is_first_on_node else ()
     if interface is not None:
@@ -131,8 +128,7 @@ def addresses_to_offer(
 ) -> list[tuple[str, Interface]]:
     """Return the addresses at which rank zero listens, with their interfaces.
 
-    On one node one loopback address, so that no port is open to the outside; on several
-    nodes all others; of the interface called `name`, if given, in any case.
+    On one node one loopback address alone, so that no port is open to the outside.
     """
     usable = [
         (address, interface)

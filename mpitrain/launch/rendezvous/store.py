@@ -41,8 +41,7 @@ def open_on_this_rank(
 ) -> TCPStore:
     """Open the server on rank zero, a client elsewhere.
 
-    Rank zero hands the socket it has bound already to the store, so that nobody can
-    take the port in between, and the store listens on that one address alone.
+    The store gets the socket that rank zero has bound: nobody takes the port between.
     """
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
