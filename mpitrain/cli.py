@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from mpitrain.config import TrainConfig, default_start_timeout
-from mpitrain.errors import UsageError, collective_error, did_you_mean
+from mpitrain.errors import UsageError, did_you_mean
 from mpitrain.flags import PROGRAM, QUESTIONS, Config, read_flags
 from mpitrain.launch.env_checks import (
     is_one_of_several,
@@ -55,7 +55,7 @@ def main(argv: Sequence[str]) -> int:
         if exit_status(error) != 0:
             rank, size = launched_rank(os.environ), launched_size(os.environ)
             if isinstance(error, UsageError) and size == 1:
-                collective_error(error)  # who is alone needs no number
+                error.on_all_ranks()  # who is alone needs no number
             text = error_message(error, rank_label(rank, size, socket.gethostname()))
             print(text, file=sys.stderr, flush=True)
         status = exit_status(error)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from difflib import SequenceMatcher
-from typing import Self, TypeVar
+from typing import Self
 
 _MIN_LIKENESS = 0.75
 
@@ -75,14 +75,6 @@ class RemoteError(LaunchError):
 
 class EarlyReturnError(LaunchError):
     """A rank returned while others still worked."""
-
-
-Error = TypeVar("Error", bound=MpitrainError)
-
-
-def collective_error(error: Error) -> Error:
-    """Mark an error that every rank raises from equal facts: rank zero prints it."""
-    return error.on_all_ranks()
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

@@ -29,7 +29,7 @@ from mpitrain.checkpoint.tensors import (
     tensors_to_save,
 )
 from mpitrain.config import MAY_CHANGE
-from mpitrain.errors import DataError, UsageError, collective_error
+from mpitrain.errors import DataError, UsageError
 from mpitrain.launch.current import heartbeat
 from mpitrain.mpi.consensus import Consensus
 from mpitrain.record.run_dir import shown
@@ -127,9 +127,9 @@ class Checkpointer(RunCheckpoints, Callback):
         """Load model, state and callbacks, if there is a checkpoint."""
         world, engine = trainer.engine.world, trainer.engine
         if self._manager is not None:
-            raise collective_error(
-                UsageError("the Checkpointer was used before; make one for each fit")
-            )
+            raise UsageError(
+                "the Checkpointer was used before; make one for each fit"
+            ).on_all_ranks()
         if trainer.config.dry_run:
             self.is_disabled = True
             return
@@ -143,12 +143,10 @@ class Checkpointer(RunCheckpoints, Callback):
             if type(callback).state_dict is not Callback.state_dict
         ]
         if len(set(names)) < len(names):
-            raise collective_error(
-                UsageError(
-                    f"callbacks {', '.join(sorted(names))}: found two with a state and "
-                    "one name; expected a class of its own for each"
-                )
-            )
+            raise UsageError(
+                f"callbacks {', '.join(sorted(names))}: found two with a state and "
+                "one name; expected a class of its own for each"
+            ).on_all_ranks()
         split_state(engine.model)  # what cannot be saved is an error now
         self._callback_states(trainer)
         self._consensus = Consensus(world, count=FAILED + 1, kinds=EVALUATION + 1)
@@ -165,38 +163,32 @@ class Checkpointer(RunCheckpoints, Callback):
         found, config = self.reader.metadata["trainer"], self._config(trainer)
         path = self.reader.checkpoint.path
         if found is None:
-            raise collective_error(
-                UsageError(f"{path} was not written by a Trainer, but by `save`")
-            )
+            raise UsageError(
+                f"{path} was not written by a Trainer, but by `save`"
+            ).on_all_ranks()
         is_own = self.reader.metadata["run"] == self._run_id
         changed = differences(found["config"], config, MAY_CHANGE)
         if is_own and changed:
-            raise collective_error(
-                UsageError(
-                    f"{path} was written with another configuration: "
-                    f"{'; '.join(changed)}.\nExpected the same, or another run folder"
-                )
-            )
+            raise UsageError(
+                f"{path} was written with another configuration: "
+                f"{'; '.join(changed)}.\nExpected the same, or another run folder"
+            ).on_all_ranks()
         if not is_own:
             check_same_steps(self.reader, config)
         if found["num_samples"] != engine.num_samples:
-            raise collective_error(
-                DataError(
-                    f"the data are not those that {path} was trained on: found "
-                    f"{engine.num_samples} samples, expected {found['num_samples']}"
-                )
-            )
+            raise DataError(
+                f"the data are not those that {path} was trained on: found "
+                f"{engine.num_samples} samples, expected {found['num_samples']}"
+            ).on_all_ranks()
         trainer.resumed_from = path.name
         load_model(self.reader, engine.model)
         trainer.state = state = TrainState(**found["state"])
         if not is_own and state.epoch > engine.plan.num_epochs:
-            raise collective_error(
-                UsageError(
-                    f"{path} was written after epoch {state.epoch - 1}, and this run "
-                    f"has {engine.plan.num_epochs} epochs: there is nothing to train. "
-                    "Expected more epochs, or the weights alone (--weights)"
-                )
-            )
+            raise UsageError(
+                f"{path} was written after epoch {state.epoch - 1}, and this run "
+                f"has {engine.plan.num_epochs} epochs: there is nothing to train. "
+                "Expected more epochs, or the weights alone (--weights)"
+            ).on_all_ranks()
         if is_own:
             self._saved = _position(trainer.state)
         for callback in others if is_own else ():
@@ -425,13 +417,11 @@ class Checkpointer(RunCheckpoints, Callback):
             if outcome is None or not outcome.error:
                 return  # it is there, or was before
         assert outcome is not None
-        raise collective_error(
-            CheckpointError(
-                f"the last checkpoint could not be written: {outcome.error}.\nThe one "
-                "before it is complete, and a job with this run's --name resumes from "
-                "there, once there is room"
-            )
-        )
+        raise CheckpointError(
+            f"the last checkpoint could not be written: {outcome.error}.\nThe one "
+            "before it is complete, and a job with this run's --name resumes from "
+            "there, once there is room"
+        ).on_all_ranks()
 
     def _report(self, trainer: Trainer, outcome: Outcome) -> None:
         """Take the result of a checkpoint."""

@@ -28,7 +28,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from mpitrain.errors import DataError, UsageError, collective_error
+from mpitrain.errors import DataError, UsageError
 from mpitrain.launch.current import heartbeat
 
 SUMS = "SHA256SUMS"
@@ -127,13 +127,11 @@ def check_json(value: Any, what: str, hint: str = "") -> None:
     """Check that a checkpoint can hold a value, and give it back unchanged."""
     reason = _not_json(value)
     if reason:
-        raise collective_error(
-            UsageError(
-                f"{what} has {reason}; expected what JSON can carry: numbers, text, "
-                "None, lists, and dictionaries with text as keys. A checkpoint holds "
-                f"nothing that could run code when it is read{hint}"
-            )
-        )
+        raise UsageError(
+            f"{what} has {reason}; expected what JSON can carry: numbers, text, "
+            "None, lists, and dictionaries with text as keys. A checkpoint holds "
+            f"nothing that could run code when it is read{hint}"
+        ).on_all_ranks()
 
 
 def _not_json(value: Any) -> str:

@@ -18,7 +18,7 @@ from mpitrain.checkpoint.layout import (
     set_aside,
 )
 from mpitrain.checkpoint.storage import CheckpointReader, read_index
-from mpitrain.errors import DataError, UsageError, collective_error
+from mpitrain.errors import DataError, UsageError
 from mpitrain.mpi.shared_arrays import Communicator
 from mpitrain.mpi.world import World, list_hosts
 from mpitrain.record.runs import RUN
@@ -57,13 +57,11 @@ def find_checkpoint(
         lambda: len(list_checkpoints(run_dir)), "count checkpoints"
     )
     if blind and num:
-        raise collective_error(
-            UsageError(
-                f"{run_dir} has checkpoints to resume from, and {list_hosts(blind)} "
-                "do not see it; expected a folder that all nodes share (--runs-dir), "
-                "or another --name"
-            )
-        )
+        raise UsageError(
+            f"{run_dir} has checkpoints to resume from, and {list_hosts(blind)} "
+            "do not see it; expected a folder that all nodes share (--runs-dir), "
+            "or another --name"
+        ).on_all_ranks()
     named = None
     if resume not in ("auto", "never"):
         named = ranks.on_rank_zero(
@@ -79,12 +77,10 @@ def find_checkpoint(
     if named is None:
         return None
     if blind:
-        raise collective_error(
-            UsageError(
-                f"--resume needs a run folder that all nodes see: {list_hosts(blind)} "
-                f"cannot see {run_dir} (--runs-dir)"
-            )
-        )
+        raise UsageError(
+            f"--resume needs a run folder that all nodes see: {list_hosts(blind)} "
+            f"cannot see {run_dir} (--runs-dir)"
+        ).on_all_ranks()
     return _checked(named, world, ranks)
 
 
@@ -106,12 +102,10 @@ def newest_complete(
         broken.append((checkpoint, error))
     if broken:
         listed = "".join(f"\n  {of.path.name}: {error}" for of, error in broken)
-        raise collective_error(
-            DataError(
-                f"no checkpoint of {run_dir} is complete:{listed}\nNothing was "
-                "changed. To train anew: --new-run"
-            )
-        )
+        raise DataError(
+            f"no checkpoint of {run_dir} is complete:{listed}\nNothing was "
+            "changed. To train anew: --new-run"
+        ).on_all_ranks()
     return None
 
 
@@ -141,12 +135,10 @@ def find_error(
     gathered = ranks.allgather((mine, unread))
     for _, reason in gathered:
         if reason:
-            raise collective_error(
-                DataError(
-                    f"checkpoint {checkpoint.path} cannot be read: {reason}.\nNothing "
-                    "was changed; try again when it can be"
-                )
-            )
+            raise DataError(
+                f"checkpoint {checkpoint.path} cannot be read: {reason}.\nNothing "
+                "was changed; try again when it can be"
+            ).on_all_ranks()
     return next((reason for reason, _ in gathered if reason), "")
 
 
@@ -184,13 +176,11 @@ def check_same_steps(reader: CheckpointReader, config: Mapping[str, Any]) -> Non
         if before[name] != config[name]
     ]
     if reader.metadata["trainer"]["state"]["epoch_step"] and changed:
-        raise collective_error(
-            UsageError(
-                f"{reader.checkpoint.path} is within an epoch, whose samples would be "
-                f"others: {'; '.join(changed)}.\nExpected a checkpoint that was "
-                "written after an epoch (step-...-epoch-N), or the same"
-            )
-        )
+        raise UsageError(
+            f"{reader.checkpoint.path} is within an epoch, whose samples would be "
+            f"others: {'; '.join(changed)}.\nExpected a checkpoint that was "
+            "written after an epoch (step-...-epoch-N), or the same"
+        ).on_all_ranks()
 
 
 def _named(path: Path, run_dir: Path) -> Checkpoint | None:
@@ -220,5 +210,5 @@ def _checked(
 ) -> CheckpointReader:
     error = find_error(checkpoint, world, ranks)
     if error:
-        raise collective_error(BrokenCheckpoint(checkpoint.path, error))
+        raise BrokenCheckpoint(checkpoint.path, error).on_all_ranks()
     return CheckpointReader(checkpoint)

@@ -32,7 +32,7 @@ from mpitrain.checkpoint.tensors import (
     tensors_to_save,
 )
 from mpitrain.config import seconds_of
-from mpitrain.errors import LaunchError, MpitrainError, UsageError, collective_error
+from mpitrain.errors import LaunchError, MpitrainError, UsageError
 from mpitrain.launch.current import age_seconds, current_world, on_term
 from mpitrain.mpi.shared_arrays import Communicator, SingleProcess, communicator
 from mpitrain.mpi.world import World, list_hosts
@@ -161,9 +161,9 @@ class RunCheckpoints:
             return None
         reader = self.reader
         if reader.metadata["user_state"] is None:
-            raise collective_error(
-                UsageError(f"{reader.checkpoint.path} was written by a Trainer")
-            )
+            raise UsageError(
+                f"{reader.checkpoint.path} was written by a Trainer"
+            ).on_all_ranks()
         plain, local_optimizer = _unwrap(model), getattr(optimizer, "optim", optimizer)
         load_model(reader, plain)
         if local_optimizer is not None:
@@ -228,12 +228,10 @@ class RunCheckpoints:
         if outcome is not None:
             self._save_seconds = max(self._save_seconds, outcome.write_seconds)
         if outcome is not None and outcome.error:
-            raise collective_error(
-                CheckpointError(
-                    f"the checkpoint of step {step} could not be written: "
-                    f"{outcome.error}. The one before it is complete"
-                )
-            )
+            raise CheckpointError(
+                f"the checkpoint of step {step} could not be written: "
+                f"{outcome.error}. The one before it is complete"
+            ).on_all_ranks()
 
     def should_stop(self) -> str:
         """Return why the loop should save and stop; empty if it should not.

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from mpitrain.checkpoint.format import check_json
 from mpitrain.checkpoint.storage import CheckpointReader
 from mpitrain.data.randomness import rank_seed
-from mpitrain.errors import UsageError, collective_error
+from mpitrain.errors import UsageError
 from mpitrain.mpi.world import World
 
 MODEL, OPTIMIZER, EMA, RANDOM = "model/", "optimizer/", "average/", "random/"
@@ -81,13 +81,11 @@ def load_model(reader: CheckpointReader, model: nn.Module) -> None:
                 f"of shape {tuple(shapes[name])}" if name in shapes else "missing"
                 for shapes in (here, there)
             )
-            raise collective_error(
-                UsageError(
-                    f"{reader.checkpoint.path} was written by another model: {name} is "
-                    f"{found} in this model, and {expected} in the checkpoint. "
-                    "Expected the same model, or another run folder"
-                )
-            )
+            raise UsageError(
+                f"{reader.checkpoint.path} was written by another model: {name} is "
+                f"{found} in this model, and {expected} in the checkpoint. "
+                "Expected the same model, or another run folder"
+            ).on_all_ranks()
     # Not in place: what a module returns may be a copy.
     tensors = {
         name: torch.empty_like(tensor, requires_grad=False)
@@ -183,13 +181,11 @@ def _optimizer_state(
             if isinstance(value, Tensor):
                 yield name, key, value
             elif value is not None:
-                raise collective_error(
-                    UsageError(
-                        f"the optimizer {type(optimizer).__name__} keeps {key!r}, a "
-                        f"{type(value).__name__}, of each weight; expected tensors: "
-                        "a checkpoint cannot hold it"
-                    )
-                )
+                raise UsageError(
+                    f"the optimizer {type(optimizer).__name__} keeps {key!r}, a "
+                    f"{type(value).__name__}, of each weight; expected tensors: "
+                    "a checkpoint cannot hold it"
+                ).on_all_ranks()
 
 
 def plain_param_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:

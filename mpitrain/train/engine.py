@@ -24,7 +24,7 @@ from mpitrain.data.transforms import (
     Statistics,
     imagenet_statistics,
 )
-from mpitrain.errors import UsageError, collective_error
+from mpitrain.errors import UsageError
 from mpitrain.models.layers import head_of
 from mpitrain.mpi.shared_arrays import communicator
 from mpitrain.mpi.world import World
@@ -295,24 +295,20 @@ class Engine:
         for rank, of_rank in enumerate(gathered):
             for found, expected in zip(of_rank, gathered[0], strict=True):
                 if found != expected:
-                    raise collective_error(
-                        UsageError(
-                            f"the TrainConfig differs between ranks: {expected} on "
-                            f"rank 0, {found} on rank {rank}; expected the same on "
-                            "every rank"
-                        )
-                    )
+                    raise UsageError(
+                        f"the TrainConfig differs between ranks: {expected} on "
+                        f"rank 0, {found} on rank {rank}; expected the same on "
+                        "every rank"
+                    ).on_all_ranks()
 
     def _check_model(self, model: nn.Module) -> None:
         """Check that the model is not sharded, and the same on all ranks."""
         if any(hasattr(weight, "full_tensor") for weight in model.parameters()):
-            raise collective_error(
-                UsageError(
-                    "the model's weights are sharded already, by an earlier `fit` with "
-                    "fsdp; expected a model that is whole. Make a new one, and load "
-                    "trainer.state_dict() into it"
-                )
-            )
+            raise UsageError(
+                "the model's weights are sharded already, by an earlier `fit` with "
+                "fsdp; expected a model that is whole. Make a new one, and load "
+                "trainer.state_dict() into it"
+            ).on_all_ranks()
         tensors = [*model.named_parameters(), *model.named_buffers()]
         shapes = [(name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors]
         digest = hashlib.sha256(repr(shapes).encode()).hexdigest()[:8]
@@ -344,13 +340,11 @@ class Engine:
             not self._pixels.is_deterministic
             and getattr(targets, "ndim", 1) >= NUM_DIMENSIONS
         ):
-            raise collective_error(
-                UsageError(
-                    "--random-crop and --random-flip change the images alone, and the "
-                    f"targets are images, too, {tuple(targets.shape[1:])}; expected "
-                    "labels. Change both in a custom data set"
-                )
-            )
+            raise UsageError(
+                "--random-crop and --random-flip change the images alone, and the "
+                f"targets are images, too, {tuple(targets.shape[1:])}; expected "
+                "labels. Change both in a custom data set"
+            ).on_all_ranks()
 
     @property
     def _eval_batch_size(self) -> int:

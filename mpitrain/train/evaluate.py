@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mpitrain.data.sharding import RankShard
-from mpitrain.errors import DataError, UsageError, collective_error
+from mpitrain.errors import DataError, UsageError
 from mpitrain.launch.current import heartbeat
 from mpitrain.mpi.shared_arrays import Communicator
 from mpitrain.train.checks import WrongLabel, kind_of
@@ -56,12 +56,10 @@ def score_of(values: Mapping[str, float], best_by: str | None = None) -> float |
     mode, _, name = (best_by or default).rpartition(":")
     name = name.removeprefix("val_")
     if name not in values:
-        raise collective_error(
-            UsageError(
-                f"--best-by {best_by}: found no such metric in the validation; "
-                f"expected one of {', '.join(values)}"
-            )
-        )
+        raise UsageError(
+            f"--best-by {best_by}: found no such metric in the validation; "
+            f"expected one of {', '.join(values)}"
+        ).on_all_ranks()
     is_lower_better = mode == "min" or (
         not mode and any(word in name.lower() for word in ("loss", "error"))
     )
@@ -112,7 +110,7 @@ def evaluate(
     *found, total = totals.tolist()
     if not total:
         error = DataError("none of the samples to validate by could be read")
-        raise collective_error(error)
+        raise error.on_all_ranks()
     return Evaluation(
         values={name: value / total for name, value in zip(sums, found, strict=True)},
         num_samples=int(total),

@@ -7,7 +7,7 @@ import math
 
 import numpy as np
 
-from mpitrain.errors import NonFiniteError, collective_error
+from mpitrain.errors import NonFiniteError
 from mpitrain.train.engine import Engine
 from mpitrain.train.metrics import TrainState
 from mpitrain.train.step_metrics import Losses
@@ -52,13 +52,11 @@ def handle_nonfinite(
             f"samples {_list_samples(samples)}"
         )
     if engine.config.on_nonfinite == "stop":
-        raise collective_error(
-            NonFiniteError(
-                f"{reason}.\nThe weights are those after step {step - 1}. Look at "
-                "these samples, try a lower --lr or --clip-grad-norm, or skip such "
-                "steps: --on-nonfinite skip"
-            )
-        )
+        raise NonFiniteError(
+            f"{reason}.\nThe weights are those after step {step - 1}. Look at "
+            "these samples, try a lower --lr or --clip-grad-norm, or skip such "
+            "steps: --on-nonfinite skip"
+        ).on_all_ranks()
     if world.is_rank_zero:
         logger.warning("step %d is skipped: %s", step, reason)
 

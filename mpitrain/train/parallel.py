@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from mpitrain.config import StrategyConfig
 from mpitrain.data.samples import to_dtype
-from mpitrain.errors import UsageError, collective_error
+from mpitrain.errors import UsageError
 from mpitrain.mpi.world import World
 
 logger = logging.getLogger("mpitrain")
@@ -48,7 +48,7 @@ def choose_strategy(config: StrategyConfig, world: World) -> str:
         strategy = "ddp" if world.world_size > 1 else "single"
     error = _find_error(strategy, config, world)
     if error:
-        raise collective_error(UsageError(error))
+        raise UsageError(error).on_all_ranks()
     return strategy
 
 

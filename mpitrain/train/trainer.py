@@ -21,7 +21,6 @@ from mpitrain.errors import (
     NonFiniteError,
     Stopped,
     UsageError,
-    collective_error,
     did_you_mean,
 )
 from mpitrain.launch.current import heartbeat
@@ -155,7 +154,7 @@ class Trainer:
                 self.timer.reset()
                 self.call("on_stop", request.reason)
                 reason = f"stopped at step {self.state.step}: {request.reason}"
-                raise collective_error(Stopped(reason)) from None
+                raise Stopped(reason).on_all_ranks() from None
         state = self.state
         return Evaluation(values=state.metrics, num_samples=state.val_samples)
 
@@ -172,7 +171,7 @@ class Trainer:
         self.sync_metrics()
         if not self.state.epoch_step:
             error = DataError("none of the samples to train on could be read")
-            raise collective_error(error)
+            raise error.on_all_ranks()
 
     def train_step(self, step: RankStep) -> None:
         """Train on one global batch. Collective.
@@ -432,13 +431,11 @@ class Trainer:
         for callback in self.callbacks:
             for name in dir(callback):
                 if name.startswith("on_") and name not in known:
-                    raise collective_error(
-                        UsageError(
-                            f"{type(callback).__name__}.{name} is no hook of "
-                            f"mpitrain.Callback.{did_you_mean(name, known)} Expected "
-                            f"one of {', '.join(known)}"
-                        )
-                    )
+                    raise UsageError(
+                        f"{type(callback).__name__}.{name} is no hook of "
+                        f"mpitrain.Callback.{did_you_mean(name, known)} Expected "
+                        f"one of {', '.join(known)}"
+                    ).on_all_ranks()
 
     def call(self, hook: str, *args: Any) -> None:
         """Call a hook of all callbacks."""
