@@ -81,7 +81,7 @@ def test_hosts_with_ipv6_alone_train_together(
         assert met_at(hosts, folder) == "fd99::1"
 
 
-def test_gloo_is_refused_where_nodes_meet_at_another_than_its_first_address(
+def test_gloo_is_refused_where_nodes_meet_at_another_address_than_it_takes(
     hosts: VirtualHosts, folder: Path
 ) -> None:
     own = {
@@ -93,7 +93,6 @@ def test_gloo_is_refused_where_nodes_meet_at_another_than_its_first_address(
     with further_network(hosts, "eth1", own), filtered(hosts, *rules):
         said = refused(hosts, folder, words=words, flags=OPEN_MPI_IN_PORTS)
         assert "gloo would listen on 10.98.0.1, the first address of eth1" in said
-        assert met_at(hosts, folder, flags=OPEN_MPI_IN_PORTS) == "10.97.0.1"
 
 
 def test_the_interface_that_was_asked_for_is_taken(
