@@ -45,10 +45,12 @@ class Communicator:
 
     def allgather(self, mine: T) -> list[T]:
         """Return the objects of all ranks, by rank."""
+        barrier(self._comm)  # asleep, where others are still busy
         return self._comm.allgather(mine)
 
     def gather(self, mine: T) -> list[T]:
         """Return the objects of all ranks on rank zero, nothing on the others."""
+        barrier(self._comm)
         return self._comm.gather(mine) or []
 
     def load_shared(

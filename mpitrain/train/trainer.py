@@ -212,8 +212,9 @@ class Trainer:
         state.epoch_step = step.number + 1
         self._pending.add(losses, lr, grad_norm, is_applied=is_applied)
         timer.end_step()
-        with timer("other"):
-            self.call("on_step_end")
+        if self._hooks["on_step_end"]:
+            with timer("other"):
+                self.call("on_step_end")
 
     def validate(self) -> None:
         """Evaluate the model at the end of an epoch, and begin the next. Collective."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -317,3 +318,15 @@ def test_what_fails_once_is_told_on_all(comm: MPI.Intracomm, on_nodes: World) ->
 
     with pytest.raises(MpitrainError, match="there is no internet"):
         Communicator(comm, on_nodes).once_per_node(fail, "fetch")
+
+
+@pytest.mark.parametrize("name", ["allgather", "gather"])
+def test_ranks_wait_asleep_for_one_that_is_busy(
+    comm: MPI.Intracomm, world: World, name: str
+) -> None:
+    collective = getattr(Communicator(comm, world), name)
+    if comm.rank == comm.size - 1:
+        time.sleep(0.8)
+    cpu_seconds = time.process_time()
+    collective(comm.rank)
+    assert time.process_time() - cpu_seconds < 0.3
