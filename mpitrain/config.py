@@ -26,7 +26,7 @@ START_TIMEOUT_SECONDS = 600.0  # default of a stage of the start
 # Its minimum under a short hang timeout: torch may come from a slow file system.
 MIN_START_TIMEOUT_SECONDS = 120.0
 HANG_TIMEOUT_SECONDS = 600.0  # default of a training
-TIMEOUT_SECONDS = 1800.0  # of one collective; torch's default for gloo
+TIMEOUT_SECONDS = 1800.0  # of a collective or an answer of the store; gloo's default
 
 # Default peak learning rates; ADAM_LR for the others.
 LR = {"sgd": 0.05, "rmsprop": 0.01, "adagrad": 0.01, "adadelta": 1.0}

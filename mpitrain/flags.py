@@ -215,7 +215,7 @@ def flags_from_yaml(file: Path, kind: Any) -> list[str]:
             flags.append(flag if value else "--no-" + flag[2:])
         elif isinstance(value, str | int | float) or value is None:
             flags += [flag, str(value)]
-        elif flag in lists and {*map(type, value)} <= {str, int, float}:
+        elif flag in lists and type(value) is list and _are_simple(value):
             flags += [flag, *map(str, value)]
         else:
             raise UsageError(
@@ -223,3 +223,8 @@ def flags_from_yaml(file: Path, kind: Any) -> list[str]:
                 "expected a number, a word, true, false or null"
             )
     return flags
+
+
+def _are_simple(values: list[object]) -> bool:
+    """Whether each is a number or a word, which a flag can have."""
+    return {*map(type, values)} <= {str, int, float}

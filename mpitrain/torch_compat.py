@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+import threading
 from datetime import timedelta
 from types import ModuleType
 from typing import Any
@@ -69,31 +70,42 @@ def set_source_rank(tensor: torch.Tensor, rank: int) -> None:
     setattr(tensor, _SOURCE_RANK, rank)
 
 
+_LOCK = threading.RLock()  # two threads may be the first
+
+
 class _DeferredModule(ModuleType):
     """Stands for a module, and imports it when an attribute is missing here."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") and name != "__path__":
             raise AttributeError(name)  # by `inspect`, which looks at all modules
-        if isinstance(sys.modules["torch._dynamo"], _DeferredModule):
-            del sys.modules["torch._dynamo"]
-            delattr(torch, "_dynamo")
-            importlib.import_module("torch._dynamo")
-        return getattr(importlib.import_module(self.__name__), name)
+        with _LOCK:
+            if isinstance(sys.modules.get("torch._dynamo"), _DeferredModule):
+                del sys.modules["torch._dynamo"]
+                delattr(torch, "_dynamo")
+            return getattr(importlib.import_module(self.__name__), name)
 
 
 def defer_dynamo() -> None:
     """Let the first use of ``torch._dynamo`` import it, which takes 0.7 s.
 
-    DDP and optimizers call three of its functions, with or without torch.compile. They
-    do nothing unless something is compiled, so such functions stand in here. Call it
-    after ``init_process_group``. Versions other than 2.14 (2.14.1 was tried) import it.
+    DDP and optimizers call three of its functions, with or without torch.compile; such
+    as do nothing stand in here. What they disable for the compiler are functions of
+    torch itself (``wrapping=False``): where a model compiles something later on, these
+    are not disabled. Call it after ``init_process_group``. Versions other than 2.14
+    (2.14.1 was tried) import it.
     """
     if not torch.__version__.startswith("2.14.") or "torch._dynamo" in sys.modules:
         importlib.import_module("torch._dynamo")
         return
     dynamo: Any = _DeferredModule("torch._dynamo")
-    dynamo.disable = lambda function, *_, **__: function
+
+    def disable(*args: Any, wrapping: bool = True, **kwargs: Any) -> Any:
+        if not wrapping:
+            return args[0]
+        return dynamo.__getattr__("disable")(*args, **kwargs)  # the real one
+
+    dynamo.disable = disable
     dynamo.graph_break = lambda: None
     dynamo.utils = _DeferredModule("torch._dynamo.utils")
     dynamo.utils.get_optimize_ddp_mode = lambda: "ddp_optimizer"  # the default

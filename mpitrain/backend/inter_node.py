@@ -32,7 +32,7 @@ CHUNK_BYTES = 512 << 10  # of a tensor that is reduced or broadcast
 CONCURRENT_CHUNKS = 4
 
 SPIN_SECONDS = 0.0005  # how long a rank tests without sleeping
-BUSY_SECONDS = 0.00005  # a test that took longer has perhaps moved data
+BUSY_SECONDS = 0.00005  # a longer test moved data, which stalls where a rank sleeps
 BUSY_SPIN_SECONDS = 0.1  # how long to test without sleep while tests are busy
 _SLEEP_SECONDS = (0.00002, 0.001)  # between two tests, the first and the longest
 _TAG = 0  # of collectives; p2p uses higher ones

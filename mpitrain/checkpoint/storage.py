@@ -256,7 +256,7 @@ class TensorWriter:
             sync_folder(self.path.parent)
 
     def _make_folder(self) -> None:
-        """Make the folder; not the run folder: where that is gone, its disk is."""
+        # The run folder stays: where it is gone its disk is not mounted.
         self.path.parent.mkdir(exist_ok=True)
         self.unfinished.mkdir(exist_ok=True)
 

@@ -54,12 +54,17 @@ def configure_threads(
     on_node = masks[world.node_rank]
     num_cores = fair_shares(on_node, quotas[world.node_rank])[world.local_rank]
     if (of_pbs := by_rank[0][3]) is not None:
+        is_confined = len(frozenset().union(*on_node)) < (os.cpu_count() or 1)
         given = on_rank_zero(
             comm,
-            lambda: cores_by_pbs(of_pbs, world.local_world_size, variables),
+            lambda: (
+                num_cores
+                if is_confined  # to the job's cores
+                else cores_by_pbs(of_pbs, world.local_world_size, variables)
+            ),
             "ask PBS for this job",
         )
-        if len(frozenset().union(*on_node)) == os.cpu_count():  # not the job's alone
+        if not is_confined:
             num_cores = min(num_cores, given)
         if variables.get("OMP_NUM_THREADS") == str(of_pbs) and of_pbs > num_cores:
             del variables["OMP_NUM_THREADS"]
@@ -176,7 +181,14 @@ def cores_by_pbs(of_pbs: int, local_world_size: int, environ: Mapping[str, str])
     """
     if not 2 <= local_world_size <= of_pbs:
         return of_pbs
-    per_process = asks_for_ompthreads(environ["PBS_JOBID"])
+    job_id = environ["PBS_JOBID"]
+    per_process = asks_for_ompthreads(job_id)
+    if per_process is None:
+        logger.warning(
+            "`qstat -f %s` does not tell whether the job asks for ompthreads: %d "
+            "threads are taken as those of all ranks of a node",
+            *(job_id, of_pbs),
+        )
     return of_pbs if per_process else of_pbs // local_world_size
 
 

@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from mpitrain.launch.rendezvous.select import Rendezvous
 
 CONSEQUENCE_SECONDS = 4.0  # how long to wait for the message of a peer that went away
-_FORWARD_SECONDS = 0.5  # for mpirun to forward the message: an abort may drop it
+_FORWARD_SECONDS = 0.5  # to forward the message: an abort of MPICH's drops it
 _CALLBACK_SECONDS = 3.0
 _CLAIM_SECONDS = 2.0
 _CLAIM_KEY = "mpitrain/failures"

@@ -125,11 +125,13 @@ def discover_gpus(environ: Mapping[str, str]) -> VisibleGpus:
 
 
 def _uuid_of(index: int) -> str:
-    """Return a GPU's UUID and bus: some of AMD's devices share a UUID."""
     import torch
 
     properties = torch.cuda.get_device_properties(index)
-    names = ("uuid", "pci_domain_id", "pci_bus_id", "pci_device_id")
+    names = ["uuid"]
+    if torch.version.hip is not None or not getattr(properties, "uuid", ""):
+        # Some of AMD's devices share a UUID; the bus tells them apart.
+        names += ["pci_domain_id", "pci_bus_id", "pci_device_id"]
     return "/".join(str(getattr(properties, name, "")) for name in names)
 
 

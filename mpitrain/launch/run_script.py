@@ -77,7 +77,8 @@ def _load(
 ) -> tuple[World, ModuleType, CodeType]:
     """Start, and find what is to be ``__main__`` and its code; set `sys.argv` and path.
 
-    A script is read before the start, so that a wrong name is told at once.
+    A script is read before the start, so that a wrong name is told at once; a module is
+    found after it, because that imports the packages above it.
     """
     comm, target = guard.comm, request.target
     if target.kind == "script":

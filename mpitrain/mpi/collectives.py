@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import math
+import os
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -16,6 +18,8 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 T = TypeVar("T")
+
+SPIN_SECONDS = 0.0005  # how long a rank tests without sleeping
 
 _sub_worlds: list[MPI.Intracomm] = []  # the last one is the world now
 
@@ -46,11 +50,16 @@ def barrier(comm: MPI.Intracomm, *, timeout_seconds: float | None = None) -> boo
     if MPI.Is_finalized():
         return True  # MPI_Finalize, which a script called, has waited for all
     request = comm.Ibarrier()
-    end = None if timeout_seconds is None else time.monotonic() + timeout_seconds
+    began = time.monotonic()
+    end = math.inf if timeout_seconds is None else began + timeout_seconds
     pause_seconds = 0.0005
     while not request.Test():
-        if end is not None and time.monotonic() > end:
+        now = time.monotonic()
+        if now > end:
             return False
+        if now < began + SPIN_SECONDS:
+            os.sched_yield()
+            continue
         time.sleep(pause_seconds)
         pause_seconds = min(pause_seconds * 1.5, 0.02)
     return True

@@ -111,8 +111,9 @@ class View:
             age = f", last line {format_seconds(max(0.0, time.time() - changed))} ago"
         say(f"run {self._path.absolute().name}, {self._result.get('status')}{age}")
         hosts = read_json(self._path / "environment.json").get("hosts") or []
-        for line in node_lines([make(Node, host) for host in hosts]):
-            say(line)
+        with contextlib.suppress(TypeError, ValueError):  # not written by `describe`
+            for line in node_lines([make(Node, host) for host in hosts]):
+                say(line)
         num_epochs = metrics.began[-1].num_epochs if metrics.began else 0
         for epoch in metrics.epochs[-NUM_EPOCHS:]:
             say(epoch_line(epoch, num_epochs))

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from mpitrain.data.in_memory import InMemory
-from mpitrain.data.sharding import RankShard
+from mpitrain.data.sharding import RankShard, max_shard_size, shard_bounds
 from mpitrain.launch.current import heartbeat
 from mpitrain.models.layers import split_head
 from mpitrain.mpi.shared_arrays import Communicator
@@ -76,6 +76,7 @@ def _compute(
         },
         "make room for features",
     )
+    whole = {name: torch.from_numpy(array) for name, array in held.items()}
     rank_shard = RankShard(
         rank=world.rank,
         world_size=world.world_size,
@@ -86,16 +87,25 @@ def _compute(
     for step in loader.steps(rank_shard, epoch=0):
         for batch in step.micro_batches:
             heartbeat("features")
-            rows = {"features": backbone(batch.inputs), "targets": batch.targets}
-            gathered = ranks.allgather(
-                [
-                    rows[name][: len(batch)].to("cpu", kinds[name]).numpy()
-                    for name in kinds
-                ]
-            )
-            # By every rank: each may hold memory of its own, else it is the same.
-            for name, parts in zip(kinds, zip(*gathered, strict=True), strict=True):
-                held[name][done : done + step.num_samples] = np.concatenate(parts)
+            mine = {"features": backbone(batch.inputs), "targets": batch.targets}
+            for name, rows in mine.items():
+                found = _gather(rows[: len(batch)], step.num_samples, world)
+                # By every rank: each may hold memory of its own, else it is the same.
+                whole[name][done : done + step.num_samples] = found.cpu()
         done += step.num_samples
     dist.barrier()
-    return InMemory(*(torch.from_numpy(held[name]) for name in kinds))
+    return InMemory(whole["features"], whole["targets"])
+
+
+def _gather(rows: Tensor, num: int, world: World) -> Tensor:
+    """Concatenate the shards of all ranks: `(num, ...)`."""
+    if world.world_size == 1:
+        return rows
+    longest = max_shard_size(num, world.world_size)
+    padded = rows.new_zeros((longest, *rows.shape[1:]))
+    padded[: len(rows)] = rows
+    found = [torch.empty_like(padded) for _ in range(world.world_size)]
+    dist.all_gather(found, padded)
+    bounds = (shard_bounds(num, rank, len(found)) for rank in range(len(found)))
+    sizes = [stop - start for start, stop in bounds]
+    return torch.cat([part[:size] for part, size in zip(found, sizes, strict=True)])

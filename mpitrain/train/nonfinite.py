@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import math
+from typing import Any
 
 import numpy as np
+import torch.distributed as dist
 
 from mpitrain.errors import NonFiniteError
 from mpitrain.train.engine import Engine
@@ -20,7 +22,7 @@ MAX_NAMED = 16  # samples that a message names
 def handle_nonfinite(
     losses: list[Losses], grad_norm: float, state: TrainState, engine: Engine
 ) -> None:
-    """Skip a step that was not applied, or stop. Collective over all ranks.
+    """Skip a step that was not applied, or stop. Collective over the default group.
 
     Raises:
         NonFiniteError: Names rank, step and samples; on every rank or on none.
@@ -31,7 +33,9 @@ def handle_nonfinite(
         for indices, total in losses
         if len(indices) and not math.isfinite(float(total))
     ]
-    found = engine.ranks.allgather(mine)
+    found: list[Any] = [mine] * world.world_size
+    if world.world_size > 1:
+        dist.all_gather_object(found, mine)
     if not any(found) and scale.can_shrink:
         scale.shrink()  # too large for fp16 alone, as happens when scales are tried
         return

@@ -43,6 +43,8 @@ def test_what_a_run_records_is_read_back(tmp_path: Path) -> None:
         ("- 3", "expected lines like `lr: 0.1`, found list"),
         ("lr: [1, 2]", "lr is a list; expected a number"),
         ("lr: [", "cannot be read"),
+        ("log: 2024-01-01", "log is a date; expected a number"),
+        ("log: {csv: 1}", "log is a dict; expected a number"),
         ("epochs: 0", "--epochs must be at least 1, found 0"),
     ],
 )

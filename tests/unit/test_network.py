@@ -402,8 +402,12 @@ def test_gloo_is_left_alone_where_it_takes_the_address_itself(
     transports.check_gloo(rendezvous(own, *addresses), "gloo", environ)
 
 
-def test_gloo_on_an_address_that_was_not_proved_is_refused() -> None:
+def test_gloo_on_an_address_that_was_not_proved_is_refused(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     elsewhere = rendezvous("10.1.0.2", "10.0.0.2", "10.1.0.2")
     with pytest.raises(LaunchError, match=r"gloo would listen on 10\.0\.0\.2"):
         transports.check_gloo(elsewhere, "gloo", {})
+    assert not caplog.records
     transports.check_gloo(elsewhere, "mpi4py", {})
+    assert "gloo would listen on 10.0.0.2" in caplog.text

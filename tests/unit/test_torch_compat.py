@@ -74,10 +74,21 @@ SHARD = (
     "from torch.distributed.fsdp import fully_shard; "
     "fully_shard(model)(torch.ones(2, 3)).sum().backward()"
 )
+DECORATED = (
+    "off = torch.compiler.disable(recursive=False)(lambda x: x + 1); graphs = []; "
+    "note = lambda graph, _: graphs.append(graph) or graph.forward; "
+    "torch.compile(lambda x: off(x * 2) * 3, backend=note)(torch.ones(2)); "
+    "assert len(graphs) == 2, graphs"
+)
+FROM_THREADS = (
+    "from concurrent.futures import ThreadPoolExecutor as Pool; "
+    "read = lambda _: torch._dynamo.config.optimize_ddp; "
+    "assert all(Pool(6).map(read, range(6)))"
+)
 SUBMODULE = "import torch._dynamo.config; assert torch._dynamo.config.optimize_ddp"
 
 
-@pytest.mark.parametrize("use", [COMPILE, SHARD, SUBMODULE])
+@pytest.mark.parametrize("use", [COMPILE, SHARD, SUBMODULE, DECORATED, FROM_THREADS])
 def test_dynamo_is_imported_by_its_first_use_alone(use: str) -> None:
     script = [sys.executable, "-c", DEFER.replace("{use}", use)]
     done = subprocess.run(script, capture_output=True, text=True, check=False)

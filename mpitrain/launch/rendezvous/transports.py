@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
@@ -15,10 +16,12 @@ from mpitrain.mpi.world import World
 if TYPE_CHECKING:
     from mpi4py import MPI
 
+logger = logging.getLogger("mpitrain")
+
 GLOO = "GLOO_SOCKET_IFNAME"
 NCCL = "NCCL_SOCKET_IFNAME"
 
-MESSAGE_BYTES = 1 << 20  # Open MPI spreads as much over all its interfaces
+MESSAGE_BYTES = 1 << 20  # Open MPI sends parts of it over every interface
 MESSAGE_SECONDS = 60.0  # how long such a message may take between two nodes
 
 
@@ -37,22 +40,35 @@ def socket_variables(
     return {key: value for key, value in wanted.items() if key not in environ}
 
 
-def check_gloo(
-    rendezvous: Rendezvous, backend: str, environ: Mapping[str, str]
-) -> None:
-    """Refuse gloo where it would listen on another address than the proved one.
+def gloo_error(rendezvous: Rendezvous) -> str:
+    """Return why this node's gloo would listen where no other reaches it; or ``""``.
 
     gloo takes the first address of its interface, IPv4 before IPv6, and waits for ever
     where the others cannot reach that one.
     """
     address, interface = rendezvous.own_address, rendezvous.interface
     first = next(iter(interface.addresses), address)
-    if "gloo" in backend and GLOO not in environ and first != address:
+    if first == address:
+        return ""
+    return (
+        f"the nodes connect at {address}, but gloo would listen on {first}, the first "
+        f"address of {interface.name}"
+    )
+
+
+def check_gloo(
+    rendezvous: Rendezvous, backend: str, environ: Mapping[str, str]
+) -> None:
+    """Refuse gloo where it would hang; warn of it where another backend is used."""
+    error = "" if GLOO in environ else gloo_error(rendezvous)
+    name = rendezvous.interface.name
+    if error and "gloo" in backend:
         raise LaunchError(
-            f"the nodes connect at {address}, but gloo would listen on {first}, the "
-            f"first address of {interface.name}.\nTake --backend mpi4py (torch 2.14 or "
-            f"newer), another --interface, or export {GLOO}={interface.name} to try it."
+            f"{error}.\nTake --backend mpi4py (torch 2.14 or newer), another "
+            f"--interface, or export {GLOO}={name} to try it."
         )
+    if error:
+        logger.warning('%s: dist.new_group(backend="gloo") would hang', error)
 
 
 def check_mpi_messages(

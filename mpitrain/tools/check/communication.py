@@ -345,12 +345,17 @@ def gradient_difference(world: World, strategy: str) -> float:
 
 
 def measure_bandwidth(
-    job: Job, world: World, budget_seconds: float, available_bytes: int
+    job: Job,
+    world: World,
+    budget_seconds: float,
+    available_bytes: int,
+    *,
+    with_gloo: bool = True,
 ) -> tuple[list[Part], str]:
     """Return a row for each message size, and why larger ones are left out."""
     end = time.monotonic() + budget_seconds
     groups: dict[str, dist.ProcessGroup | None] = {host_backend(world): None}
-    if "gloo" not in groups:
+    if with_gloo and "gloo" not in groups:
         groups["gloo"] = dist.new_group(backend="gloo")  # type: ignore[assignment]
     # What each rank sends at least, as NCCL's tests define the bus bandwidth:
     # https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md

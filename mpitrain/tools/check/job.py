@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from mpitrain import schedulers
 from mpitrain.launch import init
 from mpitrain.launch.init import Job
+from mpitrain.launch.rendezvous.transports import gloo_error
 from mpitrain.mpi.collectives import barrier, on_rank_zero
 from mpitrain.mpi.topology import mpi_library_version
 from mpitrain.mpi.world import World
@@ -81,8 +82,9 @@ def check_job(guard: ExitGuard, config: CheckConfig, environ: Mapping[str, str])
         findings += found
         if not config.quick and world.world_size > 1:
             memory = int(min(it.available_bytes for it in facts.hosts) * MEMORY_SHARE)
+            with_gloo = not any(job.comm.allgather(gloo_error(guard.rendezvous)))
             rows, left_out = communication.measure_bandwidth(
-                job, world, BANDWIDTH_SECONDS, memory
+                job, world, BANDWIDTH_SECONDS, memory, with_gloo=with_gloo
             )
             report.add(bandwidth=rows, left_out=left_out)
         return report.finish(findings)
