@@ -198,11 +198,10 @@ class BatchLoader:
         """Return a batch padded to `min_rows`."""
         indices = loaded.indices[1:] if with_partner else loaded.indices
         num, min_rows = len(loaded.indices), self._min_rows + with_partner
-        num_rows = max(len(indices), self._min_rows)
         if num >= min_rows:
-            return Batch(loaded.inputs, loaded.targets, indices, num_rows)
+            return Batch(loaded.inputs, loaded.targets, indices, len(indices))
         if not num:
             loaded = self._first()
         chosen = torch.arange(min_rows).clamp_(max=len(loaded.indices) - 1)
         inputs, targets = (select_rows(part, chosen) for part in loaded[:2])
-        return Batch(inputs, targets, indices, num_rows)
+        return Batch(inputs, targets, indices, self._min_rows)

@@ -152,11 +152,17 @@ def all_gather(numbers: array[float], device: str) -> NDArray[np.float64]:
 def _sums_of(steps: list[_Step]) -> list[float]:
     """Return each step's loss sum on this rank, then its sample counts; few kernels."""
     losses = [micro_batch for step in steps for micro_batch in step.losses]
-    totals = iter(torch.stack([micro_batch.total for micro_batch in losses]).tolist())
-    nums = iter([len(micro_batch.indices) for micro_batch in losses])
-    sums = [sum(itertools.islice(totals, len(step.losses))) for step in steps]
-    counts = [sum(itertools.islice(nums, len(step.losses))) for step in steps]
-    return [*sums, *counts]
+    numbers: list[list[float]] = [
+        torch.stack([micro_batch.total for micro_batch in losses]).tolist(),
+        [len(micro_batch.indices) for micro_batch in losses],
+    ]
+    if len(losses) > len(steps):
+        for place, values in enumerate(numbers):
+            left = iter(values)
+            numbers[place] = [
+                sum(itertools.islice(left, len(step.losses))) for step in steps
+            ]
+    return [*numbers[0], *numbers[1]]
 
 
 _NUM_SUMS = 3  # numbers before those of each step in what `summary_of` returns
