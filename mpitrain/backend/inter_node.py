@@ -25,13 +25,13 @@ from torch import Tensor
 from mpitrain.backend.op_queue import GroupError
 from mpitrain.backend.reductions import Reduction
 from mpitrain.backend.tensors import Tensors
+from mpitrain.mpi.collectives import SPIN_SECONDS
 
 MESSAGE_BYTES = 1 << 30  # largest message: counts of most MPI libraries have 31 bits
 CHUNK_BYTES = 512 << 10  # of a tensor that is reduced or broadcast
 
 CONCURRENT_CHUNKS = 4
 
-SPIN_SECONDS = 0.0005  # how long a rank tests without sleeping
 BUSY_SECONDS = 0.00005  # a longer test moved data, which stalls where a rank sleeps
 BUSY_SPIN_SECONDS = 0.1  # how long to test without sleep while tests are busy
 _SLEEP_SECONDS = (0.00002, 0.001)  # between two tests, the first and the longest

@@ -57,9 +57,10 @@ def configure_threads(
         is_confined = len(frozenset().union(*on_node)) < (os.cpu_count() or 1)
         given = on_rank_zero(
             comm,
+            # Where PBS confines the job to its cores, it need not be asked.
             lambda: (
-                num_cores
-                if is_confined  # to the job's cores
+                of_pbs
+                if is_confined
                 else cores_by_pbs(of_pbs, world.local_world_size, variables)
             ),
             "ask PBS for this job",

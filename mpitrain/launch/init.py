@@ -183,7 +183,9 @@ def _prepare_torch(
     import mpitrain.backend  # noqa: F401 - torch finds it then, installed or not
 
     cpu.keep_freed_memory(variables)
-    transports.check_gloo(rendezvous, world.backend, variables)
+    warning = transports.check_gloo(rendezvous, world.backend, variables)
+    if warning and world.is_rank_zero:
+        logger.warning("%s", warning)
     torch.set_num_threads(world.num_threads)
     if world.device != "cpu":
         torch.cuda.set_device(world.device)

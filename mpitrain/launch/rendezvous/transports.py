@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
@@ -15,8 +14,6 @@ from mpitrain.mpi.world import World
 
 if TYPE_CHECKING:
     from mpi4py import MPI
-
-logger = logging.getLogger("mpitrain")
 
 GLOO = "GLOO_SOCKET_IFNAME"
 NCCL = "NCCL_SOCKET_IFNAME"
@@ -56,19 +53,21 @@ def gloo_error(rendezvous: Rendezvous) -> str:
     )
 
 
-def check_gloo(
-    rendezvous: Rendezvous, backend: str, environ: Mapping[str, str]
-) -> None:
-    """Refuse gloo where it would hang; warn of it where another backend is used."""
+def check_gloo(rendezvous: Rendezvous, backend: str, environ: Mapping[str, str]) -> str:
+    """Refuse gloo where it would hang; with another backend return a warning of it."""
     error = "" if GLOO in environ else gloo_error(rendezvous)
+    if not error:
+        return ""
     name = rendezvous.interface.name
-    if error and "gloo" in backend:
+    if "gloo" in backend:
         raise LaunchError(
             f"{error}.\nTake --backend mpi4py (torch 2.14 or newer), another "
             f"--interface, or export {GLOO}={name} to try it."
         )
-    if error:
-        logger.warning('%s: dist.new_group(backend="gloo") would hang', error)
+    return (
+        f'{error}: dist.new_group(backend="gloo") would hang. Take groups of the '
+        "default backend, or another --interface"
+    )
 
 
 def check_mpi_messages(
