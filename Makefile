@@ -31,7 +31,7 @@ demo: $(VENV)/.demo
 
 # Tests with the mark `slow` are of test-all alone.
 test: FEW := -m "not slow"
-test: test-unit test-1 test-3 test-4 test-whole
+test: test-unit test-3 test-4 test-whole
 test-all: test-unit test-1 test-2 test-3 test-4 test-8 test-torch test-whole test-golden
 
 test-unit: $(VENV)/.test

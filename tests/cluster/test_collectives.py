@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from launcher import slow
 
 from .hosts import VirtualHosts
 
@@ -31,12 +30,13 @@ WHICH = (
 """Which types are added up makes no difference between hosts: all are on one."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("slots", "tables"),
     [
-        slow((2, 2), TABLES, id="two-each"),
+        pytest.param((2, 2), TABLES, id="two-each"),
         pytest.param((2, 1), TABLES[:1], id="uneven"),
-        slow((1, 1), TABLES[1:], id="one-each"),
+        pytest.param((1, 1), TABLES[1:], id="one-each"),
     ],
 )
 def test_collectives_are_right_between_hosts(

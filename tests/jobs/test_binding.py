@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from launcher import Mpi, environment, under_each_mpi
+from launcher import Mpi, environment, slow, under_each_mpi
 
 from mpitrain.launch import cpu
 
@@ -50,7 +50,7 @@ def show(
 
 
 @under_each_mpi
-@pytest.mark.parametrize("flags", [(), ("--bind-to", "core")])
+@pytest.mark.parametrize("flags", [(), slow(("--bind-to", "core"))])
 def test_one_core_of_several_is_said_once(mpi: Mpi, flags: tuple[str, ...]) -> None:
     """Open MPI binds one or two ranks to a core each by default; MPICH nobody."""
     masks, num_cores, num_threads, said = show(mpi, *flags)

@@ -195,6 +195,7 @@ IN_TEST_ALL = (
     "ResNet-50 on MNIST",
     "ResNet-18 on your images",
     "Regression with a U-Net",
+    "DINOv2: probe, then fine-tune",
 )
 """The sections that take longest."""
 

@@ -39,7 +39,7 @@ def free_port() -> int:
         ("ddp.py", "torch", 3),
         ("fsdp2.py", "torch", 3),
         ("with_accelerate.py", "accelerate", 2),
-        ("with_lightning.py", "lightning", 3),
+        slow("with_lightning.py", "lightning", 3),
         slow("with_transformers.py", "transformers", 2),
     ],
 )

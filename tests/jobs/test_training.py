@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from launcher import ROOT, Mpi, environment, mpirun, survivors
+from launcher import ROOT, Mpi, environment, mpirun, slow, survivors
 
 
 def test_steps_before_a_loss_that_is_no_number_are_written(
@@ -120,8 +120,8 @@ def test_a_bad_command_line_is_told_once(
     ("flags", "words"),
     [
         (("--data", "mnits"), "--data 'mnits' is not known"),
-        (("--model", "users:Nest"), "module 'users' has no callable 'Nest'"),
-        (("--model", "nowhere:Net"), "there is no module 'nowhere'"),
+        slow(("--model", "users:Nest"), "module 'users' has no callable 'Nest'"),
+        slow(("--model", "nowhere:Net"), "there is no module 'nowhere'"),
         (("--data", "users:strike"), "returned 'NoneType'; expected a pair"),
     ],
 )
