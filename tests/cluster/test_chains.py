@@ -211,6 +211,7 @@ def test_nothing_is_lost_at_term_and_a_chain_goes_on_unless_it_was_cancelled(
     assert chain.result()["status"] == "stopped", chain.said()
 
 
+@pytest.mark.slow
 def test_a_second_submission_of_a_training_is_refused(
     hosts: VirtualHosts, slurm: Slurm, home: Path
 ) -> None:

@@ -122,6 +122,7 @@ def test_a_host_without_the_folder_is_named(
     )
 
 
+@pytest.mark.slow
 def test_where_the_folder_is_the_same_workers_of_all_hosts_read_it(
     hosts: VirtualHosts, folder: Path, photos: Path
 ) -> None:

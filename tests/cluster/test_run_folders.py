@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+import pytest
+
 from .hosts import VirtualHosts
 
 OWN_FOLDER = "/etc/ssh"
@@ -13,6 +15,7 @@ OWN_FOLDER = "/etc/ssh"
 LATE_SECONDS = 30
 
 
+@pytest.mark.slow
 def test_where_no_checkpoint_can_be_written_a_signal_ends_the_job_as_ever(
     hosts: VirtualHosts, folder: Path
 ) -> None:

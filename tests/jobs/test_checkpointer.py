@@ -110,7 +110,8 @@ def test_a_script_that_is_killed_at_random_steps_ends_with_the_same_bits(
     assert all(torch.equal(whole[name], cut[name]) for name in whole)
 
 
-@pytest.mark.parametrize("kind", [slow("trainer"), "by hand"])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["trainer", "by hand"])
 def test_a_signal_stops_a_script_which_resumes(
     kind: str, openmpi: Mpi, tmp_path: Path
 ) -> None:

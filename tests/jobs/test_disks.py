@@ -126,6 +126,7 @@ def wait_for_steps(runs: Runs, name: str, job: Job, num: int) -> None:
     job.wait_until(lambda: steps_seen(runs, name) >= before + num)
 
 
+@pytest.mark.slow
 def test_a_disk_that_may_only_be_read_for_a_while_ends_no_training(
     openmpi: Mpi, tmp_path: Path, plain: Runs
 ) -> None:
@@ -170,6 +171,7 @@ def test_a_disk_that_answers_late_holds_up_no_step(
         umount(tmp_path / "runs")
 
 
+@pytest.mark.slow
 def test_a_disk_that_is_gone_ends_no_training_before_its_end(
     openmpi: Mpi, tmp_path: Path, plain: Runs
 ) -> None:

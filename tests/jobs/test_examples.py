@@ -196,6 +196,7 @@ IN_TEST_ALL = (
     "ResNet-18 on your images",
     "Regression with a U-Net",
     "DINOv2: probe, then fine-tune",
+    "Custom code",
 )
 """The sections that take longest."""
 

@@ -74,7 +74,7 @@ def test_after_a_fault_the_same_command_finishes(fault: str, runs: Runs) -> None
         # MPICH's mpiexec dies of USR2 (tried): docs/howto/resume.md says so.
         *(slow("USR2", name) for name in ("openmpi-5", "openmpi-4.1")),
         ("file", "openmpi-5"),  # of these two an MPI knows nothing
-        ("time", "openmpi-5"),
+        slow("time", "openmpi-5"),
     ],
 )
 def test_it_stops_in_time_and_goes_on(how: str, mpi_name: str, runs: Runs) -> None:

@@ -171,8 +171,7 @@ def test_honest_work_that_tells_is_no_hang(openmpi: Mpi, tmp_path: Path) -> None
     ("mpi", "fault"),
     [
         ("openmpi-5", "os.kill(os.getpid(), 19)"),
-        slow("openmpi-4.1", "time.sleep(8)"),
-        ("mpich", "time.sleep(8)"),
+        *(slow(name, "time.sleep(8)") for name in ("openmpi-4.1", "mpich")),
     ],
     indirect=["mpi"],
 )

@@ -137,6 +137,7 @@ print("all is well", flush=True)
     assert done.out.count("all is well") == 2
 
 
+@pytest.mark.slow
 def test_a_second_job_of_the_same_processes_is_watched_and_lives(
     openmpi: Mpi, tmp_path: Path
 ) -> None:
@@ -186,6 +187,7 @@ os.execv(sys.executable, [sys.executable, "-c", "import time; time.sleep(8)"])
     assert "ended without a word" not in done.stderr
 
 
+@pytest.mark.slow
 def test_an_optimizer_may_step_after_the_job(openmpi: Mpi, tmp_path: Path) -> None:
     body = """
 with mpitrain.init(hang_timeout_seconds=2):

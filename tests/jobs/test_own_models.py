@@ -14,6 +14,7 @@ from users import Normed
 from mpitrain.data.sources import InMemory, digits
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flags", [slow(("--dry-run",)), ("--epochs", "2")])
 def test_weights_that_take_no_part_do_not_spoil_the_others(
     openmpi: Mpi, flags: tuple[str, ...], tmp_path: Path

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from going_on import Job, Runs
-from launcher import MPIS, find, slow
+from launcher import MPIS, find
 
 TRIES = max(3, int(os.environ.get("SOAK_TRIES", "0")) // 4)
 """Trainings; each is cut four times."""
@@ -35,7 +35,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     return made
 
 
-@pytest.mark.parametrize("number", [0, *map(slow, range(1, TRIES))])
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(TRIES))
 def test_a_training_that_is_killed_often_ends_with_the_same_bits(
     number: int, runs: Runs
 ) -> None:

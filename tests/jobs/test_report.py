@@ -212,6 +212,7 @@ def test_a_plain_run_looks_well(opened: Browser, plain: Path, tmp_path: Path) ->
     assert "finished" in opened.ask("return document.querySelector('h1').innerText")
 
 
+@pytest.mark.slow
 def test_a_slow_rank_and_a_hang_are_seen(
     opened: Browser, hung: Path, tmp_path: Path
 ) -> None:
@@ -234,6 +235,7 @@ def test_a_slow_rank_and_a_hang_are_seen(
     assert "hang: no rank has made progress" in error
 
 
+@pytest.mark.slow
 def test_a_run_that_went_on_is_one_run_of_two_jobs(
     opened: Browser, chain: Path, hung: Path, tmp_path: Path
 ) -> None:
@@ -253,6 +255,7 @@ def test_a_run_that_went_on_is_one_run_of_two_jobs(
     check(opened, both, (*(it for it in CHARTS if it != "ranks"), *maps), tmp_path)
 
 
+@pytest.mark.slow
 def test_a_report_while_the_run_is_running(openmpi: Mpi, tmp_path: Path) -> None:
     words = (*PACED, "--epochs", "200", "--name", "r")
     job = subprocess.Popen(

@@ -159,7 +159,9 @@ dist.all_reduce(torch.ones(1))
     assert re.search(r"rank 0, rank 2: .*script.py:16 in <module>", done.err)
 
 
-@pytest.mark.parametrize(("flags", "status"), [((), 0), (("--hang-timeout", "4"), 76)])
+@pytest.mark.parametrize(
+    ("flags", "status"), [slow((), 0), (("--hang-timeout", "4"), 76)]
+)
 def test_a_hang_is_named_when_asked_for(
     openmpi: Mpi, flags: tuple, status: int, tmp_path: Path
 ) -> None:

@@ -60,6 +60,7 @@ def test_in_float32_the_first_20_steps_and_the_accuracy_agree(
         assert found >= 0.97, size
 
 
+@pytest.mark.slow
 def test_every_step_sees_the_same_samples_and_each_once(
     openmpi: Mpi, tmp_path: Path
 ) -> None:
@@ -126,6 +127,7 @@ def test_accumulation_does_not_change_the_result(openmpi: Mpi, tmp_path: Path) -
         assert sum(losses[name], ()) == pytest.approx(sum(losses["1"], ()), rel=1e-9)
 
 
+@pytest.mark.slow
 def test_fewer_samples_than_ranks_are_each_seen_once(
     openmpi: Mpi, tmp_path: Path
 ) -> None:

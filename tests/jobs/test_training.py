@@ -136,6 +136,7 @@ def test_unknown_data_and_models_are_told_once(
     assert "Traceback" not in done.err
 
 
+@pytest.mark.slow
 def test_the_recorded_configuration_starts_the_same_run_again(
     openmpi: Mpi, tmp_path: Path
 ) -> None:

@@ -155,6 +155,7 @@ def test_it_refuses_what_is_no_run(tmp_path: Path) -> None:
     assert "nowhere is no run folder; expected one with run.json in it" in out
 
 
+@pytest.mark.slow
 def test_a_slow_rank_and_a_slow_loader_are_named_once(runs: Runs) -> None:
     job = runs.start(
         *("a", 3, "--data", "paced:dripping", "--epochs", "7"),
