@@ -152,17 +152,15 @@ def all_gather(numbers: array[float], device: str) -> NDArray[np.float64]:
 def _sums_of(steps: list[_Step]) -> list[float]:
     """Return each step's loss sum on this rank, then its sample counts; few kernels."""
     losses = [micro_batch for step in steps for micro_batch in step.losses]
-    numbers: list[list[float]] = [
-        torch.stack([micro_batch.total for micro_batch in losses]).tolist(),
-        [len(micro_batch.indices) for micro_batch in losses],
+    totals = torch.stack([micro_batch.total for micro_batch in losses]).tolist()
+    nums = [len(micro_batch.indices) for micro_batch in losses]
+    if len(losses) == len(steps):  # a micro-batch each: nothing to sum up
+        return [*totals, *nums]
+    return [
+        sum(itertools.islice(left, len(step.losses)))
+        for left in (iter(totals), iter(nums))
+        for step in steps
     ]
-    if len(losses) > len(steps):
-        for place, values in enumerate(numbers):
-            left = iter(values)
-            numbers[place] = [
-                sum(itertools.islice(left, len(step.losses))) for step in steps
-            ]
-    return [*numbers[0], *numbers[1]]
 
 
 _NUM_SUMS = 3  # numbers before those of each step in what `summary_of` returns

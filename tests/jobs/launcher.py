@@ -34,7 +34,7 @@ under_each_mpi = pytest.mark.parametrize("mpi", MPIS, indirect=True)
 
 
 slow = partial(pytest.param, marks=pytest.mark.slow)
-"""Values of a test that only `make test-all` runs: another value shows the same."""
+"""A value of a test that only `make test-all` runs: others show nearly as much."""
 
 
 def find(name: str) -> Mpi:

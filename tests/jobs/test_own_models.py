@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from launcher import Mpi, mpirun, slow
+from launcher import Mpi, mpirun
 from users import Normed
 
 from mpitrain.data.sources import InMemory, digits
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("flags", [slow(("--dry-run",)), ("--epochs", "2")])
+@pytest.mark.parametrize("flags", [("--dry-run",), ("--epochs", "2")])
 def test_weights_that_take_no_part_do_not_spoil_the_others(
     openmpi: Mpi, flags: tuple[str, ...], tmp_path: Path
 ) -> None:
