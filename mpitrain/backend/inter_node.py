@@ -25,7 +25,7 @@ from torch import Tensor
 from mpitrain.backend.op_queue import GroupError
 from mpitrain.backend.reductions import Reduction
 from mpitrain.backend.tensors import Tensors
-from mpitrain.mpi.collectives import SPIN_SECONDS
+from mpitrain.mpi.collectives import SPIN_SECONDS, raise_if_cancelled
 
 MESSAGE_BYTES = 1 << 30  # largest message: counts of most MPI libraries have 31 bits
 CHUNK_BYTES = 512 << 10  # of a tensor that is reduced or broadcast
@@ -74,6 +74,7 @@ def _test_until_done(
         if now < began + (BUSY_SPIN_SECONDS if is_busy else SPIN_SECONDS):
             os.sched_yield()
         else:
+            raise_if_cancelled()
             time.sleep(pause_seconds)
             pause_seconds = min(pause_seconds * 1.5, longest)
         tested = time.monotonic()

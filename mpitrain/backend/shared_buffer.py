@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from mpitrain.backend.op_queue import GroupError
+from mpitrain.mpi.collectives import raise_if_cancelled
 from mpitrain.watchdog.process import is_gone
 
 FOLDER = Path("/dev/shm")  # a file system in memory
@@ -207,6 +208,7 @@ class SharedBuffer:
             self._raise_if_failed(count, check_alive=now > check_at)
             if now > check_at:
                 check_at = now + LIVENESS_SECONDS
+            raise_if_cancelled()
             self._released.sleep_while(before, min(0.1, max(deadline - now, 0.001)))
 
     def _missing(self, count: int) -> list[int]:

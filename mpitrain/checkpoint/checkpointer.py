@@ -272,8 +272,9 @@ class Checkpointer(RunCheckpoints, Callback):
 
     def on_exception(self, trainer: Trainer, error: BaseException) -> None:
         """Let signals end the process again."""
-        if self._handler is not None:
-            self._handler.close()
+        if self._manager is not None:
+            self._consensus.abandon()
+        self.close()
 
     def on_stop(self, trainer: Trainer, reason: str) -> None:
         """Write the last checkpoint, as `on_train_end`."""
@@ -290,8 +291,7 @@ class Checkpointer(RunCheckpoints, Callback):
             return
         self._save_now(trainer, doing)
         self._consensus.close()
-        if self._handler is not None:
-            self._handler.close()
+        self.close()
 
     def _tick(self, trainer: Trainer, kind: int) -> None:
         now = time.monotonic()

@@ -76,9 +76,11 @@ class PreemptionHandler:
 
     Attributes:
         margin: Returns the seconds that stopping takes.
+        others: Returns the number of a reason that comes from elsewhere; 0 for none.
     """
 
     margin: Callable[[], float]
+    others: Callable[[], int]
 
     def __init__(
         self,
@@ -91,6 +93,7 @@ class PreemptionHandler:
         self._has_file = False
         self._is_closed = False
         self.margin = lambda: FIRST_MARGIN_SECONDS
+        self.others = lambda: 0
         self._deadline: float | None = None
         self._first_left = 0.0
         self._previous: dict[int, Any] = {}
@@ -118,9 +121,10 @@ class PreemptionHandler:
             return 0
         if self._signal or self._has_file:
             return self._signal or FILE
-        if self._deadline is None:
-            return 0
-        return TIME if time.monotonic() > self._deadline - self._margin() else 0
+        end = self._deadline
+        if end is not None and time.monotonic() > end - self._margin():
+            return TIME
+        return self.others()
 
     def seconds_left(self) -> float | None:
         """Return the seconds until the time limit stops it; ``None`` without one."""

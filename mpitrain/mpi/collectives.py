@@ -22,6 +22,7 @@ T = TypeVar("T")
 SPIN_SECONDS = 0.0005  # how long a rank tests without sleeping
 
 _sub_worlds: list[MPI.Intracomm] = []  # the last one is the world now
+_cancel_checks: list[Callable[[], object]] = []
 
 
 def world_comm() -> MPI.Intracomm:
@@ -37,6 +38,25 @@ def use_as_world(comm: MPI.Intracomm) -> Iterator[None]:
         yield
     finally:
         _sub_worlds.pop()
+
+
+@contextlib.contextmanager
+def cancel_waits_by(check: Callable[[], object]) -> Iterator[None]:
+    """Call `check` again and again in waits for other ranks; it may raise, to end them.
+
+    In every thread that waits, by MPI or in our backend; so `check` must be cheap.
+    """
+    _cancel_checks.append(check)
+    try:
+        yield
+    finally:
+        _cancel_checks.remove(check)
+
+
+def raise_if_cancelled() -> None:
+    """Raise what `cancel_waits_by` has been given to raise; called in long waits."""
+    for check in _cancel_checks:
+        check()
 
 
 def barrier(comm: MPI.Intracomm, *, timeout_seconds: float | None = None) -> bool:
@@ -60,6 +80,7 @@ def barrier(comm: MPI.Intracomm, *, timeout_seconds: float | None = None) -> boo
         if now < began + SPIN_SECONDS:
             os.sched_yield()
             continue
+        raise_if_cancelled()
         time.sleep(pause_seconds)
         pause_seconds = min(pause_seconds * 1.5, 0.02)
     return True

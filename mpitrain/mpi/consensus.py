@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from mpitrain.mpi.collectives import world_comm
+from mpitrain.mpi.collectives import raise_if_cancelled, world_comm
 from mpitrain.mpi.world import World
 
 if TYPE_CHECKING:
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 PERIOD_SECONDS = 0.2  # about how often the ranks exchange their numbers
 MAX_PIECES = 32  # of work between two exchanges: the next may be slower
 POLL_SECONDS = 0.0001
+
+_abandoned: list[object] = []  # MPI may still use their memory
 
 
 class Consensus:
@@ -88,6 +90,14 @@ class Consensus:
             self._comm.Free()
             self._comm = None
 
+    def abandon(self) -> None:
+        """Give up after an error: other ranks may never come to the exchange; local."""
+        if self._request is not None:
+            _abandoned.append((self._request, self._mine, self._all))
+        elif self._comm is not None:
+            self._comm.Free()
+        self._comm = self._request = None
+
     def _complete(self) -> list[int] | None:
         if not self._is_started:
             return None
@@ -95,6 +105,7 @@ class Consensus:
         if self._request is None:
             return [int(number) for number in self._mine]
         while not self._request.Test():
+            raise_if_cancelled()
             time.sleep(POLL_SECONDS)
         self._request = None
         return [int(number) for number in self._all]

@@ -61,6 +61,11 @@ class Profiler(Callback):
         """Likewise."""
         self.on_fit_end(trainer)
 
+    def on_exception(self, trainer: Trainer, error: BaseException) -> None:
+        """Stop: another training may follow in this process."""
+        if self._profile is not None:
+            self._profile.stop()
+
     def _begin(self, world: World) -> None:
         from torch.profiler import ProfilerActivity, profile
 

@@ -75,8 +75,9 @@ class Recorder(Callback):
 
     def flush(self) -> None:
         """Sync the record to the disk; in any thread."""
-        if self._metrics is not None:
-            self._metrics.sync()
+        metrics = self._metrics
+        if metrics is not None:
+            metrics.sync()
 
     def on_fit_start(self, trainer: Any) -> None:
         """Open the record."""
@@ -151,10 +152,11 @@ class Recorder(Callback):
         say("stopped, not failed: the exit status is 75, which mpirun may report below")
 
     def on_exception(self, trainer: Any, error: BaseException) -> None:
-        """Write what waits. The file stays open: a late checkpoint syncs it."""
-        if self._metrics is None:
+        """Write what waits, and close the record."""
+        metrics, self._metrics = self._metrics, None
+        if metrics is None:
             return
-        self._metrics.flush(CLOSE_SECONDS)
+        metrics.close(CLOSE_SECONDS)
         if read_result(self.run_dir).get("status") == "running":
             record_failure(self.run_dir, f"{type(error).__name__}: {error}")
 

@@ -70,7 +70,8 @@ class LogFile(logging.Handler):
         super().__init__()
         self._log = log
         self._pid = os.getpid()
-        self._waiting: queue.SimpleQueue[str | threading.Event] = queue.SimpleQueue()
+        self._waiting: queue.SimpleQueue[str | threading.Event | None]
+        self._waiting = queue.SimpleQueue()
         threading.Thread(target=self._run, name="log", daemon=True).start()
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -91,13 +92,19 @@ class LogFile(logging.Handler):
             self._waiting.put(is_done)
             is_done.wait(FLUSH_SECONDS)
 
+    def close(self) -> None:
+        """Close the file when all is written; does not wait for it."""
+        super().close()
+        self._waiting.put(None)
+
     def _run(self) -> None:
-        while True:
-            item = self._waiting.get()
+        while (item := self._waiting.get()) is not None:
             if isinstance(item, str):
                 self._put(item)
             else:
                 item.set()
+        with contextlib.suppress(OSError):
+            self._log.close()
 
     def _put(self, text: str) -> None:
         with contextlib.suppress(OSError, ValueError):  # full; closed

@@ -27,7 +27,7 @@ NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 
 Exists = Literal["resume", "refuse", "new name"]
 
-_locks: list[int] = []  # descriptors; the locks are let go with this process
+_locks: dict[Path, int] = {}  # descriptors; let go with this process at the latest
 # Folders that this process has opened, and in which nobody writes a record yet.
 opened_folders: set[Path] = set()
 
@@ -89,6 +89,13 @@ def open_run(runs_dir: Path, name: str | None, *, exists: Exists) -> RunFolder:
         raise _cannot_make(path, error) from None
     opened_folders.add(path.resolve())
     return RunFolder(path=path, run_id=run_id, is_new=is_new, has_lock=has_lock)
+
+
+def close_run(path: Path) -> None:
+    """Let go of the lock of a run folder, as `open_run` returned it, if it is held."""
+    opened_folders.discard(path.resolve())
+    if path in _locks:
+        os.close(_locks.pop(path))
 
 
 def differences(
@@ -174,7 +181,7 @@ def _lock(path: Path) -> bool:
                 "--name, or --new-run"
             )
         time.sleep(0.2)
-    _locks.append(descriptor)
+    _locks[path] = descriptor
     now = datetime.now().astimezone().isoformat(timespec="seconds")
     who = f"process {os.getpid()} on {socket.gethostname()}, since {now}\n"
     os.ftruncate(descriptor, 0)

@@ -118,6 +118,11 @@ class Loggers(Callback):
         """Likewise."""
         self._finish("stopped")
 
+    def on_exception(self, trainer: Any, error: BaseException) -> None:
+        """Tell them; without waiting, for the job may be about to end."""
+        for process in self._processes:
+            process.finalize("failed")
+
     def _finish(self, status: Status) -> None:
         deadline = time.monotonic() + FINISH_SECONDS
         for process in self._processes:
