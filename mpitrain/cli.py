@@ -17,6 +17,7 @@ import socket
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from mpitrain.config import TrainConfig, default_start_timeout
 from mpitrain.errors import UsageError, did_you_mean
@@ -29,6 +30,10 @@ from mpitrain.launch.env_checks import (
 )
 from mpitrain.mpi.collectives import all_or_none, on_rank_zero
 from mpitrain.mpi.world import rank_label
+
+if TYPE_CHECKING:
+    from mpitrain.checkpoint.preemption import PreemptionHandler
+    from mpitrain.launch.exit_guard import ExitGuard
 
 # Variable that names the file of `supervise` into which rank zero writes the status.
 # The run folder goes into a file beside it, with the suffix ".run".
@@ -71,12 +76,9 @@ def train(argv: Sequence[str]) -> int:
     if QUESTIONS & set(argv) and not was_launched(os.environ):
         read_config(argv)  # answers and raises; MPI need not start for that
 
-    from mpitrain.checkpoint.preemption import PreemptionHandler
     from mpitrain.launch.current import age_seconds
     from mpitrain.launch.exit_guard import abort_on_error
     from mpitrain.launch.init import init
-    from mpitrain.record.recorder import record_failure
-    from mpitrain.record.run_dir import open_log, result_time, start_logging, write_json
     from mpitrain.tools.train.prepare import prepare
 
     # Garbage collection takes a fifth of the time of the imports.
@@ -88,45 +90,14 @@ def train(argv: Sequence[str]) -> int:
             run = on_rank_zero(
                 comm, lambda: prepare(read_config(argv)), "prepare the run"
             )
-        config, run_dir, is_zero = run.config, run.run_dir, comm.rank == 0
+        config = run.config
         if run.done:
-            if is_zero:
+            if comm.rank == 0:
                 print(run.done, flush=True)
             return run.status
-        status_file = os.environ.get(STATUS_FILE)
-        if status_file and is_zero:  # `supervise` prints the error from result.json
-            before = {"run_dir": str(run_dir), "result_time": result_time(run_dir)}
-            with contextlib.suppress(OSError):
-                write_json(Path(f"{status_file}.run"), before)
-        # Opened before the long imports: the log tells whose process this is.
-        hostname = socket.gethostname()
-        with guard.stage("open the log"):
-            log = all_or_none(
-                comm,
-                lambda: open_log(run_dir, comm.rank, comm.size, hostname),
-                "open the log",
-            )
-        log_file = start_logging(log, is_rank_zero=is_zero)
-        # Signals during the long imports are not lost. It also logs the time limit.
-        handler = PreemptionHandler(
-            run_dir if is_zero else None,
-            config.time_limit_seconds,
-            age_seconds(),
-            guard.watched.on_sigterm,
+        handler = _open_folder(
+            guard, run.run_dir, config.time_limit_seconds, has_lock=run.has_lock
         )
-        if is_zero and not run.has_lock:
-            logging.getLogger("mpitrain").warning(
-                "%s is on a file system without locks: nobody would notice a second "
-                "job that writes into it",
-                run_dir,
-            )
-        guard.watched.log_to(Path(log.name))
-        faulthandler.enable(log)  # for crashes in compiled code
-        guard.on_failure += [
-            log_file.write,
-            lambda text: record_failure(run_dir, text),
-            lambda _: log_file.flush(),
-        ]
         job = init(**config.launch.as_arguments(), guard=guard)
         with job:
             start_seconds = age_seconds()
@@ -138,7 +109,100 @@ def train(argv: Sequence[str]) -> int:
 
             gc.freeze()
             gc.enable()
-            return run_training(job, run, handler, start_seconds)
+            status = run_training(job.world, run, handler, start_seconds)
+            handler.close()
+            return status
+
+
+def _open_folder(
+    guard: ExitGuard, folder: Path, limit_seconds: float | None, *, has_lock: bool
+) -> PreemptionHandler:
+    """Open this rank's log in a run folder, and listen to requests to stop.
+
+    Collective over all ranks.
+    """
+    from mpitrain.checkpoint.preemption import PreemptionHandler
+    from mpitrain.launch.current import age_seconds
+    from mpitrain.record.recorder import record_failure
+    from mpitrain.record.run_dir import open_log, result_time, start_logging, write_json
+
+    comm, status_file = guard.comm, os.environ.get(STATUS_FILE)
+    is_zero = comm.rank == 0
+    if status_file and is_zero:  # `supervise` prints the error from result.json
+        before = {"run_dir": str(folder), "result_time": result_time(folder)}
+        with contextlib.suppress(OSError):
+            write_json(Path(f"{status_file}.run"), before)
+    # Opened before the long imports: the log tells whose process this is.
+    hostname = socket.gethostname()
+    with guard.stage("open the log"):
+        log = all_or_none(
+            comm,
+            lambda: open_log(folder, comm.rank, comm.size, hostname),
+            "open the log",
+        )
+    log_file = start_logging(log, is_rank_zero=is_zero)
+    # Signals during the long imports are not lost. It also logs the time limit.
+    handler = PreemptionHandler(
+        folder if is_zero else None,
+        limit_seconds,
+        age_seconds(),
+        guard.watched.on_sigterm,
+    )
+    if is_zero and not has_lock:
+        logging.getLogger("mpitrain").warning(
+            "%s is on a file system without locks: nobody would notice a second "
+            "job that writes into it",
+            folder,
+        )
+    guard.watched.log_to(Path(log.name))
+    faulthandler.enable(log)  # for crashes in compiled code
+    guard.on_failure += [
+        log_file.write,
+        lambda text: record_failure(folder, text),
+        lambda _: log_file.flush(),
+    ]
+    return handler
+
+
+def sweep(argv: Sequence[str]) -> int:
+    """Search hyperparameters: train many models in one job."""
+    from mpitrain.tools.sweep.config import prepare, read_sweep
+
+    words, flags = _split(argv)
+    if words[:1] == ["--best"]:
+        from mpitrain.tools.sweep.study import best_command
+
+        print(best_command(words[1:]), flush=True)
+        return 0
+    if QUESTIONS & set(words) and not was_launched(os.environ):
+        read_sweep(words)
+
+    from mpitrain.launch.exit_guard import abort_on_error
+    from mpitrain.launch.init import init
+
+    with abort_on_error(
+        start_timeout_seconds=start_timeout(flags), may_spawn=False
+    ) as guard:
+        comm = guard.comm
+        with guard.stage("prepare the sweep"):
+            asked = on_rank_zero(
+                comm,
+                lambda: prepare(read_sweep(words), flags, read_config),
+                "prepare the sweep",
+            )
+        if asked.done:
+            if comm.rank == 0:
+                print(asked.done, flush=True)
+            return asked.status
+        hours = asked.config.hours
+        limit_seconds = None if hours is None else 3600 * hours
+        handler = _open_folder(
+            guard, asked.path, limit_seconds, has_lock=asked.has_lock
+        )
+        with init(**asked.training.launch.as_arguments(), guard=guard) as world:
+            from mpitrain.tools.sweep.run import run_sweep
+
+            return run_sweep(guard, world, asked, handler, read_config)
 
 
 def hostfile(argv: Sequence[str]) -> None:
@@ -152,23 +216,38 @@ def hostfile(argv: Sequence[str]) -> None:
 
 def jobscript(argv: Sequence[str]) -> None:
     """Print a job script for SLURM or PBS."""
-    from mpitrain.schedulers import chain, jobscript
+    from mpitrain.schedulers import jobscript
 
     flags, words = _split(argv)
     config = _read(jobscript.JobscriptConfig, "jobscript", flags)
-    is_training = not words or words[0] == "train" or words[0] not in COMMANDS
+    command = words[0] if words and words[0] in COMMANDS else "train"
+    words = words[words[:1] == [command] :]
+    # A mistake need not queue first.
     if config.jobs > 1:
-        if not is_training:
+        if command not in ("train", "sweep"):
             raise UsageError(
-                f"--jobs {config.jobs}: found {words[0]!r} after --; a chain of jobs "
-                "goes on with a training of mpitrain's: expected its flags alone"
+                f"--jobs {config.jobs}: found {command!r} after --; a chain of jobs "
+                "goes on with a training or a sweep: expected the flags of one"
             )
-        words = words[words[:1] == ["train"] :]
-        chain.run_dir_of(read_config(["--name", config.name, *words]))
-    elif is_training:
-        read_config(words[words[:1] == ["train"] :])  # a mistake need not queue first
-    text = jobscript.text_of(config, words, is_training=is_training)
-    _write(text, config.output)
+        _folder_of([command, "--name", config.name, *words])
+    elif command == "sweep":
+        _folder_of([command, *words])
+    elif command == "train":
+        read_config(words)
+    _write(jobscript.text_of(config, words, command), config.output)
+
+
+def _folder_of(words: Sequence[str]) -> Path:
+    """Return the folder that all jobs of a chain share: a run's, or a sweep's."""
+    from mpitrain.schedulers import chain
+    from mpitrain.tools.sweep.config import read_sweep, read_training
+
+    if words[:1] != ["sweep"]:
+        return chain.run_dir_of(read_config(words[words[:1] == ["train"] :]))
+    sweep_words, flags = _split(words[1:])
+    config = read_sweep(sweep_words)
+    read_training(config, flags, read_config)
+    return config.path
 
 
 def watch(argv: Sequence[str]) -> None:
@@ -187,7 +266,7 @@ def supervise(argv: Sequence[str]) -> int:
 
     words, command = _split(argv)
     config = _read(supervisor.SuperviseConfig, "supervise", words)
-    return supervisor.supervise(config, command, os.environ, read_config)
+    return supervisor.supervise(config, command, os.environ, _folder_of)
 
 
 def fetch(argv: Sequence[str]) -> None:
@@ -263,6 +342,7 @@ COMMON = (
 COMMANDS: dict[str, Callable[[Sequence[str]], int | None]] = {
     "train": train,
     "run": run,
+    "sweep": sweep,
     "check": check,
     "watch": watch,
     "fetch": fetch,

@@ -20,6 +20,8 @@ from mpitrain.plugins import is_reference
 
 DATA_DIR = Path("data")
 
+NAME_PATTERN = r"\w[\w.+=-]*"  # of a run or a sweep, which name folders
+
 LOGGERS = ("csv", "tensorboard", "wandb")
 
 START_TIMEOUT_SECONDS = 600.0  # default of a stage of the start
@@ -363,7 +365,7 @@ class TrainConfig(
         if self.new_run and self.resume == "never":
             yield "--new-run never resumes; leave --resume never out"
         _ = self.time_limit_seconds
-        if self.name is not None and not re.fullmatch(r"\w[\w.+=-]*", self.name):
+        if self.name is not None and not re.fullmatch(NAME_PATTERN, self.name):
             yield (
                 f"--name {self.name!r} cannot be the name of a folder of a run; "
                 "expected letters, digits and _ . + = - (not first)"

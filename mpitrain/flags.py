@@ -100,6 +100,10 @@ def _parse(
     """Parse with tyro; `source` says where the flags come from, for messages."""
     import tyro
 
+    switches = [
+        flag.name.partition(",")[0] for flag in flags_of(kind) if not flag.values
+    ]
+    flags = [_switch(word, switches) for word in flags]
     try:
         with usage_errors():
             merged = (tyro.conf.OmitArgPrefixes,)
@@ -109,6 +113,19 @@ def _parse(
         known = [flag.name.partition(",")[0] for flag in flags_of(kind)]
         said = one_line(str(error), flags, known, program)
         raise UsageError(where + said) from None
+
+
+def _switch(word: str, switches: Collection[str]) -> str:
+    """Turn a switch in the spelling of W&B's agent into ours.
+
+    >>> _switch("--random_flip=False", ["--random-flip"])
+    '--no-random-flip'
+    """
+    found = re.fullmatch(r"--([\w-]+)=(True|False|true|false)", word)
+    name = found[1].replace("_", "-") if found else ""
+    if found is None or f"--{name}" not in switches:
+        return word
+    return f"--{name}" if found[2].lower() == "true" else f"--no-{name}"
 
 
 def one_line(box: str, flags: Sequence[str], known: Sequence[str], program: str) -> str:

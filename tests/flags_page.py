@@ -15,6 +15,7 @@ from mpitrain.tools.check import CheckConfig
 from mpitrain.tools.export import ExportConfig
 from mpitrain.tools.fetch import FetchConfig
 from mpitrain.tools.report.report import ReportConfig
+from mpitrain.tools.sweep.config import SweepConfig
 from mpitrain.tools.watch import WatchConfig
 
 PAGE = Path(__file__).parents[1] / "docs/reference/flags.md"
@@ -22,6 +23,7 @@ PAGE = Path(__file__).parents[1] / "docs/reference/flags.md"
 COMMANDS: dict[str, Any] = {
     "Training": TrainConfig,
     "run": RunConfig,
+    "sweep": SweepConfig,
     "check": CheckConfig,
     "jobscript": JobscriptConfig,
     "hostfile": HostfileConfig,

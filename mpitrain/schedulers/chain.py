@@ -159,8 +159,11 @@ def requeue(
 
 
 def _newest_step(run_dir: Path) -> int:
-    """Return the step of the newest checkpoint; 0 without one."""
+    """Return the step of the newest checkpoint, of a sweep the sum; 0 without one."""
     with suppress(OSError):
+        trials = [*run_dir.glob("trial-*")]
+        if trials:
+            return sum(map(_newest_step, trials))
         return max((found.step for found in list_checkpoints(run_dir)), default=0)
     return 0
 

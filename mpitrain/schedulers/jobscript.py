@@ -101,9 +101,9 @@ class JobscriptConfig:
 
 
 def text_of(
-    config: JobscriptConfig, words: Sequence[str], *, is_training: bool = True
+    config: JobscriptConfig, words: Sequence[str], command: str = "train"
 ) -> str:
-    """Return the job script, in which `words` follow `python -m mpitrain`."""
+    """Return the job script, in which `words` follow `python -m mpitrain COMMAND`."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     for word in words:
@@ -129,7 +129,8 @@ def text_of(
         if venv.is_absolute()
         else f"from the folder that holds {venv}",
         "venv": ("" if venv.is_absolute() else "$PWD/") + shlex.quote(str(venv)),
-        "is_training": is_training,
+        "is_training": command in ("train", "sweep"),
+        "command": "" if command == "train" else f" {command}",
         "words": "".join(" " + shlex.quote(word) for word in words),
     }
     return templates.get_template(f"{config.scheduler}.sh").render(values)

@@ -24,7 +24,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from mpitrain.config import TrainConfig
 from mpitrain.errors import Stopped, UsageError
 from mpitrain.record.run_dir import read_json, read_result, result_time
 from mpitrain.record.runs import is_finished
@@ -157,9 +156,12 @@ def supervise(
     config: SuperviseConfig,
     command: Sequence[str],
     environ: Mapping[str, str],
-    read_config: Callable[[Sequence[str]], TrainConfig],
+    folder_of: Callable[[Sequence[str]], Path],
 ) -> int:
-    """Run mpirun, once or until the training is finished; return its exit status."""
+    """Run mpirun, once or until the training is finished; return its exit status.
+
+    ``folder_of`` returns the run folder, or that of a sweep, of mpitrain's words.
+    """
     if not command:
         raise UsageError("supervise what? Expected mpirun and its words after --")
     send_usr2 = config.mpi == "openmpi"
@@ -174,7 +176,7 @@ def supervise(
                 "machine without a scheduler start the training again by hand"
             )
         mpirun, python, flags = split(command)
-        run_dir = chain.run_dir_of(read_config(flags))
+        run_dir = folder_of(flags)
         training = chain.Chain(run_dir, chain.job_number(environ), config.jobs)
         chain.refuse_second_job(run_dir)
         left = seconds_left(environ)

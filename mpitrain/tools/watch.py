@@ -24,6 +24,8 @@ from mpitrain.record.jsonl import changed_at
 from mpitrain.record.reading import Began, Metrics, make
 from mpitrain.record.run_dir import read_json, read_result
 from mpitrain.record.runs import RUN, is_held, lock_host
+from mpitrain.tools.sweep.config import SETTINGS
+from mpitrain.tools.sweep.watch import watch_sweep
 from mpitrain.train.progress import (
     EpochLines,
     ProgressBar,
@@ -47,7 +49,7 @@ class WatchConfig:
     """Show the progress of a run from its folder. Ctrl-C does not affect the run."""
 
     run: Annotated[Positional[Path], arg(metavar="RUN")]
-    """A run folder, such as runs/NAME."""
+    """A run folder, such as runs/NAME, or a sweep folder."""
     once: bool = False
     """Print the current state and exit."""
     keep: bool = False
@@ -59,8 +61,11 @@ class WatchConfig:
 
 
 def watch(config: WatchConfig) -> None:
-    """Show a run until its job ends."""
+    """Show a run, or a sweep, until its job ends."""
     path = config.run
+    if (path / SETTINGS).is_file():
+        watch_sweep(path, once=config.once, keep=config.keep)
+        return
     if not (path / RUN).is_file():
         raise UsageError(
             f"{path} is no run folder; expected one with {RUN} in it, such as runs/NAME"

@@ -24,6 +24,7 @@ PAGE = (ROOT / "examples/README.md").read_text()
 SMALLER = {
     r"256 --epochs 5 --seed": "24 --dry-run --seed",
     r"--epochs \d+": "--epochs 2",
+    r"--trials \d+": "--trials 4",
     r"--global-batch-size \d+": "--global-batch-size 20",
     r"mnist cifar100 hub": "mnist hub",
     # Of CIFAR the published files alone are read.
@@ -180,6 +181,15 @@ def check_custom(ran: list[Ran], home: Path) -> None:
     assert "0.weight" in torch.load(home / "custom_model.pt", weights_only=True)
 
 
+def check_sweeps(ran: list[Ran], home: Path) -> None:
+    for one in ran[:2]:
+        assert "4 finished" in one.done.out.splitlines()[-1]
+    assert "8 finished" in ran[2].done.out.splitlines()[-1]
+    found = re.search(r"8 models: (.*)% each on average, (.*)% tog", ran[3].done.out)
+    assert found is not None
+    assert float(found[2]) > float(found[1]) > 50
+
+
 CHECKS: dict[str, Callable[[list[Ran], Path], None]] = {
     "Examples": check_fetch,
     "The CNN for MNIST": check_mnist_cnn,
@@ -188,6 +198,7 @@ CHECKS: dict[str, Callable[[list[Ran], Path], None]] = {
     "Regression with a U-Net": check_unet,
     "DINOv2: probe, then fine-tune": check_dinov2,
     "Custom code": check_custom,
+    "Sweeps": check_sweeps,
 }
 """What must come out of the commands of each section."""
 
@@ -197,6 +208,7 @@ IN_TEST_ALL = (
     "Regression with a U-Net",
     "DINOv2: probe, then fine-tune",
     "Custom code",
+    "Sweeps",
 )
 """The sections that take longest."""
 

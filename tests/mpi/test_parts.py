@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -11,23 +14,37 @@ import torch.distributed as dist
 from trainings import by_hand, same, trained
 
 import mpitrain
-from mpitrain.launch.subworld import SubWorlds, in_node_order
-from mpitrain.mpi.collectives import world_comm
+from mpitrain.launch.init import init_process_group
+from mpitrain.launch.subworld import destroy_process_group, in_node_order, sub_world
+from mpitrain.mpi.collectives import barrier, cancel_waits_by, world_comm
 from mpitrain.mpi.shared_arrays import communicator
 from mpitrain.mpi.world import World
 
 pytestmark = pytest.mark.mpi
 
-SECONDS = 60.0
+_numbers = itertools.count()  # of sub-worlds in this session, equal on all ranks
 
 
 @pytest.fixture
-def parts(job: mpitrain.Job) -> Any:
-    with SubWorlds(job._guard, job.world, SECONDS) as made:
-        yield made
+def parts(job: mpitrain.Job) -> Iterator[Callable[[int, Callable[[World], Any]], Any]]:
+    """Runs something on the first ranks alone; the others wait."""
+    destroy_process_group()
+
+    def run(num_ranks: int, action: Callable[[World], Any]) -> Any:
+        ranks, number = in_node_order(job.world)[:num_ranks], next(_numbers)
+        found = None
+        if job.world.rank in ranks:
+            with sub_world(job._guard, job.world, ranks, number, 60.0) as part:
+                found = action(part)
+        barrier(job.comm)
+        return found
+
+    yield run
+    store = dist.PrefixStore(f"after/{next(_numbers)}", job._guard.store)
+    init_process_group(job._guard, job.world, 60.0, store)
 
 
-def test_any_part_trains_as_all_ranks_do(parts: SubWorlds, world: World) -> None:
+def test_any_part_trains_as_all_ranks_do(parts: Any, world: World) -> None:
     expected = by_hand()
 
     def train(part: World) -> int:
@@ -39,10 +56,10 @@ def test_any_part_trains_as_all_ranks_do(parts: SubWorlds, world: World) -> None
         for num_ranks in range(1, world.world_size + 1):
             order = in_node_order(world)[:num_ranks]
             place = order.index(world.rank) if world.rank in order else None
-            assert parts.run(num_ranks, train, "train") == place
+            assert parts(num_ranks, train) == place
 
 
-def test_a_part_sees_itself_alone(parts: SubWorlds, world: World) -> None:
+def test_a_part_sees_itself_alone(parts: Any, world: World) -> None:
     def look(part: World) -> World:
         assert dist.get_world_size() == world_comm().size == part.world_size
         assert dist.get_rank() == world_comm().rank == part.rank
@@ -56,33 +73,50 @@ def test_a_part_sees_itself_alone(parts: SubWorlds, world: World) -> None:
         return part
 
     for num_ranks in range(1, world.world_size + 1):
-        part = parts.run(num_ranks, look, "look")
+        part = parts(num_ranks, look)
         if part is not None:
             assert part.nodes[part.node_rank].ranks[part.local_rank] == part.rank
             assert part.device == world.device
             assert part.num_threads == world.num_threads
 
 
-def test_all_ranks_stand_again_afterwards(job: mpitrain.Job, world: World) -> None:
-    with SubWorlds(job._guard, world, SECONDS) as parts:
-        parts.run(1, lambda part: part, "look")
-        assert not dist.is_initialized()
+@pytest.mark.parametrize("how", ["all_reduce", "barrier"])
+@pytest.mark.parametrize("transport", ["on_node", "mpi_alone"])
+def test_a_wait_for_a_rank_that_does_not_come_can_be_cancelled(
+    job: mpitrain.Job, world: World, how: str, transport: str, request: Any
+) -> None:
+    """Then the others go on, with another group."""
+    if transport == "mpi_alone":
+        request.getfixturevalue("mpi_alone")
+    parts = request.getfixturevalue("parts")
+    until = time.monotonic() + 0.5
+
+    def check() -> None:
+        if time.monotonic() > until:
+            raise InterruptedError("cancelled")
+
+    def meet() -> None:
+        with cancel_waits_by(check):
+            if how == "barrier":
+                barrier(world_comm())
+            else:
+                dist.all_reduce(torch.ones(3))
+
+    size = world.world_size
+    if size > 1:
+        with contextlib.suppress(InterruptedError):
+            ranks, number = in_node_order(world), next(_numbers)
+            with sub_world(job._guard, world, ranks, number, 60.0) as part:
+                if part.rank < part.world_size - 1:
+                    with pytest.raises(InterruptedError):
+                        meet()
+                raise InterruptedError  # as of a trial that failed
+    assert parts(size, lambda part: part.rank) is not None
+
+
+def test_all_ranks_stand_again_afterwards(world: World) -> None:
     assert dist.get_world_size() == world_comm().size == world.world_size
     ones = torch.ones(1)
     dist.all_reduce(ones)
     assert ones.item() == world.world_size
     same(trained(world), by_hand())
-
-
-def test_who_is_not_in_it_sleeps(parts: SubWorlds, world: World) -> None:
-    def work(_: World) -> None:
-        end = time.monotonic() + 1.0
-        while time.monotonic() < end:
-            pass
-
-    began, cpu_began = time.perf_counter(), time.process_time()
-    parts.run(1, work, "spin")
-    seconds, cpu_seconds = time.perf_counter() - began, time.process_time() - cpu_began
-    assert seconds > 0.9
-    if world.rank != in_node_order(world)[0]:
-        assert cpu_seconds < 0.4 * seconds

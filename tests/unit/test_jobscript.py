@@ -183,7 +183,7 @@ def test_a_word_that_no_line_can_hold_is_refused(word: str) -> None:
         (["--epohs", "3"], "--epohs"),
         (["--epochs", "0"], "--epochs must be at least 1"),
         (["train", "--lr", "fast"], "--lr"),
-        (["scale"], "unknown command 'scale'. Expected one of train, run, check"),
+        (["scale"], "unknown command 'scale'. Expected one of train, run, sweep"),
     ],
 )
 def test_a_wrong_flag_of_the_training_is_told_before_it_is_queued(
@@ -354,9 +354,7 @@ def test_a_script_of_ones_own_gets_no_signal_that_it_does_not_know(
     scheduler: Any,
 ) -> None:
     """USR2 would end it; TERM reaches its ranks by mpirun, as without us."""
-    text = text_of(
-        JobscriptConfig(scheduler=scheduler), ["run", "x"], is_training=False
-    )
+    text = text_of(JobscriptConfig(scheduler=scheduler), ["x"], "run")
     assert "supervise" not in text
     assert "\nmpirun " in text
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from mpitrain.launch.subworld import in_node_order, sub_world
+from mpitrain.launch.subworld import in_node_order, sub_world_of
 from mpitrain.mpi.world import Node, World
 
 
@@ -27,7 +27,7 @@ def test_nodes_are_filled_one_after_another_however_ranks_are_numbered() -> None
     by_node = world_of((0, 2, 4), (1, 3, 5))
     assert in_node_order(by_node) == [0, 2, 4, 1, 3, 5]
     here = replace(by_node, rank=3, local_rank=1, node_rank=1)
-    part = sub_world(here, in_node_order(by_node)[:5])
+    part = sub_world_of(here, in_node_order(by_node)[:5])
     assert (part.rank, part.world_size, part.node_rank) == (4, 5, 1)
     assert (part.local_rank, part.local_world_size) == (1, 2)
     assert [node.ranks for node in part.nodes] == [(0, 1, 2), (3, 4)]
@@ -52,7 +52,7 @@ def test_a_part_keeps_each_ranks_device_and_gpu() -> None:
         ),
         device="cuda:0",
     )
-    part = sub_world(world, [0, 2, 1])
+    part = sub_world_of(world, [0, 2, 1])
     assert [node.gpus for node in part.nodes] == [("x", "y"), ("z",)]
     assert [node.devices for node in part.nodes] == [("cuda:0", "cuda:1"), ("cuda:0",)]
     assert part.device == "cuda:0"

@@ -109,7 +109,7 @@ fi
 # out all options.) ARGS is several words.
 {% if not is_training %}
 # shellcheck disable=SC2086
-mpirun "${options[@]}" python -m mpitrain{{ words }} ${ARGS:-}
+mpirun "${options[@]}" python -m mpitrain{{ command }}{{ words }} ${ARGS:-}
 {% else %}
 #
 # `supervise` lets the ranks stop with a checkpoint at TERM (qdel, preemption). It ends
@@ -117,7 +117,7 @@ mpirun "${options[@]}" python -m mpitrain{{ words }} ${ARGS:-}
 {% if jobs == 1 %}
 # shellcheck disable=SC2086
 exec python -m mpitrain supervise -- \
-    mpirun "${options[@]}" python -m mpitrain{{ words }} ${ARGS:-}
+    mpirun "${options[@]}" python -m mpitrain{{ command }}{{ words }} ${ARGS:-}
 {% else %}
 #
 # It leaves out nodes that do not answer, and submits this script again until the
@@ -125,6 +125,6 @@ exec python -m mpitrain supervise -- \
 # qsub's command line the next job gets ARGS and -N only: write the rest in here.
 # shellcheck disable=SC2086
 exec python -m mpitrain supervise --jobs {{ jobs }}{{ " --nodes %d" % nodes if spare_nodes else "" }} --script "$0" -- \
-    mpirun "${options[@]}" python -m mpitrain --name "$PBS_JOBNAME"{{ words }} ${ARGS:-}
+    mpirun "${options[@]}" python -m mpitrain{{ command }} --name "$PBS_JOBNAME"{{ words }} ${ARGS:-}
 {% endif %}
 {% endif %}

@@ -83,20 +83,20 @@ fi
 # This script runs once, on the first node. mpirun gets nodes and slots from SLURM, and
 # starts the ranks by srun. (MPICH: no --prefix.)
 {% if not is_training %}
-mpirun "${options[@]}" python -m mpitrain{{ words }} "$@"
+mpirun "${options[@]}" python -m mpitrain{{ command }}{{ words }} "$@"
 {% else %}
 #
 # `supervise` lets the ranks stop with a checkpoint at TERM (scancel, preemption). Then
 # the job's status is 75. (MPICH: supervise --mpi mpich.)
 {% if jobs == 1 %}
 exec python -m mpitrain supervise -- \
-    mpirun "${options[@]}" python -m mpitrain{{ words }} "$@"
+    mpirun "${options[@]}" python -m mpitrain{{ command }}{{ words }} "$@"
 {% else %}
 #
 # It leaves out nodes that do not answer, and requeues the job until the training is
 # finished, up to {{ jobs }} jobs. The run in runs/ has the job's name.
 export SLURM_OVERLAP=1  # srun does not wait for what is left of a lost node
 exec python -m mpitrain supervise --jobs {{ jobs }}{{ " --nodes %d" % nodes if spare_nodes else "" }} -- \
-    mpirun "${options[@]}" python -m mpitrain --name "$SLURM_JOB_NAME"{{ words }} "$@"
+    mpirun "${options[@]}" python -m mpitrain{{ command }} --name "$SLURM_JOB_NAME"{{ words }} "$@"
 {% endif %}
 {% endif %}

@@ -69,16 +69,25 @@ def page(runs: Sequence[ReportedRun], charts: Sequence[Chart]) -> str:
         for name, value in (summary(first) if is_alone else {}).items()
         if value
     )
-    return PAGE.format(
+    return fill(
         title=" and ".join(escape(shown.run.name) for shown in runs),
-        style=_style(),
         head=head,
         status=escape(status_line(first.run)),
         errors="".join(_error(shown, is_alone) for shown in runs),
         tiles=f'<div class="tiles">{values}</div>',
+        charts=charts,
+        sections=sections,
+    )
+
+
+def fill(charts: Sequence[Chart], sections: Sequence[Section], **parts: str) -> str:
+    """Fill the page; ``parts`` are HTML: title, head, status, errors and tiles."""
+    return PAGE.format(
+        style=_style(),
         charts="\n".join(map(_figure, charts)),
         tables="\n".join(_details(it) for it in sections if it.rows),
         version=__version__,
+        **parts,
     )
 
 

@@ -8,12 +8,17 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from tyro.conf import Positional, arg
 
 from mpitrain.errors import UsageError
 from mpitrain.record.reading import Run
+from mpitrain.record.run_dir import write_atomic
+from mpitrain.tools.sweep.config import SETTINGS
+
+if TYPE_CHECKING:
+    from mpitrain.tools.report.figures import Chart
 
 MAX_RUNS = 8
 
@@ -23,7 +28,7 @@ class ReportConfig:
     """Show a run, or several side by side, as a web page with charts."""
 
     runs: Annotated[Positional[tuple[Path, ...]], arg(metavar="RUN [RUN ...]")]
-    """Run folders, such as runs/NAME; they may still be running."""
+    """Run folders, such as runs/NAME, or a sweep folder; they may still be running."""
     output: Path | None = None
     """The page to write. Default: report.html in the run's folder; for several
     runs report-NAME-NAME.html here. Pictures go into a folder of the same name."""
@@ -49,14 +54,22 @@ def report(config: ReportConfig) -> str:
             "report needs matplotlib, which is not installed. Type: "
             f"{sys.executable} -m pip install matplotlib"
         )
-    found = [Run(path) for path in config.runs]
     try:
-        num = _write(config, found, output)
+        if (config.runs[0] / SETTINGS).is_file():
+            charts = _sweep_charts(config.runs[0], output)
+        else:
+            charts = _run_charts([Run(path) for path in config.runs], output)
+        if config.pictures:
+            folder = output.with_suffix("")
+            folder.mkdir(exist_ok=True)
+            for chart in charts:
+                write_atomic(folder / f"{chart.name}.png", chart.png())
     except OSError as error:
         raise UsageError(
             f"{error.filename or output} cannot be written: {error.strerror}. Choose "
             "another --output"
         ) from None
+    num = len(charts)
     pictures = f", {num} pictures in {output.with_suffix('')}/" * config.pictures
     return (
         f"{output}{pictures}; elsewhere: scp {socket.gethostname()}:"
@@ -64,9 +77,17 @@ def report(config: ReportConfig) -> str:
     )
 
 
-def _write(config: ReportConfig, found: Sequence[Run], output: Path) -> int:
-    """Write the page and the pictures; return the number of charts."""
-    from mpitrain.record.run_dir import write_atomic
+def _sweep_charts(path: Path, output: Path) -> list[Chart]:
+    """Write the page of a sweep; return its charts."""
+    from mpitrain.tools.report.sweep import sweep_page
+
+    text, charts = sweep_page(path)
+    write_atomic(output, text)
+    return charts
+
+
+def _run_charts(found: Sequence[Run], output: Path) -> list[Chart]:
+    """Write the page of runs; return its charts."""
     from mpitrain.tools.report import curves
     from mpitrain.tools.report.analysis import ReportedRun
     from mpitrain.tools.report.figures import RUN_COLOURS, style
@@ -82,9 +103,4 @@ def _write(config: ReportConfig, found: Sequence[Run], output: Path) -> int:
             curves.throughput_chart(runs),
         ]
         write_atomic(output, page(runs, charts))
-        if config.pictures:
-            folder = output.with_suffix("")
-            folder.mkdir(exist_ok=True)
-            for chart in charts:
-                write_atomic(folder / f"{chart.name}.png", chart.png())
-    return len(charts)
+    return charts

@@ -16,10 +16,10 @@ from mpitrain.config import TrainConfig
 from mpitrain.data.sources import Data, load_data
 from mpitrain.errors import Stopped
 from mpitrain.launch.current import heartbeat
-from mpitrain.launch.init import Job
 from mpitrain.models.build import build_and_load, fetch_weights, is_cached
 from mpitrain.models.summary import summary_line, summary_table
 from mpitrain.mpi.shared_arrays import Communicator, communicator
+from mpitrain.mpi.world import World
 from mpitrain.plugins import is_reference
 from mpitrain.record.environment import describe, node_lines
 from mpitrain.record.health import HealthCheck
@@ -37,13 +37,20 @@ logger = logging.getLogger("mpitrain")
 
 
 def run_training(
-    job: Job, run: PreparedRun, handler: PreemptionHandler, start_seconds: float
+    world: World,
+    run: PreparedRun,
+    handler: PreemptionHandler,
+    start_seconds: float,
+    *,
+    callbacks: Sequence[Callback] = (),
+    shared_data: Data | None = None,
 ) -> int:
     """Train; return the exit status: 0, or 75 if it was stopped and can be resumed.
 
-    Collective over all ranks.
+    Collective over all ranks. ``callbacks`` come after the recorder, and before the
+    checkpointer. ``shared_data`` stand for those of the configuration, and stay open.
     """
-    world, config, run_dir = job.world, run.config, run.run_dir
+    config, run_dir = run.config, run.run_dir
     ranks = communicator(world)
     checkpointer = Checkpointer(
         run_dir,
@@ -59,7 +66,7 @@ def run_training(
     else:
         checkpointer.open(world, run_id=run.run_id, handler=handler)
     heartbeat("loading the data")
-    data = load_data(config, seed=config.seed, world=world, ranks=ranks)
+    data = shared_data or load_data(config, seed=config.seed, world=world, ranks=ranks)
     checkpointer.data = {
         "num_classes": data.num_classes,
         "in_channels": data.in_channels,
@@ -70,7 +77,7 @@ def run_training(
     model, loaded = _build(config, data, ranks, with_weights=is_new)
     seconds_left = handler.seconds_left
     named = "" if config.name else f" with --name {run_dir.name}"
-    callbacks: list[Callback] = [
+    all_callbacks: list[Callback] = [
         Introduction(config, run_dir, data, loaded),
         Recorder(
             run_dir,
@@ -84,6 +91,7 @@ def run_training(
         choose_progress(config.progress, seconds_left),
         *([Profiler(run_dir, config.profile)] if config.profile else []),
         ModelFile(run_dir / "model.pt"),
+        *callbacks,
         *([] if config.dry_run else [checkpointer]),
     ]
     trainer = Trainer(
@@ -92,7 +100,7 @@ def run_training(
         data.val,
         config,
         world=world,
-        callbacks=callbacks,
+        callbacks=all_callbacks,
         test_data=data.test,
         mean_std=data.statistics,
         num_classes=data.num_classes,
@@ -103,7 +111,8 @@ def run_training(
     except Stopped as stopped:
         return stopped.exit_status
     finally:
-        data.close()
+        if shared_data is None:
+            data.close()
     return 0
 
 

@@ -1,0 +1,1 @@
+"""``python -m mpitrain sweep``: many trainings in one job, chosen by Optuna."""

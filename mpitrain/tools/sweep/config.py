@@ -1,0 +1,170 @@
+"""What a sweep is asked for: its flags, and the flags of each training.
+
+Imports neither torch nor Optuna.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Annotated, Any
+
+from tyro.conf import Positional, arg
+
+from mpitrain.checkpoint.preemption import STOP_FILE, forget_stop
+from mpitrain.config import NAME_PATTERN, TrainConfig
+from mpitrain.errors import Stopped, UsageError, did_you_mean
+from mpitrain.flags import PROGRAM, read_flags
+from mpitrain.record.run_dir import read_json, read_result, shown, write_json
+from mpitrain.record.runs import differences, open_run
+from mpitrain.tools.sweep.space import RANKS, Search, read_search
+
+SWEEPS_DIR = Path("sweeps")
+SETTINGS = "sweep.json"  # what a sweep was begun with, in its folder
+PROGRESS = "progress.json"  # what `watch` shows, in the same folder
+OUTCOMES = ("finished", "pruned", "failed")  # of trials
+
+ReadConfig = Callable[[Sequence[str]], TrainConfig]
+"""Reads the flags of a training."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepConfig:
+    """Search hyperparameters. Flags of every training follow after --.
+
+    `sweep --best NAME` prints the command of the best trial.
+    """
+
+    space: Annotated[Positional[str], arg(metavar="SPACE")]
+    """A YAML file with the search space, also one of W&B; or package.module:function
+    that takes an Optuna trial."""
+    trials: int | None = None
+    """Number of trials. Default: all of a grid, else 20."""
+    ranks_per_trial: int = 1
+    """Ranks that train one model, where the space has no ranks of its own."""
+    hours: float | None = None
+    """Stop the job after this many hours; the same command resumes the sweep."""
+    name: str | None = None
+    """Name of the sweep and its folder. Default: that of the space."""
+    sweeps_dir: Path = SWEEPS_DIR
+    """Folder that holds the sweep folders."""
+    share_gpus: bool = False
+    """Allow two trials to train on one GPU, where its ranks share it."""
+
+    def __post_init__(self) -> None:
+        for flag, value in (
+            ("--trials", self.trials),
+            ("--ranks-per-trial", self.ranks_per_trial),
+        ):
+            if value is not None and value < 1:
+                raise UsageError(f"{flag} must be at least 1, found {value}")
+        if not re.fullmatch(NAME_PATTERN, self.path.name):
+            raise UsageError(
+                f"--name {self.path.name!r} cannot be the name of a folder; expected "
+                "letters, digits and _ . + = - (not first)"
+            )
+        if self.hours is not None and not 0 < self.hours < math.inf:
+            raise UsageError(f"--hours must be above 0, found {self.hours}")
+
+    @property
+    def path(self) -> Path:
+        """The sweep folder."""
+        return self.sweeps_dir / (self.name or Path(self.space.rpartition(":")[2]).stem)
+
+
+def read_sweep(words: Sequence[str]) -> SweepConfig:
+    """Read the flags of a sweep, without those of the training."""
+    program = f"{PROGRAM} sweep"
+    return read_flags(SweepConfig, words, program=program, files=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreparedSweep:
+    """A sweep whose folder this job has opened."""
+
+    config: SweepConfig
+    search: Search
+    flags: Sequence[str]  # of every training
+    training: TrainConfig  # what these flags alone say
+    path: Path  # the sweep folder
+    run_id: str
+    has_lock: bool  # whether a second job that writes into it would be noticed
+    done: str = ""  # why there is nothing to do; empty if there is something
+    status: int = 0  # the exit status, if there is nothing to do
+
+
+def prepare(
+    config: SweepConfig, flags: Sequence[str], read_config: ReadConfig
+) -> PreparedSweep:
+    """Make the sweep folder, or open the existing one. For rank zero."""
+    if importlib.util.find_spec("optuna") is None:
+        raise UsageError(
+            "sweep needs optuna, which is not installed. Type: "
+            f"{sys.executable} -m pip install 'mpitrain[sweep]'"
+        )
+    search, training = read_training(config, flags, read_config)
+    folder = open_run(config.sweeps_dir, config.path.name, exists="resume")
+    path = folder.path
+    settings = {"flags": list(flags), "search": search.source}
+    settings |= {"ranks_per_trial": config.ranks_per_trial}
+    before = read_json(path / SETTINGS)
+    if changed := differences(before, settings, ()):
+        raise UsageError(
+            f"sweep {path.name} was begun with other settings: {'; '.join(changed)}.\n"
+            "Expected the same, or another --name"
+        )
+    if not folder.is_new and not before and (path / "metrics.jsonl").exists():
+        raise UsageError(f"{path} is the folder of a run; expected another --name")
+    write_json(path / SETTINGS, settings)
+    done, status, result = "", 0, read_result(path)
+    if result.get("status") == "finished" and not _has_more(config, search, result):
+        done = (
+            f"{result.get('summary')}; see {shown(path)}. Nothing to do: --name OTHER "
+            "begins another sweep, more --trials go on with this one"
+        )
+    elif not forget_stop(path):
+        stop = shown(path / STOP_FILE)
+        done = f"{stop} exists, newer than the last stop: remove it, to resume"
+        status = Stopped.exit_status
+    return PreparedSweep(
+        config=config,
+        search=search,
+        flags=tuple(flags),
+        training=training,
+        path=path,
+        run_id=folder.run_id,
+        has_lock=folder.has_lock,
+        done=done,
+        status=status,
+    )
+
+
+def _has_more(config: SweepConfig, search: Search, result: Mapping[str, Any]) -> bool:
+    return not search.is_grid and search.num_trials(config.trials) > result["trials"]
+
+
+def read_training(
+    config: SweepConfig, flags: Sequence[str], read_config: ReadConfig
+) -> tuple[Search, TrainConfig]:
+    """Read the search and the flags of every training; check the names in the space."""
+    search, training = read_search(config.space), read_config(flags)
+    default = TrainConfig()
+    given = {it.name for it in fields(training)} - {"launch"}
+    for name in ("name", "runs_dir", "resume", "new_run", "dry_run", "time_limit"):
+        flag = "--" + name.replace("_", "-")
+        if getattr(training, name) != getattr(default, name):
+            raise UsageError(f"{flag} has no place after --: the sweep sets it itself")
+        if name in search.names:
+            raise UsageError(f"{name} has no place in a space: the sweep sets it")
+    for name in search.names:
+        if name not in given and name != RANKS:
+            raise UsageError(
+                f"the space names {name!r}, which is no flag of a training."
+                f"{did_you_mean(name, given)} Expected names such as lr, or {RANKS}"
+            )
+    return search, training

@@ -1,0 +1,111 @@
+"""What the server, a thread of rank zero, and the ranks tell each other, by MPI.
+
+To a rank:
+
+- ``start``: train a trial; ``data``: the ranks and the flags of the training
+- ``verdict``: the answer to ``epoch``; ``data``: whether the trial is pruned
+- ``stop``: write a checkpoint and stop; ``data``: `PreemptionHandler.requested`
+- ``abort``: another rank of the trial has failed
+- ``end``: leave; ``data``: the exit status
+
+To the server:
+
+- ``epoch``: from a trial's first rank; ``data``: the epoch and its metrics. With a
+  pruner it waits for the verdict.
+- ``ended``: this rank has left the trial; ``data``: an `Outcome`
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any, Literal, NamedTuple
+
+from mpitrain.mpi.mailbox import Mailbox
+
+TO_SERVER, TO_RANK = 1, 2  # tags
+POLL_SECONDS = 0.02  # how often a rank looks for messages
+
+
+class Message(NamedTuple):
+    """One message. ``id`` is the number of a trial's start in this job."""
+
+    kind: Literal["start", "verdict", "stop", "abort", "end", "epoch", "ended"]
+    id: int
+    data: Any = None
+
+
+class Outcome(NamedTuple):
+    """How a rank has left a trial."""
+
+    rank: int
+    status: Literal["finished", "pruned", "stopped", "failed", "aborted"]
+    stop_reason: int = 0  # what this rank was asked to stop for, if it was
+    error: str = ""
+    exit_status: int = 0  # what a job would end with because of the error
+    is_consequence: bool = False  # whether another rank's error is the cause
+
+
+class TrialAborted(Exception):
+    """Another rank of the trial has failed."""
+
+
+class Inbox:
+    """The server's messages to this rank, which any thread that waits may read.
+
+    Attributes:
+        is_aborted: Whether another rank of the trial has failed.
+    """
+
+    def __init__(self, mailbox: Mailbox) -> None:
+        self._mailbox = mailbox
+        self._lock = threading.Lock()
+        self._next = 0.0
+        self._waiting: list[Message] = []
+        self._id = -1
+        self._stop_reason = 0
+        self.is_aborted = False
+
+    def send(self, message: Message) -> None:
+        """Send to the server."""
+        self._mailbox.send(message, 0, TO_SERVER)
+
+    def begin(self, id: int) -> None:
+        """Take messages of this start from now on; those of others are late."""
+        self._id, self._stop_reason, self.is_aborted = id, 0, False
+
+    def take(self) -> Message | None:
+        """Return the next ``start``, ``verdict`` or ``end``, if there is one."""
+        self._poll()
+        return self._waiting.pop(0) if self._waiting else None
+
+    def raise_if_aborted(self) -> None:
+        """Raise a TrialAborted if another rank of the trial has failed."""
+        self._poll()
+        if self.is_aborted:
+            raise TrialAborted
+
+    def stop_reason(self) -> int:
+        """Return why the trial is to stop; 0 if it is not."""
+        self._poll()
+        return self._stop_reason
+
+    def _poll(self) -> None:
+        if time.monotonic() < self._next or not self._lock.acquire(blocking=False):
+            return
+        try:
+            message: Message | None
+            while (message := self._mailbox.receive(TO_RANK)) is not None:
+                if message.kind in ("start", "end"):
+                    self._waiting.append(message)
+                elif message.id != self._id:
+                    pass
+                elif message.kind == "abort":
+                    self.is_aborted = True
+                elif message.kind == "stop":
+                    self._stop_reason = message.data
+                else:
+                    self._waiting.append(message)
+            self._next = time.monotonic() + POLL_SECONDS
+        finally:
+            self._lock.release()

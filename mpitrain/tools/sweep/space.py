@@ -1,0 +1,309 @@
+"""The search: which flags vary, how values are sampled, and what is optimized.
+
+From our YAML, from a sweep file of W&B, or from a function of the user's. Imports no
+Optuna: a trial is anything with ``suggest_float``, ``suggest_int`` and
+``suggest_categorical``.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from mpitrain.errors import UsageError, did_you_mean
+from mpitrain.plugins import is_reference, load_reference
+
+RANKS = "ranks"  # in a space: ranks of the trial
+DEFAULT_METRIC = "max:accuracy"
+DEFAULT_TRIALS = 20
+SAMPLERS = ("tpe", "random", "grid", "cmaes", "gp", "nsgaii")
+PRUNERS = ("asha", "hyperband", "median")
+KEYS = ("metric", "sampler", "pruner", "trials", "space")
+
+KINDS = ("choices", "uniform", "log", "int", "log_int")
+_WANDB_METHODS = {"bayes": "tpe", "random": "random", "grid": "grid"}
+
+Value = str | int | float | bool | None
+
+
+class Parameter(NamedTuple):
+    """One flag that varies."""
+
+    name: str
+    kind: str  # "categorical", "float" or "int": that of Optuna's ``suggest_...``
+    values: Sequence[Any]  # the choices; else lowest and highest
+    options: Mapping[str, Any]  # of a range: log, step
+    condition: Mapping[str, Sequence[Value]]
+    """It exists where each of these, which stand before it, has one of these values."""
+
+    def applies(self, values: Mapping[str, Value]) -> bool:
+        """Whether it exists beside these values."""
+        return all(
+            name in values and values[name] in allowed
+            for name, allowed in self.condition.items()
+        )
+
+    def suggest(self, trial: Any) -> Value:
+        """Let an Optuna trial choose a value."""
+        suggest: Callable[..., Value] = getattr(trial, f"suggest_{self.kind}")
+        values = [self.values] if self.kind == "categorical" else self.values
+        return suggest(self.name, *values, **self.options)
+
+    def grid(self) -> Sequence[Value]:
+        """Return all its values."""
+        if self.kind == "categorical":
+            return self.values
+        step = self.options.get("step", 1 if self.kind == "int" else None)
+        if step is None or "log" in self.options:
+            raise UsageError(f"{self.name}: a grid needs choices, or a step")
+        low, high = self.values
+        return [low + i * step for i in range(1 + int((high - low) / step + 1e-9))]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Search:
+    """What a sweep searches, and how."""
+
+    source: Any  # as it was read; it says whether two searches are the same
+    metrics: Sequence[tuple[str, str]]  # ("max" or "min", name)
+    sampler: Mapping[str, Any]  # its name, and what Optuna's class takes
+    pruner: Mapping[str, Any] | None
+    parameters: Sequence[Parameter] = ()
+    function: str = ""  # instead of parameters: package.module:function
+    trials: int | None = None
+
+    @property
+    def is_grid(self) -> bool:
+        """Whether all combinations are tried, each once."""
+        return bool(self.sampler["name"] == "grid")
+
+    @property
+    def names(self) -> set[str]:
+        """The flags that vary, as far as they are known before the first trial."""
+        return {parameter.name for parameter in self.parameters}
+
+    def num_trials(self, asked: int | None) -> int:
+        """Return the number of trials; those of a grid are all there are."""
+        if self.is_grid:
+            return sum(1 for _ in self.grid())
+        return asked or self.trials or DEFAULT_TRIALS
+
+    def suggest(self, trial: Any) -> dict[str, Value]:
+        """Let an Optuna trial choose the values of its flags."""
+        if self.function:
+            found = load_reference(self.function, "the space")(trial)
+            if not isinstance(found, Mapping):
+                raise UsageError(
+                    f"{self.function} returned {type(found).__name__}; expected flags "
+                    "by name, such as {'lr': 0.1}"
+                )
+            return dict(found)
+        values: dict[str, Value] = {}
+        for parameter in self.parameters:
+            if parameter.applies(values):
+                values[parameter.name] = parameter.suggest(trial)
+        return values
+
+    def grid(
+        self, given: Mapping[str, Value] | None = None
+    ) -> Iterator[dict[str, Value]]:
+        """Yield all combinations of values."""
+        values = dict(given or {})
+        rest = itertools.dropwhile(
+            lambda it: it.name in values or not it.applies(values), self.parameters
+        )
+        parameter = next(rest, None)
+        if parameter is None:
+            yield values
+            return
+        for value in parameter.grid():
+            yield from self.grid({**values, parameter.name: value})
+
+
+def flags_of(values: Mapping[str, Value]) -> list[str]:
+    """Return values as flags of a training.
+
+    >>> flags_of({"lr": 0.1, "random_flip": True, "clip_grad_norm": None, "ranks": 2})
+    ['--lr', '0.1', '--random-flip', '--clip-grad-norm', 'None']
+    """
+    words: list[str] = []
+    for name, value in values.items():
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            words.append(f"--{flag}" if value else f"--no-{flag}")
+        elif name != RANKS:
+            words += [f"--{flag}", str(value)]
+    return words
+
+
+def read_search(space: str) -> Search:
+    """Read what to search from a YAML file, or take a function of the user's."""
+    if is_reference(space):
+        load_reference(space, "the space")
+        return _search({}, space, space)
+    import yaml
+
+    try:
+        found = yaml.safe_load(Path(space).read_text())
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise UsageError(f"{space}: cannot be read: {reason}") from None
+    if not isinstance(found, dict):
+        raise UsageError(f"{space}: expected `space:` and flags below it")
+    try:
+        if "parameters" in found:
+            return _search(_from_wandb(found), found)
+        given = found.get("space")
+        is_function = isinstance(given, str) and is_reference(given)
+        return _search(found, found, str(given) * is_function)
+    except UsageError as error:
+        raise UsageError(f"{space}: {error}") from None
+
+
+def _search(found: Mapping[str, Any], source: Any, function: str = "") -> Search:
+    for key in found:
+        if key not in KEYS:
+            meant = did_you_mean(str(key), KEYS)
+            raise UsageError(f"found {key!r}.{meant} Expected {', '.join(KEYS)}")
+    listed = found.get("metric", DEFAULT_METRIC)
+    metrics = []
+    for metric in listed if isinstance(listed, list) else [listed]:
+        mode, _, name = str(metric).partition(":")
+        if mode not in ("min", "max") or not name:
+            raise UsageError(f"metric {metric!r}: expected max:NAME or min:NAME")
+        metrics.append((mode, name.removeprefix("val_")))
+    sampler = _named(found.get("sampler", "tpe"), "sampler", SAMPLERS)
+    pruner = found.get("pruner")
+    pruner = pruner and _named(pruner, "pruner", PRUNERS)
+    if pruner and len(metrics) > 1:
+        raise UsageError("a pruner needs one metric; found several")
+    if function and sampler["name"] == "grid":
+        raise UsageError("the sampler grid needs a space in YAML, found a function")
+    space = {} if function else found.get("space")
+    if not isinstance(space, dict) or not (space or function):
+        raise UsageError("expected `space:` and flags below it, such as lr")
+    trials = found.get("trials")
+    if trials is not None and not (type(trials) is int and trials > 0):
+        raise UsageError(f"trials: found {trials!r}, expected a number above 0")
+    parameters: list[Parameter] = []
+    for word, values in space.items():
+        before = [parameter.name for parameter in parameters]
+        parameters.append(_parameter(str(word).replace("-", "_"), values, before))
+        if sampler["name"] == "grid":
+            parameters[-1].grid()  # raises where there are no steps
+    return Search(
+        source=source,
+        metrics=metrics,
+        sampler=sampler,
+        pruner=pruner,
+        parameters=parameters,
+        function=function,
+        trials=trials,
+    )
+
+
+def _named(found: Any, key: str, known: Sequence[str]) -> dict[str, Any]:
+    """Read a name, or a mapping with a name and options."""
+    named = found if isinstance(found, dict) else {"name": found}
+    if (name := named.get("name")) not in known:
+        meant = did_you_mean(str(name), known)
+        raise UsageError(f"{key} {name!r}: expected one of {', '.join(known)}.{meant}")
+    return named
+
+
+def _parameter(name: str, found: Any, before: Sequence[str]) -> Parameter:
+    """Read one flag of the space; `before` are those that stand before it."""
+    if not isinstance(found, dict):
+        found = {"choices": found if isinstance(found, list) else [found]}
+    rest = dict(found)
+    condition = {
+        str(other).replace("-", "_"): it if isinstance(it, list) else [it]
+        for other, it in (rest.pop("if", None) or {}).items()
+    }
+    for other in condition:
+        if other not in before:
+            raise UsageError(
+                f"{name}: if: {other!r} does not stand before it in the space."
+                f"{did_you_mean(other, before)}"
+            )
+    kind, values = next(iter(rest.items()), ("", None))
+    if len(rest) != 1 or kind not in KINDS or not isinstance(values, list):
+        raise UsageError(
+            f"{name}: found {found!r}; expected a list of choices, a value, or one of "
+            + ", ".join(f"{it}: [...]" for it in KINDS)
+        )
+    if kind == "choices":
+        if not values or not all(isinstance(it, Value) for it in values):
+            raise UsageError(f"{name}: expected a list of numbers and words")
+        return Parameter(name, "categorical", [*map(_number, values)], {}, condition)
+    is_int, is_log = kind.endswith("int"), kind.startswith("log")
+    try:  # YAML takes 1e-4 for a word
+        low, high, *step = (int(it) if is_int else float(it) for it in values)
+    except (TypeError, ValueError):
+        low, high, step = 1, 0, []
+    # Not `low > high`, for NaN.
+    if not low <= high or len(step) > (not is_log) or (is_log and low <= 0):
+        expected = "[lowest, highest] above 0" if is_log else "[lowest, highest, step]"
+        raise UsageError(f"{name}: {kind}: found {values!r}, expected {expected}")
+    options = {"log": True} if is_log else {"step": step[0]} if step else {}
+    return Parameter(
+        name, "int" if is_int else "float", (low, high), options, condition
+    )
+
+
+def _number(value: Value) -> Value:
+    """YAML takes 1e-4 for a word."""
+    is_number = isinstance(value, str) and re.fullmatch(r"[\d.]+e[+-]?\d+", value)
+    return float(str(value)) if is_number else value
+
+
+# --- sweep files of W&B -----------------------------------------------------------
+
+
+def _from_wandb(found: Mapping[str, Any]) -> dict[str, Any]:
+    """Translate a sweep file of W&B (docs.wandb.ai/models/sweeps)."""
+    method, metric = found.get("method", "bayes"), found.get("metric") or {}
+    if method not in _WANDB_METHODS:
+        raise UsageError(f"method {method!r}: expected {', '.join(_WANDB_METHODS)}")
+    ours: dict[str, Any] = {
+        "sampler": _WANDB_METHODS[method],
+        "trials": found.get("run_cap"),
+        "space": {k: _wandb_parameter(k, v) for k, v in found["parameters"].items()},
+    }
+    if "name" in metric:
+        mode = "max" if metric.get("goal") == "maximize" else "min"
+        ours["metric"] = f"{mode}:{str(metric['name']).removeprefix('val/')}"
+    if early := found.get("early_terminate"):
+        ours["pruner"] = {
+            "name": "hyperband",
+            "reduction_factor": early.get("eta", 3),
+            "min_resource": early.get("min_iter", 1),
+        }
+    return ours
+
+
+def _wandb_parameter(name: str, found: Any) -> Any:
+    if isinstance(found, dict) and {"value", "values"} & set(found):
+        return {"choices": found.get("values", [found.get("value")])}
+    given = found if isinstance(found, dict) else {}
+    low, high = given.get("min"), given.get("max")
+    whole = isinstance(low, int) and isinstance(high, int)
+    kind = given.get("distribution") or ("int_uniform" if whole else "uniform")
+    if low is not None and high is not None:
+        if kind in ("log_uniform_values", "q_log_uniform_values"):
+            return {"log": [low, high]}
+        if kind == "log_uniform":  # of exponents of e
+            return {"log": [math.exp(low), math.exp(high)]}
+        if kind in ("uniform", "q_uniform"):
+            return {"uniform": [low, high, *([given["q"]] if "q" in given else [])]}
+        if kind == "int_uniform":
+            return {"int": [low, high]}
+    raise UsageError(
+        f"{name}: found {found!r}; expected value, values, or min and max with "
+        "uniform, int_uniform, log_uniform_values or log_uniform"
+    )

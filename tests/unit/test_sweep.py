@@ -1,0 +1,379 @@
+"""What a sweep searches, where its trials run, and what its folder holds."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import optuna
+import pytest
+
+from mpitrain.cli import main, read_config
+from mpitrain.config import TrainConfig
+from mpitrain.errors import MpitrainError, UsageError
+from mpitrain.mpi.world import Node, World
+from mpitrain.tools.sweep.config import SweepConfig, prepare, read_training
+from mpitrain.tools.sweep.placement import Placement
+from mpitrain.tools.sweep.space import Search, flags_of, read_search
+from mpitrain.tools.sweep.study import JOURNAL, Study, best_command, load_study
+
+
+def world_of(*sizes: int, gpus_per_node: int = 0) -> World:
+    """A job of which each node has so many ranks."""
+    nodes, first = [], 0
+    for number, size in enumerate(sizes):
+        gpus = tuple(
+            f"gpu{i % gpus_per_node}" for i in range(size if gpus_per_node else 0)
+        )
+        ranks = tuple(range(first, first + size))
+        nodes.append(Node(hostname=f"n{number}", ranks=ranks, gpus=gpus))
+        first += size
+    return World(
+        rank=0,
+        world_size=first,
+        local_rank=0,
+        local_world_size=sizes[0],
+        node_rank=0,
+        nodes=tuple(nodes),
+    )
+
+
+def search_of(tmp_path: Path, text: str) -> Search:
+    (tmp_path / "space.yaml").write_text(text)
+    return read_search(str(tmp_path / "space.yaml"))
+
+
+# --- placement --------------------------------------------------------------------
+
+
+def test_a_trial_that_fits_on_a_node_is_not_spread() -> None:
+    placement = Placement(world_of(4, 4))
+    first = [placement.take(2), placement.take(3)]
+    assert first == [[0, 1], [4, 5, 6]]
+    assert placement.take(3) is None  # three ranks are free, on two nodes
+    assert placement.take(1) == [7]  # where least is left
+    placement.give_back([0, 1])
+    assert placement.take(4) == [0, 1, 2, 3]
+    assert placement.num_busy == 8
+
+
+def test_a_large_trial_takes_whole_nodes() -> None:
+    placement = Placement(world_of(4, 4, 4))
+    assert placement.take(1) == [0]
+    assert placement.take(6) == [4, 5, 6, 7, 8, 9]
+    placement = Placement(world_of(2, 4))
+    assert placement.take(5) == [0, 1, 2, 3, 4]
+
+
+def test_two_trials_do_not_share_a_gpu_unless_asked_to() -> None:
+    world = world_of(4, gpus_per_node=2)
+    placement = Placement(world)
+    assert placement.take(1) == [0]
+    assert placement.take(3) is None  # rank 2 has the GPU of rank 0
+    assert placement.take(1) == [1]
+    assert placement.take(1) is None
+    shared = Placement(world, share_gpus=True)
+    assert [shared.take(1) for _ in range(4)] == [[0], [1], [2], [3]]
+
+
+# --- the space --------------------------------------------------------------------
+
+SPACE = """
+metric: min:loss
+sampler: {name: tpe, n_startup_trials: 4}
+pruner: asha
+trials: 7
+space:
+  lr: {log: [1e-4, 1]}
+  momentum: {uniform: [0.5, 0.9, 0.1]}
+  epochs: {int: [1, 5]}
+  optimizer: [sgd, adamw]
+  weight-decay: {choices: [1e-3, 0.1], if: {optimizer: adamw}}
+  random_flip: [true, false]
+"""
+
+
+def test_a_space_in_yaml_is_sampled_by_optuna(tmp_path: Path) -> None:
+    search = search_of(tmp_path, SPACE)
+    assert search.metrics == [("min", "loss")]
+    assert search.num_trials(None) == 7
+    assert search.num_trials(3) == 3
+    study = Study(tmp_path, search, 30, seed=1)
+    found = [study.ask() for _ in range(30)]
+    assert study.ask() is None
+    seen = set()
+    for trial in found:
+        assert trial is not None
+        values: Any = trial.values
+        config = read_config(trial.flags)
+        assert 1e-4 <= config.lr <= 1  # type: ignore[operator]
+        assert round(10 * config.momentum, 6) in range(5, 10)
+        assert config.epochs in range(1, 6)
+        assert ("weight_decay" in values) == (values["optimizer"] == "adamw")
+        assert config.random_flip is values["random_flip"]
+        seen.add(values["optimizer"])
+    assert seen == {"sgd", "adamw"}
+
+
+def test_a_grid_has_each_combination_once(tmp_path: Path) -> None:
+    search = search_of(
+        tmp_path,
+        "sampler: grid\nspace:\n  optimizer: [sgd, adamw]\n"
+        "  weight_decay: {choices: [0.1, 0.2], if: {optimizer: [adamw]}}\n"
+        "  epochs: {int: [1, 5, 2]}\n",
+    )
+    expected = [dict(it) for it in search.grid()]
+    assert len(expected) == search.num_trials(50) == 9
+    for _ in range(2):  # the second time in another job
+        study = Study(tmp_path, search, search.num_trials(None), seed=1)
+    asked = [study.ask() for _ in range(9)]
+    assert [dict(trial.values) for trial in asked if trial] == expected
+    assert study.ask() is None
+
+
+WANDB = """
+method: bayes
+metric: {name: val/accuracy, goal: maximize}
+early_terminate: {type: hyperband, min_iter: 2, eta: 4}
+run_cap: 9
+parameters:
+  lr: {distribution: log_uniform_values, min: 0.001, max: 1}
+  momentum: {min: 0.5, max: 0.9}
+  epochs: {min: 1, max: 5}
+  optimizer: {values: [sgd, adamw]}
+  seed: {value: 3}
+"""
+
+
+def test_a_sweep_file_of_wandb_is_read(tmp_path: Path) -> None:
+    search = search_of(tmp_path, WANDB)
+    assert search.metrics == [("max", "accuracy")]
+    assert search.sampler == {"name": "tpe"}
+    assert search.pruner == {
+        "name": "hyperband",
+        "min_resource": 2,
+        "reduction_factor": 4,
+    }
+    assert search.num_trials(None) == 9
+    kinds = {it.name: (it.kind, list(it.values)) for it in search.parameters}
+    assert kinds == {
+        "lr": ("float", [0.001, 1.0]),
+        "momentum": ("float", [0.5, 0.9]),
+        "epochs": ("int", [1, 5]),
+        "optimizer": ("categorical", ["sgd", "adamw"]),
+        "seed": ("categorical", [3]),
+    }
+
+
+def test_flags_in_the_spelling_of_wandbs_agent_are_taken() -> None:
+    config = read_config(["--random_flip=True", "--lr=0.1", "--global_batch_size=32"])
+    assert (config.random_flip, config.lr, config.global_batch_size) == (True, 0.1, 32)
+    assert read_config(["--random_flip=False"]).random_flip is False
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("space: [1]", "expected `space:` and flags below it"),
+        ("spaces: {lr: [1]}", "found 'spaces'. Did you mean 'space'?"),
+        ("space: {lr: {lgo: [1, 2]}}", "lr: found {'lgo': [1, 2]}; expected a list"),
+        (
+            "space: {lr: {log: [0, 2]}}",
+            "lr: log: found [0, 2], expected [lowest, hi",
+        ),
+        ("space: {lr: {uniform: [3, 2]}}", "lr: uniform: found [3, 2], expected"),
+        ("space: {lr: {choices: []}}", "lr: expected a list of numbers and words"),
+        ("metric: accuracy\nspace: {lr: [1]}", "metric 'accuracy': expected max:NAME"),
+        (
+            "sampler: tep\nspace: {lr: [1]}",
+            "sampler 'tep': expected one of tpe, random",
+        ),
+        ("sampler: grid\nspace: {lr: {uniform: [1, 2]}}", "lr: a grid needs choices"),
+        (
+            "space: {lr: {choices: [1], if: {a: 1}}, a: [1]}",
+            "'a' does not stand before",
+        ),
+        ("trials: 0\nspace: {lr: [1]}", "trials: found 0, expected a number above 0"),
+        ("pruner: asha\nmetric: [min:a, max:b]\nspace: {lr: [1]}", "needs one metric"),
+        ("method: best\nparameters: {}", "method 'best': expected bayes, random, grid"),
+        ("parameters: {lr: {min: 1}}", "lr: found {'min': 1}; expected value, values"),
+        ("a: [", "cannot be read"),
+    ],
+)
+def test_a_space_that_cannot_be_used_says_why(
+    tmp_path: Path, text: str, expected: str
+) -> None:
+    with pytest.raises(UsageError) as error:
+        search_of(tmp_path, text)
+    assert expected in str(error.value)
+    assert str(tmp_path / "space.yaml") in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "flags", "expected"),
+    [
+        ("space: {lrr: [1]}", [], "names 'lrr', which is no flag of a training."),
+        ("space: {name: [a]}", [], "name has no place in a space"),
+        ("space: {lr: [1]}", ["--name", "x"], "--name has no place after --"),
+        ("space: {lr: [1]}", ["--lrr", "1"], "unknown flag --lrr"),
+    ],
+)
+def test_names_and_flags_are_checked_before_the_start(
+    tmp_path: Path, text: str, flags: list[str], expected: str
+) -> None:
+    (tmp_path / "space.yaml").write_text(text)
+    config = SweepConfig(space=str(tmp_path / "space.yaml"))
+    with pytest.raises(UsageError) as error:
+        read_training(config, flags, read_config)
+    assert expected in str(error.value)
+
+
+# --- the study --------------------------------------------------------------------
+
+
+def study_of(tmp_path: Path, num_trials: int = 5) -> Study:
+    search = search_of(tmp_path, "metric: min:loss\nspace: {lr: {log: [0.1, 1]}}\n")
+    return Study(tmp_path, search, num_trials, seed=1)
+
+
+def test_a_study_goes_on_in_another_job_with_other_numbers(tmp_path: Path) -> None:
+    study = study_of(tmp_path)
+    first, second = study.ask(), study.ask()
+    assert first is not None
+    assert second is not None
+    study.set_starts(first, 1)
+    study.finish(second.number, {"val_loss": 0.5})
+    with (tmp_path / JOURNAL).open("ab") as file:
+        file.write(b'{"op_code": 5, "worker')  # killed just then
+    (tmp_path / f"{JOURNAL}.lock").symlink_to(tmp_path / JOURNAL)
+    study = study_of(tmp_path)
+    (begun,) = study.unfinished()
+    assert (begun.number, begun.values, begun.num_starts) == (0, first.values, 1)
+    third = study.ask()
+    assert third is not None
+    assert third.number == 2
+    assert third.values not in (first.values, second.values)
+    assert study.counts() == {"finished": 1, "pruned": 0, "failed": 0}
+    study.fail(0, "because")
+    best = study.best()
+    assert best is not None
+    assert best.number == 1
+
+
+@pytest.mark.parametrize("result", [{}, {"val_loss": None}, {"val_accuracy": 1.0}])
+def test_a_result_without_the_metric_is_an_error(
+    tmp_path: Path, result: Mapping[str, Any]
+) -> None:
+    study = study_of(tmp_path)
+    trial = study.ask()
+    assert trial is not None
+    with pytest.raises(MpitrainError, match="the metric 'loss' is None; expected"):
+        study.finish(trial.number, result)
+
+
+@pytest.mark.parametrize("name", ["tpe", "random", "cmaes", "gp", "nsgaii"])
+def test_each_sampler_of_optuna_samples(tmp_path: Path, name: str) -> None:
+    search = search_of(tmp_path, f"sampler: {name}\nspace: {{lr: {{log: [0.1, 1]}}}}\n")
+    study = Study(tmp_path, search, 12, seed=1)
+    for value in range(12):
+        trial = study.ask()
+        assert trial is not None
+        study.finish(trial.number, {"val_accuracy": value / 12})
+    assert study.counts()["finished"] == 12
+
+
+@pytest.mark.parametrize("name", ["asha", "hyperband", "median"])
+def test_each_pruner_of_optuna_prunes(tmp_path: Path, name: str) -> None:
+    text = f"pruner: {name}\nspace: {{lr: {{log: [0.1, 1]}}}}\n"
+    study = Study(tmp_path, search_of(tmp_path, text), 20, seed=1)
+    pruned = 0
+    for number in range(20):
+        trial = study.ask()
+        assert trial is not None
+        for epoch in range(1, 10):
+            if study.should_prune(trial.number, epoch, 1.0 / (number + 1)):
+                study.prune(trial.number)
+                pruned += 1
+                break
+        else:
+            study.finish(trial.number, {"val_accuracy": 1.0 / (number + 1)})
+    assert pruned > 0
+
+
+def test_several_metrics_are_optimized_and_the_loader_reads_them(
+    tmp_path: Path,
+) -> None:
+    text = "metric: [max:accuracy, min:loss]\nspace: {lr: {log: [0.1, 1]}}\n"
+    study = Study(tmp_path, search_of(tmp_path, text), 3, seed=1)
+    for number in range(3):
+        trial = study.ask()
+        assert trial is not None
+        result = {"val_accuracy": number / 3, "val_loss": number}
+        study.finish(trial.number, result)
+    loaded = load_study(tmp_path)
+    assert loaded.metric_names == ["accuracy", "loss"]
+    assert [it.name for it in loaded.directions] == ["MAXIMIZE", "MINIMIZE"]
+    assert len(loaded.best_trials) == 3
+
+
+# --- the folder and the command ---------------------------------------------------
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> SweepConfig:
+    (tmp_path / "lr.yaml").write_text("space: {lr: [0.1, 0.2]}\n")
+    return SweepConfig(space=str(tmp_path / "lr.yaml"), sweeps_dir=tmp_path / "sweeps")
+
+
+def test_a_sweep_goes_on_with_the_same_search_alone(
+    config: SweepConfig, tmp_path: Path
+) -> None:
+    made = prepare(config, ["--epochs", "2"], read_config)
+    assert made.path == tmp_path / "sweeps" / "lr"
+    prepare(dataclasses.replace(config, trials=3), ["--epochs", "2"], read_config)
+    with pytest.raises(UsageError, match="begun with other settings: flags: "):
+        prepare(config, ["--epochs", "3"], read_config)
+    (tmp_path / "lr.yaml").write_text("space: {lr: [0.1, 0.3]}\n")
+    with pytest.raises(UsageError, match="begun with other settings: search: "):
+        prepare(config, ["--epochs", "2"], read_config)
+
+
+def test_the_best_trial_is_a_command(config: SweepConfig, tmp_path: Path) -> None:
+    made = prepare(config, ["--epochs", "2"], read_config)
+    study = Study(made.path, made.search, 2, seed=1)
+    with pytest.raises(UsageError, match="no trial is finished yet"):
+        best_command([str(made.path)])
+    trial = study.ask()
+    assert trial is not None
+    study.finish(trial.number, {"val_accuracy": 0.5})
+    found = best_command([str(made.path)])
+    flags = " ".join(flags_of(trial.values))
+    assert found == f"mpirun -np 1 python -m mpitrain --epochs 2 {flags}"
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--trials", "0"], "--trials must be at least 1, found 0"),
+        (["--hours", "-1"], "--hours must be above 0, found -1.0"),
+        (["--name", "a b"], "--name 'a b' cannot be the name"),
+        (["--best"], "unknown flag --best"),
+    ],
+)
+def test_wrong_flags_of_a_sweep_are_refused(
+    words: list[str], expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["sweep", "space.yaml", *words]) == 2
+    assert expected in capsys.readouterr().err
+
+
+def test_what_optuna_gets_is_what_a_training_gets() -> None:
+    """A float becomes a flag, and the flag the same float."""
+    trial = optuna.trial.FixedTrial({"lr": 0.1 + 0.2})
+    lr = trial.suggest_float("lr", 0, 1)
+    config = read_config(flags_of({"lr": lr, "clip_grad_norm": None}))
+    assert config.lr == lr
+    assert config.clip_grad_norm is None
+    assert TrainConfig().clip_grad_norm is None
