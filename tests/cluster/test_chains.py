@@ -6,7 +6,7 @@ import json
 import re
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,7 @@ class Chain:
     name: str
     folder: Path
     hosts: VirtualHosts
+    place: str = "runs"  # or "sweeps"
     pending: dict[str, float] = field(default_factory=dict)
     """Since when jobs have been seen to wait, by their numbers."""
 
@@ -48,7 +49,7 @@ class Chain:
         return [json.loads(line) for line in lines.splitlines()]
 
     def result(self) -> dict[str, Any]:
-        file = self.folder / "runs" / self.name / "result.json"
+        file = self.folder / self.place / self.name / "result.json"
         found: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
         return found
 
@@ -59,7 +60,13 @@ class Chain:
         logs.sort(key=lambda log: log.stat().st_mtime)
         return "".join(log.read_text(errors="replace") for log in logs)
 
-    def script(self, scheduler: str, *words: str, more: tuple[str, ...] = ()) -> str:
+    def script(
+        self,
+        scheduler: str,
+        *words: str,
+        more: tuple[str, ...] = (),
+        training: Sequence[str] = TRAINING,
+    ) -> str:
         """Write the job script, as a user does; return its name."""
         name = f"{scheduler}-{self.name}.sh"
         words = ("jobscript", scheduler, "--name", self.name, *words, *FEW)
@@ -73,7 +80,7 @@ class Chain:
                 "--output",
                 name,
                 "--",
-                *TRAINING,
+                *training,
                 *more,
             ],
             cwd=self.folder,
@@ -104,7 +111,8 @@ class Chain:
 
     def wait(self) -> None:
         """Wait for the last job's end; how many there are depends on the machine."""
-        metrics = self.folder / "runs" / self.name / "metrics.jsonl"
+        record = "metrics.jsonl" if self.place == "runs" else "study.journal"
+        metrics = self.folder / self.place / self.name / record
         size, moved_at = 0, time.monotonic()
         while self.jobs():
             before, size = size, metrics.stat().st_size if metrics.exists() else 0
@@ -130,10 +138,10 @@ def wait_until(condition: Callable[[], bool], chain: Chain) -> None:
 
 
 def train_without_a_break(
-    hosts: VirtualHosts, folder: Path, name: str, *more: str
+    hosts: VirtualHosts, folder: Path, name: str, *more: str, num_ranks: int = 2
 ) -> list[dict[str, Any]]:
     (folder / "pause").write_text("0")
-    command = [".venv/bin/mpirun", "-np", "2", "--oversubscribe", PYTHON]
+    command = [".venv/bin/mpirun", "-np", str(num_ranks), "--oversubscribe", PYTHON]
     words = ["-m", "mpitrain", "--name", name, *TRAINING, *more]
     done = hosts.run("node1", [*command, *words], cwd=folder, timeout_seconds=120)
     (folder / "pause").write_text(PAUSE)

@@ -45,6 +45,7 @@ def mpirun(
     slots: int,
     words: list[str],
     flags: Sequence[str] = (),
+    timeout_seconds: int = TIMEOUT_SECONDS,
 ) -> subprocess.CompletedProcess[str]:
     """Start the training from the first of some hosts, on all of them."""
     command = ["mpirun", "--prefix", f"{folder}/.venv"]
@@ -60,7 +61,7 @@ def mpirun(
         names[0],
         command,
         cwd=folder,
-        timeout_seconds=TIMEOUT_SECONDS,
+        timeout_seconds=timeout_seconds,
         environ={"PATH": path},
     )
 
