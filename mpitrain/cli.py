@@ -17,7 +17,7 @@ import socket
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from mpitrain.config import TrainConfig, default_start_timeout
 from mpitrain.errors import UsageError, did_you_mean
@@ -33,7 +33,10 @@ from mpitrain.mpi.world import rank_label
 
 if TYPE_CHECKING:
     from mpitrain.checkpoint.preemption import PreemptionHandler
-    from mpitrain.launch.exit_guard import ExitGuard
+    from mpitrain.mpi.world import World
+    from mpitrain.tools.train.prepare import PreparedRun
+
+Prepared = TypeVar("Prepared", bound="PreparedRun")
 
 # Variable that names the file of `supervise` into which rank zero writes the status.
 # The run folder goes into a file beside it, with the suffix ".run".
@@ -76,97 +79,22 @@ def train(argv: Sequence[str]) -> int:
     if QUESTIONS & set(argv) and not was_launched(os.environ):
         read_config(argv)  # answers and raises; MPI need not start for that
 
-    from mpitrain.launch.current import age_seconds
-    from mpitrain.launch.exit_guard import abort_on_error
-    from mpitrain.launch.init import init
     from mpitrain.tools.train.prepare import prepare
 
-    # Garbage collection takes a fifth of the time of the imports.
-    gc.disable()
-    limit = start_timeout(argv)
-    with abort_on_error(start_timeout_seconds=limit, may_spawn=False) as guard:
-        comm = guard.comm
-        with guard.stage("prepare the run"):
-            run = on_rank_zero(
-                comm, lambda: prepare(read_config(argv)), "prepare the run"
-            )
-        config = run.config
-        if run.done:
-            if comm.rank == 0:
-                print(run.done, flush=True)
-            return run.status
-        handler = _open_folder(
-            guard, run.run_dir, config.time_limit_seconds, has_lock=run.has_lock
-        )
-        job = init(**config.launch.as_arguments(), guard=guard)
-        with job:
-            start_seconds = age_seconds()
-            from mpitrain.tools.train.run import run_training
-            from mpitrain.torch_compat import defer_dynamo
+    def run(world: World, run: PreparedRun, handler: PreemptionHandler) -> int:
+        from mpitrain.launch.current import age_seconds
 
-            if not config.compile:
-                defer_dynamo()
+        start_seconds = age_seconds()
+        from mpitrain.tools.train.run import run_training
 
-            gc.freeze()
-            gc.enable()
-            status = run_training(job.world, run, handler, start_seconds)
-            handler.close()
-            return status
+        return run_training(world, run, handler, start_seconds)
 
-
-def _open_folder(
-    guard: ExitGuard, folder: Path, limit_seconds: float | None, *, has_lock: bool
-) -> PreemptionHandler:
-    """Open this rank's log in a run folder, and listen to requests to stop.
-
-    Collective over all ranks.
-    """
-    from mpitrain.checkpoint.preemption import PreemptionHandler
-    from mpitrain.launch.current import age_seconds
-    from mpitrain.record.recorder import record_failure
-    from mpitrain.record.run_dir import open_log, result_time, start_logging, write_json
-
-    comm, status_file = guard.comm, os.environ.get(STATUS_FILE)
-    is_zero = comm.rank == 0
-    if status_file and is_zero:  # `supervise` prints the error from result.json
-        before = {"run_dir": str(folder), "result_time": result_time(folder)}
-        with contextlib.suppress(OSError):
-            write_json(Path(f"{status_file}.run"), before)
-    # Opened before the long imports: the log tells whose process this is.
-    hostname = socket.gethostname()
-    with guard.stage("open the log"):
-        log = all_or_none(
-            comm,
-            lambda: open_log(folder, comm.rank, comm.size, hostname),
-            "open the log",
-        )
-    log_file = start_logging(log, is_rank_zero=is_zero)
-    # Signals during the long imports are not lost. It also logs the time limit.
-    handler = PreemptionHandler(
-        folder if is_zero else None,
-        limit_seconds,
-        age_seconds(),
-        guard.watched.on_sigterm,
-    )
-    if is_zero and not has_lock:
-        logging.getLogger("mpitrain").warning(
-            "%s is on a file system without locks: nobody would notice a second "
-            "job that writes into it",
-            folder,
-        )
-    guard.watched.log_to(Path(log.name))
-    faulthandler.enable(log)  # for crashes in compiled code
-    guard.on_failure += [
-        log_file.write,
-        lambda text: record_failure(folder, text),
-        lambda _: log_file.flush(),
-    ]
-    return handler
+    return _run_job(argv, lambda: prepare(read_config(argv)), run)
 
 
 def sweep(argv: Sequence[str]) -> int:
     """Search hyperparameters: train many models in one job."""
-    from mpitrain.tools.sweep.config import prepare, read_sweep
+    from mpitrain.tools.sweep.config import PreparedSweep, prepare, read_sweep
 
     words, flags = _split(argv)
     if words[:1] == ["--best"]:
@@ -177,32 +105,87 @@ def sweep(argv: Sequence[str]) -> int:
     if QUESTIONS & set(words) and not was_launched(os.environ):
         read_sweep(words)
 
+    def run(world: World, run: PreparedSweep, handler: PreemptionHandler) -> int:
+        from mpitrain.tools.sweep.worker import run_sweep
+
+        return run_sweep(world, run, handler, read_config)
+
+    return _run_job(flags, lambda: prepare(read_sweep(words), flags, read_config), run)
+
+
+def _run_job(
+    flags: Sequence[str],
+    prepare: Callable[[], Prepared],
+    run: Callable[[World, Prepared, PreemptionHandler], int],
+) -> int:
+    """Start all ranks, open the folder that rank zero has prepared, and run.
+
+    Collective over all ranks.
+    """
+    from mpitrain.checkpoint.preemption import PreemptionHandler
+    from mpitrain.launch.current import age_seconds
     from mpitrain.launch.exit_guard import abort_on_error
     from mpitrain.launch.init import init
+    from mpitrain.record.recorder import record_failure
+    from mpitrain.record.run_dir import open_log, result_time, start_logging, write_json
 
-    with abort_on_error(
-        start_timeout_seconds=start_timeout(flags), may_spawn=False
-    ) as guard:
+    # Garbage collection takes a fifth of the time of the imports.
+    gc.disable()
+    limit = start_timeout(flags)
+    with abort_on_error(start_timeout_seconds=limit, may_spawn=False) as guard:
         comm = guard.comm
-        with guard.stage("prepare the sweep"):
-            asked = on_rank_zero(
+        with guard.stage("prepare the run"):
+            prepared = on_rank_zero(comm, prepare, "prepare the run")
+        config, run_dir, is_zero = prepared.config, prepared.run_dir, comm.rank == 0
+        if prepared.done:
+            if is_zero:
+                print(prepared.done, flush=True)
+            return prepared.status
+        status_file = os.environ.get(STATUS_FILE)
+        if status_file and is_zero:  # `supervise` prints the error from result.json
+            before = {"run_dir": str(run_dir), "result_time": result_time(run_dir)}
+            with contextlib.suppress(OSError):
+                write_json(Path(f"{status_file}.run"), before)
+        # Opened before the long imports: the log tells whose process this is.
+        hostname = socket.gethostname()
+        with guard.stage("open the log"):
+            log = all_or_none(
                 comm,
-                lambda: prepare(read_sweep(words), flags, read_config),
-                "prepare the sweep",
+                lambda: open_log(run_dir, comm.rank, comm.size, hostname),
+                "open the log",
             )
-        if asked.done:
-            if comm.rank == 0:
-                print(asked.done, flush=True)
-            return asked.status
-        hours = asked.config.hours
-        limit_seconds = None if hours is None else 3600 * hours
-        handler = _open_folder(
-            guard, asked.path, limit_seconds, has_lock=asked.has_lock
+        log_file = start_logging(log, is_rank_zero=is_zero)
+        # Signals during the long imports are not lost. It also logs the time limit.
+        handler = PreemptionHandler(
+            run_dir if is_zero else None,
+            prepared.time_limit_seconds,
+            age_seconds(),
+            guard.watched.on_sigterm,
         )
-        with init(**asked.training.launch.as_arguments(), guard=guard) as world:
-            from mpitrain.tools.sweep.run import run_sweep
+        if is_zero and not prepared.has_lock:
+            logging.getLogger("mpitrain").warning(
+                "%s is on a file system without locks: nobody would notice a second "
+                "job that writes into it",
+                run_dir,
+            )
+        guard.watched.log_to(Path(log.name))
+        faulthandler.enable(log)  # for crashes in compiled code
+        guard.on_failure += [
+            log_file.write,
+            lambda text: record_failure(run_dir, text),
+            lambda _: log_file.flush(),
+        ]
+        with init(**config.launch.as_arguments(), guard=guard) as world:
+            from mpitrain.torch_compat import defer_dynamo
 
-            return run_sweep(guard, world, asked, handler, read_config)
+            if not config.compile:
+                defer_dynamo()
+
+            gc.freeze()
+            gc.enable()
+            status = run(world, prepared, handler)
+            handler.close()
+            return status
 
 
 def hostfile(argv: Sequence[str]) -> None:

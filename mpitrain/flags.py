@@ -100,10 +100,9 @@ def _parse(
     """Parse with tyro; `source` says where the flags come from, for messages."""
     import tyro
 
-    switches = [
-        flag.name.partition(",")[0] for flag in flags_of(kind) if not flag.values
-    ]
-    flags = [_switch(word, switches) for word in flags]
+    # W&B's agent writes --random_flip=True, which no other flag has as a value.
+    spelled = re.compile(r"--(\S+)=(True|False)")
+    flags = [spelled.sub(lambda it: _switch(it[1], it[2]), word) for word in flags]
     try:
         with usage_errors():
             merged = (tyro.conf.OmitArgPrefixes,)
@@ -115,17 +114,8 @@ def _parse(
         raise UsageError(where + said) from None
 
 
-def _switch(word: str, switches: Collection[str]) -> str:
-    """Turn a switch in the spelling of W&B's agent into ours.
-
-    >>> _switch("--random_flip=False", ["--random-flip"])
-    '--no-random-flip'
-    """
-    found = re.fullmatch(r"--([\w-]+)=(True|False|true|false)", word)
-    name = found[1].replace("_", "-") if found else ""
-    if found is None or f"--{name}" not in switches:
-        return word
-    return f"--{name}" if found[2].lower() == "true" else f"--no-{name}"
+def _switch(name: str, value: str) -> str:
+    return f"--{name}" if value == "True" else f"--no-{name}"
 
 
 def one_line(box: str, flags: Sequence[str], known: Sequence[str], program: str) -> str:

@@ -75,11 +75,6 @@ def destroy_process_group() -> None:
         _redistribute._gen_transform_infos.cache_clear()  # noqa: SLF001
 
 
-def in_node_order(world: World) -> list[int]:
-    """Return all ranks so that the first of them fill the first nodes."""
-    return [rank for node in world.nodes for rank in node.ranks]
-
-
 def sub_world_of(world: World, ranks: Sequence[int]) -> World:
     """Return the world of some ranks, in this order; this rank is one of them."""
     nodes = []

@@ -24,8 +24,7 @@ from mpitrain.record.jsonl import changed_at
 from mpitrain.record.reading import Began, Metrics, make
 from mpitrain.record.run_dir import read_json, read_result
 from mpitrain.record.runs import RUN, is_held, lock_host
-from mpitrain.tools.sweep.config import SETTINGS
-from mpitrain.tools.sweep.watch import watch_sweep
+from mpitrain.tools.sweep.config import PROGRESS, SETTINGS
 from mpitrain.train.progress import (
     EpochLines,
     ProgressBar,
@@ -64,7 +63,7 @@ def watch(config: WatchConfig) -> None:
     """Show a run, or a sweep, until its job ends."""
     path = config.run
     if (path / SETTINGS).is_file():
-        watch_sweep(path, once=config.once, keep=config.keep)
+        watch_sweep(config)
         return
     if not (path / RUN).is_file():
         raise UsageError(
@@ -87,6 +86,25 @@ def watch(config: WatchConfig) -> None:
                 say(end)
             said = end
             time.sleep(POLL_SECONDS)
+
+
+def watch_sweep(config: WatchConfig) -> None:
+    """Show a sweep until its job ends."""
+    path, before, result = config.run, "", read_result(config.run)
+    while True:
+        lines = "\n".join(read_json(path / PROGRESS).get("lines", ()))
+        if lines != before:
+            say(lines)
+        before, held = lines, is_held(path)
+        status = result.get("status")
+        is_over = not held and (status == "finished" or not config.keep)
+        if config.once or is_over:
+            said = result.get("stopped") or result.get("error") or ""
+            if is_over and status != "finished":
+                say(said or "no job works on it any more; the same command resumes")
+            return
+        time.sleep(POLL_SECONDS)
+        result = read_result(path)
 
 
 class View:

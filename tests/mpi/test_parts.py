@@ -15,7 +15,7 @@ from trainings import by_hand, same, trained
 
 import mpitrain
 from mpitrain.launch.init import init_process_group
-from mpitrain.launch.subworld import destroy_process_group, in_node_order, sub_world
+from mpitrain.launch.subworld import destroy_process_group, sub_world
 from mpitrain.mpi.collectives import barrier, cancel_waits_by, world_comm
 from mpitrain.mpi.shared_arrays import communicator
 from mpitrain.mpi.world import World
@@ -23,6 +23,10 @@ from mpitrain.mpi.world import World
 pytestmark = pytest.mark.mpi
 
 _numbers = itertools.count()  # of sub-worlds in this session, equal on all ranks
+
+
+def in_node_order(world: World) -> list[int]:
+    return [rank for node in world.nodes for rank in node.ranks]
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from mpitrain.launch.subworld import in_node_order, sub_world_of
+from mpitrain.launch.subworld import sub_world_of
 from mpitrain.mpi.world import Node, World
 
 
@@ -21,6 +21,10 @@ def world_of(*nodes: tuple[int, ...]) -> World:
             for number, ranks in enumerate(nodes)
         ),
     )
+
+
+def in_node_order(world: World) -> list[int]:
+    return [rank for node in world.nodes for rank in node.ranks]
 
 
 def test_nodes_are_filled_one_after_another_however_ranks_are_numbered() -> None:

@@ -107,7 +107,7 @@ def test_a_space_in_yaml_is_sampled_by_optuna(tmp_path: Path) -> None:
     for trial in found:
         assert trial is not None
         values: Any = trial.values
-        config = read_config(trial.flags)
+        config = read_config(flags_of(values))
         assert 1e-4 <= config.lr <= 1  # type: ignore[operator]
         assert round(10 * config.momentum, 6) in range(5, 10)
         assert config.epochs in range(1, 6)
@@ -243,7 +243,7 @@ def test_a_study_goes_on_in_another_job_with_other_numbers(tmp_path: Path) -> No
     first, second = study.ask(), study.ask()
     assert first is not None
     assert second is not None
-    study.set_starts(first, 1)
+    study.set_starts(first.number, 1)
     study.finish(second.number, {"val_loss": 0.5})
     with (tmp_path / JOURNAL).open("ab") as file:
         file.write(b'{"op_code": 5, "worker')  # killed just then
@@ -331,7 +331,7 @@ def test_a_sweep_goes_on_with_the_same_search_alone(
     config: SweepConfig, tmp_path: Path
 ) -> None:
     made = prepare(config, ["--epochs", "2"], read_config)
-    assert made.path == tmp_path / "sweeps" / "lr"
+    assert made.run_dir == tmp_path / "sweeps" / "lr"
     prepare(dataclasses.replace(config, trials=3), ["--epochs", "2"], read_config)
     with pytest.raises(UsageError, match="begun with other settings: flags: "):
         prepare(config, ["--epochs", "3"], read_config)
@@ -342,13 +342,13 @@ def test_a_sweep_goes_on_with_the_same_search_alone(
 
 def test_the_best_trial_is_a_command(config: SweepConfig, tmp_path: Path) -> None:
     made = prepare(config, ["--epochs", "2"], read_config)
-    study = Study(made.path, made.search, 2, seed=1)
+    study = Study(made.run_dir, made.search, 2, seed=1)
     with pytest.raises(UsageError, match="no trial is finished yet"):
-        best_command([str(made.path)])
+        best_command([str(made.run_dir)])
     trial = study.ask()
     assert trial is not None
     study.finish(trial.number, {"val_accuracy": 0.5})
-    found = best_command([str(made.path)])
+    found = best_command([str(made.run_dir)])
     flags = " ".join(flags_of(trial.values))
     assert found == f"mpirun -np 1 python -m mpitrain --epochs 2 {flags}"
 

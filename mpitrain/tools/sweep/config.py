@@ -9,10 +9,10 @@ import importlib.util
 import math
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from tyro.conf import Positional, arg
 
@@ -23,6 +23,7 @@ from mpitrain.flags import PROGRAM, read_flags
 from mpitrain.record.run_dir import read_json, read_result, shown, write_json
 from mpitrain.record.runs import differences, open_run
 from mpitrain.tools.sweep.space import RANKS, Search, read_search
+from mpitrain.tools.train.prepare import PreparedRun
 
 SWEEPS_DIR = Path("sweeps")
 SETTINGS = "sweep.json"  # what a sweep was begun with, in its folder
@@ -57,10 +58,8 @@ class SweepConfig:
     """Allow two trials to train on one GPU, where its ranks share it."""
 
     def __post_init__(self) -> None:
-        for flag, value in (
-            ("--trials", self.trials),
-            ("--ranks-per-trial", self.ranks_per_trial),
-        ):
+        for name in ("trials", "ranks_per_trial"):
+            value, flag = getattr(self, name), "--" + name.replace("_", "-")
             if value is not None and value < 1:
                 raise UsageError(f"{flag} must be at least 1, found {value}")
         if not re.fullmatch(NAME_PATTERN, self.path.name):
@@ -84,18 +83,17 @@ def read_sweep(words: Sequence[str]) -> SweepConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PreparedSweep:
-    """A sweep whose folder this job has opened."""
+class PreparedSweep(PreparedRun):
+    """A sweep whose folder this job has opened; `config` is what all trials share."""
 
-    config: SweepConfig
+    sweep: SweepConfig
     search: Search
     flags: Sequence[str]  # of every training
-    training: TrainConfig  # what these flags alone say
-    path: Path  # the sweep folder
-    run_id: str
-    has_lock: bool  # whether a second job that writes into it would be noticed
-    done: str = ""  # why there is nothing to do; empty if there is something
-    status: int = 0  # the exit status, if there is nothing to do
+
+    @property
+    def time_limit_seconds(self) -> float | None:
+        """How long this job may take."""
+        return None if self.sweep.hours is None else 3600 * self.sweep.hours
 
 
 def prepare(
@@ -105,47 +103,41 @@ def prepare(
     if importlib.util.find_spec("optuna") is None:
         raise UsageError(
             "sweep needs optuna, which is not installed. Type: "
-            f"{sys.executable} -m pip install 'mpitrain[sweep]'"
+            f"{sys.executable} -m pip install optuna cmaes scipy"
         )
     search, training = read_training(config, flags, read_config)
     folder = open_run(config.sweeps_dir, config.path.name, exists="resume")
-    path = folder.path
-    settings = {"flags": list(flags), "search": search.source}
-    settings |= {"ranks_per_trial": config.ranks_per_trial}
-    before = read_json(path / SETTINGS)
-    if changed := differences(before, settings, ()):
+    path, settings = folder.path, {"flags": list(flags), "search": search.source}
+    settings["ranks_per_trial"] = config.ranks_per_trial
+    if (path / "metrics.jsonl").exists():
+        raise UsageError(f"{path} is the folder of a run; expected another --name")
+    if changed := differences(read_json(path / SETTINGS), settings, ()):
         raise UsageError(
             f"sweep {path.name} was begun with other settings: {'; '.join(changed)}.\n"
             "Expected the same, or another --name"
         )
-    if not folder.is_new and not before and (path / "metrics.jsonl").exists():
-        raise UsageError(f"{path} is the folder of a run; expected another --name")
     write_json(path / SETTINGS, settings)
-    done, status, result = "", 0, read_result(path)
-    if result.get("status") == "finished" and not _has_more(config, search, result):
+    done, status, before = "", 0, read_result(path)
+    is_finished = before.get("status") == "finished"
+    if is_finished and search.num_trials(config.trials) <= before["trials"]:
         done = (
-            f"{result.get('summary')}; see {shown(path)}. Nothing to do: --name OTHER "
-            "begins another sweep, more --trials go on with this one"
+            f"finished: {before.get('summary')}; see {shown(path)}. Nothing to do: "
+            "another --name begins another sweep, more --trials go on with this one"
         )
     elif not forget_stop(path):
-        stop = shown(path / STOP_FILE)
+        stop, status = shown(path / STOP_FILE), Stopped.exit_status
         done = f"{stop} exists, newer than the last stop: remove it, to resume"
-        status = Stopped.exit_status
     return PreparedSweep(
-        config=config,
-        search=search,
-        flags=tuple(flags),
-        training=training,
-        path=path,
+        config=training,
+        run_dir=path,
         run_id=folder.run_id,
-        has_lock=folder.has_lock,
         done=done,
         status=status,
+        has_lock=folder.has_lock,
+        sweep=config,
+        search=search,
+        flags=tuple(flags),
     )
-
-
-def _has_more(config: SweepConfig, search: Search, result: Mapping[str, Any]) -> bool:
-    return not search.is_grid and search.num_trials(config.trials) > result["trials"]
 
 
 def read_training(

@@ -62,9 +62,7 @@ class Inbox:
         self._lock = threading.Lock()
         self._next = 0.0
         self._waiting: list[Message] = []
-        self._id = -1
-        self._stop_reason = 0
-        self.is_aborted = False
+        self.begin(-1)
 
     def send(self, message: Message) -> None:
         """Send to the server."""
@@ -94,18 +92,17 @@ class Inbox:
         if time.monotonic() < self._next or not self._lock.acquire(blocking=False):
             return
         try:
-            message: Message | None
             while (message := self._mailbox.receive(TO_RANK)) is not None:
                 if message.kind in ("start", "end"):
                     self._waiting.append(message)
                 elif message.id != self._id:
                     pass
+                elif message.kind == "verdict":
+                    self._waiting.append(message)
                 elif message.kind == "abort":
                     self.is_aborted = True
-                elif message.kind == "stop":
-                    self._stop_reason = message.data
                 else:
-                    self._waiting.append(message)
+                    self._stop_reason = message.data
             self._next = time.monotonic() + POLL_SECONDS
         finally:
             self._lock.release()

@@ -7,10 +7,9 @@ Optuna: a trial is anything with ``suggest_float``, ``suggest_int`` and
 
 from __future__ import annotations
 
-import itertools
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,14 +18,25 @@ from mpitrain.errors import UsageError, did_you_mean
 from mpitrain.plugins import is_reference, load_reference
 
 RANKS = "ranks"  # in a space: ranks of the trial
-DEFAULT_METRIC = "max:accuracy"
 DEFAULT_TRIALS = 20
-SAMPLERS = ("tpe", "random", "grid", "cmaes", "gp", "nsgaii")
-PRUNERS = ("asha", "hyperband", "median")
 KEYS = ("metric", "sampler", "pruner", "trials", "space")
-
 KINDS = ("choices", "uniform", "log", "int", "log_int")
-_WANDB_METHODS = {"bayes": "tpe", "random": "random", "grid": "grid"}
+
+# Optuna's classes, by our names. The trials of a grid are given to it.
+SAMPLERS = {
+    "tpe": "TPESampler",
+    "random": "RandomSampler",
+    "grid": "RandomSampler",
+    "cmaes": "CmaEsSampler",
+    "gp": "GPSampler",
+    "nsgaii": "NSGAIISampler",
+}
+PRUNERS = {
+    "asha": "SuccessiveHalvingPruner",
+    "hyperband": "HyperbandPruner",
+    "median": "MedianPruner",
+}
+WANDB_METHODS = {"bayes": "tpe", "random": "random", "grid": "grid"}
 
 Value = str | int | float | bool | None
 
@@ -73,9 +83,9 @@ class Search:
     metrics: Sequence[tuple[str, str]]  # ("max" or "min", name)
     sampler: Mapping[str, Any]  # its name, and what Optuna's class takes
     pruner: Mapping[str, Any] | None
-    parameters: Sequence[Parameter] = ()
-    function: str = ""  # instead of parameters: package.module:function
-    trials: int | None = None
+    parameters: Sequence[Parameter]
+    function: str  # instead of parameters: package.module:function; else empty
+    trials: int | None
 
     @property
     def is_grid(self) -> bool:
@@ -109,20 +119,17 @@ class Search:
                 values[parameter.name] = parameter.suggest(trial)
         return values
 
-    def grid(
-        self, given: Mapping[str, Value] | None = None
-    ) -> Iterator[dict[str, Value]]:
-        """Yield all combinations of values."""
-        values = dict(given or {})
-        rest = itertools.dropwhile(
-            lambda it: it.name in values or not it.applies(values), self.parameters
-        )
-        parameter = next(rest, None)
-        if parameter is None:
+    def grid(self, first: int = 0, **values: Value) -> Iterator[dict[str, Value]]:
+        """Yield all combinations of values, from the ``first`` parameter on."""
+        if first == len(self.parameters):
             yield values
             return
+        parameter = self.parameters[first]
+        if not parameter.applies(values):
+            yield from self.grid(first + 1, **values)
+            return
         for value in parameter.grid():
-            yield from self.grid({**values, parameter.name: value})
+            yield from self.grid(first + 1, **values, **{parameter.name: value})
 
 
 def flags_of(values: Mapping[str, Value]) -> list[str]:
@@ -145,7 +152,7 @@ def read_search(space: str) -> Search:
     """Read what to search from a YAML file, or take a function of the user's."""
     if is_reference(space):
         load_reference(space, "the space")
-        return _search({}, space, space)
+        return _search({"space": space}, space)
     import yaml
 
     try:
@@ -156,21 +163,17 @@ def read_search(space: str) -> Search:
     if not isinstance(found, dict):
         raise UsageError(f"{space}: expected `space:` and flags below it")
     try:
-        if "parameters" in found:
-            return _search(_from_wandb(found), found)
-        given = found.get("space")
-        is_function = isinstance(given, str) and is_reference(given)
-        return _search(found, found, str(given) * is_function)
+        return _search(_from_wandb(found) if "parameters" in found else found, found)
     except UsageError as error:
         raise UsageError(f"{space}: {error}") from None
 
 
-def _search(found: Mapping[str, Any], source: Any, function: str = "") -> Search:
+def _search(found: Mapping[str, Any], source: Any) -> Search:
     for key in found:
         if key not in KEYS:
             meant = did_you_mean(str(key), KEYS)
             raise UsageError(f"found {key!r}.{meant} Expected {', '.join(KEYS)}")
-    listed = found.get("metric", DEFAULT_METRIC)
+    listed = found.get("metric", "max:accuracy")
     metrics = []
     for metric in listed if isinstance(listed, list) else [listed]:
         mode, _, name = str(metric).partition(":")
@@ -178,20 +181,19 @@ def _search(found: Mapping[str, Any], source: Any, function: str = "") -> Search
             raise UsageError(f"metric {metric!r}: expected max:NAME or min:NAME")
         metrics.append((mode, name.removeprefix("val_")))
     sampler = _named(found.get("sampler", "tpe"), "sampler", SAMPLERS)
-    pruner = found.get("pruner")
-    pruner = pruner and _named(pruner, "pruner", PRUNERS)
+    pruner = found.get("pruner") and _named(found["pruner"], "pruner", PRUNERS)
+    space, trials = found.get("space"), found.get("trials")
+    is_function = isinstance(space, str) and is_reference(space)
     if pruner and len(metrics) > 1:
         raise UsageError("a pruner needs one metric; found several")
-    if function and sampler["name"] == "grid":
+    if is_function and sampler["name"] == "grid":
         raise UsageError("the sampler grid needs a space in YAML, found a function")
-    space = {} if function else found.get("space")
-    if not isinstance(space, dict) or not (space or function):
+    if not is_function and (not isinstance(space, dict) or not space):
         raise UsageError("expected `space:` and flags below it, such as lr")
-    trials = found.get("trials")
     if trials is not None and not (type(trials) is int and trials > 0):
         raise UsageError(f"trials: found {trials!r}, expected a number above 0")
     parameters: list[Parameter] = []
-    for word, values in space.items():
+    for word, values in space.items() if isinstance(space, dict) else ():
         before = [parameter.name for parameter in parameters]
         parameters.append(_parameter(str(word).replace("-", "_"), values, before))
         if sampler["name"] == "grid":
@@ -202,16 +204,17 @@ def _search(found: Mapping[str, Any], source: Any, function: str = "") -> Search
         sampler=sampler,
         pruner=pruner,
         parameters=parameters,
-        function=function,
+        function=space if isinstance(space, str) else "",
         trials=trials,
     )
 
 
-def _named(found: Any, key: str, known: Sequence[str]) -> dict[str, Any]:
+def _named(found: Any, key: str, known: Iterable[str]) -> dict[str, Any]:
     """Read a name, or a mapping with a name and options."""
     named = found if isinstance(found, dict) else {"name": found}
-    if (name := named.get("name")) not in known:
-        meant = did_you_mean(str(name), known)
+    name = str(named.get("name"))
+    if name not in known:
+        meant = did_you_mean(name, known)
         raise UsageError(f"{key} {name!r}: expected one of {', '.join(known)}.{meant}")
     return named
 
@@ -225,12 +228,10 @@ def _parameter(name: str, found: Any, before: Sequence[str]) -> Parameter:
         str(other).replace("-", "_"): it if isinstance(it, list) else [it]
         for other, it in (rest.pop("if", None) or {}).items()
     }
-    for other in condition:
-        if other not in before:
-            raise UsageError(
-                f"{name}: if: {other!r} does not stand before it in the space."
-                f"{did_you_mean(other, before)}"
-            )
+    if unknown := condition.keys() - before:
+        other = min(unknown)
+        meant = did_you_mean(other, before)
+        raise UsageError(f"{name}: if: {other!r} does not stand before it.{meant}")
     kind, values = next(iter(rest.items()), ("", None))
     if len(rest) != 1 or kind not in KINDS or not isinstance(values, list):
         raise UsageError(
@@ -242,8 +243,8 @@ def _parameter(name: str, found: Any, before: Sequence[str]) -> Parameter:
             raise UsageError(f"{name}: expected a list of numbers and words")
         return Parameter(name, "categorical", [*map(_number, values)], {}, condition)
     is_int, is_log = kind.endswith("int"), kind.startswith("log")
-    try:  # YAML takes 1e-4 for a word
-        low, high, *step = (int(it) if is_int else float(it) for it in values)
+    try:
+        low, high, *step = map(int if is_int else float, values)
     except (TypeError, ValueError):
         low, high, step = 1, 0, []
     # Not `low > high`, for NaN.
@@ -251,9 +252,8 @@ def _parameter(name: str, found: Any, before: Sequence[str]) -> Parameter:
         expected = "[lowest, highest] above 0" if is_log else "[lowest, highest, step]"
         raise UsageError(f"{name}: {kind}: found {values!r}, expected {expected}")
     options = {"log": True} if is_log else {"step": step[0]} if step else {}
-    return Parameter(
-        name, "int" if is_int else "float", (low, high), options, condition
-    )
+    kind = "int" if is_int else "float"
+    return Parameter(name, kind, (low, high), options, condition)
 
 
 def _number(value: Value) -> Value:
@@ -262,16 +262,13 @@ def _number(value: Value) -> Value:
     return float(str(value)) if is_number else value
 
 
-# --- sweep files of W&B -----------------------------------------------------------
-
-
 def _from_wandb(found: Mapping[str, Any]) -> dict[str, Any]:
     """Translate a sweep file of W&B (docs.wandb.ai/models/sweeps)."""
     method, metric = found.get("method", "bayes"), found.get("metric") or {}
-    if method not in _WANDB_METHODS:
-        raise UsageError(f"method {method!r}: expected {', '.join(_WANDB_METHODS)}")
+    if method not in WANDB_METHODS:
+        raise UsageError(f"method {method!r}: expected {', '.join(WANDB_METHODS)}")
     ours: dict[str, Any] = {
-        "sampler": _WANDB_METHODS[method],
+        "sampler": WANDB_METHODS[method],
         "trials": found.get("run_cap"),
         "space": {k: _wandb_parameter(k, v) for k, v in found["parameters"].items()},
     }
@@ -279,31 +276,32 @@ def _from_wandb(found: Mapping[str, Any]) -> dict[str, Any]:
         mode = "max" if metric.get("goal") == "maximize" else "min"
         ours["metric"] = f"{mode}:{str(metric['name']).removeprefix('val/')}"
     if early := found.get("early_terminate"):
-        ours["pruner"] = {
-            "name": "hyperband",
-            "reduction_factor": early.get("eta", 3),
-            "min_resource": early.get("min_iter", 1),
-        }
+        eta, least = early.get("eta", 3), early.get("min_iter", 1)
+        options = {"reduction_factor": eta, "min_resource": least}
+        ours["pruner"] = {"name": "hyperband", **options}
     return ours
 
 
 def _wandb_parameter(name: str, found: Any) -> Any:
-    if isinstance(found, dict) and {"value", "values"} & set(found):
-        return {"choices": found.get("values", [found.get("value")])}
     given = found if isinstance(found, dict) else {}
+    if "value" in given or "values" in given:
+        return {"choices": given.get("values", [given.get("value")])}
     low, high = given.get("min"), given.get("max")
     whole = isinstance(low, int) and isinstance(high, int)
     kind = given.get("distribution") or ("int_uniform" if whole else "uniform")
     if low is not None and high is not None:
-        if kind in ("log_uniform_values", "q_log_uniform_values"):
-            return {"log": [low, high]}
         if kind == "log_uniform":  # of exponents of e
             return {"log": [math.exp(low), math.exp(high)]}
-        if kind in ("uniform", "q_uniform"):
-            return {"uniform": [low, high, *([given["q"]] if "q" in given else [])]}
-        if kind == "int_uniform":
-            return {"int": [low, high]}
+        kinds = {
+            "log_uniform_values": "log",
+            "uniform": "uniform",
+            "int_uniform": "int",
+        }
+        if kind in kinds:
+            return {kinds[kind]: [low, high]}
+        if kind == "q_uniform":
+            return {"uniform": [low, high, given.get("q", 1)]}
     raise UsageError(
         f"{name}: found {found!r}; expected value, values, or min and max with "
-        "uniform, int_uniform, log_uniform_values or log_uniform"
+        "uniform, q_uniform, int_uniform, log_uniform_values or log_uniform"
     )

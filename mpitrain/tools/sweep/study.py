@@ -11,9 +11,8 @@ import shlex
 import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import optuna
 from optuna.storages import JournalStorage
@@ -24,32 +23,21 @@ from mpitrain.errors import MpitrainError, UsageError
 from mpitrain.flags import PROGRAM
 from mpitrain.record.run_dir import read_json
 from mpitrain.tools.sweep.config import OUTCOMES, SETTINGS, SWEEPS_DIR
-from mpitrain.tools.sweep.space import RANKS, Search, Value, flags_of
+from mpitrain.tools.sweep.space import (
+    PRUNERS,
+    RANKS,
+    SAMPLERS,
+    Search,
+    Value,
+    flags_of,
+)
+from mpitrain.train.progress import format_metrics
 
 JOURNAL = "study.journal"  # Optuna's storage, in the sweep folder
 NAME = "sweep"  # of the study in it
 
-DIRECTIONS = {
-    "max": optuna.study.StudyDirection.MAXIMIZE,
-    "min": optuna.study.StudyDirection.MINIMIZE,
-}
-SAMPLERS: dict[str, Any] = {
-    "tpe": optuna.samplers.TPESampler,
-    "random": optuna.samplers.RandomSampler,
-    "grid": optuna.samplers.RandomSampler,  # its trials are enqueued
-    "cmaes": optuna.samplers.CmaEsSampler,
-    "gp": optuna.samplers.GPSampler,
-    "nsgaii": optuna.samplers.NSGAIISampler,
-}
-PRUNERS: dict[str, Any] = {
-    "asha": optuna.pruners.SuccessiveHalvingPruner,
-    "hyperband": optuna.pruners.HyperbandPruner,
-    "median": optuna.pruners.MedianPruner,
-}
 
-
-@dataclass(frozen=True, kw_only=True)
-class Trial:
+class Trial(NamedTuple):
     """A trial that is to run."""
 
     number: int  # from 0
@@ -62,15 +50,6 @@ class Trial:
         """The name of its run folder."""
         return f"trial-{self.number:04}"
 
-    @property
-    def flags(self) -> list[str]:
-        """The flags that vary."""
-        return flags_of(self.values)
-
-    def num_ranks(self, otherwise: int) -> int:
-        """Return how many ranks it takes."""
-        return int(str(self.values.get(RANKS) or otherwise))
-
 
 class Study:
     """The Optuna study of a sweep; for one thread of rank zero."""
@@ -79,96 +58,85 @@ class Study:
         self._search, self.num_trials = search, num_trials
         self._live: dict[int, optuna.trial.Trial] = {}  # those that run, by number
         optuna.logging.set_verbosity(optuna.logging.ERROR)
-        journal = path / JOURNAL
-        _repair(journal)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # what is experimental in Optuna
-            self._study = optuna.create_study(
-                study_name=NAME,
-                storage=JournalStorage(JournalFileBackend(str(journal))),
-                directions=[DIRECTIONS[mode] for mode, _ in search.metrics],
-                load_if_exists=True,
-            )
-            # Another seed for each job, else it would draw the same numbers again.
-            self._study.sampler = self._sampler(seed + len(self._study.trials))
-            if search.pruner is not None:
-                options = {k: v for k, v in search.pruner.items() if k != "name"}
-                kind = PRUNERS[search.pruner["name"]]
-                self._study.pruner = _make(kind, options, "pruner")
-            self._study.set_metric_names([name for _, name in search.metrics])
-        if search.is_grid:
-            for values in search.grid():
-                self._study.enqueue_trial(values, skip_if_exists=True)
-
-    def _sampler(self, seed: int) -> optuna.samplers.BaseSampler:
-        options = {k: v for k, v in self._search.sampler.items() if k != "name"}
-        kind = SAMPLERS[self._search.sampler["name"]]
-        return _make(kind, {"seed": seed, **options}, "sampler")  # type: ignore[no-any-return]
+        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+        # Of a resumed trial that has an epoch again.
+        warnings.filterwarnings("ignore", "The reported value is ignored")
+        _repair(path / JOURNAL)
+        self._study = study = optuna.create_study(
+            study_name=NAME,
+            storage=_storage(path),
+            directions=[f"{mode}imize" for mode, _ in search.metrics],  # type: ignore[misc]
+            load_if_exists=True,
+        )
+        study.set_metric_names([name for _, name in search.metrics])
+        # Another seed for each job, else it would draw the same numbers again.
+        seed += len(study.trials)
+        study.sampler = _make("sampler", SAMPLERS, search.sampler, seed=seed)
+        if search.pruner is not None:
+            study.pruner = _make("pruner", PRUNERS, search.pruner)
+        for values in search.grid() if search.is_grid else ():
+            study.enqueue_trial(values, skip_if_exists=True)
 
     def unfinished(self) -> list[Trial]:
         """Return the trials that an earlier job has begun and not finished."""
         found = []
         for begun in self._study.get_trials(False, (TrialState.RUNNING,)):
-            attrs = begun.user_attrs
+            number, attrs = begun.number, begun.user_attrs
             # Its id: what makes a Trial of what the storage has.
             trial = optuna.trial.Trial(self._study, begun._trial_id)  # noqa: SLF001
-            self._live[begun.number] = trial
-            if "values" not in attrs:  # the job ended just then
-                self.fail(begun.number, "was not begun")
-                continue
-            number, num_starts = begun.number, attrs.get("num_starts", 0)
-            found += [
-                Trial(number=number, values=attrs["values"], num_starts=num_starts)
-            ]
+            self._live[number] = trial
+            if "values" in attrs:
+                found.append(Trial(number, attrs["values"], attrs.get("num_starts", 0)))
+            else:  # the job ended just then
+                self.fail(number, "was not begun")
         return found
 
     def ask(self) -> Trial | None:
         """Return another trial; ``None`` if there is none left."""
-        begun = [t for t in self.all() if t.state is not TrialState.WAITING]
-        if len(begun) >= self.num_trials:
+        trials = self._study.get_trials(deepcopy=False)
+        waiting = sum(trial.state is TrialState.WAITING for trial in trials)
+        if len(trials) - waiting >= self.num_trials:
             return None
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            trial = self._study.ask()
-            values = self._search.suggest(trial)
-        trial.set_user_attr("values", values)
+        trial = self._study.ask()
         self._live[trial.number] = trial
-        return Trial(number=trial.number, values=values)
+        values = self._search.suggest(trial)
+        trial.set_user_attr("values", values)
+        return Trial(trial.number, values)
 
-    def set_starts(self, trial: Trial, num_starts: int) -> None:
+    def set_starts(self, number: int, num_starts: int) -> None:
         """Note how often a trial was started, or that it was asked to stop (0)."""
-        self._live[trial.number].set_user_attr("num_starts", num_starts)
+        self._live[number].set_user_attr("num_starts", num_starts)
 
     def should_prune(self, number: int, epoch: int, value: float) -> bool:
         """Take a trial's metric after an epoch; return whether to end the trial."""
         if not math.isfinite(value):
             return False  # at its end it fails
-        trial = self._live[number]
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # a resumed trial reports an epoch again
-            trial.report(value, epoch)
-        return trial.should_prune()
+        self._live[number].report(value, epoch)
+        return self._live[number].should_prune()
 
-    def finish(self, number: int, result: Mapping[str, Any]) -> None:
-        """Take the result of a finished trial.
+    def finish(self, number: int, result: Mapping[str, Any]) -> str:
+        """Take the result of a finished trial, and return it for the screen.
 
         Raises:
-            MpitrainError: It has no such metric, or one that is not finite.
+            MpitrainError: It lacks a metric, or one is not finite.
         """
-        values = [self.metric_of(result, name) for _, name in self._search.metrics]
+        values = []
+        for _, name in self._search.metrics:
+            value = result.get(f"val_{name}")
+            if not isinstance(value, int | float):
+                known = [it[4:] for it in result if it.startswith("val_")]
+                raise MpitrainError(
+                    f"the metric {name!r} is {value!r}; expected a number. The "
+                    f"validation has {', '.join(known) or 'none'}"
+                )
+            values.append(float(value))
         self._study.tell(number, values)
+        return self.said(values)
 
-    @staticmethod
-    def metric_of(result: Mapping[str, Any], name: str) -> float:
-        """Return a metric of ``result.json``; an MpitrainError if it is not there."""
-        value = result.get(f"val_{name}")
-        if not isinstance(value, int | float):
-            known = [it.removeprefix("val_") for it in result if it.startswith("val_")]
-            raise MpitrainError(
-                f"the metric {name!r} is {value!r}; expected a number. The validation "
-                f"has {', '.join(known) or 'none'}"
-            )
-        return float(value)
+    def said(self, values: Sequence[float]) -> str:
+        """Return the values of a trial for the screen."""
+        names = [name for _, name in self._search.metrics]
+        return format_metrics(dict(zip(names, values, strict=True)))
 
     def prune(self, number: int) -> None:
         """Say that a trial was pruned."""
@@ -178,10 +146,6 @@ class Study:
         """Say that a trial has failed."""
         self._live[number].set_user_attr("error", error)
         self._study.tell(number, state=TrialState.FAIL)
-
-    def all(self) -> Sequence[FrozenTrial]:
-        """Return all trials."""
-        return self._study.get_trials(deepcopy=False)
 
     def counts(self) -> dict[str, int]:
         """Return how many trials are finished, pruned and failed."""
@@ -194,12 +158,14 @@ class Study:
 
 def load_study(path: Path) -> optuna.Study:
     """Read the study of a sweep folder."""
-    journal = path / JOURNAL
-    if not journal.is_file():
+    if not (path / JOURNAL).is_file():
         raise UsageError(f"{path} is no sweep folder; expected one with {JOURNAL}")
     optuna.logging.set_verbosity(optuna.logging.ERROR)
-    storage = JournalStorage(JournalFileBackend(str(journal)))
-    return optuna.load_study(study_name=NAME, storage=storage)
+    return optuna.load_study(study_name=NAME, storage=_storage(path))
+
+
+def _storage(path: Path) -> JournalStorage:
+    return JournalStorage(JournalFileBackend(str(path / JOURNAL)))
 
 
 def counts_of(study: optuna.Study) -> dict[str, int]:
@@ -207,11 +173,6 @@ def counts_of(study: optuna.Study) -> dict[str, int]:
     found = Counter(trial.state.name for trial in study.get_trials(deepcopy=False))
     states = ("COMPLETE", "PRUNED", "FAIL")
     return {name: found[it] for name, it in zip(OUTCOMES, states, strict=True)}
-
-
-def metrics_of(study: optuna.Study) -> list[str]:
-    """Return the names of the metrics that are optimized."""
-    return study.metric_names or []
 
 
 def best_of(study: optuna.Study) -> FrozenTrial | None:
@@ -239,11 +200,16 @@ def best_command(words: Sequence[str]) -> str:
     return f"mpirun -np {num_ranks} {PROGRAM} {flags}"
 
 
-def _make(kind: Any, options: Mapping[str, Any], what: str) -> Any:
+def _make(
+    key: str, classes: Mapping[str, str], named: Mapping[str, Any], **more: Any
+) -> Any:
+    """Make a sampler or pruner of Optuna's; `named` is its name and its options."""
+    options = {**more, **named}
+    kind = getattr(getattr(optuna, f"{key}s"), classes[options.pop("name")])
     try:
         return kind(**options)
     except (TypeError, ValueError, ImportError) as error:
-        raise UsageError(f"{what}: {error}") from None
+        raise UsageError(f"{key}: {error}") from None
 
 
 def _repair(journal: Path) -> None:

@@ -1,4 +1,4 @@
-"""A rank of a sweep: trains the trials that the server gives it, one after another."""
+"""A sweep on each rank: it trains the trials that the server gives it."""
 
 from __future__ import annotations
 
@@ -6,19 +6,25 @@ import contextlib
 import gc
 import logging
 import socket
+import sys
+import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import fields
 from typing import Any
 
 import torch
 
 from mpitrain.checkpoint.preemption import PreemptionHandler
-from mpitrain.data.sources import Data
-from mpitrain.errors import Stopped
+from mpitrain.checkpoint.resume import hosts_without
+from mpitrain.config import DataConfig
+from mpitrain.data.sources import Data, load_data
+from mpitrain.data.torchvision_sets import CLASSES
+from mpitrain.errors import LaunchError, MpitrainError, Stopped, UsageError
 from mpitrain.launch.exit_guard import ExitGuard
 from mpitrain.launch.process_exit import exit_status, is_consequence
-from mpitrain.launch.subworld import sub_world
+from mpitrain.launch.subworld import destroy_process_group, sub_world
 from mpitrain.mpi.collectives import (
     all_or_none,
     cancel_waits_by,
@@ -27,16 +33,18 @@ from mpitrain.mpi.collectives import (
 )
 from mpitrain.mpi.mailbox import Mailbox
 from mpitrain.mpi.shared_arrays import communicator
-from mpitrain.mpi.world import World, rank_label
-from mpitrain.record.run_dir import open_log, start_logging
+from mpitrain.mpi.topology import has_thread_multiple
+from mpitrain.mpi.world import World, list_hosts, rank_label
+from mpitrain.record.run_dir import open_log, shown, start_logging
 from mpitrain.record.runs import close_run
-from mpitrain.tools.sweep.config import ReadConfig
+from mpitrain.tools.sweep.config import PreparedSweep, ReadConfig
 from mpitrain.tools.sweep.messages import (
     POLL_SECONDS,
     Inbox,
     Message,
     Outcome,
 )
+from mpitrain.tools.sweep.server import Server
 from mpitrain.tools.train.prepare import PreparedRun, prepare
 from mpitrain.tools.train.run import run_training
 from mpitrain.train.callbacks import Callback, StopRequested
@@ -44,6 +52,77 @@ from mpitrain.train.metrics import EpochMetrics
 from mpitrain.watchdog.heartbeat import State
 
 logger = logging.getLogger("mpitrain")
+
+
+def run_sweep(
+    world: World,
+    sweep: PreparedSweep,
+    handler: PreemptionHandler,
+    read_config: ReadConfig,
+) -> int:
+    """Run the trials of a sweep; return the exit status: 0, or 75 if it was stopped.
+
+    Collective over all ranks.
+
+    Raises:
+        UsageError: It asks for more ranks than there are; on every rank.
+        LaunchError: MPI allows no second thread; on every rank.
+    """
+    if not has_thread_multiple():
+        raise LaunchError(
+            "MPI was started without MPI_THREAD_MULTIPLE, which sweep needs: expected "
+            "an MPI library with it, and no MPI4PY_RC_THREAD_LEVEL"
+        ).on_all_ranks()
+    num_ranks, size = sweep.sweep.ranks_per_trial, world.world_size
+    if num_ranks > size:
+        raise UsageError(
+            f"--ranks-per-trial {num_ranks}: found {size} ranks; expected as many at "
+            f"least: mpirun -np {num_ranks} ..."
+        ).on_all_ranks()
+    ranks = communicator(world)
+    if blind := hosts_without(sweep.run_dir, sweep.run_id, world, ranks):
+        raise UsageError(
+            f"{list_hosts(blind)} cannot see {shown(sweep.run_dir)}; expected a folder "
+            "that all nodes share: --sweeps-dir"
+        ).on_all_ranks()
+    guard = ExitGuard.current
+    assert guard is not None
+    worker = Worker(guard, world, sweep, handler, read_config)
+    destroy_process_group()
+    screen = sys.stdout  # a trial's goes into its log
+
+    def serve() -> None:
+        def say(line: str) -> None:
+            print(line, file=screen, flush=True)
+
+        try:
+            server = Server(worker.mailbox, world, sweep, handler, say)
+            server.end_all(server.run())
+        except BaseException as error:
+            if isinstance(error, MpitrainError):
+                error.on_all_ranks()
+            if size > 1:
+                guard.fail(error)  # this rank may be in a trial
+            worker.server_error = error
+
+    if world.is_rank_zero:
+        threading.Thread(target=serve, name="sweep server", daemon=True).start()
+    status = worker.run()
+    time.sleep(0.05)  # gloo's threads drop their last tensors, as in `Job.close`
+    return status
+
+
+def _shared_data(sweep: PreparedSweep, world: World) -> Data | None:
+    """Load the data set once for all trials, if they have the same and it is in memory.
+
+    Collective over all ranks.
+    """
+    training, search = sweep.config, sweep.search
+    varies = search.function or search.names & {it.name for it in fields(DataConfig)}
+    if varies or training.data not in {*CLASSES, "synthetic"}:
+        return None
+    ranks = communicator(world)
+    return load_data(training, seed=training.seed, world=world, ranks=ranks)
 
 
 class Reporter(Callback):
@@ -60,8 +139,9 @@ class Reporter(Callback):
             data = (epoch.epoch, dict(epoch.values))
             self._inbox.send(Message("epoch", self._id, data))
         if self._waits:
-            self.is_pruned = self._ranks.on_rank_zero(self._verdict, "ask the server")
-            if self.is_pruned and epoch.epoch < trainer.engine.plan.num_epochs:
+            verdict = self._ranks.on_rank_zero(self._verdict, "ask the server")
+            self.is_pruned = verdict and epoch.epoch < trainer.engine.plan.num_epochs
+            if self.is_pruned:
                 raise StopRequested(f"pruned after epoch {epoch.epoch}")
 
     def _verdict(self) -> bool:
@@ -72,33 +152,27 @@ class Reporter(Callback):
 
 
 class Worker:
-    """Serves trials on this rank.
+    """Trains on this rank what the server sends. Collective over all ranks.
 
-    Args:
-        mailbox: The server's messages.
-        handler: The job's.
-        waits: Whether the server says after each epoch if the trial is pruned.
-        data: The data set of all trials, if they have the same.
-        server_error: Returns what has ended the server, if anything did.
+    Attributes:
+        server_error: What has ended the server of a world of one.
     """
 
     def __init__(
         self,
         guard: ExitGuard,
         world: World,
-        mailbox: Mailbox,
+        sweep: PreparedSweep,
         handler: PreemptionHandler,
         read_config: ReadConfig,
-        *,
-        waits: bool,
-        data: Data | None,
-        server_error: Callable[[], BaseException | None],
     ) -> None:
         self._guard, self._world = guard, world
         self._handler, self._read_config = handler, read_config
-        self._waits, self._data = waits, data
-        self._server_error = server_error
-        self._inbox = Inbox(mailbox)
+        self._has_pruner = sweep.search.pruner is not None
+        self._data = _shared_data(sweep, world)
+        self.mailbox = Mailbox(guard.comm)
+        self.server_error: BaseException | None = None
+        self._inbox = Inbox(self.mailbox)
         handler.others = self._inbox.stop_reason
 
     def run(self) -> int:
@@ -108,8 +182,8 @@ class Worker:
         while True:
             message = self._inbox.take()
             if message is None:
-                if (error := self._server_error()) is not None:
-                    raise error
+                if self.server_error is not None:
+                    raise self.server_error
                 time.sleep(POLL_SECONDS)
                 continue
             watched.progress("between two trials")
@@ -178,7 +252,7 @@ class Worker:
                 raise Stopped(run.done).on_all_ranks()
             if run.done:
                 return "finished"
-            reporter = Reporter(id, part, self._inbox, waits=self._waits)
+            reporter = Reporter(id, part, self._inbox, waits=self._has_pruner)
             with self._logs(run, part):
                 status = run_training(
                     part,

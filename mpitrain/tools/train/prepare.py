@@ -8,8 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-import yaml
-
 from mpitrain.checkpoint.preemption import STOP_FILE, forget_stop
 from mpitrain.config import MAY_CHANGE, TrainConfig
 from mpitrain.errors import Stopped, UsageError
@@ -29,6 +27,11 @@ class PreparedRun:
     done: str = ""  # why there is nothing to do; empty if there is something
     status: int = 0  # the exit status, if there is nothing to do
     has_lock: bool = True  # whether a second job that writes into it would be noticed
+
+    @property
+    def time_limit_seconds(self) -> float | None:
+        """How long this job may take."""
+        return self.config.time_limit_seconds
 
 
 def prepare(config: TrainConfig) -> PreparedRun:
@@ -69,6 +72,8 @@ def prepare(config: TrainConfig) -> PreparedRun:
 
 def _refuse_changes(config: TrainConfig, run_dir: Path) -> None:
     """Check that a run is resumed with the configuration it was begun with."""
+    import yaml
+
     try:
         before = yaml.safe_load((run_dir / "config.yaml").read_text())
     except (OSError, ValueError, yaml.YAMLError):
