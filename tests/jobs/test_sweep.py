@@ -109,7 +109,7 @@ def test_each_trial_is_the_run_that_its_command_makes(
     asked[3:] = ["report", "sweeps/space"]
     subprocess.check_output(asked, cwd=tmp_path, env=environment())
     page = (tmp_path / "sweeps" / "space" / "report.html").read_text()
-    assert page.count("<svg ") == 3
+    assert page.count("<img ") == 3
     assert "trial-0003" in page
 
 

@@ -93,19 +93,6 @@ class Chart:
         self.axes: Axes = self.figure.add_subplot()
         self.axes.tick_params(length=0, pad=5)
 
-    def take(self, axes: Axes) -> None:
-        """Show what another library has drawn, instead."""
-        figure = axes.get_figure(root=True)
-        assert figure is not None
-        figure.set_size_inches(*self.figure.get_size_inches())
-        figure.set_layout_engine("tight")
-        for loc in ("left", "center"):
-            axes.set_title("", loc=loc)
-        for part in figure.axes:
-            part.set_facecolor("none")
-            part.grid(color=THEME["line"][0])
-        self.figure, self.axes = figure, axes
-
     def svg(self) -> str:
         """Return an ``<svg>`` element with the page's colours."""
         out = io.StringIO()

@@ -69,29 +69,21 @@ def page(runs: Sequence[ReportedRun], charts: Sequence[Chart]) -> str:
         for name, value in (summary(first) if is_alone else {}).items()
         if value
     )
-    return fill(
+    return PAGE.format(
         title=" and ".join(escape(shown.run.name) for shown in runs),
+        style=style_sheet(),
         head=head,
         status=escape(status_line(first.run)),
         errors="".join(_error(shown, is_alone) for shown in runs),
         tiles=f'<div class="tiles">{values}</div>',
-        charts=charts,
-        sections=sections,
-    )
-
-
-def fill(charts: Sequence[Chart], sections: Sequence[Section], **parts: str) -> str:
-    """Fill the page; ``parts`` are HTML: title, head, status, errors and tiles."""
-    return PAGE.format(
-        style=_style(),
         charts="\n".join(map(_figure, charts)),
-        tables="\n".join(_details(it) for it in sections if it.rows),
+        tables="\n".join(details(it) for it in sections if it.rows),
         version=__version__,
-        **parts,
     )
 
 
-def _style() -> str:
+def style_sheet() -> str:
+    """Return the CSS of a page."""
     light, dark = (
         " ".join(f"--{name}: {both[i]};" for name, both in THEME.items())
         for i in (0, 1)
@@ -139,7 +131,8 @@ def _figure(chart: Chart) -> str:
 </figure>"""
 
 
-def _details(section: Section) -> str:
+def details(section: Section) -> str:
+    """Return a table that can be folded up."""
     head = "".join(f'<th scope="col">{escape(it)}</th>' for it in section.head)
     rows = "".join(
         f"<tr{' class=changed' if i < section.num_bold else ''}>"

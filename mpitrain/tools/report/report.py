@@ -8,17 +8,13 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from tyro.conf import Positional, arg
 
 from mpitrain.errors import UsageError
 from mpitrain.record.reading import Run
-from mpitrain.record.run_dir import write_atomic
 from mpitrain.tools.sweep.config import SETTINGS
-
-if TYPE_CHECKING:
-    from mpitrain.tools.report.figures import Chart
 
 MAX_RUNS = 8
 
@@ -56,20 +52,16 @@ def report(config: ReportConfig) -> str:
         )
     try:
         if (config.runs[0] / SETTINGS).is_file():
-            charts = _sweep_charts(config.runs[0], output)
+            from mpitrain.tools.report.sweep import write_page
+
+            num = write_page(config.runs[0], output, pictures=config.pictures)
         else:
-            charts = _run_charts([Run(path) for path in config.runs], output)
-        if config.pictures:
-            folder = output.with_suffix("")
-            folder.mkdir(exist_ok=True)
-            for chart in charts:
-                write_atomic(folder / f"{chart.name}.png", chart.png())
+            num = _write(config, [Run(path) for path in config.runs], output)
     except OSError as error:
         raise UsageError(
             f"{error.filename or output} cannot be written: {error.strerror}. Choose "
             "another --output"
         ) from None
-    num = len(charts)
     pictures = f", {num} pictures in {output.with_suffix('')}/" * config.pictures
     return (
         f"{output}{pictures}; elsewhere: scp {socket.gethostname()}:"
@@ -77,17 +69,9 @@ def report(config: ReportConfig) -> str:
     )
 
 
-def _sweep_charts(path: Path, output: Path) -> list[Chart]:
-    """Write the page of a sweep; return its charts."""
-    from mpitrain.tools.report.sweep import sweep_page
-
-    text, charts = sweep_page(path)
-    write_atomic(output, text)
-    return charts
-
-
-def _run_charts(found: Sequence[Run], output: Path) -> list[Chart]:
-    """Write the page of runs; return its charts."""
+def _write(config: ReportConfig, found: Sequence[Run], output: Path) -> int:
+    """Write the page and the pictures; return the number of charts."""
+    from mpitrain.record.run_dir import write_atomic
     from mpitrain.tools.report import curves
     from mpitrain.tools.report.analysis import ReportedRun
     from mpitrain.tools.report.figures import RUN_COLOURS, style
@@ -103,4 +87,9 @@ def _run_charts(found: Sequence[Run], output: Path) -> list[Chart]:
             curves.throughput_chart(runs),
         ]
         write_atomic(output, page(runs, charts))
-    return charts
+        if config.pictures:
+            folder = output.with_suffix("")
+            folder.mkdir(exist_ok=True)
+            for chart in charts:
+                write_atomic(folder / f"{chart.name}.png", chart.png())
+    return len(charts)

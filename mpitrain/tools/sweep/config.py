@@ -86,14 +86,14 @@ def read_sweep(words: Sequence[str]) -> SweepConfig:
 class PreparedSweep(PreparedRun):
     """A sweep whose folder this job has opened; `config` is what all trials share."""
 
-    sweep: SweepConfig
+    options: SweepConfig
     search: Search
     flags: Sequence[str]  # of every training
 
     @property
     def time_limit_seconds(self) -> float | None:
         """How long this job may take."""
-        return None if self.sweep.hours is None else 3600 * self.sweep.hours
+        return None if self.options.hours is None else 3600 * self.options.hours
 
 
 def prepare(
@@ -134,7 +134,7 @@ def prepare(
         done=done,
         status=status,
         has_lock=folder.has_lock,
-        sweep=config,
+        options=config,
         search=search,
         flags=tuple(flags),
     )

@@ -54,8 +54,8 @@ class Server:
     ) -> None:
         self._mailbox, self._world, self._sweep = mailbox, world, sweep
         self._handler, self._say = handler, say
-        asked, num_trials = sweep.sweep, sweep.search.num_trials(sweep.sweep.trials)
-        self._placement = Placement(world, share_gpus=asked.share_gpus)
+        num_trials = sweep.search.num_trials(sweep.options.trials)
+        self._placement = Placement(world, share_gpus=sweep.options.share_gpus)
         self._study = Study(sweep.run_dir, sweep.search, num_trials, sweep.config.seed)
         self._held = self._study.unfinished()  # chosen, and not begun in this job
         self._num_overtaken = 0  # how many trials began before the first of these
@@ -106,7 +106,7 @@ class Server:
     def _start(self, trial: Trial) -> bool:
         """Start a trial if there is room; return whether it waits no more."""
         sweep, size = self._sweep, self._world.world_size
-        count = int(str(trial.values.get(RANKS) or sweep.sweep.ranks_per_trial))
+        count = int(str(trial.values.get(RANKS) or sweep.options.ranks_per_trial))
         error = f"needs {count} ranks, and the job has {size}" * (count > size)
         if trial.num_starts >= MAX_STARTS:
             error = f"ended the job {trial.num_starts} times"
@@ -249,13 +249,13 @@ class Server:
             )
         if self._num_started:
             parts.append(f"ranks busy {self._busy_share:.0%}")
-        if (left := self._handler.seconds_left()) is not None:
-            parts.append(f"limit in {format_seconds(left)}")
         return " | ".join(parts)
 
     def _write_progress(self) -> None:
         self._written_at = time.monotonic()
         lines = [f"sweep {self._sweep.run_dir.name}: {self._summary()}"]
+        if (left := self._handler.seconds_left()) is not None:
+            lines[0] += f" | limit in {format_seconds(left)}"
         for it in self._running.values():
             said = f"epoch {it.epoch} done, {format_metrics(it.values)}"
             said = said if it.epoch else "in its first epoch"

@@ -57,10 +57,6 @@ class Study:
     def __init__(self, path: Path, search: Search, num_trials: int, seed: int) -> None:
         self._search, self.num_trials = search, num_trials
         self._live: dict[int, optuna.trial.Trial] = {}  # those that run, by number
-        optuna.logging.set_verbosity(optuna.logging.ERROR)
-        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-        # Of a resumed trial that has an epoch again.
-        warnings.filterwarnings("ignore", "The reported value is ignored")
         _repair(path / JOURNAL)
         self._study = study = optuna.create_study(
             study_name=NAME,
@@ -160,11 +156,14 @@ def load_study(path: Path) -> optuna.Study:
     """Read the study of a sweep folder."""
     if not (path / JOURNAL).is_file():
         raise UsageError(f"{path} is no sweep folder; expected one with {JOURNAL}")
-    optuna.logging.set_verbosity(optuna.logging.ERROR)
     return optuna.load_study(study_name=NAME, storage=_storage(path))
 
 
 def _storage(path: Path) -> JournalStorage:
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+    # Of a resumed trial that has an epoch again.
+    warnings.filterwarnings("ignore", "The reported value is ignored")
     return JournalStorage(JournalFileBackend(str(path / JOURNAL)))
 
 

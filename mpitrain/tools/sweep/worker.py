@@ -73,7 +73,7 @@ def run_sweep(
             "MPI was started without MPI_THREAD_MULTIPLE, which sweep needs: expected "
             "an MPI library with it, and no MPI4PY_RC_THREAD_LEVEL"
         ).on_all_ranks()
-    num_ranks, size = sweep.sweep.ranks_per_trial, world.world_size
+    num_ranks, size = sweep.options.ranks_per_trial, world.world_size
     if num_ranks > size:
         raise UsageError(
             f"--ranks-per-trial {num_ranks}: found {size} ranks; expected as many at "
