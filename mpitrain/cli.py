@@ -183,9 +183,7 @@ def _run_job(
 
             gc.freeze()
             gc.enable()
-            status = run(world, prepared, handler)
-            handler.close()
-            return status
+            return run(world, prepared, handler)
 
 
 def hostfile(argv: Sequence[str]) -> None:

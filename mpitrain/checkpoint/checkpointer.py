@@ -274,7 +274,8 @@ class Checkpointer(RunCheckpoints, Callback):
         """Let signals end the process again."""
         if self._manager is not None:
             self._consensus.abandon()
-        self.close()
+        if self._handler is not None:
+            self._handler.close()
 
     def on_stop(self, trainer: Trainer, reason: str) -> None:
         """Write the last checkpoint, as `on_train_end`."""
@@ -291,7 +292,8 @@ class Checkpointer(RunCheckpoints, Callback):
             return
         self._save_now(trainer, doing)
         self._consensus.close()
-        self.close()
+        if self._handler is not None:
+            self._handler.close()
 
     def _tick(self, trainer: Trainer, kind: int) -> None:
         now = time.monotonic()

@@ -77,10 +77,12 @@ class PreemptionHandler:
     Attributes:
         margin: Returns the seconds that stopping takes.
         others: Returns the number of a reason that comes from elsewhere; 0 for none.
+        stays_open: Whether `close` does nothing, since another training follows.
     """
 
     margin: Callable[[], float]
     others: Callable[[], int]
+    stays_open = False
 
     def __init__(
         self,
@@ -134,6 +136,8 @@ class PreemptionHandler:
 
     def close(self) -> None:
         """Restore the handlers: from here on USR2 and TERM do what they did before."""
+        if self.stays_open:
+            return
         self._is_closed = True
         for number, handler in self._previous.items():
             signal.signal(number, handler)

@@ -70,7 +70,6 @@ class RunCheckpoints:
         self._ranks: Communicator = SingleProcess()
         self._run_id = ""
         self._handler: PreemptionHandler | None = None
-        self._owns_handler = True
         self._manager: CheckpointManager | None = None
         self._save_seconds = 0.0
 
@@ -86,7 +85,7 @@ class RunCheckpoints:
         """Open the run folder and find the checkpoint to resume from.
 
         Collective over all ranks. `setup` and `restore` call it, if you do not. With
-        ``run_id`` this job has locked the folder already. The caller closes `handler`.
+        ``run_id`` this job has locked the folder already.
         """
         if self._world is not None:
             return
@@ -115,7 +114,7 @@ class RunCheckpoints:
                 *(list_hosts(blind), self.run_dir),
             )
         if handler is not None:
-            self._handler, self._owns_handler = handler, False
+            self._handler = handler
             self._start_handler()
 
     def _start_handler(self) -> None:
@@ -263,7 +262,7 @@ class RunCheckpoints:
 
     def close(self) -> None:
         """Let SIGUSR2 and SIGTERM do what they did before; local."""
-        if self._handler is not None and self._owns_handler:
+        if self._handler is not None:
             self._handler.close()
 
 

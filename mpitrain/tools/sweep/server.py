@@ -125,7 +125,8 @@ class Server:
         id, self._num_started = self._num_started, self._num_started + 1
         self._running[id] = Running(trial, ranks, set(ranks))
         self._first_start = self._first_start or self._counted_at
-        if seconds := self._counted_at - self._first_start:
+        seconds = self._counted_at - self._first_start
+        if seconds > 1.0:  # not of those that start together at first
             self._busy_share = self._busy_seconds / (seconds * size)
         flags = [*sweep.flags, *flags_of(trial.values), "--name", trial.name]
         flags += ["--runs-dir", str(sweep.run_dir)]
@@ -242,7 +243,8 @@ class Server:
         """Return in a line what is done, and the best trial."""
         counts, best = self._study.counts(), self._study.best()
         kinds = ", ".join(f"{num} {kind}" for kind, num in counts.items() if num)
-        parts = [f"{sum(counts.values())}/{self._study.num_trials} trials: {kinds}"]
+        done = f"{sum(counts.values())}/{self._study.num_trials} trials"
+        parts = [f"{done}: {kinds}" if kinds else done]
         if best is not None:
             parts.append(
                 f"best trial-{best.number:04}, {self._study.said(best.values)}"

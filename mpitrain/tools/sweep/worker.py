@@ -108,6 +108,8 @@ def run_sweep(
     if world.is_rank_zero:
         threading.Thread(target=serve, name="sweep server", daemon=True).start()
     status = worker.run()
+    handler.stays_open = False
+    handler.close()
     time.sleep(0.05)  # gloo's threads drop their last tensors, as in `Job.close`
     return status
 
@@ -173,7 +175,7 @@ class Worker:
         self.mailbox = Mailbox(guard.comm)
         self.server_error: BaseException | None = None
         self._inbox = Inbox(self.mailbox)
-        handler.others = self._inbox.stop_reason
+        handler.others, handler.stays_open = self._inbox.stop_reason, True
 
     def run(self) -> int:
         """Train until the server sends the end; return the job's exit status."""
@@ -200,9 +202,9 @@ class Worker:
         self._inbox.begin(id)
         try:
             with (
+                self._tells_outcome(id, ranks) as outcome,
                 cancel_waits_by(self._inbox.raise_if_aborted),
                 sub_world(guard, self._world, ranks, id) as part,
-                self._tells_outcome(id) as outcome,
             ):
                 guard.watched.expect_steps("the start of a trial")
                 outcome["status"] = self._train_in(part, id, flags)
@@ -215,8 +217,8 @@ class Worker:
             torch.cuda.empty_cache()
 
     @contextlib.contextmanager
-    def _tells_outcome(self, id: int) -> Iterator[dict[str, Any]]:
-        """Tell the server at once, for the other ranks may wait for one that failed."""
+    def _tells_outcome(self, id: int, ranks: Sequence[int]) -> Iterator[dict[str, Any]]:
+        """Tell the server how this rank leaves a trial, which it does in this block."""
         outcome: dict[str, Any] = {"status": "failed"}
         rank = self._world.rank
         try:
@@ -226,7 +228,7 @@ class Worker:
             if self._inbox.is_aborted:
                 outcome["status"] = "aborted"
                 raise
-            text, mine = f"{type(error).__name__}: {error}", world_comm().rank
+            text, mine = f"{type(error).__name__}: {error}", ranks.index(rank)
             if not getattr(error, "is_collective", False):
                 label = rank_label(rank, self._world.world_size, socket.gethostname())
                 text = f"[{label}] {text}"
