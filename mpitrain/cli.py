@@ -158,7 +158,7 @@ def _run_job(
         # Signals during the long imports are not lost. It also logs the time limit.
         handler = PreemptionHandler(
             run_dir if is_zero else None,
-            prepared.time_limit_seconds,
+            prepared.limit_seconds,
             age_seconds(),
             guard.watched.on_sigterm,
         )

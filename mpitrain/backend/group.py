@@ -13,7 +13,7 @@ from mpi4py import MPI
 from torch import Tensor
 
 from mpitrain.backend.desync_report import desync_report
-from mpitrain.backend.inter_node import MpiCollectives, has_abandoned
+from mpitrain.backend.inter_node import MpiCollectives, num_abandoned
 from mpitrain.backend.on_node import NodeCollectives
 from mpitrain.backend.op_queue import GroupError, OpQueue
 from mpitrain.backend.p2p import P2P
@@ -54,6 +54,7 @@ class Group:
                 "block until they are done"
             )
         self._comms = [comm]
+        self._num_abandoned = num_abandoned()
         self._mpi = MpiCollectives(comm)
         self.queue = OpQueue(
             f"group {name}",
@@ -138,7 +139,7 @@ class Group:
         self.queue.abort()
         self._node = None
         self.transport = self.all_reduce_transport = self._mpi
-        if has_abandoned():
+        if num_abandoned() > self._num_abandoned:
             return  # MPI may still use the communicators
         for comm in self._comms:
             if comm != MPI.COMM_NULL and not MPI.Is_finalized():

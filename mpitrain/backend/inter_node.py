@@ -86,9 +86,9 @@ def abandon(request: MPI.Request, memory: object) -> None:
         _abandoned.append((request, memory))
 
 
-def has_abandoned() -> bool:
-    """Return whether MPI may still use a communicator, which must not be freed."""
-    return bool(_abandoned)
+def num_abandoned() -> int:
+    """Return how many requests MPI still has; their communicators stay."""
+    return len(_abandoned)
 
 
 def as_mpi_buffer(data: Tensor) -> MPI.buffer:

@@ -146,7 +146,7 @@ class PreemptionHandler:
     def give_up(self) -> None:
         """Close; a signal that came already ends this process."""
         self.close()
-        if self._signal:
+        if self._signal and not self.stays_open:
             self._end(signal.SIGUSR2 if self._signal == USR2 else signal.SIGTERM)
 
     def _margin(self) -> float:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from mpitrain.mpi.collectives import raise_if_cancelled, world_comm
+from mpitrain.mpi.collectives import barrier, raise_if_cancelled, world_comm
 from mpitrain.mpi.world import World
 
 if TYPE_CHECKING:
@@ -31,7 +31,10 @@ class Consensus:
     """The maximum over all ranks of some numbers, exchanged in the background."""
 
     def __init__(self, world: World, count: int, kinds: int) -> None:
-        self._comm = world_comm().Dup() if world.world_size > 1 else None
+        self._comm: MPI.Intracomm | None = None
+        if world.world_size > 1:
+            barrier(world_comm())  # a wait that can be cancelled
+            self._comm = world_comm().Dup()
         self._mine: npt.NDArray[np.int64] = np.zeros(count + kinds, np.int64)
         self._all = np.zeros_like(self._mine)
         self._request: MPI.Request | None = None
@@ -92,10 +95,7 @@ class Consensus:
 
     def abandon(self) -> None:
         """Give up after an error: other ranks may never come to the exchange; local."""
-        if self._request is not None:
-            _abandoned.append((self._request, self._mine, self._all))
-        elif self._comm is not None:
-            self._comm.Free()
+        _abandoned.append((self._comm, self._request, self._mine, self._all))
         self._comm = self._request = None
 
     def _complete(self) -> list[int] | None:

@@ -110,7 +110,9 @@ class JsonlWriter(Generic[Value]):
         self._error = None
         self._is_wanted = True
         self._changed.notify_all()
-        self._changed.wait_for(lambda: self._error or not self._waiting, max_seconds)
+        self._changed.wait_for(
+            lambda: self._error or not self._waiting or self._is_closed, max_seconds
+        )
 
     def _encode(self, max_values: int | None = None) -> None:
         values = self._values[:max_values]

@@ -161,6 +161,7 @@ def _lock(path: Path) -> bool:
             break
         except OSError as error:
             if error.errno in NO_LOCKS:
+                os.close(descriptor)
                 return False
             if error.errno not in (errno.EACCES, errno.EAGAIN):
                 raise

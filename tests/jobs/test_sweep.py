@@ -71,7 +71,8 @@ def result_of(folder: Path, name: str = "space") -> dict[str, Any]:
 def alone(mpi: Mpi, folder: Path, trial: str, num_ranks: int, *flags: str) -> Path:
     """Train what a trial has trained, by the command line."""
     words = ("-m", "mpitrain", "--device", "cpu", "--name", trial, *FLAGS, *flags)
-    done = mpirun(mpi, num_ranks, *words, cwd=folder)
+    # On fewer ranks each would have more threads, which changes the last bits.
+    done = mpirun(mpi, num_ranks, *words, cwd=folder, OMP_NUM_THREADS="1")
     assert done.status == 0, done.err
     return folder / "runs" / trial
 
@@ -82,13 +83,13 @@ def test_each_trial_is_the_run_that_its_command_makes(
     space = write_space(
         tmp_path, "sampler: grid\nspace:\n  lr: [0.05, 0.2]\n  ranks: [1, 2]\n"
     )
-    done = sweep(openmpi, 3, tmp_path, space)
+    done = sweep(openmpi, 3, tmp_path, space, OMP_NUM_THREADS="1")
     assert done.status == 0, done.out + done.err
     assert "finished: 4/4 trials: 4 finished | best trial-000" in done.out
     assert "samples/s" not in done.out  # what a trial prints is in its log
     trials = trials_of(tmp_path)
     assert [trial.state.name for trial in trials] == ["COMPLETE"] * 4
-    for number in (1, 3):
+    for number in (0, 3):  # of one rank, and of two
         values = trials[number].user_attrs["values"]
         flags = ("--lr", str(values["lr"]))
         name = f"trial-{number:04}"
@@ -169,7 +170,9 @@ def test_a_trial_that_ends_each_job_is_given_up(openmpi: Mpi, tmp_path: Path) ->
     assert finished.state.name == "COMPLETE"
 
 
-@pytest.mark.parametrize("how", ["USR2", slow("TERM"), slow("file"), slow("hours")])
+@pytest.mark.parametrize(
+    "how", ["USR2", slow("TERM"), slow("idle"), slow("file"), slow("hours")]
+)
 def test_a_sweep_that_is_stopped_resumes(
     openmpi: Mpi, tmp_path: Path, how: str
 ) -> None:
@@ -178,7 +181,8 @@ def test_a_sweep_that_is_stopped_resumes(
     more = ("--hours", "0.006") if how == "hours" else ()
     words = ("-m", "mpitrain", "sweep", space, "--ranks-per-trial", "2", *more, "--")
     flags = ("--device", "cpu", *FLAGS, "--global-batch-size", "36", "--epochs", "3")
-    command = [str(openmpi.mpirun), "-np", "4", *openmpi.flags, sys.executable]
+    num_ranks = "5" if how == "idle" else "4"
+    command = [str(openmpi.mpirun), "-np", num_ranks, *openmpi.flags, sys.executable]
     with (tmp_path / "out").open("w") as out:
         process = subprocess.Popen(
             [*command, *words, *flags],
@@ -197,6 +201,9 @@ def test_a_sweep_that_is_stopped_resumes(
         elif how == "TERM":
             lock = (tmp_path / "sweeps" / "space" / ".lock").read_text()
             os.kill(int(lock.split()[1]), signal.SIGTERM)
+        elif how == "idle":
+            log = tmp_path / "sweeps" / "space" / "logs" / "rank-4.log"
+            os.kill(int(log.read_text().split()[1]), signal.SIGTERM)
         elif how == "USR2":
             process.send_signal(signal.SIGUSR2)
         status = process.wait(60)
@@ -206,16 +213,14 @@ def test_a_sweep_that_is_stopped_resumes(
     assert result_of(tmp_path)["status"] == "stopped"
     done = sweep(openmpi, 4, tmp_path, *words[3:-1], flags=flags[2:])
     assert done.status == 0, done.out + done.err
-    assert re.search("[12] begun before", done.out)  # by the speed of the machine
+    assert re.search("[123] begun before", done.out)  # by the speed of the machine
     assert [t.state.name for t in trials_of(tmp_path)] == ["COMPLETE"] * 3
     more = ("--lr", "0.05", *flags[-4:])
     run_dir = alone(openmpi, tmp_path, "trial-0000", 2, *more)
     assert rows(record.parent) == rows(run_dir)
 
 
-def test_bad_trials_are_pruned_and_others_share_the_data(
-    openmpi: Mpi, tmp_path: Path
-) -> None:
+def test_bad_trials_are_pruned(openmpi: Mpi, tmp_path: Path) -> None:
     space = write_space(
         tmp_path,
         "metric: max:accuracy\nsampler: grid\n"

@@ -17,7 +17,14 @@ from mpitrain.mpi.world import Node, World
 from mpitrain.tools.sweep.config import SweepConfig, prepare, read_training
 from mpitrain.tools.sweep.placement import Placement
 from mpitrain.tools.sweep.space import Search, flags_of, read_search
-from mpitrain.tools.sweep.study import JOURNAL, Study, best_command, load_study
+from mpitrain.tools.sweep.study import (
+    JOURNAL,
+    Study,
+    best_command,
+    counts_of,
+    finished_trials,
+    load_study,
+)
 
 
 def world_of(*sizes: int, gpus_per_node: int = 0) -> World:
@@ -199,6 +206,8 @@ def test_flags_in_the_spelling_of_wandbs_agent_are_taken() -> None:
         ("pruner: asha\nmetric: [min:a, max:b]\nspace: {lr: [1]}", "needs one metric"),
         ("method: best\nparameters: {}", "method 'best': expected bayes, random, grid"),
         ("parameters: {lr: {min: 1}}", "lr: found {'min': 1}; expected value, values"),
+        ("space: {lr: {choices: [1], if: sgd}}", "if: expected flags and values"),
+        ("parameters: [1]", "parameters, metric: expected names and values"),
         ("a: [", "cannot be read"),
     ],
 )
@@ -214,10 +223,23 @@ def test_a_space_that_cannot_be_used_says_why(
 @pytest.mark.parametrize(
     ("text", "flags", "expected"),
     [
-        ("space: {lrr: [1]}", [], "names 'lrr', which is no flag of a training."),
-        ("space: {name: [a]}", [], "name has no place in a space"),
-        ("space: {lr: [1]}", ["--name", "x"], "--name has no place after --"),
+        (
+            "space: {lrr: [1]}",
+            [],
+            "the space names 'lrr'; expected flags of a training",
+        ),
+        (
+            "space: {name: [a]}",
+            [],
+            "the space names 'name'; expected flags of a training",
+        ),
+        (
+            "space: {lr: [1]}",
+            ["--name", "x"],
+            "--name has no place in the trainings of a sweep.",
+        ),
         ("space: {lr: [1]}", ["--lrr", "1"], "unknown flag --lrr"),
+        ("space: {lr: [1]}", ["--time-limit", "9"], "Expected --hours before --"),
     ],
 )
 def test_names_and_flags_are_checked_before_the_start(
@@ -228,6 +250,17 @@ def test_names_and_flags_are_checked_before_the_start(
     with pytest.raises(UsageError) as error:
         read_training(config, flags, read_config)
     assert expected in str(error.value)
+
+
+def test_a_function_may_not_set_what_the_sweep_sets() -> None:
+    search = read_search("textwrap:dedent")
+    search = dataclasses.replace(search, function=f"{__name__}:wrong_space")
+    with pytest.raises(UsageError, match="the space names 'dry_run'; expected flags"):
+        search.suggest(None)
+
+
+def wrong_space(_: object) -> dict[str, bool]:
+    return {"dry_run": True}
 
 
 # --- the study --------------------------------------------------------------------
@@ -255,10 +288,9 @@ def test_a_study_goes_on_in_another_job_with_other_numbers(tmp_path: Path) -> No
     assert third is not None
     assert third.number == 2
     assert third.values not in (first.values, second.values)
-    assert study.counts() == {"finished": 1, "pruned": 0, "failed": 0}
+    assert counts_of(study.optuna) == {"finished": 1, "pruned": 0, "failed": 0}
     study.fail(0, "because")
-    best = study.best()
-    assert best is not None
+    (best,) = finished_trials(study.optuna)
     assert best.number == 1
 
 
@@ -281,7 +313,7 @@ def test_each_sampler_of_optuna_samples(tmp_path: Path, name: str) -> None:
         trial = study.ask()
         assert trial is not None
         study.finish(trial.number, {"val_accuracy": value / 12})
-    assert study.counts()["finished"] == 12
+    assert counts_of(study.optuna)["finished"] == 12
 
 
 @pytest.mark.parametrize("name", ["asha", "hyperband", "median"])

@@ -18,7 +18,7 @@ from mpitrain import __version__
 from mpitrain.record.run_dir import read_result, write_atomic
 from mpitrain.tools.report.page import PAGE, details, style_sheet
 from mpitrain.tools.report.summary import Section
-from mpitrain.tools.sweep.study import load_study
+from mpitrain.tools.sweep.study import finished_trials, load_study
 
 MAX_ROWS = 30
 
@@ -56,7 +56,7 @@ def write_page(path: Path, output: Path, *, pictures: bool) -> int:
 def _plots(study: optuna.Study) -> dict[str, bytes]:
     """Draw what can be drawn of the trials that are finished; PNG by name."""
     names = study.metric_names or ["value"]
-    finished = study.get_trials(False, (TrialState.COMPLETE,))
+    finished = finished_trials(study)
     target: dict[str, Any] = {"target_name": names[0]}
     if len(names) > 1:
         target["target"] = lambda trial: trial.values[0]
@@ -83,9 +83,7 @@ def _png(axes: Any) -> bytes:
 
 def _tables(study: optuna.Study) -> list[Section]:
     """Return the best trials, and those that failed."""
-    sign = 1 if study.directions[0].name == "MINIMIZE" else -1
-    finished = study.get_trials(False, (TrialState.COMPLETE,))
-    finished.sort(key=lambda trial: sign * trial.values[0])
+    finished = finished_trials(study)
     flags = list(dict.fromkeys(n for t in finished for n in t.user_attrs["values"]))
     best = [
         (

@@ -10,7 +10,7 @@ import math
 import re
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -18,11 +18,11 @@ from tyro.conf import Positional, arg
 
 from mpitrain.checkpoint.preemption import STOP_FILE, forget_stop
 from mpitrain.config import NAME_PATTERN, TrainConfig
-from mpitrain.errors import Stopped, UsageError, did_you_mean
+from mpitrain.errors import Stopped, UsageError
 from mpitrain.flags import PROGRAM, read_flags
 from mpitrain.record.run_dir import read_json, read_result, shown, write_json
 from mpitrain.record.runs import differences, open_run
-from mpitrain.tools.sweep.space import RANKS, Search, read_search
+from mpitrain.tools.sweep.space import SET_BY_SWEEP, Search, check_names, read_search
 from mpitrain.tools.train.prepare import PreparedRun
 
 SWEEPS_DIR = Path("sweeps")
@@ -90,11 +90,6 @@ class PreparedSweep(PreparedRun):
     search: Search
     flags: Sequence[str]  # of every training
 
-    @property
-    def time_limit_seconds(self) -> float | None:
-        """How long this job may take."""
-        return None if self.options.hours is None else 3600 * self.options.hours
-
 
 def prepare(
     config: SweepConfig, flags: Sequence[str], read_config: ReadConfig
@@ -137,6 +132,7 @@ def prepare(
         options=config,
         search=search,
         flags=tuple(flags),
+        limit_seconds=None if config.hours is None else 3600 * config.hours,
     )
 
 
@@ -146,17 +142,10 @@ def read_training(
     """Read the search and the flags of every training; check the names in the space."""
     search, training = read_search(config.space), read_config(flags)
     default = TrainConfig()
-    given = {it.name for it in fields(training)} - {"launch"}
-    for name in ("name", "runs_dir", "resume", "new_run", "dry_run", "time_limit"):
-        flag = "--" + name.replace("_", "-")
+    for name in SET_BY_SWEEP:
         if getattr(training, name) != getattr(default, name):
-            raise UsageError(f"{flag} has no place after --: the sweep sets it itself")
-        if name in search.names:
-            raise UsageError(f"{name} has no place in a space: the sweep sets it")
-    for name in search.names:
-        if name not in given and name != RANKS:
-            raise UsageError(
-                f"the space names {name!r}, which is no flag of a training."
-                f"{did_you_mean(name, given)} Expected names such as lr, or {RANKS}"
-            )
+            flag = "--" + name.replace("_", "-")
+            hours = " Expected --hours before --" * (name == "time_limit")
+            raise UsageError(f"{flag} has no place in the trainings of a sweep.{hours}")
+    check_names(search.names)
     return search, training

@@ -3,7 +3,7 @@
 To a rank:
 
 - ``start``: train a trial; ``data``: the ranks and the flags of the training
-- ``verdict``: the answer to ``epoch``; ``data``: whether the trial is pruned
+- ``prune``: the answer to ``epoch``; ``data``: whether the trial is pruned
 - ``stop``: write a checkpoint and stop; ``data``: `PreemptionHandler.requested`
 - ``abort``: another rank of the trial has failed
 - ``end``: leave; ``data``: the exit status
@@ -11,8 +11,9 @@ To a rank:
 To the server:
 
 - ``epoch``: from a trial's first rank; ``data``: the epoch and its metrics. With a
-  pruner it waits for the verdict.
+  pruner it waits for the answer.
 - ``ended``: this rank has left the trial; ``data``: an `Outcome`
+- ``stop``: a rank without a trial was asked to stop; ``data``: as above
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ POLL_SECONDS = 0.02  # how often a rank looks for messages
 class Message(NamedTuple):
     """One message. ``id`` is the number of a trial's start in this job."""
 
-    kind: Literal["start", "verdict", "stop", "abort", "end", "epoch", "ended"]
+    kind: Literal["start", "prune", "stop", "abort", "end", "epoch", "ended"]
     id: int
     data: Any = None
 
@@ -55,6 +56,7 @@ class Inbox:
 
     Attributes:
         is_aborted: Whether another rank of the trial has failed.
+        server_error: What has ended the server of a world of one; raised here.
     """
 
     def __init__(self, mailbox: Mailbox) -> None:
@@ -62,6 +64,8 @@ class Inbox:
         self._lock = threading.Lock()
         self._next = 0.0
         self._waiting: list[Message] = []
+        self._stop_reason = 0
+        self.server_error: BaseException | None = None
         self.begin(-1)
 
     def send(self, message: Message) -> None:
@@ -70,10 +74,10 @@ class Inbox:
 
     def begin(self, id: int) -> None:
         """Take messages of this start from now on; those of others are late."""
-        self._id, self._stop_reason, self.is_aborted = id, 0, False
+        self._id, self.is_aborted = id, False
 
     def take(self) -> Message | None:
-        """Return the next ``start``, ``verdict`` or ``end``, if there is one."""
+        """Return the next ``start``, ``prune`` or ``end``, if there is one."""
         self._poll()
         return self._waiting.pop(0) if self._waiting else None
 
@@ -84,25 +88,25 @@ class Inbox:
             raise TrialAborted
 
     def stop_reason(self) -> int:
-        """Return why the trial is to stop; 0 if it is not."""
+        """Return why the job is to stop; 0 if it is not."""
         self._poll()
         return self._stop_reason
 
     def _poll(self) -> None:
+        if self.server_error is not None:
+            raise self.server_error
         if time.monotonic() < self._next or not self._lock.acquire(blocking=False):
             return
         try:
             while (message := self._mailbox.receive(TO_RANK)) is not None:
-                if message.kind in ("start", "end"):
-                    self._waiting.append(message)
-                elif message.id != self._id:
-                    pass
-                elif message.kind == "verdict":
-                    self._waiting.append(message)
-                elif message.kind == "abort":
-                    self.is_aborted = True
-                else:
+                if message.kind == "stop":
                     self._stop_reason = message.data
+                elif message.kind in ("start", "end") or (
+                    message.id == self._id and message.kind == "prune"
+                ):
+                    self._waiting.append(message)
+                elif message.id == self._id:
+                    self.is_aborted = True
             self._next = time.monotonic() + POLL_SECONDS
         finally:
             self._lock.release()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -17,7 +18,7 @@ from mpitrain.tools.sweep.config import PROGRESS, PreparedSweep
 from mpitrain.tools.sweep.messages import TO_RANK, TO_SERVER, Message, Outcome
 from mpitrain.tools.sweep.placement import Placement
 from mpitrain.tools.sweep.space import RANKS, flags_of
-from mpitrain.tools.sweep.study import Study, Trial
+from mpitrain.tools.sweep.study import Study, Trial, counts_of, finished_trials
 from mpitrain.train.progress import format_metrics, format_seconds
 
 LOOKAHEAD = 4  # trials that are chosen before there is room for them
@@ -57,10 +58,13 @@ class Server:
         num_trials = sweep.search.num_trials(sweep.options.trials)
         self._placement = Placement(world, share_gpus=sweep.options.share_gpus)
         self._study = Study(sweep.run_dir, sweep.search, num_trials, sweep.config.seed)
-        self._held = self._study.unfinished()  # chosen, and not begun in this job
+        self._waiting = self._study.unfinished()  # chosen, and not begun in this job
+        # Trials of other sizes may begin before one that waits for room.
+        sizes_vary = RANKS in sweep.search.names or sweep.search.function
+        self._lookahead = LOOKAHEAD if sizes_vary else 1
         self._num_overtaken = 0  # how many trials began before the first of these
         self._running: dict[int, Running] = {}
-        self._num_started = 0
+        self._num_started = self._num_failed = 0  # in this job
         self._stop_reason = 0
         self._began = self._counted_at = time.monotonic()
         self._first_start = 0.0
@@ -71,7 +75,7 @@ class Server:
     def run(self) -> int:
         """Serve until the sweep ends, or this job of it; return the exit status."""
         name, path = self._sweep.run_dir.name, shown(self._sweep.run_dir)
-        again = f", {len(self._held)} begun before" if self._held else ""
+        again = f", {len(self._waiting)} begun before" if self._waiting else ""
         self._say(f"sweep {name}: {self._summary()}{again}; folder {path}")
         while True:
             self._stop(self._handler.requested())
@@ -93,34 +97,36 @@ class Server:
         """Start trials as long as there is room, by and large in their order."""
         while self._placement.num_busy < self._world.world_size:
             can_overtake = self._num_overtaken < MAX_OVERTAKEN
-            first = self._held if can_overtake else self._held[:1]
+            first = self._waiting if can_overtake else self._waiting[:1]
             if any(self._start(trial) for trial in first):
                 continue
-            if not can_overtake or len(self._held) >= LOOKAHEAD:
+            if not can_overtake or len(self._waiting) >= self._lookahead:
                 return
             trial = self._study.ask()
             if trial is None:
                 return
-            self._held.append(trial)
+            self._waiting.append(trial)
 
     def _start(self, trial: Trial) -> bool:
         """Start a trial if there is room; return whether it waits no more."""
         sweep, size = self._sweep, self._world.world_size
         count = int(str(trial.values.get(RANKS) or sweep.options.ranks_per_trial))
-        error = f"needs {count} ranks, and the job has {size}" * (count > size)
-        if trial.num_starts >= MAX_STARTS:
+        error = ""
+        if not 1 <= count <= size:
+            error = f"asks for {count} ranks, and the job has {size}"
+        elif trial.num_starts >= MAX_STARTS:
             error = f"ended the job {trial.num_starts} times"
         if error:
-            self._held.remove(trial)
+            self._waiting.remove(trial)
             self._fail(trial, error)
             return True
         self._count()
         ranks = self._placement.take(count)
         if ranks is None:
             return False
-        is_first = trial is self._held[0]
+        is_first = trial is self._waiting[0]
         self._num_overtaken = 0 if is_first else self._num_overtaken + 1
-        self._held.remove(trial)
+        self._waiting.remove(trial)
         self._study.set_starts(trial.number, trial.num_starts + 1)
         id, self._num_started = self._num_started, self._num_started + 1
         self._running[id] = Running(trial, ranks, set(ranks))
@@ -138,14 +144,20 @@ class Server:
     # --- trials run and end -----------------------------------------------------------
 
     def _receive(self, message: Message) -> None:
-        id, running, search = message.id, self._running[message.id], self._sweep.search
+        id, search = message.id, self._sweep.search
+        if message.kind == "stop":
+            self._stop(message.data)
+            return
+        running = self._running[id]
         if message.kind == "epoch":
+            if not running.epoch:  # it has not begun in vain
+                self._study.set_starts(running.trial.number, 0)
             running.epoch, running.values = message.data
             if search.pruner is not None:
                 value = running.values.get(search.metrics[0][1], math.nan)
                 number = running.trial.number
                 is_pruned = self._study.should_prune(number, running.epoch, value)
-                self._send(running.ranks[:1], Message("verdict", id, is_pruned))
+                self._send(running.ranks[:1], Message("prune", id, is_pruned))
             return
         outcome: Outcome = message.data
         running.outcomes.append(outcome)
@@ -193,14 +205,15 @@ class Server:
             record_failure(path, error)
         logs = f"; see {shown(path / 'logs')}" if path.is_dir() else ""
         self._say(f"{trial.name} failed: {error}{logs}")
-        counts = self._study.counts()
+        self._num_failed += 1
+        counts = counts_of(self._study.optuna)
         if counts["finished"] or counts["pruned"]:
             return
-        if is_usage and counts["failed"] == 1:
+        if is_usage and self._num_failed == 1:
             raise UsageError(f"{trial.name}: {error}")
-        if counts["failed"] >= min(MAX_FAILURES, self._study.num_trials):
+        if self._num_failed >= min(MAX_FAILURES, self._study.num_trials):
             raise MpitrainError(
-                f"the first {counts['failed']} trials failed, the last one: {error}"
+                f"the first {self._num_failed} trials failed, the last one: {error}"
             )
 
     # --- the end ----------------------------------------------------------------------
@@ -214,7 +227,7 @@ class Server:
 
     def _end(self) -> int:
         path, study, summary = self._sweep.run_dir, self._study, self._summary()
-        counts, trials = study.counts(), study.num_trials
+        counts, trials = counts_of(study.optuna), study.num_trials
         result = {"trials": trials, "summary": summary}
         if sum(counts.values()) >= trials:
             if counts["failed"] == trials:
@@ -241,14 +254,14 @@ class Server:
 
     def _summary(self) -> str:
         """Return in a line what is done, and the best trial."""
-        counts, best = self._study.counts(), self._study.best()
+        study = self._study.optuna
+        counts, finished = counts_of(study), finished_trials(study)
         kinds = ", ".join(f"{num} {kind}" for kind, num in counts.items() if num)
         done = f"{sum(counts.values())}/{self._study.num_trials} trials"
         parts = [f"{done}: {kinds}" if kinds else done]
-        if best is not None:
-            parts.append(
-                f"best trial-{best.number:04}, {self._study.said(best.values)}"
-            )
+        if finished:
+            said = self._study.said(finished[0].values)
+            parts.append(f"best trial-{finished[0].number:04}, {said}")
         if self._num_started:
             parts.append(f"ranks busy {self._busy_share:.0%}")
         return " | ".join(parts)
@@ -265,7 +278,8 @@ class Server:
                 f"  {it.trial.name} on ranks {format_ranges(it.ranks)}: {said}"
             )
         progress = {"lines": lines, "busy_share": self._busy_share}
-        write_json(self._sweep.run_dir / PROGRESS, progress)
+        with contextlib.suppress(OSError):  # a full disk ends no sweep
+            write_json(self._sweep.run_dir / PROGRESS, progress)
 
     def _count(self) -> None:
         """Add up the time of busy ranks; call it before their number changes."""

@@ -10,14 +10,16 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from mpitrain.config import TrainConfig
 from mpitrain.errors import UsageError, did_you_mean
 from mpitrain.plugins import is_reference, load_reference
 
 RANKS = "ranks"  # in a space: ranks of the trial
+SET_BY_SWEEP = ("name", "runs_dir", "resume", "new_run", "dry_run", "time_limit")
 DEFAULT_TRIALS = 20
 KEYS = ("metric", "sampler", "pruner", "trials", "space")
 KINDS = ("choices", "uniform", "log", "int", "log_int")
@@ -112,6 +114,7 @@ class Search:
                     f"{self.function} returned {type(found).__name__}; expected flags "
                     "by name, such as {'lr': 0.1}"
                 )
+            check_names(found)
             return dict(found)
         values: dict[str, Value] = {}
         for parameter in self.parameters:
@@ -130,6 +133,17 @@ class Search:
             return
         for value in parameter.grid():
             yield from self.grid(first + 1, **values, **{parameter.name: value})
+
+
+def check_names(names: Iterable[str]) -> None:
+    """Check that flags may vary."""
+    known = {it.name for it in fields(TrainConfig)} - {"launch", *SET_BY_SWEEP}
+    for name in names:
+        if name not in {*known, RANKS}:
+            raise UsageError(
+                f"the space names {name!r}; expected flags of a training that a sweep "
+                f"does not set, such as lr, or {RANKS}.{did_you_mean(name, known)}"
+            )
 
 
 def flags_of(values: Mapping[str, Value]) -> list[str]:
@@ -224,9 +238,12 @@ def _parameter(name: str, found: Any, before: Sequence[str]) -> Parameter:
     if not isinstance(found, dict):
         found = {"choices": found if isinstance(found, list) else [found]}
     rest = dict(found)
+    given = rest.pop("if", {})
+    if not isinstance(given, dict):
+        raise UsageError(f"{name}: if: expected flags and values, found {given!r}")
     condition = {
         str(other).replace("-", "_"): it if isinstance(it, list) else [it]
-        for other, it in (rest.pop("if", None) or {}).items()
+        for other, it in given.items()
     }
     if unknown := condition.keys() - before:
         other = min(unknown)
@@ -265,12 +282,15 @@ def _number(value: Value) -> Value:
 def _from_wandb(found: Mapping[str, Any]) -> dict[str, Any]:
     """Translate a sweep file of W&B (docs.wandb.ai/models/sweeps)."""
     method, metric = found.get("method", "bayes"), found.get("metric") or {}
+    parameters = found["parameters"]
+    if not isinstance(parameters, dict) or not isinstance(metric, dict):
+        raise UsageError("parameters, metric: expected names and values")
     if method not in WANDB_METHODS:
         raise UsageError(f"method {method!r}: expected {', '.join(WANDB_METHODS)}")
     ours: dict[str, Any] = {
         "sampler": WANDB_METHODS[method],
         "trials": found.get("run_cap"),
-        "space": {k: _wandb_parameter(k, v) for k, v in found["parameters"].items()},
+        "space": {k: _wandb_parameter(k, v) for k, v in parameters.items()},
     }
     if "name" in metric:
         mode = "max" if metric.get("goal") == "maximize" else "min"

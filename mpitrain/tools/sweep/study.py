@@ -52,13 +52,17 @@ class Trial(NamedTuple):
 
 
 class Study:
-    """The Optuna study of a sweep; for one thread of rank zero."""
+    """The Optuna study of a sweep; for one thread of rank zero.
+
+    Attributes:
+        optuna: The study itself.
+    """
 
     def __init__(self, path: Path, search: Search, num_trials: int, seed: int) -> None:
         self._search, self.num_trials = search, num_trials
         self._live: dict[int, optuna.trial.Trial] = {}  # those that run, by number
         _repair(path / JOURNAL)
-        self._study = study = optuna.create_study(
+        self.optuna = study = optuna.create_study(
             study_name=NAME,
             storage=_storage(path),
             directions=[f"{mode}imize" for mode, _ in search.metrics],  # type: ignore[misc]
@@ -76,10 +80,10 @@ class Study:
     def unfinished(self) -> list[Trial]:
         """Return the trials that an earlier job has begun and not finished."""
         found = []
-        for begun in self._study.get_trials(False, (TrialState.RUNNING,)):
+        for begun in self.optuna.get_trials(False, (TrialState.RUNNING,)):
             number, attrs = begun.number, begun.user_attrs
             # Its id: what makes a Trial of what the storage has.
-            trial = optuna.trial.Trial(self._study, begun._trial_id)  # noqa: SLF001
+            trial = optuna.trial.Trial(self.optuna, begun._trial_id)  # noqa: SLF001
             self._live[number] = trial
             if "values" in attrs:
                 found.append(Trial(number, attrs["values"], attrs.get("num_starts", 0)))
@@ -89,11 +93,11 @@ class Study:
 
     def ask(self) -> Trial | None:
         """Return another trial; ``None`` if there is none left."""
-        trials = self._study.get_trials(deepcopy=False)
+        trials = self.optuna.get_trials(deepcopy=False)
         waiting = sum(trial.state is TrialState.WAITING for trial in trials)
         if len(trials) - waiting >= self.num_trials:
             return None
-        trial = self._study.ask()
+        trial = self.optuna.ask()
         self._live[trial.number] = trial
         values = self._search.suggest(trial)
         trial.set_user_attr("values", values)
@@ -126,7 +130,7 @@ class Study:
                     f"validation has {', '.join(known) or 'none'}"
                 )
             values.append(float(value))
-        self._study.tell(number, values)
+        self.optuna.tell(number, values)
         return self.said(values)
 
     def said(self, values: Sequence[float]) -> str:
@@ -136,20 +140,12 @@ class Study:
 
     def prune(self, number: int) -> None:
         """Say that a trial was pruned."""
-        self._study.tell(number, state=TrialState.PRUNED)
+        self.optuna.tell(number, state=TrialState.PRUNED)
 
     def fail(self, number: int, error: str) -> None:
         """Say that a trial has failed."""
         self._live[number].set_user_attr("error", error)
-        self._study.tell(number, state=TrialState.FAIL)
-
-    def counts(self) -> dict[str, int]:
-        """Return how many trials are finished, pruned and failed."""
-        return counts_of(self._study)
-
-    def best(self) -> FrozenTrial | None:
-        """Return the best finished trial, by the first metric; ``None`` without one."""
-        return best_of(self._study)
+        self.optuna.tell(number, state=TrialState.FAIL)
 
 
 def load_study(path: Path) -> optuna.Study:
@@ -174,11 +170,11 @@ def counts_of(study: optuna.Study) -> dict[str, int]:
     return {name: found[it] for name, it in zip(OUTCOMES, states, strict=True)}
 
 
-def best_of(study: optuna.Study) -> FrozenTrial | None:
-    """Return the best finished trial, by the first metric; ``None`` without one."""
+def finished_trials(study: optuna.Study) -> list[FrozenTrial]:
+    """Return the finished trials, the best by the first metric first."""
     found = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
     sign = 1 if study.directions[0].name == "MINIMIZE" else -1
-    return min(found, key=lambda trial: sign * trial.values[0], default=None)
+    return sorted(found, key=lambda trial: sign * trial.values[0])
 
 
 def best_command(words: Sequence[str]) -> str:
@@ -190,10 +186,10 @@ def best_command(words: Sequence[str]) -> str:
         raise UsageError(f"--best: expected the name of one sweep, found {words}")
     path = Path(words[0])
     path = path if path.is_dir() else SWEEPS_DIR / path
-    best, settings = best_of(load_study(path)), read_json(path / SETTINGS)
-    if best is None:
+    finished, settings = finished_trials(load_study(path)), read_json(path / SETTINGS)
+    if not finished:
         raise UsageError(f"{path}: no trial is finished yet")
-    values = best.user_attrs["values"]
+    values = finished[0].user_attrs["values"]
     num_ranks = values.get(RANKS) or settings["ranks_per_trial"]
     flags = shlex.join([*settings["flags"], *flags_of(values)])
     return f"mpirun -np {num_ranks} {PROGRAM} {flags}"

@@ -87,7 +87,8 @@ def run_sweep(
         ).on_all_ranks()
     guard = ExitGuard.current
     assert guard is not None
-    worker = Worker(guard, world, sweep, handler, read_config)
+    mailbox = Mailbox(guard.comm)
+    worker = Worker(guard, world, sweep, handler, read_config, Inbox(mailbox))
     destroy_process_group()
     screen = sys.stdout  # a trial's goes into its log
 
@@ -96,14 +97,14 @@ def run_sweep(
             print(line, file=screen, flush=True)
 
         try:
-            server = Server(worker.mailbox, world, sweep, handler, say)
+            server = Server(mailbox, world, sweep, handler, say)
             server.end_all(server.run())
         except BaseException as error:
             if isinstance(error, MpitrainError):
                 error.on_all_ranks()
             if size > 1:
                 guard.fail(error)  # this rank may be in a trial
-            worker.server_error = error
+            worker.inbox.server_error = error
 
     if world.is_rank_zero:
         threading.Thread(target=serve, name="sweep server", daemon=True).start()
@@ -141,12 +142,12 @@ class Reporter(Callback):
             data = (epoch.epoch, dict(epoch.values))
             self._inbox.send(Message("epoch", self._id, data))
         if self._waits:
-            verdict = self._ranks.on_rank_zero(self._verdict, "ask the server")
-            self.is_pruned = verdict and epoch.epoch < trainer.engine.plan.num_epochs
+            is_bad = self._ranks.on_rank_zero(self._answer, "ask the server")
+            self.is_pruned = is_bad and epoch.epoch < trainer.engine.plan.num_epochs
             if self.is_pruned:
                 raise StopRequested(f"pruned after epoch {epoch.epoch}")
 
-    def _verdict(self) -> bool:
+    def _answer(self) -> bool:
         while (found := self._inbox.take()) is None:
             self._inbox.raise_if_aborted()
             time.sleep(POLL_SECONDS / 4)
@@ -154,11 +155,7 @@ class Reporter(Callback):
 
 
 class Worker:
-    """Trains on this rank what the server sends. Collective over all ranks.
-
-    Attributes:
-        server_error: What has ended the server of a world of one.
-    """
+    """Trains on this rank what the server sends. Collective over all ranks."""
 
     def __init__(
         self,
@@ -167,25 +164,25 @@ class Worker:
         sweep: PreparedSweep,
         handler: PreemptionHandler,
         read_config: ReadConfig,
+        inbox: Inbox,
     ) -> None:
-        self._guard, self._world = guard, world
+        self._guard, self._world, self.inbox = guard, world, inbox
         self._handler, self._read_config = handler, read_config
         self._has_pruner = sweep.search.pruner is not None
         self._data = _shared_data(sweep, world)
-        self.mailbox = Mailbox(guard.comm)
-        self.server_error: BaseException | None = None
-        self._inbox = Inbox(self.mailbox)
-        handler.others, handler.stays_open = self._inbox.stop_reason, True
+        handler.others, handler.stays_open = inbox.stop_reason, True
 
     def run(self) -> int:
         """Train until the server sends the end; return the job's exit status."""
-        watched = self._guard.watched
+        watched, has_told = self._guard.watched, False
         watched.set_state(State.IDLE)
         while True:
-            message = self._inbox.take()
+            message = self.inbox.take()
             if message is None:
-                if self.server_error is not None:
-                    raise self.server_error
+                reason = self._handler.requested()
+                if reason and not has_told:  # a signal that no trial has seen
+                    has_told = True
+                    self.inbox.send(Message("stop", -1, reason))
                 time.sleep(POLL_SECONDS)
                 continue
             watched.progress("between two trials")
@@ -199,11 +196,11 @@ class Worker:
     def _train(self, id: int, ranks: Sequence[int], flags: Sequence[str]) -> None:
         """Train one trial; an error in it ends nothing else."""
         guard, on_end = self._guard, self._guard.on_end[:]
-        self._inbox.begin(id)
+        self.inbox.begin(id)
         try:
             with (
                 self._tells_outcome(id, ranks) as outcome,
-                cancel_waits_by(self._inbox.raise_if_aborted),
+                cancel_waits_by(self.inbox.raise_if_aborted),
                 sub_world(guard, self._world, ranks, id) as part,
             ):
                 guard.watched.expect_steps("the start of a trial")
@@ -225,7 +222,7 @@ class Worker:
             yield outcome
         except (Exception, SystemExit) as error:
             # Torch may have made another error of a TrialAborted.
-            if self._inbox.is_aborted:
+            if self.inbox.is_aborted:
                 outcome["status"] = "aborted"
                 raise
             text, mine = f"{type(error).__name__}: {error}", ranks.index(rank)
@@ -241,7 +238,7 @@ class Worker:
             raise
         finally:
             outcome["stop_reason"] = self._handler.requested()
-            self._inbox.send(Message("ended", id, Outcome(rank, **outcome)))
+            self.inbox.send(Message("ended", id, Outcome(rank, **outcome)))
 
     def _train_in(self, part: World, id: int, flags: Sequence[str]) -> str:
         """Train in the sub-world of the trial; return its outcome."""
@@ -254,7 +251,7 @@ class Worker:
                 raise Stopped(run.done).on_all_ranks()
             if run.done:
                 return "finished"
-            reporter = Reporter(id, part, self._inbox, waits=self._has_pruner)
+            reporter = Reporter(id, part, self.inbox, waits=self._has_pruner)
             with self._logs(run, part):
                 status = run_training(
                     part,

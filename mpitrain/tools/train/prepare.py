@@ -27,11 +27,7 @@ class PreparedRun:
     done: str = ""  # why there is nothing to do; empty if there is something
     status: int = 0  # the exit status, if there is nothing to do
     has_lock: bool = True  # whether a second job that writes into it would be noticed
-
-    @property
-    def time_limit_seconds(self) -> float | None:
-        """How long this job may take."""
-        return self.config.time_limit_seconds
+    limit_seconds: float | None = None  # how long this job may take
 
 
 def prepare(config: TrainConfig) -> PreparedRun:
@@ -67,6 +63,7 @@ def prepare(config: TrainConfig) -> PreparedRun:
         done=done,
         status=status,
         has_lock=folder.has_lock,
+        limit_seconds=config.time_limit_seconds,
     )
 
 
