@@ -9,6 +9,7 @@ from typing import Any
 
 import optuna
 import pytest
+from optuna.trial import TrialState
 
 from mpitrain.cli import main, read_config
 from mpitrain.config import TrainConfig
@@ -326,7 +327,7 @@ def test_each_pruner_of_optuna_prunes(tmp_path: Path, name: str) -> None:
         assert trial is not None
         for epoch in range(1, 10):
             if study.should_prune(trial.number, epoch, 1.0 / (number + 1)):
-                study.prune(trial.number)
+                study.optuna.tell(trial.number, state=TrialState.PRUNED)
                 pruned += 1
                 break
         else:

@@ -36,15 +36,17 @@ class Message(NamedTuple):
     data: Any = None
 
 
-class Outcome(NamedTuple):
-    """How a rank has left a trial."""
+Status = Literal["failed", "aborted", "stopped", "pruned", "finished"]
+"""How a rank has left a trial, the worst first; "aborted": since another one failed."""
 
+
+class Outcome(NamedTuple):
+    """How a rank has left a trial, and why."""
+
+    status: Status
     rank: int
-    status: Literal["finished", "pruned", "stopped", "failed", "aborted"]
-    stop_reason: int = 0  # what this rank was asked to stop for, if it was
     error: str = ""
-    exit_status: int = 0  # what a job would end with because of the error
-    is_consequence: bool = False  # whether another rank's error is the cause
+    stop_reason: int = 0  # what this rank was asked to stop for, if it was
 
 
 class TrialAborted(Exception):
@@ -64,9 +66,8 @@ class Inbox:
         self._lock = threading.Lock()
         self._next = 0.0
         self._waiting: list[Message] = []
-        self._stop_reason = 0
+        self._id, self._stop_reason, self.is_aborted = -1, 0, False
         self.server_error: BaseException | None = None
-        self.begin(-1)
 
     def send(self, message: Message) -> None:
         """Send to the server."""
@@ -99,13 +100,12 @@ class Inbox:
             return
         try:
             while (message := self._mailbox.receive(TO_RANK)) is not None:
-                if message.kind == "stop":
+                kind, is_now = message.kind, message.id == self._id
+                if kind == "stop":
                     self._stop_reason = message.data
-                elif message.kind in ("start", "end") or (
-                    message.id == self._id and message.kind == "prune"
-                ):
+                elif kind in ("start", "end") or (kind == "prune" and is_now):
                     self._waiting.append(message)
-                elif message.id == self._id:
+                elif is_now:
                     self.is_aborted = True
             self._next = time.monotonic() + POLL_SECONDS
         finally:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import TextIO, get_args
+
+from optuna.trial import TrialState
 
 from mpitrain.checkpoint.preemption import REASONS, PreemptionHandler
 from mpitrain.errors import MpitrainError, Stopped, UsageError
@@ -15,7 +18,7 @@ from mpitrain.mpi.world import World, format_ranges
 from mpitrain.record.recorder import record_failure
 from mpitrain.record.run_dir import read_result, shown, write_json
 from mpitrain.tools.sweep.config import PROGRESS, PreparedSweep
-from mpitrain.tools.sweep.messages import TO_RANK, TO_SERVER, Message, Outcome
+from mpitrain.tools.sweep.messages import TO_RANK, TO_SERVER, Message, Outcome, Status
 from mpitrain.tools.sweep.placement import Placement
 from mpitrain.tools.sweep.space import RANKS, flags_of
 from mpitrain.tools.sweep.study import Study, Trial, counts_of, finished_trials
@@ -51,10 +54,10 @@ class Server:
         world: World,
         sweep: PreparedSweep,
         handler: PreemptionHandler,
-        say: Callable[[str], object],
+        screen: TextIO,
     ) -> None:
         self._mailbox, self._world, self._sweep = mailbox, world, sweep
-        self._handler, self._say = handler, say
+        self._handler, self._screen = handler, screen
         num_trials = sweep.search.num_trials(sweep.options.trials)
         self._placement = Placement(world, share_gpus=sweep.options.share_gpus)
         self._study = Study(sweep.run_dir, sweep.search, num_trials, sweep.config.seed)
@@ -162,7 +165,7 @@ class Server:
         outcome: Outcome = message.data
         running.outcomes.append(outcome)
         running.left.discard(outcome.rank)
-        if outcome.status == "failed" and not running.is_aborted:
+        if outcome.error and not running.is_aborted:
             running.is_aborted = True
             self._send(running.left, Message("abort", id))
         if not running.left:
@@ -172,32 +175,28 @@ class Server:
             self._finish(running)
 
     def _finish(self, running: Running) -> None:
-        """Record how a trial has ended."""
-        trial, study = running.trial, self._study
-        outcomes = sorted(running.outcomes, key=lambda it: (it.is_consequence, it.rank))
-        statuses = {outcome.status for outcome in outcomes}
-        if "failed" in statuses:
-            first = next(it for it in outcomes if it.status == "failed")
-            is_usage = first.exit_status == UsageError.exit_status
-            self._fail(trial, first.error, is_usage=is_usage)
-        elif "stopped" in statuses:  # goes on in another job
+        """Record how a trial has ended: by the worst of its ranks' outcomes."""
+        trial, study, order = running.trial, self._study, get_args(Status)
+        worst = min(running.outcomes, key=lambda it: (order.index(it.status), it.rank))
+        if worst.error:
+            self._fail(trial, worst.error)
+        elif worst.status == "stopped":  # goes on in another job
             study.set_starts(trial.number, 0)
-            self._stop(max(outcome.stop_reason for outcome in outcomes))
-        elif "pruned" in statuses:
-            study.prune(trial.number)
+            self._stop(max(outcome.stop_reason for outcome in running.outcomes))
+        elif worst.status == "pruned":
+            study.optuna.tell(trial.number, state=TrialState.PRUNED)
             self._say(f"{trial.name} pruned after epoch {running.epoch}")
         else:
+            result = read_result(self._sweep.run_dir / trial.name)
             try:
-                said = study.finish(
-                    trial.number, read_result(self._sweep.run_dir / trial.name)
-                )
+                said = study.finish(trial.number, result)
             except MpitrainError as error:
                 self._fail(trial, str(error))
             else:
                 flags = " ".join(flags_of(trial.values))
                 self._say(f"{trial.name} finished: {said} | {flags}")
 
-    def _fail(self, trial: Trial, error: str, *, is_usage: bool = False) -> None:
+    def _fail(self, trial: Trial, error: str) -> None:
         """Record a trial that has failed; raise if none can succeed."""
         path = self._sweep.run_dir / trial.name
         self._study.fail(trial.number, error)
@@ -209,7 +208,7 @@ class Server:
         counts = counts_of(self._study.optuna)
         if counts["finished"] or counts["pruned"]:
             return
-        if is_usage and self._num_failed == 1:
+        if error.startswith("UsageError: ") and self._num_failed == 1:
             raise UsageError(f"{trial.name}: {error}")
         if self._num_failed >= min(MAX_FAILURES, self._study.num_trials):
             raise MpitrainError(
@@ -245,6 +244,9 @@ class Server:
     def end_all(self, status: int) -> None:
         """Let all ranks leave."""
         self._send(range(self._world.world_size), Message("end", -1, status))
+
+    def _say(self, line: str) -> None:
+        print(line, file=self._screen, flush=True)
 
     def _send(self, ranks: Iterable[int], message: Message) -> None:
         for rank in ranks:

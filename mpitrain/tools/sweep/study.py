@@ -138,10 +138,6 @@ class Study:
         names = [name for _, name in self._search.metrics]
         return format_metrics(dict(zip(names, values, strict=True)))
 
-    def prune(self, number: int) -> None:
-        """Say that a trial was pruned."""
-        self.optuna.tell(number, state=TrialState.PRUNED)
-
     def fail(self, number: int, error: str) -> None:
         """Say that a trial has failed."""
         self._live[number].set_user_attr("error", error)

@@ -23,7 +23,7 @@ from mpitrain.data.sources import Data, load_data
 from mpitrain.data.torchvision_sets import CLASSES
 from mpitrain.errors import LaunchError, MpitrainError, Stopped, UsageError
 from mpitrain.launch.exit_guard import ExitGuard
-from mpitrain.launch.process_exit import exit_status, is_consequence
+from mpitrain.launch.process_exit import is_consequence
 from mpitrain.launch.subworld import destroy_process_group, sub_world
 from mpitrain.mpi.collectives import (
     all_or_none,
@@ -38,13 +38,7 @@ from mpitrain.mpi.world import World, list_hosts, rank_label
 from mpitrain.record.run_dir import open_log, shown, start_logging
 from mpitrain.record.runs import close_run
 from mpitrain.tools.sweep.config import PreparedSweep, ReadConfig
-from mpitrain.tools.sweep.messages import (
-    POLL_SECONDS,
-    Inbox,
-    Message,
-    Outcome,
-)
-from mpitrain.tools.sweep.server import Server
+from mpitrain.tools.sweep.messages import POLL_SECONDS, Inbox, Message, Outcome
 from mpitrain.tools.train.prepare import PreparedRun, prepare
 from mpitrain.tools.train.run import run_training
 from mpitrain.train.callbacks import Callback, StopRequested
@@ -65,39 +59,34 @@ def run_sweep(
     Collective over all ranks.
 
     Raises:
-        UsageError: It asks for more ranks than there are; on every rank.
-        LaunchError: MPI allows no second thread; on every rank.
+        UsageError, LaunchError: The job has too few ranks, no shared folder, or an MPI
+            without threads; on every rank.
     """
+    size, count = world.world_size, sweep.options.ranks_per_trial
     if not has_thread_multiple():
-        raise LaunchError(
-            "MPI was started without MPI_THREAD_MULTIPLE, which sweep needs: expected "
-            "an MPI library with it, and no MPI4PY_RC_THREAD_LEVEL"
-        ).on_all_ranks()
-    num_ranks, size = sweep.options.ranks_per_trial, world.world_size
-    if num_ranks > size:
+        raise LaunchError("sweep needs an MPI with MPI_THREAD_MULTIPLE").on_all_ranks()
+    if count > size:
         raise UsageError(
-            f"--ranks-per-trial {num_ranks}: found {size} ranks; expected as many at "
-            f"least: mpirun -np {num_ranks} ..."
+            f"--ranks-per-trial {count}: found {size} ranks; expected as many at "
+            f"least: mpirun -np {count} ..."
         ).on_all_ranks()
-    ranks = communicator(world)
-    if blind := hosts_without(sweep.run_dir, sweep.run_id, world, ranks):
+    if blind := hosts_without(sweep.run_dir, sweep.run_id, world, communicator(world)):
         raise UsageError(
             f"{list_hosts(blind)} cannot see {shown(sweep.run_dir)}; expected a folder "
             "that all nodes share: --sweeps-dir"
         ).on_all_ranks()
     guard = ExitGuard.current
     assert guard is not None
-    mailbox = Mailbox(guard.comm)
-    worker = Worker(guard, world, sweep, handler, read_config, Inbox(mailbox))
+    mailbox, data = Mailbox(guard.comm), _shared_data(sweep, world)
+    worker = Worker(guard, world, sweep, handler, read_config, Inbox(mailbox), data)
     destroy_process_group()
     screen = sys.stdout  # a trial's goes into its log
 
     def serve() -> None:
-        def say(line: str) -> None:
-            print(line, file=screen, flush=True)
-
         try:
-            server = Server(mailbox, world, sweep, handler, say)
+            from mpitrain.tools.sweep.server import Server  # Optuna, on one rank
+
+            server = Server(mailbox, world, sweep, handler, screen)
             server.end_all(server.run())
         except BaseException as error:
             if isinstance(error, MpitrainError):
@@ -120,29 +109,29 @@ def _shared_data(sweep: PreparedSweep, world: World) -> Data | None:
 
     Collective over all ranks.
     """
-    training, search = sweep.config, sweep.search
+    config, search = sweep.config, sweep.search
     varies = search.function or search.names & {it.name for it in fields(DataConfig)}
-    if varies or training.data not in {*CLASSES, "synthetic"}:
+    if varies or config.data not in {*CLASSES, "synthetic"}:
         return None
     ranks = communicator(world)
-    return load_data(training, seed=training.seed, world=world, ranks=ranks)
+    return load_data(config, seed=config.seed, world=world, ranks=ranks)
 
 
 class Reporter(Callback):
     """Tells the server the metrics of each epoch; with `waits` the server may prune."""
 
     def __init__(self, id: int, world: World, inbox: Inbox, *, waits: bool) -> None:
-        self._id, self._inbox, self._waits = id, inbox, waits
-        self._is_first, self._ranks = world.is_rank_zero, communicator(world)
+        self._id, self._world, self._inbox, self._waits = id, world, inbox, waits
         self.is_pruned = False
 
     def on_epoch_end(self, trainer: Any, epoch: EpochMetrics) -> None:
         """Report; raises `StopRequested` on all ranks if the trial is pruned."""
-        if self._is_first:
+        if self._world.is_rank_zero:
             data = (epoch.epoch, dict(epoch.values))
             self._inbox.send(Message("epoch", self._id, data))
         if self._waits:
-            is_bad = self._ranks.on_rank_zero(self._answer, "ask the server")
+            ranks = communicator(self._world)
+            is_bad = ranks.on_rank_zero(self._answer, "ask the server")
             self.is_pruned = is_bad and epoch.epoch < trainer.engine.plan.num_epochs
             if self.is_pruned:
                 raise StopRequested(f"pruned after epoch {epoch.epoch}")
@@ -155,7 +144,7 @@ class Reporter(Callback):
 
 
 class Worker:
-    """Trains on this rank what the server sends. Collective over all ranks."""
+    """Trains on this rank what the server sends."""
 
     def __init__(
         self,
@@ -165,11 +154,11 @@ class Worker:
         handler: PreemptionHandler,
         read_config: ReadConfig,
         inbox: Inbox,
+        data: Data | None,
     ) -> None:
-        self._guard, self._world, self.inbox = guard, world, inbox
+        self._guard, self._world, self._sweep = guard, world, sweep
         self._handler, self._read_config = handler, read_config
-        self._has_pruner = sweep.search.pruner is not None
-        self._data = _shared_data(sweep, world)
+        self.inbox, self._data = inbox, data
         handler.others, handler.stays_open = inbox.stop_reason, True
 
     def run(self) -> int:
@@ -194,64 +183,50 @@ class Worker:
             watched.set_state(State.IDLE)
 
     def _train(self, id: int, ranks: Sequence[int], flags: Sequence[str]) -> None:
-        """Train one trial; an error in it ends nothing else."""
-        guard, on_end = self._guard, self._guard.on_end[:]
-        self.inbox.begin(id)
+        """Train one trial, and tell the server its outcome; it ends nothing else."""
+        guard, inbox, on_end = self._guard, self.inbox, self._guard.on_end[:]
+        inbox.begin(id)
         try:
             with (
-                self._tells_outcome(id, ranks) as outcome,
-                cancel_waits_by(self.inbox.raise_if_aborted),
+                cancel_waits_by(inbox.raise_if_aborted),
                 sub_world(guard, self._world, ranks, id) as part,
             ):
                 guard.watched.expect_steps("the start of a trial")
-                outcome["status"] = self._train_in(part, id, flags)
-        except (Exception, SystemExit):
-            pass  # the server knows it
+                outcome = self._train_in(part, id, flags)
+        except (Exception, SystemExit) as error:
+            outcome = self._failed(error, ranks)
+        reason = self._handler.requested()
+        inbox.send(Message("ended", id, outcome._replace(stop_reason=reason)))
         guard.on_end[:] = on_end
         torch.use_deterministic_algorithms(False)
         gc.collect()
         if self._world.device != "cpu":
             torch.cuda.empty_cache()
 
-    @contextlib.contextmanager
-    def _tells_outcome(self, id: int, ranks: Sequence[int]) -> Iterator[dict[str, Any]]:
-        """Tell the server how this rank leaves a trial, which it does in this block."""
-        outcome: dict[str, Any] = {"status": "failed"}
-        rank = self._world.rank
-        try:
-            yield outcome
-        except (Exception, SystemExit) as error:
-            # Torch may have made another error of a TrialAborted.
-            if self.inbox.is_aborted:
-                outcome["status"] = "aborted"
-                raise
-            text, mine = f"{type(error).__name__}: {error}", ranks.index(rank)
-            if not getattr(error, "is_collective", False):
-                label = rank_label(rank, self._world.world_size, socket.gethostname())
-                text = f"[{label}] {text}"
-            is_other = getattr(error, "reporting_rank", mine) not in (None, mine)
-            outcome |= {
-                "error": text,
-                "exit_status": exit_status(error),
-                "is_consequence": is_other or is_consequence(error),
-            }
-            raise
-        finally:
-            outcome["stop_reason"] = self._handler.requested()
-            self.inbox.send(Message("ended", id, Outcome(rank, **outcome)))
+    def _failed(self, error: BaseException, ranks: Sequence[int]) -> Outcome:
+        rank, size = self._world.rank, self._world.world_size
+        text, mine = f"{type(error).__name__}: {error}", ranks.index(rank)
+        if not getattr(error, "is_collective", False):
+            text = f"[{rank_label(rank, size, socket.gethostname())}] {text}"
+        # Torch may have made another error of a TrialAborted.
+        is_other = getattr(error, "reporting_rank", mine) not in (None, mine)
+        if self.inbox.is_aborted or is_other or is_consequence(error):
+            return Outcome("aborted", rank, text)
+        return Outcome("failed", rank, text)
 
-    def _train_in(self, part: World, id: int, flags: Sequence[str]) -> str:
-        """Train in the sub-world of the trial; return its outcome."""
-        comm, began = world_comm(), time.monotonic()
+    def _train_in(self, part: World, id: int, flags: Sequence[str]) -> Outcome:
+        """Train in the sub-world of the trial."""
+        began, rank = time.monotonic(), self._world.rank
         run = on_rank_zero(
-            comm, lambda: prepare(self._read_config(flags)), "prepare the run"
+            world_comm(), lambda: prepare(self._read_config(flags)), "prepare the run"
         )
+        has_pruner = self._sweep.search.pruner is not None
+        reporter = Reporter(id, part, self.inbox, waits=has_pruner)
         try:
             if run.done and run.status:  # a file stop lies in its folder
                 raise Stopped(run.done).on_all_ranks()
             if run.done:
-                return "finished"
-            reporter = Reporter(id, part, self.inbox, waits=self._has_pruner)
+                return Outcome("finished", rank)
             with self._logs(run, part):
                 status = run_training(
                     part,
@@ -265,9 +240,9 @@ class Worker:
             close_run(run.run_dir)
             if run.config.compile:
                 torch._dynamo.reset()  # noqa: SLF001
-        if not status:
-            return "finished"
-        return "pruned" if reporter.is_pruned else "stopped"
+        if reporter.is_pruned:
+            return Outcome("pruned", rank)
+        return Outcome("stopped" if status else "finished", rank)
 
     @contextlib.contextmanager
     def _logs(self, run: PreparedRun, part: World) -> Iterator[None]:
