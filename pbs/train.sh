@@ -84,7 +84,7 @@ fi
 # with 75; qstat says 271 after qdel. (MPICH: supervise --mpi mpich.)
 #
 # It leaves out nodes that do not answer, and submits this script again until the
-# training is finished, up to 20 jobs. The run in runs/ has the job's name. Of
+# training is finished, up to 20 jobs. The run, or sweep, has the job's name. Of
 # qsub's command line the next job gets ARGS and -N only: write the rest in here.
 # shellcheck disable=SC2086
 exec python -m mpitrain supervise --jobs 20 --script "$0" -- \

@@ -60,7 +60,7 @@ fi
 # the job's status is 75. (MPICH: supervise --mpi mpich.)
 #
 # It leaves out nodes that do not answer, and requeues the job until the training is
-# finished, up to 20 jobs. The run in runs/ has the job's name.
+# finished, up to 20 jobs. The run, or sweep, has the job's name.
 export SLURM_OVERLAP=1  # srun does not wait for what is left of a lost node
 exec python -m mpitrain supervise --jobs 20 -- \
     mpirun "${options[@]}" python -m mpitrain --name "$SLURM_JOB_NAME" "$@"

@@ -76,12 +76,12 @@ class PreemptionHandler:
 
     Attributes:
         margin: Returns the seconds that stopping takes.
-        others: Returns the number of a reason that comes from elsewhere; 0 for none.
+        reason_elsewhere: Returns the number of another reason to stop; 0 for none.
         stays_open: Whether `close` does nothing, since another training follows.
     """
 
     margin: Callable[[], float]
-    others: Callable[[], int]
+    reason_elsewhere: Callable[[], int]
     stays_open = False
 
     def __init__(
@@ -95,7 +95,7 @@ class PreemptionHandler:
         self._has_file = False
         self._is_closed = False
         self.margin = lambda: FIRST_MARGIN_SECONDS
-        self.others = lambda: 0
+        self.reason_elsewhere = lambda: 0
         self._deadline: float | None = None
         self._first_left = 0.0
         self._previous: dict[int, Any] = {}
@@ -126,7 +126,7 @@ class PreemptionHandler:
         end = self._deadline
         if end is not None and time.monotonic() > end - self._margin():
             return TIME
-        return self.others()
+        return self.reason_elsewhere()
 
     def seconds_left(self) -> float | None:
         """Return the seconds until the time limit stops it; ``None`` without one."""

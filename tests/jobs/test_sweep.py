@@ -166,7 +166,7 @@ def test_a_trial_that_ends_each_job_is_given_up(openmpi: Mpi, tmp_path: Path) ->
     statuses = [sweep(openmpi, 1, tmp_path, space).status for _ in range(4)]
     assert [status != 0 for status in statuses] == [True, True, True, False]
     failed, finished = trials_of(tmp_path)
-    assert failed.user_attrs["error"] == "ended the job 3 times"
+    assert failed.user_attrs["error"] == "3 jobs have died in its first epoch"
     assert finished.state.name == "COMPLETE"
 
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import optuna
 import pytest
-from optuna.trial import TrialState
 
 from mpitrain.cli import main, read_config
 from mpitrain.config import TrainConfig
@@ -114,7 +113,7 @@ def test_a_space_in_yaml_is_sampled_by_optuna(tmp_path: Path) -> None:
     seen = set()
     for trial in found:
         assert trial is not None
-        values: Any = trial.values
+        values: Any = trial.flags
         config = read_config(flags_of(values))
         assert 1e-4 <= config.lr <= 1  # type: ignore[operator]
         assert round(10 * config.momentum, 6) in range(5, 10)
@@ -137,7 +136,7 @@ def test_a_grid_has_each_combination_once(tmp_path: Path) -> None:
     for _ in range(2):  # the second time in another job
         study = Study(tmp_path, search, search.num_trials(None), seed=1)
     asked = [study.ask() for _ in range(9)]
-    assert [dict(trial.values) for trial in asked if trial] == expected
+    assert [dict(trial.flags) for trial in asked if trial] == expected
     assert study.ask() is None
 
 
@@ -284,11 +283,11 @@ def test_a_study_goes_on_in_another_job_with_other_numbers(tmp_path: Path) -> No
     (tmp_path / f"{JOURNAL}.lock").symlink_to(tmp_path / JOURNAL)
     study = study_of(tmp_path)
     (begun,) = study.unfinished()
-    assert (begun.number, begun.values, begun.num_starts) == (0, first.values, 1)
+    assert (begun.number, begun.flags, begun.num_starts) == (0, first.flags, 1)
     third = study.ask()
     assert third is not None
     assert third.number == 2
-    assert third.values not in (first.values, second.values)
+    assert third.flags not in (first.flags, second.flags)
     assert counts_of(study.optuna) == {"finished": 1, "pruned": 0, "failed": 0}
     study.fail(0, "because")
     (best,) = finished_trials(study.optuna)
@@ -327,7 +326,7 @@ def test_each_pruner_of_optuna_prunes(tmp_path: Path, name: str) -> None:
         assert trial is not None
         for epoch in range(1, 10):
             if study.should_prune(trial.number, epoch, 1.0 / (number + 1)):
-                study.optuna.tell(trial.number, state=TrialState.PRUNED)
+                study.prune(trial.number)
                 pruned += 1
                 break
         else:
@@ -369,7 +368,7 @@ def test_a_sweep_goes_on_with_the_same_search_alone(
     with pytest.raises(UsageError, match="begun with other settings: flags: "):
         prepare(config, ["--epochs", "3"], read_config)
     (tmp_path / "lr.yaml").write_text("space: {lr: [0.1, 0.3]}\n")
-    with pytest.raises(UsageError, match="begun with other settings: search: "):
+    with pytest.raises(UsageError, match="begun with other settings: space: "):
         prepare(config, ["--epochs", "2"], read_config)
 
 
@@ -382,7 +381,7 @@ def test_the_best_trial_is_a_command(config: SweepConfig, tmp_path: Path) -> Non
     assert trial is not None
     study.finish(trial.number, {"val_accuracy": 0.5})
     found = best_command([str(made.run_dir)])
-    flags = " ".join(flags_of(trial.values))
+    flags = " ".join(flags_of(trial.flags))
     assert found == f"mpirun -np 1 python -m mpitrain --epochs 2 {flags}"
 
 

@@ -121,7 +121,7 @@ exec python -m mpitrain supervise -- \
 {% else %}
 #
 # It leaves out nodes that do not answer, and submits this script again until the
-# training is finished, up to {{ jobs }} jobs. The run in runs/ has the job's name. Of
+# training is finished, up to {{ jobs }} jobs. The run, or sweep, has the job's name. Of
 # qsub's command line the next job gets ARGS and -N only: write the rest in here.
 # shellcheck disable=SC2086
 exec python -m mpitrain supervise --jobs {{ jobs }}{{ " --nodes %d" % nodes if spare_nodes else "" }} --script "$0" -- \

@@ -94,7 +94,7 @@ exec python -m mpitrain supervise -- \
 {% else %}
 #
 # It leaves out nodes that do not answer, and requeues the job until the training is
-# finished, up to {{ jobs }} jobs. The run in runs/ has the job's name.
+# finished, up to {{ jobs }} jobs. The run, or sweep, has the job's name.
 export SLURM_OVERLAP=1  # srun does not wait for what is left of a lost node
 exec python -m mpitrain supervise --jobs {{ jobs }}{{ " --nodes %d" % nodes if spare_nodes else "" }} -- \
     mpirun "${options[@]}" python -m mpitrain{{ command }} --name "$SLURM_JOB_NAME"{{ words }} "$@"

@@ -45,7 +45,8 @@ class SweepConfig:
     """A YAML file with the search space, also one of W&B; or package.module:function
     that takes an Optuna trial."""
     trials: int | None = None
-    """Number of trials. Default: all of a grid, else 20."""
+    """Number of trials, also those that fail or are pruned. Default: that of the
+    space, else 20. A grid has all."""
     ranks_per_trial: int = 1
     """Ranks that train one model, where the space has no ranks of its own."""
     hours: float | None = None
@@ -92,7 +93,7 @@ class PreparedSweep(PreparedRun):
 
 
 def prepare(
-    config: SweepConfig, flags: Sequence[str], read_config: ReadConfig
+    options: SweepConfig, flags: Sequence[str], read_config: ReadConfig
 ) -> PreparedSweep:
     """Make the sweep folder, or open the existing one. For rank zero."""
     if importlib.util.find_spec("optuna") is None:
@@ -100,10 +101,10 @@ def prepare(
             "sweep needs optuna, which is not installed. Type: "
             f"{sys.executable} -m pip install optuna cmaes scipy"
         )
-    search, training = read_training(config, flags, read_config)
-    folder = open_run(config.sweeps_dir, config.path.name, exists="resume")
-    path, settings = folder.path, {"flags": list(flags), "search": search.source}
-    settings["ranks_per_trial"] = config.ranks_per_trial
+    search, training = read_training(options, flags, read_config)
+    folder = open_run(options.sweeps_dir, options.path.name, exists="resume")
+    path, settings = folder.path, {"flags": list(flags), "space": search.source}
+    settings["ranks_per_trial"] = options.ranks_per_trial
     if (path / "metrics.jsonl").exists():
         raise UsageError(f"{path} is the folder of a run; expected another --name")
     if changed := differences(read_json(path / SETTINGS), settings, ()):
@@ -114,7 +115,7 @@ def prepare(
     write_json(path / SETTINGS, settings)
     done, status, before = "", 0, read_result(path)
     is_finished = before.get("status") == "finished"
-    if is_finished and search.num_trials(config.trials) <= before["trials"]:
+    if is_finished and search.num_trials(options.trials) <= before["trials"]:
         done = (
             f"finished: {before.get('summary')}; see {shown(path)}. Nothing to do: "
             "another --name begins another sweep, more --trials go on with this one"
@@ -129,18 +130,22 @@ def prepare(
         done=done,
         status=status,
         has_lock=folder.has_lock,
-        options=config,
+        options=options,
         search=search,
         flags=tuple(flags),
-        limit_seconds=None if config.hours is None else 3600 * config.hours,
+        limit_seconds=None if options.hours is None else 3600 * options.hours,
     )
 
 
 def read_training(
-    config: SweepConfig, flags: Sequence[str], read_config: ReadConfig
+    options: SweepConfig, flags: Sequence[str], read_config: ReadConfig
 ) -> tuple[Search, TrainConfig]:
     """Read the search and the flags of every training; check the names in the space."""
-    search, training = read_search(config.space), read_config(flags)
+    search, training = read_search(options.space), read_config(flags)
+    if search.is_grid and (options.trials or search.trials):
+        raise UsageError(
+            "a grid has all its combinations; expected no number of trials"
+        )
     default = TrainConfig()
     for name in SET_BY_SWEEP:
         if getattr(training, name) != getattr(default, name):

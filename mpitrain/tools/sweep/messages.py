@@ -29,10 +29,10 @@ POLL_SECONDS = 0.02  # how often a rank looks for messages
 
 
 class Message(NamedTuple):
-    """One message. ``id`` is the number of a trial's start in this job."""
+    """One message. ``start_id`` numbers the starts of trials in this job."""
 
     kind: Literal["start", "prune", "stop", "abort", "end", "epoch", "ended"]
-    id: int
+    start_id: int
     data: Any = None
 
 
@@ -66,16 +66,16 @@ class Inbox:
         self._lock = threading.Lock()
         self._next = 0.0
         self._waiting: list[Message] = []
-        self._id, self._stop_reason, self.is_aborted = -1, 0, False
+        self._start_id, self._stop_reason, self.is_aborted = -1, 0, False
         self.server_error: BaseException | None = None
 
     def send(self, message: Message) -> None:
         """Send to the server."""
         self._mailbox.send(message, 0, TO_SERVER)
 
-    def begin(self, id: int) -> None:
+    def begin(self, start_id: int) -> None:
         """Take messages of this start from now on; those of others are late."""
-        self._id, self.is_aborted = id, False
+        self._start_id, self.is_aborted = start_id, False
 
     def take(self) -> Message | None:
         """Return the next ``start``, ``prune`` or ``end``, if there is one."""
@@ -100,12 +100,12 @@ class Inbox:
             return
         try:
             while (message := self._mailbox.receive(TO_RANK)) is not None:
-                kind, is_now = message.kind, message.id == self._id
-                if kind == "stop":
+                kind, is_now = message.kind, message.start_id == self._start_id
+                if kind == "stop":  # the whole job is
                     self._stop_reason = message.data
                 elif kind in ("start", "end") or (kind == "prune" and is_now):
                     self._waiting.append(message)
-                elif is_now:
+                elif kind == "abort" and is_now:
                     self.is_aborted = True
             self._next = time.monotonic() + POLL_SECONDS
         finally:

@@ -9,8 +9,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TextIO, get_args
 
-from optuna.trial import TrialState
-
 from mpitrain.checkpoint.preemption import REASONS, PreemptionHandler
 from mpitrain.errors import MpitrainError, Stopped, UsageError
 from mpitrain.mpi.mailbox import Mailbox
@@ -26,7 +24,7 @@ from mpitrain.train.progress import format_metrics, format_seconds
 
 LOOKAHEAD = 4  # trials that are chosen before there is room for them
 MAX_OVERTAKEN = 8  # smaller trials that may start before one that waits for room
-MAX_STARTS = 3  # a trial that was begun in so many jobs that it ended fails
+MAX_STARTS = 3  # fail a trial during whose first epoch so many jobs have died
 MAX_FAILURES = 5  # without one that finished: the cause is common to all
 SLEEP_SECONDS = 0.005
 PROGRESS_SECONDS = 1.0  # how often the progress is written
@@ -42,7 +40,7 @@ class Running:
     outcomes: list[Outcome] = field(default_factory=list)
     is_aborted: bool = False
     epoch: int = 0  # the last one
-    values: Mapping[str, float] = field(default_factory=dict)  # its metrics
+    metrics: Mapping[str, float] = field(default_factory=dict)  # of that epoch
 
 
 class Server:
@@ -81,7 +79,7 @@ class Server:
         again = f", {len(self._waiting)} begun before" if self._waiting else ""
         self._say(f"sweep {name}: {self._summary()}{again}; folder {path}")
         while True:
-            self._stop(self._handler.requested())
+            self._stop(self._handler.requested())  # a signal, the file, the time limit
             if not self._stop_reason:
                 self._assign()
             if not self._running:
@@ -100,8 +98,9 @@ class Server:
         """Start trials as long as there is room, by and large in their order."""
         while self._placement.num_busy < self._world.world_size:
             can_overtake = self._num_overtaken < MAX_OVERTAKEN
-            first = self._waiting if can_overtake else self._waiting[:1]
-            if any(self._start(trial) for trial in first):
+            candidates = self._waiting if can_overtake else self._waiting[:1]
+            # It stops at the first True, for `_start` changes the list.
+            if any(self._start(trial) for trial in candidates):
                 continue
             if not can_overtake or len(self._waiting) >= self._lookahead:
                 return
@@ -111,19 +110,19 @@ class Server:
             self._waiting.append(trial)
 
     def _start(self, trial: Trial) -> bool:
-        """Start a trial if there is room; return whether it waits no more."""
+        """Start a trial if there is room; return whether it has begun, or failed."""
         sweep, size = self._sweep, self._world.world_size
-        count = int(str(trial.values.get(RANKS) or sweep.options.ranks_per_trial))
+        count = int(str(trial.flags.get(RANKS) or sweep.options.ranks_per_trial))
         error = ""
         if not 1 <= count <= size:
             error = f"asks for {count} ranks, and the job has {size}"
         elif trial.num_starts >= MAX_STARTS:
-            error = f"ended the job {trial.num_starts} times"
+            error = f"{trial.num_starts} jobs have died in its first epoch"
         if error:
             self._waiting.remove(trial)
             self._fail(trial, error)
             return True
-        self._count()
+        self._add_busy_time()
         ranks = self._placement.take(count)
         if ranks is None:
             return False
@@ -131,52 +130,53 @@ class Server:
         self._num_overtaken = 0 if is_first else self._num_overtaken + 1
         self._waiting.remove(trial)
         self._study.set_starts(trial.number, trial.num_starts + 1)
-        id, self._num_started = self._num_started, self._num_started + 1
-        self._running[id] = Running(trial, ranks, set(ranks))
+        start_id, self._num_started = self._num_started, self._num_started + 1
+        self._running[start_id] = Running(trial, ranks, set(ranks))
         self._first_start = self._first_start or self._counted_at
         seconds = self._counted_at - self._first_start
         if seconds > 1.0:  # not of those that start together at first
             self._busy_share = self._busy_seconds / (seconds * size)
-        flags = [*sweep.flags, *flags_of(trial.values), "--name", trial.name]
+        flags = [*sweep.flags, *flags_of(trial.flags), "--name", trial.name]
         flags += ["--runs-dir", str(sweep.run_dir)]
         if "wandb" in sweep.config.log and sweep.config.wandb_group is None:
             flags += ["--wandb-group", sweep.run_dir.name]
-        self._send(ranks, Message("start", id, (ranks, flags)))
+        self._send(ranks, Message("start", start_id, (ranks, flags)))
         return True
 
     # --- trials run and end -----------------------------------------------------------
 
     def _receive(self, message: Message) -> None:
-        id, search = message.id, self._sweep.search
+        start_id, search = message.start_id, self._sweep.search
         if message.kind == "stop":
             self._stop(message.data)
             return
-        running = self._running[id]
+        running = self._running[start_id]
         if message.kind == "epoch":
-            if not running.epoch:  # it has not begun in vain
+            if not running.epoch:  # a later death of the job is not held against it
                 self._study.set_starts(running.trial.number, 0)
-            running.epoch, running.values = message.data
+            running.epoch, running.metrics = message.data
             if search.pruner is not None:
-                value = running.values.get(search.metrics[0][1], math.nan)
+                value = running.metrics.get(search.metrics[0][1], math.nan)
                 number = running.trial.number
                 is_pruned = self._study.should_prune(number, running.epoch, value)
-                self._send(running.ranks[:1], Message("prune", id, is_pruned))
+                self._send(running.ranks[:1], Message("prune", start_id, is_pruned))
             return
         outcome: Outcome = message.data
         running.outcomes.append(outcome)
         running.left.discard(outcome.rank)
         if outcome.error and not running.is_aborted:
             running.is_aborted = True
-            self._send(running.left, Message("abort", id))
+            self._send(running.left, Message("abort", start_id))
         if not running.left:
-            del self._running[id]
-            self._count()
+            del self._running[start_id]
+            self._add_busy_time()
             self._placement.give_back(running.ranks)
             self._finish(running)
 
     def _finish(self, running: Running) -> None:
         """Record how a trial has ended: by the worst of its ranks' outcomes."""
-        trial, study, order = running.trial, self._study, get_args(Status)
+        trial, study = running.trial, self._study
+        order = get_args(Status)  # the worst first
         worst = min(running.outcomes, key=lambda it: (order.index(it.status), it.rank))
         if worst.error:
             self._fail(trial, worst.error)
@@ -184,16 +184,16 @@ class Server:
             study.set_starts(trial.number, 0)
             self._stop(max(outcome.stop_reason for outcome in running.outcomes))
         elif worst.status == "pruned":
-            study.optuna.tell(trial.number, state=TrialState.PRUNED)
+            study.prune(trial.number)
             self._say(f"{trial.name} pruned after epoch {running.epoch}")
         else:
-            result = read_result(self._sweep.run_dir / trial.name)
+            result = read_result(self._sweep.run_dir / trial.name)  # it is complete
             try:
                 said = study.finish(trial.number, result)
             except MpitrainError as error:
                 self._fail(trial, str(error))
             else:
-                flags = " ".join(flags_of(trial.values))
+                flags = " ".join(flags_of(trial.flags))
                 self._say(f"{trial.name} finished: {said} | {flags}")
 
     def _fail(self, trial: Trial, error: str) -> None:
@@ -221,8 +221,8 @@ class Server:
         """Let all trials stop, with a checkpoint, if there is a reason."""
         if reason and not self._stop_reason:
             self._stop_reason = reason
-            for id, running in self._running.items():
-                self._send(running.left, Message("stop", id, reason))
+            for start_id, running in self._running.items():
+                self._send(running.left, Message("stop", start_id, reason))
 
     def _end(self) -> int:
         path, study, summary = self._sweep.run_dir, self._study, self._summary()
@@ -274,7 +274,7 @@ class Server:
         if (left := self._handler.seconds_left()) is not None:
             lines[0] += f" | limit in {format_seconds(left)}"
         for it in self._running.values():
-            said = f"epoch {it.epoch} done, {format_metrics(it.values)}"
+            said = f"epoch {it.epoch} done, {format_metrics(it.metrics)}"
             said = said if it.epoch else "in its first epoch"
             lines.append(
                 f"  {it.trial.name} on ranks {format_ranges(it.ranks)}: {said}"
@@ -283,7 +283,7 @@ class Server:
         with contextlib.suppress(OSError):  # a full disk ends no sweep
             write_json(self._sweep.run_dir / PROGRESS, progress)
 
-    def _count(self) -> None:
+    def _add_busy_time(self) -> None:
         """Add up the time of busy ranks; call it before their number changes."""
         now = time.monotonic()
         self._busy_seconds += self._placement.num_busy * (now - self._counted_at)

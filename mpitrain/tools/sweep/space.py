@@ -81,7 +81,7 @@ class Parameter(NamedTuple):
 class Search:
     """What a sweep searches, and how."""
 
-    source: Any  # as it was read; it says whether two searches are the same
+    source: Any  # as it was read, but for trials: whether two searches are the same
     metrics: Sequence[tuple[str, str]]  # ("max" or "min", name)
     sampler: Mapping[str, Any]  # its name, and what Optuna's class takes
     pruner: Mapping[str, Any] | None
@@ -177,7 +177,8 @@ def read_search(space: str) -> Search:
     if not isinstance(found, dict):
         raise UsageError(f"{space}: expected `space:` and flags below it")
     try:
-        return _search(_from_wandb(found) if "parameters" in found else found, found)
+        source = {k: v for k, v in found.items() if k not in ("trials", "run_cap")}
+        return _search(_from_wandb(found) if "parameters" in found else found, source)
     except UsageError as error:
         raise UsageError(f"{space}: {error}") from None
 

@@ -41,9 +41,8 @@ class Trial(NamedTuple):
     """A trial that is to run."""
 
     number: int  # from 0
-    values: Mapping[str, Value]  # of the flags that vary
-    num_starts: int = 0
-    """How often it was started in jobs that ended while it ran, not asked to stop."""
+    flags: Mapping[str, Value]  # those that vary
+    num_starts: int = 0  # in jobs that died before it had finished an epoch
 
     @property
     def name(self) -> str:
@@ -60,7 +59,7 @@ class Study:
 
     def __init__(self, path: Path, search: Search, num_trials: int, seed: int) -> None:
         self._search, self.num_trials = search, num_trials
-        self._live: dict[int, optuna.trial.Trial] = {}  # those that run, by number
+        self._live: dict[int, optuna.trial.Trial] = {}  # asked or resumed in this job
         _repair(path / JOURNAL)
         self.optuna = study = optuna.create_study(
             study_name=NAME,
@@ -97,14 +96,14 @@ class Study:
         waiting = sum(trial.state is TrialState.WAITING for trial in trials)
         if len(trials) - waiting >= self.num_trials:
             return None
-        trial = self.optuna.ask()
+        trial = self.optuna.ask()  # of a grid: the next one that is enqueued
         self._live[trial.number] = trial
         values = self._search.suggest(trial)
         trial.set_user_attr("values", values)
         return Trial(trial.number, values)
 
     def set_starts(self, number: int, num_starts: int) -> None:
-        """Note how often a trial was started, or that it was asked to stop (0)."""
+        """Note in how many jobs a trial was started that may have died of it."""
         self._live[number].set_user_attr("num_starts", num_starts)
 
     def should_prune(self, number: int, epoch: int, value: float) -> bool:
@@ -137,6 +136,10 @@ class Study:
         """Return the values of a trial for the screen."""
         names = [name for _, name in self._search.metrics]
         return format_metrics(dict(zip(names, values, strict=True)))
+
+    def prune(self, number: int) -> None:
+        """Say that a trial was pruned."""
+        self.optuna.tell(number, state=TrialState.PRUNED)
 
     def fail(self, number: int, error: str) -> None:
         """Say that a trial has failed."""
@@ -174,7 +177,7 @@ def finished_trials(study: optuna.Study) -> list[FrozenTrial]:
 
 
 def best_command(words: Sequence[str]) -> str:
-    """Return what to type to train the best trial of a sweep again.
+    """Return what to type to train the best trial again, by the first metric.
 
     ``words``: the name of the sweep, or its folder.
     """

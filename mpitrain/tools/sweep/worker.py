@@ -92,7 +92,7 @@ def run_sweep(
             if isinstance(error, MpitrainError):
                 error.on_all_ranks()
             if size > 1:
-                guard.fail(error)  # this rank may be in a trial
+                guard.fail(error)  # ends this process, which may be in a trial
             worker.inbox.server_error = error
 
     if world.is_rank_zero:
@@ -120,19 +120,23 @@ def _shared_data(sweep: PreparedSweep, world: World) -> Data | None:
 class Reporter(Callback):
     """Tells the server the metrics of each epoch; with `waits` the server may prune."""
 
-    def __init__(self, id: int, world: World, inbox: Inbox, *, waits: bool) -> None:
-        self._id, self._world, self._inbox, self._waits = id, world, inbox, waits
+    def __init__(
+        self, start_id: int, world: World, inbox: Inbox, *, waits: bool
+    ) -> None:
+        self._start_id, self._world = start_id, world
+        self._inbox, self._waits = inbox, waits
         self.is_pruned = False
 
     def on_epoch_end(self, trainer: Any, epoch: EpochMetrics) -> None:
         """Report; raises `StopRequested` on all ranks if the trial is pruned."""
         if self._world.is_rank_zero:
             data = (epoch.epoch, dict(epoch.values))
-            self._inbox.send(Message("epoch", self._id, data))
+            self._inbox.send(Message("epoch", self._start_id, data))
         if self._waits:
             ranks = communicator(self._world)
-            is_bad = ranks.on_rank_zero(self._answer, "ask the server")
-            self.is_pruned = is_bad and epoch.epoch < trainer.engine.plan.num_epochs
+            should_prune = ranks.on_rank_zero(self._answer, "ask the server")
+            is_last = epoch.epoch == trainer.engine.plan.num_epochs
+            self.is_pruned = should_prune and not is_last  # after that it is finished
             if self.is_pruned:
                 raise StopRequested(f"pruned after epoch {epoch.epoch}")
 
@@ -159,7 +163,7 @@ class Worker:
         self._guard, self._world, self._sweep = guard, world, sweep
         self._handler, self._read_config = handler, read_config
         self.inbox, self._data = inbox, data
-        handler.others, handler.stays_open = inbox.stop_reason, True
+        handler.reason_elsewhere, handler.stays_open = inbox.stop_reason, True
 
     def run(self) -> int:
         """Train until the server sends the end; return the job's exit status."""
@@ -169,7 +173,7 @@ class Worker:
             message = self.inbox.take()
             if message is None:
                 reason = self._handler.requested()
-                if reason and not has_told:  # a signal that no trial has seen
+                if reason and not has_told:  # perhaps a signal that no trial has seen
                     has_told = True
                     self.inbox.send(Message("stop", -1, reason))
                 time.sleep(POLL_SECONDS)
@@ -179,25 +183,25 @@ class Worker:
             if message.kind == "end":
                 return int(message.data)
             if message.kind == "start":
-                self._train(message.id, *message.data)
+                self._train(message.start_id, *message.data)
             watched.set_state(State.IDLE)
 
-    def _train(self, id: int, ranks: Sequence[int], flags: Sequence[str]) -> None:
+    def _train(self, start_id: int, ranks: Sequence[int], flags: Sequence[str]) -> None:
         """Train one trial, and tell the server its outcome; it ends nothing else."""
         guard, inbox, on_end = self._guard, self.inbox, self._guard.on_end[:]
-        inbox.begin(id)
+        inbox.begin(start_id)
         try:
             with (
                 cancel_waits_by(inbox.raise_if_aborted),
-                sub_world(guard, self._world, ranks, id) as part,
+                sub_world(guard, self._world, ranks, start_id) as part,
             ):
                 guard.watched.expect_steps("the start of a trial")
-                outcome = self._train_in(part, id, flags)
+                outcome = self._train_in(part, start_id, flags)
         except (Exception, SystemExit) as error:
             outcome = self._failed(error, ranks)
         reason = self._handler.requested()
-        inbox.send(Message("ended", id, outcome._replace(stop_reason=reason)))
-        guard.on_end[:] = on_end
+        inbox.send(Message("ended", start_id, outcome._replace(stop_reason=reason)))
+        guard.on_end[:] = on_end  # undo what the training left, and --deterministic
         torch.use_deterministic_algorithms(False)
         gc.collect()
         if self._world.device != "cpu":
@@ -214,18 +218,18 @@ class Worker:
             return Outcome("aborted", rank, text)
         return Outcome("failed", rank, text)
 
-    def _train_in(self, part: World, id: int, flags: Sequence[str]) -> Outcome:
+    def _train_in(self, part: World, start_id: int, flags: Sequence[str]) -> Outcome:
         """Train in the sub-world of the trial."""
         began, rank = time.monotonic(), self._world.rank
         run = on_rank_zero(
             world_comm(), lambda: prepare(self._read_config(flags)), "prepare the run"
         )
         has_pruner = self._sweep.search.pruner is not None
-        reporter = Reporter(id, part, self.inbox, waits=has_pruner)
+        reporter = Reporter(start_id, part, self.inbox, waits=has_pruner)
         try:
             if run.done and run.status:  # a file stop lies in its folder
                 raise Stopped(run.done).on_all_ranks()
-            if run.done:
+            if run.done:  # in a job that ended before Optuna was told
                 return Outcome("finished", rank)
             with self._logs(run, part):
                 status = run_training(
