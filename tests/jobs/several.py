@@ -32,7 +32,7 @@ def main() -> None:
                 print(f"--- {name}", flush=True)
             run = on_rank_zero(job.comm, lambda: prepare(config), "prepare")  # noqa: B023
             run_dir = run.run_dir if world.is_rank_zero else None
-            run_training(job, run, PreemptionHandler(run_dir, None, 0.0), 0.0)
+            run_training(world, run, PreemptionHandler(run_dir, None, 0.0), 0.0)
 
 
 main()
