@@ -26,7 +26,7 @@ LOOKAHEAD = 4  # trials that are chosen before there is room for them
 MAX_OVERTAKEN = 8  # smaller trials that may start before one that waits for room
 MAX_STARTS = 3  # fail a trial during whose first epoch so many jobs have died
 MAX_FAILURES = 5  # without one that finished: the cause is common to all
-SLEEP_SECONDS = 0.005
+SLEEP_SECONDS = 0.01
 PROGRESS_SECONDS = 1.0  # how often the progress is written
 
 
@@ -64,6 +64,7 @@ class Server:
         sizes_vary = RANKS in sweep.search.names or sweep.search.function
         self._lookahead = LOOKAHEAD if sizes_vary else 1
         self._num_overtaken = 0  # how many trials began before the first of these
+        self._has_more = True  # trials to ask for
         self._running: dict[int, Running] = {}
         self._num_started = self._num_failed = 0  # in this job
         self._stop_reason = 0
@@ -104,8 +105,9 @@ class Server:
                 continue
             if not can_overtake or len(self._waiting) >= self._lookahead:
                 return
-            trial = self._study.ask()
+            trial = self._study.ask() if self._has_more else None
             if trial is None:
+                self._has_more = False
                 return
             self._waiting.append(trial)
 
