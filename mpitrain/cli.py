@@ -94,10 +94,16 @@ def train(argv: Sequence[str]) -> int:
 
 def sweep(argv: Sequence[str]) -> int:
     """Search hyperparameters: train many models in one job."""
-    from mpitrain.tools.sweep.config import PreparedSweep, prepare, read_sweep
+    from mpitrain.tools.sweep.config import (
+        PreparedSweep,
+        prepare,
+        read_sweep,
+        require_optuna,
+    )
 
     words, flags = _split(argv)
     if words[:1] == ["--best"]:
+        require_optuna()
         from mpitrain.tools.sweep.study import best_command
 
         print(best_command(words[1:]), flush=True)
@@ -208,7 +214,7 @@ def jobscript(argv: Sequence[str]) -> None:
         if command not in ("train", "sweep"):
             raise UsageError(
                 f"--jobs {config.jobs}: found {command!r} after --; a chain of jobs "
-                "goes on with a training or a sweep: expected the flags of one"
+                "resumes a training or a sweep: expected the flags of one"
             )
         _folder_of([command, "--name", config.name, *words])
     elif command == "sweep":

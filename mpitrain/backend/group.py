@@ -20,11 +20,9 @@ from mpitrain.backend.p2p import P2P
 from mpitrain.backend.shared_buffer import create_shared_buffer
 from mpitrain.backend.tensors import flatten
 from mpitrain.errors import TopologyError
-from mpitrain.mpi.collectives import world_comm
+from mpitrain.mpi.collectives import NUM_TAGS, world_comm
 from mpitrain.mpi.topology import has_thread_multiple
 from mpitrain.torch_compat import Store
-
-_NUM_TAGS = 32768  # every MPI library has as many (MPI 4.1, 9.1.2)
 
 logger = logging.getLogger("mpitrain")
 
@@ -190,6 +188,6 @@ def subgroup_communicator(ranks: Sequence[int], name: str) -> MPI.Intracomm:
             )
     members = default.Get_group().Incl(list(ranks))
     try:
-        return default.Create_group(members, tag=zlib.crc32(name.encode()) % _NUM_TAGS)
+        return default.Create_group(members, tag=zlib.crc32(name.encode()) % NUM_TAGS)
     finally:
         members.Free()

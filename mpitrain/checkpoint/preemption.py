@@ -110,7 +110,7 @@ class PreemptionHandler:
         if run_dir is None:
             return
         if time_limit_seconds is not None:
-            self._set_deadline(time_limit_seconds - used_seconds, "--time-limit")
+            self._set_deadline(time_limit_seconds - used_seconds, "the given limit")
         # In a thread: a scheduler may be slow, a disk may not answer at all.
         file = run_dir / STOP_FILE
         threading.Thread(

@@ -15,10 +15,8 @@ from typing import Any
 from mpitrain.config import TIMEOUT_SECONDS
 from mpitrain.launch.exit_guard import ExitGuard
 from mpitrain.launch.init import init_process_group
-from mpitrain.mpi.collectives import barrier, use_as_world
+from mpitrain.mpi.collectives import NUM_TAGS, barrier, use_as_world
 from mpitrain.mpi.world import World
-
-_NUM_TAGS = 32768  # every MPI library has as many (MPI 4.1, 9.1.2)
 
 
 @contextlib.contextmanager
@@ -45,7 +43,7 @@ def sub_world(
 
     assert guard.store is not None  # the start has opened it
     members = guard.comm.Get_group().Incl(list(ranks))
-    mine = guard.comm.Create_group(members, tag=number % _NUM_TAGS)
+    mine = guard.comm.Create_group(members, tag=number % NUM_TAGS)
     members.Free()
     part = sub_world_of(world, ranks)
     store = PrefixStore(f"mpitrain/sub_world/{number}", guard.store)

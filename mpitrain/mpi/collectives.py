@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 SPIN_SECONDS = 0.0005  # how long a rank tests without sleeping
+NUM_TAGS = 32768  # every MPI library has as many (MPI 4.1, 9.1.2)
 
 _sub_worlds: list[MPI.Intracomm] = []  # the last one is the world now
 _cancel_checks: list[Callable[[], object]] = []

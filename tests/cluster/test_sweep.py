@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import optuna
 import pytest
+from going_on import rows_of
 
 from .hosts import VirtualHosts
 from .slurm import Slurm
@@ -22,7 +22,6 @@ from .test_chains import (
 from .test_data_files import OWN
 from .test_hostfile import mpirun
 
-TIMES = ("time", "epoch_seconds", "samples_per_second")
 SPACE = """
 sampler: grid
 space:
@@ -52,15 +51,6 @@ def trials_of(path: Path) -> list[optuna.trial.FrozenTrial]:
     backend = optuna.storages.journal.JournalFileBackend(str(path / "study.journal"))
     storage = optuna.storages.JournalStorage(backend)
     return optuna.load_study(study_name="sweep", storage=storage).trials
-
-
-def numbers(run_dir: Path) -> list[dict[str, Any]]:
-    rows = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
-    return [
-        {key: value for key, value in row.items() if key not in TIMES}
-        for row in rows
-        if row["event"] in ("step", "epoch")
-    ]
 
 
 @pytest.mark.slow
@@ -97,7 +87,7 @@ def test_thirty_trials_of_two_and_four_ranks_keep_two_hosts_busy(
             flags=["--bind-to", "none", "-x", f"PYTHONPATH={OWN}"],
         )
         assert done.returncode == 0, done.stdout
-        assert numbers(path / name) == numbers(folder / "runs" / name)
+        assert rows_of(path / name) == rows_of(folder / "runs" / name)
 
 
 @pytest.mark.slow
@@ -136,4 +126,4 @@ def test_a_sweep_goes_through_several_jobs_of_slurm_and_of_pbs(
         seed = str(int(cut[0].name[-4:]) + 1)
         name = f"{chain.name}-{seed}"
         train_without_a_break(hosts, folder, name, *few, "--seed", seed, num_ranks=1)
-        assert numbers(cut[0]) == numbers(folder / "runs" / name)
+        assert rows_of(cut[0]) == rows_of(folder / "runs" / name)

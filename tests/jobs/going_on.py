@@ -26,6 +26,16 @@ NUM_STEPS = 24
 TIMES = ("time", "epoch_seconds", "samples_per_second")
 
 
+def rows_of(run_dir: Path) -> list[dict[str, Any]]:
+    """What steps and epochs came to, without what is of time."""
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+    return [
+        {key: value for key, value in row.items() if key not in TIMES}
+        for row in map(json.loads, lines)
+        if row["event"] in ("step", "epoch", "test")
+    ]
+
+
 @dataclass(kw_only=True)
 class Runs:
     """Starts trainings in a folder, all with the same flags and variables."""
@@ -72,13 +82,7 @@ class Runs:
 
     def rows(self, name: str) -> list[dict[str, Any]]:
         """What steps and epochs came to, without what is of time."""
-        lines = self.record(name).read_text().splitlines()
-        rows = [json.loads(line) for line in lines]
-        return [
-            {key: value for key, value in row.items() if key not in TIMES}
-            for row in rows
-            if row["event"] in ("step", "epoch", "test")
-        ]
+        return rows_of(self.dir(name))
 
     def resumed_at(self, name: str) -> list[int]:
         """The steps from which it went on, along the way to the last weights."""

@@ -34,6 +34,17 @@ class Net(nn.Module):
         """Do nothing."""
 
 
+class Mapped(Net):
+    """Prints which shared memory of data sets this process has."""
+
+    def __init__(self, num_classes: int, in_channels: int, image_size: int) -> None:
+        super().__init__(num_classes, image_size)
+        self.head = nn.Linear(in_channels * image_size * image_size, num_classes)
+        maps = Path("/proc/self/maps").read_text().splitlines()
+        found = {line.split()[4] for line in maps if "memfd:mpitrain-data" in line}
+        print("inodes", *sorted(found))
+
+
 class Raises(Net):
     def strike(self) -> None:
         if self.calls == 3:

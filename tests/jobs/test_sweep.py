@@ -15,10 +15,10 @@ from typing import Any
 
 import optuna
 import pytest
+from going_on import rows_of
 from launcher import Done, Mpi, environment, mpirun, slow, under_each_mpi
 
 FLAGS = ("--model", "swept:Net", "--epochs", "2", "--global-batch-size", "144")
-TIMES = ("time", "epoch_seconds", "samples_per_second")
 
 
 def write_space(folder: Path, text: str) -> str:
@@ -41,16 +41,6 @@ def sweep(
 def models(*names: str) -> str:
     listed = ", ".join(f"'swept:{name}'" for name in names)
     return f"sampler: grid\nspace:\n  model: [{listed}]\n"
-
-
-def rows(run_dir: Path) -> list[dict[str, Any]]:
-    """What steps and epochs came to, without what is of time."""
-    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
-    return [
-        {key: value for key, value in row.items() if key not in TIMES}
-        for row in map(json.loads, lines)
-        if row["event"] in ("step", "epoch")
-    ]
 
 
 def trials_of(folder: Path, name: str = "space") -> list[Any]:
@@ -95,12 +85,12 @@ def test_each_trial_is_the_run_that_its_command_makes(
         name = f"trial-{number:04}"
         run_dir = alone(openmpi, tmp_path, name, values["ranks"], *flags)
         trial_dir = tmp_path / "sweeps" / "space" / name
-        assert rows(trial_dir) == rows(run_dir)
-        assert len(rows(run_dir)) == 2 * (10 + 1)
+        assert rows_of(trial_dir) == rows_of(run_dir)
+        assert len(rows_of(run_dir)) == 2 * (10 + 1)
         log = (trial_dir / "logs" / "rank-0.log").read_text()
         assert "samples/s" in log
         (last,) = trials[number].values
-        assert last == rows(run_dir)[-1]["val_accuracy"]
+        assert last == rows_of(run_dir)[-1]["val_accuracy"]
     asked = [sys.executable, "-m", "mpitrain", "sweep", "--best", "space"]
     said = subprocess.check_output(asked, cwd=tmp_path, env=environment(), text=True)
     assert re.match(r"mpirun -np \d python -m mpitrain --device cpu .* --lr 0", said)
@@ -157,7 +147,7 @@ def test_a_killed_rank_ends_the_job_and_the_next_goes_on(
     assert [t.state.name for t in trials_of(tmp_path)] == ["COMPLETE"] * 4
     flags = ("--model", "swept:KillsOnce", "--lr", "0.1")
     run_dir = alone(openmpi, tmp_path, "trial-0002", 2, *flags)
-    assert rows(tmp_path / "sweeps" / "space" / "trial-0002") == rows(run_dir)
+    assert rows_of(tmp_path / "sweeps" / "space" / "trial-0002") == rows_of(run_dir)
 
 
 @pytest.mark.slow
@@ -217,7 +207,7 @@ def test_a_sweep_that_is_stopped_resumes(
     assert [t.state.name for t in trials_of(tmp_path)] == ["COMPLETE"] * 3
     more = ("--lr", "0.05", *flags[-4:])
     run_dir = alone(openmpi, tmp_path, "trial-0000", 2, *more)
-    assert rows(record.parent) == rows(run_dir)
+    assert rows_of(record.parent) == rows_of(run_dir)
 
 
 def test_bad_trials_are_pruned(openmpi: Mpi, tmp_path: Path) -> None:
@@ -241,6 +231,20 @@ def test_bad_trials_are_pruned(openmpi: Mpi, tmp_path: Path) -> None:
     result = json.loads((run_dir / "result.json").read_text())
     assert result["status"] == "stopped"
     assert "pruned after epoch" in result["stopped"]
+
+
+def test_trials_share_the_data_set(openmpi: Mpi, tmp_path: Path) -> None:
+    """Held once per node: by all ranks, in all trials."""
+    space = write_space(tmp_path, "sampler: grid\nspace:\n  seed: [1, 2]\n")
+    flags = ("--data", "synthetic", "--image-size", "8", "--model", "swept:Mapped")
+    words = (space, "--ranks-per-trial", "2")
+    done = sweep(openmpi, 2, tmp_path, *words, flags=(*flags, "--epochs", "1"))
+    assert done.status == 0, done.out + done.err
+    logs = (tmp_path / "sweeps" / "space").glob("trial-*/logs/rank-*.log")
+    said = [re.findall(r"^inodes (.+)$", log.read_text(), re.M) for log in logs]
+    assert len(said) == 4
+    assert all(found == said[0] for found in said)
+    assert len(said[0][0].split()) == 4  # inputs and labels, to train and to validate
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])

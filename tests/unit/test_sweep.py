@@ -11,7 +11,6 @@ import optuna
 import pytest
 
 from mpitrain.cli import main, read_config
-from mpitrain.config import TrainConfig
 from mpitrain.errors import MpitrainError, UsageError
 from mpitrain.mpi.world import Node, World
 from mpitrain.tools.sweep.config import SweepConfig, prepare, read_training
@@ -408,4 +407,3 @@ def test_what_optuna_gets_is_what_a_training_gets() -> None:
     config = read_config(flags_of({"lr": lr, "clip_grad_norm": None}))
     assert config.lr == lr
     assert config.clip_grad_norm is None
-    assert TrainConfig().clip_grad_norm is None

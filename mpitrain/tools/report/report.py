@@ -14,7 +14,7 @@ from tyro.conf import Positional, arg
 
 from mpitrain.errors import UsageError
 from mpitrain.record.reading import Run
-from mpitrain.tools.sweep.config import SETTINGS
+from mpitrain.tools.sweep.config import SETTINGS, require_optuna
 
 MAX_RUNS = 8
 
@@ -51,7 +51,13 @@ def report(config: ReportConfig) -> str:
             f"{sys.executable} -m pip install matplotlib"
         )
     try:
-        if (config.runs[0] / SETTINGS).is_file():
+        if any((path / SETTINGS).is_file() for path in config.runs):
+            if len(config.runs) > 1:
+                raise UsageError(
+                    f"found {len(config.runs)} folders, one of them of a sweep; "
+                    "expected a sweep alone: python -m mpitrain report sweeps/NAME"
+                )
+            require_optuna()
             from mpitrain.tools.report.sweep import write_page
 
             num = write_page(config.runs[0], output, pictures=config.pictures)

@@ -18,7 +18,7 @@ from mpitrain import __version__
 from mpitrain.record.run_dir import read_result, write_atomic
 from mpitrain.tools.report.page import PAGE, details, style_sheet
 from mpitrain.tools.report.summary import Section
-from mpitrain.tools.sweep.study import finished_trials, load_study
+from mpitrain.tools.sweep.study import finished_trials, load_study, name_of
 
 MAX_ROWS = 30
 
@@ -87,14 +87,14 @@ def _tables(study: optuna.Study) -> list[Section]:
     flags = list(dict.fromkeys(n for t in finished for n in t.user_attrs["values"]))
     best = [
         (
-            f"trial-{trial.number:04}",
+            name_of(trial.number),
             *(f"{value:.5g}" for value in trial.values),
             *(str(trial.user_attrs["values"].get(name, "")) for name in flags),
         )
         for trial in finished[:MAX_ROWS]
     ]
     failed = [
-        (f"trial-{trial.number:04}", str(trial.user_attrs.get("error", "")))
+        (name_of(trial.number), str(trial.user_attrs.get("error", "")))
         for trial in study.get_trials(False, (TrialState.FAIL,))[:MAX_ROWS]
     ]
     head = ("", *(study.metric_names or ["value"]), *flags)

@@ -16,14 +16,13 @@ from typing import Annotated
 
 from tyro.conf import Positional, arg
 
-from mpitrain.checkpoint.preemption import STOP_FILE, forget_stop
 from mpitrain.config import NAME_PATTERN, TrainConfig
-from mpitrain.errors import Stopped, UsageError
+from mpitrain.errors import UsageError
 from mpitrain.flags import PROGRAM, read_flags
 from mpitrain.record.run_dir import read_json, read_result, shown, write_json
 from mpitrain.record.runs import differences, open_run
 from mpitrain.tools.sweep.space import SET_BY_SWEEP, Search, check_names, read_search
-from mpitrain.tools.train.prepare import PreparedRun
+from mpitrain.tools.train.prepare import PreparedRun, unless_stopped
 
 SWEEPS_DIR = Path("sweeps")
 SETTINGS = "sweep.json"  # what a sweep was begun with, in its folder
@@ -92,15 +91,20 @@ class PreparedSweep(PreparedRun):
     flags: Sequence[str]  # of every training
 
 
+def require_optuna() -> None:
+    """Check that Optuna is installed, without importing it."""
+    if importlib.util.find_spec("optuna") is None:
+        raise UsageError(
+            "sweeps need optuna, which is not installed. Type: "
+            f"{sys.executable} -m pip install optuna cmaes scipy"
+        )
+
+
 def prepare(
     options: SweepConfig, flags: Sequence[str], read_config: ReadConfig
 ) -> PreparedSweep:
     """Make the sweep folder, or open the existing one. For rank zero."""
-    if importlib.util.find_spec("optuna") is None:
-        raise UsageError(
-            "sweep needs optuna, which is not installed. Type: "
-            f"{sys.executable} -m pip install optuna cmaes scipy"
-        )
+    require_optuna()
     search, training = read_training(options, flags, read_config)
     folder = open_run(options.sweeps_dir, options.path.name, exists="resume")
     path, settings = folder.path, {"flags": list(flags), "space": search.source}
@@ -113,16 +117,14 @@ def prepare(
             "Expected the same, or another --name"
         )
     write_json(path / SETTINGS, settings)
-    done, status, before = "", 0, read_result(path)
+    done, before = "", read_result(path)
     is_finished = before.get("status") == "finished"
     if is_finished and search.num_trials(options.trials) <= before["trials"]:
         done = (
             f"finished: {before.get('summary')}; see {shown(path)}. Nothing to do: "
-            "another --name begins another sweep, more --trials go on with this one"
+            "another --name begins another sweep, more --trials continue this one"
         )
-    elif not forget_stop(path):
-        stop, status = shown(path / STOP_FILE), Stopped.exit_status
-        done = f"{stop} exists, newer than the last stop: remove it, to resume"
+    done, status = unless_stopped(path, done)
     return PreparedSweep(
         config=training,
         run_dir=path,
@@ -144,7 +146,8 @@ def read_training(
     search, training = read_search(options.space), read_config(flags)
     if search.is_grid and (options.trials or search.trials):
         raise UsageError(
-            "a grid has all its combinations; expected no number of trials"
+            f"found {options.trials or search.trials} trials, but the sampler grid "
+            "tries all combinations; expected no number of trials"
         )
     default = TrainConfig()
     for name in SET_BY_SWEEP:

@@ -46,6 +46,7 @@ class Outcome(NamedTuple):
     status: Status
     rank: int
     error: str = ""
+    is_usage: bool = False  # whether the flags are wrong
     stop_reason: int = 0  # what this rank was asked to stop for, if it was
 
 

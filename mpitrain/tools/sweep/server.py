@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TextIO, get_args
+from typing import Any, TextIO, get_args
 
 from mpitrain.checkpoint.preemption import REASONS, PreemptionHandler
 from mpitrain.errors import MpitrainError, Stopped, UsageError
@@ -19,7 +19,13 @@ from mpitrain.tools.sweep.config import PROGRESS, PreparedSweep
 from mpitrain.tools.sweep.messages import TO_RANK, TO_SERVER, Message, Outcome, Status
 from mpitrain.tools.sweep.placement import Placement
 from mpitrain.tools.sweep.space import RANKS, flags_of
-from mpitrain.tools.sweep.study import Study, Trial, counts_of, finished_trials
+from mpitrain.tools.sweep.study import (
+    Study,
+    Trial,
+    counts_of,
+    finished_trials,
+    name_of,
+)
 from mpitrain.train.progress import format_metrics, format_seconds
 
 LOOKAHEAD = 4  # trials that are chosen before there is room for them
@@ -77,6 +83,7 @@ class Server:
     def run(self) -> int:
         """Serve until the sweep ends, or this job of it; return the exit status."""
         name, path = self._sweep.run_dir.name, shown(self._sweep.run_dir)
+        write_json(self._sweep.run_dir / "result.json", {"status": "running"})
         again = f", {len(self._waiting)} begun before" if self._waiting else ""
         self._say(f"sweep {name}: {self._summary()}{again}; folder {path}")
         while True:
@@ -114,10 +121,10 @@ class Server:
     def _start(self, trial: Trial) -> bool:
         """Start a trial if there is room; return whether it has begun, or failed."""
         sweep, size = self._sweep, self._world.world_size
-        count = int(str(trial.flags.get(RANKS) or sweep.options.ranks_per_trial))
+        count: Any = trial.flags.get(RANKS, sweep.options.ranks_per_trial)
         error = ""
-        if not 1 <= count <= size:
-            error = f"asks for {count} ranks, and the job has {size}"
+        if type(count) is not int or not 1 <= count <= size:
+            error = f"{RANKS}: found {count!r}, expected 1 to {size}"
         elif trial.num_starts >= MAX_STARTS:
             error = f"{trial.num_starts} jobs have died in its first epoch"
         if error:
@@ -181,8 +188,8 @@ class Server:
         order = get_args(Status)  # the worst first
         worst = min(running.outcomes, key=lambda it: (order.index(it.status), it.rank))
         if worst.error:
-            self._fail(trial, worst.error)
-        elif worst.status == "stopped":  # goes on in another job
+            self._fail(trial, worst.error, is_usage=worst.is_usage)
+        elif worst.status == "stopped":  # another job resumes it
             study.set_starts(trial.number, 0)
             self._stop(max(outcome.stop_reason for outcome in running.outcomes))
         elif worst.status == "pruned":
@@ -198,7 +205,7 @@ class Server:
                 flags = " ".join(flags_of(trial.flags))
                 self._say(f"{trial.name} finished: {said} | {flags}")
 
-    def _fail(self, trial: Trial, error: str) -> None:
+    def _fail(self, trial: Trial, error: str, *, is_usage: bool = False) -> None:
         """Record a trial that has failed; raise if none can succeed."""
         path = self._sweep.run_dir / trial.name
         self._study.fail(trial.number, error)
@@ -210,7 +217,7 @@ class Server:
         counts = counts_of(self._study.optuna)
         if counts["finished"] or counts["pruned"]:
             return
-        if error.startswith("UsageError: ") and self._num_failed == 1:
+        if is_usage and self._num_failed == 1:
             raise UsageError(f"{trial.name}: {error}")
         if self._num_failed >= min(MAX_FAILURES, self._study.num_trials):
             raise MpitrainError(
@@ -265,7 +272,7 @@ class Server:
         parts = [f"{done}: {kinds}" if kinds else done]
         if finished:
             said = self._study.said(finished[0].values)
-            parts.append(f"best trial-{finished[0].number:04}, {said}")
+            parts.append(f"best {name_of(finished[0].number)}, {said}")
         if self._num_started:
             parts.append(f"ranks busy {self._busy_share:.0%}")
         return " | ".join(parts)

@@ -47,7 +47,12 @@ class Trial(NamedTuple):
     @property
     def name(self) -> str:
         """The name of its run folder."""
-        return f"trial-{self.number:04}"
+        return name_of(self.number)
+
+
+def name_of(number: int) -> str:
+    """Return the name of a trial's run folder."""
+    return f"trial-{number:04}"
 
 
 class Study:

@@ -64,7 +64,10 @@ def run_sweep(
     """
     size, count = world.world_size, sweep.options.ranks_per_trial
     if not has_thread_multiple():
-        raise LaunchError("sweep needs an MPI with MPI_THREAD_MULTIPLE").on_all_ranks()
+        raise LaunchError(
+            "MPI was started without MPI_THREAD_MULTIPLE, which sweep needs: unset "
+            "MPI4PY_RC_THREAD_LEVEL, or load another MPI"
+        ).on_all_ranks()
     if count > size:
         raise UsageError(
             f"--ranks-per-trial {count}: found {size} ranks; expected as many at "
@@ -187,7 +190,7 @@ class Worker:
             watched.set_state(State.IDLE)
 
     def _train(self, start_id: int, ranks: Sequence[int], flags: Sequence[str]) -> None:
-        """Train one trial, and tell the server its outcome; it ends nothing else."""
+        """Train one trial, and tell the server the outcome; an error ends it alone."""
         guard, inbox, on_end = self._guard, self.inbox, self._guard.on_end[:]
         inbox.begin(start_id)
         try:
@@ -216,6 +219,8 @@ class Worker:
         is_other = getattr(error, "reporting_rank", mine) not in (None, mine)
         if self.inbox.is_aborted or is_other or is_consequence(error):
             return Outcome("aborted", rank, text)
+        if isinstance(error, UsageError):
+            return Outcome("failed", rank, str(error), is_usage=True)
         return Outcome("failed", rank, text)
 
     def _train_in(self, part: World, start_id: int, flags: Sequence[str]) -> Outcome:

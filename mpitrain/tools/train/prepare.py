@@ -41,7 +41,7 @@ def prepare(config: TrainConfig) -> PreparedRun:
         exists = "new name"
     folder = open_run(config.runs_dir, name, exists=exists)
     run_dir = folder.path
-    done, status = "", 0
+    done = ""
     if not folder.is_new:
         _refuse_changes(config, run_dir)
         result = is_finished(run_dir)
@@ -50,10 +50,7 @@ def prepare(config: TrainConfig) -> PreparedRun:
                 f"{finished_line(result)}; see {shown(run_dir)}. Nothing to do: "
                 "--new-run trains anew"
             )
-    stop = run_dir / STOP_FILE
-    if not done and not forget_stop(run_dir):
-        done = f"{shown(stop)} exists, newer than the last stop: remove it, to resume"
-        status = Stopped.exit_status
+    done, status = unless_stopped(run_dir, done)
     if not done:
         write_atomic(run_dir / "config.yaml", config.as_yaml(run_dir.name))
     return PreparedRun(
@@ -65,6 +62,15 @@ def prepare(config: TrainConfig) -> PreparedRun:
         has_lock=folder.has_lock,
         limit_seconds=config.time_limit_seconds,
     )
+
+
+def unless_stopped(run_dir: Path, done: str) -> tuple[str, int]:
+    """Return why there is nothing to do, `done` or a stop file, and the exit status."""
+    if done or forget_stop(run_dir):
+        return done, 0
+    stop = shown(run_dir / STOP_FILE)
+    done = f"{stop} exists, newer than the last stop: remove it, to resume"
+    return done, Stopped.exit_status
 
 
 def _refuse_changes(config: TrainConfig, run_dir: Path) -> None:
