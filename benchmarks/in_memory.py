@@ -24,6 +24,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from mpi4py import MPI
 from record import about, spread, write
 from torch.utils.data import DataLoader
 from torchvision import transforms
@@ -33,7 +34,7 @@ from mpitrain.config import DataConfig
 from mpitrain.data.sharding import RankShard
 from mpitrain.data.sources import Data, load_data
 from mpitrain.data.transforms import ImageTransform
-from mpitrain.mpi.shared_arrays import SingleProcess
+from mpitrain.mpi.shared_arrays import Communicator
 from mpitrain.mpi.world import Node, World
 from mpitrain.train.loader import BatchLoader
 
@@ -84,7 +85,7 @@ def main() -> None:
             DataConfig(data="mnist", data_dir=Path(folder)),
             seed=1,
             world=WORLD,
-            ranks=SingleProcess(),
+            ranks=Communicator(MPI.COMM_SELF, WORLD),
         )
         compare_pixels(data, Path(folder))
         report["rows"] = [

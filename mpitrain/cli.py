@@ -94,16 +94,12 @@ def train(argv: Sequence[str]) -> int:
 
 def sweep(argv: Sequence[str]) -> int:
     """Search hyperparameters: train many models in one job."""
-    from mpitrain.tools.sweep.config import (
-        PreparedSweep,
-        prepare,
-        read_sweep,
-        require_optuna,
-    )
+    from mpitrain.plugins import require
+    from mpitrain.tools.sweep.config import INSTALL, PreparedSweep, prepare, read_sweep
 
     words, flags = _split(argv)
     if words[:1] == ["--best"]:
-        require_optuna()
+        require("optuna", "sweep", INSTALL)
         from mpitrain.tools.sweep.study import best_command
 
         print(best_command(words[1:]), flush=True)
@@ -132,8 +128,9 @@ def _run_job(
     from mpitrain.launch.current import age_seconds
     from mpitrain.launch.exit_guard import abort_on_error
     from mpitrain.launch.init import init
+    from mpitrain.record.jsonl import changed_at
     from mpitrain.record.recorder import record_failure
-    from mpitrain.record.run_dir import open_log, result_time, start_logging, write_json
+    from mpitrain.record.run_dir import open_log, start_logging, write_json
 
     # Garbage collection takes a fifth of the time of the imports.
     gc.disable()
@@ -149,7 +146,8 @@ def _run_job(
             return prepared.status
         status_file = os.environ.get(STATUS_FILE)
         if status_file and is_zero:  # `supervise` prints the error from result.json
-            before = {"run_dir": str(run_dir), "result_time": result_time(run_dir)}
+            changed = changed_at(run_dir / "result.json")
+            before = {"run_dir": str(run_dir), "result_time": changed}
             with contextlib.suppress(OSError):
                 write_json(Path(f"{status_file}.run"), before)
         # Opened before the long imports: the log tells whose process this is.
@@ -166,7 +164,6 @@ def _run_job(
             run_dir if is_zero else None,
             prepared.limit_seconds,
             age_seconds(),
-            guard.watched.on_sigterm,
         )
         if is_zero and not prepared.has_lock:
             logging.getLogger("mpitrain").warning(

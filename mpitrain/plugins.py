@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import inspect
 import os
 import sys
@@ -16,6 +17,19 @@ from mpitrain.errors import UsageError, did_you_mean
 def is_reference(name: str) -> bool:
     """Whether a name is a reference to code."""
     return ":" in name
+
+
+def require(package: str, flag: str, install: str = "") -> None:
+    """Check, without importing it, that a package that not everybody has is installed.
+
+    ``install``: what pip is to install, if not what has the package's name.
+    """
+    spec = importlib.util.find_spec(package)
+    if spec is None or spec.origin is None:  # a mere folder, such as wandb's own
+        raise UsageError(
+            f"{flag} needs {package}, which is not installed. Type: "
+            f"{sys.executable} -m pip install {install or package}"
+        )
 
 
 def load_reference(reference: str, flag: str) -> Callable[..., Any]:

@@ -45,11 +45,6 @@ def python_backend_error() -> str:
     return ""
 
 
-def is_backend_registered(name: str) -> bool:
-    """Return whether a backend has this name (torch 2.14.1, 2.15)."""
-    return name.upper() in dist.Backend._plugins  # noqa: SLF001 - no public query
-
-
 def options_timeout(options: Backend.Options) -> timedelta:
     """Return the timeout of a backend's options (torch 2.14.1, 2.15)."""
     return options._timeout  # noqa: SLF001 - no public name

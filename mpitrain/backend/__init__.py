@@ -10,24 +10,25 @@ registers it, too. docs/explanation/architecture.md lists the modules.
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-from mpitrain.torch_compat import is_backend_registered, patch_work
+from mpitrain.torch_compat import patch_work
 
 if TYPE_CHECKING:
     from mpitrain.backend.backend import MpiBackend
     from mpitrain.torch_compat import DistributedBackendOptions
 
 
+@functools.cache
 def register() -> None:
     """Register the backend with torch. A second call does nothing."""
-    if not is_backend_registered("mpi4py"):
-        patch_work()
-        dist.Backend.register_backend(
-            "mpi4py", _create, extended_api=True, devices=["cpu", "cuda"]
-        )
+    patch_work()
+    dist.Backend.register_backend(
+        "mpi4py", _create, extended_api=True, devices=["cpu", "cuda"]
+    )
 
 
 def _create(given: DistributedBackendOptions, options: object) -> MpiBackend:

@@ -347,13 +347,10 @@ class MpiBackend(Backend):
         seconds = self._group.queue.timeout_seconds
         return self._coalesce(self._group.p2p.send(tensors[0], to, tag, seconds))
 
-    def recv(self, tensors: Tensors, source: int, tag: int) -> Work:
-        return self._receive(tensors, source, tag)
-
     def recv_anysource(self, tensors: Tensors, tag: int) -> Work:
-        return self._receive(tensors, None, tag)
+        return self.recv(tensors, None, tag)
 
-    def _receive(self, tensors: Tensors, source: int | None, tag: int) -> Work:
+    def recv(self, tensors: Tensors, source: int | None, tag: int) -> Work:
         seconds = self._group.queue.timeout_seconds
         return self._coalesce(self._group.p2p.receive(tensors[0], source, tag, seconds))
 

@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 
 from mpitrain.checkpoint.format import check_json
 from mpitrain.checkpoint.manager import CheckpointManager, Outcome
-from mpitrain.checkpoint.preemption import FIRST_MARGIN_SECONDS, REASONS
+from mpitrain.checkpoint.preemption import REASONS
 from mpitrain.checkpoint.resume import check_same_steps
 from mpitrain.checkpoint.run_checkpoints import CheckpointError, RunCheckpoints
 from mpitrain.checkpoint.tensors import (
@@ -117,7 +117,6 @@ class Checkpointer(RunCheckpoints, Callback):
         self._clock_number = self._failed_in_a_row = 0
         self._set_next(after_seconds=self._interval)
         self._saved: object = None
-        self._save_seconds = self._longest_gap = 0.0
         self._last_tick: float | None = None
         self._best = -math.inf
 
@@ -274,8 +273,7 @@ class Checkpointer(RunCheckpoints, Callback):
         """Let signals end the process again."""
         if self._manager is not None:
             self._consensus.abandon()
-        if self._handler is not None:
-            self._handler.close()
+        self.close()
 
     def on_stop(self, trainer: Trainer, reason: str) -> None:
         """Write the last checkpoint, as `on_train_end`."""
@@ -283,17 +281,12 @@ class Checkpointer(RunCheckpoints, Callback):
 
     # --- inside -----------------------------------------------------------------------
 
-    def _margin(self) -> float:
-        """Return how many seconds before its end a training should stop."""
-        return FIRST_MARGIN_SECONDS + 3 * self._save_seconds + 2 * self._longest_gap
-
     def _end(self, trainer: Trainer, doing: str) -> None:
         if self.is_disabled:
             return
         self._save_now(trainer, doing)
         self._consensus.close()
-        if self._handler is not None:
-            self._handler.close()
+        self.close()
 
     def _tick(self, trainer: Trainer, kind: int) -> None:
         now = time.monotonic()

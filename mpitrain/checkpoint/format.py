@@ -17,7 +17,6 @@ read just now OSError, one of a later format `DataError`.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import math
@@ -30,6 +29,7 @@ from typing import Any, BinaryIO
 
 from mpitrain.errors import DataError, UsageError
 from mpitrain.launch.current import heartbeat
+from mpitrain.record.run_dir import sync
 
 SUMS = "SHA256SUMS"
 TENSORS = "tensors.json"
@@ -66,7 +66,7 @@ def write_sums(folder: Path, sums: Mapping[str, str]) -> None:
     """Write the SHA-256 of all files, and sync the folder."""
     lines = "".join(f"{digest}  {name}\n" for name, digest in sorted(sums.items()))
     write_durably(folder / SUMS, lines.encode())
-    sync_folder(folder)
+    sync(folder)
 
 
 def read_sums(path: Path) -> dict[str, str]:
@@ -214,16 +214,6 @@ def write_durably(path: Path, data: bytes) -> str:
         file.flush()
         os.fsync(file.fileno())
     return hashlib.sha256(data).hexdigest()
-
-
-def sync_folder(path: Path) -> None:
-    """Sync a folder's names to the disk, where its file system can."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        with contextlib.suppress(OSError):  # some network file systems refuse
-            os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def open_file(path: Path, name: str) -> BinaryIO:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
@@ -25,8 +26,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 from mpitrain.checkpoint.format import encode_json
 from mpitrain.checkpoint.layout import FOLDER, name_of, remove_old
 from mpitrain.checkpoint.storage import (
+    UNCHANGED,
     HostMemory,
-    SavePlanner,
     TensorWriter,
     with_files,
 )
@@ -87,7 +88,7 @@ class CheckpointManager:
         self._before_rename = before_rename
         self._pinned = world.device != "cpu"
         self._memories = [HostMemory(pinned=self._pinned)]  # unused: at most two
-        self._planner = SavePlanner()
+        self._planner = DefaultSavePlanner(**UNCHANGED)
         self._outline: object = None
         self._plan = SavePlan([])
         self._metadata = Metadata({})

@@ -19,6 +19,7 @@ from types import FrameType
 from typing import Any
 
 from mpitrain.checkpoint.layout import list_checkpoints
+from mpitrain.launch.current import on_term
 from mpitrain.record.run_dir import read_result
 from mpitrain.schedulers import seconds_left
 
@@ -63,16 +64,12 @@ def forget_stop(run_dir: Path) -> bool:
     return True
 
 
-Handler = Callable[[int, FrameType | None], object]
-
-
 class PreemptionHandler:
     """Knows on this rank whether the training should stop.
 
     From here to `close`, USR2 and TERM do not end this process. The rank that is given
     ``run_dir`` also looks for the stop file and watches the time, counted from the
-    process's start. ``on_term`` registers a handler of TERM, where `signal.signal`
-    would displace another one.
+    process's start.
 
     Attributes:
         margin: Returns the seconds that stopping takes.
@@ -89,7 +86,6 @@ class PreemptionHandler:
         run_dir: Path | None,
         time_limit_seconds: float | None,
         used_seconds: float,
-        on_term: Callable[[Handler], object] | None = None,
     ) -> None:
         self._signal = 0
         self._has_file = False
@@ -98,14 +94,9 @@ class PreemptionHandler:
         self.reason_elsewhere = lambda: 0
         self._deadline: float | None = None
         self._first_left = 0.0
-        self._previous: dict[int, Any] = {}
+        self._previous: Any = None
         if threading.current_thread() is threading.main_thread():
-            self._previous[signal.SIGUSR2] = signal.signal(signal.SIGUSR2, self._note)
-            if on_term is None:
-                self._previous[signal.SIGTERM] = signal.signal(
-                    signal.SIGTERM, self._note
-                )
-        if on_term is not None:
+            self._previous = signal.signal(signal.SIGUSR2, self._note)
             on_term(self._note)
         if run_dir is None:
             return
@@ -139,9 +130,9 @@ class PreemptionHandler:
         if self.stays_open:
             return
         self._is_closed = True
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
-        self._previous = {}
+        if self._previous is not None:
+            signal.signal(signal.SIGUSR2, self._previous)
+            self._previous = None
 
     def give_up(self) -> None:
         """Close; a signal that came already ends this process."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,7 +20,8 @@ from mpitrain.checkpoint.storage import CheckpointReader, read_index
 from mpitrain.errors import DataError, UsageError
 from mpitrain.mpi.shared_arrays import Communicator
 from mpitrain.mpi.world import World, list_hosts
-from mpitrain.record.runs import RUN
+from mpitrain.record.run_dir import read_json
+from mpitrain.record.runs import RUN, differences
 
 logger = logging.getLogger("mpitrain")
 
@@ -30,11 +30,7 @@ def hosts_without(
     run_dir: Path, run_id: str, world: World, ranks: Communicator
 ) -> list[str]:
     """Return the hosts that do not see a run folder. Collective over all ranks."""
-    try:
-        found = json.loads((run_dir / RUN).read_text()).get("id")
-    except (OSError, ValueError, AttributeError):
-        found = None
-    mine = "" if found == run_id else world.hostname
+    mine = "" if read_json(run_dir / RUN).get("id") == run_id else world.hostname
     return [host for host in ranks.allgather(mine) if host]
 
 
@@ -170,11 +166,7 @@ def check_same_steps(reader: CheckpointReader, config: Mapping[str, Any]) -> Non
     """Check that the rest of an epoch has the samples that another run left."""
     before = reader.metadata["trainer"]["config"]
     names = ("global_batch_size", "seed", "data", "probe_epochs")
-    changed = [
-        f"{name}: {before[name]} -> {config[name]}"
-        for name in names
-        if before[name] != config[name]
-    ]
+    changed = differences({name: before[name] for name in names}, config, ())
     if reader.metadata["trainer"]["state"]["epoch_step"] and changed:
         raise UsageError(
             f"{reader.checkpoint.path} is within an epoch, whose samples would be "

@@ -33,8 +33,8 @@ from mpitrain.checkpoint.tensors import (
 )
 from mpitrain.config import seconds_of
 from mpitrain.errors import LaunchError, MpitrainError, UsageError
-from mpitrain.launch.current import age_seconds, current_world, on_term
-from mpitrain.mpi.shared_arrays import Communicator, SingleProcess, communicator
+from mpitrain.launch.current import age_seconds, current_world
+from mpitrain.mpi.shared_arrays import Communicator, communicator
 from mpitrain.mpi.world import World, list_hosts
 from mpitrain.record.runs import open_run
 
@@ -67,11 +67,11 @@ class RunCheckpoints:
         self._resume = resume
         self._time_limit = None if time_limit is None else seconds_of(time_limit)
         self._world: World | None = None
-        self._ranks: Communicator = SingleProcess()
+        self._ranks: Communicator  # from `open` on
         self._run_id = ""
         self._handler: PreemptionHandler | None = None
         self._manager: CheckpointManager | None = None
-        self._save_seconds = 0.0
+        self._save_seconds = self._longest_gap = 0.0
 
     # --- the run folder -----------------------------------------------------------
 
@@ -125,7 +125,6 @@ class RunCheckpoints:
                 self.run_dir if self._world.is_rank_zero else None,
                 self._time_limit,
                 age_seconds(),
-                on_term(),
             )
         if self.is_disabled:
             self._handler.give_up()
@@ -258,7 +257,7 @@ class RunCheckpoints:
 
     def _margin(self) -> float:
         """Return how many seconds before its end a training should stop."""
-        return FIRST_MARGIN_SECONDS + 3 * self._save_seconds
+        return FIRST_MARGIN_SECONDS + 3 * self._save_seconds + 2 * self._longest_gap
 
     def close(self) -> None:
         """Let SIGUSR2 and SIGTERM do what they did before; local."""

@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import ReadItem, SavePlan, WriteItem
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
 from mpitrain.checkpoint.format import (
@@ -42,13 +42,15 @@ from mpitrain.checkpoint.format import (
     encode_json,
     open_file,
     read_json,
-    sync_folder,
     write_durably,
     write_sums,
 )
 from mpitrain.checkpoint.layout import Checkpoint
 from mpitrain.launch.current import heartbeat
+from mpitrain.record.run_dir import sync
 
+# For torch's planners: names and tensors stay as they are.
+UNCHANGED = {"flatten_state_dict": False, "flatten_sharded_tensors": False}
 ALIGNMENT = 64  # each tensor begins at a multiple of so many bytes
 
 DTYPES = {
@@ -127,25 +129,6 @@ def _size(numbers: Sequence[int]) -> torch.Size:
     return torch.Size(numbers)
 
 
-class SavePlanner(DefaultSavePlanner):
-    """Plans which rank writes which tensor."""
-
-    def __init__(self) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-
-
-class LoadPlanner(DefaultLoadPlanner):
-    """Plans what is read into which tensor; unpickles nothing."""
-
-    def __init__(self) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-
-    def load_bytes(self, read_item: ReadItem, value: Any) -> None:
-        """Refuse: there are tensors only."""
-        del value
-        raise TypeError(f"{read_item.storage_index} is no tensor")
-
-
 class HostMemory:
     """Host memory for copies of tensors, reused; pinned where a GPU copies into it."""
 
@@ -190,7 +173,7 @@ class TensorWriter:
         self._items: list[tuple[WriteItem, int, int]] = []
         self._copy = self.memory.of(0)
 
-    def copy_to_host(self, plan: SavePlan, planner: SavePlanner) -> None:
+    def copy_to_host(self, plan: SavePlan, planner: DefaultSavePlanner) -> None:
         """Copy this rank's tensors, which may change after that."""
         chunks = []
         end = 0
@@ -253,7 +236,7 @@ class TensorWriter:
             if self.unfinished.exists() or not self.path.exists():
                 raise
         with contextlib.suppress(OSError):  # it is complete
-            sync_folder(self.path.parent)
+            sync(self.path.parent)
 
     def _make_folder(self) -> None:
         # The run folder stays: where it is gone its disk is not mounted.
@@ -294,7 +277,7 @@ class CheckpointReader:
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Read into tensors by name, in place; of sharded ones this rank's shard."""
         path, index = self.checkpoint.path, self._index
-        planner = LoadPlanner()
+        planner = DefaultLoadPlanner(**UNCHANGED)
         planner.set_up_planner(dict(tensors), index, is_coordinator=False)
         try:
             plan = planner.create_local_plan()
@@ -310,9 +293,7 @@ class CheckpointReader:
                 zip(item.storage_offsets, item.lengths, strict=True)
             ):
                 found = found.narrow(dim, start, length)
-            target = planner.resolve_tensor(item).detach()
-            target.copy_(found)
-            planner.commit_tensor(item, target)
+            planner.resolve_tensor(item).detach().copy_(found)
 
 
 def _read_chunk(path: Path, index: Metadata, at: MetadataIndex) -> Tensor:

@@ -26,7 +26,8 @@ from mpitrain.data.samples import (
     check_labels,
     name_classes,
 )
-from mpitrain.errors import DataError, UsageError
+from mpitrain.errors import DataError
+from mpitrain.plugins import require
 
 ENCODED = "encoded"  # the layout of images that are files, such as JPEG, as bytes
 
@@ -91,12 +92,8 @@ def scan(data_dir: Path) -> FileIndex:
 
 
 def _h5py() -> Any:
-    try:
-        return importlib.import_module("h5py")
-    except ImportError as error:
-        raise UsageError(
-            f"--data hdf5 needs h5py ({error}): pip install 'mpitrain[hdf5]'"
-        ) from error
+    require("h5py", "--data hdf5", "'mpitrain[hdf5]'")
+    return importlib.import_module("h5py")
 
 
 def _find(data_dir: Path) -> Path:

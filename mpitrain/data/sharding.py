@@ -24,17 +24,6 @@ def epoch_order(num_samples: int, seed: int, epoch: int) -> Indices:
     return generator.permutation(num_samples).astype(np.int64)
 
 
-def num_steps(num_samples: int, global_batch_size: int) -> int:
-    """Return the number of steps of an epoch, including a short last one."""
-    return -(-num_samples // global_batch_size)
-
-
-def split_into_steps(order: Indices, global_batch_size: int) -> Iterator[Indices]:
-    """Cut an epoch's order into steps; the last one may be short."""
-    for start in range(0, len(order), global_batch_size):
-        yield order[start : start + global_batch_size]
-
-
 def shard_bounds(num_samples: int, rank: int, world_size: int) -> tuple[int, int]:
     """Return where one rank's consecutive shard of some samples begins and ends.
 
@@ -119,11 +108,12 @@ class RankShard:
             yield from micro_batches
 
     def _steps(self) -> Iterator[Indices]:
-        if self.order is not None:
-            yield from split_into_steps(self.order, self.global_batch_size)
+        size, order = self.global_batch_size, self.order
+        if order is not None:
+            yield from (order[at : at + size] for at in range(0, len(order), size))
             return
-        for start in itertools.count(0, self.global_batch_size):
-            yield np.arange(start, start + self.global_batch_size, dtype=np.int64)
+        for start in itertools.count(0, size):
+            yield np.arange(start, start + size, dtype=np.int64)
 
     def _rows(self, samples: Indices, start: int, stop: int) -> Indices:
         if start >= stop:

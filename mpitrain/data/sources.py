@@ -59,12 +59,6 @@ class Data:
     statistics: Statistics | None = None
     """Mean and standard deviation to normalize by, in the range 0 to 1."""
 
-    def close(self) -> None:
-        """End the worker processes."""
-        for samples in (self.train, self.val, self.test):
-            if samples is not None:
-                samples.close()
-
 
 def load_data(
     config: DataConfig, *, seed: int, world: World, ranks: Communicator

@@ -18,7 +18,6 @@ import urllib.request
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -147,7 +146,9 @@ def _read_idx(path: Path, num_dims: int) -> Array:
 
 def _read_cifar(name: str, place: Path) -> list[tuple[Array, Array]]:
     """Read by torchvision, after a check of MD5."""
-    kind = getattr(_torchvision(), CLASSES[name])
+    from torchvision import datasets  # type: ignore[import-untyped]
+
+    kind = getattr(datasets, CLASSES[name])
     here = type(name, (kind,), {"base_folder": ""})
     try:
         train, val = here(place, train=True), here(place, train=False)
@@ -160,12 +161,6 @@ def _read_cifar(name: str, place: Path) -> list[tuple[Array, Array]]:
         (part.data.transpose(0, 3, 1, 2), np.array(part.targets, np.int64))
         for part in (train, val)
     ]
-
-
-def _torchvision() -> Any:
-    from torchvision import datasets  # type: ignore[import-untyped]
-
-    return datasets
 
 
 def fetch(name: str, data_dir: Path, mirror: str | None) -> None:
@@ -182,7 +177,8 @@ def fetch(name: str, data_dir: Path, mirror: str | None) -> None:
         with contextlib.suppress(DataError):
             read(name, data_dir)
             return
-    datasets = _torchvision()
+    from torchvision import datasets
+
     kind = getattr(datasets, CLASSES[name])
     if name in CIFAR_FILES:
         files, folder = [(kind.filename, kind.tgz_md5)], data_dir

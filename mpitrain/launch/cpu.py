@@ -32,7 +32,7 @@ def configure_threads(
     which is set in `variables`.
     """
     mask = frozenset(os.sched_getaffinity(0))
-    mine = (mask, _launcher_cores(variables), cpu_quota(), threads_of_pbs(variables))
+    mine = (mask, launcher_cores(variables), cpu_quota(), threads_of_pbs(variables))
     by_rank = comm.allgather(mine)
     masks = [[by_rank[rank][0] for rank in node.ranks] for node in world.nodes]
     quotas = [by_rank[node.ranks[0]][2] for node in world.nodes]
@@ -82,7 +82,7 @@ def configure_threads(
     return replace(world, nodes=nodes, num_cores=num_cores, num_threads=num_threads)
 
 
-def _launcher_cores(environ: Mapping[str, str]) -> frozenset[int]:
+def launcher_cores(environ: Mapping[str, str]) -> frozenset[int]:
     """Return the cores of this process's parent: mpirun, or its daemon on this host."""
     if not was_launched(environ):
         return frozenset()

@@ -11,22 +11,10 @@ from types import FrameType
 from mpitrain.launch.exit_guard import ExitGuard
 from mpitrain.mpi.world import World
 
-_current: list[tuple[ExitGuard, World]] = []  # at most one
-
-
-def set_current(guard: ExitGuard, world: World) -> None:
-    """Set the job that runs in this process."""
-    _current[:] = [(guard, world)]
-
-
-def unset_current() -> None:
-    """Say that the job in this process is over."""
-    _current.clear()
-
 
 def current_world() -> World | None:
     """Return the `World` of the job that runs in this process; ``None`` without one."""
-    return _current[0][1] if _current else None
+    return ExitGuard.current.world if ExitGuard.current else None
 
 
 def heartbeat(phase: str) -> None:
@@ -34,19 +22,20 @@ def heartbeat(phase: str) -> None:
 
     Costs a microsecond. Without a job nothing happens.
     """
-    if _current:
-        _current[0][0].watched.progress(phase)
+    if ExitGuard.current and ExitGuard.current.world:
+        ExitGuard.current.watched.progress(phase)
 
 
 def on_job_end(action: Callable[[], object]) -> None:
     """Call `action` on this rank, in a thread, when the watchdog ends the job."""
-    if _current:
-        _current[0][0].on_end.append(action)
+    if ExitGuard.current and ExitGuard.current.world:
+        ExitGuard.current.on_end.append(action)
 
 
-def on_term() -> Callable[[Callable[[int, FrameType | None], object]], object] | None:
-    """Return what registers a handler of SIGTERM beside the watchdog's, if it runs."""
-    return _current[0][0].watched.on_sigterm if _current else None
+def on_term(handler: Callable[[int, FrameType | None], object]) -> None:
+    """Register a handler of SIGTERM beside the watchdog's, if MPI was started here."""
+    if ExitGuard.current:
+        ExitGuard.current.watched.on_sigterm(handler)
 
 
 def age_seconds() -> float:

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from mpitrain.errors import TopologyError
+from mpitrain.watchdog.process import RANK_VARIABLES
 
 SIZE_VARIABLES = {
     "OMPI_COMM_WORLD_SIZE": "Open MPI's mpirun",
@@ -21,19 +22,6 @@ SIZE_VARIABLES = {
 
 MPICH_FAMILY = ("MPICH", "MVAPICH", "Intel(R) MPI", "CRAY MPICH")
 """How MPICH, and those that descend from it, begin to name themselves."""
-
-RANK_VARIABLES = (
-    "OMPI_COMM_WORLD_RANK",
-    "PMI_RANK",
-    "MV2_COMM_WORLD_RANK",
-    "PMIX_RANK",
-    "SLURM_PROCID",
-    "RANK",
-)
-"""Variables that number the processes, those of MPI's launchers first."""
-
-MPI_RANK_VARIABLES = RANK_VARIABLES[:4]
-"""Those of MPI's launchers alone: others are inherited by whatever is started."""
 
 _REMEDY = (
     "Compare `mpirun --version` with\n"
@@ -50,7 +38,9 @@ def was_launched(environ: Mapping[str, str]) -> bool:
 
 def launched_rank(environ: Mapping[str, str]) -> int:
     """Return the rank that the launcher gave, for messages before MPI has started."""
-    given = next((environ[name] for name in RANK_VARIABLES if name in environ), "0")
+    # The last two are inherited by whatever is started: not of MPI's launchers.
+    names = (*RANK_VARIABLES, "SLURM_PROCID", "RANK")
+    given = next((environ[name] for name in names if name in environ), "0")
     return int(given) if given.isdecimal() else 0
 
 
@@ -64,7 +54,7 @@ def is_on_one_node(environ: Mapping[str, str]) -> bool:
     """Whether Open MPI's launcher, or none, started this job on this node alone."""
     size = environ.get("OMPI_COMM_WORLD_SIZE")
     if size is None:
-        return not any(name in environ for name in MPI_RANK_VARIABLES)
+        return not any(name in environ for name in RANK_VARIABLES)
     return size == environ.get("OMPI_COMM_WORLD_LOCAL_SIZE")
 
 

@@ -25,7 +25,6 @@ from typing import TYPE_CHECKING, ClassVar, Literal, NoReturn
 from mpitrain.config import START_TIMEOUT_SECONDS
 from mpitrain.errors import EarlyReturnError, LaunchError, TopologyError
 from mpitrain.launch.env_checks import (
-    MPI_RANK_VARIABLES,
     check_size,
     foreign_library,
     is_on_one_node,
@@ -78,6 +77,7 @@ class ExitGuard:
     def __init__(self, comm: MPI.Intracomm, watched: WatchdogClient) -> None:
         self.comm = comm
         self.watched = watched
+        self.world: World | None = None  # of the job that runs now
         self.store: Store | None = None  # where ranks agree who failed first
         self.rendezvous: Rendezvous | None = None
         self.early_return: EarlyReturnMonitor | None = None
@@ -308,7 +308,6 @@ def _start_watchdog(start_timeout_seconds: float) -> WatchdogClient:
         watched = WatchdogClient(
             rank=launched_rank(os.environ),
             world_size=launched_size(os.environ),
-            rank_variables=MPI_RANK_VARIABLES,
             launcher_sockets=launcher_sockets(os.environ),
             start_timeout_seconds=start_timeout_seconds,
             on_command=_obey_watchdog,

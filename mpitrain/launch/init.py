@@ -9,7 +9,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping, MutableMapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal, TypeVar
@@ -25,7 +25,6 @@ from mpitrain.errors import LaunchError, UsageError
 from mpitrain.flags import PROGRAM
 from mpitrain.launch import cpu, gpu
 from mpitrain.launch.consistency import check_consistency
-from mpitrain.launch.current import set_current, unset_current
 from mpitrain.launch.env_checks import lone_in_allocation, part_of_het_job
 from mpitrain.launch.exit_guard import ExitGuard, abort_on_error, leave
 from mpitrain.launch.process_exit import exit_status
@@ -191,41 +190,35 @@ def _prepare_torch(
         torch.cuda.set_device(world.device)
 
 
-@dataclass(frozen=True, kw_only=True)
-class PendingLaunch:
-    """A launch by ``mpitrain run``, without process group, for the script's `init`."""
-
-    guard: ExitGuard
-    config: LaunchConfig
-    world: World
-
-
-_pending: list[PendingLaunch] = []  # at most one
+# A launch by ``mpitrain run``, without process group, for the script's `init`.
+_pending: list[tuple[ExitGuard, LaunchConfig, World]] = []
 
 
 def set_pending(guard: ExitGuard, config: LaunchConfig, world: World) -> None:
     """Let the next `init` take this launch, instead of making its own."""
-    _pending[:] = [PendingLaunch(guard=guard, config=config, world=world)]
+    _pending[:] = [(guard, config, world)]
 
 
-def _take_pending(guard: ExitGuard, config: LaunchConfig) -> PendingLaunch | None:
+def _take_pending(
+    guard: ExitGuard, config: LaunchConfig
+) -> tuple[World, LaunchConfig] | None:
     """Take the pending launch, if there is one, and check that it fits."""
     if not _pending:
         return None
-    pending = _pending.pop()
+    before, started, world = _pending.pop()
     default = LaunchConfig()
     for name in ("device", "backend", "interface"):
-        asked, found = getattr(config, name), getattr(pending.config, name)
+        asked, found = getattr(config, name), getattr(started, name)
         if asked not in (getattr(default, name), found):
             raise UsageError(
                 f"the script calls mpitrain.init({name}={asked!r}), but `run` has "
                 f"started with {found!r} already; expected the same.\n"
                 f"Type: {PROGRAM} run --{name} {asked} ..."
             ).on_all_ranks()
-    guard.store = pending.guard.store
-    guard.early_return, pending.guard.early_return = pending.guard.early_return, None
-    hang_timeout = config.hang_timeout or pending.config.hang_timeout
-    return replace(pending, config=replace(config, hang_timeout=hang_timeout))
+    guard.store = before.store
+    guard.early_return, before.early_return = before.early_return, None
+    hang_timeout = config.hang_timeout or started.hang_timeout
+    return world, replace(config, hang_timeout=hang_timeout)
 
 
 def init(
@@ -303,12 +296,12 @@ def init(
         if pending is None:
             world = prepare(guard, config, timeout_seconds, os.environ)
         else:
-            world, config = pending.world, pending.config
+            world, config = pending
         init_process_group(guard, world, timeout_seconds)
         watch_steps(guard, config)
         if guard.early_return is None:
             watch_early_returns(guard, world)
-    set_current(guard, world)
+    guard.world = world
     changed = {
         name: before.get(name)
         for name, value in os.environ.items()
@@ -413,8 +406,7 @@ class Job:
         sys.excepthook = self._previous_hook
         if dist.is_initialized():
             dist.destroy_process_group()
-        self._guard.store = None
-        unset_current()
+        self._guard.store = self._guard.world = None
         for name, value in self._variables_before.items():
             if value is None:
                 os.environ.pop(name, None)

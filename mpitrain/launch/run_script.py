@@ -21,8 +21,6 @@ from typing import NoReturn
 from mpitrain.config import TIMEOUT_SECONDS
 from mpitrain.errors import LaunchError
 from mpitrain.launch import init
-from mpitrain.launch.current import set_current
-from mpitrain.launch.env_checks import MPI_RANK_VARIABLES
 from mpitrain.launch.exit_guard import ExitGuard, leave
 from mpitrain.launch.process_exit import (
     exit_status,
@@ -52,7 +50,7 @@ def run(
         return
     world, main, code = _load(guard, request, environ)
     init.set_pending(guard, request.config, world)
-    set_current(guard, world)
+    guard.world = world
     init.watch_steps(guard, request.config, "in the script")
     # It stays: threads, `atexit` functions and pickle may look for it till the end.
     # Processes that multiprocessing spawned name its classes by the second.
@@ -185,7 +183,7 @@ def _close_stdin() -> None:
     Open MPI 5's mpirun hands rank zero a pipe that it never closes: whoever reads it
     to its end waits for ever (5.0.11, tried; Open MPI 4.1 and MPICH close it).
     """
-    above = launchers_of(os.getpid(), MPI_RANK_VARIABLES)
+    above = launchers_of(os.getpid())
     if not above or name_of(above[-1].pid) not in COMMANDS:
         return
     with contextlib.suppress(OSError):  # another user's mpirun, or no stdin

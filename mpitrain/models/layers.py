@@ -5,6 +5,7 @@ The head is the layer that turns features into scores of classes.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import chain
 from typing import NamedTuple
 
@@ -131,35 +132,6 @@ class WithHead(nn.Module):
         return self.head(self.backbone(inputs))  # type: ignore[no-any-return]
 
 
-class Features(nn.Module):
-    """Maps inputs to the tensor that a model's head receives; the head still runs."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-        self.head_name, _ = head_of(model)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        """Return what the head receives for `inputs`, `(N, ..., F)`."""
-        received: list[tuple[object, ...]] = []
-        head = self.model.get_submodule(self.head_name)
-        hook = head.register_forward_pre_hook(lambda _, args: received.append(args))
-        try:
-            self.model(inputs)
-        finally:
-            hook.remove()
-        if len(received) == 1 and len(received[0]) == 1:
-            features = received[0][0]
-            if isinstance(features, Tensor):
-                return features
-        raise DataError(
-            f"{type(self.model).__name__} called its head {self.head_name!r} "
-            f"{len(received)} times; expected once, with one tensor, to train the head "
-            "on features.\nName another by an attribute of the model: "
-            "head_name = 'name.of.the.module'"
-        )
-
-
 def head_of(model: nn.Module) -> tuple[str, nn.Module]:
     """Find the head of a model: the layer that is trained alone on a frozen backbone.
 
@@ -195,25 +167,31 @@ def head_of(model: nn.Module) -> tuple[str, nn.Module]:
     return found
 
 
-def split_head(model: nn.Module, inputs: Tensor) -> tuple[Features, nn.Module] | None:
-    """Split a model into features and head, so that ``head(features(x)) == model(x)``.
+def features_before_head(
+    model: nn.Module, inputs: Tensor
+) -> Callable[[Tensor], Tensor] | None:
+    """Return what maps inputs to the tensor `(N, ..., F)` that a model's head receives.
 
-    ``None`` if the model computes more after its head, as squeezenet does, or does not
-    call it once with one tensor; tried on `inputs` in evaluation mode.
+    The head still runs. ``None`` if the model computes more after its head, as
+    squeezenet does, or does not call it once with one tensor; tried on `inputs` in
+    evaluation mode.
     """
-    features = Features(model)
-    head = model.get_submodule(features.head_name)
-    outputs: list[object] = []
+    head = head_of(model)[1]
+
+    def call(batch: Tensor) -> tuple[object, list[tuple[object, ...]]]:
+        calls: list[tuple[object, ...]] = []
+        with head.register_forward_hook(
+            lambda _, args, out: calls.append((*args, out))
+        ):
+            return model(batch), calls
+
     training = model.training
     model.eval()
-    hook = head.register_forward_hook(lambda _, _args, output: outputs.append(output))
-    try:
-        with torch.no_grad():
-            output = model(inputs)
-            features(inputs)
-    except DataError:
+    with torch.no_grad():
+        output, calls = call(inputs)
+    model.train(training)
+    if [len(it) for it in calls] != [2] or output is not calls[0][1]:
         return None
-    finally:
-        hook.remove()
-        model.train(training)
-    return (features, head) if outputs and output is outputs[0] else None
+    if not isinstance(calls[0][0], Tensor):
+        return None
+    return lambda batch: call(batch)[1][0][0]  # type: ignore[return-value]

@@ -14,6 +14,7 @@ from torch import nn
 from mpitrain.errors import DataError, UsageError, did_you_mean
 from mpitrain.models.layers import Sizes, try_one_image
 from mpitrain.models.weights import cached_file, not_downloaded
+from mpitrain.plugins import require
 
 PREFIX = "timm:"
 
@@ -115,10 +116,5 @@ def _resolve(name: str, weights: str | None) -> tuple[str, Any]:
 
 
 def _timm() -> Any:
-    try:
-        return importlib.import_module("timm")
-    except ImportError as error:
-        raise UsageError(
-            f"--model timm:... wants a package that is not here ({error}): "
-            "pip install 'mpitrain[timm]'"
-        ) from None
+    require("timm", "--model timm:...", "'mpitrain[timm]'")
+    return importlib.import_module("timm")

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from mpitrain.errors import DataError, UsageError
 from mpitrain.models.layers import adapt_filters, first_conv, head_of
+from mpitrain.plugins import require
 
 SUFFIXES = frozenset({".pt", ".pth", ".safetensors", ".bin", ".ckpt", ".tar"})
 STATE_KEYS = (
@@ -48,15 +49,14 @@ def read_state(path: Path) -> State:
         )
     try:
         if path.suffix == ".safetensors":
+            require("safetensors", f"--weights {path}")
             safetensors = importlib.import_module("safetensors.torch")
             return dict(safetensors.load_file(path, device="cpu"))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about pickles by other means than torch's
             content = torch.load(path, map_location="cpu", weights_only=True)
-    except ImportError as error:
-        raise UsageError(
-            f"--weights {path}: {error}; pip install safetensors"
-        ) from None
+    except UsageError:
+        raise
     except Exception as error:  # a broken file can fail in any way
         # In torch 2.15: "Unsupported global: GLOBAL posix.system was not ...".
         code = re.search(r"GLOBAL (\S+)", str(error))

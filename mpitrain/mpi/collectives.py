@@ -7,6 +7,7 @@ import math
 import os
 import socket
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, TypeVar
 
@@ -104,7 +105,8 @@ def all_or_none(comm: MPI.Intracomm, action: Callable[[], T], doing: str) -> T:
         if isinstance(raised, MpitrainError):
             failure = (raised.exit_status, str(raised))
         else:
-            failure = (1, f"could not {doing} on {where}: {_safe_repr(raised)}")
+            said = traceback.format_exception_only(raised)[-1].strip()
+            failure = (1, f"could not {doing} on {where}: {said}")
     barrier(comm)
     failures: list[tuple[int, str] | None] = comm.allgather(failure)
     for rank, found in enumerate(failures):
@@ -131,10 +133,3 @@ def on_rank_zero(comm: MPI.Intracomm, action: Callable[[], T], doing: str) -> T:
         error.is_collective = True
         raise
     return comm.bcast(mine)  # type: ignore[no-any-return]
-
-
-def _safe_repr(error: Exception) -> str:
-    try:
-        return repr(error)
-    except Exception:
-        return f"{type(error).__name__} that cannot be printed"

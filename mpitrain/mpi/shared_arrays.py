@@ -176,23 +176,3 @@ class Communicator:
 def communicator(world: World) -> Communicator:
     """Return all ranks that make up the world now; MPI has started."""
     return Communicator(world_comm(), world)
-
-
-class SingleProcess(Communicator):
-    """A `Communicator` of one process without MPI, for what one process may ask."""
-
-    def __init__(self) -> None:
-        """There is nobody to communicate with."""
-
-    def on_rank_zero(self, action: Callable[[], T], doing: str) -> T:  # noqa: D102
-        return action()
-
-    def allgather(self, mine: T) -> list[T]:  # noqa: D102
-        return [mine]
-
-    gather = allgather
-
-    def load_shared(  # noqa: D102
-        self, make: Callable[[], Mapping[str, Array]], doing: str
-    ) -> dict[str, Array]:
-        return dict(make())

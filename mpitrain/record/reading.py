@@ -20,7 +20,7 @@ from typing import Any, get_args, get_type_hints
 
 from mpitrain.errors import UsageError
 from mpitrain.record.jsonl import JsonlReader, changed_at
-from mpitrain.record.run_dir import read_json, read_result
+from mpitrain.record.run_dir import read_json, read_result, read_yaml
 from mpitrain.record.runs import RUN
 from mpitrain.train.metrics import OTHER, PHASES, EpochMetrics, StepMetrics, Throughput
 
@@ -275,7 +275,7 @@ class Run:
         self.path = path
         self.name = path.absolute().name
         self.read_at = time.time()
-        self.config = _read_yaml(path / "config.yaml")
+        self.config = read_yaml(path / "config.yaml")
         self.environment = read_json(path / "environment.json")
         self.result = read_result(path)
         self.metrics = Metrics(path / "metrics.jsonl")
@@ -308,16 +308,6 @@ class Run:
                 if name is not None and int(name[1]) not in steps:
                     known.append(Saved(step=int(name[1]), time=changed_at(sums)))
         return sorted(known, key=lambda saved: saved.step)
-
-
-def _read_yaml(path: Path) -> dict[str, Any]:
-    import yaml
-
-    try:
-        found = yaml.safe_load(path.read_text(errors="replace"))
-    except (OSError, yaml.YAMLError):
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 def number(value: float | None) -> float:

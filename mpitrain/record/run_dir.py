@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import logging
 import math
@@ -17,6 +18,8 @@ from typing import Any, TextIO
 
 from mpitrain.mpi.world import World, rank_label
 
+# Errors of a file system that knows no fsync, or none of folders.
+NO_SYNC = (errno.EINVAL, errno.EBADF, errno.EOPNOTSUPP, errno.ENOSYS)
 FLUSH_SECONDS = 3.0  # how long the end waits for a disk to take the last lines of a log
 
 
@@ -130,6 +133,18 @@ def write_atomic(path: Path, data: str | bytes) -> None:
     os.replace(beside, path)
 
 
+def sync(path: Path) -> None:
+    """Let a file, or the names in a folder, outlive a node that fails."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in NO_SYNC:
+            raise
+    finally:
+        os.close(descriptor)
+
+
 def write_json(path: Path, values: Mapping[str, Any]) -> None:
     """Write a JSON file whole."""
     write_atomic(path, json.dumps(finite(values), indent=2, allow_nan=False) + "\n")
@@ -152,17 +167,21 @@ def read_result(run_dir: Path) -> dict[str, Any]:
     return read_json(run_dir / "result.json")
 
 
-def result_time(run_dir: Path) -> int:
-    """Return when ``result.json`` was written, in nanoseconds; 0 if it is not there."""
-    with contextlib.suppress(OSError):
-        return (run_dir / "result.json").stat().st_mtime_ns
-    return 0
-
-
 def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON file of one object; nothing where it cannot be read."""
     try:
         found = json.loads(path.read_text(errors="replace"))
     except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """Read a YAML file of one mapping; nothing where it cannot be read."""
+    import yaml
+
+    try:
+        found = yaml.safe_load(path.read_text(errors="replace"))
+    except (OSError, yaml.YAMLError):
         return {}
     return found if isinstance(found, dict) else {}

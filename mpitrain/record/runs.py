@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mpitrain.errors import UsageError
-from mpitrain.record.run_dir import read_result, write_json
+from mpitrain.record.run_dir import read_result, sync, write_json
 
 LOCK = ".lock"
 RUN = "run.json"
@@ -81,7 +81,8 @@ def open_run(runs_dir: Path, name: str | None, *, exists: Exists) -> RunFolder:
             run_id = secrets.token_hex(8)
             now = datetime.now().astimezone().isoformat(timespec="seconds")
             write_json(path / RUN, {"id": run_id, "begun": now})
-            _let_reach_disk(path / RUN)  # without it nobody may go on with the run
+            for it in (path / RUN, path):  # without it nobody may resume the run
+                sync(it)
             write_json(path / "result.json", {"status": "running"})
         else:
             run_id = _id_of(path)
@@ -133,19 +134,6 @@ def _id_of(path: Path) -> str:
             f"{path} exists, and is no run that can be resumed: it has no "
             f"{RUN}. Choose another --name, or move that folder away."
         ) from None
-
-
-def _let_reach_disk(path: Path) -> None:
-    """Let a file and its name outlive a node that fails."""
-    for name, flags in ((path, os.O_RDONLY), (path.parent, os.O_DIRECTORY)):
-        descriptor = os.open(name, flags)
-        try:
-            os.fsync(descriptor)
-        except OSError as error:
-            if error.errno not in (errno.EINVAL, errno.EBADF):  # it knows no fsync
-                raise
-        finally:
-            os.close(descriptor)
 
 
 def _lock(path: Path) -> bool:

@@ -25,7 +25,8 @@ from pathlib import Path
 from typing import Literal
 
 from mpitrain.errors import Stopped, UsageError
-from mpitrain.record.run_dir import read_json, read_result, result_time
+from mpitrain.record.jsonl import changed_at
+from mpitrain.record.run_dir import read_json, read_result
 from mpitrain.record.runs import is_finished
 from mpitrain.schedulers import chain, detect, seconds_left
 from mpitrain.schedulers.jobscript import notice_seconds
@@ -226,7 +227,7 @@ def _error_in(run_file: Path) -> str:
     """Return the error that this job has written into `result.json`, in one line."""
     run = read_json(run_file)
     run_dir = Path(run.get("run_dir", ""))
-    if not run or result_time(run_dir) == run["result_time"]:
+    if not run or changed_at(run_dir / "result.json") == run["result_time"]:
         return ""  # written by an earlier job
     result = read_result(run_dir)
     error = str(result.get("error", "")) if result.get("status") == "failed" else ""

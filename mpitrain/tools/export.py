@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import os
-import sys
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +26,7 @@ from mpitrain.checkpoint.storage import CheckpointReader
 from mpitrain.checkpoint.tensors import EMA, MODEL
 from mpitrain.errors import UsageError
 from mpitrain.models.build import build_model
-from mpitrain.plugins import is_reference
+from mpitrain.plugins import is_reference, require
 
 Format = Literal["state_dict", "safetensors", "torchscript", "exported-program"]
 
@@ -115,13 +114,8 @@ def _write(
     if kind == "state_dict":
         torch.save({**state, **metadata["extra_state"]}, file)
     elif kind == "safetensors":
-        try:
-            library = importlib.import_module("safetensors.torch")
-        except ImportError:
-            raise UsageError(
-                "--format safetensors: the package safetensors is not installed. "
-                f"Type: {sys.executable} -m pip install safetensors"
-            ) from None
+        require("safetensors", "--format safetensors")
+        library = importlib.import_module("safetensors.torch")
         library.save_file(state, str(file))
     else:
         model = _rebuild(state, metadata, config.model)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import psutil
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from mpitrain.data.in_memory import InMemory
 from mpitrain.data.sharding import RankShard, max_shard_size, shard_bounds
 from mpitrain.launch.current import heartbeat
-from mpitrain.models.layers import split_head
+from mpitrain.models.layers import features_before_head
 from mpitrain.mpi.shared_arrays import Communicator
 from mpitrain.mpi.world import World
 from mpitrain.train.loader import BatchLoader
@@ -36,10 +36,9 @@ def features_of(
     """
     model.eval()
     first = loaders[0].example()
-    split = split_head(model, first.inputs)
-    if split is None:
+    backbone = features_before_head(model, first.inputs)
+    if backbone is None:
         return None
-    backbone, _ = split
     feature = backbone(first.inputs)[0]
     dtype = torch.float32 if feature.dtype.itemsize == 2 else feature.dtype
     feature = feature.to(dtype)  # NumPy has no bf16
@@ -57,7 +56,7 @@ def features_of(
 
 
 def _compute(
-    backbone: nn.Module,
+    backbone: Callable[[Tensor], Tensor],
     loader: BatchLoader,
     feature: Tensor,
     world: World,

@@ -70,7 +70,7 @@ class Plan:
             return 1
         if self.num_samples is None:
             return None
-        return sharding.num_steps(self.num_samples, self.config.global_batch_size)
+        return -(-self.num_samples // self.config.global_batch_size)
 
     @property
     def total_steps(self) -> int | None:

@@ -43,7 +43,6 @@ class WatchdogClient:
         *,
         rank: int,
         world_size: int,
-        rank_variables: Sequence[str],
         launcher_sockets: Sequence[int],
         start_timeout_seconds: float,
         on_command: Callable[[int | None, str], None],
@@ -70,7 +69,6 @@ class WatchdogClient:
             "rank": rank,
             "world_size": world_size,
             "hostname": socket.gethostname(),
-            "rank_variables": list(rank_variables),
             "start_timeout": start_timeout_seconds,
             "launcher_sockets": list(launcher_sockets),
         }

@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,6 +17,15 @@ COMMANDS = ("mpirun", "mpiexec", "mpiexec.hydra", "orterun", "prterun", "prun")
 
 DAEMONS = ("prted", "orted", "hydra_pmi_proxy")
 """What they start on every host to start the ranks there."""
+
+
+RANK_VARIABLES = (
+    "OMPI_COMM_WORLD_RANK",
+    "PMI_RANK",
+    "MV2_COMM_WORLD_RANK",
+    "PMIX_RANK",
+)
+"""Variables by which they number the processes."""
 
 
 class Ancestor(NamedTuple):
@@ -42,31 +50,25 @@ def status_of(pid: int) -> tuple[str, int, str] | None:
     return fields[0], int(fields[1]), fields[19]
 
 
-def is_gone(pid: int) -> bool:
-    """Return whether a process has ended, even if its parent does not know yet."""
+def is_gone(pid: int, started: str | None = None) -> bool:
+    """Return whether a process has ended, even if its parent does not know yet.
+
+    ``started``: when it began, as `status_of` tells. False if it cannot be known.
+    """
     try:
         status = status_of(pid)
     except OSError:  # no descriptor left, or the like
         return False
-    return status is None or status[0] in "ZX"
+    return status is None or status[0] in "ZX" or started not in (None, status[2])
 
 
-def is_alive(ancestor: Ancestor) -> bool:
-    """Return whether that very process still runs; true if that cannot be known."""
-    try:
-        status = status_of(ancestor.pid)
-    except OSError:
-        return True
-    return status is not None and status[0] != "Z" and status[2] == ancestor.started
-
-
-def launchers_of(pid: int, rank_variables: Sequence[str]) -> list[Ancestor]:
+def launchers_of(pid: int) -> list[Ancestor]:
     """Return the processes from a rank's parent up to mpirun, or its daemon here.
 
-    That is the first that has no rank itself, by `rank_variables`; shells and wrappers
-    may be between. Empty where it cannot be seen (another process namespace).
+    That is the first that has no rank itself; shells and wrappers may be between. Empty
+    where it cannot be seen (another process namespace).
     """
-    variables = _variables_of(pid, rank_variables)
+    variables = _ranks_of(pid)
     if not variables:
         return []
     found: list[Ancestor] = []
@@ -76,18 +78,18 @@ def launchers_of(pid: int, rank_variables: Sequence[str]) -> list[Ancestor]:
         if above is None:
             return []
         found.append(Ancestor(pid, above[2]))
-        if not _variables_of(pid, rank_variables) & variables:
+        if not _ranks_of(pid) & variables:
             return found
     return []
 
 
-def _variables_of(pid: int, names: Sequence[str]) -> set[bytes]:
-    """Return those variables that a process started with, ``NAME=value``."""
+def _ranks_of(pid: int) -> set[bytes]:
+    """Return the variables of its rank that a process started with, ``NAME=value``."""
     try:
         block = Path(f"/proc/{pid}/environ").read_bytes()
     except OSError:
         return set()  # another user's, such as a scheduler's daemon
-    wanted = {name.encode() for name in names}
+    wanted = {name.encode() for name in RANK_VARIABLES}
     return {entry for entry in block.split(b"\0") if entry.split(b"=")[0] in wanted}
 
 
@@ -102,8 +104,8 @@ def name_of(pid: int) -> str:
 class Launcher:
     """What started a rank on this host: mpirun or its daemon, and wrappers between."""
 
-    def __init__(self, pid: int, rank_variables: Sequence[str]) -> None:
-        self._ancestors = launchers_of(pid, rank_variables)
+    def __init__(self, pid: int) -> None:
+        self._ancestors = launchers_of(pid)
 
     def __str__(self) -> str:
         """Return a name that no other launcher of this host ever had."""
@@ -112,7 +114,7 @@ class Launcher:
     @property
     def is_alive(self) -> bool:
         """Whether all of it still runs; true where there is none to be seen."""
-        return all(map(is_alive, self._ancestors))
+        return not any(is_gone(*ancestor) for ancestor in self._ancestors)
 
     @property
     def num_ranks(self) -> int:
@@ -137,7 +139,7 @@ class Launcher:
                 return
             for delay, number in ((0.0, signal.SIGTERM), (1.0, signal.SIGKILL)):
                 while time.monotonic() < since + LINGER_SECONDS + delay:
-                    if not is_alive(launcher):
+                    if is_gone(*launcher):
                         return
                     time.sleep(0.1)
                 send_signal(launcher.pid, number)

@@ -63,7 +63,7 @@ class Sidecar:
         self.dump_read = 0
         self.terminated = terminated
         self.rank_info = rank_info
-        self.launcher = Launcher(self.rank_pid, rank_info["rank_variables"])
+        self.launcher = Launcher(self.rank_pid)
         self.console = Console()
         self.oom_kills = oom_kills()
         self.client: CoordinatorClient | None = None  # or else, on rank zero:

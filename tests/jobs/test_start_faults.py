@@ -48,8 +48,8 @@ STAGES = {
     "stages._import_torch = lambda: (strike(), begin())[1]\n",
     "at the network": "begin = stages.select.find_rendezvous\n"
     "stages.select.find_rendezvous = lambda *w: (strike(), begin(*w))[1]\n",
-    "at the store": "begin = stages.store.open_on_this_rank\n"
-    "stages.store.open_on_this_rank = lambda *w: (strike(), begin(*w))[1]\n",
+    "at the store": "begin = stages.store.open_store\n"
+    "stages.store.open_store = lambda *w: (strike(), begin(*w))[1]\n",
     "at the process group": "begin = stages.init_process_group\n"
     "stages.init_process_group = lambda *w: (strike(), begin(*w))[1]\n",
 }

@@ -14,20 +14,21 @@ from typing import Any
 
 import pytest
 import torch
+from made_ranks import SingleProcess
 from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 from mpitrain.checkpoint import format, layout
 from mpitrain.checkpoint.format import BrokenCheckpoint
 from mpitrain.checkpoint.layout import Checkpoint
 from mpitrain.checkpoint.resume import check, newest_complete
 from mpitrain.checkpoint.storage import (
+    UNCHANGED,
     CheckpointReader,
-    SavePlanner,
     TensorWriter,
     with_files,
 )
 from mpitrain.errors import DataError
-from mpitrain.mpi.shared_arrays import SingleProcess
 from mpitrain.mpi.world import World
 from mpitrain.train.metrics import TrainState
 
@@ -75,7 +76,7 @@ def write_json(path: Path, values: dict[str, Any]) -> str:
 
 def write(run_dir: Path, step: int = 120, **metadata: Any) -> Checkpoint:
     path = run_dir / layout.FOLDER / layout.name_of(step)
-    planner = SavePlanner()
+    planner = DefaultSavePlanner(**UNCHANGED)
     planner.set_up_planner(dict(tensors()), is_coordinator=True)
     plans, index = planner.create_global_plan([planner.create_local_plan()])
     encoded = format.encode_json(metadata_of(step) | metadata)

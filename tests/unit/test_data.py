@@ -8,12 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from made_ranks import SingleProcess
 
 from mpitrain.config import DataConfig
 from mpitrain.data import sharding
 from mpitrain.data.sources import InMemory, digits, load_data
 from mpitrain.errors import DataError, UsageError
-from mpitrain.mpi.shared_arrays import SingleProcess
 from mpitrain.mpi.world import Node, World
 from mpitrain.plugins import call_with_known, load_reference
 
@@ -62,8 +62,10 @@ def test_every_sample_is_in_one_shard_of_one_step(
     world_size: int, global_batch_size: int
 ) -> None:
     order = sharding.epoch_order(1437, seed=3, epoch=4)
-    steps = list(sharding.split_into_steps(order, global_batch_size))
-    assert len(steps) == sharding.num_steps(1437, global_batch_size)
+    alone = sharding.RankShard(
+        rank=0, world_size=1, global_batch_size=global_batch_size, order=order
+    )
+    steps = list(alone)
     seen = []
     for step in steps[-2:]:
         shards = [

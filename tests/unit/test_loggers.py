@@ -19,10 +19,11 @@ import pytest
 from mpitrain.cli import read_config
 from mpitrain.config import LogConfig, TrainConfig
 from mpitrain.errors import UsageError
+from mpitrain.plugins import require
 from mpitrain.record.loggers import RunInfo, callback, process
 from mpitrain.record.loggers.builtin import CSVLogger
 from mpitrain.record.loggers.callback import Loggers, make_processes
-from mpitrain.record.loggers.process import refuse_missing
+from mpitrain.tools.train.prepare import prepare
 from mpitrain.train.metrics import EpochMetrics, StepMetrics, Throughput
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "jobs"))
@@ -403,13 +404,14 @@ def test_a_mistake_is_named_by_its_flag(flags: list[str], words: str) -> None:
 
 
 def test_a_library_that_is_missing_is_told_before_anything_starts(
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    refuse_missing(LogConfig(log=("csv", "tensorboard", "wandb")))
+    require("tensorboard", "--log tensorboard")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    refuse_missing(LogConfig(log=("csv",)))
-    with pytest.raises(UsageError, match=r"-m pip install wandb"):
-        refuse_missing(LogConfig(log=("wandb",)))
+    config = TrainConfig(log=("csv", "wandb"), runs_dir=tmp_path / "runs")
+    with pytest.raises(UsageError, match=r"--log wandb needs .* -m pip install wandb"):
+        prepare(config)
+    assert not config.runs_dir.exists()
 
 
 def test_a_folder_of_a_library_s_name_is_no_library(
@@ -419,7 +421,7 @@ def test_a_folder_of_a_library_s_name_is_no_library(
     monkeypatch.setattr("sys.path", [str(tmp_path)])
     monkeypatch.delitem(sys.modules, "wandb", raising=False)
     with pytest.raises(UsageError, match=r"-m pip install wandb"):
-        refuse_missing(LogConfig(log=("wandb",)))
+        require("wandb", "--log wandb")
 
 
 def test_a_logger_of_ones_own_that_is_not_there_is_told_before_it_starts(

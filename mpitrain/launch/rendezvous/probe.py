@@ -29,14 +29,7 @@ SOMEBODY_ELSE = "answered by somebody else"
 def listen(address: str) -> socket.socket:
     """Return a socket that listens on a free port of one numeric address alone."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    sock = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        sock.bind((address, 0))
-        sock.listen(2048)
-    except OSError:
-        sock.close()
-        raise
-    return sock
+    return socket.create_server((address, 0), family=family, backlog=2048)
 
 
 def connect(

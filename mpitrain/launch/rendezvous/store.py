@@ -23,9 +23,21 @@ def open_store(
 
     Collective over `comm`. In two stages: a client of a server that failed would wait.
     """
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     def open_here() -> TCPStore:
-        return open_on_this_rank(rendezvous, world, timeout_seconds)
+        listener = rendezvous.listener
+        return TCPStore(
+            rendezvous.address,
+            rendezvous.port,
+            world.world_size,
+            is_master=world.is_rank_zero,
+            timeout=timedelta(seconds=timeout_seconds),
+            wait_for_workers=False,
+            # The socket that rank zero has bound, so that nobody takes the port
+            # between; for good: the store closes it.
+            master_listen_fd=listener.detach() if listener is not None else None,
+        )
 
     server = all_or_none(
         comm, lambda: open_here() if world.is_rank_zero else None, "open the store"
@@ -33,28 +45,6 @@ def open_store(
     where = f"{world.master_addr}:{world.master_port}"
     return all_or_none(
         comm, lambda: server or open_here(), f"reach the store at {where}"
-    )
-
-
-def open_on_this_rank(
-    rendezvous: Rendezvous, world: World, timeout_seconds: float
-) -> TCPStore:
-    """Open the server on rank zero, a client elsewhere.
-
-    The store gets the socket that rank zero has bound: nobody takes the port between.
-    """
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
-    listener = rendezvous.listener
-    return TCPStore(
-        rendezvous.address,
-        rendezvous.port,
-        world.world_size,
-        is_master=world.is_rank_zero,
-        timeout=timedelta(seconds=timeout_seconds),
-        wait_for_workers=False,
-        # For good: the store closes it.
-        master_listen_fd=listener.detach() if listener is not None else None,
     )
 
 
@@ -66,9 +56,7 @@ def let_scripts_open_their_own(port: int) -> None:
     ``init_process_group`` waits for its timeout (torch 2.8 to 2.14; so does torchrun).
     """
     rendezvous = importlib.import_module("torch.distributed.rendezvous")
-    create = getattr(rendezvous, "_create_c10d_store", None)
-    if create is None:
-        return
+    create = rendezvous._create_c10d_store  # noqa: SLF001
 
     def create_store(hostname: str, asked: int, *args: Any, **kwargs: Any) -> Any:
         name = "TORCHELASTIC_USE_AGENT_STORE"

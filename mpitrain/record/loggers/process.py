@@ -7,7 +7,6 @@ copies MPI and CUDA. So this is a new interpreter that reads pickled calls from 
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import logging
 import os
@@ -22,8 +21,6 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import IO, Any
 
-from mpitrain.config import LogConfig
-from mpitrain.errors import UsageError
 from mpitrain.plugins import call_with_known, is_reference, load_reference
 from mpitrain.record.loggers.base import RunInfo, Status
 
@@ -33,19 +30,6 @@ MAX_WAITING = 100_000  # calls that may wait for a logger: some 50 MB
 ORPHAN_SECONDS = 5.0  # how long a logger may take to end after its rank was killed
 
 MPI_VARIABLES = ("OMPI_", "PMIX_", "PMI_", "PRTE_")
-
-
-def refuse_missing(config: LogConfig) -> None:
-    """Check that the packages of ``--log`` are installed, without importing them."""
-    for name in ("tensorboard", "wandb"):
-        if name not in config.log:
-            continue
-        spec = importlib.util.find_spec(name)
-        if spec is None or spec.origin is None:  # a mere folder, such as wandb's own
-            raise UsageError(
-                f"--log {name}: the package {name} is not installed. Type: "
-                f"{sys.executable} -m pip install {name}"
-            )
 
 
 class LoggerProcess:

@@ -20,13 +20,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ReduceOp
-from torch.nn.parallel import DistributedDataParallel
 
+from mpitrain.config import StrategyConfig
 from mpitrain.launch.process_exit import is_consequence
 from mpitrain.launch.rendezvous.probe import listen
 from mpitrain.mpi.collectives import barrier
 from mpitrain.mpi.world import World, format_ranges
 from mpitrain.tools.check.report import Finding
+from mpitrain.train.parallel import ParallelModel
 
 if TYPE_CHECKING:
     from mpitrain.launch.exit_guard import ExitGuard
@@ -323,18 +324,13 @@ def gradient_difference(world: World, strategy: str) -> float:
     alone = alone.to(world.device, dtype)
     together = copy.deepcopy(alone)
     alone(samples).square().sum().div(num_samples).backward()
-    parallel: nn.Module = together
-    if strategy == "ddp":
-        parallel = DistributedDataParallel(together)
-    else:
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import fully_shard
+    parallel = ParallelModel(
+        together, world, StrategyConfig(), strategy, find_unused_parameters=False
+    )
+    outputs = parallel.forward(samples[first : first + counts[world.rank]])
 
-        device_type = torch.device(world.device).type
-        fully_shard(together, mesh=init_device_mesh(device_type, (world.world_size,)))
-    losses = parallel(samples[first : first + counts[world.rank]]).square().sum()
     # DDP and FSDP average over ranks; one process averages over samples.
-    losses.mul(world.world_size / num_samples).backward()
+    outputs.square().sum().mul(world.world_size / num_samples).backward()
     differences = []
     for ours, expected in zip(together.parameters(), alone.parameters(), strict=True):
         gradient: Any = ours.grad

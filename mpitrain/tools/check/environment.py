@@ -60,7 +60,7 @@ def node_facts(
     return Facts(
         hostname=world.hostname,
         num_cores=os.cpu_count() or 1,
-        given_cores=_launcher_cores(),
+        given_cores=len(cpu.launcher_cores(os.environ)),
         quota=None if quota == float("inf") else quota,
         available_bytes=psutil.virtual_memory().available,
         shm_bytes=shutil.disk_usage(shm).total if shm.is_dir() else 0,
@@ -100,14 +100,6 @@ def nearest(folder: Path) -> Path:
     while not folder.is_dir() and folder != folder.parent:
         folder = folder.parent
     return folder
-
-
-def _launcher_cores() -> int:
-    """Count the cores of the process that started this one: mpirun, or its daemon."""
-    try:
-        return len(os.sched_getaffinity(os.getppid()))
-    except OSError:
-        return 0
 
 
 def _limit(which: int) -> int | None:

@@ -61,8 +61,11 @@ def page(runs: Sequence[ReportedRun], charts: Sequence[Chart]) -> str:
         head = f"<h1>{items[0]}</h1>"
         sections = tables(first)
     else:
-        marks = [(it.colour, item) for it, item in zip(runs, items, strict=True)]
-        head = f"<h1>{len(runs)} runs</h1>{_legend(marks)}"
+        marks = "".join(
+            f'<li><i style="background: {it.colour}"></i>{item}</li>'
+            for it, item in zip(runs, items, strict=True)
+        )
+        head = f'<h1>{len(runs)} runs</h1><ul class="legend">{marks}</ul>'
         sections = comparison(runs)
     values = "".join(
         f'<div class="tile"><b>{escape(value)}</b><span>{escape(name)}</span></div>'
@@ -110,14 +113,6 @@ def _error(shown: ReportedRun, is_alone: bool) -> str:
         text = str(result.get("stopped") or "")
     name = "" if is_alone else f"{shown.run.name}: "
     return f'<div class="error">{escape(name + text)}</div>' if text else ""
-
-
-def _legend(items: Sequence[tuple[str, str]]) -> str:
-    marks = "".join(
-        f'<li><i style="background: {colour}"></i>{label}</li>'
-        for colour, label in items
-    )
-    return f'<ul class="legend">{marks}</ul>'
 
 
 def _figure(chart: Chart) -> str:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import socket
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,8 +11,10 @@ from typing import Annotated
 from tyro.conf import Positional, arg
 
 from mpitrain.errors import UsageError
+from mpitrain.plugins import require
 from mpitrain.record.reading import Run
-from mpitrain.tools.sweep.config import SETTINGS, require_optuna
+from mpitrain.record.run_dir import write_atomic
+from mpitrain.tools.sweep.config import INSTALL, SETTINGS
 
 MAX_RUNS = 8
 
@@ -45,11 +45,7 @@ def report(config: ReportConfig) -> str:
         output = Path(f"report-{names}"[:200] + ".html")
     if output.suffix != ".html":
         raise UsageError(f"--output {output}: expected a name that ends with .html")
-    if importlib.util.find_spec("matplotlib") is None:
-        raise UsageError(
-            "report needs matplotlib, which is not installed. Type: "
-            f"{sys.executable} -m pip install matplotlib"
-        )
+    require("matplotlib", "report")
     try:
         if any((path / SETTINGS).is_file() for path in config.runs):
             if len(config.runs) > 1:
@@ -57,27 +53,32 @@ def report(config: ReportConfig) -> str:
                     f"found {len(config.runs)} folders, one of them of a sweep; "
                     "expected a sweep alone: python -m mpitrain report sweeps/NAME"
                 )
-            require_optuna()
-            from mpitrain.tools.report.sweep import write_page
+            require("optuna", "report of a sweep", INSTALL)
+            from mpitrain.tools.report.sweep import sweep_page
 
-            num = write_page(config.runs[0], output, pictures=config.pictures)
+            text, pictures = sweep_page(config.runs[0])
         else:
-            num = _write(config, [Run(path) for path in config.runs], output)
+            text, pictures = _page([Run(path) for path in config.runs])
+        write_atomic(output, text)
+        if config.pictures:
+            folder = output.with_suffix("")
+            folder.mkdir(exist_ok=True)
+            for name, png in pictures.items():
+                write_atomic(folder / f"{name}.png", png)
     except OSError as error:
         raise UsageError(
             f"{error.filename or output} cannot be written: {error.strerror}. Choose "
             "another --output"
         ) from None
-    pictures = f", {num} pictures in {output.with_suffix('')}/" * config.pictures
+    beside = f", {len(pictures)} pictures in {output.with_suffix('')}/"
     return (
-        f"{output}{pictures}; elsewhere: scp {socket.gethostname()}:"
+        f"{output}{beside * config.pictures}; elsewhere: scp {socket.gethostname()}:"
         f"{output.absolute()} ."
     )
 
 
-def _write(config: ReportConfig, found: Sequence[Run], output: Path) -> int:
-    """Write the page and the pictures; return the number of charts."""
-    from mpitrain.record.run_dir import write_atomic
+def _page(found: Sequence[Run]) -> tuple[str, dict[str, bytes]]:
+    """Return the page of some runs, and its charts as pictures by name."""
     from mpitrain.tools.report import curves
     from mpitrain.tools.report.analysis import ReportedRun
     from mpitrain.tools.report.figures import RUN_COLOURS, style
@@ -92,10 +93,4 @@ def _write(config: ReportConfig, found: Sequence[Run], output: Path) -> int:
             *(map_chart(it, i, len(runs)) for i, it in enumerate(runs)),
             curves.throughput_chart(runs),
         ]
-        write_atomic(output, page(runs, charts))
-        if config.pictures:
-            folder = output.with_suffix("")
-            folder.mkdir(exist_ok=True)
-            for chart in charts:
-                write_atomic(folder / f"{chart.name}.png", chart.png())
-    return len(charts)
+        return page(runs, charts), {chart.name: chart.png() for chart in charts}

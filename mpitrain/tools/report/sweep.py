@@ -15,7 +15,7 @@ from optuna.trial import TrialState
 from optuna.visualization import matplotlib as plots
 
 from mpitrain import __version__
-from mpitrain.record.run_dir import read_result, write_atomic
+from mpitrain.record.run_dir import read_result
 from mpitrain.tools.report.page import PAGE, details, style_sheet
 from mpitrain.tools.report.summary import Section
 from mpitrain.tools.sweep.study import finished_trials, load_study, name_of
@@ -23,8 +23,8 @@ from mpitrain.tools.sweep.study import finished_trials, load_study, name_of
 MAX_ROWS = 30
 
 
-def write_page(path: Path, output: Path, *, pictures: bool) -> int:
-    """Write the page of a sweep folder; return the number of its pictures."""
+def sweep_page(path: Path) -> tuple[str, dict[str, bytes]]:
+    """Return the page of a sweep folder, and its pictures by name."""
     study, result = load_study(path), read_result(path)
     name, plots_by_name = path.absolute().name, _plots(study)
     figures = [
@@ -44,13 +44,7 @@ def write_page(path: Path, output: Path, *, pictures: bool) -> int:
         tables="\n".join(details(it) for it in _tables(study) if it.rows),
         version=__version__,
     )
-    write_atomic(output, text)
-    if pictures:
-        folder = output.with_suffix("")
-        folder.mkdir(exist_ok=True)
-        for it, data in plots_by_name.items():
-            write_atomic(folder / f"{it}.png", data)
-    return len(figures)
+    return text, plots_by_name
 
 
 def _plots(study: optuna.Study) -> dict[str, bytes]:

@@ -5,10 +5,8 @@ Imports neither torch nor Optuna.
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import re
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,11 +17,13 @@ from tyro.conf import Positional, arg
 from mpitrain.config import NAME_PATTERN, TrainConfig
 from mpitrain.errors import UsageError
 from mpitrain.flags import PROGRAM, read_flags
+from mpitrain.plugins import require
 from mpitrain.record.run_dir import read_json, read_result, shown, write_json
 from mpitrain.record.runs import differences, open_run
 from mpitrain.tools.sweep.space import SET_BY_SWEEP, Search, check_names, read_search
 from mpitrain.tools.train.prepare import PreparedRun, unless_stopped
 
+INSTALL = "optuna cmaes scipy"
 SWEEPS_DIR = Path("sweeps")
 SETTINGS = "sweep.json"  # what a sweep was begun with, in its folder
 PROGRESS = "progress.json"  # what `watch` shows, in the same folder
@@ -91,20 +91,11 @@ class PreparedSweep(PreparedRun):
     flags: Sequence[str]  # of every training
 
 
-def require_optuna() -> None:
-    """Check that Optuna is installed, without importing it."""
-    if importlib.util.find_spec("optuna") is None:
-        raise UsageError(
-            "sweeps need optuna, which is not installed. Type: "
-            f"{sys.executable} -m pip install optuna cmaes scipy"
-        )
-
-
 def prepare(
     options: SweepConfig, flags: Sequence[str], read_config: ReadConfig
 ) -> PreparedSweep:
     """Make the sweep folder, or open the existing one. For rank zero."""
-    require_optuna()
+    require("optuna", "sweep", INSTALL)
     search, training = read_training(options, flags, read_config)
     folder = open_run(options.sweeps_dir, options.path.name, exists="resume")
     path, settings = folder.path, {"flags": list(flags), "space": search.source}

@@ -1,5 +1,8 @@
 """What the server, a thread of rank zero, and the ranks tell each other, by MPI.
 
+Through a communicator of their own, with a tag for each direction: so two threads of
+rank zero may use it at a time, if MPI has MPI_THREAD_MULTIPLE.
+
 To a rank:
 
 - ``start``: train a trial; ``data``: the ranks and the flags of the training
@@ -21,8 +24,6 @@ from __future__ import annotations
 import threading
 import time
 from typing import Any, Literal, NamedTuple
-
-from mpitrain.mpi.mailbox import Mailbox
 
 TO_SERVER, TO_RANK = 1, 2  # tags
 POLL_SECONDS = 0.02  # how often a rank looks for messages
@@ -62,8 +63,8 @@ class Inbox:
         server_error: What has ended the server of a world of one; raised here.
     """
 
-    def __init__(self, mailbox: Mailbox) -> None:
-        self._mailbox = mailbox
+    def __init__(self, comm: Any) -> None:
+        self._comm = comm
         self._lock = threading.Lock()
         self._next = 0.0
         self._waiting: list[Message] = []
@@ -72,7 +73,7 @@ class Inbox:
 
     def send(self, message: Message) -> None:
         """Send to the server."""
-        self._mailbox.send(message, 0, TO_SERVER)
+        self._comm.send(message, dest=0, tag=TO_SERVER)
 
     def begin(self, start_id: int) -> None:
         """Take messages of this start from now on; those of others are late."""
@@ -100,7 +101,8 @@ class Inbox:
         if time.monotonic() < self._next or not self._lock.acquire(blocking=False):
             return
         try:
-            while (message := self._mailbox.receive(TO_RANK)) is not None:
+            while self._comm.Iprobe(tag=TO_RANK):
+                message: Message = self._comm.recv(tag=TO_RANK)
                 kind, is_now = message.kind, message.start_id == self._start_id
                 if kind == "stop":  # the whole job is
                     self._stop_reason = message.data

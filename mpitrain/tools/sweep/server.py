@@ -11,7 +11,6 @@ from typing import Any, TextIO, get_args
 
 from mpitrain.checkpoint.preemption import REASONS, PreemptionHandler
 from mpitrain.errors import MpitrainError, Stopped, UsageError
-from mpitrain.mpi.mailbox import Mailbox
 from mpitrain.mpi.world import World, format_ranges
 from mpitrain.record.recorder import record_failure
 from mpitrain.record.run_dir import read_result, shown, write_json
@@ -54,13 +53,13 @@ class Server:
 
     def __init__(
         self,
-        mailbox: Mailbox,
+        comm: Any,
         world: World,
         sweep: PreparedSweep,
         handler: PreemptionHandler,
         screen: TextIO,
     ) -> None:
-        self._mailbox, self._world, self._sweep = mailbox, world, sweep
+        self._comm, self._world, self._sweep = comm, world, sweep
         self._handler, self._screen = handler, screen
         num_trials = sweep.search.num_trials(sweep.options.trials)
         self._placement = Placement(world, share_gpus=sweep.options.share_gpus)
@@ -92,8 +91,8 @@ class Server:
                 self._assign()
             if not self._running:
                 break
-            while (message := self._mailbox.receive(TO_SERVER)) is not None:
-                self._receive(message)
+            while self._comm.Iprobe(tag=TO_SERVER):
+                self._receive(self._comm.recv(tag=TO_SERVER))
             if time.monotonic() > self._written_at + PROGRESS_SECONDS:
                 self._write_progress()
             time.sleep(SLEEP_SECONDS)
@@ -259,7 +258,7 @@ class Server:
 
     def _send(self, ranks: Iterable[int], message: Message) -> None:
         for rank in ranks:
-            self._mailbox.send(message, rank, TO_RANK)
+            self._comm.send(message, dest=rank, tag=TO_RANK)
 
     # --- what `watch` shows -----------------------------------------------------------
 

@@ -31,7 +31,6 @@ from mpitrain.mpi.collectives import (
     on_rank_zero,
     world_comm,
 )
-from mpitrain.mpi.mailbox import Mailbox
 from mpitrain.mpi.shared_arrays import communicator
 from mpitrain.mpi.topology import has_thread_multiple
 from mpitrain.mpi.world import World, list_hosts, rank_label
@@ -80,8 +79,8 @@ def run_sweep(
         ).on_all_ranks()
     guard = ExitGuard.current
     assert guard is not None
-    mailbox, data = Mailbox(guard.comm), _shared_data(sweep, world)
-    worker = Worker(guard, world, sweep, handler, read_config, Inbox(mailbox), data)
+    comm, data = guard.comm.Dup(), _shared_data(sweep, world)
+    worker = Worker(guard, world, sweep, handler, read_config, Inbox(comm), data)
     destroy_process_group()
     screen = sys.stdout  # a trial's goes into its log
 
@@ -89,7 +88,7 @@ def run_sweep(
         try:
             from mpitrain.tools.sweep.server import Server  # Optuna, on one rank
 
-            server = Server(mailbox, world, sweep, handler, screen)
+            server = Server(comm, world, sweep, handler, screen)
             server.end_all(server.run())
         except BaseException as error:
             if isinstance(error, MpitrainError):

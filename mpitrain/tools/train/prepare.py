@@ -11,8 +11,8 @@ from pathlib import Path
 from mpitrain.checkpoint.preemption import STOP_FILE, forget_stop
 from mpitrain.config import MAY_CHANGE, TrainConfig
 from mpitrain.errors import Stopped, UsageError
-from mpitrain.record.loggers.process import refuse_missing
-from mpitrain.record.run_dir import shown, write_atomic
+from mpitrain.plugins import require
+from mpitrain.record.run_dir import read_yaml, shown, write_atomic
 from mpitrain.record.runs import Exists, differences, is_finished, open_run
 from mpitrain.train.progress import finished_line
 
@@ -32,7 +32,8 @@ class PreparedRun:
 
 def prepare(config: TrainConfig) -> PreparedRun:
     """Make the run folder, or open the existing one."""
-    refuse_missing(config)
+    for logger in {"tensorboard", "wandb"}.intersection(config.log):
+        require(logger, f"--log {logger}")
     name = config.name
     if config.dry_run and name is not None:
         name += "-dry-run"  # the name itself is for the training
@@ -75,15 +76,8 @@ def unless_stopped(run_dir: Path, done: str) -> tuple[str, int]:
 
 def _refuse_changes(config: TrainConfig, run_dir: Path) -> None:
     """Check that a run is resumed with the configuration it was begun with."""
-    import yaml
-
-    try:
-        before = yaml.safe_load((run_dir / "config.yaml").read_text())
-    except (OSError, ValueError, yaml.YAMLError):
-        return  # its first job ended before it was written
-    now = config.as_plain(run_dir.name)
-    changed = differences(before, now, MAY_CHANGE) if isinstance(before, dict) else []
-    if changed:
+    before = read_yaml(run_dir / "config.yaml")  # {}: its first job ended before that
+    if changed := differences(before, config.as_plain(run_dir.name), MAY_CHANGE):
         raise UsageError(
             f"run {run_dir.name} was begun with another configuration: "
             f"{'; '.join(changed)}.\nExpected the same. Type what it was begun with; "

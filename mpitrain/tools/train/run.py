@@ -110,9 +110,6 @@ def run_training(
         trainer.fit()
     except Stopped as stopped:
         return stopped.exit_status
-    finally:
-        if shared_data is None:
-            data.close()
     return 0
 
 
