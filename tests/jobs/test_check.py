@@ -142,8 +142,8 @@ def test_gradients_that_one_rank_gets_wrong_are_named(
 from torch.nn import parallel
 
 class Broken(parallel.DistributedDataParallel):
-    def __init__(self, module):
-        super().__init__(module)
+    def __init__(self, module, **options):
+        super().__init__(module, **options)
         if is_faulty:
             for weight in module.parameters():
                 weight.register_hook(lambda gradient: gradient * (1 + 1e-9))
