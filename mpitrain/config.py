@@ -39,8 +39,8 @@ WARMUP_EPOCHS = 5.0
 FULL_LR_BATCH_SIZE = 64  # the smallest that gets sgd's whole default learning rate
 SCALED_BATCH_SIZE = 256  # what --scale-lr scales from
 
-Device = Literal["auto", "cpu", "cuda"]
-Backend = Literal["auto", "mpi4py", "gloo", "nccl"]
+Device = Literal["auto", "cpu", "cuda", "xpu"]
+Backend = Literal["auto", "mpi4py", "gloo", "nccl", "xccl"]
 Precision = Literal["fp32", "fp64", "bf16", "fp16"]
 Strategy = Literal["auto", "ddp", "fsdp", "dp", "single"]
 Optimizer = Literal[
@@ -257,7 +257,7 @@ class LaunchConfig:
     """Launch."""
 
     device: Device = "auto"
-    """Device of the ranks. auto: GPUs if there are any. cuda: fail without."""
+    """Device of the ranks. auto: GPUs if there are any. cuda, xpu: fail without."""
     backend: Backend = "auto"
     """torch.distributed backend. auto: mpi4py on CPUs, nccl on GPUs."""
     interface: str | None = None

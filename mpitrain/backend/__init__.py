@@ -27,7 +27,7 @@ def register() -> None:
     """Register the backend with torch. A second call does nothing."""
     patch_work()
     dist.Backend.register_backend(
-        "mpi4py", _create, extended_api=True, devices=["cpu", "cuda"]
+        "mpi4py", _create, extended_api=True, devices=["cpu", "cuda", "xpu"]
     )
 
 

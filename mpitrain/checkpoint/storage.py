@@ -197,7 +197,7 @@ class TensorWriter:
                 is_elsewhere |= chunk.device.type != "cpu"
                 self._items.append((item, start, stop - start))
         if is_elsewhere:
-            torch.cuda.synchronize()
+            torch.accelerator.synchronize()
 
     def write(self) -> list[WriteResult]:
         """Write the copies to the disk; local."""

@@ -161,7 +161,8 @@ def load_random(
     reader.load({prefix + kind: tensor for kind, tensor in state.items()})
     torch.set_rng_state(state["torch"])
     if "cuda" in state:
-        torch.cuda.set_rng_state(state["cuda"], world.device)
+        module = torch.get_device_module(world.device)
+        module.set_rng_state(state["cuda"], world.device)
     numbers = state["python"].tolist()
     last = float(state["python_gauss"])
     random.setstate((3, tuple(numbers), None if np.isnan(last) else last))
@@ -222,5 +223,6 @@ def _random_state(world: World) -> dict[str, Tensor]:
         "numpy_gauss": torch.tensor(state[3], dtype=torch.float64),
     }
     if world.device != "cpu":
-        found["cuda"] = torch.cuda.get_rng_state(world.device)
+        module = torch.get_device_module(world.device)
+        found["cuda"] = module.get_rng_state(world.device)
     return found

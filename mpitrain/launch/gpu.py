@@ -9,13 +9,18 @@ its own on the GPU, and where it has no room for all of them NCCL hangs
 from __future__ import annotations
 
 import logging
+import os
+import stat
+import tempfile
 from collections import Counter
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mpitrain.config import Backend, LaunchConfig
 from mpitrain.errors import TopologyError
+from mpitrain.launch import pci
 from mpitrain.mpi.collectives import all_or_none
 from mpitrain.mpi.topology import has_thread_multiple
 from mpitrain.mpi.world import Node, World, format_ranges
@@ -29,6 +34,9 @@ MAX_CTAS_OF_A_GPU = 32
 """CTAs of NCCL that all ranks of a GPU have together, at most: NCCL's default for one
 rank, so that there is room for the model's kernels on small GPUs, too."""
 
+LIBRARIES = {"cuda": "nccl", "xpu": "xccl"}
+"""Torch's backends for tensors on GPUs; AMD's are ``"cuda"``, too. Untried: Intel's."""
+
 logger = logging.getLogger("mpitrain")
 
 
@@ -38,7 +46,11 @@ class VisibleGpus:
 
     gpus: tuple[str, ...] = ()
     """UUIDs of the GPUs, equal in all processes, in the order of their indices."""
-    has_nccl: bool = False  # whether torch has NCCL, or AMD's RCCL
+    kind: str = "cuda"  # torch's word for them; also of AMD's
+    numa_nodes: tuple[int, ...] = ()  # of the GPUs; -1: unknown
+    numa_nodes_of_cores: frozenset[int] = frozenset()  # on which this rank may run
+    hidden: str = ""  # GPUs of this host that torch does not see; ``""``: none
+    has_nccl: bool = False  # whether torch has NCCL, AMD's RCCL or Intel's XCCL
     sharing_error: str = ""  # why NCCL's ranks cannot share a GPU; ``""``: they can
 
 
@@ -82,10 +94,13 @@ def assign_devices(
     plan = plan_devices(
         comm.allgather(visible),
         world.nodes,
-        required=config.device == "cuda",
+        required=config.device in LIBRARIES,
         asked=config.backend,
         host_backend=host_backend,
     )
+    if plan.gpus:
+        for name, value in cache_variables(world.hostname).items():
+            variables.setdefault(name, value)
     if plan.shared and "nccl" in plan.backend:
         for name, value in shared_nccl_variables(plan.ranks_per_gpu).items():
             variables.setdefault(name, value)
@@ -109,25 +124,39 @@ def discover_gpus(environ: Mapping[str, str]) -> VisibleGpus:
     import torch
     import torch.distributed as dist
 
-    gpus = tuple(map(_uuid_of, range(torch.cuda.device_count())))
-    if not gpus:
-        return VisibleGpus()
-    has_nccl = dist.is_nccl_available()
+    kind = "xpu" if torch.xpu.is_available() else "cuda"
+    module = torch.get_device_module(kind)
+    properties = [module.get_device_properties(i) for i in range(module.device_count())]
+    if not properties:
+        return VisibleGpus(hidden=pci.hidden_gpus(environ))
+    has_nccl = dist.is_backend_available(LIBRARIES[kind])
     version: tuple[int, ...] = ()
-    if has_nccl:
+    if has_nccl and kind == "cuda":
         version = torch.cuda.nccl.version()[:3]  # type: ignore[no-untyped-call]
     is_rocm = torch.version.hip is not None
     return VisibleGpus(
-        gpus=gpus,
+        gpus=tuple(map(_uuid_of, properties)),
+        kind=kind,
+        numa_nodes=tuple(map(_numa_node_of, properties)),
+        numa_nodes_of_cores=pci.numa_nodes_of(os.sched_getaffinity(0)),
         has_nccl=has_nccl,
         sharing_error=sharing_error(version, environ, is_rocm=is_rocm),
     )
 
 
-def _uuid_of(index: int) -> str:
+def _numa_node_of(properties: object) -> int:
+    numbers = [
+        getattr(properties, f"pci_{name}_id", -1)
+        for name in ("domain", "bus", "device")
+    ]
+    if min(numbers) < 0:
+        return -1
+    return pci.numa_node_of("{:04x}:{:02x}:{:02x}.0".format(*numbers))
+
+
+def _uuid_of(properties: object) -> str:
     import torch
 
-    properties = torch.cuda.get_device_properties(index)
     names = ["uuid"]
     if torch.version.hip is not None or not getattr(properties, "uuid", ""):
         # Some of AMD's devices share a UUID; the bus tells them apart.
@@ -145,17 +174,21 @@ def plan_devices(
 ) -> DevicePlan:
     """Give every rank a device.
 
-    Local rank i takes the i-th device it sees. Where every rank of a node sees one
-    device (``--gpus-per-task=1``, wrapper scripts), it takes that one. Where there are
-    more ranks than devices, they share them in turn.
+    Local rank i takes the i-th device it sees, or the next one on a NUMA node of its
+    cores. Where every rank of a node sees one device (``--gpus-per-task=1``, wrapper
+    scripts), it takes that one. Where there are more ranks than devices, they share
+    them in turn.
 
     >>> two = (Node(hostname="a", ranks=(0, 1)),)
     >>> plan_devices([VisibleGpus(gpus=("x", "y"), has_nccl=True)] * 2, two).devices
     ('cuda:0', 'cuda:1')
     """
     seeing = [rank for rank, visible in enumerate(seen) if visible.gpus]
-    if not seeing and (required or asked == "nccl"):
-        flag = "--device cuda" if required else "--backend nccl"
+    if not seeing and any(visible.hidden for visible in seen):
+        raise _hidden(seen, nodes)
+    libraries = LIBRARIES.values()
+    if not seeing and (required or asked in libraries):
+        flag = "--device cuda" if required else f"--backend {asked}"
         raise TopologyError(
             f"torch sees no GPU on {', '.join(node.hostname for node in nodes)}, but "
             f"{flag} asks for one per rank.\nAsk the scheduler for GPUs, look at "
@@ -172,16 +205,20 @@ def plan_devices(
     gpus = tuple(v.gpus[i] for v, i in zip(seen, indices, strict=True))
     ranks_per_gpu = max(Counter(gpus).values())
     sharing = f"up to {ranks_per_gpu} ranks share a GPU" if ranks_per_gpu > 1 else ""
-    why = "" if all(v.has_nccl for v in seen) else "torch has no NCCL here"
+    kind = seen[0].kind
+    library = LIBRARIES[kind]
+    why = (
+        "" if all(v.has_nccl for v in seen) else f"torch has no {library.upper()} here"
+    )
     if sharing:
         why = why or next((v.sharing_error for v in seen if v.sharing_error), "")
         why = why and f"{sharing} and {why}"
-    if why and asked == "nccl":
+    if why and asked in libraries:
         raise TopologyError(
-            f"--backend nccl: {why}.\nExpected one rank per GPU, or leave the "
+            f"--backend {asked}: {why}.\nExpected one rank per GPU, or leave the "
             "flag out: then another backend is taken where NCCL cannot"
         ).on_all_ranks()
-    by_nccl = not why and asked in ("auto", "nccl")
+    by_nccl = not why and asked in ("auto", *libraries)
     warning = ""
     if by_nccl and sharing:
         warning = (
@@ -194,9 +231,9 @@ def plan_devices(
             "host memory and so costs part of every step"
         )
     return DevicePlan(
-        devices=tuple(f"cuda:{index}" for index in indices),
+        devices=tuple(f"{kind}:{index}" for index in indices),
         gpus=gpus,
-        backend=f"cpu:{host_backend},cuda:nccl" if by_nccl else host_backend,
+        backend=f"cpu:{host_backend},{kind}:{library}" if by_nccl else host_backend,
         ranks_per_gpu=ranks_per_gpu,
         warning=warning,
     )
@@ -220,14 +257,40 @@ def _in_turn(seen: Sequence[VisibleGpus], node: Node) -> dict[int, int]:
     """Choose for each rank of a node, by index, the GPU that has the fewest ranks.
 
     Those that see fewest choose first; where all see the same, it is one after another.
+    Of equals a GPU on a NUMA node of the rank's cores.
     """
     num_ranks = Counter[str]()
     indices: dict[int, int] = {}
     for rank in sorted(node.ranks, key=lambda rank: len(seen[rank].gpus)):
-        gpus = seen[rank].gpus
-        indices[rank] = min(range(len(gpus)), key=lambda i: num_ranks[gpus[i]])
+        gpus, far = seen[rank].gpus, _far_gpus(seen[rank])
+        indices[rank] = min(
+            range(len(gpus)), key=lambda i: (num_ranks[gpus[i]], i in far, i)
+        )
         num_ranks[gpus[indices[rank]]] += 1
     return indices
+
+
+def _far_gpus(visible: VisibleGpus) -> set[int]:
+    """Return the GPUs, by index, that are on none of the NUMA nodes of the cores."""
+    near = {-1, *visible.numa_nodes_of_cores}
+    return {i for i, node in enumerate(visible.numa_nodes) if node not in near}
+
+
+def _hidden(seen: Sequence[VisibleGpus], nodes: Sequence[Node]) -> TopologyError:
+    import torch
+
+    lines = [
+        f"  {node.hostname}: {seen[node.ranks[0]].hidden}"
+        for node in nodes
+        if seen[node.ranks[0]].hidden
+    ]
+    return TopologyError(
+        f"torch {torch.__version__} sees no GPU, but there are some:\n"
+        + "\n".join(lines)
+        + "\nExpected a torch that is built for them (pip install torch), and a driver "
+        'that is new enough for it: python -c "import torch; torch.ones(1).cuda()" '
+        "says more. To train on CPUs: --device cpu"
+    ).on_all_ranks()
 
 
 def _mixed(seeing: Sequence[int], nodes: Sequence[Node]) -> TopologyError:
@@ -243,6 +306,30 @@ def _mixed(seeing: Sequence[int], nodes: Sequence[Node]) -> TopologyError:
         + "\nExpected GPUs for all or for none. Ask the scheduler for them on "
         "every node, look at CUDA_VISIBLE_DEVICES there, or use --device cpu"
     ).on_all_ranks()
+
+
+def cache_variables(hostname: str) -> dict[str, str]:
+    """Return variables that keep caches of compiled kernels on this node.
+
+    By default they are in the home folder, which all nodes share, and where they are
+    slow and race (triton issue 11512, pytorch issue 173679). Inductor's own is
+    node-local already. None where the folder is not this user's alone: what lies in it
+    is run.
+    """
+    folder = Path(tempfile.gettempdir(), f"mpitrain-{os.getuid()}-{hostname}")
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        status = folder.lstat()
+    except OSError:
+        return {}
+    if status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o022:
+        return {}
+    logger.info("compiled kernels are kept in %s", folder)
+    return {
+        "TRITON_CACHE_DIR": f"{folder}/triton",
+        "MIOPEN_USER_DB_PATH": f"{folder}/miopen",
+        "MIOPEN_CUSTOM_CACHE_DIR": f"{folder}/miopen",
+    }
 
 
 def sharing_error(

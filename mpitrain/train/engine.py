@@ -364,7 +364,9 @@ class Engine:
         )
         if self.world.device == "cpu" or not isinstance(samples, InMemory):
             return samples
-        free, _ = torch.cuda.mem_get_info(self.world.device)
+        free, _ = torch.get_device_module(self.world.device).mem_get_info(
+            self.world.device
+        )
         on_node = self.world.nodes[self.world.node_rank].gpus
         sharing = on_node.count(on_node[self.world.local_rank]) if on_node else 1
         fits = samples.num_bytes * sharing < GPU_MEMORY_FRACTION * free

@@ -128,8 +128,10 @@ class PendingSteps:
         """Return the throughput since the last one, if it covers enough; collective."""
         if not self._num_samples or self._max_seconds < min_seconds:
             return None
-        is_cpu = self._device == "cpu"
-        gpu_bytes = 0 if is_cpu else torch.cuda.max_memory_allocated(self._device)
+        gpu_bytes = 0
+        if self._device != "cpu":
+            module = torch.get_device_module(self._device)
+            gpu_bytes = module.max_memory_allocated(self._device)
         times = all_gather(summary_of(self._step_seconds, gpu_bytes), self._device)
         found = throughput_of(
             times, *self._until, self._num_samples, seconds=self._max_seconds

@@ -161,5 +161,6 @@ def make_timer(device: str) -> Timer:
     """Return the timer for a device: ``"cpu"``, or such as ``"cuda:0"``."""
     if device == "cpu":
         return Timer()
-    make_event = functools.partial(torch.cuda.Event, enable_timing=True)
-    return GpuTimer(make_event, torch.cuda.current_stream(device))
+    module = torch.get_device_module(device)
+    make_event = functools.partial(module.Event, enable_timing=True)
+    return GpuTimer(make_event, module.current_stream(device))

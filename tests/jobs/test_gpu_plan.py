@@ -47,3 +47,34 @@ def test_a_gpu_that_ranks_share_and_cuda_does_not_open_is_said_once(
     assert done.status == 1
     assert len(done.ours) == 1
     assert "trained" not in done.out
+
+
+HIDDEN = """
+import sys
+from pathlib import Path
+from mpitrain.launch import pci
+pci.hidden_gpus.__defaults__ = (Path("machine"),)
+import mpitrain
+device = sys.argv[1] if sys.argv[1:] else "auto"
+with mpitrain.init(device=device) as world: print("trained on", world.device)
+"""
+
+
+def test_gpus_that_torch_does_not_see_end_the_start_once(
+    openmpi: Mpi, tmp_path: Path
+) -> None:
+    (tmp_path / "script.py").write_text(HIDDEN)
+    (tmp_path / "machine/dev").mkdir(parents=True)
+    (tmp_path / "machine/dev/nvidia0").touch()
+    done = mpirun(openmpi, 3, "script.py", cwd=tmp_path)
+    assert done.status == 1
+    assert done.err.count("sees no GPU, but there are some") == 1
+    assert "1 of NVIDIA" in done.err
+    assert "--device cpu" in done.err
+    assert "trained" not in done.out
+    done = mpirun(openmpi, 2, "script.py", "cpu", cwd=tmp_path)
+    assert done.status == 0
+    assert done.out.count("trained on cpu") == 2
+    done = mpirun(openmpi, 2, "script.py", cwd=tmp_path, CUDA_VISIBLE_DEVICES="")
+    assert done.status == 0
+    assert done.out.count("trained on cpu") == 2

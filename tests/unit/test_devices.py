@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from mpitrain.errors import TopologyError
-from mpitrain.launch import gpu
+from mpitrain.launch import gpu, pci
 from mpitrain.launch.gpu import VisibleGpus
 from mpitrain.mpi.topology import group_by_node
 from mpitrain.mpi.world import Node
@@ -208,3 +210,128 @@ def test_ours_is_refused_where_torch_is_too_old() -> None:
     assert gpu.choose_host_backend("auto", "torch is old")[0] == "gloo"
     assert gpu.choose_host_backend("mpi4py", "")[0] == "mpi4py"
     assert gpu.choose_host_backend("nccl", "torch is old")[0] == "gloo"
+
+
+def test_gpus_that_torch_does_not_see_are_no_silent_training_on_cpus() -> None:
+    seen = [VisibleGpus(hidden="4 of NVIDIA (/dev/nvidia*)")] * 2 + [VisibleGpus()] * 2
+    with pytest.raises(TopologyError, match="sees no GPU, but there are some") as found:
+        gpu.plan_devices(seen, nodes_of(2, 2))
+    assert "gpu00: 4 of NVIDIA" in str(found.value)
+    assert "gpu01" not in str(found.value)
+    assert "--device cpu" in str(found.value)
+    assert found.value.reporting_rank == 0
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Callable[..., Path]:
+    """Return a maker of a machine's /dev and /sys."""
+
+    def make(files: tuple[str, ...], devices: tuple[tuple[str, str], ...]) -> Path:
+        for name in files:
+            path = tmp_path / "dev" / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if name == "nvidia9":  # what a job's cgroup denies cannot be opened
+                path.mkdir()
+            else:
+                path.touch()
+        for number, (vendor, kind) in enumerate(devices):
+            device = tmp_path / f"sys/bus/pci/devices/0000:{number:02x}:00.0"
+            device.mkdir(parents=True)
+            (device / "vendor").write_text(f"{vendor}\n")
+            (device / "class").write_text(f"{kind}\n")
+            (device / "numa_node").write_text(f"{number // 2}\n")
+        return tmp_path
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("files", "devices", "found"),
+    [
+        ((), (), ""),
+        (("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"), (), "2 of NVIDIA"),
+        (("nvidia9",), (), ""),
+        # MI250X; then the graphics of a laptop, whose driver has the file as well.
+        (("kfd",), (("0x1002", "0x038000"),) * 8, "8 of AMD"),
+        (("kfd", "dri/renderD128"), (("0x1002", "0x030000"),), ""),
+        (("dri/renderD128",), (("0x8086", "0x038000"),) * 6, "6 of Intel"),
+        (("dri/renderD128",), (("0x8086", "0x030000"),), ""),
+        ((), (("0x1002", "0x038000"),), ""),
+    ],
+)
+def test_the_kernel_tells_gpus_that_compute_and_may_be_opened(
+    files: tuple[str, ...],
+    devices: tuple[tuple[str, str], ...],
+    found: str,
+    machine: Callable[..., Path],
+) -> None:
+    root = machine(files, devices)
+    said = pci.hidden_gpus({}, root)
+    assert said.startswith(found)
+    assert bool(said) == bool(found)
+    for value in ("", "-1", "NoDevFiles"):
+        assert not pci.hidden_gpus({"CUDA_VISIBLE_DEVICES": value}, root)
+
+
+def test_numa_nodes_are_those_of_the_kernel(machine: Callable[..., Path]) -> None:
+    root = machine((), (("0x10de", "0x030200"),) * 4)
+    nodes = root / "sys/devices/system/node"
+    for number, cores in enumerate(("0-3,8-11", "4-7,12")):
+        (nodes / f"node{number}").mkdir(parents=True)
+        (nodes / f"node{number}/cpulist").write_text(cores + "\n")
+    assert pci.numa_nodes_of({3, 8}, root) == {0}
+    assert pci.numa_nodes_of({12}, root) == {1}
+    assert pci.numa_nodes_of({0, 4}, root) == {0, 1}
+    assert pci.numa_nodes_of({0}, root / "none") == frozenset()
+    assert pci.numa_node_of("0000:02:00.0", root) == 1
+    assert pci.numa_node_of("0000:07:00.0", root) == -1
+
+
+@pytest.mark.parametrize(
+    ("cores", "expected"),
+    [
+        # Polaris: GPUs and cores count in opposite directions.
+        ([{3}, {2}, {1}, {0}], [0, 1, 2, 3]),
+        ([{0}, {1}, {2}, {3}], [3, 2, 1, 0]),
+        ([{0, 1, 2, 3}] * 4, [0, 1, 2, 3]),  # not bound
+        ([set()] * 4, [0, 1, 2, 3]),  # a kernel that does not tell: by index
+    ],
+)
+def test_a_rank_gets_a_gpu_near_its_cores(
+    cores: list[set[int]], expected: list[int]
+) -> None:
+    seen = [
+        VisibleGpus(
+            gpus=("a", "b", "c", "d"),
+            numa_nodes=(3, 2, 1, 0) if any(cores) else (-1,) * 4,
+            numa_nodes_of_cores=frozenset(mine),
+            has_nccl=True,
+        )
+        for mine in cores
+    ]
+    devices = gpu.plan_devices(seen, nodes_of(4)).devices
+    assert [int(device.partition(":")[2]) for device in devices] == expected
+
+
+def test_gpus_of_intel_have_their_own_word_and_library() -> None:
+    seen = [VisibleGpus(gpus=("a", "b"), kind="xpu", has_nccl=True)] * 2
+    plan = gpu.plan_devices(seen, nodes_of(2))
+    assert plan.devices == ("xpu:0", "xpu:1")
+    assert plan.backend == "cpu:mpi4py,xpu:xccl"
+
+
+def test_caches_of_kernels_are_in_a_folder_of_this_user_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    found = gpu.cache_variables("node1")
+    folder = Path(found["TRITON_CACHE_DIR"]).parent
+    assert folder.parent == tmp_path
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert gpu.cache_variables("node1") == found
+    assert gpu.cache_variables("node2") != found
+    folder.chmod(0o777)  # somebody else may have put code there
+    assert gpu.cache_variables("node1") == {}
+    folder.rmdir()
+    folder.symlink_to(tmp_path)
+    assert gpu.cache_variables("node1") == {}

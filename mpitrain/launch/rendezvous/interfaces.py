@@ -8,6 +8,7 @@ from pathlib import Path
 
 KINDS = [
     "infiniband",
+    "slingshot",
     "roce",
     "ethernet",
     "wireless",
@@ -18,7 +19,8 @@ KINDS = [
 ]
 """The classes of interfaces, the best first.
 
-``infiniband`` includes Omni-Path. ``roce`` is Ethernet on a card with RDMA. ``virtual``
+``infiniband`` includes Omni-Path. ``slingshot`` is HPE's, whose interfaces are hsn0,
+hsn1 ... ``roce`` is Ethernet on a card with RDMA. ``virtual``
 has no card under it: veth, vxlan. A ``bridge`` joins such interfaces of one host, such
 as docker0. A bond, a VLAN or a bridge on a card is of the card's class.
 """
@@ -84,6 +86,8 @@ def kind_of(name: str, root: Path = SYS_CLASS_NET, depth: int = 0) -> str:
     if (folder / "tun_flags").exists() or kind not in (_ETHER, 0):
         return "tunnel"
     if (folder / "device").exists():
+        if name.startswith("hsn") or (folder / "device" / "cxi").exists():
+            return "slingshot"
         return "roce" if (folder / "device" / "infiniband").exists() else "ethernet"
     without_card = "bridge" if (folder / "bridge").exists() else "virtual"
     lower = [path.name.removeprefix("lower_") for path in folder.glob("lower_*")]
@@ -98,6 +102,13 @@ def speed_of(name: str, root: Path = SYS_CLASS_NET) -> int:
     return max(0, _read_number(root / name / "speed"))
 
 
+def slingshot_names(root: Path = SYS_CLASS_NET) -> list[str]:
+    """Return the interfaces of this node that are Slingshot's and up, by number."""
+    names = [path.name for path in root.glob("*") if _text(path / "operstate") == "up"]
+    names = [name for name in names if kind_of(name, root) == "slingshot"]
+    return sorted(names, key=lambda name: (len(name), name))
+
+
 def is_usable(address: str) -> bool:
     """Whether other hosts can use an address; a link-local one of IPv6 they cannot."""
     return not address.lower().startswith(("fe8", "fe9", "fea", "feb"))
@@ -105,6 +116,13 @@ def is_usable(address: str) -> bool:
 
 def _read_number(path: Path) -> int:
     try:
-        return int(path.read_text())
-    except (OSError, ValueError):  # an interface that is down refuses to tell its speed
+        return int(_text(path))
+    except ValueError:
         return 0
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:  # an interface that is down refuses to tell its speed
+        return ""

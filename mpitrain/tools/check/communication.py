@@ -138,7 +138,7 @@ def check_collectives(job: Job, world: World) -> tuple[list[Part], list[Finding]
     """Call each collective on the CPU, and on the GPUs if they are used."""
     backends = {"cpu": host_backend(world)}
     if world.device != "cpu":
-        backends[world.device] = "nccl" if "nccl" in world.backend else backends["cpu"]
+        backends[world.device] = world.backend.rpartition(":")[2]
     parts, findings = [], []
     for device, backend in backends.items():
         device_type = device.partition(":")[0]
@@ -288,7 +288,7 @@ def check_gradients(job: Job, world: World) -> tuple[Part, list[Finding]]:
     part: Part = {}
     findings = []
     for strategy, tolerance in TOLERANCES.items():
-        if strategy == "fsdp" and world.device != "cpu" and "nccl" not in world.backend:
+        if strategy == "fsdp" and world.device != "cpu" and "ccl" not in world.backend:
             continue  # gloo and mpi4py lack collectives that FSDP calls on a GPU
         job.progress(f"check: gradients of {strategy}")
         difference = gradient_difference(world, strategy)
@@ -395,11 +395,12 @@ def _all_reduces(
     }
     if world.device != "cpu":
         on_gpu = on_cpu.to(world.device)
-        name = "nccl" if "nccl" in world.backend else f"{world.backend} on GPUs"
+        library = world.backend.rpartition(":")[2]
+        name = library if "ccl" in library else f"{library} on GPUs"
 
         def reduce_on_gpu() -> None:
             dist.all_reduce(on_gpu)
-            torch.cuda.synchronize()
+            torch.get_device_module(world.device).synchronize()
 
         calls[name] = reduce_on_gpu
     result = torch.empty_like(on_cpu).numpy()

@@ -207,7 +207,7 @@ class Worker:
         torch.use_deterministic_algorithms(False)
         gc.collect()
         if self._world.device != "cpu":
-            torch.cuda.empty_cache()
+            torch.get_device_module(self._world.device).empty_cache()
 
     def _failed(self, error: BaseException, ranks: Sequence[int]) -> Outcome:
         rank, size = self._world.rank, self._world.world_size
