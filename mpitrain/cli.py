@@ -203,7 +203,11 @@ def jobscript(argv: Sequence[str]) -> None:
     from mpitrain.schedulers import jobscript
 
     flags, words = _split(argv)
+    flags = jobscript.with_site(flags)
     config = _read(jobscript.JobscriptConfig, "jobscript", flags)
+    if config.show and config.site is not None:
+        _write(jobscript.site_file(config.site).read_text(), config.output)
+        return
     command = words[0] if words and words[0] in COMMANDS else "train"
     words = words[words[:1] == [command] :]
     # A mistake need not queue first.

@@ -77,11 +77,10 @@ if [[ $launchers != *"MCA plm: tm "* ]]; then
     export PRTE_MCA_plm_ssh_no_tree_spawn=1 OMPI_MCA_plm_rsh_no_tree_spawn=1
 fi
 
-# This script runs once, on the first node. (MPICH reads $PBS_NODEFILE by itself: leave
-# out all options.) ARGS is several words.
+# This script runs once, on the first node. ARGS is several words.
 #
 # `supervise` lets the ranks stop with a checkpoint at TERM (qdel, preemption). It ends
-# with 75; qstat says 271 after qdel. (MPICH: supervise --mpi mpich.)
+# with 75; qstat says 271 after qdel.
 #
 # It leaves out nodes that do not answer, and submits this script again until the
 # training is finished, up to 20 jobs. The run, or sweep, has the job's name. Of

@@ -53,11 +53,10 @@ if [[ -x $venv/bin/mpirun ]]; then
     export PRTE_MCA_prte_launch_agent="python -m mpitrain.schedulers.block_sigterm prted"
 fi
 
-# This script runs once, on the first node. mpirun gets nodes and slots from SLURM, and
-# starts the ranks by srun. (MPICH: no --prefix.)
+# This script runs once, on the first node. mpirun gets nodes and slots from SLURM.
 #
 # `supervise` lets the ranks stop with a checkpoint at TERM (scancel, preemption). Then
-# the job's status is 75. (MPICH: supervise --mpi mpich.)
+# the job's status is 75.
 #
 # It leaves out nodes that do not answer, and requeues the job until the training is
 # finished, up to 20 jobs. The run, or sweep, has the job's name.

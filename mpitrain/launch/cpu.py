@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING
 from mpitrain.errors import UsageError
 from mpitrain.launch.env_checks import was_launched
 from mpitrain.mpi.collectives import all_or_none, on_rank_zero
+from mpitrain.mpi.launchers import DEFAULT, LAUNCHERS
 from mpitrain.mpi.world import World
 from mpitrain.schedulers.pbs import asks_for_ompthreads
+from mpitrain.watchdog.process import launcher_name
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -42,10 +44,11 @@ def configure_threads(
             for node, on_node in zip(world.nodes, masks, strict=True)
         ]
         if found := [f"{count} of {host}" for count, host in idle if count]:
+            launcher = LAUNCHERS[launcher_name(variables) or DEFAULT]
             logger.warning(
                 "each rank is bound to one core, and others stay idle: %s; to use "
-                "them: mpirun --bind-to none (MPICH: -bind-to none)",
-                ", ".join(found),
+                "them: %s %s",
+                *(", ".join(found), launcher.program, launcher.unbound),
             )
     nodes = tuple(
         replace(node, num_cores=count_cores(on_node, quota))
@@ -83,13 +86,18 @@ def configure_threads(
 
 
 def launcher_cores(environ: Mapping[str, str]) -> frozenset[int]:
-    """Return the cores of this process's parent: mpirun, or its daemon on this host."""
+    """Return the cores of this process's parent: mpirun, or its daemon on this host.
+
+    Empty where they are more than this job's.
+    """
     if not was_launched(environ):
         return frozenset()
     try:
-        return frozenset(os.sched_getaffinity(os.getppid()))
+        cores = frozenset(os.sched_getaffinity(os.getppid()))
     except OSError:
         return frozenset()
+    of_slurm = environ.get("SLURM_CPUS_ON_NODE", "")
+    return frozenset() if of_slurm.isdecimal() and len(cores) > int(of_slurm) else cores
 
 
 def idle_cores(masks: Sequence[frozenset[int]], given: frozenset[int]) -> int:

@@ -7,21 +7,22 @@ has started: which rank prints, and whether Open MPI's TCP is needed.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from mpitrain.errors import TopologyError
-from mpitrain.watchdog.process import RANK_VARIABLES
-
-SIZE_VARIABLES = {
-    "OMPI_COMM_WORLD_SIZE": "Open MPI's mpirun",
-    "PMI_SIZE": "MPICH's mpiexec (or srun)",
-    "MV2_COMM_WORLD_SIZE": "MVAPICH's mpirun",
-}
-"""Variables that tell each process how many were started, and who sets them."""
-
-MPICH_FAMILY = ("MPICH", "MVAPICH", "Intel(R) MPI", "CRAY MPICH")
-"""How MPICH, and those that descend from it, begin to name themselves."""
+from mpitrain.mpi.launchers import (
+    ALONE_UNDER_SRUN,
+    LAUNCHERS,
+    LOCAL_SIZE_VARIABLES,
+    NO_PMIX,
+    PMIX_RANK,
+    RANK_VARIABLES,
+    SIZE_VARIABLES,
+    SOCKETS,
+    by_process,
+    family_of,
+)
 
 _REMEDY = (
     "Compare `mpirun --version` with\n"
@@ -33,52 +34,63 @@ _REMEDY = (
 
 def was_launched(environ: Mapping[str, str]) -> bool:
     """Whether a launcher of MPI started this process."""
-    return any(name in environ for name in SIZE_VARIABLES)
+    return any(name in environ for name in (*SIZE_VARIABLES, *RANK_VARIABLES))
 
 
 def launched_rank(environ: Mapping[str, str]) -> int:
     """Return the rank that the launcher gave, for messages before MPI has started."""
     # The last two are inherited by whatever is started: not of MPI's launchers.
-    names = (*RANK_VARIABLES, "SLURM_PROCID", "RANK")
-    given = next((environ[name] for name in names if name in environ), "0")
-    return int(given) if given.isdecimal() else 0
+    return _first(environ, (*RANK_VARIABLES, "SLURM_PROCID", "RANK"), 0)
 
 
 def launched_size(environ: Mapping[str, str]) -> int:
-    """Return how many processes the launcher started, as far as it tells."""
-    given = next((environ[name] for name in SIZE_VARIABLES if name in environ), "1")
-    return int(given) if given.isdecimal() else 1
+    """Return how many processes the launcher started, at least, as far as it tells."""
+    if not was_launched(environ):
+        return 1
+    # Some tell the rank, and how many are on this node, but not the size.
+    names = (*SIZE_VARIABLES, *LOCAL_SIZE_VARIABLES, "SLURM_STEP_NUM_TASKS")
+    sizes = [_first(environ, [name], 1) for name in names]
+    return max(*sizes, _first(environ, RANK_VARIABLES, 0) + 1)
 
 
 def is_on_one_node(environ: Mapping[str, str]) -> bool:
-    """Whether Open MPI's launcher, or none, started this job on this node alone."""
-    size = environ.get("OMPI_COMM_WORLD_SIZE")
-    if size is None:
-        return not any(name in environ for name in RANK_VARIABLES)
-    return size == environ.get("OMPI_COMM_WORLD_LOCAL_SIZE")
+    """Whether this job is on this node alone, as far as the launcher tells."""
+    if not was_launched(environ):
+        return True
+    return _first(environ, SIZE_VARIABLES, 0) == _first(
+        environ, LOCAL_SIZE_VARIABLES, -1
+    )
 
 
 def launcher_sockets(environ: Mapping[str, str]) -> list[int]:
-    """Return the descriptors by which MPICH's launcher and this process talk."""
-    given = (environ.get(name, "") for name in ("PMI_FD", "HYDI_CONTROL_FD"))
+    """Return the descriptors by which the launcher and this process talk."""
+    given = (environ.get(name, "") for name in SOCKETS)
     return [int(number) for number in given if number.isdecimal()]
 
 
 def foreign_library(library: str, environ: Mapping[str, str]) -> str | None:
     """Return a warning, before MPI starts, of a library not of the launcher's family.
 
-    MPICH ends a process of Open MPI's mpirun inside MPI_Init. It is only a warning,
-    since an MPICH that was built with PMIx runs there. The other way round Open MPI
-    starts a world of one, which `check_size` refuses.
+    Some libraries end a process of another's launcher inside MPI_Init. It is only a
+    warning, since one that was built with PMIx runs there. The other way round there
+    are worlds of one, which `check_size` refuses.
     """
-    number = environ.get("OMPI_COMM_WORLD_SIZE")
-    if number is None or not library.startswith(MPICH_FAMILY):
+    launcher, family = LAUNCHERS.get(by_process("", environ)), family_of(library)
+    if launcher is None or not launcher.wants_its_version or not family:
+        return None
+    if family in launcher.libraries:
         return None
     name = " ".join(library.partition("\n")[0].split())
     return (
-        f"Open MPI's mpirun started {number} processes, but mpi4py loads {name}. If "
-        f"MPI does not start: {_REMEDY[0].lower()}{_REMEDY[1:]}"
+        f"{launcher.title} started {launched_size(environ)} processes, but mpi4py "
+        f"loads {name}. If MPI does not start: {_REMEDY[0].lower()}{_REMEDY[1:]}"
     )
+
+
+def _first(environ: Mapping[str, str], names: Iterable[str], default: int) -> int:
+    """Return the number in the first of some variables that is set."""
+    given = next((environ[name] for name in names if name in environ), "")
+    return int(given) if given.isdecimal() else default
 
 
 def lone_in_allocation(environ: Mapping[str, str]) -> str | None:
@@ -124,23 +136,27 @@ def check_size(world_size: int, environ: Mapping[str, str]) -> None:
                 "Usual cause: mpirun is of another MPI than the library that mpi4py "
                 f"loaded. {_REMEDY}",
             )
-    if was_launched(environ):
+    if any(name in environ for name in SIZE_VARIABLES):
         return  # an mpirun of one process inside a larger step of SLURM
     if _is_several(environ.get("SLURM_STEP_NUM_TASKS")):
         number = environ["SLURM_STEP_NUM_TASKS"]
         raise _alone(
             f"srun started {number} processes (SLURM_STEP_NUM_TASKS={number})",
-            "Usual cause: this srun does not speak PMIx with this MPI. Start it with "
-            "mpirun instead, which asks SLURM for nodes and slots by itself; or, in a "
-            "shell that srun opened, `unset SLURM_STEP_NUM_TASKS` to train alone.",
+            ALONE_UNDER_SRUN,
         )
-    rank = environ.get("PMIX_RANK", "")
+    for name in LOCAL_SIZE_VARIABLES:
+        number = environ.get(name)
+        if _is_several(number):
+            raise _alone(
+                f"a launcher started {number} processes on this node ({name}={number})",
+                f"Usual cause: the MPI library that mpi4py loaded {NO_PMIX}. {_REMEDY}",
+            )
+    rank = environ.get(PMIX_RANK, "")
     if rank.isdecimal() and int(rank) > 0:
         error = _alone(
-            f"a launcher with PMIx started {int(rank) + 1} processes or more "
-            f"(PMIX_RANK={rank})",
-            "Usual cause: the MPI library that mpi4py loaded does not speak PMIx, or "
-            f"another one. {_REMEDY}",
+            f"a launcher started {int(rank) + 1} processes or more "
+            f"({PMIX_RANK}={rank})",
+            f"Usual cause: the MPI library that mpi4py loaded {NO_PMIX}. {_REMEDY}",
         )
         error.reporting_rank = 1  # rank 0 cannot know: it looks like a lone process
         raise error

@@ -41,6 +41,7 @@ from mpitrain.launch.process_exit import (
     is_consequence,
 )
 from mpitrain.mpi.collectives import barrier
+from mpitrain.mpi.launchers import ON_ONE_NODE
 from mpitrain.mpi.topology import start_mpi
 from mpitrain.mpi.world import World, rank_label
 from mpitrain.watchdog.client import WatchdogClient
@@ -244,9 +245,8 @@ def abort_on_error(
         with contextlib.suppress(Exception):  # stderr may not be a file
             faulthandler.enable()
     if not may_spawn and is_on_one_node(os.environ):
-        # MPI_Comm_spawn needs Open MPI's TCP, whose ports are open to the network: one
-        # byte from a stranger there stops a rank (5.0.11 and 4.1).
-        os.environ.setdefault("OMPI_MCA_btl", "^ofi,tcp")
+        for name, value in ON_ONE_NODE.items():
+            os.environ.setdefault(name, value)
     before = ExitGuard.current
     watched = None
     started = time.perf_counter()

@@ -138,7 +138,7 @@ def init_process_group(
             rank=world.rank,
             world_size=world.world_size,
             timeout=timedelta(seconds=timeout_seconds),
-            device_id=torch.device(world.device) if "nccl" in world.backend else None,
+            device_id=torch.device(world.device) if "ccl" in world.backend else None,
         )
 
 
@@ -187,7 +187,7 @@ def _prepare_torch(
         logger.warning("%s", warning)
     torch.set_num_threads(world.num_threads)
     if world.device != "cpu":
-        torch.cuda.set_device(world.device)
+        torch.get_device_module(world.device).set_device(world.device)
 
 
 # A launch by ``mpitrain run``, without process group, for the script's `init`.

@@ -36,9 +36,10 @@ from mpitrain.launch.run_target import (
     read_script,
 )
 from mpitrain.mpi.collectives import all_or_none, barrier
+from mpitrain.mpi.launchers import by_process
 from mpitrain.mpi.world import World
 from mpitrain.watchdog.heartbeat import State
-from mpitrain.watchdog.process import COMMANDS, launchers_of, name_of
+from mpitrain.watchdog.process import launchers_of, name_of
 
 
 def run(
@@ -184,7 +185,7 @@ def _close_stdin() -> None:
     to its end waits for ever (5.0.11, tried; Open MPI 4.1 and MPICH close it).
     """
     above = launchers_of(os.getpid())
-    if not above or name_of(above[-1].pid) not in COMMANDS:
+    if not above or not by_process(name_of(above[-1].pid), {}):
         return
     with contextlib.suppress(OSError):  # another user's mpirun, or no stdin
         null = os.stat(os.devnull)  # noqa: PTH116

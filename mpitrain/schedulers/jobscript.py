@@ -1,22 +1,26 @@
 """`python -m mpitrain jobscript`: a job script for SLURM or PBS. Needs no MPI.
 
-The scripts are the jinja templates `templates/slurm.sh` and `templates/pbs.sh`.
+The scripts are the jinja templates `templates/slurm.sh` and `templates/pbs.sh`. What a
+site wants is in `sites/NAME.yaml`: flags of this command, each explained.
 """
 
 from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from tyro.conf import Positional, UseAppendAction
 
-from mpitrain.errors import UsageError
+from mpitrain.errors import UsageError, did_you_mean
+from mpitrain.mpi.launchers import DEFAULT, LAUNCHERS, LauncherName
+from mpitrain.schedulers.containers import Runtime, words_of
 
 TEMPLATES = Path(__file__).with_name("templates")
+SITES = Path(__file__).with_name("sites")
 
 # How long before its end a job of a chain is asked to stop, if it is long enough.
 MAX_NOTICE_SECONDS = 120
@@ -30,7 +34,9 @@ PATTERNS = {
     "partition": (r"\w[\w.,-]*", "letters, digits and . , -"),
     "queue": (r"\w[\w.@-]*", "letters, digits and . @ -"),
     "name": (r"[A-Za-z][\w.+-]*", "a letter, then letters, digits and . + -"),
+    "mail": (r"[\w.+@-]+", "an address, such as me@example.org"),
 }
+DIRECTIVES = {"slurm": "#SBATCH ", "pbs": "#PBS "}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +44,16 @@ class JobscriptConfig:
     """Print a job script. Flags of the training follow after --."""
 
     scheduler: Positional[SchedulerName]
-    """The scheduler."""
+    """The scheduler; of --site, if it is left out."""
+    site: str | None = None
+    """Name of a site whose flags are taken, as if typed first; or a YAML file of
+    such flags."""
+    show: bool = False
+    """Print the flags of --site, with their explanation, instead of the script."""
+    launcher: LauncherName = DEFAULT
+    """What starts the ranks."""
+    launcher_flag: UseAppendAction[tuple[str, ...]] = ()
+    """A further word for the launcher; may be given several times."""
     nodes: int = 2
     """Number of nodes."""
     slots_per_node: int = 4
@@ -63,8 +78,24 @@ class JobscriptConfig:
     """Maximum number of jobs, one after another, until the training is finished."""
     spare_nodes: int = 0
     """Nodes in addition to --nodes, to replace failing ones (with --jobs)."""
+    mail: str | None = None
+    """Address to which the scheduler writes when the job ends or fails."""
+    line: UseAppendAction[tuple[str, ...]] = ()
+    """A further line for the scheduler, as '#PBS -l filesystems=home'; may be given
+    several times."""
+    resources: UseAppendAction[tuple[str, ...]] = ()
+    """A line that asks for nodes, cores, GPUs or memory, with {nodes}, {slots}, {cpus},
+    {gpus}, {mem}, {node_cpus}, {all_cpus}, {all_gpus} or {all_mem} in it; they replace
+    the usual ones; may be given several times."""
     module: UseAppendAction[tuple[str, ...]] = ()
     """An environment module to load; may be given several times."""
+    setup: UseAppendAction[tuple[str, ...]] = ()
+    """A line of shell before the start, as 'export A=b' or '. my.sh'; may be given
+    several times."""
+    container: str | None = None
+    """Image in which the ranks run; mpirun, and the venv for it, are outside."""
+    container_runtime: Runtime | None = None
+    """What runs the image. Default: apptainer, for a file .sif."""
     venv: Path = Path(".venv")
     """Virtual environment; a relative path is from the folder of submission."""
     output: Path | None = None
@@ -90,13 +121,25 @@ class JobscriptConfig:
             raise UsageError(f"--partition {self.partition}: PBS says --queue")
         if self.scheduler == "slurm" and self.queue is not None:
             raise UsageError(f"--queue {self.queue}: SLURM says --partition")
+        can_choose = bool(LAUNCHERS[self.launcher].host_file)
+        if self.spare_nodes and not can_choose:
+            raise UsageError(
+                f"--spare-nodes {self.spare_nodes}: {LAUNCHERS[self.launcher].title} "
+                "takes all nodes of the job; expected 0"
+            )
+        for line in (*self.line, *self.resources):
+            if not line.startswith(DIRECTIVES[self.scheduler]):
+                raise UsageError(
+                    f"--line {line!r}: expected {DIRECTIVES[self.scheduler]}..."
+                )
         seconds_of(self.time, self.scheduler)
         for name, (pattern, expected) in PATTERNS.items():
             word = getattr(self, name)
             if word is not None and not re.fullmatch(pattern, word, re.ASCII):
                 raise UsageError(f"--{name} {word!r}: expected {expected}")
-        for module in self.module:
-            _check_word(module, f"--module {module!r}")
+        for flag in ("module", "line", "resources", "setup", "launcher_flag"):
+            for word in getattr(self, flag):
+                _check_word(word, f"--{flag} {word!r}".replace("_", "-"))
         _check_word(str(self.venv), f"--venv {str(self.venv)!r}")
 
 
@@ -110,6 +153,24 @@ def text_of(
         _check_word(word, f"{word!r} after --")
     seconds = seconds_of(config.time, config.scheduler)
     slots, gpus = config.slots_per_node, config.gpus_per_node
+    gpus = slots if gpus is None else gpus
+    nodes, cpus = config.nodes + config.spare_nodes, config.cpus_per_slot
+    amounts = {
+        "nodes": nodes,
+        "slots": slots,
+        "cpus": cpus,
+        "gpus": gpus,
+        "mem": config.mem or "",
+        "ranks": config.nodes * slots,
+        "node_cpus": slots * cpus,
+        "all_cpus": nodes * slots * cpus,
+        "all_gpus": nodes * gpus,
+        "all_mem": re.sub(
+            r"\d+", lambda it: str(nodes * int(it[0])), f"{config.mem or ''}B"
+        ),
+    }
+    program, *options = LAUNCHERS[config.launcher].command.format(**amounts).split()
+    options += [shlex.quote(_filled(word, amounts)) for word in config.launcher_flag]
     venv = config.venv.expanduser()
     templates = Environment(
         loader=FileSystemLoader(TEMPLATES),
@@ -123,8 +184,13 @@ def text_of(
     values = vars(config) | {
         "time": f"{seconds // 3600:02}:{seconds // 60 % 60:02}:{seconds % 60:02}",
         "notice": notice_seconds(seconds),
-        "all_nodes": config.nodes + config.spare_nodes,
-        "gpus": slots if gpus is None else gpus,
+        "all_nodes": nodes,
+        "gpus": gpus,
+        "program": program,
+        "container": config.container
+        and words_of(config.container, config.container_runtime),
+        "options": " ".join(options),
+        "resources": [_filled(line, amounts) for line in config.resources],
         "from_where": "from any folder"
         if venv.is_absolute()
         else f"from the folder that holds {venv}",
@@ -134,6 +200,68 @@ def text_of(
         "words": "".join(" " + shlex.quote(word) for word in words),
     }
     return templates.get_template(f"{config.scheduler}.sh").render(values)
+
+
+def _filled(line: str, amounts: Mapping[str, object]) -> str:
+    try:
+        return line.format(**amounts)
+    except (KeyError, IndexError, ValueError):
+        known = ", ".join(amounts)
+        raise UsageError(f"{line!r}: expected {known} in braces") from None
+
+
+def with_site(flags: Sequence[str]) -> list[str]:
+    """Return the flags, after those of the site that they name, if they name one.
+
+    Its scheduler stands first, unless the flags begin with one.
+    """
+    words = [word for flag in flags for word in _split_equals(flag)]
+    if "--site" not in words[:-1]:
+        return list(flags)
+    name = words[words.index("--site") + 1]
+    values = read_site(name)
+    scheduler = [str(values.pop("scheduler", ""))]
+    if flags[:1] in (["slurm"], ["pbs"]):
+        scheduler, flags = [flags[0]], flags[1:]
+    found: list[str] = []
+    for key, value in values.items():
+        flag = "--" + str(key).replace("_", "-")
+        for each in value if isinstance(value, list) else [value]:
+            found.append(f"{flag}={each}")
+    return [*scheduler, *found, *flags]
+
+
+def _split_equals(flag: str) -> list[str]:
+    return flag.split("=", 1) if flag.startswith("--site=") else [flag]
+
+
+def site_file(name: str) -> Path:
+    """Return the file of a site: one of ours by its name, or the user's own."""
+    ours = SITES / f"{name}.yaml"
+    if ours.is_file() and "/" not in name:
+        return ours
+    if Path(name).is_file():
+        return Path(name)
+    known = sorted(path.stem for path in SITES.glob("*.yaml"))
+    raise UsageError(
+        f"--site {name!r}: expected a YAML file, or one of {', '.join(known)}."
+        f"{did_you_mean(name, known)}"
+    )
+
+
+def read_site(name: str) -> dict[str, Any]:
+    """Read the flags of a site; lists are of flags that may be given several times."""
+    import yaml
+
+    path = site_file(name)
+    try:
+        found = yaml.safe_load(path.read_text())
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise UsageError(f"--site {path}: cannot be read: {reason}") from None
+    if not isinstance(found, dict):
+        raise UsageError(f"--site {path}: expected lines like `launcher: srun`")
+    return found
 
 
 def notice_seconds(seconds: float) -> int:

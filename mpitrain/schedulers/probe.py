@@ -19,8 +19,10 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
+from mpitrain.errors import UsageError
+from mpitrain.mpi.launchers import DEFAULT, LAUNCHERS, by_command
 from mpitrain.schedulers import lost_nodes
-from mpitrain.schedulers.allocation import AllocatedNode
+from mpitrain.schedulers.allocation import AllocatedNode, query
 
 ANSWER = "mpitrain answers:"  # begins the line; launchers and modules print, too
 MAX_PROBES = 32  # nodes that are tried at once; each takes an mpirun on this node
@@ -40,6 +42,12 @@ def probe(
     environ: Mapping[str, str],
 ) -> tuple[list[AllocatedNode], list[str]]:
     """Return the nodes that a training can use, and a reason for each of the others."""
+    launcher = LAUNCHERS[launcher_of(mpirun)]
+    if not launcher.hosts:
+        raise UsageError(
+            f"--probe: {launcher.title} takes all nodes of the job; expected an mpirun "
+            "that takes a host file"
+        )
     num_gpus: dict[str, int] = {}
     reasons: dict[str, str] = {}
 
@@ -51,7 +59,10 @@ def probe(
 
     def start(some: Sequence[AllocatedNode]) -> None:
         if some:
-            answers, reason = _start([n.hostname for n in some], mpirun, seconds / 2)
+            names = [node.hostname for node in some]
+            of_hosts = launcher.hosts.format(ranks=len(names), hosts=",".join(names))
+            start_words = [*mpirun, *of_hosts.split()]
+            answers, reason = _start(names, start_words, seconds / 2)
             num_gpus.update(answers)
             reasons.update({node.hostname: reason for node in some})
 
@@ -60,6 +71,12 @@ def probe(
     with ThreadPoolExecutor(MAX_PROBES) as pool:
         list(pool.map(lambda node: start([node]), remaining()))
     return judge(nodes, num_gpus, reasons)
+
+
+def launcher_of(words: Sequence[str]) -> str:
+    """Return the name of the launcher that some words start, by what it says."""
+    answer = query(words[0], "--version")
+    return by_command(words[0], answer) or DEFAULT
 
 
 def judge(
@@ -90,11 +107,10 @@ def judge(
 
 
 def _start(
-    names: Sequence[str], mpirun: Sequence[str], seconds: float
+    names: Sequence[str], start: Sequence[str], seconds: float
 ) -> tuple[dict[str, int], str]:
     """Start one process on each host; return GPUs by host, and why others lack."""
-    words = ("-np", str(len(names)), "--host", ",".join(names))
-    command = [*mpirun, *words, sys.executable, "-m", "mpitrain.schedulers.probe"]
+    command = [*start, sys.executable, "-m", "mpitrain.schedulers.probe"]
     with tempfile.TemporaryFile("w+", errors="replace") as output:
         process = subprocess.Popen(
             command,
@@ -157,10 +173,10 @@ def answer() -> None:
     """Compute on every GPU that torch finds; print this host and their number."""
     import torch
 
-    num_gpus = torch.cuda.device_count()
+    num_gpus = torch.accelerator.device_count()
     for index in range(num_gpus):
-        ones = torch.ones(64, device=f"cuda:{index}")
-        assert (ones @ ones).item() == 64, f"cuda:{index} cannot add up"
+        ones = torch.ones(64, device=index)
+        assert (ones @ ones).item() == 64, f"GPU {index} cannot add up"
     print(f"{ANSWER} {socket.gethostname()} {num_gpus} GPUs", flush=True)
 
 

@@ -14,6 +14,7 @@ mpirun prints a long message after an error; the training's own error follows it
 from __future__ import annotations
 
 import math
+import shlex
 import signal
 import subprocess
 import sys
@@ -25,11 +26,13 @@ from pathlib import Path
 from typing import Literal
 
 from mpitrain.errors import Stopped, UsageError
+from mpitrain.mpi.launchers import LAUNCHERS, Launcher, LauncherName
 from mpitrain.record.jsonl import changed_at
 from mpitrain.record.run_dir import read_json, read_result
 from mpitrain.record.runs import is_finished
 from mpitrain.schedulers import chain, detect, seconds_left
 from mpitrain.schedulers.jobscript import notice_seconds
+from mpitrain.schedulers.probe import launcher_of
 
 # Blocked in this process, and taken by `sigtimedwait`.
 SIGNALS = {signal.SIGTERM, signal.SIGUSR1, signal.SIGCHLD}
@@ -48,8 +51,11 @@ class SuperviseConfig:
     """Time limit of the search for nodes that work, with --jobs."""
     script: str | None = None
     """The job script, which PBS's next job runs, with --jobs."""
-    mpi: Literal["openmpi", "mpich"] = "openmpi"
-    """Whose mpirun it is. MPICH's dies of USR2: ranks then ask for their time only."""
+    launcher: Literal["auto"] | LauncherName = "auto"
+    """What starts the ranks. auto: what the program after -- says of itself."""
+
+    container: str = ""
+    """With --jobs, words that run a rank in a container, as a shell quotes them."""
 
     def __post_init__(self) -> None:
         if self.jobs < 1:
@@ -108,25 +114,25 @@ class Supervisor:
         return status if status >= 0 else 128 - status
 
     def train(
-        self, command: Sequence[str], environ: Mapping[str, str], *, send_usr2: bool
+        self, command: Sequence[str], environ: Mapping[str, str], launcher: Launcher
     ) -> int:
         """Run mpirun; print the training's error after it, and return the exit status.
 
-        Open MPI 5 ends with 0 though it has lost a node: then the status is the one
-        that rank zero has written, or 1.
+        Some launchers end with 0 though they have lost a node, or with a status of
+        their own: then it is the one that rank zero has written, or 1 instead of 0.
         """
         status_file = Path(environ["MPITRAIN_STATUS_FILE"])
         run_file = Path(f"{status_file}.run")
         for file in (status_file, run_file):
             file.unlink(missing_ok=True)
-        status = self.run(command, environ, send_usr2=send_usr2)
-        if status == 0:
+        status = self.run(command, environ, send_usr2=launcher.forwards_usr2)
+        if status == 0 or not launcher.passes_status:
             try:
                 status = int(status_file.read_text())
             except (OSError, ValueError):
-                status = 1
+                status = status or 1
         if status not in (0, Stopped.exit_status) and (error := _error_in(run_file)):
-            # Open MPI ends its message with a zero byte, and not with a line end.
+            # A launcher may end its message with a zero byte, and not with a line end.
             print(f"\nfailed: {error}", file=sys.stderr, flush=True)
         return status
 
@@ -165,11 +171,12 @@ def supervise(
     """
     if not command:
         raise UsageError("supervise what? Expected mpirun and its words after --")
-    send_usr2 = config.mpi == "openmpi"
+    name = config.launcher
+    launcher = LAUNCHERS[launcher_of(command) if name == "auto" else name]
     with tempfile.TemporaryDirectory() as folder:
         environ = {**environ, "MPITRAIN_STATUS_FILE": f"{folder}/status"}
         if config.jobs == 1:
-            return Supervisor().train(command, environ, send_usr2=send_usr2)
+            return Supervisor().train(command, environ, launcher)
         scheduler = detect(environ).name
         if scheduler == "none":
             raise UsageError(
@@ -187,19 +194,29 @@ def supervise(
         hosts, program = f"{folder}/hosts", [python, "-m", "mpitrain"]
         nodes = () if config.nodes is None else ("--nodes", str(config.nodes))
         probe = (
-            *(*program, "hostfile", "--format", config.mpi, "--gpus", "ignore"),
+            *(*program, "hostfile", "--format", launcher.host_file_format),
+            *("--gpus", "ignore"),
             *("--probe", "--probe-seconds", str(config.probe_seconds), *nodes),
             *("--output", hosts, "--", *mpirun),
         )
-        option = "--hostfile" if send_usr2 else "-f"
-        start = (*mpirun, option, hosts, *program, *flags)
+        of_hosts = (launcher.host_file, hosts) if launcher.host_file else ()
+        if config.nodes is not None and not of_hosts:
+            raise UsageError(
+                f"--nodes {config.nodes}: {launcher.title} takes all nodes of the job; "
+                "expected no spare nodes"
+            )
+        container = shlex.split(config.container)
+        start = (*mpirun, *of_hosts, *container, *program, *flags)
         action: chain.Action = "retry"
         while action == "retry":
-            status = supervisor.run(probe, environ, send_usr2=True)
+            # Those without a host file find a node that does not work by themselves.
+            status = 0
+            if of_hosts:
+                status = supervisor.run(probe, environ, send_usr2=True)
             if supervisor.is_stopping:
                 status = Stopped.exit_status  # nothing was started or has failed
             elif status == 0:
-                status = supervisor.train(start, environ, send_usr2=send_usr2)
+                status = supervisor.train(start, environ, launcher)
                 status = status or int(not is_finished(run_dir))
             action = training.next_action(status, is_stopping=supervisor.is_stopping)
         if action == "requeue":

@@ -322,7 +322,7 @@ def _mesh(world: World, config: StrategyConfig, make: Any) -> Any:
     if len(sizes) > 1 or in_order != list(range(world.world_size)):
         raise UsageError(
             "--hybrid-sharding wants as many ranks on every node, and those of a node "
-            "one after another; expected mpirun --map-by ppr:N:node --rank-by slot"
+            "one after another; expected the launcher to fill one node after another"
         )
     shape = (world.num_nodes, sizes.pop())
     return make(kind, shape, mesh_dim_names=("replicate", "shard"))

@@ -7,25 +7,13 @@ import os
 import re
 import signal
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from mpitrain.mpi.launchers import LINGERING, RANK_VARIABLES, by_process
+
 LINGER_SECONDS = 3.0  # how long a launcher may take to notice that its rank is gone
-
-COMMANDS = ("mpirun", "mpiexec", "mpiexec.hydra", "orterun", "prterun", "prun")
-"""Launchers, as a user types them."""
-
-DAEMONS = ("prted", "orted", "hydra_pmi_proxy")
-"""What they start on every host to start the ranks there."""
-
-
-RANK_VARIABLES = (
-    "OMPI_COMM_WORLD_RANK",
-    "PMI_RANK",
-    "MV2_COMM_WORLD_RANK",
-    "PMIX_RANK",
-)
-"""Variables by which they number the processes."""
 
 
 class Ancestor(NamedTuple):
@@ -101,6 +89,12 @@ def name_of(pid: int) -> str:
         return ""
 
 
+def launcher_name(environ: Mapping[str, str]) -> str:
+    """Return the name of what started this rank, in `LAUNCHERS`; empty: not known."""
+    above = launchers_of(os.getpid())
+    return by_process(name_of(above[-1].pid) if above else "", environ)
+
+
 class Launcher:
     """What started a rank on this host: mpirun or its daemon, and wrappers between."""
 
@@ -135,7 +129,7 @@ class Launcher:
         died while others were in MPI_Init. `since`: when the rank went, monotonic.
         """
         for launcher in self._ancestors[-1:]:
-            if name_of(launcher.pid) not in COMMANDS + DAEMONS:
+            if by_process(name_of(launcher.pid), {}) not in LINGERING:
                 return
             for delay, number in ((0.0, signal.SIGTERM), (1.0, signal.SIGKILL)):
                 while time.monotonic() < since + LINGER_SECONDS + delay:

@@ -29,6 +29,7 @@ SelectTypeParameters=CR_Core_Memory
 ReturnToService=2
 StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/spool-%n
+TmpFS={folder}/tmpfs-%n
 SlurmctldPidFile={folder}/slurmctld.pid
 SlurmdPidFile={folder}/slurmd-%n.pid
 MpiDefault=none
@@ -82,7 +83,9 @@ class Slurm:
 
     def __init__(self, hosts: VirtualHosts) -> None:
         self.hosts = hosts
+        # PMIx would take munge, of which there is none in its place.
         self.environ = {"SLURM_CONF": str(hosts.folder / "slurm.conf")}
+        self.environ["PMIX_MCA_psec"] = "native"
 
     def start(self) -> None:
         """Start the daemons, and wait until every node is idle."""
@@ -140,7 +143,10 @@ class Slurm:
 
     def _write_files(self) -> None:
         folder = self.hosts.folder
-        for name in ["state", *(f"spool-{name}" for name in self.hosts.names)]:
+        of_nodes = (
+            f"{kind}-{it}" for kind in ("spool", "tmpfs") for it in self.hosts.names
+        )
+        for name in ["state", *of_nodes]:
             (folder / name).mkdir()
         nodes = "\n".join(
             NODE.format(name=name, address=self.hosts.addresses[name])

@@ -68,12 +68,22 @@ def test_host_names_that_contradict_shared_memory_are_refused(
     comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(topology.socket, "gethostname", lambda: f"host{comm.rank % 2}")
+    monkeypatch.setattr(topology, "_boot_id", lambda: f"boot{comm.rank % 2}")
     if comm.size == 1:
         assert discover_world(comm).num_nodes == 1
         return
     with pytest.raises(TopologyError, match="say they run on host 'host0'") as caught:
         discover_world(comm)
     assert caught.value.reporting_rank == 0
+
+
+def test_containers_with_a_name_each_are_one_node_of_their_machine(
+    comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(topology.socket, "gethostname", lambda: f"box{comm.rank}")
+    found = discover_world(comm)
+    assert [node.hostname for node in found.nodes] == ["box0"]
+    assert found.local_rank == comm.rank
 
 
 def test_ranks_that_ask_for_different_things_are_refused(

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from mpitrain.mpi.launchers import by_command
 from mpitrain.mpi.world import Node, World
 from mpitrain.schedulers import Scheduler
 from mpitrain.tools.check import login
@@ -20,7 +21,7 @@ from mpitrain.tools.check.environment import (
     nearest,
 )
 from mpitrain.tools.check.job import node_parts, start_part
-from mpitrain.tools.check.login import is_launcher_of, launcher_of, library_of
+from mpitrain.tools.check.login import fits, library_of
 from mpitrain.tools.check.report import Finding, Report, lines_of
 
 ROOT = Path(__file__).parents[2]
@@ -35,6 +36,7 @@ HOST = Facts(
     memlock_bytes=8 * 2**20,
     open_files=65536,
     infiniband=(),
+    lacks_ofi_plugin=False,
     address="10.0.0.1",
     interface="eth0",
     kind="ethernet",
@@ -92,6 +94,7 @@ def facts(
         "knows_end": False,
         **more,
     }
+    more.setdefault("launcher", "openmpi")
     return Facts(nodes=tuple(nodes), ranks=tuple(ranks), hosts=tuple(of_hosts), **more)
 
 
@@ -127,6 +130,10 @@ INFINIBAND: dict[str, Any] = {"infiniband": ("mlx5_0",)}
         # The same UUID on two hosts is two GPUs.
         (facts((1, 1), gpus=("x", "x")), []),
         (facts((2, 3)), ["warning uneven-nodes: 2 ranks on a, but 3 on b"]),
+        (
+            facts((1, 1), hosts=({}, {"lacks_ofi_plugin": True})),
+            ["warning no-ofi-plugin: b is on Slingshot, and NCCL finds no OFI plugin"],
+        ),
         (facts(hosts=(SMALL,)), ["warning small-shm: /dev/shm has 0.062 GiB on a"]),
         (facts((1, 1), hosts=({}, {"shm_bytes": 0})), ["warning small-shm"]),
         (
@@ -340,7 +347,35 @@ HYDRA = (
 def test_an_mpirun_belongs_to_a_library(
     launcher: str, library: str, expected: bool | None
 ) -> None:
-    assert is_launcher_of(launcher_of(launcher), library_of(library)) is expected
+    name = by_command("mpirun", launcher)
+    assert fits(name, launcher, library_of(library)) is expected
+
+
+@pytest.mark.parametrize(
+    ("launcher", "one_core", "uneven"),
+    [
+        ("", "mpirun --bind-to none", "mpirun --map-by ppr:3:node"),
+        ("openmpi", "mpirun --bind-to none", "mpirun --map-by ppr:3:node"),
+        ("mpich", "mpirun -bind-to none", "mpirun -ppn 3"),
+        ("pals", "mpiexec --cpu-bind none", "mpiexec --ppn 3"),
+        ("srun", "srun --cpu-bind=none", "srun --ntasks-per-node=3"),
+        ("flux", "flux -o cpu-affinity=off", "flux -N 2 -n N"),
+    ],
+)
+def test_remedies_are_in_the_words_of_the_launcher(
+    launcher: str, one_core: str, uneven: str
+) -> None:
+    (found,) = find_problems(facts((1, 1), num_cores=1, launcher=launcher))
+    assert found.remedy == one_core
+    (found,) = find_problems(facts((2, 3), launcher=launcher))
+    assert found.remedy == uneven
+
+
+def test_a_site_without_mpirun_starts_ranks_by_another_launcher() -> None:
+    library = login.Library(text="CRAY MPICH version 8.1.29 (ANL base 3.4a2)")
+    (found,) = login.mpi_findings(library, "/usr/bin/srun", "slurm 24.05.4")
+    assert (found.severity, found.name) == ("note", "other-launcher")
+    assert "/usr/bin/srun starts ranks" in found.found
 
 
 def test_no_mpirun_is_an_error_that_names_the_one_beside_the_library(

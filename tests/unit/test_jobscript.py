@@ -222,7 +222,9 @@ STAND_IN = """\
 import json, os, pathlib, sys
 if "supervise" in sys.argv or "mpitrain.schedulers.block_sigterm" in sys.argv:
     os.execv({python!r}, [{python!r}, *sys.argv[1:]])
-if sys.argv[0].endswith("mpirun"):
+if sys.argv[1:] == ["--version"]:
+    print("mpirun (Open MPI) 5.0.11")
+elif sys.argv[0].endswith("mpirun"):
     pathlib.Path({seen!r}).write_text(json.dumps(sys.argv[1:]))
     run_dir = pathlib.Path("runs/my-job")
     run_dir.mkdir(parents=True)
@@ -305,15 +307,22 @@ def test_at_term_a_job_waits_for_its_ranks_and_ends_with_their_status(
     mpirun = tmp_path / ".venv/bin/mpirun"
     usr2 = {"openmpi": "sleep 1; exit 75", "mpich": "exit 99"}[mpi]
     end = {"openmpi": 99, "mpich": 75}[mpi]
+    version = {"openmpi": "(Open MPI) 5", "mpich": "HYDRA build details: Version: 5"}[
+        mpi
+    ]
     mpirun.write_text(
         "#!/bin/bash\n"
+        f"[ $1 = --version ] && echo '{version}' && exit\n"
         f"trap '{usr2}' USR2\n"
         "(sleep 1; kill -TERM $$ $PPID) &\n"  # as `scancel --full` and `qdel` do
         "for i in {1..30}; do sleep 0.1; done\n"
         f"exit {end}\n"
     )
-    text = text_of(JobscriptConfig(scheduler=scheduler), [])
-    text = text.replace(" supervise ", f" supervise --mpi {mpi} ")
+    config = JobscriptConfig(scheduler=scheduler, launcher=mpi)  # type: ignore[arg-type]
+    text = text_of(config, [])
+    if mpi == "mpich":
+        assert "supervise --launcher mpich -- " in text
+        text = text.replace(" --launcher mpich", "")  # it asks mpirun, too
     done = run_script(text, tmp_path, tmp_path, [])
     assert done.returncode == 75, done.stderr
 
@@ -329,7 +338,8 @@ def test_mpiruns_0_is_no_success_unless_rank_zero_says_so(
     """Open MPI's ends with 0 where it has lost a node."""
     make_stand_ins(tmp_path / ".venv", tmp_path / "seen.json")
     (tmp_path / ".venv/bin/mpirun").write_text(
-        f'#!/bin/sh\nprintf %s "{rank_zero}" >"$MPITRAIN_STATUS_FILE"\nexit {mpirun}\n'
+        '#!/bin/sh\n[ "$1" = --version ] && exit\n'
+        f'printf %s "{rank_zero}" >"$MPITRAIN_STATUS_FILE"\nexit {mpirun}\n'
     )
     text = text_of(JobscriptConfig(scheduler=scheduler), [])
     done = run_script(text, tmp_path, tmp_path, [])

@@ -9,6 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -165,6 +166,11 @@ SYS = {
     "eth0": CARD,
     "eth1": {**ETHERNET, "device/": "", "speed": "-1\n"},
     "eth4": {**CARD, "device/infiniband/mlx5_1/": ""},
+    "hsn0": {**ETHERNET, "device/": "", "speed": "200000\n", "operstate": "up\n"},
+    "hsn10": {**ETHERNET, "device/": "", "operstate": "up\n"},
+    "hsn2": {**ETHERNET, "device/": "", "operstate": "up\n"},
+    "hsn3": {**ETHERNET, "device/": "", "operstate": "down\n"},
+    "eth9": {**ETHERNET, "device/cxi/": "", "operstate": "down\n"},
     "wlan0": {**CARD, "wireless/": ""},
     "veth1": {**ETHERNET, "speed": "10000\n"},
     "docker0": {**ETHERNET, "bridge/": "", "lower_veth1/": ""},
@@ -202,6 +208,8 @@ def sys_class_net(tmp_path: Path) -> Path:
         ("eth0", "ethernet", 25_000),
         ("eth1", "ethernet", 0),
         ("eth4", "roce", 25_000),
+        ("hsn0", "slingshot", 200_000),
+        ("eth9", "slingshot", 0),
         ("wlan0", "wireless", 25_000),
         ("veth1", "virtual", 10_000),
         ("docker0", "bridge", 0),
@@ -381,6 +389,18 @@ def test_gloo_and_nccl_are_told_unless_the_user_told_them(
     own: str, environ: dict, expected: dict
 ) -> None:
     assert transports.socket_variables(rendezvous(own), environ) == expected
+
+
+def test_nccl_gets_all_interfaces_of_slingshot_that_are_up(
+    sys_class_net: Path,
+) -> None:
+    here = rendezvous("10.0.0.2", name="hsn0")
+    here = replace(here, interface=replace(here.interface, kind="slingshot"))
+    found = transports.socket_variables(here, {}, sys_class_net)
+    assert found == {
+        "GLOO_SOCKET_IFNAME": "hsn0",
+        "NCCL_SOCKET_IFNAME": "=hsn0,hsn2,hsn10",
+    }
 
 
 def test_a_label_is_told_to_gloo_and_not_to_nccl() -> None:

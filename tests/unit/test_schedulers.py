@@ -9,9 +9,10 @@ from typing import get_args
 import pytest
 
 from mpitrain.errors import LaunchError, UsageError
+from mpitrain.mpi.launchers import HostFileFormat
 from mpitrain.schedulers import pbs, read_allocation
 from mpitrain.schedulers.allocation import AllocatedNode
-from mpitrain.schedulers.hostfile import Format, parse, render
+from mpitrain.schedulers.hostfile import parse, render
 from mpitrain.schedulers.slurm import expand_nodes, expand_tasks
 
 ROOT = Path(__file__).parents[2]
@@ -177,14 +178,16 @@ FOUR_EACH = (
 )
 
 
-@pytest.mark.parametrize("file_format", get_args(Format))
-def test_the_example_of_each_file_format_says_the_same(file_format: Format) -> None:
+@pytest.mark.parametrize("file_format", get_args(HostFileFormat))
+def test_the_example_of_each_file_format_says_the_same(
+    file_format: HostFileFormat,
+) -> None:
     file = ROOT / "hostfiles" / file_format
     assert parse(file.read_text(), str(file)) == FOUR_EACH
 
 
-@pytest.mark.parametrize("file_format", get_args(Format))
-def test_what_is_written_is_read_back(file_format: Format) -> None:
+@pytest.mark.parametrize("file_format", get_args(HostFileFormat))
+def test_what_is_written_is_read_back(file_format: HostFileFormat) -> None:
     nodes = (
         AllocatedNode(hostname="gpu-01.example.org", slots=8),
         AllocatedNode(hostname="login@n_2", slots=1),

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mpitrain.errors import LaunchError
+from mpitrain.launch.rendezvous.interfaces import SYS_CLASS_NET, slingshot_names
 from mpitrain.launch.rendezvous.select import Rendezvous
 from mpitrain.mpi.collectives import barrier
+from mpitrain.mpi.launchers import interface_setting
 from mpitrain.mpi.topology import mpi_library_version
 from mpitrain.mpi.world import World
 
@@ -23,15 +26,24 @@ MESSAGE_SECONDS = 60.0  # how long such a message may take between two nodes
 
 
 def socket_variables(
-    rendezvous: Rendezvous, environ: Mapping[str, str]
+    rendezvous: Rendezvous,
+    environ: Mapping[str, str],
+    root: Path = SYS_CLASS_NET,
 ) -> dict[str, str]:
-    """Return the variables, unless they are set, that name this node's interface."""
+    """Return the variables, unless they are set, that name this node's interface.
+
+    NCCL gets all that are Slingshot's: it uses them together
+    (https://docs.olcf.ornl.gov/software/analytics/pytorch_frontier.html).
+    """
     name = rendezvous.interface.name
     if not name:
         return {}
     # NCCL takes a name as a prefix unless "=" stands before it, what stands behind ":"
     # as a port (ncclOsFindInterfaces, parseStringList of NCCL 2.30), and prefers IPv4.
-    wanted = {GLOO: name, NCCL: "=" + name.partition(":")[0]}
+    names = [name.partition(":")[0]]
+    if rendezvous.interface.kind == "slingshot":
+        names = slingshot_names(root) or names
+    wanted = {GLOO: name, NCCL: "=" + ",".join(names)}
     if ":" in rendezvous.own_address and NCCL not in environ:
         wanted["NCCL_SOCKET_FAMILY"] = "AF_INET6"
     return {key: value for key, value in wanted.items() if key not in environ}
@@ -97,9 +109,7 @@ def check_mpi_messages(
 
 def _stuck(world: World, rendezvous: Rendezvous, seconds: float) -> str:
     name = rendezvous.interface.name
-    setting = f"this MPI's variable for its interface to {name}"
-    if mpi_library_version().startswith("Open MPI"):
-        setting = f"OMPI_MCA_btl_tcp_if_include={name} for mpirun"
+    setting = interface_setting(mpi_library_version(), name)
     return (
         f"a message of {MESSAGE_BYTES >> 20} MiB by MPI between node {world.hostname} "
         f"and its neighbours did not arrive within {seconds:.0f} s, though "

