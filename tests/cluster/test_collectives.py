@@ -8,6 +8,7 @@ import pytest
 
 from .hosts import VirtualHosts
 
+MPICH = Path(__file__).parents[2] / ".venv-mpich"
 TESTS = Path(__file__).parents[1] / "mpi"
 SECONDS = 240
 RANK = """
@@ -68,3 +69,56 @@ def test_collectives_are_right_between_hosts(
     told = "\n".join(f"{name}: {text[-3000:]}" for name, text in said.items())
     assert done.returncode == 0, told + done.stdout
     assert [" passed, " in text for text in said.values()] == [True] * sum(slots)
+
+
+SUMS = """
+import torch, torch.distributed as dist
+import mpitrain
+
+TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.complex64, torch.int64)
+
+with mpitrain.init(device="cpu") as world:
+    num, num_sums = world.world_size, 0
+    for power in range(0, 21, 2):
+        for size in (2**power - 1, 2**power, 2**power + 1):
+            for dtype in TYPES if size < 70_000 else TYPES[:1]:
+                mine = ((torch.arange(size) + world.rank) % 7).to(dtype)
+                all_ = [((torch.arange(size) + rank) % 7) for rank in range(num)]
+                expected = torch.stack(all_).sum(0).to(dtype)
+                found = mine.clone()
+                dist.all_reduce(found)
+                assert torch.equal(found, expected), ("all_reduce", size, dtype)
+                for root in range(num):
+                    found = mine.clone()
+                    dist.reduce(found, root)
+                    wanted = expected if world.rank == root else mine
+                    assert torch.equal(found, wanted), ("reduce", root, size, dtype)
+                num_sums += 1 + num
+    if world.is_rank_zero:
+        print("sums:", num_sums)
+"""
+
+
+@pytest.mark.parametrize(
+    "slots", [pytest.param((2, 2), marks=pytest.mark.slow), (2, 2, 1)]
+)
+def test_sums_by_mpich_between_hosts_are_right_at_every_size(
+    slots: tuple[int, ...], hosts: VirtualHosts, folder: Path
+) -> None:
+    """Its algorithm changes by size and number of ranks (mpich issues 6893, 7911)."""
+    (folder / "sums.py").write_text(SUMS)
+    places = ",".join(f"{n}:{s}" for n, s in zip(hosts.names, slots, strict=False))
+    num, start = sum(slots), [f"{MPICH}/bin/mpiexec", "-launcher", "ssh"]
+    start += ["-hosts", places]
+    done = hosts.run(
+        hosts.names[0],
+        [*start, "-n", str(num), f"{folder}/.venv/bin/python", "sums.py"],
+        cwd=folder,
+        timeout_seconds=SECONDS,
+        environ={
+            "MPI4PY_LIBMPI": f"{MPICH}/lib/libmpi.so.12",
+            "PYTHONPATH": str(folder),
+        },
+    )
+    assert done.returncode == 0, done.stdout
+    assert "sums: " in done.stdout
