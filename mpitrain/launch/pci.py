@@ -39,7 +39,7 @@ def hidden_gpus(environ: Mapping[str, str], root: Path = ROOT) -> str:
         return f"{num} of NVIDIA ({dev}/nvidia*)"
     for vendor, name, files in (
         ("0x1002", "AMD", [dev / "kfd"]),
-        ("0x8086", "Intel", (dev / "dri").glob("renderD*")),
+        ("0x8086", "Intel", (dev / "dri").glob("render*")),
     ):
         num = sum(
             _text(device / "vendor") == vendor
