@@ -208,6 +208,9 @@ def jobscript(argv: Sequence[str]) -> None:
     if config.show and config.site is not None:
         _write(jobscript.site_file(config.site).read_text(), config.output)
         return
+    if config.site is not None and config.account is None:
+        text = f"no --account: {config.site} may refuse the job, or take a default"
+        print(f"warning: {text}", file=sys.stderr, flush=True)
     command = words[0] if words and words[0] in COMMANDS else "train"
     words = words[words[:1] == [command] :]
     # A mistake need not queue first.

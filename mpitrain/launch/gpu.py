@@ -284,12 +284,20 @@ def _hidden(seen: Sequence[VisibleGpus], nodes: Sequence[Node]) -> TopologyError
         for node in nodes
         if seen[node.ranks[0]].hidden
     ]
+    cause = (
+        "It is built for CPUs: install one for these GPUs (https://pytorch.org/"
+        "get-started/locally), with pip's --force-reinstall"
+    )
+    if torch.version.cuda or torch.version.hip or torch.version.xpu:
+        cause = (
+            "The driver is older than this torch expects, or does not run: "
+            'python -c "import torch; torch.accelerator.current_accelerator(True); '
+            'torch.ones(1).cuda()" says more'
+        )
     return TopologyError(
         f"torch {torch.__version__} sees no GPU, but there are some:\n"
         + "\n".join(lines)
-        + "\nExpected a torch that is built for them (pip install torch), and a driver "
-        'that is new enough for it: python -c "import torch; torch.ones(1).cuda()" '
-        "says more. To train on CPUs: --device cpu"
+        + f"\n{cause}. To train on CPUs: --device cpu"
     ).on_all_ranks()
 
 

@@ -53,6 +53,7 @@ class Launcher:
     host_file_format: HostFileFormat = "openmpi"
     forwards_usr2: bool = True  # a signal to it reaches the ranks, and it lives on
     passes_status: bool = True  # it ends with a rank's status where all have the same
+    scheduler: str = ""  # the only one under which it starts; empty: any
     processes: tuple[str, ...]  # itself, and what starts the ranks on each node
     version: str = ""  # pattern of what it answers to --version
     libraries: tuple[str, ...] = ()  # families of `LIBRARIES` it starts; (): unknown
@@ -122,6 +123,7 @@ LAUNCHERS: dict[str, Launcher] = {
         command="srun --cpus-per-task {cpus}",
         unbound="--cpu-bind=none",
         per_node="--ntasks-per-node={slots}",
+        scheduler="slurm",
         processes=("srun", "slurmstepd", "psid"),
         version=r"slurm (\S+)",
     ),
@@ -131,6 +133,7 @@ LAUNCHERS: dict[str, Launcher] = {
         unbound="",
         per_node="",
         forwards_usr2=False,  # a shell without traps
+        scheduler="slurm",
         processes=("ibrun",),
     ),
     "jsrun": Launcher(

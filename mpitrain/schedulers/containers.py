@@ -8,37 +8,42 @@ docs.podman.io.
 from __future__ import annotations
 
 import shlex
+from collections.abc import Sequence
 from typing import Literal
 
 from mpitrain.errors import UsageError
 
 Runtime = Literal["apptainer", "charliecloud", "podman", "podman-hpc", "shifter"]
 
+# ``{flags}`` are the user's, else the runtime's own.
 _PODMAN = (
-    "run --rm --env-host --network=host --ipc=host --pid=host --uts=host "
-    '--volume "$PWD:$PWD" --volume "${TMPDIR:-/tmp}:${TMPDIR:-/tmp}" --workdir "$PWD"'
+    "run --rm --env-host --network=host --ipc=host --pid=host --uts=host {flags} "
+    '--volume "$PWD:$PWD" --volume /tmp:/tmp --workdir "$PWD" {image}'
 )
 WORDS: dict[str, str] = {
-    "apptainer": 'apptainer exec --nv --bind "$PWD" --pwd "$PWD" {image}',
+    "apptainer": 'apptainer exec {flags} --bind "$PWD" --pwd "$PWD" {image}',
     # It would mount TMPDIR as /tmp, and nothing below that.
-    "charliecloud": 'env -u TMPDIR ch-run --bind="$PWD" --cd="$PWD" {image} --',
-    "podman": f"podman {_PODMAN} {{image}}",
-    "podman-hpc": f"podman-hpc {_PODMAN} --gpu {{image}}",
-    "shifter": "shifter --image={image}",
+    "charliecloud": 'env -u TMPDIR ch-run {flags} --bind="$PWD" --cd="$PWD" {image} --',
+    "podman": f"podman {_PODMAN}",
+    "podman-hpc": f"podman-hpc {_PODMAN}",
+    "shifter": "shifter {flags} --image={image}",
 }
+GPU_FLAGS = {"apptainer": "--nv", "podman-hpc": "--gpu"}
 
 
-def words_of(image: str, runtime: Runtime | None) -> str:
+def words_of(image: str, runtime: Runtime | None, flags: Sequence[str] = ()) -> str:
     r"""Return shell words that stand before ``python``, to run it in an image.
 
-    >>> words_of("my image.sif", None)
-    'apptainer exec --nv --bind "$PWD" --pwd "$PWD" \'my image.sif\''
+    >>> words_of("my image.sif", None, ["--rocm"])
+    'apptainer exec --rocm --bind "$PWD" --pwd "$PWD" \'my image.sif\''
     """
     if runtime is None:
         if not image.endswith(".sif"):
             raise UsageError(
                 f"--container {image}: expected --container-runtime beside it, or the "
-                "name of a file .sif"
+                "name of a file .sif (apptainer pull makes one)"
             )
         runtime = "apptainer"
-    return WORDS[runtime].format(image=shlex.quote(image))
+    given = shlex.join(flags) or GPU_FLAGS.get(runtime, "")
+    words = WORDS[runtime].format(image=shlex.quote(image), flags=given)
+    return words.replace("  ", " ")

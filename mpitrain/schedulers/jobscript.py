@@ -44,12 +44,13 @@ class JobscriptConfig:
     """Print a job script. Flags of the training follow after --."""
 
     scheduler: Positional[SchedulerName]
-    """The scheduler; of --site, if it is left out."""
+    """The scheduler. Not needed beside --site."""
     site: str | None = None
-    """Name of a site whose flags are taken, as if typed first; or a YAML file of
-    such flags."""
+    """A site, whose flags are taken as if typed first: alliance, alps, aurora, derecho,
+    frontier, gadi, jupiter, juwels, lumi, oscer, perlmutter, polaris, vista, or a YAML
+    file of such flags."""
     show: bool = False
-    """Print the flags of --site, with their explanation, instead of the script."""
+    """Print the file of --site, which explains its flags, instead of the script."""
     launcher: LauncherName = DEFAULT
     """What starts the ranks."""
     launcher_flag: UseAppendAction[tuple[str, ...]] = ()
@@ -93,9 +94,13 @@ class JobscriptConfig:
     """A line of shell before the start, as 'export A=b' or '. my.sh'; may be given
     several times."""
     container: str | None = None
-    """Image in which the ranks run; mpirun, and the venv for it, are outside."""
+    """Image in which the ranks run. The launcher runs outside, and so does mpitrain of
+    --venv, for the script itself."""
     container_runtime: Runtime | None = None
     """What runs the image. Default: apptainer, for a file .sif."""
+    container_flag: UseAppendAction[tuple[str, ...]] = ()
+    """A further word for it, such as --rocm instead of --nv; may be given several
+    times."""
     venv: Path = Path(".venv")
     """Virtual environment; a relative path is from the folder of submission."""
     output: Path | None = None
@@ -121,12 +126,19 @@ class JobscriptConfig:
             raise UsageError(f"--partition {self.partition}: PBS says --queue")
         if self.scheduler == "slurm" and self.queue is not None:
             raise UsageError(f"--queue {self.queue}: SLURM says --partition")
-        can_choose = bool(LAUNCHERS[self.launcher].host_file)
-        if self.spare_nodes and not can_choose:
+        launcher = LAUNCHERS[self.launcher]
+        if self.spare_nodes and not launcher.host_file:
             raise UsageError(
-                f"--spare-nodes {self.spare_nodes}: {LAUNCHERS[self.launcher].title} "
-                "takes all nodes of the job; expected 0"
+                f"--spare-nodes {self.spare_nodes}: {launcher.title} takes all nodes "
+                "of the job; expected 0"
             )
+        if launcher.scheduler not in ("", self.scheduler):
+            raise UsageError(
+                f"--launcher {self.launcher}: {launcher.title} is of "
+                f"{launcher.scheduler.upper()}, found {self.scheduler.upper()}"
+            )
+        if self.container is None and self.container_runtime is not None:
+            raise UsageError("--container-runtime: expected --container beside it")
         for line in (*self.line, *self.resources):
             if not line.startswith(DIRECTIVES[self.scheduler]):
                 raise UsageError(
@@ -188,8 +200,10 @@ def text_of(
         "gpus": gpus,
         "program": program,
         "container": config.container
-        and words_of(config.container, config.container_runtime),
+        and words_of(config.container, config.container_runtime, config.container_flag),
         "options": " ".join(options),
+        "can_choose": bool(LAUNCHERS[config.launcher].host_file),
+        "forwards_usr2": LAUNCHERS[config.launcher].forwards_usr2,
         "resources": [_filled(line, amounts) for line in config.resources],
         "from_where": "from any folder"
         if venv.is_absolute()
@@ -213,26 +227,33 @@ def _filled(line: str, amounts: Mapping[str, object]) -> str:
 def with_site(flags: Sequence[str]) -> list[str]:
     """Return the flags, after those of the site that they name, if they name one.
 
-    Its scheduler stands first, unless the flags begin with one.
+    Its scheduler stands first. ``jobscript NAME`` means ``jobscript --site NAME``.
     """
-    words = [word for flag in flags for word in _split_equals(flag)]
+    words = [it for word in flags for it in re.split("(?<=^--site)=", word)]
+    if words and (SITES / f"{words[0]}.yaml").is_file():
+        words.insert(0, "--site")
     if "--site" not in words[:-1]:
         return list(flags)
     name = words[words.index("--site") + 1]
     values = read_site(name)
-    scheduler = [str(values.pop("scheduler", ""))]
-    if flags[:1] in (["slurm"], ["pbs"]):
-        scheduler, flags = [flags[0]], flags[1:]
+    scheduler = str(values.pop("scheduler", ""))
+    if words[0] in DIRECTIVES:
+        if scheduler not in ("", words[0]):
+            raise UsageError(f"--site {name} is of {scheduler}, found {words[0]}")
+        scheduler = words.pop(0)
+    if scheduler not in DIRECTIVES:
+        raise UsageError(
+            f"--site {name} names no scheduler; expected `scheduler: slurm` or pbs in "
+            "it, or `jobscript slurm --site ...`"
+        )
+    if any(word.split("=")[0] == "--launcher" for word in words):
+        values.pop("launcher_flag", None)  # they are of the site's launcher
     found: list[str] = []
     for key, value in values.items():
         flag = "--" + str(key).replace("_", "-")
         for each in value if isinstance(value, list) else [value]:
             found.append(f"{flag}={each}")
-    return [*scheduler, *found, *flags]
-
-
-def _split_equals(flag: str) -> list[str]:
-    return flag.split("=", 1) if flag.startswith("--site=") else [flag]
+    return [scheduler, *found, *words]
 
 
 def site_file(name: str) -> Path:
@@ -244,8 +265,8 @@ def site_file(name: str) -> Path:
         return Path(name)
     known = sorted(path.stem for path in SITES.glob("*.yaml"))
     raise UsageError(
-        f"--site {name!r}: expected a YAML file, or one of {', '.join(known)}."
-        f"{did_you_mean(name, known)}"
+        f"--site {name!r}: there is no such file, and no site of that name; expected "
+        f"one of {', '.join(known)}.{did_you_mean(name.lower(), known)}"
     )
 
 

@@ -6,14 +6,17 @@ import ast
 import re
 import subprocess
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from mpitrain.cli import main
 from mpitrain.errors import UsageError
+from mpitrain.help import flags_of
 from mpitrain.launch.env_checks import check_size, launched_size, was_launched
 from mpitrain.mpi.launchers import LAUNCHERS, by_command, by_process
-from mpitrain.schedulers.jobscript import SITES, read_site
+from mpitrain.schedulers.containers import Runtime
+from mpitrain.schedulers.jobscript import SITES, JobscriptConfig, read_site
 
 ROOT = Path(__file__).parents[2]
 TABLE = ROOT / "mpitrain/mpi/launchers.py"
@@ -82,10 +85,12 @@ def test_a_site_s_file_says_where_it_is_from_and_that_it_was_not_run(site: str) 
 
 def test_the_page_of_sites_has_each_site_and_launcher_once() -> None:
     page = (ROOT / "docs/howto/sites.md").read_text()
-    table = page.partition("| launcher |")[2].partition("\n\n")[0]
+    table = page.partition("| site |")[2].partition("\n\n")[0]
     assert sorted(re.findall(r"`--site (\w+)`", table)) == NAMES
     rows = [line.split("|")[4].strip() for line in table.splitlines()[2:]]
-    assert {*rows} == {"real", "fake", "no"}
+    assert {*rows} == {"real", "imitated", "no"}
+    (flag,) = (it for it in flags_of(JobscriptConfig) if it.name == "--site")
+    assert [name for name in NAMES if name not in flag.text] == []
 
 
 def test_flags_after_a_site_take_precedence(capsys: pytest.CaptureFixture[str]) -> None:
@@ -108,6 +113,35 @@ def test_flags_after_a_site_take_precedence(capsys: pytest.CaptureFixture[str]) 
     assert "-n 36 --ppn 4" in script
 
 
+@pytest.mark.parametrize("runtime", get_args(Runtime))
+def test_ranks_are_started_in_each_kind_of_container(
+    runtime: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["slurm", "--container", "an image", "--container-runtime", runtime]
+    assert main(["jobscript", *words]) == 0
+    script = capsys.readouterr().out
+    (line,) = re.findall(r"^container=\((.*)\)$", script, re.M)
+    assert "'an image'" in line
+    assert '"${container[@]}" python -m mpitrain' in script
+    done = subprocess.run(["bash", "-n"], input=script, text=True, capture_output=True)
+    assert done.stderr == ""
+    more = ["--container-flag=--rocm", "--jobs", "3"]
+    assert main(["jobscript", *words, *more]) == 0
+    script = capsys.readouterr().out
+    assert " --rocm " in script
+    assert '--container "${container[*]@Q}"' in script
+
+
+def test_a_site_may_be_named_as_a_scheduler_is(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["jobscript", "lumi", "--launcher", "openmpi"]) == 0
+    found = capsys.readouterr()
+    assert "#SBATCH --partition=standard-g" in found.out
+    assert "cpu-bind" not in found.out  # of the site's launcher
+    assert "no --account" in found.err
+
+
 def test_a_user_s_own_file_works_as_a_site(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -127,6 +161,10 @@ def test_a_user_s_own_file_works_as_a_site(
         (["slurm", "--launcher", "srun", "--spare-nodes", "1", "--jobs", "2"], "srun"),
         (["slurm", "--resources", "#SBATCH {what}"], "expected nodes"),
         (["slurm", "--container", "image"], "--container-runtime"),
+        (["slurm", "--container-runtime", "podman"], "expected --container beside it"),
+        (["slurm", "--site", "polaris"], "--site polaris is of pbs, found slurm"),
+        (["--site", "POLARIS"], "Did you mean 'polaris'?"),
+        (["pbs", "--launcher", "srun"], "is of SLURM, found PBS"),
         (["slurm", "--launcher", "nothing"], "openmpi"),
     ],
 )

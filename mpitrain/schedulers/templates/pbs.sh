@@ -61,7 +61,7 @@
 
 set -eo pipefail
 
-{% if module %}
+{% if module or site %}
 # The site's modules.
 {% else %}
 # EDIT: the site's modules with Python and MPI, if you need them.
@@ -127,7 +127,7 @@ fi
 {% endif %}
 
 {% if container %}
-# The ranks run in this container, and mpirun outside of it.
+# The ranks run in this container, and {{ program }} outside of it.
 container=({{ container }})
 
 {% endif %}
@@ -145,7 +145,7 @@ exec python -m mpitrain supervise {{ "--launcher %s " % launcher if launcher != 
     {{ program }} "${options[@]}" {{ '"${container[@]}" ' if container }}python -m mpitrain{{ command }}{{ words }} ${ARGS:-}
 {% else %}
 #
-# It leaves out nodes that do not answer, and submits this script again until the
+# It {{ "leaves out nodes that do not answer, and " if can_choose }}submits this script again until the
 # training is finished, up to {{ jobs }} jobs. The run, or sweep, has the job's name. Of
 # qsub's command line the next job gets ARGS and -N only: write the rest in here.
 # shellcheck disable=SC2086

@@ -65,7 +65,7 @@
 
 set -eo pipefail
 
-{% if module %}
+{% if module or site %}
 # The site's modules.
 {% else %}
 # EDIT: the site's modules with Python and MPI, if you need them.
@@ -89,6 +89,10 @@ if [[ ! -x $venv/bin/python ]]; then
 fi
 export PATH="$venv/bin:$PATH"
 
+{% if launcher == "srun" %}
+# If ranks find themselves alone: --mpi=pmix for Open MPI, --mpi=pmi2 for MPICH
+# (srun --mpi=list).
+{% endif %}
 {% if launcher != "openmpi" %}
 options=({{ options }})
 {% else %}
@@ -102,7 +106,7 @@ fi
 {% endif %}
 
 {% if container %}
-# The ranks run in this container, and mpirun outside of it.
+# The ranks run in this container, and {{ program }} outside of it.
 container=({{ container }})
 
 {% endif %}
@@ -111,14 +115,18 @@ container=({{ container }})
 {{ program }} "${options[@]}" {{ '"${container[@]}" ' if container }}python -m mpitrain{{ command }}{{ words }} "$@"
 {% else %}
 #
+{% if forwards_usr2 or launcher != "ibrun" %}
 # `supervise` lets the ranks stop with a checkpoint at TERM (scancel, preemption). Then
 # the job's status is 75.
+{% else %}
+# Before the time limit the ranks stop with a checkpoint. Then the job's status is 75.
+{% endif %}
 {% if jobs == 1 %}
 exec python -m mpitrain supervise {{ "--launcher %s " % launcher if launcher != "openmpi" else "" }}-- \
     {{ program }} "${options[@]}" {{ '"${container[@]}" ' if container }}python -m mpitrain{{ command }}{{ words }} "$@"
 {% else %}
 #
-# It leaves out nodes that do not answer, and requeues the job until the training is
+# It {{ "leaves out nodes that do not answer, and " if can_choose }}requeues the job until the training is
 # finished, up to {{ jobs }} jobs. The run, or sweep, has the job's name.
 export SLURM_OVERLAP=1  # srun does not wait for what is left of a lost node
 exec python -m mpitrain supervise {{ '--container "${container[*]@Q}" ' if container }}{{ "--launcher %s " % launcher if launcher != "openmpi" else "" }}--jobs {{ jobs }}{{ " --nodes %d" % nodes if spare_nodes else "" }} -- \

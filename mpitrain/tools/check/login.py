@@ -170,7 +170,10 @@ def mpi_findings(library: Library, program: str, answer: str) -> Iterator[Findin
         yield Finding("warning", "unknown-mpirun", text + "be compared", trial + remedy)
     elif is_right is None:
         text = f"no mpirun on the PATH: here {program} starts ranks"
-        remedy = "jobscript --launcher, or --site; then check in a job of two nodes"
+        remedy = (
+            f"jobscript --launcher {launcher or 'NAME'}, or --site NAME; then check "
+        )
+        remedy += "two nodes, where an MPI that does not fit leaves each rank alone"
         yield Finding("note", "other-launcher", text, remedy)
     elif not is_right:
         version = version_of(launcher, answer)
