@@ -37,6 +37,8 @@ SYNONYMS = {
     **dict.fromkeys(("opt", "optim"), "optimizer"),
     **dict.fromkeys(("lr-scheduler", "scheduler"), "schedule"),
     **dict.fromkeys(("wd", "l2"), "weight-decay"),
+    "mpi": "launcher",
+    "nproc-per-node": "slots-per-node",
 }
 
 

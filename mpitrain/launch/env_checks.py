@@ -33,8 +33,12 @@ _REMEDY = (
 
 
 def was_launched(environ: Mapping[str, str]) -> bool:
-    """Whether a launcher of MPI started this process."""
-    return any(name in environ for name in (*SIZE_VARIABLES, *RANK_VARIABLES))
+    """Whether a launcher of MPI started this process.
+
+    A `PMIX_RANK` of 0 alone proves nothing: shells that srun opened have it, too.
+    """
+    names = {*SIZE_VARIABLES, *RANK_VARIABLES} - {PMIX_RANK}
+    return not names.isdisjoint(environ) or launched_size(environ) > 1
 
 
 def launched_rank(environ: Mapping[str, str]) -> int:
@@ -45,7 +49,7 @@ def launched_rank(environ: Mapping[str, str]) -> int:
 
 def launched_size(environ: Mapping[str, str]) -> int:
     """Return how many processes the launcher started, at least, as far as it tells."""
-    if not was_launched(environ):
+    if {*SIZE_VARIABLES, *RANK_VARIABLES}.isdisjoint(environ):
         return 1
     # Some tell the rank, and how many are on this node, but not the size.
     names = (*SIZE_VARIABLES, *LOCAL_SIZE_VARIABLES, "SLURM_STEP_NUM_TASKS")

@@ -94,7 +94,7 @@ def assign_devices(
     plan = plan_devices(
         comm.allgather(visible),
         world.nodes,
-        required=config.device in LIBRARIES,
+        required=config.device if config.device in LIBRARIES else "",
         asked=config.backend,
         host_backend=host_backend,
     )
@@ -168,7 +168,7 @@ def plan_devices(
     seen: Sequence[VisibleGpus],
     nodes: Sequence[Node],
     *,
-    required: bool = False,
+    required: str = "",
     asked: Backend = "auto",
     host_backend: str = "mpi4py",
 ) -> DevicePlan:
@@ -187,11 +187,15 @@ def plan_devices(
     if not seeing and any(visible.hidden for visible in seen):
         raise _hidden(seen, nodes)
     libraries = LIBRARIES.values()
-    if not seeing and (required or asked in libraries):
-        flag = "--device cuda" if required else f"--backend {asked}"
+    kind = seen[seeing[0]].kind if seeing else ""
+    is_other = kind != (required or kind) or (
+        asked in libraries and asked != LIBRARIES.get(kind)
+    )
+    if is_other:
+        flag = f"--device {required}" if required else f"--backend {asked}"
         raise TopologyError(
-            f"torch sees no GPU on {', '.join(node.hostname for node in nodes)}, but "
-            f"{flag} asks for one per rank.\nAsk the scheduler for GPUs, look at "
+            f"torch sees no such GPU on {', '.join(node.hostname for node in nodes)}, "
+            f"but {flag} asks for one per rank.\nAsk the scheduler for GPUs, look at "
             "CUDA_VISIBLE_DEVICES and at nvidia-smi there, or use --device cpu"
         ).on_all_ranks()
     if not seeing:
@@ -205,7 +209,6 @@ def plan_devices(
     gpus = tuple(v.gpus[i] for v, i in zip(seen, indices, strict=True))
     ranks_per_gpu = max(Counter(gpus).values())
     sharing = f"up to {ranks_per_gpu} ranks share a GPU" if ranks_per_gpu > 1 else ""
-    kind = seen[0].kind
     library = LIBRARIES[kind]
     why = (
         "" if all(v.has_nccl for v in seen) else f"torch has no {library.upper()} here"
@@ -290,7 +293,8 @@ def _hidden(seen: Sequence[VisibleGpus], nodes: Sequence[Node]) -> TopologyError
     )
     if torch.version.cuda or torch.version.hip or torch.version.xpu:
         cause = (
-            "The driver is older than this torch expects, or does not run: "
+            "The driver is older than this torch expects, or not in the container "
+            "(apptainer --nv), or *_VISIBLE_DEVICES names no GPU: "
             'python -c "import torch; torch.accelerator.current_accelerator(True); '
             'torch.ones(1).cuda()" says more'
         )
@@ -327,10 +331,16 @@ def cache_variables(hostname: str) -> dict[str, str]:
     folder = Path(tempfile.gettempdir(), f"mpitrain-{os.getuid()}-{hostname}")
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
-        status = folder.lstat()
-    except OSError:
+        status, above = folder.lstat(), folder.parent.stat()
+    except OSError as error:
+        logger.info("compiled kernels are kept where they were: %s", error)
         return {}
-    if status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o022:
+    may_be_replaced = above.st_mode & 0o022 and not above.st_mode & stat.S_ISVTX
+    is_own = status.st_uid == os.getuid() and not stat.S_IMODE(status.st_mode) & 0o022
+    if may_be_replaced or not is_own:
+        logger.info(
+            "compiled kernels are not kept in %s: others may write there", folder
+        )
         return {}
     logger.info("compiled kernels are kept in %s", folder)
     return {

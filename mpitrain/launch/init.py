@@ -113,11 +113,15 @@ def prepare(
 
 
 def torchrun_variables(world: World) -> dict[str, str]:
-    """Return the variables of torchrun that libraries look for."""
+    """Return the variables of torchrun that libraries look for.
+
+    ``LOCAL_RANK`` is what they hand to ``torch.cuda.set_device``, so on GPUs it is the
+    index of this rank's GPU, as with torchrun's ``--virtual-local-rank``.
+    """
     return {
         "RANK": str(world.rank),
         "WORLD_SIZE": str(world.world_size),
-        "LOCAL_RANK": str(world.local_rank),
+        "LOCAL_RANK": world.device.partition(":")[2] or str(world.local_rank),
         "LOCAL_WORLD_SIZE": str(world.local_world_size),
         "MASTER_ADDR": world.master_addr,
         "MASTER_PORT": str(world.master_port),

@@ -1,6 +1,6 @@
 """GPUs as the kernel shows them, whether torch sees them or not.
 
-https://docs.kernel.org/PCI/sysfs-pci.html; classes: https://pci-ids.ucw.cz/read/PD
+https://docs.kernel.org/PCI/sysfs-pci.html; ids: https://pci-ids.ucw.cz
 """
 
 from __future__ import annotations
@@ -20,33 +20,40 @@ VISIBLE = (
 )
 """Variables by which a user, or a scheduler, hides GPUs from a process."""
 
-NO_DEVICES = ("", "-1", "NoDevFiles")  # the last one: SLURM without GPUs
+SHOWS_SOME = re.compile(r"\d|GPU-|MIG-")  # how a value begins that shows GPUs
 
-# 3D controllers, other display controllers, processing accelerators. Not VGA
-# controllers: AMD's and Intel's in a laptop compute nothing.
-COMPUTE_CLASSES = ("0x0302", "0x0380", "0x1200")
+# What a job of SLURM has that was given GPUs.
+GPUS_OF_SLURM = ("SLURM_JOB_GPUS", "SLURM_STEP_GPUS", "SLURM_GPUS_ON_NODE")
+
+# Ids of devices for computing, as in pci.ids: Instinct; Data Center GPU Max and Flex.
+COMPUTE_IDS = {
+    "AMD": ("0x1002", r"0x(738[ce]|740\w|74[ab]\w|75[ab]\w)"),
+    "Intel": ("0x8086", r"0x(0bd\w|56c[01])"),
+}
 
 
 def hidden_gpus(environ: Mapping[str, str], root: Path = ROOT) -> str:
     """Describe the GPUs that this process may open; ``""`` for none.
 
-    For a process in which torch sees none. ``""``, too, where a variable hides them.
+    For a process in which torch sees none. ``""``, too, where a variable hides them, or
+    a job of SLURM has not been given any.
     """
-    if any(environ.get(name) in NO_DEVICES for name in VISIBLE):
+    given = [environ[name] for name in VISIBLE if name in environ]
+    if not all(map(SHOWS_SOME.match, given)):
+        return ""
+    if "SLURM_JOB_ID" in environ and not any(it in environ for it in GPUS_OF_SLURM):
         return ""
     dev = root / "dev"
     if num := _num_open(dev.glob("nvidia[0-9]*")):
         return f"{num} of NVIDIA ({dev}/nvidia*)"
-    for vendor, name, files in (
-        ("0x1002", "AMD", [dev / "kfd"]),
-        ("0x8086", "Intel", (dev / "dri").glob("render*")),
-    ):
+    files = {"AMD": [dev / "kfd"], "Intel": [*(dev / "dri").glob("render*")]}
+    for name, (vendor, ids) in COMPUTE_IDS.items():
         num = sum(
             _text(device / "vendor") == vendor
-            and _text(device / "class").startswith(COMPUTE_CLASSES)
+            and bool(re.fullmatch(ids, _text(device / "device")))
             for device in (root / "sys/bus/pci/devices").glob("*")
         )
-        if num and _num_open(files):
+        if num and _num_open(files[name]):
             return f"{num} of {name}"
     return ""
 

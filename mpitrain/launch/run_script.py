@@ -36,7 +36,7 @@ from mpitrain.launch.run_target import (
     read_script,
 )
 from mpitrain.mpi.collectives import all_or_none, barrier
-from mpitrain.mpi.launchers import by_process
+from mpitrain.mpi.launchers import is_program
 from mpitrain.mpi.world import World
 from mpitrain.watchdog.heartbeat import State
 from mpitrain.watchdog.process import launchers_of, name_of
@@ -154,13 +154,9 @@ def script_variables(
 ) -> dict[str, str]:
     """Return all variables that a script written for torchrun may look for.
 
-    ``LOCAL_RANK`` is what scripts hand to ``torch.cuda.set_device``, so on GPUs it is
-    the index of this rank's GPU, as with torchrun's ``--virtual-local-rank``. The list
-    is that of torch 2.15's ``elastic/agent/server/local_elastic_agent.py``.
+    The list is that of torch 2.15's ``elastic/agent/server/local_elastic_agent.py``.
     """
-    gpu_index = world.device.partition(":")[2]
     return init.torchrun_variables(world) | {
-        "LOCAL_RANK": gpu_index or str(world.local_rank),
         "GROUP_RANK": str(world.node_rank),
         "GROUP_WORLD_SIZE": str(world.num_nodes),
         "ROLE_NAME": "default",
@@ -185,7 +181,7 @@ def _close_stdin() -> None:
     to its end waits for ever (5.0.11, tried; Open MPI 4.1 and MPICH close it).
     """
     above = launchers_of(os.getpid())
-    if not above or not by_process(name_of(above[-1].pid), {}):
+    if not above or not is_program(name_of(above[-1].pid)):
         return
     with contextlib.suppress(OSError):  # another user's mpirun, or no stdin
         null = os.stat(os.devnull)  # noqa: PTH116

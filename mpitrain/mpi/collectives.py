@@ -105,7 +105,7 @@ def all_or_none(comm: MPI.Intracomm, action: Callable[[], T], doing: str) -> T:
         if isinstance(raised, MpitrainError):
             failure = (raised.exit_status, str(raised))
         else:
-            said = traceback.format_exception_only(raised)[-1].strip()
+            said = "".join(traceback.format_exception_only(raised)).strip()
             failure = (1, f"could not {doing} on {where}: {said}")
     barrier(comm)
     failures: list[tuple[int, str] | None] = comm.allgather(failure)

@@ -43,7 +43,8 @@ class Launcher:
     """
 
     title: str  # for people
-    command: str  # its words in a job script, which give every rank its own cores
+    command: str  # its words in a job script
+    binding: str = ""  # further ones, unless the user gives words of binding
     unbound: str  # the option by which ranks may use all cores of their node
     per_node: str  # the option for so many ranks on each node
     hosts: str = ""
@@ -54,7 +55,8 @@ class Launcher:
     forwards_usr2: bool = True  # a signal to it reaches the ranks, and it lives on
     passes_status: bool = True  # it ends with a rank's status where all have the same
     scheduler: str = ""  # the only one under which it starts; empty: any
-    processes: tuple[str, ...]  # itself, and what starts the ranks on each node
+    programs: tuple[str, ...]  # names of its own process
+    daemons: tuple[str, ...] = ()  # of what starts the ranks on each node
     version: str = ""  # pattern of what it answers to --version
     libraries: tuple[str, ...] = ()  # families of `LIBRARIES` it starts; (): unknown
     wants_its_version: bool = False
@@ -63,8 +65,8 @@ class Launcher:
 
     @property
     def program(self) -> str:
-        """Its name on the command line."""
-        return self.command.partition(" ")[0]
+        """Its name on the command line, such as ``flux run``."""
+        return self.command.partition(" -")[0]
 
 
 MPICH_FAMILIES = ("MPICH", "Intel MPI", "MVAPICH", "Cray MPICH")
@@ -77,7 +79,8 @@ LAUNCHERS: dict[str, Launcher] = {
         per_node="--map-by ppr:{slots}:node",
         hosts="-np {ranks} --host {hosts}",
         host_file="--hostfile",
-        processes=("mpirun", "mpiexec", "orterun", "prterun", "prun", "prted", "orted"),
+        programs=("mpirun", "mpiexec", "orterun", "prterun", "prun"),
+        daemons=("prted", "orted"),
         version=r"\((?:Open MPI|PRRTE)\) (\S+)",
         libraries=("Open MPI",),
         wants_its_version=True,
@@ -91,7 +94,8 @@ LAUNCHERS: dict[str, Launcher] = {
         host_file="-f",
         host_file_format="mpich",
         forwards_usr2=False,  # it dies of it
-        processes=("mpiexec", "mpiexec.hydra", "hydra_pmi_proxy"),
+        programs=("mpiexec", "mpiexec.hydra"),
+        daemons=("hydra_pmi_proxy",),
         version=r"HYDRA build details:\s*Version:\s*(\S+)",
         libraries=MPICH_FAMILIES,
     ),
@@ -104,37 +108,41 @@ LAUNCHERS: dict[str, Launcher] = {
         host_file="-machinefile",
         host_file_format="mpich",
         forwards_usr2=False,
-        processes=("mpiexec.hydra", "hydra_bstrap_proxy", "hydra_pmi_proxy"),
+        programs=("mpiexec.hydra",),
+        daemons=("hydra_bstrap_proxy", "hydra_pmi_proxy"),
         version=r"Intel\(R\) MPI Library[^\n]*Version (\S+)",
         libraries=MPICH_FAMILIES,
     ),
     "pals": Launcher(
         title="PALS' mpiexec",
-        command="mpiexec -n {ranks} --ppn {slots} --depth {cpus} --cpu-bind depth "
-        "--no-abort-on-failure",
+        command="mpiexec -n {ranks} --ppn {slots} --no-abort-on-failure",
+        binding="--depth {cpus} --cpu-bind depth",
         unbound="--cpu-bind none",
         per_node="--ppn {slots}",
         passes_status=False,  # 143, where it has ended the others
-        processes=("mpiexec", "aprun", "palsd"),
+        programs=("aprun",),
+        daemons=("palsd",),
         version=r"mpiexec version (\S+)",
     ),
     "srun": Launcher(
         title="srun",
-        command="srun --cpus-per-task {cpus}",
+        command="srun --kill-on-bad-exit=0 --export=ALL --cpus-per-task {cpus}",
         unbound="--cpu-bind=none",
         per_node="--ntasks-per-node={slots}",
         scheduler="slurm",
-        processes=("srun", "slurmstepd", "psid"),
+        passes_status=False,  # a signal counts more than any status
+        programs=("srun",),
+        daemons=("slurmstepd", "psid"),
         version=r"slurm (\S+)",
     ),
     "ibrun": Launcher(
         title="ibrun",
         command="ibrun",
-        unbound="",
-        per_node="",
+        unbound="with I_MPI_PIN=0, or MV2_ENABLE_AFFINITY=0",
+        per_node="with IBRUN_TASKS_PER_NODE={slots}",
         forwards_usr2=False,  # a shell without traps
         scheduler="slurm",
-        processes=("ibrun",),
+        programs=("ibrun",),
     ),
     "jsrun": Launcher(
         title="jsrun",
@@ -143,16 +151,21 @@ LAUNCHERS: dict[str, Launcher] = {
         per_node="-r {slots} -a 1",
         forwards_usr2=False,  # not documented
         passes_status=False,
-        processes=("jsrun", "jsmd"),
+        programs=("jsrun",),
+        daemons=("jsmd",),
     ),
     "flux": Launcher(
         title="flux run",
         command="flux run -N {nodes} -n {ranks} -c {cpus} -o exit-timeout=5s",
         unbound="-o cpu-affinity=off",
         per_node="-N {nodes} -n {ranks}",
-        processes=("flux-job", "flux-shell"),
+        programs=("flux-job",),
+        daemons=("flux-shell",),
     ),
 }
+
+TELL_VERSION = ("mpirun", "mpiexec", "mpiexec.hydra", "orterun", "prterun")
+"""Programs that may be asked with --version; others might start something."""
 
 DEFAULT: LauncherName = "openmpi"
 """Where nobody says which, and nothing tells it."""
@@ -215,7 +228,7 @@ def by_command(command: str, answer: str) -> str:
     ('srun', 'ibrun')
     """
     program = Path(command).name
-    if program in ("srun", "ibrun", "jsrun", "flux"):
+    if program in LAUNCHERS:
         return program
     for name, launcher in LAUNCHERS.items():
         if launcher.version and re.search(launcher.version, answer):
@@ -237,7 +250,8 @@ def by_process(name: str, environ: Mapping[str, str]) -> str:
     if name in ("mpiexec", "hydra_pmi_proxy") and "I_MPI_ROOT" in environ:
         return "intel"
     for found, launcher in LAUNCHERS.items():
-        if name in launcher.processes:
+        # The kernel keeps 15 characters.
+        if name in [it[:15] for it in (*launcher.programs, *launcher.daemons)]:
             return found
     for variable, found in (
         ("FLUX_TASK_RANK", "flux"),
@@ -250,6 +264,11 @@ def by_process(name: str, environ: Mapping[str, str]) -> str:
         if variable in environ:
             return found
     return ""
+
+
+def is_program(name: str) -> bool:
+    """Whether a process of this name is a launcher itself, not one of its daemons."""
+    return any(name in launcher.programs for launcher in LAUNCHERS.values())
 
 
 def version_of(launcher: str, answer: str) -> str:

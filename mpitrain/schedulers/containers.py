@@ -13,7 +13,9 @@ from typing import Literal
 
 from mpitrain.errors import UsageError
 
-Runtime = Literal["apptainer", "charliecloud", "podman", "podman-hpc", "shifter"]
+Runtime = Literal[
+    "apptainer", "singularity", "charliecloud", "podman", "podman-hpc", "shifter"
+]
 
 # ``{flags}`` are the user's, else the runtime's own.
 _PODMAN = (
@@ -22,16 +24,23 @@ _PODMAN = (
 )
 WORDS: dict[str, str] = {
     "apptainer": 'apptainer exec {flags} --bind "$PWD" --pwd "$PWD" {image}',
+    "singularity": 'singularity exec {flags} --bind "$PWD" --pwd "$PWD" {image}',
     # It would mount TMPDIR as /tmp, and nothing below that.
     "charliecloud": 'env -u TMPDIR ch-run {flags} --bind="$PWD" --cd="$PWD" {image} --',
     "podman": f"podman {_PODMAN}",
     "podman-hpc": f"podman-hpc {_PODMAN}",
     "shifter": "shifter {flags} --image={image}",
 }
-GPU_FLAGS = {"apptainer": "--nv", "podman-hpc": "--gpu"}
+GPU_FLAGS = {
+    **dict.fromkeys(("apptainer", "singularity"), "--nv"),
+    "podman": "--device nvidia.com/gpu=all",
+    "podman-hpc": "--gpu",
+}
 
 
-def words_of(image: str, runtime: Runtime | None, flags: Sequence[str] = ()) -> str:
+def words_of(
+    image: str, runtime: Runtime | None, flags: Sequence[str] = (), num_gpus: int = 1
+) -> str:
     r"""Return shell words that stand before ``python``, to run it in an image.
 
     >>> words_of("my image.sif", None, ["--rocm"])
@@ -44,6 +53,6 @@ def words_of(image: str, runtime: Runtime | None, flags: Sequence[str] = ()) -> 
                 "name of a file .sif (apptainer pull makes one)"
             )
         runtime = "apptainer"
-    given = shlex.join(flags) or GPU_FLAGS.get(runtime, "")
+    given = shlex.join(flags) or GPU_FLAGS.get(runtime, "") * bool(num_gpus)
     words = WORDS[runtime].format(image=shlex.quote(image), flags=given)
     return words.replace("  ", " ")

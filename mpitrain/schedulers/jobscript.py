@@ -137,13 +137,14 @@ class JobscriptConfig:
                 f"--launcher {self.launcher}: {launcher.title} is of "
                 f"{launcher.scheduler.upper()}, found {self.scheduler.upper()}"
             )
+        if self.show and self.site is None:
+            raise UsageError("--show: expected --site beside it")
         if self.container is None and self.container_runtime is not None:
             raise UsageError("--container-runtime: expected --container beside it")
         for line in (*self.line, *self.resources):
             if not line.startswith(DIRECTIVES[self.scheduler]):
-                raise UsageError(
-                    f"--line {line!r}: expected {DIRECTIVES[self.scheduler]}..."
-                )
+                expected = f"{DIRECTIVES[self.scheduler]}..."
+                raise UsageError(f"a line for the scheduler: {line!r}, not {expected}")
         seconds_of(self.time, self.scheduler)
         for name, (pattern, expected) in PATTERNS.items():
             word = getattr(self, name)
@@ -181,8 +182,12 @@ def text_of(
             r"\d+", lambda it: str(nodes * int(it[0])), f"{config.mem or ''}B"
         ),
     }
-    program, *options = LAUNCHERS[config.launcher].command.format(**amounts).split()
-    options += [shlex.quote(_filled(word, amounts)) for word in config.launcher_flag]
+    launcher = LAUNCHERS[config.launcher]
+    given = [shlex.quote(_filled(word, amounts)) for word in config.launcher_flag]
+    is_bound = any(word.startswith("--cpu-bind") for word in given)
+    more = "" if is_bound else launcher.binding
+    program, *options = f"{launcher.command} {more}".format(**amounts).split()
+    options += given
     venv = config.venv.expanduser()
     templates = Environment(
         loader=FileSystemLoader(TEMPLATES),
@@ -202,8 +207,8 @@ def text_of(
         "container": config.container
         and words_of(config.container, config.container_runtime, config.container_flag),
         "options": " ".join(options),
-        "can_choose": bool(LAUNCHERS[config.launcher].host_file),
-        "forwards_usr2": LAUNCHERS[config.launcher].forwards_usr2,
+        "can_choose": bool(launcher.host_file),
+        "forwards_usr2": launcher.forwards_usr2,
         "resources": [_filled(line, amounts) for line in config.resources],
         "from_where": "from any folder"
         if venv.is_absolute()
@@ -246,8 +251,11 @@ def with_site(flags: Sequence[str]) -> list[str]:
             f"--site {name} names no scheduler; expected `scheduler: slurm` or pbs in "
             "it, or `jobscript slurm --site ...`"
         )
-    if any(word.split("=")[0] == "--launcher" for word in words):
+    typed = {word.partition("=")[0] for word in words}
+    if "--launcher" in typed:
         values.pop("launcher_flag", None)  # they are of the site's launcher
+    if "--resources" in typed:
+        values.pop("resources", None)
     found: list[str] = []
     for key, value in values.items():
         flag = "--" + str(key).replace("_", "-")
@@ -276,7 +284,8 @@ def read_site(name: str) -> dict[str, Any]:
 
     path = site_file(name)
     try:
-        found = yaml.safe_load(path.read_text())
+        # Words as they stand: YAML takes 2:00:00 for a number.
+        found = yaml.load(path.read_text(), yaml.BaseLoader)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         reason = getattr(error, "strerror", None) or error
         raise UsageError(f"--site {path}: cannot be read: {reason}") from None

@@ -20,7 +20,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from mpitrain.errors import UsageError
-from mpitrain.mpi.launchers import DEFAULT, LAUNCHERS, by_command
+from mpitrain.mpi.launchers import DEFAULT, LAUNCHERS, TELL_VERSION, by_command
 from mpitrain.schedulers import lost_nodes
 from mpitrain.schedulers.allocation import AllocatedNode, query
 
@@ -74,8 +74,9 @@ def probe(
 
 
 def launcher_of(words: Sequence[str]) -> str:
-    """Return the name of the launcher that some words start, by what it says."""
-    answer = query(words[0], "--version")
+    """Return the name of the launcher that some words start, by its name, or answer."""
+    may_ask = Path(words[0]).name in TELL_VERSION
+    answer = query(words[0], "--version") if may_ask else ""
     return by_command(words[0], answer) or DEFAULT
 
 

@@ -14,6 +14,7 @@ mpirun prints a long message after an error; the training's own error follows it
 from __future__ import annotations
 
 import math
+import os
 import shlex
 import signal
 import subprocess
@@ -173,7 +174,10 @@ def supervise(
         raise UsageError("supervise what? Expected mpirun and its words after --")
     name = config.launcher
     launcher = LAUNCHERS[launcher_of(command) if name == "auto" else name]
-    with tempfile.TemporaryDirectory() as folder:
+    # Beside the runs: rank zero may be on another node, or in a container.
+    here = "." if os.access(".", os.W_OK) else None
+    with tempfile.TemporaryDirectory(prefix=".mpitrain-", dir=here) as name_of_folder:
+        folder = os.path.realpath(name_of_folder)
         environ = {**environ, "MPITRAIN_STATUS_FILE": f"{folder}/status"}
         if config.jobs == 1:
             return Supervisor().train(command, environ, launcher)

@@ -95,7 +95,7 @@ def launcher_name(environ: Mapping[str, str]) -> str:
     return by_process(name_of(above[-1].pid) if above else "", environ)
 
 
-class Launcher:
+class LauncherProcesses:
     """What started a rank on this host: mpirun or its daemon, and wrappers between."""
 
     def __init__(self, pid: int) -> None:

@@ -28,7 +28,12 @@ from mpitrain.watchdog.coordinator import (
 )
 from mpitrain.watchdog.heartbeat import Heartbeat, State
 from mpitrain.watchdog.links import CoordinatorClient, CoordinatorServer
-from mpitrain.watchdog.process import Launcher, oom_kills, send_signal, status_of
+from mpitrain.watchdog.process import (
+    LauncherProcesses,
+    oom_kills,
+    send_signal,
+    status_of,
+)
 
 DUMP_SIGNAL = signal.SIGRTMIN + 7  # the rank writes its stacks; scripts leave it alone
 POLL_SECONDS = 0.25
@@ -63,7 +68,7 @@ class Sidecar:
         self.dump_read = 0
         self.terminated = terminated
         self.rank_info = rank_info
-        self.launcher = Launcher(self.rank_pid)
+        self.launcher = LauncherProcesses(self.rank_pid)
         self.console = Console()
         self.oom_kills = oom_kills()
         self.client: CoordinatorClient | None = None  # or else, on rank zero:

@@ -134,6 +134,10 @@ class Slurm:
             time.sleep(0.5)
         return Job(exit_code=job["ExitCode"], output=_output(job))
 
+    def state_of(self, number: str) -> str:
+        """Return the state of a job, such as ``RUNNING``."""
+        return self._show(number)["JobState"]
+
     def _show(self, number: str) -> dict[str, str]:
         shown = self.hosts.run(LOGIN, ["scontrol", "-o", "show", "job", number])
         if shown.returncode:

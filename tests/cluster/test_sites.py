@@ -1,7 +1,7 @@
 """The scripts of `jobscript --site` on two hosts, under the launchers of those sites.
 
 Launchers that cannot be had are fakes, which take documented words only; docs/howto/
-launchers.md says which.
+sites.md says which.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from mpitrain.cli import main
 from mpitrain.mpi.launchers import LAUNCHERS
 from mpitrain.schedulers.jobscript import SITES, read_site
 
-from .hosts import VirtualHosts
+from .hosts import LOGIN, VirtualHosts
 from .slurm import Slurm
 
 ROOT = Path(__file__).parents[2]
@@ -257,6 +257,41 @@ def test_srun_itself_starts_the_ranks(pmi: str, slurm: Slurm, place: Place) -> N
     result = json.loads((place.folder / "runs/by-srun/result.json").read_text())
     assert (result["status"], result["world_size"]) == ("finished", 4)
     assert result["num_nodes"] == 2
+
+
+@pytest.mark.parametrize(
+    "words",
+    [[], pytest.param(["--full"], marks=pytest.mark.slow), ["-b", "-s", "USR1"]],
+)
+def test_ranks_that_srun_started_save_a_checkpoint_when_the_job_is_cancelled(
+    words: list[str], slurm: Slurm, place: Place
+) -> None:
+    """srun says that it kills the step; the step gets TERM, and time (KillWait)."""
+    place.take("srun")
+    (place.bin / "srun").unlink()
+    flags = ["slurm", "--launcher", "srun", "--launcher-flag=--mpi=pmi2"]
+    flags += ["--slots-per-node", "1", "--gpus-per-node", "0", "--mem", "None"]
+    flags += ["--cpus-per-slot", "1", "--venv", str(place.bin.parent)]
+    script = ["--output", str(place.folder / "job.sh"), "--", *WORDS]
+    assert main(["jobscript", *flags, *script]) == 0
+    sent = slurm.hosts.run(
+        LOGIN,
+        ["sbatch", "job.sh"],
+        cwd=place.folder,
+        environ={"PYTHONPATH": f"{place.folder}:{ROOT}"},
+    )
+    number = sent.stdout.split()[-1]
+    record, end = place.run_dir / "metrics.jsonl", time.monotonic() + 60
+    while not (record.exists() and record.read_text().count('"step"') >= 5):
+        assert time.monotonic() < end, sent.stdout
+        time.sleep(0.2)
+    slurm.hosts.run(LOGIN, ["scancel", *words, number])
+    while slurm.state_of(number) in ("RUNNING", "COMPLETING"):
+        assert time.monotonic() < end + 60
+        time.sleep(0.3)
+    result = json.loads((place.run_dir / "result.json").read_text())
+    assert result["status"] == "stopped"
+    assert list((place.run_dir / "checkpoints").glob("step-*"))
 
 
 def test_the_script_of_oscer_starts_under_slurm(

@@ -359,7 +359,12 @@ def test_an_mpirun_belongs_to_a_library(
         ("mpich", "mpirun -bind-to none", "mpirun -ppn 3"),
         ("pals", "mpiexec --cpu-bind none", "mpiexec --ppn 3"),
         ("srun", "srun --cpu-bind=none", "srun --ntasks-per-node=3"),
-        ("flux", "flux -o cpu-affinity=off", "flux -N 2 -n N"),
+        ("flux", "flux run -o cpu-affinity=off", "flux run -N 2 -n N"),
+        (
+            "ibrun",
+            "ibrun with I_MPI_PIN=0, or MV2_ENABLE_AFFINITY=0",
+            "ibrun with IBRUN_TASKS_PER_NODE=3",
+        ),
     ],
 )
 def test_remedies_are_in_the_words_of_the_launcher(
@@ -374,8 +379,9 @@ def test_remedies_are_in_the_words_of_the_launcher(
 def test_a_site_without_mpirun_starts_ranks_by_another_launcher() -> None:
     library = login.Library(text="CRAY MPICH version 8.1.29 (ANL base 3.4a2)")
     (found,) = login.mpi_findings(library, "/usr/bin/srun", "slurm 24.05.4")
-    assert (found.severity, found.name) == ("note", "other-launcher")
-    assert "/usr/bin/srun starts ranks" in found.found
+    assert (found.severity, found.name) == ("warning", "other-launcher")
+    assert "/usr/bin/srun is there" in found.found
+    assert "--launcher srun" in found.remedy
 
 
 def test_no_mpirun_is_an_error_that_names_the_one_beside_the_library(

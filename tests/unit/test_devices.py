@@ -134,8 +134,8 @@ def test_mixed_nodes_are_refused_by_name() -> None:
 
 
 def test_cuda_that_is_required_and_missing_is_refused() -> None:
-    with pytest.raises(TopologyError, match="torch sees no GPU on gpu00"):
-        gpu.plan_devices([VisibleGpus()], nodes_of(1), required=True)
+    with pytest.raises(TopologyError, match="torch sees no such GPU on gpu00"):
+        gpu.plan_devices([VisibleGpus()], nodes_of(1), required="cuda")
 
 
 @pytest.mark.parametrize(
@@ -238,7 +238,7 @@ def machine(tmp_path: Path) -> Callable[..., Path]:
             device = tmp_path / f"sys/bus/pci/devices/0000:{number:02x}:00.0"
             device.mkdir(parents=True)
             (device / "vendor").write_text(f"{vendor}\n")
-            (device / "class").write_text(f"{kind}\n")
+            (device / "device").write_text(f"{kind}\n")
             (device / "numa_node").write_text(f"{number // 2}\n")
         return tmp_path
 
@@ -251,12 +251,12 @@ def machine(tmp_path: Path) -> Callable[..., Path]:
         ((), (), ""),
         (("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"), (), "2 of NVIDIA"),
         (("nvidia9",), (), ""),
-        # MI250X; then the graphics of a laptop, whose driver has the file as well.
-        (("kfd",), (("0x1002", "0x038000"),) * 8, "8 of AMD"),
-        (("kfd", "dri/renderD128"), (("0x1002", "0x030000"),), ""),
-        (("dri/renderD128",), (("0x8086", "0x038000"),) * 6, "6 of Intel"),
-        (("dri/renderD128",), (("0x8086", "0x030000"),), ""),
-        ((), (("0x1002", "0x038000"),), ""),
+        # MI250X; then the graphics of laptops, whose drivers have the files as well.
+        (("kfd",), (("0x1002", "0x740c"),) * 8, "8 of AMD"),
+        (("kfd", "dri/renderD128"), (("0x1002", "0x7340"),), ""),
+        (("dri/renderD128",), (("0x8086", "0x0bd5"),) * 6, "6 of Intel"),
+        (("dri/renderD128",), (("0x8086", "0x9a49"),), ""),
+        ((), (("0x1002", "0x740c"),), ""),
     ],
 )
 def test_the_kernel_tells_gpus_that_compute_and_may_be_opened(
@@ -269,12 +269,17 @@ def test_the_kernel_tells_gpus_that_compute_and_may_be_opened(
     said = pci.hidden_gpus({}, root)
     assert said.startswith(found)
     assert bool(said) == bool(found)
-    for value in ("", "-1", "NoDevFiles"):
+    for value in ("", "-1", "NoDevFiles", "none"):
         assert not pci.hidden_gpus({"CUDA_VISIBLE_DEVICES": value}, root)
+    for value in ("0", "0,1", "GPU-8932f937", "MIG-8932f937"):
+        assert pci.hidden_gpus({"CUDA_VISIBLE_DEVICES": value}, root) == said
+    slurm = {"SLURM_JOB_ID": "7"}  # a job that has not been given GPUs
+    assert not pci.hidden_gpus(slurm, root)
+    assert pci.hidden_gpus({**slurm, "SLURM_JOB_GPUS": "0"}, root) == said
 
 
 def test_numa_nodes_are_those_of_the_kernel(machine: Callable[..., Path]) -> None:
-    root = machine((), (("0x10de", "0x030200"),) * 4)
+    root = machine((), (("0x10de", "0x20b0"),) * 4)
     nodes = root / "sys/devices/system/node"
     for number, cores in enumerate(("0-3,8-11", "4-7,12")):
         (nodes / f"node{number}").mkdir(parents=True)
@@ -318,6 +323,9 @@ def test_gpus_of_intel_have_their_own_word_and_library() -> None:
     plan = gpu.plan_devices(seen, nodes_of(2))
     assert plan.devices == ("xpu:0", "xpu:1")
     assert plan.backend == "cpu:mpi4py,xpu:xccl"
+    for wrong in ({"required": "cuda"}, {"asked": "nccl"}):
+        with pytest.raises(TopologyError, match="sees no such GPU on gpu00, but --"):
+            gpu.plan_devices(seen, nodes_of(2), **wrong)  # type: ignore[arg-type]
 
 
 def test_caches_of_kernels_are_in_a_folder_of_this_user_alone(
@@ -335,3 +343,5 @@ def test_caches_of_kernels_are_in_a_folder_of_this_user_alone(
     folder.rmdir()
     folder.symlink_to(tmp_path)
     assert gpu.cache_variables("node1") == {}
+    tmp_path.chmod(0o777)  # without the sticky bit others may put one in its place
+    assert gpu.cache_variables("node3") == {}

@@ -17,6 +17,7 @@ from mpitrain.launch.env_checks import check_size, launched_size, was_launched
 from mpitrain.mpi.launchers import LAUNCHERS, by_command, by_process
 from mpitrain.schedulers.containers import Runtime
 from mpitrain.schedulers.jobscript import SITES, JobscriptConfig, read_site
+from mpitrain.schedulers.probe import launcher_of
 
 ROOT = Path(__file__).parents[2]
 TABLE = ROOT / "mpitrain/mpi/launchers.py"
@@ -132,6 +133,41 @@ def test_ranks_are_started_in_each_kind_of_container(
     assert '--container "${container[*]@Q}"' in script
 
 
+def test_numbers_of_a_site_are_taken_as_they_are_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mine = tmp_path / "mine.yaml"
+    mine.write_text("scheduler: slurm\ntime: 2:00:00\naccount: 0123\n")
+    assert main(["jobscript", "--site", str(mine)]) == 0
+    script = capsys.readouterr().out
+    assert "--time=02:00:00" in script
+    assert "--account=0123" in script
+
+
+def test_words_of_binding_are_the_site_s_or_the_launcher_s(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for site, words in (
+        ("aurora", "--cpu-bind=list:"),
+        ("derecho", "--cpu-bind depth"),
+    ):
+        assert main(["jobscript", site]) == 0
+        script = capsys.readouterr().out
+        assert script.count("--cpu-bind") == 1
+        assert words in script
+
+
+def test_a_program_that_may_start_something_is_not_asked_what_it_is(
+    tmp_path: Path,
+) -> None:
+    for name in ("start.sh", "ibrun"):
+        (tmp_path / name).write_text(f"#!/bin/sh\ntouch {tmp_path}/started\n")
+        (tmp_path / name).chmod(0o755)
+    assert launcher_of([f"{tmp_path}/start.sh"]) == "openmpi"
+    assert launcher_of([f"{tmp_path}/ibrun"]) == "ibrun"
+    assert not (tmp_path / "started").exists()
+
+
 def test_a_site_may_be_named_as_a_scheduler_is(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -157,7 +193,8 @@ def test_a_user_s_own_file_works_as_a_site(
     ("words", "said"),
     [
         (["--site", "polariss"], "Did you mean 'polaris'?"),
-        (["slurm", "--line", "#PBS -l a"], "expected #SBATCH"),
+        (["slurm", "--line", "#PBS -l a"], "not #SBATCH"),
+        (["slurm", "--show"], "expected --site beside it"),
         (["slurm", "--launcher", "srun", "--spare-nodes", "1", "--jobs", "2"], "srun"),
         (["slurm", "--resources", "#SBATCH {what}"], "expected nodes"),
         (["slurm", "--container", "image"], "--container-runtime"),
@@ -221,13 +258,14 @@ def test_a_launcher_is_known_by_what_it_says(
         ({"PMIX_RANK": "5"}, 6),
         ({"JSM_NAMESPACE_SIZE": "6", "JSM_NAMESPACE_RANK": "0"}, 6),
         ({"PMIX_RANK": "0", "SLURM_STEP_NUM_TASKS": "8"}, 8),
+        ({"PMIX_RANK": "0"}, 1),  # of a shell that srun opened, too
         ({}, 1),
     ],
 )
 def test_ranks_without_pmi_size_are_no_lone_processes(
     environ: dict[str, str], size: int
 ) -> None:
-    assert was_launched(environ) == bool(environ)
+    assert was_launched(environ) == (size > 1)
     assert launched_size(environ) == size
     if size > 1:
         with pytest.raises(UsageError.__base__, match="each would train alone"):  # type: ignore[arg-type]

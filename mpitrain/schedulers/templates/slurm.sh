@@ -44,7 +44,9 @@
 {{ it }}
 {% endfor %}
 {% if resources %}
+{% if site %}
 # What the site wants: jobscript --site {{ site }} --show explains it.
+{% endif %}
 {% for it in resources %}
 {{ it }}
 {% endfor %}

@@ -69,7 +69,7 @@ def node_facts(
         memlock_bytes=_limit(resource.RLIMIT_MEMLOCK),
         open_files=_limit(resource.RLIMIT_NOFILE),
         infiniband=tuple(path.name for path in adapters),
-        lacks_ofi_plugin="ccl" in world.backend and _lacks_ofi_plugin(),
+        lacks_ofi_plugin="nccl" in world.backend and _lacks_ofi_plugin(),
         address=rendezvous.own_address,
         interface=rendezvous.interface.name,
         kind=rendezvous.interface.kind,

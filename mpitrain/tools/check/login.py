@@ -18,6 +18,7 @@ from mpitrain.mpi.launchers import (
     INSTALL,
     LAUNCHERS,
     LIBRARIES,
+    TELL_VERSION,
     by_command,
     family_of,
     version_of,
@@ -99,10 +100,10 @@ def check_login_node(config: CheckConfig, environ: Mapping[str, str]) -> int:
     """Check this machine, without starting MPI."""
     report = Report(prints=True, as_json=config.json)
     library = load_library()
-    names = {"mpirun", *(it.program for it in LAUNCHERS.values())}
+    names = dict.fromkeys(it.command.split()[0] for it in LAUNCHERS.values())
     programs = {
         name: shutil.which(name, path=environ.get("PATH")) or ""
-        for name in (*sorted(names), "sbatch", "qsub")
+        for name in (*names, "sbatch", "qsub")
     }
     report.add(
         mpi_library=library._asdict(),
@@ -111,9 +112,8 @@ def check_login_node(config: CheckConfig, environ: Mapping[str, str]) -> int:
         scheduler=asdict(schedulers.detect(environ)),
     )
     # mpirun first; sites without it have another.
-    here = [programs["mpirun"], *(programs[name] for name in sorted(names))]
-    program, answer = next(filter(None, here), ""), ""
-    if program:
+    program, answer = next(filter(None, (programs[name] for name in names)), ""), ""
+    if Path(program).name in TELL_VERSION:
         answer = query(program, "--version", timeout=PROGRAM_SECONDS).strip()
     findings = [*mpi_findings(library, program, answer), *package_findings()]
     return report.finish(findings)
@@ -169,12 +169,14 @@ def mpi_findings(library: Library, program: str, answer: str) -> Iterator[Findin
         trial = "try it: mpirun -np 2 python -m mpitrain check --quick; if that fails, "
         yield Finding("warning", "unknown-mpirun", text + "be compared", trial + remedy)
     elif is_right is None:
-        text = f"no mpirun on the PATH: here {program} starts ranks"
+        text = (
+            f"no mpirun on the PATH, which scripts take by default; {program} is there"
+        )
         remedy = (
             f"jobscript --launcher {launcher or 'NAME'}, or --site NAME; then check "
         )
         remedy += "two nodes, where an MPI that does not fit leaves each rank alone"
-        yield Finding("note", "other-launcher", text, remedy)
+        yield Finding("warning", "other-launcher", text, remedy)
     elif not is_right:
         version = version_of(launcher, answer)
         theirs = f"{LAUNCHERS[launcher].title.partition(chr(39))[0]} {version}".strip()
