@@ -73,6 +73,16 @@ RULES = {
         "t stdio_input o stdio_stdout k stdio_stderr I stdin_rank h chdir M smpiargs "
         "X exit_on_error x exclude_hosts",
     ),
+    "intel": Rules(
+        program="mpirun",
+        without="genvall genvnone envall envnone rr l prepend-rank v verbose V version "
+        "info print-rank-map print-all-exitcodes silent-abort nolocal ordered-output",
+        with_value="n np ppn perhost grr host hosts f hostfile machine machinefile "
+        "bootstrap bootstrap-exec configfile envlist genvlist iface wdir rmk s usize "
+        "tune",
+        single_dash=True,
+        forwards=(USR1, TERM),
+    ),
     "flux": Rules(
         program="flux run",
         without="x exclusive u unbuffered l label-io dry-run quiet v verbose",
@@ -107,7 +117,9 @@ def parse(rules: Rules, words: list[str]) -> tuple[dict[str, str], list[str]]:
             is_named = name in with_value
         if is_long and len(name) == 1 and not rules.single_dash:
             is_named = False
-        if is_named and name in with_value:
+        if rules.program == "mpirun" and name in ("genv", "env"):
+            del rest[:2]  # a name and a value
+        elif is_named and name in with_value:
             if not equals and not rest:
                 fail(rules, f"option '{word}' requires an argument")
             options[name] = value if equals else rest.pop(0)
@@ -138,7 +150,10 @@ def layout(name: str, rules: Rules, options: dict[str, str]) -> tuple[int, int]:
 
     hosts = len(hosts_of_job())
     of_slurm = int(os.environ.get("SLURM_NTASKS_PER_NODE", "1"))
-    if name == "pals":
+    if name == "intel":
+        slots = number("ppn", "perhost", default=of_slurm)
+        ranks = number("n", "np", default=hosts * slots)
+    elif name == "pals":
         if re.search(r":\d+(,|$)", options.get("hosts", options.get("host", ""))):
             fail(rules, "hosts have no slots")
         ranks = number("n", "np", default=1)
@@ -237,6 +252,7 @@ def rank(name: str, state: Path, program: list[str]) -> int:
             "SLURM_STEP_NUM_TASKS": size,
         },
         "ibrun": {"MPI_LOCALRANKID": local, "MPI_LOCALNRANKS": here},
+        "intel": {"MPI_LOCALRANKID": local, "MPI_LOCALNRANKS": here},
         "jsrun": {
             "JSM_NAMESPACE_RANK": number,
             "JSM_NAMESPACE_SIZE": size,

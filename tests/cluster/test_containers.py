@@ -79,6 +79,61 @@ def test_ranks_in_containers_on_two_hosts_train_together(
     assert_finished(place, job.output, hosts=["node1", "node2"], world_size=4)
 
 
+IMITATION = """
+import os, sys
+sys.path.pop(0)
+LISTS = {
+    "apptainer": ("exec", ("--nv", "--rocm"), ("--bind", "--pwd", "--env")),
+    "shifter": ("", (), ("--image", "--volume", "--env")),
+    "podman": (
+        "run",
+        ("--rm", "--env-host"),
+        ("--network", "--ipc", "--pid", "--uts", "--volume", "--workdir", "--device"),
+    ),
+}
+name, *words = sys.argv[1:]
+command, without, with_value = LISTS[name]
+if command:
+    assert words.pop(0) == command, words
+image = ""
+while words[0].startswith("-"):
+    option, equals, value = words.pop(0).partition("=")
+    if option in with_value:
+        value = value if equals else words.pop(0)
+        image = value if option == "--image" else image
+    else:
+        assert option in without and not equals, option
+image = image or words.pop(0)
+os.environ["FAKE_IMAGE"] = image
+os.execvp(words[0], words)
+"""
+
+
+@pytest.mark.parametrize("runtime", ["apptainer", "shifter", "podman"])
+def test_the_words_for_other_runtimes_are_documented_ones(
+    runtime: str, slurm: Slurm, place: Path
+) -> None:
+    """By programs in their place, which start the rank in no container."""
+    (place / "imitation.py").write_text(IMITATION)
+    program = place / "bin" / runtime
+    program.write_text(
+        f'#!/bin/bash\nexec {sys.executable} {place}/imitation.py {runtime} "$@"\n'
+    )
+    program.chmod(0o755)
+    checked = MODEL.replace(
+        'Path("/etc/inside").exists()', '"FAKE_IMAGE" in os.environ'
+    )
+    (place / "inside.py").write_text("import os\n" + checked)
+    flags = [*FLAGS, "--container", "image.sif", "--container-runtime", runtime]
+    flags += ["--setup", f"export PATH={place}/bin:$PATH"]
+    words = ["--epochs", "1", "--model", "inside:model"]
+    script = ["--output", f"{place}/job.sh", "--", *words]
+    assert main(["jobscript", "slurm", *flags, *script]) == 0
+    job = slurm.sbatch("job.sh", cwd=place, timeout_seconds=180)
+    assert job.exit_code == "0:0", job.output
+    assert_finished(place, job.output, hosts=["node1", "node2"], world_size=4)
+
+
 def test_an_mpi_inside_that_is_not_the_one_outside_is_refused(
     hosts: VirtualHosts, place: Path, image: Path
 ) -> None:

@@ -170,11 +170,11 @@ def test_the_script_of_a_site_trains_and_stops_under_its_launcher(
     check_stopped(place, job, asked)
 
 
-@pytest.mark.parametrize("launcher", ["pals", "jsrun", "flux"])
+@pytest.mark.parametrize("launcher", ["pals", "jsrun", "flux", "intel"])
 def test_a_launcher_with_pmix_or_without_a_script_trains_and_stops(
     launcher: str, place: Place
 ) -> None:
-    is_pmix = launcher != "flux"
+    is_pmix = launcher in ("pals", "jsrun")
     place.take(launcher, open_mpi=is_pmix)
     command = LAUNCHERS[launcher].command.format(ranks=2, slots=1, nodes=2, cpus=1)
     more = ["--pmi=pmix"] if launcher == "pals" else []
@@ -292,6 +292,25 @@ def test_ranks_that_srun_started_save_a_checkpoint_when_the_job_is_cancelled(
     result = json.loads((place.run_dir / "result.json").read_text())
     assert result["status"] == "stopped"
     assert list((place.run_dir / "checkpoints").glob("step-*"))
+
+
+def test_mpich_s_own_mpirun_starts_the_ranks_of_a_slurm_job(
+    slurm: Slurm, place: Place
+) -> None:
+    place.take("srun")
+    (place.bin / "srun").unlink()
+    (place.bin / "mpirun").symlink_to(MPICH / "mpirun")
+    flags = ["slurm", "--launcher", "mpich", "--slots-per-node", "2"]
+    flags += ["--gpus-per-node", "0", "--cpus-per-slot", "1"]
+    flags += ["--venv", str(place.bin.parent)]
+    words = ["--", "--name", "by-mpich", "--epochs", "2", "--device", "cpu"]
+    script = ["--output", str(place.folder / "job.sh"), *words]
+    assert main(["jobscript", *flags, *script]) == 0
+    job = slurm.sbatch("job.sh", cwd=place.folder, timeout_seconds=120)
+    assert job.exit_code == "0:0", job.output
+    result = json.loads((place.folder / "runs/by-mpich/result.json").read_text())
+    assert (result["status"], result["world_size"]) == ("finished", 4)
+    assert result["num_nodes"] == 2
 
 
 def test_the_script_of_oscer_starts_under_slurm(

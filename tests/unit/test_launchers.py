@@ -89,7 +89,7 @@ def test_the_page_of_sites_has_each_site_and_launcher_once() -> None:
     table = page.partition("| site |")[2].partition("\n\n")[0]
     assert sorted(re.findall(r"`--site (\w+)`", table)) == NAMES
     rows = [line.split("|")[4].strip() for line in table.splitlines()[2:]]
-    assert {*rows} == {"real", "imitated", "no"}
+    assert {*rows} == {"real", "imitated"}
     (flag,) = (it for it in flags_of(JobscriptConfig) if it.name == "--site")
     assert [name for name in NAMES if name not in flag.text] == []
 
