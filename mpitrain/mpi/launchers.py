@@ -184,7 +184,7 @@ LIBRARIES = {
 
 SIZE_VARIABLES = {
     "OMPI_COMM_WORLD_SIZE": "Open MPI's mpirun",
-    "PMI_SIZE": "MPICH's mpiexec, or another launcher with PMI,",
+    "PMI_SIZE": "MPICH's mpiexec (or srun)",
     "MV2_COMM_WORLD_SIZE": "MVAPICH's mpirun",
     "JSM_NAMESPACE_SIZE": "jsrun",
 }

@@ -55,7 +55,7 @@ class WatchdogClient:
         self._pid = os.getpid()
         memory, dump, terminated = memory_file(), memory_file(), memory_file()
         self._heartbeat = Heartbeat(memory)
-        self._terminated = terminated
+        self._dump, self._terminated = dump, terminated
         # In C, without the interpreter's lock.
         faulthandler.register(DUMP_SIGNAL, dump, all_threads=True)
         chain = signal.getsignal(signal.SIGUSR1) is not signal.SIG_DFL
@@ -183,7 +183,10 @@ class WatchdogClient:
         """Process the sidecar's messages; in a thread."""
         for data in iter(self._read_control, b""):
             message = json.loads(data)
-            if "text" in message:
+            if "dump" in message:
+                with contextlib.suppress(Exception):
+                    faulthandler.dump_traceback(self._dump, all_threads=True)
+            elif "text" in message:
                 self._on_command(message["end"], message["text"])
             else:
                 self._ports.put(message["port"])

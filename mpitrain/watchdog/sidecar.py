@@ -38,7 +38,8 @@ from mpitrain.watchdog.process import (
 DUMP_SIGNAL = signal.SIGRTMIN + 7  # the rank writes its stacks; scripts leave it alone
 POLL_SECONDS = 0.25
 HEARTBEAT_SECONDS = 1.0  # how often each side of a connection sends
-DUMP_SECONDS = 0.8  # for a rank to write its stacks, in a signal handler in C
+DUMP_SECONDS = 1.3  # for a rank to write its stacks
+DUMP_BY_PYTHON_SECONDS = 0.5  # of that, for a thread of it; then in a signal handler
 MAX_STACK_BYTES = 1 << 18  # more of a rank's stacks is not passed on
 GRACE_SECONDS = 3.0  # from telling a rank to end the job to killing it
 RECORD_SECONDS = 0.7  # for the coordinator and the recording rank, at a death
@@ -76,6 +77,7 @@ class Sidecar:
         self.coordinator: Coordinator | None = None
         self.kill_at: float | None = None
         self.dump_due_at: float | None = None
+        self.dump_signal_at: float | None = None
         self.poll_at = self.awake_since = time.monotonic()
         self.send_at = 0.0
         self.terminations = (0, 0.0)  # bytes that SIGTERM wrote, and when
@@ -223,6 +225,10 @@ class Sidecar:
         """Pass on the stacks: this sidecar asked for them, or a user sent SIGUSR1."""
         has_new = os.fstat(self.dump).st_size > self.dump_read
         is_asked = self.dump_due_at is not None
+        if self.dump_signal_at is not None and (has_new or now > self.dump_signal_at):
+            self.dump_signal_at = None
+            if not has_new:
+                send_signal(self.rank_pid, DUMP_SIGNAL)
         if not has_new and (self.dump_due_at is None or now < self.dump_due_at):
             return
         time.sleep(0.05)  # the handler may still be writing
@@ -294,7 +300,12 @@ class Sidecar:
         if command.get("reporting_rank") == self.rank_info["rank"]:
             text = command["text"]  # this rank is to record it
         if name == "dump_stacks":
-            send_signal(self.rank_pid, DUMP_SIGNAL)
+            # By a thread that holds Python's lock: a handler of a signal does not, and
+            # may crash while another thread runs. Where the thread cannot get the lock,
+            # no other one runs (Python 3.11; seen once in some fifty hangs).
+            with contextlib.suppress(OSError):
+                self.control.send(b'{"dump": true}')
+            self.dump_signal_at = now + DUMP_BY_PYTHON_SECONDS
             self.dump_due_at = now + DUMP_SECONDS
         elif name == "abort":
             self.kill_at = now + GRACE_SECONDS
