@@ -51,8 +51,10 @@ def launched_size(environ: Mapping[str, str]) -> int:
     """Return how many processes the launcher started, at least, as far as it tells."""
     if {*SIZE_VARIABLES, *RANK_VARIABLES}.isdisjoint(environ):
         return 1
+    if size := _first(environ, SIZE_VARIABLES, 0):
+        return size
     # Some tell the rank, and how many are on this node, but not the size.
-    names = (*SIZE_VARIABLES, *LOCAL_SIZE_VARIABLES, "SLURM_STEP_NUM_TASKS")
+    names = (*LOCAL_SIZE_VARIABLES, "SLURM_STEP_NUM_TASKS")
     sizes = [_first(environ, [name], 1) for name in names]
     return max(*sizes, _first(environ, RANK_VARIABLES, 0) + 1)
 

@@ -258,6 +258,15 @@ def test_a_launcher_is_known_by_what_it_says(
         ({"PMIX_RANK": "5"}, 6),
         ({"JSM_NAMESPACE_SIZE": "6", "JSM_NAMESPACE_RANK": "0"}, 6),
         ({"PMIX_RANK": "0", "SLURM_STEP_NUM_TASKS": "8"}, 8),
+        # mpirun -np 1, whose daemons are a larger step of SLURM.
+        (
+            {
+                "OMPI_COMM_WORLD_SIZE": "1",
+                "OMPI_COMM_WORLD_RANK": "0",
+                "SLURM_STEP_NUM_TASKS": "2",
+            },
+            1,
+        ),
         ({"PMIX_RANK": "0"}, 1),  # of a shell that srun opened, too
         ({}, 1),
     ],
@@ -265,7 +274,7 @@ def test_a_launcher_is_known_by_what_it_says(
 def test_ranks_without_pmi_size_are_no_lone_processes(
     environ: dict[str, str], size: int
 ) -> None:
-    assert was_launched(environ) == (size > 1)
+    assert was_launched(environ) == (size > 1 or "OMPI_COMM_WORLD_SIZE" in environ)
     assert launched_size(environ) == size
     if size > 1:
         with pytest.raises(UsageError.__base__, match="each would train alone"):  # type: ignore[arg-type]
