@@ -39,6 +39,8 @@ INTERNET = "downloads"
 SETS_UP = "sets up an environment, or runs all tests"
 CORES = "wants 16 cores"
 CLUSTER = "stands for a job's own mpirun"
+CONTAINERS = "wants Apptainer and an image; tests/cluster has containers"
+EARLIER = "reads what the command before it writes; test_launchers.py does"
 FOREIGN = "another project's command line, as people have it"
 
 NOT_RUN = {
@@ -62,6 +64,8 @@ NOT_RUN = {
     " -mca pml ob1 -mca btl ^openib python main.py --ddp": FOREIGN,
     'python benchmarks/scaling.py --ranks 4 8 16 --mpirun "mpirun ${options[*]}" --'
     " --model resnet50": CLUSTER,
+    "mpirun -np 8 apptainer exec --nv mpitrain.sif python -m mpitrain": CONTAINERS,
+    "python -m mpitrain jobscript --site ./mine.yaml --account A": EARLIER,
     "python -m mpitrain fetch mnist cifar100 --data-dir /scratch/me/data": INTERNET,
     "python -m mpitrain fetch resnet50 timm:vit_small_patch14_dinov2": INTERNET,
     "python -m mpitrain fetch hub:facebookresearch/dinov2:dinov2_vitl14": INTERNET,
