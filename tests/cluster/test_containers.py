@@ -6,6 +6,7 @@ folders with this machine's programs: so nothing need be downloaded.
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import sys
@@ -17,7 +18,6 @@ import pytest
 from mpitrain.cli import main
 
 from .hosts import VirtualHosts
-from .runs import assert_finished
 from .slurm import Slurm
 
 ROOT = Path(__file__).parents[2]
@@ -65,6 +65,14 @@ def place(folder: Path) -> Path:
     return folder
 
 
+def check_finished(place: Path, output: str) -> None:
+    """The run ended well on two hosts: whichever SLURM had free."""
+    (file,) = place.glob("runs/*/result.json")
+    result = json.loads(file.read_text())
+    found = [result.get(it) for it in ("status", "world_size", "num_nodes")]
+    assert found == ["finished", 4, 2], output
+
+
 @pytest.mark.parametrize("jobs", [1, 2])
 def test_ranks_in_containers_on_two_hosts_train_together(
     jobs: int, slurm: Slurm, place: Path, image: Path
@@ -76,7 +84,7 @@ def test_ranks_in_containers_on_two_hosts_train_together(
     assert main(["jobscript", "slurm", *flags, *script]) == 0
     job = slurm.sbatch("job.sh", cwd=place, timeout_seconds=180)
     assert job.exit_code == "0:0", job.output
-    assert_finished(place, job.output, hosts=["node1", "node2"], world_size=4)
+    check_finished(place, job.output)
 
 
 IMITATION = """
@@ -131,7 +139,7 @@ def test_the_words_for_other_runtimes_are_documented_ones(
     assert main(["jobscript", "slurm", *flags, *script]) == 0
     job = slurm.sbatch("job.sh", cwd=place, timeout_seconds=180)
     assert job.exit_code == "0:0", job.output
-    assert_finished(place, job.output, hosts=["node1", "node2"], world_size=4)
+    check_finished(place, job.output)
 
 
 def test_an_mpi_inside_that_is_not_the_one_outside_is_refused(

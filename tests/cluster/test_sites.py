@@ -63,7 +63,7 @@ class Place:
     def take(self, launcher: str, *, open_mpi: bool = False) -> None:
         """Put a launcher on the PATH, a fake if need be, and its Python."""
         library = "" if open_mpi else f"MPI4PY_LIBMPI={MPICH.parent}/lib/libmpi.so.12 "
-        self._write("python", f'{library}exec {sys.executable} "$@"')
+        self.write("python", f'{library}exec {sys.executable} "$@"')
         under = (
             Path(sys.executable).with_name("mpirun") if open_mpi else MPICH / "mpiexec"
         )
@@ -72,9 +72,10 @@ class Place:
             return
         program = LAUNCHERS[launcher].command.split()[0]
         fake = f"{sys.executable} {FAKES} {launcher} {self.folder}/state-$$ {under}"
-        self._write(program, f'exec {fake} "$@"')
+        self.write(program, f'exec {fake} "$@"')
 
-    def _write(self, name: str, line: str) -> None:
+    def write(self, name: str, line: str) -> None:
+        """Put a program on the PATH: a line of shell."""
         (self.bin / name).write_text(f"#!/bin/bash\nunset BASH_ENV\n{line}\n")
         (self.bin / name).chmod(0o755)
 
@@ -299,7 +300,7 @@ def test_mpich_s_own_mpirun_starts_the_ranks_of_a_slurm_job(
 ) -> None:
     place.take("srun")
     (place.bin / "srun").unlink()
-    (place.bin / "mpirun").symlink_to(MPICH / "mpirun")
+    place.write("mpirun", f'exec {MPICH}/mpirun "$@"')
     flags = ["slurm", "--launcher", "mpich", "--slots-per-node", "2"]
     flags += ["--gpus-per-node", "0", "--cpus-per-slot", "1"]
     flags += ["--venv", str(place.bin.parent)]
