@@ -28,9 +28,9 @@ LauncherName = Literal[
 ]
 HostFileFormat = Literal["openmpi", "mpich", "pbs"]
 
+DEFAULT_FORMAT: HostFileFormat = "openmpi"
 
 # Host and slots. PBS's format has a line of the host's name alone for each slot.
-DEFAULT_FORMAT: HostFileFormat = "openmpi"
 HOST_FILE_LINES = {"openmpi": "{} slots={}", "mpich": "{}:{}"}
 
 

@@ -205,7 +205,9 @@ def text_of(
         "gpus": gpus,
         "program": program,
         "container": config.container
-        and words_of(config.container, config.container_runtime, config.container_flag),
+        and words_of(
+            config.container, config.container_runtime, config.container_flag, gpus
+        ),
         "options": " ".join(options),
         "can_choose": bool(launcher.host_file),
         "forwards_usr2": launcher.forwards_usr2,

@@ -126,6 +126,9 @@ def test_ranks_are_started_in_each_kind_of_container(
     assert '"${container[@]}" python -m mpitrain' in script
     done = subprocess.run(["bash", "-n"], input=script, text=True, capture_output=True)
     assert done.stderr == ""
+    assert main(["jobscript", *words, "--gpus-per-node", "0"]) == 0
+    script = capsys.readouterr().out
+    assert not re.search(r"--nv|--gpu |nvidia", script)
     more = ["--container-flag=--rocm", "--jobs", "3"]
     assert main(["jobscript", *words, *more]) == 0
     script = capsys.readouterr().out
