@@ -58,7 +58,8 @@ def report(config: ReportConfig) -> str:
 
             text, pictures = sweep_page(config.runs[0])
         else:
-            text, pictures = _page([Run(path) for path in config.runs])
+            found = [Run(path) for path in config.runs]
+            text, pictures = _page(found, draws=config.pictures)
         write_atomic(output, text)
         if config.pictures:
             folder = output.with_suffix("")
@@ -77,8 +78,8 @@ def report(config: ReportConfig) -> str:
     )
 
 
-def _page(found: Sequence[Run]) -> tuple[str, dict[str, bytes]]:
-    """Return the page of some runs, and its charts as pictures by name."""
+def _page(found: Sequence[Run], *, draws: bool) -> tuple[str, dict[str, bytes]]:
+    """Return the page of some runs, and its charts as PNG by name, if it `draws`."""
     from mpitrain.tools.report import curves
     from mpitrain.tools.report.analysis import ReportedRun
     from mpitrain.tools.report.figures import RUN_COLOURS, style
@@ -93,4 +94,5 @@ def _page(found: Sequence[Run]) -> tuple[str, dict[str, bytes]]:
             *(map_chart(it, i, len(runs)) for i, it in enumerate(runs)),
             curves.throughput_chart(runs),
         ]
-        return page(runs, charts), {chart.name: chart.png() for chart in charts}
+        drawn = {chart.name: chart.png() for chart in charts if draws}
+        return page(runs, charts), drawn
