@@ -291,12 +291,12 @@ def _hidden(seen: Sequence[VisibleGpus], nodes: Sequence[Node]) -> TopologyError
         "It is built for CPUs: install one for these GPUs (https://pytorch.org/"
         "get-started/locally), with pip's --force-reinstall"
     )
+    kind = "xpu" if torch.version.xpu else "cuda"
     if torch.version.cuda or torch.version.hip or torch.version.xpu:
         cause = (
             "The driver is older than this torch expects, or not in the container "
             "(apptainer --nv), or *_VISIBLE_DEVICES names no GPU: "
-            'python -c "import torch; torch.accelerator.current_accelerator(True); '
-            'torch.ones(1).cuda()" says more'
+            f'python -c "import torch; torch.ones(1, device={kind!r})" says more'
         )
     return TopologyError(
         f"torch {torch.__version__} sees no GPU, but there are some:\n"

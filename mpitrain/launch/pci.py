@@ -10,6 +10,8 @@ import re
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
+from mpitrain.launch.rendezvous.interfaces import sysfs_text
+
 ROOT = Path("/")
 
 VISIBLE = (
@@ -49,8 +51,8 @@ def hidden_gpus(environ: Mapping[str, str], root: Path = ROOT) -> str:
     files = {"AMD": [dev / "kfd"], "Intel": [*(dev / "dri").glob("render*")]}
     for name, (vendor, ids) in COMPUTE_IDS.items():
         num = sum(
-            _text(device / "vendor") == vendor
-            and bool(re.fullmatch(ids, _text(device / "device")))
+            sysfs_text(device / "vendor") == vendor
+            and bool(re.fullmatch(ids, sysfs_text(device / "device")))
             for device in (root / "sys/bus/pci/devices").glob("*")
         )
         if num and _num_open(files[name]):
@@ -60,7 +62,7 @@ def hidden_gpus(environ: Mapping[str, str], root: Path = ROOT) -> str:
 
 def numa_node_of(address: str, root: Path = ROOT) -> int:
     """Return the NUMA node of a PCI device, as ``0000:3b:00.0``; -1: unknown."""
-    text = _text(root / "sys/bus/pci/devices" / address / "numa_node")
+    text = sysfs_text(root / "sys/bus/pci/devices" / address / "numa_node")
     return int(text) if text else -1
 
 
@@ -68,7 +70,9 @@ def numa_nodes_of(cores: Collection[int], root: Path = ROOT) -> frozenset[int]:
     """Return the NUMA nodes of some cores."""
     found = set()
     for node in (root / "sys/devices/system/node").glob("node[0-9]*"):
-        for first, last in re.findall(r"(\d+)(?:-(\d+))?", _text(node / "cpulist")):
+        for first, last in re.findall(
+            r"(\d+)(?:-(\d+))?", sysfs_text(node / "cpulist")
+        ):
             if any(core in cores for core in range(int(first), int(last or first) + 1)):
                 found.add(int(node.name[4:]))
     return frozenset(found)
@@ -84,10 +88,3 @@ def _num_open(files: Iterable[Path]) -> int:
             continue
         found += 1
     return found
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return ""

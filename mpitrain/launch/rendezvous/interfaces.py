@@ -104,7 +104,9 @@ def speed_of(name: str, root: Path = SYS_CLASS_NET) -> int:
 
 def slingshot_names(root: Path = SYS_CLASS_NET) -> list[str]:
     """Return the interfaces of this node that are Slingshot's and up, by number."""
-    names = [path.name for path in root.glob("*") if _text(path / "operstate") == "up"]
+    names = [
+        path.name for path in root.glob("*") if sysfs_text(path / "operstate") == "up"
+    ]
     names = [name for name in names if kind_of(name, root) == "slingshot"]
     return sorted(names, key=lambda name: (len(name), name))
 
@@ -116,12 +118,13 @@ def is_usable(address: str) -> bool:
 
 def _read_number(path: Path) -> int:
     try:
-        return int(_text(path))
+        return int(sysfs_text(path))
     except ValueError:
         return 0
 
 
-def _text(path: Path) -> str:
+def sysfs_text(path: Path) -> str:
+    """Return the text of a file of the kernel; ``""`` where it has none."""
     try:
         return path.read_text().strip()
     except OSError:  # an interface that is down refuses to tell its speed
