@@ -133,7 +133,6 @@ LAUNCHERS: dict[str, Launcher] = {
         passes_status=False,  # a signal counts more than any status
         programs=("srun",),
         daemons=("slurmstepd", "psid"),
-        version=r"slurm (\S+)",
     ),
     "ibrun": Launcher(
         title="ibrun",

@@ -141,16 +141,20 @@ class JobscriptConfig:
             raise UsageError("--show: expected --site beside it")
         if self.container is None and self.container_runtime is not None:
             raise UsageError("--container-runtime: expected --container beside it")
-        for line in (*self.line, *self.resources):
-            if not line.startswith(DIRECTIVES[self.scheduler]):
-                expected = f"{DIRECTIVES[self.scheduler]}..."
-                raise UsageError(f"a line for the scheduler: {line!r}, not {expected}")
+        directive = DIRECTIVES[self.scheduler]
+        for flag in ("line", "resources"):
+            for line in getattr(self, flag):
+                if not line.startswith(directive):
+                    raise UsageError(f"--{flag} {line!r}: expected '{directive}...'")
         seconds_of(self.time, self.scheduler)
         for name, (pattern, expected) in PATTERNS.items():
             word = getattr(self, name)
             if word is not None and not re.fullmatch(pattern, word, re.ASCII):
                 raise UsageError(f"--{name} {word!r}: expected {expected}")
-        for flag in ("module", "line", "resources", "setup", "launcher_flag"):
+        for flag in (
+            *("module", "line", "resources", "setup"),
+            *("launcher_flag", "container_flag"),
+        ):
             for word in getattr(self, flag):
                 _check_word(word, f"--{flag} {word!r}".replace("_", "-"))
         _check_word(str(self.venv), f"--venv {str(self.venv)!r}")
@@ -183,7 +187,10 @@ def text_of(
         ),
     }
     launcher = LAUNCHERS[config.launcher]
-    given = [shlex.quote(_filled(word, amounts)) for word in config.launcher_flag]
+    given = [
+        shlex.quote(_filled("--launcher-flag", word, amounts))
+        for word in config.launcher_flag
+    ]
     is_bound = any(word.startswith("--cpu-bind") for word in given)
     more = "" if is_bound else launcher.binding
     program, *options = f"{launcher.command} {more}".format(**amounts).split()
@@ -210,8 +217,9 @@ def text_of(
         ),
         "options": " ".join(options),
         "can_choose": bool(launcher.host_file),
-        "forwards_usr2": launcher.forwards_usr2,
-        "resources": [_filled(line, amounts) for line in config.resources],
+        "resources": [
+            _filled("--resources", line, amounts) for line in config.resources
+        ],
         "from_where": "from any folder"
         if venv.is_absolute()
         else f"from the folder that holds {venv}",
@@ -223,12 +231,12 @@ def text_of(
     return templates.get_template(f"{config.scheduler}.sh").render(values)
 
 
-def _filled(line: str, amounts: Mapping[str, object]) -> str:
+def _filled(flag: str, line: str, amounts: Mapping[str, object]) -> str:
     try:
         return line.format(**amounts)
     except (KeyError, IndexError, ValueError):
         known = ", ".join(amounts)
-        raise UsageError(f"{line!r}: expected {known} in braces") from None
+        raise UsageError(f"{flag} {line!r}: in braces expected {known}") from None
 
 
 def with_site(flags: Sequence[str]) -> list[str]:

@@ -196,10 +196,17 @@ def test_a_user_s_own_file_works_as_a_site(
     ("words", "said"),
     [
         (["--site", "polariss"], "Did you mean 'polaris'?"),
-        (["slurm", "--line", "#PBS -l a"], "not #SBATCH"),
+        (
+            ["slurm", "--line", "#PBS -l a"],
+            "--line '#PBS -l a': expected '#SBATCH ...'",
+        ),
         (["slurm", "--show"], "expected --site beside it"),
         (["slurm", "--launcher", "srun", "--spare-nodes", "1", "--jobs", "2"], "srun"),
-        (["slurm", "--resources", "#SBATCH {what}"], "expected nodes"),
+        (
+            ["slurm", "--resources", "#SBATCH {what}"],
+            "--resources '#SBATCH {what}': in braces expected nodes",
+        ),
+        (["slurm", "--container-flag", "a\nb"], "--container-flag"),
         (["slurm", "--container", "image"], "--container-runtime"),
         (["slurm", "--container-runtime", "podman"], "expected --container beside it"),
         (["slurm", "--site", "polaris"], "--site polaris is of pbs, found slurm"),

@@ -117,7 +117,7 @@ container=({{ container }})
 {{ program }} "${options[@]}" {{ '"${container[@]}" ' if container }}python -m mpitrain{{ command }}{{ words }} "$@"
 {% else %}
 #
-{% if forwards_usr2 or launcher != "ibrun" %}
+{% if launcher != "ibrun" %}
 # `supervise` lets the ranks stop with a checkpoint at TERM (scancel, preemption). Then
 # the job's status is 75.
 {% else %}

@@ -179,8 +179,8 @@ def mpi_findings(library: Library, program: str, answer: str) -> Iterator[Findin
         yield Finding("warning", "other-launcher", text, remedy)
     elif not is_right:
         version = version_of(launcher, answer)
-        theirs = f"{LAUNCHERS[launcher].title.partition(chr(39))[0]} {version}".strip()
-        text = f"{program} is of {theirs}, but mpi4py loads {ours}: each rank would "
+        theirs = f"{LAUNCHERS[launcher].title} {version}".strip()
+        text = f"{program} is {theirs}, but mpi4py loads {ours}: each rank would "
         remedy += "; or export MPI4PY_LIBMPI=/path/to/libmpi.so, the other library"
         text += "be alone, or not start"
         yield Finding("error", "other-mpirun", text, remedy)
