@@ -18,18 +18,17 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import SavePlan
-from torch.distributed.checkpoint.storage import WriteResult
 
 from mpitrain.checkpoint.format import encode_json
 from mpitrain.checkpoint.layout import FOLDER, name_of, remove_old
 from mpitrain.checkpoint.storage import (
-    UNCHANGED,
+    Chunk,
     HostMemory,
+    StoredTensor,
     TensorWriter,
-    with_files,
+    Written,
+    assign_writers,
+    local_chunks,
 )
 from mpitrain.errors import DataError
 from mpitrain.launch.current import heartbeat
@@ -55,7 +54,7 @@ class _Copy:
     """A checkpoint whose tensors were copied."""
 
     writer: TensorWriter
-    metadata: Metadata
+    tensors: Mapping[str, StoredTensor]  # their places are not known yet
     step: int
     copy_seconds: float = 0.0
     error: Exception | None = None  # why they could not be
@@ -88,10 +87,9 @@ class CheckpointManager:
         self._before_rename = before_rename
         self._pinned = world.device != "cpu"
         self._memories = [HostMemory(pinned=self._pinned)]  # unused: at most two
-        self._planner = DefaultSavePlanner(**UNCHANGED)
         self._outline: object = None
-        self._plan = SavePlan([])
-        self._metadata = Metadata({})
+        self._plan: set[Chunk] = set()  # that this rank writes
+        self._tensors: dict[str, StoredTensor] = {}
         self._token = ranks.on_rank_zero(lambda: secrets.token_hex(4), "make a token")
         self._current: _Copy | None = None  # is written
         self._next: _Copy | None = None  # waits for that
@@ -102,7 +100,7 @@ class CheckpointManager:
         self._failed = 0  # the last one that has failed
         self._ended_at = 0.0
         self._error = ""
-        self._results: list[WriteResult] = []
+        self._written = Written()
 
     @property
     def is_busy(self) -> bool:
@@ -128,7 +126,8 @@ class CheckpointManager:
         self._ranks.on_rank_zero(
             lambda: encoded.append(encode_json(metadata)), "encode the metadata"
         )
-        self._plan_for(tensors)
+        chunks = list(local_chunks(tensors))
+        self._plan_for(tensors, chunks)
         path = self._run_dir / FOLDER / name_of(step, epoch)
         token = f"{self._token}-{self._number}"
         if self._next is not None:
@@ -136,14 +135,17 @@ class CheckpointManager:
         elif not self._memories:
             self._memories.append(HostMemory(pinned=self._pinned))
         writer = TensorWriter(
-            path, token=token, metadata=b"".join(encoded), memory=self._memories.pop()
+            path,
+            rank=self._world.rank,
+            token=token,
+            metadata=b"".join(encoded),
+            memory=self._memories.pop(),
         )
-        copy = _Copy(writer=writer, metadata=self._metadata, step=step)
+        copy = _Copy(writer=writer, tensors=self._tensors, step=step)
         try:
-            writer.copy_to_host(self._plan, self._planner)
+            writer.copy_to_host(it for it in chunks if it[0] in self._plan)
         except (RuntimeError, MemoryError) as error:  # no memory for the copy
             copy.error = error
-        self._planner.state_dict = {}  # keeps no tensor alive
         self._next = copy
         if self._current is None:
             self._write_next(started)
@@ -165,8 +167,8 @@ class CheckpointManager:
             return self._fail()
         if not self._is_written:
             self._is_written = True
-            results = self._ranks.gather(self._results)
-            self._start(lambda: self._complete(results))
+            written = self._ranks.gather(self._written)
+            self._start(lambda: self._complete(written))
             return None
         seconds = self._ranks.allgather(self._ended_at - self._began)[0]
         return self._ended(seconds)
@@ -192,27 +194,33 @@ class CheckpointManager:
             outcome = self.update([max(ended), max(failed)])
         return outcome
 
-    def _plan_for(self, tensors: Mapping[str, Tensor]) -> None:
-        """Plan which rank writes which tensor; kept until the tensors are others."""
+    def _plan_for(
+        self, tensors: Mapping[str, Tensor], chunks: Sequence[tuple[Chunk, Tensor]]
+    ) -> None:
+        """Plan which rank writes which chunk; kept until the tensors are others."""
         outline = [
-            # Of a sharded tensor `shape` is the whole's; its shard may have changed.
-            (name, of.shape, of.dtype, str(getattr(of, "_spec", "")))
-            for name, of in tensors.items()
+            (chunk, data.dtype, tensors[chunk.name].shape) for chunk, data in chunks
         ]
-        planner = self._planner
-        planner.set_up_planner(dict(tensors), is_coordinator=self._world.is_rank_zero)
-        is_known = outline == self._outline
-        if all(self._ranks.allgather(is_known)):
+        if all(self._ranks.allgather(outline == self._outline)):
             return
         self._outline = outline
-        plans = self._ranks.gather(planner.create_local_plan())
+        by_rank = self._ranks.gather(outline)
 
-        def share_out() -> tuple[list[SavePlan], Metadata]:
-            shared, metadata = planner.create_global_plan(plans)
-            return with_files(shared), metadata
+        def assign() -> list[set[Chunk]]:
+            self._tensors = {
+                chunk.name: StoredTensor(dtype, shape)
+                for of_rank in by_rank
+                for chunk, dtype, shape in of_rank
+            }
+            return assign_writers(
+                [
+                    {chunk: chunk.numel * dtype.itemsize for chunk, dtype, _ in of_rank}
+                    for of_rank in by_rank
+                ]
+            )
 
-        mine, self._metadata = self._ranks.on_rank_zero(share_out, "plan a checkpoint")
-        self._plan = planner.finish_plan(mine[self._world.rank])
+        assigned = self._ranks.on_rank_zero(assign, "plan a checkpoint")
+        self._plan = assigned[self._world.rank]
 
     def _start(self, action: Callable[[], None]) -> None:
         self._number += 1
@@ -255,14 +263,14 @@ class CheckpointManager:
         assert self._current is not None
         if self._current.error is not None:
             raise self._current.error
-        self._results = self._current.writer.write()
+        self._written = self._current.writer.write()
 
-    def _complete(self, results: list[list[WriteResult]]) -> None:
+    def _complete(self, written: list[Written]) -> None:
         if not self._world.is_rank_zero:
             return
         assert self._current is not None
         self._before_rename()
-        self._current.writer.commit(self._current.metadata, results)
+        self._current.writer.commit(self._current.tensors, written)
         with contextlib.suppress(OSError, DataError):  # the new one is complete
             remove_old(self._run_dir, self._keep)
 

@@ -155,9 +155,10 @@ def check(
         check_file(path, name, digest)
     if rank:
         return
-    for stored in read_index(path).storage_data.values():
-        if stored.file not in sums:
-            raise BrokenCheckpoint(path, f"{SUMS} lacks {stored.file}")
+    for of in read_index(path).values():
+        for place in of.places.values():
+            if place.file not in sums:
+                raise BrokenCheckpoint(path, f"{SUMS} lacks {place.file}")
     if run_id not in (checkpoint.metadata()["run"], None):
         raise BrokenCheckpoint(path, "another run wrote it")
 

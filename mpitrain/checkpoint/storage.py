@@ -1,36 +1,26 @@
 """The tensors of a checkpoint: their bytes in files, and JSON that says where.
 
-torch.distributed.checkpoint plans which rank writes and reads what, sharded tensors
-included. Its own reader and writer pickle, and unpickling runs what a file says. Here
-everything that a file says is checked before it is used.
+A tensor is stored in chunks: as a whole, or, where ranks have shards of it, one chunk
+for each shard. torch.distributed.checkpoint does the same, but its own reader and
+writer pickle, and unpickling runs what a file says; the import of its planners takes
+0.5 s of CPU time on every rank (torch 2.14). Here everything that a file says is
+checked before it is used.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import hashlib
+import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.default_planner import (
-    DefaultLoadPlanner,
-    DefaultSavePlanner,
-)
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import SavePlan, WriteItem
-from torch.distributed.checkpoint.storage import WriteResult
 
 from mpitrain.checkpoint.format import (
     CHUNK_BYTES,
@@ -49,9 +39,7 @@ from mpitrain.checkpoint.layout import Checkpoint
 from mpitrain.launch.current import heartbeat
 from mpitrain.record.run_dir import sync
 
-# For torch's planners: names and tensors stay as they are.
-UNCHANGED = {"flatten_state_dict": False, "flatten_sharded_tensors": False}
-ALIGNMENT = 64  # each tensor begins at a multiple of so many bytes
+ALIGNMENT = 64  # each chunk begins at a multiple of so many bytes
 
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype
@@ -64,57 +52,101 @@ DTYPES = {
 NO_INDEX = KeyError, TypeError, ValueError, AttributeError, OverflowError, RuntimeError
 
 
-class Stored(NamedTuple):
-    """Where a chunk of a tensor is."""
+class Chunk(NamedTuple):
+    """A part of a tensor that is stored at one place: a box."""
+
+    name: str  # of the tensor
+    offsets: tuple[int, ...]  # where it begins, in each dimension
+    sizes: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.sizes)
+
+    def overlap(self, other: Chunk) -> Chunk:
+        """Return what two chunks of a tensor have in common; a size may be 0."""
+        dims = zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True)
+        both = [(max(a, c), min(a + b, c + d)) for a, b, c, d in dims]
+        sizes = tuple(max(0, end - start) for start, end in both)
+        return Chunk(self.name, tuple(start for start, _ in both), sizes)
+
+    def view(self, data: Tensor, part: Chunk) -> Tensor:
+        """Return a part of this chunk, whose elements are `data`."""
+        for dim, size in enumerate(part.sizes):
+            data = data.narrow(dim, part.offsets[dim] - self.offsets[dim], size)
+        return data
+
+
+def local_chunks(tensors: Mapping[str, Tensor]) -> Iterator[tuple[Chunk, Tensor]]:
+    """Yield this rank's chunks and their elements, which are views of the tensors."""
+    for name, tensor in tensors.items():
+        # A DTensor tells by this protocol of torch.distributed.checkpoint.
+        if hasattr(tensor, "__create_chunk_list__"):
+            (shard,) = tensor.__create_chunk_list__()
+            local = tensor.to_local()  # type: ignore[attr-defined]
+            yield Chunk(name, tuple(shard.offsets), tuple(shard.sizes)), local
+        else:
+            shape = tuple(tensor.shape)
+            yield Chunk(name, (0,) * len(shape), shape), tensor
+
+
+class Place(NamedTuple):
+    """Where a chunk is."""
 
     file: str  # name of the file
-    at: int  # its first byte there
-    digest: str  # SHA-256 of the file; empty where it was read
+    start: int  # its first byte there
 
 
-def as_json(
-    metadata: Metadata, stored: Mapping[MetadataIndex, Stored]
-) -> dict[str, Any]:
-    """Return the planner's metadata for `TENSORS`."""
-    tensors = {}
-    for name, of in metadata.state_dict_metadata.items():
-        assert isinstance(of, TensorStorageMetadata), f"{name} is no tensor"
-        chunks = []
-        for chunk in of.chunks:
-            where = stored[MetadataIndex(name, chunk.offsets)]
-            chunks.append([list(chunk.offsets), list(chunk.sizes), *where[:2]])
-        dtype = str(of.properties.dtype).removeprefix("torch.")
-        tensors[name] = {"dtype": dtype, "shape": list(of.size), "chunks": chunks}
-    return {"tensors": tensors}
+@dataclass
+class StoredTensor:
+    """A tensor of a checkpoint."""
+
+    dtype: torch.dtype
+    shape: torch.Size  # of the whole
+    places: dict[Chunk, Place] = field(default_factory=dict)
 
 
-def from_json(path: Path, found: Mapping[str, Any]) -> Metadata:
-    """Return what `as_json` was called with."""
-    tensors: dict[str, Any] = {}
-    stored: dict[MetadataIndex, Stored] = {}
+def as_json(index: Mapping[str, StoredTensor]) -> dict[str, Any]:
+    """Return what `TENSORS` says of the tensors."""
+    return {
+        "tensors": {
+            name: {
+                "dtype": str(of.dtype).removeprefix("torch."),
+                "shape": list(of.shape),
+                "chunks": [
+                    [list(chunk.offsets), list(chunk.sizes), *place]
+                    for chunk, place in of.places.items()
+                ],
+            }
+            for name, of in index.items()
+        }
+    }
+
+
+def read_index(path: Path) -> dict[str, StoredTensor]:
+    """Read which tensors a checkpoint has, and where."""
+    index: dict[str, StoredTensor] = {}
     size_of = functools.cache(lambda file: (path / file).stat().st_size)
     try:
-        for name, of in found["tensors"].items():
-            dtype, shape = DTYPES[of["dtype"]], _size(of["shape"])
-            chunks = []
-            for offsets, sizes, file, at in of["chunks"]:
-                chunk = ChunkStorageMetadata(_size(offsets), _size(sizes))
-                chunks.append(chunk)
-                where = Stored(_file_name(file), _size([at])[0], "")
-                stored[MetadataIndex(name, chunk.offsets)] = where
-                end = where.at + chunk.sizes.numel() * dtype.itemsize
-                if end > size_of(where.file):
+        for name, of in read_json(path, TENSORS)["tensors"].items():
+            stored = StoredTensor(DTYPES[of["dtype"]], _size(of["shape"]))
+            for offsets, sizes, file, start in of["chunks"]:
+                chunk = Chunk(name, _size(offsets), _size(sizes))
+                if len({len(offsets), len(sizes), len(stored.shape)}) > 1:
+                    raise ValueError(f"a chunk of {name} has other dimensions")
+                stored.places[chunk] = Place(_file_name(file), _size([start])[0])
+                end = start + chunk.numel * stored.dtype.itemsize
+                if end > size_of(file):
                     raise ValueError(f"{name} is not in {file}")
-            if sum(chunk.sizes.numel() for chunk in chunks) != shape.numel():
+            if sum(chunk.numel for chunk in stored.places) != stored.shape.numel():
                 raise ValueError(f"the chunks of {name} do not make it up")
-            tensors[name] = TensorStorageMetadata(
-                properties=TensorProperties(dtype=dtype), size=shape, chunks=chunks
-            )
+            index[name] = stored
     except NOT_THERE as error:
         raise BrokenCheckpoint(path, f"{error.filename}: {error.strerror}") from None
     except NO_INDEX as error:
         raise BrokenCheckpoint(path, f"{TENSORS}: {error!r}") from None
-    return Metadata(tensors, storage_data=stored)
+    return index
 
 
 def _file_name(name: str) -> str:
@@ -146,8 +178,37 @@ class HostMemory:
         return self._bytes[:num_bytes]
 
 
+@dataclass
+class Written:
+    """What one rank has written."""
+
+    places: dict[Chunk, Place] = field(default_factory=dict)
+    sums: dict[str, str] = field(default_factory=dict)  # SHA-256 by file
+
+
+def assign_writers(
+    by_rank: Sequence[Mapping[Chunk, int]],
+) -> list[set[Chunk]]:
+    """Return which chunks each rank writes, each chunk once.
+
+    `by_rank` has the bytes of the chunks of each rank. Of those that have a chunk the
+    one writes it that has least to write so far.
+    """
+    ranks: dict[Chunk, list[int]] = {}
+    for rank, chunks in enumerate(by_rank):
+        for chunk in chunks:
+            ranks.setdefault(chunk, []).append(rank)
+    num_bytes = [0] * len(by_rank)
+    assigned: list[set[Chunk]] = [set() for _ in by_rank]
+    for chunk, having in ranks.items():
+        writer = min(having, key=num_bytes.__getitem__)
+        num_bytes[writer] += by_rank[writer][chunk] or 1
+        assigned[writer].add(chunk)
+    return assigned
+
+
 class TensorWriter:
-    """Writes one checkpoint: each rank its tensors, rank zero the rest.
+    """Writes one checkpoint: each rank some chunks, rank zero the rest.
 
     ``token`` distinguishes attempts, and is equal on all ranks.
 
@@ -160,6 +221,7 @@ class TensorWriter:
         self,
         path: Path,
         *,
+        rank: int = 0,
         token: str = "new",
         metadata: bytes = b"",
         memory: HostMemory | None = None,
@@ -169,41 +231,33 @@ class TensorWriter:
         self.memory = memory or HostMemory(pinned=False)
         self.num_written = 0
         self._metadata = metadata
-        self._file = ""
-        self._items: list[tuple[WriteItem, int, int]] = []
+        self._file = f"rank-{rank}.bin"
+        self._starts: dict[Chunk, int] = {}
         self._copy = self.memory.of(0)
 
-    def copy_to_host(self, plan: SavePlan, planner: DefaultSavePlanner) -> None:
-        """Copy this rank's tensors, which may change after that."""
-        chunks = []
+    def copy_to_host(self, chunks: Iterable[tuple[Chunk, Tensor]]) -> None:
+        """Copy chunks, which may change after that."""
+        copies = []
         end = 0
-        for item in plan.items:
-            chunk = planner.resolve_data(item)
-            assert isinstance(chunk, Tensor)
-            assert item.tensor_data is not None
-            planned = item.tensor_data.chunk.sizes
-            assert planned == chunk.shape, f"{item.index}: the plan is an old one"
+        for chunk, data in chunks:
+            assert data.shape == chunk.sizes, f"{chunk}: the plan is an old one"
             start = -(-end // ALIGNMENT) * ALIGNMENT
-            end = start + chunk.numel() * chunk.element_size()
-            chunks.append((item, chunk.detach(), start, end))
-        self._file = plan.storage_data
+            end = start + data.numel() * data.element_size()
+            copies.append((chunk, data.detach(), start, end))
         self._copy = self.memory.of(end)
-        self._items = []
-        is_elsewhere = False
+        self._starts = {chunk: start for chunk, _, start, _ in copies}
         with torch.no_grad():
-            for item, chunk, start, stop in chunks:
-                place = self._copy[start:stop].view(chunk.dtype).view(chunk.shape)
-                place.copy_(chunk, non_blocking=True)
-                is_elsewhere |= chunk.device.type != "cpu"
-                self._items.append((item, start, stop - start))
-        if is_elsewhere:
+            for _, data, start, stop in copies:
+                place = self._copy[start:stop].view(data.dtype).view(data.shape)
+                place.copy_(data, non_blocking=True)
+        if any(data.device.type != "cpu" for _, data, *_ in copies):
             torch.accelerator.synchronize()
 
-    def write(self) -> list[WriteResult]:
+    def write(self) -> Written:
         """Write the copies to the disk; local."""
         self._make_folder()
-        if not self._items:
-            return []
+        if not self._starts:
+            return Written()
         data = self._copy.numpy().data
         summed = hashlib.sha256()
         with (self.unfinished / self._file).open("wb", buffering=0) as file:
@@ -214,18 +268,21 @@ class TensorWriter:
                 start += num
                 self.num_written = start
             os.fsync(file.fileno())
-        digest = summed.hexdigest()
-        return [
-            WriteResult(item.index, size, Stored(self._file, start, digest))
-            for item, start, size in self._items
-        ]
+        places = {chunk: Place(self._file, at) for chunk, at in self._starts.items()}
+        return Written(places, {self._file: summed.hexdigest()})
 
-    def commit(self, index: Metadata, results: list[list[WriteResult]]) -> None:
+    def commit(
+        self, tensors: Mapping[str, StoredTensor], written: Iterable[Written]
+    ) -> None:
         """Write the other files, and rename the folder; on rank zero, last."""
         self._make_folder()
-        stored = {result.index: result.storage_data for of in results for result in of}
-        sums = {where.file: where.digest for where in stored.values()}
-        encoded = encode_json(as_json(index, stored))
+        sums: dict[str, str] = {}
+        index = {name: StoredTensor(of.dtype, of.shape) for name, of in tensors.items()}
+        for of_rank in written:
+            sums |= of_rank.sums
+            for chunk, place in of_rank.places.items():
+                index[chunk.name].places[chunk] = place
+        encoded = encode_json(as_json(index))
         sums[TENSORS] = write_durably(self.unfinished / TENSORS, encoded)
         sums[METADATA] = write_durably(self.unfinished / METADATA, self._metadata)
         write_sums(self.unfinished, sums)
@@ -244,19 +301,6 @@ class TensorWriter:
         self.unfinished.mkdir(exist_ok=True)
 
 
-def with_files(plans: list[SavePlan]) -> list[SavePlan]:
-    """Give each rank's plan the name of its file."""
-    return [
-        dataclasses.replace(plan, storage_data=f"rank-{rank}.bin")
-        for rank, plan in enumerate(plans)
-    ]
-
-
-def read_index(path: Path) -> Metadata:
-    """Read which tensors a checkpoint has, and where."""
-    return from_json(path, read_json(path, TENSORS))
-
-
 class CheckpointReader:
     """Reads tensors and `metadata`, in the current format, of a checkpoint; local."""
 
@@ -265,55 +309,50 @@ class CheckpointReader:
         self.metadata: dict[str, Any] = checkpoint.metadata()
         self._index = read_index(checkpoint.path)
 
-    def tensor_metadata(self, prefix: str) -> dict[str, TensorStorageMetadata]:
-        """Return shape and dtype of the tensors with a prefix, by the rest."""
-        found = self._index.state_dict_metadata
+    def stored(self, prefix: str) -> dict[str, StoredTensor]:
+        """Return the tensors whose names begin with a prefix, by the rest."""
         return {
             name.removeprefix(prefix): of
-            for name, of in found.items()
-            if name.startswith(prefix) and isinstance(of, TensorStorageMetadata)
+            for name, of in self._index.items()
+            if name.startswith(prefix)
         }
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Read into tensors by name, in place; of sharded ones this rank's shard."""
-        path, index = self.checkpoint.path, self._index
-        planner = DefaultLoadPlanner(**UNCHANGED)
-        planner.set_up_planner(dict(tensors), index, is_coordinator=False)
-        try:
-            plan = planner.create_local_plan()
-        except (RuntimeError, ValueError) as error:
-            raise BrokenCheckpoint(path, str(error)) from None
-        last: tuple[MetadataIndex, Tensor] | None = None
-        places = index.storage_data
-        for item in sorted(plan.items, key=lambda item: places[item.storage_index]):
-            if last is None or last[0] != item.storage_index:
-                last = item.storage_index, _read_chunk(path, index, item.storage_index)
-            found = last[1]
-            for dim, (start, length) in enumerate(
-                zip(item.storage_offsets, item.lengths, strict=True)
-            ):
-                found = found.narrow(dim, start, length)
-            planner.resolve_tensor(item).detach().copy_(found)
+        path = self.checkpoint.path
+        parts: list[tuple[Place, Chunk, Chunk, Tensor]] = []
+        for wanted, data in local_chunks(tensors):
+            of = self._index.get(wanted.name)
+            if of is None or of.shape != tensors[wanted.name].shape:
+                found = "is missing" if of is None else f"is of shape {tuple(of.shape)}"
+                raise BrokenCheckpoint(path, f"{wanted.name} {found}")
+            for chunk, place in of.places.items():
+                both = wanted.overlap(chunk)
+                if both.numel:
+                    parts.append((place, chunk, both, wanted.view(data, both)))
+        last: tuple[Chunk, Tensor] | None = None
+        for place, chunk, both, target in sorted(parts, key=lambda part: part[0]):
+            if last is None or last[0] != chunk:
+                last = (
+                    chunk,
+                    _read_chunk(path, self._index[chunk.name].dtype, *(chunk, place)),
+                )
+            target.detach().copy_(chunk.view(last[1], both))
 
 
-def _read_chunk(path: Path, index: Metadata, at: MetadataIndex) -> Tensor:
-    of = index.state_dict_metadata[at.fqn]
-    assert isinstance(of, TensorStorageMetadata)
-    dtype = of.properties.dtype
-    shape = next(chunk.sizes for chunk in of.chunks if chunk.offsets == at.offset)
-    where: Stored = index.storage_data[at]
-    num_bytes = shape.numel() * dtype.itemsize
-    chunk = torch.empty(num_bytes, dtype=torch.uint8)
-    view = chunk.numpy().data
+def _read_chunk(path: Path, dtype: torch.dtype, of: Chunk, place: Place) -> Tensor:
+    num_bytes = of.numel * dtype.itemsize
+    data = torch.empty(num_bytes, dtype=torch.uint8)
+    view = data.numpy().data
     try:
-        with open_file(path, where.file) as file:
-            file.seek(where.at)
+        with open_file(path, place.file) as file:
+            file.seek(place.start)
             got = 0
             while num := file.readinto(view[got : got + CHUNK_BYTES]):  # type: ignore[attr-defined]
                 got += num
                 heartbeat("reading a checkpoint")
     except OSError as error:
-        raise BrokenCheckpoint(path, f"{where.file}: {error.strerror}") from None
+        raise BrokenCheckpoint(path, f"{place.file}: {error.strerror}") from None
     if got < num_bytes:
-        raise BrokenCheckpoint(path, f"{where.file} is too short")
-    return chunk.view(dtype).view(shape)
+        raise BrokenCheckpoint(path, f"{place.file} is too short")
+    return data.view(dtype).view(of.sizes)

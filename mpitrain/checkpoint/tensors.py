@@ -74,7 +74,7 @@ def split_state(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
 def load_model(reader: CheckpointReader, model: nn.Module) -> None:
     """Load the state of a model, which may be sharded."""
     here = {name: of.shape for name, of in split_state(model)[0].items()}
-    there = {name: of.size for name, of in reader.tensor_metadata(MODEL).items()}
+    there = {name: of.shape for name, of in reader.stored(MODEL).items()}
     for name in {**there, **here}:
         if here.get(name) != there.get(name):
             found, expected = (
@@ -102,7 +102,7 @@ def load_optimizer(
     prefix: str = "",
 ) -> None:
     """Load the state of an optimizer; see `tensors_to_save` for the arguments."""
-    stored = reader.tensor_metadata(OPTIMIZER)
+    stored = reader.stored(OPTIMIZER)
     tensors: dict[str, Tensor] = {}
     optimized = {
         weight for group in optimizer.param_groups for weight in group["params"]
@@ -116,15 +116,15 @@ def load_optimizer(
             if full.rpartition("/")[0] == prefix + name
         }
         for key, outline in of_weight.items():
-            dtype = outline.properties.dtype
-            if outline.size == weight.shape and key != "step":
+            dtype = outline.dtype
+            if outline.shape == weight.shape and key != "step":
                 value = torch.empty_like(weight, dtype=dtype, requires_grad=False)
             else:
                 # As in Optimizer.load_state_dict: counts stay in host memory, unless
                 # the optimizer is fused.
                 on_host = key == "step" and not optimizer.defaults.get("fused")
                 device = "cpu" if on_host else weight.device
-                value = torch.empty(outline.size, dtype=dtype, device=device)
+                value = torch.empty(outline.shape, dtype=dtype, device=device)
             optimizer.state[weight][key] = value
             tensors[f"{OPTIMIZER}{prefix}{name}/{key}"] = value
     reader.load(tensors)
@@ -134,7 +134,7 @@ def load_ema(
     reader: CheckpointReader, ema: Mapping[str, Tensor], prefix: str = ""
 ) -> None:
     """Load the averages that the checkpoint has; see `tensors_to_save`."""
-    stored = reader.tensor_metadata(EMA)
+    stored = reader.stored(EMA)
     reader.load(
         {
             EMA + prefix + name: average
@@ -156,7 +156,7 @@ def load_random(
         return
     state = _random_state(world)
     prefix = f"{RANDOM}{world.rank}/"
-    known = reader.tensor_metadata(prefix)
+    known = reader.stored(prefix)
     state = {kind: tensor for kind, tensor in state.items() if kind in known}
     reader.load({prefix + kind: tensor for kind, tensor in state.items()})
     torch.set_rng_state(state["torch"])

@@ -98,9 +98,9 @@ def read_weights(reader: CheckpointReader, *, average: bool) -> dict[str, Tensor
     """Read a model's plain ``state_dict``, or its EMA where there is one."""
     state: dict[str, Tensor] = {}
     asked: dict[str, Tensor] = {}
-    averages = reader.tensor_metadata(EMA) if average else {}
-    for name, outline in reader.tensor_metadata(MODEL).items():
-        tensor = torch.empty(outline.size, dtype=outline.properties.dtype)
+    averages = reader.stored(EMA) if average else {}
+    for name, outline in reader.stored(MODEL).items():
+        tensor = torch.empty(outline.shape, dtype=outline.dtype)
         state[name] = tensor
         asked[(EMA if name in averages else MODEL) + name] = tensor
     reader.load(asked)

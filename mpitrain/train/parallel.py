@@ -187,12 +187,12 @@ class ParallelModel:
 
     def full_state_dict(self) -> dict[str, Any]:
         """Return a plain ``state_dict`` on the CPU; complete on rank zero only."""
-        from torch.distributed.checkpoint.state_dict import (
-            StateDictOptions,
-            get_model_state_dict,
-        )
-
         if self.strategy == "fsdp":
+            from torch.distributed.checkpoint.state_dict import (
+                StateDictOptions,
+                get_model_state_dict,
+            )
+
             options = StateDictOptions(full_state_dict=True, cpu_offload=True)
             return copy_to_cpu(get_model_state_dict(self.model, options=options))
         return copy_to_cpu(self.model.state_dict())

@@ -98,9 +98,7 @@ def test_each_rank_writes_its_share(
     loader.load(read)
     for name, tensor in tensors(world).items():
         assert torch.equal(read[name], tensor)
-    assert set(loader.tensor_metadata("own/")) == {
-        str(r) for r in range(world.world_size)
-    }
+    assert set(loader.stored("own/")) == {str(r) for r in range(world.world_size)}
 
 
 def test_what_is_written_is_what_was_there_at_the_begin(

@@ -16,17 +16,16 @@ import pytest
 import torch
 from made_ranks import SingleProcess
 from torch import Tensor
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 from mpitrain.checkpoint import format, layout
 from mpitrain.checkpoint.format import BrokenCheckpoint
 from mpitrain.checkpoint.layout import Checkpoint
 from mpitrain.checkpoint.resume import check, newest_complete
 from mpitrain.checkpoint.storage import (
-    UNCHANGED,
     CheckpointReader,
+    StoredTensor,
     TensorWriter,
-    with_files,
+    local_chunks,
 )
 from mpitrain.errors import DataError
 from mpitrain.mpi.world import World
@@ -76,13 +75,13 @@ def write_json(path: Path, values: dict[str, Any]) -> str:
 
 def write(run_dir: Path, step: int = 120, **metadata: Any) -> Checkpoint:
     path = run_dir / layout.FOLDER / layout.name_of(step)
-    planner = DefaultSavePlanner(**UNCHANGED)
-    planner.set_up_planner(dict(tensors()), is_coordinator=True)
-    plans, index = planner.create_global_plan([planner.create_local_plan()])
+    index = {
+        n: StoredTensor(tensor.dtype, tensor.shape) for n, tensor in tensors().items()
+    }
     encoded = format.encode_json(metadata_of(step) | metadata)
     writer = TensorWriter(path, metadata=encoded)
     run_dir.joinpath(layout.FOLDER).mkdir(exist_ok=True)
-    writer.copy_to_host(planner.finish_plan(with_files(plans)[0]), planner)
+    writer.copy_to_host(local_chunks(tensors()))
     writer.commit(index, [writer.write()])
     return layout.checkpoint_at(path)
 
