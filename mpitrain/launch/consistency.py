@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import re
 import sys
@@ -15,8 +16,13 @@ from typing import TYPE_CHECKING, Any
 
 import mpitrain
 from mpitrain.errors import LaunchError, TopologyError
-from mpitrain.mpi.collectives import barrier
-from mpitrain.mpi.topology import mpi_library_version
+from mpitrain.mpi.collectives import (
+    barrier,
+    merge_lists,
+    merge_on_rank_zero,
+    on_rank_zero,
+)
+from mpitrain.mpi.library import mpi_library_version
 from mpitrain.mpi.world import Node, World, format_ranges, list_hosts
 
 if TYPE_CHECKING:
@@ -35,22 +41,39 @@ def check_consistency(
 ) -> None:
     """Refuse to start where ranks contradict each other. Collective over `comm`."""
     arguments = {**asdict(config), "timeout_seconds": timeout_seconds}
-    # Plain dictionaries: another version of mpitrain must be able to read them.
-    mine: dict[str, Any] = {
-        "software": software(),
-        "arguments": {name: repr(value) for name, value in arguments.items()},
-    }
+    # JSON: another version of mpitrain must be able to read it.
+    mine = json.dumps(
+        {
+            "software": software(),
+            "arguments": {name: repr(value) for name, value in arguments.items()},
+        }
+    )
+    by_record = merge_on_rank_zero(comm, {mine: [comm.rank]}, merge_lists) or {}
     barrier(comm)  # so that the clocks are read at one moment
-    mine["clock_seconds"] = time.time()
-    records = comm.allgather(mine)
-    check_software([record.get("software", {}) for record in records], world.nodes)
-    check_arguments([record.get("arguments", {}) for record in records])
-    check_requirements()  # of the same versions on all ranks
-    clocks = [record.get("clock_seconds", 0.0) for record in records]
-    warnings = (uneven_nodes(world.nodes), check_clocks(clocks, world.nodes))
+    clocks = merge_on_rank_zero(comm, {world.node_rank: time.time()}, merge_earliest)
+
+    def check() -> list[str]:
+        if len(by_record) > 1:
+            records: list[dict[str, Any]] = [{}] * comm.size
+            for record, ranks in by_record.items():
+                for rank in ranks:
+                    records[rank] = json.loads(record)
+            check_software([it.get("software", {}) for it in records], world.nodes)
+            check_arguments([it.get("arguments", {}) for it in records])
+        check_requirements()  # of the same versions on all ranks
+        return [uneven_nodes(world.nodes), check_clocks(clocks or {}, world.nodes)]
+
+    warnings = on_rank_zero(comm, check, "compare the ranks")
     if world.is_rank_zero:
         for text in filter(None, warnings):
             logger.warning("%s", text)
+
+
+def merge_earliest(left: dict[int, float], right: dict[int, float]) -> dict[int, float]:
+    """Merge the earliest clock of each node; a rank may be held up at its own."""
+    for node, seconds in right.items():
+        left[node] = min(seconds, left.get(node, seconds))
+    return left
 
 
 def software() -> dict[str, str]:
@@ -110,12 +133,9 @@ def uneven_nodes(nodes: Sequence[Node]) -> str:
     )
 
 
-def check_clocks(by_rank: Sequence[float], nodes: Sequence[Node]) -> str:
+def check_clocks(by_node: Mapping[int, float], nodes: Sequence[Node]) -> str:
     """Refuse clocks (seconds) that are minutes apart; warn of smaller differences."""
-    # The earliest of a host: a rank may be held up between the barrier and its clock.
-    clocks = {
-        node.hostname: min(by_rank[rank] for rank in node.ranks) for node in nodes
-    }
+    clocks = {nodes[number].hostname: clock for number, clock in by_node.items()}
     behind, ahead = (choose(clocks, key=clocks.__getitem__) for choose in (min, max))
     seconds = clocks[ahead] - clocks[behind]
     if seconds <= CLOCK_WARNING_SECONDS:

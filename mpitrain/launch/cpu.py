@@ -13,9 +13,14 @@ from typing import TYPE_CHECKING
 
 from mpitrain.errors import UsageError
 from mpitrain.launch.env_checks import was_launched
-from mpitrain.mpi.collectives import all_or_none, on_rank_zero
+from mpitrain.mpi.collectives import (
+    all_or_none,
+    merge_lists,
+    merge_on_rank_zero,
+    on_rank_zero,
+)
 from mpitrain.mpi.launchers import DEFAULT, LAUNCHERS
-from mpitrain.mpi.world import World
+from mpitrain.mpi.world import World, list_hosts
 from mpitrain.schedulers.pbs import asks_for_ompthreads
 from mpitrain.watchdog.process import launcher_name
 
@@ -26,38 +31,40 @@ logger = logging.getLogger("mpitrain")
 
 
 def configure_threads(
-    comm: MPI.Intracomm, world: World, variables: MutableMapping[str, str]
+    comm: MPI.Intracomm,
+    on_node: MPI.Intracomm,
+    world: World,
+    variables: MutableMapping[str, str],
 ) -> World:
     """Count the cores of every node, and choose this rank's number of threads.
 
-    Collective over `comm`. Before torch is imported: it reads OMP_NUM_THREADS once,
-    which is set in `variables`.
+    Collective over `comm`; `on_node` has the ranks of this node. Before torch is
+    imported: it reads OMP_NUM_THREADS once, which is set in `variables`.
     """
-    mask = frozenset(os.sched_getaffinity(0))
-    mine = (mask, launcher_cores(variables), cpu_quota(), threads_of_pbs(variables))
-    by_rank = comm.allgather(mine)
-    masks = [[by_rank[rank][0] for rank in node.ranks] for node in world.nodes]
-    quotas = [by_rank[node.ranks[0]][2] for node in world.nodes]
-    if world.is_rank_zero:
-        idle = [
-            (idle_cores(on_node, by_rank[node.ranks[0]][1]), node.hostname)
-            for node, on_node in zip(world.nodes, masks, strict=True)
-        ]
-        if found := [f"{count} of {host}" for count, host in idle if count]:
-            launcher = LAUNCHERS[launcher_name(variables) or DEFAULT]
-            logger.warning(
-                "each rank is bound to one core, and others stay idle: %s; to use "
-                "them: %s %s",
-                *(", ".join(found), launcher.program, launcher.unbound),
-            )
-    nodes = tuple(
-        replace(node, num_cores=count_cores(on_node, quota))
-        for node, on_node, quota in zip(world.nodes, masks, quotas, strict=True)
-    )
-    on_node = masks[world.node_rank]
-    num_cores = fair_shares(on_node, quotas[world.node_rank])[world.local_rank]
-    if (of_pbs := by_rank[0][3]) is not None:
-        is_confined = len(frozenset().union(*on_node)) < (os.cpu_count() or 1)
+    masks = on_node.allgather(frozenset(os.sched_getaffinity(0)))
+    quota, given = on_node.bcast((cpu_quota(), launcher_cores(variables)))
+    counts = count_cores(masks, quota), idle_cores(masks, given)
+    mine = {counts: [world.node_rank]} if world.local_rank == 0 else {}
+    merged = merge_on_rank_zero(comm, mine, merge_lists)
+    of_pbs: int | None
+    by_counts, of_pbs = comm.bcast((merged, threads_of_pbs(variables)))
+    nodes = list(world.nodes)
+    idle = []
+    for (num_cores, num_idle), numbers in by_counts.items():
+        for number in numbers:
+            nodes[number] = replace(nodes[number], num_cores=num_cores)
+        idle += [(number, num_idle) for number in numbers if num_idle]
+    if idle and world.is_rank_zero:
+        launcher = LAUNCHERS[launcher_name(variables) or DEFAULT]
+        hosts = [f"{num_idle} of {nodes[number].hostname}" for number, num_idle in idle]
+        logger.warning(
+            "each rank is bound to one core, and others stay idle: %s; to use "
+            "them: %s %s",
+            *(list_hosts(hosts), launcher.program, launcher.unbound),
+        )
+    num_cores = fair_shares(masks, quota)[world.local_rank]
+    if of_pbs is not None:
+        is_confined = len(frozenset().union(*masks)) < (os.cpu_count() or 1)
         given = on_rank_zero(
             comm,
             # Where PBS confines the job to its cores, it need not be asked.
@@ -82,7 +89,9 @@ def configure_threads(
     num_threads = all_or_none(
         comm, lambda: threads_of(num_cores, variables), "read OMP_NUM_THREADS"
     )
-    return replace(world, nodes=nodes, num_cores=num_cores, num_threads=num_threads)
+    return replace(
+        world, nodes=tuple(nodes), num_cores=num_cores, num_threads=num_threads
+    )
 
 
 def launcher_cores(environ: Mapping[str, str]) -> frozenset[int]:

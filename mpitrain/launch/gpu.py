@@ -21,9 +21,14 @@ from typing import TYPE_CHECKING
 from mpitrain.config import Backend, LaunchConfig
 from mpitrain.errors import TopologyError
 from mpitrain.launch import pci
-from mpitrain.mpi.collectives import all_or_none
-from mpitrain.mpi.topology import has_thread_multiple
-from mpitrain.mpi.world import Node, World, format_ranges
+from mpitrain.mpi.collectives import (
+    all_or_none,
+    merge_lists,
+    merge_on_rank_zero,
+    on_rank_zero,
+)
+from mpitrain.mpi.library import has_thread_multiple
+from mpitrain.mpi.world import Node, World, format_ranges, list_hosts
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -55,12 +60,33 @@ class VisibleGpus:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DevicePlan:
-    """Where every rank computes. Equal on all ranks."""
+class NodeGpus:
+    """Which GPU each rank of a node gets; equal on nodes that are alike."""
 
-    devices: tuple[str, ...]  # ``"cpu"`` or ``"cuda:<visible index>"``, by rank
+    kind: str = ""  # torch's word for the GPUs; ``""``: no rank sees one
+    indices: tuple[int, ...]  # among those that the rank sees; -1: it sees none
+    gpus: tuple[str, ...]  # a number of the GPU on this node, equal where ranks share
+    hidden: str = ""  # see `VisibleGpus`
+    has_nccl: bool = False  # on all ranks
+    sharing_error: str = ""  # of the first rank that has one
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """Each rank's device."""
+        return tuple(f"{self.kind}:{i}" if self.kind else "cpu" for i in self.indices)
+
+    @property
+    def ranks_per_gpu(self) -> int:
+        """Ranks on the GPU that has most."""
+        return max(Counter(self.gpus).values(), default=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DevicePlan:
+    """What the job computes on. Equal on all ranks."""
+
     backend: str  # what to hand to ``init_process_group``
-    gpus: tuple[str, ...] = ()  # each rank's GPU by UUID; empty without GPUs
+    kind: str = ""  # torch's word for the GPUs; ``""`` without
     ranks_per_gpu: int = 1  # ranks on the GPU that has most
     warning: str = ""  # for the screen; ``""`` for none
 
@@ -72,13 +98,15 @@ class DevicePlan:
 
 def assign_devices(
     comm: MPI.Intracomm,
+    on_node: MPI.Intracomm,
     world: World,
     config: LaunchConfig,
     variables: MutableMapping[str, str],
 ) -> World:
-    """Give every rank its device, and the job its backend. Collective over `comm`.
+    """Give every rank its device, and the job its backend.
 
-    Sets in `variables` what NCCL, which has not started yet, needs of them.
+    Collective over `comm`; `on_node` has the ranks of this node. Sets in `variables`
+    what NCCL, which has not started yet, needs of them.
     """
     visible = all_or_none(
         comm,
@@ -91,14 +119,26 @@ def assign_devices(
     if world.num_nodes > 1 and config.backend == "auto" and not has_thread_multiple():
         reason = reason or "MPI was started without MPI_THREAD_MULTIPLE"
     host_backend, gloo_reason = choose_host_backend(config.backend, reason)
-    plan = plan_devices(
-        comm.allgather(visible),
-        world.nodes,
-        required=config.device if config.device in LIBRARIES else "",
-        asked=config.backend,
-        host_backend=host_backend,
+    mine = plan_node(on_node.allgather(visible))
+    found = {mine: [world.node_rank]} if world.local_rank == 0 else {}
+    by_node = merge_on_rank_zero(comm, found, merge_lists) or {}
+    plan, by_node = on_rank_zero(
+        comm,
+        lambda: (
+            plan_devices(
+                by_node,
+                world.nodes,
+                required=config.device if config.device in LIBRARIES else "",
+                asked=config.backend,
+                host_backend=host_backend,
+            ),
+            by_node,
+        ),
+        "assign devices",
     )
-    if plan.gpus:
+    if plan.kind:
+        uuid = visible.gpus[mine.indices[world.local_rank]]
+        logger.info("%s is the GPU %s", mine.devices[world.local_rank], uuid)
         for name, value in cache_variables(world.hostname).items():
             variables.setdefault(name, value)
     if plan.shared and "nccl" in plan.backend:
@@ -107,16 +147,21 @@ def assign_devices(
     if world.is_rank_zero:
         for line in filter(None, (gloo_reason, plan.warning)):
             logger.warning("%s", line)
-    nodes = tuple(
-        replace(
-            node,
-            devices=tuple(plan.devices[rank] for rank in node.ranks),
-            gpus=tuple(plan.gpus[rank] for rank in node.ranks) if plan.gpus else (),
-        )
-        for node in world.nodes
-    )
-    device = plan.devices[world.rank]
+    nodes = with_gpus(world.nodes, by_node)
+    device = nodes[world.node_rank].devices[world.local_rank]
     return replace(world, nodes=nodes, device=device, backend=plan.backend)
+
+
+def with_gpus(
+    nodes: Sequence[Node], by_node: Mapping[NodeGpus, Sequence[int]]
+) -> tuple[Node, ...]:
+    """Return the nodes with the devices of their ranks."""
+    found = list(nodes)
+    for of, numbers in by_node.items():
+        devices = of.devices
+        for number in numbers:
+            found[number] = replace(nodes[number], devices=devices, gpus=of.gpus)
+    return tuple(found)
 
 
 def discover_gpus(environ: Mapping[str, str]) -> VisibleGpus:
@@ -164,57 +209,76 @@ def _uuid_of(properties: object) -> str:
     return "/".join(str(getattr(properties, name, "")) for name in names)
 
 
-def plan_devices(
-    seen: Sequence[VisibleGpus],
-    nodes: Sequence[Node],
-    *,
-    required: str = "",
-    asked: Backend = "auto",
-    host_backend: str = "mpi4py",
-) -> DevicePlan:
-    """Give every rank a device.
+def plan_node(seen: Sequence[VisibleGpus]) -> NodeGpus:
+    """Give every rank of a node a GPU; `seen` is by local rank.
 
     Local rank i takes the i-th device it sees, or the next one on a NUMA node of its
     cores. Where every rank of a node sees one device (``--gpus-per-task=1``, wrapper
     scripts), it takes that one. Where there are more ranks than devices, they share
     them in turn.
 
-    >>> two = (Node(hostname="a", ranks=(0, 1)),)
-    >>> plan_devices([VisibleGpus(gpus=("x", "y"), has_nccl=True)] * 2, two).devices
+    >>> plan_node([VisibleGpus(gpus=("x", "y"), has_nccl=True)] * 2).devices
     ('cuda:0', 'cuda:1')
     """
-    seeing = [rank for rank, visible in enumerate(seen) if visible.gpus]
-    if not seeing and any(visible.hidden for visible in seen):
-        raise _hidden(seen, nodes)
+    seeing = [visible for visible in seen if visible.gpus]
+    chosen = _in_turn(seen)
+    numbers: dict[str, str] = {}
+    for visible, index in zip(seen, chosen, strict=True):
+        if index >= 0:
+            numbers.setdefault(visible.gpus[index], str(len(numbers)))
+    return NodeGpus(
+        kind=seeing[0].kind if seeing else "",
+        indices=chosen,
+        gpus=tuple(
+            numbers[visible.gpus[index]]
+            for visible, index in zip(seen, chosen, strict=True)
+            if index >= 0
+        ),
+        hidden=next((visible.hidden for visible in seen if visible.hidden), ""),
+        has_nccl=all(visible.has_nccl for visible in seeing),
+        sharing_error=next(filter(None, (it.sharing_error for it in seeing)), ""),
+    )
+
+
+def plan_devices(
+    by_node: Mapping[NodeGpus, Sequence[int]],
+    nodes: Sequence[Node],
+    *,
+    required: str = "",
+    asked: Backend = "auto",
+    host_backend: str = "mpi4py",
+) -> DevicePlan:
+    """Check the GPUs of all nodes, given with the numbers of the nodes that have them.
+
+    Returns the backend that follows.
+    """
+    seeing = [of for of in by_node if of.kind]
+    if not seeing and any(of.hidden for of in by_node):
+        raise _hidden(by_node, nodes)
     libraries = LIBRARIES.values()
-    kind = seen[seeing[0]].kind if seeing else ""
+    kind = seeing[0].kind if seeing else ""
     is_other = kind != (required or kind) or (
         asked in libraries and asked != LIBRARIES.get(kind)
     )
     if is_other:
         flag = f"--device {required}" if required else f"--backend {asked}"
         raise TopologyError(
-            f"torch sees no such GPU on {', '.join(node.hostname for node in nodes)}, "
+            f"torch sees no such GPU on {list_hosts(node.hostname for node in nodes)}, "
             f"but {flag} asks for one per rank.\nAsk the scheduler for GPUs, look at "
             "CUDA_VISIBLE_DEVICES and at nvidia-smi there, or use --device cpu"
         ).on_all_ranks()
     if not seeing:
-        return DevicePlan(devices=("cpu",) * len(seen), backend=host_backend)
-    if len(seeing) < len(seen):
-        raise _mixed(seeing, nodes)
-    by_rank = {}
-    for node in nodes:
-        by_rank.update(_in_turn(seen, node))
-    indices = [by_rank[rank] for rank in range(len(seen))]
-    gpus = tuple(v.gpus[i] for v, i in zip(seen, indices, strict=True))
-    ranks_per_gpu = max(Counter(gpus).values())
+        return DevicePlan(backend=host_backend)
+    if any(index < 0 for of in by_node for index in of.indices):
+        raise _mixed(by_node, nodes)
+    ranks_per_gpu = max(of.ranks_per_gpu for of in seeing)
     sharing = f"up to {ranks_per_gpu} ranks share a GPU" if ranks_per_gpu > 1 else ""
     library = LIBRARIES[kind]
-    why = (
-        "" if all(v.has_nccl for v in seen) else f"torch has no {library.upper()} here"
-    )
+    why = ""
+    if not all(of.has_nccl for of in seeing):
+        why = f"torch has no {library.upper()} here"
     if sharing:
-        why = why or next((v.sharing_error for v in seen if v.sharing_error), "")
+        why = why or next(filter(None, (of.sharing_error for of in seeing)), "")
         why = why and f"{sharing} and {why}"
     if why and asked in libraries:
         raise TopologyError(
@@ -234,8 +298,7 @@ def plan_devices(
             "host memory and so costs part of every step"
         )
     return DevicePlan(
-        devices=tuple(f"{kind}:{index}" for index in indices),
-        gpus=gpus,
+        kind=kind,
         backend=f"cpu:{host_backend},{kind}:{library}" if by_nccl else host_backend,
         ranks_per_gpu=ranks_per_gpu,
         warning=warning,
@@ -256,21 +319,22 @@ def choose_host_backend(asked: Backend, reason: str) -> tuple[str, str]:
     return "mpi4py", ""
 
 
-def _in_turn(seen: Sequence[VisibleGpus], node: Node) -> dict[int, int]:
+def _in_turn(seen: Sequence[VisibleGpus]) -> tuple[int, ...]:
     """Choose for each rank of a node, by index, the GPU that has the fewest ranks.
 
     Those that see fewest choose first; where all see the same, it is one after another.
     Of equals a GPU on a NUMA node of the rank's cores.
     """
     num_ranks = Counter[str]()
-    indices: dict[int, int] = {}
-    for rank in sorted(node.ranks, key=lambda rank: len(seen[rank].gpus)):
+    indices = [-1] * len(seen)
+    for rank in sorted(range(len(seen)), key=lambda rank: len(seen[rank].gpus)):
         gpus, far = seen[rank].gpus, _far_gpus(seen[rank])
-        indices[rank] = min(
-            range(len(gpus)), key=lambda i: (num_ranks[gpus[i]], i in far, i)
-        )
-        num_ranks[gpus[indices[rank]]] += 1
-    return indices
+        if gpus:
+            indices[rank] = min(
+                range(len(gpus)), key=lambda i: (num_ranks[gpus[i]], i in far, i)
+            )
+            num_ranks[gpus[indices[rank]]] += 1
+    return tuple(indices)
 
 
 def _far_gpus(visible: VisibleGpus) -> set[int]:
@@ -279,13 +343,15 @@ def _far_gpus(visible: VisibleGpus) -> set[int]:
     return {i for i, node in enumerate(visible.numa_nodes) if node not in near}
 
 
-def _hidden(seen: Sequence[VisibleGpus], nodes: Sequence[Node]) -> TopologyError:
+def _hidden(
+    by_node: Mapping[NodeGpus, Sequence[int]], nodes: Sequence[Node]
+) -> TopologyError:
     import torch
 
     lines = [
-        f"  {node.hostname}: {seen[node.ranks[0]].hidden}"
-        for node in nodes
-        if seen[node.ranks[0]].hidden
+        f"  {list_hosts(nodes[number].hostname for number in numbers)}: {of.hidden}"
+        for of, numbers in by_node.items()
+        if of.hidden
     ]
     cause = (
         "It is built for CPUs: install one for these GPUs (https://pytorch.org/"
@@ -305,13 +371,20 @@ def _hidden(seen: Sequence[VisibleGpus], nodes: Sequence[Node]) -> TopologyError
     ).on_all_ranks()
 
 
-def _mixed(seeing: Sequence[int], nodes: Sequence[Node]) -> TopologyError:
+def _mixed(
+    by_node: Mapping[NodeGpus, Sequence[int]], nodes: Sequence[Node]
+) -> TopologyError:
     lines = []
-    for node in nodes:
-        without = [rank for rank in node.ranks if rank not in seeing]
-        if without:
-            ranks = f"ranks {format_ranges(without)} of {format_ranges(node.ranks)}"
-            lines.append(f"  {node.hostname}: {ranks} see none")
+    for of, numbers in by_node.items():
+        for node in (nodes[number] for number in numbers):
+            without = [
+                rank
+                for rank, index in zip(node.ranks, of.indices, strict=True)
+                if index < 0
+            ]
+            if without:
+                ranks = f"ranks {format_ranges(without)} of {format_ranges(node.ranks)}"
+                lines.append(f"  {node.hostname}: {ranks} see none")
     return TopologyError(
         "some ranks see a GPU and others see none:\n"
         + "\n".join(lines)

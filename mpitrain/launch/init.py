@@ -30,7 +30,7 @@ from mpitrain.launch.exit_guard import ExitGuard, abort_on_error, leave
 from mpitrain.launch.process_exit import exit_status
 from mpitrain.launch.rendezvous import select, store, transports
 from mpitrain.mpi.collectives import all_or_none
-from mpitrain.mpi.topology import discover_world
+from mpitrain.mpi.topology import discover_world, node_comm
 from mpitrain.mpi.world import World
 
 if TYPE_CHECKING:
@@ -47,16 +47,20 @@ def prepare_without_torch(
     config: LaunchConfig,
     timeout_seconds: float,
     variables: MutableMapping[str, str],
-) -> tuple[World, select.Rendezvous]:
-    """Do what can be done before torch is imported; writes to `variables`."""
+) -> tuple[World, select.Rendezvous, MPI.Intracomm]:
+    """Do what can be done before torch is imported; writes to `variables`.
+
+    The communicator that is returned has the ranks of this node.
+    """
     comm = guard.comm
     start_timeout = default_start_timeout(config.hang_timeout, config.start_timeout)
     guard.watched.start_timeout_seconds = start_timeout
     with guard.stage("who is where"):
-        world = discover_world(comm)
+        on_node = node_comm(comm)
+        world = discover_world(comm, on_node)
         check_consistency(comm, world, config, timeout_seconds)
     with guard.stage("network"):
-        rendezvous = select.find_rendezvous(comm, world, config.interface)
+        rendezvous = select.find_rendezvous(comm, on_node, world, config.interface)
         guard.rendezvous = rendezvous
     world = replace(world, master_addr=rendezvous.address, master_port=rendezvous.port)
     with guard.stage("watchdog"):
@@ -71,8 +75,8 @@ def prepare_without_torch(
         if warning:
             logger.warning("%s", warning)
     with guard.stage("threads"):
-        world = cpu.configure_threads(comm, world, variables)
-    return world, rendezvous
+        world = cpu.configure_threads(comm, on_node, world, variables)
+    return world, rendezvous, on_node
 
 
 def prepare(
@@ -86,13 +90,16 @@ def prepare(
     Collective over all ranks. `variables`, the environment, is written to.
     """
     comm = guard.comm
-    world, rendezvous = prepare_without_torch(guard, config, timeout_seconds, variables)
+    world, rendezvous, on_node = prepare_without_torch(
+        guard, config, timeout_seconds, variables
+    )
     # torch's C++ warns of each client of the store whose address has no name.
     variables.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     with guard.stage("import torch"):
         all_or_none(comm, _import_torch, "import torch")
     with guard.stage("devices"):
-        world = gpu.assign_devices(comm, world, config, variables)
+        world = gpu.assign_devices(comm, on_node, world, config, variables)
+        on_node.Free()
     variables.update(torchrun_variables(world))
     with guard.stage("store"):
         all_or_none(

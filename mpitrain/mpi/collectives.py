@@ -5,20 +5,25 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import pickle
 import socket
 import time
 import traceback
+import zlib
+from array import array
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, TypeVar
 
 from mpitrain.errors import MpitrainError, RemoteError
-from mpitrain.mpi.topology import start_mpi
+from mpitrain.mpi.library import start_mpi
 from mpitrain.mpi.world import rank_label
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
 T = TypeVar("T")
+K = TypeVar("K")
+V = TypeVar("V")
 
 SPIN_SECONDS = 0.0005  # how long a rank tests without sleeping
 NUM_TAGS = 32768  # every MPI library has as many (MPI 4.1, 9.1.2)
@@ -107,29 +112,60 @@ def all_or_none(comm: MPI.Intracomm, action: Callable[[], T], doing: str) -> T:
         else:
             said = "".join(traceback.format_exception_only(raised)).strip()
             failure = (1, f"could not {doing} on {where}: {said}")
+    first = min_over_ranks(comm, comm.rank if failure else comm.size)
+    if first == comm.size:
+        return result
+    found: tuple[int, str] = comm.bcast(failure, root=first)
+    is_collective = bool(min_over_ranks(comm, failure == found))
+    if error is None:
+        error = RemoteError(found[1])
+        error.exit_status = found[0]
+    with contextlib.suppress(Exception):  # a class that cannot be written to
+        error.reporting_rank = first  # type: ignore[attr-defined]
+        error.is_collective = is_collective  # type: ignore[attr-defined]
+    raise error
+
+
+def min_over_ranks(comm: MPI.Intracomm, number: int) -> int:
+    """Return the minimum of all ranks' numbers, on every rank. Collective."""
+    from mpi4py import MPI
+
     barrier(comm)
-    failures: list[tuple[int, str] | None] = comm.allgather(failure)
-    for rank, found in enumerate(failures):
-        if found is None:
-            continue
-        if error is None:
-            error = RemoteError(found[1])
-            error.exit_status = found[0]
-        with contextlib.suppress(Exception):  # a class that cannot be written to
-            error.reporting_rank = rank  # type: ignore[attr-defined]
-            error.is_collective = set(failures) == {found}  # type: ignore[attr-defined]
-        raise error
-    return result
+    numbers = array("q", [number])
+    comm.Allreduce(MPI.IN_PLACE, numbers, MPI.MIN)
+    return numbers[0]
+
+
+def merge_on_rank_zero(
+    comm: MPI.Intracomm, mine: T, merge: Callable[[T, T], T]
+) -> T | None:
+    """Merge the values of all ranks, two by two; rank zero returns the result.
+
+    Collective over `comm`. Up a tree: a rank receives at most log2(size) pickles, and
+    what is equal on many ranks is merged on the way. `merge` may change its first
+    argument; lower ranks come first.
+    """
+    barrier(comm)
+    return comm.reduce(mine, merge)
+
+
+def merge_lists(left: dict[K, list[V]], right: dict[K, list[V]]) -> dict[K, list[V]]:
+    """Merge dictionaries of lists, for `merge_on_rank_zero`."""
+    for key, values in right.items():
+        left.setdefault(key, []).extend(values)
+    return left
 
 
 def on_rank_zero(comm: MPI.Intracomm, action: Callable[[], T], doing: str) -> T:
-    """Do something on rank zero alone and give its pickled result to every rank.
+    """Do something on rank zero alone and give its result to every rank.
 
-    Collective over `comm`. Where it fails every rank raises, as in `all_or_none`.
+    Collective over `comm`. The result is pickled and compressed. Where it fails every
+    rank raises, as in `all_or_none`.
     """
     try:
         mine = all_or_none(comm, action if comm.rank == 0 else lambda: None, doing)
     except MpitrainError as error:
         error.is_collective = True
         raise
-    return comm.bcast(mine)  # type: ignore[no-any-return]
+    packed = zlib.compress(pickle.dumps(mine), 1) if comm.rank == 0 else b""
+    return pickle.loads(zlib.decompress(comm.bcast(packed)))  # type: ignore[no-any-return]

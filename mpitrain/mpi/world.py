@@ -21,7 +21,8 @@ class Node:
     devices: tuple[str, ...] = ()
     """Each rank's device, such as ``"cuda:1"``; empty before they were assigned."""
     gpus: tuple[str, ...] = ()
-    """Each rank's GPU by its UUID, equal where they share one; empty without GPUs."""
+    """Each rank's GPU by a number of this node, equal where ranks share one; empty
+    without GPUs. The ranks' logs have the UUIDs."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ from typing import Any
 
 from mpitrain import __version__
 from mpitrain.mpi.launchers import ON_ONE_NODE
-from mpitrain.mpi.topology import mpi_library_version
+from mpitrain.mpi.library import mpi_library_version
 from mpitrain.mpi.world import Node, World, format_ranges
 from mpitrain.schedulers import detect
 from mpitrain.schedulers.allocation import query
@@ -86,7 +86,7 @@ def node_lines(nodes: Sequence[Node]) -> list[str]:
 
 
 def devices_in_words(devices: Sequence[str], gpus: Sequence[str] = ()) -> str:
-    """Describe the devices of a node's ranks, whose GPUs are given by UUID.
+    """Describe the devices of a node's ranks, whose GPUs are given by name.
 
     >>> devices_in_words(["cuda:0", "cuda:1", "cuda:0"], ["a", "b", "a"])
     'cuda:0 (shared by 2 ranks), cuda:1'

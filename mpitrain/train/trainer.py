@@ -203,8 +203,8 @@ class Trainer:
                 # in the gradients of all ranks.
                 gradient = torch.rsub(losses[-1].total, scale, alpha=0)
                 with timer("backward"):
-                    # Not backward(loss, gradient): that imports SymPy (torch 2.14).
-                    (loss * gradient).backward()
+                    # Not backward(loss, gradient): it imports SymPy (torch 2.14).
+                    torch.autograd.backward(loss * gradient)
         with timer("update"):
             grad_norm, is_applied = optimizer.step()
         if not is_applied:

@@ -20,7 +20,7 @@ from mpitrain.mpi.collectives import barrier
 
 with abort_on_error(start_timeout_seconds=60) as guard:
     config = LaunchConfig()
-    world, _ = init.prepare_without_torch(guard, config, 60.0, os.environ)
+    world, *_ = init.prepare_without_torch(guard, config, 60.0, os.environ)
     taken = guard.comm.gather(guard.stage_seconds)
     if world.rank == 0:
         slowest = {name: max(s[name] for s in taken) for name in taken[0]}

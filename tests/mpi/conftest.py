@@ -44,6 +44,14 @@ def world(job: mpitrain.Job) -> World:
 
 
 @pytest.fixture
+def comm_self() -> MPI.Intracomm:
+    """This rank alone: the ranks of its node in the world `apart`."""
+    from mpi4py import MPI
+
+    return MPI.COMM_SELF
+
+
+@pytest.fixture
 def apart(world: World) -> World:
     """The same ranks, as if each were on a node of its own."""
     return replace(

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 import pytest
 
 from mpitrain.config import LaunchConfig
-from mpitrain.errors import RemoteError, TopologyError, UsageError
+from mpitrain.errors import MpitrainError, RemoteError, UsageError
 from mpitrain.launch import consistency, gpu
 from mpitrain.mpi import topology
 from mpitrain.mpi.collectives import all_or_none, barrier, on_rank_zero
-from mpitrain.mpi.topology import discover_world
+from mpitrain.mpi.topology import discover_world, node_comm
 from mpitrain.mpi.world import World
 
 if TYPE_CHECKING:
@@ -41,23 +41,27 @@ def test_what_is_equal_on_all_ranks_is(comm: MPI.Intracomm, world: World) -> Non
 def test_nodes_talk_by_gloo_where_mpi_has_no_threads(
     comm: MPI.Intracomm,
     apart: World,
+    comm_self: MPI.Intracomm,
     has_threads: bool,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(gpu, "has_thread_multiple", lambda: has_threads)
-    found = gpu.assign_devices(comm, apart, LaunchConfig(device="cpu"), {})
+    found = gpu.assign_devices(comm, comm_self, apart, LaunchConfig(device="cpu"), {})
     rather = apart.world_size > 1 and not has_threads
     assert found.backend == ("gloo" if rather else "mpi4py")
     said = "MPI_THREAD_MULTIPLE: gloo instead" in caplog.text
     assert said == (rather and apart.is_rank_zero)
     asked = LaunchConfig(device="cpu", backend="mpi4py")
-    assert gpu.assign_devices(comm, apart, asked, {}).backend == "mpi4py"
+    assert gpu.assign_devices(comm, comm_self, apart, asked, {}).backend == "mpi4py"
 
 
 def test_local_ranks_ascend_with_the_rank(comm: MPI.Intracomm) -> None:
     places = comm.allgather(
-        (discover_world(comm).node_rank, discover_world(comm).local_rank)
+        (
+            discover_world(comm, node_comm(comm)).node_rank,
+            discover_world(comm, node_comm(comm)).local_rank,
+        )
     )
     for node in {node for node, _ in places}:
         found = [local_rank for on_node, local_rank in places if on_node == node]
@@ -70,10 +74,10 @@ def test_host_names_that_contradict_shared_memory_are_refused(
     monkeypatch.setattr(topology.socket, "gethostname", lambda: f"host{comm.rank % 2}")
     monkeypatch.setattr(topology, "_boot_id", lambda: f"boot{comm.rank % 2}")
     if comm.size == 1:
-        assert discover_world(comm).num_nodes == 1
+        assert discover_world(comm, node_comm(comm)).num_nodes == 1
         return
-    with pytest.raises(TopologyError, match="say they run on host 'host0'") as caught:
-        discover_world(comm)
+    with pytest.raises(MpitrainError, match="say they run on host 'host0'") as caught:
+        discover_world(comm, node_comm(comm))
     assert caught.value.reporting_rank == 0
 
 
@@ -81,7 +85,7 @@ def test_containers_with_a_name_each_are_one_node_of_their_machine(
     comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(topology.socket, "gethostname", lambda: f"box{comm.rank}")
-    found = discover_world(comm)
+    found = discover_world(comm, node_comm(comm))
     assert [node.hostname for node in found.nodes] == ["box0"]
     assert found.local_rank == comm.rank
 
@@ -98,7 +102,7 @@ def test_ranks_that_ask_for_different_things_are_refused(
     if comm.size == 1:
         compare()
         return
-    with pytest.raises(TopologyError, match=f"'cuda' on rank {last}") as caught:
+    with pytest.raises(MpitrainError, match=f"'cuda' on rank {last}") as caught:
         compare()
     assert caught.value.reporting_rank == 0
 

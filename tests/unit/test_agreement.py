@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from mpitrain.errors import TopologyError
 from mpitrain.launch import consistency
-from mpitrain.mpi.topology import group_by_node
 from mpitrain.mpi.world import Node
 
 
 def nodes_of(*sizes: int) -> tuple[Node, ...]:
-    return group_by_node(
-        [f"gpu{i:02}" for i, size in enumerate(sizes) for _ in range(size)]
+    ends = itertools.accumulate(sizes)
+    return tuple(
+        Node(hostname=f"gpu{i:02}", ranks=tuple(range(end - size, end)))
+        for i, (size, end) in enumerate(zip(sizes, ends, strict=True))
     )
 
 
@@ -26,7 +29,7 @@ def test_ranks_that_agree_pass() -> None:
     consistency.check_software([SOFTWARE] * 4, nodes)
     consistency.check_arguments([ARGUMENTS] * 4)
     assert consistency.uneven_nodes(nodes) == ""
-    assert consistency.check_clocks([NOW] * 4, nodes) == ""
+    assert consistency.check_clocks({0: NOW, 1: NOW}, nodes) == ""
 
 
 @pytest.mark.parametrize(
@@ -94,17 +97,17 @@ def test_nodes_with_other_numbers_of_ranks_are_named(
     [(0.0, ""), (59.0, ""), (-120.0, "120 s apart"), (120.0, "120 s apart")],
 )
 def test_clocks_a_minute_apart_are_said(seconds: float, words: str) -> None:
-    clocks = [NOW, NOW, NOW + seconds, NOW + seconds]
-    said = consistency.check_clocks(clocks, nodes_of(2, 2))
+    said = consistency.check_clocks({0: NOW, 1: NOW + seconds}, nodes_of(2, 2))
     assert words in said
     assert bool(said) == bool(words)
 
 
 def test_clocks_five_minutes_apart_are_refused_by_host() -> None:
     with pytest.raises(TopologyError) as caught:
-        consistency.check_clocks([NOW, NOW - 400, NOW], nodes_of(1, 1, 1))
+        consistency.check_clocks({0: NOW, 1: NOW - 400, 2: NOW}, nodes_of(1, 1, 1))
     assert "400 s apart: 1970-01-12 13:40:00 on gpu01 and" in str(caught.value)
 
 
 def test_one_rank_that_is_late_is_no_wrong_clock() -> None:
-    assert consistency.check_clocks([NOW, NOW + 900], nodes_of(2)) == ""
+    clocks = consistency.merge_earliest({0: NOW + 900}, {0: NOW})
+    assert consistency.check_clocks(clocks, nodes_of(2)) == ""

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 
 from mpitrain.errors import TopologyError
 from mpitrain.launch import gpu, pci
 from mpitrain.launch.gpu import VisibleGpus
-from mpitrain.mpi.topology import group_by_node
 from mpitrain.mpi.world import Node
 
 OURS, NCCL = "mpi4py", "cpu:mpi4py,cuda:nccl"
@@ -22,8 +22,36 @@ NEW = gpu.sharing_error((2, 30, 7), {})
 
 
 def nodes_of(*sizes: int) -> tuple[Node, ...]:
-    names = [f"gpu{i:02}" for i, size in enumerate(sizes) for _ in range(size)]
-    return group_by_node(names)
+    ends = itertools.accumulate(sizes)
+    return tuple(
+        Node(hostname=f"gpu{i:02}", ranks=tuple(range(end - size, end)))
+        for i, (size, end) in enumerate(zip(sizes, ends, strict=True))
+    )
+
+
+class Plan(NamedTuple):
+    """What is planned for all ranks."""
+
+    of_job: gpu.DevicePlan
+    devices: list[str]  # by rank
+    gpus: list[tuple[str, str]]  # host and number, by rank
+
+
+def plan_devices(
+    seen: Sequence[VisibleGpus], nodes: Sequence[Node], **asked: Any
+) -> Plan:
+    """As the ranks do it together."""
+    by_node: dict[gpu.NodeGpus, list[int]] = {}
+    for number, node in enumerate(nodes):
+        found = gpu.plan_node([seen[rank] for rank in node.ranks])
+        by_node.setdefault(found, []).append(number)
+    plan = gpu.plan_devices(by_node, nodes, **asked)
+    found_nodes = gpu.with_gpus(nodes, by_node)
+    return Plan(
+        plan,
+        [device for node in found_nodes for device in node.devices],
+        [(node.hostname, name) for node in found_nodes for name in node.gpus],
+    )
 
 
 def sees(*uuids: str, reason: str = OLD) -> VisibleGpus:
@@ -62,10 +90,10 @@ def sees(*uuids: str, reason: str = OLD) -> VisibleGpus:
 def test_the_plan_gives_each_rank_a_device(
     visible: list, sizes: tuple, expected: list, backend: str
 ) -> None:
-    plan = gpu.plan_devices([sees(*uuids) for uuids in visible], nodes_of(*sizes))
+    plan = plan_devices([sees(*uuids) for uuids in visible], nodes_of(*sizes))
     assert list(plan.devices) == expected
-    assert plan.backend == backend
-    assert plan.shared == (backend == OURS and expected[0] != "cpu")
+    assert plan.of_job.backend == backend
+    assert plan.of_job.shared == (backend == OURS and expected[0] != "cpu")
 
 
 @pytest.mark.parametrize("reason", [OLD, NEW], ids=["nccl-2.28", "nccl-2.30"])
@@ -81,10 +109,10 @@ def test_any_number_of_ranks_trains_on_any_number_of_gpus(
         for _ in range(num_ranks)
     ]
     nodes = nodes_of(*[num_ranks] * num_nodes)
-    plan = gpu.plan_devices(seen, nodes)
+    plan = plan_devices(seen, nodes)
     if num_gpus == 0:
-        assert (set(plan.devices), plan.backend) == ({"cpu"}, OURS)
-        assert plan.warning == ""
+        assert (set(plan.devices), plan.of_job.backend) == ({"cpu"}, OURS)
+        assert plan.of_job.warning == ""
         return
     for node in nodes:
         # Local rank i takes device i; then it goes round.
@@ -92,50 +120,50 @@ def test_any_number_of_ranks_trains_on_any_number_of_gpus(
             f"cuda:{i % num_gpus}" for i in range(num_ranks)
         ]
     load = Counter(plan.gpus)
-    assert max(load.values()) == plan.ranks_per_gpu == -(-num_ranks // num_gpus)
+    assert max(load.values()) == plan.of_job.ranks_per_gpu == -(-num_ranks // num_gpus)
     assert max(load.values()) - min(load.values()) <= 1
-    assert plan.shared == (num_ranks > num_gpus)
-    assert plan.backend == (OURS if plan.shared and reason else NCCL)
-    assert bool(plan.warning) == plan.shared
+    assert plan.of_job.shared == (num_ranks > num_gpus)
+    assert plan.of_job.backend == (OURS if plan.of_job.shared and reason else NCCL)
+    assert bool(plan.of_job.warning) == plan.of_job.shared
 
 
 def test_sharing_by_gloo_says_why_and_what_it_costs() -> None:
-    said = gpu.plan_devices([sees("a")] * 8, nodes_of(8)).warning
+    said = plan_devices([sees("a")] * 8, nodes_of(8)).of_job.warning
     assert "up to 8 ranks share a GPU and NCCL 2.28.9 refuses it" in said
     assert "through host memory" in said
 
 
 def test_sharing_by_nccl_says_how_to_start_mps() -> None:
-    said = gpu.plan_devices([sees("a", reason=NEW)] * 2, nodes_of(2)).warning
+    said = plan_devices([sees("a", reason=NEW)] * 2, nodes_of(2)).of_job.warning
     assert "up to 2 ranks share a GPU by NCCL: without CUDA MPS" in said
     assert "nvidia-cuda-mps-control -d" in said
 
 
 def test_one_rank_that_cannot_share_decides_for_all() -> None:
     seen = [sees("a", reason=NEW), sees("a", reason=OLD)]
-    assert gpu.plan_devices(seen, nodes_of(2)).backend == OURS
+    assert plan_devices(seen, nodes_of(2)).of_job.backend == OURS
 
 
 def test_without_nccl_it_is_gloo_even_for_a_gpu_each() -> None:
     seen = [VisibleGpus(gpus=(x,), has_nccl=False) for x in "ab"]
-    plan = gpu.plan_devices(seen, nodes_of(2))
-    assert plan.backend == OURS
-    assert "torch has no NCCL here" in plan.warning
+    plan = plan_devices(seen, nodes_of(2))
+    assert plan.of_job.backend == OURS
+    assert "torch has no NCCL here" in plan.of_job.warning
 
 
 def test_mixed_nodes_are_refused_by_name() -> None:
     with pytest.raises(TopologyError, match="some ranks see a GPU") as caught:
-        gpu.plan_devices([sees("a"), sees("a"), sees(), sees()], nodes_of(2, 2))
+        plan_devices([sees("a"), sees("a"), sees(), sees()], nodes_of(2, 2))
     assert "gpu01: ranks 2-3 of 2-3 see none" in str(caught.value)
     assert "gpu00" not in str(caught.value)
     assert caught.value.reporting_rank == 0
     with pytest.raises(TopologyError, match="gpu00: ranks 0 of 0-1 see none"):
-        gpu.plan_devices([sees(), sees("a")], nodes_of(2))
+        plan_devices([sees(), sees("a")], nodes_of(2))
 
 
 def test_cuda_that_is_required_and_missing_is_refused() -> None:
     with pytest.raises(TopologyError, match="torch sees no such GPU on gpu00"):
-        gpu.plan_devices([VisibleGpus()], nodes_of(1), required="cuda")
+        plan_devices([VisibleGpus()], nodes_of(1), required="cuda")
 
 
 @pytest.mark.parametrize(
@@ -172,8 +200,8 @@ def test_what_nccl_needs_to_share_shrinks_with_the_ranks() -> None:
 def test_the_order_of_ranks_does_not_change_who_shares() -> None:
     """Whatever each rank sees, nobody shares while a GPU that it sees is free."""
     for seen in itertools.permutations([("a",), ("b", "a"), ("c", "a", "b")]):
-        plan = gpu.plan_devices([sees(*uuids) for uuids in seen], nodes_of(3))
-        assert not plan.shared, seen
+        plan = plan_devices([sees(*uuids) for uuids in seen], nodes_of(3))
+        assert not plan.of_job.shared, seen
 
 
 @pytest.mark.parametrize(
@@ -192,16 +220,18 @@ def test_the_backend_that_was_asked_for(
     asked: str, host: str, visible: tuple[str, ...], reason: str, backend: str
 ) -> None:
     seen = [sees(*visible, reason=reason)] * 2
-    plan = gpu.plan_devices(seen, nodes_of(2), asked=asked, host_backend=host)
-    assert plan.backend == backend
-    assert bool(plan.warning) == (len(visible) == 1 and asked in ("auto", "nccl"))
+    plan = plan_devices(seen, nodes_of(2), asked=asked, host_backend=host)
+    assert plan.of_job.backend == backend
+    assert bool(plan.of_job.warning) == (
+        len(visible) == 1 and asked in ("auto", "nccl")
+    )
 
 
 def test_nccl_is_refused_where_it_cannot() -> None:
     with pytest.raises(TopologyError, match="2 ranks share a GPU and NCCL"):
-        gpu.plan_devices([sees("a")] * 2, nodes_of(2), asked="nccl")
+        plan_devices([sees("a")] * 2, nodes_of(2), asked="nccl")
     with pytest.raises(TopologyError, match="--backend nccl asks for one per rank"):
-        gpu.plan_devices([VisibleGpus()] * 2, nodes_of(2), asked="nccl")
+        plan_devices([VisibleGpus()] * 2, nodes_of(2), asked="nccl")
 
 
 def test_ours_is_refused_where_torch_is_too_old() -> None:
@@ -215,7 +245,7 @@ def test_ours_is_refused_where_torch_is_too_old() -> None:
 def test_gpus_that_torch_does_not_see_are_no_silent_training_on_cpus() -> None:
     seen = [VisibleGpus(hidden="4 of NVIDIA (/dev/nvidia*)")] * 2 + [VisibleGpus()] * 2
     with pytest.raises(TopologyError, match="sees no GPU, but there are some") as found:
-        gpu.plan_devices(seen, nodes_of(2, 2))
+        plan_devices(seen, nodes_of(2, 2))
     assert "gpu00: 4 of NVIDIA" in str(found.value)
     assert "gpu01" not in str(found.value)
     assert "--device cpu" in str(found.value)
@@ -314,18 +344,18 @@ def test_a_rank_gets_a_gpu_near_its_cores(
         )
         for mine in cores
     ]
-    devices = gpu.plan_devices(seen, nodes_of(4)).devices
+    devices = plan_devices(seen, nodes_of(4)).devices
     assert [int(device.partition(":")[2]) for device in devices] == expected
 
 
 def test_gpus_of_intel_have_their_own_word_and_library() -> None:
     seen = [VisibleGpus(gpus=("a", "b"), kind="xpu", has_nccl=True)] * 2
-    plan = gpu.plan_devices(seen, nodes_of(2))
-    assert plan.devices == ("xpu:0", "xpu:1")
-    assert plan.backend == "cpu:mpi4py,xpu:xccl"
+    plan = plan_devices(seen, nodes_of(2))
+    assert plan.devices == ["xpu:0", "xpu:1"]
+    assert plan.of_job.backend == "cpu:mpi4py,xpu:xccl"
     for wrong in ({"required": "cuda"}, {"asked": "nccl"}):
         with pytest.raises(TopologyError, match="sees no such GPU on gpu00, but --"):
-            gpu.plan_devices(seen, nodes_of(2), **wrong)  # type: ignore[arg-type]
+            plan_devices(seen, nodes_of(2), **wrong)  # type: ignore[arg-type]
 
 
 def test_caches_of_kernels_are_in_a_folder_of_this_user_alone(

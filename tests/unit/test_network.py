@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import secrets
 import socket
 import threading
@@ -70,16 +71,16 @@ def reached(interface: Interface) -> Attempt:
 )
 def test_the_best_class_then_speed_wins(interfaces: list, best: Interface) -> None:
     offers = offers_of(*interfaces)
-    everyone = {host: [reached(end) for end in interfaces] for host in "bc"}
+    everyone = {tuple(reached(end) for end in interfaces): "bc"}
     assert offers[select.select_offer("a", offers, everyone)].interface == best
     assert offers[select.select_offer("a", offers, {})].interface == best
 
 
 def test_a_connection_is_as_good_as_its_slower_end() -> None:
     offers = offers_of(IB, FAST)
-    assert select.select_offer("a", offers, {"b": [reached(IB), reached(FAST)]}) == 0
+    assert select.select_offer("a", offers, {(reached(IB), reached(FAST)): "b"}) == 0
     # b has no InfiniBand: what reached ib0 there went over a router.
-    over_router = {"b": [reached(SLOW), reached(FAST)]}
+    over_router = {(reached(SLOW), reached(FAST)): "b"}
     assert select.select_offer("a", offers, over_router) == 1
 
 
@@ -88,7 +89,7 @@ def test_ipv4_is_taken_before_ipv6_where_all_else_is_equal() -> None:
         Offer(address=address, port=1, interface=SLOW)
         for address in ("fd00::1", "10.0.0.1")
     ]
-    assert select.select_offer("a", offers, {"b": [reached(SLOW)] * 2}) == 1
+    assert select.select_offer("a", offers, {(reached(SLOW),) * 2: "b"}) == 1
 
 
 @pytest.mark.parametrize(
@@ -103,10 +104,10 @@ def test_ipv4_is_taken_before_ipv6_where_all_else_is_equal() -> None:
 def test_only_what_every_node_reached_is_chosen(failing: dict, expected: int) -> None:
     interfaces = [IB, ROCE, SLOW]
     attempts = {
-        host: [
+        tuple(
             Attempt(failure="refused") if i in failed else reached(end)
             for i, end in enumerate(interfaces)
-        ]
+        ): [host]
         for host, failed in failing.items()
     }
     assert select.select_offer("a", offers_of(*interfaces), attempts) == expected
@@ -114,8 +115,11 @@ def test_only_what_every_node_reached_is_chosen(failing: dict, expected: int) ->
 
 def test_no_common_address_is_one_error_with_the_table() -> None:
     lost, refused = Attempt(failure="timed out"), Attempt(failure="refused")
-    attempts = {"b": [lost, reached(DOCKER)], "c": [reached(SLOW), refused]}
-    attempts |= {f"n{i}": [lost, refused] for i in range(100)}
+    attempts = {
+        (lost, reached(DOCKER)): ["b"],
+        (reached(SLOW), refused): ["c"],
+        (lost, refused): [f"n{i}" for i in range(100)],
+    }
     with pytest.raises(LaunchError, match="rank zero's host a is reached") as caught:
         select.select_offer("a", offers_of(SLOW, DOCKER), attempts)
     first, second = str(caught.value).splitlines()[1:3]
@@ -128,11 +132,11 @@ def test_no_common_address_is_one_error_with_the_table() -> None:
 
 
 def test_a_missing_interface_is_named_with_those_that_are_there() -> None:
-    interfaces = {"a": ["ib0"], "b": ["lo", "eth0"], "c": ["eth0", "lo"]}
+    interfaces = {("ib0",): ["a"], ("lo", "eth0"): ["b"], ("eth0", "lo"): ["c"]}
     with pytest.raises(LaunchError, match=r"b, c, where there is eth0, lo") as caught:
         select.check_interface("ib0", interfaces)
     assert "'ib0'" in str(caught.value)
-    select.check_interface("ib0", {"a": ["ib0"]})
+    select.check_interface("ib0", {("ib0",): ["a"]})
 
 
 LO = card("lo", "loopback", 0, "127.0.0.1", "::1", "10.9.0.1")
@@ -429,3 +433,20 @@ def test_gloo_on_an_address_that_was_not_proved_is_refused() -> None:
         transports.check_gloo(elsewhere, "gloo", {})
     warning = transports.check_gloo(elsewhere, "mpi4py", {})
     assert "gloo would listen on 10.0.0.2" in warning
+
+
+@pytest.mark.parametrize("num_nodes", [1, 2, 256, 257, 600, 16384])
+def test_so_many_nodes_try_the_addresses(num_nodes: int) -> None:
+    probing = [n for n in range(num_nodes) if select.probes(n, num_nodes)]
+    assert 0 not in probing
+    assert len(probing) == num_nodes - 1 or 128 <= len(probing) <= 256
+    gaps = {b - a for a, b in itertools.pairwise(probing)}
+    assert len(gaps) <= 1  # evenly spread
+
+
+def test_a_node_that_does_not_try_finds_its_address_by_its_routes() -> None:
+    lo = card("lo", "loopback", 0, "127.0.0.1", "::1")
+    offer = Offer(address="127.0.0.1", port=9, interface=lo)
+    found = select.source_for(offer, [ETH, lo], None)
+    assert (found.source, found.interface) == ("127.0.0.1", lo)
+    assert select.source_for(offer, [ETH, lo], "eth0").source == "10.0.0.1"

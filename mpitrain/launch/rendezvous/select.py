@@ -14,8 +14,9 @@ import secrets
 import socket
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from ipaddress import ip_address
+from itertools import repeat
 from typing import TYPE_CHECKING
 
 from mpitrain.errors import LaunchError
@@ -26,7 +27,12 @@ from mpitrain.launch.rendezvous.interfaces import (
     find_interfaces,
     is_usable,
 )
-from mpitrain.mpi.collectives import barrier
+from mpitrain.mpi.collectives import (
+    barrier,
+    merge_lists,
+    merge_on_rank_zero,
+    on_rank_zero,
+)
 from mpitrain.mpi.world import World, list_hosts
 
 if TYPE_CHECKING:
@@ -34,6 +40,9 @@ if TYPE_CHECKING:
 
 CONNECT_SECONDS = 3.0  # for a connection; lost packets are sent again after 1 s
 MAX_CONNECTIONS = 64  # how many addresses one rank tries at once
+MAX_PROBING_NODES = 256
+"""How many nodes try all addresses of rank zero, which needs 0.2 ms for each try. What
+the others reach is seen when they connect to the store."""
 
 UNKNOWN = Interface(name="", kind="virtual")  # an interface that was not found
 
@@ -74,15 +83,24 @@ class Attempt:
 
 
 def find_rendezvous(
-    comm: MPI.Intracomm, world: World, interface: str | None = None
+    comm: MPI.Intracomm,
+    on_node: MPI.Intracomm,
+    world: World,
+    interface: str | None = None,
 ) -> Rendezvous:
-    """Bind a port on rank zero at an address that all nodes reach. Collective."""
+    """Bind a port on rank zero at an address that all nodes reach.
+
+    Collective over `comm`; `on_node` has the ranks of this node.
+    """
     is_first_on_node = world.local_rank == 0
+    is_probing = is_first_on_node and probes(world.node_rank, world.num_nodes)
     interfaces = find_interfaces() if is_first_on_node else ()
     if interface is not None:
-        names = comm.allgather([found.name for found in interfaces])
-        check_interface(
-            interface, {node.hostname: names[node.ranks[0]] for node in world.nodes}
+        names = tuple(found.name for found in interfaces)
+        mine = {names: [world.hostname]} if is_first_on_node else {}
+        by_names = merge_on_rank_zero(comm, mine, merge_lists) or {}
+        on_rank_zero(
+            comm, lambda: check_interface(interface, by_names), "look for the interface"
         )
     with contextlib.ExitStack() as stack:
         listeners: list[socket.socket] = []
@@ -96,31 +114,75 @@ def find_rendezvous(
                     listeners.append(listener)
                     offers.append(Offer(address=address, port=port, interface=found))
         secret, offers = comm.bcast((secrets.token_bytes(32), offers))
-        mine: list[Attempt] = []
+        attempts: list[Attempt] = []
         with probe.answering(listeners if world.num_nodes > 1 else (), secret):
-            if is_first_on_node and world.node_rank > 0:
-                mine = try_offers(offers, secret, interfaces, interface)
+            if is_probing:
+                attempts = try_offers(offers, secret, interfaces, interface)
             barrier(comm)
-        by_rank: list[list[Attempt]] = comm.allgather(mine)
-        zero, *others = world.nodes
-        attempts = {node.hostname: by_rank[node.ranks[0]] for node in others}
-        index = select_offer(zero.hostname, offers, attempts)
+        outcomes = tuple(without_addresses(attempt) for attempt in attempts)
+        reaching = {outcomes: [world.hostname]} if is_probing else {}
+        hosts = merge_on_rank_zero(comm, reaching, merge_lists) or {}
+        index = on_rank_zero(
+            comm,
+            lambda: select_offer(world.hostname, offers, hosts),
+            "select an address of rank zero",
+        )
         # The original sockets are closed here, on every way out.
         selected_listener = listeners[index].dup() if listeners else None
     offer = offers[index]
-    own_address, own_interface = offer.address, offer.interface
+    own = Attempt(source=offer.address, interface=offer.interface)
     if world.node_rank > 0:
-        attempt = attempts[world.hostname][index]
-        own_address, own_interface = attempt.source, attempt.interface
-    reached = f"reached by all {world.num_nodes} nodes" if others else "one node"
+        own = attempts[index] if attempts else source_for(offer, interfaces, interface)
+    own = on_node.bcast(own)
+    reached = "one node"
+    if world.num_nodes > 1:
+        num_probing = sum(map(probes, range(world.num_nodes), repeat(world.num_nodes)))
+        by = (
+            "all" if num_probing == world.num_nodes - 1 else f"{num_probing + 1} of the"
+        )
+        reached = f"reached by {by} {world.num_nodes} nodes"
     return Rendezvous(
         address=offer.address,
         port=offer.port,
         why=f"{offer.interface}; {reached}",
-        own_address=own_address,
-        interface=own_interface,
+        own_address=own.source,
+        interface=own.interface,
         listener=selected_listener,
     )
+
+
+def probes(node_rank: int, num_nodes: int) -> bool:
+    """Whether a node tries rank zero's addresses: all do, or as many, evenly spread."""
+    return node_rank > 0 and node_rank % -(-num_nodes // MAX_PROBING_NODES) == 0
+
+
+def without_addresses(attempt: Attempt) -> Attempt:
+    """Return what is equal on nodes that reached rank zero in the same way."""
+    return replace(
+        attempt, source="", interface=replace(attempt.interface, addresses=())
+    )
+
+
+def source_for(
+    offer: Offer, interfaces: Sequence[Interface], name: str | None
+) -> Attempt:
+    """Return this node's address and interface towards rank zero, by its routes."""
+    address = next(
+        (
+            address
+            for interface in interfaces
+            for address in interface.addresses
+            if interface.name == name and (":" in address) == (":" in offer.address)
+        ),
+        "",
+    )
+    if not address:
+        family = socket.AF_INET6 if ":" in offer.address else socket.AF_INET
+        with socket.socket(family, socket.SOCK_DGRAM) as sock:  # sends nothing
+            sock.connect((offer.address, offer.port))
+            address = sock.getsockname()[0]
+    having = (found for found in interfaces if address in found.addresses)
+    return Attempt(source=address, interface=next(having, UNKNOWN))
 
 
 def addresses_to_offer(
@@ -176,12 +238,14 @@ def try_offers(
         return list(pool.map(attempt, range(len(offers))))
 
 
-def check_interface(name: str, interfaces: Mapping[str, Sequence[str]]) -> None:
-    """Refuse an interface that some host lacks; `interfaces` are names by host."""
+def check_interface(
+    name: str, hosts_by_names: Mapping[tuple[str, ...], Sequence[str]]
+) -> None:
+    """Refuse an interface that some host lacks; hosts by what interfaces they have."""
     lacking: dict[str, list[str]] = {}
-    for host, names in interfaces.items():
+    for names, having in hosts_by_names.items():
         if name not in names:
-            lacking.setdefault(", ".join(sorted(names)) or "none", []).append(host)
+            lacking.setdefault(", ".join(sorted(names)) or "none", []).extend(having)
     if lacking:
         lines = [
             f"  {list_hosts(hosts)}, where there is {names}"
@@ -196,9 +260,11 @@ def check_interface(name: str, interfaces: Mapping[str, Sequence[str]]) -> None:
 
 
 def select_offer(
-    host: str, offers: Sequence[Offer], attempts: Mapping[str, Sequence[Attempt]]
+    host: str,
+    offers: Sequence[Offer],
+    hosts: Mapping[tuple[Attempt, ...], Sequence[str]],
 ) -> int:
-    """Select the best offer that every other node reached.
+    """Select the best offer that every other host reached; hosts by their attempts.
 
     A connection is of the class and the speed of its slower end. The best class wins;
     then the higher speed; then IPv4; then the order of the system.
@@ -208,7 +274,7 @@ def select_offer(
         offer = offers[index]
         ends = [
             offer.interface,
-            *(tried[index].interface for tried in attempts.values()),
+            *(tried[index].interface for tried in hosts),
         ]
         return (
             max(KINDS.index(end.kind) for end in ends),
@@ -220,17 +286,17 @@ def select_offer(
     usable = [
         index
         for index in range(len(offers))
-        if not any(tried[index].failure for tried in attempts.values())
+        if not any(tried[index].failure for tried in hosts)
     ]
     if usable:
         return min(usable, key=cost)
     lines = []
     for index, offer in enumerate(offers):
-        hosts: dict[str, list[str]] = {}
-        for other, tried in attempts.items():
-            hosts.setdefault(tried[index].failure or "reached", []).append(other)
+        by_result: dict[str, list[str]] = {}
+        for tried, others in hosts.items():
+            by_result.setdefault(tried[index].failure or "reached", []).extend(others)
         results = (
-            f"{result}: {list_hosts(on)}" for result, on in sorted(hosts.items())
+            f"{result}: {list_hosts(on)}" for result, on in sorted(by_result.items())
         )
         lines.append(f"  {offer}: {'; '.join(results)}")
     raise LaunchError(

@@ -12,7 +12,7 @@ from mpitrain.launch.rendezvous.interfaces import SYS_CLASS_NET, slingshot_names
 from mpitrain.launch.rendezvous.select import Rendezvous
 from mpitrain.mpi.collectives import barrier
 from mpitrain.mpi.launchers import interface_setting
-from mpitrain.mpi.topology import mpi_library_version
+from mpitrain.mpi.library import mpi_library_version
 from mpitrain.mpi.world import World
 
 if TYPE_CHECKING:

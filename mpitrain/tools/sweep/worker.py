@@ -31,8 +31,8 @@ from mpitrain.mpi.collectives import (
     on_rank_zero,
     world_comm,
 )
+from mpitrain.mpi.library import has_thread_multiple
 from mpitrain.mpi.shared_arrays import communicator
-from mpitrain.mpi.topology import has_thread_multiple
 from mpitrain.mpi.world import World, list_hosts, rank_label
 from mpitrain.record.run_dir import open_log, shown, start_logging
 from mpitrain.record.runs import close_run
