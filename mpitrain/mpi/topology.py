@@ -66,7 +66,7 @@ def mpi_library_version() -> str:
     return MPI.Get_library_version().strip("\0 \n").splitlines()[0]
 
 
-def _boot_id() -> str:
+def boot_id() -> str:
     """Return what tells this machine, since it started, from all others."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text()
@@ -91,7 +91,7 @@ def discover_world(comm: MPI.Intracomm) -> World:
     on_node = comm.Split_type(MPI.COMM_TYPE_SHARED, key=comm.rank)
     try:
         first = on_node.bcast(comm.rank)
-        machine = socket.gethostname(), _boot_id()
+        machine = socket.gethostname(), boot_id()
         records = comm.allgather((*machine, first, on_node.rank, on_node.size))
     finally:
         on_node.Free()
