@@ -26,6 +26,7 @@ from typing import NamedTuple
 
 from mpitrain.errors import DataError
 from mpitrain.stage.environment import Root
+from mpitrain.watchdog.process import is_gone
 
 PIECE_BYTES = 512 << 10
 PACK_NAME = ".mpitrain-stage.pack"
@@ -289,7 +290,7 @@ class Source:
         with contextlib.suppress(OSError):
             for path in self._pack.parent.glob(f"{self._pack.name}.*"):
                 _, _, writer = path.name[len(self._pack.name) :].partition(f".{host}.")
-                is_dead = writer.isdecimal() and not Path(f"/proc/{writer}").exists()
+                is_dead = writer.isdecimal() and is_gone(int(writer))
                 if is_dead or time.time() - path.stat().st_mtime > _DEAD_SECONDS:
                     path.unlink()
         self._temporary = f"{self._pack}.{host}.{os.getpid()}"

@@ -202,9 +202,9 @@ def _print_report(staged: Sequence[Group], seconds: float) -> None:
     if reasons:
         hosts = "; ".join(f"{list_hosts(it)} ({why})" for why, it in reasons.items())
         num = len(nodes) - len(whole)
+        reads = "reads" if num == 1 else "read"
         lines.append(
-            f"warning: {_num(num, 'node')} without a copy, which read{'s' * (num == 1)} "
-            f"the original files: {hosts}"
+            f"warning: {_num(num, 'node')} {reads} the original files: {hosts}"
         )
     num_had = sum(all(it.had_it for it in node) for node in nodes)
     notes = [note for group in groups for note in group.notes]

@@ -22,11 +22,12 @@ child = subprocess.run(
     [sys.executable, "-c", "import sys; print(sys.prefix)"],
     capture_output=True, text=True, check=True,
 )
-print(json.dumps({
+said = json.dumps({
     "rank": MPI.COMM_WORLD.rank, "prefix": sys.prefix, "module": small_module.__file__,
-    "child": child.stdout.strip(), "path": os.environ["PATH"].split(":")[0],
+    "child": child.stdout.strip(), "path": os.environ["PATH"].split(":"),
     "argv": sys.argv, "name": __name__,
-}), flush=True)
+})
+sys.stdout.write(said + "\\n")  # as a whole: ranks share the pipe
 """
 
 
