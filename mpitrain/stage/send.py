@@ -19,7 +19,9 @@ from mpitrain.stage.pack import HEAD, NUM_READERS, Index, Source
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-WINDOW = 16  # pieces that are received, sent, or written at once
+WINDOW = 16  # pieces that are received, wait to be sent, or are written at once
+# Those that are sent at once share the link, so the next node has none of them sooner.
+_MAX_SENDS = 3
 _MAX_WRITERS = 4
 _MAX_PAUSE_SECONDS = 0.002
 _TAG = 7
@@ -42,6 +44,7 @@ def send_through(
     before = chain[place - 1]
     after = chain[place + 1] if place + 1 < len(chain) else None
     incoming: deque[tuple[MPI.Request | Future[bytearray], bytearray]] = deque()
+    ready: deque[bytearray] = deque()  # to be sent
     outgoing: deque[tuple[MPI.Request, bytearray]] = deque()
     writes: deque[Future[None]] = deque()
     num_writers = min(_MAX_WRITERS, len(os.sched_getaffinity(0)))
@@ -51,12 +54,12 @@ def send_through(
         ThreadPoolExecutor(NUM_READERS) as readers,
         ThreadPoolExecutor(num_writers) as writers,
     ):
-        while num_arrived < index.num_pieces or outgoing or writes:
+        while num_arrived < index.num_pieces or ready or outgoing or writes:
             moved = False
             while (
                 num_started < index.num_pieces
                 and len(incoming) < WINDOW
-                and max(len(outgoing), len(writes)) < WINDOW
+                and max(len(ready), len(writes)) < WINDOW
             ):
                 if source is not None:
                     future = readers.submit(source.read, num_started)
@@ -71,8 +74,7 @@ def send_through(
                     piece = arrived.result()
                 if after is not None:
                     has_content = HEAD.unpack_from(piece)[1]
-                    sent = piece if has_content else piece[: HEAD.size]
-                    outgoing.append((comm.Isend(sent, after, _TAG), sent))
+                    ready.append(piece if has_content else piece[: HEAD.size])
                 if copy is not None:
                     writes.append(writers.submit(copy.write, num_arrived, piece))
                 num_arrived += 1
@@ -80,6 +82,9 @@ def send_through(
             while outgoing and outgoing[0][0].Test():
                 outgoing.popleft()
                 moved = True
+            while after is not None and ready and len(outgoing) < _MAX_SENDS:
+                piece = ready.popleft()
+                outgoing.append((comm.Isend(piece, after, _TAG), piece))
             while writes and writes[0].done():
                 writes.popleft().result()
                 moved = True

@@ -213,12 +213,18 @@ def _print_report(staged: Sequence[Group], seconds: float) -> None:
     num_files = sum(group.content.num_files for group in groups)
     more = f" ({', '.join(notes)})" if notes else ""
     lines.append(
-        f"staged: {_num(num_files, 'file')}, {size / 1e9:.2f} GB, on "
+        f"staged: {_num(num_files, 'file')}, {_size(size)}, on "
         f"{_num(len(whole), 'node')} in {seconds:.1f} s{more}"
         if groups
         else f"staged: nothing: {sys.prefix} belongs to each node's own system"
     )
     print("\n".join(lines), file=sys.stderr, flush=True)
+
+
+def _size(num_bytes: int) -> str:
+    return (
+        f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.0f} MB"
+    )
 
 
 def _num(number: int, noun: str) -> str:
