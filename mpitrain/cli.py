@@ -355,8 +355,8 @@ COMMON = (
 COMMANDS: dict[str, Callable[[Sequence[str]], int | None]] = {
     "train": train,
     "run": run,
-    "stage": stage,
     "sweep": sweep,
+    "stage": stage,
     "check": check,
     "watch": watch,
     "fetch": fetch,

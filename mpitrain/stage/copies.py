@@ -26,7 +26,7 @@ from typing import Any
 
 from mpitrain.mpi.topology import boot_id
 from mpitrain.stage.environment import Relocation, names_itself, rewritten
-from mpitrain.stage.pack import HEAD, Entry, Index, write_all
+from mpitrain.stage.pack import FOLDER, HEAD, Entry, Index, write_all
 
 _ABOUT = ".copy.json"  # written last: its roots, the machine's start, other sizes
 _FOLDER_LOCK_SECONDS = 30.0
@@ -52,7 +52,7 @@ class NodeCopy:
     def __init__(self, index: Index, to: str) -> None:
         self.index = index
         self.error = ""
-        self._folder = f"{to}/mpitrain-stage-{os.getuid()}"
+        self._folder = f"{to}/{FOLDER}"
         name = hashlib.sha256(index.digest + os.fsencode(self._folder)).hexdigest()[:16]
         self.path = f"{self._folder}/{name}"
         self._made = f"{self.path}.partial-{socket.gethostname()}-{os.getpid()}"
@@ -182,7 +182,7 @@ class NodeCopy:
 
     # --- what is there already --------------------------------------------------------
 
-    def _take_existing(self, removed: list[tuple[str, int | None]]) -> bool:
+    def _take_existing(self, removed: list[tuple[str, int]]) -> bool:
         """Hold the copy that is there, if it is complete; else let it be removed."""
         descriptor = _lock(self.path, fcntl.LOCK_SH)
         if descriptor is None:
@@ -199,21 +199,19 @@ class NodeCopy:
         removed.append((_doomed(self.path), descriptor))
         return False
 
-    def _take_away_others(self) -> list[tuple[str, int | None]]:
+    def _take_away_others(self) -> list[tuple[str, int]]:
         """Take the names of dead and of old copies away; return what is to be removed.
 
         With each comes the descriptor that holds its lock.
         """
-        removed: list[tuple[str, int | None]] = []
+        removed: list[tuple[str, int]] = []
         for name in os.listdir(self._folder):  # noqa: PTH208
             path = f"{self._folder}/{name}"
             is_partial = ".partial-" in name
             if not is_partial and (path == self.path or not self._is_of_same(path)):
                 continue
             descriptor = _lock(path, fcntl.LOCK_EX)
-            # Without the file its removal was interrupted.
-            is_dead = is_partial and not os.path.exists(f"{path}/.lock")  # noqa: PTH110
-            if descriptor is not None or is_dead:
+            if descriptor is not None:
                 removed.append((_doomed(path), descriptor))
         return removed
 
@@ -299,7 +297,8 @@ def _folder_lock(folder: str) -> Iterator[None]:
 def _lock(path: str, how: int) -> int | None:
     """Lock a copy; ``None`` if it is not there, or others hold it."""
     try:
-        descriptor = os.open(f"{path}/.lock", os.O_RDWR)
+        # Made again where a cleaner of /tmp, or an interrupted removal, has taken it.
+        descriptor = os.open(f"{path}/.lock", os.O_RDWR | os.O_CREAT, 0o600)
     except OSError:
         return None
     try:
@@ -318,7 +317,6 @@ def _doomed(path: str) -> str:
     return new
 
 
-def _remove(path: str, descriptor: int | None) -> None:
+def _remove(path: str, descriptor: int) -> None:
     shutil.rmtree(path, ignore_errors=True)
-    if descriptor is not None:
-        os.close(descriptor)
+    os.close(descriptor)

@@ -128,9 +128,10 @@ def activate(move: Relocation, environ: MutableMapping[str, str]) -> None:
     sys.path[:] = map(move, sys.path)
     site.PREFIXES[:] = map(move, site.PREFIXES)
     for module in list(sys.modules.values()):
-        spec = getattr(module, "__spec__", None)
-        locations = getattr(spec, "submodule_search_locations", None)
-        for paths in (getattr(module, "__path__", None), locations):
+        found = getattr(module, "__dict__", {})  # some import when asked for more
+        locations = getattr(found.get("__spec__"), "submodule_search_locations", None)
+        both = (found.get("__path__"), locations)
+        for paths in {id(it): it for it in both}.values():  # they may be one list
             if isinstance(paths, list):
                 paths[:] = map(move, paths)
     sys.path_importer_cache.clear()

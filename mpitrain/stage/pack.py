@@ -29,6 +29,7 @@ from mpitrain.stage.environment import Root
 from mpitrain.watchdog.process import is_gone
 
 PIECE_BYTES = 512 << 10
+FOLDER = f"mpitrain-stage-{os.getuid()}"  # of all copies, in the folder of `--to`
 PACK_NAME = ".mpitrain-stage.pack"
 HEAD = struct.Struct("<II")  # CRC32 of the piece, and 1; 0: there is no content
 _PACK_HEAD = struct.Struct("<16s32sQ")  # magic, digest of the index, size of the stream
@@ -113,8 +114,8 @@ def walk(
 ) -> Index:
     """Find all that is below some roots; opens no file.
 
-    Left out: the pack, other roots, files that this user may not read, sockets, pipes
-    and devices, and the folders ``pkgs`` and ``envs`` of a conda installation.
+    Left out: packs and copies, other roots, files that this user may not read, sockets,
+    pipes and devices, and the folders ``pkgs`` and ``envs`` of a conda installation.
     """
     left_out = {str(pack)} | {root.path for root in roots}
     for root in roots:
@@ -126,7 +127,8 @@ def walk(
         entries, folders = [], []
         with contextlib.suppress(PermissionError), os.scandir(folder) as listed:
             for item in listed:
-                if item.path in left_out or item.path.startswith(f"{pack}."):
+                is_ours = item.name == FOLDER or item.path.startswith(f"{pack}.")
+                if item.path in left_out or is_ours:
                     continue
                 path = f"{inner}/{item.name}"
                 entry = _entry(item.path, path, item.stat(follow_symlinks=False))

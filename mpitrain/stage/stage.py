@@ -1,8 +1,8 @@
 """`python -m mpitrain stage`: the order of things, and what it prints.
 
-The command runs in the same processes: after `exec` a second MPI_Init fails (Open MPI
-4.1 and 5.0, MPICH 5.0). The original files stay where they are, so that a path that
-is not replaced still leads somewhere.
+The command runs in the same processes: after `exec` a second MPI_Init fails (Open MPI,
+MPICH). The original files stay where they are, so that a path that is not replaced
+still leads somewhere.
 """
 
 from __future__ import annotations

@@ -132,6 +132,8 @@ def test_a_complete_copy_is_taken_again_and_a_damaged_one_is_not(
     path, was_written = stage()
     assert was_written == "True"
     assert stage() == [path, "False"]
+    Path(path, ".lock").unlink()
+    assert stage() == [path, "False"]
     model = Path(path, "0/env/lib/python3.11/site-packages/model.py")
     model.unlink()
     assert stage() == [path, "True"]
@@ -169,6 +171,7 @@ def test_folders_of_other_environments_and_packs_are_left_out(env: Path) -> None
         (env / name).mkdir()
         (env / name / "file").touch()
     pack = env / ".mpitrain-stage.pack"
+    (env / f"tmp/mpitrain-stage-{os.getuid()}/0").mkdir(parents=True)
     for name in ("", ".host.1"):
         Path(f"{pack}{name}").touch()
     inner = env / "lib/python3.11/site-packages"
@@ -177,7 +180,7 @@ def test_folders_of_other_environments_and_packs_are_left_out(env: Path) -> None
     assert "0/env/lib/python3.11" in paths
     assert "1/site-packages/model.py" in paths
     assert not [
-        it for it in paths if "pkgs" in it or "envs" in it or "pack" in it[8:20]
+        it for it in paths if "/mpitrain-stage" in it or "pkgs" in it or "envs" in it or "pack" in it[8:20]
     ]
     assert "0/env/lib/python3.11/site-packages" not in paths
 
