@@ -5,7 +5,8 @@
 
 The nodes are virtual hosts (tests/cluster/hosts.py) whose links are limited by `tc`. So
 root on Linux is needed. The first column is the time that one link takes to carry the
-environment. The second time of `stage` is that of a job that finds the copies.
+environment. The second time of `stage` is that of a job that finds the copies. All
+hosts share the cores of this machine, which 16 of them keep busy.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "jobs"), str(ROOT / "tests")]
 
 from cluster.hosts import VirtualHosts, virtual_hosts  # noqa: E402
 from cluster.test_stage import slow_links, stage  # noqa: E402
+from record import about, write  # noqa: E402
 from staged import make_environment  # noqa: E402
 
 
@@ -32,7 +34,10 @@ def main() -> None:
     parser.add_argument("--hosts", type=int, nargs="+", default=[4, 8, 16])
     parser.add_argument("--megabits", type=int, default=100, help="of each link")
     parser.add_argument("--megabytes", type=int, default=60, help="of the environment")
+    parser.add_argument("--json", type=Path, help="also write the figures here")
     asked = parser.parse_args()
+    report = about(f"benchmarks/staging.py {' '.join(sys.argv[1:])}".rstrip())
+    report["seconds"] = {}
     print("nodes  one link   stage   stage again   ssh, one by one   seconds")
     for count in asked.hosts:
         with tempfile.TemporaryDirectory() as name, virtual_hosts(count) as hosts:
@@ -45,10 +50,17 @@ def main() -> None:
             with slow_links(hosts, asked.megabits):
                 first, again = (staged(hosts, folder, env) for _ in range(2))
                 by_ssh = one_by_one(hosts, folder, env)
+            report["seconds"][count] = {
+                "one_link": round(link, 1),
+                "stage": first,
+                "stage_again": again,
+                "ssh_one_by_one": round(by_ssh, 1),
+            }
             print(
                 f"{count:5} {link:9.1f} {first:7.1f} {again:13.1f} {by_ssh:17.1f}",
                 flush=True,
             )
+    write(report, asked.json)
 
 
 def staged(hosts: VirtualHosts, folder: Path, env: Path) -> float:

@@ -180,7 +180,9 @@ def test_folders_of_other_environments_and_packs_are_left_out(env: Path) -> None
     assert "0/env/lib/python3.11" in paths
     assert "1/site-packages/model.py" in paths
     assert not [
-        it for it in paths if "/mpitrain-stage" in it or "pkgs" in it or "envs" in it or "pack" in it[8:20]
+        it
+        for it in paths
+        if "/mpitrain-stage" in it or "pkgs" in it or "envs" in it or "pack" in it[8:20]
     ]
     assert "0/env/lib/python3.11/site-packages" not in paths
 
