@@ -34,6 +34,7 @@ from mpitrain.mpi.world import rank_label
 if TYPE_CHECKING:
     from mpitrain.checkpoint.preemption import PreemptionHandler
     from mpitrain.mpi.world import World
+    from mpitrain.stage.stage import StageRequest
     from mpitrain.tools.train.prepare import PreparedRun
 
 Prepared = TypeVar("Prepared", bound="PreparedRun")
@@ -233,6 +234,8 @@ def _folder_of(words: Sequence[str]) -> Path:
     from mpitrain.schedulers import chain
     from mpitrain.tools.sweep.config import read_sweep, read_training
 
+    if words[:1] == ["stage"]:
+        words = words[words.index("mpitrain") + 1 :]
     if words[:1] != ["sweep"]:
         return chain.run_dir_of(read_config(words[words[:1] == ["train"] :]))
     sweep_words, flags = _split(words[1:])
@@ -297,6 +300,25 @@ def run(argv: Sequence[str]) -> None:
         run_script.run(guard, asked, os.environ)
 
 
+def stage(argv: Sequence[str]) -> int:
+    """Copy Python and torch to each node by MPI, then run a command from there."""
+    words, command = _split(argv)
+
+    def read() -> StageRequest:
+        from mpitrain.stage.command import read_words
+
+        return read_words(words, command)
+
+    if QUESTIONS & set(words) and not was_launched(os.environ):
+        read()
+    from mpitrain.launch.exit_guard import abort_on_error
+    from mpitrain.stage.stage import run
+
+    with abort_on_error(start_timeout_seconds=start_timeout(command)) as guard:
+        request = on_rank_zero(guard.comm, read, "read the command line")
+    return run(guard, request, main)
+
+
 def check(argv: Sequence[str]) -> int:
     """Check ranks, network and collectives under mpirun, or this machine without."""
     from mpitrain.tools.check import CheckConfig
@@ -334,6 +356,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int | None]] = {
     "train": train,
     "run": run,
     "sweep": sweep,
+    "stage": stage,
     "check": check,
     "watch": watch,
     "fetch": fetch,

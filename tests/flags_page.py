@@ -11,6 +11,7 @@ from mpitrain.launch.run_target import RunConfig
 from mpitrain.schedulers.hostfile import HostfileConfig
 from mpitrain.schedulers.jobscript import JobscriptConfig
 from mpitrain.schedulers.supervisor import SuperviseConfig
+from mpitrain.stage.command import StageConfig
 from mpitrain.tools.check import CheckConfig
 from mpitrain.tools.export import ExportConfig
 from mpitrain.tools.fetch import FetchConfig
@@ -23,6 +24,7 @@ PAGE = Path(__file__).parents[1] / "docs/reference/flags.md"
 COMMANDS: dict[str, Any] = {
     "Training": TrainConfig,
     "run": RunConfig,
+    "stage": StageConfig,
     "sweep": SweepConfig,
     "check": CheckConfig,
     "jobscript": JobscriptConfig,

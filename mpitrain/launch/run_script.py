@@ -13,10 +13,10 @@ import signal
 import stat
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from pathlib import Path
 from types import CodeType, FrameType, ModuleType
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 from mpitrain.config import TIMEOUT_SECONDS
 from mpitrain.errors import LaunchError
@@ -31,6 +31,7 @@ from mpitrain.launch.process_exit import (
 from mpitrain.launch.rendezvous.store import let_scripts_open_their_own
 from mpitrain.launch.run_target import (
     RunRequest,
+    Target,
     find_module,
     find_program,
     read_script,
@@ -41,6 +42,8 @@ from mpitrain.mpi.world import World
 from mpitrain.watchdog.heartbeat import State
 from mpitrain.watchdog.process import launchers_of, name_of
 
+T = TypeVar("T")
+
 
 def run(
     guard: ExitGuard, request: RunRequest, environ: MutableMapping[str, str]
@@ -49,17 +52,25 @@ def run(
     if request.target.kind == "program":
         run_program(guard, request, environ)
         return
-    world, main, code = _load(guard, request, environ)
+    world, main, code = load(
+        guard, request.target, lambda: _prepare(guard, request, environ)
+    )
     init.set_pending(guard, request.config, world)
     guard.world = world
     init.watch_steps(guard, request.config, "in the script")
-    # It stays: threads, `atexit` functions and pickle may look for it till the end.
-    # Processes that multiprocessing spawned name its classes by the second.
-    sys.modules["__main__"] = sys.modules["__mp_main__"] = main
     # Functions of `atexit` run last in, first out: the script's may still communicate.
     rank_itself = os.getpid()
     atexit.register(_leave_at_exit, guard, rank_itself)
     _replace_exits(guard, rank_itself)
+    execute(main, code)
+
+
+def execute(main: ModuleType, code: CodeType) -> None:
+    """Run a script as ``__main__``; return if it ends with status 0."""
+    rank_itself = os.getpid()
+    # It stays: threads, `atexit` functions and pickle may look for it till the end.
+    # Processes that multiprocessing spawned name its classes by the second.
+    sys.modules["__main__"] = sys.modules["__mp_main__"] = main
     try:
         exec(code, main.__dict__)
     except SystemExit as left:
@@ -71,25 +82,25 @@ def run(
         os._exit(0)
 
 
-def _load(
-    guard: ExitGuard, request: RunRequest, environ: MutableMapping[str, str]
-) -> tuple[World, ModuleType, CodeType]:
+def load(
+    guard: ExitGuard, target: Target, start: Callable[[], T]
+) -> tuple[T, ModuleType, CodeType]:
     """Start, and find what is to be ``__main__`` and its code; set `sys.argv` and path.
 
     A script is read before the start, so that a wrong name is told at once; a module is
     found after it, because that imports the packages above it.
     """
-    comm, target = guard.comm, request.target
+    comm = guard.comm
     if target.kind == "script":
         main, code = all_or_none(
             comm, lambda: read_script(target.name), "read the script"
         )
-        world = _prepare(guard, request, environ)
+        started = start()
         path = Path(target.name).resolve()
         _set_path(str(path if main.__spec__ else path.parent))
         sys.argv[:] = [target.name, *target.args]
-        return world, main, code
-    world = _prepare(guard, request, environ)
+        return started, main, code
+    started = start()
     _set_path(os.getcwd())
     sys.argv[:] = ["-m", *target.args]  # as Python has it while it looks for one
     with guard.stage("find the module"):
@@ -97,7 +108,7 @@ def _load(
             comm, lambda: find_module(target.name), "find the module"
         )
     sys.argv[0] = str(main.__file__)
-    return world, main, code
+    return started, main, code
 
 
 def _leave_at_exit(guard: ExitGuard, rank_itself: int) -> None:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 
-def _boot_id() -> str:
+def boot_id() -> str:
     """Return what tells this machine, since it started, from all others."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text()
@@ -44,7 +44,7 @@ def discover_world(comm: MPI.Intracomm, on_node: MPI.Intracomm) -> World:
 
     `on_node` is of `node_comm`.
     """
-    machines = on_node.gather((comm.rank, socket.gethostname(), _boot_id()))
+    machines = on_node.gather((comm.rank, socket.gethostname(), boot_id()))
     groups = hosts_of_group(machines or ())
     found = merge_on_rank_zero(comm, groups, merge_lists)
     nodes = on_rank_zero(comm, lambda: nodes_of(found or {}), "find the nodes")
@@ -57,8 +57,8 @@ def hosts_of_group(machines: Sequence[tuple[int, str, str]]) -> dict[str, list[G
     Containers of a machine may have a name each: theirs is that of the first rank.
     """
     ranks: dict[str, list[int]] = {}
-    for rank, hostname, boot_id in machines:
-        is_first_machine = boot_id == machines[0][2]
+    for rank, hostname, boot in machines:
+        is_first_machine = boot == machines[0][2]
         ranks.setdefault(machines[0][1] if is_first_machine else hostname, []).append(
             rank
         )

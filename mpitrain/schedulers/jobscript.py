@@ -79,6 +79,8 @@ class JobscriptConfig:
     """Maximum number of jobs, one after another, until the training is finished."""
     spare_nodes: int = 0
     """Nodes in addition to --nodes, to replace failing ones (with --jobs)."""
+    stage: bool = False
+    """Copy Python and torch to each node at the start (`stage`)."""
     mail: str | None = None
     """Address to which the scheduler writes when the job ends or fails."""
     line: UseAppendAction[tuple[str, ...]] = ()
@@ -225,7 +227,8 @@ def text_of(
         else f"from the folder that holds {venv}",
         "venv": ("" if venv.is_absolute() else "$PWD/") + shlex.quote(str(venv)),
         "is_training": command in ("train", "sweep"),
-        "command": "" if command == "train" else f" {command}",
+        "command": " stage -- python -m mpitrain" * config.stage
+        + ("" if command == "train" else f" {command}"),
         "words": "".join(" " + shlex.quote(word) for word in words),
     }
     return templates.get_template(f"{config.scheduler}.sh").render(values)

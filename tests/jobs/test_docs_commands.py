@@ -41,6 +41,7 @@ CORES = "wants 16 cores"
 CLUSTER = "stands for a job's own mpirun"
 CONTAINERS = "wants Apptainer and an image; tests/cluster has containers"
 EARLIER = "reads what the command before it writes; test_launchers.py does"
+STAGES = "copies the whole environment; test_stage.py has a small one"
 FOREIGN = "another project's command line, as people have it"
 
 NOT_RUN = {
@@ -64,6 +65,12 @@ NOT_RUN = {
     " -mca pml ob1 -mca btl ^openib python main.py --ddp": FOREIGN,
     'python benchmarks/scaling.py --ranks 4 8 16 --mpirun "mpirun ${options[*]}" --'
     " --model resnet50": CLUSTER,
+    "mpirun -np 4 --oversubscribe python -m mpitrain stage"
+    " -- python -m mpitrain --epochs 10": STAGES,
+    "mpirun -np 4 --oversubscribe python -m mpitrain stage --to /tmp"
+    " -- python train.py": STAGES,
+    "mpirun -np 4 --oversubscribe python -m mpitrain stage"
+    " -- python -m mpitrain run train.py": STAGES,
     "mpirun -np 8 apptainer exec --nv mpitrain.sif python -m mpitrain": CONTAINERS,
     "python -m mpitrain jobscript --site ./mine.yaml --account A": EARLIER,
     "python -m mpitrain fetch mnist cifar100 --data-dir /scratch/me/data": INTERNET,

@@ -72,7 +72,7 @@ def test_host_names_that_contradict_shared_memory_are_refused(
     comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(topology.socket, "gethostname", lambda: f"host{comm.rank % 2}")
-    monkeypatch.setattr(topology, "_boot_id", lambda: f"boot{comm.rank % 2}")
+    monkeypatch.setattr(topology, "boot_id", lambda: f"boot{comm.rank % 2}")
     if comm.size == 1:
         assert discover_world(comm, node_comm(comm)).num_nodes == 1
         return

@@ -60,9 +60,9 @@ def commands_of(page: Path) -> list[str]:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_flags_of_mpitrain_are_real(page: Path) -> None:
     for command in commands_of(page):
-        # What jobscript puts into the script stands after --, or an mpirun.
+        # What jobscript puts into the script stands after --, or another command.
         first, *rest = command.split(" -- ")
-        is_mpirun = bool({"hostfile", "supervise"} & set(first.split()))
+        is_mpirun = bool({"hostfile", "supervise", "stage"} & set(first.split()))
         for part in [first] if is_mpirun else [first, *rest]:
             words = part.split()
             named = words[0] if words and words[0][0].isalpha() else "train"

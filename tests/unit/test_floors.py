@@ -21,6 +21,7 @@ FLOORS = (
     {"record"},
     {"train"},
     {"data", "models"},
+    {"stage"},
     {"launch"},
     {"schedulers"},
     {"backend"},
@@ -32,7 +33,7 @@ FLOORS = (
 )
 """From the roof down; a module may import from its own floor and from those below."""
 
-MPI_USERS = {"mpi", "launch", "backend"}
+MPI_USERS = {"mpi", "launch", "stage", "backend"}
 
 
 def room(path: Path) -> str:
@@ -134,6 +135,7 @@ def test_files_can_be_read_at_a_sitting(path: Path) -> None:
                 ["--help-all"],
                 ["check", "--help"],
                 ["check"],
+                ["stage", "--help"],
                 ["hostfile", "--help"],
                 ["hostfile", "--from", "hostfiles/pbs"],
                 ["jobscript", "--help"],

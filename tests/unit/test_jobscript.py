@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import pytest
 
-from mpitrain.cli import main
+from mpitrain.cli import _folder_of, main
 from mpitrain.errors import UsageError
 from mpitrain.schedulers.jobscript import JobscriptConfig, text_of
 
@@ -457,3 +457,20 @@ def run_script(
         capture_output=True,
         text=True,
     )
+
+
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+@pytest.mark.parametrize("jobs", ["1", "5"])
+def test_the_training_can_start_from_a_staged_environment(
+    capsys: pytest.CaptureFixture[str], scheduler: str, jobs: str
+) -> None:
+    words = ["jobscript", scheduler, "--jobs", jobs, "--stage", "--", "--epochs", "3"]
+    assert main(words) == 0
+    text = capsys.readouterr().out
+    assert "python -m mpitrain stage -- python -m mpitrain --" in text
+    assert subprocess.run(["bash", "-n"], input=text, text=True).returncode == 0
+
+
+def test_a_chain_knows_the_run_folder_of_a_staged_training() -> None:
+    words = ["stage", "--", "python", "-m", "mpitrain", "--name", "mine"]
+    assert _folder_of(words) == Path("runs/mine")

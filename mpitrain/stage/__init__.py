@@ -1,0 +1,1 @@
+"""`stage`: rank zero reads the environment, and MPI carries it to every node."""

@@ -1,0 +1,153 @@
+"""What belongs to an environment, and how its paths become those of a copy."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import site
+import sys
+from collections.abc import Iterable, Mapping, MutableMapping
+from pathlib import Path
+from typing import NamedTuple
+
+# Compiler caches of torch, which are staged where they are.
+CACHES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
+_NOT_MOVED = ("PWD", "OLDPWD")
+_MAX_TEXT_BYTES = 1 << 20
+# Files of a copy that name its own folder: below `<number>/<name of the root>/`.
+_NAMES_ITSELF = re.compile(
+    r"\d+/[^/]+/(pyvenv\.cfg|bin/[^/]+|lib\d*/[^/]+/(site|dist)-packages/[^/]+\.pth)"
+)
+
+
+class Root(NamedTuple):
+    """A file or folder that is staged with all that is below."""
+
+    path: str
+    real_path: str  # without symbolic links
+
+
+def environment_roots() -> list[Root]:
+    """Return the prefixes of this Python, without those of the node's own system."""
+    found = (sys.prefix, sys.base_prefix)
+    return roots_of(it for it in found if not _is_of_system(it))
+
+
+def cache_folders(environ: Mapping[str, str]) -> list[str]:
+    """Return the folders of compiler caches that exist."""
+    return [environ[it] for it in CACHES if os.path.isdir(environ.get(it, ""))]  # noqa: PTH112
+
+
+def roots_of(paths: Iterable[str]) -> list[Root]:
+    """Return roots, each once."""
+    found = [Root(os.path.abspath(it), os.path.realpath(it)) for it in paths]  # noqa: PTH100
+    return list({root.real_path: root for root in reversed(found)}.values())[::-1]
+
+
+def _is_of_system(prefix: str) -> bool:
+    return prefix in ("/", "/usr") or prefix.startswith("/usr/")
+
+
+class Relocation:
+    """Replaces paths of roots by those of their copies.
+
+    >>> move = Relocation([("/opt/env", "/tmp/copy/0/env")])
+    >>> move("/opt/env/bin"), move("/opt/environment")
+    ('/tmp/copy/0/env/bin', '/opt/environment')
+    >>> move.word("--data-dir=/opt/env/data"), move.word("x/opt/env")
+    ('--data-dir=/tmp/copy/0/env/data', 'x/opt/env')
+    """
+
+    def __init__(self, pairs: Iterable[tuple[str, str]]) -> None:
+        self.pairs = sorted(pairs, key=lambda pair: -len(pair[0]))  # inner roots first
+        self._new = dict(reversed(self.pairs))
+        old = "|".join(re.escape(path) for path, _ in self.pairs) or "(?!)"
+        self._pattern = re.compile(rf"(?<![^\s\"'=:!])({old})(?=[/\s\"':]|$)")
+
+    def __call__(self, path: str) -> str:
+        """Return the path in a copy; `path` itself if it is in none."""
+        for old, new in self.pairs:
+            if path == old or path.startswith(f"{old}/"):
+                return new + path[len(old) :]
+        return path
+
+    def word(self, word: str) -> str:
+        """Return a word of a command, ``PATH`` or ``--flag=PATH``, with paths moved."""
+        flag, equals, value = word.partition("=")
+        if equals and flag.startswith("-"):
+            return flag + equals + self(value)
+        return self(word)
+
+    def text(self, text: str) -> str:
+        """Return a text in which the paths are replaced."""
+        return self._pattern.sub(lambda found: self._new[found[1]], text)
+
+    def variable(self, value: str) -> str:
+        """Return the value of a variable, such as of ``PATH``."""
+        return ":".join(map(self, value.split(":")))
+
+
+def rewritten(path: str, content: bytes, move: Relocation) -> bytes:
+    """Return what a file of a copy shall contain.
+
+    In ``pyvenv.cfg``, in the first lines of scripts in ``bin`` and in ``.pth`` files,
+    paths of roots are replaced. Other files, and what is no text, stay as they are.
+    """
+    try:
+        if path.endswith((".cfg", ".pth")):
+            lines = content.decode().splitlines(keepends=True)
+            if path.endswith(".pth"):
+                moved = [move.text(it) if it.startswith("/") else it for it in lines]
+            else:
+                moved = list(map(move.text, lines))
+            return "".join(moved).encode()
+        if content.startswith(b"#!"):  # pip writes two lines where the path is long
+            *head, rest = content.split(b"\n", 2)
+            first = move.text(b"\n".join(head).decode())
+            return b"\n".join([first.encode(), rest]) if head else content
+    except UnicodeDecodeError:
+        pass
+    return content
+
+
+def names_itself(path: str, size: int) -> bool:
+    """Whether a file, by its path in a copy, may contain the path of its folder."""
+    return size <= _MAX_TEXT_BYTES and bool(_NAMES_ITSELF.fullmatch(path))
+
+
+def activate(move: Relocation, environ: MutableMapping[str, str]) -> None:
+    """Let this process, and those that it starts, use the copies from now on.
+
+    What is imported stays; what is imported later comes from a copy.
+    """
+    for name in ("prefix", "exec_prefix", "base_prefix", "base_exec_prefix"):
+        setattr(sys, name, move(getattr(sys, name)))
+    for name in ("executable", "_base_executable"):
+        setattr(sys, name, move(getattr(sys, name)))
+    sys.path[:] = map(move, sys.path)
+    site.PREFIXES[:] = map(move, site.PREFIXES)
+    for module in list(sys.modules.values()):
+        found = getattr(module, "__dict__", {})  # some import when asked for more
+        locations = getattr(found.get("__spec__"), "submodule_search_locations", None)
+        both = (found.get("__path__"), locations)
+        for paths in {id(it): it for it in both}.values():  # they may be one list
+            if isinstance(paths, list):
+                paths[:] = map(move, paths)
+    sys.path_importer_cache.clear()
+    importlib.invalidate_caches()
+    if "multiprocessing.spawn" in sys.modules:
+        sys.modules["multiprocessing.spawn"].set_executable(sys.executable)
+    for name, value in list(environ.items()):
+        moved = move.variable(value)
+        if moved != value and name not in _NOT_MOVED:
+            environ[name] = moved
+
+
+def pairs_of(roots: Iterable[Root], folder: str) -> list[tuple[str, str]]:
+    """Return old and new paths of roots whose copies are in `folder`."""
+    pairs: dict[str, str] = {}
+    for number, root in enumerate(roots):
+        new = f"{folder}/{number}/{Path(root.path).name}"
+        pairs |= {root.real_path: new, root.path: new}
+    return list(pairs.items())

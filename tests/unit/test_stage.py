@@ -1,0 +1,372 @@
+"""The parts of `stage` without MPI: index, pack, copies, paths, the command line."""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+import subprocess
+import sys
+import zlib
+from pathlib import Path
+
+import pytest
+
+from mpitrain.errors import DataError, UsageError
+from mpitrain.stage.command import read_command, read_words
+from mpitrain.stage.copies import NodeCopy
+from mpitrain.stage.environment import Relocation, activate, pairs_of, roots_of
+from mpitrain.stage.pack import HEAD, PIECE_BYTES, Entry, Index, Source, walk
+from mpitrain.stage.stage import StageRequest
+
+
+@pytest.fixture
+def env(tmp_path: Path) -> Path:
+    """A folder as a virtual environment is, with odd files."""
+    root = tmp_path / "env"
+    packages = root / "lib/python3.11/site-packages"
+    packages.mkdir(parents=True)
+    (root / "bin").mkdir()
+    (root / "bin/tool").write_text(f"#!{root}/bin/python\nimport sys\n")
+    (root / "bin/tool").chmod(0o755)
+    long = f"#!/bin/sh\n'''exec' \"{root}/bin/python\" \"$0\"\n' '''\n{root}\n"
+    (root / "bin/long").write_text(long)
+    (root / "bin/data").write_bytes(b"#!\xff\xfe" + os.fsencode(root))
+    (root / "bin/python").symlink_to(sys.executable)
+    (root / "bin/here").symlink_to(root / "bin/tool")
+    (root / "bin/python3").symlink_to("python")
+    (root / "out").symlink_to("../else")
+    (root / "lib64").symlink_to("lib")
+    (root / "pyvenv.cfg").write_text(f"home = {root}/bin\nversion = 3\n")
+    (packages / "a.pth").write_text(f"{packages}/inner\nimport os # {root}\n/usr/x\n")
+    (packages / "model.py").write_text(f"HERE = '{root}'\n")
+    (packages / "empty").touch()
+    (packages / "ünï \n name\udcff").write_bytes(b"odd")
+    (packages / "/".join(["f" * 200] * 12)).mkdir(parents=True)
+    (packages / "/".join(["f" * 200] * 12) / "deep").write_bytes(b"deep")
+    (packages / "large").write_bytes(os.urandom(3 * PIECE_BYTES + 17))
+    (packages / "secret").write_bytes(b"x")
+    (packages / "secret").chmod(0o400)
+    os.mkfifo(root / "pipe")
+    with socket.socket(socket.AF_UNIX) as made:
+        made.bind(str(root / "s"))
+    for number, path in enumerate(sorted(packages.iterdir())):
+        os.utime(path, ns=(1, 1_600_000_000_123_456_789 + number))
+    return root
+
+
+def copied(
+    root: Path, to: Path, pack: Path | None = None
+) -> tuple[NodeCopy, Source, Path]:
+    """Stage in this process, without MPI."""
+    to.mkdir(exist_ok=True)
+    index = Index.decode(walk(roots_of([str(root)]), pack).encode())
+    copy, source = NodeCopy(index, str(to)), Source(index, pack)
+    if not copy.prepare():
+        for number in range(index.num_pieces):
+            copy.write(number, source.read(number))
+        source.close()
+        move = Relocation(pairs_of(index.roots, copy.path))
+        copy.finish(move, rewrites=True)
+    return copy, source, Path(copy.path, "0", root.name)
+
+
+def test_a_copy_has_all_that_the_folder_has(env: Path, tmp_path: Path) -> None:
+    copy, _, there = copied(env, tmp_path / "to")
+    assert copy.error == ""
+    rewritten = {"pyvenv.cfg", "a.pth", "tool", "long"}
+    names = {os.path.relpath(p, env) for p in walked(env)} - {"pipe", "s"}
+    assert names == {os.path.relpath(p, there) for p in walked(there)}
+    for name in names:
+        old, new = os.lstat(env / name), os.lstat(there / name)
+        assert stat.S_IFMT(old.st_mode) == stat.S_IFMT(new.st_mode), name
+        if stat.S_ISREG(old.st_mode):
+            assert stat.S_IMODE(old.st_mode) == stat.S_IMODE(new.st_mode), name
+            assert old.st_mtime_ns == new.st_mtime_ns, name
+            same = (env / name).read_bytes() == (there / name).read_bytes()
+            assert same == (Path(name).name not in rewritten), name
+
+
+def walked(root: Path) -> list[str]:
+    return [
+        f"{folder}/{name}"
+        for folder, folders, files in os.walk(root)
+        for name in [*folders, *files]
+    ]
+
+
+def test_what_names_its_own_folder_is_rewritten(env: Path, tmp_path: Path) -> None:
+    _, _, there = copied(env, tmp_path / "to")
+    packages = there / "lib/python3.11/site-packages"
+    assert (there / "pyvenv.cfg").read_text() == f"home = {there}/bin\nversion = 3\n"
+    assert (there / "bin/tool").read_text().startswith(f"#!{there}/bin/python\n")
+    assert f'"{there}/bin/python"' in (there / "bin/long").read_text()
+    assert (there / "bin/long").read_text().endswith(f"\n{env}\n")
+    assert (packages / "a.pth").read_text() == (
+        f"{packages}/inner\nimport os # {env}\n/usr/x\n"
+    )
+    links = {name: str((there / name).readlink()) for name in ("lib64", "out")}
+    assert links == {"lib64": "lib", "out": str(env.parent / "else")}
+    assert str((there / "bin/here").readlink()) == f"{there}/bin/tool"
+    assert str((there / "bin/python3").readlink()) == "python"
+    assert str((there / "bin/python").readlink()) == sys.executable
+
+
+def test_a_complete_copy_is_taken_again_and_a_damaged_one_is_not(
+    env: Path, tmp_path: Path
+) -> None:
+    """In processes of their own: this one holds what it has used."""
+    code = (
+        "import sys; sys.path[:0] = sys.argv[1:2]; from pathlib import Path; "
+        "import test_stage as t; "
+        "copy, source, there = t.copied(Path(sys.argv[2]), Path(sys.argv[3])); "
+        "print(copy.error, copy.path, len(copy._left) and not any(copy._left))"
+    )
+
+    def stage() -> list[str]:
+        words = [sys.executable, "-c", code, str(Path(__file__).parent)]
+        words += [str(env), str(tmp_path / "to")]
+        done = subprocess.run(words, capture_output=True, text=True, check=True)
+        return done.stdout.split()
+
+    path, was_written = stage()
+    assert was_written == "True"
+    assert stage() == [path, "False"]
+    Path(path, ".lock").unlink()
+    assert stage() == [path, "False"]
+    model = Path(path, "0/env/lib/python3.11/site-packages/model.py")
+    model.unlink()
+    assert stage() == [path, "True"]
+    model.write_text("")
+    assert stage() == [path, "True"]
+    # A changed source is another copy, and the old one is removed.
+    (env / "lib/python3.11/site-packages/model.py").touch()
+    changed, was_written = stage()
+    assert (changed != path, was_written) == (True, "True")
+    assert [str(it) for it in Path(changed).parent.glob("*/")] == [changed]
+
+
+def test_the_index_tells_every_change(env: Path) -> None:
+    def digest() -> bytes:
+        return walk(roots_of([str(env)])).digest
+
+    model = env / "lib/python3.11/site-packages/model.py"
+    found = [digest()]
+    assert digest() == found[0]
+    for change in (
+        lambda: model.write_text("longer than before"),
+        lambda: os.utime(model, ns=(1, 1)),
+        lambda: model.chmod(0o600),
+        model.unlink,
+        lambda: model.symlink_to("empty"),
+        lambda: model.with_name("new").touch(),
+    ):
+        change()
+        found.append(digest())
+    assert len(set(found)) == len(found)
+
+
+def test_folders_of_other_environments_and_packs_are_left_out(env: Path) -> None:
+    for name in ("conda-meta", "pkgs", "envs"):
+        (env / name).mkdir()
+        (env / name / "file").touch()
+    pack = env / ".mpitrain-stage.pack"
+    (env / f"tmp/mpitrain-stage-{os.getuid()}/0").mkdir(parents=True)
+    for name in ("", ".host.1"):
+        Path(f"{pack}{name}").touch()
+    inner = env / "lib/python3.11/site-packages"
+    paths = {it.path for it in walk(roots_of([str(env), str(inner)]), pack).entries}
+    assert "0/env/conda-meta/file" in paths
+    assert "0/env/lib/python3.11" in paths
+    assert "1/site-packages/model.py" in paths
+    assert not [
+        it
+        for it in paths
+        if "/mpitrain-stage" in it or "pkgs" in it or "envs" in it or "pack" in it[8:20]
+    ]
+    assert "0/env/lib/python3.11/site-packages" not in paths
+
+
+@pytest.mark.parametrize("path", ["../x", "/etc/x", "0/../../x", "0//x", "0/./x", ""])
+def test_names_outside_of_the_copy_are_refused(path: str) -> None:
+    index = Index((), [Entry(path, stat.S_IFREG | 0o600, 1)])
+    with pytest.raises(DataError, match="outside of the copy"):
+        Index.decode(index.encode())
+
+
+# --- the pack -------------------------------------------------------------------------
+
+
+def test_the_next_job_reads_the_pack(env: Path, tmp_path: Path) -> None:
+    pack = env / ".mpitrain-stage.pack"
+    _, source, there = copied(env, tmp_path / "a", pack)
+    assert (source.reads_pack, source.warnings) == (False, [])
+    assert [it.name for it in env.glob(".mpi*")] == [pack.name]
+    _, source, other = copied(env, tmp_path / "b", pack)
+    assert source.reads_pack
+    name = "lib/python3.11/site-packages/large"
+    assert (other / name).read_bytes() == (there / name).read_bytes()
+
+
+def test_a_damaged_pack_is_noticed_and_the_files_are_read(
+    env: Path, tmp_path: Path
+) -> None:
+    pack = env / ".mpitrain-stage.pack"
+    _, _, there = copied(env, tmp_path / "a", pack)
+    with pack.open("r+b") as file:
+        file.seek(2 * PIECE_BYTES)
+        file.write(b"other bytes")
+    copy, source, other = copied(env, tmp_path / "b", pack)
+    assert copy.error == ""
+    assert source.warnings == [f"{pack} was damaged and is removed"]
+    assert not pack.exists()
+    name = "lib/python3.11/site-packages/large"
+    assert (other / name).read_bytes() == (there / name).read_bytes()
+
+
+@pytest.mark.parametrize("size", [0, 10, 100_000])
+def test_a_pack_that_is_cut_or_of_another_state_is_not_read(
+    env: Path, tmp_path: Path, size: int
+) -> None:
+    pack = tmp_path / "pack"
+    copied(env, tmp_path / "a", pack)
+    os.truncate(pack, size)
+    _, source, _ = copied(env, tmp_path / "b", pack)
+    assert not source.reads_pack
+    (env / "new").touch()
+    _, source, _ = copied(env, tmp_path / "c", pack)
+    assert not source.reads_pack
+
+
+def test_a_pack_that_cannot_be_written_is_a_warning(env: Path, tmp_path: Path) -> None:
+    copy, source, _ = copied(env, tmp_path / "a", tmp_path / "nowhere/pack")
+    assert copy.error == ""
+    (warning,) = source.warnings
+    assert "was not written (No such file or directory)" in warning
+
+
+def test_packs_of_dead_writers_are_removed(env: Path, tmp_path: Path) -> None:
+    host = socket.gethostname()
+    dead, old, alive = (
+        tmp_path / f"pack.{owner}"
+        for owner in (f"{host}.999999999", "other.1", "other.2")
+    )
+    for path in (dead, old, alive):
+        path.touch()
+    os.utime(old, (1, 1))
+    copied(env, tmp_path / "a", tmp_path / "pack")
+    assert (dead.exists(), old.exists(), alive.exists()) == (False, False, True)
+
+
+def test_a_file_that_changes_meanwhile_is_an_error(env: Path, tmp_path: Path) -> None:
+    index = walk(roots_of([str(env)]))
+    name = env / "lib/python3.11/site-packages/large"
+    name.write_bytes(b"short")
+    source = Source(index, tmp_path / "pack")
+    pieces = [source.read(number) for number in range(index.num_pieces)]
+    source.close()
+    assert source.error == f"{name}: it has just been changed"
+    assert not (tmp_path / "pack").exists()
+    assert pieces[-1] == bytes(HEAD.size)
+    (tmp_path / "to").mkdir()
+    copy = NodeCopy(index, str(tmp_path / "to"))
+    assert not copy.prepare()
+    for number, piece in enumerate(pieces):
+        copy.write(number, piece)
+    copy.finish(Relocation([]), rewrites=True)
+    assert copy.error == "rank zero could not read all files"
+    assert [it.name for it in Path(copy.path).parent.iterdir()] == [".lock"]
+
+
+def test_wrong_bytes_are_noticed(env: Path, tmp_path: Path) -> None:
+    index = walk(roots_of([str(env)]))
+    (tmp_path / "to").mkdir()
+    copy, source = NodeCopy(index, str(tmp_path / "to")), Source(index, None)
+    copy.prepare()
+    piece = source.read(0)
+    piece[-1] ^= 1
+    copy.write(0, piece)
+    assert copy.error == "received wrong bytes (CRC32)"
+    assert zlib.crc32(piece[HEAD.size :]) != HEAD.unpack_from(piece)[0]
+
+
+def test_a_folder_of_others_is_not_used(env: Path, tmp_path: Path) -> None:
+    folder = tmp_path / f"to/mpitrain-stage-{os.getuid()}"
+    folder.mkdir(parents=True, mode=0o755)
+    copy, _, _ = copied(env, tmp_path / "to")
+    assert copy.error == f"{folder} is not a folder of this user alone"
+    folder.rmdir()
+    folder.symlink_to(tmp_path)
+    copy, _, _ = copied(env, tmp_path / "to")
+    assert copy.error == f"{folder} is not a folder of this user alone"
+
+
+# --- paths ----------------------------------------------------------------------------
+
+
+def test_variables_and_imports_lead_to_the_copy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("prefix", "exec_prefix", "base_prefix", "base_exec_prefix"):
+        monkeypatch.setattr(sys, name, "/opt/env")
+    monkeypatch.setattr(sys, "executable", "/opt/env/bin/python")
+    monkeypatch.setattr(sys, "_base_executable", "/usr/bin/python")
+    monkeypatch.setattr(sys, "path", ["/opt/env/lib", "/opt/environment", ""])
+    environ = {
+        "PATH": "/opt/env/bin:/usr/bin:/opt/environment/bin",
+        "VIRTUAL_ENV": "/opt/env",
+        "PWD": "/opt/env",
+        "HF_HOME": "/data/hf/hub",
+        "WORD": "x/opt/env",
+    }
+    move = Relocation(
+        [("/opt/env", "/tmp/c/0/env"), ("/data", "/no"), ("/data/hf", "/tmp/d/0/hf")]
+    )
+    activate(move, environ)
+    assert environ == {
+        "PATH": "/tmp/c/0/env/bin:/usr/bin:/opt/environment/bin",
+        "VIRTUAL_ENV": "/tmp/c/0/env",
+        "PWD": "/opt/env",
+        "HF_HOME": "/tmp/d/0/hf/hub",
+        "WORD": "x/opt/env",
+    }
+    assert sys.path == ["/tmp/c/0/env/lib", "/opt/environment", ""]
+    assert (sys.prefix, sys._base_executable) == ("/tmp/c/0/env", "/usr/bin/python")
+
+
+# --- the command line -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["sh", "train.sh"], "found 'sh' after --"),
+        ([], "found '' after --"),
+        (["python"], "found nothing after python"),
+        (["python", "-m"], "found nothing after python"),
+        (["python", "-c", "1"], "found '-c' after python"),
+        (["python", "-X", "dev", "x.py"], "-X"),
+        (["python", "nowhere.py"], "there is no script 'nowhere.py'"),
+        (["/other/bin/python", "x.py"], "the command runs in this process"),
+    ],
+)
+def test_a_command_that_cannot_run_is_refused(words: list[str], expected: str) -> None:
+    with pytest.raises(UsageError) as raised:
+        read_command(words)
+    assert expected in str(raised.value)
+
+
+def test_flags_and_command_are_read(tmp_path: Path) -> None:
+    (tmp_path / "train.py").touch()
+    script = str(tmp_path / "train.py")
+    flags = ["--to", "$TMPDIR", "--data", script, "--data", str(tmp_path)]
+    found = read_words(flags, [sys.executable, "-u", script, "--lr", "1"])
+    assert found == StageRequest(
+        to="$TMPDIR",
+        data=(script, str(tmp_path)),
+        pack=Path(sys.prefix, ".mpitrain-stage.pack"),
+        target=read_command(["python", script, "--lr", "1"]),
+        is_unbuffered=True,
+    )
+    with pytest.raises(UsageError, match="--data nowhere: expected a file"):
+        read_words(["--data", "nowhere"], ["python", script])
