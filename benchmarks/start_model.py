@@ -37,7 +37,8 @@ from mpitrain.watchdog.links import CoordinatorServer
 
 HOP_SECONDS = 10e-6  # one message of mpi4py with a pickle, between two nodes
 BYTES_PER_SECOND = 1e9
-CLIENTS = 400  # of each server
+CLIENTS = 400  # of the watchdog's server
+STORE_CLIENTS = 20  # of one process: its 26th waits 5 s (torch 2.14)
 
 
 STAGES = (
@@ -262,7 +263,7 @@ def watchdog_seconds() -> float:
     return each
 
 
-STORE_CLIENTS = """
+STORE_PROGRAM = """
 import sys, time
 from datetime import timedelta
 from torch.distributed import TCPStore
@@ -279,7 +280,7 @@ def store_seconds() -> float:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     server = TCPStore("127.0.0.1", 0, 1, is_master=True, wait_for_workers=False)
-    words = [sys.executable, "-c", STORE_CLIENTS, str(server.port), str(CLIENTS)]
+    words = [sys.executable, "-c", STORE_PROGRAM, str(server.port), str(STORE_CLIENTS)]
     return float(subprocess.run(words, capture_output=True, check=True).stdout)
 
 
