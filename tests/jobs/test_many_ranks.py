@@ -1,4 +1,4 @@
-"""Sixty-four ranks on one machine: light ones, without torch."""
+"""A hundred and twenty-eight ranks on one machine: light ones, without torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from launcher import Mpi, mpirun
 
-NUM_RANKS = 64
+NUM_RANKS = 128
 
 SCRIPT = """
 import json, os, sys, time
@@ -35,7 +35,7 @@ with abort_on_error(start_timeout_seconds=60) as guard:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mpi", ["openmpi-5", "mpich"], indirect=True)
-def test_sixty_four_ranks_meet_and_the_late_one_is_named(
+def test_many_ranks_meet_and_the_late_one_is_named(
     mpi: Mpi, tmp_path: Path
 ) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
@@ -45,7 +45,7 @@ def test_sixty_four_ranks_meet_and_the_late_one_is_named(
     assert line.startswith(f"[rank 41/{NUM_RANKS} ")
     said = done.out + done.err
     assert "start: a late rank" in said.partition("did not arrive:")[2]
-    assert "ranks 0-40,42-63 " in said.partition("waiting for them:")[2]
+    assert "ranks 0-40,42-127 " in said.partition("waiting for them:")[2]
     stages = json.loads((tmp_path / "stages.json").read_text())
     print({name: round(seconds, 3) for name, seconds in stages.items()})
     names = ["starting MPI", "who is where", "network", "watchdog", "threads"]
@@ -53,7 +53,7 @@ def test_sixty_four_ranks_meet_and_the_late_one_is_named(
 
 
 @pytest.mark.slow
-def test_sixty_four_ranks_end_well(openmpi: Mpi, tmp_path: Path) -> None:
+def test_many_ranks_end_well(openmpi: Mpi, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     done = mpirun(openmpi, NUM_RANKS, "script.py", "in time", cwd=tmp_path)
     assert done.status == 0, done.err
