@@ -35,9 +35,7 @@ with abort_on_error(start_timeout_seconds=60) as guard:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mpi", ["openmpi-5", "mpich"], indirect=True)
-def test_many_ranks_meet_and_the_late_one_is_named(
-    mpi: Mpi, tmp_path: Path
-) -> None:
+def test_many_ranks_meet_and_the_late_one_is_named(mpi: Mpi, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     done = mpirun(mpi, NUM_RANKS, "script.py", "late", cwd=tmp_path)
     assert done.status == 76, done.err
