@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import nn
 
 import mpitrain
-from mpitrain.mpi.library import mpi_library_version
+from mpitrain.mpi.implementation import mpi_library_version
 from mpitrain.mpi.world import World
 
 SIZES = {

@@ -293,7 +293,7 @@ def main() -> None:
     asked = parser.parse_args()
     import torch.distributed  # noqa: F401 - its import is not part of a stage
 
-    from mpitrain.mpi.library import start_mpi
+    from mpitrain.mpi.implementation import start_mpi
 
     start_mpi()
     logging.getLogger("mpitrain").setLevel(logging.ERROR)

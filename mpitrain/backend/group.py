@@ -21,7 +21,7 @@ from mpitrain.backend.shared_buffer import create_shared_buffer
 from mpitrain.backend.tensors import flatten
 from mpitrain.errors import TopologyError
 from mpitrain.mpi.collectives import NUM_TAGS, world_comm
-from mpitrain.mpi.library import has_thread_multiple
+from mpitrain.mpi.implementation import has_thread_multiple
 from mpitrain.torch_compat import Store
 
 logger = logging.getLogger("mpitrain")

@@ -22,7 +22,7 @@ from mpitrain.mpi.collectives import (
     merge_on_rank_zero,
     on_rank_zero,
 )
-from mpitrain.mpi.library import mpi_library_version
+from mpitrain.mpi.implementation import mpi_library_version
 from mpitrain.mpi.world import Node, World, format_ranges, list_hosts
 
 if TYPE_CHECKING:

@@ -41,8 +41,8 @@ from mpitrain.launch.process_exit import (
     is_consequence,
 )
 from mpitrain.mpi.collectives import barrier
+from mpitrain.mpi.implementation import start_mpi
 from mpitrain.mpi.launchers import ON_ONE_NODE
-from mpitrain.mpi.library import start_mpi
 from mpitrain.mpi.world import World, rank_label
 from mpitrain.watchdog.client import WatchdogClient
 from mpitrain.watchdog.coordinator import HANG_STATUS

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 import os
-import stat
 import tempfile
 from collections import Counter
 from collections.abc import Mapping, MutableMapping, Sequence
@@ -21,13 +20,14 @@ from typing import TYPE_CHECKING
 from mpitrain.config import Backend, LaunchConfig
 from mpitrain.errors import TopologyError
 from mpitrain.launch import pci
+from mpitrain.launch.private_folder import make_private_folder
 from mpitrain.mpi.collectives import (
     all_or_none,
     merge_lists,
     merge_on_rank_zero,
     on_rank_zero,
 )
-from mpitrain.mpi.library import has_thread_multiple
+from mpitrain.mpi.implementation import has_thread_multiple
 from mpitrain.mpi.world import Node, World, format_ranges, list_hosts
 
 if TYPE_CHECKING:
@@ -403,17 +403,9 @@ def cache_variables(hostname: str) -> dict[str, str]:
     """
     folder = Path(tempfile.gettempdir(), f"mpitrain-{os.getuid()}-{hostname}")
     try:
-        folder.mkdir(mode=0o700, exist_ok=True)
-        status, above = folder.lstat(), folder.parent.stat()
+        make_private_folder(folder)
     except OSError as error:
         logger.info("compiled kernels are kept where they were: %s", error)
-        return {}
-    may_be_replaced = above.st_mode & 0o022 and not above.st_mode & stat.S_ISVTX
-    is_own = status.st_uid == os.getuid() and not stat.S_IMODE(status.st_mode) & 0o022
-    if may_be_replaced or not is_own:
-        logger.info(
-            "compiled kernels are not kept in %s: others may write there", folder
-        )
         return {}
     logger.info("compiled kernels are kept in %s", folder)
     return {

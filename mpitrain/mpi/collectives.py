@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, TypeVar
 
 from mpitrain.errors import MpitrainError, RemoteError
-from mpitrain.mpi.library import start_mpi
+from mpitrain.mpi.implementation import start_mpi
 from mpitrain.mpi.world import rank_label
 
 if TYPE_CHECKING:

@@ -47,12 +47,14 @@ def discover_world(comm: MPI.Intracomm, on_node: MPI.Intracomm) -> World:
     machines = on_node.gather((comm.rank, socket.gethostname(), boot_id()))
     groups = hosts_of_group(machines or ())
     found = merge_on_rank_zero(comm, groups, merge_lists)
-    nodes = on_rank_zero(comm, lambda: nodes_of(found or {}), "find the nodes")
+    # Tuples: ranks of another version of mpitrain, which is refused later, read them.
+    hosts = on_rank_zero(comm, lambda: hosts_by_rank(found or {}), "find the nodes")
+    nodes = tuple(Node(hostname=name, ranks=ranks) for name, ranks in hosts)
     return world_of(comm.rank, comm.size, nodes)
 
 
 def hosts_of_group(machines: Sequence[tuple[int, str, str]]) -> dict[str, list[Group]]:
-    """Return by host name the ranks, host names and boot ids of one node's ranks.
+    """Return the ranks by host name, of ranks that share memory: rank, name, boot id.
 
     Containers of a machine may have a name each: theirs is that of the first rank.
     """
@@ -65,8 +67,10 @@ def hosts_of_group(machines: Sequence[tuple[int, str, str]]) -> dict[str, list[G
     return {name: [(tuple(of), len(machines))] for name, of in ranks.items()}
 
 
-def nodes_of(groups: Mapping[str, Sequence[Group]]) -> tuple[Node, ...]:
-    """Return the nodes, ordered by lowest rank, of all hosts' `Group`s."""
+def hosts_by_rank(
+    groups: Mapping[str, Sequence[Group]],
+) -> list[tuple[str, tuple[int, ...]]]:
+    """Return the hosts with their ranks, ordered by lowest rank."""
     for hostname, found in groups.items():
         if len(found) > 1 or len(found[0][0]) != found[0][1]:
             ranks = sorted(rank for of, _ in found for rank in of)
@@ -79,8 +83,8 @@ def nodes_of(groups: Mapping[str, Sequence[Group]]) -> tuple[Node, ...]:
                 "containers of one machine share /dev/shm (such as docker run "
                 "--ipc=host)."
             ).on_all_ranks()
-    nodes = (Node(hostname=name, ranks=of[0][0]) for name, of in groups.items())
-    return tuple(sorted(nodes, key=lambda node: node.ranks))
+    hosts = ((name, found[0][0]) for name, found in groups.items())
+    return sorted(hosts, key=lambda host: host[1])
 
 
 def world_of(rank: int, world_size: int, nodes: tuple[Node, ...]) -> World:

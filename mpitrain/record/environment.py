@@ -12,8 +12,8 @@ from importlib import metadata
 from typing import Any
 
 from mpitrain import __version__
+from mpitrain.mpi.implementation import mpi_library_version
 from mpitrain.mpi.launchers import ON_ONE_NODE
-from mpitrain.mpi.library import mpi_library_version
 from mpitrain.mpi.world import Node, World, format_ranges
 from mpitrain.schedulers import detect
 from mpitrain.schedulers.allocation import query

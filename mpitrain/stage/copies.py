@@ -24,6 +24,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from mpitrain.launch.private_folder import make_private_folder
 from mpitrain.mpi.topology import boot_id
 from mpitrain.stage.environment import Relocation, names_itself, rewritten
 from mpitrain.stage.pack import FOLDER, HEAD, Entry, Index, write_all
@@ -67,7 +68,7 @@ class NodeCopy:
         uses, are removed.
         """
         try:
-            _make_folder(self._folder)
+            make_private_folder(Path(self._folder))
             with _folder_lock(self._folder):
                 removed = self._take_away_others()
                 is_complete = self._take_existing(removed)
@@ -264,16 +265,6 @@ def _about(path: str) -> dict[str, Any]:
     with contextlib.suppress(OSError, ValueError):
         return dict(json.loads(Path(path, _ABOUT).read_text()))
     return {}
-
-
-def _make_folder(path: str) -> None:
-    """Make the folder of all copies; who could write there could run code as us."""
-    with contextlib.suppress(FileExistsError):
-        os.mkdir(path, 0o700)  # noqa: PTH102
-    found = os.lstat(path)
-    is_ours = found.st_uid == os.getuid() and not found.st_mode & 0o077
-    if not stat.S_ISDIR(found.st_mode) or not is_ours:
-        raise OSError(0, f"{path} is not a folder of this user alone")
 
 
 @contextlib.contextmanager

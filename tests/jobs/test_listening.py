@@ -17,7 +17,7 @@ import json, sys
 from pathlib import Path
 import psutil
 import mpitrain
-from mpitrain.mpi.library import start_mpi
+from mpitrain.mpi.implementation import start_mpi
 import torch, torch.distributed as dist
 
 comm = start_mpi()

@@ -442,6 +442,7 @@ def test_so_many_nodes_try_the_addresses(num_nodes: int) -> None:
     assert len(probing) == num_nodes - 1 or 128 <= len(probing) <= 256
     gaps = {b - a for a, b in itertools.pairwise(probing)}
     assert len(gaps) <= 1  # evenly spread
+    assert len(probing) == (num_nodes - 1) // select.probing_stride(num_nodes)
 
 
 def test_a_node_that_does_not_try_finds_its_address_by_its_routes() -> None:
@@ -450,3 +451,5 @@ def test_a_node_that_does_not_try_finds_its_address_by_its_routes() -> None:
     found = select.source_for(offer, [ETH, lo], None)
     assert (found.source, found.interface) == ("127.0.0.1", lo)
     assert select.source_for(offer, [ETH, lo], "eth0").source == "10.0.0.1"
+    lost = Offer(address="fe80::1%nosuch", port=9, interface=lo)
+    assert select.source_for(lost, [ETH, lo], None) == Attempt()

@@ -16,7 +16,6 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from ipaddress import ip_address
-from itertools import repeat
 from typing import TYPE_CHECKING
 
 from mpitrain.errors import LaunchError
@@ -131,15 +130,14 @@ def find_rendezvous(
         selected_listener = listeners[index].dup() if listeners else None
     offer = offers[index]
     own = Attempt(source=offer.address, interface=offer.interface)
-    if world.node_rank > 0:
+    if is_first_on_node and world.node_rank > 0:
         own = attempts[index] if attempts else source_for(offer, interfaces, interface)
     own = on_node.bcast(own)
     reached = "one node"
     if world.num_nodes > 1:
-        num_probing = sum(map(probes, range(world.num_nodes), repeat(world.num_nodes)))
-        by = (
-            "all" if num_probing == world.num_nodes - 1 else f"{num_probing + 1} of the"
-        )
+        num_probing = (world.num_nodes - 1) // probing_stride(world.num_nodes)
+        is_by_all = num_probing == world.num_nodes - 1
+        by = "all" if is_by_all else f"{num_probing + 1} of the"
         reached = f"reached by {by} {world.num_nodes} nodes"
     return Rendezvous(
         address=offer.address,
@@ -153,7 +151,12 @@ def find_rendezvous(
 
 def probes(node_rank: int, num_nodes: int) -> bool:
     """Whether a node tries rank zero's addresses: all do, or as many, evenly spread."""
-    return node_rank > 0 and node_rank % -(-num_nodes // MAX_PROBING_NODES) == 0
+    return node_rank > 0 and node_rank % probing_stride(num_nodes) == 0
+
+
+def probing_stride(num_nodes: int) -> int:
+    """Return the distance between the nodes that try rank zero's addresses."""
+    return -(-num_nodes // MAX_PROBING_NODES)
 
 
 def without_addresses(attempt: Attempt) -> Attempt:
@@ -166,7 +169,10 @@ def without_addresses(attempt: Attempt) -> Attempt:
 def source_for(
     offer: Offer, interfaces: Sequence[Interface], name: str | None
 ) -> Attempt:
-    """Return this node's address and interface towards rank zero, by its routes."""
+    """Return this node's address and interface towards rank zero, by its routes.
+
+    Without a route both are empty; the store then says that it is not reached.
+    """
     address = next(
         (
             address
@@ -178,7 +184,10 @@ def source_for(
     )
     if not address:
         family = socket.AF_INET6 if ":" in offer.address else socket.AF_INET
-        with socket.socket(family, socket.SOCK_DGRAM) as sock:  # sends nothing
+        with (
+            contextlib.suppress(OSError),
+            socket.socket(family, socket.SOCK_DGRAM) as sock,  # sends nothing
+        ):
             sock.connect((offer.address, offer.port))
             address = sock.getsockname()[0]
     having = (found for found in interfaces if address in found.addresses)

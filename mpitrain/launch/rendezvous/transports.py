@@ -11,8 +11,8 @@ from mpitrain.errors import LaunchError
 from mpitrain.launch.rendezvous.interfaces import SYS_CLASS_NET, slingshot_names
 from mpitrain.launch.rendezvous.select import Rendezvous
 from mpitrain.mpi.collectives import barrier
+from mpitrain.mpi.implementation import mpi_library_version
 from mpitrain.mpi.launchers import interface_setting
-from mpitrain.mpi.library import mpi_library_version
 from mpitrain.mpi.world import World
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from mpitrain.launch import init
 from mpitrain.launch.init import Job
 from mpitrain.launch.rendezvous.transports import gloo_error
 from mpitrain.mpi.collectives import barrier, on_rank_zero
-from mpitrain.mpi.library import mpi_library_version
+from mpitrain.mpi.implementation import mpi_library_version
 from mpitrain.mpi.world import World
 from mpitrain.record.environment import versions
 from mpitrain.schedulers import seconds_left

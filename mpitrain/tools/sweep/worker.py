@@ -31,7 +31,7 @@ from mpitrain.mpi.collectives import (
     on_rank_zero,
     world_comm,
 )
-from mpitrain.mpi.library import has_thread_multiple
+from mpitrain.mpi.implementation import has_thread_multiple
 from mpitrain.mpi.shared_arrays import communicator
 from mpitrain.mpi.world import World, list_hosts, rank_label
 from mpitrain.record.run_dir import open_log, shown, start_logging

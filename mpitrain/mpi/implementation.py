@@ -1,4 +1,4 @@
-"""The MPI library of this process: its start, its version, its threads."""
+"""The MPI implementation of this process: its start, version and threads."""
 
 from __future__ import annotations
 
