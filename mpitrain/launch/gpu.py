@@ -1,9 +1,9 @@
 """Which GPU each rank gets, which GPUs are shared, and the backend that follows.
 
-Up to 2.29 NCCL refuses two ranks on one GPU ("Duplicate GPU detected"). Newer ones
-allow it, experimentally, behind NCCL_MULTI_RANK_GPU_ENABLE: every rank has channels of
-its own on the GPU, and where it has no room for all of them NCCL hangs
-(https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html).
+Ranks that share a GPU do without NCCL. Up to 2.29 it refuses them ("Duplicate GPU
+detected"). From 2.30 it can take them, but on an H200 an all-reduce of 1 KiB by 8 ranks
+took 130 ms, since their kernels take turns; through host memory it takes less than one
+(benchmarks/results/2026-11-26-gpu.md).
 """
 
 from __future__ import annotations
@@ -33,12 +33,6 @@ from mpitrain.mpi.world import Node, World, format_ranges, list_hosts
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-SHARED_SINCE = (2, 30, 3)  # the first version of NCCL in which ranks may share a GPU
-
-MAX_CTAS_OF_A_GPU = 32
-"""CTAs of NCCL that all ranks of a GPU have together, at most: NCCL's default for one
-rank, so that there is room for the model's kernels on small GPUs, too."""
-
 LIBRARIES = {"cuda": "nccl", "xpu": "xccl"}
 """Torch's backends for tensors on GPUs; AMD's are ``"cuda"``, too. Untried: Intel's."""
 
@@ -56,7 +50,6 @@ class VisibleGpus:
     numa_nodes_of_cores: frozenset[int] = frozenset()  # on which this rank may run
     hidden: str = ""  # GPUs of this host that torch does not see; ``""``: none
     has_nccl: bool = False  # whether torch has NCCL, AMD's RCCL or Intel's XCCL
-    sharing_error: str = ""  # why NCCL's ranks cannot share a GPU; ``""``: they can
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +61,6 @@ class NodeGpus:
     gpus: tuple[str, ...]  # a number of the GPU on this node, equal where ranks share
     hidden: str = ""  # see `VisibleGpus`
     has_nccl: bool = False  # on all ranks
-    sharing_error: str = ""  # of the first rank that has one
 
     @property
     def devices(self) -> tuple[str, ...]:
@@ -87,13 +79,7 @@ class DevicePlan:
 
     backend: str  # what to hand to ``init_process_group``
     kind: str = ""  # torch's word for the GPUs; ``""`` without
-    ranks_per_gpu: int = 1  # ranks on the GPU that has most
     warning: str = ""  # for the screen; ``""`` for none
-
-    @property
-    def shared(self) -> bool:
-        """Whether some GPU is used by several ranks."""
-        return self.ranks_per_gpu > 1
 
 
 def assign_devices(
@@ -141,9 +127,6 @@ def assign_devices(
         logger.info("%s is the GPU %s", mine.devices[world.local_rank], uuid)
         for name, value in cache_variables(world.hostname).items():
             variables.setdefault(name, value)
-    if plan.shared and "nccl" in plan.backend:
-        for name, value in shared_nccl_variables(plan.ranks_per_gpu).items():
-            variables.setdefault(name, value)
     if world.is_rank_zero:
         for line in filter(None, (gloo_reason, plan.warning)):
             logger.warning("%s", line)
@@ -174,18 +157,12 @@ def discover_gpus(environ: Mapping[str, str]) -> VisibleGpus:
     properties = [module.get_device_properties(i) for i in range(module.device_count())]
     if not properties:
         return VisibleGpus(hidden=pci.hidden_gpus(environ))
-    has_nccl = dist.is_backend_available(LIBRARIES[kind])
-    version: tuple[int, ...] = ()
-    if has_nccl and kind == "cuda":
-        version = torch.cuda.nccl.version()[:3]  # type: ignore[no-untyped-call]
-    is_rocm = torch.version.hip is not None
     return VisibleGpus(
         gpus=tuple(map(_uuid_of, properties)),
         kind=kind,
         numa_nodes=tuple(map(_numa_node_of, properties)),
         numa_nodes_of_cores=pci.numa_nodes_of(os.sched_getaffinity(0)),
-        has_nccl=has_nccl,
-        sharing_error=sharing_error(version, environ, is_rocm=is_rocm),
+        has_nccl=dist.is_backend_available(LIBRARIES[kind]),
     )
 
 
@@ -236,7 +213,6 @@ def plan_node(seen: Sequence[VisibleGpus]) -> NodeGpus:
         ),
         hidden=next((visible.hidden for visible in seen if visible.hidden), ""),
         has_nccl=all(visible.has_nccl for visible in seeing),
-        sharing_error=next(filter(None, (it.sharing_error for it in seeing)), ""),
     )
 
 
@@ -272,35 +248,27 @@ def plan_devices(
     if any(index < 0 for of in by_node for index in of.indices):
         raise _mixed(by_node, nodes)
     ranks_per_gpu = max(of.ranks_per_gpu for of in seeing)
-    sharing = f"up to {ranks_per_gpu} ranks share a GPU" if ranks_per_gpu > 1 else ""
     library = LIBRARIES[kind]
     why = ""
-    if not all(of.has_nccl for of in seeing):
+    if ranks_per_gpu > 1:
+        why = f"up to {ranks_per_gpu} ranks share a GPU"
+    elif not all(of.has_nccl for of in seeing):
         why = f"torch has no {library.upper()} here"
-    if sharing:
-        why = why or next(filter(None, (of.sharing_error for of in seeing)), "")
-        why = why and f"{sharing} and {why}"
     if why and asked in libraries:
         raise TopologyError(
-            f"--backend {asked}: {why}.\nExpected one rank per GPU, or leave the "
-            "flag out: then another backend is taken where NCCL cannot"
+            f"--backend {asked}: {why}.\nExpected one rank per GPU and a torch with "
+            f"{library.upper()}, or leave the flag out: then {host_backend} is taken"
         ).on_all_ranks()
     by_nccl = not why and asked in ("auto", *libraries)
     warning = ""
-    if by_nccl and sharing:
+    if why and asked == "auto":
         warning = (
-            f"{sharing} by NCCL: without CUDA MPS their kernels take turns, which is "
-            "slow. Start it on each node before the job: nvidia-cuda-mps-control -d"
-        )
-    elif why and asked == "auto":
-        warning = (
-            f"{why}: {host_backend} instead of NCCL, which sends gradients through "
-            "host memory and so costs part of every step"
+            f"{why}: {host_backend} instead of {library.upper()}, which sends "
+            "gradients through host memory and so costs part of every step"
         )
     return DevicePlan(
         kind=kind,
         backend=f"cpu:{host_backend},{kind}:{library}" if by_nccl else host_backend,
-        ranks_per_gpu=ranks_per_gpu,
         warning=warning,
     )
 
@@ -412,36 +380,4 @@ def cache_variables(hostname: str) -> dict[str, str]:
         "TRITON_CACHE_DIR": f"{folder}/triton",
         "MIOPEN_USER_DB_PATH": f"{folder}/miopen",
         "MIOPEN_CUSTOM_CACHE_DIR": f"{folder}/miopen",
-    }
-
-
-def sharing_error(
-    version: tuple[int, ...], environ: Mapping[str, str], *, is_rocm: bool = False
-) -> str:
-    """Return why ranks of NCCL cannot share a GPU here; ``""``: they can."""
-    if not version:
-        return "torch has no NCCL here"
-    if is_rocm:
-        return "RCCL is not known to allow it"
-    if version < SHARED_SINCE:
-        found, needed = (".".join(map(str, v)) for v in (version, SHARED_SINCE))
-        return f"NCCL {found} refuses it, {needed} would not"
-    if environ.get("NCCL_MULTI_RANK_GPU_ENABLE", "1") != "1":
-        value = environ["NCCL_MULTI_RANK_GPU_ENABLE"]
-        return f"NCCL_MULTI_RANK_GPU_ENABLE={value} forbids it"
-    if environ.get("NCCL_NVLS_ENABLE") == "1":
-        return "NCCL_NVLS_ENABLE=1 does not go with it"
-    return ""
-
-
-def shared_nccl_variables(ranks_per_gpu: int) -> dict[str, str]:
-    """Return the variables that NCCL needs where so many ranks share a GPU.
-
-    NVLS is switched off by name: NCCL 2.30 does it by itself, but looks at the last two
-    ranks only (``hasMultiRankNvml`` in its ``init.cc``).
-    """
-    return {
-        "NCCL_MULTI_RANK_GPU_ENABLE": "1",
-        "NCCL_NVLS_ENABLE": "0",
-        "NCCL_MAX_CTAS": str(max(1, MAX_CTAS_OF_A_GPU // ranks_per_gpu)),
     }

@@ -9,7 +9,6 @@ import pytest
 import torch
 from launcher import find, mpirun
 
-from mpitrain.launch import gpu
 from mpitrain.torch_compat import python_backend_error
 
 HOST = "gloo" if python_backend_error() else "mpi4py"
@@ -46,10 +45,7 @@ def test_ranks_on_one_gpu_train_as_on_the_cpu(num_ranks: int, tmp_path: Path) ->
         )
         assert done.status == 0, done.err
     assert result(tmp_path, "cuda")["status"] == "finished"
-    # torch 2.11 has NCCL 2.28, which refuses to share; 2.14 has 2.30.7, which can.
-    refused = gpu.sharing_error(torch.cuda.nccl.version(), {})
-    backend = HOST if num_ranks > 1 and refused else NCCL
-    assert result(tmp_path, "cuda")["backend"] == backend
+    assert result(tmp_path, "cuda")["backend"] == (HOST if num_ranks > 1 else NCCL)
     if num_ranks > 1:
         assert done.err.count(f"up to {num_ranks} ranks share a GPU") == 1
         assert f"cuda:0 (shared by {num_ranks} ranks)" in done.out
@@ -85,6 +81,64 @@ def test_the_trainer_is_that_of_one_process_by_hand(num_ranks: int) -> None:
         MPITRAIN_TEST_DEVICE="cuda",
     )
     assert done.status == 0, done.out + done.err
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_check_calls_no_collective_that_ends_a_rank(
+    num_ranks: int, tmp_path: Path
+) -> None:
+    done = mpirun(
+        find("openmpi-5"),
+        num_ranks,
+        *("-m", "mpitrain", "check", "--quick", "--device", "cuda"),
+        cwd=tmp_path,
+        CUDA_VISIBLE_DEVICES="0",
+    )
+    assert done.status == 0, done.err
+    assert "errors: 0" in done.out
+
+
+def test_fsdp_on_a_shared_gpu_trains_or_is_refused(tmp_path: Path) -> None:
+    flags = ("--strategy", "fsdp", "--epochs", "2", "--device", "cuda")
+    done = mpirun(
+        find("openmpi-5"),
+        2,
+        *("-m", "mpitrain", "--name", "r", *flags),
+        cwd=tmp_path,
+        CUDA_VISIBLE_DEVICES="0",
+    )
+    if "backend gloo," in done.out:
+        assert done.status == 2
+        assert "gloo has no collectives of FSDP for GPUs" in done.err
+    else:
+        assert done.status == 0, done.err
+
+
+def test_the_watchdog_ends_a_kernel_that_does_not(tmp_path: Path) -> None:
+    (tmp_path / "endless.py").write_text(
+        "import torch\n"
+        "def build(num_classes, **options):\n"
+        "    return Endless(num_classes)\n"
+        "class Endless(torch.nn.Sequential):\n"
+        "    def __init__(self, n):\n"
+        "        super().__init__(torch.nn.Flatten(), torch.nn.Linear(64, n))\n"
+        "        self.calls = 0\n"
+        "    def forward(self, x):\n"
+        "        self.calls += 1\n"
+        "        if self.calls == 20:\n"
+        "            torch.cuda._sleep(1 << 50)\n"
+        "        return super().forward(x)\n"
+    )
+    done = mpirun(
+        find("openmpi-5"),
+        2,
+        *("-m", "mpitrain", "--model", "endless:build", "--device", "cuda"),
+        *("--hang-timeout", "5"),
+        cwd=tmp_path,
+        CUDA_VISIBLE_DEVICES="0",
+    )
+    assert done.status == 76, done.err
+    assert "no rank has made progress for 5 s" in done.err
 
 
 def test_a_small_set_lies_on_the_gpu(tmp_path: Path) -> None:

@@ -25,7 +25,8 @@ def test_collectives_and_gradients_are_right(job: mpitrain.Job, world: World) ->
 
 def test_a_wrong_value_on_one_rank_is_found_there(world: World) -> None:
     culprit = world.world_size - 1
-    checks = communication.collective_checks(world.rank, world.world_size, "cpu")
+    rank, size = world.rank, world.world_size
+    checks = communication.collective_checks(rank, size, "cpu", "mpi4py")
     for kind, (call, expected) in checks.items():
         wrong = expected + (world.rank == culprit)
         outcome, detail = communication.run_check(call, wrong)

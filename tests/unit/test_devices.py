@@ -10,15 +10,12 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from mpitrain.errors import TopologyError
+from mpitrain.errors import TopologyError, UsageError
 from mpitrain.launch import gpu, pci
 from mpitrain.launch.gpu import VisibleGpus
 from mpitrain.mpi.world import Node
 
 OURS, NCCL = "mpi4py", "cpu:mpi4py,cuda:nccl"
-
-OLD = gpu.sharing_error((2, 28, 9), {})
-NEW = gpu.sharing_error((2, 30, 7), {})
 
 
 def nodes_of(*sizes: int) -> tuple[Node, ...]:
@@ -35,6 +32,11 @@ class Plan(NamedTuple):
     of_job: gpu.DevicePlan
     devices: list[str]  # by rank
     gpus: list[tuple[str, str]]  # host and number, by rank
+
+    @property
+    def shared(self) -> bool:
+        """Whether some GPU is used by several ranks."""
+        return len(set(self.gpus)) < len(self.gpus)
 
 
 def plan_devices(
@@ -54,8 +56,8 @@ def plan_devices(
     )
 
 
-def sees(*uuids: str, reason: str = OLD) -> VisibleGpus:
-    return VisibleGpus(gpus=uuids, has_nccl=True, sharing_error=reason)
+def sees(*uuids: str) -> VisibleGpus:
+    return VisibleGpus(gpus=uuids, has_nccl=True)
 
 
 @pytest.mark.parametrize(
@@ -93,18 +95,17 @@ def test_the_plan_gives_each_rank_a_device(
     plan = plan_devices([sees(*uuids) for uuids in visible], nodes_of(*sizes))
     assert list(plan.devices) == expected
     assert plan.of_job.backend == backend
-    assert plan.of_job.shared == (backend == OURS and expected[0] != "cpu")
+    assert plan.shared == (backend == OURS and expected[0] != "cpu")
 
 
-@pytest.mark.parametrize("reason", [OLD, NEW], ids=["nccl-2.28", "nccl-2.30"])
 @pytest.mark.parametrize("num_nodes", [1, 2])
 @pytest.mark.parametrize("num_gpus", [0, 1, 2, 4, 8])
 @pytest.mark.parametrize("num_ranks", range(1, 9))
 def test_any_number_of_ranks_trains_on_any_number_of_gpus(
-    num_ranks: int, num_gpus: int, num_nodes: int, reason: str
+    num_ranks: int, num_gpus: int, num_nodes: int
 ) -> None:
     seen = [
-        sees(*(f"{node}-{i}" for i in range(num_gpus)), reason=reason)
+        sees(*(f"{node}-{i}" for i in range(num_gpus)))
         for node in range(num_nodes)
         for _ in range(num_ranks)
     ]
@@ -120,28 +121,41 @@ def test_any_number_of_ranks_trains_on_any_number_of_gpus(
             f"cuda:{i % num_gpus}" for i in range(num_ranks)
         ]
     load = Counter(plan.gpus)
-    assert max(load.values()) == plan.of_job.ranks_per_gpu == -(-num_ranks // num_gpus)
+    assert max(load.values()) == -(-num_ranks // num_gpus)
     assert max(load.values()) - min(load.values()) <= 1
-    assert plan.of_job.shared == (num_ranks > num_gpus)
-    assert plan.of_job.backend == (OURS if plan.of_job.shared and reason else NCCL)
-    assert bool(plan.of_job.warning) == plan.of_job.shared
+    assert plan.shared == (num_ranks > num_gpus)
+    assert plan.of_job.backend == (OURS if plan.shared else NCCL)
+    assert bool(plan.of_job.warning) == plan.shared
 
 
-def test_sharing_by_gloo_says_why_and_what_it_costs() -> None:
+def test_sharing_says_why_and_what_it_costs() -> None:
     said = plan_devices([sees("a")] * 8, nodes_of(8)).of_job.warning
-    assert "up to 8 ranks share a GPU and NCCL 2.28.9 refuses it" in said
+    assert "up to 8 ranks share a GPU: mpi4py instead of NCCL" in said
     assert "through host memory" in said
 
 
-def test_sharing_by_nccl_says_how_to_start_mps() -> None:
-    said = plan_devices([sees("a", reason=NEW)] * 2, nodes_of(2)).of_job.warning
-    assert "up to 2 ranks share a GPU by NCCL: without CUDA MPS" in said
-    assert "nvidia-cuda-mps-control -d" in said
+def test_fsdp_is_refused_where_gloo_would_end_the_process() -> None:
+    from mpitrain.config import StrategyConfig
+    from mpitrain.mpi.world import World
+    from mpitrain.train.parallel import choose_strategy
 
+    def choose(backend: str, device: str) -> str:
+        world = World(
+            rank=0,
+            world_size=2,
+            node_rank=0,
+            local_rank=0,
+            local_world_size=2,
+            nodes=nodes_of(2),
+            device=device,
+            backend=backend,
+        )
+        return choose_strategy(StrategyConfig(strategy="fsdp"), world)
 
-def test_one_rank_that_cannot_share_decides_for_all() -> None:
-    seen = [sees("a", reason=NEW), sees("a", reason=OLD)]
-    assert plan_devices(seen, nodes_of(2)).of_job.backend == OURS
+    with pytest.raises(UsageError, match="gloo has no collectives of FSDP for GPUs"):
+        choose("gloo", "cuda:0")
+    for backend, device in (("gloo", "cpu"), (OURS, "cuda:0"), (NCCL, "cuda:0")):
+        assert choose(backend, device) == "fsdp"
 
 
 def test_without_nccl_it_is_gloo_even_for_a_gpu_each() -> None:
@@ -166,69 +180,36 @@ def test_cuda_that_is_required_and_missing_is_refused() -> None:
         plan_devices([VisibleGpus()], nodes_of(1), required="cuda")
 
 
-@pytest.mark.parametrize(
-    ("version", "environ", "words"),
-    [
-        ((), {}, "no NCCL"),
-        ((2, 28, 9), {}, "2.28.9"),
-        ((2, 30, 2), {}, "2.30.2"),
-        ((2, 30, 3), {}, ""),
-        ((3, 0, 0), {}, ""),
-        ((2, 30, 7), {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}, ""),
-        ((2, 30, 7), {"NCCL_MULTI_RANK_GPU_ENABLE": "0"}, "NCCL_MULTI_RANK"),
-        ((2, 30, 7), {"NCCL_NVLS_ENABLE": "1"}, "NCCL_NVLS_ENABLE=1"),
-        ((2, 30, 7), {"NCCL_NVLS_ENABLE": "2"}, ""),
-    ],
-)
-def test_why_nccl_cannot_share_is_known_before_it_starts(
-    version: tuple, environ: dict, words: str
-) -> None:
-    said = gpu.sharing_error(version, environ)
-    assert words in said
-    assert bool(said) == bool(words)
-
-
-def test_amds_nccl_is_not_asked_to_share() -> None:
-    assert gpu.sharing_error((2, 31, 0), {}, is_rocm=True)
-
-
-def test_what_nccl_needs_to_share_shrinks_with_the_ranks() -> None:
-    ctas = [int(gpu.shared_nccl_variables(n)["NCCL_MAX_CTAS"]) for n in (2, 4, 8, 99)]
-    assert ctas == [16, 8, 4, 1]
-
-
 def test_the_order_of_ranks_does_not_change_who_shares() -> None:
     """Whatever each rank sees, nobody shares while a GPU that it sees is free."""
     for seen in itertools.permutations([("a",), ("b", "a"), ("c", "a", "b")]):
         plan = plan_devices([sees(*uuids) for uuids in seen], nodes_of(3))
-        assert not plan.of_job.shared, seen
+        assert not plan.shared, seen
 
 
 @pytest.mark.parametrize(
-    ("asked", "host", "visible", "reason", "backend"),
+    ("asked", "host", "visible", "backend"),
     [
-        ("auto", "gloo", ("a", "b"), NEW, "cpu:gloo,cuda:nccl"),
-        ("nccl", OURS, ("a", "b"), OLD, NCCL),
-        ("mpi4py", OURS, ("a", "b"), OLD, OURS),
-        ("gloo", "gloo", ("a", "b"), OLD, "gloo"),
-        ("gloo", "gloo", ("a",), OLD, "gloo"),
-        ("auto", OURS, ("a",), OLD, OURS),
-        ("nccl", OURS, ("a",), NEW, NCCL),
+        ("auto", "gloo", ("a", "b"), "cpu:gloo,cuda:nccl"),
+        ("nccl", OURS, ("a", "b"), NCCL),
+        ("mpi4py", OURS, ("a", "b"), OURS),
+        ("gloo", "gloo", ("a", "b"), "gloo"),
+        ("gloo", "gloo", ("a",), "gloo"),
+        ("auto", OURS, ("a",), OURS),
     ],
 )
 def test_the_backend_that_was_asked_for(
-    asked: str, host: str, visible: tuple[str, ...], reason: str, backend: str
+    asked: str, host: str, visible: tuple[str, ...], backend: str
 ) -> None:
-    seen = [sees(*visible, reason=reason)] * 2
-    plan = plan_devices(seen, nodes_of(2), asked=asked, host_backend=host)
-    assert plan.of_job.backend == backend
-    assert bool(plan.of_job.warning) == (
-        len(visible) == 1 and asked in ("auto", "nccl")
+    plan = plan_devices(
+        [sees(*visible)] * 2, nodes_of(2), asked=asked, host_backend=host
     )
+    assert plan.of_job.backend == backend
+    assert bool(plan.of_job.warning) == (len(visible) == 1 and asked == "auto")
 
 
 def test_nccl_is_refused_where_it_cannot() -> None:
-    with pytest.raises(TopologyError, match="2 ranks share a GPU and NCCL"):
+    with pytest.raises(TopologyError, match="nccl: up to 2 ranks share a GPU"):
         plan_devices([sees("a")] * 2, nodes_of(2), asked="nccl")
     with pytest.raises(TopologyError, match="--backend nccl asks for one per rank"):
         plan_devices([VisibleGpus()] * 2, nodes_of(2), asked="nccl")

@@ -143,7 +143,7 @@ def check_collectives(job: Job, world: World) -> tuple[list[Part], list[Finding]
     for device, backend in backends.items():
         device_type = device.partition(":")[0]
         mine: dict[str, Outcome] = {}
-        checks = collective_checks(world.rank, world.world_size, device)
+        checks = collective_checks(world.rank, world.world_size, device, backend)
         for kind, (call, expected) in checks.items():
             job.progress(f"check: {kind} on {device}")
             mine[kind] = run_check(call, expected)
@@ -171,7 +171,9 @@ def host_backend(world: World) -> str:
     return world.backend.partition(",")[0].rpartition(":")[2]
 
 
-def collective_checks(rank: int, size: int, device: str) -> dict[str, Check]:
+def collective_checks(
+    rank: int, size: int, device: str, backend: str
+) -> dict[str, Check]:
     """Return the collectives of training; the last rank is their root."""
     values = torch.arange(NUM_VALUES, device=device)
     all_mine = [(values % 7 + r % 5 + 1).float() for r in range(size)]
@@ -196,6 +198,8 @@ def collective_checks(rank: int, size: int, device: str) -> dict[str, Check]:
         return run
 
     def send_and_receive() -> Tensor:
+        if backend == "gloo" and device != "cpu":  # it would abort the process
+            raise NotImplementedError("gloo does not support send and recv on GPUs")
         result = torch.zeros_like(mine)
         for turn in (0, 1):  # even ranks send first
             if rank % 2 == turn:
