@@ -8,6 +8,7 @@ import stat
 import subprocess
 import sys
 import zlib
+from multiprocessing import spawn
 from pathlib import Path
 
 import pytest
@@ -312,6 +313,7 @@ def test_variables_and_imports_lead_to_the_copy(
     monkeypatch.setattr(sys, "executable", "/opt/env/bin/python")
     monkeypatch.setattr(sys, "_base_executable", "/usr/bin/python")
     monkeypatch.setattr(sys, "path", ["/opt/env/lib", "/opt/environment", ""])
+    monkeypatch.setattr(spawn, "_python_exe", spawn.get_executable())  # put back
     environ = {
         "PATH": "/opt/env/bin:/usr/bin:/opt/environment/bin",
         "VIRTUAL_ENV": "/opt/env",
@@ -332,6 +334,7 @@ def test_variables_and_imports_lead_to_the_copy(
     }
     assert sys.path == ["/tmp/c/0/env/lib", "/opt/environment", ""]
     assert (sys.prefix, sys._base_executable) == ("/tmp/c/0/env", "/usr/bin/python")
+    assert spawn.get_executable() == b"/tmp/c/0/env/bin/python"
 
 
 # --- the command line -----------------------------------------------------------------
