@@ -1,11 +1,11 @@
-"""Whole-command time of the default job, ours beside a plain torchrun DDP script.
+"""Whole-command time of the default job, ours beside torchrun and Lightning.
 
     make bench                                   8 ranks, 5 pairs
-    .venv/bin/python benchmarks/start_to_end.py --ranks 4 --pairs 3
+    .venv/bin/python benchmarks/start_to_end.py --ranks 4 --pairs 3 --peers torchrun
 
-Both train the same network on the same data, batch and epochs, ours as it starts by
+All train the same network on the same data, batch and epochs, ours as it starts by
 itself, theirs with gloo. The runs are interleaved (ours, theirs, ours, ...), after one
-of each that does not count, and the ratio is taken pair by pair, so that a machine
+of each that does not count, and the ratios are taken round by round, so that a machine
 whose speed drifts does not decide.
 """
 
@@ -30,7 +30,6 @@ from stages.sitecustomize import STAGES
 
 HERE = Path(__file__).parent
 BIN = Path(sys.prefix) / "bin"
-PEER = HERE / "peers" / "torchrun_ddp.py"
 HOOKS = HERE / "stages"
 
 SPANS = {
@@ -50,42 +49,46 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--pairs", type=int, default=5)
+    parser.add_argument("--peers", nargs="+", default=["torchrun"], choices=PEERS)
     parser.add_argument("--json", type=Path, help="also write the figures here")
     asked = parser.parse_args()
 
     ranks = str(asked.ranks)
     ours = [str(BIN / "mpirun"), "-np", ranks, "--oversubscribe"]
     ours += [sys.executable, "-m", "mpitrain"]
-    theirs = [str(BIN / "torchrun"), "--standalone", "--nproc-per-node", ranks]
-    theirs += [str(PEER)]
+    commands = {"mpitrain": ours} | {name: PEERS[name](ranks) for name in asked.peers}
     with tempfile.TemporaryDirectory() as folder:
-        seconds: dict[str, list[float]] = {"mpitrain": [], "torchrun": []}
+        seconds: dict[str, list[float]] = {name: [] for name in commands}
         accuracy: dict[str, str] = {}
         failures: list[str] = []
-        stages: dict[str, list[dict[str, float]]] = {"mpitrain": [], "torchrun": []}
+        stages: dict[str, list[dict[str, float]]] = {name: [] for name in commands}
         for pair in range(asked.pairs + 1):
-            for name, command in (("mpitrain", ours), ("torchrun", theirs)):
+            for name, command in commands.items():
                 took, accuracy[name], spans = timed(command, Path(folder), failures)
                 print(f"pair {pair}: {name} {took:.2f} s", file=sys.stderr, flush=True)
                 if pair > 0:
                     seconds[name].append(took)
                     stages[name].append(spans)
 
-    ratios = [a / b for a, b in zip(*seconds.values(), strict=True)]
+    ratios = {
+        name: [a / b for a, b in zip(seconds["mpitrain"], seconds[name], strict=True)]
+        for name in asked.peers
+    }
     by_stage = {
         name: {span: statistics.median(s[span] for s in found) for span in SPANS}
         for name, found in stages.items()
     }
     report = {
         "date": date.today().isoformat(),
-        "command": f"benchmarks/start_to_end.py --ranks {ranks} --pairs {asked.pairs}",
+        "command": f"benchmarks/start_to_end.py --ranks {ranks} --pairs {asked.pairs} "
+        f"--peers {' '.join(asked.peers)}",
         "cores": len(os.sched_getaffinity(0)),
         "platform": f"{platform.system()} {platform.machine()}",
         "versions": {n: metadata.version(n) for n in ("torch", "mpi4py", "mpitrain")},
         "seconds": seconds,
         "median_seconds": {n: statistics.median(s) for n, s in seconds.items()},
         "ratios": ratios,
-        "median_ratio": statistics.median(ratios),
+        "median_ratios": {name: statistics.median(r) for name, r in ratios.items()},
         "median_seconds_by_stage": by_stage,
         "val_accuracy": accuracy,
         "failed_and_repeated": failures,
@@ -96,18 +99,33 @@ def main() -> None:
             f"(min {min(found):.2f}, max {max(found):.2f}), "
             f"val_accuracy {accuracy[name]}"
         )
-    print(
-        f"mpitrain / torchrun: median {report['median_ratio']:.2f} "
-        f"(min {min(ratios):.2f}, max {max(ratios):.2f}) of {asked.pairs} pairs, "
-        f"{ranks} ranks on {report['cores']} cores"
-    )
-    print(f"{'seconds by stage':20}{'mpitrain':>10}{'torchrun':>10}")
+    for name, found in ratios.items():
+        print(
+            f"mpitrain / {name}: median {statistics.median(found):.2f} "
+            f"(min {min(found):.2f}, max {max(found):.2f}) of {asked.pairs} pairs, "
+            f"{ranks} ranks on {report['cores']} cores"
+        )
+    print(f"{'seconds by stage':20}" + "".join(f"{name:>10}" for name in by_stage))
     for span in SPANS:
         print(f"{span:20}" + "".join(f"{by_stage[n][span]:10.2f}" for n in by_stage))
     if failures:
         print("failed and repeated:", "; ".join(failures))
     if asked.json:
         asked.json.write_text(json.dumps(report, indent=2) + "\n")
+
+
+def torchrun(ranks: str) -> list[str]:
+    script = str(HERE / "peers" / "torchrun_ddp.py")
+    started = ["--standalone", "--nproc-per-node", ranks, script]
+    return [str(BIN / "torchrun"), *started]
+
+
+def lightning(ranks: str) -> list[str]:
+    script = str(HERE / "peers" / "lightning_ddp.py")
+    return [sys.executable, script, "--ranks", ranks]
+
+
+PEERS = {"torchrun": torchrun, "lightning": lightning}
 
 
 def timed(

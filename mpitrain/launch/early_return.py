@@ -90,7 +90,8 @@ class EarlyReturnMonitor:
     def _watch(self) -> None:
         before: dict[str, tuple[int, list[int]]] = {}
         since = 0.0
-        while not self._stop.wait(POLL_SECONDS):
+        # The store answers some 1,000 times a second for this at most.
+        while not self._stop.wait(max(POLL_SECONDS, len(self._names) / 1000)):
             try:
                 returned = self._read(_KEY)
             except Exception:  # the store is gone, and so is the job

@@ -11,6 +11,7 @@ import atexit
 import contextlib
 import faulthandler
 import functools
+import operator
 import os
 import secrets
 import socket
@@ -40,7 +41,7 @@ from mpitrain.launch.process_exit import (
     ignore_children,
     is_consequence,
 )
-from mpitrain.mpi.collectives import barrier
+from mpitrain.mpi.collectives import barrier, merge_on_rank_zero
 from mpitrain.mpi.implementation import start_mpi
 from mpitrain.mpi.launchers import ON_ONE_NODE
 from mpitrain.mpi.world import World, rank_label
@@ -56,6 +57,7 @@ if TYPE_CHECKING:
     from mpitrain.launch.early_return import EarlyReturnMonitor
     from mpitrain.launch.rendezvous.select import Rendezvous
 
+FAN_OUT = 128  # nodes whose watchdogs report to one
 CONSEQUENCE_SECONDS = 4.0  # how long to wait for the message of a peer that went away
 _FORWARD_SECONDS = 0.5  # to forward the message: an abort of MPICH's drops it
 _CALLBACK_SECONDS = 3.0
@@ -197,22 +199,47 @@ class ExitGuard:
         _call_within(_CLAIM_SECONDS, claim)  # a stopped store would never answer
         return claims[0] if claims else True
 
-    def connect_watchdogs(self, world: World) -> None:
-        """Connect the ranks' sidecars to rank zero's, at the rendezvous address."""
-        place: tuple[int, str] | None = None
-        watched = self.watched
+    def connect_watchdogs(
+        self, world: World, on_node: MPI.Intracomm, own_address: str
+    ) -> None:
+        """Connect the ranks' sidecars to rank zero's, at the rendezvous address.
+
+        In a tree: the ranks of a node report through that of its first rank, and of
+        more than `FAN_OUT` nodes each group of so many through that of its first node.
+        Collective over all ranks; `on_node` has those of this node, which other nodes
+        reach at `own_address`.
+        """
+        watched, token, size = self.watched, "", world.world_size
+
+        def listen(address: str) -> tuple[str, int] | None:
+            with contextlib.suppress(OSError):
+                return address, watched.listen(address, token, world.rank, size)
+            return None
+
+        place = None
         if world.is_rank_zero and not watched.is_connected:
             token = secrets.token_hex(16)
-            address = world.master_addr if world.world_size > 1 else ""
-            with contextlib.suppress(OSError):
-                place = watched.listen(address, token, world.world_size), token
-        place = self.comm.bcast(place)
+            place = listen(world.master_addr if size > 1 else "")
+        place, token = self.comm.bcast((place, token))
         if place is None:
             return  # also for a second job of these processes: the first's stands
         watched.is_connected = True
+        node, is_first = world.node_rank, world.local_rank == 0
+        relays = is_first and 0 < node < world.num_nodes - 1 and not node % FAN_OUT
+        local = None
+        if is_first and node > 0 and (relays or on_node.size > 1):
+            local = listen(own_address if relays else "127.0.0.1")
+        if world.num_nodes > FAN_OUT:
+            found = {node: local} if relays else {}
+            hubs = self.comm.bcast(merge_on_rank_zero(self.comm, found, operator.or_))
+            if not relays:
+                place = hubs.get(node - node % FAN_OUT) or place
+        local = on_node.bcast(local)
+        if not is_first:
+            place = local or place
         if not world.is_rank_zero:
-            address, (port, token) = world.master_addr, place
-            watched.connect(address, port, token, world.rank, world.world_size)
+            address, port = place
+            watched.connect(address, port, token, world.rank, size)
 
     def obey_watchdog(self, status: int | None, text: str) -> None:
         """Record `text`; end the job if there is a `status`; called in a thread."""

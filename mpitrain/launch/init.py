@@ -28,8 +28,9 @@ from mpitrain.launch.consistency import check_consistency
 from mpitrain.launch.env_checks import lone_in_allocation, part_of_het_job
 from mpitrain.launch.exit_guard import ExitGuard, abort_on_error, leave
 from mpitrain.launch.process_exit import exit_status
+from mpitrain.launch.read_ahead import read_ahead
 from mpitrain.launch.rendezvous import select, store, transports
-from mpitrain.mpi.collectives import all_or_none
+from mpitrain.mpi.collectives import all_or_none, barrier
 from mpitrain.mpi.topology import discover_world, node_comm
 from mpitrain.mpi.world import World
 
@@ -64,7 +65,7 @@ def prepare_without_torch(
         guard.rendezvous = rendezvous
     world = replace(world, master_addr=rendezvous.address, master_port=rendezvous.port)
     with guard.stage("watchdog"):
-        guard.connect_watchdogs(world)
+        guard.connect_watchdogs(world, on_node, rendezvous.own_address)
     if world.num_nodes > 1:
         with guard.stage("MPI between nodes"):
             transports.check_mpi_messages(comm, world, rendezvous, start_timeout)
@@ -96,6 +97,9 @@ def prepare(
     # torch's C++ warns of each client of the store whose address has no name.
     variables.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     with guard.stage("import torch"):
+        if on_node.rank == 0:
+            read_ahead(lambda: guard.watched.start("import torch"))
+        barrier(on_node)  # the others would fetch the same pages one by one
         all_or_none(comm, _import_torch, "import torch")
     with guard.stage("devices"):
         world = gpu.assign_devices(comm, on_node, world, config, variables)

@@ -137,12 +137,13 @@ class WatchdogClient:
 
     # --- the sidecar ------------------------------------------------------------------
 
-    def listen(self, address: str, token: str, world_size: int) -> int:
-        """Let this sidecar, rank zero's, be the coordinator; return its port.
+    def listen(self, address: str, token: str, rank: int, world_size: int) -> int:
+        """Let other sidecars connect to this one; return the port.
 
-        `address` is empty where there are no others; `token` is what they send first.
+        Rank zero's is the coordinator, another one a relay. `address` is empty where
+        there are no others; `token` is what they send first.
         """
-        rank_info = {"rank": 0, "world_size": world_size}
+        rank_info = {"rank": rank, "world_size": world_size}
         self._send(rank_info=rank_info, listen=address, token=token)
         try:
             return self._ports.get(timeout=10)

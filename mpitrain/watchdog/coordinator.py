@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from mpitrain.watchdog.heartbeat import Position, State
+from mpitrain.watchdog.heartbeat import Position, State, beat_seconds
 from mpitrain.watchdog.report import (
     RankStatus,
     hang_report,
@@ -96,6 +96,7 @@ class Coordinator:
             heard_at=now,
             process_state=message.get("process_state", ""),
             stack=message.get("stack"),
+            beat_seconds=beat_seconds(self._world_size),
         )
         before = self._statuses.get(rank)
         if before is not None and status.stack is None:

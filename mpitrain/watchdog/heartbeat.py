@@ -72,6 +72,11 @@ class Heartbeat:
         )
 
 
+def beat_seconds(world_size: int) -> float:
+    """Return how often a sidecar reports: the coordinator reads some 4,000 a second."""
+    return max(1.0, world_size / 4096)
+
+
 def memory_file() -> int:
     """Create an empty file in memory and return its descriptor."""
     return above_standard(os.memfd_create("mpitrain"))

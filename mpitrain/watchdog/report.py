@@ -12,7 +12,7 @@ from typing import NamedTuple
 from mpitrain.mpi.world import format_ranges, list_hosts
 from mpitrain.watchdog.heartbeat import Position, State
 
-SILENT_SECONDS = 5.0  # a sidecar that reports no more for so long is cut off
+SILENT_BEATS = 5  # a sidecar is cut off when so many of its reports are missing
 _STANDARD_LIBRARY = str(Path(os.__file__).parent)
 
 _BACKEND = "mpitrain/backend/"
@@ -50,10 +50,11 @@ class RankStatus:
     heard_at: float  # when its sidecar last reported
     stack: str | None = None  # what faulthandler wrote when asked; ``""``: nothing
     process_state: str = ""  # a letter as in proc(5)
+    beat_seconds: float = 1.0  # how often its sidecar reports
 
     def is_silent(self, now: float) -> bool:
         """Return whether its sidecar has not reported for too long."""
-        return now - self.heard_at > SILENT_SECONDS
+        return now - self.heard_at > SILENT_BEATS * self.beat_seconds
 
     @property
     def progressed_at(self) -> float:

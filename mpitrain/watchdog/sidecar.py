@@ -26,7 +26,7 @@ from mpitrain.watchdog.coordinator import (
     SUSPENDED_SECONDS,
     Coordinator,
 )
-from mpitrain.watchdog.heartbeat import Heartbeat, State
+from mpitrain.watchdog.heartbeat import Heartbeat, State, beat_seconds
 from mpitrain.watchdog.links import CoordinatorClient, CoordinatorServer
 from mpitrain.watchdog.process import (
     LauncherProcesses,
@@ -37,7 +37,6 @@ from mpitrain.watchdog.process import (
 
 DUMP_SIGNAL = signal.SIGRTMIN + 7  # the rank writes its stacks; scripts leave it alone
 POLL_SECONDS = 0.25
-HEARTBEAT_SECONDS = 1.0  # how often each side of a connection sends
 DUMP_SECONDS = 1.3  # for a rank to write its stacks
 DUMP_BY_PYTHON_SECONDS = 0.5  # of that, for a thread of it; then in a signal handler
 MAX_STACK_BYTES = 1 << 18  # more of a rank's stacks is not passed on
@@ -73,8 +72,9 @@ class Sidecar:
         self.console = Console()
         self.oom_kills = oom_kills()
         self.client: CoordinatorClient | None = None  # or else, on rank zero:
-        self.server: CoordinatorServer | None = None
         self.coordinator: Coordinator | None = None
+        # Of the coordinator, or of a relay for other ranks.
+        self.server: CoordinatorServer | None = None
         self.kill_at: float | None = None
         self.dump_due_at: float | None = None
         self.dump_signal_at: float | None = None
@@ -130,9 +130,9 @@ class Sidecar:
         self.rank_info |= message.get("rank_info", {})
         self.console.log = message.get("log", self.console.log)
         if "listen" in message:
-            # Rank zero: become the coordinator, at the address that all nodes reach.
             size = self.rank_info["world_size"]
-            self.coordinator = Coordinator(size, time.monotonic())
+            if self.rank_info["rank"] == 0:
+                self.coordinator = Coordinator(size, time.monotonic())
             port = 0
             if address := message["listen"]:
                 self.server = CoordinatorServer(address, message["token"], size)
@@ -245,17 +245,21 @@ class Sidecar:
 
     def _exchange(self, ready: Sequence[socket.socket], now: float) -> None:
         """Send and receive what is due, and obey."""
-        if self.server is not None and self.coordinator is not None:
+        if self.server is not None:
             for rank, message in self.server.receive(ready):
-                self.coordinator.receive(rank, message, now)
+                rank = message.setdefault("rank", rank)  # relays pass on others'
+                if self.coordinator is not None:
+                    self.coordinator.receive(rank, message, now)
+                elif self.client is not None:
+                    self.client.send(message)
         state = self.heartbeat.read().state
         if now > self.send_at or state is not self.sent_state:
-            self.send_at = now + HEARTBEAT_SECONDS
+            self.send_at = now + beat_seconds(self.rank_info["world_size"])
             self.sent_state = state
             self._send(process_state=self._process_state())
             if state is State.FAILING and not self._has_coordinator():
                 self._claim_output()  # the rank says why it ends
-            if self.server is not None:
+            if self.server is not None and self.coordinator is not None:
                 self.server.broadcast({"command": "ping"})
         if self.coordinator is not None:
             actions = self.coordinator.decide(now)
@@ -267,7 +271,12 @@ class Sidecar:
                 self._obey(command, now)
         if self.client is not None:
             for command in self.client.receive(ready):
+                if self.server is not None:
+                    self.server.broadcast(command)
                 self._obey(command, now)
+            if self.server is not None and self.client.is_closed:
+                self.server.close()  # those that report through this one see it
+                self.server = None
             self._check_coordinator(now)
 
     def _check_coordinator(self, now: float) -> None:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 GLOO = "GLOO_SOCKET_IFNAME"
 NCCL = "NCCL_SOCKET_IFNAME"
 
-MESSAGE_BYTES = 1 << 20  # Open MPI sends parts of it over every interface
+MESSAGE_BYTES = 512 << 10  # Open MPI sends parts of it over every interface
 MESSAGE_SECONDS = 60.0  # how long such a message may take between two nodes
 
 
@@ -111,7 +111,7 @@ def _stuck(world: World, rendezvous: Rendezvous, seconds: float) -> str:
     name = rendezvous.interface.name
     setting = interface_setting(mpi_library_version(), name)
     return (
-        f"a message of {MESSAGE_BYTES >> 20} MiB by MPI between node {world.hostname} "
+        f"a message of {MESSAGE_BYTES >> 10} KiB by MPI between node {world.hostname} "
         f"and its neighbours did not arrive within {seconds:.0f} s, though "
         f"{rendezvous.address} ({name}) is reached by all nodes.\nUsual cause: MPI "
         f"uses another interface, too, which is filtered. Set {setting}"

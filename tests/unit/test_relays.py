@@ -1,0 +1,101 @@
+"""Watchdogs that report through others: real sidecars, without MPI."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+
+NUM_RANKS = 4
+
+RANK = """
+import os, sys, time
+from mpitrain.watchdog.client import WatchdogClient
+rank, size, port = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+
+def obey(status, text):
+    print("told", status, flush=True)
+    if status is not None:
+        os._exit(status)
+
+client = WatchdogClient(
+    rank=rank, world_size=size, launcher_sockets=(), start_timeout_seconds=60,
+    on_command=obey,
+)
+if rank < size - 1:
+    print(client.listen("127.0.0.1", "secret", rank, size), flush=True)
+if rank:
+    client.connect("127.0.0.1", port, "secret", rank, size)
+client.hang_timeout_seconds = 4.0
+step = 0
+while True:
+    if step < int(sys.argv[4]):
+        client.step_done()
+        step += 1
+    time.sleep(0.1)
+"""
+
+
+@contextmanager
+def chain(num_steps: int) -> Iterator[list[subprocess.Popen[str]]]:
+    """Start ranks of which each but the first reports through the one before."""
+    port, ranks = 0, list[subprocess.Popen[str]]()
+    with ExitStack() as stack:
+        for rank in range(NUM_RANKS):
+            words = [rank, NUM_RANKS, port, num_steps]
+            made = stack.enter_context(
+                subprocess.Popen(
+                    [sys.executable, "-c", RANK, *map(str, words)],
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    text=True,
+                )
+            )
+            stack.callback(made.kill)
+            ranks.append(made)
+            if rank < NUM_RANKS - 1:
+                assert made.stdout is not None
+                port = int(made.stdout.readline())
+        yield ranks
+
+
+def test_a_hang_ends_all_that_report_through_relays() -> None:
+    with chain(num_steps=10) as ranks:
+        said = [rank.communicate(timeout=30)[0] for rank in ranks]
+        statuses = [rank.returncode for rank in ranks]
+    assert statuses == [76] * NUM_RANKS, said
+    assert "hang: no rank has made progress for 4 s" in said[0]
+    assert not any("hang:" in text for text in said[1:])
+
+
+def test_a_rank_that_is_killed_behind_relays_is_named() -> None:
+    with chain(num_steps=10**6) as ranks:
+        time.sleep(2.5)  # all are connected and heard
+        assert [num_links(rank.pid) for rank in ranks] == [1, 2, 2, 1]
+        ranks[3].kill()
+        said = [rank.communicate(timeout=30)[0] for rank in ranks[:3]]
+    assert "[rank 3/4 " in said[0], said
+    assert "ended without a word" in said[0]
+    assert not any("rank 3/4" in text for text in said[1:])
+
+
+def test_those_behind_a_relay_outlive_one_that_is_done() -> None:
+    """As those of rank zero do, when that is done; nobody ends them."""
+    with chain(num_steps=10**6) as ranks:
+        time.sleep(2.5)
+        ranks[1].terminate()
+        with pytest.raises(subprocess.TimeoutExpired):
+            ranks[3].wait(3)
+
+
+def num_links(pid: int) -> int:
+    """Return the number of TCP connections of a rank's sidecar."""
+    (sidecar,) = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    opened = {str(file.readlink()) for file in Path(f"/proc/{sidecar}/fd").iterdir()}
+    rows = [row.split() for row in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    return sum(row[3] == "01" and f"socket:[{row[9]}]" in opened for row in rows)
