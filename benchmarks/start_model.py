@@ -35,6 +35,7 @@ from mpitrain.launch import consistency, cpu, gpu
 from mpitrain.launch.exit_guard import FAN_OUT, ExitGuard
 from mpitrain.launch.rendezvous import probe, select, transports
 from mpitrain.launch.rendezvous.interfaces import Interface
+from mpitrain.mpi.collectives import Sent
 from mpitrain.mpi.topology import discover_world
 from mpitrain.watchdog.links import CoordinatorServer
 
@@ -100,10 +101,14 @@ class ModelComm:
 
     gather = allgather
 
-    def reduce(self, mine: Any, merge: Callable[[Any, Any], Any]) -> Any:
+    def reduce(self, mine: Sent[Any], merge: Callable[[Any, Any], Any]) -> Any:
         """Merge, as mpi4py does it: from the ranks 1, 2, 4 ... away, up a tree."""
         assert self._job is not None
-        other = self._job.contribution()
+        contribution = self._job.contribution()
+
+        def other(mine: Sent[Any], rank: int) -> Sent[Any]:
+            return Sent(contribution(mine.value, rank))
+
         result, distance = copy.deepcopy(mine), 1
         while distance < self.size and self.rank % (2 * distance) == 0:
             began = time.perf_counter()

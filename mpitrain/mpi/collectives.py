@@ -12,7 +12,7 @@ import traceback
 import zlib
 from array import array
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from mpitrain.errors import MpitrainError, RemoteError
 from mpitrain.mpi.implementation import start_mpi
@@ -146,7 +146,22 @@ def merge_on_rank_zero(
     argument; lower ranks come first.
     """
     barrier(comm)
-    return comm.reduce(mine, merge)
+    merged = comm.reduce(Sent(mine), lambda one, two: Sent(merge(one.value, two.value)))
+    return merged.value if merged is not None else None
+
+
+class Sent(Generic[T]):
+    """A value that is compressed where it is sent."""
+
+    def __init__(self, value: T) -> None:
+        self.value = value
+
+    def __reduce__(self) -> tuple[Callable[[bytes], Sent[T]], tuple[bytes]]:
+        return _unpack, (zlib.compress(pickle.dumps(self.value), 1),)
+
+
+def _unpack(data: bytes) -> Sent[Any]:
+    return Sent(pickle.loads(zlib.decompress(data)))
 
 
 def merge_lists(left: dict[K, list[V]], right: dict[K, list[V]]) -> dict[K, list[V]]:
@@ -167,5 +182,4 @@ def on_rank_zero(comm: MPI.Intracomm, action: Callable[[], T], doing: str) -> T:
     except MpitrainError as error:
         error.is_collective = True
         raise
-    packed = zlib.compress(pickle.dumps(mine), 1) if comm.rank == 0 else b""
-    return pickle.loads(zlib.decompress(comm.bcast(packed)))  # type: ignore[no-any-return]
+    return comm.bcast(Sent(mine)).value  # type: ignore[no-any-return]

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 GLOO = "GLOO_SOCKET_IFNAME"
 NCCL = "NCCL_SOCKET_IFNAME"
 
-MESSAGE_BYTES = 512 << 10  # Open MPI sends parts of it over every interface
+MESSAGE_BYTES = 384 << 10  # Open MPI sends parts of it over every interface
 MESSAGE_SECONDS = 60.0  # how long such a message may take between two nodes
 
 
