@@ -28,7 +28,9 @@ from mpitrain.errors import DataError
 from mpitrain.stage.environment import Root
 from mpitrain.watchdog.process import is_gone
 
-PIECE_BYTES = 512 << 10
+MAX_PIECE_BYTES = 512 << 10
+MIN_PIECE_BYTES = 60 << 10
+NUM_PIECES = 512  # about so many: each node of a chain is behind by a few of them
 FOLDER = f"mpitrain-stage-{os.getuid()}"  # of all copies, in the folder of `--to`
 PACK_NAME = ".mpitrain-stage.pack"
 HEAD = struct.Struct("<II")  # CRC32 of the piece, and 1; 0: there is no content
@@ -67,7 +69,9 @@ class Index:
         self._ends = list(itertools.accumulate(it.size for it in self.files))
         self.size = self._ends[-1] if self._ends else 0
         self.num_files = sum(stat.S_ISREG(it.mode) for it in self.entries)
-        self.num_pieces = -(-self.size // PIECE_BYTES)
+        size = min(self.size // NUM_PIECES, MAX_PIECE_BYTES)
+        self.max_piece_bytes = max(size, MIN_PIECE_BYTES)
+        self.num_pieces = -(-self.size // self.max_piece_bytes)
         self._text = json.dumps([self.roots, self.entries]).encode()
         self.digest = hashlib.sha256(self._text).digest()
 
@@ -87,11 +91,11 @@ class Index:
 
     def piece_size(self, number: int) -> int:
         """Return the number of bytes of a piece."""
-        return min(PIECE_BYTES, self.size - number * PIECE_BYTES)
+        return min(self.max_piece_bytes, self.size - number * self.max_piece_bytes)
 
     def parts(self, number: int) -> Iterator[Part]:
         """Return what a piece consists of."""
-        begin = number * PIECE_BYTES
+        begin = number * self.max_piece_bytes
         end = begin + self.piece_size(number)
         file = bisect.bisect_right(self._ends, begin)
         at = begin
@@ -272,7 +276,7 @@ class Source:
     def _read_pack(self, number: int, content: memoryview) -> bool:
         if self._read_from is None or not self.reads_pack:
             return False
-        at = len(self._head) + number * PIECE_BYTES
+        at = len(self._head) + number * self.index.max_piece_bytes
         with contextlib.suppress(OSError):
             size = _read(self._read_from, content, at)
             if size == len(content) and zlib.crc32(content) == self._crcs[number]:
@@ -307,7 +311,7 @@ class Source:
         if self._write_to is None or not self._writes:
             return
         self._crcs[number] = crc
-        at = len(self._head) + number * PIECE_BYTES
+        at = len(self._head) + number * self.index.max_piece_bytes
         try:
             write_all(self._write_to, content, at)
         except OSError as error:

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 WINDOW = 16  # pieces that are received, wait to be sent, or are written at once
 # Those that are sent at once share the link, so the next node has none of them sooner.
-_MAX_SENDS = 3
+_MAX_SENDS = 2
 _MAX_WRITERS = 4
-_MAX_PAUSE_SECONDS = 0.002
+_MAX_PAUSE_SECONDS = 0.005
 _TAG = 7
 
 

@@ -17,7 +17,7 @@ from mpitrain.errors import DataError, UsageError
 from mpitrain.stage.command import read_command, read_words
 from mpitrain.stage.copies import NodeCopy
 from mpitrain.stage.environment import Relocation, activate, pairs_of, roots_of
-from mpitrain.stage.pack import HEAD, PIECE_BYTES, Entry, Index, Source, walk
+from mpitrain.stage.pack import HEAD, MIN_PIECE_BYTES, Entry, Index, Source, walk
 from mpitrain.stage.stage import StageRequest
 
 
@@ -45,7 +45,7 @@ def env(tmp_path: Path) -> Path:
     (packages / "ünï \n name\udcff").write_bytes(b"odd")
     (packages / "/".join(["f" * 200] * 12)).mkdir(parents=True)
     (packages / "/".join(["f" * 200] * 12) / "deep").write_bytes(b"deep")
-    (packages / "large").write_bytes(os.urandom(3 * PIECE_BYTES + 17))
+    (packages / "large").write_bytes(os.urandom(3 * MIN_PIECE_BYTES + 17))
     (packages / "secret").write_bytes(b"x")
     (packages / "secret").chmod(0o400)
     os.mkfifo(root / "pipe")
@@ -215,7 +215,7 @@ def test_a_damaged_pack_is_noticed_and_the_files_are_read(
     pack = env / ".mpitrain-stage.pack"
     _, _, there = copied(env, tmp_path / "a", pack)
     with pack.open("r+b") as file:
-        file.seek(2 * PIECE_BYTES)
+        file.seek(2 * MIN_PIECE_BYTES)
         file.write(b"other bytes")
     copy, source, other = copied(env, tmp_path / "b", pack)
     assert copy.error == ""
