@@ -235,11 +235,10 @@ class ExitGuard:
             if not relays:
                 place = hubs.get(node - node % FAN_OUT) or place
         local = on_node.bcast(local)
-        if not is_first:
-            place = local or place
+        # Ranks of a node may be in containers that share no loopback.
+        places = [local, place] if local and not is_first else [place]
         if not world.is_rank_zero:
-            address, port = place
-            watched.connect(address, port, token, world.rank, size)
+            watched.connect(places, token, world.rank, size)
 
     def obey_watchdog(self, status: int | None, text: str) -> None:
         """Record `text`; end the job if there is a `status`; called in a thread."""

@@ -146,16 +146,19 @@ class WatchdogClient:
         rank_info = {"rank": rank, "world_size": world_size}
         self._send(rank_info=rank_info, listen=address, token=token)
         try:
-            return self._ports.get(timeout=10)
+            port = self._ports.get(timeout=10)
         except queue.Empty:
             raise OSError("the watchdog's process does not answer") from None
+        if address and not port:
+            raise OSError(f"the watchdog's process cannot listen on {address}")
+        return port
 
     def connect(
-        self, address: str, port: int, token: str, rank: int, world_size: int
+        self, places: Sequence[tuple[str, int]], token: str, rank: int, world_size: int
     ) -> None:
-        """Let this sidecar report to the coordinator."""
+        """Let this sidecar report to the first of `places` that it reaches."""
         rank_info = {"rank": rank, "world_size": world_size}
-        self._send(rank_info=rank_info, connect=[address, port], token=token)
+        self._send(rank_info=rank_info, connect=places, token=token)
 
     def log_to(self, path: Path) -> None:
         """Let stacks be written into this rank's log."""

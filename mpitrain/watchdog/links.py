@@ -7,6 +7,7 @@ import hmac
 import json
 import socket
 import time
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -136,10 +137,15 @@ class CoordinatorServer:
 
 
 class CoordinatorClient:
-    """A sidecar's connection to the coordinator."""
+    """A sidecar's connection to the coordinator, or to a relay of its messages.
 
-    def __init__(self, address: str, port: int, token: str, rank: int) -> None:
-        self._address = (address, port)
+    `places` are addresses and ports, tried in turn.
+    """
+
+    def __init__(
+        self, places: Sequence[tuple[str, int]], token: str, rank: int
+    ) -> None:
+        self._places = deque(places)
         self._hello = f"{token} {rank}"
         self._connection: JsonSocket | None = None
         self._retry_at = 0.0
@@ -166,8 +172,10 @@ class CoordinatorClient:
             return
         self._retry_at = now + 2.0
         self.close()
+        place = self._places[0]
+        self._places.rotate(-1)
         with contextlib.suppress(OSError):
-            sock = socket.create_connection(self._address, timeout=1.0)
+            sock = socket.create_connection(place, timeout=1.0)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._connection = JsonSocket(sock)
             self._connection.rank = 0  # it listens to rank zero alone

@@ -130,20 +130,20 @@ class Sidecar:
         self.rank_info |= message.get("rank_info", {})
         self.console.log = message.get("log", self.console.log)
         if "listen" in message:
-            size = self.rank_info["world_size"]
-            if self.rank_info["rank"] == 0:
+            size, address, port = self.rank_info["world_size"], message["listen"], 0
+            with contextlib.suppress(OSError):
+                if address:
+                    self.server = CoordinatorServer(address, message["token"], size)
+                    port = self.server.port
+            if self.rank_info["rank"] == 0 and bool(port) == bool(address):
                 self.coordinator = Coordinator(size, time.monotonic())
-            port = 0
-            if address := message["listen"]:
-                self.server = CoordinatorServer(address, message["token"], size)
-                port = self.server.port
             self.control.send(json.dumps({"port": port}).encode())
         if self.coordinator is not None and self.console.log:
             self.coordinator.logs = os.path.dirname(self.console.log)  # noqa: PTH120
         if "connect" in message:
-            address, port = message["connect"]
+            places = [(address, port) for address, port in message["connect"]]
             rank = self.rank_info["rank"]
-            self.client = CoordinatorClient(address, port, message["token"], rank)
+            self.client = CoordinatorClient(places, message["token"], rank)
         return True
 
     def _has_exec(self) -> bool:

@@ -33,7 +33,9 @@ def server(address: str) -> Iterator[CoordinatorServer]:
 @pytest.fixture
 def client(server: CoordinatorServer, address: str) -> Iterator[CoordinatorClient]:
     """The connection of rank 1's sidecar."""
-    with contextlib.closing(CoordinatorClient(address, server.port, TOKEN, 1)) as made:
+    with contextlib.closing(
+        CoordinatorClient([(address, server.port)], TOKEN, 1)
+    ) as made:
         yield made
 
 
@@ -95,7 +97,7 @@ def test_a_stranger_is_dropped_and_others_are_served(
             if sent == len(rubbish):
                 break
         with contextlib.closing(
-            CoordinatorClient("127.0.0.1", server.port, TOKEN, 1)
+            CoordinatorClient([("127.0.0.1", server.port)], TOKEN, 1)
         ) as client:
             client.send({"step": 3})
             assert pump(server) == [(1, {"step": 3})]
@@ -111,7 +113,7 @@ def test_many_silent_connections_are_bounded(
     pump(server, 0.3)
     assert len(server.sockets()) == 1
     with contextlib.closing(
-        CoordinatorClient("127.0.0.1", server.port, TOKEN, 1)
+        CoordinatorClient([("127.0.0.1", server.port)], TOKEN, 1)
     ) as client:
         client.send({"step": 3})
         assert pump(server) == [(1, {"step": 3})]
@@ -124,7 +126,7 @@ def test_a_coordinator_that_turned_one_away_is_asked_again() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         with contextlib.closing(
-            CoordinatorClient("127.0.0.1", port, TOKEN, 1)
+            CoordinatorClient([("127.0.0.1", port)], TOKEN, 1)
         ) as client:
             listener.accept()[0].close()
             time.sleep(0.05)
