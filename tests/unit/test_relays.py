@@ -70,7 +70,7 @@ def test_a_hang_ends_all_that_report_through_relays() -> None:
         said = [rank.communicate(timeout=60)[0] for rank in ranks]
         statuses = [rank.returncode for rank in ranks]
     assert statuses == [76] * NUM_RANKS, said
-    assert "hang: no rank has made progress for 8 s" in said[0]
+    assert "hang: no rank has made progress for" in said[0]
     assert not any("hang:" in text for text in said[1:])
 
 
@@ -104,7 +104,10 @@ def await_links(ranks: list[subprocess.Popen[str]]) -> None:
 
 def num_links(pid: int) -> int:
     """Return the number of TCP connections of a rank's sidecar."""
-    (sidecar,) = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    if not children:
+        return 0
+    (sidecar,) = children
     opened = {str(file.readlink()) for file in Path(f"/proc/{sidecar}/fd").iterdir()}
     rows = [row.split() for row in Path("/proc/net/tcp").read_text().splitlines()[1:]]
     return sum(row[3] == "01" and f"socket:[{row[9]}]" in opened for row in rows)
