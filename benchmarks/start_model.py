@@ -32,10 +32,10 @@ from typing import Any
 
 from mpitrain.config import LaunchConfig
 from mpitrain.launch import consistency, cpu, gpu
-from mpitrain.launch.exit_guard import FAN_OUT, ExitGuard
+from mpitrain.launch.exit_guard import FAN_OUT, MAX_DIRECT_LINKS, ExitGuard
 from mpitrain.launch.rendezvous import probe, select, transports
 from mpitrain.launch.rendezvous.interfaces import Interface
-from mpitrain.mpi.collectives import Sent
+from mpitrain.mpi.collectives import Compressed
 from mpitrain.mpi.topology import discover_world
 from mpitrain.watchdog.links import CoordinatorServer
 
@@ -101,13 +101,13 @@ class ModelComm:
 
     gather = allgather
 
-    def reduce(self, mine: Sent[Any], merge: Callable[[Any, Any], Any]) -> Any:
+    def reduce(self, mine: Compressed[Any], merge: Callable[[Any, Any], Any]) -> Any:
         """Merge, as mpi4py does it: from the ranks 1, 2, 4 ... away, up a tree."""
         assert self._job is not None
         contribution = self._job.contribution()
 
-        def other(mine: Sent[Any], rank: int) -> Sent[Any]:
-            return Sent(contribution(mine.value, rank))
+        def other(mine: Compressed[Any], rank: int) -> Compressed[Any]:
+            return Compressed(contribution(mine.value, rank))
 
         result, distance = copy.deepcopy(mine), 1
         while distance < self.size and self.rank % (2 * distance) == 0:
@@ -178,7 +178,7 @@ class ModelJob:
             is_hub = first(rank) and node % FAN_OUT == 0 < node
             return {node: ("10.128.0.1", 40000)} if is_hub else {}
 
-        many = [hubs] if self.num_nodes > FAN_OUT else []
+        many = [hubs] if self.size > MAX_DIRECT_LINKS else []
         orders = (hosts, by_value, clocks, attempts, *many, by_node, by_node)
         self._num_reduced += 1
         return orders[self._num_reduced - 1]
@@ -268,6 +268,8 @@ def tries(job: ModelJob) -> float:
 
 def links(job: ModelJob) -> int:
     """Return the number of connections of rank zero's watchdog."""
+    if job.size <= MAX_DIRECT_LINKS:
+        return job.size - 1
     on_node = min(job.per_node, job.size) - 1
     return on_node + min(job.num_nodes, FAN_OUT) - 1 + (job.num_nodes - 1) // FAN_OUT
 

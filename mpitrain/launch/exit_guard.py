@@ -11,6 +11,7 @@ import atexit
 import contextlib
 import faulthandler
 import functools
+import logging
 import operator
 import os
 import secrets
@@ -57,6 +58,9 @@ if TYPE_CHECKING:
     from mpitrain.launch.early_return import EarlyReturnMonitor
     from mpitrain.launch.rendezvous.select import Rendezvous
 
+logger = logging.getLogger("mpitrain")
+
+MAX_DIRECT_LINKS = 4096  # to rank zero's watchdog; of more ranks they are a tree
 FAN_OUT = 128  # nodes whose watchdogs report to one
 CONSEQUENCE_SECONDS = 4.0  # how long to wait for the message of a peer that went away
 _FORWARD_SECONDS = 0.5  # to forward the message: an abort of MPICH's drops it
@@ -204,17 +208,19 @@ class ExitGuard:
     ) -> None:
         """Connect the ranks' sidecars to rank zero's, at the rendezvous address.
 
-        In a tree: the ranks of a node report through that of its first rank, and of
-        more than `FAN_OUT` nodes each group of so many through that of its first node.
-        Collective over all ranks; `on_node` has those of this node, which other nodes
-        reach at `own_address`.
+        Beyond `MAX_DIRECT_LINKS` ranks in a tree: the ranks of a node report through
+        that of its first rank, and each group of `FAN_OUT` nodes through that of its
+        first node. Collective over all ranks; `on_node` has those of this node, which
+        other nodes reach at `own_address`.
         """
         watched, token, size = self.watched, "", world.world_size
 
         def listen(address: str) -> tuple[str, int] | None:
-            with contextlib.suppress(OSError):
+            try:
                 return address, watched.listen(address, token, world.rank, size)
-            return None
+            except OSError as error:
+                logger.warning("hangs may be seen late: %s", error)
+                return None
 
         place = None
         if world.is_rank_zero and not watched.is_connected:
@@ -224,19 +230,20 @@ class ExitGuard:
         if place is None:
             return  # also for a second job of these processes: the first's stands
         watched.is_connected = True
-        node, is_first = world.node_rank, world.local_rank == 0
-        relays = is_first and 0 < node < world.num_nodes - 1 and not node % FAN_OUT
-        local = None
-        if is_first and node > 0 and (relays or on_node.size > 1):
-            local = listen(own_address if relays else "127.0.0.1")
-        if world.num_nodes > FAN_OUT:
-            found = {node: local} if relays else {}
-            hubs = self.comm.bcast(merge_on_rank_zero(self.comm, found, operator.or_))
-            if not relays:
-                place = hubs.get(node - node % FAN_OUT) or place
-        local = on_node.bcast(local)
-        # Ranks of a node may be in containers that share no loopback.
-        places = [local, place] if local and not is_first else [place]
+        places = [place]
+        if size > MAX_DIRECT_LINKS:
+            node, is_first = world.node_rank, world.local_rank == 0
+            is_hub = 0 < node < world.num_nodes - 1 and node % FAN_OUT == 0
+            local = None
+            if is_first and node > 0:
+                local = listen(own_address if is_hub else "127.0.0.1")
+            found = {node: local} if is_first and is_hub else {}
+            hubs = merge_on_rank_zero(self.comm, found, operator.or_)
+            hub = self.comm.bcast(hubs).get(node - node % FAN_OUT)
+            local = on_node.bcast(local)
+            # Rank zero's, too: a relay may be out of reach, or end before others.
+            wanted = (None if is_first else local, None if is_hub else hub, place)
+            places = list(dict.fromkeys(filter(None, wanted)))
         if not world.is_rank_zero:
             watched.connect(places, token, world.rank, size)
 

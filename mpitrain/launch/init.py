@@ -98,7 +98,10 @@ def prepare(
     variables.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     with guard.stage("import torch"):
         if on_node.rank == 0:
-            read_ahead(lambda: guard.watched.start("import torch"))
+            try:
+                read_ahead(lambda: guard.watched.start("import torch"))
+            except Exception as error:  # the import does without
+                logger.info("torch was not read ahead: %r", error)
         barrier(on_node)  # the others would fetch the same pages one by one
         all_or_none(comm, _import_torch, "import torch")
     with guard.stage("devices"):

@@ -37,8 +37,8 @@ def read_ahead(on_progress: Callable[[], object]) -> int:
     Returns the number of bytes; 0 where torch is imported, or on no network file
     system. Left out is code for GPUs, of which an import needs nothing.
     """
-    spec = importlib.util.find_spec("torch")
-    if "torch" in sys.modules or spec is None or spec.origin is None:
+    spec = None if "torch" in sys.modules else importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
         return 0
     if not file_system(spec.origin).startswith(NETWORK_FILE_SYSTEMS):
         return 0
@@ -91,7 +91,7 @@ def libraries_of(library: Path) -> list[str]:
 
 def parts_of(path: str) -> Iterator[tuple[str, int, int]]:
     """Return the parts of a library, without code for GPUs: path, offset, size."""
-    with contextlib.suppress(OSError, struct.error, ValueError):
+    with contextlib.suppress(OSError, struct.error, ValueError, IndexError):
         size = os.stat(path).st_size  # noqa: PTH116
         if size < MIN_BYTES:
             return
@@ -125,7 +125,8 @@ def _gpu_code(path: str) -> list[tuple[int, int]]:
 def _read_module(path: str) -> int:
     with contextlib.suppress(OSError):
         os.stat(path)  # noqa: PTH116 - the import compares its time
-    return _read(importlib.util.cache_from_source(path), 0, PART_BYTES)
+        return len(Path(importlib.util.cache_from_source(path)).read_bytes())
+    return 0
 
 
 def _read(path: str, offset: int, size: int) -> int:

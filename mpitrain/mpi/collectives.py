@@ -146,22 +146,24 @@ def merge_on_rank_zero(
     argument; lower ranks come first.
     """
     barrier(comm)
-    merged = comm.reduce(Sent(mine), lambda one, two: Sent(merge(one.value, two.value)))
+    merged = comm.reduce(
+        Compressed(mine), lambda one, two: Compressed(merge(one.value, two.value))
+    )
     return merged.value if merged is not None else None
 
 
-class Sent(Generic[T]):
+class Compressed(Generic[T]):
     """A value that is compressed where it is sent."""
 
     def __init__(self, value: T) -> None:
         self.value = value
 
-    def __reduce__(self) -> tuple[Callable[[bytes], Sent[T]], tuple[bytes]]:
+    def __reduce__(self) -> tuple[Callable[[bytes], Compressed[T]], tuple[bytes]]:
         return _unpack, (zlib.compress(pickle.dumps(self.value), 1),)
 
 
-def _unpack(data: bytes) -> Sent[Any]:
-    return Sent(pickle.loads(zlib.decompress(data)))
+def _unpack(data: bytes) -> Compressed[Any]:
+    return Compressed(pickle.loads(zlib.decompress(data)))
 
 
 def merge_lists(left: dict[K, list[V]], right: dict[K, list[V]]) -> dict[K, list[V]]:
@@ -182,4 +184,4 @@ def on_rank_zero(comm: MPI.Intracomm, action: Callable[[], T], doing: str) -> T:
     except MpitrainError as error:
         error.is_collective = True
         raise
-    return comm.bcast(Sent(mine)).value  # type: ignore[no-any-return]
+    return comm.bcast(Compressed(mine)).value  # type: ignore[no-any-return]

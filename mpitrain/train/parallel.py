@@ -78,9 +78,8 @@ def _find_error(strategy: str, config: StrategyConfig, world: World) -> str:
     if strategy == "fsdp" and world.backend == "gloo" and not on_cpu:
         # Its all-gather of several tensors takes a GPU's address for one of the host.
         return (
-            "--strategy fsdp: gloo has no collectives of FSDP for GPUs, and the ranks "
-            "have no NCCL, since they share GPUs or torch lacks it; expected one rank "
-            "per GPU, or --strategy ddp"
+            "--strategy fsdp: gloo has no collectives of FSDP for GPUs; expected one "
+            "rank per GPU without --backend gloo, torch 2.14 or newer, or ddp"
         )
     if config.cpu_offload and on_cpu:
         return "--cpu-offload: weights are in host memory already"

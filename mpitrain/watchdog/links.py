@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 MAX_LINE_BYTES = 1 << 20  # a connection that sends a longer line is dropped
+MAX_WAITING_BYTES = 64 << 20  # one on which so much waits to be sent is dropped
 MAX_HELLO_BYTES = 200  # the same before the other side has authenticated itself
 UNKNOWN_SECONDS = 5.0  # how long a connection may take to authenticate itself
 MAX_UNKNOWN = 64  # such connections beyond the number of ranks; more are refused
@@ -42,7 +43,7 @@ class JsonSocket:
             sent = self.sock.send(self._out)
             self._out = self._out[sent:]
         except BlockingIOError:
-            self.is_closed |= len(self._out) > MAX_LINE_BYTES
+            self.is_closed |= len(self._out) > MAX_WAITING_BYTES
         except OSError:
             self.is_closed = True
 
@@ -67,9 +68,16 @@ class JsonSocket:
 
 
 class CoordinatorServer:
-    """The coordinator's side: listens on a free `port` for the other sidecars."""
+    """The coordinator's side: listens on a free `port` for the other sidecars.
 
-    def __init__(self, address: str, token: str, world_size: int) -> None:
+    A relay is one, too, that does not answer: what it passes on from the coordinator
+    tells its clients that they are heard.
+    """
+
+    def __init__(
+        self, address: str, token: str, world_size: int, *, answers: bool = True
+    ) -> None:
+        self._answers = answers
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         self._listener = socket.create_server((address, 0), family=family, backlog=2048)
         self._listener.setblocking(False)
@@ -100,7 +108,8 @@ class CoordinatorServer:
                 if one.rank is None:
                     one.close()
                     break
-                one.send(PING)  # so that it knows it is heard
+                if self._answers:
+                    one.send(PING)  # so that it knows it is heard
         late = time.monotonic() - UNKNOWN_SECONDS
         for one in self._connections:
             if one.is_closed or (one.rank is None and one.began < late):
@@ -139,13 +148,19 @@ class CoordinatorServer:
 class CoordinatorClient:
     """A sidecar's connection to the coordinator, or to a relay of its messages.
 
-    `places` are addresses and ports, tried in turn.
+    `places` are addresses and ports, tried in turn; a connection that is not answered
+    within `answer_seconds` is given up if there is another place.
     """
 
     def __init__(
-        self, places: Sequence[tuple[str, int]], token: str, rank: int
+        self,
+        places: Sequence[tuple[str, int]],
+        token: str,
+        rank: int,
+        answer_seconds: float = 5.0,
     ) -> None:
         self._places = deque(places)
+        self._answer_seconds = answer_seconds
         self._hello = f"{token} {rank}"
         self._connection: JsonSocket | None = None
         self._retry_at = 0.0
@@ -167,8 +182,11 @@ class CoordinatorClient:
         return [self._connection.sock] if self._connection and self._is_open else []
 
     def retry(self, now: float) -> None:
-        """Connect if there is no connection and the last try was not just now."""
-        if now < self._retry_at or self._is_open:
+        """Connect if nobody has answered and the last try was not just now."""
+        is_waiting = (
+            len(self._places) == 1 or now < self.heard_at + self._answer_seconds
+        )
+        if now < self._retry_at or (self._is_open and is_waiting):
             return
         self._retry_at = now + 2.0
         self.close()
@@ -181,6 +199,14 @@ class CoordinatorClient:
             self._connection.rank = 0  # it listens to rank zero alone
             self._connection.send(self._hello)
             self.heard_at = time.monotonic()
+
+    def leave_relay(self) -> bool:
+        """Forget a relay that has gone away; return whether there is another place."""
+        if len(self._places) == 1:
+            return False
+        self._places.pop()  # the last one that was tried
+        self.is_established, self._retry_at = False, 0.0
+        return True
 
     def close(self) -> None:
         """Close the connection."""

@@ -23,6 +23,7 @@ from typing import Any
 from mpitrain.watchdog.coordinator import (
     HANG_STATUS,
     KILLED,
+    NOTICE_SECONDS,
     SUSPENDED_SECONDS,
     Coordinator,
 )
@@ -43,6 +44,7 @@ MAX_STACK_BYTES = 1 << 18  # more of a rank's stacks is not passed on
 GRACE_SECONDS = 3.0  # from telling a rank to end the job to killing it
 RECORD_SECONDS = 0.7  # for the coordinator and the recording rank, at a death
 LOG_SECONDS = 0.5  # how long a line in a log may block
+RELAY_SECONDS = NOTICE_SECONDS + 0.5  # until the coordinator has ended the job
 CLAIM_SECONDS = 4.0  # how long a claim of the output is held
 
 
@@ -133,7 +135,12 @@ class Sidecar:
             size, address, port = self.rank_info["world_size"], message["listen"], 0
             with contextlib.suppress(OSError):
                 if address:
-                    self.server = CoordinatorServer(address, message["token"], size)
+                    self.server = CoordinatorServer(
+                        address,
+                        message["token"],
+                        size,
+                        answers=self.rank_info["rank"] == 0,
+                    )
                     port = self.server.port
             if self.rank_info["rank"] == 0 and bool(port) == bool(address):
                 self.coordinator = Coordinator(size, time.monotonic())
@@ -143,7 +150,8 @@ class Sidecar:
         if "connect" in message:
             places = [(address, port) for address, port in message["connect"]]
             rank = self.rank_info["rank"]
-            self.client = CoordinatorClient(places, message["token"], rank)
+            seconds = 5.0 * beat_seconds(self.rank_info["world_size"])
+            self.client = CoordinatorClient(places, message["token"], rank, seconds)
         return True
 
     def _has_exec(self) -> bool:
@@ -188,6 +196,13 @@ class Sidecar:
                 break
             time.sleep(0.05)
             sockets = self.server.sockets() if self.server else []
+            self._exchange(sockets, time.monotonic())
+        # So does a relay: others of its node may be going, too.
+        while self.server and self.client and not self.client.is_closed:
+            if time.monotonic() > now + RELAY_SECONDS:
+                break
+            time.sleep(0.05)
+            sockets = [*self.server.sockets(), *self.client.sockets()]
             self._exchange(sockets, time.monotonic())
         if self.kill_at is None and is_unreported and self._has_coordinator():
             time.sleep(max(0.0, now + RECORD_SECONDS - time.monotonic()))
@@ -274,7 +289,8 @@ class Sidecar:
                 if self.server is not None:
                     self.server.broadcast(command)
                 self._obey(command, now)
-            if self.server is not None and self.client.is_closed:
+        if self.client is not None:  # it may have been told to detach
+            if self.client.is_closed and not self.client.leave_relay() and self.server:
                 self.server.close()  # those that report through this one see it
                 self.server = None
             self._check_coordinator(now)
@@ -425,5 +441,6 @@ def main() -> None:
     try:
         sidecar.run()
     finally:
-        if sidecar.server is not None:  # whatever happened here: the ranks live
+        # Whatever happened here: the ranks live.
+        if sidecar.server and sidecar.coordinator:
             sidecar.server.broadcast({"command": "detach"})

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -16,9 +17,9 @@ NUM_RANKS = 4
 RANK = """
 import os, sys, time
 from mpitrain.watchdog.client import WatchdogClient
-rank, size, port = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+rank, size, num_steps, *ports = map(int, sys.argv[1:])
 
-def obey(status, text):
+def obey(status, text):  # called in a thread
     print("told", status, flush=True)
     if status is not None:
         os._exit(status)
@@ -30,25 +31,30 @@ client = WatchdogClient(
 if rank < size - 1:
     print(client.listen("127.0.0.1", "secret", rank, size), flush=True)
 if rank:
-    closed = [("127.0.0.1", 1)] if rank == size - 1 else []
-    client.connect([*closed, ("127.0.0.1", port)], "secret", rank, size)
+    # That before, and rank zero; the last one's first place is closed.
+    known = [*[1] * (rank == size - 1), ports[-1], ports[0]]
+    places = [("127.0.0.1", port) for port in dict.fromkeys(known)]
+    client.connect(places, "secret", rank, size)
 client.hang_timeout_seconds = 8.0
 step = 0
-while True:
-    if step < int(sys.argv[4]):
-        client.step_done()
-        step += 1
-    time.sleep(0.1)
+try:
+    while True:
+        if step < num_steps:
+            client.step_done()
+            step += 1
+        time.sleep(0.1)
+except KeyboardInterrupt:
+    client.close()
 """
 
 
 @contextmanager
 def chain(num_steps: int) -> Iterator[list[subprocess.Popen[str]]]:
     """Start ranks of which each but the first reports through the one before."""
-    port, ranks = 0, list[subprocess.Popen[str]]()
+    ports, ranks = list[int](), list[subprocess.Popen[str]]()
     with ExitStack() as stack:
         for rank in range(NUM_RANKS):
-            words = [rank, NUM_RANKS, port, num_steps]
+            words = [rank, NUM_RANKS, num_steps, *ports]
             made = stack.enter_context(
                 subprocess.Popen(
                     [sys.executable, "-c", RANK, *map(str, words)],
@@ -61,7 +67,7 @@ def chain(num_steps: int) -> Iterator[list[subprocess.Popen[str]]]:
             ranks.append(made)
             if rank < NUM_RANKS - 1:
                 assert made.stdout is not None
-                port = int(made.stdout.readline())
+                ports.append(int(made.stdout.readline()))
         yield ranks
 
 
@@ -84,19 +90,47 @@ def test_a_rank_that_is_killed_behind_relays_is_named() -> None:
     assert not any("rank 3/4" in text for text in said[1:])
 
 
-def test_those_behind_a_relay_outlive_one_that_is_done() -> None:
-    """As those of rank zero do, when that is done; nobody ends them."""
+def test_a_relay_that_is_terminated_ends_the_job() -> None:
     with chain(num_steps=10**6) as ranks:
         await_links(ranks)
         ranks[1].terminate()
+        said = [rank.communicate(timeout=60)[0] for rank in ranks]
+        assert [rank.returncode for rank in ranks] == [1, -signal.SIGTERM, 1, 1], said
+    assert "[rank 1/4 " in said[0]
+
+
+def test_those_behind_a_relay_that_is_done_report_to_rank_zero() -> None:
+    with chain(num_steps=10**6) as ranks:
+        await_links(ranks)
+        ranks[1].send_signal(signal.SIGINT)
+        assert ranks[1].wait(30) == 0
+        await_links(ranks[:1] + ranks[2:], [1, 2, 1])
+        ranks[3].kill()
+        said = [rank.communicate(timeout=60)[0] for rank in ranks]
+    assert "[rank 3/4 " in said[0], said
+    assert "ended without a word" in said[0]
+
+
+def test_rank_zero_that_is_done_leaves_the_others_alone() -> None:
+    with chain(num_steps=10**6) as ranks:
+        await_links(ranks)
+        ranks[0].send_signal(signal.SIGINT)
+        assert ranks[0].wait(30) == 0
         with pytest.raises(subprocess.TimeoutExpired):
-            ranks[3].wait(3)
+            ranks[3].wait(4)
+        for rank in ranks[1:]:
+            rank.send_signal(signal.SIGINT)
+        said = [rank.communicate(timeout=30)[0] for rank in ranks]
+        assert [rank.returncode for rank in ranks] == [0] * NUM_RANKS, said
+    assert not any("Traceback" in text for text in said)
 
 
-def await_links(ranks: list[subprocess.Popen[str]]) -> None:
-    """Wait until all are connected; the last one, by the second address it was told."""
+def await_links(
+    ranks: list[subprocess.Popen[str]], expected: Sequence[int] = (1, 2, 2, 1)
+) -> None:
+    """Wait until the ranks have so many connections each."""
     end = time.monotonic() + 30
-    while (found := [num_links(rank.pid) for rank in ranks]) != [1, 2, 2, 1]:
+    while (found := [num_links(rank.pid) for rank in ranks]) != [*expected]:
         assert time.monotonic() < end, found
         time.sleep(0.1)
     time.sleep(2.0)  # until a first report has passed all
