@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import debian
 import pytest
 
 from .hosts import VirtualHosts, virtual_hosts
@@ -42,6 +43,8 @@ def hosts() -> Iterator[VirtualHosts]:
 def slurm(hosts: VirtualHosts) -> Slurm:
     """SLURM on the three hosts; it ends with them."""
     _require("munged", "slurmctld", "slurmd", "generate_pbs_nodefile")
+    if not list(Path("/usr/lib").glob("*/libpmix.so")):  # slurmd looks as it starts
+        debian.install("libpmix-dev")
     made = Slurm(hosts)
     made.start()
     return made
