@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -48,7 +49,7 @@ def main() -> None:
     parser.add_argument("--precisions", nargs="+", default=["fp32", "bf16"])
     parser.add_argument("--json", type=Path, help="also write the figures here")
     asked = parser.parse_args()
-    report = about("benchmarks/resnet.py")
+    report = about("benchmarks/resnet.py " + " ".join(sys.argv[1:]))
     with mpitrain.init(device=asked.device) as world:
         if world.device != "cpu":
             report["device"] = torch.cuda.get_device_name()

@@ -1,7 +1,7 @@
 """Whole-command time of the default job, ours beside torchrun and Lightning.
 
     make bench                                   8 ranks, 5 pairs
-    .venv/bin/python benchmarks/start_to_end.py --ranks 4 --pairs 3 --peers torchrun
+    .venv/bin/python benchmarks/start_to_end.py --pairs 3 --peers torchrun lightning
 
 All train the same network on the same data, batch and epochs, ours as it starts by
 itself, theirs with gloo. The runs are interleaved (ours, theirs, ours, ...), after one

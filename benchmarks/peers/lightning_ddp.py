@@ -13,11 +13,10 @@ import math
 import os
 
 import lightning
-import numpy as np
 import torch
 import torch.nn.functional as F
-from torch.utils.data import DataLoader, TensorDataset
-from torchrun_ddp import DIGITS, EPOCHS, GLOBAL_BATCH_SIZE, LR, ConvNet
+from torch.utils.data import DataLoader
+from torchrun_ddp import EPOCHS, GLOBAL_BATCH_SIZE, LR, ConvNet, cosine, digits
 
 
 class Classifier(lightning.LightningModule):
@@ -41,15 +40,7 @@ class Classifier(lightning.LightningModule):
         optimizer = torch.optim.SGD(
             self.parameters(), lr=LR, momentum=0.9, nesterov=True, weight_decay=5e-4
         )
-        warmup, total = self.steps_per_epoch, self.steps_per_epoch * EPOCHS
-        schedule = torch.optim.lr_scheduler.LambdaLR(
-            optimizer,
-            lambda step: (
-                (step + 1) / warmup
-                if step < warmup
-                else 0.5 * (1 + math.cos(math.pi * (step - warmup) / (total - warmup)))
-            ),
-        )
+        schedule = cosine(optimizer, self.steps_per_epoch)
         return {
             "optimizer": optimizer,
             "lr_scheduler": {"scheduler": schedule, "interval": "step"},
@@ -60,13 +51,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, default=8)
     ranks = parser.parse_args().ranks
-    arrays = np.load(DIGITS)
-    order = arrays["permutation"].astype(np.int64)
-    images = torch.from_numpy(arrays["images"][order]).unsqueeze(1).float() / 16.0
-    labels = torch.from_numpy(arrays["labels"][order]).long()
-    num_train = int(arrays["num_train"])
-    train = TensorDataset(images[:num_train], labels[:num_train])
-    val = TensorDataset(images[num_train:], labels[num_train:])
+    train, val = digits()
     lightning.seed_everything(1, verbose=False)
     trainer = lightning.Trainer(
         accelerator="cpu",
@@ -80,7 +65,7 @@ def main() -> None:
     )
     batch_size = GLOBAL_BATCH_SIZE // ranks
     trainer.fit(
-        Classifier(math.ceil(num_train / GLOBAL_BATCH_SIZE)),
+        Classifier(math.ceil(len(train) / GLOBAL_BATCH_SIZE)),
         DataLoader(train, batch_size=batch_size, shuffle=True),
         DataLoader(val, batch_size=256),
     )

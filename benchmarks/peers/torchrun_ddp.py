@@ -41,16 +41,36 @@ class ConvNet(nn.Module):
         return self.head(F.relu(self.hidden(x.flatten(1))))
 
 
-def main() -> None:
-    dist.init_process_group("gloo")
-    rank, world_size = dist.get_rank(), dist.get_world_size()
+def digits() -> tuple[TensorDataset, TensorDataset]:
+    """Return the set to train and the one to validate."""
     arrays = np.load(DIGITS)
     order = arrays["permutation"].astype(np.int64)
     images = torch.from_numpy(arrays["images"][order]).unsqueeze(1).float() / 16.0
     labels = torch.from_numpy(arrays["labels"][order]).long()
     num_train = int(arrays["num_train"])
     train = TensorDataset(images[:num_train], labels[:num_train])
-    val = TensorDataset(images[num_train:], labels[num_train:])
+    return train, TensorDataset(images[num_train:], labels[num_train:])
+
+
+def cosine(
+    optimizer: torch.optim.Optimizer, steps_per_epoch: int
+) -> torch.optim.lr_scheduler.LambdaLR:
+    """Return the schedule: an epoch of warm-up, then a cosine."""
+    warmup, total = steps_per_epoch, steps_per_epoch * EPOCHS
+    return torch.optim.lr_scheduler.LambdaLR(
+        optimizer,
+        lambda step: (
+            (step + 1) / warmup
+            if step < warmup
+            else 0.5 * (1 + math.cos(math.pi * (step - warmup) / (total - warmup)))
+        ),
+    )
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    train, val = digits()
     sampler = DistributedSampler(train, shuffle=True, seed=1)
     loader = DataLoader(
         train, batch_size=GLOBAL_BATCH_SIZE // world_size, sampler=sampler
@@ -65,15 +85,7 @@ def main() -> None:
     optimizer = torch.optim.SGD(
         model.parameters(), lr=LR, momentum=0.9, nesterov=True, weight_decay=5e-4
     )
-    warmup, total = len(loader), len(loader) * EPOCHS
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer,
-        lambda step: (
-            (step + 1) / warmup
-            if step < warmup
-            else 0.5 * (1 + math.cos(math.pi * (step - warmup) / (total - warmup)))
-        ),
-    )
+    schedule = cosine(optimizer, len(loader))
     for epoch in range(EPOCHS):
         sampler.set_epoch(epoch)
         replica.train()

@@ -1,9 +1,9 @@
 """Which GPU each rank gets, which GPUs are shared, and the backend that follows.
 
 Ranks that share a GPU do without NCCL. Up to 2.29 it refuses them ("Duplicate GPU
-detected"). From 2.30 it can take them, but on an H200 an all-reduce of 1 KiB by 8 ranks
-took 130 ms, since their kernels take turns; through host memory it takes less than one
-(benchmarks/results/2026-11-26-gpu.md).
+detected"). From 2.30 it can take them, but their kernels take turns: on an H200 an
+all-reduce of 1 KiB by 8 ranks took 130 ms, and ResNet-50 trained 5 times slower than
+through host memory (benchmarks/results/2026-11-26-gpu.md).
 """
 
 from __future__ import annotations

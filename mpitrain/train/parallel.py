@@ -78,8 +78,9 @@ def _find_error(strategy: str, config: StrategyConfig, world: World) -> str:
     if strategy == "fsdp" and world.backend == "gloo" and not on_cpu:
         # Its all-gather of several tensors takes a GPU's address for one of the host.
         return (
-            "--strategy fsdp: gloo has no collectives of FSDP for GPUs; expected one "
-            "rank per GPU without --backend gloo, torch 2.14 or newer, or ddp"
+            "--strategy fsdp: gloo has no collectives of FSDP for GPUs; expected nccl "
+            "(one rank per GPU, no --backend gloo), mpi4py (torch 2.14 or newer), or "
+            "--strategy ddp"
         )
     if config.cpu_offload and on_cpu:
         return "--cpu-offload: weights are in host memory already"

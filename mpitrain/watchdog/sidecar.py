@@ -142,7 +142,7 @@ class Sidecar:
                         answers=self.rank_info["rank"] == 0,
                     )
                     port = self.server.port
-            if self.rank_info["rank"] == 0 and bool(port) == bool(address):
+            if self.rank_info["rank"] == 0 and (port or not address):
                 self.coordinator = Coordinator(size, time.monotonic())
             self.control.send(json.dumps({"port": port}).encode())
         if self.coordinator is not None and self.console.log:

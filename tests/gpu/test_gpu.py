@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from launcher import find, mpirun
+from launcher import Done, find, mpirun
 
 from mpitrain.torch_compat import python_backend_error
 
@@ -24,6 +24,17 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason=NO_GPU)
 
 def result(folder: Path, name: str) -> dict:
     return json.loads((folder / "runs" / name / "result.json").read_text())
+
+
+def on_one_gpu(num_ranks: int, folder: Path, *words: str) -> Done:
+    """Run a command of mpitrain on ranks that all have the first GPU."""
+    return mpirun(
+        find("openmpi-5"),
+        num_ranks,
+        *("-m", "mpitrain", *words, "--device", "cuda"),
+        cwd=folder,
+        CUDA_VISIBLE_DEVICES="0",
+    )
 
 
 def losses(folder: Path, name: str) -> list[float]:
@@ -87,26 +98,13 @@ def test_the_trainer_is_that_of_one_process_by_hand(num_ranks: int) -> None:
 def test_check_calls_no_collective_that_ends_a_rank(
     num_ranks: int, tmp_path: Path
 ) -> None:
-    done = mpirun(
-        find("openmpi-5"),
-        num_ranks,
-        *("-m", "mpitrain", "check", "--quick", "--device", "cuda"),
-        cwd=tmp_path,
-        CUDA_VISIBLE_DEVICES="0",
-    )
+    done = on_one_gpu(num_ranks, tmp_path, "check", "--quick")
     assert done.status == 0, done.err
     assert "errors: 0" in done.out
 
 
 def test_fsdp_on_a_shared_gpu_trains_or_is_refused(tmp_path: Path) -> None:
-    flags = ("--strategy", "fsdp", "--epochs", "2", "--device", "cuda")
-    done = mpirun(
-        find("openmpi-5"),
-        2,
-        *("-m", "mpitrain", "--name", "r", *flags),
-        cwd=tmp_path,
-        CUDA_VISIBLE_DEVICES="0",
-    )
+    done = on_one_gpu(2, tmp_path, "--strategy", "fsdp", "--epochs", "2")
     if "backend gloo," in done.out:
         assert done.status == 2
         assert "gloo has no collectives of FSDP for GPUs" in done.err
@@ -129,14 +127,8 @@ def test_the_watchdog_ends_a_kernel_that_does_not(tmp_path: Path) -> None:
         "            torch.cuda._sleep(1 << 50)\n"
         "        return super().forward(x)\n"
     )
-    done = mpirun(
-        find("openmpi-5"),
-        2,
-        *("-m", "mpitrain", "--model", "endless:build", "--device", "cuda"),
-        *("--hang-timeout", "5"),
-        cwd=tmp_path,
-        CUDA_VISIBLE_DEVICES="0",
-    )
+    words = ("--model", "endless:build", "--hang-timeout", "5")
+    done = on_one_gpu(2, tmp_path, *words)
     assert done.status == 76, done.err
     assert "no rank has made progress for 5 s" in done.err
 
