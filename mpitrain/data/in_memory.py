@@ -35,7 +35,7 @@ class InMemory:
 
     def to(self, device: torch.device | str) -> InMemory:
         """Return the same set on another device."""
-        return InMemory(self.inputs.to(device), self.targets.to(device))
+        return type(self)(self.inputs.to(device), self.targets.to(device))
 
     def order(self, seed: int, epoch: int) -> Indices:
         """Return the order of an epoch."""

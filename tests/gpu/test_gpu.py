@@ -80,7 +80,7 @@ def test_a_gpu_for_each_rank_uses_nccl(tmp_path: Path) -> None:
 @pytest.mark.parametrize("num_ranks", [1, 2, 8])
 def test_the_trainer_is_that_of_one_process_by_hand(num_ranks: int) -> None:
     """The same properties as on the CPU, by the same files."""
-    words = ("-m", "mpi4py", "-m", "pytest", "--with-mpi", "-x", "-q")
+    words = ("-m", "mpi4py", "-m", "pytest", "--with-mpi", "-q", "-rs")
     done = mpirun(
         find("openmpi-5"),
         num_ranks,
@@ -105,7 +105,7 @@ def test_check_calls_no_collective_that_ends_a_rank(
 
 def test_fsdp_on_a_shared_gpu_trains_or_is_refused(tmp_path: Path) -> None:
     done = on_one_gpu(2, tmp_path, "--strategy", "fsdp", "--epochs", "2")
-    if "backend gloo," in done.out:
+    if HOST == "gloo":
         assert done.status == 2
         assert "gloo has no collectives of FSDP for GPUs" in done.err
     else:

@@ -22,7 +22,7 @@ from trainings import (
     trained,
 )
 
-from mpitrain.data.sharding import epoch_order
+from mpitrain.data.sharding import Indices, epoch_order
 from mpitrain.data.sources import InMemory
 from mpitrain.errors import DataError, UsageError
 from mpitrain.mpi import shared_arrays
@@ -69,10 +69,13 @@ def test_a_stream_trains_like_a_set_in_its_order(
     assert found == pytest.approx(again, rel=1e-9)
 
 
+class InOrder(InMemory):
+    def order(self, seed: int, epoch: int) -> Indices:
+        return np.arange(self.num_samples, dtype=np.int64)
+
+
 def in_order(num: int) -> InMemory:
-    samples = InMemory(*some(num).tensors)
-    samples.order = lambda seed, epoch: np.arange(num)  # type: ignore[method-assign]
-    return samples
+    return InOrder(*some(num).tensors)
 
 
 @pytest.mark.parametrize("num", [NUM_SAMPLES, 3])
