@@ -38,6 +38,7 @@ ADAM_LR = 0.001
 WARMUP_EPOCHS = 5.0
 FULL_LR_BATCH_SIZE = 64  # the smallest that gets sgd's whole default learning rate
 SCALED_BATCH_SIZE = 256  # what --scale-lr scales from
+BITWISE_MICRO_BATCHES = 8  # of a step with --bitwise, without --micro-batch-size
 
 Device = Literal["auto", "cpu", "cuda", "xpu"]
 Backend = Literal["auto", "mpi4py", "gloo", "nccl", "xccl"]
@@ -204,6 +205,11 @@ class StrategyConfig:
     """Synchronize batch norm over all ranks (GPUs only)."""
     deterministic: bool = False
     """Use only deterministic operations of torch; some are slower."""
+    bitwise: bool = False
+    """Same bits on any number of ranks: cut micro-batches from the global batch alone
+    (default: 8), and sum their gradients in a fixed order."""
+    balance: Literal["auto", "off"] = "auto"
+    """With --bitwise: give slow ranks fewer micro-batches. auto: with ddp."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -345,6 +351,14 @@ class TrainConfig(
         if self.shard_optimizer and self.strategy not in ("auto", "ddp"):
             itself = " (it shards that state by itself)" * (self.strategy == "fsdp")
             yield f"--shard-optimizer needs --strategy ddp, {found}{itself}"
+        names = ("sync_batchnorm", "compile", "hybrid_sharding", "cpu_offload")
+        flags = [f"--{name.replace('_', '-')}" for name in names if getattr(self, name)]
+        flags += ["--strategy dp"] * (self.strategy == "dp")
+        if self.bitwise and flags:
+            yield (
+                f"--bitwise does not go with {', '.join(flags)}: the last bits would "
+                "depend on the number of ranks; expected one of both"
+            )
 
     def _run_errors(self) -> Iterator[str]:
         for name in self.log:
@@ -391,6 +405,17 @@ class TrainConfig(
         default = TrainConfig()
         return sorted(n for n in names if getattr(self, n) != getattr(default, n))
 
+    @property
+    def bitwise_micro_batch_size(self) -> int:
+        """Samples of a micro-batch with `bitwise`."""
+        size = -(-self.global_batch_size // BITWISE_MICRO_BATCHES)
+        return self.micro_batch_size or size
+
+    @property
+    def may_change(self) -> frozenset[str]:
+        """`MAY_CHANGE` of this configuration."""
+        return MAY_CHANGE - {"micro_batch_size"} if self.bitwise else MAY_CHANGE
+
     def without_effect(self) -> list[str]:
         """Name the settings that do nothing beside the others, and why."""
         of_wandb = "wandb" not in self.log and "for --log wandb"
@@ -400,6 +425,7 @@ class TrainConfig(
         no_crop = self.data not in ("folder", "hdf5", "shards")
         no_momentum = self.optimizer not in ("sgd", "rmsprop")
         reasons = {
+            "balance": not self.bitwise and "for --bitwise",
             "momentum": no_momentum and f"{self.optimizer} has none",
             "data_dir": no_files and f"{self.data} needs no files",
             "normalize": is_digits and "the digits are taken as they are",
@@ -481,7 +507,7 @@ MAY_CHANGE = frozenset(
         *("data_dir", "num_workers", "on_bad_sample", "on_nonfinite"),
         *("strategy", "hybrid_sharding", "cpu_offload", "shard_optimizer"),
         *("micro_batch_size", "channels_last", "activation_checkpointing", "compile"),
-        *("deterministic", "tf32"),
+        *("deterministic", "tf32", "balance"),
     }
 )
 """Fields that may change when a run is resumed: they change no result, except for its

@@ -28,7 +28,6 @@ from mpitrain.checkpoint.tensors import (
     split_state,
     tensors_to_save,
 )
-from mpitrain.config import MAY_CHANGE
 from mpitrain.errors import DataError, UsageError
 from mpitrain.launch.current import heartbeat
 from mpitrain.mpi.consensus import Consensus
@@ -166,7 +165,7 @@ class Checkpointer(RunCheckpoints, Callback):
                 f"{path} was not written by a Trainer, but by `save`"
             ).on_all_ranks()
         is_own = self.reader.metadata["run"] == self._run_id
-        changed = differences(found["config"], config, MAY_CHANGE)
+        changed = differences(found["config"], config, trainer.config.may_change)
         if is_own and changed:
             raise UsageError(
                 f"{path} was written with another configuration: "
@@ -206,7 +205,7 @@ class Checkpointer(RunCheckpoints, Callback):
             f"rank{'s' * (num != 1)}"
         )
         config = self._config(trainer)
-        for change in differences(found["config"], config, MAY_CHANGE):
+        for change in differences(found["config"], config, trainer.config.may_change):
             say(f"changed since then: {change}")
 
     def on_stage_start(self, trainer: Trainer) -> None:

@@ -8,6 +8,8 @@ most one: no sample is padded, dropped or seen twice.
 
 from __future__ import annotations
 
+import functools
+import heapq
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -43,6 +45,57 @@ def max_shard_size(num_samples: int, world_size: int) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Numbering:
+    """Which rank takes which micro-batches of a step, with ``--bitwise``.
+
+    They are cut from the step alone, and numbered from 0.
+
+    >>> [list(Numbering(world_size=2).of_rank(rank, 3)) for rank in (0, 1)]
+    [[0, 1], [2]]
+    >>> Numbering(world_size=2, is_interleaved=True).of_rank(1, 4)
+    range(1, 4, 2)
+    >>> fast_first = Numbering(world_size=3, speeds=(2.0, 1.0, 1.0))
+    >>> [len(fast_first.of_rank(rank, 8)) for rank in range(3)]
+    [4, 2, 2]
+    """
+
+    world_size: int
+    is_interleaved: bool = False
+    """Whether each rank takes as many, one in turn; there may be numbers too large."""
+    speeds: tuple[float, ...] = ()
+    """Speeds of the ranks, in any unit; empty: as if equal."""
+
+    def of_rank(self, rank: int, num: int) -> range:
+        """Return the numbers of one rank, out of ``num``."""
+        if self.is_interleaved:
+            return range(rank, max_shard_size(num, self.world_size) * self.world_size)[
+                :: self.world_size
+            ]
+        bounds = _bounds(self, num)
+        return range(bounds[rank], bounds[rank + 1])
+
+    def all_ranks(self, num: int) -> list[range]:
+        """Return the numbers of each rank."""
+        return [self.of_rank(rank, num) for rank in range(self.world_size)]
+
+
+@functools.lru_cache(maxsize=64)
+def _bounds(numbering: Numbering, num: int) -> tuple[int, ...]:
+    """Return the first number of each rank, and ``num``."""
+    size, speeds = numbering.world_size, numbering.speeds
+    if not speeds or num < size:
+        return tuple(-(-num * rank // size) for rank in range(size + 1))
+    counts = [1] * size  # a rank without any would never be measured again
+    ends = [(2 / speed, rank) for rank, speed in enumerate(speeds)]
+    heapq.heapify(ends)
+    for _ in range(num - size):
+        _, rank = ends[0]
+        counts[rank] += 1
+        heapq.heapreplace(ends, ((counts[rank] + 1) / speeds[rank], rank))
+    return (0, *itertools.accumulate(counts))
+
+
+@dataclass(frozen=True, kw_only=True)
 class RankShard:
     """What one rank takes of an epoch, by step and micro-batch.
 
@@ -62,6 +115,8 @@ class RankShard:
     taken: tuple[int, ...] = ()
     """On resume of a stream with a `shard` method: samples already read of each of its
     shards. The number of its shards stays as it was, whatever the number of ranks."""
+    numbering: Numbering | None = None
+    """Takes micro-batches of `micro_batch_size` whose cuts do not depend on ranks."""
     with_partner: bool = False
     """Whether each micro-batch begins with one sample more: the one before it in the
     step, on whatever rank (mixup); before the first one comes the last."""
@@ -86,7 +141,8 @@ class RankShard:
     def steps(self) -> Iterator[tuple[int, list[Indices]]]:
         """Yield each step: its samples over all ranks, and this rank's micro-batches.
 
-        All ranks have the same number of micro-batches; some may be empty.
+        All ranks have the same number of micro-batches; some may be empty. With a
+        `numbering` they have what it says, or an empty one.
 
         >>> order = np.array([7, 3, 9, 1, 4])
         >>> shard = RankShard(rank=1, world_size=2, global_batch_size=3, order=order)
@@ -95,6 +151,12 @@ class RankShard:
         """
         for samples in itertools.islice(self._steps(), self.first_step, self.max_steps):
             num = len(samples)
+            if self.numbering is not None:
+                width = self.micro_batch_size or num
+                numbers = self.numbering.of_rank(self.rank, -(-num // width))
+                starts = [number * width for number in numbers] or [num]
+                yield num, [self._rows(samples, s, min(s + width, num)) for s in starts]
+                continue
             largest = max_shard_size(num, self.world_size)
             size = min(self.micro_batch_size or largest, largest)
             start, stop = shard_bounds(num, self.rank, self.world_size)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import logging
@@ -17,7 +18,7 @@ from mpitrain.config import TrainConfig
 from mpitrain.data.custom import Samples, build_samples
 from mpitrain.data.in_memory import InMemory
 from mpitrain.data.randomness import rank_seed
-from mpitrain.data.sharding import RankShard
+from mpitrain.data.sharding import Numbering, RankShard
 from mpitrain.data.transforms import (
     NUM_DIMENSIONS,
     ImageTransform,
@@ -29,6 +30,8 @@ from mpitrain.models.layers import head_of
 from mpitrain.mpi.shared_arrays import communicator
 from mpitrain.mpi.world import World
 from mpitrain.train import mixing
+from mpitrain.train.balance import Balance
+from mpitrain.train.bitwise import BitwiseModel, check_micro_batches
 from mpitrain.train.evaluate import BATCH_SIZE, Evaluation, MetricsFn, evaluate
 from mpitrain.train.features import features_of
 from mpitrain.train.loader import BatchLoader, RankStep
@@ -103,6 +106,16 @@ class Engine:
         self._in_eval_mode = [module for module in modules if not module.training]
         self._set_up_pixels(mean_std)
         has_batch_norm = any(isinstance(m, BatchNorm) for m in self.model.modules())
+        self.numbering: Numbering | None = None
+        self._balance: Balance | None = None
+        if config.bitwise:
+            self._check_bitwise()
+            is_sharded = self.strategy == "fsdp"
+            self.numbering = Numbering(
+                world_size=world.world_size, is_interleaved=is_sharded
+            )
+            if config.balance == "auto" and world.world_size > 1 and not is_sharded:
+                self._balance = Balance()
         self._min_rows = 2 if has_batch_norm else 1
         self._head: nn.Module | None = None
         self._on_features = False
@@ -133,21 +146,30 @@ class Engine:
         train, val = features or (self._train, self._val)
         self.train_loader = self._loader(train, train=True)
         self.val_loader = self._loader(val, train=False)
-        self.parallel = ParallelModel(
-            trained,
-            self.world,
-            config,
-            strategy,
-            find_unused_parameters=self._find_unused and not self._on_features,
-        )
+        if self.numbering is not None:
+            self.parallel = BitwiseModel(
+                trained, self.world, config, strategy, self.numbering
+            )
+        else:
+            self.parallel = ParallelModel(
+                trained,
+                self.world,
+                config,
+                strategy,
+                find_unused_parameters=self._find_unused and not self._on_features,
+            )
         optimizer = build_optimizer(
             trained.parameters(),
             config,
             lr=config.peak_lr * stage.lr_factor,
             shard=config.shard_optimizer and self.world.world_size > 1,
+            is_bitwise=config.bitwise,
         )
-        scale = LossScale(self.world.world_size, is_used=config.precision == "fp16")
-        self.optimizer = OptimizerWrapper(self.parallel, optimizer, config, scale)
+        averaged = 1 if config.bitwise else self.world.world_size
+        scale = LossScale(averaged, is_used=config.precision == "fp16")
+        self.optimizer = OptimizerWrapper(
+            self.parallel, optimizer, config, scale, is_bitwise=config.bitwise
+        )
 
     def train_mode(self) -> None:
         """Put the parts that are trained into training mode; local."""
@@ -169,6 +191,7 @@ class Engine:
         sets = (self._train, self._val)
         if (
             not self._can_cache_features
+            or self.config.bitwise
             or not self._pixels.is_deterministic
             or mixing.is_mixing(self.config)
             or not all(it.is_deterministic and not it.may_skip for it in sets)
@@ -189,18 +212,44 @@ class Engine:
         order = None
         if samples.num_samples is not None:
             order = samples.order(self.config.seed, state.epoch)
-        rank_shard = RankShard(
-            rank=self.world.rank,
-            world_size=self.world.world_size,
-            global_batch_size=self.config.global_batch_size,
-            micro_batch_size=self.config.micro_batch_size,
-            order=order,
-            first_step=state.epoch_step,
-            max_steps=1 if self.config.dry_run else None,
-            taken=tuple(state.samples_per_shard),
-            with_partner=mixing.is_mixing(self.config),
-        )
-        yield from self.train_loader.steps(rank_shard, state.epoch)
+        is_done = False
+        while not is_done:
+            numbering = self.numbering
+            rank_shard = RankShard(
+                rank=self.world.rank,
+                world_size=self.world.world_size,
+                global_batch_size=self.config.global_batch_size,
+                micro_batch_size=self.micro_batch_size,
+                numbering=numbering,
+                order=order,
+                first_step=state.epoch_step,
+                max_steps=1 if self.config.dry_run else None,
+                taken=tuple(state.samples_per_shard),
+                with_partner=mixing.is_mixing(self.config),
+            )
+            steps = self.train_loader.steps(rank_shard, state.epoch)
+            with contextlib.closing(steps):
+                for step in steps:
+                    yield step
+                    if self.numbering is not numbering:
+                        break  # and load the rest as it is cut now
+                else:
+                    is_done = True
+
+    def rebalance(self, seconds: list[float]) -> None:
+        """Let slow ranks take fewer micro-batches from the next step on.
+
+        Args:
+            seconds: Of a micro-batch on each rank; equal on all ranks.
+        """
+        if self._balance is None or not isinstance(self.parallel, BitwiseModel):
+            return
+        num = -(-self.config.global_batch_size // self.config.bitwise_micro_batch_size)
+        found = self._balance.numbering(self.parallel.numbering, num, seconds)
+        if found is not self.numbering:
+            self.numbering = self.parallel.numbering = found
+            counts = " ".join(str(len(part)) for part in found.all_ranks(num))
+            logger.info("micro-batches of each rank: %s", counts)
 
     def take_samples_per_shard(self) -> list[int]:
         """Return the samples of each shard of an iterable set read since the last."""
@@ -230,6 +279,16 @@ class Engine:
         dist.all_reduce(count)
         return int(count)
 
+    @property
+    def micro_batch_size(self) -> int | None:
+        """Samples of a micro-batch; ``None``: all of the rank's."""
+        config = self.config
+        return (
+            config.bitwise_micro_batch_size
+            if config.bitwise
+            else config.micro_batch_size
+        )
+
     # --- evaluation and results ---------------------------------------------------
 
     def evaluate(
@@ -242,10 +301,16 @@ class Engine:
         was_training = any(module.training for module in self.model.modules())
         self.model.eval()
         num = loader.samples.num_samples
+        is_bitwise = self.config.bitwise and num is not None
+        # Each rank has as many batches: callbacks may call collectives after each.
+        in_turn = Numbering(world_size=self.world.world_size, is_interleaved=True)
+        whole = self._eval_batch_size * self.world.world_size
         rank_shard = RankShard(
             rank=self.world.rank,
             world_size=self.world.world_size,
-            global_batch_size=self._eval_batch_size * self.world.world_size,
+            global_batch_size=num if num is not None and is_bitwise else whole,
+            micro_batch_size=self.micro_batch_size if is_bitwise else None,
+            numbering=in_turn if is_bitwise else None,
             order=None if num is None else np.arange(num, dtype=np.int64),
         )
         is_whole = self._on_features and loader is not self.val_loader
@@ -300,6 +365,16 @@ class Engine:
                         f"rank 0, {found} on rank {rank}; expected the same on "
                         "every rank"
                     ).on_all_ranks()
+
+    def _check_bitwise(self) -> None:
+        """Check that micro-batches can be cut without regard to ranks."""
+        check_micro_batches(self.config, self.world)
+        for samples in (self._train, self._val):
+            if samples.num_samples is None or samples.may_skip:
+                raise UsageError(
+                    "--bitwise needs the samples of a step beforehand; it does not "
+                    "work with iterable data or --on-bad-sample skip"
+                ).on_all_ranks()
 
     def _check_model(self, model: nn.Module) -> None:
         """Check that the model is not sharded, and the same on all ranks."""

@@ -17,6 +17,7 @@ from mpitrain.launch.current import heartbeat
 from mpitrain.mpi.shared_arrays import Communicator
 from mpitrain.train.checks import WrongLabel, kind_of
 from mpitrain.train.loader import BatchLoader
+from mpitrain.train.step_metrics import sum_over_ranks
 
 BATCH_SIZE = 256  # samples per forward pass of a rank; does not change any result
 
@@ -78,6 +79,7 @@ def evaluate(
 ) -> Evaluation:
     """Compute the metrics over every sample once; collective, in evaluation mode."""
     sums: dict[str, Tensor] = {}
+    of_batches: list[Tensor] = []
     count = 0
     for step in loader.steps(rank_shard, epoch=0):
         for batch in step.micro_batches:
@@ -93,10 +95,12 @@ def evaluate(
                     f"metrics returned {', '.join(values)}, and {', '.join(sums)} for "
                     "an earlier batch; expected the same names for every batch"
                 )
+            of_batch = {}
             for name, value in values.items():
                 value = torch.as_tensor(value, dtype=torch.float64)
-                summed = sum_over_samples(value, num, batch.num_rows, name)
-                sums[name] = sums[name] + summed if name in sums else summed
+                of_batch[name] = sum_over_samples(value, num, batch.num_rows, name)
+            sums = {name: sums[name] + of_batch[name] for name in sums} or of_batch
+            of_batches.append(torch.stack([*of_batch.values()]))
             count += num
             on_batch_end()
     ranks.check_equal(
@@ -108,6 +112,8 @@ def evaluate(
     if dist.get_world_size() > 1:
         dist.all_reduce(totals)
     *found, total = totals.tolist()
+    if rank_shard.numbering is not None:
+        found = _sums_in_order(of_batches, rank_shard)
     if not total:
         error = DataError("none of the samples to validate by could be read")
         raise error.on_all_ranks()
@@ -115,6 +121,20 @@ def evaluate(
         values={name: value / total for name, value in zip(sums, found, strict=True)},
         num_samples=int(total),
     )
+
+
+def _sums_in_order(of_batches: list[Tensor], rank_shard: RankShard) -> list[float]:
+    """Sum the metrics of batches, each `(num_metrics,)`, in the order of batches."""
+    assert rank_shard.numbering is not None
+    assert rank_shard.order is not None
+    num = -(-len(rank_shard.order) // (rank_shard.micro_batch_size or 1))
+    numbers = rank_shard.numbering.of_rank(rank_shard.rank, num)
+    whole = of_batches[0].new_zeros((num, len(of_batches[0])))
+    for number, of_batch in zip(numbers, of_batches, strict=False):
+        if number < num:
+            whole[number] = of_batch
+    whole = sum_over_ranks(whole)
+    return [math.fsum(column) for column in whole.T.tolist()]
 
 
 def sum_over_samples(

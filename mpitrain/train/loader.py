@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,7 +86,9 @@ class BatchLoader:
         nothing = LoadedBatch(None, None, np.zeros(0, np.int64))
         return self._load(nothing, with_partner=False, epoch=0)
 
-    def steps(self, rank_shard: RankShard, epoch: int) -> Iterator[RankStep]:
+    def steps(
+        self, rank_shard: RankShard, epoch: int
+    ) -> Generator[RankStep, None, None]:
         """Yield this rank's part of every step; collective if some may be missing."""
         if self.samples.may_skip:
             yield from self._of_unknown_size(rank_shard, epoch)

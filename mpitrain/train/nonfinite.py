@@ -30,7 +30,7 @@ def handle_nonfinite(
     world, scale = engine.world, engine.optimizer.scale
     mine = [
         (float(total), indices.tolist())
-        for indices, total in losses
+        for indices, total, _ in losses
         if len(indices) and not math.isfinite(float(total))
     ]
     found: list[Any] = [mine] * world.world_size
@@ -43,7 +43,7 @@ def handle_nonfinite(
     where = f"in step {step} (epoch {state.epoch})"
     rank = next((rank for rank, named in enumerate(found) if named), None)
     if rank is None:
-        samples = np.concatenate([indices for indices, _ in losses]).tolist()
+        samples = np.concatenate([indices for indices, *_ in losses]).tolist()
         reason = (
             f"the norm of the gradient is {grad_norm} {where}, though every rank's "
             f"loss is finite; rank {world.rank} had samples {_list_samples(samples)}"

@@ -40,6 +40,7 @@ def build_optimizer(
     *,
     lr: float,
     shard: bool = False,
+    is_bitwise: bool = False,
 ) -> torch.optim.Optimizer:
     """Build the configured optimizer; with ``shard`` its state is sharded (ZeRO-1)."""
     trained = [weight for weight in weights if weight.requires_grad]
@@ -50,7 +51,8 @@ def build_optimizer(
     elif config.optimizer == "rmsprop":
         options["momentum"] = config.momentum
     is_sharded = any(hasattr(weight, "full_tensor") for weight in trained)
-    if config.optimizer in FUSED and not is_sharded:
+    # Of fused SGD the last bits depend on where a shard of a weight begins.
+    if config.optimizer in FUSED and not is_sharded and not is_bitwise:
         options["fused"] = True
     if shard:
         from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -155,15 +157,18 @@ class OptimizerWrapper:
         optimizer: torch.optim.Optimizer,
         config: LearningConfig,
         scale: LossScale,
+        *,
+        is_bitwise: bool = False,
     ) -> None:
         self.optimizer = optimizer
+        self._is_bitwise = is_bitwise
         self.scale = scale
         self.config = config
         self._model = model
         self._weights = model.weights
         kinds = {(w.dtype, w.device) for w in self._weights}
         is_sharded = any(hasattr(w, "full_tensor") for w in self._weights)
-        self._are_alike = len(kinds) == 1 and not is_sharded
+        self._are_alike = len(kinds) == 1 and (is_bitwise or not is_sharded)
         self._is_on_cpu = all(w.device.type == "cpu" for w in self._weights)
         # The forward pass of a step that is then skipped has changed them already.
         may_skip = config.on_nonfinite == "skip" or scale.can_shrink
@@ -244,6 +249,8 @@ class OptimizerWrapper:
         """Return the norm of the whole gradient, over all shards."""
         if not gradients:
             return 0.0
+        if self._is_bitwise:  # shards would be added in another order
+            gradients = [getattr(g, "full_tensor", lambda g=g: g)() for g in gradients]
         if self._are_alike:
             # As `get_total_norm` without grouping by device and type: half its time.
             norms = torch._foreach_norm(gradients)  # noqa: SLF001

@@ -20,6 +20,7 @@ from mpitrain.config import StrategyConfig
 from mpitrain.data.samples import to_dtype
 from mpitrain.errors import UsageError
 from mpitrain.mpi.world import World
+from mpitrain.train.loader import RankStep
 
 logger = logging.getLogger("mpitrain")
 
@@ -122,6 +123,7 @@ class ParallelModel:
             model.compile()
         self.module: nn.Module = model
         self.buffers: list[Tensor] = []
+        self.number = 0  # of the micro-batch in the step, with --bitwise
         if strategy == "ddp":
             warnings.filterwarnings("ignore", message=".*find_unused_parameters=True")
             sync_buffers: Any = {_SYNC_BUFFERS: False}  # `broadcast_buffers` does it
@@ -169,6 +171,15 @@ class ParallelModel:
         """Broadcast rank zero's buffers; not left to DDP, so that it is timed."""
         broadcast: Any = vars(dist)["_broadcast_coalesced"]  # what DDP calls
         broadcast(dist.group.WORLD, self.buffers, BUCKET_BYTES, 0)
+
+    def start_step(self, epoch: int, step: RankStep) -> None:
+        """Begin a step. Collective over the default group: broadcasts buffers."""
+        del epoch, step
+        if self.buffers and self._world.world_size > 1:
+            self.broadcast_buffers()
+
+    def reduce_gradients(self) -> None:
+        """End the passes of a step: gradients are all-reduced already."""
 
     def sync_gradients(self, *, is_last: bool) -> AbstractContextManager[None]:
         """Return a context: gradients are all-reduced in the last micro-batch only."""
@@ -259,7 +270,7 @@ def configure_precision(
     """Set TF32 and determinism for the whole process, before the device is used."""
     torch.set_float32_matmul_precision("high" if config.tf32 else "highest")
     torch.backends.cudnn.allow_tf32 = config.tf32  # True by default
-    if config.deterministic:
+    if config.deterministic or (config.bitwise and torch.cuda.is_available()):
         environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
         torch.backends.cudnn.benchmark = False

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import operator
 from array import array
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -37,7 +39,9 @@ THROUGHPUT_SECONDS = 1.25
 checkpoint and at the end. Less than the time between two synchronizations."""
 
 # torch 2.15 renamed it; both take flat tensors.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+all_gather_flat = (
+    getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+)
 
 
 class Losses(NamedTuple):
@@ -45,6 +49,7 @@ class Losses(NamedTuple):
 
     indices: Indices  # numbers of its samples, int64 `(N,)`
     total: Tensor  # sum of their losses, `()`, on the device
+    number: int = 0  # of the micro-batch in the step, with --bitwise
 
 
 class _Step(NamedTuple):
@@ -57,10 +62,13 @@ class _Step(NamedTuple):
 class PendingSteps:
     """Steps whose metrics or throughput the ranks have not reduced yet."""
 
-    def __init__(self, device: str) -> None:
+    def __init__(self, device: str, micro_batch_size: int | None = None) -> None:
+        """``micro_batch_size``: with --bitwise, of any number of ranks."""
         self._device = device
+        self._micro_batch_size = micro_batch_size
         self._steps: list[_Step] = []
         self._sync_every = 1  # equal on all ranks
+        self.micro_batch_seconds: list[float] = []  # of each rank, at the last `sync`
         self._clear_throughput()
 
     def _clear_throughput(self) -> None:
@@ -103,11 +111,13 @@ class PendingSteps:
         self._seconds += seconds
         # Gathered and summed in the order of the ranks: an all-reduce may take another
         # order for each place of its tensor, and so for each number of steps.
-        of_ranks = all_gather(
-            array("d", (self._seconds, *_sums_of(steps))), self._device
-        )
-        found = functools.reduce(np.add, of_ranks)[1:].tolist()
+        own = (self._seconds, _micro_batch_seconds(steps, step_seconds))
+        of_ranks = all_gather(array("d", (*own, *_sums_of(steps))), self._device)
+        self.micro_batch_seconds = of_ranks[:, 1].tolist()
+        found = functools.reduce(np.add, of_ranks)[len(own) :].tolist()
         sums, counts = found[:num], found[num:]
+        if self._micro_batch_size is not None:
+            sums = self._sums_by_number(steps, counts, self._micro_batch_size)
         for step, loss_sum, count in zip(steps, sums, counts, strict=True):
             if step.is_applied:
                 state.loss_sum += loss_sum
@@ -123,6 +133,21 @@ class PendingSteps:
         lrs, norms = [step.lr for step in steps], [step.grad_norm for step in steps]
         epochs = itertools.repeat(state.epoch)
         return list(map(StepMetrics, epochs, numbers, losses, lrs, norms))
+
+    def _sums_by_number(
+        self, steps: list[_Step], counts: list[float], size: int
+    ) -> list[float]:
+        """Sum the losses of each step in the same order on any number of ranks."""
+        nums = [-(-int(count) // size) for count in counts]
+        starts = [0, *itertools.accumulate(nums)]
+        whole = torch.zeros(starts[-1], dtype=torch.float64, device=self._device)
+        for start, num, step in zip(starts, nums, steps, strict=False):
+            for found in step.losses:
+                if found.number < num:
+                    whole[start + found.number] = found.total
+        return [
+            math.fsum(totals) for totals in _split(sum_over_ranks(whole).tolist(), nums)
+        ]
 
     def take_throughput(self, min_seconds: float) -> Throughput | None:
         """Return the throughput since the last one, if it covers enough; collective."""
@@ -147,14 +172,37 @@ def all_gather(numbers: array[float], device: str) -> NDArray[np.float64]:
         return np.array([numbers])
     mine = torch.frombuffer(numbers, dtype=torch.float64).to(device)
     found = mine.new_empty(world_size * len(numbers))  # gloo takes no other shape
-    _all_gather(found, mine)
+    all_gather_flat(found, mine)
     return found.cpu().numpy().reshape(world_size, -1)
+
+
+def sum_over_ranks(values: Tensor) -> Tensor:
+    """All-reduce values of which each is 0 on all ranks but one; collective.
+
+    The sum is exact: the same bits, whatever the order of ranks.
+    """
+    if dist.get_world_size() > 1:
+        dist.all_reduce(values)
+    return values
+
+
+def _split(values: list[float], lengths: list[int]) -> Iterator[list[float]]:
+    rest = iter(values)
+    return (list(itertools.islice(rest, length)) for length in lengths)
+
+
+def _micro_batch_seconds(steps: list[_Step], step_seconds: StepSeconds) -> float:
+    """Return the mean time of a micro-batch on this rank, without any waiting."""
+    busy = sum(sum(step_seconds[p::NUM_PHASES]) for p in (DATA, FORWARD, BACKWARD))
+    num = sum(len(part.indices) > 0 for step in steps for part in step.losses)
+    return busy / max(num, 1)
 
 
 def _sums_of(steps: list[_Step]) -> list[float]:
     """Return each step's loss sum on this rank, then its sample counts; few kernels."""
     losses = [micro_batch for step in steps for micro_batch in step.losses]
-    totals = torch.stack([micro_batch.total for micro_batch in losses]).tolist()
+    of_losses = [micro_batch.total for micro_batch in losses]
+    totals = torch.stack(of_losses).tolist()
     nums = [len(micro_batch.indices) for micro_batch in losses]
     if len(losses) == len(steps):  # a micro-batch each: nothing to sum up
         return [*totals, *nums]

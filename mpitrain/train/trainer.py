@@ -28,6 +28,7 @@ from mpitrain.launch.init import init
 from mpitrain.mpi.collectives import all_or_none, world_comm
 from mpitrain.mpi.world import World
 from mpitrain.train import mixing
+from mpitrain.train.bitwise import configure_bitwise
 from mpitrain.train.callbacks import Callback, StopRequested
 from mpitrain.train.checks import (
     NOT_IGNORED,
@@ -187,17 +188,16 @@ class Trainer:
         scale = optimizer.scale.value / step.num_samples
         losses: list[Losses] = []
         self._step_number = step.number
+        with timer("communication"):
+            model.start_step(state.epoch, step)
         for batch in step.micro_batches:
-            is_first, is_last = not losses, len(losses) + 1 == step.num_micro_batches
+            is_last = len(losses) + 1 == step.num_micro_batches
             self.call("on_batch_start", batch)
-            if is_first and model.buffers:
-                with timer("communication"):
-                    model.broadcast_buffers()
             with model.sync_gradients(is_last=is_last):
                 with timer("forward"):
                     loss = self._sum_of_losses(batch)
-                losses.append(Losses(batch.indices, loss.detach()))
-                if engine.world.world_size > 1:
+                losses.append(Losses(batch.indices, loss.detach(), model.number))
+                if engine.world.world_size > 1 and not self.config.bitwise:
                     timer.mark_gradients(loss)
                 # scale - 0 * loss: the scale. NaN where the loss is not finite, and so
                 # in the gradients of all ranks.
@@ -205,6 +205,8 @@ class Trainer:
                 with timer("backward"):
                     # Not backward(loss, gradient): it imports SymPy (torch 2.14).
                     torch.autograd.backward(loss * gradient)
+        with timer("communication"):
+            model.reduce_gradients()
         with timer("update"):
             grad_norm, is_applied = optimizer.step()
         if not is_applied:
@@ -247,6 +249,7 @@ class Trainer:
                 self.step_times = self.timer.take()
                 seconds = time.perf_counter() - self._synced_at
                 steps = self._pending.sync(state, seconds, self.step_times.steps)
+                engine.rebalance(self._pending.micro_batch_seconds)
             state.skipped_samples += engine.take_skipped()
             if state.epoch_step:
                 counts = engine.take_samples_per_shard()
@@ -398,6 +401,8 @@ class Trainer:
         """
         assert self.world is not None
         configure_precision(self.config, os.environ)
+        if self.config.bitwise:
+            configure_bitwise(self.world)
         self.engine = Engine(
             self.model,
             self.train_data,
@@ -411,7 +416,10 @@ class Trainer:
         self._final_state = None
         self.state = TrainState()
         self.timer = make_timer(self.world.device)
-        self._pending = PendingSteps(self.world.device)
+        self._pending = PendingSteps(
+            self.world.device,
+            self.engine.micro_batch_size if self.config.bitwise else None,
+        )
         self._synced_at = time.perf_counter()
         self._check_hooks()
         self._hooks = {

@@ -162,6 +162,35 @@ def few() -> tuple[Dataset[tuple[Tensor, int]], Dataset[tuple[Tensor, int]]]:
     return Few(5), Few(3)
 
 
+class Sluggish(nn.Sequential):
+    """One rank needs four times as long as the others."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__(nn.Flatten(), nn.Linear(64, num_classes))
+        is_slow = os.environ["RANK"] == os.environ["SLOW_RANK"]
+        self.nap = 0.008 if is_slow else 0.002
+
+    def forward(self, images: Tensor) -> Tensor:
+        if self.training:
+            time.sleep(self.nap)
+        return super().forward(images)
+
+
+class Attention(nn.Module):
+    """A small transformer with dropout, over the rows of an 8 x 8 image."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(64, 4, 128, dropout=0.1, batch_first=True)
+        self.embed = nn.Linear(8, 64)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.head = nn.Linear(64, num_classes)
+
+    def forward(self, images: Tensor) -> Tensor:
+        rows = self.embed(images.flatten(1).view(-1, 8, 8))
+        return self.head(self.encoder(rows).mean(1))
+
+
 class Learner(nn.Module):
     """A small network that draws random numbers, takes its time, and takes notes.
 

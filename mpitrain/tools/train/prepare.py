@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mpitrain.checkpoint.preemption import STOP_FILE, forget_stop
-from mpitrain.config import MAY_CHANGE, TrainConfig
+from mpitrain.config import TrainConfig
 from mpitrain.errors import Stopped, UsageError
 from mpitrain.plugins import require
 from mpitrain.record.run_dir import read_yaml, shown, write_atomic
@@ -77,7 +77,7 @@ def unless_stopped(run_dir: Path, done: str) -> tuple[str, int]:
 def _refuse_changes(config: TrainConfig, run_dir: Path) -> None:
     """Check that a run is resumed with the configuration it was begun with."""
     before = read_yaml(run_dir / "config.yaml")  # {}: its first job ended before that
-    if changed := differences(before, config.as_plain(run_dir.name), MAY_CHANGE):
+    if changed := differences(before, config.as_plain(run_dir.name), config.may_change):
         raise UsageError(
             f"run {run_dir.name} was begun with another configuration: "
             f"{'; '.join(changed)}.\nExpected the same. Type what it was begun with; "

@@ -1,0 +1,140 @@
+"""With --bitwise the weights have the same bits on any number of ranks."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from going_on import Runs
+from launcher import MPIS, find, slow
+
+SMALL = ("--data", "synthetic", "--image-size", "32", "--synthetic-samples", "72")
+MODELS: dict[str, tuple[str, ...]] = {
+    "convnet": ("--epochs", "3"),
+    "transformer": ("--model", "users:Attention", "--epochs", "2"),
+    "resnet": (*SMALL, "--model", "resnet18", "--epochs", "2"),
+    "bf16": ("--model", "users:Attention", "--precision", "bf16", "--epochs", "2"),
+}
+OFTEN = ("--checkpoint-every-steps", "3", "--global-batch-size", "32")
+
+
+def digest(runs: Runs, name: str) -> str:
+    return hashlib.sha256((runs.dir(name) / "model.pt").read_bytes()).hexdigest()
+
+
+def runs_of(model: str, mpi: str, folder: Path) -> Runs:
+    flags = ("--bitwise", "--device", "cpu", *OFTEN, *MODELS[model])
+    return Runs(mpi=find(mpi), folder=folder, flags=flags)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Trainings on one rank, with ddp, by model."""
+    folder, made = tmp_path_factory.mktemp("alone"), {}
+
+    def get(model: str) -> tuple[str, list[dict[str, Any]]]:
+        if model not in made:
+            runs = runs_of(model, "openmpi-5", folder)
+            done = runs.run(model, 1)
+            assert done.status == 0, done.out + done.err
+            made[model] = digest(runs, model), runs.rows(model)
+        return made[model]
+
+    return get
+
+
+@pytest.mark.parametrize(
+    ("model", "strategy", "mpi", "sizes"),
+    [
+        ("convnet", "ddp", "openmpi-5", (3,)),
+        ("transformer", "ddp", "mpich", (2,)),
+        ("transformer", "fsdp", "openmpi-5", (3,)),
+        ("resnet", "ddp", "openmpi-4.1", (2,)),
+        *(
+            slow(model, strategy, mpi, (2, 3, 4, 8))
+            for model in MODELS
+            for strategy in ("ddp", "fsdp")
+            for mpi in MPIS
+        ),
+    ],
+)
+def test_the_weights_have_the_same_bits_on_any_number_of_ranks(
+    model: str,
+    strategy: str,
+    mpi: str,
+    sizes: tuple[int, ...],
+    alone: Any,
+    tmp_path: Path,
+) -> None:
+    if (model, strategy) == ("bf16", "fsdp"):
+        # Casts all of the model, as ddp's autocast does not: other bits than ddp's.
+        sizes, expected = (*sizes, 1), None
+    else:
+        expected = alone(model)
+    runs = runs_of(model, mpi, tmp_path)
+    found = {}
+    for size in sizes:
+        done = runs.run(f"on-{size}", size, "--strategy", strategy)
+        assert done.status == 0, done.out + done.err
+        found[size] = digest(runs, f"on-{size}"), runs.rows(f"on-{size}")
+    name = cut_and_resumed(runs, sizes[0], strategy)
+    found[0] = digest(runs, name), runs.rows(name)
+    expected = expected or found[1]
+    for size, (weights, rows) in found.items():
+        assert rows == expected[1], size
+        assert weights == expected[0], size
+
+
+def cut_and_resumed(runs: Runs, size: int, strategy: str) -> str:
+    """Train, be killed after a checkpoint, and resume on one rank more."""
+    flags = ("--strategy", strategy)
+    job = runs.start("cut", size, *flags)
+    job.wait_for_checkpoint()
+    time.sleep(random.uniform(0, 0.3))
+    for pid in job.ranks()[:1]:
+        os.kill(pid, signal.SIGKILL)
+    job.end()
+    done = runs.run("cut", size + 1, *flags)
+    assert done.status == 0, done.out + done.err
+    return "cut"
+
+
+def test_slow_ranks_take_fewer_micro_batches_and_the_bits_are_the_same(
+    tmp_path: Path,
+) -> None:
+    flags = ("--bitwise", "--model", "users:Sluggish", "--micro-batch-size", "2")
+    runs = Runs(mpi=find("openmpi-5"), folder=tmp_path, flags=(*flags, "--epochs", "4"))
+    seconds = {}
+    for name, more in (("auto", ()), ("off", ("--balance", "off"))):
+        done = runs.run(name, 3, *more, SLOW_RANK="1")
+        assert done.status == 0, done.out + done.err
+        lines = map(json.loads, runs.record(name).read_text().splitlines())
+        rows = [row for row in lines if row["event"] == "epoch"]
+        seconds[name] = rows[-1]["epoch_seconds"]
+        assert {row["train_samples"] for row in rows} == {1437}
+    assert digest(runs, "auto") == digest(runs, "off")
+    assert runs.rows("auto") == runs.rows("off")
+    assert seconds["auto"] < 0.8 * seconds["off"]  # 13 of 32 micro-batches to 8
+
+
+def test_what_would_change_the_bits_is_refused(tmp_path: Path) -> None:
+    runs = Runs(mpi=find("openmpi-5"), folder=tmp_path, flags=("--bitwise",))
+    done = runs.run("r", 2, "--compile", "--sync-batchnorm")
+    assert done.status == 2
+    assert "--bitwise does not go with --sync-batchnorm, --compile: " in done.err
+    done = runs.run("r", 3, "--global-batch-size", "4", "--micro-batch-size", "2")
+    assert done.status == 2
+    assert "into 2 micro-batches of 2, found 3 ranks" in done.err
+    assert "--micro-batch-size 1" in done.err
+    done = runs.run("x", 1, "--epochs", "1")
+    assert done.status == 0, done.err
+    done = runs.run("x", 1, "--epochs", "1", "--micro-batch-size", "4")
+    assert done.status == 2
+    assert "micro_batch_size" in done.err
