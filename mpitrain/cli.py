@@ -277,6 +277,15 @@ def export(argv: Sequence[str]) -> None:
     print(export.export(_read(export.ExportConfig, "export", argv)), flush=True)
 
 
+def diff(argv: Sequence[str]) -> int:
+    """Find the first step and tensor in which two runs differ."""
+    from mpitrain.tools import diff
+
+    lines, differs = diff.diff(_read(diff.DiffConfig, "diff", argv))
+    print("\n".join(lines), flush=True)
+    return int(differs)
+
+
 def report(argv: Sequence[str]) -> None:
     """Make an HTML report of one or several runs."""
     from mpitrain.tools.report.report import ReportConfig, report
@@ -362,6 +371,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int | None]] = {
     "fetch": fetch,
     "export": export,
     "report": report,
+    "diff": diff,
     "supervise": supervise,
     "hostfile": hostfile,
     "jobscript": jobscript,

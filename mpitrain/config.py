@@ -52,6 +52,7 @@ Optimizer = Literal[
 MINIMUM: Mapping[str, float] = {
     **dict.fromkeys(("image_size", "global_batch_size", "micro_batch_size"), 1),
     **dict.fromkeys(("decay_epochs", "log_every_steps", "keep_checkpoints"), 1),
+    "fingerprint": 1,
     **dict.fromkeys(("checkpoint_every_epochs", "checkpoint_every_steps"), 1),
     **dict.fromkeys(("num_workers", "random_crop", "epochs", "probe_epochs"), 0),
     **dict.fromkeys(("finetune_lr_factor", "lr", "momentum", "weight_decay"), 0),
@@ -254,6 +255,8 @@ class LogConfig:
     """W&B tags."""
     wandb_all_ranks: bool = False
     """Log every rank as a W&B run of one group, not only rank zero."""
+    fingerprint: int | None = None
+    """Record a hash of each weight every N steps, for mpitrain diff."""
     profile: int = 0
     """Profile N steps of every rank with torch.profiler, after the first 5; 0: off."""
 

@@ -7,7 +7,6 @@ import itertools
 import math
 import operator
 from array import array
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -68,7 +67,9 @@ class PendingSteps:
         self._micro_batch_size = micro_batch_size
         self._steps: list[_Step] = []
         self._sync_every = 1  # equal on all ranks
-        self.micro_batch_seconds: list[float] = []  # of each rank, at the last `sync`
+        # Of the last `sync`: the time of each rank, and the sums of losses by step.
+        self.micro_batch_seconds: list[float] = []
+        self.micro_batch_losses: list[list[float]] = []  # with --bitwise
         self._clear_throughput()
 
     def _clear_throughput(self) -> None:
@@ -145,9 +146,9 @@ class PendingSteps:
             for found in step.losses:
                 if found.number < num:
                     whole[start + found.number] = found.total
-        return [
-            math.fsum(totals) for totals in _split(sum_over_ranks(whole).tolist(), nums)
-        ]
+        rest = iter(sum_over_ranks(whole).tolist())
+        self.micro_batch_losses = [list(itertools.islice(rest, num)) for num in nums]
+        return [math.fsum(losses) for losses in self.micro_batch_losses]
 
     def take_throughput(self, min_seconds: float) -> Throughput | None:
         """Return the throughput since the last one, if it covers enough; collective."""
@@ -184,11 +185,6 @@ def sum_over_ranks(values: Tensor) -> Tensor:
     if dist.get_world_size() > 1:
         dist.all_reduce(values)
     return values
-
-
-def _split(values: list[float], lengths: list[int]) -> Iterator[list[float]]:
-    rest = iter(values)
-    return (list(itertools.islice(rest, length)) for length in lengths)
 
 
 def _micro_batch_seconds(steps: list[_Step], step_seconds: StepSeconds) -> float:

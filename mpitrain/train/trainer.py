@@ -80,6 +80,8 @@ class Trainer:
         engine: Data, plan, parallelized model and optimizer, from `set_up` on.
         timer: Measures where this rank's time goes, from `set_up` on.
         step_times: Where the time of the last steps went; for `Callback.on_metrics`.
+        micro_batch_losses: With ``bitwise`` the sum of losses of each micro-batch of
+            the last steps; for `Callback.on_metrics`.
         resumed_from: Name of the checkpoint that was loaded; empty without one.
     """
 
@@ -114,6 +116,7 @@ class Trainer:
         self.callbacks = [EpochLines()] if callbacks is None else list(callbacks)
         self.callbacks.sort(key=lambda callback: callback.runs_last)
         self.state = TrainState()
+        self.micro_batch_losses: list[list[float]] = []
         self.throughput_seconds = THROUGHPUT_SECONDS
         self.resumed_from = ""
         self._owns_job = world is None
@@ -249,6 +252,7 @@ class Trainer:
                 self.step_times = self.timer.take()
                 seconds = time.perf_counter() - self._synced_at
                 steps = self._pending.sync(state, seconds, self.step_times.steps)
+                self.micro_batch_losses = self._pending.micro_batch_losses
                 engine.rebalance(self._pending.micro_batch_seconds)
             state.skipped_samples += engine.take_skipped()
             if state.epoch_step:

@@ -7,13 +7,15 @@ import json
 import os
 import random
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 from going_on import Runs
-from launcher import MPIS, find, slow
+from launcher import MPIS, environment, find, slow
 
 SMALL = ("--data", "synthetic", "--image-size", "32", "--synthetic-samples", "72")
 MODELS: dict[str, tuple[str, ...]] = {
@@ -138,3 +140,34 @@ def test_what_would_change_the_bits_is_refused(tmp_path: Path) -> None:
     done = runs.run("x", 1, "--epochs", "1", "--micro-batch-size", "4")
     assert done.status == 2
     assert "micro_batch_size" in done.err
+
+
+def test_diff_names_the_first_step_and_tensor(tmp_path: Path) -> None:
+    runs = runs_of("convnet", "openmpi-5", tmp_path)
+    flags = ("--fingerprint", "3", "--epochs", "2")
+    for name, size, more in (("a", 1, ()), ("b", 2, ()), ("c", 2, ("--seed", "2"))):
+        done = runs.run(name, size, *flags, *more)
+        assert done.status == 0, done.err
+    same = diff(tmp_path, "a", "b")
+    assert same.returncode == 0, same.stdout + same.stderr
+    assert same.stdout.count("the same (") == 5
+    assert "the same (30, up to step 90)" in same.stdout  # losses and weights
+    other = diff(tmp_path, "a", "c")
+    assert other.returncode == 1
+    assert "configuration: seed: 1 -> 2\n" in other.stdout
+    assert "steps: step 1 differs: train_loss 2.3" in other.stdout
+    assert "losses: step 3 differs: micro-batch 0 " in other.stdout
+    assert "weights: step 3 differs: conv1.weight, " in other.stdout
+    alone = diff(tmp_path, "a", "nothing")
+    assert alone.returncode == 2
+    assert "nothing is no run folder" in alone.stderr
+
+
+def diff(folder: Path, *names: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "mpitrain", "diff", *(f"runs/{name}" for name in names)],
+        cwd=folder,
+        env=environment(),
+        capture_output=True,
+        text=True,
+    )

@@ -22,6 +22,7 @@ from mpitrain.mpi.shared_arrays import Communicator, communicator
 from mpitrain.mpi.world import World
 from mpitrain.plugins import is_reference
 from mpitrain.record.environment import describe, node_lines
+from mpitrain.record.fingerprints import Fingerprints
 from mpitrain.record.health import HealthCheck
 from mpitrain.record.loggers.callback import Loggers
 from mpitrain.record.profiler import Profiler
@@ -89,6 +90,7 @@ def run_training(
         *([Loggers(config, run_dir, run.run_id)] if config.log else []),
         HealthCheck(shown(run_dir)),
         choose_progress(config.progress, seconds_left),
+        *([Fingerprints(run_dir, every)] if (every := config.fingerprint) else []),
         *([Profiler(run_dir, config.profile)] if config.profile else []),
         ModelFile(run_dir / "model.pt"),
         *callbacks,

@@ -1,0 +1,116 @@
+"""``fingerprints.jsonl``: hashes of the weights, for ``python -m mpitrain diff``."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mpitrain.record.jsonl import CLOSE_SECONDS, JsonlReader, JsonlWriter
+from mpitrain.train.callbacks import Callback
+from mpitrain.train.metrics import StepMetrics
+
+FILE = "fingerprints.jsonl"
+NUM_DIGITS = 16  # of a hash: 64 bits
+
+
+class Fingerprints(Callback):
+    """Writes a hash of each tensor of the model, every ``every_steps`` steps.
+
+    With ``bitwise`` also the loss of each micro-batch of that step.
+    """
+
+    def __init__(self, run_dir: Path, every_steps: int) -> None:
+        self._path = run_dir / FILE
+        self._every = every_steps
+        self._before: Mapping[str, Any] = {}
+        self._lines: JsonlWriter[dict[str, Any]] | None = None
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Drop what was written after the checkpoint."""
+        self._before = state
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the length of the file."""
+        return {} if self._lines is None else {"bytes": self._lines.num_bytes()}
+
+    def flush(self) -> None:
+        """Sync the file to the disk; in any thread."""
+        if self._lines is not None:
+            self._lines.sync()
+
+    def on_fit_start(self, trainer: Any) -> None:
+        """Open the file, on rank zero."""
+        if trainer.engine.world.is_rank_zero:
+            num_bytes = self._before.get("bytes", 0)
+            self._lines = JsonlWriter(self._path, json.dumps, num_bytes)
+
+    def on_step_end(self, trainer: Any) -> None:
+        """Write the hashes."""
+        step, engine = trainer.state.step, trainer.engine
+        if step % self._every:
+            return
+        if self._lines is None and engine.parallel.strategy != "fsdp":
+            return
+        state = engine.parallel.full_state_dict()  # with fsdp collective
+        if self._lines is not None:
+            weights = {
+                engine.prefix + name: hash_of(value)
+                for name, value in state.items()
+                if isinstance(value, Tensor)
+            }
+            self._lines.write({"step": step, "weights": weights})
+
+    def on_metrics(self, trainer: Any, steps: Sequence[StepMetrics]) -> None:
+        """Write the losses of micro-batches."""
+        for metrics, losses in zip(steps, trainer.micro_batch_losses, strict=False):
+            if self._lines is not None and metrics.step % self._every == 0:
+                self._lines.write({"step": metrics.step, "losses": losses})
+
+    def on_fit_end(self, trainer: Any) -> None:
+        """Close the file."""
+        self._close()
+
+    def on_stop(self, trainer: Any, reason: str) -> None:
+        """Close the file."""
+        self._close()
+
+    def on_exception(self, trainer: Any, error: BaseException) -> None:
+        """Close the file; a disk that takes nothing is not waited for."""
+        self._close(CLOSE_SECONDS)
+
+    def _close(self, max_seconds: float | None = None) -> None:
+        lines, self._lines = self._lines, None
+        if lines is not None:
+            lines.close(max_seconds)
+
+
+def hash_of(tensor: Tensor) -> str:
+    """Return a hash of a CPU tensor's values, type and shape.
+
+    >>> hash_of(torch.zeros(2)) == hash_of(torch.zeros(2, 1))
+    False
+    """
+    values = tensor.contiguous().flatten().view(torch.uint8).numpy()
+    found = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
+    found.update(values.data)
+    return found.hexdigest()[:NUM_DIGITS]
+
+
+class FingerprintFile(JsonlReader):
+    """The content of ``fingerprints.jsonl``, by step."""
+
+    def _clear(self) -> None:
+        self.weights: dict[int, dict[str, str]] = {}
+        self.losses: dict[int, list[float]] = {}
+
+    def _add(self, row: Any) -> None:
+        if "weights" in row:
+            self.weights[row["step"]] = row["weights"]
+        else:
+            self.losses[row["step"]] = row["losses"]

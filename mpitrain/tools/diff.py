@@ -1,0 +1,132 @@
+"""``python -m mpitrain diff RUN RUN``: where two runs part."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, TypeAlias
+
+from tyro.conf import Positional, arg
+
+from mpitrain.checkpoint.layout import list_checkpoints
+from mpitrain.checkpoint.storage import CheckpointReader
+from mpitrain.errors import UsageError
+from mpitrain.record.fingerprints import FILE, FingerprintFile, hash_of
+from mpitrain.record.reading import Run
+from mpitrain.record.runs import differences
+from mpitrain.tools.export import read_weights
+
+MAX_NAMED = 4  # tensors that a line names
+
+Values: TypeAlias = Mapping[int, Mapping[str, Any]]
+"""By step or epoch, and by name."""
+
+# What runs may always differ in.
+_NAMES = ("name", "runs_dir", "fingerprint")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiffConfig:
+    """Name the first step, micro-batch and tensor whose bits differ between two runs.
+
+    The exit status is 0 if there is none, else 1. Record more with --fingerprint N.
+    """
+
+    first: Annotated[Positional[Path], arg(metavar="RUN")]
+    """A run folder, such as runs/NAME."""
+    second: Annotated[Positional[Path], arg(metavar="RUN")]
+    """The run folder to compare it with."""
+
+
+def diff(config: DiffConfig) -> tuple[list[str], bool]:
+    """Compare two runs; return lines to print, and whether they differ."""
+    runs = Run(config.first), Run(config.second)
+    changed = differences(runs[0].config, runs[1].config, _NAMES)
+    if not _steps(runs[0]).keys() & _steps(runs[1]).keys():
+        raise UsageError(
+            f"{config.first} and {config.second} have no step in common; expected two "
+            "runs that have trained"
+        )
+    lines = [f"configuration: {'; '.join(changed) or 'the same'}"]
+    differs = False
+    for name, unit, (one, other) in _values(runs):
+        line, is_found = compare(one, other, unit)
+        lines.append(f"{name}: {line}")
+        differs |= is_found
+    return lines, differs
+
+
+def _values(runs: tuple[Run, Run]) -> Iterator[tuple[str, str, Sequence[Values]]]:
+    """Yield what is compared: a name, the unit, and the values of both runs."""
+    yield "steps", "step", [_steps(run) for run in runs]
+    files = [FingerprintFile(run.path / FILE) for run in runs]
+    for file in files:
+        file.update()
+    losses = [
+        {
+            step: {f"micro-batch {n}": value for n, value in enumerate(of_step)}
+            for step, of_step in file.losses.items()
+        }
+        for file in files
+    ]
+    yield "losses", "step", losses
+    yield "weights", "step", [file.weights for file in files]
+    epochs = [{e.epoch: dict(e.values) for e in run.metrics.epochs} for run in runs]
+    yield "validation", "epoch", epochs
+    yield "checkpoints", "step", _checkpoints(runs)
+
+
+def _steps(run: Run) -> Values:
+    rows = run.metrics.steps[:]
+    return {
+        row.step: {"train_loss": row.loss, "gradient_norm": row.grad_norm, "lr": row.lr}
+        for row in rows
+    }
+
+
+def _checkpoints(runs: tuple[Run, Run]) -> list[Values]:
+    """Hash the weights of checkpoints of the same step, up to the first difference."""
+    found = [{it.step: it for it in list_checkpoints(run.path)} for run in runs]
+    hashes: list[dict[int, dict[str, str]]] = [{}, {}]
+    for step in sorted(found[0].keys() & found[1].keys()):
+        for checkpoints, of_run in zip(found, hashes, strict=True):
+            state = read_weights(CheckpointReader(checkpoints[step]), average=False)
+            of_run[step] = {name: hash_of(value) for name, value in state.items()}
+        if hashes[0][step] != hashes[1][step]:
+            break
+    return [*hashes]
+
+
+def compare(one: Values, other: Values, unit: str) -> tuple[str, bool]:
+    """Describe the first difference of values by step or epoch, and by name.
+
+    >>> before = {4: {"a": 1.0, "b": "hash"}}
+    >>> compare({**before, 8: {"a": 1.0}}, {**before, 8: {"a": 1.5}}, "step")
+    ('step 8 differs: a 1.0 and 1.5; the same up to step 4', True)
+    >>> compare(before, {4: {"a": 1.0, "b": "another"}}, "step")
+    ('step 4 differs: b', True)
+    >>> compare(before, before, "step")
+    ('the same (1, up to step 4)', False)
+    """
+    both = sorted(one.keys() & other.keys())
+    if not both:
+        return "none in common", False
+    last = None
+    for at in both:
+        mine, its = one[at], other[at]
+        # As text, for which nan is nan.
+        names = [n for n in {**mine, **its} if repr(mine.get(n)) != repr(its.get(n))]
+        if names:
+            shown = [
+                n
+                if isinstance(mine.get(n), str)
+                else f"{n} {mine.get(n)} and {its.get(n)}"
+                for n in names[:MAX_NAMED]
+            ]
+            more = len(names) - MAX_NAMED
+            shown += [f"and {more} more of {len(mine)}"] * (more > 0)
+            before = "" if last is None else f"; the same up to {unit} {last}"
+            return f"{unit} {at} differs: {', '.join(shown)}{before}", True
+        last = at
+    return f"the same ({len(both)}, up to {unit} {last})", False
