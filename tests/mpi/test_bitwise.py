@@ -1,0 +1,204 @@
+"""With ``bitwise`` a training has the bits of one process, written out."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from trainings import BATCH_SIZE, EPOCHS, NUM_SAMPLES, Net, config_of, some, trained
+
+from mpitrain.data.sharding import Numbering, epoch_order
+from mpitrain.errors import UsageError
+from mpitrain.mpi.world import World
+from mpitrain.train.bitwise import nodes_of, seed_micro_batch
+from mpitrain.train.callbacks import Callback
+from mpitrain.train.trainer import Trainer
+
+pytestmark = pytest.mark.mpi
+
+MICRO_BATCH_SIZE = 2
+SETTINGS: dict[str, Any] = {
+    "precision": "fp32",
+    "bitwise": True,
+    "micro_batch_size": MICRO_BATCH_SIZE,
+    "schedule": "constant",
+    "warmup_epochs": 0,
+    "balance": "off",
+}
+
+
+class Dropping(Net):
+    """Draws random numbers, counts its calls, and has weights without a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused = nn.Linear(2, 2)
+        self.norm = nn.BatchNorm1d(64)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, images: Tensor) -> Tensor:
+        if self.training:
+            self.calls += 1
+        rows = F.dropout(self.norm(images.flatten(1)), 0.3, self.training)
+        return self.head(self.blocks(rows))
+
+
+def tree(values: list[list[Tensor]]) -> list[Tensor]:
+    """Add in the order of a binary tree: pairs first, what is left over last."""
+    if len(values) == 1:
+        return values[0]
+    half = 1 << (len(values) - 1).bit_length() - 1
+    left, right = tree(values[:half]), tree(values[half:])
+    return [one + other for one, other in zip(left, right, strict=True)]
+
+
+def by_hand(model: nn.Module, clip: float | None = None) -> tuple[list[float], Any]:
+    inputs, targets = some(NUM_SAMPLES).tensors
+    used = [w for name, w in model.named_parameters() if "unused" not in name]
+    optimizer = torch.optim.SGD(
+        used, lr=0.05, momentum=0.9, nesterov=True, weight_decay=5e-4
+    )
+    has_norm = any(isinstance(it, nn.BatchNorm1d) for it in model.modules())
+    losses = []
+    for epoch in range(1, EPOCHS + 1):
+        order = epoch_order(NUM_SAMPLES, 1, epoch)
+        for step, start in enumerate(range(0, NUM_SAMPLES, BATCH_SIZE)):
+            rows = order[start : start + BATCH_SIZE]
+            parts, totals = [], []
+            before = {name: it.clone() for name, it in model.named_buffers()}
+            first = before
+            for number, at in enumerate(range(0, len(rows), MICRO_BATCH_SIZE)):
+                chosen = torch.from_numpy(rows[at : at + MICRO_BATCH_SIZE])
+                num = len(chosen)
+                if has_norm and num == 1:  # batch norm needs two rows
+                    chosen = chosen.repeat(2)
+                for name, it in model.named_buffers():
+                    it.copy_(before[name])
+                seed_micro_batch(1, epoch, step, number)
+                each = F.cross_entropy(
+                    model(inputs[chosen].float()), targets[chosen], reduction="none"
+                )
+                total = each[:num].sum()
+                model.zero_grad()
+                (total * (1 / len(rows))).backward()
+                parts.append([weight.grad.clone() for weight in used])
+                totals.append(total.item())
+                if not number:
+                    first = {name: it.clone() for name, it in model.named_buffers()}
+            for name, it in model.named_buffers():
+                it.copy_(first[name])
+            for weight, gradient in zip(used, tree(parts), strict=True):
+                weight.grad = gradient
+            if clip is not None:
+                norm = math.hypot(*(float(weight.grad.norm()) for weight in used))
+                if norm > clip:
+                    for weight in used:
+                        weight.grad *= clip / norm
+            optimizer.step()
+            losses.append(math.fsum(totals) / len(rows))
+    return losses, model.state_dict()
+
+
+@pytest.mark.parametrize("strategy", ["auto", "fsdp"])
+def test_a_training_has_the_bits_of_one_process(world: World, strategy: str) -> None:
+    """Without weights that FSDP does not know to be unused."""
+    losses, state = trained(world, model=Net(), strategy=strategy, **SETTINGS)
+    expected, weights = by_hand(Net())
+    assert losses[: len(expected)] == expected
+    if world.is_rank_zero:
+        for name, weight in weights.items():
+            assert torch.equal(state[name], weight), name
+
+
+@pytest.mark.parametrize("clip", [None, 0.5])
+def test_dropout_buffers_and_unused_weights_have_the_bits_of_one_process(
+    world: World, clip: float | None
+) -> None:
+    found = Dropping()
+    losses, state = trained(world, model=found, clip_grad_norm=clip, **SETTINGS)
+    expected, weights = by_hand(Dropping(), clip)
+    assert losses[: len(expected)] == expected
+    if world.is_rank_zero:
+        assert int(state["calls"]) == EPOCHS * math.ceil(NUM_SAMPLES / BATCH_SIZE)
+        for name, weight in weights.items():
+            assert torch.equal(state[name], weight), name
+
+
+def test_another_numbering_of_micro_batches_changes_no_bit(world: World) -> None:
+    class Renumber(Callback):
+        """Hands out the micro-batches otherwise after each step."""
+
+        def on_step_end(self, trainer: Any) -> None:
+            engine, step = trainer.engine, trainer.state.step
+            speeds = tuple(
+                1.0 + (rank * step) % 3 for rank in range(engine.world.world_size)
+            )
+            numbering = Numbering(world_size=engine.world.world_size, speeds=speeds)
+            engine.numbering = engine.parallel.numbering = numbering
+
+    losses = {}
+    for callbacks in ((), (Renumber(),)):
+        trainer = Trainer(
+            Dropping(),
+            some(NUM_SAMPLES),
+            some(29, "val"),
+            config(),
+            world=world,
+            callbacks=callbacks,
+        )
+        found = trainer.fit()
+        losses[len(callbacks)] = found.loss, trainer.engine.full_state_dict()
+        assert trainer.state.num_samples == 0  # of the next epoch
+        assert trainer.state.step == EPOCHS * math.ceil(NUM_SAMPLES / BATCH_SIZE)
+    assert losses[0][0] == losses[1][0]
+    if world.is_rank_zero:
+        for name, weight in losses[0][1].items():
+            assert torch.equal(losses[1][1][name], weight), name
+
+
+def config() -> Any:
+    return config_of(**SETTINGS)
+
+
+def test_evaluation_has_the_same_bits_as_on_one_rank(world: World) -> None:
+    trainer = Trainer(
+        Net(), some(NUM_SAMPLES), some(61, "val"), config(), world=world, callbacks=()
+    )
+    trainer.fit()
+    found = trainer.evaluate()
+    model = trainer.engine.model.eval()
+    inputs, targets = some(61, "val").tensors
+    with torch.no_grad():
+        sums = [
+            F.cross_entropy(
+                model(inputs[at : at + MICRO_BATCH_SIZE].float()),
+                targets[at : at + MICRO_BATCH_SIZE],
+                reduction="none",
+            )
+            .double()
+            .sum()
+            .item()
+            for at in range(0, 61, MICRO_BATCH_SIZE)
+        ]
+    assert found.loss == math.fsum(sums) / 61
+
+
+def test_data_of_unknown_size_are_refused(world: World) -> None:
+    from test_trainer_data import Streamed
+
+    with pytest.raises(UsageError, match="needs the samples of a step beforehand"):
+        trained(world, data=Streamed(NUM_SAMPLES), **SETTINGS)
+
+
+@pytest.mark.parametrize("numbers", [range(8), range(3, 9), range(5, 5), range(1, 2)])
+def test_the_nodes_of_a_range_cover_it(numbers: range) -> None:
+    found = [
+        number
+        for level, position in nodes_of(numbers)
+        for number in range(position << level, (position + 1) << level)
+    ]
+    assert found == [*numbers]
