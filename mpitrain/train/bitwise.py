@@ -219,7 +219,11 @@ class BitwiseModel(ParallelModel):
         length = sum(sizes) + len(weights)  # a flag each, whether there is a gradient
         chunk = -(-length // self._world_size)
         dtype = weights[0].dtype.to_real()
-        sent = weights[0].new_zeros((len(mine), self._world_size * chunk), dtype=dtype)
+        # gloo has no all-to-all for GPUs.
+        device = "cpu" if self._world.backend == "gloo" else self._world.device
+        sent = torch.zeros(
+            (len(mine), self._world_size * chunk), dtype=dtype, device=device
+        )
         for row, node in zip(sent, mine, strict=True):
             gradients = self._sum.nodes.pop(node)
             *parts, flags = torch.split(row[:length], [*sizes, len(weights)])
@@ -242,6 +246,7 @@ class BitwiseModel(ParallelModel):
         whole = sent.new_empty(self._world_size * chunk)
         assert total is not None
         all_gather_flat(whole, total)
+        whole = whole.to(self._world.device)
         *found, flags = torch.split(whole[:length], [*sizes, len(weights)])
         return [
             _like(weight, flat) if is_used else None

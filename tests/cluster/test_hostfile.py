@@ -42,19 +42,24 @@ def mpirun(
     folder: Path,
     names: list[str],
     *,
-    slots: int,
+    slots: int | list[int],
     words: list[str],
     flags: Sequence[str] = (),
     timeout_seconds: int = TIMEOUT_SECONDS,
 ) -> subprocess.CompletedProcess[str]:
-    """Start the training from the first of some hosts, on all of them."""
+    """Start the training from the first of some hosts, on all of them.
+
+    ``slots`` are of each host.
+    """
+    of_hosts = [slots] * len(names) if isinstance(slots, int) else slots
     command = ["mpirun", "--prefix", f"{folder}/.venv"]
     if not (folder / ".venv/bin/mpirun").exists():
         command = ["mpirun"]
     path = f"{folder}/.venv/bin:{hosts.environ['PATH']}"
     if "Open MPI" not in version_of(shutil.which("mpirun", path=path)):
         give_up("these words are Open MPI's; the mpirun here is another")
-    (folder / "hosts").write_text("".join(f"{name} slots={slots}\n" for name in names))
+    lines = (f"{n} slots={num}\n" for n, num in zip(names, of_hosts, strict=True))
+    (folder / "hosts").write_text("".join(lines))
     command += [*flags, "--hostfile", "hosts", "-x", "PATH"]
     command += ["python", "-m", "mpitrain", *words]
     return hosts.run(

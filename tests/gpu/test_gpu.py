@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 
@@ -92,6 +93,20 @@ def test_the_trainer_is_that_of_one_process_by_hand(num_ranks: int) -> None:
         MPITRAIN_TEST_DEVICE="cuda",
     )
     assert done.status == 0, done.out + done.err
+
+
+@pytest.mark.parametrize("model", ["convnet", "resnet18"])
+def test_bitwise_computes_the_same_bits_on_any_number_of_ranks(
+    model: str, tmp_path: Path
+) -> None:
+    flags = ("--bitwise", "--model", model, "--epochs", "2", "--precision", "bf16")
+    digests = set()
+    for num_ranks in (1, 2, 3):
+        done = on_one_gpu(num_ranks, tmp_path, "--name", str(num_ranks), *flags)
+        assert done.status == 0, done.err
+        weights = (tmp_path / "runs" / str(num_ranks) / "model.pt").read_bytes()
+        digests.add(hashlib.sha256(weights).hexdigest())
+    assert len(digests) == 1
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
