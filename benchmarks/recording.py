@@ -58,10 +58,7 @@ def main() -> None:
         engine = trainer.set_up()
         engine.start_stage(engine.plan.stages[0])
         trainer.call("on_fit_start")
-        hooks = {
-            True: trainer._hooks,
-            False: {name: [] for name in trainer._hooks},
-        }
+        hooks = {True: trainer._hooks, False: {name: [] for name in trainer._hooks}}
         gc.freeze()  # as a job does
         lots = random.Random(1)  # the same on all ranks
         seconds = np.zeros((NOT_COUNTED + asked.rounds, 2))

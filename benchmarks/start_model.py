@@ -242,8 +242,7 @@ def run_stages(job: ModelJob, rank: int) -> tuple[dict[str, float], ModelComm]:
     gpu.discover_gpus = lambda _: FOUR
     gpu.has_thread_multiple = lambda: True
     timed(
-        "devices",
-        lambda: gpu.assign_devices(comm, on_node, world, config, variables),
+        "devices", lambda: gpu.assign_devices(comm, on_node, world, config, variables)
     )
     if found.listener is not None:
         found.listener.close()

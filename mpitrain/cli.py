@@ -162,9 +162,7 @@ def _run_job(
         log_file = start_logging(log, is_rank_zero=is_zero)
         # Signals during the long imports are not lost. It also logs the time limit.
         handler = PreemptionHandler(
-            run_dir if is_zero else None,
-            prepared.limit_seconds,
-            age_seconds(),
+            run_dir if is_zero else None, prepared.limit_seconds, age_seconds()
         )
         if is_zero and not prepared.has_lock:
             logging.getLogger("mpitrain").warning(

@@ -115,10 +115,7 @@ def _set_aside(broken: list[tuple[Checkpoint, str]]) -> None:
 
 
 def find_error(
-    checkpoint: Checkpoint,
-    world: World,
-    ranks: Communicator,
-    run_id: str | None = None,
+    checkpoint: Checkpoint, world: World, ranks: Communicator, run_id: str | None = None
 ) -> str:
     """Say what is wrong with a checkpoint; empty if it is complete. Collective."""
     mine, unread = "", ""

@@ -138,10 +138,7 @@ class RunCheckpoints:
     # --- for a loop of your own -----------------------------------------------------
 
     def restore(
-        self,
-        *,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer | None = None,
+        self, *, model: nn.Module, optimizer: torch.optim.Optimizer | None = None
     ) -> dict[str, Any] | None:
         """Load model, optimizer and random numbers, if there is a checkpoint.
 

@@ -186,9 +186,7 @@ class Written:
     sums: dict[str, str] = field(default_factory=dict)  # SHA-256 by file
 
 
-def assign_writers(
-    by_rank: Sequence[Mapping[Chunk, int]],
-) -> list[set[Chunk]]:
+def assign_writers(by_rank: Sequence[Mapping[Chunk, int]]) -> list[set[Chunk]]:
     """Return which chunks each rank writes, each chunk once.
 
     `by_rank` has the bytes of the chunks of each rank. Of those that have a chunk the

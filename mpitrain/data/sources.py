@@ -16,13 +16,7 @@ from mpitrain.data import folder, hdf5, shards, torchvision_sets
 from mpitrain.data.custom import Samples, build_samples, load_custom
 from mpitrain.data.in_memory import InMemory
 from mpitrain.data.map_style import MapStyle
-from mpitrain.data.samples import (
-    PARTS,
-    Array,
-    FileIndex,
-    SampleReader,
-    build_readers,
-)
+from mpitrain.data.samples import PARTS, Array, FileIndex, SampleReader, build_readers
 from mpitrain.data.transforms import Statistics, imagenet_statistics, mean_and_std
 from mpitrain.data.workers import start_method
 from mpitrain.errors import DataError, UsageError, did_you_mean

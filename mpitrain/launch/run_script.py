@@ -22,12 +22,7 @@ from mpitrain.config import TIMEOUT_SECONDS
 from mpitrain.errors import LaunchError
 from mpitrain.launch import init
 from mpitrain.launch.exit_guard import ExitGuard, leave
-from mpitrain.launch.process_exit import (
-    exit_status,
-    finish_mpi,
-    finish_python,
-    flush,
-)
+from mpitrain.launch.process_exit import exit_status, finish_mpi, finish_python, flush
 from mpitrain.launch.rendezvous.store import let_scripts_open_their_own
 from mpitrain.launch.run_target import (
     RunRequest,

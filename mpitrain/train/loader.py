@@ -169,8 +169,7 @@ class BatchLoader:
         for _, micro_batches in rank_shard.steps():
             batches = [next(loaded) for _ in micro_batches]
             count = torch.tensor(
-                sum(len(batch.indices) for batch in batches),
-                device=self._count_device,
+                sum(len(batch.indices) for batch in batches), device=self._count_device
             )
             yield batches, count, dist.all_reduce(count, async_op=True)
 

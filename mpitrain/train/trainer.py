@@ -16,13 +16,7 @@ from torch import Tensor, nn
 
 from mpitrain.config import TrainConfig
 from mpitrain.data.transforms import Statistics
-from mpitrain.errors import (
-    DataError,
-    NonFiniteError,
-    Stopped,
-    UsageError,
-    did_you_mean,
-)
+from mpitrain.errors import DataError, NonFiniteError, Stopped, UsageError, did_you_mean
 from mpitrain.launch.current import heartbeat
 from mpitrain.launch.init import init
 from mpitrain.mpi.collectives import all_or_none, world_comm

@@ -32,12 +32,7 @@ class Rules(NamedTuple):
     kills: tuple[int, ...] = ()  # signals that end the ranks by KILL
 
 
-HUP, USR1, USR2, TERM = (
-    signal.SIGHUP,
-    signal.SIGUSR1,
-    signal.SIGUSR2,
-    signal.SIGTERM,
-)
+HUP, USR1, USR2, TERM = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM)
 
 RULES = {
     "pals": Rules(

@@ -20,11 +20,7 @@ def assert_finished(
     (run,) = (folder / "runs").iterdir()
     result = json.loads((run / "result.json").read_text())
     found = {name: result.get(name) for name in ("status", "num_nodes", "world_size")}
-    expected = {
-        "status": "finished",
-        "num_nodes": len(hosts),
-        "world_size": world_size,
-    }
+    expected = {"status": "finished", "num_nodes": len(hosts), "world_size": world_size}
     assert found == expected, output
     environment = (run / "environment.json").read_text()
     assert [name for name in hosts if name not in environment] == [], environment

@@ -12,13 +12,7 @@ from going_on import rows_of
 
 from .hosts import VirtualHosts
 from .slurm import Slurm
-from .test_chains import (
-    NODES,
-    PAUSE,
-    TRAINING,
-    Chain,
-    train_without_a_break,
-)
+from .test_chains import NODES, PAUSE, TRAINING, Chain, train_without_a_break
 from .test_data_files import OWN
 from .test_hostfile import mpirun
 

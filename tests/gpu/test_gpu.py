@@ -69,10 +69,7 @@ def test_a_gpu_for_each_rank_uses_nccl(tmp_path: Path) -> None:
     if num_gpus < 2:
         pytest.skip(f"{num_gpus} GPU here, two are needed: a matter of the GPU")
     done = mpirun(
-        find("openmpi-5"),
-        num_gpus,
-        *("-m", "mpitrain", "--name", "r"),
-        cwd=tmp_path,
+        find("openmpi-5"), num_gpus, *("-m", "mpitrain", "--name", "r"), cwd=tmp_path
     )
     assert done.status == 0, done.err
     assert result(tmp_path, "r")["backend"] == "cpu:gloo,cuda:nccl"

@@ -29,13 +29,7 @@ def own_tmpdir() -> Iterator[None]:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-@pytest.fixture(
-    params=[
-        MPIS[0],
-        *map(slow, MPIS[1:]),
-    ],
-    scope="module",
-)
+@pytest.fixture(params=[MPIS[0], *map(slow, MPIS[1:])], scope="module")
 def mpi(request: pytest.FixtureRequest) -> Mpi:
     """Each MPI in turn; in CI Open MPI 5 alone, unless the test is `under_each_mpi`."""
     found = find(request.param)

@@ -60,7 +60,4 @@ class Dripping(Dataset[tuple[Tensor, int]]):
 def dripping() -> tuple[Dripping, Dripping]:
     data = embedded_digits()
     train, val = data.train, data.val
-    return (
-        Dripping(train.inputs, train.targets),
-        Dripping(val.inputs, val.targets),
-    )
+    return (Dripping(train.inputs, train.targets), Dripping(val.inputs, val.targets))

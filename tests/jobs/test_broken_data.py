@@ -13,12 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from data_files import (
-    picture,
-    write_folder,
-    write_mnist,
-    write_tar,
-)
+from data_files import picture, write_folder, write_mnist, write_tar
 from launcher import Done, Mpi, children_of, environment, mpirun, slow, survivors
 
 pytestmark = pytest.mark.xdist_group("broken_data")  # a fixture that trains, once

@@ -247,10 +247,7 @@ def test_the_mpirun_of_another_library_is_an_error(
 @pytest.mark.parametrize(
     ("answer", "name"),
     [
-        (
-            "echo 'Unknown option: version'; echo 'mpiexec.slurm args'",
-            "unknown-mpirun",
-        ),
+        ("echo 'Unknown option: version'; echo 'mpiexec.slurm args'", "unknown-mpirun"),
         ("sleep 1000", "unknown-mpirun"),
     ],
 )

@@ -37,10 +37,7 @@ def other(name: str, mpirun_of: str, library_of: str) -> Mpi:
             assert os.environ.get("CI") != "true", f"{needed} is missing"
             pytest.skip(f"{needed} is not there; `make test-jobs` installs it")
     return Mpi(
-        name=name,
-        mpirun=launcher.mpirun,
-        libmpi=library.libmpi,
-        flags=launcher.flags,
+        name=name, mpirun=launcher.mpirun, libmpi=library.libmpi, flags=launcher.flags
     )
 
 

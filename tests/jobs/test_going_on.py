@@ -219,11 +219,7 @@ def test_whatever_learns_goes_on(flags: tuple[str, ...], runs: Runs) -> None:
 
 @pytest.mark.parametrize(
     ("data", "workers"),
-    [
-        slow("series", "2"),
-        ("cut_series", "2"),
-        slow("cut_series", "0"),
-    ],
+    [slow("series", "2"), ("cut_series", "2"), slow("cut_series", "0")],
 )
 def test_a_stream_goes_on_where_it_was(
     data: str, workers: str, openmpi: Mpi, tmp_path: Path

@@ -13,15 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
-from launcher import (
-    Done,
-    Mpi,
-    children_of,
-    environment,
-    mpirun,
-    slow,
-    survivors,
-)
+from launcher import Done, Mpi, children_of, environment, mpirun, slow, survivors
 
 HANG_SECONDS = 3
 GONE_SECONDS = HANG_SECONDS + 15

@@ -224,9 +224,7 @@ def test_a_server_that_will_not_have_us_holds_up_nothing(how: str, runs: Runs) -
     assert_key_is_nowhere(folder)
 
 
-def test_without_a_key_it_is_offline_and_asks_for_none(
-    runs: Runs,
-) -> None:
+def test_without_a_key_it_is_offline_and_asks_for_none(runs: Runs) -> None:
     server = subprocess.Popen(
         [sys.executable, "-c", REFUSING, "refuses"], stdout=subprocess.PIPE, text=True
     )

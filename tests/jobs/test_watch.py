@@ -176,10 +176,7 @@ def test_a_slow_rank_and_a_slow_loader_are_named_once(runs: Runs) -> None:
 
 def test_a_hang_is_seen_in_the_times_of_the_ranks(runs: Runs) -> None:
     job = runs.start(
-        *("a", 3, "--hang-timeout", "4"),
-        PACE="0.02",
-        SLOW_RANK="1",
-        HANG_STEP="30",
+        *("a", 3, "--hang-timeout", "4"), PACE="0.02", SLOW_RANK="1", HANG_STEP="30"
     )
     assert job.end(90) == 76
     ends = {}

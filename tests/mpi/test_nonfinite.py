@@ -7,14 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
-from trainings import (
-    BATCH_SIZE,
-    NUM_SAMPLES,
-    History,
-    Net,
-    config_of,
-    some,
-)
+from trainings import BATCH_SIZE, NUM_SAMPLES, History, Net, config_of, some
 
 from mpitrain.data.sharding import epoch_order, shard_bounds
 from mpitrain.errors import NonFiniteError

@@ -12,14 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
-from trainings import (
-    Net,
-    by_hand,
-    config_of,
-    same,
-    some,
-    trained,
-)
+from trainings import Net, by_hand, config_of, same, some, trained
 
 from mpitrain.errors import UsageError
 from mpitrain.mpi.world import World

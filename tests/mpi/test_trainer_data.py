@@ -61,10 +61,7 @@ def test_a_stream_trains_like_a_set_in_its_order(
     )
     assert len(found) == len(hand[0])
     again, _ = trained(
-        world,
-        data=in_order(NUM_SAMPLES),
-        schedule="constant",
-        warmup_epochs=0,
+        world, data=in_order(NUM_SAMPLES), schedule="constant", warmup_epochs=0
     )
     assert found == pytest.approx(again, rel=1e-9)
 

@@ -43,7 +43,7 @@ def test_weak_scaling_gives_each_rank_the_same_batch(scaling: Any) -> None:
     options = Namespace(ranks=[1, 4], strategies=["ddp", "fsdp"], per_rank=True)
     rows = scaling.rows_of(options, 64)
     assert [tuple(row.values()) for row in rows] == [
-        *(("single", 1, 64), ("ddp", 4, 256), ("fsdp", 4, 256)),
+        *(("single", 1, 64), ("ddp", 4, 256), ("fsdp", 4, 256))
     ]
 
 

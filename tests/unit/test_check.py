@@ -14,12 +14,7 @@ from mpitrain.mpi.launchers import by_command
 from mpitrain.mpi.world import Node, World
 from mpitrain.schedulers import Scheduler
 from mpitrain.tools.check import login
-from mpitrain.tools.check.environment import (
-    Facts,
-    find_problems,
-    marker_file,
-    nearest,
-)
+from mpitrain.tools.check.environment import Facts, find_problems, marker_file, nearest
 from mpitrain.tools.check.job import node_parts, start_part
 from mpitrain.tools.check.login import fits, library_of
 from mpitrain.tools.check.report import Finding, Report, lines_of

@@ -60,11 +60,7 @@ def test_the_table_is_numbers_only(pets: Path) -> None:
     table = folder.scan(pets)
     assert {
         name: a.dtype.str for name, a in table.arrays.items() if "train" in name
-    } == {
-        "train_names": "|u1",
-        "train_ends": "<i8",
-        "train_labels": "<i8",
-    }
+    } == {"train_names": "|u1", "train_ends": "<i8", "train_labels": "<i8"}
     names = table.arrays["train_names"].tobytes()
     assert names.startswith(b"cat/10.pngcat/a.JPEGcat/b.jpg")
     assert table.arrays["train_ends"][-1] == len(names)

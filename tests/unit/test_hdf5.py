@@ -344,10 +344,7 @@ def bits(count: int, dtype: Any = int) -> np.ndarray:
         (external("link"), "/train: no dataset 'images' in this file itself"),
         (external("soft"), "/train: no dataset 'images' in this file itself"),
         (external("raw"), "/train: no dataset 'images' in this file itself"),
-        (
-            external("virtual"),
-            "/train: no dataset 'images' in this file itself",
-        ),
+        (external("virtual"), "/train: no dataset 'images' in this file itself"),
         (no_samples, r"val/labels: int64 of shape \(0,\)"),
         (changed("train/images", greys(6, 8, 8) / 255), "train/images: float64.*uint8"),
         (changed("train/images", greys(6, 8, 8) * 1.0), "images: float64.*astype"),

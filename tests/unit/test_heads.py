@@ -12,12 +12,7 @@ from torch import Tensor, nn
 
 from mpitrain.errors import DataError, UsageError
 from mpitrain.models import hub
-from mpitrain.models.build import (
-    build_and_load,
-    build_model,
-    fetch_weights,
-    is_cached,
-)
+from mpitrain.models.build import build_and_load, build_model, fetch_weights, is_cached
 from mpitrain.models.layers import WithHead, features_before_head, head_of
 
 SMALL: dict[str, Any] = {"num_classes": 7, "seed": 2}
@@ -228,12 +223,7 @@ def test_a_file_of_the_bare_backbone_loads_beneath_the_head(
 @pytest.mark.parametrize(
     ("entry", "weights", "kind", "words"),
     [
-        (
-            "clasifier",
-            None,
-            DataError,
-            "Cannot find callable clasifier in hubconf",
-        ),
+        ("clasifier", None, DataError, "Cannot find callable clasifier in hubconf"),
         ("patches", "default", UsageError, "does not take pretrained"),
         ("classifier", "V2", UsageError, "'V2' is no file.* or default"),
         (

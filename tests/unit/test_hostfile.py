@@ -29,16 +29,8 @@ def scontrol(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("flags", "environ", "text"),
     [
-        (
-            {},
-            SLURM,
-            "# SLURM job 17\ngpu1 slots=2\ngpu2 slots=1\n",
-        ),
-        (
-            {},
-            SLURM | GPUS,
-            "# SLURM job 17\ngpu1 slots=4\ngpu2 slots=4\n",
-        ),
+        ({}, SLURM, "# SLURM job 17\ngpu1 slots=2\ngpu2 slots=1\n"),
+        ({}, SLURM | GPUS, "# SLURM job 17\ngpu1 slots=4\ngpu2 slots=4\n"),
         (
             {"gpus": "ignore", "format": "mpich"},
             SLURM | GPUS,

@@ -393,8 +393,7 @@ def test_the_way_to_another_node_is_tried_wherever_the_file_names_it(
 
 
 @pytest.mark.parametrize(
-    ("reach", "words"),
-    [("ssh", ["node2"]), ("pbs_tmrsh", ["node2", "/bin/sh", "-c"])],
+    ("reach", "words"), [("ssh", ["node2"]), ("pbs_tmrsh", ["node2", "/bin/sh", "-c"])]
 )
 def test_what_holds_the_other_nodes_of_a_pbs_job_outlives_term(
     reach: str, words: list[str], tmp_path: Path

@@ -236,9 +236,7 @@ def test_steps_that_are_not_gone_on_from_are_forgotten(
     assert [step for step, _ in read(tmp_path)["train/loss"]] == list(range(1, 10))
 
 
-def test_a_csv_file_that_was_cut_within_a_line_goes_on(
-    tmp_path: Path,
-) -> None:
+def test_a_csv_file_that_was_cut_within_a_line_goes_on(tmp_path: Path) -> None:
     (tmp_path / "metrics.csv").write_text("step,a,b\n1,0.5,\n2,0.25,7\n3,0.1")
     table = CSVLogger(tmp_path, step=2)
     table.log_metrics({"b": 7.0}, 2)  # a repeated validation

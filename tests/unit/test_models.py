@@ -18,12 +18,7 @@ from torch import nn
 
 from mpitrain.errors import DataError, UsageError
 from mpitrain.models import torchvision
-from mpitrain.models.build import (
-    build_and_load,
-    build_model,
-    fetch_weights,
-    is_cached,
-)
+from mpitrain.models.build import build_and_load, build_model, fetch_weights, is_cached
 from mpitrain.models.layers import head_of
 from mpitrain.models.summary import summary_line, summary_table
 

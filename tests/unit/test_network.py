@@ -395,9 +395,7 @@ def test_gloo_and_nccl_are_told_unless_the_user_told_them(
     assert transports.socket_variables(rendezvous(own), environ) == expected
 
 
-def test_nccl_gets_all_interfaces_of_slingshot_that_are_up(
-    sys_class_net: Path,
-) -> None:
+def test_nccl_gets_all_interfaces_of_slingshot_that_are_up(sys_class_net: Path) -> None:
     here = rendezvous("10.0.0.2", name="hsn0")
     here = replace(here, interface=replace(here.interface, kind="slingshot"))
     found = transports.socket_variables(here, {}, sys_class_net)

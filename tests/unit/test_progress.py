@@ -76,8 +76,7 @@ def test_what_earlier_jobs_did_does_not_make_this_one_faster() -> None:
 
 
 @pytest.mark.parametrize(
-    ("left", "words"),
-    [(600.0, "done in 5:00"), (60.0, "5:00 to go, limit in 1:00")],
+    ("left", "words"), [(600.0, "done in 5:00"), (60.0, "5:00 to go, limit in 1:00")]
 )
 def test_the_end_is_held_against_the_limit(left: float, words: str) -> None:
     text = EpochLines(lambda: left)

@@ -35,12 +35,7 @@ from mpitrain.train.timer import StepSeconds, StepTimes, Timer
 def a_world() -> World:
     nodes = (Node(hostname="a", ranks=(0, 1)), Node(hostname="b", ranks=(2, 3)))
     return World(
-        rank=2,
-        world_size=4,
-        local_rank=0,
-        local_world_size=2,
-        node_rank=1,
-        nodes=nodes,
+        rank=2, world_size=4, local_rank=0, local_world_size=2, node_rank=1, nodes=nodes
     )
 
 

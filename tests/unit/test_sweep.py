@@ -185,10 +185,7 @@ def test_flags_in_the_spelling_of_wandbs_agent_are_taken() -> None:
         ("space: [1]", "expected `space:` and flags below it"),
         ("spaces: {lr: [1]}", "found 'spaces'. Did you mean 'space'?"),
         ("space: {lr: {lgo: [1, 2]}}", "lr: found {'lgo': [1, 2]}; expected a list"),
-        (
-            "space: {lr: {log: [0, 2]}}",
-            "lr: log: found [0, 2], expected [lowest, hi",
-        ),
+        ("space: {lr: {log: [0, 2]}}", "lr: log: found [0, 2], expected [lowest, hi"),
         ("space: {lr: {uniform: [3, 2]}}", "lr: uniform: found [3, 2], expected"),
         ("space: {lr: {choices: []}}", "lr: expected a list of numbers and words"),
         ("metric: accuracy\nspace: {lr: [1]}", "metric 'accuracy': expected max:NAME"),

@@ -232,12 +232,7 @@ def test_ranks_of_a_host_that_fell_silent_are_told_in_one_line() -> None:
         limit_seconds=6.0,
     )
     reports = [
-        RankStatus(
-            rank=rank,
-            hostname=hostname,
-            position=position,
-            heard_at=heard_at,
-        )
+        RankStatus(rank=rank, hostname=hostname, position=position, heard_at=heard_at)
         for rank, hostname, heard_at in (
             (0, "gpu01", 119.9),
             (1, "gpu02", 111.4),

@@ -281,10 +281,7 @@ def select_offer(
 
     def cost(index: int) -> tuple[int, int, bool, int]:
         offer = offers[index]
-        ends = [
-            offer.interface,
-            *(tried[index].interface for tried in hosts),
-        ]
+        ends = [offer.interface, *(tried[index].interface for tried in hosts)]
         return (
             max(KINDS.index(end.kind) for end in ends),
             -min(end.speed_mbps for end in ends),

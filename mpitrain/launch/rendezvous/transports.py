@@ -26,9 +26,7 @@ MESSAGE_SECONDS = 60.0  # how long such a message may take between two nodes
 
 
 def socket_variables(
-    rendezvous: Rendezvous,
-    environ: Mapping[str, str],
-    root: Path = SYS_CLASS_NET,
+    rendezvous: Rendezvous, environ: Mapping[str, str], root: Path = SYS_CLASS_NET
 ) -> dict[str, str]:
     """Return the variables, unless they are set, that name this node's interface.
 

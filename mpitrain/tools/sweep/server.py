@@ -18,13 +18,7 @@ from mpitrain.tools.sweep.config import PROGRESS, PreparedSweep
 from mpitrain.tools.sweep.messages import TO_RANK, TO_SERVER, Message, Outcome, Status
 from mpitrain.tools.sweep.placement import Placement
 from mpitrain.tools.sweep.space import RANKS, flags_of
-from mpitrain.tools.sweep.study import (
-    Study,
-    Trial,
-    counts_of,
-    finished_trials,
-    name_of,
-)
+from mpitrain.tools.sweep.study import Study, Trial, counts_of, finished_trials, name_of
 from mpitrain.train.progress import format_metrics, format_seconds
 
 LOOKAHEAD = 4  # trials that are chosen before there is room for them

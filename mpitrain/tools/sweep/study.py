@@ -23,14 +23,7 @@ from mpitrain.errors import MpitrainError, UsageError
 from mpitrain.flags import PROGRAM
 from mpitrain.record.run_dir import read_json
 from mpitrain.tools.sweep.config import OUTCOMES, SETTINGS, SWEEPS_DIR
-from mpitrain.tools.sweep.space import (
-    PRUNERS,
-    RANKS,
-    SAMPLERS,
-    Search,
-    Value,
-    flags_of,
-)
+from mpitrain.tools.sweep.space import PRUNERS, RANKS, SAMPLERS, Search, Value, flags_of
 from mpitrain.train.progress import format_metrics
 
 JOURNAL = "study.journal"  # Optuna's storage, in the sweep folder

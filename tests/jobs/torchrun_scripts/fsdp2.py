@@ -36,10 +36,7 @@ again, its_optimizer = build()
 of_model, of_optimizer = get_state_dict(again, its_optimizer)
 dcp.load({"model": of_model, "optimizer": of_optimizer}, checkpoint_id=sys.argv[1])
 set_state_dict(
-    again,
-    its_optimizer,
-    model_state_dict=of_model,
-    optim_state_dict=of_optimizer,
+    again, its_optimizer, model_state_dict=of_model, optim_state_dict=of_optimizer
 )
 for left, right in zip(model.parameters(), again.parameters(), strict=True):
     assert torch.equal(left.full_tensor(), right.full_tensor())

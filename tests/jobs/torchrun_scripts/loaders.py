@@ -29,10 +29,7 @@ if __name__ == "__main__":
     dist.init_process_group("gloo")
     assert pickle.loads(pickle.dumps(Item(3))) == Item(3)
     loader = DataLoader(
-        Numbers(),
-        num_workers=2,
-        multiprocessing_context=sys.argv[1],
-        collate_fn=first,
+        Numbers(), num_workers=2, multiprocessing_context=sys.argv[1], collate_fn=first
     )
     assert list(loader) == [Item(index) for index in range(6)]
     dist.barrier()

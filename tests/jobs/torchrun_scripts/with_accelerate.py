@@ -19,7 +19,4 @@ for (inputs,) in loader:
     seen += len(accelerator.gather_for_metrics(inputs))
 assert seen == 32, seen
 accelerator.end_training()
-print(
-    f"done {accelerator.process_index}/{accelerator.num_processes}",
-    flush=True,
-)
+print(f"done {accelerator.process_index}/{accelerator.num_processes}", flush=True)
