@@ -207,8 +207,8 @@ class StrategyConfig:
     deterministic: bool = False
     """Use only deterministic operations of torch; some are slower."""
     bitwise: bool = False
-    """Same bits on any number of ranks: cut micro-batches from the global batch alone
-    (default: 8), and sum their gradients in a fixed order."""
+    """Same bits on any number of ranks: fixed micro-batches (default: 8 per step),
+    summed in a fixed order."""
     balance: Literal["auto", "off"] = "auto"
     """With --bitwise: give slow ranks fewer micro-batches. auto: with ddp."""
 

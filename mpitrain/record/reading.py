@@ -130,6 +130,8 @@ class Metrics(JsonlReader):
         self.resumed: list[Resumed] = []
         self.saved: list[Saved] = []
         self.test: dict[str, float] = {}
+        self.balance: tuple[int, list[int]] | None = None
+        """Since which step ranks take how many micro-batches of a step."""
 
     def _add(self, row: Mapping[str, Any]) -> None:
         match row["event"]:
@@ -146,6 +148,9 @@ class Metrics(JsonlReader):
             case "checkpoint":
                 row = {"error": row.get("why_not", ""), **row}  # before format 2
                 self.saved.append(make(Saved, row))
+            case "balance":
+                counts = [int(num) for num in row["num_micro_batches"]]
+                self.balance = int(row["step"]), counts
             case "test":
                 self.test = _values(row, "test_")
 

@@ -59,6 +59,7 @@ class Recorder(Callback):
         self._before: Mapping[str, Any] = {}
         self._metrics: JsonlWriter[Line] | None = None
         self._result: dict[str, Any] = {}
+        self._micro_batch_counts: list[int] = []
 
     # --- start and end ------------------------------------------------------------
 
@@ -171,9 +172,15 @@ class Recorder(Callback):
     # --- metrics ------------------------------------------------------------------
 
     def on_metrics(self, trainer: Any, steps: Sequence[StepMetrics]) -> None:
-        """Write a line per step."""
-        if self._metrics is not None:
-            self._metrics.write(*steps)
+        """Write a line per step, and one if ranks take other micro-batches now."""
+        if self._metrics is None:
+            return
+        self._metrics.write(*steps)
+        counts = trainer.engine.micro_batch_counts
+        if counts != self._micro_batch_counts:
+            self._micro_batch_counts = counts
+            step = trainer.state.step
+            self._write("balance", step=step, num_micro_batches=counts)
 
     def on_throughput(self, trainer: Any, throughput: Throughput) -> None:
         """Write a line for the speed of some steps."""

@@ -108,6 +108,7 @@ class Engine:
         has_batch_norm = any(isinstance(m, BatchNorm) for m in self.model.modules())
         self.numbering: Numbering | None = None
         self._balance: Balance | None = None
+        self.micro_batch_counts: list[int] = []  # of each rank, once they differ
         if config.bitwise:
             self._check_bitwise()
             is_sharded = self.strategy == "fsdp"
@@ -248,8 +249,8 @@ class Engine:
         found = self._balance.numbering(self.parallel.numbering, num, seconds)
         if found is not self.numbering:
             self.numbering = self.parallel.numbering = found
-            counts = " ".join(str(len(part)) for part in found.all_ranks(num))
-            logger.info("micro-batches of each rank: %s", counts)
+            self.micro_batch_counts = [len(part) for part in found.all_ranks(num)]
+            logger.info("micro-batches of each rank: %s", self.micro_batch_counts)
 
     def take_samples_per_shard(self) -> list[int]:
         """Return the samples of each shard of an iterable set read since the last."""

@@ -117,13 +117,21 @@ def test_slow_ranks_take_fewer_micro_batches_and_the_bits_are_the_same(
     for name, more in (("auto", ()), ("off", ("--balance", "off"))):
         done = runs.run(name, 3, *more, SLOW_RANK="1")
         assert done.status == 0, done.out + done.err
-        lines = map(json.loads, runs.record(name).read_text().splitlines())
-        rows = [row for row in lines if row["event"] == "epoch"]
+        rows = [row for row in rows_of_events(runs, name) if row["event"] == "epoch"]
         seconds[name] = rows[-1]["epoch_seconds"]
         assert {row["train_samples"] for row in rows} == {1437}
+        found = [row for row in rows_of_events(runs, name) if row["event"] == "balance"]
+        assert bool(found) == (name == "auto")
+        for row in found:
+            assert sum(row["num_micro_batches"]) == 32
+            assert row["num_micro_batches"][1] < 10
     assert digest(runs, "auto") == digest(runs, "off")
     assert runs.rows("auto") == runs.rows("off")
     assert seconds["auto"] < 0.8 * seconds["off"]  # 13 of 32 micro-batches to 8
+
+
+def rows_of_events(runs: Runs, name: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in runs.record(name).read_text().splitlines()]
 
 
 def test_what_would_change_the_bits_is_refused(tmp_path: Path) -> None:

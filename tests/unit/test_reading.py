@@ -86,6 +86,7 @@ TRAINER: Any = SimpleNamespace(
     engine=SimpleNamespace(
         world=a_world(),
         plan=SimpleNamespace(total_steps=4, num_epochs=2, steps_per_epoch=2),
+        micro_batch_counts=[2, 1],
     ),
     state=TrainState(step=2),
     resumed_from="step-00000002",
@@ -129,6 +130,7 @@ def test_all_that_a_recorder_writes_is_read(tmp_path: Path) -> None:
     assert [(it.step, it.checkpoint) for it in found.resumed] == [(2, "step-00000002")]
     assert [it.error for it in run.checkpoints] == ["", "the disk is full"]
     assert run.checkpoints[0].copy_seconds == 0.125
+    assert found.balance == (2, [2, 1])
     assert found.test == {"loss": 0.5}
     assert run.status == "finished"
 

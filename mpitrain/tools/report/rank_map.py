@@ -31,7 +31,7 @@ from mpitrain.tools.report.figures import (
     WAITING,
     Chart,
 )
-from mpitrain.tools.report.summary import findings
+from mpitrain.tools.report.summary import balance_line, findings
 from mpitrain.train.metrics import NUM_PHASES, OTHER
 
 NUM_COLUMNS = 800
@@ -171,7 +171,10 @@ def map_chart(shown: ReportedRun, index: int, num_runs: int) -> Chart:
     num = min(max((job.world_size for job in jobs), default=1), 26)
     height = min(520.0, 110 + (16 if num > 24 else 26) * num)
     chart = Chart(name=name, title=f"Ranks by time{of}", is_wide=True, height=height)
-    chart.findings = findings(jobs, shown.run.metrics.throughputs)
+    metrics = shown.run.metrics
+    chart.findings = findings(jobs, metrics.throughputs)
+    if metrics.balance is not None:
+        chart.findings.append(balance_line(*metrics.balance))
     if jobs:
         _draw(chart, jobs, found := rank_map(jobs))
         saved = [one.time for one in shown.run.checkpoints if not one.error]

@@ -144,6 +144,19 @@ def _phase_table(rows: Sequence[Row]) -> Section:
     return Section(title="Time by phase", head=head, rows=rows, note=note, is_open=True)
 
 
+def balance_line(step: int, counts: Sequence[int]) -> str:
+    """Return a sentence: how many micro-batches ranks take.
+
+    >>> balance_line(40, [9, 5, 9])
+    'Since step 40 ranks take 5 (rank 1) to 9 (rank 0) of the 23 micro-batches.'
+    """
+    few, most = min(counts), max(counts)
+    return (
+        f"Since step {step} ranks take {few} (rank {counts.index(few)}) to {most} "
+        f"(rank {counts.index(most)}) of the {sum(counts)} micro-batches."
+    )
+
+
 def findings(
     jobs: Sequence[JobTimes], throughputs: Sequence[TimedThroughput]
 ) -> list[str]:
