@@ -381,13 +381,11 @@ def _read(kind: type[Config], command: str, words: Sequence[str]) -> Config:
 
 
 def _split(argv: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
-    """Split at ``--``."""
     at = argv.index("--") if "--" in argv else len(argv)
     return argv[:at], argv[at + 1 :]
 
 
 def _write(text: str, file: Path | None) -> None:
-    """Write text to a file as a whole, or to standard output."""
     from mpitrain.record.run_dir import write_atomic
 
     if file is None:
@@ -444,7 +442,6 @@ def start_timeout(argv: Sequence[str]) -> float:
 
 
 def _seconds(word: str) -> float | None:
-    """Read seconds; ``None`` if it is no time."""
     with contextlib.suppress(ValueError):
         return seconds if 0 < (seconds := float(word)) < math.inf else None
     return None

@@ -320,7 +320,6 @@ class TrainConfig(
             raise UsageError(error)
 
     def _errors(self) -> Iterator[str]:
-        """Yield what cannot be used."""
         for name, minimum in MINIMUM.items():
             flag, value = "--" + name.replace("_", "-"), getattr(self, name)
             if isinstance(value, int | float):

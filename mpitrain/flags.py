@@ -195,7 +195,6 @@ def usage_errors() -> Iterator[None]:
 
 
 def _answer(text: str) -> None:
-    """Print a help text; its reader may leave before the end."""
     try:
         print(text, flush=True)
     except BrokenPipeError:  # `--help | head`; Python's end must not write there, too

@@ -377,7 +377,6 @@ class MpiBackend(Backend):
     def _start(
         self, action: Callable[[float], None], results: Tensors, opts: Any
     ) -> Work:
-        """Run an operation, or submit it if torch asks for an asynchronous one."""
         self._num_collectives += 1
         queue = self._group.queue
         seconds: float = opts.timeout.total_seconds()

@@ -227,7 +227,6 @@ class MpiCollectives:
         deadline: float,
         name: str,
     ) -> None:
-        """Receive `outputs` from ranks and send `inputs` to ranks, all at once."""
         received, sent = list(outputs), list(inputs)
         memory = [data for _, data in [*received, *sent]]
         requests = [*self._start_each(received, self.comm.Irecv)]
@@ -250,7 +249,6 @@ class MpiCollectives:
 
 
 def _split(data: Tensor, max_bytes: int) -> Iterator[Tensor]:
-    """Cut a tensor into chunks; none of an empty one."""
     step = max_bytes // data.element_size()
     for begin in range(0, data.numel(), step):
         yield data[begin : begin + step]

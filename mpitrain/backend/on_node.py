@@ -259,7 +259,6 @@ class NodeCollectives:
     def _exchange_sizes(
         self, outputs: Tensors, inputs: Tensors, deadline: float
     ) -> int:
-        """Compare the sizes of all ranks; return the largest."""
         slots = self.buffer.next_typed_slots(torch.int64, self.size)
         slots[self.rank].copy_(torch.tensor([part.numel() for part in inputs]))
         self.buffer.barrier(op_signature("all_to_all", "sizes"), deadline)

@@ -214,7 +214,6 @@ class OpQueue:
             self._run_next()
 
     def _run_next(self) -> None:
-        """Run the next operation, unless another thread has taken it."""
         error: BaseException | None = None
         with self._running:
             try:

@@ -324,14 +324,12 @@ class Checkpointer(RunCheckpoints, Callback):
         self._next_at = time.monotonic() + after_seconds
 
     def _save_if_due(self, trainer: Trainer, *, may_queue: bool = False) -> None:
-        """Save if it is time to; `may_queue`: as a copy, while another is written."""
         assert self._manager is not None
         can_save = may_queue or not self._manager.is_busy
         if self._is_due and can_save and not self._is_backing_off:
             self._save(trainer)
 
     def _finish(self, trainer: Trainer, doing: str) -> Outcome | None:
-        """Wait until the checkpoint that is being written is complete, if one is."""
         assert self._manager is not None
         with trainer.timer("checkpoint"):
             outcome = self._manager.finish(doing)
@@ -340,7 +338,6 @@ class Checkpointer(RunCheckpoints, Callback):
         return outcome
 
     def _save(self, trainer: Trainer) -> None:
-        """Begin to write a checkpoint."""
         self._is_due = False
         state, engine = trainer.state, trainer.engine
         position = _position(state)
@@ -401,7 +398,6 @@ class Checkpointer(RunCheckpoints, Callback):
         return trainer.config.as_plain(self.run_dir.name)
 
     def _save_now(self, trainer: Trainer, doing: str) -> None:
-        """Write a checkpoint, and wait until it is on the disk."""
         while self._finish(trainer, doing) is not None:
             pass
         for seconds in LAST_TRIES:
@@ -418,7 +414,6 @@ class Checkpointer(RunCheckpoints, Callback):
         ).on_all_ranks()
 
     def _report(self, trainer: Trainer, outcome: Outcome) -> None:
-        """Take the result of a checkpoint."""
         trainer.call("on_checkpoint", outcome)
         is_zero = self._world is not None and self._world.is_rank_zero
         if not outcome.error:

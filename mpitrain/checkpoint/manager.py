@@ -275,7 +275,6 @@ class CheckpointManager:
             remove_old(self._run_dir, self._keep)
 
     def _fail(self) -> Outcome:
-        """Remove what was written, and return why."""
         assert self._current is not None
         mine = self._error if self._failed == self._number else ""
         reasons = self._ranks.allgather(f"[{self._world}] {mine}" if mine else "")

@@ -151,7 +151,6 @@ class PreemptionHandler:
 
     @staticmethod
     def _end(number: int) -> None:
-        """End this process by a signal."""
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
 

@@ -118,7 +118,6 @@ class RunCheckpoints:
             self._start_handler()
 
     def _start_handler(self) -> None:
-        """Listen to signals, the stop file and the time limit."""
         assert self._world is not None
         if self._handler is None:
             self._handler = PreemptionHandler(
@@ -263,7 +262,6 @@ class RunCheckpoints:
 
 
 def _unwrap(model: nn.Module) -> nn.Module:
-    """Return the module in DDP or DataParallel."""
     wrappers = (nn.parallel.DistributedDataParallel, nn.DataParallel)
     inner = model.module if isinstance(model, wrappers) else model
     assert isinstance(inner, nn.Module)

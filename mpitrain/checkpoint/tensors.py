@@ -208,7 +208,6 @@ def load_param_groups(
 
 
 def _random_state(world: World) -> dict[str, Tensor]:
-    """Return this rank's generators as tensors in host memory."""
     _, numbers, gauss = random.getstate()
     kind, *state = np.random.get_state(legacy=True)
     assert kind == "MT19937"

@@ -109,7 +109,6 @@ def images_below(folder: Path) -> list[str]:
 
 
 def _classes(folder: Path) -> list[str]:
-    """Return the sorted names of the folders of a part."""
     try:
         with os.scandir(folder) as entries:
             visible = [entry for entry in entries if not entry.name.startswith(".")]

@@ -110,7 +110,6 @@ def _find(data_dir: Path) -> Path:
 
 
 def _build_index(path: Path, file: Any) -> FileIndex:
-    """Read all but the images."""
     h5py = _h5py()
     arrays: dict[str, Array] = {}
     layouts: dict[str, str] = {}

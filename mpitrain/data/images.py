@@ -124,7 +124,6 @@ def _reduce(image: Image.Image, box: Box, size: int) -> float:
 
 
 def _rgb(image: Image.Image) -> Image.Image:
-    """Decode an opened image and return it with three channels of 8 bits."""
     sixteen_bits = image.mode == "I" and image.format in ("PNG", "PPM")
     # convert() would clip 16 bits at 255.
     if image.mode.startswith("I;16") or sixteen_bits:

@@ -133,7 +133,6 @@ class _WorkerBatches(IterableDataset[LoadedBatch]):
             yield collate(batch)
 
     def _from_shards(self, worker: int, num_workers: int) -> Iterator[tuple[int, Any]]:
-        """Read the shards of this worker, one after another."""
         num_ranks, rank = self.rank_shard.stream_shard
         num_readers = num_ranks * num_workers
         taken = self.rank_shard.taken or (0,) * num_readers

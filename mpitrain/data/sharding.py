@@ -81,7 +81,6 @@ class Numbering:
 
 @functools.lru_cache(maxsize=64)
 def _bounds(numbering: Numbering, num: int) -> tuple[int, ...]:
-    """Return the first number of each rank, and ``num``."""
     size, speeds = numbering.world_size, numbering.speeds
     if not speeds or num < size:
         return tuple(-(-num * rank // size) for rank in range(size + 1))

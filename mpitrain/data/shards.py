@@ -140,7 +140,6 @@ def order(shards: npt.NDArray[np.int32], seed: int, epoch: int) -> Indices:
 
 
 def _find_shards(data_dir: Path) -> dict[str, list[str]]:
-    """Return the sorted names of the tar files of each part, from `data_dir`."""
     found: dict[str, list[str]] = {}
     for part in PARTS:
         paths = (data_dir / part).glob("[!.]*.tar")
@@ -163,7 +162,6 @@ def _find_shards(data_dir: Path) -> dict[str, list[str]]:
 
 
 def _samples_of(path: Path) -> Iterator[tuple[int, int, int]]:
-    """Yield the offset, size and label of each sample of a tar file."""
     seen = set()
     if not path.is_file():
         raise DataError(f"{path}: not a regular file")

@@ -103,7 +103,6 @@ def _fetch_command(name: str, data_dir: Path) -> str:
 
 
 def _idx_file(folder: Path, name: str) -> Path:
-    """Return the path of a file, compressed if there is only that."""
     path = folder / name
     return path if path.is_file() else folder / f"{name}.gz"
 
@@ -214,7 +213,6 @@ def fetch(name: str, data_dir: Path, mirror: str | None) -> None:
 def _download(
     name: str, data_dir: Path, mirrors: Sequence[str], path: Path, md5: str
 ) -> None:
-    """Download from the first mirror that has the file."""
     tried = []
     for mirror in mirrors:
         url = f"{mirror.rstrip('/')}/{path.name}"

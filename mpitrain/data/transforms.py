@@ -131,7 +131,6 @@ def _crop(
 
 
 def _like(indices: Indices, images: Tensor) -> Tensor:
-    """Move indices to the device of the images."""
     return torch.from_numpy(indices).to(images.device, non_blocking=True)
 
 

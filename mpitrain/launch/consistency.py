@@ -157,7 +157,6 @@ def check_clocks(by_node: Mapping[int, float], nodes: Sequence[Node]) -> str:
 def _differences(
     by_rank: Sequence[Mapping[str, str]], where: Callable[[list[int]], str]
 ) -> str:
-    """Return a line for each name whose values differ, with the ranks of each value."""
     lines = []
     for name in by_rank[0]:
         ranks: dict[str, list[int]] = {}

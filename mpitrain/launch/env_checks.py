@@ -94,7 +94,6 @@ def foreign_library(library: str, environ: Mapping[str, str]) -> str | None:
 
 
 def _first(environ: Mapping[str, str], names: Iterable[str], default: int) -> int:
-    """Return the number in the first of some variables that is set."""
     given = next((environ[name] for name in names if name in environ), "")
     return int(given) if given.isdecimal() else default
 

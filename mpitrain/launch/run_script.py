@@ -277,8 +277,6 @@ def failure(name: str, status: int) -> ProgramFailed:
 
 @contextlib.contextmanager
 def _forwarding(child: subprocess.Popen[bytes]) -> Iterator[None]:
-    """Forward signals to a child and its process group."""
-
     def forward(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
         if child.returncode is None:
             with contextlib.suppress(ProcessLookupError):

@@ -86,7 +86,6 @@ def _fit_head(
 
 
 def _load(name: str, weights: str | None) -> nn.Module:
-    """Let the repository build its model, with its own weights or with none."""
     if weights not in (None, "default"):
         raise UsageError(
             f"--weights {weights!r} is no file; for --model {name} expected a file, or "
@@ -119,7 +118,6 @@ def _load(name: str, weights: str | None) -> nn.Module:
 
 
 def _parse(name: str) -> tuple[str, str]:
-    """Split a name into repository and entry."""
     repository, _, entry = name.removeprefix(PREFIX).rpartition(":")
     if not repository or not entry:
         raise UsageError(f"--model {name!r}: {FORM}")
@@ -144,7 +142,6 @@ def _clone_of(repository: str) -> Path | None:
 
 
 def _download(name: str, repository: str) -> Path:
-    """Download a repository into torch's cache."""
     failure: Exception = FileNotFoundError("nothing was downloaded")
     options = {"skip_validation": True, "trust_repo": True, "verbose": False}
     try:

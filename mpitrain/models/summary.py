@@ -46,6 +46,5 @@ def summary_table(model: nn.Module) -> str:
 
 
 def _counts(parameters: Iterable[nn.Parameter]) -> tuple[int, int]:
-    """Count all numbers, and those that are trained."""
     sizes = [(p.numel(), p.requires_grad) for p in parameters]
     return sum(n for n, _ in sizes), sum(n for n, trained in sizes if trained)

@@ -76,7 +76,6 @@ def is_cached(name: str, weights: str | None) -> bool:
 
 
 def _find_file(cfg: Any, *, local: bool = True) -> str:
-    """Return the file of pretrained weights; empty if it is not on this machine."""
     import huggingface_hub
 
     if not cfg.hf_hub_id:

@@ -219,7 +219,6 @@ def _translate(model: nn.Module, state: State, source: str) -> State:
 
 
 def _part(name: str) -> str:
-    """Return the part of a model that a weight is in: layer1 of layer1.0.bias."""
     backbone = "backbone." if name.startswith("backbone.") else ""
     return backbone + name.removeprefix(backbone).partition(".")[0]
 

@@ -105,7 +105,6 @@ class JsonlWriter(Generic[Value]):
                 self._changed.notify_all()
 
     def _write_now(self, max_seconds: float | None) -> None:
-        """Let the thread write, and wait for it; the lock is held."""
         self._encode()
         self._error = None
         self._is_wanted = True

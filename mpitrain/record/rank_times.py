@@ -129,7 +129,6 @@ class RankTimes(Callback):
             self._lines.close(CLOSE_SECONDS)
 
     def _write_rest(self) -> tuple[int, float]:
-        """Return the current phase, and since when."""
         self._is_closed = True
         timer = self._timer
         phase, since = timer.phase, timer.since

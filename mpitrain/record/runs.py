@@ -126,7 +126,6 @@ def _is_blank(path: Path) -> bool:
 
 
 def _id_of(path: Path) -> str:
-    """Return the id of the run whose folder it is."""
     try:
         return str(json.loads((path / RUN).read_text())["id"])
     except (OSError, ValueError, KeyError, TypeError):

@@ -159,7 +159,6 @@ def requeue(
 
 
 def _newest_step(run_dir: Path) -> int:
-    """Return the step of the newest checkpoint, of a sweep the sum; 0 without one."""
     with suppress(OSError):
         trials = [*run_dir.glob("trial-*")]
         if trials:

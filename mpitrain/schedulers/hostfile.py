@@ -149,7 +149,6 @@ def _probed(
     seconds: float,
     environ: Mapping[str, str],
 ) -> tuple[AllocatedNode, ...]:
-    """Return the nodes that answer; print the others."""
     from mpitrain.schedulers.probe import probe
 
     try:
@@ -173,7 +172,6 @@ def _probed(
 def _with_gpu_slots(
     nodes: tuple[AllocatedNode, ...], gpus: str, job: str
 ) -> tuple[AllocatedNode, ...]:
-    """Give each node a slot for each of its GPUs, where they are known."""
     unknown = [node.hostname for node in nodes if node.gpus is None]
     if gpus == "require" and unknown:
         raise UsageError(

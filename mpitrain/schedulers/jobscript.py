@@ -340,7 +340,6 @@ def seconds_of(time: str, scheduler: SchedulerName) -> int:
 
 
 def _check_word(word: str, where: str) -> None:
-    """Refuse line ends, tabs, and bytes that are no text."""
     if not word.isprintable():
         raise UsageError(
             f"{where}: expected printable characters on one line; a script of lines "

@@ -108,7 +108,6 @@ def expand_tasks(text: str) -> list[int]:
 
 
 def _gpus(environ: Mapping[str, str], tasks: list[int]) -> list[int | None]:
-    """Return each node's GPUs; ``None`` where this node's do not tell."""
     text = environ.get("SLURM_GPUS_ON_NODE") or "0"
     if not text.isdecimal():
         raise LaunchError(f"SLURM_GPUS_ON_NODE={text!r} is not a number")
@@ -126,6 +125,5 @@ def _gpus(environ: Mapping[str, str], tasks: list[int]) -> list[int | None]:
 
 
 def _gpu_sum(text: str) -> int:
-    """Add up ``4``, ``a100:4`` or ``a100:2,v100:2``; 0 without a number."""
     counts = [item.rpartition(":")[2] for item in text.split(",")]
     return sum(int(count) for count in counts if count.isdecimal())

@@ -245,7 +245,6 @@ def split(command: Sequence[str]) -> tuple[list[str], str, list[str]]:
 
 
 def _error_in(run_file: Path) -> str:
-    """Return the error that this job has written into `result.json`, in one line."""
     run = read_json(run_file)
     run_dir = Path(run.get("run_dir", ""))
     if not run or changed_at(run_dir / "result.json") == run["result_time"]:

@@ -88,7 +88,6 @@ class NodeCopy:
         return is_complete
 
     def _begin(self) -> None:
-        """Make the folders and the empty files."""
         found = os.statvfs(self._made)
         if found.f_bavail * found.f_frsize < self.index.size:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -217,7 +216,6 @@ class NodeCopy:
         return removed
 
     def _is_of_same(self, path: str) -> bool:
-        """Whether a copy is of the same first root."""
         found: list[str] = _about(path).get("roots", [])
         return found[:1] == self._roots()[:1]
 
@@ -261,7 +259,6 @@ def _finish_file(descriptor: int, entry: Entry) -> None:
 
 
 def _about(path: str) -> dict[str, Any]:
-    """Return what a copy says about itself; nothing if it cannot be read."""
     with contextlib.suppress(OSError, ValueError):
         return dict(json.loads(Path(path, _ABOUT).read_text()))
     return {}
@@ -286,7 +283,6 @@ def _folder_lock(folder: str) -> Iterator[None]:
 
 
 def _lock(path: str, how: int) -> int | None:
-    """Lock a copy; ``None`` if it is not there, or others hold it."""
     try:
         # Made again where a cleaner of /tmp, or an interrupted removal, has taken it.
         descriptor = os.open(f"{path}/.lock", os.O_RDWR | os.O_CREAT, 0o600)

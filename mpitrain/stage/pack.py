@@ -256,7 +256,6 @@ class Source:
     # --- the pack ---------------------------------------------------------------------
 
     def _open_pack(self) -> int | None:
-        """Open the pack, if it is one of this index."""
         if self._pack is None or not self.index.size:
             return None
         with contextlib.suppress(OSError):

@@ -180,7 +180,6 @@ def _stage_group(
 
 
 def _folder(to: str | None) -> str:
-    """Return the folder of this node in which the copies are."""
     if to is not None:
         return os.path.abspath(os.path.expandvars(to))  # noqa: PTH100
     named = (os.environ.get(name, "") for name in ("SLURM_TMPDIR", "TMPDIR"))
@@ -188,7 +187,6 @@ def _folder(to: str | None) -> str:
 
 
 def _print_report(staged: Sequence[Group], seconds: float) -> None:
-    """Print what was staged, and which nodes run without a copy, on stderr."""
     groups = [
         group for group in staged if group.content.roots or group.results[0].error
     ]

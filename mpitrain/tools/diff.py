@@ -58,7 +58,6 @@ def diff(config: DiffConfig) -> tuple[list[str], bool]:
 
 
 def _values(runs: tuple[Run, Run]) -> Iterator[tuple[str, str, Sequence[Values]]]:
-    """Yield what is compared: a name, the unit, and the values of both runs."""
     yield "steps", "step", [_steps(run) for run in runs]
     files = [FingerprintFile(run.path / FILE) for run in runs]
     for file in files:

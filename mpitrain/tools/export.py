@@ -155,7 +155,6 @@ def _rebuild(
 
 
 def _trainer(metadata: dict[str, Any]) -> dict[str, Any]:
-    """Return what the command line saved about its training."""
     found: dict[str, Any] | None = metadata["trainer"]
     if found is None or found["data"] is None:
         raise UsageError(

@@ -58,7 +58,6 @@ def fetch(config: FetchConfig) -> None:
 
 
 def _data_set(name: str, config: FetchConfig) -> str:
-    """Fetch a data set; tell where it is and what is in it."""
     from mpitrain.data import torchvision_sets
 
     torchvision_sets.fetch(name, config.data_dir, config.mirror)
@@ -71,7 +70,6 @@ def _data_set(name: str, config: FetchConfig) -> str:
 
 
 def _check_model(name: str, config: FetchConfig) -> None:
-    """Refuse what is no model, before anything is downloaded."""
     from mpitrain.models.build import is_cached, library_of
 
     if library_of(name) is None:

@@ -226,7 +226,6 @@ class View:
         )
 
     def _read(self) -> bool:
-        """Read what is new; return whether what was read before no longer holds."""
         # The result first: what it refers to is in the other file by then.
         self._result = read_result(self._path)
         return self._metrics.update()
@@ -244,7 +243,6 @@ class View:
         return None if self._limit is None else max(0.0, self._limit - time.time())
 
     def _new(self, name: str) -> list[Any]:
-        """Return the metrics of a kind that are new."""
         found = getattr(self._metrics, name)
         first, self._shown[name] = self._shown.get(name, 0), len(found)
         return found[first:]  # type: ignore[no-any-return]

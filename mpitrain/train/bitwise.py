@@ -261,7 +261,6 @@ def _real(tensor: Tensor) -> Tensor:
 
 
 def _like(weight: Tensor, flat: Tensor) -> Tensor:
-    """Return a gradient of a weight's shape."""
     if weight.is_complex():
         return torch.view_as_complex(flat.view(*weight.shape, 2))
     return flat.view(weight.shape)

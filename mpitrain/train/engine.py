@@ -368,7 +368,6 @@ class Engine:
                     ).on_all_ranks()
 
     def _check_bitwise(self) -> None:
-        """Check that micro-batches can be cut without regard to ranks."""
         check_micro_batches(self.config, self.world)
         for samples in (self._train, self._val):
             if samples.num_samples is None or samples.may_skip:

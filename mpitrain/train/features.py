@@ -97,7 +97,6 @@ def _compute(
 
 
 def _gather(rows: Tensor, num: int, world: World) -> Tensor:
-    """Concatenate the shards of all ranks: `(num, ...)`."""
     if world.world_size == 1:
         return rows
     longest = max_shard_size(num, world.world_size)

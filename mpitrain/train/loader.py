@@ -174,13 +174,11 @@ class BatchLoader:
             yield batches, count, dist.all_reduce(count, async_op=True)
 
     def _load(self, loaded: LoadedBatch, with_partner: bool, epoch: int) -> Batch:
-        """Move a batch to the device, and pad it to `min_rows`."""
         if len(loaded.indices):
             loaded = self._prepare(loaded, epoch)
         return self._pad(loaded, with_partner)
 
     def _prepare(self, loaded: LoadedBatch, epoch: int) -> LoadedBatch:
-        """Move samples to the device, preprocessed."""
         dtype = self._pixels.dtype
         inputs, targets = (to_device(part, self._world.device) for part in loaded[:2])
         if isinstance(inputs, Tensor):
@@ -190,13 +188,11 @@ class BatchLoader:
         return LoadedBatch(inputs, to_dtype(targets, dtype), loaded.indices)
 
     def _first(self) -> LoadedBatch:
-        """Return the first sample, preprocessed."""
         if self._example is None:
             self._example = self._prepare(self.samples.example(), epoch=0)
         return self._example
 
     def _pad(self, loaded: LoadedBatch, with_partner: bool) -> Batch:
-        """Return a batch padded to `min_rows`."""
         indices = loaded.indices[1:] if with_partner else loaded.indices
         num, min_rows = len(loaded.indices), self._min_rows + with_partner
         if num >= min_rows:

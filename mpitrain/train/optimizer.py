@@ -206,7 +206,6 @@ class OptimizerWrapper:
 
     @torch.no_grad()
     def _swap(self) -> None:
-        """Exchange weights and averages."""
         for name, weight in self._averaged.items():
             kept = weight.detach().clone()
             weight.copy_(self.ema_values[name])
@@ -246,7 +245,6 @@ class OptimizerWrapper:
             self.ema_values[name].lerp_(weight.detach(), weight_of_step)
 
     def _norm(self, gradients: list[Tensor]) -> float:
-        """Return the norm of the whole gradient, over all shards."""
         if not gradients:
             return 0.0
         if self._is_bitwise:  # shards would be added in another order

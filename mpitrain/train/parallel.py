@@ -305,7 +305,6 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def _fully_shard(model: nn.Module, world: World, config: StrategyConfig) -> None:
-    """Shard a model's blocks, and then the rest, in place."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import (
         CPUOffloadPolicy,

@@ -505,7 +505,6 @@ class Trainer:
             raise wrong.named(batch.indices) from None
 
     def _handle_nonfinite(self, losses: list[Losses], grad_norm: float) -> None:
-        """Skip a step that was not applied, or end the training."""
         heartbeat("a step that is not finite")  # there is no optimizer step to tell it
         try:
             handle_nonfinite(losses, grad_norm, self.state, self.engine)

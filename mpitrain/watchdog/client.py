@@ -184,7 +184,6 @@ class WatchdogClient:
             self._control.send(json.dumps(message).encode())
 
     def _receive(self) -> None:
-        """Process the sidecar's messages; in a thread."""
         for data in iter(self._read_control, b""):
             message = json.loads(data)
             if "dump" in message:

@@ -72,7 +72,6 @@ def launchers_of(pid: int) -> list[Ancestor]:
 
 
 def _ranks_of(pid: int) -> set[bytes]:
-    """Return the variables of its rank that a process started with, ``NAME=value``."""
     try:
         block = Path(f"/proc/{pid}/environ").read_bytes()
     except OSError:

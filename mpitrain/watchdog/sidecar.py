@@ -122,7 +122,6 @@ class Sidecar:
         return [by_number[n] for n, _ in poll.poll(seconds * 1000)]
 
     def _read_control(self) -> bool:
-        """Process a message of the rank; return whether it is still there."""
         data = b""
         with contextlib.suppress(OSError):
             data = self.control.recv(65536)
@@ -168,7 +167,6 @@ class Sidecar:
         return status[0] if status else "Z"
 
     def _send(self, **more: object) -> None:
-        """Report to the coordinator where the rank is."""
         position = self.heartbeat.read()._asdict()
         message = {"hostname": self.rank_info["hostname"], **position, **more}
         if self.coordinator is not None:
@@ -259,7 +257,6 @@ class Sidecar:
     # --- the coordinator --------------------------------------------------------------
 
     def _exchange(self, ready: Sequence[socket.socket], now: float) -> None:
-        """Send and receive what is due, and obey."""
         if self.server is not None:
             for rank, message in self.server.receive(ready):
                 rank = message.setdefault("rank", rank)  # relays pass on others'
@@ -348,7 +345,6 @@ class Sidecar:
             self.control.send(json.dumps({"end": status, "text": text}).encode())
 
     def _check_start(self, now: float) -> None:
-        """End a rank that waits too long before the coordinator is known."""
         if self._has_coordinator() or self.kill_at is not None:
             return
         position = self.heartbeat.read()

@@ -102,7 +102,6 @@ def answering(listeners: Sequence[socket.socket], secret: bytes) -> Iterator[Non
 
 
 def _receive(sock: socket.socket, end: float) -> bytes:
-    """Return a whole proof, or what there was of one; nobody may send slowly."""
     received = b""
     with contextlib.suppress(OSError):
         while len(received) < DIGEST_BYTES:

@@ -49,7 +49,6 @@ class CSVLogger(Logger):
         self._new.clear()
 
     def _rows(self) -> list[dict[str, str]]:
-        """Read the file without an incomplete last line."""
         text = self._path.read_text() if self._path.exists() else ""
         rows = csv.DictReader(io.StringIO(text[: text.rfind("\n") + 1]))
         self._columns = list(rows.fieldnames or ["step"])

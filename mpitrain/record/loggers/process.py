@@ -94,7 +94,6 @@ class LoggerProcess:
         logger.warning("--log %s %s: %d points are missing", self.name, how, num)
 
     def _run(self) -> None:
-        """Start the process and pass on the calls, in the thread."""
         try:
             self._process = process = self._spawn()
             assert process.stdin is not None

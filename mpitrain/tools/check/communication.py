@@ -122,7 +122,6 @@ def link_findings(broken: list[Link], world: World) -> list[Finding]:
 
 
 def _connect(offer: tuple[str, int]) -> str:
-    """Return why a connection fails; ``""`` if it does not."""
     if offer[1] == 0:
         return "it cannot listen on its address"
     try:
@@ -413,7 +412,6 @@ def _all_reduces(
 
 
 def _time(job: Job, call: Callable[[], object], name: str) -> float:
-    """Return the seconds of one call."""
     job.progress(f"check: all-reduce by {name}")
     barrier(job.comm)
     call()  # ranks leave the barrier at different times, and this call together

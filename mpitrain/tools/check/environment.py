@@ -164,7 +164,6 @@ def _plural(count: int, word: str) -> str:
 
 
 def _placement(facts: Facts) -> Iterator[Finding]:
-    """Where mpirun put the ranks: cores, GPUs and nodes."""
     nodes, ranks = facts.nodes, facts.ranks
     launcher = LAUNCHERS[facts.launcher or DEFAULT]
     for node, host in zip(nodes, facts.hosts, strict=True):
@@ -231,7 +230,6 @@ def _variables(facts: Facts) -> Iterator[Finding]:
 
 
 def _limits(facts: Facts) -> Iterator[Finding]:
-    """Memory, files and cores that the system allows on each node."""
     hosts = facts.hosts
     if low := [host for host in hosts if host.shm_bytes < GIB]:
         text = f"/dev/shm has {low[0].shm_bytes / GIB:.2g} GiB on {_names(low)}"
@@ -259,7 +257,6 @@ def _limits(facts: Facts) -> Iterator[Finding]:
 
 
 def _nodes(facts: Facts) -> Iterator[Finding]:
-    """Clocks, network and torch."""
     behind = min(facts.hosts, key=lambda host: host.clock_seconds)
     ahead = max(facts.hosts, key=lambda host: host.clock_seconds)
     apart = ahead.clock_seconds - behind.clock_seconds
@@ -302,7 +299,6 @@ def _runs_folder(facts: Facts) -> Iterator[Finding]:
 
 
 def _watching(facts: Facts) -> Iterator[Finding]:
-    """The end of the job, and hangs."""
     job_id, name = facts.scheduler.job_id, facts.scheduler.name
     if job_id and not facts.knows_end:
         command = {"slurm": f"squeue -h -j {job_id} -o %L", "pbs": f"qstat -f {job_id}"}

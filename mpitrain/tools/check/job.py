@@ -99,7 +99,6 @@ def _gather(
     config: CheckConfig,
     before: Mapping[str, str],
 ) -> Facts:
-    """Collect the facts of all ranks and nodes. Collective over all ranks."""
     import torch
 
     rendezvous = guard.rendezvous

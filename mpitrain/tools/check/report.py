@@ -140,7 +140,6 @@ def text_of(value: Any) -> str:
 
 
 def _cells(row: Mapping[str, Any], columns: Sequence[str]) -> dict[str, str]:
-    """Return the cells of a table's row; a dictionary in it fills several columns."""
     cells: dict[str, str] = {}
     for column in columns:
         value, title = row[column], column.replace("_", " ")

@@ -69,7 +69,6 @@ def throughput_chart(runs: Sequence[ReportedRun]) -> Chart:
 
 
 def _chart(name: str, title: str, runs: Sequence[ReportedRun]) -> Chart:
-    """Return an empty chart over steps, with resumes and checkpoints of one run."""
     chart = Chart(name=name, title=title)
     axes = chart.axes
     axes.grid(visible=True, axis="y")

@@ -79,7 +79,6 @@ def report(config: ReportConfig) -> str:
 
 
 def _page(found: Sequence[Run], *, draws: bool) -> tuple[str, dict[str, bytes]]:
-    """Return the page of some runs, and its charts as PNG by name, if it `draws`."""
     from mpitrain.tools.report import curves
     from mpitrain.tools.report.analysis import ReportedRun
     from mpitrain.tools.report.figures import RUN_COLOURS, style

@@ -48,7 +48,6 @@ def sweep_page(path: Path) -> tuple[str, dict[str, bytes]]:
 
 
 def _plots(study: optuna.Study) -> dict[str, bytes]:
-    """Draw what can be drawn of the trials that are finished; PNG by name."""
     names = study.metric_names or ["value"]
     finished = finished_trials(study)
     target: dict[str, Any] = {"target_name": names[0]}
@@ -76,7 +75,6 @@ def _png(axes: Any) -> bytes:
 
 
 def _tables(study: optuna.Study) -> list[Section]:
-    """Return the best trials, and those that failed."""
     finished = finished_trials(study)
     flags = list(dict.fromkeys(n for t in finished for n in t.user_attrs["values"]))
     best = [

@@ -96,7 +96,6 @@ class Server:
     # --- trials begin -----------------------------------------------------------------
 
     def _assign(self) -> None:
-        """Start trials as long as there is room, by and large in their order."""
         while self._placement.num_busy < self._world.world_size:
             can_overtake = self._num_overtaken < MAX_OVERTAKEN
             candidates = self._waiting if can_overtake else self._waiting[:1]
@@ -112,7 +111,6 @@ class Server:
             self._waiting.append(trial)
 
     def _start(self, trial: Trial) -> bool:
-        """Start a trial if there is room; return whether it has begun, or failed."""
         sweep, size = self._sweep, self._world.world_size
         count: Any = trial.flags.get(RANKS, sweep.options.ranks_per_trial)
         error = ""
@@ -176,7 +174,6 @@ class Server:
             self._finish(running)
 
     def _finish(self, running: Running) -> None:
-        """Record how a trial has ended: by the worst of its ranks' outcomes."""
         trial, study = running.trial, self._study
         order = get_args(Status)  # the worst first
         worst = min(running.outcomes, key=lambda it: (order.index(it.status), it.rank))
@@ -220,7 +217,6 @@ class Server:
     # --- the end ----------------------------------------------------------------------
 
     def _stop(self, reason: int) -> None:
-        """Let all trials stop, with a checkpoint, if there is a reason."""
         if reason and not self._stop_reason:
             self._stop_reason = reason
             for start_id, running in self._running.items():
@@ -257,7 +253,6 @@ class Server:
     # --- what `watch` shows -----------------------------------------------------------
 
     def _summary(self) -> str:
-        """Return in a line what is done, and the best trial."""
         study = self._study.optuna
         counts, finished = counts_of(study), finished_trials(study)
         kinds = ", ".join(f"{num} {kind}" for kind, num in counts.items() if num)

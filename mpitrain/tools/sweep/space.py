@@ -225,7 +225,6 @@ def _search(found: Mapping[str, Any], source: Any) -> Search:
 
 
 def _named(found: Any, key: str, known: Iterable[str]) -> dict[str, Any]:
-    """Read a name, or a mapping with a name and options."""
     named = found if isinstance(found, dict) else {"name": found}
     name = str(named.get("name"))
     if name not in known:
@@ -235,7 +234,6 @@ def _named(found: Any, key: str, known: Iterable[str]) -> dict[str, Any]:
 
 
 def _parameter(name: str, found: Any, before: Sequence[str]) -> Parameter:
-    """Read one flag of the space; `before` are those that stand before it."""
     if not isinstance(found, dict):
         found = {"choices": found if isinstance(found, list) else [found]}
     rest = dict(found)

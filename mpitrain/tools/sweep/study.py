@@ -195,7 +195,6 @@ def best_command(words: Sequence[str]) -> str:
 def _make(
     key: str, classes: Mapping[str, str], named: Mapping[str, Any], **more: Any
 ) -> Any:
-    """Make a sampler or pruner of Optuna's; `named` is its name and its options."""
     options = {**more, **named}
     kind = getattr(getattr(optuna, f"{key}s"), classes[options.pop("name")])
     try:

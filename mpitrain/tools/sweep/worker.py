@@ -189,7 +189,6 @@ class Worker:
             watched.set_state(State.IDLE)
 
     def _train(self, start_id: int, ranks: Sequence[int], flags: Sequence[str]) -> None:
-        """Train one trial, and tell the server the outcome; an error ends it alone."""
         guard, inbox, on_end = self._guard, self.inbox, self._guard.on_end[:]
         inbox.begin(start_id)
         try:
@@ -223,7 +222,6 @@ class Worker:
         return Outcome("failed", rank, text)
 
     def _train_in(self, part: World, start_id: int, flags: Sequence[str]) -> Outcome:
-        """Train in the sub-world of the trial."""
         began, rank = time.monotonic(), self._world.rank
         run = on_rank_zero(
             world_comm(), lambda: prepare(self._read_config(flags)), "prepare the run"
@@ -254,7 +252,6 @@ class Worker:
 
     @contextlib.contextmanager
     def _logs(self, run: PreparedRun, part: World) -> Iterator[None]:
-        """Let what is logged and printed go into the trial's log alone."""
         rank, size, hostname = part.rank, part.world_size, socket.gethostname()
         log = all_or_none(
             world_comm(),

@@ -75,7 +75,6 @@ def unless_stopped(run_dir: Path, done: str) -> tuple[str, int]:
 
 
 def _refuse_changes(config: TrainConfig, run_dir: Path) -> None:
-    """Check that a run is resumed with the configuration it was begun with."""
     before = read_yaml(run_dir / "config.yaml")  # {}: its first job ended before that
     if changed := differences(before, config.as_plain(run_dir.name), config.may_change):
         raise UsageError(
