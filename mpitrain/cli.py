@@ -360,19 +360,11 @@ COMMON = (
 
 # Commands by name; the docstring of each is its line in the help.
 COMMANDS: dict[str, Callable[[Sequence[str]], int | None]] = {
-    "train": train,
-    "run": run,
-    "sweep": sweep,
-    "stage": stage,
-    "check": check,
-    "watch": watch,
-    "fetch": fetch,
-    "export": export,
-    "report": report,
-    "diff": diff,
-    "supervise": supervise,
-    "hostfile": hostfile,
-    "jobscript": jobscript,
+    command.__name__: command
+    for command in (
+        *(train, run, sweep, stage, check, watch, fetch, export, report, diff),
+        *(supervise, hostfile, jobscript),
+    )
 }
 
 

@@ -90,11 +90,8 @@ class Began:
     time: float
     world_size: int
     num_nodes: int
-    start_seconds: float
     total_steps: int | None  # of the whole training; ``None``: unknown
     num_epochs: int
-    steps_per_epoch: int | None
-    global_batch_size: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,8 +100,6 @@ class Resumed:
 
     time: float | None
     step: int
-    epoch: int
-    world_size: int
     checkpoint: str  # name of its folder
 
 
@@ -198,9 +193,6 @@ class RankJob:
     """When the steps of a line ended."""
     steps: array[int] = field(default_factory=lambda: array("q"))
     """Number of the last step."""
-    num_steps: array[int] = field(default_factory=lambda: array("q"))
-    longest: array[float] = field(default_factory=lambda: array("d"))
-    """Seconds of the longest step."""
     seconds: tuple[array[float], ...] = field(
         default_factory=lambda: tuple(array("d") for _ in PHASES)
     )
@@ -210,17 +202,14 @@ class RankJob:
 
     def add(self, row: list[float], places: list[int]) -> None:
         """Add a line, whose phases have these numbers; all of it or nothing."""
-        end, step, num, longest, *seconds = row
+        end, step, _, _, *seconds = row
         sums = array("d", bytes(8 * len(PHASES)))
         for place, value in zip(places, seconds, strict=True):
             sums[place] += value
-        if type(step) is not int or type(num) is not int:
-            raise TypeError(step, num)
-        end, longest = float(end), float(longest)
-        self.ends.append(end)
+        if type(step) is not int:
+            raise TypeError(step)
+        self.ends.append(float(end))
         self.steps.append(step)
-        self.num_steps.append(num)
-        self.longest.append(longest)
         for column, value in zip(self.seconds, sums, strict=True):
             column.append(value)
 
