@@ -25,8 +25,7 @@ _MIN_LIKENESS = 0.75
 class MpitrainError(Exception):
     """Base of all errors that mpitrain raises on purpose."""
 
-    exit_status = 1
-    """The job's exit status when this ends it."""
+    exit_status = 1  # the job's exit status when this ends it
 
     reporting_rank: int | None = None
     """The rank that prints it, where every rank raises it; ``None``: one rank does."""
@@ -57,8 +56,7 @@ class NonFiniteError(MpitrainError, ArithmeticError):
 class Stopped(MpitrainError):
     """The training was stopped on request and can be resumed."""
 
-    exit_status = 75
-    """EX_TEMPFAIL: nothing is wrong, start it again."""
+    exit_status = 75  # EX_TEMPFAIL: nothing is wrong, start it again
 
 
 class LaunchError(MpitrainError):

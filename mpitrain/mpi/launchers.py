@@ -166,8 +166,7 @@ LAUNCHERS: dict[str, Launcher] = {
 TELL_VERSION = ("mpirun", "mpiexec", "mpiexec.hydra", "orterun", "prterun")
 """Programs that may be asked with --version; others might start something."""
 
-DEFAULT: LauncherName = "openmpi"
-"""Where nobody says which, and nothing tells it."""
+DEFAULT: LauncherName = "openmpi"  # where nobody says which, and nothing tells it
 
 LINGERING = ("openmpi", "mpich", "intel")
 """Those that were seen, or whose kin was seen, to wait on for a rank that is gone."""

@@ -19,8 +19,7 @@ from mpitrain.tools.export import read_weights
 
 MAX_NAMED = 4  # tensors that a line names
 
-Values: TypeAlias = Mapping[int, Mapping[str, Any]]
-"""By step or epoch, and by name."""
+Values: TypeAlias = Mapping[int, Mapping[str, Any]]  # by step or epoch, and by name
 
 # What runs may always differ in.
 _NAMES = ("name", "runs_dir", "fingerprint")

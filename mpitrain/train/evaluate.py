@@ -34,8 +34,7 @@ class Evaluation:
 
     values: Mapping[str, float]
     """Mean per sample by name: ``loss``, and others such as ``accuracy``."""
-    num_samples: int
-    """Number of samples."""
+    num_samples: int  # number of samples
 
     @property
     def loss(self) -> float:

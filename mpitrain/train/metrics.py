@@ -91,28 +91,21 @@ class EpochMetrics:
 class TrainState:
     """How far a training has come. Equal on all ranks, except for the seconds."""
 
-    step: int = 0
-    """Steps done, over all epochs."""
+    step: int = 0  # steps done, over all epochs
     epoch: int = 1
     """The current epoch, from 1; one more than the last when the training is done."""
-    epoch_step: int = 0
-    """Steps done of the current epoch."""
+    epoch_step: int = 0  # steps done of the current epoch
     loss_sum: float = 0.0
     """Sum of the losses of the epoch's samples, in the steps that were applied."""
-    num_samples: int = 0
-    """Number of these samples."""
-    skipped_steps: int = 0
-    """Steps of the epoch that were not applied."""
-    skipped_samples: int = 0
-    """Samples of the epoch that could not be read."""
-    steps_seconds: float = 0.0
-    """Wall time of the epoch's steps."""
+    num_samples: int = 0  # number of these samples
+    skipped_steps: int = 0  # steps of the epoch that were not applied
+    skipped_samples: int = 0  # samples of the epoch that could not be read
+    steps_seconds: float = 0.0  # wall time of the epoch's steps
     samples_per_shard: list[int] = field(default_factory=list)
     """Samples of the epoch that were taken from each shard of an iterable data set."""
     metrics: dict[str, float] = field(default_factory=dict)
     """Metrics of the last validation."""
-    val_samples: int = 0
-    """Samples of the last validation."""
+    val_samples: int = 0  # samples of the last validation
 
     def end_epoch(self, stage: str, val_seconds: float) -> EpochMetrics:
         """Return the metrics of the epoch, and begin the next one."""

@@ -11,8 +11,7 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-Images: TypeAlias = "npt.NDArray[np.uint8]"
-"""`(N, H, W, C)`, with 1 or 3 channels."""
+Images: TypeAlias = "npt.NDArray[np.uint8]"  # `(N, H, W, C)`, with 1 or 3 channels
 
 Status = Literal["finished", "stopped", "failed"]
 """How a job ended; all but a finished run can be resumed."""
@@ -22,18 +21,13 @@ Status = Literal["finished", "stopped", "failed"]
 class RunInfo:
     """The run that a logger logs."""
 
-    run_dir: Path
-    """The run folder, for the logger's files."""
-    run_name: str
-    """Name of the run folder."""
-    run_id: str
-    """Unique id of the run; the same in every job that resumes it."""
-    config: Mapping[str, Any]
-    """The configuration, as in ``config.yaml``."""
+    run_dir: Path  # the run folder, for the logger's files
+    run_name: str  # name of the run folder
+    run_id: str  # unique id of the run; the same in every job that resumes it
+    config: Mapping[str, Any]  # the configuration, as in ``config.yaml``
     rank: int
     """Rank of the process that is logged: 0, except with ``--wandb-all-ranks``."""
-    world_size: int
-    """Number of ranks."""
+    world_size: int  # number of ranks
     step: int
     """Steps done before this job. What was logged for later steps is obsolete."""
 

@@ -29,8 +29,7 @@ SETTINGS = "sweep.json"  # what a sweep was begun with, in its folder
 PROGRESS = "progress.json"  # what `watch` shows, in the same folder
 OUTCOMES = ("finished", "pruned", "failed")  # of trials
 
-ReadConfig = Callable[[Sequence[str]], TrainConfig]
-"""Reads the flags of a training."""
+ReadConfig = Callable[[Sequence[str]], TrainConfig]  # reads the flags of a training
 
 
 @dataclass(frozen=True, kw_only=True)
