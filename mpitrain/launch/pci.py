@@ -15,10 +15,8 @@ from mpitrain.launch.rendezvous.interfaces import sysfs_text
 ROOT = Path("/")
 
 VISIBLE = (
-    "CUDA_VISIBLE_DEVICES",
-    "HIP_VISIBLE_DEVICES",
-    "ROCR_VISIBLE_DEVICES",
-    "ZE_AFFINITY_MASK",
+    *("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"),
+    *("ZE_AFFINITY_MASK",),
 )
 """Variables by which a user, or a scheduler, hides GPUs from a process."""
 

@@ -138,7 +138,11 @@ class NodeCopy:
                     if stat.S_ISLNK(entry.mode):
                         path = f"{self._made}/{entry.path}"
                         os.symlink(move(entry.target), path)  # noqa: PTH211
-                about = {"roots": self._roots(), "boot": boot_id(), "sizes": sizes}
+                about = {
+                    "roots": [root.path for root in self.index.roots],
+                    "boot": boot_id(),
+                    "sizes": sizes,
+                }
                 Path(f"{self._made}/{_ABOUT}").write_text(json.dumps(about))
                 self._rename()
             except OSError as error:
@@ -217,10 +221,7 @@ class NodeCopy:
 
     def _is_of_same(self, path: str) -> bool:
         found: list[str] = _about(path).get("roots", [])
-        return found[:1] == self._roots()[:1]
-
-    def _roots(self) -> list[str]:
-        return [root.path for root in self.index.roots]
+        return found[:1] == [root.path for root in self.index.roots[:1]]
 
     def _is_complete(self, path: str) -> bool:
         """Whether all is there, in its size, and the machine has not started since."""

@@ -8,14 +8,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 PHASES = (
-    "data",
-    "forward",
-    "backward",
-    "communication",
-    "update",
-    "evaluation",
-    "checkpoint",
-    "other",
+    *("data", "forward", "backward", "communication", "update", "evaluation"),
+    *("checkpoint", "other"),
 )
 """What a rank spends its time on. ``data``: waiting for samples. ``communication``:
 waiting for the gradient all-reduce after backward, and broadcasting buffers.

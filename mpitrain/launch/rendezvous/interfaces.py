@@ -7,15 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 KINDS = [
-    "infiniband",
-    "slingshot",
-    "roce",
-    "ethernet",
-    "wireless",
-    "virtual",
-    "tunnel",
-    "bridge",
-    "loopback",
+    *("infiniband", "slingshot", "roce", "ethernet", "wireless", "virtual", "tunnel"),
+    *("bridge", "loopback"),
 ]
 """The classes of interfaces, the best first.
 

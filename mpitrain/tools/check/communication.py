@@ -42,12 +42,8 @@ TOLERANCES = {"ddp": 1e-12, "fsdp": 1e-4}
 
 # Parts of torch's messages about a collective that a backend does not have.
 LACKING = (
-    "cannot use reduceop",
-    "does not support",
-    "is only implemented for",
-    "not implemented",
-    "not supported",
-    "unsupported",
+    *("cannot use reduceop", "does not support", "is only implemented for"),
+    *("not implemented", "not supported", "unsupported"),
 )
 
 REMEDY = (
