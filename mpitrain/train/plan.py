@@ -96,6 +96,11 @@ class Plan:
     def batch_line(self) -> str:
         """Return a line with the factors of the global batch size."""
         size = self.config.global_batch_size
+        if self.config.bitwise:
+            micro = self.config.bitwise_micro_batch_size
+            num = -(-size // micro)
+            ranks = f"{self.world_size} rank{'s' * (self.world_size != 1)}"
+            return f"{size} per step = {num} micro-batches of {micro}, on {ranks}"
         largest = sharding.max_shard_size(size, self.world_size)
         smallest = size // self.world_size
         micro = min(self.config.micro_batch_size or largest, largest)

@@ -185,8 +185,9 @@ class Trainer:
         scale = optimizer.scale.value / step.num_samples
         losses: list[Losses] = []
         self._step_number = step.number
-        with timer("communication"):
-            model.start_step(state.epoch, step)
+        if model.buffers or self.config.bitwise:
+            with timer("communication"):
+                model.start_step(state.epoch, step)
         for batch in step.micro_batches:
             is_last = len(losses) + 1 == step.num_micro_batches
             self.call("on_batch_start", batch)
@@ -202,8 +203,9 @@ class Trainer:
                 with timer("backward"):
                     # Not backward(loss, gradient): it imports SymPy (torch 2.14).
                     torch.autograd.backward(loss * gradient)
-        with timer("communication"):
-            model.reduce_gradients()
+        if self.config.bitwise:
+            with timer("communication"):
+                model.reduce_gradients()
         with timer("update"):
             grad_norm, is_applied = optimizer.step()
         if not is_applied:
