@@ -41,39 +41,18 @@ if TYPE_CHECKING:
     from mpitrain.train.progress import EpochLines
     from mpitrain.train.trainer import Trainer
 
-__all__ = [
-    "Callback",
-    "CheckpointError",
-    "Checkpointer",
-    "DataError",
-    "EpochLines",
-    "Evaluation",
-    "Job",
-    "LaunchError",
-    "MpitrainError",
-    "Node",
-    "NonFiniteError",
-    "Recorder",
-    "StopRequested",
-    "Stopped",
-    "TopologyError",
-    "TrainConfig",
-    "TrainState",
-    "Trainer",
-    "UsageError",
-    "World",
-    "__version__",
-    "init",
-]
+__all__ = ["Callback", "CheckpointError", "Checkpointer", "DataError", "EpochLines"]
+__all__ += ["Evaluation", "Job", "LaunchError", "MpitrainError", "Node"]
+__all__ += ["NonFiniteError", "Recorder", "StopRequested", "Stopped", "TopologyError"]
+__all__ += ["TrainConfig", "TrainState", "Trainer", "UsageError", "World"]
+__all__ += ["__version__", "init"]
 
+# Modules by name; what is not here is in `errors`.
 _HOMES = {
-    "init": "launch.init",
-    "Job": "launch.init",
-    "World": "mpi.world",
-    "Node": "mpi.world",
-    "Callback": "train.callbacks",
+    **dict.fromkeys(("init", "Job"), "launch.init"),
+    **dict.fromkeys(("World", "Node"), "mpi.world"),
+    **dict.fromkeys(("Callback", "StopRequested"), "train.callbacks"),
     "CheckpointError": "checkpoint.run_checkpoints",
-    "StopRequested": "train.callbacks",
     "Checkpointer": "checkpoint.checkpointer",
     "EpochLines": "train.progress",
     "Evaluation": "train.evaluate",

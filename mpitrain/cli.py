@@ -5,10 +5,11 @@ Rank zero reads the command line for all ranks, so that a mistake is reported on
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import faulthandler
+import functools
 import gc
+import itertools
 import logging
 import math
 import os
@@ -55,9 +56,7 @@ def main(argv: Sequence[str]) -> int:
     """Run one command."""
     from mpitrain.launch.process_exit import error_message, exit_status
 
-    name, words = (
-        (argv[0], argv[1:]) if argv and argv[0] in COMMANDS else ("train", argv)
-    )
+    name, *words = argv if argv and argv[0] in COMMANDS else ["train", *argv]
     try:
         status = COMMANDS[name](words) or 0
     except BaseException as error:
@@ -152,13 +151,9 @@ def _run_job(
             with contextlib.suppress(OSError):
                 write_json(Path(f"{status_file}.run"), before)
         # Opened before the long imports: the log tells whose process this is.
-        hostname = socket.gethostname()
+        place = (comm.rank, comm.size, socket.gethostname())
         with guard.stage("open the log"):
-            log = all_or_none(
-                comm,
-                lambda: open_log(run_dir, comm.rank, comm.size, hostname),
-                "open the log",
-            )
+            log = all_or_none(comm, lambda: open_log(run_dir, *place), "open the log")
         log_file = start_logging(log, is_rank_zero=is_zero)
         # Signals during the long imports are not lost. It also logs the time limit.
         handler = PreemptionHandler(
@@ -330,22 +325,18 @@ def check(argv: Sequence[str]) -> int:
     """Check ranks, network and collectives under mpirun, or this machine without."""
     from mpitrain.tools.check import CheckConfig
 
+    read = functools.partial(_read, CheckConfig, "check", argv)
     if not is_one_of_several(os.environ):
         from mpitrain.tools.check import login
 
-        config = _read(CheckConfig, "check", argv)
-        return login.check_login_node(config, os.environ)
+        return login.check_login_node(read(), os.environ)
 
     from mpitrain.launch.exit_guard import abort_on_error
     from mpitrain.tools.check import job
 
     limit = start_timeout(argv)
     with abort_on_error(start_timeout_seconds=limit, may_spawn=False) as guard:
-        config = on_rank_zero(
-            guard.comm,
-            lambda: _read(CheckConfig, "check", argv),
-            "read the command line",
-        )
+        config = on_rank_zero(guard.comm, read, "read the command line")
         return job.check_job(guard, config, os.environ)
 
 
@@ -359,13 +350,11 @@ COMMON = (
 )
 
 # Commands by name; the docstring of each is its line in the help.
-COMMANDS: dict[str, Callable[[Sequence[str]], int | None]] = {
-    command.__name__: command
-    for command in (
-        *(train, run, sweep, stage, check, watch, fetch, export, report, diff),
-        *(supervise, hostfile, jobscript),
-    )
-}
+_ALL: tuple[Callable[[Sequence[str]], int | None], ...] = (
+    *(train, run, sweep, stage, check, watch, fetch, export, report, diff),
+    *(supervise, hostfile, jobscript),
+)
+COMMANDS = {command.__name__: command for command in _ALL}
 
 
 def _read(kind: type[Config], command: str, words: Sequence[str]) -> Config:
@@ -401,13 +390,8 @@ def read_config(argv: Sequence[str]) -> TrainConfig:
             f"one of {', '.join(COMMANDS)}, or flags (see --help)"
         )
     commands = [f"  {name:<11} {run.__doc__}" for name, run in COMMANDS.items()]
-    return read_flags(
-        TrainConfig,
-        argv,
-        program=PROGRAM,
-        common=COMMON,
-        further="\n".join(["Commands:", *commands, ""]),
-    )
+    more = "\n".join(["Commands:", *commands, ""])
+    return read_flags(TrainConfig, argv, program=PROGRAM, common=COMMON, further=more)
 
 
 def start_timeout(argv: Sequence[str]) -> float:
@@ -420,20 +404,13 @@ def start_timeout(argv: Sequence[str]) -> float:
     >>> start_timeout(["--hang_timeout=8"]), start_timeout(["--start-timeout", "none"])
     (120.0, 600.0)
     """
-    parser = argparse.ArgumentParser(
-        add_help=False, allow_abbrev=False, exit_on_error=False
+    found: dict[str, float] = {}
+    # Such as ["--start-timeout", "30"], from --start_timeout=30, too.
+    words = [part for word in argv for part in word.split("=", 1)]
+    for flag, word in itertools.pairwise(words):
+        with contextlib.suppress(ValueError):
+            if 0 < (seconds := float(word)) < math.inf:
+                found[flag.replace("_", "-")] = seconds
+    return default_start_timeout(
+        found.get("--hang-timeout"), found.get("--start-timeout")
     )
-    parser.add_argument("--start-timeout", type=_seconds)
-    parser.add_argument("--hang-timeout", type=_seconds)
-    words = [word.replace("_timeout", "-timeout") for word in argv]
-    try:
-        read = parser.parse_known_args(words)[0]
-    except argparse.ArgumentError:
-        return default_start_timeout(None)
-    return default_start_timeout(read.hang_timeout, read.start_timeout)
-
-
-def _seconds(word: str) -> float | None:
-    with contextlib.suppress(ValueError):
-        return seconds if 0 < (seconds := float(word)) < math.inf else None
-    return None

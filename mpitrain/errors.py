@@ -25,13 +25,11 @@ _MIN_LIKENESS = 0.75
 class MpitrainError(Exception):
     """Base of all errors that mpitrain raises on purpose."""
 
-    exit_status = 1  # the job's exit status when this ends it
-
+    exit_status = 1  # the job's, when this ends it
+    # The rank that prints it, where every rank raises it; ``None``: one rank does.
     reporting_rank: int | None = None
-    """The rank that prints it, where every rank raises it; ``None``: one rank does."""
-
+    # Whether all ranks raise it from equal facts, so that none need be named.
     is_collective = False
-    """Whether all ranks raise it from equal facts, so that none need be named."""
 
     def on_all_ranks(self) -> Self:
         """Say that every rank raises it, from equal facts: rank zero prints it."""

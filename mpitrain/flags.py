@@ -70,12 +70,8 @@ def read_flags(
     if QUESTIONS & set(words):
         only = None if "--help-all" in words else common
         config_file = "--config FILE.yaml reads flags from a file; flags win over it."
-        epilog = [
-            further,
-            config_file * files,
-            "--help-all shows all flags." * bool(only),
-        ]
-        lines = "\n".join(filter(None, epilog))
+        show_all = "--help-all shows all flags." * bool(only)
+        lines = "\n".join(filter(None, [further, config_file * files, show_all]))
         _answer(help_text(kind, program=program, epilog=lines, only=only))
         raise Answered
 
@@ -103,8 +99,8 @@ def _parse(
     import tyro
 
     # W&B's agent writes --random_flip=True, which no other flag has as a value.
-    spelled = re.compile(r"--(\S+)=(True|False)")
-    flags = [spelled.sub(lambda it: _switch(it[1], it[2]), word) for word in flags]
+    flags = [re.sub(r"--(\S+)=True", r"--\1", word) for word in flags]
+    flags = [re.sub(r"--(\S+)=False", r"--no-\1", word) for word in flags]
     try:
         with usage_errors():
             merged = (tyro.conf.OmitArgPrefixes,)
@@ -114,10 +110,6 @@ def _parse(
         known = [flag.name.partition(",")[0] for flag in flags_of(kind)]
         said = one_line(str(error), flags, known, program)
         raise UsageError(where + said) from None
-
-
-def _switch(name: str, value: str) -> str:
-    return f"--{name}" if value == "True" else f"--no-{name}"
 
 
 def one_line(box: str, flags: Sequence[str], known: Sequence[str], program: str) -> str:
@@ -203,18 +195,8 @@ def _answer(text: str) -> None:
 
 def flags_from_yaml(file: Path, kind: Any) -> list[str]:
     """Turn a YAML file, such as a run's ``config.yaml``, into flags of a `kind`."""
-    import yaml
-
-    try:
-        values = yaml.safe_load(file.read_text())
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise UsageError(f"--config {file}: cannot be read: {reason}") from None
-    if not isinstance(values, dict):
-        raise UsageError(
-            f"--config {file}: expected lines like `lr: 0.1`, found "
-            f"{type(values).__name__}"
-        )
+    values = read_yaml(file, f"--config {file}", "lr: 0.1")
+    simple = {str, int, float}  # types of what a flag can have
     lists = [flag.name for flag in flags_of(kind) if isinstance(flag.default, tuple)]
     flags: list[str] = []
     for name, value in values.items():
@@ -223,7 +205,7 @@ def flags_from_yaml(file: Path, kind: Any) -> list[str]:
             flags.append(flag if value else "--no-" + flag[2:])
         elif isinstance(value, str | int | float) or value is None:
             flags += [flag, str(value)]
-        elif flag in lists and type(value) is list and _are_simple(value):
+        elif flag in lists and type(value) is list and {*map(type, value)} <= simple:
             flags += [flag, *map(str, value)]
         else:
             raise UsageError(
@@ -233,6 +215,22 @@ def flags_from_yaml(file: Path, kind: Any) -> list[str]:
     return flags
 
 
-def _are_simple(values: list[object]) -> bool:
-    """Whether each is a number or a word, which a flag can have."""
-    return {*map(type, values)} <= {str, int, float}
+def read_yaml(
+    file: Path, where: str, example: str, *, as_words: bool = False
+) -> dict[Any, Any]:
+    """Read a YAML file of names and values; a UsageError begins with `where`.
+
+    With `as_words` values are words as they stand: YAML takes 2:00:00 for a number.
+    """
+    import yaml
+
+    try:
+        loader = yaml.BaseLoader if as_words else yaml.SafeLoader
+        values = yaml.load(file.read_text(), loader)
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise UsageError(f"{where}: cannot be read: {reason}") from None
+    if not isinstance(values, dict):
+        found = type(values).__name__
+        raise UsageError(f"{where}: expected lines like `{example}`, found {found}")
+    return values

@@ -25,8 +25,7 @@ class Values(NamedTuple):
 class Flag(NamedTuple):
     """One flag, or one positional argument."""
 
-    group: type
-    """The dataclass that declares it; its docstring is the title in the help."""
+    group: type  # the dataclass that declares it; its docstring is the help's title
     name: str  # ``--log-every-steps``; empty for a positional argument
     values: str  # what follows it, such as ``INT``; empty for a switch
     text: str

@@ -29,7 +29,6 @@ from mpitrain.mpi.collectives import SPIN_SECONDS, raise_if_cancelled
 
 MESSAGE_BYTES = 1 << 30  # largest message: counts of most MPI libraries have 31 bits
 CHUNK_BYTES = 512 << 10  # of a tensor that is reduced or broadcast
-
 CONCURRENT_CHUNKS = 4
 
 BUSY_SECONDS = 0.00005  # a longer test moved data, which stalls where a rank sleeps
@@ -38,6 +37,9 @@ _SLEEP_SECONDS = (0.00002, 0.001)  # between two tests, the first and the longes
 _TAG = 0  # of collectives; p2p uses higher ones
 
 _abandoned: list[tuple[MPI.Request, object]] = []  # MPI may still use their memory
+
+Start = Callable[[Tensor], MPI.Request]  # starts an operation on a chunk
+ByRank = Iterable[tuple[int, Tensor]]
 
 
 def wait(
@@ -199,15 +201,10 @@ class MpiCollectives:
         self._exchange(enumerate(outputs), enumerate(inputs), deadline, "all_to_all")
 
     def _in_chunks(
-        self,
-        start: Callable[[Tensor], MPI.Request],
-        data: Tensor,
-        deadline: float,
-        name: str,
+        self, start: Start, data: Tensor, deadline: float, name: str
     ) -> None:
         """Start an operation for each chunk of a tensor, and wait for all."""
-        running: collections.deque[tuple[MPI.Request, Tensor]]
-        running = collections.deque()
+        running = collections.deque[tuple[MPI.Request, Tensor]]()
         try:
             for chunk in _split(data, CHUNK_BYTES):
                 if len(running) == CONCURRENT_CHUNKS:
@@ -221,11 +218,7 @@ class MpiCollectives:
             raise
 
     def _exchange(
-        self,
-        outputs: Iterable[tuple[int, Tensor]],
-        inputs: Iterable[tuple[int, Tensor]],
-        deadline: float,
-        name: str,
+        self, outputs: ByRank, inputs: ByRank, deadline: float, name: str
     ) -> None:
         received, sent = list(outputs), list(inputs)
         memory = [data for _, data in [*received, *sent]]

@@ -29,8 +29,8 @@ DIRECT_BYTES_OF_ALL = 2 << 20  # the same limit for the tensors of all ranks tog
 INTER_NODE_EXTRA_SECONDS = 5.0  # how much longer to wait for a reduction over nodes
 _ALIGNMENT = 64  # pieces begin on a cache line, in bytes
 
+# All-reduces a tensor with those of other nodes, in place, until a deadline.
 InterNodeReduce = Callable[[Tensor, Reduction, float], None]
-"""All-reduces a tensor with those of other nodes, in place, until a deadline."""
 
 
 class NodeCollectives:
@@ -53,9 +53,8 @@ class NodeCollectives:
         self._is_one_node = num_reducers == 0
         self._num_reducers = num_reducers or buffer.size
         self._inter_node_reduce = inter_node_reduce
-        self._direct_bytes = min(
-            DIRECT_BYTES, DIRECT_BYTES_OF_ALL // self.size, buffer.slot_bytes
-        )
+        fair_bytes = DIRECT_BYTES_OF_ALL // self.size
+        self._direct_bytes = min(DIRECT_BYTES, fair_bytes, buffer.slot_bytes)
 
     def barrier(self, deadline: float) -> None:
         self.buffer.barrier(op_signature("barrier"), deadline)

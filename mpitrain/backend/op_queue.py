@@ -27,8 +27,7 @@ Action = Callable[[float], None]  # performs an operation until a (monotonic) de
 class GroupError(DistBackendError):
     """An operation of a group failed. The group cannot be used any more."""
 
-    is_consequence = False
-    """Whether another rank's end is the cause, which that rank reports."""
+    is_consequence = False  # of another rank's end, which that rank reports
 
 
 class PendingWork(Work):
@@ -150,8 +149,7 @@ class OpQueue:
         self._name = name
         self._has_thread = has_thread
         self._on_failure = on_failure
-        self._pending: collections.deque[tuple[PendingWork, Action, float]]
-        self._pending = collections.deque()
+        self._pending = collections.deque[tuple[PendingWork, Action, float]]()
         self._running = threading.Lock()  # held by the thread that runs an operation
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None

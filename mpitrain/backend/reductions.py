@@ -57,8 +57,7 @@ class Reduction:
     name: str  # torch's
     dtype: torch.dtype
     world_size: int  # for AVG
-    factor: float | Tensor | None = None
-    """Of PREMUL_SUM: every rank multiplies its tensor by its own factor first."""
+    factor: float | Tensor | None = None  # of PREMUL_SUM, each rank's own
 
     @property
     def wide(self) -> torch.dtype:

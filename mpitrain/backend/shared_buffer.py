@@ -40,17 +40,13 @@ MIN_SLOT_BYTES = 64 << 10
 REQUIRED_FREE_FACTOR = 2.0  # how much of /dev/shm must be free, in buffers
 AMPLE_FREE_FACTOR = 16  # with more free, memory is allocated as it is used
 LIVENESS_SECONDS = 1.0  # how often a waiting rank looks whether the others live
-
+# How often a rank with its own core polls before it sleeps: some 0.1 ms. A wake-up
+# costs some 50 us.
 MAX_SPINS = 200
-"""How often a rank with its own core polls before it sleeps: some 0.1 ms. A wake-up
-costs some 50 us."""
 
 _HALVES = 2
 _HEADER_BYTES = 256  # of each rank's own header; ranks must not share a cache line
-
-_FAILED = 3
-"""Word of a header that says that its rank failed. Before: count, two codes."""
-
+_FAILED = 3  # word of a header: whether its rank failed. Before: count, two codes
 _TEXT_BYTES = 112
 _TEXT_OFFSETS = (32, 32 + _TEXT_BYTES)  # at even and odd barriers
 _MODULUS = 1 << 32
@@ -212,11 +208,8 @@ class SharedBuffer:
             self._released.sleep_while(before, min(0.1, max(deadline - now, 0.001)))
 
     def _missing(self, count: int) -> list[int]:
-        return [
-            rank
-            for rank, header in enumerate(self._headers)
-            if (self._words[header] - count) % _MODULUS >= _MODULUS // 2
-        ]
+        behind = [(self._words[h] - count) % _MODULUS for h in self._headers]
+        return [rank for rank, it in enumerate(behind) if it >= _MODULUS // 2]
 
     def _raise_timeout(self, count: int) -> NoReturn:
         missing = self._missing(count)
@@ -326,11 +319,9 @@ def create_shared_buffer(
         )
     if memory is None or any(errors):
         return None
-    visible_pids = list(pids) if len(set(namespaces)) == 1 else []
+    seen = list(pids) if len(set(namespaces)) == 1 else []
     local_names = [names[other] for other in here]
-    buffer = SharedBuffer(
-        memory, here.index(rank), local_names, visible_pids, slot_bytes
-    )
+    buffer = SharedBuffer(memory, here.index(rank), local_names, seen, slot_bytes)
     # Chunks must be equal on all nodes, and one may have had less memory.
     buffer.slot_bytes = min(offers[ranks[0]][1] for ranks in nodes.values())
     # A rank without its own core would take it from those it waits for.

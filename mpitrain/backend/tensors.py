@@ -30,9 +30,8 @@ class HostTensors:
             )
         if tensor.is_cpu and tensor.is_contiguous():
             return flatten(tensor)
-        flat = torch.empty(
-            tensor.numel(), dtype=tensor.dtype, pin_memory=not tensor.is_cpu
-        )
+        size, is_pinned = tensor.numel(), not tensor.is_cpu
+        flat = torch.empty(size, dtype=tensor.dtype, pin_memory=is_pinned)
         if read:
             flat.view(tensor.shape).copy_(tensor)  # waits for the GPU
         self._copies.append((tensor, flat))

@@ -41,13 +41,9 @@ def check_consistency(
 ) -> None:
     """Refuse to start where ranks contradict each other. Collective over `comm`."""
     arguments = {**asdict(config), "timeout_seconds": timeout_seconds}
+    asked = {name: repr(value) for name, value in arguments.items()}
     # JSON: another version of mpitrain must be able to read it.
-    mine = json.dumps(
-        {
-            "software": software(),
-            "arguments": {name: repr(value) for name, value in arguments.items()},
-        }
-    )
+    mine = json.dumps({"software": software(), "arguments": asked})
     by_record = merge_on_rank_zero(comm, {mine: [comm.rank]}, merge_lists) or {}
     barrier(comm)  # so that the clocks are read at one moment
     clocks = merge_on_rank_zero(comm, {world.node_rank: time.time()}, merge_earliest)

@@ -63,9 +63,8 @@ def is_on_one_node(environ: Mapping[str, str]) -> bool:
     """Whether this job is on this node alone, as far as the launcher tells."""
     if not was_launched(environ):
         return True
-    return _first(environ, SIZE_VARIABLES, 0) == _first(
-        environ, LOCAL_SIZE_VARIABLES, -1
-    )
+    size = _first(environ, SIZE_VARIABLES, 0)
+    return size == _first(environ, LOCAL_SIZE_VARIABLES, -1)
 
 
 def launcher_sockets(environ: Mapping[str, str]) -> list[int]:

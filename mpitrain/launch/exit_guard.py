@@ -21,8 +21,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from types import TracebackType
-from typing import TYPE_CHECKING, ClassVar, Literal, NoReturn
+from typing import TYPE_CHECKING, ClassVar, NoReturn
 
 from mpitrain.config import START_TIMEOUT_SECONDS
 from mpitrain.errors import EarlyReturnError, LaunchError, TopologyError
@@ -78,8 +77,8 @@ class ExitGuard:
     error. A world of one has nobody to end: there the exception just propagates.
     """
 
+    # This process's guard, once MPI has started; the watchdog's thread uses it.
     current: ClassVar[ExitGuard | None] = None
-    """This process's guard, once MPI has started; the watchdog's thread uses it."""
 
     def __init__(self, comm: MPI.Intracomm, watched: WatchdogClient) -> None:
         self.comm = comm
@@ -103,15 +102,9 @@ class ExitGuard:
     def __enter__(self) -> ExitGuard:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> Literal[False]:
+    def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
         if error is not None and exit_status(error) != 0:
             self.fail(error)
-        return False
 
     @contextlib.contextmanager
     def stage(self, name: str) -> Iterator[None]:

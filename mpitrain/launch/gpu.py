@@ -33,8 +33,9 @@ from mpitrain.mpi.world import Node, World, format_ranges, list_hosts
 if TYPE_CHECKING:
     from mpi4py import MPI
 
+# Torch's backends for tensors on GPUs; AMD's are "cuda", too. Untried: Intel's.
 LIBRARIES = {"cuda": "nccl", "xpu": "xccl"}
-"""Torch's backends for tensors on GPUs; AMD's are ``"cuda"``, too. Untried: Intel's."""
+_PCI_NAMES = ("pci_domain_id", "pci_bus_id", "pci_device_id")
 
 logger = logging.getLogger("mpitrain")
 
@@ -43,8 +44,7 @@ logger = logging.getLogger("mpitrain")
 class VisibleGpus:
     """What one rank sees."""
 
-    gpus: tuple[str, ...] = ()
-    """UUIDs of the GPUs, equal in all processes, in the order of their indices."""
+    gpus: tuple[str, ...] = ()  # UUIDs, equal in all processes, in order of indices
     kind: str = "cuda"  # torch's word for them; also of AMD's
     numa_nodes: tuple[int, ...] = ()  # of the GPUs; -1: unknown
     numa_nodes_of_cores: frozenset[int] = frozenset()  # on which this rank may run
@@ -66,11 +66,6 @@ class NodeGpus:
     def devices(self) -> tuple[str, ...]:
         """Each rank's device."""
         return tuple(f"{self.kind}:{i}" if self.kind else "cpu" for i in self.indices)
-
-    @property
-    def ranks_per_gpu(self) -> int:
-        """Ranks on the GPU that has most."""
-        return max(Counter(self.gpus).values(), default=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,20 +103,15 @@ def assign_devices(
     mine = plan_node(on_node.allgather(visible))
     found = {mine: [world.node_rank]} if world.local_rank == 0 else {}
     by_node = merge_on_rank_zero(comm, found, merge_lists) or {}
-    plan, by_node = on_rank_zero(
-        comm,
-        lambda: (
-            plan_devices(
-                by_node,
-                world.nodes,
-                required=config.device if config.device in LIBRARIES else "",
-                asked=config.backend,
-                host_backend=host_backend,
-            ),
-            by_node,
-        ),
-        "assign devices",
-    )
+    required = config.device if config.device in LIBRARIES else ""
+
+    def plan_all() -> tuple[DevicePlan, dict[NodeGpus, list[int]]]:
+        asked = config.backend
+        return plan_devices(
+            by_node, world.nodes, required, asked, host_backend
+        ), by_node
+
+    plan, by_node = on_rank_zero(comm, plan_all, "assign devices")
     if plan.kind:
         uuid = visible.gpus[mine.indices[world.local_rank]]
         logger.info("%s is the GPU %s", mine.devices[world.local_rank], uuid)
@@ -141,9 +131,8 @@ def with_gpus(
     """Return the nodes with the devices of their ranks."""
     found = list(nodes)
     for of, numbers in by_node.items():
-        devices = of.devices
         for number in numbers:
-            found[number] = replace(nodes[number], devices=devices, gpus=of.gpus)
+            found[number] = replace(nodes[number], devices=of.devices, gpus=of.gpus)
     return tuple(found)
 
 
@@ -167,10 +156,7 @@ def discover_gpus(environ: Mapping[str, str]) -> VisibleGpus:
 
 
 def _numa_node_of(properties: object) -> int:
-    numbers = [
-        getattr(properties, f"pci_{name}_id", -1)
-        for name in ("domain", "bus", "device")
-    ]
+    numbers = [getattr(properties, name, -1) for name in _PCI_NAMES]
     if min(numbers) < 0:
         return -1
     return pci.numa_node_of("{:04x}:{:02x}:{:02x}.0".format(*numbers))
@@ -182,7 +168,7 @@ def _uuid_of(properties: object) -> str:
     names = ["uuid"]
     if torch.version.hip is not None or not getattr(properties, "uuid", ""):
         # Some of AMD's devices share a UUID; the bus tells them apart.
-        names += ["pci_domain_id", "pci_bus_id", "pci_device_id"]
+        names += _PCI_NAMES
     return "/".join(str(getattr(properties, name, "")) for name in names)
 
 
@@ -199,18 +185,13 @@ def plan_node(seen: Sequence[VisibleGpus]) -> NodeGpus:
     """
     seeing = [visible for visible in seen if visible.gpus]
     chosen = _in_turn(seen)
-    numbers: dict[str, str] = {}
-    for visible, index in zip(seen, chosen, strict=True):
-        if index >= 0:
-            numbers.setdefault(visible.gpus[index], str(len(numbers)))
+    pairs = zip(seen, chosen, strict=True)
+    uuids = [visible.gpus[index] for visible, index in pairs if index >= 0]
+    numbers = {uuid: str(i) for i, uuid in enumerate(dict.fromkeys(uuids))}
     return NodeGpus(
         kind=seeing[0].kind if seeing else "",
         indices=chosen,
-        gpus=tuple(
-            numbers[visible.gpus[index]]
-            for visible, index in zip(seen, chosen, strict=True)
-            if index >= 0
-        ),
+        gpus=tuple(numbers[uuid] for uuid in uuids),
         hidden=next((visible.hidden for visible in seen if visible.hidden), ""),
         has_nccl=all(visible.has_nccl for visible in seeing),
     )
@@ -219,7 +200,6 @@ def plan_node(seen: Sequence[VisibleGpus]) -> NodeGpus:
 def plan_devices(
     by_node: Mapping[NodeGpus, Sequence[int]],
     nodes: Sequence[Node],
-    *,
     required: str = "",
     asked: Backend = "auto",
     host_backend: str = "mpi4py",
@@ -247,7 +227,7 @@ def plan_devices(
         return DevicePlan(backend=host_backend)
     if any(index < 0 for of in by_node for index in of.indices):
         raise _mixed(by_node, nodes)
-    ranks_per_gpu = max(of.ranks_per_gpu for of in seeing)
+    ranks_per_gpu = max(max(Counter(of.gpus).values()) for of in seeing)
     library = LIBRARIES[kind]
     why = ""
     if ranks_per_gpu > 1:
@@ -296,19 +276,14 @@ def _in_turn(seen: Sequence[VisibleGpus]) -> tuple[int, ...]:
     num_ranks = Counter[str]()
     indices = [-1] * len(seen)
     for rank in sorted(range(len(seen)), key=lambda rank: len(seen[rank].gpus)):
-        gpus, far = seen[rank].gpus, _far_gpus(seen[rank])
+        gpus, near = seen[rank].gpus, {-1, *seen[rank].numa_nodes_of_cores}
+        far = {i for i, node in enumerate(seen[rank].numa_nodes) if node not in near}
         if gpus:
             indices[rank] = min(
                 range(len(gpus)), key=lambda i: (num_ranks[gpus[i]], i in far, i)
             )
             num_ranks[gpus[indices[rank]]] += 1
     return tuple(indices)
-
-
-def _far_gpus(visible: VisibleGpus) -> set[int]:
-    """Return the GPUs, by index, that are on none of the NUMA nodes of the cores."""
-    near = {-1, *visible.numa_nodes_of_cores}
-    return {i for i, node in enumerate(visible.numa_nodes) if node not in near}
 
 
 def _hidden(
@@ -345,11 +320,8 @@ def _mixed(
     lines = []
     for of, numbers in by_node.items():
         for node in (nodes[number] for number in numbers):
-            without = [
-                rank
-                for rank, index in zip(node.ranks, of.indices, strict=True)
-                if index < 0
-            ]
+            pairs = zip(node.ranks, of.indices, strict=True)
+            without = [rank for rank, index in pairs if index < 0]
             if without:
                 ranks = f"ranks {format_ranges(without)} of {format_ranges(node.ranks)}"
                 lines.append(f"  {node.hostname}: {ranks} see none")

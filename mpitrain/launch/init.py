@@ -11,8 +11,8 @@ import time
 from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import replace
 from datetime import timedelta
-from types import TracebackType
-from typing import TYPE_CHECKING, Literal, TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from mpitrain.config import (
     TIMEOUT_SECONDS,
@@ -109,11 +109,8 @@ def prepare(
         on_node.Free()
     variables.update(torchrun_variables(world))
     with guard.stage("store"):
-        all_or_none(
-            comm,
-            lambda: _prepare_torch(world, rendezvous, variables),
-            f"use {world.device}",
-        )
+        prepare_here = partial(_prepare_torch, world, rendezvous, variables)
+        all_or_none(comm, prepare_here, f"use {world.device}")
         variables.update(transports.socket_variables(rendezvous, variables))
         guard.store = store.open_store(comm, rendezvous, world, timeout_seconds)
     logger.info(
@@ -320,12 +317,9 @@ def init(
         if guard.early_return is None:
             watch_early_returns(guard, world)
     guard.world = world
-    changed = {
-        name: before.get(name)
-        for name, value in os.environ.items()
-        if before.get(name) != value
-    }
-    return Job(world, guard, timeout_seconds, changed)
+    changed = os.environ.items() - before.items()
+    variables_before = {name: before.get(name) for name, _ in changed}
+    return Job(world, guard, timeout_seconds, variables_before)
 
 
 class Job:
@@ -366,19 +360,13 @@ class Job:
     def __enter__(self) -> World:
         return self.world
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> Literal[False]:
+    def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
         if error is not None and exit_status(error) != 0:
             self._closed = True
             self._guard.fail(error)
             self._destroy_process_group()
         else:
             self.close()
-        return False
 
     def all_or_none(self, action: Callable[[], T], doing: str) -> T:
         """Do something on every rank; see `mpitrain.mpi.collectives.all_or_none`.
@@ -431,12 +419,7 @@ class Job:
             else:
                 os.environ[name] = value
 
-    def _excepthook(
-        self,
-        kind: type[BaseException],
-        error: BaseException,
-        trace: TracebackType | None,
-    ) -> None:
+    def _excepthook(self, kind: Any, error: BaseException, trace: Any) -> None:
         self._closed = True
         self._guard.fail(error)
         self._previous_hook(kind, error, trace)

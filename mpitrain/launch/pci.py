@@ -5,6 +5,7 @@ https://docs.kernel.org/PCI/sysfs-pci.html; ids: https://pci-ids.ucw.cz
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from collections.abc import Collection, Iterable, Mapping
@@ -14,11 +15,11 @@ from mpitrain.launch.rendezvous.interfaces import sysfs_text
 
 ROOT = Path("/")
 
+# Variables by which a user, or a scheduler, hides GPUs from a process.
 VISIBLE = (
     *("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"),
-    *("ZE_AFFINITY_MASK",),
+    "ZE_AFFINITY_MASK",
 )
-"""Variables by which a user, or a scheduler, hides GPUs from a process."""
 
 SHOWS_SOME = re.compile(r"\d|GPU-|MIG-")  # how a value begins that shows GPUs
 
@@ -68,9 +69,8 @@ def numa_nodes_of(cores: Collection[int], root: Path = ROOT) -> frozenset[int]:
     """Return the NUMA nodes of some cores."""
     found = set()
     for node in (root / "sys/devices/system/node").glob("node[0-9]*"):
-        for first, last in re.findall(
-            r"(\d+)(?:-(\d+))?", sysfs_text(node / "cpulist")
-        ):
+        ranges = re.findall(r"(\d+)(?:-(\d+))?", sysfs_text(node / "cpulist"))
+        for first, last in ranges:
             if any(core in cores for core in range(int(first), int(last or first) + 1)):
                 found.add(int(node.name[4:]))
     return frozenset(found)
@@ -80,9 +80,7 @@ def _num_open(files: Iterable[Path]) -> int:
     """Count device files that this process may open: a job's cgroup may forbid it."""
     found = 0
     for file in files:
-        try:
+        with contextlib.suppress(OSError):
             os.close(os.open(file, os.O_RDWR | os.O_CLOEXEC))
-        except OSError:
-            continue
-        found += 1
+            found += 1
     return found

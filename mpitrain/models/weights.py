@@ -18,17 +18,15 @@ from mpitrain.models.layers import adapt_filters, first_conv, head_of
 from mpitrain.plugins import require
 
 SUFFIXES = frozenset({".pt", ".pth", ".safetensors", ".bin", ".ckpt", ".tar"})
+# Keys under which programs save a ``state_dict``, in any case (`MODEL_STATE`).
 STATE_KEYS = (
     *("model", "state_dict", "model_state_dict", "model_state", "model_ema"),
     *("module", "net", "network", "weights", "state"),
 )
-"""Keys under which programs save a ``state_dict``, in any case (`MODEL_STATE`)."""
-WRAPPERS = ("module.", "model.", "backbone.")
-"""Prefixes that other programs put before the names of weights."""
+WRAPPERS = ("module.", "model.", "backbone.")  # that programs put before the names
 EXPECTED = "expected a state_dict: torch.save(model.state_dict(), 'model.pt')"
 
-State = dict[str, Any]
-"""Weights by name; a few values may be no tensors (`_extra_state`)."""
+State = dict[str, Any]  # weights by name; a few may be no tensors (`_extra_state`)
 
 
 def is_file_name(weights: str) -> bool:
@@ -40,9 +38,8 @@ def is_file_name(weights: str) -> bool:
 def read_state(path: Path) -> State:
     """Read the weights in a file of ``torch.save`` or .safetensors, onto the CPU."""
     if not path.is_file():
-        found = (
-            "is a folder" if path.is_dir() else f"is not there, seen from {Path.cwd()}"
-        )
+        is_away = f"is not there, seen from {Path.cwd()}"
+        found = "is a folder" if path.is_dir() else is_away
         raise UsageError(
             f"--weights {str(path)!r} {found}; expected a file of weights, such as "
             "runs/NAME/model.pt"
@@ -146,21 +143,16 @@ def load_state(model: nn.Module, state: State, source: str) -> str:
     if head in changes:
         fitting = {k: v for k, v in fitting.items() if not k.startswith(head)}
     unused = [name for name in fitting if name not in target]
-    missing = [
-        name
-        for name in target
-        if name not in state and not name.endswith(".num_batches_tracked")
-    ]
+    wanted = (name for name in target if not name.endswith(".num_batches_tracked"))
+    missing = [name for name in wanted if name not in state]
     # Whole parts that the model lacks (a decoder, a second head) are left out; further
     # layers in a part that it has are the sign of another architecture.
     parts = {_part(name) for name in target}
+    further = [n for n in unused if _part(n) in parts and not n.startswith(head)]
     errors = (
         ("missing", [name for name in missing if not name.startswith(head)]),
         ("of another shape", wrong),
-        (
-            "that have no place in it",
-            [n for n in unused if _part(n) in parts and not n.startswith(head)],
-        ),
+        ("that have no place in it", further),
     )
     if any(names for _, names in errors):
         found = (f"{len(names)} {w} ({_some(names)})" for w, names in errors if names)

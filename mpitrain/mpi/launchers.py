@@ -59,9 +59,9 @@ class Launcher:
     daemons: tuple[str, ...] = ()  # of what starts the ranks on each node
     version: str = ""  # pattern of what it answers to --version
     libraries: tuple[str, ...] = ()  # families of `LIBRARIES` it starts; (): unknown
+    # It starts libraries of its own version, to the second number; one of another
+    # family it starts, and that one ends in MPI_Init.
     wants_its_version: bool = False
-    """It starts libraries of its own version, to the second number; one of another
-    family it starts, and that one ends in MPI_Init."""
 
     @property
     def program(self) -> str:
@@ -295,10 +295,8 @@ ALONE_UNDER_SRUN = (
     "srun opened, `unset SLURM_STEP_NUM_TASKS` to train alone."
 )
 
-
 NO_PMIX = "does not speak PMIx, or another one"  # what a library may lack
 PMIX_RANK = "PMIX_RANK"  # of launchers that may tell no size
-
 
 INSTALL = (
     "Load the one of your cluster (such as `module load openmpi`), or put a whole Open "

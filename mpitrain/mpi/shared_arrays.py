@@ -60,9 +60,8 @@ class Communicator:
         made: dict[str, Array] = {}
 
         def outline() -> list[tuple[str, str, tuple[int, ...]]]:
-            made.update(
-                (name, np.asarray(array, order="C")) for name, array in make().items()
-            )
+            for name, array in make().items():
+                made[name] = np.asarray(array, order="C")
             return [(name, a.dtype.str, a.shape) for name, a in made.items()]
 
         outlines = on_rank_zero(self._comm, outline, doing)
@@ -149,9 +148,8 @@ class Communicator:
                         reason = f"{path} is another file"
                 except (OSError, ValueError) as error:
                     reason = str(error)
-            reasons: list[str] = comm.allgather(
-                f"{world.hostname}: {reason}" if reason else ""
-            )
+            told = f"{world.hostname}: {reason}" if reason else ""
+            reasons: list[str] = comm.allgather(told)
         finally:
             if file >= 0:
                 os.close(file)

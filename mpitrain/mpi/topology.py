@@ -27,8 +27,8 @@ def boot_id() -> str:
         return socket.gethostname()
 
 
+# Ranks of one host among those that share memory by MPI, and how many these are.
 Group = tuple[tuple[int, ...], int]
-"""Ranks of one host among those that share memory by MPI, and how many these are."""
 
 
 def node_comm(comm: MPI.Intracomm) -> MPI.Intracomm:
@@ -60,10 +60,8 @@ def hosts_of_group(machines: Sequence[tuple[int, str, str]]) -> dict[str, list[G
     """
     ranks: dict[str, list[int]] = {}
     for rank, hostname, boot in machines:
-        is_first_machine = boot == machines[0][2]
-        ranks.setdefault(machines[0][1] if is_first_machine else hostname, []).append(
-            rank
-        )
+        name = machines[0][1] if boot == machines[0][2] else hostname
+        ranks.setdefault(name, []).append(rank)
     return {name: [(tuple(of), len(machines))] for name, of in ranks.items()}
 
 

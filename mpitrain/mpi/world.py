@@ -13,16 +13,14 @@ class Node:
     """One machine of the job. Equal on all ranks."""
 
     hostname: str
-    """Its own host name."""
-    ranks: tuple[int, ...]
-    """The ranks on it, ascending; local rank `i` is ``ranks[i]``."""
-    num_cores: int = 0
-    """Cores that its ranks may use together; 0 before they were counted."""
-    devices: tuple[str, ...] = ()
-    """Each rank's device, such as ``"cuda:1"``; empty before they were assigned."""
+    ranks: tuple[int, ...]  # ascending; local rank `i` is ``ranks[i]``
+    num_cores: int = 0  # that its ranks may use together; 0 before they were counted
+    devices: tuple[
+        str, ...
+    ] = ()  # each rank's, such as "cuda:1"; empty before the start
+    # Each rank's GPU by a number of this node, equal where ranks share one; empty
+    # without GPUs. The ranks' logs have the UUIDs.
     gpus: tuple[str, ...] = ()
-    """Each rank's GPU by a number of this node, equal where ranks share one; empty
-    without GPUs. The ranks' logs have the UUIDs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,31 +31,19 @@ class World:
     are equal on all ranks; the other fields are this rank's own.
     """
 
-    rank: int
-    """This process among all, 0 to ``world_size - 1``."""
-    world_size: int
-    """Number of processes of the job."""
-    local_rank: int
-    """This process among those of its node, ordered by rank."""
-    local_world_size: int
-    """Number of processes on this node."""
-    node_rank: int
-    """This node among all; nodes are numbered by their lowest rank."""
-    nodes: tuple[Node, ...]
-    """All nodes, by node rank."""
+    rank: int  # this process among all, 0 to ``world_size - 1``
+    world_size: int  # number of processes of the job
+    local_rank: int  # this process among those of its node, ordered by rank
+    local_world_size: int  # number of processes on this node
+    node_rank: int  # this node among all; nodes are numbered by their lowest rank
+    nodes: tuple[Node, ...]  # by node rank
 
-    num_cores: int = 1
-    """This rank's share of its node's cores, for threads and data workers together."""
-    num_threads: int = 1
-    """Threads this process computes with."""
-    device: str = "cpu"
-    """Where this process computes: ``"cpu"`` or ``"cuda:<visible index>"``."""
-    backend: str = ""
-    """torch.distributed's backend, such as ``"gloo"``; empty before the start."""
-    master_addr: str = ""
-    """Address that rank zero's store listens on; empty before the start."""
-    master_port: int = 0
-    """Port of rank zero's store; 0 before the start."""
+    num_cores: int = 1  # this rank's share of its node's, for threads and data workers
+    num_threads: int = 1  # that this process computes with
+    device: str = "cpu"  # where it computes: "cpu" or "cuda:<visible index>"
+    backend: str = ""  # torch.distributed's, such as "gloo"; empty before the start
+    master_addr: str = ""  # where rank zero's store listens; empty before the start
+    master_port: int = 0  # of rank zero's store; 0 before the start
 
     @property
     def num_nodes(self) -> int:

@@ -16,6 +16,7 @@ from typing import Any, Literal
 from tyro.conf import Positional, UseAppendAction
 
 from mpitrain.errors import UsageError, did_you_mean
+from mpitrain.flags import read_yaml
 from mpitrain.mpi.launchers import DEFAULT, LAUNCHERS, LauncherName
 from mpitrain.schedulers.containers import Runtime, words_of
 
@@ -189,10 +190,8 @@ def text_of(
         ),
     }
     launcher = LAUNCHERS[config.launcher]
-    given = [
-        shlex.quote(_filled("--launcher-flag", word, amounts))
-        for word in config.launcher_flag
-    ]
+    typed = (_filled("--launcher-flag", it, amounts) for it in config.launcher_flag)
+    given = list(map(shlex.quote, typed))
     is_bound = any(word.startswith("--cpu-bind") for word in given)
     more = "" if is_bound else launcher.binding
     program, *options = f"{launcher.command} {more}".format(**amounts).split()
@@ -219,9 +218,7 @@ def text_of(
         ),
         "options": " ".join(options),
         "can_choose": bool(launcher.host_file),
-        "resources": [
-            _filled("--resources", line, amounts) for line in config.resources
-        ],
+        "resources": [_filled("--resources", it, amounts) for it in config.resources],
         "from_where": "from any folder"
         if venv.is_absolute()
         else f"from the folder that holds {venv}",
@@ -293,18 +290,8 @@ def site_file(name: str) -> Path:
 
 def read_site(name: str) -> dict[str, Any]:
     """Read the flags of a site; lists are of flags that may be given several times."""
-    import yaml
-
     path = site_file(name)
-    try:
-        # Words as they stand: YAML takes 2:00:00 for a number.
-        found = yaml.load(path.read_text(), yaml.BaseLoader)
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise UsageError(f"--site {path}: cannot be read: {reason}") from None
-    if not isinstance(found, dict):
-        raise UsageError(f"--site {path}: expected lines like `launcher: srun`")
-    return found
+    return read_yaml(path, f"--site {path}", "launcher: srun", as_words=True)
 
 
 def notice_seconds(seconds: float) -> int:

@@ -54,7 +54,6 @@ class SuperviseConfig:
     """The job script, which PBS's next job runs, with --jobs."""
     launcher: Literal["auto"] | LauncherName = "auto"
     """What starts the ranks. auto: what the program after -- says of itself."""
-
     container: str = ""
     """With --jobs, words that run a rank in a container, as a shell quotes them."""
 

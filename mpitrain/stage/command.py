@@ -42,13 +42,8 @@ class StageConfig:
 
 def read_words(flags: Sequence[str], command: Sequence[str]) -> StageRequest:
     """Read the flags and the command; called on rank zero."""
-    config = read_flags(
-        StageConfig,
-        flags,
-        program=f"{PROGRAM} stage",
-        further=f"Usage:\n{USAGE}\n",
-        files=False,
-    )
+    program, usage = f"{PROGRAM} stage", f"Usage:\n{USAGE}\n"
+    config = read_flags(StageConfig, flags, program=program, further=usage, files=False)
     for path in config.data:
         if not Path(path).exists():
             raise UsageError(f"--data {path}: expected a file or folder, found nothing")

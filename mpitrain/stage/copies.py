@@ -26,14 +26,18 @@ from typing import Any
 
 from mpitrain.launch.private_folder import make_private_folder
 from mpitrain.mpi.topology import boot_id
-from mpitrain.stage.environment import Relocation, names_itself, rewritten
+from mpitrain.stage.environment import (
+    MAX_TEXT_BYTES,
+    NAMES_ITSELF,
+    Relocation,
+    rewritten,
+)
 from mpitrain.stage.pack import FOLDER, HEAD, Entry, Index, write_all
 
 _ABOUT = ".copy.json"  # written last: its roots, the machine's start, other sizes
 _FOLDER_LOCK_SECONDS = 30.0
 
-_held: list[int] = []
-"""Descriptors with a shared lock of a copy, for the life of this process."""
+_held: list[int] = []  # descriptors with a shared lock of a copy, never closed
 
 
 def hold(path: str) -> None:
@@ -60,6 +64,7 @@ class NodeCopy:
         self._lock: int | None = None  # of the partial copy
         self._left = [it.size for it in index.files]  # bytes that are not written yet
         self._left_lock = threading.Lock()
+        self._roots = [root.path for root in index.roots]
 
     def prepare(self) -> bool:
         """Return whether a complete copy is there; else begin one.
@@ -74,9 +79,8 @@ class NodeCopy:
                 is_complete = self._take_existing(removed)
                 if not is_complete:
                     os.mkdir(self._made, 0o700)  # noqa: PTH102
-                    self._lock = os.open(
-                        f"{self._made}/.lock", os.O_RDWR | os.O_CREAT, 0o600
-                    )
+                    lock = f"{self._made}/.lock"
+                    self._lock = os.open(lock, os.O_RDWR | os.O_CREAT, 0o600)
                     fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             for path, descriptor in removed:
                 _remove(path, descriptor)
@@ -138,11 +142,7 @@ class NodeCopy:
                     if stat.S_ISLNK(entry.mode):
                         path = f"{self._made}/{entry.path}"
                         os.symlink(move(entry.target), path)  # noqa: PTH211
-                about = {
-                    "roots": [root.path for root in self.index.roots],
-                    "boot": boot_id(),
-                    "sizes": sizes,
-                }
+                about = {"roots": self._roots, "boot": boot_id(), "sizes": sizes}
                 Path(f"{self._made}/{_ABOUT}").write_text(json.dumps(about))
                 self._rename()
             except OSError as error:
@@ -155,7 +155,7 @@ class NodeCopy:
         """Rewrite the files that name their folder; return their sizes by path."""
         sizes: dict[str, int] = {}
         for entry in self.index.files:
-            if names_itself(entry.path, entry.size):
+            if entry.size <= MAX_TEXT_BYTES and NAMES_ITSELF.fullmatch(entry.path):
                 path = Path(self._made, entry.path)
                 content = path.read_bytes()
                 if (new := rewritten(entry.path, content, move)) != content:
@@ -211,17 +211,14 @@ class NodeCopy:
         removed: list[tuple[str, int]] = []
         for name in os.listdir(self._folder):  # noqa: PTH208
             path = f"{self._folder}/{name}"
-            is_partial = ".partial-" in name
-            if not is_partial and (path == self.path or not self._is_of_same(path)):
+            is_of_same = _about(path).get("roots", [])[:1] == self._roots[:1]
+            is_old = path != self.path and is_of_same
+            if not is_old and ".partial-" not in name:
                 continue
             descriptor = _lock(path, fcntl.LOCK_EX)
             if descriptor is not None:
                 removed.append((_doomed(path), descriptor))
         return removed
-
-    def _is_of_same(self, path: str) -> bool:
-        found: list[str] = _about(path).get("roots", [])
-        return found[:1] == [root.path for root in self.index.roots[:1]]
 
     def _is_complete(self, path: str) -> bool:
         """Whether all is there, in its size, and the machine has not started since."""

@@ -14,9 +14,9 @@ from typing import NamedTuple
 # Compiler caches of torch, which are staged where they are.
 CACHES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
 _NOT_MOVED = ("PWD", "OLDPWD")
-_MAX_TEXT_BYTES = 1 << 20
-# Files of a copy that name its own folder: below `<number>/<name of the root>/`.
-_NAMES_ITSELF = re.compile(
+MAX_TEXT_BYTES = 1 << 20  # of a file that is rewritten
+# Files of a copy that may name its own folder: below `<number>/<name of the root>/`.
+NAMES_ITSELF = re.compile(
     r"\d+/[^/]+/(pyvenv\.cfg|bin/[^/]+|lib\d*/[^/]+/(site|dist)-packages/[^/]+\.pth)"
 )
 
@@ -30,8 +30,9 @@ class Root(NamedTuple):
 
 def environment_roots() -> list[Root]:
     """Return the prefixes of this Python, without those of the node's own system."""
+    of_system = re.compile("/|/usr|/usr/.*")
     found = (sys.prefix, sys.base_prefix)
-    return roots_of(it for it in found if not _is_of_system(it))
+    return roots_of(it for it in found if not of_system.fullmatch(it))
 
 
 def cache_folders(environ: Mapping[str, str]) -> list[str]:
@@ -43,10 +44,6 @@ def roots_of(paths: Iterable[str]) -> list[Root]:
     """Return roots, each once."""
     found = [Root(os.path.abspath(it), os.path.realpath(it)) for it in paths]  # noqa: PTH100
     return list({root.real_path: root for root in reversed(found)}.values())[::-1]
-
-
-def _is_of_system(prefix: str) -> bool:
-    return prefix in ("/", "/usr") or prefix.startswith("/usr/")
 
 
 class Relocation:
@@ -109,11 +106,6 @@ def rewritten(path: str, content: bytes, move: Relocation) -> bytes:
     except UnicodeDecodeError:
         pass
     return content
-
-
-def names_itself(path: str, size: int) -> bool:
-    """Whether a file, by its path in a copy, may contain the path of its folder."""
-    return size <= _MAX_TEXT_BYTES and bool(_NAMES_ITSELF.fullmatch(path))
 
 
 def activate(move: Relocation, environ: MutableMapping[str, str]) -> None:

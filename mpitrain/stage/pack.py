@@ -50,15 +50,6 @@ class Entry(NamedTuple):
     target: str = ""  # of a link
 
 
-class Part(NamedTuple):
-    """Where some bytes of a piece belong."""
-
-    file: int  # number of the file in `Index.files`
-    offset: int
-    at: int  # in the piece
-    size: int
-
-
 class Index:
     """All that is staged together. Equal on all nodes."""
 
@@ -93,8 +84,8 @@ class Index:
         """Return the number of bytes of a piece."""
         return min(self.max_piece_bytes, self.size - number * self.max_piece_bytes)
 
-    def parts(self, number: int) -> Iterator[Part]:
-        """Return what a piece consists of."""
+    def parts(self, number: int) -> Iterator[tuple[int, int, int, int]]:
+        """Return parts: number of the file, offset there, offset in the piece, size."""
         begin = number * self.max_piece_bytes
         end = begin + self.piece_size(number)
         file = bisect.bisect_right(self._ends, begin)
@@ -102,7 +93,7 @@ class Index:
         while at < end:
             until = min(end, self._ends[file])
             start = self._ends[file] - self.files[file].size
-            yield Part(file, at - start, at - begin, until - at)
+            yield file, at - start, at - begin, until - at
             file, at = file + 1, until
 
     def source(self, entry: Entry) -> str:
@@ -239,14 +230,13 @@ class Source:
 
     def _read_files(self, number: int, content: memoryview) -> None:
         for file, offset, at, size in self.index.parts(number):
-            path = self.index.source(self.index.files[file])
+            entry = self.index.files[file]
+            path = self.index.source(entry)
             descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
             try:
                 found = os.fstat(descriptor)
-                is_same = (found.st_size, found.st_mtime_ns) == (
-                    self.index.files[file].size,
-                    self.index.files[file].mtime_ns,
-                )
+                state = (found.st_size, found.st_mtime_ns)
+                is_same = state == (entry.size, entry.mtime_ns)
                 part = content[at : at + size]
                 if not is_same or _read(descriptor, part, offset) != size:
                     raise OSError(0, "it has just been changed", path)
@@ -300,8 +290,7 @@ class Source:
                     path.unlink()
         self._temporary = f"{self._pack}.{host}.{os.getpid()}"
         try:
-            flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
-            return os.open(self._temporary, flags, 0o644)
+            return os.open(self._temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
         except OSError as error:
             self._warn(error.strerror or str(error))
             return None

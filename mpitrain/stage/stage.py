@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 from mpitrain.launch.exit_guard import ExitGuard
 from mpitrain.launch.run_target import Target
 from mpitrain.mpi.collectives import barrier, cancel_waits_by
+from mpitrain.mpi.topology import node_comm
 from mpitrain.mpi.world import list_hosts
 from mpitrain.stage.copies import NodeCopy, hold
 from mpitrain.stage.environment import (
@@ -74,8 +75,6 @@ def stage(guard: ExitGuard, request: StageRequest) -> Target:
     ``--data`` in it are replaced if all nodes have a copy at the same path: rank zero
     reads the flags of a training for all.
     """
-    from mpi4py import MPI
-
     comm, started = guard.comm, time.perf_counter()
     pairs: list[tuple[str, str]] = []  # old and new paths, of this node
     words: list[tuple[str, str]] = []  # those that the command line has
@@ -84,9 +83,7 @@ def stage(guard: ExitGuard, request: StageRequest) -> Target:
     def beat() -> None:
         guard.watched.start("stage")
 
-    on_node = cast(
-        "MPI.Intracomm", comm.Split_type(MPI.COMM_TYPE_SHARED, key=comm.rank)
-    )
+    on_node = node_comm(comm)
     leaders = cast("MPI.Intracomm", comm.Split(min(on_node.rank, 1), key=comm.rank))
     # Ranks that wait are alive. Those that they wait for beat when something moves.
     with cancel_waits_by(beat):
@@ -94,15 +91,9 @@ def stage(guard: ExitGuard, request: StageRequest) -> Target:
             # They change at different times: each group has copies of its own.
             further = roots_of([*request.data, *cache_folders(os.environ)])
             for roots in (environment_roots(), further):
-                pack = None if roots is further else request.pack
-                group = _stage_group(
-                    leaders,
-                    roots,
-                    pack,
-                    _folder(request.to),
-                    beat,
-                    is_environment=roots is not further,
-                )
+                to, is_environment = _folder(request.to), roots is not further
+                pack = request.pack if is_environment else None
+                group = _stage_group(leaders, roots, pack, to, beat, is_environment)
                 staged.append(group)
                 path = group.results[leaders.rank].path
                 pairs += pairs_of(group.content.roots, path) if path else []
@@ -134,7 +125,6 @@ def _stage_group(
     pack: Path | None,
     to: str,
     on_progress: Callable[[], object],
-    *,
     is_environment: bool,
 ) -> Group:
     """Copy rank zero's roots to all nodes. Collective over the nodes' leaders."""
@@ -187,9 +177,7 @@ def _folder(to: str | None) -> str:
 
 
 def _print_report(staged: Sequence[Group], seconds: float) -> None:
-    groups = [
-        group for group in staged if group.content.roots or group.results[0].error
-    ]
+    groups = [it for it in staged if it.content.roots or it.results[0].error]
     lines = [f"warning: {text}" for group in groups for text in group.warnings]
     nodes = list(zip(*(group.results for group in groups), strict=True))
     whole = [node for node in nodes if all(it.path for it in node)]
@@ -200,10 +188,8 @@ def _print_report(staged: Sequence[Group], seconds: float) -> None:
     if reasons:
         hosts = "; ".join(f"{list_hosts(it)} ({why})" for why, it in reasons.items())
         num = len(nodes) - len(whole)
-        reads = "reads" if num == 1 else "read"
-        lines.append(
-            f"warning: {_num(num, 'node')} {reads} the original files: {hosts}"
-        )
+        read = f"{_num(num, 'node')} {'reads' if num == 1 else 'read'}"
+        lines.append(f"warning: {read} the original files: {hosts}")
     num_had = sum(all(it.had_it for it in node) for node in nodes)
     notes = [note for group in groups for note in group.notes]
     notes += [f"{_num(num_had, 'node')} had it"] if num_had else []
@@ -220,9 +206,8 @@ def _print_report(staged: Sequence[Group], seconds: float) -> None:
 
 
 def _size(num_bytes: int) -> str:
-    return (
-        f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.0f} MB"
-    )
+    is_large = num_bytes >= 1e9
+    return f"{num_bytes / 1e9:.1f} GB" if is_large else f"{num_bytes / 1e6:.0f} MB"
 
 
 def _num(number: int, noun: str) -> str:

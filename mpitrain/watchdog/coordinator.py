@@ -21,11 +21,9 @@ from mpitrain.watchdog.report import (
 HANG_STATUS = 76  # the job's exit status when it hung
 STACKS_SECONDS = 2.0  # how long the sidecars may take to send stacks
 GATHER_SECONDS = 0.1  # for what comes at once: a death, and a report of why
-
+# How long a rank may take to record a death. It is printed after that: the print wakes
+# MPICH's launcher, which sees the death and kills the others within a millisecond.
 RECORD_SECONDS = 0.25
-"""How long a rank may take to record a death. It is printed after that: the print wakes
-MPICH's launcher, which sees the death and kills the others within a millisecond."""
-
 SUSPENDED_SECONDS = 5.0  # longer between two calls: the job was suspended
 SHOW_SECONDS = 1.2  # how long to gather positions that a user asked for
 NOTICE_SECONDS = 2.0  # how long a launcher may take to notice that a rank is gone
@@ -72,8 +70,7 @@ class Coordinator:
         self._is_gone_printed = False
         self._failing_at: float | None = None
         self._is_ended = False
-        self.logs: str | None = None
-        """The folder of the ranks' logs, where there is one."""
+        self.logs: str | None = None  # the folder of the ranks' logs
 
     @property
     def is_settled(self) -> bool:

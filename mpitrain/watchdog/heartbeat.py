@@ -11,7 +11,6 @@ from enum import IntEnum
 from typing import NamedTuple
 
 _LAYOUT = struct.Struct("=ddqq96s")  # time, limit, step, state, phase
-
 _STATE = struct.Struct("=q")
 _STATE_OFFSET = struct.calcsize("=ddq")
 
@@ -50,11 +49,9 @@ class Heartbeat:
 
     def beat(self, phase: str, step: int = -1, limit_seconds: float = 0.0) -> None:
         """Record progress; `phase` is what comes next, and may take `limit_seconds`."""
-        text = phase.encode()[:96]
         state = _STATE.unpack_from(self._memory, _STATE_OFFSET)[0]
-        _LAYOUT.pack_into(
-            self._memory, 0, self._now(), limit_seconds, step, state, text
-        )
+        fields = (self._now(), limit_seconds, step, state, phase.encode()[:96])
+        _LAYOUT.pack_into(self._memory, 0, *fields)
 
     def set_state(self, state: State) -> None:
         """Record the rank's state; its position stays."""

@@ -183,9 +183,8 @@ class CoordinatorClient:
 
     def retry(self, now: float) -> None:
         """Connect if nobody has answered and the last try was not just now."""
-        is_waiting = (
-            len(self._places) == 1 or now < self.heard_at + self._answer_seconds
-        )
+        is_in_time = now < self.heard_at + self._answer_seconds
+        is_waiting = len(self._places) == 1 or is_in_time
         if now < self._retry_at or (self._is_open and is_waiting):
             return
         self._retry_at = now + 2.0

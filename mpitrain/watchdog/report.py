@@ -14,18 +14,14 @@ from mpitrain.watchdog.heartbeat import Position, State
 
 SILENT_BEATS = 5  # a sidecar is cut off when so many of its reports are missing
 _STANDARD_LIBRARY = str(Path(os.__file__).parent)
-
 _BACKEND = "mpitrain/backend/"
 
+# A rank whose stack ends in one of these files waits for others.
 WAITING_FILES = (
-    "torch/distributed/",
+    *("torch/distributed/", "torch/nn/parallel/distributed.py", "mpi4py/"),
     "torch/autograd/graph.py",  # backward, in which DDP waits for its reductions
-    "torch/nn/parallel/distributed.py",
-    _BACKEND,
-    "mpitrain/mpi/",
-    "mpi4py/",
+    *("mpitrain/mpi/", _BACKEND),
 )
-"""A rank whose stack ends in one of these files waits for others."""
 
 
 class Frame(NamedTuple):
@@ -107,10 +103,8 @@ def describe_position(status: RankStatus, now: float) -> str:
     elif frames := status.frames:
         parts.append(describe_call(frames))
     elif status.stack is not None:
-        is_in_kernel = status.process_state == "D"
-        parts.append(
-            "gives no stack" + " (in the kernel, waits for a device)" * is_in_kernel
-        )
+        why = " (in the kernel, waits for a device)" * (status.process_state == "D")
+        parts.append(f"gives no stack{why}")
     return ", ".join(parts)
 
 
@@ -132,9 +126,8 @@ def missing_ranks(statuses: Sequence[RankStatus], now: float) -> list[int]:
     """Return the ranks that the others wait for; empty: each waits for some other."""
     # Nobody waits for ranks that sleep while others work.
     statuses = [s for s in statuses if s.position.state is not State.IDLE]
-    away = [
-        s.rank for s in statuses if s.is_silent(now) or s.process_state in set("TtZ")
-    ]
+    stopped = {"T", "t", "Z"}
+    away = [s.rank for s in statuses if s.is_silent(now) or s.process_state in stopped]
     left = [s.rank for s in statuses if s.position.state is State.LEFT]
     rest = [s for s in statuses if s.rank not in {*away, *left}]
     busy = [s.rank for s in rest if not is_waiting(s.frames)]
@@ -190,9 +183,8 @@ def hang_report(
         f"progress for {quiet:.0f} s"
     ]
     if unknown:
-        lines.append(
-            f"never heard of: rank{'s' * (len(unknown) > 1)} {format_ranges(unknown)}"
-        )
+        which = f"rank{'s' * (len(unknown) > 1)} {format_ranges(unknown)}"
+        lines.append(f"never heard of: {which}")
     others = [s.rank for s in statuses if s.rank not in missing]
     if missing:
         lines += ["did not arrive:", *position_lines(statuses, missing, now)]

@@ -134,11 +134,9 @@ class Sidecar:
             size, address, port = self.rank_info["world_size"], message["listen"], 0
             with contextlib.suppress(OSError):
                 if address:
+                    token, is_zero = message["token"], self.rank_info["rank"] == 0
                     self.server = CoordinatorServer(
-                        address,
-                        message["token"],
-                        size,
-                        answers=self.rank_info["rank"] == 0,
+                        address, token, size, answers=is_zero
                     )
                     port = self.server.port
             if self.rank_info["rank"] == 0 and (port or not address):
@@ -186,7 +184,8 @@ class Sidecar:
             cause = self._cause_of_death(now)
             self._send(gone=cause)
             is_alone = is_unreported and not self._has_coordinator() and not is_single
-            if is_alone and cause == "killed" and self._claim_output():
+            is_unexplained = is_alone and cause == "killed"
+            if is_unexplained and self.console.claim_output(self.launcher):
                 self.console.print(f"{self._name()} {KILLED}{position.phase}")
         # The coordinator stays until it has printed what there is to print.
         while self.coordinator and not self.coordinator.is_settled:
@@ -270,7 +269,7 @@ class Sidecar:
             self.sent_state = state
             self._send(process_state=self._process_state())
             if state is State.FAILING and not self._has_coordinator():
-                self._claim_output()  # the rank says why it ends
+                self.console.claim_output(self.launcher)  # the rank says why it ends
             if self.server is not None and self.coordinator is not None:
                 self.server.broadcast({"command": "ping"})
         if self.coordinator is not None:
@@ -311,9 +310,8 @@ class Sidecar:
             limit = limit or self.rank_info["start_timeout"]
             is_cut_off = now - last > limit
         if is_cut_off:
-            self.console.write_log(
-                f"no word from rank zero for {limit:.0f} s: this rank ends"
-            )
+            text = f"no word from rank zero for {limit:.0f} s: this rank ends"
+            self.console.write_log(text)
             self.kill_at = now
 
     def _obey(self, command: dict[str, Any], now: float) -> None:
@@ -337,9 +335,6 @@ class Sidecar:
         elif name == "detach":
             self.client = None
 
-    def _claim_output(self) -> bool:
-        return self.console.claim_output(self.launcher)
-
     def _send_to_rank(self, status: int | None, text: str) -> None:
         with contextlib.suppress(OSError):
             self.control.send(json.dumps({"end": status, "text": text}).encode())
@@ -352,7 +347,7 @@ class Sidecar:
         # Rank zero first: its end ends the others before they say the same.
         if 0 < position.limit_seconds < waited - 3.0 * (self.rank_info["rank"] > 0):
             seen = f"{self.launcher.num_ranks} of {self.rank_info['world_size']}"
-            if self._claim_output():
+            if self.console.claim_output(self.launcher):
                 self.console.print(
                     f"{self._name()} hang: {position.phase} for {waited:.0f} s\n"
                     f"Processes started on this host: {seen}. Look at the others, at "

@@ -6,21 +6,17 @@ import socket
 from dataclasses import dataclass
 from pathlib import Path
 
-KINDS = [
+# Classes of interfaces, the best first. "infiniband" includes Omni-Path, "slingshot"
+# is HPE's (hsn0, hsn1 ...), "roce" is Ethernet on a card with RDMA, "virtual" has no
+# card under it (veth, vxlan), a "bridge" joins such interfaces of one host (docker0).
+# A bond, a VLAN or a bridge on a card is of the card's class.
+KINDS = (
     *("infiniband", "slingshot", "roce", "ethernet", "wireless", "virtual", "tunnel"),
     *("bridge", "loopback"),
-]
-"""The classes of interfaces, the best first.
+)
 
-``infiniband`` includes Omni-Path. ``slingshot`` is HPE's, whose interfaces are hsn0,
-hsn1 ... ``roce`` is Ethernet on a card with RDMA. ``virtual``
-has no card under it: veth, vxlan. A ``bridge`` joins such interfaces of one host, such
-as docker0. A bond, a VLAN or a bridge on a card is of the card's class.
-"""
-
+# https://www.kernel.org/doc/Documentation/ABI/testing/sysfs-class-net
 SYS_CLASS_NET = Path("/sys/class/net")
-"""https://www.kernel.org/doc/Documentation/ABI/testing/sysfs-class-net"""
-
 # ARPHRD_* of Linux's include/uapi/linux/if_arp.h, as in /sys/class/net/<name>/type.
 _ETHER, _INFINIBAND, _LOOPBACK = 1, 32, 772
 _MAX_DEPTH = 4  # a bridge on a VLAN on a bond on a card
@@ -30,12 +26,10 @@ _MAX_DEPTH = 4  # a bridge on a VLAN on a bond on a card
 class Interface:
     """One interface of one host."""
 
-    name: str
-    """As ``ip address`` prints it, such as ``"ib0"``; ``"eth0:1"`` for a label."""
-    kind: str
+    name: str  # as `ip address` prints it, such as "ib0"; "eth0:1" for a label
+    kind: str  # one of `KINDS`
     speed_mbps: int = 0  # 0: unknown
-    addresses: tuple[str, ...] = ()
-    """Its numeric addresses, IPv4 first, each family in the system's order."""
+    addresses: tuple[str, ...] = ()  # numeric, IPv4 first, then in the system's order
 
     def __str__(self) -> str:
         speed = f", {self.speed_mbps} Mb/s" if self.speed_mbps else ""
@@ -57,11 +51,9 @@ def find_interfaces(root: Path = SYS_CLASS_NET) -> tuple[Interface, ...]:
         )
         if addresses and name in running:
             device = name.partition(":")[0]
-            kind, speed_mbps = kind_of(device, root), speed_of(device, root)
+            kind, speed = kind_of(device, root), speed_of(device, root)
             found.append(
-                Interface(
-                    name=name, kind=kind, speed_mbps=speed_mbps, addresses=addresses
-                )
+                Interface(name=name, kind=kind, speed_mbps=speed, addresses=addresses)
             )
     return tuple(found)
 
@@ -97,10 +89,8 @@ def speed_of(name: str, root: Path = SYS_CLASS_NET) -> int:
 
 def slingshot_names(root: Path = SYS_CLASS_NET) -> list[str]:
     """Return the interfaces of this node that are Slingshot's and up, by number."""
-    names = [
-        path.name for path in root.glob("*") if sysfs_text(path / "operstate") == "up"
-    ]
-    names = [name for name in names if kind_of(name, root) == "slingshot"]
+    up = (it.name for it in root.glob("*") if sysfs_text(it / "operstate") == "up")
+    names = [name for name in up if kind_of(name, root) == "slingshot"]
     return sorted(names, key=lambda name: (len(name), name))
 
 

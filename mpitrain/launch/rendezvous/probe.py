@@ -41,13 +41,12 @@ def connect(
     source: str | None = None,
 ) -> tuple[str, str]:
     """Connect to a listener of rank zero; return this end's address, or why not."""
+    own = (source, 0) if source else None
     end = time.monotonic() + seconds
     failure = TIMED_OUT
     while (left := end - time.monotonic()) > 0:
         try:
-            sock = socket.create_connection(
-                where, left, source_address=(source, 0) if source else None
-            )
+            sock = socket.create_connection(where, left, source_address=own)
         except TimeoutError:
             return "", failure
         except ConnectionRefusedError:
@@ -87,9 +86,7 @@ def answering(listeners: Sequence[socket.socket], secret: bytes) -> Iterator[Non
             with contextlib.suppress(OSError):  # nobody came, or is gone again
                 sock = listener.accept()[0]
                 strangers.acquire()
-                thread = threading.Thread(target=answer, args=(sock, index))
-                thread.daemon = True
-                thread.start()
+                threading.Thread(target=answer, args=(sock, index), daemon=True).start()
         listener.settimeout(None)
 
     with ThreadPoolExecutor(max(1, len(listeners))) as pool:

@@ -15,6 +15,7 @@ import socket
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from ipaddress import ip_address
 from typing import TYPE_CHECKING
 
@@ -39,9 +40,9 @@ if TYPE_CHECKING:
 
 CONNECT_SECONDS = 3.0  # for a connection; lost packets are sent again after 1 s
 MAX_CONNECTIONS = 64  # how many addresses one rank tries at once
+# How many nodes try all addresses of rank zero, which needs 0.2 ms for each try. What
+# the others reach is seen when they connect to the store.
 MAX_PROBING_NODES = 256
-"""How many nodes try all addresses of rank zero, which needs 0.2 ms for each try. What
-the others reach is seen when they connect to the store."""
 
 UNKNOWN = Interface(name="", kind="virtual")  # an interface that was not found
 
@@ -53,11 +54,9 @@ class Rendezvous:
     address: str  # numeric IP address of rank zero's host, IPv4 or IPv6
     port: int  # the port that rank zero has bound there
     why: str  # why this address, for people
-    own_address: str
-    """This node's own address on that network; on rank zero's node it is `address`."""
+    own_address: str  # this node's on that network; on rank zero's it is `address`
     interface: Interface  # this node's network interface with `own_address`
-    listener: socket.socket | None
-    """The bound and listening socket on rank zero, ``None`` elsewhere."""
+    listener: socket.socket | None  # rank zero's, bound and listening; else ``None``
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,11 +120,8 @@ def find_rendezvous(
         outcomes = tuple(without_addresses(attempt) for attempt in attempts)
         reaching = {outcomes: [world.hostname]} if is_probing else {}
         hosts = merge_on_rank_zero(comm, reaching, merge_lists) or {}
-        index = on_rank_zero(
-            comm,
-            lambda: select_offer(world.hostname, offers, hosts),
-            "select an address of rank zero",
-        )
+        select = partial(select_offer, world.hostname, offers, hosts)
+        index = on_rank_zero(comm, select, "select an address of rank zero")
         # The original sockets are closed here, on every way out.
         selected_listener = listeners[index].dup() if listeners else None
     offer = offers[index]
@@ -173,17 +169,11 @@ def source_for(
 
     Without a route both are empty; the store then says that it is not reached.
     """
-    address = next(
-        (
-            address
-            for interface in interfaces
-            for address in interface.addresses
-            if interface.name == name and (":" in address) == (":" in offer.address)
-        ),
-        "",
-    )
+    is_ipv6 = ":" in offer.address
+    named = next((it.addresses for it in interfaces if it.name == name), ())
+    address = next((it for it in named if (":" in it) == is_ipv6), "")
     if not address:
-        family = socket.AF_INET6 if ":" in offer.address else socket.AF_INET
+        family = socket.AF_INET6 if is_ipv6 else socket.AF_INET
         with (
             contextlib.suppress(OSError),
             socket.socket(family, socket.SOCK_DGRAM) as sock,  # sends nothing
@@ -231,12 +221,9 @@ def try_offers(
         for source in sources:
             if source is not None and (":" in source) != (":" in offer.address):
                 continue
+            where = (offer.address, offer.port)
             address, failure = probe.connect(
-                (offer.address, offer.port),
-                index,
-                secret,
-                seconds=CONNECT_SECONDS,
-                source=source,
+                where, index, secret, seconds=CONNECT_SECONDS, source=source
             )
             if not failure:
                 having = (i for i in interfaces if address in i.addresses)
@@ -256,10 +243,7 @@ def check_interface(
         if name not in names:
             lacking.setdefault(", ".join(sorted(names)) or "none", []).extend(having)
     if lacking:
-        lines = [
-            f"  {list_hosts(hosts)}, where there is {names}"
-            for names, hosts in lacking.items()
-        ]
+        lines = (f"  {list_hosts(on)}, where there is {n}" for n, on in lacking.items())
         raise LaunchError(
             f"no interface {name!r} that is up and has an address on\n"
             + "\n".join(lines)
@@ -289,11 +273,8 @@ def select_offer(
             index,
         )
 
-    usable = [
-        index
-        for index in range(len(offers))
-        if not any(tried[index].failure for tried in hosts)
-    ]
+    indices = range(len(offers))
+    usable = [i for i in indices if not any(tried[i].failure for tried in hosts)]
     if usable:
         return min(usable, key=cost)
     lines = []
