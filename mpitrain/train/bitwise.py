@@ -7,6 +7,7 @@ one order. So every number that is computed is the same, whichever rank computes
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import random
 from collections.abc import Iterator, Sequence
@@ -19,7 +20,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from mpitrain.config import TrainConfig
-from mpitrain.data.randomness import uniform
 from mpitrain.data.sharding import Numbering
 from mpitrain.errors import UsageError
 from mpitrain.mpi.world import World
@@ -179,7 +179,7 @@ class BitwiseModel(ParallelModel):
         self.number = number
         if self._place:
             self._restore(self._before)
-        seed_micro_batch(self._seed, *self._key, number)
+        seed_micro_batch(self._seed, *self._key, number, self._world.device)
         yield
         if not self._place:
             self._after_first = [buffer.clone() for buffer in self.buffers]
@@ -303,13 +303,17 @@ class _PairwiseReduceScatter:
             output_tensor.copy_(total)
 
 
-def seed_micro_batch(seed: int, epoch: int, step: int, number: int) -> None:
+def seed_micro_batch(
+    seed: int, epoch: int, step: int, number: int, device: str = "cpu"
+) -> None:
     """Seed torch, NumPy and `random`, as for dropout."""
-    draws = uniform(seed, epoch, np.array([number]), 1, f"micro-batch of step {step}")
-    value = int(draws[0, 0] * 2**32)
+    key = f"{seed} {epoch} {step} {number}".encode()
+    value = int.from_bytes(hashlib.blake2b(key, digest_size=4).digest())
     random.seed(value)
     np.random.seed(value)
-    torch.manual_seed(value)
+    torch.default_generator.manual_seed(value)  # `torch.manual_seed` takes 0.1 ms
+    if device != "cpu":
+        torch.get_device_module(device).manual_seed(value)
 
 
 def configure_bitwise(world: World) -> None:
