@@ -6,6 +6,7 @@ import hashlib
 from pathlib import Path
 
 import pytest
+from launcher import slow
 
 from .conftest import ROOT
 from .hosts import VirtualHosts
@@ -14,7 +15,7 @@ from .test_hostfile import mpirun
 FLAGS = ("--bitwise", "--device", "cpu", "--model", "users:Attention", "--epochs", "2")
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", ["ddp", slow("fsdp")])
 def test_two_hosts_compute_the_bits_of_one_rank(
     strategy: str, hosts: VirtualHosts, folder: Path
 ) -> None:

@@ -144,6 +144,7 @@ def limit(groups: Path, quotas: list[int]) -> None:
             (group / "cpu.cfs_quota_us").write_text(f"{quota}")
 
 
+@pytest.mark.slow
 def test_a_slow_rank_takes_fewer_micro_batches_and_the_bits_are_the_same(
     cpu_groups: Path, tmp_path: Path
 ) -> None:
