@@ -157,6 +157,7 @@ class BitwiseModel(ParallelModel):
         self._num = -(-step.num_samples // self._micro_batch_size)
         self.numbers = self.numbering.of_rank(self._world.rank, self._num)
         self._place = 0
+        self._sum = PairwiseSum()
         self._before = [buffer.clone() for buffer in self.buffers]
         self._after_first = self._before
 

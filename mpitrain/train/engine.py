@@ -7,6 +7,7 @@ import functools
 import hashlib
 import logging
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -111,11 +112,9 @@ class Engine:
         self.micro_batch_counts: list[int] = []  # of each rank, once they differ
         if config.bitwise:
             self._check_bitwise()
-            is_sharded = self.strategy == "fsdp"
-            self.numbering = Numbering(
-                world_size=world.world_size, is_interleaved=is_sharded
-            )
-            if config.balance == "auto" and world.world_size > 1 and not is_sharded:
+            self.numbering = Numbering(world_size=world.world_size)
+            has_choice = world.world_size > 1 and self.strategy != "fsdp"
+            if config.balance == "auto" and has_choice:
                 self._balance = Balance()
         self._min_rows = 2 if has_batch_norm else 1
         self._head: nn.Module | None = None
@@ -148,6 +147,8 @@ class Engine:
         self.train_loader = self._loader(train, train=True)
         self.val_loader = self._loader(val, train=False)
         if self.numbering is not None:
+            is_sharded = strategy == "fsdp"
+            self.numbering = replace(self.numbering, is_interleaved=is_sharded)
             self.parallel = BitwiseModel(
                 trained, self.world, config, strategy, self.numbering
             )

@@ -164,6 +164,15 @@ def config() -> Any:
     return config_of(**SETTINGS)
 
 
+def test_a_probe_and_then_all_has_the_same_bits_with_fsdp(world: World) -> None:
+    settings = {**SETTINGS, "probe_epochs": 1, "epochs": 1}
+    found = [trained(world, strategy=it, **settings) for it in ("auto", "fsdp")]
+    assert found[0][0] == found[1][0]
+    if world.is_rank_zero:
+        for name, weight in found[0][1].items():
+            assert torch.equal(found[1][1][name], weight), name
+
+
 def test_evaluation_has_the_same_bits_as_on_one_rank(world: World) -> None:
     trainer = Trainer(
         Net(), some(NUM_SAMPLES), some(61, "val"), config(), world=world, callbacks=()
