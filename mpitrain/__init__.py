@@ -41,11 +41,30 @@ if TYPE_CHECKING:
     from mpitrain.train.progress import EpochLines
     from mpitrain.train.trainer import Trainer
 
-__all__ = ["Callback", "CheckpointError", "Checkpointer", "DataError", "EpochLines"]
-__all__ += ["Evaluation", "Job", "LaunchError", "MpitrainError", "Node"]
-__all__ += ["NonFiniteError", "Recorder", "StopRequested", "Stopped", "TopologyError"]
-__all__ += ["TrainConfig", "TrainState", "Trainer", "UsageError", "World"]
-__all__ += ["__version__", "init"]
+__all__ = [
+    "Callback",
+    "CheckpointError",
+    "Checkpointer",
+    "DataError",
+    "EpochLines",
+    "Evaluation",
+    "Job",
+    "LaunchError",
+    "MpitrainError",
+    "Node",
+    "NonFiniteError",
+    "Recorder",
+    "StopRequested",
+    "Stopped",
+    "TopologyError",
+    "TrainConfig",
+    "TrainState",
+    "Trainer",
+    "UsageError",
+    "World",
+    "__version__",
+    "init",
+]
 
 # Modules by name; what is not here is in `errors`.
 _HOMES = {

@@ -68,9 +68,8 @@ class Numbering:
     def of_rank(self, rank: int, num: int) -> range:
         """Return the numbers of one rank, out of ``num``."""
         if self.is_interleaved:
-            return range(rank, max_shard_size(num, self.world_size) * self.world_size)[
-                :: self.world_size
-            ]
+            end = max_shard_size(num, self.world_size) * self.world_size
+            return range(rank, end, self.world_size)
         bounds = _bounds(self, num)
         return range(bounds[rank], bounds[rank + 1])
 

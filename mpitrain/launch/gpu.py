@@ -106,10 +106,8 @@ def assign_devices(
     required = config.device if config.device in LIBRARIES else ""
 
     def plan_all() -> tuple[DevicePlan, dict[NodeGpus, list[int]]]:
-        asked = config.backend
-        return plan_devices(
-            by_node, world.nodes, required, asked, host_backend
-        ), by_node
+        args = (by_node, world.nodes, required, config.backend, host_backend)
+        return plan_devices(*args), by_node
 
     plan, by_node = on_rank_zero(comm, plan_all, "assign devices")
     if plan.kind:

@@ -15,9 +15,8 @@ class Node:
     hostname: str
     ranks: tuple[int, ...]  # ascending; local rank `i` is ``ranks[i]``
     num_cores: int = 0  # that its ranks may use together; 0 before they were counted
-    devices: tuple[
-        str, ...
-    ] = ()  # each rank's, such as "cuda:1"; empty before the start
+    # Each rank's, such as "cuda:1"; empty before they were assigned.
+    devices: tuple[str, ...] = ()
     # Each rank's GPU by a number of this node, equal where ranks share one; empty
     # without GPUs. The ranks' logs have the UUIDs.
     gpus: tuple[str, ...] = ()

@@ -143,6 +143,11 @@ class BitwiseModel(ParallelModel):
     def _set_reduce_scatter(self) -> None:
         from torch.distributed.fsdp import FSDPModule
 
+        if not hasattr(FSDPModule, "set_custom_reduce_scatter"):
+            raise UsageError(
+                f"--bitwise with --strategy fsdp: torch {torch.__version__} cannot "
+                "replace FSDP's reduce-scatter; expected torch 2.14, or --strategy ddp"
+            ).on_all_ranks()
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 scatter: Any = _PairwiseReduceScatter(self)
@@ -270,7 +275,7 @@ def _like(weight: Tensor, flat: Tensor) -> Tensor:
 class _PairwiseReduceScatter:
     """Adds up what FSDP reduce-scatters, for one of its modules.
 
-    A ``ReduceScatter`` of FSDP2: `set_custom_reduce_scatter` (torch 2.9 to 2.14).
+    A ``ReduceScatter`` of FSDP2, for `set_custom_reduce_scatter`; checked with 2.14.
     """
 
     def __init__(self, model: BitwiseModel) -> None:

@@ -78,7 +78,7 @@ def evaluate(
 ) -> Evaluation:
     """Compute the metrics over every sample once; collective, in evaluation mode."""
     sums: dict[str, Tensor] = {}
-    of_batches: list[Tensor] = []
+    of_batches: list[Tensor] = []  # with --bitwise
     count = 0
     for step in loader.steps(rank_shard, epoch=0):
         for batch in step.micro_batches:
@@ -99,7 +99,8 @@ def evaluate(
                 value = torch.as_tensor(value, dtype=torch.float64)
                 of_batch[name] = sum_over_samples(value, num, batch.num_rows, name)
             sums = {name: sums[name] + of_batch[name] for name in sums} or of_batch
-            of_batches.append(torch.stack([*of_batch.values()]))
+            if rank_shard.numbering is not None:
+                of_batches.append(torch.stack([of_batch[name] for name in sums]))
             count += num
             on_batch_end()
     ranks.check_equal(

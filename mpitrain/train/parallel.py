@@ -265,12 +265,12 @@ def is_channels_last(world: World, config: StrategyConfig) -> bool:
 
 
 def configure_precision(
-    config: StrategyConfig, environ: MutableMapping[str, str]
+    config: StrategyConfig, device: str, environ: MutableMapping[str, str]
 ) -> None:
     """Set TF32 and determinism for the whole process, before the device is used."""
     torch.set_float32_matmul_precision("high" if config.tf32 else "highest")
     torch.backends.cudnn.allow_tf32 = config.tf32  # True by default
-    if config.deterministic or (config.bitwise and torch.cuda.is_available()):
+    if config.deterministic or (config.bitwise and device != "cpu"):
         environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
         torch.backends.cudnn.benchmark = False

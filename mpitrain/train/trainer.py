@@ -400,7 +400,7 @@ class Trainer:
         Collective over all ranks.
         """
         assert self.world is not None
-        configure_precision(self.config, os.environ)
+        configure_precision(self.config, self.world.device, os.environ)
         if self.config.bitwise:
             configure_bitwise(self.world)
         self.engine = Engine(
