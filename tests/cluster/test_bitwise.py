@@ -2,34 +2,77 @@
 
 from __future__ import annotations
 
-import hashlib
+import shlex
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from launcher import slow
+from going_on import Runs
+from launcher import MPIS, Mpi, find, slow
+from same_bits import MODELS, Alone, killed_and_resumed, runs_of, trained
 
-from .conftest import ROOT
 from .hosts import VirtualHosts
-from .test_hostfile import mpirun
-
-FLAGS = ("--bitwise", "--device", "cpu", "--model", "users:Attention", "--epochs", "2")
 
 
-@pytest.mark.parametrize("strategy", ["ddp", slow("fsdp")])
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Alone:
+    return Alone(tmp_path_factory.mktemp("alone"))
+
+
+@pytest.mark.parametrize(
+    ("model", "strategy", "mpi", "num_kills"),
+    [
+        ("transformer", "ddp", "openmpi-5", 0),
+        ("convnet", "ddp", "mpich", 1),
+        *(
+            slow(model, strategy, mpi, 3)
+            for model in MODELS
+            for strategy in ("ddp", "fsdp")
+            for mpi in MPIS
+        ),
+    ],
+)
 def test_two_hosts_compute_the_bits_of_one_rank(
-    strategy: str, hosts: VirtualHosts, folder: Path
+    model: str,
+    strategy: str,
+    mpi: str,
+    num_kills: int,
+    alone: Alone,
+    hosts: VirtualHosts,
+    tmp_path: Path,
 ) -> None:
-    digests = {}
-    for name, slots in {"1": [1], "2-2": [2, 2], "3-1": [3, 1]}.items():
-        done = mpirun(
-            hosts,
-            folder,
-            hosts.names[: len(slots)],
-            slots=slots,
-            words=["--name", name, "--strategy", strategy, *FLAGS],
-            flags=["--bind-to", "none", "-x", f"PYTHONPATH={ROOT / 'tests/jobs'}"],
-        )
-        assert done.returncode == 0, done.stdout
-        weights = (folder / "runs" / name / "model.pt").read_bytes()
-        digests[name] = hashlib.sha256(weights).hexdigest()
-    assert len(set(digests.values())) == 1, digests
+    def on(*slots: int) -> tuple[Runs, int]:
+        place = on_hosts(find(mpi), hosts, slots, tmp_path)
+        return runs_of(model, place, tmp_path, TMPDIR=str(hosts.tmpdir)), sum(slots)
+
+    flags = ("--strategy", strategy)
+    if (model, strategy) == ("bf16", "fsdp"):  # see tests/jobs/test_bitwise.py
+        one_rank = runs_of(model, find(mpi), tmp_path)
+        expected = trained(one_rank, "on-1", 1, *flags)
+    else:
+        expected = alone(model)
+    for name, (runs, size) in {"2-2": on(2, 2), "3-1": on(3, 1)}.items():
+        assert trained(runs, name, size, *flags) == expected, name
+    if num_kills:
+        cut = [on(2, 2), on(3, 1), on(1, 1)][:num_kills]
+        assert killed_and_resumed([*cut, on(1, 2)], *flags) == expected
+
+
+def on_hosts(mpi: Mpi, hosts: VirtualHosts, slots: Sequence[int], folder: Path) -> Mpi:
+    """An MPI whose mpirun starts on the first host, over ssh, with these slots."""
+    script, file = folder / "mpirun.sh", folder / f"hosts-{'-'.join(map(str, slots))}"
+    first = shlex.join([*hosts._on(hosts.names[0]), str(mpi.mpirun)])
+    script.write_text(f'#!/bin/sh\nexec {first} "$@"\n')
+    script.chmod(0o755)
+    line = "{}:{}\n" if mpi.name == "mpich" else "{} slots={}\n"
+    places = zip(hosts.names, slots, strict=False)
+    file.write_text("".join(line.format(*place) for place in places))
+    if mpi.name == "mpich":
+        flags = ["-launcher", "ssh", "-f", str(file)]
+    else:
+        prefix = str(mpi.mpirun.parents[1])
+        flags = ["--prefix", prefix, "--hostfile", str(file), "--bind-to", "none"]
+        names = ["PYTHONPATH", "NOTES", *(["MPI4PY_LIBMPI"] if mpi.libmpi else [])]
+        for name in names:
+            flags += ["-x", name]
+    return Mpi(name=mpi.name, mpirun=script, libmpi=mpi.libmpi, flags=tuple(flags))

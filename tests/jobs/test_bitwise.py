@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import os
-import random
-import signal
 import statistics
 import subprocess
 import sys
@@ -19,51 +16,23 @@ from typing import Any
 import pytest
 from going_on import Runs
 from launcher import MPIS, environment, find, slow
-
-SMALL = ("--data", "synthetic", "--image-size", "32", "--synthetic-samples", "72")
-MODELS: dict[str, tuple[str, ...]] = {
-    "convnet": ("--epochs", "3"),
-    "transformer": ("--model", "users:Attention", "--epochs", "2"),
-    "resnet": (*SMALL, "--model", "resnet18", "--epochs", "2"),
-    "bf16": ("--model", "users:Attention", "--precision", "bf16", "--epochs", "2"),
-}
-OFTEN = ("--checkpoint-every-steps", "3", "--global-batch-size", "32")
-
-
-def digest(runs: Runs, name: str) -> str:
-    return hashlib.sha256((runs.dir(name) / "model.pt").read_bytes()).hexdigest()
-
-
-def runs_of(model: str, mpi: str, folder: Path) -> Runs:
-    flags = ("--bitwise", "--device", "cpu", *OFTEN, *MODELS[model])
-    return Runs(mpi=find(mpi), folder=folder, flags=flags)
+from same_bits import MODELS, Alone, digest, killed_and_resumed, runs_of, trained
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Trainings on one rank, with ddp, by model."""
-    folder, made = tmp_path_factory.mktemp("alone"), {}
-
-    def get(model: str) -> tuple[str, list[dict[str, Any]]]:
-        if model not in made:
-            runs = runs_of(model, "openmpi-5", folder)
-            done = runs.run(model, 1)
-            assert done.status == 0, done.out + done.err
-            made[model] = digest(runs, model), runs.rows(model)
-        return made[model]
-
-    return get
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Alone:
+    return Alone(tmp_path_factory.mktemp("alone"))
 
 
 @pytest.mark.parametrize(
-    ("model", "strategy", "mpi", "sizes"),
+    ("model", "strategy", "mpi", "sizes", "cut_sizes"),
     [
-        ("convnet", "ddp", "openmpi-5", (3,)),
-        ("transformer", "ddp", "mpich", (2,)),
-        ("transformer", "fsdp", "openmpi-5", (3,)),
-        ("resnet", "ddp", "openmpi-4.1", (2,)),
+        ("convnet", "ddp", "openmpi-5", (3,), (3, 4)),
+        ("transformer", "ddp", "mpich", (2,), (2, 3)),
+        ("transformer", "fsdp", "openmpi-5", (3,), (3, 2)),
+        ("resnet", "ddp", "openmpi-4.1", (2,), (2, 3)),
         *(
-            slow(model, strategy, mpi, (2, 3, 4, 8))
+            slow(model, strategy, mpi, (2, 3, 4, 8), (2, 4, 3, 1))
             for model in MODELS
             for strategy in ("ddp", "fsdp")
             for mpi in MPIS
@@ -75,40 +44,20 @@ def test_the_weights_have_the_same_bits_on_any_number_of_ranks(
     strategy: str,
     mpi: str,
     sizes: tuple[int, ...],
-    alone: Any,
+    cut_sizes: tuple[int, ...],
+    alone: Alone,
     tmp_path: Path,
 ) -> None:
+    runs, flags = runs_of(model, find(mpi), tmp_path), ("--strategy", strategy)
     if (model, strategy) == ("bf16", "fsdp"):
         # Casts all of the model, as ddp's autocast does not: other bits than ddp's.
-        sizes, expected = (*sizes, 1), None
+        expected = trained(runs, "on-1", 1, *flags)
     else:
         expected = alone(model)
-    runs = runs_of(model, mpi, tmp_path)
-    found = {}
     for size in sizes:
-        done = runs.run(f"on-{size}", size, "--strategy", strategy)
-        assert done.status == 0, done.out + done.err
-        found[size] = digest(runs, f"on-{size}"), runs.rows(f"on-{size}")
-    name = cut_and_resumed(runs, sizes[0], strategy)
-    found[0] = digest(runs, name), runs.rows(name)
-    expected = expected or found[1]
-    for size, (weights, rows) in found.items():
-        assert rows == expected[1], size
-        assert weights == expected[0], size
-
-
-def cut_and_resumed(runs: Runs, size: int, strategy: str) -> str:
-    """Train, be killed after a checkpoint, and resume on one rank more."""
-    flags = ("--strategy", strategy)
-    job = runs.start("cut", size, *flags)
-    job.wait_for_checkpoint()
-    time.sleep(random.uniform(0, 0.3))
-    for pid in job.ranks()[:1]:
-        os.kill(pid, signal.SIGKILL)
-    job.end()
-    done = runs.run("cut", size + 1, *flags)
-    assert done.status == 0, done.out + done.err
-    return "cut"
+        assert trained(runs, f"on-{size}", size, *flags) == expected, size
+    parts = [(runs, size) for size in cut_sizes]
+    assert killed_and_resumed(parts, *flags) == expected
 
 
 QUOTA_MICROS, PERIOD_MICROS = 4_000, 10_000  # of a fast rank: two fifths of a core
@@ -206,7 +155,7 @@ def test_what_would_change_the_bits_is_refused(tmp_path: Path) -> None:
 
 
 def test_diff_names_the_first_step_and_tensor(tmp_path: Path) -> None:
-    runs = runs_of("convnet", "openmpi-5", tmp_path)
+    runs = runs_of("convnet", find("openmpi-5"), tmp_path)
     flags = ("--fingerprint", "3", "--epochs", "2")
     for name, size, more in (("a", 1, ()), ("b", 2, ()), ("c", 2, ("--seed", "2"))):
         done = runs.run(name, size, *flags, *more)
