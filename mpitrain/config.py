@@ -416,7 +416,7 @@ class TrainConfig(
     @property
     def may_change(self) -> frozenset[str]:
         """`MAY_CHANGE` of this configuration."""
-        return MAY_CHANGE - {"micro_batch_size"} if self.bitwise else MAY_CHANGE
+        return MAY_CHANGE - CHANGES_BITS if self.bitwise else MAY_CHANGE
 
     def without_effect(self) -> list[str]:
         """Name the settings that do nothing beside the others, and why."""
@@ -427,7 +427,8 @@ class TrainConfig(
         no_crop = self.data not in ("folder", "hdf5", "shards")
         no_momentum = self.optimizer not in ("sgd", "rmsprop")
         reasons = {
-            "balance": not self.bitwise and "for --bitwise",
+            "balance": (not self.bitwise and "for --bitwise")
+            or (self.strategy == "fsdp" and "for --strategy ddp"),
             "momentum": no_momentum and f"{self.optimizer} has none",
             "data_dir": no_files and f"{self.data} needs no files",
             "normalize": is_digits and "the digits are taken as they are",
@@ -514,3 +515,8 @@ MAY_CHANGE = frozenset(
 )
 """Fields that may change when a run is resumed: they change no result, except for its
 rounding, and what follows a bad sample or a step that is not finite."""
+
+CHANGES_BITS = frozenset(
+    {"micro_batch_size", "channels_last", "activation_checkpointing", "tf32"}
+)
+"""Of `MAY_CHANGE` those that change the rounding with ``--bitwise``."""

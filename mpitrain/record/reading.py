@@ -138,6 +138,7 @@ class Metrics(JsonlReader):
                 self.epochs.append(_epoch(row))
             case "begin":
                 self.began.append(make(Began, row))
+                self.balance = None  # of the ranks of an earlier job
             case "resume":
                 self.resumed.append(make(Resumed, {"time": None, **row}))
             case "checkpoint":

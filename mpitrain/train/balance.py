@@ -8,9 +8,9 @@ from statistics import median
 
 from mpitrain.data.sharding import Numbering
 
-NUM_MEASUREMENTS = 5  # the median of these counts; one about every two seconds
+NUM_MEASUREMENTS = 5  # the median of these counts; one for each reduction of metrics
 MIN_MEASUREMENTS = 3  # the first passes are slower
-MIN_GAIN = 0.05  # of the time of a step; each change loads the next batches anew
+MIN_GAIN = 0.05  # of the time of a step: batches are loaded anew, and more sums sent
 
 
 class Balance:

@@ -8,9 +8,10 @@ one order. So every number that is computed is the same, whichever rank computes
 from __future__ import annotations
 
 import hashlib
+import itertools
 import logging
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeAlias
 
@@ -20,7 +21,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from mpitrain.config import TrainConfig
-from mpitrain.data.sharding import Numbering
 from mpitrain.errors import UsageError
 from mpitrain.mpi.world import World
 from mpitrain.train.loader import RankStep
@@ -30,6 +30,8 @@ from mpitrain.train.step_metrics import all_gather_flat
 logger = logging.getLogger("mpitrain")
 
 Gradients: TypeAlias = list[Tensor | None]  # of the weights; None: not in the loss
+
+ALIGNMENT = 64  # numbers: kernels of GPUs add aligned memory in another order
 
 Node = tuple[int, int]
 """Level and position in the tree of sums: the sum of ``2**level`` numbers from
@@ -116,85 +118,78 @@ class BitwiseModel(ParallelModel):
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        world: World,
-        config: TrainConfig,
-        strategy: str,
-        numbering: Numbering,
+        self, model: nn.Module, world: World, config: TrainConfig, strategy: str
     ) -> None:
         is_sharded = strategy == "fsdp"
         super().__init__(model, world, config, "fsdp" if is_sharded else "single")
-        self.numbering = numbering
-        self.buffers = list(model.buffers())
-        self.numbers = range(0)  # of this rank's micro-batches of the step
+        self.strategy = strategy
+        self.is_last = False  # whether the micro-batch is this rank's last of the step
+        self.num_micro_batches = 0  # of the step, over all ranks
         self._micro_batch_size = config.bitwise_micro_batch_size
         self._seed = config.seed
         self._world_size = world.world_size
-        self._sum = PairwiseSum()
-        self._num = self._place = 0
+        self._numbers: list[range] = []  # of each rank's micro-batches of the step
+        self._place = 0  # of the micro-batch among this rank's
         self._key = (0, 0)  # epoch and step
+        self._sum = PairwiseSum()
+        self._flat = FlatGradients(self.weights)
+        self._memory: dict[str, Tensor] = {}
         self._before: list[Tensor] = []
         self._after_first: list[Tensor] = []
-        self._scatters = is_sharded and world.world_size > 1
-        if self._scatters:
+        self._scatters: list[_PairwiseReduceScatter] = []
+        if is_sharded and world.world_size > 1:
             self._set_reduce_scatter()
 
     def _set_reduce_scatter(self) -> None:
         from torch.distributed.fsdp import FSDPModule
 
-        if not hasattr(FSDPModule, "set_custom_reduce_scatter"):
-            raise UsageError(
-                f"--bitwise with --strategy fsdp: torch {torch.__version__} cannot "
-                "replace FSDP's reduce-scatter; expected torch 2.14, or --strategy ddp"
-            ).on_all_ranks()
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 scatter: Any = _PairwiseReduceScatter(self)
                 module.set_custom_reduce_scatter(scatter)
                 module.set_force_sum_reduction_for_comms(True)
                 module.set_gradient_divide_factor(1.0)
+                self._scatters.append(scatter)
 
     def start_step(self, epoch: int, step: RankStep) -> None:
         """Begin a step. Collective: broadcasts rank zero's buffers."""
+        assert step.numbering is not None
+        # Named anew: a module may assign a new tensor to a buffer.
+        self.buffers = list(self.model.buffers())
         super().start_step(epoch, step)
         self._key = (epoch, step.number)
-        self._num = -(-step.num_samples // self._micro_batch_size)
-        self.numbers = self.numbering.of_rank(self._world.rank, self._num)
+        self.num_micro_batches = -(-step.num_samples // self._micro_batch_size)
+        self._numbers = step.numbering.all_ranks(self.num_micro_batches)
         self._place = 0
         self._sum = PairwiseSum()
         self._before = [buffer.clone() for buffer in self.buffers]
         self._after_first = self._before
 
     @property
-    def ranks_numbers(self) -> list[int]:
+    def numbers_of_ranks(self) -> list[int]:
         """The number of each rank's present micro-batch; with ``fsdp``."""
         first = self._place * self._world_size
-        return list(range(first, min(first + self._world_size, self._num)))
-
-    @property
-    def is_last(self) -> bool:
-        """Whether the present micro-batch is the last of the step."""
-        return self._place + 1 == len(self.numbers)
+        return list(range(first, min(first + self._world_size, self.num_micro_batches)))
 
     @contextmanager
     def sync_gradients(self, *, is_last: bool) -> Iterator[None]:
         """Return a context for the passes of the next micro-batch."""
-        del is_last
-        number = self.numbers[self._place] if self.numbers else self._num
-        self.number = number
+        self.is_last = is_last
+        mine = self._numbers[self._world.rank]
+        # A rank without any has a batch without samples.
+        self.number = number = mine[self._place] if mine else self.num_micro_batches
         if self._place:
             self._restore(self._before)
         seed_micro_batch(self._seed, *self._key, number, self._world.device)
         yield
         if not self._place:
-            self._after_first = [buffer.clone() for buffer in self.buffers]
-        if self._scatters:
-            if not self.is_last:
-                for weight in self.weights:
-                    weight.grad = None
-        elif number < self._num:
-            self._sum.add((0, number), [weight.grad for weight in self.weights])
+            self._after_first = [buffer.clone() for buffer in self.model.buffers()]
+        if not self._scatters:
+            gradients = [weight.grad for weight in self.weights]
+            if number < self.num_micro_batches:
+                refuse_sparse(gradients)
+                self._sum.add((0, number), gradients)
+        if not self._scatters or not is_last:
             for weight in self.weights:
                 weight.grad = None
         self._place += 1
@@ -203,6 +198,8 @@ class BitwiseModel(ParallelModel):
         """Let every weight have the sum over all micro-batches. Collective."""
         self._restore(self._after_first)
         if self._scatters:
+            for scatter in self._scatters:
+                scatter.end_step()
             return
         if self._world_size == 1:
             found = self._sum.total()
@@ -213,74 +210,112 @@ class BitwiseModel(ParallelModel):
 
     @torch.no_grad()
     def _restore(self, values: Sequence[Tensor]) -> None:
-        for buffer, value in zip(self.buffers, values, strict=True):
+        for buffer, value in zip(self.model.buffers(), values, strict=True):
             buffer.copy_(value)
 
     @torch.no_grad()
     def _sum_over_ranks(self) -> Gradients:
-        weights = self.weights
-        of_ranks = [nodes_of(part) for part in self.numbering.all_ranks(self._num)]
-        counts, mine = [len(nodes) for nodes in of_ranks], of_ranks[self._world.rank]
-        sizes = [weight.numel() * (1 + weight.is_complex()) for weight in weights]
-        length = sum(sizes) + len(weights)  # a flag each, whether there is a gradient
-        chunk = -(-length // self._world_size)
-        dtype = weights[0].dtype.to_real()
-        # gloo has no all-to-all for GPUs.
-        device = "cpu" if self._world.backend == "gloo" else self._world.device
-        sent = torch.zeros(
-            (len(mine), self._world_size * chunk), dtype=dtype, device=device
-        )
-        for row, node in zip(sent, mine, strict=True):
-            gradients = self._sum.nodes.pop(node)
-            *parts, flags = torch.split(row[:length], [*sizes, len(weights)])
-            for part, gradient in zip(parts, gradients, strict=True):
-                if gradient is not None:
-                    part.view_as(_real(gradient)).copy_(_real(gradient))
-            flags.copy_(torch.tensor([float(it is not None) for it in gradients]))
-        of_owners = sent.view(len(mine), self._world_size, chunk).transpose(0, 1)
-        received = sent.new_empty((sum(counts), chunk))
-        dist.all_to_all_single(
-            received,
-            of_owners.reshape(-1, chunk),
-            output_split_sizes=counts,
-            input_split_sizes=[len(mine)] * self._world_size,
-        )
-        nodes = [node for nodes in of_ranks for node in nodes]
-        for node, row in zip(nodes, received, strict=True):
-            self._sum.add(node, [row])
-        (total,) = self._sum.total()
-        whole = sent.new_empty(self._world_size * chunk)
+        """Send each rank its part of all sums, add, and gather the parts."""
+        rank, size = self._world.rank, self._world_size
+        nodes_of_ranks = [nodes_of(numbers) for numbers in self._numbers]
+        part = -(-self._flat.length // size)
+        sent, whole = self._kept("sent", size * part), self._kept("whole", size * part)
+        tree = PairwiseSum()
+        for place in range(max(map(len, nodes_of_ranks))):
+            nodes = [found[place : place + 1] for found in nodes_of_ranks]
+            counts = [part * len(found) for found in nodes]
+            for node in nodes[rank]:
+                self._flat.pack(self._sum.nodes.pop(node), sent)
+            received = self._kept(f"received {place}", sum(counts))
+            dist.all_to_all_single(
+                received,
+                sent[: size * counts[rank]],
+                output_split_sizes=counts,
+                input_split_sizes=[counts[rank]] * size,
+            )
+            rows = iter(torch.split(received, part))
+            for node in itertools.chain.from_iterable(nodes):
+                tree.add(node, [next(rows)])
+        (total,) = tree.total()
         assert total is not None
         all_gather_flat(whole, total)
-        whole = whole.to(self._world.device)
-        *found, flags = torch.split(whole[:length], [*sizes, len(weights)])
-        return [
-            _like(weight, flat) if is_used else None
-            for weight, flat, is_used in zip(
-                weights, found, flags.tolist(), strict=True
-            )
-        ]
+        return self._flat.unpack(whole.to(self._world.device))
+
+    def _kept(self, name: str, length: int) -> Tensor:
+        """Return flat memory, of the last step if it is as long: new one is slow."""
+        found = self._memory.get(name)
+        if found is None or len(found) != length:
+            # gloo has no all-to-all for GPUs.
+            device = "cpu" if self._world.backend == "gloo" else self._world.device
+            found = torch.zeros(length, dtype=self._flat.dtype, device=device)
+            self._memory[name] = found
+        return found
 
 
-def _real(tensor: Tensor) -> Tensor:
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+class FlatGradients:
+    """Writes gradients of weights into flat memory, and reads them from it.
+
+    Each begins at a multiple of `ALIGNMENT`. The end has a flag for each weight,
+    whether it has a gradient.
+    """
+
+    def __init__(self, weights: Sequence[Tensor]) -> None:
+        self._weights = weights
+        # What autograd gives a gradient: the weight's strides where it has no gaps.
+        self._strides = [torch.empty_like(it, device="meta").stride() for it in weights]
+        sizes = [it.numel() * (1 + it.is_complex()) for it in weights]
+        padded = [-(-size // ALIGNMENT) * ALIGNMENT for size in sizes]
+        *self._starts, self._end = itertools.accumulate(padded, initial=0)
+        self._sizes = sizes
+        self.length = self._end + len(weights)
+        self.dtype = weights[0].dtype.to_real()
+
+    def pack(self, gradients: Gradients, flat: Tensor) -> None:
+        """Write gradients."""
+        for view, gradient in zip(self._views(flat), gradients, strict=True):
+            if gradient is None:
+                view.zero_()
+            else:
+                view.copy_(gradient)
+        flags = [float(gradient is not None) for gradient in gradients]
+        flat[self._end : self.length] = torch.tensor(flags)
+
+    def unpack(self, flat: Tensor) -> Gradients:
+        """Return gradients, as views."""
+        flags = flat[self._end : self.length].tolist()
+        views = zip(self._views(flat), flags, strict=True)
+        return [view if is_used else None for view, is_used in views]
+
+    def _views(self, flat: Tensor) -> Iterable[Tensor]:
+        for weight, start, size, strides in zip(
+            self._weights, self._starts, self._sizes, self._strides, strict=True
+        ):
+            part = flat[start : start + size]
+            if weight.is_complex():
+                part = torch.view_as_complex(part.view(-1, 2))
+            yield part.as_strided(weight.shape, strides)
 
 
-def _like(weight: Tensor, flat: Tensor) -> Tensor:
-    if weight.is_complex():
-        return torch.view_as_complex(flat.view(*weight.shape, 2))
-    return flat.view(weight.shape)
+def refuse_sparse(gradients: Gradients) -> None:
+    """Check that all are dense."""
+    if any(it is not None and it.layout != torch.strided for it in gradients):
+        raise UsageError(
+            "--bitwise adds dense gradients, found a sparse one; expected layers such "
+            "as nn.Embedding without sparse=True"
+        )
 
 
 class _PairwiseReduceScatter:
     """Adds up what FSDP reduce-scatters, for one of its modules.
 
-    A ``ReduceScatter`` of FSDP2, for `set_custom_reduce_scatter`; checked with 2.14.
+    A ``ReduceScatter`` of FSDP2, for `set_custom_reduce_scatter`; checked with 2.11 and
+    2.14.
     """
 
     def __init__(self, model: BitwiseModel) -> None:
         self._model = model
         self._sum = PairwiseSum()
+        self._num = 0  # micro-batches of the step that came
 
     def allocate(
         self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
@@ -301,12 +336,23 @@ class _PairwiseReduceScatter:
         received = torch.empty_like(input_tensor)
         dist.all_to_all_single(received, input_tensor, group=group)
         rows = received.view(group.size(), -1)
-        for number, row in zip(self._model.ranks_numbers, rows, strict=False):
+        for number, row in zip(self._model.numbers_of_ranks, rows, strict=False):
             self._sum.add((0, number), [row])
+            self._num += 1
         if self._model.is_last:
             (total,) = self._sum.total()
             assert total is not None
             output_tensor.copy_(total)
+
+    def end_step(self) -> None:
+        """Check that all micro-batches came, or none."""
+        num, self._num, self._sum = self._num, 0, PairwiseSum()
+        if num not in (0, self._model.num_micro_batches):
+            raise UsageError(
+                "--bitwise with --strategy fsdp: a block of the model took part in "
+                f"{num} of {self._model.num_micro_batches} micro-batches of a step; "
+                "expected all or none, or --strategy ddp"
+            ).on_all_ranks()
 
 
 def seed_micro_batch(
@@ -346,7 +392,7 @@ def check_micro_batches(config: TrainConfig, world: World) -> None:
     if num < world.world_size and size > 1:
         raise UsageError(
             f"--bitwise cuts a step of {config.global_batch_size} samples into {num} "
-            f"micro-batches of {size}, found {world.world_size} ranks; expected as "
-            "many micro-batches at least: --micro-batch-size "
+            f"micro-batches of {size}, found {world.world_size} ranks; expected at "
+            f"most {num} ranks, or in a new run --micro-batch-size "
             f"{max(1, config.global_batch_size // world.world_size)}"
         ).on_all_ranks()

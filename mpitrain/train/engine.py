@@ -7,7 +7,6 @@ import functools
 import hashlib
 import logging
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -32,7 +31,7 @@ from mpitrain.mpi.shared_arrays import communicator
 from mpitrain.mpi.world import World
 from mpitrain.train import mixing
 from mpitrain.train.balance import Balance
-from mpitrain.train.bitwise import BitwiseModel, check_micro_batches
+from mpitrain.train.bitwise import BitwiseModel, check_micro_batches, seed_micro_batch
 from mpitrain.train.evaluate import BATCH_SIZE, Evaluation, MetricsFn, evaluate
 from mpitrain.train.features import features_of
 from mpitrain.train.loader import BatchLoader, RankStep
@@ -147,11 +146,11 @@ class Engine:
         self.train_loader = self._loader(train, train=True)
         self.val_loader = self._loader(val, train=False)
         if self.numbering is not None:
-            is_sharded = strategy == "fsdp"
-            self.numbering = replace(self.numbering, is_interleaved=is_sharded)
-            self.parallel = BitwiseModel(
-                trained, self.world, config, strategy, self.numbering
+            self.numbering = Numbering(
+                world_size=self.world.world_size, is_interleaved=strategy == "fsdp"
             )
+            self._balance = self._balance and Balance()
+            self.parallel = BitwiseModel(trained, self.world, config, strategy)
         else:
             self.parallel = ParallelModel(
                 trained,
@@ -244,12 +243,12 @@ class Engine:
         Args:
             seconds: Of a micro-batch on each rank; equal on all ranks.
         """
-        if self._balance is None or not isinstance(self.parallel, BitwiseModel):
+        if self._balance is None or self.numbering is None:
             return
         num = -(-self.config.global_batch_size // self.config.bitwise_micro_batch_size)
-        found = self._balance.numbering(self.parallel.numbering, num, seconds)
+        found = self._balance.numbering(self.numbering, num, seconds)
         if found is not self.numbering:
-            self.numbering = self.parallel.numbering = found
+            self.numbering = found
             self.micro_batch_counts = [len(part) for part in found.all_ranks(num)]
             logger.info("micro-batches of each rank: %s", self.micro_batch_counts)
 
@@ -302,8 +301,7 @@ class Engine:
         """Evaluate the model, or its EMA, on every sample of a data set."""
         was_training = any(module.training for module in self.model.modules())
         self.model.eval()
-        num = loader.samples.num_samples
-        is_bitwise = self.config.bitwise and num is not None
+        num, is_bitwise = loader.samples.num_samples, self.config.bitwise
         # Each rank has as many batches: callbacks may call collectives after each.
         in_turn = Numbering(world_size=self.world.world_size, is_interleaved=True)
         whole = self._eval_batch_size * self.world.world_size
@@ -323,7 +321,13 @@ class Engine:
             self.parallel.sync_all_buffers()
             try:
                 return evaluate(
-                    forward, loader, rank_shard, self.ranks, metrics, on_batch_end
+                    forward,
+                    loader,
+                    rank_shard,
+                    self.ranks,
+                    metrics,
+                    on_batch_end,
+                    self._seed_batch,
                 )
             except BaseException:
                 loader.skipped.clear()  # a resumed job evaluates all of it again
@@ -332,9 +336,16 @@ class Engine:
                 if was_training:
                     self.train_mode()
 
+    def _seed_batch(self, number: int) -> None:
+        """Seed a batch of an evaluation; training's epochs begin with 1."""
+        seed_micro_batch(self.config.seed, 0, 0, number, self.world.device)
+
     def test_loader(self, data: Any) -> BatchLoader:
         """Return a loader of another data set for `evaluate`."""
-        loader = self._loader(self._samples(data, "the test data"), train=False)
+        samples = self._samples(data, "the test data")
+        if self.config.bitwise:
+            _check_size(samples)
+        loader = self._loader(samples, train=False)
         self._test_loaders.append(loader)
         return loader
 
@@ -371,11 +382,12 @@ class Engine:
     def _check_bitwise(self) -> None:
         check_micro_batches(self.config, self.world)
         for samples in (self._train, self._val):
-            if samples.num_samples is None or samples.may_skip:
-                raise UsageError(
-                    "--bitwise needs the samples of a step beforehand; it does not "
-                    "work with iterable data or --on-bad-sample skip"
-                ).on_all_ranks()
+            _check_size(samples)
+        if any(isinstance(it, nn.SyncBatchNorm) for it in self.model.modules()):
+            raise UsageError(
+                "--bitwise does not go with nn.SyncBatchNorm, whose statistics are of "
+                "all ranks; expected nn.BatchNorm2d, whose are of a micro-batch"
+            ).on_all_ranks()
 
     def _check_model(self, model: nn.Module) -> None:
         """Check that the model is not sharded, and the same on all ranks."""
@@ -452,3 +464,12 @@ class Engine:
         pixels = self._pixels if train else self._pixels.deterministic()
         min_rows = self._min_rows if train else 1
         return BatchLoader(samples, self.world, pixels, min_rows=min_rows)
+
+
+def _check_size(samples: Samples) -> None:
+    """Check that a set has a known size, with --bitwise."""
+    if samples.num_samples is None or samples.may_skip:
+        raise UsageError(
+            "--bitwise needs the samples of a step beforehand; it does not work with "
+            "iterable data or --on-bad-sample skip"
+        ).on_all_ranks()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,7 @@ from mpitrain.launch.current import heartbeat
 from mpitrain.mpi.shared_arrays import Communicator
 from mpitrain.train.checks import WrongLabel, kind_of
 from mpitrain.train.loader import BatchLoader
-from mpitrain.train.step_metrics import sum_over_ranks
+from mpitrain.train.step_metrics import sum_exactly, sum_over_ranks
 
 BATCH_SIZE = 256  # samples per forward pass of a rank; does not change any result
 
@@ -75,14 +76,21 @@ def evaluate(
     ranks: Communicator,
     metrics: MetricsFn,
     on_batch_end: Callable[[], object] = lambda: None,
+    seed_batch: Callable[[int], object] = lambda _: None,
 ) -> Evaluation:
-    """Compute the metrics over every sample once; collective, in evaluation mode."""
+    """Compute the metrics over every sample once; collective, in evaluation mode.
+
+    With --bitwise ``seed_batch`` seeds what a batch draws, by its number.
+    """
     sums: dict[str, Tensor] = {}
     of_batches: list[Tensor] = []  # with --bitwise
+    numbers = iter(_numbers(rank_shard))
     count = 0
     for step in loader.steps(rank_shard, epoch=0):
         for batch in step.micro_batches:
             heartbeat("evaluation")
+            for number in itertools.islice(numbers, 1):
+                seed_batch(number)
             outputs = forward(batch.inputs)
             num = len(batch)
             try:
@@ -123,18 +131,27 @@ def evaluate(
     )
 
 
+def _num_batches(rank_shard: RankShard) -> int:
+    assert rank_shard.order is not None
+    return -(-len(rank_shard.order) // (rank_shard.micro_batch_size or 1))
+
+
+def _numbers(rank_shard: RankShard) -> Sequence[int]:
+    """Return the numbers of this rank's batches; with --bitwise."""
+    if rank_shard.numbering is None:
+        return ()
+    return rank_shard.numbering.of_rank(rank_shard.rank, _num_batches(rank_shard))
+
+
 def _sums_in_order(of_batches: list[Tensor], rank_shard: RankShard) -> list[float]:
     """Sum the metrics of batches, each `(num_metrics,)`, in the order of batches."""
-    assert rank_shard.numbering is not None
-    assert rank_shard.order is not None
-    num = -(-len(rank_shard.order) // (rank_shard.micro_batch_size or 1))
-    numbers = rank_shard.numbering.of_rank(rank_shard.rank, num)
+    num = _num_batches(rank_shard)
     whole = of_batches[0].new_zeros((num, len(of_batches[0])))
-    for number, of_batch in zip(numbers, of_batches, strict=False):
+    for number, of_batch in zip(_numbers(rank_shard), of_batches, strict=False):
         if number < num:
             whole[number] = of_batch
     whole = sum_over_ranks(whole)
-    return [math.fsum(column) for column in whole.T.tolist()]
+    return [sum_exactly(column) for column in whole.T.tolist()]
 
 
 def sum_over_samples(

@@ -7,6 +7,7 @@ import itertools
 import math
 import operator
 from array import array
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -148,7 +149,7 @@ class PendingSteps:
                     whole[start + found.number] = found.total
         rest = iter(sum_over_ranks(whole).tolist())
         self.micro_batch_losses = [list(itertools.islice(rest, num)) for num in nums]
-        return [math.fsum(losses) for losses in self.micro_batch_losses]
+        return [sum_exactly(losses) for losses in self.micro_batch_losses]
 
     def take_throughput(self, min_seconds: float) -> Throughput | None:
         """Return the throughput since the last one, if it covers enough; collective."""
@@ -175,6 +176,18 @@ def all_gather(numbers: array[float], device: str) -> NDArray[np.float64]:
     found = mine.new_empty(world_size * len(numbers))  # gloo takes no other shape
     all_gather_flat(found, mine)
     return found.cpu().numpy().reshape(world_size, -1)
+
+
+def sum_exactly(values: Sequence[float]) -> float:
+    """Return the sum, rounded once; nan or infinite where values are.
+
+    >>> sum_exactly([1.0, 1e100, -1e100]), sum_exactly([math.inf, -math.inf])
+    (1.0, nan)
+    """
+    try:
+        return math.fsum(values)
+    except (OverflowError, ValueError):  # too large, or infinite with both signs
+        return sum(values)
 
 
 def sum_over_ranks(values: Tensor) -> Tensor:

@@ -190,8 +190,8 @@ class Trainer:
                 model.start_step(state.epoch, step)
         for batch in step.micro_batches:
             is_last = len(losses) + 1 == step.num_micro_batches
-            self.call("on_batch_start", batch)
             with model.sync_gradients(is_last=is_last):
+                self.call("on_batch_start", batch)
                 with timer("forward"):
                     loss = self._sum_of_losses(batch)
                 losses.append(Losses(batch.indices, loss.detach(), model.number))

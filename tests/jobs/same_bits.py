@@ -20,6 +20,10 @@ MODELS: dict[str, tuple[str, ...]] = {
     "convnet": ("--epochs", "3"),
     "transformer": ("--model", "users:Attention", "--epochs", "2"),
     "resnet": (*SMALL, "--model", "resnet18", "--epochs", "5"),
+    "channels-last": (
+        *(*SMALL, "--model", "resnet18", "--epochs", "5"),
+        *("--channels-last", "always", "--clip-grad-norm", "0.1"),
+    ),
     "bf16": ("--model", "users:Attention", "--precision", "bf16", "--epochs", "2"),
 }
 OFTEN = ("--checkpoint-every-steps", "3", "--global-batch-size", "32")

@@ -14,7 +14,7 @@ from trainings import BATCH_SIZE, EPOCHS, NUM_SAMPLES, Net, config_of, some, tra
 from mpitrain.data.sharding import Numbering, epoch_order
 from mpitrain.errors import UsageError
 from mpitrain.mpi.world import World
-from mpitrain.train.bitwise import nodes_of, seed_micro_batch
+from mpitrain.train.bitwise import FlatGradients, nodes_of, seed_micro_batch
 from mpitrain.train.callbacks import Callback
 from mpitrain.train.trainer import Trainer
 
@@ -39,10 +39,12 @@ class Dropping(Net):
         self.unused = nn.Linear(2, 2)
         self.norm = nn.BatchNorm1d(64)
         self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("anew", torch.zeros(()))
 
     def forward(self, images: Tensor) -> Tensor:
         if self.training:
             self.calls += 1
+            self.anew = self.anew + 1  # another tensor
         rows = F.dropout(self.norm(images.flatten(1)), 0.3, self.training)
         return self.head(self.blocks(rows))
 
@@ -124,6 +126,7 @@ def test_dropout_buffers_and_unused_weights_have_the_bits_of_one_process(
     assert losses[: len(expected)] == expected
     if world.is_rank_zero:
         assert int(state["calls"]) == EPOCHS * math.ceil(NUM_SAMPLES / BATCH_SIZE)
+        assert state["anew"] == state["calls"]
         for name, weight in weights.items():
             assert torch.equal(state[name], weight), name
 
@@ -138,10 +141,14 @@ def test_another_numbering_of_micro_batches_changes_no_bit(world: World) -> None
                 1.0 + (rank * step) % 3 for rank in range(engine.world.world_size)
             )
             numbering = Numbering(world_size=engine.world.world_size, speeds=speeds)
-            engine.numbering = engine.parallel.numbering = numbering
+            engine.numbering = numbering
+
+    class Noise(Callback):
+        def on_batch_start(self, trainer: Any, batch: Any) -> None:
+            batch.inputs += torch.rand_like(batch.inputs)
 
     losses = {}
-    for callbacks in ((), (Renumber(),)):
+    for callbacks in ((Noise(),), (Noise(), Renumber())):
         trainer = Trainer(
             Dropping(),
             some(NUM_SAMPLES),
@@ -154,10 +161,10 @@ def test_another_numbering_of_micro_batches_changes_no_bit(world: World) -> None
         losses[len(callbacks)] = found.loss, trainer.engine.full_state_dict()
         assert trainer.state.num_samples == 0  # of the next epoch
         assert trainer.state.step == EPOCHS * math.ceil(NUM_SAMPLES / BATCH_SIZE)
-    assert losses[0][0] == losses[1][0]
+    assert losses[1][0] == losses[2][0]
     if world.is_rank_zero:
-        for name, weight in losses[0][1].items():
-            assert torch.equal(losses[1][1][name], weight), name
+        for name, weight in losses[1][1].items():
+            assert torch.equal(losses[2][1][name], weight), name
 
 
 def config() -> Any:
@@ -174,25 +181,26 @@ def test_a_probe_and_then_all_has_the_same_bits_with_fsdp(world: World) -> None:
 
 
 def test_evaluation_has_the_same_bits_as_on_one_rank(world: World) -> None:
-    trainer = Trainer(
-        Net(), some(NUM_SAMPLES), some(61, "val"), config(), world=world, callbacks=()
-    )
+    class Drawing(Net):
+        """Draws random numbers in evaluation, too."""
+
+        def forward(self, images: Tensor) -> Tensor:
+            return super().forward(images * torch.rand_like(images))
+
+    data = some(NUM_SAMPLES), some(61, "val")
+    trainer = Trainer(Drawing(), *data, config(), world=world, callbacks=())
     trainer.fit()
     found = trainer.evaluate()
     model = trainer.engine.model.eval()
     inputs, targets = some(61, "val").tensors
-    with torch.no_grad():
-        sums = [
-            F.cross_entropy(
-                model(inputs[at : at + MICRO_BATCH_SIZE].float()),
-                targets[at : at + MICRO_BATCH_SIZE],
-                reduction="none",
-            )
-            .double()
-            .sum()
-            .item()
-            for at in range(0, 61, MICRO_BATCH_SIZE)
-        ]
+    sums = []
+    for number, at in enumerate(range(0, 61, MICRO_BATCH_SIZE)):
+        rows = slice(at, at + MICRO_BATCH_SIZE)
+        seed_micro_batch(1, 0, 0, number)
+        with torch.no_grad():
+            outputs = model(inputs[rows].float())
+            each = F.cross_entropy(outputs, targets[rows], reduction="none")
+        sums.append(each.double().sum().item())
     assert found.loss == math.fsum(sums) / 61
 
 
@@ -201,6 +209,58 @@ def test_data_of_unknown_size_are_refused(world: World) -> None:
 
     with pytest.raises(UsageError, match="needs the samples of a step beforehand"):
         trained(world, data=Streamed(NUM_SAMPLES), **SETTINGS)
+    data = some(NUM_SAMPLES), some(29, "val")
+    trainer = Trainer(Net(), *data, config(), world=world, callbacks=())
+    trainer.fit()
+    with pytest.raises(UsageError, match="needs the samples of a step beforehand"):
+        trainer.test(Streamed(29))
+
+
+class Sparse(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(17, 64, sparse=True)
+
+    def forward(self, images: Tensor) -> Tensor:
+        rows = self.table((images.flatten(1).sum(1) % 17).long())
+        return self.head(rows)
+
+
+class Synced(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.SyncBatchNorm(64)
+
+
+@pytest.mark.parametrize(
+    ("model", "words"), [(Sparse, "found a sparse one"), (Synced, "nn.SyncBatchNorm")]
+)
+def test_a_model_whose_bits_depend_on_ranks_is_refused(
+    world: World, model: type[Net], words: str
+) -> None:
+    with pytest.raises(UsageError, match=words):
+        trained(world, model=model(), **{**SETTINGS, "weight_decay": 0.0})
+
+
+def test_gradients_from_flat_memory_are_as_autograd_makes_them() -> None:
+    """Else their norm is added in another order."""
+    conv = nn.Conv2d(3, 8, 7).to(memory_format=torch.channels_last)
+    weights = [*conv.parameters(), nn.Parameter(torch.ones(3, dtype=torch.complex64))]
+    unused = nn.Parameter(torch.ones(5))
+    conv(torch.rand(2, 3, 9, 9)).square().sum().backward()
+    weights[-1].grad = torch.rand(3, dtype=torch.complex64)
+    flat = FlatGradients([*weights, unused])
+    memory = torch.full((flat.length,), torch.nan)
+    flat.pack([*(weight.grad for weight in weights), None], memory)
+    *found, nothing = flat.unpack(memory)
+    assert nothing is None
+    for mine, weight in zip(found, weights, strict=True):
+        assert mine is not None
+        assert weight.grad is not None
+        assert torch.equal(mine, weight.grad)
+        assert mine.stride() == weight.grad.stride()
+        assert mine.data_ptr() % 16 == 0
+        assert mine.norm() == weight.grad.norm()
 
 
 @pytest.mark.parametrize("numbers", [range(8), range(3, 9), range(5, 5), range(1, 2)])
