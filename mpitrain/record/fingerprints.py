@@ -47,7 +47,9 @@ class Fingerprints(Callback):
     def on_fit_start(self, trainer: Any) -> None:
         """Open the file, on rank zero."""
         if trainer.engine.world.is_rank_zero:
-            num_bytes = self._before.get("bytes", 0)
+            # An earlier job may have written a checkpoint without this callback.
+            default = None if trainer.state.step else 0
+            num_bytes = self._before.get("bytes", default)
             self._lines = JsonlWriter(self._path, json.dumps, num_bytes)
 
     def on_step_end(self, trainer: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,7 @@ from mpitrain.errors import UsageError
 from mpitrain.record.fingerprints import FILE, FingerprintFile, hash_of
 from mpitrain.record.reading import Run
 from mpitrain.record.runs import differences
-from mpitrain.tools.export import read_weights
+from mpitrain.tools.export import is_complete, read_weights
 
 MAX_NAMED = 4  # tensors that a line names
 
@@ -29,7 +30,8 @@ _NAMES = ("name", "runs_dir", "fingerprint")
 class DiffConfig:
     """Name the first step, micro-batch and tensor whose bits differ between two runs.
 
-    The exit status is 0 if there is none, else 1. Record more with --fingerprint N.
+    The exit status is 0 if nothing differs that both have, 1 if something does. Record
+    more with --fingerprint N.
     """
 
     first: Annotated[Positional[Path], arg(metavar="RUN")]
@@ -48,6 +50,8 @@ def diff(config: DiffConfig) -> tuple[list[str], bool]:
             "runs that have trained"
         )
     lines = [f"configuration: {'; '.join(changed) or 'the same'}"]
+    changed = differences(_environment(runs[0]), _environment(runs[1]), ())
+    lines.append(f"environment: {'; '.join(changed) or 'the same'}")
     differs = False
     for name, unit, (one, other) in _values(runs):
         line, is_found = compare(one, other, unit)
@@ -73,6 +77,29 @@ def _values(runs: tuple[Run, Run]) -> Iterator[tuple[str, str, Sequence[Values]]
     epochs = [{e.epoch: dict(e.values) for e in run.metrics.epochs} for run in runs]
     yield "validation", "epoch", epochs
     yield "checkpoints", "step", _checkpoints(runs)
+    yield "model.pt", "step", [_model_file(run) for run in runs]
+
+
+def _environment(run: Run) -> dict[str, Any]:
+    """Return what the last bits may depend on, of the newest job."""
+    found = run.environment
+    world, versions = found.get("world") or {}, found.get("versions") or {}
+    devices = [name for host in found.get("hosts") or () for name in host["gpus"]]
+    return {
+        "ranks": world.get("world_size"),
+        "torch": versions.get("torch"),
+        "gpus": ", ".join(sorted({str(name) for name in devices})) or "none",
+        "platform": found.get("platform"),
+    }
+
+
+def _model_file(run: Run) -> Values:
+    file = run.path / "model.pt"
+    if not file.is_file():
+        return {}
+    with file.open("rb") as opened:
+        digest = hashlib.file_digest(opened, "sha256").hexdigest()
+    return {max(_steps(run), default=0): {"SHA-256": digest}}
 
 
 def _steps(run: Run) -> Values:
@@ -84,8 +111,14 @@ def _steps(run: Run) -> Values:
 
 
 def _checkpoints(runs: tuple[Run, Run]) -> list[Values]:
-    """Hash the weights of checkpoints of the same step, up to the first difference."""
-    found = [{it.step: it for it in list_checkpoints(run.path)} for run in runs]
+    """Hash the weights of checkpoints of the same step, up to the first difference.
+
+    Checkpoints that are broken are left out, with a warning.
+    """
+    found = [
+        {it.step: it for it in list_checkpoints(run.path) if is_complete(it)}
+        for run in runs
+    ]
     hashes: list[dict[int, dict[str, str]]] = [{}, {}]
     for step in sorted(found[0].keys() & found[1].keys()):
         for checkpoints, of_run in zip(found, hashes, strict=True):
@@ -106,10 +139,13 @@ def compare(one: Values, other: Values, unit: str) -> tuple[str, bool]:
     ('step 4 differs: b', True)
     >>> compare(before, before, "step")
     ('the same (1, up to step 4)', False)
+    >>> compare({**before, 8: {}}, before, "step")
+    ('the same (1, up to step 4; 2 and 1 recorded)', False)
     """
     both = sorted(one.keys() & other.keys())
+    recorded = f"{len(one)} and {len(other)} recorded"
     if not both:
-        return "none in common", False
+        return f"none in common ({recorded})", False
     last = None
     for at in both:
         mine, its = one[at], other[at]
@@ -127,4 +163,5 @@ def compare(one: Values, other: Values, unit: str) -> tuple[str, bool]:
             before = "" if last is None else f"; the same up to {unit} {last}"
             return f"{unit} {at} differs: {', '.join(shown)}{before}", True
         last = at
-    return f"the same ({len(both)}, up to {unit} {last})", False
+    rest = "" if one.keys() == other.keys() else f"; {recorded}"
+    return f"the same ({len(both)}, up to {unit} {last}{rest})", False

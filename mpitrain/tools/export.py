@@ -83,15 +83,21 @@ def choose_checkpoint(path: Path, *, best: bool) -> Checkpoint:
         return named
     found = list_checkpoints(path.absolute())
     while checkpoint := best_of(found) if best else next(iter(found), None):
-        try:
-            check(checkpoint)
-        except BrokenCheckpoint as broken:
-            print(f"warning: {broken}", flush=True)
-            found.remove(checkpoint)
-        else:
+        if is_complete(checkpoint):
             return checkpoint
+        found.remove(checkpoint)
     kind = "with a metric" if best else "that is complete"
     raise UsageError(f"{path} has no checkpoint {kind}")
+
+
+def is_complete(checkpoint: Checkpoint) -> bool:
+    """Check the files of a checkpoint, and print what is wrong with them."""
+    try:
+        check(checkpoint)
+    except BrokenCheckpoint as broken:
+        print(f"warning: {broken}", flush=True)
+        return False
+    return True
 
 
 def read_weights(reader: CheckpointReader, *, average: bool) -> dict[str, Tensor]:

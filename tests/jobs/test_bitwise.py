@@ -166,7 +166,8 @@ def test_diff_names_the_first_step_and_tensor(tmp_path: Path) -> None:
         assert done.status == 0, done.err
     same = diff(tmp_path, "a", "b")
     assert same.returncode == 0, same.stdout + same.stderr
-    assert same.stdout.count("the same (") == 5
+    assert same.stdout.count("the same (") == 6
+    assert "environment: ranks: 1 -> 2\n" in same.stdout
     assert "the same (30, up to step 90)" in same.stdout  # losses and weights
     other = diff(tmp_path, "a", "c")
     assert other.returncode == 1
@@ -174,6 +175,14 @@ def test_diff_names_the_first_step_and_tensor(tmp_path: Path) -> None:
     assert "steps: step 1 differs: train_loss 2.3" in other.stdout
     assert "losses: step 3 differs: micro-batch 0 " in other.stdout
     assert "weights: step 3 differs: conv1.weight, " in other.stdout
+    assert "model.pt: step 90 differs: SHA-256" in other.stdout
+    newest = runs.checkpoints("b")[0] / "rank-0.bin"
+    newest.write_bytes(newest.read_bytes()[:-1])
+    broken = diff(tmp_path, "a", "b")
+    assert broken.returncode == 0
+    path = newest.parent.relative_to(tmp_path)
+    assert f"warning: checkpoint {path} is broken: " in broken.stdout
+    assert "checkpoints: the same (2, up to step 45)" in broken.stdout
     alone = diff(tmp_path, "a", "nothing")
     assert alone.returncode == 2
     assert "nothing is no run folder" in alone.stderr
