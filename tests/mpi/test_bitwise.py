@@ -16,6 +16,7 @@ from mpitrain.errors import UsageError
 from mpitrain.mpi.world import World
 from mpitrain.train.bitwise import FlatGradients, nodes_of, seed_micro_batch
 from mpitrain.train.callbacks import Callback
+from mpitrain.train.optimizer import build_optimizer
 from mpitrain.train.trainer import Trainer
 
 pytestmark = pytest.mark.mpi
@@ -261,6 +262,30 @@ def test_gradients_from_flat_memory_are_as_autograd_makes_them() -> None:
         assert mine.stride() == weight.grad.stride()
         assert mine.data_ptr() % 16 == 0
         assert mine.norm() == weight.grad.norm()
+
+
+@pytest.mark.parametrize("settings", [{}, {"momentum": 0.0}, {"weight_decay": 0.0}])
+def test_sgd_of_whole_vectors_is_fused_and_has_the_bits_of_the_other(
+    settings: dict[str, float],
+) -> None:
+    config = config_of(**{**SETTINGS, **settings})
+    found = []
+    for is_fused in (True, False):
+        generator = torch.Generator().manual_seed(1)
+        weights = [
+            nn.Parameter(torch.randn(size, generator=generator))
+            for size in (64, 640, 65, 77, 4096, 1000)
+        ]
+        optimizer = build_optimizer(weights, config, lr=0.0123, is_bitwise=True)
+        assert [group["fused"] for group in optimizer.param_groups] == [True, False]
+        for group in optimizer.param_groups:
+            group["fused"] &= is_fused
+        for _ in range(5):
+            for weight in weights:
+                weight.grad = torch.randn(len(weight), generator=generator)
+            optimizer.step()
+        found.append(torch.cat(weights))
+    assert torch.equal(*found)
 
 
 @pytest.mark.parametrize("numbers", [range(8), range(3, 9), range(5, 5), range(1, 2)])
