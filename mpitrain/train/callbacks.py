@@ -42,7 +42,10 @@ class Callback:
         """Called when ``trainer.engine.stage`` has begun: the optimizer is ready."""
 
     def on_batch_start(self, trainer: Any, batch: Any) -> None:
-        """Called before the forward pass of each micro-batch, a `Batch`."""
+        """Called before the forward pass of each micro-batch, a `Batch`.
+
+        Not collective with ``bitwise``: ranks may have unequal numbers of them.
+        """
 
     def on_step_end(self, trainer: Any) -> None:
         """Called after each optimizer step; its time is part of every step."""
