@@ -141,6 +141,11 @@ class Engine:
             strategy = "ddp" if strategy == "fsdp" else strategy
             features = self._compute_features()
             trained = model if features is None else self._head
+        if not any(weight.requires_grad for weight in trained.parameters()):
+            raise UsageError(
+                "the model has no weight that requires a gradient; expected at least "
+                "one to train"
+            ).on_all_ranks()
         self._on_features = features is not None
         train, val = features or (self._train, self._val)
         self.train_loader = self._loader(train, train=True)

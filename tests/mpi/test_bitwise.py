@@ -217,6 +217,15 @@ def test_data_of_unknown_size_are_refused(world: World) -> None:
         trainer.test(Streamed(29))
 
 
+@pytest.mark.parametrize("is_bitwise", [False, True])
+def test_a_model_without_weights_to_train_is_refused(
+    world: World, is_bitwise: bool
+) -> None:
+    model = Net().requires_grad_(requires_grad=False)
+    with pytest.raises(UsageError, match="no weight that requires a gradient"):
+        trained(world, model=model, **{**SETTINGS, "bitwise": is_bitwise})
+
+
 class Sparse(Net):
     def __init__(self) -> None:
         super().__init__()
