@@ -11,7 +11,7 @@ import hashlib
 import itertools
 import logging
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeAlias
 
@@ -30,6 +30,11 @@ from mpitrain.train.step_metrics import all_gather_flat
 logger = logging.getLogger("mpitrain")
 
 Gradients: TypeAlias = list[Tensor | None]  # of the weights; None: not in the loss
+
+PARTLY_USED = (
+    "--bitwise with --strategy fsdp: a weight takes part in some micro-batches only, "
+    "or more than once in one; expected once in each, or never, or --strategy ddp"
+)
 
 ALIGNMENT = 64  # numbers: kernels of GPUs add aligned memory in another order
 
@@ -132,10 +137,14 @@ class BitwiseModel(ParallelModel):
         self._place = 0  # of the micro-batch among this rank's
         self._key = (0, 0)  # epoch and step
         self._sum = PairwiseSum()
-        self._flat = FlatGradients(self.weights)
+        self._trained = self.weights  # those that a user freezes later have no gradient
+        self._flat = FlatGradients(self._trained)
         self._memory: dict[str, Tensor] = {}
-        self._before: list[Tensor] = []
-        self._after_first: list[Tensor] = []
+        self._shapes = {name: it.shape for name, it in model.named_buffers()}
+        self._before: dict[str, Tensor] = {}
+        self._after_first: dict[str, Tensor] = {}
+        self._used: list[bool] = []  # with `fsdp`: whether a weight has a gradient
+        self._is_agreed = False  # whether `_used` is the same on all ranks
         self._scatters: list[_PairwiseReduceScatter] = []
         if is_sharded and world.world_size > 1:
             self._set_reduce_scatter()
@@ -154,16 +163,14 @@ class BitwiseModel(ParallelModel):
     def start_step(self, epoch: int, step: RankStep) -> None:
         """Begin a step. Collective: broadcasts rank zero's buffers."""
         assert step.numbering is not None
-        # Named anew: a module may assign a new tensor to a buffer.
-        self.buffers = list(self.model.buffers())
+        self.buffers = list(self._named_buffers().values())
         super().start_step(epoch, step)
         self._key = (epoch, step.number)
         self.num_micro_batches = -(-step.num_samples // self._micro_batch_size)
         self._numbers = step.numbering.all_ranks(self.num_micro_batches)
         self._place = 0
         self._sum = PairwiseSum()
-        self._before = [buffer.clone() for buffer in self.buffers]
-        self._after_first = self._before
+        self._before = self._after_first = self._copy_buffers()
 
     @property
     def numbers_of_ranks(self) -> list[int]:
@@ -183,14 +190,15 @@ class BitwiseModel(ParallelModel):
         seed_micro_batch(self._seed, *self._key, number, self._world.device)
         yield
         if not self._place:
-            self._after_first = [buffer.clone() for buffer in self.model.buffers()]
-        if not self._scatters:
-            gradients = [weight.grad for weight in self.weights]
-            if number < self.num_micro_batches:
-                refuse_sparse(gradients)
-                self._sum.add((0, number), gradients)
+            self._after_first = self._copy_buffers()
+        gradients = [weight.grad for weight in self._trained]
+        if self._scatters:
+            self._check_used(gradients)
+        elif number < self.num_micro_batches:
+            refuse_sparse(gradients)
+            self._sum.add((0, number), gradients)
         if not self._scatters or not is_last:
-            for weight in self.weights:
+            for weight in self._trained:
                 weight.grad = None
         self._place += 1
 
@@ -198,6 +206,7 @@ class BitwiseModel(ParallelModel):
         """Let every weight have the sum over all micro-batches. Collective."""
         self._restore(self._after_first)
         if self._scatters:
+            self._agree_on_used()
             for scatter in self._scatters:
                 scatter.end_step()
             return
@@ -205,13 +214,44 @@ class BitwiseModel(ParallelModel):
             found = self._sum.total()
         else:
             found = self._sum_over_ranks()
-        for weight, gradient in zip(self.weights, found, strict=True):
+        for weight, gradient in zip(self._trained, found, strict=True):
             weight.grad = gradient
 
+    def _named_buffers(self) -> dict[str, Tensor]:
+        """Return the buffers that were there at first, by name.
+
+        Looked up anew: a module may assign a new tensor. Not those that it adds or that
+        grow, such as a cache.
+        """
+        named = self.model.named_buffers()
+        return {name: it for name, it in named if self._shapes.get(name) == it.shape}
+
+    def _copy_buffers(self) -> dict[str, Tensor]:
+        return {name: it.clone() for name, it in self._named_buffers().items()}
+
     @torch.no_grad()
-    def _restore(self, values: Sequence[Tensor]) -> None:
-        for buffer, value in zip(self.model.buffers(), values, strict=True):
-            buffer.copy_(value)
+    def _restore(self, values: Mapping[str, Tensor]) -> None:
+        for name, buffer in self._named_buffers().items():
+            if name in values:
+                buffer.copy_(values[name])
+
+    def _check_used(self, gradients: Gradients) -> None:
+        """Check that the same weights have gradients as in the first micro-batch.
+
+        FSDP sends the others none, so that sums of unlike weights would be added.
+        """
+        used = [gradient is not None for gradient in gradients]
+        self._used = self._used or used
+        if used != self._used:
+            raise UsageError(PARTLY_USED)
+
+    def _agree_on_used(self) -> None:
+        if not self._is_agreed:
+            nums = torch.tensor(self._used, dtype=torch.int64).to(self._world.device)
+            dist.all_reduce(nums)
+            if any(num not in (0, self._world_size) for num in nums.tolist()):
+                raise UsageError(PARTLY_USED).on_all_ranks()
+            self._is_agreed = True
 
     @torch.no_grad()
     def _sum_over_ranks(self) -> Gradients:
@@ -348,11 +388,7 @@ class _PairwiseReduceScatter:
         """Check that all micro-batches came, or none."""
         num, self._num, self._sum = self._num, 0, PairwiseSum()
         if num not in (0, self._model.num_micro_batches):
-            raise UsageError(
-                "--bitwise with --strategy fsdp: a block of the model took part in "
-                f"{num} of {self._model.num_micro_batches} micro-batches of a step; "
-                "expected all or none, or --strategy ddp"
-            ).on_all_ranks()
+            raise UsageError(PARTLY_USED).on_all_ranks()
 
 
 def seed_micro_batch(

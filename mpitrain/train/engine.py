@@ -7,6 +7,7 @@ import functools
 import hashlib
 import logging
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -151,9 +152,8 @@ class Engine:
         self.train_loader = self._loader(train, train=True)
         self.val_loader = self._loader(val, train=False)
         if self.numbering is not None:
-            self.numbering = Numbering(
-                world_size=self.world.world_size, is_interleaved=strategy == "fsdp"
-            )
+            is_sharded = strategy == "fsdp"
+            self.numbering = replace(self.numbering, is_interleaved=is_sharded)
             self._balance = self._balance and Balance()
             self.parallel = BitwiseModel(trained, self.world, config, strategy)
         else:

@@ -57,7 +57,7 @@ def build_optimizer(
     if is_bitwise and config.optimizer == "sgd":
         groups = _bitwise_groups(trained, can_fuse=not is_sharded and not shard)
     elif config.optimizer in FUSED and not is_sharded and not is_bitwise:
-        options["fused"] = True
+        options["fused"] = all(map(_can_be_fused, trained))
     if shard:
         from torch.distributed.optim import ZeroRedundancyOptimizer
 
@@ -74,13 +74,20 @@ def _bitwise_groups(weights: list[nn.Parameter], *, can_fuse: bool) -> list[Any]
     """
     groups = {True: list[nn.Parameter](), False: list[nn.Parameter]()}
     for weight in weights:
-        groups[weight.numel() % VECTOR_SIZE == 0].append(weight)
-    on_cpu = weights[0].device.type == "cpu"
+        is_whole = weight.numel() % VECTOR_SIZE == 0 and _can_be_fused(weight)
+        groups[is_whole].append(weight)
+    can_fuse &= weights[0].device.type == "cpu"
     return [
-        {"params": group, "fused": is_whole and can_fuse and on_cpu}
+        {"params": group, "fused": True if is_whole and can_fuse else None}
         for is_whole, group in groups.items()
         if group
     ]
+
+
+def _can_be_fused(weight: Tensor) -> bool:
+    """Whether it is real, and without gaps: a fused kernel of CPUs overlooks them."""
+    strides = torch.empty_like(weight, device="meta").stride()
+    return weight.is_floating_point() and weight.stride() == strides
 
 
 def learning_rate(
@@ -254,11 +261,28 @@ class OptimizerWrapper:
         if factor != 1.0:
             for gradient in gradients:
                 gradient.mul_(factor)
+        self._check_fused()
         self.optimizer.step()
         self.scale.grow()
         if self._averaged:
             self._update_ema()
         return norm, True
+
+    def _check_fused(self) -> None:
+        """Let SGD not be fused where only some weights have a momentum yet.
+
+        It fails there (torch 2.14): a weight had no gradient in the first step.
+        """
+        state = self.optimizer.state
+        for group in self.optimizer.param_groups:
+            if group.get("fused") and group.get("momentum"):
+                has_momentum = {
+                    state[weight].get("momentum_buffer") is not None
+                    for weight in group["params"]
+                    if weight.grad is not None
+                }
+                if len(has_momentum) > 1:
+                    group["fused"] = None
 
     @torch.no_grad()
     def _update_ema(self) -> None:

@@ -226,6 +226,37 @@ def test_a_model_without_weights_to_train_is_refused(
         trained(world, model=model, **{**SETTINGS, "bitwise": is_bitwise})
 
 
+class Turns(Net):
+    """Has blocks that take turns, and a buffer that grows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+        self.register_buffer("cache", torch.zeros(1), persistent=False)
+
+    def forward(self, images: Tensor) -> Tensor:
+        if self.training:
+            self.calls += 1
+            self.cache = torch.zeros(2)
+        return self.head(self.blocks[self.calls // 9 % 2](images.flatten(1)))
+
+
+def test_a_weight_may_have_its_first_gradient_late(world: World) -> None:
+    """Of SGD that is fused all weights had to have one in the first step."""
+    for is_bitwise in (True, False):
+        settings = {**SETTINGS, "bitwise": is_bitwise}
+        losses, _ = trained(world, model=Turns(), **settings)
+        assert all(map(math.isfinite, losses))
+
+
+def test_a_weight_that_takes_turns_is_refused_with_fsdp(world: World) -> None:
+    if world.world_size == 1:
+        trained(world, model=Turns(), strategy="fsdp", **SETTINGS)
+        return
+    with pytest.raises(UsageError, match="in some micro-batches only"):
+        trained(world, model=Turns(), strategy="fsdp", **SETTINGS)
+
+
 class Sparse(Net):
     def __init__(self) -> None:
         super().__init__()
@@ -286,9 +317,9 @@ def test_sgd_of_whole_vectors_is_fused_and_has_the_bits_of_the_other(
             for size in (64, 640, 65, 77, 4096, 1000)
         ]
         optimizer = build_optimizer(weights, config, lr=0.0123, is_bitwise=True)
-        assert [group["fused"] for group in optimizer.param_groups] == [True, False]
+        assert [group["fused"] for group in optimizer.param_groups] == [True, None]
         for group in optimizer.param_groups:
-            group["fused"] &= is_fused
+            group["fused"] = group["fused"] if is_fused else None
         for _ in range(5):
             for weight in weights:
                 weight.grad = torch.randn(len(weight), generator=generator)
