@@ -182,7 +182,7 @@ def test_diff_names_the_first_step_and_tensor(tmp_path: Path) -> None:
     assert broken.returncode == 0
     path = newest.parent.relative_to(tmp_path)
     assert f"warning: checkpoint {path} is broken: " in broken.stdout
-    assert "checkpoints: the same (2, up to step 45)" in broken.stdout
+    assert "up to step 45)\nmodel.pt: the same (" in broken.stdout
     alone = diff(tmp_path, "a", "nothing")
     assert alone.returncode == 2
     assert "nothing is no run folder" in alone.stderr
