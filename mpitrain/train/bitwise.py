@@ -259,23 +259,22 @@ class BitwiseModel(ParallelModel):
         rank, size = self._world.rank, self._world_size
         nodes_of_ranks = [nodes_of(numbers) for numbers in self._numbers]
         part = -(-self._flat.length // size)
-        sent, whole = self._kept("sent", size * part), self._kept("whole", size * part)
-        tree = PairwiseSum()
-        for place in range(max(map(len, nodes_of_ranks))):
-            nodes = [found[place : place + 1] for found in nodes_of_ranks]
-            counts = [part * len(found) for found in nodes]
-            for node in nodes[rank]:
-                self._flat.pack(self._sum.nodes.pop(node), sent)
-            received = self._kept(f"received {place}", sum(counts))
-            dist.all_to_all_single(
-                received,
-                sent[: size * counts[rank]],
-                output_split_sizes=counts,
-                input_split_sizes=[counts[rank]] * size,
-            )
-            rows = iter(torch.split(received, part))
-            for node in itertools.chain.from_iterable(nodes):
-                tree.add(node, [next(rows)])
+        mine = nodes_of_ranks[rank]
+        counts = [part * len(nodes) for nodes in nodes_of_ranks]
+        sent = self._kept("sent", size * counts[rank]).view(len(mine), size, part)
+        for row, node in zip(sent, mine, strict=True):
+            self._flat.pack(self._sum.nodes.pop(node), row.view(-1))
+        received = self._kept("received", sum(counts))
+        dist.all_to_all_single(
+            received,
+            sent.transpose(0, 1).reshape(-1),
+            output_split_sizes=counts,
+            input_split_sizes=[counts[rank]] * size,
+        )
+        tree, whole = PairwiseSum(), self._kept("whole", size * part)
+        all_nodes = itertools.chain.from_iterable(nodes_of_ranks)
+        for node, row in zip(all_nodes, torch.split(received, part), strict=True):
+            tree.add(node, [row])
         (total,) = tree.total()
         assert total is not None
         all_gather_flat(whole, total)
