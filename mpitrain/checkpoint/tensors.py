@@ -201,11 +201,10 @@ def plain_param_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]
 def load_param_groups(
     optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]
 ) -> None:
-    """Set what `plain_param_groups` returned, but for the kernel: FSDP has no fused."""
+    """Set what `plain_param_groups` returned."""
     for group, saved in zip(optimizer.param_groups, groups, strict=True):
         for key, value in saved.items():
-            if key != "fused":
-                group[key] = tuple(value) if isinstance(value, list) else value
+            group[key] = tuple(value) if isinstance(value, list) else value
 
 
 def _random_state(world: World) -> dict[str, Tensor]:

@@ -84,11 +84,11 @@ def _environment(run: Run) -> dict[str, Any]:
     """Return what the last bits may depend on, of the newest job."""
     found = run.environment
     world, versions = found.get("world") or {}, found.get("versions") or {}
-    devices = [name for host in found.get("hosts") or () for name in host["gpus"]]
+    devices = {name for host in found.get("hosts") or () for name in host["devices"]}
     return {
         "ranks": world.get("world_size"),
         "torch": versions.get("torch"),
-        "gpus": ", ".join(sorted({str(name) for name in devices})) or "none",
+        "devices": ", ".join(sorted({name.partition(":")[0] for name in devices})),
         "platform": found.get("platform"),
     }
 

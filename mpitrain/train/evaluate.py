@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -89,7 +88,7 @@ def evaluate(
     for step in loader.steps(rank_shard, epoch=0):
         for batch in step.micro_batches:
             heartbeat("evaluation")
-            for number in itertools.islice(numbers, 1):
+            if (number := next(numbers, None)) is not None:
                 seed_batch(number)
             outputs = forward(batch.inputs)
             num = len(batch)

@@ -53,33 +53,30 @@ def build_optimizer(
     elif config.optimizer == "rmsprop":
         options["momentum"] = config.momentum
     is_sharded = any(hasattr(weight, "full_tensor") for weight in trained)
-    groups: list[Any] = trained
-    if is_bitwise and config.optimizer == "sgd":
-        groups = _bitwise_groups(trained, can_fuse=not is_sharded and not shard)
-    elif config.optimizer in FUSED and not is_sharded and not is_bitwise:
-        options["fused"] = all(map(_can_be_fused, trained))
+    if config.optimizer in FUSED and not is_sharded and not is_bitwise:
+        options["fused"] = all(map(_can_be_fused, trained)) or None
     if shard:
         from torch.distributed.optim import ZeroRedundancyOptimizer
 
-        return ZeroRedundancyOptimizer(groups, optimizer_class=kind, **options)
-    return kind(groups, **options)
+        return ZeroRedundancyOptimizer(trained, optimizer_class=kind, **options)
+    if is_bitwise and config.optimizer == "sgd" and not is_sharded:
+        return kind(_bitwise_groups(trained), **options)
+    return kind(trained, **options)
 
 
-def _bitwise_groups(weights: list[nn.Parameter], *, can_fuse: bool) -> list[Any]:
-    """Return groups of weights of which SGD may be fused, and of others.
+def _bitwise_groups(weights: list[nn.Parameter]) -> list[dict[str, Any]]:
+    """Return groups of weights of which SGD is fused, and of others.
 
     On CPUs a fused kernel rounds as the others do, but behind the last whole vector
-    (torch 2.14; tests/mpi/test_bitwise.py): a shard would differ there. The groups are
-    the same with any strategy, so that a run can resume with another.
+    (torch 2.14; tests/mpi/test_bitwise.py): a shard would differ there.
     """
-    groups = {True: list[nn.Parameter](), False: list[nn.Parameter]()}
+    groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
     for weight in weights:
-        is_whole = weight.numel() % VECTOR_SIZE == 0 and _can_be_fused(weight)
-        groups[is_whole].append(weight)
-    can_fuse &= weights[0].device.type == "cpu"
+        is_whole = weight.is_cpu and weight.numel() % VECTOR_SIZE == 0
+        groups[is_whole and _can_be_fused(weight)].append(weight)
     return [
-        {"params": group, "fused": True if is_whole and can_fuse else None}
-        for is_whole, group in groups.items()
+        {"params": group, "fused": is_fused or None}
+        for is_fused, group in groups.items()
         if group
     ]
 
