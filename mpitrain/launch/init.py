@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import ctypes
 import logging
 import multiprocessing
 import os
@@ -186,7 +187,28 @@ def watch_early_returns(guard: ExitGuard, world: World) -> None:
 
 
 def _import_torch() -> None:
-    import torch.distributed  # noqa: F401
+    """Import torch; without the package ``cuda.bindings`` if there is no CUDA driver.
+
+    It takes 7 % of the CPU time of the import (torch 2.14.1). Torch does without where
+    it is not installed, as beside torch's builds for CPUs.
+    """
+    name = "cuda.bindings"
+    is_hidden = not {"torch", name} & sys.modules.keys() and not _has_cuda_driver()
+    if is_hidden:
+        sys.modules[name] = None  # type: ignore[assignment] # not found, as of now
+    try:
+        import torch.distributed  # noqa: F401
+    finally:
+        if is_hidden:
+            del sys.modules[name]
+
+
+def _has_cuda_driver() -> bool:
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return True
 
 
 def _prepare_torch(

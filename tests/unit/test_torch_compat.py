@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import _ctypes
+import ctypes.util
+import importlib.util
+import os
 import subprocess
 import sys
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -95,3 +100,34 @@ def test_dynamo_is_imported_by_its_first_use_alone(use: str) -> None:
     before, after = done.stdout.splitlines()
     assert before == "False"
     assert after.startswith("True /")
+
+
+IMPORT = """
+import importlib.util, sys
+from mpitrain.launch.init import _import_torch
+_import_torch()
+import torch
+print(torch.cuda._utils._HAS_CUDA_BINDINGS)
+if importlib.util.find_spec("cuda"):
+    import cuda.bindings.driver
+"""
+
+
+@pytest.mark.parametrize("has_driver", [False, True])
+def test_cuda_bindings_are_imported_if_there_is_a_driver(
+    tmp_path: Path, has_driver: bool
+) -> None:
+    if ctypes.util.find_library("cuda") and not has_driver:
+        pytest.skip("this machine has a GPU's driver")
+    if has_driver:
+        (tmp_path / "libcuda.so.1").symlink_to(_ctypes.__file__)  # any library
+    is_installed = has_driver and importlib.util.find_spec("cuda") is not None
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORT],
+        env={**os.environ, "LD_LIBRARY_PATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout == f"{is_installed}\n", done.stderr
+    assert done.returncode == 0, done.stderr
