@@ -311,7 +311,12 @@ def ip(*words: str) -> str:
 
 
 def clean_environ() -> dict[str, str]:
-    """Return this process's environment without an outer job's variables."""
+    """Return this process's environment without an outer job's variables.
+
+    Ranks that wait in MPI give their core away, as Open MPI lets them where a host has
+    more ranks than cores: it does not see that these hosts share theirs.
+    """
     kept = {k: v for k, v in os.environ.items() if not k.startswith(NOT_INHERITED)}
     allow_root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    return {**kept, **allow_root, "PATH": SEARCH_PATH}
+    shares_cores = {"OMPI_MCA_mpi_yield_when_idle": "1"}
+    return {**kept, **allow_root, **shares_cores, "PATH": SEARCH_PATH}
