@@ -22,7 +22,7 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from mpitrain.checkpoint.checkpointer import Checkpointer
     from mpitrain.checkpoint.run_checkpoints import CheckpointError
-    from mpitrain.config import TrainConfig
+    from mpitrain.config import LaunchConfig, TrainConfig
     from mpitrain.errors import (
         DataError,
         LaunchError,
@@ -49,6 +49,7 @@ __all__ = [
     "EpochLines",
     "Evaluation",
     "Job",
+    "LaunchConfig",
     "LaunchError",
     "MpitrainError",
     "Node",
@@ -76,7 +77,7 @@ _HOMES = {
     "EpochLines": "train.progress",
     "Evaluation": "train.evaluate",
     "Recorder": "record.recorder",
-    "TrainConfig": "config",
+    **dict.fromkeys(("LaunchConfig", "TrainConfig"), "config"),
     "TrainState": "train.metrics",
     "Trainer": "train.trainer",
 }

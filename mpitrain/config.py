@@ -207,8 +207,8 @@ class StrategyConfig:
     deterministic: bool = False
     """Use only deterministic operations of torch; some are slower."""
     bitwise: bool = False
-    """Same bits on any number of ranks: fixed micro-batches (default: 8 per step),
-    summed in a fixed order."""
+    """Same bits on any number of ranks, up to that of a step's micro-batches
+    (default: 8), which are summed in a fixed order."""
     balance: Literal["auto", "off"] = "auto"
     """With --bitwise: give slow ranks fewer micro-batches. auto: with ddp."""
 

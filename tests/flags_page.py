@@ -13,6 +13,7 @@ from mpitrain.schedulers.jobscript import JobscriptConfig
 from mpitrain.schedulers.supervisor import SuperviseConfig
 from mpitrain.stage.command import StageConfig
 from mpitrain.tools.check import CheckConfig
+from mpitrain.tools.diff import DiffConfig
 from mpitrain.tools.export import ExportConfig
 from mpitrain.tools.fetch import FetchConfig
 from mpitrain.tools.report.report import ReportConfig
@@ -32,6 +33,7 @@ COMMANDS: dict[str, Any] = {
     "supervise": SuperviseConfig,
     "watch": WatchConfig,
     "report": ReportConfig,
+    "diff": DiffConfig,
     "export": ExportConfig,
     "fetch": FetchConfig,
 }
@@ -50,6 +52,8 @@ def row_of(flag: Flag) -> str:
     default = flag.default
     if isinstance(default, tuple):
         default = " ".join(map(str, default))
+    if default is True:
+        default = "on"
     has_default = default != "" and not isinstance(default, bool)
     has_default &= isinstance(default, str | int | float | Path)
     told = f"`{default}`" if has_default else ""

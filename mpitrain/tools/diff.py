@@ -43,15 +43,18 @@ class DiffConfig:
 def diff(config: DiffConfig) -> tuple[list[str], bool]:
     """Compare two runs; return lines to print, and whether they differ."""
     runs = Run(config.first), Run(config.second)
-    changed = differences(runs[0].config, runs[1].config, _NAMES)
     if not _steps(runs[0]).keys() & _steps(runs[1]).keys():
         raise UsageError(
             f"{config.first} and {config.second} have no step in common; expected two "
             "runs that have trained"
         )
-    lines = [f"configuration: {'; '.join(changed) or 'the same'}"]
-    changed = differences(_environment(runs[0]), _environment(runs[1]), ())
-    lines.append(f"environment: {'; '.join(changed) or 'the same'}")
+    lines = []
+    for what, (before, now) in (
+        ("configuration", [run.config for run in runs]),
+        ("environment", [_environment(run) for run in runs]),
+    ):
+        changed = "; ".join(differences(before, now, _NAMES)) or "the same"
+        lines.append(f"{what}: {changed if before and now else 'not recorded'}")
     differs = False
     for name, unit, (one, other) in _values(runs):
         line, is_found = compare(one, other, unit)
@@ -83,6 +86,8 @@ def _values(runs: tuple[Run, Run]) -> Iterator[tuple[str, str, Sequence[Values]]
 def _environment(run: Run) -> dict[str, Any]:
     """Return what the last bits may depend on, of the newest job."""
     found = run.environment
+    if not found:  # of a script
+        return {}
     world, versions = found.get("world") or {}, found.get("versions") or {}
     devices = {name for host in found.get("hosts") or () for name in host["devices"]}
     return {

@@ -48,7 +48,7 @@ class ExportConfig:
     """Repeat the run's --model for torchscript or exported-program, if it is
     user-defined or from torch.hub: its code is run."""
     average: bool = True
-    """Take the EMA of the weights, if the run has one."""
+    """Take the EMA of the weights, if the run has one (default)."""
 
 
 def export(config: ExportConfig) -> str:

@@ -183,6 +183,8 @@ def test_diff_names_the_first_step_and_tensor(tmp_path: Path) -> None:
     path = newest.parent.relative_to(tmp_path)
     assert f"warning: checkpoint {path} is broken: " in broken.stdout
     assert "up to step 45)\nmodel.pt: the same (" in broken.stdout
+    (runs.dir("b") / "config.yaml").unlink()  # as after a script with a Trainer
+    assert "configuration: not recorded\n" in diff(tmp_path, "a", "b").stdout
     alone = diff(tmp_path, "a", "nothing")
     assert alone.returncode == 2
     assert "nothing is no run folder" in alone.stderr
