@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import re
@@ -9,6 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 from mpitrain import __version__
@@ -48,10 +50,31 @@ def describe(world: World) -> dict[str, Any]:
         "versions": versions(),
         "mpi_library": mpi_library_version(),
         "platform": platform.platform(),
+        "processor": processor(),
+        "gpu": gpu(world.device),
         "scheduler": asdict(detect(os.environ)),
         "git_commit": git_commit(),
         "variables": {k: v for k, v in os.environ.items() if k in VARIABLES},
     }
+
+
+def processor() -> str:
+    """Return the name of this machine's processor; the architecture if unknown."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):  # not on ARM
+                return line.partition(":")[2].strip()
+    return platform.machine()
+
+
+def gpu(device: str) -> str | None:
+    """Return the name of a GPU, such as ``NVIDIA H100``; ``None`` for a CPU."""
+    if device == "cpu":
+        return None
+    import torch
+
+    name: str = torch.get_device_module(device).get_device_name(device)
+    return name
 
 
 def versions() -> dict[str, str]:

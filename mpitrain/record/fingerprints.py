@@ -22,10 +22,11 @@ NUM_DIGITS = 16  # of a hash: 64 bits
 class Fingerprints(Callback):
     """Writes a hash of each tensor of the model, every ``every_steps`` steps.
 
-    With ``bitwise`` also the loss of each micro-batch of that step.
+    With ``bitwise`` also the loss of each micro-batch of that step. With ``None`` it
+    only drops what an earlier job wrote after the checkpoint.
     """
 
-    def __init__(self, run_dir: Path, every_steps: int) -> None:
+    def __init__(self, run_dir: Path, every_steps: int | None) -> None:
         self._path = run_dir / FILE
         self._every = every_steps
         self._before: Mapping[str, Any] = {}
@@ -46,7 +47,8 @@ class Fingerprints(Callback):
 
     def on_fit_start(self, trainer: Any) -> None:
         """Open the file, on rank zero."""
-        if trainer.engine.world.is_rank_zero:
+        is_used = self._every is not None or self._path.exists()
+        if trainer.engine.world.is_rank_zero and is_used:
             # An earlier job may have written a checkpoint without this callback.
             default = None if trainer.state.step else 0
             num_bytes = self._before.get("bytes", default)
@@ -55,7 +57,7 @@ class Fingerprints(Callback):
     def on_step_end(self, trainer: Any) -> None:
         """Write the hashes."""
         step, engine = trainer.state.step, trainer.engine
-        if step % self._every:
+        if self._every is None or step % self._every:
             return
         if self._lines is None and engine.parallel.strategy != "fsdp":
             return
@@ -70,6 +72,8 @@ class Fingerprints(Callback):
 
     def on_metrics(self, trainer: Any, steps: Sequence[StepMetrics]) -> None:
         """Write the losses of micro-batches."""
+        if self._every is None:
+            return
         for metrics, losses in zip(steps, trainer.micro_batch_losses, strict=False):
             if self._lines is not None and metrics.step % self._every == 0:
                 self._lines.write({"step": metrics.step, "losses": losses})

@@ -47,6 +47,11 @@ def read_words(flags: Sequence[str], command: Sequence[str]) -> StageRequest:
     for path in config.data:
         if not Path(path).exists():
             raise UsageError(f"--data {path}: expected a file or folder, found nothing")
+        if "/" not in path:  # it may be another word of the command, too: a name
+            raise UsageError(
+                f"--data {path}: expected a path with a slash, as the command names "
+                f"it: ./{path}"
+            )
     pack = config.pack or str(Path(sys.prefix, PACK_NAME))
     return StageRequest(
         to=config.to,

@@ -70,11 +70,16 @@ class Relocation:
         return path
 
     def word(self, word: str) -> str:
-        """Return a word of a command, ``PATH`` or ``--flag=PATH``, with paths moved."""
+        """Return a word of a command, ``PATH`` or ``--flag=PATH``, with paths moved.
+
+        A word without a slash may be a name.
+        """
         flag, equals, value = word.partition("=")
         if equals and flag.startswith("-"):
-            return flag + equals + self(value)
-        return self(word)
+            return flag + equals + self.word(value)
+        path = os.path.normpath(word)
+        moved = self(path) if "/" in word else path
+        return word if moved == path else moved
 
     def text(self, text: str) -> str:
         """Return a text in which the paths are replaced."""

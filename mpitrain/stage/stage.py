@@ -100,7 +100,8 @@ def stage(guard: ExitGuard, request: StageRequest) -> Target:
             if path and {it.path for it in group.results} == {path}:
                 words = pairs_of(group.content.roots, path)
                 move = Relocation(words)
-                words += [(it, move(str(Path(it).absolute()))) for it in request.data]
+                for given in map(os.path.normpath, request.data):
+                    words.append((given, move(str(Path(given).absolute()))))
         barrier(on_node)
         paths = [group.results[leaders.rank].path for group in staged]
         paths, pairs, words = on_node.bcast((paths, pairs, words))
@@ -139,6 +140,8 @@ def _stage_group(
     barrier(leaders)
     data, error = leaders.bcast((index.encode(), error))
     index = Index.decode(data)
+    if not index.roots and not error:
+        return Group(index, [NodeResult("", "", False, "")] * leaders.size, [], [])
     copy = NodeCopy(index, to)
     move = Relocation(pairs_of(index.roots, copy.path))
     if is_environment and index.roots and move(sys.prefix) == sys.prefix:

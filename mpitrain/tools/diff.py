@@ -89,12 +89,13 @@ def _environment(run: Run) -> dict[str, Any]:
     if not found:  # of a script
         return {}
     world, versions = found.get("world") or {}, found.get("versions") or {}
-    devices = {name for host in found.get("hosts") or () for name in host["devices"]}
+    of_run = ("platform", "processor", "gpu")
     return {
         "ranks": world.get("world_size"),
+        "backend": world.get("backend"),
+        "threads": world.get("num_threads"),
         "torch": versions.get("torch"),
-        "devices": ", ".join(sorted({name.partition(":")[0] for name in devices})),
-        "platform": found.get("platform"),
+        **{name: found.get(name) for name in of_run},
     }
 
 
@@ -120,14 +121,14 @@ def _checkpoints(runs: tuple[Run, Run]) -> list[Values]:
 
     Checkpoints that are broken are left out, with a warning.
     """
-    found = [
-        {it.step: it for it in list_checkpoints(run.path) if is_complete(it)}
-        for run in runs
-    ]
+    found = [{it.step: it for it in list_checkpoints(run.path)} for run in runs]
     hashes: list[dict[int, dict[str, str]]] = [{}, {}]
     for step in sorted(found[0].keys() & found[1].keys()):
-        for checkpoints, of_run in zip(found, hashes, strict=True):
-            state = read_weights(CheckpointReader(checkpoints[step]), average=False)
+        pair = [checkpoints[step] for checkpoints in found]
+        if not all(is_complete(it) for it in pair):
+            continue
+        for checkpoint, of_run in zip(pair, hashes, strict=True):
+            state = read_weights(CheckpointReader(checkpoint), average=False)
             of_run[step] = {name: hash_of(value) for name, value in state.items()}
         if hashes[0][step] != hashes[1][step]:
             break

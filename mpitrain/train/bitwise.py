@@ -24,7 +24,7 @@ from mpitrain.config import TrainConfig
 from mpitrain.errors import UsageError
 from mpitrain.mpi.world import World
 from mpitrain.train.loader import RankStep
-from mpitrain.train.parallel import ParallelModel
+from mpitrain.train.parallel import ParallelModel, settings_before
 from mpitrain.train.step_metrics import all_gather_flat
 
 logger = logging.getLogger("mpitrain")
@@ -140,7 +140,7 @@ class BitwiseModel(ParallelModel):
         self._trained = self.weights  # those that a user freezes later have no gradient
         self._flat = FlatGradients(self._trained)
         self._memory: dict[str, Tensor] = {}
-        self._shapes = {name: it.shape for name, it in model.named_buffers()}
+        self.syncs_buffers = bool(self._buffers)
         self._before: dict[str, Tensor] = {}
         self._after_first: dict[str, Tensor] = {}
         self._used: list[bool] = []  # with `fsdp`: whether a weight has a gradient
@@ -163,7 +163,6 @@ class BitwiseModel(ParallelModel):
     def start_step(self, epoch: int, step: RankStep) -> None:
         """Begin a step. Collective: broadcasts rank zero's buffers."""
         assert step.numbering is not None
-        self.buffers = list(self._named_buffers().values())
         super().start_step(epoch, step)
         self._key = (epoch, step.number)
         self.num_micro_batches = -(-step.num_samples // self._micro_batch_size)
@@ -217,21 +216,12 @@ class BitwiseModel(ParallelModel):
         for weight, gradient in zip(self._trained, found, strict=True):
             weight.grad = gradient
 
-    def _named_buffers(self) -> dict[str, Tensor]:
-        """Return the buffers that were there at first, by name.
-
-        Looked up anew: a module may assign a new tensor. Not those that it adds or that
-        grow, such as a cache.
-        """
-        named = self.model.named_buffers()
-        return {name: it for name, it in named if self._shapes.get(name) == it.shape}
-
     def _copy_buffers(self) -> dict[str, Tensor]:
-        return {name: it.clone() for name, it in self._named_buffers().items()}
+        return {name: it.clone() for name, it in self.named_buffers().items()}
 
     @torch.no_grad()
     def _restore(self, values: Mapping[str, Tensor]) -> None:
-        for name, buffer in self._named_buffers().items():
+        for name, buffer in self.named_buffers().items():
             if name in values:
                 buffer.copy_(values[name])
 
@@ -403,13 +393,15 @@ def seed_micro_batch(
         torch.get_device_module(device).manual_seed(value)
 
 
-def configure_bitwise(world: World) -> None:
+def configure_bitwise(world: World, *, is_on: bool) -> None:
     """Set what the bits of a micro-batch depend on, for the whole process.
 
     On CPUs one thread for each rank: of oneDNN's convolutions, and of torch's layer
-    norm, the last bits depend on the number of threads.
+    norm, the last bits depend on the number of threads. A training without undoes it.
     """
-    if world.device != "cpu":
+    if not is_on and "num_threads" in settings_before:
+        torch.set_num_threads(settings_before.pop("num_threads"))
+    if not is_on or world.device != "cpu":
         return
     if world.is_rank_zero and world.num_threads > 1:
         logger.warning(
@@ -417,6 +409,8 @@ def configure_bitwise(world: World) -> None:
             "start a rank on each core",
             world.num_threads,
         )
+    if (before := torch.get_num_threads()) > 1:
+        settings_before["num_threads"] = before
     torch.set_num_threads(1)
 
 

@@ -197,12 +197,12 @@ class OptimizerWrapper:
         self._are_alike = len(kinds) == 1 and (is_bitwise or not is_sharded)
         self._is_on_cpu = all(w.device.type == "cpu" for w in self._weights)
         # The forward pass of a step that is then skipped has changed them already.
-        may_skip = config.on_nonfinite == "skip" or scale.can_shrink
-        self._buffers = model.float_buffers if may_skip else []
-        self._before: list[Tensor] = []
-        self._averaged = {} if config.ema_decay is None else model.named_state()
+        self._may_skip = config.on_nonfinite == "skip" or scale.can_shrink
+        self._before: dict[str, Tensor] = {}  # float buffers
+        self._named_weights = model.named_weights()
+        averaged = {} if config.ema_decay is None else self._state()
         self.ema_values = {
-            name: tensor.detach().clone() for name, tensor in self._averaged.items()
+            name: tensor.detach().clone() for name, tensor in averaged.items()
         }
 
     @property
@@ -216,12 +216,14 @@ class OptimizerWrapper:
             group["lr"] = lr
         for weight in self._weights:
             weight.grad = None
-        self._before = [tensor.clone() for tensor in self._buffers]
+        if self._may_skip:
+            buffers = self._model.float_buffers()
+            self._before = {name: tensor.clone() for name, tensor in buffers.items()}
 
     @contextmanager
     def ema_weights(self) -> Iterator[None]:
         """Let the model have the averages, if there are any, in this context."""
-        if not self._averaged:
+        if not self.ema_values:
             yield
             return
         self._swap()
@@ -232,11 +234,21 @@ class OptimizerWrapper:
 
     @torch.no_grad()
     def _swap(self) -> None:
-        for name, weight in self._averaged.items():
-            kept = weight.detach().clone()
-            weight.copy_(self.ema_values[name])
-            self.ema_values[name].copy_(kept)
+        for tensor, average in self._averaged():
+            kept = tensor.detach().clone()
+            tensor.copy_(average)
+            average.copy_(kept)
         self._model.reshard()
+
+    def _state(self) -> dict[str, Tensor]:
+        return {**self._named_weights, **self._model.float_buffers()}
+
+    def _averaged(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield weights and float buffers, each with its average."""
+        present = self._state()
+        for name, average in self.ema_values.items():
+            if name in present:
+                yield present[name], average
 
     def step(self) -> tuple[float, bool]:
         """Clip and apply the gradients, if they are finite; collective if sharded.
@@ -249,8 +261,9 @@ class OptimizerWrapper:
         factor = self.scale.inverse
         norm = self._norm(gradients) * factor
         if not math.isfinite(norm):
-            for buffer, before in zip(self._buffers, self._before, strict=True):
-                buffer.copy_(before)
+            for name, buffer in self._model.float_buffers().items():
+                if name in self._before:
+                    buffer.copy_(self._before[name])
             return norm, False
         max_norm = self.config.clip_grad_norm
         if max_norm is not None and norm > max_norm:
@@ -261,7 +274,7 @@ class OptimizerWrapper:
         self._check_fused()
         self.optimizer.step()
         self.scale.grow()
-        if self._averaged:
+        if self.ema_values:
             self._update_ema()
         return norm, True
 
@@ -270,12 +283,15 @@ class OptimizerWrapper:
 
         It fails there (torch 2.14): a weight had no gradient in the first step.
         """
-        state = self.optimizer.state
-        for group in self.optimizer.param_groups:
+        state = self.local_optimizer.state
+        local_groups = self.local_optimizer.param_groups
+        for group, local in zip(
+            self.optimizer.param_groups, local_groups, strict=True
+        ):  # with ZeRO two, and its step copies the first one's settings
             if group.get("fused") and group.get("momentum"):
                 has_momentum = {
                     state[weight].get("momentum_buffer") is not None
-                    for weight in group["params"]
+                    for weight in local["params"]
                     if weight.grad is not None
                 }
                 if len(has_momentum) > 1:
@@ -284,20 +300,32 @@ class OptimizerWrapper:
     @torch.no_grad()
     def _update_ema(self) -> None:
         weight_of_step = 1 - (self.config.ema_decay or 0.0)
-        for name, weight in self._averaged.items():
-            self.ema_values[name].lerp_(weight.detach(), weight_of_step)
+        for tensor, average in self._averaged():
+            average.lerp_(tensor.detach(), weight_of_step)
 
     def _norm(self, gradients: list[Tensor]) -> float:
         if not gradients:
             return 0.0
-        if self._is_bitwise:  # shards would be added in another order
-            gradients = [getattr(g, "full_tensor", lambda g=g: g)() for g in gradients]
+        # With --bitwise norms of shards would be added in another order.
+        gathers = self._is_bitwise and hasattr(gradients[0], "full_tensor")
         if self._are_alike:
             # As `get_total_norm` without grouping by device and type: half its time.
-            norms = torch._foreach_norm(gradients)  # noqa: SLF001
+            foreach_norm: Any = torch._foreach_norm  # noqa: SLF001
+            if gathers:  # one after another: together they take the memory of DDP
+                norms = [foreach_norm([_whole(it)])[0] for it in gradients]
+            else:
+                norms = foreach_norm(gradients)
             if self._is_on_cpu:
                 return math.hypot(*map(float, norms))
             return float(torch.linalg.vector_norm(torch.stack(norms)))
+        if gathers:
+            gradients = [_whole(it) for it in gradients]
         norm = nn.utils.get_total_norm(gradients)
         whole = getattr(norm, "full_tensor", None)
         return float(whole() if whole is not None else norm)
+
+
+def _whole(gradient: Any) -> Tensor:
+    """Gather a gradient that FSDP has sharded. Collective."""
+    whole: Tensor = gradient.full_tensor()
+    return whole

@@ -37,6 +37,9 @@ _SYNC_BUFFERS = (
     else "broadcast_buffers"  # before torch 2.15
 )
 
+# Settings of the process, by name, as they were before a training changed them.
+settings_before: dict[str, Any] = {}
+
 BUCKET_BYTES = 250 << 20  # buffers are broadcast together up to this size, as in DDP
 
 BatchNorm = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -101,7 +104,7 @@ class ParallelModel:
 
     Without ``find_unused_parameters`` DDP leaves wrong gradients where a weight takes
     no part in the loss, and complains only in the next forward pass. `module` is what
-    `forward` calls, `buffers` what `broadcast_buffers` broadcasts.
+    `forward` calls; `syncs_buffers` whether `start_step` broadcasts buffers.
     """
 
     def __init__(
@@ -117,12 +120,13 @@ class ParallelModel:
         self.strategy = strategy
         self._config, self._world = config, world
         self._is_16_bit = DTYPES[config.precision].itemsize == 2
+        self._buffers = _find_buffers(model)
         if strategy == "fsdp":
             _fully_shard(model, world, config)
         if config.compile:
             model.compile()
         self.module: nn.Module = model
-        self.buffers: list[Tensor] = []
+        self.syncs_buffers = strategy == "ddp" and bool(self._buffers)
         self.number = 0  # of the micro-batch in the step, with --bitwise
         if strategy == "ddp":
             warnings.filterwarnings("ignore", message=".*find_unused_parameters=True")
@@ -133,25 +137,37 @@ class ParallelModel:
                 find_unused_parameters=find_unused_parameters,
                 **sync_buffers,
             )
-            self.buffers = list(model.buffers())
         elif strategy == "dp":
             self.module = DataParallel(model)
+
+    def named_weights(self) -> dict[str, Tensor]:
+        """Return `weights` by name; with FSDP while they are sharded."""
+        named = self.model.named_parameters()
+        return {name: weight for name, weight in named if weight.requires_grad}
 
     @property
     def weights(self) -> list[nn.Parameter]:
         """The parameters that require gradients."""
         return [weight for weight in self.model.parameters() if weight.requires_grad]
 
-    @property
-    def float_buffers(self) -> list[Tensor]:
-        """Buffers that change in training, such as batch norm's statistics."""
-        return [buffer for buffer in self.model.buffers() if buffer.is_floating_point()]
+    def named_buffers(self) -> dict[str, Tensor]:
+        """Return the buffers that are saved, by name.
 
-    def named_state(self) -> dict[str, Tensor]:
-        """Return `weights` and `float_buffers` by name."""
-        kept = {id(tensor) for tensor in (*self.weights, *self.float_buffers)}
-        named = (*self.model.named_parameters(), *self.model.named_buffers())
-        return {name: tensor for name, tensor in named if id(tensor) in kept}
+        Looked up anew: a module may assign a new tensor. Not those of another shape
+        than at first, nor those with ``persistent=False``, such as a cache: each rank
+        has its own.
+        """
+        found = {}
+        for name, (module, attribute, shape) in self._buffers.items():
+            buffer = getattr(module, attribute)
+            if buffer is not None and buffer.shape == shape:
+                found[name] = buffer
+        return found
+
+    def float_buffers(self) -> dict[str, Tensor]:
+        """Return buffers that change in training, such as batch norm's statistics."""
+        named = self.named_buffers().items()
+        return {name: buffer for name, buffer in named if buffer.is_floating_point()}
 
     def forward(self, inputs: Any, through: nn.Module | None = None) -> Any:
         """Call the model, or a module that contains it, in the configured precision.
@@ -170,12 +186,13 @@ class ParallelModel:
     def broadcast_buffers(self) -> None:
         """Broadcast rank zero's buffers; not left to DDP, so that it is timed."""
         broadcast: Any = vars(dist)["_broadcast_coalesced"]  # what DDP calls
-        broadcast(dist.group.WORLD, self.buffers, BUCKET_BYTES, 0)
+        buffers = list(self.named_buffers().values())
+        broadcast(dist.group.WORLD, buffers, BUCKET_BYTES, 0)
 
     def start_step(self, epoch: int, step: RankStep) -> None:
         """Begin a step. Collective over the default group: broadcasts buffers."""
         del epoch, step
-        if self.buffers and self._world.world_size > 1:
+        if self.syncs_buffers and self._world.world_size > 1:
             self.broadcast_buffers()
 
     def reduce_gradients(self) -> None:
@@ -200,7 +217,7 @@ class ParallelModel:
 
     def sync_all_buffers(self) -> None:
         """Broadcast rank zero's buffers. Collective over the default group."""
-        for buffer in self.model.buffers():
+        for buffer in self.named_buffers().values():
             dist.broadcast(buffer, src=0)
 
     def full_state_dict(self) -> dict[str, Any]:
@@ -214,6 +231,17 @@ class ParallelModel:
             options = StateDictOptions(full_state_dict=True, cpu_offload=True)
             return copy_to_cpu(get_model_state_dict(self.model, options=options))
         return copy_to_cpu(self.model.state_dict())
+
+
+def _find_buffers(model: nn.Module) -> dict[str, tuple[nn.Module, str, torch.Size]]:
+    """Return module, attribute and shape of each buffer that is saved, by name."""
+    found = {}
+    for name, buffer in model.named_buffers():
+        owner, _, attribute = name.rpartition(".")
+        module = model.get_submodule(owner)
+        if attribute not in module._non_persistent_buffers_set:  # noqa: SLF001 - 2.14
+            found[name] = (module, attribute, buffer.shape)
+    return found
 
 
 def copy_to_cpu(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -267,13 +295,20 @@ def is_channels_last(world: World, config: StrategyConfig) -> bool:
 def configure_precision(
     config: StrategyConfig, device: str, environ: MutableMapping[str, str]
 ) -> None:
-    """Set TF32 and determinism for the whole process, before the device is used."""
+    """Set TF32 and determinism for the whole process, before the device is used.
+
+    A training without determinism undoes what one before it has set.
+    """
     torch.set_float32_matmul_precision("high" if config.tf32 else "highest")
     torch.backends.cudnn.allow_tf32 = config.tf32  # True by default
     if config.deterministic or (config.bitwise and device != "cpu"):
         environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        if not torch.are_deterministic_algorithms_enabled():
+            settings_before["deterministic"] = False
         torch.use_deterministic_algorithms(True)
         torch.backends.cudnn.benchmark = False
+    elif "deterministic" in settings_before:
+        torch.use_deterministic_algorithms(settings_before.pop("deterministic"))
 
 
 def find_blocks(model: nn.Module) -> list[nn.Module]:

@@ -185,7 +185,7 @@ class Trainer:
         scale = optimizer.scale.value / step.num_samples
         losses: list[Losses] = []
         self._step_number = step.number
-        if model.buffers or self.config.bitwise:
+        if model.syncs_buffers or self.config.bitwise:
             with timer("communication"):
                 model.start_step(state.epoch, step)
         for batch in step.micro_batches:
@@ -402,8 +402,7 @@ class Trainer:
         """
         assert self.world is not None
         configure_precision(self.config, self.world.device, os.environ)
-        if self.config.bitwise:
-            configure_bitwise(self.world)
+        configure_bitwise(self.world, is_on=self.config.bitwise)
         self.engine = Engine(
             self.model,
             self.train_data,

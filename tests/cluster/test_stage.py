@@ -55,6 +55,7 @@ def stage(
     (folder / "hosts").write_text("".join(lines))
     here = Path(sys.prefix)
     command = [f"{here}/bin/mpirun", "--prefix", str(here), "--hostfile", "hosts"]
+    command += ["--bind-to", "none"]  # each host's first core is the same one
     for name in ("PATH", "MPI4PY_LIBMPI"):
         command += ["-x", name]
     command += ["sh", "start.sh", *words, f"{env}/bin/python", "-m", "mpitrain"]

@@ -167,7 +167,7 @@ def test_diff_names_the_first_step_and_tensor(tmp_path: Path) -> None:
     same = diff(tmp_path, "a", "b")
     assert same.returncode == 0, same.stdout + same.stderr
     assert same.stdout.count("the same (") == 6
-    assert "environment: ranks: 1 -> 2\n" in same.stdout
+    assert "environment: ranks: 1 -> 2" in same.stdout
     assert "the same (30, up to step 90)" in same.stdout  # losses and weights
     other = diff(tmp_path, "a", "c")
     assert other.returncode == 1

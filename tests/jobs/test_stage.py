@@ -189,15 +189,16 @@ def test_data_and_caches_are_staged_and_named_in_the_command(
         "      (Path(sys.argv[1]) / 'birds/one').read_text())\n"
         "Path(os.environ['TRITON_CACHE_DIR'], 'new').touch()\n"
     )
-    words = ("--data", "data", "--", "python", "reads.py")
-    arguments = ("data", "--data-dir=data/birds", f"{env.parent}/data/birds", "data2")
+    words = ("--data", "./data", "--", "python", "reads.py")
+    paths = ("./data", "--data-dir=data/birds", f"{env.parent}/data/birds")
+    arguments = (*paths, "data", "data2")
     cache = {"TRITON_CACHE_DIR": str(env.parent / "cache")}
     done = run(openmpi, env, *words, *arguments, **cache)
     assert done.status == 0, done.err
     (other,) = [it for it in copies(env) if not (it / "0/env").exists()]
     expected = (
-        f"{other}/0/data --data-dir={other}/0/data/birds {other}/0/data/birds data2 "
-        f"{other}/1/cache 1"
+        f"{other}/0/data --data-dir={other}/0/data/birds {other}/0/data/birds "
+        f"data data2 {other}/1/cache 1"
     )
     assert done.out.splitlines() == [expected, expected]
     assert (other / "1/cache/new").exists()

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from trainings import BATCH_SIZE, EPOCHS, NUM_SAMPLES, Net, config_of, some, trained
@@ -227,7 +228,7 @@ def test_a_model_without_weights_to_train_is_refused(
 
 
 class Turns(Net):
-    """Has blocks that take turns, and a buffer that grows."""
+    """Has blocks that take turns, and a cache of another size on each rank."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -237,15 +238,14 @@ class Turns(Net):
     def forward(self, images: Tensor) -> Tensor:
         if self.training:
             self.calls += 1
-            self.cache = torch.zeros(2)
+            self.cache = torch.zeros(2 + dist.get_rank())
         return self.head(self.blocks[self.calls // 9 % 2](images.flatten(1)))
 
 
 def test_a_weight_may_have_its_first_gradient_late(world: World) -> None:
     """Of SGD that is fused all weights had to have one in the first step."""
-    for is_bitwise in (True, False):
-        settings = {**SETTINGS, "bitwise": is_bitwise}
-        losses, _ = trained(world, model=Turns(), **settings)
+    for more in ({}, {"bitwise": False}, {"bitwise": False, "shard_optimizer": True}):
+        losses, _ = trained(world, model=Turns(), **{**SETTINGS, **more})
         assert all(map(math.isfinite, losses))
 
 
@@ -255,6 +255,21 @@ def test_a_weight_that_takes_turns_is_refused_with_fsdp(world: World) -> None:
         return
     with pytest.raises(UsageError, match="in some micro-batches only"):
         trained(world, model=Turns(), strategy="fsdp", **SETTINGS)
+
+
+def test_a_later_training_has_its_threads_again(world: World) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        trained(world, **SETTINGS)
+        assert torch.get_num_threads() == 1
+        trained(world, deterministic=True)
+        assert torch.get_num_threads() == 2
+        assert torch.are_deterministic_algorithms_enabled()
+        trained(world)
+        assert not torch.are_deterministic_algorithms_enabled()
+    finally:
+        torch.set_num_threads(before)
 
 
 class Sparse(Net):

@@ -359,7 +359,9 @@ def test_a_command_that_cannot_run_is_refused(words: list[str], expected: str) -
     assert expected in str(raised.value)
 
 
-def test_flags_and_command_are_read(tmp_path: Path) -> None:
+def test_flags_and_command_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "train.py").touch()
     script = str(tmp_path / "train.py")
     flags = ["--to", "$TMPDIR", "--data", script, "--data", str(tmp_path)]
@@ -371,5 +373,8 @@ def test_flags_and_command_are_read(tmp_path: Path) -> None:
         target=read_command(["python", script, "--lr", "1"]),
         is_unbuffered=True,
     )
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError, match=r"as the command names it: \./train"):
+        read_words(["--data", "train.py"], ["python", script])
     with pytest.raises(UsageError, match="--data nowhere: expected a file"):
         read_words(["--data", "nowhere"], ["python", script])

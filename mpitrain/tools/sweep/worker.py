@@ -202,9 +202,7 @@ class Worker:
             outcome = self._failed(error, ranks)
         reason = self._handler.requested()
         inbox.send(Message("ended", start_id, outcome._replace(stop_reason=reason)))
-        guard.on_end[:] = on_end  # undo what the training left, and --deterministic
-        torch.use_deterministic_algorithms(False)
-        torch.set_num_threads(self._world.num_threads)  # --bitwise has one
+        guard.on_end[:] = on_end  # undo what the training left
         gc.collect()
         if self._world.device != "cpu":
             torch.get_device_module(self._world.device).empty_cache()

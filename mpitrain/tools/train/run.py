@@ -90,7 +90,7 @@ def run_training(
         *([Loggers(config, run_dir, run.run_id)] if config.log else []),
         HealthCheck(shown(run_dir)),
         choose_progress(config.progress, seconds_left),
-        *([Fingerprints(run_dir, every)] if (every := config.fingerprint) else []),
+        Fingerprints(run_dir, config.fingerprint),
         *([Profiler(run_dir, config.profile)] if config.profile else []),
         ModelFile(run_dir / "model.pt"),
         *callbacks,

@@ -1,0 +1,71 @@
+"""Buffers that a module assigns anew: broadcast, averaged, restored as others are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import TensorDataset
+from trainings import NUM_SAMPLES, Net, config_of, some, trained
+
+from mpitrain.mpi.collectives import world_comm
+from mpitrain.mpi.world import World
+from mpitrain.train.callbacks import Callback
+from mpitrain.train.trainer import Trainer
+
+pytestmark = pytest.mark.mpi
+
+
+class Assigning(Net):
+    """Has a running mean of its inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(64, dtype=torch.float64))
+
+    def forward(self, images: Tensor) -> Tensor:
+        if self.training:
+            mean = images.detach().flatten(1).double().mean(0)
+            self.mean = 0.5 * self.mean + 0.5 * mean
+        return super().forward(images)
+
+
+class Compare(Callback):
+    """Compares the buffer of all ranks before each step's first pass."""
+
+    def on_batch_start(self, trainer: Any, batch: Any) -> None:
+        means = world_comm().allgather(trainer.model.mean.tolist())
+        assert means == means[:1] * len(means)
+
+
+def test_all_ranks_begin_a_step_with_the_same_buffers(world: World) -> None:
+    trainer = Trainer(
+        *(Assigning(), some(NUM_SAMPLES), some(29, "val"), config_of()), world=world
+    )
+    trainer.callbacks.append(Compare())
+    trainer.fit()
+    assert trainer.model.mean.count_nonzero() > 30
+
+
+def test_the_average_follows_the_buffer(world: World) -> None:
+    model = Assigning()
+    _, averages = trained(world, model=model, ema_decay=0.5)
+    if world.is_rank_zero:
+        assert averages["mean"].count_nonzero() > 30
+        assert not torch.equal(averages["mean"], model.mean)
+
+
+def test_a_step_that_is_skipped_leaves_no_nan_in_a_buffer(world: World) -> None:
+    images, labels = (tensor.clone() for tensor in some(NUM_SAMPLES).tensors)
+    images[3] = torch.nan
+    losses, state = trained(
+        world,
+        model=Assigning(),
+        data=TensorDataset(images, labels),
+        on_nonfinite="skip",
+    )
+    if world.is_rank_zero:
+        assert state["mean"].isfinite().all()
+    assert sum(loss != loss for loss in losses) <= 2  # one step of each epoch
