@@ -303,7 +303,7 @@ class OptimizerWrapper:
         for tensor, average in self._averaged():
             average.lerp_(tensor.detach(), weight_of_step)
 
-    def _norm(self, gradients: list[Tensor]) -> float:
+    def _norm(self, gradients: list[Any]) -> float:
         if not gradients:
             return 0.0
         # With --bitwise norms of shards would be added in another order.
@@ -312,20 +312,14 @@ class OptimizerWrapper:
             # As `get_total_norm` without grouping by device and type: half its time.
             foreach_norm: Any = torch._foreach_norm  # noqa: SLF001
             if gathers:  # one after another: together they take the memory of DDP
-                norms = [foreach_norm([_whole(it)])[0] for it in gradients]
+                norms = [foreach_norm([it.full_tensor()])[0] for it in gradients]
             else:
                 norms = foreach_norm(gradients)
             if self._is_on_cpu:
                 return math.hypot(*map(float, norms))
             return float(torch.linalg.vector_norm(torch.stack(norms)))
         if gathers:
-            gradients = [_whole(it) for it in gradients]
+            gradients = [it.full_tensor() for it in gradients]
         norm = nn.utils.get_total_norm(gradients)
         whole = getattr(norm, "full_tensor", None)
         return float(whole() if whole is not None else norm)
-
-
-def _whole(gradient: Any) -> Tensor:
-    """Gather a gradient that FSDP has sharded. Collective."""
-    whole: Tensor = gradient.full_tensor()
-    return whole
