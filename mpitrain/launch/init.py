@@ -195,7 +195,7 @@ def _import_torch() -> None:
     name = "cuda.bindings"
     is_hidden = not {"torch", name} & sys.modules.keys() and not _has_cuda_driver()
     if is_hidden:
-        sys.modules[name] = None  # type: ignore[assignment] # not found, as of now
+        sys.modules[name] = None  # type: ignore[assignment] # as if not installed
     try:
         import torch.distributed  # noqa: F401
     finally:

@@ -140,15 +140,18 @@ class ParallelModel:
         elif strategy == "dp":
             self.module = DataParallel(model)
 
-    def named_weights(self) -> dict[str, Tensor]:
-        """Return `weights` by name; with FSDP while they are sharded."""
+    def named_weights(self) -> dict[str, nn.Parameter]:
+        """Return the parameters that require gradients, by name.
+
+        FSDP has others after a forward pass, until it shards them again.
+        """
         named = self.model.named_parameters()
         return {name: weight for name, weight in named if weight.requires_grad}
 
     @property
     def weights(self) -> list[nn.Parameter]:
         """The parameters that require gradients."""
-        return [weight for weight in self.model.parameters() if weight.requires_grad]
+        return list(self.named_weights().values())
 
     def named_buffers(self) -> dict[str, Tensor]:
         """Return the buffers that are saved, by name.
@@ -239,7 +242,7 @@ def _find_buffers(model: nn.Module) -> dict[str, tuple[nn.Module, str, torch.Siz
     for name, buffer in model.named_buffers():
         owner, _, attribute = name.rpartition(".")
         module = model.get_submodule(owner)
-        if attribute not in module._non_persistent_buffers_set:  # noqa: SLF001 - 2.14
+        if attribute not in module._non_persistent_buffers_set:  # noqa: SLF001 - torch 2.14
             found[name] = (module, attribute, buffer.shape)
     return found
 
