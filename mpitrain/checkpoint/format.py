@@ -1,6 +1,6 @@
 """The files of a checkpoint, and whether they can be trusted. Imports no torch.
 
-`metadata.json` of format 2:
+`metadata.json`:
 
     format, run, step, world_size   the run's id; the ranks that wrote the checkpoint
     extra_state                     of modules that have any
@@ -9,10 +9,8 @@
     trainer                         of `Trainer`, or null: config, num_samples, data,
                                     stage, strategy, state, loss_scale, callbacks
 
-Format 1 had `facts.json`; `read_metadata` returns it as format 2.
-
 A file that is missing or makes no sense raises `BrokenCheckpoint`, one that cannot be
-read just now OSError, one of a later format `DataError`.
+read just now OSError, one of another format `DataError`.
 """
 
 from __future__ import annotations
@@ -34,9 +32,8 @@ from mpitrain.record.run_dir import sync
 SUMS = "SHA256SUMS"
 TENSORS = "tensors.json"
 METADATA = "metadata.json"
-METADATA_1 = "facts.json"
 
-FORMAT = 2  # raised when older versions cannot read what is written
+FORMAT = 2  # raised when other versions cannot read what is written
 CHUNK_BYTES = 4 << 20  # read, written and hashed at once
 
 MAX_JSON_BYTES = 1 << 28
@@ -81,7 +78,7 @@ def read_sums(path: Path) -> dict[str, str]:
         if match is None:
             raise BrokenCheckpoint(path, f"{SUMS} has the line {line[:80]!r}")
         sums[match[2]] = match[1]
-    for name in (TENSORS, METADATA_1 if METADATA_1 in sums else METADATA):
+    for name in (TENSORS, METADATA):
         if name not in sums:
             raise BrokenCheckpoint(path, f"{SUMS} lacks {name}")
     return sums
@@ -110,10 +107,10 @@ def read_json(path: Path, name: str) -> dict[str, Any]:
         raise BrokenCheckpoint(path, f"{name}: {error}") from None
     if not isinstance(found, dict) or not isinstance(found.get("format"), int):
         raise BrokenCheckpoint(path, f"{name} names no format")
-    if not 1 <= found["format"] <= FORMAT:
+    if found["format"] != FORMAT:
         raise DataError(
-            f"{path / name} is of format {found['format']}, expected at most {FORMAT}: "
-            "another version of mpitrain wrote it"
+            f"{path / name} is of format {found['format']}, expected {FORMAT}: another "
+            "version of mpitrain wrote it"
         )
     return found
 
@@ -150,42 +147,14 @@ def _not_json(value: Any) -> str:
 
 def read_metadata(path: Path, step: int, epoch: int) -> dict[str, Any]:
     """Read the metadata of a checkpoint, and check it against the folder's name."""
-    name = METADATA_1 if (path / METADATA_1).exists() else METADATA
-    found = read_json(path, name)
+    found = read_json(path, METADATA)
     try:
-        if name == METADATA_1:
-            found = _from_format_1(found)
         reason = _check_metadata(found, step, epoch)
     except (KeyError, TypeError, AttributeError) as error:
         reason = repr(error)
     if reason:
-        raise BrokenCheckpoint(path, f"{name}: {reason}")
+        raise BrokenCheckpoint(path, f"{METADATA}: {reason}")
     return found
-
-
-def _from_format_1(facts: Mapping[str, Any]) -> dict[str, Any]:
-    old = {
-        "num_steps": "step",
-        "epoch_steps": "epoch_step",
-        "taken": "samples_per_shard",
-        "values": "metrics",
-    }
-    state = {old.get(name, name): value for name, value in facts["so_far"].items()}
-    kept = ("config", "num_samples", "data", "stage", "strategy")
-    record = facts["record"]
-    return {
-        "format": 2,
-        **{name: facts[name] for name in ("run", "world_size", "extra_state")},
-        "step": state["step"],
-        "metric": facts["goodness"],
-        "user_state": None,
-        "trainer": {
-            **{name: facts[name] for name in kept},
-            "state": state,
-            "loss_scale": facts["scale"],
-            "callbacks": {} if record is None else {"Recorder": record},
-        },
-    }
 
 
 def _check_metadata(found: Mapping[str, Any], step: int, epoch: int) -> str:

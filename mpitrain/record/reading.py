@@ -132,7 +132,7 @@ class Metrics(JsonlReader):
         match row["event"]:
             case "step":
                 self.steps.add(row)
-            case "throughput" | "pace":  # before format 2
+            case "throughput":
                 self.throughputs.append(make(TimedThroughput, row))
             case "epoch":
                 self.epochs.append(_epoch(row))
@@ -142,7 +142,6 @@ class Metrics(JsonlReader):
             case "resume":
                 self.resumed.append(make(Resumed, {"time": None, **row}))
             case "checkpoint":
-                row = {"error": row.get("why_not", ""), **row}  # before format 2
                 self.saved.append(make(Saved, row))
             case "balance":
                 counts = [int(num) for num in row["num_micro_batches"]]

@@ -232,7 +232,7 @@ def test_what_cannot_be_is_broken_though_the_sums_fit(
     assert layout.best_of([checkpoint]) is None or file == "tensors.json"
 
 
-def test_a_checkpoint_of_format_1_reads_as_format_2(tmp_path: Path) -> None:
+def test_the_stored_checkpoints_have_every_field_of_metadata() -> None:
     for strategy in ("ddp", "fsdp"):
         golden = Path(__file__).parents[1] / "golden/checkpoints" / strategy
         (checkpoint,) = layout.list_checkpoints(golden)
@@ -243,9 +243,17 @@ def test_a_checkpoint_of_format_1_reads_as_format_2(tmp_path: Path) -> None:
         assert found["trainer"]["state"]["step"] == checkpoint.step
 
 
+@pytest.mark.parametrize("number", [1, 3])
+def test_a_checkpoint_of_another_format_is_refused(tmp_path: Path, number: int) -> None:
+    checkpoint = write(tmp_path)
+    changed(checkpoint, "metadata.json", "format", number)
+    with pytest.raises(DataError, match=f"of format {number}, expected 2"):
+        checkpoint.metadata()
+
+
 def test_json_that_is_too_deep_is_broken(tmp_path: Path) -> None:
     checkpoint = write(tmp_path)
-    deep = '{"format": 1, "a": ' + "[" * 100_000 + "]" * 100_000 + "}"
+    deep = '{"format": 2, "a": ' + "[" * 100_000 + "]" * 100_000 + "}"
     (checkpoint.path / "metadata.json").write_text(deep)
     with pytest.raises(BrokenCheckpoint, match=r"metadata\.json"):
         checkpoint.metadata()

@@ -231,7 +231,7 @@ def test_reading_now_and_then_finds_what_reading_once_finds(tmp_path: Path) -> N
         for step in range(1, 400)
     ]  # fmt: skip
     words = ("]", "{", "", "nul", "[1, 2]", "7", '"a"', "\x00\x00", "\xff{}", "1,2")
-    rows = ('{"event": "step"}', '{"event": "pace", "time": "x"}')
+    rows = ('{"event": "step"}', '{"event": "throughput", "time": "x"}')
     for garbage in (*words, *rows):
         lines.insert(numbers.randrange(len(lines)), garbage)
     text = "\n".join(lines).encode("latin-1") + b"\n"
