@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence, Sized
+from collections.abc import Collection, Iterable, Iterator, Sequence, Sized
 from pathlib import Path
 from typing import Any
 
-from torch.utils.data import IterableDataset, TensorDataset
+from torch.utils import data as torchs
 
 from mpitrain.config import DATA_DIR
 from mpitrain.data.in_memory import InMemory
 from mpitrain.data.iterable import IterableStyle
-from mpitrain.data.map_style import PAIR, MapStyle
+from mpitrain.data.map_style import GETTERS, PAIR, MapStyle
 from mpitrain.data.samples import PARTS, digest
 from mpitrain.data.workers import start_method
 from mpitrain.errors import DataError
@@ -36,12 +36,10 @@ def load_custom(reference: str, data_dir: Path | None) -> tuple[Sequence[Any], i
             "(train, val) of data sets, or (train, val, test)"
         )
     for part, dataset in zip(PARTS, datasets, strict=False):
-        if isinstance(dataset, Sized) and len(dataset) == 0:
+        refuse_loader(dataset, f"the {part} part of --data {reference}")
+        if _is_map_style(dataset) and len(dataset) == 0:
             raise DataError(f"the {part} part of --data {reference} has no samples")
-    train = datasets[0]
-    num_classes = getattr(train, "num_classes", None)
-    if num_classes is None and hasattr(train, "classes"):
-        num_classes = len(train.classes)
+    num_classes, _ = classes_of(datasets[0])
     if num_classes is None:
         raise DataError(
             f"the train part of --data {reference} has neither `classes` (a list) nor "
@@ -76,10 +74,9 @@ def build_samples(
     """
     if isinstance(dataset, InMemory | MapStyle | IterableStyle):
         return dataset
+    refuse_loader(dataset, what)
     method = start_method(world.num_nodes)
-    is_map_style = hasattr(dataset, "__getitem__") and isinstance(dataset, Sized)
-    # torch's iterable ones have an __getitem__ that is not to be called.
-    if not is_map_style or isinstance(dataset, IterableDataset):
+    if not _is_map_style(dataset):
         _check_stream(dataset, what)
         stream = IterableStyle(
             dataset, seed=seed, num_workers=num_workers, method=method
@@ -98,7 +95,7 @@ def build_samples(
     )
     if len(dataset) == 0:
         raise DataError(f"{what} has no samples")
-    if isinstance(dataset, TensorDataset) and len(dataset.tensors) == PAIR:
+    if _is_pair_of_tensors(dataset):
         samples: InMemory | MapStyle = InMemory(*dataset.tensors)
         first = digest(samples.example()[:2])
     else:
@@ -124,6 +121,60 @@ def build_samples(
         "in making it (torch.manual_seed)",
     )
     return samples
+
+
+def refuse_loader(dataset: Any, what: str) -> None:
+    """Refuse a `DataLoader`, also one within torch's wrappers: it yields batches."""
+    is_like_one = hasattr(dataset, "batch_size") and hasattr(dataset, "collate_fn")
+    is_like_one &= not hasattr(dataset, "__getitem__")
+    if isinstance(dataset, torchs.DataLoader) or is_like_one:
+        raise DataError(
+            f"{what} is a {type(dataset).__name__!r}, whose samples would be batches; "
+            "expected a data set: pass loader.dataset. Batch size and workers are "
+            "global_batch_size and num_workers of the configuration "
+            "(--global-batch-size, --num-workers)"
+        ).on_all_ranks()
+    for inner in _wrapped(dataset):
+        refuse_loader(inner, what)
+
+
+def classes_of(dataset: Any) -> tuple[Any, tuple[str, ...]]:
+    """Return number and names of classes: a data set's, or of all that it wraps."""
+    classes = getattr(dataset, "classes", None)
+    num_classes = getattr(dataset, "num_classes", None)
+    if classes is None and num_classes is None:
+        found = set(map(classes_of, _wrapped(dataset)))
+        return found.pop() if len(found) == 1 else (None, ())
+    names = tuple(map(str, classes)) if isinstance(classes, Collection) else ()
+    return (len(names) or None if num_classes is None else num_classes), names
+
+
+def _wrapped(dataset: Any) -> Sequence[Any]:
+    """Return the data sets that one of torch's wrappers holds."""
+    if isinstance(dataset, torchs.Subset):
+        return [dataset.dataset]
+    if isinstance(
+        dataset, torchs.ConcatDataset | torchs.ChainDataset | torchs.StackDataset
+    ):
+        sets: Any = dataset.datasets
+        return list(sets.values() if isinstance(sets, dict) else sets)
+    return []
+
+
+def _is_map_style(dataset: Any) -> bool:
+    # torch's iterable ones have an __getitem__ that is not to be called.
+    is_sequence = hasattr(dataset, "__getitem__") and isinstance(dataset, Sized)
+    return is_sequence and not isinstance(dataset, torchs.IterableDataset)
+
+
+def _is_pair_of_tensors(dataset: Any) -> bool:
+    """Whether it is a `TensorDataset` of two, whose methods are torch's own."""
+    if not isinstance(dataset, torchs.TensorDataset) or len(dataset.tensors) != PAIR:
+        return False
+    return all(
+        getattr(type(dataset), name, None) is getattr(torchs.TensorDataset, name, None)
+        for name in (*GETTERS, "__len__")
+    )
 
 
 def _check_stream(dataset: Any, what: str) -> None:

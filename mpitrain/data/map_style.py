@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
-from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.data import DataLoader, Dataset, Subset, default_collate
 
 from mpitrain.data.randomness import seeded, uniform
 from mpitrain.data.samples import BadSample, LoadedBatch, SampleReader
@@ -21,6 +21,7 @@ from mpitrain.data.workers import (
 from mpitrain.errors import DataError
 
 PAIR = 2
+GETTERS = ("__getitem__", "__getitems__")
 MAX_TRIES = 100  # samples that may be bad before the first good one
 
 
@@ -127,6 +128,11 @@ class _SampleDataset(Dataset[Any]):
         self.seed = seed
         self.random_crops = random_crops
         self.skip = skip
+        while isinstance(dataset, Subset):  # its methods ask the same of the set inside
+            dataset = dataset.dataset
+        # Of the two methods that torch's loaders ask, the one that a subclass has.
+        names = (n for of in type(dataset).__mro__ for n in GETTERS if n in vars(of))
+        self._has_many = next(names, "") == "__getitems__"
 
     def __getitem__(self, key: tuple[int, int]) -> tuple[int, Any]:
         epoch, index = key
@@ -144,6 +150,8 @@ class _SampleDataset(Dataset[Any]):
     def _read(self, epoch: int, index: int) -> Any:
         if not isinstance(self.dataset, SampleReader):
             with seeded(self.seed, epoch, index):
+                if self._has_many:
+                    return self.dataset.__getitems__([index])[0]
                 return self.dataset[index]
         numbers = None
         if self.random_crops:

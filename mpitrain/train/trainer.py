@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mpitrain.config import TrainConfig
+from mpitrain.data.custom import refuse_loader
 from mpitrain.data.transforms import Statistics
 from mpitrain.errors import DataError, NonFiniteError, Stopped, UsageError, did_you_mean
 from mpitrain.launch.current import heartbeat
@@ -100,12 +101,10 @@ class Trainer:
         find_unused_parameters: bool = True,
     ) -> None:
         self.model = model
-        self.train_data, self.val_data = train_data, val_data
-        self.test_data = test_data
+        self.train_data, self.val_data, self.test_data = train_data, val_data, test_data
         self.config = config or TrainConfig()
         self.world = world
-        self.mean_std = mean_std
-        self.num_classes = num_classes
+        self.mean_std, self.num_classes = mean_std, num_classes
         self.find_unused_parameters = find_unused_parameters
         self.callbacks = [EpochLines()] if callbacks is None else list(callbacks)
         self.callbacks.sort(key=lambda callback: callback.runs_last)
@@ -403,6 +402,7 @@ class Trainer:
         assert self.world is not None
         configure_precision(self.config, self.world.device, os.environ)
         configure_bitwise(self.world, is_on=self.config.bitwise)
+        refuse_loader(self.test_data, "the test data")
         self.engine = Engine(
             self.model,
             self.train_data,

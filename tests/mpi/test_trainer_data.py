@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.data import Dataset, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from trainings import (
     BATCH_SIZE,
     EPOCHS,
@@ -146,6 +146,32 @@ def test_data_that_differ_between_ranks_are_refused(world: World) -> None:
         DataError, match="the first sample of the training data differs"
     ):
         trained(world, data=own)
+
+
+@pytest.mark.parametrize("which", [0, 1, 2])
+def test_a_loader_is_refused_before_the_first_step(world: World, which: int) -> None:
+    sets: list[Any] = [some(16), some(8, "val"), some(8, "val")]
+    sets[which] = DataLoader(sets[which], batch_size=4, shuffle=True)
+    train, val, test = sets
+    trainer = Trainer(Net(), train, val, config_of(), world=world, test_data=test)
+    with pytest.raises(DataError, match=r"is a 'DataLoader'.*pass loader.dataset"):
+        trainer.fit()
+    assert trainer.state.step == 0
+
+
+class Mirrored(TensorDataset):
+    """Its own method changes what its tensors hold."""
+
+    def __getitem__(self, index: int) -> tuple[Tensor, ...]:
+        inputs, target = super().__getitem__(index)
+        return inputs.flip(-1), target
+
+
+def test_the_method_of_a_tensor_data_set_is_asked(world: World) -> None:
+    inputs, targets = some(NUM_SAMPLES).tensors
+    asked, _ = trained(world, data=Mirrored(inputs, targets))
+    expected, _ = trained(world, data=TensorDataset(inputs.flip(-1), targets))
+    assert asked == pytest.approx(expected, rel=1e-12)
 
 
 def test_a_label_that_no_output_has_is_named(world: World) -> None:

@@ -1,0 +1,246 @@
+"""Custom data sets: each is asked for its samples; what is none is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from made_ranks import SingleProcess
+from test_data import LONE
+from torch import Tensor
+from torch.utils.data import (
+    ChainDataset,
+    ConcatDataset,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    StackDataset,
+    Subset,
+    TensorDataset,
+)
+
+from mpitrain.config import DataConfig
+from mpitrain.data.custom import Samples, build_samples
+from mpitrain.data.sharding import RankShard
+from mpitrain.data.sources import Data, load_data
+from mpitrain.errors import DataError
+
+NUM = 6
+ALL = RankShard(
+    rank=0, world_size=1, global_batch_size=NUM, order=np.arange(NUM, dtype=np.int64)
+)
+
+
+def samples_of(dataset: Any) -> Samples:
+    return build_samples(
+        dataset, "the training data", seed=1, world=LONE, ranks=SingleProcess()
+    )
+
+
+def load(name: str) -> Data:
+    config = DataConfig(data=f"{__name__}:{name}")
+    return load_data(config, seed=1, world=LONE, ranks=SingleProcess())
+
+
+def pairs() -> TensorDataset:
+    return TensorDataset(torch.zeros(NUM, 2), torch.zeros(NUM).long())
+
+
+# --- loaders --------------------------------------------------------------------------
+
+
+class MyLoader(DataLoader[Any]):
+    """As PyTorch Geometric's, torchdata's and accelerate's are."""
+
+
+class Batches:
+    """A loader that is none of torch's."""
+
+    batch_size = 2
+    collate_fn = None
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(DataLoader(pairs(), 2))
+
+
+LOADERS = [
+    DataLoader(pairs(), 2),
+    MyLoader(pairs(), 2, shuffle=True),
+    Batches(),
+    Subset(DataLoader(pairs(), 2), [0]),  # type: ignore[arg-type]
+    ConcatDataset([DataLoader(pairs(), 2)]),  # type: ignore[list-item]
+]
+
+
+@pytest.mark.parametrize("loader", LOADERS)
+def test_a_loader_in_place_of_a_data_set_is_refused(loader: Any) -> None:
+    words = r"(?s)the training data is a '\w+', .*batches.*loader.dataset.*--num-work"
+    with pytest.raises(DataError, match=words):
+        samples_of(loader)
+
+
+def loaders() -> tuple[Any, Any]:
+    return DataLoader(pairs(), 2), DataLoader(pairs(), 2)
+
+
+def a_loader_to_test() -> tuple[Any, Any, Any]:
+    train, val = LeftOf(), LeftOf()
+    return train, val, DataLoader(Stream(), 2)
+
+
+@pytest.mark.parametrize("name", ["loaders", "a_loader_to_test"])
+def test_the_command_line_refuses_a_loader(name: str) -> None:
+    with pytest.raises(DataError, match=r"pass loader.dataset"):
+        load(name)
+
+
+def test_a_data_set_that_has_a_batch_size_and_a_collate_fn_is_none_the_less_one() -> (
+    None
+):
+    class Boxes(LeftOf):
+        batch_size = 2
+
+        def collate_fn(self) -> None:
+            """For loaders of others."""
+
+    assert samples_of(Boxes()).num_samples == NUM
+
+
+# --- methods of the user's ------------------------------------------------------------
+
+
+class Augmented(TensorDataset):
+    """Its samples are 7 in place of 0."""
+
+    def __init__(self) -> None:
+        super().__init__(*pairs().tensors)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, ...]:
+        inputs, target = super().__getitem__(index)
+        return inputs + 7, target
+
+
+class ManyAtOnce(TensorDataset):
+    """The same, by the method that torch's loaders prefer."""
+
+    def __init__(self) -> None:
+        super().__init__(*pairs().tensors)
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        return [(self.tensors[0][i] + 7, self.tensors[1][i]) for i in indices]
+
+
+class Shorter(Augmented):
+    """Half of it."""
+
+    def __len__(self) -> int:
+        return NUM // 2
+
+
+class OneOfMany(ManyAtOnce):
+    """Its parent has the method for many; this class has the one for a sample."""
+
+    def __getitem__(self, index: int) -> tuple[Tensor, ...]:
+        return torch.full((2,), 7.0), torch.tensor(0)
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        return [self[i] for i in indices]
+
+
+class OneAgain(OneOfMany):
+    """Others' loaders would not ask it."""
+
+    def __getitem__(self, index: int) -> tuple[Tensor, ...]:
+        inputs, target = super().__getitem__(index)
+        return inputs + 1, target
+
+
+class Inputs(Dataset[Tensor]):
+    """Without targets."""
+
+    def __len__(self) -> int:
+        return NUM
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.full((2,), 7.0)
+
+
+@pytest.mark.parametrize(
+    "dataset",
+    [
+        Augmented(),
+        ManyAtOnce(),
+        Subset(Augmented(), range(NUM)),
+        ConcatDataset([Augmented()]),
+        Subset(ManyAtOnce(), range(NUM)),
+        StackDataset(Inputs(), torch.zeros(NUM).long()),
+        OneOfMany(),
+        OneAgain(),
+    ],
+)
+def test_a_data_set_is_asked_by_its_own_method(dataset: Any) -> None:
+    samples = samples_of(dataset)
+    (batch,) = samples.batches(ALL, 1)
+    expected = 8.0 if isinstance(dataset, OneAgain) else 7.0
+    assert batch.inputs.unique().tolist() == [expected]
+
+
+def test_a_data_set_is_as_long_as_it_says() -> None:
+    assert samples_of(Shorter()).num_samples == NUM // 2
+
+
+# --- streams and classes --------------------------------------------------------------
+
+
+class LeftOf(Dataset[Any]):
+    """With names of classes."""
+
+    classes: Any = ("left", "right")
+
+    def __len__(self) -> int:
+        return NUM
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return torch.zeros(1, 2, 2), index % 2
+
+
+class Stream(IterableDataset[Any]):
+    """Without a length."""
+
+    num_classes = 2
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter([(torch.zeros(1, 2, 2), 0), (torch.ones(1, 2, 2), 1)])
+
+
+def chained() -> tuple[Any, Any]:
+    return ChainDataset([Stream(), Stream()]), ChainDataset([Stream()])
+
+
+def parts_of_one() -> tuple[Any, Any]:
+    return Subset(LeftOf(), [0, 1]), Subset(Subset(LeftOf(), [2, 3]), [0])
+
+
+def joined() -> tuple[Any, Any]:
+    return ConcatDataset([LeftOf(), Subset(LeftOf(), [1])]), LeftOf()
+
+
+@pytest.mark.parametrize("name", ["chained", "parts_of_one", "joined"])
+def test_classes_are_those_of_the_sets_inside(name: str) -> None:
+    data = load(name)
+    assert data.num_classes == 2
+    assert len(data.train.example().indices) == 1
+
+
+def other_classes() -> tuple[Any, Any]:
+    other = LeftOf()
+    other.classes = ("left", "right", "straight on")
+    return ConcatDataset([LeftOf(), other]), LeftOf()
+
+
+def test_sets_of_other_classes_are_not_joined() -> None:
+    with pytest.raises(DataError, match="neither `classes`"):
+        load("other_classes")
