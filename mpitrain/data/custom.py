@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Iterable, Iterator, Sequence, Sized
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ from mpitrain.errors import DataError
 from mpitrain.mpi.shared_arrays import Communicator
 from mpitrain.mpi.world import World
 from mpitrain.plugins import call_with_known, load_reference
+
+logger = logging.getLogger("mpitrain")
 
 ONE_PASS_MODULES = ("builtins", "itertools")  # their iterators cannot begin again
 
@@ -82,6 +85,7 @@ def build_samples(
             dataset, seed=seed, num_workers=num_workers, method=method
         )
         if not stream.has_shards:
+            _warn_if_random(stream, what, world, ranks)
             ranks.check_equal(
                 digest(stream.example()[:2]),
                 f"the first sample of {what}",
@@ -97,7 +101,6 @@ def build_samples(
         raise DataError(f"{what} has no samples")
     if _is_pair_of_tensors(dataset):
         samples: InMemory | MapStyle = InMemory(*dataset.tensors)
-        first = digest(samples.example()[:2])
     else:
         samples = MapStyle(
             dataset,
@@ -111,16 +114,32 @@ def build_samples(
             samples.example()
         except DataError as error:
             raise DataError(f"{what}: {error}") from None
-        first = digest(samples.reread_example()[:2])
-        if first != digest(samples.example()[:2]):
-            first = ""  # drawn from a generator of its own, it may differ between ranks
+        if _warn_if_random(samples, what, world, ranks):
+            return samples  # it may differ between ranks
     ranks.check_equal(
-        first,
+        digest(samples.example()[:2]),
         f"the first sample of {what}",
         "Expected the same data on every rank: mpitrain shards it. Seed what is random "
         "in making it (torch.manual_seed)",
     )
     return samples
+
+
+def _warn_if_random(
+    samples: MapStyle | IterableStyle, what: str, world: World, ranks: Communicator
+) -> bool:
+    """Whether a sample differs when read again, on any rank; collective."""
+    first, again = samples.example(), samples.reread_example()
+    found = any(ranks.allgather(digest(again[:2]) != digest(first[:2])))
+    if found and world.is_rank_zero:
+        logger.warning(
+            "the first sample of %s differs when it is read again, so results depend "
+            "on the number of ranks and workers; draw random numbers from torch.rand, "
+            "numpy.random or random, which are seeded for each sample, not from a "
+            "generator of the data set, or seed that by epoch and index",
+            what,
+        )
+    return found
 
 
 def refuse_loader(dataset: Any, what: str) -> None:

@@ -52,6 +52,7 @@ class IterableStyle:
         self._seed = seed
         self._num_workers = num_workers
         self._method = method
+        self._example: LoadedBatch | None = None
 
     @property
     def has_shards(self) -> bool:
@@ -74,6 +75,12 @@ class IterableStyle:
 
     def example(self) -> LoadedBatch:
         """Return the first sample."""
+        if self._example is None:
+            self._example = self.reread_example()
+        return self._example
+
+    def reread_example(self) -> LoadedBatch:
+        """Read the same sample again; it differs if the stream is random."""
         with seeded(self._seed, 0, 0):
             for sample in self.dataset:
                 return raise_if_bad(collate([(0, sample)]))

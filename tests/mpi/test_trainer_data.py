@@ -159,6 +159,32 @@ def test_a_loader_is_refused_before_the_first_step(world: World, which: int) -> 
     assert trainer.state.step == 0
 
 
+class Noisy(Dataset[tuple[Tensor, Tensor]]):
+    """Draws from a generator of its own; on rank zero alone the first draws are equal.
+
+    As a random flip would that is seeded by the system.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self.data, self.rank, self.reads = some(NUM_SAMPLES), rank, 0
+
+    def __len__(self) -> int:
+        return NUM_SAMPLES
+
+    def __getitem__(self, index: int) -> Any:
+        self.reads += 1
+        inputs, target = self.data[index]
+        return (inputs + self.reads if self.rank else inputs), target
+
+
+def test_a_random_data_set_is_told_by_rank_zero_whoever_notices(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    trained(world, data=Noisy(world.rank), epochs=1)
+    told = caplog.text.count("results depend on the number of ranks")
+    assert told == (world.is_rank_zero and world.world_size > 1)
+
+
 class Mirrored(TensorDataset):
     """Its own method changes what its tensors hold."""
 

@@ -49,6 +49,27 @@ def pairs() -> TensorDataset:
     return TensorDataset(torch.zeros(NUM, 2), torch.zeros(NUM).long())
 
 
+class LeftOf(Dataset[Any]):
+    """With names of classes."""
+
+    classes: Any = ("left", "right")
+
+    def __len__(self) -> int:
+        return NUM
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return torch.zeros(1, 2, 2), index % 2
+
+
+class Stream(IterableDataset[Any]):
+    """Without a length."""
+
+    num_classes = 2
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter([(torch.zeros(1, 2, 2), 0), (torch.ones(1, 2, 2), 1)])
+
+
 # --- loaders --------------------------------------------------------------------------
 
 
@@ -192,28 +213,60 @@ def test_a_data_set_is_as_long_as_it_says() -> None:
     assert samples_of(Shorter()).num_samples == NUM // 2
 
 
-# --- streams and classes --------------------------------------------------------------
+# --- random numbers -------------------------------------------------------------------
 
 
-class LeftOf(Dataset[Any]):
-    """With names of classes."""
+class Noisy(Dataset[Any]):
+    """Draws from a generator of its own, as NumPy's documentation shows."""
 
-    classes: Any = ("left", "right")
+    def __init__(self) -> None:
+        self.generator = np.random.default_rng(0)
 
     def __len__(self) -> int:
         return NUM
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        return torch.zeros(1, 2, 2), index % 2
+        return torch.from_numpy(self.generator.normal(size=2)), 0
 
 
-class Stream(IterableDataset[Any]):
-    """Without a length."""
-
-    num_classes = 2
+class NoisyStream(IterableDataset[Any]):
+    """The same, one after another."""
 
     def __iter__(self) -> Iterator[Any]:
-        return iter([(torch.zeros(1, 2, 2), 0), (torch.ones(1, 2, 2), 1)])
+        return (self.noisy[index] for index in range(NUM))
+
+    noisy = Noisy()
+
+
+class Seeded(Noisy):
+    """Draws from what is seeded for each sample."""
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return torch.rand(2) + float(np.random.rand()), 0
+
+
+@pytest.mark.parametrize(
+    ("dataset", "is_told"),
+    [
+        (Noisy(), True),
+        (Subset(Noisy(), range(2)), True),
+        (NoisyStream(), True),
+        (Seeded(), False),
+        (Stream(), False),
+        (pairs(), False),
+    ],
+)
+def test_a_set_that_draws_from_its_own_generator_is_told_once(
+    dataset: Any, is_told: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    samples_of(dataset)
+    words = "results depend on the number of ranks"
+    assert caplog.text.count(words) == is_told
+    if is_told:
+        assert "torch.rand" in caplog.text
+
+
+# --- streams and classes --------------------------------------------------------------
 
 
 def chained() -> tuple[Any, Any]:
