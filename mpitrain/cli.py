@@ -290,15 +290,18 @@ def run(argv: Sequence[str]) -> None:
     """Run your own script, with the environment variables that torchrun sets."""
     from mpitrain.launch import run_script
     from mpitrain.launch.exit_guard import abort_on_error
-    from mpitrain.launch.run_target import asks_only, read_words, split
+    from mpitrain.launch.run_target import (
+        asks_only,
+        read_on_all_ranks,
+        read_words,
+        split,
+    )
 
     if asks_only(argv) and not was_launched(os.environ):
         read_words(argv)  # answers and raises; MPI need not start for that
     with abort_on_error(start_timeout_seconds=start_timeout(split(argv)[0])) as guard:
         with guard.stage("read the command line"):
-            asked = on_rank_zero(
-                guard.comm, lambda: read_words(argv), "read the command line"
-            )
+            asked = read_on_all_ranks(guard.comm, argv)
         run_script.run(guard, asked, os.environ)
 
 
@@ -317,7 +320,12 @@ def stage(argv: Sequence[str]) -> int:
     from mpitrain.stage.stage import run
 
     with abort_on_error(start_timeout_seconds=start_timeout(command)) as guard:
-        request = on_rank_zero(guard.comm, read, "read the command line")
+        from mpitrain.stage.command import with_own_args
+
+        first = on_rank_zero(guard.comm, read, "read the command line")
+        request = all_or_none(
+            guard.comm, lambda: with_own_args(first, command), "read the command line"
+        )
     return run(guard, request, main)
 
 

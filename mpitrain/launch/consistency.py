@@ -110,7 +110,8 @@ def check_arguments(by_rank: Sequence[Mapping[str, str]]) -> None:
     if lines:
         raise TopologyError(
             f"the ranks ask for different things.\n{lines}\n"
-            "Expected the same arguments to mpitrain.init() on every rank."
+            "Expected the same arguments to mpitrain.init(), or flags of `run` before "
+            "the script, on every rank."
         ).on_all_ranks()
 
 

@@ -25,6 +25,7 @@ from mpitrain.launch.exit_guard import ExitGuard, leave
 from mpitrain.launch.process_exit import exit_status, finish_mpi, finish_python, flush
 from mpitrain.launch.rendezvous.store import let_scripts_open_their_own
 from mpitrain.launch.run_target import (
+    Kind,
     RunRequest,
     Target,
     find_module,
@@ -39,17 +40,20 @@ from mpitrain.watchdog.process import launchers_of, name_of
 
 T = TypeVar("T")
 
+Found = tuple[ModuleType, CodeType] | str | None
+"""What is to be ``__main__`` and its code; or the path of a program."""
+
 
 def run(
     guard: ExitGuard, request: RunRequest, environ: MutableMapping[str, str]
 ) -> None:
     """Start all but the process group, run the script, and end with all ranks."""
-    if request.target.kind == "program":
-        run_program(guard, request, environ)
-        return
-    world, main, code = load(
+    world, found = load(
         guard, request.target, lambda: _prepare(guard, request, environ)
     )
+    if isinstance(found, str):
+        run_program(guard, request.target, found, environ)
+        return
     init.set_pending(guard, request.config, world)
     guard.world = world
     init.watch_steps(guard, request.config, "in the script")
@@ -57,11 +61,13 @@ def run(
     rank_itself = os.getpid()
     atexit.register(_leave_at_exit, guard, rank_itself)
     _replace_exits(guard, rank_itself)
-    execute(main, code)
+    execute(found)
 
 
-def execute(main: ModuleType, code: CodeType) -> None:
+def execute(found: Found) -> None:
     """Run a script as ``__main__``; return if it ends with status 0."""
+    assert isinstance(found, tuple)
+    main, code = found
     rank_itself = os.getpid()
     # It stays: threads, `atexit` functions and pickle may look for it till the end.
     # Processes that multiprocessing spawned name its classes by the second.
@@ -77,33 +83,36 @@ def execute(main: ModuleType, code: CodeType) -> None:
         os._exit(0)
 
 
-def load(
-    guard: ExitGuard, target: Target, start: Callable[[], T]
-) -> tuple[T, ModuleType, CodeType]:
-    """Start, and find what is to be ``__main__`` and its code; set `sys.argv` and path.
+def load(guard: ExitGuard, target: Target, start: Callable[[], T]) -> tuple[T, Found]:
+    """Start, and find what is to be ``__main__`` and its code, or the program's path.
 
-    A script is read before the start, so that a wrong name is told at once; a module is
-    found after it, because that imports the packages above it.
+    Sets `sys.argv` and path. A script is read before the start, so that a wrong name is
+    told at once; a module is found after it, because that imports the packages above
+    it. Collective over all ranks, whose targets may differ in kind.
     """
-    comm = guard.comm
-    if target.kind == "script":
-        main, code = all_or_none(
-            comm, lambda: read_script(target.name), "read the script"
-        )
-        started = start()
-        path = Path(target.name).resolve()
-        _set_path(str(path if main.__spec__ else path.parent))
-        sys.argv[:] = [target.name, *target.args]
-        return started, main, code
+    comm, name, kind = guard.comm, target.name, target.kind
+    finders: dict[Kind, Callable[[], Found]] = {
+        "script": lambda: read_script(name),
+        "program": lambda: find_program(name, os.environ),
+    }
+    find = finders.get(kind, lambda: None)
+    found = all_or_none(comm, find, f"find the {kind}")
     started = start()
-    _set_path(os.getcwd())
-    sys.argv[:] = ["-m", *target.args]  # as Python has it while it looks for one
+    if kind == "script" and isinstance(found, tuple):
+        path = Path(name).resolve()
+        _set_path(str(path if found[0].__spec__ else path.parent))
+        sys.argv[:] = [name, *target.args]
+    elif kind == "module":
+        _set_path(os.getcwd())
+        sys.argv[:] = ["-m", *target.args]  # as Python has it while it looks for one
+    is_module = kind == "module"
     with guard.stage("find the module"):
-        main, code = all_or_none(
-            comm, lambda: find_module(target.name), "find the module"
+        found = all_or_none(
+            comm, lambda: find_module(name) if is_module else found, "find the module"
         )
-    sys.argv[0] = str(main.__file__)
-    return started, main, code
+    if is_module and isinstance(found, tuple):
+        sys.argv[0] = str(found[0].__file__)
+    return started, found
 
 
 def _leave_at_exit(guard: ExitGuard, rank_itself: int) -> None:
@@ -226,7 +235,7 @@ class ProgramFailed(LaunchError):
 
 
 def run_program(
-    guard: ExitGuard, request: RunRequest, environ: MutableMapping[str, str]
+    guard: ExitGuard, target: Target, path: str, environ: Mapping[str, str]
 ) -> None:
     """Run a program beside this rank, and wait for it and for the other ranks.
 
@@ -236,11 +245,6 @@ def run_program(
     in any way; it is started, like the program, without a fork of this process's
     memory, which some networks of MPI do not bear.
     """
-    target = request.target
-    path = all_or_none(
-        guard.comm, lambda: find_program(target.name, environ), "find the program"
-    )
-    _prepare(guard, request, environ)
     guard.watched.progress("in the program")
     with subprocess.Popen(
         ["/bin/sh", "-c", _KILL_GROUP],

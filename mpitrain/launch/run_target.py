@@ -9,16 +9,20 @@ import shutil
 import traceback
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from importlib.abc import InspectLoader
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
 from types import CodeType, ModuleType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from mpitrain.config import LaunchConfig
 from mpitrain.errors import UsageError
 from mpitrain.flags import PROGRAM, QUESTIONS, read_flags
+from mpitrain.mpi.collectives import all_or_none, on_rank_zero
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
 
 USAGE = f"""\
   {PROGRAM} run [FLAGS] SCRIPT.py [ARGS]
@@ -39,7 +43,7 @@ class Target:
 
 @dataclass(frozen=True, kw_only=True)
 class RunRequest:
-    """What the command line asks for. Equal on all ranks."""
+    """What the command line asks for. Equal on all ranks, except for the target."""
 
     config: LaunchConfig
     target: Target
@@ -88,10 +92,24 @@ def asks_only(words: Sequence[str]) -> bool:
     return bool(QUESTIONS & set(split(words)[0]))
 
 
-def read_words(words: Sequence[str]) -> RunRequest:
-    """Read the words after ``run``."""
+def read_on_all_ranks(comm: MPI.Intracomm, words: Sequence[str]) -> RunRequest:
+    """Read each rank's own words after ``run``; they may differ. Collective over comm.
+
+    Other flags than rank zero's are read, too, so that the start compares them.
+    """
+    mine = split(words)[0]
+    flags, request = on_rank_zero(
+        comm, lambda: (mine, read_words(words)), "read the command line"
+    )
+    known = request.config if mine == flags else None
+    own = all_or_none(comm, lambda: read_words(words, known), "read the command line")
+    return replace(own, run_id=request.run_id)
+
+
+def read_words(words: Sequence[str], config: LaunchConfig | None = None) -> RunRequest:
+    """Read the words after ``run``; ``config`` is what is known of the flags."""
     flags, target = split(words)
-    config = read_flags(
+    config = config or read_flags(
         RunConfig, flags, program=f"{PROGRAM} run", further=f"Usage:\n{USAGE}\n"
     )
     if target is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tyro.conf import UseAppendAction
@@ -60,6 +60,17 @@ def read_words(flags: Sequence[str], command: Sequence[str]) -> StageRequest:
         target=read_command(command),
         is_unbuffered=command[1] == "-u",
     )
+
+
+def with_own_args(request: StageRequest, command: Sequence[str]) -> StageRequest:
+    """Return the request of rank zero, with the arguments of this rank's command."""
+    own, first = read_command(command), request.target
+    if (own.kind, own.name) != (first.kind, first.name):
+        raise UsageError(
+            f"stage: found the {own.kind} {own.name} here and {first.name} on rank "
+            "zero, expected the same on all ranks; the arguments after it may differ"
+        )
+    return replace(request, target=own)
 
 
 def read_command(command: Sequence[str]) -> Target:

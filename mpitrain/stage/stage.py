@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class StageRequest:
-    """What the command line asks for. Equal on all ranks."""
+    """What the command line asks for. Equal on all ranks, but for `target.args`."""
 
     to: str | None
     data: tuple[str, ...]
@@ -71,9 +71,9 @@ class Group(NamedTuple):
 def stage(guard: ExitGuard, request: StageRequest) -> Target:
     """Stage, and let this process use the copies of its node from now on.
 
-    Collective over all ranks. Returns the target, equal on all ranks. Paths of
-    ``--data`` in it are replaced if all nodes have a copy at the same path: rank zero
-    reads the flags of a training for all.
+    Collective over all ranks. Returns the target of this rank. Paths of ``--data``
+    in it are replaced if all nodes have a copy at the same path: rank zero reads the
+    flags of a training for all.
     """
     comm, started = guard.comm, time.perf_counter()
     pairs: list[tuple[str, str]] = []  # old and new paths, of this node
@@ -236,8 +236,8 @@ def run(
             # Only now: from the copy.
             from mpitrain.launch.run_script import execute, load
 
-            _, module, code = load(guard, target, lambda: None)
-            execute(module, code)
+            _, found = load(guard, target, lambda: None)
+            execute(found)
             return 0
     sys.argv[1:] = target.args
     return main(target.args)

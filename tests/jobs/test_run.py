@@ -138,6 +138,57 @@ print(f"done {os.environ['RANK']}/{os.environ['WORLD_SIZE']}", flush=True)
     check_all_done(run(openmpi, 2, *words, cwd=tmp_path), 2)
 
 
+# --- each rank's own words ----------------------------------------------------------
+
+TELLS = """
+import os, sys
+rank, world_size = os.environ["RANK"], os.environ["WORLD_SIZE"]
+print(f"done {rank}/{world_size} {' '.join(map(str, sys.argv[1:]))}.", flush=True)
+"""
+
+
+def next_app(*words: str) -> tuple[str, ...]:
+    """A further app context of mpirun, with one rank."""
+    return (":", "-np", "1", sys.executable, "-m", "mpitrain", *words)
+
+
+def test_each_rank_runs_what_it_was_given(mpi: Mpi, tmp_path: Path) -> None:
+    """As plain mpirun does, with a wrapper or with app contexts."""
+    for name in ("learner.py", "actor.py", "program.py"):
+        (tmp_path / name).write_text(TELLS)
+    words = (
+        *("learner.py", "--shard", "0"),
+        *next_app("run", "learner.py", "--shard", "1"),
+        *next_app("run", "-m", "actor", "a b"),
+        *next_app("run", "--no-python", sys.executable, "program.py", "3"),
+    )
+    done = run(mpi, 1, *words, cwd=tmp_path)
+    check_all_done(done, 4)
+    own = ("0/4 --shard 0.", "1/4 --shard 1.", "2/4 a b.", "3/4 3.")
+    assert all(f"done {text}" in done.out for text in own), done.out
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "said"),
+    [
+        (("nothing.py",), 2, "'nothing.py' cannot be read as a script"),
+        (("--wrong", "script.py"), 2, "unknown flag --wrong"),
+        ((), 2, "nothing to run is named"),
+        (("--device", "cpu", "script.py"), 1, "device: 'auto' on rank 0; 'cpu' on"),
+    ],
+)
+def test_what_cannot_run_on_one_rank_ends_all(
+    openmpi: Mpi, words: tuple, status: int, said: str, tmp_path: Path
+) -> None:
+    done = run(
+        openmpi, 1, write(tmp_path, TELLS), *next_app("run", *words), cwd=tmp_path
+    )
+    assert done.status == status
+    assert (done.out + done.err).count(said) == 1
+    assert "done" not in done.out
+    assert "Traceback" not in done.err
+
+
 # --- what it finds ------------------------------------------------------------------
 
 

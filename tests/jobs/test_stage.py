@@ -205,6 +205,13 @@ def test_data_and_caches_are_staged_and_named_in_the_command(
     assert [it.name for it in (env.parent / "cache").iterdir()] == ["kernel"]
 
 
+def test_ranks_may_have_words_of_their_own(openmpi: Mpi, env: Path) -> None:
+    words = ("--to", f"{env.parent}/to", "--", "python", "show.py")
+    other = (":", *command(openmpi, 1, env, *words, "one")[1:])
+    found = shown(run(openmpi, env, "--", "python", "show.py", "zero", *other))
+    assert [it["argv"][1:] for it in found] == [["zero"], ["zero"], ["one"]]
+
+
 # --- failures -------------------------------------------------------------------------
 
 
