@@ -98,14 +98,17 @@ def _first(environ: Mapping[str, str], names: Iterable[str], default: int) -> in
 
 
 def lone_in_allocation(environ: Mapping[str, str]) -> str | None:
-    """Return a warning for a single process in a larger allocation, else ``None``."""
+    """Return a warning for a single process where several are likely meant."""
     number, source = environ.get("SLURM_NTASKS", ""), "SLURM_NTASKS"
     if not number and "PBS_JOBID" in environ and "PBS_NODEFILE" in environ:
         with contextlib.suppress(OSError):  # a host that does not have it
             lines = Path(environ["PBS_NODEFILE"]).read_text().split()
             number, source = str(len(lines)), "PBS_NODEFILE"
     if not _is_several(number):
-        return None
+        size = environ.get("WORLD_SIZE")
+        said = f"WORLD_SIZE={size} is set, but MPI sees 1 process, which trains alone"
+        how = f"start with `mpirun -np {size}`, or `unset WORLD_SIZE`"
+        return f"{said}: {how}" if _is_several(size) else None
     return (
         f"1 process in an allocation of {number} ({source}): `mpirun` without -np "
         "starts all"
@@ -164,12 +167,17 @@ def check_size(world_size: int, environ: Mapping[str, str]) -> None:
         )
         error.reporting_rank = 1  # rank 0 cannot know: it looks like a lone process
         raise error
-    if _is_by_torchrun(environ):
-        number = environ["WORLD_SIZE"]
-        raise _alone(
-            f"torchrun started {number} processes (WORLD_SIZE={number})",
-            f"Start it with mpirun instead: mpirun -np {number} python -m mpitrain",
+    if _is_by_another(environ):
+        number, rank = environ["WORLD_SIZE"], environ["RANK"]
+        name = "torchrun" if "TORCHELASTIC_RUN_ID" in environ else "another launcher"
+        error = _alone(
+            f"{name} started {number} processes (WORLD_SIZE={number}, RANK={rank})",
+            f"Start it with mpirun instead: mpirun -np {number} python -m mpitrain; "
+            "or, to train alone, `unset RANK WORLD_SIZE`",
         )
+        if name != "torchrun":  # each may have a log of its own, as in Kubeflow's pods
+            error.reporting_rank = launched_rank(environ)
+        raise error
 
 
 def is_one_of_several(environ: Mapping[str, str]) -> bool:
@@ -177,12 +185,13 @@ def is_one_of_several(environ: Mapping[str, str]) -> bool:
     return (
         was_launched(environ)
         or _is_several(environ.get("SLURM_STEP_NUM_TASKS"))
-        or _is_by_torchrun(environ)
+        or _is_by_another(environ)
     )
 
 
-def _is_by_torchrun(environ: Mapping[str, str]) -> bool:
-    return "TORCHELASTIC_RUN_ID" in environ and _is_several(environ.get("WORLD_SIZE"))
+def _is_by_another(environ: Mapping[str, str]) -> bool:
+    """Whether torchrun, or one of Kubeflow, DeepSpeed or Ray, started this process."""
+    return bool(environ.get("RANK")) and _is_several(environ.get("WORLD_SIZE"))
 
 
 def _is_several(number: str | None) -> bool:

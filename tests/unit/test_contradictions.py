@@ -22,6 +22,7 @@ from mpitrain.launch.env_checks import (
         {"PMI_SIZE": "2", "PMI_RANK": "1"},
         {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1"},
         {"TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": "2", "RANK": "1"},
+        {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1"},  # Kubeflow, DeepSpeed, Ray
     ],
 )
 def test_alone_though_several_were_started_is_refused(environ: dict) -> None:
@@ -38,6 +39,10 @@ def test_alone_though_several_were_started_is_refused(environ: dict) -> None:
         (1, {"SLURM_NTASKS": "8", "SLURM_JOB_ID": "1"}),
         (1, {"SLURM_STEP_NUM_TASKS": "2", "OMPI_COMM_WORLD_SIZE": "1"}),
         (1, {"WORLD_SIZE": "8"}),
+        (1, {"WORLD_SIZE": "8", "RANK": ""}),
+        (1, {"WORLD_SIZE": "1", "RANK": "0"}),
+        (1, {"WORLD_SIZE": "8", "RANK": "3", "OMPI_COMM_WORLD_SIZE": "1"}),
+        (2, {"WORLD_SIZE": "8", "RANK": "3", "OMPI_COMM_WORLD_SIZE": "2"}),
         (1, {"PMIX_RANK": "0"}),
         (4, {"PMIX_RANK": "3"}),
         (1, {"PMIX_RANK": "3", "OMPI_COMM_WORLD_SIZE": "1"}),
@@ -47,6 +52,14 @@ def test_alone_though_several_were_started_is_refused(environ: dict) -> None:
 )
 def test_what_is_no_contradiction_passes(size: int, environ: dict) -> None:
     check_size(size, environ)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_each_process_of_another_launcher_says_that_it_is_alone(rank: int) -> None:
+    """Each may have a log of its own."""
+    with pytest.raises(TopologyError, match="unset RANK WORLD_SIZE") as caught:
+        check_size(1, {"WORLD_SIZE": "2", "RANK": str(rank)})
+    assert caught.value.reporting_rank == rank
 
 
 @pytest.mark.parametrize("rank", [1, 2])
@@ -93,6 +106,8 @@ def test_a_library_of_another_family_is_said_before_it_fails(
         ({"PBS_JOBID": "1"}, 8, "allocation of 8 (PBS_NODEFILE)"),
         ({"PBS_JOBID": "1"}, 1, None),
         ({"PBS_JOBID": "1"}, 0, None),
+        ({"WORLD_SIZE": "4"}, 0, "WORLD_SIZE=4 is set, but"),
+        ({"WORLD_SIZE": "1"}, 0, None),
     ],
 )
 def test_one_process_in_a_larger_allocation_gets_one_line(
