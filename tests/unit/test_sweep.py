@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -173,6 +174,38 @@ def test_a_sweep_file_of_wandb_is_read(tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "method: random\nparameters:\n  momentum: {values: [0, 1]}\n"
+        "  optimizer: {values: [sgd, adamw], probabilities: [0.9, 0.1]}\n",
+        "sampler: random\nspace:\n  momentum: [0, 1]\n"
+        "  optimizer: {choices: [sgd, adamw], probabilities: [0.9, 1e-1]}\n",
+    ],
+)
+def test_random_search_draws_values_with_their_probabilities(
+    tmp_path: Path, text: str
+) -> None:
+    study = Study(tmp_path, search_of(tmp_path, text), 200, seed=1)
+    trials = [trial for trial in (study.ask() for _ in range(200)) if trial]
+    counts = Counter(trial.flags["optimizer"] for trial in trials)
+    assert counts["sgd"] == pytest.approx(180, abs=13)  # three standard deviations
+    counts = Counter(trial.flags["momentum"] for trial in trials)
+    assert counts[0] == pytest.approx(100, abs=22)
+    assert study.ask() is None
+
+
+@pytest.mark.parametrize("method", ["bayes", "grid"])
+def test_probabilities_are_refused_by_a_method_that_does_not_draw_by_them(
+    tmp_path: Path, method: str
+) -> None:
+    text = "parameters: {lr: {values: [1, 2], probabilities: [0.9, 0.1]}}"
+    with pytest.raises(
+        UsageError, match=r"lr: probabilities need random search .*, found"
+    ):
+        search_of(tmp_path, f"method: {method}\n{text}")
+
+
 def test_flags_in_the_spelling_of_wandbs_agent_are_taken() -> None:
     config = read_config(["--random_flip=True", "--lr=0.1", "--global_batch_size=32"])
     assert (config.random_flip, config.lr, config.global_batch_size) == (True, 0.1, 32)
@@ -205,6 +238,25 @@ def test_flags_in_the_spelling_of_wandbs_agent_are_taken() -> None:
         ("space: {lr: {choices: [1], if: sgd}}", "if: expected flags and values"),
         ("parameters: [1]", "parameters, metric: expected names and values"),
         ("a: [", "cannot be read"),
+        *(
+            (
+                "sampler: random\nspace: {lr: {choices: [1, 2], probabilities: "
+                f"{found}}}}}",
+                f"lr: probabilities: found {found}, expected 2 numbers from 0 to 1",
+            )
+            for found in ([1.0], [0.5, 0.6], [-0.5, 1.5], ["a", "b"], 1, [0.9, True])
+        ),
+        ("space: {lr: {log: [1, 2], probabilities: [1]}}", "lr: found {'log': [1, 2]"),
+        ("parameters: {lr: {values: [1], q: 2}}", "lr: found {'values': [1], 'q': 2}"),
+        (
+            "early_terminate: {type: hyperband, max_iter: 9, s: 2}\n"
+            "parameters: {lr: {value: 1}}",
+            "early_terminate: found {'type': 'hyperband', 'max_iter': 9, 's': 2}; exp",
+        ),
+        (
+            "early_terminate: {type: envelope}\nparameters: {lr: {value: 1}}",
+            "early_terminate: found {'type': 'envelope'}; expected type: hyperband,",
+        ),
     ],
 )
 def test_a_space_that_cannot_be_used_says_why(

@@ -52,6 +52,7 @@ class Parameter(NamedTuple):
     options: Mapping[str, Any]  # of a range: log, step
     condition: Mapping[str, Sequence[Value]]
     """It exists where each of these, which stand before it, has one of these values."""
+    probabilities: Sequence[float] | None = None  # of the choices
 
     def applies(self, values: Mapping[str, Value]) -> bool:
         """Whether it exists beside these values."""
@@ -213,6 +214,11 @@ def _search(found: Mapping[str, Any], source: Any) -> Search:
         parameters.append(_parameter(str(word).replace("-", "_"), values, before))
         if sampler["name"] == "grid":
             parameters[-1].grid()  # raises where there are no steps
+        if parameters[-1].probabilities and sampler["name"] != "random":
+            raise UsageError(
+                f"{word}: probabilities need random search (W&B: `method: random`), "
+                f"found the sampler {sampler['name']}"
+            )
     return Search(
         source=source,
         metrics=metrics,
@@ -248,6 +254,7 @@ def _parameter(name: str, found: Any, before: Sequence[str]) -> Parameter:
         other = min(unknown)
         meant = did_you_mean(other, before)
         raise UsageError(f"{name}: if: {other!r} does not stand before it.{meant}")
+    probabilities = rest.pop("probabilities", None) if "choices" in rest else None
     kind, values = next(iter(rest.items()), ("", None))
     if len(rest) != 1 or kind not in KINDS or not isinstance(values, list):
         raise UsageError(
@@ -257,7 +264,10 @@ def _parameter(name: str, found: Any, before: Sequence[str]) -> Parameter:
     if kind == "choices":
         if not values or not all(isinstance(it, Value) for it in values):
             raise UsageError(f"{name}: expected a list of numbers and words")
-        return Parameter(name, "categorical", [*map(_number, values)], {}, condition)
+        if probabilities is not None:
+            probabilities = _probabilities(name, probabilities, len(values))
+        choices = [*map(_number, values)]
+        return Parameter(name, "categorical", choices, {}, condition, probabilities)
     is_int, is_log = kind.endswith("int"), kind.startswith("log")
     try:
         low, high, *step = map(int if is_int else float, values)
@@ -270,6 +280,17 @@ def _parameter(name: str, found: Any, before: Sequence[str]) -> Parameter:
     options = {"log": True} if is_log else {"step": step[0]} if step else {}
     kind = "int" if is_int else "float"
     return Parameter(name, kind, (low, high), options, condition)
+
+
+def _probabilities(name: str, found: Any, num: int) -> Sequence[float]:
+    shares: list[Any] = [_number(it) for it in found] if isinstance(found, list) else []
+    is_right = all(type(it) in (int, float) and 0 <= it <= 1 for it in shares)
+    if len(shares) == num and is_right and abs(math.fsum(shares) - 1) < 1e-6:
+        return shares
+    raise UsageError(
+        f"{name}: probabilities: found {found}, expected {num} numbers from 0 to 1 "
+        "whose sum is 1"
+    )
 
 
 def _number(value: Value) -> Value:
@@ -295,7 +316,11 @@ def _from_wandb(found: Mapping[str, Any]) -> dict[str, Any]:
         mode = "max" if metric.get("goal") == "maximize" else "min"
         ours["metric"] = f"{mode}:{str(metric['name']).removeprefix('val/')}"
     if early := found.get("early_terminate"):
-        eta, least = early.get("eta", 3), early.get("min_iter", 1)
+        known = {"type": "hyperband", "eta": 3, "min_iter": 1, **early}
+        if len(known) > 3 or known["type"] != "hyperband":
+            expected = "type: hyperband, eta and min_iter"
+            raise UsageError(f"early_terminate: found {early}; expected {expected}")
+        eta, least = known["eta"], known["min_iter"]
         options = {"reduction_factor": eta, "min_resource": least}
         ours["pruner"] = {"name": "hyperband", **options}
     return ours
@@ -303,24 +328,25 @@ def _from_wandb(found: Mapping[str, Any]) -> dict[str, Any]:
 
 def _wandb_parameter(name: str, found: Any) -> Any:
     given = found if isinstance(found, dict) else {}
-    if "value" in given or "values" in given:
-        return {"choices": given.get("values", [given.get("value")])}
+    keys = given.keys() - {"distribution"}
+    if keys in ({"value"}, {"values"}, {"values", "probabilities"}):
+        choices = given.get("values", [given.get("value")])
+        return {"choices": choices, "probabilities": given.get("probabilities")}
     low, high = given.get("min"), given.get("max")
     whole = isinstance(low, int) and isinstance(high, int)
     kind = given.get("distribution") or ("int_uniform" if whole else "uniform")
-    if low is not None and high is not None:
+    is_range = keys == {"min", "max"} or kind == "q_uniform"
+    if is_range and low is not None and high is not None:
         if kind == "log_uniform":  # of exponents of e
             return {"log": [math.exp(low), math.exp(high)]}
-        kinds = {
-            "log_uniform_values": "log",
-            "uniform": "uniform",
-            "int_uniform": "int",
-        }
+        kinds = {"uniform": "uniform", "int_uniform": "int"}
+        kinds["log_uniform_values"] = "log"
         if kind in kinds:
             return {kinds[kind]: [low, high]}
         if kind == "q_uniform":
             return {"uniform": [low, high, given.get("q", 1)]}
     raise UsageError(
-        f"{name}: found {found!r}; expected value, values, or min and max with "
-        "uniform, q_uniform, int_uniform, log_uniform_values or log_uniform"
+        f"{name}: found {found!r}; expected value, values (and probabilities), or "
+        "min and max with uniform, q_uniform (and q), int_uniform, log_uniform_values "
+        "or log_uniform"
     )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import random
 import shlex
 import warnings
 from collections import Counter
@@ -68,6 +69,7 @@ class Study:
         study.set_metric_names([name for _, name in search.metrics])
         # Another seed for each job, else it would draw the same numbers again.
         seed += len(study.trials)
+        self._random = random.Random(seed)
         study.sampler = _make("sampler", SAMPLERS, search.sampler, seed=seed)
         if search.pruner is not None:
             study.pruner = _make("pruner", PRUNERS, search.pruner)
@@ -94,6 +96,10 @@ class Study:
         waiting = sum(trial.state is TrialState.WAITING for trial in trials)
         if len(trials) - waiting >= self.num_trials:
             return None
+        choices = [it for it in self._search.parameters if it.probabilities]
+        draw = self._random.choices
+        if drawn := {it.name: draw(it.values, it.probabilities)[0] for it in choices}:
+            self.optuna.enqueue_trial(drawn)
         trial = self.optuna.ask()  # of a grid: the next one that is enqueued
         self._live[trial.number] = trial
         values = self._search.suggest(trial)
