@@ -106,9 +106,9 @@ def lone_in_allocation(environ: Mapping[str, str]) -> str | None:
             number, source = str(len(lines)), "PBS_NODEFILE"
     if not _is_several(number):
         size = environ.get("WORLD_SIZE")
-        said = f"WORLD_SIZE={size} is set, but MPI sees 1 process, which trains alone"
+        found = f"WORLD_SIZE={size} is set, but MPI sees 1 process, which trains alone"
         how = f"start with `mpirun -np {size}`, or `unset WORLD_SIZE`"
-        return f"{said}: {how}" if _is_several(size) else None
+        return f"{found}: {how}" if _is_several(size) else None
     return (
         f"1 process in an allocation of {number} ({source}): `mpirun` without -np "
         "starts all"
