@@ -22,8 +22,9 @@ from typing import TYPE_CHECKING, TypeVar
 
 from mpitrain.config import TrainConfig, default_start_timeout
 from mpitrain.errors import UsageError, did_you_mean
-from mpitrain.flags import PROGRAM, QUESTIONS, Config, read_flags
+from mpitrain.flags import PROGRAM, QUESTIONS, Answered, Config, read_flags
 from mpitrain.launch.env_checks import (
+    forget_parent,
     is_one_of_several,
     launched_rank,
     launched_size,
@@ -56,6 +57,7 @@ def main(argv: Sequence[str]) -> int:
     """Run one command."""
     from mpitrain.launch.process_exit import error_message, exit_status
 
+    forget_parent(os.environ)
     name, *words = argv if argv and argv[0] in COMMANDS else ["train", *argv]
     try:
         status = COMMANDS[name](words) or 0
@@ -76,8 +78,7 @@ def main(argv: Sequence[str]) -> int:
 
 def train(argv: Sequence[str]) -> int:
     """Train a model on all ranks that mpirun started; the default command."""
-    if QUESTIONS & set(argv) and not was_launched(os.environ):
-        read_config(argv)  # answers and raises; MPI need not start for that
+    _answer(argv, lambda: read_config(argv))
 
     from mpitrain.tools.train.prepare import prepare
 
@@ -104,8 +105,7 @@ def sweep(argv: Sequence[str]) -> int:
 
         print(best_command(words[1:]), flush=True)
         return 0
-    if QUESTIONS & set(words) and not was_launched(os.environ):
-        read_sweep(words)
+    _answer(words, lambda: read_sweep(words))
 
     def run(world: World, run: PreparedSweep, handler: PreemptionHandler) -> int:
         from mpitrain.tools.sweep.worker import run_sweep
@@ -290,16 +290,11 @@ def run(argv: Sequence[str]) -> None:
     """Run your own script, with the environment variables that torchrun sets."""
     from mpitrain.launch import run_script
     from mpitrain.launch.exit_guard import abort_on_error
-    from mpitrain.launch.run_target import (
-        asks_only,
-        read_on_all_ranks,
-        read_words,
-        split,
-    )
+    from mpitrain.launch.run_target import read_on_all_ranks, read_words, split
 
-    if asks_only(argv) and not was_launched(os.environ):
-        read_words(argv)  # answers and raises; MPI need not start for that
-    with abort_on_error(start_timeout_seconds=start_timeout(split(argv)[0])) as guard:
+    flags = split(argv)[0]
+    _answer(flags, lambda: read_words(argv))
+    with abort_on_error(start_timeout_seconds=start_timeout(flags)) as guard:
         with guard.stage("read the command line"):
             asked = read_on_all_ranks(guard.comm, argv)
         run_script.run(guard, asked, os.environ)
@@ -314,8 +309,7 @@ def stage(argv: Sequence[str]) -> int:
 
         return read_words(words, command)
 
-    if QUESTIONS & set(words) and not was_launched(os.environ):
-        read()
+    _answer(words, read)
     from mpitrain.launch.exit_guard import abort_on_error
     from mpitrain.stage.stage import run
 
@@ -367,6 +361,14 @@ COMMANDS = {command.__name__: command for command in _ALL}
 
 def _read(kind: type[Config], command: str, words: Sequence[str]) -> Config:
     return read_flags(kind, words, program=f"{PROGRAM} {command}", files=False)
+
+
+def _answer(words: Sequence[str], read: Callable[[], object]) -> None:
+    """Answer what is asked by flags; on rank zero, and without MPI."""
+    if QUESTIONS & set(words):
+        if not was_launched(os.environ) or launched_rank(os.environ) == 0:
+            read()
+        raise Answered
 
 
 def _split(argv: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:

@@ -7,12 +7,14 @@ has started: which rank prints, and whether Open MPI's TCP is needed.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping
+import os
+from collections.abc import Iterable, Mapping, MutableMapping
 from pathlib import Path
 
 from mpitrain.errors import TopologyError
 from mpitrain.mpi.launchers import (
     ALONE_UNDER_SRUN,
+    CONNECTIONS,
     LAUNCHERS,
     LOCAL_SIZE_VARIABLES,
     NO_PMIX,
@@ -30,6 +32,36 @@ _REMEDY = (
     "and call the mpirun that belongs to that library, or point mpi4py to the other: "
     "export MPI4PY_LIBMPI=/path/to/libmpi.so"
 )
+
+
+RANK_PID = "MPITRAIN_RANK_PID"
+"""Variable with the process id of a rank, by which its children know that they are."""
+
+# What a job's ranks have in the environment, and a program that one starts must not.
+_OF_A_RANK = (
+    *(*SIZE_VARIABLES, *RANK_VARIABLES, *LOCAL_SIZE_VARIABLES, "SLURM_STEP_NUM_TASKS"),
+    *("SLURM_PROCID", "RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID"),
+    "MPITRAIN_STATUS_FILE",
+)
+
+
+def hide_from_children(environ: MutableMapping[str, str]) -> None:
+    """Let programs that this rank starts be alone, when MPI has started here.
+
+    With the launcher's variables they would take themselves for this rank, and wait in
+    MPI_Init.
+    """
+    for name in filter(CONNECTIONS.match, list(environ)):
+        del environ[name]
+    environ[RANK_PID] = str(os.getpid())
+
+
+def forget_parent(environ: MutableMapping[str, str]) -> bool:
+    """Forget the job of the rank that has started this program; return if one has."""
+    is_child = environ.get(RANK_PID, str(os.getpid())) != str(os.getpid())
+    for name in _OF_A_RANK if is_child else ():
+        environ.pop(name, None)
+    return is_child
 
 
 def was_launched(environ: Mapping[str, str]) -> bool:

@@ -28,6 +28,8 @@ from mpitrain.errors import EarlyReturnError, LaunchError, TopologyError
 from mpitrain.launch.env_checks import (
     check_size,
     foreign_library,
+    forget_parent,
+    hide_from_children,
     is_on_one_node,
     launched_rank,
     launched_size,
@@ -270,6 +272,9 @@ def abort_on_error(
     if not faulthandler.is_enabled():
         with contextlib.suppress(Exception):  # stderr may not be a file
             faulthandler.enable()
+    if forget_parent(os.environ):
+        text = "a rank of another job has started this process, which is alone"
+        print(f"warning: {text}", file=sys.stderr, flush=True)
     if not may_spawn and is_on_one_node(os.environ):
         for name, value in ON_ONE_NODE.items():
             os.environ.setdefault(name, value)
@@ -297,6 +302,7 @@ def abort_on_error(
             raise
         time.sleep(1.0)  # this one's end may end rank 0, which is to report for all
         os._exit(1)
+    hide_from_children(os.environ)
     guard = ExitGuard(comm, watched)
     guard.stage_seconds["starting MPI"] = time.perf_counter() - started
     if before is None:

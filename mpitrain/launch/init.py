@@ -26,7 +26,7 @@ from mpitrain.errors import LaunchError, UsageError
 from mpitrain.flags import PROGRAM
 from mpitrain.launch import cpu, gpu
 from mpitrain.launch.consistency import check_consistency
-from mpitrain.launch.env_checks import lone_in_allocation, part_of_het_job
+from mpitrain.launch.env_checks import RANK_PID, lone_in_allocation, part_of_het_job
 from mpitrain.launch.exit_guard import ExitGuard, abort_on_error, leave
 from mpitrain.launch.process_exit import exit_status
 from mpitrain.launch.read_ahead import read_ahead
@@ -318,7 +318,7 @@ def init(
             "samples: such workers run the script again.\nExpected what it does, other "
             "than define, under `if __name__ == '__main__':`"
         )
-    before = dict(os.environ)
+    before = {**os.environ, RANK_PID: str(os.getpid())}  # which stays
     limit = default_start_timeout(hang_timeout_seconds, start_timeout_seconds)
     guard = guard or abort_on_error(start_timeout_seconds=limit)
     with guard:

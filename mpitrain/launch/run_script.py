@@ -21,6 +21,7 @@ from typing import NoReturn, TypeVar
 from mpitrain.config import TIMEOUT_SECONDS
 from mpitrain.errors import LaunchError
 from mpitrain.launch import init
+from mpitrain.launch.env_checks import RANK_PID
 from mpitrain.launch.exit_guard import ExitGuard, leave
 from mpitrain.launch.process_exit import exit_status, finish_mpi, finish_python, flush
 from mpitrain.launch.rendezvous.store import let_scripts_open_their_own
@@ -255,7 +256,9 @@ def run_program(
         start_new_session=True,
     ) as killer:
         argv = (target.name, *target.args)
-        child = subprocess.Popen(argv, executable=path, env=environ, process_group=0)
+        # It is the rank: a training in it is refused, for each would train alone.
+        own = {name: value for name, value in environ.items() if name != RANK_PID}
+        child = subprocess.Popen(argv, executable=path, env=own, process_group=0)
         assert killer.stdin is not None
         killer.stdin.write(b"%d\n" % child.pid)
         with _forwarding(child):

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from mpitrain.config import LaunchConfig
 from mpitrain.errors import UsageError
-from mpitrain.flags import PROGRAM, QUESTIONS, read_flags
+from mpitrain.flags import PROGRAM, read_flags
 from mpitrain.mpi.collectives import all_or_none, on_rank_zero
 
 if TYPE_CHECKING:
@@ -85,11 +85,6 @@ def split(words: Sequence[str]) -> tuple[list[str], Target | None]:
     if not rest:
         return flags, None
     return flags, Target(kind=kind, name=rest[0], args=tuple(rest[1:]))
-
-
-def asks_only(words: Sequence[str]) -> bool:
-    """Whether ``run`` is asked for help or the version, and not its script."""
-    return bool(QUESTIONS & set(split(words)[0]))
 
 
 def read_on_all_ranks(comm: MPI.Intracomm, words: Sequence[str]) -> RunRequest:

@@ -206,6 +206,12 @@ PREFIXES = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "PALS_", "JSM_", "FLUX_")
 SOCKETS = ("PMI_FD", "HYDI_CONTROL_FD")
 """Variables of the descriptors by which MPICH's launcher and a rank talk."""
 
+CONNECTIONS = re.compile(
+    r"(PMIX_|PMI_|HYDI_)(?!\w*(RANK|SIZE)$)|OMPI_(UNIVERSE_SIZE$|MCA_(ess|pmix|orte)_?)"
+)
+"""Variables by which MPI_Init finds the launcher, without the ranks and sizes, which
+scripts read (tried: Open MPI 5.0.11, 4.1.8, MPICH 5.0.2)."""
+
 NO_FABRIC_PROBE = {"OMPI_MCA_btl": "^ofi"}
 """Settings for every start: Open MPI's btl/ofi asks libfabric for every provider, which
 takes a second of MPI_Init, and gives one-sided transfers that nothing here uses."""

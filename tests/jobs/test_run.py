@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from launcher import Mpi, environment, mpirun, slow
+from launcher import Mpi, environment, mpirun, slow, under_each_mpi
 from running import SCRIPTS, check_all_done, run, write
 
 AGENTS_OWN = {"TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_SIGNALS_TO_HANDLE"}
@@ -18,6 +18,7 @@ AGENTS_OWN = {"TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_SIGNALS_TO_HANDLE"}
 
 OURS = {
     "GLOO_SOCKET_IFNAME",
+    "MPITRAIN_RANK_PID",
     "NCCL_SOCKET_IFNAME",
     "OMPI_MCA_btl",
     "TORCH_CPP_LOG_LEVEL",
@@ -79,6 +80,45 @@ print(f"done {comm.rank}/{comm.size}", flush=True)
 MPI.Finalize()  # as it may, and others need not
 """
     check_all_done(run(mpi, 2, write(tmp_path, body), cwd=tmp_path), 2)
+
+
+STARTS_OTHERS = """
+import os, subprocess, sys, time
+import torch, torch.distributed as dist
+
+python, mpi = sys.executable, "from mpi4py import MPI; print(MPI.COMM_WORLD.size)"
+ours = (python, "-m", "mpitrain")
+code = "import os; print(os.environ['RANK'], os.environ['WORLD_SIZE'])"
+open("child.py", "w").write(code)
+open("sleeps.py", "w").write("import time; open('here', 'w'); time.sleep(60)")
+
+def said(*words):
+    done = subprocess.run(words, env={**os.environ}, timeout=30, capture_output=True,
+                          text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()
+
+if os.environ["RANK"] == "1":
+    assert said(python, "-c", mpi) == ["1"]
+    assert said(*ours, "run", "child.py") == ["0", "1"]
+    assert said(*ours, "--version")[0] == "mpitrain"
+    child = subprocess.Popen([*ours, "run", "sleeps.py"])
+    while not os.path.exists("here"):
+        time.sleep(0.1)
+    child.kill()
+    child.wait()
+    time.sleep(4)
+dist.init_process_group("gloo")
+dist.all_reduce(torch.ones(1))
+print(f"done {dist.get_rank()}/{dist.get_world_size()}", flush=True)
+"""
+
+
+@under_each_mpi
+def test_a_program_that_a_rank_starts_is_alone(mpi: Mpi, tmp_path: Path) -> None:
+    """It may use MPI, or mpitrain, and be killed."""
+    done = run(mpi, 2, write(tmp_path, STARTS_OTHERS), cwd=tmp_path)
+    check_all_done(done, 2)
 
 
 def test_init_in_a_script_takes_the_job_that_stands(

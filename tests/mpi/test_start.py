@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
+import sys
 import time
 from typing import TYPE_CHECKING
 
@@ -123,6 +125,16 @@ def test_the_variables_of_torchrun_are_set(world: World) -> None:
     assert os.environ["LOCAL_WORLD_SIZE"] == str(world.local_world_size)
     assert os.environ["MASTER_ADDR"] == world.master_addr
     assert os.environ["MASTER_PORT"] == str(world.master_port)
+
+
+def test_a_program_that_a_rank_starts_is_alone(comm: MPI.Intracomm) -> None:
+    code = "from mpi4py import MPI; print(MPI.COMM_WORLD.size)"
+    for words, said in ((["-c", code], "1"), (["-m", "mpitrain", "--version"], "mpi")):
+        done = subprocess.run(
+            [sys.executable, *words], capture_output=True, text=True, timeout=50
+        )
+        assert done.stdout.startswith(said), done.stderr
+    barrier(comm)
 
 
 def test_the_process_group_is_the_world(world: World) -> None:

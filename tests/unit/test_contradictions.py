@@ -10,8 +10,11 @@ from mpitrain.errors import TopologyError
 from mpitrain.launch.env_checks import (
     check_size,
     foreign_library,
+    forget_parent,
+    hide_from_children,
     launched_rank,
     lone_in_allocation,
+    was_launched,
 )
 
 
@@ -69,6 +72,23 @@ def test_a_rank_above_zero_that_is_alone_is_refused(rank: int) -> None:
         check_size(1, environ)
     # Rank 0 cannot know, so rank 1 says it for all.
     assert (e.value.reporting_rank == launched_rank(environ)) == (rank == 1)
+
+
+def test_a_program_that_a_rank_starts_knows_that_it_is_none() -> None:
+    size = {"OMPI_COMM_WORLD_SIZE": "2", "PMI_SIZE": "2", "PMIX_RANK": "1"}
+    connection = {"PMIX_NAMESPACE": "x", "PMI_FD": "9", "OMPI_MCA_ess": "^singleton"}
+    user = {"OMPI_MCA_btl": "^ofi", "LOCAL_RANK": "1"}
+    environ = {**size, **connection, **user, "WORLD_SIZE": "2", "RANK": "1"}
+    hide_from_children(environ)
+    assert not connection.keys() & environ.keys()
+    assert {**size, **user}.items() <= environ.items(), "scripts read ranks and sizes"
+    assert not forget_parent(environ), "this process is the rank itself"
+    assert launched_rank(environ) == 1
+    environ["MPITRAIN_RANK_PID"] = "1"  # of another process
+    assert forget_parent(environ)
+    assert not was_launched(environ)
+    check_size(1, environ)
+    assert user.items() <= environ.items()
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,6 @@ from mpitrain.flags import Answered
 from mpitrain.launch.run_script import failure, script_variables
 from mpitrain.launch.run_target import (
     Target,
-    asks_only,
     find_module,
     find_program,
     read_script,
@@ -29,6 +28,7 @@ from mpitrain.mpi.world import Node, World
         (["t.py"], [], ("script", "t.py", ())),
         (["t.py", "--device", "x"], [], ("script", "t.py", ("--device", "x"))),
         (["t.py", "-m", "-h"], [], ("script", "t.py", ("-m", "-h"))),
+        (["--device", "cpu", "-h", "t.py"], ["--device", "cpu", "-h"], "t.py"),
         (["t.py", "--", "a"], [], ("script", "t.py", ("--", "a"))),
         (["--device", "cpu", "t.py"], ["--device", "cpu"], ("script", "t.py", ())),
         (["--device=cpu", "t.py"], ["--device=cpu"], ("script", "t.py", ())),
@@ -53,11 +53,6 @@ def test_flags_end_where_the_script_is_named(
         assert found == Target(kind=kind, name=name, args=args)
     else:
         assert (found and found.name) == target
-
-
-def test_a_script_may_ask_for_help_itself() -> None:
-    assert asks_only(["--device", "cpu", "-h", "t.py"])
-    assert not asks_only(["t.py", "-h"])
 
 
 @pytest.mark.parametrize(
