@@ -3,7 +3,9 @@
 Under torchrun a rank's end closes its connections, so that gloo fails at once. Here it
 waits for the others, and they would wait for it until the group's timeout. So each rank
 writes to the store at its end how many collectives it has begun in which group; a rank
-that has begun more, and stands still, waits for ever.
+that has begun more, and stands still, waits for ever. Only groups within a world of all
+ranks count: torch numbers ranks and names groups anew in each world, so those of a fold
+of some ranks, or of rank zero alone, cannot be told from others'.
 """
 
 from __future__ import annotations
@@ -48,6 +50,7 @@ class EarlyReturnMonitor:
     ) -> None:
         self._store, self._rank, self._fail = store, rank, fail
         self._names = [f"rank {number}" for number in range(world_size)]
+        self._place = (rank, world_size)
         self._counts: dict[str, int] = {}  # of groups that are destroyed
         self._stop = threading.Event()
         self._patch_torch()
@@ -59,7 +62,7 @@ class EarlyReturnMonitor:
         self._stop.set()
         self._thread.join(POLL_SECONDS)
         with contextlib.suppress(Exception):  # the end will tell
-            self._write(_KEY, self._counts | count_collectives())
+            self._write(_KEY, self._counts | count_collectives(self._place))
 
     def note(self) -> str:
         """Return a line that names those that have returned; ``""`` for none."""
@@ -79,12 +82,13 @@ class EarlyReturnMonitor:
         destroy: Any = dist.destroy_process_group
 
         def destroy_process_group(group: Any = None) -> None:
-            self._counts |= count_collectives()
+            self._counts |= count_collectives(self._place)
             destroy(group)
 
         for module in (dist, dist.distributed_c10d):
             module.destroy_process_group = destroy_process_group  # type: ignore[attr-defined]
-        for name in ("send", "recv", "recv_anysource"):
+        # gloo's monitored_barrier is made of messages to and from its first rank.
+        for name in ("send", "recv", "recv_anysource", "monitored_barrier"):
             setattr(dist.ProcessGroup, name, _noted(getattr(dist.ProcessGroup, name)))
 
     def _watch(self) -> None:
@@ -97,8 +101,9 @@ class EarlyReturnMonitor:
             except Exception:  # the store is gone, and so is the job
                 return
             now = {}  # by group: collectives begun here, ranks that began fewer
-            for name, n in (count_collectives() if returned else {}).items():
-                ranks = [r for r, counts in returned.items() if counts.get(name, n) < n]
+            counts = count_collectives(self._place) if returned else {}
+            for name, n in counts.items():
+                ranks = [r for r, theirs in returned.items() if theirs.get(name, n) < n]
                 if ranks:
                     now[name] = (n, ranks)
             if now != before:
@@ -126,17 +131,23 @@ def _returned(ranks: Sequence[int]) -> str:
     return f"{some or f'rank {ranks[0]} has'} returned with status 0"
 
 
-def count_collectives() -> dict[str, int]:
-    """Return how many collectives this rank has begun, by group and kind of device."""
-    counts = {}
+def count_collectives(place: tuple[int, int]) -> dict[str, int]:
+    """Return how many collectives this rank has begun, by group and kind of device.
+
+    None where torch's rank and world size are not `place`, those of the job.
+    """
+    counts: dict[str, int] = {}
+    if not dist.is_initialized() or (dist.get_rank(), dist.get_world_size()) != place:
+        return counts
     for group, name in list(dist.distributed_c10d._world.pg_names.items()):  # noqa: SLF001
         if group.group_name in _with_messages:
             continue
+        members = format_ranges(sorted(dist.get_process_group_ranks(group)))
         for device in group._device_types:  # noqa: SLF001
             with contextlib.suppress(Exception):  # not every backend counts
                 backend: Any = group._get_backend(device)  # noqa: SLF001
                 number = backend._get_sequence_number_for_group()  # noqa: SLF001
-                counts[f"{name} {device.type}"] = int(number)
+                counts[f"{name} {members} {device.type}"] = int(number)
     return counts
 
 

@@ -159,6 +159,50 @@ dist.all_reduce(torch.ones(1))
     assert re.search(r"rank 0, rank 2: .*script.py:16 in <module>", done.err)
 
 
+MONITORED = """
+import time
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+group = dist.new_group()
+dist.monitored_barrier(group=group)
+if dist.get_rank() == 0:
+    time.sleep(9)
+print(f"done {dist.get_rank()}/4", flush=True)
+"""
+
+SEPARATE = """
+import os, time
+import torch, torch.distributed as dist
+rank = int(os.environ["RANK"])
+dist.init_process_group("gloo")
+dist.barrier()
+dist.destroy_process_group()
+fold, mine = divmod(rank, 2)
+file = f"file://{os.getcwd()}/fold-{fold}"
+dist.init_process_group("gloo", init_method=file, rank=mine, world_size=2)
+for _ in range(1 if fold else 9):
+    dist.all_reduce(torch.ones(1))
+if fold == 0:
+    time.sleep(9)
+dist.barrier()
+dist.destroy_process_group()
+if rank == 0:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    for _ in range(19):
+        dist.all_reduce(torch.ones(1))
+    time.sleep(9)
+print(f"done {rank}/4", flush=True)
+"""
+
+
+@pytest.mark.parametrize("body", [MONITORED, SEPARATE], ids=["monitored", "separate"])
+def test_a_rank_that_waits_for_nobody_is_not_ended(
+    openmpi: Mpi, body: str, tmp_path: Path
+) -> None:
+    """Nor one in a world of some ranks, or alone: torch gives all groups one name."""
+    check_all_done(run(openmpi, 4, write(tmp_path, body), cwd=tmp_path), 4)
+
+
 @pytest.mark.parametrize(
     ("flags", "status"), [slow((), 0), (("--hang-timeout", "4"), 76)]
 )
