@@ -6,6 +6,7 @@ import contextlib
 import functools
 import hashlib
 import logging
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -48,6 +49,7 @@ from mpitrain.train.parallel import (
     prepare_model,
 )
 from mpitrain.train.plan import Plan, Stage
+from mpitrain.train.trained_weights import TrainedWeights
 
 logger = logging.getLogger("mpitrain")
 
@@ -65,6 +67,7 @@ class Engine:
     stage: Stage
     parallel: ParallelModel
     optimizer: OptimizerWrapper
+    trained_weights: TrainedWeights
     train_loader: BatchLoader
     val_loader: BatchLoader
 
@@ -101,7 +104,8 @@ class Engine:
             )
         self._check_model(model)
         self.model = prepare_model(model, world, config)
-        self._trainable = [w.requires_grad for w in self.model.parameters()]
+        named = self.model.named_parameters()
+        self._trainable = {name for name, weight in named if weight.requires_grad}
         # Such as batch norm that the user has frozen; a whole model in eval() is not.
         modules = self.model.modules() if self.model.training else ()
         self._in_eval_mode = [module for module in modules if not module.training]
@@ -132,10 +136,13 @@ class Engine:
     def start_stage(self, stage: Stage) -> None:
         """Choose the weights that are trained, parallelize them, make an optimizer."""
         config, model = self.config, self.model
+        if hasattr(self, "trained_weights"):
+            self.trained_weights.find_change()
+            self.refuse_changed_weights()
         self.stage = stage
         self._head = head_of(model)[1] if stage.name == "probe" else None
-        for weight, trainable in zip(model.parameters(), self._trainable, strict=True):
-            weight.requires_grad_(trainable and self._head is None)
+        for name, weight in model.named_parameters():
+            weight.requires_grad_(name in self._trainable and self._head is None)
         strategy, trained, features = self.strategy, model, None
         if self._head is not None:
             self._head.requires_grad_(True)
@@ -176,6 +183,15 @@ class Engine:
         self.optimizer = OptimizerWrapper(
             self.parallel, optimizer, config, scale, is_bitwise=config.bitwise
         )
+        self.trained_weights = TrainedWeights(
+            model, self.optimizer, self.parallel.reshard
+        )
+
+    def refuse_changed_weights(self) -> None:
+        """Raise, on all ranks, what `TrainedWeights` has found on one."""
+        changes = self.ranks.allgather([self.trained_weights.change])
+        if change := next((it for (it,) in changes if it), ""):
+            raise UsageError(change).on_all_ranks()
 
     def train_mode(self) -> None:
         """Put the parts that are trained into training mode; local."""
@@ -211,6 +227,13 @@ class Engine:
             )
 
     # --- steps --------------------------------------------------------------------
+
+    def start_step(self, lr: float, num_samples: int) -> float:
+        """Begin a step; return the factor of the sum of losses, NaN if it must fail."""
+        self.optimizer.start_step(lr)
+        if self.trained_weights.find_change():
+            return math.nan
+        return self.optimizer.scale.value / num_samples
 
     def steps(self, state: TrainState) -> Iterator[RankStep]:
         """Yield this rank's part of the steps of the epoch that are not done yet."""
@@ -338,6 +361,7 @@ class Engine:
                 loader.skipped.clear()  # a resumed job evaluates all of it again
                 raise
             finally:
+                self.parallel.reshard()  # callbacks find the weights of the optimizer
                 if was_training:
                     self.train_mode()
 
@@ -366,9 +390,8 @@ class Engine:
         tested = (loader.samples for loader in self._test_loaders)
         for samples in (self._train, self._val, *tested):
             samples.close()
-        weights = self.model.parameters()
-        for weight, trainable in zip(weights, self._trainable, strict=True):
-            weight.requires_grad_(trainable)
+        for name, weight in self.model.named_parameters():
+            weight.requires_grad_(name in self._trainable)
 
     # --- preparation --------------------------------------------------------------
 
@@ -403,11 +426,14 @@ class Engine:
                 "trainer.state_dict() into it"
             ).on_all_ranks()
         tensors = [*model.named_parameters(), *model.named_buffers()]
-        shapes = [(name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors]
+        shapes = [
+            (name, tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
+            for name, tensor in tensors
+        ]
         digest = hashlib.sha256(repr(shapes).encode()).hexdigest()[:8]
         self.ranks.check_equal(
             f"{sum(tensor.numel() for _, tensor in tensors)} numbers in {len(tensors)} "
-            f"tensors (names and shapes {digest})",
+            f"tensors (names, shapes, requires_grad {digest})",
             "the model",
             "Expected the same on every rank; its first weights are rank zero's",
         )

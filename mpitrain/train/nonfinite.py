@@ -27,6 +27,7 @@ def handle_nonfinite(
     Raises:
         NonFiniteError: Names rank, step and samples; on every rank or on none.
     """
+    engine.refuse_changed_weights()
     world, scale = engine.world, engine.optimizer.scale
     mine = [
         (float(total), indices.tolist())

@@ -180,8 +180,7 @@ class Trainer:
         engine, state, timer = self.engine, self.state, self.timer
         optimizer, model = engine.optimizer, engine.parallel
         lr = engine.plan.learning_rate(engine.stage, state.epoch, step.number)
-        optimizer.start_step(lr)
-        scale = optimizer.scale.value / step.num_samples
+        scale = engine.start_step(lr, step.num_samples)
         losses: list[Losses] = []
         self._step_number = step.number
         if model.syncs_buffers or self.config.bitwise:
