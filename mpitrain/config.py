@@ -86,8 +86,8 @@ class DataConfig:
     random_resized_crop: bool = False
     """Crop training images at random position and scale (folder, hdf5, shards)."""
     normalize: Literal["auto", "data", "imagenet", "none"] = "auto"
-    """Mean and standard deviation to normalize with. auto: data if in memory, else
-    imagenet."""
+    """Mean and standard deviation to normalize images with. auto: data if in memory,
+    else imagenet; custom data: none."""
     on_bad_sample: Literal["stop", "skip"] = "stop"
     """Stop at a sample that cannot be read, or skip and count it."""
     synthetic_samples: int = 1024

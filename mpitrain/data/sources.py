@@ -17,7 +17,12 @@ from mpitrain.data.custom import Samples, build_samples, load_custom
 from mpitrain.data.in_memory import InMemory
 from mpitrain.data.map_style import MapStyle
 from mpitrain.data.samples import PARTS, Array, FileIndex, SampleReader, build_readers
-from mpitrain.data.transforms import Statistics, imagenet_statistics, mean_and_std
+from mpitrain.data.transforms import (
+    SCALED,
+    Statistics,
+    imagenet_statistics,
+    mean_and_std,
+)
 from mpitrain.data.workers import start_method
 from mpitrain.errors import DataError, UsageError, did_you_mean
 from mpitrain.mpi.shared_arrays import Communicator
@@ -51,7 +56,8 @@ class Data:
     image_size: int
     """Width of an image in pixels as the model sees it: W of `(C, H, W)`."""
     statistics: Statistics | None = None
-    """Mean and standard deviation to normalize by, in the range 0 to 1."""
+    """Mean and standard deviation to normalize by, in the range 0 to 1; ``None``: the
+    inputs are taken as they are."""
 
 
 def load_data(
@@ -238,6 +244,9 @@ def _load_custom(
             "a tensor, (C, H, W) for images (torchvision: transform=ToTensor()). Other "
             "inputs can be trained on with mpitrain.Trainer in a script"
         )
+    transforms = (config.image_size, config.random_crop, config.random_flip)
+    are_bytes = inputs.dtype == torch.uint8 and any(transforms)
+    are_images = are_bytes or config.normalize in ("data", "imagenet")
     return Data(
         train=samples[0],
         val=samples[1],
@@ -245,13 +254,13 @@ def _load_custom(
         num_classes=num_classes,
         in_channels=inputs.shape[1],
         image_size=config.image_size or inputs.shape[-1],
-        statistics=_imagenet(config, inputs.shape[1]),
+        statistics=_imagenet(config, inputs.shape[1]) if are_images else None,
     )
 
 
-def _imagenet(config: DataConfig, channels: int) -> Statistics | None:
+def _imagenet(config: DataConfig, channels: int) -> Statistics:
     if config.normalize == "none":
-        return None
+        return SCALED
     if config.normalize == "data":
         raise UsageError(
             f"--normalize data needs a set that is in memory, found --data "

@@ -25,6 +25,8 @@ NUM_DIMENSIONS = 4  # of a batch of images
 Statistics = tuple[tuple[float, ...], tuple[float, ...]]
 """Mean and standard deviation by channel, in the range 0 to 1."""
 
+SCALED: Statistics = ((0.0,), (1.0,))  # of any channels: bytes become 0 to 1
+
 ROUNDING = 1e-2  # how far 16-bit floats may be outside the range of pixels
 
 
@@ -32,14 +34,14 @@ ROUNDING = 1e-2  # how far 16-bit floats may be outside the range of pixels
 class ImageTransform:
     """Crops, flips, normalizes and resizes a batch of images `(N, C, H, W)`.
 
-    Bytes are scaled to the range 0 to 1 and normalized. Other inputs are only converted
-    to `dtype`.
+    With `mean` and `std`, bytes are scaled to the range 0 to 1 and normalized. Of other
+    inputs, floats are converted to `dtype`, and the rest stays as it is.
     """
 
     dtype: torch.dtype  # floating-point type of the model's inputs
     seed: int  # the run's seed
     mean: tuple[float, ...] | None = None
-    """Per channel, in the range 0 to 1; ``None``: do not normalize."""
+    """Per channel, in the range 0 to 1; ``None``: the inputs are no images of bytes."""
     std: tuple[float, ...] | None = None  # per channel
     size: int | None = None  # height and width to resize to; ``None``: do not resize
     border: int = 0
@@ -93,11 +95,8 @@ class ImageTransform:
         return _crop(images, sources, corners, size)
 
     def _normalize(self, images: Tensor) -> Tensor:
-        if images.dtype != torch.uint8:
-            return images.to(self.dtype)
-        scale, shift = 1 / 255, 0.0
-        if self.mean is None or self.std is None:
-            return images.to(self.dtype).mul_(scale)
+        if images.dtype != torch.uint8 or self.mean is None or self.std is None:
+            return images.to(self.dtype) if images.is_floating_point() else images
         if len(self.mean) == 1:
             scale = 1 / (255 * self.std[0])
             shift = -self.mean[0] / self.std[0]

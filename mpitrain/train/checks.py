@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from mpitrain.data.sharding import Indices
 from mpitrain.errors import DataError
 
+INTEGERS = (torch.uint8, torch.int16, torch.int32, torch.int64, torch.bool)
 NOT_IGNORED = -(2**31)  # as ``ignore_index``: no label is ignored, not even -100
 
 
@@ -91,7 +92,13 @@ def explain_call(model: nn.Module, inputs: Any, error: Exception) -> None:
                 f"alone, {kind_of(inputs)}: {why}. Expected a model of one argument; "
                 "for others override Trainer.compute_loss (examples/custom_loss.py)"
             ) from None
-    error.add_note(f"{type(model).__name__} was called with {kind_of(inputs)}")
+    note = f"{type(model).__name__} was called with {kind_of(inputs)}"
+    if getattr(inputs, "dtype", None) in INTEGERS:
+        note += (
+            ". For a model of floats convert them in the data set (.float()), or ask for "
+            "images: Trainer's mean_std=, on the command line --normalize imagenet"
+        )
+    error.add_note(note)
 
 
 def _part() -> str:

@@ -23,6 +23,7 @@ from mpitrain.data.randomness import rank_seed
 from mpitrain.data.sharding import Numbering, RankShard
 from mpitrain.data.transforms import (
     NUM_DIMENSIONS,
+    SCALED,
     ImageTransform,
     Statistics,
     imagenet_statistics,
@@ -34,6 +35,7 @@ from mpitrain.mpi.world import World
 from mpitrain.train import mixing
 from mpitrain.train.balance import Balance
 from mpitrain.train.bitwise import BitwiseModel, check_micro_batches, seed_micro_batch
+from mpitrain.train.checks import kind_of
 from mpitrain.train.evaluate import BATCH_SIZE, Evaluation, MetricsFn, evaluate
 from mpitrain.train.features import features_of
 from mpitrain.train.loader import BatchLoader, RankStep
@@ -442,8 +444,21 @@ class Engine:
         config, example = self.config, self._train.example()
         images, targets = example.inputs, example.targets
         is_bytes = getattr(images, "dtype", None) == torch.uint8
-        if mean_std is None and config.normalize == "imagenet" and is_bytes:
+        is_bytes = is_bytes and images.ndim == NUM_DIMENSIONS
+        transforms = (config.image_size, config.random_crop, config.random_flip)
+        if mean_std is None and is_bytes and config.normalize == "imagenet":
             mean_std = imagenet_statistics(images.shape[1])
+        elif mean_std is None and is_bytes and any(transforms):
+            mean_std = SCALED
+        elif mean_std is not None and not is_bytes:
+            mean_std = None
+            if self.world.is_rank_zero:
+                logger.warning(
+                    "the inputs are %s, and are not normalized: mean_std and "
+                    "--normalize are for uint8 images (N, C, H, W); normalize them in "
+                    "the data set",
+                    kind_of(images),
+                )
         self.mean_std = mean_std
         self._pixels = ImageTransform(
             dtype=torch.float64 if config.precision == "fp64" else torch.float32,

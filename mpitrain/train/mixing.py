@@ -16,6 +16,7 @@ from torch import Tensor
 from mpitrain.config import LearningConfig
 from mpitrain.data.transforms import NUM_DIMENSIONS
 from mpitrain.errors import UsageError
+from mpitrain.train.checks import kind_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,8 +42,9 @@ def draw_mix(config: LearningConfig, epoch: int, step: int, inputs: Any) -> Mix 
     """Draw the mix of a step, equal on all ranks; ``None`` if nothing is mixed."""
     if not is_mixing(config):
         return None
-    if not isinstance(inputs, Tensor) or inputs.ndim != NUM_DIMENSIONS:
-        refuse_mixing(config, "is for images, found other inputs")
+    is_image = isinstance(inputs, Tensor) and inputs.ndim == NUM_DIMENSIONS
+    if not is_image or (config.mixup and not inputs.is_floating_point()):
+        refuse_mixing(config, f"is for images of floats, found {kind_of(inputs)}")
     generator = np.random.Generator(np.random.PCG64([config.seed, epoch, step, 77]))
     both = config.mixup > 0 and config.cutmix > 0
     pastes = generator.random() < 0.5 if both else config.cutmix > 0

@@ -64,8 +64,8 @@ class Trainer:
         metrics: Instead of overriding `metrics`.
         callbacks: Called in this order; ``None``: print a line per epoch.
         test_data: A data set that is evaluated when the training has finished.
-        mean_std: Mean and standard deviation to normalize images by, per channel, for
-            pixels from 0 to 1.
+        mean_std: Mean and standard deviation per channel, in the range 0 to 1, to
+            normalize uint8 images `(N, C, H, W)` by; ``None``: inputs are left alone.
         num_classes: Of the data set, to check the number of the model's outputs.
         find_unused_parameters: Whether a weight may take no part in a loss. ``False``
             is faster with DDP, and an error where one does not.

@@ -19,15 +19,15 @@ Sample = tuple[Tensor, int]
 
 
 def image(number: int) -> Tensor:
-    """The image of a sample: uint8 `(3, 12, 12)`, in which its number stands first."""
+    """The image of a sample: float `(3, 12, 12)`, in which its number stands first."""
     of_sample = torch.Generator().manual_seed(number)
     pixels = torch.randint(0, 256, (3, 12, 12), dtype=torch.uint8, generator=of_sample)
     pixels[:, 0, 0] = number
-    return pixels
+    return pixels / 255
 
 
 class Photos(Dataset[Sample]):
-    """A map-style set of images of bytes."""
+    """A map-style set of images."""
 
     classes = ("a", "b", "c")
 

@@ -251,6 +251,78 @@ def test_pixels_of_ones_own_are_normalized_where_it_is_asked(world: World) -> No
     assert max(seen) < -1.9
 
 
+class Noting(Net):
+    """Notes what its inputs are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[tuple[Any, ...]] = set()
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.seen.add((inputs.dtype, inputs.flatten()[0].item()))
+        floats = inputs.real if inputs.is_complex() else inputs
+        return super().forward(floats.double())
+
+
+def seen_by_the_model(
+    world: World, inputs: Tensor, *, mean_std: Any = None, **settings: Any
+) -> set[tuple[Any, ...]]:
+    model, data = Noting(), TensorDataset(inputs, torch.zeros(len(inputs)).long())
+    config = config_of(epochs=1, **settings)
+    Trainer(model, data, data, config, world=world, mean_std=mean_std).fit()
+    return model.seen
+
+
+@pytest.mark.parametrize("shape", [(20, 1, 8, 8), (20, 8, 8)])
+@pytest.mark.parametrize("value", [3, True, 2 + 1j, 3.5])
+@pytest.mark.parametrize("dtype", [torch.uint8, None])
+def test_inputs_of_ones_own_are_taken_as_they_are(
+    world: World, shape: tuple[int, ...], value: Any, dtype: Any
+) -> None:
+    if dtype is not None and not isinstance(value, int):
+        return
+    inputs = torch.full(shape, value, dtype=dtype)
+    expected = torch.float64 if inputs.dtype == torch.float32 else inputs.dtype
+    assert seen_by_the_model(world, inputs) == {(expected, value)}
+
+
+@pytest.mark.parametrize(
+    ("asked", "expected"),
+    [
+        ({"mean_std": ((0.5,), (0.25,))}, 2.0),
+        ({"mean_std": ((0.0,), (1.0,))}, 1.0),
+        ({"random_flip": True}, 1.0),
+        ({"image_size": 8}, 1.0),
+    ],
+)
+def test_bytes_are_images_where_it_is_asked(
+    world: World, asked: dict[str, Any], expected: float
+) -> None:
+    white = torch.full((20, 1, 8, 8), 255, dtype=torch.uint8)
+    ((dtype, found),) = seen_by_the_model(world, white, **asked)
+    assert (dtype, found) == (torch.float64, pytest.approx(expected))
+
+
+def test_floats_are_not_normalized_and_that_is_told(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    inputs = torch.full((20, 1, 8, 8), 0.5)
+    seen = seen_by_the_model(world, inputs, mean_std=((0.5,), (0.25,)))
+    assert seen == {(torch.float64, 0.5)}
+    assert caplog.text.count("are not normalized: mean_std") == world.is_rank_zero
+
+
+def test_a_model_of_floats_that_gets_bytes_says_what_to_do(world: World) -> None:
+    inputs = torch.zeros(20, 1, 8, 8, dtype=torch.uint8)
+    data = TensorDataset(inputs, torch.zeros(20).long())
+    with pytest.raises(RuntimeError) as caught:
+        Trainer(Net(), data, data, config_of(), world=world).fit()
+    (note,) = caught.value.__notes__
+    assert "called with uint8 (" in note
+    assert ".float()" in note
+    assert "--normalize imagenet" in note
+
+
 def test_what_torch_does_not_shard_is_refused() -> None:
     with pytest.raises(UsageError, match="--channels-last always"):
         config_of(strategy="fsdp", channels_last="always")

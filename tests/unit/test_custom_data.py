@@ -26,6 +26,7 @@ from mpitrain.config import DataConfig
 from mpitrain.data.custom import Samples, build_samples
 from mpitrain.data.sharding import RankShard
 from mpitrain.data.sources import Data, load_data
+from mpitrain.data.transforms import SCALED, imagenet_statistics
 from mpitrain.errors import DataError
 
 NUM = 6
@@ -297,3 +298,38 @@ def other_classes() -> tuple[Any, Any]:
 def test_sets_of_other_classes_are_not_joined() -> None:
     with pytest.raises(DataError, match="neither `classes`"):
         load("other_classes")
+
+
+# --- images ---------------------------------------------------------------------------
+
+
+class Bytes(LeftOf):
+    """Images of bytes."""
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return torch.zeros(1, 2, 2, dtype=torch.uint8), index % 2
+
+
+def of_bytes() -> tuple[Bytes, Bytes]:
+    return Bytes(), Bytes()
+
+
+GREY = imagenet_statistics(1)
+
+
+@pytest.mark.parametrize(
+    ("asked", "expected"),
+    [
+        ({}, None),
+        ({"normalize": "none"}, None),
+        ({"normalize": "imagenet"}, GREY),
+        ({"random_flip": True}, GREY),
+        ({"random_crop": 1, "normalize": "none"}, SCALED),
+    ],
+)
+def test_bytes_are_normalized_where_it_is_asked(
+    asked: dict[str, Any], expected: Any
+) -> None:
+    config = DataConfig(data=f"{__name__}:of_bytes", **asked)
+    data = load_data(config, seed=1, world=LONE, ranks=SingleProcess())
+    assert data.statistics == expected

@@ -11,7 +11,7 @@ from torch import Tensor
 from torchvision import transforms
 
 from mpitrain.data.randomness import uniform
-from mpitrain.data.transforms import ImageTransform, mean_and_std
+from mpitrain.data.transforms import SCALED, ImageTransform, mean_and_std
 
 SEED, EPOCH = 3, 2
 
@@ -39,7 +39,11 @@ def cut_one(image: Tensor, number: int, border: int, flip: bool) -> Tensor:
 
 
 def pixels(**settings: Any) -> ImageTransform:
-    return ImageTransform(**{"dtype": torch.float32, "seed": SEED, **settings})
+    """Scale bytes to the range 0 to 1, if `settings` have no mean and deviation."""
+    scaled = {"mean": SCALED[0], "std": SCALED[1]}
+    return ImageTransform(
+        **{"dtype": torch.float32, "seed": SEED, **scaled, **settings}
+    )
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -135,6 +139,21 @@ def test_what_is_no_image_is_handed_on() -> None:
     tokens = torch.arange(6).view(2, 3)
     assert ours(tokens, numbers_of(2), 1) is tokens
     assert ours(tokens.float(), numbers_of(2), 1).dtype == torch.float64
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.uint8, torch.int64, torch.bool, torch.complex64, torch.uint16]
+)
+def test_what_is_no_float_is_taken_as_it_is_where_no_mean_is_given(
+    dtype: torch.dtype,
+) -> None:
+    plain = ImageTransform(dtype=torch.float64, seed=SEED)
+    inputs = torch.tensor([0, 1, 2, 255]).view(1, 1, 2, 2).to(dtype)
+    found = plain(inputs, numbers_of(1), 1)
+    assert found.dtype == dtype
+    assert torch.equal(found, inputs)
+    if dtype != torch.uint8:  # a mean is of bytes
+        assert pixels()(inputs, numbers_of(1), 1).dtype == dtype
 
 
 def test_mean_and_deviation_are_those_of_all_pixels() -> None:
