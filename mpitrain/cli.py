@@ -41,10 +41,6 @@ if TYPE_CHECKING:
 
 Prepared = TypeVar("Prepared", bound="PreparedRun")
 
-# Variable that names the file of `supervise` into which rank zero writes the status.
-# The run folder goes into a file beside it, with the suffix ".run".
-STATUS_FILE = "MPITRAIN_STATUS_FILE"
-
 
 def console() -> None:
     """Run the command line of this process and leave with its status."""
@@ -55,7 +51,7 @@ def console() -> None:
 
 def main(argv: Sequence[str]) -> int:
     """Run one command."""
-    from mpitrain.launch.process_exit import error_message, exit_status
+    from mpitrain.launch.process_exit import error_message, exit_status, write_status
 
     forget_parent(os.environ)
     name, *words = argv if argv and argv[0] in COMMANDS else ["train", *argv]
@@ -69,10 +65,7 @@ def main(argv: Sequence[str]) -> int:
             text = error_message(error, rank_label(rank, size, socket.gethostname()))
             print(text, file=sys.stderr, flush=True)
         status = exit_status(error)
-    file = os.environ.get(STATUS_FILE)
-    if file and launched_rank(os.environ) == 0:
-        with contextlib.suppress(OSError):
-            Path(file).write_text(f"{status}\n")
+    write_status(status)
     return status
 
 
@@ -128,6 +121,7 @@ def _run_job(
     from mpitrain.launch.current import age_seconds
     from mpitrain.launch.exit_guard import abort_on_error
     from mpitrain.launch.init import init
+    from mpitrain.launch.process_exit import STATUS_FILE
     from mpitrain.record.jsonl import changed_at
     from mpitrain.record.recorder import record_failure
     from mpitrain.record.run_dir import open_log, start_logging, write_json
@@ -208,11 +202,23 @@ def jobscript(argv: Sequence[str]) -> None:
     command = words[0] if words and words[0] in COMMANDS else "train"
     words = words[words[:1] == [command] :]
     # A mistake need not queue first.
-    if config.jobs > 1:
+    if (config.jobs > 1 and command == "run") != (config.run_dir is not None):
+        raise UsageError(
+            f"found --jobs {config.jobs}, --run-dir {config.run_dir} and {command!r}: "
+            "the jobs of a script (`run`) resume --run-dir, such as runs/mine; those "
+            "of a training or a sweep resume --name. Expected one of the two"
+        )
+    if command == "run":
+        from mpitrain.launch.run_target import read_script, read_words
+
+        target = read_words(words).target
+        if target.kind == "script" and config.container is None:
+            read_script(target.name)
+    elif config.jobs > 1:
         if command not in ("train", "sweep"):
             raise UsageError(
                 f"--jobs {config.jobs}: found {command!r} after --; a chain of jobs "
-                "resumes a training or a sweep: expected the flags of one"
+                "resumes a training, a sweep or a script: expected the flags of one"
             )
         _folder_of([command, "--name", config.name, *words])
     elif command == "sweep":

@@ -13,10 +13,12 @@ import sys
 import threading
 import traceback
 from collections.abc import Iterator
+from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
 
 from mpitrain.errors import MpitrainError, UsageError
+from mpitrain.launch.env_checks import launched_rank
 
 
 def exit_status(error: BaseException) -> int:
@@ -83,6 +85,19 @@ def is_consequence(error: BaseException) -> bool:
     return isinstance(error, RuntimeError | ConnectionError) and any(
         sign in str(error) for sign in signs
     )
+
+
+# Variable that names the file of `supervise` into which rank zero writes the status.
+# The run folder goes into a file beside it, with the suffix ".run".
+STATUS_FILE = "MPITRAIN_STATUS_FILE"
+
+
+def write_status(status: int) -> None:
+    """Tell `supervise` the status with which rank zero ends."""
+    file = os.environ.get(STATUS_FILE)
+    if file and launched_rank(os.environ) == 0:
+        with contextlib.suppress(OSError):
+            Path(file).write_text(f"{status}\n")
 
 
 def flush() -> None:

@@ -23,7 +23,13 @@ from mpitrain.errors import LaunchError
 from mpitrain.launch import init
 from mpitrain.launch.env_checks import RANK_PID
 from mpitrain.launch.exit_guard import ExitGuard, leave
-from mpitrain.launch.process_exit import exit_status, finish_mpi, finish_python, flush
+from mpitrain.launch.process_exit import (
+    exit_status,
+    finish_mpi,
+    finish_python,
+    flush,
+    write_status,
+)
 from mpitrain.launch.rendezvous.store import let_scripts_open_their_own
 from mpitrain.launch.run_target import (
     Kind,
@@ -37,7 +43,7 @@ from mpitrain.mpi.collectives import all_or_none, barrier
 from mpitrain.mpi.launchers import is_program
 from mpitrain.mpi.world import World
 from mpitrain.watchdog.heartbeat import State
-from mpitrain.watchdog.process import launchers_of, name_of
+from mpitrain.watchdog.process import has_signal, launchers_of, name_of
 
 T = TypeVar("T")
 
@@ -62,6 +68,7 @@ def run(
     rank_itself = os.getpid()
     atexit.register(_leave_at_exit, guard, rank_itself)
     _replace_exits(guard, rank_itself)
+    _stop_at_usr2(rank_itself)
     execute(found)
 
 
@@ -138,6 +145,7 @@ def _replace_exits(guard: ExitGuard, rank_itself: int) -> None:
             with guard:
                 _leave_together(guard)
             guard.watched.close()
+            write_status(0)
             finish_mpi(0)
         exit_at_once(status)
 
@@ -148,6 +156,32 @@ def _replace_exits(guard: ExitGuard, rank_itself: int) -> None:
 
     os._exit = leave_and_exit
     MPI.COMM_WORLD = AllRanks(MPI.COMM_WORLD)  # type: ignore[misc]
+
+
+def _stop_at_usr2(rank_itself: int) -> None:
+    """Let USR2 be TERM for a script without a handler of USR2, and once.
+
+    A job script sends USR2 to mpirun, which forwards it, but not TERM, to all nodes.
+    """
+
+    def stop(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
+        if os.getpid() != rank_itself:
+            return  # mpirun signals what the script forked, too
+        signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+        if not _had_term(rank_itself):
+            os.kill(rank_itself, signal.SIGTERM)
+
+    signal.signal(signal.SIGUSR2, stop)
+
+
+def _had_term(rank: int) -> bool:
+    """Whether TERM went to all processes of this node, as schedulers send it.
+
+    Job scripts block it in the launcher, where it is pending from then on.
+    """
+    return any(
+        has_signal(it.pid, "ShdPnd", signal.SIGTERM) for it in launchers_of(rank)
+    )
 
 
 def _prepare(
@@ -285,7 +319,12 @@ def failure(name: str, status: int) -> ProgramFailed:
 @contextlib.contextmanager
 def _forwarding(child: subprocess.Popen[bytes]) -> Iterator[None]:
     def forward(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
-        if child.returncode is None:
+        is_usr2 = number == signal.SIGUSR2
+        if is_usr2 and not has_signal(child.pid, "SigCgt", number):
+            signal.signal(number, signal.SIG_IGN)
+            number = signal.SIGTERM  # as for a script
+        had_it = number == signal.SIGTERM and _had_term(os.getpid())
+        if child.returncode is None and not had_it:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(child.pid, number)
 

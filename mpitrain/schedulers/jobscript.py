@@ -75,9 +75,11 @@ class JobscriptConfig:
     queue: str | None = None
     """Queue (PBS)."""
     name: str = "mpitrain"
-    """Name of the job; with --jobs, of the run, too."""
+    """Name of the job; with --jobs, of the run, too, without --run-dir."""
     jobs: int = 1
     """Maximum number of jobs, one after another, until the training is finished."""
+    run_dir: Path | None = None
+    """Run folder of a script (`-- run SCRIPT`), with --jobs."""
     spare_nodes: int = 0
     """Nodes in addition to --nodes, to replace failing ones (with --jobs)."""
     stage: bool = False
@@ -161,6 +163,7 @@ class JobscriptConfig:
             for word in getattr(self, flag):
                 _check_word(word, f"--{flag} {word!r}".replace("_", "-"))
         _check_word(str(self.venv), f"--venv {str(self.venv)!r}")
+        _check_word(str(self.run_dir), f"--run-dir {str(self.run_dir)!r}")
 
 
 def text_of(
@@ -207,6 +210,7 @@ def text_of(
     )
     templates.filters["quote"] = shlex.quote
     values = vars(config) | {
+        "run_dir": config.run_dir and shlex.quote(str(config.run_dir)),
         "time": f"{seconds // 3600:02}:{seconds // 60 % 60:02}:{seconds % 60:02}",
         "notice": notice_seconds(seconds),
         "all_nodes": nodes,
@@ -223,7 +227,6 @@ def text_of(
         if venv.is_absolute()
         else f"from the folder that holds {venv}",
         "venv": ("" if venv.is_absolute() else "$PWD/") + shlex.quote(str(venv)),
-        "is_training": command in ("train", "sweep"),
         "command": " stage -- python -m mpitrain" * config.stage
         + ("" if command == "train" else f" {command}"),
         "words": "".join(" " + shlex.quote(word) for word in words),

@@ -6,7 +6,8 @@
 A job that is cancelled or preempted gets TERM, and KILL some seconds later (SLURM:
 KillWait; PBS: kill_delay). mpirun would end the ranks at once: so TERM is blocked for
 it. The ranks get TERM, or USR2, which mpirun forwards: they save a checkpoint and stop
-with status 75. Ranks that hang are killed with their mpirun, in time to requeue.
+with status 75. `run` makes it TERM for a script, once. Ranks that hang are killed with
+their mpirun, in time to requeue.
 
 mpirun prints a long message after an error; the training's own error follows it.
 """
@@ -36,7 +37,7 @@ from mpitrain.schedulers.jobscript import notice_seconds
 from mpitrain.schedulers.probe import launcher_of
 
 # Blocked in this process, and taken by `sigtimedwait`.
-SIGNALS = {signal.SIGTERM, signal.SIGUSR1, signal.SIGCHLD}
+SIGNALS = {signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCHLD}
 MAX_STOP_SECONDS = 105.0  # how long the ranks may take to stop
 
 
@@ -56,6 +57,8 @@ class SuperviseConfig:
     """What starts the ranks. auto: what the program after -- says of itself."""
     container: str = ""
     """With --jobs, words that run a rank in a container, as a shell quotes them."""
+    run_dir: Path | None = None
+    """With --jobs, the run folder of a script (`run`)."""
 
     def __post_init__(self) -> None:
         if self.jobs < 1:
@@ -105,6 +108,7 @@ class Supervisor:
             ) from None
         while process.poll() is None:
             if self._wait(60.0) and send_usr2:
+                time.sleep(0.5)  # until a scheduler has signalled mpirun, too
                 process.send_signal(signal.SIGUSR2)
             if time.monotonic() >= self._kill_at:
                 self._kill_at = math.inf
@@ -187,7 +191,7 @@ def supervise(
                 "machine without a scheduler start the training again by hand"
             )
         mpirun, python, flags = split(command)
-        run_dir = folder_of(flags)
+        run_dir = config.run_dir or folder_of(flags)
         training = chain.Chain(run_dir, chain.job_number(environ), config.jobs)
         chain.refuse_second_job(run_dir)
         left = seconds_left(environ)
@@ -220,7 +224,8 @@ def supervise(
                 status = Stopped.exit_status  # nothing was started or has failed
             elif status == 0:
                 status = supervisor.train(start, environ, launcher)
-                status = status or int(not is_finished(run_dir))
+                if config.run_dir is None:  # a script may write no result
+                    status = status or int(not is_finished(run_dir))
             action = training.next_action(status, is_stopping=supervisor.is_stopping)
         if action == "requeue":
             chain.requeue(environ, config.script, terminated=supervisor.is_terminated)

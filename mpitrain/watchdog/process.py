@@ -154,6 +154,15 @@ def oom_kills() -> int:
     return total
 
 
+def has_signal(pid: int, field: str, number: int) -> bool:
+    """Return whether a set of a process, as ``"ShdPnd"`` in proc(5), has a signal."""
+    found = None
+    with contextlib.suppress(OSError):
+        text = Path(f"/proc/{pid}/status").read_text()
+        found = re.search(rf"^{field}:\s*(\w+)", text, re.M)
+    return found is not None and bool(int(found[1], 16) >> (number - 1) & 1)
+
+
 def send_signal(pid: int, signal_number: int) -> None:
     """Send a signal to a process that may be gone, or not ours to end."""
     with contextlib.suppress(ProcessLookupError, PermissionError):

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
-from launcher import Mpi, slow, survivors
+from launcher import Mpi, children_of, environment, slow, survivors
 from running import check_all_done, run, write
 
 FAULTY = """
@@ -275,3 +279,78 @@ def test_what_cannot_run_is_told_once(
     assert done.status == 2
     assert (done.out + done.err).count(said) == 1
     assert "Traceback" not in done.err
+
+
+SAVES_AT_TERM = """
+import os, signal, sys, time
+from pathlib import Path
+import torch, torch.distributed as dist
+
+came = []
+signal.signal(signal.SIGTERM, lambda *_: came.append(1))
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+print("ready", flush=True)
+while True:
+    time.sleep(0.1)
+    stop = torch.tensor([float(bool(came))])
+    dist.all_reduce(stop)
+    if stop.item():
+        break
+time.sleep(3)  # mpirun alone would kill the ranks by now
+Path(f"saved-{rank}").write_text(str(len(came)))
+sys.exit(75)
+"""
+
+
+@pytest.mark.parametrize("who", ["all processes", "the script alone"])
+def test_a_script_in_a_job_script_gets_term_once_and_time_to_save(
+    who: str, openmpi: Mpi, tmp_path: Path
+) -> None:
+    """Schedulers send it to all of a node; PBS not to the ranks of other nodes."""
+    script = write(tmp_path, SAVES_AT_TERM)
+    (tmp_path / ".venv").symlink_to(sys.prefix)
+    words = ("--nodes", "1", "--slots-per-node", "2", "--gpus-per-node", "0")
+    words += ("--launcher-flag=--oversubscribe",)
+    job = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "mpitrain",
+            "jobscript",
+            "slurm",
+            *words,
+            "--",
+            "run",
+            script,
+        ],
+        check=True,
+        capture_output=True,
+        cwd=tmp_path,
+    )
+    (tmp_path / "job.sh").write_bytes(job.stdout)
+    with subprocess.Popen(
+        ["timeout", "-k", "5", "120", "bash", "job.sh"],
+        cwd=tmp_path,
+        env=environment(openmpi, SLURM_SUBMIT_DIR=str(tmp_path)),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    ) as started:
+        assert started.stdout is not None
+        ready = (line for line in started.stdout if "ready" in line)
+        assert next(ready, None), "the script did not start"
+        (supervisor,) = children_of(started.pid)
+        session = [
+            int(entry.name)
+            for entry in Path("/proc").glob("[0-9]*")
+            if os.getsid(int(entry.name)) == started.pid != int(entry.name)
+        ]
+        for pid in session if who == "all processes" else [supervisor]:
+            os.kill(pid, signal.SIGTERM)
+        output = started.stdout.read()
+    assert started.returncode == 75, output
+    saved = [(tmp_path / f"saved-{rank}").read_text() for rank in (0, 1)]
+    assert saved == ["1", "1"]

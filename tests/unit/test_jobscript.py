@@ -184,6 +184,9 @@ def test_a_word_that_no_line_can_hold_is_refused(word: str) -> None:
         (["--epochs", "0"], "--epochs must be at least 1"),
         (["train", "--lr", "fast"], "--lr"),
         (["scale"], "unknown command 'scale'. Expected one of train, run, sweep"),
+        (["run"], "nothing to run is named"),
+        (["run", "nowhere.py"], "nowhere.py' cannot be read as a script"),
+        (["run", "--hang-timeout", "x", __file__], "--hang-timeout: found 'x'"),
     ],
 )
 def test_a_wrong_flag_of_the_training_is_told_before_it_is_queued(
@@ -199,7 +202,8 @@ def test_a_wrong_flag_of_the_training_is_told_before_it_is_queued(
     ("words", "said"),
     [
         (["--new-run"], "--new-run has no place in a chain of jobs"),
-        (["run", "script.py"], "found 'run' after --"),
+        (["run", "script.py"], "the jobs of a script (`run`) resume --run-dir"),
+        (["check"], "found 'check' after --"),
         (["--epohs", "3"], "--epohs"),
     ],
 )
@@ -360,13 +364,31 @@ def test_rank_zeros_status_is_written_where_the_script_looks_for_it(
 
 
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
-def test_a_script_of_ones_own_gets_no_signal_that_it_does_not_know(
-    scheduler: Any,
+def test_a_script_that_stopped_resumes_in_the_next_job(
+    scheduler: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """USR2 would end it; TERM reaches its ranks by mpirun, as without us."""
-    text = text_of(JobscriptConfig(scheduler=scheduler), ["x"], "run")
-    assert "supervise" not in text
-    assert "\nmpirun " in text
+    """By its status 75; 0 ends the chain, with or without a result of mpitrain."""
+    make_stand_ins(tmp_path / ".venv", tmp_path / "seen.json")
+    words = ["--jobs", "5", "--run-dir", "runs/my own", "--", "run", __file__, "--x"]
+    assert main(["jobscript", scheduler, *words]) == 0
+    text = capsys.readouterr().out
+    for name in ("scontrol", "qsub"):
+        submit = f'#!/bin/sh\necho "$1" >"{tmp_path}/next"\n'
+        (tmp_path / ".venv/bin" / name).write_text(submit)
+    mpirun = tmp_path / ".venv/bin/mpirun"
+    for status, next_job in ((0, None), (75, {"slurm": "requeue\n", "pbs": "-N\n"})):
+        mpirun.write_text(
+            "#!/bin/sh\n[ $1 = --version ] && echo '(Open MPI) 5' && exit\n"
+            f'echo "$@" >>{tmp_path}/words\necho {status} >$MPITRAIN_STATUS_FILE\n'
+            f"exit {status}\n"
+        )
+        done = run_script(text, tmp_path, tmp_path, [])
+        assert done.returncode == status, done.stderr
+        assert (tmp_path / "next").exists() == bool(next_job)
+        assert not next_job or (tmp_path / "next").read_text() == next_job[scheduler]
+    started = (tmp_path / "words").read_text().splitlines()[-1]
+    assert f"python -m mpitrain run {__file__} --x" in started
+    assert "--name" not in started
 
 
 @pytest.mark.parametrize("scheduler", SCHEDULERS)

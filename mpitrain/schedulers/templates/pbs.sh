@@ -134,10 +134,6 @@ container=({{ container }})
 
 {% endif %}
 # This script runs once, on the first node. ARGS is several words.
-{% if not is_training %}
-# shellcheck disable=SC2086
-{{ program }} "${options[@]}" {{ '"${container[@]}" ' if container }}python -m mpitrain{{ command }}{{ words }} ${ARGS:-}
-{% else %}
 #
 # `supervise` lets the ranks stop with a checkpoint at TERM (qdel, preemption). It ends
 # with 75; qstat says 271 after qdel.
@@ -151,7 +147,6 @@ exec python -m mpitrain supervise {{ "--launcher %s " % launcher if launcher != 
 # training is finished, up to {{ jobs }} jobs. The run, or sweep, has the job's name. Of
 # qsub's command line the next job gets ARGS and -N only: write the rest in here.
 # shellcheck disable=SC2086
-exec python -m mpitrain supervise {{ '--container "${container[*]@Q}" ' if container }}{{ "--launcher %s " % launcher if launcher != "openmpi" else "" }}--jobs {{ jobs }}{{ " --nodes %d" % nodes if spare_nodes else "" }} --script "$0" -- \
-    {{ program }} "${options[@]}" python -m mpitrain{{ command }} --name "$PBS_JOBNAME"{{ words }} ${ARGS:-}
-{% endif %}
+exec python -m mpitrain supervise {{ '--container "${container[*]@Q}" ' if container }}{{ "--launcher %s " % launcher if launcher != "openmpi" else "" }}--jobs {{ jobs }}{{ " --run-dir " ~ run_dir if run_dir }}{{ " --nodes %d" % nodes if spare_nodes else "" }} --script "$0" -- \
+    {{ program }} "${options[@]}" python -m mpitrain{{ command }}{{ '' if run_dir else ' --name "$PBS_JOBNAME"' }}{{ words }} ${ARGS:-}
 {% endif %}
