@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+import torch
+import torch.distributed as dist
 
 import mpitrain
 from mpitrain.mpi.world import World
@@ -11,55 +13,40 @@ from mpitrain.tools.check import communication
 pytestmark = pytest.mark.mpi
 
 
-def test_collectives_and_gradients_are_right(job: mpitrain.Job, world: World) -> None:
-    (part,), findings = communication.check_collectives(job, world)
-    assert (part["device"], part["backend"]) == ("cpu", "mpi4py")
+def test_all_reduce_and_gradients_are_right(job: mpitrain.Job, world: World) -> None:
+    parts, findings = communication.check_all_reduce(job, world)
+    assert parts == [{"device": "cpu", "backend": "mpi4py", "is_right": True}]
     assert findings == []
-    assert not part["wrong"] + part["failed"] + part["lacking"]
-    assert len(part["right"]) == (8 if world.world_size == 1 else 9)
     gradients, findings = communication.check_gradients(job, world)
     assert findings == []
     for found in gradients.values():
         assert found["largest_difference"] <= found["tolerance"]
 
 
-def test_a_wrong_value_on_one_rank_is_found_there(world: World) -> None:
+def test_an_all_reduce_that_fails_on_one_rank_is_named_there(
+    job: mpitrain.Job, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     culprit = world.world_size - 1
-    rank, size = world.rank, world.world_size
-    checks = communication.collective_checks(rank, size, "cpu", "mpi4py")
-    for kind, (call, expected) in checks.items():
-        wrong = expected + (world.rank == culprit)
-        outcome, detail = communication.run_check(call, wrong)
-        assert outcome == ("wrong" if world.rank == culprit else "right"), kind
-        assert detail.startswith("element 0 is ") == (world.rank == culprit)
+    right = dist.all_reduce
 
+    def all_reduce(tensor: torch.Tensor) -> None:
+        right(tensor)
+        if world.rank == culprit:
+            raise RuntimeError("out of luck")
 
-def test_a_missing_collective_is_told_from_a_failed_one() -> None:
-    import torch
-    import torch.distributed as dist
-
-    gloo = dist.new_group(backend="gloo")
-
-    def lacks() -> torch.Tensor:
-        premultiplied = dist._make_nccl_premul_sum(2.0)
-        dist.all_reduce(torch.ones(3), op=premultiplied, group=gloo)
-        raise AssertionError
-
-    def fails() -> torch.Tensor:
-        raise RuntimeError("out of luck")
-
-    assert communication.run_check(lacks, torch.ones(3))[0] == "lacking"
-    assert communication.run_check(fails, torch.ones(3)) == ("failed", "out of luck")
+    monkeypatch.setattr(dist, "all_reduce", all_reduce)
+    (part,), (finding,) = communication.check_all_reduce(job, world)
+    assert not part["is_right"]
+    assert finding.name == "wrong-all-reduce"
+    assert finding.found.startswith(f"all_reduce on cpu, rank {culprit} ")
+    assert finding.found.endswith(": out of luck")
 
 
 def test_a_sum_in_the_place_of_an_average_is_found(
     job: mpitrain.Job, world: World, summing: None
 ) -> None:
-    """As gloo of torch 2.8 has it."""
+    """As gloo of torch 2.8 has it, in reduce-scatter: FSDP averages gradients by it."""
     if world.world_size > 1:
-        (part,), findings = communication.check_collectives(job, world)
-        assert part["wrong"] == ["reduce_scatter_tensor (avg)"]
-        assert [finding.name for finding in findings] == ["wrong-collective"]
         _, (finding,) = communication.check_gradients(job, world)
         assert finding.found.startswith("FSDP's gradients differ")
 

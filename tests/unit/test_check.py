@@ -233,27 +233,6 @@ def test_many_broken_links_are_counted() -> None:
     assert link_findings([], world) == []
 
 
-def test_a_collective_that_only_some_ranks_lack_is_an_error() -> None:
-    from mpitrain.tools.check.communication import judge
-
-    two = world_of(facts())
-    lacks, fails = ("lacking", "no"), ("failed", "out of luck")
-    outcome, found = judge("gather on cuda", {0: lacks, 1: lacks}, two)
-    assert found is not None
-    assert (outcome, found.severity, found.name) == (
-        *("lacking", "note", "lacking-collective"),
-    )
-    outcome, found = judge("gather on cuda", {0: lacks}, two)
-    assert found is not None
-    assert (outcome, found.severity) == ("failed", "error")
-    _, found = judge("reduce on cpu", {1: fails}, two)
-    assert found is not None
-    assert found.found == "reduce on cpu failed on rank 1 a: out of luck"
-    _, found = judge("reduce on cpu", {0: fails, 1: fails}, two)
-    assert found is not None
-    assert "failed on ranks 0-1, first rank 0 a" in found.found
-
-
 def world_of(told: Facts) -> World:
     return World(
         rank=0,

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import ReduceOp
 
 from mpitrain.config import StrategyConfig
 from mpitrain.launch.process_exit import is_consequence
@@ -40,21 +39,13 @@ MAX_FINDINGS = 8
 # FSDP, which calls reduce-scatter with AVG only there.
 TOLERANCES = {"ddp": 1e-12, "fsdp": 1e-4}
 
-# Parts of torch's messages about a collective that a backend does not have.
-LACKING = (
-    *("cannot use reduceop", "does not support", "is only implemented for"),
-    *("not implemented", "not supported", "unsupported"),
-)
-
 REMEDY = (
     "do not train on this: try without one node after another, another network "
     "(--interface), another torch, the same torch on all nodes"
 )
 
-NUM_VALUES = 257  # values per rank: a prime, so that no number of ranks divides it
+NUM_VALUES = 257  # a prime, so that no number of ranks divides it
 
-Check = tuple[Callable[[], Tensor], Tensor]  # a call, and what it must return here
-Outcome = tuple[str, str]  # "right", "wrong", "failed" or "lacking", and details
 Part = dict[str, Any]
 
 SIZES = tuple(1024 * 4**power for power in range(9))  # bytes per rank: 1 KiB to 64 MiB
@@ -129,31 +120,50 @@ def _connect(offer: tuple[str, int]) -> str:
     return ""
 
 
-def check_collectives(job: Job, world: World) -> tuple[list[Part], list[Finding]]:
-    """Call each collective on the CPU, and on the GPUs if they are used."""
+def check_all_reduce(job: Job, world: World) -> tuple[list[Part], list[Finding]]:
+    """Sum numbers over all ranks on the CPU, and on the GPUs if they are used."""
     backends = {"cpu": host_backend(world)}
     if world.device != "cpu":
         backends[world.device] = world.backend.rpartition(":")[2]
     parts, findings = [], []
     for device, backend in backends.items():
         device_type = device.partition(":")[0]
-        mine: dict[str, Outcome] = {}
-        checks = collective_checks(world.rank, world.world_size, device, backend)
-        for kind, (call, expected) in checks.items():
-            job.progress(f"check: {kind} on {device}")
-            mine[kind] = run_check(call, expected)
+        job.progress(f"check: all-reduce on {device}")
+        found = all_reduce_error(world, device)
         barrier(job.comm)
-        bad_here = {kind: it for kind, it in mine.items() if it[0] != "right"}
-        by_rank: list[dict[str, Outcome]] = job.comm.allgather(bad_here)
-        part: Part = {"device": device_type, "backend": backend}
-        part |= {outcome: [] for outcome in ("right", "wrong", "failed", "lacking")}
-        for kind in checks:
-            bad = {rank: it[kind] for rank, it in enumerate(by_rank) if kind in it}
-            outcome, finding = judge(f"{kind} on {device_type}", bad, world)
-            part[outcome].append(kind)
-            findings += [finding] if finding else []
+        errors = {rank: it for rank, it in enumerate(job.comm.allgather(found)) if it}
+        part: Part = {"device": device_type, "backend": backend, "is_right": not errors}
         parts.append(part)
+        if errors:
+            first = min(errors)
+            where = f"rank {first} {_host_of(first, world)}"
+            if len(errors) > 1:
+                where = f"ranks {format_ranges(sorted(errors))}, first {where}"
+            text = f"all_reduce on {device_type}, {where}: {errors[first]}"
+            findings.append(Finding("error", "wrong-all-reduce", text, REMEDY))
     return parts, findings
+
+
+def all_reduce_error(world: World, device: str) -> str:
+    """Return what is wrong with a sum over all ranks on this rank; "" if it is right.
+
+    Collective over all ranks. The sums are exact in float32.
+    """
+    values = torch.arange(NUM_VALUES, device=device) % 7
+    expected = sum((values + rank % 5).float() for rank in range(world.world_size))
+    assert isinstance(expected, Tensor)
+    found = (values + world.rank % 5).float()
+    try:
+        dist.all_reduce(found)
+    except (RuntimeError, NotImplementedError, ValueError, TypeError) as error:
+        if is_consequence(error):
+            raise  # another rank ends, and that rank prints why
+        return (str(error).splitlines() or [type(error).__name__])[0]
+    wrong = (found != expected).nonzero()
+    if not len(wrong):
+        return ""
+    at = int(wrong[0])
+    return f"element {at} is {found[at].item()}, expected {expected[at].item()}"
 
 
 def host_backend(world: World) -> str:
@@ -164,118 +174,6 @@ def host_backend(world: World) -> str:
     'gloo'
     """
     return world.backend.partition(",")[0].rpartition(":")[2]
-
-
-def collective_checks(
-    rank: int, size: int, device: str, backend: str
-) -> dict[str, Check]:
-    """Return the collectives of training; the last rank is their root."""
-    values = torch.arange(NUM_VALUES, device=device)
-    all_mine = [(values % 7 + r % 5 + 1).float() for r in range(size)]
-    every, mine = torch.stack(all_mine), all_mine[rank]
-    to_each = mine + torch.arange(size, device=device).view(-1, 1) % 3
-    for_me = every + rank % 3
-    after, before = (rank + 1) % size, (rank - 1) % size
-
-    # FSDP's names of these two, which torch 2.15 changed.
-    names = dist.__dict__
-    all_gather: Any = names.get("all_gather_single") or dist.all_gather_into_tensor
-    reduce_scatter: Any = (
-        names.get("reduce_scatter_single") or dist.reduce_scatter_tensor
-    )
-
-    def on_copy(value: Tensor, call: Any, *args: Any, **options: Any) -> Any:
-        def run() -> Tensor:
-            result = value.clone()
-            call(result, *args, **options)
-            return result
-
-        return run
-
-    def send_and_receive() -> Tensor:
-        if backend == "gloo" and device != "cpu":  # it would abort the process
-            raise NotImplementedError("gloo does not support send and recv on GPUs")
-        result = torch.zeros_like(mine)
-        for turn in (0, 1):  # even ranks send first
-            if rank % 2 == turn:
-                dist.send(mine, after)
-            else:
-                dist.recv(result, before)
-        return result
-
-    everything, all_for_me, total = every.flatten(), for_me.flatten(), every.sum(0)
-    send, zeros = to_each.flatten(), torch.zeros_like(mine)
-    checks: dict[str, Check] = {
-        "broadcast": (on_copy(mine, dist.broadcast, size - 1), every[-1]),
-        "all_reduce (sum)": (on_copy(mine, dist.all_reduce), total),
-        "all_reduce (avg)": (
-            on_copy(mine * size, dist.all_reduce, ReduceOp.AVG),
-            total,
-        ),
-        "all_reduce (max)": (
-            on_copy(mine, dist.all_reduce, ReduceOp.MAX),
-            every.amax(0),
-        ),
-        "all_gather_into_tensor": (
-            on_copy(torch.zeros_like(everything), all_gather, mine),
-            everything,
-        ),
-        "reduce_scatter_tensor": (on_copy(zeros, reduce_scatter, send), for_me.sum(0)),
-        "reduce_scatter_tensor (avg)": (  # averages gradients with FSDP
-            on_copy(zeros, reduce_scatter, send * size, op=ReduceOp.AVG),
-            for_me.sum(0),
-        ),
-        "all_to_all_single": (
-            on_copy(torch.zeros_like(all_for_me), dist.all_to_all_single, send),
-            all_for_me,
-        ),
-        "send and recv": (send_and_receive, every[before]),
-    }
-    if size == 1:
-        del checks["send and recv"]
-    return checks
-
-
-def run_check(call: Callable[[], Tensor], expected: Tensor) -> Outcome:
-    """Run one check on this rank."""
-    try:
-        found = call()
-    except (RuntimeError, NotImplementedError, ValueError, TypeError) as error:
-        text = (str(error).splitlines() or [type(error).__name__])[0]
-        if any(words in text.lower() for words in LACKING):
-            return "lacking", text
-        if is_consequence(error):
-            raise  # another rank ends, and that rank prints why
-        return "failed", text
-    # Averages may round; all else is exact.
-    far = ~torch.isclose(found, expected, rtol=1e-6, atol=0.0)
-    if not far.any():
-        return "right", ""
-    at = int(far.nonzero()[0])
-    values = found[at].item(), expected[at].item()
-    return "wrong", f"element {at} is {values[0]}, expected {values[1]}"
-
-
-def judge(
-    name: str, bad: dict[int, Outcome], world: World
-) -> tuple[str, Finding | None]:
-    """Return the outcome over all ranks, and a finding; `bad` ranks are not right."""
-    if not bad:
-        return "right", None
-    first = min(bad)
-    outcome, detail = bad[first]
-    if len(bad) == world.world_size and {o for o, _ in bad.values()} == {"lacking"}:
-        remedy = "nothing, if your training does not call it"
-        text = f"the backend has no {name}"
-        return outcome, Finding("note", "lacking-collective", text, remedy)
-    outcome = "wrong" if outcome == "wrong" else "failed"
-    where = f"rank {first} {_host_of(first, world)}"
-    if len(bad) > 1:
-        where = f"ranks {format_ranges(sorted(bad))}, first {where}"
-    text = f"{name} {'is wrong' if outcome == 'wrong' else 'failed'} on {where}: "
-    if outcome == "wrong":
-        return outcome, Finding("error", "wrong-collective", text + detail, REMEDY)
-    return outcome, Finding("error", "failed-collective", text + detail, REMEDY)
 
 
 def _host_of(rank: int, world: World) -> str:

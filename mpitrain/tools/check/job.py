@@ -76,8 +76,8 @@ def check_job(guard: ExitGuard, config: CheckConfig, environ: Mapping[str, str])
         findings = find_problems(facts) + communication.link_findings(broken, world)
         if broken:
             return report.finish(findings)  # gloo would hang
-        part, found = communication.check_collectives(job, world)
-        report.add(collectives=part)
+        part, found = communication.check_all_reduce(job, world)
+        report.add(all_reduce=part)
         findings += found
         gradients, found = communication.check_gradients(job, world)
         report.add(gradients=gradients)

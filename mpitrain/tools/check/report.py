@@ -13,7 +13,7 @@ from typing import Any, Literal, TextIO
 
 from mpitrain.mpi.world import format_ranges
 
-FORMAT = 2  # Version of the JSON object. It grows when a field changes its meaning.
+FORMAT = 3  # Version of the JSON object. It grows when a field changes its meaning.
 
 WIDTH = 100
 LABEL_WIDTH = 15
