@@ -108,6 +108,28 @@ def defer_dynamo() -> None:
     setattr(torch, "_dynamo", dynamo)  # noqa: B010 - mypy knows the module
 
 
+def without_compile_wrappers(model: torch.nn.Module) -> torch.nn.Module:
+    """Return a model whose parts that `torch.compile` wrapped are compiled in place.
+
+    As by ``module.compile()``, with the backend and options of the wrapper, but without
+    ``_orig_mod.`` in the names (torch 2.14.1). Parts are replaced in ``model``.
+    """
+    model = _compiled_in_place(model)
+    for part in list(model.modules()):
+        for name, child in list(part._modules.items()):  # noqa: SLF001
+            if (found := _compiled_in_place(child)) is not child:
+                setattr(part, name, found)
+    return model
+
+
+def _compiled_in_place(module: Any) -> Any:
+    if type(module).__name__ != "OptimizedModule":
+        return module
+    inner = _compiled_in_place(module._orig_mod)  # noqa: SLF001
+    inner._compiled_call_impl = module.dynamo_ctx(inner._call_impl)  # noqa: SLF001
+    return inner
+
+
 def patch_work() -> None:
     """Patch ``dist.Work`` so that works written in Python answer every query.
 

@@ -17,6 +17,7 @@ from mpitrain.models import hub, timm, torchvision
 from mpitrain.models.layers import Sizes, check_is_module
 from mpitrain.models.weights import is_file_name, load_state, read_state
 from mpitrain.plugins import call_with_known, is_reference, load_reference
+from mpitrain.torch_compat import without_compile_wrappers
 
 
 def build_model(
@@ -57,7 +58,7 @@ def build_and_load(
         if num_classes is not None:
             known["num_classes"] = num_classes
         made = call_with_known(load_reference(name, "--model"), known, "--model")
-        model = check_is_module(name, made)
+        model = without_compile_wrappers(check_is_module(name, made))
     elif num_classes is None:
         raise UsageError(
             f"--model {name} needs classes, and the data has none (its targets are "

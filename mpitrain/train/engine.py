@@ -49,6 +49,7 @@ from mpitrain.train.parallel import (
     copy_to_cpu,
     is_channels_last,
     prepare_model,
+    unwrap_model,
 )
 from mpitrain.train.plan import Plan, Stage
 from mpitrain.train.trained_weights import TrainedWeights
@@ -104,6 +105,7 @@ class Engine:
                 "needs the samples of a step beforehand; it does not work with "
                 "iterable data or --on-bad-sample skip",
             )
+        model = unwrap_model(model, world)
         self._check_model(model)
         self.model = prepare_model(model, world, config)
         named = self.model.named_parameters()
@@ -413,6 +415,10 @@ class Engine:
         check_micro_batches(self.config, self.world)
         for samples in (self._train, self._val):
             _check_size(samples)
+        if any(it._compiled_call_impl for it in self.model.modules()):  # noqa: SLF001
+            raise UsageError(
+                "--bitwise does not go with torch.compile; expected a plain model"
+            ).on_all_ranks()
         if any(isinstance(it, nn.SyncBatchNorm) for it in self.model.modules()):
             raise UsageError(
                 "--bitwise does not go with nn.SyncBatchNorm, whose statistics are of "
@@ -423,9 +429,9 @@ class Engine:
         """Check that the model is not sharded, and the same on all ranks."""
         if any(hasattr(weight, "full_tensor") for weight in model.parameters()):
             raise UsageError(
-                "the model's weights are sharded already, by an earlier `fit` with "
-                "fsdp; expected a model that is whole. Make a new one, and load "
-                "trainer.state_dict() into it"
+                "the model's weights are sharded already, by fully_shard or an earlier "
+                "`fit` with fsdp; expected a model that is whole. After `fit`, make a "
+                "new one, and load trainer.state_dict() into it"
             ).on_all_ranks()
         tensors = [*model.named_parameters(), *model.named_buffers()]
         shapes = [

@@ -20,6 +20,7 @@ from mpitrain.config import StrategyConfig
 from mpitrain.data.samples import to_dtype
 from mpitrain.errors import UsageError
 from mpitrain.mpi.world import World
+from mpitrain.torch_compat import without_compile_wrappers
 from mpitrain.train.loader import RankStep
 
 logger = logging.getLogger("mpitrain")
@@ -41,6 +42,8 @@ _SYNC_BUFFERS = (
 settings_before: dict[str, Any] = {}
 
 BUCKET_BYTES = 250 << 20  # buffers are broadcast together up to this size, as in DDP
+
+WRAPPERS = {"DistributedDataParallel", "DataParallel", "FullyShardedDataParallel"}
 
 BatchNorm = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
@@ -253,6 +256,25 @@ def copy_to_cpu(state: Mapping[str, Any]) -> dict[str, Any]:
         name: value.to("cpu", copy=True) if isinstance(value, Tensor) else value
         for name, value in state.items()
     }
+
+
+def unwrap_model(model: nn.Module, world: World) -> nn.Module:
+    """Return a model without the wrappers of `torch.compile`; refuse the others."""
+    parts = dict(model.named_modules())
+    if world.is_rank_zero and any("_orig_mod" in name for name in parts):
+        logger.warning(
+            "the model is compiled, as by its compile(): the names of its weights in "
+            "state_dict() and checkpoints are those without _orig_mod."
+        )
+    for name, part in parts.items():
+        kinds = {kind.__name__ for kind in type(part).__mro__}
+        if kind := next(iter(kinds.intersection(WRAPPERS)), ""):
+            where = f"{name!r} in the model" if name else "the model"
+            raise UsageError(
+                f"{where} is a {kind}, which reduces gradients itself, as --strategy "
+                "does; expected the plain module: pass what was wrapped (its .module)"
+            ).on_all_ranks()
+    return without_compile_wrappers(model)
 
 
 def prepare_model(model: nn.Module, world: World, config: StrategyConfig) -> nn.Module:

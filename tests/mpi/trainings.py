@@ -83,7 +83,7 @@ def trained(
     """Losses of all steps and validations, and the final weights."""
     history = History()
     trainer = Trainer(
-        model or Net(),
+        Net() if model is None else model,
         data or some(NUM_SAMPLES),
         some(29, "val"),
         config_of(**settings),
