@@ -123,7 +123,7 @@ def _run_job(
     from mpitrain.launch.init import init
     from mpitrain.launch.process_exit import STATUS_FILE
     from mpitrain.record.jsonl import changed_at
-    from mpitrain.record.recorder import record_failure
+    from mpitrain.record.recorder import record_job
     from mpitrain.record.run_dir import open_log, start_logging, write_json
 
     # Garbage collection takes a fifth of the time of the imports.
@@ -159,13 +159,9 @@ def _run_job(
                 "job that writes into it",
                 run_dir,
             )
-        guard.watched.log_to(Path(log.name))
         faulthandler.enable(log)  # for crashes in compiled code
-        guard.on_failure += [
-            log_file.write,
-            lambda text: record_failure(run_dir, text),
-            lambda _: log_file.flush(),
-        ]
+        record_job(run_dir, log_file.write)
+        guard.on_failure.append(lambda _: log_file.flush())
         with init(**config.launch.as_arguments(), guard=guard) as world:
             from mpitrain.torch_compat import defer_dynamo
 

@@ -32,7 +32,7 @@ from mpitrain.errors import DataError, UsageError
 from mpitrain.launch.current import heartbeat
 from mpitrain.mpi.consensus import Consensus
 from mpitrain.record.run_dir import shown
-from mpitrain.record.runs import differences
+from mpitrain.record.runs import differences, opened_folders
 from mpitrain.train.callbacks import Callback, StopRequested
 from mpitrain.train.evaluate import score_of
 from mpitrain.train.metrics import EpochMetrics, TrainState
@@ -267,6 +267,11 @@ class Checkpointer(RunCheckpoints, Callback):
             CheckpointError: It could not be written; on every rank.
         """
         self._end(trainer, "writing the last checkpoint")
+
+    def on_fit_end(self, trainer: Trainer) -> None:
+        """Record that the run is finished, unless a `Recorder` does."""
+        if self.run_dir.resolve() in opened_folders:
+            self._record(status="finished", steps=trainer.state.step)
 
     def on_exception(self, trainer: Trainer, error: BaseException) -> None:
         """Let signals end the process again."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -34,8 +35,11 @@ from mpitrain.checkpoint.tensors import (
 from mpitrain.config import seconds_of
 from mpitrain.errors import LaunchError, MpitrainError, UsageError
 from mpitrain.launch.current import age_seconds, current_world
+from mpitrain.launch.exit_guard import ExitGuard
 from mpitrain.mpi.shared_arrays import Communicator, communicator
 from mpitrain.mpi.world import World, list_hosts
+from mpitrain.record.recorder import record_job
+from mpitrain.record.run_dir import read_result, write_json
 from mpitrain.record.runs import open_run
 
 logger = logging.getLogger("mpitrain")
@@ -72,6 +76,8 @@ class RunCheckpoints:
         self._handler: PreemptionHandler | None = None
         self._manager: CheckpointManager | None = None
         self._save_seconds = self._longest_gap = 0.0
+        self._saved_step: int | None = None  # by a loop of your own
+        self._stop_reason = ""
 
     # --- the run folder -----------------------------------------------------------
 
@@ -100,6 +106,7 @@ class RunCheckpoints:
             )
             if world.is_rank_zero:
                 forget_stop(path)
+            record_job(self.run_dir)
         self._run_id = run_id
         blind = hosts_without(self.run_dir, run_id, world, ranks)
         self.reader = find_checkpoint(
@@ -201,6 +208,10 @@ class RunCheckpoints:
                 self.run_dir, world, self._ranks, keep=self._keep
             )
         there = self.run_dir / FOLDER / name_of(step)
+        if self._saved_step is None and ExitGuard.current is not None:
+            self._record(status="running")
+            ExitGuard.current.on_leave.append(self.close)
+        self._saved_step = step
         if self._ranks.on_rank_zero(there.is_dir, "look for the checkpoint"):
             return
         check_json(dict(state or {}), "the state")
@@ -239,7 +250,8 @@ class RunCheckpoints:
         if self._handler is None:
             self._start_handler()
         mine = 0 if self._handler is None else self._handler.requested()
-        return REASONS[max(self._ranks.allgather(mine))]
+        self._stop_reason = REASONS[max(self._ranks.allgather(mine))]
+        return self._stop_reason
 
     def _open_by_itself(self) -> World:
         world = self._world or current_world()
@@ -256,9 +268,26 @@ class RunCheckpoints:
         return FIRST_MARGIN_SECONDS + 3 * self._save_seconds + 2 * self._longest_gap
 
     def close(self) -> None:
-        """Let SIGUSR2 and SIGTERM do what they did before; local."""
+        """Record that a loop of your own is finished, and let go of the signals; local.
+
+        SIGUSR2 and SIGTERM do again what they did before. After a reason of
+        `should_stop` the run is stopped, not finished. The end of the job calls it.
+        """
         if self._handler is not None:
             self._handler.close()
+        if self._saved_step is None or sys.exc_info()[1] is not None:
+            return
+        stopped = f"stopped at step {self._saved_step}: {self._stop_reason}"
+        if self._stop_reason:
+            self._record(status="stopped", stopped=stopped)
+        else:
+            self._record(status="finished", steps=self._saved_step)
+        self._saved_step = None
+
+    def _record(self, **values: Any) -> None:
+        if self._world is not None and self._world.is_rank_zero:
+            result = {**read_result(self.run_dir), **values}
+            write_json(self.run_dir / "result.json", result)
 
 
 def _unwrap(model: nn.Module) -> nn.Module:

@@ -21,6 +21,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, NoReturn
 
 from mpitrain.config import START_TIMEOUT_SECONDS
@@ -95,6 +96,10 @@ class ExitGuard:
         self.on_failure: list[Callable[[str], object]] = []
         # Called on every rank that the watchdog is about to end.
         self.on_end: list[Callable[[], object]] = []
+        # Called when all ranks have left without an error.
+        self.on_leave: list[Callable[[], object]] = []
+        self.run_dirs: set[Path] = set()  # into which `on_failure` writes
+        self.status = 1  # with which the job fails
         self._rank, self._size = comm.rank, comm.size  # after MPI_Finalize, too
         self._label = rank_label(comm.rank, comm.size, socket.gethostname())
         self._failed = False
@@ -131,7 +136,7 @@ class ExitGuard:
         if self._failed:
             return
         self._failed = True
-        status = exit_status(error) or 1
+        self.status = status = exit_status(error) or 1
         if self._size > 1:
             ignore_children()
         try:
@@ -372,6 +377,8 @@ def leave(guard: ExitGuard, timeout_seconds: float | None) -> None:
             "later.\nExpected every rank to leave at about the same time: look for a "
             "return or sys.exit() that only some ranks reach."
         )
+    while guard.on_leave:
+        guard.on_leave.pop()()
     if guard.step_hook is not None:
         guard.step_hook.remove()
         guard.step_hook = None

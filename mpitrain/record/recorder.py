@@ -5,15 +5,25 @@ from __future__ import annotations
 import json
 import logging
 import math
+import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mpitrain.launch.current import age_seconds
+from mpitrain.errors import Stopped
+from mpitrain.launch.current import age_seconds, current_world
+from mpitrain.launch.exit_guard import ExitGuard
 from mpitrain.record.jsonl import CLOSE_SECONDS, JsonlWriter
-from mpitrain.record.run_dir import finite, read_result, shown, write_json
-from mpitrain.record.runs import Exists, open_run, opened_folders
+from mpitrain.record.run_dir import (
+    finite,
+    log_path,
+    open_log,
+    read_result,
+    shown,
+    write_json,
+)
+from mpitrain.record.runs import Exists, is_finished, open_run, opened_folders
 from mpitrain.train.callbacks import Callback
 from mpitrain.train.metrics import EpochMetrics, StepMetrics, Throughput
 from mpitrain.train.progress import SecondsLeft, finished_line, format_metrics, say
@@ -131,6 +141,11 @@ class Recorder(Callback):
                 world_size=world.world_size,
                 checkpoint=trainer.resumed_from,
             )
+
+    def on_stage_start(self, trainer: Any) -> None:
+        """Let a script's failure be recorded, too: now all ranks may use the folder."""
+        if trainer.engine.world is current_world():  # not a part of it, as in a sweep
+            record_job(self.run_dir)
 
     def on_fit_end(self, trainer: Any) -> None:
         """Write that the run is finished."""
@@ -282,11 +297,41 @@ def _prefixed(prefix: str, values: Mapping[str, float]) -> dict[str, float]:
     return {f"{prefix}_{name}": value for name, value in values.items()}
 
 
-def record_failure(run_dir: Path, message: str) -> None:
-    """Write into ``result.json`` that the run failed; from the rank that knows it."""
-    result = read_result(run_dir)
-    failed = {**result, "status": "failed", "error": message}
+def record_job(run_dir: Path, log: Callable[[str], object] | None = None) -> None:
+    """Let a run folder say how the job that runs fails; local, once for each folder.
+
+    The rank that prints the error calls ``log`` with it, in a script writes it into its
+    log, and then into ``result.json``.
+    """
+    guard, path = ExitGuard.current, run_dir.resolve()
+    if guard is None or path in guard.run_dirs:
+        return
+    guard.run_dirs.add(path)
+    rank, size = guard.comm.rank, guard.comm.size
+
+    def write_log(text: str) -> None:
+        if not is_finished(path):
+            with open_log(path, rank, size, socket.gethostname()) as file:
+                file.write(f"{text}\n")
+
+    guard.watched.log_to(log_path(path, rank, size))
+    guard.on_failure += [
+        log or write_log,
+        lambda text: record_failure(path, text, guard.status),
+    ]
+
+
+def record_failure(run_dir: Path, message: str, status: int = 1) -> None:
+    """Write into ``result.json`` that the run failed; from the rank that knows it.
+
+    A run that is finished stays so. With the ``status`` of `Stopped` it was stopped.
+    """
+    if is_finished(run_dir):
+        return
+    failed = {"status": "failed", "error": message}
+    if status == Stopped.exit_status:
+        failed = {"status": "stopped", "stopped": message.rpartition("Stopped: ")[2]}
     try:
-        write_json(run_dir / "result.json", failed)
+        write_json(run_dir / "result.json", {**read_result(run_dir), **failed})
     except OSError as error:  # a full disk, say, which must not hide the first error
         logger.warning("result.json cannot be written: %s", error.strerror)

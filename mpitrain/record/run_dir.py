@@ -28,14 +28,18 @@ def open_log(run_dir: Path, rank: int, world_size: int, hostname: str) -> TextIO
 
     MPICH's mpiexec names a rank that was killed by its process id alone.
     """
-    folder = run_dir / "logs"
+    path = log_path(run_dir, rank, world_size)
     # On a machine that does not share the filesystem with rank zero's.
-    folder.mkdir(parents=True, exist_ok=True)
-    width = len(str(world_size - 1))
-    log = (folder / f"rank-{rank:0{width}}.log").open("a", buffering=1)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    log = path.open("a", buffering=1)
     now = datetime.now().astimezone().isoformat(timespec="seconds")
     log.write(f"pid {os.getpid()} is {rank_label(rank, world_size, hostname)}, {now}\n")
     return log
+
+
+def log_path(run_dir: Path, rank: int, world_size: int) -> Path:
+    """Return the path of a rank's log."""
+    return run_dir / "logs" / f"rank-{rank:0{len(str(world_size - 1))}}.log"
 
 
 def start_logging(log: TextIO, *, is_rank_zero: bool) -> LogFile:

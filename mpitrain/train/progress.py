@@ -268,7 +268,11 @@ def finished_line(result: Mapping[str, Any]) -> str:
 
     >>> finished_line({"val_loss": 0.5, "epochs": 1, "train_seconds": 2.0})
     'finished: val_loss 0.5000 after 1 epoch, 2.0 s of training'
+    >>> finished_line({"steps": 90})
+    'finished: 90 steps'
     """
+    if "epochs" not in result:  # of a loop with a Checkpointer
+        return f"finished: {result.get('steps')} steps"
     epochs = result["epochs"]
     best = "val_accuracy" if "val_accuracy" in result else "val_loss"
     value = result[best]

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import random
 import signal
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from launcher import Mpi, mpirun, slow
+from launcher import Mpi, environment, mpirun, slow
 
 WITH_TRAINER = """
 import os, signal, sys
@@ -84,6 +88,123 @@ def result(folder: Path, name: str) -> tuple[dict[str, torch.Tensor], dict[str, 
     return found
 
 
+def result_of(run_dir: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((run_dir / "result.json").read_text())
+    return found
+
+
+FAULTY = """
+import os, sys, time
+import torch
+from torch.utils.data import TensorDataset
+import mpitrain
+
+class Fault(mpitrain.Callback):
+    def on_step_end(self, trainer):
+        if trainer.state.step == 3 and trainer.world.rank == 1:
+            if sys.argv[1] == "hang":
+                time.sleep(1000)
+            raise ArithmeticError("this is the fault")
+
+data = TensorDataset(torch.ones(60, 8), torch.arange(60) % 2)
+launch = mpitrain.LaunchConfig(hang_timeout=3, start_timeout=60)
+config = mpitrain.TrainConfig(epochs=3, global_batch_size=8, launch=launch)
+mpitrain.Trainer(torch.nn.Linear(8, 2), data, data, config,
+                 callbacks=[Fault(), mpitrain.Recorder("r")]).fit()
+"""
+
+FAULTY_LOOP = """
+import torch
+import mpitrain
+
+with mpitrain.init() as world:
+    checkpointer = mpitrain.Checkpointer("r")
+    model = torch.nn.Linear(8, 2)
+    checkpointer.restore(model=model)
+    checkpointer.save(1, model=model)
+    if world.rank == 1:
+        raise ArithmeticError("this is the fault")
+    torch.distributed.barrier()
+"""
+
+
+@pytest.mark.parametrize(
+    ("script", "fault", "message"),
+    [
+        (FAULTY, "raise", "ArithmeticError: this is the fault"),
+        (FAULTY, "hang", "hang: no rank has made progress for"),
+        (FAULTY_LOOP, "raise", "ArithmeticError: this is the fault"),
+    ],
+    ids=["raise", "hang", "loop"],
+)
+def test_a_failure_of_any_rank_of_a_script_is_in_its_run_folder(
+    script: str, fault: str, message: str, openmpi: Mpi, tmp_path: Path
+) -> None:
+    (tmp_path / "script.py").write_text(script)
+    done = mpirun(openmpi, 2, "script.py", fault, cwd=tmp_path)
+    assert done.status == (76 if fault == "hang" else 1), done.err
+    result = result_of(tmp_path / "r")
+    assert result["status"] == "failed"
+    assert "[rank 1/2 " in result["error"]
+    assert message in result["error"]
+    printer = 0 if fault == "hang" else 1
+    assert message in (tmp_path / f"r/logs/rank-{printer}.log").read_text()
+    if fault == "hang":
+        assert "in on_step_end" in (tmp_path / "r/logs/rank-1.log").read_text()
+
+
+ENDINGS = """
+import sys
+import torch
+import mpitrain
+
+with mpitrain.init():
+    checkpointer = mpitrain.Checkpointer("r")
+    model = torch.nn.Linear(8, 2)
+    start = (checkpointer.restore(model=model) or {"step": 0})["step"]
+    for step in range(start + 1, start + 3):
+        checkpointer.save(step, model=model)
+    exec(sys.argv[1])
+"""
+
+
+@pytest.mark.parametrize(
+    "words", [[], slow(["-m", "mpitrain", "run"])], ids=["", "run"]
+)
+def test_a_loop_leaves_in_its_run_folder_how_it_ended(
+    words: list[str], openmpi: Mpi, tmp_path: Path
+) -> None:
+    (tmp_path / "script.py").write_text(ENDINGS)
+
+    def end_by(action: str) -> dict[str, Any]:
+        done = subprocess.run(
+            [sys.executable, *words, "script.py", action],
+            cwd=tmp_path,
+            env=environment(openmpi),
+            capture_output=True,
+            text=True,
+        )
+        result = result_of(tmp_path / "r")
+        assert (
+            done.returncode == 0 or "Error" in done.stderr or "Stopped" in done.stderr
+        )
+        return result
+
+    result = end_by("raise mpitrain.Stopped('the night is over')")
+    assert (result["status"], result["stopped"]) == ("stopped", "the night is over")
+    result = end_by("pass")
+    assert (result["status"], result["steps"]) == ("finished", 4)
+    result = end_by("try: 1 / 0\nfinally: checkpointer.close()")
+    assert result["status"] == "failed"
+    assert "division by zero" in result["error"]
+    stop = "checkpointer.should_stop()\nimport os, signal\n"
+    stop += "os.kill(os.getpid(), signal.SIGUSR2)\nassert checkpointer.should_stop()"
+    result = end_by(stop)
+    assert result["status"] == "stopped"
+    assert result["stopped"].startswith("stopped at step 8: ")
+    assert end_by("checkpointer.close(); 1 / 0")["status"] == "finished"
+
+
 @pytest.mark.parametrize("kind", ["trainer", slow("by hand"), slow("under run")])
 def test_a_script_that_is_killed_at_random_steps_ends_with_the_same_bits(
     kind: str, openmpi: Mpi, tmp_path: Path
@@ -103,6 +224,7 @@ def test_a_script_that_is_killed_at_random_steps_ends_with_the_same_bits(
     for step in sorted(random.Random(seed).sample(range(2, 20), 2)):
         assert run("cut", str(step)) != 0
     assert run("cut", NEVER) == 0
+    assert result_of(tmp_path / "cut")["status"] == "finished"
     (whole, values), (cut, cut_values) = (
         result(tmp_path, it) for it in ("whole", "cut")
     )
@@ -125,6 +247,7 @@ def test_a_signal_stops_a_script_which_resumes(
 
     status, out = run("stopped", 5)
     assert status == 75, out
+    assert result_of(tmp_path / "stopped")["status"] == "stopped"
     if kind == "trainer":
         assert "SIGUSR2 arrived" in out
     status, out = run("stopped", -1)
