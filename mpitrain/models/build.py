@@ -74,8 +74,10 @@ def build_and_load(
             return model, f"weights from {name} {named}: {changes}".rstrip(": ")
     if file is None:
         return model, None
-    changes = load_state(model, read_state(file), str(file))
-    return model, f"weights from {file}: {changes}"
+    state, average = read_state(file)
+    changes = load_state(model, state, str(file))
+    averaged = f", averages ({average})" if average else ""
+    return model, f"weights from {file}{averaged}: {changes}"
 
 
 def fetch_weights(name: str, weights: str | None, *, progress: bool = False) -> None:

@@ -45,7 +45,7 @@ def build(name: str, sizes: Sizes, weights: str | None) -> tuple[nn.Module, str]
     if weights is None:
         return model, ""
     fetch(name, weights)
-    state = read_state(Path(cached_file(_url_of(name, weights))))
+    state, _ = read_state(Path(cached_file(_url_of(name, weights))))
     return model, load_state(model, state, f"{name} {weights}")
 
 

@@ -6,6 +6,7 @@ import importlib
 import re
 import sys
 import warnings
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,13 +19,29 @@ from mpitrain.models.layers import adapt_filters, first_conv, head_of
 from mpitrain.plugins import require
 
 SUFFIXES = frozenset({".pt", ".pth", ".safetensors", ".bin", ".ckpt", ".tar"})
-# Keys under which programs save a ``state_dict``, in any case (`MODEL_STATE`).
+# Keys under which programs save a ``state_dict``, in any case (`MODEL_STATE`); averages
+# first, as in timm.
+AVERAGES = ("state_dict_ema", "model_ema", "params_ema")
 STATE_KEYS = (
-    *("model", "state_dict", "model_state_dict", "model_state", "model_ema"),
-    *("module", "net", "network", "weights", "state"),
+    *(*AVERAGES, "model", "state_dict", "model_state_dict", "model_state"),
+    *("module", "net", "network", "weights", "state", "params", "teacher"),
 )
 WRAPPERS = ("module.", "model.", "backbone.")  # that programs put before the names
 EXPECTED = "expected a state_dict: torch.save(model.state_dict(), 'model.pt')"
+
+# What training scripts save beside the weights: timm's, torchvision's, Lightning's.
+OBJECTS = (
+    *("argparse.Namespace", "types.SimpleNamespace", "numpy.dtype", "numpy.ndarray"),
+    *("numpy.core.multiarray.scalar", "numpy.core.multiarray._reconstruct"),
+    *("numpy._core.multiarray.scalar", "numpy._core.multiarray._reconstruct"),
+    *("pathlib.PosixPath", "pathlib._local.PosixPath"),  # since Python 3.13
+    *("pathlib.WindowsPath", "pathlib._local.WindowsPath"),
+    *(f"builtins.{name}" for name in ("dict", "float", "int", "list", "str")),
+)
+MAPPINGS = (
+    *("collections.defaultdict", "lightning.fabric.utilities.data.AttributeDict"),
+    "pytorch_lightning.utilities.parsing.AttributeDict",
+)
 
 State = dict[str, Any]  # weights by name; a few may be no tensors (`_extra_state`)
 
@@ -35,8 +52,31 @@ def is_file_name(weights: str) -> bool:
     return path.suffix in SUFFIXES or "/" in weights or path.is_file()
 
 
-def read_state(path: Path) -> State:
-    """Read the weights in a file of ``torch.save`` or .safetensors, onto the CPU."""
+class Ignored:
+    """Stands for one of `OBJECTS`: nothing of its module is called."""
+
+    def __new__(cls, *_: object) -> Ignored:
+        """Drop the arguments."""
+        return super().__new__(cls)
+
+    def __setstate__(self, state: object) -> None:
+        """Drop the state."""
+
+
+class Items:
+    """Stands for one of `MAPPINGS`, whose items torch puts into an OrderedDict."""
+
+    def __new__(cls, *_: object) -> OrderedDict[Any, Any]:  # type: ignore[misc]
+        """Drop the arguments."""
+        return OrderedDict()
+
+
+def read_state(path: Path) -> tuple[State, str]:
+    """Read the weights in a file of ``torch.save`` or .safetensors, onto the CPU.
+
+    Returns:
+        The weights, and of the keys `AVERAGES` the one under which they were found.
+    """
     if not path.is_file():
         is_away = f"is not there, seen from {Path.cwd()}"
         found = "is a folder" if path.is_dir() else is_away
@@ -48,13 +88,20 @@ def read_state(path: Path) -> State:
         if path.suffix == ".safetensors":
             require("safetensors", f"--weights {path}")
             safetensors = importlib.import_module("safetensors.torch")
-            return dict(safetensors.load_file(path, device="cpu"))
-        with warnings.catch_warnings():
+            return dict(safetensors.load_file(path, device="cpu")), ""
+        names: list[Any] = [(Ignored, name) for name in OBJECTS]
+        names += [(Items, name) for name in MAPPINGS]
+        with warnings.catch_warnings(), torch.serialization.safe_globals(names):
             warnings.simplefilter("ignore")  # about pickles by other means than torch's
             content = torch.load(path, map_location="cpu", weights_only=True)
     except UsageError:
         raise
     except Exception as error:  # a broken file can fail in any way
+        if "TorchScript" in str(error):
+            raise DataError(
+                f"--weights {path} is a TorchScript program; {EXPECTED}, with "
+                f"model = torch.jit.load({str(path)!r})"
+            ) from None
         # In torch 2.15: "Unsupported global: GLOBAL posix.system was not ...".
         code = re.search(r"GLOBAL (\S+)", str(error))
         reason = str(error).partition("\n")[0].partition(". ")[0]
@@ -70,16 +117,17 @@ def read_state(path: Path) -> State:
     return _find_state(content, path)
 
 
-def _find_state(content: object, path: Path) -> State:
+def _find_state(content: object, path: Path) -> tuple[State, str]:
     kind = type(content).__name__
     if isinstance(content, Mapping):
         by_key = {str(key).lower(): value for key, value in content.items()}
         for key in STATE_KEYS:
             if isinstance(by_key.get(key), Mapping):
-                return _find_state(by_key[key], path)
+                state, average = _find_state(by_key[key], path)
+                return state, key if key in AVERAGES else average
         state = {str(key): value for key, value in content.items()}
         if any(isinstance(value, Tensor) for value in state.values()):
-            return state
+            return state, ""
         kind += f" with {', '.join(list(state)[:10]) or 'nothing'}"
     raise DataError(
         f"--weights {path} holds no weights: found a {kind}; {EXPECTED}, or it under "
@@ -114,7 +162,8 @@ def load_state(model: nn.Module, state: State, source: str) -> str:
     The weights of another architecture are an error, which leaves the model unchanged.
     """
     target = model.state_dict()  # loaded as a whole, with its version metadata
-    state = _translate(model, _without_wrappers(state, target), source)
+    state, prefix = _without_wrappers(state, target)
+    state = _translate(model, state, source)
     try:
         head = head_of(model)[0] + "."
     except DataError:
@@ -165,6 +214,8 @@ def load_state(model: nn.Module, state: State, source: str) -> str:
     target.update(loaded)
     model.load_state_dict(target)
     words = [f"{len(loaded)} tensors", *changes.values()]
+    if prefix:
+        words.append(f"those whose names begin with {prefix}")
     if missing:
         words.append(f"new {_some(missing)}")
     if unused:
@@ -172,18 +223,32 @@ def load_state(model: nn.Module, state: State, source: str) -> str:
     return "; ".join(words)
 
 
-def _without_wrappers(state: State, known: Iterable[str]) -> State:
-    """Take off or add wrappers' prefixes, so that most names are known."""
-    known = set(known)
+def _without_wrappers(state: State, known: Iterable[str]) -> tuple[State, str]:
+    """Take off or add prefixes, so that most names are known; return one of others.
+
+    Of `WRAPPERS`, and any that stands before the first name that is known, such as
+    ``encoder_q.``, which is returned if it was taken off.
+    """
+    first, known = next(iter(known), ""), set(known)
     spellings = [{k.replace("_orig_mod.", ""): v for k, v in state.items()}]
+    ends = "." + first.removeprefix("backbone.")
+    others = [k.removesuffix(ends[1:]) for k in spellings[0] if k.endswith(ends)]
     for spelling in spellings:  # grows: one wrapper may be inside another
         spellings += [
             {name.removeprefix(wrapper): value for name, value in spelling.items()}
             for wrapper in WRAPPERS
             if any(name.startswith(wrapper) for name in spelling)
         ]
+    num = len(spellings)
+    spellings += [
+        {name.removeprefix(other): value for name, value in spellings[0].items()}
+        for other in others
+    ]
     spellings += [{f"backbone.{k}": v for k, v in s.items()} for s in spellings]
-    return max(spellings, key=lambda spelling: len(known & spelling.keys()))
+    counts = [len(known & spelling.keys()) for spelling in spellings]
+    best = counts.index(max(counts))
+    prefixes = 2 * [*num * [""], *others]
+    return spellings[best], prefixes[best]
 
 
 def _translate(model: nn.Module, state: State, source: str) -> State:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import pickle
+import warnings
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -197,8 +201,97 @@ def test_state_that_is_no_tensor_is_loaded_too(tmp_path: Path) -> None:
     saved.note = {"version": 2}
     torch.save(saved.state_dict(), tmp_path / "a.pt")
     model = Noted()
-    load_state(model, read_state(tmp_path / "a.pt"), "a.pt")
+    load_state(model, read_state(tmp_path / "a.pt")[0], "a.pt")
     assert model.note == {"version": 2}
+
+
+def beside_weights() -> dict[str, Any]:
+    """What scripts of timm, torchvision, DeiT, Lightning and others save, too."""
+    return {
+        "args": argparse.Namespace(lr=0.1, data=Path("/data"), betas=(0.9, 0.95)),
+        "metric": np.float64(81.5),
+        "best": np.float32(0.5),
+        "epoch": np.int64(3),
+        "history": defaultdict(list, top1=[np.float64(1.0)]),
+        "hyper_parameters": {"data_dir": Path("data"), "mean": np.zeros(3)},
+        "rng": np.random.RandomState(1).get_state(),
+    }
+
+
+@pytest.mark.parametrize("is_zip", [True, False])
+def test_what_training_scripts_save_beside_the_weights_is_left_out(
+    is_zip: bool, tmp_path: Path
+) -> None:
+    state = state_of("convnet")
+    content = {"state_dict": state, **beside_weights()}
+    torch.save(content, tmp_path / "a.pt", _use_new_zipfile_serialization=is_zip)
+    assert same(build("convnet", tmp_path / "a.pt")[0], state)
+    for name, value in content.items():
+        if name != "state_dict":
+            torch.save({"model": state, name: value}, tmp_path / "b.pt")
+            assert same(build("convnet", tmp_path / "b.pt")[0], state)
+
+
+def test_a_harmless_class_of_a_file_is_not_called(tmp_path: Path) -> None:
+    """Its arguments may be made to break it: numpy trusts the state of a dtype."""
+
+    class Argument:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return np.dtype, ("no such type", "at all", 1, 2)
+
+    state = state_of("convnet")
+    torch.save({"model": state, "metric": Argument()}, tmp_path / "a.pt")
+    assert same(build("convnet", tmp_path / "a.pt")[0], state)
+
+
+@pytest.mark.parametrize("key", ["state_dict_ema", "model_ema"])
+def test_averages_are_taken_before_the_raw_weights_and_said(
+    key: str, tmp_path: Path
+) -> None:
+    state = state_of("convnet")
+    raw = {name: value + 1 for name, value in state.items()}
+    other = {"state_dict_ema": "state_dict", "model_ema": "model"}[key]
+    torch.save({other: raw, key: state, "epoch": 1}, tmp_path / "a.pt")
+    model, loaded = build("convnet", tmp_path / "a.pt")
+    assert same(model, state)
+    assert loaded == f"weights from {tmp_path}/a.pt, averages ({key}): 8 tensors"
+
+
+@pytest.mark.parametrize("key", ["state_dict_ema", "params", "teacher"])
+def test_weights_under_other_programs_keys_are_found(key: str, tmp_path: Path) -> None:
+    state = state_of("convnet")
+    torch.save({key: state}, tmp_path / "a.pt")
+    assert same(build("convnet", tmp_path / "a.pt")[0], state)
+
+
+@pytest.mark.parametrize(
+    ("name", "prefix"),
+    [
+        ("convnet", "net."),
+        ("resnet18", "module.encoder_q."),
+        ("resnet18", "model.student.backbone."),
+        ("timm:test_vit", "visual."),
+    ],
+)
+def test_a_prefix_before_all_weights_of_the_model_is_taken_off_and_said(
+    name: str, prefix: str, tmp_path: Path
+) -> None:
+    state = state_of(name)
+    wrapped = {prefix + key: value for key, value in state.items()}
+    others = {f"module.encoder_k.{key}": value + 1 for key, value in state.items()}
+    torch.save({"state_dict": {**wrapped, **others}}, tmp_path / "a.pt")
+    model, loaded = build(name, tmp_path / "a.pt")
+    assert same(model, state)
+    assert f"; those whose names begin with {prefix}; " in loaded
+    assert "not used (module.encoder_k." in loaded
+
+
+def test_a_torchscript_program_is_answered_with_state_dict(tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch.jit is deprecated
+        torch.jit.save(torch.jit.script(nn.Linear(2, 2)), tmp_path / "a.pt")
+    with pytest.raises(DataError, match=r"is a TorchScript program; expected a state"):
+        read_state(tmp_path / "a.pt")
 
 
 class Hostile:
