@@ -43,10 +43,11 @@ class DiffConfig:
 def diff(config: DiffConfig) -> tuple[list[str], bool]:
     """Compare two runs; return lines to print, and whether they differ."""
     runs = Run(config.first), Run(config.second)
-    if not _steps(runs[0]).keys() & _steps(runs[1]).keys():
+    values = [*_values(runs)]
+    if not any(one.keys() & other.keys() for _, _, (one, other) in values):
         raise UsageError(
-            f"{config.first} and {config.second} have no step in common; expected two "
-            "runs that have trained"
+            f"{config.first} and {config.second} have no step and no checkpoint in "
+            "common; expected two runs that have trained"
         )
     lines = []
     for what, (before, now) in (
@@ -56,7 +57,7 @@ def diff(config: DiffConfig) -> tuple[list[str], bool]:
         changed = "; ".join(differences(before, now, _NAMES)) or "the same"
         lines.append(f"{what}: {changed if before and now else 'not recorded'}")
     differs = False
-    for name, unit, (one, other) in _values(runs):
+    for name, unit, (one, other) in values:
         line, is_found = compare(one, other, unit)
         lines.append(f"{name}: {line}")
         differs |= is_found

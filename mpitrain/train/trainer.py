@@ -56,8 +56,8 @@ class Trainer:
             iterable data set of such pairs; the same on all ranks, sharded here.
         val_data: The data set that is evaluated after every epoch; likewise.
         config: The configuration. The fields that name a data set, a model, a run
-            folder, checkpoints or loggers have no effect here: pass objects and
-            callbacks. Without callbacks `fit` warns about them.
+            folder, checkpoints or loggers have no effect here, and `fit` warns about
+            them: pass objects and callbacks.
         world: What `mpitrain.init` returned; ``None``: `fit` calls it, and ends the job
             when it is done.
         loss: Instead of overriding `loss`.
@@ -113,7 +113,7 @@ class Trainer:
         self.throughput_seconds = THROUGHPUT_SECONDS
         self.resumed_from = ""
         self._owns_job = world is None
-        self._warns = callbacks is None
+        self.uses_whole_config = False  # the command makes callbacks of all its fields
         self._final_state: dict[str, Any] | None = None  # if the job ends with `fit`
         self._is_set_up = self._has_mixed = False
         self._loss, self._metrics = loss, metrics
@@ -465,11 +465,11 @@ class Trainer:
     def _set_up_once(self) -> Iterator[Engine]:
         """Set up and start the callbacks; tell them of an exception; close workers."""
         assert self.world is not None
-        ignored = self.config.only_for_command() if self._warns else []
+        ignored = [] if self.uses_whole_config else self.config.only_for_command()
         if ignored and self.world.is_rank_zero:
             logger.warning(
                 "Trainer ignores %s of its TrainConfig; pass callbacks such as "
-                "mpitrain.Checkpointer instead",
+                "mpitrain.Checkpointer, with arguments of their own, instead",
                 ", ".join(ignored),
             )
         engine = self.engine if self._is_set_up else self.set_up()

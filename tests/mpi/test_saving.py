@@ -24,6 +24,8 @@ from mpitrain.checkpoint.storage import CheckpointReader
 from mpitrain.errors import DataError, UsageError
 from mpitrain.mpi.shared_arrays import Communicator, communicator
 from mpitrain.mpi.world import World
+from mpitrain.record.run_dir import read_result
+from mpitrain.tools.diff import DiffConfig, diff
 from mpitrain.train.callbacks import Callback
 from mpitrain.train.metrics import TrainState
 from mpitrain.train.trainer import Trainer
@@ -347,3 +349,30 @@ def test_a_state_that_would_come_back_otherwise_is_refused(
     trainer.callbacks.insert(0, Keeps(state))
     with pytest.raises(UsageError, match=r"Keeps.state_dict\(\) has (a Ten|the key 3)"):
         trainer.fit()
+
+
+def test_diff_compares_loops_that_have_checkpoints_alone(
+    world: World, ranks: Communicator, run_dir: Path
+) -> None:
+    model = Net()
+    for name, steps in (("a", (1, 2)), ("b", (2, 3)), ("c", (2,)), ("d", (4,))):
+        if name == "c":
+            with torch.no_grad():
+                next(model.parameters()).add_(1)
+        checkpointer = Checkpointer(run_dir / name)
+        for step in steps:
+            checkpointer.save(step, model=model)
+        checkpointer.close()
+    if world.is_rank_zero:
+        compare = [
+            diff(DiffConfig(first=run_dir / "a", second=run_dir / it))
+            for it in ("b", "c")
+        ]
+        assert [differs for _, differs in compare] == [False, True]
+        assert "checkpoints: the same (1, up to step 2)" in compare[0][0]
+        assert any(it.startswith("checkpoints: step 2 differs") for it in compare[1][0])
+        with pytest.raises(UsageError, match="no step and no checkpoint in common"):
+            diff(DiffConfig(first=run_dir / "a", second=run_dir / "d"))
+        results = [read_result(run_dir / name) for name in ("a", "d")]
+        assert results == [{"status": "finished", "steps": step} for step in (2, 4)]
+    ranks.allgather(None)

@@ -77,6 +77,11 @@ def test_settings_that_a_trainer_ignores_are_named_once(
     trained(world, epochs=1, name="x", log=("csv",), profile=3, keep_checkpoints=1)
     said = "Trainer ignores keep_checkpoints, log, name, profile of its TrainConfig"
     assert caplog.text.count(said) == int(world.is_rank_zero)
+    config = config_of(epochs=1, log=("csv",))
+    data = some(32)
+    Trainer(Net(), data, data, config, world=world, callbacks=[]).fit()
+    said = "Trainer ignores log of its TrainConfig"
+    assert caplog.text.count(said) == int(world.is_rank_zero)
 
 
 @pytest.mark.parametrize("strategy", ["auto", "fsdp"])

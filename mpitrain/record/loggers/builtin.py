@@ -162,8 +162,9 @@ class WandbLogger(Logger):
                 options["mode"] = "offline"
         self._run = run or wandb.init(**options)
         if self._run.settings._offline:  # noqa: SLF001 - it has no other name
-            folder = self._run.settings.sync_dir.removeprefix(f"{os.getcwd()}/")
-            say(f"wandb: offline, {reason}; `wandb sync {folder}` sends it later")
+            folder = os.path.dirname(self._run.settings.sync_dir)  # noqa: PTH120
+            all_jobs = f"{folder}/offline-run-*".removeprefix(f"{os.getcwd()}/")
+            say(f"wandb: offline, {reason}; `wandb sync {all_jobs}` sends it later")
         elif self._run.url:
             say(f"wandb: {self._run.url}")
         # wandb's own step only rises; a resumed run may log a step again.

@@ -108,6 +108,7 @@ def run_training(
         num_classes=data.num_classes,
         find_unused_parameters=is_reference(config.model),
     )
+    trainer.uses_whole_config = True
     try:
         trainer.fit()
     except Stopped as stopped:
