@@ -44,9 +44,22 @@ def max_shard_size(num_samples: int, world_size: int) -> int:
     return -(-num_samples // world_size)
 
 
+def evaluation_batch_size(num_samples: int, global_batch_size: int, most: int) -> int:
+    """Return the size of an evaluation's batches, on any number of ranks.
+
+    A set has 64 or more of them, so that many ranks are about equally busy. In a small
+    set they have half of a training step's samples, up to 32: smaller ones cost more.
+
+    >>> [evaluation_batch_size(num, 64, 256) for num in (512, 10_000, 50_000)]
+    [32, 157, 256]
+    """
+    least = min(32, max_shard_size(global_batch_size, 2))
+    return min(most, max(least, max_shard_size(num_samples, 64)))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Numbering:
-    """Which rank takes which micro-batches of a step, with ``--bitwise``.
+    """Which rank takes which micro-batches of a step: ``--bitwise``, evaluations.
 
     They are cut from the step alone, and numbered from 0.
 

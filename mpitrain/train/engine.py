@@ -20,7 +20,7 @@ from mpitrain.config import TrainConfig
 from mpitrain.data.custom import Samples, build_samples
 from mpitrain.data.in_memory import InMemory
 from mpitrain.data.randomness import rank_seed
-from mpitrain.data.sharding import Numbering, RankShard
+from mpitrain.data.sharding import Numbering, RankShard, evaluation_batch_size
 from mpitrain.data.transforms import (
     NUM_DIMENSIONS,
     SCALED,
@@ -227,7 +227,7 @@ class Engine:
         loaders = [self._loader(samples, train=False) for samples in sets]
         with autocast(self.config, self.world):
             return features_of(
-                self.model, loaders, self.world, self.ranks, self._eval_batch_size
+                self.model, loaders, self.world, self.ranks, self._max_eval_batch_size
             )
 
     # --- steps --------------------------------------------------------------------
@@ -333,16 +333,18 @@ class Engine:
         """Evaluate the model, or its EMA, on every sample of a data set."""
         was_training = any(module.training for module in self.model.modules())
         self.model.eval()
-        num, is_bitwise = loader.samples.num_samples, self.config.bitwise
-        # Each rank has as many batches: callbacks may call collectives after each.
-        in_turn = Numbering(world_size=self.world.world_size, is_interleaved=True)
-        whole = self._eval_batch_size * self.world.world_size
+        num, world_size = loader.samples.num_samples, self.world.world_size
+        size = self._max_eval_batch_size
+        if num is not None and not self.config.bitwise:
+            size = evaluation_batch_size(num, self.config.global_batch_size, size)
+        # Batches do not depend on the number of ranks, which take them in turn. Each
+        # rank has as many: callbacks may call collectives after each.
         rank_shard = RankShard(
             rank=self.world.rank,
-            world_size=self.world.world_size,
-            global_batch_size=num if num is not None and is_bitwise else whole,
-            micro_batch_size=self.micro_batch_size if is_bitwise else None,
-            numbering=in_turn if is_bitwise else None,
+            world_size=world_size,
+            global_batch_size=size * world_size,
+            micro_batch_size=size,
+            numbering=Numbering(world_size=world_size, is_interleaved=True),
             order=None if num is None else np.arange(num, dtype=np.int64),
         )
         is_whole = self._on_features and loader is not self.val_loader
@@ -358,6 +360,7 @@ class Engine:
                     rank_shard,
                     self.ranks,
                     metrics,
+                    self.world.device,
                     on_batch_end,
                     self._seed_batch,
                 )
@@ -370,8 +373,9 @@ class Engine:
                     self.train_mode()
 
     def _seed_batch(self, number: int) -> None:
-        """Seed a batch of an evaluation; training's epochs begin with 1."""
-        seed_micro_batch(self.config.seed, 0, 0, number, self.world.device)
+        """Seed a batch of a --bitwise evaluation; training's epochs begin with 1."""
+        if self.config.bitwise:
+            seed_micro_batch(self.config.seed, 0, 0, number, self.world.device)
 
     def test_loader(self, data: Any) -> BatchLoader:
         """Return a loader of another data set for `evaluate`."""
@@ -487,9 +491,10 @@ class Engine:
             ).on_all_ranks()
 
     @property
-    def _eval_batch_size(self) -> int:
+    def _max_eval_batch_size(self) -> int:
         """Samples of a rank's forward pass: no more than in training."""
-        return min(BATCH_SIZE, self.config.micro_batch_size or BATCH_SIZE)
+        size = self.micro_batch_size or BATCH_SIZE
+        return size if self.config.bitwise else min(size, BATCH_SIZE)
 
     def _samples(self, data: Any, what: str) -> Samples:
         config = self.config

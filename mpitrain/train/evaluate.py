@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from mpitrain.data.sharding import RankShard
@@ -74,83 +73,66 @@ def evaluate(
     rank_shard: RankShard,
     ranks: Communicator,
     metrics: MetricsFn,
+    device: str,
     on_batch_end: Callable[[], object] = lambda: None,
     seed_batch: Callable[[int], object] = lambda _: None,
 ) -> Evaluation:
     """Compute the metrics over every sample once; collective, in evaluation mode.
 
-    With --bitwise ``seed_batch`` seeds what a batch draws, by its number.
+    Each rank has one batch of each step, and as many. One without samples is for the
+    collectives of ``forward`` and ``on_batch_end``: ``metrics`` does not get it.
+    ``seed_batch`` seeds what a batch draws, by its number.
     """
-    sums: dict[str, Tensor] = {}
-    of_batches: list[Tensor] = []  # with --bitwise
-    numbers = iter(_numbers(rank_shard))
-    count = 0
+    names: tuple[str, ...] = ()
+    numbers: list[int] = []  # of the batches with samples on this rank
+    rows: list[Tensor] = []  # their sums of each metric, and their sizes
+    num_batches = 0
     for step in loader.steps(rank_shard, epoch=0):
+        number = step.number * rank_shard.world_size + rank_shard.rank
+        num_batches = (step.number + 1) * rank_shard.world_size
         for batch in step.micro_batches:
             heartbeat("evaluation")
-            if (number := next(numbers, None)) is not None:
-                seed_batch(number)
+            seed_batch(number)
             outputs = forward(batch.inputs)
-            num = len(batch)
-            try:
-                values = metrics(outputs, batch.targets)
-            except WrongLabel as wrong:
-                raise wrong.named(batch.indices) from None
-            if sums and values.keys() != sums.keys():
-                raise DataError(
-                    f"metrics returned {', '.join(values)}, and {', '.join(sums)} for "
-                    "an earlier batch; expected the same names for every batch"
-                )
-            of_batch = {}
-            for name, value in values.items():
-                value = torch.as_tensor(value, dtype=torch.float64)
-                of_batch[name] = sum_over_samples(value, num, batch.num_rows, name)
-            sums = {name: sums[name] + of_batch[name] for name in sums} or of_batch
-            if rank_shard.numbering is not None:
-                of_batches.append(torch.stack([of_batch[name] for name in sums]))
-            count += num
+            if num := len(batch):
+                try:
+                    values = metrics(outputs, batch.targets)
+                except WrongLabel as wrong:
+                    raise wrong.named(batch.indices) from None
+                names = names or tuple(values)
+                if values.keys() != set(names):
+                    raise DataError(
+                        f"metrics returned {', '.join(values)}, and {', '.join(names)} "
+                        "for an earlier batch; expected the same names for every batch"
+                    )
+                sums = [_sum(values[name], num, device, name) for name in names]
+                rows.append(torch.stack([*sums, sums[0].new_tensor(num)]))
+                numbers.append(number)
             on_batch_end()
-    ranks.check_equal(
-        f"({', '.join(sums)})", "what metrics returned", "Expected the same names"
-    )
-    device = next((summed.device for summed in sums.values()), None)
-    counted = torch.tensor(count, dtype=torch.float64, device=device)
-    totals = torch.stack([*sums.values(), counted])
-    if dist.get_world_size() > 1:
-        dist.all_reduce(totals)
-    *found, total = totals.tolist()
-    if rank_shard.numbering is not None:
-        found = _sums_in_order(of_batches, rank_shard)
-    if not total:
+    if not num_batches:
         error = DataError("none of the samples to validate by could be read")
         raise error.on_all_ranks()
+    known = next(filter(None, ranks.allgather(names)))  # a rank may have no samples
+    ranks.check_equal(
+        f"({', '.join(names or known)})",
+        "what metrics returned",
+        "Expected the same names",
+    )
+    whole = torch.zeros(
+        (num_batches, len(known) + 1), dtype=torch.float64, device=device
+    )
+    if rows:
+        whole[numbers] = torch.stack(rows)
+    *found, total = map(sum_exactly, sum_over_ranks(whole).T.tolist())
     return Evaluation(
-        values={name: value / total for name, value in zip(sums, found, strict=True)},
+        values={name: value / total for name, value in zip(known, found, strict=True)},
         num_samples=int(total),
     )
 
 
-def _num_batches(rank_shard: RankShard) -> int:
-    assert rank_shard.order is not None
-    return -(-len(rank_shard.order) // (rank_shard.micro_batch_size or 1))
-
-
-def _numbers(rank_shard: RankShard) -> Sequence[int]:
-    """Return the numbers of this rank's batches; with --bitwise."""
-    if rank_shard.numbering is None:
-        return ()
-    return rank_shard.numbering.of_rank(rank_shard.rank, _num_batches(rank_shard))
-
-
-def _sums_in_order(of_batches: list[Tensor], rank_shard: RankShard) -> list[float]:
-    """Sum the metrics of batches, each `(num_metrics,)`, in the order of batches."""
-    num = _num_batches(rank_shard)
-    whole = of_batches[0].new_zeros((num, len(of_batches[0])))
-    for number, of_batch in zip(_numbers(rank_shard), of_batches, strict=False):
-        if number < num:
-            whole[number] = of_batch
-    whole = sum_over_ranks(whole)
-    return [sum_exactly(column) for column in whole.T.tolist()]
+def _sum(value: Any, num: int, device: str, name: str) -> Tensor:
+    value = torch.as_tensor(value, dtype=torch.float64, device=device)
+    return sum_over_samples(value, num, num, name)
 
 
 def sum_over_samples(
