@@ -1,18 +1,25 @@
-"""Errors for what the user's model, data set or loss returns: found and expected."""
+"""The default loss and metric; errors for what a model, data set or loss returns."""
 
 from __future__ import annotations
 
 import inspect
+import logging
+from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mpitrain.data.sharding import Indices
 from mpitrain.errors import DataError
 
 INTEGERS = (torch.uint8, torch.int16, torch.int32, torch.int64, torch.bool)
+logger = logging.getLogger("mpitrain")
+
 NOT_IGNORED = -(2**31)  # as ``ignore_index``: no label is ignored, not even -100
+SUM_TOLERANCE = 0.01  # of probabilities; those of 16 bits are rounded
 
 
 class WrongLabel(DataError):
@@ -29,12 +36,69 @@ class WrongLabel(DataError):
         return DataError(f"sample {indices[self.row]} of {self.found}")
 
 
-def check_labels(outputs: Any, targets: Any, num_classes: int | None) -> None:
-    """Check labels `(N, ...)` for outputs `(N, C, ...)`; waits for the device; local.
+def cross_entropy(outputs: Any, targets: Any, label_smoothing: float) -> Tensor:
+    """Return torch's loss of each sample, `(N, ...)`; an error says what does not fit.
 
-    Other outputs and targets are not checked. ``num_classes`` is of the data set.
+    Targets are labels int64 `(N, ...)`, or probabilities of the outputs' shape.
+    """
+    try:
+        return F.cross_entropy(
+            outputs,
+            targets,
+            ignore_index=NOT_IGNORED,
+            reduction="none",
+            label_smoothing=label_smoothing,
+        )
+    except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):
+        explain_loss(outputs, targets)
+        raise
+
+
+def accuracy(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Return whether the highest score is that of the target, float64 `(N, ...)`."""
+    predicted = outputs.argmax(dim=1)
+    if targets.shape == outputs.shape:  # probabilities
+        targets = targets.argmax(dim=1)
+    if targets.shape != predicted.shape:  # they would be broadcast
+        explain_loss(outputs, targets)
+    return (predicted == targets).double()
+
+
+def warn_of_scalars(values: Mapping[str, Any], warned: set[str]) -> None:
+    """Warn of losses and metrics that are one number for a batch: rank zero, once."""
+    found = {name for name, it in values.items() if getattr(it, "ndim", 0) == 0}
+    if dist.get_rank() == 0 and (new := found - warned):
+        warned.update(new)
+        logger.warning(
+            "%s is a scalar for a whole batch: unless it is the mean over samples (not "
+            "with class weights, not F1), results depend on how ranks cut batches; "
+            'return one value per sample, (N,), as with reduction="none"',
+            ", ".join(sorted(new)),
+        )
+
+
+def check_targets(outputs: Any, targets: Any, num_classes: int | None) -> None:
+    """Check labels `(N, ...)`, or probabilities, for outputs `(N, C, ...)`; local.
+
+    Waits for the device. Other outputs and targets are not checked. ``num_classes`` is
+    of the data set.
     """
     if not isinstance(outputs, Tensor) or not isinstance(targets, Tensor):
+        return
+    if targets.is_floating_point() and targets.shape == outputs.shape:
+        if targets.ndim < len("NC"):
+            explain_loss(outputs, targets)
+        sums = targets.sum(1)
+        # Not "where it is wrong": nan is, too.
+        wrong = (~((sums - 1).abs() < SUM_TOLERANCE) | ~(targets >= 0).all(1)).nonzero()
+        if len(wrong):
+            raise WrongLabel(
+                int(wrong[0, 0]),
+                f"the {_part()} data has targets {kind_of(targets)} of sum "
+                f"{sums[tuple(wrong[0])]:g}, which are no probabilities; expected "
+                "labels, or nonnegative numbers of sum 1. For several labels a sample, "
+                "or a regression, pass loss= to mpitrain.Trainer",
+            )
         return
     fits = outputs.ndim > 1 and targets.shape == outputs.shape[:1] + outputs.shape[2:]
     if not fits or targets.is_floating_point():
@@ -67,7 +131,7 @@ def explain_loss(outputs: Any, targets: Any) -> None:
             f"the model returned {kind_of(outputs)}; expected one tensor of scores, "
             "float (N, num_classes). Return that alone in its forward(), " + other_loss
         )
-    check_labels(outputs, targets, None)
+    check_targets(outputs, targets, None)
     shape = tuple(outputs.shape[:1] + outputs.shape[2:])
     if kind_of(targets) == f"int64 {shape}":
         return

@@ -11,7 +11,6 @@ from itertools import zip_longest
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mpitrain.config import TrainConfig
@@ -26,11 +25,12 @@ from mpitrain.train import mixing
 from mpitrain.train.bitwise import configure_bitwise
 from mpitrain.train.callbacks import Callback, StopRequested
 from mpitrain.train.checks import (
-    NOT_IGNORED,
     WrongLabel,
-    check_labels,
+    accuracy,
+    check_targets,
+    cross_entropy,
     explain_call,
-    explain_loss,
+    warn_of_scalars,
 )
 from mpitrain.train.engine import Engine
 from mpitrain.train.evaluate import Evaluation, LossFn, MetricsFn, sum_over_samples
@@ -117,7 +117,8 @@ class Trainer:
         self._final_state: dict[str, Any] | None = None  # if the job ends with `fit`
         self._is_set_up = self._has_mixed = False
         self._loss, self._metrics = loss, metrics
-        self._labels_to_check = {"training", "validation"}
+        self._targets_to_check = {"training", "validation"}
+        self._warned_of: set[str] = set()  # losses and metrics that are scalars
         self._hooks: dict[str, list[Callable[..., None]]] = {}
 
     # --- the loop -----------------------------------------------------------------
@@ -283,7 +284,7 @@ class Trainer:
 
         Args:
             outputs: Of the model, `(N, num_classes)`.
-            targets: Labels, int64 `(N,)`.
+            targets: Labels, int64 `(N,)`, or probabilities, `(N, num_classes)`.
 
         Returns:
             `(N,)`; `(N, ...)`, averaged per sample; or a scalar, the mean over the
@@ -293,36 +294,27 @@ class Trainer:
             return self._loss(outputs, targets)
         is_training = torch.is_grad_enabled()
         part = "training" if is_training else "validation"
-        if part in self._labels_to_check:
-            self._labels_to_check.remove(part)
-            check_labels(outputs, targets, self.num_classes)
+        if part in self._targets_to_check:
+            self._targets_to_check.remove(part)
+            check_targets(outputs, targets, self.num_classes)
         smoothing = self.config.label_smoothing if is_training else 0.0
-        try:
-            return F.cross_entropy(
-                outputs,
-                targets,
-                ignore_index=NOT_IGNORED,
-                reduction="none",
-                label_smoothing=smoothing,
-            )
-        except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):
-            explain_loss(outputs, targets)
-            raise
+        return cross_entropy(outputs, targets, smoothing)
 
     def metrics(self, outputs: Any, targets: Any) -> Mapping[str, Tensor]:
         """Return the other metrics of the validation; accuracy if not overridden.
 
         Args:
-            outputs: Of the model.
+            outputs: Of the model, for one or more samples.
             targets: Of the data set.
 
         Returns:
-            Values by name, each as `loss` returns them.
+            Values by name, each as `loss` returns them. Not collective: a rank without
+            samples does not call it, nor `loss`.
         """
         if self._metrics is not None:
             return self._metrics(outputs, targets)
         if self._loss is None and type(self).loss is Trainer.loss:
-            return {"accuracy": (outputs.argmax(dim=1) == targets).double()}
+            return {"accuracy": accuracy(outputs, targets)}
         return {}
 
     def compute_loss(self, batch: Batch) -> Tensor:
@@ -386,10 +378,13 @@ class Trainer:
 
     def all_metrics(self, outputs: Any, targets: Any) -> Mapping[str, Tensor]:
         """Return loss and metrics by name."""
+        loss = self.loss(outputs, targets)  # first: it checks the targets
         found = self.metrics(outputs, targets)
         if "loss" in found:
             raise UsageError("a metric is named 'loss', as the loss; expected another")
-        return {"loss": self.loss(outputs, targets), **found}
+        values = {"loss": loss, **found}
+        warn_of_scalars(values, self._warned_of)
+        return values
 
     # --- the parts of `fit` ---------------------------------------------------------
 
@@ -495,6 +490,7 @@ class Trainer:
     def _sum_of_losses(self, batch: Batch) -> Tensor:
         try:
             losses = self.compute_loss(batch)
+            warn_of_scalars({"loss": losses}, self._warned_of)
             if not self._has_mixed:
                 mixing.refuse_mixing(
                     self.config,

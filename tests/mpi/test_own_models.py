@@ -12,10 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
-from trainings import NUM_SAMPLES, History, Net, config_of, some, trained
+from trainings import BATCH_SIZE, NUM_SAMPLES, History, Net, config_of, some, trained
 
 from mpitrain.errors import DataError, UsageError
 from mpitrain.mpi.world import World
+from mpitrain.train.checks import accuracy
 from mpitrain.train.loader import Batch
 from mpitrain.train.trainer import Trainer
 
@@ -374,6 +375,27 @@ MISFITS: dict[str, tuple[Any, Any, str]] = {
         with_targets(lambda it: it[:, None]),
         r"are int64 \(\d+, 1\)",
     ),
+    "several labels": (
+        Net(),
+        with_targets(lambda it: (torch.arange(10) <= it[:, None] + 1).float()),
+        r"sample \d+ of the training data has targets float64 \(\d+, 10\) of sum "
+        r"\d+, which are no probabilities.* pass loss= to mpitrain\.Trainer",
+    ),
+    "a regression": (
+        Net(),
+        with_targets(lambda it: it[:, None] * torch.linspace(-1, 2, 10)),
+        r"no probabilities.* pass loss= to",
+    ),
+    "a regression of one number": (
+        Odd(lambda scores: scores[:, :1]),
+        with_targets(lambda it: it[:, None] + 1.5),
+        r"no probabilities.* pass loss= to",
+    ),
+    "a regression of numbers": (
+        Odd(lambda scores: scores[:, 0]),
+        with_targets(lambda it: it / 10),
+        r"returned float64 \(\d+,\); expected.* pass loss= to",
+    ),
     "a tuple": (
         Odd(lambda scores: (scores, scores)),
         None,
@@ -394,6 +416,32 @@ def test_a_model_and_data_that_do_not_fit_are_told(world: World, name: str) -> N
     model, data, words = MISFITS[name]
     with pytest.raises(DataError, match=words):
         trained(world, data=data, model=copy.deepcopy(model))
+
+
+@pytest.mark.parametrize("sharpness", [1.0, 0.7])
+def test_probabilities_have_the_accuracy_of_their_labels(
+    world: World, sharpness: float
+) -> None:
+    """One-hot and soft labels; 10 rows of 10 classes would be broadcast to labels."""
+
+    def probable(data: TensorDataset) -> TensorDataset:
+        images, labels = data.tensors
+        rest = (1 - sharpness) / 10
+        return TensorDataset(images, sharpness * torch.eye(10)[labels] + rest)
+
+    val = some(10 * world.world_size, "val")
+    sets = probable(some(NUM_SAMPLES)), probable(val)
+    trainer = Trainer(Net(), *sets, config_of(epochs=20), world=world, callbacks=())
+    found = trainer.fit()
+    with torch.no_grad():
+        right = trainer.model(val.tensors[0].double()).argmax(1) == val.tensors[1]
+    assert found.accuracy == right.double().mean().item()
+    assert right.double().mean() > 0.5
+
+
+def test_an_accuracy_is_not_broadcast() -> None:
+    with pytest.raises(DataError, match=r"are int64 \(10, 1\)"):
+        accuracy(torch.eye(10), torch.ones(10, 1, dtype=torch.int64))
 
 
 def test_outputs_of_any_kind_suit_a_loss_of_ones_own(world: World) -> None:
@@ -444,7 +492,8 @@ def test_metrics_of_other_names_are_refused(world: World) -> None:
     def metrics(outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
         return {next(names): targets.double()}
 
-    data = some(29 if world.world_size > 1 else 300)  # one process: in two batches
+    # A batch on each rank, or several on one.
+    data = some(BATCH_SIZE // 2 * world.world_size if world.world_size > 1 else 300)
     trainer = Trainer(Net(), some(64), data, config_of(), world=world, metrics=metrics)
     with pytest.raises(DataError, match=r"metrics returned.*loss, b"):
         trainer.fit()
