@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from mpitrain.data.sharding import Indices
 from mpitrain.errors import DataError
 
-INTEGERS = (torch.uint8, torch.int16, torch.int32, torch.int64, torch.bool)
 logger = logging.getLogger("mpitrain")
 
+INTEGERS = (torch.uint8, torch.int16, torch.int32, torch.int64, torch.bool)
 NOT_IGNORED = -(2**31)  # as ``ignore_index``: no label is ignored, not even -100
 SUM_TOLERANCE = 0.01  # of probabilities; those of 16 bits are rounded
 

@@ -8,6 +8,7 @@ import hashlib
 import logging
 import math
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -38,7 +39,7 @@ from mpitrain.train.bitwise import BitwiseModel, check_micro_batches, seed_micro
 from mpitrain.train.checks import kind_of
 from mpitrain.train.evaluate import BATCH_SIZE, Evaluation, MetricsFn, evaluate
 from mpitrain.train.features import features_of
-from mpitrain.train.loader import BatchLoader, RankStep
+from mpitrain.train.loader import Batch, BatchLoader, RankStep
 from mpitrain.train.metrics import TrainState
 from mpitrain.train.optimizer import LossScale, OptimizerWrapper, build_optimizer
 from mpitrain.train.parallel import (
@@ -125,6 +126,9 @@ class Engine:
             if config.balance == "auto" and has_choice:
                 self._balance = Balance()
         self._min_rows = 2 if has_batch_norm else 1
+        whole = min(config.global_batch_size, self._train.num_samples or math.inf)
+        of_rank = whole if config.bitwise else -(-whole // world.world_size)
+        self._most_rows = min(of_rank, self.micro_batch_size or math.inf)
         self._head: nn.Module | None = None
         self._on_features = False
         self._test_loaders: list[BatchLoader] = []
@@ -268,6 +272,16 @@ class Engine:
                         break  # and load the rest as it is cut now
                 else:
                     is_done = True
+
+    def statistics(self, batch: Batch) -> AbstractContextManager[None]:
+        """Return a context for the passes of a micro-batch.
+
+        A sample that was doubled for batch norm has variance 0: it does not change the
+        running statistics, unless no micro-batch has more than one.
+        """
+        if self._min_rows == 1 or self._most_rows == 1 or len(batch) > 1:
+            return contextlib.nullcontext()
+        return self.parallel.keep_statistics()
 
     def rebalance(self, seconds: list[float]) -> None:
         """Let slow ranks take fewer micro-batches from the next step on.

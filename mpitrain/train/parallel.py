@@ -6,8 +6,8 @@ import functools
 import inspect
 import logging
 import warnings
-from collections.abc import Mapping, MutableMapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping, MutableMapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -203,6 +203,15 @@ class ParallelModel:
 
     def reduce_gradients(self) -> None:
         """End the passes of a step: gradients are all-reduced already."""
+
+    @contextmanager
+    def keep_statistics(self) -> Iterator[None]:
+        """Keep the running statistics of batch norm, through both passes in here."""
+        norms = (it for it in self.model.modules() if isinstance(it, BatchNorm))
+        before = [(it, it.clone()) for norm in norms for it in norm.buffers()]
+        yield
+        for buffer, value in before:
+            buffer.copy_(value)
 
     def sync_gradients(self, *, is_last: bool) -> AbstractContextManager[None]:
         """Return a context: gradients are all-reduced in the last micro-batch only."""

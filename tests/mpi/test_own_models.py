@@ -15,6 +15,7 @@ from torch.utils.data import TensorDataset
 from trainings import BATCH_SIZE, NUM_SAMPLES, History, Net, config_of, some, trained
 
 from mpitrain.errors import DataError, UsageError
+from mpitrain.mpi.collectives import world_comm
 from mpitrain.mpi.world import World
 from mpitrain.train.checks import accuracy
 from mpitrain.train.loader import Batch
@@ -598,3 +599,44 @@ def test_modules_that_the_user_has_frozen_stay_in_evaluation_mode(world: World) 
     assert model.training
     assert not model.norm.training
     assert torch.equal(model.norm.running_mean, before.double())  # type: ignore[arg-type]
+
+
+class Statistics(History):
+    """Keeps the running variance, and the number of its updates, after each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[list[float], int]] = []
+
+    def on_step_end(self, trainer: Trainer) -> None:
+        norm = trainer.model.norm
+        self.found.append((norm.running_var.tolist(), int(norm.num_batches_tracked)))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"strategy": "fsdp"},
+        {"activation_checkpointing": True},
+        {"bitwise": True, "micro_batch_size": 4},
+        {"micro_batch_size": 3},  # and one of a single sample in each step
+    ],
+    ids=str,
+)
+def test_a_single_sample_does_not_change_running_statistics(
+    world: World, settings: Any
+) -> None:
+    """It is doubled, with variance 0; torch refuses it. The weights learn from it."""
+    size = 4 * world.world_size
+    statistics = Statistics()
+    config = config_of(global_batch_size=size, **settings)
+    model, data = Normed(), some(3 * size + 1)
+    trainer = Trainer(model, data, some(29, "val"), config, world=world)
+    trainer.callbacks = [statistics]
+    trainer.fit()
+    assert [it.train_samples for it in statistics.epochs] == [len(data)] * 2
+    found = world_comm().bcast(statistics.found)  # rank zero's are evaluated and saved
+    assert [num for _, num in found] == [1, 2, 3, 3, 4, 5, 6, 6]
+    assert found[3] == found[2]
+    assert found[7] == found[6] != found[3]
