@@ -281,8 +281,8 @@ def line_of(event: Line) -> str:
     '{"event": "test", "test_loss": 0.1}'
     """
     if isinstance(event, StepMetrics):
-        epoch, step, loss, lr, norm = event
-        if math.isfinite(loss + lr + norm):
+        epoch, step, loss, lr, norm, groups = event
+        if math.isfinite(loss + lr + norm) and not groups:
             # By hand: `json` takes several times as long, and they are many.
             return (
                 f'{{"event": "step", "epoch": {epoch}, "step": {step}, '
@@ -290,6 +290,8 @@ def line_of(event: Line) -> str:
             )
         values = {"train_loss": loss, "lr": lr, "gradient_norm": norm}
         event = {"event": "step", "epoch": epoch, "step": step, **values}
+        if groups:
+            event["lr_groups"] = [it if math.isfinite(it) else None for it in groups]
     return _ENCODE(finite(event))
 
 

@@ -27,8 +27,9 @@ class StepMetrics(NamedTuple):
     epoch: int  # epoch of the step, from 1
     step: int  # number of the step, from 1, over all epochs
     loss: float  # mean loss per sample, before the update
-    lr: float  # learning rate
+    lr: float  # learning rate of the optimizer's first parameter group
     grad_norm: float  # norm of the gradient of the mean loss, before clipping
+    lr_groups: tuple[float, ...] = ()  # of each parameter group, where they differ
 
 
 @dataclass(frozen=True, kw_only=True)

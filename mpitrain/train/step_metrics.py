@@ -54,7 +54,7 @@ class Losses(NamedTuple):
 
 class _Step(NamedTuple):
     losses: list[Losses]
-    lr: float
+    lrs: list[float]  # of the parameter groups
     grad_norm: float
     is_applied: bool
 
@@ -94,10 +94,10 @@ class PendingSteps:
         self._sync_every = 1
 
     def add(
-        self, losses: list[Losses], lr: float, grad_norm: float, *, is_applied: bool
+        self, losses: list[Losses], lrs: list[float], norm: float, *, is_applied: bool
     ) -> None:
-        """Add a step."""
-        self._steps.append(_Step(losses, lr, grad_norm, is_applied))
+        """Add a step: learning rates of its parameter groups, and gradient norm."""
+        self._steps.append(_Step(losses, lrs, norm, is_applied))
 
     def sync(
         self, state: TrainState, seconds: float, step_seconds: StepSeconds
@@ -132,9 +132,10 @@ class PendingSteps:
         self._sync_every = max(1, min(wanted, most))
         numbers = range(state.step - num + 1, state.step + 1)
         losses = map(operator.truediv, sums, counts)
-        lrs, norms = [step.lr for step in steps], [step.grad_norm for step in steps]
+        lrs, norms = [step.lrs[0] for step in steps], [step.grad_norm for step in steps]
+        groups = [tuple(it.lrs) if len({*it.lrs}) > 1 else () for it in steps]
         epochs = itertools.repeat(state.epoch)
-        return list(map(StepMetrics, epochs, numbers, losses, lrs, norms))
+        return list(map(StepMetrics, epochs, numbers, losses, lrs, norms, groups))
 
     def _sums_by_number(
         self, steps: list[_Step], counts: list[float], size: int

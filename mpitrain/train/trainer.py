@@ -211,7 +211,8 @@ class Trainer:
             self._handle_nonfinite(losses, grad_norm)
         state.step += 1
         state.epoch_step = step.number + 1
-        self._pending.add(losses, lr, grad_norm, is_applied=is_applied)
+        lrs = optimizer.learning_rates()
+        self._pending.add(losses, lrs, grad_norm, is_applied=is_applied)
         timer.end_step()
         if self._hooks["on_step_end"]:
             with timer("other"):

@@ -190,3 +190,34 @@ def test_steps_are_in_times_before_another_rank_is_waited_for(
         (path,) = Path(folder).glob("times/*")
         _, *lines, _ = map(json.loads, path.read_text().splitlines())
     assert sum(line[2] for line in lines) == 1
+
+
+class HeadSlower(Callback):
+    """Sets learning rates of its own; the head's weights are a group of their own."""
+
+    def __init__(self, rates: tuple[float, float]) -> None:
+        self.rates = rates
+
+    def on_stage_start(self, trainer: Trainer) -> None:
+        optimizer = trainer.engine.optimizer.optimizer
+        *body, weight, bias = optimizer.param_groups[0]["params"]
+        optimizer.param_groups[0]["params"] = body
+        optimizer.add_param_group({"params": [weight, bias]})
+
+    def on_batch_start(self, trainer: Trainer, batch: Any) -> None:
+        groups = trainer.engine.optimizer.optimizer.param_groups
+        for group, rate in zip(groups, self.rates, strict=True):
+            group["lr"] = rate
+
+
+@pytest.mark.parametrize("rates", [(0.02, 0.02), (0.02, 0.0)])
+def test_the_learning_rate_of_a_step_is_the_optimizers(
+    world: World, rates: tuple[float, float]
+) -> None:
+    trainer, history = trainer_of(world, Trainer, HeadSlower(rates))
+    trainer.fit()
+    assert {it.lr for it in history.steps} == {0.02}
+    expected = rates if len(set(rates)) > 1 else ()
+    assert {it.lr_groups for it in history.steps} == {expected}
+    head = Net().double().head.weight
+    assert torch.equal(trainer.model.head.weight.cpu(), head) == (rates[1] == 0.0)

@@ -113,6 +113,19 @@ def test_what_is_not_finite_is_null(tmp_path: Path) -> None:
     assert (row["train_loss"], row["lr"], row["gradient_norm"]) == (None, None, 1.0)
 
 
+def test_learning_rates_of_groups_stand_beside_the_first(tmp_path: Path) -> None:
+    begun, trainer = record_of(tmp_path)
+    rates = (0.1, 0.01, math.inf)
+    begun.on_metrics(trainer, [StepMetrics(1, 1, 0.5, 0.1, 1.0, rates)])
+    begun.on_metrics(trainer, [StepMetrics(1, 2, 0.5, 0.1, 1.0)])
+    begun.on_stop(trainer, "because")
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()[1:3]
+    differing, equal = map(json.loads, lines)
+    assert (differing["lr"], differing["lr_groups"]) == (0.1, [0.1, 0.01, None])
+    assert equal["lr"] == 0.1
+    assert "lr_groups" not in equal
+
+
 def test_a_result_that_is_not_finite_is_json_still(tmp_path: Path) -> None:
     run_dir.write_json(tmp_path / "result.json", {"val_loss": float("nan")})
     assert json.loads((tmp_path / "result.json").read_text()) == {"val_loss": None}

@@ -75,9 +75,10 @@ class Loggers(Callback):
         if not self._processes:
             return
         logged = []
-        for _, step, loss, lr, norm in steps:
+        for _, step, loss, lr, norm, groups in steps:
             if step % self._config.log_every_steps == 0:
                 values = {"loss": loss, "lr": lr, "gradient_norm": norm}
+                values |= {f"lr_group_{i}": it for i, it in enumerate(groups)}
                 logged.append((_prefixed("train", values), step))
         if logged:
             self._send("log_metrics", *logged)
