@@ -114,6 +114,13 @@ def build_samples(
             samples.example()
         except DataError as error:
             raise DataError(f"{what}: {error}") from None
+        except KeyError as error:
+            if error.args != (0,):  # of a custom data set's own
+                raise
+            raise DataError(
+                f"{what} is {type(dataset).__name__!r} without a sample 0; expected a "
+                "data set whose samples have the numbers from 0 on"
+            ).on_all_ranks() from None
         if _warn_if_random(samples, what, world, ranks):
             return samples  # it may differ between ranks
     ranks.check_equal(

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
+from torch.utils import _pytree
 from torch.utils.data import DataLoader, Dataset, Subset, default_collate
 
 from mpitrain.data.randomness import seeded, uniform
@@ -178,8 +179,9 @@ def collate(samples: list[tuple[int, Any]], *, skip: bool = False) -> LoadedBatc
             raise DataError(f"a sample is {kind!r}; expected a pair (input, target)")
     try:
         inputs, targets = default_collate([sample for _, sample in good])
-    except (RuntimeError, TypeError):
-        shapes = [[tuple(getattr(x, "shape", ())) for x in pair] for _, pair in good]
+    except (KeyError, RuntimeError, TypeError):
+        leaves = [_pytree.tree_leaves(tuple(pair)) for _, pair in good]
+        shapes = [[tuple(getattr(x, "shape", ())) for x in each] for each in leaves]
         odd = next((i for i, shape in enumerate(shapes) if shape != shapes[0]), None)
         if odd is None:
             raise

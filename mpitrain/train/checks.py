@@ -153,8 +153,9 @@ def explain_call(model: nn.Module, inputs: Any, error: Exception) -> None:
         except TypeError as why:
             raise DataError(
                 f"{type(model).__name__}.forward({names}) was called with the inputs "
-                f"alone, {kind_of(inputs)}: {why}. Expected a model of one argument; "
-                "for others override Trainer.compute_loss (examples/custom_loss.py)"
+                f"alone, {kind_of(inputs)}: {why}. Expected a model of one argument: "
+                f"let samples be pairs (({names}), target), and forward(self, inputs) "
+                f"begin with {names} = inputs"
             ) from None
     note = f"{type(model).__name__} was called with {kind_of(inputs)}"
     if getattr(inputs, "dtype", None) in INTEGERS:

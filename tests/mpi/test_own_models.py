@@ -407,7 +407,8 @@ MISFITS: dict[str, tuple[Any, Any, str]] = {
         Two(),
         None,
         r"Two.forward\(images, lengths\) was called with the inputs alone, float64 "
-        r"\(\d+, 1, 8, 8\): missing a required argument: 'lengths'",
+        r"\(\d+, 1, 8, 8\): missing a required argument: 'lengths'.* pairs "
+        r"\(\(images, lengths\), target\)",
     ),
 }
 
@@ -417,6 +418,26 @@ def test_a_model_and_data_that_do_not_fit_are_told(world: World, name: str) -> N
     model, data, words = MISFITS[name]
     with pytest.raises(DataError, match=words):
         trained(world, data=data, model=copy.deepcopy(model))
+
+
+@pytest.mark.parametrize("settings", [{}, {"strategy": "fsdp"}, {"bitwise": True}])
+def test_a_model_of_two_inputs_trains_with_samples_that_are_pairs_of_them(
+    world: World, settings: Any
+) -> None:
+    class OfPairs(Two):
+        def forward(self, inputs: Any) -> Tensor:  # type: ignore[override]
+            images, lengths = inputs
+            return super().forward(images, lengths)
+
+    def paired(data: TensorDataset) -> Any:
+        return [((image, torch.ones(1)), int(label)) for image, label in data]
+
+    config = config_of(**settings)
+    sets = paired(some(NUM_SAMPLES)), paired(some(29, "val"))
+    found = Trainer(OfPairs(), *sets, config, world=world, callbacks=()).fit()
+    plain = some(NUM_SAMPLES), some(29, "val")
+    expected = Trainer(Net(), *plain, config, world=world, callbacks=()).fit()
+    assert found.loss == pytest.approx(expected.loss, rel=1e-9)
 
 
 @pytest.mark.parametrize("sharpness", [1.0, 0.7])

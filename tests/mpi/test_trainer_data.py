@@ -213,3 +213,22 @@ def test_images_are_not_mirrored_where_the_targets_are_images(world: World) -> N
     trainer = Trainer(Net(), images, images, config_of(random_flip=True), world=world)
     with pytest.raises(UsageError, match="change the images alone"):
         trainer.fit()
+
+
+def test_data_without_a_sample_0_are_refused(world: World) -> None:
+    """Such as a dict of the parts; an error of a custom set's own is not hidden."""
+
+    class Wrong(Dataset[Any]):
+        def __len__(self) -> int:
+            return 8
+
+        def __getitem__(self, index: int) -> Any:
+            return {"labels": 1}["label"]
+
+    for val_data, kind, words in (
+        ({"val": some(8)}, DataError, "the validation data is 'dict' without a sample"),
+        (Wrong(), KeyError, "label"),
+    ):
+        trainer = Trainer(Net(), some(8), val_data, config_of(), world=world)
+        with pytest.raises(kind, match=words):
+            trainer.fit()

@@ -98,3 +98,20 @@ def test_a_sample_of_another_shape_is_named(num_workers: int) -> None:
     with pytest.raises(DataError, match=words):
         list(samples.batches(SHARD, 1))
     samples.close()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda tokens: ({"id": 0, "tokens": tokens}, 1),
+        lambda tokens: ([{"tokens": tokens}, torch.zeros(2)], 1),
+        lambda tokens: (0, {"tokens": tokens}),
+        lambda tokens: ([*tokens], 1),
+        lambda tokens: (dict.fromkeys(range(len(tokens)), tokens[:1]), 1),
+    ],
+)
+def test_a_sample_of_another_shape_is_named_within_dicts_and_lists(make: Any) -> None:
+    samples = [make(torch.zeros(5 if index < 8 else 4)) for index in range(20)]
+    words = r"batch differ: sample 5 has shapes \[.*\], sample 8 \[.*Resize or crop"
+    with pytest.raises(DataError, match=words):
+        list(MapStyle(samples, seed=1).batches(SHARD, 1))
