@@ -47,8 +47,7 @@ def max_shard_size(num_samples: int, world_size: int) -> int:
 def evaluation_batch_size(num_samples: int, global_batch_size: int, most: int) -> int:
     """Return the size of an evaluation's batches, on any number of ranks.
 
-    A set has 64 or more of them, so that many ranks are about equally busy. In a small
-    set they have half of a training step's samples, up to 32: smaller ones cost more.
+    A 64th of the set, so that many ranks are busy; at least half a step's, or 32.
 
     >>> [evaluation_batch_size(num, 64, 256) for num in (512, 10_000, 50_000)]
     [32, 157, 256]

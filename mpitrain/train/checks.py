@@ -19,7 +19,6 @@ logger = logging.getLogger("mpitrain")
 
 INTEGERS = (torch.uint8, torch.int16, torch.int32, torch.int64, torch.bool)
 NOT_IGNORED = -(2**31)  # as ``ignore_index``: no label is ignored, not even -100
-SUM_TOLERANCE = 0.01  # of probabilities; those of 16 bits are rounded
 
 
 class WrongLabel(DataError):
@@ -64,8 +63,10 @@ def accuracy(outputs: Tensor, targets: Tensor) -> Tensor:
     return (predicted == targets).double()
 
 
-def warn_of_scalars(values: Mapping[str, Any], warned: set[str]) -> None:
-    """Warn of losses and metrics that are one number for a batch: rank zero, once."""
+def warn_of_scalars(
+    values: Mapping[str, Tensor], warned: set[str]
+) -> Mapping[str, Tensor]:
+    """Return the values; warn of those that are one number for a batch, once."""
     found = {name for name, it in values.items() if getattr(it, "ndim", 0) == 0}
     if dist.get_rank() == 0 and (new := found - warned):
         warned.update(new)
@@ -75,13 +76,13 @@ def warn_of_scalars(values: Mapping[str, Any], warned: set[str]) -> None:
             'return one value per sample, (N,), as with reduction="none"',
             ", ".join(sorted(new)),
         )
+    return values
 
 
 def check_targets(outputs: Any, targets: Any, num_classes: int | None) -> None:
-    """Check labels `(N, ...)`, or probabilities, for outputs `(N, C, ...)`; local.
+    """Check labels `(N, ...)` or probabilities for outputs `(N, C, ...)`.
 
-    Waits for the device. Other outputs and targets are not checked. ``num_classes`` is
-    of the data set.
+    Local; waits for the device. ``num_classes`` is of the data set.
     """
     if not isinstance(outputs, Tensor) or not isinstance(targets, Tensor):
         return
@@ -89,8 +90,8 @@ def check_targets(outputs: Any, targets: Any, num_classes: int | None) -> None:
         if targets.ndim < len("NC"):
             explain_loss(outputs, targets)
         sums = targets.sum(1)
-        # Not "where it is wrong": nan is, too.
-        wrong = (~((sums - 1).abs() < SUM_TOLERANCE) | ~(targets >= 0).all(1)).nonzero()
+        # Not "where it is wrong": nan is, too. Those of 16 bits are rounded.
+        wrong = (~((sums - 1).abs() < 0.01) | ~(targets >= 0).all(1)).nonzero()
         if len(wrong):
             raise WrongLabel(
                 int(wrong[0, 0]),

@@ -8,7 +8,6 @@ import hashlib
 import logging
 import math
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -273,12 +272,9 @@ class Engine:
                 else:
                     is_done = True
 
-    def statistics(self, batch: Batch) -> AbstractContextManager[None]:
-        """Return a context for the passes of a micro-batch.
-
-        A sample that was doubled for batch norm has variance 0: it does not change the
-        running statistics, unless no micro-batch has more than one.
-        """
+    def statistics(self, batch: Batch) -> contextlib.AbstractContextManager[None]:
+        """Return a context for the passes of a micro-batch."""
+        # A doubled sample has variance 0: only where there are no others is it counted.
         if self._min_rows == 1 or self._most_rows == 1 or len(batch) > 1:
             return contextlib.nullcontext()
         return self.parallel.keep_statistics()

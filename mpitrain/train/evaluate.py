@@ -83,6 +83,7 @@ def evaluate(
     collectives of ``forward`` and ``on_batch_end``: ``metrics`` does not get it.
     ``seed_batch`` seeds what a batch draws, by its number.
     """
+    kind: Any = {"dtype": torch.float64, "device": device}
     names: tuple[str, ...] = ()
     numbers: list[int] = []  # of the batches with samples on this rank
     rows: list[Tensor] = []  # their sums of each metric, and their sizes
@@ -105,22 +106,20 @@ def evaluate(
                         f"metrics returned {', '.join(values)}, and {', '.join(names)} "
                         "for an earlier batch; expected the same names for every batch"
                     )
-                sums = [_sum(values[name], num, device, name) for name in names]
-                rows.append(torch.stack([*sums, sums[0].new_tensor(num)]))
+                row = torch.full((len(names) + 1,), num, **kind)
+                for place, name in enumerate(names):
+                    value = torch.as_tensor(values[name], **kind)
+                    row[place] = sum_over_samples(value, num, num, name)
+                rows.append(row)
                 numbers.append(number)
             on_batch_end()
     if not num_batches:
         error = DataError("none of the samples to validate by could be read")
         raise error.on_all_ranks()
     known = next(filter(None, ranks.allgather(names)))  # a rank may have no samples
-    ranks.check_equal(
-        f"({', '.join(names or known)})",
-        "what metrics returned",
-        "Expected the same names",
-    )
-    whole = torch.zeros(
-        (num_batches, len(known) + 1), dtype=torch.float64, device=device
-    )
+    seen = f"({', '.join(names or known)})"
+    ranks.check_equal(seen, "what metrics returned", "Expected the same names")
+    whole = torch.zeros((num_batches, len(known) + 1), **kind)
     if rows:
         whole[numbers] = torch.stack(rows)
     *found, total = map(sum_exactly, sum_over_ranks(whole).T.tolist())
@@ -128,11 +127,6 @@ def evaluate(
         values={name: value / total for name, value in zip(known, found, strict=True)},
         num_samples=int(total),
     )
-
-
-def _sum(value: Any, num: int, device: str, name: str) -> Tensor:
-    value = torch.as_tensor(value, dtype=torch.float64, device=device)
-    return sum_over_samples(value, num, num, name)
 
 
 def sum_over_samples(

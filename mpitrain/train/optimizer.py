@@ -210,10 +210,6 @@ class OptimizerWrapper:
         """The optimizer of this rank's weights; with ZeRO, of its shard."""
         return getattr(self.optimizer, "optim", self.optimizer)
 
-    def learning_rates(self) -> list[float]:
-        """Return those of the parameter groups; callbacks may set them."""
-        return [float(group["lr"]) for group in self.optimizer.param_groups]
-
     def start_step(self, lr: float) -> None:
         """Set the learning rate and drop the gradients of the last step."""
         for group in self.optimizer.param_groups:

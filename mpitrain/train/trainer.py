@@ -211,7 +211,7 @@ class Trainer:
             self._handle_nonfinite(losses, grad_norm)
         state.step += 1
         state.epoch_step = step.number + 1
-        lrs = optimizer.learning_rates()
+        lrs = [float(group["lr"]) for group in optimizer.optimizer.param_groups]
         self._pending.add(losses, lrs, grad_norm, is_applied=is_applied)
         timer.end_step()
         if self._hooks["on_step_end"]:
@@ -383,9 +383,7 @@ class Trainer:
         found = self.metrics(outputs, targets)
         if "loss" in found:
             raise UsageError("a metric is named 'loss', as the loss; expected another")
-        values = {"loss": loss, **found}
-        warn_of_scalars(values, self._warned_of)
-        return values
+        return warn_of_scalars({"loss": loss, **found}, self._warned_of)
 
     # --- the parts of `fit` ---------------------------------------------------------
 
