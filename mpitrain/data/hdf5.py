@@ -5,6 +5,7 @@ The file is opened without a lock, which network file systems often do not have.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import math
@@ -56,7 +57,8 @@ class HDF5Reader(SampleReader):
         try:
             stored = _open_images(self.path, self.part)[index]
         except (OSError, KeyError, ValueError) as error:
-            raise BadSample(where, str(error)) from error
+            hint = "; try pip install hdf5plugin" * ("plugin" in str(error))
+            raise BadSample(where, f"{error}{hint}") from error
         if self.layout == ENCODED:
             return decode(stored.tobytes(), self.image_size, uniform, where), label
         if self.layout == "NHW":
@@ -91,8 +93,11 @@ def scan(data_dir: Path) -> FileIndex:
         ) from error
 
 
+@functools.cache
 def _h5py() -> Any:
     require("h5py", "--data hdf5", "'mpitrain[hdf5]'")
+    with contextlib.suppress(ImportError):
+        importlib.import_module("hdf5plugin")  # registers filters: blosc, zstd
     return importlib.import_module("h5py")
 
 
@@ -155,6 +160,7 @@ def _member(path: Path, group: Any, name: str, kind: type) -> Any:
     elsewhere = getattr(found, "external", None) or getattr(found, "is_virtual", False)
     if not isinstance(found, kind) or elsewhere:
         names = ", ".join(map(repr, group)) or "nothing"
+        found = None  # a virtual one, alive in the traceback, crashes HDF5 at exit
         raise DataError(
             f"{path}, {group.name}: no {kind.__name__.lower()} {name!r} in this file "
             f"itself, found {names}. Expected groups train and val, maybe test, each "

@@ -7,6 +7,8 @@ import json
 import multiprocessing
 import os
 import pickle
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -367,6 +369,32 @@ def test_what_is_no_set_is_refused(
     harm(path)
     with pytest.raises(DataError, match=f"(?s){message}"):
         hdf5.scan(path)
+
+
+def test_a_process_that_refuses_a_virtual_data_set_ends_with_status_1(
+    tmp_path: Path,
+) -> None:
+    path = write(tmp_path / "set.h5")
+    external("virtual")(path)
+    code = (
+        "import sys; from pathlib import Path; from mpitrain.data import hdf5\n"
+        "try: hdf5.scan(Path(sys.argv[1]))\n"
+        "except Exception as error: kept = error; import os, builtins\n"
+        "builtins.kept = kept; import ctypes; ctypes.CDLL(None).exit(1)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, path], check=False)
+    assert done.returncode == 1
+
+
+def test_the_filters_of_hdf5plugin_are_there_where_it_is_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "hdf5plugin.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "hdf5plugin", raising=False)
+    hdf5._h5py.cache_clear()
+    hdf5.scan(write(tmp_path / "set.h5"))
+    assert "hdf5plugin" in sys.modules
 
 
 def test_a_folder_holds_one_file(tmp_path: Path) -> None:
