@@ -178,6 +178,13 @@ class Checkpointer(RunCheckpoints, Callback):
                 f"the data are not those that {path} was trained on: found "
                 f"{engine.num_samples} samples, expected {found['num_samples']}"
             ).on_all_ranks()
+        before = found.get("inputs", {}).get("classes")  # not in older checkpoints
+        classes = engine.inputs["classes"]
+        if before and classes and before != classes:
+            raise DataError(
+                f"the data are not those that {path} was trained on: found classes "
+                f"{classes}, expected {before}"
+            ).on_all_ranks()
         trainer.resumed_from = path.name
         load_model(self.reader, engine.model)
         trainer.state = state = TrainState(**found["state"])
@@ -382,6 +389,7 @@ class Checkpointer(RunCheckpoints, Callback):
                 "config": self._config(trainer),
                 "num_samples": engine.num_samples,
                 "data": self.data,
+                "inputs": engine.inputs,
                 "stage": engine.stage.name,
                 "strategy": engine.parallel.strategy,
                 "state": asdict(trainer.state),

@@ -10,10 +10,12 @@ from typing import Any
 from torch.utils import data as torchs
 
 from mpitrain.config import DATA_DIR
+from mpitrain.data.images import RESIZE_RATIO
 from mpitrain.data.in_memory import InMemory
 from mpitrain.data.iterable import IterableStyle
 from mpitrain.data.map_style import GETTERS, PAIR, MapStyle
-from mpitrain.data.samples import PARTS, digest
+from mpitrain.data.samples import PARTS, SampleReader, digest
+from mpitrain.data.transforms import Statistics
 from mpitrain.data.workers import start_method
 from mpitrain.errors import DataError
 from mpitrain.mpi.shared_arrays import Communicator
@@ -57,6 +59,7 @@ Samples = InMemory | MapStyle | IterableStyle
 ``num_samples`` is ``None`` if only reading to the end tells; `may_skip`: a batch may
 hold fewer samples than requested; `is_deterministic`: a sample is the same in every
 epoch. `order` is equal on all ranks; `batches` yields those of a rank, maybe empty.
+`classes` are the names of labels, empty if there are none.
 """
 
 
@@ -78,6 +81,7 @@ def build_samples(
     if isinstance(dataset, InMemory | MapStyle | IterableStyle):
         return dataset
     refuse_loader(dataset, what)
+    classes = ranks.on_rank_zero(lambda: classes_of(dataset)[1], "share the classes")
     method = start_method(world.num_nodes)
     if not _is_map_style(dataset):
         _check_stream(dataset, what)
@@ -93,6 +97,7 @@ def build_samples(
                 "must not shard itself. Or give it a method shard(num_shards, index) "
                 "that returns one shard of it",
             )
+        stream.classes = classes
         return stream
     ranks.check_equal(
         str(len(dataset)), f"the length of {what}", "Expected the same on every rank"
@@ -121,8 +126,9 @@ def build_samples(
                 f"{what} is {type(dataset).__name__!r} without a sample 0; expected a "
                 "data set whose samples have the numbers from 0 on"
             ).on_all_ranks() from None
-        if _warn_if_random(samples, what, world, ranks):
-            return samples  # it may differ between ranks
+    samples.classes = classes
+    if isinstance(samples, MapStyle) and _warn_if_random(samples, what, world, ranks):
+        return samples  # it may differ between ranks
     ranks.check_equal(
         digest(samples.example()[:2]),
         f"the first sample of {what}",
@@ -173,6 +179,21 @@ def classes_of(dataset: Any) -> tuple[Any, tuple[str, ...]]:
         return found.pop() if len(found) == 1 else (None, ())
     names = tuple(map(str, classes)) if isinstance(classes, Collection) else ()
     return (len(names) or None if num_classes is None else num_classes), names
+
+
+def describe_inputs(
+    samples: Samples, mean_std: Statistics | None, image_size: int | None
+) -> dict[str, Any]:
+    """Return what a model is given and its outputs mean, for `inputs.json`."""
+    files: Any = getattr(samples, "dataset", None)
+    crop = files.image_size if isinstance(files, SampleReader) else None
+    return {
+        "mean": mean_std and list(mean_std[0]),
+        "std": mean_std and list(mean_std[1]),
+        "resize": round(crop * RESIZE_RATIO) if crop else image_size,
+        "center_crop": crop,
+        "classes": list(samples.classes) or None,
+    }
 
 
 def _wrapped(dataset: Any) -> Sequence[Any]:

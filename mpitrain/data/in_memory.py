@@ -19,6 +19,7 @@ class InMemory:
 
     may_skip = False
     is_deterministic = True
+    classes: tuple[str, ...] = ()  # names by label, if they are known
 
     def __init__(self, inputs: Tensor, targets: Tensor) -> None:
         self.inputs = inputs
@@ -35,7 +36,9 @@ class InMemory:
 
     def to(self, device: torch.device | str) -> InMemory:
         """Return the same set on another device."""
-        return type(self)(self.inputs.to(device), self.targets.to(device))
+        moved = type(self)(self.inputs.to(device), self.targets.to(device))
+        moved.classes = self.classes
+        return moved
 
     def order(self, seed: int, epoch: int) -> Indices:
         """Return the order of an epoch."""

@@ -39,6 +39,7 @@ class IterableStyle:
     num_samples = None
     may_skip = True
     is_deterministic = False
+    classes: tuple[str, ...] = ()  # names by label, if they are known
 
     def __init__(
         self,

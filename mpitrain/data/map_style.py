@@ -33,6 +33,8 @@ class MapStyle:
     `order` replaces the plain permutation of `Samples.order`.
     """
 
+    classes: tuple[str, ...] = ()  # names by label, if they are known
+
     def __init__(
         self,
         dataset: Any,

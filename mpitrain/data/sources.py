@@ -92,8 +92,10 @@ def digits(image_size: int | None = None) -> Data:
         images = torch.from_numpy(arrays["images"][order])
         labels = torch.from_numpy(arrays["labels"][order]).long()
     inputs = images.unsqueeze(1).float() / 16.0
+    train = InMemory(inputs[:num_train], labels[:num_train])
+    train.classes = tuple(map(str, range(10)))
     return Data(
-        train=InMemory(inputs[:num_train], labels[:num_train]),
+        train=train,
         val=InMemory(inputs[num_train:], labels[num_train:]),
         num_classes=10,
         in_channels=1,
@@ -148,9 +150,11 @@ def _load_whole(config: DataConfig, ranks: Communicator) -> Data:
         return torchvision_sets.read(name, data_dir)
 
     arrays = ranks.load_shared(read, f"read {name}")
+    names = bytes(arrays.pop("classes", b"")).decode()
     tensors = {key: torch.from_numpy(array) for key, array in arrays.items()}
     train = InMemory(tensors["train_inputs"], tensors["train_labels"])
     val = InMemory(tensors["val_inputs"], tensors["val_labels"])
+    train.classes = tuple(names.splitlines())
     channels = train.inputs.shape[1]
     if config.normalize in ("auto", "data"):
         statistics: Statistics | None = ranks.on_rank_zero(
@@ -209,6 +213,7 @@ def _load_indexed(
         )
         for part, reader in readers.items()
     }
+    samples["train"].classes = classes
     channels = int(facts["channels"])
     return Data(
         train=samples["train"],

@@ -50,9 +50,19 @@ CIFAR_FILES = {
 }
 """Folder and files of each set."""
 
+CLASS_NAMES = {
+    "mnist": "0 1 2 3 4 5 6 7 8 9",
+    "fashion-mnist": "T-shirt/top Trouser Pullover Dress Coat Sandal Shirt Sneaker Bag "
+    "Ankle_boot",
+}
+"""By label, in torchvision's words; CIFAR's are in its files."""
+
 TIMEOUT_SECONDS = 30.0  # how long a server may be silent
 
 SCHEMES = ("http://", "https://", "file:///")
+
+
+NamedParts = tuple[list[str], list[tuple[Array, Array]]]
 
 
 def find(name: str, data_dir: Path) -> Path | None:
@@ -77,7 +87,7 @@ def read(name: str, data_dir: Path) -> dict[str, Array]:
 
     Returns:
         ``train_inputs`` and ``val_inputs``, uint8 `(N, C, H, W)`; ``train_labels`` and
-        ``val_labels``, int64 `(N,)`.
+        ``val_labels``, int64 `(N,)`; ``classes``, names in lines, uint8 `(N,)`.
     """
     place = find(name, data_dir)
     how = (
@@ -88,7 +98,9 @@ def read(name: str, data_dir: Path) -> dict[str, Array]:
         raise DataError(f"{name} is not in {data_dir}.{how}")
     arrays: dict[str, Array] = {}
     try:
-        parts = (_read_cifar if name in CIFAR_FILES else _read_mnist)(name, place)
+        reads = _read_cifar if name in CIFAR_FILES else _read_mnist
+        classes, parts = reads(name, place)
+        arrays["classes"] = np.frombuffer("\n".join(classes).encode(), np.uint8)
         for part, (inputs, labels) in zip(("train", "val"), parts, strict=True):
             where = f"{place}, the {part} labels"
             check_labels(labels, len(inputs), NUM_CLASSES[name], where)
@@ -107,13 +119,15 @@ def _idx_file(folder: Path, name: str) -> Path:
     return path if path.is_file() else folder / f"{name}.gz"
 
 
-def _read_mnist(name: str, folder: Path) -> list[tuple[Array, Array]]:
+def _read_mnist(name: str, folder: Path) -> NamedParts:
     paths = [_idx_file(folder, file) for file in IDX_FILES]
     arrays = [_read_idx(path, 3 - 2 * (i % 2)) for i, path in enumerate(paths)]
     if not all(array.size for array in arrays):
         raise DataError(f"{folder}: {name} has images or labels of no size")
     pairs = (arrays[:2], arrays[2:])
-    return [(images[:, None], labels.astype(np.int64)) for images, labels in pairs]
+    return CLASS_NAMES[name].split(), [
+        (images[:, None], labels.astype(np.int64)) for images, labels in pairs
+    ]
 
 
 def _read_idx(path: Path, num_dims: int) -> Array:
@@ -143,7 +157,7 @@ def _read_idx(path: Path, num_dims: int) -> Array:
     return np.frombuffer(data, np.uint8).reshape(shape).copy()
 
 
-def _read_cifar(name: str, place: Path) -> list[tuple[Array, Array]]:
+def _read_cifar(name: str, place: Path) -> NamedParts:
     """Read by torchvision, after a check of MD5."""
     from torchvision import datasets  # type: ignore[import-untyped]
 
@@ -156,7 +170,7 @@ def _read_cifar(name: str, place: Path) -> list[tuple[Array, Array]]:
             f"{place}: files are missing, or their MD5 is not the published one; they "
             "are pickles, which can run code, so others are not read"
         ) from None
-    return [
+    return train.classes, [
         (part.data.transpose(0, 3, 1, 2), np.array(part.targets, np.int64))
         for part in (train, val)
     ]

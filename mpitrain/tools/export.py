@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -24,11 +25,13 @@ from mpitrain.checkpoint.layout import (
 from mpitrain.checkpoint.resume import check
 from mpitrain.checkpoint.storage import CheckpointReader
 from mpitrain.checkpoint.tensors import EMA, MODEL
+from mpitrain.data.samples import digest
 from mpitrain.errors import UsageError
 from mpitrain.models.build import build_model
 from mpitrain.plugins import is_reference, require
 
 Format = Literal["state_dict", "safetensors", "torchscript", "exported-program"]
+PLAIN = ("state_dict", "safetensors")  # without the model's code
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +52,9 @@ class ExportConfig:
     user-defined or from torch.hub: its code is run."""
     average: bool = True
     """Take the EMA of the weights, if the run has one (default)."""
+    normalize: bool = False
+    """Put the run's normalization into torchscript or exported-program, which then
+    takes floats from 0 to 1."""
 
 
 def export(config: ExportConfig) -> str:
@@ -59,6 +65,12 @@ def export(config: ExportConfig) -> str:
         )
     checkpoint = choose_checkpoint(config.run, best=config.best)
     reader = CheckpointReader(checkpoint)
+    inputs = (reader.metadata["trainer"] or {}).get("inputs") or {}
+    if config.normalize and (config.format in PLAIN or not inputs.get("mean")):
+        raise UsageError(
+            f"--normalize: found --format {config.format}, mean {inputs.get('mean')}; "
+            "expected torchscript or exported-program, and a run that normalizes images"
+        )
     state = read_weights(reader, average=config.average)
     beside = config.output.with_name(f".{config.output.name}.{os.getpid()}")
     try:
@@ -71,8 +83,23 @@ def export(config: ExportConfig) -> str:
     num = sum(tensor.numel() for tensor in state.values())
     return (
         f"{config.output}: {config.format} of {num:,} numbers in {len(state)} tensors, "
-        f"from {checkpoint.path}"
+        f"from {checkpoint.path}{_inputs_lines(inputs, is_inside=config.normalize)}"
     )
+
+
+def _inputs_lines(inputs: dict[str, Any], *, is_inside: bool) -> str:
+    """Say what the model takes and returns, as far as the checkpoint knows."""
+    if not inputs:
+        return ""
+    size, crop, classes = inputs["resize"], inputs["center_crop"], inputs["classes"]
+    steps = [f"shorter side resized to {size}, center crop {crop}"] if crop else []
+    steps += [f"resized to {size}"] if size and not crop else []
+    if inputs["mean"]:
+        where = " (is inside)" if is_inside else ""
+        numbers = f"mean {inputs['mean']}, std {inputs['std']}"
+        steps.append(f"pixels from 0 to 1, normalized by {numbers}{where}")
+    named = f"\nclasses: {', '.join(classes)}" if classes else ""
+    return f"\ninputs: {'; '.join(steps) or 'as in the data set'}{named}"
 
 
 def choose_checkpoint(path: Path, *, best: bool) -> Checkpoint:
@@ -102,15 +129,27 @@ def is_complete(checkpoint: Checkpoint) -> bool:
 
 def read_weights(reader: CheckpointReader, *, average: bool) -> dict[str, Tensor]:
     """Read a model's plain ``state_dict``, or its EMA where there is one."""
-    state: dict[str, Tensor] = {}
-    asked: dict[str, Tensor] = {}
-    averages = reader.stored(EMA) if average else {}
-    for name, outline in reader.stored(MODEL).items():
-        tensor = torch.empty(outline.shape, dtype=outline.dtype)
-        state[name] = tensor
-        asked[(EMA if name in averages else MODEL) + name] = tensor
-    reader.load(asked)
+    state = _read(reader, MODEL, reader.stored(MODEL))
+    averages = _read(reader, EMA, reader.stored(EMA) if average else {})
+    # A weight of two names has two equal tensors, and its average the first name.
+    first_names = {_identity(state[name]): name for name in averages}
+    for name, tensor in state.items():
+        of = name if name in averages else first_names.get(_identity(tensor), "")
+        if of:
+            state[name] = averages[of].clone()
     return state
+
+
+def _read(
+    reader: CheckpointReader, prefix: str, stored: Mapping[str, Any]
+) -> dict[str, Tensor]:
+    found = {name: torch.empty(of.shape, dtype=of.dtype) for name, of in stored.items()}
+    reader.load({prefix + name: tensor for name, tensor in found.items()})
+    return found
+
+
+def _identity(tensor: Tensor) -> tuple[object, ...]:
+    return digest(tensor), tensor.shape, tensor.dtype
 
 
 def _write(
@@ -125,6 +164,8 @@ def _write(
         library.save_file(state, str(file))
     else:
         model = _rebuild(state, metadata, config.model)
+        if config.normalize:
+            model = _normalized(model, metadata["trainer"])
         data = _trainer(metadata)["data"]
         size = (2, data["in_channels"], data["image_size"], data["image_size"])
         dtype = next(iter(model.parameters())).dtype
@@ -158,6 +199,19 @@ def _rebuild(
         model = model.double()
     model.load_state_dict({**state, **metadata["extra_state"]})
     return model.eval()
+
+
+def _normalized(model: nn.Module, trainer: dict[str, Any]) -> nn.Module:
+    """Put a batch norm with the run's mean and deviation before a model."""
+    channels, dtype = trainer["data"]["in_channels"], next(model.parameters()).dtype
+    norm = nn.BatchNorm2d(channels, eps=0.0, affine=False, dtype=dtype)
+    mean, std = (torch.tensor(trainer["inputs"][name]) for name in ("mean", "std"))
+    state = {
+        "running_mean": mean.expand(channels),
+        "running_var": std.expand(channels) ** 2,
+    }
+    norm.load_state_dict(state, strict=False)
+    return nn.Sequential(norm, model).eval()
 
 
 def _trainer(metadata: dict[str, Any]) -> dict[str, Any]:

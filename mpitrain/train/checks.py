@@ -161,8 +161,8 @@ def explain_call(model: nn.Module, inputs: Any, error: Exception) -> None:
     note = f"{type(model).__name__} was called with {kind_of(inputs)}"
     if getattr(inputs, "dtype", None) in INTEGERS:
         note += (
-            ". For a model of floats convert them in the data set (.float()), or ask for "
-            "images: Trainer's mean_std=, on the command line --normalize imagenet"
+            ". For a model of floats convert them in the data set (.float()), or ask "
+            "for images: Trainer's mean_std=, or --normalize imagenet"
         )
     error.add_note(note)
 

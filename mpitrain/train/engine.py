@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from mpitrain.config import TrainConfig
-from mpitrain.data.custom import Samples, build_samples
+from mpitrain.data.custom import Samples, build_samples, describe_inputs
 from mpitrain.data.in_memory import InMemory
 from mpitrain.data.randomness import rank_seed
 from mpitrain.data.sharding import Numbering, RankShard, evaluation_batch_size
@@ -480,6 +480,7 @@ class Engine:
                     kind_of(images),
                 )
         self.mean_std = mean_std
+        self.inputs = describe_inputs(self._train, mean_std, config.image_size)
         self._pixels = ImageTransform(
             dtype=torch.float64 if config.precision == "fp64" else torch.float32,
             seed=config.seed,

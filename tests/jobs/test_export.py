@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 import warnings
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from data_files import idx_bytes
 from launcher import Mpi, environment, mpirun
 
 pytestmark = pytest.mark.xdist_group("export")  # a fixture that trains, once
@@ -116,3 +120,63 @@ def test_what_cannot_be_done_is_told(
     assert done.returncode in (1, 2)
     assert told in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.fixture(scope="module")
+def bright(openmpi: Mpi, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a run of IDX files whose mean is far from a half."""
+    made = tmp_path_factory.mktemp("bright")
+    random = np.random.default_rng(0)
+    for part, num in (("train", 400), ("t10k", 100)):
+        labels = np.arange(num) % 10
+        images = random.integers(200, 216, (num, 12, 12))
+        for image, label in zip(images, labels, strict=True):
+            image[label : label + 3] += 12
+        for name, array in (("images-idx3", images), ("labels-idx1", labels)):
+            (made / f"{part}-{name}-ubyte").write_bytes(idx_bytes(array))
+        np.savez(made / f"{part}.npz", images=images, labels=labels)
+    words = ("--data", "mnist", "--data-dir", ".", "--epochs", "6", "--device", "cpu")
+    done = mpirun(openmpi, 2, "-m", "mpitrain", "--name", "a", *words, cwd=made)
+    assert done.status == 0, done.out + done.err
+    return made
+
+
+@pytest.mark.parametrize("kind", ["state_dict", "torchscript", "exported-program"])
+def test_what_is_exported_gives_the_accuracy_of_the_run_in_plain_torch(
+    kind: str, bright: Path
+) -> None:
+    words = ("--normalize",) if kind != "state_dict" else ()
+    done = export(bright, "runs/a", "out", "--format", kind, *words)
+    assert done.returncode == 0, done.stderr
+    inputs = json.loads((bright / "runs/a/inputs.json").read_text())
+    assert f"normalized by mean {inputs['mean']}, std {inputs['std']}" in done.stdout
+    assert f"classes: {', '.join(inputs['classes'])}" in done.stdout
+    with np.load(bright / "t10k.npz") as arrays:
+        images = torch.from_numpy(arrays["images"])[:, None].float() / 255
+        labels = torch.from_numpy(arrays["labels"])
+    if kind == "state_dict":
+        from mpitrain.models.build import build_model
+
+        sizes: dict[str, Any] = {"num_classes": 10, "in_channels": 1, "image_size": 12}
+        model = build_model("convnet", seed=1, **sizes)
+        model.load_state_dict(torch.load(bright / "out", weights_only=True))
+        (mean,), (std,) = inputs["mean"], inputs["std"]
+        images = (images - mean) / std
+    elif kind == "torchscript":
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            model = torch.jit.load(bright / "out")
+    else:
+        model = torch.export.load(bright / "out").module()
+    with torch.no_grad():
+        found = (model(images).argmax(1) == labels).double().mean().item()
+    result = json.loads((bright / "runs/a/result.json").read_text())
+    assert found == pytest.approx(result["val_accuracy"])
+    assert found > 0.5
+
+
+def test_a_normalization_has_no_place_among_weights(folder: Path, bright: Path) -> None:
+    for place, kind in ((bright, "state_dict"), (folder, "torchscript")):
+        done = export(place, "runs/a", "x", "--normalize", "--format", kind)
+        assert done.returncode == 2
+        assert "--normalize: found" in done.stderr

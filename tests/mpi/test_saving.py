@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import itertools
+import re
 import tempfile
 import time
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import TensorDataset
 from trainings import Net, config_of, some
 
 from mpitrain.checkpoint import layout, storage
@@ -26,6 +28,7 @@ from mpitrain.mpi.shared_arrays import Communicator, communicator
 from mpitrain.mpi.world import World
 from mpitrain.record.run_dir import read_result
 from mpitrain.tools.diff import DiffConfig, diff
+from mpitrain.tools.export import read_weights
 from mpitrain.train.callbacks import Callback
 from mpitrain.train.metrics import TrainState
 from mpitrain.train.trainer import Trainer
@@ -376,3 +379,90 @@ def test_diff_compares_loops_that_have_checkpoints_alone(
         results = [read_result(run_dir / name) for name in ("a", "d")]
         assert results == [{"status": "finished", "steps": step} for step in (2, 4)]
     ranks.allgather(None)
+
+
+class TwoNames(Net):
+    """A layer has two names, and so has a weight; batch norm has buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(64)
+        self.features = nn.Sequential(self.blocks[0], self.norm)
+        self.tied = nn.Linear(64, 64)
+        self.tied.weight = self.blocks[1][0].weight
+
+    def forward(self, images: Tensor) -> Tensor:
+        inputs = self.features(images.flatten(1))
+        return self.head(self.tied(self.blocks(inputs)))
+
+
+def test_the_average_of_a_weight_is_exported_under_all_of_its_names(
+    world: World, run_dir: Path
+) -> None:
+    config = config_of(ema_decay=0.9)
+    callbacks = [Checkpointer(run_dir / "a")]
+    trainer = Trainer(
+        TwoNames(), some(75), some(29, "val"), config, world=world, callbacks=callbacks
+    )
+    trainer.fit()
+    expected = trainer.state_dict()
+    if not world.is_rank_zero:
+        return
+    reader = CheckpointReader(layout.list_checkpoints(run_dir / "a")[0])
+    found = read_weights(reader, average=True)
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor), name
+    raw = read_weights(reader, average=False)
+    assert torch.equal(raw["tied.weight"], raw["blocks.1.0.weight"])
+    assert not torch.equal(raw["tied.weight"], found["tied.weight"])
+    pointers = {tensor.data_ptr() for tensor in found.values()}
+    assert len(pointers) == len(found)  # for safetensors
+
+
+def with_classes(*classes: str) -> TensorDataset:
+    data = some(75)
+    data.classes = classes  # type: ignore[attr-defined]
+    return data
+
+
+def resumed(world: World, run_dir: Path, name: str, data: Any) -> Trainer:
+    """Train one epoch more than the run "first" did."""
+    resume = "auto" if name == "first" else str(run_dir / "first")
+    trainer = Trainer(
+        Net(),
+        data,
+        some(29, "val"),
+        config_of(epochs=1 + (name != "first")),
+        world=world,
+        callbacks=[Checkpointer(run_dir / name, resume=resume)],
+    )
+    trainer.fit()
+    return trainer
+
+
+def test_a_run_is_not_resumed_with_other_classes(world: World, run_dir: Path) -> None:
+    resumed(world, run_dir, "first", with_classes("ant", "bee"))
+    (first,) = layout.list_checkpoints(run_dir / "first")
+    assert first.metadata()["trainer"]["inputs"]["classes"] == ["ant", "bee"]
+    assert resumed(world, run_dir, "same", with_classes("ant", "bee")).resumed_from
+    for others in (("bee", "wasp"), ("bee", "ant")):
+        words = rf"found classes {re.escape(str(list(others)))}, expected .'ant', 'bee'"
+        with pytest.raises(DataError, match=words):
+            resumed(world, run_dir, others[1], with_classes(*others))
+    resumed(world, run_dir, "unnamed", some(75))
+
+
+def test_a_checkpoint_without_classes_is_resumed(
+    world: World, run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = Checkpointer._metadata
+
+    def older(self: Any, *args: Any) -> dict[str, Any]:
+        found = whole(self, *args)
+        del found["trainer"]["inputs"]
+        return found
+
+    monkeypatch.setattr(Checkpointer, "_metadata", older)
+    resumed(world, run_dir, "first", with_classes("ant", "bee"))
+    assert resumed(world, run_dir, "next", with_classes("bee", "ant")).resumed_from
