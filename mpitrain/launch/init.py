@@ -22,13 +22,13 @@ from mpitrain.config import (
     LaunchConfig,
     default_start_timeout,
 )
-from mpitrain.errors import LaunchError, UsageError
+from mpitrain.errors import LaunchError, MpitrainError, UsageError
 from mpitrain.flags import PROGRAM
 from mpitrain.launch import cpu, gpu
 from mpitrain.launch.consistency import check_consistency
 from mpitrain.launch.env_checks import RANK_PID, lone_in_allocation, part_of_het_job
 from mpitrain.launch.exit_guard import ExitGuard, abort_on_error, leave
-from mpitrain.launch.process_exit import exit_status
+from mpitrain.launch.process_exit import exit_now, exit_status
 from mpitrain.launch.read_ahead import read_ahead
 from mpitrain.launch.rendezvous import select, store, transports
 from mpitrain.mpi.collectives import all_or_none, barrier
@@ -420,6 +420,7 @@ class Job:
             raised = sys.exc_info()[1]
             if raised is not None and exit_status(raised) != 0:
                 self._guard.fail(raised)  # called from a `finally`
+            sys.excepthook = self._previous_hook
             leave(self._guard, self._timeout_seconds)
             # A thread of gloo drops the tensors of the last collective just after it
             # is done. If Python has begun to end by then, that kills the process
@@ -431,7 +432,6 @@ class Job:
         import torch.distributed as dist
 
         atexit.unregister(self.close)
-        sys.excepthook = self._previous_hook
         if dist.is_initialized():
             dist.destroy_process_group()
         self._guard.store = self._guard.world = None
@@ -445,3 +445,7 @@ class Job:
         self._closed = True
         self._guard.fail(error)
         self._previous_hook(kind, error, trace)
+        # Alone; Python would end with 1. Not where another hook calls this one.
+        is_last = sys.excepthook == self._excepthook and not hasattr(sys, "ps1")
+        if isinstance(error, MpitrainError) and is_last:
+            exit_now(error.exit_status)

@@ -229,6 +229,27 @@ def test_alone_a_failure_is_told_once(openmpi: Mpi, tmp_path: Path) -> None:
     assert result["world_size"] == 1
 
 
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [("mpitrain.Stopped", 75), ("mpitrain.UsageError", 2), ("ArithmeticError", 1)],
+)
+@pytest.mark.parametrize("way", ["with mpitrain.init(): ", "mpitrain.init(); "])
+def test_alone_a_script_ends_with_the_status_of_its_error(
+    way: str, error: str, status: int, tmp_path: Path
+) -> None:
+    code = f"import mpitrain\n{way}raise {error}('this is the fault')"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == status
+    assert "this is the fault" in done.stderr
+
+
 def test_the_error_of_the_training_is_the_last_line_of_a_job_script(
     openmpi: Mpi, tmp_path: Path
 ) -> None:
