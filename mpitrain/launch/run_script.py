@@ -30,7 +30,7 @@ from mpitrain.launch.process_exit import (
     flush,
     write_status,
 )
-from mpitrain.launch.rendezvous.store import let_scripts_open_their_own
+from mpitrain.launch.rendezvous.store import lead_scripts_by_port
 from mpitrain.launch.run_target import (
     Kind,
     RunRequest,
@@ -130,7 +130,7 @@ def _leave_at_exit(guard: ExitGuard, rank_itself: int) -> None:
 
 
 def _replace_exits(guard: ExitGuard, rank_itself: int) -> None:
-    """Let ``os._exit(0)`` wait for the others, and ``MPI.COMM_WORLD.Abort`` be known.
+    """Let ``os._exit(0)`` wait for the others, and MPI's own start and end be known.
 
     A process that ends without MPI_Finalize ends the job, with status 0, too (Open MPI
     4.1, 5.0, MPICH 5.0; tried). Other statuses of ``os._exit`` are meant to end it.
@@ -155,6 +155,7 @@ def _replace_exits(guard: ExitGuard, rank_itself: int) -> None:
             super().Abort(errorcode)
 
     os._exit = leave_and_exit
+    MPI.Init, MPI.Init_thread = lambda: None, lambda *_, **__: MPI.Query_thread()
     MPI.COMM_WORLD = AllRanks(MPI.COMM_WORLD)  # type: ignore[misc]
 
 
@@ -193,7 +194,7 @@ def _prepare(
     if world.world_size == 1:
         guard.store = None  # its port is for the script, or for what it spawns
     else:
-        let_scripts_open_their_own(world.master_port)
+        lead_scripts_by_port(world.master_addr, world.master_port)
         init.watch_early_returns(guard, world)
     _close_stdin()
     return world

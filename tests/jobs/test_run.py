@@ -73,7 +73,11 @@ def test_a_process_group_left_or_destroyed_ends_well_every_time(
 
 def test_mpi4py_works_in_a_script(mpi: Mpi, tmp_path: Path) -> None:
     body = """
+import mpi4py
+mpi4py.rc.initialize = False
 from mpi4py import MPI
+MPI.Init()  # MPI runs already: nothing happens
+assert MPI.Init_thread(MPI.THREAD_FUNNELED) == MPI.Query_thread()
 comm = MPI.COMM_WORLD
 assert comm.allreduce(1) == comm.size
 print(f"done {comm.rank}/{comm.size}", flush=True)
@@ -227,6 +231,31 @@ def test_what_cannot_run_on_one_rank_ends_all(
     assert (done.out + done.err).count(said) == 1
     assert "done" not in done.out
     assert "Traceback" not in done.err
+
+
+def test_the_port_of_our_store_leads_to_it_under_any_name(
+    openmpi: Mpi, tmp_path: Path
+) -> None:
+    """A host's own name or address does not lead to a loopback address (ezpz)."""
+    body = """
+import os
+from datetime import timedelta
+import torch, torch.distributed as dist
+from torch.distributed import rendezvous
+rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+own, port = "192.0.2.99", int(os.environ["MASTER_PORT"])  # reaches nobody
+seconds = timedelta(seconds=15)
+direct = dist.TCPStore(own, port, is_master=False, timeout=seconds)
+by_url, *_ = next(rendezvous(f"tcp://{own}:{port}", rank, size, timeout=seconds))
+for store in (direct, by_url):
+    store.set(f"here-{rank}", "x")
+    store.wait([f"here-{other}" for other in range(size)])
+os.environ["MASTER_ADDR"] = own
+dist.init_process_group("gloo", timeout=seconds)
+dist.all_reduce(torch.ones(1))
+print(f"done {rank}/{size}", flush=True)
+"""
+    check_all_done(run(openmpi, 2, write(tmp_path, body), cwd=tmp_path), 2)
 
 
 # --- what it finds ------------------------------------------------------------------
