@@ -42,6 +42,11 @@ SYNONYMS = {
 }
 
 
+TORCHRUN = re.compile(
+    "--(nproc|nnodes|node-rank|standalone|rdzv|master-|local-addr|max-restarts|monitor)"
+)
+
+
 class Answered(MpitrainError):
     """Help or the version was asked for, and is printed."""
 
@@ -125,11 +130,17 @@ def one_line(box: str, flags: Sequence[str], known: Sequence[str], program: str)
         for word in flags:
             flag = word.partition("=")[0].replace("_", "-")
             if flag.startswith("--") and flag.replace("--no-", "--") not in known:
+                if TORCHRUN.match(flag) and flag not in known:
+                    how = f"mpirun -np N {program} ..., without torchrun's flags"
+                    return f"unknown flag {flag}: mpirun starts the ranks. Type: {how}"
                 same = "--" + SYNONYMS.get(flag[2:], "")
                 meant = did_you_mean(same if same in known else flag, known)
                 return f"unknown flag {flag}.{meant} All flags: {program} --help-all"
         word = said.split()[2]
         at = flags.index(word) if word in flags else 0
+        if re.fullmatch("-[a-zA-Z]", word):
+            how = "options of Python stand before -m mpitrain, code of -c in a script"
+            return f"unexpected {word!r}: {how}"
         after = f" after {' '.join(flags[max(0, at - 2) : at])!r}" if at else ""
         return f"unexpected {word!r}{after}. All flags: {program} --help-all"
     if said.startswith("Missing from"):

@@ -167,7 +167,8 @@ def fair_shares(
 
 def threads_of(num_cores: int, variables: MutableMapping[str, str]) -> int:
     """Return this rank's threads: ``OMP_NUM_THREADS``, which is set where it is not."""
-    wanted = variables.setdefault("OMP_NUM_THREADS", str(num_cores))
+    wanted = variables.get("OMP_NUM_THREADS", "").strip() or str(num_cores)
+    variables["OMP_NUM_THREADS"] = wanted
     first = wanted.split(",")[0].strip()  # a list is for nested regions
     if not first.isdecimal() or int(first) < 1:
         raise UsageError(

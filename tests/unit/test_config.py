@@ -74,6 +74,10 @@ def test_a_mistake_in_the_file_names_the_file(
         ("--config", "--config: found no value, expected a YAML file."),
         ("--log csv foo", "--log 'foo' is not known; expected csv, tensorboard"),
         ("--epohs 3", "unknown flag --epohs. Did you mean '--epochs'?"),
+        ("--nnodes 2", "unknown flag --nnodes: mpirun"),
+        ("train.py --lr 1", "Type: python -m mpitrain run train.py --lr 1"),
+        ("./my/train.py", "Type: python -m mpitrain run ./my/train.py"),
+        ("-m pkg.train", "Type: python -m mpitrain run -m pkg.train"),
     ],
 )
 def test_a_mistake_among_the_flags_is_one_line(typed: str, said: str) -> None:

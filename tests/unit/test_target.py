@@ -62,6 +62,12 @@ def test_flags_end_where_the_script_is_named(
         (["--devise", "cpu", "t.py"], "--devise"),
         (["--device", "tpu", "t.py"], "--device"),
         (["--device"], "--device"),
+        (["--nproc-per-node", "4", "t.py"], "unknown flag --nproc-per-node: mpirun"),
+        (["--nproc_per_node=4", "t.py"], "mpirun -np N python -m mpitrain run"),
+        (["--standalone", "t.py"], "unknown flag --standalone: mpirun"),
+        (["--rdzv-backend", "c10d", "t.py"], "unknown flag --rdzv-backend: mpirun"),
+        (["-u", "t.py"], "unexpected '-u'.* before -m mpitrain"),
+        (["-c", "print()"], "unexpected '-c'.* a script"),
         (["--hang-timeout", "9", "--no-python", "sh"], "--hang-timeout counts"),
     ],
 )

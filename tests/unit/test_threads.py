@@ -54,6 +54,17 @@ def test_the_quota_of_a_version_1_cgroup_is_read(
     assert cpu.cpu_quota(tmp_path) == expected
 
 
+@pytest.mark.parametrize(
+    ("given", "expected"), [(None, 3), ("", 3), (" ", 3), ("2", 2), ("4,2", 4)]
+)
+def test_omp_num_threads_counts_unless_it_is_empty(
+    given: str | None, expected: int
+) -> None:
+    variables = {} if given is None else {"OMP_NUM_THREADS": given}
+    assert cpu.threads_of(3, variables) == expected
+    assert variables["OMP_NUM_THREADS"].startswith(str(expected))  # libgomp reads it
+
+
 PBS = {
     "PBS_JOBID": "7.head",
     "PBS_NODEFILE": "/var/spool/pbs/aux/7.head",
