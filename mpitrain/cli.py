@@ -398,8 +398,7 @@ def _write(text: str, file: Path | None) -> None:
 def read_config(argv: Sequence[str]) -> TrainConfig:
     """Read a training's flags."""
     if argv and (argv[0] == "-m" or Path(argv[0]).suffix == ".py"):
-        said = f"found {' '.join(argv[:2])!r}, expected flags of a training"
-        raise UsageError(f"{said}. Type: {PROGRAM} run {shlex.join(argv)}")
+        raise UsageError(f"found a script. Type: {PROGRAM} run {shlex.join(argv)}")
     if argv and not argv[0].startswith("-"):
         raise UsageError(
             f"unknown command {argv[0]!r}.{did_you_mean(argv[0], COMMANDS)} Expected "

@@ -42,9 +42,7 @@ SYNONYMS = {
 }
 
 
-TORCHRUN = re.compile(
-    "--(nproc|nnodes|node-rank|standalone|rdzv|master-|local-addr|max-restarts|monitor)"
-)
+TORCHRUN = re.compile("--(nproc|nnodes|node-rank|standalone|rdzv|master-|max-restarts)")
 
 
 class Answered(MpitrainError):

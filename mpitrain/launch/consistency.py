@@ -110,8 +110,7 @@ def check_arguments(by_rank: Sequence[Mapping[str, str]]) -> None:
     if lines:
         raise TopologyError(
             f"the ranks ask for different things.\n{lines}\n"
-            "Expected the same arguments to mpitrain.init(), or flags of `run` before "
-            "the script, on every rank."
+            "Expected the same arguments to mpitrain.init(), or flags of `run`, on all."
         ).on_all_ranks()
 
 

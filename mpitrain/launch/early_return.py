@@ -3,9 +3,8 @@
 Under torchrun a rank's end closes its connections, so that gloo fails at once. Here it
 waits for the others, and they would wait for it until the group's timeout. So each rank
 writes to the store at its end how many collectives it has begun in which group; a rank
-that has begun more, and stands still, waits for ever. Only groups within a world of all
-ranks count: torch numbers ranks and names groups anew in each world, so those of a fold
-of some ranks, or of rank zero alone, cannot be told from others'.
+that has begun more, and stands still, waits for ever. Only a world of all ranks counts:
+torch numbers ranks and names groups anew in each, and others cannot be told apart.
 """
 
 from __future__ import annotations
@@ -132,10 +131,7 @@ def _returned(ranks: Sequence[int]) -> str:
 
 
 def count_collectives(place: tuple[int, int]) -> dict[str, int]:
-    """Return how many collectives this rank has begun, by group and kind of device.
-
-    None where torch's rank and world size are not `place`, those of the job.
-    """
+    """Return how many collectives were begun here, by group; `place` is in the job."""
     counts: dict[str, int] = {}
     if not dist.is_initialized() or (dist.get_rank(), dist.get_world_size()) != place:
         return counts

@@ -34,23 +34,15 @@ _REMEDY = (
 )
 
 
-RANK_PID = "MPITRAIN_RANK_PID"
-"""Variable with the process id of a rank, by which its children know that they are."""
-
-# What a job's ranks have in the environment, and a program that one starts must not.
+RANK_PID = "MPITRAIN_RANK_PID"  # the process id of a rank, for what it starts
 _OF_A_RANK = (
     *(*SIZE_VARIABLES, *RANK_VARIABLES, *LOCAL_SIZE_VARIABLES, "SLURM_STEP_NUM_TASKS"),
-    *("SLURM_PROCID", "RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID"),
-    "MPITRAIN_STATUS_FILE",
+    *("SLURM_PROCID", "RANK", "WORLD_SIZE", "MPITRAIN_STATUS_FILE"),
 )
 
 
 def hide_from_children(environ: MutableMapping[str, str]) -> None:
-    """Let programs that this rank starts be alone, when MPI has started here.
-
-    With the launcher's variables they would take themselves for this rank, and wait in
-    MPI_Init.
-    """
+    """Let programs that this rank starts be alone: else they would wait in MPI_Init."""
     for name in filter(CONNECTIONS.match, list(environ)):
         del environ[name]
     environ[RANK_PID] = str(os.getpid())
@@ -58,7 +50,9 @@ def hide_from_children(environ: MutableMapping[str, str]) -> None:
 
 def forget_parent(environ: MutableMapping[str, str]) -> bool:
     """Forget the job of the rank that has started this program; return if one has."""
-    is_child = environ.get(RANK_PID, str(os.getpid())) != str(os.getpid())
+    is_other = environ.get(RANK_PID, str(os.getpid())) != str(os.getpid())
+    # An mpirun that the rank has started gives its own ranks a connection again.
+    is_child = is_other and {"PMIX_NAMESPACE", *SOCKETS}.isdisjoint(environ)
     for name in _OF_A_RANK if is_child else ():
         environ.pop(name, None)
     return is_child
@@ -138,7 +132,7 @@ def lone_in_allocation(environ: Mapping[str, str]) -> str | None:
             number, source = str(len(lines)), "PBS_NODEFILE"
     if not _is_several(number):
         size = environ.get("WORLD_SIZE")
-        found = f"WORLD_SIZE={size} is set, but MPI sees 1 process, which trains alone"
+        found = f"WORLD_SIZE={size} is set, but MPI sees 1 process, which is alone"
         how = f"start with `mpirun -np {size}`, or `unset WORLD_SIZE`"
         return f"{found}: {how}" if _is_several(size) else None
     return (
@@ -200,10 +194,10 @@ def check_size(world_size: int, environ: Mapping[str, str]) -> None:
         error.reporting_rank = 1  # rank 0 cannot know: it looks like a lone process
         raise error
     if _is_by_another(environ):
-        number, rank = environ["WORLD_SIZE"], environ["RANK"]
+        number = environ["WORLD_SIZE"]
         name = "torchrun" if "TORCHELASTIC_RUN_ID" in environ else "another launcher"
         error = _alone(
-            f"{name} started {number} processes (WORLD_SIZE={number}, RANK={rank})",
+            f"{name} started {number} processes (RANK and WORLD_SIZE={number} are set)",
             f"Start it with mpirun instead: mpirun -np {number} python -m mpitrain; "
             "or, to train alone, `unset RANK WORLD_SIZE`",
         )

@@ -278,8 +278,7 @@ def abort_on_error(
         with contextlib.suppress(Exception):  # stderr may not be a file
             faulthandler.enable()
     if forget_parent(os.environ):
-        text = "a rank of another job has started this process, which is alone"
-        print(f"warning: {text}", file=sys.stderr, flush=True)
+        logger.warning("a rank of another job has started this process: it is alone")
     if not may_spawn and is_on_one_node(os.environ):
         for name, value in ON_ONE_NODE.items():
             os.environ.setdefault(name, value)

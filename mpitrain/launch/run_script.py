@@ -47,8 +47,12 @@ from mpitrain.watchdog.process import has_signal, launchers_of, name_of
 
 T = TypeVar("T")
 
-Found = tuple[ModuleType, CodeType] | str | None
-"""What is to be ``__main__`` and its code; or the path of a program."""
+Found = tuple[ModuleType, CodeType] | str  # ``__main__`` and its code, or a path
+FINDERS: dict[Kind, Callable[[str], Found]] = {
+    "script": read_script,
+    "module": find_module,
+    "program": find_program,
+}
 
 
 def run(
@@ -98,26 +102,19 @@ def load(guard: ExitGuard, target: Target, start: Callable[[], T]) -> tuple[T, F
     told at once; a module is found after it, because that imports the packages above
     it. Collective over all ranks, whose targets may differ in kind.
     """
-    comm, name, kind = guard.comm, target.name, target.kind
-    finders: dict[Kind, Callable[[], Found]] = {
-        "script": lambda: read_script(name),
-        "program": lambda: find_program(name, os.environ),
-    }
-    find = finders.get(kind, lambda: None)
-    found = all_or_none(comm, find, f"find the {kind}")
+    comm, name, is_module = guard.comm, target.name, target.kind == "module"
+    find, doing = FINDERS[target.kind], f"find the {target.kind}"
+    early = all_or_none(comm, lambda: None if is_module else find(name), doing)
     started = start()
-    if kind == "script" and isinstance(found, tuple):
+    if isinstance(early, tuple):
         path = Path(name).resolve()
-        _set_path(str(path if found[0].__spec__ else path.parent))
-        sys.argv[:] = [name, *target.args]
-    elif kind == "module":
+        _set_path(str(path if early[0].__spec__ else path.parent))
+    elif is_module:
         _set_path(os.getcwd())
-        sys.argv[:] = ["-m", *target.args]  # as Python has it while it looks for one
-    is_module = kind == "module"
+    # As Python has it while it looks for a module.
+    sys.argv[:] = ["-m" if is_module else name, *target.args]
     with guard.stage("find the module"):
-        found = all_or_none(
-            comm, lambda: find_module(name) if is_module else found, "find the module"
-        )
+        found = all_or_none(comm, lambda: early or find(name), doing)
     if is_module and isinstance(found, tuple):
         sys.argv[0] = str(found[0].__file__)
     return started, found
@@ -271,7 +268,7 @@ class ProgramFailed(LaunchError):
 
 
 def run_program(
-    guard: ExitGuard, target: Target, path: str, environ: Mapping[str, str]
+    guard: ExitGuard, target: Target, path: str, environ: MutableMapping[str, str]
 ) -> None:
     """Run a program beside this rank, and wait for it and for the other ranks.
 
@@ -291,9 +288,8 @@ def run_program(
         start_new_session=True,
     ) as killer:
         argv = (target.name, *target.args)
-        # It is the rank: a training in it is refused, for each would train alone.
-        own = {name: value for name, value in environ.items() if name != RANK_PID}
-        child = subprocess.Popen(argv, executable=path, env=own, process_group=0)
+        del environ[RANK_PID]  # it is the rank: a training in it would be one of many
+        child = subprocess.Popen(argv, executable=path, env=environ, process_group=0)
         assert killer.stdin is not None
         killer.stdin.write(b"%d\n" % child.pid)
         with _forwarding(child):

@@ -176,7 +176,7 @@ def _syntax_error(name: str, error: Exception) -> str:
     return f"{name} is no Python:\n{said}"
 
 
-def find_program(name: str, environ: Mapping[str, str]) -> str:
+def find_program(name: str, environ: Mapping[str, str] = os.environ) -> str:
     """Find a program as a shell would."""
     path = shutil.which(name, path=environ.get("PATH"))
     if path is None:

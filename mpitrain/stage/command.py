@@ -65,11 +65,9 @@ def read_words(flags: Sequence[str], command: Sequence[str]) -> StageRequest:
 def with_own_args(request: StageRequest, command: Sequence[str]) -> StageRequest:
     """Return the request of rank zero, with the arguments of this rank's command."""
     own, first = read_command(command), request.target
-    if (own.kind, own.name) != (first.kind, first.name):
-        raise UsageError(
-            f"stage: found the {own.kind} {own.name} here and {first.name} on rank "
-            "zero, expected the same on all ranks; the arguments after it may differ"
-        )
+    if replace(own, args=()) != replace(first, args=()):
+        found = f"found {own.name} here and {first.name} on rank zero"
+        raise UsageError(f"stage: {found}, expected one command; its words may differ")
     return replace(request, target=own)
 
 

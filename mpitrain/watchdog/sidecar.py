@@ -350,9 +350,8 @@ class Sidecar:
             if self.console.claim_output(self.launcher):
                 self.console.print(
                     f"{self._name()} hang: {position.phase} for {waited:.0f} s\n"
-                    f"Processes started on this host: {seen}. Look at the others, "
-                    "which must start mpitrain, too, at the other hosts, and at the "
-                    "network between them."
+                    f"Processes started on this host: {seen}. Do all run mpitrain? "
+                    "Look at the others, the other hosts, and the network between them."
                 )
             self.kill_at = now + GRACE_SECONDS
             self._send_to_rank(HANG_STATUS, "")

@@ -85,6 +85,7 @@ def test_a_program_that_a_rank_starts_knows_that_it_is_none() -> None:
     assert not forget_parent(environ), "this process is the rank itself"
     assert launched_rank(environ) == 1
     environ["MPITRAIN_RANK_PID"] = "1"  # of another process
+    assert not forget_parent({**environ, **connection}), "an mpirun that it started"
     assert forget_parent(environ)
     assert not was_launched(environ)
     check_size(1, environ)

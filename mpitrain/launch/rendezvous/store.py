@@ -51,9 +51,6 @@ def open_store(
 def lead_scripts_by_port(address: str, port: int) -> None:
     """Lead a script to our store by its port, or let torch open one on another port.
 
-    A script may take its host's name or address for rank zero's, where our store does
-    not listen: on one node it listens on a loopback address alone.
-
     ``TORCHELASTIC_USE_AGENT_STORE`` makes every rank a client of whatever stands in
     ``MASTER_PORT``: where the script has written its own, nobody serves it, and
     ``init_process_group`` waits for its timeout (torch 2.8 to 2.14; so does torchrun).
@@ -61,6 +58,7 @@ def lead_scripts_by_port(address: str, port: int) -> None:
     tcp_store: Any = importlib.import_module("torch.distributed").TCPStore
     connect = tcp_store.__init__
 
+    # A script may give its host's name, where a store on loopback does not listen.
     def connect_to_ours(store: Any, host_name: str, *args: Any, **kwargs: Any) -> None:
         is_ours = port == (args[0] if args else kwargs.get("port"))
         connect(store, address if is_ours else host_name, *args, **kwargs)
