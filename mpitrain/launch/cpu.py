@@ -64,27 +64,26 @@ def configure_threads(
         )
     num_cores = fair_shares(masks, quota)[world.local_rank]
     if of_pbs is not None:
+        num_ranks = world.local_world_size
         is_confined = len(frozenset().union(*masks)) < (os.cpu_count() or 1)
-        given = on_rank_zero(
+        # Where PBS confines the job to its cores, those of the chunk are known.
+        of_rank = of_pbs // num_ranks if num_ranks <= of_pbs else of_pbs
+        share = num_cores if is_confined else min(num_cores, of_rank)
+        is_asked = on_rank_zero(
             comm,
-            # Where PBS confines the job to its cores, it need not be asked.
-            lambda: (
-                of_pbs
-                if is_confined
-                else cores_by_pbs(of_pbs, world.local_world_size, variables)
-            ),
+            lambda: of_pbs > share and asks_for_ompthreads(variables["PBS_JOBID"]),
             "ask PBS for this job",
         )
-        if not is_confined:
-            num_cores = min(num_cores, given)
-        if variables.get("OMP_NUM_THREADS") == str(of_pbs) and of_pbs > num_cores:
+        num_cores = min(num_cores, of_pbs if is_asked else share)
+        is_theirs = variables.get("OMP_NUM_THREADS") == str(of_pbs)
+        if is_theirs and of_pbs > num_cores and not is_asked:
             del variables["OMP_NUM_THREADS"]
             if world.is_rank_zero:
                 logger.warning(
                     "OMP_NUM_THREADS=%d, set by PBS, is more than the cores of each of "
                     "the %d ranks on %s: each takes its share, %d (for a number of "
                     "your own ask PBS for ompthreads, or unset NCPUS)",
-                    *(of_pbs, world.local_world_size, world.hostname, num_cores),
+                    *(of_pbs, num_ranks, world.hostname, num_cores),
                 )
     num_threads = all_or_none(
         comm, lambda: threads_of(num_cores, variables), "read OMP_NUM_THREADS"
@@ -191,24 +190,6 @@ def threads_of_pbs(environ: Mapping[str, str]) -> int | None:
     if not is_pbs or wanted != of_chunk or not wanted.isdecimal():
         return None
     return int(wanted) or None
-
-
-def cores_by_pbs(of_pbs: int, local_world_size: int, environ: Mapping[str, str]) -> int:
-    """Return the cores of each rank of this node, where PBS set `of_pbs` threads.
-
-    Without an answer of PBS they are the chunk's, which fits the job in any case.
-    """
-    if not 2 <= local_world_size <= of_pbs:
-        return of_pbs
-    job_id = environ["PBS_JOBID"]
-    per_process = asks_for_ompthreads(job_id)
-    if per_process is None:
-        logger.warning(
-            "`qstat -f %s` does not tell whether the job asks for ompthreads: %d "
-            "threads are taken as those of all ranks of a node",
-            *(job_id, of_pbs),
-        )
-    return of_pbs if per_process else of_pbs // local_world_size
 
 
 _M_TRIM_THRESHOLD = -1  # malloc.h

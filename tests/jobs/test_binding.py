@@ -77,23 +77,32 @@ def test_cores_that_the_job_was_not_given_are_not_taken(mpi: Mpi) -> None:
     assert "bound" not in said
 
 
-def test_threads_that_pbs_set_for_the_chunk_are_shared(
-    openmpi: Mpi, tmp_path: Path
+@pytest.mark.parametrize("asks", [True, False])
+def test_threads_that_the_job_asked_pbs_for_are_kept_and_those_of_a_chunk_are_shared(
+    asks: bool, openmpi: Mpi, tmp_path: Path
 ) -> None:
     nodefile = tmp_path / "nodefile"
     nodefile.write_text("localhost\nlocalhost\n")
-    pbs = {"PBS_JOBID": "7.head", "NCPUS": "2", "OMP_NUM_THREADS": "2"}
+    chunk = f"1:ncpus=8:mpiprocs=2{':ompthreads=8' * asks}"
+    (tmp_path / "qstat").write_text(
+        f"#!/bin/sh\necho ' Resource_List.select = {chunk}'\n"
+    )
+    (tmp_path / "qstat").chmod(0o755)
+    number = 4 * NUM_CORES
+    pbs = {"PBS_JOBID": "7.head", "NCPUS": str(number), "OMP_NUM_THREADS": str(number)}
+    path = f"{tmp_path}:{os.environ['PATH']}"
     done = subprocess.run(
         [
             *("timeout", "-k", "10", "120", str(openmpi.mpirun), "-np", "2"),
             *("--oversubscribe", "--host", "localhost:2", sys.executable, "-c", SHOW),
         ],
-        env=environment(openmpi, PBS_NODEFILE=str(nodefile), **pbs),
+        env=environment(openmpi, PBS_NODEFILE=str(nodefile), PATH=path, **pbs),
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
     )
     assert done.returncode == 0, done.stderr
     threads = [json.loads(line)[2] for line in done.stdout.splitlines()]
-    assert threads == [1, 1]
-    assert done.stderr.count("OMP_NUM_THREADS=2, set by PBS, is more") == 1
+    assert threads == [number if asks else max(1, NUM_CORES // 2)] * 2
+    warning = f"OMP_NUM_THREADS={number}, set by PBS, is more"
+    assert done.stderr.count(warning) == (not asks)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
@@ -86,47 +85,6 @@ PBS = {
 def test_threads_that_pbs_set_are_known(change: dict, expected: int | None) -> None:
     environ = {k: v for k, v in (PBS | change).items() if v is not None}
     assert cpu.threads_of_pbs(environ) == expected
-
-
-PER_PROCESS = """\
-Job Id: 7.head
-    Resource_List.select = 1:ncpus=16:mpiprocs=4:omp
-\tthreads=4
-"""
-OF_CHUNK = """\
-Job Id: 7.head
-    schedselect = 1:ncpus=8:mpiprocs=4
-    Submit_arguments = -l select=1:ncpus=8:mpiprocs=4 -v ARGS=ompthreads=4 job.sh
-"""
-
-
-@pytest.mark.parametrize(
-    ("of_pbs", "num_ranks", "says", "expected", "asked"),
-    [
-        (4, 4, PER_PROCESS, 4, True),  # ncpus=16:mpiprocs=4:ompthreads=4, the default
-        (8, 4, OF_CHUNK, 2, True),  # ncpus=8:mpiprocs=4
-        (8, 4, "", 2, True),  # PBS does not answer: what fits in any case
-        (2, 4, "", 2, False),  # no chunk of 4 processes has 2 cores
-        (8, 1, "", 8, False),  # one process: both are the same
-    ],
-)
-def test_threads_by_pbs_are_of_a_process_where_the_job_asks_for_ompthreads(
-    of_pbs: int,
-    num_ranks: int,
-    says: str,
-    expected: int,
-    asked: bool,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    (tmp_path / "says").write_text(says)
-    (tmp_path / "qstat").write_text(
-        f"#!/bin/sh\ntouch {tmp_path}/asked\nexec cat {tmp_path}/says\n"
-    )
-    (tmp_path / "qstat").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    assert cpu.cores_by_pbs(of_pbs, num_ranks, {"PBS_JOBID": "7.head"}) == expected
-    assert (tmp_path / "asked").exists() == asked
 
 
 @pytest.mark.parametrize(
