@@ -25,10 +25,11 @@ from mpitrain.mpi.launchers import DEFAULT_FORMAT, HOST_FILE_LINES, HostFileForm
 from mpitrain.schedulers import detect, read_allocation
 from mpitrain.schedulers.allocation import AllocatedNode
 
+MAX_SLOTS = r"(?:\s+max[-_]slots=[1-9]\d*)?"
+# An IPv6 address has a count behind a colon only where it is in brackets.
 LINE = re.compile(
-    r"(?P<hostname>\w[\w.@-]*)"
-    r"(?::(?P<count>[1-9]\d*)"
-    r"|\s+slots=(?P<slots>[1-9]\d*)(?:\s+max[-_]slots=[1-9]\d*)?)?"
+    r"(?P<hostname>\w[\w.@-]*|\[[\da-fA-F:.]+\]|[\da-fA-F]*:[\da-fA-F.]*:[\da-fA-F:.]*)"
+    rf"(?::(?P<count>[1-9]\d*)|{MAX_SLOTS}\s+slots=(?P<slots>[1-9]\d*){MAX_SLOTS})?"
 )
 
 
@@ -49,7 +50,7 @@ def parse(text: str, source: str) -> tuple[AllocatedNode, ...]:
                 f"{source}:{number}: found {words!r}; expected `node1 slots=4`, "
                 "`node1 slots=4 max-slots=8`, `node1:4`, or `node1` once for each slot"
             )
-        name = found["hostname"]
+        name = found["hostname"].strip("[]")
         if name in slots and found["slots"]:
             raise UsageError(
                 f"{source}:{number}: {words!r} counts the slots of {name} a second "
@@ -69,6 +70,14 @@ def render(nodes: Iterable[AllocatedNode], file_format: HostFileFormat) -> str:
     """
     if file_format == "pbs":
         return "".join(f"{node.hostname}\n" * node.slots for node in nodes)
+    nodes = list(nodes)
+    if file_format == "mpich" and (
+        six := [it.hostname for it in nodes if ":" in it.hostname]
+    ):
+        raise UsageError(
+            f"--format mpich: {six[0]} is an IPv6 address, which MPICH does not read "
+            "in host files; expected a name, as in /etc/hosts"
+        )
     line = HOST_FILE_LINES[file_format]
     return "".join(line.format(node.hostname, node.slots) + "\n" for node in nodes)
 

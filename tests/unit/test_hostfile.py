@@ -67,6 +67,34 @@ def test_a_file_is_put_into_another_dialect_outside_every_job(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
+    ("line", "written"),
+    [
+        ("n1 max_slots=8 slots=4", "n1 slots=4"),
+        ("n1 max-slots=8   slots = 4", "n1 slots=4"),
+        ("2001:db8::17 slots=4", "2001:db8::17 slots=4"),
+        ("fe80::1", "fe80::1 slots=1"),
+        ("::ffff:10.0.0.1 slots=2 max-slots=4", "::ffff:10.0.0.1 slots=2"),
+        ("[2001:db8::17]:4", "2001:db8::17 slots=4"),
+        ("10.0.0.1:2", "10.0.0.1 slots=2"),
+    ],
+)
+def test_addresses_and_both_orders_of_slots_are_read(
+    line: str, written: str, tmp_path: Path
+) -> None:
+    """As Open MPI 5.0.11 reads them, but for the brackets."""
+    file = tmp_path / "hosts"
+    file.write_text(line)
+    assert text_of(HostfileConfig(from_file=file), {}) == f"{written}\n"
+
+
+def test_an_ipv6_address_is_refused_where_mpich_cannot_read_it(tmp_path: Path) -> None:
+    file = tmp_path / "hosts"
+    file.write_text("fe80::1 slots=2\n")
+    with pytest.raises(UsageError, match="fe80::1 is an IPv6 address"):
+        text_of(HostfileConfig(from_file=file, format="mpich"), {})
+
+
+@pytest.mark.parametrize(
     ("flags", "words"),
     [
         ({"slots": 0}, "--slots must be at least 1, found 0"),
