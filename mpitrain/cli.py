@@ -25,6 +25,7 @@ from mpitrain.config import TrainConfig, default_start_timeout
 from mpitrain.errors import UsageError, did_you_mean
 from mpitrain.flags import PROGRAM, QUESTIONS, Answered, Config, read_flags
 from mpitrain.launch.env_checks import (
+    STATUS_FILE,
     forget_parent,
     is_one_of_several,
     launched_rank,
@@ -122,7 +123,6 @@ def _run_job(
     from mpitrain.launch.current import age_seconds
     from mpitrain.launch.exit_guard import abort_on_error
     from mpitrain.launch.init import init
-    from mpitrain.launch.process_exit import STATUS_FILE
     from mpitrain.record.jsonl import changed_at
     from mpitrain.record.recorder import record_job
     from mpitrain.record.run_dir import open_log, start_logging, write_json

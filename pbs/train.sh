@@ -85,6 +85,8 @@ fi
 # It leaves out nodes that do not answer, and submits this script again until the
 # training is finished, up to 20 jobs. The run, or sweep, has the job's name. Of
 # qsub's command line the next job gets ARGS and -N only: write the rest in here.
+# (Encoded, where qsub would change ARGS.)
+export ARGS="${ARGS:-$(base64 -d <<<"${MPITRAIN_ARGS:-}")}"
 # shellcheck disable=SC2086
 exec python -m mpitrain supervise --jobs 20 --script "$0" -- \
     mpirun "${options[@]}" python -m mpitrain --name "$PBS_JOBNAME" ${ARGS:-}

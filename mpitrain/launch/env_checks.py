@@ -26,6 +26,10 @@ from mpitrain.mpi.launchers import (
     family_of,
 )
 
+# Variable that names the file of `supervise` into which rank zero writes the status.
+# The run folder goes into a file beside it, with the suffix ".run".
+STATUS_FILE = "MPITRAIN_STATUS_FILE"
+
 _REMEDY = (
     "Compare `mpirun --version` with\n"
     '  python -c "from mpi4py import MPI; print(MPI.Get_library_version())"\n'
@@ -125,6 +129,8 @@ def _first(environ: Mapping[str, str], names: Iterable[str], default: int) -> in
 
 def lone_in_allocation(environ: Mapping[str, str]) -> str | None:
     """Return a warning for a single process where several are likely meant."""
+    if STATUS_FILE in environ:
+        return None  # a job script says how many; it leaves out nodes that fail
     number, source = environ.get("SLURM_NTASKS", ""), "SLURM_NTASKS"
     if not number and "PBS_JOBID" in environ and "PBS_NODEFILE" in environ:
         with contextlib.suppress(OSError):  # a host that does not have it

@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import NoReturn
 
 from mpitrain.errors import MpitrainError, UsageError
-from mpitrain.launch.env_checks import launched_rank
+from mpitrain.launch.env_checks import STATUS_FILE, launched_rank
 
 
 def exit_status(error: BaseException) -> int:
@@ -85,11 +85,6 @@ def is_consequence(error: BaseException) -> bool:
     return isinstance(error, RuntimeError | ConnectionError) and any(
         sign in str(error) for sign in signs
     )
-
-
-# Variable that names the file of `supervise` into which rank zero writes the status.
-# The run folder goes into a file beside it, with the suffix ".run".
-STATUS_FILE = "MPITRAIN_STATUS_FILE"
 
 
 def write_status(status: int) -> None:

@@ -7,10 +7,12 @@ keeps a second job away.
 
 from __future__ import annotations
 
+import re
 import signal
 import subprocess
 import sys
 import time
+from base64 import b64encode
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -21,12 +23,14 @@ from mpitrain.checkpoint.preemption import STOP_FILE
 from mpitrain.config import TrainConfig
 from mpitrain.errors import LaunchError, Stopped, UsageError
 from mpitrain.record.runs import LOCK_SECONDS, is_held, lock_host
-from mpitrain.schedulers import detect, slurm
+from mpitrain.schedulers import detect, pbs, slurm
 
 # Variable with the number of a PBS job in its chain; the first has none.
 JOB_NUMBER = "MPITRAIN_JOB_NUMBER"
+ENCODED_ARGS = "MPITRAIN_ARGS"  # base64, which the script decodes
 MAX_FAILURES = 2  # failures in a row without progress that end the chain
 RETRY_SECONDS = (5, 10, 20, 0)  # pauses after attempts to submit the next job
+SUBMIT_SECONDS = 3.0  # for one attempt
 
 Action = Literal["retry", "requeue", "end"]
 
@@ -127,23 +131,33 @@ def job_number(environ: Mapping[str, str]) -> int:
 
 
 def requeue(
-    environ: Mapping[str, str], script: str | None, *, terminated: bool
+    environ: Mapping[str, str], script: str | None, *, terminated: bool, end: float
 ) -> None:
-    """Requeue the job (SLURM) or submit its script (PBS), unless it was cancelled."""
+    """Requeue the job (SLURM) or submit its script (PBS), unless it was cancelled.
+
+    The scheduler ends this job at `end`, monotonic.
+    """
     scheduler = detect(environ)
     job_id = scheduler.job_id or ""
     if scheduler.name == "slurm":
-        if terminated and not slurm.is_running(job_id):
-            return
+        goes_on = not terminated or slurm.is_running(job_id)
         command = ["scontrol", "requeue", job_id]
-    elif terminated or script is None:  # after a preemption PBS runs it again by itself
-        return
-    else:
+    else:  # after a preemption PBS runs it again by itself
+        goes_on = script is not None and (not terminated or pbs.has_ended_job())
         # The next job knows nothing else of qsub's command line.
         number = str(job_number(environ) + 1)
         environ = {"ARGS": "", **environ, JOB_NUMBER: number}
-        command = ["qsub", "-N", environ["PBS_JOBNAME"], "-v", f"ARGS,{JOB_NUMBER}"]
-        command += ["-W", f"depend=afterany:{job_id}", script]
+        name = "ARGS"
+        if not re.fullmatch(r"[\w\s.,:/=+@%-]*", environ["ARGS"]):
+            name = ENCODED_ARGS  # qsub changes quotes and backslashes
+            environ[name] = b64encode(environ["ARGS"].encode()).decode()
+        command = ["qsub", "-N", environ["PBS_JOBNAME"], "-v", f"{name},{JOB_NUMBER}"]
+        command += ["-W", f"depend=afterany:{job_id}", script or ""]
+    if not goes_on:
+        _print("cancelled or preempted: unless it starts by itself, submit it again")
+        return
+    if terminated:  # KILL comes at any time
+        end = time.monotonic() + RETRY_SECONDS[0] + SUBMIT_SECONDS
     for pause in RETRY_SECONDS:
         with suppress(OSError):
             done = subprocess.run(
@@ -154,6 +168,8 @@ def requeue(
             )
             if done.returncode == 0:
                 return
+        if time.monotonic() + pause + SUBMIT_SECONDS > end:
+            break
         time.sleep(pause)
     _print(f"{command[0]} failed: submit again to resume")
 

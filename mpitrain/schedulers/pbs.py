@@ -11,7 +11,10 @@ Tried with OpenPBS 23.06.
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
+import stat
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -74,6 +77,19 @@ def _seconds_of(name: str, text: str) -> float | None:
         return None
     hours, minutes, seconds = map(float, found.groups())
     return (hours * 60 + minutes) * 60 + seconds
+
+
+def has_ended_job() -> bool:
+    """Whether PBS itself ends this job, since it lost a node, or since time is up.
+
+    Only its message in the job's output tells that from qdel, which leaves none.
+    """
+    if not stat.S_ISREG(os.fstat(2).st_mode):
+        return False
+    with contextlib.suppress(OSError):
+        output = Path("/proc/self/fd/2").read_bytes()
+        return bool(re.search(rb"^=>> PBS: job killed: (node|walltime) ", output, re.M))
+    return False
 
 
 def asks_for_ompthreads(job_id: str) -> bool | None:

@@ -14,9 +14,11 @@ mpirun prints a long message after an error; the training's own error follows it
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -28,6 +30,7 @@ from pathlib import Path
 from typing import Literal
 
 from mpitrain.errors import Stopped, UsageError
+from mpitrain.launch.env_checks import STATUS_FILE
 from mpitrain.mpi.launchers import LAUNCHERS, Launcher, LauncherName
 from mpitrain.record.jsonl import changed_at
 from mpitrain.record.run_dir import read_json, read_result
@@ -39,6 +42,7 @@ from mpitrain.schedulers.probe import launcher_of
 # Blocked in this process, and taken by `sigtimedwait`.
 SIGNALS = {signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCHLD}
 MAX_STOP_SECONDS = 105.0  # how long the ranks may take to stop
+LEFT_SECONDS = 86400.0  # after which a folder is of a job that was killed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,10 +82,10 @@ class Supervisor:
         signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         self.is_stopping = False
         self.is_terminated = False
-        self._end = self._stop_at = self._kill_at = math.inf
+        self.end = self._stop_at = self._kill_at = math.inf
         if seconds_left is not None:
-            self._end = time.monotonic() + seconds_left
-            self._stop_at = math.inf if notice is None else self._end - notice
+            self.end = time.monotonic() + seconds_left
+            self._stop_at = math.inf if notice is None else self.end - notice
 
     def run(
         self, command: Sequence[str], environ: Mapping[str, str], *, send_usr2: bool
@@ -107,6 +111,8 @@ class Supervisor:
                 "after --"
             ) from None
         while process.poll() is None:
+            with contextlib.suppress(KeyError, OSError):
+                os.utime(Path(environ[STATUS_FILE]).parent)  # it is not left behind
             if self._wait(60.0) and send_usr2:
                 time.sleep(0.5)  # until a scheduler has signalled mpirun, too
                 process.send_signal(signal.SIGUSR2)
@@ -125,7 +131,7 @@ class Supervisor:
         Some launchers end with 0 though they have lost a node, or with a status of
         their own: then it is the one that rank zero has written, or 1 instead of 0.
         """
-        status_file = Path(environ["MPITRAIN_STATUS_FILE"])
+        status_file = Path(environ[STATUS_FILE])
         run_file = Path(f"{status_file}.run")
         for file in (status_file, run_file):
             file.unlink(missing_ok=True)
@@ -157,7 +163,7 @@ class Supervisor:
         self.is_terminated |= signal.SIGTERM in arrived
         if not self.is_stopping:
             self.is_stopping = True
-            left = self._end - now
+            left = self.end - now
             stop_seconds = max(left - 15.0, left * 0.75, 1.0)
             self._kill_at = now + min(MAX_STOP_SECONDS, stop_seconds)
         return True
@@ -179,9 +185,13 @@ def supervise(
     launcher = LAUNCHERS[launcher_of(command) if name == "auto" else name]
     # Beside the runs: rank zero may be on another node, or in a container.
     here = "." if os.access(".", os.W_OK) else None
+    for old in Path(here or ".").glob(".mpitrain-????????"):
+        with contextlib.suppress(OSError):
+            if time.time() > old.stat().st_mtime + LEFT_SECONDS:
+                shutil.rmtree(old)
     with tempfile.TemporaryDirectory(prefix=".mpitrain-", dir=here) as name_of_folder:
         folder = os.path.realpath(name_of_folder)
-        environ = {**environ, "MPITRAIN_STATUS_FILE": f"{folder}/status"}
+        environ = {**environ, STATUS_FILE: f"{folder}/status"}
         if config.jobs == 1:
             return Supervisor().train(command, environ, launcher)
         scheduler = detect(environ).name
@@ -228,7 +238,8 @@ def supervise(
                     status = status or int(not is_finished(run_dir))
             action = training.next_action(status, is_stopping=supervisor.is_stopping)
         if action == "requeue":
-            chain.requeue(environ, config.script, terminated=supervisor.is_terminated)
+            terminated, end = supervisor.is_terminated, supervisor.end
+            chain.requeue(environ, config.script, terminated=terminated, end=end)
         return status
 
 

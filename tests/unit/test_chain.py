@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ from mpitrain.cli import read_config
 from mpitrain.errors import LaunchError, UsageError
 from mpitrain.schedulers import chain
 from mpitrain.schedulers.chain import Chain, job_number, run_dir_of
+from mpitrain.schedulers.jobscript import JobscriptConfig, text_of
 
 
 class Jobs:
@@ -216,3 +219,79 @@ def supervise(
         text=True,
         timeout=60,
     )
+
+
+PBS_JOB = {"PBS_JOBID": "7.head", "PBS_JOBNAME": "mine"}
+
+
+def requeue(
+    tmp_path: Path, submit: str, *, terminated: bool = False, left: float, **more: str
+) -> tuple[str, float]:
+    """Submit the next job of PBS; return what is printed, and the seconds it took."""
+    (tmp_path / "qsub").write_text(f"#!/bin/bash\n{submit}\n")
+    (tmp_path / "qsub").chmod(0o755)
+    output = tmp_path / "output"
+    code = (
+        "import os, time\nfrom mpitrain.schedulers.chain import requeue\n"
+        f"requeue(os.environ, 'job.sh', terminated={terminated}, "
+        f"end=time.monotonic() + {left})\n"
+    )
+    begun = time.monotonic()
+    with output.open("a") as file:
+        subprocess.run(
+            [sys.executable, "-c", code],
+            check=True,
+            cwd=tmp_path,
+            env={**os.environ, **PBS_JOB, **more}
+            | {"PATH": f"{tmp_path}:{os.environ['PATH']}"},
+            stderr=file,
+            timeout=60,
+        )
+    return output.read_text(), time.monotonic() - begun
+
+
+@pytest.mark.parametrize(
+    ("message", "is_submitted"),
+    [
+        ("=>> PBS: job killed: node 1 (node2) requested job die, code 15009\n", True),
+        ("=>> PBS: job killed: walltime 105 exceeded limit 100\n", True),
+        ("=>> PBS: job killed: mem 2097152kb exceeded limit 1048576kb\n", False),
+        ("", False),  # qdel
+    ],
+)
+def test_a_job_that_pbs_has_ended_is_followed_by_another_and_a_cancelled_one_says_so(
+    message: str, is_submitted: bool, tmp_path: Path
+) -> None:
+    (tmp_path / "output").write_text(message)
+    said, _ = requeue(tmp_path, "touch submitted", terminated=True, left=60)
+    assert (tmp_path / "submitted").exists() == is_submitted
+    assert ("submit it again" in said) != is_submitted
+
+
+def test_what_to_do_where_no_job_can_be_submitted_is_told_before_the_job_ends(
+    tmp_path: Path,
+) -> None:
+    said, seconds = requeue(tmp_path, "echo no >>tries; exit 1", left=12)
+    assert "qsub failed: submit again to resume" in said
+    assert seconds < 12
+    assert len((tmp_path / "tries").read_text().split()) == 2
+
+
+@pytest.mark.parametrize("args", ["--lr 0.5", "--x=\"q,r\" --y=a\\b 'c'", ""])
+def test_args_reach_the_next_job_whole(args: str, tmp_path: Path) -> None:
+    """Through qsub, which changes quotes and backslashes, and the next job's script."""
+    (tmp_path / ".venv/bin").mkdir(parents=True)
+    python = tmp_path / ".venv/bin/python"
+    python.write_text('#!/bin/bash\nprintf %s "$ARGS" >got\n')
+    python.chmod(0o755)
+    config = JobscriptConfig(scheduler="pbs", jobs=3, nodes=1)
+    (tmp_path / "job.sh").write_text(text_of(config, []))
+    (tmp_path / "nodes").write_text("node1\n")
+    submit = (
+        'for name in ${4//,/ }; do set -- "$@" "$name=$(tr -d \'"\\\\\' '
+        '<<<"${!name}")"; done\n'
+        'exec env -u ARGS -u MPITRAIN_ARGS "${@:8}" bash job.sh'
+    )
+    more = {"PBS_O_WORKDIR": str(tmp_path), "PBS_NODEFILE": str(tmp_path / "nodes")}
+    said, _ = requeue(tmp_path, submit, left=60, ARGS=args, **more)
+    assert (tmp_path / "got").read_text() == args, said

@@ -125,6 +125,8 @@ def test_a_library_of_another_family_is_said_before_it_fails(
         ({"SLURM_NTASKS": "8"}, 0, "1 process in an allocation of 8 (SLURM_NTASKS)"),
         ({"SLURM_NTASKS": "1"}, 0, None),
         ({"PBS_JOBID": "1"}, 8, "allocation of 8 (PBS_NODEFILE)"),
+        # A job script leaves out nodes that are lost.
+        ({"PBS_JOBID": "1", "MPITRAIN_STATUS_FILE": "x"}, 8, None),
         ({"PBS_JOBID": "1"}, 1, None),
         ({"PBS_JOBID": "1"}, 0, None),
         ({"WORLD_SIZE": "4"}, 0, "WORLD_SIZE=4 is set, but"),

@@ -144,8 +144,10 @@ exec python -m mpitrain supervise {{ "--launcher %s " % launcher if launcher != 
 {% else %}
 #
 # It {{ "leaves out nodes that do not answer, and " if can_choose }}submits this script again until the
-# training is finished, up to {{ jobs }} jobs. The run, or sweep, has the job's name. Of
+# training is finished, up to {{ jobs }} jobs.{{ '' if run_dir else " The run, or sweep, has the job's name." }} Of
 # qsub's command line the next job gets ARGS and -N only: write the rest in here.
+# (Encoded, where qsub would change ARGS.)
+export ARGS="${ARGS:-$(base64 -d <<<"${MPITRAIN_ARGS:-}")}"
 # shellcheck disable=SC2086
 exec python -m mpitrain supervise {{ '--container "${container[*]@Q}" ' if container }}{{ "--launcher %s " % launcher if launcher != "openmpi" else "" }}--jobs {{ jobs }}{{ " --run-dir " ~ run_dir if run_dir }}{{ " --nodes %d" % nodes if spare_nodes else "" }} --script "$0" -- \
     {{ program }} "${options[@]}" python -m mpitrain{{ command }}{{ '' if run_dir else ' --name "$PBS_JOBNAME"' }}{{ words }} ${ARGS:-}
