@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any, Literal
 
@@ -437,6 +439,47 @@ def test_what_holds_the_other_nodes_of_a_pbs_job_outlives_term(
     done = run_script(text, folder, tmp_path, [], nodes="node1\nnode2\n")
     said = [f"{reach} lives", *words, 'echo "a  b"; x=$y']
     assert done.stdout.splitlines()[-len(said) :] == said, done.stderr
+
+
+def test_mpiruns_line_for_the_remote_shell_bears_a_folder_with_blanks(
+    tmp_path: Path,
+) -> None:
+    """Open MPI does not quote --prefix there."""
+    venv = tmp_path / "it's a $HOME" / ".venv"
+    venv.parent.mkdir()
+    venv.symlink_to(sys.prefix)
+    line = (
+        f"X={venv};export X;{venv}/bin/python -c 'import os; print(os.environ[\"X\"])'"
+    )
+    agent = [f"{venv}/bin/python", "-m", "mpitrain.schedulers.block_sigterm"]
+    done = subprocess.run([*agent, "sh", "-c", line], capture_output=True, text=True)
+    assert done.stdout == f"{venv}\n", done.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2])
+def test_a_signal_that_a_user_sends_to_the_whole_job_stops_it(
+    number: signal.Signals, tmp_path: Path
+) -> None:
+    make_stand_ins(tmp_path / ".venv", tmp_path / "seen.json")
+    (tmp_path / ".venv/bin/mpirun").write_text(
+        "#!/bin/bash\n[ $1 = --version ] && echo '(Open MPI) 5' && exit\n"
+        f"trap 'exit 75' USR2\n(sleep 1; kill -{number} $PPID) &\n"
+        "for i in {1..50}; do sleep 0.1; done\n"
+    )
+    text = text_of(JobscriptConfig(scheduler="slurm"), [])
+    assert run_script(text, tmp_path, tmp_path, []).returncode == 75
+
+
+def test_folders_of_jobs_that_were_killed_are_removed_later(tmp_path: Path) -> None:
+    make_stand_ins(tmp_path / ".venv", tmp_path / "seen.json")
+    for name, age in ((".mpitrain-aaaaaaaa", 90000), (".mpitrain-bbbbbbbb", 600)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "status").touch()
+        os.utime(tmp_path / name, (time.time() - age,) * 2)
+    text = text_of(JobscriptConfig(scheduler="slurm"), [])
+    assert run_script(text, tmp_path, tmp_path, []).returncode == 0
+    left = [it.name for it in tmp_path.glob(".mpitrain-*")]
+    assert left == [".mpitrain-bbbbbbbb"]
 
 
 def make_stand_ins(venv: Path, seen: Path) -> None:
