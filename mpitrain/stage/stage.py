@@ -175,7 +175,11 @@ def _stage_group(
 def _folder(to: str | None) -> str:
     if to is not None:
         return os.path.abspath(os.path.expandvars(to))  # noqa: PTH100
-    named = (os.environ.get(name, "") for name in ("SLURM_TMPDIR", "TMPDIR"))
+    named = [os.environ.get(name, "") for name in ("SLURM_TMPDIR", "TMPDIR")]
+    # PBS removes its folder with the job; the next job finds a copy beside it.
+    above, _, name = named[1].rpartition("/")
+    if name == f"pbs.{os.environ.get('PBS_JOBID')}" and os.access(above, os.W_OK):
+        named[1] = above
     return next((it for it in named if Path(it).is_dir() and it), "/tmp")
 
 

@@ -34,7 +34,6 @@ KILLED = "ended without a word: killed by a signal, or by os._exit; it was at: "
 _DEATHS = {
     "terminated": "ended by SIGTERM, as a rule the launcher's or scheduler's",
     "orphaned": "the launcher is gone, and so this rank ends",
-    "oom": "killed by the kernel for lack of memory (OOM)",
 }
 
 
@@ -211,7 +210,8 @@ class Coordinator:
         status = self._statuses[rank]
         position = status.position
         steps = f", {position.step} steps done" if position.step >= 0 else ""
-        death = f"{_DEATHS[cause]}; it was at: " if cause in _DEATHS else KILLED
+        death = f"{_DEATHS.get(cause, cause)}; it was at: "
+        death = KILLED if cause == "killed" else death
         name = f"[rank {rank}/{self._world_size} {status.hostname}]"
         return f"{name} {death}{position.phase}{steps}"
 

@@ -138,20 +138,38 @@ class LauncherProcesses:
                 send_signal(launcher.pid, number)
 
 
-def oom_kills() -> int:
-    """Return how often the kernel killed in this cgroup for lack of memory."""
+def _memory_cgroups() -> list[Path]:
+    """Return the folders of this process's memory cgroup and of those above it."""
     # https://docs.kernel.org/admin-guide/cgroup-v2.html#memory-interface-files
-    total = 0
+    found: list[Path] = []
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
-        file = f"/sys/fs/cgroup{path}/memory.events"
-        if controllers:
-            file = f"/sys/fs/cgroup/memory{path}/memory.oom_control"
         if controllers in ("", "memory"):
+            root = Path("/sys/fs/cgroup", controllers)
+            own = root / path.lstrip("/")
+            found += [it for it in (own, *own.parents) if it.is_relative_to(root)]
+    return found
+
+
+def oom_kills() -> int:
+    """Return how often the kernel killed in this cgroup for lack of memory."""
+    for folder in _memory_cgroups():
+        for name in ("memory.events", "memory.oom_control"):
             with contextlib.suppress(OSError):
-                found = re.search(r"^oom_kill (\d+)", Path(file).read_text(), re.M)
-                total += int(found[1]) if found else 0
-    return total
+                text = (folder / name).read_text()
+                if found := re.search(r"^oom_kill (\d+)", text, re.M):
+                    return int(found[1])
+    return 0
+
+
+def memory_limit() -> str:
+    """Return the memory that this cgroup may use, as ``"16.0 GiB"``, or ``"all"``."""
+    limits = [float("inf")]
+    for folder in _memory_cgroups():
+        for name in ("memory.max", "memory.limit_in_bytes"):
+            with contextlib.suppress(OSError, ValueError):  # "max" among them
+                limits.append(int((folder / name).read_text()))
+    return f"{min(limits) / 2**30:.1f} GiB" if min(limits) < 2**60 else "all"
 
 
 def has_signal(pid: int, field: str, number: int) -> bool:

@@ -31,6 +31,7 @@ from mpitrain.watchdog.heartbeat import Heartbeat, State, beat_seconds
 from mpitrain.watchdog.links import CoordinatorClient, CoordinatorServer
 from mpitrain.watchdog.process import (
     LauncherProcesses,
+    memory_limit,
     oom_kills,
     send_signal,
     status_of,
@@ -213,7 +214,8 @@ class Sidecar:
         if self.terminations[0] and now - self.terminations[1] < 3.0:
             return "terminated"
         if oom_kills() > self.oom_kills:
-            return "oom"
+            text = "killed by the kernel for lack of memory (OOM); its cgroup may use "
+            return text + memory_limit()
         return "killed" if self.launcher.is_alive else "orphaned"
 
     def _has_coordinator(self) -> bool:

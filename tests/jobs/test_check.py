@@ -291,3 +291,10 @@ def test_a_library_that_does_not_load_is_an_error(
     said = " ".join(done.stdout.split())
     assert "ERROR no-mpi-library" in said
     assert words in said
+
+
+def test_a_login_node_names_its_scheduler(openmpi: Mpi, tmp_path: Path) -> None:
+    (tmp_path / "sbatch").write_text("#!/bin/true\n")
+    (tmp_path / "sbatch").chmod(0o755)
+    answer = json.loads(login(tmp_path, tmp_path, openmpi, "--json").stdout)
+    assert answer["scheduler"] == {"name": "slurm", "job_id": None}

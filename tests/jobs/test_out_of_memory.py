@@ -59,4 +59,7 @@ def test_a_rank_that_was_killed_for_memory_is_named(
     assert done.status != 0
     (line,) = done.ours
     assert line.startswith("[rank 1/3 ")
-    assert "killed by the kernel for lack of memory (OOM)" in line
+    assert (
+        "killed by the kernel for lack of memory (OOM); its cgroup may use 1.0 GiB"
+        in line
+    )

@@ -136,6 +136,14 @@ INFINIBAND: dict[str, Any] = {"infiniband": ("mlx5_0",)}
             ["note omp-num-threads: OMP_NUM_THREADS=4 was set before the start"],
         ),
         (
+            facts(
+                variables={"OMP_NUM_THREADS": "4"},
+                scheduler=Scheduler(name="pbs", job_id="7.head"),
+                knows_end=True,
+            ),
+            [],
+        ),
+        (
             facts(variables={"OMP_NUM_THREADS": "8"}, num_threads=8),
             ["warning omp-num-threads: .*: 16 threads on 8 cores of a"],
         ),
@@ -167,7 +175,8 @@ INFINIBAND: dict[str, Any] = {"infiniband": ("mlx5_0",)}
         ),
         (facts((1, 1), hosts=({}, {"clock_seconds": 1001.0})), []),
         (facts(torch_version="2.16.1+cu132"), []),
-        (facts(torch_version="2.9.0"), ["note old-torch: torch 2.9.0 is older"]),
+        (facts(torch_version="2.9.0"), []),
+        (facts(torch_version="2.8.0"), ["note old-torch: torch 2.8.0 is older"]),
         (
             facts(unwritable="/home/u: Permission denied"),
             ["error unwritable: a cannot write in /home/u: Permission denied"],

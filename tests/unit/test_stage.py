@@ -18,7 +18,7 @@ from mpitrain.stage.command import read_command, read_words
 from mpitrain.stage.copies import NodeCopy
 from mpitrain.stage.environment import Relocation, activate, pairs_of, roots_of
 from mpitrain.stage.pack import HEAD, MIN_PIECE_BYTES, Entry, Index, Source, walk
-from mpitrain.stage.stage import StageRequest
+from mpitrain.stage.stage import StageRequest, _folder
 
 
 @pytest.fixture
@@ -300,6 +300,24 @@ def test_a_folder_of_others_is_not_used(env: Path, tmp_path: Path) -> None:
     folder.symlink_to(tmp_path)
     copy, _, _ = copied(env, tmp_path / "to")
     assert copy.error == f"{folder} is not a folder of this user alone"
+
+
+def test_a_copy_outlives_the_folder_that_pbs_removes_with_the_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of_job = tmp_path / "pbs.7.head"
+    of_job.mkdir()
+    monkeypatch.setenv("TMPDIR", str(of_job))
+    monkeypatch.delenv("SLURM_TMPDIR", raising=False)
+    assert _folder(None) == str(of_job)  # another's variable
+    monkeypatch.setenv("PBS_JOBID", "7.head")
+    assert _folder(None) == str(tmp_path)
+    tmp_path.chmod(0o500)
+    try:
+        of_user = str(tmp_path if os.access(tmp_path, os.W_OK) else of_job)  # root may
+        assert _folder(None) == of_user
+    finally:
+        tmp_path.chmod(0o700)
 
 
 # --- paths ----------------------------------------------------------------------------

@@ -296,7 +296,7 @@ def test_a_rank_that_is_gone_after_another_told_why_stays_unsaid() -> None:
 @pytest.mark.parametrize(
     ("how", "words"),
     [
-        ("oom", "for lack of memory (OOM)"),
+        ("killed for lack of memory", "] killed for lack of memory; it was at: "),
         ("terminated", "ended by SIGTERM"),
         ("orphaned", "the launcher is gone"),
     ],

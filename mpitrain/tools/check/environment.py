@@ -23,7 +23,7 @@ from mpitrain.tools.check.report import Finding, Severity
 
 VISIBLE_SECONDS = 3.0  # a node looks so long for a new file, which NFS may hide
 SOCKET_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-TESTED_TORCH = "2.15"
+TESTED_TORCH = "2.9"  # the oldest
 GIB = 2**30
 MAX_CLOCK_SECONDS = 2.0
 SLOW_MBPS = 1000
@@ -215,7 +215,8 @@ def _variables(facts: Facts) -> Iterator[Finding]:
                 text += f": {threads} threads on {_plural(node.num_cores, 'core')} of "
                 text += node.hostname
         remedy = "unset OMP_NUM_THREADS (PBS sets it: ompthreads of the job script)"
-        yield Finding(severity, "omp-num-threads", text, remedy)
+        if severity == "warning" or facts.scheduler.name != "pbs":  # it sets one itself
+            yield Finding(severity, "omp-num-threads", text, remedy)
     names = dict.fromkeys(
         f"{name}={value}"
         for rank in facts.ranks

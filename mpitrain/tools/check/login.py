@@ -105,11 +105,15 @@ def check_login_node(config: CheckConfig, environ: Mapping[str, str]) -> int:
         name: shutil.which(name, path=environ.get("PATH")) or ""
         for name in (*names, "sbatch", "qsub")
     }
+    scheduler = asdict(schedulers.detect(environ))
+    if scheduler["name"] == "none":  # outside of a job
+        found = {"slurm": programs["sbatch"], "pbs": programs["qsub"]}
+        scheduler["name"] = next(filter(found.get, found), "none")
     report.add(
         mpi_library=library._asdict(),
         **programs,
         versions=versions(),
-        scheduler=asdict(schedulers.detect(environ)),
+        scheduler=scheduler,
     )
     # mpirun first; sites without it have another.
     program, answer = next(filter(None, (programs[name] for name in names)), ""), ""
