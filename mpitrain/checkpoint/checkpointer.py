@@ -128,6 +128,7 @@ class Checkpointer(RunCheckpoints, Callback):
             raise UsageError(
                 "the Checkpointer was used before; make one for each fit"
             ).on_all_ranks()
+        trainer.best_by = self._best_by
         if trainer.config.dry_run:
             self.is_disabled = True
             return

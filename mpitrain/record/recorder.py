@@ -33,7 +33,9 @@ logger = logging.getLogger("mpitrain")
 _ENCODE = json.JSONEncoder(allow_nan=False).encode
 
 # Fields of `result.json` that a resumed job does not take over.
-_OF_THE_JOB = ("status", "world_size", "num_nodes", "backend", "start_seconds")
+_OF_THE_JOB = (
+    *("status", "best_by", "world_size", "num_nodes", "backend", "start_seconds"),
+)
 
 Line = StepMetrics | Mapping[str, object]
 
@@ -111,6 +113,7 @@ class Recorder(Callback):
         )
         self._result = {
             "status": "running",
+            "best_by": trainer.best_by,
             "world_size": world.world_size,
             "num_nodes": world.num_nodes,
             "backend": world.backend,

@@ -16,6 +16,7 @@ from mpitrain.launch.current import heartbeat
 from mpitrain.mpi.shared_arrays import Communicator
 from mpitrain.train.checks import WrongLabel, kind_of
 from mpitrain.train.loader import BatchLoader
+from mpitrain.train.metrics import best_metric
 from mpitrain.train.step_metrics import sum_exactly, sum_over_ranks
 
 BATCH_SIZE = 256  # samples per forward pass of a rank; does not change any result
@@ -51,17 +52,12 @@ def score_of(values: Mapping[str, float], best_by: str | None = None) -> float |
 
     Negated where lower is better. ``best_by`` is that of `CheckpointConfig`.
     """
-    default = "accuracy" if "accuracy" in values else "loss"
-    mode, _, name = (best_by or default).rpartition(":")
-    name = name.removeprefix("val_")
+    name, is_lower_better = best_metric(values, best_by)
     if name not in values:
         raise UsageError(
             f"--best-by {best_by}: found no such metric in the validation; "
             f"expected one of {', '.join(values)}"
         ).on_all_ranks()
-    is_lower_better = mode == "min" or (
-        not mode and any(word in name.lower() for word in ("loss", "error"))
-    )
     found = -values[name] if is_lower_better else values[name]
     return found if math.isfinite(found) else None
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -30,6 +30,21 @@ class StepMetrics(NamedTuple):
     lr: float  # learning rate of the optimizer's first parameter group
     grad_norm: float  # norm of the gradient of the mean loss, before clipping
     lr_groups: tuple[float, ...] = ()  # of each parameter group, where they differ
+
+
+def best_metric(names: Collection[str], best_by: str | None) -> tuple[str, bool]:
+    """Return the metric by which the best epoch is chosen, and if lower is better.
+
+    Of the validation's ``names`` accuracy, else loss, unless ``best_by`` names one.
+
+    >>> best_metric(["loss", "miou"], "max:miou"), best_metric(["loss"], None)
+    (('miou', False), ('loss', True))
+    """
+    default = "accuracy" if "accuracy" in names else "loss"
+    mode, _, name = (best_by or default).rpartition(":")
+    name = name.removeprefix("val_")
+    is_loss = any(word in name.lower() for word in ("loss", "error"))
+    return name, mode == "min" or (not mode and is_loss)
 
 
 @dataclass(frozen=True, kw_only=True)

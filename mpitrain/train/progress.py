@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mpitrain.train.callbacks import Callback
-from mpitrain.train.metrics import EpochMetrics, StepMetrics, Throughput
+from mpitrain.train.metrics import EpochMetrics, StepMetrics, Throughput, best_metric
 
 LINE_SECONDS = 60.0  # in epochs that take longer, about how often a line is printed
 
@@ -34,6 +34,8 @@ def say(line: str) -> None:
 
 class EpochLines(Callback):
     """Prints a line per epoch, on rank zero; in long epochs about one a minute."""
+
+    best_by: str | None = None
 
     def __init__(self, seconds_left: SecondsLeft = lambda: None) -> None:
         self._seconds_left = seconds_left
@@ -57,7 +59,7 @@ class EpochLines(Callback):
 
     @property
     def line(self) -> str:
-        """Recent loss, last accuracy, samples per second and time to the end."""
+        """Recent loss, last metric of `best_by`, samples per second, time to go."""
         values = dict(sorted(self._values.items()))  # training before validation
         parts = (format_metrics(values), self._rate, self._end())
         return " | ".join(part for part in parts if part)
@@ -75,7 +77,7 @@ class EpochLines(Callback):
 
     def on_fit_start(self, trainer: Any) -> None:
         """Start to print."""
-        self._is_on = trainer.engine.world.is_rank_zero
+        self._is_on, self.best_by = trainer.engine.world.is_rank_zero, trainer.best_by
         plan = trainer.engine.plan
         self.start(plan.num_epochs, plan.total_steps, trainer.state.step)
 
@@ -97,8 +99,8 @@ class EpochLines(Callback):
 
     def on_epoch_end(self, trainer: Any, epoch: EpochMetrics) -> None:
         """Print the line of the epoch."""
-        best = "accuracy" if "accuracy" in epoch.values else "loss"
-        self._values[f"val_{best}"] = epoch.values[best]
+        best, _ = best_metric(epoch.values, self.best_by)
+        self._values[f"val_{best}"] = epoch.values.get(best, math.nan)
         if self._is_on:
             self._printed_at = time.monotonic()
             say(epoch_line(epoch, self._num_epochs))
@@ -268,14 +270,18 @@ def finished_line(result: Mapping[str, Any]) -> str:
 
     >>> finished_line({"val_loss": 0.5, "epochs": 1, "train_seconds": 2.0})
     'finished: val_loss 0.5000 after 1 epoch, 2.0 s of training'
+    >>> finished_line({"best_by": "max:f1", "val_loss": 0.5, "val_f1": 0.9,
+    ...     "epochs": 2, "train_seconds": 2.0})
+    'finished: val_f1 0.9000 after 2 epochs, 2.0 s of training'
     >>> finished_line({"steps": 90})
     'finished: 90 steps'
     """
     if "epochs" not in result:  # of a loop with a Checkpointer
         return f"finished: {result.get('steps')} steps"
     epochs = result["epochs"]
-    best = "val_accuracy" if "val_accuracy" in result else "val_loss"
-    value = result[best]
+    names = [name[4:] for name in result if name.startswith("val_")]
+    best = f"val_{best_metric(names, result.get('best_by'))[0]}"
+    value = result.get(best)
     return (
         f"finished: {format_metrics({best: math.nan if value is None else value})} "
         f"after {epochs} epoch{'s' * (epochs != 1)}, "

@@ -78,6 +78,7 @@ class Trainer:
         micro_batch_losses: With ``bitwise`` the sum of losses of each micro-batch of
             the last steps; for `Callback.on_metrics`.
         resumed_from: Name of the checkpoint that was loaded; empty without one.
+        best_by: The metric of the best checkpoint; `Checkpointer` sets it.
     """
 
     engine: Engine
@@ -112,6 +113,7 @@ class Trainer:
         self.micro_batch_losses: list[list[float]] = []
         self.throughput_seconds = THROUGHPUT_SECONDS
         self.resumed_from = ""
+        self.best_by: str | None = None
         self._owns_job = world is None
         self.uses_whole_config = False  # the command makes callbacks of all its fields
         self._final_state: dict[str, Any] | None = None  # if the job ends with `fit`

@@ -240,7 +240,9 @@ def test_the_best_epoch_is_kept_though_writes_take_longer_than_epochs(
     scores = [0.1, 0.3, 0.5, 0.2, 0.9, 0.4, 0.3, 0.2]
     if best_by.startswith("min"):
         scores = [-score for score in scores]
-    trainer_with_scores(world, ranks, run_dir, scores, best_by).fit()
+    trainer = trainer_with_scores(world, ranks, run_dir, scores, best_by)
+    trainer.fit()
+    assert trainer.best_by == best_by  # which lines and records name
     ranks.allgather(None)
     best = layout.best_of(layout.list_checkpoints(run_dir))
     assert best is not None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -66,6 +67,13 @@ def test_loss_accuracy_speed_and_end_are_told() -> None:
     assert text.line == (
         "train_loss 0.5000 | val_accuracy 87.50% | 256 samples/s | done in 5:00"
     )
+
+
+def test_the_metric_of_the_best_checkpoint_is_told() -> None:
+    lines = EpochLines()
+    lines._is_on, lines.best_by = False, "max:val_f1"
+    lines.on_epoch_end(None, replace(EPOCH, values={**EPOCH.values, "f1": 0.75}))
+    assert lines.line == "val_f1 0.7500"
 
 
 def test_what_earlier_jobs_did_does_not_make_this_one_faster() -> None:

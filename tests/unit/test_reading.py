@@ -83,6 +83,7 @@ def epoch(step: int) -> EpochMetrics:
 
 
 TRAINER: Any = SimpleNamespace(
+    best_by=None,
     engine=SimpleNamespace(
         world=a_world(),
         plan=SimpleNamespace(total_steps=4, num_epochs=2, steps_per_epoch=2),

@@ -86,6 +86,7 @@ def trainer_of(world: World) -> Any:
         ),
         state=TrainState(),
         config=SimpleNamespace(global_batch_size=64),
+        best_by=None,
     )
 
 

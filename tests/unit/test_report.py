@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import re
 import time
 from pathlib import Path
@@ -317,7 +318,30 @@ def test_a_run_of_which_little_is_there_has_a_page(
             file.rmdir() if file.is_dir() else file.unlink()
     page = written(path)
     assert "<h1>r " in page
-    assert page.count("<figure") == 4
+    found = re.findall('<figure id="([^"]+)"', page)
+    ranks = ["ranks"] if "times" in left else []
+    assert found == ["loss", "accuracy", *ranks, "throughput"]
+
+
+def test_each_metric_has_its_curve_and_each_chart_one_title(tmp_path: Path) -> None:
+    path = make_run(tmp_path / "r", (Part(world_size=1),))
+    text = (path / "metrics.jsonl").read_text()
+    text = text.replace('"val_accuracy"', '"val_miou": 0.25, "val_a/b <i>"')
+    (path / "metrics.jsonl").write_text(text)
+    result = json.loads((path / "result.json").read_text())
+    result |= {"best_by": "max:miou", "val_miou": 0.25, "val_loss": 1.0}
+    (path / "result.json").write_text(json.dumps(result))
+    output = tmp_path / "page.html"
+    report(ReportConfig(runs=(path,), output=output))
+    page = output.read_text()
+    titles = ["Loss", "Validation miou", "Validation a/b &lt;i&gt;", "Ranks by time"]
+    titles.append("Throughput in samples per second")
+    assert re.findall("<h2>(.*?)</h2>", page) == titles
+    for title in titles:
+        assert len(re.findall(f">[^<]*{re.escape(title)}[^<]*<", page)) == 1
+    assert "<b>0.25</b><span>best validation miou</span>" in page
+    pictures = {file.name for file in (tmp_path / "page").iterdir()}
+    assert {"val-miou.png", "val-a-b--i-.png", "ranks.png"} < pictures
 
 
 def test_a_run_that_is_running_is_shown_as_far_as_it_is(tmp_path: Path) -> None:

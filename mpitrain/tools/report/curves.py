@@ -1,7 +1,8 @@
-"""Curves over steps: loss, accuracy, throughput."""
+"""Curves over steps: loss, metrics, throughput."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -43,16 +44,24 @@ def loss_chart(runs: Sequence[ReportedRun]) -> Chart:
     return _finish(chart, bool(seen), "{:.5g}", has_legend=True)
 
 
-def accuracy_chart(runs: Sequence[ReportedRun]) -> Chart:
-    """Draw the validation accuracy after each epoch."""
-    chart, num = _chart("accuracy", "Validation accuracy", runs), 0
+def metric_charts(runs: Sequence[ReportedRun]) -> list[Chart]:
+    """Draw each metric of the validation but the loss, after each epoch."""
+    epochs = [epoch for shown in runs for epoch in shown.run.metrics.epochs]
+    names = dict.fromkeys(it for epoch in epochs for it in epoch.values if it != "loss")
+    return [_metric_chart(runs, name) for name in names or ("accuracy",)]
+
+
+def _metric_chart(runs: Sequence[ReportedRun], name: str) -> Chart:
+    file = "accuracy" if name == "accuracy" else "val-" + re.sub(r"\W", "-", name)
+    chart, num = _chart(file, f"Validation {name}", runs), 0
+    scale, form = (100, "{:.4g} %") if name.endswith("accuracy") else (1, "{:.4g}")
     for shown in runs:
-        x, _, accuracy, _ = _validation(shown, "accuracy")
+        x, _, values, _ = _validation(shown, name)
         chart.axes.plot(
-            x, 100 * accuracy, color=shown.colour, marker="o", label=shown.run.name
+            x, scale * values, color=shown.colour, marker="o", label=shown.run.name
         )
         num += len(x)
-    return _finish(chart, num > 0, "{:.4g} %", has_legend=len(runs) > 1)
+    return _finish(chart, num > 0, form, has_legend=len(runs) > 1)
 
 
 def throughput_chart(runs: Sequence[ReportedRun]) -> Chart:

@@ -163,26 +163,22 @@ def pixels(found: RankMap) -> NDArray[np.float64]:
 
 
 def map_chart(shown: ReportedRun, index: int, num_runs: int) -> Chart:
-    """Draw what every rank of a run did."""
+    """Draw what every rank of a run did, in one job at least."""
     name, of = ("ranks", "")
     if num_runs > 1:
         name, of = f"ranks-{index}", f": {shown.run.name}"
-    jobs = [job for job in shown.jobs if job.ranks]
-    num = min(max((job.world_size for job in jobs), default=1), 26)
+    jobs = shown.jobs
+    num = min(max(job.world_size for job in jobs), 26)
     height = min(520.0, 110 + (16 if num > 24 else 26) * num)
     chart = Chart(name=name, title=f"Ranks by time{of}", is_wide=True, height=height)
     metrics = shown.run.metrics
     chart.findings = findings(jobs, metrics.throughputs)
     if metrics.balance is not None:
         chart.findings.append(balance_line(*metrics.balance))
-    if jobs:
-        _draw(chart, jobs, found := rank_map(jobs))
-        saved = [one.time for one in shown.run.checkpoints if not one.error]
-        places = [found.place(time) for time in saved if time is not None]
-        mark_checkpoints(chart, apart(places, 0.01), 1.0)
-    else:
-        chart.axes.set(xticks=[], yticks=[])
-        chart.axes.text(0.5, 0.5, "no times yet", ha="center", color=MUTED)
+    _draw(chart, jobs, found := rank_map(jobs))
+    saved = [one.time for one in shown.run.checkpoints if not one.error]
+    places = [found.place(time) for time in saved if time is not None]
+    mark_checkpoints(chart, apart(places, 0.01), 1.0)
     return chart
 
 

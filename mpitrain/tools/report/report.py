@@ -89,9 +89,9 @@ def _page(found: Sequence[Run], *, draws: bool) -> tuple[str, dict[str, bytes]]:
     with style():
         charts = [
             curves.loss_chart(runs),
-            curves.accuracy_chart(runs),
-            *(map_chart(it, i, len(runs)) for i, it in enumerate(runs)),
+            *curves.metric_charts(runs),
+            *(map_chart(it, i, len(runs)) for i, it in enumerate(runs) if it.jobs),
             curves.throughput_chart(runs),
         ]
-        drawn = {chart.name: chart.png() for chart in charts if draws}
-        return page(runs, charts), drawn
+        text = page(runs, charts)  # before the pictures, which have their titles inside
+        return text, {chart.name: chart.png() for chart in charts if draws}

@@ -16,7 +16,7 @@ from mpitrain.tools.report.analysis import (
     find_straggler,
     seconds_by_category,
 )
-from mpitrain.train.metrics import PHASES
+from mpitrain.train.metrics import PHASES, best_metric
 
 Row = tuple[str, ...]
 
@@ -50,7 +50,12 @@ def summary(shown: ReportedRun) -> dict[str, str]:
     """Return what is most interesting of a run, by name; empty if not known."""
     run, metrics = shown.run, shown.run.metrics
     epochs, steps = metrics.epochs, metrics.steps
-    accuracies = [epoch.values.get("accuracy", math.nan) for epoch in epochs]
+    names = {name for epoch in epochs for name in epoch.values}
+    best, is_lower_better = best_metric(names, run.result.get("best_by"))
+    values = [epoch.values.get(best, math.nan) for epoch in epochs]
+    choose = min if is_lower_better else max
+    value = choose(filter(math.isfinite, values), default=math.nan)
+    is_share = best.endswith("accuracy")
     losses = [epoch.values.get("loss", epoch.train_loss) for epoch in epochs]
     done = steps.step[-1] if len(steps.step) else 0
     total = metrics.began[-1].total_steps if metrics.began else None
@@ -60,9 +65,7 @@ def summary(shown: ReportedRun) -> dict[str, str]:
     num_samples, step_seconds = total_of.num_samples, total_of.seconds
     size, nodes = run.result.get("world_size"), run.result.get("num_nodes")
     return {
-        "best validation accuracy": percent(
-            max(filter(math.isfinite, accuracies), default=math.nan), 2
-        ),
+        f"best validation {best}": percent(value, 2) if is_share else number(value),
         "last validation loss": number((losses or steps.loss or [math.nan])[-1]),
         "test accuracy": percent(metrics.test.get("accuracy", math.nan), 2),
         "steps": f"{done:,}" + (f" / {total:,}" if total and done < total else ""),
