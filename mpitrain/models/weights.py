@@ -30,17 +30,13 @@ WRAPPERS = ("module.", "model.", "backbone.")  # that programs put before the na
 EXPECTED = "expected a state_dict: torch.save(model.state_dict(), 'model.pt')"
 
 # What training scripts save beside the weights: timm's, torchvision's, Lightning's.
-OBJECTS = (
+BESIDE = (
     *("argparse.Namespace", "types.SimpleNamespace", "numpy.dtype", "numpy.ndarray"),
     *("numpy.core.multiarray.scalar", "numpy.core.multiarray._reconstruct"),
     *("numpy._core.multiarray.scalar", "numpy._core.multiarray._reconstruct"),
     *("pathlib.PosixPath", "pathlib._local.PosixPath"),  # since Python 3.13
     *("pathlib.WindowsPath", "pathlib._local.WindowsPath"),
     *(f"builtins.{name}" for name in ("dict", "float", "int", "list", "str")),
-)
-MAPPINGS = (
-    *("collections.defaultdict", "lightning.fabric.utilities.data.AttributeDict"),
-    "pytorch_lightning.utilities.parsing.AttributeDict",
 )
 
 State = dict[str, Any]  # weights by name; a few may be no tensors (`_extra_state`)
@@ -53,7 +49,7 @@ def is_file_name(weights: str) -> bool:
 
 
 class Ignored:
-    """Stands for one of `OBJECTS`: nothing of its module is called."""
+    """Stands for an object of `BESIDE`: nothing of its module is called."""
 
     def __new__(cls, *_: object) -> Ignored:
         """Drop the arguments."""
@@ -61,14 +57,6 @@ class Ignored:
 
     def __setstate__(self, state: object) -> None:
         """Drop the state."""
-
-
-class Items:
-    """Stands for one of `MAPPINGS`, whose items torch puts into an OrderedDict."""
-
-    def __new__(cls, *_: object) -> OrderedDict[Any, Any]:  # type: ignore[misc]
-        """Drop the arguments."""
-        return OrderedDict()
 
 
 def read_state(path: Path) -> tuple[State, str]:
@@ -89,8 +77,9 @@ def read_state(path: Path) -> tuple[State, str]:
             require("safetensors", f"--weights {path}")
             safetensors = importlib.import_module("safetensors.torch")
             return dict(safetensors.load_file(path, device="cpu")), ""
-        names: list[Any] = [(Ignored, name) for name in OBJECTS]
-        names += [(Items, name) for name in MAPPINGS]
+        names: list[Any] = [(Ignored, name) for name in BESIDE]
+        # torch fills no other kind of mapping with items.
+        names.append((lambda *_: OrderedDict(), "collections.defaultdict"))
         with warnings.catch_warnings(), torch.serialization.safe_globals(names):
             warnings.simplefilter("ignore")  # about pickles by other means than torch's
             content = torch.load(path, map_location="cpu", weights_only=True)
