@@ -38,8 +38,7 @@ from mpitrain.launch.current import age_seconds, current_world
 from mpitrain.launch.exit_guard import ExitGuard
 from mpitrain.mpi.shared_arrays import Communicator, communicator
 from mpitrain.mpi.world import World, list_hosts
-from mpitrain.record.recorder import record_job
-from mpitrain.record.run_dir import read_result, write_json
+from mpitrain.record.recorder import record_job, update_result
 from mpitrain.record.runs import open_run
 
 logger = logging.getLogger("mpitrain")
@@ -286,8 +285,7 @@ class RunCheckpoints:
 
     def _record(self, **values: Any) -> None:
         if self._world is not None and self._world.is_rank_zero:
-            result = {**read_result(self.run_dir), **values}
-            write_json(self.run_dir / "result.json", result)
+            update_result(self.run_dir, **values)
 
 
 def _unwrap(model: nn.Module) -> nn.Module:

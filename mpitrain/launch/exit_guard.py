@@ -136,6 +136,7 @@ class ExitGuard:
         if self._failed:
             return
         self._failed = True
+        self.on_leave.clear()  # also where a world of one continues
         self.status = status = exit_status(error) or 1
         if self._size > 1:
             ignore_children()

@@ -334,10 +334,17 @@ def record_failure(run_dir: Path, message: str, status: int = 1) -> None:
     """
     if is_finished(run_dir):
         return
-    failed = {"status": "failed", "error": message}
     if status == Stopped.exit_status:
-        failed = {"status": "stopped", "stopped": message.rpartition("Stopped: ")[2]}
+        update_result(
+            run_dir, status="stopped", stopped=message.rpartition("Stopped: ")[2]
+        )
+    else:
+        update_result(run_dir, status="failed", error=message)
+
+
+def update_result(run_dir: Path, **values: Any) -> None:
+    """Write values into ``result.json``; a warning where that cannot be."""
     try:
-        write_json(run_dir / "result.json", {**read_result(run_dir), **failed})
+        write_json(run_dir / "result.json", {**read_result(run_dir), **values})
     except OSError as error:  # a full disk, say, which must not hide the first error
         logger.warning("result.json cannot be written: %s", error.strerror)
