@@ -28,7 +28,7 @@ def boot_id() -> str:
 
 
 # Ranks of one host among those that share memory by MPI, and how many these are.
-Group = tuple[tuple[int, ...], int]
+Ranks = tuple[tuple[int, ...], int]
 
 
 def node_comm(comm: MPI.Intracomm) -> MPI.Intracomm:
@@ -53,7 +53,7 @@ def discover_world(comm: MPI.Intracomm, on_node: MPI.Intracomm) -> World:
     return world_of(comm.rank, comm.size, nodes)
 
 
-def hosts_of_group(machines: Sequence[tuple[int, str, str]]) -> dict[str, list[Group]]:
+def hosts_of_group(machines: Sequence[tuple[int, str, str]]) -> dict[str, list[Ranks]]:
     """Return the ranks by host name, of ranks that share memory: rank, name, boot id.
 
     Containers of a machine may have a name each: theirs is that of the first rank.
@@ -66,7 +66,7 @@ def hosts_of_group(machines: Sequence[tuple[int, str, str]]) -> dict[str, list[G
 
 
 def hosts_by_rank(
-    groups: Mapping[str, Sequence[Group]],
+    groups: Mapping[str, Sequence[Ranks]],
 ) -> list[tuple[str, tuple[int, ...]]]:
     """Return the hosts with their ranks, ordered by lowest rank."""
     for hostname, found in groups.items():

@@ -59,7 +59,7 @@ class NodeResult(NamedTuple):
     error: str  # why it has none
 
 
-class Group(NamedTuple):
+class Roots(NamedTuple):
     """Roots that are staged together: the environment, or the rest."""
 
     content: Index
@@ -78,7 +78,7 @@ def stage(guard: ExitGuard, request: StageRequest) -> Target:
     comm, started = guard.comm, time.perf_counter()
     pairs: list[tuple[str, str]] = []  # old and new paths, of this node
     words: list[tuple[str, str]] = []  # those that the command line has
-    staged: list[Group] = []
+    staged: list[Roots] = []
 
     def beat() -> None:
         guard.watched.start("stage")
@@ -127,7 +127,7 @@ def _stage_group(
     to: str,
     on_progress: Callable[[], object],
     is_environment: bool,
-) -> Group:
+) -> Roots:
     """Copy rank zero's roots to all nodes. Collective over the nodes' leaders."""
     index, error = Index((), ()), ""
     notes: list[str] = []
@@ -141,7 +141,7 @@ def _stage_group(
     data, error = leaders.bcast((index.encode(), error))
     index = Index.decode(data)
     if not index.roots and not error:
-        return Group(index, [NodeResult("", "", False, "")] * leaders.size, [], [])
+        return Roots(index, [NodeResult("", "", False, "")] * leaders.size, [], [])
     copy = NodeCopy(index, to)
     move = Relocation(pairs_of(index.roots, copy.path))
     if is_environment and index.roots and move(sys.prefix) == sys.prefix:
@@ -169,7 +169,7 @@ def _stage_group(
     path = copy.path if index.roots and not copy.error else ""
     result = NodeResult(socket.gethostname(), path, had_it, copy.error)
     barrier(leaders)
-    return Group(index, leaders.allgather(result), notes, warnings)
+    return Roots(index, leaders.allgather(result), notes, warnings)
 
 
 def _folder(to: str | None) -> str:
@@ -183,7 +183,7 @@ def _folder(to: str | None) -> str:
     return next((it for it in named if Path(it).is_dir() and it), "/tmp")
 
 
-def _print_report(staged: Sequence[Group], seconds: float) -> None:
+def _print_report(staged: Sequence[Roots], seconds: float) -> None:
     groups = [it for it in staged if it.content.roots or it.results[0].error]
     lines = [f"warning: {text}" for group in groups for text in group.warnings]
     nodes = list(zip(*(group.results for group in groups), strict=True))

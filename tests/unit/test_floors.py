@@ -106,6 +106,15 @@ def imports_with_names(path: Path) -> list[str]:
     return found
 
 
+def test_no_class_name_stands_twice() -> None:
+    places: dict[str, list[str]] = {}
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                places.setdefault(node.name, []).append(f"{path}:{node.lineno}")
+    assert not {name: of for name, of in places.items() if len(of) > 1}
+
+
 @pytest.mark.parametrize("path", FILES, ids=str)
 def test_only_the_start_speaks_mpi(path: Path) -> None:
     if room(path) not in MPI_USERS:

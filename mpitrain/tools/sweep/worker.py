@@ -37,7 +37,7 @@ from mpitrain.mpi.world import World, list_hosts, rank_label
 from mpitrain.record.run_dir import open_log, shown, start_logging
 from mpitrain.record.runs import close_run
 from mpitrain.tools.sweep.config import PreparedSweep, ReadConfig
-from mpitrain.tools.sweep.messages import POLL_SECONDS, Inbox, Message, Outcome
+from mpitrain.tools.sweep.messages import POLL_SECONDS, Ending, Inbox, Message
 from mpitrain.tools.train.prepare import PreparedRun, prepare
 from mpitrain.tools.train.run import run_training
 from mpitrain.train.callbacks import Callback, StopRequested
@@ -207,7 +207,7 @@ class Worker:
         if self._world.device != "cpu":
             torch.get_device_module(self._world.device).empty_cache()
 
-    def _failed(self, error: BaseException, ranks: Sequence[int]) -> Outcome:
+    def _failed(self, error: BaseException, ranks: Sequence[int]) -> Ending:
         rank, size = self._world.rank, self._world.world_size
         text, mine = f"{type(error).__name__}: {error}", ranks.index(rank)
         if not getattr(error, "is_collective", False):
@@ -215,12 +215,12 @@ class Worker:
         # Torch may have made another error of a TrialAborted.
         is_other = getattr(error, "reporting_rank", mine) not in (None, mine)
         if self.inbox.is_aborted or is_other or is_consequence(error):
-            return Outcome("aborted", rank, text)
+            return Ending("aborted", rank, text)
         if isinstance(error, UsageError):
-            return Outcome("failed", rank, str(error), is_usage=True)
-        return Outcome("failed", rank, text)
+            return Ending("failed", rank, str(error), is_usage=True)
+        return Ending("failed", rank, text)
 
-    def _train_in(self, part: World, start_id: int, flags: Sequence[str]) -> Outcome:
+    def _train_in(self, part: World, start_id: int, flags: Sequence[str]) -> Ending:
         began, rank = time.monotonic(), self._world.rank
         run = on_rank_zero(
             world_comm(), lambda: prepare(self._read_config(flags)), "prepare the run"
@@ -231,7 +231,7 @@ class Worker:
             if run.done and run.status:  # a file stop lies in its folder
                 raise Stopped(run.done).on_all_ranks()
             if run.done:  # in a job that ended before Optuna was told
-                return Outcome("finished", rank)
+                return Ending("finished", rank)
             with self._logs(run, part):
                 status = run_training(
                     part,
@@ -246,8 +246,8 @@ class Worker:
             if run.config.compile:
                 torch._dynamo.reset()  # noqa: SLF001
         if reporter.is_pruned:
-            return Outcome("pruned", rank)
-        return Outcome("stopped" if status else "finished", rank)
+            return Ending("pruned", rank)
+        return Ending("stopped" if status else "finished", rank)
 
     @contextlib.contextmanager
     def _logs(self, run: PreparedRun, part: World) -> Iterator[None]:
