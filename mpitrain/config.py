@@ -31,13 +31,12 @@ HANG_TIMEOUT_SECONDS = 600.0  # default of a training
 TIMEOUT_SECONDS = 1800.0  # of a collective or an answer of the store; gloo's default
 
 # Default peak learning rates; ADAM_LR for the others.
-LR = {"sgd": 0.05, "rmsprop": 0.01, "adagrad": 0.01, "adadelta": 1.0}
+LR = {"sgd": 0.1, "rmsprop": 0.01, "adagrad": 0.01, "adadelta": 1.0}
 ADAM_LR = 0.001
 # Of a training of at least twice as many epochs, as in Goyal et al. for ResNet-50
 # (https://arxiv.org/abs/1706.02677, 2.2).
 WARMUP_EPOCHS = 5.0
-FULL_LR_BATCH_SIZE = 64  # the smallest that gets sgd's whole default learning rate
-SCALED_BATCH_SIZE = 256  # what --scale-lr scales from
+SCALED_BATCH_SIZE = 256  # of the default of sgd, and what --scale-lr scales from
 BITWISE_MICRO_BATCHES = 8  # of a step with --bitwise, without --micro-batch-size
 
 Device = Literal["auto", "cpu", "cuda", "xpu"]
@@ -126,7 +125,7 @@ class LearningConfig:
     optimizer: Optimizer = "sgd"
     """Optimizer of torch.optim; sgd uses Nesterov momentum."""
     lr: float | None = None
-    """Peak learning rate. Default: sgd up to 0.05 (by epochs and batch size), rmsprop,
+    """Peak learning rate. Default: sgd 0.1 (less below a batch size of 256), rmsprop,
     adagrad 0.01, adadelta 1, others 0.001."""
     scale_lr: bool = False
     """Scale the learning rate by global batch size / 256."""
@@ -162,20 +161,17 @@ class LearningConfig:
     def peak_lr(self) -> float:
         """The learning rate at the end of the warm-up.
 
-        The default of sgd rises by 0.01 in each epoch of the default warm-up: ResNets
-        diverge in the first epoch where it rises faster, at any batch size. Below
-        a global batch size of 64 it is scaled down with the batch.
+        The default of sgd is torchvision's and that of Goyal et al., 0.1 for a batch of
+        256. Smaller batches get it times sqrt(batch / 256): in proportion to the batch
+        the digits would learn too slowly (0.05 at the default batch of 64).
         """
+        relative = self.global_batch_size / SCALED_BATCH_SIZE
         lr = self.lr
         if lr is None:
             lr = LR.get(self.optimizer, ADAM_LR)
-            if self.optimizer == "sgd":
-                epochs = self.epochs or self.probe_epochs
-                lr *= min(1.0, epochs / (2 * WARMUP_EPOCHS))
-                if not self.scale_lr:
-                    lr *= min(1.0, self.global_batch_size / FULL_LR_BATCH_SIZE)
-        scale = self.global_batch_size / SCALED_BATCH_SIZE if self.scale_lr else 1.0
-        return lr * scale
+            if self.optimizer == "sgd" and not self.scale_lr:
+                lr *= math.sqrt(min(1.0, relative))
+        return lr * relative if self.scale_lr else lr
 
 
 @dataclass(frozen=True, kw_only=True)

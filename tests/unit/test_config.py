@@ -199,17 +199,19 @@ def test_settings_without_effect_are_named() -> None:
 
 def test_each_optimizer_has_a_learning_rate_of_its_own() -> None:
     assert TrainConfig().peak_lr == 0.05
-    assert TrainConfig(epochs=100).peak_lr == 0.05
-    assert TrainConfig(epochs=2).peak_lr == pytest.approx(0.01)
-    assert TrainConfig(epochs=2, lr=0.1).peak_lr == 0.1
-    assert TrainConfig(global_batch_size=16).peak_lr == pytest.approx(0.0125)
-    assert TrainConfig(global_batch_size=256).peak_lr == 0.05
+    assert TrainConfig(global_batch_size=16).peak_lr == 0.025
+    assert TrainConfig(global_batch_size=256).peak_lr == 0.1
+    assert TrainConfig(global_batch_size=1024).peak_lr == 0.1
     assert TrainConfig(global_batch_size=16, lr=0.1).peak_lr == 0.1
-    scaled = TrainConfig(global_batch_size=16, scale_lr=True)
-    assert scaled.peak_lr == pytest.approx(0.05 * 16 / 256)
-    assert TrainConfig(epochs=0, probe_epochs=4).peak_lr == pytest.approx(0.02)
+    scaled = TrainConfig(global_batch_size=1024, scale_lr=True)
+    assert scaled.peak_lr == pytest.approx(0.4)
     assert TrainConfig(optimizer="adamw").peak_lr == 0.001
     assert TrainConfig(optimizer="adamw", lr=0.3).peak_lr == 0.3
+
+
+def test_the_default_learning_rate_does_not_depend_on_the_number_of_epochs() -> None:
+    rates = {TrainConfig(epochs=num).peak_lr for num in (1, 2, 5, 100)}
+    assert rates == {TrainConfig(epochs=0, probe_epochs=4).peak_lr} == {0.05}
 
 
 @pytest.mark.parametrize(
