@@ -24,6 +24,8 @@ from mpitrain.plugins import call_with_known, load_reference
 
 logger = logging.getLogger("mpitrain")
 
+WRAPPERS = (torchs.ConcatDataset, torchs.ChainDataset, torchs.StackDataset)
+
 ONE_PASS_MODULES = ("builtins", "itertools")  # their iterators cannot begin again
 
 
@@ -147,9 +149,8 @@ def _warn_if_random(
     if found and world.is_rank_zero:
         logger.warning(
             "the first sample of %s differs when it is read again, so results depend "
-            "on the number of ranks and workers; draw random numbers from torch.rand, "
-            "numpy.random or random, which are seeded for each sample, not from a "
-            "generator of the data set, or seed that by epoch and index",
+            "on the number of ranks; draw from torch.rand, numpy.random or random, "
+            "which are seeded for each sample, or seed your generator by epoch and index",
             what,
         )
     return found
@@ -162,9 +163,8 @@ def refuse_loader(dataset: Any, what: str) -> None:
     if isinstance(dataset, torchs.DataLoader) or is_like_one:
         raise DataError(
             f"{what} is a {type(dataset).__name__!r}, whose samples would be batches; "
-            "expected a data set: pass loader.dataset. Batch size and workers are "
-            "global_batch_size and num_workers of the configuration "
-            "(--global-batch-size, --num-workers)"
+            "expected a data set: pass loader.dataset, and its batch size and workers "
+            "as global_batch_size and num_workers (--global-batch-size, --num-workers)"
         ).on_all_ranks()
     for inner in _wrapped(dataset):
         refuse_loader(inner, what)
@@ -200,12 +200,8 @@ def _wrapped(dataset: Any) -> Sequence[Any]:
     """Return the data sets that one of torch's wrappers holds."""
     if isinstance(dataset, torchs.Subset):
         return [dataset.dataset]
-    if isinstance(
-        dataset, torchs.ConcatDataset | torchs.ChainDataset | torchs.StackDataset
-    ):
-        sets: Any = dataset.datasets
-        return list(sets.values() if isinstance(sets, dict) else sets)
-    return []
+    sets: Any = dataset.datasets if isinstance(dataset, WRAPPERS) else ()
+    return list(sets.values() if isinstance(sets, dict) else sets)
 
 
 def _is_map_style(dataset: Any) -> bool:

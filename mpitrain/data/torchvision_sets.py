@@ -51,18 +51,17 @@ CIFAR_FILES = {
 """Folder and files of each set."""
 
 CLASS_NAMES = {
-    "mnist": "0 1 2 3 4 5 6 7 8 9",
-    "fashion-mnist": "T-shirt/top Trouser Pullover Dress Coat Sandal Shirt Sneaker Bag "
-    "Ankle_boot",
+    "mnist": "0,1,2,3,4,5,6,7,8,9",
+    "fashion-mnist": "T-shirt/top,Trouser,Pullover,Dress,Coat,Sandal,Shirt,Sneaker,Bag,"
+    "Ankle boot",
 }
-"""By label, in torchvision's words; CIFAR's are in its files."""
+"""By label; CIFAR's are in its files."""
+
+Named = tuple[list[str], list[tuple[Array, Array]]]  # classes; inputs, labels
 
 TIMEOUT_SECONDS = 30.0  # how long a server may be silent
 
 SCHEMES = ("http://", "https://", "file:///")
-
-
-NamedParts = tuple[list[str], list[tuple[Array, Array]]]
 
 
 def find(name: str, data_dir: Path) -> Path | None:
@@ -119,13 +118,13 @@ def _idx_file(folder: Path, name: str) -> Path:
     return path if path.is_file() else folder / f"{name}.gz"
 
 
-def _read_mnist(name: str, folder: Path) -> NamedParts:
+def _read_mnist(name: str, folder: Path) -> Named:
     paths = [_idx_file(folder, file) for file in IDX_FILES]
     arrays = [_read_idx(path, 3 - 2 * (i % 2)) for i, path in enumerate(paths)]
     if not all(array.size for array in arrays):
         raise DataError(f"{folder}: {name} has images or labels of no size")
     pairs = (arrays[:2], arrays[2:])
-    return CLASS_NAMES[name].split(), [
+    return CLASS_NAMES[name].split(","), [
         (images[:, None], labels.astype(np.int64)) for images, labels in pairs
     ]
 
@@ -157,7 +156,7 @@ def _read_idx(path: Path, num_dims: int) -> Array:
     return np.frombuffer(data, np.uint8).reshape(shape).copy()
 
 
-def _read_cifar(name: str, place: Path) -> NamedParts:
+def _read_cifar(name: str, place: Path) -> Named:
     """Read by torchvision, after a check of MD5."""
     from torchvision import datasets  # type: ignore[import-untyped]
 

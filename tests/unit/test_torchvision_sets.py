@@ -66,7 +66,9 @@ def test_a_folder_that_names_the_set_wins_if_it_is_whole(tmp_path: Path) -> None
     write_mnist(tmp_path / "MNIST/raw", num_train=20)
     assert len(read("mnist", tmp_path)["train_labels"]) == 20
     (tmp_path / "MNIST/raw" / LABELS).unlink()
-    assert len(read("mnist", tmp_path)["train_labels"]) == 10
+    arrays = read("mnist", tmp_path)
+    assert len(arrays["train_labels"]) == 10
+    assert bytes(arrays["classes"]).decode().splitlines() == [*"0123456789"]
 
 
 def test_the_real_fashion_mnist_is_read() -> None:
