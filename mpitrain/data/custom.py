@@ -150,7 +150,7 @@ def _warn_if_random(
         logger.warning(
             "the first sample of %s differs when it is read again, so results depend "
             "on the number of ranks; draw from torch.rand, numpy.random or random, "
-            "which are seeded for each sample, or seed your generator by epoch and index",
+            "which are seeded for each sample, or seed a generator by epoch and index",
             what,
         )
     return found
