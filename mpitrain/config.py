@@ -150,8 +150,7 @@ class LearningConfig:
     clip_grad_norm: float | None = None
     """Clip the gradient norm to this value."""
     ema_decay: float | None = None
-    """Evaluate and save an exponential moving average of the weights with this decay
-    (0.999)."""
+    """Evaluate and save an exponential moving average (EMA) with this decay (0.999)."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """Stop at a loss or gradient that is NaN or infinite, or skip the step."""
     seed: int = 1
@@ -188,8 +187,7 @@ class StrategyConfig:
     shard_optimizer: bool = False
     """With ddp: shard the optimizer state (ZeRO-1)."""
     precision: Precision = "fp32"
-    """bf16 and fp16: mixed precision with fp32 parameters. fp64: all in double
-    precision."""
+    """bf16, fp16: mixed precision with fp32 parameters. fp64: double precision."""
     tf32: bool = False
     """Allow TF32 matrix products on GPUs."""
     compile: bool = False
@@ -198,6 +196,8 @@ class StrategyConfig:
     """Memory format channels_last. auto: on GPUs with bf16 or fp16."""
     activation_checkpointing: bool = False
     """Recompute activations in the backward pass to save memory."""
+    find_unused_parameters: Literal["auto", "always", "never"] = "auto"
+    """With ddp: a weight may take no part in a step. auto: in custom models."""
     sync_batchnorm: bool = False
     """Synchronize batch norm over all ranks (GPUs only)."""
     deterministic: bool = False
@@ -506,7 +506,7 @@ MAY_CHANGE = frozenset(
         *("data_dir", "num_workers", "on_bad_sample", "on_nonfinite"),
         *("strategy", "hybrid_sharding", "cpu_offload", "shard_optimizer"),
         *("micro_batch_size", "channels_last", "activation_checkpointing", "compile"),
-        *("deterministic", "tf32", "balance"),
+        *("deterministic", "tf32", "balance", "find_unused_parameters"),
     }
 )
 """Fields that may change when a run is resumed: they change no result, except for its

@@ -5,6 +5,9 @@
     average/NAME          the EMA of a weight
     random/RANK/KIND      a rank's random number generators
 
+A sparse KEY, such as the momentum of an embedding, is stored dense, under its name with
+the number of its sparse dimensions.
+
 Of sharded tensors each rank has its shard. What all ranks have is equal, except for
 buffers, of which rank zero's are saved.
 """
@@ -26,6 +29,7 @@ from mpitrain.errors import UsageError
 from mpitrain.mpi.world import World
 
 MODEL, OPTIMIZER, EMA, RANDOM = "model/", "optimizer/", "average/", "random/"
+SPARSE = ".sparse-"
 
 
 def tensors_to_save(
@@ -128,6 +132,10 @@ def load_optimizer(
             optimizer.state[weight][key] = value
             tensors[f"{OPTIMIZER}{prefix}{name}/{key}"] = value
     reader.load(tensors)
+    for state in optimizer.state.values():
+        for key in [key for key in state if SPARSE in key]:
+            plain, _, num_dimensions = key.partition(SPARSE)
+            state[plain] = state.pop(key).to_sparse(int(num_dimensions))
 
 
 def load_ema(
@@ -179,7 +187,9 @@ def _optimizer_state(
         return
     for name, weight in trained.named_parameters():
         for key, value in optimizer.state.get(weight, {}).items():
-            if isinstance(value, Tensor):
+            if isinstance(value, Tensor) and value.is_sparse:
+                yield name, f"{key}{SPARSE}{value.sparse_dim()}", value.to_dense()
+            elif isinstance(value, Tensor):
                 yield name, key, value
             elif value is not None:
                 raise UsageError(

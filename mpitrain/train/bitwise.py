@@ -248,7 +248,7 @@ class BitwiseModel(ParallelModel):
         """Send each rank its part of all sums, add, and gather the parts."""
         rank, size = self._world.rank, self._world_size
         nodes_of_ranks = [nodes_of(numbers) for numbers in self._numbers]
-        part = -(-self._flat.length // size)
+        part = -(-self._flat.length // (2 * size)) * 2  # whole complex numbers
         mine = nodes_of_ranks[rank]
         counts = [part * len(nodes) for nodes in nodes_of_ranks]
         sent = self._kept("sent", size * counts[rank]).view(len(mine), size, part)

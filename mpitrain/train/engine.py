@@ -15,6 +15,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from mpitrain.config import TrainConfig
 from mpitrain.data.custom import Samples, build_samples, describe_inputs
@@ -47,6 +48,7 @@ from mpitrain.train.parallel import (
     autocast,
     choose_strategy,
     copy_to_cpu,
+    initialize_lazy,
     is_channels_last,
     prepare_model,
     unwrap_model,
@@ -89,7 +91,9 @@ class Engine:
         self.world = world
         self.config = config
         self.ranks = communicator(world)
-        self._find_unused = find_unused_parameters
+        self._find_unused = config.find_unused_parameters == "always" or (
+            config.find_unused_parameters == "auto" and find_unused_parameters
+        )
         self._can_cache_features = can_cache_features
         self._check_config()
         self.strategy = choose_strategy(config, world)
@@ -105,7 +109,11 @@ class Engine:
                 "needs the samples of a step beforehand; it does not work with "
                 "iterable data or --on-bad-sample skip",
             )
+        self._set_up_pixels(mean_std)
         model = unwrap_model(model, world)
+        if any(map(is_lazy, (*model.parameters(), *model.buffers()))):
+            example = self._loader(self._train, train=False).example()
+            initialize_lazy(model.to(world.device), example.inputs)
         self._check_model(model)
         self.model = prepare_model(model, world, config)
         named = self.model.named_parameters()
@@ -113,7 +121,6 @@ class Engine:
         # Such as batch norm that the user has frozen; a whole model in eval() is not.
         modules = self.model.modules() if self.model.training else ()
         self._in_eval_mode = [module for module in modules if not module.training]
-        self._set_up_pixels(mean_std)
         has_batch_norm = any(isinstance(m, BatchNorm) for m in self.model.modules())
         self.numbering: Numbering | None = None
         self._balance: Balance | None = None

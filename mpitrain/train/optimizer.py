@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from mpitrain.config import WARMUP_EPOCHS, LearningConfig
+from mpitrain.errors import DataError, UsageError
 from mpitrain.train.parallel import ParallelModel
 
 OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
@@ -30,6 +31,13 @@ FUSED = ("sgd", "adam", "adamw", "adagrad")
 2.15: "aten._fused_sgd_.default does not have a sharding strategy")."""
 
 VECTOR_SIZE = 64  # numbers: a multiple of any processor's vectors
+
+NO_GRADIENT = (
+    "no weight has a gradient after the backward pass; expected a loss computed from "
+    "what the model returns, without detach() and no_grad(). With --strategy fsdp "
+    "the model has to return tensors, or tuples, lists, dicts or dataclasses of them: "
+    "FSDP does not find those in other objects, such as torch.distributions"
+)
 
 SCALE_GROWTH_INTERVAL = 2000  # steps until the fp16 loss scale doubles, as in torch.amp
 
@@ -256,8 +264,10 @@ class OptimizerWrapper:
         Returns the norm of the gradient before clipping, and whether the weights have
         changed; equal on all ranks.
         """
-        found = (weight.grad for weight in self._weights)
-        gradients = [gradient for gradient in found if gradient is not None]
+        gradients = self._gradients()
+        if any(gradient.is_sparse for gradient in gradients):
+            self._prepare_for_sparse()
+            gradients = self._gradients()
         factor = self.scale.inverse
         norm = self._norm(gradients) * factor
         if not math.isfinite(norm):
@@ -277,6 +287,33 @@ class OptimizerWrapper:
         if self.ema_values:
             self._update_ema()
         return norm, True
+
+    def _gradients(self) -> list[Tensor]:
+        found = (weight.grad for weight in self._weights)
+        gradients = [gradient for gradient in found if gradient is not None]
+        if not gradients:
+            raise DataError(NO_GRADIENT).on_all_ranks()
+        return gradients
+
+    def _prepare_for_sparse(self) -> None:
+        """Add up what sparse gradients have twice, and let the optimizer not be fused.
+
+        Fused ones take dense gradients. With momentum a resume would add up the same
+        numbers in another order, if they were not added here.
+        """
+        for name, weight in self._named_weights.items():
+            if weight.grad is None or not weight.grad.is_sparse:
+                continue
+            weight.grad = weight.grad.coalesce()
+            for group in self.optimizer.param_groups:
+                if any(weight is it for it in group["params"]):
+                    group["fused"] = None
+                    if group.get("weight_decay"):
+                        raise UsageError(
+                            f"the gradient of {name} is sparse, and weight decay "
+                            f"({group['weight_decay']}) needs a dense one; expected "
+                            "--weight-decay 0, or a layer without sparse=True"
+                        ).on_all_ranks()
 
     def _check_fused(self) -> None:
         """Let SGD not be fused where only some weights have a momentum yet.
@@ -304,8 +341,6 @@ class OptimizerWrapper:
             average.lerp_(tensor.detach(), weight_of_step)
 
     def _norm(self, gradients: list[Any]) -> float:
-        if not gradients:
-            return 0.0
         # With --bitwise norms of shards would be added in another order.
         gathers = self._is_bitwise and hasattr(gradients[0], "full_tensor")
         if self._are_alike:

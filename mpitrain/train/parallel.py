@@ -6,6 +6,7 @@ import functools
 import inspect
 import logging
 import warnings
+from collections import Counter
 from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -42,6 +43,14 @@ _SYNC_BUFFERS = (
 settings_before: dict[str, Any] = {}
 
 BUCKET_BYTES = 250 << 20  # buffers are broadcast together up to this size, as in DDP
+
+# What DDP's errors mean here, by a part of them.
+DDP_HINTS = {
+    "mark a variable ready only once": "Expected use_reentrant=False where activations "
+    "are checkpointed, and tensors as outputs; or, if each step uses every weight, "
+    "--find-unused-parameters never",
+    "finished reduction in the prior": "Expected --find-unused-parameters always",
+}
 
 WRAPPERS = {"DistributedDataParallel", "DataParallel", "FullyShardedDataParallel"}
 
@@ -131,7 +140,9 @@ class ParallelModel:
         self.module: nn.Module = model
         self.syncs_buffers = strategy == "ddp" and bool(self._buffers)
         self.number = 0  # of the micro-batch in the step, with --bitwise
+        self._finds_unused = False
         if strategy == "ddp":
+            self._finds_unused = find_unused_parameters
             warnings.filterwarnings("ignore", message=".*find_unused_parameters=True")
             sync_buffers: Any = {_SYNC_BUFFERS: False}  # `broadcast_buffers` does it
             self.module = DistributedDataParallel(
@@ -180,7 +191,9 @@ class ParallelModel:
 
         With 16-bit precision the outputs are float32 again: losses are computed in it.
         """
-        module = self.module if through is None else through
+        module: Any = self.module if through is None else through
+        if self._finds_unused:
+            module = functools.partial(_call_quietly, module)
         if not self._is_16_bit:
             return module(inputs)
         if self.strategy == "fsdp":  # casts by itself
@@ -213,13 +226,22 @@ class ParallelModel:
         for buffer, value in before:
             buffer.copy_(value)
 
-    def sync_gradients(self, *, is_last: bool) -> AbstractContextManager[None]:
+    @contextmanager
+    def sync_gradients(self, *, is_last: bool) -> Iterator[None]:
         """Return a context: gradients are all-reduced in the last micro-batch only."""
-        if isinstance(self.module, DistributedDataParallel) and not is_last:
-            return self.module.no_sync()
         if self.strategy == "fsdp":
             self.model.set_requires_gradient_sync(is_last)  # type: ignore[operator]
-        return nullcontext()
+        context: AbstractContextManager[Any] = nullcontext()
+        if isinstance(self.module, DistributedDataParallel) and not is_last:
+            context = self.module.no_sync()
+        try:
+            with context:
+                yield
+        except RuntimeError as error:
+            for reason, hint in DDP_HINTS.items():
+                if reason in str(error):
+                    error.add_note(hint)
+            raise
 
     def reshard(self) -> None:
         """Free the weights that FSDP keeps gathered: they have changed; local."""
@@ -246,6 +268,22 @@ class ParallelModel:
             options = StateDictOptions(full_state_dict=True, cpu_offload=True)
             return copy_to_cpu(get_model_state_dict(self.model, options=options))
         return copy_to_cpu(self.model.state_dict())
+
+
+def _call_quietly(module: nn.Module, inputs: Any) -> Any:
+    """Call DDP so that its warning on ``find_unused_parameters`` is one of Python's.
+
+    It comes from C++ code without a warning handler, which prints it on every rank.
+    While a function of torch calls back, its handler is there (torch 2.14).
+    """
+    outputs = []
+
+    def call(number: float) -> float:
+        outputs.append(module(inputs))
+        return number
+
+    torch.zeros(1, device="cpu").apply_(call)
+    return outputs[0]
 
 
 def _find_buffers(model: nn.Module) -> dict[str, tuple[nn.Module, str, torch.Size]]:
@@ -284,6 +322,21 @@ def unwrap_model(model: nn.Module, world: World) -> nn.Module:
                 "does; expected the plain module: pass what was wrapped (its .module)"
             ).on_all_ranks()
     return without_compile_wrappers(model)
+
+
+@torch.no_grad()
+def initialize_lazy(model: nn.Module, inputs: Any) -> None:
+    """Let lazy modules see a batch, in evaluation mode; local."""
+    was_training = model.training
+    try:
+        model.eval()(to_dtype(inputs, torch.float32))
+    except Exception as error:
+        raise UsageError(
+            "the model has lazy modules, and fails with one batch of inputs: "
+            f"{type(error).__name__}: {error}. Expected them to be initialized: call "
+            "the model once with a batch before it is trained"
+        ).on_all_ranks() from error
+    model.train(was_training)
 
 
 def prepare_model(model: nn.Module, world: World, config: StrategyConfig) -> nn.Module:
@@ -393,9 +446,19 @@ def _fully_shard(model: nn.Module, world: World, config: StrategyConfig) -> None
         options["mp_policy"] = MixedPrecisionPolicy(
             param_dtype=dtype, reduce_dtype=torch.float32
         )
+    num_owners = _count_owners(model)
     for block in find_blocks(model):
-        fully_shard(block, **options)
+        # Not where it shares a weight with others: a weight has one group, here the
+        # model's.
+        if _count_owners(block).items() <= num_owners.items():
+            fully_shard(block, **options)
     fully_shard(model, **options)
+
+
+def _count_owners(module: nn.Module) -> Counter[int]:
+    """Return how many modules have each weight, by its id."""
+    parts = module.modules()
+    return Counter(id(it) for part in parts for it in part.parameters(recurse=False))
 
 
 def _mesh(world: World, config: StrategyConfig, make: Any) -> Any:

@@ -50,6 +50,7 @@ def test_what_is_evaluated_is_the_model_that_is_saved(
         cwd=tmp_path,
     )
     assert done.status == 0, done.err
+    assert "find_unused_parameters" not in done.out + done.err  # a warning of DDP's
     result = json.loads((tmp_path / "runs/r/result.json").read_text())
     model = Normed(num_classes=10, in_channels=1, image_size=8).double()
     model.load_state_dict(torch.load(tmp_path / "runs/r/model.pt", weights_only=True))
