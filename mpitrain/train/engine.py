@@ -110,7 +110,7 @@ class Engine:
                 "iterable data or --on-bad-sample skip",
             )
         self._set_up_pixels(mean_std)
-        model = unwrap_model(model, world)
+        model = unwrap_model(model, world, is_bitwise=config.bitwise)
         if any(map(is_lazy, (*model.parameters(), *model.buffers()))):
             example = self._loader(self._train, train=False).example()
             initialize_lazy(model.to(world.device), example.inputs)
@@ -152,7 +152,7 @@ class Engine:
         config, model = self.config, self.model
         if hasattr(self, "trained_weights"):
             self.trained_weights.find_change()
-            self.refuse_changed_weights()
+            self.trained_weights.refuse_change()
         self.stage = stage
         self._head = head_of(model)[1] if stage.name == "probe" else None
         for name, weight in model.named_parameters():
@@ -198,14 +198,8 @@ class Engine:
             self.parallel, optimizer, config, scale, is_bitwise=config.bitwise
         )
         self.trained_weights = TrainedWeights(
-            model, self.optimizer, self.parallel.reshard
+            model, self.optimizer, self.parallel.reshard, self.ranks
         )
-
-    def refuse_changed_weights(self) -> None:
-        """Raise, on all ranks, what `TrainedWeights` has found on one."""
-        changes = self.ranks.allgather([self.trained_weights.change])
-        if change := next((it for (it,) in changes if it), ""):
-            raise UsageError(change).on_all_ranks()
 
     def train_mode(self) -> None:
         """Put the parts that are trained into training mode; local."""
@@ -436,10 +430,6 @@ class Engine:
         check_micro_batches(self.config, self.world)
         for samples in (self._train, self._val):
             _check_size(samples)
-        if any(it._compiled_call_impl for it in self.model.modules()):  # noqa: SLF001
-            raise UsageError(
-                "--bitwise does not go with torch.compile; expected a plain model"
-            ).on_all_ranks()
         if any(isinstance(it, nn.SyncBatchNorm) for it in self.model.modules()):
             raise UsageError(
                 "--bitwise does not go with nn.SyncBatchNorm, whose statistics are of "
@@ -447,18 +437,9 @@ class Engine:
             ).on_all_ranks()
 
     def _check_model(self, model: nn.Module) -> None:
-        """Check that the model is not sharded, and the same on all ranks."""
-        if any(hasattr(weight, "full_tensor") for weight in model.parameters()):
-            raise UsageError(
-                "the model's weights are sharded already, by fully_shard or an earlier "
-                "`fit` with fsdp; expected a model that is whole. After `fit`, make a "
-                "new one, and load trainer.state_dict() into it"
-            ).on_all_ranks()
+        """Check that the model is the same on all ranks."""
         tensors = [*model.named_parameters(), *model.named_buffers()]
-        shapes = [
-            (name, tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
-            for name, tensor in tensors
-        ]
+        shapes = [(name, it.shape, it.dtype, it.requires_grad) for name, it in tensors]
         digest = hashlib.sha256(repr(shapes).encode()).hexdigest()[:8]
         self.ranks.check_equal(
             f"{sum(tensor.numel() for _, tensor in tensors)} numbers in {len(tensors)} "

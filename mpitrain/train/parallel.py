@@ -305,7 +305,7 @@ def copy_to_cpu(state: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def unwrap_model(model: nn.Module, world: World) -> nn.Module:
+def unwrap_model(model: nn.Module, world: World, *, is_bitwise: bool) -> nn.Module:
     """Return a model without the wrappers of `torch.compile`; refuse the others."""
     parts = dict(model.named_modules())
     if world.is_rank_zero and any("_orig_mod" in name for name in parts):
@@ -321,7 +321,18 @@ def unwrap_model(model: nn.Module, world: World) -> nn.Module:
                 f"{where} is a {kind}, which reduces gradients itself, as --strategy "
                 "does; expected the plain module: pass what was wrapped (its .module)"
             ).on_all_ranks()
-    return without_compile_wrappers(model)
+    if any(hasattr(weight, "full_tensor") for weight in model.parameters()):
+        raise UsageError(
+            "the model's weights are sharded already, by fully_shard or an earlier "
+            "`fit` with fsdp; expected a model that is whole. After `fit`, make a "
+            "new one, and load trainer.state_dict() into it"
+        ).on_all_ranks()
+    model = without_compile_wrappers(model)
+    if is_bitwise and any(it._compiled_call_impl for it in model.modules()):  # noqa: SLF001
+        raise UsageError(
+            "--bitwise does not go with torch.compile; expected a plain model"
+        ).on_all_ranks()
+    return model
 
 
 @torch.no_grad()

@@ -12,22 +12,29 @@ from typing import Any
 
 from torch import nn
 
+from mpitrain.errors import UsageError
+from mpitrain.mpi.shared_arrays import Communicator
 from mpitrain.train.optimizer import OptimizerWrapper
 
 MAX_NAMED = 4  # weights that a message names
 
 
 class TrainedWeights:
-    """Compares the weights of a stage with those that it began with; local.
+    """Compares the weights of a stage with those that it began with.
 
     ``reshard`` lets the model have the weights of FSDP that it began with.
     """
 
     def __init__(
-        self, model: nn.Module, optimizer: OptimizerWrapper, reshard: Callable[[], None]
+        self,
+        model: nn.Module,
+        optimizer: OptimizerWrapper,
+        reshard: Callable[[], None],
+        ranks: Communicator,
     ) -> None:
         self.change = ""  # what was found, for the message
-        self._model, self._optimizer, self._reshard = model, optimizer, reshard
+        self._model, self._optimizer = model, optimizer
+        self._reshard, self._ranks = reshard, ranks
         self._places = [(it._parameters, it._modules) for it in model.modules()]  # noqa: SLF001
         self._copies = [
             (weights.copy(), parts.copy()) for weights, parts in self._places
@@ -57,6 +64,12 @@ class TrainedWeights:
                 weight.requires_grad_(name in self._trained)
         self._seen = self._snapshot()
         return self.change
+
+    def refuse_change(self) -> None:
+        """Raise what `find_change` has found on any rank. Collective over all ranks."""
+        changes = self._ranks.allgather([self.change])
+        if change := next((it for (it,) in changes if it), ""):
+            raise UsageError(change).on_all_ranks()
 
     def _snapshot(self) -> Any:
         optimizer = self._optimizer.optimizer
