@@ -14,6 +14,7 @@ from pathlib import Path
 from mpitrain.errors import TopologyError
 from mpitrain.mpi.launchers import (
     ALONE_UNDER_SRUN,
+    CONNECTED,
     CONNECTIONS,
     LAUNCHERS,
     LOCAL_SIZE_VARIABLES,
@@ -56,7 +57,7 @@ def forget_parent(environ: MutableMapping[str, str]) -> bool:
     """Forget the job of the rank that has started this program; return if one has."""
     is_other = environ.get(RANK_PID, str(os.getpid())) != str(os.getpid())
     # An mpirun that the rank has started gives its own ranks a connection again.
-    is_child = is_other and {"PMIX_NAMESPACE", *SOCKETS}.isdisjoint(environ)
+    is_child = is_other and CONNECTED.isdisjoint(environ)
     for name in _OF_A_RANK if is_child else ():
         environ.pop(name, None)
     return is_child

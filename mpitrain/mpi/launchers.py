@@ -212,6 +212,8 @@ CONNECTIONS = re.compile(
 """Variables by which MPI_Init finds the launcher, without the ranks and sizes, which
 scripts read (tried: Open MPI 5.0.11, 4.1.8, MPICH 5.0.2)."""
 
+CONNECTED = {"PMIX_NAMESPACE", *SOCKETS}  # of those, what a launcher always sets
+
 NO_FABRIC_PROBE = {"OMPI_MCA_btl": "^ofi"}
 """Settings for every start: Open MPI's btl/ofi asks libfabric for every provider, which
 takes a second of MPI_Init, and gives one-sided transfers that nothing here uses."""
