@@ -70,15 +70,13 @@ def render(nodes: Iterable[AllocatedNode], file_format: HostFileFormat) -> str:
     """
     if file_format == "pbs":
         return "".join(f"{node.hostname}\n" * node.slots for node in nodes)
-    nodes = list(nodes)
-    if file_format == "mpich" and (
-        six := [it.hostname for it in nodes if ":" in it.hostname]
-    ):
+    line, nodes = HOST_FILE_LINES[file_format], list(nodes)
+    six = next((it.hostname for it in nodes if ":" in it.hostname), "")
+    if six and ":" in line:
         raise UsageError(
-            f"--format mpich: {six[0]} is an IPv6 address, which MPICH does not read "
-            "in host files; expected a name, as in /etc/hosts"
+            f"--format {file_format}: {six} is an IPv6 address, which its lines "
+            "cannot hold; expected a name, as in /etc/hosts"
         )
-    line = HOST_FILE_LINES[file_format]
     return "".join(line.format(node.hostname, node.slots) + "\n" for node in nodes)
 
 
