@@ -93,7 +93,6 @@ def scan(data_dir: Path) -> FileIndex:
         ) from error
 
 
-@functools.cache
 def _h5py() -> Any:
     require("h5py", "--data hdf5", "'mpitrain[hdf5]'")
     with contextlib.suppress(ImportError):

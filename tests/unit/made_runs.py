@@ -166,7 +166,7 @@ def _pace(step: int, work: np.ndarray, whole: np.ndarray, end: float) -> str:
     slowest = int(last.argmax())
     late = work[:, slowest] - np.median(work, 1)
     row = {
-        "event": "pace", "time": round(float(end), 3), "epoch": 1, "step": step,
+        "event": "throughput", "time": round(float(end), 3), "epoch": 1, "step": step,
         "num_steps": len(work), "num_samples": 64 * len(work),
         "seconds": float(whole.sum()), "data_seconds": 0.1 * float(work.mean(1).sum()),
         "compute_seconds": 0.9 * float(work.mean(1).sum()),

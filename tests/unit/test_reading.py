@@ -88,6 +88,7 @@ TRAINER: Any = SimpleNamespace(
         world=a_world(),
         plan=SimpleNamespace(total_steps=4, num_epochs=2, steps_per_epoch=2),
         micro_batch_counts=[2, 1],
+        inputs={},
     ),
     state=TrainState(step=2),
     resumed_from="step-00000002",

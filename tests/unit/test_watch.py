@@ -27,7 +27,7 @@ def begin(at: float) -> dict[str, Any]:
 def done(step: int, at: float, **more: float) -> list[dict[str, Any]]:
     """A step that took a second, and its pace."""
     pace = {
-        "event": "pace", "time": at, "epoch": 1, "step": step, "num_steps": 1,
+        "event": "throughput", "time": at, "epoch": 1, "step": step, "num_steps": 1,
         "num_samples": 64, "seconds": 1.0, "data_seconds": 0.1,
         "compute_seconds": 0.5, "communication_seconds": 0.2, "wait_seconds": 0.1,
         "slowest_rank": 0, "slowest_steps": 1, "late_seconds": 0.0, **more,
