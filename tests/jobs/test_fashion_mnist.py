@@ -11,11 +11,12 @@ from launcher import Mpi, mpirun
 
 
 @pytest.mark.slow
-def test_five_epochs_of_the_default_network_reach_90_per_cent(
+def test_five_epochs_of_the_default_network_reach_90_5_per_cent(
     openmpi: Mpi, tmp_path: Path
 ) -> None:
     folder = fashion_mnist.folder()
     flags = ("--data", "fashion-mnist", "--data-dir", str(folder), "--epochs", "5")
+    flags += ("--global-batch-size", "256")
     done = mpirun(
         openmpi,
         2,
@@ -26,4 +27,4 @@ def test_five_epochs_of_the_default_network_reach_90_per_cent(
     assert done.status == 0, done.err
     assert "60000 samples to train, 10000 to validate, 10 classes" in done.out
     result = json.loads((tmp_path / "runs/r/result.json").read_text())
-    assert result["val_accuracy"] >= 0.9
+    assert result["val_accuracy"] >= 0.905
