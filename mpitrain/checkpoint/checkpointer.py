@@ -12,6 +12,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -182,9 +183,11 @@ class Checkpointer(RunCheckpoints, Callback):
         before = found.get("inputs", {}).get("classes")  # not in older checkpoints
         classes = engine.inputs["classes"]
         if before and classes and before != classes:
+            pairs = enumerate(zip_longest(classes, before))
+            at, (now, then) = next(it for it in pairs if it[1][0] != it[1][1])
             raise DataError(
-                f"the data are not those that {path} was trained on: found classes "
-                f"{classes}, expected {before}"
+                f"the data are not those that {path} was trained on: class {at} is "
+                f"{now!r}, expected {then!r}"
             ).on_all_ranks()
         trainer.resumed_from = path.name
         load_model(self.reader, engine.model)

@@ -75,7 +75,7 @@ class RunCheckpoints:
         self._handler: PreemptionHandler | None = None
         self._manager: CheckpointManager | None = None
         self._save_seconds = self._longest_gap = 0.0
-        self._saved_step: int | None = None  # by a loop of your own
+        self._saved_step: int | None = None  # by a custom loop
         self._stop_reason = ""
 
     # --- the run folder -----------------------------------------------------------
@@ -172,6 +172,7 @@ class RunCheckpoints:
             load_param_groups(local_optimizer, reader.metadata["param_groups"])
         step: int = reader.metadata["step"]
         load_random(reader, world, seed=step, step=step)
+        self._run_from(step)
         return {**reader.metadata["user_state"], "step": step}
 
     def save(
@@ -207,10 +208,7 @@ class RunCheckpoints:
                 self.run_dir, world, self._ranks, keep=self._keep
             )
         there = self.run_dir / FOLDER / name_of(step)
-        if self._saved_step is None and ExitGuard.current is not None:
-            self._record(status="running")
-            ExitGuard.current.on_leave.append(self.close)
-        self._saved_step = step
+        self._run_from(step)
         if self._ranks.on_rank_zero(there.is_dir, "look for the checkpoint"):
             return
         check_json(dict(state or {}), "the state")
@@ -267,7 +265,7 @@ class RunCheckpoints:
         return FIRST_MARGIN_SECONDS + 3 * self._save_seconds + 2 * self._longest_gap
 
     def close(self) -> None:
-        """Record that a loop of your own is finished, and let go of the signals; local.
+        """Record that a custom loop is finished, and let go of the signals; local.
 
         SIGUSR2 and SIGTERM do again what they did before. After a reason of
         `should_stop` the run is stopped, not finished. The end of the job calls it.
@@ -282,6 +280,13 @@ class RunCheckpoints:
         else:
             self._record(status="finished", steps=self._saved_step)
         self._saved_step = None
+
+    def _run_from(self, step: int) -> None:
+        """Record that the loop is running, and its end when the job ends."""
+        if self._saved_step is None and ExitGuard.current is not None:
+            self._record(status="running")
+            ExitGuard.current.on_leave.append(self.close)
+        self._saved_step = step
 
     def _record(self, **values: Any) -> None:
         if self._world is not None and self._world.is_rank_zero:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Iterator, Sequence, Sized
+from collections.abc import Iterable, Iterator, Sequence, Sized
 from pathlib import Path
 from typing import Any
 
@@ -177,8 +177,11 @@ def classes_of(dataset: Any) -> tuple[Any, tuple[str, ...]]:
     if classes is None and num_classes is None:
         found = set(map(classes_of, _wrapped(dataset)))
         return found.pop() if len(found) == 1 else (None, ())
-    names = tuple(map(str, classes)) if isinstance(classes, Collection) else ()
-    return (len(names) or None if num_classes is None else num_classes), names
+    if num_classes is None and isinstance(classes, Sized):
+        num_classes = len(classes) or None
+    # The order of others, such as a set, may differ in the next job.
+    names = classes if isinstance(classes, list | tuple) else ()
+    return num_classes, tuple(map(str, names))
 
 
 def describe_inputs(

@@ -249,9 +249,8 @@ def _load_custom(
             "a tensor, (C, H, W) for images (torchvision: transform=ToTensor()). Other "
             "inputs can be trained on with mpitrain.Trainer in a script"
         )
-    transforms = (config.image_size, config.random_crop, config.random_flip)
-    are_bytes = inputs.dtype == torch.uint8 and any(transforms)
-    are_images = are_bytes or config.normalize in ("data", "imagenet")
+    if config.normalize == "data":
+        _imagenet(config, inputs.shape[1])  # refuses it
     return Data(
         train=samples[0],
         val=samples[1],
@@ -259,7 +258,6 @@ def _load_custom(
         num_classes=num_classes,
         in_channels=inputs.shape[1],
         image_size=config.image_size or inputs.shape[-1],
-        statistics=_imagenet(config, inputs.shape[1]) if are_images else None,
     )
 
 

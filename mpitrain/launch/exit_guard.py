@@ -35,6 +35,7 @@ from mpitrain.launch.env_checks import (
     launched_rank,
     launched_size,
     launcher_sockets,
+    was_launched,
 )
 from mpitrain.launch.process_exit import (
     error_message,
@@ -43,6 +44,7 @@ from mpitrain.launch.process_exit import (
     flush,
     ignore_children,
     is_consequence,
+    write_status,
 )
 from mpitrain.mpi.collectives import barrier, merge_on_rank_zero
 from mpitrain.mpi.implementation import start_mpi
@@ -98,7 +100,7 @@ class ExitGuard:
         self.on_end: list[Callable[[], object]] = []
         # Called when all ranks have left without an error.
         self.on_leave: list[Callable[[], object]] = []
-        self.run_dirs: set[Path] = set()  # into which `on_failure` writes
+        self.run_dir: Path | None = None  # into which `on_failure` writes
         self.status = 1  # with which the job fails
         self._rank, self._size = comm.rank, comm.size  # after MPI_Finalize, too
         self._label = rank_label(comm.rank, comm.size, socket.gethostname())
@@ -145,6 +147,7 @@ class ExitGuard:
         finally:
             # Whatever went wrong on the way (no memory, a second Ctrl-C): the job ends.
             if self._size > 1:
+                write_status(status)
                 self._abort(status)
 
     def _report_if_first(self, error: BaseException) -> None:
@@ -279,7 +282,7 @@ def abort_on_error(
         with contextlib.suppress(Exception):  # stderr may not be a file
             faulthandler.enable()
     if forget_parent(os.environ):
-        logger.warning("a rank of another job has started this process: it is alone")
+        logger.warning("a rank of another job started this process: a world of one")
     if not may_spawn and is_on_one_node(os.environ):
         for name, value in ON_ONE_NODE.items():
             os.environ.setdefault(name, value)
@@ -307,7 +310,8 @@ def abort_on_error(
             raise
         time.sleep(1.0)  # this one's end may end rank 0, which is to report for all
         os._exit(1)
-    hide_from_children(os.environ)
+    if was_launched(os.environ):
+        hide_from_children(os.environ)
     guard = ExitGuard(comm, watched)
     guard.stage_seconds["starting MPI"] = time.perf_counter() - started
     if before is None:

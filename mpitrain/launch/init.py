@@ -318,7 +318,7 @@ def init(
             "samples: such workers run the script again.\nExpected what it does, other "
             "than define, under `if __name__ == '__main__':`"
         )
-    before = {**os.environ, RANK_PID: str(os.getpid())}  # which stays
+    before = dict(os.environ)
     limit = default_start_timeout(hang_timeout_seconds, start_timeout_seconds)
     guard = guard or abort_on_error(start_timeout_seconds=limit)
     with guard:
@@ -340,7 +340,7 @@ def init(
             watch_early_returns(guard, world)
     guard.world = world
     changed = os.environ.items() - before.items()
-    variables_before = {name: before.get(name) for name, _ in changed}
+    variables_before = {it: before.get(it) for it, _ in changed if it != RANK_PID}
     return Job(world, guard, timeout_seconds, variables_before)
 
 

@@ -142,7 +142,6 @@ def _replace_exits(guard: ExitGuard, rank_itself: int) -> None:
             with guard:
                 _leave_together(guard)
             guard.watched.close()
-            write_status(0)
             finish_mpi(0)
         exit_at_once(status)
 
@@ -254,6 +253,7 @@ def _leave_together(guard: ExitGuard) -> None:
         dist.destroy_process_group()
     barrier(guard.comm)  # before rank zero takes the store away
     guard.store = None
+    write_status(0)  # not before: another rank may fail till now
 
 
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)

@@ -304,27 +304,30 @@ def _prefixed(prefix: str, values: Mapping[str, float]) -> dict[str, float]:
 
 
 def record_job(run_dir: Path, log: Callable[[str], object] | None = None) -> None:
-    """Let a run folder say how the job that runs fails; local, once for each folder.
+    """Let a run folder say how the job that runs fails; local.
 
-    The rank that prints the error calls ``log`` with it, in a script writes it into its
+    Of several folders, as of the folds of a cross-validation, it is the last one. The
+    rank that prints the error calls ``log`` with it, in a script writes it into its
     log, and then into ``result.json``.
     """
-    guard, path = ExitGuard.current, run_dir.resolve()
-    if guard is None or path in guard.run_dirs:
+    guard = ExitGuard.current
+    if guard is None:
         return
-    guard.run_dirs.add(path)
+    is_first, guard.run_dir = guard.run_dir is None, run_dir.resolve()
     rank, size = guard.comm.rank, guard.comm.size
+    guard.watched.log_to(log_path(guard.run_dir, rank, size))
 
     def write_log(text: str) -> None:
-        if not is_finished(path):
-            with open_log(path, rank, size, socket.gethostname()) as file:
+        if guard.run_dir is not None and not is_finished(guard.run_dir):
+            with open_log(guard.run_dir, rank, size, socket.gethostname()) as file:
                 file.write(f"{text}\n")
 
-    guard.watched.log_to(log_path(path, rank, size))
-    guard.on_failure += [
-        log or write_log,
-        lambda text: record_failure(path, text, guard.status),
-    ]
+    def write_result(text: str) -> None:
+        if guard.run_dir is not None:
+            record_failure(guard.run_dir, text, guard.status)
+
+    if is_first:
+        guard.on_failure += [log or write_log, write_result]
 
 
 def record_failure(run_dir: Path, message: str, status: int = 1) -> None:

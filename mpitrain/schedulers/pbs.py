@@ -87,8 +87,9 @@ def has_ended_job() -> bool:
     if not stat.S_ISREG(os.fstat(2).st_mode):
         return False
     with contextlib.suppress(OSError):
-        output = Path("/proc/self/fd/2").read_bytes()
-        return bool(re.search(rb"^=>> PBS: job killed: (node|walltime) ", output, re.M))
+        ends = b"=>> PBS: job killed: node ", b"=>> PBS: job killed: walltime "
+        with Path("/proc/self/fd/2").open("rb") as output:
+            return any(line.startswith(ends) for line in output)
     return False
 
 

@@ -133,7 +133,7 @@ def read_weights(reader: CheckpointReader, *, average: bool) -> dict[str, Tensor
     averages = _read(reader, EMA, reader.stored(EMA) if average else {})
     # A weight of two names has two equal tensors, and its average the first name.
     first_names = {_identity(state[name]): name for name in averages}
-    for name, tensor in state.items():
+    for name, tensor in state.items() if averages else ():
         of = name if name in averages else first_names.get(_identity(tensor), "")
         if of:
             state[name] = averages[of].clone()

@@ -71,9 +71,10 @@ def warn_of_scalars(
     if dist.get_rank() == 0 and (new := found - warned):
         warned.update(new)
         logger.warning(
-            "%s is a scalar for a whole batch: unless it is the mean over samples (not "
-            "with class weights, not F1), results depend on how ranks cut batches; "
-            'return one value per sample, (N,), as with reduction="none"',
+            "%s is a scalar for a whole batch, and averaged over batches, which in "
+            "training depend on the number of ranks: right for a mean over samples, "
+            "not with class weights or for F1. Return one value per sample, (N,), as "
+            'with reduction="none"',
             ", ".join(sorted(new)),
         )
     return values
@@ -96,9 +97,9 @@ def check_targets(outputs: Any, targets: Any, num_classes: int | None) -> None:
             raise WrongLabel(
                 int(wrong[0, 0]),
                 f"the {_part()} data has targets {kind_of(targets)} of sum "
-                f"{sums[tuple(wrong[0])]:g}, which are no probabilities; expected "
-                "labels, or nonnegative numbers of sum 1. For several labels a sample, "
-                "or a regression, pass loss= to mpitrain.Trainer",
+                f"{sums[tuple(wrong[0])]:g} over the classes; expected labels, or "
+                "probabilities of sum 1. For several labels a sample, or a regression, "
+                "pass loss= to mpitrain.Trainer",
             )
         return
     fits = outputs.ndim > 1 and targets.shape == outputs.shape[:1] + outputs.shape[2:]

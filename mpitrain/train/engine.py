@@ -117,7 +117,7 @@ class Engine:
         self._check_model(model)
         self.model = prepare_model(model, world, config)
         named = self.model.named_parameters()
-        self._trainable = {name for name, weight in named if weight.requires_grad}
+        self._trainable = {name: weight.requires_grad for name, weight in named}
         # Such as batch norm that the user has frozen; a whole model in eval() is not.
         modules = self.model.modules() if self.model.training else ()
         self._in_eval_mode = [module for module in modules if not module.training]
@@ -156,7 +156,8 @@ class Engine:
         self.stage = stage
         self._head = head_of(model)[1] if stage.name == "probe" else None
         for name, weight in model.named_parameters():
-            weight.requires_grad_(name in self._trainable and self._head is None)
+            is_trained = self._trainable.get(name, weight.requires_grad)
+            weight.requires_grad_(is_trained and self._head is None)
         strategy, trained, features = self.strategy, model, None
         if self._head is not None:
             self._head.requires_grad_(True)
@@ -273,7 +274,7 @@ class Engine:
                 else:
                     is_done = True
 
-    def statistics(self, batch: Batch) -> contextlib.AbstractContextManager[None]:
+    def norm_statistics(self, batch: Batch) -> contextlib.AbstractContextManager[None]:
         """Return a context for the passes of a micro-batch."""
         # A doubled sample has variance 0: only where there are no others is it counted.
         if self._min_rows == 1 or self._most_rows == 1 or len(batch) > 1:
@@ -410,7 +411,7 @@ class Engine:
         for samples in (self._train, self._val, *tested):
             samples.close()
         for name, weight in self.model.named_parameters():
-            weight.requires_grad_(name in self._trainable)
+            weight.requires_grad_(self._trainable.get(name, weight.requires_grad))
 
     # --- preparation --------------------------------------------------------------
 
@@ -454,11 +455,11 @@ class Engine:
         is_bytes = getattr(images, "dtype", None) == torch.uint8
         is_bytes = is_bytes and images.ndim == NUM_DIMENSIONS
         transforms = (config.image_size, config.random_crop, config.random_flip)
-        if mean_std is None and is_bytes and config.normalize == "imagenet":
+        if is_bytes and mean_std is None and config.normalize == "imagenet":
             mean_std = imagenet_statistics(images.shape[1])
-        elif mean_std is None and is_bytes and any(transforms):
+        elif is_bytes and mean_std is None and any(transforms):
             mean_std = SCALED
-        elif mean_std is not None and not is_bytes:
+        elif not is_bytes and (mean_std or config.normalize == "imagenet"):
             mean_std = None
             if self.world.is_rank_zero:
                 logger.warning(

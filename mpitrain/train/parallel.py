@@ -310,8 +310,8 @@ def unwrap_model(model: nn.Module, world: World, *, is_bitwise: bool) -> nn.Modu
     parts = dict(model.named_modules())
     if world.is_rank_zero and any("_orig_mod" in name for name in parts):
         logger.warning(
-            "the model is compiled, as by its compile(): the names of its weights in "
-            "state_dict() and checkpoints are those without _orig_mod."
+            "the wrapper of torch.compile was removed, and the model stays compiled: "
+            "names in state_dict() and checkpoints are those without _orig_mod."
         )
     for name, part in parts.items():
         kinds = {kind.__name__ for kind in type(part).__mro__}
@@ -338,7 +338,7 @@ def unwrap_model(model: nn.Module, world: World, *, is_bitwise: bool) -> nn.Modu
 @torch.no_grad()
 def initialize_lazy(model: nn.Module, inputs: Any) -> None:
     """Let lazy modules see a batch, in evaluation mode; local."""
-    was_training = model.training
+    modes = {module: module.training for module in model.modules()}
     try:
         model.eval()(to_dtype(inputs, torch.float32))
     except Exception as error:
@@ -346,8 +346,9 @@ def initialize_lazy(model: nn.Module, inputs: Any) -> None:
             "the model has lazy modules, and fails with one batch of inputs: "
             f"{type(error).__name__}: {error}. Expected them to be initialized: call "
             "the model once with a batch before it is trained"
-        ).on_all_ranks() from error
-    model.train(was_training)
+        ) from error
+    for module, mode in modes.items():  # parts may be in evaluation mode
+        module.training = mode
 
 
 def prepare_model(model: nn.Module, world: World, config: StrategyConfig) -> nn.Module:
@@ -467,9 +468,9 @@ def _fully_shard(model: nn.Module, world: World, config: StrategyConfig) -> None
 
 
 def _count_owners(module: nn.Module) -> Counter[int]:
-    """Return how many modules have each weight, by its id."""
-    parts = module.modules()
-    return Counter(id(it) for part in parts for it in part.parameters(recurse=False))
+    """Return how many names each weight has, by its id."""
+    named = module.named_parameters(remove_duplicate=False)
+    return Counter(id(weight) for _, weight in named)
 
 
 def _mesh(world: World, config: StrategyConfig, make: Any) -> Any:

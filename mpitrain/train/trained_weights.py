@@ -85,18 +85,18 @@ class TrainedWeights:
 
     def _describe_change(self) -> str:
         now = dict(self._model.named_parameters())
-        trained = [name for name, weight in now.items() if weight.requires_grad]
+        trained = {name: id(it) for name, it in now.items() if it.requires_grad}
         if self._seen is None:  # may be frozen before the first step, as by train()
             self._trained.intersection_update(trained)
-        before = [name for name in self._began if name in self._trained]
+        began = self._began.items()
+        before = {name: id(it) for name, it in began if name in self._trained}
+        # By identity: pruning and parametrizations give a weight another name.
+        new = [name for name, it in trained.items() if it not in before.values()]
+        gone = [name for name, it in before.items() if it not in trained.values()]
         found = {
-            "now trained": [name for name in trained if name not in before],
-            "now frozen": [name for name in before if name not in trained],
-            "replaced": [
-                name
-                for name in before
-                if name in trained and now[name] is not self._began[name]
-            ],
+            "now trained": [name for name in new if name not in before],
+            "now frozen": [name for name in gone if name not in trained],
+            "replaced": [name for name in gone if name in trained],
         }
         known = {id(weight) for weight in (*now.values(), *self._began.values())}
         if any(

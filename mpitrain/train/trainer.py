@@ -191,7 +191,7 @@ class Trainer:
                 model.start_step(state.epoch, step)
         for batch in step.micro_batches:
             is_last = len(losses) + 1 == step.num_micro_batches
-            with model.sync_gradients(is_last=is_last), engine.statistics(batch):
+            with model.sync_gradients(is_last=is_last), engine.norm_statistics(batch):
                 self.call("on_batch_start", batch)
                 with timer("forward"):
                     loss = self._sum_of_losses(batch)

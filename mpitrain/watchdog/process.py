@@ -163,13 +163,13 @@ def oom_kills() -> int:
 
 
 def memory_limit() -> str:
-    """Return the memory that this cgroup may use, as ``"16.0 GiB"``, or ``"all"``."""
+    """Return the memory limit of this cgroup, as ``"16.0 GiB"``; empty without one."""
     limits = [float("inf")]
     for folder in _memory_cgroups():
         for name in ("memory.max", "memory.limit_in_bytes"):
             with contextlib.suppress(OSError, ValueError):  # "max" among them
                 limits.append(int((folder / name).read_text()))
-    return f"{min(limits) / 2**30:.1f} GiB" if min(limits) < 2**60 else "all"
+    return f"{min(limits) / 2**30:.1f} GiB" if min(limits) < 2**60 else ""
 
 
 def has_signal(pid: int, field: str, number: int) -> bool:

@@ -214,8 +214,9 @@ class Sidecar:
         if self.terminations[0] and now - self.terminations[1] < 3.0:
             return "terminated"
         if oom_kills() > self.oom_kills:
-            text = "killed by the kernel for lack of memory (OOM); its cgroup may use "
-            return text + memory_limit()
+            limit = memory_limit()
+            text = "killed by the kernel for lack of memory (OOM)"
+            return f"{text}; the limit of its cgroup is {limit}" if limit else text
         return "killed" if self.launcher.is_alive else "orphaned"
 
     def _has_coordinator(self) -> bool:

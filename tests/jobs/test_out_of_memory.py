@@ -60,6 +60,6 @@ def test_a_rank_that_was_killed_for_memory_is_named(
     (line,) = done.ours
     assert line.startswith("[rank 1/3 ")
     assert (
-        "killed by the kernel for lack of memory (OOM); its cgroup may use 1.0 GiB"
-        in line
+        "killed by the kernel for lack of memory (OOM); the limit of its cgroup is "
+        "1.0 GiB" in line
     )

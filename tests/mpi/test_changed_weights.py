@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.utils.prune import l1_unstructured
 from trainings import NUM_SAMPLES, Net, config_of, some
 
 from mpitrain.errors import DataError, UsageError
@@ -198,6 +199,18 @@ def test_a_callback_may_bring_its_own_optimizer(world: World) -> None:
     before = model.head.weight.detach().double().clone()
     fit(world, Changes(optimize, "on_stage_start"), model)
     assert not torch.equal(model.head.weight, before)
+
+
+def test_a_callback_may_prune(world: World) -> None:
+    """The weight has another name then, and is the same object."""
+
+    def prune(model: nn.Module, trainer: Trainer) -> None:
+        l1_unstructured(model.head, "weight", 0.5)
+
+    model = Net()
+    fit(world, Changes(prune), model)
+    assert (model.head.weight == 0).sum() >= model.head.weight.numel() // 2
+    assert model.head.weight_orig.requires_grad
 
 
 def test_models_that_ranks_have_frozen_differently_are_refused(world: World) -> None:

@@ -316,11 +316,16 @@ def _from_wandb(found: Mapping[str, Any]) -> dict[str, Any]:
         mode = "max" if metric.get("goal") == "maximize" else "min"
         ours["metric"] = f"{mode}:{str(metric['name']).removeprefix('val/')}"
     if early := found.get("early_terminate"):
-        known = {"type": "hyperband", "eta": 3, "min_iter": 1, **early}
-        if len(known) > 3 or known["type"] != "hyperband":
-            expected = "type: hyperband, eta and min_iter"
+        known: dict[str, Any] = {"type": "hyperband", "eta": 3, "s": 2}
+        known["max_iter"] = None
+        other = early.get("type", "hyperband") != "hyperband"
+        if other or {*early} - {*known, "min_iter"}:
+            expected = "type: hyperband, eta, and min_iter or max_iter and s"
             raise UsageError(f"early_terminate: found {early}; expected {expected}")
+        known |= {"min_iter": 1, **early}
         eta, least = known["eta"], known["min_iter"]
+        if known["max_iter"] is not None:  # the first bracket of W&B's s
+            least = max(1, known["max_iter"] // eta ** known["s"])
         options = {"reduction_factor": eta, "min_resource": least}
         ours["pruner"] = {"name": "hyperband", **options}
     return ours
