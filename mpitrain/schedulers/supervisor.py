@@ -116,6 +116,7 @@ class Supervisor:
             if self._wait(60.0) and send_usr2:
                 time.sleep(0.5)  # until a scheduler has signalled mpirun, too
                 process.send_signal(signal.SIGUSR2)
+                send_usr2 = False  # a second one would end ranks that save
             if time.monotonic() >= self._kill_at:
                 self._kill_at = math.inf
                 process.kill()
