@@ -354,3 +354,23 @@ def test_a_script_in_a_job_script_gets_term_once_and_time_to_save(
     assert started.returncode == 75, output
     saved = [(tmp_path / f"saved-{rank}").read_text() for rank in (0, 1)]
     assert saved == ["1", "1"]
+
+
+@pytest.mark.parametrize(
+    ("ending", "expected"),
+    [
+        ("if rank: time.sleep(1); raise ArithmeticError('late')", ""),
+        ("raise mpitrain.Stopped('enough')", "75\n"),
+        ("", "0\n"),
+    ],
+)
+def test_a_job_script_is_told_the_status_of_all_ranks(
+    ending: str, expected: str, openmpi: Mpi, tmp_path: Path
+) -> None:
+    """Launchers that have a status of their own are asked no more than this file."""
+    body = f"import os, time, mpitrain\nrank = int(os.environ['RANK'])\n{ending}\n"
+    file = tmp_path / "status"
+    script = write(tmp_path, body)
+    done = run(openmpi, 2, script, cwd=tmp_path, MPITRAIN_STATUS_FILE=str(file))
+    assert (done.status == 0) == (expected == "0\n"), done.err
+    assert (file.read_text() if file.exists() else "") == expected
