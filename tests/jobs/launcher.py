@@ -77,12 +77,12 @@ class Done:
 
 
 def environment(mpi: Mpi | None = None, **more: str) -> dict[str, str]:
-    """The user's environment, without what an outer mpirun may have set."""
-    kept = {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith(("OMPI_", "PMIX", "PMI_", "PRTE_", "OMP_", "MPI4PY"))
-    }
+    """The user's environment, without what an outer mpirun may have set.
+
+    Nor TORCHINDUCTOR_CACHE_DIR, which torch.export sets in a process that tests share.
+    """
+    others = ("OMPI_", "PMIX", "PMI_", "PRTE_", "OMP_", "MPI4PY", "TORCHINDUCTOR")
+    kept = {k: value for k, value in os.environ.items() if not k.startswith(others)}
     kept["PYTHONPATH"] = f"{Path(__file__).parent}:{ROOT}"
     if os.geteuid() == 0:
         kept["OMPI_ALLOW_RUN_AS_ROOT"] = kept["OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"] = "1"
