@@ -249,9 +249,9 @@ def test_flags_in_the_spelling_of_wandbs_agent_are_taken() -> None:
         ("space: {lr: {log: [1, 2], probabilities: [1]}}", "lr: found {'log': [1, 2]"),
         ("parameters: {lr: {values: [1], q: 2}}", "lr: found {'values': [1], 'q': 2}"),
         (
-            "early_terminate: {type: hyperband, max_iter: 9, s: 2}\n"
+            "early_terminate: {type: hyperband, s: 2, strict: true}\n"
             "parameters: {lr: {value: 1}}",
-            "early_terminate: found {'type': 'hyperband', 'max_iter': 9, 's': 2}; exp",
+            "early_terminate: found {'type': 'hyperband', 's': 2, 'strict': True}; exp",
         ),
         (
             "early_terminate: {type: envelope}\nparameters: {lr: {value: 1}}",
