@@ -140,10 +140,10 @@ def requeue(
     scheduler = detect(environ)
     job_id = scheduler.job_id or ""
     if scheduler.name == "slurm":
-        goes_on = not terminated or slurm.is_running(job_id)
+        continues = not terminated or slurm.is_running(job_id)
         command = ["scontrol", "requeue", job_id]
     else:  # after a preemption PBS runs it again by itself
-        goes_on = script is not None and (not terminated or pbs.has_ended_job())
+        continues = script is not None and (not terminated or pbs.has_ended_job())
         # The next job knows nothing else of qsub's command line.
         number = str(job_number(environ) + 1)
         environ = {"ARGS": "", **environ, JOB_NUMBER: number}
@@ -153,7 +153,7 @@ def requeue(
             environ[name] = b64encode(environ["ARGS"].encode()).decode()
         command = ["qsub", "-N", environ["PBS_JOBNAME"], "-v", f"{name},{JOB_NUMBER}"]
         command += ["-W", f"depend=afterany:{job_id}", script or ""]
-    if not goes_on:
+    if not continues:
         _print("cancelled or preempted: unless it starts by itself, submit it again")
         return
     if terminated:  # KILL comes at any time

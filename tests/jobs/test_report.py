@@ -204,8 +204,7 @@ def test_a_plain_run_looks_well(opened: Browser, plain: Path, tmp_path: Path) ->
     for chart in CHARTS:
         picture = Image.open(io.BytesIO((plain / f"report/{chart}.png").read_bytes()))
         assert picture.width > 1200
-        # A picture of one flat curve has 10 colours, an empty one 1.
-        assert len(picture.convert("RGB").getcolors(1 << 24) or []) >= 10
+        assert len(picture.convert("RGB").getcolors(1 << 24) or []) > 10
     run = Run(plain)
     (job,) = jobs_of(run)
     seconds = seconds_by_category([job], run.metrics.throughputs)
