@@ -23,7 +23,6 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Alone:
     ("model", "strategy", "mpi", "num_kills"),
     [
         ("transformer", "ddp", "openmpi-5", 0),
-        ("convnet", "ddp", "mpich", 1),
         *(
             slow(model, strategy, mpi, 3)
             for model in MODELS

@@ -29,9 +29,8 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Alone:
     ("model", "strategy", "mpi", "sizes", "cut_sizes"),
     [
         ("convnet", "ddp", "openmpi-5", (3,), (3, 4)),
-        ("transformer", "ddp", "mpich", (2,), (2, 3)),
         ("transformer", "fsdp", "openmpi-5", (3,), (3, 2)),
-        ("channels-last", "ddp", "openmpi-4.1", (2,), (2, 3)),
+        ("channels-last", "ddp", "openmpi-5", (2,), (3,)),
         *(
             slow(model, strategy, mpi, (2, 3, 4, 8), (2, 4, 3, 1))
             for model in MODELS

@@ -9,7 +9,8 @@ run; all others, which take a second each, are run, too. The flags of all are pa
 - `-np 4` becomes `-np 2`;
 - what trains gets `--dry-run`: all is started, read and built, for one step;
 - `check` gets `--quick`, which leaves the bandwidth out;
-- `benchmarks/scaling.py` gets one round of 1 and 2 ranks.
+- `benchmarks/scaling.py` gets one round of 1 and 2 ranks;
+- a sweep gets two trials.
 """
 
 from __future__ import annotations
@@ -71,6 +72,8 @@ NOT_RUN = {
     " -- python train.py": STAGES,
     "mpirun -np 4 --oversubscribe python -m mpitrain stage"
     " -- python -m mpitrain run train.py": STAGES,
+    "mpirun -np 4 --oversubscribe python -m mpitrain stage --data data/birds"
+    " -- python -m mpitrain --data folder --data-dir data/birds": STAGES,
     "mpirun -np 8 apptainer exec --nv mpitrain.sif python -m mpitrain": CONTAINERS,
     "python -m mpitrain jobscript --site ./mine.yaml --account A": EARLIER,
     "python -m mpitrain fetch mnist cifar100 --data-dir /scratch/me/data": INTERNET,
@@ -137,6 +140,8 @@ def chosen(commands: list[str]) -> list[str]:
 def smaller(command: str) -> str:
     """Return what is run for a command of a page."""
     command = re.sub(r"-np \d+", "-np 2", command)
+    if command.startswith("mpirun"):
+        command = re.sub(r"--trials \d+", "--trials 2", command)
     _, is_ours, words = command.partition("-m mpitrain")
     if "benchmarks/scaling.py" in command:
         return re.sub(r"--ranks [\d ]+--", "--ranks 1 2 --rounds 1 --", command)

@@ -31,7 +31,7 @@ def test_a_training_that_is_too_short_says_so(
     openmpi: Mpi, tmp_path: Path, num_steps: int
 ) -> None:
     """Also one that ends where the first step would begin that is traced."""
-    size = ("--data", "synthetic", "--synthetic-samples", str(64 * num_steps))
+    size = ("--global-batch-size", str(-(-1437 // num_steps)))  # of the digits
     words = ("-m", "mpitrain", "--name", "a", *size, "--epochs", "1", "--profile", "4")
     done = mpirun(openmpi, 2, *words, cwd=tmp_path)
     assert done.status == 0, done.err

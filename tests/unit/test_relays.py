@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -142,6 +142,9 @@ def num_links(pid: int) -> int:
     if not children:
         return 0
     (sidecar,) = children
-    opened = {str(file.readlink()) for file in Path(f"/proc/{sidecar}/fd").iterdir()}
+    opened = set()
+    for file in Path(f"/proc/{sidecar}/fd").iterdir():
+        with suppress(FileNotFoundError):  # it has just been closed
+            opened.add(str(file.readlink()))
     rows = [row.split() for row in Path("/proc/net/tcp").read_text().splitlines()[1:]]
     return sum(row[3] == "01" and f"socket:[{row[9]}]" in opened for row in rows)
