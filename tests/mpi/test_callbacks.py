@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import tempfile
 import time
 from pathlib import Path
@@ -22,6 +23,8 @@ from mpitrain.train.step_metrics import PendingSteps
 from mpitrain.train.trainer import Trainer
 
 pytestmark = pytest.mark.mpi
+
+PAGE = Path(__file__).parents[2] / "docs/reference/callbacks.md"
 
 NUM_STEPS = EPOCHS * -(-NUM_SAMPLES // BATCH_SIZE)
 
@@ -93,6 +96,35 @@ def test_hooks_are_called_in_order_and_those_of_the_end_in_reverse(
         *(f"{name}.on_fit_end" for name in "ba"),
     ]
     assert {"a.on_metrics", "b.on_throughput", "a.on_validation_batch_end"} < set(calls)
+    loop = PAGE.read_text().partition("```text\n")[2].partition("```")[0]
+    on_page = re.findall(r"(\w+)\(trainer", loop)
+    assert {"setup", *(it for it in dir(Callback) if it.startswith("on_"))} == {
+        *on_page,
+        "on_checkpoint",
+    }
+    first_calls = dict.fromkeys(it[2:] for it in calls if it.startswith("a."))
+    left_out = ("on_throughput", "on_stop", "on_exception")  # the first has a clock
+    assert [it for it in first_calls if it not in left_out] == [
+        it for it in on_page if it not in left_out
+    ]
+
+
+def test_the_example_of_the_page_stops_a_training_and_goes_into_checkpoints(
+    world: World,
+) -> None:
+    example = PAGE.read_text().partition("```python\n")[2].partition("```")[0]
+    names: dict[str, Any] = {}
+    exec(example, names)
+    stopping = names["EarlyStopping"](patience=2)
+    config = config_of(epochs=9, lr=0.0)  # the loss stays as it is
+    data = some(16), some(5, "val")
+    trainer = Trainer(Net(), *data, config, world=world, callbacks=[stopping])
+    with pytest.raises(Stopped, match="no better loss for 2 epochs"):
+        trainer.fit()
+    assert trainer.state.epoch == 4  # the next one
+    again = names["EarlyStopping"](patience=2)
+    again.load_state_dict(json.loads(json.dumps(stopping.state_dict())))
+    assert (again.best, again.num_bad) == (stopping.best, 2)
 
 
 def test_a_stop_ends_the_training_at_the_same_step_on_every_rank(world: World) -> None:
