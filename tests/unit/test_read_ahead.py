@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mpitrain.launch.read_ahead import file_system, libraries_of, parts_of
+from mpitrain.launch.read_ahead import PART_BYTES, _read, file_system, parts_of
 
 SPEC = importlib.util.find_spec("torch")
 assert SPEC is not None
@@ -54,29 +54,15 @@ def test_the_kind_of_a_file_system_is_found() -> None:
     assert file_system("/nowhere") == ""
 
 
-def test_what_the_loader_maps_is_among_the_libraries() -> None:
-    found = libraries_of(TORCH / "lib/libtorch_python.so")
-    assert str(TORCH / "lib/libtorch_cpu.so") in found
-    assert not any("cudnn_engines" in path for path in found)
+def test_the_parts_are_whole_libraries_and_every_module() -> None:
+    parts = list(parts_of(TORCH))
+    assert len(set(parts)) == len(parts)
+    for name in ("libtorch_cpu.so", "libtorch_python.so"):
+        path = TORCH / "lib" / name
+        offsets = sorted(offset for file, offset in parts if file == str(path))
+        assert offsets == list(range(0, path.stat().st_size, PART_BYTES))
+    assert (str(TORCH / "nn/modules/linear.py"), 0) in parts
 
 
-def test_the_parts_of_a_library_are_all_but_the_code_for_gpus() -> None:
-    for path in (TORCH / "lib").glob("libtorch_c*.so"):
-        parts = list(parts_of(str(path)))
-        assert all(name == str(path) for name, _, _ in parts)
-        ends = [offset + size for _, offset, size in parts]
-        starts = [offset for _, offset, _ in parts]
-        assert all(end <= start for end, start in zip(ends, starts[1:], strict=False))
-        size = path.stat().st_size
-        assert ends[-1] == size
-        has_gpu_code = b".nv_fatbin\0" in path.read_bytes()
-        assert (sum(size for _, _, size in parts) < size) == has_gpu_code
-
-
-def test_what_is_no_library_is_read_whole(tmp_path: Path) -> None:
-    path = tmp_path / "lib.so"
-    path.write_bytes(b"no ELF" * 300_000)
-    assert [part[1:] for part in parts_of(str(path))] == [(0, 1_800_000)]
-    path.write_bytes(b"\x7fELF\x02\x01" + b"\xff" * 2_000_000)
-    assert list(parts_of(str(path))) == []
-    assert list(parts_of(str(tmp_path / "gone"))) == []
+def test_what_is_gone_meanwhile_is_left_out(tmp_path: Path) -> None:
+    assert _read(str(tmp_path / "gone.py"), 0) == 0
