@@ -121,12 +121,13 @@ def _run_job(
     Collective over all ranks.
     """
     from mpitrain.checkpoint.preemption import PreemptionHandler
+    from mpitrain.files import write_json
     from mpitrain.launch.current import age_seconds
     from mpitrain.launch.exit_guard import abort_on_error
     from mpitrain.launch.init import init
     from mpitrain.record.jsonl import changed_at
     from mpitrain.record.recorder import record_job
-    from mpitrain.record.run_dir import open_log, start_logging, write_json
+    from mpitrain.record.run_dir import open_log, start_logging
 
     # Garbage collection takes a fifth of the time of the imports.
     gc.disable()
@@ -177,7 +178,7 @@ def _run_job(
 
 def hostfile(argv: Sequence[str]) -> None:
     """Write a host file for mpirun from the nodes of a SLURM or PBS job."""
-    from mpitrain.schedulers import hostfile
+    from mpitrain.tools.jobs import hostfile
 
     words, mpirun = _split(argv)
     config = _read(hostfile.HostfileConfig, "hostfile", words)
@@ -186,7 +187,7 @@ def hostfile(argv: Sequence[str]) -> None:
 
 def jobscript(argv: Sequence[str]) -> None:
     """Print a job script for SLURM or PBS."""
-    from mpitrain.schedulers import jobscript
+    from mpitrain.tools.jobs import jobscript
 
     flags, words = _split(argv)
     flags = jobscript.with_site(flags)
@@ -228,7 +229,7 @@ def jobscript(argv: Sequence[str]) -> None:
 
 def _folder_of(words: Sequence[str]) -> Path:
     """Return the folder that all jobs of a chain share: a run's, or a sweep's."""
-    from mpitrain.schedulers import chain
+    from mpitrain.tools.jobs import chain
     from mpitrain.tools.sweep.config import read_sweep, read_training
 
     if words[:1] == ["stage"]:
@@ -253,7 +254,7 @@ def watch(argv: Sequence[str]) -> None:
 
 def supervise(argv: Sequence[str]) -> int:
     """Used by job scripts: run mpirun, stop it in time, and restart it."""
-    from mpitrain.schedulers import supervisor
+    from mpitrain.tools.jobs import supervisor
 
     words, command = _split(argv)
     config = _read(supervisor.SuperviseConfig, "supervise", words)
@@ -381,7 +382,7 @@ def _split(argv: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
 
 
 def _write(text: str, file: Path | None) -> None:
-    from mpitrain.record.run_dir import write_atomic
+    from mpitrain.files import write_atomic
 
     if file is None:
         print(text, end="", flush=True)

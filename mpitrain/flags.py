@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from mpitrain import __version__
+from mpitrain._version import __version__
 from mpitrain.errors import MpitrainError, UsageError, did_you_mean
 from mpitrain.help import flags_of, help_text
 

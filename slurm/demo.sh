@@ -45,7 +45,7 @@ export PATH="$venv/bin:$PATH"
 options=(--bind-to none)  # mpitrain gives each rank its cores
 if [[ -x $venv/bin/mpirun ]]; then
     options+=(--prefix "$venv")
-    export PRTE_MCA_prte_launch_agent="python -m mpitrain.schedulers.block_sigterm prted"
+    export PRTE_MCA_prte_launch_agent="python -m mpitrain.tools.jobs.block_sigterm prted"
 fi
 
 # This script runs once, on the first node. mpirun gets nodes and slots from SLURM.

@@ -8,14 +8,14 @@ from typing import Any
 from mpitrain import TrainConfig
 from mpitrain.help import Flag, flags_of
 from mpitrain.launch.run_target import RunConfig
-from mpitrain.schedulers.hostfile import HostfileConfig
-from mpitrain.schedulers.jobscript import JobscriptConfig
-from mpitrain.schedulers.supervisor import SuperviseConfig
 from mpitrain.stage.command import StageConfig
 from mpitrain.tools.check import CheckConfig
 from mpitrain.tools.diff import DiffConfig
 from mpitrain.tools.export import ExportConfig
 from mpitrain.tools.fetch import FetchConfig
+from mpitrain.tools.jobs.hostfile import HostfileConfig
+from mpitrain.tools.jobs.jobscript import JobscriptConfig
+from mpitrain.tools.jobs.supervisor import SuperviseConfig
 from mpitrain.tools.report.report import ReportConfig
 from mpitrain.tools.sweep.config import SweepConfig
 from mpitrain.tools.watch import WatchConfig

@@ -29,15 +29,14 @@ from mpitrain.checkpoint.tensors import (
     split_state,
     tensors_to_save,
 )
+from mpitrain.console import say, shown
 from mpitrain.errors import DataError, UsageError
 from mpitrain.launch.current import heartbeat
 from mpitrain.mpi.consensus import Consensus
-from mpitrain.record.run_dir import shown
 from mpitrain.record.runs import differences, opened_folders
 from mpitrain.train.callbacks import Callback, StopRequested
 from mpitrain.train.evaluate import score_of
 from mpitrain.train.metrics import EpochMetrics, TrainState
-from mpitrain.train.progress import say
 from mpitrain.train.trainer import Trainer
 
 logger = logging.getLogger("mpitrain")

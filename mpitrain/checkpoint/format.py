@@ -26,8 +26,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from mpitrain.errors import DataError, UsageError
+from mpitrain.files import sync
 from mpitrain.launch.current import heartbeat
-from mpitrain.record.run_dir import sync
 
 SUMS = "SHA256SUMS"
 TENSORS = "tensors.json"

@@ -18,9 +18,9 @@ from mpitrain.checkpoint.layout import (
 )
 from mpitrain.checkpoint.storage import CheckpointReader, read_index
 from mpitrain.errors import DataError, UsageError
+from mpitrain.files import read_json
 from mpitrain.mpi.shared_arrays import Communicator
 from mpitrain.mpi.world import World, list_hosts
-from mpitrain.record.run_dir import read_json
 from mpitrain.record.runs import RUN, differences
 
 logger = logging.getLogger("mpitrain")

@@ -36,8 +36,8 @@ from mpitrain.checkpoint.format import (
     write_sums,
 )
 from mpitrain.checkpoint.layout import Checkpoint
+from mpitrain.files import sync
 from mpitrain.launch.current import heartbeat
-from mpitrain.record.run_dir import sync
 
 ALIGNMENT = 64  # each chunk begins at a multiple of so many bytes
 

@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
-import mpitrain
+from mpitrain import _version
 from mpitrain.errors import LaunchError, TopologyError
 from mpitrain.mpi.collectives import (
     barrier,
@@ -75,7 +75,7 @@ def merge_earliest(left: dict[int, float], right: dict[int, float]) -> dict[int,
 def software() -> dict[str, str]:
     """Return the versions that must be equal on all ranks. Imports no torch."""
     found = {
-        "mpitrain": mpitrain.__version__,
+        "mpitrain": _version.__version__,
         "Python": f"{sys.version_info.major}.{sys.version_info.minor}",
         # Up to the comma: then comes on which machine it was built.
         "MPI library": " ".join(mpi_library_version().partition(",")[0].split()),

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING
 
 from mpitrain.config import Backend, LaunchConfig
 from mpitrain.errors import TopologyError
+from mpitrain.files import make_private_folder
 from mpitrain.launch import pci
-from mpitrain.launch.private_folder import make_private_folder
 from mpitrain.mpi.collectives import (
     all_or_none,
     merge_lists,

@@ -13,7 +13,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from mpitrain import __version__
+from mpitrain._version import __version__
 from mpitrain.mpi.implementation import mpi_library_version
 from mpitrain.mpi.launchers import ON_ONE_NODE
 from mpitrain.mpi.world import Node, World, format_ranges

@@ -8,11 +8,11 @@ import os
 from pathlib import Path
 from typing import Any
 
+from mpitrain.console import say, shown
 from mpitrain.launch.current import heartbeat
 from mpitrain.mpi.world import World
-from mpitrain.record.run_dir import rank_name, shown
+from mpitrain.record.run_dir import rank_name
 from mpitrain.train.callbacks import Callback
-from mpitrain.train.progress import say
 from mpitrain.train.trainer import Trainer
 
 logger = logging.getLogger("mpitrain")

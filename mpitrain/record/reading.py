@@ -19,8 +19,9 @@ from types import NoneType, SimpleNamespace, UnionType
 from typing import Any, get_args, get_type_hints
 
 from mpitrain.errors import UsageError
+from mpitrain.files import read_json, read_yaml
 from mpitrain.record.jsonl import JsonlReader, changed_at
-from mpitrain.record.run_dir import read_json, read_result, read_yaml
+from mpitrain.record.run_dir import read_result
 from mpitrain.record.runs import RUN
 from mpitrain.train.metrics import OTHER, PHASES, EpochMetrics, StepMetrics, Throughput
 

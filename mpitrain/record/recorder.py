@@ -11,22 +11,17 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from mpitrain.console import say, shown
 from mpitrain.errors import Stopped
+from mpitrain.files import finite, write_json
 from mpitrain.launch.current import age_seconds, current_world
 from mpitrain.launch.exit_guard import ExitGuard
 from mpitrain.record.jsonl import CLOSE_SECONDS, JsonlWriter
-from mpitrain.record.run_dir import (
-    finite,
-    log_path,
-    open_log,
-    read_result,
-    shown,
-    write_json,
-)
+from mpitrain.record.run_dir import log_path, open_log, read_result
 from mpitrain.record.runs import Exists, is_finished, open_run, opened_folders
 from mpitrain.train.callbacks import Callback
 from mpitrain.train.metrics import EpochMetrics, StepMetrics, Throughput
-from mpitrain.train.progress import SecondsLeft, finished_line, format_metrics, say
+from mpitrain.train.progress import SecondsLeft, finished_line, format_metrics
 
 logger = logging.getLogger("mpitrain")
 

@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import errno
-import json
 import logging
-import math
 import os
 import queue
 import sys
 import threading
-from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Any, TextIO
 
+from mpitrain.files import read_json
 from mpitrain.mpi.world import World, rank_label
 
-# Errors of a file system that knows no fsync, or none of folders.
-NO_SYNC = (errno.EINVAL, errno.EBADF, errno.EOPNOTSUPP, errno.ENOSYS)
 FLUSH_SECONDS = 3.0  # how long the end waits for a disk to take the last lines of a log
 
 
@@ -124,68 +119,6 @@ def rank_name(world: World) -> str:
     return f"rank-{world.rank:0{width}}"
 
 
-def shown(path: Path) -> str:
-    """Write a path as a person would: relative to here where it is below."""
-    here = Path.cwd()
-    return str(path.relative_to(here) if path.is_relative_to(here) else path)
-
-
-def write_atomic(path: Path, data: str | bytes) -> None:
-    """Write a file so that readers see the old or the new one, never a part."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    beside.write_bytes(data.encode() if isinstance(data, str) else data)
-    os.replace(beside, path)
-
-
-def sync(path: Path) -> None:
-    """Let a file, or the names in a folder, outlive a node that fails."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        if error.errno not in NO_SYNC:
-            raise
-    finally:
-        os.close(descriptor)
-
-
-def write_json(path: Path, values: Mapping[str, Any]) -> None:
-    """Write a JSON file whole."""
-    write_atomic(path, json.dumps(finite(values), indent=2, allow_nan=False) + "\n")
-
-
-def finite(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Put ``None`` for numbers that are not finite: JSON has no word for them.
-
-    >>> finite({"loss": float("nan"), "step": 3})
-    {'loss': None, 'step': 3}
-    """
-    return {
-        name: None if isinstance(value, float) and not math.isfinite(value) else value
-        for name, value in values.items()
-    }
-
-
 def read_result(run_dir: Path) -> dict[str, Any]:
     """Read ``result.json``; nothing where it cannot be read."""
     return read_json(run_dir / "result.json")
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON file of one object; nothing where it cannot be read."""
-    try:
-        found = json.loads(path.read_text(errors="replace"))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
-def read_yaml(path: Path) -> dict[str, Any]:
-    """Read a YAML file of one mapping; nothing where it cannot be read."""
-    import yaml
-
-    try:
-        found = yaml.safe_load(path.read_text(errors="replace"))
-    except (OSError, yaml.YAMLError):
-        return {}
-    return found if isinstance(found, dict) else {}

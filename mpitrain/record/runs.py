@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mpitrain.errors import UsageError
-from mpitrain.record.run_dir import read_result, sync, write_json
+from mpitrain.files import sync, write_json
+from mpitrain.record.run_dir import read_result
 
 LOCK = ".lock"
 RUN = "run.json"

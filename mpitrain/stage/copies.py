@@ -24,7 +24,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from mpitrain.launch.private_folder import make_private_folder
+from mpitrain.files import make_private_folder
 from mpitrain.mpi.topology import boot_id
 from mpitrain.stage.environment import (
     MAX_TEXT_BYTES,

@@ -17,12 +17,14 @@ from typing import Annotated, Any
 
 from tyro.conf import Positional, arg
 
+from mpitrain.console import say
 from mpitrain.errors import UsageError
+from mpitrain.files import read_json
 from mpitrain.mpi.world import Node
 from mpitrain.record.environment import node_lines
 from mpitrain.record.jsonl import changed_at
 from mpitrain.record.reading import Began, Metrics, make
-from mpitrain.record.run_dir import read_json, read_result
+from mpitrain.record.run_dir import read_result
 from mpitrain.record.runs import RUN, is_held, lock_host
 from mpitrain.tools.sweep.config import PROGRESS, SETTINGS
 from mpitrain.train.progress import (
@@ -32,7 +34,6 @@ from mpitrain.train.progress import (
     finished_line,
     format_metrics,
     format_seconds,
-    say,
 )
 
 POLL_SECONDS = 1.0  # how often the files are read

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from mpitrain.console import say
 from mpitrain.train.callbacks import Callback
 from mpitrain.train.metrics import EpochMetrics, StepMetrics, Throughput, best_metric
 
@@ -20,16 +21,6 @@ LINE_SECONDS = 60.0  # in epochs that take longer, about how often a line is pri
 
 SecondsLeft = Callable[[], float | None]
 """Returns the seconds until a time limit stops the training; ``None`` without one."""
-
-
-def say(line: str) -> None:
-    """Print a line on the terminal, above the progress bar if there is one."""
-    bars = sys.modules.get("tqdm")
-    if bars is None:
-        print(line, flush=True)
-    else:
-        bars.tqdm.write(line, file=sys.stdout)
-        sys.stdout.flush()
 
 
 class EpochLines(Callback):

@@ -18,7 +18,7 @@ import pytest
 
 from mpitrain.cli import main
 from mpitrain.mpi.launchers import LAUNCHERS
-from mpitrain.schedulers.jobscript import SITES, read_site
+from mpitrain.tools.jobs.jobscript import SITES, read_site
 
 from .hosts import LOGIN, VirtualHosts
 from .slurm import Slurm

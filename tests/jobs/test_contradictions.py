@@ -85,7 +85,7 @@ def test_another_version_on_one_rank_is_named(
 
 
 def test_another_version_of_ours_is_named(openmpi: Mpi, tmp_path: Path) -> None:
-    before = "if last: mpitrain.__version__ = '0.0.9'"
+    before = "if last: mpitrain._version.__version__ = '0.0.9'"
     done = mpirun(openmpi, 3, script(tmp_path, before), cwd=tmp_path)
     assert done.status == 1
     assert said(done, "mpitrain: ") == said(done, "0.0.9 on ") == 1

@@ -12,9 +12,9 @@ import pytest
 
 from mpitrain.cli import read_config
 from mpitrain.errors import LaunchError, UsageError
-from mpitrain.schedulers import chain
-from mpitrain.schedulers.chain import Chain, job_number, run_dir_of
-from mpitrain.schedulers.jobscript import JobscriptConfig, text_of
+from mpitrain.tools.jobs import chain
+from mpitrain.tools.jobs.chain import Chain, job_number, run_dir_of
+from mpitrain.tools.jobs.jobscript import JobscriptConfig, text_of
 
 
 class Jobs:
@@ -196,7 +196,7 @@ def test_a_program_that_does_not_stop_in_time_is_killed() -> None:
     """PBS sends no signal before the end of a job: the supervisor has a clock."""
     code = """
 import os
-from mpitrain.schedulers.supervisor import Supervisor
+from mpitrain.tools.jobs.supervisor import Supervisor
 
 supervisor = Supervisor(seconds_left=2.0, notice=1.0)
 hangs = ["sh", "-c", "trap '' USR2; exec sleep 60"]
@@ -232,7 +232,7 @@ def requeue(
     (tmp_path / "qsub").chmod(0o755)
     output = tmp_path / "output"
     code = (
-        "import os, time\nfrom mpitrain.schedulers.chain import requeue\n"
+        "import os, time\nfrom mpitrain.tools.jobs.chain import requeue\n"
         f"requeue(os.environ, 'job.sh', terminated={terminated}, "
         f"end=time.monotonic() + {left})\n"
     )

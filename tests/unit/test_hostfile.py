@@ -10,7 +10,7 @@ import pytest
 from mpitrain.cli import main
 from mpitrain.errors import UsageError
 from mpitrain.schedulers import slurm
-from mpitrain.schedulers.hostfile import HostfileConfig, text_of
+from mpitrain.tools.jobs.hostfile import HostfileConfig, text_of
 
 SLURM = {
     "SLURM_JOB_ID": "17",

@@ -15,7 +15,7 @@ import pytest
 
 from mpitrain.cli import _folder_of, main
 from mpitrain.errors import UsageError
-from mpitrain.schedulers.jobscript import JobscriptConfig, text_of
+from mpitrain.tools.jobs.jobscript import JobscriptConfig, text_of
 
 ROOT = Path(__file__).parents[2]
 SCHEDULERS = ("slurm", "pbs")
@@ -226,7 +226,7 @@ HOSTILE = [
 STAND_IN = """\
 #!{python}
 import json, os, pathlib, sys
-if "supervise" in sys.argv or "mpitrain.schedulers.block_sigterm" in sys.argv:
+if "supervise" in sys.argv or "mpitrain.tools.jobs.block_sigterm" in sys.argv:
     os.execv({python!r}, [{python!r}, *sys.argv[1:]])
 if sys.argv[1:] == ["--version"]:
     print("mpirun (Open MPI) 5.0.11")
@@ -451,7 +451,7 @@ def test_mpiruns_line_for_the_remote_shell_bears_a_folder_with_blanks(
     line = (
         f"X={venv};export X;{venv}/bin/python -c 'import os; print(os.environ[\"X\"])'"
     )
-    agent = [f"{venv}/bin/python", "-m", "mpitrain.schedulers.block_sigterm"]
+    agent = [f"{venv}/bin/python", "-m", "mpitrain.tools.jobs.block_sigterm"]
     done = subprocess.run([*agent, "sh", "-c", line], capture_output=True, text=True)
     assert done.stdout == f"{venv}\n", done.stderr
 

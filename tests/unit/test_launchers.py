@@ -15,9 +15,9 @@ from mpitrain.errors import UsageError
 from mpitrain.help import flags_of
 from mpitrain.launch.env_checks import check_size, launched_size, was_launched
 from mpitrain.mpi.launchers import LAUNCHERS, by_command, by_process
-from mpitrain.schedulers.containers import Runtime
-from mpitrain.schedulers.jobscript import SITES, JobscriptConfig, read_site
-from mpitrain.schedulers.probe import launcher_of
+from mpitrain.tools.jobs.check_nodes import launcher_of
+from mpitrain.tools.jobs.containers import Runtime
+from mpitrain.tools.jobs.jobscript import SITES, JobscriptConfig, read_site
 
 ROOT = Path(__file__).parents[2]
 TABLE = ROOT / "mpitrain/mpi/launchers.py"

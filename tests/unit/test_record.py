@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 
+from mpitrain import files
 from mpitrain.errors import UsageError
 from mpitrain.mpi.world import Node, World
 from mpitrain.record import recorder, run_dir
@@ -130,7 +131,7 @@ def test_learning_rates_of_groups_stand_beside_the_first(tmp_path: Path) -> None
 
 
 def test_a_result_that_is_not_finite_is_json_still(tmp_path: Path) -> None:
-    run_dir.write_json(tmp_path / "result.json", {"val_loss": float("nan")})
+    files.write_json(tmp_path / "result.json", {"val_loss": float("nan")})
     assert json.loads((tmp_path / "result.json").read_text()) == {"val_loss": None}
 
 
@@ -175,7 +176,7 @@ def test_a_test_and_a_second_fit_after_the_end_are_recorded(tmp_path: Path) -> N
 
 
 def test_a_failure_is_recorded_over_what_is_there(tmp_path: Path) -> None:
-    run_dir.write_json(tmp_path / "result.json", {"status": "running", "x": 1})
+    files.write_json(tmp_path / "result.json", {"status": "running", "x": 1})
     recorder.record_failure(tmp_path, "rank 2 fell")
     assert json.loads((tmp_path / "result.json").read_text()) == {
         "status": "failed",
@@ -185,8 +186,8 @@ def test_a_failure_is_recorded_over_what_is_there(tmp_path: Path) -> None:
 
 
 def test_a_file_is_replaced_whole(tmp_path: Path) -> None:
-    run_dir.write_atomic(tmp_path / "f", "old")
-    run_dir.write_atomic(tmp_path / "f", "new")
+    files.write_atomic(tmp_path / "f", "old")
+    files.write_atomic(tmp_path / "f", "new")
     assert [p.name for p in tmp_path.iterdir()] == ["f"]
     assert (tmp_path / "f").read_text() == "new"
 

@@ -12,8 +12,8 @@ from mpitrain.errors import LaunchError, UsageError
 from mpitrain.mpi.launchers import HostFileFormat
 from mpitrain.schedulers import pbs, read_allocation
 from mpitrain.schedulers.allocation import AllocatedNode
-from mpitrain.schedulers.hostfile import parse, render
 from mpitrain.schedulers.slurm import expand_nodes, expand_tasks
+from mpitrain.tools.jobs.hostfile import parse, render
 
 ROOT = Path(__file__).parents[2]
 

@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
+from mpitrain.files import write_atomic
 from mpitrain.record.loggers.base import Images, Logger, RunInfo, Status
-from mpitrain.record.run_dir import write_atomic
 
 
 class CSVLogger(Logger):

@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from mpitrain.config import LogConfig, TrainConfig
+from mpitrain.console import say
 from mpitrain.data.transforms import NUM_DIMENSIONS, to_uint8
 from mpitrain.launch.current import heartbeat
 from mpitrain.plugins import is_reference, load_reference
@@ -19,7 +20,6 @@ from mpitrain.record.loggers.base import RunInfo, Status
 from mpitrain.record.loggers.process import LoggerProcess
 from mpitrain.train.callbacks import Callback
 from mpitrain.train.metrics import EpochMetrics, StepMetrics, Throughput
-from mpitrain.train.progress import say
 
 logger = logging.getLogger("mpitrain")
 

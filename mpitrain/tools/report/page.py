@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from html import escape
 from importlib import resources
 
-from mpitrain import __version__
+from mpitrain._version import __version__
 from mpitrain.tools.report.analysis import ReportedRun
 from mpitrain.tools.report.figures import THEME, Chart
 from mpitrain.tools.report.summary import (

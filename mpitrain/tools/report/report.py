@@ -11,9 +11,9 @@ from typing import Annotated
 from tyro.conf import Positional, arg
 
 from mpitrain.errors import UsageError
+from mpitrain.files import write_atomic
 from mpitrain.plugins import require
 from mpitrain.record.reading import Run
-from mpitrain.record.run_dir import write_atomic
 from mpitrain.tools.sweep.config import INSTALL, SETTINGS
 
 MAX_RUNS = 8

@@ -14,7 +14,7 @@ from optuna.importance import PedAnovaImportanceEvaluator
 from optuna.trial import TrialState
 from optuna.visualization import matplotlib as plots
 
-from mpitrain import __version__
+from mpitrain._version import __version__
 from mpitrain.record.run_dir import read_result
 from mpitrain.tools.report.page import PAGE, details, style_sheet
 from mpitrain.tools.report.summary import Section

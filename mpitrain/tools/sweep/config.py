@@ -15,10 +15,12 @@ from typing import Annotated
 from tyro.conf import Positional, arg
 
 from mpitrain.config import NAME_PATTERN, TrainConfig
+from mpitrain.console import shown
 from mpitrain.errors import UsageError
+from mpitrain.files import read_json, write_json
 from mpitrain.flags import PROGRAM, read_flags
 from mpitrain.plugins import require
-from mpitrain.record.run_dir import read_json, read_result, shown, write_json
+from mpitrain.record.run_dir import read_result
 from mpitrain.record.runs import differences, open_run
 from mpitrain.tools.sweep.space import SET_BY_SWEEP, Search, check_names, read_search
 from mpitrain.tools.train.prepare import PreparedRun, unless_stopped

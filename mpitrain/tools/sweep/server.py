@@ -10,10 +10,12 @@ from dataclasses import dataclass, field
 from typing import Any, TextIO, get_args
 
 from mpitrain.checkpoint.preemption import REASONS, PreemptionHandler
+from mpitrain.console import shown
 from mpitrain.errors import MpitrainError, Stopped, UsageError
+from mpitrain.files import write_json
 from mpitrain.mpi.world import World, format_ranges
 from mpitrain.record.recorder import record_failure
-from mpitrain.record.run_dir import read_result, shown, write_json
+from mpitrain.record.run_dir import read_result
 from mpitrain.tools.sweep.config import PROGRESS, PreparedSweep
 from mpitrain.tools.sweep.messages import TO_RANK, TO_SERVER, Ending, Message, Status
 from mpitrain.tools.sweep.placement import Placement

@@ -21,8 +21,8 @@ from optuna.storages.journal import JournalFileBackend
 from optuna.trial import FrozenTrial, TrialState
 
 from mpitrain.errors import MpitrainError, UsageError
+from mpitrain.files import read_json
 from mpitrain.flags import PROGRAM
-from mpitrain.record.run_dir import read_json
 from mpitrain.tools.sweep.config import OUTCOMES, SETTINGS, SWEEPS_DIR
 from mpitrain.tools.sweep.space import PRUNERS, RANKS, SAMPLERS, Search, Value, flags_of
 from mpitrain.train.progress import format_metrics

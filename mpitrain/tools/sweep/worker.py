@@ -19,6 +19,7 @@ import torch
 from mpitrain.checkpoint.preemption import PreemptionHandler
 from mpitrain.checkpoint.resume import hosts_without
 from mpitrain.config import DataConfig
+from mpitrain.console import shown
 from mpitrain.data.sources import Data, load_data
 from mpitrain.data.torchvision_sets import CLASSES
 from mpitrain.errors import LaunchError, MpitrainError, Stopped, UsageError
@@ -34,7 +35,7 @@ from mpitrain.mpi.collectives import (
 from mpitrain.mpi.implementation import has_thread_multiple
 from mpitrain.mpi.shared_arrays import communicator
 from mpitrain.mpi.world import World, list_hosts, rank_label
-from mpitrain.record.run_dir import open_log, shown, start_logging
+from mpitrain.record.run_dir import open_log, start_logging
 from mpitrain.record.runs import close_run
 from mpitrain.tools.sweep.config import PreparedSweep, ReadConfig
 from mpitrain.tools.sweep.messages import POLL_SECONDS, Ending, Inbox, Message

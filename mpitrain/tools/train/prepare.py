@@ -10,9 +10,10 @@ from pathlib import Path
 
 from mpitrain.checkpoint.preemption import STOP_FILE, forget_stop
 from mpitrain.config import TrainConfig
+from mpitrain.console import shown
 from mpitrain.errors import Stopped, UsageError
+from mpitrain.files import read_yaml, write_atomic
 from mpitrain.plugins import require
-from mpitrain.record.run_dir import read_yaml, shown, write_atomic
 from mpitrain.record.runs import Exists, differences, is_finished, open_run
 from mpitrain.train.progress import finished_line
 

@@ -13,8 +13,10 @@ from torch import nn
 from mpitrain.checkpoint.checkpointer import Checkpointer
 from mpitrain.checkpoint.preemption import PreemptionHandler
 from mpitrain.config import TrainConfig
+from mpitrain.console import say, shown
 from mpitrain.data.sources import Data, load_data
 from mpitrain.errors import Stopped
+from mpitrain.files import write_json
 from mpitrain.launch.current import heartbeat
 from mpitrain.models.build import build_and_load, fetch_weights, is_cached
 from mpitrain.models.summary import summary_line, summary_table
@@ -28,10 +30,9 @@ from mpitrain.record.loggers.callback import Loggers
 from mpitrain.record.profiler import Profiler
 from mpitrain.record.rank_times import RankTimes
 from mpitrain.record.recorder import Recorder
-from mpitrain.record.run_dir import shown, write_json
 from mpitrain.tools.train.prepare import PreparedRun
 from mpitrain.train.callbacks import Callback
-from mpitrain.train.progress import choose_progress, say
+from mpitrain.train.progress import choose_progress
 from mpitrain.train.trainer import Trainer
 
 logger = logging.getLogger("mpitrain")

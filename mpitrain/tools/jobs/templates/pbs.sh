@@ -122,7 +122,7 @@ if [[ $launchers != *"MCA plm: tm "* ]]; then
         remote_shell=pbs_tmrsh
     fi
     # PBS sends TERM to these, too; mpirun would lose the node. (Open MPI 5, then 4.)
-    agent="python -m mpitrain.schedulers.block_sigterm $remote_shell"
+    agent="python -m mpitrain.tools.jobs.block_sigterm $remote_shell"
     export PRTE_MCA_plm_ssh_agent=$agent OMPI_MCA_plm_rsh_agent=$agent
     export PRTE_MCA_plm_ssh_no_tree_spawn=1 OMPI_MCA_plm_rsh_no_tree_spawn=1
 fi

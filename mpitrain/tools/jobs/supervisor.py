@@ -30,14 +30,16 @@ from pathlib import Path
 from typing import Literal
 
 from mpitrain.errors import Stopped, UsageError
+from mpitrain.files import read_json
 from mpitrain.launch.env_checks import STATUS_FILE
 from mpitrain.mpi.launchers import LAUNCHERS, Launcher, LauncherName
 from mpitrain.record.jsonl import changed_at
-from mpitrain.record.run_dir import read_json, read_result
+from mpitrain.record.run_dir import read_result
 from mpitrain.record.runs import is_finished
-from mpitrain.schedulers import chain, detect, seconds_left
-from mpitrain.schedulers.jobscript import notice_seconds
-from mpitrain.schedulers.probe import launcher_of
+from mpitrain.schedulers import detect, seconds_left
+from mpitrain.tools.jobs import chain
+from mpitrain.tools.jobs.check_nodes import launcher_of
+from mpitrain.tools.jobs.jobscript import notice_seconds
 
 # Blocked in this process, and taken by `sigtimedwait`.
 SIGNALS = {signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCHLD}

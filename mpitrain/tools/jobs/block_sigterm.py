@@ -1,4 +1,4 @@
-"""`python -m mpitrain.schedulers.block_sigterm PROGRAM WORDS`: a program without TERM.
+"""`python -m mpitrain.tools.jobs.block_sigterm PROGRAM WORDS`: a program without TERM.
 
 USR1 and USR2 are blocked, too: with `scancel --signal` users send those to all.
 

@@ -103,7 +103,7 @@ options=({{ options }})
 options=({{ options }})  # mpitrain gives each rank its cores
 if [[ -x $venv/bin/mpirun ]]; then
     options+=(--prefix "$venv")
-    export PRTE_MCA_prte_launch_agent="python -m mpitrain.schedulers.block_sigterm prted"
+    export PRTE_MCA_prte_launch_agent="python -m mpitrain.tools.jobs.block_sigterm prted"
 fi
 {% endif %}
 

@@ -35,7 +35,7 @@ TELLING = re.compile(
 )
 
 
-def probe(
+def check_nodes(
     nodes: Sequence[AllocatedNode],
     mpirun: Sequence[str],
     seconds: float,
@@ -111,7 +111,7 @@ def _start(
     names: Sequence[str], start: Sequence[str], seconds: float
 ) -> tuple[dict[str, int], str]:
     """Start one process on each host; return GPUs by host, and why others lack."""
-    command = [*start, sys.executable, "-m", "mpitrain.schedulers.probe"]
+    command = [*start, sys.executable, "-m", "mpitrain.tools.jobs.check_nodes"]
     with tempfile.TemporaryFile("w+", errors="replace") as output:
         process = subprocess.Popen(
             command,

@@ -18,7 +18,7 @@ from tyro.conf import Positional, UseAppendAction
 from mpitrain.errors import UsageError, did_you_mean
 from mpitrain.flags import read_yaml
 from mpitrain.mpi.launchers import DEFAULT, LAUNCHERS, LauncherName
-from mpitrain.schedulers.containers import Runtime, words_of
+from mpitrain.tools.jobs.containers import Runtime, words_of
 
 TEMPLATES = Path(__file__).with_name("templates")
 SITES = Path(__file__).with_name("sites")

@@ -145,21 +145,21 @@ def text_of(
     if config.slots is not None:
         nodes = tuple(replace(n, slots=config.slots) for n in nodes)
     if config.probe:
-        nodes = _probed(nodes, mpirun, config.probe_seconds, environ)
+        nodes = _usable(nodes, mpirun, config.probe_seconds, environ)
     nodes = nodes[: config.nodes]
     return ("" if config.format == "pbs" else comment) + render(nodes, config.format)
 
 
-def _probed(
+def _usable(
     nodes: tuple[AllocatedNode, ...],
     mpirun: Sequence[str],
     seconds: float,
     environ: Mapping[str, str],
 ) -> tuple[AllocatedNode, ...]:
-    from mpitrain.schedulers.probe import probe
+    from mpitrain.tools.jobs.check_nodes import check_nodes
 
     try:
-        good, bad = probe(nodes, mpirun, seconds, environ)
+        good, bad = check_nodes(nodes, mpirun, seconds, environ)
     except OSError as error:
         raise UsageError(
             f"{mpirun[0]} cannot be started: {error.strerror}; expected an mpirun "

@@ -1,0 +1,1 @@
+"""Jobs of SLURM and PBS: scripts, chains, `supervise`, host files, nodes, sites."""
