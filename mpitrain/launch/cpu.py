@@ -8,6 +8,7 @@ import os
 from collections import Counter
 from collections.abc import Collection, Mapping, MutableMapping, Sequence
 from dataclasses import replace
+from operator import or_
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -69,22 +70,29 @@ def configure_threads(
         # Where PBS confines the job to its cores, those of the chunk are known.
         of_rank = of_pbs // num_ranks if num_ranks <= of_pbs else of_pbs
         share = num_cores if is_confined else min(num_cores, of_rank)
+        is_theirs = variables.get("OMP_NUM_THREADS") == str(of_pbs)
+        exceeds = is_theirs and of_pbs > share
+        exceeding = merge_on_rank_zero(
+            comm, {world.hostname: share} if exceeds else {}, or_
+        )
         is_asked = on_rank_zero(
             comm,
-            lambda: of_pbs > share and asks_for_ompthreads(variables["PBS_JOBID"]),
+            lambda: bool(exceeding) and asks_for_ompthreads(variables["PBS_JOBID"]),
             "ask PBS for this job",
         )
-        num_cores = min(num_cores, of_pbs if is_asked else share)
-        is_theirs = variables.get("OMP_NUM_THREADS") == str(of_pbs)
-        if is_theirs and of_pbs > num_cores and not is_asked:
+        num_cores = min(num_cores, max(share, of_pbs) if is_asked else share)
+        if exceeds and not is_asked:
             del variables["OMP_NUM_THREADS"]
-            if world.is_rank_zero:
-                logger.warning(
-                    "OMP_NUM_THREADS=%d, set by PBS, is more than the cores of each of "
-                    "the %d ranks on %s: each takes its share, %d (for a number of "
-                    "your own ask PBS for ompthreads, or unset NCPUS)",
-                    *(of_pbs, num_ranks, world.hostname, num_cores),
-                )
+        if exceeding and not is_asked:
+            logger.warning(
+                "OMP_NUM_THREADS=%d, set by PBS, is more than the cores of each rank, "
+                "which takes its share: %s (%s, or unset NCPUS)",
+                of_pbs,
+                list_hosts(f"{number} on {host}" for host, number in exceeding.items()),
+                "qstat did not say whether the job asks for ompthreads: put it on PATH"
+                if is_asked is None
+                else "for a number of your own ask PBS for ompthreads in select",
+            )
     num_threads = all_or_none(
         comm, lambda: threads_of(num_cores, variables), "read OMP_NUM_THREADS"
     )

@@ -13,7 +13,7 @@ import pytest
 
 from mpitrain.config import LaunchConfig
 from mpitrain.errors import MpitrainError, RemoteError, UsageError
-from mpitrain.launch import consistency, gpu
+from mpitrain.launch import consistency, cpu, gpu
 from mpitrain.mpi import topology
 from mpitrain.mpi.collectives import all_or_none, barrier, on_rank_zero
 from mpitrain.mpi.topology import discover_world, node_comm
@@ -153,6 +153,42 @@ def test_threads_do_not_outnumber_cores(world: World) -> None:
     assert torch.get_num_threads() == world.num_threads
     cores = world.nodes[world.node_rank].num_cores
     assert world.num_threads == 1 or world.num_threads * world.local_world_size <= cores
+
+
+@pytest.mark.parametrize("asks", [True, False, None])
+def test_threads_of_pbs_are_kept_or_shared_on_nodes_with_more_ranks_than_the_first(
+    comm: MPI.Intracomm,
+    asks: bool | None,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Rank zero has its node's 8 cores for itself; the others share those of another.
+
+    ``None``: `qstat` does not answer.
+    """
+    node = min(comm.rank, 1)
+    monkeypatch.setattr(topology.socket, "gethostname", lambda: f"host{node}")
+    monkeypatch.setattr(topology, "boot_id", lambda: f"boot{node}")
+    monkeypatch.setattr(cpu.os, "sched_getaffinity", lambda pid: set(range(8)))
+    monkeypatch.setattr(cpu.os, "cpu_count", lambda: 8)
+    monkeypatch.setattr(cpu, "cpu_quota", lambda: float("inf"))
+    monkeypatch.setattr(cpu, "asks_for_ompthreads", lambda job_id: asks)
+    variables = {"PBS_JOBID": "7.head", "PBS_NODEFILE": "nodes"}
+    variables |= {"NCPUS": "8", "OMP_NUM_THREADS": "8"}
+    on_node = comm.Split(node)
+    world = discover_world(comm, on_node)
+    found = cpu.configure_threads(comm, on_node, world, variables)
+    on_node.Free()
+    share = 8 // world.local_world_size
+    assert found.num_cores == share
+    assert found.num_threads == (8 if asks else share)
+    assert variables["OMP_NUM_THREADS"] == str(found.num_threads)
+    is_warned = comm.rank == 0 and comm.size > 2 and not asks
+    assert caplog.text.count("OMP_NUM_THREADS=8, set by PBS") == is_warned
+    if is_warned:
+        assert f"{8 // (comm.size - 1)} on host1" in caplog.text
+        assert "host0" not in caplog.text
+        assert ("qstat" in caplog.text) == (asks is None)
 
 
 def test_an_error_on_one_rank_is_raised_on_all(comm: MPI.Intracomm) -> None:

@@ -268,6 +268,15 @@ def test_a_job_that_pbs_has_ended_is_followed_by_another_and_a_cancelled_one_say
     assert ("submit it again" in said) != is_submitted
 
 
+def test_the_next_job_is_submitted_where_pbs_has_removed_the_folder_of_this_one(
+    tmp_path: Path,
+) -> None:
+    """qsub writes its copy of the script to TMPDIR."""
+    submit = 'touch "${TMPDIR:-.}/submitted"'
+    said, _ = requeue(tmp_path, submit, left=12, TMPDIR=f"{tmp_path}/gone")
+    assert (tmp_path / "submitted").exists(), said
+
+
 def test_what_to_do_where_no_job_can_be_submitted_is_told_before_the_job_ends(
     tmp_path: Path,
 ) -> None:

@@ -147,6 +147,8 @@ def requeue(
         # The next job knows nothing else of qsub's command line.
         number = str(job_number(environ) + 1)
         environ = {"ARGS": "", **environ, JOB_NUMBER: number}
+        if not Path(environ.get("TMPDIR", "/")).is_dir():
+            del environ["TMPDIR"]  # qsub writes there, and PBS may have removed it
         name = "ARGS"
         if not re.fullmatch(r"[\w\s.,:/=+@%-]*", environ["ARGS"]):
             name = ENCODED_ARGS  # qsub changes quotes and backslashes
