@@ -151,8 +151,7 @@ class Engine:
         """Choose the weights that are trained, parallelize them, make an optimizer."""
         config, model = self.config, self.model
         if hasattr(self, "trained_weights"):
-            self.trained_weights.find_change()
-            self.trained_weights.refuse_change()
+            self.trained_weights.check()
         self.stage = stage
         self._head = head_of(model)[1] if stage.name == "probe" else None
         for name, weight in model.named_parameters():
@@ -199,7 +198,7 @@ class Engine:
             self.parallel, optimizer, config, scale, is_bitwise=config.bitwise
         )
         self.trained_weights = TrainedWeights(
-            model, self.optimizer, self.parallel.reshard, self.ranks
+            model, self.optimizer, self.parallel.reshard
         )
 
     def train_mode(self) -> None:
@@ -238,10 +237,9 @@ class Engine:
     # --- steps --------------------------------------------------------------------
 
     def start_step(self, lr: float, num_samples: int) -> float:
-        """Begin a step; return the factor of the sum of losses, NaN if it must fail."""
+        """Begin a step; return the factor of the sum of losses."""
         self.optimizer.start_step(lr)
-        if self.trained_weights.find_change():
-            return math.nan
+        self.trained_weights.check()
         return self.optimizer.scale.value / num_samples
 
     def steps(self, state: TrainState) -> Iterator[RankStep]:
