@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mpitrain.config import WARMUP_EPOCHS, LearningConfig
+from mpitrain.config import WARMUP_EPOCHS, LearningConfig, TrainConfig
 from mpitrain.errors import DataError, UsageError
 from mpitrain.train.parallel import ParallelModel
 
@@ -45,12 +45,7 @@ INITIAL_SCALE = 65536.0
 
 
 def build_optimizer(
-    weights: Iterable[nn.Parameter],
-    config: LearningConfig,
-    *,
-    lr: float,
-    shard: bool = False,
-    is_bitwise: bool = False,
+    weights: Iterable[nn.Parameter], config: TrainConfig, *, lr: float, shard: bool
 ) -> torch.optim.Optimizer:
     """Build the configured optimizer; with ``shard`` its state is sharded (ZeRO-1)."""
     trained = [weight for weight in weights if weight.requires_grad]
@@ -61,13 +56,13 @@ def build_optimizer(
     elif config.optimizer == "rmsprop":
         options["momentum"] = config.momentum
     is_sharded = any(hasattr(weight, "full_tensor") for weight in trained)
-    if config.optimizer in FUSED and not is_sharded and not is_bitwise:
+    if config.optimizer in FUSED and not is_sharded and not config.bitwise:
         options["fused"] = all(map(_can_be_fused, trained)) or None
     if shard:
         from torch.distributed.optim import ZeroRedundancyOptimizer
 
         return ZeroRedundancyOptimizer(trained, optimizer_class=kind, **options)
-    if is_bitwise and config.optimizer == "sgd" and not is_sharded:
+    if config.bitwise and config.optimizer == "sgd" and not is_sharded:
         return kind(_bitwise_groups(trained), **options)
     return kind(trained, **options)
 
@@ -186,26 +181,22 @@ class OptimizerWrapper:
     """
 
     def __init__(
-        self,
-        model: ParallelModel,
-        optimizer: torch.optim.Optimizer,
-        config: LearningConfig,
-        scale: LossScale,
-        *,
-        is_bitwise: bool = False,
+        self, model: ParallelModel, config: TrainConfig, lr: float, world_size: int
     ) -> None:
-        self.optimizer = optimizer
-        self._is_bitwise = is_bitwise
-        self.scale = scale
+        shard = config.shard_optimizer and world_size > 1
+        weights = model.model.parameters()
+        self.optimizer = build_optimizer(weights, config, lr=lr, shard=shard)
+        averaged_over = 1 if config.bitwise else world_size
+        self.scale = LossScale(averaged_over, is_used=config.precision == "fp16")
         self.config = config
         self._model = model
         self._weights = model.weights
         kinds = {(w.dtype, w.device) for w in self._weights}
         is_sharded = any(hasattr(w, "full_tensor") for w in self._weights)
-        self._are_alike = len(kinds) == 1 and (is_bitwise or not is_sharded)
+        self._are_alike = len(kinds) == 1 and (config.bitwise or not is_sharded)
         self._is_on_cpu = all(w.device.type == "cpu" for w in self._weights)
         # The forward pass of a step that is then skipped has changed them already.
-        self._may_skip = config.on_nonfinite == "skip" or scale.can_shrink
+        self._may_skip = config.on_nonfinite == "skip" or self.scale.can_shrink
         self._before: dict[str, Tensor] = {}  # float buffers
         self._named_weights = model.named_weights()
         averaged = {} if config.ema_decay is None else self._state()
@@ -342,7 +333,7 @@ class OptimizerWrapper:
 
     def _norm(self, gradients: list[Any]) -> float:
         # With --bitwise norms of shards would be added in another order.
-        gathers = self._is_bitwise and hasattr(gradients[0], "full_tensor")
+        gathers = self.config.bitwise and hasattr(gradients[0], "full_tensor")
         if self._are_alike:
             # As `get_total_norm` without grouping by device and type: half its time.
             foreach_norm: Any = torch._foreach_norm  # noqa: SLF001
