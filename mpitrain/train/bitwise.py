@@ -138,7 +138,8 @@ class BitwiseModel(ParallelModel):
         self._place = 0  # of the micro-batch among this rank's
         self._key = (0, 0)  # epoch and step
         self._sum = PairwiseSum()
-        self._trained = self.weights  # those that a user freezes later have no gradient
+        # Those that a user freezes later have no gradient.
+        self._trained = list(self.named_weights().values())
         self._flat = FlatGradients(self._trained)
         self._memory: dict[str, Tensor] = {}
         self.syncs_buffers = bool(self._buffers)

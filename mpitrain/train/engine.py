@@ -350,7 +350,7 @@ class Engine:
             self.parallel.forward, through=self.model if is_whole else None
         )
         with self.optimizer.ema_weights():
-            self.parallel.sync_all_buffers()
+            self.parallel.broadcast_buffers()
             try:
                 return evaluate(
                     forward,

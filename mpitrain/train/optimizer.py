@@ -1,4 +1,4 @@
-"""Optimizers by name, learning rates, and the update: clip, skip, step, EMA."""
+"""Optimizers by name, and the update: clip, skip, step, EMA."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mpitrain.config import WARMUP_EPOCHS, LearningConfig, TrainConfig
+from mpitrain.config import TrainConfig
 from mpitrain.errors import DataError, UsageError
 from mpitrain.train.parallel import ParallelModel
 
@@ -90,43 +90,6 @@ def _can_be_fused(weight: Tensor) -> bool:
     return weight.is_floating_point() and weight.stride() == strides
 
 
-def learning_rate(
-    step: int,
-    *,
-    config: LearningConfig,
-    peak: float,
-    num_epochs: int,
-    steps_per_epoch: int,
-) -> float:
-    """Return the learning rate of a step, from 0: linear warm-up, then the schedule.
-
-    >>> def rates(**settings):
-    ...     config = LearningConfig(**settings)
-    ...     return [round(learning_rate(step, config=config, peak=1.0, num_epochs=3,
-    ...         steps_per_epoch=2), 2) for step in range(6)]
-    >>> rates()
-    [0.33, 0.67, 1.0, 1.0, 0.75, 0.25]
-    >>> rates(schedule="step", decay_epochs=1, warmup_epochs=0.5)
-    [1.0, 1.0, 0.1, 0.1, 0.01, 0.01]
-    >>> rates(schedule="constant", warmup_epochs=0)
-    [1.0, 1.0, 1.0, 1.0, 1.0, 1.0]
-    """
-    warmup_epochs = config.warmup_epochs
-    if warmup_epochs is None:
-        warmup_epochs = min(WARMUP_EPOCHS, num_epochs / 2)
-    warmup_steps = round(steps_per_epoch * warmup_epochs)
-    if step < warmup_steps:
-        return peak * (step + 1) / warmup_steps
-    if config.schedule == "constant":
-        return peak
-    if config.schedule == "step":
-        decays = step // steps_per_epoch // config.decay_epochs
-        return float(peak * config.decay_factor**decays)
-    decay_steps = num_epochs * steps_per_epoch - warmup_steps
-    done = (step - warmup_steps) / max(1, decay_steps)
-    return peak * 0.5 * (1.0 + math.cos(math.pi * done))
-
-
 class LossScale:
     """The factor of the loss in the backward pass. Equal on all ranks.
 
@@ -190,7 +153,8 @@ class OptimizerWrapper:
         self.scale = LossScale(averaged_over, is_used=config.precision == "fp16")
         self.config = config
         self._model = model
-        self._weights = model.weights
+        self._named_weights = model.named_weights()
+        self._weights = list(self._named_weights.values())
         kinds = {(w.dtype, w.device) for w in self._weights}
         is_sharded = any(hasattr(w, "full_tensor") for w in self._weights)
         self._are_alike = len(kinds) == 1 and (config.bitwise or not is_sharded)
@@ -198,7 +162,6 @@ class OptimizerWrapper:
         # The forward pass of a step that is then skipped has changed them already.
         self._may_skip = config.on_nonfinite == "skip" or self.scale.can_shrink
         self._before: dict[str, Tensor] = {}  # float buffers
-        self._named_weights = model.named_weights()
         averaged = {} if config.ema_decay is None else self._state()
         self.ema_values = {
             name: tensor.detach().clone() for name, tensor in averaged.items()
