@@ -27,32 +27,6 @@ from mpitrain.train.metrics import OTHER, PHASES, EpochMetrics, StepMetrics, Thr
 # --- metrics.jsonl ----------------------------------------------------------------
 
 
-class StepColumns:
-    """The metrics of steps, ascending: a column each; nan where not finite."""
-
-    def __init__(self) -> None:
-        self.step, self.epoch = array("q"), array("q")
-        self.loss, self.lr, self.gradient_norm = array("d"), array("d"), array("d")
-
-    def __len__(self) -> int:
-        return len(self.step)
-
-    def __getitem__(self, rows: slice) -> list[StepMetrics]:
-        columns = (self.epoch, self.step, self.loss, self.lr, self.gradient_norm)
-        return [*map(StepMetrics, *(column[rows] for column in columns))]
-
-    def add(self, row: Mapping[str, Any]) -> None:
-        """Add a line: all of it, or nothing."""
-        step, epoch = int(row["step"]), int(row["epoch"])
-        loss, lr = number(row["train_loss"]), number(row["lr"])
-        norm = number(row["gradient_norm"])
-        self.step.append(step)
-        self.epoch.append(epoch)
-        self.loss.append(loss)
-        self.lr.append(lr)
-        self.gradient_norm.append(norm)
-
-
 @dataclass(frozen=True, kw_only=True)
 class TimedThroughput(Throughput):
     """How fast some steps were, and when. Times are seconds since 1970."""
@@ -118,7 +92,7 @@ class Metrics(JsonlReader):
     """The content of ``metrics.jsonl``, each step once."""
 
     def _clear(self) -> None:
-        self.steps = StepColumns()
+        self.steps: list[StepMetrics] = []  # ascending; nan where not finite
         self.throughputs: list[TimedThroughput] = []
         self.epochs: list[TimedEpoch] = []
         self.began: list[Began] = []
@@ -131,7 +105,9 @@ class Metrics(JsonlReader):
     def _add(self, row: Mapping[str, Any]) -> None:
         match row["event"]:
             case "step":
-                self.steps.add(row)
+                loss, lr = number(row["train_loss"]), number(row["lr"])
+                step, norm = int(row["step"]), number(row["gradient_norm"])
+                self.steps.append(StepMetrics(int(row["epoch"]), step, loss, lr, norm))
             case "throughput":
                 self.throughputs.append(make(TimedThroughput, row))
             case "epoch":

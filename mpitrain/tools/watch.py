@@ -217,12 +217,12 @@ class View:
     def state_line(self) -> str:
         """Return epoch, step and the latest metrics."""
         metrics, job = self._metrics, self._job
-        if job is None or not metrics.steps.step:
+        if job is None or not metrics.steps:
             return "no step is done yet"
         of = "" if job.total_steps is None else f"/{job.total_steps}"
         return (
-            f"epoch {metrics.steps.epoch[-1]}/{job.num_epochs}, step "
-            f"{metrics.steps.step[-1]}{of} | {self._lines.line}"
+            f"epoch {metrics.steps[-1].epoch}/{job.num_epochs}, step "
+            f"{metrics.steps[-1].step}{of} | {self._lines.line}"
         )
 
     def _read(self) -> bool:

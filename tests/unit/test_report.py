@@ -95,7 +95,7 @@ def test_shares_add_up_to_the_time_of_the_jobs(chain: Path) -> None:
 
 def test_each_step_is_told_once_and_is_of_one_job(chain: Path) -> None:
     run = Run(chain)
-    assert list(run.metrics.steps.step) == list(range(1, 201))
+    assert [it.step for it in run.metrics.steps] == list(range(1, 201))
     assert [it.epoch for it in run.metrics.epochs] == [1, 2, 3, 4]
     jobs = jobs_of(run)
     for pace in run.metrics.throughputs:

@@ -21,7 +21,7 @@ def loss_chart(run: Run) -> Chart:
     """Draw the mean and range of the loss, and the validation loss as points."""
     chart, steps = _chart("loss", "Loss", run), run.metrics.steps
     axes = chart.axes
-    x, low, mean, high = bins(steps.step, steps.loss)
+    x, low, mean, high = bins([it.step for it in steps], [it.loss for it in steps])
     axes.fill_between(x, low, high, color=CURVE, alpha=0.2, lw=0)
     axes.plot(x, mean, color=CURVE, label="training")
     at, _, values, _ = _validation(run, "loss")
@@ -77,8 +77,8 @@ def _chart(name: str, title: str, run: Run) -> Chart:
     axes.locator_params(axis="x", nbins=6)
     axes.set_xlabel("step")
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
-    last = (run.metrics.steps.step[-1:].tolist() or [1])[0]
-    axes.set_xlim(0, max(last, 1) * 1.02)
+    last = max([1, *(it.step for it in run.metrics.steps[-1:])])
+    axes.set_xlim(0, last * 1.02)
     for i, resumed in enumerate(run.metrics.resumed):
         label = "resumed" if i == 0 else ""
         axes.axvline(resumed.step, color=MUTED, lw=1, ls=(0, (3, 3)), label=label)

@@ -55,8 +55,9 @@ def summary(run: Run, jobs: Sequence[JobTimes]) -> dict[str, str]:
     choose = min if is_lower_better else max
     value = choose(filter(math.isfinite, values), default=math.nan)
     is_share = best.endswith("accuracy")
-    losses = [epoch.values.get("loss", epoch.train_loss) for epoch in epochs]
-    done = steps.step[-1] if len(steps.step) else 0
+    losses = [it.loss for it in steps[-1:]]
+    losses += [epoch.values.get("loss", epoch.train_loss) for epoch in epochs]
+    done = steps[-1].step if steps else 0
     total = metrics.began[-1].total_steps if metrics.began else None
     num_jobs = max(len(jobs), len(metrics.began), len(metrics.resumed) + 1)
     seconds = sum(job.seconds for job in jobs)
@@ -65,7 +66,7 @@ def summary(run: Run, jobs: Sequence[JobTimes]) -> dict[str, str]:
     size, nodes = run.result.get("world_size"), run.result.get("num_nodes")
     return {
         f"best validation {best}": percent(value, 2) if is_share else number(value),
-        "last validation loss": number((losses or steps.loss or [math.nan])[-1]),
+        "last validation loss": number((losses or [math.nan])[-1]),
         "test accuracy": percent(metrics.test.get("accuracy", math.nan), 2),
         "steps": f"{done:,}" + (f" / {total:,}" if total and done < total else ""),
         f"in {num_jobs} job{'s' * (num_jobs > 1)}": duration(seconds),
