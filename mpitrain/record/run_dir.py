@@ -16,7 +16,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, TextIO
 
-from mpitrain.mpi.world import World, rank_label
+from mpitrain.mpi.world import rank_label
 
 # Errors of a file system that knows no fsync, or none of folders.
 NO_SYNC = (errno.EINVAL, errno.EBADF, errno.EOPNOTSUPP, errno.ENOSYS)
@@ -39,7 +39,7 @@ def open_log(run_dir: Path, rank: int, world_size: int, hostname: str) -> TextIO
 
 def log_path(run_dir: Path, rank: int, world_size: int) -> Path:
     """Return the path of a rank's log."""
-    return run_dir / "logs" / f"rank-{rank:0{len(str(world_size - 1))}}.log"
+    return run_dir / "logs" / f"{rank_name(rank, world_size)}.log"
 
 
 def start_logging(log: TextIO, *, is_rank_zero: bool) -> LogFile:
@@ -118,10 +118,9 @@ class LogFile(logging.Handler):
             self._log.write(text + "\n")
 
 
-def rank_name(world: World) -> str:
+def rank_name(rank: int, world_size: int) -> str:
     """Return ``rank-N``, with as many digits on all ranks."""
-    width = len(str(world.world_size - 1))
-    return f"rank-{world.rank:0{width}}"
+    return f"rank-{rank:0{len(str(world_size - 1))}}"
 
 
 def shown(path: Path) -> str:

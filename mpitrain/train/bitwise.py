@@ -196,7 +196,11 @@ class BitwiseModel(ParallelModel):
         if self._scatters:
             self._check_used(gradients)
         elif number < self.num_micro_batches:
-            refuse_sparse(gradients)
+            if any(it is not None and it.layout != torch.strided for it in gradients):
+                raise UsageError(
+                    "--bitwise adds dense gradients, found a sparse one; expected "
+                    "layers such as nn.Embedding without sparse=True"
+                )
             self._sum.add((0, number), gradients)
         if not self._scatters or not is_last:
             for weight in self._trained:
@@ -325,15 +329,6 @@ class FlatGradients:
             if weight.is_complex():
                 part = torch.view_as_complex(part.view(-1, 2))
             yield part.as_strided(weight.shape, strides)
-
-
-def refuse_sparse(gradients: Gradients) -> None:
-    """Check that all are dense."""
-    if any(it is not None and it.layout != torch.strided for it in gradients):
-        raise UsageError(
-            "--bitwise adds dense gradients, found a sparse one; expected layers such "
-            "as nn.Embedding without sparse=True"
-        )
 
 
 class _PairwiseReduceScatter:
