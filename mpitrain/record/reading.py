@@ -1,7 +1,6 @@
 """Reads a run folder, also while the run is still going on.
 
-Missing files are empty, lines that cannot be read are left out, and what older versions
-did not write is ``None``. Imports no torch.
+Missing files are empty, lines that cannot be read are left out. Imports no torch.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ def sums(throughputs: Iterable[Throughput]) -> SimpleNamespace:
 class TimedEpoch(EpochMetrics):
     """The metrics of an epoch, and when it ended."""
 
-    time: float | None
+    time: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +71,7 @@ class Began:
 class Resumed:
     """Where a job resumed from a checkpoint."""
 
-    time: float | None
+    time: float
     step: int
     checkpoint: str  # name of its folder
 
@@ -116,7 +115,7 @@ class Metrics(JsonlReader):
                 self.began.append(make(Began, row))
                 self.balance = None  # of the ranks of an earlier job
             case "resume":
-                self.resumed.append(make(Resumed, {"time": None, **row}))
+                self.resumed.append(make(Resumed, row))
             case "checkpoint":
                 self.saved.append(make(Saved, row))
             case "balance":
@@ -130,9 +129,8 @@ def _epoch(row: Mapping[str, Any]) -> Any:
     rate, num = number(row["samples_per_second"]), int(row["train_samples"])
     # All of its steps may have been skipped: then the rate does not tell.
     seconds = num / rate if num else row["epoch_seconds"]
-    older = {"time": None, "stage": "train"}  # did not write these
     values = {"values": _values(row, "val_"), "steps_seconds": seconds}
-    return make(TimedEpoch, {**older, **row, **values})
+    return make(TimedEpoch, {**row, **values})
 
 
 def _values(row: Mapping[str, Any], prefix: str) -> dict[str, float]:

@@ -236,7 +236,7 @@ class View:
         kind = ProgressBar if sys.stdout.isatty() else EpochLines
         self._lines = kind(self._seconds_left)
         self._lines.best_by = self._result.get("best_by")
-        resumed = [it for it in self._metrics.resumed if (it.time or 0.0) >= job.time]
+        resumed = [it for it in self._metrics.resumed if it.time >= job.time]
         first = resumed[-1].step if resumed else 0
         self._lines.start(job.num_epochs, job.total_steps, first, job.time)
 

@@ -266,28 +266,6 @@ def test_a_checkpoint_that_nobody_tells_of_is_found_in_its_folder(
     assert found[0].time is not None
 
 
-def test_a_run_of_an_older_version_is_read(tmp_path: Path) -> None:
-    (tmp_path / "config.yaml").write_text("lr: 0.5\n")
-    rows = [
-        {"event": "step", "epoch": 1, "step": 1, "train_loss": 2.5, "lr": 0.1,
-         "gradient_norm": 1.0},
-        {"event": "resume", "step": 1, "epoch": 1, "world_size": 2, "checkpoint": "c"},
-        {"event": "epoch", "epoch": 1, "step": 1, "train_loss": 2.5, "val_loss": None,
-         "epoch_seconds": 1.0, "samples_per_second": 8.0, "train_samples": 8,
-         "val_samples": 4, "skipped_samples": 0, "skipped_steps": 0},
-    ]  # fmt: skip
-    text = "".join(json.dumps(row) + "\n" for row in rows)
-    (tmp_path / "metrics.jsonl").write_text(text)
-    run = Run(tmp_path)
-    assert run.config == {"lr": 0.5}
-    assert run.status == "running"
-    assert run.metrics.resumed[0].time is None
-    assert run.metrics.epochs[0].time is None
-    assert math.isnan(run.metrics.epochs[0].values["loss"])
-    assert not run.ranks
-    assert not run.checkpoints
-
-
 @pytest.mark.parametrize("text", ["", "{", "[]", "\x00", "- a\n- b\n", "a: [\n"])
 def test_files_that_hold_something_else_are_as_if_empty(
     tmp_path: Path, text: str
