@@ -285,7 +285,7 @@ def diff(argv: Sequence[str]) -> int:
 
 
 def report(argv: Sequence[str]) -> None:
-    """Make an HTML report of one or several runs."""
+    """Make an HTML report of a run."""
     from mpitrain.tools.report.report import ReportConfig, report
 
     print(report(_read(ReportConfig, "report", argv)), flush=True)

@@ -21,7 +21,6 @@ from mpitrain.plugins import is_reference
 DATA_DIR = Path("data")
 
 NAME_PATTERN = r"\w[\w.+=-]*"  # of a run or a sweep, which name folders
-
 LOGGERS = ("csv", "tensorboard", "wandb")
 
 START_TIMEOUT_SECONDS = 600.0  # default of a stage of the start
@@ -47,20 +46,17 @@ Optimizer = Literal[
     "sgd", "adam", "adamw", "nadam", "radam", "rmsprop", "adagrad", "adamax", "adadelta"
 ]
 
-# The minimum of each number; all must be finite.
+# The minimum of a number, where it is not 0; all must be finite.
 MINIMUM: Mapping[str, float] = {
     **dict.fromkeys(("image_size", "global_batch_size", "micro_batch_size"), 1),
     **dict.fromkeys(("decay_epochs", "log_every_steps", "keep_checkpoints"), 1),
-    "fingerprint": 1,
     **dict.fromkeys(("checkpoint_every_epochs", "checkpoint_every_steps"), 1),
-    **dict.fromkeys(("num_workers", "random_crop", "epochs", "probe_epochs"), 0),
-    **dict.fromkeys(("finetune_lr_factor", "lr", "momentum", "weight_decay"), 0),
-    **dict.fromkeys(("warmup_epochs", "decay_factor", "label_smoothing"), 0),
-    **dict.fromkeys(("mixup", "cutmix", "clip_grad_norm", "ema_decay"), 0),
-    **dict.fromkeys(("seed", "profile", "checkpoint_every_minutes"), 0),
-    "synthetic_samples": 4,
+    "fingerprint": 1,
     "synthetic_classes": 2,
+    "synthetic_samples": 4,
 }
+ABOVE_ZERO = ("clip_grad_norm", "checkpoint_every_minutes")  # not the minimum itself
+BELOW_ONE = ("ema_decay", "label_smoothing")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -277,8 +273,12 @@ class LaunchConfig:
     def __post_init__(self) -> None:
         if self.interface is not None and not self.interface.strip():
             raise UsageError("--interface is empty; expected a name such as ib0")
-        check_seconds("--start-timeout", self.start_timeout)
-        check_seconds("--hang-timeout", self.hang_timeout)
+        for flag in ("--start-timeout", "--hang-timeout"):
+            value = getattr(self, flag[2:].replace("-", "_"))
+            if value is not None and not 0 < value < math.inf:
+                raise UsageError(
+                    f"{flag} must be a number of seconds above 0, found {value!r}"
+                )
 
     def as_arguments(self) -> dict[str, Any]:
         """Return the arguments of `mpitrain.init`."""
@@ -316,21 +316,17 @@ class TrainConfig(
             raise UsageError(error)
 
     def _errors(self) -> Iterator[str]:
-        for name, minimum in MINIMUM.items():
-            flag, value = "--" + name.replace("_", "-"), getattr(self, name)
-            if isinstance(value, int | float):
+        for name, value in vars(self).items():
+            if isinstance(value, int | float):  # of a bool, too, which is 0 or 1
+                flag, minimum = "--" + name.replace("_", "-"), MINIMUM.get(name, 0)
                 if not math.isfinite(value):
                     yield f"{flag} must be finite, found {value!r}"
                 if value < minimum:
                     yield f"{flag} must be at least {minimum}, found {value!r}"
-        for name in ("ema_decay", "label_smoothing"):
-            value = getattr(self, name)
-            if value is not None and value >= 1:
-                flag = "--" + name.replace("_", "-")
-                yield f"{flag} must be less than 1, found {value!r}"
-        for name in ("clip_grad_norm", "checkpoint_every_minutes"):
-            if getattr(self, name) == 0:
-                yield f"--{name.replace('_', '-')} must be above 0, found 0"
+                if value == 0 and name in ABOVE_ZERO:
+                    yield f"{flag} must be above 0, found 0"
+                if value >= 1 and name in BELOW_ONE:
+                    yield f"{flag} must be less than 1, found {value!r}"
         if not self.epochs and not self.probe_epochs:
             yield "--epochs must be at least 1, found 0"
         yield from self._strategy_errors()
@@ -376,7 +372,7 @@ class TrainConfig(
             )
         if self.new_run and self.resume == "never":
             yield "--new-run never resumes; leave --resume never out"
-        _ = self.time_limit_seconds
+        seconds_of(self.time_limit)  # refuses others
         if self.name is not None and not re.fullmatch(NAME_PATTERN, self.name):
             yield (
                 f"--name {self.name!r} cannot be the name of a folder of a run; "
@@ -388,11 +384,6 @@ class TrainConfig(
                 "nothing; leave one of the two out"
             )
 
-    @property
-    def time_limit_seconds(self) -> float | None:
-        """`time_limit` in seconds."""
-        return None if self.time_limit is None else seconds_of(self.time_limit)
-
     def only_for_command(self) -> list[str]:
         """Name the fields that are set and that `Trainer` in a script ignores."""
         kinds = (DataConfig, ModelConfig, CheckpointConfig, LogConfig)
@@ -400,8 +391,7 @@ class TrainConfig(
         names |= {"name", "runs_dir", "progress"}
         names -= {"image_size", "random_crop", "random_flip", "normalize"}
         names -= {"num_workers", "on_bad_sample"}
-        default = TrainConfig()
-        return sorted(n for n in names if getattr(self, n) != getattr(default, n))
+        return sorted(n for n in names if getattr(self, n) != getattr(TrainConfig, n))
 
     @property
     def bitwise_micro_batch_size(self) -> int:
@@ -430,13 +420,10 @@ class TrainConfig(
             "normalize": is_digits and "the digits are taken as they are",
             "random_resized_crop": no_crop and f"not for --data {self.data}",
             "finetune_lr_factor": not self.probe_epochs and "there is no probe before",
-            "decay_epochs": of_step,
-            "decay_factor": of_step,
+            **dict.fromkeys(("decay_epochs", "decay_factor"), of_step),
             "log_every_steps": not self.log and "there is no --log",
             "profile": self.dry_run and "a dry run has one step",
-            "wandb_project": of_wandb,
-            "wandb_group": of_wandb,
-            "wandb_tags": of_wandb,
+            **dict.fromkeys(("wandb_project", "wandb_group", "wandb_tags"), of_wandb),
         }
         found = [
             f"--{name.replace('_', '-')}: {reason}"
@@ -458,22 +445,23 @@ class TrainConfig(
         return yaml.safe_dump(self.as_plain(name), sort_keys=False)
 
 
-def seconds_of(time: str) -> float:
-    """Read a time, in seconds.
+def seconds_of(time: str | None) -> float | None:
+    """Read a time, in seconds; ``None`` for no time.
 
     >>> seconds_of("90"), seconds_of("1:30"), seconds_of("2:00:00")
     (90.0, 90.0, 7200.0)
     """
-    if not re.fullmatch(r"(\d+:){0,2}\d+(\.\d+)?", time) or not float(
-        re.sub(r"[:.]", "", time)
-    ):
+    if time is None:
+        return None
+    total = 0.0
+    if re.fullmatch(r"(\d+:){0,2}\d+(\.\d+)?", time):
+        for part in time.split(":"):
+            total = 60 * total + float(part)
+    if not total:
         raise UsageError(
             f"--time-limit {time!r}: expected hours:minutes:seconds, minutes:seconds "
             "or seconds, more than 0"
         )
-    total = 0.0
-    for part in time.split(":"):
-        total = 60 * total + float(part)
     return total
 
 
@@ -489,12 +477,6 @@ def default_start_timeout(
     """
     longest = max(hang_timeout or START_TIMEOUT_SECONDS, MIN_START_TIMEOUT_SECONDS)
     return start_timeout or min(longest, START_TIMEOUT_SECONDS)
-
-
-def check_seconds(flag: str, value: float | None) -> None:
-    """Refuse seconds that are not finite or not above 0; ``None`` passes."""
-    if value is not None and not (math.isfinite(value) and value > 0):
-        raise UsageError(f"{flag} must be a number of seconds above 0, found {value!r}")
 
 
 MAY_CHANGE = frozenset(

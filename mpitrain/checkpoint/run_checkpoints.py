@@ -68,7 +68,7 @@ class RunCheckpoints:
         self.data: Mapping[str, Any] | None = None
         self._keep = keep
         self._resume = resume
-        self._time_limit = None if time_limit is None else seconds_of(time_limit)
+        self._time_limit = seconds_of(time_limit)
         self._world: World | None = None
         self._ranks: Communicator  # from `open` on
         self._run_id = ""

@@ -69,6 +69,11 @@ def load_data(
         return digits(config.image_size)
     if name in torchvision_sets.CLASSES or name == "synthetic":
         return _load_whole(config, ranks)
+    if config.normalize == "data" and (name in FORMATS or is_reference(name)):
+        raise UsageError(
+            f"--normalize data needs a set that is in memory, found --data {name!r}; "
+            "expected imagenet or none"
+        )
     if name in FORMATS:
         return _load_indexed(config, seed, world, ranks)
     if is_reference(name):
@@ -249,8 +254,6 @@ def _load_custom(
             "a tensor, (C, H, W) for images (torchvision: transform=ToTensor()). Other "
             "inputs can be trained on with mpitrain.Trainer in a script"
         )
-    if config.normalize == "data":
-        _imagenet(config, inputs.shape[1])  # refuses it
     return Data(
         train=samples[0],
         val=samples[1],
@@ -262,11 +265,4 @@ def _load_custom(
 
 
 def _imagenet(config: DataConfig, channels: int) -> Statistics:
-    if config.normalize == "none":
-        return SCALED
-    if config.normalize == "data":
-        raise UsageError(
-            f"--normalize data needs a set that is in memory, found --data "
-            f"{config.data!r}; expected imagenet or none"
-        )
-    return imagenet_statistics(channels)
+    return SCALED if config.normalize == "none" else imagenet_statistics(channels)

@@ -194,11 +194,11 @@ def fetch(name: str, data_dir: Path, mirror: str | None) -> None:
     kind = getattr(datasets, CLASSES[name])
     if name in CIFAR_FILES:
         files, folder = [(kind.filename, kind.tgz_md5)], data_dir
-        mirrors = [kind.url.rpartition("/")[0]]
+        theirs = [kind.url.rpartition("/")[0]]
     else:
         files, folder = kind.resources, data_dir / CLASSES[name] / "raw"
-        mirrors = kind.mirrors
-    mirrors = [mirror] if mirror else mirrors
+        theirs = kind.mirrors
+    mirrors = [mirror] if mirror else theirs
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for file, md5 in files:
@@ -206,9 +206,7 @@ def fetch(name: str, data_dir: Path, mirror: str | None) -> None:
                 path = folder / file
                 if not datasets.utils.check_integrity(path, md5):
                     path = Path(beside, file)
-                    _download(
-                        name, data_dir, [mirror] if mirror else mirrors, path, md5
-                    )
+                    _download(name, data_dir, mirrors, path, md5)
                 datasets.utils.extract_archive(path, beside)
                 found = [path for path in Path(beside).rglob("*") if path.is_file()]
                 for path in sorted(found, key=lambda path: path.suffix != ".gz"):

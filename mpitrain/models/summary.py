@@ -8,17 +8,17 @@ from itertools import chain
 from torch import nn
 
 
-def summary_line(model: nn.Module, name: str | None = None) -> str:
+def summary_line(model: nn.Module) -> str:
     """Count the weights of a model, and their megabytes (10**6 bytes, with buffers).
 
-    >>> summary_line(nn.Linear(100, 10), "tiny")
-    'tiny: 1,010 weights (all train), 0.0 MB'
+    >>> summary_line(nn.Linear(100, 10))
+    'Linear: 1,010 weights (all train), 0.0 MB'
     """
     total, trained = _counts(model.parameters())
     which = "all train" if trained == total else f"{trained:,} train"
     tensors = chain(model.parameters(), model.buffers())
     megabytes = sum(tensor.nbytes for tensor in tensors) / 1e6
-    name = name or type(model).__name__
+    name = type(model).__name__
     return f"{name}: {total:,} weights ({which}), {megabytes:.1f} MB"
 
 

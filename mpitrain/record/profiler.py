@@ -80,7 +80,7 @@ class Profiler(Callback):
         profile, self._profile = self._profile, None
         heartbeat("writing a trace")
         kind = "cpu" if world.device == "cpu" else "device"
-        key, name = f"self_{kind}_time_total", rank_name(world)
+        key, name = f"self_{kind}_time_total", rank_name(world.rank, world.world_size)
         try:
             profile.stop()
             self._folder.mkdir(exist_ok=True)

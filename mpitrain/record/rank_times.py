@@ -54,7 +54,8 @@ class RankTimes(Callback):
         """Open the file. ``step``: steps done by earlier jobs."""
         self._folder.mkdir(parents=True, exist_ok=True)
         self._lines: JsonlWriter[list[Any] | dict[str, Any]] = JsonlWriter(
-            self._folder / f"{rank_name(world)}.jsonl", json.dumps
+            self._folder / f"{rank_name(world.rank, world.world_size)}.jsonl",
+            json.dumps,
         )
         now = time.time()
         self._lines.write(

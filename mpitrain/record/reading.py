@@ -1,7 +1,6 @@
 """Reads a run folder, also while the run is still going on.
 
-Missing files are empty, lines that cannot be read are left out, and what older versions
-did not write is ``None``. Imports no torch.
+Missing files are empty, lines that cannot be read are left out. Imports no torch.
 """
 
 from __future__ import annotations
@@ -26,32 +25,6 @@ from mpitrain.record.runs import RUN
 from mpitrain.train.metrics import OTHER, PHASES, EpochMetrics, StepMetrics, Throughput
 
 # --- metrics.jsonl ----------------------------------------------------------------
-
-
-class StepColumns:
-    """The metrics of steps, ascending: a column each; nan where not finite."""
-
-    def __init__(self) -> None:
-        self.step, self.epoch = array("q"), array("q")
-        self.loss, self.lr, self.gradient_norm = array("d"), array("d"), array("d")
-
-    def __len__(self) -> int:
-        return len(self.step)
-
-    def __getitem__(self, rows: slice) -> list[StepMetrics]:
-        columns = (self.epoch, self.step, self.loss, self.lr, self.gradient_norm)
-        return [*map(StepMetrics, *(column[rows] for column in columns))]
-
-    def add(self, row: Mapping[str, Any]) -> None:
-        """Add a line: all of it, or nothing."""
-        step, epoch = int(row["step"]), int(row["epoch"])
-        loss, lr = number(row["train_loss"]), number(row["lr"])
-        norm = number(row["gradient_norm"])
-        self.step.append(step)
-        self.epoch.append(epoch)
-        self.loss.append(loss)
-        self.lr.append(lr)
-        self.gradient_norm.append(norm)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +54,7 @@ def sums(throughputs: Iterable[Throughput]) -> SimpleNamespace:
 class TimedEpoch(EpochMetrics):
     """The metrics of an epoch, and when it ended."""
 
-    time: float | None
+    time: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +72,7 @@ class Began:
 class Resumed:
     """Where a job resumed from a checkpoint."""
 
-    time: float | None
+    time: float
     step: int
     checkpoint: str  # name of its folder
 
@@ -119,7 +92,7 @@ class Metrics(JsonlReader):
     """The content of ``metrics.jsonl``, each step once."""
 
     def _clear(self) -> None:
-        self.steps = StepColumns()
+        self.steps: list[StepMetrics] = []  # ascending; nan where not finite
         self.throughputs: list[TimedThroughput] = []
         self.epochs: list[TimedEpoch] = []
         self.began: list[Began] = []
@@ -132,7 +105,9 @@ class Metrics(JsonlReader):
     def _add(self, row: Mapping[str, Any]) -> None:
         match row["event"]:
             case "step":
-                self.steps.add(row)
+                loss, lr = number(row["train_loss"]), number(row["lr"])
+                step, norm = int(row["step"]), number(row["gradient_norm"])
+                self.steps.append(StepMetrics(int(row["epoch"]), step, loss, lr, norm))
             case "throughput":
                 self.throughputs.append(make(TimedThroughput, row))
             case "epoch":
@@ -141,7 +116,7 @@ class Metrics(JsonlReader):
                 self.began.append(make(Began, row))
                 self.balance = None  # of the ranks of an earlier job
             case "resume":
-                self.resumed.append(make(Resumed, {"time": None, **row}))
+                self.resumed.append(make(Resumed, row))
             case "checkpoint":
                 self.saved.append(make(Saved, row))
             case "balance":
@@ -155,9 +130,8 @@ def _epoch(row: Mapping[str, Any]) -> Any:
     rate, num = number(row["samples_per_second"]), int(row["train_samples"])
     # All of its steps may have been skipped: then the rate does not tell.
     seconds = num / rate if num else row["epoch_seconds"]
-    older = {"time": None, "stage": "train"}  # did not write these
     values = {"values": _values(row, "val_"), "steps_seconds": seconds}
-    return make(TimedEpoch, {**older, **row, **values})
+    return make(TimedEpoch, {**row, **values})
 
 
 def _values(row: Mapping[str, Any], prefix: str) -> dict[str, float]:

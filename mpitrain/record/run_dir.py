@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from mpitrain.files import read_json
-from mpitrain.mpi.world import World, rank_label
+from mpitrain.mpi.world import rank_label
 
 FLUSH_SECONDS = 3.0  # how long the end waits for a disk to take the last lines of a log
 
@@ -34,7 +34,7 @@ def open_log(run_dir: Path, rank: int, world_size: int, hostname: str) -> TextIO
 
 def log_path(run_dir: Path, rank: int, world_size: int) -> Path:
     """Return the path of a rank's log."""
-    return run_dir / "logs" / f"rank-{rank:0{len(str(world_size - 1))}}.log"
+    return run_dir / "logs" / f"{rank_name(rank, world_size)}.log"
 
 
 def start_logging(log: TextIO, *, is_rank_zero: bool) -> LogFile:
@@ -113,10 +113,9 @@ class LogFile(logging.Handler):
             self._log.write(text + "\n")
 
 
-def rank_name(world: World) -> str:
+def rank_name(rank: int, world_size: int) -> str:
     """Return ``rank-N``, with as many digits on all ranks."""
-    width = len(str(world.world_size - 1))
-    return f"rank-{world.rank:0{width}}"
+    return f"rank-{rank:0{len(str(world_size - 1))}}"
 
 
 def read_result(run_dir: Path) -> dict[str, Any]:

@@ -110,10 +110,9 @@ def _model_file(run: Run) -> Values:
 
 
 def _steps(run: Run) -> Values:
-    rows = run.metrics.steps[:]
     return {
         row.step: {"train_loss": row.loss, "gradient_norm": row.grad_norm, "lr": row.lr}
-        for row in rows
+        for row in run.metrics.steps
     }
 
 

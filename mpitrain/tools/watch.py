@@ -218,12 +218,12 @@ class View:
     def state_line(self) -> str:
         """Return epoch, step and the latest metrics."""
         metrics, job = self._metrics, self._job
-        if job is None or not metrics.steps.step:
+        if job is None or not metrics.steps:
             return "no step is done yet"
         of = "" if job.total_steps is None else f"/{job.total_steps}"
         return (
-            f"epoch {metrics.steps.epoch[-1]}/{job.num_epochs}, step "
-            f"{metrics.steps.step[-1]}{of} | {self._lines.line}"
+            f"epoch {metrics.steps[-1].epoch}/{job.num_epochs}, step "
+            f"{metrics.steps[-1].step}{of} | {self._lines.line}"
         )
 
     def _read(self) -> bool:
@@ -237,7 +237,7 @@ class View:
         kind = ProgressBar if sys.stdout.isatty() else EpochLines
         self._lines = kind(self._seconds_left)
         self._lines.best_by = self._result.get("best_by")
-        resumed = [it for it in self._metrics.resumed if (it.time or 0.0) >= job.time]
+        resumed = [it for it in self._metrics.resumed if it.time >= job.time]
         first = resumed[-1].step if resumed else 0
         self._lines.start(job.num_epochs, job.total_steps, first, job.time)
 

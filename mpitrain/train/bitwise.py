@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from mpitrain.config import TrainConfig
+from mpitrain.data.custom import Samples
 from mpitrain.errors import UsageError
 from mpitrain.mpi.world import World
 from mpitrain.train.loader import RankStep
@@ -137,7 +138,8 @@ class BitwiseModel(ParallelModel):
         self._place = 0  # of the micro-batch among this rank's
         self._key = (0, 0)  # epoch and step
         self._sum = PairwiseSum()
-        self._trained = self.weights  # those that a user freezes later have no gradient
+        # Those that a user freezes later have no gradient.
+        self._trained = list(self.named_weights().values())
         self._flat = FlatGradients(self._trained)
         self._memory: dict[str, Tensor] = {}
         self.syncs_buffers = bool(self._buffers)
@@ -194,7 +196,11 @@ class BitwiseModel(ParallelModel):
         if self._scatters:
             self._check_used(gradients)
         elif number < self.num_micro_batches:
-            refuse_sparse(gradients)
+            if any(it is not None and it.layout != torch.strided for it in gradients):
+                raise UsageError(
+                    "--bitwise adds dense gradients, found a sparse one; expected "
+                    "layers such as nn.Embedding without sparse=True"
+                )
             self._sum.add((0, number), gradients)
         if not self._scatters or not is_last:
             for weight in self._trained:
@@ -325,15 +331,6 @@ class FlatGradients:
             yield part.as_strided(weight.shape, strides)
 
 
-def refuse_sparse(gradients: Gradients) -> None:
-    """Check that all are dense."""
-    if any(it is not None and it.layout != torch.strided for it in gradients):
-        raise UsageError(
-            "--bitwise adds dense gradients, found a sparse one; expected layers such "
-            "as nn.Embedding without sparse=True"
-        )
-
-
 class _PairwiseReduceScatter:
     """Adds up what FSDP reduce-scatters, for one of its modules.
 
@@ -414,14 +411,29 @@ def configure_bitwise(world: World, *, is_on: bool) -> None:
     torch.set_num_threads(1)
 
 
-def check_micro_batches(config: TrainConfig, world: World) -> None:
-    """Check that each rank has a micro-batch; a step may have too few samples."""
+def check_bitwise(
+    samples: Samples, model: nn.Module, config: TrainConfig, world: World
+) -> None:
+    """Check that each rank has a micro-batch, and that none depends on the ranks."""
     size = config.bitwise_micro_batch_size
     num = -(-config.global_batch_size // size)
-    if num < world.world_size and size > 1:
-        raise UsageError(
+    error = ""
+    if num < world.world_size and size > 1:  # a step may have too few samples
+        error = (
             f"--bitwise cuts a step of {config.global_batch_size} samples into {num} "
             f"micro-batches of {size}, found {world.world_size} ranks; expected at "
             f"most {num} ranks, or in a new run --micro-batch-size "
             f"{max(1, config.global_batch_size // world.world_size)}"
-        ).on_all_ranks()
+        )
+    elif samples.num_samples is None or samples.may_skip:
+        error = (
+            "--bitwise needs the samples of a step beforehand; it does not work with "
+            "iterable data or --on-bad-sample skip"
+        )
+    elif any(isinstance(it, nn.SyncBatchNorm) for it in model.modules()):
+        error = (
+            "--bitwise does not go with nn.SyncBatchNorm, whose statistics are of "
+            "all ranks; expected nn.BatchNorm2d, whose are of a micro-batch"
+        )
+    if error:
+        raise UsageError(error).on_all_ranks()

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
+from mpitrain.errors import UsageError, did_you_mean
 from mpitrain.train.metrics import EpochMetrics, StepMetrics, Throughput
 
 
@@ -102,3 +103,27 @@ class Callback:
 
     def flush(self) -> None:
         """Write to the disk what `state_dict` refers to; in a thread of rank zero."""
+
+
+def hooks_of(callbacks: Sequence[Callback]) -> dict[str, list[Callable[..., None]]]:
+    """Return by name the hooks that callbacks override, in the order of the calls.
+
+    Raises:
+        UsageError: A method ``on_...`` is none of them; on every rank.
+    """
+    known = [name for name in dir(Callback) if name.startswith("on_")]
+    hooks: dict[str, list[Callable[..., None]]] = {it: [] for it in ("setup", *known)}
+    for callback in callbacks:
+        for name in dir(callback):
+            if name.startswith("on_") and name not in known:
+                raise UsageError(
+                    f"{type(callback).__name__}.{name} is no hook of "
+                    f"mpitrain.Callback.{did_you_mean(name, known)} Expected "
+                    f"one of {', '.join(known)}"
+                ).on_all_ranks()
+        for name, found in hooks.items():
+            if getattr(type(callback), name) is not getattr(Callback, name):
+                found.append(getattr(callback, name))
+    for name in ("on_fit_end", "on_stop", "on_exception"):
+        hooks[name].reverse()
+    return hooks

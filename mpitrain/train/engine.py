@@ -35,13 +35,13 @@ from mpitrain.mpi.shared_arrays import communicator
 from mpitrain.mpi.world import World
 from mpitrain.train import mixing
 from mpitrain.train.balance import Balance
-from mpitrain.train.bitwise import BitwiseModel, check_micro_batches, seed_micro_batch
+from mpitrain.train.bitwise import BitwiseModel, check_bitwise, seed_micro_batch
 from mpitrain.train.checks import kind_of
 from mpitrain.train.evaluate import BATCH_SIZE, Evaluation, MetricsFn, evaluate
 from mpitrain.train.features import features_of
 from mpitrain.train.loader import Batch, BatchLoader, RankStep
 from mpitrain.train.metrics import TrainState
-from mpitrain.train.optimizer import LossScale, OptimizerWrapper, build_optimizer
+from mpitrain.train.optimizer import OptimizerWrapper
 from mpitrain.train.parallel import (
     BatchNorm,
     ParallelModel,
@@ -126,7 +126,8 @@ class Engine:
         self._balance: Balance | None = None
         self.micro_batch_counts: list[int] = []  # of each rank, once they differ
         if config.bitwise:
-            self._check_bitwise()
+            for samples in (self._train, self._val):
+                check_bitwise(samples, self.model, config, world)
             self.numbering = Numbering(world_size=world.world_size)
             has_choice = world.world_size > 1 and self.strategy != "fsdp"
             if config.balance == "auto" and has_choice:
@@ -151,8 +152,7 @@ class Engine:
         """Choose the weights that are trained, parallelize them, make an optimizer."""
         config, model = self.config, self.model
         if hasattr(self, "trained_weights"):
-            self.trained_weights.find_change()
-            self.trained_weights.refuse_change()
+            self.trained_weights.check()
         self.stage = stage
         self._head = head_of(model)[1] if stage.name == "probe" else None
         for name, weight in model.named_parameters():
@@ -186,20 +186,11 @@ class Engine:
                 strategy,
                 find_unused_parameters=self._find_unused and not self._on_features,
             )
-        optimizer = build_optimizer(
-            trained.parameters(),
-            config,
-            lr=config.peak_lr * stage.lr_factor,
-            shard=config.shard_optimizer and self.world.world_size > 1,
-            is_bitwise=config.bitwise,
-        )
-        averaged = 1 if config.bitwise else self.world.world_size
-        scale = LossScale(averaged, is_used=config.precision == "fp16")
-        self.optimizer = OptimizerWrapper(
-            self.parallel, optimizer, config, scale, is_bitwise=config.bitwise
-        )
+        lr = config.peak_lr * stage.lr_factor
+        world_size = self.world.world_size
+        self.optimizer = OptimizerWrapper(self.parallel, config, lr, world_size)
         self.trained_weights = TrainedWeights(
-            model, self.optimizer, self.parallel.reshard, self.ranks
+            model, self.optimizer, self.parallel.reshard
         )
 
     def train_mode(self) -> None:
@@ -238,10 +229,9 @@ class Engine:
     # --- steps --------------------------------------------------------------------
 
     def start_step(self, lr: float, num_samples: int) -> float:
-        """Begin a step; return the factor of the sum of losses, NaN if it must fail."""
+        """Begin a step; return the factor of the sum of losses."""
         self.optimizer.start_step(lr)
-        if self.trained_weights.find_change():
-            return math.nan
+        self.trained_weights.check()
         return self.optimizer.scale.value / num_samples
 
     def steps(self, state: TrainState) -> Iterator[RankStep]:
@@ -327,12 +317,8 @@ class Engine:
     @property
     def micro_batch_size(self) -> int | None:
         """Samples of a micro-batch; ``None``: all of the rank's."""
-        config = self.config
-        return (
-            config.bitwise_micro_batch_size
-            if config.bitwise
-            else config.micro_batch_size
-        )
+        it = self.config
+        return it.bitwise_micro_batch_size if it.bitwise else it.micro_batch_size
 
     # --- evaluation and results ---------------------------------------------------
 
@@ -364,7 +350,7 @@ class Engine:
             self.parallel.forward, through=self.model if is_whole else None
         )
         with self.optimizer.ema_weights():
-            self.parallel.sync_all_buffers()
+            self.parallel.broadcast_buffers()
             try:
                 return evaluate(
                     forward,
@@ -393,7 +379,7 @@ class Engine:
         """Return a loader of another data set for `evaluate`."""
         samples = self._samples(data, "the test data")
         if self.config.bitwise:
-            _check_size(samples)
+            check_bitwise(samples, self.model, self.config, self.world)
         loader = self._loader(samples, train=False)
         self._test_loaders.append(loader)
         return loader
@@ -426,16 +412,6 @@ class Engine:
                         f"rank 0, {found} on rank {rank}; expected the same on "
                         "every rank"
                     ).on_all_ranks()
-
-    def _check_bitwise(self) -> None:
-        check_micro_batches(self.config, self.world)
-        for samples in (self._train, self._val):
-            _check_size(samples)
-        if any(isinstance(it, nn.SyncBatchNorm) for it in self.model.modules()):
-            raise UsageError(
-                "--bitwise does not go with nn.SyncBatchNorm, whose statistics are of "
-                "all ranks; expected nn.BatchNorm2d, whose are of a micro-batch"
-            ).on_all_ranks()
 
     def _check_model(self, model: nn.Module) -> None:
         """Check that the model is the same on all ranks."""
@@ -521,12 +497,3 @@ class Engine:
         pixels = self._pixels if train else self._pixels.deterministic()
         min_rows = self._min_rows if train else 1
         return BatchLoader(samples, self.world, pixels, min_rows=min_rows)
-
-
-def _check_size(samples: Samples) -> None:
-    """Check that a set has a known size, with --bitwise."""
-    if samples.num_samples is None or samples.may_skip:
-        raise UsageError(
-            "--bitwise needs the samples of a step beforehand; it does not work with "
-            "iterable data or --on-bad-sample skip"
-        ).on_all_ranks()

@@ -27,7 +27,6 @@ def handle_nonfinite(
     Raises:
         NonFiniteError: Names rank, step and samples; on every rank or on none.
     """
-    engine.trained_weights.refuse_change()
     world, scale = engine.world, engine.optimizer.scale
     mine = [
         (float(total), indices.tolist())

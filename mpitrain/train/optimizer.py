@@ -1,4 +1,4 @@
-"""Optimizers by name, learning rates, and the update: clip, skip, step, EMA."""
+"""Optimizers by name, and the update: clip, skip, step, EMA."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mpitrain.config import WARMUP_EPOCHS, LearningConfig
+from mpitrain.config import TrainConfig
 from mpitrain.errors import DataError, UsageError
 from mpitrain.train.parallel import ParallelModel
 
@@ -45,12 +45,7 @@ INITIAL_SCALE = 65536.0
 
 
 def build_optimizer(
-    weights: Iterable[nn.Parameter],
-    config: LearningConfig,
-    *,
-    lr: float,
-    shard: bool = False,
-    is_bitwise: bool = False,
+    weights: Iterable[nn.Parameter], config: TrainConfig, *, lr: float, shard: bool
 ) -> torch.optim.Optimizer:
     """Build the configured optimizer; with ``shard`` its state is sharded (ZeRO-1)."""
     trained = [weight for weight in weights if weight.requires_grad]
@@ -61,13 +56,13 @@ def build_optimizer(
     elif config.optimizer == "rmsprop":
         options["momentum"] = config.momentum
     is_sharded = any(hasattr(weight, "full_tensor") for weight in trained)
-    if config.optimizer in FUSED and not is_sharded and not is_bitwise:
+    if config.optimizer in FUSED and not is_sharded and not config.bitwise:
         options["fused"] = all(map(_can_be_fused, trained)) or None
     if shard:
         from torch.distributed.optim import ZeroRedundancyOptimizer
 
         return ZeroRedundancyOptimizer(trained, optimizer_class=kind, **options)
-    if is_bitwise and config.optimizer == "sgd" and not is_sharded:
+    if config.bitwise and config.optimizer == "sgd" and not is_sharded:
         return kind(_bitwise_groups(trained), **options)
     return kind(trained, **options)
 
@@ -93,43 +88,6 @@ def _can_be_fused(weight: Tensor) -> bool:
     """Whether it is real, and without gaps: a fused kernel of CPUs overlooks them."""
     strides = torch.empty_like(weight, device="meta").stride()
     return weight.is_floating_point() and weight.stride() == strides
-
-
-def learning_rate(
-    step: int,
-    *,
-    config: LearningConfig,
-    peak: float,
-    num_epochs: int,
-    steps_per_epoch: int,
-) -> float:
-    """Return the learning rate of a step, from 0: linear warm-up, then the schedule.
-
-    >>> def rates(**settings):
-    ...     config = LearningConfig(**settings)
-    ...     return [round(learning_rate(step, config=config, peak=1.0, num_epochs=3,
-    ...         steps_per_epoch=2), 2) for step in range(6)]
-    >>> rates()
-    [0.33, 0.67, 1.0, 1.0, 0.75, 0.25]
-    >>> rates(schedule="step", decay_epochs=1, warmup_epochs=0.5)
-    [1.0, 1.0, 0.1, 0.1, 0.01, 0.01]
-    >>> rates(schedule="constant", warmup_epochs=0)
-    [1.0, 1.0, 1.0, 1.0, 1.0, 1.0]
-    """
-    warmup_epochs = config.warmup_epochs
-    if warmup_epochs is None:
-        warmup_epochs = min(WARMUP_EPOCHS, num_epochs / 2)
-    warmup_steps = round(steps_per_epoch * warmup_epochs)
-    if step < warmup_steps:
-        return peak * (step + 1) / warmup_steps
-    if config.schedule == "constant":
-        return peak
-    if config.schedule == "step":
-        decays = step // steps_per_epoch // config.decay_epochs
-        return float(peak * config.decay_factor**decays)
-    decay_steps = num_epochs * steps_per_epoch - warmup_steps
-    done = (step - warmup_steps) / max(1, decay_steps)
-    return peak * 0.5 * (1.0 + math.cos(math.pi * done))
 
 
 class LossScale:
@@ -186,28 +144,24 @@ class OptimizerWrapper:
     """
 
     def __init__(
-        self,
-        model: ParallelModel,
-        optimizer: torch.optim.Optimizer,
-        config: LearningConfig,
-        scale: LossScale,
-        *,
-        is_bitwise: bool = False,
+        self, model: ParallelModel, config: TrainConfig, lr: float, world_size: int
     ) -> None:
-        self.optimizer = optimizer
-        self._is_bitwise = is_bitwise
-        self.scale = scale
+        shard = config.shard_optimizer and world_size > 1
+        weights = model.model.parameters()
+        self.optimizer = build_optimizer(weights, config, lr=lr, shard=shard)
+        averaged_over = 1 if config.bitwise else world_size
+        self.scale = LossScale(averaged_over, is_used=config.precision == "fp16")
         self.config = config
         self._model = model
-        self._weights = model.weights
+        self._named_weights = model.named_weights()
+        self._weights = list(self._named_weights.values())
         kinds = {(w.dtype, w.device) for w in self._weights}
         is_sharded = any(hasattr(w, "full_tensor") for w in self._weights)
-        self._are_alike = len(kinds) == 1 and (is_bitwise or not is_sharded)
+        self._are_alike = len(kinds) == 1 and (config.bitwise or not is_sharded)
         self._is_on_cpu = all(w.device.type == "cpu" for w in self._weights)
         # The forward pass of a step that is then skipped has changed them already.
-        self._may_skip = config.on_nonfinite == "skip" or scale.can_shrink
+        self._may_skip = config.on_nonfinite == "skip" or self.scale.can_shrink
         self._before: dict[str, Tensor] = {}  # float buffers
-        self._named_weights = model.named_weights()
         averaged = {} if config.ema_decay is None else self._state()
         self.ema_values = {
             name: tensor.detach().clone() for name, tensor in averaged.items()
@@ -342,7 +296,7 @@ class OptimizerWrapper:
 
     def _norm(self, gradients: list[Any]) -> float:
         # With --bitwise norms of shards would be added in another order.
-        gathers = self._is_bitwise and hasattr(gradients[0], "full_tensor")
+        gathers = self.config.bitwise and hasattr(gradients[0], "full_tensor")
         if self._are_alike:
             # As `get_total_norm` without grouping by device and type: half its time.
             foreach_norm: Any = torch._foreach_norm  # noqa: SLF001

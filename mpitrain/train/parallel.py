@@ -162,11 +162,6 @@ class ParallelModel:
         named = self.model.named_parameters()
         return {name: weight for name, weight in named if weight.requires_grad}
 
-    @property
-    def weights(self) -> list[nn.Parameter]:
-        """The parameters that require gradients."""
-        return list(self.named_weights().values())
-
     def named_buffers(self) -> dict[str, Tensor]:
         """Return the buffers that are saved, by name.
 
@@ -203,15 +198,19 @@ class ParallelModel:
         return to_dtype(outputs, torch.float32)
 
     def broadcast_buffers(self) -> None:
-        """Broadcast rank zero's buffers; not left to DDP, so that it is timed."""
-        broadcast: Any = vars(dist)["_broadcast_coalesced"]  # what DDP calls
+        """Broadcast rank zero's buffers; not left to DDP, so that it is timed.
+
+        Collective over the default group.
+        """
         buffers = list(self.named_buffers().values())
-        broadcast(dist.group.WORLD, buffers, BUCKET_BYTES, 0)
+        if buffers and self._world.world_size > 1:
+            broadcast: Any = vars(dist)["_broadcast_coalesced"]  # what DDP calls
+            broadcast(dist.group.WORLD, buffers, BUCKET_BYTES, 0)
 
     def start_step(self, epoch: int, step: RankStep) -> None:
         """Begin a step. Collective over the default group: broadcasts buffers."""
         del epoch, step
-        if self.syncs_buffers and self._world.world_size > 1:
+        if self.syncs_buffers:
             self.broadcast_buffers()
 
     def reduce_gradients(self) -> None:
@@ -251,11 +250,6 @@ class ParallelModel:
             for module in self.model.modules():
                 if isinstance(module, FSDPModule):
                     module.reshard()
-
-    def sync_all_buffers(self) -> None:
-        """Broadcast rank zero's buffers. Collective over the default group."""
-        for buffer in self.named_buffers().values():
-            dist.broadcast(buffer, src=0)
 
     def full_state_dict(self) -> dict[str, Any]:
         """Return a plain ``state_dict`` on the CPU; complete on rank zero only."""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
-from mpitrain.config import TrainConfig
+from mpitrain.config import WARMUP_EPOCHS, TrainConfig
 from mpitrain.data import sharding
-from mpitrain.train.optimizer import learning_rate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,17 +81,41 @@ class Plan:
     def learning_rate(self, stage: Stage, epoch: int, step: int) -> float:
         """Return the learning rate of a step, which is counted from 0 in its epoch.
 
-        With an unknown number of steps it changes from epoch to epoch only.
+        Linear warm-up, then the schedule. With an unknown number of steps it changes
+        from epoch to epoch only.
+
+        >>> def rates(**settings):
+        ...     config = TrainConfig(lr=1.0, epochs=3, global_batch_size=1, **settings)
+        ...     plan = Plan(num_samples=2, world_size=1, config=config)
+        ...     found = [plan.learning_rate(plan.stages[0], epoch, step)
+        ...         for epoch in (1, 2, 3) for step in (0, 1)]
+        ...     return [round(rate, 2) for rate in found]
+        >>> rates()
+        [0.33, 0.67, 1.0, 1.0, 0.75, 0.25]
+        >>> rates(schedule="step", decay_epochs=1, warmup_epochs=0.5)
+        [1.0, 1.0, 0.1, 0.1, 0.01, 0.01]
+        >>> rates(schedule="constant", warmup_epochs=0)
+        [1.0, 1.0, 1.0, 1.0, 1.0, 1.0]
         """
-        steps = self.steps_per_epoch or 1
-        done = (epoch - stage.first_epoch) * steps + min(step, steps - 1)
-        return learning_rate(
-            done,
-            config=self.config,
-            peak=self.config.peak_lr * stage.lr_factor,
-            num_epochs=stage.num_epochs,
-            steps_per_epoch=steps,
-        )
+        config, num_epochs = self.config, stage.num_epochs
+        peak = config.peak_lr * stage.lr_factor
+        steps_per_epoch = self.steps_per_epoch or 1
+        step = min(step, steps_per_epoch - 1)
+        step += (epoch - stage.first_epoch) * steps_per_epoch
+        warmup_epochs = config.warmup_epochs
+        if warmup_epochs is None:
+            warmup_epochs = min(WARMUP_EPOCHS, num_epochs / 2)
+        warmup_steps = round(steps_per_epoch * warmup_epochs)
+        if step < warmup_steps:
+            return peak * (step + 1) / warmup_steps
+        if config.schedule == "constant":
+            return peak
+        if config.schedule == "step":
+            decays = step // steps_per_epoch // config.decay_epochs
+            return float(peak * config.decay_factor**decays)
+        decay_steps = num_epochs * steps_per_epoch - warmup_steps
+        done = (step - warmup_steps) / max(1, decay_steps)
+        return peak * 0.5 * (1.0 + math.cos(math.pi * done))
 
     def batch_line(self) -> str:
         """Return a line with the factors of the global batch size."""

@@ -13,7 +13,6 @@ from typing import Any
 from torch import nn
 
 from mpitrain.errors import UsageError
-from mpitrain.mpi.shared_arrays import Communicator
 from mpitrain.train.optimizer import OptimizerWrapper
 
 MAX_NAMED = 4  # weights that a message names
@@ -26,50 +25,24 @@ class TrainedWeights:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        optimizer: OptimizerWrapper,
-        reshard: Callable[[], None],
-        ranks: Communicator,
+        self, model: nn.Module, optimizer: OptimizerWrapper, reshard: Callable[[], None]
     ) -> None:
-        self.change = ""  # what was found, for the message
-        self._model, self._optimizer = model, optimizer
-        self._reshard, self._ranks = reshard, ranks
+        self._model, self._optimizer, self._reshard = model, optimizer, reshard
         self._places = [(it._parameters, it._modules) for it in model.modules()]  # noqa: SLF001
-        self._copies = [
-            (weights.copy(), parts.copy()) for weights, parts in self._places
-        ]
-        self._began = dict(model.named_parameters())
-        self._trained = {name for name, it in self._began.items() if it.requires_grad}
+        self._began = dict(model.named_parameters())  # held, so that ids stay theirs
+        named = self._began.items()
+        self._trained = {name: id(it) for name, it in named if it.requires_grad}
         self._seen: Any = None
 
-    def find_change(self) -> str:
-        """Return what has changed, or ``""``; undo it, so that ranks may go on.
+    def check(self) -> None:
+        """Raise a `UsageError` on a rank whose weights have changed; local.
 
         Called in each step: for ResNet-50 it takes 0.05 ms (named_parameters: 0.4 ms).
         """
-        if self._snapshot() == self._seen:
-            return ""
-        self._reshard()
-        self.change = self._describe_change()
-        if self.change:
-            for (weights, parts), (old_weights, old_parts) in zip(
-                self._places, self._copies, strict=True
-            ):
-                weights.clear()
-                weights.update(old_weights)
-                parts.clear()
-                parts.update(old_parts)
-            for name, weight in self._began.items():
-                weight.requires_grad_(name in self._trained)
-        self._seen = self._snapshot()
-        return self.change
-
-    def refuse_change(self) -> None:
-        """Raise what `find_change` has found on any rank. Collective over all ranks."""
-        changes = self._ranks.allgather([self.change])
-        if change := next((it for (it,) in changes if it), ""):
-            raise UsageError(change).on_all_ranks()
+        if self._snapshot() != self._seen:
+            self._reshard()
+            self._refuse_change()
+            self._seen = self._snapshot()
 
     def _snapshot(self) -> Any:
         optimizer = self._optimizer.optimizer
@@ -83,13 +56,12 @@ class TrainedWeights:
         sizes = [len(group["params"]) for group in optimizer.param_groups]
         return ids, children, optimizer, sizes
 
-    def _describe_change(self) -> str:
+    def _refuse_change(self) -> None:
         now = dict(self._model.named_parameters())
         trained = {name: id(it) for name, it in now.items() if it.requires_grad}
         if self._seen is None:  # may be frozen before the first step, as by train()
-            self._trained.intersection_update(trained)
-        began = self._began.items()
-        before = {name: id(it) for name, it in began if name in self._trained}
+            self._trained = {k: it for k, it in self._trained.items() if k in trained}
+        before = self._trained
         # By identity: pruning and parametrizations give a weight another name.
         new = [name for name, it in trained.items() if it not in before.values()]
         gone = [name for name, it in before.items() if it not in trained.values()]
@@ -106,12 +78,13 @@ class TrainedWeights:
         ):
             found["in the optimizer"] = ["a weight that is not in the model"]
         words = "; ".join(f"{what}: {_shown(it)}" for what, it in found.items() if it)
-        return words and (
-            f"the weights to train have changed since the stage began; {words}. "
-            "Gradients are reduced for those that it began with alone: expected no "
-            "change until fit() ends. Call requires_grad_() before fit(), and for each "
-            "phase make a new Trainer of the same model"
-        )
+        if words:
+            raise UsageError(
+                f"the weights to train have changed since the stage began; {words}. "
+                "Gradients are reduced for those that it began with alone: expected no "
+                "change until fit() ends. Call requires_grad_() before fit(), and for "
+                "each phase make a new Trainer of the same model"
+            )
 
 
 def _shown(names: list[str]) -> str:

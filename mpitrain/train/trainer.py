@@ -16,14 +16,14 @@ from torch import Tensor, nn
 from mpitrain.config import TrainConfig
 from mpitrain.data.custom import refuse_loader
 from mpitrain.data.transforms import Statistics
-from mpitrain.errors import DataError, NonFiniteError, Stopped, UsageError, did_you_mean
+from mpitrain.errors import DataError, NonFiniteError, Stopped, UsageError
 from mpitrain.launch.current import heartbeat
 from mpitrain.launch.init import init
 from mpitrain.mpi.collectives import all_or_none, world_comm
 from mpitrain.mpi.world import World
 from mpitrain.train import mixing
 from mpitrain.train.bitwise import configure_bitwise
-from mpitrain.train.callbacks import Callback, StopRequested
+from mpitrain.train.callbacks import Callback, StopRequested, hooks_of
 from mpitrain.train.checks import (
     WrongLabel,
     accuracy,
@@ -416,31 +416,9 @@ class Trainer:
             self.engine.micro_batch_size if self.config.bitwise else None,
         )
         self._synced_at = time.perf_counter()
-        self._check_hooks()
-        self._hooks = {
-            name: [
-                getattr(callback, name)
-                for callback in self.callbacks
-                if getattr(type(callback), name) is not getattr(Callback, name)
-            ]
-            for name in dir(Callback)
-            if name.startswith("on_") or name == "setup"
-        }
-        for name in ("on_fit_end", "on_stop", "on_exception"):
-            self._hooks[name].reverse()
+        self._hooks = hooks_of(self.callbacks)
         self._is_set_up = True
         return self.engine
-
-    def _check_hooks(self) -> None:
-        known = [name for name in dir(Callback) if name.startswith("on_")]
-        for callback in self.callbacks:
-            for name in dir(callback):
-                if name.startswith("on_") and name not in known:
-                    raise UsageError(
-                        f"{type(callback).__name__}.{name} is no hook of "
-                        f"mpitrain.Callback.{did_you_mean(name, known)} Expected "
-                        f"one of {', '.join(known)}"
-                    ).on_all_ranks()
 
     def call(self, hook: str, *args: Any) -> None:
         """Call a hook of all callbacks."""

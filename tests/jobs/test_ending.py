@@ -43,6 +43,25 @@ dist.all_reduce(torch.ones(1))
 print("all is well on", job.world.rank)
 """
 
+FREEZES_ON_ONE_RANK = """
+import mpitrain
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+class Freezes(mpitrain.Callback):
+    def on_step_end(self, trainer):
+        if trainer.world.rank == 1:
+            trainer.model.weight.requires_grad_(False)
+
+with mpitrain.init() as world:
+    data = TensorDataset(torch.ones(8, 3), torch.zeros(8, dtype=torch.int64))
+    config = mpitrain.TrainConfig(global_batch_size=4)
+    arguments = {"callbacks": [Freezes()], "find_unused_parameters": False}
+    model = nn.Linear(3, 2)
+    mpitrain.Trainer(model, data, data, config, world=world, **arguments).fit()
+"""
+
 
 def check_gone(done: Done, struck: float, pids: list[int]) -> None:
     assert done.ended - struck < GONE_WITHIN_SECONDS
@@ -90,6 +109,18 @@ def test_a_fault_around_the_first_step_ends_the_job(
         assert "this is the fault" in logs[1]
         assert result["status"] == "failed"
         assert "this is the fault" in result["error"]
+
+
+def test_weights_that_one_rank_freezes_end_the_job(
+    openmpi: Mpi, tmp_path: Path
+) -> None:
+    """Also where DDP waits for each weight's gradient."""
+    (tmp_path / "script.py").write_text(FREEZES_ON_ONE_RANK)
+    done = mpirun(openmpi, 3, "script.py", cwd=tmp_path)
+    assert done.status == 2
+    (line,) = done.ours
+    assert line.startswith("[rank 1/3 ")
+    assert "; now frozen: weight." in line
 
 
 @under_each_mpi

@@ -237,7 +237,7 @@ def test_a_slow_rank_and_a_hang_are_seen(
 
 @pytest.mark.slow
 def test_a_run_that_went_on_is_one_run_of_two_jobs(
-    opened: Browser, chain: Path, hung: Path, tmp_path: Path
+    opened: Browser, chain: Path, tmp_path: Path
 ) -> None:
     run = Run(chain)
     assert [job.world_size for job in jobs_of(run)] == [3, 2]
@@ -249,10 +249,6 @@ def test_a_run_that_went_on_is_one_run_of_two_jobs(
         "return [...document.querySelectorAll('#ranks text')].map(it => it.textContent)"
     )
     assert any(it.startswith("job 1: 3 ranks") for it in labels)
-    both = tmp_path / "both.html"
-    report(chain, hung, "--output", both)
-    maps = ("ranks-0", "ranks-1")
-    check(opened, both, (*(it for it in CHARTS if it != "ranks"), *maps), tmp_path)
 
 
 @pytest.mark.slow

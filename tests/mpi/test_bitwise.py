@@ -331,7 +331,7 @@ def test_sgd_of_whole_vectors_is_fused_and_has_the_bits_of_the_other(
             nn.Parameter(torch.randn(size, generator=generator))
             for size in (64, 640, 65, 77, 4096, 1000)
         ]
-        optimizer = build_optimizer(weights, config, lr=0.0123, is_bitwise=True)
+        optimizer = build_optimizer(weights, config, lr=0.0123, shard=False)
         assert [group["fused"] for group in optimizer.param_groups] == [True, None]
         for group in optimizer.param_groups:
             group["fused"] = group["fused"] if is_fused else None

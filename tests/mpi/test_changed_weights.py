@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.utils.prune import l1_unstructured
 from trainings import NUM_SAMPLES, Net, config_of, some
@@ -80,19 +79,16 @@ CHANGES: dict[Callable[[nn.Module, Trainer], None], str] = {
 
 
 class Changes(Callback):
-    """Changes weights at one hook, on some ranks."""
+    """Changes weights at one hook."""
 
     def __init__(
-        self,
-        change: Callable[[nn.Module, Trainer], None],
-        hook: str = "on_epoch_end",
-        ranks: Callable[[int], bool] = lambda _: True,
+        self, change: Callable[[nn.Module, Trainer], None], hook: str = "on_epoch_end"
     ) -> None:
-        self.change, self.hook, self.ranks = change, hook, ranks
+        self.change, self.hook = change, hook
         self.is_done = False
 
     def _call(self, trainer: Trainer, hook: str) -> None:
-        if hook == self.hook and not self.is_done and self.ranks(dist.get_rank()):
+        if hook == self.hook and not self.is_done:
             self.is_done = True
             self.change(trainer.model, trainer)
 
@@ -107,7 +103,6 @@ class Changes(Callback):
 
 
 def fit(world: World, callback: Callback, model: nn.Module, **settings: Any) -> Trainer:
-    find_unused = settings.pop("find_unused", True)
     trainer = Trainer(
         model,
         some(NUM_SAMPLES),
@@ -115,7 +110,6 @@ def fit(world: World, callback: Callback, model: nn.Module, **settings: Any) -> 
         config_of(**settings),
         world=world,
         callbacks=[callback],
-        find_unused_parameters=find_unused,
     )
     trainer.fit()
     return trainer
@@ -133,22 +127,6 @@ def test_weights_that_change_within_a_stage_are_an_error(
 ) -> None:
     with pytest.raises(UsageError, match=CHANGES[change]):
         fit(world, Changes(change), frozen(), **STRATEGIES[strategy])
-
-
-@pytest.mark.parametrize(
-    ("change", "strategy"),
-    [(freeze, "auto"), (replace_the_head, "auto"), (unfreeze, "zero")]
-    + [(it, strategy) for it in (unfreeze, freeze) for strategy in ("fsdp", "bitwise")],
-)
-def test_weights_that_one_rank_changes_are_an_error_on_all(
-    world: World, change: Callable[[nn.Module, Trainer], None], strategy: str
-) -> None:
-    """Also where DDP waits for each weight's gradient."""
-    last = world.world_size - 1
-    callback = Changes(change, "on_step_end", lambda rank: rank == last)
-    with pytest.raises(UsageError, match=CHANGES[change]) as caught:
-        fit(world, callback, frozen(), find_unused=False, **STRATEGIES[strategy])
-    assert caught.value.reporting_rank == 0
 
 
 def test_weights_are_not_unfrozen_before_the_first_step_or_between_stages(

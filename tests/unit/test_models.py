@@ -307,9 +307,7 @@ def test_what_needs_no_download_is_always_there() -> None:
 
 def test_a_summary_counts_what_there_is_and_what_learns() -> None:
     model = build_model("convnet", num_classes=10, in_channels=1, image_size=8, seed=0)
-    assert summary_line(model, "convnet") == (
-        "convnet: 25,730 weights (all train), 0.1 MB"
-    )
+    assert summary_line(model) == "ConvNet: 25,730 weights (all train), 0.1 MB"
     model.requires_grad_(False)
     model.head.requires_grad_(True)
     assert summary_line(model) == "ConvNet: 25,730 weights (410 train), 0.1 MB"

@@ -23,7 +23,7 @@ from mpitrain.tools.report.analysis import (
     stage_seconds,
 )
 from mpitrain.tools.report.curves import bins
-from mpitrain.tools.report.figures import HANG, PHASE_COLOURS, RUN_COLOURS, THEME
+from mpitrain.tools.report.figures import CURVE, HANG, PHASE_COLOURS, THEME
 from mpitrain.tools.report.rank_map import (
     COMMUNICATION,
     MAX_ROWS,
@@ -95,7 +95,7 @@ def test_shares_add_up_to_the_time_of_the_jobs(chain: Path) -> None:
 
 def test_each_step_is_told_once_and_is_of_one_job(chain: Path) -> None:
     run = Run(chain)
-    assert list(run.metrics.steps.step) == list(range(1, 201))
+    assert [it.step for it in run.metrics.steps] == list(range(1, 201))
     assert [it.epoch for it in run.metrics.epochs] == [1, 2, 3, 4]
     jobs = jobs_of(run)
     for pace in run.metrics.throughputs:
@@ -252,9 +252,9 @@ def test_numbers_that_are_none_are_left_out() -> None:
     assert (x.tolist(), y.tolist()) == ([1.0], [0.5])
 
 
-def written(path: Path, *more: Path) -> str:
+def written(path: Path) -> str:
     output = path / "report.html"
-    report(ReportConfig(runs=(path, *more), output=output, pictures=False))
+    report(ReportConfig(run=path, output=output, pictures=False))
     return output.read_text()
 
 
@@ -293,9 +293,6 @@ def test_whatever_stands_in_a_file_is_text_on_the_page(tmp_path: Path) -> None:
     assert "<script" not in page
     assert "<b>run" not in page
     assert page.count("&lt;script&gt;alert(1)&lt;/script&gt;") >= 4
-    two = make_run(tmp_path / "two", (Part(world_size=2),), hostname=EVIL)
-    page = written(two, path)
-    assert "<script" not in page
 
 
 @pytest.mark.parametrize(
@@ -332,7 +329,7 @@ def test_each_metric_has_its_curve_and_each_chart_one_title(tmp_path: Path) -> N
     result |= {"best_by": "max:miou", "val_miou": 0.25, "val_loss": 1.0}
     (path / "result.json").write_text(json.dumps(result))
     output = tmp_path / "page.html"
-    report(ReportConfig(runs=(path,), output=output))
+    report(ReportConfig(run=path, output=output))
     page = output.read_text()
     titles = ["Loss", "Validation miou", "Validation a/b &lt;i&gt;", "Ranks by time"]
     titles.append("Throughput in samples per second")
@@ -354,20 +351,6 @@ def test_a_run_that_is_running_is_shown_as_far_as_it_is(tmp_path: Path) -> None:
     assert re.search(r"<b>\d+ / 200</b><span>steps", page)
 
 
-def test_runs_are_laid_side_by_side(chain: Path, tmp_path: Path) -> None:
-    other = make_run(tmp_path / "other", (Part(world_size=2, last=100),))
-    (other / "config.yaml").write_text("name: other\nepochs: 4\nlr: 0.5\nseed: 1\n")
-    output = tmp_path / "both.html"
-    report(ReportConfig(runs=(chain, other), output=output))
-    page = output.read_text()
-    assert "<h1>2 runs</h1>" in page
-    lr = re.search(r'<tr><th scope="row">lr</th>(.*?)</tr>', page)
-    assert lr is not None
-    assert lr[1] == "<td>0.25</td><td>0.5</td>"
-    assert '<th scope="row">epochs</th>' not in page
-    assert len(list((tmp_path / "both").glob("*.png"))) == 5
-
-
 def test_what_was_asked_for_comes_before_what_is_usual(chain: Path) -> None:
     page = written(chain)
     at = page.index("Configuration")
@@ -383,22 +366,12 @@ def test_without_matplotlib_the_error_says_what_to_type(
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UsageError, match="-m pip install matplotlib"):
-        report(ReportConfig(runs=(chain,)))
+        report(ReportConfig(run=chain))
 
 
 def test_a_page_is_named_as_one(chain: Path) -> None:
     with pytest.raises(UsageError, match=r"expected a name that ends with .html"):
-        report(ReportConfig(runs=(chain,), output=chain / "page"))
-
-
-def test_several_runs_have_a_page_of_their_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    runs = tuple(make_run(Path(it), (Part(world_size=2),)) for it in ("a", "b"))
-    report(ReportConfig(runs=runs, pictures=False))
-    assert Path("report-a-b.html").exists()
-    assert not list(tmp_path.glob("*/report.html"))
+        report(ReportConfig(run=chain, output=chain / "page"))
 
 
 def test_ranks_of_jobs_of_any_size_are_told_apart(tmp_path: Path) -> None:
@@ -416,7 +389,7 @@ def test_ranks_of_jobs_of_any_size_are_told_apart(tmp_path: Path) -> None:
 
 def test_a_page_that_cannot_be_written_is_an_error_with_its_name(chain: Path) -> None:
     with pytest.raises(UsageError, match="cannot be written"):
-        report(ReportConfig(runs=(chain,), output=chain / "no/such/folder.html"))
+        report(ReportConfig(run=chain, output=chain / "no/such/folder.html"))
 
 
 def luminance(colour: str) -> float:
@@ -437,7 +410,7 @@ def test_text_can_be_read_and_marks_can_be_seen(scheme: int) -> None:
         for paper in ("paper", "card"):
             assert contrast(of[text], of[paper]) >= 4.5, (text, paper)
     marks = [PHASE_COLOURS[it] for it in ("backward", "communication", "update")]
-    for mark in (*marks, HANG, *RUN_COLOURS):
+    for mark in (*marks, HANG, CURVE):
         assert contrast(mark, of["paper"]) >= 3.0, mark
 
 
@@ -450,6 +423,6 @@ def test_the_report_of_a_day_takes_seconds_and_less_than_two_megabytes(
     )
     path = make_run(tmp_path / "day", day, per_line=34, steps_per_epoch=1000)
     began = time.process_time()
-    report(ReportConfig(runs=(path,)))
+    report(ReportConfig(run=path))
     assert time.process_time() - began < 60  # 10 s where nobody else computes
     assert (path / "report.html").stat().st_size < 2_000_000

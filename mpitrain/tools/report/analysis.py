@@ -203,15 +203,3 @@ def find_straggler(
         late_share=late / seconds,
         waited_share=total.wait_seconds / seconds,
     )
-
-
-@dataclass(kw_only=True)
-class ReportedRun:
-    """A run, its jobs, and its colour."""
-
-    run: Run
-    colour: str
-    jobs: list[JobTimes] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.jobs = jobs_of(self.run)

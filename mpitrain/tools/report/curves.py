@@ -9,29 +9,26 @@ import numpy as np
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 from numpy.typing import ArrayLike
 
-from mpitrain.tools.report.analysis import Floats, ReportedRun
-from mpitrain.tools.report.figures import CHECKPOINT, INK, MUTED, Chart
+from mpitrain.record.reading import Run
+from mpitrain.tools.report.analysis import Floats
+from mpitrain.tools.report.figures import CHECKPOINT, CURVE, INK, MUTED, Chart
 
 NUM_BINS = 60  # points of a curve
 LOG_RATIO = 30.0  # losses that differ by more are shown on a logarithmic scale
 
 
-def loss_chart(runs: Sequence[ReportedRun]) -> Chart:
+def loss_chart(run: Run) -> Chart:
     """Draw the mean and range of the loss, and the validation loss as points."""
-    chart = _chart("loss", "Loss", runs)
-    axes, is_alone, seen = chart.axes, len(runs) == 1, list[float]()
-    for shown in runs:
-        steps = shown.run.metrics.steps
-        x, low, mean, high = bins(steps.step, steps.loss)
-        # An outlier may leave the chart.
-        seen += [*mean, *np.quantile([low, high], (0.02, 0.98))] if len(x) else []
-        axes.fill_between(x, low, high, color=shown.colour, alpha=0.2, lw=0)
-        label = "training" if is_alone else shown.run.name
-        axes.plot(x, mean, color=shown.colour, label=label)
-        x, _, values, _ = _validation(shown, "loss")
-        seen += values.tolist()
-        colour, label = (INK, "validation") if is_alone else (shown.colour, "")
-        axes.plot(x, values, ls="", marker="o", color=colour, label=label)
+    chart, steps = _chart("loss", "Loss", run), run.metrics.steps
+    axes = chart.axes
+    x, low, mean, high = bins([it.step for it in steps], [it.loss for it in steps])
+    axes.fill_between(x, low, high, color=CURVE, alpha=0.2, lw=0)
+    axes.plot(x, mean, color=CURVE, label="training")
+    at, _, values, _ = _validation(run, "loss")
+    axes.plot(at, values, ls="", marker="o", color=INK, label="validation")
+    # An outlier may leave the chart.
+    seen = [*mean, *np.quantile([low, high], (0.02, 0.98))] if len(x) else []
+    seen += values.tolist()
     if seen and min(seen) > 0 and max(seen) / min(seen) > LOG_RATIO:
         axes.set_ylim(min(seen) / 1.3, max(seen) * 1.3)
         axes.set_yscale("log")
@@ -41,54 +38,47 @@ def loss_chart(runs: Sequence[ReportedRun]) -> Chart:
     elif seen:
         margin = 0.06 * max(max(seen) - min(seen), 1e-9)
         axes.set_ylim(min(seen) - margin, max(seen) + margin)
-    return _finish(chart, bool(seen), "{:.5g}", has_legend=True)
+    if seen:
+        chart.figure.legend(loc="outside lower left", ncols=4)
+    return _finish(chart, bool(seen), "{:.5g}")
 
 
-def metric_charts(runs: Sequence[ReportedRun]) -> list[Chart]:
+def metric_charts(run: Run) -> list[Chart]:
     """Draw each metric of the validation but the loss, after each epoch."""
-    epochs = [epoch for shown in runs for epoch in shown.run.metrics.epochs]
+    epochs = run.metrics.epochs
     names = dict.fromkeys(it for epoch in epochs for it in epoch.values if it != "loss")
-    return [_metric_chart(runs, name) for name in names or ("accuracy",)]
+    return [_metric_chart(run, name) for name in names or ("accuracy",)]
 
 
-def _metric_chart(runs: Sequence[ReportedRun], name: str) -> Chart:
+def _metric_chart(run: Run, name: str) -> Chart:
     file = "accuracy" if name == "accuracy" else "val-" + re.sub(r"\W", "-", name)
-    chart, num = _chart(file, f"Validation {name}", runs), 0
+    chart = _chart(file, f"Validation {name}", run)
     scale, form = (100, "{:.4g} %") if name.endswith("accuracy") else (1, "{:.4g}")
-    for shown in runs:
-        x, _, values, _ = _validation(shown, name)
-        chart.axes.plot(
-            x, scale * values, color=shown.colour, marker="o", label=shown.run.name
-        )
-        num += len(x)
-    return _finish(chart, num > 0, form, has_legend=len(runs) > 1)
+    x, _, values, _ = _validation(run, name)
+    chart.axes.plot(x, scale * values, color=CURVE, marker="o")
+    return _finish(chart, len(x) > 0, form)
 
 
-def throughput_chart(runs: Sequence[ReportedRun]) -> Chart:
+def throughput_chart(run: Run) -> Chart:
     """Draw the samples per second of all ranks."""
-    chart, num = _chart("throughput", "Throughput in samples per second", runs), 0
-    for shown in runs:
-        rows = [row for row in shown.run.metrics.throughputs if row.seconds > 0]
-        rates = [row.samples_per_second for row in rows]
-        x, _, rate, _ = bins([row.step for row in rows], rates)
-        chart.axes.plot(x, rate, color=shown.colour, label=shown.run.name)
-        chart.axes.set_ylim(bottom=0)
-        num += len(x)
-    return _finish(chart, num > 0, "{:,.0f}", has_legend=len(runs) > 1)
+    chart = _chart("throughput", "Throughput in samples per second", run)
+    rows = [row for row in run.metrics.throughputs if row.seconds > 0]
+    rates = [row.samples_per_second for row in rows]
+    x, _, rate, _ = bins([row.step for row in rows], rates)
+    chart.axes.plot(x, rate, color=CURVE)
+    chart.axes.set_ylim(bottom=0)
+    return _finish(chart, len(x) > 0, "{:,.0f}")
 
 
-def _chart(name: str, title: str, runs: Sequence[ReportedRun]) -> Chart:
+def _chart(name: str, title: str, run: Run) -> Chart:
     chart = Chart(name=name, title=title)
     axes = chart.axes
     axes.grid(visible=True, axis="y")
     axes.locator_params(axis="x", nbins=6)
     axes.set_xlabel("step")
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
-    last = max((shown.run.metrics.steps.step[-1:].tolist() or [1])[0] for shown in runs)
-    axes.set_xlim(0, max(last, 1) * 1.02)
-    if len(runs) > 1:
-        return chart
-    run = runs[0].run
+    last = max([1, *(it.step for it in run.metrics.steps[-1:])])
+    axes.set_xlim(0, last * 1.02)
     for i, resumed in enumerate(run.metrics.resumed):
         label = "resumed" if i == 0 else ""
         axes.axvline(resumed.step, color=MUTED, lw=1, ls=(0, (3, 3)), label=label)
@@ -97,14 +87,12 @@ def _chart(name: str, title: str, runs: Sequence[ReportedRun]) -> Chart:
     return chart
 
 
-def _finish(chart: Chart, has_data: bool, form: str, *, has_legend: bool) -> Chart:
+def _finish(chart: Chart, has_data: bool, form: str) -> Chart:
     axes = chart.axes
     if not has_data:
         axes.set_yticks([])
         middle = axes.transAxes
         axes.text(0.5, 0.5, "no data", color=MUTED, ha="center", transform=middle)
-    elif has_legend:
-        chart.figure.legend(loc="outside lower left", ncols=4)
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: form.format(value)))
     return chart
 
@@ -125,8 +113,8 @@ def mark_checkpoints(chart: Chart, places: Sequence[float], y: float) -> None:
         )
 
 
-def _validation(shown: ReportedRun, name: str) -> tuple[Floats, Floats, Floats, Floats]:
-    epochs = [epoch for epoch in shown.run.metrics.epochs if name in epoch.values]
+def _validation(run: Run, name: str) -> tuple[Floats, Floats, Floats, Floats]:
+    epochs = [epoch for epoch in run.metrics.epochs if name in epoch.values]
     return bins([it.step for it in epochs], [it.values[name] for it in epochs])
 
 

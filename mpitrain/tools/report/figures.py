@@ -47,10 +47,7 @@ PAPER, INK, MUTED, WAITING = (
 )
 HANG = "#e0245e"
 CHECKPOINT = PHASE_COLOURS["checkpoint"]
-RUN_COLOURS = (
-    *("#2a80c4", "#d9651b", "#1d9e74", "#b0559a"),
-    *("#a8870f", "#6b5fd0", "#3c8aa0", "#7f858d"),
-)
+CURVE = "#2a80c4"
 
 SETTINGS: Mapping[str, object] = {
     "svg.fonttype": "none",  # text stays text

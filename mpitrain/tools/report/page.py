@@ -7,15 +7,10 @@ from html import escape
 from importlib import resources
 
 from mpitrain._version import __version__
-from mpitrain.tools.report.analysis import ReportedRun
+from mpitrain.record.reading import Run
+from mpitrain.tools.report.analysis import JobTimes
 from mpitrain.tools.report.figures import THEME, Chart
-from mpitrain.tools.report.summary import (
-    Section,
-    comparison,
-    status_line,
-    summary,
-    tables,
-)
+from mpitrain.tools.report.summary import Section, status_line, summary, tables
 
 PAGE = """<!DOCTYPE html>
 <html lang="en">
@@ -53,34 +48,24 @@ Times are those of the machine that wrote this page.</footer>
 """
 
 
-def page(runs: Sequence[ReportedRun], charts: Sequence[Chart]) -> str:
-    """Return the page of one run, or of several side by side."""
-    first, is_alone = runs[0], len(runs) == 1
-    items = [f"{escape(shown.run.name)} {_status(shown)}" for shown in runs]
-    if is_alone:
-        head = f"<h1>{items[0]}</h1>"
-        sections = tables(first)
-    else:
-        marks = "".join(
-            f'<li><i style="background: {it.colour}"></i>{item}</li>'
-            for it, item in zip(runs, items, strict=True)
-        )
-        head = f'<h1>{len(runs)} runs</h1><ul class="legend">{marks}</ul>'
-        sections = comparison(runs)
+def page(run: Run, jobs: Sequence[JobTimes], charts: Sequence[Chart]) -> str:
+    """Return the page of a run."""
+    status, name = run.status, escape(run.name)
+    kind = status if status in ("finished", "failed") else "running"
     values = "".join(
-        f'<div class="tile"><b>{escape(value)}</b><span>{escape(name)}</span></div>'
-        for name, value in (summary(first) if is_alone else {}).items()
+        f'<div class="tile"><b>{escape(value)}</b><span>{escape(of)}</span></div>'
+        for of, value in summary(run, jobs).items()
         if value
     )
     return PAGE.format(
-        title=" and ".join(escape(shown.run.name) for shown in runs),
+        title=name,
         style=style_sheet(),
-        head=head,
-        status=escape(status_line(first.run)),
-        errors="".join(_error(shown, is_alone) for shown in runs),
+        head=f'<h1>{name} <span class="status {kind}">{escape(status)}</span></h1>',
+        status=escape(status_line(run)),
+        errors=_error(run),
         tiles=f'<div class="tiles">{values}</div>',
         charts="\n".join(map(_figure, charts)),
-        tables="\n".join(details(it) for it in sections if it.rows),
+        tables="\n".join(details(it) for it in tables(run, jobs) if it.rows),
         version=__version__,
     )
 
@@ -98,21 +83,13 @@ def style_sheet() -> str:
     )
 
 
-def _status(shown: ReportedRun) -> str:
-    status = shown.run.status
-    kind = status if status in ("finished", "failed") else "running"
-    return f'<span class="status {kind}">{escape(status)}</span>'
-
-
-def _error(shown: ReportedRun, is_alone: bool) -> str:
-    result, status = shown.run.result, shown.run.status
+def _error(run: Run) -> str:
     text = ""
-    if status == "failed":
-        text = str(result.get("error") or "failed, without a reason")
-    elif status == "stopped":
-        text = str(result.get("stopped") or "")
-    name = "" if is_alone else f"{shown.run.name}: "
-    return f'<div class="error">{escape(name + text)}</div>' if text else ""
+    if run.status == "failed":
+        text = str(run.result.get("error") or "failed, without a reason")
+    elif run.status == "stopped":
+        text = str(run.result.get("stopped") or "")
+    return f'<div class="error">{escape(text)}</div>' if text else ""
 
 
 def _figure(chart: Chart) -> str:

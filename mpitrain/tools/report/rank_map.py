@@ -12,12 +12,11 @@ from matplotlib.colors import to_rgba
 from matplotlib.patches import Patch, Rectangle
 from numpy.typing import NDArray
 
-from mpitrain.record.reading import RankJob
+from mpitrain.record.reading import RankJob, Run
 from mpitrain.tools.report.analysis import (
     STAGES,
     Floats,
     JobTimes,
-    ReportedRun,
     load_seconds,
     phase_seconds,
 )
@@ -162,21 +161,17 @@ def pixels(found: RankMap) -> NDArray[np.float64]:
     return image.reshape(-1, num_columns, 4)
 
 
-def map_chart(shown: ReportedRun, index: int, num_runs: int) -> Chart:
+def map_chart(run: Run, jobs: Sequence[JobTimes]) -> Chart:
     """Draw what every rank of a run did, in one job at least."""
-    name, of = ("ranks", "")
-    if num_runs > 1:
-        name, of = f"ranks-{index}", f": {shown.run.name}"
-    jobs = shown.jobs
     num = min(max(job.world_size for job in jobs), 26)
     height = min(520.0, 110 + (16 if num > 24 else 26) * num)
-    chart = Chart(name=name, title=f"Ranks by time{of}", is_wide=True, height=height)
-    metrics = shown.run.metrics
+    chart = Chart(name="ranks", title="Ranks by time", is_wide=True, height=height)
+    metrics = run.metrics
     chart.findings = findings(jobs, metrics.throughputs)
     if metrics.balance is not None:
         chart.findings.append(balance_line(*metrics.balance))
     _draw(chart, jobs, found := rank_map(jobs))
-    saved = [one.time for one in shown.run.checkpoints if not one.error]
+    saved = [one.time for one in run.checkpoints if not one.error]
     places = [found.place(time) for time in saved if time is not None]
     mark_checkpoints(chart, apart(places, 0.01), 1.0)
     return chart

@@ -12,7 +12,6 @@ from mpitrain.record.reading import Run, TimedThroughput, sums
 from mpitrain.tools.report.analysis import (
     CATEGORIES,
     JobTimes,
-    ReportedRun,
     find_straggler,
     seconds_by_category,
 )
@@ -46,9 +45,9 @@ def status_line(run: Run) -> str:
     return text
 
 
-def summary(shown: ReportedRun) -> dict[str, str]:
+def summary(run: Run, jobs: Sequence[JobTimes]) -> dict[str, str]:
     """Return what is most interesting of a run, by name; empty if not known."""
-    run, metrics = shown.run, shown.run.metrics
+    metrics = run.metrics
     epochs, steps = metrics.epochs, metrics.steps
     names = {name for epoch in epochs for name in epoch.values}
     best, is_lower_better = best_metric(names, run.result.get("best_by"))
@@ -56,17 +55,18 @@ def summary(shown: ReportedRun) -> dict[str, str]:
     choose = min if is_lower_better else max
     value = choose(filter(math.isfinite, values), default=math.nan)
     is_share = best.endswith("accuracy")
-    losses = [epoch.values.get("loss", epoch.train_loss) for epoch in epochs]
-    done = steps.step[-1] if len(steps.step) else 0
+    losses = [it.loss for it in steps[-1:]]
+    losses += [epoch.values.get("loss", epoch.train_loss) for epoch in epochs]
+    done = steps[-1].step if steps else 0
     total = metrics.began[-1].total_steps if metrics.began else None
-    num_jobs = max(len(shown.jobs), len(metrics.began), len(metrics.resumed) + 1)
-    seconds = sum(job.seconds for job in shown.jobs)
+    num_jobs = max(len(jobs), len(metrics.began), len(metrics.resumed) + 1)
+    seconds = sum(job.seconds for job in jobs)
     total_of = sums(metrics.throughputs)
     num_samples, step_seconds = total_of.num_samples, total_of.seconds
     size, nodes = run.result.get("world_size"), run.result.get("num_nodes")
     return {
         f"best validation {best}": percent(value, 2) if is_share else number(value),
-        "last validation loss": number((losses or steps.loss or [math.nan])[-1]),
+        "last validation loss": number((losses or [math.nan])[-1]),
         "test accuracy": percent(metrics.test.get("accuracy", math.nan), 2),
         "steps": f"{done:,}" + (f" / {total:,}" if total and done < total else ""),
         f"in {num_jobs} job{'s' * (num_jobs > 1)}": duration(seconds),
@@ -75,11 +75,11 @@ def summary(shown: ReportedRun) -> dict[str, str]:
     }
 
 
-def tables(shown: ReportedRun) -> list[Section]:
-    """Return the tables of one run: jobs, configuration, environment."""
+def tables(run: Run, jobs: Sequence[JobTimes]) -> list[Section]:
+    """Return the tables of a run: jobs, configuration, environment."""
     from mpitrain.config import TrainConfig
 
-    jobs = [
+    rows = [
         (
             f"{job.number}",
             clock(job.began),
@@ -87,27 +87,33 @@ def tables(shown: ReportedRun) -> list[Section]:
             f"{job.world_size} x {job.num_nodes}",
             f"{max([0, *(it.steps[-1] for it in job.ranks.values() if it.steps)]):,}",
         )
-        for job in shown.jobs
+        for job in jobs
     ]
     defaults = {name: _text(it) for name, it in TrainConfig().as_plain("").items()}
-    config = [(name, _text(value)) for name, value in shown.run.config.items()]
+    config = [(name, _text(value)) for name, value in run.config.items()]
     changed = [row for row in config if defaults.get(row[0]) != row[1]]
     environment = []
-    for group, values in shown.run.environment.items():
+    for group, values in run.environment.items():
         if isinstance(values, list):
             values = {f"{i}": value for i, value in enumerate(values)}
         if not isinstance(values, dict):
             values = {"": values}
         environment += [(f"{group} {name}", _text(of)) for name, of in values.items()]
-    phases = [_phases(f"job {job.number}", [job], shown) for job in shown.jobs[-10:]]
+    phases = [_phases(f"job {job.number}", [job], run) for job in jobs[-10:]]
     if len(phases) > 1:
-        phases.insert(0, _phases("all jobs", shown.jobs, shown))
+        phases.insert(0, _phases("all jobs", jobs, run))
     return [
-        _phase_table(phases),
+        Section(
+            title="Time by phase",
+            head=("", "total", *CATEGORIES),
+            rows=phases,
+            note="mean over ranks",
+            is_open=True,
+        ),
         Section(
             title="Jobs",
             head=("job", "began", "duration", "ranks x nodes", "last step"),
-            rows=jobs,
+            rows=rows,
         ),
         Section(
             title="Configuration",
@@ -119,32 +125,11 @@ def tables(shown: ReportedRun) -> list[Section]:
     ]
 
 
-def comparison(runs: Sequence[ReportedRun]) -> list[Section]:
-    """Return the tables of several runs, side by side."""
-    results = [summary(shown) for shown in runs]
-    configs = [{k: _text(v) for k, v in shown.run.config.items()} for shown in runs]
-    found = [_phase_table([_phases(it.run.name, it.jobs, it) for it in runs])]
-    for title, columns in (("Results", results), ("Configuration", configs)):
-        names = dict.fromkeys(name for column in columns for name in column)
-        rows = [(name, *(it.get(name, "") for it in columns)) for name in names]
-        if columns is configs:
-            rows = [row for row in rows if len(set(row[1:])) > 1]
-        head = ("", *(shown.run.name for shown in runs))
-        rows = [row for row in rows if any(row[1:])]
-        found.append(Section(title=title, head=head, rows=rows, is_open=True))
-    return found
-
-
-def _phases(name: str, jobs: Sequence[JobTimes], shown: ReportedRun) -> Row:
-    seconds = seconds_by_category(jobs, shown.run.metrics.throughputs)
+def _phases(name: str, jobs: Sequence[JobTimes], run: Run) -> Row:
+    seconds = seconds_by_category(jobs, run.metrics.throughputs)
     total = sum(seconds.values())
     parts = (percent(value / (total or 1.0)) for value in seconds.values())
     return name, duration(total), *parts
-
-
-def _phase_table(rows: Sequence[Row]) -> Section:
-    head, note = ("", "total", *CATEGORIES), "mean over ranks"
-    return Section(title="Time by phase", head=head, rows=rows, note=note, is_open=True)
 
 
 def balance_line(step: int, counts: Sequence[int]) -> str:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mpitrain.checkpoint.preemption import STOP_FILE, forget_stop
-from mpitrain.config import TrainConfig
+from mpitrain.config import TrainConfig, seconds_of
 from mpitrain.console import shown
 from mpitrain.errors import Stopped, UsageError
 from mpitrain.files import read_yaml, write_atomic
@@ -62,7 +62,7 @@ def prepare(config: TrainConfig) -> PreparedRun:
         done=done,
         status=status,
         has_lock=folder.has_lock,
-        limit_seconds=config.time_limit_seconds,
+        limit_seconds=seconds_of(config.time_limit),
     )
 
 
