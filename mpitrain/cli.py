@@ -309,7 +309,7 @@ def stage(argv: Sequence[str]) -> int:
     words, command = _split(argv)
 
     def read() -> StageRequest:
-        from mpitrain.stage.command import read_words
+        from mpitrain.stage.stage import read_words
 
         return read_words(words, command)
 
@@ -318,7 +318,7 @@ def stage(argv: Sequence[str]) -> int:
     from mpitrain.stage.stage import run
 
     with abort_on_error(start_timeout_seconds=start_timeout(command)) as guard:
-        from mpitrain.stage.command import with_own_args
+        from mpitrain.stage.stage import with_own_args
 
         first = on_rank_zero(guard.comm, read, "read the command line")
         request = all_or_none(

@@ -11,7 +11,7 @@ from mpitrain.launch.run_target import RunConfig
 from mpitrain.schedulers.hostfile import HostfileConfig
 from mpitrain.schedulers.jobscript import JobscriptConfig
 from mpitrain.schedulers.supervisor import SuperviseConfig
-from mpitrain.stage.command import StageConfig
+from mpitrain.stage.stage import StageConfig
 from mpitrain.tools.check import CheckConfig
 from mpitrain.tools.diff import DiffConfig
 from mpitrain.tools.export import ExportConfig

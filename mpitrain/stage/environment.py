@@ -14,9 +14,8 @@ from typing import NamedTuple
 # Compiler caches of torch, which are staged where they are.
 CACHES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
 _NOT_MOVED = ("PWD", "OLDPWD")
-MAX_TEXT_BYTES = 1 << 20  # of a file that is rewritten
 # Files of a copy that may name its own folder: below `<number>/<name of the root>/`.
-NAMES_ITSELF = re.compile(
+_NAMES_ITSELF = re.compile(
     r"\d+/[^/]+/(pyvenv\.cfg|bin/[^/]+|lib\d*/[^/]+/(site|dist)-packages/[^/]+\.pth)"
 )
 
@@ -30,9 +29,8 @@ class Root(NamedTuple):
 
 def environment_roots() -> list[Root]:
     """Return the prefixes of this Python, without those of the node's own system."""
-    of_system = re.compile("/|/usr|/usr/.*")
     found = (sys.prefix, sys.base_prefix)
-    return roots_of(it for it in found if not of_system.fullmatch(it))
+    return roots_of(it for it in found if not re.fullmatch("/|/usr|/usr/.*", it))
 
 
 def cache_folders(environ: Mapping[str, str]) -> list[str]:
@@ -46,6 +44,15 @@ def roots_of(paths: Iterable[str]) -> list[Root]:
     return list({root.real_path: root for root in reversed(found)}.values())[::-1]
 
 
+def pairs_of(roots: Iterable[Root], folder: str) -> list[tuple[str, str]]:
+    """Return old and new paths of roots whose copies are in `folder`."""
+    pairs: dict[str, str] = {}
+    for number, root in enumerate(roots):
+        new = f"{folder}/{number}/{Path(root.path).name}"
+        pairs |= {root.real_path: new, root.path: new}
+    return list(pairs.items())
+
+
 class Relocation:
     """Replaces paths of roots by those of their copies.
 
@@ -57,14 +64,14 @@ class Relocation:
     """
 
     def __init__(self, pairs: Iterable[tuple[str, str]]) -> None:
-        self.pairs = sorted(pairs, key=lambda pair: -len(pair[0]))  # inner roots first
-        self._new = dict(reversed(self.pairs))
-        old = "|".join(re.escape(path) for path, _ in self.pairs) or "(?!)"
+        self._pairs = sorted(pairs, key=lambda pair: -len(pair[0]))  # inner roots first
+        self._new = dict(reversed(self._pairs))
+        old = "|".join(re.escape(path) for path, _ in self._pairs) or "(?!)"
         self._pattern = re.compile(rf"(?<![^\s\"'=:!])({old})(?=[/\s\"':]|$)")
 
     def __call__(self, path: str) -> str:
         """Return the path in a copy; `path` itself if it is in none."""
-        for old, new in self.pairs:
+        for old, new in self._pairs:
             if path == old or path.startswith(f"{old}/"):
                 return new + path[len(old) :]
         return path
@@ -81,36 +88,20 @@ class Relocation:
         moved = self(path) if "/" in word else path
         return word if moved == path else moved
 
-    def text(self, text: str) -> str:
-        """Return a text in which the paths are replaced."""
-        return self._pattern.sub(lambda found: self._new[found[1]], text)
+    def file(self, path: str, content: bytes | memoryview) -> bytes | memoryview:
+        """Return what a file shall contain whose path in the copy is `path`.
 
-    def variable(self, value: str) -> str:
-        """Return the value of a variable, such as of ``PATH``."""
-        return ":".join(map(self, value.split(":")))
-
-
-def rewritten(path: str, content: bytes, move: Relocation) -> bytes:
-    """Return what a file of a copy shall contain.
-
-    In ``pyvenv.cfg``, in the first lines of scripts in ``bin`` and in ``.pth`` files,
-    paths of roots are replaced. Other files, and what is no text, stay as they are.
-    """
-    try:
-        if path.endswith((".cfg", ".pth")):
-            lines = content.decode().splitlines(keepends=True)
-            if path.endswith(".pth"):
-                moved = [move.text(it) if it.startswith("/") else it for it in lines]
-            else:
-                moved = list(map(move.text, lines))
-            return "".join(moved).encode()
-        if content.startswith(b"#!"):  # pip writes two lines where the path is long
-            *head, rest = content.split(b"\n", 2)
-            first = move.text(b"\n".join(head).decode())
-            return b"\n".join([first.encode(), rest]) if head else content
-    except UnicodeDecodeError:
-        pass
-    return content
+        In ``pyvenv.cfg``, in ``.pth`` files and in the first lines of scripts in
+        ``bin``, paths of roots are replaced. Other files stay as they are.
+        """
+        found = _NAMES_ITSELF.fullmatch(path)
+        if found is None:
+            return content
+        head = text = bytes(content)
+        if found[1].startswith("bin/"):  # pip writes two lines where the path is long
+            head = b"\n".join(text.split(b"\n", 2)[: 2 * text.startswith(b"#!")])
+        moved = self._pattern.sub(lambda old: self._new[old[1]], os.fsdecode(head))
+        return os.fsencode(moved) + text[len(head) :]
 
 
 def activate(move: Relocation, environ: MutableMapping[str, str]) -> None:
@@ -118,33 +109,23 @@ def activate(move: Relocation, environ: MutableMapping[str, str]) -> None:
 
     What is imported stays; what is imported later comes from a copy.
     """
-    for name in ("prefix", "exec_prefix", "base_prefix", "base_exec_prefix"):
+    names = ("prefix", "exec_prefix", "base_prefix", "base_exec_prefix")
+    for name in (*names, "executable", "_base_executable"):
         setattr(sys, name, move(getattr(sys, name)))
-    for name in ("executable", "_base_executable"):
-        setattr(sys, name, move(getattr(sys, name)))
-    sys.path[:] = map(move, sys.path)
-    site.PREFIXES[:] = map(move, site.PREFIXES)
+    lists = [sys.path, site.PREFIXES]
     for module in list(sys.modules.values()):
         found = getattr(module, "__dict__", {})  # some import when asked for more
         locations = getattr(found.get("__spec__"), "submodule_search_locations", None)
-        both = (found.get("__path__"), locations)
-        for paths in {id(it): it for it in both}.values():  # they may be one list
-            if isinstance(paths, list):
-                paths[:] = map(move, paths)
+        lists += [
+            it for it in (found.get("__path__"), locations) if isinstance(it, list)
+        ]
+    for paths in {id(it): it for it in lists}.values():  # two may be one
+        paths[:] = map(move, paths)
     sys.path_importer_cache.clear()
     importlib.invalidate_caches()
     if "multiprocessing.spawn" in sys.modules:
         sys.modules["multiprocessing.spawn"].set_executable(sys.executable)
     for name, value in list(environ.items()):
-        moved = move.variable(value)
+        moved = ":".join(map(move, value.split(":")))
         if moved != value and name not in _NOT_MOVED:
             environ[name] = moved
-
-
-def pairs_of(roots: Iterable[Root], folder: str) -> list[tuple[str, str]]:
-    """Return old and new paths of roots whose copies are in `folder`."""
-    pairs: dict[str, str] = {}
-    for number, root in enumerate(roots):
-        new = f"{folder}/{number}/{Path(root.path).name}"
-        pairs |= {root.real_path: new, root.path: new}
-    return list(pairs.items())
