@@ -7,13 +7,11 @@ import os
 import re
 import site
 import sys
-from collections.abc import Iterable, Mapping, MutableMapping
+from collections.abc import Iterable, MutableMapping
 from pathlib import Path
 from typing import NamedTuple
 
-# Compiler caches of torch, which are staged where they are.
-CACHES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
-_NOT_MOVED = ("PWD", "OLDPWD")
+_CACHES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
 # Files of a copy that may name its own folder: below `<number>/<name of the root>/`.
 _NAMES_ITSELF = re.compile(
     r"\d+/[^/]+/(pyvenv\.cfg|bin/[^/]+|lib\d*/[^/]+/(site|dist)-packages/[^/]+\.pth)"
@@ -27,15 +25,13 @@ class Root(NamedTuple):
     real_path: str  # without symbolic links
 
 
-def environment_roots() -> list[Root]:
-    """Return the prefixes of this Python, without those of the node's own system."""
-    found = (sys.prefix, sys.base_prefix)
-    return roots_of(it for it in found if not re.fullmatch("/|/usr|/usr/.*", it))
-
-
-def cache_folders(environ: Mapping[str, str]) -> list[str]:
-    """Return the folders of compiler caches that exist."""
-    return [environ[it] for it in CACHES if os.path.isdir(environ.get(it, ""))]  # noqa: PTH112
+def find_roots(data: Iterable[str]) -> tuple[list[Root], list[Root]]:
+    """Return the environment, and `data` with the caches of torch's compilers."""
+    own = (sys.prefix, sys.base_prefix)
+    # What is in /usr is of the node.
+    own_roots = roots_of(it for it in own if not re.fullmatch("/|/usr|/usr/.*", it))
+    caches = [os.environ.get(name, "") for name in _CACHES]
+    return own_roots, roots_of([*data, *filter(os.path.isdir, caches)])
 
 
 def roots_of(paths: Iterable[str]) -> list[Root]:
@@ -46,11 +42,8 @@ def roots_of(paths: Iterable[str]) -> list[Root]:
 
 def pairs_of(roots: Iterable[Root], folder: str) -> list[tuple[str, str]]:
     """Return old and new paths of roots whose copies are in `folder`."""
-    pairs: dict[str, str] = {}
-    for number, root in enumerate(roots):
-        new = f"{folder}/{number}/{Path(root.path).name}"
-        pairs |= {root.real_path: new, root.path: new}
-    return list(pairs.items())
+    new = [f"{folder}/{num}/{Path(it.path).name}" for num, it in enumerate(roots)]
+    return [(old, to) for both, to in zip(roots, new, strict=True) for old in both]
 
 
 class Relocation:
@@ -84,9 +77,9 @@ class Relocation:
         flag, equals, value = word.partition("=")
         if equals and flag.startswith("-"):
             return flag + equals + self.word(value)
-        path = os.path.normpath(word)
-        moved = self(path) if "/" in word else path
-        return word if moved == path else moved
+        path = os.path.abspath(word)  # noqa: PTH100
+        moved = self(path)
+        return word if "/" not in word or moved == path else moved
 
     def file(self, path: str, content: bytes | memoryview) -> bytes | memoryview:
         """Return what a file shall contain whose path in the copy is `path`.
@@ -127,5 +120,5 @@ def activate(move: Relocation, environ: MutableMapping[str, str]) -> None:
         sys.modules["multiprocessing.spawn"].set_executable(sys.executable)
     for name, value in list(environ.items()):
         moved = ":".join(map(move, value.split(":")))
-        if moved != value and name not in _NOT_MOVED:
+        if moved != value and name not in ("PWD", "OLDPWD"):
             environ[name] = moved

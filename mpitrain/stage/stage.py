@@ -8,13 +8,13 @@ still leads somewhere.
 from __future__ import annotations
 
 import io
-import itertools
 import os
 import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -28,15 +28,8 @@ from mpitrain.mpi.collectives import Compressed, barrier, cancel_waits_by
 from mpitrain.mpi.topology import node_comm
 from mpitrain.mpi.world import list_hosts
 from mpitrain.stage.copies import NodeCopy, hold
-from mpitrain.stage.environment import (
-    Relocation,
-    Root,
-    activate,
-    cache_folders,
-    environment_roots,
-    roots_of,
-)
-from mpitrain.stage.stream import Index, Source, send_through, walk
+from mpitrain.stage.environment import Relocation, Root, activate, find_roots
+from mpitrain.stage.stream import Entry, Index, Source, send_through, walk
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -86,15 +79,6 @@ def read_words(flags: Sequence[str], command: Sequence[str]) -> StageRequest:
     return StageRequest(config, *read_command(command))
 
 
-def with_own_args(request: StageRequest, command: Sequence[str]) -> StageRequest:
-    """Return the request of rank zero, with the arguments of this rank's command."""
-    own, first = read_command(command)[0], request.target
-    if replace(own, args=()) != replace(first, args=()):
-        found = f"found {own.name} here and {first.name} on rank zero"
-        raise UsageError(f"stage: {found}, expected one command; its words may differ")
-    return request._replace(target=own)
-
-
 def read_command(command: Sequence[str]) -> tuple[Target, bool]:
     """Read the words after ``--``; return the target, and whether ``-u`` is given.
 
@@ -103,20 +87,16 @@ def read_command(command: Sequence[str]) -> tuple[Target, bool]:
     """
     program, *rest = command or [""]
     flags, target = split(rest)
-    folder, here = Path(program).parent, Path(sys.executable).parent
     is_python = program == sys.executable or Path(program).name.startswith("python")
-    if (
-        not is_python
-        or flags not in ([], ["-u"])
-        or not target
-        or target.kind == "program"
-    ):
+    is_wrong = not is_python or flags not in ([], ["-u"])
+    if is_wrong or target is None or target.kind == "program":
         found = " ".join(command) if is_python else program
         raise UsageError(
             f"stage runs a command of Python; found {found!r} after --, expected one "
             f"of\n{USAGE}\nOptions of Python, but -u: python -X ... -m mpitrain stage"
         )
-    if "/" in program and folder.resolve() != here.resolve():
+    folders = [Path(it).parent.resolve() for it in (program, sys.executable)]
+    if "/" in program and folders[0] != folders[1]:
         raise UsageError(
             f"the command runs in this process, which is {sys.executable}; found "
             f"{program} after --. Start stage with that Python"
@@ -162,24 +142,22 @@ def stage(guard: ExitGuard, request: StageRequest) -> Target:
     paths: list[str] = []  # of the copies of this node
     pairs: list[tuple[str, str]] = []  # old and new paths, of this node
     words: list[tuple[str, str]] = []  # those that the command line has
-
-    def beat() -> None:
-        guard.watched.start("stage")
-
+    beat = partial(guard.watched.start, "stage")
     on_node = node_comm(comm)
     leaders = cast("MPI.Intracomm", comm.Split(min(on_node.rank, 1), key=comm.rank))
     # Ranks that wait are alive. Those that they wait for beat when something moves.
     with cancel_waits_by(beat):
         if on_node.rank == 0:
-            to = _folder(config.to)
-            name = config.pack or f"{sys.prefix}/.mpitrain-stage.pack"
-            pack = Path(name).absolute() if name != "none" else None
-            further = roots_of([*config.data, *cache_folders(os.environ)])
+            pack = Path(config.pack or f"{sys.prefix}/.mpitrain-stage.pack").absolute()
+            packs = (None if config.pack == "none" else pack, None)
             # They change at different times: each group has copies of its own.
-            copies = (
-                _stage_group(leaders, environment_roots(), pack, to, beat, sys.prefix),
-                _stage_group(leaders, further, None, to, beat),
-            )
+            copies = [
+                _copy(leaders, roots, pack, _folder(config.to), beat)
+                for roots, pack in zip(find_roots(config.data), packs, strict=True)
+            ]
+            if copies[0].path and sys.prefix not in dict(copies[0].pairs):
+                error = f"its Python is that of {sys.prefix}"
+                copies[0] = NodeCopy(copies[0].index, "", error)
             paths = [it.path for it in copies if it.path]
             pairs = [pair for it in copies for pair in it.pairs]
             error = "; ".join(dict.fromkeys(it.error for it in copies if it.error))
@@ -190,60 +168,51 @@ def stage(guard: ExitGuard, request: StageRequest) -> Target:
                 _print_report(copies, nodes, time.perf_counter() - started)
                 if all(it[-1] == node[-1] for it in nodes):
                     words = copies[1].pairs
-                    for path in config.data if words else ():
-                        moved = Relocation(words)(os.path.abspath(path))  # noqa: PTH100
-                        words.append((os.path.normpath(path), moved))
         barrier(on_node)
         paths, pairs = on_node.bcast((paths, pairs))
-        if on_node.rank > 0:
-            for path in paths:
-                hold(path)
+        for path in paths:
+            hold(path)
         barrier(comm)
         words = comm.bcast(words)
-    on_node.Free()
-    leaders.Free()
     activate(Relocation(pairs), os.environ)
     move, target = Relocation(words), request.target
     args = tuple(map(move.word, target.args))
     return replace(target, name=move.word(target.name), args=args)
 
 
-def _stage_group(
+def _copy(
     leaders: MPI.Intracomm,
     roots: Sequence[Root],
     pack: Path | None,
     to: str,
     beat: Callable[[], object],
-    prefix: str = "",
 ) -> NodeCopy:
     """Copy rank zero's roots to all nodes. Collective over the nodes' leaders."""
-    index, error = Index(roots, ()), ""
+    error, ended = "", ("", 0)
+    entries: list[Entry] = []
     if leaders.rank == 0:
         try:
-            index = walk(roots, pack, beat)
+            entries = walk(roots, pack, beat)
         except OSError as failure:
             error = f"{failure.filename}: {failure.strerror}"
     barrier(leaders)
-    index, error = leaders.bcast(Compressed((index, error))).value
-    if prefix and index.roots and prefix not in itertools.chain(*index.roots):
-        error = error or f"its Python is that of {prefix}"
-    copy = NodeCopy(index, to, error)
+    sent = leaders.bcast(Compressed((roots, entries, error))).value
+    copy = NodeCopy(Index(*sent[:2]), to, sent[2])
     is_begun = copy.prepare()
     barrier(leaders)
     needing = leaders.allgather(is_begun)
-    chain = [0, *(it for it in range(1, leaders.size) if needing[it])]
-    ended = ("", 0)
+    chain = [it for it, needs in enumerate(needing) if needs or it == 0]
     if any(needing) and leaders.rank in chain:
-        source = Source(index, pack) if leaders.rank == 0 else None
+        source = Source(copy.index, pack) if leaders.rank == 0 else None
         sinks = ([source.write] if source else []) + ([copy.write] if is_begun else [])
         read = source.read if source else None
-        send_through(leaders, chain, index.sizes, read, sinks, beat)
+        send_through(leaders, chain, copy.index.sizes, read, sinks, beat)
         if source is not None:
             source.close()
-            ended = (source.error, source.crc)
+            ended = source.error, source.crc
+            copy.notes = ["pack read"] * source.reads_pack
             if source.warning:
                 print(f"warning: {source.warning}", file=sys.stderr, flush=True)
-            copy.notes += ["pack read"] * source.reads_pack
     barrier(leaders)
     copy.finish(*leaders.bcast(ended))
     return copy
@@ -261,25 +230,22 @@ def _folder(to: str | None) -> str:
 
 
 def _print_report(
-    copies: Sequence[NodeCopy],
-    nodes: Sequence[tuple[str, str, bool, Any]],
-    seconds: float,
+    copies: Sequence[NodeCopy], nodes: Sequence[tuple[Any, ...]], seconds: float
 ) -> None:
     reasons: dict[str, list[str]] = {}
-    for host, error, _, _ in nodes:
+    for host, error, *_ in nodes:
         reasons.setdefault(error, []).append(host)
-    num_whole = len(reasons.pop("", []))
-    if reasons:
-        hosts = "; ".join(f"{list_hosts(it)} ({why})" for why, it in reasons.items())
-        num = len(nodes) - num_whole
-        read = f"{_num(num, 'node')} {'reads' if num == 1 else 'read'}"
-        print(f"warning: {read} the original files: {hosts}", file=sys.stderr)
+    num = len(reasons.pop("", []))
+    for reason, hosts in reasons.items():
+        read = f"{_num(len(hosts), 'node')} read{'s' * (len(hosts) == 1)}"
+        text = f"{read} the original files: {list_hosts(hosts)} ({reason})"
+        print(f"warning: {text}", file=sys.stderr)
     num_had = sum(had_it for _, _, had_it, _ in nodes)
-    notes = copies[0].notes + ([f"{_num(num_had, 'node')} had it"] if num_had else [])
+    notes = copies[0].notes + [f"{_num(num_had, 'node')} had it"] * (num_had > 0)
     size = sum(it.index.size for it in copies)
-    files = _num(sum(len(it.index.files) for it in copies), "file")
     amount = f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.0f} MB"
-    text = f"{files}, {amount}, on {_num(num_whole, 'node')} in {seconds:.1f} s"
+    files = _num(sum(len(it.index.files) for it in copies), "file")
+    text = f"{files}, {amount}, on {_num(num, 'node')} in {seconds:.1f} s"
     text += f" ({', '.join(notes)})" * bool(notes)
     if not any(it.index.roots for it in copies):
         text = f"nothing: {sys.prefix} belongs to each node's own system"
