@@ -139,9 +139,9 @@ def stage(guard: ExitGuard, request: StageRequest) -> Target:
     flags of a training for all.
     """
     comm, config, started = guard.comm, request.config, time.perf_counter()
-    paths: list[str] = []  # of the copies of this node
     pairs: list[tuple[str, str]] = []  # old and new paths, of this node
     words: list[tuple[str, str]] = []  # those that the command line has
+    notes: list[str] = []  # for the report
     beat = partial(guard.watched.start, "stage")
     on_node = node_comm(comm)
     leaders = cast("MPI.Intracomm", comm.Split(min(on_node.rank, 1), key=comm.rank))
@@ -152,25 +152,24 @@ def stage(guard: ExitGuard, request: StageRequest) -> Target:
             packs = (None if config.pack == "none" else pack, None)
             # They change at different times: each group has copies of its own.
             copies = [
-                _copy(leaders, roots, pack, _folder(config.to), beat)
+                _copy(leaders, roots, pack, _folder(config.to), notes, beat)
                 for roots, pack in zip(find_roots(config.data), packs, strict=True)
             ]
-            if copies[0].path and sys.prefix not in dict(copies[0].pairs):
+            if copies[0].pairs and sys.prefix not in dict(copies[0].pairs):
                 error = f"its Python is that of {sys.prefix}"
                 copies[0] = NodeCopy(copies[0].index, "", error)
-            paths = [it.path for it in copies if it.path]
-            pairs = [pair for it in copies for pair in it.pairs]
+            pairs = copies[0].pairs + copies[1].pairs
             error = "; ".join(dict.fromkeys(it.error for it in copies if it.error))
             had_it = all(it.had_it for it in copies)
             node = (socket.gethostname(), error, had_it, copies[1].pairs)
             barrier(leaders)
             if nodes := leaders.gather(node):
-                _print_report(copies, nodes, time.perf_counter() - started)
+                _print_report(copies, nodes, notes, time.perf_counter() - started)
                 if all(it[-1] == node[-1] for it in nodes):
                     words = copies[1].pairs
         barrier(on_node)
-        paths, pairs = on_node.bcast((paths, pairs))
-        for path in paths:
+        pairs = on_node.bcast(pairs)
+        for path in {str(Path(new).parents[1]) for _, new in pairs}:
             hold(path)
         barrier(comm)
         words = comm.bcast(words)
@@ -185,6 +184,7 @@ def _copy(
     roots: Sequence[Root],
     pack: Path | None,
     to: str,
+    notes: list[str],
     beat: Callable[[], object],
 ) -> NodeCopy:
     """Copy rank zero's roots to all nodes. Collective over the nodes' leaders."""
@@ -210,9 +210,9 @@ def _copy(
         if source is not None:
             source.close()
             ended = source.error, source.crc
-            copy.notes = ["pack read"] * source.reads_pack
+            notes += ["pack read"] * source.reads_pack
             if source.warning:
-                print(f"warning: {source.warning}", file=sys.stderr, flush=True)
+                print(f"warning: {source.warning}", file=sys.stderr)
     barrier(leaders)
     copy.finish(*leaders.bcast(ended))
     return copy
@@ -230,23 +230,26 @@ def _folder(to: str | None) -> str:
 
 
 def _print_report(
-    copies: Sequence[NodeCopy], nodes: Sequence[tuple[Any, ...]], seconds: float
+    copies: Sequence[NodeCopy],
+    nodes: Sequence[tuple[Any, ...]],
+    notes: list[str],
+    seconds: float,
 ) -> None:
     reasons: dict[str, list[str]] = {}
     for host, error, *_ in nodes:
         reasons.setdefault(error, []).append(host)
-    num = len(reasons.pop("", []))
+    whole = _num(len(reasons.pop("", [])), "node")
     for reason, hosts in reasons.items():
         read = f"{_num(len(hosts), 'node')} read{'s' * (len(hosts) == 1)}"
-        text = f"{read} the original files: {list_hosts(hosts)} ({reason})"
-        print(f"warning: {text}", file=sys.stderr)
-    num_had = sum(had_it for _, _, had_it, _ in nodes)
-    notes = copies[0].notes + [f"{_num(num_had, 'node')} had it"] * (num_had > 0)
+        where = f"{list_hosts(hosts)} ({reason})"
+        print(f"warning: {read} the original files: {where}", file=sys.stderr)
+    files = _num(sum(len(it.index.files) for it in copies), "file")
     size = sum(it.index.size for it in copies)
     amount = f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.0f} MB"
-    files = _num(sum(len(it.index.files) for it in copies), "file")
-    text = f"{files}, {amount}, on {_num(num, 'node')} in {seconds:.1f} s"
-    text += f" ({', '.join(notes)})" * bool(notes)
+    if num_had := sum(had_it for _, _, had_it, _ in nodes):
+        notes.append(f"{_num(num_had, 'node')} had it")
+    more = f" ({', '.join(notes)})" if notes else ""
+    text = f"{files}, {amount}, on {whole} in {seconds:.1f} s{more}"
     if not any(it.index.roots for it in copies):
         text = f"nothing: {sys.prefix} belongs to each node's own system"
     print(f"staged: {text}", file=sys.stderr, flush=True)

@@ -52,6 +52,7 @@ def env(tmp_path: Path) -> Path:
     (packages / "large").write_bytes(os.urandom(3 * MIN_PIECE_BYTES + 17))
     (packages / "secret").write_bytes(b"x")
     (packages / "secret").chmod(0o400)
+    os.link(packages / "secret", packages / "hard")
     os.mkfifo(root / "pipe")
     with socket.socket(socket.AF_UNIX) as made:
         made.bind(str(root / "s"))
@@ -88,7 +89,7 @@ def carried(
             copy.write(number, piece)
         source.close()
         copy.finish(source.error, source.crc)
-    return copy, source, Path(copy.path, "0", Path(index.roots[0].path).name)
+    return copy, source, Path(dict(copy.pairs).get(index.roots[0].path, ""))
 
 
 def test_a_copy_has_all_that_the_folder_has(env: Path, tmp_path: Path) -> None:
@@ -103,6 +104,7 @@ def test_a_copy_has_all_that_the_folder_has(env: Path, tmp_path: Path) -> None:
         if stat.S_ISREG(old.st_mode):
             assert stat.S_IMODE(old.st_mode) == stat.S_IMODE(new.st_mode), name
             assert old.st_mtime_ns == new.st_mtime_ns, name
+            assert new.st_nlink == 1, name
             same = (env / name).read_bytes() == (there / name).read_bytes()
             assert same == (Path(name).name not in rewritten), name
 
@@ -132,6 +134,18 @@ def test_what_names_its_own_folder_is_rewritten(env: Path, tmp_path: Path) -> No
     assert str((there / "bin/python").readlink()) == sys.executable
 
 
+def test_a_root_may_be_a_file_or_a_link(env: Path, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to("env/pyvenv.cfg")
+    copy, _, there = copied(tmp_path / "link", tmp_path / "to")
+    assert (copy.error, there.name) == ("", "link")
+    assert there.read_text() == (env / "pyvenv.cfg").read_text()
+    (tmp_path / "folder").symlink_to("env")
+    _, _, there = copied(tmp_path / "folder", tmp_path / "to")
+    assert (
+        there / "bin/tool"
+    ).read_text() == f"#!{there.parent}/folder/bin/python\nimport sys\n"
+
+
 def test_a_complete_copy_is_taken_again_and_a_damaged_one_is_not(
     env: Path, tmp_path: Path
 ) -> None:
@@ -140,7 +154,7 @@ def test_a_complete_copy_is_taken_again_and_a_damaged_one_is_not(
         "import sys; sys.path[:0] = sys.argv[1:2]; from pathlib import Path; "
         "import test_stage as t; "
         "copy, source, there = t.copied(Path(sys.argv[2]), Path(sys.argv[3])); "
-        "print(copy.error, copy.path, not copy.had_it)"
+        "print(copy.error, there.parents[1], not copy.had_it)"
     )
 
     def stage() -> list[str]:
