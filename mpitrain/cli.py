@@ -310,21 +310,19 @@ def stage(argv: Sequence[str]) -> int:
     words, command = _split(argv)
 
     def read() -> StageRequest:
-        from mpitrain.stage.command import read_words
+        from mpitrain.stage.stage import read_words
 
         return read_words(words, command)
 
     _answer(words, read)
     from mpitrain.launch.exit_guard import abort_on_error
-    from mpitrain.stage.stage import run
+    from mpitrain.stage.stage import StageRequest, read_command, run
 
     with abort_on_error(start_timeout_seconds=start_timeout(command)) as guard:
-        from mpitrain.stage.command import with_own_args
-
-        first = on_rank_zero(guard.comm, read, "read the command line")
-        request = all_or_none(
-            guard.comm, lambda: with_own_args(first, command), "read the command line"
-        )
+        doing = "read the command line"
+        config = on_rank_zero(guard.comm, read, doing).config
+        own = all_or_none(guard.comm, lambda: read_command(command), doing)
+        request = StageRequest(config, *own)
     return run(guard, request, main)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from mpitrain import TrainConfig
 from mpitrain.help import Flag, flags_of
 from mpitrain.launch.run_target import RunConfig
-from mpitrain.stage.command import StageConfig
+from mpitrain.stage.stage import StageConfig
 from mpitrain.tools.check import CheckConfig
 from mpitrain.tools.diff import DiffConfig
 from mpitrain.tools.export import ExportConfig

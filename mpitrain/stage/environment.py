@@ -7,16 +7,13 @@ import os
 import re
 import site
 import sys
-from collections.abc import Iterable, Mapping, MutableMapping
+from collections.abc import Iterable, MutableMapping
 from pathlib import Path
 from typing import NamedTuple
 
-# Compiler caches of torch, which are staged where they are.
-CACHES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
-_NOT_MOVED = ("PWD", "OLDPWD")
-MAX_TEXT_BYTES = 1 << 20  # of a file that is rewritten
+_CACHES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
 # Files of a copy that may name its own folder: below `<number>/<name of the root>/`.
-NAMES_ITSELF = re.compile(
+_NAMES_ITSELF = re.compile(
     r"\d+/[^/]+/(pyvenv\.cfg|bin/[^/]+|lib\d*/[^/]+/(site|dist)-packages/[^/]+\.pth)"
 )
 
@@ -28,22 +25,25 @@ class Root(NamedTuple):
     real_path: str  # without symbolic links
 
 
-def environment_roots() -> list[Root]:
-    """Return the prefixes of this Python, without those of the node's own system."""
-    of_system = re.compile("/|/usr|/usr/.*")
-    found = (sys.prefix, sys.base_prefix)
-    return roots_of(it for it in found if not of_system.fullmatch(it))
-
-
-def cache_folders(environ: Mapping[str, str]) -> list[str]:
-    """Return the folders of compiler caches that exist."""
-    return [environ[it] for it in CACHES if os.path.isdir(environ.get(it, ""))]  # noqa: PTH112
+def find_roots(data: Iterable[str]) -> tuple[list[Root], list[Root]]:
+    """Return the environment, and `data` with the caches of torch's compilers."""
+    own = (sys.prefix, sys.base_prefix)
+    # What is in /usr is of the node.
+    own_roots = roots_of(it for it in own if not re.fullmatch("/|/usr|/usr/.*", it))
+    caches = [os.environ.get(name, "") for name in _CACHES]
+    return own_roots, roots_of([*data, *filter(os.path.isdir, caches)])
 
 
 def roots_of(paths: Iterable[str]) -> list[Root]:
     """Return roots, each once."""
     found = [Root(os.path.abspath(it), os.path.realpath(it)) for it in paths]  # noqa: PTH100
     return list({root.real_path: root for root in reversed(found)}.values())[::-1]
+
+
+def pairs_of(roots: Iterable[Root], folder: str) -> list[tuple[str, str]]:
+    """Return old and new paths of roots whose copies are in `folder`."""
+    new = [f"{folder}/{num}/{Path(it.path).name}" for num, it in enumerate(roots)]
+    return [(old, to) for both, to in zip(roots, new, strict=True) for old in both]
 
 
 class Relocation:
@@ -57,14 +57,14 @@ class Relocation:
     """
 
     def __init__(self, pairs: Iterable[tuple[str, str]]) -> None:
-        self.pairs = sorted(pairs, key=lambda pair: -len(pair[0]))  # inner roots first
-        self._new = dict(reversed(self.pairs))
-        old = "|".join(re.escape(path) for path, _ in self.pairs) or "(?!)"
+        self._pairs = sorted(pairs, key=lambda pair: -len(pair[0]))  # inner roots first
+        self._new = dict(reversed(self._pairs))
+        old = "|".join(re.escape(path) for path, _ in self._pairs) or "(?!)"
         self._pattern = re.compile(rf"(?<![^\s\"'=:!])({old})(?=[/\s\"':]|$)")
 
     def __call__(self, path: str) -> str:
         """Return the path in a copy; `path` itself if it is in none."""
-        for old, new in self.pairs:
+        for old, new in self._pairs:
             if path == old or path.startswith(f"{old}/"):
                 return new + path[len(old) :]
         return path
@@ -77,40 +77,24 @@ class Relocation:
         flag, equals, value = word.partition("=")
         if equals and flag.startswith("-"):
             return flag + equals + self.word(value)
-        path = os.path.normpath(word)
-        moved = self(path) if "/" in word else path
-        return word if moved == path else moved
+        path = os.path.abspath(word)  # noqa: PTH100
+        moved = self(path)
+        return word if "/" not in word or moved == path else moved
 
-    def text(self, text: str) -> str:
-        """Return a text in which the paths are replaced."""
-        return self._pattern.sub(lambda found: self._new[found[1]], text)
+    def file(self, path: str, content: bytes | memoryview) -> bytes | memoryview:
+        """Return what a file shall contain whose path in the copy is `path`.
 
-    def variable(self, value: str) -> str:
-        """Return the value of a variable, such as of ``PATH``."""
-        return ":".join(map(self, value.split(":")))
-
-
-def rewritten(path: str, content: bytes, move: Relocation) -> bytes:
-    """Return what a file of a copy shall contain.
-
-    In ``pyvenv.cfg``, in the first lines of scripts in ``bin`` and in ``.pth`` files,
-    paths of roots are replaced. Other files, and what is no text, stay as they are.
-    """
-    try:
-        if path.endswith((".cfg", ".pth")):
-            lines = content.decode().splitlines(keepends=True)
-            if path.endswith(".pth"):
-                moved = [move.text(it) if it.startswith("/") else it for it in lines]
-            else:
-                moved = list(map(move.text, lines))
-            return "".join(moved).encode()
-        if content.startswith(b"#!"):  # pip writes two lines where the path is long
-            *head, rest = content.split(b"\n", 2)
-            first = move.text(b"\n".join(head).decode())
-            return b"\n".join([first.encode(), rest]) if head else content
-    except UnicodeDecodeError:
-        pass
-    return content
+        In ``pyvenv.cfg``, in ``.pth`` files and in the first lines of scripts in
+        ``bin``, paths of roots are replaced. Other files stay as they are.
+        """
+        found = _NAMES_ITSELF.fullmatch(path)
+        if found is None:
+            return content
+        head = text = bytes(content)
+        if found[1].startswith("bin/"):  # pip writes two lines where the path is long
+            head = b"\n".join(text.split(b"\n", 2)[: 2 * text.startswith(b"#!")])
+        moved = self._pattern.sub(lambda old: self._new[old[1]], os.fsdecode(head))
+        return os.fsencode(moved) + text[len(head) :]
 
 
 def activate(move: Relocation, environ: MutableMapping[str, str]) -> None:
@@ -118,33 +102,23 @@ def activate(move: Relocation, environ: MutableMapping[str, str]) -> None:
 
     What is imported stays; what is imported later comes from a copy.
     """
-    for name in ("prefix", "exec_prefix", "base_prefix", "base_exec_prefix"):
+    names = ("prefix", "exec_prefix", "base_prefix", "base_exec_prefix")
+    for name in (*names, "executable", "_base_executable"):
         setattr(sys, name, move(getattr(sys, name)))
-    for name in ("executable", "_base_executable"):
-        setattr(sys, name, move(getattr(sys, name)))
-    sys.path[:] = map(move, sys.path)
-    site.PREFIXES[:] = map(move, site.PREFIXES)
+    lists = [sys.path, site.PREFIXES]
     for module in list(sys.modules.values()):
         found = getattr(module, "__dict__", {})  # some import when asked for more
         locations = getattr(found.get("__spec__"), "submodule_search_locations", None)
-        both = (found.get("__path__"), locations)
-        for paths in {id(it): it for it in both}.values():  # they may be one list
-            if isinstance(paths, list):
-                paths[:] = map(move, paths)
+        lists += [
+            it for it in (found.get("__path__"), locations) if isinstance(it, list)
+        ]
+    for paths in {id(it): it for it in lists}.values():  # two may be one
+        paths[:] = map(move, paths)
     sys.path_importer_cache.clear()
     importlib.invalidate_caches()
     if "multiprocessing.spawn" in sys.modules:
         sys.modules["multiprocessing.spawn"].set_executable(sys.executable)
     for name, value in list(environ.items()):
-        moved = move.variable(value)
-        if moved != value and name not in _NOT_MOVED:
+        moved = ":".join(map(move, value.split(":")))
+        if moved != value and name not in ("PWD", "OLDPWD"):
             environ[name] = moved
-
-
-def pairs_of(roots: Iterable[Root], folder: str) -> list[tuple[str, str]]:
-    """Return old and new paths of roots whose copies are in `folder`."""
-    pairs: dict[str, str] = {}
-    for number, root in enumerate(roots):
-        new = f"{folder}/{number}/{Path(root.path).name}"
-        pairs |= {root.real_path: new, root.path: new}
-    return list(pairs.items())

@@ -1,4 +1,4 @@
-"""`python -m mpitrain stage`: the order of things, and what it prints.
+"""`python -m mpitrain stage`: its command line, the order of things, what it prints.
 
 The command runs in the same processes: after `exec` a second MPI_Init fails (Open MPI,
 MPICH). The original files stay where they are, so that a path that is not replaced
@@ -14,211 +14,96 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
+from tyro.conf import UseAppendAction
+
+from mpitrain.errors import UsageError
+from mpitrain.flags import PROGRAM, read_flags
 from mpitrain.launch.exit_guard import ExitGuard
-from mpitrain.launch.run_target import Target
-from mpitrain.mpi.collectives import barrier, cancel_waits_by
+from mpitrain.launch.run_target import Target, split
+from mpitrain.mpi.collectives import Compressed, barrier, cancel_waits_by
 from mpitrain.mpi.topology import node_comm
 from mpitrain.mpi.world import list_hosts
 from mpitrain.stage.copies import NodeCopy, hold
-from mpitrain.stage.environment import (
-    Relocation,
-    Root,
-    activate,
-    cache_folders,
-    environment_roots,
-    pairs_of,
-    roots_of,
-)
-from mpitrain.stage.pack import Index, Source, walk
-from mpitrain.stage.send import send_through
+from mpitrain.stage.environment import Relocation, Root, activate, find_roots
+from mpitrain.stage.stream import Entry, Index, Source, send_through, walk
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
+USAGE = f"""\
+  {PROGRAM} stage [FLAGS] -- python -m mpitrain ...
+  {PROGRAM} stage [FLAGS] -- python SCRIPT.py [ARGS]
+  {PROGRAM} stage [FLAGS] -- python -m PACKAGE.MODULE [ARGS]"""
+
 
 @dataclass(frozen=True, kw_only=True)
-class StageRequest:
+class StageConfig:
+    """Copy Python and its packages to each node by MPI, and run a command from there.
+
+    Rank zero reads the environment; the other ranks receive it.
+    """
+
+    to: str | None = None
+    """Folder on each node. '$NAME' in quotes is a variable of the rank. Default: the
+    first folder of $SLURM_TMPDIR, $TMPDIR and /tmp."""
+    data: UseAppendAction[tuple[str, ...]] = ()
+    """A file or folder to copy, too; the command reads the copy; may be given several
+    times."""
+    pack: str | None = None
+    """File in which rank zero packs the environment for the next job, or none. Default:
+    .mpitrain-stage.pack in the environment."""
+
+
+class StageRequest(NamedTuple):
     """What the command line asks for. Equal on all ranks, but for `target.args`."""
 
-    to: str | None
-    data: tuple[str, ...]
-    pack: Path | None
+    config: StageConfig
     target: Target
     is_unbuffered: bool
 
 
-class NodeResult(NamedTuple):
-    """What one node has of one group of roots."""
-
-    hostname: str
-    path: str  # of its copy; empty: it has none
-    had_it: bool
-    error: str  # why it has none
-
-
-class Roots(NamedTuple):
-    """Roots that are staged together: the environment, or the rest."""
-
-    content: Index
-    results: list[NodeResult]
-    notes: list[str]  # on rank zero
-    warnings: list[str]  # on rank zero
+def read_words(flags: Sequence[str], command: Sequence[str]) -> StageRequest:
+    """Read the flags and the command; called on rank zero."""
+    program, usage = f"{PROGRAM} stage", f"Usage:\n{USAGE}\n"
+    config = read_flags(StageConfig, flags, program=program, further=usage, files=False)
+    for path in config.data:
+        if not Path(path).exists():
+            raise UsageError(f"--data {path}: expected a file or folder, found nothing")
+        if "/" not in path:  # it may be another word of the command, too: a name
+            expected = f"a path with a slash, as the command names it: ./{path}"
+            raise UsageError(f"--data {path}: expected {expected}")
+    return StageRequest(config, *read_command(command))
 
 
-def stage(guard: ExitGuard, request: StageRequest) -> Target:
-    """Stage, and let this process use the copies of its node from now on.
+def read_command(command: Sequence[str]) -> tuple[Target, bool]:
+    """Read the words after ``--``; return the target, and whether ``-u`` is given.
 
-    Collective over all ranks. Returns the target of this rank. Paths of ``--data``
-    in it are replaced if all nodes have a copy at the same path: rank zero reads the
-    flags of a training for all.
+    >>> read_command(["python3", "-u", "-m", "mpitrain", "--epochs", "3"])
+    (Target(kind='module', name='mpitrain', args=('--epochs', '3')), True)
     """
-    comm, started = guard.comm, time.perf_counter()
-    pairs: list[tuple[str, str]] = []  # old and new paths, of this node
-    words: list[tuple[str, str]] = []  # those that the command line has
-    staged: list[Roots] = []
-
-    def beat() -> None:
-        guard.watched.start("stage")
-
-    on_node = node_comm(comm)
-    leaders = cast("MPI.Intracomm", comm.Split(min(on_node.rank, 1), key=comm.rank))
-    # Ranks that wait are alive. Those that they wait for beat when something moves.
-    with cancel_waits_by(beat):
-        if on_node.rank == 0:
-            # They change at different times: each group has copies of its own.
-            further = roots_of([*request.data, *cache_folders(os.environ)])
-            for roots in (environment_roots(), further):
-                to, is_environment = _folder(request.to), roots is not further
-                pack = request.pack if is_environment else None
-                group = _stage_group(leaders, roots, pack, to, beat, is_environment)
-                staged.append(group)
-                path = group.results[leaders.rank].path
-                pairs += pairs_of(group.content.roots, path) if path else []
-            if path and {it.path for it in group.results} == {path}:
-                words = pairs_of(group.content.roots, path)
-                move = Relocation(words)
-                for given in map(os.path.normpath, request.data):
-                    words.append((given, move(str(Path(given).absolute()))))
-        barrier(on_node)
-        paths = [group.results[leaders.rank].path for group in staged]
-        paths, pairs, words = on_node.bcast((paths, pairs, words))
-        for path in paths:
-            if path and on_node.rank > 0:
-                hold(path)
-        barrier(comm)
-        words = comm.bcast(words)
-    on_node.Free()
-    leaders.Free()
-    if comm.rank == 0:
-        _print_report(staged, time.perf_counter() - started)
-    activate(Relocation(pairs), os.environ)
-    move, target = Relocation(words), request.target
-    args = tuple(map(move.word, target.args))
-    return replace(target, name=move.word(target.name), args=args)
-
-
-def _stage_group(
-    leaders: MPI.Intracomm,
-    roots: Sequence[Root],
-    pack: Path | None,
-    to: str,
-    on_progress: Callable[[], object],
-    is_environment: bool,
-) -> Roots:
-    """Copy rank zero's roots to all nodes. Collective over the nodes' leaders."""
-    index, error = Index((), ()), ""
-    notes: list[str] = []
-    warnings: list[str] = []
-    if leaders.rank == 0:
-        try:
-            index = walk(roots, pack, on_progress)
-        except OSError as failure:
-            error = f"{failure.filename}: {failure.strerror}"
-    barrier(leaders)
-    data, error = leaders.bcast((index.encode(), error))
-    index = Index.decode(data)
-    if not index.roots and not error:
-        return Roots(index, [NodeResult("", "", False, "")] * leaders.size, [], [])
-    copy = NodeCopy(index, to)
-    move = Relocation(pairs_of(index.roots, copy.path))
-    if is_environment and index.roots and move(sys.prefix) == sys.prefix:
-        error = f"its Python is that of {sys.prefix}"
-    copy.error = error
-    had_it = bool(index.roots) and not error and copy.prepare()
-    needs_it = bool(index.roots) and not had_it and not copy.error
-    barrier(leaders)
-    needing = leaders.allgather(needs_it)
-    chain = [rank for rank in range(leaders.size) if rank == 0 or needing[rank]]
-    if any(needing) and leaders.rank in chain:
-        source = Source(index, pack) if leaders.rank == 0 else None
-        receiver = copy if needs_it else None
-        send_through(leaders, chain, index, source, receiver, on_progress)
-        if source is not None:
-            source.close()
-            error, warnings = source.error, source.warnings
-            notes = ["pack read"] if source.reads_pack else []
-    barrier(leaders)
-    error = leaders.bcast(error)
-    if copy.error:
-        copy.error = error or copy.error
-    if not had_it and index.roots:
-        copy.finish(move, rewrites=is_environment)
-    path = copy.path if index.roots and not copy.error else ""
-    result = NodeResult(socket.gethostname(), path, had_it, copy.error)
-    barrier(leaders)
-    return Roots(index, leaders.allgather(result), notes, warnings)
-
-
-def _folder(to: str | None) -> str:
-    if to is not None:
-        return os.path.abspath(os.path.expandvars(to))  # noqa: PTH100
-    named = [os.environ.get(name, "") for name in ("SLURM_TMPDIR", "TMPDIR")]
-    # PBS removes its folder with the job; the next job finds a copy beside it.
-    above, _, name = named[1].rpartition("/")
-    if name == f"pbs.{os.environ.get('PBS_JOBID')}" and os.access(above, os.W_OK):
-        named[1] = above
-    return next((it for it in named if Path(it).is_dir() and it), "/tmp")
-
-
-def _print_report(staged: Sequence[Roots], seconds: float) -> None:
-    groups = [it for it in staged if it.content.roots or it.results[0].error]
-    lines = [f"warning: {text}" for group in groups for text in group.warnings]
-    nodes = list(zip(*(group.results for group in groups), strict=True))
-    whole = [node for node in nodes if all(it.path for it in node)]
-    reasons: dict[str, list[str]] = {}
-    for node in nodes:
-        for reason in dict.fromkeys(it.error for it in node if it.error):
-            reasons.setdefault(reason, []).append(node[0].hostname)
-    if reasons:
-        hosts = "; ".join(f"{list_hosts(it)} ({why})" for why, it in reasons.items())
-        num = len(nodes) - len(whole)
-        read = f"{_num(num, 'node')} {'reads' if num == 1 else 'read'}"
-        lines.append(f"warning: {read} the original files: {hosts}")
-    num_had = sum(all(it.had_it for it in node) for node in nodes)
-    notes = [note for group in groups for note in group.notes]
-    notes += [f"{_num(num_had, 'node')} had it"] if num_had else []
-    size = sum(group.content.size for group in groups)
-    num_files = sum(group.content.num_files for group in groups)
-    more = f" ({', '.join(notes)})" if notes else ""
-    lines.append(
-        f"staged: {_num(num_files, 'file')}, {_size(size)}, on "
-        f"{_num(len(whole), 'node')} in {seconds:.1f} s{more}"
-        if groups
-        else f"staged: nothing: {sys.prefix} belongs to each node's own system"
-    )
-    print("\n".join(lines), file=sys.stderr, flush=True)
-
-
-def _size(num_bytes: int) -> str:
-    is_large = num_bytes >= 1e9
-    return f"{num_bytes / 1e9:.1f} GB" if is_large else f"{num_bytes / 1e6:.0f} MB"
-
-
-def _num(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'s' * (number != 1)}"
+    program, *rest = command or [""]
+    flags, target = split(rest)
+    is_python = program == sys.executable or Path(program).name.startswith("python")
+    is_wrong = not is_python or flags not in ([], ["-u"])
+    if is_wrong or target is None or target.kind == "program":
+        found = " ".join(command) if is_python else program
+        raise UsageError(
+            f"stage runs a command of Python; found {found!r} after --, expected one "
+            f"of\n{USAGE}\nOptions of Python, but -u: python -X ... -m mpitrain stage"
+        )
+    folders = [Path(it).parent.resolve() for it in (program, sys.executable)]
+    if "/" in program and folders[0] != folders[1]:
+        raise UsageError(
+            f"the command runs in this process, which is {sys.executable}; found "
+            f"{program} after --. Start stage with that Python"
+        )
+    if target.kind == "script" and not Path(target.name).exists():
+        raise UsageError(f"stage: there is no script {target.name!r} in {os.getcwd()}")
+    return target, bool(flags)
 
 
 def run(
@@ -232,10 +117,9 @@ def run(
         with guard.stage("stage"):
             target = stage(guard, request)
         guard.watched.idle()
-        if request.is_unbuffered:
-            for stream in (sys.stdout, sys.stderr):
-                if isinstance(stream, io.TextIOWrapper):
-                    stream.reconfigure(write_through=True)
+        for stream in (sys.stdout, sys.stderr):
+            if request.is_unbuffered and isinstance(stream, io.TextIOWrapper):
+                stream.reconfigure(write_through=True)
         if (target.kind, target.name) != ("module", "mpitrain"):
             # Only now: from the copy.
             from mpitrain.launch.run_script import execute, load
@@ -245,3 +129,131 @@ def run(
             return 0
     sys.argv[1:] = target.args
     return main(target.args)
+
+
+def stage(guard: ExitGuard, request: StageRequest) -> Target:
+    """Stage, and let this process use the copies of its node from now on.
+
+    Collective over all ranks. Returns the target of this rank. Paths of ``--data``
+    in it are replaced if all nodes have a copy at the same path: rank zero reads the
+    flags of a training for all.
+    """
+    comm, config, started = guard.comm, request.config, time.perf_counter()
+    pairs: list[tuple[str, str]] = []  # old and new paths, of this node
+    words: list[tuple[str, str]] = []  # those that the command line has
+    notes: list[str] = []  # for the report
+    beat = partial(guard.watched.start, "stage")
+    on_node = node_comm(comm)
+    leaders = cast("MPI.Intracomm", comm.Split(min(on_node.rank, 1), key=comm.rank))
+    # Ranks that wait are alive. Those that they wait for beat when something moves.
+    with cancel_waits_by(beat):
+        if on_node.rank == 0:
+            pack = Path(config.pack or f"{sys.prefix}/.mpitrain-stage.pack").absolute()
+            packs = (None if config.pack == "none" else pack, None)
+            # They change at different times: each group has copies of its own.
+            copies = [
+                _copy(leaders, roots, pack, _folder(config.to), notes, beat)
+                for roots, pack in zip(find_roots(config.data), packs, strict=True)
+            ]
+            if copies[0].pairs and sys.prefix not in dict(copies[0].pairs):
+                error = f"its Python is that of {sys.prefix}"
+                copies[0] = NodeCopy(copies[0].index, "", error)
+            pairs = copies[0].pairs + copies[1].pairs
+            error = "; ".join(dict.fromkeys(it.error for it in copies if it.error))
+            had_it = all(it.had_it for it in copies)
+            node = (socket.gethostname(), error, had_it, copies[1].pairs)
+            barrier(leaders)
+            if nodes := leaders.gather(node):
+                _print_report(copies, nodes, notes, time.perf_counter() - started)
+                if all(it[-1] == node[-1] for it in nodes):
+                    words = copies[1].pairs
+        barrier(on_node)
+        pairs = on_node.bcast(pairs)
+        for path in {str(Path(new).parents[1]) for _, new in pairs}:
+            hold(path)
+        barrier(comm)
+        words = comm.bcast(words)
+    activate(Relocation(pairs), os.environ)
+    move, target = Relocation(words), request.target
+    args = tuple(map(move.word, target.args))
+    return replace(target, name=move.word(target.name), args=args)
+
+
+def _copy(
+    leaders: MPI.Intracomm,
+    roots: Sequence[Root],
+    pack: Path | None,
+    to: str,
+    notes: list[str],
+    beat: Callable[[], object],
+) -> NodeCopy:
+    """Copy rank zero's roots to all nodes. Collective over the nodes' leaders."""
+    error, ended = "", ("", 0)
+    entries: list[Entry] = []
+    if leaders.rank == 0:
+        try:
+            entries = walk(roots, pack, beat)
+        except OSError as failure:
+            error = f"{failure.filename}: {failure.strerror}"
+    barrier(leaders)
+    sent = leaders.bcast(Compressed((roots, entries, error))).value
+    copy = NodeCopy(Index(*sent[:2]), to, sent[2])
+    is_begun = copy.prepare()
+    barrier(leaders)
+    needing = leaders.allgather(is_begun)
+    chain = [it for it, needs in enumerate(needing) if needs or it == 0]
+    if any(needing) and leaders.rank in chain:
+        source = Source(copy.index, pack) if leaders.rank == 0 else None
+        sinks = ([source.write] if source else []) + ([copy.write] if is_begun else [])
+        read = source.read if source else None
+        send_through(leaders, chain, copy.index.sizes, read, sinks, beat)
+        if source is not None:
+            source.close()
+            ended = source.error, source.crc
+            notes += ["pack read"] * source.reads_pack
+            if source.warning:
+                print(f"warning: {source.warning}", file=sys.stderr)
+    barrier(leaders)
+    copy.finish(*leaders.bcast(ended))
+    return copy
+
+
+def _folder(to: str | None) -> str:
+    if to is not None:
+        return os.path.abspath(os.path.expandvars(to))  # noqa: PTH100
+    named = [os.environ.get(name, "") for name in ("SLURM_TMPDIR", "TMPDIR")]
+    # PBS removes its folder with the job; the next job finds a copy beside it.
+    above, _, name = named[1].rpartition("/")
+    if name == f"pbs.{os.environ.get('PBS_JOBID')}" and os.access(above, os.W_OK):
+        named[1] = above
+    return next((it for it in named if it and Path(it).is_dir()), "/tmp")
+
+
+def _print_report(
+    copies: Sequence[NodeCopy],
+    nodes: Sequence[tuple[Any, ...]],
+    notes: list[str],
+    seconds: float,
+) -> None:
+    reasons: dict[str, list[str]] = {}
+    for host, error, *_ in nodes:
+        reasons.setdefault(error, []).append(host)
+    whole = _num(len(reasons.pop("", [])), "node")
+    for reason, hosts in reasons.items():
+        read = f"{_num(len(hosts), 'node')} read{'s' * (len(hosts) == 1)}"
+        where = f"{list_hosts(hosts)} ({reason})"
+        print(f"warning: {read} the original files: {where}", file=sys.stderr)
+    files = _num(sum(len(it.index.files) for it in copies), "file")
+    size = sum(it.index.size for it in copies)
+    amount = f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.0f} MB"
+    if num_had := sum(had_it for _, _, had_it, _ in nodes):
+        notes.append(f"{_num(num_had, 'node')} had it")
+    more = f" ({', '.join(notes)})" if notes else ""
+    text = f"{files}, {amount}, on {whole} in {seconds:.1f} s{more}"
+    if not any(it.index.roots for it in copies):
+        text = f"nothing: {sys.prefix} belongs to each node's own system"
+    print(f"staged: {text}", file=sys.stderr, flush=True)
+
+
+def _num(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'s' * (number != 1)}"

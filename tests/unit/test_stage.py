@@ -7,18 +7,22 @@ import socket
 import stat
 import subprocess
 import sys
-import zlib
 from multiprocessing import spawn
 from pathlib import Path
 
 import pytest
 
 from mpitrain.errors import DataError, UsageError
-from mpitrain.stage.command import read_command, read_words
 from mpitrain.stage.copies import NodeCopy
-from mpitrain.stage.environment import Relocation, activate, pairs_of, roots_of
-from mpitrain.stage.pack import HEAD, MIN_PIECE_BYTES, Entry, Index, Source, walk
-from mpitrain.stage.stage import StageRequest, _folder
+from mpitrain.stage.environment import Relocation, Root, activate, roots_of
+from mpitrain.stage.stage import (
+    StageConfig,
+    StageRequest,
+    _folder,
+    read_command,
+    read_words,
+)
+from mpitrain.stage.stream import MIN_PIECE_BYTES, Entry, Index, Source, walk
 
 
 @pytest.fixture
@@ -48,6 +52,7 @@ def env(tmp_path: Path) -> Path:
     (packages / "large").write_bytes(os.urandom(3 * MIN_PIECE_BYTES + 17))
     (packages / "secret").write_bytes(b"x")
     (packages / "secret").chmod(0o400)
+    os.link(packages / "secret", packages / "hard")
     os.mkfifo(root / "pipe")
     with socket.socket(socket.AF_UNIX) as made:
         made.bind(str(root / "s"))
@@ -60,16 +65,31 @@ def copied(
     root: Path, to: Path, pack: Path | None = None
 ) -> tuple[NodeCopy, Source, Path]:
     """Stage in this process, without MPI."""
+    return carried(walked_index(root, pack), to, pack)
+
+
+def walked_index(root: Path, pack: Path | None = None) -> Index:
+    roots = roots_of([str(root)])
+    return Index(roots, walk(roots, pack, lambda: None))
+
+
+def carried(
+    index: Index, to: Path, pack: Path | None = None, damage: int | None = None
+) -> tuple[NodeCopy, Source, Path]:
+    """Read, write and copy the stream; change a byte of piece `damage` on the way."""
     to.mkdir(exist_ok=True)
-    index = Index.decode(walk(roots_of([str(root)]), pack).encode())
-    copy, source = NodeCopy(index, str(to)), Source(index, pack)
-    if not copy.prepare():
-        for number in range(index.num_pieces):
-            copy.write(number, source.read(number))
+    copy, source = NodeCopy(index, str(to), ""), Source(index, pack)
+    if copy.prepare():
+        for number, size in enumerate(index.sizes):
+            piece = bytearray(size)
+            source.read(number, piece)
+            source.write(number, piece)
+            if number == damage:
+                piece[-1] ^= 1
+            copy.write(number, piece)
         source.close()
-        move = Relocation(pairs_of(index.roots, copy.path))
-        copy.finish(move, rewrites=True)
-    return copy, source, Path(copy.path, "0", root.name)
+        copy.finish(source.error, source.crc)
+    return copy, source, Path(dict(copy.pairs).get(index.roots[0].path, ""))
 
 
 def test_a_copy_has_all_that_the_folder_has(env: Path, tmp_path: Path) -> None:
@@ -84,6 +104,7 @@ def test_a_copy_has_all_that_the_folder_has(env: Path, tmp_path: Path) -> None:
         if stat.S_ISREG(old.st_mode):
             assert stat.S_IMODE(old.st_mode) == stat.S_IMODE(new.st_mode), name
             assert old.st_mtime_ns == new.st_mtime_ns, name
+            assert new.st_nlink == 1, name
             same = (env / name).read_bytes() == (there / name).read_bytes()
             assert same == (Path(name).name not in rewritten), name
 
@@ -104,13 +125,25 @@ def test_what_names_its_own_folder_is_rewritten(env: Path, tmp_path: Path) -> No
     assert f'"{there}/bin/python"' in (there / "bin/long").read_text()
     assert (there / "bin/long").read_text().endswith(f"\n{env}\n")
     assert (packages / "a.pth").read_text() == (
-        f"{packages}/inner\nimport os # {env}\n/usr/x\n"
+        f"{packages}/inner\nimport os # {there}\n/usr/x\n"
     )
     links = {name: str((there / name).readlink()) for name in ("lib64", "out")}
     assert links == {"lib64": "lib", "out": str(env.parent / "else")}
     assert str((there / "bin/here").readlink()) == f"{there}/bin/tool"
     assert str((there / "bin/python3").readlink()) == "python"
     assert str((there / "bin/python").readlink()) == sys.executable
+
+
+def test_a_root_may_be_a_file_or_a_link(env: Path, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to("env/pyvenv.cfg")
+    copy, _, there = copied(tmp_path / "link", tmp_path / "to")
+    assert (copy.error, there.name) == ("", "link")
+    assert there.read_text() == (env / "pyvenv.cfg").read_text()
+    (tmp_path / "folder").symlink_to("env")
+    _, _, there = copied(tmp_path / "folder", tmp_path / "to")
+    assert (
+        there / "bin/tool"
+    ).read_text() == f"#!{there.parent}/folder/bin/python\nimport sys\n"
 
 
 def test_a_complete_copy_is_taken_again_and_a_damaged_one_is_not(
@@ -121,7 +154,7 @@ def test_a_complete_copy_is_taken_again_and_a_damaged_one_is_not(
         "import sys; sys.path[:0] = sys.argv[1:2]; from pathlib import Path; "
         "import test_stage as t; "
         "copy, source, there = t.copied(Path(sys.argv[2]), Path(sys.argv[3])); "
-        "print(copy.error, copy.path, len(copy._left) and not any(copy._left))"
+        "print(copy.error, there.parents[1], not copy.had_it)"
     )
 
     def stage() -> list[str]:
@@ -149,7 +182,7 @@ def test_a_complete_copy_is_taken_again_and_a_damaged_one_is_not(
 
 def test_the_index_tells_every_change(env: Path) -> None:
     def digest() -> bytes:
-        return walk(roots_of([str(env)])).digest
+        return walked_index(env).digest
 
     model = env / "lib/python3.11/site-packages/model.py"
     found = [digest()]
@@ -176,23 +209,24 @@ def test_folders_of_other_environments_and_packs_are_left_out(env: Path) -> None
     for name in ("", ".host.1"):
         Path(f"{pack}{name}").touch()
     inner = env / "lib/python3.11/site-packages"
-    paths = {it.path for it in walk(roots_of([str(env), str(inner)]), pack).entries}
-    assert "0/env/conda-meta/file" in paths
-    assert "0/env/lib/python3.11" in paths
-    assert "1/site-packages/model.py" in paths
+    roots = roots_of([str(env), str(inner)])
+    index = Index(roots, walk(roots, pack, lambda: None))
+    paths = {os.path.relpath(it.path, env) for it in index.entries}
+    assert {"conda-meta/file", "lib/python3.11/site-packages/model.py"} <= paths
     assert not [
-        it
-        for it in paths
-        if "/mpitrain-stage" in it or "pkgs" in it or "envs" in it or "pack" in it[8:20]
+        it for it in paths if "mpitrain-stage" in it or it[:4] in ("pkgs", "envs")
     ]
-    assert "0/env/lib/python3.11/site-packages" not in paths
+    _, _, there = carried(index, env.parent / "to", pack)
+    assert (there.parents[1] / "1/site-packages/model.py").exists()
+    assert not (there / "lib/python3.11/site-packages").exists()
 
 
-@pytest.mark.parametrize("path", ["../x", "/etc/x", "0/../../x", "0//x", "0/./x", ""])
+@pytest.mark.parametrize(
+    "path", ["x", "/etc/x", "/r/../x", "/r//x", "/r/./x", "/r2", ""]
+)
 def test_names_outside_of_the_copy_are_refused(path: str) -> None:
-    index = Index((), [Entry(path, stat.S_IFREG | 0o600, 1)])
     with pytest.raises(DataError, match="outside of the copy"):
-        Index.decode(index.encode())
+        Index([Root("/r", "/r")], [Entry(path, stat.S_IFREG | 0o600, 1)])
 
 
 # --- the pack -------------------------------------------------------------------------
@@ -201,7 +235,7 @@ def test_names_outside_of_the_copy_are_refused(path: str) -> None:
 def test_the_next_job_reads_the_pack(env: Path, tmp_path: Path) -> None:
     pack = env / ".mpitrain-stage.pack"
     _, source, there = copied(env, tmp_path / "a", pack)
-    assert (source.reads_pack, source.warnings) == (False, [])
+    assert (source.reads_pack, source.warning) == (False, "")
     assert [it.name for it in env.glob(".mpi*")] == [pack.name]
     _, source, other = copied(env, tmp_path / "b", pack)
     assert source.reads_pack
@@ -209,20 +243,26 @@ def test_the_next_job_reads_the_pack(env: Path, tmp_path: Path) -> None:
     assert (other / name).read_bytes() == (there / name).read_bytes()
 
 
-def test_a_damaged_pack_is_noticed_and_the_files_are_read(
+def test_a_damaged_pack_is_removed_and_nothing_of_it_is_used(
     env: Path, tmp_path: Path
 ) -> None:
     pack = env / ".mpitrain-stage.pack"
-    _, _, there = copied(env, tmp_path / "a", pack)
+    copied(env, tmp_path / "a", pack)
     with pack.open("r+b") as file:
         file.seek(2 * MIN_PIECE_BYTES)
         file.write(b"other bytes")
-    copy, source, other = copied(env, tmp_path / "b", pack)
-    assert copy.error == ""
-    assert source.warnings == [f"{pack} was damaged and is removed"]
+    copy, source, _ = copied(env, tmp_path / "b", pack)
+    assert copy.error == source.error == f"{pack} was damaged and is removed"
+    assert copy.pairs == []
+    assert left_in(copy) == [".lock"]
     assert not pack.exists()
-    name = "lib/python3.11/site-packages/large"
-    assert (other / name).read_bytes() == (there / name).read_bytes()
+    copy, source, _ = copied(env, tmp_path / "b", pack)
+    assert (copy.error, source.reads_pack, pack.exists()) == ("", False, True)
+
+
+def left_in(copy: NodeCopy) -> list[str]:
+    """What is in the folder of the copies."""
+    return [it.name for it in Path(copy._folder).iterdir()]
 
 
 @pytest.mark.parametrize("size", [0, 10, 100_000])
@@ -242,8 +282,7 @@ def test_a_pack_that_is_cut_or_of_another_state_is_not_read(
 def test_a_pack_that_cannot_be_written_is_a_warning(env: Path, tmp_path: Path) -> None:
     copy, source, _ = copied(env, tmp_path / "a", tmp_path / "nowhere/pack")
     assert copy.error == ""
-    (warning,) = source.warnings
-    assert "was not written (No such file or directory)" in warning
+    assert "was not written (No such file or directory)" in source.warning
 
 
 def test_packs_of_dead_writers_are_removed(env: Path, tmp_path: Path) -> None:
@@ -260,35 +299,21 @@ def test_packs_of_dead_writers_are_removed(env: Path, tmp_path: Path) -> None:
 
 
 def test_a_file_that_changes_meanwhile_is_an_error(env: Path, tmp_path: Path) -> None:
-    index = walk(roots_of([str(env)]))
+    index = walked_index(env)
     name = env / "lib/python3.11/site-packages/large"
     name.write_bytes(b"short")
-    source = Source(index, tmp_path / "pack")
-    pieces = [source.read(number) for number in range(index.num_pieces)]
-    source.close()
-    assert source.error == f"{name}: it has just been changed"
-    assert not (tmp_path / "pack").exists()
-    assert pieces[-1] == bytes(HEAD.size)
-    (tmp_path / "to").mkdir()
-    copy = NodeCopy(index, str(tmp_path / "to"))
-    assert not copy.prepare()
-    for number, piece in enumerate(pieces):
-        copy.write(number, piece)
-    copy.finish(Relocation([]), rewrites=True)
-    assert copy.error == "rank zero could not read all files"
-    assert [it.name for it in Path(copy.path).parent.iterdir()] == [".lock"]
+    copy, source, _ = carried(index, tmp_path / "to", tmp_path / "pack")
+    assert copy.error == source.error == f"{name}: it has just been changed"
+    assert not list(tmp_path.glob("pack*"))
+    assert left_in(copy) == [".lock"]
 
 
-def test_wrong_bytes_are_noticed(env: Path, tmp_path: Path) -> None:
-    index = walk(roots_of([str(env)]))
-    (tmp_path / "to").mkdir()
-    copy, source = NodeCopy(index, str(tmp_path / "to")), Source(index, None)
-    copy.prepare()
-    piece = source.read(0)
-    piece[-1] ^= 1
-    copy.write(0, piece)
+@pytest.mark.parametrize("piece", [0, -1])
+def test_wrong_bytes_are_noticed(env: Path, tmp_path: Path, piece: int) -> None:
+    index = walked_index(env)
+    copy, _, _ = carried(index, tmp_path / "to", damage=piece % len(index.sizes))
     assert copy.error == "received wrong bytes (CRC32)"
-    assert zlib.crc32(piece[HEAD.size :]) != HEAD.unpack_from(piece)[0]
+    assert left_in(copy) == [".lock"]
 
 
 def test_a_folder_of_others_is_not_used(env: Path, tmp_path: Path) -> None:
@@ -363,10 +388,11 @@ def test_variables_and_imports_lead_to_the_copy(
     [
         (["sh", "train.sh"], "found 'sh' after --"),
         ([], "found '' after --"),
-        (["python"], "found nothing after python"),
-        (["python", "-m"], "found nothing after python"),
-        (["python", "-c", "1"], "found '-c' after python"),
-        (["python", "-X", "dev", "x.py"], "-X"),
+        (["python"], "found 'python' after --"),
+        (["python", "-m"], "found 'python -m' after --"),
+        (["python", "-c", "1"], "found 'python -c 1' after --"),
+        (["python", "-X", "dev", "x.py"], "found 'python -X dev x.py' after --"),
+        (["python", "--no-python", "x"], "found 'python --no-python x' after --"),
         (["python", "nowhere.py"], "there is no script 'nowhere.py'"),
         (["/other/bin/python", "x.py"], "the command runs in this process"),
     ],
@@ -384,13 +410,9 @@ def test_flags_and_command_are_read(
     script = str(tmp_path / "train.py")
     flags = ["--to", "$TMPDIR", "--data", script, "--data", str(tmp_path)]
     found = read_words(flags, [sys.executable, "-u", script, "--lr", "1"])
-    assert found == StageRequest(
-        to="$TMPDIR",
-        data=(script, str(tmp_path)),
-        pack=Path(sys.prefix, ".mpitrain-stage.pack"),
-        target=read_command(["python", script, "--lr", "1"]),
-        is_unbuffered=True,
-    )
+    target, _ = read_command(["python", script, "--lr", "1"])
+    config = StageConfig(to="$TMPDIR", data=(script, str(tmp_path)))
+    assert found == StageRequest(config, target, is_unbuffered=True)
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UsageError, match=r"as the command names it: \./train"):
         read_words(["--data", "train.py"], ["python", script])
