@@ -17,6 +17,7 @@ import stat
 import tempfile
 import time
 import zlib
+from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -59,7 +60,8 @@ class NodeCopy:
     def __init__(self, index: Index, to: str, error: str) -> None:
         self.index, self.error, self.had_it = index, error, not index.roots
         self.pairs: list[tuple[str, str]] = []
-        self._folder, self._made, self._crc = f"{to}/{FOLDER}", "", 0
+        self._folder, self._made = f"{to}/{FOLDER}", ""
+        self._crcs = [0] * len(index.sizes)
         # After a crash a file may have its size, but no content: the boot counts.
         state = index.digest + os.fsencode(self._folder + boot_id())
         self._kind = hashlib.sha256(repr(index.roots[:1]).encode()).hexdigest()[:8]
@@ -101,35 +103,39 @@ class NodeCopy:
         return bool(self._made)
 
     def write(self, number: int, piece: bytearray) -> None:
-        """Write the next piece."""
-        if self.error:
-            return
-        self._crc, rest = zlib.crc32(piece, self._crc), memoryview(piece)
+        """Write a piece; called by threads."""
+        self._crcs[number], rest = zlib.crc32(piece), memoryview(piece)
         with self._errors():
-            for entry, offset, size in self.index.pieces[number]:
+            for entry, offset, size in () if self.error else self.index.pieces[number]:
                 part: bytes | memoryview = rest[:size]
                 rest, path = rest[size:], self._place(entry.path)
                 if size == entry.size:
                     part = self._move.file(path[len(self._made) + 1 :], part)
-                with open(path, "ab", buffering=0) as file:  # noqa: PTH123
+                file = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
+                try:
                     while part:
-                        part = part[file.write(part) :]
-                    if offset + size == entry.size:  # .pyc files stay valid
-                        os.fchmod(file.fileno(), stat.S_IMODE(entry.mode))
-                        os.utime(file.fileno(), ns=(entry.mtime_ns, entry.mtime_ns))
+                        written = os.pwrite(file, part, offset)
+                        part, offset = part[written:], offset + written
+                finally:
+                    os.close(file)
 
     def finish(self, error: str, crc: int) -> None:
         """Name the copy that has begun; `error` and `crc` are of rank zero's stream."""
         if not self._made:
             return
-        wrong = "received wrong bytes (CRC32)" if crc != self._crc else ""
+        is_right = crc == zlib.crc32(array("I", self._crcs))
+        wrong = "" if is_right else "received wrong bytes (CRC32)"
         self.error = error or self.error or wrong
         with self._errors():
             if not self.error:
                 for entry in self.index.entries:
+                    path = self._place(entry.path)
                     if stat.S_ISLNK(entry.mode):
-                        target = self._move(entry.target)
-                        os.symlink(target, self._place(entry.path))  # noqa: PTH211
+                        os.symlink(self._move(entry.target), path)  # noqa: PTH211
+                    elif stat.S_ISREG(entry.mode):
+                        os.chmod(path, stat.S_IMODE(entry.mode))  # noqa: PTH101
+                        # .pyc files stay valid.
+                        os.utime(path, ns=(entry.mtime_ns, entry.mtime_ns))
                 with _lock(self._folder, fcntl.LOCK_EX, 30):
                     self._partial_lock.close()
                     if not self._is_complete():  # else another job was first

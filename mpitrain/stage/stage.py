@@ -34,6 +34,7 @@ from mpitrain.stage.stream import Entry, Index, Source, send_through, walk
 if TYPE_CHECKING:
     from mpi4py import MPI
 
+NUM_WRITERS = min(4, len(os.sched_getaffinity(0)))
 USAGE = f"""\
   {PROGRAM} stage [FLAGS] -- python -m mpitrain ...
   {PROGRAM} stage [FLAGS] -- python SCRIPT.py [ARGS]
@@ -204,7 +205,8 @@ def _copy(
     chain = [it for it, needs in enumerate(needing) if needs or it == 0]
     if any(needing) and leaders.rank in chain:
         source = Source(copy.index, pack) if leaders.rank == 0 else None
-        sinks = ([source.write] if source else []) + ([copy.write] if is_begun else [])
+        sinks = [(copy.write, NUM_WRITERS)] if is_begun else []
+        sinks += [(source.write, 1)] if source else []
         read = source.read if source else None
         send_through(leaders, chain, copy.index.sizes, read, sinks, beat)
         if source is not None:

@@ -15,6 +15,7 @@ import stat
 import struct
 import time
 import zlib
+from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -35,7 +36,7 @@ NUM_PIECES = 512  # about so many: each node of a chain is behind by a few of th
 NUM_READERS = 16
 WINDOW = 16  # pieces that are received, wait to be sent, or are written at once
 MAX_SENDS = 2  # they share the link, so that with more of them all arrive later
-TRAILER = struct.Struct("<32sI")  # of a pack: digest of the index, CRC32 of the stream
+TRAILER = struct.Struct("<32sI")  # of a pack: digest of the index, CRC32
 DEAD_SECONDS = 3600.0  # a pack in the making that has not changed for so long is dead
 
 
@@ -132,12 +133,13 @@ def _entry(path: str) -> Entry | None:
 class Source:
     """The stream on rank zero: threads `read` pieces, of the pack or of the files.
 
-    `write` takes the pieces in their order, sums them up, and writes a new pack.
+    `write` takes the pieces in their order, and writes a new pack.
     """
 
     def __init__(self, index: Index, pack: Path | None) -> None:
         self.error = self.warning = ""  # why there is no stream, and no pack
-        self.crc, self.reads_pack = 0, False
+        self.crc, self.reads_pack = 0, False  # the CRC32 of those of the pieces
+        self._crcs = [0] * len(index.sizes)
         self._index, self._pieces, self._pack = index, index.pieces, str(pack)
         self._new: IO[bytes] | None = None  # the pack in the making
         if pack is None:
@@ -171,18 +173,19 @@ class Source:
                     state = (found.st_size, found.st_mtime_ns, file.readinto(part))
                 if state != (entry.size, entry.mtime_ns, size):
                     raise OSError(0, "it has just been changed", entry.path)  # noqa: TRY301
+            self._crcs[number] = zlib.crc32(piece)
         except Exception as error:  # of any kind: it has not been read
             self.error = f"{entry.path}: {getattr(error, 'strerror', '') or error}"
 
     def write(self, number: int, piece: bytearray) -> None:
-        """Take the next piece."""
-        self.crc = zlib.crc32(piece, self.crc)
+        """Write the next piece of the new pack."""
         with self._pack_errors():
             if self._new is not None:
                 self._new.write(piece)
 
     def close(self) -> None:
         """Finish the new pack, unless there was an error; remove a damaged one."""
+        self.crc = zlib.crc32(array("I", self._crcs))
         with self._pack_errors():
             if self.reads_pack and (self.error or self.crc != self._pack_crc):
                 self.error = f"{self._pack} was damaged and is removed"
@@ -218,14 +221,14 @@ def send_through(
     chain: Sequence[int],
     sizes: Sequence[int],
     read: Callable[[int, bytearray], None] | None,
-    sinks: Sequence[Callable[[int, bytearray], None]],
+    sinks: Sequence[tuple[Callable[[int, bytearray], None], int]],
     on_progress: Callable[[], object],
 ) -> None:
     """Send, forward and write pieces of some sizes, by the ranks of a chain of `comm`.
 
     Every rank of `chain` calls it. The first gives `read`, which threads call. Each of
-    `sinks` is called with one piece after another, in a thread of its own. Waits
-    asleep, and calls `on_progress` whenever a piece has moved.
+    `sinks` is called with all pieces, by so many threads. Waits asleep, and calls
+    `on_progress` whenever a piece has moved.
     """
     place = chain.index(comm.rank)
     before, after = chain[place - 1], chain[place + 1 :][:1]
@@ -239,7 +242,7 @@ def send_through(
         return num_started, num_arrived, len(ready), len(leaving), len(writing)
 
     with ExitStack() as stack:
-        nums = (NUM_READERS, *(1 for _ in sinks))
+        nums = (NUM_READERS, *(num for _, num in sinks))
         readers, *writers = [stack.enter_context(ThreadPoolExecutor(it)) for it in nums]
         while num_arrived < len(sizes) or ready or leaving or writing:
             old = state()
@@ -254,7 +257,7 @@ def send_through(
             while arriving and arriving[0][0]():
                 piece = arriving.popleft()[1]
                 ready += [piece] * len(after)
-                for writer, sink in zip(writers, sinks, strict=True):
+                for writer, (sink, _) in zip(writers, sinks, strict=True):
                     writing.append(writer.submit(sink, num_arrived, piece))
                 num_arrived += 1
             leaving = [it for it in leaving if not it[0].Test()]
