@@ -28,12 +28,11 @@ from mpitrain.mpi.topology import boot_id
 from mpitrain.stage.environment import Relocation, pairs_of
 from mpitrain.stage.stream import FOLDER, Index
 
-_held: list[IO[str]] = []  # shared locks of copies, kept until this process ends
-
 
 def hold(path: str) -> None:
     """Keep others from removing a copy while this process lives."""
-    _held.append(_lock(path, fcntl.LOCK_SH))
+    with _lock(path, fcntl.LOCK_SH) as file:
+        os.dup(file.fileno())  # never closed: it has the lock, too
 
 
 def _lock(path: str, how: int, seconds: float = 0.0) -> IO[str]:
