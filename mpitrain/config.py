@@ -146,7 +146,7 @@ class LearningConfig:
     clip_grad_norm: float | None = None
     """Clip the gradient norm to this value."""
     ema_decay: float | None = None
-    """Evaluate and save an exponential moving average (EMA) with this decay (0.999)."""
+    """Evaluate and save an exponential moving average (EMA), such as of decay 0.999."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """Stop at a loss or gradient that is NaN or infinite, or skip the step."""
     seed: int = 1

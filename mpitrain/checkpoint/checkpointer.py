@@ -33,7 +33,7 @@ from mpitrain.console import say, shown
 from mpitrain.errors import DataError, UsageError
 from mpitrain.launch.current import heartbeat
 from mpitrain.mpi.consensus import Consensus
-from mpitrain.record.runs import differences, opened_folders
+from mpitrain.record.runs import differences, folders_without_recorder
 from mpitrain.train.callbacks import Callback, StopRequested
 from mpitrain.train.evaluate import score_of
 from mpitrain.train.metrics import EpochMetrics, TrainState
@@ -280,7 +280,7 @@ class Checkpointer(RunCheckpoints, Callback):
 
     def on_fit_end(self, trainer: Trainer) -> None:
         """Record that the run is finished, unless a `Recorder` does."""
-        if self.run_dir.resolve() in opened_folders:
+        if self.run_dir.resolve() in folders_without_recorder:
             self._record(status="finished", steps=trainer.state.step)
 
     def on_exception(self, trainer: Trainer, error: BaseException) -> None:

@@ -267,7 +267,7 @@ class CheckpointManager:
 
     def _complete(self, written: list[Written]) -> None:
         if not self._world.is_rank_zero:
-            return
+            return  # a thread all the same: `update` compares the ranks' numbers
         assert self._current is not None
         self._before_rename()
         self._current.writer.commit(self._current.tensors, written)

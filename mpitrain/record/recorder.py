@@ -18,7 +18,7 @@ from mpitrain.launch.current import age_seconds, current_world
 from mpitrain.launch.exit_guard import ExitGuard
 from mpitrain.record.jsonl import CLOSE_SECONDS, JsonlWriter
 from mpitrain.record.run_dir import log_path, open_log, read_result
-from mpitrain.record.runs import Exists, is_finished, open_run, opened_folders
+from mpitrain.record.runs import Exists, folders_without_recorder, is_finished, open_run
 from mpitrain.train.callbacks import Callback
 from mpitrain.train.metrics import EpochMetrics, StepMetrics, Throughput
 from mpitrain.train.progress import SecondsLeft, finished_line, format_metrics
@@ -96,11 +96,11 @@ class Recorder(Callback):
         if self._start_seconds is None:
             self._start_seconds = age_seconds()
         path = self.run_dir.resolve()
-        if path not in opened_folders:  # a script without a Checkpointer
+        if path not in folders_without_recorder:  # a script without a Checkpointer
             has_record = self._before or self._result
             exists: Exists = "resume" if has_record else "refuse"
             open_run(path.parent, path.name, exists=exists)
-        opened_folders.discard(path)
+        folders_without_recorder.discard(path)
         write_json(self.run_dir / "inputs.json", trainer.engine.inputs)
         self._metrics = JsonlWriter(
             self.run_dir / "metrics.jsonl",

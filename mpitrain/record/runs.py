@@ -30,7 +30,7 @@ Exists = Literal["resume", "refuse", "new name"]
 
 _locks: dict[Path, int] = {}  # descriptors; let go with this process at the latest
 # Folders that this process has opened, and in which nobody writes a record yet.
-opened_folders: set[Path] = set()
+folders_without_recorder: set[Path] = set()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,13 +89,13 @@ def open_run(runs_dir: Path, name: str | None, *, exists: Exists) -> RunFolder:
             run_id = _id_of(path)
     except OSError as error:
         raise _cannot_make(path, error) from None
-    opened_folders.add(path.resolve())
+    folders_without_recorder.add(path.resolve())
     return RunFolder(path=path, run_id=run_id, is_new=is_new, has_lock=has_lock)
 
 
 def close_run(path: Path) -> None:
     """Let go of the lock of a run folder, as `open_run` returned it, if it is held."""
-    opened_folders.discard(path.resolve())
+    folders_without_recorder.discard(path.resolve())
     if path in _locks:
         os.close(_locks.pop(path))
 

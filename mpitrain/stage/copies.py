@@ -99,6 +99,8 @@ class NodeCopy:
             for entry in self.index.entries:
                 if stat.S_ISDIR(entry.mode):
                     os.mkdir(self._place(entry.path), entry.mode | 0o700)  # noqa: PTH102
+        # Also after an error below: then this node forwards, and `finish` removes its
+        # part.
         return bool(self._made)
 
     def write(self, number: int, piece: bytearray) -> None:
@@ -153,7 +155,7 @@ class NodeCopy:
                 found = os.lstat(self._move(entry.path))
                 is_same = stat.S_IFMT(found.st_mode) == stat.S_IFMT(entry.mode)
                 if stat.S_ISREG(entry.mode) and found.st_size != entry.size:
-                    # It may have been rewritten; then it still has its time.
+                    # Where its paths were replaced it still has the time of the source.
                     is_same &= found.st_mtime_ns == entry.mtime_ns
                 if not is_same:
                     return False

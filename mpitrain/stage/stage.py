@@ -29,7 +29,7 @@ from mpitrain.mpi.topology import node_comm
 from mpitrain.mpi.world import list_hosts
 from mpitrain.stage.copies import NodeCopy, hold
 from mpitrain.stage.environment import Relocation, Root, activate, find_roots
-from mpitrain.stage.stream import Entry, Index, Source, send_through, walk
+from mpitrain.stage.stream import PACK_NAME, Entry, Index, Source, send_through, walk
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -149,7 +149,7 @@ def stage(guard: ExitGuard, request: StageRequest) -> Target:
     # Ranks that wait are alive. Those that they wait for beat when something moves.
     with cancel_waits_by(beat):
         if on_node.rank == 0:
-            pack = Path(config.pack or f"{sys.prefix}/.mpitrain-stage.pack").absolute()
+            pack = Path(config.pack or f"{sys.prefix}/{PACK_NAME}").absolute()
             packs = (None if config.pack == "none" else pack, None)
             # They change at different times: each group has copies of its own.
             copies = [

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 FOLDER = f"mpitrain-stage-{os.getuid()}"  # of all copies, in the folder of `--to`
+PACK_NAME = ".mpitrain-stage.pack"  # in the environment, unless --pack names another
 MIN_PIECE_BYTES, MAX_PIECE_BYTES = 60 << 10, 512 << 10
 NUM_PIECES = 512  # about so many: each node of a chain is behind by a few of them
 NUM_READERS = 16
@@ -90,14 +91,15 @@ def walk(
     for root in [*left_out]:
         if Path(root, "conda-meta").is_dir():
             left_out |= {f"{root}/pkgs", f"{root}/envs"}
-    packs = f"{os.path.realpath(pack or '/none')}."
+    packs = f"{os.path.realpath(pack or '/none')}."  # and those in the making
 
     def scan(folder: str) -> list[Entry | None]:
         with suppress(PermissionError):
             return [
                 _entry(path)
                 for name in os.listdir(folder)  # noqa: PTH208
-                if name != FOLDER and (path := f"{folder}/{name}") not in left_out
+                if name != FOLDER and not name.startswith(PACK_NAME)
+                if (path := f"{folder}/{name}") not in left_out
                 if not f"{path}.".startswith(packs)
             ]
         return []
@@ -144,8 +146,16 @@ class Source:
         self._new: IO[bytes] | None = None  # the pack in the making
         if pack is None:
             return
+        ours = f"{pack.name}.{socket.gethostname()}."
+        with suppress(OSError):
+            for path in pack.parent.glob(f"{pack.name}.*"):
+                writer = path.name.removeprefix(ours)
+                is_dead = writer.isdecimal() and is_gone(int(writer))
+                if is_dead or time.time() - path.stat().st_mtime > DEAD_SECONDS:
+                    path.unlink()
         with suppress(OSError, struct.error), pack.open("rb") as file:
             found, _ = os.fstat(file.fileno()), file.seek(index.size)
+            # One byte more: `unpack` refuses a pack that does not end here.
             digest, self._pack_crc = TRAILER.unpack(file.read(TRAILER.size + 1))
             if digest == index.digest:
                 old = Entry(self._pack, 0, found.st_size, found.st_mtime_ns)
@@ -154,12 +164,6 @@ class Source:
                 self.reads_pack = True
                 return
         with self._pack_errors():
-            ours = f"{pack.name}.{socket.gethostname()}."
-            for path in pack.parent.glob(f"{pack.name}.*"):
-                writer = path.name.removeprefix(ours)
-                is_dead = writer.isdecimal() and is_gone(int(writer))
-                if is_dead or time.time() - path.stat().st_mtime > DEAD_SECONDS:
-                    path.unlink()
             self._new = pack.with_name(f"{ours}{os.getpid()}").open("xb")
 
     def read(self, number: int, piece: bytearray) -> None:
@@ -261,6 +265,7 @@ def send_through(
                     writing.append(writer.submit(sink, num_arrived, piece))
                 num_arrived += 1
             leaving = [it for it in leaving if not it[0].Test()]
+            # `result` raises the error of a sink; else it is None, and drops the item.
             writing = [it for it in writing if not it.done() or it.result()]
             while ready and len(leaving) < MAX_SENDS:
                 piece = ready.popleft()

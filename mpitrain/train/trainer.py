@@ -198,8 +198,9 @@ class Trainer:
                 losses.append(Losses(batch.indices, loss.detach(), model.number))
                 if engine.world.world_size > 1 and not self.config.bitwise:
                     timer.mark_gradients(loss)
-                # scale - 0 * loss: the scale. NaN where the loss is not finite, and so
-                # in the gradients of all ranks.
+                # scale - 0 * loss: the scale, or NaN where the loss is not finite. A
+                # gradient may be finite where its loss is not. The NaN reaches all
+                # ranks by the all-reduce: they skip the step without another one.
                 gradient = torch.rsub(losses[-1].total, scale, alpha=0)
                 with timer("backward"):
                     # Not backward(loss, gradient): it imports SymPy (torch 2.14).

@@ -200,7 +200,10 @@ def test_the_index_tells_every_change(env: Path) -> None:
     assert len(set(found)) == len(found)
 
 
-def test_folders_of_other_environments_and_packs_are_left_out(env: Path) -> None:
+@pytest.mark.parametrize("named", [True, False])
+def test_folders_of_other_environments_and_packs_are_left_out(
+    env: Path, named: bool
+) -> None:
     for name in ("conda-meta", "pkgs", "envs"):
         (env / name).mkdir()
         (env / name / "file").touch()
@@ -210,7 +213,7 @@ def test_folders_of_other_environments_and_packs_are_left_out(env: Path) -> None
         Path(f"{pack}{name}").touch()
     inner = env / "lib/python3.11/site-packages"
     roots = roots_of([str(env), str(inner)])
-    index = Index(roots, walk(roots, pack, lambda: None))
+    index = Index(roots, walk(roots, pack if named else None, lambda: None))
     paths = {os.path.relpath(it.path, env) for it in index.entries}
     assert {"conda-meta/file", "lib/python3.11/site-packages/model.py"} <= paths
     assert not [
@@ -296,6 +299,10 @@ def test_packs_of_dead_writers_are_removed(env: Path, tmp_path: Path) -> None:
     os.utime(old, (1, 1))
     copied(env, tmp_path / "a", tmp_path / "pack")
     assert (dead.exists(), old.exists(), alive.exists()) == (False, False, True)
+    dead.touch()  # also where the pack is read, not written
+    _, source, _ = copied(env, tmp_path / "b", tmp_path / "pack")
+    assert source.reads_pack
+    assert not dead.exists()
 
 
 def test_a_file_that_changes_meanwhile_is_an_error(env: Path, tmp_path: Path) -> None:
