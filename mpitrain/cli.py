@@ -316,13 +316,13 @@ def stage(argv: Sequence[str]) -> int:
 
     _answer(words, read)
     from mpitrain.launch.exit_guard import abort_on_error
-    from mpitrain.stage.stage import StageRequest, read_command, run
+    from mpitrain.stage.stage import run, with_own_args
 
     with abort_on_error(start_timeout_seconds=start_timeout(command)) as guard:
-        doing = "read the command line"
-        config = on_rank_zero(guard.comm, read, doing).config
-        own = all_or_none(guard.comm, lambda: read_command(command), doing)
-        request = StageRequest(config, *own)
+        first = on_rank_zero(guard.comm, read, "read the command line")
+        request = all_or_none(
+            guard.comm, lambda: with_own_args(first, command), "read the command line"
+        )
     return run(guard, request, main)
 
 

@@ -88,8 +88,10 @@ def configure_threads(
                 "OMP_NUM_THREADS=%d, set by PBS, is more than the cores of each rank, "
                 "which takes its share: %s (%s, or unset NCPUS)",
                 of_pbs,
-                list_hosts(f"{number} on {host}" for host, number in exceeding.items()),
-                "qstat did not say whether the job asks for ompthreads: put it on PATH"
+                list_hosts(
+                    f"{num} threads on {host}" for host, num in exceeding.items()
+                ),
+                "qstat did not say if select has ompthreads; is it on PATH?"
                 if is_asked is None
                 else "for a number of your own ask PBS for ompthreads in select",
             )

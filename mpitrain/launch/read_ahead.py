@@ -19,7 +19,7 @@ NETWORK_FILE_SYSTEMS = (
     *("nfs", "lustre", "gpfs", "beegfs", "ceph", "fuse", "wekafs", "panfs", "9p"),
     *("orangefs", "pvfs2", "cifs", "smb", "afs", "squashfs"),
 )
-# Code for GPUs, which fills the other libraries, is not read by an import.
+# The others are mostly code for GPUs, of which an import reads little.
 LIBRARIES = ("libc10.so", "libtorch_cpu.so", "libtorch_python.so")
 PART_BYTES = 4 << 20
 
@@ -31,13 +31,14 @@ def read_ahead(on_progress: Callable[[], object]) -> int:
     """
     spec = None if "torch" in sys.modules else importlib.util.find_spec("torch")
     origin = "" if spec is None else spec.origin or ""
+    if not file_system(origin).startswith(NETWORK_FILE_SYSTEMS):
+        return 0
     num_bytes = 0
-    if file_system(origin).startswith(NETWORK_FILE_SYSTEMS):
-        parts = parts_of(Path(origin).parent)
-        with ThreadPoolExecutor(16) as readers:
-            for size in readers.map(_read, *zip(*parts, strict=True)):
-                num_bytes += size
-                on_progress()
+    with ThreadPoolExecutor(16) as readers:
+        reads = [readers.submit(_read, *part) for part in parts_of(Path(origin).parent)]
+        for done in reads:
+            num_bytes += done.result()
+            on_progress()
     return num_bytes
 
 
@@ -67,5 +68,6 @@ def _read(path: str, offset: int) -> int:
             os.stat(path)  # noqa: PTH116 - the import compares its time
             path = importlib.util.cache_from_source(path)
         with open(path, "rb", buffering=0) as file:  # noqa: PTH123
-            return os.preadv(file.fileno(), [bytearray(PART_BYTES)], offset)
+            size = min(os.fstat(file.fileno()).st_size - offset, PART_BYTES)
+            return os.preadv(file.fileno(), [bytearray(size)], offset)
     return 0

@@ -25,7 +25,12 @@ from typing import IO
 
 from mpitrain.files import make_private_folder
 from mpitrain.mpi.topology import boot_id
-from mpitrain.stage.environment import Relocation, pairs_of
+from mpitrain.stage.environment import (
+    MAX_TEXT_BYTES,
+    NAMES_ITSELF,
+    Relocation,
+    pairs_of,
+)
 from mpitrain.stage.stream import FOLDER, Index
 
 
@@ -56,9 +61,10 @@ class NodeCopy:
     a copy.
     """
 
-    def __init__(self, index: Index, to: str, error: str) -> None:
+    def __init__(self, index: Index, to: str, error: str, *, rewrites: bool) -> None:
         self.index, self.error, self.had_it = index, error, not index.roots
         self.pairs: list[tuple[str, str]] = []
+        self._partial_lock: IO[str] | None = None
         self._folder, self._made = f"{to}/{FOLDER}", ""
         self._crcs = [0] * len(index.sizes)
         # After a crash a file may have its size, but no content: the boot counts.
@@ -67,6 +73,13 @@ class NodeCopy:
         name = f"{self._kind}-{hashlib.sha256(state).hexdigest()[:16]}"
         self._path = f"{self._folder}/{name}"
         self._move = Relocation(pairs_of(index.roots, self._path))
+        # Files whose paths are replaced: in the environment, not in data.
+        self._rewritten = {
+            it.path
+            for it in index.files
+            if rewrites and it.size <= MAX_TEXT_BYTES
+            if NAMES_ITSELF.fullmatch(self._move(it.path)[len(self._path) + 1 :])
+        }
 
     def prepare(self) -> bool:
         """Hold a complete copy that is there, or begin one; return whether one began.
@@ -76,6 +89,7 @@ class NodeCopy:
         """
         if self.error or not self.index.roots:
             return False
+        removed: list[tuple[Path, IO[str]]] = []
         with self._errors():
             make_private_folder(Path(self._folder))
             with _lock(self._folder, fcntl.LOCK_EX, 30):
@@ -84,12 +98,23 @@ class NodeCopy:
                     self._use()  # first, so that it is not removed
                 for path in Path(self._folder).iterdir():
                     if path.name.startswith(self._kind) or ".partial-" in path.name:
-                        with suppress(OSError), _lock(str(path), fcntl.LOCK_EX):
-                            shutil.rmtree(path)
-                if self.had_it:
-                    return False
-                self._made = tempfile.mkdtemp("", f"{self._path}.partial-")
-                self._partial_lock = _lock(self._made, fcntl.LOCK_EX)
+                        with suppress(OSError):
+                            lock = _lock(str(path), fcntl.LOCK_EX)
+                            name = f"{self._path}.partial-{os.getpid()}-{len(removed)}"
+                            removed.append((path.rename(name), lock))
+                if not self.had_it:
+                    if Path(self._path).exists():
+                        lost = "the copy has lost files, and another job uses it"
+                        raise OSError(0, lost)
+                    self._made = tempfile.mkdtemp("", f"{self._path}.partial-")
+                    self._partial_lock = _lock(self._made, fcntl.LOCK_EX)
+        # It takes long, and others wait for the lock of the folder.
+        for path, lock in removed:
+            shutil.rmtree(path, ignore_errors=True)
+            lock.close()
+        with self._errors():
+            if self.error or not self._made:
+                return bool(self._made)
             found = os.statvfs(self._made)
             if found.f_bavail * found.f_frsize < self.index.size:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -108,10 +133,8 @@ class NodeCopy:
         self._crcs[number], rest = zlib.crc32(piece), memoryview(piece)
         with self._errors():
             for entry, offset, size in () if self.error else self.index.pieces[number]:
-                part: bytes | memoryview = rest[:size]
+                part = rest[:size]
                 rest, path = rest[size:], self._place(entry.path)
-                if size == entry.size:
-                    part = self._move.file(path[len(self._made) + 1 :], part)
                 file = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
                 try:
                     while part:
@@ -134,16 +157,23 @@ class NodeCopy:
                     if stat.S_ISLNK(entry.mode):
                         os.symlink(self._move(entry.target), path)  # noqa: PTH211
                     elif stat.S_ISREG(entry.mode):
+                        if entry.path in self._rewritten:
+                            file = Path(path)
+                            file.write_bytes(self._move.file(path, file.read_bytes()))
                         os.chmod(path, stat.S_IMODE(entry.mode))  # noqa: PTH101
                         # .pyc files stay valid.
                         os.utime(path, ns=(entry.mtime_ns, entry.mtime_ns))
                 with _lock(self._folder, fcntl.LOCK_EX, 30):
-                    self._partial_lock.close()
+                    self._unlock()
                     if not self._is_complete():  # else another job was first
                         os.rename(self._made, self._path)  # noqa: PTH104
                     self._use()
         shutil.rmtree(self._made, ignore_errors=True)
-        self._partial_lock.close()
+        self._unlock()
+
+    def _unlock(self) -> None:
+        if self._partial_lock is not None:
+            self._partial_lock.close()
 
     def _use(self) -> None:
         hold(self._path)
@@ -153,11 +183,11 @@ class NodeCopy:
         with suppress(OSError):
             for entry in self.index.entries:
                 found = os.lstat(self._move(entry.path))
-                is_same = stat.S_IFMT(found.st_mode) == stat.S_IFMT(entry.mode)
-                if stat.S_ISREG(entry.mode) and found.st_size != entry.size:
-                    # Where its paths were replaced it still has the time of the source.
-                    is_same &= found.st_mtime_ns == entry.mtime_ns
-                if not is_same:
+                if stat.S_IFMT(found.st_mode) != stat.S_IFMT(entry.mode):
+                    return False
+                # One whose paths were replaced may have another size.
+                is_same = not stat.S_ISREG(entry.mode) or found.st_size == entry.size
+                if not is_same and entry.path not in self._rewritten:
                     return False
             return True
         return False

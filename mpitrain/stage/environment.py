@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 _CACHES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
+MAX_TEXT_BYTES = 1 << 20  # of a file whose paths are replaced
 # Files of a copy that may name its own folder: below `<number>/<name of the root>/`.
-_NAMES_ITSELF = re.compile(
+NAMES_ITSELF = re.compile(
     r"\d+/[^/]+/(pyvenv\.cfg|bin/[^/]+|lib\d*/[^/]+/(site|dist)-packages/[^/]+\.pth)"
 )
 
@@ -77,21 +78,18 @@ class Relocation:
         flag, equals, value = word.partition("=")
         if equals and flag.startswith("-"):
             return flag + equals + self.word(value)
-        path = os.path.abspath(word)  # noqa: PTH100
-        moved = self(path)
-        return word if "/" not in word or moved == path else moved
+        path = os.path.normpath(word)
+        moved = self(path) if "/" in word else path
+        return word if moved == path else moved
 
-    def file(self, path: str, content: bytes | memoryview) -> bytes | memoryview:
-        """Return what a file shall contain whose path in the copy is `path`.
+    def file(self, path: str, text: bytes) -> bytes:
+        """Return what a file of `NAMES_ITSELF` shall contain.
 
-        In ``pyvenv.cfg``, in ``.pth`` files and in the first lines of scripts in
-        ``bin``, paths of roots are replaced. Other files stay as they are.
+        Paths of roots are replaced in ``pyvenv.cfg``, in ``.pth`` files and in the
+        first lines of scripts.
         """
-        found = _NAMES_ITSELF.fullmatch(path)
-        if found is None:
-            return content
-        head = text = bytes(content)
-        if found[1].startswith("bin/"):  # pip writes two lines where the path is long
+        head = text
+        if not path.endswith((".cfg", ".pth")):  # pip writes two lines for a long path
             head = b"\n".join(text.split(b"\n", 2)[: 2 * text.startswith(b"#!")])
         moved = self._pattern.sub(lambda old: self._new[old[1]], os.fsdecode(head))
         return os.fsencode(moved) + text[len(head) :]

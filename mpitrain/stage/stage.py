@@ -28,7 +28,7 @@ from mpitrain.mpi.collectives import Compressed, barrier, cancel_waits_by
 from mpitrain.mpi.topology import node_comm
 from mpitrain.mpi.world import list_hosts
 from mpitrain.stage.copies import NodeCopy, hold
-from mpitrain.stage.environment import Relocation, Root, activate, find_roots
+from mpitrain.stage.environment import Relocation, Root, activate, find_roots, pairs_of
 from mpitrain.stage.stream import PACK_NAME, Entry, Index, Source, send_through, walk
 
 if TYPE_CHECKING:
@@ -77,7 +77,21 @@ def read_words(flags: Sequence[str], command: Sequence[str]) -> StageRequest:
         if "/" not in path:  # it may be another word of the command, too: a name
             expected = f"a path with a slash, as the command names it: ./{path}"
             raise UsageError(f"--data {path}: expected {expected}")
+        if Path.cwd().is_relative_to(Path(path).resolve()):
+            raise UsageError(
+                f"--data {path} has the current folder in it, and so what the command "
+                "writes; expected a folder of data alone"
+            )
     return StageRequest(config, *read_command(command))
+
+
+def with_own_args(request: StageRequest, command: Sequence[str]) -> StageRequest:
+    """Return the request of rank zero, with the arguments of this rank's command."""
+    own, first = read_command(command)[0], request.target
+    if replace(own, args=()) != replace(first, args=()):
+        found = f"found {own.name} here and {first.name} on rank zero"
+        raise UsageError(f"stage: {found}, expected one command; its words may differ")
+    return request._replace(target=own)
 
 
 def read_command(command: Sequence[str]) -> tuple[Target, bool]:
@@ -150,15 +164,14 @@ def stage(guard: ExitGuard, request: StageRequest) -> Target:
     with cancel_waits_by(beat):
         if on_node.rank == 0:
             pack = Path(config.pack or f"{sys.prefix}/{PACK_NAME}").absolute()
-            packs = (None if config.pack == "none" else pack, None)
             # They change at different times: each group has copies of its own.
+            environment, data = find_roots(config.data)
+            to = _folder(config.to)
+            own_pack = None if config.pack == "none" else pack
             copies = [
-                _copy(leaders, roots, pack, _folder(config.to), notes, beat)
-                for roots, pack in zip(find_roots(config.data), packs, strict=True)
+                _copy(leaders, environment, own_pack, to, notes, beat, own_python=True),
+                _copy(leaders, data, None, to, notes, beat, own_python=False),
             ]
-            if copies[0].pairs and sys.prefix not in dict(copies[0].pairs):
-                error = f"its Python is that of {sys.prefix}"
-                copies[0] = NodeCopy(copies[0].index, "", error)
             pairs = copies[0].pairs + copies[1].pairs
             error = "; ".join(dict.fromkeys(it.error for it in copies if it.error))
             had_it = all(it.had_it for it in copies)
@@ -167,7 +180,10 @@ def stage(guard: ExitGuard, request: StageRequest) -> Target:
             if nodes := leaders.gather(node):
                 _print_report(copies, nodes, notes, time.perf_counter() - started)
                 if all(it[-1] == node[-1] for it in nodes):
-                    words = copies[1].pairs
+                    move = Relocation(copies[1].pairs)
+                    given = map(os.path.normpath, config.data)
+                    moved = [(it, move(os.path.abspath(it))) for it in given]  # noqa: PTH100
+                    words = [*copies[1].pairs, *moved]
         barrier(on_node)
         pairs = on_node.bcast(pairs)
         for path in {str(Path(new).parents[1]) for _, new in pairs}:
@@ -187,8 +203,13 @@ def _copy(
     to: str,
     notes: list[str],
     beat: Callable[[], object],
+    *,
+    own_python: bool,
 ) -> NodeCopy:
-    """Copy rank zero's roots to all nodes. Collective over the nodes' leaders."""
+    """Copy rank zero's roots to all nodes. Collective over the nodes' leaders.
+
+    With `own_python` they have the Python that runs here.
+    """
     error, ended = "", ("", 0)
     entries: list[Entry] = []
     if leaders.rank == 0:
@@ -198,7 +219,10 @@ def _copy(
             error = f"{failure.filename}: {failure.strerror}"
     barrier(leaders)
     sent = leaders.bcast(Compressed((roots, entries, error))).value
-    copy = NodeCopy(Index(*sent[:2]), to, sent[2])
+    index, error = Index(*sent[:2]), sent[2]
+    if own_python and index.roots and sys.prefix not in dict(pairs_of(index.roots, "")):
+        error = error or f"its Python is that of {sys.prefix}"
+    copy = NodeCopy(index, to, error, rewrites=own_python)
     is_begun = copy.prepare()
     barrier(leaders)
     needing = leaders.allgather(is_begun)

@@ -7,6 +7,7 @@ file of the stream and a trailer: the next job reads one file in place of many.
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import itertools
 import os
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
 FOLDER = f"mpitrain-stage-{os.getuid()}"  # of all copies, in the folder of `--to`
 PACK_NAME = ".mpitrain-stage.pack"  # in the environment, unless --pack names another
+MAKING = ".partial-"  # then host and process: a pack in the making, beside the pack
 MIN_PIECE_BYTES, MAX_PIECE_BYTES = 60 << 10, 512 << 10
 NUM_PIECES = 512  # about so many: each node of a chain is behind by a few of them
 NUM_READERS = 16
@@ -74,7 +76,7 @@ class Index:
             for offset in range(0, it.size or 1, size)
         ]
         ends = itertools.accumulate(it[2] for it in parts)
-        groups = itertools.groupby(parts, lambda _: next(ends) // size)
+        groups = itertools.groupby(parts, lambda _: next(ends) // size)  # < 2 * size
         self.pieces = [list(group) for _, group in groups]
         self.sizes = [sum(it[2] for it in piece) for piece in self.pieces]
 
@@ -91,7 +93,7 @@ def walk(
     for root in [*left_out]:
         if Path(root, "conda-meta").is_dir():
             left_out |= {f"{root}/pkgs", f"{root}/envs"}
-    packs = f"{os.path.realpath(pack or '/none')}."  # and those in the making
+    own_pack = os.path.realpath(pack or "/none")
 
     def scan(folder: str) -> list[Entry | None]:
         with suppress(PermissionError):
@@ -99,8 +101,8 @@ def walk(
                 _entry(path)
                 for name in os.listdir(folder)  # noqa: PTH208
                 if name != FOLDER and not name.startswith(PACK_NAME)
-                if (path := f"{folder}/{name}") not in left_out
-                if not f"{path}.".startswith(packs)
+                if (path := f"{folder}/{name}") not in left_out and path != own_pack
+                if not path.startswith(f"{own_pack}{MAKING}")
             ]
         return []
 
@@ -144,21 +146,26 @@ class Source:
         self._crcs = [0] * len(index.sizes)
         self._index, self._pieces, self._pack = index, index.pieces, str(pack)
         self._new: IO[bytes] | None = None  # the pack in the making
+        self._old: IO[bytes] | None = None  # the pack that is read
         if pack is None:
             return
-        ours = f"{pack.name}.{socket.gethostname()}."
+        ours = f"{pack.name}{MAKING}{socket.gethostname()}-"
         with suppress(OSError):
-            for path in pack.parent.glob(f"{pack.name}.*"):
+            for path in pack.parent.glob(f"{glob.escape(pack.name)}{MAKING}*"):
                 writer = path.name.removeprefix(ours)
                 is_dead = writer.isdecimal() and is_gone(int(writer))
                 if is_dead or time.time() - path.stat().st_mtime > DEAD_SECONDS:
                     path.unlink()
-        with suppress(OSError, struct.error), pack.open("rb") as file:
+        with suppress(OSError, struct.error), ExitStack() as stack:
+            file = stack.enter_context(pack.open("rb"))
             found, _ = os.fstat(file.fileno()), file.seek(index.size)
             # One byte more: `unpack` refuses a pack that does not end here.
             digest, self._pack_crc = TRAILER.unpack(file.read(TRAILER.size + 1))
             if digest == index.digest:
-                old = Entry(self._pack, 0, found.st_size, found.st_mtime_ns)
+                # Kept open: another job may put its own in place of it.
+                self._old, _ = file, stack.pop_all()
+                held = f"/proc/self/fd/{file.fileno()}"
+                old = Entry(held, 0, found.st_size, found.st_mtime_ns)
                 both = zip(itertools.accumulate(index.sizes), index.sizes, strict=True)
                 self._pieces = [[(old, end - size, size)] for end, size in both]
                 self.reads_pack = True
@@ -170,7 +177,7 @@ class Source:
         """Fill a piece; after an error its content does not count."""
         rest = memoryview(piece)
         try:
-            for entry, offset, size in self._pieces[number]:
+            for entry, offset, size in () if self.error else self._pieces[number]:
                 part, rest = rest[:size], rest[size:]
                 with open(entry.path, "rb") as file:  # noqa: PTH123
                     found, _ = os.fstat(file.fileno()), file.seek(offset)
@@ -179,7 +186,8 @@ class Source:
                     raise OSError(0, "it has just been changed", entry.path)  # noqa: TRY301
             self._crcs[number] = zlib.crc32(piece)
         except Exception as error:  # of any kind: it has not been read
-            self.error = f"{entry.path}: {getattr(error, 'strerror', '') or error}"
+            path = self._pack if self.reads_pack else entry.path
+            self.error = f"{path}: {getattr(error, 'strerror', '') or error}"
 
     def write(self, number: int, piece: bytearray) -> None:
         """Write the next piece of the new pack."""
@@ -191,15 +199,19 @@ class Source:
         """Finish the new pack, unless there was an error; remove a damaged one."""
         self.crc = zlib.crc32(array("I", self._crcs))
         with self._pack_errors():
-            if self.reads_pack and (self.error or self.crc != self._pack_crc):
+            if self._old is not None and not self.error and self.crc != self._pack_crc:
                 self.error = f"{self._pack} was damaged and is removed"
-                os.unlink(self._pack)  # noqa: PTH108
+                found = os.stat(self._pack)  # noqa: PTH116 - another job's?
+                if os.path.samestat(os.fstat(self._old.fileno()), found):
+                    os.unlink(self._pack)  # noqa: PTH108
             if self._new is not None and not self.error:
                 self._new.write(TRAILER.pack(self._index.digest, self.crc))
                 self._new.flush()
                 os.fsync(self._new.fileno())  # NFS tells of a quota only here
                 os.replace(self._new.name, self._pack)
         self._drop()
+        if self._old is not None:
+            self._old.close()
 
     def _drop(self) -> None:
         if self._new is not None:

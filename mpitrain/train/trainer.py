@@ -132,7 +132,9 @@ class Trainer:
             The last validation; equal on all ranks.
 
         Raises:
-            UsageError, DataError, NonFiniteError: On every rank.
+            UsageError, DataError, NonFiniteError: On every rank. A UsageError about
+                trained weights that changed: on each rank that finds it; do not catch
+                it, so that it ends the job.
             Stopped: A callback stopped the training, which can be resumed; on every
                 rank.
         """

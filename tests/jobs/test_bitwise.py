@@ -29,6 +29,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Alone:
     ("model", "strategy", "mpi", "sizes", "cut_sizes"),
     [
         ("convnet", "ddp", "openmpi-5", (3,), (3, 4)),
+        ("convnet", "ddp", "mpich", (2,), (2,)),
         ("transformer", "fsdp", "openmpi-5", (3,), (3, 2)),
         ("channels-last", "ddp", "openmpi-5", (2,), (3,)),
         *(

@@ -56,7 +56,7 @@ class Freezes(mpitrain.Callback):
 
 with mpitrain.init() as world:
     data = TensorDataset(torch.ones(8, 3), torch.zeros(8, dtype=torch.int64))
-    config = mpitrain.TrainConfig(global_batch_size=4)
+    config = mpitrain.TrainConfig(global_batch_size=4, CONFIG)
     arguments = {"callbacks": [Freezes()], "find_unused_parameters": False}
     model = nn.Linear(3, 2)
     mpitrain.Trainer(model, data, data, config, world=world, **arguments).fit()
@@ -111,11 +111,21 @@ def test_a_fault_around_the_first_step_ends_the_job(
         assert "this is the fault" in result["error"]
 
 
+@pytest.mark.parametrize(
+    "config",
+    [
+        "",  # DDP, which waits for each weight's gradient
+        "strategy='fsdp'",
+        "bitwise=True",
+        slow("strategy='fsdp', bitwise=True"),
+        slow("shard_optimizer=True"),
+    ],
+)
 def test_weights_that_one_rank_freezes_end_the_job(
-    openmpi: Mpi, tmp_path: Path
+    openmpi: Mpi, config: str, tmp_path: Path
 ) -> None:
-    """Also where DDP waits for each weight's gradient."""
-    (tmp_path / "script.py").write_text(FREEZES_ON_ONE_RANK)
+    script = FREEZES_ON_ONE_RANK.replace("CONFIG", config)
+    (tmp_path / "script.py").write_text(script)
     done = mpirun(openmpi, 3, "script.py", cwd=tmp_path)
     assert done.status == 2
     (line,) = done.ours

@@ -186,7 +186,7 @@ def test_threads_of_pbs_are_kept_or_shared_on_nodes_with_more_ranks_than_the_fir
     is_warned = comm.rank == 0 and comm.size > 2 and not asks
     assert caplog.text.count("OMP_NUM_THREADS=8, set by PBS") == is_warned
     if is_warned:
-        assert f"{8 // (comm.size - 1)} on host1" in caplog.text
+        assert f"{8 // (comm.size - 1)} threads on host1" in caplog.text
         assert "host0" not in caplog.text
         assert ("qstat" in caplog.text) == (asks is None)
 

@@ -15,7 +15,8 @@ import pytest
 NUM_RANKS = 4
 
 RANK = """
-import os, sys, time
+import os, signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs ignore it
 from mpitrain.watchdog.client import WatchdogClient
 rank, size, num_steps, *ports = map(int, sys.argv[1:])
 

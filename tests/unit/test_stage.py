@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import stat
@@ -9,10 +10,12 @@ import subprocess
 import sys
 from multiprocessing import spawn
 from pathlib import Path
+from typing import IO
 
 import pytest
 
 from mpitrain.errors import DataError, UsageError
+from mpitrain.stage import copies
 from mpitrain.stage.copies import NodeCopy
 from mpitrain.stage.environment import Relocation, Root, activate, roots_of
 from mpitrain.stage.stage import (
@@ -36,6 +39,8 @@ def env(tmp_path: Path) -> Path:
     (root / "bin/tool").chmod(0o755)
     long = f"#!/bin/sh\n'''exec' \"{root}/bin/python\" \"$0\"\n' '''\n{root}\n"
     (root / "bin/long").write_text(long)
+    (root / "bin/long").chmod(0o755)
+    (root / "bin/huge").write_text(f"#!{root}/bin/python\n" + "#\n" * 50_000)
     (root / "bin/data").write_bytes(b"#!\xff\xfe" + os.fsencode(root))
     (root / "bin/python").symlink_to(sys.executable)
     (root / "bin/here").symlink_to(root / "bin/tool")
@@ -74,11 +79,17 @@ def walked_index(root: Path, pack: Path | None = None) -> Index:
 
 
 def carried(
-    index: Index, to: Path, pack: Path | None = None, damage: int | None = None
+    index: Index,
+    to: Path,
+    pack: Path | None = None,
+    damage: int | None = None,
+    *,
+    rewrites: bool = True,
 ) -> tuple[NodeCopy, Source, Path]:
     """Read, write and copy the stream; change a byte of piece `damage` on the way."""
     to.mkdir(exist_ok=True)
-    copy, source = NodeCopy(index, str(to), ""), Source(index, pack)
+    copy = NodeCopy(index, str(to), "", rewrites=rewrites)
+    source = Source(index, pack)
     if copy.prepare():
         for number, size in enumerate(index.sizes):
             piece = bytearray(size)
@@ -95,7 +106,7 @@ def carried(
 def test_a_copy_has_all_that_the_folder_has(env: Path, tmp_path: Path) -> None:
     copy, _, there = copied(env, tmp_path / "to")
     assert copy.error == ""
-    rewritten = {"pyvenv.cfg", "a.pth", "tool", "long"}
+    rewritten = {"pyvenv.cfg", "a.pth", "tool", "long", "huge"}
     names = {os.path.relpath(p, env) for p in walked(env)} - {"pipe", "s"}
     assert names == {os.path.relpath(p, there) for p in walked(there)}
     for name in names:
@@ -209,7 +220,7 @@ def test_folders_of_other_environments_and_packs_are_left_out(
         (env / name / "file").touch()
     pack = env / ".mpitrain-stage.pack"
     (env / f"tmp/mpitrain-stage-{os.getuid()}/0").mkdir(parents=True)
-    for name in ("", ".host.1"):
+    for name in ("", ".partial-host-1"):
         Path(f"{pack}{name}").touch()
     inner = env / "lib/python3.11/site-packages"
     roots = roots_of([str(env), str(inner)])
@@ -288,21 +299,40 @@ def test_a_pack_that_cannot_be_written_is_a_warning(env: Path, tmp_path: Path) -
     assert "was not written (No such file or directory)" in source.warning
 
 
+def test_a_pack_that_another_job_replaces_meanwhile_is_read_to_its_end(
+    env: Path, tmp_path: Path
+) -> None:
+    pack = tmp_path / "pack"
+    index = walked_index(env)
+    carried(index, tmp_path / "a", pack)
+    source = Source(index, pack)
+    other = tmp_path / "other"
+    other.write_bytes(pack.read_bytes())
+    other.replace(pack)
+    for number, size in enumerate(index.sizes):
+        source.read(number, bytearray(size))
+    source.close()
+    assert (source.reads_pack, source.error, pack.exists()) == (True, "", True)
+
+
 def test_packs_of_dead_writers_are_removed(env: Path, tmp_path: Path) -> None:
     host = socket.gethostname()
     dead, old, alive = (
-        tmp_path / f"pack.{owner}"
-        for owner in (f"{host}.999999999", "other.1", "other.2")
+        tmp_path / f"pack.partial-{owner}"
+        for owner in (f"{host}-999999999", "other-1", "other-2")
     )
-    for path in (dead, old, alive):
+    users = [tmp_path / f"pack.{name}" for name in ("yaml", "host.1", "2026.11")]
+    for path in (dead, old, alive, *users):
         path.touch()
-    os.utime(old, (1, 1))
+    for path in (old, *users):
+        os.utime(path, (1, 1))
     copied(env, tmp_path / "a", tmp_path / "pack")
     assert (dead.exists(), old.exists(), alive.exists()) == (False, False, True)
     dead.touch()  # also where the pack is read, not written
     _, source, _ = copied(env, tmp_path / "b", tmp_path / "pack")
     assert source.reads_pack
     assert not dead.exists()
+    assert all(path.exists() for path in users)
 
 
 def test_a_file_that_changes_meanwhile_is_an_error(env: Path, tmp_path: Path) -> None:
@@ -321,6 +351,38 @@ def test_wrong_bytes_are_noticed(env: Path, tmp_path: Path, piece: int) -> None:
     copy, _, _ = carried(index, tmp_path / "to", damage=piece % len(index.sizes))
     assert copy.error == "received wrong bytes (CRC32)"
     assert left_in(copy) == [".lock"]
+
+
+def test_data_are_copied_as_they_are(env: Path, tmp_path: Path) -> None:
+    _, _, there = carried(walked_index(env), tmp_path / "to", rewrites=False)
+    for name in ("pyvenv.cfg", "bin/tool", "lib/python3.11/site-packages/a.pth"):
+        assert (there / name).read_bytes() == (env / name).read_bytes()
+
+
+def test_a_copy_that_has_lost_files_and_is_in_use_is_left_alone(
+    env: Path, tmp_path: Path
+) -> None:
+    _, _, there = copied(env, tmp_path / "to")  # this process holds it
+    (there / "pyvenv.cfg").unlink()
+    again, _, _ = copied(env, tmp_path / "to")
+    assert again.error == "the copy has lost files, and another job uses it"
+    names = [it.name for it in (there.parents[2]).glob("*/")]
+    assert names == [there.parents[1].name]
+
+
+def test_a_copy_whose_lock_cannot_be_made_is_an_error_and_no_crash(
+    env: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lock(path: str, how: int, seconds: float = 0.0) -> IO[str]:
+        if ".partial-" in path:
+            raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+        return real(path, how, seconds)
+
+    real = copies._lock
+    monkeypatch.setattr(copies, "_lock", lock)
+    copy, _, _ = copied(env, tmp_path / "to")
+    assert copy.error.endswith(": Disk quota exceeded")
+    assert not list((tmp_path / "to").glob("mpitrain-stage-*/*/"))
 
 
 def test_a_folder_of_others_is_not_used(env: Path, tmp_path: Path) -> None:
@@ -425,3 +487,14 @@ def test_flags_and_command_are_read(
         read_words(["--data", "train.py"], ["python", script])
     with pytest.raises(UsageError, match="--data nowhere: expected a file"):
         read_words(["--data", "nowhere"], ["python", script])
+
+
+def test_data_with_the_current_folder_in_it_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    command = ["python", "-m", "mpitrain"]
+    for path in ("./", "../here", str(tmp_path)):
+        with pytest.raises(UsageError, match="has the current folder in it"):
+            read_words(["--data", path], command)
