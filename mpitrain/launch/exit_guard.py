@@ -142,6 +142,8 @@ class ExitGuard:
         self.status = status = exit_status(error) or 1
         if self._size > 1:
             ignore_children()
+            if not is_consequence(error):
+                write_status(status)  # now: another rank that fails may be the first
         try:
             self._report_if_first(error)
         finally:

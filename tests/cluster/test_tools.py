@@ -55,6 +55,13 @@ def test_a_job_of_slurm_writes_its_hosts(
     assert lines[1:] == expected
 
 
+def hosts_in(output: str) -> list[str]:
+    """Return what the ranks have printed, sorted."""
+    # Open MPI's mpirun sometimes loses a race with the ssh that it has started.
+    lines = [it for it in output.splitlines() if "plm:ssh: Warning" not in it]
+    return sorted(" ".join(lines).split())
+
+
 @pytest.mark.parametrize("scheduler", ["slurm", "pbs"])
 def test_mpirun_fills_the_hosts_that_a_job_wrote(
     slurm: Slurm, folder: Path, scheduler: str
@@ -68,7 +75,7 @@ def test_mpirun_fills_the_hosts_that_a_job_wrote(
         job = slurm.qsub("job.sh", cwd=folder, timeout_seconds=TIMEOUT_SECONDS)
         assert job.exit_code == "0:0", job.output
         said = job.output
-    assert sorted(said.split()) == ["node1", "node1", "node2", "node2"]
+    assert hosts_in(said) == ["node1", "node1", "node2", "node2"]
     for file_format in ("openmpi", "mpich"):
         title = (folder / f"hosts.{file_format}").read_text().splitlines()[0]
         assert title.startswith(f"# {scheduler.upper()} job ")
@@ -82,7 +89,7 @@ def test_mpich_fills_the_hosts_that_a_job_wrote(slurm: Slurm, folder: Path) -> N
         give_up(f"{mpirun} is not there; `make test-jobs` installs it")
     text = HOSTFILE_JOB.replace("FLAGS", "") + f"'{mpirun}' -f hosts.mpich hostname\n"
     said = submit(slurm, folder, text, "--ntasks-per-node=2")
-    assert sorted(said.split()) == ["node1", "node1", "node2", "node2"]
+    assert hosts_in(said) == ["node1", "node1", "node2", "node2"]
 
 
 def test_a_shell_that_srun_opened_is_told_to_use_the_jobs_own(
