@@ -93,7 +93,7 @@ def configure_threads(
                 ),
                 "qstat did not say if select has ompthreads; is it on PATH?"
                 if is_asked is None
-                else "for a number of your own ask PBS for ompthreads in select",
+                else "for another number ask PBS for ompthreads in select",
             )
     num_threads = all_or_none(
         comm, lambda: threads_of(num_cores, variables), "read OMP_NUM_THREADS"

@@ -25,9 +25,10 @@ PART_BYTES = 4 << 20
 
 
 def read_ahead(on_progress: Callable[[], object]) -> int:
-    """Read what ``import torch`` needs into the page cache; return the number of bytes.
+    """Read most of what ``import torch`` needs into the page cache.
 
-    That is nothing where torch is imported, or on no network file system.
+    Returns the number of bytes: 0 where torch is imported, or on no network file
+    system.
     """
     spec = None if "torch" in sys.modules else importlib.util.find_spec("torch")
     origin = "" if spec is None else spec.origin or ""

@@ -1,1 +1,1 @@
-"""What helps before and after a training: each module is one subcommand."""
+"""The commands; those of jobs, such as `jobscript` and `supervise`, are in `jobs`."""
