@@ -29,8 +29,7 @@ _ENCODE = json.JSONEncoder(allow_nan=False).encode
 
 # Fields of `result.json` that a resumed job does not take over.
 _OF_THE_JOB = (
-    *("status", "best_by"),
-    *("world_size", "num_nodes", "backend", "start_seconds"),
+    *("status", "best_by", "world_size", "num_nodes", "backend", "start_seconds"),
 )
 
 Line = StepMetrics | Mapping[str, object]

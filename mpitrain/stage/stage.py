@@ -163,13 +163,14 @@ def stage(guard: ExitGuard, request: StageRequest) -> Target:
     # Ranks that wait are alive. Those that they wait for beat when something moves.
     with cancel_waits_by(beat):
         if on_node.rank == 0:
-            pack = Path(config.pack or f"{sys.prefix}/{PACK_NAME}").absolute()
+            pack: Path | None = None
+            if config.pack != "none":
+                pack = Path(config.pack or f"{sys.prefix}/{PACK_NAME}").absolute()
             # They change at different times: each group has copies of its own.
             environment, data = find_roots(config.data)
             to = _folder(config.to)
-            own_pack = None if config.pack == "none" else pack
             copies = [
-                _copy(leaders, environment, own_pack, to, notes, beat, own_python=True),
+                _copy(leaders, environment, pack, to, notes, beat, own_python=True),
                 _copy(leaders, data, None, to, notes, beat, own_python=False),
             ]
             pairs = copies[0].pairs + copies[1].pairs
