@@ -175,7 +175,7 @@ def check(opened: Browser, page: Path, charts: tuple[str, ...], tmp_path: Path) 
         seen[width, scheme] = tmp_path / f"{width}-{scheme}.png"
         opened.picture(seen[width, scheme])
         for chart in charts:
-            assert num_colours(opened, chart, seen[width, scheme]) > 10, chart
+            assert num_colours(opened, chart, seen[width, scheme]) > 4, chart
     for width in WIDTHS:
         light, dark = (
             Image.open(seen[width, it]).convert("L").getpixel((2, 2)) for it in SCHEMES
@@ -185,7 +185,11 @@ def check(opened: Browser, page: Path, charts: tuple[str, ...], tmp_path: Path) 
 
 
 def num_colours(opened: Browser, chart: str, picture: Path) -> int:
-    """Count the colours of a chart on a picture of the page: a blank one has one."""
+    """Count the colours of a chart on a picture of the page.
+
+    A blank chart has one, an empty one two (paper and grid). Bars on whole pixels
+    have few besides: no line of theirs is smoothed.
+    """
     box = opened.ask(
         "const svg = [...document.querySelectorAll(`[id='${arguments[0]}'] svg`)]"
         ".find(it => it.checkVisibility()); const b = svg.getBoundingClientRect();"
@@ -204,7 +208,7 @@ def test_a_plain_run_looks_well(opened: Browser, plain: Path, tmp_path: Path) ->
     for chart in CHARTS:
         picture = Image.open(io.BytesIO((plain / f"report/{chart}.png").read_bytes()))
         assert picture.width > 1200
-        assert len(picture.convert("RGB").getcolors(1 << 24) or []) > 10
+        assert len(picture.convert("RGB").getcolors(1 << 24) or []) > 4
     run = Run(plain)
     (job,) = jobs_of(run)
     seconds = seconds_by_category([job], run.metrics.throughputs)
