@@ -32,9 +32,9 @@ from typing import Any
 
 from mpitrain.config import LaunchConfig
 from mpitrain.launch import consistency, cpu, gpu
-from mpitrain.launch.exit_guard import FAN_OUT, MAX_DIRECT_LINKS, ExitGuard
 from mpitrain.launch.rendezvous import probe, select, transports
 from mpitrain.launch.rendezvous.interfaces import Interface
+from mpitrain.launch.watchdog_tree import FAN_OUT, MAX_DIRECT_LINKS, connect_watchdogs
 from mpitrain.mpi.collectives import Compressed
 from mpitrain.mpi.topology import discover_world
 from mpitrain.watchdog.links import CoordinatorServer
@@ -225,10 +225,9 @@ def run_stages(job: ModelJob, rank: int) -> tuple[dict[str, float], ModelComm]:
     watched: Any = SimpleNamespace(
         is_connected=False, listen=lambda *_: 40000, connect=lambda *_: None
     )
-    guard: Any = SimpleNamespace(watched=watched, comm=comm)
     timed(
         "watchdog",
-        lambda: ExitGuard.connect_watchdogs(guard, world, on_node, "10.128.0.1"),
+        lambda: connect_watchdogs(comm, watched, world, on_node, "10.128.0.1"),
     )
     if world.num_nodes > 1:
         timed(

@@ -32,7 +32,8 @@ if TYPE_CHECKING:
         TopologyError,
         UsageError,
     )
-    from mpitrain.launch.init import Job, init
+    from mpitrain.launch.init import init
+    from mpitrain.launch.job import Job
     from mpitrain.mpi.world import Node, World
     from mpitrain.record.recorder import Recorder
     from mpitrain.train.callbacks import Callback, StopRequested
@@ -69,7 +70,8 @@ __all__ = [
 
 # Modules by name; what is not here is in `errors`.
 _HOMES = {
-    **dict.fromkeys(("init", "Job"), "launch.init"),
+    "init": "launch.init",
+    "Job": "launch.job",
     **dict.fromkeys(("World", "Node"), "mpi.world"),
     **dict.fromkeys(("Callback", "StopRequested"), "train.callbacks"),
     "CheckpointError": "checkpoint.run_checkpoints",

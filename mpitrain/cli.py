@@ -6,11 +6,8 @@ Rank zero reads the command line for all ranks, so that a mistake is reported on
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import functools
-import gc
 import itertools
-import logging
 import math
 import os
 import shlex
@@ -25,7 +22,6 @@ from mpitrain.config import TrainConfig, default_start_timeout
 from mpitrain.errors import UsageError, did_you_mean
 from mpitrain.flags import PROGRAM, QUESTIONS, Answered, Config, read_flags
 from mpitrain.launch.env_checks import (
-    STATUS_FILE,
     forget_parent,
     is_one_of_several,
     launched_rank,
@@ -36,8 +32,6 @@ from mpitrain.mpi.collectives import all_or_none, on_rank_zero
 from mpitrain.mpi.world import rank_label
 
 if TYPE_CHECKING:
-    from mpitrain.checkpoint.preemption import PreemptionHandler
-    from mpitrain.mpi.world import World
     from mpitrain.stage.stage import StageRequest
     from mpitrain.tools.train.prepare import PreparedRun
 
@@ -75,24 +69,16 @@ def main(argv: Sequence[str]) -> int:
 def train(argv: Sequence[str]) -> int:
     """Train a model on all ranks that mpirun started; the default command."""
     _answer(argv, lambda: read_config(argv))
+    from mpitrain.tools.command import run_command
+    from mpitrain.tools.train.command import TrainCommand
 
-    from mpitrain.tools.train.prepare import prepare
-
-    def run(world: World, run: PreparedRun, handler: PreemptionHandler) -> int:
-        from mpitrain.launch.current import age_seconds
-
-        start_seconds = age_seconds()
-        from mpitrain.tools.train.run import run_training
-
-        return run_training(world, run, handler, start_seconds)
-
-    return _run_job(argv, lambda: prepare(read_config(argv)), run)
+    return run_command(TrainCommand(lambda: read_config(argv)), start_timeout(argv))
 
 
 def sweep(argv: Sequence[str]) -> int:
     """Search hyperparameters: train many models in one job."""
     from mpitrain.plugins import require
-    from mpitrain.tools.sweep.config import INSTALL, PreparedSweep, prepare, read_sweep
+    from mpitrain.tools.sweep.config import INSTALL, read_sweep
 
     words, flags = _split(argv)
     if words[:1] == ["--best"]:
@@ -102,78 +88,11 @@ def sweep(argv: Sequence[str]) -> int:
         print(best_command(words[1:]), flush=True)
         return 0
     _answer(words, lambda: read_sweep(words))
+    from mpitrain.tools.command import run_command
+    from mpitrain.tools.sweep.command import SweepCommand
 
-    def run(world: World, run: PreparedSweep, handler: PreemptionHandler) -> int:
-        from mpitrain.tools.sweep.worker import run_sweep
-
-        return run_sweep(world, run, handler, read_config)
-
-    return _run_job(flags, lambda: prepare(read_sweep(words), flags, read_config), run)
-
-
-def _run_job(
-    flags: Sequence[str],
-    prepare: Callable[[], Prepared],
-    run: Callable[[World, Prepared, PreemptionHandler], int],
-) -> int:
-    """Start all ranks, open the folder that rank zero has prepared, and run.
-
-    Collective over all ranks.
-    """
-    from mpitrain.checkpoint.preemption import PreemptionHandler
-    from mpitrain.files import write_json
-    from mpitrain.launch.current import age_seconds
-    from mpitrain.launch.exit_guard import abort_on_error
-    from mpitrain.launch.init import init
-    from mpitrain.record.jsonl import changed_at
-    from mpitrain.record.recorder import record_job
-    from mpitrain.record.run_dir import open_log, start_logging
-
-    # Garbage collection takes a fifth of the time of the imports.
-    gc.disable()
-    limit = start_timeout(flags)
-    with abort_on_error(start_timeout_seconds=limit, may_spawn=False) as guard:
-        comm = guard.comm
-        with guard.stage("prepare the run"):
-            prepared = on_rank_zero(comm, prepare, "prepare the run")
-        config, run_dir, is_zero = prepared.config, prepared.run_dir, comm.rank == 0
-        if prepared.done:
-            if is_zero:
-                print(prepared.done, flush=True)
-            return prepared.status
-        status_file = os.environ.get(STATUS_FILE)
-        if status_file and is_zero:  # `supervise` prints the error from result.json
-            changed = changed_at(run_dir / "result.json")
-            before = {"run_dir": str(run_dir), "result_time": changed}
-            with contextlib.suppress(OSError):
-                write_json(Path(f"{status_file}.run"), before)
-        # Opened before the long imports: the log tells whose process this is.
-        place = (comm.rank, comm.size, socket.gethostname())
-        with guard.stage("open the log"):
-            log = all_or_none(comm, lambda: open_log(run_dir, *place), "open the log")
-        log_file = start_logging(log, is_rank_zero=is_zero)
-        # Signals during the long imports are not lost. It also logs the time limit.
-        handler = PreemptionHandler(
-            run_dir if is_zero else None, prepared.limit_seconds, age_seconds()
-        )
-        if is_zero and not prepared.has_lock:
-            logging.getLogger("mpitrain").warning(
-                "%s is on a file system without locks: nobody would notice a second "
-                "job that writes into it",
-                run_dir,
-            )
-        faulthandler.enable(log)  # for crashes in compiled code
-        record_job(run_dir, log_file.write)
-        guard.on_failure.append(lambda _: log_file.flush())
-        with init(**config.launch.as_arguments(), guard=guard) as world:
-            from mpitrain.torch_compat import defer_dynamo
-
-            if not config.compile:
-                defer_dynamo()
-
-            gc.freeze()
-            gc.enable()
-            return run(world, prepared, handler)
+    command = SweepCommand(words, flags, read_config)
+    return run_command(command, start_timeout(flags))
 
 
 def hostfile(argv: Sequence[str]) -> None:
@@ -294,15 +213,16 @@ def report(argv: Sequence[str]) -> None:
 def run(argv: Sequence[str]) -> None:
     """Run your own script, with the environment variables that torchrun sets."""
     from mpitrain.launch import run_script
-    from mpitrain.launch.exit_guard import abort_on_error
+    from mpitrain.launch.job import start_job
     from mpitrain.launch.run_target import read_on_all_ranks, read_words, split
 
     flags = split(argv)[0]
     _answer(flags, lambda: read_words(argv))
-    with abort_on_error(start_timeout_seconds=start_timeout(flags)) as guard:
-        with guard.stage("read the command line"):
-            asked = read_on_all_ranks(guard.comm, argv)
-        run_script.run(guard, asked, os.environ)
+    job = start_job(start_timeout_seconds=start_timeout(flags))
+    with job.guard:
+        with job.start_step("read the command line"):
+            asked = read_on_all_ranks(job.comm, argv)
+        run_script.run(job, asked, os.environ)
 
 
 def stage(argv: Sequence[str]) -> int:
@@ -315,15 +235,16 @@ def stage(argv: Sequence[str]) -> int:
         return read_words(words, command)
 
     _answer(words, read)
-    from mpitrain.launch.exit_guard import abort_on_error
+    from mpitrain.launch.job import start_job
     from mpitrain.stage.stage import run, with_own_args
 
-    with abort_on_error(start_timeout_seconds=start_timeout(command)) as guard:
-        first = on_rank_zero(guard.comm, read, "read the command line")
+    job = start_job(start_timeout_seconds=start_timeout(command))
+    with job.guard:
+        first = on_rank_zero(job.comm, read, "read the command line")
         request = all_or_none(
-            guard.comm, lambda: with_own_args(first, command), "read the command line"
+            job.comm, lambda: with_own_args(first, command), "read the command line"
         )
-    return run(guard, request, main)
+    return run(job, request, main)
 
 
 def check(argv: Sequence[str]) -> int:
@@ -336,13 +257,14 @@ def check(argv: Sequence[str]) -> int:
 
         return login.check_login_node(read(), os.environ)
 
-    from mpitrain.launch.exit_guard import abort_on_error
-    from mpitrain.tools.check import job
+    from mpitrain.launch.job import start_job
+    from mpitrain.tools.check.job import check_job
 
     limit = start_timeout(argv)
-    with abort_on_error(start_timeout_seconds=limit, may_spawn=False) as guard:
-        config = on_rank_zero(guard.comm, read, "read the command line")
-        return job.check_job(guard, config, os.environ)
+    job = start_job(start_timeout_seconds=limit, may_spawn=False)
+    with job.guard:
+        config = on_rank_zero(job.comm, read, "read the command line")
+        return check_job(job, config, os.environ)
 
 
 # The flags of a training that --help shows; --help-all shows all.

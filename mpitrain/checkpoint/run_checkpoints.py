@@ -35,7 +35,7 @@ from mpitrain.checkpoint.tensors import (
 from mpitrain.config import seconds_of
 from mpitrain.errors import LaunchError, MpitrainError, UsageError
 from mpitrain.launch.current import age_seconds, current_world
-from mpitrain.launch.exit_guard import ExitGuard
+from mpitrain.launch.job import Job
 from mpitrain.mpi.shared_arrays import Communicator, communicator
 from mpitrain.mpi.world import World, list_hosts
 from mpitrain.record.recorder import record_job, update_result
@@ -283,9 +283,9 @@ class RunCheckpoints:
 
     def _run_from(self, step: int) -> None:
         """Record that the loop is running, and its end when the job ends."""
-        if self._saved_step is None and ExitGuard.current is not None:
+        if self._saved_step is None and Job.current is not None:
             self._record(status="running")
-            ExitGuard.current.on_leave.append(self.close)
+            Job.current.guard.on_leave.append(self.close)
         self._saved_step = step
 
     def _record(self, **values: Any) -> None:

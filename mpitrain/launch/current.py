@@ -8,13 +8,13 @@ from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 
-from mpitrain.launch.exit_guard import ExitGuard
+from mpitrain.launch.job import Job
 from mpitrain.mpi.world import World
 
 
 def current_world() -> World | None:
     """Return the `World` of the job that runs in this process; ``None`` without one."""
-    return ExitGuard.current.world if ExitGuard.current else None
+    return Job.current.world if Job.current and Job.current.is_running else None
 
 
 def heartbeat(phase: str) -> None:
@@ -22,20 +22,20 @@ def heartbeat(phase: str) -> None:
 
     Costs a microsecond. Without a job nothing happens.
     """
-    if ExitGuard.current and ExitGuard.current.world:
-        ExitGuard.current.watched.progress(phase)
+    if Job.current and Job.current.is_running:
+        Job.current.watchdog.progress(phase)
 
 
 def on_job_end(action: Callable[[], object]) -> None:
     """Call `action` on this rank, in a thread, when the watchdog ends the job."""
-    if ExitGuard.current and ExitGuard.current.world:
-        ExitGuard.current.on_end.append(action)
+    if Job.current and Job.current.is_running:
+        Job.current.on_end(action)
 
 
 def on_term(handler: Callable[[int, FrameType | None], object]) -> None:
     """Register a handler of SIGTERM beside the watchdog's, if MPI was started here."""
-    if ExitGuard.current:
-        ExitGuard.current.watched.on_sigterm(handler)
+    if Job.current:
+        Job.current.watchdog.on_sigterm(handler)
 
 
 def age_seconds() -> float:

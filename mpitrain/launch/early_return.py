@@ -32,10 +32,6 @@ STUCK_SECONDS = 3.0  # standstill in a collective after which a rank is stuck
 _KEY = "mpitrain/returned"
 _WAITING_KEY = "mpitrain/waiting"
 
-_with_messages: set[str] = set()
-"""Groups with sends and receives: gloo counts them among the collectives, and ranks
-need not have as many."""
-
 
 class EarlyReturnMonitor:
     """Which ranks have returned, seen from one rank; watches in a thread."""
@@ -50,6 +46,9 @@ class EarlyReturnMonitor:
         self._store, self._rank, self._fail = store, rank, fail
         self._names = [f"rank {number}" for number in range(world_size)]
         self._place = (rank, world_size)
+        # Groups with sends and receives: gloo counts them among the collectives, and
+        # ranks need not have as many.
+        self._with_messages: set[str] = set()
         self._counts: dict[str, int] = {}  # of groups that are destroyed
         self._stop = threading.Event()
         self._patch_torch()
@@ -61,7 +60,7 @@ class EarlyReturnMonitor:
         self._stop.set()
         self._thread.join(POLL_SECONDS)
         with contextlib.suppress(Exception):  # the end will tell
-            self._write(_KEY, self._counts | count_collectives(self._place))
+            self._write(_KEY, self._counts | self._count_collectives())
 
     def note(self) -> str:
         """Return a line that names those that have returned; ``""`` for none."""
@@ -81,14 +80,41 @@ class EarlyReturnMonitor:
         destroy: Any = dist.destroy_process_group
 
         def destroy_process_group(group: Any = None) -> None:
-            self._counts |= count_collectives(self._place)
+            self._counts |= self._count_collectives()
             destroy(group)
 
         for module in (dist, dist.distributed_c10d):
             module.destroy_process_group = destroy_process_group  # type: ignore[attr-defined]
         # gloo's monitored_barrier is made of messages to and from its first rank.
         for name in ("send", "recv", "recv_anysource", "monitored_barrier"):
-            setattr(dist.ProcessGroup, name, _noted(getattr(dist.ProcessGroup, name)))
+            setattr(
+                dist.ProcessGroup, name, self._noted(getattr(dist.ProcessGroup, name))
+            )
+
+    def _noted(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
+            self._with_messages.add(group.group_name)
+            return method(group, *args, **kwargs)
+
+        return noted
+
+    def _count_collectives(self) -> dict[str, int]:
+        """Return how many collectives were begun here, by group."""
+        counts: dict[str, int] = {}
+        if not dist.is_initialized():
+            return counts
+        if (dist.get_rank(), dist.get_world_size()) != self._place:
+            return counts
+        for group, name in list(dist.distributed_c10d._world.pg_names.items()):  # noqa: SLF001
+            if group.group_name in self._with_messages:
+                continue
+            members = format_ranges(sorted(dist.get_process_group_ranks(group)))
+            for device in group._device_types:  # noqa: SLF001
+                with contextlib.suppress(Exception):  # not every backend counts
+                    backend: Any = group._get_backend(device)  # noqa: SLF001
+                    number = backend._get_sequence_number_for_group()  # noqa: SLF001
+                    counts[f"{name} {members} {device.type}"] = int(number)
+        return counts
 
     def _watch(self) -> None:
         before: dict[str, tuple[int, list[int]]] = {}
@@ -100,7 +126,7 @@ class EarlyReturnMonitor:
             except Exception:  # the store is gone, and so is the job
                 return
             now = {}  # by group: collectives begun here, ranks that began fewer
-            counts = count_collectives(self._place) if returned else {}
+            counts = self._count_collectives() if returned else {}
             for name, n in counts.items():
                 ranks = [r for r, theirs in returned.items() if theirs.get(name, n) < n]
                 if ranks:
@@ -128,28 +154,3 @@ class EarlyReturnMonitor:
 def _returned(ranks: Sequence[int]) -> str:
     some = f"ranks {format_ranges(ranks)} have" if len(ranks) > 1 else ""
     return f"{some or f'rank {ranks[0]} has'} returned with status 0"
-
-
-def count_collectives(place: tuple[int, int]) -> dict[str, int]:
-    """Return how many collectives were begun here, by group; `place` is in the job."""
-    counts: dict[str, int] = {}
-    if not dist.is_initialized() or (dist.get_rank(), dist.get_world_size()) != place:
-        return counts
-    for group, name in list(dist.distributed_c10d._world.pg_names.items()):  # noqa: SLF001
-        if group.group_name in _with_messages:
-            continue
-        members = format_ranges(sorted(dist.get_process_group_ranks(group)))
-        for device in group._device_types:  # noqa: SLF001
-            with contextlib.suppress(Exception):  # not every backend counts
-                backend: Any = group._get_backend(device)  # noqa: SLF001
-                number = backend._get_sequence_number_for_group()  # noqa: SLF001
-                counts[f"{name} {members} {device.type}"] = int(number)
-    return counts
-
-
-def _noted(method: Callable[..., Any]) -> Callable[..., Any]:
-    def noted(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
-        _with_messages.add(group.group_name)
-        return method(group, *args, **kwargs)
-
-    return noted

@@ -1,6 +1,6 @@
 """A user's own script, module or program, started as torchrun would start it.
 
-The script becomes ``__main__`` of this process: MPI, the guard and the store stand
+The script becomes ``__main__`` of this process: MPI, the job and its store stand
 around it, and it may start torch.distributed by itself, by `mpitrain.init`, or never.
 """
 
@@ -22,7 +22,7 @@ from mpitrain.config import TIMEOUT_SECONDS
 from mpitrain.errors import LaunchError
 from mpitrain.launch import init
 from mpitrain.launch.env_checks import RANK_PID
-from mpitrain.launch.exit_guard import ExitGuard, leave
+from mpitrain.launch.job import Job
 from mpitrain.launch.process_exit import (
     exit_status,
     finish_mpi,
@@ -55,23 +55,19 @@ FINDERS: dict[Kind, Callable[[str], Found]] = {
 }
 
 
-def run(
-    guard: ExitGuard, request: RunRequest, environ: MutableMapping[str, str]
-) -> None:
+def run(job: Job, request: RunRequest, environ: MutableMapping[str, str]) -> None:
     """Start all but the process group, run the script, and end with all ranks."""
-    world, found = load(
-        guard, request.target, lambda: _prepare(guard, request, environ)
-    )
+    world, found = load(job, request.target, lambda: _prepare(job, request, environ))
     if isinstance(found, str):
-        run_program(guard, request.target, found, environ)
+        run_program(job, request.target, found, environ)
         return
-    init.set_pending(guard, request.config, world)
-    guard.world = world
-    init.watch_steps(guard, request.config, "in the script")
+    job.pending = request.config
+    job.run_in(world)
+    job.watch_steps(request.config, "in the script")
     # Functions of `atexit` run last in, first out: the script's may still communicate.
     rank_itself = os.getpid()
-    atexit.register(_leave_at_exit, guard, rank_itself)
-    _replace_exits(guard, rank_itself)
+    atexit.register(_leave_at_exit, job, rank_itself)
+    _replace_exits(job, rank_itself)
     _stop_at_usr2(rank_itself)
     execute(found)
 
@@ -95,14 +91,14 @@ def execute(found: Found) -> None:
         os._exit(0)
 
 
-def load(guard: ExitGuard, target: Target, start: Callable[[], T]) -> tuple[T, Found]:
+def load(job: Job, target: Target, start: Callable[[], T]) -> tuple[T, Found]:
     """Start, and find what is to be ``__main__`` and its code, or the program's path.
 
     Sets `sys.argv` and path. A script is read before the start, so that a wrong name is
     told at once; a module is found after it, because that imports the packages above
     it. Collective over all ranks, whose targets may differ in kind.
     """
-    comm, name, is_module = guard.comm, target.name, target.kind == "module"
+    comm, name, is_module = job.comm, target.name, target.kind == "module"
     find, doing = FINDERS[target.kind], f"find the {target.kind}"
     early = all_or_none(comm, lambda: None if is_module else find(name), doing)
     started = start()
@@ -113,20 +109,20 @@ def load(guard: ExitGuard, target: Target, start: Callable[[], T]) -> tuple[T, F
         _set_path(os.getcwd())
     # As Python has it while it looks for a module.
     sys.argv[:] = ["-m" if is_module else name, *target.args]
-    with guard.stage("find the module"):
+    with job.start_step("find the module"):
         found = all_or_none(comm, lambda: early or find(name), doing)
     if is_module and isinstance(found, tuple):
         sys.argv[0] = str(found[0].__file__)
     return started, found
 
 
-def _leave_at_exit(guard: ExitGuard, rank_itself: int) -> None:
+def _leave_at_exit(job: Job, rank_itself: int) -> None:
     if os.getpid() == rank_itself:
-        with guard:
-            _leave_together(guard)
+        with job.guard:
+            _leave_together(job)
 
 
-def _replace_exits(guard: ExitGuard, rank_itself: int) -> None:
+def _replace_exits(job: Job, rank_itself: int) -> None:
     """Let ``os._exit(0)`` wait for the others, and MPI's own start and end be known.
 
     A process that ends without MPI_Finalize ends the job, with status 0, too (Open MPI
@@ -139,15 +135,15 @@ def _replace_exits(guard: ExitGuard, rank_itself: int) -> None:
     def leave_and_exit(status: int) -> NoReturn:
         os._exit = exit_at_once
         if status == 0 and os.getpid() == rank_itself:
-            with guard:
-                _leave_together(guard)
-            guard.watched.close()
+            with job.guard:
+                _leave_together(job)
+            job.watchdog.close()
             finish_mpi(0)
         exit_at_once(status)
 
     class AllRanks(MPI.Intracomm):
         def Abort(self, errorcode: int = 0) -> NoReturn:
-            guard.watched.set_state(State.FAILING)
+            job.watchdog.set_state(State.FAILING)
             super().Abort(errorcode)
 
     os._exit = leave_and_exit
@@ -181,17 +177,15 @@ def _had_term(rank: int) -> bool:
     )
 
 
-def _prepare(
-    guard: ExitGuard, request: RunRequest, environ: MutableMapping[str, str]
-) -> World:
+def _prepare(job: Job, request: RunRequest, environ: MutableMapping[str, str]) -> World:
     """Start all but the process group, and say so in the environment."""
-    world = init.prepare(guard, request.config, TIMEOUT_SECONDS, environ)
+    world = init.prepare(job, request.config, TIMEOUT_SECONDS, environ)
     environ.update(script_variables(world, request.run_id, environ))
     if world.world_size == 1:
-        guard.store = None  # its port is for the script, or for what it spawns
+        job.store = None  # its port is for the script, or for what it spawns
     else:
         lead_scripts_by_port(world.master_addr, world.master_port)
-        init.watch_early_returns(guard, world)
+        job.watch_early_returns(world)
     _close_stdin()
     return world
 
@@ -245,14 +239,14 @@ def _set_path(folder: str) -> None:
         sys.path[0] = folder
 
 
-def _leave_together(guard: ExitGuard) -> None:
+def _leave_together(job: Job) -> None:
     """Wait for the other ranks and destroy what is left of the process group."""
-    leave(guard, None)  # the last rank may evaluate for an hour
+    job.leave(None)  # the last rank may evaluate for an hour
     dist = sys.modules.get("torch.distributed")
     if dist is not None and dist.is_initialized():
         dist.destroy_process_group()
-    barrier(guard.comm)  # before rank zero takes the store away
-    guard.store = None
+    barrier(job.comm)  # before rank zero takes the store away
+    job.store = None
     write_status(0)  # not before: another rank may fail till now
 
 
@@ -268,7 +262,7 @@ class ProgramFailed(LaunchError):
 
 
 def run_program(
-    guard: ExitGuard, target: Target, path: str, environ: MutableMapping[str, str]
+    job: Job, target: Target, path: str, environ: MutableMapping[str, str]
 ) -> None:
     """Run a program beside this rank, and wait for it and for the other ranks.
 
@@ -278,7 +272,7 @@ def run_program(
     in any way; it is started, like the program, without a fork of this process's
     memory, which some networks of MPI do not bear.
     """
-    guard.watched.progress("in the program")
+    job.watchdog.progress("in the program")
     with subprocess.Popen(
         ["/bin/sh", "-c", _KILL_GROUP],
         bufsize=0,
@@ -298,7 +292,7 @@ def run_program(
             killer.kill()  # what the program left running on purpose may stay
     if status != 0:
         raise failure(target.name, status)
-    _leave_together(guard)
+    _leave_together(job)
 
 
 def failure(name: str, status: int) -> ProgramFailed:

@@ -13,15 +13,15 @@ from dataclasses import replace
 from typing import Any
 
 from mpitrain.config import TIMEOUT_SECONDS
-from mpitrain.launch.exit_guard import ExitGuard
 from mpitrain.launch.init import init_process_group
+from mpitrain.launch.job import Job
 from mpitrain.mpi.collectives import NUM_TAGS, barrier, use_as_world
 from mpitrain.mpi.world import World
 
 
 @contextlib.contextmanager
 def sub_world(
-    guard: ExitGuard,
+    job: Job,
     world: World,
     ranks: Sequence[int],
     number: int,
@@ -33,7 +33,7 @@ def sub_world(
     process group. Variables such as ``WORLD_SIZE`` stay those of the job.
 
     Args:
-        guard: The job's, whose process group is destroyed.
+        job: Its process group is destroyed.
         world: All ranks of the job.
         ranks: Those of the sub-world, in its order; this rank is one of them.
         number: Equal on these ranks, and not used before in this job.
@@ -41,14 +41,14 @@ def sub_world(
     """
     from torch._C._distributed_c10d import PrefixStore
 
-    assert guard.store is not None  # the start has opened it
-    members = guard.comm.Get_group().Incl(list(ranks))
-    mine = guard.comm.Create_group(members, tag=number % NUM_TAGS)
+    assert job.store is not None  # the start has opened it
+    members = job.comm.Get_group().Incl(list(ranks))
+    mine = job.comm.Create_group(members, tag=number % NUM_TAGS)
     members.Free()
     part = sub_world_of(world, ranks)
-    store = PrefixStore(f"mpitrain/sub_world/{number}", guard.store)
+    store = PrefixStore(f"mpitrain/sub_world/{number}", job.store)
     with use_as_world(mine):
-        init_process_group(guard, part, timeout_seconds, store)
+        init_process_group(job, part, timeout_seconds, store)
         try:
             yield part
             barrier(mine)

@@ -15,7 +15,7 @@ from mpitrain.console import say, shown
 from mpitrain.errors import Stopped
 from mpitrain.files import finite, write_json
 from mpitrain.launch.current import age_seconds, current_world
-from mpitrain.launch.exit_guard import ExitGuard
+from mpitrain.launch.job import Job
 from mpitrain.record.jsonl import CLOSE_SECONDS, JsonlWriter
 from mpitrain.record.run_dir import log_path, open_log, read_result
 from mpitrain.record.runs import Exists, folders_without_recorder, is_finished, open_run
@@ -305,24 +305,24 @@ def record_job(run_dir: Path, log: Callable[[str], object] | None = None) -> Non
     rank that prints the error calls ``log`` with it, in a script writes it into its
     log, and then into ``result.json``.
     """
-    guard = ExitGuard.current
-    if guard is None:
+    job = Job.current
+    if job is None:
         return
-    is_first, guard.run_dir = guard.run_dir is None, run_dir.resolve()
-    rank, size = guard.comm.rank, guard.comm.size
-    guard.watched.log_to(log_path(guard.run_dir, rank, size))
+    is_first, job.run_dir = job.run_dir is None, run_dir.resolve()
+    rank, size = job.comm.rank, job.comm.size
+    job.watchdog.log_to(log_path(job.run_dir, rank, size))
 
     def write_log(text: str) -> None:
-        if guard.run_dir is not None and not is_finished(guard.run_dir):
-            with open_log(guard.run_dir, rank, size, socket.gethostname()) as file:
+        if job.run_dir is not None and not is_finished(job.run_dir):
+            with open_log(job.run_dir, rank, size, socket.gethostname()) as file:
                 file.write(f"{text}\n")
 
     def write_result(text: str) -> None:
-        if guard.run_dir is not None:
-            record_failure(guard.run_dir, text, guard.status)
+        if job.run_dir is not None:
+            record_failure(job.run_dir, text, job.guard.status)
 
     if is_first:
-        guard.on_failure += [log or write_log, write_result]
+        job.guard.on_failure += [log or write_log, write_result]
 
 
 def record_failure(run_dir: Path, message: str, status: int = 1) -> None:

@@ -22,7 +22,7 @@ from tyro.conf import UseAppendAction
 
 from mpitrain.errors import UsageError
 from mpitrain.flags import PROGRAM, read_flags
-from mpitrain.launch.exit_guard import ExitGuard
+from mpitrain.launch.job import Job
 from mpitrain.launch.run_target import Target, split
 from mpitrain.mpi.collectives import Compressed, barrier, cancel_waits_by
 from mpitrain.mpi.topology import node_comm
@@ -121,17 +121,15 @@ def read_command(command: Sequence[str]) -> tuple[Target, bool]:
     return target, bool(flags)
 
 
-def run(
-    guard: ExitGuard, request: StageRequest, main: Callable[[Sequence[str]], int]
-) -> int:
+def run(job: Job, request: StageRequest, main: Callable[[Sequence[str]], int]) -> int:
     """Stage, and run the command in this process; return its exit status.
 
     `main` runs a command line of mpitrain.
     """
-    with guard:
-        with guard.stage("stage"):
-            target = stage(guard, request)
-        guard.watched.idle()
+    with job.guard:
+        with job.start_step("stage"):
+            target = stage(job, request)
+        job.watchdog.idle()
         for stream in (sys.stdout, sys.stderr):
             if request.is_unbuffered and isinstance(stream, io.TextIOWrapper):
                 stream.reconfigure(write_through=True)
@@ -139,25 +137,25 @@ def run(
             # Only now: from the copy.
             from mpitrain.launch.run_script import execute, load
 
-            _, found = load(guard, target, lambda: None)
+            _, found = load(job, target, lambda: None)
             execute(found)
             return 0
     sys.argv[1:] = target.args
     return main(target.args)
 
 
-def stage(guard: ExitGuard, request: StageRequest) -> Target:
+def stage(job: Job, request: StageRequest) -> Target:
     """Stage, and let this process use the copies of its node from now on.
 
     Collective over all ranks. Returns the target of this rank. Paths of ``--data``
     in it are replaced if all nodes have a copy at the same path: rank zero reads the
     flags of a training for all.
     """
-    comm, config, started = guard.comm, request.config, time.perf_counter()
+    comm, config, started = job.comm, request.config, time.perf_counter()
     pairs: list[tuple[str, str]] = []  # old and new paths, of this node
     words: list[tuple[str, str]] = []  # those that the command line has
     notes: list[str] = []  # for the report
-    beat = partial(guard.watched.start, "stage")
+    beat = partial(job.watchdog.start, "stage")
     on_node = node_comm(comm)
     leaders = cast("MPI.Intracomm", comm.Split(min(on_node.rank, 1), key=comm.rank))
     # Ranks that wait are alive. Those that they wait for beat when something moves.

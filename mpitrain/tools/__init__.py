@@ -1,1 +1,1 @@
-"""The commands; those of jobs, such as `jobscript` and `supervise`, are in `jobs`."""
+"""The commands; `command` starts those of all ranks, `jobs` has those of jobs."""

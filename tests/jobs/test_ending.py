@@ -17,18 +17,19 @@ GONE_WITHIN_SECONDS = 10.0
 BEFORE_TRAINING = """
 import os, signal, sys, time
 from pathlib import Path
-from mpitrain.launch.exit_guard import abort_on_error
+from mpitrain.launch.job import start_job
 
-with abort_on_error() as guard:
-    Path(f"pid-{guard.comm.rank}").write_text(str(os.getpid()))
-    guard.comm.Barrier()
-    if guard.comm.rank == 1:
+job = start_job()
+with job.guard:
+    Path(f"pid-{job.comm.rank}").write_text(str(os.getpid()))
+    job.comm.Barrier()
+    if job.comm.rank == 1:
         Path("time").write_text(str(time.time()))
         match sys.argv[1]:
             case "raise": raise ArithmeticError("this is the fault")
             case "exit": sys.exit(3)
             case "kill": os.kill(os.getpid(), signal.SIGKILL)
-    guard.comm.Barrier()
+    job.comm.Barrier()
 """
 
 OWN_SCRIPT = """

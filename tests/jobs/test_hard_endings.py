@@ -12,7 +12,7 @@ from launcher import Done, Mpi, environment, mpirun, under_each_mpi
 HEAD = """
 import sys, time
 import mpitrain
-from mpitrain.launch.exit_guard import abort_on_error
+from mpitrain.launch.job import start_job
 """
 
 
@@ -45,9 +45,10 @@ def test_a_dead_file_server_neither_silences_nor_holds_up_the_end(
     mpi: Mpi, tmp_path: Path
 ) -> None:
     body = """
-with abort_on_error() as guard:
-    guard.on_failure.append(lambda text: time.sleep(1000))
-    with mpitrain.init(guard=guard) as world:
+job = start_job()
+with job.guard:
+    job.guard.on_failure.append(lambda text: time.sleep(1000))
+    with mpitrain.init(job=job) as world:
         raise ArithmeticError("all of us")
 """
     done = run(mpi, body, tmp_path)
@@ -73,9 +74,10 @@ class Slow(Exception):
         time.sleep(0.5)
         return "this is the fault"
 
-with abort_on_error() as guard:
-    guard.on_failure.append(lambda text: print("kept", file=sys.stderr, flush=True))
-    with mpitrain.init(guard=guard) as world:
+job = start_job()
+with job.guard:
+    job.guard.on_failure.append(lambda text: print("kept", file=sys.stderr, flush=True))
+    with mpitrain.init(job=job) as world:
         import torch.distributed as dist
         if world.rank == 1:
             signal.signal(signal.SIGCHLD, break_in)
@@ -92,8 +94,9 @@ with abort_on_error() as guard:
 
 def test_errors_without_a_store_are_told_once(mpi: Mpi, tmp_path: Path) -> None:
     body = """
-with abort_on_error() as guard:
-    with mpitrain.init(guard=guard):
+job = start_job()
+with job.guard:
+    with mpitrain.init(job=job):
         pass
     raise ArithmeticError("after the end")
 """
@@ -125,9 +128,10 @@ def test_the_environment_is_as_before_when_the_job_is_over(
 ) -> None:
     body = """
 import os
-with abort_on_error() as guard:
+job = start_job()
+with job.guard:
     before = dict(os.environ)
-    with mpitrain.init(guard=guard):
+    with mpitrain.init(job=job):
         assert os.environ["WORLD_SIZE"] == "2"
     assert dict(os.environ) == before, set(os.environ.items()) ^ set(before.items())
 print("all is well", flush=True)
@@ -247,12 +251,12 @@ def test_the_end_of_our_own_command_is_a_good_one_every_time(
     body = """
 import gc
 from mpitrain.launch.process_exit import exit_now
-from mpitrain.launch.exit_guard import leave
-with abort_on_error() as guard:
-    notes = open(f"notes-{guard.comm.rank}", "w")
+job = start_job()
+with job.guard:
+    notes = open(f"notes-{job.comm.rank}", "w")
     notes.write("written")
     gc.freeze()  # as our own command does after its imports
-    leave(guard, 30)
+    job.leave(30)
 exit_now(0)
 """
     for _ in range(12):

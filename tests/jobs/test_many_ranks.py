@@ -15,21 +15,22 @@ import json, os, sys, time
 from pathlib import Path
 from mpitrain.launch import init
 from mpitrain.config import LaunchConfig
-from mpitrain.launch.exit_guard import abort_on_error
+from mpitrain.launch.job import start_job
 from mpitrain.mpi.collectives import barrier
 
-with abort_on_error(start_timeout_seconds=60) as guard:
+job = start_job(start_timeout_seconds=60)
+with job.guard:
     config = LaunchConfig()
-    world, *_ = init.prepare_without_torch(guard, config, 60.0, os.environ)
-    taken = guard.comm.gather(guard.stage_seconds)
+    world, *_ = init.prepare_without_torch(job, config, 60.0, os.environ)
+    taken = job.comm.gather(job.start_seconds)
     if world.rank == 0:
         slowest = {name: max(s[name] for s in taken) for name in taken[0]}
         Path("stages.json").write_text(json.dumps(slowest))
-    guard.watched.start_timeout_seconds = 4.0
-    with guard.stage("a late rank"):
+    job.watchdog.start_timeout_seconds = 4.0
+    with job.start_step("a late rank"):
         if world.rank == 41 and sys.argv[1] == "late":
             time.sleep(1000)
-        barrier(guard.comm)
+        barrier(job.comm)
 """
 
 

@@ -34,12 +34,13 @@ def strike(number, frame):
 
 signal.signal(signal.SIGUSR2, strike)
 Path(f"pid-{rank}").write_text(str(os.getpid()))
-from mpitrain.launch.exit_guard import abort_on_error
+from mpitrain.launch.job import start_job
 import mpitrain
 
-with abort_on_error() as guard:
+job = start_job()
+with job.guard:
     Path(f"stands-{rank}").touch()
-    with mpitrain.init(device="cpu", guard=guard) as world:
+    with mpitrain.init(device="cpu", job=job) as world:
         import torch, torch.distributed as dist
         Path(f"ready-{rank}").touch()
         for _ in range(6000):

@@ -53,7 +53,7 @@ def test_a_sum_in_the_place_of_an_average_is_found(
 
 def test_all_nodes_reach_each_other(job: mpitrain.Job, apart: World) -> None:
     """Each rank plays a node of its own."""
-    assert communication.find_broken_links(job._guard, apart, "127.0.0.1") == []
+    assert communication.find_broken_links(job, apart, "127.0.0.1") == []
 
 
 def test_a_node_that_nobody_reaches_is_named_by_all(
@@ -62,7 +62,7 @@ def test_a_node_that_nobody_reaches_is_named_by_all(
     last = world.world_size - 1
     # An address that no host has (RFC 5737), so that it cannot listen there.
     address = "192.0.2.1" if world.rank == last else "127.0.0.1"
-    found = communication.find_broken_links(job._guard, apart, address)
+    found = communication.find_broken_links(job, apart, address)
     assert found == [
         (node, last, "it cannot listen on its address") for node in range(last)
     ]

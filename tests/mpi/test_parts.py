@@ -38,14 +38,14 @@ def parts(job: mpitrain.Job) -> Iterator[Callable[[int, Callable[[World], Any]],
         ranks, number = in_node_order(job.world)[:num_ranks], next(_numbers)
         found = None
         if job.world.rank in ranks:
-            with sub_world(job._guard, job.world, ranks, number, 60.0) as part:
+            with sub_world(job, job.world, ranks, number, 60.0) as part:
                 found = action(part)
         barrier(job.comm)
         return found
 
     yield run
-    store = dist.PrefixStore(f"after/{next(_numbers)}", job._guard.store)
-    init_process_group(job._guard, job.world, 60.0, store)
+    store = dist.PrefixStore(f"after/{next(_numbers)}", job.store)
+    init_process_group(job, job.world, 60.0, store)
 
 
 def test_any_part_trains_as_all_ranks_do(parts: Any, world: World) -> None:
@@ -110,7 +110,7 @@ def test_a_wait_for_a_rank_that_does_not_come_can_be_cancelled(
     if size > 1:
         with contextlib.suppress(InterruptedError):
             ranks, number = in_node_order(world), next(_numbers)
-            with sub_world(job._guard, world, ranks, number, 60.0) as part:
+            with sub_world(job, world, ranks, number, 60.0) as part:
                 if part.rank < part.world_size - 1:
                     with pytest.raises(InterruptedError):
                         meet()

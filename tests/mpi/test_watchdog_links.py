@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
-from mpitrain.launch import exit_guard
-from mpitrain.launch.exit_guard import ExitGuard
+from mpitrain.launch import watchdog_tree
+from mpitrain.launch.watchdog_tree import connect_watchdogs
 from mpitrain.mpi.world import World
 
 if TYPE_CHECKING:
     from mpi4py import MPI
+
+    from mpitrain.watchdog.client import WatchdogClient
 
 pytestmark = pytest.mark.mpi
 
@@ -45,8 +46,8 @@ class Sidecar:
 
 def connected(comm: MPI.Intracomm, world: World, on_node: MPI.Intracomm) -> Sidecar:
     sidecar = Sidecar(world.rank)
-    guard: Any = SimpleNamespace(comm=comm, watched=sidecar)
-    ExitGuard.connect_watchdogs(guard, world, on_node, f"10.0.0.{world.node_rank}")
+    address, watchdog = f"10.0.0.{world.node_rank}", cast("WatchdogClient", sidecar)
+    connect_watchdogs(comm, watchdog, world, on_node, address)
     assert len(set(comm.allgather(sidecar.token))) == 1
     return sidecar
 
@@ -54,8 +55,8 @@ def connected(comm: MPI.Intracomm, world: World, on_node: MPI.Intracomm) -> Side
 @pytest.fixture
 def many(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if these ranks were more than rank zero's sidecar takes alone."""
-    monkeypatch.setattr(exit_guard, "MAX_DIRECT_LINKS", 0)
-    monkeypatch.setattr(exit_guard, "FAN_OUT", FAN_OUT)
+    monkeypatch.setattr(watchdog_tree, "MAX_DIRECT_LINKS", 0)
+    monkeypatch.setattr(watchdog_tree, "FAN_OUT", FAN_OUT)
 
 
 def ports(sidecar: Sidecar) -> list[int]:

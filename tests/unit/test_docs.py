@@ -125,4 +125,4 @@ def test_the_page_of_the_api_has_every_name() -> None:
         assert name == "__version__" or f"`{name}" in page or f" {name}" in page, name
     for call in (mpitrain.init, mpitrain.Trainer, mpitrain.Checkpointer):
         for name in inspect.signature(call).parameters:
-            assert name in page or name == "guard", f"{call.__name__}: {name}"
+            assert name in page or name == "job", f"{call.__name__}: {name}"

@@ -29,8 +29,7 @@ from mpitrain.tools.check.report import Finding
 from mpitrain.train.parallel import ParallelModel
 
 if TYPE_CHECKING:
-    from mpitrain.launch.exit_guard import ExitGuard
-    from mpitrain.launch.init import Job
+    from mpitrain.launch.job import Job
 
 CONNECT_SECONDS = 3.0
 MAX_FINDINGS = 8
@@ -64,7 +63,7 @@ class Link(NamedTuple):
     error: str
 
 
-def find_broken_links(guard: ExitGuard, world: World, address: str) -> list[Link]:
+def find_broken_links(job: Job, world: World, address: str) -> list[Link]:
     """Connect the first rank of every node to that of every other node.
 
     Runs before the process group exists, since gloo connects all ranks with each other
@@ -72,7 +71,7 @@ def find_broken_links(guard: ExitGuard, world: World, address: str) -> list[Link
     """
     if world.num_nodes == 1:
         return []
-    comm = guard.comm
+    comm = job.comm
     broken: list[Link] = []
     with contextlib.ExitStack() as stack:
         port = 0

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from mpitrain import schedulers
 from mpitrain.launch import init
-from mpitrain.launch.init import Job
+from mpitrain.launch.job import Job
 from mpitrain.launch.rendezvous.transports import gloo_error
 from mpitrain.mpi.collectives import barrier, on_rank_zero
 from mpitrain.mpi.implementation import mpi_library_version
@@ -31,7 +31,7 @@ from mpitrain.tools.check.report import Report
 from mpitrain.watchdog.process import launcher_name
 
 if TYPE_CHECKING:
-    from mpitrain.launch.exit_guard import ExitGuard
+    from mpitrain.launch.job import Job
 
 COLLECTIVE_SECONDS = 300.0  # how long one collective may take; the watchdog acts before
 BANDWIDTH_SECONDS = 12.0
@@ -40,25 +40,25 @@ MEMORY_SHARE = 0.25  # of a node's available memory, for the messages of all its
 IMPORT_STAGES = ("starting MPI", "import torch")  # not counted as mpitrain's time
 
 
-def check_job(guard: ExitGuard, config: CheckConfig, environ: Mapping[str, str]) -> int:
+def check_job(job: Job, config: CheckConfig, environ: Mapping[str, str]) -> int:
     """Check all ranks and nodes; collective over all ranks."""
     before = dict(environ)
-    report = Report(prints=guard.comm.rank == 0, as_json=config.json)
-    guard.on_failure.append(report.fail)
-    world = init.prepare(guard, config.launch, COLLECTIVE_SECONDS, os.environ)
+    report = Report(prints=job.comm.rank == 0, as_json=config.json)
+    job.guard.on_failure.append(report.fail)
+    world = init.prepare(job, config.launch, COLLECTIVE_SECONDS, os.environ)
     from mpitrain.tools.check import communication  # imports torch, as the start has
 
-    guard.watched.start("connect the nodes with each other")
-    assert guard.rendezvous is not None  # the start has set it
-    address = guard.rendezvous.own_address
-    broken = communication.find_broken_links(guard, world, address)
+    job.watchdog.start("connect the nodes with each other")
+    assert job.rendezvous is not None  # the start has set it
+    address = job.rendezvous.own_address
+    broken = communication.find_broken_links(job, world, address)
     if not broken:
-        init.init_process_group(guard, world, COLLECTIVE_SECONDS)
+        init.init_process_group(job, world, COLLECTIVE_SECONDS)
     # Each check reports progress; there are no steps.
-    guard.watched.hang_timeout_seconds = config.launch.hang_timeout or 0.0
-    job = Job(world, guard, COLLECTIVE_SECONDS, {})
+    job.watchdog.hang_timeout_seconds = config.launch.hang_timeout or 0.0
+    job.open(world, COLLECTIVE_SECONDS, {})
     with job:
-        facts = _gather(job, world, guard, config, before)
+        facts = _gather(job, world, config, before)
         report.add(
             world_size=world.world_size,
             num_nodes=world.num_nodes,
@@ -66,7 +66,7 @@ def check_job(guard: ExitGuard, config: CheckConfig, environ: Mapping[str, str])
             backend=world.backend,
             master_addr=world.master_addr,
             master_port=world.master_port,
-            address_reason=guard.rendezvous.why,
+            address_reason=job.rendezvous.why,
             versions=versions() | _library_versions(world),
             scheduler=asdict(facts.scheduler),
             launcher=facts.launcher,
@@ -84,7 +84,7 @@ def check_job(guard: ExitGuard, config: CheckConfig, environ: Mapping[str, str])
         findings += found
         if not config.quick and world.world_size > 1:
             memory = int(min(it.available_bytes for it in facts.hosts) * MEMORY_SHARE)
-            with_gloo = not any(job.comm.allgather(gloo_error(guard.rendezvous)))
+            with_gloo = not any(job.comm.allgather(gloo_error(job.rendezvous)))
             rows, left_out = communication.measure_bandwidth(
                 job, world, BANDWIDTH_SECONDS, memory, with_gloo=with_gloo
             )
@@ -93,15 +93,11 @@ def check_job(guard: ExitGuard, config: CheckConfig, environ: Mapping[str, str])
 
 
 def _gather(
-    job: Job,
-    world: World,
-    guard: ExitGuard,
-    config: CheckConfig,
-    before: Mapping[str, str],
+    job: Job, world: World, config: CheckConfig, before: Mapping[str, str]
 ) -> Facts:
     import torch
 
-    rendezvous = guard.rendezvous
+    rendezvous = job.rendezvous
     assert rendezvous is not None
     job.progress("check: nodes and ranks")
     with contextlib.ExitStack() as stack:
@@ -120,7 +116,7 @@ def _gather(
     barrier(job.comm)
     if host is not None:
         host.clock_seconds = time.time()
-    mine = rank_facts(world, before, guard.stage_seconds)
+    mine = rank_facts(world, before, job.start_seconds)
     by_rank = job.comm.allgather((mine, host))
     return Facts(
         nodes=world.nodes,

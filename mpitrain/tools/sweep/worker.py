@@ -23,7 +23,7 @@ from mpitrain.console import shown
 from mpitrain.data.sources import Data, load_data
 from mpitrain.data.torchvision_sets import CLASSES
 from mpitrain.errors import LaunchError, MpitrainError, Stopped, UsageError
-from mpitrain.launch.exit_guard import ExitGuard
+from mpitrain.launch.job import Job
 from mpitrain.launch.process_exit import is_consequence
 from mpitrain.launch.subworld import destroy_process_group, sub_world
 from mpitrain.mpi.collectives import (
@@ -78,10 +78,10 @@ def run_sweep(
             f"{list_hosts(blind)} cannot see {shown(sweep.run_dir)}; expected a folder "
             "that all nodes share: --sweeps-dir"
         ).on_all_ranks()
-    guard = ExitGuard.current
-    assert guard is not None
-    comm, data = guard.comm.Dup(), _shared_data(sweep, world)
-    worker = Worker(guard, world, sweep, handler, read_config, Inbox(comm), data)
+    job = Job.current
+    assert job is not None
+    comm, data = job.comm.Dup(), _shared_data(sweep, world)
+    worker = Worker(job, world, sweep, handler, read_config, Inbox(comm), data)
     destroy_process_group()
     screen = sys.stdout  # a trial's goes into its log
 
@@ -95,7 +95,7 @@ def run_sweep(
             if isinstance(error, MpitrainError):
                 error.on_all_ranks()
             if size > 1:
-                guard.fail(error)  # ends this process, which may be in a trial
+                job.guard.fail(error)  # ends this process, which may be in a trial
             worker.inbox.server_error = error
 
     if world.is_rank_zero:
@@ -155,7 +155,7 @@ class Worker:
 
     def __init__(
         self,
-        guard: ExitGuard,
+        job: Job,
         world: World,
         sweep: PreparedSweep,
         handler: PreemptionHandler,
@@ -163,15 +163,15 @@ class Worker:
         inbox: Inbox,
         data: Data | None,
     ) -> None:
-        self._guard, self._world, self._sweep = guard, world, sweep
+        self._job, self._world, self._sweep = job, world, sweep
         self._handler, self._read_config = handler, read_config
         self.inbox, self._data = inbox, data
         handler.reason_elsewhere, handler.stays_open = inbox.stop_reason, True
 
     def run(self) -> int:
         """Train until the server sends the end; return the job's exit status."""
-        watched, has_told = self._guard.watched, False
-        watched.set_state(State.IDLE)
+        watchdog, has_told = self._job.watchdog, False
+        watchdog.set_state(State.IDLE)
         while True:
             message = self.inbox.take()
             if message is None:
@@ -181,29 +181,29 @@ class Worker:
                     self.inbox.send(Message("stop", -1, reason))
                 time.sleep(POLL_SECONDS)
                 continue
-            watched.progress("between two trials")
-            watched.set_state(State.RUNNING)
+            watchdog.progress("between two trials")
+            watchdog.set_state(State.RUNNING)
             if message.kind == "end":
                 return int(message.data)
             if message.kind == "start":
                 self._train(message.start_id, *message.data)
-            watched.set_state(State.IDLE)
+            watchdog.set_state(State.IDLE)
 
     def _train(self, start_id: int, ranks: Sequence[int], flags: Sequence[str]) -> None:
-        guard, inbox, on_end = self._guard, self.inbox, self._guard.on_end[:]
+        job, inbox, on_end = self._job, self.inbox, self._job.guard.on_end[:]
         inbox.begin(start_id)
         try:
             with (
                 cancel_waits_by(inbox.raise_if_aborted),
-                sub_world(guard, self._world, ranks, start_id) as part,
+                sub_world(job, self._world, ranks, start_id) as part,
             ):
-                guard.watched.expect_steps("the start of a trial")
+                job.watchdog.expect_steps("the start of a trial")
                 outcome = self._train_in(part, start_id, flags)
         except (Exception, SystemExit) as error:
             outcome = self._failed(error, ranks)
         reason = self._handler.requested()
         inbox.send(Message("ended", start_id, outcome._replace(stop_reason=reason)))
-        guard.on_end[:] = on_end  # undo what the training left
+        job.guard.on_end[:] = on_end  # undo what the training left
         gc.collect()
         if self._world.device != "cpu":
             torch.get_device_module(self._world.device).empty_cache()

@@ -1,0 +1,107 @@
+"""A command of all ranks with a folder: rank zero prepares it, all start, and it runs.
+
+start_job       MPI, watchdog, exit guard
+prepare         on rank zero: read the flags, open the folder; all get the result
+open the log    of each rank, before the long imports
+init            torch, devices, process group
+run             on all ranks
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import gc
+import logging
+import os
+import socket
+from abc import ABC, abstractmethod
+from pathlib import Path
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+from mpitrain.checkpoint.preemption import PreemptionHandler
+from mpitrain.files import write_json
+from mpitrain.launch.current import age_seconds
+from mpitrain.launch.env_checks import STATUS_FILE
+from mpitrain.launch.init import init
+from mpitrain.launch.job import start_job
+from mpitrain.mpi.collectives import all_or_none, on_rank_zero
+from mpitrain.record.jsonl import changed_at
+from mpitrain.record.recorder import record_job
+from mpitrain.record.run_dir import open_log, start_logging
+
+if TYPE_CHECKING:
+    from mpitrain.mpi.world import World
+    from mpitrain.tools.train.prepare import PreparedRun
+
+Prepared = TypeVar("Prepared", bound="PreparedRun")
+
+
+class Command(ABC, Generic[Prepared]):
+    """A command of all ranks, for `run_command`."""
+
+    @abstractmethod
+    def prepare(self) -> Prepared:
+        """Read the flags and open the folder; on rank zero, before long imports."""
+
+    @abstractmethod
+    def run(self, world: World, prepared: Prepared, handler: PreemptionHandler) -> int:
+        """Do it, and return the exit status. Collective over all ranks."""
+
+
+def run_command(command: Command[Prepared], start_timeout_seconds: float) -> int:
+    """Start all ranks, open the folder that rank zero has prepared, and run.
+
+    Returns the exit status. Collective over all ranks.
+    """
+    # Garbage collection takes a fifth of the time of the imports.
+    gc.disable()
+    job = start_job(start_timeout_seconds=start_timeout_seconds, may_spawn=False)
+    with job.guard:
+        comm = job.comm
+        with job.start_step("prepare the run"):
+            prepared = on_rank_zero(comm, command.prepare, "prepare the run")
+        config, run_dir, is_zero = prepared.config, prepared.run_dir, comm.rank == 0
+        if prepared.done:
+            if is_zero:
+                print(prepared.done, flush=True)
+            return prepared.status
+        if is_zero:
+            _tell_supervisor(run_dir)
+        # Opened before the long imports: the log tells whose process this is.
+        place = (comm.rank, comm.size, socket.gethostname())
+        with job.start_step("open the log"):
+            log = all_or_none(comm, lambda: open_log(run_dir, *place), "open the log")
+        log_file = start_logging(log, is_rank_zero=is_zero)
+        # Signals during the long imports are not lost. It also logs the time limit.
+        handler = PreemptionHandler(
+            run_dir if is_zero else None, prepared.limit_seconds, age_seconds()
+        )
+        if is_zero and not prepared.has_lock:
+            logging.getLogger("mpitrain").warning(
+                "%s is on a file system without locks: nobody would notice a second "
+                "job that writes into it",
+                run_dir,
+            )
+        faulthandler.enable(log)  # for crashes in compiled code
+        record_job(run_dir, log_file.write)
+        job.guard.on_failure.append(lambda _: log_file.flush())
+        with init(**config.launch.as_arguments(), job=job) as world:
+            from mpitrain.torch_compat import defer_dynamo
+
+            if not config.compile:
+                defer_dynamo()
+
+            gc.freeze()
+            gc.enable()
+            return command.run(world, prepared, handler)
+
+
+def _tell_supervisor(run_dir: Path) -> None:
+    """Let `supervise` know the folder: it prints the error from its result.json."""
+    status_file = os.environ.get(STATUS_FILE)
+    if status_file:
+        changed = changed_at(run_dir / "result.json")
+        before = {"run_dir": str(run_dir), "result_time": changed}
+        with contextlib.suppress(OSError):
+            write_json(Path(f"{status_file}.run"), before)

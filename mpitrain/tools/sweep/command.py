@@ -1,0 +1,34 @@
+"""`python -m mpitrain sweep`: many trainings in one job."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from mpitrain.tools.command import Command
+from mpitrain.tools.sweep.config import PreparedSweep, ReadConfig, prepare, read_sweep
+
+if TYPE_CHECKING:
+    from mpitrain.checkpoint.preemption import PreemptionHandler
+    from mpitrain.mpi.world import World
+
+
+class SweepCommand(Command[PreparedSweep]):
+    """Searches hyperparameters: ``words`` are its flags, ``flags`` each training's."""
+
+    def __init__(
+        self, words: Sequence[str], flags: Sequence[str], read_config: ReadConfig
+    ) -> None:
+        self._words, self._flags, self._read_config = words, flags, read_config
+
+    def prepare(self) -> PreparedSweep:
+        """Open the folder of the sweep."""
+        return prepare(read_sweep(self._words), self._flags, self._read_config)
+
+    def run(
+        self, world: World, prepared: PreparedSweep, handler: PreemptionHandler
+    ) -> int:
+        """Train what the server sends."""
+        from mpitrain.tools.sweep.worker import run_sweep
+
+        return run_sweep(world, prepared, handler, self._read_config)
