@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from mpitrain.config import TrainConfig, default_start_timeout
 from mpitrain.errors import UsageError, did_you_mean
-from mpitrain.flags import PROGRAM, QUESTIONS, Answered, Config, read_flags
+from mpitrain.flags import HELP_FLAGS, PROGRAM, Config, HelpShown, read_flags
 from mpitrain.launch.env_checks import (
     forget_parent,
     is_one_of_several,
@@ -290,10 +290,10 @@ def _read(kind: type[Config], command: str, words: Sequence[str]) -> Config:
 
 def _answer(words: Sequence[str], read: Callable[[], object]) -> None:
     """Answer what is asked by flags; on rank zero, and without MPI."""
-    if QUESTIONS & set(words):
+    if HELP_FLAGS & set(words):
         if not was_launched(os.environ) or launched_rank(os.environ) == 0:
             read()
-        raise Answered
+        raise HelpShown
 
 
 def _split(argv: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:

@@ -19,7 +19,7 @@ from mpitrain.help import flags_of, help_text
 PROGRAM = "python -m mpitrain"
 
 # Flags that are answered instead of running the command.
-QUESTIONS = frozenset({"-h", "--help", "--help-all", "--version"})
+HELP_FLAGS = frozenset({"-h", "--help", "--help-all", "--version"})
 
 Config = TypeVar("Config")
 
@@ -45,7 +45,7 @@ SYNONYMS = {
 TORCHRUN = re.compile("--(nproc|nnodes|node-rank|standalone|rdzv|master-|max-restarts)")
 
 
-class Answered(MpitrainError):
+class HelpShown(MpitrainError):
     """Help or the version was asked for, and is printed."""
 
     exit_status = 0
@@ -68,15 +68,15 @@ def read_flags(
     """
     if "--version" in words:
         print(f"mpitrain {__version__}")
-        raise Answered
+        raise HelpShown
 
-    if QUESTIONS & set(words):
+    if HELP_FLAGS & set(words):
         only = None if "--help-all" in words else common
         config_file = "--config FILE.yaml reads flags from a file; flags win over it."
         show_all = "--help-all shows all flags." * bool(only)
         lines = "\n".join(filter(None, [further, config_file * files, show_all]))
         _answer(help_text(kind, program=program, epilog=lines, only=only))
-        raise Answered
+        raise HelpShown
 
     if not files:
         return _parse(kind, words, None, program)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from mpitrain.checkpoint.format import check_json
-from mpitrain.checkpoint.manager import CheckpointManager, Outcome
+from mpitrain.checkpoint.manager import CheckpointManager, WriteResult
 from mpitrain.checkpoint.preemption import REASONS
 from mpitrain.checkpoint.resume import check_same_steps
 from mpitrain.checkpoint.run_checkpoints import CheckpointError, RunCheckpoints
@@ -344,7 +344,7 @@ class Checkpointer(RunCheckpoints, Callback):
         if self._is_due and can_save and not self._is_backing_off:
             self._save(trainer)
 
-    def _finish(self, trainer: Trainer, doing: str) -> Outcome | None:
+    def _finish(self, trainer: Trainer, doing: str) -> WriteResult | None:
         assert self._manager is not None
         with trainer.timer("checkpoint"):
             outcome = self._manager.finish(doing)
@@ -429,7 +429,7 @@ class Checkpointer(RunCheckpoints, Callback):
             "there, once there is room"
         ).on_all_ranks()
 
-    def _report(self, trainer: Trainer, outcome: Outcome) -> None:
+    def _report(self, trainer: Trainer, outcome: WriteResult) -> None:
         trainer.call("on_checkpoint", outcome)
         is_zero = self._world is not None and self._world.is_rank_zero
         if not outcome.error:

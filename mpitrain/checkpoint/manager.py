@@ -40,7 +40,7 @@ FIRST_NAP_SECONDS, NAP_SECONDS = 0.001, 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class WriteResult:
     """The result of writing a checkpoint. Equal on all ranks, except `copy_seconds`."""
 
     step: int  # steps that are in it
@@ -156,7 +156,7 @@ class CheckpointManager:
         ended = self._num_ended  # first: a thread notes its failure before its end
         return -ended, self._failed  # negative: the maximum is of the slowest rank
 
-    def update(self, numbers: Sequence[int]) -> Outcome | None:
+    def update(self, numbers: Sequence[int]) -> WriteResult | None:
         """Take the maximum over ranks of each number of `report`; collective.
 
         Returns the result of a checkpoint, once it is known.
@@ -173,7 +173,7 @@ class CheckpointManager:
         seconds = self._ranks.allgather(self._ended_at - self._began)[0]
         return self._ended(seconds)
 
-    def finish(self, doing: str) -> Outcome | None:
+    def finish(self, doing: str) -> WriteResult | None:
         """Wait until a checkpoint is written, and return its result, if there was one.
 
         Then one that waits is begun. Collective over all ranks. ``doing`` is for the
@@ -246,13 +246,13 @@ class CheckpointManager:
         if self._current is not None:
             self._start(self._write)
 
-    def _ended(self, seconds: float, error: str = "") -> Outcome:
+    def _ended(self, seconds: float, error: str = "") -> WriteResult:
         """Begin the one that waits, if there is one."""
         assert self._current is not None
         copy = self._current
         self._memories.append(copy.writer.memory)
         self._write_next(time.monotonic())
-        return Outcome(
+        return WriteResult(
             step=copy.step,
             copy_seconds=copy.copy_seconds,
             write_seconds=seconds,
@@ -274,7 +274,7 @@ class CheckpointManager:
         with contextlib.suppress(OSError, DataError):  # the new one is complete
             remove_old(self._run_dir, self._keep)
 
-    def _fail(self) -> Outcome:
+    def _fail(self) -> WriteResult:
         assert self._current is not None
         mine = self._error if self._failed == self._number else ""
         reasons = self._ranks.allgather(f"[{self._world}] {mine}" if mine else "")

@@ -73,13 +73,13 @@ class PreemptionHandler:
 
     Attributes:
         margin: Returns the seconds that stopping takes.
-        reason_elsewhere: Returns the number of another reason to stop; 0 for none.
-        stays_open: Whether `close` does nothing, since another training follows.
+        extra_stop_reason: Returns the number of another reason to stop; 0 for none.
+        keep_installed: Whether `close` does nothing, since another training follows.
     """
 
     margin: Callable[[], float]
-    reason_elsewhere: Callable[[], int]
-    stays_open = False
+    extra_stop_reason: Callable[[], int]
+    keep_installed = False
 
     def __init__(
         self,
@@ -91,7 +91,7 @@ class PreemptionHandler:
         self._has_file = False
         self._is_closed = False
         self.margin = lambda: FIRST_MARGIN_SECONDS
-        self.reason_elsewhere = lambda: 0
+        self.extra_stop_reason = lambda: 0
         self._deadline: float | None = None
         self._first_left = 0.0
         self._previous: Any = None
@@ -117,7 +117,7 @@ class PreemptionHandler:
         end = self._deadline
         if end is not None and time.monotonic() > end - self._margin():
             return TIME
-        return self.reason_elsewhere()
+        return self.extra_stop_reason()
 
     def seconds_left(self) -> float | None:
         """Return the seconds until the time limit stops it; ``None`` without one."""
@@ -127,17 +127,17 @@ class PreemptionHandler:
 
     def close(self) -> None:
         """Restore the handlers: from here on USR2 and TERM do what they did before."""
-        if self.stays_open:
+        if self.keep_installed:
             return
         self._is_closed = True
         if self._previous is not None:
             signal.signal(signal.SIGUSR2, self._previous)
             self._previous = None
 
-    def give_up(self) -> None:
+    def uninstall(self) -> None:
         """Close; a signal that came already ends this process."""
         self.close()
-        if self._signal and not self.stays_open:
+        if self._signal and not self.keep_installed:
             self._end(signal.SIGUSR2 if self._signal == USR2 else signal.SIGTERM)
 
     def _margin(self) -> float:

@@ -107,17 +107,17 @@ class RunCheckpoints:
                 forget_stop(path)
             record_job(self.run_dir)
         self._run_id = run_id
-        blind = hosts_without(self.run_dir, run_id, world, ranks)
+        hosts_without_run_dir = hosts_without(self.run_dir, run_id, world, ranks)
         self.reader = find_checkpoint(
-            self.run_dir, run_id, self._resume, world, ranks, blind
+            self.run_dir, run_id, self._resume, world, ranks, hosts_without_run_dir
         )
-        self.is_disabled = bool(blind)
-        if blind and world.is_rank_zero:
+        self.is_disabled = bool(hosts_without_run_dir)
+        if hosts_without_run_dir and world.is_rank_zero:
             logger.warning(
                 "no checkpoints are written, and a signal, the time limit or a file "
                 "stop end nothing in time: %s cannot see %s; name a folder that all "
                 "nodes share with --runs-dir",
-                *(list_hosts(blind), self.run_dir),
+                *(list_hosts(hosts_without_run_dir), self.run_dir),
             )
         if handler is not None:
             self._handler = handler
@@ -132,7 +132,7 @@ class RunCheckpoints:
                 age_seconds(),
             )
         if self.is_disabled:
-            self._handler.give_up()
+            self._handler.uninstall()
         else:
             self._handler.margin = self._margin
 

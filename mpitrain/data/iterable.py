@@ -68,7 +68,7 @@ class IterableStyle:
         if not self.has_shards:
             return 0
         num_readers = rank_shard.stream_shard[0] * max(1, self._num_workers)
-        return len(rank_shard.taken) or num_readers
+        return len(rank_shard.samples_read_per_shard) or num_readers
 
     def order(self, seed: int, epoch: int) -> Indices:
         """Refuse: only reading tells."""
@@ -143,7 +143,7 @@ class _WorkerBatches(IterableDataset[LoadedBatch]):
     def _from_shards(self, worker: int, num_workers: int) -> Iterator[tuple[int, Any]]:
         num_ranks, rank = self.rank_shard.stream_shard
         num_readers = num_ranks * num_workers
-        taken = self.rank_shard.taken or (0,) * num_readers
+        taken = self.rank_shard.samples_read_per_shard or (0,) * num_readers
         # Workers deliver in turns. On resume with as many workers as before, the one
         # whose turn it was must come first.
         before = replace(

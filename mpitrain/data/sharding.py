@@ -57,16 +57,16 @@ def evaluation_batch_size(num_samples: int, global_batch_size: int, most: int) -
 
 
 @dataclass(frozen=True, kw_only=True)
-class Numbering:
+class MicroBatchAssignment:
     """Which rank takes which micro-batches of a step: ``--bitwise``, evaluations.
 
     They are cut from the step alone, and numbered from 0.
 
-    >>> [list(Numbering(world_size=2).of_rank(rank, 3)) for rank in (0, 1)]
+    >>> [list(MicroBatchAssignment(world_size=2).of_rank(rank, 3)) for rank in (0, 1)]
     [[0, 1], [2]]
-    >>> Numbering(world_size=2, is_interleaved=True).of_rank(1, 4)
+    >>> MicroBatchAssignment(world_size=2, is_interleaved=True).of_rank(1, 4)
     range(1, 4, 2)
-    >>> fast_first = Numbering(world_size=3, speeds=(2.0, 1.0, 1.0))
+    >>> fast_first = MicroBatchAssignment(world_size=3, speeds=(2.0, 1.0, 1.0))
     >>> [len(fast_first.of_rank(rank, 8)) for rank in range(3)]
     [4, 2, 2]
     """
@@ -91,8 +91,8 @@ class Numbering:
 
 
 @functools.lru_cache(maxsize=64)
-def _bounds(numbering: Numbering, num: int) -> tuple[int, ...]:
-    size, speeds = numbering.world_size, numbering.speeds
+def _bounds(assignment: MicroBatchAssignment, num: int) -> tuple[int, ...]:
+    size, speeds = assignment.world_size, assignment.speeds
     if not speeds or num < size:
         return tuple(-(-num * rank // size) for rank in range(size + 1))
     counts = [1] * size  # a rank without any would never be measured again
@@ -122,12 +122,12 @@ class RankShard:
     first_step: int = 0  # steps of the epoch that are done already (resume)
     max_steps: int | None = None
     """Last step plus one, counted from the epoch's first step; ``None``: all."""
-    taken: tuple[int, ...] = ()
+    samples_read_per_shard: tuple[int, ...] = ()
     """On resume of a stream with a `shard` method: samples already read of each of its
     shards. The number of its shards stays as it was, whatever the number of ranks."""
-    numbering: Numbering | None = None
+    assignment: MicroBatchAssignment | None = None
     """Takes micro-batches of `micro_batch_size` whose cuts do not depend on ranks."""
-    with_partner: bool = False
+    prepends_mixup_partner: bool = False
     """Whether each micro-batch begins with one sample more: the one before it in the
     step, on whatever rank (mixup); before the first one comes the last."""
 
@@ -151,7 +151,7 @@ class RankShard:
     def steps(self) -> Iterator[tuple[int, list[Indices]]]:
         """Yield each step: its samples over all ranks, and this rank's micro-batches.
 
-        Without a `numbering` all ranks have the same number of micro-batches; some may
+        Without a `assignment` all ranks have the same number of micro-batches; some may
         be empty. With one they have what it says, or an empty one.
 
         >>> order = np.array([7, 3, 9, 1, 4])
@@ -161,9 +161,9 @@ class RankShard:
         """
         for samples in itertools.islice(self._steps(), self.first_step, self.max_steps):
             num = len(samples)
-            if self.numbering is not None:
+            if self.assignment is not None:
                 width = self.micro_batch_size or num
-                numbers = self.numbering.of_rank(self.rank, -(-num // width))
+                numbers = self.assignment.of_rank(self.rank, -(-num // width))
                 starts = [number * width for number in numbers] or [num]
                 yield num, [self._rows(samples, s, min(s + width, num)) for s in starts]
                 continue
@@ -190,6 +190,6 @@ class RankShard:
     def _rows(self, samples: Indices, start: int, stop: int) -> Indices:
         if start >= stop:
             return samples[:0]
-        if not self.with_partner:
+        if not self.prepends_mixup_partner:
             return samples[start:stop]
         return np.concatenate([samples[[start - 1]], samples[start:stop]])

@@ -6,7 +6,7 @@ from collections import deque
 from dataclasses import replace
 from statistics import median
 
-from mpitrain.data.sharding import Numbering
+from mpitrain.data.sharding import MicroBatchAssignment
 
 NUM_MEASUREMENTS = 5  # the median of these counts; one for each reduction of metrics
 MIN_MEASUREMENTS = 3  # the first passes are slower
@@ -19,19 +19,19 @@ class Balance:
     def __init__(self) -> None:
         self._measured: deque[list[float]] = deque(maxlen=NUM_MEASUREMENTS)
 
-    def numbering(
-        self, present: Numbering, num: int, seconds: list[float]
-    ) -> Numbering:
-        """Return a faster numbering, or the present one.
+    def assignment(
+        self, present: MicroBatchAssignment, num: int, seconds: list[float]
+    ) -> MicroBatchAssignment:
+        """Return a faster assignment, or the present one.
 
         Args:
             present: What `seconds` were measured with.
             num: Micro-batches of a step.
             seconds: Of a micro-batch on each rank, measured since the last call.
 
-        >>> balance, even = Balance(), Numbering(world_size=2)
+        >>> balance, even = Balance(), MicroBatchAssignment(world_size=2)
         >>> for seconds in ([0.1, 0.2], [0.1, 0.2], [0.5, 0.1]):
-        ...     found = balance.numbering(even, 12, seconds)
+        ...     found = balance.assignment(even, 12, seconds)
         ...     print([len(part) for part in found.all_ranks(12)])
         [6, 6]
         [6, 6]
@@ -47,8 +47,8 @@ class Balance:
             return present
         other = replace(present, speeds=tuple(1 / it for it in medians))
 
-        def step_seconds(numbering: Numbering) -> float:
-            parts = numbering.all_ranks(num)
+        def step_seconds(assignment: MicroBatchAssignment) -> float:
+            parts = assignment.all_ranks(num)
             return max(
                 len(part) * each for part, each in zip(parts, medians, strict=True)
             )

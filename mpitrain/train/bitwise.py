@@ -25,7 +25,7 @@ from mpitrain.data.custom import Samples
 from mpitrain.errors import UsageError
 from mpitrain.mpi.world import World
 from mpitrain.train.loader import RankStep
-from mpitrain.train.parallel import ParallelModel, settings_before
+from mpitrain.train.parallel import ParallelModel, previous_settings
 from mpitrain.train.step_metrics import all_gather_flat
 
 logger = logging.getLogger("mpitrain")
@@ -164,11 +164,11 @@ class BitwiseModel(ParallelModel):
 
     def start_step(self, epoch: int, step: RankStep) -> None:
         """Begin a step. Collective: broadcasts rank zero's buffers."""
-        assert step.numbering is not None
+        assert step.assignment is not None
         super().start_step(epoch, step)
         self._key = (epoch, step.number)
         self.num_micro_batches = -(-step.num_samples // self._micro_batch_size)
-        self._numbers = step.numbering.all_ranks(self.num_micro_batches)
+        self._numbers = step.assignment.all_ranks(self.num_micro_batches)
         self._place = 0
         self._sum = PairwiseSum()
         self._before = self._after_first = self._copy_buffers()
@@ -396,8 +396,8 @@ def configure_bitwise(world: World, *, is_on: bool) -> None:
     On CPUs one thread for each rank: of oneDNN's convolutions, and of torch's layer
     norm, the last bits depend on the number of threads. A training without undoes it.
     """
-    if not is_on and "num_threads" in settings_before:
-        torch.set_num_threads(settings_before.pop("num_threads"))
+    if not is_on and "num_threads" in previous_settings:
+        torch.set_num_threads(previous_settings.pop("num_threads"))
     if not is_on or world.device != "cpu":
         return
     if world.is_rank_zero and world.num_threads > 1:
@@ -407,7 +407,7 @@ def configure_bitwise(world: World, *, is_on: bool) -> None:
             world.num_threads,
         )
     if (before := torch.get_num_threads()) > 1:
-        settings_before["num_threads"] = before
+        previous_settings["num_threads"] = before
     torch.set_num_threads(1)
 
 

@@ -68,7 +68,7 @@ class Callback:
         """Called after the validation; ``trainer.state`` is at the next epoch."""
 
     def on_checkpoint(self, trainer: Any, checkpoint: Any) -> None:
-        """Called with the `Outcome` when a checkpoint was written, or could not be."""
+        """Called with the `WriteResult` of a checkpoint that was written, or not."""
 
     def on_train_end(self, trainer: Any) -> None:
         """Called after the last epoch, before the test set is evaluated."""

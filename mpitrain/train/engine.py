@@ -21,7 +21,11 @@ from mpitrain.config import TrainConfig
 from mpitrain.data.custom import Samples, build_samples, describe_inputs
 from mpitrain.data.in_memory import InMemory
 from mpitrain.data.randomness import rank_seed
-from mpitrain.data.sharding import Numbering, RankShard, evaluation_batch_size
+from mpitrain.data.sharding import (
+    MicroBatchAssignment,
+    RankShard,
+    evaluation_batch_size,
+)
 from mpitrain.data.transforms import (
     NUM_DIMENSIONS,
     SCALED,
@@ -122,13 +126,13 @@ class Engine:
         modules = self.model.modules() if self.model.training else ()
         self._in_eval_mode = [module for module in modules if not module.training]
         has_batch_norm = any(isinstance(m, BatchNorm) for m in self.model.modules())
-        self.numbering: Numbering | None = None
+        self.assignment: MicroBatchAssignment | None = None
         self._balance: Balance | None = None
         self.micro_batch_counts: list[int] = []  # of each rank, once they differ
         if config.bitwise:
             for samples in (self._train, self._val):
                 check_bitwise(samples, self.model, config, world)
-            self.numbering = Numbering(world_size=world.world_size)
+            self.assignment = MicroBatchAssignment(world_size=world.world_size)
             has_choice = world.world_size > 1 and self.strategy != "fsdp"
             if config.balance == "auto" and has_choice:
                 self._balance = Balance()
@@ -173,9 +177,9 @@ class Engine:
         train, val = features or (self._train, self._val)
         self.train_loader = self._loader(train, train=True)
         self.val_loader = self._loader(val, train=False)
-        if self.numbering is not None:
+        if self.assignment is not None:
             is_sharded = strategy == "fsdp"
-            self.numbering = replace(self.numbering, is_interleaved=is_sharded)
+            self.assignment = replace(self.assignment, is_interleaved=is_sharded)
             self._balance = self._balance and Balance()
             self.parallel = BitwiseModel(trained, self.world, config, strategy)
         else:
@@ -242,24 +246,24 @@ class Engine:
             order = samples.order(self.config.seed, state.epoch)
         is_done = False
         while not is_done:
-            numbering = self.numbering
+            assignment = self.assignment
             rank_shard = RankShard(
                 rank=self.world.rank,
                 world_size=self.world.world_size,
                 global_batch_size=self.config.global_batch_size,
                 micro_batch_size=self.micro_batch_size,
-                numbering=numbering,
+                assignment=assignment,
                 order=order,
                 first_step=state.epoch_step,
                 max_steps=1 if self.config.dry_run else None,
-                taken=tuple(state.samples_per_shard),
-                with_partner=mixing.is_mixing(self.config),
+                samples_read_per_shard=tuple(state.samples_per_shard),
+                prepends_mixup_partner=mixing.is_mixing(self.config),
             )
             steps = self.train_loader.steps(rank_shard, state.epoch)
             with contextlib.closing(steps):
                 for step in steps:
                     yield step
-                    if self.numbering is not numbering:
+                    if self.assignment is not assignment:
                         break  # and load the rest as it is cut now
                 else:
                     is_done = True
@@ -277,12 +281,12 @@ class Engine:
         Args:
             seconds: Of a micro-batch on each rank; equal on all ranks.
         """
-        if self._balance is None or self.numbering is None:
+        if self._balance is None or self.assignment is None:
             return
         num = -(-self.config.global_batch_size // self.config.bitwise_micro_batch_size)
-        found = self._balance.numbering(self.numbering, num, seconds)
-        if found is not self.numbering:
-            self.numbering = found
+        found = self._balance.assignment(self.assignment, num, seconds)
+        if found is not self.assignment:
+            self.assignment = found
             self.micro_batch_counts = [len(part) for part in found.all_ranks(num)]
             logger.info("micro-batches of each rank: %s", self.micro_batch_counts)
 
@@ -342,7 +346,7 @@ class Engine:
             world_size=world_size,
             global_batch_size=size * world_size,
             micro_batch_size=size,
-            numbering=Numbering(world_size=world_size, is_interleaved=True),
+            assignment=MicroBatchAssignment(world_size=world_size, is_interleaved=True),
             order=None if num is None else np.arange(num, dtype=np.int64),
         )
         is_whole = self._on_features and loader is not self.val_loader

@@ -17,7 +17,7 @@ from mpitrain.data.custom import Samples
 from mpitrain.data.in_memory import InMemory
 from mpitrain.data.iterable import IterableStyle
 from mpitrain.data.samples import LoadedBatch, select_rows, to_device, to_dtype
-from mpitrain.data.sharding import Indices, Numbering, RankShard
+from mpitrain.data.sharding import Indices, MicroBatchAssignment, RankShard
 from mpitrain.data.transforms import ImageTransform
 from mpitrain.mpi.world import World
 
@@ -51,7 +51,7 @@ class RankStep:
     num_samples: int  # samples of the step, over all ranks
     num_micro_batches: int  # of this rank; equal on all ranks without --bitwise
     micro_batches: Iterable[Batch]  # iterate once, to the end, before the next step
-    numbering: Numbering | None = None  # with --bitwise
+    assignment: MicroBatchAssignment | None = None  # with --bitwise
 
 
 class BatchLoader:
@@ -85,7 +85,7 @@ class BatchLoader:
     def example(self) -> Batch:
         """Return a batch of one row that counts as no sample; local."""
         nothing = LoadedBatch(None, None, np.zeros(0, np.int64))
-        return self._load(nothing, with_partner=False, epoch=0)
+        return self._load(nothing, prepends_mixup_partner=False, epoch=0)
 
     def steps(
         self, rank_shard: RankShard, epoch: int
@@ -94,27 +94,29 @@ class BatchLoader:
         if self.samples.may_skip:
             yield from self._of_unknown_size(rank_shard, epoch)
             return
-        with_partner = rank_shard.with_partner
+        prepends_mixup_partner = rank_shard.prepends_mixup_partner
         steps = rank_shard.steps()
         if isinstance(self.samples, InMemory):
             steps, ahead = itertools.tee(steps)
-            batches = self._prepare_many(self.samples, ahead, with_partner, epoch)
+            batches = self._prepare_many(
+                self.samples, ahead, prepends_mixup_partner, epoch
+            )
         else:
             batches = (
-                self._load(loaded, with_partner, epoch)
+                self._load(loaded, prepends_mixup_partner, epoch)
                 for loaded in self.samples.batches(rank_shard, epoch)
             )
         for number, (num_samples, rows) in enumerate(steps, rank_shard.first_step):
             micro_batches = itertools.islice(batches, len(rows))
             yield RankStep(
-                number, num_samples, len(rows), micro_batches, rank_shard.numbering
+                number, num_samples, len(rows), micro_batches, rank_shard.assignment
             )
 
     def _prepare_many(
         self,
         samples: InMemory,
         steps: Iterable[tuple[int, list[Indices]]],
-        with_partner: bool,
+        prepends_mixup_partner: bool,
         epoch: int,
     ) -> Iterator[Batch]:
         """Prepare many small batches at once: each preparation costs some kernels."""
@@ -128,7 +130,7 @@ class BatchLoader:
                 part = LoadedBatch(
                     whole.inputs[start:stop], whole.targets[start:stop], rows
                 )
-                yield self._pad(part, with_partner)
+                yield self._pad(part, prepends_mixup_partner)
                 start = stop
 
     def _of_unknown_size(self, rank_shard: RankShard, epoch: int) -> Iterator[RankStep]:
@@ -154,7 +156,7 @@ class BatchLoader:
                     )
             if num_samples:
                 ready = (
-                    self._load(batch, rank_shard.with_partner, epoch)
+                    self._load(batch, rank_shard.prepends_mixup_partner, epoch)
                     for batch in batches
                 )
                 yield RankStep(number, num_samples, len(batches), ready)
@@ -176,10 +178,12 @@ class BatchLoader:
             )
             yield batches, count, dist.all_reduce(count, async_op=True)
 
-    def _load(self, loaded: LoadedBatch, with_partner: bool, epoch: int) -> Batch:
+    def _load(
+        self, loaded: LoadedBatch, prepends_mixup_partner: bool, epoch: int
+    ) -> Batch:
         if len(loaded.indices):
             loaded = self._prepare(loaded, epoch)
-        return self._pad(loaded, with_partner)
+        return self._pad(loaded, prepends_mixup_partner)
 
     def _prepare(self, loaded: LoadedBatch, epoch: int) -> LoadedBatch:
         dtype = self._pixels.dtype
@@ -195,9 +199,9 @@ class BatchLoader:
             self._example = self._prepare(self.samples.example(), epoch=0)
         return self._example
 
-    def _pad(self, loaded: LoadedBatch, with_partner: bool) -> Batch:
-        indices = loaded.indices[1:] if with_partner else loaded.indices
-        num, min_rows = len(loaded.indices), self._min_rows + with_partner
+    def _pad(self, loaded: LoadedBatch, prepends_mixup_partner: bool) -> Batch:
+        indices = loaded.indices[1:] if prepends_mixup_partner else loaded.indices
+        num, min_rows = len(loaded.indices), self._min_rows + prepends_mixup_partner
         if num >= min_rows:
             return Batch(loaded.inputs, loaded.targets, indices, len(indices))
         if not num:

@@ -40,7 +40,7 @@ _SYNC_BUFFERS = (
 )
 
 # Settings of the process, by name, as they were before a training changed them.
-settings_before: dict[str, Any] = {}
+previous_settings: dict[str, Any] = {}
 
 BUCKET_BYTES = 250 << 20  # buffers are broadcast together up to this size, as in DDP
 
@@ -397,11 +397,11 @@ def configure_precision(
     if config.deterministic or (config.bitwise and device != "cpu"):
         environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         if not torch.are_deterministic_algorithms_enabled():
-            settings_before["deterministic"] = False
+            previous_settings["deterministic"] = False
         torch.use_deterministic_algorithms(True)
         torch.backends.cudnn.benchmark = False
-    elif "deterministic" in settings_before:
-        torch.use_deterministic_algorithms(settings_before.pop("deterministic"))
+    elif "deterministic" in previous_settings:
+        torch.use_deterministic_algorithms(previous_settings.pop("deterministic"))
 
 
 def find_blocks(model: nn.Module) -> list[nn.Module]:

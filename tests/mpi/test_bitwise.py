@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from trainings import BATCH_SIZE, EPOCHS, NUM_SAMPLES, Net, config_of, some, trained
 
-from mpitrain.data.sharding import Numbering, epoch_order
+from mpitrain.data.sharding import MicroBatchAssignment, epoch_order
 from mpitrain.errors import UsageError
 from mpitrain.mpi.world import World
 from mpitrain.train.bitwise import FlatGradients, nodes_of, seed_micro_batch
@@ -142,8 +142,10 @@ def test_another_numbering_of_micro_batches_changes_no_bit(world: World) -> None
             speeds = tuple(
                 1.0 + (rank * step) % 3 for rank in range(engine.world.world_size)
             )
-            numbering = Numbering(world_size=engine.world.world_size, speeds=speeds)
-            engine.numbering = numbering
+            assignment = MicroBatchAssignment(
+                world_size=engine.world.world_size, speeds=speeds
+            )
+            engine.assignment = assignment
 
     class Noise(Callback):
         def on_batch_start(self, trainer: Any, batch: Any) -> None:

@@ -19,7 +19,7 @@ from trainings import Net, config_of, some
 
 from mpitrain.checkpoint import layout, storage
 from mpitrain.checkpoint.checkpointer import Checkpointer
-from mpitrain.checkpoint.manager import CheckpointManager, Outcome
+from mpitrain.checkpoint.manager import CheckpointManager, WriteResult
 from mpitrain.checkpoint.resume import check, newest_complete
 from mpitrain.checkpoint.storage import CheckpointReader
 from mpitrain.errors import DataError, UsageError
@@ -78,7 +78,7 @@ def saver_of(
     return CheckpointManager(run_dir, world, ranks, **given)
 
 
-def written(saver: CheckpointManager) -> Outcome:
+def written(saver: CheckpointManager) -> WriteResult:
     outcome = saver.finish("testing")
     assert outcome is not None
     return outcome

@@ -13,7 +13,7 @@ import pytest
 from mpitrain.cli import COMMANDS, COMMON, main, read_config
 from mpitrain.config import TrainConfig
 from mpitrain.errors import UsageError
-from mpitrain.flags import Answered, flat, read_flags
+from mpitrain.flags import HelpShown, flat, read_flags
 from mpitrain.help import flags_of, help_text
 
 
@@ -108,7 +108,7 @@ def test_a_value_that_cannot_be_is_refused_by_its_flag(values: dict) -> None:
 
 
 def help_of(flag: str, capsys: pytest.CaptureFixture[str]) -> str:
-    with pytest.raises(Answered):
+    with pytest.raises(HelpShown):
         read_config([flag])
     return capsys.readouterr().out
 
@@ -175,7 +175,7 @@ def test_flags_of_nested_groups_are_flat(
     )
     with pytest.raises(UsageError, match="Did you mean '--number-of-things'"):
         read_flags(Nested, ["--number-of-thing", "7"], program="x")
-    with pytest.raises(Answered):
+    with pytest.raises(HelpShown):
         read_flags(Nested, ["--help"], program="x")
     help_lines = capsys.readouterr().out.splitlines()
     assert "A nested group:" in help_lines

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from mpitrain.checkpoint.manager import Outcome
+from mpitrain.checkpoint.manager import WriteResult
 from mpitrain.errors import UsageError
 from mpitrain.mpi.world import Node, World
 from mpitrain.record.jsonl import JsonlReader
@@ -112,7 +112,9 @@ def test_all_that_a_recorder_writes_is_read(tmp_path: Path) -> None:
     recorder.on_throughput(TRAINER, throughput(2))
     recorder.on_epoch_end(TRAINER, epoch(2))
     for error in ("", "the disk is full"):
-        outcome = Outcome(step=2, copy_seconds=0.125, write_seconds=0.5, error=error)
+        outcome = WriteResult(
+            step=2, copy_seconds=0.125, write_seconds=0.5, error=error
+        )
         recorder.on_checkpoint(TRAINER, outcome)
     recorder.on_test_end(TRAINER, Evaluation(values={"loss": 0.5}, num_samples=8), 0)
     recorder.on_fit_end(TRAINER)
@@ -255,7 +257,7 @@ def test_a_checkpoint_that_nobody_tells_of_is_found_in_its_folder(
     tmp_path: Path,
 ) -> None:
     recorder = record(tmp_path)
-    outcome = Outcome(step=8, copy_seconds=0.125, write_seconds=0.5)
+    outcome = WriteResult(step=8, copy_seconds=0.125, write_seconds=0.5)
     recorder.on_checkpoint(TRAINER, outcome)
     recorder.on_stop(TRAINER, "because")
     for name in ("step-00000004-epoch-2", "step-00000008", "step-00000012.broken"):

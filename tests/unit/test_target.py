@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mpitrain.errors import UsageError
-from mpitrain.flags import Answered
+from mpitrain.flags import HelpShown
 from mpitrain.launch.run_script import failure, script_variables
 from mpitrain.launch.run_target import (
     Target,
@@ -77,7 +77,7 @@ def test_what_cannot_be_used_is_refused(words: list, said: str) -> None:
 
 
 def test_help_shows_the_three_forms(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(Answered):
+    with pytest.raises(HelpShown):
         read_words(["--help"])
     said = capsys.readouterr().out
     for form in ("run [FLAGS] SCRIPT.py", "-m PACKAGE.MODULE", "--no-python PROGRAM"):

@@ -23,7 +23,7 @@ from mpitrain.plugins import require
 from mpitrain.record.run_dir import read_result
 from mpitrain.record.runs import differences, open_run
 from mpitrain.tools.sweep.space import SET_BY_SWEEP, Search, check_names, read_search
-from mpitrain.tools.train.prepare import PreparedRun, unless_stopped
+from mpitrain.tools.train.prepare import PreparedRun, check_stop_file
 
 INSTALL = "optuna cmaes scipy"
 SWEEPS_DIR = Path("sweeps")
@@ -116,7 +116,7 @@ def prepare(
             f"finished: {before.get('summary')}; see {shown(path)}. Nothing to do: "
             "another --name begins another sweep, more --trials continue this one"
         )
-    done, status = unless_stopped(path, done)
+    done, status = check_stop_file(path, done)
     return PreparedSweep(
         config=training,
         run_dir=path,

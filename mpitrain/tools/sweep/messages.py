@@ -15,7 +15,7 @@ To the server:
 
 - ``epoch``: from a trial's first rank; ``data``: the epoch and its metrics. With a
   pruner it waits for the answer.
-- ``ended``: this rank has left the trial; ``data``: an `Ending`
+- ``ended``: this rank has left the trial; ``data``: an `TrialResult`
 - ``stop``: a rank without a trial was asked to stop; ``data``: as above
 """
 
@@ -41,7 +41,7 @@ Status = Literal["failed", "aborted", "stopped", "pruned", "finished"]
 """How a rank has left a trial, the worst first; "aborted": since another one failed."""
 
 
-class Ending(NamedTuple):
+class TrialResult(NamedTuple):
     """How a rank has left a trial, and why."""
 
     status: Status

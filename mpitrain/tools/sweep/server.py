@@ -17,7 +17,13 @@ from mpitrain.mpi.world import World, format_ranges
 from mpitrain.record.recorder import record_failure
 from mpitrain.record.run_dir import read_result
 from mpitrain.tools.sweep.config import PROGRESS, PreparedSweep
-from mpitrain.tools.sweep.messages import TO_RANK, TO_SERVER, Ending, Message, Status
+from mpitrain.tools.sweep.messages import (
+    TO_RANK,
+    TO_SERVER,
+    Message,
+    Status,
+    TrialResult,
+)
 from mpitrain.tools.sweep.placement import Placement
 from mpitrain.tools.sweep.space import RANKS, flags_of
 from mpitrain.tools.sweep.study import Study, Trial, counts_of, finished_trials, name_of
@@ -38,7 +44,7 @@ class Running:
     trial: Trial
     ranks: list[int]
     left: set[int]  # the ranks that have not ended
-    outcomes: list[Ending] = field(default_factory=list)
+    outcomes: list[TrialResult] = field(default_factory=list)
     is_aborted: bool = False
     epoch: int = 0  # the last one
     metrics: Mapping[str, float] = field(default_factory=dict)  # of that epoch
@@ -163,7 +169,7 @@ class Server:
                 is_pruned = self._study.should_prune(number, running.epoch, value)
                 self._send(running.ranks[:1], Message("prune", start_id, is_pruned))
             return
-        outcome: Ending = message.data
+        outcome: TrialResult = message.data
         running.outcomes.append(outcome)
         running.left.discard(outcome.rank)
         if outcome.error and not running.is_aborted:

@@ -38,7 +38,7 @@ from mpitrain.mpi.world import World, list_hosts, rank_label
 from mpitrain.record.run_dir import open_log, start_logging
 from mpitrain.record.runs import close_run
 from mpitrain.tools.sweep.config import PreparedSweep, ReadConfig
-from mpitrain.tools.sweep.messages import POLL_SECONDS, Ending, Inbox, Message
+from mpitrain.tools.sweep.messages import POLL_SECONDS, Inbox, Message, TrialResult
 from mpitrain.tools.train.prepare import PreparedRun, prepare
 from mpitrain.tools.train.run import run_training
 from mpitrain.train.callbacks import Callback, StopRequested
@@ -73,9 +73,10 @@ def run_sweep(
             f"--ranks-per-trial {count}: found {size} ranks; expected as many at "
             f"least: mpirun -np {count} ..."
         ).on_all_ranks()
-    if blind := hosts_without(sweep.run_dir, sweep.run_id, world, communicator(world)):
+    ranks = communicator(world)
+    if hosts := hosts_without(sweep.run_dir, sweep.run_id, world, ranks):
         raise UsageError(
-            f"{list_hosts(blind)} cannot see {shown(sweep.run_dir)}; expected a folder "
+            f"{list_hosts(hosts)} cannot see {shown(sweep.run_dir)}; expected a folder "
             "that all nodes share: --sweeps-dir"
         ).on_all_ranks()
     job = Job.current
@@ -101,7 +102,7 @@ def run_sweep(
     if world.is_rank_zero:
         threading.Thread(target=serve, name="sweep server", daemon=True).start()
     status = worker.run()
-    handler.stays_open = False
+    handler.keep_installed = False
     handler.close()
     time.sleep(0.05)  # gloo's threads drop their last tensors, as in `Job.close`
     return status
@@ -166,7 +167,7 @@ class Worker:
         self._job, self._world, self._sweep = job, world, sweep
         self._handler, self._read_config = handler, read_config
         self.inbox, self._data = inbox, data
-        handler.reason_elsewhere, handler.stays_open = inbox.stop_reason, True
+        handler.extra_stop_reason, handler.keep_installed = inbox.stop_reason, True
 
     def run(self) -> int:
         """Train until the server sends the end; return the job's exit status."""
@@ -208,7 +209,7 @@ class Worker:
         if self._world.device != "cpu":
             torch.get_device_module(self._world.device).empty_cache()
 
-    def _failed(self, error: BaseException, ranks: Sequence[int]) -> Ending:
+    def _failed(self, error: BaseException, ranks: Sequence[int]) -> TrialResult:
         rank, size = self._world.rank, self._world.world_size
         text, mine = f"{type(error).__name__}: {error}", ranks.index(rank)
         if not getattr(error, "is_collective", False):
@@ -216,12 +217,14 @@ class Worker:
         # Torch may have made another error of a TrialAborted.
         is_other = getattr(error, "reporting_rank", mine) not in (None, mine)
         if self.inbox.is_aborted or is_other or is_consequence(error):
-            return Ending("aborted", rank, text)
+            return TrialResult("aborted", rank, text)
         if isinstance(error, UsageError):
-            return Ending("failed", rank, str(error), is_usage=True)
-        return Ending("failed", rank, text)
+            return TrialResult("failed", rank, str(error), is_usage=True)
+        return TrialResult("failed", rank, text)
 
-    def _train_in(self, part: World, start_id: int, flags: Sequence[str]) -> Ending:
+    def _train_in(
+        self, part: World, start_id: int, flags: Sequence[str]
+    ) -> TrialResult:
         began, rank = time.monotonic(), self._world.rank
         run = on_rank_zero(
             world_comm(), lambda: prepare(self._read_config(flags)), "prepare the run"
@@ -232,7 +235,7 @@ class Worker:
             if run.done and run.status:  # a file stop lies in its folder
                 raise Stopped(run.done).on_all_ranks()
             if run.done:  # in a job that ended before Optuna was told
-                return Ending("finished", rank)
+                return TrialResult("finished", rank)
             with self._logs(run, part):
                 status = run_training(
                     part,
@@ -247,8 +250,8 @@ class Worker:
             if run.config.compile:
                 torch._dynamo.reset()  # noqa: SLF001
         if reporter.is_pruned:
-            return Ending("pruned", rank)
-        return Ending("stopped" if status else "finished", rank)
+            return TrialResult("pruned", rank)
+        return TrialResult("stopped" if status else "finished", rank)
 
     @contextlib.contextmanager
     def _logs(self, run: PreparedRun, part: World) -> Iterator[None]:

@@ -52,7 +52,7 @@ def prepare(config: TrainConfig) -> PreparedRun:
                 f"{finished_line(result)}; see {shown(run_dir)}. Nothing to do: "
                 "--new-run trains anew"
             )
-    done, status = unless_stopped(run_dir, done)
+    done, status = check_stop_file(run_dir, done)
     if not done:
         write_atomic(run_dir / "config.yaml", config.as_yaml(run_dir.name))
     return PreparedRun(
@@ -66,7 +66,7 @@ def prepare(config: TrainConfig) -> PreparedRun:
     )
 
 
-def unless_stopped(run_dir: Path, done: str) -> tuple[str, int]:
+def check_stop_file(run_dir: Path, done: str) -> tuple[str, int]:
     """Return why there is nothing to do, `done` or a stop file, and the exit status."""
     if done or forget_stop(run_dir):
         return done, 0

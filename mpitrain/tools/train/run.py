@@ -64,7 +64,7 @@ def run_training(
         resume=config.resume,
     )
     if config.dry_run:
-        handler.give_up()
+        handler.uninstall()
     else:
         checkpointer.open(world, run_id=run.run_id, handler=handler)
     heartbeat("loading the data")
@@ -80,7 +80,7 @@ def run_training(
     seconds_left = handler.seconds_left
     named = "" if config.name else f" with --name {run_dir.name}"
     all_callbacks: list[Callback] = [
-        Introduction(config, run_dir, data, loaded),
+        RunSummary(config, run_dir, data, loaded),
         Recorder(
             run_dir,
             start_seconds=start_seconds,
@@ -153,7 +153,7 @@ class ModelFile(Callback):
             os.replace(beside, self._path)
 
 
-class Introduction(Callback):
+class RunSummary(Callback):
     """Prints what is trained on which ranks, and writes it into the run folder."""
 
     def __init__(
