@@ -2,7 +2,26 @@
 
 All ranks call it at the same steps. What one of them alone knows (a signal, the time, a
 full disk) they exchange now and then by `Consensus`, so that all decide alike at the
-same step, and none waits for another.
+same step, and none waits for another. From a step to a checkpoint on the disk:
+
+    training, all ranks         a thread of each rank           a thread of rank zero
+    -------------------         ---------------------           ---------------------
+    on_step_end: exchange
+    it is time: copy tensors
+      to host memory ---------> write rank-R.bin, fsync
+    on_step_end: exchange       |
+      (a rank still writes)     v
+    on_step_end: exchange
+      (all have written):
+      gather the hashes ----------------------------------> flush other callbacks
+    on_step_end: exchange                                   write JSON and SHA256SUMS
+                                                            rename the folder
+    on_step_end: exchange <-------------------------------- remove old checkpoints
+      (it is complete):
+      on_checkpoint
+
+`RunCheckpoints` has what a loop of one's own needs, too; `CheckpointManager` the two
+threads; `TensorWriter` one rank's file; `Consensus` the exchange.
 """
 
 from __future__ import annotations
