@@ -65,6 +65,11 @@ def set_source_rank(tensor: torch.Tensor, rank: int) -> None:
     setattr(tensor, _SOURCE_RANK, rank)
 
 
+# torch 2.15 renamed it; both take flat tensors.
+all_gather_flat = (
+    getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+)
+
 _LOCK = threading.RLock()  # two threads may be the first
 
 

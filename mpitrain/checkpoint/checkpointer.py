@@ -253,7 +253,7 @@ class Checkpointer(RunCheckpoints, Callback):
         reader, self.reader = self.reader, None
         found, optimizer = reader.metadata["trainer"], engine.optimizer
         if found["stage"] == engine.stage.name:
-            prefix, trained = engine.prefix, engine.parallel.model
+            prefix, trained = engine.prefix, engine.strategy.model
             if found["config"]["optimizer"] == trainer.config.optimizer:
                 load_optimizer(reader, trained, optimizer.local_optimizer, prefix)
             load_ema(reader, optimizer.ema_values, prefix)
@@ -388,7 +388,7 @@ class Checkpointer(RunCheckpoints, Callback):
         with trainer.timer("checkpoint"):
             tensors = tensors_to_save(
                 engine.model,
-                engine.parallel.model,
+                engine.strategy.model,
                 engine.optimizer.local_optimizer,
                 engine.optimizer.ema_values,
                 engine.prefix,
@@ -413,7 +413,7 @@ class Checkpointer(RunCheckpoints, Callback):
                 "data": self.data,
                 "inputs": engine.inputs,
                 "stage": engine.stage.name,
-                "strategy": engine.parallel.strategy,
+                "strategy": engine.strategy.name,
                 "state": asdict(trainer.state),
                 "loss_scale": engine.optimizer.scale.state(),
                 "callbacks": self._callback_states(trainer),

@@ -59,9 +59,9 @@ class Fingerprints(Callback):
         step, engine = trainer.state.step, trainer.engine
         if self._every is None or step % self._every:
             return
-        if self._lines is None and engine.parallel.strategy != "fsdp":
+        if self._lines is None and not engine.strategy.is_sharded:
             return
-        state = engine.parallel.full_state_dict()  # with fsdp collective
+        state = engine.strategy.full_state_dict()  # collective if it is sharded
         if self._lines is not None:
             weights = {
                 engine.prefix + name: hash_of(value)

@@ -190,7 +190,7 @@ class Recorder(Callback):
         if self._metrics is None:
             return
         self._metrics.write(*steps)
-        counts = trainer.engine.micro_batch_counts
+        counts = trainer.engine.strategy.micro_batch_counts
         if counts != self._micro_batch_counts:
             self._micro_batch_counts = counts
             step = trainer.state.step

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
 import logging
-import math
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -21,11 +18,7 @@ from mpitrain.config import TrainConfig
 from mpitrain.data.custom import Samples, build_samples, describe_inputs
 from mpitrain.data.in_memory import InMemory
 from mpitrain.data.randomness import rank_seed
-from mpitrain.data.sharding import (
-    MicroBatchAssignment,
-    RankShard,
-    evaluation_batch_size,
-)
+from mpitrain.data.sharding import MicroBatchAssignment, RankShard
 from mpitrain.data.transforms import (
     NUM_DIMENSIONS,
     SCALED,
@@ -38,26 +31,25 @@ from mpitrain.models.layers import head_of
 from mpitrain.mpi.shared_arrays import communicator
 from mpitrain.mpi.world import World
 from mpitrain.train import mixing
-from mpitrain.train.balance import Balance
-from mpitrain.train.bitwise import BitwiseModel, check_bitwise, seed_micro_batch
 from mpitrain.train.checks import kind_of
-from mpitrain.train.evaluate import BATCH_SIZE, Evaluation, MetricsFn, evaluate
+from mpitrain.train.evaluate import Evaluation, MetricsFn, evaluate
 from mpitrain.train.features import features_of
 from mpitrain.train.loader import Batch, BatchLoader, RankStep
 from mpitrain.train.metrics import TrainState
-from mpitrain.train.optimizer import OptimizerWrapper
-from mpitrain.train.parallel import (
+from mpitrain.train.model import (
     BatchNorm,
-    ParallelModel,
-    autocast,
-    choose_strategy,
+    check_same_model,
     copy_to_cpu,
     initialize_lazy,
     is_channels_last,
+    keep_statistics,
     prepare_model,
     unwrap_model,
 )
+from mpitrain.train.optimizer import OptimizerWrapper
 from mpitrain.train.plan import Plan, Stage
+from mpitrain.train.precision import autocast
+from mpitrain.train.strategy.base import Strategy
 from mpitrain.train.trained_weights import TrainedWeights
 
 logger = logging.getLogger("mpitrain")
@@ -74,7 +66,6 @@ class Engine:
     """
 
     stage: Stage
-    parallel: ParallelModel
     optimizer: OptimizerWrapper
     trained_weights: TrainedWeights
     train_loader: BatchLoader
@@ -87,6 +78,7 @@ class Engine:
         val_data: Any,
         config: TrainConfig,
         world: World,
+        strategy: Strategy,
         *,
         mean_std: Statistics | None = None,
         find_unused_parameters: bool = True,
@@ -100,7 +92,7 @@ class Engine:
         )
         self._can_cache_features = can_cache_features
         self._check_config()
-        self.strategy = choose_strategy(config, world)
+        self.strategy = self._whole_strategy = strategy
         self._train = self._samples(train_data, "the training data")
         self._val = self._samples(val_data, "the validation data")
         self.num_samples = {
@@ -114,11 +106,11 @@ class Engine:
                 "iterable data or --on-bad-sample skip",
             )
         self._set_up_pixels(mean_std)
-        model = unwrap_model(model, world, is_bitwise=config.bitwise)
+        model = unwrap_model(model, world)
         if any(map(is_lazy, (*model.parameters(), *model.buffers()))):
             example = self._loader(self._train, train=False).example()
             initialize_lazy(model.to(world.device), example.inputs)
-        self._check_model(model)
+        check_same_model(model, self.ranks)
         self.model = prepare_model(model, world, config)
         named = self.model.named_parameters()
         self._trainable = {name: weight.requires_grad for name, weight in named}
@@ -126,20 +118,11 @@ class Engine:
         modules = self.model.modules() if self.model.training else ()
         self._in_eval_mode = [module for module in modules if not module.training]
         has_batch_norm = any(isinstance(m, BatchNorm) for m in self.model.modules())
-        self.assignment: MicroBatchAssignment | None = None
-        self._balance: Balance | None = None
-        self.micro_batch_counts: list[int] = []  # of each rank, once they differ
-        if config.bitwise:
-            for samples in (self._train, self._val):
-                check_bitwise(samples, self.model, config, world)
-            self.assignment = MicroBatchAssignment(world_size=world.world_size)
-            has_choice = world.world_size > 1 and self.strategy != "fsdp"
-            if config.balance == "auto" and has_choice:
-                self._balance = Balance()
+        for samples in (self._train, self._val):
+            strategy.check(samples, self.model)
         self._min_rows = 2 if has_batch_norm else 1
-        whole = min(config.global_batch_size, self._train.num_samples or math.inf)
-        of_rank = whole if config.bitwise else -(-whole // world.world_size)
-        self._most_rows = min(of_rank, self.micro_batch_size or math.inf)
+        size = config.global_batch_size
+        self._max_rows = strategy.max_rows(min(size, self._train.num_samples or size))
         self._head: nn.Module | None = None
         self._on_features = False
         self._test_loaders: list[BatchLoader] = []
@@ -162,10 +145,10 @@ class Engine:
         for name, weight in model.named_parameters():
             is_trained = self._trainable.get(name, weight.requires_grad)
             weight.requires_grad_(is_trained and self._head is None)
-        strategy, trained, features = self.strategy, model, None
+        self.strategy, trained, features = self._whole_strategy, model, None
         if self._head is not None:
             self._head.requires_grad_(True)
-            strategy = "ddp" if strategy == "fsdp" else strategy
+            self.strategy = self._whole_strategy.for_head()
             features = self._compute_features()
             trained = model if features is None else self._head
         if not any(weight.requires_grad for weight in trained.parameters()):
@@ -177,24 +160,13 @@ class Engine:
         train, val = features or (self._train, self._val)
         self.train_loader = self._loader(train, train=True)
         self.val_loader = self._loader(val, train=False)
-        if self.assignment is not None:
-            is_sharded = strategy == "fsdp"
-            self.assignment = replace(self.assignment, is_interleaved=is_sharded)
-            self._balance = self._balance and Balance()
-            self.parallel = BitwiseModel(trained, self.world, config, strategy)
-        else:
-            self.parallel = ParallelModel(
-                trained,
-                self.world,
-                config,
-                strategy,
-                find_unused_parameters=self._find_unused and not self._on_features,
-            )
+        self.strategy.wrap(
+            trained, find_unused_parameters=self._find_unused and not self._on_features
+        )
         lr = config.peak_lr * stage.lr_factor
-        world_size = self.world.world_size
-        self.optimizer = OptimizerWrapper(self.parallel, config, lr, world_size)
+        self.optimizer = OptimizerWrapper(self.strategy, config, lr)
         self.trained_weights = TrainedWeights(
-            model, self.optimizer, self.parallel.reshard
+            model, self.optimizer, self.strategy.reshard
         )
 
     def train_mode(self) -> None:
@@ -209,7 +181,7 @@ class Engine:
 
     @property
     def prefix(self) -> str:
-        """The prefix, in the whole model, of the names of ``parallel.model``."""
+        """The prefix, in the whole model, of the names of ``strategy.model``."""
         return head_of(self.model)[0] + "." if self._on_features else ""
 
     def _compute_features(self) -> list[InMemory] | None:
@@ -217,7 +189,7 @@ class Engine:
         sets = (self._train, self._val)
         if (
             not self._can_cache_features
-            or self.config.bitwise
+            or self.strategy.micro_batches_are_fixed
             or not self._pixels.is_deterministic
             or mixing.is_mixing(self.config)
             or not all(it.is_deterministic and not it.may_skip for it in sets)
@@ -225,10 +197,9 @@ class Engine:
         ):
             return None
         loaders = [self._loader(samples, train=False) for samples in sets]
-        with autocast(self.config, self.world):
-            return features_of(
-                self.model, loaders, self.world, self.ranks, self._max_eval_batch_size
-            )
+        size = self.strategy.max_evaluation_batch_size
+        with autocast(self.config, self.world.device):
+            return features_of(self.model, loaders, self.world, self.ranks, size)
 
     # --- steps --------------------------------------------------------------------
 
@@ -246,12 +217,12 @@ class Engine:
             order = samples.order(self.config.seed, state.epoch)
         is_done = False
         while not is_done:
-            assignment = self.assignment
+            assignment = self.strategy.assignment
             rank_shard = RankShard(
                 rank=self.world.rank,
                 world_size=self.world.world_size,
                 global_batch_size=self.config.global_batch_size,
-                micro_batch_size=self.micro_batch_size,
+                micro_batch_size=self.strategy.micro_batch_size,
                 assignment=assignment,
                 order=order,
                 first_step=state.epoch_step,
@@ -263,7 +234,7 @@ class Engine:
             with contextlib.closing(steps):
                 for step in steps:
                     yield step
-                    if self.assignment is not assignment:
+                    if self.strategy.assignment is not assignment:
                         break  # and load the rest as it is cut now
                 else:
                     is_done = True
@@ -271,24 +242,9 @@ class Engine:
     def norm_statistics(self, batch: Batch) -> contextlib.AbstractContextManager[None]:
         """Return a context for the passes of a micro-batch."""
         # A doubled sample has variance 0: only where there are no others is it counted.
-        if self._min_rows == 1 or self._most_rows == 1 or len(batch) > 1:
+        if self._min_rows == 1 or self._max_rows == 1 or len(batch) > 1:
             return contextlib.nullcontext()
-        return self.parallel.keep_statistics()
-
-    def rebalance(self, seconds: list[float]) -> None:
-        """Let slow ranks take fewer micro-batches from the next step on.
-
-        Args:
-            seconds: Of a micro-batch on each rank; equal on all ranks.
-        """
-        if self._balance is None or self.assignment is None:
-            return
-        num = -(-self.config.global_batch_size // self.config.bitwise_micro_batch_size)
-        found = self._balance.assignment(self.assignment, num, seconds)
-        if found is not self.assignment:
-            self.assignment = found
-            self.micro_batch_counts = [len(part) for part in found.all_ranks(num)]
-            logger.info("micro-batches of each rank: %s", self.micro_batch_counts)
+        return keep_statistics(self.strategy.model)
 
     def take_samples_per_shard(self) -> list[int]:
         """Return the samples of each shard of an iterable set read since the last."""
@@ -318,12 +274,6 @@ class Engine:
         dist.all_reduce(count)
         return int(count)
 
-    @property
-    def micro_batch_size(self) -> int | None:
-        """Samples of a micro-batch; ``None``: all of the rank's."""
-        it = self.config
-        return it.bitwise_micro_batch_size if it.bitwise else it.micro_batch_size
-
     # --- evaluation and results ---------------------------------------------------
 
     def evaluate(
@@ -336,9 +286,7 @@ class Engine:
         was_training = any(module.training for module in self.model.modules())
         self.model.eval()
         num, world_size = loader.samples.num_samples, self.world.world_size
-        size = self._max_eval_batch_size
-        if num is not None and not self.config.bitwise:
-            size = evaluation_batch_size(num, self.config.global_batch_size, size)
+        size = self.strategy.evaluation_batch_size(num)
         # Batches do not depend on the number of ranks, which take them in turn. Each
         # rank has as many: callbacks may call collectives after each.
         rank_shard = RankShard(
@@ -351,10 +299,10 @@ class Engine:
         )
         is_whole = self._on_features and loader is not self.val_loader
         forward = functools.partial(
-            self.parallel.forward, through=self.model if is_whole else None
+            self.strategy.forward, through=self.model if is_whole else None
         )
         with self.optimizer.ema_weights():
-            self.parallel.broadcast_buffers()
+            self.strategy.broadcast_buffers()
             try:
                 return evaluate(
                     forward,
@@ -364,26 +312,20 @@ class Engine:
                     metrics,
                     self.world.device,
                     on_batch_end,
-                    self._seed_batch,
+                    self.strategy.seed_evaluation_batch,
                 )
             except BaseException:
                 loader.skipped.clear()  # a resumed job evaluates all of it again
                 raise
             finally:
-                self.parallel.reshard()  # callbacks find the weights of the optimizer
+                self.strategy.reshard()  # callbacks find the weights of the optimizer
                 if was_training:
                     self.train_mode()
-
-    def _seed_batch(self, number: int) -> None:
-        """Seed a batch of a --bitwise evaluation; training's epochs begin with 1."""
-        if self.config.bitwise:
-            seed_micro_batch(self.config.seed, 0, 0, number, self.world.device)
 
     def test_loader(self, data: Any) -> BatchLoader:
         """Return a loader of another data set for `evaluate`."""
         samples = self._samples(data, "the test data")
-        if self.config.bitwise:
-            check_bitwise(samples, self.model, self.config, self.world)
+        self.strategy.check(samples, self.model)
         loader = self._loader(samples, train=False)
         self._test_loaders.append(loader)
         return loader
@@ -392,7 +334,7 @@ class Engine:
         """Return what `Trainer.state_dict` does."""
         with self.optimizer.ema_weights():
             if not self._on_features:
-                return self.parallel.full_state_dict()
+                return self.strategy.full_state_dict()
             return copy_to_cpu(self.model.state_dict())
 
     def close(self) -> None:
@@ -416,18 +358,6 @@ class Engine:
                         f"rank 0, {found} on rank {rank}; expected the same on "
                         "every rank"
                     ).on_all_ranks()
-
-    def _check_model(self, model: nn.Module) -> None:
-        """Check that the model is the same on all ranks."""
-        tensors = [*model.named_parameters(), *model.named_buffers()]
-        shapes = [(name, it.shape, it.dtype, it.requires_grad) for name, it in tensors]
-        digest = hashlib.sha256(repr(shapes).encode()).hexdigest()[:8]
-        self.ranks.check_equal(
-            f"{sum(tensor.numel() for _, tensor in tensors)} numbers in {len(tensors)} "
-            f"tensors (names, shapes, requires_grad {digest})",
-            "the model",
-            "Expected the same on every rank; its first weights are rank zero's",
-        )
 
     def _set_up_pixels(self, mean_std: Statistics | None) -> None:
         config, example = self.config, self._train.example()
@@ -469,12 +399,6 @@ class Engine:
                 f"targets are images, too, {tuple(targets.shape[1:])}; expected "
                 "labels. Change both in a custom data set"
             ).on_all_ranks()
-
-    @property
-    def _max_eval_batch_size(self) -> int:
-        """Samples of a rank's forward pass: no more than in training."""
-        size = self.micro_batch_size or BATCH_SIZE
-        return size if self.config.bitwise else min(size, BATCH_SIZE)
 
     def _samples(self, data: Any, what: str) -> Samples:
         config = self.config

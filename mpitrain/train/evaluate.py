@@ -19,8 +19,6 @@ from mpitrain.train.loader import BatchLoader
 from mpitrain.train.metrics import best_metric
 from mpitrain.train.step_metrics import sum_exactly, sum_over_ranks
 
-BATCH_SIZE = 256  # samples per forward pass of a rank; does not change any result
-
 LossFn = Callable[[Any, Any], Tensor]
 """Maps a model's outputs and targets to losses `(N,)`, or to their mean."""
 

@@ -17,7 +17,7 @@ from mpitrain.data.custom import Samples
 from mpitrain.data.in_memory import InMemory
 from mpitrain.data.iterable import IterableStyle
 from mpitrain.data.samples import LoadedBatch, select_rows, to_device, to_dtype
-from mpitrain.data.sharding import Indices, MicroBatchAssignment, RankShard
+from mpitrain.data.sharding import Indices, RankShard
 from mpitrain.data.transforms import ImageTransform
 from mpitrain.mpi.world import World
 
@@ -49,9 +49,8 @@ class RankStep:
 
     number: int  # of the step in its epoch, from 0; those without samples are left out
     num_samples: int  # samples of the step, over all ranks
-    num_micro_batches: int  # of this rank; equal on all ranks without --bitwise
+    num_micro_batches: int  # of this rank, which may differ with an assignment
     micro_batches: Iterable[Batch]  # iterate once, to the end, before the next step
-    assignment: MicroBatchAssignment | None = None  # with --bitwise
 
 
 class BatchLoader:
@@ -108,9 +107,7 @@ class BatchLoader:
             )
         for number, (num_samples, rows) in enumerate(steps, rank_shard.first_step):
             micro_batches = itertools.islice(batches, len(rows))
-            yield RankStep(
-                number, num_samples, len(rows), micro_batches, rank_shard.assignment
-            )
+            yield RankStep(number, num_samples, len(rows), micro_batches)
 
     def _prepare_many(
         self,

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from mpitrain.config import TrainConfig
 from mpitrain.errors import DataError, UsageError
-from mpitrain.train.parallel import ParallelModel
+from mpitrain.train.strategy.base import Strategy
 
 OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
     "sgd": torch.optim.SGD,
@@ -25,12 +25,6 @@ OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
     "adamax": torch.optim.Adamax,
     "adadelta": torch.optim.Adadelta,
 }
-
-FUSED = ("sgd", "adam", "adamw", "adagrad")
-"""Have a fused kernel, on the CPU, too; not for the weights that FSDP shards (torch
-2.15: "aten._fused_sgd_.default does not have a sharding strategy")."""
-
-VECTOR_SIZE = 64  # numbers: a multiple of any processor's vectors
 
 NO_GRADIENT = (
     "no weight has a gradient after the backward pass; expected a loss computed from "
@@ -45,62 +39,38 @@ INITIAL_SCALE = 65536.0
 
 
 def build_optimizer(
-    weights: Iterable[nn.Parameter], config: TrainConfig, *, lr: float, shard: bool
+    strategy: Strategy, config: TrainConfig, *, lr: float
 ) -> torch.optim.Optimizer:
-    """Build the configured optimizer; with ``shard`` its state is sharded (ZeRO-1)."""
-    trained = [weight for weight in weights if weight.requires_grad]
+    """Build the configured optimizer of the weights that `strategy` has wrapped.
+
+    With ``shard_optimizer`` its state is sharded over the ranks (ZeRO-1).
+    """
     kind = OPTIMIZERS[config.optimizer]
     options: dict[str, Any] = {"lr": lr, "weight_decay": config.weight_decay}
     if config.optimizer == "sgd":
         options |= {"momentum": config.momentum, "nesterov": config.momentum > 0}
     elif config.optimizer == "rmsprop":
         options["momentum"] = config.momentum
-    is_sharded = any(hasattr(weight, "full_tensor") for weight in trained)
-    if config.optimizer in FUSED and not is_sharded and not config.bitwise:
-        options["fused"] = all(map(_can_be_fused, trained)) or None
-    if shard:
+    weights = list(strategy.named_weights().values())
+    groups = strategy.parameter_groups(weights, config.optimizer)
+    if config.shard_optimizer and strategy.world.world_size > 1:
         from torch.distributed.optim import ZeroRedundancyOptimizer
 
-        return ZeroRedundancyOptimizer(trained, optimizer_class=kind, **options)
-    if config.bitwise and config.optimizer == "sgd" and not is_sharded:
-        return kind(_bitwise_groups(trained), **options)
-    return kind(trained, **options)
-
-
-def _bitwise_groups(weights: list[nn.Parameter]) -> list[dict[str, Any]]:
-    """Return groups of weights of which SGD is fused, and of others.
-
-    On CPUs a fused kernel rounds as the others do, but behind the last whole vector
-    (torch 2.14; tests/mpi/test_bitwise.py): a shard would differ there.
-    """
-    groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
-    for weight in weights:
-        is_whole = weight.is_cpu and weight.numel() % VECTOR_SIZE == 0
-        groups[is_whole and _can_be_fused(weight)].append(weight)
-    return [
-        {"params": group, "fused": is_fused or None}
-        for is_fused, group in groups.items()
-        if group
-    ]
-
-
-def _can_be_fused(weight: Tensor) -> bool:
-    """Whether it is real, and without gaps: a fused kernel of CPUs overlooks them."""
-    strides = torch.empty_like(weight, device="meta").stride()
-    return weight.is_floating_point() and weight.stride() == strides
+        return ZeroRedundancyOptimizer(groups, optimizer_class=kind, **options)
+    return kind(groups, **options)
 
 
 class LossScale:
     """The factor of the loss in the backward pass. Equal on all ranks.
 
-    DDP and FSDP average gradients over the ranks, and the sum is wanted: `value` is the
-    number of ranks. With fp16 it is a large power of two instead, lest small gradients
-    become zero, and `inverse` puts the number of ranks back.
+    DDP and FSDP average gradients over the ranks, and the sum is wanted: `value` is
+    ``averaged_over``, the number of ranks. With fp16 it is a large power of two
+    instead, lest small gradients become zero, and `inverse` puts that number back.
     """
 
-    def __init__(self, world_size: int, *, is_used: bool) -> None:
-        self.value = INITIAL_SCALE if is_used else float(world_size)
-        self._world_size = world_size
+    def __init__(self, averaged_over: int, *, is_used: bool) -> None:
+        self.value = INITIAL_SCALE if is_used else float(averaged_over)
+        self._averaged_over = averaged_over
         self._is_used = is_used
         self._good_steps = 0
 
@@ -116,7 +86,7 @@ class LossScale:
     @property
     def inverse(self) -> float:
         """The factor that unscales gradients: 1 without fp16."""
-        return self._world_size / self.value if self._is_used else 1.0
+        return self._averaged_over / self.value if self._is_used else 1.0
 
     @property
     def can_shrink(self) -> bool:
@@ -143,22 +113,14 @@ class OptimizerWrapper:
     name; empty without EMA.
     """
 
-    def __init__(
-        self, model: ParallelModel, config: TrainConfig, lr: float, world_size: int
-    ) -> None:
-        shard = config.shard_optimizer and world_size > 1
-        weights = model.model.parameters()
-        self.optimizer = build_optimizer(weights, config, lr=lr, shard=shard)
-        averaged_over = 1 if config.bitwise else world_size
+    def __init__(self, strategy: Strategy, config: TrainConfig, lr: float) -> None:
+        self.optimizer = build_optimizer(strategy, config, lr=lr)
+        averaged_over = strategy.world.world_size if strategy.averages_gradients else 1
         self.scale = LossScale(averaged_over, is_used=config.precision == "fp16")
         self.config = config
-        self._model = model
-        self._named_weights = model.named_weights()
+        self._strategy = strategy
+        self._named_weights = strategy.named_weights()
         self._weights = list(self._named_weights.values())
-        kinds = {(w.dtype, w.device) for w in self._weights}
-        is_sharded = any(hasattr(w, "full_tensor") for w in self._weights)
-        self._are_alike = len(kinds) == 1 and (config.bitwise or not is_sharded)
-        self._is_on_cpu = all(w.device.type == "cpu" for w in self._weights)
         # The forward pass of a step that is then skipped has changed them already.
         self._may_skip = config.on_nonfinite == "skip" or self.scale.can_shrink
         self._before: dict[str, Tensor] = {}  # float buffers
@@ -179,7 +141,7 @@ class OptimizerWrapper:
         for weight in self._weights:
             weight.grad = None
         if self._may_skip:
-            buffers = self._model.float_buffers()
+            buffers = self._strategy.float_buffers()
             self._before = {name: tensor.clone() for name, tensor in buffers.items()}
 
     @contextmanager
@@ -200,10 +162,10 @@ class OptimizerWrapper:
             kept = tensor.detach().clone()
             tensor.copy_(average)
             average.copy_(kept)
-        self._model.reshard()
+        self._strategy.reshard()
 
     def _state(self) -> dict[str, Tensor]:
-        return {**self._named_weights, **self._model.float_buffers()}
+        return {**self._named_weights, **self._strategy.float_buffers()}
 
     def _averaged(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield weights and float buffers, each with its average."""
@@ -223,9 +185,9 @@ class OptimizerWrapper:
             self._prepare_for_sparse()
             gradients = self._gradients()
         factor = self.scale.inverse
-        norm = self._norm(gradients) * factor
+        norm = self._strategy.grad_norm(gradients) * factor
         if not math.isfinite(norm):
-            for name, buffer in self._model.float_buffers().items():
+            for name, buffer in self._strategy.float_buffers().items():
                 if name in self._before:
                     buffer.copy_(self._before[name])
             return norm, False
@@ -293,22 +255,3 @@ class OptimizerWrapper:
         weight_of_step = 1 - (self.config.ema_decay or 0.0)
         for tensor, average in self._averaged():
             average.lerp_(tensor.detach(), weight_of_step)
-
-    def _norm(self, gradients: list[Any]) -> float:
-        # With --bitwise norms of shards would be added in another order.
-        gathers = self.config.bitwise and hasattr(gradients[0], "full_tensor")
-        if self._are_alike:
-            # As `get_total_norm` without grouping by device and type: half its time.
-            foreach_norm: Any = torch._foreach_norm  # noqa: SLF001
-            if gathers:  # one after another: together they take the memory of DDP
-                norms = [foreach_norm([it.full_tensor()])[0] for it in gradients]
-            else:
-                norms = foreach_norm(gradients)
-            if self._is_on_cpu:
-                return math.hypot(*map(float, norms))
-            return float(torch.linalg.vector_norm(torch.stack(norms)))
-        if gathers:
-            gradients = [it.full_tensor() for it in gradients]
-        norm = nn.utils.get_total_norm(gradients)
-        whole = getattr(norm, "full_tensor", None)
-        return float(whole() if whole is not None else norm)

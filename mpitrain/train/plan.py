@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 from mpitrain.config import WARMUP_EPOCHS, TrainConfig
-from mpitrain.data import sharding
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,26 +115,3 @@ class Plan:
         decay_steps = num_epochs * steps_per_epoch - warmup_steps
         done = (step - warmup_steps) / max(1, decay_steps)
         return peak * 0.5 * (1.0 + math.cos(math.pi * done))
-
-    def batch_line(self) -> str:
-        """Return a line with the factors of the global batch size."""
-        size = self.config.global_batch_size
-        if self.config.bitwise:
-            micro = self.config.bitwise_micro_batch_size
-            num = -(-size // micro)
-            ranks = f"{self.world_size} rank{'s' * (self.world_size != 1)}"
-            return f"{size} per step = {num} micro-batches of {micro}, on {ranks}"
-        largest = sharding.max_shard_size(size, self.world_size)
-        smallest = size // self.world_size
-        micro = min(self.config.micro_batch_size or largest, largest)
-        micro_batches = -(-largest // micro)
-        ranks = f"{self.world_size} rank{'s' * (self.world_size != 1)}"
-        if size == self.world_size * micro * micro_batches:
-            product = f"{ranks} x {micro} x {micro_batches}"
-            return f"{size} per step = {product} (ranks x samples x micro-batches)"
-        sizes = str(largest) if smallest == largest else f"{smallest} or {largest}"
-        plural = "es" * (micro_batches != 1)
-        return (
-            f"{size} per step = {ranks} x {sizes}, in {micro_batches} "
-            f"micro-batch{plural} of at most {micro}"
-        )

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from mpitrain.data.sharding import Indices
+from mpitrain.torch_compat import all_gather_flat
 from mpitrain.train.metrics import (
     BACKWARD,
     COMMUNICATION,
@@ -38,18 +39,13 @@ THROUGHPUT_SECONDS = 1.25
 """Seconds of steps that a `Throughput` covers at least, across epochs; fewer before a
 checkpoint and at the end. Less than the time between two synchronizations."""
 
-# torch 2.15 renamed it; both take flat tensors.
-all_gather_flat = (
-    getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-)
-
 
 class Losses(NamedTuple):
     """The loss of one micro-batch."""
 
     indices: Indices  # numbers of its samples, int64 `(N,)`
     total: Tensor  # sum of their losses, `()`, on the device
-    number: int = 0  # of the micro-batch in the step, with --bitwise
+    number: int = 0  # of the micro-batch in the step, if these are fixed
 
 
 class _Step(NamedTuple):
@@ -63,14 +59,14 @@ class PendingSteps:
     """Steps whose metrics or throughput the ranks have not reduced yet."""
 
     def __init__(self, device: str, micro_batch_size: int | None = None) -> None:
-        """``micro_batch_size``: with --bitwise, of any number of ranks."""
+        """``micro_batch_size``: where micro-batches do not depend on the ranks."""
         self._device = device
         self._micro_batch_size = micro_batch_size
         self._steps: list[_Step] = []
         self._sync_every = 1  # equal on all ranks
         # Of the last `sync`: the time of each rank, and the sums of losses by step.
         self.micro_batch_seconds: list[float] = []
-        self.micro_batch_losses: list[list[float]] = []  # with --bitwise
+        self.micro_batch_losses: list[list[float]] = []  # with fixed micro-batches
         self._clear_throughput()
 
     def _clear_throughput(self) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import zip_longest
@@ -22,7 +21,6 @@ from mpitrain.launch.init import init
 from mpitrain.mpi.collectives import all_or_none, world_comm
 from mpitrain.mpi.world import World
 from mpitrain.train import mixing
-from mpitrain.train.bitwise import configure_bitwise
 from mpitrain.train.callbacks import Callback, StopRequested, hooks_of
 from mpitrain.train.checks import (
     WrongLabel,
@@ -37,9 +35,10 @@ from mpitrain.train.evaluate import Evaluation, LossFn, MetricsFn, sum_over_samp
 from mpitrain.train.loader import Batch, RankStep
 from mpitrain.train.metrics import StepMetrics, TrainState
 from mpitrain.train.nonfinite import handle_nonfinite
-from mpitrain.train.parallel import configure_precision
 from mpitrain.train.progress import EpochLines
 from mpitrain.train.step_metrics import THROUGHPUT_SECONDS, Losses, PendingSteps
+from mpitrain.train.strategy.base import Strategy
+from mpitrain.train.strategy.build import choose_strategy
 from mpitrain.train.timer import StepTimes, Timer, make_timer
 
 logger = logging.getLogger("mpitrain")
@@ -63,6 +62,7 @@ class Trainer:
         loss: Instead of overriding `loss`.
         metrics: Instead of overriding `metrics`.
         callbacks: Called in this order; ``None``: print a line per epoch.
+        strategy: Instead of that of the configuration; a class, see `Strategy`.
         test_data: A data set that is evaluated when the training has finished.
         mean_std: Mean and standard deviation per channel, in the range 0 to 1, to
             normalize uint8 images `(N, C, H, W)` by; ``None``: inputs are left alone.
@@ -75,8 +75,8 @@ class Trainer:
         engine: Data, plan, parallelized model and optimizer, from `set_up` on.
         timer: Measures where this rank's time goes, from `set_up` on.
         step_times: Where the time of the last steps went; for `Callback.on_metrics`.
-        micro_batch_losses: With ``bitwise`` the sum of losses of each micro-batch of
-            the last steps; for `Callback.on_metrics`.
+        micro_batch_losses: The sum of losses of each micro-batch of the last steps, if
+            the strategy has fixed ones; for `Callback.on_metrics`.
         resumed_from: Name of the checkpoint that was loaded; empty without one.
         best_by: The metric of the best checkpoint; `Checkpointer` sets it.
     """
@@ -96,6 +96,7 @@ class Trainer:
         loss: LossFn | None = None,
         metrics: MetricsFn | None = None,
         callbacks: Sequence[Callback] | None = None,
+        strategy: type[Strategy] | None = None,
         test_data: Any = None,
         mean_std: Statistics | None = None,
         num_classes: int | None = None,
@@ -118,7 +119,7 @@ class Trainer:
         self.uses_whole_config = False  # the command makes callbacks of all its fields
         self._final_state: dict[str, Any] | None = None  # if the job ends with `fit`
         self._is_set_up = self._has_mixed = False
-        self._loss, self._metrics = loss, metrics
+        self._loss, self._metrics, self._strategy = loss, metrics, strategy
         self._targets_to_check = {"training", "validation"}
         self._warned_of: set[str] = set()  # losses and metrics that are scalars
         self._hooks: dict[str, list[Callable[..., None]]] = {}
@@ -183,22 +184,23 @@ class Trainer:
         for the average over ranks that DDP and FSDP take of gradients.
         """
         engine, state, timer = self.engine, self.state, self.timer
-        optimizer, model = engine.optimizer, engine.parallel
+        optimizer, strategy = engine.optimizer, engine.strategy
         lr = engine.plan.learning_rate(engine.stage, state.epoch, step.number)
         scale = engine.start_step(lr, step.num_samples)
         losses: list[Losses] = []
         self._step_number = step.number
-        if model.syncs_buffers or self.config.bitwise:
+        if strategy.communicates_before_step:
             with timer("communication"):
-                model.start_step(state.epoch, step)
+                strategy.start_step(state.epoch, step.number, step.num_samples)
         for batch in step.micro_batches:
             is_last = len(losses) + 1 == step.num_micro_batches
-            with model.sync_gradients(is_last=is_last), engine.norm_statistics(batch):
+            with strategy.micro_batch(is_last=is_last), engine.norm_statistics(batch):
                 self.call("on_batch_start", batch)
                 with timer("forward"):
                     loss = self._sum_of_losses(batch)
-                losses.append(Losses(batch.indices, loss.detach(), model.number))
-                if engine.world.world_size > 1 and not self.config.bitwise:
+                number = strategy.micro_batch_number
+                losses.append(Losses(batch.indices, loss.detach(), number))
+                if strategy.reduces_in_backward and engine.world.world_size > 1:
                     timer.mark_gradients(loss)
                 # scale - 0 * loss: the scale, or NaN where the loss is not finite. A
                 # gradient may be finite where its loss is not. The NaN reaches all
@@ -207,9 +209,9 @@ class Trainer:
                 with timer("backward"):
                     # Not backward(loss, gradient): it imports SymPy (torch 2.14).
                     torch.autograd.backward(loss * gradient)
-        if self.config.bitwise:
+        if strategy.communicates_after_step:
             with timer("communication"):
-                model.reduce_gradients()
+                strategy.reduce_gradients()
         with timer("update"):
             grad_norm, is_applied = optimizer.step()
         if not is_applied:
@@ -254,7 +256,7 @@ class Trainer:
                 seconds = time.perf_counter() - self._synced_at
                 steps = self._pending.sync(state, seconds, self.step_times.steps)
                 self.micro_batch_losses = self._pending.micro_batch_losses
-                engine.rebalance(self._pending.micro_batch_seconds)
+                engine.strategy.rebalance(self._pending.micro_batch_seconds)
             state.skipped_samples += engine.take_skipped()
             if state.epoch_step:
                 counts = engine.take_samples_per_shard()
@@ -347,7 +349,7 @@ class Trainer:
         unequal numbers of micro-batches.
         """
         try:
-            return self.engine.parallel.forward(inputs)
+            return self.engine.strategy.forward(inputs)
         except Exception as error:
             explain_call(self.model, inputs, error)
             raise
@@ -398,8 +400,9 @@ class Trainer:
         Collective over all ranks.
         """
         assert self.world is not None
-        configure_precision(self.config, self.world.device, os.environ)
-        configure_bitwise(self.world, is_on=self.config.bitwise)
+        kind = self._strategy or choose_strategy(self.config, self.world)
+        strategy = kind(self.config, self.world)
+        strategy.configure_torch()
         refuse_loader(self.test_data, "the test data")
         self.engine = Engine(
             self.model,
@@ -407,6 +410,7 @@ class Trainer:
             self.val_data,
             self.config,
             self.world,
+            strategy,
             mean_std=self.mean_std,
             find_unused_parameters=self.find_unused_parameters,
             can_cache_features=type(self).compute_loss is Trainer.compute_loss,
@@ -416,7 +420,7 @@ class Trainer:
         self.timer = make_timer(self.world.device)
         self._pending = PendingSteps(
             self.world.device,
-            self.engine.micro_batch_size if self.config.bitwise else None,
+            strategy.micro_batch_size if strategy.micro_batches_are_fixed else None,
         )
         self._synced_at = time.perf_counter()
         self._hooks = hooks_of(self.callbacks)

@@ -15,9 +15,10 @@ from trainings import BATCH_SIZE, EPOCHS, NUM_SAMPLES, Net, config_of, some, tra
 from mpitrain.data.sharding import MicroBatchAssignment, epoch_order
 from mpitrain.errors import UsageError
 from mpitrain.mpi.world import World
-from mpitrain.train.bitwise import FlatGradients, nodes_of, seed_micro_batch
 from mpitrain.train.callbacks import Callback
 from mpitrain.train.optimizer import build_optimizer
+from mpitrain.train.strategy.bitwise import BitwiseDDPStrategy, seed_micro_batch
+from mpitrain.train.strategy.pairwise import FlatGradients, nodes_of
 from mpitrain.train.trainer import Trainer
 
 pytestmark = pytest.mark.mpi
@@ -145,7 +146,7 @@ def test_another_numbering_of_micro_batches_changes_no_bit(world: World) -> None
             assignment = MicroBatchAssignment(
                 world_size=engine.world.world_size, speeds=speeds
             )
-            engine.assignment = assignment
+            engine.strategy.assignment = assignment
 
     class Noise(Callback):
         def on_batch_start(self, trainer: Any, batch: Any) -> None:
@@ -323,7 +324,7 @@ def test_gradients_from_flat_memory_are_as_autograd_makes_them() -> None:
 
 @pytest.mark.parametrize("settings", [{}, {"momentum": 0.0}, {"weight_decay": 0.0}])
 def test_sgd_of_whole_vectors_is_fused_and_has_the_bits_of_the_other(
-    settings: dict[str, float],
+    world: World, settings: dict[str, float]
 ) -> None:
     config = config_of(**{**SETTINGS, **settings})
     found = []
@@ -333,7 +334,9 @@ def test_sgd_of_whole_vectors_is_fused_and_has_the_bits_of_the_other(
             nn.Parameter(torch.randn(size, generator=generator))
             for size in (64, 640, 65, 77, 4096, 1000)
         ]
-        optimizer = build_optimizer(weights, config, lr=0.0123, shard=False)
+        strategy = BitwiseDDPStrategy(config, world)
+        strategy.wrap(nn.ParameterList(weights))
+        optimizer = build_optimizer(strategy, config, lr=0.0123)
         assert [group["fused"] for group in optimizer.param_groups] == [True, None]
         for group in optimizer.param_groups:
             group["fused"] = group["fused"] if is_fused else None

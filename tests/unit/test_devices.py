@@ -135,9 +135,9 @@ def test_sharing_says_why_and_what_it_costs() -> None:
 
 
 def test_fsdp_is_refused_where_gloo_would_end_the_process() -> None:
-    from mpitrain.config import StrategyConfig
+    from mpitrain.config import TrainConfig
     from mpitrain.mpi.world import World
-    from mpitrain.train.parallel import choose_strategy
+    from mpitrain.train.strategy.build import choose_strategy
 
     def choose(backend: str, device: str) -> str:
         world = World(
@@ -150,7 +150,7 @@ def test_fsdp_is_refused_where_gloo_would_end_the_process() -> None:
             device=device,
             backend=backend,
         )
-        return choose_strategy(StrategyConfig(strategy="fsdp"), world)
+        return choose_strategy(TrainConfig(strategy="fsdp"), world).name
 
     with pytest.raises(UsageError, match="gloo has no collectives of FSDP for GPUs"):
         choose("gloo", "cuda:0")

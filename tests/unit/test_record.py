@@ -83,7 +83,10 @@ def trainer_of(world: World) -> Any:
     plan = SimpleNamespace(total_steps=4, num_epochs=2, steps_per_epoch=2)
     return SimpleNamespace(
         engine=SimpleNamespace(
-            world=world, plan=plan, micro_batch_counts=[], inputs={}
+            world=world,
+            plan=plan,
+            strategy=SimpleNamespace(micro_batch_counts=[]),
+            inputs={},
         ),
         state=TrainState(),
         config=SimpleNamespace(global_batch_size=64),

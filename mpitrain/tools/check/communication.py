@@ -20,13 +20,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from mpitrain.config import StrategyConfig
+from mpitrain.config import TrainConfig
 from mpitrain.launch.process_exit import is_consequence
 from mpitrain.launch.rendezvous.probe import listen
 from mpitrain.mpi.collectives import barrier
 from mpitrain.mpi.world import World, format_ranges
 from mpitrain.tools.check.report import Finding
-from mpitrain.train.parallel import ParallelModel
+from mpitrain.train.strategy.build import STRATEGIES
 
 if TYPE_CHECKING:
     from mpitrain.launch.job import Job
@@ -220,9 +220,8 @@ def gradient_difference(world: World, strategy: str) -> float:
     alone = alone.to(world.device, dtype)
     together = copy.deepcopy(alone)
     alone(samples).square().sum().div(num_samples).backward()
-    parallel = ParallelModel(
-        together, world, StrategyConfig(), strategy, find_unused_parameters=False
-    )
+    parallel = STRATEGIES[strategy](TrainConfig(), world)
+    parallel.wrap(together, find_unused_parameters=False)
     outputs = parallel.forward(samples[first : first + counts[world.rank]])
 
     # DDP and FSDP average over ranks; one process averages over samples.

@@ -211,9 +211,9 @@ class RunSummary(Callback):
             f"{world.master_port}, {threads} per rank",
             f"{config.model} on {config.data}: {train} samples to train, "
             f"{val} to validate{classes}",
-            f"{summary_line(trainer.engine.model)}; {trainer.engine.strategy}, "
+            f"{summary_line(trainer.engine.model)}; {trainer.engine.strategy.name}, "
             f"{config.precision}",
-            plan.batch_line(),
+            trainer.engine.strategy.batch_line(),
             steps,
             f"run folder {shown(self._run_dir)}",
             *([self._loaded] if self._loaded is not None else []),

@@ -1,0 +1,168 @@
+"""The model before it is spread over the ranks: unwrapped, equal, on its device."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from mpitrain.config import StrategyConfig
+from mpitrain.data.samples import to_dtype
+from mpitrain.errors import UsageError
+from mpitrain.mpi.shared_arrays import Communicator
+from mpitrain.mpi.world import World
+from mpitrain.torch_compat import without_compile_wrappers
+
+logger = logging.getLogger("mpitrain")
+
+WRAPPERS = {"DistributedDataParallel", "DataParallel", "FullyShardedDataParallel"}
+
+BatchNorm = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+
+
+def unwrap_model(model: nn.Module, world: World) -> nn.Module:
+    """Return a model without the wrappers of `torch.compile`; refuse the others."""
+    parts = dict(model.named_modules())
+    if world.is_rank_zero and any("_orig_mod" in name for name in parts):
+        logger.warning(
+            "the wrapper of torch.compile was removed, and the model stays compiled: "
+            "names in state_dict() and checkpoints are those without _orig_mod."
+        )
+    for name, part in parts.items():
+        kinds = {kind.__name__ for kind in type(part).__mro__}
+        if kind := next(iter(kinds.intersection(WRAPPERS)), ""):
+            where = f"{name!r} in the model" if name else "the model"
+            raise UsageError(
+                f"{where} is a {kind}, which reduces gradients itself, as --strategy "
+                "does; expected the plain module: pass what was wrapped (its .module)"
+            ).on_all_ranks()
+    if any(hasattr(weight, "full_tensor") for weight in model.parameters()):
+        raise UsageError(
+            "the model's weights are sharded already, by fully_shard or an earlier "
+            "`fit` with fsdp; expected a model that is whole. After `fit`, make a "
+            "new one, and load trainer.state_dict() into it"
+        ).on_all_ranks()
+    return without_compile_wrappers(model)
+
+
+@torch.no_grad()
+def initialize_lazy(model: nn.Module, inputs: Any) -> None:
+    """Let lazy modules see a batch, in evaluation mode; local."""
+    modes = {module: module.training for module in model.modules()}
+    try:
+        model.eval()(to_dtype(inputs, torch.float32))
+    except Exception as error:
+        raise UsageError(
+            "the model has lazy modules, and fails with one batch of inputs: "
+            f"{type(error).__name__}: {error}. Expected them to be initialized: call "
+            "the model once with a batch before it is trained"
+        ) from error
+    for module, mode in modes.items():  # parts may be in evaluation mode
+        module.training = mode
+
+
+def check_same_model(model: nn.Module, ranks: Communicator) -> None:
+    """Check that the model is the same on all ranks; collective."""
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    shapes = [(name, it.shape, it.dtype, it.requires_grad) for name, it in tensors]
+    digest = hashlib.sha256(repr(shapes).encode()).hexdigest()[:8]
+    ranks.check_equal(
+        f"{sum(tensor.numel() for _, tensor in tensors)} numbers in {len(tensors)} "
+        f"tensors (names, shapes, requires_grad {digest})",
+        "the model",
+        "Expected the same on every rank; its first weights are rank zero's",
+    )
+
+
+def prepare_model(model: nn.Module, world: World, config: StrategyConfig) -> nn.Module:
+    """Move a model to this rank's device, with rank zero's weights; collective."""
+    if config.sync_batchnorm:
+        convert: Any = nn.SyncBatchNorm.convert_sync_batchnorm
+        model = convert(model)
+    dtype = torch.float64 if config.precision == "fp64" else torch.float32
+    model = model.to(world.device)
+    for tensor in (*model.parameters(), *model.buffers()):
+        # Not by `to`, which makes complex numbers real.
+        if tensor.is_floating_point() or tensor.is_complex():
+            tensor.data = tensor.data.to(
+                dtype.to_complex() if tensor.is_complex() else dtype
+            )
+        if world.world_size > 1:
+            dist.broadcast(tensor.detach(), src=0)
+    if is_channels_last(world, config):
+        model = model.to(memory_format=torch.channels_last)
+    if config.activation_checkpointing:
+        for block in find_blocks(model):
+            if getattr(block.forward, "func", None) is not checkpoint:  # an earlier fit
+                block.forward = functools.partial(
+                    checkpoint, block.forward, use_reentrant=False
+                )
+        if any(isinstance(module, BatchNorm) for module in model.modules()):
+            logger.warning(
+                "--activation-checkpointing computes batch norm twice a step: its "
+                "running statistics move twice as fast"
+            )
+    return model
+
+
+def is_channels_last(world: World, config: StrategyConfig) -> bool:
+    """Return whether images are in the channels-last memory format."""
+    if config.strategy == "fsdp":
+        return False  # torch shards contiguous weights only
+    if config.channels_last == "auto":
+        return world.device != "cpu" and config.precision in ("bf16", "fp16")
+    return config.channels_last == "always"
+
+
+@contextmanager
+def keep_statistics(model: nn.Module) -> Iterator[None]:
+    """Keep the running statistics of batch norm, through both passes in here."""
+    norms = (it for it in model.modules() if isinstance(it, BatchNorm))
+    before = [(it, it.clone()) for norm in norms for it in norm.buffers()]
+    yield
+    for buffer, value in before:
+        buffer.copy_(value)
+
+
+def find_blocks(model: nn.Module) -> list[nn.Module]:
+    """Return the outermost members of lists and sequences that have submodules.
+
+    Such as residual blocks and transformer layers; FSDP shards them one by one.
+
+    >>> layer = lambda: nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    >>> blocks = nn.Sequential(layer(), layer())
+    >>> len(find_blocks(nn.Sequential(nn.Linear(2, 2), blocks)))
+    2
+    """
+    found: list[nn.Module] = []
+
+    def visit(module: nn.Module, *, is_member: bool) -> None:
+        is_list = type(module) in (nn.Sequential, nn.ModuleList)
+        has_parts = any(True for _ in module.children())
+        if is_member and has_parts and not is_list:
+            found.append(module)
+            return
+        before = len(found)
+        for child in module.children():
+            visit(child, is_member=is_list)
+        if is_member and has_parts and len(found) == before:
+            found.append(module)  # a sequence of plain layers
+
+    visit(model, is_member=False)
+    return [block for block in found if any(True for _ in block.parameters())]
+
+
+def copy_to_cpu(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Copy the tensors of a ``state_dict`` to the CPU."""
+    return {
+        name: value.to("cpu", copy=True) if isinstance(value, Tensor) else value
+        for name, value in state.items()
+    }

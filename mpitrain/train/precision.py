@@ -1,0 +1,59 @@
+"""Precision: dtypes by name, autocast, and torch's settings of the process."""
+
+from __future__ import annotations
+
+import os
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+from mpitrain.config import StrategyConfig
+
+DTYPES = {
+    "fp32": torch.float32,
+    "fp64": torch.float64,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
+
+# torch's settings belong to the process, as this does: those that a training changed,
+# by name, as they were before. A later training in the process takes them back.
+_previous_settings: dict[str, Any] = {}
+
+
+def is_16_bit(config: StrategyConfig) -> bool:
+    """Return whether the passes compute in 16 bits."""
+    return DTYPES[config.precision].itemsize == 2
+
+
+def autocast(config: StrategyConfig, device: str) -> AbstractContextManager[Any]:
+    """Return ``torch.autocast`` for a 16-bit precision, or a context without effect."""
+    if is_16_bit(config):
+        return torch.autocast(torch.device(device).type, DTYPES[config.precision])
+    return nullcontext()
+
+
+def configure_torch(
+    *, tf32: bool, is_deterministic: bool, num_threads: int | None = None
+) -> None:
+    """Set what the bits of a pass depend on, before the device is used.
+
+    For the whole process. A training without determinism, or without a number of
+    threads, takes back what one before it has set.
+    """
+    torch.set_float32_matmul_precision("high" if tf32 else "highest")
+    torch.backends.cudnn.allow_tf32 = tf32  # True by default
+    if is_deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        was_deterministic = torch.are_deterministic_algorithms_enabled()
+        _previous_settings.setdefault("deterministic", was_deterministic)
+        torch.use_deterministic_algorithms(True)
+        torch.backends.cudnn.benchmark = False
+    elif "deterministic" in _previous_settings:
+        torch.use_deterministic_algorithms(_previous_settings.pop("deterministic"))
+    if num_threads is not None:
+        _previous_settings.setdefault("num_threads", torch.get_num_threads())
+        torch.set_num_threads(num_threads)
+    elif "num_threads" in _previous_settings:
+        torch.set_num_threads(_previous_settings.pop("num_threads"))

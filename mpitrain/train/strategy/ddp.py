@@ -1,0 +1,90 @@
+"""A copy of the model on every rank, gradients all-reduced by torch's DDP."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from mpitrain.train.strategy.base import Strategy
+
+_SYNC_BUFFERS = (
+    "forward_sync_buffers"
+    if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
+    else "broadcast_buffers"  # before torch 2.15
+)
+
+# What DDP's errors mean here, by a part of them.
+DDP_HINTS = {
+    "mark a variable ready only once": "Expected use_reentrant=False where activations "
+    "are checkpointed, and tensors as outputs; or, if each step uses every weight, "
+    "--find-unused-parameters never",
+    "finished reduction in the prior": "Expected --find-unused-parameters always",
+}
+
+
+class DDPStrategy(Strategy):
+    """All-reduces gradients while the last backward pass of a step runs.
+
+    Without ``find_unused_parameters`` DDP leaves wrong gradients where a weight takes
+    no part in the loss, and complains only in the next forward pass.
+    """
+
+    name = "ddp"
+    averages_gradients = True
+    reduces_in_backward = True
+    module: DistributedDataParallel
+
+    def wrap(self, model: nn.Module, *, find_unused_parameters: bool = True) -> None:
+        """Wrap the model in `DistributedDataParallel`."""
+        super().wrap(model)
+        self.communicates_before_step = bool(self._buffers)
+        self._finds_unused = find_unused_parameters
+        warnings.filterwarnings("ignore", message=".*find_unused_parameters=True")
+        sync_buffers: Any = {_SYNC_BUFFERS: False}  # `broadcast_buffers` does it
+        self.module = DistributedDataParallel(
+            model,
+            gradient_as_bucket_view=True,
+            find_unused_parameters=find_unused_parameters,
+            **sync_buffers,
+        )
+
+    def start_step(self, epoch: int, step: int, num_samples: int) -> None:
+        """Broadcast rank zero's buffers; collective."""
+        del epoch, step, num_samples
+        self.broadcast_buffers()
+
+    @contextmanager
+    def micro_batch(self, *, is_last: bool) -> Iterator[None]:
+        """Return a context: gradients are all-reduced in the last micro-batch only."""
+        try:
+            with nullcontext() if is_last else self.module.no_sync():
+                yield
+        except RuntimeError as error:
+            for reason, hint in DDP_HINTS.items():
+                if reason in str(error):
+                    error.add_note(hint)
+            raise
+
+    def _call(self, module: nn.Module, inputs: Any) -> Any:
+        """Call DDP so that its warning of unused parameters is one of Python's.
+
+        It comes from C++ code without a warning handler, which prints it on every rank.
+        While a function of torch calls back, its handler is there (torch 2.14).
+        """
+        if not self._finds_unused:
+            return module(inputs)
+        outputs = []
+
+        def call(number: float) -> float:
+            outputs.append(module(inputs))
+            return number
+
+        torch.zeros(1, device="cpu").apply_(call)
+        return outputs[0]

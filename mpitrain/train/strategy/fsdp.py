@@ -1,0 +1,135 @@
+"""Weights, gradients and optimizer state sharded over the ranks: torch's FSDP2."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from mpitrain.config import StrategyConfig
+from mpitrain.data.samples import to_dtype
+from mpitrain.errors import UsageError
+from mpitrain.mpi.world import World
+from mpitrain.train.model import BatchNorm, copy_to_cpu, find_blocks
+from mpitrain.train.precision import DTYPES
+from mpitrain.train.strategy.base import Strategy
+from mpitrain.train.strategy.ddp import DDPStrategy
+
+
+class FSDPStrategy(Strategy):
+    """Shards the model in place; a pass gathers the weights of one block at a time."""
+
+    name = "fsdp"
+    averages_gradients = True
+    reduces_in_backward = True
+    is_sharded = True
+
+    def for_head(self) -> Strategy:
+        """Return DDP: a head is small, and its model calls it unsharded."""
+        return DDPStrategy(self.config, self.world)
+
+    def wrap(self, model: nn.Module, *, find_unused_parameters: bool = True) -> None:
+        """Shard the model by `fully_shard`."""
+        fully_shard_model(model, self.world, self.config)
+        super().wrap(model, find_unused_parameters=find_unused_parameters)
+
+    def parameter_groups(
+        self, weights: list[nn.Parameter], optimizer: str
+    ) -> list[dict[str, Any]]:
+        """Return one group, not fused.
+
+        torch 2.15: "aten._fused_sgd_.default does not have a sharding strategy".
+        """
+        del optimizer
+        return [{"params": weights}]
+
+    @contextmanager
+    def micro_batch(self, *, is_last: bool) -> Iterator[None]:
+        """Return a context: gradients are reduced in the last micro-batch only."""
+        self.model.set_requires_gradient_sync(is_last)  # type: ignore[operator]
+        yield
+
+    def forward(self, inputs: Any, through: nn.Module | None = None) -> Any:
+        """Call the model, which casts by itself."""
+        module = self.module if through is None else through
+        outputs = module(inputs)
+        return to_dtype(outputs, torch.float32) if self._is_16_bit else outputs
+
+    def grad_norm(self, gradients: list[Any]) -> float:
+        """Return the norm over all shards; collective."""
+        norm: Any = nn.utils.get_total_norm(gradients)
+        return float(norm.full_tensor())
+
+    def reshard(self) -> None:
+        """Free the weights that a pass has gathered: they have changed; local."""
+        from torch.distributed.fsdp import FSDPModule
+
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+    def full_state_dict(self) -> dict[str, Any]:
+        """Gather the whole ``state_dict`` on rank zero's CPU; collective."""
+        from torch.distributed.checkpoint.state_dict import (
+            StateDictOptions,
+            get_model_state_dict,
+        )
+
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        return copy_to_cpu(get_model_state_dict(self.model, options=options))
+
+
+def fully_shard_model(model: nn.Module, world: World, config: StrategyConfig) -> None:
+    """Shard the model in place, block by block; collective."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import (
+        CPUOffloadPolicy,
+        MixedPrecisionPolicy,
+        fully_shard,
+    )
+
+    dtype = DTYPES[config.precision]
+    options: dict[str, Any] = {"mesh": _mesh(world, config, init_device_mesh)}
+    if config.cpu_offload:
+        options["offload_policy"] = CPUOffloadPolicy()
+    if dtype.itemsize == 2:
+        # Batch norm stays in fp32, as under autocast: torch's wants its statistics so.
+        for module in model.modules():
+            if isinstance(module, BatchNorm):
+                fully_shard(module, **options)
+        options["mp_policy"] = MixedPrecisionPolicy(
+            param_dtype=dtype, reduce_dtype=torch.float32
+        )
+    num_owners = _count_owners(model)
+    for block in find_blocks(model):
+        # Not where it shares a weight with others: a weight has one group, here the
+        # model's.
+        if _count_owners(block).items() <= num_owners.items():
+            fully_shard(block, **options)
+    fully_shard(model, **options)
+
+
+def _count_owners(module: nn.Module) -> Counter[int]:
+    """Return how many names each weight has, by its id."""
+    named = module.named_parameters(remove_duplicate=False)
+    return Counter(id(weight) for _, weight in named)
+
+
+def _mesh(world: World, config: StrategyConfig, make: Any) -> Any:
+    """Shard over all ranks, or within each node and replicate across nodes."""
+    kind = torch.device(world.device).type
+    if not config.hybrid_sharding or world.num_nodes == 1:
+        return make(kind, (world.world_size,), mesh_dim_names=("shard",))
+    sizes = {len(node.ranks) for node in world.nodes}
+    in_order = [rank for node in world.nodes for rank in node.ranks]
+    if len(sizes) > 1 or in_order != list(range(world.world_size)):
+        raise UsageError(
+            "--hybrid-sharding wants as many ranks on every node, and those of a node "
+            "one after another; expected the launcher to fill one node after another"
+        )
+    shape = (world.num_nodes, sizes.pop())
+    return make(kind, shape, mesh_dim_names=("replicate", "shard"))
