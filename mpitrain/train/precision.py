@@ -46,14 +46,15 @@ def configure_torch(
     torch.backends.cudnn.allow_tf32 = tf32  # True by default
     if is_deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        was_deterministic = torch.are_deterministic_algorithms_enabled()
-        _previous_settings.setdefault("deterministic", was_deterministic)
+        if not torch.are_deterministic_algorithms_enabled():
+            _previous_settings["deterministic"] = False
         torch.use_deterministic_algorithms(True)
         torch.backends.cudnn.benchmark = False
     elif "deterministic" in _previous_settings:
         torch.use_deterministic_algorithms(_previous_settings.pop("deterministic"))
     if num_threads is not None:
-        _previous_settings.setdefault("num_threads", torch.get_num_threads())
+        if (before := torch.get_num_threads()) != num_threads:
+            _previous_settings["num_threads"] = before
         torch.set_num_threads(num_threads)
     elif "num_threads" in _previous_settings:
         torch.set_num_threads(_previous_settings.pop("num_threads"))
