@@ -31,12 +31,12 @@ from torchvision import transforms
 from torchvision.datasets import MNIST
 
 from mpitrain.config import DataConfig
+from mpitrain.data.loader import BatchLoader
 from mpitrain.data.sharding import RankShard
 from mpitrain.data.sources import Data, load_data
 from mpitrain.data.transforms import ImageTransform
 from mpitrain.mpi.shared_arrays import Communicator
 from mpitrain.mpi.world import Node, World
-from mpitrain.train.loader import BatchLoader
 
 SIZE = 28
 
@@ -139,7 +139,7 @@ def timed(load: Load, epoch: int) -> float:
 
 
 def ours(data: Data, batch_size: int, augment: bool) -> Load:
-    feed = BatchLoader(data.train, WORLD, pixels(augment))
+    feed = BatchLoader(data.train, WORLD, pixels(augment), dtype=torch.float32)
 
     def load(epoch: int) -> int:
         share = RankShard(

@@ -36,10 +36,12 @@ if TYPE_CHECKING:
     from mpitrain.launch.job import Job
     from mpitrain.mpi.world import Node, World
     from mpitrain.record.recorder import Recorder
+    from mpitrain.tasks.task import Task
     from mpitrain.train.callbacks import Callback, StopRequested
     from mpitrain.train.evaluate import Evaluation
     from mpitrain.train.metrics import TrainState
     from mpitrain.train.progress import EpochLines
+    from mpitrain.train.strategy.base import Strategy
     from mpitrain.train.trainer import Trainer
 
 __all__ = [
@@ -58,6 +60,8 @@ __all__ = [
     "Recorder",
     "StopRequested",
     "Stopped",
+    "Strategy",
+    "Task",
     "TopologyError",
     "TrainConfig",
     "TrainState",
@@ -80,6 +84,8 @@ _HOMES = {
     "Evaluation": "train.evaluate",
     "Recorder": "record.recorder",
     **dict.fromkeys(("LaunchConfig", "TrainConfig"), "config"),
+    "Strategy": "train.strategy.base",
+    "Task": "tasks.task",
     "TrainState": "train.metrics",
     "Trainer": "train.trainer",
 }

@@ -393,6 +393,14 @@ class TrainConfig(
         names -= {"num_workers", "on_bad_sample"}
         return sorted(n for n in names if getattr(self, n) != getattr(TrainConfig, n))
 
+    def uses_channels_last(self, device: str) -> bool:
+        """Return whether images are in the channels-last memory format."""
+        if self.strategy == "fsdp":
+            return False  # torch shards contiguous weights only
+        if self.channels_last == "auto":
+            return device != "cpu" and self.precision in ("bf16", "fp16")
+        return self.channels_last == "always"
+
     @property
     def bitwise_micro_batch_size(self) -> int:
         """Samples of a micro-batch with `bitwise`."""

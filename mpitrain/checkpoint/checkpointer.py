@@ -193,13 +193,13 @@ class Checkpointer(RunCheckpoints, Callback):
             ).on_all_ranks()
         if not is_own:
             check_same_steps(self.reader, config)
-        if found["num_samples"] != engine.num_samples:
+        if found["num_samples"] != engine.data.num_samples:
             raise DataError(
                 f"the data are not those that {path} was trained on: found "
-                f"{engine.num_samples} samples, expected {found['num_samples']}"
+                f"{engine.data.num_samples} samples, expected {found['num_samples']}"
             ).on_all_ranks()
         before = found.get("inputs", {}).get("classes")  # not in older checkpoints
-        classes = engine.inputs["classes"]
+        classes = trainer.task.inputs.get("classes")
         if before and classes and before != classes:
             pairs = enumerate(zip_longest(classes, before))
             at, (now, then) = next(it for it in pairs if it[1][0] != it[1][1])
@@ -253,7 +253,7 @@ class Checkpointer(RunCheckpoints, Callback):
         reader, self.reader = self.reader, None
         found, optimizer = reader.metadata["trainer"], engine.optimizer
         if found["stage"] == engine.stage.name:
-            prefix, trained = engine.prefix, engine.strategy.model
+            prefix, trained = engine.part.prefix, engine.strategy.model
             if found["config"]["optimizer"] == trainer.config.optimizer:
                 load_optimizer(reader, trained, optimizer.local_optimizer, prefix)
             load_ema(reader, optimizer.ema_values, prefix)
@@ -391,7 +391,7 @@ class Checkpointer(RunCheckpoints, Callback):
                 engine.strategy.model,
                 engine.optimizer.local_optimizer,
                 engine.optimizer.ema_values,
-                engine.prefix,
+                engine.part.prefix,
                 engine.world,
             )
             heartbeat("copying a checkpoint")
@@ -409,9 +409,9 @@ class Checkpointer(RunCheckpoints, Callback):
             "user_state": None,
             "trainer": {
                 "config": self._config(trainer),
-                "num_samples": engine.num_samples,
+                "num_samples": engine.data.num_samples,
                 "data": self.data,
-                "inputs": engine.inputs,
+                "inputs": trainer.task.inputs,
                 "stage": engine.stage.name,
                 "strategy": engine.strategy.name,
                 "state": asdict(trainer.state),

@@ -118,6 +118,20 @@ class BadSample(DataError):
         return type(self), (self.where, self.reason)
 
 
+class BadRow(DataError):
+    """A row of a batch that does not fit; `named` adds the number of the sample."""
+
+    def __init__(self, row: int, found: str) -> None:
+        super().__init__(f"a sample of {found}")
+        self.row, self.found = row, found
+
+    def named(self, indices: Indices) -> DataError:
+        """Return the error with the number of the sample."""
+        if self.row >= len(indices):
+            return self
+        return DataError(f"sample {indices[self.row]} of {self.found}")
+
+
 def check_labels(labels: Array, num_images: int, num_classes: int, where: str) -> None:
     """Refuse labels that do not fit the number of images, or are out of range."""
     if len(labels) != num_images:
@@ -178,3 +192,20 @@ def to_device(tree: Any, device: str) -> Any:
 def to_dtype(tree: Any, dtype: torch.dtype) -> Any:
     """Convert every floating-point tensor."""
     return map_tensors(lambda x: x.to(dtype) if x.is_floating_point() else x, tree)
+
+
+def kind_of(value: Any) -> str:
+    """Describe a value.
+
+    >>> kind_of((torch.zeros(2, 3), {"a": 1}))
+    "tuple of float32 (2, 3), dict of 'a'"
+    """
+    if isinstance(value, Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
+    kind = type(value).__name__
+    if isinstance(value, dict):
+        return f"{kind} of {', '.join(map(repr, value))}"
+    if isinstance(value, tuple | list):
+        more = ", ..." * (len(value) > 3)
+        return f"{kind} of {', '.join(map(kind_of, value[:3]))}{more}"
+    return kind

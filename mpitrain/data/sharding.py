@@ -127,9 +127,9 @@ class RankShard:
     shards. The number of its shards stays as it was, whatever the number of ranks."""
     assignment: MicroBatchAssignment | None = None
     """Takes micro-batches of `micro_batch_size` whose cuts do not depend on ranks."""
-    prepends_mixup_partner: bool = False
+    prepends_partner: bool = False
     """Whether each micro-batch begins with one sample more: the one before it in the
-    step, on whatever rank (mixup); before the first one comes the last."""
+    step, on whatever rank, as mixup wants; before the first one comes the last."""
 
     @property
     def stream_shard(self) -> tuple[int, int]:
@@ -190,6 +190,6 @@ class RankShard:
     def _rows(self, samples: Indices, start: int, stop: int) -> Indices:
         if start >= stop:
             return samples[:0]
-        if not self.prepends_mixup_partner:
+        if not self.prepends_partner:
             return samples[start:stop]
         return np.concatenate([samples[[start - 1]], samples[start:stop]])

@@ -64,7 +64,7 @@ class Fingerprints(Callback):
         state = engine.strategy.full_state_dict()  # collective if it is sharded
         if self._lines is not None:
             weights = {
-                engine.prefix + name: hash_of(value)
+                engine.part.prefix + name: hash_of(value)
                 for name, value in state.items()
                 if isinstance(value, Tensor)
             }

@@ -100,7 +100,7 @@ class Recorder(Callback):
             exists: Exists = "resume" if has_record else "refuse"
             open_run(path.parent, path.name, exists=exists)
         folders_without_recorder.discard(path)
-        write_json(self.run_dir / "inputs.json", trainer.engine.inputs)
+        write_json(self.run_dir / "inputs.json", trainer.task.inputs)
         self._metrics = JsonlWriter(
             self.run_dir / "metrics.jsonl",
             line_of,

@@ -10,20 +10,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mpitrain.data.loader import Batch, BatchLoader
+from mpitrain.data.samples import BadRow, kind_of
 from mpitrain.data.sharding import RankShard
 from mpitrain.errors import DataError, UsageError
 from mpitrain.launch.current import heartbeat
 from mpitrain.mpi.shared_arrays import Communicator
-from mpitrain.train.checks import WrongLabel, kind_of
-from mpitrain.train.loader import BatchLoader
+from mpitrain.tasks.task import Model
 from mpitrain.train.metrics import best_metric
 from mpitrain.train.step_metrics import sum_exactly, sum_over_ranks
 
-LossFn = Callable[[Any, Any], Tensor]
-"""Maps a model's outputs and targets to losses `(N,)`, or to their mean."""
-
-MetricsFn = Callable[[Any, Any], Mapping[str, Tensor]]
-"""Maps a model's outputs and targets to values by name, each `(N,)` or their mean."""
+ValidationStep = Callable[[Model, Batch], Mapping[str, Tensor]]
+"""`Task.validation_step`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,11 +60,11 @@ def score_of(values: Mapping[str, float], best_by: str | None = None) -> float |
 
 @torch.no_grad()
 def evaluate(
-    forward: Callable[[Any], Any],
+    model: Model,
     loader: BatchLoader,
     rank_shard: RankShard,
     ranks: Communicator,
-    metrics: MetricsFn,
+    step_fn: ValidationStep,
     device: str,
     on_batch_end: Callable[[], object] = lambda: None,
     seed_batch: Callable[[int], object] = lambda _: None,
@@ -74,7 +72,7 @@ def evaluate(
     """Compute the metrics over every sample once; collective, in evaluation mode.
 
     Each rank has one batch of each step, and as many. One without samples is for the
-    collectives of ``forward`` and ``on_batch_end``: ``metrics`` does not get it.
+    collectives of ``model`` and ``on_batch_end``: its metrics do not count.
     ``seed_batch`` seeds what a batch draws, by its number.
     """
     kind: Any = {"dtype": torch.float64, "device": device}
@@ -88,12 +86,11 @@ def evaluate(
         for batch in step.micro_batches:
             heartbeat("evaluation")
             seed_batch(number)
-            outputs = forward(batch.inputs)
+            try:
+                values = step_fn(model, batch)
+            except BadRow as bad:
+                raise bad.named(batch.indices) from None
             if num := len(batch):
-                try:
-                    values = metrics(outputs, batch.targets)
-                except WrongLabel as wrong:
-                    raise wrong.named(batch.indices) from None
                 names = names or tuple(values)
                 if values.keys() != set(names):
                     raise DataError(

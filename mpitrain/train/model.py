@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from mpitrain.config import StrategyConfig
+from mpitrain.config import TrainConfig
 from mpitrain.data.samples import to_dtype
 from mpitrain.errors import UsageError
 from mpitrain.mpi.shared_arrays import Communicator
@@ -82,7 +82,7 @@ def check_same_model(model: nn.Module, ranks: Communicator) -> None:
     )
 
 
-def prepare_model(model: nn.Module, world: World, config: StrategyConfig) -> nn.Module:
+def prepare_model(model: nn.Module, world: World, config: TrainConfig) -> nn.Module:
     """Move a model to this rank's device, with rank zero's weights; collective."""
     if config.sync_batchnorm:
         convert: Any = nn.SyncBatchNorm.convert_sync_batchnorm
@@ -97,7 +97,7 @@ def prepare_model(model: nn.Module, world: World, config: StrategyConfig) -> nn.
             )
         if world.world_size > 1:
             dist.broadcast(tensor.detach(), src=0)
-    if is_channels_last(world, config):
+    if config.uses_channels_last(world.device):
         model = model.to(memory_format=torch.channels_last)
     if config.activation_checkpointing:
         for block in find_blocks(model):
@@ -111,15 +111,6 @@ def prepare_model(model: nn.Module, world: World, config: StrategyConfig) -> nn.
                 "running statistics move twice as fast"
             )
     return model
-
-
-def is_channels_last(world: World, config: StrategyConfig) -> bool:
-    """Return whether images are in the channels-last memory format."""
-    if config.strategy == "fsdp":
-        return False  # torch shards contiguous weights only
-    if config.channels_last == "auto":
-        return world.device != "cpu" and config.precision in ("bf16", "fp16")
-    return config.channels_last == "always"
 
 
 @contextmanager

@@ -14,25 +14,20 @@ from torch import Tensor, nn
 
 from mpitrain.config import TrainConfig
 from mpitrain.data.custom import refuse_loader
+from mpitrain.data.loader import Batch, RankStep
+from mpitrain.data.samples import BadRow
 from mpitrain.data.transforms import Statistics
 from mpitrain.errors import DataError, NonFiniteError, Stopped, UsageError
 from mpitrain.launch.current import heartbeat
 from mpitrain.launch.init import init
 from mpitrain.mpi.collectives import all_or_none, world_comm
 from mpitrain.mpi.world import World
-from mpitrain.train import mixing
+from mpitrain.tasks.image_classification.task import ImageClassification
+from mpitrain.tasks.task import LossFn, MetricsFn, Model, Task
 from mpitrain.train.callbacks import Callback, StopRequested, hooks_of
-from mpitrain.train.checks import (
-    WrongLabel,
-    accuracy,
-    check_targets,
-    cross_entropy,
-    explain_call,
-    warn_of_scalars,
-)
+from mpitrain.train.checks import explain_call, warn_of_scalars
 from mpitrain.train.engine import Engine
-from mpitrain.train.evaluate import Evaluation, LossFn, MetricsFn, sum_over_samples
-from mpitrain.train.loader import Batch, RankStep
+from mpitrain.train.evaluate import Evaluation, sum_over_samples
 from mpitrain.train.metrics import StepMetrics, TrainState
 from mpitrain.train.nonfinite import handle_nonfinite
 from mpitrain.train.progress import EpochLines
@@ -61,6 +56,8 @@ class Trainer:
             when it is done.
         loss: Instead of overriding `loss`.
         metrics: Instead of overriding `metrics`.
+        task: What a step computes; ``None``: `ImageClassification` of ``mean_std`` and
+            ``num_classes``, which takes pairs of any inputs and labels.
         callbacks: Called in this order; ``None``: print a line per epoch.
         strategy: Instead of that of the configuration; a class, see `Strategy`.
         test_data: A data set that is evaluated when the training has finished.
@@ -95,6 +92,7 @@ class Trainer:
         world: World | None = None,
         loss: LossFn | None = None,
         metrics: MetricsFn | None = None,
+        task: Task | None = None,
         callbacks: Sequence[Callback] | None = None,
         strategy: type[Strategy] | None = None,
         test_data: Any = None,
@@ -106,7 +104,14 @@ class Trainer:
         self.train_data, self.val_data, self.test_data = train_data, val_data, test_data
         self.config = config or TrainConfig()
         self.world = world
-        self.mean_std, self.num_classes = mean_std, num_classes
+        if task is not None and (mean_std or num_classes):
+            raise UsageError(
+                "mean_std and num_classes are ImageClassification's; expected them as "
+                "arguments of the task, or no task"
+            )
+        self.task = task or ImageClassification(mean_std, num_classes)
+        # What a script passes, or overrides here, stands in for the task's.
+        vars(self.task).update(loss=self.loss, metrics=self.metrics)
         self.find_unused_parameters = find_unused_parameters
         self.callbacks = [EpochLines()] if callbacks is None else list(callbacks)
         self.callbacks.sort(key=lambda callback: callback.runs_last)
@@ -118,9 +123,8 @@ class Trainer:
         self._owns_job = world is None
         self.uses_whole_config = False  # the command makes callbacks of all its fields
         self._final_state: dict[str, Any] | None = None  # if the job ends with `fit`
-        self._is_set_up = self._has_mixed = False
+        self._is_set_up = self._is_task_step = False
         self._loss, self._metrics, self._strategy = loss, metrics, strategy
-        self._targets_to_check = {"training", "validation"}
         self._warned_of: set[str] = set()  # losses and metrics that are scalars
         self._hooks: dict[str, list[Callable[..., None]]] = {}
 
@@ -167,7 +171,7 @@ class Trainer:
         self.timer.end_step(is_step=False)
         self._synced_at = time.perf_counter()
         with self.timer("data"):  # the spans inside take their own time
-            for step in self.engine.steps(self.state):
+            for step in self.engine.data.steps(self.state, self.engine.strategy):
                 self.train_step(step)
                 if self._pending.is_sync_due:
                     self.sync_metrics()
@@ -231,11 +235,11 @@ class Trainer:
         began = time.perf_counter()
         with self.timer("evaluation"):
             found = engine.evaluate(
-                engine.val_loader,
-                self.all_metrics,
+                engine.data.val_loader,
+                self.validation_step,
                 lambda: self.call("on_validation_batch_end"),
             )
-        state.skipped_samples += engine.take_skipped()
+        state.skipped_samples += engine.data.take_skipped()
         state.metrics, state.val_samples = dict(found.values), found.num_samples
         epoch = state.end_epoch(engine.stage.name, time.perf_counter() - began)
         self.call("on_epoch_end", epoch)
@@ -257,9 +261,9 @@ class Trainer:
                 steps = self._pending.sync(state, seconds, self.step_times.steps)
                 self.micro_batch_losses = self._pending.micro_batch_losses
                 engine.strategy.rebalance(self._pending.micro_batch_seconds)
-            state.skipped_samples += engine.take_skipped()
+            state.skipped_samples += engine.data.take_skipped()
             if state.epoch_step:
-                counts = engine.take_samples_per_shard()
+                counts = engine.data.take_samples_per_shard()
                 pairs = zip_longest(state.samples_per_shard, counts, fillvalue=0)
                 state.samples_per_shard = [sum(pair) for pair in pairs]
             if steps:  # the time between two epochs is no time of steps
@@ -281,14 +285,15 @@ class Trainer:
         self._check_ranks()
         engine = self.engine
         with self.timer("evaluation"):
-            found = engine.evaluate(engine.test_loader(data), self.all_metrics)
-        self.call("on_test_end", found, self.engine.take_skipped())
+            loader = engine.data.test_loader(data, engine.strategy)
+            found = engine.evaluate(loader, self.validation_step)
+        self.call("on_test_end", found, self.engine.data.take_skipped())
         return found
 
     # --- what may be overridden ---------------------------------------------------
 
     def loss(self, outputs: Any, targets: Any) -> Tensor:
-        """Return the loss of each sample; cross-entropy if not overridden.
+        """Return the loss of each sample; the task's if not overridden.
 
         Args:
             outputs: Of the model, `(N, num_classes)`.
@@ -300,16 +305,10 @@ class Trainer:
         """
         if self._loss is not None:
             return self._loss(outputs, targets)
-        is_training = torch.is_grad_enabled()
-        part = "training" if is_training else "validation"
-        if part in self._targets_to_check:
-            self._targets_to_check.remove(part)
-            check_targets(outputs, targets, self.num_classes)
-        smoothing = self.config.label_smoothing if is_training else 0.0
-        return cross_entropy(outputs, targets, smoothing)
+        return type(self.task).loss(self.task, outputs, targets)
 
     def metrics(self, outputs: Any, targets: Any) -> Mapping[str, Tensor]:
-        """Return the other metrics of the validation; accuracy if not overridden.
+        """Return the other metrics of the validation; the task's if not overridden.
 
         Args:
             outputs: Of the model, for one or more samples.
@@ -321,9 +320,9 @@ class Trainer:
         """
         if self._metrics is not None:
             return self._metrics(outputs, targets)
-        if self._loss is None and type(self).loss is Trainer.loss:
-            return {"accuracy": accuracy(outputs, targets)}
-        return {}
+        if self._loss is not None or type(self).loss is not Trainer.loss:
+            return {}
+        return type(self.task).metrics(self.task, outputs, targets)
 
     def compute_loss(self, batch: Batch) -> Tensor:
         """Return the loss of each sample of a micro-batch, for the backward pass.
@@ -331,15 +330,13 @@ class Trainer:
         Args:
             batch: Inputs and targets, on this rank's device.
         """
-        epoch, step = self.state.epoch, self._step_number
-        mix = mixing.draw_mix(self.config, epoch, step, batch.inputs)
-        self._has_mixed = True
-        if mix is None:
-            return self.loss(self.forward(batch.inputs), batch.targets)
-        outputs = self.forward(mix.apply(batch.inputs))
-        own_loss = self.loss(outputs, batch.targets[1:])
-        partners = self.loss(outputs, batch.targets[:-1])
-        return mix.weight * own_loss + (1 - mix.weight) * partners
+        self._is_task_step = True
+        return self.task.training_step(self.forward, batch)
+
+    def validation_step(self, model: Model, batch: Batch) -> Mapping[str, Tensor]:
+        """Return the metrics of a batch; see `Task.validation_step`."""
+        values = self.task.validation_step(model, batch)
+        return warn_of_scalars(values, self._warned_of)
 
     def forward(self, inputs: Any) -> Any:
         """Call the parallelized model in `compute_loss`, in the configured precision.
@@ -374,23 +371,16 @@ class Trainer:
             UsageError: `fit` started the job and has ended it.
         """
         self._check_ranks()
-        return self.engine.evaluate(self.engine.val_loader, self.all_metrics)
+        engine = self.engine
+        return engine.evaluate(engine.data.val_loader, self.validation_step)
 
     def _check_ranks(self) -> None:
-        if not hasattr(self, "engine") or not hasattr(self.engine, "val_loader"):
+        if not hasattr(self, "engine") or not hasattr(self.engine.data, "val_loader"):
             raise UsageError("nothing to evaluate yet; expected a call of fit() before")
         if self._final_state is not None:
             raise UsageError(
                 "fit() has ended its ranks; expected a world= from mpitrain.init()"
             )
-
-    def all_metrics(self, outputs: Any, targets: Any) -> Mapping[str, Tensor]:
-        """Return loss and metrics by name."""
-        loss = self.loss(outputs, targets)  # first: it checks the targets
-        found = self.metrics(outputs, targets)
-        if "loss" in found:
-            raise UsageError("a metric is named 'loss', as the loss; expected another")
-        return warn_of_scalars({"loss": loss, **found}, self._warned_of)
 
     # --- the parts of `fit` ---------------------------------------------------------
 
@@ -410,8 +400,8 @@ class Trainer:
             self.val_data,
             self.config,
             self.world,
+            self.task,
             strategy,
-            mean_std=self.mean_std,
             find_unused_parameters=self.find_unused_parameters,
             can_cache_features=type(self).compute_loss is Trainer.compute_loss,
         )
@@ -474,18 +464,15 @@ class Trainer:
             engine.close()
 
     def _sum_of_losses(self, batch: Batch) -> Tensor:
+        batch.epoch, batch.step = self.state.epoch, self._step_number
         try:
             losses = self.compute_loss(batch)
             warn_of_scalars({"loss": losses}, self._warned_of)
-            if not self._has_mixed:
-                mixing.refuse_mixing(
-                    self.config,
-                    "is done in Trainer.compute_loss: call super().compute_loss(batch) "
-                    "in yours, or leave out the flag",
-                )
+            if not self._is_task_step:
+                self.task.refuse_other_step()
             return sum_over_samples(losses, len(batch), batch.num_rows)
-        except WrongLabel as wrong:
-            raise wrong.named(batch.indices) from None
+        except BadRow as bad:
+            raise bad.named(batch.indices) from None
 
     def _handle_nonfinite(self, losses: list[Losses], grad_norm: float) -> None:
         heartbeat("a step that is not finite")  # there is no optimizer step to tell it

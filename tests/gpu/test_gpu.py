@@ -156,4 +156,4 @@ def test_a_small_set_lies_on_the_gpu(tmp_path: Path) -> None:
         model, data.train, data.val, TrainConfig(epochs=1, lr=0.1, warmup_epochs=1)
     )
     assert trainer.fit().accuracy > 0.5
-    assert trainer.engine.train_loader.samples.inputs.is_cuda
+    assert trainer.engine.data.train_loader.samples.inputs.is_cuda

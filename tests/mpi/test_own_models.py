@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 from trainings import BATCH_SIZE, NUM_SAMPLES, History, Net, config_of, some, trained
 
+from mpitrain.data.loader import Batch
 from mpitrain.errors import DataError, UsageError
 from mpitrain.mpi.collectives import world_comm
 from mpitrain.mpi.world import World
-from mpitrain.train.checks import accuracy
-from mpitrain.train.loader import Batch
+from mpitrain.tasks.image_classification.labels import accuracy
 from mpitrain.train.trainer import Trainer
 
 pytestmark = pytest.mark.mpi

@@ -17,12 +17,12 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from mpitrain.data.custom import Samples, build_samples
 from mpitrain.data.iterable import IterableStyle
+from mpitrain.data.loader import BatchLoader
 from mpitrain.data.sharding import RankShard
 from mpitrain.data.transforms import ImageTransform
 from mpitrain.errors import DataError
 from mpitrain.mpi.shared_arrays import communicator
 from mpitrain.mpi.world import World
-from mpitrain.train.loader import BatchLoader
 
 pytestmark = pytest.mark.mpi
 
@@ -102,7 +102,8 @@ def steps_of(
         micro_batch_size=micro_batch_size,
     )
     mine = []
-    for step in BatchLoader(samples, world, pixels).steps(share, epoch):
+    loader = BatchLoader(samples, world, pixels, dtype=torch.float64)
+    for step in loader.steps(share, epoch):
         targets: list[int] = []
         inputs: list[float] = []
         num_micro_batches = 0

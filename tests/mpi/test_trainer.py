@@ -16,7 +16,7 @@ from trainings import Net, by_hand, config_of, same, some, trained
 
 from mpitrain.errors import UsageError
 from mpitrain.mpi.world import World
-from mpitrain.train import mixing
+from mpitrain.tasks.image_classification import mixing
 from mpitrain.train.trainer import Trainer
 
 pytestmark = pytest.mark.mpi

@@ -53,7 +53,7 @@ def test_the_gradient_is_that_of_one_process(
         micro_batch_size=trainer.config.micro_batch_size,
         order=samples,
     )
-    (step,) = engine.train_loader.steps(rank_shard, epoch=1)
+    (step,) = engine.data.train_loader.steps(rank_shard, epoch=1)
     assert step.num_samples == num_samples
     trainer.train_step(step)
     trainer.sync_metrics()

@@ -20,6 +20,7 @@ FLOORS = (
     {"checkpoint"},
     {"record"},
     {"train"},
+    {"tasks"},
     {"data", "models"},
     {"stage"},
     {"launch"},

@@ -67,7 +67,7 @@ class Loggers(Callback):
         ):
             self._wants_images = False
             some = inputs[: min(len(batch), MAX_IMAGES)]
-            images = to_uint8(some, trainer.engine.mean_std).numpy()
+            images = to_uint8(some, getattr(trainer.task, "mean_std", None)).numpy()
             self._send("log_images", ("train/images", images, trainer.state.step))
 
     def on_metrics(self, trainer: Any, steps: Sequence[StepMetrics]) -> None:

@@ -89,8 +89,11 @@ class Strategy:
             tf32=self.config.tf32, is_deterministic=self.config.deterministic
         )
 
-    def check(self, samples: Samples, model: nn.Module) -> None:
-        """Refuse a data set or a model that the strategy cannot take; on all ranks."""
+    def check(self, samples: Samples) -> None:
+        """Refuse data that the strategy cannot take; on all ranks."""
+
+    def check_model(self, model: nn.Module) -> None:
+        """Refuse a model that the strategy cannot take; on all ranks."""
 
     def for_head(self) -> Strategy:
         """Return the strategy that trains a head alone: it needs no sharding."""

@@ -92,32 +92,35 @@ class BitwiseDDPStrategy(Strategy):
             num_threads=1 if is_on_cpu else None,
         )
 
-    def check(self, samples: Samples, model: nn.Module) -> None:
-        """Refuse too many ranks, and data or models that depend on the ranks."""
+    def check(self, samples: Samples) -> None:
+        """Refuse too many ranks, and data whose steps are not known beforehand."""
         size, num = self.micro_batch_size, self._max_micro_batches
-        world_size, error = self.world.world_size, ""
+        world_size = self.world.world_size
         if num < world_size and size > 1:  # a step may have too few samples
             global_batch_size = self.config.global_batch_size
-            error = (
+            raise UsageError(
                 f"--bitwise cuts a step of {global_batch_size} samples into {num} "
                 f"micro-batches of {size}, found {world_size} ranks; expected at "
                 f"most {num} ranks, or in a new run --micro-batch-size "
                 f"{max(1, global_batch_size // world_size)}"
-            )
-        elif samples.num_samples is None or samples.may_skip:
-            error = (
+            ).on_all_ranks()
+        if samples.num_samples is None or samples.may_skip:
+            raise UsageError(
                 "--bitwise needs the samples of a step beforehand; it does not work "
                 "with iterable data or --on-bad-sample skip"
-            )
-        elif any(isinstance(it, nn.SyncBatchNorm) for it in model.modules()):
-            error = (
+            ).on_all_ranks()
+
+    def check_model(self, model: nn.Module) -> None:
+        """Refuse what mixes the samples of several ranks, or compiles."""
+        if any(isinstance(it, nn.SyncBatchNorm) for it in model.modules()):
+            raise UsageError(
                 "--bitwise does not go with nn.SyncBatchNorm, whose statistics are of "
                 "all ranks; expected nn.BatchNorm2d, whose are of a micro-batch"
-            )
-        elif any(it._compiled_call_impl for it in model.modules()):  # noqa: SLF001
-            error = "--bitwise does not go with torch.compile; expected a plain model"
-        if error:
-            raise UsageError(error).on_all_ranks()
+            ).on_all_ranks()
+        if any(it._compiled_call_impl for it in model.modules()):  # noqa: SLF001
+            raise UsageError(
+                "--bitwise does not go with torch.compile; expected a plain model"
+            ).on_all_ranks()
 
     @property
     def micro_batch_size(self) -> int:

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from mpitrain.config import LearningConfig
+from mpitrain.data.samples import kind_of
 from mpitrain.data.transforms import NUM_DIMENSIONS
 from mpitrain.errors import UsageError
-from mpitrain.train.checks import kind_of
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,6 @@ from mpitrain.data.in_memory import InMemory
 from mpitrain.data.iterable import IterableStyle
 from mpitrain.data.samples import LoadedBatch, select_rows, to_device, to_dtype
 from mpitrain.data.sharding import Indices, RankShard
-from mpitrain.data.transforms import ImageTransform
 from mpitrain.mpi.world import World
 
 
@@ -31,12 +30,13 @@ class Batch:
     row, and batch norm needs two.
     """
 
-    # `(N or more, ...)`; with mixup and cutmix one row more in front, the partner of
-    # the first sample.
+    # `(N or more, ...)`; with `Task.prepends_partner` one row more in front.
     inputs: Any
     targets: Any  # `(N or more, ...)`; likewise
     indices: Indices  # numbers of the N samples, int64 `(N,)`
     num_rows: int  # N, or more with padding; that many losses are expected
+    epoch: int = 0  # of the training, from 1; 0 in an evaluation
+    step: int = 0  # of the epoch, from 0
 
     def __len__(self) -> int:
         """Return the number of samples N."""
@@ -53,9 +53,14 @@ class RankStep:
     micro_batches: Iterable[Batch]  # iterate once, to the end, before the next step
 
 
+Transform = Callable[[Any, Indices, int], Any]
+"""Maps inputs of a batch on the device, its indices and the epoch to the model's."""
+
+
 class BatchLoader:
     """Loads this rank's batches of a data set; each has at least ``min_rows`` rows.
 
+    Floating-point targets are converted to ``dtype``, inputs are transformed.
     `skipped` has a text for each sample that this rank could not read, and of an
     iterable data set `samples_per_shard` the number that it read; the caller clears
     them.
@@ -65,8 +70,9 @@ class BatchLoader:
         self,
         samples: Samples,
         world: World,
-        pixels: ImageTransform,
+        transform: Transform,
         *,
+        dtype: torch.dtype,
         min_rows: int = 1,
     ) -> None:
         self.samples = samples
@@ -74,7 +80,7 @@ class BatchLoader:
         self.num_shards = 0
         self.samples_per_shard: Counter[int] = Counter()
         self._world = world
-        self._pixels = pixels
+        self._transform, self._dtype = transform, dtype
         self._min_rows = min_rows
         self._example: LoadedBatch | None = None
         # Counts travel through host memory; where NCCL alone carries, through the GPU.
@@ -84,7 +90,7 @@ class BatchLoader:
     def example(self) -> Batch:
         """Return a batch of one row that counts as no sample; local."""
         nothing = LoadedBatch(None, None, np.zeros(0, np.int64))
-        return self._load(nothing, prepends_mixup_partner=False, epoch=0)
+        return self._load(nothing, prepends_partner=False, epoch=0)
 
     def steps(
         self, rank_shard: RankShard, epoch: int
@@ -93,16 +99,14 @@ class BatchLoader:
         if self.samples.may_skip:
             yield from self._of_unknown_size(rank_shard, epoch)
             return
-        prepends_mixup_partner = rank_shard.prepends_mixup_partner
+        prepends_partner = rank_shard.prepends_partner
         steps = rank_shard.steps()
         if isinstance(self.samples, InMemory):
             steps, ahead = itertools.tee(steps)
-            batches = self._prepare_many(
-                self.samples, ahead, prepends_mixup_partner, epoch
-            )
+            batches = self._prepare_many(self.samples, ahead, prepends_partner, epoch)
         else:
             batches = (
-                self._load(loaded, prepends_mixup_partner, epoch)
+                self._load(loaded, prepends_partner, epoch)
                 for loaded in self.samples.batches(rank_shard, epoch)
             )
         for number, (num_samples, rows) in enumerate(steps, rank_shard.first_step):
@@ -113,7 +117,7 @@ class BatchLoader:
         self,
         samples: InMemory,
         steps: Iterable[tuple[int, list[Indices]]],
-        prepends_mixup_partner: bool,
+        prepends_partner: bool,
         epoch: int,
     ) -> Iterator[Batch]:
         """Prepare many small batches at once: each preparation costs some kernels."""
@@ -127,7 +131,7 @@ class BatchLoader:
                 part = LoadedBatch(
                     whole.inputs[start:stop], whole.targets[start:stop], rows
                 )
-                yield self._pad(part, prepends_mixup_partner)
+                yield self._pad(part, prepends_partner)
                 start = stop
 
     def _of_unknown_size(self, rank_shard: RankShard, epoch: int) -> Iterator[RankStep]:
@@ -153,7 +157,7 @@ class BatchLoader:
                     )
             if num_samples:
                 ready = (
-                    self._load(batch, rank_shard.prepends_mixup_partner, epoch)
+                    self._load(batch, rank_shard.prepends_partner, epoch)
                     for batch in batches
                 )
                 yield RankStep(number, num_samples, len(batches), ready)
@@ -175,30 +179,24 @@ class BatchLoader:
             )
             yield batches, count, dist.all_reduce(count, async_op=True)
 
-    def _load(
-        self, loaded: LoadedBatch, prepends_mixup_partner: bool, epoch: int
-    ) -> Batch:
+    def _load(self, loaded: LoadedBatch, prepends_partner: bool, epoch: int) -> Batch:
         if len(loaded.indices):
             loaded = self._prepare(loaded, epoch)
-        return self._pad(loaded, prepends_mixup_partner)
+        return self._pad(loaded, prepends_partner)
 
     def _prepare(self, loaded: LoadedBatch, epoch: int) -> LoadedBatch:
-        dtype = self._pixels.dtype
         inputs, targets = (to_device(part, self._world.device) for part in loaded[:2])
-        if isinstance(inputs, Tensor):
-            inputs = self._pixels(inputs, loaded.indices, epoch)
-        else:
-            inputs = to_dtype(inputs, dtype)
-        return LoadedBatch(inputs, to_dtype(targets, dtype), loaded.indices)
+        inputs = self._transform(inputs, loaded.indices, epoch)
+        return LoadedBatch(inputs, to_dtype(targets, self._dtype), loaded.indices)
 
     def _first(self) -> LoadedBatch:
         if self._example is None:
             self._example = self._prepare(self.samples.example(), epoch=0)
         return self._example
 
-    def _pad(self, loaded: LoadedBatch, prepends_mixup_partner: bool) -> Batch:
-        indices = loaded.indices[1:] if prepends_mixup_partner else loaded.indices
-        num, min_rows = len(loaded.indices), self._min_rows + prepends_mixup_partner
+    def _pad(self, loaded: LoadedBatch, prepends_partner: bool) -> Batch:
+        indices = loaded.indices[1:] if prepends_partner else loaded.indices
+        num, min_rows = len(loaded.indices), self._min_rows + prepends_partner
         if num >= min_rows:
             return Batch(loaded.inputs, loaded.targets, indices, len(indices))
         if not num:

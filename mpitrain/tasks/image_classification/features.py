@@ -11,12 +11,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from mpitrain.data.in_memory import InMemory
+from mpitrain.data.loader import BatchLoader
 from mpitrain.data.sharding import RankShard, max_shard_size, shard_bounds
 from mpitrain.launch.current import heartbeat
 from mpitrain.models.layers import features_before_head
 from mpitrain.mpi.shared_arrays import Communicator
 from mpitrain.mpi.world import World
-from mpitrain.train.loader import BatchLoader
 
 MAX_MEMORY_FRACTION = 0.25  # of a node's free memory that features may take
 

@@ -1,0 +1,1 @@
+"""The built-in task: images or other tensors, and a label for each."""

@@ -1,0 +1,157 @@
+"""What a task is: what the samples of a training are, and what a step computes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mpitrain.config import TrainConfig
+from mpitrain.data.custom import Samples
+from mpitrain.data.loader import Batch, BatchLoader
+from mpitrain.data.samples import to_dtype
+from mpitrain.data.sharding import Indices
+from mpitrain.errors import UsageError
+from mpitrain.mpi.shared_arrays import Communicator
+from mpitrain.mpi.world import World
+
+Model = Callable[[Any], Any]
+"""Calls the parallelized model with inputs, in the configured precision. Collective:
+every rank calls it as often."""
+
+LossFn = Callable[[Any, Any], Tensor]
+"""Maps a model's outputs and targets to losses `(N,)`, or to their mean."""
+
+MetricsFn = Callable[[Any, Any], Mapping[str, Tensor]]
+"""Maps a model's outputs and targets to values by name, each `(N,)` or their mean."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainedPart:
+    """What a stage trains of the model, and on what."""
+
+    model: nn.Module
+    """The whole model, or a part of it that is called by itself."""
+    prefix: str = ""
+    """Before the part's names in those of the whole model; ends with a dot."""
+    head: nn.Module | None = None
+    """What is in training mode, alone, with the rest frozen; ``None``: all."""
+    samples: tuple[Samples, Samples] | None = None
+    """What is trained on and validated by in place of the data sets."""
+
+
+class Task:
+    """What a training is of. One for each `Trainer`; not shared.
+
+    A task of your own inherits this class, overrides `training_step` and
+    `validation_step`, or `loss` and `metrics`, and is passed as ``Trainer(task=...)``.
+    ``batch`` is a `Batch`: inputs and targets on this rank's device.
+
+    Attributes:
+        config: The configuration, from `set_up` on.
+        world: This rank's place, from `set_up` on.
+        dtype: Of floating-point inputs and targets, from `set_up` on.
+        inputs: What the model is given, and its outputs mean: plain values for
+            ``inputs.json`` and checkpoints.
+    """
+
+    prepends_partner = False
+    """Whether each micro-batch has one sample more in front: the one before its first
+    in the step, on whatever rank."""
+
+    config: TrainConfig
+    world: World
+    dtype: torch.dtype
+
+    def __init__(self) -> None:
+        self.inputs: dict[str, Any] = {}
+
+    def set_up(
+        self, config: TrainConfig, world: World, train: Samples, val: Samples
+    ) -> None:
+        """Look at the data; raise a `UsageError` for what does not fit, on all ranks.
+
+        Collective.
+        """
+        del train, val
+        self.config, self.world = config, world
+        self.dtype = torch.float64 if config.precision == "fp64" else torch.float32
+
+    def transform(
+        self, inputs: Any, indices: Indices, epoch: int, *, is_training: bool
+    ) -> Any:
+        """Return what the model gets of a batch's inputs; local, on the device.
+
+        Args:
+            inputs: `(N, ...)` as read; tensors, or dicts, lists and tuples of them.
+            indices: Numbers of the samples, int64 `(N,)`. What is random depends on
+                them and on the epoch alone.
+            epoch: From 1; 0 in an evaluation.
+            is_training: Whether for a training step.
+        """
+        del indices, epoch, is_training
+        return to_dtype(inputs, self.dtype)
+
+    # --- steps --------------------------------------------------------------------
+
+    def training_step(self, model: Model, batch: Batch) -> Tensor:
+        """Return the loss of each sample of a micro-batch, `(N,)`.
+
+        Or `(N, ...)`, averaged per sample; or a scalar, the mean over the samples.
+        """
+        return self.loss(model(batch.inputs), batch.targets)
+
+    def validation_step(self, model: Model, batch: Batch) -> Mapping[str, Tensor]:
+        """Return the metrics of a batch by name, ``loss`` too, each as a loss.
+
+        A batch without samples has padding alone, for the collectives of the model:
+        its values do not count.
+        """
+        outputs = model(batch.inputs)
+        if not len(batch):
+            return {}
+        loss = self.loss(outputs, batch.targets)  # first: it checks the targets
+        found = self.metrics(outputs, batch.targets)
+        if "loss" in found:
+            raise UsageError("a metric is named 'loss', as the loss; expected another")
+        return {"loss": loss, **found}
+
+    def loss(self, outputs: Any, targets: Any) -> Tensor:
+        """Return the loss of each sample; see `training_step`."""
+        raise NotImplementedError(
+            f"{type(self).__name__} has neither loss() nor training_step()"
+        )
+
+    def metrics(self, outputs: Any, targets: Any) -> Mapping[str, Tensor]:
+        """Return the metrics of a validation besides the loss, by name."""
+        del outputs, targets
+        return {}
+
+    def refuse_other_step(self) -> None:
+        """Refuse a `Trainer.compute_loss` that does not call `training_step`."""
+
+    # --- stages -------------------------------------------------------------------
+
+    def start_stage(
+        self,
+        name: str,
+        model: nn.Module,
+        loaders: tuple[BatchLoader, BatchLoader],
+        ranks: Communicator,
+        batch_size: int | None,
+    ) -> TrainedPart:
+        """Return what a stage trains; freeze the rest. Collective.
+
+        Args:
+            name: Of the stage: ``train``, ``probe`` or ``finetune``.
+            model: The whole model, on this rank's device.
+            loaders: Of training and validation data, without anything random.
+            ranks: For collectives over numbers and memory of the node.
+            batch_size: Of a pass over the data before the stage; ``None``: there must
+                be none.
+        """
+        del name, loaders, ranks, batch_size
+        return TrainedPart(model=model)

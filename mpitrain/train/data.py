@@ -1,0 +1,185 @@
+"""The data of a training on this rank: samples, loaders, and the steps of an epoch."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from mpitrain.config import TrainConfig
+from mpitrain.data.custom import Samples, build_samples
+from mpitrain.data.in_memory import InMemory
+from mpitrain.data.loader import BatchLoader, RankStep
+from mpitrain.data.sharding import MicroBatchAssignment, RankShard
+from mpitrain.mpi.shared_arrays import Communicator
+from mpitrain.mpi.world import World
+from mpitrain.tasks.task import Task
+from mpitrain.train.metrics import TrainState
+from mpitrain.train.strategy.base import Strategy
+
+logger = logging.getLogger("mpitrain")
+
+GPU_MEMORY_FRACTION = 0.3  # of a GPU's free memory that a data set may take
+
+
+class TrainData:
+    """Data sets, their loaders, and what this rank could not read of them.
+
+    Collective over the default group, and so are its methods unless they say otherwise.
+
+    Attributes:
+        min_rows: Rows of a batch in training; batch norm needs two.
+        train_loader: Of the stage's training samples.
+        val_loader: Of the stage's validation samples.
+    """
+
+    train_loader: BatchLoader
+    val_loader: BatchLoader
+
+    def __init__(
+        self,
+        train_data: Any,
+        val_data: Any,
+        config: TrainConfig,
+        world: World,
+        ranks: Communicator,
+        task: Task,
+    ) -> None:
+        self._config, self._world, self._ranks = config, world, ranks
+        self._task = task
+        self.min_rows = 1
+        self.train = self._samples(train_data, "the training data")
+        self.val = self._samples(val_data, "the validation data")
+        sets = {"train": self.train, "val": self.val}
+        self.num_samples = {name: it.num_samples for name, it in sets.items()}
+        self._test_loaders: list[BatchLoader] = []
+        task.set_up(config, world, self.train, self.val)
+
+    def loader(self, samples: Samples, *, is_training: bool = False) -> BatchLoader:
+        """Return a loader of samples; local."""
+        return BatchLoader(
+            samples,
+            self._world,
+            functools.partial(self._task.transform, is_training=is_training),
+            dtype=self._task.dtype,
+            min_rows=self.min_rows if is_training else 1,
+        )
+
+    def set_stage(self, train: Samples, val: Samples) -> None:
+        """Let a stage have these samples; local."""
+        self.train_loader = self.loader(train, is_training=True)
+        self.val_loader = self.loader(val)
+
+    def test_loader(self, data: Any, strategy: Strategy) -> BatchLoader:
+        """Return a loader of another data set for an evaluation."""
+        samples = self._samples(data, "the test data")
+        strategy.check(samples)
+        loader = self.loader(samples)
+        self._test_loaders.append(loader)
+        return loader
+
+    def steps(self, state: TrainState, strategy: Strategy) -> Iterator[RankStep]:
+        """Yield this rank's part of the steps of the epoch that are not done yet."""
+        samples, config = self.train_loader.samples, self._config
+        order = None
+        if samples.num_samples is not None:
+            order = samples.order(config.seed, state.epoch)
+        is_done = False
+        while not is_done:
+            assignment = strategy.assignment
+            rank_shard = RankShard(
+                rank=self._world.rank,
+                world_size=self._world.world_size,
+                global_batch_size=config.global_batch_size,
+                micro_batch_size=strategy.micro_batch_size,
+                assignment=assignment,
+                order=order,
+                first_step=state.epoch_step,
+                max_steps=1 if config.dry_run else None,
+                samples_read_per_shard=tuple(state.samples_per_shard),
+                prepends_partner=self._task.prepends_partner,
+            )
+            steps = self.train_loader.steps(rank_shard, state.epoch)
+            with contextlib.closing(steps):
+                for step in steps:
+                    yield step
+                    if strategy.assignment is not assignment:
+                        break  # and load the rest as it is cut now
+                else:
+                    is_done = True
+
+    def evaluation_shard(self, loader: BatchLoader, strategy: Strategy) -> RankShard:
+        """Return which batches of an evaluation this rank takes; local.
+
+        Batches do not depend on the number of ranks, which take them in turn. Each rank
+        has as many: callbacks may call collectives after each.
+        """
+        num, world_size = loader.samples.num_samples, self._world.world_size
+        size = strategy.evaluation_batch_size(num)
+        return RankShard(
+            rank=self._world.rank,
+            world_size=world_size,
+            global_batch_size=size * world_size,
+            micro_batch_size=size,
+            assignment=MicroBatchAssignment(world_size=world_size, is_interleaved=True),
+            order=None if num is None else np.arange(num, dtype=np.int64),
+        )
+
+    def take_samples_per_shard(self) -> list[int]:
+        """Return the samples of each shard of an iterable set read since the last."""
+        loader = self.train_loader
+        if not loader.num_shards:
+            return []
+        mine = torch.zeros(loader.num_shards, dtype=torch.int64)
+        for part, count in loader.samples_per_shard.items():
+            mine[part] = count
+        loader.samples_per_shard.clear()
+        mine = mine.to(self._world.device)
+        dist.all_reduce(mine)
+        return mine.tolist()
+
+    def take_skipped(self) -> int:
+        """Return the samples of all ranks not readable since the last call."""
+        mine = 0
+        loaders = (self.train_loader, self.val_loader, *self._test_loaders)
+        for loader in loaders:
+            for error in loader.skipped:
+                logger.info("skipped: %s", error)  # in this rank's log
+            mine += len(loader.skipped)
+            loader.skipped.clear()
+        if not any(loader.samples.may_skip for loader in loaders):
+            return 0
+        count = torch.tensor(float(mine), device=self._world.device)
+        dist.all_reduce(count)
+        return int(count)
+
+    def close(self) -> None:
+        """End the worker processes; local."""
+        tested = (loader.samples for loader in self._test_loaders)
+        for samples in (self.train, self.val, *tested):
+            samples.close()
+
+    def _samples(self, data: Any, what: str) -> Samples:
+        config, device = self._config, self._world.device
+        samples = build_samples(
+            data,
+            what,
+            seed=config.seed,
+            world=self._world,
+            ranks=self._ranks,
+            num_workers=0 if config.num_workers == "auto" else config.num_workers,
+            skip=config.on_bad_sample == "skip",
+        )
+        if device == "cpu" or not isinstance(samples, InMemory):
+            return samples
+        free, _ = torch.get_device_module(device).mem_get_info(device)
+        on_node = self._world.nodes[self._world.node_rank].gpus
+        sharing = on_node.count(on_node[self._world.local_rank]) if on_node else 1
+        fits = samples.num_bytes * sharing < GPU_MEMORY_FRACTION * free
+        return samples.to(device) if fits else samples
