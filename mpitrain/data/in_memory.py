@@ -44,9 +44,9 @@ class InMemory:
         """Return the order of an epoch."""
         return epoch_order(self.num_samples, seed, epoch)
 
-    def example(self) -> LoadedBatch:
-        """Return the first sample."""
-        return self.batch(np.zeros(1, np.int64))
+    def example(self, num_rows: int = 1) -> LoadedBatch:
+        """Return the first sample, so many times."""
+        return self.batch(np.zeros(num_rows, np.int64))
 
     def batch(self, indices: Indices) -> LoadedBatch:
         """Gather some samples."""

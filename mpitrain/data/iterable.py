@@ -16,7 +16,7 @@ from typing import Any
 from torch.utils.data import IterableDataset, get_worker_info
 from torch.utils.data._utils import worker as torch_worker
 
-from mpitrain.data.map_style import collate, raise_if_bad
+from mpitrain.data.map_style import PADDING, collate, raise_if_bad
 from mpitrain.data.randomness import seeded
 from mpitrain.data.samples import LoadedBatch
 from mpitrain.data.sharding import Indices, RankShard
@@ -74,17 +74,19 @@ class IterableStyle:
         """Refuse: only reading tells."""
         raise NotImplementedError
 
-    def example(self) -> LoadedBatch:
-        """Return the first sample."""
+    def example(self, num_rows: int = 1) -> LoadedBatch:
+        """Return the first sample; repeated, if ``num_rows`` are wanted."""
+        if num_rows > 1:
+            return self.reread_example(num_rows)
         if self._example is None:
             self._example = self.reread_example()
         return self._example
 
-    def reread_example(self) -> LoadedBatch:
+    def reread_example(self, num_rows: int = 1) -> LoadedBatch:
         """Read the same sample again; it differs if the stream is random."""
         with seeded(self._seed, 0, 0):
             for sample in self.dataset:
-                return raise_if_bad(collate([(0, sample)]))
+                return raise_if_bad(collate([(0, sample)] * num_rows))
         raise DataError(f"the stream {type(self.dataset).__name__!r} has no samples")
 
     def batches(self, rank_shard: RankShard, epoch: int) -> Iterator[LoadedBatch]:
@@ -138,7 +140,8 @@ class _WorkerBatches(IterableDataset[LoadedBatch]):
             batch = list(itertools.islice(mine, len(indices)))
             if not batch:
                 return
-            yield collate(batch)
+            padding = [(PADDING, None)] * (self.rank_shard.min_rows - 1)
+            yield collate([*batch, *padding])
 
     def _from_shards(self, worker: int, num_workers: int) -> Iterator[tuple[int, Any]]:
         num_ranks, rank = self.rank_shard.stream_shard

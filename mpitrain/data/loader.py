@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -16,8 +16,8 @@ from torch import Tensor
 from mpitrain.data.custom import Samples
 from mpitrain.data.in_memory import InMemory
 from mpitrain.data.iterable import IterableStyle
-from mpitrain.data.samples import LoadedBatch, select_rows, to_device, to_dtype
-from mpitrain.data.sharding import Indices, RankShard
+from mpitrain.data.samples import LoadedBatch, to_device, to_dtype
+from mpitrain.data.sharding import Indices, RankShard, pad_rows
 from mpitrain.mpi.world import World
 
 
@@ -82,31 +82,34 @@ class BatchLoader:
         self._world = world
         self._transform, self._dtype = transform, dtype
         self._min_rows = min_rows
-        self._example: LoadedBatch | None = None
+        self._examples: dict[int, LoadedBatch] = {}  # by number of rows
         # Counts travel through host memory; where NCCL alone carries, through the GPU.
         in_host_memory = world.device == "cpu" or "cpu:" in world.backend
         self._count_device = "cpu" if in_host_memory else world.device
 
     def example(self) -> Batch:
         """Return a batch of one row that counts as no sample; local."""
-        nothing = LoadedBatch(None, None, np.zeros(0, np.int64))
-        return self._load(nothing, prepends_partner=False, epoch=0)
+        found = self._example(self._min_rows)
+        nothing = np.zeros(0, np.int64)
+        return Batch(found.inputs, found.targets, nothing, self._min_rows)
 
     def steps(
         self, rank_shard: RankShard, epoch: int
     ) -> Generator[RankStep, None, None]:
         """Yield this rank's part of every step; collective if some may be missing."""
+        min_rows = self._min_rows + rank_shard.prepends_partner
+        rank_shard = replace(rank_shard, min_rows=min_rows)
         if self.samples.may_skip:
             yield from self._of_unknown_size(rank_shard, epoch)
             return
-        prepends_partner = rank_shard.prepends_partner
         steps = rank_shard.steps()
         if isinstance(self.samples, InMemory):
             steps, ahead = itertools.tee(steps)
-            batches = self._prepare_many(self.samples, ahead, prepends_partner, epoch)
+            asked = (rows for _, micro_batches in ahead for rows in micro_batches)
+            batches = self._prepare_many(self.samples, asked, rank_shard, epoch)
         else:
             batches = (
-                self._load(loaded, prepends_partner, epoch)
+                self._batch(loaded, rank_shard, epoch)
                 for loaded in self.samples.batches(rank_shard, epoch)
             )
         for number, (num_samples, rows) in enumerate(steps, rank_shard.first_step):
@@ -116,22 +119,23 @@ class BatchLoader:
     def _prepare_many(
         self,
         samples: InMemory,
-        steps: Iterable[tuple[int, list[Indices]]],
-        prepends_partner: bool,
+        asked: Iterable[Indices],
+        rank_shard: RankShard,
         epoch: int,
     ) -> Iterator[Batch]:
         """Prepare many small batches at once: each preparation costs some kernels."""
-        asked = (rows for _, micro_batches in steps for rows in micro_batches)
-        first = self._first().inputs[0]
+        first = self._example(1).inputs[0]
         for group in samples.groups(asked, first.numel() * first.element_size()):
-            whole = self._prepare(samples.batch(np.concatenate(group)), epoch)
+            padded = [pad_rows(indices, rank_shard.min_rows) for indices in group]
+            rows = np.concatenate(padded)
+            whole = self._prepare(samples.batch(rows), rows, epoch)
             start = 0
-            for rows in group:
-                stop = start + len(rows)
+            for indices, of_part in zip(group, padded, strict=True):
+                stop = start + len(of_part)
                 part = LoadedBatch(
-                    whole.inputs[start:stop], whole.targets[start:stop], rows
+                    whole.inputs[start:stop], whole.targets[start:stop], indices
                 )
-                yield self._pad(part, prepends_partner)
+                yield self._finish(part, rank_shard)
                 start = stop
 
     def _of_unknown_size(self, rank_shard: RankShard, epoch: int) -> Iterator[RankStep]:
@@ -156,10 +160,7 @@ class BatchLoader:
                         (batch.indices % self.num_shards).tolist()
                     )
             if num_samples:
-                ready = (
-                    self._load(batch, rank_shard.prepends_partner, epoch)
-                    for batch in batches
-                )
+                ready = (self._batch(batch, rank_shard, epoch) for batch in batches)
                 yield RankStep(number, num_samples, len(batches), ready)
             elif rank_shard.order is None:  # all ranks are dry
                 if following is not None:
@@ -179,28 +180,30 @@ class BatchLoader:
             )
             yield batches, count, dist.all_reduce(count, async_op=True)
 
-    def _load(self, loaded: LoadedBatch, prepends_partner: bool, epoch: int) -> Batch:
+    def _batch(self, loaded: LoadedBatch, rank_shard: RankShard, epoch: int) -> Batch:
         if len(loaded.indices):
-            loaded = self._prepare(loaded, epoch)
-        return self._pad(loaded, prepends_partner)
+            rows = pad_rows(loaded.indices, rank_shard.min_rows)
+            loaded = self._prepare(loaded, rows, epoch)
+        return self._finish(loaded, rank_shard)
 
-    def _prepare(self, loaded: LoadedBatch, epoch: int) -> LoadedBatch:
+    def _prepare(self, loaded: LoadedBatch, rows: Indices, epoch: int) -> LoadedBatch:
+        """Move a batch to the device and transform it; ``rows`` are its samples."""
         inputs, targets = (to_device(part, self._world.device) for part in loaded[:2])
-        inputs = self._transform(inputs, loaded.indices, epoch)
+        inputs = self._transform(inputs, rows, epoch)
         return LoadedBatch(inputs, to_dtype(targets, self._dtype), loaded.indices)
 
-    def _first(self) -> LoadedBatch:
-        if self._example is None:
-            self._example = self._prepare(self.samples.example(), epoch=0)
-        return self._example
+    def _example(self, num_rows: int) -> LoadedBatch:
+        """Return rows of the first sample, which stand where a rank has none."""
+        if num_rows not in self._examples:
+            loaded = self.samples.example(num_rows)
+            rows = pad_rows(loaded.indices, num_rows)
+            self._examples[num_rows] = self._prepare(loaded, rows, epoch=0)
+        return self._examples[num_rows]
 
-    def _pad(self, loaded: LoadedBatch, prepends_partner: bool) -> Batch:
-        indices = loaded.indices[1:] if prepends_partner else loaded.indices
-        num, min_rows = len(loaded.indices), self._min_rows + prepends_partner
-        if num >= min_rows:
-            return Batch(loaded.inputs, loaded.targets, indices, len(indices))
-        if not num:
-            loaded = self._first()
-        chosen = torch.arange(min_rows).clamp_(max=len(loaded.indices) - 1)
-        inputs, targets = (select_rows(part, chosen) for part in loaded[:2])
-        return Batch(inputs, targets, indices, self._min_rows)
+    def _finish(self, loaded: LoadedBatch, rank_shard: RankShard) -> Batch:
+        indices = loaded.indices
+        if not len(indices):
+            loaded = self._example(rank_shard.min_rows)
+        indices = indices[1:] if rank_shard.prepends_partner else indices
+        num_rows = max(len(indices), self._min_rows)
+        return Batch(loaded.inputs, loaded.targets, indices, num_rows)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -24,6 +24,9 @@ from mpitrain.errors import DataError
 PAIR = 2
 GETTERS = ("__getitem__", "__getitems__")
 MAX_TRIES = 100  # samples that may be bad before the first good one
+
+
+PADDING = -1  # in place of the number of a sample, see `collate`
 
 
 class MapStyle:
@@ -78,8 +81,13 @@ class MapStyle:
             return epoch_order(self.num_samples, seed, epoch)
         return self._order(seed, epoch)
 
-    def example(self) -> LoadedBatch:
-        """Read the first sample that can be read, of the first hundred."""
+    def example(self, num_rows: int = 1) -> LoadedBatch:
+        """Read the first sample that can be read, of the first hundred.
+
+        It is repeated, if ``num_rows`` are wanted.
+        """
+        if num_rows > 1:
+            return self._read(int(self.example().indices[0]), num_rows)
         if self._example is not None:
             return self._example
         tries = min(self.num_samples, MAX_TRIES)
@@ -96,12 +104,13 @@ class MapStyle:
         """Read the same sample again; it differs if the data set is random."""
         return self._read(int(self.example().indices[0]))
 
-    def _read(self, index: int) -> LoadedBatch:
-        return raise_if_bad(self._collate([self._sample_dataset[0, index]]))
+    def _read(self, index: int, num_rows: int = 1) -> LoadedBatch:
+        samples = [self._sample_dataset[0, index]] * num_rows
+        return raise_if_bad(self._collate(samples))
 
     def batches(self, rank_shard: RankShard, epoch: int) -> Iterator[LoadedBatch]:
         """Read batches, ahead of time if there are workers."""
-        self._batch_sampler.batches, self._batch_sampler.epoch = rank_shard, epoch
+        self._batch_sampler.rank_shard, self._batch_sampler.epoch = rank_shard, epoch
         if self._loader is None:
             self._loader = build_loader(self._sample_dataset, **self._options)
         yield from map(raise_if_bad, iterate_loader(self._loader))
@@ -114,13 +123,13 @@ class MapStyle:
 class _BatchSampler:
     """What the workers read next: (epoch, index) of each sample of a batch."""
 
-    def __init__(self) -> None:
-        self.batches: Iterable[Indices] = ()
-        self.epoch = 0
+    rank_shard: RankShard
+    epoch: int
 
     def __iter__(self) -> Iterator[list[tuple[int, int]]]:
-        for indices in self.batches:
-            yield [(self.epoch, int(index)) for index in indices]
+        padding = [(self.epoch, PADDING)] * (self.rank_shard.min_rows - 1)
+        for indices in self.rank_shard:
+            yield [*((self.epoch, int(index)) for index in indices), *padding]
 
 
 class _SampleDataset(Dataset[Any]):
@@ -139,6 +148,8 @@ class _SampleDataset(Dataset[Any]):
 
     def __getitem__(self, key: tuple[int, int]) -> tuple[int, Any]:
         epoch, index = key
+        if index == PADDING:
+            return index, None
         try:
             return index, self._read(epoch, index)
         except BadSample as bad:
@@ -165,8 +176,12 @@ class _SampleDataset(Dataset[Any]):
 def collate(samples: list[tuple[int, Any]], *, skip: bool = False) -> LoadedBatch:
     """Make a batch of pairs of number and sample; a `BadSample` is left out.
 
-    Without `skip` the batch's inputs are the first `BadSample` instead.
+    Without `skip` the batch's inputs are the first `BadSample` instead. A number
+    `PADDING` asks for a row more than one: the last sample is repeated, if there are
+    fewer. That is done here, since a batch of any kind cannot be cut or joined later.
     """
+    num_rows = 1 + sum(index == PADDING for index, _ in samples)
+    samples = [(index, sample) for index, sample in samples if index != PADDING]
     bad = [sample for _, sample in samples if isinstance(sample, BadSample)]
     good = [(i, sample) for i, sample in samples if not isinstance(sample, BadSample)]
     indices = np.array([index for index, _ in good], np.int64)
@@ -180,7 +195,9 @@ def collate(samples: list[tuple[int, Any]], *, skip: bool = False) -> LoadedBatc
             kind = type(sample).__name__
             raise DataError(f"a sample is {kind!r}; expected a pair (input, target)")
     try:
-        inputs, targets = default_collate([sample for _, sample in good])
+        rows = [sample for _, sample in good]
+        rows += rows[-1:] * (num_rows - len(rows))
+        inputs, targets = default_collate(rows)
     except (KeyError, RuntimeError, TypeError):
         leaves = [_pytree.tree_leaves(tuple(pair)) for _, pair in good]
         shapes = [[tuple(getattr(x, "shape", ())) for x in each] for each in leaves]

@@ -179,11 +179,6 @@ def digest(tree: Any) -> str:
     return found.hexdigest()[:16]
 
 
-def select_rows(tree: Any, rows: Tensor) -> Any:
-    """Choose rows of every tensor, by number: int64 `(N,)`."""
-    return map_tensors(lambda x: x.index_select(0, rows.to(x.device)), tree)
-
-
 def to_device(tree: Any, device: str) -> Any:
     """Move every tensor to a device."""
     return map_tensors(lambda x: x.to(device, non_blocking=True), tree)

@@ -56,9 +56,21 @@ def evaluation_batch_size(num_samples: int, global_batch_size: int, most: int) -
     return min(most, max(least, max_shard_size(num_samples, 64)))
 
 
+def pad_rows(indices: Indices, min_rows: int) -> Indices:
+    """Repeat the last of some numbers, if there are any, up to a number of rows.
+
+    >>> pad_rows(np.array([4]), 2), len(pad_rows(np.array([], np.int64), 2))
+    (array([4, 4]), 0)
+    """
+    missing = min_rows - len(indices)
+    if missing <= 0 or not len(indices):
+        return indices
+    return np.concatenate([indices, np.repeat(indices[-1:], missing)])
+
+
 @dataclass(frozen=True, kw_only=True)
 class MicroBatchAssignment:
-    """Which rank takes which micro-batches of a step: ``--bitwise``, evaluations.
+    """Which rank takes which micro-batches of a step, where these are fixed.
 
     They are cut from the step alone, and numbered from 0.
 
@@ -130,6 +142,9 @@ class RankShard:
     prepends_partner: bool = False
     """Whether each micro-batch begins with one sample more: the one before it in the
     step, on whatever rank, as mixup wants; before the first one comes the last."""
+
+    min_rows: int = 1
+    """Rows of a batch with samples: where these are fewer, the last is repeated."""
 
     @property
     def stream_shard(self) -> tuple[int, int]:
