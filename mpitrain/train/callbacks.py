@@ -45,7 +45,8 @@ class Callback:
     def on_batch_start(self, trainer: Any, batch: Any) -> None:
         """Called before the forward pass of each micro-batch, a `Batch`.
 
-        Not collective with ``bitwise``: ranks may have unequal numbers of them.
+        Not collective where the strategy has fixed micro-batches: ranks may have
+        unequal numbers of them.
         """
 
     def on_step_end(self, trainer: Any) -> None:

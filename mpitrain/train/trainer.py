@@ -342,8 +342,8 @@ class Trainer:
         """Call the parallelized model in `compute_loss`, in the configured precision.
 
         Not `model` itself, whose gradients would not be all-reduced. Collective: each
-        rank calls it as often; not with ``bitwise`` and ``ddp``, where ranks may have
-        unequal numbers of micro-batches.
+        rank calls it as often; not with fixed micro-batches and ``ddp``, where ranks
+        may have unequal numbers of them.
         """
         try:
             return self.engine.strategy.forward(inputs)

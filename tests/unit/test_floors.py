@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -113,6 +114,48 @@ def imports_with_names(path: Path) -> list[str]:
         if isinstance(node, ast.ImportFrom) and node.module != "mpitrain":
             found += [f"{node.module}.{alias.name}" for alias in node.names]
     return found
+
+
+def test_only_the_strategies_know_bitwise() -> None:
+    """Of the rooms that run a training; the others know it as a flag."""
+    for name in ("train", "tasks", "data"):
+        for path in (PACKAGE / name).rglob("*.py"):
+            if PACKAGE / "train/strategy" not in path.parents:
+                assert "bitwise" not in path.read_text().lower(), path
+
+
+OF_IMAGES = re.compile(r"image|label|num_classes|pixel|mixup|cutmix|normaliz")
+
+
+def test_the_loop_knows_no_images_and_no_labels() -> None:
+    """Names of the code, not words of messages; `Trainer` has a short form for them."""
+    for path in (PACKAGE / "train").rglob("*.py"):
+        names = {
+            name
+            for node in ast.walk(ast.parse(path.read_text()))
+            for name in names_of(node)
+            if OF_IMAGES.search(name.lower())
+        }
+        if path.name == "trainer.py":
+            names -= {
+                *("ImageClassification", "num_classes"),
+                "mpitrain.tasks.image_classification.task",
+            }
+        assert not names, path
+
+
+def names_of(node: ast.AST) -> list[str]:
+    if isinstance(node, ast.Name):
+        return [node.id]
+    if isinstance(node, ast.Attribute):
+        return [node.attr]
+    if isinstance(node, ast.arg | ast.keyword):
+        return [node.arg or ""]
+    if isinstance(node, ast.ImportFrom):
+        return [node.module or "", *(alias.name for alias in node.names)]
+    if isinstance(node, ast.FunctionDef | ast.ClassDef):
+        return [node.name]
+    return []
 
 
 def test_no_class_name_stands_twice() -> None:

@@ -83,11 +83,9 @@ def trainer_of(world: World) -> Any:
     plan = SimpleNamespace(total_steps=4, num_epochs=2, steps_per_epoch=2)
     return SimpleNamespace(
         engine=SimpleNamespace(
-            world=world,
-            plan=plan,
-            strategy=SimpleNamespace(micro_batch_counts=[]),
-            inputs={},
+            world=world, plan=plan, strategy=SimpleNamespace(micro_batch_counts=[])
         ),
+        task=SimpleNamespace(inputs={}),
         state=TrainState(),
         config=SimpleNamespace(global_batch_size=64),
         best_by=None,
