@@ -121,9 +121,10 @@ class Task:
 
     def loss(self, outputs: Any, targets: Any) -> Tensor:
         """Return the loss of each sample; see `training_step`."""
-        raise NotImplementedError(
-            f"{type(self).__name__} has neither loss() nor training_step()"
-        )
+        raise UsageError(
+            f"{type(self).__name__} has neither loss() nor training_step(); expected "
+            "one of them"
+        ).on_all_ranks()
 
     def metrics(self, outputs: Any, targets: Any) -> Mapping[str, Tensor]:
         """Return the metrics of a validation besides the loss, by name."""
