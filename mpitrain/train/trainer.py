@@ -110,8 +110,11 @@ class Trainer:
                 "arguments of the task, or no task"
             )
         self.task = task or ImageClassification(mean_std, num_classes)
-        # What a script passes, or overrides here, stands in for the task's.
-        vars(self.task).update(loss=self.loss, metrics=self.metrics)
+        overrides = type(self).loss, type(self).metrics
+        if loss or metrics or overrides != (Trainer.loss, Trainer.metrics):
+            # What a script passes, or overrides here, stands in for the task's. Not
+            # always: it makes a circle, which keeps a model in memory for a while.
+            vars(self.task).update(loss=self.loss, metrics=self.metrics)
         self.find_unused_parameters = find_unused_parameters
         self.callbacks = [EpochLines()] if callbacks is None else list(callbacks)
         self.callbacks.sort(key=lambda callback: callback.runs_last)
