@@ -17,14 +17,14 @@ from launcher import Mpi, find
 
 SMALL = ("--data", "synthetic", "--image-size", "32", "--synthetic-samples", "72")
 MODELS: dict[str, tuple[str, ...]] = {
-    "convnet": ("--epochs", "3"),
-    "transformer": ("--model", "users:Attention", "--epochs", "2"),
-    "resnet": (*SMALL, "--model", "resnet18", "--epochs", "5"),
+    "convnet": ("--epochs", "2"),
+    "transformer": ("--model", "users:Attention", "--epochs", "1"),
+    "resnet": (*SMALL, "--model", "resnet18", "--epochs", "2"),
     "channels-last": (
-        *(*SMALL, "--model", "resnet18", "--epochs", "5"),
+        *(*SMALL, "--model", "resnet18", "--epochs", "2"),
         *("--channels-last", "always", "--clip-grad-norm", "0.1"),
     ),
-    "bf16": ("--model", "users:Attention", "--precision", "bf16", "--epochs", "2"),
+    "bf16": ("--model", "users:Attention", "--precision", "bf16", "--epochs", "1"),
 }
 OFTEN = ("--checkpoint-every-steps", "3", "--global-batch-size", "32")
 

@@ -28,10 +28,11 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Alone:
 @pytest.mark.parametrize(
     ("model", "strategy", "mpi", "sizes", "cut_sizes"),
     [
-        ("convnet", "ddp", "openmpi-5", (3,), (3, 4)),
-        ("convnet", "ddp", "mpich", (2,), (2,)),
-        ("transformer", "fsdp", "openmpi-5", (3,), (3, 2)),
-        ("channels-last", "ddp", "openmpi-5", (2,), (3,)),
+        # Also the steps before a kill are compared: in CI no other training is needed.
+        ("convnet", "ddp", "openmpi-5", (), (3, 4)),
+        ("convnet", "ddp", "mpich", (2,), ()),
+        ("transformer", "fsdp", "openmpi-5", (), (3, 2)),
+        ("channels-last", "ddp", "openmpi-5", (3,), ()),
         *(
             slow(model, strategy, mpi, (2, 3, 4, 8), (2, 4, 3, 1))
             for model in MODELS
@@ -58,8 +59,9 @@ def test_the_weights_have_the_same_bits_on_any_number_of_ranks(
         expected = alone(model)
     for size in sizes:
         assert trained(runs, f"on-{size}", size, *flags) == expected, size
-    parts = [(runs, size) for size in cut_sizes]
-    assert killed_and_resumed(parts, *flags) == expected
+    if cut_sizes:
+        parts = [(runs, size) for size in cut_sizes]
+        assert killed_and_resumed(parts, *flags) == expected
 
 
 QUOTA_MICROS, PERIOD_MICROS = 4_000, 10_000  # of a fast rank: two fifths of a core

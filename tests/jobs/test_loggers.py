@@ -201,7 +201,8 @@ server.serve_forever()
 """
 
 
-@pytest.mark.parametrize("how", [slow("refuses"), "hangs"])
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["refuses", "hangs"])
 def test_a_server_that_will_not_have_us_holds_up_nothing(how: str, runs: Runs) -> None:
     server = subprocess.Popen(
         [sys.executable, "-c", REFUSING, how], stdout=subprocess.PIPE, text=True

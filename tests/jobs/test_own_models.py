@@ -44,7 +44,7 @@ def test_what_is_evaluated_is_the_model_that_is_saved(
 ) -> None:
     done = mpirun(
         openmpi,
-        3,
+        2,
         *("-m", "mpitrain", "--name", "r", "--model", "users:Normed"),
         *("--precision", "fp64", "--epochs", "2"),
         cwd=tmp_path,

@@ -70,7 +70,6 @@ def test_a_script_runs_from_the_copy(mpi: Mpi, env: Path) -> None:
     assert done.err.count("staged: ") == 1
 
 
-@under_each_mpi
 def test_the_commands_status_is_the_jobs(mpi: Mpi, env: Path) -> None:
     bodies = {
         0: "import sys; sys.exit(0)",

@@ -109,7 +109,7 @@ def test_a_name_that_exists_is_refused_and_nothing_is_lost(
 def test_a_bad_command_line_is_told_once(
     openmpi: Mpi, flags: tuple[str, ...], words: str, tmp_path: Path
 ) -> None:
-    done = mpirun(openmpi, 3, "-m", "mpitrain", *flags, cwd=tmp_path)
+    done = mpirun(openmpi, 2, "-m", "mpitrain", *flags, cwd=tmp_path)
     assert done.status == 2
     assert (done.out + done.err).count(words) == 1
     assert "Traceback" not in done.err
@@ -129,7 +129,7 @@ def test_unknown_data_and_models_are_told_once(
     openmpi: Mpi, flags: tuple[str, ...], words: str, tmp_path: Path
 ) -> None:
     done = mpirun(
-        openmpi, 3, "-m", "mpitrain", *flags, cwd=tmp_path, FAULTY_RANK="none"
+        openmpi, 2, "-m", "mpitrain", *flags, cwd=tmp_path, FAULTY_RANK="none"
     )
     assert done.status in (1, 2)
     assert (done.out + done.err).count(words) == 1
@@ -154,11 +154,11 @@ def test_the_recorded_configuration_starts_the_same_run_again(
 def test_help_and_version_are_told_once_by_several_ranks(
     openmpi: Mpi, tmp_path: Path
 ) -> None:
-    done = mpirun(openmpi, 3, "-m", "mpitrain", "--help", cwd=tmp_path)
+    done = mpirun(openmpi, 2, "-m", "mpitrain", "--help", cwd=tmp_path)
     assert done.status == 0
     assert done.out.count("usage: python -m mpitrain") == 1
     assert "\x1b[" not in done.out
-    done = mpirun(openmpi, 3, "-m", "mpitrain", "--version", cwd=tmp_path)
+    done = mpirun(openmpi, 2, "-m", "mpitrain", "--version", cwd=tmp_path)
     assert done.status == 0
     assert done.out.count("mpitrain 0.") == 1
 
