@@ -50,7 +50,7 @@ test-%: $(VENV)/.test
 
 # Torch's own tests of a CPU backend, on the mpi4py backend.
 test-torch: $(VENV)/.test
-	timeout -k 10 600 $(MPIRUN) -np 4 --oversubscribe $(BIN)/python tests/torchs_own.py
+	timeout -k 10 600 $(MPIRUN) -np 4 --oversubscribe $(BIN)/python tests/torch_suite.py
 
 test-jobs: $(VENV)/.test $(VENV)-ompi4/.done $(VENV)-mpich/.done
 	$(BIN)/python -m pytest -n $(AT_ONCE) tests/jobs

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from going_on import Runs
+from bitwise_jobs import MODELS, Alone, killed_and_resumed, runs_of, trained
 from launcher import MPIS, Mpi, find, slow
-from same_bits import MODELS, Alone, killed_and_resumed, runs_of, trained
+from resume_jobs import Runs
 
 from .hosts import VirtualHosts
 

@@ -162,7 +162,7 @@ def test_a_set_in_memory_is_read_where_rank_zero_is(
 def test_ones_own_set_is_read_by_workers_on_all_hosts(
     hosts: VirtualHosts, folder: Path, name: str
 ) -> None:
-    words = ("--data", f"own_data:{name}", "--num-workers", "1")
+    words = ("--data", f"custom_data:{name}", "--num-workers", "1")
     status, said = train(hosts, folder, *words)
     assert status == 0, said
     assert_finished(folder, said, hosts=hosts.names[:2], world_size=2)
@@ -175,7 +175,7 @@ def test_a_killed_process_of_one_host_leaves_no_worker_on_any(
 ) -> None:
     """Between hosts workers are not the ranks' own children: a server forks them."""
     found: list[tuple[int, str]] = []
-    words = ("--data", "own_data:slow", "--num-workers", "2")
+    words = ("--data", "custom_data:slow", "--num-workers", "2")
     job = Thread(target=lambda: found.append(train(hosts, folder, *words, slots=2)))
     job.start()
     wait_for(lambda: len(list(folder.glob("worker-*"))) == 8, 120)

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from going_on import Runs
+from bitwise_jobs import MODELS, Alone, digest, killed_and_resumed, runs_of, trained
 from launcher import MPIS, environment, find, slow
-from same_bits import MODELS, Alone, digest, killed_and_resumed, runs_of, trained
+from resume_jobs import Runs
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +101,7 @@ def limit(groups: Path, quotas: list[int]) -> None:
 def test_a_slow_rank_takes_fewer_micro_batches_and_the_bits_are_the_same(
     cpu_groups: Path, tmp_path: Path
 ) -> None:
-    flags = ("--bitwise", "--model", "users:Limited", "--micro-batch-size", "1")
+    flags = ("--bitwise", "--model", "custom:Limited", "--micro-batch-size", "1")
     flags += ("--epochs", "6")
     runs = Runs(mpi=find("openmpi-5"), folder=tmp_path, flags=flags)
     half = [QUOTA_MICROS, QUOTA_MICROS // 2, QUOTA_MICROS, QUOTA_MICROS]

@@ -18,7 +18,7 @@ from launcher import Done, Mpi, children_of, environment, mpirun, slow, survivor
 
 pytestmark = pytest.mark.xdist_group("broken_data")  # a fixture that trains, once
 
-SEVERAL = Path(__file__).parent / "several.py"
+MANY_TRAININGS = Path(__file__).parent / "many_trainings.py"
 TRAIN = ("-m", "mpitrain", "--name", "r", "--image-size", "16")
 NO_INTERNET = {f"{kind}_proxy": "http://127.0.0.1:9" for kind in ("http", "https")}
 GONE_SECONDS = 15.0
@@ -125,7 +125,7 @@ def skipped(openmpi: Mpi, tmp_path_factory: pytest.TempPathFactory) -> dict[int,
     for name, workers in (("faulty", "0"), ("faulty-workers", "2")):
         words = (
             "--data",
-            "own_data:faulty",
+            "custom_data:faulty",
             *SKIP,
             workers,
             "--global-batch-size",
@@ -135,7 +135,7 @@ def skipped(openmpi: Mpi, tmp_path_factory: pytest.TempPathFactory) -> dict[int,
     for size in (1, 3):
         chosen = {n: [*w, "--runs-dir", f"on-{size}"] for n, w in trainings.items()}
         (place / "trainings.json").write_text(json.dumps(chosen))
-        words = (str(SEVERAL), "trainings.json")
+        words = (str(MANY_TRAININGS), "trainings.json")
         done = mpirun(openmpi, size, *words, cwd=place, timeout_seconds=280)
         assert done.status == 0, done.out + done.err
         assert "Traceback" not in done.err
@@ -167,7 +167,7 @@ def epochs(run: Path) -> list[dict[str, Any]]:
 def test_what_an_evaluation_leaves_out_that_is_stopped_counts_once(
     openmpi: Mpi, tmp_path: Path
 ) -> None:
-    words = ("--data", "own_data:stopping", *SKIP, "0", "--micro-batch-size", "2")
+    words = ("--data", "custom_data:stopping", *SKIP, "0", "--micro-batch-size", "2")
     for status in (75, 0):
         done = train(openmpi, tmp_path, *words, num_ranks=1)
         assert done.status == status, done.err
@@ -181,10 +181,10 @@ def test_what_an_evaluation_leaves_out_that_is_stopped_counts_once(
 
 
 def test_an_error_in_a_custom_set_ends_the_job(openmpi: Mpi, tmp_path: Path) -> None:
-    flags = ("--data", "own_data:faulty", "--num-workers", "2")
+    flags = ("--data", "custom_data:faulty", "--num-workers", "2")
     done = train(openmpi, tmp_path, *flags, "--hang-timeout", "60")
     said = assert_failed(done, tmp_path)
-    assert "own_data.py" in said  # where it was raised
+    assert "custom_data.py" in said  # where it was raised
     (line,) = done.ours
     assert "ArithmeticError: " in line
     assert "this is the fault" in said
@@ -202,7 +202,7 @@ def test_a_killed_process_ends_the_job_and_leaves_no_worker(
         job = subprocess.Popen(
             [
                 *(str(openmpi.mpirun), "-np", "3", *openmpi.flags, sys.executable),
-                *(*TRAIN, "--data", "own_data:slow", "--num-workers", "2"),
+                *(*TRAIN, "--data", "custom_data:slow", "--num-workers", "2"),
             ],
             cwd=tmp_path,
             env=environment(openmpi, NOTES=str(tmp_path)),

@@ -13,7 +13,7 @@ from launcher import Mpi, mpirun
 
 pytestmark = pytest.mark.xdist_group("data_sets")  # a fixture that trains, once
 
-SEVERAL = Path(__file__).parent / "several.py"
+MANY_TRAININGS = Path(__file__).parent / "many_trainings.py"
 
 COMMON = ("--precision", "fp64", "--epochs", "2", "--image-size", "16", "--lr", "0.05")
 COMMON += ("--global-batch-size", "8")
@@ -42,7 +42,7 @@ READ = ("folder", "hdf5", "shards", "photos", "readings")
 
 def flags_of() -> dict[str, tuple[str, ...]]:
     """The flags of each training, by its name."""
-    own = {name: ("--data", f"own_data:{name}") for name in ("photos", "readings")}
+    own = {name: ("--data", f"custom_data:{name}") for name in ("photos", "readings")}
     plain = {
         "folder": ("--data", "folder", "--data-dir", "folder"),
         "hdf5": ("--data", "hdf5", "--data-dir", "set.h5"),
@@ -60,13 +60,13 @@ def flags_of() -> dict[str, tuple[str, ...]]:
         flags[f"{name}-workers"] = (*words, *WORKERS)
         flags[f"{name}-augmented"] = (*words, *NO_WORKERS, *cuts)
         flags[f"{name}-augmented-workers"] = (*words, *WORKERS, *cuts)
-    parts = ("--data", "own_data:parts")
+    parts = ("--data", "custom_data:parts")
     flags["parts"] = (*parts, *NO_WORKERS)
     flags["parts-workers"] = (*parts, *WORKERS)
     files = ("--data", "folder", "--data-dir", "few", "--num-workers", "1")
     flags["two-files"] = files
-    flags["two-readings"] = ("--data", "own_data:two_readings", *WORKERS)
-    flags["two-parts"] = ("--data", "own_data:two_parts", *WORKERS)
+    flags["two-readings"] = ("--data", "custom_data:two_readings", *WORKERS)
+    flags["two-parts"] = ("--data", "custom_data:two_parts", *WORKERS)
     probe = ("--probe-epochs", "1", "--epochs", "0")
     flags = {name: (*words, *COMMON) for name, words in flags.items()}
     flags["probe"] = (*flags["folder"], *probe)  # the last of two flags counts
@@ -105,7 +105,7 @@ def runs(openmpi: Mpi, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Pa
             if is_run(name, size)
         }
         (place / "trainings.json").write_text(json.dumps(chosen))
-        words = (str(SEVERAL), "trainings.json")
+        words = (str(MANY_TRAININGS), "trainings.json")
         done = mpirun(openmpi, size, *words, cwd=place, timeout_seconds=400)
         assert done.status == 0, done.out + done.err
         assert "Traceback" not in done.err
@@ -198,14 +198,14 @@ import os
 import sys
 
 import mpitrain
-import own_data
+import custom_data
 
 
 class Noting(mpitrain.Trainer):
     def compute_loss(self, batch):
         rows = batch.inputs[: len(batch), 0, 0, 0]
         values = [round(255 * float(row)) for row in rows]
-        own_data.note(f"epoch{self.state.epoch}", *values)
+        custom_data.note(f"epoch{self.state.epoch}", *values)
         return super().compute_loss(batch)
 
 
@@ -215,15 +215,15 @@ with mpitrain.init(device="cpu") as world:
     torch.manual_seed(1)
     net = torch.nn.Sequential(torch.nn.Flatten(1), torch.nn.Linear(432, 3))
     kinds = {
-        "map": own_data.Noted(26),
-        "stream": own_data.Readings(range(26)),
-        "parts": own_data.NotedParts(range(26)),
+        "map": custom_data.Noted(26),
+        "stream": custom_data.Readings(range(26)),
+        "parts": custom_data.NotedParts(range(26)),
     }
     for kind, train in kinds.items():
         os.environ["NOTES"] = f"{kind}-{world.world_size}"
         os.makedirs(os.environ["NOTES"], exist_ok=True)
         config = mpitrain.TrainConfig(epochs=2, num_workers=2, global_batch_size=8)
-        val = own_data.Photos(3)
+        val = custom_data.Photos(3)
         Noting(net, train, val, config, world=world).fit()
 """
 

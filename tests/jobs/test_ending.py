@@ -205,7 +205,7 @@ def run_faulty(
     return mpirun(
         mpi,
         num_ranks,
-        *("-m", "mpitrain", "--name", "r", "--model", "users:Net"),
+        *("-m", "mpitrain", "--name", "r", "--model", "custom:Net"),
         cwd=tmp_path,
         timeout_seconds=90,
         FAULT=fault,
@@ -253,7 +253,7 @@ def test_alone_a_failure_is_told_once(openmpi: Mpi, tmp_path: Path) -> None:
     done = mpirun(
         openmpi,
         1,
-        *("-m", "mpitrain", "--name", "r", "--model", "users:Net"),
+        *("-m", "mpitrain", "--name", "r", "--model", "custom:Net"),
         cwd=tmp_path,
         FAULT="raise",
         FAULT_STEP="1",

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from launcher import Mpi, environment, mpirun, slow, under_each_mpi
-from running import SCRIPTS, check_all_done, run, write
+from run_scripts import SCRIPTS, check_all_done, run, write
 
 AGENTS_OWN = {"TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_SIGNALS_TO_HANDLE"}
 """What torchrun's agent tells itself and its workers; here is no agent."""

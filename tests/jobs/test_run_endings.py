@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from launcher import Mpi, children_of, environment, slow, survivors
-from running import check_all_done, run, write
+from run_scripts import check_all_done, run, write
 
 FAULTY = """
 import os, signal, sys, time
@@ -199,7 +199,11 @@ print(f"done {rank}/4", flush=True)
 """
 
 
-@pytest.mark.parametrize(("body", "num_ranks"), [(MONITORED, 2), (SEPARATE, 4)])
+@pytest.mark.parametrize(
+    ("body", "num_ranks"),
+    [(MONITORED, 2), (SEPARATE, 4)],
+    ids=["monitored", "separate"],
+)
 def test_a_rank_that_waits_for_nobody_is_not_ended(
     openmpi: Mpi, body: str, num_ranks: int, tmp_path: Path
 ) -> None:

@@ -78,7 +78,7 @@ def test_every_step_sees_the_same_samples_and_each_once(
             openmpi,
             size,
             *("-m", "mpitrain", "--name", f"on-{size}", "--epochs", "2"),
-            *("--data", "users:noted_digits", "--model", "users:Marking"),
+            *("--data", "custom:noted_digits", "--model", "custom:Marking"),
             cwd=tmp_path,
             NOTES=str(notes),
         )
@@ -142,7 +142,7 @@ def test_fewer_samples_than_ranks_are_each_seen_once(
         done = mpirun(
             openmpi,
             size,
-            *("-m", "mpitrain", "--name", f"on-{size}", "--data", "users:few"),
+            *("-m", "mpitrain", "--name", f"on-{size}", "--data", "custom:few"),
             *("--epochs", "2", "--global-batch-size", "4", "--precision", "fp64"),
             cwd=tmp_path,
         )

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from launcher import Done, Mpi, under_each_mpi
-from staged import SHOW, command, make_environment, variables
+from stage_environment import SHOW, command, make_environment, variables
 from test_disks import mount, small_disk, umount
 
 

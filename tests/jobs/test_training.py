@@ -120,9 +120,9 @@ def test_a_bad_command_line_is_told_once(
     ("flags", "words"),
     [
         (("--data", "mnits"), "--data 'mnits' is not known"),
-        slow(("--model", "users:Nest"), "module 'users' has no callable 'Nest'"),
+        slow(("--model", "custom:Nest"), "module 'custom' has no callable 'Nest'"),
         slow(("--model", "nowhere:Net"), "there is no module 'nowhere'"),
-        (("--data", "users:strike"), "returned 'NoneType'; expected a pair"),
+        (("--data", "custom:strike"), "returned 'NoneType'; expected a pair"),
     ],
 )
 def test_unknown_data_and_models_are_told_once(
@@ -268,10 +268,10 @@ SLOW = """
 import os
 import time
 
-from paced import Paced
+from slow_loop import SlowModel
 
 
-class Slow(Paced):
+class Slow(SlowModel):
     def forward(self, images):
         if self.calls == 12 and os.environ["RANK"] == "1":
             print("said by rank 1", flush=True)

@@ -9,8 +9,16 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from reference_training import (
+    BATCH_SIZE,
+    EPOCHS,
+    NUM_SAMPLES,
+    Net,
+    config_of,
+    some,
+    trained,
+)
 from torch import Tensor, nn
-from trainings import BATCH_SIZE, EPOCHS, NUM_SAMPLES, Net, config_of, some, trained
 
 from mpitrain.data.sharding import MicroBatchAssignment, epoch_order
 from mpitrain.errors import UsageError

@@ -9,8 +9,8 @@ import time
 from pathlib import Path
 
 import pytest
-from going_on import FLAGS, NUM_STEPS, Runs, jobs_of, steps_of
 from launcher import Mpi, find, slow
+from resume_jobs import FLAGS, NUM_STEPS, Runs, jobs_of, steps_of
 
 CAN_GO_ON = 75
 LIMIT_SECONDS = 20
@@ -223,7 +223,7 @@ def test_a_stream_goes_on_where_it_was(
 ) -> None:
     """In the middle of an epoch; a set that ranks read in parts, too."""
     flags = (*FLAGS, "--precision", "fp64", "--epochs", "2")
-    flags = (*flags, "--data", f"users:{data}", "--num-workers", workers)
+    flags = (*flags, "--data", f"custom:{data}", "--num-workers", workers)
     runs = Runs(mpi=openmpi, folder=tmp_path, flags=flags)
     job = runs.start("cut", 3, STEP_SECONDS="0.4")
     job.wait_until(lambda: jobs_of(tmp_path / "notes-cut"))
