@@ -14,7 +14,7 @@ from threading import Thread
 
 import pytest
 from data_files import write_folder, write_mnist
-from launcher import children_of, slow, survivors
+from launcher import children_of, rows, slow, survivors
 
 from .conftest import ROOT
 from .hosts import VirtualHosts
@@ -151,11 +151,8 @@ def test_a_set_in_memory_is_read_where_rank_zero_is(
         status, said = train(hosts, folder, *words)
     assert status == 0, said
     assert_finished(folder, said, hosts=[first, second], world_size=2)
-    lines = (folder / "runs/r/metrics.jsonl").read_text().splitlines()
-    epochs = [row for row in map(json.loads, lines) if row["event"] == "epoch"]
-    assert [(row["train_samples"], row["val_samples"]) for row in epochs] == [
-        (27, 11)
-    ] * 2
+    for row in rows(folder / "runs/r", "epoch"):
+        assert (row["train_samples"], row["val_samples"]) == (27, 11)
 
 
 @pytest.mark.parametrize("name", [slow("photos"), "readings"])

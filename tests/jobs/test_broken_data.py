@@ -10,11 +10,10 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from data_files import picture, write_folder, write_mnist, write_tar
-from launcher import Done, Mpi, children_of, environment, mpirun, slow, survivors
+from launcher import Done, Mpi, children_of, environment, mpirun, rows, slow, survivors
 
 pytestmark = pytest.mark.xdist_group("broken_data")  # a fixture that trains, once
 
@@ -148,20 +147,15 @@ def test_what_cannot_be_read_is_left_out_and_counted(
     skipped: dict[int, Path], name: str, size: int
 ) -> None:
     good, bad = ((25, 9), 1) if "faulty" in name else ((18, 6), 3)
-    found = epochs(skipped[size] / name)
+    found = rows(skipped[size] / name, "epoch")
     assert [(row["train_samples"], row["val_samples"]) for row in found] == [good] * 2
     assert [row["skipped_samples"] for row in found] == [bad] * 2
     result = json.loads((skipped[size] / name / "result.json").read_text())
     assert (result["status"], result["skipped_samples"]) == ("finished", 2 * bad)
-    alone = epochs(skipped[1] / name)
+    alone = rows(skipped[1] / name, "epoch")
     for loss in ("train_loss", "val_loss"):
         expected = [row[loss] for row in alone]
         assert [row[loss] for row in found] == pytest.approx(expected, rel=1e-9)
-
-
-def epochs(run: Path) -> list[dict[str, Any]]:
-    lines = (run / "metrics.jsonl").read_text().splitlines()
-    return [row for row in map(json.loads, lines) if row["event"] == "epoch"]
 
 
 def test_what_an_evaluation_leaves_out_that_is_stopped_counts_once(
@@ -171,7 +165,7 @@ def test_what_an_evaluation_leaves_out_that_is_stopped_counts_once(
     for status in (75, 0):
         done = train(openmpi, tmp_path, *words, num_ranks=1)
         assert done.status == status, done.err
-    found = epochs(tmp_path / "runs/r")
+    found = rows(tmp_path / "runs/r", "epoch")
     assert [(row["val_samples"], row["skipped_samples"]) for row in found] == [
         (199, 1)
     ] * 2

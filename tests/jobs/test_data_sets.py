@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import pytest
 from data_files import write_folder, write_hdf5, write_mnist, write_shards
-from launcher import Mpi, mpirun
+from launcher import Mpi, mpirun, rows
 
 pytestmark = pytest.mark.xdist_group("data_sets")  # a fixture that trains, once
 
@@ -119,19 +118,14 @@ def runs_of(folder: Path, name: str) -> list[Path]:
     return [run for run in found if f"{run.name}-".startswith(f"{name}-")]
 
 
-def rows(run: Path, event: str = "epoch") -> list[dict[str, Any]]:
-    lines = (run / "metrics.jsonl").read_text().splitlines()
-    return [row for row in map(json.loads, lines) if row["event"] == event]
-
-
 def losses(run: Path) -> list[float]:
     """Of all steps, and of the validation after each epoch."""
     steps = [row["train_loss"] for row in rows(run, "step")]
-    return steps + [row["val_loss"] for row in rows(run)]
+    return steps + [row["val_loss"] for row in rows(run, "epoch")]
 
 
 def assert_each_seen(run: Path, name: str) -> None:
-    found = [(row["train_samples"], row["val_samples"]) for row in rows(run)]
+    found = [(row["train_samples"], row["val_samples"]) for row in rows(run, "epoch")]
     assert found == [SIZES[name]] * 2
 
 
@@ -147,7 +141,7 @@ def test_a_training_is_the_same_at_any_size(
         assert_each_seen(run, name)
         alone = runs[1] / run.name.replace("-workers", "")
         assert losses(run) == pytest.approx(losses(alone), rel=1e-9)
-        assert [row["step"] for row in rows(run)] == [num_steps, 2 * num_steps]
+        assert [row["step"] for row in rows(run, "epoch")] == [num_steps, 2 * num_steps]
         result = json.loads((run / "result.json").read_text())
         assert (result["status"], result["skipped_samples"]) == ("finished", 0)
         assert result["world_size"] == size

@@ -5,17 +5,11 @@ from __future__ import annotations
 import json
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import pytest
-from launcher import Mpi, mpirun, slow
+from launcher import Mpi, mpirun, rows, slow
 
 SIZES = (1, 2, 3, 4, 8)
-
-
-def rows(run: Path, event: str) -> list[dict[str, Any]]:
-    lines = (run / "metrics.jsonl").read_text().splitlines()
-    return [row for row in map(json.loads, lines) if row["event"] == event]
 
 
 def runs(

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from launcher import ROOT, Mpi, environment, mpirun, slow, survivors
+from launcher import ROOT, Mpi, environment, mpirun, rows, slow, survivors
 
 
 def test_steps_before_a_loss_that_is_no_number_are_written(
@@ -28,8 +28,7 @@ def test_steps_before_a_loss_that_is_no_number_are_written(
     run = tmp_path / "runs/r"
     error = json.loads((run / "result.json").read_text())["error"]
     failed, *_ = re.findall(r"step (\d+)", error)
-    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
-    steps = [line["step"] for line in lines if line["event"] == "step"]
+    steps = [row["step"] for row in rows(run, "step")]
     assert int(failed) > 1
     assert steps[: int(failed) - 1] == list(range(1, int(failed)))
 

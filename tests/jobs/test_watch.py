@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launcher import Mpi, environment
+from launcher import Mpi, environment, rows
 from resume_jobs import Job, Runs
 
 from mpitrain.record.runs import is_held
@@ -121,9 +121,7 @@ def test_the_time_limit_is_seen(runs: Runs) -> None:
     job.wait_until(has_epochs(job, 2))
     lines = end_of(watch(job.run_dir, "--once"), 20)
     assert "done in" in lines[-1]
-    written = (job.run_dir / "metrics.jsonl").read_text().splitlines()
-    rows = [json.loads(line) for line in written]
-    left = [row["seconds_left"] for row in rows if row["event"] == "throughput"]
+    left = [row["seconds_left"] for row in rows(job.run_dir, "throughput")]
     assert 100 < left[-1] <= left[0] < 300
     assert job.end() == 0
 
