@@ -2,7 +2,7 @@
 
 Launchers that cannot be had are fakes, which take documented words only; docs/howto/
 sites.md says which. Sites with the same scheduler and launcher differ in lines that
-`tests/unit/test_jobscript.py` reads: in CI one of them runs.
+`tests/unit/test_launchers.py` reads: in CI one of them runs.
 """
 
 from __future__ import annotations
