@@ -242,7 +242,7 @@ def _cores_for_all() -> Iterator[None]:
 
     Each host's ranks are a session of its sshd, and the hosts share the machine's
     cores. With sched_autogroup (sched(7)) a rank that spins in MPI was seen to keep one
-    of another host, bound to the same core, from running for up to a minute.
+    of another host, bound to the same core, from run_scripts for up to a minute.
     """
     if not os.access(AUTOGROUP, os.W_OK):
         yield

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from going_on import Runs
+from bitwise_jobs import MODELS, Alone, killed_and_resumed, runs_of, trained
 from launcher import MPIS, Mpi, find, slow
-from same_bits import MODELS, Alone, killed_and_resumed, runs_of, trained
+from resume_jobs import Runs
 
 from .hosts import VirtualHosts
 
@@ -20,11 +20,11 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Alone:
 
 
 @pytest.mark.parametrize(
-    ("model", "strategy", "mpi", "num_kills"),
+    ("model", "strategy", "mpi", "sizes", "num_kills"),
     [
-        ("transformer", "ddp", "openmpi-5", 1),
+        ("transformer", "ddp", "openmpi-5", (), 1),
         *(
-            slow(model, strategy, mpi, 3)
+            slow(model, strategy, mpi, ((2, 2), (3, 1)), 3)
             for model in MODELS
             for strategy in ("ddp", "fsdp")
             for mpi in MPIS
@@ -36,6 +36,7 @@ def test_two_hosts_compute_the_bits_of_one_rank(
     model: str,
     strategy: str,
     mpi: str,
+    sizes: tuple[tuple[int, int], ...],
     num_kills: int,
     alone: Alone,
     hosts: VirtualHosts,
@@ -51,11 +52,11 @@ def test_two_hosts_compute_the_bits_of_one_rank(
         expected = trained(one_rank, "on-1", 1, *flags)
     else:
         expected = alone(model)
-    for name, (runs, size) in {"2-2": on(2, 2), "3-1": on(3, 1)}.items():
-        assert trained(runs, name, size, *flags) == expected, name
-    if num_kills:
-        cut = [on(2, 2), on(3, 1), on(1, 1)][:num_kills]
-        assert killed_and_resumed([*cut, on(1, 2)], *flags) == expected
+    for slots in sizes:
+        runs, size = on(*slots)
+        assert trained(runs, "-".join(map(str, slots)), size, *flags) == expected
+    cut = [on(2, 2), on(3, 1), on(1, 1)][:num_kills]
+    assert killed_and_resumed([*cut, on(1, 2)], *flags) == expected
 
 
 def on_hosts(mpi: Mpi, hosts: VirtualHosts, slots: Sequence[int], folder: Path) -> Mpi:

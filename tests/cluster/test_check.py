@@ -43,6 +43,8 @@ def test_two_hosts_reach_each_other_and_say_how(
 ) -> None:
     names = hosts.names[:2]
     with hosts.named_as_debian_does():
+        address = hosts.run(names[0], ["hostname", "-i"]).stdout.strip()
+        assert address == "127.0.1.1"
         status, found = check(hosts, folder, names)
     assert status == 0, found["findings"]
     assert found["num_nodes"] == 2

@@ -14,7 +14,7 @@ from threading import Thread
 
 import pytest
 from data_files import write_folder, write_mnist
-from launcher import children_of, slow, survivors
+from launcher import children_of, rows, slow, survivors
 
 from .conftest import ROOT
 from .hosts import VirtualHosts
@@ -59,13 +59,15 @@ def is_sshd_of(pid: int, host: str) -> bool:
     return (name, of_host.stdout.strip()) == ("sshd", host)
 
 
-def train(hosts: VirtualHosts, folder: Path, *words: str) -> tuple[int, str]:
-    """Train on two ranks of each of the first two hosts."""
+def train(
+    hosts: VirtualHosts, folder: Path, *words: str, slots: int = 1
+) -> tuple[int, str]:
+    """Train on the first two hosts."""
     done = mpirun(
         hosts,
         folder,
         hosts.names[:2],
-        slots=2,
+        slots=slots,
         words=["--name", "r", *FLAGS, *words],
         flags=["-x", f"PYTHONPATH={OWN}", "-x", f"NOTES={folder}"],
     )
@@ -118,7 +120,7 @@ def test_a_host_without_the_folder_is_named(
         said,
         folder,
         f"{photos}/train: cannot be listed, No such file",
-        f"/4 {second}]",
+        f"/2 {second}]",
     )
 
 
@@ -133,7 +135,7 @@ def test_where_the_folder_is_the_same_workers_of_all_hosts_read_it(
     with seen_there(hosts, second, photos, copy):
         status, said = train(hosts, folder, *words, "--random-resized-crop")
     assert status == 0, said
-    assert_finished(folder, said, hosts=[first, second], world_size=4)
+    assert_finished(folder, said, hosts=[first, second], world_size=2)
     assert "Traceback" not in said
 
 
@@ -148,22 +150,19 @@ def test_a_set_in_memory_is_read_where_rank_zero_is(
     with seen_there(hosts, second, folder / "data", empty):
         status, said = train(hosts, folder, *words)
     assert status == 0, said
-    assert_finished(folder, said, hosts=[first, second], world_size=4)
-    lines = (folder / "runs/r/metrics.jsonl").read_text().splitlines()
-    epochs = [row for row in map(json.loads, lines) if row["event"] == "epoch"]
-    assert [(row["train_samples"], row["val_samples"]) for row in epochs] == [
-        (27, 11)
-    ] * 2
+    assert_finished(folder, said, hosts=[first, second], world_size=2)
+    for row in rows(folder / "runs/r", "epoch"):
+        assert (row["train_samples"], row["val_samples"]) == (27, 11)
 
 
 @pytest.mark.parametrize("name", [slow("photos"), "readings"])
 def test_ones_own_set_is_read_by_workers_on_all_hosts(
     hosts: VirtualHosts, folder: Path, name: str
 ) -> None:
-    words = ("--data", f"own_data:{name}", "--num-workers", "1")
+    words = ("--data", f"custom_data:{name}", "--num-workers", "1")
     status, said = train(hosts, folder, *words)
     assert status == 0, said
-    assert_finished(folder, said, hosts=hosts.names[:2], world_size=4)
+    assert_finished(folder, said, hosts=hosts.names[:2], world_size=2)
     assert "Traceback" not in said
 
 
@@ -173,8 +172,8 @@ def test_a_killed_process_of_one_host_leaves_no_worker_on_any(
 ) -> None:
     """Between hosts workers are not the ranks' own children: a server forks them."""
     found: list[tuple[int, str]] = []
-    words = ("--data", "own_data:slow", "--num-workers", "2")
-    job = Thread(target=lambda: found.append(train(hosts, folder, *words)))
+    words = ("--data", "custom_data:slow", "--num-workers", "2")
+    job = Thread(target=lambda: found.append(train(hosts, folder, *words, slots=2)))
     job.start()
     wait_for(lambda: len(list(folder.glob("worker-*"))) == 8, 120)
     notes = [path.name.split("-") for path in folder.glob("worker-*")]

@@ -19,22 +19,10 @@ TIMEOUT_SECONDS = 240
 def test_mpirun_with_a_hostfile_trains_over_three_hosts(
     hosts: VirtualHosts, folder: Path
 ) -> None:
-    done = mpirun(hosts, folder, hosts.names, slots=2, words=["--name", "three-hosts"])
+    done = mpirun(hosts, folder, hosts.names, slots=1, words=["--name", "three-hosts"])
     assert done.returncode == 0, done.stdout
     assert (folder / "runs" / "three-hosts").is_dir()
-    assert_finished(folder, done.stdout, hosts=hosts.names, world_size=6)
-
-
-def test_hosts_whose_own_names_lead_to_127_0_1_1_train_together(
-    hosts: VirtualHosts, folder: Path
-) -> None:
-    first, second, _ = hosts.names
-    with hosts.named_as_debian_does():
-        address = hosts.run(first, ["hostname", "-i"]).stdout.strip()
-        assert address == "127.0.1.1"
-        done = mpirun(hosts, folder, [first, second], slots=1, words=["--epochs", "1"])
-    assert done.returncode == 0, done.stdout
-    assert_finished(folder, done.stdout, hosts=[first, second], world_size=2)
+    assert_finished(folder, done.stdout, hosts=hosts.names, world_size=3)
 
 
 def mpirun(

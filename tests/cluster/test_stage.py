@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
-from staged import SHOW, make_environment
+from stage_environment import SHOW, make_environment
 
 from .hosts import LOGIN, PREFIX, VirtualHosts
 from .needs import which

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import optuna
 import pytest
-from going_on import rows_of
+from resume_jobs import rows_of
 
 from .hosts import VirtualHosts
 from .slurm import Slurm
@@ -19,9 +19,9 @@ from .test_hostfile import mpirun
 SPACE = """
 sampler: grid
 space:
-  model: ["swept:KillsOnce", "swept:Raises", "swept:Net"]
-  ranks: {choices: [2, 4], if: {model: "swept:Net"}}
-  seed: {int: [1, 14], if: {model: "swept:Net"}}
+  model: ["sweep_models:KillsOnce", "sweep_models:Raises", "sweep_models:Net"]
+  ranks: {choices: [2, 4], if: {model: "sweep_models:Net"}}
+  seed: {int: [1, 14], if: {model: "sweep_models:Net"}}
 """
 
 FLAGS = ("--device", "cpu", "--global-batch-size", "144", "--epochs", "2")

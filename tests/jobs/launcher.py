@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -10,6 +11,7 @@ import time
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -119,6 +121,12 @@ def mpirun(
         f"the job hung: killed after {timeout_seconds} s\n{done.stdout}{done.stderr}"
     )
     return Done(status=done.returncode, out=done.stdout, err=done.stderr, ended=ended)
+
+
+def rows(run_dir: Path, event: str) -> list[dict[str, Any]]:
+    """What a run has written down of each event of a kind, such as `epoch`."""
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+    return [row for row in map(json.loads, lines) if row["event"] == event]
 
 
 def survivors(pids: list[int]) -> list[int]:

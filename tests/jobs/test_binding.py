@@ -69,7 +69,6 @@ def test_no_binding_that_was_asked_for_stays(mpi: Mpi) -> None:
     assert "bound" not in said
 
 
-@under_each_mpi
 def test_cores_that_the_job_was_not_given_are_not_taken(mpi: Mpi) -> None:
     core = str(min(os.sched_getaffinity(0)))
     masks, num_cores, _, said = show(mpi, before=("taskset", "-c", core))

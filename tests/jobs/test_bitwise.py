@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from going_on import Runs
+from bitwise_jobs import MODELS, Alone, digest, killed_and_resumed, runs_of, trained
 from launcher import MPIS, environment, find, slow
-from same_bits import MODELS, Alone, digest, killed_and_resumed, runs_of, trained
+from resume_jobs import Runs
 
 
 @pytest.fixture(scope="module")
@@ -28,10 +28,11 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Alone:
 @pytest.mark.parametrize(
     ("model", "strategy", "mpi", "sizes", "cut_sizes"),
     [
-        ("convnet", "ddp", "openmpi-5", (3,), (3, 4)),
-        ("convnet", "ddp", "mpich", (2,), (2,)),
-        ("transformer", "fsdp", "openmpi-5", (3,), (3, 2)),
-        ("channels-last", "ddp", "openmpi-5", (2,), (3,)),
+        # Also the steps before a kill are compared: in CI no other training is needed.
+        ("convnet", "ddp", "openmpi-5", (), (3, 4)),
+        ("convnet", "ddp", "mpich", (2,), ()),
+        ("transformer", "fsdp", "openmpi-5", (), (3, 2)),
+        ("channels-last", "ddp", "openmpi-5", (3,), ()),
         *(
             slow(model, strategy, mpi, (2, 3, 4, 8), (2, 4, 3, 1))
             for model in MODELS
@@ -58,8 +59,9 @@ def test_the_weights_have_the_same_bits_on_any_number_of_ranks(
         expected = alone(model)
     for size in sizes:
         assert trained(runs, f"on-{size}", size, *flags) == expected, size
-    parts = [(runs, size) for size in cut_sizes]
-    assert killed_and_resumed(parts, *flags) == expected
+    if cut_sizes:
+        parts = [(runs, size) for size in cut_sizes]
+        assert killed_and_resumed(parts, *flags) == expected
 
 
 QUOTA_MICROS, PERIOD_MICROS = 4_000, 10_000  # of a fast rank: two fifths of a core
@@ -99,7 +101,7 @@ def limit(groups: Path, quotas: list[int]) -> None:
 def test_a_slow_rank_takes_fewer_micro_batches_and_the_bits_are_the_same(
     cpu_groups: Path, tmp_path: Path
 ) -> None:
-    flags = ("--bitwise", "--model", "users:Limited", "--micro-batch-size", "1")
+    flags = ("--bitwise", "--model", "custom:Limited", "--micro-batch-size", "1")
     flags += ("--epochs", "6")
     runs = Runs(mpi=find("openmpi-5"), folder=tmp_path, flags=flags)
     half = [QUOTA_MICROS, QUOTA_MICROS // 2, QUOTA_MICROS, QUOTA_MICROS]
@@ -161,7 +163,8 @@ def test_what_would_change_the_bits_is_refused(tmp_path: Path) -> None:
 
 def test_diff_names_the_first_step_and_tensor(tmp_path: Path) -> None:
     runs = runs_of("convnet", find("openmpi-5"), tmp_path)
-    flags = ("--fingerprint", "3", "--epochs", "2")
+    # A checkpoint of each epoch; one of every third step may come too late.
+    flags = ("--fingerprint", "3", "--epochs", "2", "--checkpoint-every-steps", "45")
     for name, size, more in (("a", 1, ()), ("b", 2, ()), ("c", 2, ("--seed", "2"))):
         done = runs.run(name, size, *flags, *more)
         assert done.status == 0, done.err

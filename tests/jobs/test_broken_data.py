@@ -10,15 +10,14 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from data_files import picture, write_folder, write_mnist, write_tar
-from launcher import Done, Mpi, children_of, environment, mpirun, slow, survivors
+from launcher import Done, Mpi, children_of, environment, mpirun, rows, slow, survivors
 
 pytestmark = pytest.mark.xdist_group("broken_data")  # a fixture that trains, once
 
-SEVERAL = Path(__file__).parent / "several.py"
+MANY_TRAININGS = Path(__file__).parent / "many_trainings.py"
 TRAIN = ("-m", "mpitrain", "--name", "r", "--image-size", "16")
 NO_INTERNET = {f"{kind}_proxy": "http://127.0.0.1:9" for kind in ("http", "https")}
 GONE_SECONDS = 15.0
@@ -125,7 +124,7 @@ def skipped(openmpi: Mpi, tmp_path_factory: pytest.TempPathFactory) -> dict[int,
     for name, workers in (("faulty", "0"), ("faulty-workers", "2")):
         words = (
             "--data",
-            "own_data:faulty",
+            "custom_data:faulty",
             *SKIP,
             workers,
             "--global-batch-size",
@@ -135,7 +134,7 @@ def skipped(openmpi: Mpi, tmp_path_factory: pytest.TempPathFactory) -> dict[int,
     for size in (1, 3):
         chosen = {n: [*w, "--runs-dir", f"on-{size}"] for n, w in trainings.items()}
         (place / "trainings.json").write_text(json.dumps(chosen))
-        words = (str(SEVERAL), "trainings.json")
+        words = (str(MANY_TRAININGS), "trainings.json")
         done = mpirun(openmpi, size, *words, cwd=place, timeout_seconds=280)
         assert done.status == 0, done.out + done.err
         assert "Traceback" not in done.err
@@ -148,30 +147,25 @@ def test_what_cannot_be_read_is_left_out_and_counted(
     skipped: dict[int, Path], name: str, size: int
 ) -> None:
     good, bad = ((25, 9), 1) if "faulty" in name else ((18, 6), 3)
-    found = epochs(skipped[size] / name)
+    found = rows(skipped[size] / name, "epoch")
     assert [(row["train_samples"], row["val_samples"]) for row in found] == [good] * 2
     assert [row["skipped_samples"] for row in found] == [bad] * 2
     result = json.loads((skipped[size] / name / "result.json").read_text())
     assert (result["status"], result["skipped_samples"]) == ("finished", 2 * bad)
-    alone = epochs(skipped[1] / name)
+    alone = rows(skipped[1] / name, "epoch")
     for loss in ("train_loss", "val_loss"):
         expected = [row[loss] for row in alone]
         assert [row[loss] for row in found] == pytest.approx(expected, rel=1e-9)
 
 
-def epochs(run: Path) -> list[dict[str, Any]]:
-    lines = (run / "metrics.jsonl").read_text().splitlines()
-    return [row for row in map(json.loads, lines) if row["event"] == "epoch"]
-
-
 def test_what_an_evaluation_leaves_out_that_is_stopped_counts_once(
     openmpi: Mpi, tmp_path: Path
 ) -> None:
-    words = ("--data", "own_data:stopping", *SKIP, "0", "--micro-batch-size", "2")
+    words = ("--data", "custom_data:stopping", *SKIP, "0", "--micro-batch-size", "2")
     for status in (75, 0):
         done = train(openmpi, tmp_path, *words, num_ranks=1)
         assert done.status == status, done.err
-    found = epochs(tmp_path / "runs/r")
+    found = rows(tmp_path / "runs/r", "epoch")
     assert [(row["val_samples"], row["skipped_samples"]) for row in found] == [
         (199, 1)
     ] * 2
@@ -181,10 +175,10 @@ def test_what_an_evaluation_leaves_out_that_is_stopped_counts_once(
 
 
 def test_an_error_in_a_custom_set_ends_the_job(openmpi: Mpi, tmp_path: Path) -> None:
-    flags = ("--data", "own_data:faulty", "--num-workers", "2")
+    flags = ("--data", "custom_data:faulty", "--num-workers", "2")
     done = train(openmpi, tmp_path, *flags, "--hang-timeout", "60")
     said = assert_failed(done, tmp_path)
-    assert "own_data.py" in said  # where it was raised
+    assert "custom_data.py" in said  # where it was raised
     (line,) = done.ours
     assert "ArithmeticError: " in line
     assert "this is the fault" in said
@@ -202,7 +196,7 @@ def test_a_killed_process_ends_the_job_and_leaves_no_worker(
         job = subprocess.Popen(
             [
                 *(str(openmpi.mpirun), "-np", "3", *openmpi.flags, sys.executable),
-                *(*TRAIN, "--data", "own_data:slow", "--num-workers", "2"),
+                *(*TRAIN, "--data", "custom_data:slow", "--num-workers", "2"),
             ],
             cwd=tmp_path,
             env=environment(openmpi, NOTES=str(tmp_path)),

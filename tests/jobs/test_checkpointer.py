@@ -206,7 +206,7 @@ def test_a_loop_leaves_in_its_run_folder_how_it_ended(
 
 
 @pytest.mark.parametrize("kind", ["trainer", slow("by hand"), slow("under run")])
-def test_a_script_that_is_killed_at_random_steps_ends_with_the_same_bits(
+def test_a_script_that_is_killed_at_a_random_step_ends_with_the_same_bits(
     kind: str, openmpi: Mpi, tmp_path: Path
 ) -> None:
     script = tmp_path / "script.py"
@@ -219,10 +219,9 @@ def test_a_script_that_is_killed_at_random_steps_ends_with_the_same_bits(
         return done.status
 
     assert run("whole", NEVER) == 0
-    seed = random.SystemRandom().randrange(10**6)
-    print("seed", seed)
-    for step in sorted(random.Random(seed).sample(range(2, 20), 2)):
-        assert run("cut", str(step)) != 0
+    step = random.randrange(2, 20)
+    print("killed at step", step)
+    assert run("cut", str(step)) != 0
     assert run("cut", NEVER) == 0
     assert result_of(tmp_path / "cut")["status"] == "finished"
     (whole, values), (cut, cut_values) = (
@@ -264,8 +263,8 @@ def test_another_configuration_is_refused(openmpi: Mpi, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(WITH_TRAINER)
     words = (str(script), "run", NEVER, "SIGKILL")
-    assert mpirun(openmpi, 2, *words, cwd=tmp_path).status == 0
+    assert mpirun(openmpi, 1, *words, cwd=tmp_path).status == 0
     script.write_text(WITH_TRAINER.replace("lr=0.01", "lr=0.02"))
-    done = mpirun(openmpi, 2, *words, cwd=tmp_path)
+    done = mpirun(openmpi, 1, *words, cwd=tmp_path)
     assert done.status == 2
     assert "lr: 0.01 -> 0.02" in done.err

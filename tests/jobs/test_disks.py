@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from going_on import NUM_STEPS, Job, Runs
 from launcher import Mpi
+from resume_jobs import NUM_STEPS, Job, Runs
 
 ALL = ("--checkpoint-every-steps", "6", "--keep-checkpoints", "None")
 OFTEN = ("--checkpoint-every-steps", "2", "--keep-checkpoints", "None")

@@ -127,7 +127,7 @@ def test_a_rank_that_left_early_is_named(openmpi: Mpi, tmp_path: Path) -> None:
 def test_a_hang_of_a_training_has_stacks_in_every_log(
     openmpi: Mpi, tmp_path: Path
 ) -> None:
-    words = ("-m", "mpitrain", "--name", "r", "--model", "users:Net")
+    words = ("-m", "mpitrain", "--name", "r", "--model", "custom:Net")
     done = mpirun(
         openmpi,
         3,

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from going_on import Runs
 from launcher import Mpi, mpirun
+from resume_jobs import Runs
 
 LISTENERS = """
 import json, sys

@@ -11,11 +11,11 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import logged
-import numpy as np
+import logger_files
 import pytest
-from going_on import NUM_STEPS, Runs
 from launcher import ROOT, Mpi, slow
+from logger_files import Points, as_floats
+from resume_jobs import NUM_STEPS, Runs
 from test_disks import fill, small_disk
 
 ALL = ("--log", "csv", "tensorboard", "wandb", "--log-every-steps", "1")
@@ -49,14 +49,7 @@ def wandb_processes() -> list[str]:
     return [line for line in found.stdout.splitlines() if any(w in line for w in words)]
 
 
-def as_floats(points: logged.Points) -> logged.Points:
-    return {
-        name: [(step, float(np.float32(value))) for step, value in of]
-        for name, of in points.items()
-    }
-
-
-def chosen(points: logged.Points, like: logged.Points) -> logged.Points:
+def chosen(points: Points, like: Points) -> Points:
     return {name: of for name, of in points.items() if name in like}
 
 
@@ -65,17 +58,17 @@ def test_what_loggers_have_is_what_the_record_has(runs: Runs) -> None:
     assert done.status == 0, done.out + done.err
     assert "warning: " not in done.err
     folder = runs.dir("mine")
-    record = logged.from_record(folder)
+    record = logger_files.from_record(folder)
     assert len(record["train/loss"]) == NUM_STEPS
-    assert chosen(logged.from_csv(folder), record) == record
-    assert chosen(logged.from_tensorboard(folder), record) == as_floats(record)
-    files = logged.wandb_files(folder)
+    assert chosen(logger_files.from_csv(folder), record) == record
+    assert chosen(logger_files.from_tensorboard(folder), record) == as_floats(record)
+    files = logger_files.wandb_files(folder)
     assert len(files) == 2
     run_id = json.loads((folder / "run.json").read_text())["id"]
     heads = []
     for file in files:
-        assert chosen(logged.from_wandb(file), record) == record
-        records = logged.wandb_records(file)
+        assert chosen(logger_files.from_wandb(file), record) == record
+        records = logger_files.wandb_records(file)
         runs_of = [it.run for it in records if it.WhichOneof("record_type") == "run"]
         heads.append((runs_of[0].run_id, runs_of[0].display_name))
         assert {it.run_group for it in runs_of} == {"mine"}
@@ -86,7 +79,7 @@ def test_what_loggers_have_is_what_the_record_has(runs: Runs) -> None:
         (f"{run_id}-rank-1", "mine-rank-1"),
     ]
     assert done.out.count("wandb: offline") == 1
-    (image,) = logged.accumulator(folder).Images("train/images/0")
+    (image,) = logger_files.accumulator(folder).Images("train/images/0")
     assert image.step == 0
     config = (folder / "config.yaml").read_text()
     assert "log:\n- csv\n- tensorboard\n- wandb\n" in config
@@ -128,18 +121,18 @@ def test_a_run_that_is_killed_and_gone_on_with_has_each_step_once(
     assert done.status == 0, done.out + done.err
     folder = runs.dir("cut")
     assert runs.resumed_at("cut")[0] >= 4
-    record = logged.from_record(folder)
+    record = logger_files.from_record(folder)
     steps = list(range(1, NUM_STEPS + 1))
     assert [step for step, _ in record["train/loss"]] == steps
-    assert chosen(logged.from_csv(folder), record) == record
+    assert chosen(logger_files.from_csv(folder), record) == record
     # A validation that is repeated at the step of the checkpoint comes twice.
-    board = logged.from_tensorboard(folder)
+    board = logger_files.from_tensorboard(folder)
     board = {name: list(dict.fromkeys(of)) for name, of in board.items()}
     assert chosen(board, record) == as_floats(record)
     # W&B may hear of a step twice; the same run, and the same number.
-    first, second = logged.wandb_files(folder)
+    first, second = logger_files.wandb_files(folder)
     assert first.name == second.name
-    both = logged.from_wandb(first, second)["train/loss"]
+    both = logger_files.from_wandb(first, second)["train/loss"]
     assert dict(both) == dict(record["train/loss"])
 
 
@@ -170,8 +163,8 @@ def test_a_server_that_never_answers_holds_up_nothing(
     assert "; `wandb sync runs/silent/wandb/offline-run" in done.out
     assert "warning: " not in done.err
     folder = runs.dir("silent")
-    record = logged.from_record(folder)
-    assert chosen(logged.from_wandb(offline_file(folder)), record) == record
+    record = logger_files.from_record(folder)
+    assert chosen(logger_files.from_wandb(offline_file(folder)), record) == record
     assert_key_is_nowhere(folder)
 
 
@@ -179,7 +172,7 @@ def offline_file(run_dir: Path) -> Path:
     """The one of the second try: the first, at the server, has left one, too."""
     (found,) = [
         file
-        for file in logged.wandb_files(run_dir)
+        for file in logger_files.wandb_files(run_dir)
         if file.parent.name.startswith("offline-")
     ]
     return found
@@ -201,7 +194,8 @@ server.serve_forever()
 """
 
 
-@pytest.mark.parametrize("how", [slow("refuses"), "hangs"])
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["refuses", "hangs"])
 def test_a_server_that_will_not_have_us_holds_up_nothing(how: str, runs: Runs) -> None:
     server = subprocess.Popen(
         [sys.executable, "-c", REFUSING, how], stdout=subprocess.PIPE, text=True
@@ -219,8 +213,8 @@ def test_a_server_that_will_not_have_us_holds_up_nothing(how: str, runs: Runs) -
     assert "wandb: offline, " in done.out
     assert "warning: " not in done.err
     folder = runs.dir("refused")
-    record = logged.from_record(folder)
-    assert chosen(logged.from_wandb(offline_file(folder)), record) == record
+    record = logger_files.from_record(folder)
+    assert chosen(logger_files.from_wandb(offline_file(folder)), record) == record
     assert_key_is_nowhere(folder)
 
 
@@ -254,10 +248,10 @@ def test_a_disk_that_is_full_ends_loggers_and_no_training(runs: Runs) -> None:
         for it in both:
             assert job.said().count(it) == 1, job.said()
         assert "Traceback" not in job.said()
-        record = logged.from_record(runs.dir("full"))
+        record = logger_files.from_record(runs.dir("full"))
         assert len(record["train/loss"]) == NUM_STEPS
         # What is there can be read.
-        for found in (logged.from_csv, logged.from_tensorboard):
+        for found in (logger_files.from_csv, logger_files.from_tensorboard):
             assert found(runs.dir("full"))["train/loss"]
 
 
@@ -267,5 +261,5 @@ def test_a_logger_of_ones_own_in_thirty_lines(runs: Runs) -> None:
     done = runs.run("own", 2, "--log", "examples.custom_logger:Textfile")
     assert done.status == 0, done.out + done.err
     lines = (runs.dir("own") / "metrics.prom").read_text().splitlines()
-    last = logged.from_record(runs.dir("own"))["val/loss"][-1][1]
+    last = logger_files.from_record(runs.dir("own"))["val/loss"][-1][1]
     assert f'val_loss{{run="own"}} {last!r}' in lines

@@ -12,8 +12,8 @@ import time
 from pathlib import Path
 
 import pytest
-from going_on import Job, Runs
 from launcher import MPIS, find
+from resume_jobs import Job, Runs
 
 TRIES = max(3, int(os.environ.get("SOAK_TRIES", "0")) // 4)
 """Trainings; each is cut four times."""

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.xdist_group("report")  # a fixture that trains, once
 WIDTHS = (390, 1280)
 SCHEMES = ("light", "dark")
 CHARTS = ("loss", "accuracy", "ranks", "throughput")
-PACED = ("--model", "paced:Paced", "--lr", "0.1", "--device", "cpu")
+PACED = ("--model", "slow_loop:SlowModel", "--lr", "0.1", "--device", "cpu")
 
 
 @pytest.fixture(scope="module")

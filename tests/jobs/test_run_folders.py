@@ -11,8 +11,8 @@ import time
 from pathlib import Path
 
 import pytest
-from going_on import Runs
 from launcher import Mpi, slow
+from resume_jobs import Runs
 
 CAN_GO_ON = 75
 ALL = ("--checkpoint-every-steps", "6", "--keep-checkpoints", "None")
@@ -52,8 +52,8 @@ def test_a_finished_run_says_so(runs: Runs) -> None:
     [
         (("--lr", "0.1"), r"lr: 0\.05 -> 0\.1"),
         (("--epochs", "5", "--seed", "2"), r"epochs: 4 -> 5; seed: 1 -> 2"),
-        (("--model", "users:Marking"), r"model: users:Learner -> users:Marking"),
-        (("--data", "users:few"), r"data: users:numbered -> users:few"),
+        (("--model", "custom:Marking"), r"model: custom:Learner -> custom:Marking"),
+        (("--data", "custom:few"), r"data: custom:numbered -> custom:few"),
         (("--global-batch-size", "8"), r"global_batch_size: 16 -> 8"),
     ],
 )

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from launcher import Mpi, environment, survivors
-from running import check_all_done, run, write
+from run_scripts import check_all_done, run, write
 
 OTHER_PROGRAM = """
 from torch.distributed import rendezvous

@@ -5,21 +5,17 @@ from __future__ import annotations
 import json
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import pytest
-from launcher import Mpi, mpirun
+from launcher import Mpi, mpirun, rows, slow
 
 SIZES = (1, 2, 3, 4, 8)
 
 
-def rows(run: Path, event: str) -> list[dict[str, Any]]:
-    lines = (run / "metrics.jsonl").read_text().splitlines()
-    return [row for row in map(json.loads, lines) if row["event"] == event]
-
-
-def runs(mpi: Mpi, tmp_path: Path, *flags: str) -> dict[int, Path]:
-    for size in SIZES:
+def runs(
+    mpi: Mpi, tmp_path: Path, *flags: str, sizes: tuple[int, ...] = SIZES
+) -> dict[int, Path]:
+    for size in sizes:
         done = mpirun(
             mpi,
             size,
@@ -28,13 +24,17 @@ def runs(mpi: Mpi, tmp_path: Path, *flags: str) -> dict[int, Path]:
             NOTES=str(tmp_path),
         )
         assert done.status == 0, done.err
-    return {size: tmp_path / "runs" / f"on-{size}" for size in SIZES}
+    return {size: tmp_path / "runs" / f"on-{size}" for size in sizes}
 
 
-def test_in_float64_every_epoch_agrees_to_1e_9(mpi: Mpi, tmp_path: Path) -> None:
-    folders = runs(mpi, tmp_path, "--precision", "fp64", "--epochs", "3")
+@pytest.mark.parametrize("sizes", [(1, 5), slow(SIZES)])  # tests/mpi: 3 and 4
+def test_in_float64_every_epoch_agrees_to_1e_9(
+    sizes: tuple[int, ...], mpi: Mpi, tmp_path: Path
+) -> None:
+    flags = ("--precision", "fp64", "--epochs", "2")
+    folders = runs(mpi, tmp_path, *flags, sizes=sizes)
     alone = rows(folders[1], "epoch")
-    assert len(alone) == 3
+    assert len(alone) == 2
     for size, folder in folders.items():
         for one, other in zip(alone, rows(folder, "epoch"), strict=True):
             for loss in ("train_loss", "val_loss"):
@@ -72,7 +72,7 @@ def test_every_step_sees_the_same_samples_and_each_once(
             openmpi,
             size,
             *("-m", "mpitrain", "--name", f"on-{size}", "--epochs", "2"),
-            *("--data", "users:noted_digits", "--model", "users:Marking"),
+            *("--data", "custom:noted_digits", "--model", "custom:Marking"),
             cwd=tmp_path,
             NOTES=str(notes),
         )
@@ -136,7 +136,7 @@ def test_fewer_samples_than_ranks_are_each_seen_once(
         done = mpirun(
             openmpi,
             size,
-            *("-m", "mpitrain", "--name", f"on-{size}", "--data", "users:few"),
+            *("-m", "mpitrain", "--name", f"on-{size}", "--data", "custom:few"),
             *("--epochs", "2", "--global-batch-size", "4", "--precision", "fp64"),
             cwd=tmp_path,
         )

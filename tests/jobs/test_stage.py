@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 from launcher import Done, Mpi, under_each_mpi
-from staged import SHOW, command, make_environment, variables
-from test_disks import mount, small_disk, umount
+from stage_environment import SHOW, command, make_environment, variables
+from test_disks import small_disk
 
 
 @pytest.fixture
@@ -70,7 +70,6 @@ def test_a_script_runs_from_the_copy(mpi: Mpi, env: Path) -> None:
     assert done.err.count("staged: ") == 1
 
 
-@under_each_mpi
 def test_the_commands_status_is_the_jobs(mpi: Mpi, env: Path) -> None:
     bodies = {
         0: "import sys; sys.exit(0)",
@@ -101,27 +100,17 @@ def test_a_module_runs_from_the_copy(openmpi: Mpi, env: Path) -> None:
         assert it["prefix"] == f"{copy}/0/env"
 
 
+def test_a_usage_error_is_one_error(openmpi: Mpi, env: Path) -> None:
+    done = run(openmpi, env, "--", "python", "none.py")
+    assert done.status == 2
+    assert done.err.count("there is no script 'none.py'") == 1
+    assert copies(env) == []
+
+
 def test_mpitrain_itself_runs_from_the_copy(openmpi: Mpi, env: Path) -> None:
     done = run(openmpi, env, "--", "python", "-m", "mpitrain", "check", "--quick")
     assert done.status == 0, done.out + done.err
     assert "errors: 0" in done.out
-
-
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        (["--", "sh", "x.sh"], "found 'sh' after --, expected one of"),
-        (["--", "python", "none.py"], "there is no script 'none.py'"),
-        (["--data", "none", "--", "python", "show.py"], "--data none: expected a file"),
-    ],
-)
-def test_a_usage_error_is_one_error(
-    openmpi: Mpi, env: Path, words: list[str], expected: str
-) -> None:
-    done = run(openmpi, env, *words)
-    assert done.status == 2
-    assert done.err.count(expected) == 1
-    assert copies(env) == []
 
 
 def test_without_mpirun_it_works_too(openmpi: Mpi, env: Path) -> None:
@@ -136,30 +125,6 @@ def test_without_mpirun_it_works_too(openmpi: Mpi, env: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["prefix"] == f"{copies(env)[0]}/0/env"
-
-
-def test_the_next_job_finds_the_copy_and_a_change_makes_another(
-    openmpi: Mpi, env: Path
-) -> None:
-    script = ("--", "python", "show.py")
-    shown(run(openmpi, env, *script))
-    (first,) = copies(env)
-    pack = env / ".mpitrain-stage.pack"
-    written = pack.stat().st_mtime_ns
-    done = run(openmpi, env, *script)
-    assert "1 node had it" in done.err, done.err
-    assert copies(env) == [first]
-    assert pack.stat().st_mtime_ns == written
-    (packages,) = env.glob("lib/python*/site-packages")
-    (packages / "small_module.py").write_text("NUMBER = 22\n")
-    done = run(openmpi, env, *script)
-    (second,) = copies(env)
-    assert first != second
-    assert shown(done)[1]["prefix"] == f"{second}/0/env"
-    # Another node would read the pack.
-    (env.parent / "other").mkdir()
-    done = run(openmpi, env, "--to", str(env.parent / "other"), *script)
-    assert "(pack read)" in done.err, done.err
 
 
 def test_a_copy_that_is_in_use_is_not_removed(openmpi: Mpi, env: Path) -> None:
@@ -271,19 +236,6 @@ def test_a_full_disk_is_a_warning(openmpi: Mpi, env: Path) -> None:
             assert "1 node reads the original files" in done.err
             assert not list(folder.glob("mpitrain-stage-*/*/"))
         folder.rmdir()
-
-
-def test_an_environment_that_may_only_be_read_is_staged_without_a_pack(
-    openmpi: Mpi, env: Path
-) -> None:
-    mount("--bind", str(env), str(env))
-    try:
-        mount("-o", "remount,bind,ro", str(env))
-        done = run(openmpi, env, "--", "python", "show.py")
-    finally:
-        umount(env)
-    assert shown(done)[0]["prefix"] == f"{copies(env)[0]}/0/env"
-    assert done.err.count("was not written (Read-only file system)") == 1, done.err
 
 
 def test_a_folder_that_cannot_be_written_is_a_warning(openmpi: Mpi, env: Path) -> None:

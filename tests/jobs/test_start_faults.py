@@ -11,16 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from launcher import (
-    Done,
-    Mpi,
-    children_of,
-    environment,
-    mpirun,
-    slow,
-    survivors,
-    under_each_mpi,
-)
+from launcher import MPIS, Done, Mpi, children_of, environment, mpirun, slow, survivors
 
 GONE_SECONDS = 10.0
 LIMIT = 15  # seconds; an import of torch takes some on a busy machine
@@ -65,7 +56,7 @@ def run(mpi: Mpi, stage: str, fault: str, limit: int, folder: Path) -> Done:
     tail = TAIL.replace("LIMIT", str(limit))
     script = HEAD.replace("FAULT", fault) + STAGES[stage] + tail
     (folder / "script.py").write_text(script)
-    return mpirun(mpi, 3, "script.py", cwd=folder, timeout_seconds=60)
+    return mpirun(mpi, 2, "script.py", cwd=folder, timeout_seconds=60)
 
 
 def check_gone(done: Done, folder: Path, seconds: float) -> None:
@@ -93,7 +84,7 @@ def test_a_rank_killed_in_the_start_ends_the_job(
     assert done.status != 0
     check_gone(done, tmp_path, GONE_SECONDS)
     (line,) = done.ours
-    assert line.startswith("[rank 1/3 ")
+    assert line.startswith("[rank 1/2 ")
     assert "ended without a word" in line
     assert "start: " in line
 
@@ -112,11 +103,11 @@ def test_a_stage_of_the_start_that_does_not_end_names_the_missing_rank(
     if stage == "before MPI starts":
         # Nothing joins the ranks yet: only what is seen on this host can be told.
         assert "start: starting MPI" in line
-        assert "Processes started on this host: 3 of 3" in done.err
+        assert "Processes started on this host: 2 of 2" in done.err
     elif stage == "at the network":
         assert "start: network" in line
     else:
-        assert line.startswith("[rank 1/3 ")
+        assert line.startswith("[rank 1/2 ")
         said = done.err.partition("did not arrive:")[2]
         assert re.search(r"^  rank 1 \S+: start: .*script.py:\d+ in strike", said, re.M)
 
@@ -131,7 +122,7 @@ def test_a_rank_that_is_never_started_is_told(openmpi: Mpi, tmp_path: Path) -> N
     wrapper.chmod(0o755)
     done = subprocess.run(
         [
-            *("timeout", "-k", "5", "60", str(openmpi.mpirun), "-np", "3"),
+            *("timeout", "-k", "5", "60", str(openmpi.mpirun), "-np", "2"),
             *(*openmpi.flags, str(wrapper), sys.executable),
             *("-m", "mpitrain", "--start-timeout", "5", "--device", "cpu"),
         ],
@@ -153,8 +144,16 @@ def command_of(pid: int) -> str:
         return ""
 
 
-@under_each_mpi
-@pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize(
+    ("mpi", "signal_number"),
+    [
+        *((name, signal.SIGKILL) for name in MPIS),
+        ("openmpi-5", signal.SIGTERM),
+        slow("openmpi-4.1", signal.SIGTERM),
+        ("mpich", signal.SIGTERM),
+    ],
+    indirect=["mpi"],
+)
 def test_ranks_whose_launcher_is_gone_end_themselves(
     mpi: Mpi, signal_number: int, tmp_path: Path
 ) -> None:
@@ -162,7 +161,7 @@ def test_ranks_whose_launcher_is_gone_end_themselves(
     script = HEAD.replace("FAULT", "pass") + tail
     (tmp_path / "script.py").write_text(script)
     job = subprocess.Popen(
-        [*(str(mpi.mpirun), "-np", "3", *mpi.flags), sys.executable, "script.py"],
+        [*(str(mpi.mpirun), "-np", "2", *mpi.flags), sys.executable, "script.py"],
         cwd=tmp_path,
         env=environment(mpi),
         stdin=subprocess.DEVNULL,
@@ -171,7 +170,7 @@ def test_ranks_whose_launcher_is_gone_end_themselves(
     )
     try:
         end = time.monotonic() + 60
-        while len(list(tmp_path.glob("pid-*"))) < 3:
+        while len(list(tmp_path.glob("pid-*"))) < 2:
             assert time.monotonic() < end
             time.sleep(0.1)
         time.sleep(2)
@@ -179,8 +178,8 @@ def test_ranks_whose_launcher_is_gone_end_themselves(
         # Imports may start what they want, for a moment; these are the sidecars.
         children = [pid for rank in pids for pid in children_of(rank)]
         beside = [pid for pid in children if "sidecar" in command_of(pid)]
-        assert len(survivors(pids)) == 3
-        assert len(beside) == 3
+        assert len(survivors(pids)) == 2
+        assert len(beside) == 2
         os.kill(job.pid, signal_number)
         struck = time.monotonic()
         while survivors(pids + beside):

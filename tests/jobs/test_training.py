@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from launcher import ROOT, Mpi, environment, mpirun, slow, survivors
+from launcher import ROOT, Mpi, environment, mpirun, rows, slow, survivors
 
 
 def test_steps_before_a_loss_that_is_no_number_are_written(
@@ -28,8 +28,7 @@ def test_steps_before_a_loss_that_is_no_number_are_written(
     run = tmp_path / "runs/r"
     error = json.loads((run / "result.json").read_text())["error"]
     failed, *_ = re.findall(r"step (\d+)", error)
-    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
-    steps = [line["step"] for line in lines if line["event"] == "step"]
+    steps = [row["step"] for row in rows(run, "step")]
     assert int(failed) > 1
     assert steps[: int(failed) - 1] == list(range(1, int(failed)))
 
@@ -109,7 +108,7 @@ def test_a_name_that_exists_is_refused_and_nothing_is_lost(
 def test_a_bad_command_line_is_told_once(
     openmpi: Mpi, flags: tuple[str, ...], words: str, tmp_path: Path
 ) -> None:
-    done = mpirun(openmpi, 3, "-m", "mpitrain", *flags, cwd=tmp_path)
+    done = mpirun(openmpi, 2, "-m", "mpitrain", *flags, cwd=tmp_path)
     assert done.status == 2
     assert (done.out + done.err).count(words) == 1
     assert "Traceback" not in done.err
@@ -120,16 +119,16 @@ def test_a_bad_command_line_is_told_once(
     ("flags", "words"),
     [
         (("--data", "mnits"), "--data 'mnits' is not known"),
-        slow(("--model", "users:Nest"), "module 'users' has no callable 'Nest'"),
+        slow(("--model", "custom:Nest"), "module 'custom' has no callable 'Nest'"),
         slow(("--model", "nowhere:Net"), "there is no module 'nowhere'"),
-        (("--data", "users:strike"), "returned 'NoneType'; expected a pair"),
+        (("--data", "custom:strike"), "returned 'NoneType'; expected a pair"),
     ],
 )
 def test_unknown_data_and_models_are_told_once(
     openmpi: Mpi, flags: tuple[str, ...], words: str, tmp_path: Path
 ) -> None:
     done = mpirun(
-        openmpi, 3, "-m", "mpitrain", *flags, cwd=tmp_path, FAULTY_RANK="none"
+        openmpi, 2, "-m", "mpitrain", *flags, cwd=tmp_path, FAULTY_RANK="none"
     )
     assert done.status in (1, 2)
     assert (done.out + done.err).count(words) == 1
@@ -154,11 +153,11 @@ def test_the_recorded_configuration_starts_the_same_run_again(
 def test_help_and_version_are_told_once_by_several_ranks(
     openmpi: Mpi, tmp_path: Path
 ) -> None:
-    done = mpirun(openmpi, 3, "-m", "mpitrain", "--help", cwd=tmp_path)
+    done = mpirun(openmpi, 2, "-m", "mpitrain", "--help", cwd=tmp_path)
     assert done.status == 0
     assert done.out.count("usage: python -m mpitrain") == 1
     assert "\x1b[" not in done.out
-    done = mpirun(openmpi, 3, "-m", "mpitrain", "--version", cwd=tmp_path)
+    done = mpirun(openmpi, 2, "-m", "mpitrain", "--version", cwd=tmp_path)
     assert done.status == 0
     assert done.out.count("mpitrain 0.") == 1
 
@@ -268,10 +267,10 @@ SLOW = """
 import os
 import time
 
-from paced import Paced
+from slow_loop import SlowModel
 
 
-class Slow(Paced):
+class Slow(SlowModel):
     def forward(self, images):
         if self.calls == 12 and os.environ["RANK"] == "1":
             print("said by rank 1", flush=True)

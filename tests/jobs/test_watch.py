@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from going_on import Job, Runs
-from launcher import Mpi, environment
+from launcher import Mpi, environment, rows
+from resume_jobs import Job, Runs
 
 from mpitrain.record.runs import is_held
 
-FLAGS = ("--model", "paced:Paced", "--device", "cpu", "--epochs", "6", "--lr", "0.01")
+FLAGS = ("--model", "slow_loop:SlowModel", "--device", "cpu", "--epochs", "6")
+FLAGS += ("--lr", "0.01")
 """23 steps an epoch."""
 
 
@@ -120,9 +121,7 @@ def test_the_time_limit_is_seen(runs: Runs) -> None:
     job.wait_until(has_epochs(job, 2))
     lines = end_of(watch(job.run_dir, "--once"), 20)
     assert "done in" in lines[-1]
-    written = (job.run_dir / "metrics.jsonl").read_text().splitlines()
-    rows = [json.loads(line) for line in written]
-    left = [row["seconds_left"] for row in rows if row["event"] == "throughput"]
+    left = [row["seconds_left"] for row in rows(job.run_dir, "throughput")]
     assert 100 < left[-1] <= left[0] < 300
     assert job.end() == 0
 
@@ -158,7 +157,7 @@ def test_it_refuses_what_is_no_run(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_slow_rank_and_a_slow_loader_are_named_once(runs: Runs) -> None:
     job = runs.start(
-        *("a", 3, "--data", "paced:dripping", "--epochs", "7"),
+        *("a", 3, "--data", "slow_loop:slow_digits", "--epochs", "7"),
         *("--device", "cpu"),
         PACE="0.02",
         SLOW="0.08",

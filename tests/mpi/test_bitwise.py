@@ -9,8 +9,16 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from reference_training import (
+    BATCH_SIZE,
+    EPOCHS,
+    NUM_SAMPLES,
+    Net,
+    config_of,
+    some,
+    trained,
+)
 from torch import Tensor, nn
-from trainings import BATCH_SIZE, EPOCHS, NUM_SAMPLES, Net, config_of, some, trained
 
 from mpitrain.data.sharding import MicroBatchAssignment, epoch_order
 from mpitrain.errors import UsageError
@@ -61,7 +69,10 @@ def tree(values: list[list[Tensor]]) -> list[Tensor]:
     return [one + other for one, other in zip(left, right, strict=True)]
 
 
-def by_hand(model: nn.Module, clip: float | None = None) -> tuple[list[float], Any]:
+def by_micro_batches(
+    model: nn.Module, clip: float | None = None
+) -> tuple[list[float], Any]:
+    """The training of `reference_training.by_hand`, as ``bitwise`` adds it up."""
     inputs, targets = some(NUM_SAMPLES).tensors
     used = [w for name, w in model.named_parameters() if "unused" not in name]
     optimizer = torch.optim.SGD(
@@ -112,7 +123,7 @@ def by_hand(model: nn.Module, clip: float | None = None) -> tuple[list[float], A
 def test_a_training_has_the_bits_of_one_process(world: World, strategy: str) -> None:
     """Without weights that FSDP does not know to be unused."""
     losses, state = trained(world, model=Net(), strategy=strategy, **SETTINGS)
-    expected, weights = by_hand(Net())
+    expected, weights = by_micro_batches(Net())
     assert losses[: len(expected)] == expected
     if world.is_rank_zero:
         for name, weight in weights.items():
@@ -125,7 +136,7 @@ def test_dropout_buffers_and_unused_weights_have_the_bits_of_one_process(
 ) -> None:
     found = Dropping()
     losses, state = trained(world, model=found, clip_grad_norm=clip, **SETTINGS)
-    expected, weights = by_hand(Dropping(), clip)
+    expected, weights = by_micro_batches(Dropping(), clip)
     assert losses[: len(expected)] == expected
     if world.is_rank_zero:
         assert int(state["calls"]) == EPOCHS * math.ceil(NUM_SAMPLES / BATCH_SIZE)

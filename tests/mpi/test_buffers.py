@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from reference_training import NUM_SAMPLES, Net, config_of, some, trained
 from torch import Tensor
 from torch.utils.data import TensorDataset
-from trainings import NUM_SAMPLES, Net, config_of, some, trained
 
 from mpitrain.mpi.collectives import world_comm
 from mpitrain.mpi.world import World

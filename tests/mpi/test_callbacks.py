@@ -12,8 +12,16 @@ from typing import Any
 
 import pytest
 import torch
+from reference_training import (
+    BATCH_SIZE,
+    EPOCHS,
+    NUM_SAMPLES,
+    History,
+    Net,
+    config_of,
+    some,
+)
 from torch import Tensor
-from trainings import BATCH_SIZE, EPOCHS, NUM_SAMPLES, History, Net, config_of, some
 
 from mpitrain.errors import NonFiniteError, Stopped
 from mpitrain.mpi.world import World

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from reference_training import NUM_SAMPLES, Net, config_of, some
 from torch import nn
 from torch.nn.utils.prune import l1_unstructured
-from trainings import NUM_SAMPLES, Net, config_of, some
 
 from mpitrain.errors import DataError, UsageError
 from mpitrain.mpi.world import World

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from reference_training import BATCH_SIZE, NUM_SAMPLES, History, Net, config_of, some
 from torch import Tensor
 from torch.utils.data import IterableDataset, TensorDataset
-from trainings import BATCH_SIZE, NUM_SAMPLES, History, Net, config_of, some
 
 from mpitrain.data.sharding import evaluation_batch_size
 from mpitrain.mpi.collectives import world_comm

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from reference_training import BATCH_SIZE, NUM_SAMPLES, History, Net, config_of, some
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
-from trainings import BATCH_SIZE, NUM_SAMPLES, History, Net, config_of, some
 
 from mpitrain.data.sharding import epoch_order, shard_bounds
 from mpitrain.errors import NonFiniteError

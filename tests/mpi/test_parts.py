@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from trainings import by_hand, same, trained
+from reference_training import by_hand, same, trained
 
 import mpitrain
 from mpitrain.launch.init import init_process_group

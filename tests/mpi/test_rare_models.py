@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from reference_training import History, Net, config_of, some, trained
 from test_wrapped_models import StopsOnce
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
-from trainings import History, Net, config_of, some, trained
 
 from mpitrain.checkpoint.checkpointer import Checkpointer
 from mpitrain.errors import DataError, Stopped, UsageError

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 import torch
+from reference_training import Net, config_of, some
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
-from trainings import Net, config_of, some
 
 from mpitrain.checkpoint import layout, storage
 from mpitrain.checkpoint.checkpointer import Checkpointer

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from reference_training import Net, by_hand, config_of, same, some, trained
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
-from trainings import Net, by_hand, config_of, same, some, trained
 
 from mpitrain.errors import UsageError
 from mpitrain.mpi.world import World

@@ -8,9 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
-from trainings import (
+from reference_training import (
     BATCH_SIZE,
     EPOCHS,
     NUM_SAMPLES,
@@ -21,6 +19,8 @@ from trainings import (
     some,
     trained,
 )
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from mpitrain.data.sharding import Indices, epoch_order
 from mpitrain.data.sources import InMemory

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from reference_training import NUM_SAMPLES, Net, config_of, some, trained
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DataParallel, DistributedDataParallel
-from trainings import NUM_SAMPLES, Net, config_of, some, trained
 
 from mpitrain.checkpoint.checkpointer import Checkpointer
 from mpitrain.errors import Stopped, UsageError

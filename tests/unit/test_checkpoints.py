@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from made_ranks import SingleProcess
+from single_process import SingleProcess
 from torch import Tensor
 
 from mpitrain.checkpoint import format, layout

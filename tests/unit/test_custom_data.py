@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from made_ranks import SingleProcess
+from single_process import SingleProcess
 from test_data import LONE
 from torch import Tensor
 from torch.utils.data import (

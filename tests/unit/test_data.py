@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from made_ranks import SingleProcess
+from single_process import SingleProcess
 
 from mpitrain.config import DataConfig
 from mpitrain.data import sharding

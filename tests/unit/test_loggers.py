@@ -27,7 +27,8 @@ from mpitrain.tools.train.prepare import prepare
 from mpitrain.train.metrics import EpochMetrics, StepMetrics, Throughput
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "jobs"))
-import logged
+import logger_files
+from logger_files import Points, as_floats, from_csv, from_tensorboard
 
 
 @pytest.fixture
@@ -136,7 +137,7 @@ def run_through(loggers: Opened, status: Any = "finished") -> None:
     loggers.finish(status)
 
 
-EXPECTED: logged.Points = {
+EXPECTED: Points = {
     "train/loss": [(1, 0.1), (2, 0.05), (3, 0.1 / 3)],
     "train/lr": [(1, 0.01), (2, 0.01), (3, 0.01)],
     "train/gradient_norm": [(1, 2.0), (2, 2.0), (3, 2.0)],
@@ -157,27 +158,19 @@ EXPECTED: logged.Points = {
 }
 
 
-def as_floats(points: logged.Points) -> logged.Points:
-    """In the precision of TensorBoard's files."""
-    return {
-        name: [(step, float(np.float32(value))) for step, value in of]
-        for name, of in points.items()
-    }
-
-
 # --- each one, read back ------------------------------------------------------------
 
 
 def test_a_csv_file_has_all_numbers_whole(info: Any, tmp_path: Path) -> None:
     run_through(Opened(LogConfig(log=("csv",), log_every_steps=1), info()))
-    assert logged.from_csv(tmp_path) == EXPECTED
+    assert from_csv(tmp_path) == EXPECTED
 
 
 def test_tensorboards_own_reader_has_all(info: Any, tmp_path: Path) -> None:
     config = LogConfig(log=("tensorboard",), log_every_steps=1)
     run_through(Opened(config, info()))
-    assert logged.from_tensorboard(tmp_path) == as_floats(EXPECTED)
-    events = logged.accumulator(tmp_path)
+    assert from_tensorboard(tmp_path) == as_floats(EXPECTED)
+    events = logger_files.accumulator(tmp_path)
     for tag in ("train/images/0", "train/images/1"):
         (image,) = events.Images(tag)
         assert (image.step, image.width, image.height) == (0, 8, 8)
@@ -194,9 +187,10 @@ def test_wandbs_offline_file_has_all(
         log=("wandb",), log_every_steps=1, wandb_project="p", wandb_tags=("a", "b")
     )
     run_through(Opened(config, info(), said.append), "stopped")
-    (file,) = logged.wandb_files(tmp_path)
-    assert logged.from_wandb(file) == EXPECTED
-    records = {it.WhichOneof("record_type"): it for it in logged.wandb_records(file)}
+    (file,) = logger_files.wandb_files(tmp_path)
+    assert logger_files.from_wandb(file) == EXPECTED
+    listed = logger_files.wandb_records(file)
+    records = {it.WhichOneof("record_type"): it for it in listed}
     run = records["run"].run
     assert (run.run_id, run.display_name, run.project) == ("0123", "mine", "p")
     assert list(run.tags) == ["a", "b"]
@@ -216,7 +210,7 @@ def test_numbers_that_are_none_are_written(info: Any, tmp_path: Path) -> None:
     bad = StepMetrics(epoch=1, step=1, loss=math.nan, lr=0.1, grad_norm=math.inf)
     loggers.log_steps([bad])
     loggers.finish("finished")
-    for found in (logged.from_csv(tmp_path), logged.from_tensorboard(tmp_path)):
+    for found in (from_csv(tmp_path), from_tensorboard(tmp_path)):
         assert math.isnan(found["train/loss"][0][1])
         assert found["train/gradient_norm"] == [(1, math.inf)]
 
@@ -232,7 +226,7 @@ def test_steps_that_are_not_gone_on_from_are_forgotten(
         loggers.log_steps([row(step) for step in range(first + 1, last + 1)])
         loggers.finish("stopped")
         time.sleep(1.1)  # the names of TensorBoard's files have seconds
-    read = logged.from_csv if name == "csv" else logged.from_tensorboard
+    read = from_csv if name == "csv" else from_tensorboard
     assert [step for step, _ in read(tmp_path)["train/loss"]] == list(range(1, 10))
 
 
@@ -267,13 +261,13 @@ def test_a_logger_that_fails_is_warned_of_once_and_disabled(
     where: str, reason: str, info: Any, tmp_path: Path, warnings_of: list[str]
 ) -> None:
     (tmp_path / "where").write_text(where)
-    log = ("made_loggers:Faulty", "csv")
+    log = ("faulty_loggers:Faulty", "csv")
     run_through(Opened(LogConfig(log=log, log_every_steps=1), info()))
     assert warnings_of == [
-        f"--log made_loggers:Faulty failed and is disabled: {reason} "
+        f"--log faulty_loggers:Faulty failed and is disabled: {reason} "
         f"({tmp_path}/logs/loggers-0.log). Training continues"
     ]
-    assert logged.from_csv(tmp_path) == EXPECTED
+    assert from_csv(tmp_path) == EXPECTED
 
 
 def test_a_logger_that_hangs_delays_nobody_and_fills_no_memory(
@@ -283,7 +277,7 @@ def test_a_logger_that_hangs_delays_nobody_and_fills_no_memory(
     monkeypatch.setattr(callback, "FINISH_SECONDS", 3)
     told: list[str] = []
     monkeypatch.setattr(callback, "heartbeat", told.append)
-    log = ("made_loggers:Hanging", "csv")
+    log = ("faulty_loggers:Hanging", "csv")
     loggers = Opened(LogConfig(log=log, log_every_steps=1), info())
     loggers.start()
     hanging, csv = loggers._processes
@@ -296,7 +290,7 @@ def test_a_logger_that_hangs_delays_nobody_and_fills_no_memory(
     assert hanging._num_waiting <= 100
     loggers.finish("finished")
     assert time.monotonic() - began < 25
-    assert len(logged.from_csv(tmp_path)["train/loss"]) == 10_000
+    assert len(from_csv(tmp_path)["train/loss"]) == 10_000
     assert told
     assert len(warnings_of) == 2, warnings_of
     assert "points wait for it: more are dropped" in warnings_of[0]
@@ -310,7 +304,7 @@ def test_a_logger_that_is_slow_gets_all_but_what_is_too_much(
 ) -> None:
     monkeypatch.setattr(process, "MAX_WAITING", 10)
     loggers = Opened(
-        LogConfig(log=("made_loggers:Hanging",), log_every_steps=1), info()
+        LogConfig(log=("faulty_loggers:Hanging",), log_every_steps=1), info()
     )
     for step in range(1, 26):
         loggers.log_steps([row(step)])
@@ -318,7 +312,7 @@ def test_a_logger_that_is_slow_gets_all_but_what_is_too_much(
     loggers.start()
     loggers.finish("finished")
     assert (tmp_path / "num").read_text() == "10"
-    missing = "--log made_loggers:Hanging was too slow: 15 points are missing"
+    missing = "--log faulty_loggers:Hanging was too slow: 15 points are missing"
     assert warnings_of[1:] == [missing]
 
 
@@ -326,7 +320,9 @@ def test_a_logger_that_is_slow_gets_all_but_what_is_too_much(
 def test_loggers_of_other_libraries_work_by_the_names_of_their_methods(
     status: str, info: Any, tmp_path: Path, warnings_of: list[str]
 ) -> None:
-    loggers = Opened(LogConfig(log=("made_loggers:Plain",), log_every_steps=1), info())
+    loggers = Opened(
+        LogConfig(log=("faulty_loggers:Plain",), log_every_steps=1), info()
+    )
     loggers.start()
     images = np.zeros((1, 8, 8, 1), np.uint8)
     loggers._send("log_images", ("train/images", images, 0))  # it takes none
@@ -354,9 +350,9 @@ def test_what_is_told_is_on_the_disk_before_the_next_is(
     end = time.monotonic() + 30
     while True:
         try:
-            assert len(logged.from_csv(tmp_path)["train/loss"]) == 2
+            assert len(from_csv(tmp_path)["train/loss"]) == 2
             assert list(tmp_path.glob("tensorboard/*"))
-            assert len(logged.from_tensorboard(tmp_path)["train/loss"]) == 2
+            assert len(from_tensorboard(tmp_path)["train/loss"]) == 2
             break
         except (OSError, KeyError, AssertionError):
             assert time.monotonic() < end
@@ -374,7 +370,7 @@ def test_steps_are_thinned_and_epochs_are_not(info: Any, tmp_path: Path) -> None
     loggers.on_epoch_end(loggers.trainer, EPOCH)
     loggers.log_steps([row(step) for step in range(4, 10)])
     loggers.finish("finished")
-    found = logged.from_csv(tmp_path)
+    found = from_csv(tmp_path)
     assert [step for step, _ in found["train/loss"]] == [4, 8]
     assert found["val/loss"] == [(3, 0.5)]
 

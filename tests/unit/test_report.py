@@ -10,8 +10,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from made_runs import BEGAN, LOAD_SECONDS, START_SECONDS, Part, make_run
 from matplotlib.colors import to_rgba
+from run_folders import BEGAN, LOAD_SECONDS, START_SECONDS, Part, make_run
 
 from mpitrain.errors import UsageError
 from mpitrain.record.reading import Run

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from made_runs import Part, make_run
+from run_folders import Part, make_run
 
 from mpitrain.tools.watch import View
 

@@ -10,9 +10,17 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from reference_training import (
+    BATCH_SIZE,
+    NUM_SAMPLES,
+    History,
+    Net,
+    config_of,
+    some,
+    trained,
+)
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
-from trainings import BATCH_SIZE, NUM_SAMPLES, History, Net, config_of, some, trained
 
 from mpitrain.data.loader import Batch
 from mpitrain.errors import DataError, UsageError

@@ -9,8 +9,18 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 Points = dict[str, list[tuple[int, float]]]
 """Steps and values by name, in the order in which they were written."""
+
+
+def as_floats(points: Points) -> Points:
+    """In the precision of TensorBoard's files."""
+    return {
+        name: [(step, float(np.float32(value))) for step, value in of]
+        for name, of in points.items()
+    }
 
 
 def from_csv(run_dir: Path) -> Points:

@@ -1,4 +1,4 @@
-"""What a user might bring: models with faults, and data that notes who reads it."""
+"""Custom models, some with faults, and data that notes who reads it."""
 
 from __future__ import annotations
 

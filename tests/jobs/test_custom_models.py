@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from custom import Normed
 from launcher import Mpi, mpirun
-from users import Normed
 
 from mpitrain.data.sources import InMemory, digits
 
@@ -24,7 +24,7 @@ def test_weights_that_take_no_part_do_not_spoil_the_others(
         done = mpirun(
             openmpi,
             size,
-            *("-m", "mpitrain", "--name", f"on-{size}", "--model", "users:Partly"),
+            *("-m", "mpitrain", "--name", f"on-{size}", "--model", "custom:Partly"),
             *("--precision", "fp64", *flags),
             cwd=tmp_path,
         )
@@ -44,8 +44,8 @@ def test_what_is_evaluated_is_the_model_that_is_saved(
 ) -> None:
     done = mpirun(
         openmpi,
-        3,
-        *("-m", "mpitrain", "--name", "r", "--model", "users:Normed"),
+        2,
+        *("-m", "mpitrain", "--name", "r", "--model", "custom:Normed"),
         *("--precision", "fp64", "--epochs", "2"),
         cwd=tmp_path,
     )

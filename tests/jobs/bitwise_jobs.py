@@ -12,19 +12,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from going_on import Runs
 from launcher import Mpi, find
+from resume_jobs import Runs
 
 SMALL = ("--data", "synthetic", "--image-size", "32", "--synthetic-samples", "72")
 MODELS: dict[str, tuple[str, ...]] = {
-    "convnet": ("--epochs", "3"),
-    "transformer": ("--model", "users:Attention", "--epochs", "2"),
-    "resnet": (*SMALL, "--model", "resnet18", "--epochs", "5"),
+    "convnet": ("--epochs", "2"),
+    "transformer": ("--model", "custom:Attention", "--epochs", "1"),
+    "resnet": (*SMALL, "--model", "resnet18", "--epochs", "2"),
     "channels-last": (
-        *(*SMALL, "--model", "resnet18", "--epochs", "5"),
+        *(*SMALL, "--model", "resnet18", "--epochs", "2"),
         *("--channels-last", "always", "--clip-grad-norm", "0.1"),
     ),
-    "bf16": ("--model", "users:Attention", "--precision", "bf16", "--epochs", "2"),
+    "bf16": ("--model", "custom:Attention", "--precision", "bf16", "--epochs", "1"),
 }
 OFTEN = ("--checkpoint-every-steps", "3", "--global-batch-size", "32")
 

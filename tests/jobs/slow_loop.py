@@ -8,6 +8,7 @@ import time
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+from mpitrain.data.sources import InMemory
 from mpitrain.data.sources import digits as embedded_digits
 
 
@@ -17,7 +18,7 @@ def seconds_of(name: str) -> float:
     return float(os.environ.get(name, "0")) if is_slow else 0.0
 
 
-class Paced(nn.Module):
+class SlowModel(nn.Module):
     """A network whose forward pass takes PACE seconds, and SLOW more on one rank.
 
     From step HANG_STEP on that rank takes for ever.
@@ -41,13 +42,13 @@ class Paced(nn.Module):
         return self.head(images.flatten(1))
 
 
-class Dripping(Dataset[tuple[Tensor, int]]):
+class SlowDigits(Dataset[tuple[Tensor, int]]):
     """Digits that come slowly: DRIP seconds for each sample."""
 
     num_classes = 10
 
-    def __init__(self, images: Tensor, labels: Tensor) -> None:
-        self.images, self.labels = images, labels
+    def __init__(self, samples: InMemory) -> None:
+        self.images, self.labels = samples.inputs, samples.targets
 
     def __len__(self) -> int:
         return len(self.images)
@@ -57,7 +58,6 @@ class Dripping(Dataset[tuple[Tensor, int]]):
         return self.images[index], int(self.labels[index])
 
 
-def dripping() -> tuple[Dripping, Dripping]:
+def slow_digits() -> tuple[SlowDigits, SlowDigits]:
     data = embedded_digits()
-    train, val = data.train, data.val
-    return (Dripping(train.inputs, train.targets), Dripping(val.inputs, val.targets))
+    return SlowDigits(data.train), SlowDigits(data.val)

@@ -1,6 +1,6 @@
 """Torch's own tests of a CPU backend, on ours: what torch's installed package has.
 
-    mpirun -np 4 --oversubscribe python tests/torchs_own.py [--backend gloo] [names...]
+    mpirun -np 4 --oversubscribe python tests/torch_suite.py [--backend gloo] [names...]
 
 Each test has a new default group, of the backend asked for. The tests are told that it
 is gloo, so they skip what gloo has not. Rank zero prints a line of JSON for each; for

@@ -17,7 +17,7 @@ import torch
 from launcher import Mpi, environment, mpirun, survivors
 
 FLAGS = (
-    *("--data", "users:numbered", "--model", "users:Learner", "--device", "cpu"),
+    *("--data", "custom:numbered", "--model", "custom:Learner", "--device", "cpu"),
     *("--global-batch-size", "16", "--lr", "0.05", "--epochs", "4"),
 )
 """6 steps an epoch, 24 in all."""

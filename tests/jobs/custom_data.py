@@ -1,4 +1,4 @@
-"""Custom data sets, as users write them for ``--data own_data:NAME``."""
+"""Custom data sets, as users write them for ``--data custom_data:NAME``."""
 
 from __future__ import annotations
 
