@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from mpitrain.config import TrainConfig
 from mpitrain.errors import DataError, UsageError
+from mpitrain.torch_compat import foreach_norm
 from mpitrain.train.parallel import ParallelModel
 
 OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
@@ -299,7 +300,6 @@ class OptimizerWrapper:
         gathers = self.config.bitwise and hasattr(gradients[0], "full_tensor")
         if self._are_alike:
             # As `get_total_norm` without grouping by device and type: half its time.
-            foreach_norm: Any = torch._foreach_norm  # noqa: SLF001
             if gathers:  # one after another: together they take the memory of DDP
                 norms = [foreach_norm([it.full_tensor()])[0] for it in gradients]
             else:

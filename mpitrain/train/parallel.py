@@ -21,7 +21,12 @@ from mpitrain.config import StrategyConfig
 from mpitrain.data.samples import to_dtype
 from mpitrain.errors import UsageError
 from mpitrain.mpi.world import World
-from mpitrain.torch_compat import without_compile_wrappers
+from mpitrain.torch_compat import (
+    broadcast_coalesced,
+    is_compiled,
+    is_persistent_buffer,
+    without_compile_wrappers,
+)
 from mpitrain.train.loader import RankStep
 
 logger = logging.getLogger("mpitrain")
@@ -204,8 +209,7 @@ class ParallelModel:
         """
         buffers = list(self.named_buffers().values())
         if buffers and self._world.world_size > 1:
-            broadcast: Any = vars(dist)["_broadcast_coalesced"]  # what DDP calls
-            broadcast(dist.group.WORLD, buffers, BUCKET_BYTES, 0)
+            broadcast_coalesced(dist.group.WORLD, buffers, BUCKET_BYTES, 0)
 
     def start_step(self, epoch: int, step: RankStep) -> None:
         """Begin a step. Collective over the default group: broadcasts buffers."""
@@ -286,7 +290,7 @@ def _find_buffers(model: nn.Module) -> dict[str, tuple[nn.Module, str, torch.Siz
     for name, buffer in model.named_buffers():
         owner, _, attribute = name.rpartition(".")
         module = model.get_submodule(owner)
-        if attribute not in module._non_persistent_buffers_set:  # noqa: SLF001 - torch 2.14
+        if is_persistent_buffer(module, attribute):
             found[name] = (module, attribute, buffer.shape)
     return found
 
@@ -322,7 +326,7 @@ def unwrap_model(model: nn.Module, world: World, *, is_bitwise: bool) -> nn.Modu
             "new one, and load trainer.state_dict() into it"
         ).on_all_ranks()
     model = without_compile_wrappers(model)
-    if is_bitwise and any(it._compiled_call_impl for it in model.modules()):  # noqa: SLF001
+    if is_bitwise and is_compiled(model):
         raise UsageError(
             "--bitwise does not go with torch.compile; expected a plain model"
         ).on_all_ranks()
