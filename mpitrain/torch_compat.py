@@ -5,9 +5,12 @@ A new torch version is checked here first: `tests/unit/test_torch_compat.py` tes
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import os
 import sys
 import threading
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from types import ModuleType
 from typing import Any
@@ -15,6 +18,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as _c10d
+from torch.utils import _pytree
+from torch.utils.data import get_worker_info
+from torch.utils.data._utils import worker as torch_worker
 
 # C++ classes without a public name, or without one in torch's type stubs
 # (torch 2.14.1, 2.15).
@@ -23,6 +29,14 @@ Backend = _c10d.Backend
 DistributedBackendOptions = _c10d._DistributedBackendOptions  # noqa: SLF001
 PrefixStore = _c10d.PrefixStore
 Store = _c10d.Store
+
+# Functions without a public name (torch 2.8 to 2.15).
+broadcast_coalesced: Any = vars(dist)["_broadcast_coalesced"]  # what DDP calls
+foreach_copy: Any = torch._foreach_copy_  # many tensors in one call
+foreach_norm: Any = torch._foreach_norm  # noqa: SLF001
+queue_backward_callback = torch.autograd.Variable._execution_engine.queue_callback  # noqa: SLF001
+tree_leaves = _pytree.tree_leaves
+tree_map_only = _pytree.tree_map_only
 
 _PYTHON_OP_TYPE = 100  # of a work object in Python (Work.hpp; torch 2.14.1, 2.15)
 
@@ -133,6 +147,130 @@ def _compiled_in_place(module: Any) -> Any:
     inner = _compiled_in_place(module._orig_mod)  # noqa: SLF001
     inner._compiled_call_impl = module.dynamo_ctx(inner._call_impl)  # noqa: SLF001
     return inner
+
+
+def parameters_and_parts(module: torch.nn.Module) -> tuple[Mapping[str, Any], ...]:
+    """Return a module's own weights and parts, as torch keeps them (2.8 to 2.15)."""
+    return module._parameters, module._modules  # noqa: SLF001
+
+
+def is_persistent_buffer(module: torch.nn.Module, name: str) -> bool:
+    """Whether ``state_dict`` has a buffer of a module (torch 2.8 to 2.15)."""
+    return name not in module._non_persistent_buffers_set  # noqa: SLF001
+
+
+def is_compiled(model: torch.nn.Module) -> bool:
+    """Whether a part of a model is compiled by ``module.compile()`` (2.8 to 2.15)."""
+    return any(it._compiled_call_impl for it in model.modules())  # noqa: SLF001
+
+
+def hide_worker_info() -> None:
+    """Let `get_worker_info` return ``None`` in this worker (torch 2.8 to 2.15)."""
+    torch_worker._worker_info = None  # noqa: SLF001
+    assert get_worker_info() is None  # else torch keeps it elsewhere now
+
+
+def local_shard(tensor: torch.Tensor) -> tuple[torch.Tensor, Any] | None:
+    """Return a DTensor's local tensor, and its chunk: offsets and sizes; else ``None``.
+
+    By this protocol a DTensor tells it to torch.distributed.checkpoint (2.8 to 2.15).
+    """
+    if not hasattr(tensor, "__create_chunk_list__"):
+        return None
+    (chunk,) = tensor.__create_chunk_list__()
+    return tensor.to_local(), chunk  # type: ignore[attr-defined]
+
+
+# --- for the launch -------------------------------------------------------------------
+
+
+def destroy_process_group() -> None:
+    """Destroy all groups, and torch's caches for sharded tensors (torch 2.15).
+
+    These hold names of groups, which the next sub-world uses again.
+    """
+    dist.destroy_process_group()
+    if "torch.distributed.tensor" in sys.modules:
+        from torch.distributed.tensor import _redistribute, debug
+
+        clear: Any = debug._clear_sharding_prop_cache  # noqa: SLF001
+        clear()
+        _redistribute._gen_transform_infos.cache_clear()  # noqa: SLF001
+
+
+def call_before_destroy(action: Callable[[], object]) -> None:
+    """Call `action` before groups are destroyed, by whomever (torch 2.14.1, 2.15)."""
+    destroy: Any = dist.destroy_process_group
+
+    def destroy_process_group(group: Any = None) -> None:
+        action()
+        destroy(group)
+
+    for module in (dist, dist.distributed_c10d):
+        module.destroy_process_group = destroy_process_group  # type: ignore[attr-defined]
+
+
+def call_at_messages(action: Callable[[dist.ProcessGroup], object]) -> None:
+    """Call `action` with each group that sends or receives (torch 2.14.1, 2.15).
+
+    gloo's ``monitored_barrier`` is made of messages to and from its first rank.
+    """
+
+    def noted(method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
+            action(group)
+            return method(group, *args, **kwargs)
+
+        return call
+
+    for name in ("send", "recv", "recv_anysource", "monitored_barrier"):
+        setattr(dist.ProcessGroup, name, noted(getattr(dist.ProcessGroup, name)))
+
+
+def count_collectives() -> Iterator[tuple[dist.ProcessGroup, str, str, int]]:
+    """Yield group, its name, device and number of collectives (torch 2.14.1, 2.15)."""
+    for group, name in list(dist.distributed_c10d._world.pg_names.items()):  # noqa: SLF001
+        for device in group._device_types:  # noqa: SLF001
+            with contextlib.suppress(Exception):  # not every backend counts
+                backend: Any = group._get_backend(device)  # noqa: SLF001
+                number = backend._get_sequence_number_for_group()  # noqa: SLF001
+                yield group, name, device.type, int(number)
+
+
+def lead_scripts_by_port(address: str, port: int) -> None:
+    """Lead a script to our store by its port, or let torch open one on another port.
+
+    ``TORCHELASTIC_USE_AGENT_STORE`` makes every rank a client of whatever stands in
+    ``MASTER_PORT``: where the script has written its own, nobody serves it, and
+    ``init_process_group`` waits for its timeout (torch 2.8 to 2.14; so does torchrun).
+    """
+    tcp_store: Any = dist.TCPStore  # type: ignore[attr-defined]
+    connect = tcp_store.__init__
+
+    # A script may give its host's name, where a store on loopback does not listen.
+    def connect_to_ours(store: Any, host_name: str, *args: Any, **kwargs: Any) -> None:
+        is_ours = port == (args[0] if args else kwargs.get("port"))
+        connect(store, address if is_ours else host_name, *args, **kwargs)
+
+    tcp_store.__init__ = connect_to_ours
+    rendezvous: Any = importlib.import_module("torch.distributed.rendezvous")
+    create = rendezvous._create_c10d_store  # noqa: SLF001
+
+    def create_store(hostname: str, asked: int, *args: Any, **kwargs: Any) -> Any:
+        name = "TORCHELASTIC_USE_AGENT_STORE"
+        before = os.environ.get(name)
+        if before is None or asked == port:
+            return create(hostname, asked, *args, **kwargs)
+        os.environ[name] = "False"
+        try:
+            return create(hostname, asked, *args, **kwargs)
+        finally:
+            os.environ[name] = before
+
+    rendezvous._create_c10d_store = create_store  # noqa: SLF001
+
+
+# --- for the backend ------------------------------------------------------------------
 
 
 def patch_work() -> None:

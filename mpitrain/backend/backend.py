@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from mpi4py import MPI
 from torch import Tensor
 
 from mpitrain.backend.desync_report import connect
@@ -35,6 +36,7 @@ from mpitrain.torch_compat import (
     DistributedBackendOptions,
     PrefixStore,
     Store,
+    foreach_copy,
     options_timeout,
     set_options_timeout,
 )
@@ -43,22 +45,30 @@ NAME = "mpi4py"  # of the backend; ``mpi`` is torch's own
 
 Work = PendingWork | CoalescedWork | None
 
+# Module-level: with TORCH_DISTRIBUTED_DEBUG=DETAIL torch wraps a backend and keeps its
+# C++ half alone (torch 2.15); without the Python half every method would be missing.
 _alive: set[MpiBackend] = set()
-"""With TORCH_DISTRIBUTED_DEBUG=DETAIL torch wraps a backend and keeps its C++ half
-alone (torch 2.15); without the Python half every method would be missing."""
 
 
 class MpiBackend(Backend):
     """The backend of one group; its operations are collective over its ranks."""
 
-    def __init__(self, group: Group, options: Backend.Options, store: Store) -> None:
+    def __init__(
+        self, group: Group, options: Backend.Options, store: Store, *, is_default: bool
+    ) -> None:
         super().__init__(group.rank, group.size)
+        self.is_default = is_default
         self._group = group
         self._options = options
         self._store = store
         self._coalesced: list[PendingWork] | None = None
         self._num_collectives = 0
         _alive.add(self)
+
+    @property
+    def comm(self) -> MPI.Intracomm:
+        """The communicator of the group, for creating others."""
+        return self._group.comm
 
     # --- the backend ------------------------------------------------------------------
 
@@ -143,7 +153,7 @@ class MpiBackend(Backend):
             joined = torch.cat(host.flat)
             self._all_reduce(joined, reduction, deadline)
             parts = torch.split(joined, [flat.numel() for flat in host.flat])
-            torch._foreach_copy_(host.flat, list(parts))  # all in one call
+            foreach_copy(host.flat, list(parts))  # all in one call
             host.write_back()
 
         return self._start(action, tensors, opts)
@@ -430,5 +440,7 @@ def _connect(
     if is_default:
         comm = default_communicator(rank, len(ranks))
     else:
-        comm = subgroup_communicator(ranks, name)
-    return MpiBackend(Group(comm, name, ranks, seconds, store), options, store)
+        default = next((it.comm for it in _alive if it.is_default), None)
+        comm = subgroup_communicator(default, ranks, name)
+    group = Group(comm, name, ranks, seconds, store)
+    return MpiBackend(group, options, store, is_default=is_default)

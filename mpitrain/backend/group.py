@@ -13,14 +13,14 @@ from mpi4py import MPI
 from torch import Tensor
 
 from mpitrain.backend.desync_report import desync_report
-from mpitrain.backend.inter_node import MpiCollectives, num_abandoned
+from mpitrain.backend.inter_node import MpiCollectives
 from mpitrain.backend.on_node import NodeCollectives
 from mpitrain.backend.op_queue import GroupError, OpQueue
 from mpitrain.backend.p2p import P2P
 from mpitrain.backend.shared_buffer import create_shared_buffer
 from mpitrain.backend.tensors import flatten
 from mpitrain.errors import TopologyError
-from mpitrain.mpi.collectives import NUM_TAGS, world_comm
+from mpitrain.mpi.collectives import NUM_TAGS, num_abandoned, world_comm
 from mpitrain.mpi.implementation import has_thread_multiple
 from mpitrain.torch_compat import Store
 
@@ -51,6 +51,7 @@ class Group:
                 "MPI was started without MPI_THREAD_MULTIPLE: asynchronous operations "
                 "block until they are done"
             )
+        self.comm = comm
         self._comms = [comm]
         self._num_abandoned = num_abandoned()
         self._mpi = MpiCollectives(comm)
@@ -144,9 +145,6 @@ class Group:
                 comm.Free()
 
 
-_default_comm: list[MPI.Intracomm] = []  # of torch's default group; at most one
-
-
 def default_communicator(rank: int, size: int) -> MPI.Intracomm:
     """Create the communicator of the default group. Collective over all ranks."""
     world = world_comm()
@@ -164,18 +162,18 @@ def default_communicator(rank: int, size: int) -> MPI.Intracomm:
             f"torch.distributed was told that the ranks are {sorted(ranks)}; expected "
             f"each of 0 to {size - 1} once. Look at the variable RANK on each."
         )
-    _default_comm[:] = [comm]
     return comm
 
 
-def subgroup_communicator(ranks: Sequence[int], name: str) -> MPI.Intracomm:
+def subgroup_communicator(
+    default: MPI.Intracomm | None, ranks: Sequence[int], name: str
+) -> MPI.Intracomm:
     """Create the communicator of some ranks of the default group.
 
     Collective over these ranks alone; the name separates groups created at one time.
+    `default` is the default group's, ``None`` where that has another backend.
     """
-    if _default_comm and _default_comm[0]:
-        default = _default_comm[0]
-    else:
+    if default is None:
         default = world_comm()
         in_torch = dist.get_rank(), dist.get_world_size()
         in_mpi = default.rank, default.size

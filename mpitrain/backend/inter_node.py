@@ -25,7 +25,7 @@ from torch import Tensor
 from mpitrain.backend.op_queue import GroupError
 from mpitrain.backend.reductions import Reduction
 from mpitrain.backend.tensors import Tensors
-from mpitrain.mpi.collectives import SPIN_SECONDS, raise_if_cancelled
+from mpitrain.mpi.collectives import SPIN_SECONDS, abandon, raise_if_cancelled
 
 MESSAGE_BYTES = 1 << 30  # largest message: counts of most MPI libraries have 31 bits
 CHUNK_BYTES = 512 << 10  # of a tensor that is reduced or broadcast
@@ -35,8 +35,6 @@ BUSY_SECONDS = 0.00005  # a longer test moved data, which stalls where a rank sl
 BUSY_SPIN_SECONDS = 0.1  # how long to test without sleep while tests are busy
 _SLEEP_SECONDS = (0.00002, 0.001)  # between two tests, the first and the longest
 _TAG = 0  # of collectives; p2p uses higher ones
-
-_abandoned: list[tuple[MPI.Request, object]] = []  # MPI may still use their memory
 
 Start = Callable[[Tensor], MPI.Request]  # starts an operation on a chunk
 ByRank = Iterable[tuple[int, Tensor]]
@@ -80,17 +78,6 @@ def _test_until_done(
             time.sleep(pause_seconds)
             pause_seconds = min(pause_seconds * 1.5, longest)
         tested = time.monotonic()
-
-
-def abandon(request: MPI.Request, memory: object) -> None:
-    """Give up a request, and keep the memory that it reads and writes."""
-    if request != MPI.REQUEST_NULL:
-        _abandoned.append((request, memory))
-
-
-def num_abandoned() -> int:
-    """Return how many requests MPI still has; their communicators stay."""
-    return len(_abandoned)
 
 
 def as_mpi_buffer(data: Tensor) -> MPI.buffer:

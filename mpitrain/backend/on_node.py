@@ -23,6 +23,7 @@ from mpitrain.backend.op_queue import GroupError
 from mpitrain.backend.reductions import Reduction
 from mpitrain.backend.shared_buffer import OpSignature, SharedBuffer, op_signature
 from mpitrain.backend.tensors import Tensors
+from mpitrain.torch_compat import foreach_copy
 
 DIRECT_BYTES = 256 << 10  # up to this size every rank reads all tensors: one barrier
 DIRECT_BYTES_OF_ALL = 2 << 20  # the same limit for the tensors of all ranks together
@@ -197,7 +198,7 @@ class NodeCollectives:
             slots = self.buffer.next_typed_slots(torch.uint8, sizes[0])
             slots[self.rank].copy_(data)
             self.buffer.barrier(signature, deadline)
-            torch._foreach_copy_(list(outputs), slots[:-1])  # all in one call
+            foreach_copy(list(outputs), slots[:-1])  # all in one call
             return
         if data.data_ptr() != outputs[self.rank].data_ptr():
             outputs[self.rank].copy_(data)

@@ -1,7 +1,7 @@
 """Point-to-point messages, by MPI's non-blocking calls.
 
-A message is on its way when the call returns. One thread of the process tests those
-that nobody waits for, so that large ones progress; it runs only while there are any.
+A message is on its way when the call returns. A thread of the group tests those that
+nobody waits for, so that large ones progress; it runs only while there are any.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
-from mpitrain.backend.inter_node import MESSAGE_BYTES, abandon, as_mpi_buffer, wait
+from mpitrain.backend.inter_node import MESSAGE_BYTES, as_mpi_buffer, wait
 from mpitrain.backend.op_queue import GroupError, PendingWork
 from mpitrain.backend.tensors import HostTensors
+from mpitrain.mpi.collectives import abandon
 from mpitrain.torch_compat import set_source_rank
 
 _FIRST_TAG = 1  # those below are of collectives
@@ -124,7 +125,7 @@ class P2P:
     ) -> None:
         self._comm = comm
         self._names = names
-        self._has_thread = has_thread
+        self._progress = _ProgressThread() if has_thread else None
 
     def send(self, tensor: Tensor, to: int, tag: int, seconds: float) -> MessageWork:
         """Send a tensor to a rank of the group."""
@@ -159,8 +160,8 @@ class P2P:
             message = [as_mpi_buffer(data), 1, _message_type(data.numel())]
         request = start(message, rank, _FIRST_TAG + tag)
         work = MessageWork(request, tensor, host, name, seconds, is_receive=is_receive)
-        if self._has_thread:
-            _progress_thread.add(work)
+        if self._progress is not None:
+            self._progress.add(work)
         return work
 
 
@@ -207,6 +208,3 @@ class _ProgressThread:
             for work in works:
                 if work.test():
                     pause_seconds = first
-
-
-_progress_thread = _ProgressThread()

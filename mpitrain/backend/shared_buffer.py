@@ -30,6 +30,8 @@ from torch import Tensor
 
 from mpitrain.backend.op_queue import GroupError
 from mpitrain.mpi.collectives import raise_if_cancelled
+from mpitrain.mpi.shared_memory import MemoryFile, share_memory
+from mpitrain.mpi.topology import boot_id
 from mpitrain.watchdog.process import is_gone
 
 FOLDER = Path("/dev/shm")  # a file system in memory
@@ -259,6 +261,11 @@ def buffer_bytes(size: int, slot_bytes: int) -> int:
     return _data_offset(size) + _HALVES * (size + 1) * slot_bytes
 
 
+def slot_bytes_of(num_bytes: int, size: int) -> int:
+    """Return the size of each slot in a buffer of so many bytes."""
+    return (num_bytes - _data_offset(size)) // (_HALVES * (size + 1))
+
+
 def _data_offset(size: int) -> int:
     """Return where the data begins: behind the headers, on a page."""
     headers = (size + 1) * _HEADER_BYTES
@@ -288,27 +295,14 @@ def create_shared_buffer(
     here = nodes[tuple(ranks_info[rank][0])]
     _, namespaces, pids, cores = zip(*(ranks_info[r] for r in here), strict=True)
     has_cores = len(frozenset[int]().union(*cores)) >= len(here)
-    memory: mmap.mmap | None = None
-    path, slot_bytes, error = "", 0, ""
-    if rank == here[0]:
-        try:
-            limit = MAX_SLOT_BYTES_IN_CACHE if has_cores else MAX_SLOT_BYTES
-            path, slot_bytes, memory = _create_file(len(here), limit)
-        except OSError as raised:
-            error = str(raised)
+    limit = MAX_SLOT_BYTES_IN_CACHE if has_cores else MAX_SLOT_BYTES
+    made: list[str] = []  # the file's path, where this rank makes it
     try:
-        offers = allgather([path, slot_bytes, error])
-        path, slot_bytes, error = offers[here[0]]
-        if not error and memory is None:
-            try:
-                with open(path, "r+b") as file:  # noqa: PTH123
-                    length = buffer_bytes(len(here), slot_bytes)
-                    memory = mmap.mmap(file.fileno(), length)
-            except OSError as raised:
-                error = str(raised)
-        errors = allgather(error)
+        memory, sizes, errors = share_memory(
+            allgather, rank, here, lambda: _create_file(len(here), limit, made)
+        )
     finally:
-        if path and rank == here[0]:
+        for path in made:
             with contextlib.suppress(OSError):
                 os.unlink(path)  # noqa: PTH108 - all have it open
     found = [errors[other] for other in here if errors[other]]
@@ -321,9 +315,11 @@ def create_shared_buffer(
         return None
     seen = list(pids) if len(set(namespaces)) == 1 else []
     local_names = [names[other] for other in here]
-    buffer = SharedBuffer(memory, here.index(rank), local_names, seen, slot_bytes)
+    slots = [slot_bytes_of(sizes[ranks[0]], len(ranks)) for ranks in nodes.values()]
+    own_slot = slot_bytes_of(sizes[here[0]], len(here))
+    buffer = SharedBuffer(memory, here.index(rank), local_names, seen, own_slot)
     # Chunks must be equal on all nodes, and one may have had less memory.
-    buffer.slot_bytes = min(offers[ranks[0]][1] for ranks in nodes.values())
+    buffer.slot_bytes = min(slots)
     # A rank without its own core would take it from those it waits for.
     buffer.max_spins = MAX_SPINS if has_cores else 2
     return buffer, node_sizes
@@ -351,23 +347,22 @@ def choose_slot_bytes(
     )
 
 
-def _create_file(size: int, max_bytes: int) -> tuple[str, int, mmap.mmap]:
+def _create_file(size: int, max_bytes: int, made: list[str]) -> MemoryFile:
+    """Create the file of a node's ranks; its path is added to `made` at once."""
     status = os.statvfs(FOLDER)
     free_bytes = status.f_bavail * status.f_frsize
-    slot_bytes = choose_slot_bytes(size, free_bytes, max_bytes)
-    length = buffer_bytes(size, slot_bytes)
+    length = buffer_bytes(size, choose_slot_bytes(size, free_bytes, max_bytes))
     descriptor, path = tempfile.mkstemp(prefix="mpitrain-", dir=FOLDER)
+    made.append(path)
     try:
         os.ftruncate(descriptor, length)
         if free_bytes < AMPLE_FREE_FACTOR * length:
             # Now: a page that cannot be had later ends the process (SIGBUS).
             os.posix_fallocate(descriptor, 0, length)
-        return path, slot_bytes, mmap.mmap(descriptor, length)
     except OSError:
-        os.unlink(path)  # noqa: PTH108
-        raise
-    finally:
         os.close(descriptor)
+        raise
+    return MemoryFile(descriptor, path, length)
 
 
 def _machine_id() -> list[str]:
@@ -375,11 +370,9 @@ def _machine_id() -> list[str]:
 
     Containers of one host have a folder each; the boot id tells hosts apart.
     """
-    found = [socket.gethostname()]
+    found = [socket.gethostname(), boot_id()]
     with contextlib.suppress(OSError):
         found.append(str(FOLDER.stat().st_dev))
-    with contextlib.suppress(OSError):  # some containers hide it
-        found.append(Path("/proc/sys/kernel/random/boot_id").read_text())
     return found
 
 

@@ -38,6 +38,7 @@ from mpitrain.checkpoint.format import (
 from mpitrain.checkpoint.layout import Checkpoint
 from mpitrain.files import sync
 from mpitrain.launch.current import heartbeat
+from mpitrain.torch_compat import local_shard
 
 ALIGNMENT = 64  # each chunk begins at a multiple of so many bytes
 
@@ -81,10 +82,8 @@ class Chunk(NamedTuple):
 def local_chunks(tensors: Mapping[str, Tensor]) -> Iterator[tuple[Chunk, Tensor]]:
     """Yield this rank's chunks and their elements, which are views of the tensors."""
     for name, tensor in tensors.items():
-        # A DTensor tells by this protocol of torch.distributed.checkpoint.
-        if hasattr(tensor, "__create_chunk_list__"):
-            (shard,) = tensor.__create_chunk_list__()
-            local = tensor.to_local()  # type: ignore[attr-defined]
+        if (found := local_shard(tensor)) is not None:
+            local, shard = found
             yield Chunk(name, tuple(shard.offsets), tuple(shard.sizes)), local
         else:
             shape = tuple(tensor.shape)

@@ -14,7 +14,6 @@ from dataclasses import replace
 from typing import Any
 
 from torch.utils.data import IterableDataset, get_worker_info
-from torch.utils.data._utils import worker as torch_worker
 
 from mpitrain.data.map_style import PADDING, collate, raise_if_bad
 from mpitrain.data.randomness import seeded
@@ -27,6 +26,7 @@ from mpitrain.data.workers import (
     worker_context,
 )
 from mpitrain.errors import DataError
+from mpitrain.torch_compat import hide_worker_info
 
 
 class IterableStyle:
@@ -124,8 +124,7 @@ class _WorkerBatches(IterableDataset[LoadedBatch]):
         worker, num_workers = (info.id, info.num_workers) if info else (0, 1)
         # A set that shards itself over workers, as torch's documentation shows, would
         # do so a second time, and samples be lost: get_worker_info returns None to it.
-        torch_worker._worker_info = None  # noqa: SLF001
-        assert get_worker_info() is None  # else torch keeps it elsewhere now
+        hide_worker_info()
         has_shards = hasattr(self.dataset, "shard")
         _set_epoch(self.dataset, self.epoch)
         if has_shards:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
-from torch.utils import _pytree
 from torch.utils.data import DataLoader, Dataset, Subset, default_collate
 
 from mpitrain.data.randomness import seeded, uniform
@@ -20,6 +19,7 @@ from mpitrain.data.workers import (
     worker_context,
 )
 from mpitrain.errors import DataError
+from mpitrain.torch_compat import tree_leaves
 
 PAIR = 2
 GETTERS = ("__getitem__", "__getitems__")
@@ -199,7 +199,7 @@ def collate(samples: list[tuple[int, Any]], *, skip: bool = False) -> LoadedBatc
         rows += rows[-1:] * (num_rows - len(rows))
         inputs, targets = default_collate(rows)
     except (KeyError, RuntimeError, TypeError):
-        leaves = [_pytree.tree_leaves(tuple(pair)) for _, pair in good]
+        leaves = [tree_leaves(tuple(pair)) for _, pair in good]
         shapes = [[tuple(getattr(x, "shape", ())) for x in each] for each in leaves]
         odd = next((i for i, shape in enumerate(shapes) if shape != shapes[0]), None)
         if odd is None:

@@ -13,10 +13,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from torch.utils import _pytree
 
 from mpitrain.data.sharding import Indices
 from mpitrain.errors import DataError
+from mpitrain.torch_compat import tree_leaves, tree_map_only
 
 MAX_BYTES = 1 << 30  # maximum size of one file, image or archive member, decompressed
 PARTS = ("train", "val", "test")  # the parts of a data set; ``test`` may be missing
@@ -166,13 +166,13 @@ def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
     """Apply a function to every tensor of dicts, lists and tuples."""
     if isinstance(tree, Tensor):  # the common case: a pytree costs 10 us
         return function(tree)
-    return _pytree.tree_map_only(Tensor, function, tree)
+    return tree_map_only(Tensor, function, tree)
 
 
 def digest(tree: Any) -> str:
     """Return a short text that is equal if all tensors of two trees are equal."""
     found = hashlib.sha256()
-    for leaf in _pytree.tree_leaves(tree):
+    for leaf in tree_leaves(tree):
         if isinstance(leaf, Tensor):
             raw = leaf.cpu().reshape(-1).contiguous().view(torch.uint8)
             found.update(raw.numpy().tobytes())

@@ -23,7 +23,13 @@ import torch.distributed as dist
 from mpitrain.backend.desync_report import format_positions
 from mpitrain.errors import EarlyReturnError
 from mpitrain.mpi.world import format_ranges
-from mpitrain.torch_compat import Store, append_to_store
+from mpitrain.torch_compat import (
+    Store,
+    append_to_store,
+    call_at_messages,
+    call_before_destroy,
+    count_collectives,
+)
 from mpitrain.watchdog.report import Frame, describe_call
 
 POLL_SECONDS = 2.0  # how often a rank looks whether others have returned
@@ -51,7 +57,8 @@ class EarlyReturnMonitor:
         self._with_messages: set[str] = set()
         self._counts: dict[str, int] = {}  # of groups that are destroyed
         self._stop = threading.Event()
-        self._patch_torch()
+        call_before_destroy(self._keep_counts)
+        call_at_messages(lambda group: self._with_messages.add(group.group_name))
         self._thread = threading.Thread(target=self._watch, daemon=True)
         self._thread.start()
 
@@ -60,7 +67,8 @@ class EarlyReturnMonitor:
         self._stop.set()
         self._thread.join(POLL_SECONDS)
         with contextlib.suppress(Exception):  # the end will tell
-            self._write(_KEY, self._counts | self._count_collectives())
+            self._keep_counts()
+            self._write(_KEY, self._counts)
 
     def note(self) -> str:
         """Return a line that names those that have returned; ``""`` for none."""
@@ -75,28 +83,8 @@ class EarlyReturnMonitor:
             return {}
         return dict(map(json.loads, self._store.get(key).decode().splitlines()))
 
-    def _patch_torch(self) -> None:
-        """Note groups before they are destroyed, and those with messages."""
-        destroy: Any = dist.destroy_process_group
-
-        def destroy_process_group(group: Any = None) -> None:
-            self._counts |= self._count_collectives()
-            destroy(group)
-
-        for module in (dist, dist.distributed_c10d):
-            module.destroy_process_group = destroy_process_group  # type: ignore[attr-defined]
-        # gloo's monitored_barrier is made of messages to and from its first rank.
-        for name in ("send", "recv", "recv_anysource", "monitored_barrier"):
-            setattr(
-                dist.ProcessGroup, name, self._noted(getattr(dist.ProcessGroup, name))
-            )
-
-    def _noted(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        def noted(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
-            self._with_messages.add(group.group_name)
-            return method(group, *args, **kwargs)
-
-        return noted
+    def _keep_counts(self) -> None:
+        self._counts |= self._count_collectives()
 
     def _count_collectives(self) -> dict[str, int]:
         """Return how many collectives were begun here, by group."""
@@ -105,15 +93,10 @@ class EarlyReturnMonitor:
             return counts
         if (dist.get_rank(), dist.get_world_size()) != self._place:
             return counts
-        for group, name in list(dist.distributed_c10d._world.pg_names.items()):  # noqa: SLF001
-            if group.group_name in self._with_messages:
-                continue
-            members = format_ranges(sorted(dist.get_process_group_ranks(group)))
-            for device in group._device_types:  # noqa: SLF001
-                with contextlib.suppress(Exception):  # not every backend counts
-                    backend: Any = group._get_backend(device)  # noqa: SLF001
-                    number = backend._get_sequence_number_for_group()  # noqa: SLF001
-                    counts[f"{name} {members} {device.type}"] = int(number)
+        for group, name, device, number in count_collectives():
+            if group.group_name not in self._with_messages:
+                members = format_ranges(sorted(dist.get_process_group_ranks(group)))
+                counts[f"{name} {members} {device}"] = number
         return counts
 
     def _watch(self) -> None:

@@ -28,7 +28,7 @@ from mpitrain.launch.process_exit import (
 )
 from mpitrain.mpi.collectives import barrier
 from mpitrain.mpi.world import rank_label
-from mpitrain.watchdog.client import WatchdogClient
+from mpitrain.watchdog.client import Watchdog
 from mpitrain.watchdog.heartbeat import State
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class ExitGuard:
     def __init__(
         self,
         comm: MPI.Intracomm,
-        watchdog: WatchdogClient,
+        watchdog: Watchdog,
         claim: Callable[[], bool | None],
         note: Callable[[], str],
     ) -> None:

@@ -35,7 +35,8 @@ from mpitrain.mpi.world import World
 
 if TYPE_CHECKING:
     from mpi4py import MPI
-    from torch._C._distributed_c10d import Store
+
+    from mpitrain.torch_compat import Store
 
 T = TypeVar("T")
 

@@ -41,21 +41,21 @@ from mpitrain.launch.process_exit import (
     exit_status,
     flush,
 )
-from mpitrain.mpi.collectives import all_or_none, barrier
+from mpitrain.mpi.collectives import MPI_PROCESS, all_or_none, barrier
 from mpitrain.mpi.implementation import start_mpi
 from mpitrain.mpi.launchers import ON_ONE_NODE
 from mpitrain.mpi.world import World, rank_label
-from mpitrain.watchdog.client import WatchdogClient
+from mpitrain.watchdog.client import Watchdog
 from mpitrain.watchdog.coordinator import HANG_STATUS
 from mpitrain.watchdog.heartbeat import State
 
 if TYPE_CHECKING:
     from mpi4py import MPI
-    from torch._C._distributed_c10d import Store
     from torch.utils.hooks import RemovableHandle
 
     from mpitrain.launch.early_return import EarlyReturnMonitor
     from mpitrain.launch.rendezvous.select import Rendezvous
+    from mpitrain.torch_compat import Store
 
 T = TypeVar("T")
 
@@ -70,13 +70,15 @@ class Job:
     Made by `mpitrain.init`. When it is over the environment is as it was before.
     """
 
-    # The job of this process, once MPI has started: for the watchdog's thread, signal
-    # handlers and code that users call without a job in hand.
+    # The job of this process, once MPI has started. A class variable: users have only
+    # the world in hand when they make a Trainer or Checkpointer, which beat and leave.
     current: ClassVar[Job | None] = None
 
-    def __init__(self, comm: MPI.Intracomm, watchdog: WatchdogClient) -> None:
+    def __init__(self, comm: MPI.Intracomm, watchdog: Watchdog) -> None:
         self.watchdog = watchdog
         self.guard = ExitGuard(comm, watchdog, self._claim_report, self._note)
+        watchdog.on_command = self.guard.handle_watchdog_command
+        self.mpi = MPI_PROCESS
         self.start_seconds: dict[str, float] = {}  # of each step of the start
         self.is_running = False  # whether a training or a script may call
         self.rendezvous: Rendezvous | None = None
@@ -329,7 +331,7 @@ def start_job(
     return job
 
 
-def _exit_without_guard(error: BaseException, watchdog: WatchdogClient) -> NoReturn:
+def _exit_without_guard(error: BaseException, watchdog: Watchdog) -> NoReturn:
     """Report and end, without MPI; the launcher ends the others."""
     watchdog.set_state(State.FAILING)
     rank, size = launched_rank(os.environ), launched_size(os.environ)
@@ -353,14 +355,13 @@ def _warn_of_foreign_library(library: str) -> None:
         time.sleep(3.0)  # this one's end in MPI_Init would end rank 0 before it reports
 
 
-def _start_watchdog(start_timeout_seconds: float) -> WatchdogClient:
+def _start_watchdog(start_timeout_seconds: float) -> Watchdog:
     try:
-        watchdog = WatchdogClient(
+        watchdog = Watchdog(
             rank=launched_rank(os.environ),
             world_size=launched_size(os.environ),
             launcher_sockets=launcher_sockets(os.environ),
             start_timeout_seconds=start_timeout_seconds,
-            on_command=_handle_watchdog_command,
         )
     except OSError as error:
         raise LaunchError(
@@ -369,10 +370,3 @@ def _start_watchdog(start_timeout_seconds: float) -> WatchdogClient:
         ) from None
     atexit.register(watchdog.close)
     return watchdog
-
-
-def _handle_watchdog_command(status: int | None, text: str) -> None:
-    if Job.current is not None:
-        Job.current.guard.handle_watchdog_command(status, text)
-    elif status is not None:
-        os._exit(status)

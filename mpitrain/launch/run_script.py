@@ -30,7 +30,6 @@ from mpitrain.launch.process_exit import (
     flush,
     write_status,
 )
-from mpitrain.launch.rendezvous.store import lead_scripts_by_port
 from mpitrain.launch.run_target import (
     Kind,
     RunRequest,
@@ -184,6 +183,8 @@ def _prepare(job: Job, request: RunRequest, environ: MutableMapping[str, str]) -
     if world.world_size == 1:
         job.store = None  # its port is for the script, or for what it spawns
     else:
+        from mpitrain.torch_compat import lead_scripts_by_port  # it imports torch
+
         lead_scripts_by_port(world.master_addr, world.master_port)
         job.watch_early_returns(world)
     _close_stdin()

@@ -7,15 +7,13 @@ So one job can train several models at a time: torch's default process group and
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
 
 from mpitrain.config import TIMEOUT_SECONDS
 from mpitrain.launch.init import init_process_group
 from mpitrain.launch.job import Job
-from mpitrain.mpi.collectives import NUM_TAGS, barrier, use_as_world
+from mpitrain.mpi.collectives import NUM_TAGS, barrier
 from mpitrain.mpi.world import World
 
 
@@ -39,7 +37,7 @@ def sub_world(
         number: Equal on these ranks, and not used before in this job.
         timeout_seconds: How long one collective may take.
     """
-    from torch._C._distributed_c10d import PrefixStore
+    from mpitrain.torch_compat import PrefixStore, destroy_process_group
 
     assert job.store is not None  # the start has opened it
     members = job.comm.Get_group().Incl(list(ranks))
@@ -47,7 +45,7 @@ def sub_world(
     members.Free()
     part = sub_world_of(world, ranks)
     store = PrefixStore(f"mpitrain/sub_world/{number}", job.store)
-    with use_as_world(mine):
+    with job.mpi.use_as_world(mine):
         init_process_group(job, part, timeout_seconds, store)
         try:
             yield part
@@ -55,22 +53,6 @@ def sub_world(
         finally:
             destroy_process_group()
     mine.Free()  # not after an error: MPI may still use it
-
-
-def destroy_process_group() -> None:
-    """Destroy all groups, and torch's caches for sharded tensors (torch 2.15).
-
-    These hold names of groups, which the next sub-world uses again.
-    """
-    import torch.distributed as dist
-
-    dist.destroy_process_group()
-    if "torch.distributed.tensor" in sys.modules:
-        from torch.distributed.tensor import _redistribute, debug
-
-        clear: Any = debug._clear_sharding_prop_cache  # noqa: SLF001
-        clear()
-        _redistribute._gen_transform_infos.cache_clear()  # noqa: SLF001
 
 
 def sub_world_of(world: World, ranks: Sequence[int]) -> World:

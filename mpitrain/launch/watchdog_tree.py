@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from mpitrain.mpi.collectives import merge_on_rank_zero
 from mpitrain.mpi.world import World
-from mpitrain.watchdog.client import WatchdogClient
+from mpitrain.watchdog.client import Watchdog
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -22,7 +22,7 @@ FAN_OUT = 128  # nodes whose watchdogs report to one
 
 def connect_watchdogs(
     comm: MPI.Intracomm,
-    watchdog: WatchdogClient,
+    watchdog: Watchdog,
     world: World,
     on_node: MPI.Intracomm,
     own_address: str,

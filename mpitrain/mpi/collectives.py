@@ -28,42 +28,62 @@ V = TypeVar("V")
 SPIN_SECONDS = 0.0005  # how long a rank tests without sleeping
 NUM_TAGS = 32768  # every MPI library has as many (MPI 4.1, 9.1.2)
 
-_sub_worlds: list[MPI.Intracomm] = []  # the last one is the world now
-_cancel_checks: list[Callable[[], object]] = []
+
+class MpiProcess:
+    """What this process has of MPI: its world, its waits, what MPI still uses."""
+
+    def __init__(self) -> None:
+        self.sub_worlds: list[MPI.Intracomm] = []  # the last one is the world now
+        self.cancel_checks: list[Callable[[], object]] = []
+        self.abandoned: list[object] = []  # requests, with memory that they write to
+
+    @contextlib.contextmanager
+    def use_as_world(self, comm: MPI.Intracomm) -> Iterator[None]:
+        """Let `world_comm` return `comm`, which includes this rank, in this block."""
+        self.sub_worlds.append(comm)
+        try:
+            yield
+        finally:
+            self.sub_worlds.pop()
+
+    @contextlib.contextmanager
+    def cancel_waits_by(self, check: Callable[[], object]) -> Iterator[None]:
+        """Call `check` again and again in waits for other ranks; it may raise.
+
+        In every thread that waits, by MPI or in our backend; so `check` must be cheap.
+        """
+        self.cancel_checks.append(check)
+        try:
+            yield
+        finally:
+            self.cancel_checks.remove(check)
+
+
+# The job's (`Job.mpi`). Module-level since MPI is one per process, and torch calls the
+# backend without a job in hand, or where there is none.
+MPI_PROCESS = MpiProcess()
 
 
 def world_comm() -> MPI.Intracomm:
     """Return the ranks that make up the world now; starts MPI if need be."""
-    return _sub_worlds[-1] if _sub_worlds else start_mpi()
-
-
-@contextlib.contextmanager
-def use_as_world(comm: MPI.Intracomm) -> Iterator[None]:
-    """Let `world_comm` return `comm`, which includes this rank, in this block."""
-    _sub_worlds.append(comm)
-    try:
-        yield
-    finally:
-        _sub_worlds.pop()
-
-
-@contextlib.contextmanager
-def cancel_waits_by(check: Callable[[], object]) -> Iterator[None]:
-    """Call `check` again and again in waits for other ranks; it may raise, to end them.
-
-    In every thread that waits, by MPI or in our backend; so `check` must be cheap.
-    """
-    _cancel_checks.append(check)
-    try:
-        yield
-    finally:
-        _cancel_checks.remove(check)
+    return MPI_PROCESS.sub_worlds[-1] if MPI_PROCESS.sub_worlds else start_mpi()
 
 
 def raise_if_cancelled() -> None:
-    """Raise what `cancel_waits_by` has been given to raise; called in long waits."""
-    for check in _cancel_checks:
+    """Raise what a check of `cancel_waits_by` raises; called in long waits."""
+    for check in MPI_PROCESS.cancel_checks:
         check()
+
+
+def abandon(request: MPI.Request | None, *memory: object) -> None:
+    """Give up a request, and keep for ever the memory that MPI may still use."""
+    if request:  # MPI.REQUEST_NULL is false: it is done
+        MPI_PROCESS.abandoned.append((request, memory))
+
+
+def num_abandoned() -> int:
+    """Return how many requests MPI still has; their communicators stay."""
+    return len(MPI_PROCESS.abandoned)
 
 
 def barrier(comm: MPI.Intracomm, *, timeout_seconds: float | None = None) -> bool:

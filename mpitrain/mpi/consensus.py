@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from mpitrain.mpi.collectives import barrier, raise_if_cancelled, world_comm
+from mpitrain.mpi.collectives import abandon, barrier, raise_if_cancelled, world_comm
 from mpitrain.mpi.world import World
 
 if TYPE_CHECKING:
@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 PERIOD_SECONDS = 0.2  # about how often the ranks exchange their numbers
 MAX_PIECES = 32  # of work between two exchanges: the next may be slower
 POLL_SECONDS = 0.0001
-
-_abandoned: list[object] = []  # MPI may still use their memory
 
 
 class Consensus:
@@ -95,7 +93,7 @@ class Consensus:
 
     def abandon(self) -> None:
         """Give up after an error: other ranks may never come to the exchange; local."""
-        _abandoned.append((self._comm, self._request, self._mine, self._all))
+        abandon(self._request, self._comm, self._mine, self._all)
         self._comm = self._request = None
 
     def _complete(self) -> list[int] | None:

@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from mpitrain.errors import DataError
 from mpitrain.mpi.collectives import all_or_none, barrier, on_rank_zero, world_comm
+from mpitrain.mpi.shared_memory import MemoryFile, share_memory
 from mpitrain.mpi.world import World, list_hosts
 
 if TYPE_CHECKING:
@@ -127,36 +128,26 @@ class Communicator:
         """
         world, comm = self._world, self._comm
         here = world.nodes[world.node_rank].ranks
-        is_first = comm.rank == here[0]
-        memory, file, inode, reason = mmap.mmap(-1, 1), -1, 0, ""
-        try:
-            if is_first:
-                try:
-                    file = os.memfd_create("mpitrain-data")
-                    # Taken now: one that cannot be had later ends the process (SIGBUS).
-                    os.posix_fallocate(file, 0, num_bytes)
-                    inode = os.fstat(file).st_ino
-                except OSError as error:
-                    reason = str(error)
-            mine = (f"/proc/{os.getpid()}/fd/{file}", inode, reason)
-            path, inode, reason = comm.allgather(mine)[here[0]]
-            if not reason:
-                try:
-                    file = file if is_first else os.open(path, os.O_RDWR)
-                    memory = mmap.mmap(file, num_bytes)
-                    if os.fstat(file).st_ino != inode:  # containers that hide processes
-                        reason = f"{path} is another file"
-                except (OSError, ValueError) as error:
-                    reason = str(error)
-            told = f"{world.hostname}: {reason}" if reason else ""
-            reasons: list[str] = comm.allgather(told)
-        finally:
-            if file >= 0:
+
+        def create() -> MemoryFile:
+            file = os.memfd_create("mpitrain-data")
+            try:
+                # Now: memory that cannot be had later ends the process (SIGBUS).
+                os.posix_fallocate(file, 0, num_bytes)
+            except OSError:
                 os.close(file)
-        reason = next(filter(None, reasons), "")
-        if any(reasons[rank] for rank in here):
+                raise
+            return MemoryFile(file, f"/proc/{os.getpid()}/fd/{file}", num_bytes)
+
+        memory, _, errors = share_memory(comm.allgather, comm.rank, here, create)
+        failed = next((rank for rank, error in enumerate(errors) if error), None)
+        reason = ""
+        if failed is not None:
+            node = next(it for it in world.nodes if failed in it.ranks)
+            reason = f"{node.hostname}: {errors[failed]}"
+        if memory is None or any(errors[rank] for rank in here):
             return mmap.mmap(-1, num_bytes), True, reason
-        return memory, is_first, reason
+        return memory, comm.rank == here[0], reason
 
     def _send_to_nodes(self, buffer: Array, is_first: bool) -> None:
         """Send rank zero's bytes to the first rank of each block of memory."""

@@ -24,7 +24,7 @@ from mpitrain.errors import UsageError
 from mpitrain.flags import PROGRAM, read_flags
 from mpitrain.launch.job import Job
 from mpitrain.launch.run_target import Target, split
-from mpitrain.mpi.collectives import Compressed, barrier, cancel_waits_by
+from mpitrain.mpi.collectives import Compressed, barrier
 from mpitrain.mpi.topology import node_comm
 from mpitrain.mpi.world import list_hosts
 from mpitrain.stage.copies import NodeCopy, hold
@@ -159,7 +159,7 @@ def stage(job: Job, request: StageRequest) -> Target:
     on_node = node_comm(comm)
     leaders = cast("MPI.Intracomm", comm.Split(min(on_node.rank, 1), key=comm.rank))
     # Ranks that wait are alive. Those that they wait for beat when something moves.
-    with cancel_waits_by(beat):
+    with job.mpi.cancel_waits_by(beat):
         if on_node.rank == 0:
             pack: Path | None = None
             if config.pack != "none":

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from mpitrain.torch_compat import queue_backward_callback
 from mpitrain.train.metrics import BACKWARD, COMMUNICATION, NUM_PHASES, OTHER, PHASES
 
 Seconds = list[float]  # seconds of each phase, by its number
@@ -57,8 +58,7 @@ class Timer:
         self.seconds: Seconds = [0.0] * NUM_PHASES
         self.pending = StepTimes(array("d"), [])
         self._spans = {name: _Span(self, phase) for phase, name in enumerate(PHASES)}
-        engine = torch.autograd.Variable._execution_engine  # noqa: SLF001
-        self._queue_callback = engine.queue_callback
+        self._queue_callback = queue_backward_callback
 
     def __call__(self, phase: str) -> _Span:
         """Return a span: a context manager that measures one of `PHASES`."""

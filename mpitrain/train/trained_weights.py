@@ -13,6 +13,7 @@ from typing import Any
 from torch import nn
 
 from mpitrain.errors import UsageError
+from mpitrain.torch_compat import parameters_and_parts
 from mpitrain.train.optimizer import OptimizerWrapper
 
 MAX_NAMED = 4  # weights that a message names
@@ -28,7 +29,7 @@ class TrainedWeights:
         self, model: nn.Module, optimizer: OptimizerWrapper, reshard: Callable[[], None]
     ) -> None:
         self._model, self._optimizer, self._reshard = model, optimizer, reshard
-        self._places = [(it._parameters, it._modules) for it in model.modules()]  # noqa: SLF001
+        self._places = [parameters_and_parts(it) for it in model.modules()]
         self._began = dict(model.named_parameters())  # held, so that ids stay theirs
         named = self._began.items()
         self._trained = {name: id(it) for name, it in named if it.requires_grad}

@@ -27,15 +27,14 @@ _PROGRAM = (
 _PACKAGE_ROOT = Path(__file__).parents[2]
 
 
-class WatchdogClient:
+class Watchdog:
     """Starts the sidecar, before MPI: MPI_Init itself can wait forever.
 
     From then on SIGUSR1 shows where every rank is. `rank` and `world_size` are the
     launcher's; `connect` corrects them. MPICH's launcher sees by `launcher_sockets`
     that this process is gone, and kills the others within milliseconds: the sidecar
-    holds them, too, until it has said who was first. `on_command` is called in a thread
-    with a status and a text: it records the text unless that is empty, and ends the job
-    unless the status is ``None``. Raises an OSError if the sidecar cannot be started.
+    holds them, too, until it has said who was first. Raises an OSError if the sidecar
+    cannot be started.
     """
 
     def __init__(
@@ -45,12 +44,13 @@ class WatchdogClient:
         world_size: int,
         launcher_sockets: Sequence[int],
         start_timeout_seconds: float,
-        on_command: Callable[[int | None, str], None],
     ) -> None:
+        # Called in a thread with a status and a text: records the text unless it is
+        # empty, and ends the job unless the status is ``None``.
+        self.on_command = _end_process
         self.start_timeout_seconds = start_timeout_seconds
         self.hang_timeout_seconds = 0.0  # after the first step; 0: forever
         self.is_connected = False  # whether the sidecars of all ranks know each other
-        self._on_command = on_command
         self._steps = -1
         self._pid = os.getpid()
         memory, dump, terminated = memory_file(), memory_file(), memory_file()
@@ -190,7 +190,7 @@ class WatchdogClient:
                 with contextlib.suppress(Exception):
                     faulthandler.dump_traceback(self._dump, all_threads=True)
             elif "text" in message:
-                self._on_command(message["end"], message["text"])
+                self.on_command(message["end"], message["text"])
             else:
                 self._ports.put(message["port"])
 
@@ -198,3 +198,9 @@ class WatchdogClient:
         with contextlib.suppress(OSError):
             return self._control.recv(1 << 20)
         return b""
+
+
+def _end_process(status: int | None, text: str) -> None:  # noqa: ARG001
+    """Obey a command before there is a job."""
+    if status is not None:
+        os._exit(status)

@@ -1,6 +1,6 @@
 """The process beside a rank: reports where it is, and ends it when told to.
 
-`client.WatchdogClient` starts it. Without the coordinator it ends its rank when the
+`client.Watchdog` starts it. Without the coordinator it ends its rank when the
 launcher is gone, when the coordinator is gone or silent for too long, and when MPI does
 not start in time; it ends a launcher that does not notice that the rank died.
 """
@@ -45,6 +45,7 @@ MAX_STACK_BYTES = 1 << 18  # more of a rank's stacks is not passed on
 GRACE_SECONDS = 3.0  # from telling a rank to end the job to killing it
 RECORD_SECONDS = 0.7  # for the coordinator and the recording rank, at a death
 LOG_SECONDS = 0.5  # how long a line in a log may block
+SETTLE_SECONDS = 1.5  # for the coordinator to print why the job ends
 RELAY_SECONDS = NOTICE_SECONDS + 0.5  # until the coordinator has ended the job
 CLAIM_SECONDS = 4.0  # how long a claim of the output is held
 
@@ -111,16 +112,17 @@ class Sidecar:
     # --- the rank ---------------------------------------------------------------------
 
     def _wait(self) -> list[socket.socket]:
-        sockets = [self.control]
-        sockets += self.client.sockets() if self.client else []
-        sockets += self.server.sockets() if self.server else []
         poll = select.poll()
-        by_number = {s.fileno(): s for s in sockets}
+        by_number = {s.fileno(): s for s in [self.control, *self._sockets()]}
         for number in by_number:
             poll.register(number, select.POLLIN)
         is_gathering = self.coordinator is not None and self.coordinator.is_gathering
         seconds = 0.05 if is_gathering else POLL_SECONDS
         return [by_number[n] for n, _ in poll.poll(seconds * 1000)]
+
+    def _sockets(self) -> list[socket.socket]:
+        sockets = self.client.sockets() if self.client else []
+        return sockets + (self.server.sockets() if self.server else [])
 
     def _read_control(self) -> bool:
         data = b""
@@ -188,26 +190,28 @@ class Sidecar:
             is_unexplained = is_alone and cause == "killed"
             if is_unexplained and self.console.claim_output(self.launcher):
                 self.console.print(f"{self._name()} {KILLED}{position.phase}")
-        # The coordinator stays until it has printed what there is to print.
-        while self.coordinator and not self.coordinator.is_settled:
-            if time.monotonic() > now + 1.5:
-                break
+        # The coordinator stays until it has printed what there is to print, and so does
+        # a relay: others of its node may be going, too.
+        end = now + (SETTLE_SECONDS if self.coordinator else RELAY_SECONDS)
+        while self._is_needed() and time.monotonic() <= end:
             time.sleep(0.05)
-            sockets = self.server.sockets() if self.server else []
-            self._exchange(sockets, time.monotonic())
-        # So does a relay: others of its node may be going, too.
-        while self.server and self.client and not self.client.is_closed:
-            if time.monotonic() > now + RELAY_SECONDS:
-                break
-            time.sleep(0.05)
-            sockets = [*self.server.sockets(), *self.client.sockets()]
-            self._exchange(sockets, time.monotonic())
+            self._exchange(self._sockets(), time.monotonic())
         if self.kill_at is None and is_unreported and self._has_coordinator():
             time.sleep(max(0.0, now + RECORD_SECONDS - time.monotonic()))
         self.console.close(self.rank_info["launcher_sockets"])
         if not is_single:
             self.launcher.end_if_it_lingers(now)
         time.sleep(max(0.0, self.console.claimed_until - time.monotonic()))
+
+    def _is_needed(self) -> bool:
+        """Whether other sidecars still need this one, whose rank is gone."""
+        if self.coordinator is not None:
+            return not self.coordinator.is_settled
+        return (
+            self.server is not None
+            and self.client is not None
+            and (not self.client.is_closed)
+        )
 
     def _cause_of_death(self, now: float) -> str:
         self._check_terminations(now)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from mpitrain.errors import MpitrainError
-from mpitrain.launch.rendezvous import probe, select
+from mpitrain.launch.rendezvous import reachability, select
 from mpitrain.launch.rendezvous.interfaces import find_interfaces
 from mpitrain.mpi.collectives import barrier
 from mpitrain.mpi.world import World
@@ -82,7 +82,9 @@ def test_no_common_address_is_one_error_with_the_table(
 ) -> None:
     if comm.size == 1:
         return  # a world of one has nobody who could not reach it
-    monkeypatch.setattr(probe, "connect", lambda *_, **__: ("", probe.TIMED_OUT))
+    monkeypatch.setattr(
+        reachability, "connect", lambda *_, **__: ("", reachability.TIMED_OUT)
+    )
     with pytest.raises(MpitrainError, match=r"lo, loopback\): timed out: h1") as caught:
         select.find_rendezvous(comm, comm_self, apart, "lo")
     assert caught.value.reporting_rank == 0

@@ -15,10 +15,11 @@ from reference_training import by_hand, same, trained
 
 import mpitrain
 from mpitrain.launch.init import init_process_group
-from mpitrain.launch.subworld import destroy_process_group, sub_world
-from mpitrain.mpi.collectives import barrier, cancel_waits_by, world_comm
+from mpitrain.launch.subworld import sub_world
+from mpitrain.mpi.collectives import barrier, world_comm
 from mpitrain.mpi.shared_arrays import communicator
 from mpitrain.mpi.world import World
+from mpitrain.torch_compat import destroy_process_group
 
 pytestmark = pytest.mark.mpi
 
@@ -100,7 +101,7 @@ def test_a_wait_for_a_rank_that_does_not_come_can_be_cancelled(
             raise InterruptedError("cancelled")
 
     def meet() -> None:
-        with cancel_waits_by(check):
+        with job.mpi.cancel_waits_by(check):
             if how == "barrier":
                 barrier(world_comm())
             else:

@@ -15,7 +15,7 @@ from mpitrain.mpi.world import World
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-    from mpitrain.watchdog.client import WatchdogClient
+    from mpitrain.watchdog.client import Watchdog
 
 pytestmark = pytest.mark.mpi
 
@@ -46,7 +46,7 @@ class Sidecar:
 
 def connected(comm: MPI.Intracomm, world: World, on_node: MPI.Intracomm) -> Sidecar:
     sidecar = Sidecar(world.rank)
-    address, watchdog = f"10.0.0.{world.node_rank}", cast("WatchdogClient", sidecar)
+    address, watchdog = f"10.0.0.{world.node_rank}", cast("Watchdog", sidecar)
     connect_watchdogs(comm, watchdog, world, on_node, address)
     assert len(set(comm.allgather(sidecar.token))) == 1
     return sidecar

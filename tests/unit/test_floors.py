@@ -167,6 +167,140 @@ def test_no_class_name_stands_twice() -> None:
     assert not {name: of for name, of in places.items() if len(of) > 1}
 
 
+MODULE_STATE = {
+    "mpitrain.mpi.collectives.MPI_PROCESS",
+    "mpitrain.launch.job.Job.current",
+    "mpitrain.backend.backend._alive",
+    "mpitrain.record.runs._locks",
+    "mpitrain.record.runs.folders_without_recorder",
+    "mpitrain.train.parallel.previous_settings",
+}
+"""All of the package's; other state belongs to `Job` or to what it owns. The reason of
+each stands at its line."""
+
+MUTATORS = {
+    *("append", "extend", "insert", "remove", "pop", "clear", "add", "discard"),
+    *("update", "setdefault", "popitem", "appendleft", "popleft"),
+}
+
+
+def module_state() -> set[str]:
+    """Find what functions change beyond themselves and their objects.
+
+    Names that they bind by `global`, module-level containers, module-level objects of
+    classes that are not frozen, and attributes of classes.
+    """
+    trees = {dotted(path): ast.parse(path.read_text()) for path in FILES}
+    classes = {
+        node.name: f"{module}.{node.name}"
+        for module, tree in trees.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef)
+        and not any("frozen" in ast.unparse(it) for it in node.decorator_list)
+        and not any(ast.unparse(it) == "NamedTuple" for it in node.bases)
+    }
+    found = set()
+    for module, tree in trees.items():
+        homes = {}  # of the names of this module, and of those that it imports
+        for statement in tree.body:
+            if isinstance(statement, ast.ImportFrom):
+                for alias in statement.names:
+                    homes[alias.asname or alias.name] = statement.module
+            for name in bound_by(statement):
+                homes[name] = module
+                made = getattr(statement, "value", None)
+                if isinstance(made, ast.Call) and ast.unparse(made.func) in classes:
+                    found.add(f"{module}.{name}")
+        for function in ast.walk(tree):
+            if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
+                continue
+            names = [it for node in ast.walk(function) for it in bound_by(node)]
+            own = {*names, *(it.arg for it in function.args.args)}
+            for node in ast.walk(function):
+                if isinstance(node, ast.Global):
+                    found |= {f"{module}.{name}" for name in node.names}
+                for name, attribute in changed_by(node):
+                    if attribute and name in classes:
+                        found.add(f"{classes[name]}.{attribute}")
+                    elif not attribute and name in homes and name not in own:
+                        found.add(f"{homes[name]}.{name}")
+    return {name for name in found if name.startswith("mpitrain")}
+
+
+def dotted(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts)
+
+
+def bound_by(node: ast.AST) -> list[str]:
+    targets = getattr(node, "targets", None) or [getattr(node, "target", None)]
+    return [it.id for it in targets if isinstance(it, ast.Name)]
+
+
+def changed_by(node: ast.AST) -> list[tuple[str, str]]:
+    """Return the names, and their attributes, that a node changes without binding."""
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+        of = node.func.value
+        is_change = node.func.attr in MUTATORS and isinstance(of, ast.Name)
+        return [(of.id, "")] if is_change and isinstance(of, ast.Name) else []
+    found = []
+    if isinstance(node, ast.Assign | ast.Delete | ast.AugAssign | ast.AnnAssign):
+        for target in getattr(node, "targets", None) or [getattr(node, "target", None)]:
+            of = getattr(target, "value", None)
+            if isinstance(target, ast.Subscript) and isinstance(of, ast.Name):
+                found.append((of.id, ""))
+            elif isinstance(target, ast.Attribute) and isinstance(of, ast.Name):
+                found.append((of.id, target.attr))
+    return found
+
+
+def test_state_belongs_to_the_job() -> None:
+    assert module_state() <= MODULE_STATE
+
+
+PRIVATE_OF_PYTHON = {
+    "os",
+    "sys",
+    "threading",
+    "atexit",
+    "runpy",
+    "c",
+}  # c: ctypes' libc
+PRIVATE_OF_OTHERS = {"begun._trial_id", "self._run.settings._offline"}  # Optuna, W&B
+
+
+def private_names_of_others(path: Path) -> set[str]:
+    tree, found = ast.parse(path.read_text()), []
+    functions = [it for it in ast.walk(tree) if isinstance(it, ast.FunctionDef)]
+    methods = {it.name for it in functions}
+    own = methods | {
+        it.attr
+        for it in ast.walk(tree)
+        if isinstance(it, ast.Attribute) and ast.unparse(it.value) in ("self", "cls")
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and is_private(node.attr):
+            root = ast.unparse(node.value).partition(".")[0]
+            if root not in PRIVATE_OF_PYTHON and node.attr not in own:
+                found.append(ast.unparse(node))
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith(
+            "torch"
+        ):
+            words = [*str(node.module).split("."), *(it.name for it in node.names)]
+            found += [f"{node.module}: {it}" for it in words if is_private(it)]
+    return {f"{path}: {name}" for name in found if name not in PRIVATE_OF_OTHERS}
+
+
+def test_private_names_of_torch_are_used_in_one_module() -> None:
+    files = [path for path in FILES if path.name != "torch_compat.py"]
+    assert not set().union(*map(private_names_of_others, files))
+
+
+def is_private(name: str) -> bool:
+    is_public = name in {"_asdict", "_fields", "_replace"}  # of named tuples
+    is_special = name.startswith("__") and name.endswith("__")
+    return name.startswith("_") and not is_public and not is_special
+
+
 @pytest.mark.parametrize("path", FILES, ids=str)
 def test_only_the_start_speaks_mpi(path: Path) -> None:
     if room(path) not in MPI_USERS:

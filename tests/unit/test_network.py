@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from mpitrain.errors import LaunchError
-from mpitrain.launch.rendezvous import probe, select, transports
+from mpitrain.launch.rendezvous import reachability, select, transports
 from mpitrain.launch.rendezvous.interfaces import (
     Interface,
     find_interfaces,
@@ -246,14 +246,19 @@ SECRET = secrets.token_bytes(32)
 def ask(
     listener: socket.socket, secret: bytes = SECRET, seconds: float = SECONDS
 ) -> tuple[str, str]:
-    return probe.connect(listener.getsockname()[:2], 0, secret, seconds=seconds)
+    return reachability.connect(listener.getsockname()[:2], 0, secret, seconds=seconds)
 
 
 def test_rank_zero_proves_itself_to_those_who_know_the_secret() -> None:
-    with probe.listen("127.0.0.1") as listener, probe.answering([listener], SECRET):
+    with (
+        reachability.listen("127.0.0.1") as listener,
+        reachability.answering([listener], SECRET),
+    ):
         assert ask(listener) == ("127.0.0.1", "")
         where = listener.getsockname()[:2]
-        came = probe.connect(where, 0, SECRET, seconds=SECONDS, source="127.0.0.9")
+        came = reachability.connect(
+            where, 0, SECRET, seconds=SECONDS, source="127.0.0.9"
+        )
         assert came == ("127.0.0.9", "")
 
 
@@ -261,23 +266,26 @@ def test_rank_zero_proves_itself_to_those_who_know_the_secret() -> None:
     ("secret", "index"), [(b"another", 0), (SECRET, 1)], ids=["secret", "index"]
 )
 def test_who_does_not_know_the_secret_gets_no_answer(secret: bytes, index: int) -> None:
-    with probe.listen("127.0.0.1") as listener, probe.answering([listener], SECRET):
+    with (
+        reachability.listen("127.0.0.1") as listener,
+        reachability.answering([listener], SECRET),
+    ):
         where = listener.getsockname()[:2]
-        came = probe.connect(where, index, secret, seconds=0.3)
+        came = reachability.connect(where, index, secret, seconds=0.3)
         assert came == ("", "accepted, no answer")
 
 
 def test_where_nobody_listens_is_refused_at_once() -> None:
-    gone = probe.listen("127.0.0.1")
+    gone = reachability.listen("127.0.0.1")
     where = gone.getsockname()[:2]
     gone.close()
-    assert probe.connect(where, 0, SECRET, seconds=SECONDS) == ("", "refused")
+    assert reachability.connect(where, 0, SECRET, seconds=SECONDS) == ("", "refused")
 
 
 @contextmanager
 def service(serve: Callable[[socket.socket], object]) -> Iterator[socket.socket]:
     """Accept on loopback, and do something with every connection."""
-    with probe.listen("127.0.0.1") as listener, ExitStack() as connections:
+    with reachability.listen("127.0.0.1") as listener, ExitStack() as connections:
 
         def accept() -> None:
             with suppress(OSError):
@@ -296,11 +304,14 @@ def service(serve: Callable[[socket.socket], object]) -> Iterator[socket.socket]
 @pytest.mark.parametrize(
     ("serve", "failure"),
     [
-        (lambda sock: sock.sendall(sock.recv(32)), probe.SOMEBODY_ELSE),  # an echo
-        (lambda sock: sock.sendall(b"SSH-2.0-OpenSSH\r\n"), probe.SOMEBODY_ELSE),
-        (lambda sock: sock.sendall(b"x" * 100_000), probe.SOMEBODY_ELSE),
-        (lambda sock: None, probe.SILENT),
-        (lambda sock: sock.close(), probe.SILENT),
+        (
+            lambda sock: sock.sendall(sock.recv(32)),
+            reachability.SOMEBODY_ELSE,
+        ),  # an echo
+        (lambda sock: sock.sendall(b"SSH-2.0-OpenSSH\r\n"), reachability.SOMEBODY_ELSE),
+        (lambda sock: sock.sendall(b"x" * 100_000), reachability.SOMEBODY_ELSE),
+        (lambda sock: None, reachability.SILENT),
+        (lambda sock: sock.close(), reachability.SILENT),
     ],
 )
 def test_a_look_alike_is_not_taken_for_rank_zero(serve: Callable, failure: str) -> None:
@@ -327,9 +338,9 @@ def stranger(
                 connections.append(sock)
                 count[0] += 1
                 say(sock)
-            if len(connections) > probe.MAX_STRANGERS + 10:
+            if len(connections) > reachability.MAX_STRANGERS + 10:
                 connections.popleft().close()
-            if count[0] > 2 * probe.MAX_STRANGERS:
+            if count[0] > 2 * reachability.MAX_STRANGERS:
                 stop.wait(0.005)
 
     thread = threading.Thread(target=connect, daemon=True)
@@ -353,18 +364,20 @@ def stranger(
 )
 def test_a_flood_of_strangers_keeps_nobody_from_an_answer(say: Callable) -> None:
     with (
-        probe.listen("127.0.0.1") as listener,
-        probe.answering([listener], SECRET),
+        reachability.listen("127.0.0.1") as listener,
+        reachability.answering([listener], SECRET),
         stranger(listener, say) as count,
     ):
-        while count[0] <= 2 * probe.MAX_STRANGERS:  # more than may be open at once
+        while (
+            count[0] <= 2 * reachability.MAX_STRANGERS
+        ):  # more than may be open at once
             time.sleep(0.001)
         for _ in range(5):
             assert ask(listener) == ("127.0.0.1", "")
 
 
 def test_a_listener_is_bound_to_its_address_alone() -> None:
-    with probe.listen("127.0.0.1") as sock:
+    with reachability.listen("127.0.0.1") as sock:
         port = sock.getsockname()[1]
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection(("127.0.0.2", port), timeout=1).close()

@@ -17,7 +17,7 @@ NUM_RANKS = 4
 RANK = """
 import os, signal, sys, time
 signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs ignore it
-from mpitrain.watchdog.client import WatchdogClient
+from mpitrain.watchdog.client import Watchdog
 rank, size, num_steps, *ports = map(int, sys.argv[1:])
 
 def obey(status, text):  # called in a thread
@@ -25,10 +25,10 @@ def obey(status, text):  # called in a thread
     if status is not None:
         os._exit(status)
 
-client = WatchdogClient(
+client = Watchdog(
     rank=rank, world_size=size, launcher_sockets=(), start_timeout_seconds=60,
-    on_command=obey,
 )
+client.on_command = obey
 if rank < size - 1:
     print(client.listen("127.0.0.1", "secret", rank, size), flush=True)
 if rank:

@@ -355,7 +355,7 @@ def test_the_files_in_which_ranks_wait_for_others_are_there() -> None:
 
 DUMPS = """
 import os, socket, threading
-from mpitrain.watchdog.client import WatchdogClient
+from mpitrain.watchdog.client import Watchdog
 
 def busy():
     while True:
@@ -364,7 +364,7 @@ def busy():
 for _ in range(2):
     threading.Thread(target=busy, daemon=True).start()
 ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-client = object.__new__(WatchdogClient)
+client = object.__new__(Watchdog)
 client._control, client._dump = ours, os.memfd_create("stacks")
 reader = threading.Thread(target=client._receive)
 reader.start()

@@ -20,7 +20,7 @@ from ipaddress import ip_address
 from typing import TYPE_CHECKING
 
 from mpitrain.errors import LaunchError
-from mpitrain.launch.rendezvous import probe
+from mpitrain.launch.rendezvous import reachability
 from mpitrain.launch.rendezvous.interfaces import (
     KINDS,
     Interface,
@@ -107,13 +107,13 @@ def find_rendezvous(
             is_alone = world.num_nodes == 1
             for address, found in addresses_to_offer(interfaces, interface, is_alone):
                 with contextlib.suppress(OSError):  # it went away, or is not ready yet
-                    listener = stack.enter_context(probe.listen(address))
+                    listener = stack.enter_context(reachability.listen(address))
                     port = listener.getsockname()[1]
                     listeners.append(listener)
                     offers.append(Offer(address=address, port=port, interface=found))
         secret, offers = comm.bcast((secrets.token_bytes(32), offers))
         attempts: list[Attempt] = []
-        with probe.answering(listeners if world.num_nodes > 1 else (), secret):
+        with reachability.answering(listeners if world.num_nodes > 1 else (), secret):
             if is_probing:
                 attempts = try_offers(offers, secret, interfaces, interface)
             barrier(comm)
@@ -222,7 +222,7 @@ def try_offers(
             if source is not None and (":" in source) != (":" in offer.address):
                 continue
             where = (offer.address, offer.port)
-            address, failure = probe.connect(
+            address, failure = reachability.connect(
                 where, index, secret, seconds=CONNECT_SECONDS, source=source
             )
             if not failure:

@@ -25,13 +25,8 @@ from mpitrain.data.torchvision_sets import CLASSES
 from mpitrain.errors import LaunchError, MpitrainError, Stopped, UsageError
 from mpitrain.launch.job import Job
 from mpitrain.launch.process_exit import is_consequence
-from mpitrain.launch.subworld import destroy_process_group, sub_world
-from mpitrain.mpi.collectives import (
-    all_or_none,
-    cancel_waits_by,
-    on_rank_zero,
-    world_comm,
-)
+from mpitrain.launch.subworld import sub_world
+from mpitrain.mpi.collectives import all_or_none, on_rank_zero, world_comm
 from mpitrain.mpi.implementation import has_thread_multiple
 from mpitrain.mpi.shared_arrays import communicator
 from mpitrain.mpi.world import World, list_hosts, rank_label
@@ -41,6 +36,7 @@ from mpitrain.tools.sweep.config import PreparedSweep, ReadConfig
 from mpitrain.tools.sweep.messages import POLL_SECONDS, Inbox, Message, TrialResult
 from mpitrain.tools.train.prepare import PreparedRun, prepare
 from mpitrain.tools.train.run import run_training
+from mpitrain.torch_compat import destroy_process_group
 from mpitrain.train.callbacks import Callback, StopRequested
 from mpitrain.train.metrics import EpochMetrics
 from mpitrain.watchdog.heartbeat import State
@@ -195,7 +191,7 @@ class Worker:
         inbox.begin(start_id)
         try:
             with (
-                cancel_waits_by(inbox.raise_if_aborted),
+                job.mpi.cancel_waits_by(inbox.raise_if_aborted),
                 sub_world(job, self._world, ranks, start_id) as part,
             ):
                 job.watchdog.expect_steps("the start of a trial")
@@ -248,7 +244,7 @@ class Worker:
         finally:
             close_run(run.run_dir)
             if run.config.compile:
-                torch._dynamo.reset()  # noqa: SLF001
+                torch.compiler.reset()
         if reporter.is_pruned:
             return TrialResult("pruned", rank)
         return TrialResult("stopped" if status else "finished", rank)

@@ -17,6 +17,11 @@ from mpitrain.data.custom import Samples
 from mpitrain.data.samples import to_dtype
 from mpitrain.data.sharding import MicroBatchAssignment
 from mpitrain.mpi.world import World
+from mpitrain.torch_compat import (
+    broadcast_coalesced,
+    foreach_norm,
+    is_persistent_buffer,
+)
 from mpitrain.train.model import copy_to_cpu
 from mpitrain.train.precision import autocast, configure_torch, is_16_bit
 
@@ -209,7 +214,6 @@ class Strategy:
         if not self._are_alike:
             return float(nn.utils.get_total_norm(gradients))
         # As `get_total_norm` without grouping by device and type: half its time.
-        foreach_norm: Any = torch._foreach_norm  # noqa: SLF001
         return norm_of(foreach_norm(gradients))
 
     # --- the model's state --------------------------------------------------------
@@ -248,8 +252,7 @@ class Strategy:
         """
         buffers = list(self.named_buffers().values())
         if buffers and self.world.world_size > 1:
-            broadcast: Any = vars(dist)["_broadcast_coalesced"]  # what DDP calls
-            broadcast(dist.group.WORLD, buffers, BUCKET_BYTES, 0)
+            broadcast_coalesced(dist.group.WORLD, buffers, BUCKET_BYTES, 0)
 
     def seed_evaluation_batch(self, number: int) -> None:
         """Seed what a batch of an evaluation draws, if that is to be the same."""
@@ -271,7 +274,7 @@ def _find_buffers(model: nn.Module) -> dict[str, tuple[nn.Module, str, torch.Siz
     for name, buffer in model.named_buffers():
         owner, _, attribute = name.rpartition(".")
         module = model.get_submodule(owner)
-        if attribute not in module._non_persistent_buffers_set:  # noqa: SLF001 - torch 2.14
+        if is_persistent_buffer(module, attribute):
             found[name] = (module, attribute, buffer.shape)
     return found
 

@@ -25,7 +25,7 @@ from mpitrain.data.custom import Samples
 from mpitrain.data.sharding import MicroBatchAssignment
 from mpitrain.errors import UsageError
 from mpitrain.mpi.world import World
-from mpitrain.torch_compat import all_gather_flat
+from mpitrain.torch_compat import all_gather_flat, foreach_norm, is_compiled
 from mpitrain.train.precision import configure_torch
 from mpitrain.train.strategy.balance import Balance
 from mpitrain.train.strategy.base import Strategy, can_be_fused, norm_of
@@ -117,7 +117,7 @@ class BitwiseDDPStrategy(Strategy):
                 "--bitwise does not go with nn.SyncBatchNorm, whose statistics are of "
                 "all ranks; expected nn.BatchNorm2d, whose are of a micro-batch"
             ).on_all_ranks()
-        if any(it._compiled_call_impl for it in model.modules()):  # noqa: SLF001
+        if is_compiled(model):
             raise UsageError(
                 "--bitwise does not go with torch.compile; expected a plain model"
             ).on_all_ranks()
@@ -369,7 +369,6 @@ class BitwiseFSDPStrategy(BitwiseDDPStrategy, FSDPStrategy):
         if not self._are_alike:
             whole = [it.full_tensor() for it in gradients]
             return float(nn.utils.get_total_norm(whole))
-        foreach_norm: Any = torch._foreach_norm  # noqa: SLF001
         # One after another: together they take the memory of DDP.
         return norm_of([foreach_norm([it.full_tensor()])[0] for it in gradients])
 

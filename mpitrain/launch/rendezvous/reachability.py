@@ -1,4 +1,4 @@
-"""A connection whose two ends prove that they belong to this job.
+"""Whether an address is reached, by a connection whose two ends prove themselves.
 
 docker0 has the same address on every node, so a stranger's service may accept a
 connection there. Both ends show that they know a secret that only this job's ranks
