@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,7 @@ class Fingerprints(Callback):
         self._path = run_dir / FILE
         self._every = every_steps
         self._before: Mapping[str, Any] = {}
-        self._lines: JsonlWriter[dict[str, Any]] | None = None
+        self._lines: JsonlWriter | None = None
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Drop what was written after the checkpoint."""
@@ -38,7 +37,7 @@ class Fingerprints(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the length of the file."""
-        return {} if self._lines is None else {"bytes": self._lines.num_bytes()}
+        return {} if self._lines is None else {"bytes": self._lines.num_bytes}
 
     def flush(self) -> None:
         """Sync the file to the disk; in any thread."""
@@ -52,7 +51,7 @@ class Fingerprints(Callback):
             # An earlier job may have written a checkpoint without this callback.
             default = None if trainer.state.step else 0
             num_bytes = self._before.get("bytes", default)
-            self._lines = JsonlWriter(self._path, json.dumps, num_bytes)
+            self._lines = JsonlWriter(self._path, keep_bytes=num_bytes)
 
     def on_step_end(self, trainer: Any) -> None:
         """Write the hashes."""

@@ -10,7 +10,6 @@ for how long.
 from __future__ import annotations
 
 import contextlib
-import json
 import threading
 import time
 from array import array
@@ -53,10 +52,8 @@ class RankTimes(Callback):
     def open(self, world: World, timer: Timer, step: int) -> None:
         """Open the file. ``step``: steps done by earlier jobs."""
         self._folder.mkdir(parents=True, exist_ok=True)
-        self._lines: JsonlWriter[list[Any] | dict[str, Any]] = JsonlWriter(
-            self._folder / f"{rank_name(world.rank, world.world_size)}.jsonl",
-            json.dumps,
-        )
+        name = rank_name(world.rank, world.world_size)
+        self._lines = JsonlWriter(self._folder / f"{name}.jsonl")
         now = time.time()
         self._lines.write(
             {

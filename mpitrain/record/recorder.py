@@ -64,7 +64,7 @@ class Recorder(Callback):
         self._seconds_left = seconds_left
         self._resume_with = resume_with
         self._before: Mapping[str, Any] = {}
-        self._metrics: JsonlWriter[Line] | None = None
+        self._metrics: JsonlWriter | None = None
         self._result: dict[str, Any] = {}
         self._micro_batch_counts: list[int] = []
 
@@ -79,7 +79,7 @@ class Recorder(Callback):
         if self._metrics is None:
             return {}
         values = {k: v for k, v in self._result.items() if k not in _OF_THE_JOB}
-        return {"metrics_bytes": self._metrics.num_bytes(), "values": values}
+        return {"metrics_bytes": self._metrics.num_bytes, "values": values}
 
     def flush(self) -> None:
         """Sync the record to the disk; in any thread."""
