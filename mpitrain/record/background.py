@@ -14,8 +14,7 @@ from collections.abc import Callable
 
 logger = logging.getLogger("mpitrain")
 
-WAKE_SECONDS = 1.0  # how often a full disk is tried again, and lines are written
-BATCH_BYTES = 1 << 16  # written at once, about
+RETRY_SECONDS = 1.0  # after an error, such as that of a full disk
 
 
 class BackgroundWriter:
@@ -28,9 +27,8 @@ class BackgroundWriter:
     Args:
         name: Of what is written to, for the warning.
         write: Writes some of the bytes and returns how many; called in the thread.
-        release: Called in the thread at its end, when `write` is called no more.
-        is_prompt: Whether the thread wakes at every `put`, or every `WAKE_SECONDS`:
-            then the thread that trains has to give way to it less often.
+        max_items: How many may wait.
+        release: Called in the thread at its end: `write` is called no more.
     """
 
     def __init__(
@@ -38,38 +36,32 @@ class BackgroundWriter:
         name: str,
         write: Callable[[bytes], int],
         max_items: int,
-        *,
         release: Callable[[], object] = lambda: None,
-        is_prompt: bool = True,
     ) -> None:
         self.num_waiting = self.num_dropped = 0  # items
         self._name, self._max_items = name, max_items
-        self._write, self._release, self._is_prompt = write, release, is_prompt
-        self._items: deque[tuple[bytes, int]] = deque()
-        self._batch = b""  # what is being written
+        self._write, self._release = write, release
+        self._waiting: deque[tuple[bytes, int]] = deque()
         self._error: OSError | None = None
-        self._is_urgent = self._is_closed = False
+        self._is_closed = False
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self.start = self._thread.start
 
     def put(self, data: bytes, num_items: int = 1) -> bool:
-        """Add some items' bytes; return false if they are dropped. Takes microseconds.
+        """Add the bytes of some items; return false if they are dropped.
 
-        Without items, bytes are never dropped.
+        Takes microseconds. Bytes of no item are never dropped.
         """
         with self._changed:
-            has_room = self.num_waiting + num_items <= self._max_items
-            if has_room or not num_items:
-                self._items.append((data, num_items))
+            if not num_items or self.num_waiting + num_items <= self._max_items:
+                self._waiting.append((data, num_items))
                 self.num_waiting += num_items
-                if self._is_prompt:
-                    self._is_urgent = True
-                    self._changed.notify_all()
+                self._changed.notify_all()
                 return True
             is_first = not self.num_dropped
             self.num_dropped += num_items
-        if is_first:  # without the lock: the log is written by such a thread, too
+        if is_first:  # without the lock: the log, too, has such a writer
             logger.warning(
                 "%s takes no data, and %d entries wait for it: more are dropped. "
                 "Training continues",
@@ -80,11 +72,10 @@ class BackgroundWriter:
     def flush(self, max_seconds: float | None = None) -> OSError | None:
         """Wait until all is written, or cannot be; return why it cannot."""
         with self._changed:
-            self._error, self._is_urgent = None, True
+            self._error = None  # tried again at once
             self._changed.notify_all()
             self._changed.wait_for(
-                lambda: self._error or self._is_closed or not self._has_more(),
-                max_seconds,
+                lambda: self._error or self._is_closed or not self._waiting, max_seconds
             )
             return self._error
 
@@ -94,34 +85,28 @@ class BackgroundWriter:
             self._is_closed = True
             self._changed.notify_all()
 
-    def _has_more(self) -> bool:
-        return bool(self._batch or self._items)
+    def _is_due(self) -> bool:
+        return self._is_closed or bool(self._waiting and self._error is None)
 
     def _run(self) -> None:
-        num_items = 0  # in the batch
         while True:
             with self._changed:
-                self._changed.wait_for(
-                    lambda: self._is_urgent or self._is_closed, WAKE_SECONDS
-                )
+                seconds = None if self._error is None else RETRY_SECONDS
+                self._changed.wait_for(self._is_due, seconds)
                 if self._is_closed:
                     break
-                parts = [self._batch]
-                while self._items and sum(map(len, parts)) < BATCH_BYTES:
-                    data, num = self._items.popleft()
-                    parts.append(data)
-                    num_items += num
-                self._batch = batch = b"".join(parts)
+                data, num_items = self._waiting[0]
             error, num_bytes = None, 0
             try:
-                num_bytes = self._write(batch) if batch else 0
+                num_bytes = self._write(data)
             except OSError as failed:
                 error = failed
             with self._changed:
-                self._batch, self._error = batch[num_bytes:], error
-                if not self._batch:
+                self._error = error
+                if num_bytes < len(data):
+                    self._waiting[0] = data[num_bytes:], num_items
+                else:
+                    self._waiting.popleft()
                     self.num_waiting -= num_items
-                    num_items = 0
-                self._is_urgent = error is None and self._has_more()
                 self._changed.notify_all()
         self._release()

@@ -47,23 +47,16 @@ class JsonlWriter:
             str(path),
             self._write_bytes,
             MAX_WAITING,
-            release=lambda: os.close(self._descriptor),
-            is_prompt=False,
+            lambda: os.close(self._descriptor),
         )
         last = os.pread(self._descriptor, 1, max(0, self._end - 1))
         if last not in (b"", b"\n"):  # it was cut
-            self._put("\n")
+            self._put([""])
         self._writer.start()
 
     def write(self, *values: Any) -> None:
-        """Add a line for each value; takes microseconds."""
-        for value in values:
-            try:
-                line = self._line_of(value) + "\n"
-            except Exception as error:  # a record does not end a training
-                logger.warning("%s: left out %r: %s", self._path, value, error)
-            else:
-                self._put(line)
+        """Add a line for each value; does not wait."""
+        self._put([line for it in values if (line := self._line(it)) is not None])
 
     def sync(self) -> None:
         """Sync all lines to the disk; an OSError says that it takes none."""
@@ -85,9 +78,16 @@ class JsonlWriter:
         finally:
             self._writer.close()
 
-    def _put(self, line: str) -> None:
-        data = line.encode()
-        if self._writer.put(data):
+    def _line(self, value: Any) -> str | None:
+        try:
+            return self._line_of(value)
+        except Exception as error:  # a record does not end a training
+            logger.warning("%s: left out %r: %s", self._path, value, error)
+            return None
+
+    def _put(self, lines: list[str]) -> None:
+        data = "".join(f"{line}\n" for line in lines).encode()
+        if lines and self._writer.put(data, len(lines)):
             self.num_bytes += len(data)
 
     def _write_bytes(self, data: bytes) -> int:

@@ -18,7 +18,7 @@ from mpitrain.launch.current import age_seconds, current_world
 from mpitrain.launch.job import Job
 from mpitrain.record.jsonl import CLOSE_SECONDS, JsonlWriter
 from mpitrain.record.run_dir import log_path, open_log, read_result
-from mpitrain.record.runs import Exists, folders_without_recorder, is_finished, open_run
+from mpitrain.record.runs import is_finished, open_run
 from mpitrain.train.callbacks import Callback
 from mpitrain.train.metrics import EpochMetrics, StepMetrics, Throughput
 from mpitrain.train.progress import SecondsLeft, finished_line, format_metrics
@@ -49,6 +49,7 @@ class Recorder(Callback):
             of the process to that of `fit`.
         seconds_left: Returns the seconds until a time limit stops the training.
         resume_with: What to type to resume, for the screen.
+        is_open: Whether this job has opened the folder; a `Checkpointer` says so, too.
     """
 
     def __init__(
@@ -58,8 +59,9 @@ class Recorder(Callback):
         start_seconds: float | None = None,
         seconds_left: SecondsLeft = lambda: None,
         resume_with: str = "the same command",
+        is_open: bool = False,
     ) -> None:
-        self.run_dir = Path(run_dir)
+        self.run_dir, self.is_open = Path(run_dir), is_open
         self._start_seconds = start_seconds
         self._seconds_left = seconds_left
         self._resume_with = resume_with
@@ -94,12 +96,10 @@ class Recorder(Callback):
             return
         if self._start_seconds is None:
             self._start_seconds = age_seconds()
-        path = self.run_dir.resolve()
-        if path not in folders_without_recorder:  # a script without a Checkpointer
-            has_record = self._before or self._result
-            exists: Exists = "resume" if has_record else "refuse"
-            open_run(path.parent, path.name, exists=exists)
-        folders_without_recorder.discard(path)
+        if not self.is_open:
+            path = self.run_dir.resolve()
+            open_run(path.parent, path.name, exists="refuse")
+            self.is_open = True
         write_json(self.run_dir / "inputs.json", trainer.engine.inputs)
         self._metrics = JsonlWriter(
             self.run_dir / "metrics.jsonl",

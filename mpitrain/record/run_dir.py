@@ -72,7 +72,7 @@ class LogFile(logging.Handler):
         super().__init__()
         self._log, self._pid = log, os.getpid()
         self._writer = BackgroundWriter(
-            log.name, self._write_bytes, MAX_WAITING, release=log.close
+            log.name, self._write_bytes, MAX_WAITING, log.close
         )
         self._writer.start()
 

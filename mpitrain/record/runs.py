@@ -28,10 +28,6 @@ NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 
 Exists = Literal["resume", "refuse", "new name"]
 
-_locks: dict[Path, int] = {}  # descriptors; let go with this process at the latest
-# Folders that this process has opened, and in which nobody writes a record yet.
-folders_without_recorder: set[Path] = set()
-
 
 @dataclass(frozen=True, kw_only=True)
 class RunFolder:
@@ -40,7 +36,9 @@ class RunFolder:
     path: Path  # absolute
     run_id: str  # the run's own, in all of its jobs
     is_new: bool  # whether no job has written into it before
-    has_lock: bool  # whether others would notice; some file systems have no locks
+    lock: int | None
+    """Descriptor of the lock, which this process holds until it ends or closes it;
+    ``None`` on a file system without locks."""
 
 
 def open_run(runs_dir: Path, name: str | None, *, exists: Exists) -> RunFolder:
@@ -76,7 +74,7 @@ def open_run(runs_dir: Path, name: str | None, *, exists: Exists) -> RunFolder:
             f"{path} is a file; expected a run folder. Choose another --name"
         )
     try:
-        has_lock = _lock(path)
+        lock = _lock(path)
         if is_new := _is_blank(path):
             (path / "logs").mkdir(exist_ok=True)
             run_id = secrets.token_hex(8)
@@ -89,15 +87,7 @@ def open_run(runs_dir: Path, name: str | None, *, exists: Exists) -> RunFolder:
             run_id = _id_of(path)
     except OSError as error:
         raise _cannot_make(path, error) from None
-    folders_without_recorder.add(path.resolve())
-    return RunFolder(path=path, run_id=run_id, is_new=is_new, has_lock=has_lock)
-
-
-def close_run(path: Path) -> None:
-    """Let go of the lock of a run folder, as `open_run` returned it, if it is held."""
-    folders_without_recorder.discard(path.resolve())
-    if path in _locks:
-        os.close(_locks.pop(path))
+    return RunFolder(path=path, run_id=run_id, is_new=is_new, lock=lock)
 
 
 def differences(
@@ -136,8 +126,8 @@ def _id_of(path: Path) -> str:
         ) from None
 
 
-def _lock(path: Path) -> bool:
-    """Take a run's lock; return false where the file system has no locks."""
+def _lock(path: Path) -> int | None:
+    """Take a run's lock; ``None`` where the file system has no locks."""
     # POSIX's kind: the kernel, or the file server, lets it go when its holder has
     # ended, and children do not have it.
     descriptor = os.open(path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
@@ -150,7 +140,7 @@ def _lock(path: Path) -> bool:
         except OSError as error:
             if error.errno in NO_LOCKS:
                 os.close(descriptor)
-                return False
+                return None
             if error.errno not in (errno.EACCES, errno.EAGAIN):
                 raise
         holder = os.pread(descriptor, 200, 0).decode(errors="replace").strip()
@@ -170,12 +160,11 @@ def _lock(path: Path) -> bool:
                 "--name, or --new-run"
             )
         time.sleep(0.2)
-    _locks[path] = descriptor
     now = datetime.now().astimezone().isoformat(timespec="seconds")
     who = f"process {os.getpid()} on {socket.gethostname()}, since {now}\n"
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, who.encode(), 0)
-    return True
+    return descriptor
 
 
 def is_held(path: Path) -> bool | None:

@@ -101,7 +101,7 @@ def record(folder: Path) -> Recorder:
     (folder / "run.json").write_text(
         '{"id": "x", "begun": "2026-11-22T10:00:00+00:00"}'
     )
-    recorder = Recorder(folder, start_seconds=1.5)
+    recorder = Recorder(folder, start_seconds=1.5, is_open=True)
     recorder.on_fit_start(TRAINER)
     return recorder
 
@@ -216,7 +216,7 @@ def test_what_a_training_that_goes_on_drops_is_forgotten(tmp_path: Path) -> None
     metrics = Metrics(tmp_path / "metrics.jsonl")
     assert not metrics.update()
     assert [it.step for it in metrics.steps] == [1, 2, 3, 4, 5, 6]
-    recorder = Recorder(tmp_path)
+    recorder = Recorder(tmp_path, is_open=True)
     recorder.load_state_dict(before)
     recorder.on_fit_start(TRAINER)
     recorder.on_metrics(TRAINER, [step_row(step, 7.0) for step in range(4, 12)])

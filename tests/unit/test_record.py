@@ -93,8 +93,10 @@ def trainer_of(world: World) -> Any:
     )
 
 
-def record_of(tmp_path: Path) -> tuple[recorder.Recorder, Any]:
-    record = recorder.Recorder(tmp_path)
+def record_of(
+    tmp_path: Path, *, is_open: bool = False
+) -> tuple[recorder.Recorder, Any]:
+    record = recorder.Recorder(tmp_path, is_open=is_open)
     trainer = trainer_of(dataclasses.replace(a_world(), rank=0))
     record.on_fit_start(trainer)
     return record, trainer
@@ -159,7 +161,7 @@ def test_a_recorder_continues_in_a_folder_that_its_job_has_opened(
     (tmp_path / "run.json").write_text('{"id": "x"}')
     (tmp_path / "metrics.jsonl").write_text('{"event": "after no checkpoint"}\n')
     open_run(tmp_path.parent, tmp_path.name, exists="resume")
-    begun, trainer = record_of(tmp_path)
+    begun, trainer = record_of(tmp_path, is_open=True)
     begun.on_stop(trainer, "because")
     assert events_of(tmp_path) == ["begin"]
 
@@ -210,7 +212,7 @@ def steps_of(*told: list[float]) -> StepSeconds:
 def test_lines_that_wait_are_written_when_a_job_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mpitrain.record.background.WAKE_SECONDS", 1000.0)
+    monkeypatch.setattr("mpitrain.record.background.RETRY_SECONDS", 1000.0)
     record, trainer = record_of(tmp_path)
     row = StepMetrics(epoch=1, step=1, loss=0.5, lr=0.1, grad_norm=1.0)
     record.on_metrics(trainer, [row])
@@ -363,7 +365,7 @@ def test_what_a_full_disk_refuses_is_written_once_it_has_room(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Also where it takes a part of it."""
-    monkeypatch.setattr("mpitrain.record.background.WAKE_SECONDS", 0.01)
+    monkeypatch.setattr("mpitrain.record.background.RETRY_SECONDS", 0.01)
     room, disk = 5, b""
 
     def write(data: bytes) -> int:

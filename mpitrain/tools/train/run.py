@@ -86,6 +86,7 @@ def run_training(
             start_seconds=start_seconds,
             seconds_left=seconds_left,
             resume_with=f"the same command{named}",
+            is_open=True,
         ),
         RankTimes(run_dir, start_seconds),
         *([Loggers(config, run_dir, run.run_id)] if config.log else []),
