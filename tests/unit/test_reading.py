@@ -155,10 +155,8 @@ def test_a_ranks_times_are_read_job_by_job(tmp_path: Path) -> None:
     first, second = file.jobs
     assert (first.rank, first.hostname, first.node_rank) == (3, "b", 1)
     assert (first.start_seconds, first.cut) == (2.5, None)
-    assert list(first.steps) == [7]
-    assert [column[0] for column in first.seconds] == [
-        0.25 * (1 + i) for i in range(len(PHASES))
-    ]
+    assert first.last_step == 7
+    assert list(first.lines[2:]) == [0.25 * (1 + i) for i in range(len(PHASES))]
     assert second.cut is not None
     assert second.cut.phase == COMMUNICATION
     assert 5 <= second.cut.seconds < 6
@@ -182,8 +180,9 @@ def test_phases_of_another_version_find_their_place(tmp_path: Path) -> None:
     file = RankFile(path)
     file.update()
     (job,) = file.jobs
-    assert list(job.ends) == [11.0]  # lines that are wrong are left out as a whole
-    found = {PHASES[i]: it[0] for i, it in enumerate(job.seconds) if it[0]}
+    end, step, *seconds = job.lines  # lines that are wrong are left out as a whole
+    assert (end, step) == (11.0, 1)
+    found = {PHASES[i]: it for i, it in enumerate(seconds) if it}
     assert found == {"forward": 0.5, "data": 0.125, PHASES[OTHER]: 0.25}
 
 

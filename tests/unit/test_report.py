@@ -109,7 +109,7 @@ def test_the_straggler_is_found_and_nobody_is_accused_without_one(
     (job,) = jobs_of(slow)
     found = find_straggler(job, slow.metrics.throughputs)
     assert found is not None
-    assert (found.rank, found.hostname, found.is_significant) == (6, "gpu01", True)
+    assert (found.rank, found.is_significant) == (6, True)
     paces = slow.metrics.throughputs
     late = sum(it.late_seconds for it in paces) / sum(it.seconds for it in paces)
     assert found.late_share == pytest.approx(late)

@@ -13,13 +13,7 @@ from matplotlib.patches import Patch, Rectangle
 from numpy.typing import NDArray
 
 from mpitrain.record.reading import RankJob, Run
-from mpitrain.tools.report.analysis import (
-    STAGES,
-    Floats,
-    JobTimes,
-    load_seconds,
-    phase_seconds,
-)
+from mpitrain.tools.report.analysis import STAGES, Floats, JobTimes, timeline
 from mpitrain.tools.report.curves import apart, mark_checkpoints
 from mpitrain.tools.report.figures import (
     HANG,
@@ -31,7 +25,6 @@ from mpitrain.tools.report.figures import (
     Chart,
 )
 from mpitrain.tools.report.summary import balance_line, findings
-from mpitrain.train.metrics import NUM_PHASES, OTHER
 
 NUM_COLUMNS = 800
 MAX_ROWS = 400  # more ranks share rows; a row shows the one that waits least
@@ -120,26 +113,8 @@ def _busy(shares: Floats) -> Floats:
 
 def stage_shares(part: RankJob, times: Floats) -> Floats:
     """Return what a rank did between some times: `(len(times) - 1, stages)`."""
-    first = part.time + load_seconds(part)
-    ends = [part.time - part.start_seconds, first]
-    rows = [np.eye(1, len(STAGES))[0] * (first - ends[0])]
-    if len(part.ends):
-        sums = phase_seconds(part)
-        spans = np.maximum(np.diff(np.array([first, *part.ends])), 0.0)
-        # Time of no phase is `other`. GPU times are read late: then there is too much.
-        sums[:, OTHER] += np.maximum(spans - sums.sum(1), 0.0)
-        sums *= spans[:, None] / np.maximum(sums.sum(1, keepdims=True), 1e-12)
-        ends += list(part.ends)
-        rows += [np.concatenate([[0.0], it]) for it in sums]
-    if part.cut is not None:
-        since = max(part.cut.time - part.cut.seconds, ends[-1])
-        for end, phase in ((since, OTHER), (part.cut.time, part.cut.phase)):
-            if end > ends[-1]:
-                rows.append(np.eye(1 + NUM_PHASES)[1 + phase] * (end - ends[-1]))
-                ends.append(end)
-    total = np.concatenate([np.zeros((1, len(STAGES))), np.cumsum(rows, 0)])
-    places = np.maximum.accumulate(np.asarray(ends))
-    at = np.stack([np.interp(times, places, column) for column in total.T], 1)
+    known, seconds = timeline(part)
+    at = np.stack([np.interp(times, known, column) for column in seconds.T], 1)
     widths = np.maximum(np.diff(times), 1e-12)[:, None]
     found: Floats = np.clip(np.diff(at, axis=0) / widths, 0.0, 1.0)
     return found
