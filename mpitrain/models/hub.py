@@ -24,7 +24,7 @@ from mpitrain.models.layers import (
     fit_first_conv,
     try_one_image,
 )
-from mpitrain.models.weights import not_downloaded
+from mpitrain.models.weights import not_downloaded, unknown_weights
 
 PREFIX = "hub:"
 FORM = "expected hub:OWNER/NAME:ENTRY, hub:OWNER/NAME:REF:ENTRY or hub:FOLDER:ENTRY"
@@ -87,10 +87,7 @@ def _fit_head(
 
 def _load(name: str, weights: str | None) -> nn.Module:
     if weights not in (None, "default"):
-        raise UsageError(
-            f"--weights {weights!r} is no file; for --model {name} expected a file, or "
-            "default for the weights that the repository itself gets"
-        )
+        raise unknown_weights(name, weights, ["default"])
     repository, entry = _parse(name)
     folder = str(_clone_of(repository) or _download(name, repository))
     load = partial(torch.hub.load, folder, entry, source="local", trust_repo=True)
@@ -132,7 +129,7 @@ def _clone_of(repository: str) -> Path | None:
     if on_github is None:
         raise UsageError(
             f"--model {PREFIX}{repository}:...: there is no folder {repository!r}, "
-            f"seen from {Path.cwd()}, and it is no name on GitHub; {FORM}"
+            f"seen from {Path.cwd()}, and that is not a name on GitHub; {FORM}"
         )
     owner, project, ref = on_github.groups()
     cache = Path(torch.hub.get_dir())
@@ -147,7 +144,7 @@ def _download(name: str, repository: str) -> Path:
     try:
         with contextlib.redirect_stdout(io.StringIO()):
             torch.hub.list(repository, **options)  # type: ignore[no-untyped-call]
-    except Exception as error:  # its code's errors are told better when it is used
+    except Exception as error:  # errors of its code come again when it is used
         failure = error
     if (folder := _clone_of(repository)) is None:
         raise not_downloaded(name, None, failure) from failure

@@ -13,7 +13,7 @@ from torch import nn
 
 from mpitrain.errors import DataError, UsageError, did_you_mean
 from mpitrain.models.layers import Sizes, try_one_image
-from mpitrain.models.weights import cached_file, not_downloaded
+from mpitrain.models.weights import cached_file, not_downloaded, unknown_weights
 from mpitrain.plugins import require
 
 PREFIX = "timm:"
@@ -105,12 +105,9 @@ def _resolve(name: str, weights: str | None) -> tuple[str, Any]:
     full_name = f"{architecture}.{tag}" if tag else architecture
     pretrained = timm.list_pretrained(f"{architecture}.*")
     if (tag and full_name not in pretrained) or (weights and not pretrained):
-        tags = ["default", *(known.partition(".")[2] for known in pretrained)]
-        has = ", ".join(tags) if pretrained else "none"
-        raise UsageError(
-            f"--weights {tag or weights!r} is no file, and no weights that timm has "
-            f"for {architecture}; it has {has}"
-        )
+        tags = [known.partition(".")[2] for known in pretrained]
+        has = ["default", *tags] if tags else ()
+        raise unknown_weights(PREFIX + architecture, tag or str(weights), has)
     return full_name, timm.get_pretrained_cfg(full_name, allow_unregistered=True)
 
 

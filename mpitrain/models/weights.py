@@ -134,6 +134,15 @@ def cached_file(url: str, *, local: bool = True, progress: bool = False) -> str:
     return str(path) if path.exists() else ""
 
 
+def unknown_weights(name: str, weights: str, known: Sequence[str] = ()) -> UsageError:
+    """Make the error for weights that are no file, nor known to a model's library."""
+    expected = f", or for --model {name} one of {', '.join(known)}" if known else ""
+    return UsageError(
+        f"--weights {weights!r}: no such file, and --model {name} has no weights of "
+        f"that name; expected a file, such as runs/NAME/model.pt{expected}"
+    )
+
+
 def not_downloaded(name: str, weights: str | None, error: Exception) -> DataError:
     """Make the error for a model or weights that could not be downloaded."""
     what = f"{name} --weights {weights}" if weights else name

@@ -56,11 +56,11 @@ class Fingerprints(Callback):
     def on_step_end(self, trainer: Any) -> None:
         """Write the hashes."""
         step, engine = trainer.state.step, trainer.engine
-        if self._every is None or step % self._every:
+        is_due = self._every is not None and not step % self._every
+        is_collective = engine.parallel.strategy == "fsdp"
+        if not is_due or (self._lines is None and not is_collective):
             return
-        if self._lines is None and engine.parallel.strategy != "fsdp":
-            return
-        state = engine.parallel.full_state_dict()  # with fsdp collective
+        state = engine.parallel.full_state_dict()
         if self._lines is not None:
             weights = {
                 engine.prefix + name: hash_of(value)
@@ -71,28 +71,25 @@ class Fingerprints(Callback):
 
     def on_metrics(self, trainer: Any, steps: Sequence[StepMetrics]) -> None:
         """Write the losses of micro-batches."""
-        if self._every is None:
+        if self._every is None or self._lines is None:
             return
         for metrics, losses in zip(steps, trainer.micro_batch_losses, strict=False):
-            if self._lines is not None and metrics.step % self._every == 0:
+            if metrics.step % self._every == 0:
                 self._lines.write({"step": metrics.step, "losses": losses})
 
-    def on_fit_end(self, trainer: Any) -> None:
+    def close(self, *_: Any, **__: Any) -> None:
         """Close the file."""
-        self._close()
+        if self._lines is not None:
+            self._lines.close()
+        self._lines = None
 
-    def on_stop(self, trainer: Any, reason: str) -> None:
-        """Close the file."""
-        self._close()
+    on_fit_end = on_stop = close
 
     def on_exception(self, trainer: Any, error: BaseException) -> None:
         """Close the file; a disk that takes nothing is not waited for."""
-        self._close(CLOSE_SECONDS)
-
-    def _close(self, max_seconds: float | None = None) -> None:
-        lines, self._lines = self._lines, None
-        if lines is not None:
-            lines.close(max_seconds)
+        if self._lines is not None:
+            self._lines.close(CLOSE_SECONDS)
+        self._lines = None
 
 
 def hash_of(tensor: Tensor) -> str:

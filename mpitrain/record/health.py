@@ -49,9 +49,8 @@ class HealthCheck(Callback):
         if waited > DATA_FRACTION and not self._is_starved:
             self._is_starved = True
             logger.warning(
-                "ranks wait for samples during %.0f %% of a step: more processes that "
-                "read ahead may help, --num-workers (now %s), or a format that is read "
-                "faster, such as shards",
+                "data loading takes %.0f %% of a step: raise --num-workers (now %s), "
+                "or use a format that is read faster, such as shards",
                 *(100 * waited, trainer.config.num_workers),
             )
 

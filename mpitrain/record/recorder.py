@@ -85,8 +85,7 @@ class Recorder(Callback):
 
     def flush(self) -> None:
         """Sync the record to the disk; in any thread."""
-        metrics = self._metrics
-        if metrics is not None:
+        if (metrics := self._metrics) is not None:
             metrics.sync()
 
     def on_fit_start(self, trainer: Any) -> None:
@@ -101,11 +100,7 @@ class Recorder(Callback):
             open_run(path.parent, path.name, exists="refuse")
             self.is_open = True
         write_json(self.run_dir / "inputs.json", trainer.engine.inputs)
-        self._metrics = JsonlWriter(
-            self.run_dir / "metrics.jsonl",
-            line_of,
-            self._before.get("metrics_bytes", 0),
-        )
+        self._open(keep_bytes=self._before.get("metrics_bytes", 0))
         self._result = {
             "status": "running",
             "best_by": trainer.best_by,
@@ -123,10 +118,11 @@ class Recorder(Callback):
         # Again at the end only: a rank that fails writes into it, too (`fail`), and
         # must not be overwritten.
         write_json(self.run_dir / "result.json", self._result)
-        of_job = ("world_size", "num_nodes", "start_seconds")
         self._write(
             "begin",
-            **{name: self._result[name] for name in of_job},
+            world_size=world.world_size,
+            num_nodes=world.num_nodes,
+            start_seconds=self._start_seconds,
             total_steps=plan.total_steps,
             num_epochs=plan.num_epochs,
             steps_per_epoch=plan.steps_per_epoch,
@@ -198,15 +194,12 @@ class Recorder(Callback):
 
     def on_throughput(self, trainer: Any, throughput: Throughput) -> None:
         """Write a line for the speed of some steps."""
-        if self._metrics is None:
-            return
         values = {
             name: round(value, 6) if isinstance(value, float) else value
             for name, value in vars(throughput).items()
             if value is not None
         }
-        left = self._seconds_left()
-        if left is not None:
+        if (left := self._seconds_left()) is not None:
             values["seconds_left"] = round(left)
         self._write("throughput", **values)
 
@@ -237,8 +230,6 @@ class Recorder(Callback):
 
     def on_checkpoint(self, trainer: Any, checkpoint: Any) -> None:
         """Write a line for the checkpoint."""
-        if self._metrics is None:
-            return
         self._write(
             "checkpoint",
             step=checkpoint.step,
@@ -253,7 +244,8 @@ class Recorder(Callback):
             return
         status = self._result["status"]
         if self._metrics is None:
-            self._metrics = JsonlWriter(self.run_dir / "metrics.jsonl", line_of)
+            self._open(keep_bytes=None)
+        assert self._metrics is not None
         named, num = _prefixed("test", evaluation.values), evaluation.num_samples
         self._metrics.write(
             {"event": "test", **named, "test_samples": num, "skipped_samples": skipped}
@@ -264,10 +256,14 @@ class Recorder(Callback):
             self._end(status)
         say(f"test: {format_metrics(named)} on {num:,} samples")
 
+    def _open(self, keep_bytes: int | None) -> None:
+        path = self.run_dir / "metrics.jsonl"
+        self._metrics = JsonlWriter(path, line_of, keep_bytes)
+
     def _write(self, event: str, **values: object) -> None:
-        assert self._metrics is not None
-        now = round(time.time(), 3)
-        self._metrics.write({"event": event, "time": now, **values})
+        if self._metrics is not None:
+            now = round(time.time(), 3)
+            self._metrics.write({"event": event, "time": now, **values})
 
 
 def line_of(event: Line) -> str:
@@ -282,7 +278,7 @@ def line_of(event: Line) -> str:
     if isinstance(event, StepMetrics):
         epoch, step, loss, lr, norm, groups = event
         if math.isfinite(loss + lr + norm) and not groups:
-            # By hand: `json` takes several times as long, and they are many.
+            # By hand: `json` takes six times as long, and they are many.
             return (
                 f'{{"event": "step", "epoch": {epoch}, "step": {step}, '
                 f'"train_loss": {loss!r}, "lr": {lr!r}, "gradient_norm": {norm!r}}}'
@@ -305,8 +301,7 @@ def record_job(run_dir: Path, log: Callable[[str], object] | None = None) -> Non
     rank that prints the error calls ``log`` with it, in a script writes it into its
     log, and then into ``result.json``.
     """
-    job = Job.current
-    if job is None:
+    if (job := Job.current) is None:
         return
     is_first, job.run_dir = job.run_dir is None, run_dir.resolve()
     rank, size = job.comm.rank, job.comm.size
@@ -333,9 +328,8 @@ def record_failure(run_dir: Path, message: str, status: int = 1) -> None:
     if is_finished(run_dir):
         return
     if status == Stopped.exit_status:
-        update_result(
-            run_dir, status="stopped", stopped=message.rpartition("Stopped: ")[2]
-        )
+        reason = message.rpartition("Stopped: ")[2]
+        update_result(run_dir, status="stopped", stopped=reason)
     else:
         update_result(run_dir, status="failed", error=message)
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
+import itertools
 import json
 import os
 import secrets
@@ -48,32 +50,27 @@ def open_run(runs_dir: Path, name: str | None, *, exists: Exists) -> RunFolder:
     """
     wanted = name or datetime.now().astimezone().strftime("%Y-%m-%d-%H%M%S")
     may_rename = name is None or exists == "new name"
-    attempt = 1
-    while True:
-        suffix = f"-{attempt}" if attempt > 1 else ""
-        path = (runs_dir / (wanted + suffix)).absolute()
-        try:
-            runs_dir.mkdir(parents=True, exist_ok=True)
-            path.mkdir()
-            break
-        except FileExistsError:
-            if may_rename and runs_dir.is_dir():
-                attempt += 1  # or two runs started within a second
-                continue
-            if exists == "refuse" and not _is_blank(path):
-                raise UsageError(
-                    f"run folder {path} exists. Expected a new one: choose another "
-                    "--name, or resume the run: without --resume never, in a script "
-                    "with a Checkpointer of that folder."
-                ) from None
-            break
-        except OSError as error:
-            raise _cannot_make(path, error) from None
-    if path.exists() and not path.is_dir():
-        raise UsageError(
-            f"{path} is a file; expected a run folder. Choose another --name"
-        )
+    path = runs_dir / wanted
     try:
+        for attempt in itertools.count(1):
+            suffix = f"-{attempt}" if attempt > 1 else ""
+            path = (runs_dir / (wanted + suffix)).absolute()
+            runs_dir.mkdir(parents=True, exist_ok=True)
+            with contextlib.suppress(FileExistsError):
+                path.mkdir()
+                break
+            if not may_rename:  # or two runs started within a second
+                break
+        if not path.is_dir():
+            raise UsageError(
+                f"{path} is a file; expected a run folder. Choose another --name"
+            )
+        if exists == "refuse" and not _is_blank(path):
+            raise UsageError(
+                f"run folder {path} exists. Expected a new one: choose another --name, "
+                "or resume the run: without --resume never, in a script with a "
+                "Checkpointer of that folder."
+            )
         lock = _lock(path)
         if is_new := _is_blank(path):
             (path / "logs").mkdir(exist_ok=True)
@@ -86,7 +83,10 @@ def open_run(runs_dir: Path, name: str | None, *, exists: Exists) -> RunFolder:
         else:
             run_id = _id_of(path)
     except OSError as error:
-        raise _cannot_make(path, error) from None
+        raise UsageError(
+            f"cannot make the run folder {path}: {error.strerror}. Choose another "
+            "--runs-dir."
+        ) from None
     return RunFolder(path=path, run_id=run_id, is_new=is_new, lock=lock)
 
 
@@ -193,10 +193,3 @@ def is_finished(path: Path) -> dict[str, Any] | None:
     """Return the result of a run that is finished; ``None`` if it is not."""
     result = read_result(path)
     return result if result.get("status") == "finished" else None
-
-
-def _cannot_make(path: Path, error: OSError) -> UsageError:
-    return UsageError(
-        f"cannot make the run folder {path}: {error.strerror}. Choose another "
-        "--runs-dir."
-    )

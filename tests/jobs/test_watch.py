@@ -170,7 +170,7 @@ def test_a_slow_rank_and_a_slow_loader_are_named_once(runs: Runs) -> None:
     late = re.findall(r"warning: \[rank 2/3 \S+\] is the last in (\d+) % of", said)
     assert late, said
     assert int(late[0]) > 60
-    assert said.count("ranks wait for samples during") == 1, said
+    assert said.count("warning: data loading takes") == 1, said
     assert "--num-workers" in said
 
 

@@ -225,7 +225,7 @@ def test_a_file_of_the_bare_backbone_loads_beneath_the_head(
     [
         ("clasifier", None, DataError, "Cannot find callable clasifier in hubconf"),
         ("patches", "default", UsageError, "does not take pretrained"),
-        ("classifier", "V2", UsageError, "'V2' is no file.* or default"),
+        ("classifier", "V2", UsageError, "'V2': no such file.* one of default"),
         (
             "patches",
             None,
