@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
 
 from mpitrain.errors import DataError, UsageError
 from mpitrain.models.layers import (
@@ -34,14 +35,10 @@ def build(name: str, sizes: Sizes, weights: str | None) -> tuple[nn.Module, str]
     """Return a model built by a repository's code, and what was changed, in words."""
     model = _load(name, weights)
     conv = fit_first_conv(model, sizes.in_channels, pretrained=weights is not None)
-    outputs: dict[str, object] = {}
-    hooks = [
-        module.register_forward_hook(
-            lambda _, _args, output, part=part: outputs.update({part: output})
-        )
-        for part, module in model.named_modules()
-        if isinstance(module, nn.Linear)
-    ]
+    outputs: dict[nn.Module, object] = {}
+    hook = register_module_forward_hook(
+        lambda module, _, output: outputs.update({module: output})
+    )
     try:
         output = try_one_image(model, sizes)
     except Exception as error:
@@ -52,15 +49,15 @@ def build(name: str, sizes: Sizes, weights: str | None) -> tuple[nn.Module, str]
             "another size may do: --image-size 224"
         ) from error
     finally:
-        for hook in hooks:
-            hook.remove()
+        hook.remove()
     if not isinstance(output, Tensor) or output.ndim != 2:
         shape = f" of shape {tuple(output.shape)}" if hasattr(output, "shape") else ""
         raise DataError(
             f"--model {name} returned {type(output).__name__}{shape} for one image; "
             "expected one tensor (N, classes), or features (N, F)"
         )
-    last = next((part for part, found in outputs.items() if found is output), None)
+    modules = [(n, m) for n, m in model.named_modules() if isinstance(m, nn.Linear)]
+    last = next((n for n, m in modules if outputs.get(m) is output), None)
     model, head = _fit_head(model, last, output.shape[1], sizes.num_classes)
     return model, "; ".join(filter(None, (conv, head)))
 

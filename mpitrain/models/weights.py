@@ -228,25 +228,21 @@ def _without_wrappers(state: State, known: Iterable[str]) -> tuple[State, str]:
     ``encoder_q.``, which is returned if it was taken off.
     """
     first, known = next(iter(known), ""), set(known)
-    spellings = [{k.replace("_orig_mod.", ""): v for k, v in state.items()}]
-    ends = "." + first.removeprefix("backbone.")
-    others = [k.removesuffix(ends[1:]) for k in spellings[0] if k.endswith(ends)]
-    for spelling in spellings:  # grows: one wrapper may be inside another
-        spellings += [
-            {name.removeprefix(wrapper): value for name, value in spelling.items()}
-            for wrapper in WRAPPERS
-            if any(name.startswith(wrapper) for name in spelling)
-        ]
-    num = len(spellings)
-    spellings += [
-        {name.removeprefix(other): value for name, value in spellings[0].items()}
-        for other in others
-    ]
-    spellings += [{f"backbone.{k}": v for k, v in s.items()} for s in spellings]
-    counts = [len(known & spelling.keys()) for spelling in spellings]
-    best = counts.index(max(counts))
-    prefixes = 2 * [*num * [""], *others]
-    return spellings[best], prefixes[best]
+    plain = {k.replace("_orig_mod.", ""): v for k, v in state.items()}
+    spellings = [("", plain)]
+    for _, spelling in spellings:  # grows: one wrapper may be inside another
+        found = [w for w in WRAPPERS if any(name.startswith(w) for name in spelling)]
+        spellings += [("", _without(spelling, wrapper)) for wrapper in found]
+    end = first.removeprefix("backbone.")
+    others = [k.removesuffix(end) for k in plain if k.endswith(f".{end}")]
+    spellings += [(other, _without(plain, other)) for other in others]
+    spellings += [(o, {f"backbone.{k}": v for k, v in s.items()}) for o, s in spellings]
+    prefix, state = max(spellings, key=lambda it: len(known & it[1].keys()))
+    return state, prefix
+
+
+def _without(state: State, prefix: str) -> State:
+    return {name.removeprefix(prefix): value for name, value in state.items()}
 
 
 def _translate(model: nn.Module, state: State, source: str) -> State:

@@ -109,10 +109,11 @@ class FingerprintFile(JsonlReader):
 
     def _clear(self) -> None:
         self.weights: dict[int, dict[str, str]] = {}
-        self.losses: dict[int, list[float]] = {}
+        self.losses: dict[int, dict[str, float]] = {}
 
     def _add(self, row: Any) -> None:
         if "weights" in row:
             self.weights[row["step"]] = row["weights"]
         else:
-            self.losses[row["step"]] = row["losses"]
+            named = {f"micro-batch {n}": loss for n, loss in enumerate(row["losses"])}
+            self.losses[row["step"]] = named

@@ -6,16 +6,15 @@ Missing files are empty, lines that cannot be read are left out. Imports no torc
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 import re
 import time
 from array import array
-from collections.abc import Callable, Iterable, Mapping, MutableSequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from types import NoneType, SimpleNamespace, UnionType
-from typing import Any, get_args, get_type_hints
+from types import SimpleNamespace
+from typing import Any
 
 from mpitrain.errors import UsageError
 from mpitrain.files import read_json, read_yaml
@@ -131,6 +130,7 @@ def _epoch(row: Mapping[str, Any]) -> Any:
     # All of its steps may have been skipped: then the rate does not tell.
     seconds = num / rate if num else row["epoch_seconds"]
     values = {"values": _values(row, "val_"), "steps_seconds": seconds}
+    values["train_loss"] = number(row["train_loss"])
     return make(TimedEpoch, {**row, **values})
 
 
@@ -166,7 +166,7 @@ class RankJob:
     hostname: str
     time: float  # when it wrote its first line
     start_seconds: float  # about from the start of the process until then
-    lines: MutableSequence[float] = field(default_factory=lambda: array("d"))
+    lines: array[float] = field(default_factory=lambda: array("d"))
     """`NUM_COLUMNS` numbers a line, ascending by time: when its steps ended, the number
     of the last one, and the seconds of each phase."""
     cut: CutShort | None = None
@@ -279,15 +279,5 @@ def number(value: float | None) -> float:
 
 def make(kind: Any, row: Mapping[str, Any]) -> Any:
     """Make a dataclass of those values of a line that it has fields for."""
-    values = {}
-    for name, hint in _type_hints(kind).items():
-        if name in row:
-            kinds = get_args(hint) if isinstance(hint, UnionType) else (hint,)
-            is_null = row[name] is None and NoneType in kinds
-            cast = None if is_null else _CASTS.get(kinds[0])
-            values[name] = row[name] if cast is None else cast(row[name])
-    return kind(**values)
-
-
-_type_hints = functools.cache(get_type_hints)
-_CASTS: dict[type, Callable[[Any], Any]] = {int: int, float: number, str: str}
+    names = [it.name for it in fields(kind) if it.name in row]
+    return kind(**{name: row[name] for name in names})

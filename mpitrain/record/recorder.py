@@ -32,6 +32,8 @@ _OF_THE_JOB = (
     *("status", "best_by", "world_size", "num_nodes", "backend", "start_seconds"),
 )
 
+_NOT_WRITTEN = ("values", "steps_seconds")  # of `EpochMetrics`, as they are
+
 Line = StepMetrics | Mapping[str, object]
 
 
@@ -208,20 +210,9 @@ class Recorder(Callback):
         if self._metrics is None:
             return
         validation = _prefixed("val", epoch.values)
-        self._write(
-            "epoch",
-            stage=epoch.stage,
-            epoch=epoch.epoch,
-            step=epoch.step,
-            train_loss=epoch.train_loss,
-            **validation,
-            train_samples=epoch.train_samples,
-            val_samples=epoch.val_samples,
-            skipped_samples=epoch.skipped_samples,
-            skipped_steps=epoch.skipped_steps,
-            epoch_seconds=epoch.epoch_seconds,
-            samples_per_second=epoch.samples_per_second,
-        )
+        values = {k: v for k, v in vars(epoch).items() if k not in _NOT_WRITTEN}
+        rate = epoch.samples_per_second
+        self._write("epoch", **values, **validation, samples_per_second=rate)
         result = self._result
         result |= {**validation, "epochs": epoch.epoch, "steps": epoch.step}
         result["train_seconds"] += epoch.epoch_seconds

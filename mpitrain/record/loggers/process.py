@@ -23,7 +23,7 @@ from typing import IO, Any
 from mpitrain.mpi.launchers import PREFIXES
 from mpitrain.plugins import call_with_known, is_reference, load_reference
 from mpitrain.record.background import BackgroundWriter
-from mpitrain.record.loggers.base import RunInfo, Status
+from mpitrain.record.loggers.base import RunInfo
 
 logger = logging.getLogger("mpitrain")
 
@@ -52,13 +52,14 @@ class LoggerProcess:
         self.start = self._writer.start
 
     def send(self, method: str, *calls: tuple[Any, ...]) -> None:
-        """Let the logger call a method for each tuple of arguments, or drop them."""
-        if not self._is_disabled:
-            self._put((method, calls), len(calls))
+        """Let the logger call a method for each tuple of arguments, or drop them.
 
-    def finalize(self, status: Status) -> None:
-        """Let the logger end after what was sent before."""
-        self._put(("finalize", ((status,),)), num_calls=0)
+        ``finalize`` is the last one, and never dropped.
+        """
+        if method == "finalize":
+            self._put((method, calls), num_calls=0)
+        elif calls and not self._is_disabled:
+            self._put((method, calls), len(calls))
 
     def join(self, seconds: float) -> bool:
         """Wait for its end; return whether it has ended."""

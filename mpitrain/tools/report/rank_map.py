@@ -70,7 +70,7 @@ def rank_map(jobs: Sequence[JobTimes], num_columns: int = NUM_COLUMNS) -> RankMa
     num_ranks = max(job.world_size for job in jobs)
     per_row = -(-num_ranks // MAX_ROWS)
     shape = (-(-num_ranks // per_row), num_columns)
-    shares = np.zeros((*shape, len(STAGES)))
+    shares, busy = np.zeros((*shape, len(STAGES))), np.full(shape, -1.0)
     is_missing, is_hanging = np.zeros(shape, bool), np.zeros(shape, bool)
     for job, (left, right) in zip(jobs, edges.tolist(), strict=True):
         first = min(round(left * num_columns), num_columns - 1)
@@ -89,9 +89,10 @@ def rank_map(jobs: Sequence[JobTimes], num_columns: int = NUM_COLUMNS) -> RankMa
             if rank in hanging and part.cut is not None:
                 since = min(part.cut.time - part.cut.seconds, times[-2])
                 is_hanging[row, inside] |= times[:-1] >= since
-            mine = shares[row, inside]
-            is_busier = (_busy(found) > _busy(mine)) | (rank % per_row == 0)
-            mine[is_busier] = found[is_busier]
+            of_rank = found.sum(-1) - found[:, COMMUNICATION]
+            is_busier = of_rank > busy[row, inside]
+            busy[row, inside][is_busier] = of_rank[is_busier]
+            shares[row, inside][is_busier] = found[is_busier]
         # All ranks need as long for communication as the last one; the rest is waiting.
         block = shares[: -(-job.world_size // per_row), inside]
         shortest = np.where(block.any(-1), block[..., COMMUNICATION], 1.0).min(0)
@@ -104,11 +105,6 @@ def rank_map(jobs: Sequence[JobTimes], num_columns: int = NUM_COLUMNS) -> RankMa
         is_hanging=is_hanging,
         ranks_per_row=per_row,
     )
-
-
-def _busy(shares: Floats) -> Floats:
-    busy: Floats = shares.sum(-1) - shares[..., COMMUNICATION]
-    return busy
 
 
 def stage_shares(part: RankJob, times: Floats) -> Floats:
