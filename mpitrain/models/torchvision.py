@@ -50,8 +50,7 @@ def build(name: str, sizes: Sizes, weights: str | None) -> tuple[nn.Module, str]
         ) from error
     if weights is None:
         return model, ""
-    fetch(name, weights)
-    state, _ = read_state(Path(cached_file(_url_of(name, weights))))
+    state, _ = read_state(Path(fetch(name, weights)))
     return model, load_state(model, state, f"{name} {weights}")
 
 
@@ -85,12 +84,13 @@ def _works(name: str, sizes: Sizes, image_size: int) -> bool:
     return False
 
 
-def fetch(name: str, weights: str | None, *, progress: bool = False) -> None:
-    """Download pretrained weights into torch's cache, unless they are there."""
-    if weights is None or is_cached(name, weights):
-        return
+def fetch(name: str, weights: str | None, *, progress: bool = False) -> str:
+    """Return the file of pretrained weights, downloaded if torch's cache has none."""
+    if weights is None:
+        return ""
+    url = _url_of(name, weights)
     try:
-        cached_file(_url_of(name, weights), local=False, progress=progress)
+        return cached_file(url, local=False, progress=progress)
     except Exception as error:
         raise not_downloaded(name, weights, error) from error
 

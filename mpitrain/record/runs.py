@@ -6,7 +6,6 @@ import contextlib
 import errno
 import fcntl
 import itertools
-import json
 import os
 import secrets
 import socket
@@ -20,7 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mpitrain.errors import UsageError
-from mpitrain.files import sync, write_json
+from mpitrain.files import read_json, sync, write_json
 from mpitrain.record.run_dir import read_result
 
 LOCK = ".lock"
@@ -117,13 +116,12 @@ def _is_blank(path: Path) -> bool:
 
 
 def _id_of(path: Path) -> str:
-    try:
-        return str(json.loads((path / RUN).read_text())["id"])
-    except (OSError, ValueError, KeyError, TypeError):
+    if "id" not in (run := read_json(path / RUN)):
         raise UsageError(
             f"{path} exists, and is no run that can be resumed: it has no "
             f"{RUN}. Choose another --name, or move that folder away."
-        ) from None
+        )
+    return str(run["id"])
 
 
 def _lock(path: Path) -> int | None:
