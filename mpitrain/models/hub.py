@@ -6,8 +6,6 @@ clone on this machine. The code in it is run, as `torch.hub` does.
 
 from __future__ import annotations
 
-import contextlib
-import io
 import re
 from functools import partial
 from pathlib import Path
@@ -86,8 +84,17 @@ def _load(name: str, weights: str | None) -> nn.Module:
     if weights not in (None, "default"):
         raise unknown_weights(name, weights, ["default"])
     repository, entry = _parse(name)
-    folder = str(_clone_of(repository) or _download(name, repository))
-    load = partial(torch.hub.load, folder, entry, source="local", trust_repo=True)
+    # A clone in torch's cache as a folder: else torch.hub asks GitHub for the branch.
+    folder = _clone_of(repository)
+    load = partial(
+        torch.hub.load,
+        str(folder or repository),
+        entry,
+        source="local" if folder else "github",
+        trust_repo=True,
+        skip_validation=True,
+        verbose=False,
+    )
     try:
         try:
             model = load(pretrained=weights is not None)
@@ -96,16 +103,17 @@ def _load(name: str, weights: str | None) -> nn.Module:
                 raise
             model = None if weights else load()
     except Exception as error:
-        if weights is not None and isinstance(error, OSError):
+        has_weights = weights is None or not isinstance(error, OSError)
+        if _clone_of(repository) is None or not has_weights:
             raise not_downloaded(name, weights, error) from error
         cure = f"; pip install {error.name}" if isinstance(error, ImportError) else ""
         raise DataError(
-            f"--model {name}: torch.hub could not load it from {folder} "
+            f"--model {name}: torch.hub could not load it from {repository} "
             f"({type(error).__name__}: {error}){cure}"
         ) from error
     if model is None:
         raise UsageError(
-            f"--weights default: {entry} of {folder} does not take pretrained; "
+            f"--weights default: {entry} of {repository} does not take pretrained; "
             "expected a file, or no --weights (it may get its own)"
         )
     return check_is_module(name, model)
@@ -135,25 +143,9 @@ def _clone_of(repository: str) -> Path | None:
     return next((folder for folder in folders if folder.is_dir()), None)
 
 
-def _download(name: str, repository: str) -> Path:
-    failure: Exception = FileNotFoundError("nothing was downloaded")
-    options = {"skip_validation": True, "trust_repo": True, "verbose": False}
-    try:
-        with contextlib.redirect_stdout(io.StringIO()):
-            torch.hub.list(repository, **options)  # type: ignore[no-untyped-call]
-    except Exception as error:  # errors of its code come again when it is used
-        failure = error
-    if (folder := _clone_of(repository)) is None:
-        raise not_downloaded(name, None, failure) from failure
-    return folder
-
-
 def fetch(name: str, weights: str | None, *, progress: bool = False) -> None:  # noqa: ARG001
     """Download a repository, and the weights that its entry would get."""
-    repository, _ = _parse(name)
-    if _clone_of(repository) is None:
-        _download(name, repository)
-    if weights is not None:
+    if not is_cached(name, weights):
         _load(name, weights)
 
 

@@ -27,8 +27,7 @@ from mpitrain.tools.report.figures import (
 from mpitrain.tools.report.summary import balance_line, findings
 
 NUM_COLUMNS = 800
-MAX_ROWS = 400  # more ranks share rows; a row shows the one that waits least
-HEIGHT_PIXELS = 320  # of the whole map; in a row a phase has its share of the pixels
+HEIGHT_PIXELS = 640  # of the whole map; in a row a phase has its share of the pixels
 MAX_LABELS = 24
 COMMUNICATION = STAGES.index("communication")
 
@@ -46,7 +45,6 @@ class RankMap:
     """`(rows, columns)`: a rank of the job that wrote nothing about that time."""
     is_hanging: NDArray[np.bool_]
     """`(rows, columns)`: what the others waited for when the job was ended."""
-    ranks_per_row: int
 
     def place(self, time: float) -> float:
         """Return where a time is."""
@@ -67,10 +65,8 @@ def job_edges(jobs: Sequence[JobTimes]) -> Floats:
 def rank_map(jobs: Sequence[JobTimes], num_columns: int = NUM_COLUMNS) -> RankMap:
     """Compute the map of some jobs, at least one."""
     edges = job_edges(jobs)
-    num_ranks = max(job.world_size for job in jobs)
-    per_row = -(-num_ranks // MAX_ROWS)
-    shape = (-(-num_ranks // per_row), num_columns)
-    shares, busy = np.zeros((*shape, len(STAGES))), np.full(shape, -1.0)
+    shape = (max(job.world_size for job in jobs), num_columns)
+    shares = np.zeros((*shape, len(STAGES)))
     is_missing, is_hanging = np.zeros(shape, bool), np.zeros(shape, bool)
     for job, (left, right) in zip(jobs, edges.tolist(), strict=True):
         first = min(round(left * num_columns), num_columns - 1)
@@ -79,22 +75,18 @@ def rank_map(jobs: Sequence[JobTimes], num_columns: int = NUM_COLUMNS) -> RankMa
         times = np.linspace(job.began, job.ended, end - first + 1)
         hanging, killed = job.hanging_ranks(), job.killed_ranks()
         for rank in range(job.world_size):
-            row, part = rank // per_row, job.ranks.get(rank)
+            part = job.ranks.get(rank)
             if part is None:
-                is_missing[row, inside] = True
+                is_missing[rank, inside] = True
                 continue
-            found = stage_shares(part, times)
+            shares[rank, inside] = stage_shares(part, times)
             if rank in killed:
-                is_missing[row, inside] |= times[1:] > part.ended
+                is_missing[rank, inside] = times[1:] > part.ended
             if rank in hanging and part.cut is not None:
                 since = min(part.cut.time - part.cut.seconds, times[-2])
-                is_hanging[row, inside] |= times[:-1] >= since
-            of_rank = found.sum(-1) - found[:, COMMUNICATION]
-            is_busier = of_rank > busy[row, inside]
-            busy[row, inside][is_busier] = of_rank[is_busier]
-            shares[row, inside][is_busier] = found[is_busier]
+                is_hanging[rank, inside] = times[:-1] >= since
         # All ranks need as long for communication as the last one; the rest is waiting.
-        block = shares[: -(-job.world_size // per_row), inside]
+        block = shares[: job.world_size, inside]
         shortest = np.where(block.any(-1), block[..., COMMUNICATION], 1.0).min(0)
         block[..., COMMUNICATION] = np.minimum(shortest, block[..., COMMUNICATION])
     return RankMap(
@@ -103,7 +95,6 @@ def rank_map(jobs: Sequence[JobTimes], num_columns: int = NUM_COLUMNS) -> RankMa
         shares=shares,
         is_missing=is_missing,
         is_hanging=is_hanging,
-        ranks_per_row=per_row,
     )
 
 
@@ -119,7 +110,7 @@ def stage_shares(part: RankJob, times: Floats) -> Floats:
 def pixels(found: RankMap) -> NDArray[np.float64]:
     """Stack the stages of each cell from the bottom; waiting stays transparent."""
     num_rows, num_columns, _ = found.shares.shape
-    num = max(4, HEIGHT_PIXELS // num_rows)
+    num = max(1, HEIGHT_PIXELS // num_rows)
     heights = 1 - (np.arange(num) + 0.5) / num
     tops = found.shares.cumsum(-1)
     stage = np.zeros((num_rows, num, num_columns), int)
@@ -149,11 +140,11 @@ def map_chart(run: Run, jobs: Sequence[JobTimes]) -> Chart:
 
 
 def _draw(chart: Chart, jobs: Sequence[JobTimes], found: RankMap) -> None:
-    axes, per_row, num_rows = chart.axes, found.ranks_per_row, len(found.shares)
+    axes, num_rows = chart.axes, len(found.shares)
     axes.spines["bottom"].set_visible(False)
     largest = max(reversed(jobs), key=lambda job: job.world_size)
     for job, (left, right) in zip(jobs, found.edges.tolist(), strict=True):
-        size = right - left, -(-job.world_size // per_row)
+        size = right - left, job.world_size
         axes.add_patch(Rectangle((left, 0), *size, lw=0, fc=WAITING))
         text = f"job {job.number}: {job.world_size} ranks"
         if len(jobs) > 1 and len(text) < 120 * (right - left):
@@ -167,7 +158,7 @@ def _draw(chart: Chart, jobs: Sequence[JobTimes], found: RankMap) -> None:
         if largest.world_size <= (MAX_LABELS if is_same else 256):
             axes.axhline(rank, color=PAPER, lw=1.5 if is_same else 3, zorder=4)
     axes.set(xlim=(0, 1), ylim=(num_rows, 0), ylabel="rank", aspect="auto")
-    axes.set_yticks(*rank_labels(largest, per_row))
+    axes.set_yticks(*rank_labels(largest))
     axes.set_xticks(*time_labels(found))
     used = found.shares.mean((0, 1)) > 0.0005
     legend = [
@@ -185,16 +176,16 @@ def _draw(chart: Chart, jobs: Sequence[JobTimes], found: RankMap) -> None:
     )
 
 
-def rank_labels(job: JobTimes, ranks_per_row: int) -> tuple[list[float], list[str]]:
+def rank_labels(job: JobTimes) -> tuple[list[float], list[str]]:
     """Return the places and names of rows: some ranks, the first of a node with it."""
     places, labels, previous = [], [], ""
     for rank in range(0, job.world_size, math.ceil(job.world_size / MAX_LABELS)):
         host = job.ranks[rank].hostname if rank in job.ranks else "?"
         is_new = host != previous and job.num_nodes > 1
         previous = host
-        places.append((rank + 0.5) / ranks_per_row)
+        places.append(rank + 0.5)
         labels.append(
-            f"{host.partition('.')[0][-12:]}  {rank}" if is_new else f"{rank}"
+            f"{host.partition('.')[0][-12:]}  {rank}" if is_new else str(rank)
         )
     return places, labels
 
