@@ -88,9 +88,10 @@ class LoggerProcess:
     def _write(self, data: bytes) -> int:
         """Write into the pipe; the first time start the process, which takes long."""
         try:
-            if self._process is None:
+            if self._process is None and not self._has_ended.is_set():
                 self._process = self._spawn()
                 threading.Thread(target=self._listen, args=(self._process,)).start()
+            assert self._process is not None
             assert self._process.stdin is not None
             return os.write(self._process.stdin.fileno(), data)
         except Exception as error:
