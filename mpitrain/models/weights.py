@@ -100,8 +100,8 @@ def read_state(path: Path) -> tuple[State, str]:
             "file comes from"
             if code
             else f"--weights {path} cannot be read ({type(error).__name__}: {reason}): "
-            f"it has {path.stat().st_size:,} bytes, and is no file of weights, or not "
-            "the whole of one.\nCopy or download it again."
+            f"it has {path.stat().st_size:,} bytes, and is not a file of weights, or "
+            "not the whole of one.\nCopy or download it again."
         ) from error
     return _find_state(content, path)
 

@@ -71,19 +71,16 @@ def gpu(device: str) -> str | None:
         return None
     import torch
 
-    name: str = torch.get_device_module(device).get_device_name(device)
-    return name
+    return str(torch.get_device_module(device).get_device_name(device))
 
 
 def versions() -> dict[str, str]:
     """Return the versions of mpitrain, Python and the main packages, from metadata."""
-    found = {"mpitrain": __version__, "python": platform.python_version()}
+    found = dict.fromkeys(PACKAGES, NOT_INSTALLED)
     for package in PACKAGES:
-        try:
+        with contextlib.suppress(metadata.PackageNotFoundError):
             found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            found[package] = NOT_INSTALLED
-    return found
+    return {"mpitrain": __version__, "python": platform.python_version(), **found}
 
 
 def git_commit() -> str | None:

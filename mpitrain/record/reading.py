@@ -227,8 +227,8 @@ class Run:
         known = (RUN, "config.yaml", "result.json", "metrics.jsonl")
         if not any((path / name).is_file() for name in known):
             raise UsageError(
-                f"{path} is no run folder; expected one with config.yaml in it, such "
-                "as runs/NAME"
+                f"{path} is not a run folder; expected one with config.yaml in it, "
+                "such as runs/NAME"
             )
         self.path = path
         self.name = path.absolute().name

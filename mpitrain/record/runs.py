@@ -47,13 +47,13 @@ def open_run(runs_dir: Path, name: str | None, *, exists: Exists) -> RunFolder:
 
     Without a name, the date is the name. ``exists``: what to do where it exists.
     """
-    wanted = name or datetime.now().astimezone().strftime("%Y-%m-%d-%H%M%S")
+    base = name or datetime.now().astimezone().strftime("%Y-%m-%d-%H%M%S")
     may_rename = name is None or exists == "new name"
-    path = runs_dir / wanted
+    path = runs_dir / base
     try:
         for attempt in itertools.count(1):
             suffix = f"-{attempt}" if attempt > 1 else ""
-            path = (runs_dir / (wanted + suffix)).absolute()
+            path = (runs_dir / (base + suffix)).absolute()
             runs_dir.mkdir(parents=True, exist_ok=True)
             with contextlib.suppress(FileExistsError):
                 path.mkdir()
@@ -118,7 +118,7 @@ def _is_blank(path: Path) -> bool:
 def _id_of(path: Path) -> str:
     if "id" not in (run := read_json(path / RUN)):
         raise UsageError(
-            f"{path} exists, and is no run that can be resumed: it has no "
+            f"{path} exists, and is not a run that can be resumed: it has no "
             f"{RUN}. Choose another --name, or move that folder away."
         )
     return str(run["id"])

@@ -68,7 +68,8 @@ def watch(config: WatchConfig) -> None:
         return
     if not (path / RUN).is_file():
         raise UsageError(
-            f"{path} is no run folder; expected one with {RUN} in it, such as runs/NAME"
+            f"{path} is not a run folder; expected one with {RUN} in it, such as "
+            "runs/NAME"
         )
     before: str | None = None
     with contextlib.closing(View(path)) as view:

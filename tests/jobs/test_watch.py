@@ -152,7 +152,7 @@ def test_it_refuses_what_is_no_run(tmp_path: Path) -> None:
     watching = watch(tmp_path / "nowhere")
     out, _ = watching.communicate(timeout=20)
     assert watching.returncode == 2
-    assert "nowhere is no run folder; expected one with run.json in it" in out
+    assert "nowhere is not a run folder; expected one with run.json in it" in out
 
 
 @pytest.mark.slow

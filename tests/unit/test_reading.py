@@ -279,7 +279,7 @@ def test_files_that_hold_something_else_are_as_if_empty(
 
 def test_another_folder_is_refused(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "nothing"):
-        with pytest.raises(UsageError, match="no run folder"):
+        with pytest.raises(UsageError, match="is not a run folder"):
             Run(path)
 
 

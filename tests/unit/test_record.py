@@ -446,7 +446,7 @@ for at in itertools.count():
 def test_a_folder_with_other_things_in_it_is_no_run(tmp_path: Path) -> None:
     (tmp_path / "x" / "logs").mkdir(parents=True)
     (tmp_path / "x" / "logs" / "mine.txt").touch()
-    with pytest.raises(UsageError, match=r"no run that can be resumed"):
+    with pytest.raises(UsageError, match=r"not a run that can be resumed"):
         open_run(tmp_path, "x", exists="resume")
 
 
