@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import math
 import os
 import stat
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,24 @@ from typing import Any
 NO_SYNC = (errno.EINVAL, errno.EBADF, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
-def write_atomic(path: Path, data: str | bytes) -> None:
-    """Write a file so that readers see the old or the new one, never a part."""
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Give a file to write beside ``path``, which it replaces unless that fails.
+
+    Readers see the old file or the new one, never a part.
+    """
     beside = path.with_name(f".{path.name}.{os.getpid()}")
-    beside.write_bytes(data.encode() if isinstance(data, str) else data)
-    os.replace(beside, path)
+    try:
+        yield beside
+        os.replace(beside, path)
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+def write_atomic(path: Path, data: str | bytes) -> None:
+    """Write a file whole, as `replacing`."""
+    with replacing(path) as beside:
+        beside.write_bytes(data.encode() if isinstance(data, str) else data)
 
 
 def sync(path: Path) -> None:

@@ -52,7 +52,8 @@ from mpitrain.console import say, shown
 from mpitrain.errors import DataError, UsageError
 from mpitrain.launch.current import heartbeat
 from mpitrain.mpi.consensus import Consensus
-from mpitrain.record.runs import differences, folders_without_recorder
+from mpitrain.record.recorder import Recorder
+from mpitrain.record.runs import differences
 from mpitrain.train.callbacks import Callback, StopRequested
 from mpitrain.train.evaluate import score_of
 from mpitrain.train.metrics import EpochMetrics, TrainState
@@ -152,6 +153,8 @@ class Checkpointer(RunCheckpoints, Callback):
             self.is_disabled = True
             return
         self.open(world)
+        for recorder in self._recorders(trainer):
+            recorder.is_open = True
         self._start_handler()
         if self.is_disabled:
             return
@@ -299,7 +302,7 @@ class Checkpointer(RunCheckpoints, Callback):
 
     def on_fit_end(self, trainer: Trainer) -> None:
         """Record that the run is finished, unless a `Recorder` does."""
-        if self.run_dir.resolve() in folders_without_recorder:
+        if not self._recorders(trainer):
             self._record(status="finished", steps=trainer.state.step)
 
     def on_exception(self, trainer: Trainer, error: BaseException) -> None:
@@ -313,6 +316,11 @@ class Checkpointer(RunCheckpoints, Callback):
         self._end(trainer, "stopping")
 
     # --- inside -----------------------------------------------------------------------
+
+    def _recorders(self, trainer: Trainer) -> list[Recorder]:
+        recorders = [it for it in trainer.callbacks if isinstance(it, Recorder)]
+        path = self.run_dir.resolve()
+        return [it for it in recorders if it.run_dir.resolve() == path]
 
     def _end(self, trainer: Trainer, doing: str) -> None:
         if self.is_disabled:

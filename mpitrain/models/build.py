@@ -15,7 +15,12 @@ from torch import Tensor, nn
 from mpitrain.errors import UsageError
 from mpitrain.models import hub, timm, torchvision
 from mpitrain.models.layers import Sizes, check_is_module
-from mpitrain.models.weights import is_file_name, load_state, read_state
+from mpitrain.models.weights import (
+    is_file_name,
+    load_state,
+    read_state,
+    unknown_weights,
+)
 from mpitrain.plugins import call_with_known, is_reference, load_reference
 from mpitrain.torch_compat import without_compile_wrappers
 
@@ -46,10 +51,7 @@ def build_and_load(
     file = Path(weights) if weights is not None and is_file_name(weights) else None
     library = library_of(name)
     if weights is not None and file is None and library is None:
-        raise UsageError(
-            f"--weights {weights!r} is no file, and there are none to download for "
-            f"--model {name}; expected a file, such as runs/NAME/model.pt"
-        )
+        raise unknown_weights(name, weights)
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
@@ -62,7 +64,7 @@ def build_and_load(
     elif num_classes is None:
         raise UsageError(
             f"--model {name} needs classes, and the data has none (its targets are "
-            "numbers); expected a model of your own: --model package.module:callable"
+            "numbers); expected a custom model: --model package.module:callable"
         )
     elif library is None:
         model = ConvNet(num_classes, in_channels, image_size)

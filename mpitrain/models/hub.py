@@ -6,14 +6,13 @@ clone on this machine. The code in it is run, as `torch.hub` does.
 
 from __future__ import annotations
 
-import contextlib
-import io
 import re
 from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
 
 from mpitrain.errors import DataError, UsageError
 from mpitrain.models.layers import (
@@ -24,7 +23,7 @@ from mpitrain.models.layers import (
     fit_first_conv,
     try_one_image,
 )
-from mpitrain.models.weights import not_downloaded
+from mpitrain.models.weights import not_downloaded, unknown_weights
 
 PREFIX = "hub:"
 FORM = "expected hub:OWNER/NAME:ENTRY, hub:OWNER/NAME:REF:ENTRY or hub:FOLDER:ENTRY"
@@ -34,14 +33,10 @@ def build(name: str, sizes: Sizes, weights: str | None) -> tuple[nn.Module, str]
     """Return a model built by a repository's code, and what was changed, in words."""
     model = _load(name, weights)
     conv = fit_first_conv(model, sizes.in_channels, pretrained=weights is not None)
-    outputs: dict[str, object] = {}
-    hooks = [
-        module.register_forward_hook(
-            lambda _, _args, output, part=part: outputs.update({part: output})
-        )
-        for part, module in model.named_modules()
-        if isinstance(module, nn.Linear)
-    ]
+    outputs: dict[nn.Module, object] = {}
+    hook = register_module_forward_hook(
+        lambda module, _, output: outputs.update({module: output})
+    )
     try:
         output = try_one_image(model, sizes)
     except Exception as error:
@@ -52,15 +47,15 @@ def build(name: str, sizes: Sizes, weights: str | None) -> tuple[nn.Module, str]
             "another size may do: --image-size 224"
         ) from error
     finally:
-        for hook in hooks:
-            hook.remove()
+        hook.remove()
     if not isinstance(output, Tensor) or output.ndim != 2:
         shape = f" of shape {tuple(output.shape)}" if hasattr(output, "shape") else ""
         raise DataError(
             f"--model {name} returned {type(output).__name__}{shape} for one image; "
             "expected one tensor (N, classes), or features (N, F)"
         )
-    last = next((part for part, found in outputs.items() if found is output), None)
+    modules = [(n, m) for n, m in model.named_modules() if isinstance(m, nn.Linear)]
+    last = next((n for n, m in modules if outputs.get(m) is output), None)
     model, head = _fit_head(model, last, output.shape[1], sizes.num_classes)
     return model, "; ".join(filter(None, (conv, head)))
 
@@ -87,13 +82,19 @@ def _fit_head(
 
 def _load(name: str, weights: str | None) -> nn.Module:
     if weights not in (None, "default"):
-        raise UsageError(
-            f"--weights {weights!r} is no file; for --model {name} expected a file, or "
-            "default for the weights that the repository itself gets"
-        )
+        raise unknown_weights(name, weights, ["default"])
     repository, entry = _parse(name)
-    folder = str(_clone_of(repository) or _download(name, repository))
-    load = partial(torch.hub.load, folder, entry, source="local", trust_repo=True)
+    # A clone in torch's cache as a folder: else torch.hub asks GitHub for the branch.
+    folder = _clone_of(repository)
+    load = partial(
+        torch.hub.load,
+        str(folder or repository),
+        entry,
+        source="local" if folder else "github",
+        trust_repo=True,
+        skip_validation=True,
+        verbose=False,
+    )
     try:
         try:
             model = load(pretrained=weights is not None)
@@ -102,16 +103,17 @@ def _load(name: str, weights: str | None) -> nn.Module:
                 raise
             model = None if weights else load()
     except Exception as error:
-        if weights is not None and isinstance(error, OSError):
+        has_weights = weights is None or not isinstance(error, OSError)
+        if _clone_of(repository) is None or not has_weights:
             raise not_downloaded(name, weights, error) from error
         cure = f"; pip install {error.name}" if isinstance(error, ImportError) else ""
         raise DataError(
-            f"--model {name}: torch.hub could not load it from {folder} "
+            f"--model {name}: torch.hub could not load it from {repository} "
             f"({type(error).__name__}: {error}){cure}"
         ) from error
     if model is None:
         raise UsageError(
-            f"--weights default: {entry} of {folder} does not take pretrained; "
+            f"--weights default: {entry} of {repository} does not take pretrained; "
             "expected a file, or no --weights (it may get its own)"
         )
     return check_is_module(name, model)
@@ -132,7 +134,7 @@ def _clone_of(repository: str) -> Path | None:
     if on_github is None:
         raise UsageError(
             f"--model {PREFIX}{repository}:...: there is no folder {repository!r}, "
-            f"seen from {Path.cwd()}, and it is no name on GitHub; {FORM}"
+            f"seen from {Path.cwd()}, and that is not a name on GitHub; {FORM}"
         )
     owner, project, ref = on_github.groups()
     cache = Path(torch.hub.get_dir())
@@ -141,25 +143,9 @@ def _clone_of(repository: str) -> Path | None:
     return next((folder for folder in folders if folder.is_dir()), None)
 
 
-def _download(name: str, repository: str) -> Path:
-    failure: Exception = FileNotFoundError("nothing was downloaded")
-    options = {"skip_validation": True, "trust_repo": True, "verbose": False}
-    try:
-        with contextlib.redirect_stdout(io.StringIO()):
-            torch.hub.list(repository, **options)  # type: ignore[no-untyped-call]
-    except Exception as error:  # its code's errors are told better when it is used
-        failure = error
-    if (folder := _clone_of(repository)) is None:
-        raise not_downloaded(name, None, failure) from failure
-    return folder
-
-
 def fetch(name: str, weights: str | None, *, progress: bool = False) -> None:  # noqa: ARG001
     """Download a repository, and the weights that its entry would get."""
-    repository, _ = _parse(name)
-    if _clone_of(repository) is None:
-        _download(name, repository)
-    if weights is not None:
+    if not is_cached(name, weights):
         _load(name, weights)
 
 

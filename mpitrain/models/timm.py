@@ -13,7 +13,7 @@ from torch import nn
 
 from mpitrain.errors import DataError, UsageError, did_you_mean
 from mpitrain.models.layers import Sizes, try_one_image
-from mpitrain.models.weights import cached_file, not_downloaded
+from mpitrain.models.weights import cached_file, not_downloaded, unknown_weights
 from mpitrain.plugins import require
 
 PREFIX = "timm:"
@@ -26,9 +26,9 @@ def build(name: str, sizes: Sizes, weights: str | None) -> tuple[nn.Module, str]
     full_name, cfg = _resolve(name, weights)
     options: dict[str, Any] = {"num_classes": num_classes, "in_chans": channels}
     if weights is not None:
-        fetch(name, weights)
         # The file itself: timm would ask Hugging Face once more, on every rank.
-        overlay = {"file": _find_file(cfg), "custom_load": False, "source": ""}
+        file = fetch(name, weights)
+        overlay = {"file": file, "custom_load": False, "source": ""}
         options |= {"pretrained": True, "pretrained_cfg_overlay": overlay}
     try:
         try:
@@ -56,16 +56,17 @@ def build(name: str, sizes: Sizes, weights: str | None) -> tuple[nn.Module, str]
     return model, "; ".join(changes)
 
 
-def fetch(name: str, weights: str | None, *, progress: bool = False) -> None:
-    """Download pretrained weights, unless they are cached."""
-    if is_cached(name, weights):
-        return
+def fetch(name: str, weights: str | None, *, progress: bool = False) -> str:
+    """Return the file of pretrained weights, downloaded if it is not cached."""
+    if weights is None:
+        return ""
     import huggingface_hub
 
     if not progress:
         huggingface_hub.utils.disable_progress_bars()  # type: ignore[attr-defined]
+    cfg = _resolve(name, weights)[1]
     try:
-        _find_file(_resolve(name, weights)[1], local=False)
+        return _find_file(cfg) or _find_file(cfg, local=False)
     except Exception as error:  # those of whatever speaks HTTP for Hugging Face
         raise not_downloaded(name, weights, error) from error
 
@@ -105,12 +106,9 @@ def _resolve(name: str, weights: str | None) -> tuple[str, Any]:
     full_name = f"{architecture}.{tag}" if tag else architecture
     pretrained = timm.list_pretrained(f"{architecture}.*")
     if (tag and full_name not in pretrained) or (weights and not pretrained):
-        tags = ["default", *(known.partition(".")[2] for known in pretrained)]
-        has = ", ".join(tags) if pretrained else "none"
-        raise UsageError(
-            f"--weights {tag or weights!r} is no file, and no weights that timm has "
-            f"for {architecture}; it has {has}"
-        )
+        tags = [known.partition(".")[2] for known in pretrained]
+        has = ["default", *tags] if tags else ()
+        raise unknown_weights(PREFIX + architecture, tag or str(weights), has)
     return full_name, timm.get_pretrained_cfg(full_name, allow_unregistered=True)
 
 

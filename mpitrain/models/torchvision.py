@@ -5,6 +5,7 @@ torchvision is imported inside functions: it costs a second and more on every ra
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,13 @@ from torch import nn
 
 from mpitrain.errors import DataError, UsageError, did_you_mean
 from mpitrain.models.layers import Sizes, fit_first_conv, try_one_image
-from mpitrain.models.weights import cached_file, load_state, not_downloaded, read_state
+from mpitrain.models.weights import (
+    cached_file,
+    load_state,
+    not_downloaded,
+    read_state,
+    unknown_weights,
+)
 
 SMALL = 96  # a model is tried with images of fewer pixels; inception_v3 needs most, 75
 
@@ -35,8 +42,7 @@ def build(name: str, sizes: Sizes, weights: str | None) -> tuple[nn.Module, str]
         model = _create(name, sizes)
     except Exception as error:
         size = sizes.image_size
-        larger = [larger for larger in (32, 64, 96) if larger > size]
-        works = (s for s in larger if _works(name, sizes._replace(image_size=s)))
+        works = (s for s in (32, 64, 96) if s > size and _works(name, sizes, s))
         reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
         raise UsageError(
             f"--model {name} does not work with images of {size}x{size} pixels "
@@ -44,8 +50,7 @@ def build(name: str, sizes: Sizes, weights: str | None) -> tuple[nn.Module, str]
         ) from error
     if weights is None:
         return model, ""
-    fetch(name, weights)
-    state, _ = read_state(Path(cached_file(_url_of(name, weights))))
+    state, _ = read_state(Path(fetch(name, weights)))
     return model, load_state(model, state, f"{name} {weights}")
 
 
@@ -72,21 +77,20 @@ def _create(name: str, sizes: Sizes) -> nn.Module:
     return model
 
 
-def _works(name: str, sizes: Sizes) -> bool:
-    try:
-        with torch.device("meta"):
-            _create(name, sizes)
-    except Exception:
-        return False
-    return True
+def _works(name: str, sizes: Sizes, image_size: int) -> bool:
+    with contextlib.suppress(Exception), torch.device("meta"):
+        _create(name, sizes._replace(image_size=image_size))
+        return True
+    return False
 
 
-def fetch(name: str, weights: str | None, *, progress: bool = False) -> None:
-    """Download pretrained weights into torch's cache, unless they are there."""
-    if is_cached(name, weights):
-        return
+def fetch(name: str, weights: str | None, *, progress: bool = False) -> str:
+    """Return the file of pretrained weights, downloaded if torch's cache has none."""
+    if weights is None:
+        return ""
+    url = _url_of(name, weights)
     try:
-        cached_file(_url_of(name, weights), local=False, progress=progress)
+        return cached_file(url, local=False, progress=progress)
     except Exception as error:
         raise not_downloaded(name, weights, error) from error
 
@@ -101,25 +105,22 @@ def _check_name(name: str) -> None:
     if name not in known:
         raise UsageError(
             f"--model {name!r} is not known.{did_you_mean(name, ['convnet', *known])} "
-            "Expected convnet, a classification "
-            "model of torchvision (resnet50), timm:NAME, hub:REPO_OR_DIR:ENTRY, or "
-            "package.module:callable for a model of your own."
+            "Expected convnet, a classification model of torchvision (resnet50), "
+            "timm:NAME, hub:REPO_OR_DIR:ENTRY, or package.module:callable for a custom "
+            "model."
         )
 
 
-def _url_of(name: str, weights: str | None) -> str:
+def _url_of(name: str, weights: str) -> str:
     _check_name(name)
     known = _torchvision().get_model_weights(name)
-    if weights == "default" and list(known):
-        return str(known.DEFAULT.url)
-    wanted = str(weights).rpartition(".")[2]  # ResNet18_Weights.IMAGENET1K_V1
-    if wanted in known.__members__:
-        return str(known[wanted].url)
-    has = ", ".join(["default", *known.__members__]) if list(known) else "none"
-    raise UsageError(
-        f"--weights {weights!r} is no file, and no weights that torchvision has for "
-        f"{name}; it has {has}"
-    )
+    members = known.__members__
+    entry = weights.rpartition(".")[2]  # of ResNet18_Weights.IMAGENET1K_V1
+    if weights == "default" and members:
+        entry = known.DEFAULT.name
+    if entry not in members:
+        raise unknown_weights(name, weights, ["default", *members] if members else ())
+    return str(known[entry].url)
 
 
 def _torchvision() -> Any:

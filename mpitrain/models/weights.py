@@ -100,8 +100,8 @@ def read_state(path: Path) -> tuple[State, str]:
             "file comes from"
             if code
             else f"--weights {path} cannot be read ({type(error).__name__}: {reason}): "
-            f"it has {path.stat().st_size:,} bytes, and is no file of weights, or not "
-            "the whole of one.\nCopy or download it again."
+            f"it has {path.stat().st_size:,} bytes, and is not a file of weights, or "
+            "not the whole of one.\nCopy or download it again."
         ) from error
     return _find_state(content, path)
 
@@ -132,6 +132,15 @@ def cached_file(url: str, *, local: bool = True, progress: bool = False) -> str:
         path.parent.mkdir(parents=True, exist_ok=True)
         torch.hub.download_url_to_file(url, str(path), digest and digest[1], progress)
     return str(path) if path.exists() else ""
+
+
+def unknown_weights(name: str, weights: str, known: Sequence[str] = ()) -> UsageError:
+    """Make the error for weights that are no file, nor known to a model's library."""
+    expected = f", or for --model {name} one of {', '.join(known)}" if known else ""
+    return UsageError(
+        f"--weights {weights!r}: no such file, and --model {name} has no weights of "
+        f"that name; expected a file, such as runs/NAME/model.pt{expected}"
+    )
 
 
 def not_downloaded(name: str, weights: str | None, error: Exception) -> DataError:
@@ -219,25 +228,21 @@ def _without_wrappers(state: State, known: Iterable[str]) -> tuple[State, str]:
     ``encoder_q.``, which is returned if it was taken off.
     """
     first, known = next(iter(known), ""), set(known)
-    spellings = [{k.replace("_orig_mod.", ""): v for k, v in state.items()}]
-    ends = "." + first.removeprefix("backbone.")
-    others = [k.removesuffix(ends[1:]) for k in spellings[0] if k.endswith(ends)]
-    for spelling in spellings:  # grows: one wrapper may be inside another
-        spellings += [
-            {name.removeprefix(wrapper): value for name, value in spelling.items()}
-            for wrapper in WRAPPERS
-            if any(name.startswith(wrapper) for name in spelling)
-        ]
-    num = len(spellings)
-    spellings += [
-        {name.removeprefix(other): value for name, value in spellings[0].items()}
-        for other in others
-    ]
-    spellings += [{f"backbone.{k}": v for k, v in s.items()} for s in spellings]
-    counts = [len(known & spelling.keys()) for spelling in spellings]
-    best = counts.index(max(counts))
-    prefixes = 2 * [*num * [""], *others]
-    return spellings[best], prefixes[best]
+    plain = {k.replace("_orig_mod.", ""): v for k, v in state.items()}
+    spellings = [("", plain)]
+    for _, spelling in spellings:  # grows: one wrapper may be inside another
+        found = [w for w in WRAPPERS if any(name.startswith(w) for name in spelling)]
+        spellings += [("", _without(spelling, wrapper)) for wrapper in found]
+    end = first.removeprefix("backbone.")
+    others = [k.removesuffix(end) for k in plain if k.endswith(f".{end}")]
+    spellings += [(other, _without(plain, other)) for other in others]
+    spellings += [(o, {f"backbone.{k}": v for k, v in s.items()}) for o, s in spellings]
+    prefix, state = max(spellings, key=lambda it: len(known & it[1].keys()))
+    return state, prefix
+
+
+def _without(state: State, prefix: str) -> State:
+    return {name.removeprefix(prefix): value for name, value in state.items()}
 
 
 def _translate(model: nn.Module, state: State, source: str) -> State:

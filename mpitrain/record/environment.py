@@ -23,6 +23,11 @@ from mpitrain.schedulers.allocation import query
 PACKAGES = ("torch", "torchvision", "numpy", "mpi4py")
 NOT_INSTALLED = "not installed by pip"
 
+OF_WORLD = (
+    *("world_size", "num_nodes", "backend", "master_addr", "master_port"),
+    "num_threads",
+)
+
 # The variables that are recorded. Never all: others hold keys and passwords.
 VARIABLES = (
     *("CUDA_DEVICE_ORDER", "CUDA_MPS_PIPE_DIRECTORY", "CUDA_VISIBLE_DEVICES"),
@@ -38,14 +43,7 @@ VARIABLES = (
 def describe(world: World) -> dict[str, Any]:
     """Return the content of ``environment.json``, of this rank's environment."""
     return {
-        "world": {
-            "world_size": world.world_size,
-            "num_nodes": world.num_nodes,
-            "backend": world.backend,
-            "master_addr": world.master_addr,
-            "master_port": world.master_port,
-            "num_threads": world.num_threads,
-        },
+        "world": {name: getattr(world, name) for name in OF_WORLD},
         "hosts": [asdict(node) for node in world.nodes],
         "versions": versions(),
         "mpi_library": mpi_library_version(),
@@ -73,19 +71,16 @@ def gpu(device: str) -> str | None:
         return None
     import torch
 
-    name: str = torch.get_device_module(device).get_device_name(device)
-    return name
+    return str(torch.get_device_module(device).get_device_name(device))
 
 
 def versions() -> dict[str, str]:
     """Return the versions of mpitrain, Python and the main packages, from metadata."""
-    found = {"mpitrain": __version__, "python": platform.python_version()}
+    found = dict.fromkeys(PACKAGES, NOT_INSTALLED)
     for package in PACKAGES:
-        try:
+        with contextlib.suppress(metadata.PackageNotFoundError):
             found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            found[package] = NOT_INSTALLED
-    return found
+    return {"mpitrain": __version__, "python": platform.python_version(), **found}
 
 
 def git_commit() -> str | None:

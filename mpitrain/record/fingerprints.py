@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,7 @@ class Fingerprints(Callback):
         self._path = run_dir / FILE
         self._every = every_steps
         self._before: Mapping[str, Any] = {}
-        self._lines: JsonlWriter[dict[str, Any]] | None = None
+        self._lines: JsonlWriter | None = None
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Drop what was written after the checkpoint."""
@@ -38,7 +37,7 @@ class Fingerprints(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the length of the file."""
-        return {} if self._lines is None else {"bytes": self._lines.num_bytes()}
+        return {} if self._lines is None else {"bytes": self._lines.num_bytes}
 
     def flush(self) -> None:
         """Sync the file to the disk; in any thread."""
@@ -52,16 +51,16 @@ class Fingerprints(Callback):
             # An earlier job may have written a checkpoint without this callback.
             default = None if trainer.state.step else 0
             num_bytes = self._before.get("bytes", default)
-            self._lines = JsonlWriter(self._path, json.dumps, num_bytes)
+            self._lines = JsonlWriter(self._path, keep_bytes=num_bytes)
 
     def on_step_end(self, trainer: Any) -> None:
         """Write the hashes."""
         step, engine = trainer.state.step, trainer.engine
-        if self._every is None or step % self._every:
+        is_due = self._every is not None and not step % self._every
+        is_collective = engine.strategy.is_sharded
+        if not is_due or (self._lines is None and not is_collective):
             return
-        if self._lines is None and not engine.strategy.is_sharded:
-            return
-        state = engine.strategy.full_state_dict()  # collective if it is sharded
+        state = engine.strategy.full_state_dict()
         if self._lines is not None:
             weights = {
                 engine.part.prefix + name: hash_of(value)
@@ -72,28 +71,25 @@ class Fingerprints(Callback):
 
     def on_metrics(self, trainer: Any, steps: Sequence[StepMetrics]) -> None:
         """Write the losses of micro-batches."""
-        if self._every is None:
+        if self._every is None or self._lines is None:
             return
         for metrics, losses in zip(steps, trainer.micro_batch_losses, strict=False):
-            if self._lines is not None and metrics.step % self._every == 0:
+            if metrics.step % self._every == 0:
                 self._lines.write({"step": metrics.step, "losses": losses})
 
-    def on_fit_end(self, trainer: Any) -> None:
+    def close(self, *_: Any, **__: Any) -> None:
         """Close the file."""
-        self._close()
+        if self._lines is not None:
+            self._lines.close()
+        self._lines = None
 
-    def on_stop(self, trainer: Any, reason: str) -> None:
-        """Close the file."""
-        self._close()
+    on_fit_end = on_stop = close
 
     def on_exception(self, trainer: Any, error: BaseException) -> None:
         """Close the file; a disk that takes nothing is not waited for."""
-        self._close(CLOSE_SECONDS)
-
-    def _close(self, max_seconds: float | None = None) -> None:
-        lines, self._lines = self._lines, None
-        if lines is not None:
-            lines.close(max_seconds)
+        if self._lines is not None:
+            self._lines.close(CLOSE_SECONDS)
+        self._lines = None
 
 
 def hash_of(tensor: Tensor) -> str:
@@ -113,10 +109,11 @@ class FingerprintFile(JsonlReader):
 
     def _clear(self) -> None:
         self.weights: dict[int, dict[str, str]] = {}
-        self.losses: dict[int, list[float]] = {}
+        self.losses: dict[int, dict[str, float]] = {}
 
     def _add(self, row: Any) -> None:
         if "weights" in row:
             self.weights[row["step"]] = row["weights"]
         else:
-            self.losses[row["step"]] = row["losses"]
+            named = {f"micro-batch {n}": loss for n, loss in enumerate(row["losses"])}
+            self.losses[row["step"]] = named

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter, defaultdict
+from collections import Counter
+from collections.abc import Iterable
 from typing import Any
 
 from mpitrain.train.callbacks import Callback
@@ -48,25 +49,17 @@ class HealthCheck(Callback):
         if waited > DATA_FRACTION and not self._is_starved:
             self._is_starved = True
             logger.warning(
-                "ranks wait for samples during %.0f %% of a step: more processes that "
-                "read ahead may help, --num-workers (now %s), or a format that is read "
-                "faster, such as shards",
+                "data loading takes %.0f %% of a step: raise --num-workers (now %s), "
+                "or use a format that is read faster, such as shards",
                 *(100 * waited, trainer.config.num_workers),
             )
 
     def _check_ranks(self, trainer: Any, seconds: float) -> None:
         """Name a rank that is the last one in two windows in a row."""
-        last, late = Counter[int](), defaultdict[int, float](float)
-        for it in self._window:
-            last[it.slowest_rank] += it.slowest_steps
-            late[it.slowest_rank] += it.late_seconds
-        slowest, num_last = last.most_common(1)[0]
+        slowest, num_last, late_seconds = slowest_rank(self._window)
         num_steps = sum(it.num_steps for it in self._window)
-        is_late = (
-            slowest >= 0
-            and num_last >= LAST_FRACTION * num_steps
-            and late[slowest] > LATE_FRACTION * seconds
-        )
+        is_often_last = num_last >= LAST_FRACTION * num_steps
+        is_late = is_often_last and late_seconds > LATE_FRACTION * seconds
         before, self._suspect = self._suspect, slowest if is_late else None
         if is_late and before == slowest != self._named:
             self._named = slowest
@@ -78,6 +71,20 @@ class HealthCheck(Callback):
                 "what else runs on that node; `python -m mpitrain check` compares "
                 "nodes, `python -m mpitrain report %s` shows when it began",
                 *(slowest, world.world_size, host, 100 * num_last / num_steps),
-                *(late[slowest] / num_last, 100 * late[slowest] / seconds),
+                *(late_seconds / num_last, 100 * late_seconds / seconds),
                 self._run_dir,
             )
+
+
+def slowest_rank(throughputs: Iterable[Throughput]) -> tuple[int, int, float]:
+    """Return the rank that was last in the most steps, their number, and how late.
+
+    -1, in no step, where that is not known.
+    """
+    num_steps, late_seconds = Counter[int](), Counter[int]()
+    for it in throughputs:
+        if it.slowest_rank >= 0:
+            num_steps[it.slowest_rank] += it.slowest_steps
+            late_seconds[it.slowest_rank] += it.late_seconds  # type: ignore[assignment]
+    rank, num = num_steps.most_common(1)[0] if num_steps else (-1, 0)
+    return rank, num, late_seconds[rank]

@@ -10,87 +10,63 @@ import errno
 import json
 import logging
 import os
-import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any
+
+from mpitrain.record.background import BackgroundWriter
 
 logger = logging.getLogger("mpitrain")
 
 MAX_WAITING = 500_000  # lines that may wait for the disk: about 100 MB
-# Lines that the thread makes while `write` waits for it: some milliseconds.
-MAX_AT_ONCE = 5000
-LINE_BYTES = 200  # about the length of a line
-WRITE_SECONDS = 1.0  # how often lines are written, and a full disk is tried again
 CLOSE_SECONDS = 1.0  # how long the end of a failing job waits for a disk
 
-Value = TypeVar("Value")
 
-
-class JsonlWriter(Generic[Value]):
+class JsonlWriter:
     """Writes lines in a thread; while the disk takes none, they wait.
 
-    ``line_of`` makes a line of a value, in the thread. ``keep_bytes`` of an existing
-    file are kept; ``None``: all.
+    ``line_of`` makes a line of a value. ``keep_bytes`` of an existing file are kept;
+    ``None``: all.
     """
 
     def __init__(
-        self, path: Path, line_of: Callable[[Value], str], keep_bytes: int | None = None
+        self,
+        path: Path,
+        line_of: Callable[[Any], str] = json.dumps,
+        keep_bytes: int | None = None,
     ) -> None:
+        self._path, self._line_of = path, line_of
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
-        self._path = path
         self._descriptor = os.open(path, flags, 0o666)
         size = os.fstat(self._descriptor).st_size
         self._end = size if keep_bytes is None else min(size, keep_bytes)
         os.ftruncate(self._descriptor, self._end)
+        self.num_bytes = self._end  # the file's length when no line waits
+        self._writer = BackgroundWriter(
+            str(path),
+            self._write_bytes,
+            MAX_WAITING,
+            lambda: os.close(self._descriptor),
+        )
         last = os.pread(self._descriptor, 1, max(0, self._end - 1))
-        self._waiting = b"" if last in (b"", b"\n") else b"\n"  # it was cut
-        self._values: list[Value] = []
-        self._line_of = line_of
-        self._error: OSError | None = None
-        self._has_dropped = False
-        self._is_wanted = False
-        self._is_closed = False
-        self._changed = threading.Condition()
-        threading.Thread(target=self._run, name=path.stem, daemon=True).start()
+        if last not in (b"", b"\n"):  # it was cut
+            self._put([""])
+        self._writer.start()
 
-    def write(self, *values: Value) -> None:
-        """Add a line for each value; takes a microsecond."""
-        with self._changed:
-            if len(self._values) + len(self._waiting) / LINE_BYTES < MAX_WAITING:
-                self._values.extend(values)
-                return
-            is_first, self._has_dropped = not self._has_dropped, True
-        if is_first:
-            logger.warning(
-                "%s: the disk takes no data, and %d lines wait: more are dropped. "
-                "Training continues",
-                *(self._path, MAX_WAITING),
-            )
-
-    def num_bytes(self) -> int:
-        """Return how long the file will be when no line waits."""
-        with self._changed:
-            self._encode()
-            return self._end + len(self._waiting)
+    def write(self, *values: Any) -> None:
+        """Add a line for each value; does not wait."""
+        self._put([line for it in values if (line := self._line(it)) is not None])
 
     def sync(self) -> None:
         """Sync all lines to the disk; an OSError says that it takes none."""
-        with self._changed:
-            self._write_now(None)
-            if self._error is not None:
-                raise self._error
+        if (refused := self._writer.flush()) is not None:
+            raise refused
         try:
             os.fsync(self._descriptor)
         except OSError as error:
             if error.errno != errno.EINVAL:  # it knows no fsync
                 raise
-
-    def flush(self, max_seconds: float) -> None:
-        """Write all lines now, unless the disk refuses them or takes too long."""
-        with self._changed:
-            self._write_now(max_seconds)
 
     def close(self, max_seconds: float | None = None) -> None:
         """Close the file when the disk has all lines, or after ``max_seconds``."""
@@ -98,61 +74,26 @@ class JsonlWriter(Generic[Value]):
             if max_seconds is None:
                 self.sync()
             else:
-                self.flush(max_seconds)
+                self._writer.flush(max_seconds)
         finally:
-            with self._changed:
-                self._is_closed = True
-                self._changed.notify_all()
+            self._writer.close()
 
-    def _write_now(self, max_seconds: float | None) -> None:
-        self._encode()
-        self._error = None
-        self._is_wanted = True
-        self._changed.notify_all()
-        self._changed.wait_for(
-            lambda: self._error or not self._waiting or self._is_closed, max_seconds
-        )
-
-    def _encode(self, max_values: int | None = None) -> None:
-        values = self._values[:max_values]
-        del self._values[:max_values]
-        lines = [self._line(value) for value in values]
-        self._waiting += "".join(lines).encode()
-
-    def _line(self, value: Value) -> str:
+    def _line(self, value: Any) -> str | None:
         try:
-            return self._line_of(value) + "\n"
-        except Exception as error:  # the thread must live: others wait for it
+            return self._line_of(value)
+        except Exception as error:  # a record does not end a training
             logger.warning("%s: left out %r: %s", self._path, value, error)
-            return ""
+            return None
 
-    def _run(self) -> None:
-        while True:
-            with self._changed:
-                # Not at every line: the thread that trains would have to give way.
-                self._changed.wait_for(
-                    lambda: self._is_wanted or self._is_closed, WRITE_SECONDS
-                )
-                if self._is_closed:
-                    os.close(self._descriptor)
-                    return
-                self._encode(MAX_AT_ONCE)
-                self._is_wanted = False
-                data, end = self._waiting, self._end
-            if not data:
-                continue
-            error, num = None, 0
-            try:
-                num = os.pwrite(self._descriptor, data, end)
-            except OSError as failed:
-                error = failed
-            with self._changed:
-                self._waiting, self._end = self._waiting[num:], end + num
-                self._error = error
-                has_more = self._waiting or len(self._values) >= MAX_AT_ONCE
-                self._is_wanted = bool(has_more) and error is None
-                self._has_dropped &= bool(self._waiting)
-                self._changed.notify_all()
+    def _put(self, lines: list[str]) -> None:
+        data = "".join(f"{line}\n" for line in lines).encode()
+        if lines and self._writer.put(data, len(lines)):
+            self.num_bytes += len(data)
+
+    def _write_bytes(self, data: bytes) -> int:
+        num = os.pwrite(self._descriptor, data, self._end)
+        self._end += num
+        return num
 
 
 BLOCK_BYTES = 1 << 20  # read and parsed at once

@@ -40,31 +40,29 @@ class Profiler(Callback):
         elif self._profile and self._seen == SKIPPED_STEPS + self._num_steps:
             self._end(world, self._num_steps)
 
-    def on_fit_end(self, trainer: Trainer) -> None:
+    def on_fit_end(self, trainer: Trainer, *_: Any, **__: Any) -> None:
         """End, where the training has had fewer steps."""
         world = trainer.engine.world
-        if self._seen > SKIPPED_STEPS:
-            if self._profile is not None:
-                self._end(world, self._seen - SKIPPED_STEPS)
-            return
+        if self._seen > SKIPPED_STEPS and self._profile is not None:
+            self._end(world, self._seen - SKIPPED_STEPS)
+        elif self._seen <= SKIPPED_STEPS:
+            self.close()
+            if world.is_rank_zero:
+                logger.warning(
+                    "--profile %d: nothing is traced; the first %d steps are skipped, "
+                    "and this job had %d",
+                    *(self._num_steps, SKIPPED_STEPS, self._seen),
+                )
+
+    on_stop = on_fit_end
+
+    def close(self, *_: Any, **__: Any) -> None:
+        """Stop: another training may follow in this process."""
         if self._profile is not None:
             with contextlib.suppress(Exception):
                 self._profile.stop()
-        if world.is_rank_zero:
-            logger.warning(
-                "--profile %d: nothing is traced; the first %d steps are skipped, and "
-                "this job had %d",
-                *(self._num_steps, SKIPPED_STEPS, self._seen),
-            )
 
-    def on_stop(self, trainer: Trainer, reason: str) -> None:
-        """Likewise."""
-        self.on_fit_end(trainer)
-
-    def on_exception(self, trainer: Trainer, error: BaseException) -> None:
-        """Stop: another training may follow in this process."""
-        if self._profile is not None:
-            self._profile.stop()
+    on_exception = close
 
     def _begin(self, world: World) -> None:
         from torch.profiler import ProfilerActivity, profile

@@ -10,7 +10,6 @@ for how long.
 from __future__ import annotations
 
 import contextlib
-import json
 import threading
 import time
 from array import array
@@ -53,10 +52,8 @@ class RankTimes(Callback):
     def open(self, world: World, timer: Timer, step: int) -> None:
         """Open the file. ``step``: steps done by earlier jobs."""
         self._folder.mkdir(parents=True, exist_ok=True)
-        self._lines: JsonlWriter[list[Any] | dict[str, Any]] = JsonlWriter(
-            self._folder / f"{rank_name(world.rank, world.world_size)}.jsonl",
-            json.dumps,
-        )
+        name = rank_name(world.rank, world.world_size)
+        self._lines = JsonlWriter(self._folder / f"{name}.jsonl")
         now = time.time()
         self._lines.write(
             {
@@ -93,7 +90,7 @@ class RankTimes(Callback):
             if ended >= self._line_ends:
                 self._write(ended)
 
-    def on_fit_end(self, trainer: Any) -> None:
+    def on_fit_end(self, trainer: Any, *_: Any, **__: Any) -> None:
         """Write the rest; a disk that takes nothing is not waited for."""
         with self._lock:
             if self._is_closed:
@@ -102,15 +99,9 @@ class RankTimes(Callback):
             self._write_rest()
         self._close()
 
-    def on_stop(self, trainer: Any, reason: str) -> None:
-        """Likewise."""
-        self.on_fit_end(trainer)
+    on_stop = on_fit_end
 
-    def on_exception(self, trainer: Any, error: BaseException) -> None:
-        """Write the rest, and what this rank did when it failed."""
-        self.cut()
-
-    def cut(self) -> None:
+    def cut(self, *_: Any, **__: Any) -> None:
         """Write the rest, and what this rank does when its job ends; in any thread."""
         with self._lock:
             if self._is_closed:
@@ -124,6 +115,8 @@ class RankTimes(Callback):
                 }
             )
         self._close()
+
+    on_exception = cut
 
     def _close(self) -> None:
         with contextlib.suppress(OSError):

@@ -6,16 +6,15 @@ Missing files are empty, lines that cannot be read are left out. Imports no torc
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 import re
 import time
 from array import array
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from types import NoneType, SimpleNamespace, UnionType
-from typing import Any, get_args, get_type_hints
+from types import SimpleNamespace
+from typing import Any
 
 from mpitrain.errors import UsageError
 from mpitrain.files import read_json, read_yaml
@@ -131,6 +130,7 @@ def _epoch(row: Mapping[str, Any]) -> Any:
     # All of its steps may have been skipped: then the rate does not tell.
     seconds = num / rate if num else row["epoch_seconds"]
     values = {"values": _values(row, "val_"), "steps_seconds": seconds}
+    values["train_loss"] = number(row["train_loss"])
     return make(TimedEpoch, {**row, **values})
 
 
@@ -144,6 +144,8 @@ def _values(row: Mapping[str, Any], prefix: str) -> dict[str, float]:
 
 # --- times/rank-N.jsonl -----------------------------------------------------------
 
+NUM_COLUMNS = 2 + len(PHASES)  # of a line
+
 
 @dataclass(frozen=True, kw_only=True)
 class CutShort:
@@ -156,7 +158,7 @@ class CutShort:
 
 @dataclass(kw_only=True)
 class RankJob:
-    """Where the time of one rank went in one job: a column each, ascending by time."""
+    """Where the time of one rank went in one job."""
 
     rank: int
     world_size: int
@@ -164,34 +166,31 @@ class RankJob:
     hostname: str
     time: float  # when it wrote its first line
     start_seconds: float  # about from the start of the process until then
-    ends: array[float] = field(default_factory=lambda: array("d"))
-    """When the steps of a line ended."""
-    steps: array[int] = field(default_factory=lambda: array("q"))
-    """Number of the last step."""
-    seconds: tuple[array[float], ...] = field(
-        default_factory=lambda: tuple(array("d") for _ in PHASES)
-    )
-    """Of each phase."""
+    lines: array[float] = field(default_factory=lambda: array("d"))
+    """`NUM_COLUMNS` numbers a line, ascending by time: when its steps ended, the number
+    of the last one, and the seconds of each phase."""
     cut: CutShort | None = None
     """What it did when the job was ended in the middle, if known."""
 
     def add(self, row: list[float], places: list[int]) -> None:
         """Add a line, whose phases have these numbers; all of it or nothing."""
         end, step, _, _, *seconds = row
-        sums = array("d", bytes(8 * len(PHASES)))
+        line = array("d", [end, step, *(0.0 for _ in PHASES)])
         for place, value in zip(places, seconds, strict=True):
-            sums[place] += value
+            line[2 + place] += value
         if type(step) is not int:
             raise TypeError(step)
-        self.ends.append(float(end))
-        self.steps.append(step)
-        for column, value in zip(self.seconds, sums, strict=True):
-            column.append(value)
+        self.lines.extend(line)
+
+    @property
+    def last_step(self) -> int:
+        """The number of the last step that is known; 0 without any."""
+        return int(self.lines[1 - NUM_COLUMNS]) if self.lines else 0
 
     @property
     def ended(self) -> float:
         """When the last thing that is known of it was."""
-        last = self.ends[-1] if self.ends else self.time
+        last = self.lines[-NUM_COLUMNS] if self.lines else self.time
         return max(last, self.cut.time if self.cut else last)
 
 
@@ -206,20 +205,10 @@ class RankFile(JsonlReader):
         if type(row) is list:
             self.jobs[-1].add(row, self._places)
         elif "end" in row:
-            self.jobs[-1].cut = CutShort(
-                time=float(row["end"]),
-                phase=_phase(row["phase"]),
-                seconds=float(row["seconds"]),
-            )
+            values = {"time": row["end"], "phase": _phase(row["phase"])}
+            self.jobs[-1].cut = make(CutShort, {**row, **values})
         else:
-            job = RankJob(
-                rank=int(row["rank"]),
-                world_size=int(row["world_size"]),
-                node_rank=int(row["node_rank"]),
-                hostname=str(row["hostname"]),
-                time=float(row["time"]),
-                start_seconds=float(row["start_seconds"]),
-            )
+            job = make(RankJob, row)
             self._places = [_phase(name) for name in row["phases"]]
             self.jobs.append(job)
 
@@ -238,8 +227,8 @@ class Run:
         known = (RUN, "config.yaml", "result.json", "metrics.jsonl")
         if not any((path / name).is_file() for name in known):
             raise UsageError(
-                f"{path} is no run folder; expected one with config.yaml in it, such "
-                "as runs/NAME"
+                f"{path} is not a run folder; expected one with config.yaml in it, "
+                "such as runs/NAME"
             )
         self.path = path
         self.name = path.absolute().name
@@ -290,15 +279,5 @@ def number(value: float | None) -> float:
 
 def make(kind: Any, row: Mapping[str, Any]) -> Any:
     """Make a dataclass of those values of a line that it has fields for."""
-    values = {}
-    for name, hint in _type_hints(kind).items():
-        if name in row:
-            kinds = get_args(hint) if isinstance(hint, UnionType) else (hint,)
-            is_null = row[name] is None and NoneType in kinds
-            cast = None if is_null else _CASTS.get(kinds[0])
-            values[name] = row[name] if cast is None else cast(row[name])
-    return kind(**values)
-
-
-_type_hints = functools.cache(get_type_hints)
-_CASTS: dict[type, Callable[[Any], Any]] = {int: int, float: number, str: str}
+    names = [it.name for it in fields(kind) if it.name in row]
+    return kind(**{name: row[name] for name in names})

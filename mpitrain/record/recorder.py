@@ -18,7 +18,7 @@ from mpitrain.launch.current import age_seconds, current_world
 from mpitrain.launch.job import Job
 from mpitrain.record.jsonl import CLOSE_SECONDS, JsonlWriter
 from mpitrain.record.run_dir import log_path, open_log, read_result
-from mpitrain.record.runs import Exists, folders_without_recorder, is_finished, open_run
+from mpitrain.record.runs import is_finished, open_run
 from mpitrain.train.callbacks import Callback
 from mpitrain.train.metrics import EpochMetrics, StepMetrics, Throughput
 from mpitrain.train.progress import SecondsLeft, finished_line, format_metrics
@@ -31,6 +31,8 @@ _ENCODE = json.JSONEncoder(allow_nan=False).encode
 _OF_THE_JOB = (
     *("status", "best_by", "world_size", "num_nodes", "backend", "start_seconds"),
 )
+
+_NOT_WRITTEN = ("values", "steps_seconds")  # of `EpochMetrics`, as they are
 
 Line = StepMetrics | Mapping[str, object]
 
@@ -49,6 +51,7 @@ class Recorder(Callback):
             of the process to that of `fit`.
         seconds_left: Returns the seconds until a time limit stops the training.
         resume_with: What to type to resume, for the screen.
+        is_open: Whether this job has opened the folder; a `Checkpointer` says so, too.
     """
 
     def __init__(
@@ -58,13 +61,14 @@ class Recorder(Callback):
         start_seconds: float | None = None,
         seconds_left: SecondsLeft = lambda: None,
         resume_with: str = "the same command",
+        is_open: bool = False,
     ) -> None:
-        self.run_dir = Path(run_dir)
+        self.run_dir, self.is_open = Path(run_dir), is_open
         self._start_seconds = start_seconds
         self._seconds_left = seconds_left
         self._resume_with = resume_with
         self._before: Mapping[str, Any] = {}
-        self._metrics: JsonlWriter[Line] | None = None
+        self._metrics: JsonlWriter | None = None
         self._result: dict[str, Any] = {}
         self._micro_batch_counts: list[int] = []
 
@@ -79,12 +83,11 @@ class Recorder(Callback):
         if self._metrics is None:
             return {}
         values = {k: v for k, v in self._result.items() if k not in _OF_THE_JOB}
-        return {"metrics_bytes": self._metrics.num_bytes(), "values": values}
+        return {"metrics_bytes": self._metrics.num_bytes, "values": values}
 
     def flush(self) -> None:
         """Sync the record to the disk; in any thread."""
-        metrics = self._metrics
-        if metrics is not None:
+        if (metrics := self._metrics) is not None:
             metrics.sync()
 
     def on_fit_start(self, trainer: Any) -> None:
@@ -94,18 +97,12 @@ class Recorder(Callback):
             return
         if self._start_seconds is None:
             self._start_seconds = age_seconds()
-        path = self.run_dir.resolve()
-        if path not in folders_without_recorder:  # a script without a Checkpointer
-            has_record = self._before or self._result
-            exists: Exists = "resume" if has_record else "refuse"
-            open_run(path.parent, path.name, exists=exists)
-        folders_without_recorder.discard(path)
+        if not self.is_open:
+            path = self.run_dir.resolve()
+            open_run(path.parent, path.name, exists="refuse")
+            self.is_open = True
         write_json(self.run_dir / "inputs.json", trainer.task.inputs)
-        self._metrics = JsonlWriter(
-            self.run_dir / "metrics.jsonl",
-            line_of,
-            self._before.get("metrics_bytes", 0),
-        )
+        self._open(keep_bytes=self._before.get("metrics_bytes", 0))
         self._result = {
             "status": "running",
             "best_by": trainer.best_by,
@@ -123,10 +120,11 @@ class Recorder(Callback):
         # Again at the end only: a rank that fails writes into it, too (`fail`), and
         # must not be overwritten.
         write_json(self.run_dir / "result.json", self._result)
-        of_job = ("world_size", "num_nodes", "start_seconds")
         self._write(
             "begin",
-            **{name: self._result[name] for name in of_job},
+            world_size=world.world_size,
+            num_nodes=world.num_nodes,
+            start_seconds=self._start_seconds,
             total_steps=plan.total_steps,
             num_epochs=plan.num_epochs,
             steps_per_epoch=plan.steps_per_epoch,
@@ -198,15 +196,12 @@ class Recorder(Callback):
 
     def on_throughput(self, trainer: Any, throughput: Throughput) -> None:
         """Write a line for the speed of some steps."""
-        if self._metrics is None:
-            return
         values = {
             name: round(value, 6) if isinstance(value, float) else value
             for name, value in vars(throughput).items()
             if value is not None
         }
-        left = self._seconds_left()
-        if left is not None:
+        if (left := self._seconds_left()) is not None:
             values["seconds_left"] = round(left)
         self._write("throughput", **values)
 
@@ -215,20 +210,9 @@ class Recorder(Callback):
         if self._metrics is None:
             return
         validation = _prefixed("val", epoch.values)
-        self._write(
-            "epoch",
-            stage=epoch.stage,
-            epoch=epoch.epoch,
-            step=epoch.step,
-            train_loss=epoch.train_loss,
-            **validation,
-            train_samples=epoch.train_samples,
-            val_samples=epoch.val_samples,
-            skipped_samples=epoch.skipped_samples,
-            skipped_steps=epoch.skipped_steps,
-            epoch_seconds=epoch.epoch_seconds,
-            samples_per_second=epoch.samples_per_second,
-        )
+        values = {k: v for k, v in vars(epoch).items() if k not in _NOT_WRITTEN}
+        rate = epoch.samples_per_second
+        self._write("epoch", **values, **validation, samples_per_second=rate)
         result = self._result
         result |= {**validation, "epochs": epoch.epoch, "steps": epoch.step}
         result["train_seconds"] += epoch.epoch_seconds
@@ -237,8 +221,6 @@ class Recorder(Callback):
 
     def on_checkpoint(self, trainer: Any, checkpoint: Any) -> None:
         """Write a line for the checkpoint."""
-        if self._metrics is None:
-            return
         self._write(
             "checkpoint",
             step=checkpoint.step,
@@ -253,7 +235,8 @@ class Recorder(Callback):
             return
         status = self._result["status"]
         if self._metrics is None:
-            self._metrics = JsonlWriter(self.run_dir / "metrics.jsonl", line_of)
+            self._open(keep_bytes=None)
+        assert self._metrics is not None
         named, num = _prefixed("test", evaluation.values), evaluation.num_samples
         self._metrics.write(
             {"event": "test", **named, "test_samples": num, "skipped_samples": skipped}
@@ -264,10 +247,14 @@ class Recorder(Callback):
             self._end(status)
         say(f"test: {format_metrics(named)} on {num:,} samples")
 
+    def _open(self, keep_bytes: int | None) -> None:
+        path = self.run_dir / "metrics.jsonl"
+        self._metrics = JsonlWriter(path, line_of, keep_bytes)
+
     def _write(self, event: str, **values: object) -> None:
-        assert self._metrics is not None
-        now = round(time.time(), 3)
-        self._metrics.write({"event": event, "time": now, **values})
+        if self._metrics is not None:
+            now = round(time.time(), 3)
+            self._metrics.write({"event": event, "time": now, **values})
 
 
 def line_of(event: Line) -> str:
@@ -282,7 +269,7 @@ def line_of(event: Line) -> str:
     if isinstance(event, StepMetrics):
         epoch, step, loss, lr, norm, groups = event
         if math.isfinite(loss + lr + norm) and not groups:
-            # By hand: `json` takes several times as long, and they are many.
+            # By hand: `json` takes six times as long, and they are many.
             return (
                 f'{{"event": "step", "epoch": {epoch}, "step": {step}, '
                 f'"train_loss": {loss!r}, "lr": {lr!r}, "gradient_norm": {norm!r}}}'
@@ -305,8 +292,7 @@ def record_job(run_dir: Path, log: Callable[[str], object] | None = None) -> Non
     rank that prints the error calls ``log`` with it, in a script writes it into its
     log, and then into ``result.json``.
     """
-    job = Job.current
-    if job is None:
+    if (job := Job.current) is None:
         return
     is_first, job.run_dir = job.run_dir is None, run_dir.resolve()
     rank, size = job.comm.rank, job.comm.size
@@ -333,9 +319,8 @@ def record_failure(run_dir: Path, message: str, status: int = 1) -> None:
     if is_finished(run_dir):
         return
     if status == Stopped.exit_status:
-        update_result(
-            run_dir, status="stopped", stopped=message.rpartition("Stopped: ")[2]
-        )
+        reason = message.rpartition("Stopped: ")[2]
+        update_result(run_dir, status="stopped", stopped=reason)
     else:
         update_result(run_dir, status="failed", error=message)
 

@@ -5,16 +5,16 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import queue
 import sys
-import threading
 from datetime import datetime
 from pathlib import Path
 from typing import Any, TextIO
 
 from mpitrain.files import read_json
 from mpitrain.mpi.world import rank_label
+from mpitrain.record.background import BackgroundWriter
 
+MAX_WAITING = 100_000  # lines that may wait for the disk
 FLUSH_SECONDS = 3.0  # how long the end waits for a disk to take the last lines of a log
 
 
@@ -70,11 +70,11 @@ class LogFile(logging.Handler):
 
     def __init__(self, log: TextIO) -> None:
         super().__init__()
-        self._log = log
-        self._pid = os.getpid()
-        self._waiting: queue.SimpleQueue[str | threading.Event | None]
-        self._waiting = queue.SimpleQueue()
-        threading.Thread(target=self._run, name="log", daemon=True).start()
+        self._log, self._pid = log, os.getpid()
+        self._writer = BackgroundWriter(
+            log.name, self._write_bytes, MAX_WAITING, log.close
+        )
+        self._writer.start()
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write a record."""
@@ -82,35 +82,26 @@ class LogFile(logging.Handler):
 
     def write(self, text: str) -> None:
         """Write a text, and end its line."""
+        data = f"{text}\n".encode(errors="backslashreplace")
         if os.getpid() == self._pid:
-            self._waiting.put(text)
+            self._writer.put(data)
         else:  # a process that was forked off has no thread
-            self._put(text)
+            with contextlib.suppress(OSError):
+                self._write_bytes(data)
 
     def flush(self) -> None:
         """Wait until all is written, or until a disk has had its time."""
         if os.getpid() == self._pid:
-            is_done = threading.Event()
-            self._waiting.put(is_done)
-            is_done.wait(FLUSH_SECONDS)
+            self._writer.flush(FLUSH_SECONDS)
 
     def close(self) -> None:
-        """Close the file when all is written; does not wait for it."""
+        """Write what waits, as `flush`, and close the file."""
+        self.flush()
         super().close()
-        self._waiting.put(None)
+        self._writer.close()
 
-    def _run(self) -> None:
-        while (item := self._waiting.get()) is not None:
-            if isinstance(item, str):
-                self._put(item)
-            else:
-                item.set()
-        with contextlib.suppress(OSError):
-            self._log.close()
-
-    def _put(self, text: str) -> None:
-        with contextlib.suppress(OSError, ValueError):  # full; closed
-            self._log.write(text + "\n")
+    def _write_bytes(self, data: bytes) -> int:
+        return os.write(self._log.fileno(), data)
 
 
 def rank_name(rank: int, world_size: int) -> str:

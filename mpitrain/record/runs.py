@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
-import json
+import itertools
 import os
 import secrets
 import socket
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mpitrain.errors import UsageError
-from mpitrain.files import sync, write_json
+from mpitrain.files import read_json, sync, write_json
 from mpitrain.record.run_dir import read_result
 
 LOCK = ".lock"
@@ -28,10 +29,6 @@ NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 
 Exists = Literal["resume", "refuse", "new name"]
 
-_locks: dict[Path, int] = {}  # descriptors; let go with this process at the latest
-# Folders that this process has opened, and in which nobody writes a record yet.
-folders_without_recorder: set[Path] = set()
-
 
 @dataclass(frozen=True, kw_only=True)
 class RunFolder:
@@ -40,7 +37,9 @@ class RunFolder:
     path: Path  # absolute
     run_id: str  # the run's own, in all of its jobs
     is_new: bool  # whether no job has written into it before
-    has_lock: bool  # whether others would notice; some file systems have no locks
+    lock: int | None
+    """Descriptor of the lock, which this process holds until it ends or closes it;
+    ``None`` on a file system without locks."""
 
 
 def open_run(runs_dir: Path, name: str | None, *, exists: Exists) -> RunFolder:
@@ -48,35 +47,30 @@ def open_run(runs_dir: Path, name: str | None, *, exists: Exists) -> RunFolder:
 
     Without a name, the date is the name. ``exists``: what to do where it exists.
     """
-    wanted = name or datetime.now().astimezone().strftime("%Y-%m-%d-%H%M%S")
+    base = name or datetime.now().astimezone().strftime("%Y-%m-%d-%H%M%S")
     may_rename = name is None or exists == "new name"
-    attempt = 1
-    while True:
-        suffix = f"-{attempt}" if attempt > 1 else ""
-        path = (runs_dir / (wanted + suffix)).absolute()
-        try:
-            runs_dir.mkdir(parents=True, exist_ok=True)
-            path.mkdir()
-            break
-        except FileExistsError:
-            if may_rename and runs_dir.is_dir():
-                attempt += 1  # or two runs started within a second
-                continue
-            if exists == "refuse" and not _is_blank(path):
-                raise UsageError(
-                    f"run folder {path} exists. Expected a new one: choose another "
-                    "--name, or resume the run: without --resume never, in a script "
-                    "with a Checkpointer of that folder."
-                ) from None
-            break
-        except OSError as error:
-            raise _cannot_make(path, error) from None
-    if path.exists() and not path.is_dir():
-        raise UsageError(
-            f"{path} is a file; expected a run folder. Choose another --name"
-        )
+    path = runs_dir / base
     try:
-        has_lock = _lock(path)
+        for attempt in itertools.count(1):
+            suffix = f"-{attempt}" if attempt > 1 else ""
+            path = (runs_dir / (base + suffix)).absolute()
+            runs_dir.mkdir(parents=True, exist_ok=True)
+            with contextlib.suppress(FileExistsError):
+                path.mkdir()
+                break
+            if not may_rename:  # or two runs started within a second
+                break
+        if not path.is_dir():
+            raise UsageError(
+                f"{path} is a file; expected a run folder. Choose another --name"
+            )
+        if exists == "refuse" and not _is_blank(path):
+            raise UsageError(
+                f"run folder {path} exists. Expected a new one: choose another --name, "
+                "or resume the run: without --resume never, in a script with a "
+                "Checkpointer of that folder."
+            )
+        lock = _lock(path)
         if is_new := _is_blank(path):
             (path / "logs").mkdir(exist_ok=True)
             run_id = secrets.token_hex(8)
@@ -88,16 +82,11 @@ def open_run(runs_dir: Path, name: str | None, *, exists: Exists) -> RunFolder:
         else:
             run_id = _id_of(path)
     except OSError as error:
-        raise _cannot_make(path, error) from None
-    folders_without_recorder.add(path.resolve())
-    return RunFolder(path=path, run_id=run_id, is_new=is_new, has_lock=has_lock)
-
-
-def close_run(path: Path) -> None:
-    """Let go of the lock of a run folder, as `open_run` returned it, if it is held."""
-    folders_without_recorder.discard(path.resolve())
-    if path in _locks:
-        os.close(_locks.pop(path))
+        raise UsageError(
+            f"cannot make the run folder {path}: {error.strerror}. Choose another "
+            "--runs-dir."
+        ) from None
+    return RunFolder(path=path, run_id=run_id, is_new=is_new, lock=lock)
 
 
 def differences(
@@ -127,17 +116,16 @@ def _is_blank(path: Path) -> bool:
 
 
 def _id_of(path: Path) -> str:
-    try:
-        return str(json.loads((path / RUN).read_text())["id"])
-    except (OSError, ValueError, KeyError, TypeError):
+    if "id" not in (run := read_json(path / RUN)):
         raise UsageError(
-            f"{path} exists, and is no run that can be resumed: it has no "
+            f"{path} exists, and is not a run that can be resumed: it has no "
             f"{RUN}. Choose another --name, or move that folder away."
-        ) from None
+        )
+    return str(run["id"])
 
 
-def _lock(path: Path) -> bool:
-    """Take a run's lock; return false where the file system has no locks."""
+def _lock(path: Path) -> int | None:
+    """Take a run's lock; ``None`` where the file system has no locks."""
     # POSIX's kind: the kernel, or the file server, lets it go when its holder has
     # ended, and children do not have it.
     descriptor = os.open(path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
@@ -150,7 +138,7 @@ def _lock(path: Path) -> bool:
         except OSError as error:
             if error.errno in NO_LOCKS:
                 os.close(descriptor)
-                return False
+                return None
             if error.errno not in (errno.EACCES, errno.EAGAIN):
                 raise
         holder = os.pread(descriptor, 200, 0).decode(errors="replace").strip()
@@ -170,12 +158,11 @@ def _lock(path: Path) -> bool:
                 "--name, or --new-run"
             )
         time.sleep(0.2)
-    _locks[path] = descriptor
     now = datetime.now().astimezone().isoformat(timespec="seconds")
     who = f"process {os.getpid()} on {socket.gethostname()}, since {now}\n"
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, who.encode(), 0)
-    return True
+    return descriptor
 
 
 def is_held(path: Path) -> bool | None:
@@ -204,10 +191,3 @@ def is_finished(path: Path) -> dict[str, Any] | None:
     """Return the result of a run that is finished; ``None`` if it is not."""
     result = read_result(path)
     return result if result.get("status") == "finished" else None
-
-
-def _cannot_make(path: Path, error: OSError) -> UsageError:
-    return UsageError(
-        f"cannot make the run folder {path}: {error.strerror}. Choose another "
-        "--runs-dir."
-    )

@@ -1,4 +1,4 @@
-"""``python -m mpitrain diff RUN RUN``: where two runs part."""
+"""``python -m mpitrain diff RUN RUN``: the first difference of two runs."""
 
 from __future__ import annotations
 
@@ -69,14 +69,7 @@ def _values(runs: tuple[Run, Run]) -> Iterator[tuple[str, str, Sequence[Values]]
     files = [FingerprintFile(run.path / FILE) for run in runs]
     for file in files:
         file.update()
-    losses = [
-        {
-            step: {f"micro-batch {n}": value for n, value in enumerate(of_step)}
-            for step, of_step in file.losses.items()
-        }
-        for file in files
-    ]
-    yield "losses", "step", losses
+    yield "losses", "step", [file.losses for file in files]
     yield "weights", "step", [file.weights for file in files]
     epochs = [{e.epoch: dict(e.values) for e in run.metrics.epochs} for run in runs]
     yield "validation", "epoch", epochs
@@ -154,18 +147,18 @@ def compare(one: Values, other: Values, unit: str) -> tuple[str, bool]:
         return f"none in common ({recorded})", False
     last = None
     for at in both:
-        mine, its = one[at], other[at]
+        pairs = {
+            n: (one[at].get(n), other[at].get(n)) for n in {**one[at], **other[at]}
+        }
         # As text, for which nan is nan.
-        names = [n for n in {**mine, **its} if repr(mine.get(n)) != repr(its.get(n))]
-        if names:
+        changed = {n: (a, b) for n, (a, b) in pairs.items() if repr(a) != repr(b)}
+        if changed:
             shown = [
-                n
-                if isinstance(mine.get(n), str)
-                else f"{n} {mine.get(n)} and {its.get(n)}"
-                for n in names[:MAX_NAMED]
+                name if isinstance(value, str) else f"{name} {value} and {its}"
+                for name, (value, its) in list(changed.items())[:MAX_NAMED]
             ]
-            more = len(names) - MAX_NAMED
-            shown += [f"and {more} more of {len(mine)}"] * (more > 0)
+            if len(changed) > MAX_NAMED:
+                shown.append(f"and {len(changed) - MAX_NAMED} more of {len(one[at])}")
             before = "" if last is None else f"; the same up to {unit} {last}"
             return f"{unit} {at} differs: {', '.join(shown)}{before}", True
         last = at

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import os
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ from mpitrain.checkpoint.storage import CheckpointReader
 from mpitrain.checkpoint.tensors import EMA, MODEL
 from mpitrain.data.samples import digest
 from mpitrain.errors import UsageError
+from mpitrain.files import replacing
 from mpitrain.models.build import build_model
 from mpitrain.plugins import is_reference, require
 
@@ -72,14 +72,11 @@ def export(config: ExportConfig) -> str:
             "expected torchscript or exported-program, and a run that normalizes images"
         )
     state = read_weights(reader, average=config.average)
-    beside = config.output.with_name(f".{config.output.name}.{os.getpid()}")
     try:
-        _write(config, state, reader.metadata, beside)
-        os.replace(beside, config.output)
+        with replacing(config.output) as beside:
+            _write(config, state, reader.metadata, beside)
     except OSError as error:
         raise UsageError(f"{config.output}: {error.strerror or error}") from None
-    finally:
-        beside.unlink(missing_ok=True)
     num = sum(tensor.numel() for tensor in state.values())
     return (
         f"{config.output}: {config.format} of {num:,} numbers in {len(state)} tensors, "

@@ -68,44 +68,41 @@ def watch(config: WatchConfig) -> None:
         return
     if not (path / RUN).is_file():
         raise UsageError(
-            f"{path} is no run folder; expected one with {RUN} in it, such as runs/NAME"
+            f"{path} is not a run folder; expected one with {RUN} in it, such as "
+            "runs/NAME"
         )
-    view = View(path)
-    said: str | None = None
-    with contextlib.closing(view):
+    before: str | None = None
+    with contextlib.closing(View(path)) as view:
         view.introduce()
         while True:
             view.update()
             end = view.end_line(at_once=config.once)
-            if end is not None and (view.is_finished or not config.keep):
+            if end is not None and end != before:
                 say(end)
-                return
-            if config.once:
+            elif end is None and config.once:
                 say(view.state_line())
+            if config.once or (end and (view.is_finished or not config.keep)):
                 return
-            if end is not None and end != said:
-                say(end)
-            said = end
+            before = end
             time.sleep(POLL_SECONDS)
 
 
 def watch_sweep(config: WatchConfig) -> None:
     """Show a sweep until its job ends."""
-    path, before, result = config.run, "", read_result(config.run)
+    path, before = config.run, ""
     while True:
+        result = read_result(path)
         lines = "\n".join(read_json(path / PROGRESS).get("lines", ()))
         if lines != before:
             say(lines)
-        before, held = lines, is_held(path)
-        status = result.get("status")
-        is_over = not held and (status == "finished" or not config.keep)
+        before, is_finished = lines, result.get("status") == "finished"
+        is_over = not is_held(path) and (is_finished or not config.keep)
+        if is_over and not is_finished:
+            gone = "no job works on it any more; the same command resumes"
+            say(result.get("stopped") or result.get("error") or gone)
         if config.once or is_over:
-            said = result.get("stopped") or result.get("error") or ""
-            if is_over and status != "finished":
-                say(said or "no job works on it any more; the same command resumes")
             return
         time.sleep(POLL_SECONDS)
-        result = read_result(path)
 
 
 class View:
@@ -159,8 +156,7 @@ class View:
             self._start(metrics.began[-1])
         for resumed in resumed_now:
             say(f"resumed from step {resumed.step}")
-        steps = self._new("steps")
-        if steps:
+        if steps := self._new("steps"):
             self._lines.on_metrics(None, steps)
             if isinstance(self._lines, ProgressBar):
                 self._lines.move(steps[-1].step)
@@ -171,18 +167,16 @@ class View:
             self._lines.on_throughput(None, throughput)
         for epoch in self._new("epochs"):
             self._lines.on_epoch_end(None, epoch)
-        for saved in self._new("saved"):
-            if saved.error:
+        for it in self._new("saved"):
+            if it.error:
                 say(
-                    f"the checkpoint of step {saved.step} could not be written: "
-                    f"{saved.error}"
+                    f"the checkpoint of step {it.step} could not be written: {it.error}"
                 )
 
     def end_line(self, *, at_once: bool = False) -> str | None:
         """Return how the job has ended; ``None`` while it has not."""
-        result, name = self._result, self._path.absolute().name
-        resume = f"the same command with --name {name} resumes"
-        status = result.get("status")
+        result, status = self._result, self._result.get("status")
+        resume = f"the same command with --name {self._path.absolute().name} resumes"
         if self.is_finished:
             tests = {k: v for k, v in result.items() if k.startswith("test_")}
             test = f"test: {format_metrics(tests)}\n" if tests else ""
@@ -197,16 +191,14 @@ class View:
         if held is not False:
             self._gone_since = None
             return None
-        now = time.monotonic()
-        if self._gone_since is None:
-            self._gone_since = now
-        if now - self._gone_since < GONE_SECONDS and not at_once:
+        self._gone_since = self._gone_since or time.monotonic()
+        if time.monotonic() - self._gone_since < GONE_SECONDS and not at_once:
             return None
         still = time.time() - (changed_at(self._metrics.path) or 0.0)
         if socket.gethostname() != lock_host(self._path) and still < STILL_SECONDS:
             return None
         return (
-            "no job writes into it any more, and none said why; "
+            "no job writes into it any more, and none wrote a reason; "
             f"{resume} from its last checkpoint"
         )
 

@@ -192,7 +192,7 @@ def test_diff_names_the_first_step_and_tensor(tmp_path: Path) -> None:
     assert "configuration: not recorded\n" in diff(tmp_path, "a", "b").stdout
     alone = diff(tmp_path, "a", "nothing")
     assert alone.returncode == 2
-    assert "nothing is no run folder" in alone.stderr
+    assert "nothing is not a run folder" in alone.stderr
 
 
 def diff(folder: Path, *names: str) -> subprocess.CompletedProcess[str]:

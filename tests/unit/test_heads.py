@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.error import URLError
 
 import pytest
 import torch
@@ -225,7 +226,7 @@ def test_a_file_of_the_bare_backbone_loads_beneath_the_head(
     [
         ("clasifier", None, DataError, "Cannot find callable clasifier in hubconf"),
         ("patches", "default", UsageError, "does not take pretrained"),
-        ("classifier", "V2", UsageError, "'V2' is no file.* or default"),
+        ("classifier", "V2", UsageError, "'V2': no such file.* one of default"),
         (
             "patches",
             None,
@@ -275,9 +276,9 @@ def test_a_repository_downloaded_before_is_used_without_asking(
     torch.hub.set_dir(tmp_path)
 
     def no_internet(*_args: object, **_kwargs: object) -> None:
-        raise OSError("no route to host")
+        raise URLError("no route to host")
 
-    monkeypatch.setattr("torch.hub.list", no_internet)
+    monkeypatch.setattr("torch.hub.urlopen", no_internet)
     try:
         name = "hub:someone/theirs:backbone"
         assert not is_cached(name, None)

@@ -285,15 +285,15 @@ def test_a_logger_that_hangs_delays_nobody_and_fills_no_memory(
     for step in range(1, 1001):
         # The pipe holds some; the queue not more than it may.
         loggers.log_steps([StepMetrics(1, step, 0.1 / step, 0.01, 2.0)] * 10)
-        while csv._num_waiting > 50 and time.monotonic() - began < 20:
+        while csv._writer.num_waiting > 50 and time.monotonic() - began < 20:
             time.sleep(0.01)
-    assert hanging._num_waiting <= 100
+    assert hanging._writer.num_waiting <= 100
     loggers.finish("finished")
     assert time.monotonic() - began < 25
     assert len(from_csv(tmp_path)["train/loss"]) == 10_000
     assert told
     assert len(warnings_of) == 2, warnings_of
-    assert "points wait for it: more are dropped" in warnings_of[0]
+    assert "entries wait for it: more are dropped" in warnings_of[0]
     assert "Hanging did not finish in time and was killed" in warnings_of[1]
     assert hanging.join(10)
     assert hanging._process.wait(10) == -signal.SIGKILL
@@ -329,7 +329,7 @@ def test_loggers_of_other_libraries_work_by_the_names_of_their_methods(
     loggers.log_steps([row(1), row(2)])
     if status == "failed":  # without a word, as where the rank is killed
         (one,) = loggers._processes
-        while one._num_waiting:
+        while one._writer.num_waiting:
             time.sleep(0.01)
         one._process.stdin.close()
         assert one._process.wait(10) == 0

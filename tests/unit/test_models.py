@@ -140,7 +140,7 @@ def test_an_image_too_small_is_named_with_the_size_that_would_do(
         ("resnet19", "'resnet19' is not known. Did you mean 'resnet18'?"),
         ("zzzzzz", "is not known. Expected convnet, a classification model"),
         ("timm:resnet19", "timm has no model 'resnet19'. Did you mean 'resnet18'?"),
-        ("timm:test_vit.nope", "'nope' is no file.* it has default, r160_in1k"),
+        ("timm:test_vit.nope", "'nope': no such file.* one of default, r160_in1k"),
         ("examples/custom_model.py:A", "Did you mean 'examples.custom_model:A'?"),
         ("no_such_module:f", "there is no module 'no_such_module'"),
         ("hub:nowhere", "expected hub:OWNER/NAME:ENTRY"),
@@ -227,11 +227,11 @@ def test_weights_that_cannot_be_downloaded_say_how_to_fetch_them(
 @pytest.mark.parametrize(
     ("name", "weights", "words"),
     [
-        ("resnet18", "nope", "it has default, IMAGENET1K_V1"),
-        ("mnasnet0_5", "IMAGENET1K_V7", "torchvision has for mnasnet0_5"),
+        ("resnet18", "nope", "resnet18 one of default, IMAGENET1K_V1"),
+        ("mnasnet0_5", "IMAGENET1K_V7", "mnasnet0_5 has no weights of that name"),
         ("convnet", "default", "expected a file, such as runs/NAME/model.pt"),
-        ("a.b:c", "default", "none to download for --model a.b:c"),
-        ("timm:test_vit", "nope", "it has default, r160_in1k"),
+        ("a.b:c", "default", "--model a.b:c has no weights of that name"),
+        ("timm:test_vit", "nope", "one of default, r160_in1k"),
         ("timm:test_vit4", "missing.pt", "'missing.pt' is not there, seen from"),
         ("convnet", "/tmp", "'/tmp' is a folder"),
     ],
@@ -287,7 +287,6 @@ def test_what_timm_cannot_download_says_how_to_fetch_it(
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
     assert not is_cached("timm:test_vit", "default")
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", no_internet)
-    monkeypatch.setattr("mpitrain.models.timm.is_cached", lambda *_: False)
     with pytest.raises(DataError, match="fetch timm:test_vit --weights default") as it:
         fetch_weights("timm:test_vit", "default")
     assert "(ConnectionError: no route)" in str(it.value)

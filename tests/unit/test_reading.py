@@ -101,7 +101,7 @@ def record(folder: Path) -> Recorder:
     (folder / "run.json").write_text(
         '{"id": "x", "begun": "2026-11-22T10:00:00+00:00"}'
     )
-    recorder = Recorder(folder, start_seconds=1.5)
+    recorder = Recorder(folder, start_seconds=1.5, is_open=True)
     recorder.on_fit_start(TRAINER)
     return recorder
 
@@ -155,10 +155,8 @@ def test_a_ranks_times_are_read_job_by_job(tmp_path: Path) -> None:
     first, second = file.jobs
     assert (first.rank, first.hostname, first.node_rank) == (3, "b", 1)
     assert (first.start_seconds, first.cut) == (2.5, None)
-    assert list(first.steps) == [7]
-    assert [column[0] for column in first.seconds] == [
-        0.25 * (1 + i) for i in range(len(PHASES))
-    ]
+    assert first.last_step == 7
+    assert list(first.lines[2:]) == [0.25 * (1 + i) for i in range(len(PHASES))]
     assert second.cut is not None
     assert second.cut.phase == COMMUNICATION
     assert 5 <= second.cut.seconds < 6
@@ -182,8 +180,9 @@ def test_phases_of_another_version_find_their_place(tmp_path: Path) -> None:
     file = RankFile(path)
     file.update()
     (job,) = file.jobs
-    assert list(job.ends) == [11.0]  # lines that are wrong are left out as a whole
-    found = {PHASES[i]: it[0] for i, it in enumerate(job.seconds) if it[0]}
+    end, step, *seconds = job.lines  # lines that are wrong are left out as a whole
+    assert (end, step) == (11.0, 1)
+    found = {PHASES[i]: it for i, it in enumerate(seconds) if it}
     assert found == {"forward": 0.5, "data": 0.125, PHASES[OTHER]: 0.25}
 
 
@@ -216,7 +215,7 @@ def test_what_a_training_that_goes_on_drops_is_forgotten(tmp_path: Path) -> None
     metrics = Metrics(tmp_path / "metrics.jsonl")
     assert not metrics.update()
     assert [it.step for it in metrics.steps] == [1, 2, 3, 4, 5, 6]
-    recorder = Recorder(tmp_path)
+    recorder = Recorder(tmp_path, is_open=True)
     recorder.load_state_dict(before)
     recorder.on_fit_start(TRAINER)
     recorder.on_metrics(TRAINER, [step_row(step, 7.0) for step in range(4, 12)])
@@ -280,7 +279,7 @@ def test_files_that_hold_something_else_are_as_if_empty(
 
 def test_another_folder_is_refused(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "nothing"):
-        with pytest.raises(UsageError, match="no run folder"):
+        with pytest.raises(UsageError, match="is not a run folder"):
             Run(path)
 
 

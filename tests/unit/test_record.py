@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import itertools
 import json
 import logging
@@ -24,6 +25,7 @@ from mpitrain import files
 from mpitrain.errors import UsageError
 from mpitrain.mpi.world import Node, World
 from mpitrain.record import recorder, run_dir
+from mpitrain.record.background import BackgroundWriter
 from mpitrain.record.environment import VARIABLES
 from mpitrain.record.jsonl import JsonlWriter
 from mpitrain.record.rank_times import RankTimes
@@ -56,11 +58,11 @@ def test_warnings_reach_the_screen_from_rank_zero_alone(
     try:
         for rank in (0, 1):
             logger.handlers.clear()
-            with run_dir.open_log(tmp_path, rank, 2, "host") as log:
-                log_file = run_dir.start_logging(log, is_rank_zero=rank == 0)
-                logger.info("told the file")
-                logger.warning("from rank %d", rank)
-                log_file.flush()
+            log = run_dir.open_log(tmp_path, rank, 2, "host")
+            log_file = run_dir.start_logging(log, is_rank_zero=rank == 0)
+            logger.info("told the file")
+            logger.warning("from rank %d", rank)
+            log_file.close()
             written = (tmp_path / f"logs/rank-{rank}.log").read_text()
             assert "INFO told the file" in written
             assert f"WARNING from rank {rank}" in written
@@ -71,7 +73,7 @@ def test_warnings_reach_the_screen_from_rank_zero_alone(
 
 
 def test_doubles_are_written_whole(tmp_path: Path) -> None:
-    lines = JsonlWriter(tmp_path / "file.jsonl", json.dumps)
+    lines = JsonlWriter(tmp_path / "file.jsonl")
     value = 0.1 + 0.2
     lines.write({"train_loss": value})
     lines.close()
@@ -92,8 +94,10 @@ def trainer_of(world: World) -> Any:
     )
 
 
-def record_of(tmp_path: Path) -> tuple[recorder.Recorder, Any]:
-    record = recorder.Recorder(tmp_path)
+def record_of(
+    tmp_path: Path, *, is_open: bool = False
+) -> tuple[recorder.Recorder, Any]:
+    record = recorder.Recorder(tmp_path, is_open=is_open)
     trainer = trainer_of(dataclasses.replace(a_world(), rank=0))
     record.on_fit_start(trainer)
     return record, trainer
@@ -158,7 +162,7 @@ def test_a_recorder_continues_in_a_folder_that_its_job_has_opened(
     (tmp_path / "run.json").write_text('{"id": "x"}')
     (tmp_path / "metrics.jsonl").write_text('{"event": "after no checkpoint"}\n')
     open_run(tmp_path.parent, tmp_path.name, exists="resume")
-    begun, trainer = record_of(tmp_path)
+    begun, trainer = record_of(tmp_path, is_open=True)
     begun.on_stop(trainer, "because")
     assert events_of(tmp_path) == ["begin"]
 
@@ -209,7 +213,7 @@ def steps_of(*told: list[float]) -> StepSeconds:
 def test_lines_that_wait_are_written_when_a_job_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mpitrain.record.jsonl.WRITE_SECONDS", 1000.0)
+    monkeypatch.setattr("mpitrain.record.background.RETRY_SECONDS", 1000.0)
     record, trainer = record_of(tmp_path)
     row = StepMetrics(epoch=1, step=1, loss=0.5, lr=0.1, grad_norm=1.0)
     record.on_metrics(trainer, [row])
@@ -290,7 +294,7 @@ def test_a_rank_that_is_ended_says_what_it_did(tmp_path: Path) -> None:
 def test_a_line_that_cannot_be_made_is_left_out(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    lines = JsonlWriter[object](tmp_path / "file.jsonl", json.dumps)
+    lines = JsonlWriter(tmp_path / "file.jsonl")
     lines.write(1, object(), 2)
     lines.close()
     assert (tmp_path / "file.jsonl").read_text() == "1\n2\n"
@@ -309,7 +313,7 @@ def test_times_of_a_second_job_follow_those_of_the_first(tmp_path: Path) -> None
 def test_a_line_that_was_cut_ends_before_the_next(tmp_path: Path) -> None:
     path = tmp_path / "file.jsonl"
     path.write_text('{"a": 1}\n{"b": 2, "c')
-    lines = JsonlWriter(path, json.dumps)
+    lines = JsonlWriter(path)
     lines.write({"d": 4})
     lines.close()
     assert path.read_text() == '{"a": 1}\n{"b": 2, "c\n{"d": 4}\n'
@@ -347,7 +351,7 @@ def test_lines_that_wait_have_an_end(
     from mpitrain.record import jsonl as module
 
     monkeypatch.setattr(module, "MAX_WAITING", 100)
-    lines = JsonlWriter(tmp_path / "file.jsonl", json.dumps)
+    lines = JsonlWriter(tmp_path / "file.jsonl")
     for number in range(1000):
         lines.write([number])
     stuck.set()
@@ -356,6 +360,42 @@ def test_lines_that_wait_have_an_end(
     kept = [json.loads(line)[0] for line in written]
     assert kept == list(range(len(kept)))
     assert 100 <= len(kept) <= 200
+
+
+def test_what_a_full_disk_refuses_is_written_once_it_has_room(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also where it takes a part of it."""
+    monkeypatch.setattr("mpitrain.record.background.RETRY_SECONDS", 0.01)
+    room, disk = 5, b""
+
+    def write(data: bytes) -> int:
+        nonlocal disk
+        if room <= len(disk):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        some = data[: room - len(disk)]
+        disk += some
+        return len(some)
+
+    writer = BackgroundWriter("disk", write, max_items=3)
+    writer.start()
+    taken = [writer.put(it) for it in (b"one\n", b"two\n", b"three\n")]
+    error = writer.flush(10)
+    assert error is not None
+    assert error.errno == errno.ENOSPC
+    taken += [writer.put(it) for it in (b"four\n", b"five\n")]
+    room = 100
+    assert writer.flush(10) is None
+    assert disk == b"".join(
+        it
+        for it, is_in in zip(
+            (b"one\n", b"two\n", b"three\n", b"four\n", b"five\n"), taken, strict=True
+        )
+        if is_in
+    )
+    assert writer.num_dropped == taken.count(False) >= 1
+    assert writer.num_waiting == 0
+    writer.close()
 
 
 def test_a_run_that_was_killed_while_its_folder_was_made_can_begin(
@@ -407,7 +447,7 @@ for at in itertools.count():
 def test_a_folder_with_other_things_in_it_is_no_run(tmp_path: Path) -> None:
     (tmp_path / "x" / "logs").mkdir(parents=True)
     (tmp_path / "x" / "logs" / "mine.txt").touch()
-    with pytest.raises(UsageError, match=r"no run that can be resumed"):
+    with pytest.raises(UsageError, match=r"not a run that can be resumed"):
         open_run(tmp_path, "x", exists="resume")
 
 

@@ -26,7 +26,6 @@ from mpitrain.tools.report.curves import bins
 from mpitrain.tools.report.figures import CURVE, HANG, PHASE_COLOURS, THEME
 from mpitrain.tools.report.rank_map import (
     COMMUNICATION,
-    MAX_ROWS,
     pixels,
     rank_labels,
     rank_map,
@@ -109,7 +108,7 @@ def test_the_straggler_is_found_and_nobody_is_accused_without_one(
     (job,) = jobs_of(slow)
     found = find_straggler(job, slow.metrics.throughputs)
     assert found is not None
-    assert (found.rank, found.hostname, found.is_significant) == (6, "gpu01", True)
+    assert (found.rank, found.is_significant) == (6, True)
     paces = slow.metrics.throughputs
     late = sum(it.late_seconds for it in paces) / sum(it.seconds for it in paces)
     assert found.late_share == pytest.approx(late)
@@ -206,9 +205,9 @@ def test_of_thousands_of_ranks_the_slow_one_is_still_seen(tmp_path: Path) -> Non
     part = Part(world_size=1500, last=6, slow_rank=777, slower=2.0, step_seconds=8.0)
     path = make_run(tmp_path / "r", (part,), ranks_per_node=8)
     found = rank_map(jobs_of(Run(path)), 100)
-    assert len(found.shares) <= MAX_ROWS
-    assert found.shares.sum((1, 2)).argmax() == 777 // found.ranks_per_row
-    places, labels = rank_labels(jobs_of(Run(path))[0], found.ranks_per_row)
+    assert found.shares.sum((1, 2)).argmax() == 777
+    assert len(pixels(found)) == 1500
+    places, labels = rank_labels(jobs_of(Run(path))[0])
     assert len(places) == len(labels) <= 24
 
 

@@ -339,7 +339,7 @@ def test_a_truncated_file_is_told_with_its_size(
 
 def test_a_text_file_is_no_file_of_weights(tmp_path: Path) -> None:
     (tmp_path / "a.pt").write_text("hello, this is not a checkpoint at all")
-    with pytest.raises(DataError, match="has 38 bytes, and is no file of weights"):
+    with pytest.raises(DataError, match="has 38 bytes, and is not a file of weights"):
         read_state(tmp_path / "a.pt")
 
 

@@ -108,10 +108,9 @@ class TensorBoardLogger(Logger):
             Image.fromarray(image[..., 0] if image.shape[-1] == 1 else image).save(
                 png, "png"
             )
-            size = dict(
-                zip(("height", "width", "colorspace"), image.shape, strict=True)
-            )
-            shown = {**size, "encoded_image_string": png.getvalue()}
+            names = ("height", "width", "colorspace")
+            shown = dict(zip(names, image.shape, strict=True))
+            shown["encoded_image_string"] = png.getvalue()
             values.append({"tag": f"{name}/{i}", "image": shown})
         self._add(step, summary={"value": values})
 
@@ -173,7 +172,7 @@ class WandbLogger(Logger):
 
     def _settings(self) -> Any:
         """Return settings: quiet, and without a look at console, code and git."""
-        wanted = {
+        settings = {
             "quiet": True,
             "silent": True,
             "console": "off",
@@ -188,8 +187,8 @@ class WandbLogger(Logger):
             "x_save_requirements": False,
             "x_transaction_log_flush_interval": 1.0,
         }
-        known = getattr(self._wandb.Settings, "model_fields", wanted)
-        return self._wandb.Settings(**{k: v for k, v in wanted.items() if k in known})
+        known = getattr(self._wandb.Settings, "model_fields", settings)
+        return self._wandb.Settings(**{k: v for k, v in settings.items() if k in known})
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         """Log the values."""

@@ -80,8 +80,7 @@ class Loggers(Callback):
                 values = {"loss": loss, "lr": lr, "gradient_norm": norm}
                 values |= {f"lr_group_{i}": it for i, it in enumerate(groups)}
                 logged.append((_prefixed("train", values), step))
-        if logged:
-            self._send("log_metrics", *logged)
+        self._send("log_metrics", *logged)
 
     def on_throughput(self, trainer: Any, throughput: Throughput) -> None:
         """Log the speed of steps; the seconds are those of one step."""
@@ -121,13 +120,11 @@ class Loggers(Callback):
 
     def on_exception(self, trainer: Any, error: BaseException) -> None:
         """Tell them; without waiting, for the job may be about to end."""
-        for process in self._processes:
-            process.finalize("failed")
+        self._send("finalize", ("failed",))
 
     def _finish(self, status: Status) -> None:
         deadline = time.monotonic() + FINISH_SECONDS
-        for process in self._processes:
-            process.finalize(status)
+        self._send("finalize", (status,))
         for process in self._processes:
             while not process.join(min(1.0, deadline - time.monotonic())):
                 heartbeat("finishing the loggers")

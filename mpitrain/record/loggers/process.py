@@ -11,7 +11,6 @@ import json
 import logging
 import os
 import pickle
-import queue
 import subprocess
 import sys
 import threading
@@ -23,7 +22,8 @@ from typing import IO, Any
 
 from mpitrain.mpi.launchers import PREFIXES
 from mpitrain.plugins import call_with_known, is_reference, load_reference
-from mpitrain.record.loggers.base import RunInfo, Status
+from mpitrain.record.background import BackgroundWriter
+from mpitrain.record.loggers.base import RunInfo
 
 logger = logging.getLogger("mpitrain")
 
@@ -42,78 +42,63 @@ class LoggerProcess:
         say: Callable[[str], object],
     ) -> None:
         self.name = name
-        self._first = (name, info, wandb_options)
         self._log = info.run_dir / "logs" / f"loggers-{info.rank}.log"
         self._say = say
-        self._queue: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
-        self._lock = threading.Lock()
-        self._num_waiting = self._num_dropped = 0
         self._is_disabled = False
         self._process: subprocess.Popen[bytes] | None = None
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self.start = self._thread.start
+        self._has_ended = threading.Event()
+        self._writer = BackgroundWriter(f"--log {name}", self._write, MAX_WAITING)
+        self._put((name, info, wandb_options), num_calls=0)
+        self.start = self._writer.start
 
     def send(self, method: str, *calls: tuple[Any, ...]) -> None:
-        """Let the logger call a method for each tuple of arguments, or drop them."""
-        with self._lock:
-            if self._is_disabled:
-                return
-            if self._num_waiting + len(calls) <= MAX_WAITING:
-                self._num_waiting += len(calls)
-                self._queue.put((method, calls))
-                return
-            is_first = not self._num_dropped
-            self._num_dropped += len(calls)
-        if is_first:
-            logger.warning(
-                "--log %s takes no data, and %d points wait for it: more are dropped. "
-                "Training continues",
-                *(self.name, self._num_waiting),
-            )
+        """Let the logger call a method for each tuple of arguments, or drop them.
 
-    def finalize(self, status: Status) -> None:
-        """Let the logger end after what was sent before."""
-        self._queue.put(("finalize", ((status,),)))
+        ``finalize`` is the last one, and never dropped.
+        """
+        if method == "finalize":
+            self._put((method, calls), num_calls=0)
+        elif calls and not self._is_disabled:
+            self._put((method, calls), len(calls))
 
     def join(self, seconds: float) -> bool:
         """Wait for its end; return whether it has ended."""
-        self._thread.join(max(0.0, seconds))
-        return not self._thread.is_alive()
+        return self._has_ended.wait(max(0.0, seconds))
 
     def close(self) -> None:
         """Kill the process if it still runs; warn of points that are missing."""
-        with self._lock:
-            was_disabled, self._is_disabled = self._is_disabled, True
-        num, how = self._num_dropped, "was too slow"
+        was_disabled, self._is_disabled = self._is_disabled, True
+        self._writer.close()
+        num, how = self._writer.num_dropped, "was too slow"
         if not self.join(0):
             if self._process is not None:
                 self._process.kill()
-            num, how = num + self._num_waiting, "did not finish in time and was killed"
+            num += self._writer.num_waiting
+            how = "did not finish in time and was killed"
         elif was_disabled or not num:
             return
         logger.warning("--log %s %s: %d points are missing", self.name, how, num)
 
-    def _run(self) -> None:
+    def _put(self, message: object, num_calls: int) -> None:
         try:
-            self._process = process = self._spawn()
-            assert process.stdin is not None
-            listener = threading.Thread(target=self._listen, args=(process.stdout,))
-            listener.start()
-            with suppress(BrokenPipeError), process.stdin as pipe:
-                pickle.dump(self._first, pipe)
-                method = ""
-                while method != "finalize":
-                    pipe.flush()
-                    method, calls = self._queue.get()
-                    pickle.dump((method, calls), pipe)
-                    with self._lock:
-                        self._num_waiting -= len(calls)
-            status = process.wait()
-            listener.join()
-            if status:
-                self._disable(f"its process ended with status {status}")
-        except Exception as error:  # no process, or nothing that can be pickled
+            self._writer.put(pickle.dumps(message), num_calls)
+        except Exception as error:  # what cannot be pickled
             self._disable(f"{type(error).__name__}: {error}")
+
+    def _write(self, data: bytes) -> int:
+        """Write into the pipe; the first time start the process, which takes long."""
+        try:
+            if self._process is None and not self._has_ended.is_set():
+                self._process = self._spawn()
+                threading.Thread(target=self._listen, args=(self._process,)).start()
+            assert self._process is not None
+            assert self._process.stdin is not None
+            return os.write(self._process.stdin.fileno(), data)
+        except Exception as error:
+            if self._process is None:
+                self._disable(f"{type(error).__name__}: {error}")
+                self._has_ended.set()
+            return len(data)  # else it has ended, and `_listen` says why
 
     def _spawn(self) -> subprocess.Popen[bytes]:
         kept = {k: v for k, v in os.environ.items() if not k.startswith(PREFIXES)}
@@ -129,15 +114,17 @@ class LoggerProcess:
                 start_new_session=True,  # signals to the rank's group are not for it
             )
 
-    def _listen(self, answers: IO[bytes]) -> None:
-        with answers:
-            for line in answers:
+    def _listen(self, process: subprocess.Popen[bytes]) -> None:
+        with process:
+            for line in process.stdout or ():
                 kind, text = json.loads(line)
                 (self._say if kind == "say" else self._disable)(text)
+        if process.returncode:
+            self._disable(f"its process ended with status {process.returncode}")
+        self._has_ended.set()
 
     def _disable(self, reason: str) -> None:
-        with self._lock:
-            was_disabled, self._is_disabled = self._is_disabled, True
+        was_disabled, self._is_disabled = self._is_disabled, True
         if not was_disabled:
             logger.warning(
                 "--log %s failed and is disabled: %s (%s). Training continues",

@@ -9,8 +9,16 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from mpitrain.record.reading import CutShort, RankJob, Run, TimedThroughput, sums
-from mpitrain.train.metrics import COMMUNICATION, NUM_PHASES, OTHER, PHASES, UPDATE
+from mpitrain.record.health import slowest_rank
+from mpitrain.record.reading import (
+    NUM_COLUMNS,
+    CutShort,
+    RankJob,
+    Run,
+    TimedThroughput,
+    sums,
+)
+from mpitrain.train.metrics import COMMUNICATION, OTHER, PHASES, UPDATE
 
 Floats = NDArray[np.float64]
 
@@ -50,7 +58,7 @@ class JobTimes:
 
     def killed_ranks(self) -> list[int]:
         """Return ranks without a line about their end, where most have one."""
-        cuts = self._cuts()
+        cuts = self.cuts()
         if len(cuts) <= self.world_size / 2:
             return []
         return [rank for rank in sorted(self.ranks) if rank not in cuts]
@@ -61,12 +69,12 @@ class JobTimes:
 
     def failed_ranks(self) -> list[int]:
         """Return the few ranks with a line about their end: they ended the others."""
-        cuts = list(self._cuts())
+        cuts = list(self.cuts())
         return cuts if len(cuts) <= len(self.ranks) / 2 else []
 
     def hanging_ranks(self) -> list[int]:
         """Return the few ranks for which all others waited when the job was ended."""
-        cuts = self._cuts()
+        cuts = self.cuts()
         phases = Counter(cut.phase for cut in cuts.values())
         if not phases:
             return []
@@ -76,7 +84,8 @@ class JobTimes:
         waits = most in (COMMUNICATION, UPDATE)
         return others if waits and len(others) <= len(cuts) / 2 else []
 
-    def _cuts(self) -> dict[int, CutShort]:
+    def cuts(self) -> dict[int, CutShort]:
+        """Return what ranks did when the job was ended in the middle, by rank."""
         return {rank: it.cut for rank, it in self.ranks.items() if it.cut is not None}
 
 
@@ -109,29 +118,33 @@ def jobs_of(run: Run) -> list[JobTimes]:
     return jobs
 
 
-def phase_seconds(part: RankJob) -> Floats:
-    """Return the seconds of each phase in each line: `(lines, phases)`."""
-    return np.array([list(column) for column in part.seconds]).T.reshape(-1, NUM_PHASES)
+def timeline(part: RankJob) -> tuple[Floats, Floats]:
+    """Return times `(times,)`, from the start of a rank's process to its end.
 
-
-def load_seconds(part: RankJob) -> float:
-    """Return how long a rank took from its first line to its first step."""
-    if not len(part.ends):
-        return 0.0
-    in_first_line = sum(column[0] for column in part.seconds)
-    return max(0.0, part.ends[0] - part.time - in_first_line)
+    And how long it has been in each of `STAGES` until then: `(times, stages)`.
+    """
+    lines = np.array(part.lines).reshape(-1, NUM_COLUMNS)
+    ends, phases = lines[:, 0], lines[:, 2:]
+    began = max(part.time, ends[0] - phases[0].sum()) if len(lines) else part.time
+    spans = np.maximum(np.diff(ends, prepend=began), 0.0)
+    # Time of no phase is `other`. GPU times are read late: then there is too much.
+    phases[:, OTHER] += np.maximum(spans - phases.sum(1), 0.0)
+    phases *= spans[:, None] / np.maximum(phases.sum(1, keepdims=True), 1e-12)
+    times = [part.time - part.start_seconds, began, *ends.tolist()]
+    of_start = np.eye(1, len(STAGES)) * (began - times[0])
+    rows = [np.zeros((1, len(STAGES))), of_start, np.pad(phases, ((0, 0), (1, 0)))]
+    if part.cut is not None:
+        since = part.cut.time - part.cut.seconds
+        for end, phase in ((since, OTHER), (part.cut.time, part.cut.phase)):
+            seconds = max(0.0, end - times[-1])
+            rows.append(np.eye(1, len(STAGES), 1 + phase) * seconds)
+            times.append(times[-1] + seconds)
+    return np.maximum.accumulate(times), np.concatenate(rows).cumsum(0)
 
 
 def stage_seconds(part: RankJob) -> Floats:
     """Return the seconds that a rank spent in each of `STAGES`: `(stages,)`."""
-    seconds = np.zeros(1 + NUM_PHASES)
-    seconds[0] = part.start_seconds + load_seconds(part)
-    seconds[1:] = phase_seconds(part).sum(0)
-    total = part.ended - part.time + part.start_seconds
-    if part.cut is not None:
-        left = max(0.0, total - seconds.sum())
-        seconds[1 + part.cut.phase] += min(part.cut.seconds, left)
-    seconds[1 + OTHER] += total - seconds.sum()
+    seconds: Floats = timeline(part)[1][-1]
     return seconds
 
 
@@ -146,12 +159,8 @@ def seconds_by_category(
         of_ranks = np.array([stage_seconds(part) for part in job.ranks.values()])
         means = dict(zip(STAGES, of_ranks.mean(0).tolist(), strict=True))
         both = means.pop("communication")
-        hung = sum(
-            part.cut.seconds
-            for part in job.ranks.values()
-            if part.cut is not None and part.cut.phase == COMMUNICATION
-        ) / len(job.ranks)
-        hung = min(hung, both)
+        cuts = [cut for cut in job.cuts().values() if cut.phase == COMMUNICATION]
+        hung = min(both, sum(cut.seconds for cut in cuts) / len(job.ranks))
         inside = sums(row for row in throughputs if job.covers(row.time))
         known = inside.wait_seconds + inside.communication_seconds
         waiting = inside.wait_seconds / known if known else 0.0
@@ -167,7 +176,6 @@ class Straggler:
     """The rank that was most often the last to finish a step."""
 
     rank: int
-    hostname: str
     last_share: float  # share of the steps in which it was the last
     late_seconds: float  # how much later than the median rank, mean of those steps
     late_share: float  # the same, as a share of the time of all steps
@@ -185,21 +193,15 @@ def find_straggler(
 ) -> Straggler | None:
     """Return the slowest rank of a job; ``None`` if not known."""
     inside = [row for row in throughputs if job.covers(row.time) and row.num_steps]
-    counts: Counter[int] = Counter()
-    for row in inside:
-        if row.slowest_rank >= 0:
-            counts[row.slowest_rank] += row.slowest_steps
-    if not counts or job.world_size < 2:
+    rank, num_steps, late_seconds = slowest_rank(inside)
+    if not num_steps or job.world_size < 2:
         return None
-    ((rank, steps),) = counts.most_common(1)
     total = sums(inside)
     seconds = total.seconds or 1.0
-    late = sum(row.late_seconds for row in inside if row.slowest_rank == rank)
     return Straggler(
         rank=rank,
-        hostname=job.ranks[rank].hostname if rank in job.ranks else "",
-        last_share=min(1.0, steps / total.num_steps),
-        late_seconds=late / steps if steps else 0.0,
-        late_share=late / seconds,
+        last_share=min(1.0, num_steps / total.num_steps),
+        late_seconds=late_seconds / num_steps,
+        late_share=late_seconds / seconds,
         waited_share=total.wait_seconds / seconds,
     )

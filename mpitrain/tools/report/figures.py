@@ -66,7 +66,6 @@ SETTINGS: Mapping[str, object] = {
     "legend.handlelength": 1.0,
     "legend.handleheight": 1.0,
     "lines.linewidth": 2,
-    "lines.markersize": 6,
     "lines.markeredgecolor": PAPER,
     "legend.columnspacing": 1.4,
     "axes.facecolor": "none",

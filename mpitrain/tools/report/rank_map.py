@@ -13,13 +13,7 @@ from matplotlib.patches import Patch, Rectangle
 from numpy.typing import NDArray
 
 from mpitrain.record.reading import RankJob, Run
-from mpitrain.tools.report.analysis import (
-    STAGES,
-    Floats,
-    JobTimes,
-    load_seconds,
-    phase_seconds,
-)
+from mpitrain.tools.report.analysis import STAGES, Floats, JobTimes, timeline
 from mpitrain.tools.report.curves import apart, mark_checkpoints
 from mpitrain.tools.report.figures import (
     HANG,
@@ -31,11 +25,9 @@ from mpitrain.tools.report.figures import (
     Chart,
 )
 from mpitrain.tools.report.summary import balance_line, findings
-from mpitrain.train.metrics import NUM_PHASES, OTHER
 
 NUM_COLUMNS = 800
-MAX_ROWS = 400  # more ranks share rows; a row shows the one that waits least
-HEIGHT_PIXELS = 320  # of the whole map; in a row a phase has its share of the pixels
+HEIGHT_PIXELS = 640  # of the whole map; in a row a phase has its share of the pixels
 MAX_LABELS = 24
 COMMUNICATION = STAGES.index("communication")
 
@@ -53,7 +45,6 @@ class RankMap:
     """`(rows, columns)`: a rank of the job that wrote nothing about that time."""
     is_hanging: NDArray[np.bool_]
     """`(rows, columns)`: what the others waited for when the job was ended."""
-    ranks_per_row: int
 
     def place(self, time: float) -> float:
         """Return where a time is."""
@@ -74,9 +65,7 @@ def job_edges(jobs: Sequence[JobTimes]) -> Floats:
 def rank_map(jobs: Sequence[JobTimes], num_columns: int = NUM_COLUMNS) -> RankMap:
     """Compute the map of some jobs, at least one."""
     edges = job_edges(jobs)
-    num_ranks = max(job.world_size for job in jobs)
-    per_row = -(-num_ranks // MAX_ROWS)
-    shape = (-(-num_ranks // per_row), num_columns)
+    shape = (max(job.world_size for job in jobs), num_columns)
     shares = np.zeros((*shape, len(STAGES)))
     is_missing, is_hanging = np.zeros(shape, bool), np.zeros(shape, bool)
     for job, (left, right) in zip(jobs, edges.tolist(), strict=True):
@@ -86,21 +75,18 @@ def rank_map(jobs: Sequence[JobTimes], num_columns: int = NUM_COLUMNS) -> RankMa
         times = np.linspace(job.began, job.ended, end - first + 1)
         hanging, killed = job.hanging_ranks(), job.killed_ranks()
         for rank in range(job.world_size):
-            row, part = rank // per_row, job.ranks.get(rank)
+            part = job.ranks.get(rank)
             if part is None:
-                is_missing[row, inside] = True
+                is_missing[rank, inside] = True
                 continue
-            found = stage_shares(part, times)
+            shares[rank, inside] = stage_shares(part, times)
             if rank in killed:
-                is_missing[row, inside] |= times[1:] > part.ended
+                is_missing[rank, inside] = times[1:] > part.ended
             if rank in hanging and part.cut is not None:
                 since = min(part.cut.time - part.cut.seconds, times[-2])
-                is_hanging[row, inside] |= times[:-1] >= since
-            mine = shares[row, inside]
-            is_busier = (_busy(found) > _busy(mine)) | (rank % per_row == 0)
-            mine[is_busier] = found[is_busier]
+                is_hanging[rank, inside] = times[:-1] >= since
         # All ranks need as long for communication as the last one; the rest is waiting.
-        block = shares[: -(-job.world_size // per_row), inside]
+        block = shares[: job.world_size, inside]
         shortest = np.where(block.any(-1), block[..., COMMUNICATION], 1.0).min(0)
         block[..., COMMUNICATION] = np.minimum(shortest, block[..., COMMUNICATION])
     return RankMap(
@@ -109,37 +95,13 @@ def rank_map(jobs: Sequence[JobTimes], num_columns: int = NUM_COLUMNS) -> RankMa
         shares=shares,
         is_missing=is_missing,
         is_hanging=is_hanging,
-        ranks_per_row=per_row,
     )
-
-
-def _busy(shares: Floats) -> Floats:
-    busy: Floats = shares.sum(-1) - shares[..., COMMUNICATION]
-    return busy
 
 
 def stage_shares(part: RankJob, times: Floats) -> Floats:
     """Return what a rank did between some times: `(len(times) - 1, stages)`."""
-    first = part.time + load_seconds(part)
-    ends = [part.time - part.start_seconds, first]
-    rows = [np.eye(1, len(STAGES))[0] * (first - ends[0])]
-    if len(part.ends):
-        sums = phase_seconds(part)
-        spans = np.maximum(np.diff(np.array([first, *part.ends])), 0.0)
-        # Time of no phase is `other`. GPU times are read late: then there is too much.
-        sums[:, OTHER] += np.maximum(spans - sums.sum(1), 0.0)
-        sums *= spans[:, None] / np.maximum(sums.sum(1, keepdims=True), 1e-12)
-        ends += list(part.ends)
-        rows += [np.concatenate([[0.0], it]) for it in sums]
-    if part.cut is not None:
-        since = max(part.cut.time - part.cut.seconds, ends[-1])
-        for end, phase in ((since, OTHER), (part.cut.time, part.cut.phase)):
-            if end > ends[-1]:
-                rows.append(np.eye(1 + NUM_PHASES)[1 + phase] * (end - ends[-1]))
-                ends.append(end)
-    total = np.concatenate([np.zeros((1, len(STAGES))), np.cumsum(rows, 0)])
-    places = np.maximum.accumulate(np.asarray(ends))
-    at = np.stack([np.interp(times, places, column) for column in total.T], 1)
+    known, seconds = timeline(part)
+    at = np.stack([np.interp(times, known, column) for column in seconds.T], 1)
     widths = np.maximum(np.diff(times), 1e-12)[:, None]
     found: Floats = np.clip(np.diff(at, axis=0) / widths, 0.0, 1.0)
     return found
@@ -148,7 +110,7 @@ def stage_shares(part: RankJob, times: Floats) -> Floats:
 def pixels(found: RankMap) -> NDArray[np.float64]:
     """Stack the stages of each cell from the bottom; waiting stays transparent."""
     num_rows, num_columns, _ = found.shares.shape
-    num = max(4, HEIGHT_PIXELS // num_rows)
+    num = max(1, HEIGHT_PIXELS // num_rows)
     heights = 1 - (np.arange(num) + 0.5) / num
     tops = found.shares.cumsum(-1)
     stage = np.zeros((num_rows, num, num_columns), int)
@@ -178,11 +140,11 @@ def map_chart(run: Run, jobs: Sequence[JobTimes]) -> Chart:
 
 
 def _draw(chart: Chart, jobs: Sequence[JobTimes], found: RankMap) -> None:
-    axes, per_row, num_rows = chart.axes, found.ranks_per_row, len(found.shares)
+    axes, num_rows = chart.axes, len(found.shares)
     axes.spines["bottom"].set_visible(False)
     largest = max(reversed(jobs), key=lambda job: job.world_size)
     for job, (left, right) in zip(jobs, found.edges.tolist(), strict=True):
-        size = right - left, -(-job.world_size // per_row)
+        size = right - left, job.world_size
         axes.add_patch(Rectangle((left, 0), *size, lw=0, fc=WAITING))
         text = f"job {job.number}: {job.world_size} ranks"
         if len(jobs) > 1 and len(text) < 120 * (right - left):
@@ -196,7 +158,7 @@ def _draw(chart: Chart, jobs: Sequence[JobTimes], found: RankMap) -> None:
         if largest.world_size <= (MAX_LABELS if is_same else 256):
             axes.axhline(rank, color=PAPER, lw=1.5 if is_same else 3, zorder=4)
     axes.set(xlim=(0, 1), ylim=(num_rows, 0), ylabel="rank", aspect="auto")
-    axes.set_yticks(*rank_labels(largest, per_row))
+    axes.set_yticks(*rank_labels(largest))
     axes.set_xticks(*time_labels(found))
     used = found.shares.mean((0, 1)) > 0.0005
     legend = [
@@ -214,16 +176,16 @@ def _draw(chart: Chart, jobs: Sequence[JobTimes], found: RankMap) -> None:
     )
 
 
-def rank_labels(job: JobTimes, ranks_per_row: int) -> tuple[list[float], list[str]]:
+def rank_labels(job: JobTimes) -> tuple[list[float], list[str]]:
     """Return the places and names of rows: some ranks, the first of a node with it."""
     places, labels, previous = [], [], ""
     for rank in range(0, job.world_size, math.ceil(job.world_size / MAX_LABELS)):
         host = job.ranks[rank].hostname if rank in job.ranks else "?"
         is_new = host != previous and job.num_nodes > 1
         previous = host
-        places.append((rank + 0.5) / ranks_per_row)
+        places.append(rank + 0.5)
         labels.append(
-            f"{host.partition('.')[0][-12:]}  {rank}" if is_new else f"{rank}"
+            f"{host.partition('.')[0][-12:]}  {rank}" if is_new else str(rank)
         )
     return places, labels
 

@@ -85,7 +85,7 @@ def tables(run: Run, jobs: Sequence[JobTimes]) -> list[Section]:
             clock(job.began),
             duration(job.seconds),
             f"{job.world_size} x {job.num_nodes}",
-            f"{max([0, *(it.steps[-1] for it in job.ranks.values() if it.steps)]):,}",
+            f"{max(it.last_step for it in job.ranks.values()):,}",
         )
         for job in jobs
     ]

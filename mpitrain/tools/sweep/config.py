@@ -123,7 +123,7 @@ def prepare(
         run_id=folder.run_id,
         done=done,
         status=status,
-        has_lock=folder.has_lock,
+        lock=folder.lock,
         options=options,
         search=search,
         flags=tuple(flags),

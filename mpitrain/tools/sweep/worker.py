@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
+import os
 import socket
 import sys
 import threading
@@ -31,7 +32,6 @@ from mpitrain.mpi.implementation import has_thread_multiple
 from mpitrain.mpi.shared_arrays import communicator
 from mpitrain.mpi.world import World, list_hosts, rank_label
 from mpitrain.record.run_dir import open_log, start_logging
-from mpitrain.record.runs import close_run
 from mpitrain.tools.sweep.config import PreparedSweep, ReadConfig
 from mpitrain.tools.sweep.messages import POLL_SECONDS, Inbox, Message, TrialResult
 from mpitrain.tools.train.prepare import PreparedRun, prepare
@@ -242,7 +242,8 @@ class Worker:
                     shared_data=self._data,
                 )
         finally:
-            close_run(run.run_dir)
+            if part.is_rank_zero and run.lock is not None:
+                os.close(run.lock)
             if run.config.compile:
                 torch.compiler.reset()
         if reporter.is_pruned:

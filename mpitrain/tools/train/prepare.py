@@ -27,7 +27,7 @@ class PreparedRun:
     run_id: str  # of the run, in all of its jobs
     done: str = ""  # why there is nothing to do; empty if there is something
     status: int = 0  # the exit status, if there is nothing to do
-    has_lock: bool = True  # whether a second job that writes into it would be noticed
+    lock: int | None = None  # on rank zero, of `RunFolder`
     limit_seconds: float | None = None  # how long this job may take
 
 
@@ -61,7 +61,7 @@ def prepare(config: TrainConfig) -> PreparedRun:
         run_id=folder.run_id,
         done=done,
         status=status,
-        has_lock=folder.has_lock,
+        lock=folder.lock,
         limit_seconds=seconds_of(config.time_limit),
     )
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from mpitrain.config import TrainConfig
 from mpitrain.console import say, shown
 from mpitrain.data.sources import Data, load_data
 from mpitrain.errors import Stopped
-from mpitrain.files import write_json
+from mpitrain.files import replacing, write_json
 from mpitrain.launch.current import heartbeat
 from mpitrain.models.build import build_and_load, fetch_weights, is_cached
 from mpitrain.models.summary import summary_line, summary_table
@@ -86,6 +85,7 @@ def run_training(
             start_seconds=start_seconds,
             seconds_left=seconds_left,
             resume_with=f"the same command{named}",
+            is_open=True,
         ),
         RankTimes(run_dir, start_seconds),
         *([Loggers(config, run_dir, run.run_id)] if config.log else []),
@@ -148,9 +148,8 @@ class ModelFile(Callback):
         heartbeat("writing the weights")
         state = trainer.state_dict()
         if trainer.engine.world.is_rank_zero:
-            beside = self._path.with_name(f".{self._path.name}.{os.getpid()}")
-            torch.save(state, beside)
-            os.replace(beside, self._path)
+            with replacing(self._path) as beside:
+                torch.save(state, beside)
 
 
 class RunSummary(Callback):
