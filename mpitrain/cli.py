@@ -32,7 +32,8 @@ from mpitrain.mpi.collectives import all_or_none, on_rank_zero
 from mpitrain.mpi.world import rank_label
 
 if TYPE_CHECKING:
-    from mpitrain.stage.stage import StageRequest
+    from mpitrain.launch.run_target import Target
+    from mpitrain.stage.stage import StageConfig
     from mpitrain.tools.train.prepare import PreparedRun
 
 Prepared = TypeVar("Prepared", bound="PreparedRun")
@@ -229,22 +230,22 @@ def stage(argv: Sequence[str]) -> int:
     """Copy Python and torch to each node by MPI, then run a command from there."""
     words, command = _split(argv)
 
-    def read() -> StageRequest:
+    def read() -> tuple[StageConfig, Target]:
         from mpitrain.stage.stage import read_words
 
         return read_words(words, command)
 
     _answer(words, read)
     from mpitrain.launch.job import start_job
-    from mpitrain.stage.stage import run, with_own_args
+    from mpitrain.stage.stage import read_command, run
 
     job = start_job(start_timeout_seconds=start_timeout(command))
     with job.guard:
-        first = on_rank_zero(job.comm, read, "read the command line")
-        request = all_or_none(
-            job.comm, lambda: with_own_args(first, command), "read the command line"
+        config, first = on_rank_zero(job.comm, read, "read the command line")
+        target = all_or_none(
+            job.comm, lambda: read_command(command, first), "read the command line"
         )
-    return run(job, request, main)
+    return run(job, config, target, main)
 
 
 def check(argv: Sequence[str]) -> int:

@@ -1,4 +1,4 @@
-"""MNIST, Fashion-MNIST and CIFAR: found in torchvision's layout, read and fetched.
+"""MNIST, Fashion-MNIST and CIFAR, as torchvision reads and downloads them.
 
 CIFAR's files are pickles, which can run code: torchvision unpickles only files whose
 MD5 is the published one.
@@ -7,21 +7,21 @@ MD5 is the published one.
 from __future__ import annotations
 
 import contextlib
-import gzip
-import hashlib
 import http.client
-import math
+import io
 import shlex
-import struct
+import socket
 import tempfile
+import urllib.error
 import urllib.request
-import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import torch
 
-from mpitrain.data.samples import MAX_BYTES, Array, check_labels
+from mpitrain.data.samples import Array, check_labels
 from mpitrain.errors import DataError, UsageError
 from mpitrain.flags import PROGRAM
 
@@ -35,50 +35,30 @@ CLASSES = {
 
 NUM_CLASSES = {"mnist": 10, "fashion-mnist": 10, "cifar10": 10, "cifar100": 100}
 
-IDX_FILES = (
-    *("train-images-idx3-ubyte", "train-labels-idx1-ubyte"),
-    *("t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte"),
-)
-"""Images and labels to train, then to validate."""
-
-CIFAR_FILES = {
-    "cifar10": (
-        "cifar-10-batches-py",
-        (*(f"data_batch_{number}" for number in range(1, 6)), "test_batch"),
-    ),
-    "cifar100": ("cifar-100-python", ("train", "test")),
-}
-"""Folder and files of each set."""
-
-CLASS_NAMES = {
-    "mnist": "0,1,2,3,4,5,6,7,8,9",
-    "fashion-mnist": "T-shirt/top,Trouser,Pullover,Dress,Coat,Sandal,Shirt,Sneaker,Bag,"
-    "Ankle boot",
-}
-"""By label; CIFAR's are in its files."""
-
-Named = tuple[list[str], list[tuple[Array, Array]]]  # classes; inputs, labels
-
 TIMEOUT_SECONDS = 30.0  # how long a server may be silent
 
 SCHEMES = ("http://", "https://", "file:///")
+
+# What a download raises besides errors of the disk. RuntimeError: a wrong MD5.
+_NETWORK_ERRORS = (
+    *(RuntimeError, urllib.error.URLError, http.client.HTTPException),
+    *(ConnectionError, TimeoutError),
+)
 
 
 def find(name: str, data_dir: Path) -> Path | None:
     """Return the folder with all files of a set; ``None``: not there.
 
-    The names of files decide, not their content. Imports neither torch nor torchvision.
+    The names of files decide, not their content.
     """
-    if name not in CIFAR_FILES:
-        for folder in (data_dir / CLASSES[name] / "raw", data_dir):
-            if all(_idx_file(folder, file).is_file() for file in IDX_FILES):
-                return folder
-        return None
-    inner, files = CIFAR_FILES[name]
-    for folder in (data_dir / inner, data_dir):
-        if all((folder / file).is_file() for file in files):
-            return folder
-    return None
+    kind = _torchvision_class(name)
+    if _is_mnist(kind):
+        folder = data_dir / kind.__name__ / "raw"
+        files = [file.removesuffix(".gz") for file, _ in kind.resources]
+    else:
+        folder = data_dir / kind.base_folder
+        files = [file for file, _ in (*kind.train_list, *kind.test_list)]
+    return folder if all((folder / file).is_file() for file in files) else None
 
 
 def read(name: str, data_dir: Path) -> dict[str, Array]:
@@ -95,90 +75,42 @@ def read(name: str, data_dir: Path) -> dict[str, Array]:
     )
     if place is None:
         raise DataError(f"{name} is not in {data_dir}.{how}")
-    arrays: dict[str, Array] = {}
+    kind = _torchvision_class(name)
     try:
-        reads = _read_cifar if name in CIFAR_FILES else _read_mnist
-        classes, parts = reads(name, place)
-        arrays["classes"] = np.frombuffer("\n".join(classes).encode(), np.uint8)
-        for part, (inputs, labels) in zip(("train", "val"), parts, strict=True):
-            where = f"{place}, the {part} labels"
-            check_labels(labels, len(inputs), NUM_CLASSES[name], where)
-            arrays |= {f"{part}_inputs": inputs, f"{part}_labels": labels}
-    except (DataError, OSError) as error:
-        raise DataError(f"{error}.{how}") from None
-    return arrays
-
-
-def _fetch_command(name: str, data_dir: Path) -> str:
-    return f"{PROGRAM} fetch {name} --data-dir {shlex.quote(str(data_dir))}"
-
-
-def _idx_file(folder: Path, name: str) -> Path:
-    path = folder / name
-    return path if path.is_file() else folder / f"{name}.gz"
-
-
-def _read_mnist(name: str, folder: Path) -> Named:
-    paths = [_idx_file(folder, file) for file in IDX_FILES]
-    arrays = [_read_idx(path, 3 - 2 * (i % 2)) for i, path in enumerate(paths)]
-    if not all(array.size for array in arrays):
-        raise DataError(f"{folder}: {name} has images or labels of no size")
-    pairs = (arrays[:2], arrays[2:])
-    return CLASS_NAMES[name].split(","), [
-        (images[:, None], labels.astype(np.int64)) for images, labels in pairs
-    ]
-
-
-def _read_idx(path: Path, num_dims: int) -> Array:
-    """Read a file of bytes in MNIST's IDX format: magic number, shape, values.
-
-    torchvision reads the uncompressed ones only, and asserts where it should say why.
-    """
-    length = 4 + 4 * num_dims
-    try:
-        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
-            header = file.read(length)
-            if len(header) < length or header[:4] != bytes([0, 0, 8, num_dims]):
-                raise DataError(
-                    f"{path}: not an IDX file of {num_dims} dimensions, it begins with "
-                    f"{header!r}"
-                )
-            shape = struct.unpack(f">{num_dims}I", header[4:])
-            num_bytes = math.prod(shape)
-            data = file.read(num_bytes + 1) if num_bytes <= MAX_BYTES else b""
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise DataError(f"{path}: truncated or broken, {error}") from None
-    if len(data) != num_bytes:
+        parts = {
+            "train": kind(data_dir, train=True),
+            "val": kind(data_dir, train=False),
+        }
+    except Exception as error:  # it asserts, too, that a file makes sense
         raise DataError(
-            f"{path}: found {len(data)} bytes or more, expected {num_bytes} for the "
-            f"shape {shape} in its header"
-        )
-    return np.frombuffer(data, np.uint8).reshape(shape).copy()
-
-
-def _read_cifar(name: str, place: Path) -> Named:
-    """Read by torchvision, after a check of MD5."""
-    from torchvision import datasets  # type: ignore[import-untyped]
-
-    kind = getattr(datasets, CLASSES[name])
-    here = type(name, (kind,), {"base_folder": ""})
-    try:
-        train, val = here(place, train=True), here(place, train=False)
-    except RuntimeError:
-        raise DataError(
-            f"{place}: files are missing, or their MD5 is not the published one; they "
-            "are pickles, which can run code, so others are not read"
+            f"{place}: torchvision cannot read {name}: {error!r}. A file is broken or "
+            f"missing, or, of CIFAR's pickles, its MD5 is not the published one.{how}"
         ) from None
-    return train.classes, [
-        (part.data.transpose(0, 3, 1, 2), np.array(part.targets, np.int64))
-        for part in (train, val)
-    ]
+    # MNIST's are named "0 - zero".
+    classes = [names.partition(" - ")[0] for names in parts["train"].classes]
+    arrays: dict[str, Array] = {}
+    arrays["classes"] = np.frombuffer("\n".join(classes).encode(), np.uint8)
+    for part, found in parts.items():
+        images = torch.as_tensor(found.data).numpy()
+        labels = torch.as_tensor(found.targets, dtype=torch.int64).numpy()
+        try:
+            where = f"{place}, the {part} labels"
+            check_labels(labels, len(images), NUM_CLASSES[name], where)
+        except DataError as error:
+            raise DataError(f"{error}.{how}") from None
+        arrays[f"{part}_labels"] = labels
+        is_gray = _is_mnist(kind)
+        arrays[f"{part}_inputs"] = (
+            images[:, None] if is_gray else images.transpose(0, 3, 1, 2)
+        )
+    return arrays
 
 
 def fetch(name: str, data_dir: Path, mirror: str | None) -> None:
     """Download what is missing of a set, or broken, into torchvision's layout.
 
-    Files are checked in a folder beside their place and moved when they are whole.
+    Files are read in a folder beside their place and moved when they are whole: readers
+    and other jobs that fetch see each file as a whole or not at all.
     """
     if mirror is not None and not mirror.startswith(SCHEMES):
         raise UsageError(
@@ -189,63 +121,72 @@ def fetch(name: str, data_dir: Path, mirror: str | None) -> None:
         with contextlib.suppress(DataError):
             read(name, data_dir)
             return
-    from torchvision import datasets
+    from torchvision.datasets.utils import check_integrity  # type: ignore[import-untyped]
 
-    kind = getattr(datasets, CLASSES[name])
-    if name in CIFAR_FILES:
-        files, folder = [(kind.filename, kind.tgz_md5)], data_dir
-        theirs = [kind.url.rpartition("/")[0]]
-    else:
-        files, folder = kind.resources, data_dir / CLASSES[name] / "raw"
-        theirs = kind.mirrors
-    mirrors = [mirror] if mirror else theirs
+    kind = _torchvision_class(name)
+    archives = {kind.filename: kind.tgz_md5} if not _is_mnist(kind) else {}
+    for file, md5 in kind.resources if _is_mnist(kind) else ():
+        archives[f"{kind.__name__}/raw/{file}"] = md5
+    names = [Path(file).name for file in archives]
+    where = (mirror or "").rstrip("/")
+    at_mirror = {"mirrors": [f"{where}/"], "url": f"{where}/{names[0]}"}
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for file, md5 in files:
-            with tempfile.TemporaryDirectory(prefix=".fetch-", dir=folder) as beside:
-                path = folder / file
-                if not datasets.utils.check_integrity(path, md5):
-                    path = Path(beside, file)
-                    _download(name, data_dir, mirrors, path, md5)
-                datasets.utils.extract_archive(path, beside)
-                found = [path for path in Path(beside).rglob("*") if path.is_file()]
-                for path in sorted(found, key=lambda path: path.suffix != ".gz"):
-                    target = folder / path.relative_to(beside)
+        data_dir.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".fetch-", dir=data_dir) as beside:
+            for file, md5 in archives.items():  # torchvision leaves whole ones alone
+                archive = Path(beside, file)
+                archive.parent.mkdir(parents=True, exist_ok=True)
+                if check_integrity(data_dir / file, md5):
+                    archive.symlink_to((data_dir / file).absolute())
+                elif where.startswith("file:"):  # it downloads by HTTP alone
+                    urllib.request.urlretrieve(f"{where}/{archive.name}", archive)
+                    if not check_integrity(archive, md5):
+                        raise RuntimeError(f"{archive.name}: expected MD5 {md5}")
+            with _silent_download():
+                here = type(kind.__name__, (kind,), at_mirror if mirror else {})
+                here(beside, download=True)
+            for path in Path(beside).rglob("*"):
+                if path.is_file() and not path.is_symlink():
+                    target = data_dir / path.relative_to(beside)
                     target.parent.mkdir(parents=True, exist_ok=True)
                     path.replace(target)
+    except _NETWORK_ERRORS as error:
+        raise DataError(
+            f"{name} could not be fetched from {mirror or 'where torchvision looks'}: "
+            f"{error}\nFetch it where there is internet, such as on the login node: "
+            f"{_fetch_command(name, data_dir)}\n"
+            "Or say --mirror URL: the address (http, https, file) of a folder with "
+            f"{', '.join(names)}"
+        ) from None
     except OSError as error:
         raise DataError(
-            f"{error.filename or folder}: cannot be written: "
+            f"{error.filename or data_dir}: cannot be written: "
             f"{error.strerror or error}. Expected room for {name}; "
             "choose another --data-dir"
         ) from None
 
 
-def _download(
-    name: str, data_dir: Path, mirrors: Sequence[str], path: Path, md5: str
-) -> None:
-    tried = []
-    for mirror in mirrors:
-        url = f"{mirror.rstrip('/')}/{path.name}"
-        request = urllib.request.Request(url, headers={"User-Agent": PROGRAM})
-        try:
-            with urllib.request.urlopen(request, timeout=TIMEOUT_SECONDS) as source:
-                data = source.read(MAX_BYTES)
-        except (http.client.HTTPException, OSError) as error:
-            tried.append(f"{url}: {error}")
-            continue
-        found = hashlib.md5(data, usedforsecurity=False).hexdigest()
-        if found == md5:
-            path.write_bytes(data)
-            return
-        tried.append(
-            f"{url}: found another file: {len(data)} bytes, MD5 {found}, expected "
-            f"{md5}; it begins with {data[:20]!r}"
-        )
-    where = "\n  ".join(tried)
-    raise DataError(
-        f"{name} could not be fetched. Tried\n  {where}\nFetch it where there is "
-        f"internet, such as on the login node: {_fetch_command(name, data_dir)}\nOr "
-        "say --mirror URL: the address (http, https, file) of a folder with "
-        f"{path.name}"
-    )
+def _torchvision_class(name: str) -> Any:
+    from torchvision import datasets
+
+    return getattr(datasets, CLASSES[name])
+
+
+def _is_mnist(kind: Any) -> bool:
+    return hasattr(kind, "resources")
+
+
+def _fetch_command(name: str, data_dir: Path) -> str:
+    return f"{PROGRAM} fetch {name} --data-dir {shlex.quote(str(data_dir))}"
+
+
+@contextlib.contextmanager
+def _silent_download() -> Iterator[None]:
+    """Let downloads give up on a silent server, and print no progress bar."""
+    before = socket.getdefaulttimeout()
+    socket.setdefaulttimeout(TIMEOUT_SECONDS)
+    try:
+        with contextlib.redirect_stderr(io.StringIO()):
+            yield
+    finally:
+        socket.setdefaulttimeout(before)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -30,45 +30,35 @@ def read_ahead(on_progress: Callable[[], object]) -> int:
     Returns the number of bytes: 0 where torch is imported, or on no network file
     system.
     """
-    spec = None if "torch" in sys.modules else importlib.util.find_spec("torch")
-    origin = "" if spec is None else spec.origin or ""
-    if not file_system(origin).startswith(NETWORK_FILE_SYSTEMS):
-        return 0
     num_bytes = 0
-    with ThreadPoolExecutor(16) as readers:
-        reads = [readers.submit(_read, *part) for part in parts_of(Path(origin).parent)]
-        for done in reads:
-            num_bytes += done.result()
-            on_progress()
+    spec = None if "torch" in sys.modules else importlib.util.find_spec("torch")
+    folder = Path(spec.origin if spec and spec.origin else "/none").parent
+    with suppress(OSError), ThreadPoolExecutor(16) as readers:
+        if file_system(folder).startswith(NETWORK_FILE_SYSTEMS):
+            parts = [(path, 0) for path in folder.rglob("*.py")]
+            for path in (folder / "lib" / name for name in LIBRARIES):
+                offsets = range(0, path.stat().st_size, PART_BYTES)
+                parts += [(path, offset) for offset in offsets]
+            for size in readers.map(_read, *zip(*parts, strict=True)):
+                num_bytes += size
+                on_progress()
     return num_bytes
 
 
-def file_system(path: str) -> str:
+def file_system(path: Path) -> str:
     """Return the type of a path's file system; ``""`` if it is not known."""
-    with suppress(OSError, ValueError):
-        device = os.stat(path).st_dev  # noqa: PTH116
-        number = f"{os.major(device)}:{os.minor(device)}"
-        for line in Path("/proc/self/mountinfo").read_text().splitlines():
-            fields = line.split()
-            if fields[2] == number:
-                return fields[fields.index("-") + 1]
-    return ""
+    device = path.stat().st_dev
+    lines = Path("/proc/self/mountinfo").read_text().splitlines()
+    types = {line.split()[2]: line.partition(" - ")[2].split()[0] for line in lines}
+    return types.get(f"{os.major(device)}:{os.minor(device)}", "")
 
 
-def parts_of(folder: Path) -> Iterator[tuple[str, int]]:
-    """Return what to read of torch's folder: paths and offsets."""
-    for path in (it for name in LIBRARIES for it in folder.glob(f"lib/{name}")):
-        for offset in range(0, path.stat().st_size, PART_BYTES):
-            yield str(path), offset
-    yield from ((str(path), 0) for path in folder.rglob("*.py"))
-
-
-def _read(path: str, offset: int) -> int:
+def _read(path: Path, offset: int) -> int:
     with suppress(OSError):
-        if path.endswith(".py"):
-            os.stat(path)  # noqa: PTH116 - the import compares its time
-            path = importlib.util.cache_from_source(path)
-        with open(path, "rb", buffering=0) as file:  # noqa: PTH123
-            size = min(os.fstat(file.fileno()).st_size - offset, PART_BYTES)
-            return os.preadv(file.fileno(), [bytearray(size)], offset)
+        if path.suffix == ".py":
+            path.stat()  # the import compares its time
+            path = Path(importlib.util.cache_from_source(path))
+        with path.open("rb", buffering=0) as file:
+            file.seek(offset)
+            return len(file.read(PART_BYTES))
     return 0

@@ -7,68 +7,57 @@ import os
 import re
 import site
 import sys
-from collections.abc import Iterable, MutableMapping
-from pathlib import Path
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping, MutableMapping
 
 _CACHES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
-MAX_TEXT_BYTES = 1 << 20  # of a file whose paths are replaced
-# Files of a copy that may name its own folder: below `<number>/<name of the root>/`.
-NAMES_ITSELF = re.compile(
-    r"\d+/[^/]+/(pyvenv\.cfg|bin/[^/]+|lib\d*/[^/]+/(site|dist)-packages/[^/]+\.pth)"
+_MAX_TEXT_BYTES = 1 << 20  # of a file whose paths are replaced
+_NAMES_ITSELF = re.compile(
+    r".*/(pyvenv\.cfg|bin/[^/]+|(site|dist)-packages/[^/]+\.pth)", re.DOTALL
 )
 
 
-class Root(NamedTuple):
-    """A file or folder that is staged with all that is below."""
+def find_roots(data: Iterable[str]) -> tuple[list[str], list[str]]:
+    """Return what is staged: the environment, and data with torch's caches.
 
-    path: str
-    real_path: str  # without symbolic links
-
-
-def find_roots(data: Iterable[str]) -> tuple[list[Root], list[Root]]:
-    """Return the environment, and `data` with the caches of torch's compilers."""
+    A root is the path of a file or folder. The path without symbolic links is another.
+    """
     own = (sys.prefix, sys.base_prefix)
-    # What is in /usr is of the node.
-    own_roots = roots_of(it for it in own if not re.fullmatch("/|/usr|/usr/.*", it))
     caches = [os.environ.get(name, "") for name in _CACHES]
-    return own_roots, roots_of([*data, *filter(os.path.isdir, caches)])
+    # What is in /usr is of the node.
+    environment = [it for it in own if not re.fullmatch("/|/usr|/usr/.*", it)]
+    return roots_of(environment), roots_of([*data, *filter(os.path.isdir, caches)])
 
 
-def roots_of(paths: Iterable[str]) -> list[Root]:
+def roots_of(paths: Iterable[str]) -> list[str]:
     """Return roots, each once."""
-    found = [Root(os.path.abspath(it), os.path.realpath(it)) for it in paths]  # noqa: PTH100
-    return list({root.real_path: root for root in reversed(found)}.values())[::-1]
+    both = ((os.path.abspath(it), os.path.realpath(it)) for it in paths)  # noqa: PTH100
+    return list(dict.fromkeys(path for pair in both for path in pair))
 
 
-def pairs_of(roots: Iterable[Root], folder: str) -> list[tuple[str, str]]:
-    """Return old and new paths of roots whose copies are in `folder`."""
-    new = [f"{folder}/{num}/{Path(it.path).name}" for num, it in enumerate(roots)]
-    return [(old, to) for both, to in zip(roots, new, strict=True) for old in both]
+def names_itself(path: str, size: int) -> bool:
+    """Whether a file of an environment may have paths of the environment in it."""
+    return size <= _MAX_TEXT_BYTES and _NAMES_ITSELF.fullmatch(path) is not None
 
 
 class Relocation:
-    """Replaces paths of roots by those of their copies.
+    """Moves paths below some roots into the folder of their copy, where they stay long.
 
-    >>> move = Relocation([("/opt/env", "/tmp/copy/0/env")])
+    >>> move = Relocation({"/opt/env": "/tmp/copy"})
     >>> move("/opt/env/bin"), move("/opt/environment")
-    ('/tmp/copy/0/env/bin', '/opt/environment')
+    ('/tmp/copy/opt/env/bin', '/opt/environment')
     >>> move.word("--data-dir=/opt/env/data"), move.word("x/opt/env")
-    ('--data-dir=/tmp/copy/0/env/data', 'x/opt/env')
+    ('--data-dir=/tmp/copy/opt/env/data', 'x/opt/env')
     """
 
-    def __init__(self, pairs: Iterable[tuple[str, str]]) -> None:
-        self._pairs = sorted(pairs, key=lambda pair: -len(pair[0]))  # inner roots first
-        self._new = dict(reversed(self._pairs))
-        old = "|".join(re.escape(path) for path, _ in self._pairs) or "(?!)"
-        self._pattern = re.compile(rf"(?<![^\s\"'=:!])({old})(?=[/\s\"':]|$)")
+    def __init__(self, folders: Mapping[str, str]) -> None:
+        self._folders = folders
 
     def __call__(self, path: str) -> str:
         """Return the path in a copy; `path` itself if it is in none."""
-        for old, new in self._pairs:
-            if path == old or path.startswith(f"{old}/"):
-                return new + path[len(old) :]
-        return path
+        above = path
+        while above not in self._folders and above.strip("/"):
+            above = above.rpartition("/")[0]
+        return self._folders.get(above, "") + path
 
     def word(self, word: str) -> str:
         """Return a word of a command, ``PATH`` or ``--flag=PATH``, with paths moved.
@@ -78,20 +67,22 @@ class Relocation:
         flag, equals, value = word.partition("=")
         if equals and flag.startswith("-"):
             return flag + equals + self.word(value)
-        path = os.path.normpath(word)
+        path = os.path.abspath(word)  # noqa: PTH100
         moved = self(path) if "/" in word else path
         return word if moved == path else moved
 
     def file(self, path: str, text: bytes) -> bytes:
-        """Return what a file of `NAMES_ITSELF` shall contain.
+        """Return what a file that `names_itself` shall contain.
 
-        Paths of roots are replaced in ``pyvenv.cfg``, in ``.pth`` files and in the
-        first lines of scripts.
+        Paths are moved in ``pyvenv.cfg``, in ``.pth`` files and in the first lines of
+        scripts.
         """
         head = text
         if not path.endswith((".cfg", ".pth")):  # pip writes two lines for a long path
             head = b"\n".join(text.split(b"\n", 2)[: 2 * text.startswith(b"#!")])
-        moved = self._pattern.sub(lambda old: self._new[old[1]], os.fsdecode(head))
+        old = "|".join(map(re.escape, self._folders))
+        pattern = rf"(?<![^\s\"'=:!])({old})(?=[/\s\"':]|$)"
+        moved = re.sub(pattern, lambda it: self(it[1]), os.fsdecode(head))
         return os.fsencode(moved) + text[len(head) :]
 
 

@@ -143,7 +143,7 @@ def test_a_set_in_memory_is_read_where_rank_zero_is(
     hosts: VirtualHosts, folder: Path
 ) -> None:
     first, second, _ = hosts.names
-    write_mnist(folder / "data/mnist")
+    write_mnist(folder / "data/mnist/MNIST/raw")
     empty = folder / "empty"
     empty.mkdir()
     words = ("--data", "mnist", "--data-dir", str(folder / "data/mnist"))

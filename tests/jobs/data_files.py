@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import io
 import struct
 import tarfile
@@ -82,9 +81,7 @@ def write_tar(path: Path, members: Members, form: int = tarfile.PAX_FORMAT) -> P
 # --- whole sets -----------------------------------------------------------------------
 
 
-def write_mnist(
-    folder: Path, *, num_train: int = 27, num_val: int = 11, zipped: bool = False
-) -> None:
+def write_mnist(folder: Path, *, num_train: int = 27, num_val: int = 11) -> None:
     """Write four IDX files of gray images, 12 pixels wide."""
     random = np.random.default_rng(1)
     folder.mkdir(parents=True, exist_ok=True)
@@ -94,11 +91,8 @@ def write_mnist(
             "labels-idx1": np.arange(count) % 10,
         }
         for kind, array in arrays.items():
-            raw, name = idx_bytes(array), f"{PREFIXES[part]}-{kind}-ubyte"
-            if zipped:
-                (folder / f"{name}.gz").write_bytes(gzip.compress(raw))
-            else:
-                (folder / name).write_bytes(raw)
+            name = f"{PREFIXES[part]}-{kind}-ubyte"
+            (folder / name).write_bytes(idx_bytes(array))
 
 
 def write_cifar10(folder: Path, per_file: int = 10) -> None:

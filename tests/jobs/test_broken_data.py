@@ -51,10 +51,13 @@ def cut(path: Path, *, num_bytes: int) -> None:
 
 
 def test_a_broken_set_is_told_once(openmpi: Mpi, tmp_path: Path) -> None:
-    write_mnist(tmp_path / "set")
-    cut(tmp_path / "set/train-images-idx3-ubyte", num_bytes=100)
+    write_mnist(tmp_path / "set/MNIST/raw")
+    cut(tmp_path / "set/MNIST/raw/train-images-idx3-ubyte", num_bytes=100)
     done = train(openmpi, tmp_path, "--data", "mnist", "--data-dir", "set")
-    words = ("train-images-idx3-ubyte: found 3788 bytes", "fetch mnist --data-dir set")
+    words = (
+        "set/MNIST/raw: torchvision cannot read mnist",
+        "fetch mnist --data-dir set",
+    )
     said = assert_failed(done, tmp_path, *words)
     assert "Traceback" not in said
     # All ranks know it from rank zero: it is no single rank's matter.

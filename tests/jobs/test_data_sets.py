@@ -49,8 +49,7 @@ def flags_of() -> dict[str, tuple[str, ...]]:
         **own,
     }
     flags: dict[str, tuple[str, ...]] = {
-        "mnist": ("--data", "mnist", "--data-dir", "plain", *AUGMENTED),
-        "mnist-zipped": ("--data", "mnist", "--data-dir", "zipped", *AUGMENTED),
+        "mnist": ("--data", "mnist", "--data-dir", ".", *AUGMENTED),
         "synthetic": ("--data", "synthetic", "--synthetic-samples", "26"),
     }
     for name, words in plain.items():
@@ -90,8 +89,7 @@ def is_run(name: str, size: int) -> bool:
 def runs(openmpi: Mpi, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
     """The run folders of all trainings, by the number of ranks."""
     place = tmp_path_factory.mktemp("sets")
-    write_mnist(place / "plain")
-    write_mnist(place / "zipped", zipped=True)
+    write_mnist(place / "MNIST/raw")
     write_folder(place / "folder", train=20, val=7, test=5)
     write_folder(place / "few", train=3, val=3)
     write_hdf5(place / "set.h5")
@@ -145,10 +143,6 @@ def test_a_training_is_the_same_at_any_size(
         result = json.loads((run / "result.json").read_text())
         assert (result["status"], result["skipped_samples"]) == ("finished", 0)
         assert result["world_size"] == size
-
-
-def test_compressed_files_are_the_same_data(runs: dict[int, Path]) -> None:
-    assert losses(runs[1] / "mnist-zipped") == losses(runs[1] / "mnist")
 
 
 @pytest.mark.parametrize("name", ["folder", "hdf5", "shards", "photos", "readings"])

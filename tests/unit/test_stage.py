@@ -1,4 +1,4 @@
-"""The parts of `stage` without MPI: index, pack, copies, paths, the command line."""
+"""The parts of `stage` without MPI: index, copies, paths, the command line."""
 
 from __future__ import annotations
 
@@ -8,24 +8,19 @@ import socket
 import stat
 import subprocess
 import sys
+import zlib
 from multiprocessing import spawn
 from pathlib import Path
 from typing import IO
 
 import pytest
 
-from mpitrain.errors import DataError, UsageError
+from mpitrain.errors import UsageError
 from mpitrain.stage import copies
 from mpitrain.stage.copies import NodeCopy
-from mpitrain.stage.environment import Relocation, Root, activate, roots_of
-from mpitrain.stage.stage import (
-    StageConfig,
-    StageRequest,
-    _folder,
-    read_command,
-    read_words,
-)
-from mpitrain.stage.stream import MIN_PIECE_BYTES, Entry, Index, Source, walk
+from mpitrain.stage.environment import Relocation, activate, roots_of
+from mpitrain.stage.stage import StageConfig, _folder, read_command, read_words
+from mpitrain.stage.stream import MIN_PIECE_BYTES, Index, Source, walk
 
 
 @pytest.fixture
@@ -66,41 +61,37 @@ def env(tmp_path: Path) -> Path:
     return root
 
 
-def copied(
-    root: Path, to: Path, pack: Path | None = None
-) -> tuple[NodeCopy, Source, Path]:
+def copied(root: Path, to: Path) -> tuple[NodeCopy, Source, Path]:
     """Stage in this process, without MPI."""
-    return carried(walked_index(root, pack), to, pack)
+    return carried(walked_index(root), to)
 
 
-def walked_index(root: Path, pack: Path | None = None) -> Index:
+def walked_index(root: Path) -> Index:
     roots = roots_of([str(root)])
-    return Index(roots, walk(roots, pack, lambda: None))
+    return Index(roots, walk(roots, lambda: None))
 
 
 def carried(
-    index: Index,
-    to: Path,
-    pack: Path | None = None,
-    damage: int | None = None,
-    *,
-    rewrites: bool = True,
+    index: Index, to: Path, damage: int | None = None, *, rewrites: bool = True
 ) -> tuple[NodeCopy, Source, Path]:
-    """Read, write and copy the stream; change a byte of piece `damage` on the way."""
+    """Read, write and copy the stream; change a byte of piece `damage` on the way.
+
+    Returns the path of the copy of the first root, too.
+    """
     to.mkdir(exist_ok=True)
     copy = NodeCopy(index, str(to), "", rewrites=rewrites)
-    source = Source(index, pack)
+    source, crc = Source(index), 0
     if copy.prepare():
         for number, size in enumerate(index.sizes):
             piece = bytearray(size)
             source.read(number, piece)
-            source.write(number, piece)
+            crc = zlib.crc32(piece, crc)
             if number == damage:
                 piece[-1] ^= 1
             copy.write(number, piece)
-        source.close()
-        copy.finish(source.error, source.crc)
-    return copy, source, Path(dict(copy.pairs).get(index.roots[0].path, ""))
+        copy.finish(source.error, crc)
+    root = index.roots[0]
+    return copy, source, Path(copy.folders.get(root, "") + root)
 
 
 def test_a_copy_has_all_that_the_folder_has(env: Path, tmp_path: Path) -> None:
@@ -146,15 +137,34 @@ def test_what_names_its_own_folder_is_rewritten(env: Path, tmp_path: Path) -> No
 
 
 def test_a_root_may_be_a_file_or_a_link(env: Path, tmp_path: Path) -> None:
-    (tmp_path / "link").symlink_to("env/pyvenv.cfg")
-    copy, _, there = copied(tmp_path / "link", tmp_path / "to")
-    assert (copy.error, there.name) == ("", "link")
-    assert there.read_text() == (env / "pyvenv.cfg").read_text()
-    (tmp_path / "folder").symlink_to("env")
-    _, _, there = copied(tmp_path / "folder", tmp_path / "to")
-    assert (
-        there / "bin/tool"
-    ).read_text() == f"#!{there.parent}/folder/bin/python\nimport sys\n"
+    for name, target in (("link", "env/pyvenv.cfg"), ("folder", "env")):
+        (tmp_path / name).symlink_to(target)
+        copy, _, _ = copied(tmp_path / name, tmp_path / "to")
+        assert copy.error == ""
+        there = Path(copy.folders[str(tmp_path / name)] + str(tmp_path / name))
+        assert there.resolve().is_relative_to(tmp_path / "to")
+        cfg = there if name == "link" else there / "pyvenv.cfg"
+        above = Path(copy.folders[str(tmp_path / name)] + str(env))
+        home = env if name == "link" else above
+        assert cfg.read_text() == f"home = {home}/bin\nversion = 3\n"
+    tool = (there / "bin/tool").read_text()
+    assert tool == f"#!{above}/bin/python\nimport sys\n"
+
+
+def test_a_node_that_has_the_copy_writes_nothing(env: Path, tmp_path: Path) -> None:
+    """Rank zero reads the stream for others, and has it."""
+    copied(env, tmp_path / "to")
+    index = walked_index(env)
+    copy = NodeCopy(index, str(tmp_path / "to"), "", rewrites=True)
+    source = Source(index)
+    assert not copy.prepare()
+    for number, size in enumerate(index.sizes):
+        piece = bytearray(size)
+        source.read(number, piece)
+        copy.write(number, piece)
+    copy.finish("", copy.crc)
+    assert (copy.error, copy.had_it) == ("", True)
+    assert walked_index(env).digest == index.digest
 
 
 def test_a_complete_copy_is_taken_again_and_a_damaged_one_is_not(
@@ -165,7 +175,7 @@ def test_a_complete_copy_is_taken_again_and_a_damaged_one_is_not(
         "import sys; sys.path[:0] = sys.argv[1:2]; from pathlib import Path; "
         "import test_stage as t; "
         "copy, source, there = t.copied(Path(sys.argv[2]), Path(sys.argv[3])); "
-        "print(copy.error, there.parents[1], not copy.had_it)"
+        "print(copy.error, copy.folders[sys.argv[2]], not copy.had_it)"
     )
 
     def stage() -> list[str]:
@@ -179,7 +189,7 @@ def test_a_complete_copy_is_taken_again_and_a_damaged_one_is_not(
     assert stage() == [path, "False"]
     Path(path, ".lock").unlink()
     assert stage() == [path, "False"]
-    model = Path(path, "0/env/lib/python3.11/site-packages/model.py")
+    model = Path(f"{path}{env}/lib/python3.11/site-packages/model.py")
     model.unlink()
     assert stage() == [path, "True"]
     model.write_text("")
@@ -211,138 +221,35 @@ def test_the_index_tells_every_change(env: Path) -> None:
     assert len(set(found)) == len(found)
 
 
-@pytest.mark.parametrize("named", [True, False])
-def test_folders_of_other_environments_and_packs_are_left_out(
-    env: Path, named: bool
-) -> None:
+def test_folders_of_other_environments_and_copies_are_left_out(env: Path) -> None:
     for name in ("conda-meta", "pkgs", "envs"):
         (env / name).mkdir()
         (env / name / "file").touch()
-    pack = env / ".mpitrain-stage.pack"
     (env / f"tmp/mpitrain-stage-{os.getuid()}/0").mkdir(parents=True)
-    for name in ("", ".partial-host-1"):
-        Path(f"{pack}{name}").touch()
     inner = env / "lib/python3.11/site-packages"
     roots = roots_of([str(env), str(inner)])
-    index = Index(roots, walk(roots, pack if named else None, lambda: None))
+    index = Index(roots, walk(roots, lambda: None))
     paths = {os.path.relpath(it.path, env) for it in index.entries}
     assert {"conda-meta/file", "lib/python3.11/site-packages/model.py"} <= paths
     assert not [
         it for it in paths if "mpitrain-stage" in it or it[:4] in ("pkgs", "envs")
     ]
-    _, _, there = carried(index, env.parent / "to", pack)
-    assert (there.parents[1] / "1/site-packages/model.py").exists()
-    assert not (there / "lib/python3.11/site-packages").exists()
-
-
-@pytest.mark.parametrize(
-    "path", ["x", "/etc/x", "/r/../x", "/r//x", "/r/./x", "/r2", ""]
-)
-def test_names_outside_of_the_copy_are_refused(path: str) -> None:
-    with pytest.raises(DataError, match="outside of the copy"):
-        Index([Root("/r", "/r")], [Entry(path, stat.S_IFREG | 0o600, 1)])
-
-
-# --- the pack -------------------------------------------------------------------------
-
-
-def test_the_next_job_reads_the_pack(env: Path, tmp_path: Path) -> None:
-    pack = env / ".mpitrain-stage.pack"
-    _, source, there = copied(env, tmp_path / "a", pack)
-    assert (source.reads_pack, source.warning) == (False, "")
-    assert [it.name for it in env.glob(".mpi*")] == [pack.name]
-    _, source, other = copied(env, tmp_path / "b", pack)
-    assert source.reads_pack
-    name = "lib/python3.11/site-packages/large"
-    assert (other / name).read_bytes() == (there / name).read_bytes()
-
-
-def test_a_damaged_pack_is_removed_and_nothing_of_it_is_used(
-    env: Path, tmp_path: Path
-) -> None:
-    pack = env / ".mpitrain-stage.pack"
-    copied(env, tmp_path / "a", pack)
-    with pack.open("r+b") as file:
-        file.seek(2 * MIN_PIECE_BYTES)
-        file.write(b"other bytes")
-    copy, source, _ = copied(env, tmp_path / "b", pack)
-    assert copy.error == source.error == f"{pack} was damaged and is removed"
-    assert copy.pairs == []
-    assert left_in(copy) == [".lock"]
-    assert not pack.exists()
-    copy, source, _ = copied(env, tmp_path / "b", pack)
-    assert (copy.error, source.reads_pack, pack.exists()) == ("", False, True)
-
-
-def left_in(copy: NodeCopy) -> list[str]:
-    """What is in the folder of the copies."""
-    return [it.name for it in Path(copy._folder).iterdir()]
-
-
-@pytest.mark.parametrize("size", [0, 10, 100_000])
-def test_a_pack_that_is_cut_or_of_another_state_is_not_read(
-    env: Path, tmp_path: Path, size: int
-) -> None:
-    pack = tmp_path / "pack"
-    copied(env, tmp_path / "a", pack)
-    os.truncate(pack, size)
-    _, source, _ = copied(env, tmp_path / "b", pack)
-    assert not source.reads_pack
-    (env / "new").touch()
-    _, source, _ = copied(env, tmp_path / "c", pack)
-    assert not source.reads_pack
-
-
-def test_a_pack_that_cannot_be_written_is_a_warning(env: Path, tmp_path: Path) -> None:
-    copy, source, _ = copied(env, tmp_path / "a", tmp_path / "nowhere/pack")
+    assert len(paths) == len(index.entries)
+    copy, _, there = carried(index, env.parent / "to")
     assert copy.error == ""
-    assert "was not written (No such file or directory)" in source.warning
+    assert (there / "lib/python3.11/site-packages/model.py").exists()
 
 
-def test_a_pack_that_another_job_replaces_meanwhile_is_read_to_its_end(
-    env: Path, tmp_path: Path
-) -> None:
-    pack = tmp_path / "pack"
-    index = walked_index(env)
-    carried(index, tmp_path / "a", pack)
-    source = Source(index, pack)
-    other = tmp_path / "other"
-    other.write_bytes(pack.read_bytes())
-    other.replace(pack)
-    for number, size in enumerate(index.sizes):
-        source.read(number, bytearray(size))
-    source.close()
-    assert (source.reads_pack, source.error, pack.exists()) == (True, "", True)
-
-
-def test_packs_of_dead_writers_are_removed(env: Path, tmp_path: Path) -> None:
-    host = socket.gethostname()
-    dead, old, alive = (
-        tmp_path / f"pack.partial-{owner}"
-        for owner in (f"{host}-999999999", "other-1", "other-2")
-    )
-    users = [tmp_path / f"pack.{name}" for name in ("yaml", "host.1", "2026.11")]
-    for path in (dead, old, alive, *users):
-        path.touch()
-    for path in (old, *users):
-        os.utime(path, (1, 1))
-    copied(env, tmp_path / "a", tmp_path / "pack")
-    assert (dead.exists(), old.exists(), alive.exists()) == (False, False, True)
-    dead.touch()  # also where the pack is read, not written
-    _, source, _ = copied(env, tmp_path / "b", tmp_path / "pack")
-    assert source.reads_pack
-    assert not dead.exists()
-    assert all(path.exists() for path in users)
+# --- failures -------------------------------------------------------------------------
 
 
 def test_a_file_that_changes_meanwhile_is_an_error(env: Path, tmp_path: Path) -> None:
     index = walked_index(env)
     name = env / "lib/python3.11/site-packages/large"
     name.write_bytes(b"short")
-    copy, source, _ = carried(index, tmp_path / "to", tmp_path / "pack")
+    copy, source, _ = carried(index, tmp_path / "to")
     assert copy.error == source.error == f"{name}: it has just been changed"
-    assert not list(tmp_path.glob("pack*"))
-    assert left_in(copy) == [".lock"]
+    assert [it.name for it in Path(copy._above).iterdir()] == [".lock"]
 
 
 @pytest.mark.parametrize("piece", [0, -1])
@@ -350,7 +257,7 @@ def test_wrong_bytes_are_noticed(env: Path, tmp_path: Path, piece: int) -> None:
     index = walked_index(env)
     copy, _, _ = carried(index, tmp_path / "to", damage=piece % len(index.sizes))
     assert copy.error == "received wrong bytes (CRC32)"
-    assert left_in(copy) == [".lock"]
+    assert [it.name for it in Path(copy._above).iterdir()] == [".lock"]
 
 
 def test_data_are_copied_as_they_are(env: Path, tmp_path: Path) -> None:
@@ -366,8 +273,8 @@ def test_a_copy_that_has_lost_files_and_is_in_use_is_left_alone(
     (there / "pyvenv.cfg").unlink()
     again, _, _ = copied(env, tmp_path / "to")
     assert again.error == "the copy has lost files, and another job uses it"
-    names = [it.name for it in (there.parents[2]).glob("*/")]
-    assert names == [there.parents[1].name]
+    copies = (tmp_path / "to").glob("*/*/")
+    assert [f"{it}{env}" for it in copies] == [str(there)]
 
 
 def test_a_copy_whose_lock_cannot_be_made_is_an_error_and_no_crash(
@@ -433,20 +340,18 @@ def test_variables_and_imports_lead_to_the_copy(
         "HF_HOME": "/data/hf/hub",
         "WORD": "x/opt/env",
     }
-    move = Relocation(
-        [("/opt/env", "/tmp/c/0/env"), ("/data", "/no"), ("/data/hf", "/tmp/d/0/hf")]
-    )
+    move = Relocation({"/opt/env": "/tmp/c", "/data": "/no", "/data/hf": "/tmp/d"})
     activate(move, environ)
     assert environ == {
-        "PATH": "/tmp/c/0/env/bin:/usr/bin:/opt/environment/bin",
-        "VIRTUAL_ENV": "/tmp/c/0/env",
+        "PATH": "/tmp/c/opt/env/bin:/usr/bin:/opt/environment/bin",
+        "VIRTUAL_ENV": "/tmp/c/opt/env",
         "PWD": "/opt/env",
-        "HF_HOME": "/tmp/d/0/hf/hub",
+        "HF_HOME": "/tmp/d/data/hf/hub",
         "WORD": "x/opt/env",
     }
-    assert sys.path == ["/tmp/c/0/env/lib", "/opt/environment", ""]
-    assert (sys.prefix, sys._base_executable) == ("/tmp/c/0/env", "/usr/bin/python")
-    assert spawn.get_executable() == b"/tmp/c/0/env/bin/python"
+    assert sys.path == ["/tmp/c/opt/env/lib", "/opt/environment", ""]
+    assert (sys.prefix, sys._base_executable) == ("/tmp/c/opt/env", "/usr/bin/python")
+    assert spawn.get_executable() == b"/tmp/c/opt/env/bin/python"
 
 
 # --- the command line -----------------------------------------------------------------
@@ -455,15 +360,16 @@ def test_variables_and_imports_lead_to_the_copy(
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["sh", "train.sh"], "found 'sh' after --"),
+        (["sh", "train.sh"], "found 'sh train.sh' after --"),
         ([], "found '' after --"),
         (["python"], "found 'python' after --"),
         (["python", "-m"], "found 'python -m' after --"),
         (["python", "-c", "1"], "found 'python -c 1' after --"),
+        (["python", "-u", "x.py"], "python -u -m mpitrain stage"),
         (["python", "-X", "dev", "x.py"], "found 'python -X dev x.py' after --"),
         (["python", "--no-python", "x"], "found 'python --no-python x' after --"),
         (["python", "nowhere.py"], "there is no script 'nowhere.py'"),
-        (["/other/bin/python", "x.py"], "the command runs in this process"),
+        (["/other/bin/python", "x.py"], "found '/other/bin/python x.py' after --"),
     ],
 )
 def test_a_command_that_cannot_run_is_refused(words: list[str], expected: str) -> None:
@@ -478,10 +384,10 @@ def test_flags_and_command_are_read(
     (tmp_path / "train.py").touch()
     script = str(tmp_path / "train.py")
     flags = ["--to", "$TMPDIR", "--data", script, "--data", str(tmp_path)]
-    found = read_words(flags, [sys.executable, "-u", script, "--lr", "1"])
-    target, _ = read_command(["python", script, "--lr", "1"])
+    found = read_words(flags, [sys.executable, script, "--lr", "1"])
+    target = read_command(["python", script, "--lr", "1"])
     config = StageConfig(to="$TMPDIR", data=(script, str(tmp_path)))
-    assert found == StageRequest(config, target, is_unbuffered=True)
+    assert found == (config, target)
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UsageError, match=r"as the command names it: \./train"):
         read_words(["--data", "train.py"], ["python", script])
@@ -496,5 +402,5 @@ def test_data_with_the_current_folder_in_it_are_refused(
     monkeypatch.chdir(tmp_path / "here")
     command = ["python", "-m", "mpitrain"]
     for path in ("./", "../here", str(tmp_path)):
-        with pytest.raises(UsageError, match="has the current folder in it"):
+        with pytest.raises(UsageError, match="what the command writes is in it"):
             read_words(["--data", path], command)
