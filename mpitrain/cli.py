@@ -267,15 +267,6 @@ def check(argv: Sequence[str]) -> int:
         return check_job(job, config, os.environ)
 
 
-# The flags of a training that --help shows; --help-all shows all.
-COMMON = (
-    *("--data", "--data-dir", "--image-size", "--num-workers", "--model", "--weights"),
-    *("--epochs", "--global-batch-size", "--micro-batch-size", "--optimizer", "--lr"),
-    *("--weight-decay", "--seed", "--strategy", "--precision", "--resume"),
-    *("--checkpoint-every-minutes", "--time-limit", "--log", "--name", "--dry-run"),
-    *("--device", "--hang-timeout"),
-)
-
 # Commands by name; the docstring of each is its line in the help.
 _ALL: tuple[Callable[[Sequence[str]], int | None], ...] = (
     *(train, run, sweep, stage, check, watch, fetch, export, report, diff),
@@ -328,7 +319,9 @@ def read_config(argv: Sequence[str]) -> TrainConfig:
         )
     commands = [f"  {name:<11} {run.__doc__}" for name, run in COMMANDS.items()]
     more = "\n".join(["Commands:", *commands, ""])
-    return read_flags(TrainConfig, argv, program=PROGRAM, common=COMMON, further=more)
+    return read_flags(
+        TrainConfig, argv, program=PROGRAM, only_common=True, further=more
+    )
 
 
 def start_timeout(argv: Sequence[str]) -> float:

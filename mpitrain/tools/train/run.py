@@ -174,7 +174,7 @@ class RunSummary(Callback):
             say(line)
         data = self._data
         for setting in config.without_effect():
-            logger.warning("without effect: %s", setting)
+            logger.warning("has no effect here: %s", setting)
         if data.train.num_samples is not None:
             more = config.global_batch_size - data.train.num_samples
             if more > 0:
