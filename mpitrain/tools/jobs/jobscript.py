@@ -1,6 +1,6 @@
 """`python -m mpitrain jobscript`: a job script for SLURM or PBS. Needs no MPI.
 
-The scripts are the jinja templates `templates/slurm.sh` and `templates/pbs.sh`. What a
+The jinja templates `templates/slurm.sh` and `templates/pbs.sh` extend `base.sh`. What a
 site wants is in `sites/NAME.yaml`: flags of this command, each explained.
 """
 
