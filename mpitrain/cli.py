@@ -91,7 +91,7 @@ def sweep(argv: Sequence[str]) -> int:
     from mpitrain.tools.command import run_command
     from mpitrain.tools.sweep.command import SweepCommand
 
-    command = SweepCommand(words, flags, read_config)
+    command = SweepCommand(words, flags)
     return run_command(command, start_timeout(flags))
 
 
@@ -157,7 +157,7 @@ def _folder_of(words: Sequence[str]) -> Path:
         return chain.run_dir_of(read_config(words[words[:1] == ["train"] :]))
     sweep_words, flags = _split(words[1:])
     config = read_sweep(sweep_words)
-    read_training(config, flags, read_config)
+    read_training(config, flags)
     return config.path
 
 

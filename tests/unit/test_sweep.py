@@ -296,7 +296,7 @@ def test_names_and_flags_are_checked_before_the_start(
     (tmp_path / "space.yaml").write_text(text)
     config = SweepConfig(space=str(tmp_path / "space.yaml"))
     with pytest.raises(UsageError) as error:
-        read_training(config, flags, read_config)
+        read_training(config, flags)
     assert expected in str(error.value)
 
 
@@ -410,18 +410,18 @@ def config(tmp_path: Path) -> SweepConfig:
 def test_a_sweep_goes_on_with_the_same_search_alone(
     config: SweepConfig, tmp_path: Path
 ) -> None:
-    made = prepare(config, ["--epochs", "2"], read_config)
+    made = prepare(config, ["--epochs", "2"])
     assert made.run_dir == tmp_path / "sweeps" / "lr"
-    prepare(dataclasses.replace(config, trials=3), ["--epochs", "2"], read_config)
+    prepare(dataclasses.replace(config, trials=3), ["--epochs", "2"])
     with pytest.raises(UsageError, match="begun with other settings: flags: "):
-        prepare(config, ["--epochs", "3"], read_config)
+        prepare(config, ["--epochs", "3"])
     (tmp_path / "lr.yaml").write_text("space: {lr: [0.1, 0.3]}\n")
     with pytest.raises(UsageError, match="begun with other settings: space: "):
-        prepare(config, ["--epochs", "2"], read_config)
+        prepare(config, ["--epochs", "2"])
 
 
 def test_the_best_trial_is_a_command(config: SweepConfig, tmp_path: Path) -> None:
-    made = prepare(config, ["--epochs", "2"], read_config)
+    made = prepare(config, ["--epochs", "2"])
     study = Study(made.run_dir, made.search, 2, seed=1)
     with pytest.raises(UsageError, match="no trial is finished yet"):
         best_command([str(made.run_dir)])

@@ -6,7 +6,7 @@ Imports neither torch nor Optuna.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,15 +20,13 @@ from mpitrain.record.run_dir import read_result
 from mpitrain.record.runs import differences, open_run
 from mpitrain.settings import check, flag_name, setting
 from mpitrain.tools.sweep.space import Search, check_names, read_search
-from mpitrain.tools.train.prepare import PreparedRun, check_stop_file
+from mpitrain.tools.train.prepare import PreparedRun, check_stop_file, read_config
 
 INSTALL = "optuna cmaes scipy"
 SWEEPS_DIR = Path("sweeps")
 SETTINGS = "sweep.json"  # what a sweep was begun with, in its folder
 PROGRESS = "progress.json"  # what `watch` shows, in the same folder
 OUTCOMES = ("finished", "pruned", "failed")  # of trials
-
-ReadConfig = Callable[[Sequence[str]], TrainConfig]  # reads the flags of a training
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,12 +82,10 @@ class PreparedSweep(PreparedRun):
     flags: Sequence[str]  # of every training
 
 
-def prepare(
-    options: SweepConfig, flags: Sequence[str], read_config: ReadConfig
-) -> PreparedSweep:
+def prepare(options: SweepConfig, flags: Sequence[str]) -> PreparedSweep:
     """Make the sweep folder, or open the existing one. For rank zero."""
     require("optuna", "sweep", INSTALL)
-    search, training = read_training(options, flags, read_config)
+    search, training = read_training(options, flags)
     folder = open_run(options.sweeps_dir, options.path.name, exists="resume")
     path, settings = folder.path, {"flags": list(flags), "space": search.source}
     settings["ranks_per_trial"] = options.ranks_per_trial
@@ -111,11 +107,9 @@ def prepare(
     done, status = check_stop_file(path, done)
     return PreparedSweep(
         config=training,
-        run_dir=path,
-        run_id=folder.run_id,
+        folder=folder,
         done=done,
         status=status,
-        has_lock=folder.has_lock,
         options=options,
         search=search,
         flags=tuple(flags),
@@ -124,7 +118,7 @@ def prepare(
 
 
 def read_training(
-    options: SweepConfig, flags: Sequence[str], read_config: ReadConfig
+    options: SweepConfig, flags: Sequence[str]
 ) -> tuple[Search, TrainConfig]:
     """Read the search and the flags of every training; check the names in the space."""
     search, training = read_search(options.space), read_config(flags)
