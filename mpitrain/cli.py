@@ -92,7 +92,7 @@ def sweep(argv: Sequence[str]) -> int:
     from mpitrain.tools.command import run_command
     from mpitrain.tools.sweep.command import SweepCommand
 
-    command = SweepCommand(words, flags, read_config)
+    command = SweepCommand(words, flags)
     return run_command(command, start_timeout(flags))
 
 
@@ -158,7 +158,7 @@ def _folder_of(words: Sequence[str]) -> Path:
         return chain.run_dir_of(read_config(words[words[:1] == ["train"] :]))
     sweep_words, flags = _split(words[1:])
     config = read_sweep(sweep_words)
-    read_training(config, flags, read_config)
+    read_training(config, flags)
     return config.path
 
 
@@ -268,15 +268,6 @@ def check(argv: Sequence[str]) -> int:
         return check_job(job, config, os.environ)
 
 
-# The flags of a training that --help shows; --help-all shows all.
-COMMON = (
-    *("--data", "--data-dir", "--image-size", "--num-workers", "--model", "--weights"),
-    *("--epochs", "--global-batch-size", "--micro-batch-size", "--optimizer", "--lr"),
-    *("--weight-decay", "--seed", "--strategy", "--precision", "--resume"),
-    *("--checkpoint-every-minutes", "--time-limit", "--log", "--name", "--dry-run"),
-    *("--device", "--hang-timeout"),
-)
-
 # Commands by name; the docstring of each is its line in the help.
 _ALL: tuple[Callable[[Sequence[str]], int | None], ...] = (
     *(train, run, sweep, stage, check, watch, fetch, export, report, diff),
@@ -329,7 +320,9 @@ def read_config(argv: Sequence[str]) -> TrainConfig:
         )
     commands = [f"  {name:<11} {run.__doc__}" for name, run in COMMANDS.items()]
     more = "\n".join(["Commands:", *commands, ""])
-    return read_flags(TrainConfig, argv, program=PROGRAM, common=COMMON, further=more)
+    return read_flags(
+        TrainConfig, argv, program=PROGRAM, only_common=True, further=more
+    )
 
 
 def start_timeout(argv: Sequence[str]) -> float:

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from mpitrain.errors import UsageError
 from mpitrain.flags import flat
-from mpitrain.help import Values
 from mpitrain.plugins import is_reference
+from mpitrain.settings import Facts, check, facts_of, flag_name, setting
 
 DATA_DIR = Path("data")
 
@@ -46,48 +47,45 @@ Optimizer = Literal[
     "sgd", "adam", "adamw", "nadam", "radam", "rmsprop", "adagrad", "adamax", "adadelta"
 ]
 
-# The minimum of a number, where it is not 0; all must be finite.
-MINIMUM: Mapping[str, float] = {
-    **dict.fromkeys(("image_size", "global_batch_size", "micro_batch_size"), 1),
-    **dict.fromkeys(("decay_epochs", "log_every_steps", "keep_checkpoints"), 1),
-    **dict.fromkeys(("checkpoint_every_epochs", "checkpoint_every_steps"), 1),
-    "fingerprint": 1,
-    "synthetic_classes": 2,
-    "synthetic_samples": 4,
-}
-ABOVE_ZERO = ("clip_grad_norm", "checkpoint_every_minutes")  # not the minimum itself
-BELOW_ONE = ("ema_decay", "label_smoothing")
+# `Trainer` in a script ignores these: their data, model and callbacks are arguments.
+of_command = partial(setting, is_for_command=True)
+of_run = partial(setting, is_for_command=True, may_change=True)
+changeable = partial(setting, may_change=True)
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
     """Data."""
 
-    data: str = "digits"
+    data: str = of_command("digits", is_common=True)
     """digits, mnist, fashion-mnist, cifar10, cifar100, folder, hdf5, shards,
     synthetic, or package.module:callable."""
-    data_dir: Path | None = None
+    data_dir: Path | None = of_run(
+        None, is_common=True, not_with=("data", "digits", "synthetic")
+    )
     """Folder of the data set, or the HDF5 file. Default: data."""
-    image_size: int | None = None
+    image_size: int | None = setting(None, minimum=1, is_common=True)
     """Resize images to this height and width in pixels. Default: keep; 224 if sizes
     differ."""
-    num_workers: int | Literal["auto"] = "auto"
+    num_workers: int | Literal["auto"] = changeable("auto", minimum=0, is_common=True)
     """Data-loading processes per rank; 0: none. auto: cores - 1, at most 8, for
     folder, hdf5 and shards; else 0."""
-    random_crop: int = 0
+    random_crop: int = setting(0, minimum=0)
     """Pad training images by this many pixels and crop at random."""
     random_flip: bool = False
     """Flip training images horizontally at random."""
-    random_resized_crop: bool = False
+    random_resized_crop: bool = of_command(
+        False, only_with=("data", "folder", "hdf5", "shards")
+    )
     """Crop training images at random position and scale (folder, hdf5, shards)."""
     normalize: Literal["auto", "data", "imagenet", "none"] = "auto"
     """Mean and standard deviation to normalize images with. auto: data if in memory,
     else imagenet; custom data: none."""
-    on_bad_sample: Literal["stop", "skip"] = "stop"
+    on_bad_sample: Literal["stop", "skip"] = changeable("stop")
     """Stop at a sample that cannot be read, or skip and count it."""
-    synthetic_samples: int = 1024
+    synthetic_samples: int = of_command(1024, minimum=4)
     """Training samples of --data synthetic; a quarter as many for validation."""
-    synthetic_classes: int = 10
+    synthetic_classes: int = of_command(10, minimum=2)
     """Classes of --data synthetic."""
 
 
@@ -95,10 +93,10 @@ class DataConfig:
 class ModelConfig:
     """Model."""
 
-    model: str = "convnet"
+    model: str = of_command("convnet", is_common=True)
     """convnet, a torchvision model (resnet50), timm:NAME, hub:REPO_OR_DIR:ENTRY, or
     package.module:callable."""
-    weights: str | None = None
+    weights: str | None = of_command(None, is_common=True)
     """Initial weights: a file, default, or a name that the library knows. Default:
     random."""
 
@@ -107,49 +105,51 @@ class ModelConfig:
 class LearningConfig:
     """Optimization."""
 
-    epochs: int = 10
+    epochs: int = setting(10, minimum=0, is_common=True)
     """Number of epochs."""
-    probe_epochs: int = 0
+    probe_epochs: int = setting(0, minimum=0)
     """First train only a new head on the frozen backbone for this many epochs."""
-    finetune_lr_factor: float = 0.125
+    finetune_lr_factor: float = setting(0.125, minimum=0, only_with=("probe_epochs",))
     """Multiply the learning rate by this for the epochs after --probe-epochs."""
-    global_batch_size: int = 64
+    global_batch_size: int = setting(64, minimum=1, is_common=True)
     """Samples per step over all ranks."""
-    micro_batch_size: int | None = None
+    micro_batch_size: int | None = changeable(
+        None, minimum=1, changes_bits=True, is_common=True
+    )
     """Samples per forward pass of a rank; gradients are accumulated. Default: all of
     the rank's."""
-    optimizer: Optimizer = "sgd"
+    optimizer: Optimizer = setting("sgd", is_common=True)
     """Optimizer of torch.optim; sgd uses Nesterov momentum."""
-    lr: float | None = None
+    lr: float | None = setting(None, minimum=0, is_common=True)
     """Peak learning rate. Default: sgd 0.1 (less below a batch size of 256), rmsprop,
     adagrad 0.01, adadelta 1, others 0.001."""
     scale_lr: bool = False
     """Scale the learning rate by global batch size / 256."""
-    momentum: float = 0.9
+    momentum: float = setting(0.9, minimum=0, only_with=("optimizer", "sgd", "rmsprop"))
     """Momentum of sgd and rmsprop."""
-    weight_decay: float = 5e-4
+    weight_decay: float = setting(5e-4, minimum=0, is_common=True)
     """Weight decay."""
     schedule: Literal["cosine", "step", "constant"] = "cosine"
     """Learning rate schedule after the warm-up."""
-    warmup_epochs: float | None = None
+    warmup_epochs: float | None = setting(None, minimum=0)
     """Epochs of linear learning rate warm-up. Default: half of all, at most 5."""
-    decay_epochs: int = 30
+    decay_epochs: int = setting(30, minimum=1, only_with=("schedule", "step"))
     """With --schedule step: decay the learning rate every N epochs."""
-    decay_factor: float = 0.1
+    decay_factor: float = setting(0.1, minimum=0, only_with=("schedule", "step"))
     """With --schedule step: multiply the learning rate by this."""
-    label_smoothing: float = 0.0
+    label_smoothing: float = setting(0.0, minimum=0, below=1)
     """Label smoothing, from 0 to 1."""
-    mixup: float = 0.0
+    mixup: float = setting(0.0, minimum=0)
     """Mixup alpha; 0: off."""
-    cutmix: float = 0.0
+    cutmix: float = setting(0.0, minimum=0)
     """CutMix alpha; 0: off. With --mixup, each step uses one of both at random."""
-    clip_grad_norm: float | None = None
+    clip_grad_norm: float | None = setting(None, above=0)
     """Clip the gradient norm to this value."""
-    ema_decay: float | None = None
+    ema_decay: float | None = setting(None, minimum=0, below=1)
     """Evaluate and save an exponential moving average (EMA), such as of decay 0.999."""
-    on_nonfinite: Literal["stop", "skip"] = "stop"
+    on_nonfinite: Literal["stop", "skip"] = changeable("stop")
     """Stop at a loss or gradient that is NaN or infinite, or skip the step."""
-    seed: int = 1
+    seed: int = setting(1, minimum=0, is_common=True)
     """Random seed."""
 
     @property
@@ -173,35 +173,37 @@ class LearningConfig:
 class StrategyConfig:
     """Parallelism, precision and memory."""
 
-    strategy: Strategy = "auto"
+    strategy: Strategy = changeable("auto", is_common=True)
     """ddp, fsdp (sharded), dp (one process, all its GPUs), single. auto: ddp, or
     single for one rank."""
-    hybrid_sharding: bool = False
+    hybrid_sharding: bool = changeable(False)
     """With fsdp: shard within each node, replicate between nodes."""
-    cpu_offload: bool = False
+    cpu_offload: bool = changeable(False)
     """With fsdp: keep parameters and optimizer state in host memory."""
-    shard_optimizer: bool = False
+    shard_optimizer: bool = changeable(False)
     """With ddp: shard the optimizer state (ZeRO-1)."""
-    precision: Precision = "fp32"
+    precision: Precision = setting("fp32", is_common=True)
     """bf16, fp16: mixed precision with fp32 parameters. fp64: double precision."""
-    tf32: bool = False
+    tf32: bool = changeable(False, changes_bits=True)
     """Allow TF32 matrix products on GPUs."""
-    compile: bool = False
+    compile: bool = changeable(False)
     """Compile the model with torch.compile."""
-    channels_last: Literal["auto", "always", "never"] = "auto"
+    channels_last: Literal["auto", "always", "never"] = changeable(
+        "auto", changes_bits=True
+    )
     """Memory format channels_last. auto: on GPUs with bf16 or fp16."""
-    activation_checkpointing: bool = False
+    activation_checkpointing: bool = changeable(False, changes_bits=True)
     """Recompute activations in the backward pass to save memory."""
-    find_unused_parameters: Literal["auto", "always", "never"] = "auto"
+    find_unused_parameters: Literal["auto", "always", "never"] = changeable("auto")
     """With ddp: a weight may take no part in a step. auto: in custom models."""
     sync_batchnorm: bool = False
     """Synchronize batch norm over all ranks (GPUs only)."""
-    deterministic: bool = False
+    deterministic: bool = changeable(False)
     """Use only deterministic operations of torch; some are slower."""
     bitwise: bool = False
     """Same bits on any number of ranks, up to that of a step's micro-batches
     (default: 8), which are summed in a fixed order."""
-    balance: Literal["auto", "off"] = "auto"
+    balance: Literal["auto", "off"] = changeable("auto", only_with=("bitwise",))
     """With --bitwise: give slow ranks fewer micro-batches. auto: with ddp."""
 
 
@@ -209,23 +211,23 @@ class StrategyConfig:
 class CheckpointConfig:
     """Checkpoints, resuming and time limit."""
 
-    checkpoint_every_epochs: int | None = 1
+    checkpoint_every_epochs: int | None = of_run(1, minimum=1)
     """Save a checkpoint every N epochs; None: not per epoch."""
-    checkpoint_every_steps: int | None = None
+    checkpoint_every_steps: int | None = of_run(None, minimum=1)
     """Save a checkpoint every N steps."""
-    checkpoint_every_minutes: float | None = 10.0
+    checkpoint_every_minutes: float | None = of_run(10.0, above=0, is_common=True)
     """Save a checkpoint every N minutes; None: off."""
-    keep_checkpoints: int | None = 3
+    keep_checkpoints: int | None = of_run(3, minimum=1)
     """Keep the N newest checkpoints and the best one; None: all."""
-    best_by: str | None = None
+    best_by: str | None = of_command(None)
     """Validation metric of the best checkpoint: NAME, min:NAME or max:NAME. Default:
     accuracy, else loss."""
-    resume: str = "auto"
+    resume: str = of_run("auto", is_common=True, is_set_by_sweep=True)
     """auto: resume the run of this --name. never: fail if it exists. Or a run folder
     or checkpoint that a new run starts from."""
-    new_run: bool = False
+    new_run: bool = of_run(False, is_set_by_sweep=True)
     """If the run exists, start NAME-2, NAME-3, ..."""
-    time_limit: str | None = None
+    time_limit: str | None = of_run(None, is_common=True, is_set_by_sweep=True)
     """Save a checkpoint and stop before this much time ([[hours:]minutes:]seconds)
     has passed."""
 
@@ -234,22 +236,24 @@ class CheckpointConfig:
 class LogConfig:
     """Loggers and profiler."""
 
-    log: Annotated[tuple[str, ...], Values("NAME [NAME ...]")] = ()
+    log: tuple[str, ...] = of_run((), metavar="NAME [NAME ...]", is_common=True)
     """Loggers besides metrics.jsonl: csv, tensorboard, wandb, or
     package.module:callable."""
-    log_every_steps: int = 10
+    log_every_steps: int = of_run(10, minimum=1, only_with=("log",))
     """Log every N steps (epochs are always logged)."""
-    wandb_project: str | None = None
+    wandb_project: str | None = of_run(None, only_with=("log", "wandb"))
     """W&B project. Default: WANDB_PROJECT, or mpitrain."""
-    wandb_group: str | None = None
+    wandb_group: str | None = of_run(None, only_with=("log", "wandb"))
     """W&B group. Default: none; with --wandb-all-ranks the name of the run."""
-    wandb_tags: Annotated[tuple[str, ...], Values("TAG [TAG ...]")] = ()
+    wandb_tags: tuple[str, ...] = of_run(
+        (), metavar="TAG [TAG ...]", only_with=("log", "wandb")
+    )
     """W&B tags."""
-    wandb_all_ranks: bool = False
+    wandb_all_ranks: bool = of_run(False)
     """Log every rank as a W&B run of one group, not only rank zero."""
-    fingerprint: int | None = None
+    fingerprint: int | None = of_run(None, minimum=1, in_diff=False)
     """Record a hash of each weight every N steps, for mpitrain diff."""
-    profile: int = 0
+    profile: int = of_run(0, minimum=0, not_with=("dry_run",))
     """Profile N steps of every rank with torch.profiler, after the first 5; 0: off."""
 
 
@@ -257,28 +261,23 @@ class LogConfig:
 class LaunchConfig:
     """Launch."""
 
-    device: Device = "auto"
+    device: Device = changeable("auto", is_common=True)
     """Device of the ranks. auto: GPUs if there are any. cuda, xpu: fail without."""
-    backend: Backend = "auto"
+    backend: Backend = changeable("auto")
     """torch.distributed backend. auto: mpi4py on CPUs, nccl on GPUs."""
-    interface: str | None = None
+    interface: str | None = changeable(None)
     """Network interface between nodes, such as ib0. Default: the best that works."""
-    start_timeout: float | None = None
+    start_timeout: float | None = changeable(None, above=0)
     """Seconds for each stage of the start and the first step. Default: 120 to 600,
     as --hang-timeout."""
-    hang_timeout: float | None = None
+    hang_timeout: float | None = changeable(None, above=0, is_common=True)
     """End the job with status 76 after this many seconds without progress; None:
     never."""
 
     def __post_init__(self) -> None:
         if self.interface is not None and not self.interface.strip():
             raise UsageError("--interface is empty; expected a name such as ib0")
-        for flag in ("--start-timeout", "--hang-timeout"):
-            value = getattr(self, flag[2:].replace("-", "_"))
-            if value is not None and not 0 < value < math.inf:
-                raise UsageError(
-                    f"{flag} must be a number of seconds above 0, found {value!r}"
-                )
+        check(self)
 
     def as_arguments(self) -> dict[str, Any]:
         """Return the arguments of `mpitrain.init`."""
@@ -297,13 +296,13 @@ class TrainConfig(
 ):
     """Train a model on every rank that mpirun started, or on one without mpirun."""
 
-    name: str | None = None
+    name: str | None = of_run(None, is_common=True, is_set_by_sweep=True, in_diff=False)
     """Name of the run and its folder. Default: date and time."""
-    runs_dir: Path = Path("runs")
+    runs_dir: Path = of_run(Path("runs"), is_set_by_sweep=True, in_diff=False)
     """Folder that holds the run folders."""
-    progress: Literal["auto", "bar", "lines"] = "auto"
+    progress: Literal["auto", "bar", "lines"] = of_run("auto")
     """Show a progress bar, or a line per epoch. auto: a bar on a terminal."""
-    dry_run: bool = False
+    dry_run: bool = setting(False, is_common=True, is_set_by_sweep=True)
     """Run one step and one validation in a run folder of its own, without
     checkpoints."""
     launch: LaunchConfig = field(
@@ -312,21 +311,11 @@ class TrainConfig(
     """How the ranks are started; its fields are flags like the others."""
 
     def __post_init__(self) -> None:
+        check(self)
         for error in self._errors():
             raise UsageError(error)
 
     def _errors(self) -> Iterator[str]:
-        for name, value in vars(self).items():
-            if isinstance(value, int | float):  # of a bool, too, which is 0 or 1
-                flag, minimum = "--" + name.replace("_", "-"), MINIMUM.get(name, 0)
-                if not math.isfinite(value):
-                    yield f"{flag} must be finite, found {value!r}"
-                if value < minimum:
-                    yield f"{flag} must be at least {minimum}, found {value!r}"
-                if value == 0 and name in ABOVE_ZERO:
-                    yield f"{flag} must be above 0, found 0"
-                if value >= 1 and name in BELOW_ONE:
-                    yield f"{flag} must be less than 1, found {value!r}"
         if not self.epochs and not self.probe_epochs:
             yield "--epochs must be at least 1, found 0"
         yield from self._strategy_errors()
@@ -336,7 +325,7 @@ class TrainConfig(
         found = f"found --strategy {self.strategy}"
         for name in ("hybrid_sharding", "cpu_offload"):
             if getattr(self, name) and self.strategy != "fsdp":
-                yield f"--{name.replace('_', '-')} needs --strategy fsdp, {found}"
+                yield f"{flag_name(name)} needs --strategy fsdp, {found}"
         if self.channels_last == "always" and self.strategy == "fsdp":
             yield (
                 "--channels-last always with --strategy fsdp: torch shards contiguous "
@@ -346,7 +335,7 @@ class TrainConfig(
             itself = " (it shards that state by itself)" * (self.strategy == "fsdp")
             yield f"--shard-optimizer needs --strategy ddp, {found}{itself}"
         names = ("sync_batchnorm", "compile", "hybrid_sharding", "cpu_offload")
-        flags = [f"--{name.replace('_', '-')}" for name in names if getattr(self, name)]
+        flags = [flag_name(name) for name in names if getattr(self, name)]
         flags += ["--strategy dp"] * (self.strategy == "dp")
         if self.bitwise and flags:
             yield (
@@ -384,14 +373,18 @@ class TrainConfig(
                 "nothing; leave one of the two out"
             )
 
+    @property
+    def changed(self) -> dict[str, Facts]:
+        """The facts of the fields that are not as `TrainConfig` has them."""
+        return {
+            name: facts
+            for name, facts in sorted(facts_of(self).items())
+            if getattr(self, name, None) != getattr(TrainConfig, name, None)
+        }
+
     def only_for_command(self) -> list[str]:
         """Name the fields that are set and that `Trainer` in a script ignores."""
-        kinds = (DataConfig, ModelConfig, CheckpointConfig, LogConfig)
-        names = {field.name for kind in kinds for field in fields(kind)}
-        names |= {"name", "runs_dir", "progress"}
-        names -= {"image_size", "random_crop", "random_flip", "normalize"}
-        names -= {"num_workers", "on_bad_sample"}
-        return sorted(n for n in names if getattr(self, n) != getattr(TrainConfig, n))
+        return [name for name, facts in self.changed.items() if facts.is_for_command]
 
     def uses_channels_last(self, device: str) -> bool:
         """Return whether images are in the channels-last memory format."""
@@ -409,38 +402,34 @@ class TrainConfig(
 
     @property
     def may_change(self) -> frozenset[str]:
-        """`MAY_CHANGE` of this configuration."""
-        return MAY_CHANGE - CHANGES_BITS if self.bitwise else MAY_CHANGE
+        """Names of the fields that may change when a run is resumed."""
+        return frozenset(
+            name
+            for name, facts in facts_of(self).items()
+            if facts.may_change and not (self.bitwise and facts.changes_bits)
+        )
 
     def without_effect(self) -> list[str]:
         """Name the settings that do nothing beside the others, and why."""
-        of_wandb = "wandb" not in self.log and "for --log wandb"
-        of_step = self.schedule != "step" and "for --schedule step"
-        is_digits = self.data == "digits" and self.normalize != "none"
-        no_files = self.data in ("digits", "synthetic")
-        no_crop = self.data not in ("folder", "hdf5", "shards")
-        no_momentum = self.optimizer not in ("sgd", "rmsprop")
-        reasons = {
-            "balance": (not self.bitwise and "for --bitwise")
-            or (self.strategy == "fsdp" and "for --strategy ddp"),
-            "momentum": no_momentum and f"{self.optimizer} has none",
-            "data_dir": no_files and f"{self.data} needs no files",
-            "normalize": is_digits and "the digits are taken as they are",
-            "random_resized_crop": no_crop and f"not for --data {self.data}",
-            "finetune_lr_factor": not self.probe_epochs and "there is no probe before",
-            **dict.fromkeys(("decay_epochs", "decay_factor"), of_step),
-            "log_every_steps": not self.log and "there is no --log",
-            "profile": self.dry_run and "a dry run has one step",
-            **dict.fromkeys(("wandb_project", "wandb_group", "wandb_tags"), of_wandb),
-        }
-        found = [
-            f"--{name.replace('_', '-')}: {reason}"
-            for name, reason in reasons.items()
-            if reason and getattr(self, name) != getattr(TrainConfig, name)
-        ]
+        changed, found = self.changed, []
+        for name, facts in changed.items():
+            if facts.only_with and not self._has(*facts.only_with):
+                found.append(f"{flag_name(name)} (for {_typed(*facts.only_with)})")
+            if facts.not_with and self._has(*facts.not_with):
+                found.append(f"{flag_name(name)} (not for {_typed(*facts.not_with)})")
+        if "balance" in changed and self.bitwise and self.strategy == "fsdp":
+            found.append("--balance (for --strategy ddp)")
+        if self.data == "digits" and self.normalize not in ("auto", "none"):
+            found.append("--normalize (the digits are taken as they are)")
         if (self.warmup_epochs or 0) >= self.epochs > 1 and self.schedule != "constant":
-            found.append("the fall of the learning rate: --warmup-epochs takes all")
+            found.append("the fall of the learning rate (--warmup-epochs takes all)")
         return found
+
+    def _has(self, name: str, *values: str) -> bool:
+        value = getattr(self, name)
+        if not values:
+            return bool(value)
+        return not {*values}.isdisjoint(value if type(value) is tuple else (value,))
 
     def as_plain(self, name: str) -> dict[str, Any]:
         """Return the fields as a file has them, with the name that the run has."""
@@ -451,6 +440,10 @@ class TrainConfig(
         import yaml
 
         return yaml.safe_dump(self.as_plain(name), sort_keys=False)
+
+
+def _typed(name: str, *values: str) -> str:
+    return f"{flag_name(name)} {' or '.join(values)}".strip()
 
 
 def seconds_of(time: str | None) -> float | None:
@@ -485,24 +478,3 @@ def default_start_timeout(
     """
     longest = max(hang_timeout or START_TIMEOUT_SECONDS, MIN_START_TIMEOUT_SECONDS)
     return start_timeout or min(longest, START_TIMEOUT_SECONDS)
-
-
-MAY_CHANGE = frozenset(
-    {
-        *("name", "runs_dir", "progress"),
-        *(field.name for field in fields(LaunchConfig)),
-        *(f.name for f in fields(CheckpointConfig) if f.name != "best_by"),
-        *(field.name for field in fields(LogConfig)),
-        *("data_dir", "num_workers", "on_bad_sample", "on_nonfinite"),
-        *("strategy", "hybrid_sharding", "cpu_offload", "shard_optimizer"),
-        *("micro_batch_size", "channels_last", "activation_checkpointing", "compile"),
-        *("deterministic", "tf32", "balance", "find_unused_parameters"),
-    }
-)
-"""Fields that may change when a run is resumed: they change no result, except for its
-rounding, and what follows a bad sample or a step that is not finite."""
-
-CHANGES_BITS = frozenset(
-    {"micro_batch_size", "channels_last", "activation_checkpointing", "tf32"}
-)
-"""Of `MAY_CHANGE` those that change the rounding with ``--bitwise``."""

@@ -15,7 +15,8 @@ Every message says what was found and where, what was expected, what to type.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from difflib import SequenceMatcher
 from typing import Self
 
@@ -71,6 +72,15 @@ class RemoteError(LaunchError):
 
 class EarlyReturnError(LaunchError):
     """A rank returned while others still worked."""
+
+
+@contextmanager
+def usage_errors_in(place: str) -> Iterator[None]:
+    """Name the place, such as a file, in a UsageError of this block."""
+    try:
+        yield
+    except UsageError as error:
+        raise UsageError(f"{place}: {error}") from None
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import io
+import dataclasses
 import os
 import re
 import sys
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import MISSING, dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from types import NoneType
+from typing import Any, Literal, TypeVar, get_args, get_origin
 
 from mpitrain._version import __version__
-from mpitrain.errors import MpitrainError, UsageError, did_you_mean
-from mpitrain.help import flags_of, help_text
+from mpitrain.errors import MpitrainError, UsageError, did_you_mean, usage_errors_in
+from mpitrain.help import help_text
+from mpitrain.settings import Flag, flag_name, flags_of, setting
 
 PROGRAM = "python -m mpitrain"
 
@@ -41,8 +43,15 @@ SYNONYMS = {
     "nproc-per-node": "slots-per-node",
 }
 
-
 TORCHRUN = re.compile("--(nproc|nnodes|node-rank|standalone|rdzv|master-|max-restarts)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConfigFiles:
+    """Files of flags."""
+
+    config: tuple[Path, ...] = setting((), is_repeatable=True)
+    """A YAML file of flags; flags win over it."""
 
 
 class HelpShown(MpitrainError):
@@ -58,111 +67,169 @@ def read_flags(
     program: str,
     further: str = "",
     files: bool = True,
-    common: Collection[str] | None = None,
+    only_common: bool = False,
 ) -> Config:
     """Read flags, and the YAML files that they may name, into a configuration.
 
     Fields of `kind` are flags; a field that is a dataclass itself is a group of flags.
-    Flags win over the files of ``--config``, which `files` allows. ``--help`` shows the
-    flags in `common`, else all, and then the text `further`.
+    Flags win over the files of ``--config``, which `files` allows. ``--help`` shows all
+    flags, or the common ones only, and then the text `further`.
     """
     if "--version" in words:
         print(f"mpitrain {__version__}")
         raise HelpShown
 
     if HELP_FLAGS & set(words):
-        only = None if "--help-all" in words else common
+        only_common = only_common and "--help-all" not in words
         config_file = "--config FILE.yaml reads flags from a file; flags win over it."
-        show_all = "--help-all shows all flags." * bool(only)
+        show_all = "--help-all shows all flags." * only_common
         lines = "\n".join(filter(None, [further, config_file * files, show_all]))
-        _answer(help_text(kind, program=program, epilog=lines, only=only))
+        _answer(help_text(kind, program=program, epilog=lines, only_common=only_common))
         raise HelpShown
 
-    if not files:
-        return _parse(kind, words, None, program)
-    before = argparse.ArgumentParser(program, add_help=False, allow_abbrev=False)
-    before.add_argument("--config", type=Path, action="append", default=[])
-    try:
-        with usage_errors():
-            given, left = before.parse_known_args(list(words))
-    except UsageError:
-        raise UsageError("--config: found no value, expected a YAML file.") from None
-    flags: list[str] = []
-    for file in given.config:
-        from_file = flags_from_yaml(file, kind)
-        _parse(kind, from_file, f"--config {file}", program)  # an error names it
-        flags += from_file
-    return _parse(kind, flags + left, None, program)
+    flags = list(flags_of(kind))
+    of_files = flags_of(ConfigFiles) if files else ()
+    values = _parse([*flags, *of_files], words, program)
+    from_files: dict[str, Any] = {}
+    for file in values.pop("config", ()):
+        with usage_errors_in(f"--config {file}"):
+            found = _parse(flags, words_of(_read_config_file(file, flags)), program)
+            _build(kind, found)
+        from_files |= found
+    required = [flag for flag in flags if flag.default is MISSING]
+    if missing := [flag.values for flag in required if flag.field not in values]:
+        raise UsageError(f"expected {' and '.join(missing)}. See {program} --help")
+    return _build(kind, from_files | values)
 
 
-def _parse(
-    kind: type[Config], flags: Sequence[str], source: str | None, program: str
-) -> Config:
-    """Parse with tyro; `source` says where the flags come from, for messages."""
-    import tyro
-
-    # W&B's agent writes --random_flip=True, which no other flag has as a value.
-    flags = [re.sub(r"--(\S+)=True", r"--\1", word) for word in flags]
-    flags = [re.sub(r"--(\S+)=False", r"--no-\1", word) for word in flags]
-    try:
-        with usage_errors():
-            merged = (tyro.conf.OmitArgPrefixes,)
-            return tyro.cli(kind, prog=program, args=flags, config=merged)
-    except UsageError as error:
-        where = f"{source}: " if source else ""
-        known = [flag.name.partition(",")[0] for flag in flags_of(kind)]
-        said = one_line(str(error), flags, known, program)
-        raise UsageError(where + said) from None
+def _build(kind: type[Config], values: Mapping[str, Any]) -> Config:
+    """Make a configuration, and the groups nested in it."""
+    own: dict[str, Any] = {}
+    for field in dataclasses.fields(kind):  # type: ignore[arg-type]
+        if field.default_factory is not MISSING:
+            group = field.default_factory()
+            names = values.keys() & vars(group).keys()
+            changed = {name: values[name] for name in names}
+            own[field.name] = dataclasses.replace(group, **changed)
+        elif field.name in values:
+            own[field.name] = values[field.name]
+    return kind(**own)
 
 
-def one_line(box: str, flags: Sequence[str], known: Sequence[str], program: str) -> str:
-    """Say in one line what tyro says in a box.
+def _parse(flags: Sequence[Flag], words: Sequence[str], program: str) -> dict[str, Any]:
+    """Return the values of the fields that `words` name; the last one wins."""
+    by_name = {flag.name: flag for flag in flags if flag.name}
+    positional = (flag for flag in flags if not flag.name)
+    values: dict[str, Any] = {}
+    rest = list(words)
+    while rest:
+        after = words[max(0, len(words) - len(rest) - 2) : len(words) - len(rest)]
+        word = rest.pop(0)
+        name, is_joined, value = word.partition("=")
+        name, given = name.replace("_", "-"), [value] if is_joined else []
+        is_on = name in by_name
+        if _is_value(word):
+            flag, given = next(positional, None), [word]
+            if flag is None:
+                raise _unexpected(word, after, program)
+        else:
+            flag = by_name.get(name if is_on else name.replace("--no-", "--", 1))
+            if flag is None or not (is_on or flag.hint is bool):
+                raise _unknown(word, name, by_name, program)
+        if flag.hint is bool:
+            if value not in ("", "True", "False"):  # W&B's agent writes --tf32=True
+                raise _unexpected(value, (), program)
+            values[flag.field] = is_on == (value != "False")
+            continue
+        is_tuple = get_origin(flag.hint) is tuple
+        takes_many = is_tuple and not flag.facts.is_repeatable
+        while rest and _is_value(rest[0]) and (takes_many or not given):
+            given.append(rest.pop(0))
+        if not given and not takes_many:
+            expected = "a YAML file" if flag.group is ConfigFiles else "one"
+            raise UsageError(f"{name}: found no value, expected {expected}.")
+        read = tuple(_read(flag, word) for word in given)
+        before = () if takes_many else values.get(flag.field, ())
+        values[flag.field] = (*before, *read) if is_tuple else read[0]
+    return values
 
-    >>> one_line("invalid choice 'adamm' for argument '--optimizer'. Expected one of "
-    ...     "('sgd', 'adam').", ["--optimizer", "adamm"], ["--optimizer"], "")
-    "--optimizer: found 'adamm', expected sgd or adam. Did you mean 'adam'?"
+
+def _is_value(word: str) -> bool:
+    """Whether a word is no flag; a number may be negative."""
+    return re.match(r"-[^\d.]", word) is None
+
+
+def _read(flag: Flag, word: str) -> Any:
+    """Read one value of a flag.
+
+    >>> from mpitrain.config import TrainConfig
+    >>> (flag,) = (it for it in flags_of(TrainConfig) if it.field == "optimizer")
+    >>> _read(flag, "adamm")
+    Traceback (most recent call last):
+    mpitrain.errors.UsageError: --optimizer: found 'adamm', ... Did you mean 'adam'?
     """
-    parts = re.split(r"^ *-+ *$", box, flags=re.MULTILINE)
-    said = " ".join(parts[min(1, len(parts) - 1)].split())
-    if "Unrecognized options" in box:
-        for word in flags:
-            flag = word.partition("=")[0].replace("_", "-")
-            if flag.startswith("--") and flag.replace("--no-", "--") not in known:
-                if TORCHRUN.match(flag) and flag not in known:
-                    how = f"mpirun -np N {program} ..., without torchrun's flags"
-                    return f"unknown flag {flag}: mpirun starts the ranks. Type: {how}"
-                same = "--" + SYNONYMS.get(flag[2:], "")
-                meant = did_you_mean(same if same in known else flag, known)
-                return f"unknown flag {flag}.{meant} All flags: {program} --help-all"
-        word = said.split()[2]
-        at = flags.index(word) if word in flags else 0
-        if re.fullmatch("-[a-zA-Z]", word):
-            how = "options of Python stand before -m mpitrain, code of -c in a script"
-            return f"unexpected {word!r}: {how}"
-        after = f" after {' '.join(flags[max(0, at - 2) : at])!r}" if at else ""
-        return f"unexpected {word!r}{after}. All flags: {program} --help-all"
-    if said.startswith("Missing from"):
-        missing = re.findall(r"^ {6}(\S.*?) *$", parts[1], re.MULTILINE)
-        return f"expected {' and '.join(missing)}. See {program} --help"
-    if found := re.match(r"invalid choice '(.*)' for argument '(.+?)'.*\((.*)\)", said):
-        return _expected(found[2], found[1], re.findall("'(.*?)'", found[3]))
-    if found := re.match(r"Missing value for argument '(.+?)'", said):
-        return f"{found[1]}: found no value, expected one."
-    value = re.search(r"from \['(.*?)'|: '(.*?)'$", said)
-    kinds = re.search(r"^ *(--[\w-]+) (\S+) *$", "".join(parts[2:]), re.MULTILINE)
-    if value and kinds:
-        choices = kinds[2].replace("{None}|", "")
+    try:
+        return _convert(flag.hint, word)
+    except ValueError:
+        expected = re.sub("[{}]", "", flag.values)
         for old, new in (("INT", "a whole number"), ("FLOAT", "a number")):
-            choices = choices.replace(old, new)
-        words = re.split(r"[|,]", re.sub("[{}]", "", choices))
-        return _expected(kinds[1], value[1] or value[2], words)
-    return re.sub(r"^Error parsing \w+: ", "", said)
+            expected = expected.replace(old, new)
+        *others, last = choices = re.split(r"[|,]", expected)
+        either = f"{', '.join(others)} or {last}" if others else last
+        raise UsageError(
+            f"{flag.name or flag.field}: found {word!r}, expected {either}."
+            f"{did_you_mean(word, choices) if word else ''}"
+        ) from None
 
 
-def _expected(flag: str, word: str, choices: Sequence[str]) -> str:
-    *others, last = choices
-    either = f"{', '.join(others)} or {last}" if others else last
-    return f"{flag}: found {word!r}, expected {either}.{did_you_mean(word, choices)}"
+def _convert(hint: Any, word: str) -> Any:
+    """Read a word as a value of a type, or of a tuple's items; else a ValueError."""
+    kinds = get_args(hint)
+    if not kinds:
+        return hint(word)
+    if get_origin(hint) is Literal:
+        return kinds[kinds.index(word)]
+    if word == "None" and NoneType in kinds:
+        return None
+    for kind in kinds:
+        if kind not in (NoneType, Ellipsis):
+            with contextlib.suppress(ValueError):
+                return _convert(kind, word)
+    raise ValueError
+
+
+def _unknown(word: str, flag: str, known: Collection[str], program: str) -> UsageError:
+    """Return the error of a flag that there is not."""
+    if not flag.startswith("--"):
+        how = "options of Python stand before -m mpitrain, code of -c in a script"
+        return UsageError(f"unexpected {word!r}: {how}")
+    if TORCHRUN.match(flag):
+        how = f"mpirun -np N {program} ..., without torchrun's flags"
+        return UsageError(f"unknown flag {flag}: mpirun starts the ranks. Type: {how}")
+    same = "--" + SYNONYMS.get(flag[2:], "")
+    meant = did_you_mean(same if same in known else flag, known)
+    return UsageError(f"unknown flag {flag}.{meant} All flags: {program} --help-all")
+
+
+def _unexpected(word: str, after: Sequence[str], program: str) -> UsageError:
+    place = f" after {' '.join(after)!r}" if after else ""
+    return UsageError(f"unexpected {word!r}{place}. All flags: {program} --help-all")
+
+
+def words_of(values: Mapping[str, Any]) -> list[str]:
+    """Return values as flags.
+
+    >>> words_of({"lr": 0.1, "random_flip": True, "clip_grad_norm": None})
+    ['--lr', '0.1', '--random-flip', '--clip-grad-norm', 'None']
+    """
+    words: list[str] = []
+    for name, value in values.items():
+        flag = flag_name(name)
+        if isinstance(value, bool):
+            words.append(flag if value else "--no-" + flag[2:])
+        else:
+            words += [flag, *map(str, value if isinstance(value, list) else [value])]
+    return words
 
 
 def flat(values: dict[str, Any]) -> dict[str, Any]:
@@ -182,19 +249,6 @@ def flat(values: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-@contextlib.contextmanager
-def usage_errors() -> Iterator[None]:
-    """Turn what a parser prints before `SystemExit` into a UsageError."""
-    printed = io.StringIO()
-    try:
-        with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
-            yield
-    except SystemExit:
-        # Without colours: a rank's stdout is a terminal even in a batch job.
-        text = re.sub(r"\x1b\[[0-9;]*m", "", printed.getvalue())
-        raise UsageError(text.rstrip()) from None
-
-
 def _answer(text: str) -> None:
     try:
         print(text, flush=True)
@@ -202,32 +256,23 @@ def _answer(text: str) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def flags_from_yaml(file: Path, kind: Any) -> list[str]:
-    """Turn a YAML file, such as a run's ``config.yaml``, into flags of a `kind`."""
-    values = read_yaml(file, f"--config {file}", "lr: 0.1")
-    simple = {str, int, float}  # types of what a flag can have
-    lists = [flag.name for flag in flags_of(kind) if isinstance(flag.default, tuple)]
-    flags: list[str] = []
+def _read_config_file(file: Path, flags: Sequence[Flag]) -> dict[str, Any]:
+    """Read values of flags, such as a run's ``config.yaml``."""
+    lists = [flag.field for flag in flags if isinstance(flag.default, tuple)]
+    values = {str(k): v for k, v in read_yaml(file, "lr: 0.1").items()}
     for name, value in values.items():
-        flag = "--" + str(name).replace("_", "-")
-        if isinstance(value, bool):
-            flags.append(flag if value else "--no-" + flag[2:])
-        elif isinstance(value, str | int | float) or value is None:
-            flags += [flag, str(value)]
-        elif flag in lists and type(value) is list and {*map(type, value)} <= simple:
-            flags += [flag, *map(str, value)]
-        else:
-            raise UsageError(
-                f"--config {file}: {name} is a {type(value).__name__}; "
-                "expected a number, a word, true, false or null"
-            )
-    return flags
+        is_list = isinstance(value, list) and name.replace("-", "_") in lists
+        for it in value if is_list else [value]:
+            if not (it is None or isinstance(it, str | int | float)):
+                raise UsageError(
+                    f"{name} is a {type(it).__name__}; "
+                    "expected a number, a word, true, false or null"
+                )
+    return values
 
 
-def read_yaml(
-    file: Path, where: str, example: str, *, as_words: bool = False
-) -> dict[Any, Any]:
-    """Read a YAML file of names and values; a UsageError begins with `where`.
+def read_yaml(file: Path, example: str, *, as_words: bool = False) -> dict[Any, Any]:
+    """Read a YAML file of names and values, or raise a UsageError.
 
     With `as_words` values are words as they stand: YAML takes 2:00:00 for a number.
     """
@@ -238,8 +283,8 @@ def read_yaml(
         values = yaml.load(file.read_text(), loader)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise UsageError(f"{where}: cannot be read: {reason}") from None
+        raise UsageError(f"cannot be read: {reason}") from None
     if not isinstance(values, dict):
         found = type(values).__name__
-        raise UsageError(f"{where}: expected lines like `{example}`, found {found}")
+        raise UsageError(f"expected lines like `{example}`, found {found}")
     return values

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from mpitrain import TrainConfig
-from mpitrain.help import Flag, flags_of
 from mpitrain.launch.run_target import RunConfig
+from mpitrain.settings import Flag, flags_of
 from mpitrain.stage.stage import StageConfig
 from mpitrain.tools.check import CheckConfig
 from mpitrain.tools.diff import DiffConfig
@@ -48,7 +48,7 @@ line take precedence. `--no-random-flip` undoes `--random-flip`, and so on.
 
 def row_of(flag: Flag) -> str:
     """Return the row of a table."""
-    named = " ".join(filter(None, [flag.name.partition(",")[0], flag.values]))
+    named = " ".join(filter(None, [flag.name, flag.values]))
     default = flag.default
     if isinstance(default, tuple):
         default = " ".join(map(str, default))

@@ -167,7 +167,7 @@ def fetch(name: str, data_dir: Path, mirror: str | None) -> None:
 
 
 def _torchvision_class(name: str) -> Any:
-    from torchvision import datasets
+    from torchvision import datasets  # type: ignore[import-untyped]
 
     return getattr(datasets, CLASSES[name])
 

@@ -20,6 +20,7 @@ from mpitrain.config import LaunchConfig
 from mpitrain.errors import UsageError
 from mpitrain.flags import PROGRAM, read_flags
 from mpitrain.mpi.collectives import all_or_none, on_rank_zero
+from mpitrain.settings import flag_name
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -62,9 +63,7 @@ def split(words: Sequence[str]) -> tuple[list[str], Target | None]:
     Target(kind='module', name='package.module', args=('-v',))
     """
     with_value = {"--config"} | {
-        "--" + field.name.replace("_", "-")
-        for field in fields(RunConfig)
-        if field.type != "bool"
+        flag_name(field.name) for field in fields(RunConfig) if field.type != "bool"
     }
     flags: list[str] = []
     kind: Kind = "script"

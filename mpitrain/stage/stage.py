@@ -17,8 +17,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from tyro.conf import UseAppendAction
-
 from mpitrain.errors import UsageError
 from mpitrain.flags import PROGRAM, read_flags
 from mpitrain.launch.job import Job
@@ -26,6 +24,7 @@ from mpitrain.launch.run_target import Target, split
 from mpitrain.mpi.collectives import Compressed, barrier
 from mpitrain.mpi.topology import node_comm
 from mpitrain.mpi.world import list_hosts
+from mpitrain.settings import setting
 from mpitrain.stage.copies import NodeCopy, hold
 from mpitrain.stage.environment import Relocation, activate, find_roots
 from mpitrain.stage.stream import Entry, Index, Source, send_through, walk
@@ -49,7 +48,7 @@ class StageConfig:
     to: str | None = None
     """Folder on each node. '$NAME' in quotes is a variable of the rank. Default: the
     first folder of $SLURM_TMPDIR, $TMPDIR and /tmp."""
-    data: UseAppendAction[tuple[str, ...]] = ()
+    data: tuple[str, ...] = setting((), is_repeatable=True)
     """A file or folder to copy, too; the command reads the copy; may be given several
     times."""
 

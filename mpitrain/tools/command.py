@@ -77,7 +77,7 @@ def run_command(command: Command[Prepared], start_timeout_seconds: float) -> int
         handler = PreemptionHandler(
             run_dir if is_zero else None, prepared.limit_seconds, age_seconds()
         )
-        if is_zero and prepared.lock is None:
+        if is_zero and prepared.folder.lock is None:
             logging.getLogger("mpitrain").warning(
                 "%s is on a file system without locks: nobody would notice a second "
                 "job that writes into it",

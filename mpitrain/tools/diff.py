@@ -6,24 +6,21 @@ import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, TypeAlias
-
-from tyro.conf import Positional, arg
+from typing import Any, TypeAlias
 
 from mpitrain.checkpoint.layout import list_checkpoints
 from mpitrain.checkpoint.storage import CheckpointReader
+from mpitrain.config import TrainConfig
 from mpitrain.errors import UsageError
 from mpitrain.record.fingerprints import FILE, FingerprintFile, hash_of
 from mpitrain.record.reading import Run
 from mpitrain.record.runs import differences
+from mpitrain.settings import facts_of, setting
 from mpitrain.tools.export import is_complete, read_weights
 
 MAX_NAMED = 4  # tensors that a line names
 
 Values: TypeAlias = Mapping[int, Mapping[str, Any]]  # by step or epoch, and by name
-
-# What runs may always differ in.
-_NAMES = ("name", "runs_dir", "fingerprint")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,9 +31,9 @@ class DiffConfig:
     more with --fingerprint N.
     """
 
-    first: Annotated[Positional[Path], arg(metavar="RUN")]
+    first: Path = setting(metavar="RUN", is_positional=True)
     """A run folder, such as runs/NAME."""
-    second: Annotated[Positional[Path], arg(metavar="RUN")]
+    second: Path = setting(metavar="RUN", is_positional=True)
     """The run folder to compare it with."""
 
 
@@ -50,11 +47,12 @@ def diff(config: DiffConfig) -> tuple[list[str], bool]:
             "common; expected two runs that have trained"
         )
     lines = []
+    ignored = [it for it, facts in facts_of(TrainConfig).items() if not facts.in_diff]
     for what, (before, now) in (
         ("configuration", [run.config for run in runs]),
         ("environment", [_environment(run) for run in runs]),
     ):
-        changed = "; ".join(differences(before, now, _NAMES)) or "the same"
+        changed = "; ".join(differences(before, now, ignored)) or "the same"
         lines.append(f"{what}: {changed if before and now else 'not recorded'}")
     differs = False
     for name, unit, (one, other) in values:

@@ -7,11 +7,10 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from tyro.conf import Positional, arg
 
 from mpitrain.checkpoint.format import BrokenCheckpoint
 from mpitrain.checkpoint.layout import (
@@ -29,6 +28,7 @@ from mpitrain.errors import UsageError
 from mpitrain.files import replacing
 from mpitrain.models.build import build_model
 from mpitrain.plugins import is_reference, require
+from mpitrain.settings import setting
 
 Format = Literal["state_dict", "safetensors", "torchscript", "exported-program"]
 PLAIN = ("state_dict", "safetensors")  # without the model's code
@@ -38,9 +38,9 @@ PLAIN = ("state_dict", "safetensors")  # without the model's code
 class ExportConfig:
     """Write the model of a run's newest complete checkpoint to a file."""
 
-    run: Annotated[Positional[Path], arg(metavar="RUN")]
+    run: Path = setting(metavar="RUN", is_positional=True)
     """A run folder, such as runs/NAME, or one of its checkpoints."""
-    output: Annotated[Positional[Path], arg(metavar="FILE")]
+    output: Path = setting(metavar="FILE", is_positional=True)
     """The file to write; replaced only when complete."""
     best: bool = False
     """Take the best checkpoint by the run's --best-by, not the newest."""

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
-
-from tyro.conf import Positional, arg
 
 from mpitrain.config import DATA_DIR
 from mpitrain.errors import UsageError
+from mpitrain.settings import setting
 
 DATA_SETS = ("mnist", "fashion-mnist", "cifar10", "cifar100")
 
@@ -23,10 +21,7 @@ KNOWN = (
 class FetchConfig:
     """Download data sets and weights where there is internet: jobs then need none."""
 
-    names: Annotated[
-        Positional[tuple[str, ...]],
-        arg(metavar="NAME [NAME ...]", help_behavior_hint=""),
-    ] = ()
+    names: tuple[str, ...] = setting((), metavar="NAME [NAME ...]", is_positional=True)
     """Which: mnist, fashion-mnist, cifar10, cifar100; or a model by its --model."""
     data_dir: Path = DATA_DIR
     """Folder to put data sets in; trainings are then given the same."""

@@ -13,9 +13,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
-
-from tyro.conf import Positional, arg
+from typing import Any
 
 from mpitrain.console import say
 from mpitrain.errors import UsageError
@@ -26,6 +24,7 @@ from mpitrain.record.jsonl import changed_at
 from mpitrain.record.reading import Began, Metrics, make
 from mpitrain.record.run_dir import read_result
 from mpitrain.record.runs import RUN, is_held, lock_host
+from mpitrain.settings import setting
 from mpitrain.tools.sweep.config import PROGRESS, SETTINGS
 from mpitrain.train.progress import (
     EpochLines,
@@ -48,7 +47,7 @@ STILL_SECONDS = 300.0
 class WatchConfig:
     """Show the progress of a run from its folder. Ctrl-C does not affect the run."""
 
-    run: Annotated[Positional[Path], arg(metavar="RUN")]
+    run: Path = setting(metavar="RUN", is_positional=True)
     """A run folder, such as runs/NAME, or a sweep folder."""
     once: bool = False
     """Print the current state and exit."""

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import math
 import os
+import runpy
 import subprocess
 import sys
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any, get_args
 
 import pytest
 
-from mpitrain.cli import COMMANDS, COMMON, main, read_config
+from mpitrain.cli import COMMANDS, main, read_config
 from mpitrain.config import TrainConfig
 from mpitrain.errors import UsageError
 from mpitrain.flags import HelpShown, flat, read_flags
-from mpitrain.help import flags_of, help_text
+from mpitrain.help import help_text
+from mpitrain.settings import Flag, facts_of, flags_of
+
+PAGE = Path(__file__).parents[1] / "flags_page.py"
+KINDS = runpy.run_path(str(PAGE))["COMMANDS"]  # the configurations of all commands
 
 
 def test_without_flags_the_configuration_is_the_default() -> None:
@@ -74,6 +81,12 @@ def test_a_mistake_in_the_file_names_the_file(
         ("--config", "--config: found no value, expected a YAML file."),
         ("--log csv foo", "--log 'foo' is not known; expected csv, tensorboard"),
         ("--epohs 3", "unknown flag --epohs. Did you mean '--epochs'?"),
+        ("--no-epochs 3", "unknown flag --no-epochs. Did you mean '--epochs'?"),
+        ("--lr=", "--lr: found '', expected a number."),
+        ("--lr -1e-3", "--lr must be at least 0, found -0.001"),
+        ("--tf32=1", "unexpected '1'."),
+        ("--lr 0.1 foo bar", "unexpected 'foo' after '--lr 0.1'."),
+        ("-c print(1)", "unexpected '-c': options of Python stand before"),
         ("--nnodes 2", "unknown flag --nnodes: mpirun"),
         ("train.py --lr 1", "Type: python -m mpitrain run train.py --lr 1"),
         ("./my/train.py", "Type: python -m mpitrain run ./my/train.py"),
@@ -107,6 +120,45 @@ def test_a_value_that_cannot_be_is_refused_by_its_flag(values: dict) -> None:
         TrainConfig(**values)
 
 
+NUMBERS = [
+    (kind.__name__, flag)
+    for kind in KINDS.values()
+    for flag in flags_of(kind)
+    if {int, float} & {flag.hint, *get_args(flag.hint)}
+]
+
+
+@pytest.mark.parametrize(("kind", "flag"), NUMBERS)
+def test_every_number_has_a_minimum(kind: str, flag: Flag) -> None:
+    assert max(flag.facts.minimum, flag.facts.above) > -math.inf, f"{kind}.{flag.field}"
+
+
+@pytest.mark.parametrize("kind", KINDS.values())
+def test_facts_name_fields_that_there_are(kind: Any) -> None:
+    facts = facts_of(kind)
+    for fact in facts.values():
+        assert {*fact.only_with[:1], *fact.not_with[:1]} <= facts.keys()
+        assert fact.may_change or not fact.changes_bits
+
+
+@pytest.mark.parametrize(
+    ("words", "values"),
+    [
+        ("--tf32=True --random_flip=False", {"tf32": True, "random_flip": False}),
+        ("--tf32 --no-tf32", {"tf32": False}),
+        ("--no_new_run=False", {"new_run": True}),
+        ("--num-workers 3 --image-size None", {"num_workers": 3}),
+        ("--num-workers auto --weights None", {}),
+        ("--log=csv wandb --lr 1", {"log": ("csv", "wandb"), "lr": 1.0}),
+        ("--log csv --log wandb", {"log": ("wandb",)}),
+        ("--log", {}),
+        ("--runs-dir=--x", {"runs_dir": Path("--x")}),
+    ],
+)
+def test_words_become_values(words: str, values: dict[str, Any]) -> None:
+    assert read_config(words.split()) == TrainConfig(**values)
+
+
 def help_of(flag: str, capsys: pytest.CaptureFixture[str]) -> str:
     with pytest.raises(HelpShown):
         read_config([flag])
@@ -137,7 +189,8 @@ def test_help_is_short_with_a_line_for_each_command(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     said = help_of("--help", capsys)
-    assert said.count("\n  --") == len(COMMON) < 25
+    common = [facts for facts in facts_of(TrainConfig).values() if facts.is_common]
+    assert said.count("\n  --") == len(common) < 25
     for name in COMMANDS:
         assert f"\n  {name} " in said
     assert "--help-all shows all flags" in said

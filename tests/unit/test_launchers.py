@@ -12,9 +12,9 @@ import pytest
 
 from mpitrain.cli import main
 from mpitrain.errors import UsageError
-from mpitrain.help import flags_of
 from mpitrain.launch.env_checks import check_size, launched_size, was_launched
 from mpitrain.mpi.launchers import LAUNCHERS, by_command, by_process
+from mpitrain.settings import flags_of
 from mpitrain.tools.jobs.check_nodes import launcher_of
 from mpitrain.tools.jobs.containers import Runtime
 from mpitrain.tools.jobs.jobscript import SITES, JobscriptConfig, read_site

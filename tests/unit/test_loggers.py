@@ -441,4 +441,4 @@ def test_lists_are_read_back_from_the_file_of_a_run(
 
 def test_flags_of_wandb_without_it_are_named() -> None:
     (found,) = TrainConfig(wandb_tags=("a",)).without_effect()
-    assert found == "--wandb-tags: for --log wandb"
+    assert found == "--wandb-tags (for --log wandb)"

@@ -16,7 +16,7 @@ from mpitrain.errors import MpitrainError, UsageError
 from mpitrain.mpi.world import Node, World
 from mpitrain.tools.sweep.config import SweepConfig, prepare, read_training
 from mpitrain.tools.sweep.placement import Placement
-from mpitrain.tools.sweep.space import Search, flags_of, read_search
+from mpitrain.tools.sweep.space import Search, read_search, trial_flags
 from mpitrain.tools.sweep.study import (
     JOURNAL,
     Study,
@@ -114,7 +114,7 @@ def test_a_space_in_yaml_is_sampled_by_optuna(tmp_path: Path) -> None:
     for trial in found:
         assert trial is not None
         values: Any = trial.flags
-        config = read_config(flags_of(values))
+        config = read_config(trial_flags(values))
         assert 1e-4 <= config.lr <= 1  # type: ignore[operator]
         assert round(10 * config.momentum, 6) in range(5, 10)
         assert config.epochs in range(1, 6)
@@ -296,7 +296,7 @@ def test_names_and_flags_are_checked_before_the_start(
     (tmp_path / "space.yaml").write_text(text)
     config = SweepConfig(space=str(tmp_path / "space.yaml"))
     with pytest.raises(UsageError) as error:
-        read_training(config, flags, read_config)
+        read_training(config, flags)
     assert expected in str(error.value)
 
 
@@ -410,18 +410,18 @@ def config(tmp_path: Path) -> SweepConfig:
 def test_a_sweep_goes_on_with_the_same_search_alone(
     config: SweepConfig, tmp_path: Path
 ) -> None:
-    made = prepare(config, ["--epochs", "2"], read_config)
+    made = prepare(config, ["--epochs", "2"])
     assert made.run_dir == tmp_path / "sweeps" / "lr"
-    prepare(dataclasses.replace(config, trials=3), ["--epochs", "2"], read_config)
+    prepare(dataclasses.replace(config, trials=3), ["--epochs", "2"])
     with pytest.raises(UsageError, match="begun with other settings: flags: "):
-        prepare(config, ["--epochs", "3"], read_config)
+        prepare(config, ["--epochs", "3"])
     (tmp_path / "lr.yaml").write_text("space: {lr: [0.1, 0.3]}\n")
     with pytest.raises(UsageError, match="begun with other settings: space: "):
-        prepare(config, ["--epochs", "2"], read_config)
+        prepare(config, ["--epochs", "2"])
 
 
 def test_the_best_trial_is_a_command(config: SweepConfig, tmp_path: Path) -> None:
-    made = prepare(config, ["--epochs", "2"], read_config)
+    made = prepare(config, ["--epochs", "2"])
     study = Study(made.run_dir, made.search, 2, seed=1)
     with pytest.raises(UsageError, match="no trial is finished yet"):
         best_command([str(made.run_dir)])
@@ -429,7 +429,7 @@ def test_the_best_trial_is_a_command(config: SweepConfig, tmp_path: Path) -> Non
     assert trial is not None
     study.finish(trial.number, {"val_accuracy": 0.5})
     found = best_command([str(made.run_dir)])
-    flags = " ".join(flags_of(trial.flags))
+    flags = " ".join(trial_flags(trial.flags))
     assert found == f"mpirun -np 1 python -m mpitrain --epochs 2 {flags}"
 
 
@@ -453,6 +453,6 @@ def test_what_optuna_gets_is_what_a_training_gets() -> None:
     """A float becomes a flag, and the flag the same float."""
     trial = optuna.trial.FixedTrial({"lr": 0.1 + 0.2})
     lr = trial.suggest_float("lr", 0, 1)
-    config = read_config(flags_of({"lr": lr, "clip_grad_norm": None}))
+    config = read_config(trial_flags({"lr": lr, "clip_grad_norm": None}))
     assert config.lr == lr
     assert config.clip_grad_norm is None

@@ -16,14 +16,13 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Literal
-
-from tyro.conf import arg
+from typing import Literal
 
 from mpitrain.errors import LaunchError, UsageError
 from mpitrain.mpi.launchers import DEFAULT_FORMAT, HOST_FILE_LINES, HostFileFormat
 from mpitrain.schedulers import detect, read_allocation
 from mpitrain.schedulers.allocation import AllocatedNode
+from mpitrain.settings import check, setting
 
 MAX_SLOTS = r"(?:\s+max[-_]slots=[1-9]\d*)?"
 # An IPv6 address has a count behind a colon only where it is in brackets.
@@ -89,29 +88,23 @@ class HostfileConfig:
 
     format: HostFileFormat = DEFAULT_FORMAT
     """For mpirun --hostfile (openmpi), mpirun -f (mpich), or both (pbs)."""
-    slots: int | None = None
+    slots: int | None = setting(None, minimum=1)
     """Processes on each node. Default: its GPUs if known, else its tasks."""
     gpus: Literal["auto", "require", "ignore"] = "auto"
     """auto: a slot for each GPU if known; require: or an error; ignore: tasks only."""
-    from_file: Annotated[Path | None, arg(name="from")] = None
+    from_file: Path | None = setting(None, flag="from")
     """A host file of any format to read instead of this job's nodes."""
     probe: bool = False
     """Leave out nodes where mpirun cannot start a process, or where a GPU is broken."""
-    probe_seconds: float = 120.0
+    probe_seconds: float = setting(120.0, above=0)
     """Time limit of the probe, for all nodes together."""
-    nodes: int | None = None
+    nodes: int | None = setting(None, minimum=1)
     """Maximum number of nodes; the others are spare."""
     output: Path | None = None
     """File to write, whole or not at all. Default: standard output."""
 
     def __post_init__(self) -> None:
-        for flag, value in (("--slots", self.slots), ("--nodes", self.nodes)):
-            if value is not None and value < 1:
-                raise UsageError(f"{flag} must be at least 1, found {value}")
-        if not self.probe_seconds > 0:
-            raise UsageError(
-                f"--probe-seconds must be more than 0, found {self.probe_seconds:g}"
-            )
+        check(self)
         if self.gpus == "auto":
             return
         for flag, given in (("--slots", self.slots), ("--from", self.from_file)):

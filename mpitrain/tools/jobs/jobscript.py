@@ -1,6 +1,6 @@
 """`python -m mpitrain jobscript`: a job script for SLURM or PBS. Needs no MPI.
 
-The scripts are the jinja templates `templates/slurm.sh` and `templates/pbs.sh`. What a
+The jinja templates `templates/slurm.sh` and `templates/pbs.sh` extend `base.sh`. What a
 site wants is in `sites/NAME.yaml`: flags of this command, each explained.
 """
 
@@ -13,11 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from tyro.conf import Positional, UseAppendAction
-
-from mpitrain.errors import UsageError, did_you_mean
+from mpitrain.errors import UsageError, did_you_mean, usage_errors_in
 from mpitrain.flags import read_yaml
 from mpitrain.mpi.launchers import DEFAULT, LAUNCHERS, LauncherName
+from mpitrain.settings import check, flag_name, setting
 from mpitrain.tools.jobs.containers import Runtime, words_of
 
 TEMPLATES = Path(__file__).with_name("templates")
@@ -29,14 +28,12 @@ MAX_NOTICE_SECONDS = 120
 SchedulerName = Literal["slurm", "pbs"]
 
 # Values in lines that the scheduler reads, where nothing is quoted.
-PATTERNS = {
-    "mem": (r"[1-9]\d*[KMGT]", "a number with K, M, G or T, such as 16G"),
-    "account": (r"\w[\w.,:@/+=-]*", "letters, digits and . , : @ / + = -"),
-    "partition": (r"\w[\w.,-]*", "letters, digits and . , -"),
-    "queue": (r"\w[\w.@-]*", "letters, digits and . @ -"),
-    "name": (r"[A-Za-z][\w.+-]*", "a letter, then letters, digits and . + -"),
-    "mail": (r"[\w.+@-]+", "an address, such as me@example.org"),
-}
+MEM = r"[1-9]\d*[KMGT]", "a number with K, M, G or T, such as 16G"
+ACCOUNT = r"\w[\w.,:@/+=-]*", "letters, digits and . , : @ / + = -"
+PARTITION = r"\w[\w.,-]*", "letters, digits and . , -"
+QUEUE = r"\w[\w.@-]*", "letters, digits and . @ -"
+NAME = r"[A-Za-z][\w.+-]*", "a letter, then letters, digits and . + -"
+MAIL = r"[\w.+@-]+", "an address, such as me@example.org"
 DIRECTIVES = {"slurm": "#SBATCH ", "pbs": "#PBS "}
 
 
@@ -44,7 +41,7 @@ DIRECTIVES = {"slurm": "#SBATCH ", "pbs": "#PBS "}
 class JobscriptConfig:
     """Print a job script. Flags of the training follow after --."""
 
-    scheduler: Positional[SchedulerName]
+    scheduler: SchedulerName = setting(is_positional=True)
     """The scheduler. Not needed beside --site."""
     site: str | None = None
     """A site, whose flags are taken as if typed first: alliance, alps, aurora, derecho,
@@ -54,48 +51,48 @@ class JobscriptConfig:
     """Print the file of --site, which explains its flags, instead of the script."""
     launcher: LauncherName = DEFAULT
     """What starts the ranks."""
-    launcher_flag: UseAppendAction[tuple[str, ...]] = ()
+    launcher_flag: tuple[str, ...] = setting((), is_repeatable=True)
     """A further word for the launcher; may be given several times."""
-    nodes: int = 2
+    nodes: int = setting(2, minimum=1)
     """Number of nodes."""
-    slots_per_node: int = 4
+    slots_per_node: int = setting(4, minimum=1)
     """Processes (ranks) on each node."""
-    gpus_per_node: int | None = None
+    gpus_per_node: int | None = setting(None, minimum=0)
     """GPUs of each node; 0: none. Default: as many as processes."""
-    cpus_per_slot: int = 4
+    cpus_per_slot: int = setting(4, minimum=1)
     """Cores for each process."""
-    mem: str | None = "16G"
+    mem: str | None = setting("16G", pattern=MEM)
     """Memory of each node, as 512M, 16G or 2T. None: the site's default."""
     time: str = "00:10:00"
     """Limit, [days-]hours:minutes:seconds; N alone: minutes (SLURM), seconds (PBS)."""
-    account: str | None = None
+    account: str | None = setting(None, pattern=ACCOUNT)
     """The project that pays. Default: a line to edit, as a comment."""
-    partition: str | None = None
+    partition: str | None = setting(None, pattern=PARTITION)
     """Partition (SLURM)."""
-    queue: str | None = None
+    queue: str | None = setting(None, pattern=QUEUE)
     """Queue (PBS)."""
-    name: str = "mpitrain"
+    name: str = setting("mpitrain", pattern=NAME)
     """Name of the job; with --jobs, of the run, too, without --run-dir."""
-    jobs: int = 1
+    jobs: int = setting(1, minimum=1)
     """Maximum number of jobs, one after another, until the training is finished."""
     run_dir: Path | None = None
     """Run folder of a script (`-- run SCRIPT`), with --jobs."""
-    spare_nodes: int = 0
+    spare_nodes: int = setting(0, minimum=0)
     """Nodes in addition to --nodes, to replace failing ones (with --jobs)."""
     stage: bool = False
     """Copy Python and torch to each node at the start (`stage`)."""
-    mail: str | None = None
+    mail: str | None = setting(None, pattern=MAIL)
     """Address to which the scheduler writes when the job ends or fails."""
-    line: UseAppendAction[tuple[str, ...]] = ()
+    line: tuple[str, ...] = setting((), is_repeatable=True)
     """A further line for the scheduler, as '#PBS -l filesystems=home'; may be given
     several times."""
-    resources: UseAppendAction[tuple[str, ...]] = ()
+    resources: tuple[str, ...] = setting((), is_repeatable=True)
     """A line that asks for nodes, cores, GPUs or memory, with {nodes}, {slots}, {cpus},
     {gpus}, {mem}, {node_cpus}, {all_cpus}, {all_gpus} or {all_mem} in it; they replace
     the usual ones; may be given several times."""
-    module: UseAppendAction[tuple[str, ...]] = ()
+    module: tuple[str, ...] = setting((), is_repeatable=True)
     """An environment module to load; may be given several times."""
-    setup: UseAppendAction[tuple[str, ...]] = ()
+    setup: tuple[str, ...] = setting((), is_repeatable=True)
     """A line of shell before the start, as 'export A=b' or '. my.sh'; may be given
     several times."""
     container: str | None = None
@@ -103,7 +100,7 @@ class JobscriptConfig:
     --venv, for the script itself."""
     container_runtime: Runtime | None = None
     """What runs the image. Default: apptainer, for a file .sif."""
-    container_flag: UseAppendAction[tuple[str, ...]] = ()
+    container_flag: tuple[str, ...] = setting((), is_repeatable=True)
     """A further word for it, such as --rocm instead of --nv; may be given several
     times."""
     venv: Path = Path(".venv")
@@ -112,16 +109,7 @@ class JobscriptConfig:
     """File to write, whole or not at all. Default: standard output."""
 
     def __post_init__(self) -> None:
-        for flag, value, minimum in (
-            ("--nodes", self.nodes, 1),
-            ("--slots-per-node", self.slots_per_node, 1),
-            ("--gpus-per-node", self.gpus_per_node, 0),
-            ("--cpus-per-slot", self.cpus_per_slot, 1),
-            ("--jobs", self.jobs, 1),
-            ("--spare-nodes", self.spare_nodes, 0),
-        ):
-            if value is not None and value < minimum:
-                raise UsageError(f"{flag} must be at least {minimum}, found {value}")
+        check(self)
         if self.spare_nodes and self.jobs == 1:
             raise UsageError(
                 f"--spare-nodes {self.spare_nodes}: a script for one job uses no spare "
@@ -152,16 +140,9 @@ class JobscriptConfig:
                 if not line.startswith(directive):
                     raise UsageError(f"--{flag} {line!r}: expected '{directive}...'")
         seconds_of(self.time, self.scheduler)
-        for name, (pattern, expected) in PATTERNS.items():
-            word = getattr(self, name)
-            if word is not None and not re.fullmatch(pattern, word, re.ASCII):
-                raise UsageError(f"--{name} {word!r}: expected {expected}")
-        for flag in (
-            *("module", "line", "resources", "setup"),
-            *("launcher_flag", "container_flag"),
-        ):
-            for word in getattr(self, flag):
-                _check_word(word, f"--{flag} {word!r}".replace("_", "-"))
+        for name, words in vars(self).items():
+            for word in words if isinstance(words, tuple) else ():
+                _check_word(word, f"{flag_name(name)} {word!r}")
         _check_word(str(self.venv), f"--venv {str(self.venv)!r}")
         _check_word(str(self.run_dir), f"--run-dir {str(self.run_dir)!r}")
 
@@ -294,7 +275,8 @@ def site_file(name: str) -> Path:
 def read_site(name: str) -> dict[str, Any]:
     """Read the flags of a site; lists are of flags that may be given several times."""
     path = site_file(name)
-    return read_yaml(path, f"--site {path}", "launcher: srun", as_words=True)
+    with usage_errors_in(f"--site {path}"):
+        return read_yaml(path, "launcher: srun", as_words=True)
 
 
 def notice_seconds(seconds: float) -> int:

@@ -37,6 +37,7 @@ from mpitrain.record.jsonl import changed_at
 from mpitrain.record.run_dir import read_result
 from mpitrain.record.runs import is_finished
 from mpitrain.schedulers import detect, seconds_left
+from mpitrain.settings import check, setting
 from mpitrain.tools.jobs import chain
 from mpitrain.tools.jobs.check_nodes import launcher_of
 from mpitrain.tools.jobs.jobscript import notice_seconds
@@ -51,11 +52,11 @@ LEFT_SECONDS = 86400.0  # after which a folder is of a job that was killed
 class SuperviseConfig:
     """Run the mpirun that follows --, in a job script: stop it in time, restart it."""
 
-    jobs: int = 1
+    jobs: int = setting(1, minimum=1)
     """Jobs that the training may take, one after another, until it is finished."""
-    nodes: int | None = None
+    nodes: int | None = setting(None, minimum=1)
     """Number of nodes to train on, with --jobs; the others are spare. Default: all."""
-    probe_seconds: float = 120.0
+    probe_seconds: float = setting(120.0, above=0)
     """Time limit of the search for nodes that work, with --jobs."""
     script: str | None = None
     """The job script, which PBS's next job runs, with --jobs."""
@@ -67,8 +68,7 @@ class SuperviseConfig:
     """With --jobs, the run folder of a script (`run`)."""
 
     def __post_init__(self) -> None:
-        if self.jobs < 1:
-            raise UsageError(f"--jobs must be at least 1, found {self.jobs}")
+        check(self)
 
 
 class Supervisor:

@@ -5,14 +5,12 @@ from __future__ import annotations
 import socket
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
-
-from tyro.conf import Positional, arg
 
 from mpitrain.errors import UsageError
 from mpitrain.files import write_atomic
 from mpitrain.plugins import require
 from mpitrain.record.reading import Run
+from mpitrain.settings import setting
 from mpitrain.tools.sweep.config import INSTALL, SETTINGS
 
 
@@ -20,7 +18,7 @@ from mpitrain.tools.sweep.config import INSTALL, SETTINGS
 class ReportConfig:
     """Show a run as a web page with charts."""
 
-    run: Annotated[Positional[Path], arg(metavar="RUN")]
+    run: Path = setting(metavar="RUN", is_positional=True)
     """A run folder, such as runs/NAME, or a sweep folder; it may still be running."""
     output: Path | None = None
     """The page to write. Default: report.html in the run's folder. Pictures go into a

@@ -3,27 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from mpitrain.tools.command import Command
-from mpitrain.tools.sweep.config import PreparedSweep, ReadConfig, prepare, read_sweep
+from mpitrain.tools.sweep.config import PreparedSweep, prepare, read_sweep
 
 if TYPE_CHECKING:
     from mpitrain.checkpoint.preemption import PreemptionHandler
     from mpitrain.mpi.world import World
 
 
+@dataclass(frozen=True)
 class SweepCommand(Command[PreparedSweep]):
     """Searches hyperparameters: ``words`` are its flags, ``flags`` each training's."""
 
-    def __init__(
-        self, words: Sequence[str], flags: Sequence[str], read_config: ReadConfig
-    ) -> None:
-        self._words, self._flags, self._read_config = words, flags, read_config
+    words: Sequence[str]
+    flags: Sequence[str]
 
     def prepare(self) -> PreparedSweep:
         """Open the folder of the sweep."""
-        return prepare(read_sweep(self._words), self._flags, self._read_config)
+        return prepare(read_sweep(self.words), self.flags)
 
     def run(
         self, world: World, prepared: PreparedSweep, handler: PreemptionHandler
@@ -31,4 +31,4 @@ class SweepCommand(Command[PreparedSweep]):
         """Train what the server sends."""
         from mpitrain.tools.sweep.worker import run_sweep
 
-        return run_sweep(world, prepared, handler, self._read_config)
+        return run_sweep(world, prepared, handler)

@@ -5,14 +5,10 @@ Imports neither torch nor Optuna.
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
-
-from tyro.conf import Positional, arg
 
 from mpitrain.config import NAME_PATTERN, TrainConfig
 from mpitrain.console import shown
@@ -22,16 +18,15 @@ from mpitrain.flags import PROGRAM, read_flags
 from mpitrain.plugins import require
 from mpitrain.record.run_dir import read_result
 from mpitrain.record.runs import differences, open_run
-from mpitrain.tools.sweep.space import SET_BY_SWEEP, Search, check_names, read_search
-from mpitrain.tools.train.prepare import PreparedRun, check_stop_file
+from mpitrain.settings import check, flag_name, setting
+from mpitrain.tools.sweep.space import Search, check_names, read_search
+from mpitrain.tools.train.prepare import PreparedRun, check_stop_file, read_config
 
 INSTALL = "optuna cmaes scipy"
 SWEEPS_DIR = Path("sweeps")
 SETTINGS = "sweep.json"  # what a sweep was begun with, in its folder
 PROGRESS = "progress.json"  # what `watch` shows, in the same folder
 OUTCOMES = ("finished", "pruned", "failed")  # of trials
-
-ReadConfig = Callable[[Sequence[str]], TrainConfig]  # reads the flags of a training
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,15 +36,15 @@ class SweepConfig:
     `sweep --best NAME` prints the command of the best trial.
     """
 
-    space: Annotated[Positional[str], arg(metavar="SPACE")]
+    space: str = setting(metavar="SPACE", is_positional=True)
     """A YAML file with the search space, also one of W&B; or package.module:function
     that takes an Optuna trial."""
-    trials: int | None = None
+    trials: int | None = setting(None, minimum=1)
     """Number of trials, also those that fail or are pruned. Default: that of the
     space, else 20. A grid has all."""
-    ranks_per_trial: int = 1
+    ranks_per_trial: int = setting(1, minimum=1)
     """Ranks that train one model, where the space has no ranks of its own."""
-    hours: float | None = None
+    hours: float | None = setting(None, above=0)
     """Stop the job after this many hours; the same command resumes the sweep."""
     name: str | None = None
     """Name of the sweep and its folder. Default: that of the space."""
@@ -59,17 +54,12 @@ class SweepConfig:
     """Allow two trials to train on one GPU, where its ranks share it."""
 
     def __post_init__(self) -> None:
-        for name in ("trials", "ranks_per_trial"):
-            value, flag = getattr(self, name), "--" + name.replace("_", "-")
-            if value is not None and value < 1:
-                raise UsageError(f"{flag} must be at least 1, found {value}")
+        check(self)
         if not re.fullmatch(NAME_PATTERN, self.path.name):
             raise UsageError(
                 f"--name {self.path.name!r} cannot be the name of a folder; expected "
                 "letters, digits and _ . + = - (not first)"
             )
-        if self.hours is not None and not 0 < self.hours < math.inf:
-            raise UsageError(f"--hours must be above 0, found {self.hours}")
 
     @property
     def path(self) -> Path:
@@ -92,12 +82,10 @@ class PreparedSweep(PreparedRun):
     flags: Sequence[str]  # of every training
 
 
-def prepare(
-    options: SweepConfig, flags: Sequence[str], read_config: ReadConfig
-) -> PreparedSweep:
+def prepare(options: SweepConfig, flags: Sequence[str]) -> PreparedSweep:
     """Make the sweep folder, or open the existing one. For rank zero."""
     require("optuna", "sweep", INSTALL)
-    search, training = read_training(options, flags, read_config)
+    search, training = read_training(options, flags)
     folder = open_run(options.sweeps_dir, options.path.name, exists="resume")
     path, settings = folder.path, {"flags": list(flags), "space": search.source}
     settings["ranks_per_trial"] = options.ranks_per_trial
@@ -119,11 +107,9 @@ def prepare(
     done, status = check_stop_file(path, done)
     return PreparedSweep(
         config=training,
-        run_dir=path,
-        run_id=folder.run_id,
+        folder=folder,
         done=done,
         status=status,
-        lock=folder.lock,
         options=options,
         search=search,
         flags=tuple(flags),
@@ -132,7 +118,7 @@ def prepare(
 
 
 def read_training(
-    options: SweepConfig, flags: Sequence[str], read_config: ReadConfig
+    options: SweepConfig, flags: Sequence[str]
 ) -> tuple[Search, TrainConfig]:
     """Read the search and the flags of every training; check the names in the space."""
     search, training = read_search(options.space), read_config(flags)
@@ -141,11 +127,11 @@ def read_training(
             f"found {options.trials or search.trials} trials, but the sampler grid "
             "tries all combinations; expected no number of trials"
         )
-    default = TrainConfig()
-    for name in SET_BY_SWEEP:
-        if getattr(training, name) != getattr(default, name):
-            flag = "--" + name.replace("_", "-")
+    for name, facts in training.changed.items():
+        if facts.is_set_by_sweep:
             hours = " Expected --hours before --" * (name == "time_limit")
-            raise UsageError(f"{flag} has no place in the trainings of a sweep.{hours}")
+            raise UsageError(
+                f"{flag_name(name)} has no place in the trainings of a sweep.{hours}"
+            )
     check_names(search.names)
     return search, training

@@ -25,7 +25,7 @@ from mpitrain.tools.sweep.messages import (
     TrialResult,
 )
 from mpitrain.tools.sweep.placement import Placement
-from mpitrain.tools.sweep.space import RANKS, flags_of
+from mpitrain.tools.sweep.space import RANKS, trial_flags
 from mpitrain.tools.sweep.study import Study, Trial, counts_of, finished_trials, name_of
 from mpitrain.train.progress import format_metrics, format_seconds
 
@@ -144,7 +144,7 @@ class Server:
         seconds = self._counted_at - self._first_start
         if seconds > 1.0:  # not of those that start together at first
             self._busy_share = self._busy_seconds / (seconds * size)
-        flags = [*sweep.flags, *flags_of(trial.flags), "--name", trial.name]
+        flags = [*sweep.flags, *trial_flags(trial.flags), "--name", trial.name]
         flags += ["--runs-dir", str(sweep.run_dir)]
         if "wandb" in sweep.config.log and sweep.config.wandb_group is None:
             flags += ["--wandb-group", sweep.run_dir.name]
@@ -200,7 +200,7 @@ class Server:
             except MpitrainError as error:
                 self._fail(trial, str(error))
             else:
-                flags = " ".join(flags_of(trial.flags))
+                flags = " ".join(trial_flags(trial.flags))
                 self._say(f"{trial.name} finished: {said} | {flags}")
 
     def _fail(self, trial: Trial, error: str, *, is_usage: bool = False) -> None:

@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mpitrain.config import TrainConfig
-from mpitrain.errors import UsageError, did_you_mean
+from mpitrain.errors import UsageError, did_you_mean, usage_errors_in
+from mpitrain.flags import read_yaml, words_of
 from mpitrain.plugins import is_reference, load_reference
+from mpitrain.settings import facts_of
 
 RANKS = "ranks"  # in a space: ranks of the trial
-SET_BY_SWEEP = ("name", "runs_dir", "resume", "new_run", "dry_run", "time_limit")
 DEFAULT_TRIALS = 20
 KEYS = ("metric", "sampler", "pruner", "trials", "space")
 KINDS = ("choices", "uniform", "log", "int", "log_int")
@@ -138,7 +139,9 @@ class Search:
 
 def check_names(names: Iterable[str]) -> None:
     """Check that flags may vary."""
-    known = {it.name for it in fields(TrainConfig)} - {"launch", *SET_BY_SWEEP}
+    facts = facts_of(TrainConfig)
+    known = [it.name for it in fields(TrainConfig) if it.name in facts]  # not launch
+    known = [name for name in known if not facts[name].is_set_by_sweep]
     for name in names:
         if name not in {*known, RANKS}:
             raise UsageError(
@@ -147,20 +150,13 @@ def check_names(names: Iterable[str]) -> None:
             )
 
 
-def flags_of(values: Mapping[str, Value]) -> list[str]:
+def trial_flags(values: Mapping[str, Value]) -> list[str]:
     """Return values as flags of a training.
 
-    >>> flags_of({"lr": 0.1, "random_flip": True, "clip_grad_norm": None, "ranks": 2})
-    ['--lr', '0.1', '--random-flip', '--clip-grad-norm', 'None']
+    >>> trial_flags({"lr": 0.1, "clip_grad_norm": None, "ranks": 2})
+    ['--lr', '0.1', '--clip-grad-norm', 'None']
     """
-    words: list[str] = []
-    for name, value in values.items():
-        flag = name.replace("_", "-")
-        if isinstance(value, bool):
-            words.append(f"--{flag}" if value else f"--no-{flag}")
-        elif name != RANKS:
-            words += [f"--{flag}", str(value)]
-    return words
+    return words_of({name: it for name, it in values.items() if name != RANKS})
 
 
 def read_search(space: str) -> Search:
@@ -168,20 +164,10 @@ def read_search(space: str) -> Search:
     if is_reference(space):
         load_reference(space, "the space")
         return _search({"space": space}, space)
-    import yaml
-
-    try:
-        found = yaml.safe_load(Path(space).read_text())
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise UsageError(f"{space}: cannot be read: {reason}") from None
-    if not isinstance(found, dict):
-        raise UsageError(f"{space}: expected `space:` and flags below it")
-    try:
+    with usage_errors_in(space):
+        found = read_yaml(Path(space), "space:")
         source = {k: v for k, v in found.items() if k not in ("trials", "run_cap")}
         return _search(_from_wandb(found) if "parameters" in found else found, source)
-    except UsageError as error:
-        raise UsageError(f"{space}: {error}") from None
 
 
 def _search(found: Mapping[str, Any], source: Any) -> Search:

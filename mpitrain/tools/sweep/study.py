@@ -24,7 +24,14 @@ from mpitrain.errors import MpitrainError, UsageError
 from mpitrain.files import read_json
 from mpitrain.flags import PROGRAM
 from mpitrain.tools.sweep.config import OUTCOMES, SETTINGS, SWEEPS_DIR
-from mpitrain.tools.sweep.space import PRUNERS, RANKS, SAMPLERS, Search, Value, flags_of
+from mpitrain.tools.sweep.space import (
+    PRUNERS,
+    RANKS,
+    SAMPLERS,
+    Search,
+    Value,
+    trial_flags,
+)
 from mpitrain.train.progress import format_metrics
 
 JOURNAL = "study.journal"  # Optuna's storage, in the sweep folder
@@ -194,7 +201,7 @@ def best_command(words: Sequence[str]) -> str:
         raise UsageError(f"{path}: no trial is finished yet")
     values = finished[0].user_attrs["values"]
     num_ranks = values.get(RANKS) or settings["ranks_per_trial"]
-    flags = shlex.join([*settings["flags"], *flags_of(values)])
+    flags = shlex.join([*settings["flags"], *trial_flags(values)])
     return f"mpirun -np {num_ranks} {PROGRAM} {flags}"
 
 

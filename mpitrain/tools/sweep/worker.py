@@ -32,9 +32,9 @@ from mpitrain.mpi.implementation import has_thread_multiple
 from mpitrain.mpi.shared_arrays import communicator
 from mpitrain.mpi.world import World, list_hosts, rank_label
 from mpitrain.record.run_dir import open_log, start_logging
-from mpitrain.tools.sweep.config import PreparedSweep, ReadConfig
+from mpitrain.tools.sweep.config import PreparedSweep
 from mpitrain.tools.sweep.messages import POLL_SECONDS, Inbox, Message, TrialResult
-from mpitrain.tools.train.prepare import PreparedRun, prepare
+from mpitrain.tools.train.prepare import PreparedRun, prepare, read_config
 from mpitrain.tools.train.run import run_training
 from mpitrain.torch_compat import destroy_process_group
 from mpitrain.train.callbacks import Callback, StopRequested
@@ -44,12 +44,7 @@ from mpitrain.watchdog.heartbeat import State
 logger = logging.getLogger("mpitrain")
 
 
-def run_sweep(
-    world: World,
-    sweep: PreparedSweep,
-    handler: PreemptionHandler,
-    read_config: ReadConfig,
-) -> int:
+def run_sweep(world: World, sweep: PreparedSweep, handler: PreemptionHandler) -> int:
     """Run the trials of a sweep; return the exit status: 0, or 75 if it was stopped.
 
     Collective over all ranks.
@@ -70,7 +65,7 @@ def run_sweep(
             f"least: mpirun -np {count} ..."
         ).on_all_ranks()
     ranks = communicator(world)
-    if hosts := hosts_without(sweep.run_dir, sweep.run_id, world, ranks):
+    if hosts := hosts_without(sweep.run_dir, sweep.folder.run_id, world, ranks):
         raise UsageError(
             f"{list_hosts(hosts)} cannot see {shown(sweep.run_dir)}; expected a folder "
             "that all nodes share: --sweeps-dir"
@@ -78,7 +73,7 @@ def run_sweep(
     job = Job.current
     assert job is not None
     comm, data = job.comm.Dup(), _shared_data(sweep, world)
-    worker = Worker(job, world, sweep, handler, read_config, Inbox(comm), data)
+    worker = Worker(job, world, sweep, handler, Inbox(comm), data)
     destroy_process_group()
     screen = sys.stdout  # a trial's goes into its log
 
@@ -156,13 +151,11 @@ class Worker:
         world: World,
         sweep: PreparedSweep,
         handler: PreemptionHandler,
-        read_config: ReadConfig,
         inbox: Inbox,
         data: Data | None,
     ) -> None:
         self._job, self._world, self._sweep = job, world, sweep
-        self._handler, self._read_config = handler, read_config
-        self.inbox, self._data = inbox, data
+        self._handler, self.inbox, self._data = handler, inbox, data
         handler.extra_stop_reason, handler.keep_installed = inbox.stop_reason, True
 
     def run(self) -> int:
@@ -223,7 +216,7 @@ class Worker:
     ) -> TrialResult:
         began, rank = time.monotonic(), self._world.rank
         run = on_rank_zero(
-            world_comm(), lambda: prepare(self._read_config(flags)), "prepare the run"
+            world_comm(), lambda: prepare(read_config(flags)), "prepare the run"
         )
         has_pruner = self._sweep.search.pruner is not None
         reporter = Reporter(start_id, part, self.inbox, waits=has_pruner)
@@ -242,8 +235,8 @@ class Worker:
                     shared_data=self._data,
                 )
         finally:
-            if part.is_rank_zero and run.lock is not None:
-                os.close(run.lock)
+            if part.is_rank_zero and run.folder.lock is not None:
+                os.close(run.folder.lock)
             if run.config.compile:
                 torch.compiler.reset()
         if reporter.is_pruned:

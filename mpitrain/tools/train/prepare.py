@@ -5,6 +5,7 @@ For rank zero, on behalf of all, before any long import.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,8 +14,9 @@ from mpitrain.config import TrainConfig, seconds_of
 from mpitrain.console import shown
 from mpitrain.errors import Stopped, UsageError
 from mpitrain.files import read_yaml, write_atomic
+from mpitrain.flags import PROGRAM, read_flags
 from mpitrain.plugins import require
-from mpitrain.record.runs import Exists, differences, is_finished, open_run
+from mpitrain.record.runs import Exists, RunFolder, differences, is_finished, open_run
 from mpitrain.train.progress import finished_line
 
 
@@ -23,12 +25,15 @@ class PreparedRun:
     """A run that this job has opened."""
 
     config: TrainConfig
-    run_dir: Path
-    run_id: str  # of the run, in all of its jobs
-    done: str = ""  # why there is nothing to do; empty if there is something
-    status: int = 0  # the exit status, if there is nothing to do
-    lock: int | None = None  # on rank zero, of `RunFolder`
-    limit_seconds: float | None = None  # how long this job may take
+    folder: RunFolder
+    done: str  # why there is nothing to do; empty if there is something
+    status: int  # the exit status, if there is nothing to do
+    limit_seconds: float | None  # how long this job may take
+
+    @property
+    def run_dir(self) -> Path:
+        """The path of the folder."""
+        return self.folder.path
 
 
 def prepare(config: TrainConfig) -> PreparedRun:
@@ -55,15 +60,19 @@ def prepare(config: TrainConfig) -> PreparedRun:
     done, status = check_stop_file(run_dir, done)
     if not done:
         write_atomic(run_dir / "config.yaml", config.as_yaml(run_dir.name))
+    limit_seconds = seconds_of(config.time_limit)
     return PreparedRun(
         config=config,
-        run_dir=run_dir,
-        run_id=folder.run_id,
+        folder=folder,
         done=done,
         status=status,
-        lock=folder.lock,
-        limit_seconds=seconds_of(config.time_limit),
+        limit_seconds=limit_seconds,
     )
+
+
+def read_config(flags: Sequence[str]) -> TrainConfig:
+    """Read the flags of a training that are not the whole command line."""
+    return read_flags(TrainConfig, flags, program=PROGRAM)
 
 
 def check_stop_file(run_dir: Path, done: str) -> tuple[str, int]:

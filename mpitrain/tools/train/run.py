@@ -65,7 +65,7 @@ def run_training(
     if config.dry_run:
         handler.uninstall()
     else:
-        checkpointer.open(world, run_id=run.run_id, handler=handler)
+        checkpointer.open(world, run_id=run.folder.run_id, handler=handler)
     heartbeat("loading the data")
     data = shared_data or load_data(config, seed=config.seed, world=world, ranks=ranks)
     checkpointer.data = {
@@ -88,7 +88,7 @@ def run_training(
             is_open=True,
         ),
         RankTimes(run_dir, start_seconds),
-        *([Loggers(config, run_dir, run.run_id)] if config.log else []),
+        *([Loggers(config, run_dir, run.folder.run_id)] if config.log else []),
         HealthCheck(shown(run_dir)),
         choose_progress(config.progress, seconds_left),
         Fingerprints(run_dir, config.fingerprint),
@@ -173,7 +173,7 @@ class RunSummary(Callback):
             say(line)
         data = self._data
         for setting in config.without_effect():
-            logger.warning("without effect: %s", setting)
+            logger.warning("has no effect here: %s", setting)
         if data.train.num_samples is not None:
             more = config.global_batch_size - data.train.num_samples
             if more > 0:

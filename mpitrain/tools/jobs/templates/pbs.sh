@@ -1,23 +1,13 @@
-#!/bin/bash -l
-# Train on {{ nodes }} node{{ "s" if nodes > 1 else "" }}, {{ slots_per_node }} process{{ "es" if slots_per_node > 1 else "" }} on each{{ ", in as many jobs as it takes" if jobs > 1 else "" }}, under PBS:
-#
+{% extends "base.sh" %}
+{% set account_line = "#PBS -A " %}
+{% block usage %}
 #     qsub THIS_SCRIPT                           {{ from_where }}
 #     qsub -v ARGS="--epochs 20" THIS_SCRIPT     more flags for mpitrain
 {% if jobs > 1 %}
 #     qsub -N OTHER THIS_SCRIPT                  another training: its run has this name
 {% endif %}
-#
-# Made by `python -m mpitrain jobscript {{ "--site " ~ site if site else "pbs" }}{{ " --jobs %d" % jobs if jobs > 1 else "" }}`; its --help lists the flags.
-
-{% if account %}
-# The project that pays.
-#PBS -A {{ account }}
-{% else %}
-# The project that pays. EDIT: remove one # and put your own. On a cluster without
-# accounts leave the line as it is: with two # it is a comment.
-##PBS -A my_project
-{% endif %}
-
+{% endblock %}
+{% block job %}
 # The name in the queue. One output file, normal and error alike: {{ name }}.o<number>.
 #PBS -N {{ name }}
 #PBS -j oe
@@ -38,17 +28,8 @@
 #PBS -M {{ mail }}
 #PBS -m ae
 {% endif %}
-{% for it in line %}
-{{ it }}
-{% endfor %}
-{% if resources %}
-{% if site %}
-# What the site wants: jobscript --site {{ site }} --show explains it.
-{% endif %}
-{% for it in resources %}
-{{ it }}
-{% endfor %}
-{% else %}
+{% endblock %}
+{% block nodes %}
 # Chunks, each on a node of its own, with cores, GPUs and memory. mpiprocs is the number
 # of processes (ranks), ompthreads the number of threads of each. Without mpiprocs there
 # is one slot; without ompthreads each process would take all cores.
@@ -59,34 +40,12 @@
 # remove one # here:
 ##PBS -l select={{ all_nodes }}:ncpus={{ slots_per_node * cpus_per_slot }}:mpiprocs={{ slots_per_node }}:ompthreads={{ cpus_per_slot }}{{ ":mem=" ~ mem | lower ~ "b" if mem else "" }}
 {% endif %}
-{% endif %}
-
-set -eo pipefail
-
-{% if module or site %}
-# The site's modules.
-{% else %}
-# EDIT: the site's modules with Python and MPI, if you need them.
-# module load python/3.11
-# module load openmpi
-{% endif %}
-{% for it in module %}
-module load {{ it | quote }}
-{% endfor %}
-{% for it in setup %}
-{{ it }}
-{% endfor %}
-set -u  # after the modules: some use variables that are not set
-
+{% endblock %}
+{% block submit_dir %}
 # The virtual environment. PBS starts the script in $HOME.
 cd "$PBS_O_WORKDIR"
-venv={{ venv }}
-if [[ ! -x $venv/bin/python ]]; then
-    echo "no virtual environment in $venv: make it, or submit from its folder" >&2
-    exit 1
-fi
-export PATH="$venv/bin:$PATH"
-
+{% endblock %}
+{% block mpirun %}
 {% if launcher != "openmpi" %}
 options=({{ options }})
 {% else %}
@@ -127,12 +86,8 @@ if [[ $launchers != *"MCA plm: tm "* ]]; then
     export PRTE_MCA_plm_ssh_no_tree_spawn=1 OMPI_MCA_plm_rsh_no_tree_spawn=1
 fi
 {% endif %}
-
-{% if container %}
-# The ranks run in this container, and {{ program }} outside of it.
-container=({{ container }})
-
-{% endif %}
+{% endblock %}
+{% block start %}
 # This script runs once, on the first node. ARGS is several words.
 #
 # `supervise` lets the ranks stop with a checkpoint at TERM (qdel, preemption). It ends
@@ -152,3 +107,4 @@ export ARGS="${ARGS:-$(base64 -d <<<"${MPITRAIN_ARGS:-}")}"
 exec python -m mpitrain supervise {{ '--container "${container[*]@Q}" ' if container }}{{ "--launcher %s " % launcher if launcher != "openmpi" else "" }}--jobs {{ jobs }}{{ " --run-dir " ~ run_dir if run_dir }}{{ " --nodes %d" % nodes if spare_nodes else "" }} --script "$0" -- \
     {{ program }} "${options[@]}" python -m mpitrain{{ command }}{{ '' if run_dir else ' --name "$PBS_JOBNAME"' }}{{ words }} ${ARGS:-}
 {% endif %}
+{% endblock %}

@@ -1,23 +1,13 @@
-#!/bin/bash -l
-# Train on {{ nodes }} node{{ "s" if nodes > 1 else "" }}, {{ slots_per_node }} process{{ "es" if slots_per_node > 1 else "" }} on each{{ ", in as many jobs as it takes" if jobs > 1 else "" }}, under SLURM:
-#
+{% extends "base.sh" %}
+{% set account_line = "#SBATCH --account=" %}
+{% block usage %}
 #     sbatch THIS_SCRIPT                   {{ from_where }}
 #     sbatch THIS_SCRIPT --epochs 20       more flags for mpitrain
 {% if jobs > 1 %}
 #     sbatch --job-name OTHER THIS_SCRIPT  another training: its run has this name
 {% endif %}
-#
-# Made by `python -m mpitrain jobscript {{ "--site " ~ site if site else "slurm" }}{{ " --jobs %d" % jobs if jobs > 1 else "" }}`; its --help lists the flags.
-
-{% if account %}
-# The project that pays.
-#SBATCH --account={{ account }}
-{% else %}
-# The project that pays. EDIT: remove one # and put your own. On a cluster without
-# accounts leave the line as it is: with two # it is a comment.
-##SBATCH --account=my_project
-{% endif %}
-
+{% endblock %}
+{% block job %}
 # The name in the queue, and the output file: %x is the name, %j the job's number.
 #SBATCH --job-name={{ name }}
 #SBATCH --output=%x-%j.log
@@ -40,17 +30,8 @@
 #SBATCH --mail-user={{ mail }}
 #SBATCH --mail-type=END,FAIL
 {% endif %}
-{% for it in line %}
-{{ it }}
-{% endfor %}
-{% if resources %}
-{% if site %}
-# What the site wants: jobscript --site {{ site }} --show explains it.
-{% endif %}
-{% for it in resources %}
-{{ it }}
-{% endfor %}
-{% else %}
+{% endblock %}
+{% block nodes %}
 # Nodes, processes (ranks) on each{{ " (one for each GPU)" if slots_per_node == gpus else "" }}, and cores of each process.
 #SBATCH --nodes={{ all_nodes }}
 #SBATCH --ntasks-per-node={{ slots_per_node }}
@@ -63,34 +44,12 @@
 # GPUs of each node. On a CPU partition DELETE this line.
 #SBATCH --gres=gpu:{{ gpus }}
 {% endif %}
-{% endif %}
-
-set -eo pipefail
-
-{% if module or site %}
-# The site's modules.
-{% else %}
-# EDIT: the site's modules with Python and MPI, if you need them.
-# module load python/3.11
-# module load openmpi
-{% endif %}
-{% for it in module %}
-module load {{ it | quote }}
-{% endfor %}
-{% for it in setup %}
-{{ it }}
-{% endfor %}
-set -u  # after the modules: some use variables that are not set
-
+{% endblock %}
+{% block submit_dir %}
 # The virtual environment.
 cd "$SLURM_SUBMIT_DIR"
-venv={{ venv }}
-if [[ ! -x $venv/bin/python ]]; then
-    echo "no virtual environment in $venv: make it, or submit from its folder" >&2
-    exit 1
-fi
-export PATH="$venv/bin:$PATH"
-
+{% endblock %}
+{% block mpirun %}
 {% if launcher == "srun" %}
 # If ranks find themselves alone: --mpi=pmix for Open MPI, --mpi=pmi2 for MPICH
 # (srun --mpi=list).
@@ -106,12 +65,8 @@ if [[ -x $venv/bin/mpirun ]]; then
     export PRTE_MCA_prte_launch_agent="python -m mpitrain.tools.jobs.block_sigterm prted"
 fi
 {% endif %}
-
-{% if container %}
-# The ranks run in this container, and {{ program }} outside of it.
-container=({{ container }})
-
-{% endif %}
+{% endblock %}
+{% block start %}
 # This script runs once, on the first node. {{ program }} gets nodes and slots from SLURM.
 #
 {% if launcher != "ibrun" %}
@@ -131,3 +86,4 @@ export SLURM_OVERLAP=1  # srun does not wait for what is left of a lost node
 exec python -m mpitrain supervise {{ '--container "${container[*]@Q}" ' if container }}{{ "--launcher %s " % launcher if launcher != "openmpi" else "" }}--jobs {{ jobs }}{{ " --run-dir " ~ run_dir if run_dir }}{{ " --nodes %d" % nodes if spare_nodes else "" }} -- \
     {{ program }} "${options[@]}" python -m mpitrain{{ command }}{{ '' if run_dir else ' --name "$SLURM_JOB_NAME"' }}{{ words }} "$@"
 {% endif %}
+{% endblock %}
