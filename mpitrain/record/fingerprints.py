@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -13,6 +13,9 @@ from torch import Tensor
 from mpitrain.record.jsonl import CLOSE_SECONDS, JsonlReader, JsonlWriter
 from mpitrain.train.callbacks import Callback
 from mpitrain.train.metrics import StepMetrics
+
+if TYPE_CHECKING:
+    from mpitrain.train.trainer import Trainer
 
 FILE = "fingerprints.jsonl"
 NUM_DIGITS = 16  # of a hash: 64 bits
@@ -44,7 +47,7 @@ class Fingerprints(Callback):
         if self._lines is not None:
             self._lines.sync()
 
-    def on_fit_start(self, trainer: Any) -> None:
+    def on_fit_start(self, trainer: Trainer) -> None:
         """Open the file, on rank zero."""
         is_used = self._every is not None or self._path.exists()
         if trainer.engine.world.is_rank_zero and is_used:
@@ -53,7 +56,7 @@ class Fingerprints(Callback):
             num_bytes = self._before.get("bytes", default)
             self._lines = JsonlWriter(self._path, keep_bytes=num_bytes)
 
-    def on_step_end(self, trainer: Any) -> None:
+    def on_step_end(self, trainer: Trainer) -> None:
         """Write the hashes."""
         step, engine = trainer.state.step, trainer.engine
         is_due = self._every is not None and not step % self._every
@@ -69,7 +72,7 @@ class Fingerprints(Callback):
             }
             self._lines.write({"step": step, "weights": weights})
 
-    def on_metrics(self, trainer: Any, steps: Sequence[StepMetrics]) -> None:
+    def on_metrics(self, trainer: Trainer, steps: Sequence[StepMetrics]) -> None:
         """Write the losses of micro-batches."""
         if self._every is None or self._lines is None:
             return
@@ -85,7 +88,7 @@ class Fingerprints(Callback):
 
     on_fit_end = on_stop = close
 
-    def on_exception(self, trainer: Any, error: BaseException) -> None:
+    def on_exception(self, trainer: Trainer, error: BaseException) -> None:
         """Close the file; a disk that takes nothing is not waited for."""
         if self._lines is not None:
             self._lines.close(CLOSE_SECONDS)

@@ -5,10 +5,13 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING
 
 from mpitrain.train.callbacks import Callback
 from mpitrain.train.metrics import Throughput
+
+if TYPE_CHECKING:
+    from mpitrain.train.trainer import Trainer
 
 logger = logging.getLogger("mpitrain")
 
@@ -30,7 +33,7 @@ class HealthCheck(Callback):
         self._named: int | None = None
         self._is_starved = False
 
-    def on_throughput(self, trainer: Any, throughput: Throughput) -> None:
+    def on_throughput(self, trainer: Trainer, throughput: Throughput) -> None:
         """Look at the last ten seconds of steps."""
         if not trainer.engine.world.is_rank_zero:
             return
@@ -44,7 +47,7 @@ class HealthCheck(Callback):
             self._check_ranks(trainer, seconds)
             self._window = []
 
-    def _check_data(self, trainer: Any, seconds: float) -> None:
+    def _check_data(self, trainer: Trainer, seconds: float) -> None:
         waited = sum(it.data_seconds for it in self._window) / seconds
         if waited > DATA_FRACTION and not self._is_starved:
             self._is_starved = True
@@ -54,7 +57,7 @@ class HealthCheck(Callback):
                 *(100 * waited, trainer.config.num_workers),
             )
 
-    def _check_ranks(self, trainer: Any, seconds: float) -> None:
+    def _check_ranks(self, trainer: Trainer, seconds: float) -> None:
         """Name a rank that is the last one in two windows in a row."""
         slowest, num_last, late_seconds = slowest_rank(self._window)
         num_steps = sum(it.num_steps for it in self._window)

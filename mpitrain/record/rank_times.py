@@ -25,6 +25,9 @@ from mpitrain.train.callbacks import Callback
 from mpitrain.train.metrics import NUM_PHASES, PHASES, UPDATE, StepMetrics
 
 if TYPE_CHECKING:
+    from mpitrain.train.trainer import Trainer
+
+if TYPE_CHECKING:
     from mpitrain.train.timer import StepTimes, Timer
 
 FOLDER = "times"
@@ -44,7 +47,7 @@ class RankTimes(Callback):
         self._lock = threading.Lock()
         self._is_closed = True
 
-    def on_fit_start(self, trainer: Any) -> None:
+    def on_fit_start(self, trainer: Trainer) -> None:
         """Open the file."""
         self.open(trainer.engine.world, trainer.timer, trainer.state.step)
         on_job_end(self.cut)
@@ -74,7 +77,7 @@ class RankTimes(Callback):
         self._between: list[list[float]] = []
         self._is_closed = False
 
-    def on_metrics(self, trainer: Any, steps: Sequence[StepMetrics]) -> None:
+    def on_metrics(self, trainer: Trainer, steps: Sequence[StepMetrics]) -> None:
         """Write a line if it is time to."""
         self.add(trainer.state.step, trainer.step_times)
 
@@ -90,7 +93,7 @@ class RankTimes(Callback):
             if ended >= self._line_ends:
                 self._write(ended)
 
-    def on_fit_end(self, trainer: Any, *_: Any, **__: Any) -> None:
+    def on_fit_end(self, trainer: Trainer, *_: Any, **__: Any) -> None:
         """Write the rest; a disk that takes nothing is not waited for."""
         with self._lock:
             if self._is_closed:

@@ -9,7 +9,7 @@ import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mpitrain.console import say, shown
 from mpitrain.errors import Stopped
@@ -22,6 +22,9 @@ from mpitrain.record.runs import is_finished, open_run
 from mpitrain.train.callbacks import Callback
 from mpitrain.train.metrics import EpochMetrics, StepMetrics, Throughput
 from mpitrain.train.progress import SecondsLeft, finished_line, format_metrics
+
+if TYPE_CHECKING:
+    from mpitrain.train.trainer import Trainer
 
 logger = logging.getLogger("mpitrain")
 
@@ -90,7 +93,7 @@ class Recorder(Callback):
         if (metrics := self._metrics) is not None:
             metrics.sync()
 
-    def on_fit_start(self, trainer: Any) -> None:
+    def on_fit_start(self, trainer: Trainer) -> None:
         """Open the record."""
         world, plan, state = trainer.engine.world, trainer.engine.plan, trainer.state
         if not world.is_rank_zero:
@@ -139,12 +142,12 @@ class Recorder(Callback):
                 checkpoint=trainer.resumed_from,
             )
 
-    def on_stage_start(self, trainer: Any) -> None:
+    def on_stage_start(self, trainer: Trainer) -> None:
         """Let a script's failure be recorded, too: now all ranks may use the folder."""
         if trainer.engine.world is current_world():  # not a part of it, as in a sweep
             record_job(self.run_dir)
 
-    def on_fit_end(self, trainer: Any) -> None:
+    def on_fit_end(self, trainer: Trainer) -> None:
         """Write that the run is finished."""
         if self._metrics is None:
             return
@@ -154,7 +157,7 @@ class Recorder(Callback):
             f"start; see {shown(self.run_dir)}"
         )
 
-    def on_stop(self, trainer: Any, reason: str) -> None:
+    def on_stop(self, trainer: Trainer, reason: str) -> None:
         """Write that the run was stopped, and can be resumed."""
         if self._metrics is None:
             return
@@ -164,7 +167,7 @@ class Recorder(Callback):
         say(f"{stopped}; {self._resume_with} resumes from here")
         say("stopped, not failed: the exit status is 75, which mpirun may report below")
 
-    def on_exception(self, trainer: Any, error: BaseException) -> None:
+    def on_exception(self, trainer: Trainer, error: BaseException) -> None:
         """Write what waits, and close the record."""
         metrics, self._metrics = self._metrics, None
         if metrics is None:
@@ -183,7 +186,7 @@ class Recorder(Callback):
 
     # --- metrics ------------------------------------------------------------------
 
-    def on_metrics(self, trainer: Any, steps: Sequence[StepMetrics]) -> None:
+    def on_metrics(self, trainer: Trainer, steps: Sequence[StepMetrics]) -> None:
         """Write a line per step, and one if ranks take other micro-batches now."""
         if self._metrics is None:
             return
@@ -194,7 +197,7 @@ class Recorder(Callback):
             step = trainer.state.step
             self._write("balance", step=step, num_micro_batches=counts)
 
-    def on_throughput(self, trainer: Any, throughput: Throughput) -> None:
+    def on_throughput(self, trainer: Trainer, throughput: Throughput) -> None:
         """Write a line for the speed of some steps."""
         values = {
             name: round(value, 6) if isinstance(value, float) else value
@@ -205,7 +208,7 @@ class Recorder(Callback):
             values["seconds_left"] = round(left)
         self._write("throughput", **values)
 
-    def on_epoch_end(self, trainer: Any, epoch: EpochMetrics) -> None:
+    def on_epoch_end(self, trainer: Trainer, epoch: EpochMetrics) -> None:
         """Write a line for the epoch, and add it to the result."""
         if self._metrics is None:
             return
@@ -219,7 +222,7 @@ class Recorder(Callback):
         result["skipped_samples"] += epoch.skipped_samples
         result["skipped_steps"] += epoch.skipped_steps
 
-    def on_checkpoint(self, trainer: Any, checkpoint: Any) -> None:
+    def on_checkpoint(self, trainer: Trainer, checkpoint: Any) -> None:
         """Write a line for the checkpoint."""
         self._write(
             "checkpoint",
@@ -229,7 +232,7 @@ class Recorder(Callback):
             **({"error": checkpoint.error} if checkpoint.error else {}),
         )
 
-    def on_test_end(self, trainer: Any, evaluation: Any, skipped: int) -> None:
+    def on_test_end(self, trainer: Trainer, evaluation: Any, skipped: int) -> None:
         """Write the metrics of the test set, also after the end of the training."""
         if not self._result:
             return

@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -20,6 +20,9 @@ from mpitrain.record.loggers.base import RunInfo, Status
 from mpitrain.record.loggers.process import LoggerProcess
 from mpitrain.train.callbacks import Callback
 from mpitrain.train.metrics import EpochMetrics, StepMetrics, Throughput
+
+if TYPE_CHECKING:
+    from mpitrain.train.trainer import Trainer
 
 logger = logging.getLogger("mpitrain")
 
@@ -37,7 +40,7 @@ class Loggers(Callback):
         self._processes: list[LoggerProcess] = []
         self._wants_images = False
 
-    def on_fit_start(self, trainer: Any) -> None:
+    def on_fit_start(self, trainer: Trainer) -> None:
         """Start the loggers."""
         world, name = trainer.engine.world, self._run_dir.name
         info = RunInfo(
@@ -55,7 +58,7 @@ class Loggers(Callback):
         for process in self._processes:
             process.start()
 
-    def on_batch_start(self, trainer: Any, batch: Any) -> None:
+    def on_batch_start(self, trainer: Trainer, batch: Any) -> None:
         """Log images of the first batch that has any."""
         if not self._wants_images or not len(batch):
             return
@@ -70,7 +73,7 @@ class Loggers(Callback):
             images = to_uint8(some, getattr(trainer.task, "mean_std", None)).numpy()
             self._send("log_images", ("train/images", images, trainer.state.step))
 
-    def on_metrics(self, trainer: Any, steps: Sequence[StepMetrics]) -> None:
+    def on_metrics(self, trainer: Trainer, steps: Sequence[StepMetrics]) -> None:
         """Log steps."""
         if not self._processes:
             return
@@ -82,7 +85,7 @@ class Loggers(Callback):
                 logged.append((_prefixed("train", values), step))
         self._send("log_metrics", *logged)
 
-    def on_throughput(self, trainer: Any, throughput: Throughput) -> None:
+    def on_throughput(self, trainer: Trainer, throughput: Throughput) -> None:
         """Log the speed of steps; the seconds are those of one step."""
         metrics = {"throughput/samples_per_second": throughput.samples_per_second}
         seconds = {"step": throughput.seconds} | {
@@ -95,7 +98,7 @@ class Loggers(Callback):
             metrics["gpu/memory_bytes"] = throughput.gpu_bytes
         self._send("log_metrics", (metrics, throughput.step))
 
-    def on_epoch_end(self, trainer: Any, epoch: EpochMetrics) -> None:
+    def on_epoch_end(self, trainer: Trainer, epoch: EpochMetrics) -> None:
         """Log an epoch."""
         metrics = {
             "train/epoch": epoch.epoch,
@@ -105,20 +108,20 @@ class Loggers(Callback):
         }
         self._send("log_metrics", (metrics, epoch.step))
 
-    def on_test_end(self, trainer: Any, evaluation: Any, skipped: int) -> None:
+    def on_test_end(self, trainer: Trainer, evaluation: Any, skipped: int) -> None:
         """Log the test set's metrics."""
         metrics = _prefixed("test", evaluation.values)
         self._send("log_metrics", (metrics, trainer.state.step))
 
-    def on_fit_end(self, trainer: Any) -> None:
+    def on_fit_end(self, trainer: Trainer) -> None:
         """Wait for the loggers, `FINISH_SECONDS` at most."""
         self._finish("finished")
 
-    def on_stop(self, trainer: Any, reason: str) -> None:
+    def on_stop(self, trainer: Trainer, reason: str) -> None:
         """Likewise."""
         self._finish("stopped")
 
-    def on_exception(self, trainer: Any, error: BaseException) -> None:
+    def on_exception(self, trainer: Trainer, error: BaseException) -> None:
         """Tell them; without waiting, for the job may be about to end."""
         self._send("finalize", ("failed",))
 

@@ -13,7 +13,7 @@ import time
 import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -40,6 +40,9 @@ from mpitrain.torch_compat import destroy_process_group
 from mpitrain.train.callbacks import Callback, StopRequested
 from mpitrain.train.metrics import EpochMetrics
 from mpitrain.watchdog.heartbeat import State
+
+if TYPE_CHECKING:
+    from mpitrain.train.trainer import Trainer
 
 logger = logging.getLogger("mpitrain")
 
@@ -122,7 +125,7 @@ class Reporter(Callback):
         self._inbox, self._waits = inbox, waits
         self.is_pruned = False
 
-    def on_epoch_end(self, trainer: Any, epoch: EpochMetrics) -> None:
+    def on_epoch_end(self, trainer: Trainer, epoch: EpochMetrics) -> None:
         """Report; raises `StopRequested` on all ranks if the trial is pruned."""
         if self._world.is_rank_zero:
             data = (epoch.epoch, dict(epoch.values))
