@@ -27,8 +27,8 @@ class Callback:
     communicate, except for those that say "not collective". The order is that of
     ``Trainer(callbacks=[...])``, with those that `runs_last` at the end; `on_fit_end`,
     `on_stop` and `on_exception` are called in the reverse order. ``trainer`` is the
-    `mpitrain.Trainer`; read ``trainer.state`` for step and epoch. Annotate it so in your
-    hooks: here it is `Any`, since the trainer's module imports this one.
+    `mpitrain.Trainer`; read ``trainer.state`` for step and epoch. Annotate it so
+    in your hooks: here it is `Any`, since the trainer's module imports this one.
     """
 
     runs_last: ClassVar[bool] = False
