@@ -208,7 +208,10 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert began.status == 0, began
     for name in ("mine", "NAME", "a", "b", "first"):
         shutil.copytree(home / "runs/long", home / "runs" / name)
-    torch.save(resnet18(num_classes=10).state_dict(), home / "runs/mine/model.pt")
+    weights = tmp_path_factory.mktemp("weights") / "model.pt"  # copied as a link
+    torch.save(resnet18(num_classes=10).state_dict(), weights)
+    (home / "runs/mine/model.pt").unlink()
+    (home / "runs/mine/model.pt").symlink_to(weights)
     return home
 
 

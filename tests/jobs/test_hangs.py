@@ -117,10 +117,10 @@ def test_alone_a_hang_ends_with_76(openmpi: Mpi, tmp_path: Path) -> None:
 
 def test_a_rank_that_left_early_is_named(openmpi: Mpi, tmp_path: Path) -> None:
     script = TRAINING.replace("FAULT", "sys.exit(0)")
-    done = run(openmpi, script, tmp_path)
+    done = run(openmpi, script, tmp_path, num_ranks=2)
     assert done.status == 76
     (line,) = done.ours
-    assert line.startswith("[rank 1/3 ")
+    assert line.startswith("[rank 1/2 ")
     assert "left with status 0 (last at: training)" in done.err
 
 
@@ -130,7 +130,7 @@ def test_a_hang_of_a_training_has_stacks_in_every_log(
     words = ("-m", "mpitrain", "--name", "r", "--model", "custom:Net")
     done = mpirun(
         openmpi,
-        3,
+        2,
         *(*words, "--hang-timeout", str(HANG_SECONDS)),
         cwd=tmp_path,
         timeout_seconds=90,
@@ -142,8 +142,8 @@ def test_a_hang_of_a_training_has_stacks_in_every_log(
     assert done.status == 76, done.err
     check_gone(done, tmp_path)
     (line,) = done.ours
-    assert line.startswith("[rank 1/3 ")
-    logs = [(tmp_path / f"runs/r/logs/rank-{r}.log").read_text() for r in range(3)]
+    assert line.startswith("[rank 1/2 ")
+    logs = [(tmp_path / f"runs/r/logs/rank-{r}.log").read_text() for r in range(2)]
     assert all("most recent call first" in log for log in logs)
     assert "in strike" in logs[1]
     result = json.loads((tmp_path / "runs/r/result.json").read_text())
@@ -154,7 +154,7 @@ def test_a_hang_of_a_training_has_stacks_in_every_log(
 def test_honest_work_that_tells_is_no_hang(openmpi: Mpi, tmp_path: Path) -> None:
     """One rank works for long and says so; the others wait for it."""
     fault = 'for _ in range(7): time.sleep(1); job.progress("writing")'
-    done = run(openmpi, TRAINING.replace("FAULT", fault), tmp_path)
+    done = run(openmpi, TRAINING.replace("FAULT", fault), tmp_path, num_ranks=2)
     assert done.status == 0, done.err
     assert done.ours == []
 
@@ -172,7 +172,7 @@ def test_usr1_to_mpirun_shows_where_all_are_and_changes_nothing(
 ) -> None:
     script = TRAINING.replace("FAULT", fault).replace("seconds=3", "seconds=300")
     (tmp_path / "script.py").write_text(HEAD + script)
-    job = start(mpi, tmp_path)
+    job = start(mpi, tmp_path, num_ranks=3)
     try:
         wait_for(tmp_path / "time")
         time.sleep(1)
@@ -192,9 +192,10 @@ def test_usr1_to_mpirun_shows_where_all_are_and_changes_nothing(
     )
 
 
-def start(mpi: Mpi, folder: Path) -> subprocess.Popen[str]:
+def start(mpi: Mpi, folder: Path, num_ranks: int = 2) -> subprocess.Popen[str]:
+    start = (str(mpi.mpirun), "-np", str(num_ranks), *mpi.flags)
     return subprocess.Popen(
-        [*(str(mpi.mpirun), "-np", "3", *mpi.flags), sys.executable, "script.py"],
+        [*start, sys.executable, "script.py"],
         cwd=folder,
         env=environment(mpi),
         stdin=subprocess.DEVNULL,
@@ -246,7 +247,7 @@ def test_a_job_that_is_suspended_as_a_whole_goes_on(
     job = start(openmpi, tmp_path)
     try:
         wait_for(tmp_path / "step")
-        pids = [int((tmp_path / f"pid-{rank}").read_text()) for rank in range(3)]
+        pids = [int((tmp_path / f"pid-{rank}").read_text()) for rank in range(2)]
         if sidecars_too:
             pids += [pid for rank in pids for pid in children_of(rank)]
         for number in (signal.SIGSTOP, signal.SIGCONT):

@@ -51,10 +51,10 @@ def test_a_finished_run_says_so(runs: Runs) -> None:
     ("flags", "words"),
     [
         (("--lr", "0.1"), r"lr: 0\.05 -> 0\.1"),
-        (("--epochs", "5", "--seed", "2"), r"epochs: 4 -> 5; seed: 1 -> 2"),
-        (("--model", "custom:Marking"), r"model: custom:Learner -> custom:Marking"),
+        slow(("--epochs", "5", "--seed", "2"), r"epochs: 4 -> 5; seed: 1 -> 2"),
+        slow(("--model", "custom:Marking"), r"model: custom:Learner -> custom:Marking"),
         (("--data", "custom:few"), r"data: custom:numbered -> custom:few"),
-        (("--global-batch-size", "8"), r"global_batch_size: 16 -> 8"),
+        slow(("--global-batch-size", "8"), r"global_batch_size: 16 -> 8"),
     ],
 )
 def test_another_training_of_that_name_is_refused(
@@ -118,7 +118,7 @@ def test_one_may_go_back(runs: Runs) -> None:
         assert (folder / "checkpoints" / f"{name}.left").is_dir()
 
 
-@pytest.mark.parametrize("path", ["nowhere", slow("runs"), "runs/plain/logs"])
+@pytest.mark.parametrize("path", [slow("nowhere"), slow("runs"), "runs/plain/logs"])
 def test_a_path_that_is_no_checkpoint_is_told(path: str, runs: Runs) -> None:
     done = runs.run("plain", 2, "--new-run", "--resume", path)
     assert done.status == 2
