@@ -343,12 +343,12 @@ def _exit_without_guard(error: BaseException, watchdog: Watchdog) -> NoReturn:
 
 
 def _warn_of_foreign_library(library: str) -> None:
-    odd = foreign_library(library, os.environ)
-    if not odd:
+    warning = foreign_library(library, os.environ)
+    if not warning:
         return
     if launched_rank(os.environ) == 0:
         # Not by a logger: MPI_Init may end the process before anything is set up.
-        sys.stderr.write(f"warning: {odd}\n")
+        sys.stderr.write(f"warning: {warning}\n")
         flush()
         time.sleep(FORWARD_SECONDS)
     else:

@@ -76,8 +76,8 @@ def _ranks_of(pid: int) -> set[bytes]:
         block = Path(f"/proc/{pid}/environ").read_bytes()
     except OSError:
         return set()  # another user's, such as a scheduler's daemon
-    wanted = {name.encode() for name in RANK_VARIABLES}
-    return {entry for entry in block.split(b"\0") if entry.split(b"=")[0] in wanted}
+    names = {name.encode() for name in RANK_VARIABLES}
+    return {entry for entry in block.split(b"\0") if entry.split(b"=")[0] in names}
 
 
 def name_of(pid: int) -> str:
