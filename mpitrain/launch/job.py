@@ -281,6 +281,20 @@ class Job:
         return self.early_return.note() if self.early_return is not None else ""
 
 
+def current_world() -> World | None:
+    """Return the `World` of the job that runs in this process; ``None`` without one."""
+    return Job.current.world if Job.current and Job.current.is_running else None
+
+
+def heartbeat(phase: str) -> None:
+    """Tell the watchdog that this rank is alive, and what it does next; local.
+
+    Costs a microsecond. Without a job nothing happens.
+    """
+    if Job.current and Job.current.is_running:
+        Job.current.watchdog.progress(phase)
+
+
 def start_job(
     *, start_timeout_seconds: float = START_TIMEOUT_SECONDS, may_spawn: bool = True
 ) -> Job:

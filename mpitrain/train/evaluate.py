@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mpitrain.data.sharding import RankShard
 from mpitrain.errors import DataError, UsageError
-from mpitrain.launch.current import heartbeat
+from mpitrain.launch.job import heartbeat
 from mpitrain.mpi.shared_arrays import Communicator
 from mpitrain.train.checks import WrongLabel, kind_of
 from mpitrain.train.loader import BatchLoader

@@ -17,8 +17,8 @@ from mpitrain.config import TrainConfig
 from mpitrain.data.custom import refuse_loader
 from mpitrain.data.transforms import Statistics
 from mpitrain.errors import DataError, NonFiniteError, Stopped, UsageError
-from mpitrain.launch.current import heartbeat
 from mpitrain.launch.init import init
+from mpitrain.launch.job import heartbeat
 from mpitrain.mpi.collectives import all_or_none, world_comm
 from mpitrain.mpi.world import World
 from mpitrain.train import mixing

@@ -38,6 +38,13 @@ def status_of(pid: int) -> tuple[str, int, str] | None:
     return fields[0], int(fields[1]), fields[19]
 
 
+def age_seconds() -> float:
+    """Return how long this process has lived, by a monotonic clock."""
+    status = status_of(os.getpid())
+    started = int(status[2]) / os.sysconf("SC_CLK_TCK") if status else 0.0
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - started
+
+
 def is_gone(pid: int, started: str | None = None) -> bool:
     """Return whether a process has ended, even if its parent does not know yet.
 
