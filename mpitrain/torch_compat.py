@@ -30,7 +30,7 @@ DistributedBackendOptions = _c10d._DistributedBackendOptions  # noqa: SLF001
 PrefixStore = _c10d.PrefixStore
 Store = _c10d.Store
 
-# Functions without a public name (torch 2.8 to 2.15).
+# Functions without a public name (torch 2.9 to 2.15).
 broadcast_coalesced: Any = vars(dist)["_broadcast_coalesced"]  # what DDP calls
 foreach_copy: Any = torch._foreach_copy_  # many tensors in one call
 foreach_norm: Any = torch._foreach_norm  # noqa: SLF001
@@ -150,22 +150,22 @@ def _compiled_in_place(module: Any) -> Any:
 
 
 def parameters_and_parts(module: torch.nn.Module) -> tuple[Mapping[str, Any], ...]:
-    """Return a module's own weights and parts, as torch keeps them (2.8 to 2.15)."""
+    """Return a module's own weights and parts, as torch keeps them (2.9 to 2.15)."""
     return module._parameters, module._modules  # noqa: SLF001
 
 
 def is_persistent_buffer(module: torch.nn.Module, name: str) -> bool:
-    """Whether ``state_dict`` has a buffer of a module (torch 2.8 to 2.15)."""
+    """Whether ``state_dict`` has a buffer of a module (torch 2.9 to 2.15)."""
     return name not in module._non_persistent_buffers_set  # noqa: SLF001
 
 
 def is_compiled(model: torch.nn.Module) -> bool:
-    """Whether a part of a model is compiled by ``module.compile()`` (2.8 to 2.15)."""
+    """Whether a part of a model is compiled by ``module.compile()`` (2.9 to 2.15)."""
     return any(it._compiled_call_impl for it in model.modules())  # noqa: SLF001
 
 
 def hide_worker_info() -> None:
-    """Let `get_worker_info` return ``None`` in this worker (torch 2.8 to 2.15)."""
+    """Let `get_worker_info` return ``None`` in this worker (torch 2.9 to 2.15)."""
     torch_worker._worker_info = None  # noqa: SLF001
     assert get_worker_info() is None  # else torch keeps it elsewhere now
 
@@ -173,7 +173,7 @@ def hide_worker_info() -> None:
 def local_shard(tensor: torch.Tensor) -> tuple[torch.Tensor, Any] | None:
     """Return a DTensor's local tensor, and its chunk: offsets and sizes; else ``None``.
 
-    By this protocol a DTensor tells it to torch.distributed.checkpoint (2.8 to 2.15).
+    By this protocol a DTensor tells it to torch.distributed.checkpoint (2.9 to 2.15).
     """
     if not hasattr(tensor, "__create_chunk_list__"):
         return None

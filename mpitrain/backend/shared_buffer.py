@@ -3,26 +3,20 @@
 A rank writes its data into a slot, waits in the barrier, and reads what others wrote.
 Each rank states its operation in the barrier, so that ranks in different operations get
 an error that names them.
-
-The first rank of a node creates a file in /dev/shm, and the others open it. It is
-unlinked before they continue, so nothing is left behind however the ranks end.
 """
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import functools
 import mmap
 import os
 import platform
 import socket
-import tempfile
 import threading
 import time
 import zlib
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -30,17 +24,14 @@ from torch import Tensor
 
 from mpitrain.backend.op_queue import GroupError
 from mpitrain.mpi.collectives import raise_if_cancelled
-from mpitrain.mpi.shared_memory import MemoryFile, share_memory
+from mpitrain.mpi.shared_memory import share_memory
 from mpitrain.mpi.topology import boot_id
 from mpitrain.watchdog.process import is_gone
 
-FOLDER = Path("/dev/shm")  # a file system in memory
-MAX_BUFFER_BYTES = 80 << 20  # for all ranks of a node together, of one group
+MAX_BUFFER_BYTES = 80 << 20  # for the ranks of a node, unless there are some 600
 MAX_SLOT_BYTES = 4 << 20  # where ranks share cores: fewer barriers
 MAX_SLOT_BYTES_IN_CACHE = 2 << 20  # where each rank has a core
 MIN_SLOT_BYTES = 64 << 10
-REQUIRED_FREE_FACTOR = 2.0  # how much of /dev/shm must be free, in buffers
-AMPLE_FREE_FACTOR = 16  # with more free, memory is allocated as it is used
 LIVENESS_SECONDS = 1.0  # how often a waiting rank looks whether the others live
 # How often a rank with its own core polls before it sleeps: some 0.1 ms. A wake-up
 # costs some 50 us.
@@ -84,7 +75,7 @@ class SharedBuffer:
 
     Data goes into two halves in turn; a half may be overwritten after the barrier of
     the other one, since all ranks have read it by then. All ranks map `memory`, one
-    file. `pids` is empty if their processes do not see each other.
+    file. `pids` are those of their processes; empty: whether they live is not known.
     """
 
     def __init__(
@@ -261,11 +252,6 @@ def buffer_bytes(size: int, slot_bytes: int) -> int:
     return _data_offset(size) + _HALVES * (size + 1) * slot_bytes
 
 
-def slot_bytes_of(num_bytes: int, size: int) -> int:
-    """Return the size of each slot in a buffer of so many bytes."""
-    return (num_bytes - _data_offset(size)) // (_HALVES * (size + 1))
-
-
 def _data_offset(size: int) -> int:
     """Return where the data begins: behind the headers, on a page."""
     headers = (size + 1) * _HEADER_BYTES
@@ -283,28 +269,30 @@ def create_shared_buffer(
     Returns this node's, and the number of ranks on each node; ``None`` on every rank if
     some node has no memory, or no node has two ranks.
     """
-    ranks_info = allgather(
-        [_machine_id(), _pid_namespace(), os.getpid(), sorted(os.sched_getaffinity(0))]
-    )
+    mine = (_machine_id(), os.getpid(), frozenset(os.sched_getaffinity(0)))
+    machines, pids, cores = zip(*allgather(mine), strict=True)
     nodes: dict[tuple[str, ...], list[int]] = {}
-    for other, (machine, *_) in enumerate(ranks_info):
-        nodes.setdefault(tuple(machine), []).append(other)
-    node_sizes = [len(ranks) for ranks in nodes.values()]
-    if max(node_sizes) == 1:
+    for other, machine in enumerate(machines):
+        nodes.setdefault(machine, []).append(other)
+    if max(map(len, nodes.values())) == 1:
         return None
-    here = nodes[tuple(ranks_info[rank][0])]
-    _, namespaces, pids, cores = zip(*(ranks_info[r] for r in here), strict=True)
-    has_cores = len(frozenset[int]().union(*cores)) >= len(here)
-    limit = MAX_SLOT_BYTES_IN_CACHE if has_cores else MAX_SLOT_BYTES
-    made: list[str] = []  # the file's path, where this rank makes it
-    try:
-        memory, sizes, errors = share_memory(
-            allgather, rank, here, lambda: _create_file(len(here), limit, made)
+    here = nodes[machines[rank]]
+
+    def has_cores(ranks: Sequence[int]) -> bool:
+        return len(frozenset[int]().union(*(cores[it] for it in ranks))) >= len(ranks)
+
+    slots = {
+        machine: choose_slot_bytes(
+            len(ranks), MAX_SLOT_BYTES_IN_CACHE if has_cores(ranks) else MAX_SLOT_BYTES
         )
-    finally:
-        for path in made:
-            with contextlib.suppress(OSError):
-                os.unlink(path)  # noqa: PTH108 - all have it open
+        for machine, ranks in nodes.items()
+    }
+    own_slot = slots[machines[rank]]
+    # Not allocated now: most groups never use all of it.
+    length = buffer_bytes(len(here), own_slot)
+    memory, errors = share_memory(
+        allgather, rank, here, length, "mpitrain-group", is_allocated=False
+    )
     found = [errors[other] for other in here if errors[other]]
     if found and rank == here[0]:
         warn(
@@ -313,74 +301,40 @@ def create_shared_buffer(
         )
     if memory is None or any(errors):
         return None
-    seen = list(pids) if len(set(namespaces)) == 1 else []
-    local_names = [names[other] for other in here]
-    slots = [slot_bytes_of(sizes[ranks[0]], len(ranks)) for ranks in nodes.values()]
-    own_slot = slot_bytes_of(sizes[here[0]], len(here))
-    buffer = SharedBuffer(memory, here.index(rank), local_names, seen, own_slot)
-    # Chunks must be equal on all nodes, and one may have had less memory.
-    buffer.slot_bytes = min(slots)
+    local_names, local_pids = [names[it] for it in here], [pids[it] for it in here]
+    buffer = SharedBuffer(memory, here.index(rank), local_names, local_pids, own_slot)
+    # Chunks must be equal on all nodes, whose ranks may be more, or share cores.
+    buffer.slot_bytes = min(slots.values())
     # A rank without its own core would take it from those it waits for.
-    buffer.max_spins = MAX_SPINS if has_cores else 2
-    return buffer, node_sizes
+    buffer.max_spins = MAX_SPINS if has_cores(here) else 2
+    return buffer, [len(ranks) for ranks in nodes.values()]
 
 
-def choose_slot_bytes(
-    size: int, free_bytes: int, max_bytes: int = MAX_SLOT_BYTES
-) -> int:
-    """Return the size of each rank's slot; an OSError where memory is too small.
+def choose_slot_bytes(size: int, max_bytes: int = MAX_SLOT_BYTES) -> int:
+    """Return the size of each rank's slot.
 
-    >>> choose_slot_bytes(8, 1 << 40) >> 10, choose_slot_bytes(64, 1 << 40) >> 10
+    >>> choose_slot_bytes(8) >> 10, choose_slot_bytes(64) >> 10
     (4096, 512)
-    >>> choose_slot_bytes(8, 64 << 20) >> 10  # the default of a container
-    1024
     """
     slot_bytes = max_bytes
-    while slot_bytes >= MIN_SLOT_BYTES:
-        total = buffer_bytes(size, slot_bytes)
-        if total <= MAX_BUFFER_BYTES and REQUIRED_FREE_FACTOR * total <= free_bytes:
-            return slot_bytes
+    while slot_bytes > MIN_SLOT_BYTES and (
+        buffer_bytes(size, slot_bytes) > MAX_BUFFER_BYTES
+    ):
         slot_bytes //= 2
-    needed = int(REQUIRED_FREE_FACTOR * buffer_bytes(size, MIN_SLOT_BYTES))
-    raise OSError(
-        f"{FOLDER}: {free_bytes >> 20} MiB are free, expected {needed >> 20} MiB"
-    )
+    return slot_bytes
 
 
-def _create_file(size: int, max_bytes: int, made: list[str]) -> MemoryFile:
-    """Create the file of a node's ranks; its path is added to `made` at once."""
-    status = os.statvfs(FOLDER)
-    free_bytes = status.f_bavail * status.f_frsize
-    length = buffer_bytes(size, choose_slot_bytes(size, free_bytes, max_bytes))
-    descriptor, path = tempfile.mkstemp(prefix="mpitrain-", dir=FOLDER)
-    made.append(path)
-    try:
-        os.ftruncate(descriptor, length)
-        if free_bytes < AMPLE_FREE_FACTOR * length:
-            # Now: a page that cannot be had later ends the process (SIGBUS).
-            os.posix_fallocate(descriptor, 0, length)
-    except OSError:
-        os.close(descriptor)
-        raise
-    return MemoryFile(descriptor, path, length)
+def _machine_id() -> tuple[str, ...]:
+    """Return what is equal on ranks that see each other's files in /proc.
 
-
-def _machine_id() -> list[str]:
-    """Return what is equal on ranks that find each other's files in the folder.
-
-    Containers of one host have a folder each; the boot id tells hosts apart.
+    Containers of one host may have a namespace of processes each; the boot id tells
+    hosts apart.
     """
-    found = [socket.gethostname(), boot_id()]
-    with contextlib.suppress(OSError):
-        found.append(str(FOLDER.stat().st_dev))
-    return found
-
-
-def _pid_namespace() -> str:
     try:
-        return os.readlink("/proc/self/ns/pid")  # noqa: PTH115
+        namespace = os.readlink("/proc/self/ns/pid")  # noqa: PTH115
     except OSError:
-        return socket.gethostname()
+        namespace = ""
+    return socket.gethostname(), boot_id(), namespace
 
 
 _FUTEX_CALL = {"x86_64": 202, "ppc64le": 221, "s390x": 238}.get(platform.machine(), 98)

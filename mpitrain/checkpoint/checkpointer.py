@@ -50,7 +50,7 @@ from mpitrain.checkpoint.tensors import (
 )
 from mpitrain.console import say, shown
 from mpitrain.errors import DataError, UsageError
-from mpitrain.launch.current import heartbeat
+from mpitrain.launch.job import heartbeat
 from mpitrain.mpi.consensus import Consensus
 from mpitrain.record.recorder import Recorder
 from mpitrain.record.runs import differences

@@ -27,7 +27,7 @@ from typing import Any, BinaryIO
 
 from mpitrain.errors import DataError, UsageError
 from mpitrain.files import sync
-from mpitrain.launch.current import heartbeat
+from mpitrain.launch.job import heartbeat
 
 SUMS = "SHA256SUMS"
 TENSORS = "tensors.json"

@@ -31,7 +31,7 @@ from mpitrain.checkpoint.storage import (
     local_chunks,
 )
 from mpitrain.errors import DataError
-from mpitrain.launch.current import heartbeat
+from mpitrain.launch.job import heartbeat
 from mpitrain.mpi.shared_arrays import Communicator
 from mpitrain.mpi.world import World
 

@@ -19,7 +19,7 @@ from types import FrameType
 from typing import Any
 
 from mpitrain.checkpoint.layout import list_checkpoints
-from mpitrain.launch.current import on_term
+from mpitrain.launch.job import Job
 from mpitrain.record.run_dir import read_result
 from mpitrain.schedulers import seconds_left
 
@@ -97,7 +97,8 @@ class PreemptionHandler:
         self._previous: Any = None
         if threading.current_thread() is threading.main_thread():
             self._previous = signal.signal(signal.SIGUSR2, self._note)
-            on_term(self._note)
+            if Job.current is not None:  # beside the watchdog's handler
+                Job.current.watchdog.on_sigterm(self._note)
         if run_dir is None:
             return
         if time_limit_seconds is not None:

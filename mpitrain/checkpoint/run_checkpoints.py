@@ -34,12 +34,12 @@ from mpitrain.checkpoint.tensors import (
 )
 from mpitrain.config import seconds_of
 from mpitrain.errors import LaunchError, MpitrainError, UsageError
-from mpitrain.launch.current import age_seconds, current_world
-from mpitrain.launch.job import Job
+from mpitrain.launch.job import Job, current_world
 from mpitrain.mpi.shared_arrays import Communicator, communicator
 from mpitrain.mpi.world import World, list_hosts
 from mpitrain.record.recorder import record_job, update_result
 from mpitrain.record.runs import open_run
+from mpitrain.watchdog.process import age_seconds
 
 logger = logging.getLogger("mpitrain")
 

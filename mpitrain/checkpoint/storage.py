@@ -37,7 +37,7 @@ from mpitrain.checkpoint.format import (
 )
 from mpitrain.checkpoint.layout import Checkpoint
 from mpitrain.files import sync
-from mpitrain.launch.current import heartbeat
+from mpitrain.launch.job import heartbeat
 from mpitrain.torch_compat import local_shard
 
 ALIGNMENT = 64  # each chunk begins at a multiple of so many bytes

@@ -1,1 +1,1 @@
-"""From mpirun to a ready process group: `init` has the stages in their order."""
+"""From mpirun to a ready process group: `init` has the steps in their order."""

@@ -140,11 +140,11 @@ def check_clocks(by_node: Mapping[int, float], nodes: Sequence[Node]) -> str:
         f"{datetime.fromtimestamp(clocks[host], UTC):%Y-%m-%d %H:%M:%S} on {host}"
         for host in (behind, ahead)
     )
-    said = f"the hosts' clocks are {seconds:.0f} s apart: {times} (UTC)"
+    text = f"the hosts' clocks are {seconds:.0f} s apart: {times} (UTC)"
     if seconds <= CLOCK_LIMIT_SECONDS:
-        return f"{said}; let them keep the network's time (timedatectl, chronyc)"
+        return f"{text}; let them keep the network's time (timedatectl, chronyc)"
     raise TopologyError(
-        f"{said}.\nExpected less than {CLOCK_LIMIT_SECONDS:.0f} s: deadlines and "
+        f"{text}.\nExpected less than {CLOCK_LIMIT_SECONDS:.0f} s: deadlines and "
         "the times of logs and files are compared between hosts. Let them keep the "
         "network's time (timedatectl, chronyc), or leave that host out of the job."
     ).on_all_ranks()

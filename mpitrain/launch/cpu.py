@@ -43,8 +43,8 @@ def configure_threads(
     imported: it reads OMP_NUM_THREADS once, which is set in `variables`.
     """
     masks = on_node.allgather(frozenset(os.sched_getaffinity(0)))
-    quota, given = on_node.bcast((cpu_quota(), launcher_cores(variables)))
-    counts = count_cores(masks, quota), idle_cores(masks, given)
+    quota, of_launcher = on_node.bcast((cpu_quota(), launcher_cores(variables)))
+    counts = count_cores(masks, quota), idle_cores(masks, of_launcher)
     mine = {counts: [world.node_rank]} if world.local_rank == 0 else {}
     merged = merge_on_rank_zero(comm, mine, merge_lists)
     of_pbs: int | None
@@ -65,42 +65,59 @@ def configure_threads(
         )
     num_cores = fair_shares(masks, quota)[world.local_rank]
     if of_pbs is not None:
-        num_ranks = world.local_world_size
         is_confined = len(frozenset().union(*masks)) < (os.cpu_count() or 1)
-        # Where PBS confines the job to its cores, those of the chunk are known.
-        of_rank = of_pbs // num_ranks if num_ranks <= of_pbs else of_pbs
-        share = num_cores if is_confined else min(num_cores, of_rank)
-        is_theirs = variables.get("OMP_NUM_THREADS") == str(of_pbs)
-        exceeds = is_theirs and of_pbs > share
-        exceeding = merge_on_rank_zero(
-            comm, {world.hostname: share} if exceeds else {}, or_
+        num_cores = _cores_under_pbs(
+            comm, world, num_cores, of_pbs, variables, is_confined=is_confined
         )
-        is_asked = on_rank_zero(
-            comm,
-            lambda: bool(exceeding) and asks_for_ompthreads(variables["PBS_JOBID"]),
-            "ask PBS for this job",
-        )
-        num_cores = min(num_cores, max(share, of_pbs) if is_asked else share)
-        if exceeds and not is_asked:
-            del variables["OMP_NUM_THREADS"]
-        if exceeding and not is_asked:
-            logger.warning(
-                "OMP_NUM_THREADS=%d, set by PBS, is more than the cores of each rank, "
-                "which takes its share: %s (%s, or unset NCPUS)",
-                of_pbs,
-                list_hosts(
-                    f"{num} threads on {host}" for host, num in exceeding.items()
-                ),
-                "qstat did not say if select has ompthreads; is it on PATH?"
-                if is_asked is None
-                else "for another number ask PBS for ompthreads in select",
-            )
     num_threads = all_or_none(
         comm, lambda: threads_of(num_cores, variables), "read OMP_NUM_THREADS"
     )
     return replace(
         world, nodes=tuple(nodes), num_cores=num_cores, num_threads=num_threads
     )
+
+
+def _cores_under_pbs(
+    comm: MPI.Intracomm,
+    world: World,
+    num_cores: int,
+    of_pbs: int,
+    variables: MutableMapping[str, str],
+    *,
+    is_confined: bool,
+) -> int:
+    """Return this rank's cores where PBS has set ``OMP_NUM_THREADS`` to `of_pbs`.
+
+    Those are the threads of one process if the job asked for ``ompthreads``, as qstat
+    tells, or else all cores of a chunk, which its ranks share. Where PBS confines the
+    job to its cores, those of the chunk are known. Collective over `comm`.
+    """
+    num_ranks = world.local_world_size
+    of_rank = of_pbs // num_ranks if num_ranks <= of_pbs else of_pbs
+    share = num_cores if is_confined else min(num_cores, of_rank)
+    exceeds = variables.get("OMP_NUM_THREADS") == str(of_pbs) and of_pbs > share
+    mine = {world.hostname: share} if exceeds else {}
+    exceeding = merge_on_rank_zero(comm, mine, or_)
+    is_asked = on_rank_zero(
+        comm,
+        lambda: bool(exceeding) and asks_for_ompthreads(variables["PBS_JOBID"]),
+        "ask PBS for this job",
+    )
+    if is_asked:
+        return min(num_cores, max(share, of_pbs))
+    if exceeds:
+        del variables["OMP_NUM_THREADS"]
+    if exceeding:
+        logger.warning(
+            "OMP_NUM_THREADS=%d, set by PBS, is more than the cores of each rank, "
+            "which takes its share: %s (%s, or unset NCPUS)",
+            of_pbs,
+            list_hosts(f"{num} threads on {host}" for host, num in exceeding.items()),
+            "qstat did not say if select has ompthreads; is it on PATH?"
+            if is_asked is None
+            else "for another number ask PBS for ompthreads in select",
+        )
+    return share
 
 
 def launcher_cores(environ: Mapping[str, str]) -> frozenset[int]:
@@ -118,7 +135,7 @@ def launcher_cores(environ: Mapping[str, str]) -> frozenset[int]:
     return frozenset() if of_slurm.isdecimal() and len(cores) > int(of_slurm) else cores
 
 
-def idle_cores(masks: Sequence[frozenset[int]], given: frozenset[int]) -> int:
+def idle_cores(masks: Sequence[frozenset[int]], of_launcher: frozenset[int]) -> int:
     """Count cores of the job that no rank of a node may use, if each is bound to one.
 
     By default Open MPI binds each of up to two ranks to one core, where threads and
@@ -126,7 +143,7 @@ def idle_cores(masks: Sequence[frozenset[int]], given: frozenset[int]) -> int:
     """
     if max(map(len, masks)) > hardware_threads_per_core():
         return 0
-    return len(given.difference(*masks))
+    return len(of_launcher.difference(*masks))
 
 
 def hardware_threads_per_core() -> int:
@@ -176,12 +193,12 @@ def fair_shares(
 
 def threads_of(num_cores: int, variables: MutableMapping[str, str]) -> int:
     """Return this rank's threads: ``OMP_NUM_THREADS``, which is set where it is not."""
-    wanted = variables.get("OMP_NUM_THREADS", "").strip() or str(num_cores)
-    variables["OMP_NUM_THREADS"] = wanted
-    first = wanted.split(",")[0].strip()  # a list is for nested regions
+    text = variables.get("OMP_NUM_THREADS", "").strip() or str(num_cores)
+    variables["OMP_NUM_THREADS"] = text
+    first = text.split(",")[0].strip()  # a list is for nested regions
     if not first.isdecimal() or int(first) < 1:
         raise UsageError(
-            f"OMP_NUM_THREADS={wanted!r} in the environment; expected a number of "
+            f"OMP_NUM_THREADS={text!r} in the environment; expected a number of "
             "threads of at least 1, or `unset OMP_NUM_THREADS` for a fair share"
         )
     return int(first)
@@ -195,11 +212,11 @@ def threads_of_pbs(environ: Mapping[str, str]) -> int | None:
     mpirun hands ``OMP_NUM_THREADS`` to the ranks of every node, but ``NCPUS`` to those
     of its own alone.
     """
-    of_chunk, wanted = environ.get("NCPUS", ""), environ.get("OMP_NUM_THREADS", "")
+    of_chunk, text = environ.get("NCPUS", ""), environ.get("OMP_NUM_THREADS", "")
     is_pbs = {"PBS_JOBID", "PBS_NODEFILE"} <= environ.keys()
-    if not is_pbs or wanted != of_chunk or not wanted.isdecimal():
+    if not is_pbs or text != of_chunk or not text.isdecimal():
         return None
-    return int(wanted) or None
+    return int(text) or None
 
 
 _M_TRIM_THRESHOLD = -1  # malloc.h

@@ -100,8 +100,8 @@ def is_on_one_node(environ: Mapping[str, str]) -> bool:
 
 def launcher_sockets(environ: Mapping[str, str]) -> list[int]:
     """Return the descriptors by which the launcher and this process talk."""
-    given = (environ.get(name, "") for name in SOCKETS)
-    return [int(number) for number in given if number.isdecimal()]
+    numbers = (environ.get(name, "") for name in SOCKETS)
+    return [int(number) for number in numbers if number.isdecimal()]
 
 
 def foreign_library(library: str, environ: Mapping[str, str]) -> str | None:
@@ -124,8 +124,8 @@ def foreign_library(library: str, environ: Mapping[str, str]) -> str | None:
 
 
 def _first(environ: Mapping[str, str], names: Iterable[str], default: int) -> int:
-    given = next((environ[name] for name in names if name in environ), "")
-    return int(given) if given.isdecimal() else default
+    number = next((environ[name] for name in names if name in environ), "")
+    return int(number) if number.isdecimal() else default
 
 
 def lone_in_allocation(environ: Mapping[str, str]) -> str | None:

@@ -281,6 +281,20 @@ class Job:
         return self.early_return.note() if self.early_return is not None else ""
 
 
+def current_world() -> World | None:
+    """Return the `World` of the job that runs in this process; ``None`` without one."""
+    return Job.current.world if Job.current and Job.current.is_running else None
+
+
+def heartbeat(phase: str) -> None:
+    """Tell the watchdog that this rank is alive, and what it does next; local.
+
+    Costs a microsecond. Without a job nothing happens.
+    """
+    if Job.current and Job.current.is_running:
+        Job.current.watchdog.progress(phase)
+
+
 def start_job(
     *, start_timeout_seconds: float = START_TIMEOUT_SECONDS, may_spawn: bool = True
 ) -> Job:
@@ -343,12 +357,12 @@ def _exit_without_guard(error: BaseException, watchdog: Watchdog) -> NoReturn:
 
 
 def _warn_of_foreign_library(library: str) -> None:
-    odd = foreign_library(library, os.environ)
-    if not odd:
+    warning = foreign_library(library, os.environ)
+    if not warning:
         return
     if launched_rank(os.environ) == 0:
         # Not by a logger: MPI_Init may end the process before anything is set up.
-        sys.stderr.write(f"warning: {odd}\n")
+        sys.stderr.write(f"warning: {warning}\n")
         flush()
         time.sleep(FORWARD_SECONDS)
     else:

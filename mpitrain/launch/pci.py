@@ -39,8 +39,8 @@ def hidden_gpus(environ: Mapping[str, str], root: Path = ROOT) -> str:
     For a process in which torch sees none. ``""``, too, where a variable hides them, or
     a job of SLURM has not been given any.
     """
-    given = [environ[name] for name in VISIBLE if name in environ]
-    if not all(map(SHOWS_SOME.match, given)):
+    values = [environ[name] for name in VISIBLE if name in environ]
+    if not all(map(SHOWS_SOME.match, values)):
         return ""
     if "SLURM_JOB_ID" in environ and not any(it in environ for it in GPUS_OF_SLURM):
         return ""

@@ -171,8 +171,8 @@ def _new_main(spec: ModuleSpec) -> ModuleType:
 
 
 def _syntax_error(name: str, error: Exception) -> str:
-    said = "".join(traceback.format_exception_only(error)).rstrip()
-    return f"{name} is no Python:\n{said}"
+    text = "".join(traceback.format_exception_only(error)).rstrip()
+    return f"{name} is no Python:\n{text}"
 
 
 def find_program(name: str, environ: Mapping[str, str] = os.environ) -> str:

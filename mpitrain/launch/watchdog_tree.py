@@ -63,7 +63,7 @@ def connect_watchdogs(
         hub = comm.bcast(hubs).get(node - node % FAN_OUT)
         local = on_node.bcast(local)
         # Rank zero's, too: a relay may be out of reach, or end before others.
-        wanted = (None if is_first else local, None if is_hub else hub, place)
-        places = list(dict.fromkeys(filter(None, wanted)))
+        nearest_first = (None if is_first else local, None if is_hub else hub, place)
+        places = list(dict.fromkeys(filter(None, nearest_first)))
     if not world.is_rank_zero:
         watchdog.connect(places, token, world.rank, size)

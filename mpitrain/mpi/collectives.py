@@ -130,8 +130,8 @@ def all_or_none(comm: MPI.Intracomm, action: Callable[[], T], doing: str) -> T:
         if isinstance(raised, MpitrainError):
             failure = (raised.exit_status, str(raised))
         else:
-            said = "".join(traceback.format_exception_only(raised)).strip()
-            failure = (1, f"could not {doing} on {where}: {said}")
+            text = "".join(traceback.format_exception_only(raised)).strip()
+            failure = (1, f"could not {doing} on {where}: {text}")
     first = min_over_ranks(comm, comm.rank if failure else comm.size)
     if first == comm.size:
         return result

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import mmap
-import os
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -18,7 +17,7 @@ import numpy.typing as npt
 
 from mpitrain.errors import DataError
 from mpitrain.mpi.collectives import all_or_none, barrier, on_rank_zero, world_comm
-from mpitrain.mpi.shared_memory import MemoryFile, share_memory
+from mpitrain.mpi.shared_memory import share_memory
 from mpitrain.mpi.world import World, list_hosts
 
 if TYPE_CHECKING:
@@ -128,18 +127,10 @@ class Communicator:
         """
         world, comm = self._world, self._comm
         here = world.nodes[world.node_rank].ranks
-
-        def create() -> MemoryFile:
-            file = os.memfd_create("mpitrain-data")
-            try:
-                # Now: memory that cannot be had later ends the process (SIGBUS).
-                os.posix_fallocate(file, 0, num_bytes)
-            except OSError:
-                os.close(file)
-                raise
-            return MemoryFile(file, f"/proc/{os.getpid()}/fd/{file}", num_bytes)
-
-        memory, _, errors = share_memory(comm.allgather, comm.rank, here, create)
+        memory, errors = share_memory(
+            *(comm.allgather, comm.rank, here, num_bytes, "mpitrain-data"),
+            is_allocated=True,
+        )
         failed = next((rank for rank, error in enumerate(errors) if error), None)
         reason = ""
         if failed is not None:

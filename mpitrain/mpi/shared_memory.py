@@ -1,7 +1,8 @@
-"""Memory that the ranks of a node share: a file that one makes and the others open.
+"""Memory that the ranks of a node share: a file without a name (memfd_create).
 
-Not an MPI window (docs/decisions/0008): where a node has no room, that is an error of
-one rank here, not the end of a process.
+One rank makes it, and the others open it in /proc. So nothing is left of it however the
+ranks end, and a container's small /dev/shm does not limit it. It is no MPI window
+(docs/decisions/0008).
 """
 
 from __future__ import annotations
@@ -9,61 +10,58 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
-
-
-class MemoryFile(NamedTuple):
-    """A file in memory, and the path by which the other ranks of the node open it."""
-
-    descriptor: int
-    path: str
-    num_bytes: int
-
-
-class SharedMemory(NamedTuple):
-    """What `share_memory` found; `sizes` and `errors` are by rank, equal on all."""
-
-    memory: mmap.mmap | None  # ``None`` where this rank has none
-    sizes: list[int]  # of the files that the first ranks of the nodes have made
-    errors: list[str]  # why a rank has no memory; ``""`` where it has
+from typing import Any
 
 
 def share_memory(
     allgather: Callable[[Any], list[Any]],
     rank: int,
     ranks_here: Sequence[int],
-    create: Callable[[], MemoryFile],
-) -> SharedMemory:
+    num_bytes: int,
+    name: str,
+    *,
+    is_allocated: bool,
+) -> tuple[mmap.mmap | None, list[str]]:
     """Map one file on all ranks of each node. Collective over the ranks of `allgather`.
 
-    The first of `ranks_here`, those of this node, makes it by `create`, which may raise
-    an OSError. All have mapped it, or failed, when this returns.
+    Args:
+        allgather: Gives all ranks an object of each.
+        rank: Of this process.
+        ranks_here: Those of this node; the first makes the file.
+        num_bytes: Equal on the ranks of a node.
+        name: Of the file, in /proc.
+        is_allocated: Whether to allocate it now, so that lack of room is an error.
+            Memory that cannot be had later ends the process (SIGBUS, or OOM).
+
+    Returns:
+        The memory, ``None`` where this rank has none, and for each rank why it has
+        none, or ``""``.
     """
-    file, inode, error = MemoryFile(-1, "", 0), 0, ""
+    file, inode, error = -1, 0, ""
     memory: mmap.mmap | None = None
     try:
         if rank == ranks_here[0]:
             try:
-                file = create()
-                inode = os.fstat(file.descriptor).st_ino
+                file = os.memfd_create(name)
+                os.ftruncate(file, num_bytes)
+                if is_allocated:
+                    os.posix_fallocate(file, 0, num_bytes)
+                inode = os.fstat(file).st_ino
             except OSError as raised:
                 error = str(raised)
-        offers = allgather((file.path, file.num_bytes, inode, error))
-        path, num_bytes, inode, error = offers[ranks_here[0]]
+        offers = allgather((f"/proc/{os.getpid()}/fd/{file}", inode, error))
+        path, inode, error = offers[ranks_here[0]]
         if not error:
             try:
-                if file.descriptor < 0:
-                    file = MemoryFile(os.open(path, os.O_RDWR), path, num_bytes)
-                memory = mmap.mmap(file.descriptor, num_bytes)
+                file = file if file >= 0 else os.open(path, os.O_RDWR)
+                memory = mmap.mmap(file, num_bytes)
                 # In containers that hide processes a path may be another one's.
-                if os.fstat(file.descriptor).st_ino != inode:
+                if os.fstat(file).st_ino != inode:
                     error = f"{path} is another file"
             except (OSError, ValueError) as raised:
                 error = str(raised)
         errors = allgather(error)
     finally:
-        if file.descriptor >= 0:
-            os.close(file.descriptor)
-    return SharedMemory(
-        None if error else memory, [num_bytes for _, num_bytes, *_ in offers], errors
-    )
+        if file >= 0:
+            os.close(file)
+    return None if error else memory, errors

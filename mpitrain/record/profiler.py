@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mpitrain.console import say, shown
-from mpitrain.launch.current import heartbeat
+from mpitrain.launch.job import heartbeat
 from mpitrain.mpi.world import World
 from mpitrain.record.run_dir import rank_name
 from mpitrain.train.callbacks import Callback

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mpitrain.launch.current import on_job_end
+from mpitrain.launch.job import Job
 from mpitrain.mpi.world import World
 from mpitrain.record.jsonl import CLOSE_SECONDS, JsonlWriter
 from mpitrain.record.run_dir import rank_name
@@ -50,7 +50,8 @@ class RankTimes(Callback):
     def on_fit_start(self, trainer: Trainer) -> None:
         """Open the file."""
         self.open(trainer.engine.world, trainer.timer, trainer.state.step)
-        on_job_end(self.cut)
+        if Job.current is not None and Job.current.is_running:
+            Job.current.on_end(self.cut)
 
     def open(self, world: World, timer: Timer, step: int) -> None:
         """Open the file. ``step``: steps done by earlier jobs."""

@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any
 from mpitrain.console import say, shown
 from mpitrain.errors import Stopped
 from mpitrain.files import finite, write_json
-from mpitrain.launch.current import age_seconds, current_world
-from mpitrain.launch.job import Job
+from mpitrain.launch.job import Job, current_world
 from mpitrain.record.jsonl import CLOSE_SECONDS, JsonlWriter
 from mpitrain.record.run_dir import log_path, open_log, read_result
 from mpitrain.record.runs import is_finished, open_run
 from mpitrain.train.callbacks import Callback
 from mpitrain.train.metrics import EpochMetrics, StepMetrics, Throughput
 from mpitrain.train.progress import SecondsLeft, finished_line, format_metrics
+from mpitrain.watchdog.process import age_seconds
 
 if TYPE_CHECKING:
     from mpitrain.train.trainer import Trainer

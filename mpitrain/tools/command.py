@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 from mpitrain.checkpoint.preemption import PreemptionHandler
 from mpitrain.files import write_json
-from mpitrain.launch.current import age_seconds
 from mpitrain.launch.env_checks import STATUS_FILE
 from mpitrain.launch.init import init
 from mpitrain.launch.job import start_job
@@ -29,6 +28,7 @@ from mpitrain.mpi.collectives import all_or_none, on_rank_zero
 from mpitrain.record.jsonl import changed_at
 from mpitrain.record.recorder import record_job
 from mpitrain.record.run_dir import open_log, start_logging
+from mpitrain.watchdog.process import age_seconds
 
 if TYPE_CHECKING:
     from mpitrain.mpi.world import World

@@ -14,7 +14,7 @@ from mpitrain.data.loader import Batch, BatchLoader
 from mpitrain.data.samples import BadRow, kind_of
 from mpitrain.data.sharding import RankShard
 from mpitrain.errors import DataError, UsageError
-from mpitrain.launch.current import heartbeat
+from mpitrain.launch.job import heartbeat
 from mpitrain.mpi.shared_arrays import Communicator
 from mpitrain.tasks.task import Model
 from mpitrain.train.metrics import best_metric

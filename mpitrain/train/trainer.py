@@ -18,8 +18,8 @@ from mpitrain.data.loader import Batch, RankStep
 from mpitrain.data.samples import BadRow
 from mpitrain.data.transforms import Statistics
 from mpitrain.errors import DataError, NonFiniteError, Stopped, UsageError
-from mpitrain.launch.current import heartbeat
 from mpitrain.launch.init import init
+from mpitrain.launch.job import heartbeat
 from mpitrain.mpi.collectives import all_or_none, world_comm
 from mpitrain.mpi.world import World
 from mpitrain.tasks.image_classification.task import ImageClassification

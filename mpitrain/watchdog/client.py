@@ -100,9 +100,9 @@ class Watchdog:
 
     # --- the heartbeat ----------------------------------------------------------------
 
-    def start(self, stage: str) -> None:
-        """Record that the start reached a stage."""
-        self._heartbeat.beat(f"start: {stage}", -1, self.start_timeout_seconds)
+    def start(self, step: str) -> None:
+        """Record that the start reached one of its steps."""
+        self._heartbeat.beat(f"start: {step}", -1, self.start_timeout_seconds)
 
     def progress(self, phase: str) -> None:
         """Record progress; `phase` is what comes next, such as ``"evaluation"``."""

@@ -38,6 +38,13 @@ def status_of(pid: int) -> tuple[str, int, str] | None:
     return fields[0], int(fields[1]), fields[19]
 
 
+def age_seconds() -> float:
+    """Return how long this process has lived, by a monotonic clock."""
+    status = status_of(os.getpid())
+    started = int(status[2]) / os.sysconf("SC_CLK_TCK") if status else 0.0
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - started
+
+
 def is_gone(pid: int, started: str | None = None) -> bool:
     """Return whether a process has ended, even if its parent does not know yet.
 
@@ -76,8 +83,8 @@ def _ranks_of(pid: int) -> set[bytes]:
         block = Path(f"/proc/{pid}/environ").read_bytes()
     except OSError:
         return set()  # another user's, such as a scheduler's daemon
-    wanted = {name.encode() for name in RANK_VARIABLES}
-    return {entry for entry in block.split(b"\0") if entry.split(b"=")[0] in wanted}
+    names = {name.encode() for name in RANK_VARIABLES}
+    return {entry for entry in block.split(b"\0") if entry.split(b"=")[0] in names}
 
 
 def name_of(pid: int) -> str:

@@ -80,7 +80,7 @@ def apart(world: World) -> World:
 
 @pytest.fixture
 def mpi_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Groups of the mpi4py backend are made as where there is no /dev/shm."""
+    """Groups of the mpi4py backend are made as where there is no memory to share."""
     transports.without_shared_memory(monkeypatch)
 
 

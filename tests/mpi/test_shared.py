@@ -197,7 +197,7 @@ def test_where_there_is_no_room_each_rank_holds_its_own(
         raise OSError(errno.ENOSPC, "No space left")
 
     if lacks:
-        monkeypatch.setattr(shared_arrays.os, call, fail)
+        monkeypatch.setattr(os, call, fail)
     is_used = call == "posix_fallocate" or feigned.local_world_size > 1
     is_lacking = comm.allreduce(lacks and is_used) > 0
     arrays = {"a": np.arange(100_000), "b": np.array([3])}

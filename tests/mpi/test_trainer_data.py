@@ -25,7 +25,6 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from mpitrain.data.sharding import Indices, epoch_order
 from mpitrain.data.sources import InMemory
 from mpitrain.errors import DataError, UsageError
-from mpitrain.mpi import shared_arrays
 from mpitrain.mpi.world import World
 from mpitrain.train.trainer import Trainer
 
@@ -128,7 +127,7 @@ def test_features_need_no_shared_memory(
     def refuse(*_args: object) -> None:
         raise OSError("no memory to share")
 
-    monkeypatch.setattr(shared_arrays.os, "memfd_create", refuse)
+    monkeypatch.setattr("os.memfd_create", refuse)
     own_memory, _ = trained(world, probe_epochs=1, epochs=0)
     assert own_memory == pytest.approx(shared_memory, rel=1e-12)
 

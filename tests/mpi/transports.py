@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,17 +24,19 @@ def group_of(
 
 
 def without_shared_memory(patch: pytest.MonkeyPatch) -> None:
-    """Let ranks find no /dev/shm: all goes by MPI."""
-    from mpitrain.backend import shared_buffer
+    """Let ranks get no memory to share: all goes by MPI."""
 
-    patch.setattr(shared_buffer, "FOLDER", Path("/nowhere"))
+    def refuse(name: str) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), name)
+
+    patch.setattr(os, "memfd_create", refuse)
 
 
 def on_two_nodes(patch: pytest.MonkeyPatch, rank: int) -> None:
     """Let even and odd ranks take themselves for those of two nodes."""
     from mpitrain.backend import shared_buffer
 
-    patch.setattr(shared_buffer, "_machine_id", lambda: [f"node{rank % 2}"])
+    patch.setattr(shared_buffer, "_machine_id", lambda: (f"node{rank % 2}",))
 
 
 def in_small_pieces(patch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ import torch
 
 from mpitrain.backend.op_queue import GroupError
 from mpitrain.backend.shared_buffer import (
+    MAX_SLOT_BYTES,
     MIN_SLOT_BYTES,
     PeerGone,
     SharedBuffer,
@@ -115,7 +116,9 @@ def test_one_that_does_not_come_is_named_with_where_it_was_last() -> None:
     )
 
 
-@pytest.mark.parametrize("free_mib", [0, 1])
-def test_too_little_memory_is_said_in_numbers(free_mib: int) -> None:
-    with pytest.raises(OSError, match=f"{free_mib} MiB are free, expected 2 MiB"):
-        choose_slot_bytes(8, free_mib << 20)
+@pytest.mark.parametrize("size", [2, 8, 64, 256, 600])
+def test_a_buffer_has_at_most_80_mib_however_many_ranks_there_are(size: int) -> None:
+    slot_bytes = choose_slot_bytes(size)
+    assert buffer_bytes(size, slot_bytes) <= 80 << 20
+    assert slot_bytes == MAX_SLOT_BYTES or buffer_bytes(size, 2 * slot_bytes) > 80 << 20
+    assert choose_slot_bytes(2000) == MIN_SLOT_BYTES

@@ -19,7 +19,7 @@ def open_store(
 ) -> TCPStore:
     """Open the store on rank zero, then reach it from the others.
 
-    Collective over `comm`. In two stages: a client of a server that failed would wait.
+    Collective over `comm`. In two steps: a client of a server that failed would wait.
     """
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 

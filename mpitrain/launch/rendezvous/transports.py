@@ -41,10 +41,10 @@ def socket_variables(
     names = [name.partition(":")[0]]
     if rendezvous.interface.kind == "slingshot":
         names = slingshot_names(root) or names
-    wanted = {GLOO: name, NCCL: "=" + ",".join(names)}
+    variables = {GLOO: name, NCCL: "=" + ",".join(names)}
     if ":" in rendezvous.own_address and NCCL not in environ:
-        wanted["NCCL_SOCKET_FAMILY"] = "AF_INET6"
-    return {key: value for key, value in wanted.items() if key not in environ}
+        variables["NCCL_SOCKET_FAMILY"] = "AF_INET6"
+    return {key: value for key, value in variables.items() if key not in environ}
 
 
 def gloo_error(rendezvous: Rendezvous) -> str:

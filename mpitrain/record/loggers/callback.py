@@ -14,7 +14,7 @@ from torch import Tensor
 from mpitrain.config import LogConfig, TrainConfig
 from mpitrain.console import say
 from mpitrain.data.transforms import NUM_DIMENSIONS, to_uint8
-from mpitrain.launch.current import heartbeat
+from mpitrain.launch.job import heartbeat
 from mpitrain.plugins import is_reference, load_reference
 from mpitrain.record.loggers.base import RunInfo, Status
 from mpitrain.record.loggers.process import LoggerProcess

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from mpitrain.data.in_memory import InMemory
 from mpitrain.data.loader import BatchLoader
 from mpitrain.data.sharding import RankShard, max_shard_size, shard_bounds
-from mpitrain.launch.current import heartbeat
+from mpitrain.launch.job import heartbeat
 from mpitrain.models.layers import features_before_head
 from mpitrain.mpi.shared_arrays import Communicator
 from mpitrain.mpi.world import World

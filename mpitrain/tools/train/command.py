@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from mpitrain.config import TrainConfig
-from mpitrain.launch.current import age_seconds
 from mpitrain.tools.command import Command
 from mpitrain.tools.train.prepare import PreparedRun, prepare
+from mpitrain.watchdog.process import age_seconds
 
 if TYPE_CHECKING:
     from mpitrain.checkpoint.preemption import PreemptionHandler

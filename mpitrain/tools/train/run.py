@@ -16,7 +16,7 @@ from mpitrain.console import say, shown
 from mpitrain.data.sources import Data, load_data
 from mpitrain.errors import Stopped
 from mpitrain.files import replacing, write_json
-from mpitrain.launch.current import heartbeat
+from mpitrain.launch.job import heartbeat
 from mpitrain.models.build import build_and_load, fetch_weights, is_cached
 from mpitrain.models.summary import summary_line, summary_table
 from mpitrain.mpi.shared_arrays import Communicator, communicator
