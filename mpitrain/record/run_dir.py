@@ -94,9 +94,10 @@ class LogFile(logging.Handler):
 
     def close(self) -> None:
         """Write what waits, as `flush`, and close the file."""
-        self.flush()
         super().close()
-        self._writer.close()
+        self.flush()
+        if os.getpid() == self._pid:
+            self._writer.close()
 
     def _write_bytes(self, data: bytes) -> int:
         return os.write(self._log.fileno(), data)
