@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import TextIO
 
 
-def say(line: str) -> None:
+def say(line: str, file: TextIO | None = None) -> None:
     """Print a line on the terminal, above the progress bar if there is one."""
-    bars = sys.modules.get("tqdm")
+    file, bars = file or sys.stdout, sys.modules.get("tqdm")
     if bars is None:
-        print(line, flush=True)
-    else:
-        bars.tqdm.write(line, file=sys.stdout)
-        sys.stdout.flush()
+        print(line, file=file, flush=True)
+    else:  # it takes the bar away before, and draws it again
+        bars.tqdm.write(line, file=file)
+        file.flush()
 
 
 def shown(path: Path) -> str:

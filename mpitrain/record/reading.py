@@ -50,18 +50,10 @@ def sums(throughputs: Iterable[Throughput]) -> SimpleNamespace:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TimedEpoch(EpochMetrics):
-    """The metrics of an epoch, and when it ended."""
-
-    time: float
-
-
-@dataclass(frozen=True, kw_only=True)
 class Began:
     """A job that has begun to train."""
 
     time: float
-    world_size: int
     num_nodes: int
     total_steps: int | None  # of the whole training; ``None``: unknown
     num_epochs: int
@@ -73,7 +65,6 @@ class Resumed:
 
     time: float
     step: int
-    checkpoint: str  # name of its folder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,8 +73,6 @@ class Saved:
 
     step: int
     time: float | None
-    copy_seconds: float | None = None  # how long the training waited; ``None``: unknown
-    write_seconds: float | None = None  # from its start to its end; ``None``: unknown
     error: str = ""  # why it could not be written; empty if it was
 
 
@@ -93,7 +82,7 @@ class Metrics(JsonlReader):
     def _clear(self) -> None:
         self.steps: list[StepMetrics] = []  # ascending; nan where not finite
         self.throughputs: list[TimedThroughput] = []
-        self.epochs: list[TimedEpoch] = []
+        self.epochs: list[EpochMetrics] = []
         self.began: list[Began] = []
         self.resumed: list[Resumed] = []
         self.saved: list[Saved] = []
@@ -131,7 +120,7 @@ def _epoch(row: Mapping[str, Any]) -> Any:
     seconds = num / rate if num else row["epoch_seconds"]
     values = {"values": _values(row, "val_"), "steps_seconds": seconds}
     values["train_loss"] = number(row["train_loss"])
-    return make(TimedEpoch, {**row, **values})
+    return make(EpochMetrics, {**row, **values})
 
 
 def _values(row: Mapping[str, Any], prefix: str) -> dict[str, float]:

@@ -10,6 +10,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, TextIO
 
+from mpitrain.console import say
 from mpitrain.files import read_json
 from mpitrain.mpi.world import rank_label
 from mpitrain.record.background import BackgroundWriter
@@ -53,16 +54,13 @@ def start_logging(log: TextIO, *, is_rank_zero: bool) -> LogFile:
     return to_file
 
 
-class Screen(logging.StreamHandler[TextIO]):
+class Screen(logging.Handler):
     """Writes to standard error, beside a progress bar if there is one."""
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write a record."""
-        bars = sys.modules.get("tqdm")
-        if bars is None:
-            super().emit(record)
-        else:  # it takes the bar away before, and draws it again
-            bars.tqdm.write(self.format(record), file=sys.stderr)
+        with contextlib.suppress(OSError):  # nobody reads it any more
+            say(self.format(record), sys.stderr)
 
 
 class LogFile(logging.Handler):
@@ -96,9 +94,10 @@ class LogFile(logging.Handler):
 
     def close(self) -> None:
         """Write what waits, as `flush`, and close the file."""
-        self.flush()
         super().close()
-        self._writer.close()
+        self.flush()
+        if os.getpid() == self._pid:
+            self._writer.close()
 
     def _write_bytes(self, data: bytes) -> int:
         return os.write(self._log.fileno(), data)

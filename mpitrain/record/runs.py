@@ -71,16 +71,20 @@ def open_run(runs_dir: Path, name: str | None, *, exists: Exists) -> RunFolder:
                 "Checkpointer of that folder."
             )
         lock = _lock(path)
-        if is_new := _is_blank(path):
+        is_new = _is_blank(path)
+        run_id = secrets.token_hex(8) if is_new else read_json(path / RUN).get("id", "")
+        if is_new:
             (path / "logs").mkdir(exist_ok=True)
-            run_id = secrets.token_hex(8)
             now = datetime.now().astimezone().isoformat(timespec="seconds")
             write_json(path / RUN, {"id": run_id, "begun": now})
             for it in (path / RUN, path):  # without it nobody may resume the run
                 sync(it)
             write_json(path / "result.json", {"status": "running"})
-        else:
-            run_id = _id_of(path)
+        elif not run_id:
+            raise UsageError(
+                f"{path} exists, and is not a run that can be resumed: it has no "
+                f"{RUN}. Choose another --name, or move that folder away."
+            )
     except OSError as error:
         raise UsageError(
             f"cannot make the run folder {path}: {error.strerror}. Choose another "
@@ -113,15 +117,6 @@ def _is_blank(path: Path) -> bool:
         or (entry.name == "logs" and not any(entry.iterdir()))
         for entry in path.iterdir()
     )
-
-
-def _id_of(path: Path) -> str:
-    if "id" not in (run := read_json(path / RUN)):
-        raise UsageError(
-            f"{path} exists, and is not a run that can be resumed: it has no "
-            f"{RUN}. Choose another --name, or move that folder away."
-        )
-    return str(run["id"])
 
 
 def _lock(path: Path) -> int | None:

@@ -128,12 +128,10 @@ def test_all_that_a_recorder_writes_is_read(tmp_path: Path) -> None:
     assert abs(one.time - time.time()) < 60
     (ended,) = found.epochs
     assert ended.values == {"loss": 0.25, "accuracy": 0.75}
-    assert ended.time is not None
     (began,) = found.began
-    assert (began.world_size, began.num_nodes, began.total_steps) == (4, 2, 4)
-    assert [(it.step, it.checkpoint) for it in found.resumed] == [(2, "step-00000002")]
+    assert (began.num_nodes, began.total_steps) == (2, 4)
+    assert [it.step for it in found.resumed] == [2]
     assert [it.error for it in run.checkpoints] == ["", "the disk is full"]
-    assert run.checkpoints[0].copy_seconds == 0.125
     assert found.balance == (2, [2, 1])
     assert found.test == {"loss": 0.5}
     assert run.status == "finished"
@@ -263,8 +261,8 @@ def test_a_checkpoint_that_nobody_tells_of_is_found_in_its_folder(
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
     (tmp_path / "checkpoints/step-00000004-epoch-2/SHA256SUMS").write_text("")
     found = Run(tmp_path).checkpoints
-    assert [(it.step, it.copy_seconds) for it in found] == [(4, None), (8, 0.125)]
-    assert found[0].time is not None
+    assert [it.step for it in found] == [4, 8]
+    assert all(it.time is not None for it in found)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "\x00", "- a\n- b\n", "a: [\n"])

@@ -16,20 +16,20 @@ from run_folders import BEGAN, LOAD_SECONDS, START_SECONDS, Part, make_run
 from mpitrain.errors import UsageError
 from mpitrain.record.reading import Run
 from mpitrain.tools.report.analysis import (
-    STAGES,
+    ALL_PHASES,
     find_straggler,
     jobs_of,
+    phase_totals,
     seconds_by_category,
-    stage_seconds,
 )
 from mpitrain.tools.report.curves import bins
 from mpitrain.tools.report.figures import CURVE, HANG, PHASE_COLOURS, THEME
 from mpitrain.tools.report.rank_map import (
     COMMUNICATION,
+    phase_shares,
     pixels,
     rank_labels,
     rank_map,
-    stage_shares,
     time_labels,
 )
 from mpitrain.tools.report.report import ReportConfig, report
@@ -66,11 +66,11 @@ def test_a_rank_without_a_file_does_not_part_a_job(tmp_path: Path) -> None:
     assert [sorted(job.ranks) for job in jobs] == [[1, 2, 3], [1, 2, 3]]
 
 
-def test_the_stages_of_a_rank_add_up_to_its_time(chain: Path) -> None:
+def test_the_phases_of_a_rank_add_up_to_its_time(chain: Path) -> None:
     for job in jobs_of(Run(chain)):
         for part in job.ranks.values():
             wall = part.ended - (part.time - part.start_seconds)
-            seconds = stage_seconds(part)
+            seconds = phase_totals(part)
             assert seconds.sum() == pytest.approx(wall, abs=1e-6)
             assert seconds[0] == pytest.approx(START_SECONDS + LOAD_SECONDS, abs=0.01)
             assert (seconds > -0.01).all()  # what rounding leaves
@@ -182,7 +182,7 @@ def test_a_phase_has_its_share_of_the_pixels_of_a_row(chain: Path) -> None:
         colour = np.array(to_rgba(PHASE_COLOURS[name]))
         drawn = np.isclose(image[:, :, 100], colour).all(-1).sum(1) / num
         assert drawn == pytest.approx(
-            found.shares[:, 100, STAGES.index(name)], abs=1.01 / num
+            found.shares[:, 100, ALL_PHASES.index(name)], abs=1.01 / num
         )
 
 
@@ -216,10 +216,10 @@ def test_what_a_rank_did_between_two_times_adds_up(chain: Path) -> None:
     part = job.ranks[5]
     for num in (1, 7, 1000):
         times = np.linspace(job.began, job.ended, num + 1)
-        found = stage_shares(part, times) * np.diff(times)[:, None]
+        found = phase_shares(part, times) * np.diff(times)[:, None]
         assert found.sum() == pytest.approx(job.seconds, abs=1e-3)
-        assert found.sum(0) == pytest.approx(stage_seconds(part), abs=0.02)
-    last = stage_shares(part, np.array([job.ended - 8.0, job.ended]))[0]
+        assert found.sum(0) == pytest.approx(phase_totals(part), abs=0.02)
+    last = phase_shares(part, np.array([job.ended - 8.0, job.ended]))[0]
     assert last[1 + FORWARD] == pytest.approx(1.0, abs=1e-3)
 
 

@@ -23,13 +23,13 @@ from mpitrain.train.metrics import COMMUNICATION, OTHER, PHASES, UPDATE
 Floats = NDArray[np.float64]
 
 SAME_JOB_SECONDS = 60.0  # the ranks of a job write their first lines within this time
-STAGES = ("start", *PHASES)  # what a rank does in a job
+ALL_PHASES = ("start", *PHASES)  # what a rank does in a job
 
 CATEGORIES = (
     *("start", "data", "forward", "backward", "communication", "waiting"),
     *("update", "evaluation", "checkpoint", "other"),
 )
-"""`STAGES` with *waiting* (for the last rank) apart from *communication* (after it)."""
+"""`ALL_PHASES`, and *waiting* for the last rank apart from *communication* after it."""
 
 
 @dataclass(kw_only=True)
@@ -121,7 +121,7 @@ def jobs_of(run: Run) -> list[JobTimes]:
 def timeline(part: RankJob) -> tuple[Floats, Floats]:
     """Return times `(times,)`, from the start of a rank's process to its end.
 
-    And how long it has been in each of `STAGES` until then: `(times, stages)`.
+    And how long it has been in each of `ALL_PHASES` until then: `(times, phases)`.
     """
     lines = np.array(part.lines).reshape(-1, NUM_COLUMNS)
     ends, phases = lines[:, 0], lines[:, 2:]
@@ -131,19 +131,19 @@ def timeline(part: RankJob) -> tuple[Floats, Floats]:
     phases[:, OTHER] += np.maximum(spans - phases.sum(1), 0.0)
     phases *= spans[:, None] / np.maximum(phases.sum(1, keepdims=True), 1e-12)
     times = [part.time - part.start_seconds, began, *ends.tolist()]
-    of_start = np.eye(1, len(STAGES)) * (began - times[0])
-    rows = [np.zeros((1, len(STAGES))), of_start, np.pad(phases, ((0, 0), (1, 0)))]
+    of_start = np.eye(1, len(ALL_PHASES)) * (began - times[0])
+    rows = [np.zeros((1, len(ALL_PHASES))), of_start, np.pad(phases, ((0, 0), (1, 0)))]
     if part.cut is not None:
         since = part.cut.time - part.cut.seconds
         for end, phase in ((since, OTHER), (part.cut.time, part.cut.phase)):
             seconds = max(0.0, end - times[-1])
-            rows.append(np.eye(1, len(STAGES), 1 + phase) * seconds)
+            rows.append(np.eye(1, len(ALL_PHASES), 1 + phase) * seconds)
             times.append(times[-1] + seconds)
     return np.maximum.accumulate(times), np.concatenate(rows).cumsum(0)
 
 
-def stage_seconds(part: RankJob) -> Floats:
-    """Return the seconds that a rank spent in each of `STAGES`: `(stages,)`."""
+def phase_totals(part: RankJob) -> Floats:
+    """Return the seconds that a rank spent in each of `ALL_PHASES`: `(phases,)`."""
     seconds: Floats = timeline(part)[1][-1]
     return seconds
 
@@ -156,8 +156,8 @@ def seconds_by_category(
     for job in jobs:
         if not job.ranks:
             continue
-        of_ranks = np.array([stage_seconds(part) for part in job.ranks.values()])
-        means = dict(zip(STAGES, of_ranks.mean(0).tolist(), strict=True))
+        of_ranks = np.array([phase_totals(part) for part in job.ranks.values()])
+        means = dict(zip(ALL_PHASES, of_ranks.mean(0).tolist(), strict=True))
         both = means.pop("communication")
         cuts = [cut for cut in job.cuts().values() if cut.phase == COMMUNICATION]
         hung = min(both, sum(cut.seconds for cut in cuts) / len(job.ranks))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
@@ -43,20 +43,18 @@ def loss_chart(run: Run) -> Chart:
     return _finish(chart, bool(seen), "{:.5g}")
 
 
-def metric_charts(run: Run) -> list[Chart]:
+def metric_charts(run: Run) -> Iterator[Chart]:
     """Draw each metric of the validation but the loss, after each epoch."""
     epochs = run.metrics.epochs
     names = dict.fromkeys(it for epoch in epochs for it in epoch.values if it != "loss")
-    return [_metric_chart(run, name) for name in names or ("accuracy",)]
-
-
-def _metric_chart(run: Run, name: str) -> Chart:
-    file = "accuracy" if name == "accuracy" else "val-" + re.sub(r"\W", "-", name)
-    chart = _chart(file, f"Validation {name}", run)
-    scale, form = (100, "{:.4g} %") if name.endswith("accuracy") else (1, "{:.4g}")
-    x, _, values, _ = _validation(run, name)
-    chart.axes.plot(x, scale * values, color=CURVE, marker="o")
-    return _finish(chart, len(x) > 0, form)
+    for name in names or ("accuracy",):
+        file = "accuracy" if name == "accuracy" else "val-" + re.sub(r"\W", "-", name)
+        chart = _chart(file, f"Validation {name}", run)
+        is_percent = name.endswith("accuracy")
+        scale, form = (100, "{:.4g} %") if is_percent else (1, "{:.4g}")
+        x, _, values, _ = _validation(run, name)
+        chart.axes.plot(x, scale * values, color=CURVE, marker="o")
+        yield _finish(chart, len(x) > 0, form)
 
 
 def throughput_chart(run: Run) -> Chart:

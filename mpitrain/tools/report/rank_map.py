@@ -13,7 +13,7 @@ from matplotlib.patches import Patch, Rectangle
 from numpy.typing import NDArray
 
 from mpitrain.record.reading import RankJob, Run
-from mpitrain.tools.report.analysis import STAGES, Floats, JobTimes, timeline
+from mpitrain.tools.report.analysis import ALL_PHASES, Floats, JobTimes, timeline
 from mpitrain.tools.report.curves import apart, mark_checkpoints
 from mpitrain.tools.report.figures import (
     HANG,
@@ -29,7 +29,7 @@ from mpitrain.tools.report.summary import balance_line, findings
 NUM_COLUMNS = 800
 HEIGHT_PIXELS = 640  # of the whole map; in a row a phase has its share of the pixels
 MAX_LABELS = 24
-COMMUNICATION = STAGES.index("communication")
+COMMUNICATION = ALL_PHASES.index("communication")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,8 +39,8 @@ class RankMap:
     edges: Floats  # `(jobs, 2)`: where each job is, from left (0) to right (1)
     times: Floats  # `(jobs, 2)`: when it began and ended, seconds since 1970
     shares: Floats
-    """`(rows, columns, stages)`: of each of `STAGES`, 0 to 1, without waiting for other
-    ranks; the rest is waiting, or not known."""
+    """`(rows, columns, phases)`: of each of `ALL_PHASES`, 0 to 1, without waiting for
+    other ranks; the rest is waiting, or not known."""
     is_missing: NDArray[np.bool_]
     """`(rows, columns)`: a rank of the job that wrote nothing about that time."""
     is_hanging: NDArray[np.bool_]
@@ -66,7 +66,7 @@ def rank_map(jobs: Sequence[JobTimes], num_columns: int = NUM_COLUMNS) -> RankMa
     """Compute the map of some jobs, at least one."""
     edges = job_edges(jobs)
     shape = (max(job.world_size for job in jobs), num_columns)
-    shares = np.zeros((*shape, len(STAGES)))
+    shares = np.zeros((*shape, len(ALL_PHASES)))
     is_missing, is_hanging = np.zeros(shape, bool), np.zeros(shape, bool)
     for job, (left, right) in zip(jobs, edges.tolist(), strict=True):
         first = min(round(left * num_columns), num_columns - 1)
@@ -79,7 +79,7 @@ def rank_map(jobs: Sequence[JobTimes], num_columns: int = NUM_COLUMNS) -> RankMa
             if part is None:
                 is_missing[rank, inside] = True
                 continue
-            shares[rank, inside] = stage_shares(part, times)
+            shares[rank, inside] = phase_shares(part, times)
             if rank in killed:
                 is_missing[rank, inside] = times[1:] > part.ended
             if rank in hanging and part.cut is not None:
@@ -98,8 +98,8 @@ def rank_map(jobs: Sequence[JobTimes], num_columns: int = NUM_COLUMNS) -> RankMa
     )
 
 
-def stage_shares(part: RankJob, times: Floats) -> Floats:
-    """Return what a rank did between some times: `(len(times) - 1, stages)`."""
+def phase_shares(part: RankJob, times: Floats) -> Floats:
+    """Return what a rank did between some times: `(len(times) - 1, phases)`."""
     known, seconds = timeline(part)
     at = np.stack([np.interp(times, known, column) for column in seconds.T], 1)
     widths = np.maximum(np.diff(times), 1e-12)[:, None]
@@ -108,13 +108,13 @@ def stage_shares(part: RankJob, times: Floats) -> Floats:
 
 
 def pixels(found: RankMap) -> NDArray[np.float64]:
-    """Stack the stages of each cell from the bottom; waiting stays transparent."""
+    """Stack the phases of each cell from the bottom; waiting stays transparent."""
     num_rows, num_columns, _ = found.shares.shape
     num = max(1, HEIGHT_PIXELS // num_rows)
     heights = 1 - (np.arange(num) + 0.5) / num
     tops = found.shares.cumsum(-1)
     stage = np.zeros((num_rows, num, num_columns), int)
-    for i in range(len(STAGES)):
+    for i in range(len(ALL_PHASES)):
         stage += tops[:, None, :, i] < heights[None, :, None]
     colours = np.array([*map(to_rgba, PHASE_COLOURS.values()), (1, 1, 1, 0)])
     image: NDArray[np.float64] = colours[stage]

@@ -166,8 +166,7 @@ def findings(
         ends = dict.fromkeys(job.failed_ranks(), "was")
         ends |= dict.fromkeys(job.hanging_ranks(), "hung")
         for rank, verb in [*ends.items()][:4]:
-            cut = job.ranks[rank].cut
-            assert cut is not None
+            cut = job.cuts()[rank]
             where_in = f"{verb} in {PHASES[cut.phase]} for {duration(cut.seconds)}"
             found.append(f"{where}at the end {_rank(rank, job)} {where_in}")
         for ranks, reason in (
