@@ -36,10 +36,11 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from mpitrain.checkpoint.format import check_json
-from mpitrain.checkpoint.manager import CheckpointManager, WriteResult
+from mpitrain.checkpoint.manager import CheckpointManager, Progress, WriteResult
 from mpitrain.checkpoint.preemption import REASONS
 from mpitrain.checkpoint.resume import check_same_steps
 from mpitrain.checkpoint.run_checkpoints import CheckpointError, RunCheckpoints
+from mpitrain.checkpoint.save_clock import SaveClock
 from mpitrain.checkpoint.tensors import (
     load_ema,
     load_model,
@@ -68,8 +69,8 @@ FIRST_BYTES_PER_SECOND = 100e6  # assumed speed of the disk before the first che
 
 STOP, SAVE, ENDED, FAILED = range(4)
 """What the ranks exchange, by all-reduce(MAX). STOP: the reason to stop; 0: none. SAVE:
-the `_clock_number` whose time has come. ENDED, FAILED:
-`CheckpointManager.report`."""
+the number of the `SaveClock` whose time has come. ENDED, FAILED:
+`Progress.to_maxima`."""
 
 STEP, EVALUATION = range(2)  # the kinds of work between two exchanges
 
@@ -128,12 +129,9 @@ class Checkpointer(RunCheckpoints, Callback):
             if value is not None and value <= 0:
                 raise UsageError(f"{name} must be above 0 or None, found {value!r}")
         self._every = every_epochs, every_steps
-        self._interval = math.inf if every_minutes is None else 60 * every_minutes
         self._best_by = best_by
-        self._is_due = False
-        self._is_backing_off = False
-        self._clock_number = self._failed_in_a_row = 0
-        self._set_next(after_seconds=self._interval)
+        self._clock = SaveClock(60 * every_minutes if every_minutes else math.inf)
+        self._failed_in_a_row = 0
         self._saved: object = None
         self._last_tick: float | None = None
         self._best = -math.inf
@@ -268,7 +266,7 @@ class Checkpointer(RunCheckpoints, Callback):
             return
         every = self._every[1]
         if every and trainer.state.step % every == 0:
-            self._is_due = True
+            self._clock.is_due = True
         self._tick(trainer, STEP)
         self._save_if_due(trainer)
 
@@ -283,7 +281,7 @@ class Checkpointer(RunCheckpoints, Callback):
             return
         every = self._every[0]
         if every and epoch.epoch % every == 0:
-            self._is_due = True
+            self._clock.is_due = True
         metric = score_of(epoch.values, self._best_by)
         is_best = metric is not None and metric > self._best
         self._save_if_due(trainer, may_queue=is_best)
@@ -328,39 +326,31 @@ class Checkpointer(RunCheckpoints, Callback):
         self._last_tick = now
         if not self._consensus.is_due(kind):
             return
-        found = self._consensus.exchange(self._own_numbers(now))
+        found = self._consensus.exchange(self._own_numbers())
         if found is None:
             return
-        # Another number is of an older clock: a checkpoint was saved since.
-        if found[SAVE] == self._clock_number:
-            self._is_due, self._is_backing_off = True, False
+        self._clock.apply(found[SAVE])
         assert self._manager is not None
-        outcome = self._manager.update(found[ENDED : FAILED + 1])
+        progress = Progress.from_maxima(found[ENDED : FAILED + 1])
+        outcome = self._manager.apply_progress(progress)
         if outcome is not None:
             self._report(trainer, outcome)
         if found[STOP]:
             raise StopRequested(REASONS[found[STOP]])
 
-    def _own_numbers(self, now: float) -> list[int]:
+    def _own_numbers(self) -> list[int]:
         assert self._world is not None
         assert self._handler is not None
         assert self._manager is not None
-        is_time = self._world.is_rank_zero and now >= self._next_at
         return [
             self._handler.requested(),
-            self._clock_number if is_time else 0,
-            *self._manager.report(),
+            self._clock.own_number() if self._world.is_rank_zero else 0,
+            *self._manager.local_progress().to_maxima(),
         ]
-
-    def _set_next(self, after_seconds: float) -> None:
-        """Set when a checkpoint is due by time; each call begins another clock."""
-        self._clock_number += 1
-        self._next_at = time.monotonic() + after_seconds
 
     def _save_if_due(self, trainer: Trainer, *, may_queue: bool = False) -> None:
         assert self._manager is not None
-        can_save = may_queue or not self._manager.is_busy
-        if self._is_due and can_save and not self._is_backing_off:
+        if self._clock.may_save and (may_queue or not self._manager.is_busy):
             self._save(trainer)
 
     def _finish(self, trainer: Trainer, doing: str) -> WriteResult | None:
@@ -372,14 +362,14 @@ class Checkpointer(RunCheckpoints, Callback):
         return outcome
 
     def _save(self, trainer: Trainer) -> None:
-        self._is_due = False
+        self._clock.is_due = False
         state, engine = trainer.state, trainer.engine
         position = _position(state)
         if position == self._saved:
             return
         trainer.sync_metrics(flush=True)
         self._saved = position
-        self._set_next(self._interval)
+        self._clock.restart()
         epoch = 0 if state.epoch_step else state.epoch - 1  # that was just evaluated
         metric = score_of(state.metrics, self._best_by) if epoch else None
         if metric is not None:
@@ -462,9 +452,8 @@ class Checkpointer(RunCheckpoints, Callback):
         wait = BACK_OFF_SECONDS[min(self._failed_in_a_row, len(BACK_OFF_SECONDS) - 1)]
         self._best = -math.inf  # it may have been the one that was lost
         self._failed_in_a_row += 1
-        self._is_backing_off = True
         self._saved = None
-        self._set_next(wait)
+        self._clock.restart(back_off_seconds=wait)
         if is_zero:
             logger.warning(
                 "the checkpoint of step %d could not be written: %s; training goes on, "

@@ -121,7 +121,7 @@ def fetch(name: str, data_dir: Path, mirror: str | None) -> None:
         with contextlib.suppress(DataError):
             read(name, data_dir)
             return
-    from torchvision.datasets.utils import check_integrity  # type: ignore[import-untyped]
+    from torchvision.datasets.utils import check_integrity
 
     kind = _torchvision_class(name)
     archives = {kind.filename: kind.tgz_md5} if not _is_mnist(kind) else {}
@@ -167,7 +167,7 @@ def fetch(name: str, data_dir: Path, mirror: str | None) -> None:
 
 
 def _torchvision_class(name: str) -> Any:
-    from torchvision import datasets
+    from torchvision import datasets  # type: ignore[import-untyped]
 
     return getattr(datasets, CLASSES[name])
 

@@ -194,7 +194,7 @@ class NoRequests:
     def close(self) -> None:
         pass
 
-    def give_up(self) -> None:
+    def uninstall(self) -> None:
         pass
 
 
