@@ -136,8 +136,9 @@ class Source:
                     state = (found.st_size, found.st_mtime_ns, file.readinto(part))
                 if state != (entry.size, entry.mtime_ns, size):
                     raise OSError(0, "it has just been changed")  # noqa: TRY301
-            except OSError as error:
-                self.error = self.error or f"{entry.path}: {error.strerror}"
+            except Exception as error:  # of any kind: the piece has other bytes
+                reason = getattr(error, "strerror", "") or error
+                self.error = self.error or f"{entry.path}: {reason}"
 
 
 def send_through(

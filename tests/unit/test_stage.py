@@ -20,7 +20,7 @@ from mpitrain.stage import copies
 from mpitrain.stage.copies import NodeCopy
 from mpitrain.stage.environment import Relocation, activate, roots_of
 from mpitrain.stage.stage import StageConfig, _folder, read_command, read_words
-from mpitrain.stage.stream import MIN_PIECE_BYTES, Index, Source, walk
+from mpitrain.stage.stream import MIN_PIECE_BYTES, Entry, Index, Source, walk
 
 
 @pytest.fixture
@@ -252,6 +252,13 @@ def test_a_file_that_changes_meanwhile_is_an_error(env: Path, tmp_path: Path) ->
     assert [it.name for it in Path(copy._above).iterdir()] == [".lock"]
 
 
+def test_an_error_of_any_kind_is_one_of_the_stream() -> None:
+    entry = Entry("/no name of a file\0", stat.S_IFREG | 0o600, size=3)
+    source = Source(Index(["/"], [entry]))
+    source.read(0, bytearray(3))
+    assert "null byte" in source.error
+
+
 @pytest.mark.parametrize("piece", [0, -1])
 def test_wrong_bytes_are_noticed(env: Path, tmp_path: Path, piece: int) -> None:
     index = walked_index(env)
@@ -365,7 +372,6 @@ def test_variables_and_imports_lead_to_the_copy(
         (["python"], "found 'python' after --"),
         (["python", "-m"], "found 'python -m' after --"),
         (["python", "-c", "1"], "found 'python -c 1' after --"),
-        (["python", "-u", "x.py"], "python -u -m mpitrain stage"),
         (["python", "-X", "dev", "x.py"], "found 'python -X dev x.py' after --"),
         (["python", "--no-python", "x"], "found 'python --no-python x' after --"),
         (["python", "nowhere.py"], "there is no script 'nowhere.py'"),
@@ -384,7 +390,7 @@ def test_flags_and_command_are_read(
     (tmp_path / "train.py").touch()
     script = str(tmp_path / "train.py")
     flags = ["--to", "$TMPDIR", "--data", script, "--data", str(tmp_path)]
-    found = read_words(flags, [sys.executable, script, "--lr", "1"])
+    found = read_words(flags, [sys.executable, "-u", script, "--lr", "1"])
     target = read_command(["python", script, "--lr", "1"])
     config = StageConfig(to="$TMPDIR", data=(script, str(tmp_path)))
     assert found == (config, target)
