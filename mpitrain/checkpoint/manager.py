@@ -13,7 +13,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -89,7 +89,7 @@ class _Write:
     copy_seconds: float = 0.0
     copy_error: Exception | None = None
     began: float = 0.0
-    written: Written | None = None  # by this rank
+    written: Written = field(default_factory=Written)  # by this rank
     is_written: bool = False  # by all ranks
 
 

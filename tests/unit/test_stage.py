@@ -273,6 +273,17 @@ def test_data_are_copied_as_they_are(env: Path, tmp_path: Path) -> None:
         assert (there / name).read_bytes() == (env / name).read_bytes()
 
 
+def test_a_file_of_data_that_was_cut_is_noticed(env: Path, tmp_path: Path) -> None:
+    """In data no file is rewritten, so that each has its size."""
+    for rewrites, error in ((True, ""), (False, "the copy has lost files")):
+        to = tmp_path / f"to-{rewrites}"
+        _, _, there = carried(walked_index(env), to, rewrites=rewrites)
+        (there / "bin/tool").write_text("")
+        copy, _, _ = carried(walked_index(env), to, rewrites=rewrites)
+        assert copy.error.startswith(error)
+        assert copy.had_it == rewrites
+
+
 def test_a_copy_that_has_lost_files_and_is_in_use_is_left_alone(
     env: Path, tmp_path: Path
 ) -> None:
