@@ -145,7 +145,7 @@ def fetch(name: str, data_dir: Path, mirror: str | None) -> None:
             with _silent_download():
                 here = type(kind.__name__, (kind,), at_mirror if mirror else {})
                 here(beside, download=True)
-            for path in Path(beside).rglob("*"):
+            for path in sorted(Path(beside).rglob("*")):
                 if path.is_file() and not path.is_symlink():
                     target = data_dir / path.relative_to(beside)
                     target.parent.mkdir(parents=True, exist_ok=True)

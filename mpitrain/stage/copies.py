@@ -102,9 +102,9 @@ class NodeCopy:
         found = os.statvfs(self._made)
         if found.f_bavail * found.f_frsize < self.index.size:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        for root in self.index.roots:
-            Path(self._made + root).parent.mkdir(parents=True, exist_ok=True)
         for entry in self.index.entries:  # a folder comes before what is in it
+            if entry.path in self.index.roots:
+                Path(self._made + entry.path).parent.mkdir(parents=True, exist_ok=True)
             if stat.S_ISDIR(entry.mode):
                 mode = stat.S_IMODE(entry.mode) | 0o700  # to write and remove files
                 Path(self._made + entry.path).mkdir(mode, exist_ok=True)

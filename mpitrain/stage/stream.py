@@ -87,7 +87,12 @@ def walk(roots: Sequence[str], on_progress: Callable[[], object]) -> list[Entry]
         return []
 
     real = {root: os.path.realpath(root) for root in roots}
-    entries = [Entry(a, stat.S_IFLNK, target=b) for a, b in real.items() if a != b]
+    entries = [
+        Entry(root, stat.S_IFLNK, target=path)
+        for root, path in real.items()
+        # One below another root is found there.
+        if root != path and not any(root.startswith(f"{it}/") for it in roots)
+    ]
     found = [_entry(root) for root in {*real.values()}]
     with ThreadPoolExecutor(NUM_READERS) as pool:  # it waits for a file server
         while level := [entry for entry in found if entry is not None]:

@@ -151,6 +151,17 @@ def test_a_root_may_be_a_file_or_a_link(env: Path, tmp_path: Path) -> None:
     assert tool == f"#!{above}/bin/python\nimport sys\n"
 
 
+def test_a_root_may_be_below_one_that_is_a_link(env: Path, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to("env")
+    inner = tmp_path / "link/lib/python3.11/site-packages"
+    roots = roots_of([str(tmp_path / "link"), str(inner)])
+    copy, _, there = carried(Index(roots, walk(roots, lambda: None)), tmp_path / "to")
+    assert copy.error == ""
+    moved = Path(Relocation(copy.folders)(str(inner)))
+    assert moved.is_relative_to(there)
+    assert (moved / "model.py").resolve().is_relative_to(tmp_path / "to")
+
+
 def test_a_node_that_has_the_copy_writes_nothing(env: Path, tmp_path: Path) -> None:
     """Rank zero reads the stream for others, and has it."""
     copied(env, tmp_path / "to")
