@@ -153,17 +153,8 @@ class Checkpointer(RunCheckpoints, Callback):
         self._start_handler()
         if self.is_disabled:
             return
-        names = [
-            type(callback).__name__
-            for callback in trainer.callbacks
-            if type(callback).state_dict is not Callback.state_dict
-        ]
-        if len(set(names)) < len(names):
-            raise UsageError(
-                f"callbacks {', '.join(sorted(names))}: found two with a state and "
-                "one name; expected a class of its own for each"
-            ).on_all_ranks()
         split_state(engine.model)  # what cannot be saved is an error now
+        _check_names(trainer.callbacks)
         self._callback_states(trainer)
         self._consensus = Consensus(world, count=FAILED + 1, kinds=EVALUATION + 1)
         others = [callback for callback in trainer.callbacks if callback is not self]
@@ -191,20 +182,7 @@ class Checkpointer(RunCheckpoints, Callback):
             ).on_all_ranks()
         if not is_own:
             check_same_steps(self.reader, config)
-        if found["num_samples"] != engine.num_samples:
-            raise DataError(
-                f"the data are not those that {path} was trained on: found "
-                f"{engine.num_samples} samples, expected {found['num_samples']}"
-            ).on_all_ranks()
-        before = found.get("inputs", {}).get("classes")  # not in older checkpoints
-        classes = engine.inputs["classes"]
-        if before and classes and before != classes:
-            pairs = enumerate(zip_longest(classes, before))
-            at, (now, then) = next(it for it in pairs if it[1][0] != it[1][1])
-            raise DataError(
-                f"the data are not those that {path} was trained on: class {at} is "
-                f"{now!r}, expected {then!r}"
-            ).on_all_ranks()
+        _check_same_data(found, trainer, path)
         trainer.resumed_from = path.name
         load_model(self.reader, engine.model)
         trainer.state = state = TrainState(**found["state"])
@@ -332,9 +310,9 @@ class Checkpointer(RunCheckpoints, Callback):
         self._clock.apply(found[SAVE])
         assert self._manager is not None
         progress = Progress.from_maxima(found[ENDED : FAILED + 1])
-        outcome = self._manager.apply_progress(progress)
-        if outcome is not None:
-            self._report(trainer, outcome)
+        result = self._manager.apply_progress(progress)
+        if result is not None:
+            self._report(trainer, result)
         if found[STOP]:
             raise StopRequested(REASONS[found[STOP]])
 
@@ -356,10 +334,10 @@ class Checkpointer(RunCheckpoints, Callback):
     def _finish(self, trainer: Trainer, doing: str) -> WriteResult | None:
         assert self._manager is not None
         with trainer.timer("checkpoint"):
-            outcome = self._manager.finish(doing)
-        if outcome is not None:
-            self._report(trainer, outcome)
-        return outcome
+            result = self._manager.finish(doing)
+        if result is not None:
+            self._report(trainer, result)
+        return result
 
     def _save(self, trainer: Trainer) -> None:
         self._clock.is_due = False
@@ -428,25 +406,25 @@ class Checkpointer(RunCheckpoints, Callback):
         for seconds in LAST_TRIES:
             time.sleep(seconds)
             self._save(trainer)
-            outcome = self._finish(trainer, doing)
-            if outcome is None or not outcome.error:
+            result = self._finish(trainer, doing)
+            if result is None or not result.error:
                 return  # it is there, or was before
-        assert outcome is not None
+        assert result is not None
         raise CheckpointError(
-            f"the last checkpoint could not be written: {outcome.error}.\nThe one "
+            f"the last checkpoint could not be written: {result.error}.\nThe one "
             "before it is complete, and a job with this run's --name resumes from "
             "there, once there is room"
         ).on_all_ranks()
 
-    def _report(self, trainer: Trainer, outcome: WriteResult) -> None:
-        trainer.call("on_checkpoint", outcome)
+    def _report(self, trainer: Trainer, result: WriteResult) -> None:
+        trainer.call("on_checkpoint", result)
         is_zero = self._world is not None and self._world.is_rank_zero
-        if not outcome.error:
-            self._save_seconds = max(self._save_seconds, outcome.write_seconds)
+        if not result.error:
+            self._save_seconds = max(self._save_seconds, result.write_seconds)
             self._failed_in_a_row = 0
             logger.info(
                 "checkpoint of step %d: %.3f s to copy, %.3f s to write",
-                *(outcome.step, outcome.copy_seconds, outcome.write_seconds),
+                *(result.step, result.copy_seconds, result.write_seconds),
             )
             return
         wait = BACK_OFF_SECONDS[min(self._failed_in_a_row, len(BACK_OFF_SECONDS) - 1)]
@@ -458,8 +436,41 @@ class Checkpointer(RunCheckpoints, Callback):
             logger.warning(
                 "the checkpoint of step %d could not be written: %s; training goes on, "
                 "the next try is in %.0f s",
-                *(outcome.step, outcome.error, wait),
+                *(result.step, result.error, wait),
             )
+
+
+def _check_names(callbacks: Sequence[Callback]) -> None:
+    """Refuse two callbacks whose states would have one name in a checkpoint."""
+    names = [
+        type(callback).__name__
+        for callback in callbacks
+        if type(callback).state_dict is not Callback.state_dict
+    ]
+    if len(set(names)) < len(names):
+        raise UsageError(
+            f"callbacks {', '.join(sorted(names))}: found two with a state and "
+            "one name; expected a class of its own for each"
+        ).on_all_ranks()
+
+
+def _check_same_data(found: dict[str, Any], trainer: Trainer, path: Path) -> None:
+    """Refuse other data than those that the checkpoint at `path` was trained on."""
+    engine = trainer.engine
+    if found["num_samples"] != engine.num_samples:
+        raise DataError(
+            f"the data are not those that {path} was trained on: found "
+            f"{engine.num_samples} samples, expected {found['num_samples']}"
+        ).on_all_ranks()
+    before = found.get("inputs", {}).get("classes")  # not in older checkpoints
+    classes = engine.inputs["classes"]
+    if before and classes and before != classes:
+        pairs = enumerate(zip_longest(classes, before))
+        at, (now, then) = next(it for it in pairs if it[1][0] != it[1][1])
+        raise DataError(
+            f"the data are not those that {path} was trained on: class {at} is "
+            f"{now!r}, expected {then!r}"
+        ).on_all_ranks()
 
 
 def _position(state: TrainState) -> tuple[int, ...]:

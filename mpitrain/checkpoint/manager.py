@@ -208,9 +208,9 @@ class CheckpointManager:
         Then one that waits is begun. Collective over all ranks. ``doing`` is for the
         watchdog.
         """
-        outcome = None
+        result = None
         written, nap = -1, FIRST_NAP_SECONDS
-        while outcome is None and self._current is not None:
+        while result is None and self._current is not None:
             writer = self._current.writer
             # All sleep: a rank that waits in MPI takes a core.
             time.sleep(nap)
@@ -221,8 +221,8 @@ class CheckpointManager:
                 written = sum(nums)
                 heartbeat(doing)
             of_all = Progress.from_maxima([*map(max, progress)])
-            outcome = self.apply_progress(of_all)
-        return outcome
+            result = self.apply_progress(of_all)
+        return result
 
     def _plan_for(
         self, tensors: Mapping[str, Tensor], chunks: Sequence[tuple[Chunk, Tensor]]
