@@ -245,7 +245,7 @@ def stage(argv: Sequence[str]) -> int:
         target = all_or_none(
             job.comm, lambda: read_command(command, first), "read the command line"
         )
-    return run(job, config, target, main)
+    return run(job, config, target, main, is_unbuffered=command[1:2] == ["-u"])
 
 
 def check(argv: Sequence[str]) -> int:

@@ -36,10 +36,11 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from mpitrain.checkpoint.format import check_json
-from mpitrain.checkpoint.manager import CheckpointManager, WriteResult
+from mpitrain.checkpoint.manager import CheckpointManager, Progress, WriteResult
 from mpitrain.checkpoint.preemption import REASONS
 from mpitrain.checkpoint.resume import check_same_steps
 from mpitrain.checkpoint.run_checkpoints import CheckpointError, RunCheckpoints
+from mpitrain.checkpoint.save_clock import SaveClock
 from mpitrain.checkpoint.tensors import (
     load_ema,
     load_model,
@@ -69,8 +70,8 @@ FIRST_BYTES_PER_SECOND = 100e6  # assumed speed of the disk before the first che
 
 STOP, SAVE, ENDED, FAILED = range(4)
 """What the ranks exchange, by all-reduce(MAX). STOP: the reason to stop; 0: none. SAVE:
-the `_clock_number` whose time has come. ENDED, FAILED:
-`CheckpointManager.report`."""
+the number of the `SaveClock` whose time has come. ENDED, FAILED:
+`Progress.to_maxima`."""
 
 STEP, EVALUATION = range(2)  # the kinds of work between two exchanges
 
@@ -129,12 +130,9 @@ class Checkpointer(RunCheckpoints, Callback):
             if value is not None and value <= 0:
                 raise UsageError(f"{name} must be above 0 or None, found {value!r}")
         self._every = every_epochs, every_steps
-        self._interval = math.inf if every_minutes is None else 60 * every_minutes
         self._best_by = best_by
-        self._is_due = False
-        self._is_backing_off = False
-        self._clock_number = self._failed_in_a_row = 0
-        self._set_next(after_seconds=self._interval)
+        self._clock = SaveClock(60 * every_minutes if every_minutes else math.inf)
+        self._failed_in_a_row = 0
         self._saved: object = None
         self._last_tick: float | None = None
         self._best = -math.inf
@@ -158,17 +156,8 @@ class Checkpointer(RunCheckpoints, Callback):
         self._start_handler()
         if self.is_disabled:
             return
-        names = [
-            type(callback).__name__
-            for callback in trainer.callbacks
-            if type(callback).state_dict is not Callback.state_dict
-        ]
-        if len(set(names)) < len(names):
-            raise UsageError(
-                f"callbacks {', '.join(sorted(names))}: found two with a state and "
-                "one name; expected a class of its own for each"
-            ).on_all_ranks()
         split_state(engine.model)  # what cannot be saved is an error now
+        _check_names(trainer.callbacks)
         self._callback_states(trainer)
         self._consensus = Consensus(world, count=FAILED + 1, kinds=EVALUATION + 1)
         others = [callback for callback in trainer.callbacks if callback is not self]
@@ -196,20 +185,7 @@ class Checkpointer(RunCheckpoints, Callback):
             ).on_all_ranks()
         if not is_own:
             check_same_steps(self.reader, config)
-        if found["num_samples"] != engine.data.num_samples:
-            raise DataError(
-                f"the data are not those that {path} was trained on: found "
-                f"{engine.data.num_samples} samples, expected {found['num_samples']}"
-            ).on_all_ranks()
-        before = found.get("inputs", {}).get("classes")  # not in older checkpoints
-        classes = trainer.task.inputs.get("classes")
-        if before and classes and before != classes:
-            pairs = enumerate(zip_longest(classes, before))
-            at, (now, then) = next(it for it in pairs if it[1][0] != it[1][1])
-            raise DataError(
-                f"the data are not those that {path} was trained on: class {at} is "
-                f"{now!r}, expected {then!r}"
-            ).on_all_ranks()
+        _check_same_data(found, trainer, path)
         trainer.resumed_from = path.name
         load_model(self.reader, engine.model)
         trainer.state = state = TrainState(**found["state"])
@@ -271,7 +247,7 @@ class Checkpointer(RunCheckpoints, Callback):
             return
         every = self._every[1]
         if every and trainer.state.step % every == 0:
-            self._is_due = True
+            self._clock.is_due = True
         self._tick(trainer, STEP)
         self._save_if_due(trainer)
 
@@ -286,7 +262,7 @@ class Checkpointer(RunCheckpoints, Callback):
             return
         every = self._every[0]
         if every and epoch.epoch % every == 0:
-            self._is_due = True
+            self._clock.is_due = True
         metric = score_of(epoch.values, self._best_by)
         is_best = metric is not None and metric > self._best
         self._save_if_due(trainer, may_queue=is_best)
@@ -336,58 +312,50 @@ class Checkpointer(RunCheckpoints, Callback):
         self._last_tick = now
         if not self._consensus.is_due(kind):
             return
-        found = self._consensus.exchange(self._own_numbers(now))
+        found = self._consensus.exchange(self._own_numbers())
         if found is None:
             return
-        # Another number is of an older clock: a checkpoint was saved since.
-        if found[SAVE] == self._clock_number:
-            self._is_due, self._is_backing_off = True, False
+        self._clock.apply(found[SAVE])
         assert self._manager is not None
-        outcome = self._manager.update(found[ENDED : FAILED + 1])
-        if outcome is not None:
-            self._report(trainer, outcome)
+        progress = Progress.from_maxima(found[ENDED : FAILED + 1])
+        result = self._manager.apply_progress(progress)
+        if result is not None:
+            self._report(trainer, result)
         if found[STOP]:
             raise StopRequested(REASONS[found[STOP]])
 
-    def _own_numbers(self, now: float) -> list[int]:
+    def _own_numbers(self) -> list[int]:
         assert self._world is not None
         assert self._handler is not None
         assert self._manager is not None
-        is_time = self._world.is_rank_zero and now >= self._next_at
         return [
             self._handler.requested(),
-            self._clock_number if is_time else 0,
-            *self._manager.report(),
+            self._clock.own_number() if self._world.is_rank_zero else 0,
+            *self._manager.local_progress().to_maxima(),
         ]
-
-    def _set_next(self, after_seconds: float) -> None:
-        """Set when a checkpoint is due by time; each call begins another clock."""
-        self._clock_number += 1
-        self._next_at = time.monotonic() + after_seconds
 
     def _save_if_due(self, trainer: Trainer, *, may_queue: bool = False) -> None:
         assert self._manager is not None
-        can_save = may_queue or not self._manager.is_busy
-        if self._is_due and can_save and not self._is_backing_off:
+        if self._clock.may_save and (may_queue or not self._manager.is_busy):
             self._save(trainer)
 
     def _finish(self, trainer: Trainer, doing: str) -> WriteResult | None:
         assert self._manager is not None
         with trainer.timer("checkpoint"):
-            outcome = self._manager.finish(doing)
-        if outcome is not None:
-            self._report(trainer, outcome)
-        return outcome
+            result = self._manager.finish(doing)
+        if result is not None:
+            self._report(trainer, result)
+        return result
 
     def _save(self, trainer: Trainer) -> None:
-        self._is_due = False
+        self._clock.is_due = False
         state, engine = trainer.state, trainer.engine
         position = _position(state)
         if position == self._saved:
             return
         trainer.sync_metrics(flush=True)
         self._saved = position
-        self._set_next(self._interval)
+        self._clock.restart()
         epoch = 0 if state.epoch_step else state.epoch - 1  # that was just evaluated
         metric = score_of(state.metrics, self._best_by) if epoch else None
         if metric is not None:
@@ -446,39 +414,71 @@ class Checkpointer(RunCheckpoints, Callback):
         for seconds in LAST_TRIES:
             time.sleep(seconds)
             self._save(trainer)
-            outcome = self._finish(trainer, doing)
-            if outcome is None or not outcome.error:
+            result = self._finish(trainer, doing)
+            if result is None or not result.error:
                 return  # it is there, or was before
-        assert outcome is not None
+        assert result is not None
         raise CheckpointError(
-            f"the last checkpoint could not be written: {outcome.error}.\nThe one "
+            f"the last checkpoint could not be written: {result.error}.\nThe one "
             "before it is complete, and a job with this run's --name resumes from "
             "there, once there is room"
         ).on_all_ranks()
 
-    def _report(self, trainer: Trainer, outcome: WriteResult) -> None:
-        trainer.call("on_checkpoint", outcome)
+    def _report(self, trainer: Trainer, result: WriteResult) -> None:
+        trainer.call("on_checkpoint", result)
         is_zero = self._world is not None and self._world.is_rank_zero
-        if not outcome.error:
-            self._save_seconds = max(self._save_seconds, outcome.write_seconds)
+        if not result.error:
+            self._save_seconds = max(self._save_seconds, result.write_seconds)
             self._failed_in_a_row = 0
             logger.info(
                 "checkpoint of step %d: %.3f s to copy, %.3f s to write",
-                *(outcome.step, outcome.copy_seconds, outcome.write_seconds),
+                *(result.step, result.copy_seconds, result.write_seconds),
             )
             return
         wait = BACK_OFF_SECONDS[min(self._failed_in_a_row, len(BACK_OFF_SECONDS) - 1)]
         self._best = -math.inf  # it may have been the one that was lost
         self._failed_in_a_row += 1
-        self._is_backing_off = True
         self._saved = None
-        self._set_next(wait)
+        self._clock.restart(back_off_seconds=wait)
         if is_zero:
             logger.warning(
                 "the checkpoint of step %d could not be written: %s; training goes on, "
                 "the next try is in %.0f s",
-                *(outcome.step, outcome.error, wait),
+                *(result.step, result.error, wait),
             )
+
+
+def _check_names(callbacks: Sequence[Callback]) -> None:
+    """Refuse two callbacks whose states would have one name in a checkpoint."""
+    names = [
+        type(callback).__name__
+        for callback in callbacks
+        if type(callback).state_dict is not Callback.state_dict
+    ]
+    if len(set(names)) < len(names):
+        raise UsageError(
+            f"callbacks {', '.join(sorted(names))}: found two with a state and "
+            "one name; expected a class of its own for each"
+        ).on_all_ranks()
+
+
+def _check_same_data(found: dict[str, Any], trainer: Trainer, path: Path) -> None:
+    """Refuse other data than those that the checkpoint at `path` was trained on."""
+    num_samples = trainer.engine.data.num_samples
+    if found["num_samples"] != num_samples:
+        raise DataError(
+            f"the data are not those that {path} was trained on: found "
+            f"{num_samples} samples, expected {found['num_samples']}"
+        ).on_all_ranks()
+    before = found.get("inputs", {}).get("classes")  # not in older checkpoints
+    classes = trainer.task.inputs.get("classes")
+    if before and classes and before != classes:
+        pairs = enumerate(zip_longest(classes, before))
+        at, (now, then) = next(it for it in pairs if it[1][0] != it[1][1])
+        raise DataError(
+            f"the data are not those that {path} was trained on: class {at} is "
+            f"{now!r}, expected {then!r}"
+        ).on_all_ranks()
 
 
 def _position(state: TrainState) -> tuple[int, ...]:

@@ -2,7 +2,7 @@
 
 The training waits only while its tensors are copied. Each rank writes its copy in a
 thread; when all have written, rank zero completes the checkpoint, in a thread, too. The
-caller carries numbers between the ranks (`report`, `update`).
+caller carries each rank's `Progress` to all ranks, when it suits the training.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -49,15 +49,48 @@ class WriteResult:
     error: str = ""  # why it could not be written; empty if it was
 
 
+class Progress(NamedTuple):
+    """How far the threads of one rank are, or of all: the slowest one, and any failure.
+
+    Threads are numbered, since an exchange between ranks may end after the next thread
+    has begun: its result must not count for that.
+    """
+
+    num_ended: int
+    failed: int  # the number of the last thread, if it has failed
+
+    def to_maxima(self) -> tuple[int, int]:
+        """Return numbers whose maxima over ranks are the progress of all."""
+        return -self.num_ended, self.failed
+
+    @classmethod
+    def from_maxima(cls, numbers: Sequence[int]) -> Progress:
+        """Return the progress of all ranks."""
+        return cls(-numbers[0], numbers[1])
+
+
 @dataclass(kw_only=True)
-class _Copy:
-    """A checkpoint whose tensors were copied."""
+class _Thread:
+    """One of the two threads of a write."""
+
+    number: int
+    has_ended: bool = False
+    error: str = ""  # why it has failed
+    ended_at: float = 0.0
+
+
+@dataclass(kw_only=True)
+class _Write:
+    """A checkpoint whose tensors were copied: it waits, or is written."""
 
     writer: TensorWriter
     tensors: Mapping[str, StoredTensor]  # their places are not known yet
     step: int
     copy_seconds: float = 0.0
-    error: Exception | None = None  # why they could not be
+    copy_error: Exception | None = None
+    began: float = 0.0
+    written: Written = field(default_factory=Written)  # by this rank
+    is_written: bool = False  # by all ranks
 
 
 class CheckpointManager:
@@ -91,16 +124,9 @@ class CheckpointManager:
         self._plan: set[Chunk] = set()  # that this rank writes
         self._tensors: dict[str, StoredTensor] = {}
         self._token = ranks.on_rank_zero(lambda: secrets.token_hex(4), "make a token")
-        self._current: _Copy | None = None  # is written
-        self._next: _Copy | None = None  # waits for that
-        self._began = 0.0
-        self._is_written = False  # by all ranks
-        self._number = 0  # of the thread that was started last
-        self._num_ended = 0  # the last one that has ended
-        self._failed = 0  # the last one that has failed
-        self._ended_at = 0.0
-        self._error = ""
-        self._written = Written()
+        self._current: _Write | None = None
+        self._next: _Write | None = None  # waits for that
+        self._thread = _Thread(number=0, has_ended=True)  # that was started last
 
     @property
     def is_busy(self) -> bool:
@@ -129,7 +155,7 @@ class CheckpointManager:
         chunks = list(local_chunks(tensors))
         self._plan_for(tensors, chunks)
         path = self._run_dir / FOLDER / name_of(step, epoch)
-        token = f"{self._token}-{self._number}"
+        token = f"{self._token}-{self._thread.number}"
         if self._next is not None:
             self._memories.append(self._next.writer.memory)
         elif not self._memories:
@@ -141,37 +167,40 @@ class CheckpointManager:
             metadata=b"".join(encoded),
             memory=self._memories.pop(),
         )
-        copy = _Copy(writer=writer, tensors=self._tensors, step=step)
+        write = _Write(writer=writer, tensors=self._tensors, step=step)
         try:
             writer.copy_to_host(it for it in chunks if it[0] in self._plan)
         except (RuntimeError, MemoryError) as error:  # no memory for the copy
-            copy.error = error
-        self._next = copy
+            write.copy_error = error
+        self._next = write
         if self._current is None:
             self._write_next(started)
-        copy.copy_seconds = time.monotonic() - started
+        write.copy_seconds = time.monotonic() - started
 
-    def report(self) -> tuple[int, int]:
-        """Return this rank's numbers for `update`; local."""
-        ended = self._num_ended  # first: a thread notes its failure before its end
-        return -ended, self._failed  # negative: the maximum is of the slowest rank
+    def local_progress(self) -> Progress:
+        """Return the progress of this rank; local."""
+        thread = self._thread
+        if not thread.has_ended:
+            return Progress(thread.number - 1, 0)
+        return Progress(thread.number, thread.number if thread.error else 0)
 
-    def update(self, numbers: Sequence[int]) -> WriteResult | None:
-        """Take the maximum over ranks of each number of `report`; collective.
+    def apply_progress(self, of_all: Progress) -> WriteResult | None:
+        """Go on with a write, by the progress of all ranks; collective.
 
         Returns the result of a checkpoint, once it is known.
         """
-        if self._current is None or -numbers[0] < self._number:
+        write, number = self._current, self._thread.number
+        if write is None or of_all.num_ended < number:
             return None  # nothing to do, or a rank still writes
-        if numbers[1] == self._number:
-            return self._fail()
-        if not self._is_written:
-            self._is_written = True
-            written = self._ranks.gather(self._written)
-            self._start(lambda: self._complete(written))
+        if of_all.failed == number:
+            return self._fail(write)
+        if not write.is_written:
+            write.is_written = True
+            by_rank = self._ranks.gather(write.written)
+            self._start(lambda: self._complete(write, by_rank))
             return None
-        seconds = self._ranks.allgather(self._ended_at - self._began)[0]
-        return self._ended(seconds)
+        seconds = self._ranks.allgather(self._thread.ended_at - write.began)[0]
+        return self._ended(write, seconds)
 
     def finish(self, doing: str) -> WriteResult | None:
         """Wait until a checkpoint is written, and return its result, if there was one.
@@ -179,20 +208,21 @@ class CheckpointManager:
         Then one that waits is begun. Collective over all ranks. ``doing`` is for the
         watchdog.
         """
-        outcome = None
+        result = None
         written, nap = -1, FIRST_NAP_SECONDS
-        while outcome is None and self._current is not None:
+        while result is None and self._current is not None:
             writer = self._current.writer
             # All sleep: a rank that waits in MPI takes a core.
             time.sleep(nap)
             nap = min(2 * nap, NAP_SECONDS)
-            reports = self._ranks.allgather((*self.report(), writer.num_written))
-            ended, failed, nums = zip(*reports, strict=True)
+            mine = (*self.local_progress().to_maxima(), writer.num_written)
+            *progress, nums = zip(*self._ranks.allgather(mine), strict=True)
             if sum(nums) != written:
                 written = sum(nums)
                 heartbeat(doing)
-            outcome = self.update([max(ended), max(failed)])
-        return outcome
+            of_all = Progress.from_maxima([*map(max, progress)])
+            result = self.apply_progress(of_all)
+        return result
 
     def _plan_for(
         self, tensors: Mapping[str, Tensor], chunks: Sequence[tuple[Chunk, Tensor]]
@@ -223,66 +253,60 @@ class CheckpointManager:
         self._plan = assigned[self._world.rank]
 
     def _start(self, action: Callable[[], None]) -> None:
-        self._number += 1
-        number = self._number
+        self._thread = thread = _Thread(number=self._thread.number + 1)
 
         def run() -> None:
             try:
                 action()
             except Exception as error:
-                self._error = f"{type(error).__name__}: {error}"
+                thread.error = f"{type(error).__name__}: {error}"
                 if isinstance(error, OSError):
                     where = f": {error.filename}" if error.filename else ""
-                    self._error = f"{error.strerror or error}{where}"
-                self._failed = number
-            self._ended_at = time.monotonic()
-            self._num_ended = number
+                    thread.error = f"{error.strerror or error}{where}"
+            thread.ended_at = time.monotonic()
+            thread.has_ended = True  # last: then the other fields are read
 
         threading.Thread(target=run, name="checkpoint", daemon=True).start()
 
     def _write_next(self, began: float) -> None:
-        self._current, self._next = self._next, None
-        self._began, self._is_written = began, False
-        if self._current is not None:
-            self._start(self._write)
+        write = self._current = self._next
+        self._next = None
+        if write is not None:
+            write.began = began
+            self._start(lambda: self._write(write))
 
-    def _ended(self, seconds: float, error: str = "") -> WriteResult:
+    def _ended(self, write: _Write, seconds: float, error: str = "") -> WriteResult:
         """Begin the one that waits, if there is one."""
-        assert self._current is not None
-        copy = self._current
-        self._memories.append(copy.writer.memory)
+        self._memories.append(write.writer.memory)
         self._write_next(time.monotonic())
         return WriteResult(
-            step=copy.step,
-            copy_seconds=copy.copy_seconds,
+            step=write.step,
+            copy_seconds=write.copy_seconds,
             write_seconds=seconds,
             error=error,
         )
 
-    def _write(self) -> None:
-        assert self._current is not None
-        if self._current.error is not None:
-            raise self._current.error
-        self._written = self._current.writer.write()
+    @staticmethod
+    def _write(write: _Write) -> None:
+        if write.copy_error is not None:
+            raise write.copy_error
+        write.written = write.writer.write()
 
-    def _complete(self, written: list[Written]) -> None:
+    def _complete(self, write: _Write, by_rank: list[Written]) -> None:
         if not self._world.is_rank_zero:
-            return  # a thread all the same: `update` compares the ranks' numbers
-        assert self._current is not None
+            return  # a thread all the same: the ranks' progress is compared
         self._before_rename()
-        self._current.writer.commit(self._current.tensors, written)
+        write.writer.commit(write.tensors, by_rank)
         with contextlib.suppress(OSError, DataError):  # the new one is complete
             remove_old(self._run_dir, self._keep)
 
-    def _fail(self) -> WriteResult:
-        assert self._current is not None
-        mine = self._error if self._failed == self._number else ""
+    def _fail(self, write: _Write) -> WriteResult:
+        mine = self._thread.error
         reasons = self._ranks.allgather(f"[{self._world}] {mine}" if mine else "")
         if self._world.is_rank_zero:
-            doomed = self._current.writer.unfinished
             # In a thread: the disk may not answer.
             threading.Thread(
-                target=shutil.rmtree, args=(doomed, True), daemon=True
+                target=shutil.rmtree, args=(write.writer.unfinished, True), daemon=True
             ).start()
-        seconds = time.monotonic() - self._began
-        return self._ended(seconds, next(filter(None, reasons)))
+        seconds = time.monotonic() - write.began
+        return self._ended(write, seconds, next(filter(None, reasons)))

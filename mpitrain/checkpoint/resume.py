@@ -40,11 +40,11 @@ def find_checkpoint(
     resume: str,
     world: World,
     ranks: Communicator,
-    blind: list[str],
+    blind_hosts: list[str],
 ) -> CheckpointReader | None:
     """Find the checkpoint to resume from, if there is one.
 
-    Collective over all ranks. ``blind`` are the hosts that do not see the run folder.
+    Collective over all ranks. ``blind_hosts`` do not see the run folder.
     """
     ranks.on_rank_zero(
         lambda: remove_unfinished(run_dir, logger.info), "clean the run folder"
@@ -52,9 +52,9 @@ def find_checkpoint(
     num = ranks.on_rank_zero(
         lambda: len(list_checkpoints(run_dir)), "count checkpoints"
     )
-    if blind and num:
+    if blind_hosts and num:
         raise UsageError(
-            f"{run_dir} has checkpoints to resume from, and {list_hosts(blind)} "
+            f"{run_dir} has checkpoints to resume from, and {list_hosts(blind_hosts)} "
             "do not see it; expected a folder that all nodes share (--runs-dir), "
             "or another --name"
         ).on_all_ranks()
@@ -72,10 +72,10 @@ def find_checkpoint(
         return CheckpointReader(newest)
     if named is None:
         return None
-    if blind:
+    if blind_hosts:
         raise UsageError(
-            f"--resume needs a run folder that all nodes see: {list_hosts(blind)} "
-            f"cannot see {run_dir} (--runs-dir)"
+            "--resume needs a run folder that all nodes see: "
+            f"{list_hosts(blind_hosts)} cannot see {run_dir} (--runs-dir)"
         ).on_all_ranks()
     return _checked(named, world, ranks)
 

@@ -227,13 +227,13 @@ class RunCheckpoints:
         }
         tensors = tensors_to_save(plain, plain, local_optimizer, {}, "", world)
         self._manager.save(tensors, metadata, step, 0)
-        outcome = self._manager.finish("writing a checkpoint")
-        if outcome is not None:
-            self._save_seconds = max(self._save_seconds, outcome.write_seconds)
-        if outcome is not None and outcome.error:
+        result = self._manager.finish("writing a checkpoint")
+        if result is not None:
+            self._save_seconds = max(self._save_seconds, result.write_seconds)
+        if result is not None and result.error:
             raise CheckpointError(
                 f"the checkpoint of step {step} could not be written: "
-                f"{outcome.error}. The one before it is complete"
+                f"{result.error}. The one before it is complete"
             ).on_all_ranks()
 
     def should_stop(self) -> str:

@@ -145,7 +145,7 @@ class _WorkerBatches(IterableDataset[LoadedBatch]):
     def _from_shards(self, worker: int, num_workers: int) -> Iterator[tuple[int, Any]]:
         num_ranks, rank = self.rank_shard.stream_shard
         num_readers = num_ranks * num_workers
-        taken = self.rank_shard.samples_read_per_shard or (0,) * num_readers
+        num_read = self.rank_shard.samples_read_per_shard or (0,) * num_readers
         # Workers deliver in turns. On resume with as many workers as before, the one
         # whose turn it was must come first.
         before = replace(
@@ -153,11 +153,11 @@ class _WorkerBatches(IterableDataset[LoadedBatch]):
         )
         turn = sum(1 for indices in before if len(indices))
         reader = rank * num_workers + (worker + turn) % num_workers
-        for index in range(reader, len(taken), num_readers):
-            dataset = self.dataset.shard(num_shards=len(taken), index=index)
+        for index in range(reader, len(num_read), num_readers):
+            dataset = self.dataset.shard(num_shards=len(num_read), index=index)
             _set_epoch(dataset, self.epoch)
-            samples = self._samples(dataset, len(taken), index)
-            yield from itertools.islice(samples, taken[index], None)
+            samples = self._samples(dataset, len(num_read), index)
+            yield from itertools.islice(samples, num_read[index], None)
 
     def _samples(
         self, dataset: Any, num_shards: int, index: int

@@ -121,7 +121,7 @@ def fetch(name: str, data_dir: Path, mirror: str | None) -> None:
         with contextlib.suppress(DataError):
             read(name, data_dir)
             return
-    from torchvision.datasets.utils import check_integrity  # type: ignore[import-untyped]
+    from torchvision.datasets import utils  # type: ignore[import-untyped]
 
     kind = _torchvision_class(name)
     archives = {kind.filename: kind.tgz_md5} if not _is_mnist(kind) else {}
@@ -136,16 +136,16 @@ def fetch(name: str, data_dir: Path, mirror: str | None) -> None:
             for file, md5 in archives.items():  # torchvision leaves whole ones alone
                 archive = Path(beside, file)
                 archive.parent.mkdir(parents=True, exist_ok=True)
-                if check_integrity(data_dir / file, md5):
+                if utils.check_integrity(data_dir / file, md5):
                     archive.symlink_to((data_dir / file).absolute())
                 elif where.startswith("file:"):  # it downloads by HTTP alone
                     urllib.request.urlretrieve(f"{where}/{archive.name}", archive)
-                    if not check_integrity(archive, md5):
+                    if not utils.check_integrity(archive, md5):
                         raise RuntimeError(f"{archive.name}: expected MD5 {md5}")
             with _silent_download():
                 here = type(kind.__name__, (kind,), at_mirror if mirror else {})
                 here(beside, download=True)
-            for path in Path(beside).rglob("*"):
+            for path in sorted(Path(beside).rglob("*")):
                 if path.is_file() and not path.is_symlink():
                     target = data_dir / path.relative_to(beside)
                     target.parent.mkdir(parents=True, exist_ok=True)

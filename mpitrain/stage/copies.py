@@ -102,9 +102,9 @@ class NodeCopy:
         found = os.statvfs(self._made)
         if found.f_bavail * found.f_frsize < self.index.size:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        for root in self.index.roots:
-            Path(self._made + root).parent.mkdir(parents=True, exist_ok=True)
         for entry in self.index.entries:  # a folder comes before what is in it
+            if entry.path in self.index.roots:
+                Path(self._made + entry.path).parent.mkdir(parents=True, exist_ok=True)
             if stat.S_ISDIR(entry.mode):
                 mode = stat.S_IMODE(entry.mode) | 0o700  # to write and remove files
                 Path(self._made + entry.path).mkdir(mode, exist_ok=True)
@@ -142,11 +142,15 @@ class NodeCopy:
         if stat.S_ISLNK(entry.mode):
             os.symlink(self._move(entry.target), path)  # noqa: PTH211
         elif stat.S_ISREG(entry.mode):
-            if self._rewrites and names_itself(entry.path, entry.size):
+            if self._is_rewritten(entry):
                 text = Path(path).read_bytes()
                 Path(path).write_bytes(self._move.file(path, text))
             os.chmod(path, stat.S_IMODE(entry.mode))  # noqa: PTH101
             os.utime(path, ns=(entry.mtime_ns, entry.mtime_ns))  # .pyc files stay valid
+
+    def _is_rewritten(self, entry: Entry) -> bool:
+        """Whether the size of a file may be another in the copy."""
+        return self._rewrites and names_itself(entry.path, entry.size)
 
     def _use(self) -> None:
         hold(self._folder)
@@ -156,11 +160,10 @@ class NodeCopy:
         with suppress(OSError):
             for entry in self.index.entries:
                 found = os.lstat(self._folder + entry.path)
-                is_sized = stat.S_ISREG(entry.mode)  # a rewritten one may be larger
-                is_sized &= not names_itself(entry.path, entry.size)
                 if stat.S_IFMT(found.st_mode) != stat.S_IFMT(entry.mode):
                     return False
-                if is_sized and found.st_size != entry.size:
+                is_same = not stat.S_ISREG(entry.mode) or found.st_size == entry.size
+                if not is_same and not self._is_rewritten(entry):
                     return False
             return True
         return False

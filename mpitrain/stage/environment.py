@@ -96,12 +96,9 @@ def activate(move: Relocation, environ: MutableMapping[str, str]) -> None:
         setattr(sys, name, move(getattr(sys, name)))
     lists = [sys.path, site.PREFIXES]
     for module in list(sys.modules.values()):
-        found = getattr(module, "__dict__", {})  # some import when asked for more
-        locations = getattr(found.get("__spec__"), "submodule_search_locations", None)
-        lists += [
-            it for it in (found.get("__path__"), locations) if isinstance(it, list)
-        ]
-    for paths in {id(it): it for it in lists}.values():  # two may be one
+        path = getattr(module, "__dict__", {}).get("__path__")  # getattr may import
+        lists += [path] if isinstance(path, list) else []
+    for paths in {id(it): it for it in lists}.values():  # a module may have two names
         paths[:] = map(move, paths)
     sys.path_importer_cache.clear()
     importlib.invalidate_caches()

@@ -7,6 +7,7 @@ still leads somewhere.
 
 from __future__ import annotations
 
+import io
 import os
 import socket
 import sys
@@ -84,11 +85,12 @@ def read_command(words: Sequence[str], first: Target | None = None) -> Target:
     if "/" in program and is_python:  # the command runs in this process
         folders = {Path(it).parent.resolve() for it in (program, sys.executable)}
         is_python = len(folders) == 1
-    if not is_python or flags or target is None or target.kind == "program":
+    is_wrong = not is_python or flags not in ([], ["-u"])
+    if is_wrong or target is None or target.kind == "program":
         raise UsageError(
             f"stage runs a command of {sys.executable}; found {' '.join(words)!r} "
             f"after --, expected one of\n{USAGE}\n"
-            "Options of Python: python -u -m mpitrain stage ..."
+            "Options of Python, but -u: python -X ... -m mpitrain stage"
         )
     if target.kind == "script" and not Path(target.name).exists():
         raise UsageError(f"stage: there is no script {target.name!r} in {os.getcwd()}")
@@ -99,16 +101,24 @@ def read_command(words: Sequence[str], first: Target | None = None) -> Target:
 
 
 def run(
-    job: Job, config: StageConfig, target: Target, main: Callable[[Sequence[str]], int]
+    job: Job,
+    config: StageConfig,
+    target: Target,
+    main: Callable[[Sequence[str]], int],
+    *,
+    is_unbuffered: bool,
 ) -> int:
     """Stage, and run the command in this process; return its exit status.
 
-    `main` runs a command line of mpitrain.
+    `main` runs a command line of mpitrain; with `is_unbuffered`, as by ``python -u``.
     """
     with job.guard:
         with job.start_step("stage"):
             target = stage(job, config, target)
         job.watchdog.idle()
+        for stream in (sys.stdout, sys.stderr):
+            if is_unbuffered and isinstance(stream, io.TextIOWrapper):
+                stream.reconfigure(write_through=True)
         if (target.kind, target.name) != ("module", "mpitrain"):
             # Only now: from the copy.
             from mpitrain.launch.run_script import execute, load

@@ -87,7 +87,12 @@ def walk(roots: Sequence[str], on_progress: Callable[[], object]) -> list[Entry]
         return []
 
     real = {root: os.path.realpath(root) for root in roots}
-    entries = [Entry(a, stat.S_IFLNK, target=b) for a, b in real.items() if a != b]
+    entries = [
+        Entry(root, stat.S_IFLNK, target=path)
+        for root, path in real.items()
+        # One below another root is found there.
+        if root != path and not any(root.startswith(f"{it}/") for it in roots)
+    ]
     found = [_entry(root) for root in {*real.values()}]
     with ThreadPoolExecutor(NUM_READERS) as pool:  # it waits for a file server
         while level := [entry for entry in found if entry is not None]:
@@ -136,8 +141,9 @@ class Source:
                     state = (found.st_size, found.st_mtime_ns, file.readinto(part))
                 if state != (entry.size, entry.mtime_ns, size):
                     raise OSError(0, "it has just been changed")  # noqa: TRY301
-            except OSError as error:
-                self.error = self.error or f"{entry.path}: {error.strerror}"
+            except Exception as error:  # of any kind: the piece has other bytes
+                reason = getattr(error, "strerror", "") or error
+                self.error = self.error or f"{entry.path}: {reason}"
 
 
 def send_through(

@@ -53,7 +53,7 @@ def copies(env: Path) -> list[Path]:
 
 @under_each_mpi
 def test_a_script_runs_from_the_copy(mpi: Mpi, env: Path) -> None:
-    done = run(mpi, env, "--", "python", "show.py", "--lr", "0.1")
+    done = run(mpi, env, "--", "python", "-u", "show.py", "--lr", "0.1")
     found = shown(done)
     (copy,) = copies(env)
     there = f"{copy}{env}"
