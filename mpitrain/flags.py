@@ -232,23 +232,6 @@ def words_of(values: Mapping[str, Any]) -> list[str]:
     return words
 
 
-def flat(values: dict[str, Any]) -> dict[str, Any]:
-    """Flatten nested groups, as on the command line, with values for YAML and JSON.
-
-    >>> flat({"lr": 0.1, "log": ("csv",), "launch": {"device": "cpu"}})
-    {'lr': 0.1, 'log': ['csv'], 'device': 'cpu'}
-    """
-    found: dict[str, Any] = {}
-    for name, value in values.items():
-        if isinstance(value, dict):
-            found |= flat(value)
-        elif isinstance(value, tuple):
-            found[name] = list(value)
-        else:
-            found[name] = str(value) if isinstance(value, Path) else value
-    return found
-
-
 def _answer(text: str) -> None:
     try:
         print(text, flush=True)

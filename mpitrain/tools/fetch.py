@@ -33,7 +33,7 @@ class FetchConfig:
 
     def __post_init__(self) -> None:
         if not self.names:
-            raise UsageError(f"fetch which? {KNOWN}")
+            raise UsageError(f"fetch: missing name. {KNOWN}")
 
 
 def fetch(config: FetchConfig) -> None:

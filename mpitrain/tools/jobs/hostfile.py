@@ -101,7 +101,7 @@ class HostfileConfig:
     nodes: int | None = setting(None, minimum=1)
     """Maximum number of nodes; the others are spare."""
     output: Path | None = None
-    """File to write, whole or not at all. Default: standard output."""
+    """File to write; never left half-written. Default: standard output."""
 
     def __post_init__(self) -> None:
         check(self)

@@ -44,7 +44,7 @@ class JobscriptConfig:
     scheduler: SchedulerName = setting(is_positional=True)
     """The scheduler. Not needed beside --site."""
     site: str | None = None
-    """A site, whose flags are taken as if typed first: alliance, alps, aurora, derecho,
+    """A site's defaults, which your flags override: alliance, alps, aurora, derecho,
     frontier, gadi, jupiter, juwels, lumi, oscer, perlmutter, polaris, vista, or a YAML
     file of such flags."""
     show: bool = False
@@ -52,7 +52,7 @@ class JobscriptConfig:
     launcher: LauncherName = DEFAULT
     """What starts the ranks."""
     launcher_flag: tuple[str, ...] = setting((), is_repeatable=True)
-    """A further word for the launcher; may be given several times."""
+    """Extra argument for the launcher; may be given several times."""
     nodes: int = setting(2, minimum=1)
     """Number of nodes."""
     slots_per_node: int = setting(4, minimum=1)
@@ -66,7 +66,7 @@ class JobscriptConfig:
     time: str = "00:10:00"
     """Limit, [days-]hours:minutes:seconds; N alone: minutes (SLURM), seconds (PBS)."""
     account: str | None = setting(None, pattern=ACCOUNT)
-    """The project that pays. Default: a line to edit, as a comment."""
+    """Account to charge. Default: a line to edit, as a comment."""
     partition: str | None = setting(None, pattern=PARTITION)
     """Partition (SLURM)."""
     queue: str | None = setting(None, pattern=QUEUE)
@@ -101,12 +101,12 @@ class JobscriptConfig:
     container_runtime: Runtime | None = None
     """What runs the image. Default: apptainer, for a file .sif."""
     container_flag: tuple[str, ...] = setting((), is_repeatable=True)
-    """A further word for it, such as --rocm instead of --nv; may be given several
+    """Extra argument for it, such as --rocm instead of --nv; may be given several
     times."""
     venv: Path = Path(".venv")
     """Virtual environment; a relative path is from the folder of submission."""
     output: Path | None = None
-    """File to write, whole or not at all. Default: standard output."""
+    """File to write; never left half-written. Default: standard output."""
 
     def __post_init__(self) -> None:
         check(self)

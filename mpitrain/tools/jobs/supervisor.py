@@ -183,7 +183,7 @@ def supervise(
     ``folder_of`` returns the run folder, or that of a sweep, of mpitrain's words.
     """
     if not command:
-        raise UsageError("supervise what? Expected mpirun and its words after --")
+        raise UsageError("supervise: missing command; expected mpirun ... after --")
     name = config.launcher
     launcher = LAUNCHERS[launcher_of(command) if name == "auto" else name]
     # Beside the runs: rank zero may be on another node, or in a container.

@@ -41,9 +41,9 @@ class SweepConfig:
     that takes an Optuna trial."""
     trials: int | None = setting(None, minimum=1)
     """Number of trials, also those that fail or are pruned. Default: that of the
-    space, else 20. A grid has all."""
+    space, else 20. A grid always runs every combination."""
     ranks_per_trial: int = setting(1, minimum=1)
-    """Ranks that train one model, where the space has no ranks of its own."""
+    """Ranks that train one model, unless the space sets `ranks`."""
     hours: float | None = setting(None, above=0)
     """Stop the job after this many hours; the same command resumes the sweep."""
     name: str | None = None
