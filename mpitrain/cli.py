@@ -66,8 +66,7 @@ def main(argv: Sequence[str]) -> int:
 def train(argv: Sequence[str]) -> int:
     """Train a model on all ranks that mpirun started; the default command."""
     _answer(argv, lambda: read_config(argv))
-    from mpitrain.tools.command import run_command
-    from mpitrain.tools.train.command import TrainCommand
+    from mpitrain.tools.command import TrainCommand, run_command
 
     return run_command(TrainCommand(lambda: read_config(argv)), start_timeout(argv))
 
@@ -85,8 +84,7 @@ def sweep(argv: Sequence[str]) -> int:
         print(best_command(words[1:]), flush=True)
         return 0
     _answer(words, lambda: read_sweep(words))
-    from mpitrain.tools.command import run_command
-    from mpitrain.tools.sweep.command import SweepCommand
+    from mpitrain.tools.command import SweepCommand, run_command
 
     command = SweepCommand(words, flags)
     return run_command(command, start_timeout(flags))
