@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from mpitrain.errors import UsageError
 from mpitrain.plugins import is_reference
-from mpitrain.settings import Facts, check, facts_of, flag_name, setting
+from mpitrain.settings import FlagFacts, check_values, facts_of, flag_name, setting
 
 DATA_DIR = Path("data")
 
@@ -276,7 +276,7 @@ class LaunchConfig:
     def __post_init__(self) -> None:
         if self.interface is not None and not self.interface.strip():
             raise UsageError("--interface is empty; expected a name such as ib0")
-        check(self)
+        check_values(self)
 
     def as_arguments(self) -> dict[str, Any]:
         """Return the arguments of `mpitrain.init`."""
@@ -310,7 +310,7 @@ class TrainConfig(
     """How the ranks are started; its fields are flags like the others."""
 
     def __post_init__(self) -> None:
-        check(self)
+        check_values(self)
         for error in self._errors():
             raise UsageError(error)
 
@@ -373,7 +373,7 @@ class TrainConfig(
             )
 
     @property
-    def changed(self) -> dict[str, Facts]:
+    def changed(self) -> dict[str, FlagFacts]:
         """The facts of the fields that are not as `TrainConfig` has them."""
         return {
             name: facts

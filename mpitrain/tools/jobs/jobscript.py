@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mpitrain.errors import UsageError, did_you_mean, usage_errors_in
-from mpitrain.flags import read_yaml
+from mpitrain.flags import read_flag_file
 from mpitrain.mpi.launchers import DEFAULT, LAUNCHERS, LauncherName
-from mpitrain.settings import check, flag_name, setting
+from mpitrain.settings import check_values, flag_name, setting
 from mpitrain.tools.jobs.containers import Runtime, words_of
 
 TEMPLATES = Path(__file__).with_name("templates")
@@ -109,7 +109,7 @@ class JobscriptConfig:
     """File to write; never left half-written. Default: standard output."""
 
     def __post_init__(self) -> None:
-        check(self)
+        check_values(self)
         if self.spare_nodes and self.jobs == 1:
             raise UsageError(
                 f"--spare-nodes {self.spare_nodes}: a script for one job uses no spare "
@@ -139,7 +139,7 @@ class JobscriptConfig:
             for line in getattr(self, flag):
                 if not line.startswith(directive):
                     raise UsageError(f"--{flag} {line!r}: expected '{directive}...'")
-        seconds_of(self.time, self.scheduler)
+        job_seconds(self.time, self.scheduler)
         for name, words in vars(self).items():
             for word in words if isinstance(words, tuple) else ():
                 _check_word(word, f"{flag_name(name)} {word!r}")
@@ -155,7 +155,7 @@ def text_of(
 
     for word in words:
         _check_word(word, f"{word!r} after --")
-    seconds = seconds_of(config.time, config.scheduler)
+    seconds = job_seconds(config.time, config.scheduler)
     slots, gpus = config.slots_per_node, config.gpus_per_node
     gpus = slots if gpus is None else gpus
     nodes, cpus = config.nodes + config.spare_nodes, config.cpus_per_slot
@@ -276,7 +276,7 @@ def read_site(name: str) -> dict[str, Any]:
     """Read the flags of a site; lists are of flags that may be given several times."""
     path = site_file(name)
     with usage_errors_in(f"--site {path}"):
-        return read_yaml(path, "launcher: srun", as_words=True)
+        return read_flag_file(path, "launcher: srun", as_words=True)
 
 
 def notice_seconds(seconds: float) -> int:
@@ -284,10 +284,10 @@ def notice_seconds(seconds: float) -> int:
     return int(min(MAX_NOTICE_SECONDS, seconds // 5))
 
 
-def seconds_of(time: str, scheduler: SchedulerName) -> int:
+def job_seconds(time: str, scheduler: SchedulerName) -> int:
     """Parse a time as the scheduler does, in seconds; both may have days.
 
-    >>> seconds_of("30", "slurm"), seconds_of("30", "pbs"), seconds_of("1-12", "slurm")
+    >>> job_seconds("30", "slurm"), job_seconds("30", "pbs"), job_seconds("1-12", "pbs")
     (1800, 30, 129600)
     """
     found = re.fullmatch(r"(?:([0-9]+)-)?([0-9]+)(?::([0-9]+))?(?::([0-9]+))?", time)

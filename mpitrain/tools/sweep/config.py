@@ -18,7 +18,7 @@ from mpitrain.flags import PROGRAM, read_flags
 from mpitrain.plugins import require
 from mpitrain.record.run_dir import read_result
 from mpitrain.record.runs import differences, open_run
-from mpitrain.settings import check, flag_name, setting
+from mpitrain.settings import check_values, flag_name, setting
 from mpitrain.tools.sweep.space import Search, check_names, read_search
 from mpitrain.tools.train.prepare import PreparedRun, check_stop_file, read_config
 
@@ -54,7 +54,7 @@ class SweepConfig:
     """Allow two trials to train on one GPU, where its ranks share it."""
 
     def __post_init__(self) -> None:
-        check(self)
+        check_values(self)
         if not re.fullmatch(NAME_PATTERN, self.path.name):
             raise UsageError(
                 f"--name {self.path.name!r} cannot be the name of a folder; expected "
