@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import math
 import os
+import re
 import shlex
 import signal
 import socket
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from mpitrain.config import TrainConfig, default_start_timeout
 from mpitrain.errors import UsageError, did_you_mean
@@ -34,9 +34,6 @@ from mpitrain.mpi.world import rank_label
 if TYPE_CHECKING:
     from mpitrain.launch.run_target import Target
     from mpitrain.stage.stage import StageConfig
-    from mpitrain.tools.train.prepare import PreparedRun
-
-Prepared = TypeVar("Prepared", bound="PreparedRun")
 
 
 def console() -> None:
@@ -70,8 +67,7 @@ def main(argv: Sequence[str]) -> int:
 def train(argv: Sequence[str]) -> int:
     """Train a model on all ranks that mpirun started; the default command."""
     _answer(argv, lambda: read_config(argv))
-    from mpitrain.tools.command import run_command
-    from mpitrain.tools.train.command import TrainCommand
+    from mpitrain.tools.command import TrainCommand, run_command
 
     return run_command(TrainCommand(lambda: read_config(argv)), start_timeout(argv))
 
@@ -89,8 +85,7 @@ def sweep(argv: Sequence[str]) -> int:
         print(best_command(words[1:]), flush=True)
         return 0
     _answer(words, lambda: read_sweep(words))
-    from mpitrain.tools.command import run_command
-    from mpitrain.tools.sweep.command import SweepCommand
+    from mpitrain.tools.command import SweepCommand, run_command
 
     command = SweepCommand(words, flags)
     return run_command(command, start_timeout(flags))
@@ -269,11 +264,13 @@ def check(argv: Sequence[str]) -> int:
 
 
 # Commands by name; the docstring of each is its line in the help.
-_ALL: tuple[Callable[[Sequence[str]], int | None], ...] = (
-    *(train, run, sweep, stage, check, watch, fetch, export, report, diff),
-    *(supervise, hostfile, jobscript),
-)
-COMMANDS = {command.__name__: command for command in _ALL}
+COMMANDS: dict[str, Callable[[Sequence[str]], int | None]] = {
+    command.__name__: command
+    for command in (
+        *(train, run, sweep, stage, check, watch, fetch, export, report, diff),
+        *(supervise, hostfile, jobscript),
+    )
+}
 
 
 def _read(kind: type[Config], command: str, words: Sequence[str]) -> Config:
@@ -336,12 +333,9 @@ def start_timeout(argv: Sequence[str]) -> float:
     (120.0, 600.0)
     """
     found: dict[str, float] = {}
-    # Such as ["--start-timeout", "30"], from --start_timeout=30, too.
-    words = [part for word in argv for part in word.split("=", 1)]
-    for flag, word in itertools.pairwise(words):
+    words = re.findall(r"--(start|hang)[-_]timeout[= ](\S+)", " ".join(argv))
+    for flag, word in words:
         with contextlib.suppress(ValueError):
             if 0 < (seconds := float(word)) < math.inf:
-                found[flag.replace("_", "-")] = seconds
-    return default_start_timeout(
-        found.get("--hang-timeout"), found.get("--start-timeout")
-    )
+                found[flag] = seconds
+    return default_start_timeout(found.get("hang"), found.get("start"))

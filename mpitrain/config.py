@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mpitrain.errors import UsageError
-from mpitrain.flags import flat
 from mpitrain.plugins import is_reference
-from mpitrain.settings import Facts, check, facts_of, flag_name, setting
+from mpitrain.settings import FlagFacts, check_values, facts_of, flag_name, setting
 
 DATA_DIR = Path("data")
 
@@ -201,8 +200,8 @@ class StrategyConfig:
     deterministic: bool = changeable(False)
     """Use only deterministic operations of torch; some are slower."""
     bitwise: bool = False
-    """Same bits on any number of ranks, up to that of a step's micro-batches
-    (default: 8), which are summed in a fixed order."""
+    """Same bits on any number of ranks, up to the number of micro-batches of a step
+    (default: 8)."""
     balance: Literal["auto", "off"] = changeable("auto", only_with=("bitwise",))
     """With --bitwise: give slow ranks fewer micro-batches. auto: with ddp."""
 
@@ -268,8 +267,8 @@ class LaunchConfig:
     interface: str | None = changeable(None)
     """Network interface between nodes, such as ib0. Default: the best that works."""
     start_timeout: float | None = changeable(None, above=0)
-    """Seconds for each stage of the start and the first step. Default: 120 to 600,
-    as --hang-timeout."""
+    """Seconds for each stage of the start and the first step. Default:
+    --hang-timeout, but 120 to 600."""
     hang_timeout: float | None = changeable(None, above=0, is_common=True)
     """End the job with status 76 after this many seconds without progress; None:
     never."""
@@ -277,7 +276,7 @@ class LaunchConfig:
     def __post_init__(self) -> None:
         if self.interface is not None and not self.interface.strip():
             raise UsageError("--interface is empty; expected a name such as ib0")
-        check(self)
+        check_values(self)
 
     def as_arguments(self) -> dict[str, Any]:
         """Return the arguments of `mpitrain.init`."""
@@ -311,7 +310,7 @@ class TrainConfig(
     """How the ranks are started; its fields are flags like the others."""
 
     def __post_init__(self) -> None:
-        check(self)
+        check_values(self)
         for error in self._errors():
             raise UsageError(error)
 
@@ -374,7 +373,7 @@ class TrainConfig(
             )
 
     @property
-    def changed(self) -> dict[str, Facts]:
+    def changed(self) -> dict[str, FlagFacts]:
         """The facts of the fields that are not as `TrainConfig` has them."""
         return {
             name: facts
@@ -432,14 +431,22 @@ class TrainConfig(
         return not {*values}.isdisjoint(value if type(value) is tuple else (value,))
 
     def as_plain(self, name: str) -> dict[str, Any]:
-        """Return the fields as a file has them, with the name that the run has."""
-        return flat({**asdict(self), "name": name})
+        """Return the flags as a file has them, with the name that the run has."""
+        values = {**asdict(self), "name": name}
+        values |= values.pop("launch")
+        return {name: _plain(value) for name, value in values.items()}
 
     def as_yaml(self, name: str) -> str:
         """Write the fields as YAML, with the name that the run really has."""
         import yaml
 
         return yaml.safe_dump(self.as_plain(name), sort_keys=False)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return list(value)
+    return str(value) if isinstance(value, Path) else value
 
 
 def _typed(name: str, *values: str) -> str:

@@ -232,23 +232,6 @@ def words_of(values: Mapping[str, Any]) -> list[str]:
     return words
 
 
-def flat(values: dict[str, Any]) -> dict[str, Any]:
-    """Flatten nested groups, as on the command line, with values for YAML and JSON.
-
-    >>> flat({"lr": 0.1, "log": ("csv",), "launch": {"device": "cpu"}})
-    {'lr': 0.1, 'log': ['csv'], 'device': 'cpu'}
-    """
-    found: dict[str, Any] = {}
-    for name, value in values.items():
-        if isinstance(value, dict):
-            found |= flat(value)
-        elif isinstance(value, tuple):
-            found[name] = list(value)
-        else:
-            found[name] = str(value) if isinstance(value, Path) else value
-    return found
-
-
 def _answer(text: str) -> None:
     try:
         print(text, flush=True)
@@ -259,7 +242,7 @@ def _answer(text: str) -> None:
 def _read_config_file(file: Path, flags: Sequence[Flag]) -> dict[str, Any]:
     """Read values of flags, such as a run's ``config.yaml``."""
     lists = [flag.field for flag in flags if isinstance(flag.default, tuple)]
-    values = {str(k): v for k, v in read_yaml(file, "lr: 0.1").items()}
+    values = {str(k): v for k, v in read_flag_file(file, "lr: 0.1").items()}
     for name, value in values.items():
         is_list = isinstance(value, list) and name.replace("-", "_") in lists
         for it in value if is_list else [value]:
@@ -271,7 +254,9 @@ def _read_config_file(file: Path, flags: Sequence[Flag]) -> dict[str, Any]:
     return values
 
 
-def read_yaml(file: Path, example: str, *, as_words: bool = False) -> dict[Any, Any]:
+def read_flag_file(
+    file: Path, example: str, *, as_words: bool = False
+) -> dict[Any, Any]:
     """Read a YAML file of names and values, or raise a UsageError.
 
     With `as_words` values are words as they stand: YAML takes 2:00:00 for a number.

@@ -26,7 +26,7 @@ from mpitrain.errors import UsageError
 
 
 @dataclass(frozen=True, kw_only=True)
-class Facts:
+class FlagFacts:
     """What is known of a field besides its type, default and docstring."""
 
     # Values. Numbers must be finite, too.
@@ -41,7 +41,9 @@ class Facts:
     is_repeatable: bool = False  # a tuple whose values are given one at a time
     is_common: bool = False  # --help shows it; --help-all shows all
     # A training.
-    may_change: bool = False  # when a run is resumed: it changes rounding at most
+    # When a run is resumed: it changes no result, except for its rounding, and what
+    # follows a bad sample or a step that is not finite.
+    may_change: bool = False
     changes_bits: bool = False  # although it may change: the rounding, with --bitwise
     is_for_command: bool = False  # `Trainer` in a script ignores it
     is_set_by_sweep: bool = False  # for each trial
@@ -53,8 +55,8 @@ class Facts:
 
 
 def setting(default: Any = MISSING, **facts: Any) -> Any:
-    """Return the field of a dataclass with `Facts`; required without a default."""
-    return dataclasses.field(default=default, metadata={"facts": Facts(**facts)})
+    """Return the field of a dataclass with `FlagFacts`; required without a default."""
+    return dataclasses.field(default=default, metadata={"facts": FlagFacts(**facts)})
 
 
 class Flag(NamedTuple):
@@ -67,7 +69,7 @@ class Flag(NamedTuple):
     values: str  # what follows it, such as ``INT``; empty for a switch
     text: str
     default: Any
-    facts: Facts
+    facts: FlagFacts
 
 
 def flag_name(field: str) -> str:
@@ -79,12 +81,12 @@ def flag_name(field: str) -> str:
     return "--" + field.replace("_", "-")
 
 
-def facts_of(kind: Any) -> dict[str, Facts]:
+def facts_of(kind: Any) -> dict[str, FlagFacts]:
     """Return the facts of a configuration's fields, and of the groups nested in it."""
-    found: dict[str, Facts] = {}
+    found: dict[str, FlagFacts] = {}
     for field in dataclasses.fields(kind):
         if field.default_factory is MISSING:
-            found[field.name] = field.metadata.get("facts", Facts())
+            found[field.name] = field.metadata.get("facts", FlagFacts())
         else:
             found |= facts_of(field.default_factory())
     return found
@@ -102,7 +104,7 @@ def flags_of(kind: Any) -> Iterator[Flag]:
             yield from flags_of(field.default_factory())
             continue
         owner = next(it for it in bases if field.name in inspect.get_annotations(it))
-        facts, hint = field.metadata.get("facts", Facts()), hints[field.name]
+        facts, hint = field.metadata.get("facts", FlagFacts()), hints[field.name]
         yield Flag(
             group=owner,
             field=field.name,
@@ -115,7 +117,7 @@ def flags_of(kind: Any) -> Iterator[Flag]:
         )
 
 
-def check(config: Any) -> None:
+def check_values(config: Any) -> None:
     """Raise a UsageError for the first value that its field's facts do not allow."""
     for name, facts in facts_of(config).items():
         value, wrong = getattr(config, name, None), ""

@@ -7,7 +7,7 @@
 #
 # Made by `python -m mpitrain jobscript slurm --jobs 20`; its --help lists the flags.
 
-# The project that pays. EDIT: remove one # and put your own. On a cluster without
+# The account to charge. EDIT: remove one # and put your own. On a cluster without
 # accounts leave the line as it is: with two # it is a comment.
 ##SBATCH --account=my_project
 

@@ -16,10 +16,13 @@ import logging
 import os
 import socket
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from mpitrain.checkpoint.preemption import PreemptionHandler
+from mpitrain.config import TrainConfig
 from mpitrain.files import write_json
 from mpitrain.launch.env_checks import STATUS_FILE
 from mpitrain.launch.init import init
@@ -28,13 +31,14 @@ from mpitrain.mpi.collectives import all_or_none, on_rank_zero
 from mpitrain.record.jsonl import changed_at
 from mpitrain.record.recorder import record_job
 from mpitrain.record.run_dir import open_log, start_logging
+from mpitrain.tools.train.prepare import PreparedRun, prepare
 from mpitrain.watchdog.process import age_seconds
 
 if TYPE_CHECKING:
     from mpitrain.mpi.world import World
-    from mpitrain.tools.train.prepare import PreparedRun
+    from mpitrain.tools.sweep.config import PreparedSweep
 
-Prepared = TypeVar("Prepared", bound="PreparedRun")
+Prepared = TypeVar("Prepared", bound=PreparedRun)
 
 
 class Command(ABC, Generic[Prepared]):
@@ -47,6 +51,48 @@ class Command(ABC, Generic[Prepared]):
     @abstractmethod
     def run(self, world: World, prepared: Prepared, handler: PreemptionHandler) -> int:
         """Do it, and return the exit status. Collective over all ranks."""
+
+
+@dataclass(frozen=True)
+class TrainCommand(Command[PreparedRun]):
+    """Trains a model on all ranks; ``read`` reads the flags."""
+
+    read: Callable[[], TrainConfig]
+
+    def prepare(self) -> PreparedRun:
+        """Open the run folder."""
+        return prepare(self.read())
+
+    def run(
+        self, world: World, prepared: PreparedRun, handler: PreemptionHandler
+    ) -> int:
+        """Train."""
+        start_seconds = age_seconds()
+        from mpitrain.tools.train.run import run_training
+
+        return run_training(world, prepared, handler, start_seconds)
+
+
+@dataclass(frozen=True)
+class SweepCommand(Command["PreparedSweep"]):
+    """Searches hyperparameters: ``words`` are its flags, ``flags`` each training's."""
+
+    words: Sequence[str]
+    flags: Sequence[str]
+
+    def prepare(self) -> PreparedSweep:
+        """Open the folder of the sweep."""
+        from mpitrain.tools.sweep import config
+
+        return config.prepare(config.read_sweep(self.words), self.flags)
+
+    def run(
+        self, world: World, prepared: PreparedSweep, handler: PreemptionHandler
+    ) -> int:
+        """Train what the server sends."""
+        from mpitrain.tools.sweep.worker import run_sweep
+
+        return run_sweep(world, prepared, handler)
 
 
 def run_command(command: Command[Prepared], start_timeout_seconds: float) -> int:

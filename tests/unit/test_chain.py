@@ -168,7 +168,7 @@ def test_flags_that_begin_anew_are_refused(more: tuple[str, ...], words: str) ->
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ([], "supervise what?"),
+        ([], "supervise: missing command"),
         (["--jobs", "2", "--", "mpirun", "python", "train.py"], "neither SLURM_JOB_ID"),
         (["--", "nowhere/mpirun"], "nowhere/mpirun cannot be started: No such file"),
     ],

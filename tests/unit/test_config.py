@@ -7,7 +7,7 @@ import os
 import runpy
 import subprocess
 import sys
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_args
 
@@ -16,7 +16,7 @@ import pytest
 from mpitrain.cli import COMMANDS, main, read_config
 from mpitrain.config import TrainConfig
 from mpitrain.errors import UsageError
-from mpitrain.flags import HelpShown, flat, read_flags
+from mpitrain.flags import HelpShown, read_flags
 from mpitrain.help import help_text
 from mpitrain.settings import Flag, facts_of, flags_of
 
@@ -169,7 +169,7 @@ def test_help_all_answers_on_stdout_with_every_field(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     said = help_of("--help-all", capsys)
-    for name in flat(asdict(TrainConfig())):
+    for name in facts_of(TrainConfig):
         assert "--" + name.replace("_", "-") in said
 
 

@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Mapping
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mpitrain import schedulers
 from mpitrain.launch import init
@@ -29,9 +29,6 @@ from mpitrain.tools.check.environment import (
 from mpitrain.tools.check.login import library_of
 from mpitrain.tools.check.report import Report
 from mpitrain.watchdog.process import launcher_name
-
-if TYPE_CHECKING:
-    from mpitrain.launch.job import Job
 
 COLLECTIVE_SECONDS = 300.0  # how long one collective may take; the watchdog acts before
 BANDWIDTH_SECONDS = 12.0

@@ -22,7 +22,7 @@ from mpitrain.errors import LaunchError, UsageError
 from mpitrain.mpi.launchers import DEFAULT_FORMAT, HOST_FILE_LINES, HostFileFormat
 from mpitrain.schedulers import detect, read_allocation
 from mpitrain.schedulers.allocation import AllocatedNode
-from mpitrain.settings import check, setting
+from mpitrain.settings import check_values, setting
 
 MAX_SLOTS = r"(?:\s+max[-_]slots=[1-9]\d*)?"
 # An IPv6 address has a count behind a colon only where it is in brackets.
@@ -101,10 +101,10 @@ class HostfileConfig:
     nodes: int | None = setting(None, minimum=1)
     """Maximum number of nodes; the others are spare."""
     output: Path | None = None
-    """File to write, whole or not at all. Default: standard output."""
+    """File to write; never left half-written. Default: standard output."""
 
     def __post_init__(self) -> None:
-        check(self)
+        check_values(self)
         if self.gpus == "auto":
             return
         for flag, given in (("--slots", self.slots), ("--from", self.from_file)):

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mpitrain.errors import UsageError, did_you_mean, usage_errors_in
-from mpitrain.flags import read_yaml
+from mpitrain.flags import read_flag_file
 from mpitrain.mpi.launchers import DEFAULT, LAUNCHERS, LauncherName
-from mpitrain.settings import check, flag_name, setting
+from mpitrain.settings import check_values, flag_name, setting
 from mpitrain.tools.jobs.containers import Runtime, words_of
 
 TEMPLATES = Path(__file__).with_name("templates")
@@ -44,7 +44,7 @@ class JobscriptConfig:
     scheduler: SchedulerName = setting(is_positional=True)
     """The scheduler. Not needed beside --site."""
     site: str | None = None
-    """A site, whose flags are taken as if typed first: alliance, alps, aurora, derecho,
+    """A site's defaults, which your flags override: alliance, alps, aurora, derecho,
     frontier, gadi, jupiter, juwels, lumi, oscer, perlmutter, polaris, vista, or a YAML
     file of such flags."""
     show: bool = False
@@ -52,7 +52,7 @@ class JobscriptConfig:
     launcher: LauncherName = DEFAULT
     """What starts the ranks."""
     launcher_flag: tuple[str, ...] = setting((), is_repeatable=True)
-    """A further word for the launcher; may be given several times."""
+    """Extra argument for the launcher; may be given several times."""
     nodes: int = setting(2, minimum=1)
     """Number of nodes."""
     slots_per_node: int = setting(4, minimum=1)
@@ -66,7 +66,7 @@ class JobscriptConfig:
     time: str = "00:10:00"
     """Limit, [days-]hours:minutes:seconds; N alone: minutes (SLURM), seconds (PBS)."""
     account: str | None = setting(None, pattern=ACCOUNT)
-    """The project that pays. Default: a line to edit, as a comment."""
+    """Account to charge. Default: a line to edit, as a comment."""
     partition: str | None = setting(None, pattern=PARTITION)
     """Partition (SLURM)."""
     queue: str | None = setting(None, pattern=QUEUE)
@@ -101,15 +101,15 @@ class JobscriptConfig:
     container_runtime: Runtime | None = None
     """What runs the image. Default: apptainer, for a file .sif."""
     container_flag: tuple[str, ...] = setting((), is_repeatable=True)
-    """A further word for it, such as --rocm instead of --nv; may be given several
+    """Extra argument for it, such as --rocm instead of --nv; may be given several
     times."""
     venv: Path = Path(".venv")
     """Virtual environment; a relative path is from the folder of submission."""
     output: Path | None = None
-    """File to write, whole or not at all. Default: standard output."""
+    """File to write; never left half-written. Default: standard output."""
 
     def __post_init__(self) -> None:
-        check(self)
+        check_values(self)
         if self.spare_nodes and self.jobs == 1:
             raise UsageError(
                 f"--spare-nodes {self.spare_nodes}: a script for one job uses no spare "
@@ -139,7 +139,7 @@ class JobscriptConfig:
             for line in getattr(self, flag):
                 if not line.startswith(directive):
                     raise UsageError(f"--{flag} {line!r}: expected '{directive}...'")
-        seconds_of(self.time, self.scheduler)
+        job_seconds(self.time, self.scheduler)
         for name, words in vars(self).items():
             for word in words if isinstance(words, tuple) else ():
                 _check_word(word, f"{flag_name(name)} {word!r}")
@@ -155,7 +155,7 @@ def text_of(
 
     for word in words:
         _check_word(word, f"{word!r} after --")
-    seconds = seconds_of(config.time, config.scheduler)
+    seconds = job_seconds(config.time, config.scheduler)
     slots, gpus = config.slots_per_node, config.gpus_per_node
     gpus = slots if gpus is None else gpus
     nodes, cpus = config.nodes + config.spare_nodes, config.cpus_per_slot
@@ -276,7 +276,7 @@ def read_site(name: str) -> dict[str, Any]:
     """Read the flags of a site; lists are of flags that may be given several times."""
     path = site_file(name)
     with usage_errors_in(f"--site {path}"):
-        return read_yaml(path, "launcher: srun", as_words=True)
+        return read_flag_file(path, "launcher: srun", as_words=True)
 
 
 def notice_seconds(seconds: float) -> int:
@@ -284,10 +284,10 @@ def notice_seconds(seconds: float) -> int:
     return int(min(MAX_NOTICE_SECONDS, seconds // 5))
 
 
-def seconds_of(time: str, scheduler: SchedulerName) -> int:
+def job_seconds(time: str, scheduler: SchedulerName) -> int:
     """Parse a time as the scheduler does, in seconds; both may have days.
 
-    >>> seconds_of("30", "slurm"), seconds_of("30", "pbs"), seconds_of("1-12", "slurm")
+    >>> job_seconds("30", "slurm"), job_seconds("30", "pbs"), job_seconds("1-12", "pbs")
     (1800, 30, 129600)
     """
     found = re.fullmatch(r"(?:([0-9]+)-)?([0-9]+)(?::([0-9]+))?(?::([0-9]+))?", time)

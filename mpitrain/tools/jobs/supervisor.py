@@ -37,7 +37,7 @@ from mpitrain.record.jsonl import changed_at
 from mpitrain.record.run_dir import read_result
 from mpitrain.record.runs import is_finished
 from mpitrain.schedulers import detect, seconds_left
-from mpitrain.settings import check, setting
+from mpitrain.settings import check_values, setting
 from mpitrain.tools.jobs import chain
 from mpitrain.tools.jobs.check_nodes import launcher_of
 from mpitrain.tools.jobs.jobscript import notice_seconds
@@ -68,7 +68,7 @@ class SuperviseConfig:
     """With --jobs, the run folder of a script (`run`)."""
 
     def __post_init__(self) -> None:
-        check(self)
+        check_values(self)
 
 
 class Supervisor:
@@ -183,7 +183,7 @@ def supervise(
     ``folder_of`` returns the run folder, or that of a sweep, of mpitrain's words.
     """
     if not command:
-        raise UsageError("supervise what? Expected mpirun and its words after --")
+        raise UsageError("supervise: missing command; expected mpirun ... after --")
     name = config.launcher
     launcher = LAUNCHERS[launcher_of(command) if name == "auto" else name]
     # Beside the runs: rank zero may be on another node, or in a container.

@@ -18,7 +18,7 @@ from mpitrain.flags import PROGRAM, read_flags
 from mpitrain.plugins import require
 from mpitrain.record.run_dir import read_result
 from mpitrain.record.runs import differences, open_run
-from mpitrain.settings import check, flag_name, setting
+from mpitrain.settings import check_values, flag_name, setting
 from mpitrain.tools.sweep.space import Search, check_names, read_search
 from mpitrain.tools.train.prepare import PreparedRun, check_stop_file, read_config
 
@@ -41,9 +41,9 @@ class SweepConfig:
     that takes an Optuna trial."""
     trials: int | None = setting(None, minimum=1)
     """Number of trials, also those that fail or are pruned. Default: that of the
-    space, else 20. A grid has all."""
+    space, else 20. A grid always runs every combination."""
     ranks_per_trial: int = setting(1, minimum=1)
-    """Ranks that train one model, where the space has no ranks of its own."""
+    """Ranks that train one model, unless the space sets `ranks`."""
     hours: float | None = setting(None, above=0)
     """Stop the job after this many hours; the same command resumes the sweep."""
     name: str | None = None
@@ -54,7 +54,7 @@ class SweepConfig:
     """Allow two trials to train on one GPU, where its ranks share it."""
 
     def __post_init__(self) -> None:
-        check(self)
+        check_values(self)
         if not re.fullmatch(NAME_PATTERN, self.path.name):
             raise UsageError(
                 f"--name {self.path.name!r} cannot be the name of a folder; expected "

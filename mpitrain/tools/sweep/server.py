@@ -48,6 +48,12 @@ class Running:
     is_aborted: bool = False
     epoch: int = 0  # the last one
     metrics: Mapping[str, float] = field(default_factory=dict)  # of that epoch
+    began: float = field(default_factory=time.monotonic)
+
+    @property
+    def busy_seconds(self) -> float:
+        """How long its ranks have been busy, all together."""
+        return len(self.ranks) * (time.monotonic() - self.began)
 
 
 class Server:
@@ -75,9 +81,9 @@ class Server:
         self._running: dict[int, Running] = {}
         self._num_started = self._num_failed = 0  # in this job
         self._stop_reason = 0
-        self._began = self._counted_at = time.monotonic()
+        self._began = time.monotonic()
         self._first_start = 0.0
-        self._busy_seconds = 0.0  # of all ranks together, with a trial
+        self._busy_seconds = 0.0  # of all ranks together, with trials that have ended
         self._busy_share = 1.0  # of the ranks' time, until the last trial began
         self._written_at = 0.0
 
@@ -130,7 +136,6 @@ class Server:
             self._waiting.remove(trial)
             self._fail(trial, error)
             return True
-        self._add_busy_time()
         ranks = self._placement.take(count)
         if ranks is None:
             return False
@@ -139,11 +144,13 @@ class Server:
         self._waiting.remove(trial)
         self._study.set_starts(trial.number, trial.num_starts + 1)
         start_id, self._num_started = self._num_started, self._num_started + 1
-        self._running[start_id] = Running(trial, ranks, set(ranks))
-        self._first_start = self._first_start or self._counted_at
-        seconds = self._counted_at - self._first_start
+        self._first_start = self._first_start or time.monotonic()
+        seconds = time.monotonic() - self._first_start
         if seconds > 1.0:  # not of those that start together at first
-            self._busy_share = self._busy_seconds / (seconds * size)
+            running = (it.busy_seconds for it in self._running.values())
+            busy = self._busy_seconds + sum(running)
+            self._busy_share = busy / (seconds * size)
+        self._running[start_id] = Running(trial, ranks, set(ranks))
         flags = [*sweep.flags, *trial_flags(trial.flags), "--name", trial.name]
         flags += ["--runs-dir", str(sweep.run_dir)]
         if "wandb" in sweep.config.log and sweep.config.wandb_group is None:
@@ -177,7 +184,7 @@ class Server:
             self._send(running.left, Message("abort", start_id))
         if not running.left:
             del self._running[start_id]
-            self._add_busy_time()
+            self._busy_seconds += running.busy_seconds
             self._placement.give_back(running.ranks)
             self._finish(running)
 
@@ -287,9 +294,3 @@ class Server:
         progress = {"lines": lines, "busy_share": self._busy_share}
         with contextlib.suppress(OSError):  # a full disk ends no sweep
             write_json(self._sweep.run_dir / PROGRESS, progress)
-
-    def _add_busy_time(self) -> None:
-        """Add up the time of busy ranks; call it before their number changes."""
-        now = time.monotonic()
-        self._busy_seconds += self._placement.num_busy * (now - self._counted_at)
-        self._counted_at = now

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from mpitrain.config import TrainConfig
 from mpitrain.errors import UsageError, did_you_mean, usage_errors_in
-from mpitrain.flags import read_yaml, words_of
+from mpitrain.flags import read_flag_file, words_of
 from mpitrain.plugins import is_reference, load_reference
 from mpitrain.settings import facts_of
 
@@ -165,7 +165,7 @@ def read_search(space: str) -> Search:
         load_reference(space, "the space")
         return _search({"space": space}, space)
     with usage_errors_in(space):
-        found = read_yaml(Path(space), "space:")
+        found = read_flag_file(Path(space), "space:")
         source = {k: v for k, v in found.items() if k not in ("trials", "run_cap")}
         return _search(_from_wandb(found) if "parameters" in found else found, source)
 

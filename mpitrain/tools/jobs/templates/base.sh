@@ -6,10 +6,10 @@
 # Made by `python -m mpitrain jobscript {{ "--site " ~ site if site else scheduler }}{{ " --jobs %d" % jobs if jobs > 1 else "" }}`; its --help lists the flags.
 
 {% if account %}
-# The project that pays.
+# The account to charge.
 {{ account_line }}{{ account }}
 {% else %}
-# The project that pays. EDIT: remove one # and put your own. On a cluster without
+# The account to charge. EDIT: remove one # and put your own. On a cluster without
 # accounts leave the line as it is: with two # it is a comment.
 #{{ account_line }}my_project
 {% endif %}
