@@ -87,6 +87,8 @@ class Job:
         # A launch by `run`, without process group, for the script's `init`.
         self.pending: LaunchConfig | None = None
         self.run_dir: Path | None = None  # where it is recorded how the job ends
+        # Of torch, that a training has changed, as they were before it.
+        self.torch_settings: dict[str, Any] = {}
         self._comm = comm
         self._world: World | None = None
         self._step_hook: RemovableHandle | None = None  # counts optimizer steps

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from mpitrain.config import StrategyConfig
+from mpitrain.launch.job import Job
 
 DTYPES = {
     "fp32": torch.float32,
@@ -16,10 +17,6 @@ DTYPES = {
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
 }
-
-# torch's settings belong to the process, as this does: those that a training changed,
-# by name, as they were before. A later training in the process takes them back.
-_previous_settings: dict[str, Any] = {}
 
 
 def is_16_bit(config: StrategyConfig) -> bool:
@@ -42,19 +39,20 @@ def configure_torch(
     For the whole process. A training without determinism, or without a number of
     threads, takes back what one before it has set.
     """
+    previous = Job.current.torch_settings if Job.current else {}
     torch.set_float32_matmul_precision("high" if tf32 else "highest")
     torch.backends.cudnn.allow_tf32 = tf32  # True by default
     if is_deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         if not torch.are_deterministic_algorithms_enabled():
-            _previous_settings["deterministic"] = False
+            previous["deterministic"] = False
         torch.use_deterministic_algorithms(True)
         torch.backends.cudnn.benchmark = False
-    elif "deterministic" in _previous_settings:
-        torch.use_deterministic_algorithms(_previous_settings.pop("deterministic"))
+    elif "deterministic" in previous:
+        torch.use_deterministic_algorithms(previous.pop("deterministic"))
     if num_threads is not None:
         if (before := torch.get_num_threads()) != num_threads:
-            _previous_settings["num_threads"] = before
+            previous["num_threads"] = before
         torch.set_num_threads(num_threads)
-    elif "num_threads" in _previous_settings:
-        torch.set_num_threads(_previous_settings.pop("num_threads"))
+    elif "num_threads" in previous:
+        torch.set_num_threads(previous.pop("num_threads"))

@@ -172,9 +172,6 @@ MODULE_STATE = {
     "mpitrain.mpi.collectives.MPI_PROCESS",
     "mpitrain.launch.job.Job.current",
     "mpitrain.backend.backend._alive",
-    "mpitrain.record.runs._locks",
-    "mpitrain.record.runs.folders_without_recorder",
-    "mpitrain.train.parallel.previous_settings",
 }
 """All of the package's; other state belongs to `Job` or to what it owns. The reason of
 each stands at its line."""
