@@ -32,7 +32,7 @@ from typing import Any
 
 from mpitrain.config import LaunchConfig
 from mpitrain.launch import consistency, cpu, gpu
-from mpitrain.launch.rendezvous import reachability, select, transports
+from mpitrain.launch.rendezvous import probe, select, transports
 from mpitrain.launch.rendezvous.interfaces import Interface
 from mpitrain.launch.watchdog_tree import FAN_OUT, MAX_DIRECT_LINKS, connect_watchdogs
 from mpitrain.mpi.collectives import Compressed
@@ -166,7 +166,7 @@ class ModelJob:
             return {rank // n: next(iter(mine.values()))}
 
         def attempts(mine: Any, rank: int) -> Any:
-            tries = first(rank) and rank >= n
+            tries = first(rank) and select.probes(rank // n, self.num_nodes)
             return {(ATTEMPT,) * 4: [self.hostname(rank)]} if tries else {}
 
         def by_node(mine: Any, rank: int) -> Any:
@@ -250,16 +250,18 @@ def run_stages(job: ModelJob, rank: int) -> tuple[dict[str, float], ModelComm]:
 
 def tries(job: ModelJob) -> float:
     """Return rank zero's seconds for the connections of the nodes that try it."""
-    if job.num_nodes == 1:
+    nodes = job.num_nodes
+    num_probing = sum(select.probes(node, nodes) for node in range(nodes))
+    if not num_probing:
         return 0.0
-    with reachability.listen("127.0.0.1") as listener:
+    with probe.listen("127.0.0.1") as listener:
         where = listener.getsockname()[:2]
-        with reachability.answering([listener], b"secret"):
+        with probe.answering([listener], b"secret"):
             began = time.perf_counter()
             for _ in range(64):
-                assert not reachability.connect(where, 0, b"secret", seconds=3.0)[1]
+                assert not probe.connect(where, 0, b"secret", seconds=3.0)[1]
             each = (time.perf_counter() - began) / 64  # of both ends
-    return each * (job.num_nodes - 1) * 4
+    return each * num_probing * 4
 
 
 def links(job: ModelJob) -> int:
