@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import secrets
 import socket
 import threading
@@ -449,3 +450,23 @@ def test_gloo_on_an_address_that_was_not_proved_is_refused() -> None:
         transports.check_gloo(elsewhere, "gloo", {})
     warning = transports.check_gloo(elsewhere, "mpi4py", {})
     assert "gloo would listen on 10.0.0.2" in warning
+
+
+@pytest.mark.parametrize("num_nodes", [1, 2, 256, 257, 600, 16384])
+def test_so_many_nodes_try_the_addresses(num_nodes: int) -> None:
+    probing = [n for n in range(num_nodes) if select.probes(n, num_nodes)]
+    assert 0 not in probing
+    assert len(probing) == num_nodes - 1 or 128 <= len(probing) <= 256
+    gaps = {b - a for a, b in itertools.pairwise(probing)}
+    assert len(gaps) <= 1  # evenly spread
+    assert len(probing) == (num_nodes - 1) // select.probing_stride(num_nodes)
+
+
+def test_a_node_that_does_not_try_finds_its_address_by_its_routes() -> None:
+    lo = card("lo", "loopback", 0, "127.0.0.1", "::1")
+    offer = Offer(address="127.0.0.1", port=9, interface=lo)
+    found = select.source_for(offer, [ETH, lo], None)
+    assert (found.source, found.interface) == ("127.0.0.1", lo)
+    assert select.source_for(offer, [ETH, lo], "eth0").source == "10.0.0.1"
+    lost = Offer(address="fe80::1%nosuch", port=9, interface=lo)
+    assert select.source_for(lost, [ETH, lo], None) == Attempt()

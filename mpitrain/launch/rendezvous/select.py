@@ -39,9 +39,10 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 CONNECT_SECONDS = 3.0  # for a connection; lost packets are sent again after 1 s
-# More for each node: rank zero needs 0.2 ms for each of its addresses that one tries.
-CONNECT_SECONDS_PER_NODE = 0.002
 MAX_CONNECTIONS = 64  # how many addresses one rank tries at once
+# How many nodes try all addresses of rank zero, which needs 0.2 ms for each try. What
+# the others reach is seen when they connect to the store.
+MAX_PROBING_NODES = 256
 
 UNKNOWN = Interface(name="", kind="virtual")  # an interface that was not found
 
@@ -90,8 +91,7 @@ def find_rendezvous(
     Collective over `comm`; `on_node` has the ranks of this node.
     """
     is_first_on_node = world.local_rank == 0
-    is_trying = is_first_on_node and world.node_rank > 0
-    is_alone = world.num_nodes == 1
+    is_probing = is_first_on_node and probes(world.node_rank, world.num_nodes)
     interfaces = find_interfaces() if is_first_on_node else ()
     if interface is not None:
         names = tuple(found.name for found in interfaces)
@@ -104,6 +104,7 @@ def find_rendezvous(
         listeners: list[socket.socket] = []
         offers: list[Offer] = []
         if world.is_rank_zero:
+            is_alone = world.num_nodes == 1
             for address, found in addresses_to_offer(interfaces, interface, is_alone):
                 with contextlib.suppress(OSError):  # it went away, or is not ready yet
                     listener = stack.enter_context(reachability.listen(address))
@@ -112,13 +113,12 @@ def find_rendezvous(
                     offers.append(Offer(address=address, port=port, interface=found))
         secret, offers = comm.bcast((secrets.token_bytes(32), offers))
         attempts: list[Attempt] = []
-        with reachability.answering(() if is_alone else listeners, secret):
-            if is_trying:
-                seconds = CONNECT_SECONDS + CONNECT_SECONDS_PER_NODE * world.num_nodes
-                attempts = try_offers(offers, secret, interfaces, interface, seconds)
+        with reachability.answering(listeners if world.num_nodes > 1 else (), secret):
+            if is_probing:
+                attempts = try_offers(offers, secret, interfaces, interface)
             barrier(comm)
         outcomes = tuple(without_addresses(attempt) for attempt in attempts)
-        reaching = {outcomes: [world.hostname]} if is_trying else {}
+        reaching = {outcomes: [world.hostname]} if is_probing else {}
         hosts = merge_on_rank_zero(comm, reaching, merge_lists) or {}
         select = partial(select_offer, world.hostname, offers, hosts)
         index = on_rank_zero(comm, select, "select an address of rank zero")
@@ -126,8 +126,15 @@ def find_rendezvous(
         selected_listener = listeners[index].dup() if listeners else None
     offer = offers[index]
     own = Attempt(source=offer.address, interface=offer.interface)
-    own = on_node.bcast(attempts[index] if is_trying else own)
-    reached = "one node" if is_alone else f"reached by all {world.num_nodes} nodes"
+    if is_first_on_node and world.node_rank > 0:
+        own = attempts[index] if attempts else source_for(offer, interfaces, interface)
+    own = on_node.bcast(own)
+    reached = "one node"
+    if world.num_nodes > 1:
+        num_probing = (world.num_nodes - 1) // probing_stride(world.num_nodes)
+        is_by_all = num_probing == world.num_nodes - 1
+        by = "all" if is_by_all else f"{num_probing + 1} of the"
+        reached = f"reached by {by} {world.num_nodes} nodes"
     return Rendezvous(
         address=offer.address,
         port=offer.port,
@@ -138,11 +145,43 @@ def find_rendezvous(
     )
 
 
+def probes(node_rank: int, num_nodes: int) -> bool:
+    """Whether a node tries rank zero's addresses: all do, or as many, evenly spread."""
+    return node_rank > 0 and node_rank % probing_stride(num_nodes) == 0
+
+
+def probing_stride(num_nodes: int) -> int:
+    """Return the distance between the nodes that try rank zero's addresses."""
+    return -(-num_nodes // MAX_PROBING_NODES)
+
+
 def without_addresses(attempt: Attempt) -> Attempt:
     """Return what is equal on nodes that reached rank zero in the same way."""
     return replace(
         attempt, source="", interface=replace(attempt.interface, addresses=())
     )
+
+
+def source_for(
+    offer: Offer, interfaces: Sequence[Interface], name: str | None
+) -> Attempt:
+    """Return this node's address and interface towards rank zero, by its routes.
+
+    Without a route both are empty; the store then says that it is not reached.
+    """
+    is_ipv6 = ":" in offer.address
+    named = next((it.addresses for it in interfaces if it.name == name), ())
+    address = next((it for it in named if (":" in it) == is_ipv6), "")
+    if not address:
+        family = socket.AF_INET6 if is_ipv6 else socket.AF_INET
+        with (
+            contextlib.suppress(OSError),
+            socket.socket(family, socket.SOCK_DGRAM) as sock,  # sends nothing
+        ):
+            sock.connect((offer.address, offer.port))
+            address = sock.getsockname()[0]
+    having = (found for found in interfaces if address in found.addresses)
+    return Attempt(source=address, interface=next(having, UNKNOWN))
 
 
 def addresses_to_offer(
@@ -169,7 +208,6 @@ def try_offers(
     secret: bytes,
     interfaces: Sequence[Interface],
     name: str | None = None,
-    seconds: float = CONNECT_SECONDS,
 ) -> list[Attempt]:
     """Try to reach every offer, all at once; from the interface `name`, if given."""
     sources: list[str | None] = [None]
@@ -185,7 +223,7 @@ def try_offers(
                 continue
             where = (offer.address, offer.port)
             address, failure = reachability.connect(
-                where, index, secret, seconds=seconds, source=source
+                where, index, secret, seconds=CONNECT_SECONDS, source=source
             )
             if not failure:
                 having = (i for i in interfaces if address in i.addresses)
