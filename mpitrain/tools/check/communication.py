@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from mpitrain.config import TrainConfig
 from mpitrain.launch.process_exit import is_consequence
-from mpitrain.launch.rendezvous.probe import listen
+from mpitrain.launch.rendezvous.reachability import listen
 from mpitrain.mpi.collectives import barrier
 from mpitrain.mpi.world import World, format_ranges
 from mpitrain.tools.check.report import Finding
