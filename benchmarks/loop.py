@@ -37,7 +37,7 @@ from mpitrain.models.build import build_model
 from mpitrain.mpi.world import World
 from mpitrain.train.callbacks import Callback
 from mpitrain.train.metrics import EpochMetrics, StepMetrics
-from mpitrain.train.optimizer import learning_rate
+from mpitrain.train.plan import Plan
 
 WARM_UP_EPOCHS = 3
 
@@ -192,6 +192,7 @@ def by_hand(
         fused=True,
     )
     steps_per_epoch = -(-len(targets) // size)
+    plan = Plan(num_samples=len(targets), world_size=1, config=config)
     weights = list(model.parameters())
     norms: list[float] = []
 
@@ -200,13 +201,7 @@ def by_hand(
         model.train()
         order = torch.from_numpy(epoch_order(len(targets), config.seed, epoch))
         for number in range(steps_per_epoch):
-            rate = learning_rate(
-                (epoch - 1) * steps_per_epoch + number,
-                config=config,
-                peak=config.peak_lr,
-                num_epochs=config.epochs,
-                steps_per_epoch=steps_per_epoch,
-            )
+            rate = plan.learning_rate(plan.stages[0], epoch, number)
             for group in optimizer.param_groups:
                 group["lr"] = rate
             chosen = order[number * size : (number + 1) * size]

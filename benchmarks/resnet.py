@@ -30,7 +30,7 @@ from mpitrain.config import TrainConfig
 from mpitrain.data.in_memory import InMemory
 from mpitrain.data.sharding import epoch_order
 from mpitrain.mpi.world import World
-from mpitrain.train.optimizer import learning_rate
+from mpitrain.train.plan import Plan
 
 WARM_UP_EPOCHS = 2
 NUM_CLASSES = 1000
@@ -145,6 +145,7 @@ def by_hand(
     )
     scaler = torch.amp.GradScaler(world.device, enabled=config.precision == "fp16")
     steps_per_epoch = -(-len(train) // size)
+    plan = Plan(num_samples=len(train), world_size=1, config=config)
 
     def autocast() -> contextlib.AbstractContextManager[Any]:
         kind = world.device.partition(":")[0]
@@ -154,13 +155,7 @@ def by_hand(
         model.train()
         order = torch.from_numpy(epoch_order(len(train), config.seed, epoch))
         for number in range(steps_per_epoch):
-            rate = learning_rate(
-                (epoch - 1) * steps_per_epoch + number,
-                config=config,
-                peak=config.peak_lr,
-                num_epochs=config.epochs,
-                steps_per_epoch=steps_per_epoch,
-            )
+            rate = plan.learning_rate(plan.stages[0], epoch, number)
             for group in optimizer.param_groups:
                 group["lr"] = rate
             chosen = order[number * size : (number + 1) * size].to(world.device)

@@ -32,7 +32,7 @@ from typing import Any
 
 from mpitrain.config import LaunchConfig
 from mpitrain.launch import consistency, cpu, gpu
-from mpitrain.launch.rendezvous import probe, select, transports
+from mpitrain.launch.rendezvous import reachability, select, transports
 from mpitrain.launch.rendezvous.interfaces import Interface
 from mpitrain.launch.watchdog_tree import FAN_OUT, MAX_DIRECT_LINKS, connect_watchdogs
 from mpitrain.mpi.collectives import Compressed
@@ -254,12 +254,12 @@ def tries(job: ModelJob) -> float:
     num_probing = sum(select.probes(node, nodes) for node in range(nodes))
     if not num_probing:
         return 0.0
-    with probe.listen("127.0.0.1") as listener:
+    with reachability.listen("127.0.0.1") as listener:
         where = listener.getsockname()[:2]
-        with probe.answering([listener], b"secret"):
+        with reachability.answering([listener], b"secret"):
             began = time.perf_counter()
             for _ in range(64):
-                assert not probe.connect(where, 0, b"secret", seconds=3.0)[1]
+                assert not reachability.connect(where, 0, b"secret", seconds=3.0)[1]
             each = (time.perf_counter() - began) / 64  # of both ends
     return each * num_probing * 4
 
