@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from mpitrain.launch.job import Job
     from mpitrain.mpi.world import Node, World
     from mpitrain.record.recorder import Recorder
+    from mpitrain.tasks.image_classification.task import ImageClassification
     from mpitrain.tasks.task import Task
     from mpitrain.train.callbacks import Callback, StopRequested
     from mpitrain.train.evaluate import Evaluation
@@ -51,6 +52,7 @@ __all__ = [
     "DataError",
     "EpochLines",
     "Evaluation",
+    "ImageClassification",
     "Job",
     "LaunchConfig",
     "LaunchError",
@@ -75,6 +77,7 @@ __all__ = [
 # Modules by name; what is not here is in `errors`.
 _HOMES = {
     "init": "launch.init",
+    "ImageClassification": "tasks.image_classification.task",
     "Job": "launch.job",
     **dict.fromkeys(("World", "Node"), "mpi.world"),
     **dict.fromkeys(("Callback", "StopRequested"), "train.callbacks"),

@@ -46,45 +46,45 @@ Optimizer = Literal[
     "sgd", "adam", "adamw", "nadam", "radam", "rmsprop", "adagrad", "adamax", "adadelta"
 ]
 
-# `Trainer` in a script ignores these: their data, model and callbacks are arguments.
-of_command = partial(setting, is_for_command=True)
-of_run = partial(setting, is_for_command=True, may_change=True)
-changeable = partial(setting, may_change=True)
+# What may be said of a field in one word; see `setting`.
+command_only = partial(setting, is_for_command=True)  # `Trainer` ignores it
+resumable = partial(setting, may_change=True)  # may change when a run is resumed
+run_setting = partial(setting, is_for_command=True, may_change=True)  # both
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
     """Data."""
 
-    data: str = of_command("digits", is_common=True)
+    data: str = command_only("digits", is_common=True)
     """digits, mnist, fashion-mnist, cifar10, cifar100, folder, hdf5, shards,
     synthetic, or package.module:callable."""
-    data_dir: Path | None = of_run(
+    data_dir: Path | None = run_setting(
         None, is_common=True, not_with=("data", "digits", "synthetic")
     )
     """Folder of the data set, or the HDF5 file. Default: data."""
     image_size: int | None = setting(None, minimum=1, is_common=True)
     """Resize images to this height and width in pixels. Default: keep; 224 if sizes
     differ."""
-    num_workers: int | Literal["auto"] = changeable("auto", minimum=0, is_common=True)
+    num_workers: int | Literal["auto"] = resumable("auto", minimum=0, is_common=True)
     """Data-loading processes per rank; 0: none. auto: cores - 1, at most 8, for
     folder, hdf5 and shards; else 0."""
     random_crop: int = setting(0, minimum=0)
     """Pad training images by this many pixels and crop at random."""
     random_flip: bool = False
     """Flip training images horizontally at random."""
-    random_resized_crop: bool = of_command(
+    random_resized_crop: bool = command_only(
         False, only_with=("data", "folder", "hdf5", "shards")
     )
     """Crop training images at random position and scale (folder, hdf5, shards)."""
     normalize: Literal["auto", "data", "imagenet", "none"] = "auto"
     """Mean and standard deviation to normalize images with. auto: data if in memory,
     else imagenet; custom data: none."""
-    on_bad_sample: Literal["stop", "skip"] = changeable("stop")
+    on_bad_sample: Literal["stop", "skip"] = resumable("stop")
     """Stop at a sample that cannot be read, or skip and count it."""
-    synthetic_samples: int = of_command(1024, minimum=4)
+    synthetic_samples: int = command_only(1024, minimum=4)
     """Training samples of --data synthetic; a quarter as many for validation."""
-    synthetic_classes: int = of_command(10, minimum=2)
+    synthetic_classes: int = command_only(10, minimum=2)
     """Classes of --data synthetic."""
 
 
@@ -92,10 +92,10 @@ class DataConfig:
 class ModelConfig:
     """Model."""
 
-    model: str = of_command("convnet", is_common=True)
+    model: str = command_only("convnet", is_common=True)
     """convnet, a torchvision model (resnet50), timm:NAME, hub:REPO_OR_DIR:ENTRY, or
     package.module:callable."""
-    weights: str | None = of_command(None, is_common=True)
+    weights: str | None = command_only(None, is_common=True)
     """Initial weights: a file, default, or a name that the library knows. Default:
     random."""
 
@@ -112,11 +112,11 @@ class LearningConfig:
     """Multiply the learning rate by this for the epochs after --probe-epochs."""
     global_batch_size: int = setting(64, minimum=1, is_common=True)
     """Samples per step over all ranks."""
-    micro_batch_size: int | None = changeable(
+    micro_batch_size: int | None = resumable(
         None, minimum=1, changes_bits=True, is_common=True
     )
     """Samples per forward pass of a rank; gradients are accumulated. Default: all of
-    the rank's."""
+    the rank's; with --bitwise an eighth of the step."""
     optimizer: Optimizer = setting("sgd", is_common=True)
     """Optimizer of torch.optim; sgd uses Nesterov momentum."""
     lr: float | None = setting(None, minimum=0, is_common=True)
@@ -146,7 +146,7 @@ class LearningConfig:
     """Clip the gradient norm to this value."""
     ema_decay: float | None = setting(None, minimum=0, below=1)
     """Evaluate and save an exponential moving average (EMA), such as of decay 0.999."""
-    on_nonfinite: Literal["stop", "skip"] = changeable("stop")
+    on_nonfinite: Literal["stop", "skip"] = resumable("stop")
     """Stop at a loss or gradient that is NaN or infinite, or skip the step."""
     seed: int = setting(1, minimum=0, is_common=True)
     """Random seed."""
@@ -172,61 +172,61 @@ class LearningConfig:
 class StrategyConfig:
     """Parallelism, precision and memory."""
 
-    strategy: Strategy = changeable("auto", is_common=True)
+    strategy: Strategy = resumable("auto", is_common=True)
     """ddp, fsdp (sharded), dp (one process, all its GPUs), single. auto: ddp, or
     single for one rank."""
-    hybrid_sharding: bool = changeable(False)
+    hybrid_sharding: bool = resumable(False)
     """With fsdp: shard within each node, replicate between nodes."""
-    cpu_offload: bool = changeable(False)
+    cpu_offload: bool = resumable(False)
     """With fsdp: keep parameters and optimizer state in host memory."""
-    shard_optimizer: bool = changeable(False)
+    shard_optimizer: bool = resumable(False)
     """With ddp: shard the optimizer state (ZeRO-1)."""
     precision: Precision = setting("fp32", is_common=True)
     """bf16, fp16: mixed precision with fp32 parameters. fp64: double precision."""
-    tf32: bool = changeable(False, changes_bits=True)
+    tf32: bool = resumable(False, changes_bits=True)
     """Allow TF32 matrix products on GPUs."""
-    compile: bool = changeable(False)
+    compile: bool = resumable(False)
     """Compile the model with torch.compile."""
-    channels_last: Literal["auto", "always", "never"] = changeable(
+    channels_last: Literal["auto", "always", "never"] = resumable(
         "auto", changes_bits=True
     )
     """Memory format channels_last. auto: on GPUs with bf16 or fp16."""
-    activation_checkpointing: bool = changeable(False, changes_bits=True)
+    activation_checkpointing: bool = resumable(False, changes_bits=True)
     """Recompute activations in the backward pass to save memory."""
-    find_unused_parameters: Literal["auto", "always", "never"] = changeable("auto")
+    find_unused_parameters: Literal["auto", "always", "never"] = resumable("auto")
     """With ddp: a weight may take no part in a step. auto: in custom models."""
     sync_batchnorm: bool = False
     """Synchronize batch norm over all ranks (GPUs only)."""
-    deterministic: bool = changeable(False)
+    deterministic: bool = resumable(False)
     """Use only deterministic operations of torch; some are slower."""
     bitwise: bool = False
     """Same bits on any number of ranks, up to the number of micro-batches of a step
     (default: 8)."""
-    balance: Literal["auto", "off"] = changeable("auto", only_with=("bitwise",))
-    """With --bitwise: give slow ranks fewer micro-batches. auto: with ddp."""
+    balance: Literal["auto", "off"] = resumable("auto", only_with=("bitwise",))
+    """With --bitwise and ddp, auto: give slow ranks fewer micro-batches."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
     """Checkpoints, resuming and time limit."""
 
-    checkpoint_every_epochs: int | None = of_run(1, minimum=1)
+    checkpoint_every_epochs: int | None = run_setting(1, minimum=1)
     """Save a checkpoint every N epochs; None: not per epoch."""
-    checkpoint_every_steps: int | None = of_run(None, minimum=1)
+    checkpoint_every_steps: int | None = run_setting(None, minimum=1)
     """Save a checkpoint every N steps."""
-    checkpoint_every_minutes: float | None = of_run(10.0, above=0, is_common=True)
+    checkpoint_every_minutes: float | None = run_setting(10.0, above=0, is_common=True)
     """Save a checkpoint every N minutes; None: off."""
-    keep_checkpoints: int | None = of_run(3, minimum=1)
+    keep_checkpoints: int | None = run_setting(3, minimum=1)
     """Keep the N newest checkpoints and the best one; None: all."""
-    best_by: str | None = of_command(None)
-    """Validation metric of the best checkpoint: NAME, min:NAME or max:NAME. Default:
-    accuracy, else loss."""
-    resume: str = of_run("auto", is_common=True, is_set_by_sweep=True)
+    best_by: str | None = command_only(None)
+    """Validation metric of the best checkpoint: NAME, min:NAME or max:NAME. Lower is
+    better for a NAME with loss or error in it. Default: accuracy, else loss."""
+    resume: str = run_setting("auto", is_common=True, is_set_by_sweep=True)
     """auto: resume the run of this --name. never: fail if it exists. Or a run folder
     or checkpoint that a new run starts from."""
-    new_run: bool = of_run(False, is_set_by_sweep=True)
+    new_run: bool = run_setting(False, is_set_by_sweep=True)
     """If the run exists, start NAME-2, NAME-3, ..."""
-    time_limit: str | None = of_run(None, is_common=True, is_set_by_sweep=True)
+    time_limit: str | None = run_setting(None, is_common=True, is_set_by_sweep=True)
     """Save a checkpoint and stop before this much time ([[hours:]minutes:]seconds)
     has passed."""
 
@@ -235,24 +235,24 @@ class CheckpointConfig:
 class LogConfig:
     """Loggers and profiler."""
 
-    log: tuple[str, ...] = of_run((), metavar="NAME [NAME ...]", is_common=True)
+    log: tuple[str, ...] = run_setting((), metavar="NAME [NAME ...]", is_common=True)
     """Loggers besides metrics.jsonl: csv, tensorboard, wandb, or
     package.module:callable."""
-    log_every_steps: int = of_run(10, minimum=1, only_with=("log",))
+    log_every_steps: int = run_setting(10, minimum=1, only_with=("log",))
     """Log every N steps (epochs are always logged)."""
-    wandb_project: str | None = of_run(None, only_with=("log", "wandb"))
+    wandb_project: str | None = run_setting(None, only_with=("log", "wandb"))
     """W&B project. Default: WANDB_PROJECT, or mpitrain."""
-    wandb_group: str | None = of_run(None, only_with=("log", "wandb"))
+    wandb_group: str | None = run_setting(None, only_with=("log", "wandb"))
     """W&B group. Default: none; with --wandb-all-ranks the name of the run."""
-    wandb_tags: tuple[str, ...] = of_run(
+    wandb_tags: tuple[str, ...] = run_setting(
         (), metavar="TAG [TAG ...]", only_with=("log", "wandb")
     )
     """W&B tags."""
-    wandb_all_ranks: bool = of_run(False)
+    wandb_all_ranks: bool = run_setting(False)
     """Log every rank as a W&B run of one group, not only rank zero."""
-    fingerprint: int | None = of_run(None, minimum=1, in_diff=False)
+    fingerprint: int | None = run_setting(None, minimum=1, in_diff=False)
     """Record a hash of each weight every N steps, for mpitrain diff."""
-    profile: int = of_run(0, minimum=0, not_with=("dry_run",))
+    profile: int = run_setting(0, minimum=0, not_with=("dry_run",))
     """Profile N steps of every rank with torch.profiler, after the first 5; 0: off."""
 
 
@@ -260,16 +260,16 @@ class LogConfig:
 class LaunchConfig:
     """Launch."""
 
-    device: Device = changeable("auto", is_common=True)
+    device: Device = resumable("auto", is_common=True)
     """Device of the ranks. auto: GPUs if there are any. cuda, xpu: fail without."""
-    backend: Backend = changeable("auto")
+    backend: Backend = resumable("auto")
     """torch.distributed backend. auto: mpi4py on CPUs, nccl on GPUs."""
-    interface: str | None = changeable(None)
+    interface: str | None = resumable(None)
     """Network interface between nodes, such as ib0. Default: the best that works."""
-    start_timeout: float | None = changeable(None, above=0)
+    start_timeout: float | None = resumable(None, above=0)
     """Seconds for each stage of the start and the first step. Default:
     --hang-timeout, but 120 to 600."""
-    hang_timeout: float | None = changeable(None, above=0, is_common=True)
+    hang_timeout: float | None = resumable(None, above=0, is_common=True)
     """End the job with status 76 after this many seconds without progress; None:
     never."""
 
@@ -295,11 +295,13 @@ class TrainConfig(
 ):
     """Train a model on every rank that mpirun started, or on one without mpirun."""
 
-    name: str | None = of_run(None, is_common=True, is_set_by_sweep=True, in_diff=False)
+    name: str | None = run_setting(
+        None, is_common=True, is_set_by_sweep=True, in_diff=False
+    )
     """Name of the run and its folder. Default: date and time."""
-    runs_dir: Path = of_run(Path("runs"), is_set_by_sweep=True, in_diff=False)
+    runs_dir: Path = run_setting(Path("runs"), is_set_by_sweep=True, in_diff=False)
     """Folder that holds the run folders."""
-    progress: Literal["auto", "bar", "lines"] = of_run("auto")
+    progress: Literal["auto", "bar", "lines"] = run_setting("auto")
     """Show a progress bar, or a line per epoch. auto: a bar on a terminal."""
     dry_run: bool = setting(False, is_common=True, is_set_by_sweep=True)
     """Run one step and one validation in a run folder of its own, without

@@ -265,6 +265,8 @@ class Checkpointer(RunCheckpoints, Callback):
             self._clock.is_due = True
         metric = score_of(epoch.values, self._best_by)
         is_best = metric is not None and metric > self._best
+        # The best alone waits for a write that is under way: a newer one comes soon, a
+        # better one perhaps never.
         self._save_if_due(trainer, may_queue=is_best)
         self._tick(trainer, EVALUATION)
 

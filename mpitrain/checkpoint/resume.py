@@ -67,6 +67,8 @@ def find_checkpoint(
         reader = _checked(named, world, ranks)
         ranks.on_rank_zero(lambda: _set_newer_aside(named), "set checkpoints aside")
         return reader
+    # The run's own come before --resume: a job that was requeued has the same flags as
+    # the one that began from another run.
     newest = newest_complete(run_dir, run_id, world, ranks)
     if newest is not None:
         return CheckpointReader(newest)

@@ -51,7 +51,7 @@ class Callback:
         """
 
     def on_step_end(self, trainer: Any) -> None:
-        """Called after each optimizer step; its time is part of every step."""
+        """Called after each step, applied or skipped; its time is part of the step."""
 
     def on_metrics(self, trainer: Any, steps: Sequence[StepMetrics]) -> None:
         """Called about every two seconds, when the ranks' metrics were all-reduced.

@@ -79,7 +79,7 @@ class TrainData:
     def test_loader(self, data: Any, strategy: Strategy) -> BatchLoader:
         """Return a loader of another data set for an evaluation."""
         samples = self._samples(data, "the test data")
-        strategy.check(samples)
+        strategy.check_samples(samples)
         loader = self.loader(samples)
         self._test_loaders.append(loader)
         return loader

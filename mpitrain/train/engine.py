@@ -1,4 +1,4 @@
-"""The stages of a training: which weights are trained, and how."""
+"""What a training works with: data, model, strategy and optimizer of a stage."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class Engine:
         self._in_eval_mode = [module for module in modules if not module.training]
         strategy.check_model(self.model)
         for part in (samples, self.data.val):
-            strategy.check(part)
+            strategy.check_samples(part)
         has_batch_norm = any(isinstance(m, BatchNorm) for m in self.model.modules())
         self.data.min_rows = 2 if has_batch_norm else 1
         size = config.global_batch_size
@@ -166,9 +166,9 @@ class Engine:
         for module in self._in_eval_mode:
             module.eval()
 
-    def start_step(self, lr: float, num_samples: int) -> float:
+    def begin_step(self, lr: float, num_samples: int) -> float:
         """Begin a step; return the factor of the sum of losses."""
-        self.optimizer.start_step(lr)
+        self.optimizer.begin_step(lr)
         self.trained_weights.check()
         return self.optimizer.scale.value / num_samples
 

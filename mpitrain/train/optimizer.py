@@ -134,7 +134,7 @@ class OptimizerWrapper:
         """The optimizer of this rank's weights; with ZeRO, of its shard."""
         return getattr(self.optimizer, "optim", self.optimizer)
 
-    def start_step(self, lr: float) -> None:
+    def begin_step(self, lr: float) -> None:
         """Set the learning rate and drop the gradients of the last step."""
         for group in self.optimizer.param_groups:
             group["lr"] = lr

@@ -109,6 +109,7 @@ class Trainer:
                 "mean_std and num_classes are ImageClassification's; expected them as "
                 "arguments of the task, or no task"
             )
+        self._has_default_task = task is None
         self.task = task or ImageClassification(mean_std, num_classes)
         overrides = type(self).loss, type(self).metrics
         if loss or metrics or overrides != (Trainer.loss, Trainer.metrics):
@@ -193,12 +194,12 @@ class Trainer:
         engine, state, timer = self.engine, self.state, self.timer
         optimizer, strategy = engine.optimizer, engine.strategy
         lr = engine.plan.learning_rate(engine.stage, state.epoch, step.number)
-        scale = engine.start_step(lr, step.num_samples)
+        scale = engine.begin_step(lr, step.num_samples)
         losses: list[Losses] = []
         self._step_number = step.number
         if strategy.communicates_before_step:
             with timer("communication"):
-                strategy.start_step(state.epoch, step.number, step.num_samples)
+                strategy.begin_step(state.epoch, step.number, step.num_samples)
         for batch in step.micro_batches:
             is_last = len(losses) + 1 == step.num_micro_batches
             with strategy.micro_batch(is_last=is_last), engine.norm_statistics(batch):
@@ -212,10 +213,10 @@ class Trainer:
                 # scale - 0 * loss: the scale, or NaN where the loss is not finite. A
                 # gradient may be finite where its loss is not. The NaN reaches all
                 # ranks by the all-reduce: they skip the step without another one.
-                gradient = torch.rsub(losses[-1].total, scale, alpha=0)
+                factor = torch.rsub(losses[-1].total, scale, alpha=0)
                 with timer("backward"):
-                    # Not backward(loss, gradient): it imports SymPy (torch 2.14).
-                    torch.autograd.backward(loss * gradient)
+                    # Not backward(loss, factor): it imports SymPy (torch 2.14).
+                    torch.autograd.backward(loss * factor)
         if strategy.communicates_after_step:
             with timer("communication"):
                 strategy.reduce_gradients()
@@ -248,7 +249,7 @@ class Trainer:
         self.call("on_epoch_end", epoch)
 
     def sync_metrics(self, *, flush: bool = False) -> None:
-        """All-reduce the metrics of the steps since the last call, and report them.
+        """Gather the metrics of the steps since the last call, and report them.
 
         Collective over all ranks; callbacks may call it, such as before a checkpoint.
 
@@ -299,8 +300,9 @@ class Trainer:
         """Return the loss of each sample; the task's if not overridden.
 
         Args:
-            outputs: Of the model, `(N, num_classes)`.
-            targets: Labels, int64 `(N,)`, or probabilities, `(N, num_classes)`.
+            outputs: Of the model, for N rows; with `ImageClassification` `(N, C)`.
+            targets: Of the data set; with `ImageClassification` labels, int64 `(N,)`,
+                or probabilities, `(N, C)`.
 
         Returns:
             `(N,)`; `(N, ...)`, averaged per sample; or a scalar, the mean over the
@@ -313,6 +315,8 @@ class Trainer:
     def metrics(self, outputs: Any, targets: Any) -> Mapping[str, Tensor]:
         """Return the other metrics of the validation; the task's if not overridden.
 
+        With a loss that is not the built-in task's there is no accuracy either.
+
         Args:
             outputs: Of the model, for one or more samples.
             targets: Of the data set.
@@ -323,7 +327,8 @@ class Trainer:
         """
         if self._metrics is not None:
             return self._metrics(outputs, targets)
-        if self._loss is not None or type(self).loss is not Trainer.loss:
+        has_other_loss = self._loss is not None or type(self).loss is not Trainer.loss
+        if has_other_loss and self._has_default_task:
             return {}
         return type(self.task).metrics(self.task, outputs, targets)
 

@@ -40,7 +40,7 @@ class Strategy:
     ``Trainer(strategy=MyStrategy)``. The trainer makes one for each `fit`, and calls
     `wrap` for each stage. A step is::
 
-        start_step(...)                                   # if communicates_before_step
+        begin_step(...)                                   # if communicates_before_step
         for each micro-batch of this rank:
             with micro_batch(is_last=...):
                 loss = forward(inputs) ...                # and loss.backward()
@@ -68,7 +68,7 @@ class Strategy:
     reduces_in_backward = False
     """Whether the end of a backward pass waits for the other ranks."""
     communicates_before_step: bool = False
-    """Whether `start_step` is called before the micro-batches of a step."""
+    """Whether `begin_step` is called before the micro-batches of a step."""
     communicates_after_step = False
     """Whether `reduce_gradients` is called after the micro-batches of a step."""
     micro_batches_are_fixed = False
@@ -94,7 +94,7 @@ class Strategy:
             tf32=self.config.tf32, is_deterministic=self.config.deterministic
         )
 
-    def check(self, samples: Samples) -> None:
+    def check_samples(self, samples: Samples) -> None:
         """Refuse data that the strategy cannot take; on all ranks."""
 
     def check_model(self, model: nn.Module) -> None:
@@ -179,7 +179,7 @@ class Strategy:
 
     # --- a step -------------------------------------------------------------------
 
-    def start_step(self, epoch: int, step: int, num_samples: int) -> None:
+    def begin_step(self, epoch: int, step: int, num_samples: int) -> None:
         """Begin a step, numbered from 0 in its epoch; collective.
 
         ``num_samples`` are those of the step over all ranks.

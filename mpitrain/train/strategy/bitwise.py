@@ -92,7 +92,7 @@ class BitwiseDDPStrategy(Strategy):
             num_threads=1 if is_on_cpu else None,
         )
 
-    def check(self, samples: Samples) -> None:
+    def check_samples(self, samples: Samples) -> None:
         """Refuse too many ranks, and data whose steps are not known beforehand."""
         size, num = self.micro_batch_size, self._max_micro_batches
         world_size = self.world.world_size
@@ -193,7 +193,7 @@ class BitwiseDDPStrategy(Strategy):
 
     # --- a step -------------------------------------------------------------------
 
-    def start_step(self, epoch: int, step: int, num_samples: int) -> None:
+    def begin_step(self, epoch: int, step: int, num_samples: int) -> None:
         """Begin a step. Collective: broadcasts rank zero's buffers."""
         self.broadcast_buffers()
         self._key = (epoch, step)

@@ -55,7 +55,7 @@ class DDPStrategy(Strategy):
             **sync_buffers,
         )
 
-    def start_step(self, epoch: int, step: int, num_samples: int) -> None:
+    def begin_step(self, epoch: int, step: int, num_samples: int) -> None:
         """Broadcast rank zero's buffers; collective."""
         del epoch, step, num_samples
         self.broadcast_buffers()
