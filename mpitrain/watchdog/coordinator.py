@@ -29,7 +29,7 @@ SHOW_SECONDS = 1.2  # how long to gather positions that a user asked for
 NOTICE_SECONDS = 2.0  # how long a launcher may take to notice that a rank is gone
 ABORT_SECONDS = 7.0  # how long a rank that reported why the job ends may take to end it
 
-KILLED = "ended without a word: killed by a signal, or by os._exit; it was at: "
+KILLED = "died without an error message (killed by a signal, or os._exit); it was at: "
 
 _DEATHS = {
     "terminated": "ended by SIGTERM, as a rule the launcher's or scheduler's",

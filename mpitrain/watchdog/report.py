@@ -184,7 +184,7 @@ def hang_report(
     ]
     if unknown:
         which = f"rank{'s' * (len(unknown) > 1)} {format_ranges(unknown)}"
-        lines.append(f"never heard of: {which}")
+        lines.append(f"never connected: {which}")
     others = [s.rank for s in statuses if s.rank not in missing]
     if missing:
         lines += ["did not arrive:", *position_lines(statuses, missing, now)]

@@ -55,7 +55,7 @@ def test_thirty_trials_of_two_and_four_ranks_keep_two_hosts_busy(
     words = ("space.yaml", "--ranks-per-trial", "2", "--", *FLAGS)
     status, said = sweep(hosts, folder, *words)
     assert status != 0
-    assert "ended without a word: killed" in said
+    assert "died without an error message (killed" in said
     status, said = sweep(hosts, folder, *words)
     assert status == 0, said
     assert "begun before" in said

@@ -232,7 +232,9 @@ def test_a_killed_process_ends_the_job_and_leaves_no_worker(
     (line,) = [line for line in said.splitlines() if line.startswith("[rank ")]
     assert line.startswith("[rank 1/3 "), said
     why = (
-        "ended without a word: killed" if victim == "rank" else "DataLoader worker (pid"
+        "died without an error message (killed"
+        if victim == "rank"
+        else "DataLoader worker (pid"
     )
     assert why in line
 

@@ -85,7 +85,7 @@ def test_a_rank_killed_in_the_start_ends_the_job(
     check_gone(done, tmp_path, GONE_SECONDS)
     (line,) = done.ours
     assert line.startswith("[rank 1/2 ")
-    assert "ended without a word" in line
+    assert "died without an error message" in line
     assert "start: " in line
 
 

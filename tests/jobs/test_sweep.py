@@ -136,7 +136,7 @@ def test_a_killed_rank_ends_the_job_and_the_next_goes_on(
     words = (space, "--ranks-per-trial", "2")
     done = sweep(openmpi, 2, tmp_path, *words)
     assert done.status != 0
-    assert "ended without a word: killed" in done.err
+    assert "died without an error message (killed" in done.err
     finished = [t.number for t in trials_of(tmp_path) if t.state.name == "COMPLETE"]
     assert finished == [0, 1]
     done = sweep(openmpi, 2, tmp_path, *words)

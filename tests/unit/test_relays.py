@@ -87,7 +87,7 @@ def test_a_rank_that_is_killed_behind_relays_is_named() -> None:
         ranks[3].kill()
         said = [rank.communicate(timeout=60)[0] for rank in ranks[:3]]
     assert "[rank 3/4 " in said[0], said
-    assert "ended without a word" in said[0]
+    assert "died without an error message" in said[0]
     assert not any("rank 3/4" in text for text in said[1:])
 
 
@@ -109,7 +109,7 @@ def test_those_behind_a_relay_that_is_done_report_to_rank_zero() -> None:
         ranks[3].kill()
         said = [rank.communicate(timeout=60)[0] for rank in ranks]
     assert "[rank 3/4 " in said[0], said
-    assert "ended without a word" in said[0]
+    assert "died without an error message" in said[0]
 
 
 def test_rank_zero_that_is_done_leaves_the_others_alone() -> None:

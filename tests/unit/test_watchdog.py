@@ -248,7 +248,7 @@ def test_a_rank_that_was_never_heard_is_named_when_the_start_takes_too_long() ->
     coordinator.decide(100.1)
     text, end = end_of(coordinator)
     assert end is not None
-    assert "never heard of: rank 1" in text
+    assert "never connected: rank 1" in text
 
 
 def test_what_goes_on_after_all_is_no_hang() -> None:
@@ -281,7 +281,7 @@ def test_the_first_rank_that_is_gone_is_blamed_and_recorded_by_another() -> None
     actions = coordinator.decide(100.2).commands
     assert [(o["command"], o["reporting_rank"]) for o in actions] == [("record", 0)]
     text, end = end_of(coordinator, 100.4)
-    assert text.startswith("[rank 0/3 gpu01] ended without a word")
+    assert text.startswith("[rank 0/3 gpu01] died without an error message")
     assert end is not None
     assert end["status"] == 1
 

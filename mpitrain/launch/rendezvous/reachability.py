@@ -22,8 +22,8 @@ MAX_STRANGERS = 256  # open connections without a proof; others wait
 
 TIMED_OUT = "timed out"
 REFUSED = "refused"
-SILENT = "accepted, no answer"
-SOMEBODY_ELSE = "answered by somebody else"
+SILENT = "connected, but no reply"
+SOMEBODY_ELSE = "another program answered"
 
 
 def listen(address: str) -> socket.socket:

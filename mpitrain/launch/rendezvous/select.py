@@ -287,7 +287,7 @@ def select_offer(
         )
         lines.append(f"  {offer}: {'; '.join(results)}")
     raise LaunchError(
-        f"no address of rank zero's host {host} is reached by all other nodes.\n"
+        f"no address of rank zero's host {host} is reachable from every other node.\n"
         + ("\n".join(lines) or "  It has none that is up.")
         + "\nExpected one network that joins all nodes. Look for a firewall, or "
         "leave those hosts out of the job."
