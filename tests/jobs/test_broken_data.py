@@ -231,12 +231,8 @@ def test_a_killed_process_ends_the_job_and_leaves_no_worker(
     assert job.returncode != 0
     (line,) = [line for line in said.splitlines() if line.startswith("[rank ")]
     assert line.startswith("[rank 1/3 "), said
-    why = (
-        "died without an error message (killed"
-        if victim == "rank"
-        else "DataLoader worker (pid"
-    )
-    assert why in line
+    of_rank, of_worker = "died without an error message", "DataLoader worker (pid"
+    assert (of_rank if victim == "rank" else of_worker) in line
 
 
 def tree(pid: int) -> list[int]:
