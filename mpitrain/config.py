@@ -115,8 +115,8 @@ class LearningConfig:
     micro_batch_size: int | None = resumable(
         None, minimum=1, changes_bits=True, is_common=True
     )
-    """Samples per forward pass of a rank; gradients are accumulated. Default: all of
-    the rank's; with --bitwise an eighth of the step."""
+    """Samples per forward pass; gradients are accumulated. Default: all of the rank's;
+    with --bitwise an eighth of the step."""
     optimizer: Optimizer = setting("sgd", is_common=True)
     """Optimizer of torch.optim; sgd uses Nesterov momentum."""
     lr: float | None = setting(None, minimum=0, is_common=True)

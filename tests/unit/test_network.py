@@ -120,7 +120,7 @@ def test_no_common_address_is_one_error_with_the_table() -> None:
         (reached(SLOW), refused): ["c"],
         (lost, refused): [f"n{i}" for i in range(100)],
     }
-    with pytest.raises(LaunchError, match="rank zero's host a is reached") as caught:
+    with pytest.raises(LaunchError, match="rank zero's host a is reachable") as caught:
         select.select_offer("a", offers_of(SLOW, DOCKER), attempts)
     first, second = str(caught.value).splitlines()[1:3]
     assert first == (
