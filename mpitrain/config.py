@@ -219,8 +219,8 @@ class CheckpointConfig:
     keep_checkpoints: int | None = run_setting(3, minimum=1)
     """Keep the N newest checkpoints and the best one; None: all."""
     best_by: str | None = command_only(None)
-    """Validation metric of the best checkpoint: NAME, min:NAME or max:NAME. Lower is
-    better for a NAME with loss or error in it. Default: accuracy, else loss."""
+    """Metric of the best checkpoint: min:NAME, max:NAME, or NAME (loss and error: min).
+    Default: accuracy, else loss."""
     resume: str = run_setting("auto", is_common=True, is_set_by_sweep=True)
     """auto: resume the run of this --name. never: fail if it exists. Or a run folder
     or checkpoint that a new run starts from."""
