@@ -122,6 +122,8 @@ def _parse(flags: Sequence[Flag], words: Sequence[str], program: str) -> dict[st
     positional = (flag for flag in flags if not flag.name)
     values: dict[str, Any] = {}
     rest = list(words)
+    if rest[-1:] == ["--"]:  # as before the words of nothing, in a job script
+        rest.pop()
     while rest:
         after = words[max(0, len(words) - len(rest) - 2) : len(words) - len(rest)]
         word = rest.pop(0)
@@ -156,7 +158,7 @@ def _parse(flags: Sequence[Flag], words: Sequence[str], program: str) -> dict[st
 
 def _is_value(word: str) -> bool:
     """Whether a word is no flag; a number may be negative."""
-    return re.match(r"-[^\d.]", word) is None
+    return re.match(r"-(?!\d|\.|inf$|nan$).", word) is None
 
 
 def _read(flag: Flag, word: str) -> Any:

@@ -53,7 +53,7 @@ class IterableStyle:
         self._seed = seed
         self._num_workers = num_workers
         self._method = method
-        self._example: LoadedBatch | None = None
+        self._first: tuple[int, Any] | None = None  # number and sample
 
     @property
     def has_shards(self) -> bool:
@@ -76,17 +76,18 @@ class IterableStyle:
 
     def example(self, num_rows: int = 1) -> LoadedBatch:
         """Return the first sample; repeated, if ``num_rows`` are wanted."""
-        if num_rows > 1:
-            return self.reread_example(num_rows)
-        if self._example is None:
-            self._example = self.reread_example()
-        return self._example
+        if self._first is None:  # read once: in the middle of a training others wait
+            self._first = self._read_first()
+        return raise_if_bad(collate([self._first] * num_rows))
 
-    def reread_example(self, num_rows: int = 1) -> LoadedBatch:
+    def reread_example(self) -> LoadedBatch:
         """Read the same sample again; it differs if the stream is random."""
+        return raise_if_bad(collate([self._read_first()]))
+
+    def _read_first(self) -> tuple[int, Any]:
         with seeded(self._seed, 0, 0):
             for sample in self.dataset:
-                return raise_if_bad(collate([(0, sample)] * num_rows))
+                return 0, sample
         raise DataError(f"the stream {type(self.dataset).__name__!r} has no samples")
 
     def batches(self, rank_shard: RankShard, epoch: int) -> Iterator[LoadedBatch]:

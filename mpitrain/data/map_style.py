@@ -59,7 +59,7 @@ class MapStyle:
         self._collate = functools.partial(collate, skip=skip)
         self._order = order
         self._loader: DataLoader[Any] | None = None
-        self._example: LoadedBatch | None = None
+        self._first: tuple[int, Any] | None = None  # number and sample
         self._options: dict[str, Any] = {
             "batch_sampler": self._batch_sampler,
             "collate_fn": self._collate,
@@ -82,19 +82,18 @@ class MapStyle:
         return self._order(seed, epoch)
 
     def example(self, num_rows: int = 1) -> LoadedBatch:
-        """Read the first sample that can be read, of the first hundred.
+        """Return the first sample that can be read; repeated, if rows are wanted."""
+        if self._first is None:  # read once: in the middle of a training others wait
+            self._first = self._find_first()
+        return raise_if_bad(self._collate([self._first] * num_rows))
 
-        It is repeated, if ``num_rows`` are wanted.
-        """
-        if num_rows > 1:
-            return self._read(int(self.example().indices[0]), num_rows)
-        if self._example is not None:
-            return self._example
+    def _find_first(self) -> tuple[int, Any]:
         tries = min(self.num_samples, MAX_TRIES)
-        for loaded in map(self._read, range(tries)):
+        for index in range(tries):
+            first = self._sample_dataset[0, index]
+            loaded = raise_if_bad(self._collate([first]))
             if len(loaded.indices):
-                self._example = loaded
-                return loaded
+                return first
         raise DataError(
             f"none of the first {tries} samples can be read; the last is "
             f"{loaded.skipped[0]}"
@@ -102,11 +101,8 @@ class MapStyle:
 
     def reread_example(self) -> LoadedBatch:
         """Read the same sample again; it differs if the data set is random."""
-        return self._read(int(self.example().indices[0]))
-
-    def _read(self, index: int, num_rows: int = 1) -> LoadedBatch:
-        samples = [self._sample_dataset[0, index]] * num_rows
-        return raise_if_bad(self._collate(samples))
+        index = int(self.example().indices[0])
+        return raise_if_bad(self._collate([self._sample_dataset[0, index]]))
 
     def batches(self, rank_shard: RankShard, epoch: int) -> Iterator[LoadedBatch]:
         """Read batches, ahead of time if there are workers."""

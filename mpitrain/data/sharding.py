@@ -166,8 +166,8 @@ class RankShard:
     def steps(self) -> Iterator[tuple[int, list[Indices]]]:
         """Yield each step: its samples over all ranks, and this rank's micro-batches.
 
-        Without a `assignment` all ranks have the same number of micro-batches; some may
-        be empty. With one they have what it says, or an empty one.
+        Without an `assignment` all ranks have the same number of micro-batches; some
+        may be empty. With one they have what it says, or an empty one.
 
         >>> order = np.array([7, 3, 9, 1, 4])
         >>> shard = RankShard(rank=1, world_size=2, global_batch_size=3, order=order)

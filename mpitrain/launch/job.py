@@ -87,6 +87,7 @@ class Job:
         # A launch by `run`, without process group, for the script's `init`.
         self.pending: LaunchConfig | None = None
         self.run_dir: Path | None = None  # where it is recorded how the job ends
+        self.run_dirs: set[Path] = set()  # that this process has opened, resolved
         # Of torch, that a training has changed, as they were before it.
         self.torch_settings: dict[str, Any] = {}
         self._comm = comm
@@ -343,6 +344,8 @@ def start_job(
     job.start_seconds["starting MPI"] = time.perf_counter() - started
     if before is None:
         watchdog.idle()
+    else:  # another job in this process: torch's settings are the process's
+        job.torch_settings = before.torch_settings
     Job.current = job
     return job
 

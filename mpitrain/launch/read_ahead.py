@@ -32,7 +32,9 @@ def read_ahead(on_progress: Callable[[], object]) -> int:
     """
     num_bytes = 0
     spec = None if "torch" in sys.modules else importlib.util.find_spec("torch")
-    folder = Path(spec.origin if spec and spec.origin else "/none").parent
+    if spec is None or spec.origin is None:
+        return 0
+    folder = Path(spec.origin).parent
     with suppress(OSError), ThreadPoolExecutor(16) as readers:
         if file_system(folder).startswith(NETWORK_FILE_SYSTEMS):
             parts = [(path, 0) for path in folder.rglob("*.py")]

@@ -8,6 +8,7 @@ Imports no torch.
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -101,6 +102,9 @@ class BackgroundWriter:
                 num_bytes = self._write(data)
             except OSError as failed:
                 error = failed
+            except Exception as failed:  # such as a file that somebody has closed
+                print(f"{self._name}: {failed!r}", file=sys.stderr)
+                num_bytes = len(data)  # gone: it would fail again
             with self._changed:
                 self._error = error
                 if num_bytes < len(data):

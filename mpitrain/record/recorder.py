@@ -17,7 +17,7 @@ from mpitrain.files import finite, write_json
 from mpitrain.launch.job import Job, current_world
 from mpitrain.record.jsonl import CLOSE_SECONDS, JsonlWriter
 from mpitrain.record.run_dir import log_path, open_log, read_result
-from mpitrain.record.runs import is_finished, open_run
+from mpitrain.record.runs import Exists, is_finished, open_run
 from mpitrain.train.callbacks import Callback
 from mpitrain.train.metrics import EpochMetrics, StepMetrics, Throughput
 from mpitrain.train.progress import SecondsLeft, finished_line, format_metrics
@@ -100,10 +100,11 @@ class Recorder(Callback):
             return
         if self._start_seconds is None:
             self._start_seconds = age_seconds()
-        if not self.is_open:
-            path = self.run_dir.resolve()
-            open_run(path.parent, path.name, exists="refuse")
-            self.is_open = True
+        path, job = self.run_dir.resolve(), Job.current
+        if not self.is_open and not (job and path in job.run_dirs):
+            exists: Exists = "resume" if self._before or self._result else "refuse"
+            open_run(path.parent, path.name, exists=exists)
+        self.is_open = True
         write_json(self.run_dir / "inputs.json", trainer.task.inputs)
         self._open(keep_bytes=self._before.get("metrics_bytes", 0))
         self._result = {

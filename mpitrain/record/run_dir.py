@@ -59,8 +59,12 @@ class Screen(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write a record."""
-        with contextlib.suppress(OSError):  # nobody reads it any more
+        try:
             say(self.format(record), sys.stderr)
+        except OSError:
+            pass  # nobody reads it any more
+        except Exception:
+            self.handleError(record)
 
 
 class LogFile(logging.Handler):

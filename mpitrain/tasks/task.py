@@ -48,7 +48,8 @@ class Task:
 
     A task of your own inherits this class, overrides `training_step` and
     `validation_step`, or `loss` and `metrics`, and is passed as ``Trainer(task=...)``.
-    ``batch`` is a `Batch`: inputs and targets on this rank's device.
+    ``batch`` is a `Batch`: inputs and targets on this rank's device. An override of
+    `set_up` or ``__init__`` calls that of this class first.
 
     Attributes:
         config: The configuration, from `set_up` on.
@@ -61,6 +62,9 @@ class Task:
     prepends_partner = False
     """Whether each micro-batch has one sample more in front: the one before its first
     in the step, on whatever rank."""
+
+    has_trainer = False
+    """Whether a `Trainer` was made with it: it is no other one's."""
 
     config: TrainConfig
     world: World

@@ -27,7 +27,7 @@ OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
 }
 
 NO_GRADIENT = (
-    "no weight has a gradient after the backward pass; expected a loss computed from "
+    "no weight gets a gradient in the backward pass; expected a loss computed from "
     "what the model returns, without detach() and no_grad(). With --strategy fsdp "
     "the model has to return tensors, or tuples, lists, dicts or dataclasses of them: "
     "FSDP does not find those in other objects, such as torch.distributions"

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from mpitrain.data.sharding import Indices
+from mpitrain.errors import UsageError
 from mpitrain.torch_compat import all_gather_flat
 from mpitrain.train.metrics import (
     BACKWARD,
@@ -34,6 +35,8 @@ SYNC_SECONDS = 2.0  # about how often the ranks synchronize the metrics of their
 
 MAX_STEPS = 512  # between two synchronizations: steps may become slower
 MAX_ROWS = 1 << 18  # steps times ranks: every rank receives so many numbers
+
+MAX_NORM_DIFFERENCE = 1e-3  # between ranks, relative
 
 THROUGHPUT_SECONDS = 1.25
 """Seconds of steps that a `Throughput` covers at least, across epochs; fewer before a
@@ -109,9 +112,14 @@ class PendingSteps:
         self._seconds += seconds
         # Gathered and summed in the order of the ranks: an all-reduce may take another
         # order for each place of its tensor, and so for each number of steps.
-        own = (self._seconds, _micro_batch_seconds(steps, step_seconds))
+        own = (
+            self._seconds,
+            _micro_batch_seconds(steps, step_seconds),
+            steps[-1].grad_norm,
+        )
         of_ranks = all_gather(array("d", (*own, *_sums_of(steps))), self._device)
         self.micro_batch_seconds = of_ranks[:, 1].tolist()
+        _check_equal_norms(of_ranks[:, 2].tolist(), state.step)
         found = functools.reduce(np.add, of_ranks)[len(own) :].tolist()
         sums, counts = found[:num], found[num:]
         if self._micro_batch_size is not None:
@@ -195,6 +203,20 @@ def sum_over_ranks(values: Tensor) -> Tensor:
     if dist.get_world_size() > 1:
         dist.all_reduce(values)
     return values
+
+
+def _check_equal_norms(norms: list[float], step: int) -> None:
+    """Refuse gradients that are not reduced: models of the ranks would drift apart.
+
+    The norms differ in their last digits where the processors do.
+    """
+    low, high = min(norms), max(norms)
+    if high - low > MAX_NORM_DIFFERENCE * high:
+        raise UsageError(
+            f"the norm of the gradient in step {step} is {low:.6g} to {high:.6g} on "
+            "the ranks; expected the same on all: let the strategy reduce the gradients "
+            "of every weight in reduce_gradients(), or in the backward pass"
+        ).on_all_ranks()
 
 
 def _micro_batch_seconds(steps: list[_Step], step_seconds: StepSeconds) -> float:

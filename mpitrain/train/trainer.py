@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from mpitrain.config import TrainConfig
 from mpitrain.data.custom import refuse_loader
 from mpitrain.data.loader import Batch, RankStep
-from mpitrain.data.samples import BadRow
+from mpitrain.data.samples import BadRow, kind_of
 from mpitrain.data.transforms import Statistics
 from mpitrain.errors import DataError, NonFiniteError, Stopped, UsageError
 from mpitrain.launch.init import init
@@ -30,6 +31,7 @@ from mpitrain.train.engine import Engine
 from mpitrain.train.evaluate import Evaluation, sum_over_samples
 from mpitrain.train.metrics import StepMetrics, TrainState
 from mpitrain.train.nonfinite import handle_nonfinite
+from mpitrain.train.optimizer import NO_GRADIENT
 from mpitrain.train.progress import EpochLines
 from mpitrain.train.step_metrics import THROUGHPUT_SECONDS, Losses, PendingSteps
 from mpitrain.train.strategy.base import Strategy
@@ -42,7 +44,7 @@ logger = logging.getLogger("mpitrain")
 class Trainer:
     """Trains a model, on one rank or many, with the same result.
 
-    Override `loss`, `metrics` or `compute_loss`, or pass the first two.
+    Override `loss`, `metrics` or `compute_loss`, pass the first two, or pass a `Task`.
 
     Args:
         model: Trained in place. All ranks start with rank zero's weights.
@@ -109,13 +111,18 @@ class Trainer:
                 "mean_std and num_classes are ImageClassification's; expected them as "
                 "arguments of the task, or no task"
             )
+        if task is not None and (not isinstance(task, Task) or task.has_trainer):
+            raise UsageError(
+                f"task={task!r}; expected an object of a class of mpitrain.Task that "
+                "no other Trainer has"
+            )
         self._has_default_task = task is None
         self.task = task or ImageClassification(mean_std, num_classes)
-        overrides = type(self).loss, type(self).metrics
-        if loss or metrics or overrides != (Trainer.loss, Trainer.metrics):
-            # What a script passes, or overrides here, stands in for the task's. Not
-            # always: it makes a circle, which keeps a model in memory for a while.
-            vars(self.task).update(loss=self.loss, metrics=self.metrics)
+        self.task.has_trainer = True
+        # What a script passes, overrides or assigns here stands in for the task's.
+        vars(self.task).update(
+            {name: _call_of(weakref.ref(self), name) for name in ("loss", "metrics")}
+        )
         self.find_unused_parameters = find_unused_parameters
         self.callbacks = [EpochLines()] if callbacks is None else list(callbacks)
         self.callbacks.sort(key=lambda callback: callback.runs_last)
@@ -196,13 +203,13 @@ class Trainer:
         lr = engine.plan.learning_rate(engine.stage, state.epoch, step.number)
         scale = engine.begin_step(lr, step.num_samples)
         losses: list[Losses] = []
-        self._step_number = step.number
         if strategy.communicates_before_step:
             with timer("communication"):
                 strategy.begin_step(state.epoch, step.number, step.num_samples)
         for batch in step.micro_batches:
             is_last = len(losses) + 1 == step.num_micro_batches
             with strategy.micro_batch(is_last=is_last), engine.norm_statistics(batch):
+                batch.epoch, batch.step = state.epoch, step.number
                 self.call("on_batch_start", batch)
                 with timer("forward"):
                     loss = self._sum_of_losses(batch)
@@ -398,7 +405,7 @@ class Trainer:
         Collective over all ranks.
         """
         assert self.world is not None
-        kind = self._strategy or choose_strategy(self.config, self.world)
+        kind = choose_strategy(self.config, self.world, self._strategy)
         strategy = kind(self.config, self.world)
         strategy.configure_torch()
         refuse_loader(self.test_data, "the test data")
@@ -472,9 +479,10 @@ class Trainer:
             engine.close()
 
     def _sum_of_losses(self, batch: Batch) -> Tensor:
-        batch.epoch, batch.step = self.state.epoch, self._step_number
         try:
             losses = self.compute_loss(batch)
+            if not isinstance(losses, Tensor) or not losses.requires_grad:
+                raise DataError(f"the loss is {kind_of(losses)}: {NO_GRADIENT}")
             warn_of_scalars({"loss": losses}, self._warned_of)
             if not self._is_task_step:
                 self.task.refuse_other_step()
@@ -490,3 +498,12 @@ class Trainer:
             self.sync_metrics(flush=True)  # report the steps before
             raise
         self.state.skipped_steps += 1
+
+
+def _call_of(trainer: weakref.ref[Trainer], name: str) -> Callable[[Any, Any], Any]:
+    """Return a call of a method by its name, which keeps no trainer in memory."""
+
+    def call(outputs: Any, targets: Any) -> Any:
+        return getattr(trainer(), name)(outputs, targets)
+
+    return call

@@ -250,7 +250,7 @@ def test_a_step_without_a_gradient_is_an_error(world: World, name: str) -> None:
     kind, settings = NO_GRADIENT[name]
     model = kind()
     before = model.state_dict()["head.weight"].double().clone()
-    with pytest.raises(DataError, match="no weight has a gradient") as caught:
+    with pytest.raises(DataError, match="no weight gets a gradient") as caught:
         fit_objects(world, model, **settings)
     assert caught.value.reporting_rank == 0
     if "fsdp" not in settings.values():

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from mpitrain import Task, TrainConfig, Trainer, UsageError, World
+from mpitrain import DataError, Strategy, Task, TrainConfig, Trainer, UsageError, World
 
 PAGE = Path(__file__).parents[2] / "docs/reference/tasks-and-strategies.md"
 
@@ -29,15 +29,21 @@ def numbers(num: int) -> TensorDataset:
     return TensorDataset(inputs, inputs.sum(1, keepdim=True))
 
 
-def trained(world: World, **kinds: Any) -> tuple[dict[str, float], list[torch.Tensor]]:
+def made(world: World, settings: dict[str, Any], **kinds: Any) -> Trainer:
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
     config = TrainConfig(
-        precision="fp64", epochs=2, global_batch_size=12, micro_batch_size=3
+        precision="fp64", epochs=2, global_batch_size=12, micro_batch_size=3, **settings
     )
-    trainer = Trainer(
+    return Trainer(
         model, numbers(31), numbers(7), config, world=world, callbacks=(), **kinds
     )
+
+
+def trained(
+    world: World, settings: dict[str, Any] | None = None, **kinds: Any
+) -> tuple[dict[str, float], list[torch.Tensor]]:
+    trainer = made(world, settings or {}, **kinds)
     found = trainer.fit()
     return dict(found.values), list(trainer.state_dict().values())
 
@@ -69,3 +75,47 @@ def test_a_task_without_a_loss_says_what_it_lacks(world: World) -> None:
 def test_arguments_of_the_default_task_do_not_go_with_another(world: World) -> None:
     with pytest.raises(UsageError, match="num_classes are ImageClassification's"):
         trained(world, task=Task(), num_classes=3)
+
+
+def test_a_task_is_one_trainers(world: World) -> None:
+    task = classes_of_the_page()["Regression"]()
+    trained(world, task=task)
+    with pytest.raises(UsageError, match="no other Trainer has"):
+        trained(world, task=task)
+    with pytest.raises(UsageError, match="expected an object of a class"):
+        trained(world, task=type(task))
+
+
+def test_a_strategy_that_does_not_reduce_is_an_error(world: World) -> None:
+    if world.world_size > 1:
+        with pytest.raises(UsageError, match="norm of the gradient in step 1 is"):
+            trained(world, strategy=Strategy)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "settings", "expected"),
+    [
+        ("ddp", {}, "expected a class of mpitrain.Strategy"),
+        (Strategy, {"bitwise": True}, "does not go with bitwise or strategy"),
+        (Strategy, {"strategy": "fsdp"}, "does not go with bitwise or strategy"),
+    ],
+)
+def test_a_strategy_is_chosen_once(
+    world: World, strategy: Any, settings: dict[str, Any], expected: str
+) -> None:
+    with pytest.raises(UsageError, match=expected):
+        trained(world, settings, strategy=strategy)
+
+
+def test_a_loss_may_be_assigned(world: World) -> None:
+    trainer = made(world, {})
+    trainer.loss = lambda outputs, targets: (outputs - targets).square()  # type: ignore[method-assign]
+    trainer.metrics = lambda outputs, targets: {}  # type: ignore[method-assign]
+    expected, _ = trained(world, task=classes_of_the_page()["Regression"]())
+    assert trainer.fit().loss == pytest.approx(expected["loss"], rel=1e-9)
+
+
+@pytest.mark.parametrize("returned", [None, 0.5, torch.tensor(0.5)])
+def test_a_loss_without_a_gradient_is_named(world: World, returned: Any) -> None:
+    with pytest.raises(DataError, match="the loss is .*no weight gets a gradient"):
+        trained(world, loss=lambda *_: returned)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -136,7 +135,7 @@ def test_a_bar_has_its_words_and_leaves_the_screen_tidy(
 def test_a_warning_stands_on_a_line_of_its_own_beside_a_bar(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    screen = Screen(sys.stderr)
+    screen = Screen()
     bar = ProgressBar()
     bar.start(1, 10, 0)
     screen.emit(logging.LogRecord("x", logging.WARNING, "", 0, "late", None, None))

@@ -87,9 +87,9 @@ TRAINER: Any = SimpleNamespace(
     engine=SimpleNamespace(
         world=a_world(),
         plan=SimpleNamespace(total_steps=4, num_epochs=2, steps_per_epoch=2),
-        micro_batch_counts=[2, 1],
-        inputs={},
+        strategy=SimpleNamespace(micro_batch_counts=[2, 1]),
     ),
+    task=SimpleNamespace(inputs={}),
     state=TrainState(step=2),
     resumed_from="step-00000002",
     config=SimpleNamespace(global_batch_size=8),

@@ -384,7 +384,7 @@ def test_the_command_prints_one_line_per_set(
 @pytest.mark.parametrize(
     ("words", "status", "text"),
     [
-        ([], 2, "which?"),
+        ([], 2, "missing name"),
         (["mnist2"], 2, "'mnist2' is not known"),
         (["mnist", "imagenet"], 2, "'imagenet' is not known"),
         (["mnist", "--mirror", "nowhere"], 2, "--mirror 'nowhere'"),

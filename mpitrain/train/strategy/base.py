@@ -40,11 +40,11 @@ class Strategy:
     ``Trainer(strategy=MyStrategy)``. The trainer makes one for each `fit`, and calls
     `wrap` for each stage. A step is::
 
-        begin_step(...)                                   # if communicates_before_step
+        begin_step(...)                                   # if it is overridden
         for each micro-batch of this rank:
             with micro_batch(is_last=...):
                 loss = forward(inputs) ...                # and loss.backward()
-        reduce_gradients()                                # if communicates_after_step
+        reduce_gradients()                                # if it is overridden
         grad_norm(...)                                    # then the optimizer steps
 
     After it every rank has in ``weight.grad`` the sum of the gradients over all ranks,
@@ -57,8 +57,11 @@ class Strategy:
         module: What `forward` calls: the model, or a wrapper of it.
         assignment: Which rank takes which micro-batches of a step, cut from the step
             alone; ``None``: each rank cuts its own shard of the step.
-        micro_batch_number: Of the present micro-batch in the step, if `assignment` is
-            given.
+        micro_batch_number: Of the present micro-batch in the step: with fixed
+            micro-batches `micro_batch` sets it, for the recorded losses.
+        communicates_before_step: Whether `begin_step` is called, its time counted as
+            communication; if it is overridden.
+        communicates_after_step: Likewise `reduce_gradients`.
         micro_batch_counts: Micro-batches of a step on each rank, once they differ.
     """
 
@@ -67,10 +70,6 @@ class Strategy:
     """Whether gradients are averaged over the ranks, not summed."""
     reduces_in_backward = False
     """Whether the end of a backward pass waits for the other ranks."""
-    communicates_before_step: bool = False
-    """Whether `begin_step` is called before the micro-batches of a step."""
-    communicates_after_step = False
-    """Whether `reduce_gradients` is called after the micro-batches of a step."""
     micro_batches_are_fixed = False
     """Whether micro-batches are the same on any number of ranks."""
     is_sharded = False
@@ -81,8 +80,17 @@ class Strategy:
     assignment: MicroBatchAssignment | None = None
     micro_batch_number = 0
 
+    def __init_subclass__(cls) -> None:
+        if "name" not in vars(cls):
+            cls.name = cls.__name__
+
     def __init__(self, config: TrainConfig, world: World) -> None:
         self.config, self.world = config, world
+        kind = type(self)
+        self.communicates_before_step = kind.begin_step is not Strategy.begin_step
+        self.communicates_after_step = (
+            kind.reduce_gradients is not Strategy.reduce_gradients
+        )
         self.micro_batch_counts: list[int] = []
         self._is_16_bit = is_16_bit(config)
 

@@ -58,8 +58,6 @@ class BitwiseDDPStrategy(Strategy):
     name = "ddp"
     averages_gradients = False
     reduces_in_backward = False
-    communicates_before_step = True
-    communicates_after_step = True
     micro_batches_are_fixed = True
     is_interleaved = False  # whether each rank takes one micro-batch in turn
 

@@ -25,12 +25,26 @@ BITWISE: dict[str, type[Strategy]] = {
 }
 
 
-def choose_strategy(config: TrainConfig, world: World) -> type[Strategy]:
-    """Return the class of the configured strategy.
+def choose_strategy(
+    config: TrainConfig, world: World, custom: type[Strategy] | None = None
+) -> type[Strategy]:
+    """Return the class of the configured strategy, or a custom one.
 
     Raises:
         UsageError: This job cannot do it; on every rank.
     """
+    if custom is not None:
+        if not (isinstance(custom, type) and issubclass(custom, Strategy)):
+            raise UsageError(
+                f"strategy={custom!r}; expected a class of mpitrain.Strategy, not an "
+                "object. A name is TrainConfig(strategy=...)"
+            ).on_all_ranks()
+        if config.bitwise or config.strategy != "auto":
+            raise UsageError(
+                f"strategy={custom.__name__} does not go with bitwise or strategy of "
+                "the configuration; expected one of both"
+            ).on_all_ranks()
+        return custom
     name = config.strategy
     if name == "auto":
         name = "ddp" if world.world_size > 1 else "single"
