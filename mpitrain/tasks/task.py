@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -63,8 +64,7 @@ class Task:
     """Whether each micro-batch has one sample more in front: the one before its first
     in the step, on whatever rank."""
 
-    has_trainer = False
-    """Whether a `Trainer` was made with it: it is no other one's."""
+    _has_trainer = False
 
     config: TrainConfig
     world: World
@@ -72,6 +72,23 @@ class Task:
 
     def __init__(self) -> None:
         self.inputs: dict[str, Any] = {}
+
+    def bind(self, trainer: Any) -> None:
+        """Let a trainer's `loss` and `metrics` stand in for those of the task; once.
+
+        They are looked up at each call, so that a script may override or assign them,
+        and without a reference to the trainer, which would keep a model in memory.
+        """
+        if not isinstance(self, Task) or self._has_trainer:
+            raise UsageError(
+                f"task={self!r}; expected an object of a class of mpitrain.Task that "
+                "no other Trainer has"
+            )
+        self._has_trainer, found = True, weakref.ref(trainer)
+        vars(self).update(
+            loss=lambda *args: found().loss(*args),  # type: ignore[union-attr]
+            metrics=lambda *args: found().metrics(*args),  # type: ignore[union-attr]
+        )
 
     def set_up(
         self, config: TrainConfig, world: World, train: Samples, val: Samples

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
@@ -111,18 +110,9 @@ class Trainer:
                 "mean_std and num_classes are ImageClassification's; expected them as "
                 "arguments of the task, or no task"
             )
-        if task is not None and (not isinstance(task, Task) or task.has_trainer):
-            raise UsageError(
-                f"task={task!r}; expected an object of a class of mpitrain.Task that "
-                "no other Trainer has"
-            )
         self._has_default_task = task is None
         self.task = task or ImageClassification(mean_std, num_classes)
-        self.task.has_trainer = True
-        # What a script passes, overrides or assigns here stands in for the task's.
-        vars(self.task).update(
-            {name: _call_of(weakref.ref(self), name) for name in ("loss", "metrics")}
-        )
+        Task.bind(self.task, self)
         self.find_unused_parameters = find_unused_parameters
         self.callbacks = [EpochLines()] if callbacks is None else list(callbacks)
         self.callbacks.sort(key=lambda callback: callback.runs_last)
@@ -498,12 +488,3 @@ class Trainer:
             self.sync_metrics(flush=True)  # report the steps before
             raise
         self.state.skipped_steps += 1
-
-
-def _call_of(trainer: weakref.ref[Trainer], name: str) -> Callable[[Any, Any], Any]:
-    """Return a call of a method by its name, which keeps no trainer in memory."""
-
-    def call(outputs: Any, targets: Any) -> Any:
-        return getattr(trainer(), name)(outputs, targets)
-
-    return call
