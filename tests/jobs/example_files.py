@@ -67,7 +67,8 @@ def write_all(home: Path) -> None:
     Args:
         home: Gets `data`, `torch` (for TORCH_HOME), `dinov2` and a file of weights.
     """
-    write_idx(home / "data/MNIST/raw", num_train=240, num_val=100)
+    for name in ("MNIST", "FashionMNIST"):
+        write_idx(home / f"data/{name}/raw", num_train=240, num_val=100)
     write_folder(home / "data/hymenoptera_data")
     write_hub_repository(home / "torch/hub/facebookresearch_dinov2_main")
     write_hub_repository(home / "dinov2")

@@ -126,6 +126,8 @@ def test_what_cannot_be_done_is_told(
 def bright(openmpi: Mpi, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a run of IDX files whose mean is far from a half."""
     made = tmp_path_factory.mktemp("bright")
+    raw = made / "MNIST/raw"
+    raw.mkdir(parents=True)
     random = np.random.default_rng(0)
     for part, num in (("train", 400), ("t10k", 100)):
         labels = np.arange(num) % 10
@@ -133,7 +135,7 @@ def bright(openmpi: Mpi, tmp_path_factory: pytest.TempPathFactory) -> Path:
         for image, label in zip(images, labels, strict=True):
             image[label : label + 3] += 12
         for name, array in (("images-idx3", images), ("labels-idx1", labels)):
-            (made / f"{part}-{name}-ubyte").write_bytes(idx_bytes(array))
+            (raw / f"{part}-{name}-ubyte").write_bytes(idx_bytes(array))
         np.savez(made / f"{part}.npz", images=images, labels=labels)
     words = ("--data", "mnist", "--data-dir", ".", "--epochs", "6", "--device", "cpu")
     done = mpirun(openmpi, 2, "-m", "mpitrain", "--name", "a", *words, cwd=made)

@@ -49,8 +49,8 @@ dist.all_reduce(torch.ones(1))
         ("openmpi-5", "raise", 1, "ArithmeticError: this is the fault"),
         ("mpich", "exit", 3, "sys.exit(3)"),
         ("openmpi-4.1", "interrupt", 130, "interrupted by Ctrl-C (SIGINT)"),
-        ("openmpi-5", "exit-hard", None, "by os._exit; it was at: in the script"),
-        slow("mpich", "exit-hard", None, "by os._exit; it was at: in the script"),
+        ("openmpi-5", "exit-hard", None, "os._exit); it was at: in the script"),
+        slow("mpich", "exit-hard", None, "os._exit); it was at: in the script"),
         ("openmpi-4.1", "kill", None, "in the script"),
         ("openmpi-5", "abort", 7, None),  # MPI says it
     ],

@@ -27,14 +27,14 @@ def strike():
         Path("time").write_text(str(time.time()))
         FAULT
 
-import mpitrain.launch.exit_guard as guard
+import mpitrain.launch.job as job
 import mpitrain.launch.init as stages
 import mpitrain
 """
 
 STAGES = {
-    "before MPI starts": "begin = guard.start_mpi\n"
-    "guard.start_mpi = lambda **words: (strike(), begin(**words))[1]\n",
+    "before MPI starts": "begin = job.start_mpi\n"
+    "job.start_mpi = lambda **words: (strike(), begin(**words))[1]\n",
     "in import torch": "begin = stages._import_torch\n"
     "stages._import_torch = lambda: (strike(), begin())[1]\n",
     "at the network": "begin = stages.select.find_rendezvous\n"
