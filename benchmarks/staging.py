@@ -25,7 +25,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "jobs"), str(ROOT / "tests")]
 from cluster.hosts import VirtualHosts, virtual_hosts  # noqa: E402
 from cluster.test_stage import slow_links, stage  # noqa: E402
 from record import about, write  # noqa: E402
-from staged import make_environment  # noqa: E402
+from stage_environment import make_environment  # noqa: E402
 
 
 def main() -> None:
