@@ -139,7 +139,8 @@ def _parse(flags: Sequence[Flag], words: Sequence[str], program: str) -> dict[st
             if flag is None or not (is_on or flag.hint is bool):
                 raise _unknown(word, name, by_name, program)
         if flag.hint is bool:
-            if value not in ("", "True", "False"):  # W&B's agent writes --tf32=True
+            # W&B's agent writes --tf32=True
+            if is_joined and value not in ("True", "False"):
                 raise _unexpected(value, (), program)
             values[flag.field] = is_on == (value != "False")
             continue

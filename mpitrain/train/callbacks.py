@@ -54,7 +54,7 @@ class Callback:
         """Called after each step, applied or skipped; its time is part of the step."""
 
     def on_metrics(self, trainer: Any, steps: Sequence[StepMetrics]) -> None:
-        """Called about every two seconds, when the ranks' metrics were all-reduced.
+        """Called about every two seconds, when the ranks' metrics were gathered.
 
         ``steps`` are those since the last call, of one epoch. ``trainer.step_times``
         holds where their time went on this rank.

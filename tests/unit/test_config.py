@@ -85,6 +85,7 @@ def test_a_mistake_in_the_file_names_the_file(
         ("--lr=", "--lr: found '', expected a number."),
         ("--lr -1e-3", "--lr must be at least 0, found -0.001"),
         ("--tf32=1", "unexpected '1'."),
+        ("--tf32=", "unexpected ''."),
         ("--lr 0.1 foo bar", "unexpected 'foo' after '--lr 0.1'."),
         ("-c print(1)", "unexpected '-c': options of Python stand before"),
         ("--nnodes 2", "unknown flag --nnodes: mpirun"),
