@@ -36,7 +36,7 @@ foreach_copy: Any = torch._foreach_copy_  # many tensors in one call
 foreach_norm: Any = torch._foreach_norm  # noqa: SLF001
 queue_backward_callback = torch.autograd.Variable._execution_engine.queue_callback  # noqa: SLF001
 tree_leaves = _pytree.tree_leaves
-tree_map_only = _pytree.tree_map_only
+tree_map = _pytree.tree_map
 
 _PYTHON_OP_TYPE = 100  # of a work object in Python (Work.hpp; torch 2.14.1, 2.15)
 

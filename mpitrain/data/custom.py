@@ -7,11 +7,12 @@ from collections.abc import Iterable, Iterator, Sequence, Sized
 from typing import Any
 
 from torch.utils import data as torchs
+from torch.utils.data import default_collate
 
 from mpitrain.data.in_memory import InMemory
 from mpitrain.data.iterable import IterableStyle
 from mpitrain.data.map_style import GETTERS, PAIR, MapStyle
-from mpitrain.data.samples import digest
+from mpitrain.data.samples import CollateFn, digest
 from mpitrain.data.workers import start_method
 from mpitrain.errors import DataError
 from mpitrain.mpi.shared_arrays import Communicator
@@ -43,21 +44,27 @@ def build_samples(
     ranks: Communicator,
     num_workers: int = 0,
     skip: bool = False,
+    collate_fn: CollateFn | None = None,
 ) -> Samples:
     """Make samples of a data set; collective over all ranks, which are compared.
 
-    It is a `TensorDataset` of inputs and targets, a map-style or iterable-style data
-    set of pairs, or samples already; `what` names it in messages.
+    It is a `TensorDataset`, a map-style or iterable-style data set, or samples already;
+    `what` names it in messages. A batch of pairs is inputs and targets; one of another
+    kind, which ``collate_fn`` may make, is both.
     """
     if isinstance(dataset, InMemory | MapStyle | IterableStyle):
         return dataset
     refuse_loader(dataset, what)
     classes = ranks.on_rank_zero(lambda: classes_of(dataset)[1], "share the classes")
-    method = start_method(world.num_nodes)
+    method, collate_fn = start_method(world.num_nodes), collate_fn or default_collate
     if not is_map_style(dataset):
         _check_stream(dataset, what)
         stream = IterableStyle(
-            dataset, seed=seed, num_workers=num_workers, method=method
+            dataset,
+            seed=seed,
+            num_workers=num_workers,
+            method=method,
+            collate_fn=collate_fn,
         )
         if not stream.has_shards:
             _warn_if_random(stream, what, world, ranks)
@@ -75,7 +82,7 @@ def build_samples(
     )
     if len(dataset) == 0:
         raise DataError(f"{what} has no samples")
-    if _is_pair_of_tensors(dataset):
+    if collate_fn is default_collate and _is_pair_of_tensors(dataset):
         samples: InMemory | MapStyle = InMemory(*dataset.tensors)
     else:
         samples = MapStyle(
@@ -85,6 +92,7 @@ def build_samples(
             method=method,
             skip=skip,
             pin=world.device != "cpu",
+            collate_fn=collate_fn,
         )
         try:
             samples.example()

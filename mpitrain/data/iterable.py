@@ -8,16 +8,17 @@ to another step at another number of ranks.
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data import IterableDataset, default_collate, get_worker_info
 
 from mpitrain.data.map_style import PADDING, collate, raise_if_bad
 from mpitrain.data.randomness import seeded
-from mpitrain.data.samples import LoadedBatch
+from mpitrain.data.samples import CollateFn, LoadedBatch
 from mpitrain.data.sharding import Indices, RankShard
 from mpitrain.data.workers import (
     StartMethod,
@@ -48,8 +49,10 @@ class IterableStyle:
         seed: int,
         num_workers: int = 0,
         method: StartMethod = "fork",
+        collate_fn: CollateFn = default_collate,
     ) -> None:
         self.dataset = dataset
+        self._collate = functools.partial(collate, collate_fn)
         self._seed = seed
         self._num_workers = num_workers
         self._method = method
@@ -78,11 +81,11 @@ class IterableStyle:
         """Return the first sample; repeated, if ``num_rows`` are wanted."""
         if self._first is None:  # read once: in the middle of a training others wait
             self._first = self._read_first()
-        return raise_if_bad(collate([self._first] * num_rows))
+        return raise_if_bad(self._collate([self._first] * num_rows))
 
     def reread_example(self) -> LoadedBatch:
         """Read the same sample again; it differs if the stream is random."""
-        return raise_if_bad(collate([self._read_first()]))
+        return raise_if_bad(self._collate([self._read_first()]))
 
     def _read_first(self) -> tuple[int, Any]:
         with seeded(self._seed, 0, 0):
@@ -94,14 +97,14 @@ class IterableStyle:
         """Read batches until the stream ends; then empty ones."""
         context = worker_context(self._method) if self._num_workers else None
         loader = build_loader(
-            _WorkerBatches(self.dataset, rank_shard, epoch, self._seed),
+            _WorkerBatches(self.dataset, rank_shard, epoch, self._seed, self._collate),
             batch_size=None,
             collate_fn=_identity,  # else arrays become tensors
             num_workers=self._num_workers,
             multiprocessing_context=context,
         )
         loaded = map(raise_if_bad, iterate_loader(loader))
-        nothing = collate([])
+        nothing = self._collate([])
         for indices in rank_shard:  # no worker makes the batches that are empty for us
             yield next(loaded, nothing) if len(indices) else nothing
 
@@ -113,8 +116,14 @@ class _WorkerBatches(IterableDataset[LoadedBatch]):
     """The batches that one worker makes: every n-th of its rank's."""
 
     def __init__(
-        self, dataset: Any, rank_shard: RankShard, epoch: int, seed: int
+        self,
+        dataset: Any,
+        rank_shard: RankShard,
+        epoch: int,
+        seed: int,
+        collate_samples: Callable[[list[tuple[int, Any]]], LoadedBatch],
     ) -> None:
+        self.collate = collate_samples
         self.dataset = dataset
         self.rank_shard = rank_shard
         self.epoch = epoch
@@ -141,7 +150,7 @@ class _WorkerBatches(IterableDataset[LoadedBatch]):
             if not batch:
                 return
             padding = [(PADDING, None)] * (self.rank_shard.min_rows - 1)
-            yield collate([*batch, *padding])
+            yield self.collate([*batch, *padding])
 
     def _from_shards(self, worker: int, num_workers: int) -> Iterator[tuple[int, Any]]:
         num_ranks, rank = self.rank_shard.stream_shard

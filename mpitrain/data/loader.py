@@ -30,8 +30,9 @@ class Batch:
     row, and batch norm needs two.
     """
 
-    # `(N or more, ...)`; with `Task.prepends_partner` one row more in front.
     inputs: Any
+    """`(N or more, ...)`; with `Task.prepends_partner` one row more in front. Or what
+    ``collate_fn`` returned, if that is no pair."""
     targets: Any  # `(N or more, ...)`; likewise
     indices: Indices  # numbers of the N samples, int64 `(N,)`
     num_rows: int  # N, or more with padding; that many losses are expected
@@ -188,9 +189,12 @@ class BatchLoader:
 
     def _prepare(self, loaded: LoadedBatch, rows: Indices, epoch: int) -> LoadedBatch:
         """Move a batch to the device and transform it; ``rows`` are its samples."""
-        inputs, targets = (to_device(part, self._world.device) for part in loaded[:2])
-        inputs = self._transform(inputs, rows, epoch)
-        return LoadedBatch(inputs, to_dtype(targets, self._dtype), loaded.indices)
+        device, is_pair = self._world.device, loaded.targets is not None
+        inputs = self._transform(to_device(loaded.inputs, device), rows, epoch)
+        targets = inputs
+        if is_pair:
+            targets = to_dtype(to_device(loaded.targets, device), self._dtype)
+        return LoadedBatch(inputs, targets, loaded.indices)
 
     def _example(self, num_rows: int) -> LoadedBatch:
         """Return rows of the first sample, which stand where a rank has none."""

@@ -10,7 +10,14 @@ import numpy as np
 from torch.utils.data import DataLoader, Dataset, Subset, default_collate
 
 from mpitrain.data.randomness import seeded, uniform
-from mpitrain.data.samples import BadSample, LoadedBatch, SampleReader
+from mpitrain.data.samples import (
+    BadSample,
+    CollateFn,
+    LoadedBatch,
+    SampleReader,
+    kind_of,
+    leaves_of,
+)
 from mpitrain.data.sharding import Indices, RankShard, epoch_order
 from mpitrain.data.workers import (
     StartMethod,
@@ -19,7 +26,6 @@ from mpitrain.data.workers import (
     worker_context,
 )
 from mpitrain.errors import DataError
-from mpitrain.torch_compat import tree_leaves
 
 PAIR = 2
 GETTERS = ("__getitem__", "__getitems__")
@@ -33,7 +39,8 @@ class MapStyle:
     """A `SampleReader` or a custom map-style data set, read sample by sample.
 
     `skip` leaves out samples that cannot be read; `pin` reads into pinned memory;
-    `order` replaces the plain permutation of `Samples.order`.
+    `order` replaces the plain permutation of `Samples.order`; `collate_fn` is
+    `DataLoader`'s.
     """
 
     classes: tuple[str, ...] = ()  # names by label, if they are known
@@ -49,6 +56,7 @@ class MapStyle:
         skip: bool = False,
         pin: bool = False,
         order: Callable[[int, int], Indices] | None = None,
+        collate_fn: CollateFn = default_collate,
     ) -> None:
         self.dataset = dataset
         self.num_samples: int = len(dataset)
@@ -56,7 +64,7 @@ class MapStyle:
         self.is_deterministic = isinstance(dataset, SampleReader) and not random_crops
         self._sample_dataset = _SampleDataset(dataset, seed, random_crops, skip)
         self._batch_sampler = _BatchSampler()
-        self._collate = functools.partial(collate, skip=skip)
+        self._collate = functools.partial(collate, collate_fn, skip=skip)
         self._order = order
         self._loader: DataLoader[Any] | None = None
         self._first: tuple[int, Any] | None = None  # number and sample
@@ -169,7 +177,9 @@ class _SampleDataset(Dataset[Any]):
         return self.dataset.read(index, numbers)
 
 
-def collate(samples: list[tuple[int, Any]], *, skip: bool = False) -> LoadedBatch:
+def collate(
+    collate_fn: CollateFn, samples: list[tuple[int, Any]], *, skip: bool = False
+) -> LoadedBatch:
     """Make a batch of pairs of number and sample; a `BadSample` is left out.
 
     Without `skip` the batch's inputs are the first `BadSample` instead. A number
@@ -186,27 +196,37 @@ def collate(samples: list[tuple[int, Any]], *, skip: bool = False) -> LoadedBatc
         return LoadedBatch(bad[0], None, indices, skipped)
     if not good:
         return LoadedBatch(None, None, indices, skipped)
-    for _, sample in good:
-        if not (isinstance(sample, tuple | list) and len(sample) == PAIR):
-            kind = type(sample).__name__
-            raise DataError(f"a sample is {kind!r}; expected a pair (input, target)")
+    rows = [sample for _, sample in good]
+    rows += rows[-1:] * (num_rows - len(rows))
     try:
-        rows = [sample for _, sample in good]
-        rows += rows[-1:] * (num_rows - len(rows))
-        inputs, targets = default_collate(rows)
-    except (KeyError, RuntimeError, TypeError):
-        leaves = [tree_leaves(tuple(pair)) for _, pair in good]
-        shapes = [[tuple(getattr(x, "shape", ())) for x in each] for each in leaves]
-        odd = next((i for i, shape in enumerate(shapes) if shape != shapes[0]), None)
-        if odd is None:
+        batch = collate_fn(rows)
+    except (KeyError, RuntimeError, TypeError) as error:
+        if collate_fn is not default_collate:
             raise
-        uneven = DataError(
-            f"samples of one batch differ: sample {indices[0]} has shapes {shapes[0]}, "
-            f"sample {indices[odd]} {shapes[odd]}; expected one shape in all. Resize "
-            "or crop them in the data set"
+        return LoadedBatch(_refused(rows, indices, error), None, indices, skipped)
+    if isinstance(batch, tuple | list) and len(batch) == PAIR:
+        return LoadedBatch(batch[0], batch[1], indices, skipped)
+    return LoadedBatch(batch, None, indices, skipped)
+
+
+def _refused(samples: list[Any], indices: Indices, error: Exception) -> DataError:
+    """Return why torch cannot collate samples: they differ, or are of no known kind."""
+    shapes = [
+        [tuple(getattr(leaf, "shape", ())) for leaf in leaves_of(sample)]
+        for sample in samples
+    ]
+    odd = next((i for i, shape in enumerate(shapes) if shape != shapes[0]), None)
+    if odd is None:
+        return DataError(
+            f"torch cannot collate samples such as {kind_of(samples[0])}: {error}\n"
+            "Expected tensors, numbers, or dicts, lists and tuples of them; or a "
+            "collate_fn that makes a batch of a list of samples, as DataLoader's"
         )
-        return LoadedBatch(uneven, None, indices, skipped)
-    return LoadedBatch(inputs, targets, indices, skipped)
+    return DataError(
+        f"samples of one batch differ: sample {indices[0]} has shapes {shapes[0]}, "
+        f"sample {indices[odd]} {shapes[odd]}; expected one shape in all. Resize or "
+        "crop them in the data set, or pad them in a collate_fn (mpitrain.Trainer)"
+    )
 
 
 def raise_if_bad(loaded: LoadedBatch) -> LoadedBatch:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import abc
+import copy
+import dataclasses
+import functools
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,7 +17,7 @@ from torch import Tensor
 
 from mpitrain.data.sharding import Indices
 from mpitrain.errors import DataError
-from mpitrain.torch_compat import tree_leaves, tree_map_only
+from mpitrain.torch_compat import tree_leaves, tree_map
 
 PARTS = ("train", "val", "test")  # the parts of a data set; ``test`` may be missing
 
@@ -25,8 +28,9 @@ class LoadedBatch(NamedTuple):
     """The samples of one batch, as read; a tuple, so that torch pins its tensors."""
 
     inputs: Any
-    """Tensor `(N, ...)`, or dicts, lists and tuples of such; ``None`` if N is 0."""
-    targets: Any  # tensor `(N, ...)`: labels int64 `(N,)` for classes
+    """Tensor `(N, ...)`, or what `collate_fn` returned; ``None`` if N is 0."""
+    targets: Any
+    """Likewise; ``None`` if the batch is no pair: `inputs` are all of it."""
     indices: Indices
     """Their numbers, int64 `(N,)`: those requested, without the skipped ones."""
     skipped: tuple[str, ...] = ()
@@ -85,16 +89,51 @@ class BadRow(DataError):
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
-    """Apply a function to every tensor of dicts, lists and tuples."""
+    """Apply a function to every tensor of dicts, lists, tuples and dataclasses."""
     if isinstance(tree, Tensor):  # the common case: a pytree costs 10 us
         return function(tree)
-    return tree_map_only(Tensor, function, tree)
+    return tree_map(functools.partial(_map_leaf, function), tree)
+
+
+def _map_leaf(function: Callable[[Tensor], Tensor], leaf: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        return function(leaf)
+    if not dataclasses.is_dataclass(leaf) or isinstance(leaf, type):
+        return leaf
+    mapped = copy.copy(leaf)
+    for each in dataclasses.fields(leaf):
+        value = map_tensors(function, getattr(leaf, each.name))
+        object.__setattr__(mapped, each.name, value)  # it may be frozen
+    return mapped
+
+
+CollateFn = Callable[[list[Any]], Any]
+"""`DataLoader`'s ``collate_fn``: maps samples to a batch of any kind."""
+
+
+def leaves_of(tree: Any) -> list[Any]:
+    """Return what is in dicts, lists, tuples, dataclasses, and in objects with such.
+
+    Of objects those with ``to_dict()``, as graphs have, and those that are mappings.
+    """
+    found = []
+    for leaf in tree_leaves(tree):
+        if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            fields = dataclasses.fields(leaf)
+            found += leaves_of([getattr(leaf, each.name) for each in fields])
+        elif isinstance(leaf, Mapping):
+            found += leaves_of(dict(leaf))
+        elif hasattr(leaf, "to_dict"):
+            found += leaves_of(leaf.to_dict())
+        else:
+            found.append(leaf)
+    return found
 
 
 def digest(tree: Any) -> str:
     """Return a short text that is equal if all tensors of two trees are equal."""
     found = hashlib.sha256()
-    for leaf in tree_leaves(tree):
+    for leaf in leaves_of(tree):
         if isinstance(leaf, Tensor):
             raw = leaf.cpu().reshape(-1).contiguous().view(torch.uint8)
             found.update(raw.numpy().tobytes())
@@ -102,8 +141,16 @@ def digest(tree: Any) -> str:
 
 
 def to_device(tree: Any, device: str) -> Any:
-    """Move every tensor to a device."""
-    return map_tensors(lambda x: x.to(device, non_blocking=True), tree)
+    """Move every tensor to a device, and every object that has a method ``to``."""
+
+    def move(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return leaf.to(device, non_blocking=True)
+        if callable(getattr(leaf, "to", None)) and not isinstance(leaf, type):
+            return leaf.to(device)
+        return _map_leaf(move, leaf)
+
+    return move(tree) if isinstance(tree, Tensor) else tree_map(move, tree)
 
 
 def to_dtype(tree: Any, dtype: torch.dtype) -> Any:

@@ -95,7 +95,10 @@ class Metrics(JsonlReader):
             case "step":
                 loss, lr = number(row["train_loss"]), number(row["lr"])
                 step, norm = int(row["step"]), number(row["gradient_norm"])
-                self.steps.append(StepMetrics(int(row["epoch"]), step, loss, lr, norm))
+                found = StepMetrics(int(row["epoch"]), step, loss, lr, norm)
+                if others := _other_losses(row):
+                    found = found._replace(losses=others)
+                self.steps.append(found)
             case "throughput":
                 self.throughputs.append(make(TimedThroughput, row))
             case "epoch":
@@ -120,7 +123,12 @@ def _epoch(row: Mapping[str, Any]) -> Any:
     seconds = num / rate if num else row["epoch_seconds"]
     values = {"values": _values(row, "val_"), "steps_seconds": seconds}
     values["train_loss"] = number(row["train_loss"])
+    values["train_losses"] = _other_losses(row)
     return make(EpochMetrics, {**row, **values})
+
+
+def _other_losses(row: Mapping[str, Any]) -> dict[str, float]:
+    return {k: v for k, v in _values(row, "train_").items() if k != "loss"}
 
 
 def _values(row: Mapping[str, Any], prefix: str) -> dict[str, float]:

@@ -35,7 +35,11 @@ _OF_THE_JOB = (
     *("status", "best_by", "world_size", "num_nodes", "backend", "start_seconds"),
 )
 
-_NOT_WRITTEN = ("values", "steps_seconds")  # of `EpochMetrics`, as they are
+_NOT_WRITTEN = (
+    "values",
+    "train_losses",
+    "steps_seconds",
+)  # of `EpochMetrics`, as they are
 
 Line = StepMetrics | Mapping[str, object]
 
@@ -216,7 +220,8 @@ class Recorder(Callback):
         validation = _prefixed("val", epoch.values)
         values = {k: v for k, v in vars(epoch).items() if k not in _NOT_WRITTEN}
         rate = epoch.samples_per_second
-        self._write("epoch", **values, **validation, samples_per_second=rate)
+        others = _prefixed("train", epoch.train_losses)
+        self._write("epoch", **values, **others, **validation, samples_per_second=rate)
         result = self._result
         result |= {**validation, "epochs": epoch.epoch, "steps": epoch.step}
         result["train_seconds"] += epoch.epoch_seconds
@@ -271,14 +276,15 @@ def line_of(event: Line) -> str:
     '{"event": "test", "test_loss": 0.1}'
     """
     if isinstance(event, StepMetrics):
-        epoch, step, loss, lr, norm, groups = event
-        if math.isfinite(loss + lr + norm) and not groups:
+        epoch, step, loss, lr, norm, groups, others = event
+        if math.isfinite(loss + lr + norm) and not groups and not others:
             # By hand: `json` takes six times as long, and they are many.
             return (
                 f'{{"event": "step", "epoch": {epoch}, "step": {step}, '
                 f'"train_loss": {loss!r}, "lr": {lr!r}, "gradient_norm": {norm!r}}}'
             )
         values = {"train_loss": loss, "lr": lr, "gradient_norm": norm}
+        values |= _prefixed("train", others)
         event = {"event": "step", "epoch": epoch, "step": step, **values}
         if groups:
             event["lr_groups"] = [it if math.isfinite(it) else None for it in groups]

@@ -13,21 +13,31 @@ from torch import Tensor, nn
 from mpitrain.config import TrainConfig
 from mpitrain.data.custom import Samples
 from mpitrain.data.loader import Batch, BatchLoader
-from mpitrain.data.samples import to_dtype
+from mpitrain.data.samples import CollateFn, to_dtype
 from mpitrain.data.sharding import Indices
 from mpitrain.errors import UsageError
 from mpitrain.mpi.shared_arrays import Communicator
 from mpitrain.mpi.world import World
 
-Model = Callable[[Any], Any]
-"""Calls the parallelized model with inputs, in the configured precision. Collective:
-every rank calls it as often."""
+Model = Callable[..., Any]
+"""Calls the parallelized model with any arguments, in the configured precision. A dict
+alone is passed by name, if its keys are arguments of ``forward``. Collective: every
+rank calls it as often."""
 
-LossFn = Callable[[Any, Any], Tensor]
-"""Maps a model's outputs and targets to losses `(N,)`, or to their mean."""
+Values = Tensor | tuple[Tensor, Tensor]
+"""Of a batch of N rows: `(N,)`; `(N, ...)`, averaged per sample; a scalar, the mean
+over the samples; or values and weights, two tensors of one shape, `(N, ...)`. The mean
+is over all samples of a step or a data set, or by all their weights, on whatever ranks
+and in whatever micro-batches these are."""
 
-MetricsFn = Callable[[Any, Any], Mapping[str, Tensor]]
-"""Maps a model's outputs and targets to values by name, each `(N,)` or their mean."""
+Losses = Values | Mapping[str, Values]
+"""A loss; or several by name: ``loss`` is minimized, and the others are recorded."""
+
+LossFn = Callable[[Any, Any], Losses]
+"""Maps a model's outputs and targets to losses."""
+
+MetricsFn = Callable[[Any, Any], Mapping[str, Values]]
+"""Maps a model's outputs and targets to values by name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +74,9 @@ class Task:
     """Whether each micro-batch has one sample more in front: the one before its first
     in the step, on whatever rank."""
 
+    collate_fn: CollateFn | None = None
+    """`DataLoader`'s: makes a batch of a list of samples; ``None``: torch's."""
+
     _has_trainer = False
 
     config: TrainConfig
@@ -73,7 +86,7 @@ class Task:
     def __init__(self) -> None:
         self.inputs: dict[str, Any] = {}
 
-    def bind(self, trainer: Any) -> None:
+    def bind(self, trainer: Any, collate_fn: CollateFn | None) -> None:
         """Let a trainer's `loss` and `metrics` stand in for those of the task; once.
 
         They are looked up at each call, so that a script may override or assign them,
@@ -85,6 +98,8 @@ class Task:
                 "no other Trainer has"
             )
         self._has_trainer, found = True, weakref.ref(trainer)
+        if collate_fn is not None:
+            self.collate_fn = collate_fn
         vars(self).update(
             loss=lambda *args: found().loss(*args),  # type: ignore[union-attr]
             metrics=lambda *args: found().metrics(*args),  # type: ignore[union-attr]
@@ -118,15 +133,15 @@ class Task:
 
     # --- steps --------------------------------------------------------------------
 
-    def training_step(self, model: Model, batch: Batch) -> Tensor:
-        """Return the loss of each sample of a micro-batch, `(N,)`.
+    def training_step(self, model: Model, batch: Batch) -> Losses:
+        """Return the loss of each sample of a micro-batch; other forms see `Values`.
 
-        Or `(N, ...)`, averaged per sample; or a scalar, the mean over the samples.
+        Not collective, except for the calls of the model.
         """
         return self.loss(model(batch.inputs), batch.targets)
 
-    def validation_step(self, model: Model, batch: Batch) -> Mapping[str, Tensor]:
-        """Return the metrics of a batch by name, ``loss`` too, each as a loss.
+    def validation_step(self, model: Model, batch: Batch) -> Mapping[str, Values]:
+        """Return the metrics of a batch by name, ``loss`` too if there is one.
 
         A batch without samples has padding alone, for the collectives of the model:
         its values do not count.
@@ -135,19 +150,22 @@ class Task:
         if not len(batch):
             return {}
         loss = self.loss(outputs, batch.targets)  # first: it checks the targets
+        losses = loss if isinstance(loss, Mapping) else {"loss": loss}
         found = self.metrics(outputs, batch.targets)
-        if "loss" in found:
-            raise UsageError("a metric is named 'loss', as the loss; expected another")
-        return {"loss": loss, **found}
+        if twice := losses.keys() & found.keys():
+            raise UsageError(
+                f"a metric is named {twice.pop()!r}, as a loss; expected another"
+            )
+        return {**losses, **found}
 
-    def loss(self, outputs: Any, targets: Any) -> Tensor:
+    def loss(self, outputs: Any, targets: Any) -> Losses:
         """Return the loss of each sample; see `training_step`."""
         raise UsageError(
             f"{type(self).__name__} has neither loss() nor training_step(); expected "
             "one of them"
         ).on_all_ranks()
 
-    def metrics(self, outputs: Any, targets: Any) -> Mapping[str, Tensor]:
+    def metrics(self, outputs: Any, targets: Any) -> Mapping[str, Values]:
         """Return the metrics of a validation besides the loss, by name."""
         del outputs, targets
         return {}

@@ -9,49 +9,55 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from mpitrain.data.samples import kind_of
 from mpitrain.errors import DataError
+from mpitrain.train.means import is_weighted
 
 logger = logging.getLogger("mpitrain")
 
 INTEGERS = (torch.uint8, torch.int16, torch.int32, torch.int64, torch.bool)
 
 
-def warn_of_scalars(
-    values: Mapping[str, Tensor], warned: set[str]
-) -> Mapping[str, Tensor]:
+def warn_of_scalars(values: Mapping[str, Any], warned: set[str]) -> Mapping[str, Any]:
     """Return the values; warn of those that are one number for a batch, once."""
-    found = {name for name, it in values.items() if getattr(it, "ndim", 0) == 0}
+    found = {
+        name
+        for name, it in values.items()
+        if getattr(it, "ndim", 0) == 0 and not is_weighted(it)
+    }
     if dist.get_rank() == 0 and (new := found - warned):
         warned.update(new)
         logger.warning(
             "%s is a scalar for a whole batch, and averaged over batches, which in "
             "training depend on the number of ranks: right for a mean over samples, "
             "not with class weights or for F1. Return one value per sample, (N,), as "
-            'with reduction="none"',
+            'with reduction="none", or values and weights',
             ", ".join(sorted(new)),
         )
     return values
 
 
-def explain_call(model: nn.Module, inputs: Any, error: Exception) -> None:
+def explain_call(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception
+) -> None:
     """Add the inputs to an error of ``forward``, or say that it takes other ones."""
+    given = ", ".join(map(kind_of, (*args, *([kwargs] if kwargs else []))))
     if isinstance(error, TypeError):
         signature = inspect.signature(model.forward)
         names = ", ".join(signature.parameters)
         try:
-            signature.bind(inputs)
+            signature.bind(*args, **kwargs)
         except TypeError as why:
             raise DataError(
-                f"{type(model).__name__}.forward({names}) was called with the inputs "
-                f"alone, {kind_of(inputs)}: {why}. Expected a model of one argument: "
-                f"let samples be pairs (({names}), target), and forward(self, inputs) "
-                f"begin with {names} = inputs"
+                f"{type(model).__name__}.forward({names}) was called with {given}: "
+                f"{why}. Expected the arguments of the model: let samples be dicts of "
+                f"them ({names} as keys), or write the call in the training_step and "
+                "validation_step of a mpitrain.Task: model(batch.inputs[0], ...)"
             ) from None
-    note = f"{type(model).__name__} was called with {kind_of(inputs)}"
-    if getattr(inputs, "dtype", None) in INTEGERS:
+    note = f"{type(model).__name__} was called with {given}"
+    if args and getattr(args[0], "dtype", None) in INTEGERS:
         note += (
             ". For a model of floats convert them in the data set (.float()), or ask "
             "for images: Trainer's mean_std=, or --normalize imagenet"

@@ -175,6 +175,7 @@ class TrainData:
             ranks=self._ranks,
             num_workers=0 if config.num_workers == "auto" else config.num_workers,
             skip=config.on_bad_sample == "skip",
+            collate_fn=self._task.collate_fn,
         )
         if device == "cpu" or not isinstance(samples, InMemory):
             return samples

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from mpitrain.errors import UsageError
 from mpitrain.mpi.shared_arrays import communicator
 from mpitrain.mpi.world import World
 from mpitrain.tasks.task import Task, TrainedPart
+from mpitrain.train.checks import explain_call
 from mpitrain.train.data import TrainData
 from mpitrain.train.evaluate import Evaluation, ValidationStep, evaluate
 from mpitrain.train.model import (
@@ -27,11 +28,13 @@ from mpitrain.train.model import (
     initialize_lazy,
     keep_statistics,
     prepare_model,
+    spread_inputs,
     unwrap_model,
 )
 from mpitrain.train.optimizer import OptimizerWrapper
 from mpitrain.train.plan import Plan, Stage
 from mpitrain.train.precision import autocast
+from mpitrain.train.step_metrics import MicroBatchLosses
 from mpitrain.train.strategy.base import Strategy
 from mpitrain.train.trained_weights import TrainedWeights
 
@@ -79,6 +82,7 @@ class Engine:
         self._can_cache_features = (
             can_cache_features and not strategy.micro_batches_are_fixed
         )
+        self._loss_form = ""  # see `check_losses`
         self._check_config()
         self.strategy = self._whole_strategy = strategy
         self.data = TrainData(train_data, val_data, config, world, self.ranks, task)
@@ -172,11 +176,52 @@ class Engine:
         self.trained_weights.check()
         return self.optimizer.scale.value / num_samples
 
+    def check_losses(self, form: str) -> None:
+        """Let all ranks and steps have the same losses; collective the first time.
+
+        Ranks that differ would wait for each other: weights are all-reduced.
+        """
+        what, expected = "what the training step returned", "Expected the same losses"
+        if not self._loss_form:
+            self.ranks.check_equal(form, what, expected)
+            self._loss_form = form
+        elif form != self._loss_form:
+            raise UsageError(
+                f"{what} changed: {self._loss_form} before, now {form}. {expected}"
+            )
+
+    def weight_factor(
+        self, losses: Sequence[MicroBatchLosses], num_samples: int
+    ) -> float:
+        """Return by what a step's gradients are multiplied, if losses have weights.
+
+        The backward pass divided them by the samples of the step. The weights of other
+        ranks are not known before, and need not be: the gradient is linear in them.
+        """
+        weights = [found.sums["loss"].weight for found in losses]
+        mine = [weight for weight in weights if weight is not None]
+        if not mine:
+            return 1.0
+        total = self.strategy.sum_of_weights(mine)
+        return num_samples / total if total else 0.0
+
     def norm_statistics(self, batch: Batch) -> contextlib.AbstractContextManager[None]:
         """Return a context for the passes of a micro-batch."""
         if not self._doubles_rows or len(batch) > 1:
             return contextlib.nullcontext()
         return keep_statistics(self.strategy.model)
+
+    def forward(self, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+        """Call a module in the configured precision; a dict by name if it takes none.
+
+        Collective, if the strategy communicates in the forward pass.
+        """
+        args, kwargs = spread_inputs(self.part.model, args, kwargs)
+        try:
+            return self.strategy.call(module, *args, **kwargs)
+        except Exception as error:
+            explain_call(self.part.model, args, kwargs, error)
+            raise
 
     # --- evaluation and results ---------------------------------------------------
 
@@ -190,12 +235,12 @@ class Engine:
         was_training = any(module.training for module in self.model.modules())
         self.model.eval()
         is_on_part = loader is self.data.val_loader or self.part.samples is None
-        through = None if is_on_part else self.model
+        module = self.strategy.module if is_on_part else self.model
         with self.optimizer.ema_weights():
             self.strategy.broadcast_buffers()
             try:
                 return evaluate(
-                    functools.partial(self.strategy.forward, through=through),
+                    functools.partial(self.forward, module),
                     loader,
                     self.data.evaluation_shard(loader, self.strategy),
                     self.ranks,

@@ -11,16 +11,17 @@ import torch
 from torch import Tensor
 
 from mpitrain.data.loader import Batch, BatchLoader
-from mpitrain.data.samples import BadRow, kind_of
+from mpitrain.data.samples import BadRow, map_tensors
 from mpitrain.data.sharding import RankShard
 from mpitrain.errors import DataError, UsageError
 from mpitrain.launch.job import heartbeat
 from mpitrain.mpi.shared_arrays import Communicator
 from mpitrain.tasks.task import Model
-from mpitrain.train.metrics import best_metric
+from mpitrain.train.means import is_weighted, sum_of
+from mpitrain.train.metrics import best_metric, mean
 from mpitrain.train.step_metrics import sum_exactly, sum_over_ranks
 
-ValidationStep = Callable[[Model, Batch], Mapping[str, Tensor]]
+ValidationStep = Callable[[Model, Batch], Mapping[str, Any]]
 """`Task.validation_step`."""
 
 
@@ -29,7 +30,7 @@ class Evaluation:
     """The metrics of a model on a data set. Equal on all ranks."""
 
     values: Mapping[str, float]
-    """Mean per sample by name: ``loss``, and others such as ``accuracy``."""
+    """Means by name: ``loss``, if there is one, and others such as ``accuracy``."""
     num_samples: int  # number of samples
 
     @property
@@ -70,7 +71,7 @@ def evaluate(
     on_batch_end: Callable[[], object] = lambda: None,
     seed_batch: Callable[[int], object] = lambda _: None,
 ) -> Evaluation:
-    """Compute the metrics over every sample once; collective, in evaluation mode.
+    """Compute the means over every sample once; collective, in evaluation mode.
 
     Each rank has one batch of each step, and as many. One without samples is for the
     collectives of ``model`` and ``on_batch_end``: its metrics do not count.
@@ -79,7 +80,7 @@ def evaluate(
     kind: Any = {"dtype": torch.float64, "device": device}
     names: tuple[str, ...] = ()
     numbers: list[int] = []  # of the batches with samples on this rank
-    rows: list[Tensor] = []  # their sums of each metric, and their sizes
+    rows: list[Tensor] = []  # their sums of each metric, of weights, and their sizes
     num_batches = 0
     for step in loader.steps(rank_shard, epoch=0):
         number = step.number * rank_shard.world_size + rank_shard.rank
@@ -98,10 +99,14 @@ def evaluate(
                         f"metrics returned {', '.join(values)}, and {', '.join(names)} "
                         "for an earlier batch; expected the same names for every batch"
                     )
-                row = torch.full((len(names) + 1,), num, **kind)
+                row = torch.full((2 * len(names) + 1,), num, **kind)
                 for place, name in enumerate(names):
-                    value = torch.as_tensor(values[name], **kind)
-                    row[place] = sum_over_samples(value, num, num, name)
+                    value = map_tensors(lambda x: x.to(**kind), values[name])
+                    if not is_weighted(value):
+                        value = torch.as_tensor(value, **kind)
+                    row[place], weight = sum_of(value, num, num, name)
+                    if weight is not None:
+                        row[len(names) + place] = weight
                 rows.append(row)
                 numbers.append(number)
             on_batch_end()
@@ -111,35 +116,11 @@ def evaluate(
     known = next(filter(None, ranks.allgather(names)))  # a rank may have no samples
     seen = f"({', '.join(names or known)})"
     ranks.check_equal(seen, "what metrics returned", "Expected the same names")
-    whole = torch.zeros((num_batches, len(known) + 1), **kind)
+    whole = torch.zeros((num_batches, 2 * len(known) + 1), **kind)
     if rows:
         whole[numbers] = torch.stack(rows)
-    *found, total = map(sum_exactly, sum_over_ranks(whole).T.tolist())
+    *found, num_samples = map(sum_exactly, sum_over_ranks(whole).T.tolist())
+    means = map(mean, found[: len(known)], found[len(known) :])
     return Evaluation(
-        values={name: value / total for name, value in zip(known, found, strict=True)},
-        num_samples=int(total),
+        values=dict(zip(known, means, strict=True)), num_samples=int(num_samples)
     )
-
-
-def sum_over_samples(
-    values: Tensor, num: int, num_rows: int, name: str = "loss"
-) -> Tensor:
-    """Sum values over the ``num`` samples of a batch, without its padding.
-
-    There is one value per row, `(num_rows,)`, or several, `(num_rows, ...)`, which are
-    averaged; or a scalar: the mean over the samples. Padding may be cut off.
-
-    >>> sum_over_samples(torch.tensor([1.0, 2.0, 9.0]), 2, 3), sum_over_samples(
-    ...     torch.tensor(3.0), 2, 3)
-    (tensor(3.), tensor(6.))
-    """
-    if values.ndim == 0:
-        return values * num if num else values.nan_to_num(0.0, 0.0, 0.0) * 0.0
-    if values.shape[0] not in (num, num_rows):
-        raise DataError(
-            f"the {name} of a batch of {num_rows} rows is {kind_of(values)}; "
-            f"expected one for each row, ({num_rows},), or their mean, ()"
-        )
-    if values.ndim > 1:
-        values = values.flatten(1).mean(1)
-    return (values if values.shape[0] == num else values[:num]).sum()

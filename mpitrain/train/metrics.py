@@ -26,10 +26,20 @@ class StepMetrics(NamedTuple):
 
     epoch: int  # epoch of the step, from 1
     step: int  # number of the step, from 1, over all epochs
-    loss: float  # mean loss per sample, before the update
+    loss: float  # mean loss per sample, or by weight, before the update
     lr: float  # learning rate of the optimizer's first parameter group
     grad_norm: float  # norm of the gradient of the mean loss, before clipping
     lr_groups: tuple[float, ...] = ()  # of each parameter group, where they differ
+    losses: Mapping[str, float] = {}  # means of the other losses, by name
+
+
+def mean(total: float, weight: float) -> float:
+    """Return the mean; nan where nothing has a weight.
+
+    >>> mean(3.0, 2.0), mean(0.0, 0.0)
+    (1.5, nan)
+    """
+    return total / weight if weight else math.nan
 
 
 def best_metric(names: Collection[str], best_by: str | None) -> tuple[str, bool]:
@@ -80,7 +90,7 @@ class EpochMetrics:
     stage: str  # ``train``, ``probe`` or ``finetune``
     epoch: int  # number of the epoch, from 1, over all stages
     step: int  # steps done since the start of the training
-    train_loss: float  # mean training loss per sample
+    train_loss: float  # mean training loss per sample, or by weight
     train_samples: int  # training samples, over all ranks
     values: Mapping[str, float]  # of the validation: means per sample, such as ``loss``
     val_samples: int  # validation samples, over all ranks
@@ -88,6 +98,8 @@ class EpochMetrics:
     skipped_steps: int  # steps not applied: their gradient was not finite
     steps_seconds: float  # wall time of the steps on this rank
     epoch_seconds: float  # wall time of the epoch on this rank, validation included
+    train_losses: Mapping[str, float] = field(default_factory=dict)
+    """Means of the other training losses, by name."""
 
     @property
     def samples_per_second(self) -> float:
@@ -106,8 +118,12 @@ class TrainState:
     """The current epoch, from 1; one more than the last when the training is done."""
     epoch_step: int = 0  # steps done of the current epoch
     loss_sum: float = 0.0
-    """Sum of the losses of the epoch's samples, in the steps that were applied."""
-    num_samples: int = 0  # number of these samples
+    """Sum of the losses of the epoch, in the steps that were applied."""
+    loss_weight: float | None = None  # sum of their weights; ``None``: samples
+    other_losses: dict[str, list[float]] = field(default_factory=dict)
+    """Likewise of the losses that are only recorded, by name: sum, and sum of weights
+    or number of samples."""
+    num_samples: int = 0  # samples of these steps
     skipped_steps: int = 0  # steps of the epoch that were not applied
     skipped_samples: int = 0  # samples of the epoch that could not be read
     steps_seconds: float = 0.0  # wall time of the epoch's steps
@@ -120,11 +136,14 @@ class TrainState:
     def end_epoch(self, stage: str, val_seconds: float) -> EpochMetrics:
         """Return the metrics of the epoch, and begin the next one."""
         num = self.num_samples
+        weight = num if self.loss_weight is None else self.loss_weight
+        others = {name: mean(*sums) for name, sums in self.other_losses.items()}
         found = EpochMetrics(
             stage=stage,
             epoch=self.epoch,
             step=self.step,
-            train_loss=self.loss_sum / num if num else math.nan,
+            train_loss=mean(self.loss_sum, weight),
+            train_losses=others,
             train_samples=num,
             values=self.metrics,
             val_samples=self.val_samples,
@@ -135,7 +154,8 @@ class TrainState:
         )
         self.epoch += 1
         self.epoch_step = 0
-        self.loss_sum, self.num_samples = 0.0, 0
+        self.loss_sum, self.loss_weight, self.num_samples = 0.0, None, 0
+        self.other_losses = {}
         self.skipped_steps = self.skipped_samples = 0
         self.steps_seconds = 0.0
         self.samples_per_shard = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import inspect
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -24,6 +25,8 @@ from mpitrain.torch_compat import without_compile_wrappers
 logger = logging.getLogger("mpitrain")
 
 WRAPPERS = {"DistributedDataParallel", "DataParallel", "FullyShardedDataParallel"}
+
+WRAPPER_KINDS = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
 
 BatchNorm = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
@@ -157,3 +160,26 @@ def copy_to_cpu(state: Mapping[str, Any]) -> dict[str, Any]:
         name: value.to("cpu", copy=True) if isinstance(value, Tensor) else value
         for name, value in state.items()
     }
+
+
+def spread_inputs(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return a model's arguments: of one dict its values by name, if it has such names.
+
+    >>> class Model(nn.Module):
+    ...     def forward(self, ids, mask=None): ...
+    >>> spread_inputs(Model(), ({"ids": 1, "mask": 2},), {})
+    ((), {'ids': 1, 'mask': 2})
+    >>> spread_inputs(Model(), ({"tokens": 1},), {})
+    (({'tokens': 1},), {})
+    """
+    if len(args) != 1 or kwargs or not isinstance(args[0], Mapping):
+        return args, kwargs
+    arguments = inspect.signature(model.forward).parameters.values()
+    names = {it.name for it in arguments}
+    # Such as the wrappers of PEFT: forward(*args, **kwargs).
+    is_wrapper = {it.kind for it in arguments} == WRAPPER_KINDS
+    if is_wrapper or args[0].keys() <= names:
+        return (), dict(args[0])
+    return args, kwargs

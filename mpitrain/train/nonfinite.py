@@ -12,7 +12,7 @@ import torch.distributed as dist
 from mpitrain.errors import NonFiniteError
 from mpitrain.train.engine import Engine
 from mpitrain.train.metrics import TrainState
-from mpitrain.train.step_metrics import Losses
+from mpitrain.train.step_metrics import MicroBatchLosses
 
 logger = logging.getLogger("mpitrain")
 
@@ -20,7 +20,7 @@ MAX_NAMED = 16  # samples that a message names
 
 
 def handle_nonfinite(
-    losses: list[Losses], grad_norm: float, state: TrainState, engine: Engine
+    losses: list[MicroBatchLosses], grad_norm: float, state: TrainState, engine: Engine
 ) -> None:
     """Skip a step that was not applied, or stop. Collective over the default group.
 
@@ -30,7 +30,7 @@ def handle_nonfinite(
     world, scale = engine.world, engine.optimizer.scale
     mine = [
         (float(total), indices.tolist())
-        for indices, total, _ in losses
+        for indices, total, *_ in losses
         if len(indices) and not math.isfinite(float(total))
     ]
     found: list[Any] = [mine] * world.world_size

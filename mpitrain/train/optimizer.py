@@ -174,17 +174,17 @@ class OptimizerWrapper:
             if name in present:
                 yield present[name], average
 
-    def step(self) -> tuple[float, bool]:
+    def step(self, factor: float = 1.0) -> tuple[float, bool]:
         """Clip and apply the gradients, if they are finite; collective if sharded.
 
-        Returns the norm of the gradient before clipping, and whether the weights have
-        changed; equal on all ranks.
+        They are multiplied by ``factor`` before. Returns the norm of the gradient
+        before clipping, and whether the weights have changed; equal on all ranks.
         """
         gradients = self._gradients()
         if any(gradient.is_sparse for gradient in gradients):
             self._prepare_for_sparse()
             gradients = self._gradients()
-        factor = self.scale.inverse
+        factor *= self.scale.inverse
         norm = self._strategy.grad_norm(gradients) * factor
         if not math.isfinite(norm):
             for name, buffer in self._strategy.float_buffers().items():

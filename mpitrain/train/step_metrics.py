@@ -5,9 +5,8 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-import operator
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -19,6 +18,7 @@ from torch import Tensor
 from mpitrain.data.sharding import Indices
 from mpitrain.errors import UsageError
 from mpitrain.torch_compat import all_gather_flat
+from mpitrain.train.means import Sum
 from mpitrain.train.metrics import (
     BACKWARD,
     COMMUNICATION,
@@ -28,6 +28,7 @@ from mpitrain.train.metrics import (
     StepMetrics,
     Throughput,
     TrainState,
+    mean,
 )
 from mpitrain.train.timer import StepSeconds
 
@@ -43,16 +44,26 @@ THROUGHPUT_SECONDS = 1.25
 checkpoint and at the end. Less than the time between two synchronizations."""
 
 
-class Losses(NamedTuple):
-    """The loss of one micro-batch."""
+class MicroBatchLosses(NamedTuple):
+    """The losses of one micro-batch."""
 
     indices: Indices  # numbers of its samples, int64 `(N,)`
     total: Tensor  # sum of their losses, `()`, on the device
     number: int = 0  # of the micro-batch in the step, if these are fixed
+    sums: Mapping[
+        str, Sum
+    ] = {}  # of all losses by name, detached; the first is `total`
+
+    def columns(self) -> Iterator[Tensor]:
+        """Yield the sum of each loss, and of its weights if it has some."""
+        for total, weight in self.sums.values():
+            yield total
+            if weight is not None:
+                yield weight
 
 
 class _Step(NamedTuple):
-    losses: list[Losses]
+    losses: list[MicroBatchLosses]
     lrs: list[float]  # of the parameter groups
     grad_norm: float
     is_applied: bool
@@ -93,7 +104,12 @@ class PendingSteps:
         self._sync_every = 1
 
     def add(
-        self, losses: list[Losses], lrs: list[float], norm: float, *, is_applied: bool
+        self,
+        losses: list[MicroBatchLosses],
+        lrs: list[float],
+        norm: float,
+        *,
+        is_applied: bool,
     ) -> None:
         """Add a step: learning rates of its parameter groups, and gradient norm."""
         self._steps.append(_Step(losses, lrs, norm, is_applied))
@@ -120,14 +136,21 @@ class PendingSteps:
         of_ranks = all_gather(array("d", (*own, *_sums_of(steps))), self._device)
         self.micro_batch_seconds = of_ranks[:, 1].tolist()
         _check_equal_norms(of_ranks[:, 2].tolist(), state.step)
-        found = functools.reduce(np.add, of_ranks)[len(own) :].tolist()
-        sums, counts = found[:num], found[num:]
+        found = functools.reduce(np.add, of_ranks)[len(own) :].reshape(-1, num)
+        counts, *columns = found.tolist()
         if self._micro_batch_size is not None:
-            sums = self._sums_by_number(steps, counts, self._micro_batch_size)
-        for step, loss_sum, count in zip(steps, sums, counts, strict=True):
+            columns = self._sums_by_number(steps, counts, self._micro_batch_size)
+        rest = iter(columns)
+        sums = {  # of values, and of weights
+            name: (next(rest), counts if it.weight is None else next(rest))
+            for name, it in steps[0].losses[0].sums.items()
+        }
+        for i, step in enumerate(steps):
             if step.is_applied:
-                state.loss_sum += loss_sum
-                state.num_samples += int(count)
+                _add_sums(
+                    state, {name: (it[0][i], it[1][i]) for name, it in sums.items()}
+                )
+                state.num_samples += int(counts[i])
         before, self._max_seconds = self._max_seconds, float(of_ranks[:, 0].max())
         self._num_samples += int(sum(counts))
         self._until = state.epoch, state.step
@@ -135,26 +158,35 @@ class PendingSteps:
         most = min(2 * self._sync_every, MAX_STEPS, MAX_ROWS // len(of_ranks))
         self._sync_every = max(1, min(wanted, most))
         numbers = range(state.step - num + 1, state.step + 1)
-        losses = map(operator.truediv, sums, counts)
+        means = {name: list(map(mean, *it)) for name, it in sums.items()}
+        losses = means.pop("loss")
+        others = [{name: it[i] for name, it in means.items()} for i in range(num)]
         lrs, norms = [step.lrs[0] for step in steps], [step.grad_norm for step in steps]
         groups = [tuple(it.lrs) if len({*it.lrs}) > 1 else () for it in steps]
         epochs = itertools.repeat(state.epoch)
-        return list(map(StepMetrics, epochs, numbers, losses, lrs, norms, groups))
+        rows = zip(epochs, numbers, losses, lrs, norms, groups, others, strict=False)
+        return list(itertools.starmap(StepMetrics, rows))
 
     def _sums_by_number(
         self, steps: list[_Step], counts: list[float], size: int
-    ) -> list[float]:
-        """Sum the losses of each step in the same order on any number of ranks."""
+    ) -> list[list[float]]:
+        """Sum the columns of each step in the same order on any number of ranks."""
         nums = [-(-int(count) // size) for count in counts]
         starts = [0, *itertools.accumulate(nums)]
-        whole = torch.zeros(starts[-1], dtype=torch.float64, device=self._device)
+        num_columns = len(list(steps[0].losses[0].columns()))
+        shape = num_columns, starts[-1]
+        whole = torch.zeros(shape, dtype=torch.float64, device=self._device)
         for start, num, step in zip(starts, nums, steps, strict=False):
             for found in step.losses:
                 if found.number < num:
-                    whole[start + found.number] = found.total
-        rest = iter(sum_over_ranks(whole).tolist())
-        self.micro_batch_losses = [list(itertools.islice(rest, num)) for num in nums]
-        return [sum_exactly(losses) for losses in self.micro_batch_losses]
+                    for column, value in enumerate(found.columns()):
+                        whole[column, start + found.number] = value
+        columns = []
+        for row in sum_over_ranks(whole).tolist():
+            rest = iter(row)
+            columns.append([list(itertools.islice(rest, num)) for num in nums])
+        self.micro_batch_losses = columns[0]
+        return [[sum_exactly(values) for values in column] for column in columns]
 
     def take_throughput(self, min_seconds: float) -> Throughput | None:
         """Return the throughput since the last one, if it covers enough; collective."""
@@ -205,6 +237,19 @@ def sum_over_ranks(values: Tensor) -> Tensor:
     return values
 
 
+def _add_sums(state: TrainState, sums: Mapping[str, tuple[float, float]]) -> None:
+    """Add a step's sums of values and of weights."""
+    for name, (total, weight) in sums.items():
+        if name == "loss":
+            so_far = state.loss_weight
+            so_far = state.num_samples if so_far is None else so_far
+            state.loss_sum += total
+            state.loss_weight = so_far + weight
+        else:
+            before = state.other_losses.get(name, (0.0, 0.0))
+            state.other_losses[name] = [before[0] + total, before[1] + weight]
+
+
 def _check_equal_norms(norms: list[float], step: int) -> None:
     """Refuse gradients that are not reduced: models of the ranks would drift apart.
 
@@ -227,16 +272,16 @@ def _micro_batch_seconds(steps: list[_Step], step_seconds: StepSeconds) -> float
 
 
 def _sums_of(steps: list[_Step]) -> list[float]:
-    """Return each step's loss sum on this rank, then its sample counts; few kernels."""
+    """Return the samples of each step on this rank, then the columns; few kernels."""
     losses = [micro_batch for step in steps for micro_batch in step.losses]
-    of_losses = [micro_batch.total for micro_batch in losses]
-    totals = torch.stack(of_losses).tolist()
-    nums = [len(micro_batch.indices) for micro_batch in losses]
+    columns = zip(*(micro_batch.columns() for micro_batch in losses), strict=True)
+    found: list[list[float]] = [[len(micro_batch.indices) for micro_batch in losses]]
+    found += [torch.stack(column).tolist() for column in columns]
     if len(losses) == len(steps):  # a micro-batch each: nothing to sum up
-        return [*totals, *nums]
+        return list(itertools.chain.from_iterable(found))
     return [
         sum(itertools.islice(left, len(step.losses)))
-        for left in (iter(totals), iter(nums))
+        for left in map(iter, found)
         for step in steps
     ]
 

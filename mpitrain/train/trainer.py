@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from mpitrain.config import TrainConfig
 from mpitrain.data.custom import refuse_loader
 from mpitrain.data.loader import Batch, RankStep
-from mpitrain.data.samples import BadRow, kind_of
+from mpitrain.data.samples import BadRow, CollateFn, kind_of
 from mpitrain.errors import DataError, NonFiniteError, Stopped, UsageError
 from mpitrain.launch.init import init
 from mpitrain.launch.job import heartbeat
@@ -23,16 +23,21 @@ from mpitrain.mpi.collectives import all_or_none, world_comm
 from mpitrain.mpi.world import World
 from mpitrain.tasks.image_classification.task import ImageClassification
 from mpitrain.tasks.image_classification.transforms import Statistics
-from mpitrain.tasks.task import LossFn, MetricsFn, Model, Task
+from mpitrain.tasks.task import Losses, LossFn, MetricsFn, Model, Task, Values
 from mpitrain.train.callbacks import Callback, StopRequested, hooks_of
-from mpitrain.train.checks import explain_call, warn_of_scalars
+from mpitrain.train.checks import warn_of_scalars
 from mpitrain.train.engine import Engine
-from mpitrain.train.evaluate import Evaluation, sum_over_samples
+from mpitrain.train.evaluate import Evaluation
+from mpitrain.train.means import Sum, form_of, named_values, sum_of
 from mpitrain.train.metrics import StepMetrics, TrainState
 from mpitrain.train.nonfinite import handle_nonfinite
 from mpitrain.train.optimizer import NO_GRADIENT
 from mpitrain.train.progress import EpochLines
-from mpitrain.train.step_metrics import THROUGHPUT_SECONDS, Losses, PendingSteps
+from mpitrain.train.step_metrics import (
+    THROUGHPUT_SECONDS,
+    MicroBatchLosses,
+    PendingSteps,
+)
 from mpitrain.train.strategy.base import Strategy
 from mpitrain.train.strategy.build import choose_strategy
 from mpitrain.train.timer import StepTimes, Timer, make_timer
@@ -48,13 +53,15 @@ class Trainer:
     Args:
         model: Trained in place. All ranks start with rank zero's weights.
         train_data: A `TensorDataset` of inputs and targets, or any map-style or
-            iterable data set of such pairs; the same on all ranks, sharded here.
+            iterable data set; the same on all ranks, sharded here.
         val_data: The data set that is evaluated after every epoch; likewise.
         config: The configuration. The fields that name a data set, a model, a run
             folder, checkpoints or loggers have no effect here, and `fit` warns about
             them: pass objects and callbacks.
         world: What `mpitrain.init` returned; ``None``: `fit` calls it, and ends the job
             when it is done.
+        collate_fn: Makes a batch of a list of samples, as `DataLoader`'s; ``None``:
+            torch's. A pair is inputs and targets; any other batch is both.
         loss: Instead of overriding `loss`.
         metrics: Instead of overriding `metrics`.
         task: What a step computes; ``None``: `ImageClassification` of ``mean_std`` and
@@ -91,6 +98,7 @@ class Trainer:
         config: TrainConfig | None = None,
         *,
         world: World | None = None,
+        collate_fn: CollateFn | None = None,
         loss: LossFn | None = None,
         metrics: MetricsFn | None = None,
         task: Task | None = None,
@@ -112,7 +120,7 @@ class Trainer:
             )
         self._has_default_task = task is None
         self.task = task or ImageClassification(mean_std, num_classes)
-        Task.bind(self.task, self)
+        Task.bind(self.task, self, collate_fn)
         self.find_unused_parameters = find_unused_parameters
         self.callbacks = [EpochLines()] if callbacks is None else list(callbacks)
         self.callbacks.sort(key=lambda callback: callback.runs_last)
@@ -192,7 +200,7 @@ class Trainer:
         optimizer, strategy = engine.optimizer, engine.strategy
         lr = engine.plan.learning_rate(engine.stage, state.epoch, step.number)
         scale = engine.begin_step(lr, step.num_samples)
-        losses: list[Losses] = []
+        losses: list[MicroBatchLosses] = []
         if strategy.communicates_before_step:
             with timer("communication"):
                 strategy.begin_step(state.epoch, step.number, step.num_samples)
@@ -202,9 +210,11 @@ class Trainer:
                 batch.epoch, batch.step = state.epoch, step.number
                 self.call("on_batch_start", batch)
                 with timer("forward"):
-                    loss = self._sum_of_losses(batch)
+                    loss, sums = self._sums_of_losses(batch)
                 number = strategy.micro_batch_number
-                losses.append(Losses(batch.indices, loss.detach(), number))
+                losses.append(
+                    MicroBatchLosses(batch.indices, loss.detach(), number, sums)
+                )
                 if strategy.reduces_in_backward and engine.world.world_size > 1:
                     timer.mark_gradients(loss)
                 # scale - 0 * loss: the scale, or NaN where the loss is not finite. A
@@ -218,7 +228,8 @@ class Trainer:
             with timer("communication"):
                 strategy.reduce_gradients()
         with timer("update"):
-            grad_norm, is_applied = optimizer.step()
+            by_weight = engine.weight_factor(losses, step.num_samples)
+            grad_norm, is_applied = optimizer.step(by_weight)
         if not is_applied:
             self._handle_nonfinite(losses, grad_norm)
         state.step += 1
@@ -293,7 +304,7 @@ class Trainer:
 
     # --- what may be overridden ---------------------------------------------------
 
-    def loss(self, outputs: Any, targets: Any) -> Tensor:
+    def loss(self, outputs: Any, targets: Any) -> Losses:
         """Return the loss of each sample; the task's if not overridden.
 
         Args:
@@ -302,14 +313,17 @@ class Trainer:
                 or probabilities, `(N, C)`.
 
         Returns:
-            `(N,)`; `(N, ...)`, averaged per sample; or a scalar, the mean over the
-            samples: exact only where each sample has the same weight in it.
+            `(N,)`; `(N, ...)`, averaged per sample; a scalar, the mean over the
+            samples: exact only where each sample has the same weight in it; or values
+            and weights, two tensors `(N, ...)`, for their weighted mean over the global
+            batch. Several losses are a dict: ``loss`` is minimized, the others are
+            recorded.
         """
         if self._loss is not None:
             return self._loss(outputs, targets)
         return type(self.task).loss(self.task, outputs, targets)
 
-    def metrics(self, outputs: Any, targets: Any) -> Mapping[str, Tensor]:
+    def metrics(self, outputs: Any, targets: Any) -> Mapping[str, Values]:
         """Return the other metrics of the validation; the task's if not overridden.
 
         With a loss that is not the built-in task's there is no accuracy either.
@@ -329,7 +343,7 @@ class Trainer:
             return {}
         return type(self.task).metrics(self.task, outputs, targets)
 
-    def compute_loss(self, batch: Batch) -> Tensor:
+    def compute_loss(self, batch: Batch) -> Losses:
         """Return the loss of each sample of a micro-batch, for the backward pass.
 
         Args:
@@ -338,23 +352,20 @@ class Trainer:
         self._is_task_step = True
         return self.task.training_step(self.forward, batch)
 
-    def validation_step(self, model: Model, batch: Batch) -> Mapping[str, Tensor]:
+    def validation_step(self, model: Model, batch: Batch) -> Mapping[str, Values]:
         """Return the metrics of a batch; see `Task.validation_step`."""
         values = self.task.validation_step(model, batch)
         return warn_of_scalars(values, self._warned_of)
 
-    def forward(self, inputs: Any) -> Any:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the parallelized model in `compute_loss`, in the configured precision.
 
+        A dict is passed by name, if its keys are arguments of the model's ``forward``.
         Not `model` itself, whose gradients would not be all-reduced. Collective: each
         rank calls it as often; not with fixed micro-batches and ``ddp``, where ranks
         may have unequal numbers of them.
         """
-        try:
-            return self.engine.strategy.forward(inputs)
-        except Exception as error:
-            explain_call(self.model, inputs, error)
-            raise
+        return self.engine.forward(self.engine.strategy.module, *args, **kwargs)
 
     # --- results ------------------------------------------------------------------
 
@@ -468,19 +479,26 @@ class Trainer:
         finally:
             engine.close()
 
-    def _sum_of_losses(self, batch: Batch) -> Tensor:
+    def _sums_of_losses(self, batch: Batch) -> tuple[Tensor, dict[str, Sum]]:
+        """Return the sum of a micro-batch's losses, and it and others, detached."""
         try:
-            losses = self.compute_loss(batch)
-            if not isinstance(losses, Tensor) or not losses.requires_grad:
-                raise DataError(f"the loss is {kind_of(losses)}: {NO_GRADIENT}")
-            warn_of_scalars({"loss": losses}, self._warned_of)
-            if not self._is_task_step:
-                self.task.refuse_other_step()
-            return sum_over_samples(losses, len(batch), batch.num_rows)
+            named = named_values(self.compute_loss(batch), "the training step")
+            num, num_rows = len(batch), batch.num_rows
+            sums = {name: sum_of(it, num, num_rows, name) for name, it in named.items()}
         except BadRow as bad:
             raise bad.named(batch.indices) from None
+        loss = sums["loss"].total
+        if not loss.requires_grad:
+            raise DataError(f"the loss is {kind_of(named['loss'])}: {NO_GRADIENT}")
+        warn_of_scalars(named, self._warned_of)
+        if not self._is_task_step:
+            self.task.refuse_other_step()
+        self.engine.check_losses(form_of(named))
+        return loss, {name: Sum(it[0].detach(), it[1]) for name, it in sums.items()}
 
-    def _handle_nonfinite(self, losses: list[Losses], grad_norm: float) -> None:
+    def _handle_nonfinite(
+        self, losses: list[MicroBatchLosses], grad_norm: float
+    ) -> None:
         heartbeat("a step that is not finite")  # there is no optimizer step to tell it
         try:
             handle_nonfinite(losses, grad_norm, self.state, self.engine)

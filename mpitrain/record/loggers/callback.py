@@ -78,9 +78,9 @@ class Loggers(Callback):
         if not self._processes:
             return
         logged = []
-        for _, step, loss, lr, norm, groups in steps:
+        for _, step, loss, lr, norm, groups, others in steps:
             if step % self._config.log_every_steps == 0:
-                values = {"loss": loss, "lr": lr, "gradient_norm": norm}
+                values = {"loss": loss, **others, "lr": lr, "gradient_norm": norm}
                 values |= {f"lr_group_{i}": it for i, it in enumerate(groups)}
                 logged.append((_prefixed("train", values), step))
         self._send("log_metrics", *logged)

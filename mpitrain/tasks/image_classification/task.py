@@ -34,7 +34,7 @@ from mpitrain.tasks.image_classification.transforms import (
     Statistics,
     imagenet_statistics,
 )
-from mpitrain.tasks.task import Model, Task, TrainedPart
+from mpitrain.tasks.task import Losses, Model, Task, TrainedPart
 
 logger = logging.getLogger("mpitrain")
 
@@ -122,7 +122,7 @@ class ImageClassification(Task):
 
     # --- steps --------------------------------------------------------------------
 
-    def training_step(self, model: Model, batch: Batch) -> Tensor:
+    def training_step(self, model: Model, batch: Batch) -> Losses:
         """Return the loss of each sample; with mixup and cutmix of mixed images."""
         mix = mixing.draw_mix(self.config, batch.epoch, batch.step, batch.inputs)
         if mix is None:
@@ -130,6 +130,11 @@ class ImageClassification(Task):
         outputs = model(mix.apply(batch.inputs))
         own_loss = self.loss(outputs, batch.targets[1:])
         partners = self.loss(outputs, batch.targets[:-1])
+        if not (isinstance(own_loss, Tensor) and isinstance(partners, Tensor)):
+            raise UsageError(
+                "--mixup and --cutmix mix losses of one value per sample; expected "
+                "neither weights nor several losses"
+            ).on_all_ranks()
         return mix.weight * own_loss + (1 - mix.weight) * partners
 
     def refuse_other_step(self) -> None:

@@ -199,23 +199,36 @@ class Strategy:
         del is_last
         yield
 
-    def forward(self, inputs: Any, through: nn.Module | None = None) -> Any:
-        """Call the model, or a module that contains it, in the configured precision.
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the model of the stage in the configured precision."""
+        return self.call(self.module, *args, **kwargs)
+
+    def call(self, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+        """Call `module`, or one that contains it, in the configured precision.
 
         With 16-bit precision the outputs are float32 again: losses are computed in it.
         """
-        module = self.module if through is None else through
         if not self._is_16_bit:
-            return self._call(module, inputs)
+            return module(*args, **kwargs)
         with autocast(self.config, self.world.device):
-            outputs = self._call(module, inputs)
+            outputs = module(*args, **kwargs)
         return to_dtype(outputs, torch.float32)
-
-    def _call(self, module: nn.Module, inputs: Any) -> Any:
-        return module(inputs)
 
     def reduce_gradients(self) -> None:
         """Reduce the gradients of a step's micro-batches over the ranks; collective."""
+
+    def sum_of_weights(self, weights: Sequence[Tensor]) -> float:
+        """Add up the weights of a step over this rank's micro-batches and all ranks.
+
+        Collective; called for losses that have weights.
+
+        Args:
+            weights: Of each micro-batch, float64 `()`.
+        """
+        total = torch.stack(list(weights)).sum()
+        if self.world.world_size > 1:
+            dist.all_reduce(total)
+        return float(total)
 
     def grad_norm(self, gradients: list[Any]) -> float:
         """Return the norm of all gradients, before they are clipped; on all ranks."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import logging
+import math
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -240,6 +241,20 @@ class BitwiseDDPStrategy(Strategy):
             found = self._sum_over_ranks()
         for weight, gradient in zip(self._trained, found, strict=True):
             weight.grad = gradient
+
+    def sum_of_weights(self, weights: Sequence[Tensor]) -> float:
+        """Add up the weights of all micro-batches, rounded once. Collective."""
+        whole = torch.zeros(
+            self.num_micro_batches, dtype=torch.float64, device=self.world.device
+        )
+        for number, weight in zip(
+            self._numbers[self.world.rank], weights, strict=False
+        ):
+            if number < self.num_micro_batches:  # else of padding
+                whole[number] = weight
+        if self.world.world_size > 1:
+            dist.all_reduce(whole)  # each is 0 on all ranks but one
+        return math.fsum(whole.tolist())
 
     def seed_evaluation_batch(self, number: int) -> None:
         """Seed a batch of an evaluation; training's epochs begin with 1."""

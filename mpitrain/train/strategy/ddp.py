@@ -72,18 +72,18 @@ class DDPStrategy(Strategy):
                     error.add_note(hint)
             raise
 
-    def _call(self, module: nn.Module, inputs: Any) -> Any:
+    def call(self, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         """Call DDP so that its warning of unused parameters is one of Python's.
 
         It comes from C++ code without a warning handler, which prints it on every rank.
         While a function of torch calls back, its handler is there (torch 2.14).
         """
         if not self._finds_unused:
-            return module(inputs)
+            return super().call(module, *args, **kwargs)
         outputs = []
 
         def call(number: float) -> float:
-            outputs.append(module(inputs))
+            outputs.append(super(DDPStrategy, self).call(module, *args, **kwargs))
             return number
 
         torch.zeros(1, device="cpu").apply_(call)

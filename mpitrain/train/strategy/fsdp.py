@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -34,6 +35,8 @@ class FSDPStrategy(Strategy):
 
     def wrap(self, model: nn.Module, *, find_unused_parameters: bool = True) -> None:
         """Shard the model by `fully_shard`."""
+        if not self.world.is_rank_zero:  # torch 2.14 warns of a view, such as logits
+            warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
         fully_shard_model(model, self.world, self.config)
         super().wrap(model, find_unused_parameters=find_unused_parameters)
 
@@ -53,10 +56,9 @@ class FSDPStrategy(Strategy):
         self.model.set_requires_gradient_sync(is_last)  # type: ignore[operator]
         yield
 
-    def forward(self, inputs: Any, through: nn.Module | None = None) -> Any:
-        """Call the model, which casts by itself."""
-        module = self.module if through is None else through
-        outputs = module(inputs)
+    def call(self, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+        """Call a module, which casts by itself."""
+        outputs = module(*args, **kwargs)
         return to_dtype(outputs, torch.float32) if self._is_16_bit else outputs
 
     def grad_norm(self, gradients: list[Any]) -> float:
