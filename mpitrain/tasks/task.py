@@ -66,6 +66,9 @@ class Task:
         config: The configuration, from `set_up` on.
         world: This rank's place, from `set_up` on.
         dtype: Of floating-point inputs and targets, from `set_up` on.
+        metric_objects: Metrics with a state over the whole data set, by name:
+            torchmetrics', or objects with ``update``, ``compute``, ``reset`` and
+            ``merge_state(other)``. They are reset before an evaluation.
         inputs: What the model is given, and its outputs mean: plain values for
             ``inputs.json`` and checkpoints.
     """
@@ -85,6 +88,7 @@ class Task:
 
     def __init__(self) -> None:
         self.inputs: dict[str, Any] = {}
+        self.metric_objects: dict[str, Any] = {}
 
     def bind(self, trainer: Any, collate_fn: CollateFn | None) -> None:
         """Let a trainer's `loss` and `metrics` stand in for those of the task; once.
@@ -152,6 +156,7 @@ class Task:
         loss = self.loss(outputs, batch.targets)  # first: it checks the targets
         losses = loss if isinstance(loss, Mapping) else {"loss": loss}
         found = self.metrics(outputs, batch.targets)
+        self.update_metrics(outputs, batch.targets)
         if twice := losses.keys() & found.keys():
             raise UsageError(
                 f"a metric is named {twice.pop()!r}, as a loss; expected another"
@@ -168,6 +173,20 @@ class Task:
     def metrics(self, outputs: Any, targets: Any) -> Mapping[str, Values]:
         """Return the metrics of a validation besides the loss, by name."""
         del outputs, targets
+        return {}
+
+    def update_metrics(self, outputs: Any, targets: Any) -> None:
+        """Update `metric_objects` by a batch, which has no padding."""
+        for metric in self.metric_objects.values():
+            metric.update(outputs, targets)
+
+    def derived_metrics(self, values: Mapping[str, float]) -> Mapping[str, float]:
+        """Return metrics that follow from others, such as the root of a mean.
+
+        Args:
+            values: Of the whole evaluation, by name. Called on rank zero.
+        """
+        del values
         return {}
 
     def refuse_other_step(self) -> None:

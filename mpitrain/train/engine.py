@@ -21,6 +21,7 @@ from mpitrain.tasks.task import Task, TrainedPart
 from mpitrain.train.checks import explain_call
 from mpitrain.train.data import TrainData
 from mpitrain.train.evaluate import Evaluation, ValidationStep, evaluate
+from mpitrain.train.metric_objects import add_metrics, flatten_metrics
 from mpitrain.train.model import (
     BatchNorm,
     check_same_model,
@@ -85,6 +86,7 @@ class Engine:
         self._loss_form = ""  # see `check_losses`
         self._check_config()
         self.strategy = self._whole_strategy = strategy
+        task.metric_objects = flatten_metrics(task.metric_objects, world.device)
         self.data = TrainData(train_data, val_data, config, world, self.ranks, task)
         samples = self.data.train
         model = unwrap_model(model, world)
@@ -239,7 +241,9 @@ class Engine:
         with self.optimizer.ema_weights():
             self.strategy.broadcast_buffers()
             try:
-                return evaluate(
+                for metric in self.task.metric_objects.values():
+                    metric.reset()
+                found = evaluate(
                     functools.partial(self.forward, module),
                     loader,
                     self.data.evaluation_shard(loader, self.strategy),
@@ -249,6 +253,7 @@ class Engine:
                     on_batch_end,
                     self.strategy.seed_evaluation_batch,
                 )
+                return add_metrics(found, self.task, self.ranks)
             except BaseException:
                 loader.skipped.clear()  # a resumed job evaluates all of it again
                 raise

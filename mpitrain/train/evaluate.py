@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -30,8 +30,11 @@ class Evaluation:
     """The metrics of a model on a data set. Equal on all ranks."""
 
     values: Mapping[str, float]
-    """Means by name: ``loss``, if there is one, and others such as ``accuracy``."""
+    """By name: the means, ``loss``, if there is one, and others such as ``accuracy``;
+    the numbers of metric objects; and what is derived of them."""
     num_samples: int  # number of samples
+    results: Mapping[str, Any] = field(default_factory=dict)
+    """What metric objects returned, by name, on the CPU: matrices, too."""
 
     @property
     def loss(self) -> float:
@@ -113,7 +116,7 @@ def evaluate(
     if not num_batches:
         error = DataError("none of the samples to validate by could be read")
         raise error.on_all_ranks()
-    known = next(filter(None, ranks.allgather(names)))  # a rank may have no samples
+    known = next(filter(None, ranks.allgather(names)), ())  # a rank may have none
     seen = f"({', '.join(names or known)})"
     ranks.check_equal(seen, "what metrics returned", "Expected the same names")
     whole = torch.zeros((num_batches, 2 * len(known) + 1), **kind)

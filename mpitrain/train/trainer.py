@@ -29,6 +29,7 @@ from mpitrain.train.checks import warn_of_scalars
 from mpitrain.train.engine import Engine
 from mpitrain.train.evaluate import Evaluation
 from mpitrain.train.means import Sum, form_of, named_values, sum_of
+from mpitrain.train.metric_objects import split_metrics
 from mpitrain.train.metrics import StepMetrics, TrainState
 from mpitrain.train.nonfinite import handle_nonfinite
 from mpitrain.train.optimizer import NO_GRADIENT
@@ -63,7 +64,9 @@ class Trainer:
         collate_fn: Makes a batch of a list of samples, as `DataLoader`'s; ``None``:
             torch's. A pair is inputs and targets; any other batch is both.
         loss: Instead of overriding `loss`.
-        metrics: Instead of overriding `metrics`.
+        metrics: Instead of overriding `metrics`; or metrics by name: functions of
+            outputs and targets that return values for a mean, and metric objects, see
+            `Task.metric_objects`.
         task: What a step computes; ``None``: `ImageClassification` of ``mean_std`` and
             ``num_classes``, which takes pairs of any inputs and labels.
         callbacks: Called in this order; ``None``: print a line per epoch.
@@ -100,7 +103,7 @@ class Trainer:
         world: World | None = None,
         collate_fn: CollateFn | None = None,
         loss: LossFn | None = None,
-        metrics: MetricsFn | None = None,
+        metrics: MetricsFn | Mapping[str, Any] | None = None,
         task: Task | None = None,
         callbacks: Sequence[Callback] | None = None,
         strategy: type[Strategy] | None = None,
@@ -133,7 +136,8 @@ class Trainer:
         self.uses_whole_config = False  # the command makes callbacks of all its fields
         self._final_state: dict[str, Any] | None = None  # if the job ends with `fit`
         self._is_set_up = self._is_task_step = False
-        self._loss, self._metrics, self._strategy = loss, metrics, strategy
+        self._loss, self._strategy = loss, strategy
+        self._metrics = split_metrics(self.task, metrics)
         self._warned_of: set[str] = set()  # losses and metrics that are scalars
         self._hooks: dict[str, list[Callable[..., None]]] = {}
 
