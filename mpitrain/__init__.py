@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from mpitrain.checkpoint.checkpointer import Checkpointer
     from mpitrain.checkpoint.run_checkpoints import CheckpointError
     from mpitrain.config import LaunchConfig, TrainConfig
+    from mpitrain.data.loader import Batch
     from mpitrain.errors import (
         DataError,
         LaunchError,
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
     from mpitrain.train.trainer import Trainer
 
 __all__ = [
+    "Batch",
     "Callback",
     "CheckpointError",
     "Checkpointer",
@@ -77,6 +79,7 @@ __all__ = [
 # Modules by name; what is not here is in `errors`.
 _HOMES = {
     "init": "launch.init",
+    "Batch": "data.loader",
     "ImageClassification": "tasks.image_classification.task",
     "Job": "launch.job",
     **dict.fromkeys(("World", "Node"), "mpi.world"),
