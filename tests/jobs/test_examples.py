@@ -180,6 +180,12 @@ def check_custom(ran: list[Ran], home: Path) -> None:
     assert "0.weight" in torch.load(home / "custom_model.pt", weights_only=True)
 
 
+def check_any(ran: list[Ran], home: Path) -> None:
+    losses = told(ran[0], "val_loss")
+    assert len(told(ran[0], "val_miou")) == len(losses) == 3
+    assert losses[-1] < losses[0]
+
+
 def check_sweeps(ran: list[Ran], home: Path) -> None:
     for one in ran[:2]:
         assert "finished: 4/4 trials: 4 finished" in one.done.out
@@ -197,6 +203,7 @@ CHECKS: dict[str, Callable[[list[Ran], Path], None]] = {
     "Regression with a U-Net": check_unet,
     "DINOv2: probe, then fine-tune": check_dinov2,
     "Custom code": check_custom,
+    "Any training": check_any,
     "Sweeps": check_sweeps,
 }
 """What must come out of the commands of each section."""
@@ -207,6 +214,7 @@ IN_TEST_ALL = (
     "Regression with a U-Net",
     "DINOv2: probe, then fine-tune",
     "Custom code",
+    "Any training",
     "Sweeps",
 )
 """The sections that take longest."""
@@ -292,4 +300,5 @@ def test_the_table_names_what_is_there() -> None:
         elif not link.startswith("http"):
             assert (ROOT / "examples" / link).exists()
     scripts = {path.name for path in (ROOT / "examples").glob("*.py")}
-    assert scripts <= set(links)
+    scripts |= {f"trainings/{p.name}" for p in (ROOT / "examples/trainings").iterdir()}
+    assert scripts - {"trainings/__pycache__"} <= set(links)
