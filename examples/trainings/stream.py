@@ -1,0 +1,89 @@
+"""Sequences of many lengths: batches of a number of tokens, not of samples.
+
+mpirun -np 4 --oversubscribe python examples/trainings/stream.py
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import Dataset
+
+import mpitrain
+
+VOCABULARY, TOKENS = 50, 320  # tokens of a global batch, padding included
+
+
+class Sequences(Dataset[tuple[Tensor, Tensor]]):
+    """Sequences, and whether token 7 comes before token 9; made when they are read."""
+
+    def __init__(self, num: int, seed: int) -> None:
+        self.seed = seed
+        self.lengths = np.random.default_rng(seed).integers(4, 40, num)
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        random = np.random.default_rng([self.seed, index])
+        sequence = random.integers(10, VOCABULARY, self.lengths[index])
+        first, second = random.choice(len(sequence), 2, replace=False)
+        sequence[first], sequence[second] = 7, 9
+        return torch.from_numpy(sequence), torch.tensor(int(first < second))
+
+    def batches(self, seed: int, epoch: int) -> list[list[int]]:
+        """Return the samples of each batch: of about one length, in random order."""
+        random = np.random.default_rng([seed, epoch])
+        found: list[list[int]] = [[]]
+        for index in np.lexsort((random.random(len(self)), self.lengths)):
+            if self.lengths[index] * (len(found[-1]) + 1) > TOKENS:
+                found.append([])
+            found[-1].append(int(index))
+        return [found[i] for i in random.permutation(len(found))]
+
+
+class Reader(nn.Module):
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, width, padding_idx=0)
+        self.recurrent = nn.GRU(width, width, batch_first=True)
+        self.head = nn.Linear(width, 2)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        found, _ = self.recurrent(self.embedding(tokens))
+        last = (tokens > 0).sum(1) - 1
+        return self.head(found[torch.arange(len(found)), last])
+
+
+def collate(samples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    tokens, targets = zip(*samples, strict=True)
+    return pad_sequence(list(tokens), batch_first=True), torch.stack(targets)
+
+
+def build(world: mpitrain.World | None = None, **settings: Any) -> mpitrain.Trainer:
+    torch.manual_seed(1)
+    train = Sequences(500, seed=1)
+    defaults = {"max_steps": 60, "validate_every_steps": 20}
+    defaults |= {"optimizer": "adam", "lr": 1e-2}
+    return mpitrain.Trainer(
+        Reader(),
+        train,
+        Sequences(101, seed=2),
+        mpitrain.TrainConfig(**defaults | settings),
+        world=world,
+        collate_fn=collate,
+        batch_sampler=train.batches,
+        loss=lambda outputs, targets: F.cross_entropy(
+            outputs, targets, reduction="none"
+        ),
+        metrics={"accuracy": lambda outputs, it: (outputs.argmax(1) == it).float()},
+    )
+
+
+if __name__ == "__main__":
+    build().fit()
