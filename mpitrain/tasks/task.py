@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from mpitrain.config import TrainConfig
 from mpitrain.data.custom import Samples
 from mpitrain.data.loader import Batch, BatchLoader
-from mpitrain.data.samples import CollateFn, to_dtype
+from mpitrain.data.samples import CollateFn, kind_of, to_dtype
 from mpitrain.data.sharding import Indices
 from mpitrain.errors import UsageError
 from mpitrain.mpi.shared_arrays import Communicator
@@ -38,6 +38,10 @@ LossFn = Callable[[Any, Any], Losses]
 
 MetricsFn = Callable[[Any, Any], Mapping[str, Values]]
 """Maps a model's outputs and targets to values by name."""
+
+
+DerivedFn = Callable[[Mapping[str, float]], Mapping[str, float]]
+"""Maps the metrics of an evaluation, by name, to others that follow from them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +72,7 @@ class Task:
         dtype: Of floating-point inputs and targets, from `set_up` on.
         metric_objects: Metrics with a state over the whole data set, by name:
             torchmetrics', or objects with ``update``, ``compute``, ``reset`` and
-            ``merge_state(other)``. They are reset before an evaluation.
+            ``merge_state(other)``. They are reset before and after an evaluation.
         inputs: What the model is given, and its outputs mean: plain values for
             ``inputs.json`` and checkpoints.
     """
@@ -89,6 +93,7 @@ class Task:
     def __init__(self) -> None:
         self.inputs: dict[str, Any] = {}
         self.metric_objects: dict[str, Any] = {}
+        self.metric_errors: dict[str, str] = {}  # of updates on this rank
 
     def bind(self, trainer: Any, collate_fn: CollateFn | None) -> None:
         """Let a trainer's `loss` and `metrics` stand in for those of the task; once.
@@ -177,8 +182,15 @@ class Task:
 
     def update_metrics(self, outputs: Any, targets: Any) -> None:
         """Update `metric_objects` by a batch, which has no padding."""
-        for metric in self.metric_objects.values():
-            metric.update(outputs, targets)
+        for name, metric in self.metric_objects.items():
+            try:
+                metric.update(outputs, targets)
+            except Exception as error:  # raised on all ranks after the evaluation
+                self.metric_errors.setdefault(
+                    name,
+                    f"update() by outputs, {kind_of(outputs)}, and targets, "
+                    f"{kind_of(targets)}: {type(error).__name__}: {error}",
+                )
 
     def derived_metrics(self, values: Mapping[str, float]) -> Mapping[str, float]:
         """Return metrics that follow from others, such as the root of a mean.

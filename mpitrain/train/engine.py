@@ -21,7 +21,7 @@ from mpitrain.tasks.task import Task, TrainedPart
 from mpitrain.train.checks import explain_call
 from mpitrain.train.data import TrainData
 from mpitrain.train.evaluate import Evaluation, ValidationStep, evaluate
-from mpitrain.train.metric_objects import add_metrics, flatten_metrics
+from mpitrain.train.metric_objects import MetricObjects
 from mpitrain.train.model import (
     BatchNorm,
     check_same_model,
@@ -86,7 +86,8 @@ class Engine:
         self._loss_form = ""  # see `check_losses`
         self._check_config()
         self.strategy = self._whole_strategy = strategy
-        task.metric_objects = flatten_metrics(task.metric_objects, world.device)
+        is_exact = strategy.micro_batches_are_fixed
+        self._metrics = MetricObjects(task, world.device, self.ranks, is_exact=is_exact)
         self.data = TrainData(train_data, val_data, config, world, self.ranks, task)
         samples = self.data.train
         model = unwrap_model(model, world)
@@ -241,8 +242,7 @@ class Engine:
         with self.optimizer.ema_weights():
             self.strategy.broadcast_buffers()
             try:
-                for metric in self.task.metric_objects.values():
-                    metric.reset()
+                self._metrics.reset()
                 found = evaluate(
                     functools.partial(self.forward, module),
                     loader,
@@ -251,9 +251,9 @@ class Engine:
                     validation_step,
                     self.world.device,
                     on_batch_end,
-                    self.strategy.seed_evaluation_batch,
+                    self._begin_evaluation_batch,
                 )
-                return add_metrics(found, self.task, self.ranks)
+                return self._metrics.add_to(found)
             except BaseException:
                 loader.skipped.clear()  # a resumed job evaluates all of it again
                 raise
@@ -261,6 +261,10 @@ class Engine:
                 self.strategy.reshard()  # callbacks find the weights of the optimizer
                 if was_training:
                     self.train_mode()
+
+    def _begin_evaluation_batch(self, number: int) -> None:
+        self.strategy.seed_evaluation_batch(number)
+        self._metrics.begin_batch(number)
 
     def full_state_dict(self) -> dict[str, Any]:
         """Return what `Trainer.state_dict` does."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,6 +47,14 @@ class Evaluation:
         return self.values["accuracy"]
 
 
+def refuse_names(names: Iterable[str]) -> None:
+    """Refuse names of metrics that records have for something else."""
+    if "samples" in names:
+        raise UsageError(
+            "a metric is named 'samples', as their number is; expected another name"
+        ).on_all_ranks()
+
+
 def score_of(values: Mapping[str, float], best_by: str | None = None) -> float | None:
     """Return the metric that the best checkpoint is chosen by; ``None``: not finite.
 
@@ -72,13 +80,13 @@ def evaluate(
     step_fn: ValidationStep,
     device: str,
     on_batch_end: Callable[[], object] = lambda: None,
-    seed_batch: Callable[[int], object] = lambda _: None,
+    begin_batch: Callable[[int], object] = lambda _: None,
 ) -> Evaluation:
     """Compute the means over every sample once; collective, in evaluation mode.
 
     Each rank has one batch of each step, and as many. One without samples is for the
     collectives of ``model`` and ``on_batch_end``: its metrics do not count.
-    ``seed_batch`` seeds what a batch draws, by its number.
+    ``begin_batch`` gets the number of each batch, before it is evaluated.
     """
     kind: Any = {"dtype": torch.float64, "device": device}
     names: tuple[str, ...] = ()
@@ -90,7 +98,7 @@ def evaluate(
         num_batches = (step.number + 1) * rank_shard.world_size
         for batch in step.micro_batches:
             heartbeat("evaluation")
-            seed_batch(number)
+            begin_batch(number)
             try:
                 values = step_fn(model, batch)
             except BadRow as bad:
@@ -119,6 +127,7 @@ def evaluate(
     known = next(filter(None, ranks.allgather(names)), ())  # a rank may have none
     seen = f"({', '.join(names or known)})"
     ranks.check_equal(seen, "what metrics returned", "Expected the same names")
+    refuse_names(known)
     whole = torch.zeros((num_batches, 2 * len(known) + 1), **kind)
     if rows:
         whole[numbers] = torch.stack(rows)

@@ -1,42 +1,43 @@
 """Metrics that keep a state over the whole data set, as those of torchmetrics.
 
-Each rank updates its own copy by its batches. At the end every rank sends its states to
-rank zero in one exchange, whatever they are: there a rank without a sample, or with
-other states, is found, and nobody waits for it. Rank zero lets the metric join them,
-computes, and sends the result to all.
+Each rank updates its own copy by its batches. At the end every rank packs its states,
+or why it cannot, and sends them to rank zero in one exchange, whatever they are: there
+a rank without a sample, or with other states, is found, and nobody waits for it. Rank
+zero joins them, computes, and sends the result to all.
 """
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterator, Mapping
+import contextlib
+import io
+import pickle
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from numbers import Real
+from typing import Any
 
+import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from mpitrain.data.samples import kind_of, map_tensors
-from mpitrain.errors import DataError, UsageError
+from mpitrain.errors import DataError, MpitrainError, UsageError
 from mpitrain.mpi.shared_arrays import Communicator
-from mpitrain.tasks.task import MetricsFn, Task
-from mpitrain.train.evaluate import Evaluation
+from mpitrain.tasks.task import DerivedFn, MetricsFn, Task
+from mpitrain.train.evaluate import Evaluation, refuse_names
+from mpitrain.train.metric_states import TorchMetric, parts_of
 
 MAX_NUMBERS = 100  # of a vector that are recorded, such as those of the classes
 
 METHODS = ("update", "compute", "reset")
 
 
-class _State(NamedTuple):
-    """The state of one metric on one rank, its tensors on the CPU."""
-
-    kind: str  # name of the class
-    is_updated: bool
-    values: dict[str, Any]  # tensors, or lists of tensors, by name
-
-
-def split_metrics(task: Task, metrics: Any) -> MetricsFn | None:
+def split_metrics(
+    task: Task, metrics: Any, derived: DerivedFn | None = None
+) -> MetricsFn | None:
     """Give a task the metric objects of a mapping; return a function for the others."""
+    if derived is not None:
+        vars(task)["derived_metrics"] = derived
     if not isinstance(metrics, Mapping):
         return metrics  # type: ignore[no-any-return]
     functions = {}
@@ -53,171 +54,198 @@ def split_metrics(task: Task, metrics: Any) -> MetricsFn | None:
     return lambda *args: {name: it(*args) for name, it in functions.items()}
 
 
-def flatten_metrics(metrics: Mapping[str, Any], device: str) -> dict[str, Any]:
-    """Return metrics by name, on the device; those of a collection one by one.
+class _OwnMetric:
+    """A metric object of another class, with ``merge_state``; as `TorchMetric`."""
 
-    A collection shares states between metrics, which are then no longer told apart.
+    def __init__(self, name: str, metric: Any) -> None:
+        if not callable(getattr(metric, "merge_state", None)):
+            raise UsageError(
+                f"metric {name!r} is {kind_of(metric)}; expected a function, a metric "
+                "of torchmetrics, or an object with update, compute, reset and "
+                "merge_state(other), which adds the state of another rank's"
+            )
+        self.metric = metric
+
+    def reset(self) -> None:
+        self.metric.reset()
+
+    def begin_batch(self, number: int) -> None:
+        pass
+
+    def state(self) -> Any:
+        return self.metric
+
+    def compute(self, of_ranks: Sequence[Any]) -> Any:
+        for other in of_ranks[1:]:
+            self.metric.merge_state(other)
+        return self.metric.compute()
+
+
+class MetricObjects:
+    """The metric objects of a task; replaces them. Collective.
+
+    Those of a collection become objects of their own: it shares states between them,
+    which are then no longer told apart.
+
+    Args:
+        task: Its `metric_objects` are replaced.
+        device: Of this rank.
+        ranks: They exchange states.
+        is_exact: See `TorchMetric`.
 
     Raises:
-        UsageError: What one is is not known.
+        UsageError: An object cannot be joined, or ranks have others; on all ranks.
     """
-    found: dict[str, Any] = {}
-    for name, metric in metrics.items():
-        members = metric.items() if hasattr(metric, "items") else [(name, metric)]
-        for key, member in members:
-            is_torchs = isinstance(member, nn.Module) and any(_parts(member))
-            if not is_torchs and not callable(getattr(member, "merge_state", None)):
+
+    def __init__(
+        self, task: Task, device: str, ranks: Communicator, *, is_exact: bool
+    ) -> None:
+        self._task, self._ranks, self._device = task, ranks, device
+        self._metrics: dict[str, TorchMetric | _OwnMetric] = {}
+        try:
+            for name, metric in _flat(task.metric_objects):
+                self._metrics[name] = (
+                    TorchMetric(name, metric, device, is_exact=is_exact)
+                    if any(parts_of(metric))
+                    else _OwnMetric(name, metric)
+                )
+            mine = ", ".join(
+                f"{name} ({type(it.metric).__name__})"
+                for name, it in self._metrics.items()
+            )
+            problem = ""
+        except UsageError as error:
+            problem, mine = str(error), ""
+        found = ranks.allgather((problem, mine))
+        for rank, (reason, seen) in enumerate(found):
+            if reason or seen != found[0][1]:
                 raise UsageError(
-                    f"metric {key!r} is {kind_of(member)}; expected a function, a "
-                    "metric of torchmetrics, or an object with update, compute, reset "
-                    "and merge_state(other), which adds the state of another rank's"
+                    reason
+                    or f"the metrics differ between ranks: {found[0][1] or 'none'} on "
+                    f"rank 0, {seen or 'none'} on rank {rank}; expected the same on "
+                    "every rank"
                 ).on_all_ranks()
-            if is_torchs:
-                member.to(device)
-                for part in _parts(member):
-                    part.set_dtype(torch.float64)  # of its sums, float32 otherwise
-            found[key] = member
+        task.metric_objects = {k: it.metric for k, it in self._metrics.items()}
+
+    def reset(self) -> None:
+        """Begin an evaluation, or end one; local."""
+        self._task.metric_errors.clear()
+        for metric in self._metrics.values():
+            metric.reset()
+
+    def begin_batch(self, number: int) -> None:
+        """Note where the batch of this number begins; local."""
+        for metric in self._metrics.values():
+            metric.begin_batch(number)
+
+    def add_to(self, found: Evaluation) -> Evaluation:
+        """Return an evaluation with the metrics, and with those derived of all."""
+        derive = self._task.derived_metrics
+        if not self._metrics and getattr(derive, "__func__", 0) is Task.derived_metrics:
+            return found
+        of_ranks = self._ranks.gather(
+            {
+                name: self._task.metric_errors.get(name) or _packed(metric)
+                for name, metric in self._metrics.items()
+            }
+        )
+
+        def compute() -> tuple[dict[str, float], dict[str, Any]]:
+            values, results = dict(found.values), {}
+            for name, metric in self._metrics.items():
+                with _named(f"the metric {name!r} cannot be computed"):
+                    states = [self._unpacked(name, it[name]) for it in of_ranks]
+                    with self._fixed_seed():
+                        result = metric.compute(states)
+                    results[name] = map_tensors(lambda x: x.detach().cpu(), result)
+                    pickle.dumps(results[name])  # or to send it would fail
+                    _add(values, dict(numbers_of(name, results[name])))
+            with _named("derived_metrics() failed"):
+                _add(values, {k: float(it) for k, it in derive({**values}).items()})
+            return values, results
+
+        values, results = self._ranks.on_rank_zero(compute, "compute the metrics")
+        self.reset()  # lists may be as large as the data set
+        return replace(found, values=values, results=results)
+
+    def _unpacked(self, name: str, packed: bytes | str) -> Any:
+        if isinstance(packed, str):
+            raise DataError(f"the metric {name!r} failed: {packed}")
+        device = "cpu" if isinstance(self._metrics[name], TorchMetric) else self._device
+        buffer = io.BytesIO(packed)
+        return torch.load(buffer, map_location=device, weights_only=False)
+
+    @contextlib.contextmanager
+    def _fixed_seed(self) -> Iterator[None]:
+        """Let what a metric draws be the same, and change no random state."""
+        devices = [self._device] if self._device.startswith("cuda") else []
+        with torch.random.fork_rng(devices):
+            torch.manual_seed(0)
+            yield
+
+
+def _flat(metrics: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    found: list[tuple[str, Any]] = []
+    for name, metric in metrics.items():
+        found += metric.items() if hasattr(metric, "items") else [(name, metric)]
+    names = [name for name, _ in found]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise UsageError(f"two metrics are named {twice[0]!r}; expected other names")
     return found
 
 
-def add_metrics(found: Evaluation, task: Task, ranks: Communicator) -> Evaluation:
-    """Add the metrics of a task's objects, and those derived of all; collective."""
-    metrics = task.metric_objects
-    if not metrics and type(task).derived_metrics is Task.derived_metrics:
-        return found
-    of_ranks = ranks.gather([_state_of(metric) for metric in metrics.values()])
+def _packed(metric: TorchMetric | _OwnMetric) -> bytes | str:
+    """Return a state, or what failed."""
+    buffer = io.BytesIO()
+    try:
+        torch.save(metric.state(), buffer)
+    except Exception as error:
+        return f"it cannot be sent: {type(error).__name__}: {error}"
+    return buffer.getvalue()
 
-    def compute() -> tuple[dict[str, float], dict[str, Any]]:
-        values, results = dict(found.values), {}
-        for place, (name, metric) in enumerate(metrics.items()):
-            of_metric = [states[place] for states in of_ranks]
-            try:
-                result = _compute(name, metric, of_metric)
-            except DataError:
-                raise
-            except Exception as error:
-                raise DataError(
-                    f"the metric {name!r} cannot be computed: "
-                    f"{type(error).__name__}: {error}"
-                ) from error
-            results[name] = map_tensors(lambda x: x.detach().cpu(), result)
-            _add(values, dict(_numbers(name, results[name])))
-        _add(values, task.derived_metrics(values))
-        return values, results
 
-    values, results = ranks.on_rank_zero(compute, "compute the metrics")
-    return replace(found, values=values, results=results)
+@contextlib.contextmanager
+def _named(what: str) -> Iterator[None]:
+    try:
+        yield
+    except MpitrainError:
+        raise
+    except Exception as error:
+        raise DataError(f"{what}: {type(error).__name__}: {error}") from error
 
 
 def _add(values: dict[str, float], more: Mapping[str, float]) -> None:
+    refuse_names(more)
     if twice := values.keys() & more.keys():
         raise UsageError(f"two metrics are named {twice.pop()!r}; expected other names")
     values |= more
 
 
-def _compute(name: str, metric: Any, of_ranks: list[Any]) -> Any:
-    if not isinstance(metric, nn.Module):
-        for other in of_ranks[1:]:
-            metric.merge_state(other)
-        return metric.compute()
-    for part, states in zip(_parts(metric), zip(*of_ranks, strict=True), strict=True):
-        _join(name, part, states)
-    with warnings.catch_warnings():
-        # Rank zero's own may have no sample.
-        warnings.filterwarnings("ignore", "The ``compute`` method of metric")
-        return metric.compute()
-
-
-def _join(name: str, part: Any, of_ranks: tuple[_State, ...]) -> None:
-    """Let a metric of torchmetrics find the states of all ranks when it computes.
-
-    It asks its ``dist_sync_fn`` for the states of all ranks, tensor by tensor, and
-    reduces them as it knows. Of a list only its own part is asked for: that one has all
-    ranks' elements already, since they may be of unequal number.
-    """
-    first = of_ranks[0]
-    for rank, state in enumerate(of_ranks):
-        if (found := _outline(state)) != (expected := _outline(first)):
-            raise DataError(
-                f"the metric {name!r} differs between ranks: {expected} on rank 0, "
-                f"{found} on rank {rank}.\nExpected the same kind on every rank"
-            )
-    updated = [state for state in of_ranks if state.is_updated] or [first]
-    tensors: dict[int, list[Tensor]] = {}
-    lists: list[list[Tensor]] = []
-    device = part.device
-    for key, value in first.values.items():
-        if isinstance(value, list):
-            joined = [it.to(device) for state in of_ranks for it in state.values[key]]
-            setattr(part, key, joined)
-            tensors |= {id(it): [it] for it in joined}
-            lists.append(joined)
-        else:
-            of_key = [state.values[key].to(device) for state in updated]
-            setattr(part, key, of_key[0])
-            tensors[id(of_key[0])] = of_key
-
-    def gather(asked: Tensor, group: Any = None) -> list[Tensor]:
-        del group
-        if id(asked) not in tensors and not any(_is_whole(asked, it) for it in lists):
-            raise DataError(
-                f"the metric {name!r} asks for a tensor that is no state of its own, "
-                f"{kind_of(asked)}; expected one that is computed from its states"
-            )
-        return tensors.get(id(asked), [asked])
-
-    part.dist_sync_fn = gather
-    part.distributed_available_fn = lambda: len(updated) > 1
-
-
-def _is_whole(asked: Tensor, elements: list[Tensor]) -> bool:
-    """Whether a tensor is the elements of a list, concatenated, or nothing at all."""
-    if not elements:
-        return asked.numel() == 0
-    numel = sum(it.numel() for it in elements)
-    return asked.numel() == numel and torch.equal(
-        asked.flatten(), torch.cat([it.flatten() for it in elements]).to(asked.dtype)
-    )
-
-
-def _parts(metric: nn.Module) -> Iterator[Any]:
-    """Yield a metric and those that it wraps, in one order on all ranks."""
-    for module in metric.modules():
-        if hasattr(module, "metric_state") and hasattr(module, "dist_sync_fn"):
-            yield module
-
-
-def _state_of(metric: Any) -> Any:
-    if not isinstance(metric, nn.Module):
-        return metric
-    return [
-        _State(
-            type(part).__name__,
-            part.update_called,
-            map_tensors(lambda x: x.detach().cpu(), part.metric_state),
-        )
-        for part in _parts(metric)
-    ]
-
-
-def _outline(state: _State) -> str:
-    """Describe a state, but for the number of elements in its lists."""
-    found = []
-    for name, value in state.values.items():
-        is_list = isinstance(value, list)
-        found.append(f"{name}: {'list' if is_list else kind_of(value)}")
-    return f"{state.kind} ({', '.join(found)})"
-
-
-def _numbers(name: str, result: Any) -> Iterator[tuple[str, float]]:
+def numbers_of(name: str, result: Any) -> Iterator[tuple[str, float]]:
     """Yield the numbers of a result: a scalar, a short vector, or those by name."""
+    if isinstance(result, np.ndarray | np.generic):
+        result = torch.as_tensor(result)
+    if hasattr(result, "_asdict"):
+        result = result._asdict()  # a named tuple
     if isinstance(result, Mapping):
         for key, value in result.items():
             has_name = str(key) == name or str(key).startswith(f"{name}_")
-            yield from _numbers(str(key) if has_name else f"{name}_{key}", value)
+            yield from numbers_of(str(key) if has_name else f"{name}_{key}", value)
     elif isinstance(result, Tensor) and result.numel() == 1:
+        yield name, result.item()
+    elif isinstance(result, Real):
         yield name, float(result)
-    elif isinstance(result, Tensor) and result.ndim == 1 and len(result) <= MAX_NUMBERS:
-        yield from ((f"{name}_{i}", float(it)) for i, it in enumerate(result))
-    elif isinstance(result, int | float):
-        yield name, float(result)
+    elif _is_vector(result):
+        for i, it in enumerate(result):
+            yield from numbers_of(f"{name}_{i}", it)
+
+
+def _is_vector(result: Any) -> bool:
+    if isinstance(result, Tensor):
+        return result.ndim == 1 and len(result) <= MAX_NUMBERS
+    if not isinstance(result, list | tuple) or len(result) > MAX_NUMBERS:
+        return False
+    return all(
+        it.numel() == 1 if isinstance(it, Tensor) else isinstance(it, Real)
+        for it in result
+    )

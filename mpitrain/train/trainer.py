@@ -23,7 +23,15 @@ from mpitrain.mpi.collectives import all_or_none, world_comm
 from mpitrain.mpi.world import World
 from mpitrain.tasks.image_classification.task import ImageClassification
 from mpitrain.tasks.image_classification.transforms import Statistics
-from mpitrain.tasks.task import Losses, LossFn, MetricsFn, Model, Task, Values
+from mpitrain.tasks.task import (
+    DerivedFn,
+    Losses,
+    LossFn,
+    MetricsFn,
+    Model,
+    Task,
+    Values,
+)
 from mpitrain.train.callbacks import Callback, StopRequested, hooks_of
 from mpitrain.train.checks import warn_of_scalars
 from mpitrain.train.engine import Engine
@@ -67,6 +75,7 @@ class Trainer:
         metrics: Instead of overriding `metrics`; or metrics by name: functions of
             outputs and targets that return values for a mean, and metric objects, see
             `Task.metric_objects`.
+        derived_metrics: Instead of overriding `Task.derived_metrics`.
         task: What a step computes; ``None``: `ImageClassification` of ``mean_std`` and
             ``num_classes``, which takes pairs of any inputs and labels.
         callbacks: Called in this order; ``None``: print a line per epoch.
@@ -87,6 +96,7 @@ class Trainer:
             the strategy has fixed ones; for `Callback.on_metrics`.
         resumed_from: Name of the checkpoint that was loaded; empty without one.
         best_by: The metric of the best checkpoint; `Checkpointer` sets it.
+        results: What metric objects returned in the last validation of `fit`, by name.
     """
 
     engine: Engine
@@ -104,6 +114,7 @@ class Trainer:
         collate_fn: CollateFn | None = None,
         loss: LossFn | None = None,
         metrics: MetricsFn | Mapping[str, Any] | None = None,
+        derived_metrics: DerivedFn | None = None,
         task: Task | None = None,
         callbacks: Sequence[Callback] | None = None,
         strategy: type[Strategy] | None = None,
@@ -132,12 +143,13 @@ class Trainer:
         self.throughput_seconds = THROUGHPUT_SECONDS
         self.resumed_from = ""
         self.best_by: str | None = None
+        self.results: Mapping[str, Any] = {}
         self._owns_job = world is None
         self.uses_whole_config = False  # the command makes callbacks of all its fields
         self._final_state: dict[str, Any] | None = None  # if the job ends with `fit`
         self._is_set_up = self._is_task_step = False
         self._loss, self._strategy = loss, strategy
-        self._metrics = split_metrics(self.task, metrics)
+        self._metrics = split_metrics(self.task, metrics, derived_metrics)
         self._warned_of: set[str] = set()  # losses and metrics that are scalars
         self._hooks: dict[str, list[Callable[..., None]]] = {}
 
@@ -175,8 +187,8 @@ class Trainer:
                 self.call("on_stop", request.reason)
                 reason = f"stopped at step {self.state.step}: {request.reason}"
                 raise Stopped(reason).on_all_ranks() from None
-        state = self.state
-        return Evaluation(values=state.metrics, num_samples=state.val_samples)
+        values, num = self.state.metrics, self.state.val_samples
+        return Evaluation(values=values, num_samples=num, results=self.results)
 
     def train_epoch(self) -> None:
         """Train on the samples that are left of the epoch. Collective."""
@@ -257,6 +269,7 @@ class Trainer:
             )
         state.skipped_samples += engine.data.take_skipped()
         state.metrics, state.val_samples = dict(found.values), found.num_samples
+        self.results = found.results
         epoch = state.end_epoch(engine.stage.name, time.perf_counter() - began)
         self.call("on_epoch_end", epoch)
 
