@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -24,6 +25,8 @@ from mpitrain.train.metrics import TrainState
 from mpitrain.train.strategy.base import Strategy
 
 logger = logging.getLogger("mpitrain")
+
+ENDLESS_STEPS = 10_000  # of the first epoch of an iterable set, then a warning
 
 GPU_MEMORY_FRACTION = 0.3  # of a GPU's free memory that a data set may take
 
@@ -90,8 +93,8 @@ class TrainData:
         order = None
         if samples.num_samples is not None:
             order = samples.order(config.seed, state.epoch)
-        is_done = False
-        while not is_done:
+        is_done, max_steps = False, config.max_steps or sys.maxsize
+        while not is_done and state.step < max_steps:
             assignment = strategy.assignment
             rank_shard = RankShard(
                 rank=self._world.rank,
@@ -109,10 +112,22 @@ class TrainData:
             with contextlib.closing(steps):
                 for step in steps:
                     yield step
+                    if state.step >= max_steps:
+                        return
+                    if order is None and step.number + 1 == ENDLESS_STEPS:
+                        self._warn_if_endless(state.epoch)
                     if strategy.assignment is not assignment:
                         break  # and load the rest as it is cut now
                 else:
                     is_done = True
+
+    def _warn_if_endless(self, epoch: int) -> None:
+        if epoch == 1 and self._config.max_steps is None and self._world.is_rank_zero:
+            logger.warning(
+                "epoch 1 has had %d steps; an iterable data set that never ends needs "
+                "max_steps (--max-steps), and validate_every_steps to be validated",
+                ENDLESS_STEPS,
+            )
 
     def evaluation_shard(self, loader: BatchLoader, strategy: Strategy) -> RankShard:
         """Return which batches of an evaluation this rank takes; local.

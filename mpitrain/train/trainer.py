@@ -25,7 +25,7 @@ from mpitrain.tasks.image_classification.task import ImageClassification
 from mpitrain.tasks.image_classification.transforms import Statistics
 from mpitrain.tasks.task import Losses, LossFn, MetricsFn, Model, Task, Values
 from mpitrain.train.callbacks import Callback, StopRequested, hooks_of
-from mpitrain.train.checks import warn_of_scalars
+from mpitrain.train.checks import warn_of_ignored, warn_of_scalars
 from mpitrain.train.engine import Engine
 from mpitrain.train.evaluate import Evaluation
 from mpitrain.train.means import Sum, form_of, named_values, sum_of
@@ -42,6 +42,7 @@ from mpitrain.train.step_metrics import (
 from mpitrain.train.strategy.base import Strategy
 from mpitrain.train.strategy.build import choose_strategy
 from mpitrain.train.timer import StepTimes, Timer, make_timer
+from mpitrain.train.validation import validate_once
 
 logger = logging.getLogger("mpitrain")
 
@@ -87,6 +88,8 @@ class Trainer:
             the strategy has fixed ones; for `Callback.on_metrics`.
         resumed_from: Name of the checkpoint that was loaded; empty without one.
         best_by: The metric of the best checkpoint; `Checkpointer` sets it.
+        should_stop: A callback sets it, on all ranks at the same step or validation, to
+            finish the training there: the epoch ends, and `fit` returns.
     """
 
     engine: Engine
@@ -132,6 +135,7 @@ class Trainer:
         self.throughput_seconds = THROUGHPUT_SECONDS
         self.resumed_from = ""
         self.best_by: str | None = None
+        self.should_stop = False
         self._owns_job = world is None
         self.uses_whole_config = False  # the command makes callbacks of all its fields
         self._final_state: dict[str, Any] | None = None  # if the job ends with `fit`
@@ -162,9 +166,11 @@ class Trainer:
                     engine.start_stage(stage)
                     self._pending.reset_interval()
                     self.call("on_stage_start")
-                    while self.state.epoch < stage.epochs.stop:
+                    while engine.plan.has_epoch(stage, self.state, self.should_stop):
                         self.train_epoch()
                         self.validate()
+                    if self.should_stop:
+                        break
                 self.sync_metrics(flush=True)
                 self.call("on_train_end")
                 if self.test_data is not None:
@@ -180,16 +186,20 @@ class Trainer:
 
     def train_epoch(self) -> None:
         """Train on the samples that are left of the epoch. Collective."""
-        self.engine.train_mode()
-        self.timer.end_step(is_step=False)
-        self._synced_at = time.perf_counter()
+        engine, state = self.engine, self.state
+        self._begin_steps()
         with self.timer("data"):  # the spans inside take their own time
-            for step in self.engine.data.steps(self.state, self.engine.strategy):
+            for step in engine.data.steps(state, engine.strategy):
+                if engine.plan.is_validation_due(state):  # of the steps before
+                    validate_once(self, is_epoch_end=False)
+                    self._begin_steps()
+                if self.should_stop:
+                    break
                 self.train_step(step)
-                if self._pending.is_sync_due:
+                if self._pending.is_sync_due or engine.plan.is_validation_due(state):
                     self.sync_metrics()
         self.sync_metrics()
-        if not self.state.epoch_step:
+        if not state.epoch_step:
             error = DataError("none of the samples to train on could be read")
             raise error.on_all_ranks()
 
@@ -202,7 +212,7 @@ class Trainer:
         """
         engine, state, timer = self.engine, self.state, self.timer
         optimizer, strategy = engine.optimizer, engine.strategy
-        lr = engine.plan.learning_rate(engine.stage, state.epoch, step.number)
+        lr = engine.plan.learning_rate(engine.stage, state, step.number)
         scale = engine.begin_step(lr, step.num_samples)
         losses: list[MicroBatchLosses] = []
         if strategy.communicates_before_step:
@@ -247,18 +257,15 @@ class Trainer:
 
     def validate(self) -> None:
         """Evaluate the model at the end of an epoch, and begin the next. Collective."""
-        engine, state = self.engine, self.state
-        began = time.perf_counter()
-        with self.timer("evaluation"):
-            found = engine.evaluate(
-                engine.data.val_loader,
-                self.validation_step,
-                lambda: self.call("on_validation_batch_end"),
-            )
-        state.skipped_samples += engine.data.take_skipped()
-        state.metrics, state.val_samples = dict(found.values), found.num_samples
-        epoch = state.end_epoch(engine.stage.name, time.perf_counter() - began)
+        validate_once(self, is_epoch_end=True)
+        epoch = self.state.epoch_metrics(self.engine.stage.name, is_end=True)
+        self.state.begin_next_epoch()
         self.call("on_epoch_end", epoch)
+
+    def _begin_steps(self) -> None:
+        self.engine.train_mode()
+        self.timer.end_step(is_step=False)
+        self._synced_at = time.perf_counter()
 
     def sync_metrics(self, *, flush: bool = False) -> None:
         """Gather the metrics of the steps since the last call, and report them.
@@ -425,7 +432,7 @@ class Trainer:
             find_unused_parameters=self.find_unused_parameters,
             can_cache_features=type(self).compute_loss is Trainer.compute_loss,
         )
-        self._final_state = None
+        self._final_state, self.should_stop = None, False
         self.state = TrainState()
         self.timer = make_timer(self.world.device)
         self._pending = PendingSteps(
@@ -456,13 +463,8 @@ class Trainer:
     def _set_up_once(self) -> Iterator[Engine]:
         """Set up and start the callbacks; tell them of an exception; close workers."""
         assert self.world is not None
-        ignored = [] if self.uses_whole_config else self.config.only_for_command()
-        if ignored and self.world.is_rank_zero:
-            logger.warning(
-                "Trainer ignores %s of its TrainConfig; pass callbacks such as "
-                "mpitrain.Checkpointer, with arguments of their own, instead",
-                ", ".join(ignored),
-            )
+        if self.world.is_rank_zero and not self.uses_whole_config:
+            warn_of_ignored(self.config)
         engine = self.engine if self._is_set_up else self.set_up()
         self._is_set_up = False
         try:
