@@ -130,6 +130,7 @@ class TrainState:
     steps_seconds: float = 0.0  # wall time of the epoch's steps
     samples_per_shard: list[int] = field(default_factory=list)
     """Samples of the epoch that were taken from each shard of an iterable data set."""
+    order_digest: str = ""  # of the epoch's order, if a sampler made it
     metrics: dict[str, float] = field(default_factory=dict)
     """Metrics of the last validation."""
     val_samples: int = 0  # samples of the last validation

@@ -37,6 +37,7 @@ class Plan:
     num_samples: int | None  # training samples; ``None`` for an iterable data set
     world_size: int
     config: TrainConfig
+    num_steps: int | None = None  # of the first epoch, if a sampler makes them
 
     def __post_init__(self) -> None:
         unknown = self.max_steps is not None and self.steps_per_epoch is None
@@ -114,8 +115,8 @@ class Plan:
         """Steps of an epoch, including the last, smaller one; ``None``: unknown."""
         if self.config.dry_run:
             return 1
-        if self.num_samples is None:
-            return None
+        if self.num_samples is None or self.num_steps is not None:
+            return self.num_steps
         return -(-self.num_samples // self.config.global_batch_size)
 
     @property

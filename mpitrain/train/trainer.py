@@ -16,6 +16,7 @@ from mpitrain.config import TrainConfig
 from mpitrain.data.custom import refuse_loader
 from mpitrain.data.loader import Batch, RankStep
 from mpitrain.data.samples import BadRow, CollateFn, kind_of
+from mpitrain.data.sampling import BatchSampler, Sampler, Sampling
 from mpitrain.errors import DataError, NonFiniteError, Stopped, UsageError
 from mpitrain.launch.init import init
 from mpitrain.launch.job import heartbeat
@@ -64,6 +65,9 @@ class Trainer:
             when it is done.
         collate_fn: Makes a batch of a list of samples, as `DataLoader`'s; ``None``:
             torch's. A pair is inputs and targets; any other batch is both.
+        sampler: Instead of shuffling: a function of seed and epoch that returns the
+            numbers of an epoch's samples, over all ranks; or torch's, see `Sampler`.
+        batch_sampler: Likewise those of each step.
         loss: Instead of overriding `loss`.
         metrics: Instead of overriding `metrics`; or metrics by name: functions of
             outputs and targets that return values for a mean, and metric objects, see
@@ -105,6 +109,8 @@ class Trainer:
         *,
         world: World | None = None,
         collate_fn: CollateFn | None = None,
+        sampler: Sampler | None = None,
+        batch_sampler: BatchSampler | None = None,
         loss: LossFn | None = None,
         metrics: MetricsFn | Mapping[str, Any] | None = None,
         task: Task | None = None,
@@ -141,6 +147,7 @@ class Trainer:
         self._final_state: dict[str, Any] | None = None  # if the job ends with `fit`
         self._is_set_up = self._is_task_step = False
         self._loss, self._strategy = loss, strategy
+        self._sampling = Sampling(sampler, batch_sampler)
         self._metrics = split_metrics(self.task, metrics)
         self._warned_of: set[str] = set()  # losses and metrics that are scalars
         self._hooks: dict[str, list[Callable[..., None]]] = {}
@@ -429,6 +436,7 @@ class Trainer:
             self.world,
             self.task,
             strategy,
+            self._sampling,
             find_unused_parameters=self.find_unused_parameters,
             can_cache_features=type(self).compute_loss is Trainer.compute_loss,
         )

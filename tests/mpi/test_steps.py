@@ -327,9 +327,7 @@ def test_the_state_of_early_stopping_is_plain() -> None:
     assert again.state_dict() == stops.state_dict()
 
 
-def test_a_callback_finishes_a_training_in_the_middle_of_an_epoch(
-    world: World,
-) -> None:
+def test_a_callback_finishes_a_training_in_the_middle_of_an_epoch(world: World) -> None:
     class Ends(Callback):
         def on_step_end(self, trainer: Trainer) -> None:
             trainer.should_stop = trainer.state.step == 7
