@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -32,19 +31,12 @@ BatchSampler = Callable[[int, int], Sequence[Sequence[int]]] | Iterable[Sequence
 SEEDED_AS = -2  # in place of a sample's number: samplers draw other numbers
 
 
-@dataclass(frozen=True)
-class EpochOrder:
+class EpochOrder(NamedTuple):
     """The samples of an epoch."""
 
     samples: Indices
     batches: Sequence[Indices] | None = None  # of each step; ``None``: as many in each
     digest: str = ""  # empty without a sampler
-
-    def num_steps(self, batch_size: int) -> int:
-        """Return the number of steps."""
-        if self.batches is not None:
-            return len(self.batches)
-        return -(-len(self.samples) // batch_size)
 
 
 class Sampling:
@@ -56,16 +48,16 @@ class Sampling:
         self.has_batches = batch_sampler is not None
         self.name = "batch_sampler" if self.has_batches else "sampler"
         self._source = batch_sampler if self.has_batches else sampler
-        for part in _parts(self._source):
-            if isinstance(part, DistributedSampler) or hasattr(part, "num_replicas"):
-                raise UsageError(
-                    f"{self.name} is a {type(part).__name__}, which shards the data; "
-                    "mpitrain does that: expected no sampler, or one of all samples"
-                )
+        found = f"{self.name} is a {type(self._source).__name__}"
+        if any(isinstance(part, DistributedSampler) for part in _parts(self._source)):
+            raise UsageError(
+                f"{found} that shards the data, as mpitrain does (DistributedSampler); "
+                "expected none, or one of all samples"
+            )
         if self and not (callable(self._source) or hasattr(self._source, "__iter__")):
             raise UsageError(
-                f"{self.name} is {type(self._source).__name__!r}; expected a function "
-                "of seed and epoch, or a sampler of torch.utils.data"
+                f"{found}; expected a function of seed and epoch, or a sampler of "
+                "torch.utils.data"
             )
 
     def __bool__(self) -> bool:
@@ -78,35 +70,31 @@ class Sampling:
         Raises:
             DataError: Something is no number of a sample.
         """
+        what = f"the {self.name} for epoch {epoch}"
         with seeded(seed, epoch, SEEDED_AS):
             found = self._ask(seed, epoch)
-        what = f"the {self.name} for epoch {epoch}"
         if not self.has_batches:
             batches = [_checked(found, num_samples, what)]
         else:
-            batches = [
-                _checked(batch, num_samples, f"batch {i} of {what}")
-                for i, batch in enumerate(found)
-            ]
+            named = ((f"batch {i} of {what}", batch) for i, batch in enumerate(found))
+            batches = [_checked(batch, num_samples, name) for name, batch in named]
         if not batches:
             raise DataError(f"{what} is empty; expected a batch at least")
         digest = hashlib.sha256()
         for batch in batches:
             digest.update(len(batch).to_bytes(8, "little") + batch.tobytes())
-        samples = np.concatenate(batches)
-        is_cut = batches if self.has_batches else None
-        return EpochOrder(samples, is_cut, digest.hexdigest()[:16])
+        of_steps = batches if self.has_batches else None
+        return EpochOrder(np.concatenate(batches), of_steps, digest.hexdigest()[:16])
 
     def _ask(self, seed: int, epoch: int) -> Any:
-        source = self._source
-        if not hasattr(source, "__iter__"):
-            return source(seed, epoch)
-        for part in _parts(source):
+        if not hasattr(self._source, "__iter__"):
+            return self._source(seed, epoch)
+        for part in _parts(self._source):
             if isinstance(getattr(part, "generator", None), torch.Generator):
                 part.generator.manual_seed(torch.initial_seed())
             if hasattr(part, "set_epoch"):
                 part.set_epoch(epoch)
-        return list(source)
+        return list(self._source)
 
 
 def _parts(source: Any) -> Iterator[Any]:

@@ -165,7 +165,8 @@ class View:
                 left = throughput.seconds_left
                 self._limit = None if left is None else throughput.time + left
             self._lines.on_throughput(None, throughput)
-        for epoch in (*self._new("validations"), *self._new("epochs")):
+        found = *self._new("validations"), *self._new("epochs")
+        for epoch in sorted(found, key=lambda it: it.step):
             self._lines.on_epoch_end(None, epoch)
         for it in self._new("saved"):
             if it.error:

@@ -147,7 +147,7 @@ class TrainData:
         assert samples.num_samples is not None
         found = all_or_none(
             world_comm(),
-            lambda: sampling.order(seed, epoch, len(samples)),  # type: ignore[arg-type]
+            lambda: sampling.order(seed, epoch, len(samples)),
             f"call the {sampling.name}",
         )
         what = f"what the {sampling.name} returned for epoch {epoch}"
@@ -170,7 +170,10 @@ class TrainData:
                 f"the {name} returned another order when it was called again for epoch "
                 f"1. {SAMPLER_EXPECTED}"
             ).on_all_ranks()
-        return first.num_steps(self._config.global_batch_size)
+        steps = first.batches or range(
+            0, len(first.samples), self._config.global_batch_size
+        )
+        return len(steps)
 
     def _warn_if_endless(self, epoch: int) -> None:
         if epoch == 1 and self._config.max_steps is None and self._world.is_rank_zero:

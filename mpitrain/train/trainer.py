@@ -17,9 +17,8 @@ from mpitrain.data.custom import refuse_loader
 from mpitrain.data.loader import Batch, RankStep
 from mpitrain.data.samples import BadRow, CollateFn, kind_of
 from mpitrain.data.sampling import BatchSampler, Sampler, Sampling
-from mpitrain.errors import DataError, NonFiniteError, Stopped, UsageError
+from mpitrain.errors import DataError, Stopped, UsageError
 from mpitrain.launch.init import init
-from mpitrain.launch.job import heartbeat
 from mpitrain.mpi.collectives import all_or_none, world_comm
 from mpitrain.mpi.world import World
 from mpitrain.tasks.image_classification.task import ImageClassification
@@ -252,7 +251,7 @@ class Trainer:
             by_weight = engine.weight_factor(losses, step.num_samples)
             grad_norm, is_applied = optimizer.step(by_weight)
         if not is_applied:
-            self._handle_nonfinite(losses, grad_norm)
+            handle_nonfinite(self, losses, grad_norm)
         state.step += 1
         state.epoch_step = step.number + 1
         lrs = [float(group["lr"]) for group in optimizer.optimizer.param_groups]
@@ -509,14 +508,3 @@ class Trainer:
             self.task.refuse_other_step()
         self.engine.check_losses(form_of(named))
         return loss, {name: Sum(it[0].detach(), it[1]) for name, it in sums.items()}
-
-    def _handle_nonfinite(
-        self, losses: list[MicroBatchLosses], grad_norm: float
-    ) -> None:
-        heartbeat("a step that is not finite")  # there is no optimizer step to tell it
-        try:
-            handle_nonfinite(losses, grad_norm, self.state, self.engine)
-        except NonFiniteError:
-            self.sync_metrics(flush=True)  # report the steps before
-            raise
-        self.state.skipped_steps += 1

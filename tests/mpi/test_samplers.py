@@ -288,7 +288,7 @@ def test_samplers_that_shard_and_data_without_numbers_are_refused(world: World) 
         {"sampler": sharding},
         {"batch_sampler": torchs.BatchSampler(sharding, 4, drop_last=False)},
     ):
-        with pytest.raises(UsageError, match="a DistributedSampler, which shards"):
+        with pytest.raises(UsageError, match="shards the data, as mpitrain does"):
             trainer_of(world, **given)
     with pytest.raises(UsageError, match="expected one of them"):
         trainer_of(world, sampler=weighted, batch_sampler=budget)
