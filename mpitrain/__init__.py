@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from mpitrain.tasks.image_classification.task import ImageClassification
     from mpitrain.tasks.task import Task
     from mpitrain.train.callbacks import Callback, StopRequested
+    from mpitrain.train.early_stopping import EarlyStopping
     from mpitrain.train.evaluate import Evaluation
     from mpitrain.train.metrics import TrainState
     from mpitrain.train.progress import EpochLines
@@ -52,6 +53,7 @@ __all__ = [
     "CheckpointError",
     "Checkpointer",
     "DataError",
+    "EarlyStopping",
     "EpochLines",
     "Evaluation",
     "ImageClassification",
@@ -86,6 +88,7 @@ _HOMES = {
     **dict.fromkeys(("Callback", "StopRequested"), "train.callbacks"),
     "CheckpointError": "checkpoint.run_checkpoints",
     "Checkpointer": "checkpoint.checkpointer",
+    "EarlyStopping": "train.early_stopping",
     "EpochLines": "train.progress",
     "Evaluation": "train.evaluate",
     "Recorder": "record.recorder",

@@ -104,8 +104,12 @@ class ModelConfig:
 class LearningConfig:
     """Optimization."""
 
-    epochs: int = setting(10, minimum=0, is_common=True)
+    epochs: int = setting(10, minimum=0, is_common=True, not_with=("max_steps",))
     """Number of epochs."""
+    max_steps: int | None = setting(None, minimum=1, is_common=True)
+    """Train for this many steps, in as many epochs as they take, not --epochs."""
+    validate_every_steps: int | None = setting(None, minimum=1)
+    """Validate every N steps, too, not only at the end of an epoch."""
     probe_epochs: int = setting(0, minimum=0)
     """First train only a new head on the frozen backbone for this many epochs."""
     finetune_lr_factor: float = setting(0.125, minimum=0, only_with=("probe_epochs",))
@@ -221,6 +225,8 @@ class CheckpointConfig:
     best_by: str | None = command_only(None)
     """Metric of the best checkpoint: min:NAME, max:NAME, or NAME (loss and error: min).
     Default: accuracy, else loss."""
+    early_stopping: int | None = command_only(None, minimum=1)
+    """Finish after N validations in a row without a better --best-by."""
     resume: str = run_setting("auto", is_common=True, is_set_by_sweep=True)
     """auto: resume the run of this --name. never: fail if it exists. Or a run folder
     or checkpoint that a new run starts from."""
@@ -319,6 +325,8 @@ class TrainConfig(
     def _errors(self) -> Iterator[str]:
         if not self.epochs and not self.probe_epochs:
             yield "--epochs must be at least 1, found 0"
+        if self.max_steps and self.probe_epochs:
+            yield "--max-steps does not go with --probe-epochs; expected --epochs"
         yield from self._strategy_errors()
         yield from self._run_errors()
 
@@ -422,7 +430,8 @@ class TrainConfig(
             found.append("--balance (for --strategy ddp)")
         if self.data == "digits" and self.normalize not in ("auto", "none"):
             found.append("--normalize (the digits are taken as they are)")
-        if (self.warmup_epochs or 0) >= self.epochs > 1 and self.schedule != "constant":
+        has_fall = self.schedule != "constant" and not self.max_steps
+        if (self.warmup_epochs or 0) >= self.epochs > 1 and has_fall:
             found.append("the fall of the learning rate (--warmup-epochs takes all)")
         return found
 

@@ -5,14 +5,10 @@ mpirun -np 4 --oversubscribe python examples/trainings/contrastive.py
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import Dataset
-
-import mpitrain
 
 
 class Views(Dataset[Tensor]):

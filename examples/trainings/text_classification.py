@@ -27,7 +27,9 @@ class Reviews(Dataset[dict[str, Tensor]]):
         self.labels = (torch.rand(num, generator=random) < 0.3).long()
         self.ids = torch.randint(15, 200, (num, length), generator=random)
         words = torch.randint(5, 15, (num, 3), generator=random)  # of a good review
-        self.ids[:, 1:4] = torch.where(self.labels[:, None] > 0, words, self.ids[:, 1:4])
+        self.ids[:, 1:4] = torch.where(
+            self.labels[:, None] > 0, words, self.ids[:, 1:4]
+        )
         lengths = torch.randint(6, length, (num, 1), generator=random)
         self.ids[torch.arange(length) >= lengths] = 0
 

@@ -29,16 +29,16 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any, ClassVar
 
 from mpitrain.checkpoint.format import check_json
+from mpitrain.checkpoint.layout import name_of
 from mpitrain.checkpoint.manager import CheckpointManager, Progress, WriteResult
 from mpitrain.checkpoint.preemption import REASONS
-from mpitrain.checkpoint.resume import check_same_steps
+from mpitrain.checkpoint.resume import check_same_data, check_same_steps, find_best
 from mpitrain.checkpoint.run_checkpoints import CheckpointError, RunCheckpoints
 from mpitrain.checkpoint.save_clock import SaveClock
 from mpitrain.checkpoint.tensors import (
@@ -50,12 +50,12 @@ from mpitrain.checkpoint.tensors import (
     tensors_to_save,
 )
 from mpitrain.console import say, shown
-from mpitrain.errors import DataError, UsageError
+from mpitrain.errors import UsageError
 from mpitrain.launch.job import heartbeat
 from mpitrain.mpi.consensus import Consensus
 from mpitrain.record.recorder import Recorder
 from mpitrain.record.runs import differences
-from mpitrain.train.callbacks import Callback, StopRequested
+from mpitrain.train.callbacks import Callback, StopRequested, check_state_names
 from mpitrain.train.evaluate import score_of
 from mpitrain.train.metrics import EpochMetrics, TrainState
 from mpitrain.train.trainer import Trainer
@@ -98,6 +98,8 @@ class Checkpointer(RunCheckpoints, Callback):
         resume: ``"auto"``: from the newest checkpoint in `run_dir`. ``"never"``: an
             error if the run exists. Or the path of another run folder or checkpoint.
         time_limit: ``[[hours:]minutes:]seconds`` since the start of the process.
+        load_best_at_end: Whether the finished training has the weights of the best
+            checkpoint: `fit` returns its metrics, `Trainer.state_dict` its weights.
 
     Attributes:
         reader: Reads the checkpoint that is resumed from; ``None`` without one.
@@ -119,6 +121,7 @@ class Checkpointer(RunCheckpoints, Callback):
         best_by: str | None = None,
         resume: str = "auto",
         time_limit: str | None = None,
+        load_best_at_end: bool = False,
     ) -> None:
         super().__init__(run_dir, keep=keep, resume=resume, time_limit=time_limit)
         for name, value in (
@@ -130,7 +133,7 @@ class Checkpointer(RunCheckpoints, Callback):
             if value is not None and value <= 0:
                 raise UsageError(f"{name} must be above 0 or None, found {value!r}")
         self._every = every_epochs, every_steps
-        self._best_by = best_by
+        self._best_by, self._load_best_at_end = best_by, load_best_at_end
         self._clock = SaveClock(60 * every_minutes if every_minutes else math.inf)
         self._failed_in_a_row = 0
         self._saved: object = None
@@ -157,7 +160,7 @@ class Checkpointer(RunCheckpoints, Callback):
         if self.is_disabled:
             return
         split_state(engine.model)  # what cannot be saved is an error now
-        _check_names(trainer.callbacks)
+        check_state_names(trainer.callbacks)
         self._callback_states(trainer)
         self._consensus = Consensus(world, count=FAILED + 1, kinds=EVALUATION + 1)
         others = [callback for callback in trainer.callbacks if callback is not self]
@@ -185,15 +188,16 @@ class Checkpointer(RunCheckpoints, Callback):
             ).on_all_ranks()
         if not is_own:
             check_same_steps(self.reader, config)
-        _check_same_data(found, trainer, path)
+        classes = trainer.task.inputs.get("classes")
+        check_same_data(found, engine.data.num_samples, classes, path)
         trainer.resumed_from = path.name
         load_model(self.reader, engine.model)
         trainer.state = state = TrainState(**found["state"])
-        if not is_own and state.epoch > engine.plan.num_epochs:
+        if not is_own and engine.plan.is_done(state):
             raise UsageError(
-                f"{path} was written after epoch {state.epoch - 1}, and this run "
-                f"has {engine.plan.num_epochs} epochs: there is nothing to train. "
-                "Expected more epochs, or the weights alone (--weights)"
+                f"{path} was written after epoch {state.epoch - 1}, step {state.step}, "
+                f"and this run has {engine.plan.length}: there is nothing to train. "
+                "Expected more, or the weights alone (--weights)"
             ).on_all_ranks()
         if is_own:
             self._saved = _position(trainer.state)
@@ -245,30 +249,34 @@ class Checkpointer(RunCheckpoints, Callback):
         """Save if it is time to; raises `StopRequested` if all ranks are to stop."""
         if self.is_disabled:
             return
+        state, validates_every = trainer.state, trainer.config.validate_every_steps
         every = self._every[1]
-        if every and trainer.state.step % every == 0:
+        if every and state.step % every == 0:
             self._clock.is_due = True
         self._tick(trainer, STEP)
-        self._save_if_due(trainer)
+        if not validates_every or state.step % validates_every:
+            self._save_if_due(trainer)  # else after the validation, which follows
 
     def on_validation_batch_end(self, trainer: Trainer) -> None:
-        """Stop if all ranks are to; a checkpoint waits for the end of the epoch."""
+        """Stop if all ranks are to; a checkpoint waits for the end of it."""
         if not self.is_disabled:
             self._tick(trainer, EVALUATION)
+
+    def on_validation_end(self, trainer: Trainer, epoch: EpochMetrics) -> None:
+        """Save within an epoch if it is time to, or if the metric is the best one."""
+        if self.is_disabled or epoch.is_end:
+            return
+        metric = score_of(epoch.values, self._best_by)
+        is_due = metric is not None and metric > self._best and any(self._every)
+        self._save_validated(trainer, epoch.values, is_due=is_due)
 
     def on_epoch_end(self, trainer: Trainer, epoch: EpochMetrics) -> None:
         """Save if it is time to; raises `StopRequested` if all ranks are to stop."""
         if self.is_disabled:
             return
         every = self._every[0]
-        if every and epoch.epoch % every == 0:
-            self._clock.is_due = True
-        metric = score_of(epoch.values, self._best_by)
-        is_best = metric is not None and metric > self._best
-        # The best alone waits for a write that is under way: a newer one comes soon, a
-        # better one perhaps never.
-        self._save_if_due(trainer, may_queue=is_best)
-        self._tick(trainer, EVALUATION)
+        is_due = every is not None and epoch.epoch % every == 0
+        self._save_validated(trainer, epoch.values, is_due=is_due)
 
     def on_train_end(self, trainer: Trainer) -> None:
         """Write the last checkpoint.
@@ -277,6 +285,8 @@ class Checkpointer(RunCheckpoints, Callback):
             CheckpointError: It could not be written; on every rank.
         """
         self._end(trainer, "writing the last checkpoint")
+        if self._load_best_at_end and not self.is_disabled:
+            self._load_best(trainer)
 
     def on_fit_end(self, trainer: Trainer) -> None:
         """Record that the run is finished, unless a `Recorder` does."""
@@ -307,6 +317,18 @@ class Checkpointer(RunCheckpoints, Callback):
         self._consensus.close()
         self.close()
 
+    def _load_best(self, trainer: Trainer) -> None:
+        engine, state = trainer.engine, trainer.state
+        reader = find_best(self.run_dir, engine.world, self._ranks)
+        if reader is None:
+            return
+        load_model(reader, engine.model)
+        load_ema(reader, engine.optimizer.ema_values, engine.part.prefix)
+        of_best = TrainState(**reader.metadata["trainer"]["state"])
+        state.metrics, state.val_samples = of_best.metrics, of_best.val_samples
+        if engine.world.is_rank_zero:
+            say(f"the weights are those of {shown(reader.checkpoint.path)}, the best")
+
     def _tick(self, trainer: Trainer, kind: int) -> None:
         now = time.monotonic()
         if self._last_tick is not None:
@@ -336,6 +358,17 @@ class Checkpointer(RunCheckpoints, Callback):
             *self._manager.local_progress().to_maxima(),
         ]
 
+    def _save_validated(
+        self, trainer: Trainer, values: Mapping[str, float], *, is_due: bool
+    ) -> None:
+        self._clock.is_due |= is_due
+        metric = score_of(values, self._best_by)
+        # The best alone waits for a write that is under way: a newer one comes soon, a
+        # better one perhaps never.
+        may_queue = metric is not None and metric > self._best
+        self._save_if_due(trainer, may_queue=may_queue)
+        self._tick(trainer, EVALUATION)
+
     def _save_if_due(self, trainer: Trainer, *, may_queue: bool = False) -> None:
         assert self._manager is not None
         if self._clock.may_save and (may_queue or not self._manager.is_busy):
@@ -359,7 +392,7 @@ class Checkpointer(RunCheckpoints, Callback):
         self._saved = position
         self._clock.restart()
         epoch = 0 if state.epoch_step else state.epoch - 1  # that was just evaluated
-        metric = score_of(state.metrics, self._best_by) if epoch else None
+        metric = score_of(state.metrics, self._best_by) if state.is_validated else None
         if metric is not None:
             self._best = max(self._best, metric)
         assert self._manager is not None
@@ -374,7 +407,8 @@ class Checkpointer(RunCheckpoints, Callback):
             )
             heartbeat("copying a checkpoint")
             metadata = self._metadata(trainer, metric)
-            self._manager.save(tensors, metadata, state.step, epoch)
+            name = name_of(state.step, epoch, is_validated=state.is_validated)
+            self._manager.save(tensors, metadata, state.step, name)
 
     def _metadata(self, trainer: Trainer, metric: float | None) -> dict[str, Any]:
         engine = trainer.engine
@@ -450,41 +484,8 @@ class Checkpointer(RunCheckpoints, Callback):
             )
 
 
-def _check_names(callbacks: Sequence[Callback]) -> None:
-    """Refuse two callbacks whose states would have one name in a checkpoint."""
-    names = [
-        type(callback).__name__
-        for callback in callbacks
-        if type(callback).state_dict is not Callback.state_dict
-    ]
-    if len(set(names)) < len(names):
-        raise UsageError(
-            f"callbacks {', '.join(sorted(names))}: found two with a state and "
-            "one name; expected a class of its own for each"
-        ).on_all_ranks()
-
-
-def _check_same_data(found: dict[str, Any], trainer: Trainer, path: Path) -> None:
-    """Refuse other data than those that the checkpoint at `path` was trained on."""
-    num_samples = trainer.engine.data.num_samples
-    if found["num_samples"] != num_samples:
-        raise DataError(
-            f"the data are not those that {path} was trained on: found "
-            f"{num_samples} samples, expected {found['num_samples']}"
-        ).on_all_ranks()
-    before = found.get("inputs", {}).get("classes")  # not in older checkpoints
-    classes = trainer.task.inputs.get("classes")
-    if before and classes and before != classes:
-        pairs = enumerate(zip_longest(classes, before))
-        at, (now, then) = next(it for it in pairs if it[1][0] != it[1][1])
-        raise DataError(
-            f"the data are not those that {path} was trained on: class {at} is "
-            f"{now!r}, expected {then!r}"
-        ).on_all_ranks()
-
-
 def _position(state: TrainState) -> tuple[int, ...]:
-    return state.step, state.epoch, state.epoch_step
+    return state.step, state.epoch, state.epoch_step, state.validated_step
 
 
 def _flush(callbacks: Sequence[Callback]) -> None:

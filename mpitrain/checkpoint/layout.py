@@ -1,6 +1,7 @@
 """Where checkpoints are, and which of them are kept. Imports no torch.
 
-    runs/NAME/checkpoints/step-00000120/     or step-00000120-epoch-5/, at its end
+    runs/NAME/checkpoints/step-00000120/     or step-00000120-epoch-5/, at its end;
+                                             -val/ after a validation within it
         rank-0.bin ...    the tensors of each rank
         tensors.json      which tensor is where in them
         metadata.json     the state of the training, and its configuration
@@ -27,7 +28,7 @@ from mpitrain.errors import DataError
 
 FOLDER = "checkpoints"
 
-NAME = re.compile(r"step-(\d+)(?:-epoch-(\d+))?")
+NAME = re.compile(r"step-(\d+)(?:-epoch-(\d+)|(-val))?")
 
 
 @dataclass(frozen=True, kw_only=True, order=True)
@@ -36,6 +37,7 @@ class Checkpoint:
 
     step: int  # steps of the training that are in it
     epoch: int  # the epoch that was just evaluated; 0: within an epoch
+    is_validated: bool = False  # within an epoch
     path: Path  # its folder
 
     def metadata(self) -> dict[str, Any]:
@@ -43,13 +45,14 @@ class Checkpoint:
         return read_metadata(self.path, self.step, self.epoch)
 
 
-def name_of(step: int, epoch: int = 0) -> str:
+def name_of(step: int, epoch: int = 0, *, is_validated: bool = False) -> str:
     """Return the name of a checkpoint's folder.
 
-    >>> name_of(120), name_of(120, 5)
-    ('step-00000120', 'step-00000120-epoch-5')
+    >>> name_of(120), name_of(120, 5), name_of(120, is_validated=True)
+    ('step-00000120', 'step-00000120-epoch-5', 'step-00000120-val')
     """
-    return f"step-{step:08}" + (f"-epoch-{epoch}" if epoch else "")
+    kind = f"-epoch-{epoch}" if epoch else "-val" * is_validated
+    return f"step-{step:08}{kind}"
 
 
 def list_checkpoints(run_dir: Path) -> list[Checkpoint]:
@@ -118,4 +121,5 @@ def remove_old(run_dir: Path, keep: int | None) -> None:
 def _checkpoint(path: Path) -> Checkpoint:
     match = NAME.fullmatch(path.name)
     assert match is not None
-    return Checkpoint(step=int(match[1]), epoch=int(match[2] or 0), path=path)
+    step, epoch = int(match[1]), int(match[2] or 0)
+    return Checkpoint(step=step, epoch=epoch, is_validated=bool(match[3]), path=path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from mpitrain.checkpoint.format import SUMS, BrokenCheckpoint, check_file, read_
 from mpitrain.checkpoint.layout import (
     FOLDER,
     Checkpoint,
+    best_of,
     checkpoint_at,
     list_checkpoints,
     remove_unfinished,
@@ -173,6 +175,38 @@ def check_same_steps(reader: CheckpointReader, config: Mapping[str, Any]) -> Non
             f"others: {'; '.join(changed)}.\nExpected a checkpoint that was "
             "written after an epoch (step-...-epoch-N), or the same"
         ).on_all_ranks()
+
+
+def check_same_data(
+    found: Mapping[str, Any],
+    num_samples: Mapping[str, int | None],
+    classes: list[str] | None,
+    path: Path,
+) -> None:
+    """Refuse other data than those that the checkpoint at `path` was trained on."""
+    if found["num_samples"] != num_samples:
+        raise DataError(
+            f"the data are not those that {path} was trained on: found "
+            f"{num_samples} samples, expected {found['num_samples']}"
+        ).on_all_ranks()
+    before = found.get("inputs", {}).get("classes")  # not in older checkpoints
+    if before and classes and before != classes:
+        pairs = enumerate(zip_longest(classes, before))
+        at, (now, then) = next(it for it in pairs if it[1][0] != it[1][1])
+        raise DataError(
+            f"the data are not those that {path} was trained on: class {at} is "
+            f"{now!r}, expected {then!r}"
+        ).on_all_ranks()
+
+
+def find_best(
+    run_dir: Path, world: World, ranks: Communicator
+) -> CheckpointReader | None:
+    """Find the checkpoint with the best metric, if one has any. Collective."""
+    best = ranks.on_rank_zero(
+        lambda: best_of(list_checkpoints(run_dir)), "find the best checkpoint"
+    )
+    return None if best is None else _checked(best, world, ranks)
 
 
 def _named(path: Path, run_dir: Path) -> Checkpoint | None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import heapq
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -131,6 +131,8 @@ class RankShard:
     """Maximum samples of a micro-batch; ``None``: the whole shard of a step."""
     order: Indices | None = None
     """The epoch's samples; ``None``: 0, 1, 2 ... without end."""
+    batches: Sequence[Indices] | None = None
+    """Those of each step, if steps are not of `global_batch_size` samples."""
     first_step: int = 0  # steps of the epoch that are done already (resume)
     max_steps: int | None = None
     """Last step plus one, counted from the epoch's first step; ``None``: all."""
@@ -196,6 +198,9 @@ class RankShard:
 
     def _steps(self) -> Iterator[Indices]:
         size, order = self.global_batch_size, self.order
+        if self.batches is not None:
+            yield from self.batches
+            return
         if order is not None:
             yield from (order[at : at + size] for at in range(0, len(order), size))
             return

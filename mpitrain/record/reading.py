@@ -56,7 +56,7 @@ class Began:
     time: float
     num_nodes: int
     total_steps: int | None  # of the whole training; ``None``: unknown
-    num_epochs: int
+    num_epochs: int | None  # ``None``: unknown
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,12 +83,18 @@ class Metrics(JsonlReader):
         self.steps: list[StepMetrics] = []  # ascending; nan where not finite
         self.throughputs: list[TimedThroughput] = []
         self.epochs: list[EpochMetrics] = []
+        self.validations: list[EpochMetrics] = []  # within epochs
         self.began: list[Began] = []
         self.resumed: list[Resumed] = []
         self.saved: list[Saved] = []
         self.test: dict[str, float] = {}
         self.balance: tuple[int, list[int]] | None = None
         """Since which step ranks take how many micro-batches of a step."""
+
+    @property
+    def all_validations(self) -> list[EpochMetrics]:
+        """Those of epochs, and within, in the order of their steps."""
+        return sorted((*self.validations, *self.epochs), key=lambda it: it.step)
 
     def _add(self, row: Mapping[str, Any]) -> None:
         match row["event"]:
@@ -103,6 +109,8 @@ class Metrics(JsonlReader):
                 self.throughputs.append(make(TimedThroughput, row))
             case "epoch":
                 self.epochs.append(_epoch(row))
+            case "validation":
+                self.validations.append(_epoch({**row, "is_end": False}))
             case "begin":
                 self.began.append(make(Began, row))
                 self.balance = None  # of the ranks of an earlier job
@@ -259,7 +267,7 @@ class Run:
         steps = {saved.step for saved in known if not saved.error}
         with contextlib.suppress(OSError):
             for sums in (self.path / "checkpoints").glob("step-*/SHA256SUMS"):
-                name = re.fullmatch(r"step-(\d+)(-epoch-\d+)?", sums.parent.name)
+                name = re.fullmatch(r"step-(\d+)(-epoch-\d+|-val)?", sums.parent.name)
                 if name is not None and int(name[1]) not in steps:
                     known.append(Saved(step=int(name[1]), time=changed_at(sums)))
         return sorted(known, key=lambda saved: saved.step)

@@ -35,11 +35,8 @@ _OF_THE_JOB = (
     *("status", "best_by", "world_size", "num_nodes", "backend", "start_seconds"),
 )
 
-_NOT_WRITTEN = (
-    "values",
-    "train_losses",
-    "steps_seconds",
-)  # of `EpochMetrics`, as they are
+_NOT_WRITTEN = ("values", "train_losses", "steps_seconds", "is_end")
+# of `EpochMetrics`, as they are
 
 Line = StepMetrics | Mapping[str, object]
 
@@ -213,20 +210,29 @@ class Recorder(Callback):
             values["seconds_left"] = round(left)
         self._write("throughput", **values)
 
+    def on_validation_end(self, trainer: Trainer, epoch: EpochMetrics) -> None:
+        """Write a line for a validation within an epoch."""
+        if self._metrics is not None and not epoch.is_end:
+            self._write_epoch("validation", epoch)
+
     def on_epoch_end(self, trainer: Trainer, epoch: EpochMetrics) -> None:
         """Write a line for the epoch, and add it to the result."""
         if self._metrics is None:
             return
+        self._write_epoch("epoch", epoch)
+        result = self._result
+        result["epochs"] = epoch.epoch
+        result["train_seconds"] += epoch.epoch_seconds
+        result["skipped_samples"] += epoch.skipped_samples
+        result["skipped_steps"] += epoch.skipped_steps
+
+    def _write_epoch(self, event: str, epoch: EpochMetrics) -> None:
         validation = _prefixed("val", epoch.values)
         values = {k: v for k, v in vars(epoch).items() if k not in _NOT_WRITTEN}
         rate = epoch.samples_per_second
         others = _prefixed("train", epoch.train_losses)
-        self._write("epoch", **values, **others, **validation, samples_per_second=rate)
-        result = self._result
-        result |= {**validation, "epochs": epoch.epoch, "steps": epoch.step}
-        result["train_seconds"] += epoch.epoch_seconds
-        result["skipped_samples"] += epoch.skipped_samples
-        result["skipped_steps"] += epoch.skipped_steps
+        self._write(event, **values, **others, **validation, samples_per_second=rate)
+        self._result |= {**validation, "steps": epoch.step}
 
     def on_checkpoint(self, trainer: Trainer, checkpoint: Any) -> None:
         """Write a line for the checkpoint."""

@@ -71,6 +71,9 @@ def _values(runs: tuple[Run, Run]) -> Iterator[tuple[str, str, Sequence[Values]]
     yield "weights", "step", [file.weights for file in files]
     epochs = [{e.epoch: dict(e.values) for e in run.metrics.epochs} for run in runs]
     yield "validation", "epoch", epochs
+    within = [{it.step: {**it.values} for it in r.metrics.validations} for r in runs]
+    if all(within):
+        yield "validation within epochs", "step", within
     yield "checkpoints", "step", _checkpoints(runs)
     yield "model.pt", "step", [_model_file(run) for run in runs]
 

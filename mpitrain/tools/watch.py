@@ -33,6 +33,7 @@ from mpitrain.train.progress import (
     finished_line,
     format_metrics,
     format_seconds,
+    of_all,
 )
 
 POLL_SECONDS = 1.0  # how often the files are read
@@ -137,7 +138,7 @@ class View:
         num_epochs = metrics.began[-1].num_epochs if metrics.began else 0
         for epoch in metrics.epochs[-NUM_EPOCHS:]:
             say(epoch_line(epoch, num_epochs))
-        for name in ("resumed", "epochs", "saved"):
+        for name in ("resumed", "validations", "epochs", "saved"):
             self._new(name)
         # Of the others the last one: it says how the training goes.
         self._shown["throughputs"] = max(0, len(metrics.throughputs) - 1)
@@ -164,7 +165,8 @@ class View:
                 left = throughput.seconds_left
                 self._limit = None if left is None else throughput.time + left
             self._lines.on_throughput(None, throughput)
-        for epoch in self._new("epochs"):
+        found = *self._new("validations"), *self._new("epochs")
+        for epoch in sorted(found, key=lambda it: it.step):
             self._lines.on_epoch_end(None, epoch)
         for it in self._new("saved"):
             if it.error:
@@ -213,7 +215,7 @@ class View:
             return "no step is done yet"
         of = "" if job.total_steps is None else f"/{job.total_steps}"
         return (
-            f"epoch {metrics.steps[-1].epoch}/{job.num_epochs}, step "
+            f"epoch {of_all(metrics.steps[-1].epoch, job.num_epochs)}, step "
             f"{metrics.steps[-1].step}{of} | {self._lines.line}"
         )
 

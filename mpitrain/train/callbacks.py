@@ -12,7 +12,8 @@ from mpitrain.train.metrics import EpochMetrics, StepMetrics, Throughput
 class StopRequested(Exception):
     """Raised by a callback, on every rank at the same step, to stop the training.
 
-    Raise it at the end of a step, epoch or validation batch, not within a step.
+    It can be resumed then. Raise it at the end of a step, epoch or validation batch,
+    not within a step. To finish a training set ``trainer.should_stop`` instead.
     """
 
     def __init__(self, reason: str) -> None:
@@ -64,7 +65,13 @@ class Callback:
         """Called when the speed of some steps is known, about every two seconds."""
 
     def on_validation_batch_end(self, trainer: Any) -> None:
-        """Called after each batch of the validation at the end of an epoch."""
+        """Called after each batch of a validation."""
+
+    def on_validation_end(self, trainer: Any, epoch: EpochMetrics) -> None:
+        """Called after each validation, within an epoch or at its end (`is_end`).
+
+        ``trainer.state`` is still at the epoch, whose metrics are those until now.
+        """
 
     def on_epoch_end(self, trainer: Any, epoch: EpochMetrics) -> None:
         """Called after the validation; ``trainer.state`` is at the next epoch."""
@@ -129,3 +136,17 @@ def hooks_of(callbacks: Sequence[Callback]) -> dict[str, list[Callable[..., None
     for name in ("on_fit_end", "on_stop", "on_exception"):
         hooks[name].reverse()
     return hooks
+
+
+def check_state_names(callbacks: Sequence[Callback]) -> None:
+    """Refuse two callbacks whose states would have one name in a checkpoint."""
+    names = [
+        type(callback).__name__
+        for callback in callbacks
+        if type(callback).state_dict is not Callback.state_dict
+    ]
+    if len(set(names)) < len(names):
+        raise UsageError(
+            f"callbacks {', '.join(sorted(names))}: found two with a state and "
+            "one name; expected a class of its own for each"
+        ).on_all_ranks()

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from mpitrain.config import TrainConfig
 from mpitrain.data.samples import kind_of
 from mpitrain.errors import DataError
 from mpitrain.train.means import is_weighted
@@ -37,6 +38,16 @@ def warn_of_scalars(values: Mapping[str, Any], warned: set[str]) -> Mapping[str,
             ", ".join(sorted(new)),
         )
     return values
+
+
+def warn_of_ignored(config: TrainConfig) -> None:
+    """Warn of fields that are set and that have no effect in a script."""
+    if ignored := config.only_for_command():
+        logger.warning(
+            "Trainer ignores %s of its TrainConfig; pass callbacks such as "
+            "mpitrain.Checkpointer, with arguments of their own, instead",
+            ", ".join(ignored),
+        )
 
 
 def explain_call(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,7 +17,10 @@ from mpitrain.config import TrainConfig
 from mpitrain.data.custom import Samples, build_samples
 from mpitrain.data.in_memory import InMemory
 from mpitrain.data.loader import BatchLoader, RankStep
+from mpitrain.data.sampling import EpochOrder, Sampling
 from mpitrain.data.sharding import MicroBatchAssignment, RankShard
+from mpitrain.errors import UsageError
+from mpitrain.mpi.collectives import all_or_none, world_comm
 from mpitrain.mpi.shared_arrays import Communicator
 from mpitrain.mpi.world import World
 from mpitrain.tasks.task import Task
@@ -24,6 +28,13 @@ from mpitrain.train.metrics import TrainState
 from mpitrain.train.strategy.base import Strategy
 
 logger = logging.getLogger("mpitrain")
+
+SAMPLER_EXPECTED = (
+    "Expected a function of seed and epoch alone: draw from "
+    "np.random.default_rng([seed, epoch]), or from torch, which is seeded"
+)
+
+ENDLESS_STEPS = 10_000  # of the first epoch of an iterable set, then a warning
 
 GPU_MEMORY_FRACTION = 0.3  # of a GPU's free memory that a data set may take
 
@@ -50,15 +61,17 @@ class TrainData:
         world: World,
         ranks: Communicator,
         task: Task,
+        sampling: Sampling,
     ) -> None:
         self._config, self._world, self._ranks = config, world, ranks
-        self._task = task
+        self._task, self._sampling = task, sampling
         self.min_rows = 1
         self.train = self._samples(train_data, "the training data")
         self.val = self._samples(val_data, "the validation data")
         sets = {"train": self.train, "val": self.val}
         self.num_samples = {name: it.num_samples for name, it in sets.items()}
         self._test_loaders: list[BatchLoader] = []
+        self.num_steps = self._num_steps()
         task.set_up(config, world, self.train, self.val)
 
     def loader(self, samples: Samples, *, is_training: bool = False) -> BatchLoader:
@@ -87,11 +100,18 @@ class TrainData:
     def steps(self, state: TrainState, strategy: Strategy) -> Iterator[RankStep]:
         """Yield this rank's part of the steps of the epoch that are not done yet."""
         samples, config = self.train_loader.samples, self._config
-        order = None
+        order = batches = None
         if samples.num_samples is not None:
-            order = samples.order(config.seed, state.epoch)
-        is_done = False
-        while not is_done:
+            found = self._order(samples, state.epoch)
+            if state.epoch_step and state.order_digest != found.digest:
+                raise UsageError(
+                    f"the checkpoint is within epoch {state.epoch}, which had another "
+                    "order; expected the same sampler= or batch_sampler="
+                ).on_all_ranks()
+            state.order_digest = found.digest
+            order, batches = found.samples, found.batches
+        is_done, max_steps = False, config.max_steps or sys.maxsize
+        while not is_done and state.step < max_steps:
             assignment = strategy.assignment
             rank_shard = RankShard(
                 rank=self._world.rank,
@@ -100,6 +120,7 @@ class TrainData:
                 micro_batch_size=strategy.micro_batch_size,
                 assignment=assignment,
                 order=order,
+                batches=batches,
                 first_step=state.epoch_step,
                 max_steps=1 if config.dry_run else None,
                 samples_read_per_shard=tuple(state.samples_per_shard),
@@ -109,10 +130,58 @@ class TrainData:
             with contextlib.closing(steps):
                 for step in steps:
                     yield step
+                    if state.step >= max_steps:
+                        return
+                    if order is None and step.number + 1 == ENDLESS_STEPS:
+                        self._warn_if_endless(state.epoch)
                     if strategy.assignment is not assignment:
                         break  # and load the rest as it is cut now
                 else:
                     is_done = True
+
+    def _order(self, samples: Samples, epoch: int) -> EpochOrder:
+        """Return the order of an epoch, which is compared if a sampler makes it."""
+        sampling, seed = self._sampling, self._config.seed
+        if not sampling:
+            return EpochOrder(samples.order(seed, epoch))
+        assert samples.num_samples is not None
+        found = all_or_none(
+            world_comm(),
+            lambda: sampling.order(seed, epoch, len(samples)),
+            f"call the {sampling.name}",
+        )
+        what = f"what the {sampling.name} returned for epoch {epoch}"
+        self._ranks.check_equal(found.digest, what, SAMPLER_EXPECTED)
+        return found
+
+    def _num_steps(self) -> int | None:
+        """Return the steps of the first epoch, if a sampler makes them."""
+        if not self._sampling:
+            return None
+        name = self._sampling.name
+        if self.train.num_samples is None:
+            raise UsageError(
+                f"{name} does not go with an iterable data set, whose samples have no "
+                "numbers; expected a data set with __len__ and __getitem__"
+            ).on_all_ranks()
+        first, again = (self._order(self.train, 1) for _ in range(2))
+        if first.digest != again.digest:
+            raise UsageError(
+                f"the {name} returned another order when it was called again for epoch "
+                f"1. {SAMPLER_EXPECTED}"
+            ).on_all_ranks()
+        steps = first.batches or range(
+            0, len(first.samples), self._config.global_batch_size
+        )
+        return len(steps)
+
+    def _warn_if_endless(self, epoch: int) -> None:
+        if epoch == 1 and self._config.max_steps is None and self._world.is_rank_zero:
+            logger.warning(
+                "epoch 1 has had %d steps; an iterable data set that never ends needs "
+                "max_steps (--max-steps), and validate_every_steps to be validated",
+                ENDLESS_STEPS,
+            )
 
     def evaluation_shard(self, loader: BatchLoader, strategy: Strategy) -> RankShard:
         """Return which batches of an evaluation this rank takes; local.

@@ -14,6 +14,7 @@ from torch.nn.parameter import is_lazy
 from mpitrain.config import TrainConfig
 from mpitrain.data.loader import Batch, BatchLoader
 from mpitrain.data.randomness import rank_seed
+from mpitrain.data.sampling import Sampling
 from mpitrain.errors import UsageError
 from mpitrain.mpi.shared_arrays import communicator
 from mpitrain.mpi.world import World
@@ -71,6 +72,7 @@ class Engine:
         world: World,
         task: Task,
         strategy: Strategy,
+        sampling: Sampling,
         *,
         find_unused_parameters: bool = True,
         can_cache_features: bool = True,
@@ -88,7 +90,9 @@ class Engine:
         self.strategy = self._whole_strategy = strategy
         is_exact = strategy.micro_batches_are_fixed
         self._metrics = MetricObjects(task, world.device, self.ranks, is_exact=is_exact)
-        self.data = TrainData(train_data, val_data, config, world, self.ranks, task)
+        self.data = TrainData(
+            train_data, val_data, config, world, self.ranks, task, sampling
+        )
         samples = self.data.train
         model = unwrap_model(model, world)
         if any(map(is_lazy, (*model.parameters(), *model.buffers()))):
@@ -106,12 +110,16 @@ class Engine:
             strategy.check_samples(part)
         has_batch_norm = any(isinstance(m, BatchNorm) for m in self.model.modules())
         self.data.min_rows = 2 if has_batch_norm else 1
-        size = config.global_batch_size
-        max_rows = strategy.max_rows(min(size, samples.num_samples or size))
+        num = samples.num_samples
+        size = (num if sampling.has_batches else None) or config.global_batch_size
+        max_rows = strategy.max_rows(min(size, num or size))
         # A doubled sample has variance 0: only where there are no others is it counted.
         self._doubles_rows = has_batch_norm and max_rows > 1
         self.plan = Plan(
-            num_samples=samples.num_samples, world_size=world.world_size, config=config
+            num_samples=num,
+            world_size=world.world_size,
+            config=config,
+            num_steps=self.data.num_steps,
         )
         torch.manual_seed(rank_seed(config.seed, world.rank))  # of dropout
 

@@ -62,10 +62,11 @@ def score_of(values: Mapping[str, float], best_by: str | None = None) -> float |
     """
     name, is_lower_better = best_metric(values, best_by)
     if name not in values:
-        asked = f"--best-by {best_by}" if best_by else "the best checkpoint is by loss"
+        asked = f"--best-by {best_by}" if best_by else "the best validation is by loss"
         raise UsageError(
             f"{asked}: found no such metric in the validation; expected one of "
-            f"{', '.join(values)}: --best-by NAME, or best_by of a Checkpointer"
+            f"{', '.join(values)}: --best-by NAME, best_by of a Checkpointer, or the "
+            "metric of EarlyStopping"
         ).on_all_ranks()
     found = -values[name] if is_lower_better else values[name]
     return found if math.isfinite(found) else None

@@ -100,6 +100,7 @@ class EpochMetrics:
     epoch_seconds: float  # wall time of the epoch on this rank, validation included
     train_losses: Mapping[str, float] = field(default_factory=dict)
     """Means of the other training losses, by name."""
+    is_end: bool = True  # whether all its steps are done; else they are those until now
 
     @property
     def samples_per_second(self) -> float:
@@ -129,16 +130,24 @@ class TrainState:
     steps_seconds: float = 0.0  # wall time of the epoch's steps
     samples_per_shard: list[int] = field(default_factory=list)
     """Samples of the epoch that were taken from each shard of an iterable data set."""
+    order_digest: str = ""  # of the epoch's order, if a sampler made it
     metrics: dict[str, float] = field(default_factory=dict)
     """Metrics of the last validation."""
     val_samples: int = 0  # samples of the last validation
+    validated_step: int = -1  # `step` of the last validation
+    val_seconds: float = 0.0  # wall time of the epoch's validations
 
-    def end_epoch(self, stage: str, val_seconds: float) -> EpochMetrics:
-        """Return the metrics of the epoch, and begin the next one."""
+    @property
+    def is_validated(self) -> bool:
+        """Whether `metrics` are those of the weights after the last step."""
+        return self.validated_step == self.step
+
+    def epoch_metrics(self, stage: str, *, is_end: bool) -> EpochMetrics:
+        """Return the metrics of the epoch until now."""
         num = self.num_samples
         weight = num if self.loss_weight is None else self.loss_weight
         others = {name: mean(*sums) for name, sums in self.other_losses.items()}
-        found = EpochMetrics(
+        return EpochMetrics(
             stage=stage,
             epoch=self.epoch,
             step=self.step,
@@ -150,13 +159,16 @@ class TrainState:
             skipped_samples=self.skipped_samples,
             skipped_steps=self.skipped_steps,
             steps_seconds=self.steps_seconds,
-            epoch_seconds=self.steps_seconds + val_seconds,
+            epoch_seconds=self.steps_seconds + self.val_seconds,
+            is_end=is_end,
         )
+
+    def begin_next_epoch(self) -> None:
+        """Begin the next epoch."""
         self.epoch += 1
         self.epoch_step = 0
         self.loss_sum, self.loss_weight, self.num_samples = 0.0, None, 0
         self.other_losses = {}
         self.skipped_steps = self.skipped_samples = 0
-        self.steps_seconds = 0.0
+        self.steps_seconds = self.val_seconds = 0.0
         self.samples_per_shard = []
-        return found

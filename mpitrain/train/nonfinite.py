@@ -10,8 +10,7 @@ import numpy as np
 import torch.distributed as dist
 
 from mpitrain.errors import NonFiniteError
-from mpitrain.train.engine import Engine
-from mpitrain.train.metrics import TrainState
+from mpitrain.launch.job import heartbeat
 from mpitrain.train.step_metrics import MicroBatchLosses
 
 logger = logging.getLogger("mpitrain")
@@ -20,13 +19,20 @@ MAX_NAMED = 16  # samples that a message names
 
 
 def handle_nonfinite(
-    losses: list[MicroBatchLosses], grad_norm: float, state: TrainState, engine: Engine
+    trainer: Any, losses: list[MicroBatchLosses], grad_norm: float
 ) -> None:
     """Skip a step that was not applied, or stop. Collective over the default group.
+
+    Args:
+        trainer: A `Trainer`, whose module imports this one.
+        losses: Of the step's micro-batches.
+        grad_norm: Of the step.
 
     Raises:
         NonFiniteError: Names rank, step and samples; on every rank or on none.
     """
+    heartbeat("a step that is not finite")  # there is no optimizer step to tell it
+    engine, state = trainer.engine, trainer.state
     world, scale = engine.world, engine.optimizer.scale
     mine = [
         (float(total), indices.tolist())
@@ -38,6 +44,7 @@ def handle_nonfinite(
         dist.all_gather_object(found, mine)
     if not any(found) and scale.can_shrink:
         scale.shrink()  # too large for fp16 alone, as happens when scales are tried
+        state.skipped_steps += 1
         return
     step = state.step + 1
     where = f"in step {step} (epoch {state.epoch})"
@@ -56,11 +63,13 @@ def handle_nonfinite(
             f"samples {_list_samples(samples)}"
         )
     if engine.config.on_nonfinite == "stop":
+        trainer.sync_metrics(flush=True)  # report the steps before
         raise NonFiniteError(
             f"{reason}.\nThe weights are those after step {step - 1}. Look at "
             "these samples, try a lower --lr or --clip-grad-norm, or skip such "
             "steps: --on-nonfinite skip"
         ).on_all_ranks()
+    state.skipped_steps += 1
     if world.is_rank_zero:
         logger.warning("step %d is skipped: %s", step, reason)
 

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import dataclass
 from typing import Literal
 
 from mpitrain.config import WARMUP_EPOCHS, TrainConfig
+from mpitrain.errors import UsageError
+from mpitrain.train.metrics import TrainState
+
+WARMUP_SHARE = 0.1  # of `max_steps`, where the steps of an epoch are not known
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +37,20 @@ class Plan:
     num_samples: int | None  # training samples; ``None`` for an iterable data set
     world_size: int
     config: TrainConfig
+    num_steps: int | None = None  # of the first epoch, if a sampler makes them
+
+    def __post_init__(self) -> None:
+        unknown = self.max_steps is not None and self.steps_per_epoch is None
+        if unknown and self.config.warmup_epochs:
+            raise UsageError(
+                "--warmup-epochs and --max-steps with data of unknown length: an epoch "
+                "has no number of steps; expected no warmup_epochs"
+            ).on_all_ranks()
+
+    @property
+    def max_steps(self) -> int | None:
+        """Steps of the training; ``None``: those of its epochs."""
+        return None if self.config.dry_run else self.config.max_steps
 
     @property
     def stages(self) -> tuple[Stage, ...]:
@@ -42,7 +61,8 @@ class Plan:
             name: Literal["probe", "train"] = "probe" if probing else "train"
             return (Stage(name=name, first_epoch=1, num_epochs=1),)
         if not probing:
-            return (Stage(name="train", first_epoch=1, num_epochs=epochs),)
+            most = self.max_steps or epochs  # an epoch has a step at least
+            return (Stage(name="train", first_epoch=1, num_epochs=most),)
         probe = Stage(name="probe", first_epoch=1, num_epochs=probing)
         finetune = Stage(
             name="finetune",
@@ -57,37 +77,73 @@ class Plan:
         *before, last = self.stages
         return [stage for stage in before if stage.epochs[-1] >= epoch] + [last]
 
+    def has_epoch(self, stage: Stage, state: TrainState, should_stop: bool) -> bool:
+        """Whether to train in a stage, from this state on."""
+        if state.epoch_step:
+            return True  # the epoch has not ended
+        return not (should_stop or self.is_done(state, stage))
+
     @property
-    def num_epochs(self) -> int:
-        """Epochs of all stages."""
-        return sum(stage.num_epochs for stage in self.stages)
+    def length(self) -> str:
+        """The number of steps or epochs, in words."""
+        if self.max_steps is not None:
+            return f"{self.max_steps} steps"
+        return f"{self.num_epochs} epochs"
+
+    def is_done(self, state: TrainState, stage: Stage | None = None) -> bool:
+        """Whether all steps of a stage are done, or of the training."""
+        last = (stage or self.stages[-1]).epochs[-1]
+        return state.epoch > last or state.step >= (self.max_steps or sys.maxsize)
+
+    def is_validation_due(self, state: TrainState) -> bool:
+        """Whether to validate before the next step of the epoch."""
+        every = self.config.validate_every_steps
+        if every is None or not state.epoch_step or state.is_validated:
+            return False
+        return state.step % every == 0
+
+    @property
+    def num_epochs(self) -> int | None:
+        """Epochs of all stages; ``None``: unknown."""
+        if self.max_steps is None:
+            return sum(stage.num_epochs for stage in self.stages)
+        steps = self.steps_per_epoch
+        return None if steps is None else -(-self.max_steps // steps)
 
     @property
     def steps_per_epoch(self) -> int | None:
         """Steps of an epoch, including the last, smaller one; ``None``: unknown."""
         if self.config.dry_run:
             return 1
-        if self.num_samples is None:
-            return None
+        if self.num_samples is None or self.num_steps is not None:
+            return self.num_steps
         return -(-self.num_samples // self.config.global_batch_size)
 
     @property
     def total_steps(self) -> int | None:
         """Steps of all epochs; ``None``: unknown."""
-        steps = self.steps_per_epoch
-        return None if steps is None else steps * self.num_epochs
+        steps, num_epochs = self.steps_per_epoch, self.num_epochs
+        if self.max_steps is not None or steps is None or num_epochs is None:
+            return self.max_steps
+        return steps * num_epochs
 
-    def learning_rate(self, stage: Stage, epoch: int, step: int) -> float:
+    def learning_rate(self, stage: Stage, state: TrainState, step: int) -> float:
         """Return the learning rate of a step, which is counted from 0 in its epoch.
 
         Linear warm-up, then the schedule. With an unknown number of steps it changes
         from epoch to epoch only.
 
+        Args:
+            stage: The present one.
+            state: Before the step.
+            step: The number of the step.
+
         >>> def rates(**settings):
         ...     config = TrainConfig(lr=1.0, epochs=3, global_batch_size=1, **settings)
         ...     plan = Plan(num_samples=2, world_size=1, config=config)
-        ...     found = [plan.learning_rate(plan.stages[0], epoch, step)
-        ...         for epoch in (1, 2, 3) for step in (0, 1)]
+        ...     states = [TrainState(step=i, epoch=1 + i // 2) for i in range(6)]
+        ...     found = [plan.learning_rate(plan.stages[0], it, it.step % 2)
+        ...         for it in states[: plan.total_steps]]
         ...     return [round(rate, 2) for rate in found]
         >>> rates()
         [0.33, 0.67, 1.0, 1.0, 0.75, 0.25]
@@ -95,23 +151,31 @@ class Plan:
         [1.0, 1.0, 0.1, 0.1, 0.01, 0.01]
         >>> rates(schedule="constant", warmup_epochs=0)
         [1.0, 1.0, 1.0, 1.0, 1.0, 1.0]
+        >>> rates(max_steps=5)  # a warm-up of 2.5 steps
+        [0.5, 1.0, 1.0, 0.75, 0.25]
         """
-        config, num_epochs = self.config, stage.num_epochs
+        config, num_epochs = self.config, float(stage.num_epochs)
         peak = config.peak_lr * stage.lr_factor
         steps_per_epoch = self.steps_per_epoch or 1
-        step = min(step, steps_per_epoch - 1)
-        step += (epoch - stage.first_epoch) * steps_per_epoch
+        epochs_done = state.epoch - stage.first_epoch
+        step = min(step, steps_per_epoch - 1) + epochs_done * steps_per_epoch
+        total_steps = stage.num_epochs * steps_per_epoch
+        if self.max_steps is not None:
+            step, total_steps = state.step, self.max_steps
+            num_epochs = total_steps / steps_per_epoch
         warmup_epochs = config.warmup_epochs
         if warmup_epochs is None:
             warmup_epochs = min(WARMUP_EPOCHS, num_epochs / 2)
         warmup_steps = round(steps_per_epoch * warmup_epochs)
+        if self.max_steps is not None and self.steps_per_epoch is None:
+            warmup_steps = round(WARMUP_SHARE * total_steps)
         if step < warmup_steps:
             return peak * (step + 1) / warmup_steps
         if config.schedule == "constant":
             return peak
         if config.schedule == "step":
-            decays = step // steps_per_epoch // config.decay_epochs
+            decays = epochs_done // config.decay_epochs
             return float(peak * config.decay_factor**decays)
-        decay_steps = num_epochs * steps_per_epoch - warmup_steps
+        decay_steps = total_steps - warmup_steps
         done = (step - warmup_steps) / max(1, decay_steps)
         return peak * 0.5 * (1.0 + math.cos(math.pi * done))

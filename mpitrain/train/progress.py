@@ -35,7 +35,7 @@ class EpochLines(Callback):
 
     def start(
         self,
-        num_epochs: int,
+        num_epochs: int | None,
         total_steps: int | None,
         done: int,
         began: float | None = None,
@@ -84,9 +84,14 @@ class EpochLines(Callback):
         if self._is_on and time.monotonic() - self._printed_at > LINE_SECONDS:
             self._printed_at = time.monotonic()
             say(
-                f"at step {throughput.step} of epoch {throughput.epoch}/"
-                f"{self._num_epochs} | {self.line}"
+                f"at step {throughput.step} of epoch "
+                f"{of_all(throughput.epoch, self._num_epochs)} | {self.line}"
             )
+
+    def on_validation_end(self, trainer: Any, epoch: EpochMetrics) -> None:
+        """Print the line of a validation within an epoch."""
+        if not epoch.is_end:
+            self.on_epoch_end(trainer, epoch)
 
     def on_epoch_end(self, trainer: Any, epoch: EpochMetrics) -> None:
         """Print the line of the epoch."""
@@ -104,7 +109,7 @@ class ProgressBar(EpochLines):
 
     def start(
         self,
-        num_epochs: int,
+        num_epochs: int | None,
         total_steps: int | None,
         done: int,
         began: float | None = None,
@@ -224,14 +229,24 @@ def format_seconds(seconds: float) -> str:
     return f"{minutes}:{seconds:02}"
 
 
-def epoch_line(epoch: EpochMetrics, num_epochs: int) -> str:
+def of_all(number: int, num: int | None) -> str:
+    """Return a number and how many there are, if that is known.
+
+    >>> of_all(2, 10), of_all(2, None)
+    ('2/10', '2')
+    """
+    return str(number) if num is None else f"{number}/{num}"
+
+
+def epoch_line(epoch: EpochMetrics, num_epochs: int | None) -> str:
     """Return the line of an epoch."""
-    width = len(str(num_epochs))
+    width = 2 * len(str(num_epochs)) + 1 if num_epochs else 0
     losses = {"train_loss": epoch.train_loss}
     losses |= {f"val_{name}": value for name, value in epoch.values.items()}
     fields = [
+        f"{'in ' * (not epoch.is_end)}"
         f"{epoch.stage if epoch.stage != 'train' else 'epoch'} "
-        f"{epoch.epoch:{width}}/{num_epochs}",
+        f"{of_all(epoch.epoch, num_epochs):>{width}}",
         f"step {epoch.step}",
         format_metrics(losses),
         f"{epoch.epoch_seconds:.2f} s",

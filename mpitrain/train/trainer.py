@@ -16,9 +16,9 @@ from mpitrain.config import TrainConfig
 from mpitrain.data.custom import refuse_loader
 from mpitrain.data.loader import Batch, RankStep
 from mpitrain.data.samples import BadRow, CollateFn, kind_of
-from mpitrain.errors import DataError, NonFiniteError, Stopped, UsageError
+from mpitrain.data.sampling import BatchSampler, Sampler, Sampling
+from mpitrain.errors import DataError, Stopped, UsageError
 from mpitrain.launch.init import init
-from mpitrain.launch.job import heartbeat
 from mpitrain.mpi.collectives import all_or_none, world_comm
 from mpitrain.mpi.world import World
 from mpitrain.tasks.image_classification.task import ImageClassification
@@ -33,7 +33,7 @@ from mpitrain.tasks.task import (
     Values,
 )
 from mpitrain.train.callbacks import Callback, StopRequested, hooks_of
-from mpitrain.train.checks import warn_of_scalars
+from mpitrain.train.checks import warn_of_ignored, warn_of_scalars
 from mpitrain.train.engine import Engine
 from mpitrain.train.evaluate import Evaluation
 from mpitrain.train.means import Sum, form_of, named_values, sum_of
@@ -50,6 +50,7 @@ from mpitrain.train.step_metrics import (
 from mpitrain.train.strategy.base import Strategy
 from mpitrain.train.strategy.build import choose_strategy
 from mpitrain.train.timer import StepTimes, Timer, make_timer
+from mpitrain.train.validation import validate_once
 
 logger = logging.getLogger("mpitrain")
 
@@ -71,6 +72,9 @@ class Trainer:
             when it is done.
         collate_fn: Makes a batch of a list of samples, as `DataLoader`'s; ``None``:
             torch's. A pair is inputs and targets; any other batch is both.
+        sampler: Instead of shuffling: a function of seed and epoch that returns the
+            numbers of an epoch's samples, over all ranks; or torch's, see `Sampler`.
+        batch_sampler: Likewise those of each step.
         loss: Instead of overriding `loss`.
         metrics: Instead of overriding `metrics`; or metrics by name: functions of
             outputs and targets that return values for a mean, and metric objects, see
@@ -97,6 +101,8 @@ class Trainer:
         resumed_from: Name of the checkpoint that was loaded; empty without one.
         best_by: The metric of the best checkpoint; `Checkpointer` sets it.
         results: What metric objects returned in the last validation of `fit`, by name.
+        should_stop: A callback sets it, on all ranks at the same step or validation, to
+            finish the training there: the epoch ends, and `fit` returns.
     """
 
     engine: Engine
@@ -112,6 +118,8 @@ class Trainer:
         *,
         world: World | None = None,
         collate_fn: CollateFn | None = None,
+        sampler: Sampler | None = None,
+        batch_sampler: BatchSampler | None = None,
         loss: LossFn | None = None,
         metrics: MetricsFn | Mapping[str, Any] | None = None,
         derived_metrics: DerivedFn | None = None,
@@ -144,12 +152,14 @@ class Trainer:
         self.resumed_from = ""
         self.best_by: str | None = None
         self.results: Mapping[str, Any] = {}
+        self.should_stop = False
         self._owns_job = world is None
         self.uses_whole_config = False  # the command makes callbacks of all its fields
         self._final_state: dict[str, Any] | None = None  # if the job ends with `fit`
         self._is_set_up = self._is_task_step = False
         self._loss, self._strategy = loss, strategy
         self._metrics = split_metrics(self.task, metrics, derived_metrics)
+        self._sampling = Sampling(sampler, batch_sampler)
         self._warned_of: set[str] = set()  # losses and metrics that are scalars
         self._hooks: dict[str, list[Callable[..., None]]] = {}
 
@@ -174,9 +184,11 @@ class Trainer:
                     engine.start_stage(stage)
                     self._pending.reset_interval()
                     self.call("on_stage_start")
-                    while self.state.epoch < stage.epochs.stop:
+                    while engine.plan.has_epoch(stage, self.state, self.should_stop):
                         self.train_epoch()
                         self.validate()
+                    if self.should_stop:
+                        break
                 self.sync_metrics(flush=True)
                 self.call("on_train_end")
                 if self.test_data is not None:
@@ -192,16 +204,20 @@ class Trainer:
 
     def train_epoch(self) -> None:
         """Train on the samples that are left of the epoch. Collective."""
-        self.engine.train_mode()
-        self.timer.end_step(is_step=False)
-        self._synced_at = time.perf_counter()
+        engine, state = self.engine, self.state
+        self._begin_steps()
         with self.timer("data"):  # the spans inside take their own time
-            for step in self.engine.data.steps(self.state, self.engine.strategy):
+            for step in engine.data.steps(state, engine.strategy):
+                if engine.plan.is_validation_due(state):  # of the steps before
+                    validate_once(self, is_epoch_end=False)
+                    self._begin_steps()
+                if self.should_stop:
+                    break
                 self.train_step(step)
-                if self._pending.is_sync_due:
+                if self._pending.is_sync_due or engine.plan.is_validation_due(state):
                     self.sync_metrics()
         self.sync_metrics()
-        if not self.state.epoch_step:
+        if not state.epoch_step:
             error = DataError("none of the samples to train on could be read")
             raise error.on_all_ranks()
 
@@ -214,7 +230,7 @@ class Trainer:
         """
         engine, state, timer = self.engine, self.state, self.timer
         optimizer, strategy = engine.optimizer, engine.strategy
-        lr = engine.plan.learning_rate(engine.stage, state.epoch, step.number)
+        lr = engine.plan.learning_rate(engine.stage, state, step.number)
         scale = engine.begin_step(lr, step.num_samples)
         losses: list[MicroBatchLosses] = []
         if strategy.communicates_before_step:
@@ -247,7 +263,7 @@ class Trainer:
             by_weight = engine.weight_factor(losses, step.num_samples)
             grad_norm, is_applied = optimizer.step(by_weight)
         if not is_applied:
-            self._handle_nonfinite(losses, grad_norm)
+            handle_nonfinite(self, losses, grad_norm)
         state.step += 1
         state.epoch_step = step.number + 1
         lrs = [float(group["lr"]) for group in optimizer.optimizer.param_groups]
@@ -259,19 +275,15 @@ class Trainer:
 
     def validate(self) -> None:
         """Evaluate the model at the end of an epoch, and begin the next. Collective."""
-        engine, state = self.engine, self.state
-        began = time.perf_counter()
-        with self.timer("evaluation"):
-            found = engine.evaluate(
-                engine.data.val_loader,
-                self.validation_step,
-                lambda: self.call("on_validation_batch_end"),
-            )
-        state.skipped_samples += engine.data.take_skipped()
-        state.metrics, state.val_samples = dict(found.values), found.num_samples
-        self.results = found.results
-        epoch = state.end_epoch(engine.stage.name, time.perf_counter() - began)
+        validate_once(self, is_epoch_end=True)
+        epoch = self.state.epoch_metrics(self.engine.stage.name, is_end=True)
+        self.state.begin_next_epoch()
         self.call("on_epoch_end", epoch)
+
+    def _begin_steps(self) -> None:
+        self.engine.train_mode()
+        self.timer.end_step(is_step=False)
+        self._synced_at = time.perf_counter()
 
     def sync_metrics(self, *, flush: bool = False) -> None:
         """Gather the metrics of the steps since the last call, and report them.
@@ -435,10 +447,11 @@ class Trainer:
             self.world,
             self.task,
             strategy,
+            self._sampling,
             find_unused_parameters=self.find_unused_parameters,
             can_cache_features=type(self).compute_loss is Trainer.compute_loss,
         )
-        self._final_state = None
+        self._final_state, self.should_stop = None, False
         self.state = TrainState()
         self.timer = make_timer(self.world.device)
         self._pending = PendingSteps(
@@ -469,13 +482,8 @@ class Trainer:
     def _set_up_once(self) -> Iterator[Engine]:
         """Set up and start the callbacks; tell them of an exception; close workers."""
         assert self.world is not None
-        ignored = [] if self.uses_whole_config else self.config.only_for_command()
-        if ignored and self.world.is_rank_zero:
-            logger.warning(
-                "Trainer ignores %s of its TrainConfig; pass callbacks such as "
-                "mpitrain.Checkpointer, with arguments of their own, instead",
-                ", ".join(ignored),
-            )
+        if self.world.is_rank_zero and not self.uses_whole_config:
+            warn_of_ignored(self.config)
         engine = self.engine if self._is_set_up else self.set_up()
         self._is_set_up = False
         try:
@@ -512,14 +520,3 @@ class Trainer:
             self.task.refuse_other_step()
         self.engine.check_losses(form_of(named))
         return loss, {name: Sum(it[0].detach(), it[1]) for name, it in sums.items()}
-
-    def _handle_nonfinite(
-        self, losses: list[MicroBatchLosses], grad_norm: float
-    ) -> None:
-        heartbeat("a step that is not finite")  # there is no optimizer step to tell it
-        try:
-            handle_nonfinite(losses, grad_norm, self.state, self.engine)
-        except NonFiniteError:
-            self.sync_metrics(flush=True)  # report the steps before
-            raise
-        self.state.skipped_steps += 1

@@ -276,3 +276,68 @@ def test_another_configuration_is_refused(openmpi: Mpi, tmp_path: Path) -> None:
     done = mpirun(openmpi, 1, *words, cwd=tmp_path)
     assert done.status == 2
     assert "lr: 0.01 -> 0.02" in done.err
+
+
+OF_STEPS = """
+import sys
+import numpy as np
+import torch
+from torch.utils.data import TensorDataset
+import mpitrain
+
+class Cut(mpitrain.Callback):
+    def on_step_end(self, trainer):
+        if trainer.state.step == int(sys.argv[2]):
+            raise mpitrain.StopRequested("a test")
+
+def budget(seed, epoch):
+    random = np.random.default_rng([seed, epoch])
+    bounds = np.cumsum(random.integers(1, 9, 8))
+    return [it for it in np.split(random.permutation(40), bounds) if len(it)]
+
+torch.manual_seed(1)
+inputs = torch.randn(40, 8)
+data = TensorDataset(inputs, (inputs.sum(1) > 0).long())
+config = mpitrain.TrainConfig(max_steps=40, validate_every_steps=4, precision="fp64",
+                              optimizer="adam", lr=0.05)
+class Worse(mpitrain.Callback):
+    def on_validation_end(self, trainer, epoch):
+        trainer.state.metrics["f1"] = -float(trainer.state.step > 15)
+callbacks = [mpitrain.Recorder(sys.argv[1]), Worse(), Cut(),
+             mpitrain.EarlyStopping("f1", patience=5),
+             mpitrain.Checkpointer(sys.argv[1], keep=None)]
+trainer = mpitrain.Trainer(torch.nn.Linear(8, 2), data, data, config,
+                           batch_sampler=budget, callbacks=callbacks)
+trainer.fit()
+"""
+
+
+def test_steps_and_batches_are_the_same_on_other_numbers_of_ranks(
+    openmpi: Mpi, tmp_path: Path
+) -> None:
+    (tmp_path / "script.py").write_text(OF_STEPS)
+
+    def rows(name: str) -> list[Any]:
+        lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
+        found = map(json.loads, lines)
+        kinds = ("step", "validation", "epoch")
+        return [
+            (it["event"], it["step"], it["train_loss"], it.get("val_loss", 0.0))
+            for it in found
+            if it["event"] in kinds
+        ]
+
+    for name, num_ranks, at in (
+        ("whole", 1, 0),
+        *(("cut", 2, 7), ("cut", 3, 0), ("cut", 2, 0)),
+    ):
+        done = mpirun(openmpi, num_ranks, "script.py", name, str(at), cwd=tmp_path)
+        assert done.status == (75 if at else 0), done.err
+    assert result_of(tmp_path / "cut")["status"] == "finished"
+    expected = sorted(rows("whole"))
+    assert len(expected) > 20
+    assert max(step for _, step, *_ in expected) < 40  # stopped early
+    found = sorted(rows("cut"))
+    assert [it[:2] for it in found] == [it[:2] for it in expected]
+    for mine, other in zip(found, expected, strict=True):
+        assert mine[2:] == pytest.approx(other[2:], rel=1e-9)

@@ -98,6 +98,7 @@ def test_hooks_are_called_in_order_and_those_of_the_end_in_reverse(
         *(f"{name}.on_stage_start" for name in "ab"),
         *step,
         *step,
+        *(f"{name}.on_validation_end" for name in "ab"),
         *(f"{name}.on_epoch_end" for name in "ab"),
         *(f"{name}.on_train_end" for name in "ab"),
         *(f"{name}.on_test_end" for name in "ab"),
@@ -117,22 +118,25 @@ def test_hooks_are_called_in_order_and_those_of_the_end_in_reverse(
     ]
 
 
-def test_the_example_of_the_page_stops_a_training_and_goes_into_checkpoints(
+def test_the_example_of_the_page_finishes_a_training_and_goes_into_checkpoints(
     world: World,
 ) -> None:
     example = PAGE.read_text().partition("```python\n")[2].partition("```")[0]
     names: dict[str, Any] = {}
     exec(example, names)
-    stopping = names["EarlyStopping"](patience=2)
-    config = config_of(epochs=9, lr=0.0)  # the loss stays as it is
+    stopping = names["StopAtTarget"](loss=100.0)
     data = some(16), some(5, "val")
-    trainer = Trainer(Net(), *data, config, world=world, callbacks=[stopping])
-    with pytest.raises(Stopped, match="no better loss for 2 epochs"):
-        trainer.fit()
-    assert trainer.state.epoch == 4  # the next one
-    again = names["EarlyStopping"](patience=2)
+    trainer = Trainer(
+        Net(), *data, config_of(epochs=9), world=world, callbacks=[stopping]
+    )
+    trainer.fit()
+    assert trainer.state.epoch == 3  # the next one
+    again = names["StopAtTarget"](loss=100.0)
     again.load_state_dict(json.loads(json.dumps(stopping.state_dict())))
-    assert (again.best, again.num_bad) == (stopping.best, 2)
+    assert again.num_good == 2
+    trainer = Trainer(Net(), *data, config_of(), world=world, callbacks=[again])
+    trainer.fit()
+    assert trainer.state.step == 0  # it stays finished
 
 
 def test_a_stop_ends_the_training_at_the_same_step_on_every_rank(world: World) -> None:

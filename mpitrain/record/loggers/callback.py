@@ -98,6 +98,11 @@ class Loggers(Callback):
             metrics["gpu/memory_bytes"] = throughput.gpu_bytes
         self._send("log_metrics", (metrics, throughput.step))
 
+    def on_validation_end(self, trainer: Trainer, epoch: EpochMetrics) -> None:
+        """Log a validation within an epoch."""
+        if not epoch.is_end:
+            self._send("log_metrics", (_prefixed("val", epoch.values), epoch.step))
+
     def on_epoch_end(self, trainer: Trainer, epoch: EpochMetrics) -> None:
         """Log an epoch."""
         metrics = {

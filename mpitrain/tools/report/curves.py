@@ -112,8 +112,8 @@ def mark_checkpoints(chart: Chart, places: Sequence[float], y: float) -> None:
 
 
 def _validation(run: Run, name: str) -> tuple[Floats, Floats, Floats, Floats]:
-    epochs = [epoch for epoch in run.metrics.epochs if name in epoch.values]
-    return bins([it.step for it in epochs], [it.values[name] for it in epochs])
+    found = [it for it in run.metrics.all_validations if name in it.values]
+    return bins([it.step for it in found], [it.values[name] for it in found])
 
 
 def apart(places: Iterable[float], distance: float) -> list[float]:

@@ -51,7 +51,7 @@ def summary(run: Run, jobs: Sequence[JobTimes]) -> dict[str, str]:
     epochs, steps = metrics.epochs, metrics.steps
     names = {name for epoch in epochs for name in epoch.values}
     best, is_lower_better = best_metric(names, run.result.get("best_by"))
-    values = [epoch.values.get(best, math.nan) for epoch in epochs]
+    values = [it.values.get(best, math.nan) for it in metrics.all_validations]
     choose = min if is_lower_better else max
     value = choose(filter(math.isfinite, values), default=math.nan)
     is_share = best.endswith("accuracy")

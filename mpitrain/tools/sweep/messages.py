@@ -13,8 +13,9 @@ To a rank:
 
 To the server:
 
-- ``epoch``: from a trial's first rank; ``data``: the epoch and its metrics. With a
-  pruner it waits for the answer.
+- ``epoch``: from a trial's first rank; ``data``: ``epoch`` or, with validations
+  within epochs, ``step``; its number; and its metrics. With a pruner it waits for the
+  answer.
 - ``ended``: this rank has left the trial; ``data``: an `TrialResult`
 - ``stop``: a rank without a trial was asked to stop; ``data``: as above
 """

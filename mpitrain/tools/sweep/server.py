@@ -46,8 +46,9 @@ class Running:
     left: set[int]  # the ranks that have not ended
     outcomes: list[TrialResult] = field(default_factory=list)
     is_aborted: bool = False
-    epoch: int = 0  # the last one
-    metrics: Mapping[str, float] = field(default_factory=dict)  # of that epoch
+    unit: str = "epoch"  # or ``step``, of what is reported
+    number: int = 0  # the last one that was validated
+    metrics: Mapping[str, float] = field(default_factory=dict)  # of it
     began: float = field(default_factory=time.monotonic)
 
     @property
@@ -167,13 +168,13 @@ class Server:
             return
         running = self._running[start_id]
         if message.kind == "epoch":
-            if not running.epoch:  # a later death of the job is not held against it
+            if not running.number:  # a later death of the job is not held against it
                 self._study.set_starts(running.trial.number, 0)
-            running.epoch, running.metrics = message.data
+            running.unit, running.number, running.metrics = message.data
             if search.pruner is not None:
                 value = running.metrics.get(search.metrics[0][1], math.nan)
                 number = running.trial.number
-                is_pruned = self._study.should_prune(number, running.epoch, value)
+                is_pruned = self._study.should_prune(number, running.number, value)
                 self._send(running.ranks[:1], Message("prune", start_id, is_pruned))
             return
         outcome: TrialResult = message.data
@@ -199,7 +200,7 @@ class Server:
             self._stop(max(outcome.stop_reason for outcome in running.outcomes))
         elif worst.status == "pruned":
             study.prune(trial.number)
-            self._say(f"{trial.name} pruned after epoch {running.epoch}")
+            self._say(f"{trial.name} pruned after {running.unit} {running.number}")
         else:
             result = read_result(self._sweep.run_dir / trial.name)  # it is complete
             try:
@@ -286,8 +287,8 @@ class Server:
         if (left := self._handler.seconds_left()) is not None:
             lines[0] += f" | limit in {format_seconds(left)}"
         for it in self._running.values():
-            said = f"epoch {it.epoch} done, {format_metrics(it.metrics)}"
-            said = said if it.epoch else "in its first epoch"
+            said = f"{it.unit} {it.number} done, {format_metrics(it.metrics)}"
+            said = said if it.number else "in its first epoch"
             lines.append(
                 f"  {it.trial.name} on ranks {format_ranges(it.ranks)}: {said}"
             )

@@ -117,11 +117,11 @@ class Study:
         """Note in how many jobs a trial was started that may have died of it."""
         self._live[number].set_user_attr("num_starts", num_starts)
 
-    def should_prune(self, number: int, epoch: int, value: float) -> bool:
-        """Take a trial's metric after an epoch; return whether to end the trial."""
+    def should_prune(self, number: int, at: int, value: float) -> bool:
+        """Take a trial's metric after an epoch or a step; return whether to end it."""
         if not math.isfinite(value):
             return False  # at its end it fails
-        self._live[number].report(value, epoch)
+        self._live[number].report(value, at)
         return self._live[number].should_prune()
 
     def finish(self, number: int, result: Mapping[str, Any]) -> str:

@@ -125,18 +125,25 @@ class Reporter(Callback):
         self._inbox, self._waits = inbox, waits
         self.is_pruned = False
 
+    def on_validation_end(self, trainer: Trainer, epoch: EpochMetrics) -> None:
+        """Report a validation within an epoch, as `on_epoch_end`."""
+        if not epoch.is_end:
+            self.on_epoch_end(trainer, epoch)
+
     def on_epoch_end(self, trainer: Trainer, epoch: EpochMetrics) -> None:
         """Report; raises `StopRequested` on all ranks if the trial is pruned."""
+        counts_steps = trainer.config.validate_every_steps is not None
+        unit, number = ("step", epoch.step) if counts_steps else ("epoch", epoch.epoch)
         if self._world.is_rank_zero:
-            data = (epoch.epoch, dict(epoch.values))
+            data = (unit, number, dict(epoch.values))
             self._inbox.send(Message("epoch", self._start_id, data))
         if self._waits:
             ranks = communicator(self._world)
             should_prune = ranks.on_rank_zero(self._answer, "ask the server")
-            is_last = epoch.epoch == trainer.engine.plan.num_epochs
+            is_last = trainer.should_stop or trainer.engine.plan.is_done(trainer.state)
             self.is_pruned = should_prune and not is_last  # after that it is finished
             if self.is_pruned:
-                raise StopRequested(f"pruned after epoch {epoch.epoch}")
+                raise StopRequested(f"pruned after {unit} {number}")
 
     def _answer(self) -> bool:
         while (found := self._inbox.take()) is None:

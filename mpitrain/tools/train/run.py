@@ -31,6 +31,7 @@ from mpitrain.record.recorder import Recorder
 from mpitrain.tasks.image_classification.datasets.named import Data, load_data
 from mpitrain.tools.train.prepare import PreparedRun
 from mpitrain.train.callbacks import Callback
+from mpitrain.train.early_stopping import EarlyStopping
 from mpitrain.train.progress import choose_progress
 from mpitrain.train.trainer import Trainer
 
@@ -76,7 +77,7 @@ def run_training(
     heartbeat("building the model")
     is_new = checkpointer.reader is None
     model, loaded = _build(config, data, ranks, with_weights=is_new)
-    seconds_left = handler.seconds_left
+    seconds_left, patience = handler.seconds_left, config.early_stopping
     named = "" if config.name else f" with --name {run_dir.name}"
     all_callbacks: list[Callback] = [
         RunSummary(config, run_dir, data, loaded),
@@ -95,6 +96,7 @@ def run_training(
         *([Profiler(run_dir, config.profile)] if config.profile else []),
         ModelFile(run_dir / "model.pt"),
         *callbacks,
+        *([EarlyStopping(config.best_by, patience=patience)] if patience else []),
         *([] if config.dry_run else [checkpointer]),
     ]
     trainer = Trainer(
@@ -197,7 +199,9 @@ class RunSummary(Callback):
         if config.dry_run:
             steps = "dry run: one step, one evaluation"
         elif plan.total_steps is None:
-            steps = f"{plan.num_epochs} epochs of unknown length"
+            steps = f"{plan.length} of unknown length"
+        elif plan.max_steps is not None:
+            steps = f"{plan.length}, of epochs of {plan.steps_per_epoch or 'unknown'}"
         else:
             steps = (
                 f"{plan.total_steps} steps = {plan.num_epochs} epochs x "

@@ -1,0 +1,81 @@
+"""The callback that finishes a training whose metric does not get better."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from mpitrain.console import say
+from mpitrain.errors import UsageError
+from mpitrain.train.callbacks import Callback
+from mpitrain.train.evaluate import score_of
+from mpitrain.train.metrics import EpochMetrics, best_metric
+
+
+class EarlyStopping(Callback):
+    """Finishes the training when a metric of the validation stops improving.
+
+        Trainer(model, train, val, callbacks=[EarlyStopping("f1", patience=5)])
+
+    `fit` returns, as after the last epoch. With a `Checkpointer` the run stays finished
+    when it is started again, and the best checkpoint is kept; see ``best_by`` and
+    ``load_best_at_end`` there. Validations within epochs count, too.
+
+    Args:
+        metric: Such as ``"loss"`` or ``"f1"``; ``None``: accuracy, else loss.
+        patience: Validations in a row without a better value.
+        mode: ``"min"`` or ``"max"``; ``None``: min for a loss or an error, else max.
+        min_delta: By more than this a value must be better to count.
+    """
+
+    def __init__(
+        self,
+        metric: str | None = None,
+        *,
+        patience: int = 3,
+        mode: Literal["min", "max"] | None = None,
+        min_delta: float = 0.0,
+    ) -> None:
+        is_known = mode is None or (mode in ("min", "max") and metric is not None)
+        if patience < 1 or min_delta < 0 or not is_known:
+            raise UsageError(
+                f"EarlyStopping({metric!r}, {patience=}, {mode=}, {min_delta=}): "
+                "expected patience from 1, min_delta from 0, and a mode min or max of "
+                "a metric with a name"
+            )
+        self.metric = f"{mode}:{metric}" if mode else metric
+        self.patience, self.min_delta = patience, min_delta
+        self._best, self._best_step, self._num_bad = -math.inf, 0, 0
+
+    def on_fit_start(self, trainer: Any) -> None:
+        """Stay finished, if the job before was."""
+        trainer.should_stop |= self._num_bad >= self.patience
+
+    def on_validation_end(self, trainer: Any, epoch: EpochMetrics) -> None:
+        """Finish the training after `patience` validations."""
+        score = score_of(epoch.values, self.metric)
+        if score is not None and score > self._best + self.min_delta:
+            self._best, self._best_step, self._num_bad = score, epoch.step, 0
+            return
+        self._num_bad += 1
+        if self._num_bad < self.patience:
+            return
+        trainer.should_stop = True
+        if trainer.world.is_rank_zero:
+            name, _ = best_metric(epoch.values, self.metric)
+            say(
+                f"early stopping at step {epoch.step}: val_{name} was best at step "
+                f"{self._best_step}, {self._num_bad} validations before"
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the best value, and how many were not better since."""
+        best = self._best if math.isfinite(self._best) else None
+        return {"metric": self.metric, "best": [best, self._best_step, self._num_bad]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue to count, if it is the same metric."""
+        if state["metric"] == self.metric:
+            best, self._best_step, self._num_bad = state["best"]
+            self._best = -math.inf if best is None else best

@@ -1,0 +1,303 @@
+"""Samplers of the user's: the same steps at any number of ranks."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from reference_training import BATCH_SIZE, NUM_SAMPLES, History, Net, config_of, some
+from torch import Tensor
+from torch.utils import data as torchs
+
+from mpitrain import Checkpointer, DataError, Trainer, UsageError, World
+from mpitrain.data.randomness import seeded
+from mpitrain.data.sampling import Sampling
+from mpitrain.errors import Stopped
+from mpitrain.mpi.shared_arrays import communicator
+from mpitrain.train.callbacks import Callback, StopRequested
+
+pytestmark = pytest.mark.mpi
+
+EPOCHS = 2
+VAL = some(29, "val")
+WEIGHTS = torch.linspace(0.1, 1.0, NUM_SAMPLES, dtype=torch.float64)
+
+
+def weighted(seed: int, epoch: int) -> Any:
+    """More samples than there are, some of them twice."""
+    random = np.random.default_rng([seed, epoch])
+    weights = WEIGHTS.numpy() / WEIGHTS.numpy().sum()
+    return random.choice(NUM_SAMPLES, 90, p=weights)
+
+
+def curriculum(seed: int, epoch: int) -> list[int]:
+    """The first samples only, more in each epoch."""
+    order = np.random.default_rng([seed, epoch]).permutation(30 * epoch)
+    return list(map(int, order))
+
+
+def of_torch(seed: int, epoch: int) -> Any:
+    """What torch's sampler is to give, drawn in the same state."""
+    with seeded(seed, epoch, -2):
+        return list(torchs.WeightedRandomSampler(WEIGHTS.tolist(), 40))
+
+
+def budget(seed: int, epoch: int) -> list[list[int]]:
+    """Batches of several sizes, one sample at least."""
+    random = np.random.default_rng([seed, epoch])
+    order, batches = list(map(int, random.permutation(NUM_SAMPLES))), []
+    while order:
+        size = int(random.integers(1, 14))
+        batches.append(order[:size])
+        order = order[size:]
+    return batches
+
+
+def cut(order: Any) -> list[Any]:
+    return [order[i : i + BATCH_SIZE] for i in range(0, len(order), BATCH_SIZE)]
+
+
+def by_hand(batches_of: Any) -> tuple[list[float], list[float], list[Tensor]]:
+    """One plain process; losses of steps, of validations, and weights."""
+    model = Net().double()
+    inputs, targets = some(NUM_SAMPLES).tensors
+    optimizer = torch.optim.SGD(
+        model.parameters(), lr=0.05, momentum=0.9, nesterov=True, weight_decay=5e-4
+    )
+    losses, validations = [], []
+    for epoch in range(1, EPOCHS + 1):
+        for batch in batches_of(1, epoch):
+            chosen = torch.as_tensor(np.asarray(batch))
+            loss = F.cross_entropy(model(inputs[chosen].double()), targets[chosen])
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        with torch.no_grad():
+            x, y = VAL.tensors
+            validations.append(F.cross_entropy(model(x.double()), y).item())
+    return losses, validations, list(model.state_dict().values())
+
+
+def trainer_of(
+    world: World, *callbacks: Callback, data: Any = None, **more: Any
+) -> tuple[Trainer, History]:
+    history = History()
+    samplers = {it: more.pop(it) for it in ("sampler", "batch_sampler") if it in more}
+    settings = {"epochs": EPOCHS, "schedule": "constant", "warmup_epochs": 0, **more}
+    trainer = Trainer(
+        Net(),
+        some(NUM_SAMPLES) if data is None else data,
+        VAL,
+        config_of(**settings),
+        world=world,
+        callbacks=[history, *callbacks],
+        **samplers,
+    )
+    return trainer, history
+
+
+def same(trainer: Trainer, history: History, expected: Any) -> None:
+    losses, validations, weights = expected
+    assert [it.loss for it in history.steps] == pytest.approx(losses, rel=1e-9)
+    found = [it.values["loss"] for it in history.epochs]
+    assert found == pytest.approx(validations, rel=1e-9)
+    state = list(trainer.state_dict().values())
+    if trainer.engine.world.is_rank_zero:
+        for mine, other in zip(state, weights, strict=True):
+            torch.testing.assert_close(mine, other, rtol=1e-9, atol=1e-12)
+
+
+class Read(torchs.Dataset[Any]):
+    """The samples, read one by one."""
+
+    def __len__(self) -> int:
+        return NUM_SAMPLES
+
+    def __getitem__(self, index: int) -> Any:
+        return tuple(it[index] for it in some(NUM_SAMPLES).tensors)
+
+
+SETTINGS: list[dict[str, Any]] = [
+    {},
+    {"micro_batch_size": 3},
+    {"data": Read(), "num_workers": 1},
+    {"strategy": "fsdp", "micro_batch_size": 5},
+    {"bitwise": True},
+    {"bitwise": True, "strategy": "fsdp", "micro_batch_size": 3},
+]
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_a_batch_sampler_gives_the_samples_of_each_step(
+    world: World, settings: dict[str, Any]
+) -> None:
+    trainer, history = trainer_of(world, batch_sampler=budget, **settings)
+    trainer.fit()
+    same(trainer, history, by_hand(budget))
+    assert [it.train_samples for it in history.epochs] == [NUM_SAMPLES] * EPOCHS
+
+
+@pytest.mark.parametrize("settings", SETTINGS[:1] + SETTINGS[2:], ids=str)
+def test_a_sampler_gives_the_order_of_an_epoch(
+    world: World, settings: dict[str, Any]
+) -> None:
+    trainer, history = trainer_of(world, sampler=weighted, **settings)
+    trainer.fit()
+    same(trainer, history, by_hand(lambda *it: cut(weighted(*it))))
+    assert [it.train_samples for it in history.epochs] == [90] * EPOCHS
+    assert trainer.engine.plan.total_steps == EPOCHS * 6
+
+
+def test_epochs_of_a_sampler_may_differ_in_length(world: World) -> None:
+    trainer, history = trainer_of(world, sampler=curriculum)
+    trainer.fit()
+    same(trainer, history, by_hand(lambda *it: cut(curriculum(*it))))
+    assert [it.train_samples for it in history.epochs] == [30, 60]
+
+
+@pytest.mark.parametrize("has_generator", [False, True])
+@pytest.mark.parametrize("in_batches", [False, True])
+def test_samplers_of_torch_are_seeded_for_each_epoch(
+    world: World, has_generator: bool, in_batches: bool
+) -> None:
+    generator = torch.Generator().manual_seed(world.rank) if has_generator else None
+    sampler: Any = torchs.WeightedRandomSampler(
+        WEIGHTS.tolist(), 40, generator=generator
+    )
+    given: dict[str, Any] = {"sampler": sampler}
+    if in_batches:
+        batches = torchs.BatchSampler(sampler, BATCH_SIZE, drop_last=False)
+        given = {"batch_sampler": batches}
+    trainer, history = trainer_of(world, **given)
+    trainer.fit()
+    same(trainer, history, by_hand(lambda *it: cut(of_torch(*it))))
+
+
+def test_a_sampler_leaves_the_random_numbers_of_the_process_alone() -> None:
+    before = torch.get_rng_state()
+    Sampling(torchs.RandomSampler(range(5))).order(1, 1, 5)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.fixture
+def run_dir(world: World) -> Iterator[Path]:
+    """A folder that all ranks see."""
+    ranks = communicator(world)
+    with tempfile.TemporaryDirectory() as made:
+        yield Path(ranks.on_rank_zero(lambda: made, "make a folder")) / "run"
+        ranks.allgather(None)
+
+
+class StopsAt(Callback):
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, trainer: Trainer) -> None:
+        if trainer.state.step == self.step:
+            raise StopRequested("a test")
+
+
+@pytest.mark.parametrize("kind", ["sampler", "batch_sampler"])
+def test_a_sampled_epoch_is_resumed_where_it_was(
+    world: World, run_dir: Path, kind: str
+) -> None:
+    function = {"sampler": weighted, "batch_sampler": budget}[kind]
+    expected = by_hand(
+        budget if kind == "batch_sampler" else lambda *i: cut(weighted(*i))
+    )
+    trainer, history = trainer_of(
+        world, Checkpointer(run_dir), StopsAt(8), **{kind: function}
+    )
+    with pytest.raises(Stopped):
+        trainer.fit()
+    for other in ({}, {kind: lambda *_: function(7, 7)}):
+        trainer, _ = trainer_of(world, Checkpointer(run_dir), **other)
+        with pytest.raises(UsageError, match="which had another order"):
+            trainer.fit()
+    trainer, again = trainer_of(world, Checkpointer(run_dir), **{kind: function})
+    trainer.fit()
+    again.steps = history.steps + again.steps
+    again.epochs = history.epochs + again.epochs
+    same(trainer, again, expected)
+
+
+@pytest.mark.parametrize(
+    ("sampler", "expected"),
+    [
+        (lambda *_: [0, NUM_SAMPLES], "has the number 75; expected 0 to 74"),
+        (lambda *_: [0, -1], "has the number -1"),
+        (lambda *_: [], "for epoch 1 is empty"),
+        (lambda *_: torch.empty(0, dtype=torch.int64), "for epoch 1 is empty"),
+        (lambda *_: [0.5], "is float64 .1,.; expected the numbers of samples"),
+        (lambda *_: [True, False], "is bool .2,."),
+        (lambda *_: [[1], [2, 3]], "those of each step in a list are for a batch_s"),
+        (lambda *_: (i for i in range(3)), "is generator; expected"),
+        (lambda *_: None, "is NoneType; expected"),
+    ],
+)
+def test_what_is_no_order_is_named(world: World, sampler: Any, expected: str) -> None:
+    with pytest.raises(DataError, match=expected):
+        trainer_of(world, sampler=sampler)[0].fit()
+
+
+@pytest.mark.parametrize(
+    ("batch_sampler", "expected"),
+    [
+        (lambda *_: [[0], [1, 99]], "batch 1 of the batch_sampler .* the number 99"),
+        (lambda *_: [[0], []], "batch 1 of the batch_sampler for epoch 1 is empty"),
+        (lambda *_: [], "for epoch 1 is empty; expected a batch"),
+        (lambda *_: [0, 1], "batch 0 of the batch_sampler for epoch 1 is int"),
+    ],
+)
+def test_what_are_no_batches_is_named(
+    world: World, batch_sampler: Any, expected: str
+) -> None:
+    with pytest.raises(DataError, match=expected):
+        trainer_of(world, batch_sampler=batch_sampler)[0].fit()
+
+
+def test_an_order_that_differs_between_ranks_or_calls_is_an_error(world: World) -> None:
+    if world.world_size > 1:
+        with pytest.raises(
+            DataError, match=r"differs between ranks[\s\S]*seed and epoch al"
+        ):
+            trainer_of(world, sampler=lambda *_: [world.rank])[0].fit()
+    random = np.random.default_rng(1)
+    with pytest.raises(UsageError, match="another order when it was called again"):
+        trainer_of(world, sampler=lambda *_: random.permutation(5))[0].fit()
+
+    def fails_on_one(seed: int, epoch: int) -> list[int]:
+        if world.rank == world.world_size - 1 and epoch == 2:
+            raise ArithmeticError("a fault")
+        return [0, 1]
+
+    with pytest.raises(Exception, match="a fault"):
+        trainer_of(world, sampler=fails_on_one)[0].fit()
+
+
+def test_samplers_that_shard_and_data_without_numbers_are_refused(world: World) -> None:
+    sharding = torchs.DistributedSampler(Read(), 2, 0)
+    for given in (
+        {"sampler": sharding},
+        {"batch_sampler": torchs.BatchSampler(sharding, 4, drop_last=False)},
+    ):
+        with pytest.raises(UsageError, match="shards the data, as mpitrain does"):
+            trainer_of(world, **given)
+    with pytest.raises(UsageError, match="expected one of them"):
+        trainer_of(world, sampler=weighted, batch_sampler=budget)
+    with pytest.raises(UsageError, match="a function of seed and epoch"):
+        trainer_of(world, sampler=3)
+
+    class Stream(torchs.IterableDataset[Any]):
+        def __iter__(self) -> Iterator[Any]:
+            return iter(Read())
+
+    with pytest.raises(UsageError, match="does not go with an iterable data set"):
+        trainer_of(world, data=Stream(), sampler=weighted)[0].fit()

@@ -1,0 +1,338 @@
+"""Steps as the unit of a training, and its end before the last of them."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from reference_training import BATCH_SIZE, NUM_SAMPLES, History, Net, config_of, some
+from torch import Tensor
+from torch.utils.data import IterableDataset
+
+import mpitrain.train.data
+from mpitrain import Checkpointer, EarlyStopping, Recorder, Trainer, UsageError, World
+from mpitrain.data.sharding import epoch_order
+from mpitrain.errors import Stopped
+from mpitrain.mpi.shared_arrays import communicator
+from mpitrain.record.reading import Run
+from mpitrain.record.run_dir import read_result
+from mpitrain.tools.export import choose_checkpoint
+from mpitrain.train.callbacks import Callback, StopRequested
+from mpitrain.train.metrics import EpochMetrics
+
+pytestmark = pytest.mark.mpi
+
+STEPS, EVERY = 12, 3  # 2 epochs of 5 steps, and 2 steps of the third
+VAL = some(29, "val")
+
+
+class Validations(History):
+    """Keeps the loss of each validation by step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.validations: list[tuple[int, float]] = []
+
+    def on_validation_end(self, trainer: Any, epoch: EpochMetrics) -> None:
+        assert epoch.step == trainer.state.step
+        self.validations.append((epoch.step, epoch.values["loss"]))
+
+
+class Endless(IterableDataset[tuple[Tensor, Tensor]]):
+    """The samples in their order, again and again."""
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        return itertools.cycle(zip(*some(NUM_SAMPLES).tensors, strict=True))
+
+
+class Sharded(Endless):
+    """Cut into shards by its own method."""
+
+    def __init__(self, num_shards: int = 1, index: int = 0) -> None:
+        self.num_shards, self.index = num_shards, index
+
+    def shard(self, num_shards: int, index: int) -> Sharded:
+        return Sharded(num_shards, index)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        return itertools.islice(super().__iter__(), self.index, None, self.num_shards)
+
+
+def steps_of_epochs() -> Iterator[Any]:
+    for epoch in itertools.count(1):
+        order = epoch_order(NUM_SAMPLES, 1, epoch)
+        yield from (order[i : i + BATCH_SIZE] for i in range(0, len(order), BATCH_SIZE))
+
+
+def steps_of_stream() -> Iterator[Any]:
+    for start in itertools.count(0, BATCH_SIZE):
+        yield np.arange(start, start + BATCH_SIZE) % NUM_SAMPLES
+
+
+def by_hand(
+    steps: Callable[[], Iterator[Any]], at: set[int], warmup: int
+) -> tuple[list[float], list[tuple[int, float]], list[Tensor]]:
+    """Losses of all steps, validations by step, and weights, in one plain process."""
+    model = Net().double()
+    inputs, targets = some(NUM_SAMPLES).tensors
+    optimizer = torch.optim.SGD(
+        model.parameters(), lr=0.05, momentum=0.9, nesterov=True, weight_decay=5e-4
+    )
+    losses, validations = [], []
+    for done, chosen in enumerate(itertools.islice(steps(), STEPS)):
+        falling = np.pi * (done - warmup) / (STEPS - warmup)
+        rate = (done + 1) / warmup if done < warmup else (1 + np.cos(falling)) / 2
+        optimizer.param_groups[0]["lr"] = 0.05 * rate
+        loss = F.cross_entropy(model(inputs[chosen].double()), targets[chosen])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+        if done + 1 in at:
+            with torch.no_grad():
+                x, y = VAL.tensors
+                val_loss = F.cross_entropy(model(x.double()), y).item()
+            validations.append((done + 1, val_loss))
+    return losses, validations, list(model.state_dict().values())
+
+
+def trainer_of(
+    world: World, *callbacks: Callback, data: Any = None, **settings: Any
+) -> tuple[Trainer, Validations]:
+    seen = Validations()
+    config = config_of(max_steps=STEPS, validate_every_steps=EVERY, **settings)
+    data = some(NUM_SAMPLES) if data is None else data
+    callbacks = (seen, *callbacks)
+    return Trainer(Net(), data, VAL, config, world=world, callbacks=callbacks), seen
+
+
+def same(trainer: Trainer, seen: Validations, expected: Any) -> None:
+    losses, validations, weights = expected
+    assert [it.loss for it in seen.steps] == pytest.approx(losses, rel=1e-9)
+    assert [step for step, _ in seen.validations] == [step for step, _ in validations]
+    for found, other in zip(seen.validations, validations, strict=True):
+        assert found[1] == pytest.approx(other[1], rel=1e-9)
+    state = list(trainer.state_dict().values())
+    if trainer.engine.world.is_rank_zero:
+        for mine, other in zip(state, weights, strict=True):
+            torch.testing.assert_close(mine, other, rtol=1e-9, atol=1e-12)
+
+
+@pytest.fixture
+def run_dir(world: World) -> Iterator[Path]:
+    """A folder that all ranks see."""
+    ranks = communicator(world)
+    with tempfile.TemporaryDirectory() as made:
+        yield Path(ranks.on_rank_zero(lambda: made, "make a folder")) / "run"
+        ranks.allgather(None)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"micro_batch_size": 3, "num_workers": 1},
+        {"strategy": "fsdp"},
+        {"bitwise": True},
+        {"bitwise": True, "strategy": "fsdp"},
+        {"epochs": 1},
+    ],
+    ids=str,
+)
+def test_a_training_has_max_steps_and_is_validated_within_epochs(
+    world: World, settings: dict[str, Any]
+) -> None:
+    trainer, seen = trainer_of(world, **settings)
+    found = trainer.fit()
+    # The rate warms up in half of the steps, and falls to the last one.
+    same(trainer, seen, by_hand(steps_of_epochs, {3, 5, 6, 9, 10, 12}, warmup=6))
+    assert found.loss == seen.validations[-1][1]
+    assert [(it.epoch, it.step) for it in seen.epochs] == [(1, 5), (2, 10), (3, 12)]
+    assert [it.train_samples for it in seen.epochs] == [75, 75, 32]
+    assert trainer.engine.plan.total_steps == STEPS
+
+
+@pytest.mark.parametrize("data", [Endless(), Sharded()], ids=["whole", "shards"])
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_stream_may_have_no_end(world: World, data: Any, num_workers: int) -> None:
+    trainer, seen = trainer_of(world, data=data, num_workers=num_workers)
+    trainer.fit()
+    assert [it.step for it in seen.steps] == list(range(1, STEPS + 1))
+    assert [step for step, _ in seen.validations] == [3, 6, 9, 12]
+    assert [it.train_samples for it in seen.epochs] == [STEPS * BATCH_SIZE]
+    if isinstance(data, Sharded):
+        return  # whose samples are in other steps on other numbers of ranks
+    same(trainer, seen, by_hand(steps_of_stream, {3, 6, 9, 12}, warmup=1))
+
+
+def test_a_stream_without_end_is_warned_of(
+    world: World, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mpitrain.train.data, "ENDLESS_STEPS", 4)
+
+    class Stops(Callback):
+        def on_step_end(self, trainer: Trainer) -> None:
+            if trainer.state.step == 9:
+                raise StopRequested("enough")
+
+    trainer = Trainer(
+        Net(), Endless(), VAL, config_of(), world=world, callbacks=[Stops()]
+    )
+    with pytest.raises(Stopped):
+        trainer.fit()
+    assert len(caplog.messages) == world.is_rank_zero
+    assert all("needs max_steps" in it for it in caplog.messages)
+    caplog.clear()
+    trainer_of(world, data=Endless())[0].fit()
+    assert not caplog.messages
+
+
+def test_warmup_epochs_of_a_stream_are_refused(world: World) -> None:
+    with pytest.raises(UsageError, match="an epoch has no number of steps"):
+        trainer_of(world, data=Endless(), warmup_epochs=1)[0].fit()
+
+
+class StopsAt(Callback):
+    """Stops after a step, or in a validation after it, once."""
+
+    def __init__(self, hook: str, step: int) -> None:
+        self.step = step
+
+        def stop(trainer: Trainer, *_: Any) -> None:
+            if trainer.state.step == self.step:
+                self.step = -1
+                raise StopRequested("a test")
+
+        setattr(type(self), hook, staticmethod(stop))
+
+
+def stopping(hook: str, step: int) -> Callback:
+    return type("Stops", (StopsAt,), {})(hook, step)
+
+
+@pytest.mark.parametrize(
+    ("hook", "steps"),
+    [
+        ("on_step_end", (1, 3, 5, 6, 11, 12)),
+        ("on_validation_batch_end", (3, 5, 12)),
+        ("on_validation_end", (3, 5, 6, 12)),
+        ("on_epoch_end", (5, 12)),
+    ],
+)
+@pytest.mark.parametrize("kind", ["map", "stream"])
+def test_a_training_of_steps_resumes_exactly(
+    world: World, run_dir: Path, hook: str, steps: tuple[int, ...], kind: str
+) -> None:
+    data = some(NUM_SAMPLES) if kind == "map" else Endless()
+    if kind == "stream":
+        steps = tuple(step for step in steps if step % EVERY == 0)
+        expected = by_hand(steps_of_stream, {3, 6, 9, 12}, warmup=1)
+    else:
+        expected = by_hand(steps_of_epochs, {3, 5, 6, 9, 10, 12}, warmup=6)
+    for step in steps:
+        folder = run_dir.with_name(f"{hook}-{step}")
+        more: dict[str, Any] = {"every_epochs": None, "every_minutes": None}
+        checkpointer = Checkpointer(folder, **more)
+        trainer, seen = trainer_of(
+            world, Recorder(folder), checkpointer, stopping(hook, step), data=data
+        )
+        with pytest.raises(Stopped):
+            trainer.fit()
+        trainer, again = trainer_of(
+            world, Checkpointer(folder, **more), Recorder(folder), data=data
+        )
+        trainer.fit()
+        again.steps = seen.steps + again.steps
+        again.validations = seen.validations + again.validations
+        same(trainer, again, expected)
+        run = Run(folder) if world.is_rank_zero else None
+        if run is not None:
+            epochs = 1 if kind == "stream" else 3
+            assert [it.epoch for it in run.metrics.epochs] == [*range(1, epochs + 1)]
+            within = [it.step for it in run.metrics.validations]
+            assert within == [3, 6, 9]
+            assert run.status == "finished"
+
+
+def test_early_stopping_finishes_and_stays_finished(
+    world: World, run_dir: Path
+) -> None:
+    rates: list[float] = []
+
+    def fit() -> tuple[Trainer, Validations, Any]:
+        stops = EarlyStopping("val_loss", patience=2, min_delta=100.0)  # none is better
+        checkpointer = Checkpointer(run_dir, best_by="min:loss", load_best_at_end=True)
+        trainer, seen = trainer_of(world, Recorder(run_dir), stops, checkpointer)
+        return trainer, seen, trainer.fit()
+
+    trainer, seen, found = fit()
+    # At steps 3, 5, 6: the first is the best so far, and then two in a row.
+    assert [step for step, _ in seen.validations] == [3, 5, 6]
+    assert trainer.state.step == 6
+    assert [(it.epoch, it.step) for it in seen.epochs] == [(1, 5), (2, 6)]
+    best = min(loss for _, loss in seen.validations)
+    assert found.loss == best
+    state = trainer.state_dict()
+    if world.is_rank_zero:
+        assert read_result(run_dir)["status"] == "finished"
+        chosen = choose_checkpoint(run_dir, best=True)
+        assert chosen.metadata()["metric"] == -best
+        assert all(it.isfinite().all() for it in state.values())
+        rates.append(best)
+    trainer, seen, found = fit()
+    assert not seen.steps
+    assert not seen.validations
+    assert found.loss == best
+    for name, value in trainer.state_dict().items():
+        torch.testing.assert_close(value, state[name], rtol=0, atol=0)
+    if world.is_rank_zero:
+        assert read_result(run_dir)["status"] == "finished"
+
+
+def test_early_stopping_knows_what_is_better(world: World) -> None:
+    class Falls(Callback):
+        def on_validation_end(self, trainer: Any, epoch: EpochMetrics) -> None:
+            trainer.state.metrics["f1"] = -float(trainer.state.step)
+            trainer.state.metrics["error"] = -float(trainer.state.step)
+
+    for metric, mode, last in (
+        ("f1", None, 6),  # the second one is worse
+        ("f1", "min", STEPS),
+        ("error", None, STEPS),
+        ("error", "max", 6),
+    ):
+        stops = EarlyStopping(metric, patience=2, mode=mode)  # type: ignore[arg-type]
+        trainer, _ = trainer_of(world, Falls(), stops)
+        trainer.fit()
+        assert trainer.state.step == last
+    with pytest.raises(UsageError, match="no such metric"):
+        trainer_of(world, EarlyStopping("f2"))[0].fit()
+    for wrong in ({"patience": 0}, {"mode": "least"}, {"mode": "min"}):
+        with pytest.raises(UsageError, match="patience from 1"):
+            EarlyStopping(None, **wrong)  # type: ignore[arg-type]
+
+
+def test_the_state_of_early_stopping_is_plain() -> None:
+    stops = EarlyStopping("loss", patience=2)
+    again = EarlyStopping("loss", patience=2)
+    again.load_state_dict(json.loads(json.dumps(stops.state_dict())))
+    assert again.state_dict() == stops.state_dict()
+
+
+def test_a_callback_finishes_a_training_in_the_middle_of_an_epoch(world: World) -> None:
+    class Ends(Callback):
+        def on_step_end(self, trainer: Trainer) -> None:
+            trainer.should_stop = trainer.state.step == 7
+
+    trainer, seen = trainer_of(world, Ends())
+    trainer.fit()
+    assert [step for step, _ in seen.validations] == [3, 5, 6, 7]
+    assert [(it.epoch, it.step) for it in seen.epochs] == [(1, 5), (2, 7)]
