@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from mpitrain.checkpoint.checkpointer import Checkpointer
     from mpitrain.checkpoint.run_checkpoints import CheckpointError
     from mpitrain.config import LaunchConfig, TrainConfig
+    from mpitrain.data.data_loader import DataLoader
     from mpitrain.errors import (
         DataError,
         LaunchError,
@@ -50,6 +51,7 @@ __all__ = [
     "CheckpointError",
     "Checkpointer",
     "DataError",
+    "DataLoader",
     "EpochLines",
     "Evaluation",
     "ImageClassification",
@@ -83,6 +85,7 @@ _HOMES = {
     **dict.fromkeys(("Callback", "StopRequested"), "train.callbacks"),
     "CheckpointError": "checkpoint.run_checkpoints",
     "Checkpointer": "checkpoint.checkpointer",
+    "DataLoader": "data.data_loader",
     "EpochLines": "train.progress",
     "Evaluation": "train.evaluate",
     "Recorder": "record.recorder",

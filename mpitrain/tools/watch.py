@@ -212,8 +212,9 @@ class View:
         if job is None or not metrics.steps:
             return "no step is done yet"
         of = "" if job.total_steps is None else f"/{job.total_steps}"
+        of_epochs = f"/{job.num_epochs}" * bool(job.num_epochs)
         return (
-            f"epoch {metrics.steps[-1].epoch}/{job.num_epochs}, step "
+            f"epoch {metrics.steps[-1].epoch}{of_epochs}, step "
             f"{metrics.steps[-1].step}{of} | {self._lines.line}"
         )
 
