@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from mpitrain.checkpoint.checkpointer import Checkpointer
     from mpitrain.checkpoint.run_checkpoints import CheckpointError
     from mpitrain.config import LaunchConfig, TrainConfig
+    from mpitrain.data.data_loader import DataLoader
     from mpitrain.data.loader import Batch
     from mpitrain.errors import (
         DataError,
@@ -53,6 +54,7 @@ __all__ = [
     "CheckpointError",
     "Checkpointer",
     "DataError",
+    "DataLoader",
     "EarlyStopping",
     "EpochLines",
     "Evaluation",
@@ -88,6 +90,7 @@ _HOMES = {
     **dict.fromkeys(("Callback", "StopRequested"), "train.callbacks"),
     "CheckpointError": "checkpoint.run_checkpoints",
     "Checkpointer": "checkpoint.checkpointer",
+    "DataLoader": "data.data_loader",
     "EarlyStopping": "train.early_stopping",
     "EpochLines": "train.progress",
     "Evaluation": "train.evaluate",

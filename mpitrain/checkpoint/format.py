@@ -6,6 +6,7 @@
     extra_state                     of modules that have any
     metric                          what the best checkpoint is chosen by, or null
     user_state                      of `Checkpointer.save`, or null
+    objects                         likewise: the states of its objects, but for tensors
     trainer                         of `Trainer`, or null: config, num_samples, data,
                                     stage, strategy, state, loss_scale, callbacks
 

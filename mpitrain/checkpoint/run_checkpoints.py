@@ -9,12 +9,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import nn
-
 from mpitrain.checkpoint.format import check_json
 from mpitrain.checkpoint.layout import FOLDER, name_of
 from mpitrain.checkpoint.manager import CheckpointManager
+from mpitrain.checkpoint.objects import load_objects, merge, pack_objects, split_objects
 from mpitrain.checkpoint.preemption import (
     FIRST_MARGIN_SECONDS,
     REASONS,
@@ -23,22 +21,15 @@ from mpitrain.checkpoint.preemption import (
 )
 from mpitrain.checkpoint.resume import find_checkpoint, hosts_without
 from mpitrain.checkpoint.storage import CheckpointReader
-from mpitrain.checkpoint.tensors import (
-    load_model,
-    load_optimizer,
-    load_param_groups,
-    load_random,
-    plain_param_groups,
-    split_state,
-    tensors_to_save,
-)
+from mpitrain.checkpoint.tensors import load_random, random_to_save
 from mpitrain.config import seconds_of
+from mpitrain.data.samples import kind_of
 from mpitrain.errors import LaunchError, MpitrainError, UsageError
 from mpitrain.launch.job import Job, current_world
 from mpitrain.mpi.shared_arrays import Communicator, communicator
 from mpitrain.mpi.world import World, list_hosts
 from mpitrain.record.recorder import record_job, update_result
-from mpitrain.record.runs import open_run
+from mpitrain.record.runs import is_finished, open_run
 from mpitrain.watchdog.process import age_seconds
 
 logger = logging.getLogger("mpitrain")
@@ -142,20 +133,22 @@ class RunCheckpoints:
 
     # --- for a loop of your own -----------------------------------------------------
 
-    def restore(
-        self, *, model: nn.Module, optimizer: torch.optim.Optimizer | None = None
-    ) -> dict[str, Any] | None:
-        """Load model, optimizer and random numbers, if there is a checkpoint.
+    def restore(self, **objects: Any) -> dict[str, Any] | None:
+        """Load objects by name, and random numbers, if there is a checkpoint.
+
+            checkpointer.restore(model=model, optimizer=optimizer, scheduler=scheduler)
 
         Collective over all ranks.
 
         Args:
-            model: As it is trained: plain, in DDP, or sharded by `fully_shard`.
-            optimizer: Of the model's parameters.
+            **objects: What `save` was called with, by the same names. Modules as they
+                are trained: plain, in DDP, or sharded by `fully_shard`; optimizers
+                together with the modules of their weights; tensors; and whatever has
+                ``load_state_dict``.
 
         Returns:
-            The ``state`` that `save` was called with, and its ``step``; ``None``
-            without a checkpoint.
+            The plain values and the ``state`` that `save` was called with, and its
+            ``step``; ``None`` without a checkpoint.
         """
         world = self._open_by_itself()
         if self.reader is None:
@@ -165,11 +158,22 @@ class RunCheckpoints:
             raise UsageError(
                 f"{reader.checkpoint.path} was written by a Trainer"
             ).on_all_ranks()
-        plain, local_optimizer = _unwrap(model), getattr(optimizer, "optim", optimizer)
-        load_model(reader, plain)
-        if local_optimizer is not None:
-            load_optimizer(reader, plain, local_optimizer)
-            load_param_groups(local_optimizer, reader.metadata["param_groups"])
+        stateful, plain = split_objects(objects)
+        if plain:
+            name, value = plain.popitem()
+            raise UsageError(
+                f"restore({name}=...) is {kind_of(value)}; expected a module, an "
+                "optimizer, or an object with load_state_dict. Plain values are in "
+                "what restore() returns"
+            ).on_all_ranks()
+        load_objects(reader, stateful)
+        left = reader.metadata.get("objects", objects).keys() - objects.keys()
+        if left and world.is_rank_zero:
+            logger.warning(
+                "%s has %s, too, which restore() was not asked for: pass it to resume "
+                "exactly",
+                *(reader.checkpoint.path, ", ".join(sorted(left))),
+            )
         step: int = reader.metadata["step"]
         load_random(reader, world, seed=step, step=step)
         self._run_from(step)
@@ -179,24 +183,29 @@ class RunCheckpoints:
         self,
         step: int,
         *,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer | None = None,
         state: Mapping[str, Any] | None = None,
         metric: float | None = None,
+        **objects: Any,
     ) -> None:
         """Write a checkpoint, and wait until it is on the disk.
+
+            checkpointer.save(step, g=g, d=d, opt_g=opt_g, opt_d=opt_d, loader=loader)
 
         Collective over all ranks. A step that is saved already is not saved again.
 
         Args:
             step: Steps that are done; names the checkpoint.
-            model: As it is trained: plain, in DDP, or sharded by `fully_shard`.
-            optimizer: Of the model's parameters.
-            state: What else `restore` shall return; JSON can carry it.
+            state: Plain values that `restore` shall return; JSON can carry it.
             metric: What the best checkpoint is chosen by; higher is better. NaN and
                 infinity are taken as ``None``.
+            **objects: What is saved, by name. Modules as they are trained: plain, in
+                DDP, or sharded by `fully_shard`; optimizers of any class together with
+                the modules of their weights; tensors; schedulers, averages and whatever
+                has ``state_dict`` and ``load_state_dict``, of which rank zero's state
+                is saved; and plain values, as in ``state``.
 
         Raises:
+            UsageError: A state is neither tensors nor plain values; on every rank.
             CheckpointError: It could not be written; on every rank. The one before it
                 is complete.
         """
@@ -211,21 +220,28 @@ class RunCheckpoints:
         self._run_from(step)
         if self._ranks.on_rank_zero(there.is_dir, "look for the checkpoint"):
             return
-        check_json(dict(state or {}), "the state")
-        plain, local_optimizer = _unwrap(model), getattr(optimizer, "optim", optimizer)
+        stateful, plain = split_objects(objects)
+        plain |= state or {}
+        check_json(plain, "the state")
+        names = ", ".join(
+            f"{name} ({type(it).__name__})" for name, it in stateful.items()
+        )
+        self._ranks.check_equal(
+            names, "what is saved", "Expected the same names on every rank"
+        )
+        tensors, mine = pack_objects(stateful, is_rank_zero=world.is_rank_zero)
+        packed = merge(self._ranks.gather(mine))
         metadata = {
             "run": self._run_id,
             "step": step,
             "world_size": world.world_size,
-            "extra_state": split_state(plain)[1],
+            "extra_state": packed.get("model", {}),
             "metric": metric if math.isfinite(metric or 0.0) else None,
-            "user_state": dict(state or {}),
-            "param_groups": []
-            if local_optimizer is None
-            else plain_param_groups(local_optimizer),
+            "user_state": plain,
+            "objects": packed,
             "trainer": None,
         }
-        tensors = tensors_to_save(plain, plain, local_optimizer, {}, "", world)
+        tensors |= random_to_save(world)
         self._manager.save(tensors, metadata, step, there.name)
         result = self._manager.finish("writing a checkpoint")
         if result is not None:
@@ -277,7 +293,7 @@ class RunCheckpoints:
         stopped = f"stopped at step {self._saved_step}: {self._stop_reason}"
         if self._stop_reason:
             self._record(status="stopped", stopped=stopped)
-        else:
+        elif not is_finished(self.run_dir):  # by a Recorder, which knows more
             self._record(status="finished", steps=self._saved_step)
         self._saved_step = None
 
@@ -291,10 +307,3 @@ class RunCheckpoints:
     def _record(self, **values: Any) -> None:
         if self._world is not None and self._world.is_rank_zero:
             update_result(self.run_dir, **values)
-
-
-def _unwrap(model: nn.Module) -> nn.Module:
-    wrappers = (nn.parallel.DistributedDataParallel, nn.DataParallel)
-    inner = model.module if isinstance(model, wrappers) else model
-    assert isinstance(inner, nn.Module)
-    return inner

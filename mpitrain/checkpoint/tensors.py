@@ -3,6 +3,7 @@
     model/NAME            weights and buffers
     optimizer/NAME/KEY    the optimizer's state of a weight
     average/NAME          the EMA of a weight
+    objects/NAME/...      other objects of a custom loop, see `objects`
     random/RANK/KIND      a rank's random number generators
 
 A sparse KEY, such as the momentum of an embedding, is stored dense, under its name with
@@ -15,7 +16,7 @@ buffers, of which rank zero's are saved.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,7 @@ from mpitrain.errors import UsageError
 from mpitrain.mpi.world import World
 
 MODEL, OPTIMIZER, EMA, RANDOM = "model/", "optimizer/", "average/", "random/"
+OBJECTS = "objects/"
 SPARSE = ".sparse-"
 
 
@@ -56,9 +58,13 @@ def tensors_to_save(
     for name, average in ema.items():
         if world.is_rank_zero or name not in buffers:
             found[EMA + prefix + name] = average
-    for kind, state in _random_state(world).items():
-        found[f"{RANDOM}{world.rank}/{kind}"] = state
-    return found
+    return found | random_to_save(world)
+
+
+def random_to_save(world: World) -> dict[str, Tensor]:
+    """Return the states of this rank's random number generators, by name."""
+    state = _random_state(world).items()
+    return {f"{RANDOM}{world.rank}/{kind}": value for kind, value in state}
 
 
 def split_state(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -75,10 +81,17 @@ def split_state(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
     return tensors, others
 
 
-def load_model(reader: CheckpointReader, model: nn.Module) -> None:
+def load_model(
+    reader: CheckpointReader,
+    model: nn.Module,
+    prefix: str = MODEL,
+    extra_state: Mapping[str, Any] | None = None,
+) -> None:
     """Load the state of a model, which may be sharded."""
+    if extra_state is None:
+        extra_state = reader.metadata["extra_state"]
     here = {name: of.shape for name, of in split_state(model)[0].items()}
-    there = {name: of.shape for name, of in reader.stored(MODEL).items()}
+    there = {name: of.shape for name, of in reader.stored(prefix).items()}
     for name in {**there, **here}:
         if here.get(name) != there.get(name):
             found, expected = (
@@ -95,8 +108,8 @@ def load_model(reader: CheckpointReader, model: nn.Module) -> None:
         name: torch.empty_like(tensor, requires_grad=False)
         for name, tensor in split_state(model)[0].items()
     }
-    reader.load({MODEL + name: tensor for name, tensor in tensors.items()})
-    model.load_state_dict({**tensors, **reader.metadata["extra_state"]})
+    reader.load({prefix + name: tensor for name, tensor in tensors.items()})
+    model.load_state_dict({**tensors, **extra_state})
 
 
 def load_optimizer(
@@ -106,18 +119,29 @@ def load_optimizer(
     prefix: str = "",
 ) -> None:
     """Load the state of an optimizer; see `tensors_to_save` for the arguments."""
-    stored = reader.stored(OPTIMIZER)
+    named = [(prefix + name, weight) for name, weight in trained.named_parameters()]
+    load_states(reader, named, optimizer)
+
+
+def load_states(
+    reader: CheckpointReader,
+    named: Iterable[tuple[str, Tensor]],
+    optimizer: torch.optim.Optimizer,
+    prefix: str = OPTIMIZER,
+) -> None:
+    """Load an optimizer's state of weights, by their names in the checkpoint."""
+    stored = reader.stored(prefix)
     tensors: dict[str, Tensor] = {}
     optimized = {
         weight for group in optimizer.param_groups for weight in group["params"]
     }
-    for name, weight in trained.named_parameters():
+    for name, weight in named:
         if weight not in optimized:
             continue
         of_weight = {
             full.rpartition("/")[2]: outline
             for full, outline in stored.items()
-            if full.rpartition("/")[0] == prefix + name
+            if full.rpartition("/")[0] == name
         }
         for key, outline in of_weight.items():
             dtype = outline.dtype
@@ -130,7 +154,7 @@ def load_optimizer(
                 device = "cpu" if on_host else weight.device
                 value = torch.empty(outline.shape, dtype=dtype, device=device)
             optimizer.state[weight][key] = value
-            tensors[f"{OPTIMIZER}{prefix}{name}/{key}"] = value
+            tensors[f"{prefix}{name}/{key}"] = value
     reader.load(tensors)
     for state in optimizer.state.values():
         for key in [key for key in state if SPARSE in key]:
@@ -197,24 +221,6 @@ def _optimizer_state(
                     f"{type(value).__name__}, of each weight; expected tensors: "
                     "a checkpoint cannot hold it"
                 ).on_all_ranks()
-
-
-def plain_param_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Return the numbers of an optimizer's groups, such as the learning rate."""
-    kinds = (bool, int, float, str, tuple)
-    return [
-        {k: v for k, v in group.items() if isinstance(v, kinds)}
-        for group in optimizer.param_groups
-    ]
-
-
-def load_param_groups(
-    optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]
-) -> None:
-    """Set what `plain_param_groups` returned."""
-    for group, saved in zip(optimizer.param_groups, groups, strict=True):
-        for key, value in saved.items():
-            group[key] = tuple(value) if isinstance(value, list) else value
 
 
 def _random_state(world: World) -> dict[str, Tensor]:

@@ -61,7 +61,8 @@ Transform = Callable[[Any, Indices, int], Any]
 class BatchLoader:
     """Loads this rank's batches of a data set; each has at least ``min_rows`` rows.
 
-    Floating-point targets are converted to ``dtype``, inputs are transformed.
+    Floating-point targets are converted to ``dtype``, if there is one; inputs are
+    transformed.
     `skipped` has a text for each sample that this rank could not read, and of an
     iterable data set `samples_per_shard` the number that it read; the caller clears
     them.
@@ -73,7 +74,7 @@ class BatchLoader:
         world: World,
         transform: Transform,
         *,
-        dtype: torch.dtype,
+        dtype: torch.dtype | None,
         min_rows: int = 1,
     ) -> None:
         self.samples = samples
@@ -193,7 +194,8 @@ class BatchLoader:
         inputs = self._transform(to_device(loaded.inputs, device), rows, epoch)
         targets = inputs
         if is_pair:
-            targets = to_dtype(to_device(loaded.targets, device), self._dtype)
+            targets = to_device(loaded.targets, device)
+            targets = to_dtype(targets, self._dtype) if self._dtype else targets
         return LoadedBatch(inputs, targets, loaded.indices)
 
     def _example(self, num_rows: int) -> LoadedBatch:

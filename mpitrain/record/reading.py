@@ -99,8 +99,10 @@ class Metrics(JsonlReader):
     def _add(self, row: Mapping[str, Any]) -> None:
         match row["event"]:
             case "step":
-                loss, lr = number(row["train_loss"]), number(row["lr"])
-                step, norm = int(row["step"]), number(row["gradient_norm"])
+                # A custom loop may have logged others.
+                of_step = ("train_loss", "lr", "gradient_norm")
+                loss, lr, norm = (number(row.get(name)) for name in of_step)
+                step = int(row["step"])
                 found = StepMetrics(int(row["epoch"]), step, loss, lr, norm)
                 if others := _other_losses(row):
                     found = found._replace(losses=others)

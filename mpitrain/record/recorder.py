@@ -6,16 +6,20 @@ import json
 import logging
 import math
 import socket
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mpitrain.console import say, shown
-from mpitrain.errors import Stopped
+from mpitrain.errors import LaunchError, Stopped
 from mpitrain.files import finite, write_json
 from mpitrain.launch.job import Job, current_world
+from mpitrain.mpi.shared_arrays import Communicator, communicator
+from mpitrain.mpi.world import World
 from mpitrain.record.jsonl import CLOSE_SECONDS, JsonlWriter
+from mpitrain.record.loop import before_step, mean_over_ranks, rows_of
 from mpitrain.record.run_dir import log_path, open_log, read_result
 from mpitrain.record.runs import Exists, is_finished, open_run
 from mpitrain.train.callbacks import Callback
@@ -49,6 +53,13 @@ class Recorder(Callback):
     ``python -m mpitrain watch`` and ``report`` read them. To resume a run, add a
     `Checkpointer` of the same folder; without one the folder must be new.
 
+    A custom loop calls `log` and `finish`::
+
+        recorder = Recorder("runs/mine")
+        for step in range(1, 1001):
+            recorder.log(step, loss=loss, lr=lr)
+        recorder.finish()
+
     Args:
         run_dir: The run folder.
         start_seconds: What the start of the job took; ``None``: the time from the start
@@ -75,6 +86,9 @@ class Recorder(Callback):
         self._metrics: JsonlWriter | None = None
         self._result: dict[str, Any] = {}
         self._micro_batch_counts: list[int] = []
+        self._ranks: Communicator | None = None  # of a custom loop
+        self._began = self._validated_at = 0.0
+        self._losses: list[float] = []  # logged since the last validation
 
     # --- start and end ------------------------------------------------------------
 
@@ -185,6 +199,118 @@ class Recorder(Callback):
         self._metrics = None
         self._result["status"] = status
         write_json(self.run_dir / "result.json", self._result)
+
+    # --- for a custom loop ----------------------------------------------------------
+
+    def log(
+        self, step: int, *, epoch: int | None = None, **values: Any
+    ) -> dict[str, float]:
+        """Record values of a step, and return them.
+
+        Collective over all ranks. After a resume it drops what an earlier job recorded
+        of this step and later ones.
+
+        Args:
+            step: Steps that are done, this one included.
+            epoch: Of the step, from 1; ``None``: the number of validations before it,
+                plus one.
+            **values: By name. A tensor `()` is of this rank, and its mean over the
+                ranks is recorded; a number is recorded as it is on rank zero. ``loss``,
+                ``lr`` and ``gradient_norm`` are those of the trainer's records. Names
+                that begin with ``val_`` are of a validation after this step.
+
+        Raises:
+            UsageError: The names differ between ranks; on every rank.
+        """
+        if self._ranks is None:
+            world = current_world()
+            if world is None:
+                raise LaunchError(
+                    "no job runs in this process. Expected Recorder.log within `with "
+                    "mpitrain.init():`, or under `python -m mpitrain run`"
+                )
+            self._ranks = communicator(world)
+            self._ranks.on_rank_zero(
+                lambda: self._start_loop(world, step), "open the record"
+            )
+            record_job(self.run_dir)
+            if Job.current is not None:
+                Job.current.guard.on_leave.append(self._leave)
+        found = mean_over_ranks(values, self._ranks)
+        if self._metrics is not None:
+            self._log(step, epoch, found)
+        return found
+
+    def finish(self, stopped: str = "") -> None:
+        """Record that the loop is finished, and close the record; local.
+
+        The end of the job calls it, too.
+
+        Args:
+            stopped: Why the loop was stopped before its end, such as the reason of
+                `Checkpointer.should_stop`: then the run is stopped, and can be resumed.
+        """
+        if self._metrics is None:
+            return
+        self._result["train_seconds"] += time.monotonic() - self._began
+        if stopped:
+            self._result["stopped"] = (
+                f"stopped at step {self._result['steps']}: {stopped}"
+            )
+        self._end("stopped" if stopped else "finished")
+        say(f"{self._result.get('stopped') or finished_line(self._result)}")
+
+    def _start_loop(self, world: World, step: int) -> None:
+        path, job = self.run_dir.resolve(), Job.current
+        if not self.is_open and not (job and path in job.run_dirs):
+            open_run(path.parent, path.name, exists="refuse")
+        kept, num_validations = before_step(self.run_dir / "metrics.jsonl", step)
+        self._open(keep_bytes=kept)
+        start_seconds = age_seconds()
+        self._result = {
+            "epochs": num_validations,
+            "train_seconds": 0.0,
+            **read_result(self.run_dir),
+            "status": "running",
+            "world_size": world.world_size,
+            "num_nodes": world.num_nodes,
+            "backend": world.backend,
+            "start_seconds": start_seconds,
+            "steps": step - 1,
+        }
+        self._result.pop("stopped", None)
+        self._began = self._validated_at = time.monotonic()
+        write_json(self.run_dir / "result.json", self._result)
+        sizes = {"world_size": world.world_size, "num_nodes": world.num_nodes}
+        self._write(
+            "begin",
+            **sizes,
+            start_seconds=start_seconds,
+            total_steps=None,
+            num_epochs=0,
+        )
+        if kept:
+            self._write("resume", step=step - 1, world_size=world.world_size)
+
+    def _log(self, step: int, epoch: int | None, values: Mapping[str, float]) -> None:
+        result, now = self._result, time.monotonic()
+        epoch = result["epochs"] + 1 if epoch is None else epoch
+        result["steps"] = step
+        self._losses += [values["loss"]] if "loss" in values else []
+        for event, row in rows_of(values, self._losses, now - self._validated_at):
+            self._write(event, epoch=epoch, step=step, **row)
+            if event == "epoch":
+                result |= {k: v for k, v in values.items() if k.startswith("val_")}
+                result["epochs"], self._losses, self._validated_at = epoch, [], now
+
+    def _leave(self) -> None:
+        """Close the record at the end of the job."""
+        is_running = read_result(self.run_dir).get("status") == "running"
+        if is_running and sys.exc_info()[1] is None:
+            self.finish()
+        elif self._metrics is not None:
+            self._metrics.close(CLOSE_SECONDS)
+            self._metrics = None
 
     # --- metrics ------------------------------------------------------------------
 

@@ -10,13 +10,14 @@ from typing import Any, TypeAlias
 
 from mpitrain.checkpoint.layout import list_checkpoints
 from mpitrain.checkpoint.storage import CheckpointReader
+from mpitrain.checkpoint.tensors import OBJECTS
 from mpitrain.config import TrainConfig
 from mpitrain.errors import UsageError
 from mpitrain.record.fingerprints import FILE, FingerprintFile, hash_of
 from mpitrain.record.reading import Run
 from mpitrain.record.runs import differences
 from mpitrain.settings import facts_of, setting
-from mpitrain.tools.export import is_complete, read_weights
+from mpitrain.tools.export import is_complete, read_tensors, read_weights
 
 MAX_NAMED = 4  # tensors that a line names
 
@@ -106,12 +107,15 @@ def _model_file(run: Run) -> Values:
 def _steps(run: Run) -> Values:
     return {
         row.step: {"train_loss": row.loss, "gradient_norm": row.grad_norm, "lr": row.lr}
+        | dict(row.losses)
         for row in run.metrics.steps
     }
 
 
 def _checkpoints(runs: tuple[Run, Run]) -> list[Values]:
-    """Hash the weights of checkpoints of the same step, up to the first difference.
+    """Hash the weights, and other objects of a custom loop, of the same steps.
+
+    Up to the first difference.
 
     Checkpoints that are broken are left out, with a warning.
     """
@@ -122,7 +126,8 @@ def _checkpoints(runs: tuple[Run, Run]) -> list[Values]:
         if not all(is_complete(it) for it in pair):
             continue
         for checkpoint, of_run in zip(pair, hashes, strict=True):
-            state = read_weights(CheckpointReader(checkpoint), average=False)
+            reader = CheckpointReader(checkpoint)
+            state = read_weights(reader, average=False) | read_tensors(reader, OBJECTS)
             of_run[step] = {name: hash_of(value) for name, value in state.items()}
         if hashes[0][step] != hashes[1][step]:
             break

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import warnings
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -72,6 +71,12 @@ def export(config: ExportConfig) -> str:
             "expected torchscript or exported-program, and a run that normalizes images"
         )
     state = read_weights(reader, average=config.average)
+    if not state:
+        names = ", ".join(reader.metadata.get("objects") or ())
+        raise UsageError(
+            f"{checkpoint.path} has no model, but {names or 'nothing'}; expected a "
+            "loop that saves one by the name model: save(step, model=model, ...)"
+        )
     try:
         with replacing(config.output) as beside:
             _write(config, state, reader.metadata, beside)
@@ -126,8 +131,8 @@ def is_complete(checkpoint: Checkpoint) -> bool:
 
 def read_weights(reader: CheckpointReader, *, average: bool) -> dict[str, Tensor]:
     """Read a model's plain ``state_dict``, or its EMA where there is one."""
-    state = _read(reader, MODEL, reader.stored(MODEL))
-    averages = _read(reader, EMA, reader.stored(EMA) if average else {})
+    state = read_tensors(reader, MODEL)
+    averages = read_tensors(reader, EMA) if average else {}
     # A weight of two names has two equal tensors, and its average the first name.
     first_names = {_identity(state[name]): name for name in averages}
     for name, tensor in state.items() if averages else ():
@@ -137,10 +142,10 @@ def read_weights(reader: CheckpointReader, *, average: bool) -> dict[str, Tensor
     return state
 
 
-def _read(
-    reader: CheckpointReader, prefix: str, stored: Mapping[str, Any]
-) -> dict[str, Tensor]:
-    found = {name: torch.empty(of.shape, dtype=of.dtype) for name, of in stored.items()}
+def read_tensors(reader: CheckpointReader, prefix: str) -> dict[str, Tensor]:
+    """Read the tensors whose names begin with a prefix, by the rest."""
+    stored = reader.stored(prefix).items()
+    found = {name: torch.empty(of.shape, dtype=of.dtype) for name, of in stored}
     reader.load({prefix + name: tensor for name, tensor in found.items()})
     return found
 

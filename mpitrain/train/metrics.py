@@ -45,12 +45,17 @@ def mean(total: float, weight: float) -> float:
 def best_metric(names: Collection[str], best_by: str | None) -> tuple[str, bool]:
     """Return the metric by which the best epoch is chosen, and if lower is better.
 
-    Of the validation's ``names`` accuracy, else loss, unless ``best_by`` names one.
+    Of the validation's ``names`` accuracy, else loss, unless ``best_by`` names one; of
+    several data sets that of the first.
 
     >>> best_metric(["loss", "miou"], "max:miou"), best_metric(["loss"], None)
     (('miou', False), ('loss', True))
+    >>> best_metric(["a_loss", "b_loss"], None)
+    ('a_loss', True)
     """
-    default = "accuracy" if "accuracy" in names else "loss"
+    found = [kind for kind in ("accuracy", "loss") if kind in names]
+    found += [n for kind in ("_accuracy", "_loss") for n in names if n.endswith(kind)]
+    default = next(iter(found), "loss")
     mode, _, name = (best_by or default).rpartition(":")
     name = name.removeprefix("val_")
     is_loss = any(word in name.lower() for word in ("loss", "error"))

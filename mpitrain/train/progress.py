@@ -75,7 +75,11 @@ class EpochLines(Callback):
     def on_metrics(self, trainer: Any, steps: Sequence[StepMetrics]) -> None:
         """Remember the losses."""
         mean = sum(step.loss for step in steps) / len(steps)
-        self._values["train_loss"] = mean
+        others = {f"train_{k}": v for k, v in steps[-1].losses.items()}
+        if math.isnan(mean) and others:  # of a custom loop that has no loss
+            self._values |= others
+        else:
+            self._values["train_loss"] = mean
 
     def on_throughput(self, trainer: Any, throughput: Throughput) -> None:
         """Print a line if there was none for long."""
@@ -96,7 +100,8 @@ class EpochLines(Callback):
     def on_epoch_end(self, trainer: Any, epoch: EpochMetrics) -> None:
         """Print the line of the epoch."""
         best, _ = best_metric(epoch.values, self.best_by)
-        self._values[f"val_{best}"] = epoch.values.get(best, math.nan)
+        if epoch.values:
+            self._values[f"val_{best}"] = epoch.values.get(best, math.nan)
         if self._is_on:
             self._printed_at = time.monotonic()
             say(epoch_line(epoch, self._num_epochs))
@@ -242,6 +247,8 @@ def epoch_line(epoch: EpochMetrics, num_epochs: int | None) -> str:
     """Return the line of an epoch."""
     width = 2 * len(str(num_epochs)) + 1 if num_epochs else 0
     losses = {"train_loss": epoch.train_loss}
+    if not epoch.train_samples and math.isnan(epoch.train_loss):
+        losses = {}  # of a custom loop that logs none
     losses |= {f"val_{name}": value for name, value in epoch.values.items()}
     fields = [
         f"{'in ' * (not epoch.is_end)}"
@@ -250,7 +257,7 @@ def epoch_line(epoch: EpochMetrics, num_epochs: int | None) -> str:
         f"step {epoch.step}",
         format_metrics(losses),
         f"{epoch.epoch_seconds:.2f} s",
-        f"{epoch.samples_per_second:,.0f} samples/s",
+        *([f"{epoch.samples_per_second:,.0f} samples/s"] * bool(epoch.train_samples)),
     ]
     if epoch.skipped_samples:
         fields.append(f"{epoch.skipped_samples} samples skipped")
@@ -282,14 +289,17 @@ def finished_line(result: Mapping[str, Any]) -> str:
     >>> finished_line({"steps": 90})
     'finished: 90 steps'
     """
-    if "epochs" not in result:  # of a loop with a Checkpointer
-        return f"finished: {result.get('steps')} steps"
-    epochs = result["epochs"]
+    epochs = result.get("epochs")
+    count = f"{epochs} epoch{'s' * (epochs != 1)}"
+    if not epochs:  # of a custom loop
+        count = f"{result.get('steps')} steps"
     names = [name[4:] for name in result if name.startswith("val_")]
-    best = f"val_{best_metric(names, result.get('best_by'))[0]}"
-    value = result.get(best)
-    return (
-        f"finished: {format_metrics({best: math.nan if value is None else value})} "
-        f"after {epochs} epoch{'s' * (epochs != 1)}, "
-        f"{result['train_seconds']:.1f} s of training"
-    )
+    if names:
+        best = f"val_{best_metric(names, result.get('best_by'))[0]}"
+        best = best if best in result else f"val_{names[0]}"
+        value = result[best]
+        found = format_metrics({best: math.nan if value is None else value})
+        count = f"{found} after {count}"
+    if "train_seconds" in result:
+        count += f", {result['train_seconds']:.1f} s of training"
+    return f"finished: {count}"

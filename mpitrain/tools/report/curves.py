@@ -25,7 +25,8 @@ def loss_chart(run: Run) -> Chart:
     axes.fill_between(x, low, high, color=CURVE, alpha=0.2, lw=0)
     axes.plot(x, mean, color=CURVE, label="training")
     at, _, values, _ = _validation(run, "loss")
-    axes.plot(at, values, ls="", marker="o", color=INK, label="validation")
+    if len(at):
+        axes.plot(at, values, ls="", marker="o", color=INK, label="validation")
     # An outlier may leave the chart.
     seen = [*mean, *np.quantile([low, high], (0.02, 0.98))] if len(x) else []
     seen += values.tolist()
@@ -44,10 +45,17 @@ def loss_chart(run: Run) -> Chart:
 
 
 def metric_charts(run: Run) -> Iterator[Chart]:
-    """Draw each metric of the validation but the loss, after each epoch."""
-    epochs = run.metrics.epochs
+    """Draw each metric of the validation but the loss, and each other training loss."""
+    epochs, steps = run.metrics.epochs, run.metrics.steps
+    for name in dict.fromkeys(it for step in steps for it in step.losses):
+        chart = _chart("train-" + re.sub(r"\W", "-", name), f"Training {name}", run)
+        rows = [it for it in steps if name in it.losses]
+        losses = [it.losses[name] for it in rows]
+        x, _, values, _ = bins([it.step for it in rows], losses)
+        chart.axes.plot(x, values, color=CURVE)
+        yield _finish(chart, len(x) > 0, "{:.5g}")
     names = dict.fromkeys(it for epoch in epochs for it in epoch.values if it != "loss")
-    for name in names or ("accuracy",):
+    for name in names or (() if epochs else ("accuracy",)):
         file = "accuracy" if name == "accuracy" else "val-" + re.sub(r"\W", "-", name)
         chart = _chart(file, f"Validation {name}", run)
         is_percent = name.endswith("accuracy")

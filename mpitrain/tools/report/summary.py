@@ -49,7 +49,7 @@ def summary(run: Run, jobs: Sequence[JobTimes]) -> dict[str, str]:
     """Return what is most interesting of a run, by name; empty if not known."""
     metrics = run.metrics
     epochs, steps = metrics.epochs, metrics.steps
-    names = {name for epoch in epochs for name in epoch.values}
+    names = dict.fromkeys(name for epoch in epochs for name in epoch.values)
     best, is_lower_better = best_metric(names, run.result.get("best_by"))
     values = [it.values.get(best, math.nan) for it in metrics.all_validations]
     choose = min if is_lower_better else max
@@ -57,6 +57,8 @@ def summary(run: Run, jobs: Sequence[JobTimes]) -> dict[str, str]:
     is_share = best.endswith("accuracy")
     losses = [it.loss for it in steps[-1:]]
     losses += [epoch.values.get("loss", epoch.train_loss) for epoch in epochs]
+    has_losses = not epochs or any("loss" in epoch.values for epoch in epochs)
+    kind = "validation" if has_losses else "training"
     done = steps[-1].step if steps else 0
     total = metrics.began[-1].total_steps if metrics.began else None
     num_jobs = max(len(jobs), len(metrics.began), len(metrics.resumed) + 1)
@@ -66,7 +68,7 @@ def summary(run: Run, jobs: Sequence[JobTimes]) -> dict[str, str]:
     size, nodes = run.result.get("world_size"), run.result.get("num_nodes")
     return {
         f"best validation {best}": percent(value, 2) if is_share else number(value),
-        "last validation loss": number((losses or [math.nan])[-1]),
+        f"last {kind} loss": number((losses or [math.nan])[-1]),
         "test accuracy": percent(metrics.test.get("accuracy", math.nan), 2),
         "steps": f"{done:,}" + (f" / {total:,}" if total and done < total else ""),
         f"in {num_jobs} job{'s' * (num_jobs > 1)}": duration(seconds),

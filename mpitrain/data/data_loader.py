@@ -1,0 +1,199 @@
+"""The trainer's sharding of a data set, for a custom loop."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mpitrain.data.custom import build_samples
+from mpitrain.data.loader import Batch, BatchLoader
+from mpitrain.data.samples import CollateFn
+from mpitrain.data.sharding import RankShard, max_shard_size, shard_bounds
+from mpitrain.errors import LaunchError, UsageError
+from mpitrain.launch.job import current_world
+from mpitrain.mpi.shared_arrays import communicator
+
+
+class DataLoader:
+    """Yields this rank's batches of every global batch, each sample once.
+
+        loader = mpitrain.DataLoader(data, global_batch_size=64)
+        for (inputs, targets), weights in loader:
+            losses = F.cross_entropy(ddp_model(inputs), targets, reduction="none")
+            (losses * weights).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    The sum of losses times weights is this rank's part of the mean over the global
+    batch: its mean over the ranks, which DDP and FSDP take of gradients, is that mean.
+    So the step is the same on any number of ranks. A rank without samples gets a row of
+    padding, whose weight is zero, since collectives need every rank.
+
+    Made, and iterated over, within `mpitrain.init`; both are collective over all ranks.
+    `Checkpointer.save(step, loader=loader)` after a step resumes behind it, also within
+    an epoch and on another number of ranks.
+
+    Args:
+        data: A map-style or iterable data set, or a tensor; the same on all ranks. What
+            samples draw from torch, NumPy and random is seeded by ``seed``, the epoch
+            and the sample.
+        global_batch_size: Samples of a step, over all ranks; the last step of an epoch
+            takes what is left.
+        micro_batch_size: Maximum samples of a batch on a rank; then a step may have
+            several, and ends where `sync_gradients` is true. ``None``: one.
+        shuffle: Whether each epoch has an order of its own.
+        seed: Of the orders.
+        collate_fn: As of torch's `DataLoader`; ``None``: torch's.
+        num_workers: Processes that read ahead on each rank.
+        min_rows: Rows of a batch; batch norm needs 2 in training.
+
+    Attributes:
+        epoch: Of the next or present batches, from 1. It increases when one is read to
+            its end.
+        step: Global batches of the epoch that were yielded to their end.
+        sync_gradients: Whether the last batch that was yielded ends its global batch.
+        num_samples: Samples of its global batch, over all ranks.
+        start: Place of the batch's first sample in it; 0 in an iterable data set, where
+            that is unknown.
+        indices: Numbers of the batch's samples in the data set, int64 `(N,)`.
+    """
+
+    def __init__(
+        self,
+        data: Any,
+        global_batch_size: int,
+        *,
+        micro_batch_size: int | None = None,
+        shuffle: bool = True,
+        seed: int = 1,
+        collate_fn: CollateFn | None = None,
+        num_workers: int = 0,
+        min_rows: int = 1,
+    ) -> None:
+        world = current_world()
+        if world is None:
+            raise LaunchError(
+                "no job runs in this process. Expected mpitrain.DataLoader within "
+                "`with mpitrain.init():`, or under `python -m mpitrain run`"
+            )
+        sizes = {"global_batch_size": global_batch_size, "min_rows": min_rows}
+        sizes["micro_batch_size"] = micro_batch_size or 1
+        for name, value in sizes.items():
+            if value < 1:
+                raise UsageError(
+                    f"{name} is {value}; expected 1 or more"
+                ).on_all_ranks()
+        self._world = world
+        self._samples = build_samples(
+            data,
+            "the data",
+            seed=seed,
+            world=world,
+            ranks=communicator(world),
+            num_workers=num_workers,
+            collate_fn=collate_fn and functools.partial(_collate_whole, collate_fn),
+        )
+        self._has_collate_fn = collate_fn is not None
+        self._loader = BatchLoader(
+            self._samples, world, _unchanged, dtype=None, min_rows=min_rows
+        )
+        self._sizes = global_batch_size, micro_batch_size
+        self._shuffle, self._seed = shuffle, seed
+        self._order = [seed, shuffle, global_batch_size, self._samples.num_samples]
+        self.epoch, self.step = 1, 0
+        self.sync_gradients, self.num_samples, self.start = False, 0, 0
+        self.indices = np.zeros(0, np.int64)
+
+    def __len__(self) -> int:
+        """Return the global batches of an epoch; not of an iterable data set."""
+        if self._samples.num_samples is None:
+            raise TypeError("an iterable data set has no length")
+        return max_shard_size(self._samples.num_samples, self._sizes[0])
+
+    def set_epoch(self, epoch: int) -> None:
+        """Begin an epoch, from 1; in the present one its step stays; local."""
+        if epoch != self.epoch:
+            self.epoch, self.step = epoch, 0
+
+    def __iter__(self) -> Iterator[tuple[Any, Tensor]]:
+        """Yield the batches that are left of the epoch, and the weights of their rows.
+
+        Weights are float64 `(rows,)`, on this rank's device as the batches: ranks /
+        samples of the global batch; 0: padding.
+        """
+        samples, world, epoch = self._samples, self._world, self.epoch
+        order = None
+        if samples.num_samples is not None and self._shuffle:
+            order = samples.order(self._seed, epoch)
+        elif samples.num_samples is not None:
+            order = np.arange(samples.num_samples, dtype=np.int64)
+        rank_shard = RankShard(
+            rank=world.rank,
+            world_size=world.world_size,
+            global_batch_size=self._sizes[0],
+            micro_batch_size=self._sizes[1],
+            order=order,
+            first_step=self.step,
+        )
+        with contextlib.closing(self._loader.steps(rank_shard, epoch)) as steps:
+            for step in steps:
+                num, last = step.num_samples, step.num_micro_batches
+                start, _ = shard_bounds(num, world.rank, world.world_size)
+                for number, batch in enumerate(step.micro_batches, 1):
+                    self.num_samples, self.indices = num, batch.indices
+                    self.start = 0 if order is None else start
+                    self.sync_gradients = number == last
+                    if self.sync_gradients:
+                        self.step = step.number + 1
+                    yield self._content(batch), self._weights(batch, num)
+                    start += len(batch)
+        self.epoch, self.step = epoch + 1, 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return epoch and step."""
+        if self.step and getattr(self._samples, "has_shards", False):
+            raise UsageError(
+                "a DataLoader cannot resume within an epoch of a data set with "
+                "shard(); expected to save it after an epoch"
+            ).on_all_ranks()
+        return {"epoch": self.epoch, "step": self.step, "order": self._order}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue behind a step.
+
+        Raises:
+            UsageError: Within an epoch, whose other samples would be others here.
+        """
+        if state["step"] and state["order"] != self._order:
+            raise UsageError(
+                "the checkpoint is within an epoch of other batches: seed, shuffle, "
+                f"global_batch_size and number of samples were {state['order']}, now "
+                f"{self._order}; expected the same"
+            ).on_all_ranks()
+        self.epoch, self.step = state["epoch"], state["step"]
+
+    def _content(self, batch: Batch) -> Any:
+        if self._has_collate_fn:
+            return batch.inputs[0]
+        is_pair = batch.targets is not batch.inputs
+        return (batch.inputs, batch.targets) if is_pair else batch.inputs
+
+    def _weights(self, batch: Batch, num_samples: int) -> Tensor:
+        weights = torch.zeros(batch.num_rows, dtype=torch.float64)
+        weights[: len(batch)] = self._world.world_size / num_samples
+        return weights.to(self._world.device)
+
+
+def _collate_whole(collate_fn: CollateFn, samples: list[Any]) -> Any:
+    """Make a batch that is no pair: pairs are told apart, and cut, otherwise."""
+    return [collate_fn(samples)]
+
+
+def _unchanged(inputs: Any, *_: Any) -> Any:
+    return inputs

@@ -1,0 +1,74 @@
+"""What a custom loop logs: means over the ranks, and the lines of ``metrics.jsonl``."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from mpitrain.errors import UsageError
+from mpitrain.mpi.shared_arrays import Communicator
+
+OF_STEP = ("lr", "gradient_norm")  # values that are no losses
+
+
+def mean_over_ranks(values: Mapping[str, Any], ranks: Communicator) -> dict[str, float]:
+    """Return the means of tensors over the ranks, and rank zero's numbers; collective.
+
+    Raises:
+        UsageError: The names differ between ranks; on every rank.
+    """
+    mine = {k: it.detach() if hasattr(it, "detach") else it for k, it in values.items()}
+    of_ranks = ranks.allgather({name: float(it) for name, it in mine.items()})
+    if odd := [it for it in of_ranks if it.keys() != of_ranks[0].keys()]:
+        raise UsageError(
+            f"Recorder.log got {', '.join(of_ranks[0])} on rank 0, and "
+            f"{', '.join(odd[0])} on another; expected the same names"
+        ).on_all_ranks()
+    return {
+        name: math.fsum(it[name] for it in of_ranks) / len(of_ranks)
+        if hasattr(value, "dtype")
+        else of_ranks[0][name]
+        for name, value in values.items()
+    }
+
+
+def before_step(path: Path, step: int) -> tuple[int, int]:
+    """Return the bytes of a record before a step, and the validations in them."""
+    num_bytes = num_validations = 0
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        for line in file:
+            row: Any = {}
+            with contextlib.suppress(ValueError):
+                row = json.loads(line)
+            if row.get("step", 0) >= step:
+                break
+            num_bytes += len(line)
+            num_validations += row.get("event") == "epoch"
+    return num_bytes, num_validations
+
+
+def rows_of(
+    values: Mapping[str, float], losses: list[float], seconds: float
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the events of what was logged for a step, and what they say.
+
+    ``losses`` were logged since the last validation, in ``seconds``.
+    """
+    of_validation = {k: v for k, v in values.items() if k.startswith("val_")}
+    of_step = {
+        name if name in OF_STEP else f"train_{name}": value
+        for name, value in values.items()
+        if name not in of_validation
+    }
+    if of_step:
+        yield "step", of_step
+    if of_validation:
+        counts = ("train_samples", "val_samples", "skipped_samples", "skipped_steps")
+        train_loss = math.fsum(losses) / len(losses) if losses else None
+        known = {"stage": "train", "train_loss": train_loss, "epoch_seconds": seconds}
+        unknown = {**dict.fromkeys(counts, 0), "samples_per_second": None}
+        yield "epoch", {**known, **unknown, **of_validation}

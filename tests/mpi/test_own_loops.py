@@ -1,0 +1,422 @@
+"""Custom loops with `Checkpointer`, `Recorder` and `DataLoader`."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from test_saving import ranks, run_dir  # noqa: F401
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel
+from torch.utils.data import Dataset, IterableDataset, TensorDataset
+
+from mpitrain import Checkpointer, DataLoader, Recorder, UsageError, World
+from mpitrain.checkpoint import manager
+from mpitrain.checkpoint.layout import list_checkpoints
+from mpitrain.checkpoint.objects import load_objects
+from mpitrain.checkpoint.storage import CheckpointReader
+from mpitrain.data.randomness import seeded
+from mpitrain.data.sharding import epoch_order
+from mpitrain.mpi.shared_arrays import Communicator
+from mpitrain.record.reading import Run
+from mpitrain.record.run_dir import read_result
+from mpitrain.tools.diff import DiffConfig, diff
+from mpitrain.tools.export import ExportConfig, export
+from mpitrain.tools.report.report import ReportConfig, report
+from mpitrain.tools.watch import WatchConfig, watch
+
+pytestmark = [pytest.mark.mpi]
+
+SAMPLES, BATCH_SIZE, EPOCHS, NOISE = 23, 6, 2, 4
+STEPS = -(-SAMPLES // BATCH_SIZE)
+
+
+class Ring(Dataset[Any]):
+    """Points, and noise that is another in each epoch."""
+
+    def __init__(self) -> None:
+        angles = torch.arange(SAMPLES, dtype=torch.float64)
+        self.points = torch.stack([angles.cos(), angles.sin()], 1)
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.points[index], torch.randn(2, NOISE, dtype=torch.float64)
+
+
+def mlp(inputs: int, outputs: int) -> nn.Module:
+    layers = nn.Linear(inputs, 8), nn.LeakyReLU(0.2), nn.Linear(8, outputs)
+    return nn.Sequential(*layers).double()
+
+
+class Plateau:
+    """An own class with a state of tensors, numbers and keys that are no text."""
+
+    def __init__(self) -> None:
+        self.seen: dict[int, Any] = {}
+
+    def step(self, step: int, value: float) -> None:
+        self.seen[step] = (
+            value,
+            torch.tensor([value], dtype=torch.float64),
+            [None, float("inf")],
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seen": self.seen}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.seen = state["seen"]
+
+
+class Gan:
+    """Two networks, their optimizers, and what belongs to them."""
+
+    def __init__(self, wrap: Any = lambda module: module) -> None:
+        torch.manual_seed(5)
+        self.g, self.d = wrap(mlp(NOISE, 2)), wrap(mlp(2, 1))
+        # Of one more weight than the network, and of two classes.
+        self.scale = nn.Parameter(torch.ones(1, dtype=torch.float64))
+        groups = [{"params": self.g.parameters()}, {"params": [self.scale], "lr": 0.05}]
+        self.opt_g = torch.optim.Adam(groups, lr=0.02, betas=(0.5, 0.99))
+        self.opt_d = torch.optim.SGD(self.d.parameters(), lr=0.1, momentum=0.9)
+        self.ema = AveragedModel(getattr(self.g, "module", self.g))
+        milestones = torch.optim.lr_scheduler.MultiStepLR(self.opt_g, [3, 6])
+        self.scheduler = torch.optim.lr_scheduler.SequentialLR(
+            self.opt_g,
+            [torch.optim.lr_scheduler.ConstantLR(self.opt_g, 0.5, 2), milestones],
+            [2],
+        )
+        self.plateau = Plateau()
+
+    @property
+    def objects(self) -> dict[str, Any]:
+        return vars(self)
+
+    def step(
+        self, real: Tensor, noise: Tensor, weights: Tensor, world_size: int = 1
+    ) -> tuple[Tensor, Tensor]:
+        def mean(scores: Tensor, target: float) -> Tensor:
+            losses = F.binary_cross_entropy_with_logits(
+                scores[:, 0], torch.full_like(scores[:, 0], target), reduction="none"
+            )
+            return (losses * weights).sum()
+
+        with torch.no_grad():
+            fake = self.scale * self.g(noise[:, 0])
+        both = self.d(torch.cat([real, fake]))
+        d_loss = mean(both[: len(real)], 1.0) + mean(both[len(real) :], 0.0)
+        d_loss.backward()
+        self.opt_d.step()
+        self.opt_d.zero_grad()
+        plain_d = getattr(self.d, "module", self.d).requires_grad_(False)
+        g_loss = mean(plain_d(self.scale * self.g(noise[:, 1])), 1.0)
+        g_loss.backward()
+        if world_size > 1:
+            torch.distributed.all_reduce(self.scale.grad)
+            self.scale.grad /= world_size
+        self.opt_g.step()
+        self.opt_g.zero_grad()
+        plain_d.requires_grad_(True)
+        self.scheduler.step()
+        self.ema.update_parameters(getattr(self.g, "module", self.g))
+        return d_loss.detach(), g_loss.detach()
+
+    def weights(self) -> list[Tensor]:
+        plain = [getattr(it, "module", it) for it in (self.g, self.d)]
+        modules = [*plain, self.ema]
+        found = [it.clone() for m in modules for it in m.state_dict().values()]
+        return [*found, self.scale.detach().clone()]
+
+
+def by_hand(gan: Gan | None = None, done: int = 0) -> tuple[list[float], list[Tensor]]:
+    """The same training in one process, without any of mpitrain's classes."""
+    gan, losses, ring, step = gan or Gan(), [], Ring(), 0
+    for epoch in range(1, EPOCHS + 1):
+        order = epoch_order(SAMPLES, 1, epoch).tolist()
+        for start in range(0, SAMPLES, BATCH_SIZE):
+            samples, step = [], step + 1
+            if step <= done:
+                continue
+            for index in order[start : start + BATCH_SIZE]:
+                with seeded(1, epoch, index):
+                    samples.append(ring[index])
+            real, noise = (torch.stack(part) for part in zip(*samples, strict=True))
+            weights = torch.full((len(real),), 1 / len(real), dtype=torch.float64)
+            found = gan.step(real, noise, weights)
+            losses += [it.item() for it in found]
+    return losses, gan.weights()
+
+
+def loop(
+    world: World, folder: Path, stop_at: int | None = None, **options: Any
+) -> tuple[Gan, dict[str, Any] | None]:
+    gan = Gan(DistributedDataParallel)
+    loader = DataLoader(Ring(), BATCH_SIZE, **options)
+    checkpointer, recorder = Checkpointer(folder), Recorder(folder)
+    found = checkpointer.restore(**gan.objects, loader=loader)
+    step = found["step"] if found else 0
+    for epoch in range(loader.epoch, EPOCHS + 1):
+        loader.set_epoch(epoch)
+        for (real, noise), weights in loader:
+            d_loss, g_loss = gan.step(real, noise, weights, world.world_size)
+            step += 1
+            lr = gan.scheduler.get_last_lr()[0]
+            means = recorder.log(step, epoch=epoch, d=d_loss, g=g_loss, lr=lr)
+            gan.plateau.step(step, means["d"])
+            if step % 3 == 0:
+                checkpointer.save(
+                    step, **gan.objects, loader=loader, history=[step, "a"]
+                )
+            if step == stop_at:
+                recorder.finish(stopped="as asked")
+                return gan, found
+        recorder.log(step, val_score=float(epoch))
+    recorder.finish()
+    checkpointer.close()
+    return gan, found
+
+
+def same(found: list[Tensor], expected: list[Tensor]) -> None:
+    assert len(found) == len(expected)
+    for one, other in zip(found, expected, strict=True):
+        assert torch.allclose(one, other, rtol=1e-9, atol=1e-12)
+
+
+def steps_of(folder: Path) -> list[float]:
+    found = Run(folder).metrics.steps
+    assert [it.step for it in found] == list(range(1, EPOCHS * STEPS + 1))
+    return [it.losses[name] for it in found for name in ("d", "g")]
+
+
+def test_a_gan_in_a_custom_loop_is_that_of_one_process(
+    world: World,
+    ranks: Communicator,  # noqa: F811
+    run_dir: Path,  # noqa: F811
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    losses, weights = by_hand()
+    gan, _ = loop(world, run_dir / "a")
+    same(gan.weights(), weights)
+    if world.is_rank_zero:
+        assert steps_of(run_dir / "a") == pytest.approx(losses, rel=1e-9)
+        result = read_result(run_dir / "a")
+        assert result["status"] == "finished"
+        assert (result["steps"], result["val_score"]) == (EPOCHS * STEPS, 2.0)
+        watch(WatchConfig(run=run_dir / "a", once=True))
+        assert "finished: val_score 2.0000 after 2 epochs" in capsys.readouterr().out
+        report(ReportConfig(run=run_dir / "a", pictures=False))
+        page = (run_dir / "a" / "report.html").read_text()
+        for title in ("Training d", "Training g", "Validation score"):
+            assert title in page
+        with pytest.raises(UsageError, match=r"has no model, but g, d, scale"):
+            export(ExportConfig(run=run_dir / "a", output=run_dir / "model.pt"))
+    ranks.allgather(None)
+    loop(world, run_dir / "b")
+    if world.is_rank_zero:
+        lines, differs = diff(DiffConfig(first=run_dir / "a", second=run_dir / "b"))
+        assert not differs, lines
+        assert "checkpoints: the same (2, up to step 6)" in lines
+        assert f"steps: the same ({EPOCHS * STEPS}, up to step 8)" in lines
+    ranks.allgather(None)
+
+
+@pytest.mark.parametrize("stop_at", [3, 5])
+def test_a_custom_loop_resumes_exactly(
+    world: World,
+    ranks: Communicator,  # noqa: F811
+    run_dir: Path,  # noqa: F811
+    stop_at: int,
+) -> None:
+    losses, weights = by_hand()
+    loop(world, run_dir / "a", stop_at)
+    if world.is_rank_zero:
+        assert read_result(run_dir / "a")["status"] == "stopped"
+        # And in one process, without DDP.
+        (checkpoint,) = list_checkpoints(run_dir / "a")
+        alone = Gan()
+        load_objects(CheckpointReader(checkpoint), alone.objects)
+        assert by_hand(alone, done=3)[0] == pytest.approx(losses[6:], rel=1e-9)
+        same(alone.weights(), weights)
+    gan, found = loop(world, run_dir / "a")
+    assert found == {"step": 3, "history": [3, "a"]}
+    assert gan.plateau.seen.keys() == set(range(1, EPOCHS * STEPS + 1))
+    value, tensor, rest = gan.plateau.seen[1]
+    assert (value, tensor.item(), rest) == (value, value, [None, float("inf")])
+    same(gan.weights(), weights)
+    if world.is_rank_zero:
+        assert steps_of(run_dir / "a") == pytest.approx(losses, rel=1e-9)
+    ranks.allgather(None)
+
+
+class Stream(IterableDataset[Tensor]):
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(torch.arange(7.0))
+
+
+def seen_by_all(loader: DataLoader, ranks: Communicator) -> list[list[float]]:  # noqa: F811
+    """The samples of each global batch, by rank."""
+    steps: list[list[float]] = [[]]
+    for batch, weights in loader:
+        values = batch[0] if isinstance(batch, tuple) else batch
+        steps[-1] += values[: len(loader.indices)].tolist()
+        assert len(values) == len(weights)
+        assert weights[len(loader.indices) :].tolist() == [0.0] * (
+            len(weights) - len(loader.indices)
+        )
+        if loader.sync_gradients:
+            steps.append([])
+    of_ranks = ranks.allgather(steps[:-1])
+    return [list(itertools.chain(*parts)) for parts in zip(*of_ranks, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("data", "options"),
+    [
+        (torch.arange(7.0), {}),
+        (torch.arange(7.0), {"micro_batch_size": 1, "min_rows": 2}),
+        (TensorDataset(torch.arange(7.0), torch.arange(7)), {}),
+        (Stream(), {}),
+        (Stream(), {"num_workers": 1, "collate_fn": torch.stack}),
+    ],
+    ids=["tensor", "micro-batches", "pairs", "stream", "workers"],
+)
+def test_a_loader_yields_each_sample_once_and_resumes_at_a_step(
+    data: Any,
+    options: dict[str, Any],
+    ranks: Communicator,  # noqa: F811
+) -> None:
+    def make() -> DataLoader:
+        return DataLoader(data, 3, shuffle=False, **options)
+
+    loader = make()
+    steps = [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0], [6.0]]
+    assert seen_by_all(loader, ranks) == steps
+    assert (loader.epoch, loader.step) == (2, 0)
+    for _ in loader:
+        if loader.sync_gradients:
+            break
+    again = make()
+    again.load_state_dict(loader.state_dict())
+    again.set_epoch(2)
+    assert seen_by_all(again, ranks) == steps[1:]
+    with pytest.raises(UsageError, match="within an epoch of other batches"):
+        DataLoader(data, 4, shuffle=False).load_state_dict(loader.state_dict())
+
+
+def test_what_does_not_fit_is_refused_by_name_on_all_ranks(
+    world: World,
+    ranks: Communicator,  # noqa: F811
+    run_dir: Path,  # noqa: F811
+) -> None:
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    checkpointer = Checkpointer(run_dir / "a")
+    with pytest.raises(UsageError, match="opt trains a weight that no module has"):
+        checkpointer.save(1, opt=optimizer)
+    plateau = Plateau()
+    plateau.seen[1] = (object(),)
+    with pytest.raises(UsageError, match="objects/p/value/seen/1/0 is object; expect"):
+        checkpointer.save(1, p=plateau)
+    checkpointer.save(1, model=model, opt=optimizer)
+    again = Checkpointer(run_dir / "a")
+    with pytest.raises(UsageError, match="has no g; expected some of model, opt"):
+        again.restore(g=model)
+    with pytest.raises(UsageError, match=r"restore\(n=...\) is int; expected a module"):
+        again.restore(n=1)
+    assert again.restore(model=model) == {"step": 1}
+    recorder = Recorder(run_dir / "a")
+    recorder.log(1, loss=1.0)
+    if world.world_size > 1:
+        with pytest.raises(UsageError, match="expected the same names"):
+            recorder.log(2, **{f"of_{world.rank}": 1.0})
+    recorder.finish()
+    checkpointer.close()
+    ranks.allgather(None)
+
+
+@pytest.mark.parametrize("kind", ["fsdp", "zero"])
+def test_sharded_states_come_back_by_name(
+    kind: str,
+    world: World,
+    ranks: Communicator,  # noqa: F811
+    run_dir: Path,  # noqa: F811
+) -> None:
+    def make() -> tuple[Any, Any]:
+        torch.manual_seed(world.world_size)
+        model = mlp(4, 3)
+        if kind == "fsdp":
+            fully_shard(model)
+            return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+        options: dict[str, Any] = {"optimizer_class": torch.optim.AdamW, "lr": 0.1}
+        return model, ZeroRedundancyOptimizer(model.parameters(), **options)
+
+    def step(model: Any, optimizer: Any) -> None:
+        model(torch.ones(2, 4, dtype=torch.float64)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    model, optimizer = make()
+    step(model, optimizer)
+    optimizer.param_groups[0]["lr"] = 0.02
+    checkpointer = Checkpointer(run_dir / "a")
+    checkpointer.save(1, net=model, opt=optimizer)
+    checkpointer.close()
+    again, fresh = make()
+    assert Checkpointer(run_dir / "a").restore(net=again, opt=fresh) == {"step": 1}
+    assert fresh.param_groups[0]["lr"] == 0.02
+    for it in (model, optimizer), (again, fresh):
+        step(*it)
+    for one, other in zip(model.parameters(), again.parameters(), strict=True):
+        local, expected = (
+            getattr(w, "to_local", lambda w=w: w)() for w in (other, one)
+        )
+        assert torch.equal(local, expected)
+    ranks.allgather(None)
+
+
+def test_a_checkpoint_of_an_older_version_is_restored(
+    world: World,
+    ranks: Communicator,  # noqa: F811
+    run_dir: Path,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = mlp(4, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model(torch.ones(2, 4, dtype=torch.float64)).sum().backward()
+    optimizer.step()
+    encode = manager.encode_json
+
+    def older(metadata: Any) -> bytes:
+        groups = [{"lr": 0.1, "momentum": 0.8}]
+        kept = {key: it for key, it in metadata.items() if key != "objects"}
+        return encode({**kept, "param_groups": groups})
+
+    monkeypatch.setattr(manager, "encode_json", older)
+    checkpointer = Checkpointer(run_dir / "a")
+    checkpointer.save(1, model=model, optimizer=optimizer, state={"a": 1})
+    checkpointer.close()
+    again = mlp(4, 3)
+    fresh = torch.optim.SGD(again.parameters(), lr=0.3, momentum=0.9)
+    found = Checkpointer(run_dir / "a").restore(model=again, optimizer=fresh)
+    assert found == {"a": 1, "step": 1}
+    assert (fresh.param_groups[0]["lr"], fresh.param_groups[0]["momentum"]) == (
+        0.1,
+        0.8,
+    )
+    same([*again.parameters()], [*model.parameters()])
+    buffers = [
+        [state["momentum_buffer"] for state in of.state.values()]
+        for of in (fresh, optimizer)
+    ]
+    same(*buffers)
+    ranks.allgather(None)
