@@ -35,7 +35,6 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from mpitrain.checkpoint.format import check_json
-from mpitrain.checkpoint.layout import name_of
 from mpitrain.checkpoint.manager import CheckpointManager, Progress, WriteResult
 from mpitrain.checkpoint.preemption import REASONS
 from mpitrain.checkpoint.resume import check_same_data, check_same_steps, find_best
@@ -407,8 +406,9 @@ class Checkpointer(RunCheckpoints, Callback):
             )
             heartbeat("copying a checkpoint")
             metadata = self._metadata(trainer, metric)
-            name = name_of(state.step, epoch, is_validated=state.is_validated)
-            self._manager.save(tensors, metadata, state.step, name)
+            self._manager.save(
+                tensors, metadata, state.step, epoch, is_validated=state.is_validated
+            )
 
     def _metadata(self, trainer: Trainer, metric: float | None) -> dict[str, Any]:
         engine = trainer.engine

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from mpitrain.checkpoint.format import encode_json
-from mpitrain.checkpoint.layout import FOLDER, remove_old
+from mpitrain.checkpoint.layout import FOLDER, name_of, remove_old
 from mpitrain.checkpoint.storage import (
     Chunk,
     HostMemory,
@@ -138,14 +138,17 @@ class CheckpointManager:
         tensors: Mapping[str, Tensor],
         metadata: Mapping[str, Any],
         step: int,
-        name: str,
+        epoch: int,
+        *,
+        is_validated: bool = False,
     ) -> None:
         """Copy the tensors, and begin to write them.
 
         Collective over all ranks. While another checkpoint is written, the copy waits;
         it replaces one that waits. The tensors may change when this returns. One of the
         ranks that have a name writes its tensor. ``metadata`` is of use on rank zero;
-        JSON can carry it. ``name`` is the folder's, see `name_of`.
+        JSON can carry it. ``epoch`` was just evaluated; 0: within an epoch, perhaps
+        after a validation.
         """
         started = time.monotonic()
         encoded: list[bytes] = []  # now: callbacks may change what they returned
@@ -154,6 +157,7 @@ class CheckpointManager:
         )
         chunks = list(local_chunks(tensors))
         self._plan_for(tensors, chunks)
+        name = name_of(step, epoch, is_validated=is_validated)
         path = self._run_dir / FOLDER / name
         token = f"{self._token}-{self._thread.number}"
         if self._next is not None:

@@ -242,7 +242,7 @@ class RunCheckpoints:
             "trainer": None,
         }
         tensors |= random_to_save(world)
-        self._manager.save(tensors, metadata, step, there.name)
+        self._manager.save(tensors, metadata, step, 0)
         result = self._manager.finish("writing a checkpoint")
         if result is not None:
             self._save_seconds = max(self._save_seconds, result.write_seconds)

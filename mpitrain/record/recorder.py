@@ -287,7 +287,7 @@ class Recorder(Callback):
             **sizes,
             start_seconds=start_seconds,
             total_steps=None,
-            num_epochs=0,
+            num_epochs=None,
         )
         if kept:
             self._write("resume", step=step - 1, world_size=world.world_size)

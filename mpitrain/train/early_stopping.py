@@ -46,6 +46,10 @@ class EarlyStopping(Callback):
             )
         self.metric = f"{mode}:{metric}" if mode else metric
         self.patience, self.min_delta = patience, min_delta
+        self.setup(None)
+
+    def setup(self, trainer: Any) -> None:
+        """Begin to count: each `fit` is a training of its own."""
         self._best, self._best_step, self._num_bad = -math.inf, 0, 0
 
     def on_fit_start(self, trainer: Any) -> None:

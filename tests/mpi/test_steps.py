@@ -320,11 +320,16 @@ def test_early_stopping_knows_what_is_better(world: World) -> None:
             EarlyStopping(None, **wrong)  # type: ignore[arg-type]
 
 
-def test_the_state_of_early_stopping_is_plain() -> None:
-    stops = EarlyStopping("loss", patience=2)
-    again = EarlyStopping("loss", patience=2)
-    again.load_state_dict(json.loads(json.dumps(stops.state_dict())))
-    assert again.state_dict() == stops.state_dict()
+def test_each_fit_counts_its_own_validations(world: World) -> None:
+    stops = EarlyStopping("loss", patience=2, min_delta=100.0)
+    for _ in range(2):
+        trainer, _seen = trainer_of(world, stops)
+        trainer.fit()
+        assert trainer.state.step == 6
+    plain = json.loads(json.dumps(stops.state_dict()))
+    stops.setup(trainer)
+    stops.load_state_dict(plain)
+    assert stops.state_dict() == plain
 
 
 def test_a_callback_finishes_a_training_in_the_middle_of_an_epoch(world: World) -> None:
