@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,10 +17,15 @@ from mpitrain.data.randomness import rank_seed
 from mpitrain.errors import UsageError
 from mpitrain.mpi.shared_arrays import communicator
 from mpitrain.mpi.world import World
-from mpitrain.tasks.task import Task, TrainedPart
+from mpitrain.tasks.task import Model, Task, TrainedPart
 from mpitrain.train.checks import explain_call
 from mpitrain.train.data import TrainData
-from mpitrain.train.evaluate import Evaluation, ValidationStep, evaluate
+from mpitrain.train.evaluate import (
+    Evaluation,
+    ValidationStep,
+    evaluate,
+    join_evaluations,
+)
 from mpitrain.train.metric_objects import add_metrics, flatten_metrics
 from mpitrain.train.model import (
     BatchNorm,
@@ -35,6 +40,7 @@ from mpitrain.train.model import (
 from mpitrain.train.optimizer import OptimizerWrapper
 from mpitrain.train.plan import Plan, Stage
 from mpitrain.train.precision import autocast
+from mpitrain.train.predict import Writer, predict
 from mpitrain.train.step_metrics import MicroBatchLosses
 from mpitrain.train.strategy.base import Strategy
 from mpitrain.train.trained_weights import TrainedWeights
@@ -101,7 +107,7 @@ class Engine:
         modules = self.model.modules() if self.model.training else ()
         self._in_eval_mode = [module for module in modules if not module.training]
         strategy.check_model(self.model)
-        for part in (samples, self.data.val):
+        for part in (samples, *self.data.val_sets.values()):
             strategy.check_samples(part)
         has_batch_norm = any(isinstance(m, BatchNorm) for m in self.model.modules())
         self.data.min_rows = 2 if has_batch_norm else 1
@@ -143,14 +149,15 @@ class Engine:
                 model,
                 loaders,
                 self.ranks,
-                size if self._can_cache_features else None,
+                # Features take the place of one set of validation data.
+                size if self._can_cache_features and len(data.val_sets) == 1 else None,
             )
         if not any(weight.requires_grad for weight in part.model.parameters()):
             raise UsageError(
                 "the model has no weight that requires a gradient; expected at least "
                 "one to train"
             ).on_all_ranks()
-        data.set_stage(*(part.samples or (data.train, data.val)))
+        data.set_stage(part.samples)
         whole = self._whole_strategy
         self.strategy = whole if part.head is None else whole.for_head()
         self.strategy.wrap(
@@ -234,26 +241,58 @@ class Engine:
         on_batch_end: Callable[[], object] = lambda: None,
     ) -> Evaluation:
         """Evaluate the model, or its EMA, on every sample of a data set."""
+        with self._evaluation(loader) as model:
+            for metric in self.task.metric_objects.values():
+                metric.reset()
+            found = evaluate(
+                model,
+                loader,
+                self.data.evaluation_shard(loader, self.strategy),
+                self.ranks,
+                validation_step,
+                self.world.device,
+                on_batch_end,
+                self.strategy.seed_evaluation_batch,
+            )
+            return add_metrics(found, self.task, self.ranks)
+
+    def validate(
+        self,
+        validation_step: ValidationStep,
+        on_batch_end: Callable[[], object] = lambda: None,
+    ) -> Evaluation:
+        """Evaluate the model on the validation data; on each set of them, if named."""
+        found = {
+            name: self.evaluate(loader, validation_step, on_batch_end)
+            for name, loader in self.data.val_loaders.items()
+        }
+        return join_evaluations(found)
+
+    def predict(self, data: Any, write: Writer | None) -> list[Any] | None:
+        """Return what `Trainer.predict` does."""
+        loader = self.data.test_loader(data, self.strategy, "the data to predict")
+        with self._evaluation(loader) as model:
+            return predict(
+                functools.partial(self.task.predict_step, model),
+                loader,
+                self.data.evaluation_shard(loader, self.strategy),
+                self.ranks,
+                write,
+                self.strategy.seed_evaluation_batch,
+            )
+
+    @contextlib.contextmanager
+    def _evaluation(self, loader: BatchLoader) -> Iterator[Model]:
+        """Return the model in evaluation mode, with its EMA's weights."""
         was_training = any(module.training for module in self.model.modules())
         self.model.eval()
-        is_on_part = loader is self.data.val_loader or self.part.samples is None
+        is_on_part = loader in self.data.val_loaders.values()
+        is_on_part |= self.part.samples is None
         module = self.strategy.module if is_on_part else self.model
         with self.optimizer.ema_weights():
             self.strategy.broadcast_buffers()
             try:
-                for metric in self.task.metric_objects.values():
-                    metric.reset()
-                found = evaluate(
-                    functools.partial(self.forward, module),
-                    loader,
-                    self.data.evaluation_shard(loader, self.strategy),
-                    self.ranks,
-                    validation_step,
-                    self.world.device,
-                    on_batch_end,
-                    self.strategy.seed_evaluation_batch,
-                )
-                return add_metrics(found, self.task, self.ranks)
+                yield functools.partial(self.forward, module)
             except BaseException:
                 loader.skipped.clear()  # a resumed job evaluates all of it again
                 raise

@@ -33,6 +33,7 @@ from mpitrain.train.metric_objects import split_metrics
 from mpitrain.train.metrics import StepMetrics, TrainState
 from mpitrain.train.nonfinite import handle_nonfinite
 from mpitrain.train.optimizer import NO_GRADIENT
+from mpitrain.train.predict import Writer
 from mpitrain.train.progress import EpochLines
 from mpitrain.train.step_metrics import (
     THROUGHPUT_SECONDS,
@@ -55,7 +56,8 @@ class Trainer:
         model: Trained in place. All ranks start with rank zero's weights.
         train_data: A `TensorDataset` of inputs and targets, or any map-style or
             iterable data set; the same on all ranks, sharded here.
-        val_data: The data set that is evaluated after every epoch; likewise.
+        val_data: The data set that is evaluated after every epoch; likewise. A dict of
+            several: their metrics are named ``NAME_loss``. ``None``: no validation.
         config: The configuration. The fields that name a data set, a model, a run
             folder, checkpoints or loggers have no effect here, and `fit` warns about
             them: pass objects and callbacks.
@@ -97,7 +99,7 @@ class Trainer:
         self,
         model: nn.Module,
         train_data: Any,
-        val_data: Any,
+        val_data: Any = None,
         config: TrainConfig | None = None,
         *,
         world: World | None = None,
@@ -250,10 +252,8 @@ class Trainer:
         engine, state = self.engine, self.state
         began = time.perf_counter()
         with self.timer("evaluation"):
-            found = engine.evaluate(
-                engine.data.val_loader,
-                self.validation_step,
-                lambda: self.call("on_validation_batch_end"),
+            found = engine.validate(
+                self.validation_step, lambda: self.call("on_validation_batch_end")
             )
         state.skipped_samples += engine.data.take_skipped()
         state.metrics, state.val_samples = dict(found.values), found.num_samples
@@ -296,10 +296,9 @@ class Trainer:
         """Evaluate the model on a test set, and report it. Collective over all ranks.
 
         Args:
-            data: As `val_data`.
+            data: A data set, as `train_data`.
         """
-        self._check_ranks()
-        engine = self.engine
+        engine = self._checked_engine()
         with self.timer("evaluation"):
             loader = engine.data.test_loader(data, engine.strategy)
             found = engine.evaluate(loader, self.validation_step)
@@ -390,17 +389,40 @@ class Trainer:
         Raises:
             UsageError: `fit` started the job and has ended it.
         """
-        self._check_ranks()
-        engine = self.engine
-        return engine.evaluate(engine.data.val_loader, self.validation_step)
+        engine = self._checked_engine()
+        if not engine.data.val_loaders:
+            raise UsageError("found no val_data; expected some to evaluate")
+        return engine.validate(self.validation_step)
 
-    def _check_ranks(self) -> None:
-        if not hasattr(self, "engine") or not hasattr(self.engine.data, "val_loader"):
+    def predict(self, data: Any, write: Writer | None = None) -> list[Any] | None:
+        """Return the outputs of the model, or its EMA, for each sample of a data set.
+
+        Collective over all ranks.
+
+        Args:
+            data: A data set, as `train_data`; targets are not needed.
+            write: Called on each rank with numbers of samples, int64 `(N,)`, and a list
+                of their outputs; not collective. Each sample is written once.
+
+        Returns:
+            On rank zero, without ``write``: the outputs of each sample, on the CPU, in
+            the order of the data set; else ``None``.
+
+        Raises:
+            DataError: Outputs have no row for each sample; see `Task.predict_step`.
+        """
+        engine = self._checked_engine()
+        with self.timer("evaluation"):
+            return engine.predict(data, write)
+
+    def _checked_engine(self) -> Engine:
+        if not hasattr(self, "engine") or not hasattr(self.engine.data, "val_loaders"):
             raise UsageError("nothing to evaluate yet; expected a call of fit() before")
         if self._final_state is not None:
             raise UsageError(
                 "fit() has ended its ranks; expected a world= from mpitrain.init()"
             )
+        return self.engine
 
     # --- the parts of `fit` ---------------------------------------------------------
 
