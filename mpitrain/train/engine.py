@@ -8,13 +8,14 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from mpitrain.config import TrainConfig
 from mpitrain.data.loader import Batch, BatchLoader
 from mpitrain.data.randomness import rank_seed
-from mpitrain.errors import UsageError
+from mpitrain.data.samples import kind_of
+from mpitrain.errors import DataError, UsageError
 from mpitrain.mpi.shared_arrays import communicator
 from mpitrain.mpi.world import World
 from mpitrain.tasks.task import Model, Task, TrainedPart
@@ -26,6 +27,7 @@ from mpitrain.train.evaluate import (
     evaluate,
     join_evaluations,
 )
+from mpitrain.train.gather import gather_rows
 from mpitrain.train.metric_objects import add_metrics, flatten_metrics
 from mpitrain.train.model import (
     BatchNorm,
@@ -231,6 +233,29 @@ class Engine:
         except Exception as error:
             explain_call(self.part.model, args, kwargs, error)
             raise
+
+    def all_gather(self, rows: Tensor, batch: Batch | None) -> tuple[Tensor, slice]:
+        """Return what `Trainer.all_gather` does; ``batch``: of a training step."""
+        if batch is None:
+            return rows, slice(0, len(rows))
+        num, size = len(batch), self.config.micro_batch_size
+        if self.strategy.micro_batches_are_fixed:
+            raise UsageError(
+                "all_gather does not go with --bitwise, whose micro-batches do not "
+                "know each other; expected no --bitwise"
+            ).on_all_ranks()
+        if size is not None and size < self.config.global_batch_size:
+            raise UsageError(
+                f"all_gather needs the whole global batch in one pass, found "
+                f"micro_batch_size {size} of {self.config.global_batch_size}; expected "
+                "none, and more ranks or --activation-checkpointing to save memory"
+            ).on_all_ranks()
+        if not rows.ndim or len(rows) not in (num, batch.num_rows):
+            raise DataError(
+                f"all_gather got {kind_of(rows)} in a batch of {batch.num_rows} rows; "
+                f"expected one row for each, ({batch.num_rows}, ...)"
+            )
+        return gather_rows(rows[:num], self.ranks, self.world.rank)
 
     # --- evaluation and results ---------------------------------------------------
 

@@ -140,6 +140,7 @@ class Trainer:
         self._is_set_up = self._is_task_step = False
         self._loss, self._strategy = loss, strategy
         self._metrics = split_metrics(self.task, metrics)
+        self._batch: Batch | None = None  # while its loss is computed
         self._warned_of: set[str] = set()  # losses and metrics that are scalars
         self._hooks: dict[str, list[Callable[..., None]]] = {}
 
@@ -370,6 +371,28 @@ class Trainer:
         """
         return self.engine.forward(self.engine.strategy.module, *args, **kwargs)
 
+    def all_gather(self, rows: Tensor) -> tuple[Tensor, slice]:
+        """Return the rows of the whole global batch, in its order, with gradients.
+
+            rows, mine = trainer.all_gather(outputs)
+            return contrastive_loss(rows)[mine]  # the losses of this rank's samples
+
+        For a loss that compares samples, in `loss` or `compute_loss`. Collective over
+        all ranks in a training step; in an evaluation, whose batches do not depend on
+        the number of ranks, it returns the batch itself.
+
+        Args:
+            rows: `(N, ...)`, for each row of the batch.
+
+        Returns:
+            `(M, ...)`, equal on all ranks, without padding; and which are this rank's.
+
+        Raises:
+            UsageError: With micro-batches or ``bitwise``; on every rank.
+            DataError: Rows of ranks differ in more than their number; on every rank.
+        """
+        return self.engine.all_gather(rows, self._batch)
+
     # --- results ------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
@@ -508,11 +531,14 @@ class Trainer:
     def _sums_of_losses(self, batch: Batch) -> tuple[Tensor, dict[str, Sum]]:
         """Return the sum of a micro-batch's losses, and it and others, detached."""
         try:
+            self._batch = batch
             named = named_values(self.compute_loss(batch), "the training step")
             num, num_rows = len(batch), batch.num_rows
             sums = {name: sum_of(it, num, num_rows, name) for name, it in named.items()}
         except BadRow as bad:
             raise bad.named(batch.indices) from None
+        finally:
+            self._batch = None
         loss = sums["loss"].total
         if not loss.requires_grad:
             raise DataError(f"the loss is {kind_of(named['loss'])}: {NO_GRADIENT}")
