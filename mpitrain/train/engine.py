@@ -238,18 +238,8 @@ class Engine:
         """Return what `Trainer.all_gather` does; ``batch``: of a training step."""
         if batch is None:
             return rows, slice(0, len(rows))
-        num, size = len(batch), self.config.micro_batch_size
-        if self.strategy.micro_batches_are_fixed:
-            raise UsageError(
-                "all_gather does not go with --bitwise, whose micro-batches do not "
-                "know each other; expected no --bitwise"
-            ).on_all_ranks()
-        if size is not None and size < self.config.global_batch_size:
-            raise UsageError(
-                f"all_gather needs the whole global batch in one pass, found "
-                f"micro_batch_size {size} of {self.config.global_batch_size}; expected "
-                "none, and more ranks or --activation-checkpointing to save memory"
-            ).on_all_ranks()
+        self.strategy.check_all_gather()
+        num = len(batch)
         if not rows.ndim or len(rows) not in (num, batch.num_rows):
             raise DataError(
                 f"all_gather got {kind_of(rows)} in a batch of {batch.num_rows} rows; "

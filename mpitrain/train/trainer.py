@@ -388,7 +388,7 @@ class Trainer:
             `(M, ...)`, equal on all ranks, without padding; and which are this rank's.
 
         Raises:
-            UsageError: With micro-batches or ``bitwise``; on every rank.
+            UsageError: The step is cut into micro-batches; on every rank.
             DataError: Rows of ranks differ in more than their number; on every rank.
         """
         return self.engine.all_gather(rows, self._batch)
