@@ -152,6 +152,10 @@ class Checkpointer(RunCheckpoints, Callback):
         if trainer.config.dry_run:
             self.is_disabled = True
             return
+        if self._best_by and not engine.data.val_sets:
+            raise UsageError(
+                f"best_by={self._best_by!r} without val_data; expected validation data"
+            ).on_all_ranks()
         self.open(world)
         for recorder in self._recorders(trainer):
             recorder.is_open = True

@@ -24,8 +24,8 @@ from mpitrain.checkpoint.storage import CheckpointReader
 from mpitrain.checkpoint.tensors import load_random, random_to_save
 from mpitrain.config import seconds_of
 from mpitrain.data.samples import kind_of
-from mpitrain.errors import LaunchError, MpitrainError, UsageError
-from mpitrain.launch.job import Job, current_world
+from mpitrain.errors import MpitrainError, UsageError
+from mpitrain.launch.job import Job, require_world
 from mpitrain.mpi.shared_arrays import Communicator, communicator
 from mpitrain.mpi.world import World, list_hosts
 from mpitrain.record.recorder import record_job, update_result
@@ -267,12 +267,8 @@ class RunCheckpoints:
         return self._stop_reason
 
     def _open_by_itself(self) -> World:
-        world = self._world or current_world()
-        if world is None:
-            raise LaunchError(
-                "no job runs in this process. Expected Checkpointer.restore and .save "
-                "within `with mpitrain.init():`, or under `python -m mpitrain run`"
-            )
+        what = "Checkpointer.restore and .save"
+        world = self._world or require_world(what)
         self.open(world)
         return world
 

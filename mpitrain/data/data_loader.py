@@ -14,9 +14,9 @@ from torch import Tensor
 from mpitrain.data.custom import build_samples
 from mpitrain.data.loader import Batch, BatchLoader
 from mpitrain.data.samples import CollateFn
-from mpitrain.data.sharding import RankShard, max_shard_size, shard_bounds
-from mpitrain.errors import LaunchError, UsageError
-from mpitrain.launch.job import current_world
+from mpitrain.data.sharding import RankShard, max_shard_size
+from mpitrain.errors import UsageError
+from mpitrain.launch.job import require_world
 from mpitrain.mpi.shared_arrays import communicator
 
 
@@ -59,8 +59,6 @@ class DataLoader:
         step: Global batches of the epoch that were yielded to their end.
         sync_gradients: Whether the last batch that was yielded ends its global batch.
         num_samples: Samples of its global batch, over all ranks.
-        start: Place of the batch's first sample in it; 0 in an iterable data set, where
-            that is unknown.
         indices: Numbers of the batch's samples in the data set, int64 `(N,)`.
     """
 
@@ -76,12 +74,7 @@ class DataLoader:
         num_workers: int = 0,
         min_rows: int = 1,
     ) -> None:
-        world = current_world()
-        if world is None:
-            raise LaunchError(
-                "no job runs in this process. Expected mpitrain.DataLoader within "
-                "`with mpitrain.init():`, or under `python -m mpitrain run`"
-            )
+        world = require_world("mpitrain.DataLoader")
         sizes = {"global_batch_size": global_batch_size, "min_rows": min_rows}
         sizes["micro_batch_size"] = micro_batch_size or 1
         for name, value in sizes.items():
@@ -107,7 +100,7 @@ class DataLoader:
         self._shuffle, self._seed = shuffle, seed
         self._order = [seed, shuffle, global_batch_size, self._samples.num_samples]
         self.epoch, self.step = 1, 0
-        self.sync_gradients, self.num_samples, self.start = False, 0, 0
+        self.sync_gradients, self.num_samples = False, 0
         self.indices = np.zeros(0, np.int64)
 
     def __len__(self) -> int:
@@ -144,15 +137,12 @@ class DataLoader:
         with contextlib.closing(self._loader.steps(rank_shard, epoch)) as steps:
             for step in steps:
                 num, last = step.num_samples, step.num_micro_batches
-                start, _ = shard_bounds(num, world.rank, world.world_size)
                 for number, batch in enumerate(step.micro_batches, 1):
                     self.num_samples, self.indices = num, batch.indices
-                    self.start = 0 if order is None else start
                     self.sync_gradients = number == last
                     if self.sync_gradients:
                         self.step = step.number + 1
                     yield self._content(batch), self._weights(batch, num)
-                    start += len(batch)
         self.epoch, self.step = epoch + 1, 0
 
     def state_dict(self) -> dict[str, Any]:

@@ -289,6 +289,16 @@ def current_world() -> World | None:
     return Job.current.world if Job.current and Job.current.is_running else None
 
 
+def require_world(what: str) -> World:
+    """Return the `World` of the job that runs in this process, which ``what`` needs."""
+    if (world := current_world()) is None:
+        raise LaunchError(
+            f"no job runs in this process. Expected {what} within `with "
+            "mpitrain.init():`, or under `python -m mpitrain run`"
+        )
+    return world
+
+
 def heartbeat(phase: str) -> None:
     """Tell the watchdog that this rank is alive, and what it does next; local.
 

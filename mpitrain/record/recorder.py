@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mpitrain.console import say, shown
-from mpitrain.errors import LaunchError, Stopped
+from mpitrain.errors import Stopped
 from mpitrain.files import finite, write_json
-from mpitrain.launch.job import Job, current_world
+from mpitrain.launch.job import Job, current_world, require_world
 from mpitrain.mpi.shared_arrays import Communicator, communicator
 from mpitrain.mpi.world import World
 from mpitrain.record.jsonl import CLOSE_SECONDS, JsonlWriter
@@ -223,12 +223,7 @@ class Recorder(Callback):
             UsageError: The names differ between ranks; on every rank.
         """
         if self._ranks is None:
-            world = current_world()
-            if world is None:
-                raise LaunchError(
-                    "no job runs in this process. Expected Recorder.log within `with "
-                    "mpitrain.init():`, or under `python -m mpitrain run`"
-                )
+            world = require_world("Recorder.log")
             self._ranks = communicator(world)
             self._ranks.on_rank_zero(
                 lambda: self._start_loop(world, step), "open the record"
@@ -250,6 +245,7 @@ class Recorder(Callback):
             stopped: Why the loop was stopped before its end, such as the reason of
                 `Checkpointer.should_stop`: then the run is stopped, and can be resumed.
         """
+        self._ranks = None  # a later `log` opens it again
         if self._metrics is None:
             return
         self._result["train_seconds"] += time.monotonic() - self._began
@@ -267,18 +263,18 @@ class Recorder(Callback):
         kept, num_validations = before_step(self.run_dir / "metrics.jsonl", step)
         self._open(keep_bytes=kept)
         start_seconds = age_seconds()
+        before = read_result(self.run_dir)
         self._result = {
-            "epochs": num_validations,
             "train_seconds": 0.0,
-            **read_result(self.run_dir),
+            **{k: v for k, v in before.items() if k not in ("stopped", "error")},
             "status": "running",
+            "epochs": num_validations,
             "world_size": world.world_size,
             "num_nodes": world.num_nodes,
             "backend": world.backend,
             "start_seconds": start_seconds,
             "steps": step - 1,
         }
-        self._result.pop("stopped", None)
         self._began = self._validated_at = time.monotonic()
         write_json(self.run_dir / "result.json", self._result)
         sizes = {"world_size": world.world_size, "num_nodes": world.num_nodes}

@@ -168,6 +168,17 @@ class Task:
             )
         return {**losses, **found}
 
+    def predict_step(self, model: Model, batch: Batch) -> Any:
+        """Return the outputs of a batch for `Trainer.predict`: the model's.
+
+        Tensors of a row for each row of the batch, lists of an element for each, or
+        tuples and dicts of them.
+        """
+        inputs = batch.inputs
+        # Samples of one tensor, as those of a `TensorDataset`.
+        is_one = isinstance(inputs, tuple | list) and len(inputs) == 1
+        return model(inputs[0] if is_one else inputs)
+
     def loss(self, outputs: Any, targets: Any) -> Losses:
         """Return the loss of each sample; see `training_step`."""
         raise UsageError(

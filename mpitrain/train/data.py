@@ -6,7 +6,7 @@ import contextlib
 import functools
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -47,11 +47,12 @@ class TrainData:
     Attributes:
         min_rows: Rows of a batch in training; batch norm needs two.
         train_loader: Of the stage's training samples.
-        val_loader: Of the stage's validation samples.
+        val_sets: Validation samples by name; of a single set the name is empty.
+        val_loaders: Of the stage's validation samples, likewise.
     """
 
     train_loader: BatchLoader
-    val_loader: BatchLoader
+    val_loaders: dict[str, BatchLoader]
 
     def __init__(
         self,
@@ -67,12 +68,25 @@ class TrainData:
         self._task, self._sampling = task, sampling
         self.min_rows = 1
         self.train = self._samples(train_data, "the training data")
-        self.val = self._samples(val_data, "the validation data")
-        sets = {"train": self.train, "val": self.val}
+        has_names = bool(val_data) if isinstance(val_data, Mapping) else False
+        has_names = has_names and all(isinstance(name, str) for name in val_data)
+        by_name = val_data if has_names else {"": val_data}
+        self.val_sets = {
+            name: self._samples(it, f"the validation data {name}".rstrip())
+            for name, it in by_name.items()
+            if val_data is not None
+        }
+        sets = {f"val {name}".rstrip(): it for name, it in self.val_sets.items()}
+        sets = {"train": self.train, **sets}
         self.num_samples = {name: it.num_samples for name, it in sets.items()}
         self._test_loaders: list[BatchLoader] = []
         self.num_steps = self._num_steps()
         task.set_up(config, world, self.train, self.val)
+
+    @property
+    def val(self) -> Samples:
+        """The first set of validation samples; without one those of training."""
+        return next(iter(self.val_sets.values()), self.train)
 
     def loader(self, samples: Samples, *, is_training: bool = False) -> BatchLoader:
         """Return a loader of samples; local."""
@@ -84,14 +98,23 @@ class TrainData:
             min_rows=self.min_rows if is_training else 1,
         )
 
-    def set_stage(self, train: Samples, val: Samples) -> None:
-        """Let a stage have these samples; local."""
-        self.train_loader = self.loader(train, is_training=True)
-        self.val_loader = self.loader(val)
+    def set_stage(self, samples: tuple[Samples, Samples] | None) -> None:
+        """Let a stage have these samples to train and to validate; local.
 
-    def test_loader(self, data: Any, strategy: Strategy) -> BatchLoader:
+        ``None``: those of the data sets.
+        """
+        train = samples[0] if samples else self.train
+        self.train_loader = self.loader(train, is_training=True)
+        self.val_loaders = {
+            name: self.loader(samples[1] if samples else it)
+            for name, it in self.val_sets.items()
+        }
+
+    def test_loader(
+        self, data: Any, strategy: Strategy, what: str = "the test data"
+    ) -> BatchLoader:
         """Return a loader of another data set for an evaluation."""
-        samples = self._samples(data, "the test data")
+        samples = self._samples(data, what)
         strategy.check_samples(samples)
         loader = self.loader(samples)
         self._test_loaders.append(loader)
@@ -216,7 +239,8 @@ class TrainData:
     def take_skipped(self) -> int:
         """Return the samples of all ranks not readable since the last call."""
         mine = 0
-        loaders = (self.train_loader, self.val_loader, *self._test_loaders)
+        validation = self.val_loaders.values()
+        loaders = (self.train_loader, *validation, *self._test_loaders)
         for loader in loaders:
             for error in loader.skipped:
                 logger.info("skipped: %s", error)  # in this rank's log
@@ -231,7 +255,7 @@ class TrainData:
     def close(self) -> None:
         """End the worker processes; local."""
         tested = (loader.samples for loader in self._test_loaders)
-        for samples in (self.train, self.val, *tested):
+        for samples in (self.train, *self.val_sets.values(), *tested):
             samples.close()
 
     def _samples(self, data: Any, what: str) -> Samples:

@@ -4,24 +4,31 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from mpitrain.config import TrainConfig
 from mpitrain.data.loader import Batch, BatchLoader
 from mpitrain.data.randomness import rank_seed
+from mpitrain.data.samples import kind_of
 from mpitrain.data.sampling import Sampling
-from mpitrain.errors import UsageError
+from mpitrain.errors import DataError, UsageError
 from mpitrain.mpi.shared_arrays import communicator
 from mpitrain.mpi.world import World
-from mpitrain.tasks.task import Task, TrainedPart
+from mpitrain.tasks.task import Model, Task, TrainedPart
 from mpitrain.train.checks import explain_call
 from mpitrain.train.data import TrainData
-from mpitrain.train.evaluate import Evaluation, ValidationStep, evaluate
+from mpitrain.train.evaluate import (
+    Evaluation,
+    ValidationStep,
+    evaluate,
+    join_evaluations,
+)
+from mpitrain.train.gather import gather_rows
 from mpitrain.train.metric_objects import MetricObjects
 from mpitrain.train.model import (
     BatchNorm,
@@ -36,6 +43,7 @@ from mpitrain.train.model import (
 from mpitrain.train.optimizer import OptimizerWrapper
 from mpitrain.train.plan import Plan, Stage
 from mpitrain.train.precision import autocast
+from mpitrain.train.predict import Writer, predict
 from mpitrain.train.step_metrics import MicroBatchLosses
 from mpitrain.train.strategy.base import Strategy
 from mpitrain.train.trained_weights import TrainedWeights
@@ -106,7 +114,7 @@ class Engine:
         modules = self.model.modules() if self.model.training else ()
         self._in_eval_mode = [module for module in modules if not module.training]
         strategy.check_model(self.model)
-        for part in (samples, self.data.val):
+        for part in (samples, *self.data.val_sets.values()):
             strategy.check_samples(part)
         has_batch_norm = any(isinstance(m, BatchNorm) for m in self.model.modules())
         self.data.min_rows = 2 if has_batch_norm else 1
@@ -152,14 +160,15 @@ class Engine:
                 model,
                 loaders,
                 self.ranks,
-                size if self._can_cache_features else None,
+                # Features take the place of one set of validation data.
+                size if self._can_cache_features and len(data.val_sets) == 1 else None,
             )
         if not any(weight.requires_grad for weight in part.model.parameters()):
             raise UsageError(
                 "the model has no weight that requires a gradient; expected at least "
                 "one to train"
             ).on_all_ranks()
-        data.set_stage(*(part.samples or (data.train, data.val)))
+        data.set_stage(part.samples)
         whole = self._whole_strategy
         self.strategy = whole if part.head is None else whole.for_head()
         self.strategy.wrap(
@@ -234,6 +243,19 @@ class Engine:
             explain_call(self.part.model, args, kwargs, error)
             raise
 
+    def all_gather(self, rows: Tensor, batch: Batch | None) -> tuple[Tensor, slice]:
+        """Return what `Trainer.all_gather` does; ``batch``: of a training step."""
+        if batch is None:
+            return rows, slice(0, len(rows))
+        self.strategy.check_all_gather()
+        num = len(batch)
+        if not rows.ndim or len(rows) not in (num, batch.num_rows):
+            raise DataError(
+                f"all_gather got {kind_of(rows)} in a batch of {batch.num_rows} rows; "
+                f"expected one row for each, ({batch.num_rows}, ...)"
+            )
+        return gather_rows(rows[:num], self.ranks, self.world.rank)
+
     # --- evaluation and results ---------------------------------------------------
 
     def evaluate(
@@ -243,25 +265,57 @@ class Engine:
         on_batch_end: Callable[[], object] = lambda: None,
     ) -> Evaluation:
         """Evaluate the model, or its EMA, on every sample of a data set."""
+        with self._evaluation(loader) as model:
+            self._metrics.reset()
+            found = evaluate(
+                model,
+                loader,
+                self.data.evaluation_shard(loader, self.strategy),
+                self.ranks,
+                validation_step,
+                self.world.device,
+                on_batch_end,
+                self._begin_evaluation_batch,
+            )
+            return self._metrics.add_to(found)
+
+    def validate(
+        self,
+        validation_step: ValidationStep,
+        on_batch_end: Callable[[], object] = lambda: None,
+    ) -> Evaluation:
+        """Evaluate the model on the validation data; on each set of them, if named."""
+        found = {
+            name: self.evaluate(loader, validation_step, on_batch_end)
+            for name, loader in self.data.val_loaders.items()
+        }
+        return join_evaluations(found)
+
+    def predict(self, data: Any, write: Writer | None) -> list[Any] | None:
+        """Return what `Trainer.predict` does."""
+        loader = self.data.test_loader(data, self.strategy, "the data to predict")
+        with self._evaluation(loader) as model:
+            return predict(
+                functools.partial(self.task.predict_step, model),
+                loader,
+                self.data.evaluation_shard(loader, self.strategy),
+                self.ranks,
+                write,
+                self.strategy.seed_evaluation_batch,
+            )
+
+    @contextlib.contextmanager
+    def _evaluation(self, loader: BatchLoader) -> Iterator[Model]:
+        """Return the model in evaluation mode, with its EMA's weights."""
         was_training = any(module.training for module in self.model.modules())
         self.model.eval()
-        is_on_part = loader is self.data.val_loader or self.part.samples is None
+        is_on_part = loader in self.data.val_loaders.values()
+        is_on_part |= self.part.samples is None
         module = self.strategy.module if is_on_part else self.model
         with self.optimizer.ema_weights():
             self.strategy.broadcast_buffers()
             try:
-                self._metrics.reset()
-                found = evaluate(
-                    functools.partial(self.forward, module),
-                    loader,
-                    self.data.evaluation_shard(loader, self.strategy),
-                    self.ranks,
-                    validation_step,
-                    self.world.device,
-                    on_batch_end,
-                    self._begin_evaluation_batch,
-                )
-                return self._metrics.add_to(found)
+                yield functools.partial(self.forward, module)
             except BaseException:
                 loader.skipped.clear()  # a resumed job evaluates all of it again
                 raise

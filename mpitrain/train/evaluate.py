@@ -58,8 +58,11 @@ def refuse_names(names: Iterable[str]) -> None:
 def score_of(values: Mapping[str, float], best_by: str | None = None) -> float | None:
     """Return the metric that the best checkpoint is chosen by; ``None``: not finite.
 
-    Negated where lower is better. ``best_by`` is that of `CheckpointConfig`.
+    Negated where lower is better. ``best_by`` is that of `CheckpointConfig`. Without a
+    validation there is none.
     """
+    if not values and not best_by:
+        return None
     name, is_lower_better = best_metric(values, best_by)
     if name not in values:
         asked = f"--best-by {best_by}" if best_by else "the best validation is by loss"
@@ -70,6 +73,30 @@ def score_of(values: Mapping[str, float], best_by: str | None = None) -> float |
         ).on_all_ranks()
     found = -values[name] if is_lower_better else values[name]
     return found if math.isfinite(found) else None
+
+
+def join_evaluations(by_name: Mapping[str, Evaluation]) -> Evaluation:
+    """Return the metrics of several sets, each with the name of its set before it.
+
+    >>> a, b = (Evaluation(values={"loss": x}, num_samples=2) for x in (1.0, 3.0))
+    >>> join_evaluations({"a": a, "b": b}).values, join_evaluations({"": a}) is a
+    ({'a_loss': 1.0, 'b_loss': 3.0}, True)
+    """
+    if by_name.keys() == {""}:
+        return by_name[""]
+    values: dict[str, float] = {}
+    results: dict[str, Any] = {}
+    for name, found in by_name.items():
+        more = {f"{name}_{key}": value for key, value in found.values.items()}
+        if twice := values.keys() & more.keys():
+            raise UsageError(
+                f"two sets of validation data have a metric {twice.pop()!r}; expected "
+                "other names of the sets"
+            ).on_all_ranks()
+        values |= more
+        results |= {f"{name}_{key}": value for key, value in found.results.items()}
+    num_samples = sum(found.num_samples for found in by_name.values())
+    return Evaluation(values=values, num_samples=num_samples, results=results)
 
 
 @torch.no_grad()

@@ -41,6 +41,7 @@ from mpitrain.train.metric_objects import split_metrics
 from mpitrain.train.metrics import StepMetrics, TrainState
 from mpitrain.train.nonfinite import handle_nonfinite
 from mpitrain.train.optimizer import NO_GRADIENT
+from mpitrain.train.predict import Writer
 from mpitrain.train.progress import EpochLines
 from mpitrain.train.step_metrics import (
     THROUGHPUT_SECONDS,
@@ -64,7 +65,8 @@ class Trainer:
         model: Trained in place. All ranks start with rank zero's weights.
         train_data: A `TensorDataset` of inputs and targets, or any map-style or
             iterable data set; the same on all ranks, sharded here.
-        val_data: The data set that is evaluated after every epoch; likewise.
+        val_data: The data set that is evaluated after every epoch; likewise. A dict of
+            several: their metrics are named ``NAME_loss``. ``None``: no validation.
         config: The configuration. The fields that name a data set, a model, a run
             folder, checkpoints or loggers have no effect here, and `fit` warns about
             them: pass objects and callbacks.
@@ -113,7 +115,7 @@ class Trainer:
         self,
         model: nn.Module,
         train_data: Any,
-        val_data: Any,
+        val_data: Any = None,
         config: TrainConfig | None = None,
         *,
         world: World | None = None,
@@ -160,6 +162,7 @@ class Trainer:
         self._loss, self._strategy = loss, strategy
         self._metrics = split_metrics(self.task, metrics, derived_metrics)
         self._sampling = Sampling(sampler, batch_sampler)
+        self._batch: Batch | None = None  # while its loss is computed
         self._warned_of: set[str] = set()  # losses and metrics that are scalars
         self._hooks: dict[str, list[Callable[..., None]]] = {}
 
@@ -321,10 +324,9 @@ class Trainer:
         """Evaluate the model on a test set, and report it. Collective over all ranks.
 
         Args:
-            data: As `val_data`.
+            data: A data set, as `train_data`.
         """
-        self._check_ranks()
-        engine = self.engine
+        engine = self._checked_engine()
         with self.timer("evaluation"):
             loader = engine.data.test_loader(data, engine.strategy)
             found = engine.evaluate(loader, self.validation_step)
@@ -396,6 +398,28 @@ class Trainer:
         """
         return self.engine.forward(self.engine.strategy.module, *args, **kwargs)
 
+    def all_gather(self, rows: Tensor) -> tuple[Tensor, slice]:
+        """Return the rows of the whole global batch, in its order, with gradients.
+
+            rows, mine = trainer.all_gather(outputs)
+            return contrastive_loss(rows)[mine]  # the losses of this rank's samples
+
+        For a loss that compares samples, in `loss` or `compute_loss`. Collective over
+        all ranks in a training step; in an evaluation, whose batches do not depend on
+        the number of ranks, it returns the batch itself.
+
+        Args:
+            rows: `(N, ...)`, for each row of the batch.
+
+        Returns:
+            `(M, ...)`, equal on all ranks, without padding; and which are this rank's.
+
+        Raises:
+            UsageError: The step is cut into micro-batches; on every rank.
+            DataError: Rows of ranks differ in more than their number; on every rank.
+        """
+        return self.engine.all_gather(rows, self._batch)
+
     # --- results ------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
@@ -415,17 +439,40 @@ class Trainer:
         Raises:
             UsageError: `fit` started the job and has ended it.
         """
-        self._check_ranks()
-        engine = self.engine
-        return engine.evaluate(engine.data.val_loader, self.validation_step)
+        engine = self._checked_engine()
+        if not engine.data.val_loaders:
+            raise UsageError("found no val_data; expected some to evaluate")
+        return engine.validate(self.validation_step)
 
-    def _check_ranks(self) -> None:
-        if not hasattr(self, "engine") or not hasattr(self.engine.data, "val_loader"):
+    def predict(self, data: Any, write: Writer | None = None) -> list[Any] | None:
+        """Return the outputs of the model, or its EMA, for each sample of a data set.
+
+        Collective over all ranks.
+
+        Args:
+            data: A data set, as `train_data`; targets are not needed.
+            write: Called on each rank with numbers of samples, int64 `(N,)`, and a list
+                of their outputs; not collective. Each sample is written once.
+
+        Returns:
+            On rank zero, without ``write``: the outputs of each sample, on the CPU, in
+            the order of the data set; else ``None``.
+
+        Raises:
+            DataError: Outputs have no row for each sample; see `Task.predict_step`.
+        """
+        engine = self._checked_engine()
+        with self.timer("evaluation"):
+            return engine.predict(data, write)
+
+    def _checked_engine(self) -> Engine:
+        if not hasattr(self, "engine") or not hasattr(self.engine.data, "val_loaders"):
             raise UsageError("nothing to evaluate yet; expected a call of fit() before")
         if self._final_state is not None:
             raise UsageError(
                 "fit() has ended its ranks; expected a world= from mpitrain.init()"
             )
+        return self.engine
 
     # --- the parts of `fit` ---------------------------------------------------------
 
@@ -507,11 +554,14 @@ class Trainer:
     def _sums_of_losses(self, batch: Batch) -> tuple[Tensor, dict[str, Sum]]:
         """Return the sum of a micro-batch's losses, and it and others, detached."""
         try:
+            self._batch = batch
             named = named_values(self.compute_loss(batch), "the training step")
             num, num_rows = len(batch), batch.num_rows
             sums = {name: sum_of(it, num, num_rows, name) for name, it in named.items()}
         except BadRow as bad:
             raise bad.named(batch.indices) from None
+        finally:
+            self._batch = None
         loss = sums["loss"].total
         if not loss.requires_grad:
             raise DataError(f"the loss is {kind_of(named['loss'])}: {NO_GRADIENT}")

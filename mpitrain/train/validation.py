@@ -18,10 +18,8 @@ def validate_once(trainer: Any, *, is_epoch_end: bool) -> None:
         return
     began = time.perf_counter()
     with trainer.timer("evaluation"):
-        found = engine.evaluate(
-            engine.data.val_loader,
-            trainer.validation_step,
-            lambda: trainer.call("on_validation_batch_end"),
+        found = engine.validate(
+            trainer.validation_step, lambda: trainer.call("on_validation_batch_end")
         )
     state.skipped_samples += engine.data.take_skipped()
     state.val_seconds += time.perf_counter() - began

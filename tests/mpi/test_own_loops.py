@@ -340,7 +340,13 @@ def test_what_does_not_fit_is_refused_by_name_on_all_ranks(
         with pytest.raises(UsageError, match="expected the same names"):
             recorder.log(2, **{f"of_{world.rank}": 1.0})
     recorder.finish()
+    recorder.log(2, val_loss=3.0)  # opens it again
+    recorder.finish()
     checkpointer.close()
+    if world.is_rank_zero:
+        metrics = Run(run_dir / "a").metrics
+        assert [it.loss for it in metrics.steps] == [1.0]
+        assert [(it.epoch, it.values["loss"]) for it in metrics.epochs] == [(1, 3.0)]
     ranks.allgather(None)
 
 

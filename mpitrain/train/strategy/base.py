@@ -16,6 +16,7 @@ from mpitrain.data import sharding
 from mpitrain.data.custom import Samples
 from mpitrain.data.samples import to_dtype
 from mpitrain.data.sharding import MicroBatchAssignment
+from mpitrain.errors import UsageError
 from mpitrain.mpi.world import World
 from mpitrain.torch_compat import (
     broadcast_coalesced,
@@ -107,6 +108,16 @@ class Strategy:
 
     def check_model(self, model: nn.Module) -> None:
         """Refuse a model that the strategy cannot take; on all ranks."""
+
+    def check_all_gather(self) -> None:
+        """Refuse to gather the rows of a step that is not in one pass; on all ranks."""
+        size, whole = self.micro_batch_size, self.config.global_batch_size
+        if size is not None and size < whole:
+            raise UsageError(
+                f"all_gather needs the whole global batch in one pass, found "
+                f"micro_batch_size {size} of {whole}; expected none, and more ranks or "
+                "--activation-checkpointing to save memory"
+            ).on_all_ranks()
 
     def for_head(self) -> Strategy:
         """Return the strategy that trains a head alone: it needs no sharding."""

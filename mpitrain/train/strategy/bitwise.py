@@ -121,6 +121,13 @@ class BitwiseDDPStrategy(Strategy):
                 "--bitwise does not go with torch.compile; expected a plain model"
             ).on_all_ranks()
 
+    def check_all_gather(self) -> None:
+        """Refuse it: each micro-batch is computed alone."""
+        raise UsageError(
+            "all_gather does not go with --bitwise, whose micro-batches are each "
+            "computed alone; expected no --bitwise"
+        ).on_all_ranks()
+
     @property
     def micro_batch_size(self) -> int:
         """Samples of a micro-batch, on any number of ranks."""

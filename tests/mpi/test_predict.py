@@ -1,0 +1,211 @@
+"""Predictions, and trainings with no or several sets of validation data."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from reference_training import History
+from test_own_loops import Stream
+from test_saving import ranks, run_dir  # noqa: F401
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from mpitrain import (
+    Checkpointer,
+    DataError,
+    EpochLines,
+    Recorder,
+    Task,
+    TrainConfig,
+    Trainer,
+    UsageError,
+    World,
+)
+from mpitrain.checkpoint.layout import list_checkpoints
+from mpitrain.mpi.shared_arrays import Communicator
+from mpitrain.record.run_dir import read_result
+from mpitrain.tools.report.report import ReportConfig, report
+from mpitrain.tools.watch import WatchConfig, watch
+
+pytestmark = [
+    pytest.mark.mpi,
+    pytest.mark.filterwarnings("ignore:FSDP2-wrapped module"),
+]
+
+
+def samples(num: int) -> TensorDataset:
+    inputs = torch.arange(num * 3.0, dtype=torch.float64).view(num, 3).sin()
+    return TensorDataset(inputs, inputs.sum(1, keepdim=True))
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.layer, self.norm = nn.Linear(3, 2), nn.BatchNorm1d(2)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.norm(self.layer(inputs.reshape(len(inputs), -1)))
+
+
+def trainer_of(world: World, val_data: Any = None, **options: Any) -> Trainer:
+    settings = {"epochs": 2, "global_batch_size": 8, "lr": 0.05, "precision": "fp64"}
+    config = TrainConfig(**settings | options.pop("settings", {}))
+    options = {
+        "callbacks": [],
+        "loss": lambda y, t: (y.sum(1) - t[:, 0]) ** 2,
+        **options,
+    }
+    return Trainer(Net(), samples(20), val_data, config, world=world, **options)
+
+
+@pytest.fixture(scope="module", params=["ddp", "ema", "fsdp"])
+def trainer(request: pytest.FixtureRequest, world: World) -> Trainer:
+    kinds: dict[str, Any] = {"ema": {"ema_decay": 0.5}, "fsdp": {"strategy": "fsdp"}}
+    if world.world_size == 1:
+        kinds.pop("fsdp")
+    found = trainer_of(world, settings=kinds.get(request.param, {}))
+    found.fit()
+    return found
+
+
+def by_hand(trainer: Trainer, inputs: Tensor) -> Tensor:
+    state, model = trainer.state_dict(), Net().double().eval()
+    if trainer.task.world.is_rank_zero:
+        model.load_state_dict(state)
+    return model(inputs).detach()
+
+
+@pytest.mark.parametrize("num", [1, 37, 70])
+def test_predictions_are_of_each_sample_once_in_order(
+    num: int,
+    world: World,
+    ranks: Communicator,  # noqa: F811
+    trainer: Trainer,
+) -> None:
+    data = samples(num)
+    expected = by_hand(trainer, data.tensors[0])
+    found = trainer.predict(data)
+    without_targets = trainer.predict(TensorDataset(data.tensors[0]))
+    written: dict[int, Tensor] = {}
+    nothing = trainer.predict(
+        data, lambda at, its: written.update(zip(at.tolist(), its, strict=True))
+    )
+    of_ranks = ranks.allgather(written)
+    assert nothing is None
+    assert sorted(i for of_rank in of_ranks for i in of_rank) == list(range(num))
+    if not world.is_rank_zero:
+        assert found is None
+        return
+    assert found is not None
+    assert without_targets is not None
+    everything = {i: it for of_rank in of_ranks for i, it in of_rank.items()}
+    for its in (found, without_targets, [everything[i] for i in range(num)]):
+        assert torch.allclose(torch.stack(its), expected, rtol=1e-9, atol=1e-12)
+
+
+class Boxes(Task):
+    """Outputs of another length for each sample, and parts of several kinds."""
+
+    def loss(self, outputs: Any, targets: Any) -> Tensor:
+        return outputs.sum(1)
+
+    def predict_step(self, model: Any, batch: Any) -> Any:
+        scores = model(batch.inputs)
+        boxes = [torch.arange(int(10 * x.abs().sum()) % 4) for x in batch.inputs]
+        names = [f"of {len(it)}" for it in boxes]
+        return {"boxes": boxes, "more": (scores, names), "none": None}
+
+
+def test_outputs_may_be_ragged_and_of_any_kind(world: World) -> None:
+    trainer = trainer_of(world, task=Boxes(), loss=None)
+    trainer.fit()
+    data = samples(41)
+    scores = by_hand(trainer, data.tensors[0])
+    found = trainer.predict(data)
+    for i, it in enumerate(found or ()):
+        length = int(10 * data.tensors[0][i].abs().sum()) % 4
+        assert it["boxes"].tolist() == list(range(length))
+        assert torch.allclose(it["more"][0], scores[i], rtol=1e-9, atol=1e-12)
+        assert (it["more"][1], it["none"]) == (f"of {length}", None)
+    assert len(found or ()) == 41 * world.is_rank_zero
+    trainer.task.predict_step = lambda model, batch: model(batch.inputs).sum()  # type: ignore[method-assign]
+    with pytest.raises(DataError, match=r"rows are float64 \(\); expected a tensor of"):
+        trainer.predict(samples(100 * world.world_size))
+
+
+def test_a_stream_is_predicted_in_its_order(world: World) -> None:
+    trainer = trainer_of(world)
+    trainer.fit()
+    trainer.task.predict_step = lambda model, batch: (  # type: ignore[method-assign]
+        model(batch.inputs.view(-1, 1).expand(-1, 3)),
+        batch.inputs,
+    )
+    found = trainer.predict(Stream())
+    if world.is_rank_zero:
+        assert [float(it[1]) for it in found or ()] == [0.0, 1, 2, 3, 4, 5, 6]
+
+
+def test_a_training_needs_no_validation_data(
+    world: World,
+    ranks: Communicator,  # noqa: F811
+    run_dir: Path,  # noqa: F811
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    history, folder = History(), run_dir / "a"
+    callbacks = [history, EpochLines(), Recorder(folder), Checkpointer(folder)]
+    trainer = trainer_of(world, callbacks=callbacks)
+    assert trainer.fit().values == {}
+    assert [epoch.values for epoch in history.epochs] == [{}, {}]
+    with pytest.raises(UsageError, match="found no val_data"):
+        trainer.evaluate()
+    with pytest.raises(UsageError, match="best_by='val_f1' without val_data"):
+        trainer_of(world, callbacks=[Checkpointer(folder, best_by="val_f1")]).fit()
+    ranks.allgather(None)
+    if world.is_rank_zero:
+        watch(WatchConfig(run=folder, once=True))
+        printed = capsys.readouterr().out
+        assert "finished: 2 epochs, " in printed
+        assert "val_" not in printed
+        assert "nan" not in printed
+        report(ReportConfig(run=folder, pictures=False))
+        page = (folder / "report.html").read_text()
+        assert "last training loss" in page
+        assert "Validation" not in page
+        assert len([*(folder / "checkpoints").iterdir()]) == 2
+    ranks.allgather(None)
+
+
+def test_sets_of_validation_data_have_their_names(
+    world: World,
+    ranks: Communicator,  # noqa: F811
+    run_dir: Path,  # noqa: F811
+) -> None:
+    sets = {"era5": samples(13), "stations": samples(1)}
+    alone = [trainer_of(world, it) for it in sets.values()]
+    losses = [it.fit().loss for it in alone]
+    for best_by, best in ((None, "era5_loss"), ("val_stations_loss", "stations_loss")):
+        history, folder = History(), run_dir / f"run-{best}"
+        callbacks = [history, Recorder(folder), Checkpointer(folder, best_by=best_by)]
+        trainer = trainer_of(world, sets, callbacks=callbacks)
+        found = trainer.fit()
+        assert found.values == {"era5_loss": losses[0], "stations_loss": losses[1]}
+        assert found.num_samples == 14
+        assert trainer.evaluate().values == found.values
+        if world.is_rank_zero:
+            assert read_result(folder)["val_era5_loss"] == losses[0]
+            metrics = [(it.metadata()["metric"]) for it in list_checkpoints(folder)]
+            expected = [-epoch.values[best] for epoch in history.epochs]
+            assert sorted(metrics) == sorted(expected)
+    with pytest.raises(UsageError, match="have a metric 'a_b_loss'"):
+        trainer_of(
+            world,
+            {"a": sets["era5"], "a_b": sets["era5"]},
+            metrics={"b_loss": lambda y, t: y.sum(1)},
+        ).fit()
+    with pytest.raises(DataError, match="the validation data b has no samples"):
+        trainer_of(world, {"a": sets["era5"], "b": []}).fit()
+    ranks.allgather(None)
