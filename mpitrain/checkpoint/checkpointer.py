@@ -94,7 +94,7 @@ class Checkpointer(RunCheckpoints, Callback):
         every_minutes: Minutes between two checkpoints; ``None``: not by time.
         keep: How many of the newest are kept, beside the best one; ``None``: all.
         best_by: The metric of the best one, such as ``"val_loss"``; ``None``: accuracy,
-            else loss. See `CheckpointConfig`.
+            else loss, else there is no best one. See `CheckpointConfig`.
         resume: ``"auto"``: from the newest checkpoint in `run_dir`. ``"never"``: an
             error if the run exists. Or the path of another run folder or checkpoint.
         time_limit: ``[[hours:]minutes:]seconds`` since the start of the process.
@@ -264,6 +264,12 @@ class Checkpointer(RunCheckpoints, Callback):
         if every and epoch.epoch % every == 0:
             self._clock.is_due = True
         metric = score_of(epoch.values, self._best_by)
+        is_known = self._best_by or {"accuracy", "loss"} & {*epoch.values}
+        if epoch.epoch == 1 and not is_known and trainer.engine.world.is_rank_zero:
+            logger.warning(
+                "the validation has neither accuracy nor loss: no checkpoint is the "
+                "best one; choose a metric by --best-by max:NAME, or best_by="
+            )
         is_best = metric is not None and metric > self._best
         # The best alone waits for a write that is under way: a newer one comes soon, a
         # better one perhaps never.

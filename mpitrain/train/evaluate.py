@@ -58,14 +58,16 @@ def refuse_names(names: Iterable[str]) -> None:
 def score_of(values: Mapping[str, float], best_by: str | None = None) -> float | None:
     """Return the metric that the best checkpoint is chosen by; ``None``: not finite.
 
-    Negated where lower is better. ``best_by`` is that of `CheckpointConfig`.
+    Negated where lower is better. ``best_by`` is that of `CheckpointConfig`; without
+    it, and without accuracy and loss, there is none: which is better is not known.
     """
     name, is_lower_better = best_metric(values, best_by)
+    if best_by is None and not values.keys() & {"accuracy", "loss"}:
+        return None
     if name not in values:
-        asked = f"--best-by {best_by}" if best_by else "the best checkpoint is by loss"
         raise UsageError(
-            f"{asked}: found no such metric in the validation; expected one of "
-            f"{', '.join(values)}: --best-by NAME, or best_by of a Checkpointer"
+            f"--best-by {best_by}: found no such metric in the validation; expected "
+            f"one of {', '.join(values)}: --best-by NAME, or best_by of a Checkpointer"
         ).on_all_ranks()
     found = -values[name] if is_lower_better else values[name]
     return found if math.isfinite(found) else None

@@ -45,12 +45,16 @@ def mean(total: float, weight: float) -> float:
 def best_metric(names: Collection[str], best_by: str | None) -> tuple[str, bool]:
     """Return the metric by which the best epoch is chosen, and if lower is better.
 
-    Of the validation's ``names`` accuracy, else loss, unless ``best_by`` names one.
+    Of the validation's ``names`` accuracy, else loss, unless ``best_by`` names one;
+    else the first, which is shown, but chooses no checkpoint.
 
     >>> best_metric(["loss", "miou"], "max:miou"), best_metric(["loss"], None)
     (('miou', False), ('loss', True))
+    >>> best_metric(["miou"], None)
+    ('miou', False)
     """
-    default = "accuracy" if "accuracy" in names else "loss"
+    known = [name for name in ("accuracy", "loss") if name in names]
+    default = next(iter([*known, *names]), "loss")
     mode, _, name = (best_by or default).rpartition(":")
     name = name.removeprefix("val_")
     is_loss = any(word in name.lower() for word in ("loss", "error"))
