@@ -220,7 +220,7 @@ class CheckpointConfig:
     """Keep the N newest checkpoints and the best one; None: all."""
     best_by: str | None = command_only(None)
     """Metric of the best checkpoint: min:NAME, max:NAME, or NAME (loss and error: min).
-    Default: accuracy, else loss, else none."""
+    Default: accuracy, else loss."""
     resume: str = run_setting("auto", is_common=True, is_set_by_sweep=True)
     """auto: resume the run of this --name. never: fail if it exists. Or a run folder
     or checkpoint that a new run starts from."""
