@@ -56,7 +56,7 @@ from mpitrain.record.recorder import Recorder
 from mpitrain.record.runs import differences
 from mpitrain.train.callbacks import Callback, StopRequested, check_state_names
 from mpitrain.train.evaluate import score_of
-from mpitrain.train.metrics import EpochMetrics, TrainState
+from mpitrain.train.metrics import EpochMetrics, TrainState, knows_best
 from mpitrain.train.trainer import Trainer
 
 logger = logging.getLogger("mpitrain")
@@ -93,7 +93,7 @@ class Checkpointer(RunCheckpoints, Callback):
         every_minutes: Minutes between two checkpoints; ``None``: not by time.
         keep: How many of the newest are kept, beside the best one; ``None``: all.
         best_by: The metric of the best one, such as ``"val_loss"``; ``None``: accuracy,
-            else loss. See `CheckpointConfig`.
+            else loss, else there is no best one. See `CheckpointConfig`.
         resume: ``"auto"``: from the newest checkpoint in `run_dir`. ``"never"``: an
             error if the run exists. Or the path of another run folder or checkpoint.
         time_limit: ``[[hours:]minutes:]seconds`` since the start of the process.
@@ -138,6 +138,7 @@ class Checkpointer(RunCheckpoints, Callback):
         self._saved: object = None
         self._last_tick: float | None = None
         self._best = -math.inf
+        self._has_warned = False  # that no checkpoint is the best one
 
     # --- hooks of the trainer -----------------------------------------------------
 
@@ -366,6 +367,14 @@ class Checkpointer(RunCheckpoints, Callback):
     ) -> None:
         self._clock.is_due |= is_due
         metric = score_of(values, self._best_by)
+        is_known = not values or knows_best(values, self._best_by)
+        is_zero = trainer.engine.world.is_rank_zero
+        if is_zero and not self._has_warned and not is_known:
+            logger.warning(
+                "the validation has neither accuracy nor loss: no checkpoint is the "
+                "best one; choose a metric by --best-by max:NAME, or best_by="
+            )
+        self._has_warned = True
         # The best alone waits for a write that is under way: a newer one comes soon, a
         # better one perhaps never.
         may_queue = metric is not None and metric > self._best

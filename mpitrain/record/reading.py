@@ -145,7 +145,7 @@ def _values(row: Mapping[str, Any], prefix: str) -> dict[str, float]:
     return {
         name.removeprefix(prefix): number(value)
         for name, value in row.items()
-        if name.startswith(prefix) and not name.endswith("_samples")
+        if name.startswith(prefix) and name != f"{prefix}samples"
     }
 
 

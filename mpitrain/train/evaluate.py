@@ -18,7 +18,7 @@ from mpitrain.launch.job import heartbeat
 from mpitrain.mpi.shared_arrays import Communicator
 from mpitrain.tasks.task import Model
 from mpitrain.train.means import is_weighted, sum_of
-from mpitrain.train.metrics import best_metric, mean
+from mpitrain.train.metrics import best_metric, knows_best, mean
 from mpitrain.train.step_metrics import sum_exactly, sum_over_ranks
 
 ValidationStep = Callable[[Model, Batch], Mapping[str, Any]]
@@ -58,12 +58,12 @@ def refuse_names(names: Iterable[str]) -> None:
 def score_of(values: Mapping[str, float], best_by: str | None = None) -> float | None:
     """Return the metric that the best checkpoint is chosen by; ``None``: not finite.
 
-    Negated where lower is better. ``best_by`` is that of `CheckpointConfig`. Without a
-    validation there is none.
+    Negated where lower is better. ``best_by`` is that of `CheckpointConfig`; without
+    it, and without accuracy and loss, there is none: which is better is not known.
     """
-    if not values and not best_by:
-        return None
     name, is_lower_better = best_metric(values, best_by)
+    if not knows_best(values, best_by):
+        return None
     if name not in values:
         asked = f"--best-by {best_by}" if best_by else "the best validation is by loss"
         raise UsageError(

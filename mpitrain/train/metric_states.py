@@ -143,6 +143,15 @@ class TorchMetric:
         Raises:
             DataError: They cannot be joined, or ranks have others.
         """
+        mine = [(part, dict(part.metric_state)) for part in parts_of(self.metric)]
+        try:
+            return self._result(of_ranks)
+        finally:  # a reset may keep some, such as features of real images
+            for part, state in mine:
+                for key, value in state.items():
+                    setattr(part, key, value)
+
+    def _result(self, of_ranks: Sequence[Sequence[MetricState]]) -> Any:
         kinds = [", ".join(state.kind for state in states) for states in of_ranks]
         _check_equal(self.name, dict(enumerate(kinds)))
         of_parts = [
@@ -267,14 +276,11 @@ def _trace(value: Any) -> list[Any]:
 
 
 def _is_same(old: list[Any], new: list[Any]) -> bool:
-    def is_same(a: Any, b: Any) -> bool:
-        if isinstance(a, Tensor) and isinstance(b, Tensor):
-            return a is b
-        return a is b or (
-            type(a) is type(b) and isinstance(a, Real | str | bytes) and a == b
-        )
-
-    return len(old) == len(new) and all(map(is_same, old, new))
+    pairs = zip(old, new, strict=False)
+    return len(old) == len(new) and all(
+        a is b or (isinstance(a, Real | str | bytes) and type(a) is type(b) and a == b)
+        for a, b in pairs
+    )
 
 
 def _by_batch(

@@ -42,20 +42,34 @@ def mean(total: float, weight: float) -> float:
     return total / weight if weight else math.nan
 
 
+KINDS = ("accuracy", "loss")
+"""Metrics of which it is known which is better, also as the end of a name."""
+
+
+def knows_best(names: Collection[str], best_by: str | None) -> bool:
+    """Whether a metric is chosen by which an epoch can be the best.
+
+    >>> knows_best(["miou"], None), knows_best(["a_loss"], None)
+    (False, True)
+    """
+    return bool(best_by) or any(name.endswith(KINDS) for name in names)
+
+
 def best_metric(names: Collection[str], best_by: str | None) -> tuple[str, bool]:
     """Return the metric by which the best epoch is chosen, and if lower is better.
 
     Of the validation's ``names`` accuracy, else loss, unless ``best_by`` names one; of
-    several data sets that of the first.
+    several data sets that of the first. Else the first name, which is shown, but
+    chooses no checkpoint, see `knows_best`.
 
     >>> best_metric(["loss", "miou"], "max:miou"), best_metric(["loss"], None)
     (('miou', False), ('loss', True))
     >>> best_metric(["a_loss", "b_loss"], None)
     ('a_loss', True)
     """
-    found = [kind for kind in ("accuracy", "loss") if kind in names]
-    found += [n for kind in ("_accuracy", "_loss") for n in names if n.endswith(kind)]
-    default = next(iter(found), "loss")
+    found = [kind for kind in KINDS if kind in names]
+    found += [n for kind in KINDS for n in names if n.endswith(f"_{kind}")]
+    default = next(iter([*found, *names]), "loss")
     mode, _, name = (best_by or default).rpartition(":")
     name = name.removeprefix("val_")
     is_loss = any(word in name.lower() for word in ("loss", "error"))

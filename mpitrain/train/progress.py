@@ -17,6 +17,8 @@ from mpitrain.console import say
 from mpitrain.train.callbacks import Callback
 from mpitrain.train.metrics import EpochMetrics, StepMetrics, Throughput, best_metric
 
+MAX_SHOWN = 12  # metrics in a line; records have all
+
 LINE_SECONDS = 60.0  # in epochs that take longer, about how often a line is printed
 
 SecondsLeft = Callable[[], float | None]
@@ -100,8 +102,8 @@ class EpochLines(Callback):
     def on_epoch_end(self, trainer: Any, epoch: EpochMetrics) -> None:
         """Print the line of the epoch."""
         best, _ = best_metric(epoch.values, self.best_by)
-        if epoch.values:
-            self._values[f"val_{best}"] = epoch.values.get(best, math.nan)
+        if best in epoch.values:
+            self._values[f"val_{best}"] = epoch.values[best]
         if self._is_on:
             self._printed_at = time.monotonic()
             say(epoch_line(epoch, self._num_epochs))
@@ -272,10 +274,12 @@ def format_metrics(values: Mapping[str, float]) -> str:
     >>> format_metrics({"val_loss": 0.25, "val_accuracy": 0.5})
     'val_loss 0.2500 | val_accuracy 50.00%'
     """
-    return " | ".join(
+    found = [
         f"{name} {value:.2%}" if name.endswith("accuracy") else f"{name} {value:.4f}"
         for name, value in values.items()
-    )
+    ]
+    more = [f"and {len(found) - MAX_SHOWN} more"] * (len(found) > MAX_SHOWN)
+    return " | ".join(found[:MAX_SHOWN] + more)
 
 
 def finished_line(result: Mapping[str, Any]) -> str:

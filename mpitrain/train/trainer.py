@@ -556,6 +556,8 @@ class Trainer:
         try:
             self._batch = batch
             named = named_values(self.compute_loss(batch), "the training step")
+            if not self._is_task_step:
+                self.task.refuse_other_step()
             num, num_rows = len(batch), batch.num_rows
             sums = {name: sum_of(it, num, num_rows, name) for name, it in named.items()}
         except BadRow as bad:
@@ -566,7 +568,5 @@ class Trainer:
         if not loss.requires_grad:
             raise DataError(f"the loss is {kind_of(named['loss'])}: {NO_GRADIENT}")
         warn_of_scalars(named, self._warned_of)
-        if not self._is_task_step:
-            self.task.refuse_other_step()
         self.engine.check_losses(form_of(named))
         return loss, {name: Sum(it[0].detach(), it[1]) for name, it in sums.items()}

@@ -6,7 +6,9 @@ All of torchmetrics' are in tests/unit/test_metric_objects.py, joined without MP
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,8 +17,13 @@ import torchmetrics as tm
 from reference_training import Net, config_of, some
 from torch import Tensor
 
-from mpitrain import Callback, Task, Trainer, World
+from mpitrain import Callback, Checkpointer, EpochLines, Recorder, Task, Trainer, World
+from mpitrain.checkpoint.layout import best_of, list_checkpoints
 from mpitrain.errors import MpitrainError, UsageError
+from mpitrain.mpi.shared_arrays import communicator
+from mpitrain.record.reading import Run
+from mpitrain.tools.report.curves import metric_charts
+from mpitrain.tools.report.summary import summary
 from mpitrain.train.metric_states import TorchMetric
 
 pytestmark = [pytest.mark.mpi, pytest.mark.filterwarnings("ignore::UserWarning")]
@@ -291,6 +298,27 @@ def test_an_error_of_a_metric_is_that_of_all_ranks(
         trainer_of(world, metrics={"m": metric}).fit()
 
 
+class Picky(Sums):
+    def __init__(self, *, is_picky: bool) -> None:
+        super().__init__()
+        self.is_picky = is_picky
+
+    def update(self, outputs: Tensor, targets: Tensor) -> None:
+        if self.is_picky:
+            raise ValueError("not these")
+        super().update(outputs, targets)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_update_that_fails_on_one_rank_is_an_error_of_all(
+    world: World, rank: int
+) -> None:
+    is_picky = world.rank == min(rank, world.world_size - 1)
+    message = r"metric 'm' failed: update\(\) by outputs.*ValueError: not these"
+    with pytest.raises(MpitrainError, match=message):
+        trainer_of(world, metrics={"m": Picky(is_picky=is_picky)}).fit()
+
+
 def test_other_states_on_a_rank_are_no_wait(world: World) -> None:
     is_last = world.rank == world.world_size - 1
     trainer = trainer_of(world, metrics={"m": Odd(is_odd=is_last)})
@@ -342,3 +370,113 @@ def test_rank_zero_may_be_without_an_update(world: World) -> None:
     assert set(found) == {"m"}
     cat = trainer_of(world, 29, task=ByTask(tm.CatMetric())).fit()
     assert found["m"] == pytest.approx(float(cat.results["m"].mean()), abs=1e-12)
+
+
+# --- records, checkpoints, reports ------------------------------------------------
+
+
+@pytest.fixture
+def run_dir(world: World) -> Iterator[Path]:
+    """A folder that all ranks see."""
+    ranks = communicator(world)
+    with tempfile.TemporaryDirectory() as made:
+        yield Path(ranks.on_rank_zero(lambda: made, "make a folder")) / "run"
+        ranks.allgather(None)
+
+
+def recorded(world: World, run_dir: Path, best_by: str | None, **kinds: Any) -> Trainer:
+    callbacks = (
+        Recorder(run_dir),
+        EpochLines(),
+        Checkpointer(run_dir, best_by=best_by, keep=1),
+        *kinds.pop("callbacks", ()),
+    )
+    config = {"epochs": 3, "lr": 0.5}
+    trainer = trainer_of(world, callbacks=callbacks, config=config, **kinds)
+    trainer.fit()
+    return trainer
+
+
+def test_numbers_of_objects_are_recorded_and_choose_the_best(
+    world: World, run_dir: Path
+) -> None:
+    seen: list[float] = []
+
+    class Seen(Callback):
+        def on_epoch_end(self, trainer: Any, epoch: Any) -> None:
+            seen.append(epoch.values["mine"])
+
+    metrics = {
+        "mine": Sums(),
+        "num_samples": tm.classification.MulticlassAccuracy(10, average="micro"),
+        "recall": tm.classification.MulticlassRecall(10, average=None),
+    }
+    kinds = {"metrics": metrics, "callbacks": [Seen()]}
+    trainer = recorded(world, run_dir, "min:mine", **kinds)
+    trainer.test(some(20, "val"))
+    if not world.is_rank_zero:
+        return
+    run = Run(run_dir)
+    assert [epoch.values["mine"] for epoch in run.metrics.epochs] == seen
+    assert run.metrics.epochs[-1].values["num_samples"] == pytest.approx(seen[-1])
+    assert run.result["val_mine"] == seen[-1]
+    assert "mine" in run.metrics.test
+    best = best_of(list_checkpoints(run_dir))
+    assert best is not None
+    assert seen[best.epoch - 1] == min(seen)
+    assert f"{min(seen):.4f}"[:5] in summary(run, [])["best validation mine"]
+    names = [chart.name for chart in metric_charts(run)]
+    assert {"val-mine", "val-recall_0"} <= set(names)
+
+
+class NoLoss(ByTask):
+    def validation_step(self, model: Any, batch: Any) -> Mapping[str, Any]:
+        outputs = model(batch.inputs)
+        if len(batch):
+            self.update_metrics(outputs, batch.targets)
+        return {}
+
+
+def test_without_a_loss_no_checkpoint_is_the_best(
+    world: World, run_dir: Path, caplog: pytest.LogCaptureFixture, capsys: Any
+) -> None:
+    recorded(world, run_dir, None, task=NoLoss(Sums()))
+    warnings = [it for it in caplog.messages if "neither accuracy nor loss" in it]
+    assert len(warnings) == world.is_rank_zero
+    assert best_of(list_checkpoints(run_dir)) is None
+    if world.is_rank_zero:
+        assert "finished: val_m 0." in capsys.readouterr().out
+        assert "last validation m" in summary(Run(run_dir), [])
+
+
+def test_without_a_loss_a_metric_may_choose_the_best(
+    world: World, run_dir: Path
+) -> None:
+    recorded(world, run_dir, "max:m", task=NoLoss(Sums()))
+    assert best_of(list_checkpoints(run_dir)) is not None
+
+
+def test_an_empty_validation_is_no_error(world: World, run_dir: Path) -> None:
+    class Nothing(ByTask):
+        def validation_step(self, model: Any, batch: Any) -> Mapping[str, Any]:
+            model(batch.inputs)
+            return {}
+
+    task = Nothing(Sums())
+    task.metric_objects.clear()
+    assert not recorded(world, run_dir, None, task=task).state.metrics
+
+
+def test_metrics_are_of_the_average_of_the_weights(world: World) -> None:
+    config = {"epochs": 3, "ema_decay": 0.5, "lr": 0.05}
+    metrics = {"matrix": tm.classification.MulticlassConfusionMatrix(10)}
+    trainer = trainer_of(world, metrics=metrics, config=config)
+    found = trainer.fit().results["matrix"]
+    model = Net().double()
+    model.load_state_dict(trainer.state_dict()) if world.is_rank_zero else None
+    inputs, targets = some(29, "val").tensors
+    if world.is_rank_zero:
+        expected = torch.zeros(10, 10, dtype=torch.int64)
+        for target, output in zip(targets, model(inputs.double()), strict=True):
+            expected[target, output.argmax()] += 1
+        assert torch.equal(found, expected)

@@ -652,6 +652,30 @@ def test_metrics_of_metrics_and_networks_have_the_result_of_one_process(
     check_same(make, draw)
 
 
+def test_what_a_reset_keeps_is_joined_once() -> None:
+    g = torch.Generator().manual_seed(1)
+    real, fake = (ints(g, 256, 12, 3, 16, 16).byte() for _ in range(2))
+    metrics = [
+        TorchMetric("fid", make(), "cpu", is_exact=False)
+        for make in 2
+        * [
+            lambda: CLASSES["FrechetInceptionDistance"](
+                Features(), reset_real_features=False, input_img_size=(3, 16, 16)
+            )
+        ]
+    ]
+    found = []
+    for epoch in range(3):
+        for rank, metric in enumerate(metrics):
+            metric.reset()
+            metric.begin_batch(rank)
+            if not epoch:
+                metric.metric.update(real[6 * rank : 6 * rank + 6], real=True)
+            metric.metric.update(fake[6 * rank : 6 * rank + 6], real=False)
+        found.append(metrics[0].compute([metric.state() for metric in metrics]))
+    assert found[0] == found[1] == found[2]
+
+
 def test_a_network_in_a_metric_keeps_its_dtype() -> None:
     metric = CLASSES["FrechetInceptionDistance"](Features(), input_img_size=(3, 16, 16))
     TorchMetric("fid", metric, "cpu", is_exact=False)

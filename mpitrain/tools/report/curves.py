@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -13,6 +14,7 @@ from mpitrain.record.reading import Run
 from mpitrain.tools.report.analysis import Floats
 from mpitrain.tools.report.figures import CHECKPOINT, CURVE, INK, MUTED, Chart
 
+MAX_CHARTS = 24  # of metrics; records have all
 NUM_BINS = 60  # points of a curve
 LOG_RATIO = 30.0  # losses that differ by more are shown on a logarithmic scale
 
@@ -55,7 +57,7 @@ def metric_charts(run: Run) -> Iterator[Chart]:
         chart.axes.plot(x, values, color=CURVE)
         yield _finish(chart, len(x) > 0, "{:.5g}")
     names = dict.fromkeys(it for epoch in epochs for it in epoch.values if it != "loss")
-    for name in names or (() if epochs else ("accuracy",)):
+    for name in itertools.islice(names or ("accuracy",), MAX_CHARTS):
         file = "accuracy" if name == "accuracy" else "val-" + re.sub(r"\W", "-", name)
         chart = _chart(file, f"Validation {name}", run)
         is_percent = name.endswith("accuracy")

@@ -15,7 +15,7 @@ from mpitrain.tools.report.analysis import (
     find_straggler,
     seconds_by_category,
 )
-from mpitrain.train.metrics import PHASES, best_metric
+from mpitrain.train.metrics import PHASES, best_metric, knows_best
 
 Row = tuple[str, ...]
 
@@ -50,10 +50,14 @@ def summary(run: Run, jobs: Sequence[JobTimes]) -> dict[str, str]:
     metrics = run.metrics
     epochs, steps = metrics.epochs, metrics.steps
     names = dict.fromkeys(name for epoch in epochs for name in epoch.values)
-    best, is_lower_better = best_metric(names, run.result.get("best_by"))
+    best_by = run.result.get("best_by")
+    best, is_lower_better = best_metric(names, best_by)
     values = [it.values.get(best, math.nan) for it in metrics.all_validations]
     choose = min if is_lower_better else max
     value = choose(filter(math.isfinite, values), default=math.nan)
+    has_best = knows_best(names, best_by)
+    if not has_best and values:  # which is better is not known
+        value = values[-1]
     is_share = best.endswith("accuracy")
     losses = [it.loss for it in steps[-1:]]
     losses += [epoch.values.get("loss", epoch.train_loss) for epoch in epochs]
@@ -67,7 +71,9 @@ def summary(run: Run, jobs: Sequence[JobTimes]) -> dict[str, str]:
     num_samples, step_seconds = total_of.num_samples, total_of.seconds
     size, nodes = run.result.get("world_size"), run.result.get("num_nodes")
     return {
-        f"best validation {best}": percent(value, 2) if is_share else number(value),
+        f"{'best' if has_best else 'last'} validation {best}": percent(value, 2)
+        if is_share
+        else number(value),
         f"last {kind} loss": number((losses or [math.nan])[-1]),
         "test accuracy": percent(metrics.test.get("accuracy", math.nan), 2),
         "steps": f"{done:,}" + (f" / {total:,}" if total and done < total else ""),
