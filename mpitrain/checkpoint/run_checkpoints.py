@@ -225,7 +225,8 @@ class RunCheckpoints:
             else plain_param_groups(local_optimizer),
             "trainer": None,
         }
-        tensors = tensors_to_save(plain, plain, local_optimizer, {}, "", world)
+        optimizers = [] if local_optimizer is None else [local_optimizer]
+        tensors = tensors_to_save(plain, plain, optimizers, {}, "", world)
         self._manager.save(tensors, metadata, step, 0)
         result = self._manager.finish("writing a checkpoint")
         if result is not None:

@@ -40,7 +40,8 @@ def handle_nonfinite(
         scale.shrink()  # too large for fp16 alone, as happens when scales are tried
         return
     step = state.step + 1
-    where = f"in step {step} (epoch {state.epoch})"
+    name = engine.strategy.pass_name
+    where = f"in step {step} (epoch {state.epoch})" + f", pass {name!r}" * bool(name)
     rank = next((rank for rank, named in enumerate(found) if named), None)
     if rank is None:
         samples = np.concatenate([indices for indices, *_ in losses]).tolist()
@@ -57,7 +58,7 @@ def handle_nonfinite(
         )
     if engine.config.on_nonfinite == "stop":
         raise NonFiniteError(
-            f"{reason}.\nThe weights are those after step {step - 1}. Look at "
+            f"{reason}.\nThe weights are those before. Look at "
             "these samples, try a lower --lr or --clip-grad-norm, or skip such "
             "steps: --on-nonfinite skip"
         ).on_all_ranks()

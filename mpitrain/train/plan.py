@@ -77,11 +77,19 @@ class Plan:
         steps = self.steps_per_epoch
         return None if steps is None else steps * self.num_epochs
 
-    def learning_rate(self, stage: Stage, epoch: int, step: int) -> float:
+    def steps_of(self, stage: Stage) -> int | None:
+        """Return the steps of a stage; ``None``: unknown."""
+        steps = self.steps_per_epoch
+        return None if steps is None else steps * stage.num_epochs
+
+    def learning_rate(
+        self, stage: Stage, epoch: int, step: int, peak: float | None = None
+    ) -> float:
         """Return the learning rate of a step, which is counted from 0 in its epoch.
 
         Linear warm-up, then the schedule. With an unknown number of steps it changes
-        from epoch to epoch only.
+        from epoch to epoch only, but for `warmup_steps`, which end with the first.
+        ``peak`` is that of a parameter group; ``None``: the configured one.
 
         >>> def rates(**settings):
         ...     config = TrainConfig(lr=1.0, epochs=3, global_batch_size=1, **settings)
@@ -95,16 +103,25 @@ class Plan:
         [1.0, 1.0, 0.1, 0.1, 0.01, 0.01]
         >>> rates(schedule="constant", warmup_epochs=0)
         [1.0, 1.0, 1.0, 1.0, 1.0, 1.0]
+        >>> rates(schedule="linear", warmup_steps=1)
+        [1.0, 1.0, 0.8, 0.6, 0.4, 0.2]
         """
         config, num_epochs = self.config, stage.num_epochs
-        peak = config.peak_lr * stage.lr_factor
+        if peak is None:
+            peak = config.peak_lr * stage.lr_factor
         steps_per_epoch = self.steps_per_epoch or 1
+        first_steps = config.warmup_steps or 0
+        is_first = self.steps_per_epoch is None and epoch == stage.first_epoch
+        if is_first and step < first_steps:
+            return peak * (step + 1) / first_steps
         step = min(step, steps_per_epoch - 1)
         step += (epoch - stage.first_epoch) * steps_per_epoch
         warmup_epochs = config.warmup_epochs
         if warmup_epochs is None:
             warmup_epochs = min(WARMUP_EPOCHS, num_epochs / 2)
         warmup_steps = round(steps_per_epoch * warmup_epochs)
+        if config.warmup_steps is not None:
+            warmup_steps = config.warmup_steps if self.steps_per_epoch else 0
         if step < warmup_steps:
             return peak * (step + 1) / warmup_steps
         if config.schedule == "constant":
@@ -114,4 +131,6 @@ class Plan:
             return float(peak * config.decay_factor**decays)
         decay_steps = num_epochs * steps_per_epoch - warmup_steps
         done = (step - warmup_steps) / max(1, decay_steps)
+        if config.schedule == "linear":
+            return peak * (1.0 - done)
         return peak * 0.5 * (1.0 + math.cos(math.pi * done))

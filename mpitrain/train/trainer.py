@@ -25,7 +25,7 @@ from mpitrain.tasks.image_classification.task import ImageClassification
 from mpitrain.tasks.image_classification.transforms import Statistics
 from mpitrain.tasks.task import Losses, LossFn, MetricsFn, Model, Task, Values
 from mpitrain.train.callbacks import Callback, StopRequested, hooks_of
-from mpitrain.train.checks import warn_of_scalars
+from mpitrain.train.checks import bind_functions, call_step, warn_of_scalars
 from mpitrain.train.engine import Engine
 from mpitrain.train.evaluate import Evaluation
 from mpitrain.train.means import Sum, form_of, named_values, sum_of
@@ -37,7 +37,9 @@ from mpitrain.train.progress import EpochLines
 from mpitrain.train.step_metrics import (
     THROUGHPUT_SECONDS,
     MicroBatchLosses,
+    Pass,
     PendingSteps,
+    merge_passes,
 )
 from mpitrain.train.strategy.base import Strategy
 from mpitrain.train.strategy.build import choose_strategy
@@ -67,6 +69,9 @@ class Trainer:
         metrics: Instead of overriding `metrics`; or metrics by name: functions of
             outputs and targets that return values for a mean, and metric objects, see
             `Task.metric_objects`.
+        optimizer: Returns the optimizer, or several, of the model that it is called
+            with; see `Task.configure_optimizers`. ``None``: that of the configuration.
+        scheduler: Returns its learning rate scheduler; see `Task.configure_schedulers`.
         task: What a step computes; ``None``: `ImageClassification` of ``mean_std`` and
             ``num_classes``, which takes pairs of any inputs and labels.
         callbacks: Called in this order; ``None``: print a line per epoch.
@@ -104,6 +109,8 @@ class Trainer:
         collate_fn: CollateFn | None = None,
         loss: LossFn | None = None,
         metrics: MetricsFn | Mapping[str, Any] | None = None,
+        optimizer: Callable[[nn.Module], Any] | None = None,
+        scheduler: Callable[[Any, int | None], Any] | None = None,
         task: Task | None = None,
         callbacks: Sequence[Callback] | None = None,
         strategy: type[Strategy] | None = None,
@@ -124,6 +131,9 @@ class Trainer:
         self._has_default_task = task is None
         self.task = task or ImageClassification(mean_std, num_classes)
         Task.bind(self.task, self, collate_fn)
+        functions = {"optimizer": optimizer, "scheduler": scheduler}
+        given = {name: it for name, it in functions.items() if it is not None}
+        bind_functions(self.task, **given)
         self.find_unused_parameters = find_unused_parameters
         self.callbacks = [EpochLines()] if callbacks is None else list(callbacks)
         self.callbacks.sort(key=lambda callback: callback.runs_last)
@@ -200,10 +210,26 @@ class Trainer:
         of its samples, and divides by the samples of all ranks. `LossScale` makes up
         for the average over ranks that DDP and FSDP take of gradients.
         """
+        state, optimizer = self.state, self.engine.optimizer
+        if len(optimizer.names) > 1:
+            step.micro_batches = list(step.micro_batches)
+        passes = [self._train_pass(name, step) for name in optimizer.names]
+        losses, grad_norm, is_applied = merge_passes(passes)
+        state.skipped_steps += not is_applied
+        state.step += 1
+        state.epoch_step = step.number + 1
+        lrs = optimizer.end_step()
+        self._pending.add(losses, lrs, grad_norm, is_applied=is_applied)
+        self.timer.end_step()
+        if self._hooks["on_step_end"]:
+            with self.timer("other"):
+                self.call("on_step_end")
+
+    def _train_pass(self, name: str, step: RankStep) -> Pass:
+        """Update the weights of the optimizers of a name; collective."""
         engine, state, timer = self.engine, self.state, self.timer
         optimizer, strategy = engine.optimizer, engine.strategy
-        lr = engine.plan.learning_rate(engine.stage, state.epoch, step.number)
-        scale = engine.begin_step(lr, step.num_samples)
+        scale = engine.begin_pass(name, state.epoch, step.number, step.num_samples)
         losses: list[MicroBatchLosses] = []
         if strategy.communicates_before_step:
             with timer("communication"):
@@ -212,7 +238,8 @@ class Trainer:
             is_last = len(losses) + 1 == step.num_micro_batches
             with strategy.micro_batch(is_last=is_last), engine.norm_statistics(batch):
                 batch.epoch, batch.step = state.epoch, step.number
-                self.call("on_batch_start", batch)
+                if name == optimizer.names[0]:
+                    self.call("on_batch_start", batch)
                 with timer("forward"):
                     loss, sums = self._sums_of_losses(batch)
                 number = strategy.micro_batch_number
@@ -233,17 +260,10 @@ class Trainer:
                 strategy.reduce_gradients()
         with timer("update"):
             by_weight = engine.weight_factor(losses, step.num_samples)
-            grad_norm, is_applied = optimizer.step(by_weight)
+            grad_norm, is_applied = optimizer.end_pass(by_weight)
         if not is_applied:
             self._handle_nonfinite(losses, grad_norm)
-        state.step += 1
-        state.epoch_step = step.number + 1
-        lrs = [float(group["lr"]) for group in optimizer.optimizer.param_groups]
-        self._pending.add(losses, lrs, grad_norm, is_applied=is_applied)
-        timer.end_step()
-        if self._hooks["on_step_end"]:
-            with timer("other"):
-                self.call("on_step_end")
+        return Pass(name, losses, by_weight, grad_norm, is_applied)
 
     def validate(self) -> None:
         """Evaluate the model at the end of an epoch, and begin the next. Collective."""
@@ -257,6 +277,7 @@ class Trainer:
             )
         state.skipped_samples += engine.data.take_skipped()
         state.metrics, state.val_samples = dict(found.values), found.num_samples
+        engine.optimizer.end_epoch(state.metrics)
         epoch = state.end_epoch(engine.stage.name, time.perf_counter() - began)
         self.call("on_epoch_end", epoch)
 
@@ -347,14 +368,18 @@ class Trainer:
             return {}
         return type(self.task).metrics(self.task, outputs, targets)
 
-    def compute_loss(self, batch: Batch) -> Losses:
+    def compute_loss(self, batch: Batch, *optimizer: str) -> Losses:
         """Return the loss of each sample of a micro-batch, for the backward pass.
 
         Args:
             batch: Inputs and targets, on this rank's device.
+            optimizer: If there are several by name: the one whose pass it is.
         """
         self._is_task_step = True
-        return self.task.training_step(self.forward, batch)
+        step = self.task.training_step
+        if optimizer:
+            return call_step(step, self.forward, batch, *optimizer)
+        return step(self.forward, batch)
 
     def validation_step(self, model: Model, batch: Batch) -> Mapping[str, Values]:
         """Return the metrics of a batch; see `Task.validation_step`."""
@@ -486,7 +511,9 @@ class Trainer:
     def _sums_of_losses(self, batch: Batch) -> tuple[Tensor, dict[str, Sum]]:
         """Return the sum of a micro-batch's losses, and it and others, detached."""
         try:
-            named = named_values(self.compute_loss(batch), "the training step")
+            name = self.engine.strategy.pass_name
+            losses = self.compute_loss(batch, *([name] if name else []))
+            named = named_values(losses, "the training step")
             num, num_rows = len(batch), batch.num_rows
             sums = {name: sum_of(it, num, num_rows, name) for name, it in named.items()}
         except BadRow as bad:
@@ -509,4 +536,3 @@ class Trainer:
         except NonFiniteError:
             self.sync_metrics(flush=True)  # report the steps before
             raise
-        self.state.skipped_steps += 1
