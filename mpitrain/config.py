@@ -132,10 +132,15 @@ class LearningConfig:
     """Momentum of sgd and rmsprop."""
     weight_decay: float = setting(5e-4, minimum=0, is_common=True)
     """Weight decay."""
-    schedule: Literal["cosine", "step", "constant"] = "cosine"
+    bias_decay: bool = True
+    """Decay all weights; --no-bias-decay: not biases and norms, which have fewer than
+    2 dimensions."""
+    schedule: Literal["cosine", "linear", "step", "constant"] = "cosine"
     """Learning rate schedule after the warm-up."""
     warmup_epochs: float | None = setting(None, minimum=0)
     """Epochs of linear learning rate warm-up. Default: half of all, at most 5."""
+    warmup_steps: int | None = setting(None, minimum=0)
+    """Steps of linear learning rate warm-up, instead of epochs."""
     decay_epochs: int = setting(30, minimum=1, only_with=("schedule", "step"))
     """With --schedule step: decay the learning rate every N epochs."""
     decay_factor: float = setting(0.1, minimum=0, only_with=("schedule", "step"))
@@ -327,6 +332,8 @@ class TrainConfig(
             yield "--epochs must be at least 1, found 0"
         if self.max_steps and self.probe_epochs:
             yield "--max-steps does not go with --probe-epochs; expected --epochs"
+        if self.warmup_epochs is not None and self.warmup_steps is not None:
+            yield "--warmup-epochs and --warmup-steps: expected one of both"
         yield from self._strategy_errors()
         yield from self._run_errors()
 

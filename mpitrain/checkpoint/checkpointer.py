@@ -43,8 +43,9 @@ from mpitrain.checkpoint.save_clock import SaveClock
 from mpitrain.checkpoint.tensors import (
     load_ema,
     load_model,
-    load_optimizer,
+    load_optimizers,
     load_random,
+    schedules_to_save,
     split_state,
     tensors_to_save,
 )
@@ -235,14 +236,15 @@ class Checkpointer(RunCheckpoints, Callback):
             tensors = split_state(engine.model)[0].values()
             size = 3 * sum(tensor.numel() * tensor.element_size() for tensor in tensors)
             self._save_seconds = size / FIRST_BYTES_PER_SECOND
+        schedules_to_save(engine.optimizer)  # what cannot be saved is an error now
         if self.reader is None:
             return
         reader, self.reader = self.reader, None
         found, optimizer = reader.metadata["trainer"], engine.optimizer
         if found["stage"] == engine.stage.name:
             prefix, trained = engine.part.prefix, engine.strategy.model
-            if found["config"]["optimizer"] == trainer.config.optimizer:
-                load_optimizer(reader, trained, optimizer.local_optimizer, prefix)
+            is_own = reader.metadata["run"] == self._run_id
+            load_optimizers(reader, trained, optimizer, prefix, is_own=is_own)
             load_ema(reader, optimizer.ema_values, prefix)
             if found["config"]["precision"] == trainer.config.precision:
                 optimizer.scale.restore(found["loss_scale"])
@@ -412,7 +414,7 @@ class Checkpointer(RunCheckpoints, Callback):
             tensors = tensors_to_save(
                 engine.model,
                 engine.strategy.model,
-                engine.optimizer.local_optimizer,
+                [it.local for it in engine.optimizer.optimizers],
                 engine.optimizer.ema_values,
                 engine.part.prefix,
                 engine.world,
@@ -441,6 +443,7 @@ class Checkpointer(RunCheckpoints, Callback):
                 "strategy": engine.strategy.name,
                 "state": asdict(trainer.state),
                 "loss_scale": engine.optimizer.scale.state(),
+                "optimizers": schedules_to_save(engine.optimizer),
                 "callbacks": self._callback_states(trainer),
             },
         }

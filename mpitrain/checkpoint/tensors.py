@@ -7,7 +7,7 @@
     random/RANK/KIND      a rank's random number generators
 
 A sparse KEY, such as the momentum of an embedding, is stored dense, under its name with
-the number of its sparse dimensions.
+the number of its sparse dimensions. A KEY that ends with .number is a Python number.
 
 Of sharded tensors each rank has its shard. What all ranks have is equal, except for
 buffers, of which rank zero's are saved.
@@ -16,7 +16,8 @@ buffers, of which rank zero's are saved.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -28,23 +29,24 @@ from mpitrain.checkpoint.storage import CheckpointReader
 from mpitrain.data.randomness import rank_seed
 from mpitrain.errors import UsageError
 from mpitrain.mpi.world import World
+from mpitrain.train.optimizer import OptimizerWrapper
 
 MODEL, OPTIMIZER, EMA, RANDOM = "model/", "optimizer/", "average/", "random/"
 OBJECTS = "objects/"
-SPARSE = ".sparse-"
+SPARSE, NUMBER = ".sparse-", ".number"
 
 
 def tensors_to_save(
     model: nn.Module,
     trained: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
+    optimizers: Sequence[torch.optim.Optimizer],
     ema: Mapping[str, Tensor],
     prefix: str,
     world: World,
 ) -> dict[str, Tensor]:
     """Return the tensors that this rank has to save, by name; no copies.
 
-    The optimizer, with ZeRO of this rank's shard, trains ``trained``, a part of
+    The optimizers, with ZeRO of this rank's shard, train ``trained``, a part of
     ``model`` whose names there begin with ``prefix``; ``ema`` has its names.
     """
     found: dict[str, Tensor] = {}
@@ -52,8 +54,9 @@ def tensors_to_save(
     for name, tensor in split_state(model)[0].items():
         if world.is_rank_zero or name not in buffers:
             found[MODEL + name] = tensor
-    for name, key, value in _optimizer_state(trained, optimizer):
-        found[f"{OPTIMIZER}{prefix}{name}/{key}"] = value
+    for optimizer in optimizers:
+        for name, key, value in _optimizer_state(trained, optimizer):
+            found[f"{OPTIMIZER}{prefix}{name}/{key}"] = value
     buffers = {name for name, _ in trained.named_buffers(remove_duplicate=False)}
     for name, average in ema.items():
         if world.is_rank_zero or name not in buffers:
@@ -160,6 +163,8 @@ def load_states(
         for key in [key for key in state if SPARSE in key]:
             plain, _, num_dimensions = key.partition(SPARSE)
             state[plain] = state.pop(key).to_sparse(int(num_dimensions))
+        for key in [key for key in state if key.endswith(NUMBER)]:
+            state[key.removesuffix(NUMBER)] = state.pop(key).item()
 
 
 def load_ema(
@@ -205,22 +210,113 @@ def load_random(
 
 
 def _optimizer_state(
-    trained: nn.Module, optimizer: torch.optim.Optimizer | None
+    trained: nn.Module, optimizer: torch.optim.Optimizer
 ) -> Iterator[tuple[str, str, Tensor]]:
-    if optimizer is None:
-        return
     for name, weight in trained.named_parameters():
         for key, value in optimizer.state.get(weight, {}).items():
             if isinstance(value, Tensor) and value.is_sparse:
                 yield name, f"{key}{SPARSE}{value.sparse_dim()}", value.to_dense()
             elif isinstance(value, Tensor):
                 yield name, key, value
+            elif isinstance(value, int | float):
+                dtype = torch.float64 if isinstance(value, float) else None
+                yield name, key + NUMBER, torch.tensor(value, dtype=dtype)
             elif value is not None:
                 raise UsageError(
                     f"the optimizer {type(optimizer).__name__} keeps {key!r}, a "
                     f"{type(value).__name__}, of each weight; expected tensors: "
                     "a checkpoint cannot hold it"
                 ).on_all_ranks()
+
+
+def plain_param_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Return the numbers of an optimizer's groups, such as the learning rate."""
+    kinds = (bool, int, float, str, tuple)
+    return [
+        {
+            key: value.item() if isinstance(value, Tensor) else value
+            for key, value in group.items()
+            if isinstance(value, kinds) or getattr(value, "shape", None) == ()
+        }
+        for group in optimizer.param_groups
+    ]
+
+
+def load_param_groups(
+    optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]
+) -> None:
+    """Set what `plain_param_groups` returned."""
+    for group, saved in zip(optimizer.param_groups, groups, strict=True):
+        for key, value in saved.items():
+            if isinstance(group.get(key), Tensor):
+                group[key].fill_(value)
+            else:
+                group[key] = tuple(value) if isinstance(value, list) else value
+
+
+def schedules_to_save(optimizer: OptimizerWrapper) -> dict[str, Any]:
+    """Return what JSON can hold of the user's optimizers and schedulers."""
+    states = []
+    for it in optimizer.optimizers:
+        state = (
+            {} if it.scheduler is None else _with_text_keys(it.scheduler.state_dict())
+        )
+        check_json(state, f"the state of {type(it.scheduler).__name__}")
+        groups = plain_param_groups(it.optimizer) if optimizer.form or state else []
+        states.append({"groups": groups, "scheduler": state})
+    return {"form": optimizer.form or optimizer.config.optimizer, "states": states}
+
+
+def load_optimizers(
+    reader: CheckpointReader,
+    trained: nn.Module,
+    optimizer: OptimizerWrapper,
+    prefix: str,
+    *,
+    is_own: bool,
+) -> None:
+    """Load the optimizers of a stage; of another run if they are alike."""
+    found = reader.metadata["trainer"]
+    saved = found.get("optimizers") or {  # not in older checkpoints
+        "form": found["config"]["optimizer"],
+        "states": [{"groups": [], "scheduler": {}}],
+    }
+    form = optimizer.form or optimizer.config.optimizer
+    if saved["form"] != form:
+        if is_own:
+            raise UsageError(
+                f"{reader.checkpoint.path} was written with other optimizers: "
+                f"{saved['form']}; found {form}. Expected the same, or another run "
+                "folder"
+            ).on_all_ranks()
+        return
+    for it in optimizer.optimizers:
+        load_optimizer(reader, trained, it.local, prefix)
+    for it, state in zip(optimizer.optimizers, saved["states"], strict=True):
+        if it.scheduler is not None and state["scheduler"]:
+            fresh = it.scheduler.state_dict()
+            it.scheduler.load_state_dict(_like(fresh, state["scheduler"]))
+        if state["groups"] and (optimizer.form or it.scheduler):
+            load_param_groups(it.optimizer, state["groups"])
+
+
+def _with_text_keys(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _with_text_keys(it) for key, it in value.items()}
+    return [*map(_with_text_keys, value)] if isinstance(value, list) else value
+
+
+def _like(fresh: Any, stored: Any) -> Any:
+    """Return a state with the keys it had, such as the milestones of MultiStepLR."""
+    if isinstance(fresh, dict) and isinstance(stored, dict):
+        keys = {str(key): key for key in fresh}
+        named = {keys.get(name, name): it for name, it in stored.items()}
+        return type(fresh)(
+            {key: _like(fresh.get(key), it) for key, it in named.items()}
+        )
+    if isinstance(fresh, list) and isinstance(stored, list):
+        return [_like(*it) for it in zip_longest(fresh, stored)]
+    return stored
 
 
 def _random_state(world: World) -> dict[str, Tensor]:

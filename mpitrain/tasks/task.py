@@ -215,6 +215,31 @@ class Task:
     def refuse_other_step(self) -> None:
         """Refuse a `Trainer.compute_loss` that does not call `training_step`."""
 
+    # --- optimizers ---------------------------------------------------------------
+
+    def configure_optimizers(self, model: nn.Module) -> Any:
+        """Return the optimizer of the weights of a stage; ``None``: the configured one.
+
+        Those of a list step together. Of a dict by name each has a backward pass of its
+        own: ``training_step(model, batch, name)``, with the others' weights frozen.
+
+        Args:
+            model: What is trained; with fsdp its weights are sharded (DTensors).
+        """
+        del model
+
+    def configure_schedulers(self, optimizers: Any, total_steps: int | None) -> Any:
+        """Return schedulers in the form of the optimizers; ``None``: as configured.
+
+        An `LRScheduler` steps after each step. Lightning's dict of it has ``interval``,
+        ``"step"`` or ``"epoch"``, and for `ReduceLROnPlateau` ``monitor``, a metric.
+
+        Args:
+            optimizers: What `configure_optimizers` returned, or the configured one.
+            total_steps: Of the stage; ``None``: unknown.
+        """
+        del optimizers, total_steps
+
     # --- stages -------------------------------------------------------------------
 
     def start_stage(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -13,10 +13,13 @@ from torch import nn
 
 from mpitrain.config import TrainConfig
 from mpitrain.data.samples import kind_of
-from mpitrain.errors import DataError
+from mpitrain.errors import DataError, UsageError
+from mpitrain.tasks.task import Losses, Task
 from mpitrain.train.means import is_weighted
 
 logger = logging.getLogger("mpitrain")
+
+MAX_NAMED = 4  # weights that a message names
 
 INTEGERS = (torch.uint8, torch.int16, torch.int32, torch.int64, torch.bool)
 
@@ -48,6 +51,39 @@ def warn_of_ignored(config: TrainConfig) -> None:
             "mpitrain.Checkpointer, with arguments of their own, instead",
             ", ".join(ignored),
         )
+
+
+def bind_functions(task: Task, **functions: Any) -> None:
+    """Let a Trainer's functions stand in for the methods of its task."""
+    for name, it in functions.items():
+        if isinstance(it, type) or not callable(it):
+            raise UsageError(
+                f"{name}= has to be a function, found {type(it).__name__}; such as "
+                "optimizer=lambda model: torch.optim.AdamW(model.parameters())"
+            )
+        setattr(task, f"configure_{name}s", it)
+
+
+def call_step(step: Callable[..., Losses], *args: Any) -> Losses:
+    """Call a training step; say so if it takes no name of an optimizer."""
+    try:
+        inspect.signature(step).bind(*args)
+    except TypeError:
+        raise UsageError(
+            f"{step.__qualname__} is called with the name of one of several optimizers,"
+            f" {args[-1]!r}; expected the arguments model, batch, name"
+        ).on_all_ranks() from None
+    return step(*args)
+
+
+def shown_names(names: list[str]) -> str:
+    """Name some weights.
+
+    >>> shown_names(list("abcdef"))
+    'a, b, c, d and 2 more'
+    """
+    more = len(names) - MAX_NAMED
+    return ", ".join(names[:MAX_NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
 def explain_call(

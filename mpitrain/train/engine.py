@@ -30,6 +30,7 @@ from mpitrain.train.evaluate import (
 )
 from mpitrain.train.gather import gather_rows
 from mpitrain.train.metric_objects import MetricObjects
+from mpitrain.train.metrics import TrainState
 from mpitrain.train.model import (
     BatchNorm,
     check_same_model,
@@ -62,7 +63,7 @@ class Engine:
         plan: Stages, epochs and steps.
         stage: The present stage, from `start_stage` on.
         strategy: How it is spread over the ranks.
-        optimizer: Of the stage; ``optimizer.optimizer`` is torch's.
+        optimizer: Those of the stage.
         part: What the stage trains of the model.
     """
 
@@ -93,7 +94,7 @@ class Engine:
         self._can_cache_features = (
             can_cache_features and not strategy.micro_batches_are_fixed
         )
-        self._loss_form = ""  # see `check_losses`
+        self._loss_forms: dict[str, str] = {}  # see `check_losses`
         self._check_config()
         self.strategy = self._whole_strategy = strategy
         is_exact = strategy.micro_batches_are_fixed
@@ -174,8 +175,14 @@ class Engine:
         self.strategy.wrap(
             part.model, find_unused_parameters=self._find_unused and part.model is model
         )
-        lr = config.peak_lr * stage.lr_factor
-        self.optimizer = OptimizerWrapper(self.strategy, config, lr)
+        self.optimizer = OptimizerWrapper(
+            self.strategy,
+            config,
+            self.task,
+            self.ranks,
+            lr_factor=stage.lr_factor,
+            total_steps=self.plan.steps_of(stage),
+        )
         self.trained_weights = TrainedWeights(
             model, self.optimizer, self.strategy.reshard
         )
@@ -190,10 +197,13 @@ class Engine:
         for module in self._in_eval_mode:
             module.eval()
 
-    def begin_step(self, lr: float, num_samples: int) -> float:
-        """Begin a step; return the factor of the sum of losses."""
-        self.optimizer.begin_step(lr)
+    def begin_pass(
+        self, name: str, state: TrainState, step: int, num_samples: int
+    ) -> float:
+        """Begin the pass of an optimizer; return the factor of the sum of losses."""
         self.trained_weights.check()
+        rate_of = functools.partial(self.plan.learning_rate, self.stage, state, step)
+        self.optimizer.begin_pass(name, rate_of)
         return self.optimizer.scale.value / num_samples
 
     def check_losses(self, form: str) -> None:
@@ -202,12 +212,14 @@ class Engine:
         Ranks that differ would wait for each other: weights are all-reduced.
         """
         what, expected = "what the training step returned", "Expected the same losses"
-        if not self._loss_form:
+        name = self.strategy.pass_name
+        if name not in self._loss_forms:
             self.ranks.check_equal(form, what, expected)
-            self._loss_form = form
-        elif form != self._loss_form:
+            self._loss_forms[name] = form
+        elif form != self._loss_forms[name]:
             raise UsageError(
-                f"{what} changed: {self._loss_form} before, now {form}. {expected}"
+                f"{what} changed: {self._loss_forms[name]} before, now {form}. "
+                f"{expected}"
             )
 
     def weight_factor(

@@ -44,10 +44,10 @@ def handle_nonfinite(
         dist.all_gather_object(found, mine)
     if not any(found) and scale.can_shrink:
         scale.shrink()  # too large for fp16 alone, as happens when scales are tried
-        state.skipped_steps += 1
         return
     step = state.step + 1
-    where = f"in step {step} (epoch {state.epoch})"
+    name = engine.strategy.pass_name
+    where = f"in step {step} (epoch {state.epoch})" + f", pass {name!r}" * bool(name)
     rank = next((rank for rank, named in enumerate(found) if named), None)
     if rank is None:
         samples = np.concatenate([indices for indices, *_ in losses]).tolist()
@@ -65,11 +65,10 @@ def handle_nonfinite(
     if engine.config.on_nonfinite == "stop":
         trainer.sync_metrics(flush=True)  # report the steps before
         raise NonFiniteError(
-            f"{reason}.\nThe weights are those after step {step - 1}. Look at "
+            f"{reason}.\nThe weights are those before. Look at "
             "these samples, try a lower --lr or --clip-grad-norm, or skip such "
             "steps: --on-nonfinite skip"
         ).on_all_ranks()
-    state.skipped_steps += 1
     if world.is_rank_zero:
         logger.warning("step %d is skipped: %s", step, reason)
 

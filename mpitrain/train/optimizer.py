@@ -1,17 +1,27 @@
-"""Optimizers by name, and the update: clip, skip, step, EMA."""
+"""The built-in optimizers, and the update: clip, skip, step, EMA."""
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mpitrain.config import TrainConfig
 from mpitrain.errors import DataError, UsageError
+from mpitrain.mpi.shared_arrays import Communicator
+from mpitrain.tasks.task import Task
+from mpitrain.train.scheduled_optimizers import (
+    ScheduledOptimizer,
+    add_schedulers,
+    check_optimizers,
+    describe,
+    optimizers_of,
+)
 from mpitrain.train.strategy.base import Strategy
 
 OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
@@ -37,6 +47,12 @@ SCALE_GROWTH_INTERVAL = 2000  # steps until the fp16 loss scale doubles, as in t
 
 INITIAL_SCALE = 65536.0
 
+REPLACED = "optimizer", "lr", "scale_lr", "momentum", "weight_decay", "bias_decay"
+REPLACED_SCHEDULE = "schedule", "warmup_epochs", "warmup_steps"
+"""Settings without effect beside the user's optimizer, or scheduler."""
+
+logger = logging.getLogger("mpitrain")
+
 
 def build_optimizer(
     strategy: Strategy, config: TrainConfig, *, lr: float
@@ -53,11 +69,21 @@ def build_optimizer(
         options["momentum"] = config.momentum
     weights = list(strategy.named_weights().values())
     groups = strategy.parameter_groups(weights, config.optimizer)
+    if not config.bias_decay:
+        groups = [part for group in groups for part in _split_biases(group)]
     if config.shard_optimizer and strategy.world.world_size > 1:
         from torch.distributed.optim import ZeroRedundancyOptimizer
 
         return ZeroRedundancyOptimizer(groups, optimizer_class=kind, **options)
     return kind(groups, **options)
+
+
+def _split_biases(group: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield groups of the matrices of a group, and of weights without decay."""
+    for options, is_bias in ({}, False), ({"weight_decay": 0.0}, True):
+        weights = [it for it in group["params"] if (it.ndim < 2) is is_bias]
+        if weights:
+            yield {**group, **options, "params": weights}
 
 
 class LossScale:
@@ -109,18 +135,67 @@ class LossScale:
 class OptimizerWrapper:
     """Applies gradients to the weights of one stage: clip, skip, step, EMA.
 
-    `ema_values` are the averages of weights and float buffers, or of their shards, by
-    name; empty without EMA.
+    A step has a pass for each of `names`, in this order: the weights of its optimizers
+    are trained, and the others frozen meanwhile.
+
+    Attributes:
+        optimizers: All of the stage, each with its schedule.
+        form: What the user's are, in words; empty for the built-in one.
+        ema_values: The averages of weights and float buffers, or of their shards, by
+            name; empty without EMA.
     """
 
-    def __init__(self, strategy: Strategy, config: TrainConfig, lr: float) -> None:
-        self.optimizer = build_optimizer(strategy, config, lr=lr)
+    def __init__(
+        self,
+        strategy: Strategy,
+        config: TrainConfig,
+        task: Task,
+        ranks: Communicator,
+        *,
+        lr_factor: float,
+        total_steps: int | None,
+    ) -> None:
+        made, model = task.configure_optimizers(strategy.model), strategy.model
+        is_custom, self.form, ignored = made is not None, "", list[str]()
+        if not is_custom:
+            made = build_optimizer(strategy, config, lr=config.peak_lr * lr_factor)
+        self.optimizers = optimizers_of(made)
+        if is_custom:
+            self.form, ignored = describe(self.optimizers, model), [*REPLACED]
+            ranks.check_equal(self.form, "what optimizer= makes", "Expected the same")
+            is_zero = config.shard_optimizer and strategy.world.world_size > 1
+            check_optimizers(self.optimizers, model, is_zero=is_zero)
+            for it in self.optimizers:
+                is_fused = any(
+                    group.get("fused") for group in it.optimizer.param_groups
+                )
+                is_known = type(it.optimizer) in OPTIMIZERS.values()
+                strategy.check_optimizer(
+                    it.kind, is_by_number=is_known and not is_fused
+                )
+            for group in self.param_groups if lr_factor != 1.0 else ():
+                group["lr"] *= lr_factor
+        schedulers = task.configure_schedulers(made, total_steps)
+        if schedulers is not None:
+            add_schedulers(self.optimizers, schedulers)
+        if all(it.scheduler for it in self.optimizers):
+            ignored += REPLACED_SCHEDULE
+        if strategy.world.is_rank_zero and (
+            names := config.changed.keys() & {*ignored}
+        ):
+            logger.warning(
+                "optimizer= and scheduler= replace %s of the TrainConfig; set it there",
+                ", ".join(sorted(names)),
+            )
+        self.names = list(dict.fromkeys(it.name for it in self.optimizers))
         averaged_over = strategy.world.world_size if strategy.averages_gradients else 1
         self.scale = LossScale(averaged_over, is_used=config.precision == "fp16")
         self.config = config
         self._strategy = strategy
         self._named_weights = strategy.named_weights()
         self._weights = list(self._named_weights.values())
+        self._present = self.optimizers  # those of the present pass
+        self._frozen: list[nn.Parameter] = []  # meanwhile
         # The forward pass of a step that is then skipped has changed them already.
         self._may_skip = config.on_nonfinite == "skip" or self.scale.can_shrink
         self._before: dict[str, Tensor] = {}  # float buffers
@@ -130,16 +205,37 @@ class OptimizerWrapper:
         }
 
     @property
-    def local_optimizer(self) -> torch.optim.Optimizer:
-        """The optimizer of this rank's weights; with ZeRO, of its shard."""
-        return getattr(self.optimizer, "optim", self.optimizer)
+    def optimizer(self) -> Any:
+        """The first one."""
+        return self.optimizers[0].optimizer
 
-    def begin_step(self, lr: float) -> None:
-        """Set the learning rate and drop the gradients of the last step."""
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-        for weight in self._weights:
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Those of all optimizers."""
+        return [group for it in self.optimizers for group in it.optimizer.param_groups]
+
+    def begin_pass(self, name: str, rate_of: Callable[[float], float]) -> None:
+        """Set learning rates, drop gradients, and freeze what others train.
+
+        Args:
+            name: Of `names`.
+            rate_of: Maps the peak learning rate of a group to that of the step.
+        """
+        self._present = [it for it in self.optimizers if it.name == name]
+        for it in self._present:
+            if it.scheduler is None:
+                it.set_rates(rate_of)
+        named = self._named_weights.values()
+        for weight in named:
             weight.grad = None
+        if len(self.names) > 1:
+            self._strategy.reshard()
+            mine = {id(weight) for it in self._present for weight in it.weights}
+            self._weights = [it for it in named if id(it) in mine]
+            self._frozen = [it for it in named if id(it) not in mine]
+            for weight in self._frozen:
+                weight.requires_grad_(False)
+            self._strategy.begin_pass(name)
         if self._may_skip:
             buffers = self._strategy.float_buffers()
             self._before = {name: tensor.clone() for name, tensor in buffers.items()}
@@ -174,12 +270,14 @@ class OptimizerWrapper:
             if name in present:
                 yield present[name], average
 
-    def step(self, factor: float = 1.0) -> tuple[float, bool]:
+    def end_pass(self, factor: float = 1.0) -> tuple[float, bool]:
         """Clip and apply the gradients, if they are finite; collective if sharded.
 
         They are multiplied by ``factor`` before. Returns the norm of the gradient
         before clipping, and whether the weights have changed; equal on all ranks.
         """
+        for weight in self._frozen:
+            weight.requires_grad_(True)
         gradients = self._gradients()
         if any(gradient.is_sparse for gradient in gradients):
             self._prepare_for_sparse()
@@ -198,11 +296,38 @@ class OptimizerWrapper:
             for gradient in gradients:
                 gradient.mul_(factor)
         self._check_fused()
-        self.optimizer.step()
+        for it in self._present:
+            self._apply(it)
         self.scale.grow()
-        if self.ema_values:
+        if self.ema_values and self._present[-1] is self.optimizers[-1]:
             self._update_ema()
         return norm, True
+
+    def _apply(self, it: ScheduledOptimizer) -> None:
+        try:
+            it.optimizer.step()
+        except Exception as error:
+            if self.form and self._strategy.is_sharded:
+                raise UsageError(
+                    f"{it.kind} does not take the weights of --strategy fsdp, which "
+                    f"are DTensors: {error}. Expected one that does, such as AdamW "
+                    "without fused, or --strategy ddp"
+                ) from error
+            raise
+
+    def end_step(self) -> list[float]:
+        """Step the schedulers of steps; return the learning rates before."""
+        lrs = [float(group["lr"]) for group in self.param_groups]
+        for it in self.optimizers:
+            if it.interval == "step":
+                it.step_scheduler({})
+        return lrs
+
+    def end_epoch(self, metrics: Mapping[str, float]) -> None:
+        """Step the schedulers of epochs, after a validation."""
+        for it in self.optimizers:
+            if it.interval == "epoch":
+                it.step_scheduler(metrics)
 
     def _gradients(self) -> list[Tensor]:
         found = (weight.grad for weight in self._weights)
@@ -221,7 +346,7 @@ class OptimizerWrapper:
             if weight.grad is None or not weight.grad.is_sparse:
                 continue
             weight.grad = weight.grad.coalesce()
-            for group in self.optimizer.param_groups:
+            for group in self.param_groups:
                 if any(weight is it for it in group["params"]):
                     group["fused"] = None
                     if group.get("weight_decay"):
@@ -236,19 +361,19 @@ class OptimizerWrapper:
 
         It fails there (torch 2.14): a weight had no gradient in the first step.
         """
-        state = self.local_optimizer.state
-        local_groups = self.local_optimizer.param_groups
-        for group, local in zip(
-            self.optimizer.param_groups, local_groups, strict=True
-        ):  # with ZeRO two, and its step copies the first one's settings
-            if group.get("fused") and group.get("momentum"):
-                has_momentum = {
-                    state[weight].get("momentum_buffer") is not None
-                    for weight in local["params"]
-                    if weight.grad is not None
-                }
-                if len(has_momentum) > 1:
-                    group["fused"] = None
+        for it in self._present:
+            state, local_groups = it.local.state, it.local.param_groups
+            for group, local in zip(
+                it.optimizer.param_groups, local_groups, strict=True
+            ):  # with ZeRO two, and its step copies the first one's settings
+                if group.get("fused") and group.get("momentum"):
+                    has_momentum = {
+                        state[weight].get("momentum_buffer") is not None
+                        for weight in local["params"]
+                        if weight.grad is not None
+                    }
+                    if len(has_momentum) > 1:
+                        group["fused"] = None
 
     @torch.no_grad()
     def _update_ema(self) -> None:

@@ -127,16 +127,26 @@ class Plan:
             return self.max_steps
         return steps * num_epochs
 
-    def learning_rate(self, stage: Stage, state: TrainState, step: int) -> float:
+    def steps_of(self, stage: Stage) -> int | None:
+        """Return the steps of a stage; ``None``: unknown."""
+        if self.max_steps is not None:
+            return self.max_steps
+        steps = self.steps_per_epoch
+        return None if steps is None else steps * stage.num_epochs
+
+    def learning_rate(
+        self, stage: Stage, state: TrainState, step: int, peak: float | None = None
+    ) -> float:
         """Return the learning rate of a step, which is counted from 0 in its epoch.
 
         Linear warm-up, then the schedule. With an unknown number of steps it changes
-        from epoch to epoch only.
+        from epoch to epoch only, but for `warmup_steps`, which end with the first.
 
         Args:
             stage: The present one.
             state: Before the step.
             step: The number of the step.
+            peak: Of a parameter group; ``None``: the configured one.
 
         >>> def rates(**settings):
         ...     config = TrainConfig(lr=1.0, epochs=3, global_batch_size=1, **settings)
@@ -153,10 +163,17 @@ class Plan:
         [1.0, 1.0, 1.0, 1.0, 1.0, 1.0]
         >>> rates(max_steps=5)  # a warm-up of 2.5 steps
         [0.5, 1.0, 1.0, 0.75, 0.25]
+        >>> rates(schedule="linear", warmup_steps=1)
+        [1.0, 1.0, 0.8, 0.6, 0.4, 0.2]
         """
         config, num_epochs = self.config, float(stage.num_epochs)
-        peak = config.peak_lr * stage.lr_factor
+        if peak is None:
+            peak = config.peak_lr * stage.lr_factor
         steps_per_epoch = self.steps_per_epoch or 1
+        first_steps = config.warmup_steps or 0
+        is_unknown = self.steps_per_epoch is None and self.max_steps is None
+        if is_unknown and state.epoch == stage.first_epoch and step < first_steps:
+            return peak * (step + 1) / first_steps
         epochs_done = state.epoch - stage.first_epoch
         step = min(step, steps_per_epoch - 1) + epochs_done * steps_per_epoch
         total_steps = stage.num_epochs * steps_per_epoch
@@ -169,6 +186,8 @@ class Plan:
         warmup_steps = round(steps_per_epoch * warmup_epochs)
         if self.max_steps is not None and self.steps_per_epoch is None:
             warmup_steps = round(WARMUP_SHARE * total_steps)
+        if config.warmup_steps is not None:
+            warmup_steps = 0 if is_unknown else config.warmup_steps
         if step < warmup_steps:
             return peak * (step + 1) / warmup_steps
         if config.schedule == "constant":
@@ -178,4 +197,6 @@ class Plan:
             return float(peak * config.decay_factor**decays)
         decay_steps = total_steps - warmup_steps
         done = (step - warmup_steps) / max(1, decay_steps)
+        if config.schedule == "linear":
+            return peak * (1.0 - done)
         return peak * 0.5 * (1.0 + math.cos(math.pi * done))

@@ -62,6 +62,37 @@ class MicroBatchLosses(NamedTuple):
                 yield weight
 
 
+class Pass(NamedTuple):
+    """The part of a step that updates the weights of one name's optimizers."""
+
+    name: str  # empty: there is one alone
+    losses: list[MicroBatchLosses]
+    factor: float  # of the sum of losses, for the mean by weight
+    grad_norm: float
+    is_applied: bool
+
+
+def merge_passes(passes: Sequence[Pass]) -> tuple[list[MicroBatchLosses], float, bool]:
+    """Return losses, gradient norm, and whether all passes of a step were applied.
+
+    Of several passes the loss is the sum of their means, and each is another, by name.
+    """
+    first = passes[0]
+    if len(passes) == 1:
+        return first.losses, first.grad_norm, first.is_applied
+    losses = []
+    for found in zip(*(it.losses for it in passes), strict=True):
+        total = sum(of.total * it.factor for it, of in zip(passes, found, strict=True))
+        sums = {"loss": Sum(total, None)} | {
+            f"{it.name}_{name}": one
+            for it, of in zip(passes, found, strict=True)
+            for name, one in of.sums.items()
+        }
+        losses.append(found[0]._replace(total=total, sums=sums))
+    norm = math.hypot(*(it.grad_norm for it in passes))
+    return losses, norm, all(it.is_applied for it in passes)
+
+
 class _Step(NamedTuple):
     losses: list[MicroBatchLosses]
     lrs: list[float]  # of the parameter groups

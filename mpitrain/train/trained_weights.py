@@ -14,9 +14,8 @@ from torch import nn
 
 from mpitrain.errors import UsageError
 from mpitrain.torch_compat import parameters_and_parts
+from mpitrain.train.checks import shown_names
 from mpitrain.train.optimizer import OptimizerWrapper
-
-MAX_NAMED = 4  # weights that a message names
 
 
 class TrainedWeights:
@@ -46,7 +45,6 @@ class TrainedWeights:
             self._seen = self._snapshot()
 
     def _snapshot(self) -> Any:
-        optimizer = self._optimizer.optimizer
         ids = [
             id(weight)
             for weights, _ in self._places
@@ -54,8 +52,8 @@ class TrainedWeights:
             if weight is not None and weight.requires_grad
         ]
         children = [child for _, parts in self._places for child in parts.values()]
-        sizes = [len(group["params"]) for group in optimizer.param_groups]
-        return ids, children, optimizer, sizes
+        sizes = [len(group["params"]) for group in self._optimizer.param_groups]
+        return ids, children, sizes
 
     def _refuse_change(self) -> None:
         now = dict(self._model.named_parameters())
@@ -74,11 +72,13 @@ class TrainedWeights:
         known = {id(weight) for weight in (*now.values(), *self._began.values())}
         if any(
             weight.requires_grad and id(weight) not in known
-            for group in self._optimizer.optimizer.param_groups
+            for group in self._optimizer.param_groups
             for weight in group["params"]
         ):
             found["in the optimizer"] = ["a weight that is not in the model"]
-        words = "; ".join(f"{what}: {_shown(it)}" for what, it in found.items() if it)
+        words = "; ".join(
+            f"{what}: {shown_names(it)}" for what, it in found.items() if it
+        )
         if words:
             raise UsageError(
                 f"the weights to train have changed since the stage began; {words}. "
@@ -86,8 +86,3 @@ class TrainedWeights:
                 "change until fit() ends. Call requires_grad_() before fit(), and for "
                 "each phase make a new Trainer of the same model"
             )
-
-
-def _shown(names: list[str]) -> str:
-    more = len(names) - MAX_NAMED
-    return ", ".join(names[:MAX_NAMED]) + (f" and {more} more" if more > 0 else "")

@@ -33,7 +33,12 @@ from mpitrain.tasks.task import (
     Values,
 )
 from mpitrain.train.callbacks import Callback, StopRequested, hooks_of
-from mpitrain.train.checks import warn_of_ignored, warn_of_scalars
+from mpitrain.train.checks import (
+    bind_functions,
+    call_step,
+    warn_of_ignored,
+    warn_of_scalars,
+)
 from mpitrain.train.engine import Engine
 from mpitrain.train.evaluate import Evaluation
 from mpitrain.train.means import Sum, form_of, named_values, sum_of
@@ -46,7 +51,9 @@ from mpitrain.train.progress import EpochLines
 from mpitrain.train.step_metrics import (
     THROUGHPUT_SECONDS,
     MicroBatchLosses,
+    Pass,
     PendingSteps,
+    merge_passes,
 )
 from mpitrain.train.strategy.base import Strategy
 from mpitrain.train.strategy.build import choose_strategy
@@ -82,6 +89,9 @@ class Trainer:
             outputs and targets that return values for a mean, and metric objects, see
             `Task.metric_objects`.
         derived_metrics: Instead of overriding `Task.derived_metrics`.
+        optimizer: Returns the optimizer, or several, of the model that it is called
+            with; see `Task.configure_optimizers`. ``None``: that of the configuration.
+        scheduler: Returns its learning rate scheduler; see `Task.configure_schedulers`.
         task: What a step computes; ``None``: `ImageClassification` of ``mean_std`` and
             ``num_classes``, which takes pairs of any inputs and labels.
         callbacks: Called in this order; ``None``: print a line per epoch.
@@ -125,6 +135,8 @@ class Trainer:
         loss: LossFn | None = None,
         metrics: MetricsFn | Mapping[str, Any] | None = None,
         derived_metrics: DerivedFn | None = None,
+        optimizer: Callable[[nn.Module], Any] | None = None,
+        scheduler: Callable[[Any, int | None], Any] | None = None,
         task: Task | None = None,
         callbacks: Sequence[Callback] | None = None,
         strategy: type[Strategy] | None = None,
@@ -145,6 +157,9 @@ class Trainer:
         self._has_default_task = task is None
         self.task = task or ImageClassification(mean_std, num_classes)
         Task.bind(self.task, self, collate_fn)
+        functions = {"optimizer": optimizer, "scheduler": scheduler}
+        given = {name: it for name, it in functions.items() if it is not None}
+        bind_functions(self.task, **given)
         self.find_unused_parameters = find_unused_parameters
         self.callbacks = [EpochLines()] if callbacks is None else list(callbacks)
         self.callbacks.sort(key=lambda callback: callback.runs_last)
@@ -231,10 +246,26 @@ class Trainer:
         of its samples, and divides by the samples of all ranks. `LossScale` makes up
         for the average over ranks that DDP and FSDP take of gradients.
         """
+        state, optimizer = self.state, self.engine.optimizer
+        if len(optimizer.names) > 1:
+            step.micro_batches = list(step.micro_batches)
+        passes = [self._train_pass(name, step) for name in optimizer.names]
+        losses, grad_norm, is_applied = merge_passes(passes)
+        state.skipped_steps += not is_applied
+        state.step += 1
+        state.epoch_step = step.number + 1
+        lrs = optimizer.end_step()
+        self._pending.add(losses, lrs, grad_norm, is_applied=is_applied)
+        self.timer.end_step()
+        if self._hooks["on_step_end"]:
+            with self.timer("other"):
+                self.call("on_step_end")
+
+    def _train_pass(self, name: str, step: RankStep) -> Pass:
+        """Update the weights of the optimizers of a name; collective."""
         engine, state, timer = self.engine, self.state, self.timer
         optimizer, strategy = engine.optimizer, engine.strategy
-        lr = engine.plan.learning_rate(engine.stage, state, step.number)
-        scale = engine.begin_step(lr, step.num_samples)
+        scale = engine.begin_pass(name, state, step.number, step.num_samples)
         losses: list[MicroBatchLosses] = []
         if strategy.communicates_before_step:
             with timer("communication"):
@@ -243,7 +274,8 @@ class Trainer:
             is_last = len(losses) + 1 == step.num_micro_batches
             with strategy.micro_batch(is_last=is_last), engine.norm_statistics(batch):
                 batch.epoch, batch.step = state.epoch, step.number
-                self.call("on_batch_start", batch)
+                if name == optimizer.names[0]:
+                    self.call("on_batch_start", batch)
                 with timer("forward"):
                     loss, sums = self._sums_of_losses(batch)
                 number = strategy.micro_batch_number
@@ -264,21 +296,15 @@ class Trainer:
                 strategy.reduce_gradients()
         with timer("update"):
             by_weight = engine.weight_factor(losses, step.num_samples)
-            grad_norm, is_applied = optimizer.step(by_weight)
+            grad_norm, is_applied = optimizer.end_pass(by_weight)
         if not is_applied:
             handle_nonfinite(self, losses, grad_norm)
-        state.step += 1
-        state.epoch_step = step.number + 1
-        lrs = [float(group["lr"]) for group in optimizer.optimizer.param_groups]
-        self._pending.add(losses, lrs, grad_norm, is_applied=is_applied)
-        timer.end_step()
-        if self._hooks["on_step_end"]:
-            with timer("other"):
-                self.call("on_step_end")
+        return Pass(name, losses, by_weight, grad_norm, is_applied)
 
     def validate(self) -> None:
         """Evaluate the model at the end of an epoch, and begin the next. Collective."""
         validate_once(self, is_epoch_end=True)
+        self.engine.optimizer.end_epoch(self.state.metrics)
         epoch = self.state.epoch_metrics(self.engine.stage.name, is_end=True)
         self.state.begin_next_epoch()
         self.call("on_epoch_end", epoch)
@@ -374,14 +400,18 @@ class Trainer:
             return {}
         return type(self.task).metrics(self.task, outputs, targets)
 
-    def compute_loss(self, batch: Batch) -> Losses:
+    def compute_loss(self, batch: Batch, *optimizer: str) -> Losses:
         """Return the loss of each sample of a micro-batch, for the backward pass.
 
         Args:
             batch: Inputs and targets, on this rank's device.
+            optimizer: If there are several by name: the one whose pass it is.
         """
         self._is_task_step = True
-        return self.task.training_step(self.forward, batch)
+        step = self.task.training_step
+        if optimizer:
+            return call_step(step, self.forward, batch, *optimizer)
+        return step(self.forward, batch)
 
     def validation_step(self, model: Model, batch: Batch) -> Mapping[str, Values]:
         """Return the metrics of a batch; see `Task.validation_step`."""
@@ -555,7 +585,9 @@ class Trainer:
         """Return the sum of a micro-batch's losses, and it and others, detached."""
         try:
             self._batch = batch
-            named = named_values(self.compute_loss(batch), "the training step")
+            name = self.engine.strategy.pass_name
+            found = self.compute_loss(batch, *([name] if name else []))
+            named = named_values(found, "the training step")
             if not self._is_task_step:
                 self.task.refuse_other_step()
             num, num_rows = len(batch), batch.num_rows

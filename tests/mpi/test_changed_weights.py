@@ -168,17 +168,6 @@ def test_weights_may_be_frozen_before_the_first_step(
             torch.testing.assert_close(states[1][name], value)
 
 
-def test_a_callback_may_bring_its_own_optimizer(world: World) -> None:
-    def optimize(model: nn.Module, trainer: Trainer) -> None:
-        groups = [{"params": list(it.parameters())} for it in model.children()]
-        trainer.engine.optimizer.optimizer = torch.optim.AdamW(groups, lr=0.01)
-
-    model = frozen()
-    before = model.head.weight.detach().double().clone()
-    fit(world, Changes(optimize, "on_stage_start"), model)
-    assert not torch.equal(model.head.weight, before)
-
-
 def test_a_callback_may_prune(world: World) -> None:
     """The weight has another name then, and is the same object."""
 

@@ -58,6 +58,7 @@ class Strategy:
         module: What `forward` calls: the model, or a wrapper of it.
         assignment: Which rank takes which micro-batches of a step, cut from the step
             alone; ``None``: each rank cuts its own shard of the step.
+        pass_name: Of the optimizer whose pass it is; empty if there is one only.
         micro_batch_number: Of the present micro-batch in the step: with fixed
             micro-batches `micro_batch` sets it, for the recorded losses.
         communicates_before_step: Whether `begin_step` is called, its time counted as
@@ -80,6 +81,7 @@ class Strategy:
     module: nn.Module
     assignment: MicroBatchAssignment | None = None
     micro_batch_number = 0
+    pass_name = ""
 
     def __init_subclass__(cls) -> None:
         if "name" not in vars(cls):
@@ -189,6 +191,14 @@ class Strategy:
         is_fused = all(map(can_be_fused, weights))
         return [{"params": weights, "fused": is_fused or None}]
 
+    def check_optimizer(self, kind: str, *, is_by_number: bool) -> None:
+        """Refuse an optimizer of the user, on all ranks.
+
+        Args:
+            kind: Its class.
+            is_by_number: Whether it updates each number of a weight alone.
+        """
+
     def rebalance(self, seconds: Sequence[float]) -> None:
         """Let slow ranks take fewer micro-batches from the next step on, if possible.
 
@@ -203,6 +213,13 @@ class Strategy:
 
         ``num_samples`` are those of the step over all ranks.
         """
+
+    def begin_pass(self, name: str) -> None:
+        """Begin the pass of an optimizer, if there are several; collective.
+
+        Only the weights of that optimizer require gradients.
+        """
+        self.pass_name = name
 
     @contextmanager
     def micro_batch(self, *, is_last: bool) -> Iterator[None]:

@@ -219,7 +219,8 @@ class BitwiseDDPStrategy(Strategy):
         self.micro_batch_number = number
         if self._place:
             self._restore(self._before)
-        seed_micro_batch(self.config.seed, *self._key, number, self.world.device)
+        seed, part = self.config.seed, self.pass_name
+        seed_micro_batch(seed, *self._key, number, self.world.device, part)
         yield
         if not self._place:
             self._after_first = self._copy_buffers()
@@ -336,8 +337,9 @@ class BitwiseFSDPStrategy(BitwiseDDPStrategy, FSDPStrategy):
         from torch.distributed.fsdp import FSDPModule
 
         super().wrap(model, find_unused_parameters=find_unused_parameters)
-        self._used: list[bool] = []  # whether a weight has a gradient
-        self._is_agreed = False  # whether `_used` is the same on all ranks
+        # By pass: whether a weight has a gradient, and if that is agreed on.
+        self._used: dict[str, list[bool]] = {}
+        self._is_agreed: set[str] = set()
         self._scatters: list[_PairwiseReduceScatter] = []
         if self.world.world_size == 1:
             return
@@ -354,6 +356,15 @@ class BitwiseFSDPStrategy(BitwiseDDPStrategy, FSDPStrategy):
     ) -> list[dict[str, Any]]:
         """Return one group: fused kernels do not take shards."""
         return FSDPStrategy.parameter_groups(self, weights, optimizer)
+
+    def check_optimizer(self, kind: str, *, is_by_number: bool) -> None:
+        """Refuse one whose last bits may depend on the shards."""
+        if not is_by_number:
+            raise UsageError(
+                f"optimizer= made {kind}: its last bits may depend on the shards, which"
+                " --bitwise with --strategy fsdp does not allow; expected one of those "
+                "of --optimizer, not fused, or ddp"
+            ).on_all_ranks()
 
     @property
     def present_numbers(self) -> range:
@@ -398,17 +409,17 @@ class BitwiseFSDPStrategy(BitwiseDDPStrategy, FSDPStrategy):
         FSDP sends the others none, so that sums of unlike weights would be added.
         """
         used = [gradient is not None for gradient in gradients]
-        self._used = self._used or used
-        if used != self._used:
+        if used != self._used.setdefault(self.pass_name, used):
             raise UsageError(PARTLY_USED)
 
     def _agree_on_used(self) -> None:
-        if not self._is_agreed:
-            nums = torch.tensor(self._used, dtype=torch.int64).to(self.world.device)
+        if self.pass_name not in self._is_agreed:
+            used = self._used[self.pass_name]
+            nums = torch.tensor(used, dtype=torch.int64).to(self.world.device)
             dist.all_reduce(nums)
             if any(num not in (0, self.world.world_size) for num in nums.tolist()):
                 raise UsageError(PARTLY_USED).on_all_ranks()
-            self._is_agreed = True
+            self._is_agreed.add(self.pass_name)
 
 
 class _PairwiseReduceScatter:
@@ -458,10 +469,10 @@ class _PairwiseReduceScatter:
 
 
 def seed_micro_batch(
-    seed: int, epoch: int, step: int, number: int, device: str = "cpu"
+    seed: int, epoch: int, step: int, number: int, device: str = "cpu", part: str = ""
 ) -> None:
     """Seed torch, NumPy and `random`, as for dropout."""
-    key = f"{seed} {epoch} {step} {number}".encode()
+    key = f"{seed} {epoch} {step} {number}{part}".encode()
     value = int.from_bytes(hashlib.blake2b(key, digest_size=4).digest())
     random.seed(value)
     np.random.seed(value)

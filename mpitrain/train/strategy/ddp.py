@@ -47,13 +47,24 @@ class DDPStrategy(Strategy):
         self.communicates_before_step = bool(self._buffers)
         self._finds_unused = find_unused_parameters
         warnings.filterwarnings("ignore", message=".*find_unused_parameters=True")
+        self.module = self._wrapper()
+        self._modules: dict[str, DistributedDataParallel] = {}
+
+    def _wrapper(self) -> DistributedDataParallel:
         sync_buffers: Any = {_SYNC_BUFFERS: False}  # `broadcast_buffers` does it
-        self.module = DistributedDataParallel(
-            model,
+        return DistributedDataParallel(
+            self.model,
             gradient_as_bucket_view=True,
-            find_unused_parameters=find_unused_parameters,
+            find_unused_parameters=self._finds_unused,
             **sync_buffers,
         )
+
+    def begin_pass(self, name: str) -> None:
+        """Call a DDP of the weights that require gradients in the passes of a name."""
+        super().begin_pass(name)
+        if name not in self._modules:
+            self._modules[name] = self._wrapper()
+        self.module = self._modules[name]
 
     def begin_step(self, epoch: int, step: int, num_samples: int) -> None:
         """Broadcast rank zero's buffers; collective."""

@@ -1,0 +1,181 @@
+"""The optimizers of a stage, built in or the user's, each with its schedule."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from mpitrain.errors import UsageError
+from mpitrain.train.checks import shown_names
+
+
+@dataclass(kw_only=True)
+class ScheduledOptimizer:
+    """An optimizer, and what changes its learning rates."""
+
+    name: str  # of the backward pass that it steps after; empty: there is one
+    optimizer: Any  # torch's `Optimizer`
+    scheduler: LRScheduler | None = None  # ``None``: the configured schedule
+    interval: str = "step"  # or "epoch"
+    monitor: str | None = None  # the metric that the scheduler is given
+
+    @property
+    def local(self) -> Any:
+        """The optimizer of this rank's weights; with ZeRO, of its shard."""
+        return getattr(self.optimizer, "optim", self.optimizer)
+
+    @property
+    def kind(self) -> str:
+        """The name of its class."""
+        return type(self.local).__name__
+
+    @property
+    def weights(self) -> list[Tensor]:
+        """The weights of all groups."""
+        return [it for group in self.optimizer.param_groups for it in group["params"]]
+
+    def set_rates(self, rate_of: Callable[[float], float]) -> None:
+        """Set each group's rate by its own peak rate."""
+        for group in self.optimizer.param_groups:
+            lr = rate_of(group.setdefault("initial_lr", float(group["lr"])))
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(lr)
+            else:
+                group["lr"] = lr
+
+    def step_scheduler(self, metrics: Mapping[str, float]) -> None:
+        """Step the scheduler, if there is one, by its metric, if it has one."""
+        if self.scheduler is None:
+            return
+        name = (self.monitor or "").removeprefix("val_")
+        if name and name not in metrics:
+            raise UsageError(
+                f"a scheduler monitors {self.monitor!r}, which the validation does not "
+                f"have; found {', '.join(metrics)}"
+            ).on_all_ranks()
+        self.scheduler.step(*([metrics[name]] if name else []))  # type: ignore[arg-type]
+
+
+def optimizers_of(made: Any) -> list[ScheduledOptimizer]:
+    """Return what `Task.configure_optimizers` has made, in a list."""
+    return [
+        ScheduledOptimizer(name=name, optimizer=it)
+        for name, listed in _by_name(made).items()
+        for it in listed
+    ]
+
+
+def describe(optimizers: Sequence[ScheduledOptimizer], model: nn.Module) -> str:
+    """Return what is to be equal on all ranks, and when a training is resumed."""
+    names = {id(weight): name for name, weight in model.named_parameters()}
+    words = []
+    for it in optimizers:
+        groups = [
+            [names.get(id(weight)) for weight in group["params"]]
+            for group in getattr(it.optimizer, "param_groups", ())
+        ]
+        digest = hashlib.sha256(str(groups).encode()).hexdigest()[:8]
+        sizes = " + ".join(str(len(group)) for group in groups)
+        words.append(f"{it.name} {it.kind} of {sizes} weights ({digest})".strip())
+    return ", ".join(words)
+
+
+def check_optimizers(
+    optimizers: Sequence[ScheduledOptimizer], model: nn.Module, *, is_zero: bool
+) -> None:
+    """Refuse the user's optimizers of a model, if they do not fit.
+
+    All ranks have the same. With ``is_zero`` their state is to be sharded.
+    """
+    names = {id(weight): name for name, weight in model.named_parameters()}
+    left = {id(it): it for it in model.parameters() if it.requires_grad}
+    trained = {*left}
+    wrong: dict[str, list[str]] = {}
+    for it in optimizers:
+        problem = ""
+        if not isinstance(it.optimizer, Optimizer):
+            problem = "expected an object of torch.optim.Optimizer"
+        elif any("lr" not in group for group in it.optimizer.param_groups):
+            problem = "a group has no learning rate; expected 'lr' in each"
+        elif is_zero and it.optimizer is it.local:
+            problem = (
+                "it keeps its whole state, and shard_optimizer is set; expected torch's"
+                f" ZeroRedundancyOptimizer(weights, optimizer_class={it.kind})"
+            )
+        if problem:
+            raise UsageError(f"optimizer= made {it.kind}: {problem}").on_all_ranks()
+        for weight in it.weights:
+            if left.pop(id(weight), None) is None:
+                name = names.get(id(weight), f"of shape {tuple(weight.shape)}")
+                what = "frozen" if id(weight) in names else "of another model"
+                what = "in two groups" if id(weight) in trained else what
+                wrong.setdefault(what, []).append(name)
+    if left:
+        wrong["in no group"] = [names[key] for key in left]
+    if wrong:
+        raise UsageError(
+            "the weights that optimizer= trains are not those of the model; "
+            + "; ".join(f"{what}: {shown_names(it)}" for what, it in wrong.items())
+            + ". Expected each that has requires_grad in one group, of the model that "
+            "the function is given"
+        ).on_all_ranks()
+
+
+def add_schedulers(optimizers: Sequence[ScheduledOptimizer], made: Any) -> None:
+    """Let optimizers have what `Task.configure_schedulers` has made for them."""
+    names = {it.name for it in optimizers}
+    for name, listed in _by_name({"": made} if names == {""} else made).items():
+        owners = [it for it in optimizers if it.name == name]
+        if len(listed) != len(owners):
+            raise UsageError(
+                f"scheduler= made {len(listed)} for {len(owners)} optimizers"
+                f"{f' of {name!r}' * bool(name)}; expected a scheduler for each, or "
+                "None for the configured schedule, in the form of optimizer="
+            ).on_all_ranks()
+        for owner, entry in zip(owners, listed, strict=True):
+            if entry is not None:
+                _add_scheduler(owner, entry)
+
+
+def _add_scheduler(owner: ScheduledOptimizer, entry: Any) -> None:
+    # Lightning's default of a dict is an epoch, and ours a step: it has to name it.
+    options = dict(entry) if isinstance(entry, Mapping) else {"scheduler": entry}
+    scheduler = options.pop("scheduler", None)
+    takes_metric = isinstance(scheduler, ReduceLROnPlateau)
+    monitor = options.pop("monitor", "loss" if takes_metric else None)
+    default = None if isinstance(entry, Mapping) else "step"
+    interval = options.pop("interval", "epoch" if takes_metric else default)
+    problem = ""
+    if not isinstance(scheduler, LRScheduler):
+        problem = "expected a LRScheduler, or a dict that has one as 'scheduler'"
+    elif scheduler.optimizer is not owner.optimizer:
+        problem = "it is of another optimizer; expected the one that was passed"
+    elif options or interval not in ("step", "epoch"):
+        problem = (
+            f"found {options or {'interval': interval}}; expected 'interval', which is "
+            "'step' or 'epoch', and 'monitor'"
+        )
+    elif (monitor is not None) != takes_metric or (monitor and interval == "step"):
+        problem = (
+            f"found interval {interval!r} and monitor {monitor!r}; expected a monitor "
+            "for ReduceLROnPlateau alone, each epoch"
+        )
+    if problem:
+        kind = type(scheduler).__name__
+        raise UsageError(f"scheduler= made {kind}: {problem}").on_all_ranks()
+    owner.scheduler, owner.interval, owner.monitor = scheduler, interval, monitor
+
+
+def _by_name(made: Any) -> dict[str, list[Any]]:
+    """Return lists by name; the name is empty where there is no dict."""
+    named = made if isinstance(made, Mapping) else {"": made}
+    return {
+        str(name): list(it) if isinstance(it, list | tuple) else [it]
+        for name, it in named.items()
+    }
