@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from mpitrain.errors import UsageError, did_you_mean
 from mpitrain.train.metrics import EpochMetrics, StepMetrics, Throughput
+
+logger = logging.getLogger("mpitrain")
 
 
 class StopRequested(Exception):
@@ -150,3 +153,14 @@ def check_state_names(callbacks: Sequence[Callback]) -> None:
             f"callbacks {', '.join(sorted(names))}: found two with a state and "
             "one name; expected a class of its own for each"
         ).on_all_ranks()
+
+
+def call_on_exception(
+    hooks: dict[str, list[Callable[..., None]]], trainer: Any, error: BaseException
+) -> None:
+    """Call the hooks of an exception; one that fails is logged."""
+    for hook in hooks["on_exception"]:
+        try:
+            hook(trainer, error)
+        except Exception:  # the first error is the one to report
+            logger.exception("a callback's on_exception failed")

@@ -56,6 +56,8 @@ def warn_of_ignored(config: TrainConfig) -> None:
 def bind_functions(task: Task, **functions: Any) -> None:
     """Let a Trainer's functions stand in for the methods of its task."""
     for name, it in functions.items():
+        if it is None:
+            continue
         if isinstance(it, type) or not callable(it):
             raise UsageError(
                 f"{name}= has to be a function, found {type(it).__name__}; such as "
@@ -64,8 +66,13 @@ def bind_functions(task: Task, **functions: Any) -> None:
         setattr(task, f"configure_{name}s", it)
 
 
-def call_step(step: Callable[..., Losses], *args: Any) -> Losses:
+def call_step(
+    step: Callable[..., Losses], model: Any, batch: Any, *names: str
+) -> Losses:
     """Call a training step; say so if it takes no name of an optimizer."""
+    args = model, batch, *names
+    if not names:
+        return step(*args)
     try:
         inspect.signature(step).bind(*args)
     except TypeError:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import time
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -60,37 +61,6 @@ class MicroBatchLosses(NamedTuple):
             yield total
             if weight is not None:
                 yield weight
-
-
-class Pass(NamedTuple):
-    """The part of a step that updates the weights of one name's optimizers."""
-
-    name: str  # empty: there is one alone
-    losses: list[MicroBatchLosses]
-    factor: float  # of the sum of losses, for the mean by weight
-    grad_norm: float
-    is_applied: bool
-
-
-def merge_passes(passes: Sequence[Pass]) -> tuple[list[MicroBatchLosses], float, bool]:
-    """Return losses, gradient norm, and whether all passes of a step were applied.
-
-    Of several passes the loss is the sum of their means, and each is another, by name.
-    """
-    first = passes[0]
-    if len(passes) == 1:
-        return first.losses, first.grad_norm, first.is_applied
-    losses = []
-    for found in zip(*(it.losses for it in passes), strict=True):
-        total = sum(of.total * it.factor for it, of in zip(passes, found, strict=True))
-        sums = {"loss": Sum(total, None)} | {
-            f"{it.name}_{name}": one
-            for it, of in zip(passes, found, strict=True)
-            for name, one in of.sums.items()
-        }
-        losses.append(found[0]._replace(total=total, sums=sums))
-    norm = math.hypot(*(it.grad_norm for it in passes))
-    return losses, norm, all(it.is_applied for it in passes)
 
 
 class _Step(NamedTuple):
@@ -233,6 +203,33 @@ class PendingSteps:
         )
         self._clear_throughput()
         return found
+
+
+def report_steps(trainer: Any, *, flush: bool) -> None:
+    """Gather the metrics of a trainer's pending steps, and call its hooks; collective.
+
+    See `Trainer.sync_metrics`.
+    """
+    state, engine, pending = trainer.state, trainer.engine, trainer.pending
+    steps: list[StepMetrics] = []
+    if len(pending):
+        trainer.step_times = trainer.timer.take()
+        seconds = time.perf_counter() - trainer.synced_at
+        steps = pending.sync(state, seconds, trainer.step_times.steps)
+        trainer.micro_batch_losses = pending.micro_batch_losses
+        engine.strategy.rebalance(pending.micro_batch_seconds)
+    state.skipped_samples += engine.data.take_skipped()
+    if state.epoch_step:
+        counts = engine.data.take_samples_per_shard()
+        pairs = itertools.zip_longest(state.samples_per_shard, counts, fillvalue=0)
+        state.samples_per_shard = [sum(pair) for pair in pairs]
+    if steps:  # the time between two epochs is no time of steps
+        trainer.synced_at += seconds
+        state.steps_seconds += seconds
+        trainer.call("on_metrics", steps)
+    throughput = pending.take_throughput(0.0 if flush else trainer.throughput_seconds)
+    if throughput is not None:
+        trainer.call("on_throughput", throughput)
 
 
 def all_gather(numbers: array[float], device: str) -> NDArray[np.float64]:

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import zip_longest
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from mpitrain.config import TrainConfig
 from mpitrain.data.custom import refuse_loader
 from mpitrain.data.loader import Batch, RankStep
-from mpitrain.data.samples import BadRow, CollateFn, kind_of
+from mpitrain.data.samples import CollateFn
 from mpitrain.data.sampling import BatchSampler, Sampler, Sampling
 from mpitrain.errors import DataError, Stopped, UsageError
 from mpitrain.launch.init import init
@@ -32,7 +29,12 @@ from mpitrain.tasks.task import (
     Task,
     Values,
 )
-from mpitrain.train.callbacks import Callback, StopRequested, hooks_of
+from mpitrain.train.callbacks import (
+    Callback,
+    StopRequested,
+    call_on_exception,
+    hooks_of,
+)
 from mpitrain.train.checks import (
     bind_functions,
     call_step,
@@ -41,26 +43,16 @@ from mpitrain.train.checks import (
 )
 from mpitrain.train.engine import Engine
 from mpitrain.train.evaluate import Evaluation
-from mpitrain.train.means import Sum, form_of, named_values, sum_of
 from mpitrain.train.metric_objects import split_metrics
-from mpitrain.train.metrics import StepMetrics, TrainState
-from mpitrain.train.nonfinite import handle_nonfinite
-from mpitrain.train.optimizer import NO_GRADIENT
+from mpitrain.train.metrics import TrainState
 from mpitrain.train.predict import Writer
 from mpitrain.train.progress import EpochLines
-from mpitrain.train.step_metrics import (
-    THROUGHPUT_SECONDS,
-    MicroBatchLosses,
-    Pass,
-    PendingSteps,
-    merge_passes,
-)
+from mpitrain.train.step_metrics import THROUGHPUT_SECONDS, PendingSteps, report_steps
 from mpitrain.train.strategy.base import Strategy
 from mpitrain.train.strategy.build import choose_strategy
 from mpitrain.train.timer import StepTimes, Timer, make_timer
+from mpitrain.train.training_pass import merge_passes, train_pass
 from mpitrain.train.validation import validate_once
-
-logger = logging.getLogger("mpitrain")
 
 
 class Trainer:
@@ -120,6 +112,8 @@ class Trainer:
     engine: Engine
     timer: Timer
     step_times: StepTimes
+    results: Mapping[str, Any]
+    best_by: str | None
 
     def __init__(
         self,
@@ -149,36 +143,32 @@ class Trainer:
         self.train_data, self.val_data, self.test_data = train_data, val_data, test_data
         self.config = config or TrainConfig()
         self.world = world
+        self._has_default_task = task is None
         if task is not None and (mean_std or num_classes):
             raise UsageError(
                 "mean_std and num_classes are ImageClassification's; expected them as "
                 "arguments of the task, or no task"
             )
-        self._has_default_task = task is None
         self.task = task or ImageClassification(mean_std, num_classes)
         Task.bind(self.task, self, collate_fn)
-        functions = {"optimizer": optimizer, "scheduler": scheduler}
-        given = {name: it for name, it in functions.items() if it is not None}
-        bind_functions(self.task, **given)
+        bind_functions(self.task, optimizer=optimizer, scheduler=scheduler)
         self.find_unused_parameters = find_unused_parameters
         self.callbacks = [EpochLines()] if callbacks is None else list(callbacks)
         self.callbacks.sort(key=lambda callback: callback.runs_last)
-        self.state = TrainState()
+        self.state, self.results = TrainState(), {}
         self.micro_batch_losses: list[list[float]] = []
         self.throughput_seconds = THROUGHPUT_SECONDS
-        self.resumed_from = ""
-        self.best_by: str | None = None
-        self.results: Mapping[str, Any] = {}
+        self.resumed_from, self.best_by = "", None
         self.should_stop = False
         self._owns_job = world is None
         self.uses_whole_config = False  # the command makes callbacks of all its fields
         self._final_state: dict[str, Any] | None = None  # if the job ends with `fit`
-        self._is_set_up = self._is_task_step = False
+        self._is_set_up = self.is_task_step = False
         self._loss, self._strategy = loss, strategy
         self._metrics = split_metrics(self.task, metrics, derived_metrics)
         self._sampling = Sampling(sampler, batch_sampler)
-        self._batch: Batch | None = None  # while its loss is computed
-        self._warned_of: set[str] = set()  # losses and metrics that are scalars
+        self.batch: Batch | None = None  # while its loss is computed
+        self.warned_of: set[str] = set()  # losses and metrics that are scalars
         self._hooks: dict[str, list[Callable[..., None]]] = {}
 
     # --- the loop -----------------------------------------------------------------
@@ -200,7 +190,7 @@ class Trainer:
             try:
                 for stage in engine.plan.stages_from(self.state.epoch):
                     engine.start_stage(stage)
-                    self._pending.reset_interval()
+                    self.pending.reset_interval()
                     self.call("on_stage_start")
                     while engine.plan.has_epoch(stage, self.state, self.should_stop):
                         self.train_epoch()
@@ -232,7 +222,7 @@ class Trainer:
                 if self.should_stop:
                     break
                 self.train_step(step)
-                if self._pending.is_sync_due or engine.plan.is_validation_due(state):
+                if self.pending.is_sync_due or engine.plan.is_validation_due(state):
                     self.sync_metrics()
         self.sync_metrics()
         if not state.epoch_step:
@@ -248,58 +238,18 @@ class Trainer:
         """
         state, optimizer = self.state, self.engine.optimizer
         if len(optimizer.names) > 1:
-            step.micro_batches = list(step.micro_batches)
-        passes = [self._train_pass(name, step) for name in optimizer.names]
+            step.micro_batches = list(step.micro_batches)  # they are read once
+        passes = [train_pass(self, name, step) for name in optimizer.names]
         losses, grad_norm, is_applied = merge_passes(passes)
         state.skipped_steps += not is_applied
         state.step += 1
         state.epoch_step = step.number + 1
         lrs = optimizer.end_step()
-        self._pending.add(losses, lrs, grad_norm, is_applied=is_applied)
+        self.pending.add(losses, lrs, grad_norm, is_applied=is_applied)
         self.timer.end_step()
         if self._hooks["on_step_end"]:
             with self.timer("other"):
                 self.call("on_step_end")
-
-    def _train_pass(self, name: str, step: RankStep) -> Pass:
-        """Update the weights of the optimizers of a name; collective."""
-        engine, state, timer = self.engine, self.state, self.timer
-        optimizer, strategy = engine.optimizer, engine.strategy
-        scale = engine.begin_pass(name, state, step.number, step.num_samples)
-        losses: list[MicroBatchLosses] = []
-        if strategy.communicates_before_step:
-            with timer("communication"):
-                strategy.begin_step(state.epoch, step.number, step.num_samples)
-        for batch in step.micro_batches:
-            is_last = len(losses) + 1 == step.num_micro_batches
-            with strategy.micro_batch(is_last=is_last), engine.norm_statistics(batch):
-                batch.epoch, batch.step = state.epoch, step.number
-                if name == optimizer.names[0]:
-                    self.call("on_batch_start", batch)
-                with timer("forward"):
-                    loss, sums = self._sums_of_losses(batch)
-                number = strategy.micro_batch_number
-                losses.append(
-                    MicroBatchLosses(batch.indices, loss.detach(), number, sums)
-                )
-                if strategy.reduces_in_backward and engine.world.world_size > 1:
-                    timer.mark_gradients(loss)
-                # scale - 0 * loss: the scale, or NaN where the loss is not finite. A
-                # gradient may be finite where its loss is not. The NaN reaches all
-                # ranks by the all-reduce: they skip the step without another one.
-                factor = torch.rsub(losses[-1].total, scale, alpha=0)
-                with timer("backward"):
-                    # Not backward(loss, factor): it imports SymPy (torch 2.14).
-                    torch.autograd.backward(loss * factor)
-        if strategy.communicates_after_step:
-            with timer("communication"):
-                strategy.reduce_gradients()
-        with timer("update"):
-            by_weight = engine.weight_factor(losses, step.num_samples)
-            grad_norm, is_applied = optimizer.end_pass(by_weight)
-        if not is_applied:
-            handle_nonfinite(self, losses, grad_norm)
-        return Pass(name, losses, by_weight, grad_norm, is_applied)
 
     def validate(self) -> None:
         """Evaluate the model at the end of an epoch, and begin the next. Collective."""
@@ -312,7 +262,7 @@ class Trainer:
     def _begin_steps(self) -> None:
         self.engine.train_mode()
         self.timer.end_step(is_step=False)
-        self._synced_at = time.perf_counter()
+        self.synced_at = time.perf_counter()
 
     def sync_metrics(self, *, flush: bool = False) -> None:
         """Gather the metrics of the steps since the last call, and report them.
@@ -322,29 +272,8 @@ class Trainer:
         Args:
             flush: Report the throughput, however few seconds of steps it covers.
         """
-        state, engine = self.state, self.engine
         with self.timer("other"):
-            steps: list[StepMetrics] = []
-            if len(self._pending):
-                self.step_times = self.timer.take()
-                seconds = time.perf_counter() - self._synced_at
-                steps = self._pending.sync(state, seconds, self.step_times.steps)
-                self.micro_batch_losses = self._pending.micro_batch_losses
-                engine.strategy.rebalance(self._pending.micro_batch_seconds)
-            state.skipped_samples += engine.data.take_skipped()
-            if state.epoch_step:
-                counts = engine.data.take_samples_per_shard()
-                pairs = zip_longest(state.samples_per_shard, counts, fillvalue=0)
-                state.samples_per_shard = [sum(pair) for pair in pairs]
-            if steps:  # the time between two epochs is no time of steps
-                self._synced_at += seconds
-                state.steps_seconds += seconds
-                self.call("on_metrics", steps)
-            throughput = self._pending.take_throughput(
-                0.0 if flush else self.throughput_seconds
-            )
-            if throughput is not None:
-                self.call("on_throughput", throughput)
+            report_steps(self, flush=flush)
 
     def test(self, data: Any) -> Evaluation:
         """Evaluate the model on a test set, and report it. Collective over all ranks.
@@ -370,11 +299,8 @@ class Trainer:
                 or probabilities, `(N, C)`.
 
         Returns:
-            `(N,)`; `(N, ...)`, averaged per sample; a scalar, the mean over the
-            samples: exact only where each sample has the same weight in it; or values
-            and weights, two tensors `(N, ...)`, for their weighted mean over the global
-            batch. Several losses are a dict: ``loss`` is minimized, the others are
-            recorded.
+            One value per sample, `(N,)` or `(N, ...)`; values and weights; or several
+            losses by name: see `mpitrain.tasks.task.Values` and `Losses`.
         """
         if self._loss is not None:
             return self._loss(outputs, targets)
@@ -407,16 +333,13 @@ class Trainer:
             batch: Inputs and targets, on this rank's device.
             optimizer: If there are several by name: the one whose pass it is.
         """
-        self._is_task_step = True
-        step = self.task.training_step
-        if optimizer:
-            return call_step(step, self.forward, batch, *optimizer)
-        return step(self.forward, batch)
+        self.is_task_step = True
+        return call_step(self.task.training_step, self.forward, batch, *optimizer)
 
     def validation_step(self, model: Model, batch: Batch) -> Mapping[str, Values]:
         """Return the metrics of a batch; see `Task.validation_step`."""
         values = self.task.validation_step(model, batch)
-        return warn_of_scalars(values, self._warned_of)
+        return warn_of_scalars(values, self.warned_of)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the parallelized model in `compute_loss`, in the configured precision.
@@ -448,7 +371,7 @@ class Trainer:
             UsageError: The step is cut into micro-batches; on every rank.
             DataError: Rows of ranks differ in more than their number; on every rank.
         """
-        return self.engine.all_gather(rows, self._batch)
+        return self.engine.all_gather(rows, self.batch)
 
     # --- results ------------------------------------------------------------------
 
@@ -531,11 +454,11 @@ class Trainer:
         self._final_state, self.should_stop = None, False
         self.state = TrainState()
         self.timer = make_timer(self.world.device)
-        self._pending = PendingSteps(
+        self.pending = PendingSteps(
             self.world.device,
             strategy.micro_batch_size if strategy.micro_batches_are_fixed else None,
         )
-        self._synced_at = time.perf_counter()
+        self.synced_at = time.perf_counter()
         self._hooks = hooks_of(self.callbacks)
         self._is_set_up = True
         return self.engine
@@ -572,33 +495,7 @@ class Trainer:
         except Stopped:
             raise
         except BaseException as error:
-            for hook in self._hooks["on_exception"]:
-                try:
-                    hook(self, error)
-                except Exception:  # the first error is the one to report
-                    logger.exception("a callback's on_exception failed")
+            call_on_exception(self._hooks, self, error)
             raise
         finally:
             engine.close()
-
-    def _sums_of_losses(self, batch: Batch) -> tuple[Tensor, dict[str, Sum]]:
-        """Return the sum of a micro-batch's losses, and it and others, detached."""
-        try:
-            self._batch = batch
-            name = self.engine.strategy.pass_name
-            found = self.compute_loss(batch, *([name] if name else []))
-            named = named_values(found, "the training step")
-            if not self._is_task_step:
-                self.task.refuse_other_step()
-            num, num_rows = len(batch), batch.num_rows
-            sums = {name: sum_of(it, num, num_rows, name) for name, it in named.items()}
-        except BadRow as bad:
-            raise bad.named(batch.indices) from None
-        finally:
-            self._batch = None
-        loss = sums["loss"].total
-        if not loss.requires_grad:
-            raise DataError(f"the loss is {kind_of(named['loss'])}: {NO_GRADIENT}")
-        warn_of_scalars(named, self._warned_of)
-        self.engine.check_losses(form_of(named))
-        return loss, {name: Sum(it[0].detach(), it[1]) for name, it in sums.items()}

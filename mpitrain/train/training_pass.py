@@ -1,0 +1,121 @@
+"""A pass of a training step: forward and backward of all micro-batches, an update.
+
+A step has one, or one for each of several optimizers by name.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from mpitrain.data.loader import Batch, RankStep
+from mpitrain.data.samples import BadRow, kind_of
+from mpitrain.errors import DataError
+from mpitrain.train.checks import warn_of_scalars
+from mpitrain.train.means import Sum, form_of, named_values, sum_of
+from mpitrain.train.nonfinite import handle_nonfinite
+from mpitrain.train.optimizer import NO_GRADIENT
+from mpitrain.train.step_metrics import MicroBatchLosses
+
+
+class Pass(NamedTuple):
+    """The part of a step that updates the weights of one name's optimizers."""
+
+    name: str  # empty: there is one alone
+    losses: list[MicroBatchLosses]
+    factor: float  # of the sum of losses, for the mean by weight
+    grad_norm: float
+    is_applied: bool
+
+
+def merge_passes(passes: Sequence[Pass]) -> tuple[list[MicroBatchLosses], float, bool]:
+    """Return losses, gradient norm, and whether all passes of a step were applied.
+
+    Of several passes the loss is the sum of their means, and each is another, by name.
+    """
+    first = passes[0]
+    if len(passes) == 1:
+        return first.losses, first.grad_norm, first.is_applied
+    losses = []
+    for found in zip(*(it.losses for it in passes), strict=True):
+        total = sum(of.total * it.factor for it, of in zip(passes, found, strict=True))
+        sums = {"loss": Sum(total, None)} | {
+            f"{it.name}_{name}": one
+            for it, of in zip(passes, found, strict=True)
+            for name, one in of.sums.items()
+        }
+        losses.append(found[0]._replace(total=total, sums=sums))
+    norm = math.hypot(*(it.grad_norm for it in passes))
+    return losses, norm, all(it.is_applied for it in passes)
+
+
+def train_pass(trainer: Any, name: str, step: RankStep) -> Pass:
+    """Update the weights of the optimizers of a name by a global batch. Collective.
+
+    Args:
+        trainer: A `Trainer`, whose module imports this one.
+        name: Of the optimizers; empty if there is one alone.
+        step: This rank's part of the global batch.
+    """
+    engine, state, timer = trainer.engine, trainer.state, trainer.timer
+    optimizer, strategy = engine.optimizer, engine.strategy
+    scale = engine.begin_pass(name, state, step.number, step.num_samples)
+    losses: list[MicroBatchLosses] = []
+    if strategy.communicates_before_step:
+        with timer("communication"):
+            strategy.begin_step(state.epoch, step.number, step.num_samples)
+    for batch in step.micro_batches:
+        is_last = len(losses) + 1 == step.num_micro_batches
+        with strategy.micro_batch(is_last=is_last), engine.norm_statistics(batch):
+            batch.epoch, batch.step = state.epoch, step.number
+            if name == optimizer.names[0]:
+                trainer.call("on_batch_start", batch)
+            with timer("forward"):
+                loss, sums = _sums_of_losses(trainer, batch)
+            number = strategy.micro_batch_number
+            losses.append(MicroBatchLosses(batch.indices, loss.detach(), number, sums))
+            if strategy.reduces_in_backward and engine.world.world_size > 1:
+                timer.mark_gradients(loss)
+            # scale - 0 * loss: the scale, or NaN where the loss is not finite. A
+            # gradient may be finite where its loss is not. The NaN reaches all
+            # ranks by the all-reduce: they skip the step without another one.
+            factor = torch.rsub(losses[-1].total, scale, alpha=0)
+            with timer("backward"):
+                # Not backward(loss, factor): it imports SymPy (torch 2.14).
+                torch.autograd.backward(loss * factor)
+    if strategy.communicates_after_step:
+        with timer("communication"):
+            strategy.reduce_gradients()
+    with timer("update"):
+        by_weight = engine.weight_factor(losses, step.num_samples)
+        grad_norm, is_applied = optimizer.end_pass(by_weight)
+    if not is_applied:
+        handle_nonfinite(trainer, losses, grad_norm)
+    return Pass(name, losses, by_weight, grad_norm, is_applied)
+
+
+def _sums_of_losses(trainer: Any, batch: Batch) -> tuple[Tensor, dict[str, Sum]]:
+    """Return the sum of a micro-batch's losses, and it and others, detached."""
+    try:
+        trainer.batch = batch
+        name = trainer.engine.strategy.pass_name
+        found = trainer.compute_loss(batch, *([name] if name else []))
+        named = named_values(found, "the training step")
+        if not trainer.is_task_step:
+            trainer.task.refuse_other_step()
+        num, num_rows = len(batch), batch.num_rows
+        sums = {name: sum_of(it, num, num_rows, name) for name, it in named.items()}
+    except BadRow as bad:
+        raise bad.named(batch.indices) from None
+    finally:
+        trainer.batch = None
+    loss = sums["loss"].total
+    if not loss.requires_grad:
+        raise DataError(f"the loss is {kind_of(named['loss'])}: {NO_GRADIENT}")
+    warn_of_scalars(named, trainer.warned_of)
+    trainer.engine.check_losses(form_of(named))
+    return loss, {name: Sum(it[0].detach(), it[1]) for name, it in sums.items()}
