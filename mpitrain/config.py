@@ -133,8 +133,7 @@ class LearningConfig:
     weight_decay: float = setting(5e-4, minimum=0, is_common=True)
     """Weight decay."""
     bias_decay: bool = True
-    """Decay all weights; --no-bias-decay: not biases and norms, which have fewer than
-    2 dimensions."""
+    """Decay all weights; --no-bias-decay: not those with fewer than 2 dimensions."""
     schedule: Literal["cosine", "linear", "step", "constant"] = "cosine"
     """Learning rate schedule after the warm-up."""
     warmup_epochs: float | None = setting(None, minimum=0)

@@ -56,8 +56,8 @@ from mpitrain.mpi.consensus import Consensus
 from mpitrain.record.recorder import Recorder
 from mpitrain.record.runs import differences
 from mpitrain.train.callbacks import Callback, StopRequested, check_state_names
-from mpitrain.train.evaluate import score_of
-from mpitrain.train.metrics import EpochMetrics, TrainState, knows_best
+from mpitrain.train.evaluate import score_of, warn_of_no_best
+from mpitrain.train.metrics import EpochMetrics, TrainState
 from mpitrain.train.trainer import Trainer
 
 logger = logging.getLogger("mpitrain")
@@ -369,14 +369,9 @@ class Checkpointer(RunCheckpoints, Callback):
     ) -> None:
         self._clock.is_due |= is_due
         metric = score_of(values, self._best_by)
-        is_known = not values or knows_best(values, self._best_by)
-        is_zero = trainer.engine.world.is_rank_zero
-        if is_zero and not self._has_warned and not is_known:
-            logger.warning(
-                "the validation has neither accuracy nor loss: no checkpoint is the "
-                "best one; choose a metric by --best-by max:NAME, or best_by="
-            )
-        self._has_warned = True
+        if trainer.engine.world.is_rank_zero and not self._has_warned:
+            self._has_warned = True
+            warn_of_no_best(values, self._best_by)
         # The best alone waits for a write that is under way: a newer one comes soon, a
         # better one perhaps never.
         may_queue = metric is not None and metric > self._best

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -20,6 +21,8 @@ from mpitrain.tasks.task import Model
 from mpitrain.train.means import is_weighted, sum_of
 from mpitrain.train.metrics import best_metric, knows_best, mean
 from mpitrain.train.step_metrics import sum_exactly, sum_over_ranks
+
+logger = logging.getLogger("mpitrain")
 
 ValidationStep = Callable[[Model, Batch], Mapping[str, Any]]
 """`Task.validation_step`."""
@@ -73,6 +76,15 @@ def score_of(values: Mapping[str, float], best_by: str | None = None) -> float |
         ).on_all_ranks()
     found = -values[name] if is_lower_better else values[name]
     return found if math.isfinite(found) else None
+
+
+def warn_of_no_best(values: Mapping[str, float], best_by: str | None) -> None:
+    """Warn if no validation can be the best one."""
+    if values and not knows_best(values, best_by):
+        logger.warning(
+            "the validation has neither accuracy nor loss: no checkpoint is the best "
+            "one; choose a metric by --best-by max:NAME, or best_by="
+        )
 
 
 def join_evaluations(by_name: Mapping[str, Evaluation]) -> Evaluation:

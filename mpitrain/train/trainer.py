@@ -226,8 +226,8 @@ class Trainer:
                     self.sync_metrics()
         self.sync_metrics()
         if not state.epoch_step:
-            error = DataError("none of the samples to train on could be read")
-            raise error.on_all_ranks()
+            reason = "none of the samples to train on could be read"
+            raise DataError(reason).on_all_ranks()
 
     def train_step(self, step: RankStep) -> None:
         """Train on one global batch. Collective.
@@ -238,7 +238,7 @@ class Trainer:
         """
         state, optimizer = self.state, self.engine.optimizer
         if len(optimizer.names) > 1:
-            step.micro_batches = list(step.micro_batches)  # they are read once
+            step.micro_batches = list(step.micro_batches)
         passes = [train_pass(self, name, step) for name in optimizer.names]
         losses, grad_norm, is_applied = merge_passes(passes)
         state.skipped_steps += not is_applied
