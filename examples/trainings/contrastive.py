@@ -5,10 +5,14 @@ mpirun -np 4 --oversubscribe python examples/trainings/contrastive.py
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import Dataset
+
+import mpitrain
 
 
 class Views(Dataset[Tensor]):
@@ -36,13 +40,32 @@ class Encoder(nn.Module):
         return F.normalize(self.layers(views), dim=-1)
 
 
-def contrast(mine: Tensor, all_views: Tensor, places: Tensor) -> Tensor:
-    """Return the loss of each sample, `(N,)`: its second view among those of all.
+class Contrastive(mpitrain.Trainer):
+    def loss(self, outputs: Tensor, targets: Any) -> Tensor:
+        """Return the loss of each sample, `(N,)`: its second view among those of all.
 
-    Args:
-        mine: `(N, 2, width)`.
-        all_views: Of the whole batch, `(M, 2, width)`.
-        places: Of the N samples among them, int64 `(N,)`.
-    """
-    logits = mine[:, 0] @ all_views[:, 1].T / 0.1
-    return F.cross_entropy(logits, places, reduction="none")
+        Args:
+            outputs: Of the encoder, `(N, 2, width)`.
+            targets: Not used.
+        """
+        del targets
+        rows, mine = self.all_gather(outputs)
+        logits = rows[mine, 0] @ rows[:, 1].T / 0.1
+        places = torch.arange(len(rows), device=rows.device)[mine]
+        return F.cross_entropy(logits, places, reduction="none")
+
+
+def build(world: mpitrain.World | None = None, **settings: Any) -> mpitrain.Trainer:
+    torch.manual_seed(1)
+    defaults = {"epochs": 3, "global_batch_size": 32, "optimizer": "adam", "lr": 1e-2}
+    return Contrastive(
+        Encoder(),
+        Views(200, seed=1),
+        Views(61, seed=2),
+        mpitrain.TrainConfig(**defaults | settings),
+        world=world,
+    )
+
+
+if __name__ == "__main__":
+    build().fit()
