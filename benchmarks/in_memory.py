@@ -33,10 +33,10 @@ from torchvision.datasets import MNIST
 from mpitrain.config import DataConfig
 from mpitrain.data.loader import BatchLoader
 from mpitrain.data.sharding import RankShard
-from mpitrain.data.sources import Data, load_data
-from mpitrain.data.transforms import ImageTransform
 from mpitrain.mpi.shared_arrays import Communicator
 from mpitrain.mpi.world import Node, World
+from mpitrain.tasks.image_classification.datasets.named import Data, load_data
+from mpitrain.tasks.image_classification.transforms import ImageTransform
 
 SIZE = 28
 

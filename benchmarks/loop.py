@@ -32,9 +32,9 @@ from torch.nn.utils import get_total_norm
 import mpitrain
 from mpitrain.config import TrainConfig
 from mpitrain.data.sharding import epoch_order
-from mpitrain.data.sources import Data, digits
 from mpitrain.models.build import build_model
 from mpitrain.mpi.world import World
+from mpitrain.tasks.image_classification.datasets.named import Data, digits
 from mpitrain.train.callbacks import Callback
 from mpitrain.train.metrics import EpochMetrics, StepMetrics
 from mpitrain.train.plan import Plan

@@ -22,12 +22,12 @@ from record import about, spread, write
 
 import mpitrain
 from mpitrain.config import TrainConfig
-from mpitrain.data.sources import digits
 from mpitrain.models.build import build_model
 from mpitrain.mpi.shared_arrays import communicator
 from mpitrain.record.health import HealthCheck
 from mpitrain.record.rank_times import RankTimes
 from mpitrain.record.recorder import Recorder
+from mpitrain.tasks.image_classification.datasets.named import digits
 
 NOT_COUNTED = 3
 """First rounds: caches."""

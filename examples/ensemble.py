@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 
-from mpitrain.data.sources import digits
 from mpitrain.models.build import build_model
+from mpitrain.tasks.image_classification.datasets.named import digits
 
 data = digits()
 inputs, targets = data.val.inputs, data.val.targets

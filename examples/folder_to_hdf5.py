@@ -13,7 +13,7 @@ import h5py
 import numpy as np
 from PIL import Image, ImageOps
 
-from mpitrain.data.folder import images_below
+from mpitrain.tasks.image_classification.datasets.folder import images_below
 
 
 def pack(folder: Path, group: h5py.Group, classes: list[str], size: int | None) -> int:

@@ -4,55 +4,24 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Sequence, Sized
-from pathlib import Path
 from typing import Any
 
 from torch.utils import data as torchs
 
-from mpitrain.config import DATA_DIR
-from mpitrain.data.images import RESIZE_RATIO
 from mpitrain.data.in_memory import InMemory
 from mpitrain.data.iterable import IterableStyle
 from mpitrain.data.map_style import GETTERS, PAIR, MapStyle
-from mpitrain.data.samples import PARTS, SampleReader, digest
-from mpitrain.data.transforms import Statistics
+from mpitrain.data.samples import digest
 from mpitrain.data.workers import start_method
 from mpitrain.errors import DataError
 from mpitrain.mpi.shared_arrays import Communicator
 from mpitrain.mpi.world import World
-from mpitrain.plugins import call_with_known, load_reference
 
 logger = logging.getLogger("mpitrain")
 
 WRAPPERS = (torchs.ConcatDataset, torchs.ChainDataset, torchs.StackDataset)
 
 ONE_PASS_MODULES = ("builtins", "itertools")  # their iterators cannot begin again
-
-
-def load_custom(reference: str, data_dir: Path | None) -> tuple[Sequence[Any], int]:
-    """Call a user's callable; return its data sets and their number of classes."""
-    datasets = call_with_known(
-        load_reference(reference, "--data"),
-        {"data_dir": data_dir},
-        "--data",
-        otherwise={"data_dir": DATA_DIR},
-    )
-    if not (isinstance(datasets, tuple | list) and len(datasets) in (PAIR, PAIR + 1)):
-        raise DataError(
-            f"--data {reference} returned {type(datasets).__name__!r}; expected a pair "
-            "(train, val) of data sets, or (train, val, test)"
-        )
-    for part, dataset in zip(PARTS, datasets, strict=False):
-        refuse_loader(dataset, f"the {part} part of --data {reference}")
-        if _is_map_style(dataset) and len(dataset) == 0:
-            raise DataError(f"the {part} part of --data {reference} has no samples")
-    num_classes, _ = classes_of(datasets[0])
-    if num_classes is None:
-        raise DataError(
-            f"the train part of --data {reference} has neither `classes` (a list) nor "
-            "`num_classes` (an int); give it one of them"
-        )
-    return datasets, int(num_classes)
 
 
 Samples = InMemory | MapStyle | IterableStyle
@@ -85,7 +54,7 @@ def build_samples(
     refuse_loader(dataset, what)
     classes = ranks.on_rank_zero(lambda: classes_of(dataset)[1], "share the classes")
     method = start_method(world.num_nodes)
-    if not _is_map_style(dataset):
+    if not is_map_style(dataset):
         _check_stream(dataset, what)
         stream = IterableStyle(
             dataset, seed=seed, num_workers=num_workers, method=method
@@ -184,21 +153,6 @@ def classes_of(dataset: Any) -> tuple[Any, tuple[str, ...]]:
     return num_classes, tuple(map(str, names))
 
 
-def describe_inputs(
-    samples: Samples, mean_std: Statistics | None, image_size: int | None
-) -> dict[str, Any]:
-    """Return what a model is given and its outputs mean, for `inputs.json`."""
-    files: Any = getattr(samples, "dataset", None)
-    crop = files.image_size if isinstance(files, SampleReader) else None
-    return {
-        "mean": mean_std and list(mean_std[0]),
-        "std": mean_std and list(mean_std[1]),
-        "resize": round(crop * RESIZE_RATIO) if crop else image_size,
-        "center_crop": crop,
-        "classes": list(samples.classes) or None,
-    }
-
-
 def _wrapped(dataset: Any) -> Sequence[Any]:
     """Return the data sets that one of torch's wrappers holds."""
     if isinstance(dataset, torchs.Subset):
@@ -207,7 +161,8 @@ def _wrapped(dataset: Any) -> Sequence[Any]:
     return list(sets.values() if isinstance(sets, dict) else sets)
 
 
-def _is_map_style(dataset: Any) -> bool:
+def is_map_style(dataset: Any) -> bool:
+    """Whether samples have numbers, as in torch's map-style data sets."""
     # torch's iterable ones have an __getitem__ that is not to be called.
     is_sequence = hasattr(dataset, "__getitem__") and isinstance(dataset, Sized)
     return is_sequence and not isinstance(dataset, torchs.IterableDataset)

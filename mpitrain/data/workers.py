@@ -46,7 +46,7 @@ def worker_context(method: StartMethod) -> BaseContext:
     """Return the context of workers; a fork server imports torch once for all."""
     context = multiprocessing.get_context(method)
     if method == "forkserver":
-        context.set_forkserver_preload(["mpitrain.data.sources"])
+        context.set_forkserver_preload(["mpitrain.data.map_style"])
     return context
 
 

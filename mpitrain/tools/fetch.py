@@ -53,7 +53,7 @@ def fetch(config: FetchConfig) -> None:
 
 
 def _data_set(name: str, config: FetchConfig) -> str:
-    from mpitrain.data import torchvision_sets
+    from mpitrain.tasks.image_classification.datasets import torchvision_sets
 
     torchvision_sets.fetch(name, config.data_dir, config.mirror)
     arrays = torchvision_sets.read(name, config.data_dir)

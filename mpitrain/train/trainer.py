@@ -16,13 +16,13 @@ from mpitrain.config import TrainConfig
 from mpitrain.data.custom import refuse_loader
 from mpitrain.data.loader import Batch, RankStep
 from mpitrain.data.samples import BadRow, kind_of
-from mpitrain.data.transforms import Statistics
 from mpitrain.errors import DataError, NonFiniteError, Stopped, UsageError
 from mpitrain.launch.init import init
 from mpitrain.launch.job import heartbeat
 from mpitrain.mpi.collectives import all_or_none, world_comm
 from mpitrain.mpi.world import World
 from mpitrain.tasks.image_classification.task import ImageClassification
+from mpitrain.tasks.image_classification.transforms import Statistics
 from mpitrain.tasks.task import LossFn, MetricsFn, Model, Task
 from mpitrain.train.callbacks import Callback, StopRequested, hooks_of
 from mpitrain.train.checks import explain_call, warn_of_scalars

@@ -147,7 +147,7 @@ def test_the_watchdog_ends_a_kernel_that_does_not(tmp_path: Path) -> None:
 
 def test_a_small_set_lies_on_the_gpu(tmp_path: Path) -> None:
     from mpitrain.config import TrainConfig
-    from mpitrain.data.sources import digits
+    from mpitrain.tasks.image_classification.datasets.named import digits
     from mpitrain.train.trainer import Trainer
 
     data = digits()

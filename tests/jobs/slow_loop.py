@@ -8,8 +8,8 @@ import time
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from mpitrain.data.sources import InMemory
-from mpitrain.data.sources import digits as embedded_digits
+from mpitrain.tasks.image_classification.datasets.named import InMemory
+from mpitrain.tasks.image_classification.datasets.named import digits as embedded_digits
 
 
 def seconds_of(name: str) -> float:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from custom import Normed
 from launcher import Mpi, mpirun
 
-from mpitrain.data.sources import InMemory, digits
+from mpitrain.tasks.image_classification.datasets.named import InMemory, digits
 
 
 @pytest.mark.slow

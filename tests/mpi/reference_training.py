@@ -14,8 +14,8 @@ from torch.utils.data import TensorDataset
 
 from mpitrain.config import TrainConfig
 from mpitrain.data.sharding import epoch_order
-from mpitrain.data.sources import InMemory, digits
 from mpitrain.mpi.world import World
+from mpitrain.tasks.image_classification.datasets.named import InMemory, digits
 from mpitrain.train.callbacks import Callback
 from mpitrain.train.metrics import EpochMetrics, StepMetrics, Throughput
 from mpitrain.train.trainer import Trainer

@@ -19,10 +19,10 @@ from mpitrain.data.custom import Samples, build_samples
 from mpitrain.data.iterable import IterableStyle
 from mpitrain.data.loader import BatchLoader
 from mpitrain.data.sharding import RankShard
-from mpitrain.data.transforms import ImageTransform
 from mpitrain.errors import DataError
 from mpitrain.mpi.shared_arrays import communicator
 from mpitrain.mpi.world import World
+from mpitrain.tasks.image_classification.transforms import ImageTransform
 
 pytestmark = pytest.mark.mpi
 

@@ -23,9 +23,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from mpitrain.data.sharding import Indices, epoch_order
-from mpitrain.data.sources import InMemory
 from mpitrain.errors import DataError, UsageError
 from mpitrain.mpi.world import World
+from mpitrain.tasks.image_classification.datasets.named import InMemory
 from mpitrain.train.trainer import Trainer
 
 pytestmark = pytest.mark.mpi

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 
 from mpitrain.config import TrainConfig
 from mpitrain.data.sharding import RankShard, epoch_order
-from mpitrain.data.sources import InMemory, digits
 from mpitrain.models.build import build_model
 from mpitrain.mpi.world import World
+from mpitrain.tasks.image_classification.datasets.named import InMemory, digits
 from mpitrain.train.trainer import Trainer
 
 if TYPE_CHECKING:

@@ -25,8 +25,8 @@ from torch.utils.data import (
 from mpitrain.config import DataConfig
 from mpitrain.data.custom import Samples, build_samples
 from mpitrain.data.sharding import RankShard
-from mpitrain.data.sources import Data, load_data
 from mpitrain.errors import DataError
+from mpitrain.tasks.image_classification.datasets.named import Data, load_data
 
 NUM = 6
 ALL = RankShard(

@@ -12,10 +12,14 @@ from single_process import SingleProcess
 
 from mpitrain.config import DataConfig
 from mpitrain.data import sharding
-from mpitrain.data.sources import InMemory, digits, load_data
 from mpitrain.errors import DataError, UsageError
 from mpitrain.mpi.world import Node, World
 from mpitrain.plugins import call_with_known, load_reference
+from mpitrain.tasks.image_classification.datasets.named import (
+    InMemory,
+    digits,
+    load_data,
+)
 
 LONE = World(
     rank=0,

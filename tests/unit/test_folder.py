@@ -13,9 +13,10 @@ import torch
 from PIL import Image
 from torchvision.datasets import ImageFolder
 
-from mpitrain.data import folder
-from mpitrain.data.samples import BadSample, build_readers
+from mpitrain.data.samples import BadSample
 from mpitrain.errors import DataError
+from mpitrain.tasks.image_classification.datasets import folder
+from mpitrain.tasks.image_classification.datasets.index import build_readers
 
 
 def write(path: Path | bytes, grey: int = 0) -> None:

@@ -18,9 +18,10 @@ import pytest
 import torch
 from data_files import picture
 
-from mpitrain.data import hdf5
-from mpitrain.data.samples import BadSample, build_readers
+from mpitrain.data.samples import BadSample
 from mpitrain.errors import DataError, UsageError
+from mpitrain.tasks.image_classification.datasets import hdf5
+from mpitrain.tasks.image_classification.datasets.index import build_readers
 
 h5py = pytest.importorskip("h5py")
 
@@ -377,7 +378,8 @@ def test_a_process_that_refuses_a_virtual_data_set_ends_with_status_1(
     path = write(tmp_path / "set.h5")
     external("virtual")(path)
     code = (
-        "import sys; from pathlib import Path; from mpitrain.data import hdf5\n"
+        "import sys; from pathlib import Path\n"
+        "from mpitrain.tasks.image_classification.datasets import hdf5\n"
         "try: hdf5.scan(Path(sys.argv[1]))\n"
         "except Exception as error: kept = error; import os, builtins\n"
         "builtins.kept = kept; import ctypes; ctypes.CDLL(None).exit(1)"

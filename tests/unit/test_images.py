@@ -13,8 +13,8 @@ import torch
 from PIL import Image
 from torchvision.transforms import v2
 
-from mpitrain.data.images import crop, crop_box, decode
 from mpitrain.data.samples import BadSample
+from mpitrain.tasks.image_classification.datasets.images import crop, crop_box, decode
 
 
 def picture(height: int, width: int, seed: int = 0) -> Image.Image:

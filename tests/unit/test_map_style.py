@@ -11,11 +11,12 @@ import torch
 from data_files import write_folder
 from torch import Tensor
 
-from mpitrain.data import folder
 from mpitrain.data.map_style import MapStyle
-from mpitrain.data.samples import BadSample, build_readers
+from mpitrain.data.samples import BadSample
 from mpitrain.data.sharding import RankShard
 from mpitrain.errors import DataError
+from mpitrain.tasks.image_classification.datasets import folder
+from mpitrain.tasks.image_classification.datasets.index import build_readers
 
 SHARD = RankShard(
     rank=0, world_size=1, global_batch_size=5, order=np.arange(20, dtype=np.int64)

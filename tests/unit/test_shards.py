@@ -17,9 +17,10 @@ import pytest
 import torch
 from data_files import picture, write_tar
 
-from mpitrain.data import shards
-from mpitrain.data.samples import BadSample, build_readers
+from mpitrain.data.samples import BadSample
 from mpitrain.errors import DataError
+from mpitrain.tasks.image_classification.datasets import shards
+from mpitrain.tasks.image_classification.datasets.index import build_readers
 
 Members = list[tuple[str, bytes]]
 

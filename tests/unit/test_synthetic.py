@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from mpitrain.data.sources import make_synthetic
 from mpitrain.errors import UsageError
+from mpitrain.tasks.image_classification.datasets.named import make_synthetic
 
 
 @pytest.mark.parametrize(

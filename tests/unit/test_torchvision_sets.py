@@ -24,9 +24,13 @@ import pytest
 from data_files import write_cifar10, write_cifar100, write_mnist
 
 from mpitrain.cli import main
-from mpitrain.data import torchvision_sets
-from mpitrain.data.torchvision_sets import fetch, find, read
 from mpitrain.errors import DataError, UsageError
+from mpitrain.tasks.image_classification.datasets import torchvision_sets
+from mpitrain.tasks.image_classification.datasets.torchvision_sets import (
+    fetch,
+    find,
+    read,
+)
 
 IMAGES, LABELS = "train-images-idx3-ubyte", "train-labels-idx1-ubyte"
 INNER = {"cifar10": "cifar-10-batches-py", "cifar100": "cifar-100-python"}

@@ -11,7 +11,11 @@ from torch import Tensor
 from torchvision import transforms
 
 from mpitrain.data.randomness import uniform
-from mpitrain.data.transforms import SCALED, ImageTransform, mean_and_std
+from mpitrain.tasks.image_classification.transforms import (
+    SCALED,
+    ImageTransform,
+    mean_and_std,
+)
 
 SEED, EPOCH = 3, 2
 

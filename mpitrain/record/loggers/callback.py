@@ -13,11 +13,11 @@ from torch import Tensor
 
 from mpitrain.config import LogConfig, TrainConfig
 from mpitrain.console import say
-from mpitrain.data.transforms import NUM_DIMENSIONS, to_uint8
 from mpitrain.launch.job import heartbeat
 from mpitrain.plugins import is_reference, load_reference
 from mpitrain.record.loggers.base import RunInfo, Status
 from mpitrain.record.loggers.process import LoggerProcess
+from mpitrain.tasks.image_classification.transforms import NUM_DIMENSIONS, to_uint8
 from mpitrain.train.callbacks import Callback
 from mpitrain.train.metrics import EpochMetrics, StepMetrics, Throughput
 

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from mpitrain.config import LearningConfig
 from mpitrain.data.samples import kind_of
-from mpitrain.data.transforms import NUM_DIMENSIONS
 from mpitrain.errors import UsageError
+from mpitrain.tasks.image_classification.transforms import NUM_DIMENSIONS
 
 
 @dataclass(frozen=True, kw_only=True)

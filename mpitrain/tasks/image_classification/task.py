@@ -10,27 +10,29 @@ import torch
 from torch import Tensor, nn
 
 from mpitrain.config import TrainConfig
-from mpitrain.data.custom import Samples, describe_inputs
+from mpitrain.data.custom import Samples
 from mpitrain.data.loader import Batch, BatchLoader
 from mpitrain.data.samples import kind_of
 from mpitrain.data.sharding import Indices
-from mpitrain.data.transforms import (
-    NUM_DIMENSIONS,
-    SCALED,
-    ImageTransform,
-    Statistics,
-    imagenet_statistics,
-)
 from mpitrain.errors import UsageError
 from mpitrain.models.layers import head_of
 from mpitrain.mpi.shared_arrays import Communicator
 from mpitrain.mpi.world import World
 from mpitrain.tasks.image_classification import mixing
+from mpitrain.tasks.image_classification.datasets.images import RESIZE_RATIO
+from mpitrain.tasks.image_classification.datasets.index import ImageReader
 from mpitrain.tasks.image_classification.features import features_of
 from mpitrain.tasks.image_classification.labels import (
     accuracy,
     check_targets,
     cross_entropy,
+)
+from mpitrain.tasks.image_classification.transforms import (
+    NUM_DIMENSIONS,
+    SCALED,
+    ImageTransform,
+    Statistics,
+    imagenet_statistics,
 )
 from mpitrain.tasks.task import Model, Task, TrainedPart
 
@@ -70,7 +72,7 @@ class ImageClassification(Task):
         is_bytes = getattr(images, "dtype", None) == torch.uint8
         is_bytes = is_bytes and images.ndim == NUM_DIMENSIONS
         self._set_statistics(images, is_bytes=is_bytes)
-        self.inputs = describe_inputs(train, self.mean_std, config.image_size)
+        self.inputs = _describe_inputs(train, self.mean_std, config.image_size)
         mean, std = self.mean_std or (None, None)
         augmented = ImageTransform(
             dtype=self.dtype,
@@ -193,3 +195,18 @@ def _is_fixed(samples: Samples) -> bool:
     """Whether all samples are known, and the same in each epoch."""
     is_known = samples.num_samples is not None and not samples.may_skip
     return is_known and samples.is_deterministic
+
+
+def _describe_inputs(
+    samples: Samples, mean_std: Statistics | None, image_size: int | None
+) -> dict[str, Any]:
+    """Return what a model is given and its outputs mean, for `inputs.json`."""
+    files: Any = getattr(samples, "dataset", None)
+    crop = files.image_size if isinstance(files, ImageReader) else None
+    return {
+        "mean": mean_std and list(mean_std[0]),
+        "std": mean_std and list(mean_std[1]),
+        "resize": round(crop * RESIZE_RATIO) if crop else image_size,
+        "center_crop": crop,
+        "classes": list(samples.classes) or None,
+    }

@@ -21,8 +21,6 @@ from mpitrain.checkpoint.preemption import PreemptionHandler
 from mpitrain.checkpoint.resume import hosts_without
 from mpitrain.config import DataConfig
 from mpitrain.console import shown
-from mpitrain.data.sources import Data, load_data
-from mpitrain.data.torchvision_sets import CLASSES
 from mpitrain.errors import LaunchError, MpitrainError, Stopped, UsageError
 from mpitrain.launch.job import Job
 from mpitrain.launch.process_exit import is_consequence
@@ -32,6 +30,8 @@ from mpitrain.mpi.implementation import has_thread_multiple
 from mpitrain.mpi.shared_arrays import communicator
 from mpitrain.mpi.world import World, list_hosts, rank_label
 from mpitrain.record.run_dir import open_log, start_logging
+from mpitrain.tasks.image_classification.datasets.named import Data, load_data
+from mpitrain.tasks.image_classification.datasets.torchvision_sets import CLASSES
 from mpitrain.tools.sweep.config import PreparedSweep
 from mpitrain.tools.sweep.messages import POLL_SECONDS, Inbox, Message, TrialResult
 from mpitrain.tools.train.prepare import PreparedRun, prepare, read_config

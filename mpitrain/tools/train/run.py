@@ -13,7 +13,6 @@ from mpitrain.checkpoint.checkpointer import Checkpointer
 from mpitrain.checkpoint.preemption import PreemptionHandler
 from mpitrain.config import TrainConfig
 from mpitrain.console import say, shown
-from mpitrain.data.sources import Data, load_data
 from mpitrain.errors import Stopped
 from mpitrain.files import replacing, write_json
 from mpitrain.launch.job import heartbeat
@@ -29,6 +28,7 @@ from mpitrain.record.loggers.callback import Loggers
 from mpitrain.record.profiler import Profiler
 from mpitrain.record.rank_times import RankTimes
 from mpitrain.record.recorder import Recorder
+from mpitrain.tasks.image_classification.datasets.named import Data, load_data
 from mpitrain.tools.train.prepare import PreparedRun
 from mpitrain.train.callbacks import Callback
 from mpitrain.train.progress import choose_progress

@@ -21,19 +21,21 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from mpitrain.data.images import EXTENSIONS, Uniform, decode
-from mpitrain.data.samples import (
+from mpitrain.data.samples import PARTS, Array, BadSample
+from mpitrain.data.sharding import Indices
+from mpitrain.errors import DataError
+from mpitrain.tasks.image_classification.datasets.images import (
+    EXTENSIONS,
+    Uniform,
+    decode,
+)
+from mpitrain.tasks.image_classification.datasets.index import (
     MAX_BYTES,
-    PARTS,
-    Array,
-    BadSample,
     FileIndex,
-    SampleReader,
+    ImageReader,
     check_labels,
     name_classes,
 )
-from mpitrain.data.sharding import Indices
-from mpitrain.errors import DataError
 
 WINDOW = 8  # shards among which an epoch's order is shuffled at a time
 MAX_OPEN = 2 * WINDOW  # tar files that one process holds open
@@ -46,7 +48,7 @@ NAME = re.compile(r"((?:.*/)?[^./]+)\.([^/]*)", re.DOTALL)
 """A member's path: its sample's key, and its extension."""
 
 
-class ShardReader(SampleReader):
+class ShardReader(ImageReader):
     """Reads the samples of one part, in any order."""
 
     def set_up(self, index: FileIndex) -> None:

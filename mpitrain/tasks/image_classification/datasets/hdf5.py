@@ -16,19 +16,17 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from mpitrain.data.images import Uniform, crop, decode
-from mpitrain.data.samples import (
+from mpitrain.data.samples import PARTS, Array, BadSample
+from mpitrain.errors import DataError
+from mpitrain.plugins import require
+from mpitrain.tasks.image_classification.datasets.images import Uniform, crop, decode
+from mpitrain.tasks.image_classification.datasets.index import (
     MAX_BYTES,
-    PARTS,
-    Array,
-    BadSample,
     FileIndex,
-    SampleReader,
+    ImageReader,
     check_labels,
     name_classes,
 )
-from mpitrain.errors import DataError
-from mpitrain.plugins import require
 
 ENCODED = "encoded"  # the layout of images that are files, such as JPEG, as bytes
 
@@ -38,7 +36,7 @@ LAYOUTS = (
 )
 
 
-class HDF5Reader(SampleReader):
+class HDF5Reader(ImageReader):
     """Reads the samples of one part."""
 
     def set_up(self, index: FileIndex) -> None:

@@ -21,9 +21,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from mpitrain.data.samples import Array, check_labels
+from mpitrain.data.samples import Array
 from mpitrain.errors import DataError, UsageError
 from mpitrain.flags import PROGRAM
+from mpitrain.tasks.image_classification.datasets.index import check_labels
 
 CLASSES = {
     "mnist": "MNIST",

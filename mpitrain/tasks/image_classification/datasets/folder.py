@@ -12,14 +12,19 @@ from pathlib import Path
 import numpy as np
 from torch import Tensor
 
-from mpitrain.data.images import EXTENSIONS, Uniform, decode
-from mpitrain.data.samples import PARTS, Array, BadSample, FileIndex, SampleReader
+from mpitrain.data.samples import PARTS, Array, BadSample
 from mpitrain.errors import DataError
+from mpitrain.tasks.image_classification.datasets.images import (
+    EXTENSIONS,
+    Uniform,
+    decode,
+)
+from mpitrain.tasks.image_classification.datasets.index import FileIndex, ImageReader
 
 LAYOUT = "train/CLASS/NAME.jpg and val/CLASS/NAME.jpg"
 
 
-class FolderReader(SampleReader):
+class FolderReader(ImageReader):
     """Reads the images of one part."""
 
     def set_up(self, index: FileIndex) -> None:

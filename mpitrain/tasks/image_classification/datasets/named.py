@@ -3,33 +3,50 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
 from mpitrain.config import DATA_DIR, DataConfig
-from mpitrain.data import folder, hdf5, shards, torchvision_sets
-from mpitrain.data.custom import Samples, build_samples, load_custom
+from mpitrain.data.custom import (
+    Samples,
+    build_samples,
+    classes_of,
+    is_map_style,
+    refuse_loader,
+)
 from mpitrain.data.in_memory import InMemory
 from mpitrain.data.map_style import MapStyle
-from mpitrain.data.samples import PARTS, Array, FileIndex, SampleReader, build_readers
-from mpitrain.data.transforms import (
+from mpitrain.data.samples import PARTS, Array
+from mpitrain.data.workers import start_method
+from mpitrain.errors import DataError, UsageError, did_you_mean
+from mpitrain.mpi.shared_arrays import Communicator
+from mpitrain.mpi.world import World
+from mpitrain.plugins import call_with_known, is_reference, load_reference
+from mpitrain.tasks.image_classification.datasets import (
+    folder,
+    hdf5,
+    shards,
+    torchvision_sets,
+)
+from mpitrain.tasks.image_classification.datasets.index import (
+    FileIndex,
+    ImageReader,
+    build_readers,
+)
+from mpitrain.tasks.image_classification.transforms import (
     SCALED,
     Statistics,
     imagenet_statistics,
     mean_and_std,
 )
-from mpitrain.data.workers import start_method
-from mpitrain.errors import DataError, UsageError, did_you_mean
-from mpitrain.mpi.shared_arrays import Communicator
-from mpitrain.mpi.world import World
-from mpitrain.plugins import is_reference
 
-FORMATS: Mapping[str, tuple[Callable[[Path], FileIndex], type[SampleReader]]] = {
+FORMATS: Mapping[str, tuple[Callable[[Path], FileIndex], type[ImageReader]]] = {
     "folder": (folder.scan, folder.FolderReader),
     "hdf5": (hdf5.scan, hdf5.HDF5Reader),
     "shards": (shards.scan, shards.ShardReader),
@@ -90,7 +107,7 @@ def digits(image_size: int | None = None) -> Data:
 
     Images are float32 `(N, 1, 8, 8)` from 0 to 1, labels int64 `(N,)`.
     """
-    file = resources.files("mpitrain.data") / "digits" / "digits.npz"
+    file = resources.files(__package__) / "digits" / "digits.npz"
     with file.open("rb") as stream, np.load(stream) as arrays:
         order = arrays["permutation"].astype(np.int64)
         num_train = int(arrays["num_train"])
@@ -234,7 +251,7 @@ def _load_indexed(
 def _load_custom(
     config: DataConfig, seed: int, world: World, ranks: Communicator
 ) -> Data:
-    datasets, num_classes = load_custom(config.data, config.data_dir)
+    datasets, num_classes = _call_custom(config.data, config.data_dir)
     samples = [
         build_samples(
             dataset,
@@ -262,6 +279,32 @@ def _load_custom(
         in_channels=inputs.shape[1],
         image_size=config.image_size or inputs.shape[-1],
     )
+
+
+def _call_custom(reference: str, data_dir: Path | None) -> tuple[Sequence[Any], int]:
+    """Call a user's callable; return its data sets and their number of classes."""
+    datasets = call_with_known(
+        load_reference(reference, "--data"),
+        {"data_dir": data_dir},
+        "--data",
+        otherwise={"data_dir": DATA_DIR},
+    )
+    if not (isinstance(datasets, tuple | list) and len(datasets) in (2, 3)):
+        raise DataError(
+            f"--data {reference} returned {type(datasets).__name__!r}; expected a pair "
+            "(train, val) of data sets, or (train, val, test)"
+        )
+    for part, dataset in zip(PARTS, datasets, strict=False):
+        refuse_loader(dataset, f"the {part} part of --data {reference}")
+        if is_map_style(dataset) and len(dataset) == 0:
+            raise DataError(f"the {part} part of --data {reference} has no samples")
+    num_classes, _ = classes_of(datasets[0])
+    if num_classes is None:
+        raise DataError(
+            f"the train part of --data {reference} has neither `classes` (a list) nor "
+            "`num_classes` (an int); give it one of them"
+        )
+    return datasets, int(num_classes)
 
 
 def _imagenet(config: DataConfig, channels: int) -> Statistics:
