@@ -23,7 +23,10 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 EPOCHS = 10
 GLOBAL_BATCH_SIZE = 64
 LR = 0.1
-DIGITS = Path(__file__).parents[2] / "mpitrain" / "data" / "digits" / "digits.npz"
+DIGITS = (
+    Path(__file__).parents[2]
+    / "mpitrain/tasks/image_classification/datasets/digits/digits.npz"
+)
 
 
 class ConvNet(nn.Module):

@@ -24,7 +24,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from example_files import write_all, write_folder, write_idx
+from example_files import write_all, write_folder
 from launcher import ROOT, environment, slow
 
 PAGES = (
@@ -195,7 +195,6 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     home = tmp_path_factory.mktemp("pages")
     write_all(home)
-    write_idx(home / "data/FashionMNIST/raw", num_train=240, num_val=100)
     write_folder(home / "data/birds")
     for name in ("benchmarks", "examples", "hostfiles"):
         (home / name).symlink_to(ROOT / name)

@@ -234,10 +234,19 @@ def test_without_a_key_it_is_offline_and_asks_for_none(runs: Runs) -> None:
     assert "wandb: offline, No API key configured" in done.out
 
 
+def have_losses(run_dir: Path) -> bool:
+    """Whether both files have the loss of a step."""
+    found = (logger_files.from_csv, logger_files.from_tensorboard)
+    return (run_dir / "metrics.csv").exists() and all(
+        "train/loss" in read(run_dir) for read in found
+    )
+
+
 def test_a_disk_that_is_full_ends_loggers_and_no_training(runs: Runs) -> None:
     with small_disk(runs.folder / "runs", "4m") as disk:
         job = runs.start("full", 2, *ALL, *SAVING, STEP_SECONDS="0.3", **OFFLINE)
         job.wait_for_checkpoint()
+        job.wait_until(lambda: have_losses(runs.dir("full")))
         ballast = fill(disk)
         # The file of csv has room in its last block until a validation adds columns.
         words = "--log {} failed and is disabled: OSError: [Errno"

@@ -15,6 +15,7 @@ from mpitrain.data import sharding
 from mpitrain.errors import DataError, UsageError
 from mpitrain.mpi.world import Node, World
 from mpitrain.plugins import call_with_known, load_reference
+from mpitrain.tasks.image_classification import datasets
 from mpitrain.tasks.image_classification.datasets.named import (
     InMemory,
     digits,
@@ -30,7 +31,7 @@ LONE = World(
     nodes=(Node(hostname="here", ranks=(0,)),),
 )
 
-FOLDER = Path(__file__).parents[2] / "mpitrain" / "data" / "digits"
+FOLDER = Path(datasets.__file__).parent / "digits"
 
 
 def test_the_digits_are_the_real_ones() -> None:

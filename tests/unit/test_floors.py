@@ -40,7 +40,7 @@ MPI_USERS = {"mpi", "launch", "stage", "backend"}
 
 
 def room(path: Path) -> str:
-    """``data`` for ``mpitrain/data/sources.py``; empty for the package itself."""
+    """``data`` for ``mpitrain/data/loader.py``; empty for the package itself."""
     name = path.relative_to(PACKAGE).with_suffix("").parts[0]
     return "" if name == "__init__" else name
 
