@@ -205,8 +205,8 @@ class Trainer:
             except StopRequested as request:
                 self.timer.reset()
                 self.call("on_stop", request.reason)
-                reason = f"stopped at step {self.state.step}: {request.reason}"
-                raise Stopped(reason).on_all_ranks() from None
+                where = f"stopped at step {self.state.step}"
+                raise Stopped(f"{where}: {request.reason}").on_all_ranks() from None
         values, num = self.state.metrics, self.state.val_samples
         return Evaluation(values=values, num_samples=num, results=self.results)
 
@@ -458,9 +458,8 @@ class Trainer:
             self.world.device,
             strategy.micro_batch_size if strategy.micro_batches_are_fixed else None,
         )
-        self.synced_at = time.perf_counter()
+        self.synced_at, self._is_set_up = time.perf_counter(), True
         self._hooks = hooks_of(self.callbacks)
-        self._is_set_up = True
         return self.engine
 
     def call(self, hook: str, *args: Any) -> None:
