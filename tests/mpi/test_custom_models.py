@@ -414,9 +414,8 @@ MISFITS: dict[str, tuple[Any, Any, str]] = {
     "two inputs": (
         Two(),
         None,
-        r"Two.forward\(images, lengths\) was called with the inputs alone, float64 "
-        r"\(\d+, 1, 8, 8\): missing a required argument: 'lengths'.* pairs "
-        r"\(\(images, lengths\), target\)",
+        r"Two.forward\(images, lengths\) was called with float64 \(\d+, 1, 8, 8\): "
+        r"missing a required argument: 'lengths'.* let samples be dicts",
     ),
 }
 
