@@ -262,39 +262,56 @@ def test_a_training_of_steps_resumes_exactly(
             assert run.status == "finished"
 
 
-def test_early_stopping_finishes_and_stays_finished(
-    world: World, run_dir: Path
-) -> None:
-    rates: list[float] = []
+class GetsWorse(Callback):
+    """Adds a metric that is best at the first validation, and keeps its weights."""
 
+    weights: dict[str, Tensor] | None = None
+
+    def on_validation_end(self, trainer: Any, epoch: EpochMetrics) -> None:
+        trainer.state.metrics["f1"] = -float(epoch.step)
+        if self.weights is None:
+            state = trainer.state_dict()
+            self.weights = {name: it.clone() for name, it in state.items()}
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"strategy": "fsdp"}, {"ema_decay": 0.5}], ids=str
+)
+def test_early_stopping_finishes_and_stays_finished(
+    world: World, run_dir: Path, settings: dict[str, Any]
+) -> None:
     def fit() -> tuple[Trainer, Validations, Any]:
-        stops = EarlyStopping("val_loss", patience=2, min_delta=100.0)  # none is better
-        checkpointer = Checkpointer(run_dir, best_by="min:loss", load_best_at_end=True)
-        trainer, seen = trainer_of(world, Recorder(run_dir), stops, checkpointer)
+        stops = EarlyStopping("val_f1", patience=2)
+        checkpointer = Checkpointer(run_dir, best_by="f1", load_best_at_end=True)
+        callbacks = Recorder(run_dir), worse, stops, checkpointer
+        trainer, seen = trainer_of(world, *callbacks, **settings)
         return trainer, seen, trainer.fit()
 
+    def same_as_the_best(trainer: Trainer) -> None:
+        assert trainer.evaluate().loss == pytest.approx(first_loss, rel=1e-12)
+        state = trainer.state_dict()
+        if world.is_rank_zero:
+            assert read_result(run_dir)["status"] == "finished"
+            assert worse.weights is not None
+            for name, value in worse.weights.items():
+                torch.testing.assert_close(state[name], value, rtol=0, atol=0)
+
+    worse = GetsWorse()
     trainer, seen, found = fit()
-    # At steps 3, 5, 6: the first is the best so far, and then two in a row.
+    # At steps 3, 5, 6: the first is the best one, then two in a row are not better.
     assert [step for step, _ in seen.validations] == [3, 5, 6]
-    assert trainer.state.step == 6
     assert [(it.epoch, it.step) for it in seen.epochs] == [(1, 5), (2, 6)]
-    best = min(loss for _, loss in seen.validations)
-    assert found.loss == best
-    state = trainer.state_dict()
+    first_loss = seen.validations[0][1]
+    assert found.loss == first_loss
+    assert found.values["f1"] == -3
+    same_as_the_best(trainer)
     if world.is_rank_zero:
-        assert read_result(run_dir)["status"] == "finished"
-        chosen = choose_checkpoint(run_dir, best=True)
-        assert chosen.metadata()["metric"] == -best
-        assert all(it.isfinite().all() for it in state.values())
-        rates.append(best)
+        assert choose_checkpoint(run_dir, best=True).path.name == "step-00000003-val"
     trainer, seen, found = fit()
     assert not seen.steps
     assert not seen.validations
-    assert found.loss == best
-    for name, value in trainer.state_dict().items():
-        torch.testing.assert_close(value, state[name], rtol=0, atol=0)
-    if world.is_rank_zero:
-        assert read_result(run_dir)["status"] == "finished"
+    assert found.loss == first_loss
+    same_as_the_best(trainer)
 
 
 def test_early_stopping_knows_what_is_better(world: World) -> None:
