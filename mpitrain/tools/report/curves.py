@@ -57,7 +57,8 @@ def metric_charts(run: Run) -> Iterator[Chart]:
         chart.axes.plot(x, values, color=CURVE)
         yield _finish(chart, len(x) > 0, "{:.5g}")
     names = dict.fromkeys(it for epoch in epochs for it in epoch.values if it != "loss")
-    for name in itertools.islice(names or ("accuracy",), MAX_CHARTS):
+    shown = names or (() if epochs else ("accuracy",))
+    for name in itertools.islice(shown, MAX_CHARTS):
         file = "accuracy" if name == "accuracy" else "val-" + re.sub(r"\W", "-", name)
         chart = _chart(file, f"Validation {name}", run)
         is_percent = name.endswith("accuracy")
