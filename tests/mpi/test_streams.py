@@ -352,11 +352,11 @@ def test_workers_of_a_fork_server_need_not_import_torch(world: World) -> None:
     assert targets.tolist() == [1] * 4
 
 
-def test_samples_that_are_no_pairs_are_refused(world: World) -> None:
+def test_samples_that_are_no_pairs_are_whole_batches(world: World) -> None:
     class Single(Numbers):
         def __iter__(self) -> Iterator[Any]:
             for number in range(self.size):
                 yield torch.tensor([number])
 
-    with pytest.raises(DataError, match=r"a sample is 'Tensor'; expected a pair"):
-        samples_of(Single(3), world)
+    found = samples_of(Single(3), world).example(num_rows=2)
+    assert (found.inputs.tolist(), found.targets) == ([[0], [0]], None)
