@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from mpitrain.config import DATA_DIR, DataConfig
-from mpitrain.data.custom import Samples, build_samples, classes_of
+from mpitrain.data.custom import Samples, build_samples, classes_of, refuse_loader
 from mpitrain.data.in_memory import InMemory
 from mpitrain.data.map_style import MapStyle
 from mpitrain.data.samples import PARTS, Array
@@ -256,6 +256,14 @@ def _load_custom(
             f"--data {reference} returned {type(datasets).__name__!r}; expected a pair "
             "(train, val) of data sets, or (train, val, test)"
         )
+    # A loader has no classes either, and is the reason to name.
+    refuse_loader(datasets[0], f"the train part of --data {reference}")
+    num_classes, _ = classes_of(datasets[0])
+    if num_classes is None:
+        raise DataError(
+            f"the train part of --data {reference} has neither `classes` (a list) nor "
+            "`num_classes` (an int); give it one of them"
+        )
     samples = [
         build_samples(
             dataset,
@@ -268,12 +276,6 @@ def _load_custom(
         )
         for part, dataset in zip(PARTS, datasets, strict=False)
     ]
-    num_classes, _ = classes_of(datasets[0])
-    if num_classes is None:
-        raise DataError(
-            f"the train part of --data {reference} has neither `classes` (a list) nor "
-            "`num_classes` (an int); give it one of them"
-        )
     inputs = samples[0].example().inputs
     if not isinstance(inputs, torch.Tensor) or inputs.ndim < 2:
         raise DataError(
