@@ -54,7 +54,7 @@ def build_samples(
     refuse_loader(dataset, what)
     classes = ranks.on_rank_zero(lambda: classes_of(dataset)[1], "share the classes")
     method = start_method(world.num_nodes)
-    if not _is_map_style(dataset):
+    if not is_map_style(dataset):
         _check_stream(dataset, what)
         stream = IterableStyle(
             dataset, seed=seed, num_workers=num_workers, method=method
@@ -161,7 +161,8 @@ def _wrapped(dataset: Any) -> Sequence[Any]:
     return list(sets.values() if isinstance(sets, dict) else sets)
 
 
-def _is_map_style(dataset: Any) -> bool:
+def is_map_style(dataset: Any) -> bool:
+    """Whether samples have numbers, as in torch's map-style data sets."""
     # torch's iterable ones have an __getitem__ that is not to be called.
     is_sequence = hasattr(dataset, "__getitem__") and isinstance(dataset, Sized)
     return is_sequence and not isinstance(dataset, torchs.IterableDataset)

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
 from mpitrain.config import DATA_DIR, DataConfig
-from mpitrain.data.custom import Samples, build_samples, classes_of, refuse_loader
+from mpitrain.data.custom import (
+    Samples,
+    build_samples,
+    classes_of,
+    is_map_style,
+    refuse_loader,
+)
 from mpitrain.data.in_memory import InMemory
 from mpitrain.data.map_style import MapStyle
 from mpitrain.data.samples import PARTS, Array
@@ -244,26 +251,7 @@ def _load_indexed(
 def _load_custom(
     config: DataConfig, seed: int, world: World, ranks: Communicator
 ) -> Data:
-    reference = config.data
-    datasets = call_with_known(
-        load_reference(reference, "--data"),
-        {"data_dir": config.data_dir},
-        "--data",
-        otherwise={"data_dir": DATA_DIR},
-    )
-    if not (isinstance(datasets, tuple | list) and len(datasets) in (2, 3)):
-        raise DataError(
-            f"--data {reference} returned {type(datasets).__name__!r}; expected a pair "
-            "(train, val) of data sets, or (train, val, test)"
-        )
-    # A loader has no classes either, and is the reason to name.
-    refuse_loader(datasets[0], f"the train part of --data {reference}")
-    num_classes, _ = classes_of(datasets[0])
-    if num_classes is None:
-        raise DataError(
-            f"the train part of --data {reference} has neither `classes` (a list) nor "
-            "`num_classes` (an int); give it one of them"
-        )
+    datasets, num_classes = _call_custom(config.data, config.data_dir)
     samples = [
         build_samples(
             dataset,
@@ -287,10 +275,36 @@ def _load_custom(
         train=samples[0],
         val=samples[1],
         test=samples[2] if len(samples) > 2 else None,
-        num_classes=int(num_classes),
+        num_classes=num_classes,
         in_channels=inputs.shape[1],
         image_size=config.image_size or inputs.shape[-1],
     )
+
+
+def _call_custom(reference: str, data_dir: Path | None) -> tuple[Sequence[Any], int]:
+    """Call a user's callable; return its data sets and their number of classes."""
+    datasets = call_with_known(
+        load_reference(reference, "--data"),
+        {"data_dir": data_dir},
+        "--data",
+        otherwise={"data_dir": DATA_DIR},
+    )
+    if not (isinstance(datasets, tuple | list) and len(datasets) in (2, 3)):
+        raise DataError(
+            f"--data {reference} returned {type(datasets).__name__!r}; expected a pair "
+            "(train, val) of data sets, or (train, val, test)"
+        )
+    for part, dataset in zip(PARTS, datasets, strict=False):
+        refuse_loader(dataset, f"the {part} part of --data {reference}")
+        if is_map_style(dataset) and len(dataset) == 0:
+            raise DataError(f"the {part} part of --data {reference} has no samples")
+    num_classes, _ = classes_of(datasets[0])
+    if num_classes is None:
+        raise DataError(
+            f"the train part of --data {reference} has neither `classes` (a list) nor "
+            "`num_classes` (an int); give it one of them"
+        )
+    return datasets, int(num_classes)
 
 
 def _imagenet(config: DataConfig, channels: int) -> Statistics:
