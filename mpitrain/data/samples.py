@@ -52,7 +52,7 @@ class SampleReader(abc.ABC):
     def read(
         self, index: int, uniform: npt.NDArray[np.float64] | None
     ) -> tuple[Tensor, int]:
-        """Return a sample and its label.
+        """Return the input and the target of a sample.
 
         `uniform` chooses what of it is read, float64 `(4,)`; ``None``: nothing random.
         Raises `BadSample` if the sample cannot be read.

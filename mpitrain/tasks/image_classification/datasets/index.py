@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
-from torch import Tensor
 
 from mpitrain.data.samples import PARTS, Array, SampleReader
 from mpitrain.errors import DataError
@@ -42,7 +40,11 @@ class FileIndex:
 
 
 class ImageReader(SampleReader):
-    """Reads the images of one part; `index` is what the format's scan found."""
+    """Reads the images of one part; `index` is what the format's scan found.
+
+    An input is an image, uint8 `(C, image_size, image_size)`, and a target its label;
+    ``uniform`` chooses a random crop, ``None``: the center crop.
+    """
 
     def __init__(
         self, data_dir: Path, index: FileIndex, part: str, image_size: int
@@ -59,16 +61,6 @@ class ImageReader(SampleReader):
 
     def __len__(self) -> int:
         return len(self.labels)
-
-    @abc.abstractmethod
-    def read(
-        self, index: int, uniform: npt.NDArray[np.float64] | None
-    ) -> tuple[Tensor, int]:
-        """Return an image, uint8 `(C, image_size, image_size)`, and its label.
-
-        `uniform` chooses a random crop, float64 `(4,)`; ``None``: the center crop.
-        Raises `BadSample` if the sample cannot be read.
-        """
 
 
 def build_readers(
