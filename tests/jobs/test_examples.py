@@ -208,6 +208,7 @@ IN_TEST_ALL = (
     "DINOv2: probe, then fine-tune",
     "Custom code",
     "Sweeps",
+    "The CNN for MNIST",
 )
 """The sections that take longest."""
 
