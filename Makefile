@@ -43,10 +43,10 @@ test-unit: $(VENV)/.test
 MPI_TESTS := tests/mpi
 # On 2 cores the collectives of 8 ranks take minutes; those of 3 and 4 use all transports.
 test-8: MPI_TESTS := $(filter-out %/test_collectives.py,$(wildcard tests/mpi/test_*.py))
-# CI runs the files that say the same of any two ranks on 3 ranks alone.
-OF_ANY_TWO := callbacks changed_weights check custom_models network nonfinite start watchdog_links
-test: NOT_ON_4 := $(OF_ANY_TWO:%=tests/mpi/test_%.py)
-test-4: MPI_TESTS = $(if $(NOT_ON_4),$(filter-out $(NOT_ON_4),$(wildcard tests/mpi/test_*.py)),tests/mpi)
+# On 4 ranks CI runs the files whose facts depend on the shape of a group: trees, nodes.
+OF_SHAPE := bitwise collectives consensus evaluation group_failures groups parts shared
+test: ON_4 := $(OF_SHAPE:%=tests/mpi/test_%.py)
+test-4: MPI_TESTS = $(or $(ON_4),tests/mpi)
 
 test-%: $(VENV)/.test
 	timeout -k 10 600 $(MPIRUN) -np $* --oversubscribe \

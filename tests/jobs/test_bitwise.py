@@ -32,7 +32,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Alone:
         ("convnet", "ddp", "openmpi-5", (), (3, 4)),
         ("convnet", "ddp", "mpich", (2,), ()),
         ("transformer", "fsdp", "openmpi-5", (), (3, 2)),
-        ("channels-last", "ddp", "openmpi-5", (3,), ()),
+        slow("channels-last", "ddp", "openmpi-5", (3,), ()),
         *(
             slow(model, strategy, mpi, (2, 3, 4, 8), (2, 4, 3, 1))
             for model in MODELS

@@ -216,6 +216,7 @@ IN_TEST_ALL = (
     "Custom code",
     "Any training",
     "Sweeps",
+    "The CNN for MNIST",
 )
 """The sections that take longest."""
 

@@ -246,7 +246,7 @@ def test_trials_share_the_data_set(openmpi: Mpi, tmp_path: Path) -> None:
     assert len(said[0][0].split()) == 4  # inputs and labels, to train and to validate
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("num_ranks", [slow(1), 2])
 def test_a_function_is_a_space_and_its_error_ends_the_job(
     openmpi: Mpi, tmp_path: Path, num_ranks: int
 ) -> None:

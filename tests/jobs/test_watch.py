@@ -102,6 +102,7 @@ def test_it_notices_a_job_that_was_killed(runs: Runs) -> None:
     job.end()
 
 
+@pytest.mark.slow
 def test_a_job_that_is_about_to_begin_has_not_ended(runs: Runs) -> None:
     job = runs.start("a", 2, PACE="0.1")
     job.wait_until(has_epochs(job, 1))

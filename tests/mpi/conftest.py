@@ -55,6 +55,15 @@ def world(job: mpitrain.Job) -> World:
     return job.world
 
 
+@pytest.fixture(scope="module", autouse=True)
+def num_threads(world: World) -> Iterator[None]:
+    """The threads of a rank after each file: a training with --bitwise leaves one."""
+    import torch
+
+    yield
+    torch.set_num_threads(world.num_threads)
+
+
 @pytest.fixture
 def comm_self() -> MPI.Intracomm:
     """This rank alone: the ranks of its node in the world `apart`."""

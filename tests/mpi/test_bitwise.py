@@ -272,7 +272,6 @@ def test_a_weight_that_takes_turns_is_refused_with_fsdp(world: World) -> None:
 
 
 def test_a_later_training_has_its_threads_again(world: World) -> None:
-    before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
         trained(world, **SETTINGS)
@@ -283,7 +282,7 @@ def test_a_later_training_has_its_threads_again(world: World) -> None:
         trained(world)
         assert not torch.are_deterministic_algorithms_enabled()
     finally:
-        torch.set_num_threads(before)
+        torch.set_num_threads(world.num_threads)
 
 
 class Sparse(Net):
