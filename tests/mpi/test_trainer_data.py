@@ -224,10 +224,10 @@ def test_data_without_a_sample_0_are_refused(world: World) -> None:
         def __getitem__(self, index: int) -> Any:
             return {"labels": 1}["label"]
 
-    for val_data, kind, words in (
-        ({"val": some(8)}, DataError, "the validation data is 'dict' without a sample"),
+    for train_data, kind, words in (
+        ({"train": some(8)}, DataError, "the training data is 'dict' without a sample"),
         (Wrong(), KeyError, "label"),
     ):
-        trainer = Trainer(Net(), some(8), val_data, config_of(), world=world)
+        trainer = Trainer(Net(), train_data, some(8), config_of(), world=world)
         with pytest.raises(kind, match=words):
             trainer.fit()
