@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -103,6 +104,11 @@ def check_optimizers(
             problem = "expected an object of torch.optim.Optimizer"
         elif any("lr" not in group for group in it.optimizer.param_groups):
             problem = "a group has no learning rate; expected 'lr' in each"
+        elif _needs_arguments(it.local.step):
+            problem = (
+                "its step() needs a closure; expected one that takes a step after one "
+                "backward pass, such as AdamW"
+            )
         elif is_zero and it.optimizer is it.local:
             problem = (
                 "it keeps its whole state, and shard_optimizer is set; expected torch's"
@@ -125,6 +131,14 @@ def check_optimizers(
             + ". Expected each that has requires_grad in one group, of the model that "
             "the function is given"
         ).on_all_ranks()
+
+
+def _needs_arguments(step: Callable[..., Any]) -> bool:
+    try:
+        inspect.signature(step).bind()
+    except TypeError:
+        return True
+    return False
 
 
 def add_schedulers(optimizers: Sequence[ScheduledOptimizer], made: Any) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
 import torch
 from data_files import idx_bytes, picture
+from launcher import ROOT
 
 HUBCONF = '''
 """A vision transformer as DINOv2's: a bare backbone, with an empty place for a head."""
@@ -118,6 +120,27 @@ def write_tiles(folder: Path) -> None:
         for shard in range(3):
             text = "\n".join(tiles[shard::3])
             (folder / f"{part}-{shard}.jsonl").write_text(text)
+
+
+def own_training() -> dict[str, str]:
+    """Return the programs of `docs/tutorial/own-training.md` by file name.
+
+    `plain.py`, `tags.py`, and `step3.py` and so on: `tags.py` with the lines that
+    this step and those before it add.
+    """
+    text = (ROOT / "docs/tutorial/own-training.md").read_text()
+    programs = dict(re.findall(r"```python\n# (\w+\.py)\n(.*?)```", text, re.DOTALL))
+    lines = programs["tags.py"].splitlines()
+    for number, diff in enumerate(re.findall(r"```diff\n(.*?)```", text, re.DOTALL), 3):
+        place = 0
+        for line in diff.splitlines():
+            if line.startswith("+"):
+                lines.insert(place, line[1:])
+                place += 1
+            else:
+                place = lines.index(line[1:], place) + 1
+        programs[f"step{number}.py"] = "\n".join(lines)
+    return programs
 
 
 def write_hub_repository(folder: Path) -> None:

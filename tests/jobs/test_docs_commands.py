@@ -24,7 +24,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from example_files import write_all, write_folder
+from example_files import own_training, write_all, write_folder
 from launcher import ROOT, environment, slow
 
 PAGES = (
@@ -199,6 +199,8 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("benchmarks", "examples", "hostfiles"):
         (home / name).symlink_to(ROOT / name)
     (home / "train.py").write_text(TRAIN)
+    for name, program in own_training().items():
+        (home / name).write_text(program)
     (home / "package").mkdir()
     (home / "package/module.py").write_text(TRAIN)
     (home / "train.sh").write_text('#!/bin/sh\necho "done $RANK/$WORLD_SIZE"\n')

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from example_files import own_training
 from launcher import ROOT, Mpi, environment, mpirun, rows, slow, survivors
 
 
@@ -261,6 +262,46 @@ def test_the_examples_of_the_tutorials_run(openmpi: Mpi, tmp_path: Path) -> None
     done = mpirun(openmpi, 2, "examples/custom_loop.py", cwd=tmp_path)
     assert done.status == 0, done.err
     assert "2 ranks, loss 0.00" in done.out
+
+
+def test_each_step_of_your_own_training_runs(openmpi: Mpi, tmp_path: Path) -> None:
+    programs = own_training()
+    assert list(programs) == ["plain.py", "tags.py", "step3.py", "step4.py", "step5.py"]
+    for name, program in programs.items():
+        (tmp_path / name).write_text(program)
+    steps = "import runpy; [runpy.run_path(f'step{n}.py') for n in (3, 4, 5)]"
+    done = mpirun(openmpi, 1, "-c", steps, cwd=tmp_path)
+    assert done.status == 0, done.err
+    assert "finished: val_f1 " in done.out
+    assert "resuming from" in mpirun(openmpi, 2, "step5.py", cwd=tmp_path).out
+
+
+def test_your_own_training_is_the_plain_loop(openmpi: Mpi, tmp_path: Path) -> None:
+    """In the order of the loop, and in fp64."""
+    programs = own_training()
+    plain, step5 = programs["plain.py"], programs["step5.py"]
+    changes = {
+        "shuffle=True": "shuffle=False",
+        "loss:.4f": "loss:.12f",
+        "torch.manual": "torch.set_default_dtype(torch.float64)\ntorch.manual",
+    }
+    for old, new in changes.items():
+        plain = plain.replace(old, new)
+    step5 = step5.replace("epochs=5", 'epochs=5, precision="fp64", micro_batch_size=3')
+    order = "sampler=lambda seed, epoch: range(300),"
+    step5 = step5.replace("task=", f"{order}\n    task=")
+    (tmp_path / "plain.py").write_text(plain)
+    (tmp_path / "tags.py").write_text(step5)
+    by_hand = mpirun(openmpi, 1, "plain.py", cwd=tmp_path)
+    assert by_hand.status == 0, by_hand.err
+    expected = re.findall(r"val_loss (\S+), val_f1 (\S+)", by_hand.out)
+    done = mpirun(openmpi, 2, "tags.py", cwd=tmp_path)
+    assert done.status == 0, done.err
+    epochs = rows(tmp_path / "runs/tags", "epoch")
+    assert len(expected) == len(epochs) == 5
+    for (loss, f1), epoch in zip(expected, epochs, strict=True):
+        assert epoch["val_loss"] == pytest.approx(float(loss), rel=1e-9)
+        assert epoch["val_f1"] == pytest.approx(float(f1), abs=1e-4)
 
 
 SLOW = """

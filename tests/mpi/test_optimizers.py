@@ -295,6 +295,11 @@ OTHER = Net()
         (lambda it: torch.optim.SGD(OTHER.parameters()), Net, "of another model"),
         (lambda it: it, Net, "Net: expected an object of torch.optim.Optimizer"),
         (lambda it: {}, Net, "in no group"),
+        (
+            lambda it: torch.optim.LBFGS(it.parameters()),
+            Net,
+            r"LBFGS: its step\(\) needs a closure",
+        ),
     ],
 )
 def test_an_optimizer_that_does_not_fit_the_model_is_refused(

@@ -83,7 +83,7 @@ def check_targets(outputs: Any, targets: Any, num_classes: int | None) -> None:
             f"the {_part()} data has label {label}, and the model has {num_outputs} "
             f"outputs; expected labels from 0 to {num_outputs - 1}. Number the classes "
             "from 0 in the data set, or give the model an output for each; to ignore a "
-            "label, pass a loss= that does",
+            "label, pass a loss= to mpitrain.Trainer that returns values and weights",
         )
 
 
