@@ -57,7 +57,7 @@ class Contrastive(mpitrain.Trainer):
 
 def build(world: mpitrain.World | None = None, **settings: Any) -> mpitrain.Trainer:
     torch.manual_seed(1)
-    defaults = {"epochs": 3, "global_batch_size": 32, "optimizer": "adam", "lr": 1e-2}
+    defaults = {"epochs": 5, "global_batch_size": 32, "optimizer": "adam", "lr": 1e-2}
     return Contrastive(
         Encoder(),
         Views(200, seed=1),

@@ -56,7 +56,7 @@ def optimizer(model: Any) -> torch.optim.Optimizer:
     groups = [
         {
             "params": [it for it in part.parameters() if it.requires_grad],
-            "lr": 1e-2 * 0.5 ** (len(parts) - 1 - depth),
+            "lr": 0.1 * 0.5 ** (len(parts) - 1 - depth),
         }
         for depth, part in enumerate(parts)
     ]
@@ -70,7 +70,7 @@ def scheduler(optimizer: torch.optim.Optimizer, total_steps: int) -> OneCycleLR:
 
 def build(world: mpitrain.World | None = None, **settings: Any) -> mpitrain.Trainer:
     torch.manual_seed(1)
-    defaults = {"epochs": 4, "global_batch_size": 16, "ema_decay": 0.9}
+    defaults = {"epochs": 10, "global_batch_size": 16, "ema_decay": 0.9}
     return mpitrain.Trainer(
         Network(),
         data(200, seed=1),

@@ -1,10 +1,12 @@
-"""Sequences of many lengths: batches of a number of tokens, not of samples.
+"""An endless stream of sequences: batches of a number of tokens, not of samples.
 
 mpirun -np 4 --oversubscribe python examples/trainings/stream.py
 """
 
 from __future__ import annotations
 
+import sys
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,35 +18,29 @@ from torch.utils.data import Dataset
 
 import mpitrain
 
-VOCABULARY, TOKENS = 50, 320  # tokens of a global batch, padding included
+VOCABULARY = 50
+TOKENS = 320  # of a global batch, padding included
+POOL = 256  # sequences that are sorted by length; each epoch has other ones
 
 
 class Sequences(Dataset[tuple[Tensor, Tensor]]):
     """Sequences, and whether token 7 comes before token 9; made when they are read."""
 
     def __init__(self, num: int, seed: int) -> None:
-        self.seed = seed
-        self.lengths = np.random.default_rng(seed).integers(4, 40, num)
+        self.num, self.seed = num, seed
 
     def __len__(self) -> int:
-        return len(self.lengths)
+        return self.num
+
+    def length(self, index: int) -> int:
+        return int(np.random.default_rng([self.seed, index]).integers(4, 40))
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        random = np.random.default_rng([self.seed, index])
-        sequence = random.integers(10, VOCABULARY, self.lengths[index])
+        random = np.random.default_rng([self.seed, index, 1])
+        sequence = random.integers(10, VOCABULARY, self.length(index))
         first, second = random.choice(len(sequence), 2, replace=False)
         sequence[first], sequence[second] = 7, 9
         return torch.from_numpy(sequence), torch.tensor(int(first < second))
-
-    def batches(self, seed: int, epoch: int) -> list[list[int]]:
-        """Return the samples of each batch: of about one length, in random order."""
-        random = np.random.default_rng([seed, epoch])
-        found: list[list[int]] = [[]]
-        for index in np.lexsort((random.random(len(self)), self.lengths)):
-            if self.lengths[index] * (len(found[-1]) + 1) > TOKENS:
-                found.append([])
-            found[-1].append(int(index))
-        return [found[i] for i in random.permutation(len(found))]
 
 
 class Reader(nn.Module):
@@ -65,9 +61,20 @@ def collate(samples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     return pad_sequence(list(tokens), batch_first=True), torch.stack(targets)
 
 
+def batches_of(data: Sequences, seed: int, epoch: int) -> list[list[int]]:
+    """Return the samples of each batch: of about one length, in random order."""
+    found: list[list[int]] = [[]]
+    for index in sorted(range((epoch - 1) * POOL, epoch * POOL), key=data.length):
+        if data.length(index) * (len(found[-1]) + 1) > TOKENS:
+            found.append([])
+        found[-1].append(index)
+    order = np.random.default_rng([seed, epoch]).permutation(len(found))
+    return [found[place] for place in order]
+
+
 def build(world: mpitrain.World | None = None, **settings: Any) -> mpitrain.Trainer:
     torch.manual_seed(1)
-    train = Sequences(500, seed=1)
+    train = Sequences(sys.maxsize, seed=1)
     defaults = {"max_steps": 60, "validate_every_steps": 20}
     defaults |= {"optimizer": "adam", "lr": 1e-2}
     return mpitrain.Trainer(
@@ -77,7 +84,7 @@ def build(world: mpitrain.World | None = None, **settings: Any) -> mpitrain.Trai
         mpitrain.TrainConfig(**defaults | settings),
         world=world,
         collate_fn=collate,
-        batch_sampler=train.batches,
+        batch_sampler=partial(batches_of, train),
         loss=lambda outputs, targets: F.cross_entropy(
             outputs, targets, reduction="none"
         ),
