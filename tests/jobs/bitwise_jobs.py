@@ -16,12 +16,14 @@ from launcher import Mpi, find
 from resume_jobs import Runs
 
 SMALL = ("--data", "synthetic", "--image-size", "32", "--synthetic-samples", "72")
+# Three kills, each after a new checkpoint, and a step is left.
+SMALL += ("--epochs", "3", "--checkpoint-every-steps", "1")
 MODELS: dict[str, tuple[str, ...]] = {
     "convnet": ("--epochs", "2"),
     "transformer": ("--model", "custom:Attention", "--epochs", "1"),
-    "resnet": (*SMALL, "--model", "resnet18", "--epochs", "2"),
+    "resnet": (*SMALL, "--model", "resnet18"),
     "channels-last": (
-        *(*SMALL, "--model", "resnet18", "--epochs", "2"),
+        *(*SMALL, "--model", "resnet18"),
         *("--channels-last", "always", "--clip-grad-norm", "0.1"),
     ),
     "bf16": ("--model", "custom:Attention", "--precision", "bf16", "--epochs", "1"),
