@@ -61,7 +61,9 @@ TRAININGS: dict[str, dict[str, Any]] = {
 REFUSED: dict[tuple[str, str], str] = {
     ("contrastive", "micro_batch_size"): "all_gather needs the whole global batch",
     ("contrastive", "bitwise"): "all_gather does not go with --bitwise",
-    ("detection", "micro_batch_size"): "expected",
+    ("detection", "micro_batch_size"): (
+        "of a batch of 2 rows is .* expected one for each row|at most 2 ranks"
+    ),
 }
 
 
