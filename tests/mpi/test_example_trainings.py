@@ -51,7 +51,7 @@ TRAININGS: dict[str, dict[str, Any]] = {
     "detection": CONSTANT | {"global_batch_size": 4},
     "text_classification": {"warmup_steps": 3},
     "language_model": IN_STEPS | {"warmup_steps": 2},
-    "finetuning": {},
+    "finetuning": {"bitwise": False},
     "gan": CONSTANT,
     "contrastive": CONSTANT,
     "stream": IN_STEPS | CONSTANT,
