@@ -40,7 +40,7 @@ class Encoder(nn.Module):
         return F.normalize(self.layers(views), dim=-1)
 
 
-class Contrastive(mpitrain.Trainer):
+class Contrastive(mpitrain.Task):
     def loss(self, outputs: Tensor, targets: Any) -> Tensor:
         """Return the loss of each sample, `(N,)`: its second view among those of all.
 
@@ -58,12 +58,13 @@ class Contrastive(mpitrain.Trainer):
 def build(world: mpitrain.World | None = None, **settings: Any) -> mpitrain.Trainer:
     torch.manual_seed(1)
     defaults = {"epochs": 5, "global_batch_size": 32, "optimizer": "adam", "lr": 1e-2}
-    return Contrastive(
+    return mpitrain.Trainer(
         Encoder(),
         Views(200, seed=1),
         Views(61, seed=2),
         mpitrain.TrainConfig(**defaults | settings),
         world=world,
+        task=Contrastive(),
     )
 
 

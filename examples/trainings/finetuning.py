@@ -70,7 +70,13 @@ def scheduler(optimizer: torch.optim.Optimizer, total_steps: int) -> OneCycleLR:
 
 def build(world: mpitrain.World | None = None, **settings: Any) -> mpitrain.Trainer:
     torch.manual_seed(1)
-    defaults = {"epochs": 10, "global_batch_size": 16, "ema_decay": 0.9}
+    # Muon rounds to bfloat16: without `bitwise` the last bits of a gradient matter.
+    defaults = {
+        "epochs": 10,
+        "global_batch_size": 16,
+        "ema_decay": 0.9,
+        "bitwise": True,
+    }
     return mpitrain.Trainer(
         Network(),
         data(200, seed=1),

@@ -90,7 +90,7 @@ def build(world: mpitrain.World | None = None, **settings: Any) -> mpitrain.Trai
     }
     return mpitrain.Trainer(
         Transformer(),
-        Crops(240, seed=0, is_random=True),
+        Crops(480, seed=0, is_random=True),
         Crops(101, seed=1, is_random=False),
         mpitrain.TrainConfig(**defaults | settings),
         world=world,

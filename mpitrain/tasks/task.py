@@ -112,6 +112,7 @@ class Task:
         vars(self).update(
             loss=lambda *args: found().loss(*args),  # type: ignore[union-attr]
             metrics=lambda *args: found().metrics(*args),  # type: ignore[union-attr]
+            all_gather=lambda rows: found().all_gather(rows),  # type: ignore[union-attr]
         )
 
     def set_up(
@@ -190,6 +191,10 @@ class Task:
         """Return the metrics of a validation besides the loss, by name."""
         del outputs, targets
         return {}
+
+    def all_gather(self, rows: Tensor) -> tuple[Tensor, slice]:
+        """Return the rows of the whole global batch; see `Trainer.all_gather`."""
+        raise UsageError("all_gather needs a Trainer; expected Trainer(task=...)")
 
     def update_metrics(self, outputs: Any, targets: Any) -> None:
         """Update `metric_objects` by a batch, which has no padding."""

@@ -184,6 +184,9 @@ def check_any(ran: list[Ran], home: Path) -> None:
     losses = told(ran[0], "val_loss")
     assert len(told(ran[0], "val_miou")) == len(losses) == 3
     assert losses[-1] < losses[0]
+    f1 = told(ran[1], "val_f1")
+    assert max(f1) == f1[-1 - 3] == 1.0  # it has stopped early
+    assert "val_f1" in (home / "runs/text/report.html").read_text()
 
 
 def check_sweeps(ran: list[Ran], home: Path) -> None:
