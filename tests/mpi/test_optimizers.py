@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from reference_training import BATCH_SIZE, History, Net, some
+from reference_training import BATCH_SIZE, History, Net, Stops, some
 from torch import Tensor, nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim import lr_scheduler
@@ -21,7 +20,6 @@ from mpitrain import (
     Checkpointer,
     DataError,
     Stopped,
-    StopRequested,
     Task,
     TrainConfig,
     Trainer,
@@ -29,7 +27,6 @@ from mpitrain import (
     World,
 )
 from mpitrain.data.sharding import epoch_order
-from mpitrain.mpi.shared_arrays import communicator
 
 pytestmark = [
     pytest.mark.mpi,
@@ -576,24 +573,6 @@ def test_a_step_that_takes_no_name_is_refused(world: World) -> None:
 
 
 # --- checkpoints --------------------------------------------------------------------
-
-
-class Stops(Callback):
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_step_end(self, trainer: Any) -> None:
-        if trainer.state.step == self.step:
-            raise StopRequested("a test")
-
-
-@pytest.fixture
-def run_dir(world: World) -> Iterator[Path]:
-    """A folder that all ranks see."""
-    ranks = communicator(world)
-    with tempfile.TemporaryDirectory() as made:
-        yield Path(ranks.on_rank_zero(lambda: made, "make a folder")) / "run"
-        ranks.allgather(None)
 
 
 @pytest.mark.parametrize(
