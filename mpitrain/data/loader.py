@@ -155,16 +155,14 @@ class BatchLoader:
             following = next(ahead, None)
             work.wait()
             num_samples = int(count)
+            if num_samples:
+                ready = (self._taken(batch, rank_shard, epoch) for batch in batches)
+                yield RankStep(number, num_samples, len(batches), ready)
+                now = following
+                continue
             for batch in batches:
                 self.skipped += batch.skipped
-                if self.num_shards:
-                    self.samples_per_shard.update(
-                        (batch.indices % self.num_shards).tolist()
-                    )
-            if num_samples:
-                ready = (self._batch(batch, rank_shard, epoch) for batch in batches)
-                yield RankStep(number, num_samples, len(batches), ready)
-            elif rank_shard.order is None:  # all ranks are dry
+            if rank_shard.order is None:  # all ranks are dry
                 if following is not None:
                     following[2].wait()
                 return
@@ -181,6 +179,16 @@ class BatchLoader:
                 sum(len(batch.indices) for batch in batches), device=self._count_device
             )
             yield batches, count, dist.all_reduce(count, async_op=True)
+
+    def _taken(self, loaded: LoadedBatch, rank_shard: RankShard, epoch: int) -> Batch:
+        """Count a batch as read, when its step takes it; return it.
+
+        Not before: a validation, and a checkpoint, may come between.
+        """
+        self.skipped += loaded.skipped
+        if self.num_shards:
+            self.samples_per_shard.update((loaded.indices % self.num_shards).tolist())
+        return self._batch(loaded, rank_shard, epoch)
 
     def _batch(self, loaded: LoadedBatch, rank_shard: RankShard, epoch: int) -> Batch:
         if len(loaded.indices):

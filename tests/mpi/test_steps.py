@@ -358,3 +358,53 @@ def test_a_callback_finishes_a_training_in_the_middle_of_an_epoch(world: World) 
     trainer.fit()
     assert [step for step, _ in seen.validations] == [3, 5, 6, 7]
     assert [(it.epoch, it.step) for it in seen.epochs] == [(1, 5), (2, 7)]
+
+
+class Counted(IterableDataset[tuple[Tensor, Tensor]]):
+    """Samples of which each is one number, cut into shards by its own method."""
+
+    def __init__(self, num_shards: int = 1, index: int = 0) -> None:
+        self.num_shards, self.index = num_shards, index
+
+    def shard(self, num_shards: int, index: int) -> Counted:
+        return Counted(num_shards, index)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for number in range(self.index, NUM_SAMPLES, self.num_shards):
+            yield torch.full((64,), float(number)), torch.tensor(number % 10)
+
+
+class Reads(Callback):
+    """Keeps the samples that this rank trains on; stops in a validation."""
+
+    def __init__(self, *, stops: bool) -> None:
+        self.stops, self.numbers = stops, list[float]()
+
+    def on_batch_start(self, trainer: Any, batch: Any) -> None:
+        self.numbers += batch.inputs[: len(batch), 0].tolist()
+
+    def on_validation_end(self, trainer: Any, epoch: EpochMetrics) -> None:
+        if self.stops and not epoch.is_end:
+            raise StopRequested("a test")
+
+
+@pytest.mark.parametrize("settings", [{}, {"micro_batch_size": 3}], ids=str)
+def test_a_stream_that_stops_in_a_validation_loses_no_sample(
+    world: World, run_dir: Path, settings: dict[str, Any]
+) -> None:
+    """The next step has been read by then."""
+    found = []
+    for stops in (True, False):
+        reads = Reads(stops=stops)
+        config = config_of(validate_every_steps=2, epochs=1, **settings)
+        callbacks = [reads, Checkpointer(run_dir)]
+        trainer = Trainer(
+            Net(), Counted(), VAL, config, world=world, callbacks=callbacks
+        )
+        try:
+            trainer.fit()
+        except Stopped:
+            assert trainer.state.step == 2
+        found += reads.numbers
+    gathered = communicator(world).allgather(found)
+    assert sorted(sum(gathered, [])) == list(map(float, range(NUM_SAMPLES)))  # noqa: RUF017
