@@ -198,14 +198,14 @@ class Checkpointer(RunCheckpoints, Callback):
         trainer.resumed_from = path.name
         load_model(self.reader, engine.model)
         trainer.state = state = TrainState(**found["state"])
+        engine.data.places_before = found.get("places", {})
         if not is_own and engine.plan.is_done(state):
             raise UsageError(
                 f"{path} was written after epoch {state.epoch - 1}, step {state.step}, "
                 f"and this run has {engine.plan.length}: there is nothing to train. "
                 "Expected more, or the weights alone (--weights)"
             ).on_all_ranks()
-        if is_own:
-            self._saved = _position(trainer.state)
+        self._saved = _position(state) if is_own else None
         for callback in others if is_own else ():
             callback_state = found["callbacks"].get(type(callback).__name__)
             if callback_state is not None:
@@ -431,6 +431,7 @@ class Checkpointer(RunCheckpoints, Callback):
                 "trainable": engine.stage.trainable,
                 "strategy": engine.strategy.name,
                 "state": asdict(trainer.state),
+                "places": engine.data.places(),
                 "loss_scale": engine.optimizer.scale.state(),
                 "optimizers": schedules_to_save(engine.optimizer),
                 "callbacks": self._callback_states(trainer),
