@@ -22,7 +22,7 @@ from torch.utils.data import IterableDataset, default_collate, get_worker_info
 from mpitrain.data.map_style import PADDING, collate, raise_if_bad
 from mpitrain.data.randomness import seeded
 from mpitrain.data.samples import CollateFn, LoadedBatch, digest, leaves_of
-from mpitrain.data.sharding import Indices, Place, RankShard
+from mpitrain.data.sharding import Indices, RankShard, StreamPlace
 from mpitrain.data.workers import (
     StartMethod,
     build_loader,
@@ -162,7 +162,7 @@ class _WorkerBatches(IterableDataset[LoadedBatch]):
                 before = None if batch else shard.state()
                 more = list(itertools.islice(shard, len(indices) - len(batch)))
                 if before is not None and more:
-                    place = shard.index, Place(*before, _digest(more[0][1]))
+                    place = shard.index, StreamPlace(*before, _digest(more[0][1]))
                 batch += more
                 if len(batch) < len(indices):
                     shard = next(shards, None)

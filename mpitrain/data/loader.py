@@ -17,7 +17,7 @@ from mpitrain.data.custom import Samples
 from mpitrain.data.in_memory import InMemory
 from mpitrain.data.iterable import IterableStyle
 from mpitrain.data.samples import LoadedBatch, to_device, to_dtype
-from mpitrain.data.sharding import Indices, Place, RankShard, pad_rows
+from mpitrain.data.sharding import Indices, RankShard, StreamPlace, pad_rows
 from mpitrain.mpi.world import World
 
 
@@ -81,7 +81,7 @@ class BatchLoader:
         self.skipped: list[str] = []
         self.num_shards = 0
         self.samples_per_shard: Counter[int] = Counter()
-        self.places: dict[int, Place] = {}
+        self.places: dict[int, StreamPlace] = {}
         self._world = world
         self._transform, self._dtype = transform, dtype
         self._min_rows = min_rows

@@ -118,7 +118,7 @@ def _bounds(assignment: MicroBatchAssignment, num: int) -> tuple[int, ...]:
     return (0, *itertools.accumulate(counts))
 
 
-class Place(NamedTuple):
+class StreamPlace(NamedTuple):
     """Where a stream is that knows it."""
 
     num_read: int  # samples before
@@ -148,7 +148,7 @@ class RankShard:
     samples_read_per_shard: tuple[int, ...] = ()
     """On resume of a stream with a `shard` method: samples already read of each of its
     shards. The number of its shards stays as it was, whatever the number of ranks."""
-    places: Mapping[int, Place] = field(default_factory=dict)
+    places: Mapping[int, StreamPlace] = field(default_factory=dict)
     """On resume of a stream that knows its place: one in each shard, no later one."""
     assignment: MicroBatchAssignment | None = None
     """Takes micro-batches of `micro_batch_size` whose cuts do not depend on ranks."""

@@ -18,7 +18,7 @@ from mpitrain.data.custom import Samples, build_samples
 from mpitrain.data.in_memory import InMemory
 from mpitrain.data.loader import BatchLoader, RankStep
 from mpitrain.data.sampling import EpochOrder, Sampling
-from mpitrain.data.sharding import MicroBatchAssignment, Place, RankShard
+from mpitrain.data.sharding import MicroBatchAssignment, RankShard, StreamPlace
 from mpitrain.errors import UsageError
 from mpitrain.mpi.collectives import all_or_none, world_comm
 from mpitrain.mpi.shared_arrays import Communicator
@@ -134,7 +134,7 @@ class TrainData:
                 ).on_all_ranks()
             state.order_digest = found.digest
             order, batches = found.samples, found.batches
-        places = {int(key): Place(*it) for key, it in self.places_before.items()}
+        places = {int(key): StreamPlace(*it) for key, it in self.places_before.items()}
         self.places_before = {}
         is_done, max_steps = False, config.max_steps or sys.maxsize
         while not is_done and state.step < max_steps:
@@ -240,11 +240,11 @@ class TrainData:
         dist.all_reduce(mine)
         return mine.tolist()
 
-    def places(self) -> dict[int, Place]:
+    def places(self) -> dict[int, StreamPlace]:
         """Return the last place of all ranks in each shard of an iterable set."""
         if self.train_loader.samples.num_samples is not None:
             return {}
-        found: dict[int, Place] = {}
+        found: dict[int, StreamPlace] = {}
         for of_rank in self._ranks.allgather(self.train_loader.places):
             for index, place in of_rank.items():
                 if index not in found or place.num_read > found[index].num_read:
