@@ -35,6 +35,7 @@ from mpitrain.data.sharding import epoch_order
 from mpitrain.models.build import build_model
 from mpitrain.mpi.world import World
 from mpitrain.tasks.image_classification.datasets.named import Data, digits
+from mpitrain.tasks.stages import place_stages
 from mpitrain.train.callbacks import Callback
 from mpitrain.train.metrics import EpochMetrics, StepMetrics
 from mpitrain.train.plan import Plan
@@ -192,7 +193,8 @@ def by_hand(
         fused=True,
     )
     steps_per_epoch = -(-len(targets) // size)
-    plan = Plan(num_samples=len(targets), world_size=1, config=config)
+    stages = place_stages(None, config)
+    plan = Plan(num_samples=len(targets), world_size=1, config=config, stages=stages)
     weights = list(model.parameters())
     norms: list[float] = []
 

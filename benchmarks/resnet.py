@@ -30,6 +30,7 @@ from mpitrain.config import TrainConfig
 from mpitrain.data.in_memory import InMemory
 from mpitrain.data.sharding import epoch_order
 from mpitrain.mpi.world import World
+from mpitrain.tasks.stages import place_stages
 from mpitrain.train.plan import Plan
 
 WARM_UP_EPOCHS = 2
@@ -145,7 +146,8 @@ def by_hand(
     )
     scaler = torch.amp.GradScaler(world.device, enabled=config.precision == "fp16")
     steps_per_epoch = -(-len(train) // size)
-    plan = Plan(num_samples=len(train), world_size=1, config=config)
+    stages = place_stages(None, config)
+    plan = Plan(num_samples=len(train), world_size=1, config=config, stages=stages)
 
     def autocast() -> contextlib.AbstractContextManager[Any]:
         kind = world.device.partition(":")[0]

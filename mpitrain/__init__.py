@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from mpitrain.mpi.world import Node, World
     from mpitrain.record.recorder import Recorder
     from mpitrain.tasks.image_classification.task import ImageClassification
+    from mpitrain.tasks.stages import Stage
     from mpitrain.tasks.task import Task
     from mpitrain.train.callbacks import Callback, StopRequested
     from mpitrain.train.early_stopping import EarlyStopping
@@ -66,6 +67,7 @@ __all__ = [
     "Node",
     "NonFiniteError",
     "Recorder",
+    "Stage",
     "StopRequested",
     "Stopped",
     "Strategy",
@@ -96,6 +98,7 @@ _HOMES = {
     "Evaluation": "train.evaluate",
     "Recorder": "record.recorder",
     **dict.fromkeys(("LaunchConfig", "TrainConfig"), "config"),
+    "Stage": "tasks.stages",
     "Strategy": "train.strategy.base",
     "Task": "tasks.task",
     "TrainState": "train.metrics",

@@ -41,10 +41,10 @@ from mpitrain.checkpoint.resume import check_same_data, check_same_steps, find_b
 from mpitrain.checkpoint.run_checkpoints import CheckpointError, RunCheckpoints
 from mpitrain.checkpoint.save_clock import SaveClock
 from mpitrain.checkpoint.tensors import (
-    load_ema,
+    load_averaged,
     load_model,
-    load_optimizers,
     load_random,
+    load_stage,
     schedules_to_save,
     split_state,
     tensors_to_save,
@@ -198,14 +198,14 @@ class Checkpointer(RunCheckpoints, Callback):
         trainer.resumed_from = path.name
         load_model(self.reader, engine.model)
         trainer.state = state = TrainState(**found["state"])
+        engine.data.places_before = found.get("places", {})
         if not is_own and engine.plan.is_done(state):
             raise UsageError(
                 f"{path} was written after epoch {state.epoch - 1}, step {state.step}, "
                 f"and this run has {engine.plan.length}: there is nothing to train. "
                 "Expected more, or the weights alone (--weights)"
             ).on_all_ranks()
-        if is_own:
-            self._saved = _position(trainer.state)
+        self._saved = _position(state) if is_own else None
         for callback in others if is_own else ():
             callback_state = found["callbacks"].get(type(callback).__name__)
             if callback_state is not None:
@@ -240,14 +240,7 @@ class Checkpointer(RunCheckpoints, Callback):
         if self.reader is None:
             return
         reader, self.reader = self.reader, None
-        found, optimizer = reader.metadata["trainer"], engine.optimizer
-        if found["stage"] == engine.stage.name:
-            prefix, trained = engine.part.prefix, engine.strategy.model
-            is_own = reader.metadata["run"] == self._run_id
-            load_optimizers(reader, trained, optimizer, prefix, is_own=is_own)
-            load_ema(reader, optimizer.ema_values, prefix)
-            if found["config"]["precision"] == trainer.config.precision:
-                optimizer.scale.restore(found["loss_scale"])
+        load_stage(reader, engine, is_own=reader.metadata["run"] == self._run_id)
         step = trainer.state.step
         load_random(reader, engine.world, seed=trainer.config.seed, step=step)
 
@@ -328,8 +321,8 @@ class Checkpointer(RunCheckpoints, Callback):
         reader = find_best(self.run_dir, engine.world, self._ranks)
         if reader is None:
             return
-        load_model(reader, engine.model)
-        load_ema(reader, engine.optimizer.ema_values, engine.part.prefix)
+        ema, prefix = engine.optimizer.ema_values, engine.part.prefix
+        load_averaged(reader, engine.model, ema, prefix)
         of_best = TrainState(**reader.metadata["trainer"]["state"])
         state.metrics, state.val_samples = of_best.metrics, of_best.val_samples
         if engine.world.is_rank_zero:
@@ -435,8 +428,10 @@ class Checkpointer(RunCheckpoints, Callback):
                 "data": self.data,
                 "inputs": trainer.task.inputs,
                 "stage": engine.stage.name,
+                "trainable": engine.stage.trainable,
                 "strategy": engine.strategy.name,
                 "state": asdict(trainer.state),
+                "places": engine.data.places(),
                 "loss_scale": engine.optimizer.scale.state(),
                 "optimizers": schedules_to_save(engine.optimizer),
                 "callbacks": self._callback_states(trainer),
@@ -453,7 +448,8 @@ class Checkpointer(RunCheckpoints, Callback):
         return found
 
     def _config(self, trainer: Trainer) -> dict[str, Any]:
-        return trainer.config.as_plain(self.run_dir.name)
+        stages: Any = trainer.stages and [it.as_plain() for it in trainer.stages]
+        return {**trainer.config.as_plain(self.run_dir.name), "stages": stages}
 
     def _save_now(self, trainer: Trainer, doing: str) -> None:
         while self._finish(trainer, doing) is not None:

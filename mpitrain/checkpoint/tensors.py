@@ -29,6 +29,7 @@ from mpitrain.checkpoint.storage import CheckpointReader
 from mpitrain.data.randomness import rank_seed
 from mpitrain.errors import UsageError
 from mpitrain.mpi.world import World
+from mpitrain.train.engine import Engine
 from mpitrain.train.optimizer import OptimizerWrapper
 
 MODEL, OPTIMIZER, EMA, RANDOM = "model/", "optimizer/", "average/", "random/"
@@ -181,6 +182,21 @@ def load_ema(
     )
 
 
+def load_averaged(
+    reader: CheckpointReader, model: nn.Module, ema: Mapping[str, Tensor], prefix: str
+) -> None:
+    """Load a model with its averages as weights, and let them be the present ones.
+
+    The checkpoint may be of another stage, with averages of other weights.
+    """
+    load_model(reader, model)
+    named = (*model.named_parameters(), *model.named_buffers())
+    tensors = {name: tensor.detach() for name, tensor in named}
+    load_ema(reader, tensors)
+    for name, average in ema.items():
+        average.copy_(tensors[prefix + name])
+
+
 def load_random(
     reader: CheckpointReader, world: World, *, seed: int, step: int
 ) -> None:
@@ -267,16 +283,18 @@ def schedules_to_save(optimizer: OptimizerWrapper) -> dict[str, Any]:
     return {"form": optimizer.form or optimizer.config.optimizer, "states": states}
 
 
-def load_optimizers(
-    reader: CheckpointReader,
-    trained: nn.Module,
-    optimizer: OptimizerWrapper,
-    prefix: str,
-    *,
-    is_own: bool,
-) -> None:
-    """Load the optimizers of a stage; of another run if they are alike."""
-    found = reader.metadata["trainer"]
+def load_stage(reader: CheckpointReader, engine: Engine, *, is_own: bool) -> None:
+    """Load the averages, loss scale and optimizers of a stage, if it is the same.
+
+    Of another run, ``is_own`` false, the optimizers if they are alike.
+    """
+    found, stage = reader.metadata["trainer"], engine.stage
+    if (found["stage"], found.get("trainable")) != (stage.name, stage.trainable):
+        return
+    optimizer, prefix = engine.optimizer, engine.part.prefix
+    load_ema(reader, optimizer.ema_values, prefix)
+    if found["config"]["precision"] == optimizer.config.precision:
+        optimizer.scale.restore(found["loss_scale"])
     saved = found.get("optimizers") or {  # not in older checkpoints
         "form": found["config"]["optimizer"],
         "states": [{"groups": [], "scheduler": {}}],
@@ -291,7 +309,7 @@ def load_optimizers(
             ).on_all_ranks()
         return
     for it in optimizer.optimizers:
-        load_optimizer(reader, trained, it.local, prefix)
+        load_optimizer(reader, engine.strategy.model, it.local, prefix)
     for it, state in zip(optimizer.optimizers, saved["states"], strict=True):
         if it.scheduler is not None and state["scheduler"]:
             fresh = it.scheduler.state_dict()

@@ -10,16 +10,19 @@ from __future__ import annotations
 
 import functools
 import itertools
+import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+import torch
 from torch.utils.data import IterableDataset, default_collate, get_worker_info
 
 from mpitrain.data.map_style import PADDING, collate, raise_if_bad
 from mpitrain.data.randomness import seeded
-from mpitrain.data.samples import CollateFn, LoadedBatch
-from mpitrain.data.sharding import Indices, RankShard
+from mpitrain.data.samples import CollateFn, LoadedBatch, digest, leaves_of
+from mpitrain.data.sharding import Indices, RankShard, StreamPlace
 from mpitrain.data.workers import (
     StartMethod,
     build_loader,
@@ -28,6 +31,13 @@ from mpitrain.data.workers import (
 )
 from mpitrain.errors import DataError
 from mpitrain.torch_compat import hide_worker_info
+
+STATE_METHODS = ("state_dict", "load_state_dict"), ("get_state", "set_state")
+"""Of a stream that knows its place, or of its iterator: torchdata's and Grain's."""
+
+_END = object()
+
+PLAIN = (str, bytes, int, float, np.ndarray, np.generic)
 
 
 class IterableStyle:
@@ -138,21 +148,30 @@ class _WorkerBatches(IterableDataset[LoadedBatch]):
         has_shards = hasattr(self.dataset, "shard")
         _set_epoch(self.dataset, self.epoch)
         if has_shards:
-            samples = self._from_shards(worker, num_workers)
+            shards = self._shards(worker, num_workers)
         else:
-            samples = self._samples(self.dataset, 1, 0)
+            shards = iter([_Numbered(self.dataset, self)])
+        shard = next(shards, None)
         batches = (indices for indices in self.rank_shard if len(indices))
         for indices in itertools.islice(batches, worker, None, num_workers):
-            start = 0 if has_shards else int(indices[0])
-            # Samples before the start are another rank's.
-            mine = (numbered for numbered in samples if numbered[0] >= start)
-            batch = list(itertools.islice(mine, len(indices)))
+            if shard is not None and not has_shards:
+                shard.skip(int(indices[0]))  # another rank's
+            batch: list[tuple[int, Any]] = []
+            place = None
+            while shard is not None and len(batch) < len(indices):
+                before = None if batch else shard.state()
+                more = list(itertools.islice(shard, len(indices) - len(batch)))
+                if before is not None and more:
+                    place = shard.index, StreamPlace(*before, _digest(more[0][1]))
+                batch += more
+                if len(batch) < len(indices):
+                    shard = next(shards, None)
             if not batch:
                 return
             padding = [(PADDING, None)] * (self.rank_shard.min_rows - 1)
-            yield self.collate([*batch, *padding])
+            yield self.collate([*batch, *padding])._replace(place=place)
 
-    def _from_shards(self, worker: int, num_workers: int) -> Iterator[tuple[int, Any]]:
+    def _shards(self, worker: int, num_workers: int) -> Iterator[_Numbered]:
         num_ranks, rank = self.rank_shard.stream_shard
         num_readers = num_ranks * num_workers
         num_read = self.rank_shard.samples_read_per_shard or (0,) * num_readers
@@ -166,22 +185,84 @@ class _WorkerBatches(IterableDataset[LoadedBatch]):
         for index in range(reader, len(num_read), num_readers):
             dataset = self.dataset.shard(num_shards=len(num_read), index=index)
             _set_epoch(dataset, self.epoch)
-            samples = self._samples(dataset, len(num_read), index)
-            yield from itertools.islice(samples, num_read[index], None)
+            shard = _Numbered(dataset, self, len(num_read), index)
+            shard.skip(num_read[index])
+            yield shard
 
-    def _samples(
-        self, dataset: Any, num_shards: int, index: int
-    ) -> Iterator[tuple[int, Any]]:
-        """Number the samples of a shard; each draws from generators of its own seed."""
-        with seeded(self.seed, self.epoch, -1):
+
+class _Numbered:
+    """The samples of a stream, or of a shard of it, with their numbers.
+
+    Each draws from generators of its own seed. A stream that knows its place begins
+    where the checkpoint says; the first sample there is compared.
+    """
+
+    def __init__(
+        self, dataset: Any, worker: _WorkerBatches, num_shards: int = 1, index: int = 0
+    ) -> None:
+        self.index, self._num_shards, self._worker = index, num_shards, worker
+        self._num_read, self._expected = 0, ""
+        place = worker.rank_shard.places.get(index)
+        with seeded(worker.seed, worker.epoch, -1):
             source = iter(dataset)
-        for number in itertools.count(index, num_shards):
-            with seeded(self.seed, self.epoch, number):
-                try:
-                    sample = next(source)
-                except StopIteration:
-                    return
-            yield number, sample
+            self._owner, self._get, load = _state_methods(source, dataset)
+            if place is not None and self._owner is not None:
+                getattr(self._owner, load)(place.state)
+                self._num_read, self._expected = place.num_read, place.digest
+                source = source if self._owner is source else iter(dataset)
+        self._source = source
+
+    def __iter__(self) -> _Numbered:
+        return self
+
+    def __next__(self) -> tuple[int, Any]:
+        number = self.index + self._num_read * self._num_shards
+        with seeded(self._worker.seed, self._worker.epoch, number):
+            sample = next(self._source, _END)
+        if self._expected:
+            if sample is _END or _digest(sample) != self._expected:
+                raise DataError(
+                    f"{type(self._owner).__name__}.{self._get}() does not lead to the "
+                    f"sample that followed, number {number}: a shuffle buffer may be "
+                    "missing in it. Expected the same samples; a data set without "
+                    f"{self._get} is read again up to its place"
+                )
+            self._expected = ""
+        if sample is _END:
+            raise StopIteration
+        self._num_read += 1
+        return number, sample
+
+    def skip(self, num_read: int) -> None:
+        """Read on until so many samples are read."""
+        for _ in itertools.islice(self, max(0, num_read - self._num_read)):
+            pass
+
+    def state(self) -> tuple[int, Any] | None:
+        """Return the number of samples read, and the state; ``None``: unknown."""
+        if self._owner is None or not self._num_read or not self._worker.epoch:
+            return None  # in an evaluation, too
+        state = getattr(self._owner, self._get)()
+        try:
+            copied = json.loads(json.dumps(state))
+        except (TypeError, ValueError):
+            return None
+        return (self._num_read, copied) if copied == state else None
+
+
+def _state_methods(*streams: Any) -> tuple[Any, str, str]:
+    """Return the first that knows its place, and its methods; ``None`` without one."""
+    for stream, (get, load) in itertools.product(streams, STATE_METHODS):
+        if callable(getattr(stream, get, None)) and hasattr(stream, load):
+            return stream, get, load
+    return None, "", ""
+
+
+def _digest(sample: Any) -> str:
+    """Return a text that is equal for equal samples; other objects do not count."""
+    plain = [it for it in leaves_of(sample) if isinstance(it, PLAIN)]
+    text = bytearray(repr(plain).encode())
+    return digest([sample, torch.frombuffer(text, dtype=torch.uint8)])
 
 
 def _identity(loaded: Any) -> Any:

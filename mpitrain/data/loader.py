@@ -17,7 +17,7 @@ from mpitrain.data.custom import Samples
 from mpitrain.data.in_memory import InMemory
 from mpitrain.data.iterable import IterableStyle
 from mpitrain.data.samples import LoadedBatch, to_device, to_dtype
-from mpitrain.data.sharding import Indices, RankShard, pad_rows
+from mpitrain.data.sharding import Indices, RankShard, StreamPlace, pad_rows
 from mpitrain.mpi.world import World
 
 
@@ -65,7 +65,7 @@ class BatchLoader:
     transformed.
     `skipped` has a text for each sample that this rank could not read, and of an
     iterable data set `samples_per_shard` the number that it read; the caller clears
-    them.
+    them. `places` are the last ones in each shard of a stream that knows its place.
     """
 
     def __init__(
@@ -81,6 +81,7 @@ class BatchLoader:
         self.skipped: list[str] = []
         self.num_shards = 0
         self.samples_per_shard: Counter[int] = Counter()
+        self.places: dict[int, StreamPlace] = {}
         self._world = world
         self._transform, self._dtype = transform, dtype
         self._min_rows = min_rows
@@ -144,6 +145,7 @@ class BatchLoader:
         """Yield steps whose size is known after reading; the next is read ahead."""
         self.num_shards = 0
         self.samples_per_shard.clear()
+        self.places = dict(rank_shard.places)
         if isinstance(self.samples, IterableStyle):
             self.num_shards = self.samples.num_shards(rank_shard)
         ahead = self._read(rank_shard, epoch)
@@ -155,16 +157,14 @@ class BatchLoader:
             following = next(ahead, None)
             work.wait()
             num_samples = int(count)
+            if num_samples:
+                ready = (self._taken(batch, rank_shard, epoch) for batch in batches)
+                yield RankStep(number, num_samples, len(batches), ready)
+                now = following
+                continue
             for batch in batches:
                 self.skipped += batch.skipped
-                if self.num_shards:
-                    self.samples_per_shard.update(
-                        (batch.indices % self.num_shards).tolist()
-                    )
-            if num_samples:
-                ready = (self._batch(batch, rank_shard, epoch) for batch in batches)
-                yield RankStep(number, num_samples, len(batches), ready)
-            elif rank_shard.order is None:  # all ranks are dry
+            if rank_shard.order is None:  # all ranks are dry
                 if following is not None:
                     following[2].wait()
                 return
@@ -181,6 +181,18 @@ class BatchLoader:
                 sum(len(batch.indices) for batch in batches), device=self._count_device
             )
             yield batches, count, dist.all_reduce(count, async_op=True)
+
+    def _taken(self, loaded: LoadedBatch, rank_shard: RankShard, epoch: int) -> Batch:
+        """Count a batch as read, when its step takes it; return it.
+
+        Not before: a validation, and a checkpoint, may come between.
+        """
+        self.skipped += loaded.skipped
+        if loaded.place is not None:
+            self.places.update([loaded.place])
+        if self.num_shards:
+            self.samples_per_shard.update((loaded.indices % self.num_shards).tolist())
+        return self._batch(loaded, rank_shard, epoch)
 
     def _batch(self, loaded: LoadedBatch, rank_shard: RankShard, epoch: int) -> Batch:
         if len(loaded.indices):

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from mpitrain.data.sharding import Indices
+from mpitrain.data.sharding import Indices, StreamPlace
 from mpitrain.errors import DataError
 from mpitrain.torch_compat import tree_leaves, tree_map
 
@@ -35,6 +35,8 @@ class LoadedBatch(NamedTuple):
     """Their numbers, int64 `(N,)`: those requested, without the skipped ones."""
     skipped: tuple[str, ...] = ()
     """What was left out because it cannot be read, in words."""
+    place: tuple[int, StreamPlace] | None = None
+    """Of a stream that knows it: the shard of the first sample, and where it was."""
 
 
 class SampleReader(abc.ABC):

@@ -11,8 +11,9 @@ from __future__ import annotations
 import functools
 import heapq
 import itertools
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -117,6 +118,14 @@ def _bounds(assignment: MicroBatchAssignment, num: int) -> tuple[int, ...]:
     return (0, *itertools.accumulate(counts))
 
 
+class StreamPlace(NamedTuple):
+    """Where a stream is that knows it."""
+
+    num_read: int  # samples before
+    state: Any  # of the stream, as plain values
+    digest: str  # of the next sample
+
+
 @dataclass(frozen=True, kw_only=True)
 class RankShard:
     """What one rank takes of an epoch, by step and micro-batch.
@@ -139,6 +148,8 @@ class RankShard:
     samples_read_per_shard: tuple[int, ...] = ()
     """On resume of a stream with a `shard` method: samples already read of each of its
     shards. The number of its shards stays as it was, whatever the number of ranks."""
+    places: Mapping[int, StreamPlace] = field(default_factory=dict)
+    """On resume of a stream that knows its place: one in each shard, no later one."""
     assignment: MicroBatchAssignment | None = None
     """Takes micro-batches of `micro_batch_size` whose cuts do not depend on ranks."""
     prepends_partner: bool = False

@@ -18,6 +18,7 @@ from mpitrain.data.sharding import Indices
 from mpitrain.errors import UsageError
 from mpitrain.mpi.shared_arrays import Communicator
 from mpitrain.mpi.world import World
+from mpitrain.tasks.stages import Stage
 
 Model = Callable[..., Any]
 """Calls the parallelized model with any arguments, in the configured precision. A dict
@@ -249,7 +250,7 @@ class Task:
 
     def start_stage(
         self,
-        name: str,
+        stage: Stage,
         model: nn.Module,
         loaders: tuple[BatchLoader, BatchLoader],
         ranks: Communicator,
@@ -258,12 +259,12 @@ class Task:
         """Return what a stage trains; freeze the rest. Collective.
 
         Args:
-            name: Of the stage: ``train``, ``probe`` or ``finetune``.
+            stage: With a name; weights that it does not train are frozen already.
             model: The whole model, on this rank's device.
             loaders: Of training and validation data, without anything random.
             ranks: For collectives over numbers and memory of the node.
             batch_size: Of a pass over the data before the stage; ``None``: there must
                 be none.
         """
-        del name, loaders, ranks, batch_size
+        del stage, loaders, ranks, batch_size
         return TrainedPart(model=model)

@@ -18,7 +18,7 @@ from mpitrain.data.custom import Samples, build_samples
 from mpitrain.data.in_memory import InMemory
 from mpitrain.data.loader import BatchLoader, RankStep
 from mpitrain.data.sampling import EpochOrder, Sampling
-from mpitrain.data.sharding import MicroBatchAssignment, RankShard
+from mpitrain.data.sharding import MicroBatchAssignment, RankShard, StreamPlace
 from mpitrain.errors import UsageError
 from mpitrain.mpi.collectives import all_or_none, world_comm
 from mpitrain.mpi.shared_arrays import Communicator
@@ -46,6 +46,7 @@ class TrainData:
 
     Attributes:
         min_rows: Rows of a batch in training; batch norm needs two.
+        places_before: `places` of a checkpoint, for the rest of its epoch; from JSON.
         train_loader: Of the stage's training samples.
         val_sets: Validation samples by name; of a single set the name is empty.
         val_loaders: Of the stage's validation samples, likewise.
@@ -66,7 +67,7 @@ class TrainData:
     ) -> None:
         self._config, self._world, self._ranks = config, world, ranks
         self._task, self._sampling = task, sampling
-        self.min_rows = 1
+        self.min_rows, self.places_before = 1, dict[str, Any]()
         self.train = self._samples(train_data, "the training data")
         has_names = bool(val_data) if isinstance(val_data, Mapping) else False
         has_names = has_names and all(isinstance(name, str) for name in val_data)
@@ -133,6 +134,8 @@ class TrainData:
                 ).on_all_ranks()
             state.order_digest = found.digest
             order, batches = found.samples, found.batches
+        places = {int(key): StreamPlace(*it) for key, it in self.places_before.items()}
+        self.places_before = {}
         is_done, max_steps = False, config.max_steps or sys.maxsize
         while not is_done and state.step < max_steps:
             assignment = strategy.assignment
@@ -147,6 +150,7 @@ class TrainData:
                 first_step=state.epoch_step,
                 max_steps=1 if config.dry_run else None,
                 samples_read_per_shard=tuple(state.samples_per_shard),
+                places=places if state.epoch_step else {},
                 prepends_partner=self._task.prepends_partner,
             )
             steps = self.train_loader.steps(rank_shard, state.epoch)
@@ -235,6 +239,17 @@ class TrainData:
         mine = mine.to(self._world.device)
         dist.all_reduce(mine)
         return mine.tolist()
+
+    def places(self) -> dict[int, StreamPlace]:
+        """Return the last place of all ranks in each shard of an iterable set."""
+        if self.train_loader.samples.num_samples is not None:
+            return {}
+        found: dict[int, StreamPlace] = {}
+        for of_rank in self._ranks.allgather(self.train_loader.places):
+            for index, place in of_rank.items():
+                if index not in found or place.num_read > found[index].num_read:
+                    found[index] = place
+        return found
 
     def take_skipped(self) -> int:
         """Return the samples of all ranks not readable since the last call."""

@@ -19,6 +19,7 @@ from mpitrain.data.sampling import Sampling
 from mpitrain.errors import DataError, UsageError
 from mpitrain.mpi.shared_arrays import communicator
 from mpitrain.mpi.world import World
+from mpitrain.tasks.stages import Stage, place_stages
 from mpitrain.tasks.task import Model, Task, TrainedPart
 from mpitrain.train.checks import explain_call
 from mpitrain.train.data import TrainData
@@ -42,7 +43,7 @@ from mpitrain.train.model import (
     unwrap_model,
 )
 from mpitrain.train.optimizer import OptimizerWrapper
-from mpitrain.train.plan import Plan, Stage
+from mpitrain.train.plan import Plan
 from mpitrain.train.precision import autocast
 from mpitrain.train.predict import Writer, predict
 from mpitrain.train.step_metrics import MicroBatchLosses
@@ -82,6 +83,7 @@ class Engine:
         task: Task,
         strategy: Strategy,
         sampling: Sampling,
+        stages: Sequence[Stage] | None = None,
         *,
         find_unused_parameters: bool = True,
         can_cache_features: bool = True,
@@ -96,6 +98,7 @@ class Engine:
         )
         self._loss_forms: dict[str, str] = {}  # see `check_losses`
         self._check_config()
+        self.ranks.check_equal(repr(stages), "stages=", "Expected the same")
         self.strategy = self._whole_strategy = strategy
         is_exact = strategy.micro_batches_are_fixed
         self._metrics = MetricObjects(task, world.device, self.ranks, is_exact=is_exact)
@@ -128,8 +131,12 @@ class Engine:
             num_samples=num,
             world_size=world.world_size,
             config=config,
+            stages=place_stages(stages, config),
             num_steps=self.data.num_steps,
         )
+        for stage in self.plan.stages:
+            if stage.trainable is not None:
+                stage.weights(self.model)  # an error now, not hours later
         torch.manual_seed(rank_seed(config.seed, world.rank))  # of dropout
 
     def _check_config(self) -> None:
@@ -149,20 +156,25 @@ class Engine:
     def start_stage(self, stage: Stage) -> None:
         """Choose the weights that are trained, parallelize them, make an optimizer."""
         config, model, data = self.config, self.model, self.data
+        is_sharded = False
         if hasattr(self, "trained_weights"):
+            is_sharded = self.strategy.is_sharded
+            self.strategy.reshard()  # FSDP has other weights after a forward pass
             self.trained_weights.check()
         self.stage = stage
         self._restore_trainable()
+        self._frozen = stage.freeze(model)
         size = self._whole_strategy.max_evaluation_batch_size
         loaders = data.loader(data.train), data.loader(data.val)
+        # Features take the place of one set of validation data.
+        has_features = self._can_cache_features and len(data.val_sets) == 1
         with autocast(config, self.world.device):
             self.part = part = self.task.start_stage(
-                stage.name,
+                stage,
                 model,
                 loaders,
                 self.ranks,
-                # Features take the place of one set of validation data.
-                size if self._can_cache_features and len(data.val_sets) == 1 else None,
+                size if has_features and not is_sharded else None,
             )
         if not any(weight.requires_grad for weight in part.model.parameters()):
             raise UsageError(
@@ -171,7 +183,8 @@ class Engine:
             ).on_all_ranks()
         data.set_stage(part.samples)
         whole = self._whole_strategy
-        self.strategy = whole if part.head is None else whole.for_head()
+        is_whole = part.head is None or is_sharded
+        self.strategy = whole if is_whole else whole.for_head()
         self.strategy.wrap(
             part.model, find_unused_parameters=self._find_unused and part.model is model
         )
@@ -180,8 +193,8 @@ class Engine:
             config,
             self.task,
             self.ranks,
-            lr_factor=stage.lr_factor,
-            total_steps=self.plan.steps_of(stage),
+            stage,
+            self.plan.steps_of(stage),
         )
         self.trained_weights = TrainedWeights(
             model, self.optimizer, self.strategy.reshard
@@ -194,7 +207,7 @@ class Engine:
             self.part.head.train()
             return
         self.model.train()
-        for module in self._in_eval_mode:
+        for module in (*self._in_eval_mode, *self._frozen):
             module.eval()
 
     def begin_pass(

@@ -106,7 +106,7 @@ class Throughput:
 class EpochMetrics:
     """The metrics of one epoch. Equal on all ranks, except for the seconds."""
 
-    stage: str  # ``train``, ``probe`` or ``finetune``
+    stage: str  # name: ``train``, ``probe`` and ``finetune``, or that of a `Stage`
     epoch: int  # number of the epoch, from 1, over all stages
     step: int  # steps done since the start of the training
     train_loss: float  # mean training loss per sample, or by weight

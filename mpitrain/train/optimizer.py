@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from mpitrain.config import TrainConfig
 from mpitrain.errors import DataError, UsageError
 from mpitrain.mpi.shared_arrays import Communicator
+from mpitrain.tasks.stages import Stage
 from mpitrain.tasks.task import Task
 from mpitrain.train.scheduled_optimizers import (
     ScheduledOptimizer,
@@ -151,14 +152,13 @@ class OptimizerWrapper:
         config: TrainConfig,
         task: Task,
         ranks: Communicator,
-        *,
-        lr_factor: float,
+        stage: Stage,
         total_steps: int | None,
     ) -> None:
         made, model = task.configure_optimizers(strategy.model), strategy.model
         is_custom, self.form, ignored = made is not None, "", list[str]()
         if not is_custom:
-            made = build_optimizer(strategy, config, lr=config.peak_lr * lr_factor)
+            made = build_optimizer(strategy, config, lr=stage.peak_lr(config))
         self.optimizers = optimizers_of(made)
         if is_custom:
             self.form, ignored = describe(self.optimizers, model), [*REPLACED]
@@ -173,8 +173,13 @@ class OptimizerWrapper:
                 strategy.check_optimizer(
                     it.kind, is_by_number=is_known and not is_fused
                 )
-            for group in self.param_groups if lr_factor != 1.0 else ():
-                group["lr"] *= lr_factor
+            if stage.lr is not None:
+                raise UsageError(
+                    f"Stage(lr={stage.lr}) sets the rate of the configured optimizer, "
+                    "which optimizer= replaces; expected Stage(lr_factor=...)"
+                ).on_all_ranks()
+            for group in self.param_groups if stage.lr_factor != 1.0 else ():
+                group["lr"] *= stage.lr_factor
         schedulers = task.configure_schedulers(made, total_steps)
         if schedulers is not None:
             add_schedulers(self.optimizers, schedulers)

@@ -5,29 +5,13 @@ from __future__ import annotations
 import math
 import sys
 from dataclasses import dataclass
-from typing import Literal
 
 from mpitrain.config import WARMUP_EPOCHS, TrainConfig
 from mpitrain.errors import UsageError
+from mpitrain.tasks.stages import Stage
 from mpitrain.train.metrics import TrainState
 
 WARMUP_SHARE = 0.1  # of `max_steps`, where the steps of an epoch are not known
-
-
-@dataclass(frozen=True, kw_only=True)
-class Stage:
-    """Epochs in which the same weights are trained."""
-
-    # probe: only the head; finetune: all weights, after a probe; train: all.
-    name: Literal["train", "probe", "finetune"]
-    first_epoch: int  # from 1, over all stages
-    num_epochs: int
-    lr_factor: float = 1.0  # factor of the learning rate
-
-    @property
-    def epochs(self) -> range:
-        """The numbers of the epochs."""
-        return range(self.first_epoch, self.first_epoch + self.num_epochs)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +21,7 @@ class Plan:
     num_samples: int | None  # training samples; ``None`` for an iterable data set
     world_size: int
     config: TrainConfig
+    stages: tuple[Stage, ...]  # in order; of a dry run, a part of the first one
     num_steps: int | None = None  # of the first epoch, if a sampler makes them
 
     def __post_init__(self) -> None:
@@ -52,30 +37,10 @@ class Plan:
         """Steps of the training; ``None``: those of its epochs."""
         return None if self.config.dry_run else self.config.max_steps
 
-    @property
-    def stages(self) -> tuple[Stage, ...]:
-        """All stages in order; of a dry run, a part of the first one."""
-        config = self.config
-        epochs, probing = config.epochs, config.probe_epochs
-        if config.dry_run:
-            name: Literal["probe", "train"] = "probe" if probing else "train"
-            return (Stage(name=name, first_epoch=1, num_epochs=1),)
-        if not probing:
-            most = self.max_steps or epochs  # an epoch has a step at least
-            return (Stage(name="train", first_epoch=1, num_epochs=most),)
-        probe = Stage(name="probe", first_epoch=1, num_epochs=probing)
-        finetune = Stage(
-            name="finetune",
-            first_epoch=probing + 1,
-            num_epochs=epochs,
-            lr_factor=config.finetune_lr_factor,
-        )
-        return (probe, finetune) if epochs else (probe,)
-
     def stages_from(self, epoch: int) -> list[Stage]:
         """Return the stages from this epoch on; always at least the last one."""
         *before, last = self.stages
-        return [stage for stage in before if stage.epochs[-1] >= epoch] + [last]
+        return [stage for stage in before if stage.last_epoch >= epoch] + [last]
 
     def has_epoch(self, stage: Stage, state: TrainState, should_stop: bool) -> bool:
         """Whether to train in a stage, from this state on."""
@@ -92,7 +57,7 @@ class Plan:
 
     def is_done(self, state: TrainState, stage: Stage | None = None) -> bool:
         """Whether all steps of a stage are done, or of the training."""
-        last = (stage or self.stages[-1]).epochs[-1]
+        last = (stage or self.stages[-1]).last_epoch
         return state.epoch > last or state.step >= (self.max_steps or sys.maxsize)
 
     def is_validation_due(self, state: TrainState) -> bool:
@@ -106,7 +71,7 @@ class Plan:
     def num_epochs(self) -> int | None:
         """Epochs of all stages; ``None``: unknown."""
         if self.max_steps is None:
-            return sum(stage.num_epochs for stage in self.stages)
+            return sum(stage.epochs for stage in self.stages)
         steps = self.steps_per_epoch
         return None if steps is None else -(-self.max_steps // steps)
 
@@ -132,7 +97,7 @@ class Plan:
         if self.max_steps is not None:
             return self.max_steps
         steps = self.steps_per_epoch
-        return None if steps is None else steps * stage.num_epochs
+        return None if steps is None else steps * stage.epochs
 
     def learning_rate(
         self, stage: Stage, state: TrainState, step: int, peak: float | None = None
@@ -148,9 +113,11 @@ class Plan:
             step: The number of the step.
             peak: Of a parameter group; ``None``: the configured one.
 
+        >>> from mpitrain.tasks.stages import place_stages
         >>> def rates(**settings):
         ...     config = TrainConfig(lr=1.0, epochs=3, global_batch_size=1, **settings)
-        ...     plan = Plan(num_samples=2, world_size=1, config=config)
+        ...     stages = place_stages(None, config)
+        ...     plan = Plan(num_samples=2, world_size=1, config=config, stages=stages)
         ...     states = [TrainState(step=i, epoch=1 + i // 2) for i in range(6)]
         ...     found = [plan.learning_rate(plan.stages[0], it, it.step % 2)
         ...         for it in states[: plan.total_steps]]
@@ -166,9 +133,9 @@ class Plan:
         >>> rates(schedule="linear", warmup_steps=1)
         [1.0, 1.0, 0.8, 0.6, 0.4, 0.2]
         """
-        config, num_epochs = self.config, float(stage.num_epochs)
+        config, num_epochs = self.config, float(stage.epochs)
         if peak is None:
-            peak = config.peak_lr * stage.lr_factor
+            peak = stage.peak_lr(config)
         steps_per_epoch = self.steps_per_epoch or 1
         first_steps = config.warmup_steps or 0
         is_unknown = self.steps_per_epoch is None and self.max_steps is None
@@ -176,7 +143,7 @@ class Plan:
             return peak * (step + 1) / first_steps
         epochs_done = state.epoch - stage.first_epoch
         step = min(step, steps_per_epoch - 1) + epochs_done * steps_per_epoch
-        total_steps = stage.num_epochs * steps_per_epoch
+        total_steps = stage.epochs * steps_per_epoch
         if self.max_steps is not None:
             step, total_steps = state.step, self.max_steps
             num_epochs = total_steps / steps_per_epoch

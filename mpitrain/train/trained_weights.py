@@ -83,6 +83,6 @@ class TrainedWeights:
             raise UsageError(
                 f"the weights to train have changed since the stage began; {words}. "
                 "Gradients are reduced for those that it began with alone: expected no "
-                "change until fit() ends. Call requires_grad_() before fit(), and for "
-                "each phase make a new Trainer of the same model"
+                "change until fit() ends. Call requires_grad_() before fit(), or name "
+                "the weights of each phase in Trainer(stages=[...])"
             )

@@ -20,6 +20,7 @@ from mpitrain.mpi.collectives import all_or_none, world_comm
 from mpitrain.mpi.world import World
 from mpitrain.tasks.image_classification.task import ImageClassification
 from mpitrain.tasks.image_classification.transforms import Statistics
+from mpitrain.tasks.stages import Stage
 from mpitrain.tasks.task import (
     DerivedFn,
     Losses,
@@ -29,17 +30,12 @@ from mpitrain.tasks.task import (
     Task,
     Values,
 )
+from mpitrain.train import checks
 from mpitrain.train.callbacks import (
     Callback,
     StopRequested,
     call_on_exception,
     hooks_of,
-)
-from mpitrain.train.checks import (
-    bind_functions,
-    call_step,
-    warn_of_ignored,
-    warn_of_scalars,
 )
 from mpitrain.train.engine import Engine
 from mpitrain.train.evaluate import Evaluation
@@ -84,6 +80,7 @@ class Trainer:
         optimizer: Returns the optimizer, or several, of the model that it is called
             with; see `Task.configure_optimizers`. ``None``: that of the configuration.
         scheduler: Returns its learning rate scheduler; see `Task.configure_schedulers`.
+        stages: What is trained one after another, see `Stage`; ``None``: all weights.
         task: What a step computes; ``None``: `ImageClassification` of ``mean_std`` and
             ``num_classes``, which takes pairs of any inputs and labels.
         callbacks: Called in this order; ``None``: print a line per epoch.
@@ -131,6 +128,7 @@ class Trainer:
         derived_metrics: DerivedFn | None = None,
         optimizer: Callable[[nn.Module], Any] | None = None,
         scheduler: Callable[[Any, int | None], Any] | None = None,
+        stages: Sequence[Stage] | None = None,
         task: Task | None = None,
         callbacks: Sequence[Callback] | None = None,
         strategy: type[Strategy] | None = None,
@@ -151,7 +149,7 @@ class Trainer:
             )
         self.task = task or ImageClassification(mean_std, num_classes)
         Task.bind(self.task, self, collate_fn)
-        bind_functions(self.task, optimizer=optimizer, scheduler=scheduler)
+        checks.bind_functions(self.task, optimizer=optimizer, scheduler=scheduler)
         self.find_unused_parameters = find_unused_parameters
         self.callbacks = [EpochLines()] if callbacks is None else list(callbacks)
         self.callbacks.sort(key=lambda callback: callback.runs_last)
@@ -164,7 +162,7 @@ class Trainer:
         self.uses_whole_config = False  # the command makes callbacks of all its fields
         self._final_state: dict[str, Any] | None = None  # if the job ends with `fit`
         self._is_set_up = self.is_task_step = False
-        self._loss, self._strategy = loss, strategy
+        self._loss, self._strategy, self.stages = loss, strategy, stages
         self._metrics = split_metrics(self.task, metrics, derived_metrics)
         self._sampling = Sampling(sampler, batch_sampler)
         self.batch: Batch | None = None  # while its loss is computed
@@ -334,12 +332,13 @@ class Trainer:
             optimizer: If there are several by name: the one whose pass it is.
         """
         self.is_task_step = True
-        return call_step(self.task.training_step, self.forward, batch, *optimizer)
+        step = self.task.training_step
+        return checks.call_step(step, self.forward, batch, *optimizer)
 
     def validation_step(self, model: Model, batch: Batch) -> Mapping[str, Values]:
         """Return the metrics of a batch; see `Task.validation_step`."""
         values = self.task.validation_step(model, batch)
-        return warn_of_scalars(values, self.warned_of)
+        return checks.warn_of_scalars(values, self.warned_of)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the parallelized model in `compute_loss`, in the configured precision.
@@ -448,6 +447,7 @@ class Trainer:
             self.task,
             strategy,
             self._sampling,
+            self.stages,
             find_unused_parameters=self.find_unused_parameters,
             can_cache_features=type(self).compute_loss is Trainer.compute_loss,
         )
@@ -482,7 +482,7 @@ class Trainer:
         """Set up and start the callbacks; tell them of an exception; close workers."""
         assert self.world is not None
         if self.world.is_rank_zero and not self.uses_whole_config:
-            warn_of_ignored(self.config)
+            checks.warn_of_ignored(self.config)
         engine = self.engine if self._is_set_up else self.set_up()
         self._is_set_up = False
         try:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
 import time
 from collections.abc import Generator, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -14,6 +16,7 @@ import transports
 
 import mpitrain
 from mpitrain.errors import UsageError
+from mpitrain.mpi.shared_arrays import communicator
 from mpitrain.mpi.world import World
 
 if TYPE_CHECKING:
@@ -62,6 +65,15 @@ def num_threads(world: World) -> Iterator[None]:
 
     yield
     torch.set_num_threads(world.num_threads)
+
+
+@pytest.fixture
+def run_dir(world: World) -> Iterator[Path]:
+    """A folder that all ranks see."""
+    ranks = communicator(world)
+    with tempfile.TemporaryDirectory() as made:
+        yield Path(ranks.on_rank_zero(lambda: made, "make a folder")) / "run"
+        ranks.allgather(None)
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from mpitrain.config import TrainConfig
 from mpitrain.data.sharding import epoch_order
 from mpitrain.mpi.world import World
 from mpitrain.tasks.image_classification.datasets.named import InMemory, digits
-from mpitrain.train.callbacks import Callback
+from mpitrain.train.callbacks import Callback, StopRequested
 from mpitrain.train.metrics import EpochMetrics, StepMetrics, Throughput
 from mpitrain.train.trainer import Trainer
 
@@ -65,6 +65,17 @@ class History(Callback):
     def losses(self) -> list[float]:
         steps = [step.loss for step in self.steps]
         return steps + [epoch.values["loss"] for epoch in self.epochs]
+
+
+class Stops(Callback):
+    """Stops a training after a step."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, trainer: Any) -> None:
+        if trainer.state.step == self.step:
+            raise StopRequested("a test")
 
 
 def config_of(**settings: Any) -> TrainConfig:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from reference_training import BATCH_SIZE, History, Net, some
+from reference_training import BATCH_SIZE, History, Net, Stops, some
 from torch import Tensor, nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim import lr_scheduler
@@ -21,7 +20,6 @@ from mpitrain import (
     Checkpointer,
     DataError,
     Stopped,
-    StopRequested,
     Task,
     TrainConfig,
     Trainer,
@@ -29,7 +27,6 @@ from mpitrain import (
     World,
 )
 from mpitrain.data.sharding import epoch_order
-from mpitrain.mpi.shared_arrays import communicator
 
 pytestmark = [
     pytest.mark.mpi,
@@ -487,8 +484,14 @@ class Adversarial(Task):
         return {"g": lr_scheduler.StepLR(optimizers["g"], 2, 0.5)}
 
 
-def gan_by_hand(*, is_weighted: bool = False) -> tuple[list[tuple[float, float]], Gan]:
+def gan_by_hand(
+    *, is_weighted: bool = False, average: dict[str, Tensor] | None = None
+) -> tuple[list[tuple[float, float]], Gan]:
+    """Losses of both passes, and the model; ``average`` becomes its EMA of 0.5."""
     model = Gan().double()
+    named = {name: it.detach() for name, it in model.named_parameters()}
+    if average is not None:
+        average.update({name: it.clone() for name, it in named.items()})
     task = Adversarial()
     optimizers = task.configure_optimizers(model)
     scheduler = task.configure_schedulers(optimizers, None)["g"]
@@ -507,6 +510,8 @@ def gan_by_hand(*, is_weighted: bool = False) -> tuple[list[tuple[float, float]]
         clip(model.g, 0.3)
         optimizers["g"].step()
         scheduler.step()
+        for name, mean in (average or {}).items():
+            mean.lerp_(named[name], 0.5)
         found.append((d_loss.item(), g_loss.item()))
     return found, model
 
@@ -542,6 +547,40 @@ def test_each_optimizer_has_a_pass_of_its_own(
     if world.is_rank_zero:
         for name, value in model.state_dict().items():
             torch.testing.assert_close(state[name], value, rtol=1e-8, atol=1e-11)
+
+
+@pytest.mark.parametrize("settings", [DDP, FSDP, BITWISE], ids=str)
+def test_averages_are_of_the_weights_of_all_optimizers(
+    world: World, settings: dict[str, Any]
+) -> None:
+    settings = settings | {"ema_decay": 0.5, "clip_grad_norm": 0.3}
+    _, state = trained(world, settings, model=Gan(), task=Adversarial())
+    average: dict[str, Tensor] = {}
+    gan_by_hand(average=average)
+    if world.is_rank_zero:
+        for name, value in average.items():
+            torch.testing.assert_close(state[name], value, rtol=1e-8, atol=1e-11)
+
+
+@pytest.mark.parametrize("settings", [DDP, MICRO, FSDP], ids=str)
+def test_each_pass_has_a_loss_that_sixteen_bits_hold(
+    world: World, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = settings | {"clip_grad_norm": 0.3, "precision": "fp16"}
+    history, state = trained(world, settings, model=Gan(), task=Adversarial())
+    losses, model = gan_by_hand()
+    found = [(it.losses["d_loss"], it.losses["g_loss"]) for it in history.steps]
+    assert found == [pytest.approx(it, rel=0.02) for it in losses]
+    if world.is_rank_zero:
+        for name, value in model.state_dict().items():
+            torch.testing.assert_close(state[name].double(), value, rtol=0.1, atol=0.02)
+    # Too large at first: passes are skipped until it is small enough.
+    monkeypatch.setattr("mpitrain.train.optimizer.INITIAL_SCALE", 2.0**22)
+    history, state = trained(world, settings, model=Gan(), task=Adversarial())
+    skipped = [it.skipped_steps for it in history.epochs]
+    assert 0 < skipped[0] <= STEPS
+    assert skipped[1] < STEPS
+    assert all(bool(it.isfinite().all()) for it in state.values())
 
 
 def test_a_pass_that_is_not_finite_is_skipped_alone(world: World) -> None:
@@ -581,24 +620,6 @@ def test_a_step_that_takes_no_name_is_refused(world: World) -> None:
 
 
 # --- checkpoints --------------------------------------------------------------------
-
-
-class Stops(Callback):
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_step_end(self, trainer: Any) -> None:
-        if trainer.state.step == self.step:
-            raise StopRequested("a test")
-
-
-@pytest.fixture
-def run_dir(world: World) -> Iterator[Path]:
-    """A folder that all ranks see."""
-    ranks = communicator(world)
-    with tempfile.TemporaryDirectory() as made:
-        yield Path(ranks.on_rank_zero(lambda: made, "make a folder")) / "run"
-        ranks.allgather(None)
 
 
 @pytest.mark.parametrize(

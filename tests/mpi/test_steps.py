@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import tempfile
@@ -13,14 +14,22 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from reference_training import BATCH_SIZE, NUM_SAMPLES, History, Net, config_of, some
+from reference_training import (
+    BATCH_SIZE,
+    NUM_SAMPLES,
+    History,
+    Net,
+    Stops,
+    config_of,
+    some,
+)
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
 import mpitrain.train.data
 from mpitrain import Checkpointer, EarlyStopping, Recorder, Trainer, UsageError, World
 from mpitrain.data.sharding import epoch_order
-from mpitrain.errors import Stopped
+from mpitrain.errors import DataError, Stopped
 from mpitrain.mpi.shared_arrays import communicator
 from mpitrain.record.reading import Run
 from mpitrain.record.run_dir import read_result
@@ -358,3 +367,168 @@ def test_a_callback_finishes_a_training_in_the_middle_of_an_epoch(world: World) 
     trainer.fit()
     assert [step for step, _ in seen.validations] == [3, 5, 6, 7]
     assert [(it.epoch, it.step) for it in seen.epochs] == [(1, 5), (2, 7)]
+
+
+class Counted(IterableDataset[tuple[Tensor, Tensor]]):
+    """Samples of which each is one number, cut into shards by its own method."""
+
+    def __init__(self, num_shards: int = 1, index: int = 0) -> None:
+        self.num_shards, self.index = num_shards, index
+
+    def shard(self, num_shards: int, index: int) -> Counted:
+        return Counted(num_shards, index)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for number in range(self.index, NUM_SAMPLES, self.num_shards):
+            yield torch.full((64,), float(number)), torch.tensor(number % 10)
+
+
+class Reads(Callback):
+    """Keeps the samples that this rank trains on; stops in a validation."""
+
+    def __init__(self, *, stops: bool) -> None:
+        self.stops, self.numbers = stops, list[float]()
+
+    def on_batch_start(self, trainer: Any, batch: Any) -> None:
+        self.numbers += batch.inputs[: len(batch), 0].tolist()
+
+    def on_validation_end(self, trainer: Any, epoch: EpochMetrics) -> None:
+        if self.stops and not epoch.is_end:
+            raise StopRequested("a test")
+
+
+@pytest.mark.parametrize("settings", [{}, {"micro_batch_size": 3}], ids=str)
+def test_a_stream_that_stops_in_a_validation_loses_no_sample(
+    world: World, run_dir: Path, settings: dict[str, Any]
+) -> None:
+    """The next step has been read by then."""
+    found = []
+    for stops in (True, False):
+        reads = Reads(stops=stops)
+        config = config_of(validate_every_steps=2, epochs=1, **settings)
+        callbacks = [reads, Checkpointer(run_dir)]
+        trainer = Trainer(
+            Net(), Counted(), VAL, config, world=world, callbacks=callbacks
+        )
+        try:
+            trainer.fit()
+        except Stopped:
+            assert trainer.state.step == 2
+        found += reads.numbers
+    gathered = communicator(world).allgather(found)
+    assert sorted(sum(gathered, [])) == list(map(float, range(NUM_SAMPLES)))  # noqa: RUF017
+
+
+class Positioned(Counted):
+    """Knows its place, as torchdata's and Hugging Face's data sets."""
+
+    start, at, num_read = 0, 0, 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.start = state["at"]
+
+    def shard(self, num_shards: int, index: int) -> Counted:
+        return type(self)(num_shards, index)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        self.at, self.start = self.start, 0
+        for sample in itertools.islice(super().__iter__(), self.at, None):
+            Positioned.num_read += 1
+            self.at += 1
+            yield sample
+
+
+class Reader:
+    def __init__(self, numbers: range) -> None:
+        self.numbers, self.at = numbers, 0
+
+    def __iter__(self) -> Reader:
+        return self
+
+    def __next__(self) -> tuple[Tensor, Tensor]:
+        if self.at == len(self.numbers):
+            raise StopIteration
+        number = self.numbers[self.at]
+        self.at += 1
+        Positioned.num_read += 1
+        return torch.full((64,), float(number)), torch.tensor(number % 10)
+
+    def get_state(self) -> dict[str, Any]:
+        return {"at": self.at}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        self.at = state["at"]
+
+
+class Whole(IterableDataset[tuple[Tensor, Tensor]]):
+    """Not cut into shards; what reads it knows the place, as in Grain."""
+
+    def __iter__(self) -> Any:
+        return Reader(range(NUM_SAMPLES))
+
+
+class WholeByItself(Positioned):
+    """Not cut into shards."""
+
+    @property
+    def shard(self) -> Any:  # type: ignore[override]
+        raise AttributeError
+
+
+class Forgets(Positioned):
+    """Loses a sample of a buffer, as a shuffled data set of Hugging Face."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.start = state["at"] + 1
+
+
+class OfTensors(Positioned):
+    """Has a state that no checkpoint holds."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": torch.tensor(self.at)}
+
+
+def numbers_of(
+    world: World, run_dir: Path, data: Any, step: int, **settings: Any
+) -> tuple[list[float], list[float]]:
+    """What all ranks train on until a step, and then, after a resume."""
+    found = []
+    for stops in ([Stops(step)], []):
+        Positioned.num_read = 0
+        reads = Reads(stops=False)
+        config = config_of(epochs=2, validate_every_steps=2, **settings)
+        callbacks = [reads, *stops, Checkpointer(run_dir)]
+        trainer = Trainer(Net(), data(), VAL, config, world=world, callbacks=callbacks)
+        with contextlib.suppress(Stopped):
+            trainer.fit()
+        gathered = communicator(world).allgather(reads.numbers)
+        found.append([number for of_rank in gathered for number in of_rank])
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("data", [Positioned, Whole, WholeByItself, OfTensors])
+def test_a_stream_that_knows_its_place_is_not_read_again(
+    world: World, run_dir: Path, data: Any, num_workers: int
+) -> None:
+    for step in (4, 9):
+        folder = run_dir.with_name(f"{step}")
+        first, second = numbers_of(world, folder, data, step, num_workers=num_workers)
+        assert sorted(first + second) == sorted([*map(float, range(NUM_SAMPLES))] * 2)
+        if num_workers == 0 and step == 9:
+            num_read = communicator(world).allgather(Positioned.num_read)
+            whole = data in (Whole, WholeByItself)
+            most = 2 * BATCH_SIZE + 4 if data is not OfTensors else NUM_SAMPLES
+            most -= 0 if whole else (world.world_size - 1) * most // world.world_size
+            assert max(num_read) <= most + 4
+
+
+def test_a_place_that_leads_to_other_samples_is_an_error(
+    world: World, run_dir: Path
+) -> None:
+    with pytest.raises(DataError, match=r"Forgets\.state_dict\(\) does not lead to"):
+        numbers_of(world, run_dir, Forgets, 4)

@@ -360,3 +360,76 @@ def test_samples_that_are_no_pairs_are_whole_batches(world: World) -> None:
 
     found = samples_of(Single(3), world).example(num_rows=2)
     assert (found.inputs.tolist(), found.targets) == ([[0], [0]], None)
+
+
+class Placed(Numbers):
+    """Knows its place, as a whole and cut into shards; counts what is read."""
+
+    num_read = 0
+
+    def __init__(self, size: int, *, is_cut: bool, part: tuple[int, int] = (1, 0)):
+        super().__init__(size)
+        self.part, self.start, self.at = part, 0, 0
+        if is_cut:
+            self.shard = self._shard
+
+    def _shard(self, num_shards: int, index: int) -> Placed:
+        return Placed(self.size, is_cut=True, part=(num_shards, index))
+
+    def __iter__(self) -> Iterator[Sample]:
+        self.at, self.start = self.start, 0
+        num_shards, index = self.part
+        for number in range(self.size)[index::num_shards][self.at :]:
+            self.at += 1
+            Placed.num_read += 1
+            yield torch.tensor([number]), number
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.start = state["at"]
+
+
+def read_by(
+    dataset: Placed, num_ranks: int, max_steps: int | None, **before: Any
+) -> tuple[list[int], dict[int, Any], tuple[int, ...]]:
+    """What so many ranks read: numbers, places, and how many of each rank's shard."""
+    numbers, places = list[int](), dict(before.get("places", {}))
+    for rank in range(num_ranks):
+        samples = IterableStyle(dataset, seed=1)
+        shard = RankShard(
+            rank=rank,
+            world_size=num_ranks,
+            global_batch_size=BATCH_SIZE,
+            max_steps=max_steps,
+            **before,
+        )
+        for batch in samples.batches(shard, 1):
+            if not len(batch.indices) and max_steps is None:
+                break
+            numbers += batch.indices.tolist()
+            if batch.place is not None:
+                index, place = batch.place
+                known = places.get(index, place)
+                places[index] = max(known, place, key=lambda it: it.num_read)
+    counts = [sum(n % num_ranks == rank for n in numbers) for rank in range(num_ranks)]
+    return numbers, places, tuple(counts)
+
+
+@pytest.mark.parametrize("ranks", [(1, 1), (1, 3), (3, 2), (2, 5)], ids=str)
+@pytest.mark.parametrize("is_cut", [False, True])
+def test_places_are_for_any_number_of_ranks(
+    ranks: tuple[int, int], is_cut: bool
+) -> None:
+    size, done = 203, 30
+    dataset = Placed(size, is_cut=is_cut)
+    first, places, counts = read_by(dataset, ranks[0], done)
+    before: dict[str, Any] = {"first_step": done, "places": places}
+    if is_cut:
+        before["samples_read_per_shard"] = counts
+    Placed.num_read = 0
+    second, *_ = read_by(dataset, ranks[1], None, **before)
+    assert sorted(first + second) == list(range(size))
+    num_readers = 1 if is_cut else ranks[1]
+    assert Placed.num_read <= num_readers * (size - done * BATCH_SIZE + BATCH_SIZE)

@@ -34,6 +34,7 @@ from mpitrain.tasks.image_classification.transforms import (
     Statistics,
     imagenet_statistics,
 )
+from mpitrain.tasks.stages import PROBE, Stage
 from mpitrain.tasks.task import Losses, Model, Task, TrainedPart
 
 logger = logging.getLogger("mpitrain")
@@ -168,7 +169,7 @@ class ImageClassification(Task):
 
     def start_stage(
         self,
-        name: str,
+        stage: Stage,
         model: nn.Module,
         loaders: tuple[BatchLoader, BatchLoader],
         ranks: Communicator,
@@ -178,8 +179,8 @@ class ImageClassification(Task):
 
         They are computed once, if they are the same in each epoch.
         """
-        if name != "probe":
-            return super().start_stage(name, model, loaders, ranks, batch_size)
+        if stage.name != PROBE or stage.trainable is not None:
+            return super().start_stage(stage, model, loaders, ranks, batch_size)
         prefix, head = head_of(model)
         model.requires_grad_(False)
         head.requires_grad_(True)

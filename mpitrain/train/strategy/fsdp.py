@@ -34,10 +34,13 @@ class FSDPStrategy(Strategy):
         return DDPStrategy(self.config, self.world)
 
     def wrap(self, model: nn.Module, *, find_unused_parameters: bool = True) -> None:
-        """Shard the model by `fully_shard`."""
+        """Shard the model by `fully_shard`, if no stage before has."""
+        from torch.distributed.fsdp import FSDPModule
+
         if not self.world.is_rank_zero:  # torch 2.14 warns of a view, such as logits
             warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
-        fully_shard_model(model, self.world, self.config)
+        if not isinstance(model, FSDPModule):
+            fully_shard_model(model, self.world, self.config)
         super().wrap(model, find_unused_parameters=find_unused_parameters)
 
     def parameter_groups(
