@@ -64,8 +64,7 @@ class DataConfig:
     )
     """Folder of the data set, or the HDF5 file. Default: data."""
     image_size: int | None = setting(None, minimum=1, is_common=True)
-    """Resize images to this height and width in pixels. Default: keep; 224 if sizes
-    differ."""
+    """Resize images to this height and width. Default: keep; 224 if sizes differ."""
     num_workers: int | Literal["auto"] = resumable("auto", minimum=0, is_common=True)
     """Data-loading processes per rank; 0: none. auto: cores - 1, at most 8, for
     folder, hdf5 and shards; else 0."""
@@ -136,7 +135,7 @@ class LearningConfig:
     """Decay all weights; --no-bias-decay: not those with fewer than 2 dimensions."""
     schedule: Literal["cosine", "linear", "step", "constant"] = "cosine"
     """Learning rate schedule after the warm-up."""
-    warmup_epochs: float | None = setting(None, minimum=0)
+    warmup_epochs: float | None = setting(None, minimum=0, not_with=("warmup_steps",))
     """Epochs of linear learning rate warm-up. Default: half of all, at most 5."""
     warmup_steps: int | None = setting(None, minimum=0)
     """Steps of linear learning rate warm-up, instead of epochs."""
@@ -331,8 +330,6 @@ class TrainConfig(
             yield "--epochs must be at least 1, found 0"
         if self.max_steps and self.probe_epochs:
             yield "--max-steps does not go with --probe-epochs; expected --epochs"
-        if self.warmup_epochs is not None and self.warmup_steps is not None:
-            yield "--warmup-epochs and --warmup-steps: expected one of both"
         yield from self._strategy_errors()
         yield from self._run_errors()
 
@@ -443,9 +440,8 @@ class TrainConfig(
 
     def _has(self, name: str, *values: str) -> bool:
         value = getattr(self, name)
-        if not values:
-            return bool(value)
-        return not {*values}.isdisjoint(value if type(value) is tuple else (value,))
+        found = value if type(value) is tuple else (value,)
+        return not {*values}.isdisjoint(found) if values else bool(value)
 
     def as_plain(self, name: str) -> dict[str, Any]:
         """Return the flags as a file has them, with the name that the run has."""
