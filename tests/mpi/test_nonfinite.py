@@ -12,6 +12,7 @@ from torch.utils.data import TensorDataset
 from mpitrain.data.sharding import epoch_order, shard_bounds
 from mpitrain.errors import NonFiniteError
 from mpitrain.mpi.world import World
+from mpitrain.train.optimizer import SCALE_GROWTH_INTERVAL, LossScale
 from mpitrain.train.trainer import Trainer
 
 pytestmark = pytest.mark.mpi
@@ -91,3 +92,17 @@ def test_a_step_that_is_no_number_can_be_skipped(
     sizes = [epoch.train_samples for epoch in history.epochs]
     assert all(NUM_SAMPLES - BATCH_SIZE <= size < NUM_SAMPLES for size in sizes)
     assert all(it.isfinite().all() for it in trainer.engine.full_state_dict().values())
+
+
+def test_the_loss_scale_grows_after_many_good_steps_as_torchs() -> None:
+    mine, torchs = LossScale(2, is_used=True), torch.amp.GradScaler("cpu")
+    first = mine.value
+    for _ in range(2 * SCALE_GROWTH_INTERVAL):
+        mine.grow()
+    assert mine.value == 4 * first
+    mine.shrink()
+    for _ in range(torchs.get_growth_interval() - 1):
+        mine.grow()
+    assert mine.value == 2 * first
+    mine.grow()
+    assert mine.value == 4 * first
