@@ -56,9 +56,9 @@ def parse_time_left(text: str, now: float) -> float | None:
     r"""Read the output of ``qstat -f``; `now` is in seconds since 1970.
 
     >>> now = datetime(2026, 11, 22, 5, 0).timestamp()
-    >>> says = "Resource_List.walltime = 01:00:00\n stime = Sun Nov 22 04:50:00 2026"
+    >>> says = "Resource_List.walltime = 01:00:05\n stime = Sun Nov 22 04:50:00 2026"
     >>> parse_time_left(says, now)
-    3000.0
+    3005.0
     """
     limit = _seconds_of("Resource_List", text)
     if limit is None:

@@ -582,7 +582,7 @@ class Overrides(Trainer):
 
 
 def test_names_that_mean_something_else_are_refused(world: World) -> None:
-    sets = some(64), some(29, "val"), config_of()
+    sets = some(64), some(64, "val"), config_of()  # each of 8 ranks has a batch
     trainer = Trainer(Net(), *sets, world=world, callbacks=[Hooked()])
     with pytest.raises(UsageError, match=r"Hooked\.on_train_epoch_end is no hook"):
         trainer.fit()

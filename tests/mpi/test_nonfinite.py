@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from reference_training import BATCH_SIZE, NUM_SAMPLES, History, Net, config_of, some
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
@@ -12,6 +15,7 @@ from torch.utils.data import TensorDataset
 from mpitrain.data.sharding import epoch_order, shard_bounds
 from mpitrain.errors import NonFiniteError
 from mpitrain.mpi.world import World
+from mpitrain.train.optimizer import SCALE_GROWTH_INTERVAL, LossScale
 from mpitrain.train.trainer import Trainer
 
 pytestmark = pytest.mark.mpi
@@ -31,9 +35,17 @@ def spoilt(num: int, index: int) -> TensorDataset:
     return TensorDataset(inputs, targets)
 
 
-@pytest.mark.parametrize("strategy", ["auto", "fsdp"])
+def infinite(outputs: Tensor, targets: Tensor) -> Tensor:
+    losses = F.cross_entropy(outputs.nan_to_num(0.0), targets, reduction="none")
+    return losses.masked_fill(outputs.isnan().any(1), torch.inf)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "loss", "number"),
+    [("auto", None, "nan"), ("fsdp", None, "nan"), ("auto", infinite, "inf")],
+)
 def test_a_loss_that_is_no_number_stops_all_ranks_before_the_update(
-    world: World, strategy: str
+    world: World, strategy: str, loss: Any, number: str
 ) -> None:
     order = epoch_order(NUM_SAMPLES, 1, 1)
     place = 2 * BATCH_SIZE + 3  # in the third step
@@ -49,11 +61,12 @@ def test_a_loss_that_is_no_number_stops_all_ranks_before_the_update(
         some(29, "val"),
         config_of(strategy=strategy),
         world=world,
+        loss=loss,
     )
     with pytest.raises(NonFiniteError) as caught:
         trainer.fit()
     words = str(caught.value)
-    assert f"the loss is nan in step 3 (epoch 1) on rank {rank}/" in words
+    assert f"the loss is {number} in step 3 (epoch 1) on rank {rank}/" in words
     assert f" {bad}" in words
     assert all(
         value.isfinite().all() for value in trainer.engine.full_state_dict().values()
@@ -91,3 +104,17 @@ def test_a_step_that_is_no_number_can_be_skipped(
     sizes = [epoch.train_samples for epoch in history.epochs]
     assert all(NUM_SAMPLES - BATCH_SIZE <= size < NUM_SAMPLES for size in sizes)
     assert all(it.isfinite().all() for it in trainer.engine.full_state_dict().values())
+
+
+def test_the_loss_scale_grows_after_many_good_steps_as_torchs() -> None:
+    mine, torchs = LossScale(2, is_used=True), torch.amp.GradScaler("cpu")
+    first = mine.value
+    for _ in range(2 * SCALE_GROWTH_INTERVAL):
+        mine.grow()
+    assert mine.value == 4 * first
+    mine.shrink()
+    for _ in range(torchs.get_growth_interval() - 1):
+        mine.grow()
+    assert mine.value == 2 * first
+    mine.grow()
+    assert mine.value == 4 * first

@@ -8,6 +8,7 @@ import os
 import pickle
 import stat
 import subprocess
+import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from torch import Tensor
 from mpitrain.checkpoint import format, layout
 from mpitrain.checkpoint.format import BrokenCheckpoint
 from mpitrain.checkpoint.layout import Checkpoint
+from mpitrain.checkpoint.preemption import PreemptionHandler
 from mpitrain.checkpoint.resume import check, newest_complete
 from mpitrain.checkpoint.storage import (
     CheckpointReader,
@@ -230,6 +232,51 @@ def test_what_cannot_be_is_broken_though_the_sums_fit(
     with pytest.raises(BrokenCheckpoint, match=file.replace(".", r"\.")):
         check(checkpoint)
     assert layout.best_of([checkpoint]) is None or file == "tensors.json"
+
+
+def test_a_file_of_tensors_that_the_sums_do_not_name_is_broken(tmp_path: Path) -> None:
+    checkpoint = write(tmp_path)
+    sums = format.read_sums(checkpoint.path)
+    of_tensors = next(name for name in sums if name.endswith(".bin"))
+    del sums[of_tensors]
+    format.write_sums(checkpoint.path, sums)
+    with pytest.raises(BrokenCheckpoint, match=f"lacks {of_tensors}"):
+        check(checkpoint)
+
+
+def test_a_job_stops_while_there_is_time_for_a_checkpoint(tmp_path: Path) -> None:
+    handler = PreemptionHandler(tmp_path, 100.0, used_seconds=0.0)
+    try:
+        handler.margin = lambda: 15.0
+        left = handler.seconds_left()
+        assert left is not None
+        assert 75 < left <= 85
+        handler.margin = lambda: 1000.0  # at most a part of the job is kept for it
+        assert not handler.requested()
+        assert 70 < (handler.seconds_left() or 0.0) <= 80
+    finally:
+        handler.close()
+
+
+@pytest.mark.parametrize(("limit", "nearest"), [(1000.0, 60), (30.0, 30)])
+def test_of_two_limits_the_nearer_one_counts(
+    limit: float, nearest: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    squeue = tmp_path / "squeue"
+    squeue.write_text(f"#!/bin/sh\ntouch {tmp_path}/asked\necho 1:00\n")
+    squeue.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("SLURM_JOB_ID", "1")
+    handler = PreemptionHandler(tmp_path, limit, used_seconds=0.0)
+    try:
+        handler.margin = lambda: 0.0
+        end = time.monotonic() + 20
+        while not (tmp_path / "asked").exists() and time.monotonic() < end:
+            time.sleep(0.05)
+        time.sleep(0.5)
+        assert nearest - 25 < (handler.seconds_left() or 0.0) <= nearest
+    finally:
+        handler.close()
 
 
 def test_the_stored_checkpoints_have_every_field_of_metadata() -> None:
