@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import re
+from collections import OrderedDict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -46,6 +47,7 @@ class GanModel(nn.Module):
 def names_of(page: str, world: World, **more: Any) -> dict[str, Any]:
     """Return what the blocks of a page define, each run after those before it."""
     torch.manual_seed(1)
+    layers = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8))
     api: dict[str, Any] = {name: getattr(mpitrain, name) for name in mpitrain.__all__}
     api["Trainer"] = functools.partial(mpitrain.Trainer, world=world, callbacks=())
     api["init"] = lambda: contextlib.nullcontext(world)
@@ -56,7 +58,7 @@ def names_of(page: str, world: World, **more: Any) -> dict[str, Any]:
         "OneCycleLR": OneCycleLR,
         "CosineAnnealingLR": CosineAnnealingLR,
         "DistributedDataParallel": DistributedDataParallel,
-        "model": nn.Sequential(nn.Linear(6, 8), nn.Linear(8, CLASSES)),
+        "model": nn.Sequential(OrderedDict(layers=layers, head=nn.Linear(8, CLASSES))),
         "train_data": classes(40),
         "val_data": classes(30),
         "config": TrainConfig(epochs=1, global_batch_size=12),
@@ -82,7 +84,7 @@ def test_the_optimizers_of_the_page(world: World) -> None:
     found = names_of("howto/optimizers.md", world)
     for trainer in found["trainers"]:
         trainer.fit()
-    assert len(found["trainers"]) == 2
+    assert len(found["trainers"]) == 3
     trainer = found["mpitrain"].Trainer(
         found["model"],
         classes(40),
