@@ -43,9 +43,10 @@ test-unit: $(VENV)/.test
 MPI_TESTS := tests/mpi
 # On 2 cores the collectives of 8 ranks take minutes; those of 3 and 4 use all transports.
 test-8: MPI_TESTS := $(filter-out %/test_collectives.py,$(wildcard tests/mpi/test_*.py))
-# On 4 ranks CI runs the files whose facts depend on the shape of a group: trees, nodes.
-OF_SHAPE := bitwise collectives consensus evaluation group_failures groups parts shared
-test: ON_4 := $(OF_SHAPE:%=tests/mpi/test_%.py)
+# On 4 ranks CI runs the files in which the number of ranks chooses what is done, such as
+# a tree of messages; all of them run on 3.
+FILES_ON_4 := bitwise collectives consensus evaluation group_failures groups parts shared
+test: ON_4 := $(FILES_ON_4:%=tests/mpi/test_%.py)
 test-4: MPI_TESTS = $(or $(ON_4),tests/mpi)
 
 test-%: $(VENV)/.test

@@ -16,7 +16,7 @@ from launcher import Mpi, find
 from resume_jobs import Runs
 
 SMALL = ("--data", "synthetic", "--image-size", "32", "--synthetic-samples", "72")
-# Three kills, each after a new checkpoint, and a step is left.
+# Instead of OFTEN: three kills, each after a new checkpoint, leave a step to train.
 SMALL += ("--epochs", "3", "--checkpoint-every-steps", "1")
 MODELS: dict[str, tuple[str, ...]] = {
     "convnet": ("--epochs", "2"),

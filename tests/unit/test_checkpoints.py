@@ -21,7 +21,7 @@ from torch import Tensor
 from mpitrain.checkpoint import format, layout
 from mpitrain.checkpoint.format import BrokenCheckpoint
 from mpitrain.checkpoint.layout import Checkpoint
-from mpitrain.checkpoint.preemption import PreemptionHandler
+from mpitrain.checkpoint.preemption import FILE, STOP_FILE, PreemptionHandler
 from mpitrain.checkpoint.resume import check, newest_complete
 from mpitrain.checkpoint.storage import (
     CheckpointReader,
@@ -263,17 +263,18 @@ def test_of_two_limits_the_nearer_one_counts(
     limit: float, nearest: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     squeue = tmp_path / "squeue"
-    squeue.write_text(f"#!/bin/sh\ntouch {tmp_path}/asked\necho 1:00\n")
+    squeue.write_text("#!/bin/sh\necho 1:00\n")
     squeue.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setenv("SLURM_JOB_ID", "1")
     handler = PreemptionHandler(tmp_path, limit, used_seconds=0.0)
     try:
         handler.margin = lambda: 0.0
+        (tmp_path / STOP_FILE).touch()  # looked for after the scheduler's answer
         end = time.monotonic() + 20
-        while not (tmp_path / "asked").exists() and time.monotonic() < end:
+        while not handler.requested() and time.monotonic() < end:
             time.sleep(0.05)
-        time.sleep(0.5)
+        assert handler.requested() == FILE
         assert nearest - 25 < (handler.seconds_left() or 0.0) <= nearest
     finally:
         handler.close()
