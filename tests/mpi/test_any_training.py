@@ -327,8 +327,12 @@ def test_a_model_of_other_arguments_is_explained(world: World) -> None:
 
 
 def test_samples_that_torch_cannot_collate_are_named(world: World) -> None:
+    texts = [  # no two as long: each rank has several
+        {name: torch.ones(1 + i).long() for name in ("input_ids", "labels")}
+        for i in range(40)
+    ]
     with pytest.raises(DataError, match=r"samples of one batch differ.*collate_fn"):
-        trained(world, collate_fn=None)
+        trained(world, texts, collate_fn=None, settings={"global_batch_size": 40})
     with pytest.raises(DataError, match=r"cannot collate samples such as Moved"):
         trained(world, [Moved({})] * 20, collate_fn=None)
 

@@ -60,7 +60,7 @@ def test_the_gradient_is_that_of_one_process(
     state = trainer.state
 
     alone = net()
-    inputs, labels, _, _ = data.batch(samples)
+    inputs, labels, *_ = data.batch(samples)
     loss = F.cross_entropy(alone(inputs.double()), labels)
     loss.backward()
     for one, other in zip(model.parameters(), alone.parameters(), strict=True):
