@@ -290,11 +290,14 @@ def test_a_training_is_that_of_one_process(
     history = History()
     trainer = built(name, world, tmp_path, **settings)
     trainer.callbacks = [history]
-    for setting in settings:
-        if message := REFUSED.get((name, setting)):
-            with pytest.raises((UsageError, DataError), match=message):
-                trainer.fit()
-            return
+    refused = [message for it in settings if (message := REFUSED.get((name, it)))]
+    # Torch's Muon does not take a matrix of fewer rows than ranks, as the head has.
+    if name == "finetuning" and "strategy" in settings and world.world_size > 3:
+        refused.append("(?s)Muon does not take .*--strategy ddp")
+    if refused:
+        with pytest.raises((UsageError, DataError), match=refused[0]):
+            trainer.fit()
+        return
     trainer.fit()
     # Muon computes in bfloat16, with fsdp in another order.
     is_rounded = name == "finetuning" and "strategy" in settings
