@@ -189,7 +189,8 @@ class Checkpointer(RunCheckpoints, Callback):
         if is_own and changed:
             raise UsageError(
                 f"{path} was written with another configuration: "
-                f"{'; '.join(changed)}.\nExpected the same, or another run folder"
+                f"{'; '.join(changed)}.\nExpected the same, or another run folder, "
+                f"which may begin from here (resume=, --resume {shown(self.run_dir)})"
             ).on_all_ranks()
         if not is_own:
             check_same_steps(self.reader, config)

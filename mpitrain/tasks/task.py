@@ -206,7 +206,8 @@ class Task:
                 self.metric_errors.setdefault(
                     name,
                     f"update() by outputs, {kind_of(outputs)}, and targets, "
-                    f"{kind_of(targets)}: {type(error).__name__}: {error}",
+                    f"{kind_of(targets)}: {type(error).__name__}: {error}. For other "
+                    "arguments override update_metrics(outputs, targets) of a Task",
                 )
 
     def derived_metrics(self, values: Mapping[str, float]) -> Mapping[str, float]:

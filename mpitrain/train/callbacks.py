@@ -126,6 +126,11 @@ def hooks_of(callbacks: Sequence[Callback]) -> dict[str, list[Callable[..., None
     known = [name for name in dir(Callback) if name.startswith("on_")]
     hooks: dict[str, list[Callable[..., None]]] = {it: [] for it in ("setup", *known)}
     for callback in callbacks:
+        if not isinstance(callback, Callback):
+            raise UsageError(
+                f"found {callback!r} in callbacks=; expected objects of classes that "
+                "inherit from mpitrain.Callback"
+            ).on_all_ranks()
         for name in dir(callback):
             if name.startswith("on_") and name not in known:
                 raise UsageError(

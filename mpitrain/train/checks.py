@@ -53,6 +53,10 @@ def warn_of_ignored(config: TrainConfig) -> None:
         )
 
 
+FUNCTIONS = {"optimizer": ["model"], "scheduler": ["optimizer", "total_steps"]}
+"""The arguments of a Trainer's functions."""
+
+
 def bind_functions(task: Task, **functions: Any) -> None:
     """Let a Trainer's functions stand in for the methods of its task."""
     for name, it in functions.items():
@@ -63,6 +67,16 @@ def bind_functions(task: Task, **functions: Any) -> None:
                 f"{name}= has to be a function, found {type(it).__name__}; such as "
                 "optimizer=lambda model: torch.optim.AdamW(model.parameters())"
             )
+        names = FUNCTIONS[name]
+        try:
+            inspect.signature(it).bind(*names)
+        except ValueError:
+            pass  # of C, without a signature
+        except TypeError:
+            raise UsageError(
+                f"{name}= has to be a function of {' and '.join(names)}, found "
+                f"{getattr(it, '__name__', it)}{inspect.signature(it)}"
+            ) from None
         setattr(task, f"configure_{name}s", it)
 
 
@@ -98,19 +112,31 @@ def explain_call(
 ) -> None:
     """Add the inputs to an error of ``forward``, or say that it takes other ones."""
     given = ", ".join(map(kind_of, (*args, *([kwargs] if kwargs else []))))
+    signature = inspect.signature(model.forward)
+    names = ", ".join(signature.parameters)
+    whole = args[0] if len(args) == 1 and isinstance(args[0], Mapping) else {}
+    unknown = [str(it) for it in whole if it not in signature.parameters]
+    expected = (
+        f"let samples be dicts of them ({names} as keys), or write the call in the "
+        "training_step and validation_step of a mpitrain.Task: model(batch.inputs[0], "
+        "...)"
+    )
+    hint = ""
+    if 0 < len(unknown) < len(whole):  # so it was not passed by name
+        expected = (
+            f"forward does not take {', '.join(unknown)} of the batch: return (inputs, "
+            "targets) from collate_fn, or give it an argument of this name"
+        )
+        hint = f"; {expected}"
     if isinstance(error, TypeError):
-        signature = inspect.signature(model.forward)
-        names = ", ".join(signature.parameters)
         try:
             signature.bind(*args, **kwargs)
         except TypeError as why:
             raise DataError(
                 f"{type(model).__name__}.forward({names}) was called with {given}: "
-                f"{why}. Expected the arguments of the model: let samples be dicts of "
-                f"them ({names} as keys), or write the call in the training_step and "
-                "validation_step of a mpitrain.Task: model(batch.inputs[0], ...)"
+                f"{why}. Expected the arguments of the model: {expected}"
             ) from None
-    note = f"{type(model).__name__} was called with {given}"
+    note = f"{type(model).__name__} was called with {given}{hint}"
     if args and getattr(args[0], "dtype", None) in INTEGERS:
         note += (
             ". For a model of floats convert them in the data set (.float()), or ask "

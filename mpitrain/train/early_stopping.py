@@ -58,7 +58,7 @@ class EarlyStopping(Callback):
 
     def on_validation_end(self, trainer: Any, epoch: EpochMetrics) -> None:
         """Finish the training after `patience` validations."""
-        score = score_of(epoch.values, self.metric)
+        score = score_of(epoch.values, self.metric, by="EarlyStopping")
         if score is not None and score > self._best + self.min_delta:
             self._best, self._best_step, self._num_bad = score, epoch.step, 0
             return
@@ -68,9 +68,14 @@ class EarlyStopping(Callback):
         trainer.should_stop = True
         if trainer.world.is_rank_zero:
             name, _ = best_metric(epoch.values, self.metric)
+            engine = trainer.engine
+            later = [it.name for it in engine.plan.stages_from(epoch.epoch + 1)]
+            left = [it for it in later if it != engine.stage.name]
             say(
                 f"early stopping at step {epoch.step}: val_{name} was best at step "
                 f"{self._best_step}, {self._num_bad} validations before"
+                + f"; not trained: {', '.join(left)}"
+                * bool(left)
             )
 
     def state_dict(self) -> dict[str, Any]:

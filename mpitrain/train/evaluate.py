@@ -58,7 +58,9 @@ def refuse_names(names: Iterable[str]) -> None:
         ).on_all_ranks()
 
 
-def score_of(values: Mapping[str, float], best_by: str | None = None) -> float | None:
+def score_of(
+    values: Mapping[str, float], best_by: str | None = None, *, by: str = "--best-by"
+) -> float | None:
     """Return the metric that the best checkpoint is chosen by; ``None``: not finite.
 
     Negated where lower is better. ``best_by`` is that of `CheckpointConfig`; without
@@ -68,7 +70,7 @@ def score_of(values: Mapping[str, float], best_by: str | None = None) -> float |
     if not knows_best(values, best_by):
         return None
     if name not in values:
-        asked = f"--best-by {best_by}" if best_by else "the best validation is by loss"
+        asked = f"{by} {best_by}" if best_by else "the best validation is by loss"
         raise UsageError(
             f"{asked}: found no such metric in the validation; expected one of "
             f"{', '.join(values)}: --best-by NAME, best_by of a Checkpointer, or the "

@@ -26,7 +26,6 @@ logger = logging.getLogger("mpitrain")
 
 WRAPPERS = {"DistributedDataParallel", "DataParallel", "FullyShardedDataParallel"}
 
-WRAPPER_KINDS = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
 
 BatchNorm = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
@@ -176,10 +175,11 @@ def spread_inputs(
     """
     if len(args) != 1 or kwargs or not isinstance(args[0], Mapping):
         return args, kwargs
-    arguments = inspect.signature(model.forward).parameters.values()
-    names = {it.name for it in arguments}
-    # Such as the wrappers of PEFT: forward(*args, **kwargs).
-    is_wrapper = {it.kind for it in arguments} == WRAPPER_KINDS
-    if is_wrapper or args[0].keys() <= names:
-        return (), dict(args[0])
-    return args, kwargs
+    signature, given = inspect.signature(model.forward), dict(args[0])
+    if given.keys() <= signature.parameters.keys():
+        return (), given
+    try:
+        signature.bind(**given)  # takes any: forward(ids, **kwargs), PEFT's wrappers
+    except TypeError:
+        return args, kwargs
+    return (), given

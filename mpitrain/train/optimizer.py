@@ -157,6 +157,7 @@ class OptimizerWrapper:
     ) -> None:
         made, model = task.configure_optimizers(strategy.model), strategy.model
         is_custom, self.form, ignored = made is not None, "", list[str]()
+        is_zero_rank = strategy.world.is_rank_zero
         if not is_custom:
             made = build_optimizer(strategy, config, lr=stage.peak_lr(config))
         self.optimizers = optimizers_of(made)
@@ -180,16 +181,26 @@ class OptimizerWrapper:
                 ).on_all_ranks()
             for group in self.param_groups if stage.lr_factor != 1.0 else ():
                 group["lr"] *= stage.lr_factor
+        rates = [group["lr"] for group in self.param_groups]
         schedulers = task.configure_schedulers(made, total_steps)
         if schedulers is not None:
             add_schedulers(self.optimizers, schedulers)
+            # Of OneCycleLR it is max_lr / div_factor, whatever the group had.
+            first = [it.get("initial_lr", it["lr"]) for it in self.param_groups]
+            if first != rates and stage.lr_factor != 1.0 and is_zero_rank:
+                logger.warning(
+                    "scheduler= sets learning rates of its own: lr_factor=%g of stage "
+                    "%r has an effect only if it takes them from the groups, as in "
+                    "OneCycleLR(it, [g['lr'] for g in it.param_groups], ...)",
+                    stage.lr_factor,
+                    stage.name,
+                )
         if all(it.scheduler for it in self.optimizers):
             ignored += REPLACED_SCHEDULE
-        if strategy.world.is_rank_zero and (
-            names := config.changed.keys() & {*ignored}
-        ):
+        if is_zero_rank and (names := config.changed.keys() & {*ignored}):
             logger.warning(
-                "optimizer= and scheduler= replace %s of the TrainConfig; set it there",
+                "optimizer= and scheduler= replace %s of the TrainConfig; set that in "
+                "these functions",
                 ", ".join(sorted(names)),
             )
         self.names = list(dict.fromkeys(it.name for it in self.optimizers))

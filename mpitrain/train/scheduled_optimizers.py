@@ -128,8 +128,8 @@ def check_optimizers(
         raise UsageError(
             "the weights that optimizer= trains are not those of the model; "
             + "; ".join(f"{what}: {shown_names(it)}" for what, it in wrong.items())
-            + ". Expected each that has requires_grad in one group, of the model that "
-            "the function is given"
+            + ". Expected each weight with requires_grad in one group, and no other, "
+            "of the model that the function is given"
         ).on_all_ranks()
 
 

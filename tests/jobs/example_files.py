@@ -125,8 +125,8 @@ def write_tiles(folder: Path) -> None:
 def own_training() -> dict[str, str]:
     """Return the programs of `docs/tutorial/own-training.md` by file name.
 
-    `plain.py`, `tags.py`, and `step3.py` and so on: `tags.py` with the lines that
-    this step and those before it add.
+    `plain.py`, `tags.py`, and `step3.py` and so on: `tags.py` as this step and those
+    before it change its lines.
     """
     text = (ROOT / "docs/tutorial/own-training.md").read_text()
     programs = dict(re.findall(r"```python\n# (\w+\.py)\n(.*?)```", text, re.DOTALL))
@@ -137,6 +137,9 @@ def own_training() -> dict[str, str]:
             if line.startswith("+"):
                 lines.insert(place, line[1:])
                 place += 1
+            elif line.startswith("-"):
+                place = lines.index(line[1:], place)
+                del lines[place]
             else:
                 place = lines.index(line[1:], place) + 1
         programs[f"step{number}.py"] = "\n".join(lines)

@@ -266,14 +266,17 @@ def test_the_examples_of_the_tutorials_run(openmpi: Mpi, tmp_path: Path) -> None
 
 def test_each_step_of_your_own_training_runs(openmpi: Mpi, tmp_path: Path) -> None:
     programs = own_training()
-    assert list(programs) == ["plain.py", "tags.py", "step3.py", "step4.py", "step5.py"]
+    steps = [f"step{number}.py" for number in (3, 4, 5, 6)]
+    assert list(programs) == ["plain.py", "tags.py", *steps]
     for name, program in programs.items():
         (tmp_path / name).write_text(program)
-    steps = "import runpy; [runpy.run_path(f'step{n}.py') for n in (3, 4, 5)]"
-    done = mpirun(openmpi, 1, "-c", steps, cwd=tmp_path)
+    run_all = f"import runpy; [runpy.run_path(it, None, '__main__') for it in {steps}]"
+    done = mpirun(openmpi, 1, "-c", run_all, cwd=tmp_path)
     assert done.status == 0, done.err
-    assert "finished: val_f1 " in done.out
+    assert done.out.count("finished: val_f1 ") == 2
     assert "resuming from" in mpirun(openmpi, 2, "step5.py", cwd=tmp_path).out
+    early = rows(tmp_path / "runs/tags-steps", "validation")
+    assert [it["step"] for it in early][:2] == [10, 20]
 
 
 def test_your_own_training_is_the_plain_loop(openmpi: Mpi, tmp_path: Path) -> None:

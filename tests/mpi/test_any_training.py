@@ -326,6 +326,24 @@ def test_a_model_of_other_arguments_is_explained(world: World) -> None:
         trained(world, model=TwoArguments())
 
 
+class OtherKeys(LanguageModel):
+    def forward(self, input_ids: Tensor, mask: Tensor | None = None) -> Any:  # type: ignore[override]
+        return super().forward(input_ids)
+
+
+class AnyKeys(LanguageModel):
+    def forward(self, input_ids: Tensor, **others: Any) -> Any:  # type: ignore[override]
+        assert "labels" in others
+        return super().forward(input_ids)
+
+
+def test_a_key_that_forward_does_not_take_is_named(world: World) -> None:
+    with pytest.raises(TypeError) as caught:
+        trained(world, model=OtherKeys())
+    assert "forward does not take labels of the batch" in str(caught.value.__notes__)
+    same_as_by_hand(world, trained(world, model=AnyKeys()))
+
+
 def test_samples_that_torch_cannot_collate_are_named(world: World) -> None:
     texts = [  # no two as long: each rank has several
         {name: torch.ones(1 + i).long() for name in ("input_ids", "labels")}

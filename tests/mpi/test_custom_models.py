@@ -586,6 +586,8 @@ def test_names_that_mean_something_else_are_refused(world: World) -> None:
     trainer = Trainer(Net(), *sets, world=world, callbacks=[Hooked()])
     with pytest.raises(UsageError, match=r"Hooked\.on_train_epoch_end is no hook"):
         trainer.fit()
+    with pytest.raises(UsageError, match=r"found <class .*; expected objects of"):
+        Trainer(Net(), *sets, world=world, callbacks=[Hooked]).fit()  # type: ignore[list-item]
     with pytest.raises(UsageError, match="metric is named 'loss'"):
         Overrides(Net(), *sets, world=world).fit()
     with pytest.raises(UsageError, match=r"a call of fit\(\) before"):

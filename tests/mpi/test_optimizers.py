@@ -314,6 +314,10 @@ def test_an_optimizer_in_place_of_its_function_is_refused(
 ) -> None:
     with pytest.raises(UsageError, match="optimizer= has to be a function, found"):
         trained(world, DDP, optimizer=kind)
+    with pytest.raises(UsageError, match=r"scheduler= .*of optimizer and total_steps"):
+        UsageError, match="scheduler= .*function of optimizer and total"
+    ):
+        trained(world, DDP, scheduler=lambda optimizer: None)
 
 
 def test_optimizers_that_ranks_make_differently_are_refused(world: World) -> None:

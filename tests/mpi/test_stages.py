@@ -10,11 +10,13 @@ import torch
 import torch.nn.functional as F
 from reference_training import BATCH_SIZE, NUM_SAMPLES, History, Net, Stops, some
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LinearLR, OneCycleLR
 
 from mpitrain import (
     Callback,
     Checkpointer,
     DataError,
+    EarlyStopping,
     Stage,
     Stopped,
     Task,
@@ -272,7 +274,9 @@ def test_weights_that_were_frozen_are_trained_if_they_are_named(world: World) ->
     assert not any(it.requires_grad for it in model.parameters())
 
 
-def test_an_optimizer_of_ones_own_is_made_for_each_stage(world: World) -> None:
+def test_an_optimizer_of_ones_own_is_made_for_each_stage(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
     made = []
 
     def adam(model: nn.Module) -> Any:
@@ -282,7 +286,7 @@ def test_an_optimizer_of_ones_own_is_made_for_each_stage(world: World) -> None:
 
     def scheduler(optimizer: Any, total_steps: int | None) -> Any:
         made.append(total_steps)
-        return torch.optim.lr_scheduler.LinearLR(optimizer, 0.5, total_iters=2)
+        return LinearLR(optimizer, 0.5, total_iters=2)
 
     stages = [Stage(epochs=1, trainable="head"), Stage(epochs=2, lr_factor=0.1)]
     history, _ = trained(world, optimizer=adam, scheduler=scheduler, stages=stages)
@@ -292,6 +296,14 @@ def test_an_optimizer_of_ones_own_is_made_for_each_stage(world: World) -> None:
     assert rates == pytest.approx([*expected[0], *expected[1]], rel=1e-9)
     with pytest.raises(UsageError, match=r"Stage\(lr=0.1\) .* expected Stage\(lr_f"):
         trained(world, optimizer=adam, stages=[Stage(epochs=1, lr=0.1)])
+
+    def one_cycle(optimizer: Any, total_steps: int | None) -> Any:
+        return OneCycleLR(optimizer, 0.05, total_steps)
+
+    caplog.clear()
+    trained(world, optimizer=adam, scheduler=one_cycle, stages=stages)
+    if world.is_rank_zero:
+        assert "lr_factor=0.1 of stage 'stage-2' has an effect only if" in caplog.text
 
     def whole(model: nn.Module) -> Any:
         return torch.optim.Adam(model.parameters())
@@ -377,3 +389,13 @@ def test_a_task_of_ones_own_has_stages_of_any_name(world: World) -> None:
     history, _ = trained(world, watches, task=Regression(), stages=stages)
     assert [it.stage for it in history.epochs] == ["probe", "all"]
     assert watches.found[0][0] == {"head.weight", "head.bias"}
+
+
+def test_early_stopping_names_the_stages_that_are_not_trained(
+    world: World, capfd: pytest.CaptureFixture[str]
+) -> None:
+    stages = [Stage(epochs=4, name="first"), Stage(epochs=1, name="second")]
+    history, _ = trained(world, EarlyStopping("max:loss", patience=2), stages=stages)
+    assert history.epochs[-1].stage == "first"
+    if world.is_rank_zero:
+        assert "before; not trained: second\n" in capfd.readouterr().out
