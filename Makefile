@@ -50,7 +50,7 @@ test: ON_4 := $(FILES_ON_4:%=tests/mpi/test_%.py)
 test-4: MPI_TESTS = $(or $(ON_4),tests/mpi)
 
 test-%: $(VENV)/.test
-	timeout -k 10 600 $(MPIRUN) -np $* --oversubscribe \
+	timeout -k 10 1200 $(MPIRUN) -np $* --oversubscribe \
 	    $(BIN)/python -m mpi4py -m pytest --with-mpi -x -q $(MPI_TESTS)
 
 # Torch's own tests of a CPU backend, on the mpi4py backend.
