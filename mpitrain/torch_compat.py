@@ -10,7 +10,7 @@ import importlib
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import timedelta
 from types import ModuleType
 from typing import Any
@@ -182,6 +182,20 @@ def local_shard(tensor: torch.Tensor) -> tuple[torch.Tensor, Any] | None:
 
 
 # --- for the launch -------------------------------------------------------------------
+
+
+def reshard(modules: Iterable[Any]) -> None:
+    """Let FSDP2 models have their sharded weights; local.
+
+    After a forward pass without a backward pass the root keeps the whole ones, and
+    `named_parameters` returns these (torch 2.14, ``_fsdp_state._post_forward``).
+    """
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # not to import it
+    for module in modules:
+        if fsdp is not None and isinstance(module, torch.nn.Module):
+            for part in module.modules():
+                if isinstance(part, fsdp.FSDPModule):
+                    part.reshard()
 
 
 def destroy_process_group() -> None:

@@ -29,7 +29,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, ClassVar
@@ -181,16 +181,14 @@ class Checkpointer(RunCheckpoints, Callback):
         found, config = self.reader.metadata["trainer"], self._config(trainer)
         path = self.reader.checkpoint.path
         if found is None:
-            raise UsageError(
-                f"{path} was not written by a Trainer, but by `save`"
-            ).on_all_ranks()
+            other = f"{path} was not written by a Trainer, but by `save`"
+            raise UsageError(other).on_all_ranks()
         is_own = self.reader.metadata["run"] == self._run_id
         changed = differences(found["config"], config, trainer.config.may_change)
         if is_own and changed:
             raise UsageError(
                 f"{path} was written with another configuration: "
-                f"{'; '.join(changed)}.\nExpected the same, or another run folder, "
-                f"which may begin from here (resume=, --resume {shown(self.run_dir)})"
+                f"{'; '.join(changed)}.\nExpected the same, or another run folder"
             ).on_all_ranks()
         if not is_own:
             check_same_steps(self.reader, config)
@@ -322,10 +320,11 @@ class Checkpointer(RunCheckpoints, Callback):
         reader = find_best(self.run_dir, engine.world, self._ranks)
         if reader is None:
             return
-        ema, prefix = engine.optimizer.ema_values, engine.part.prefix
+        prefix, ema = engine.part.prefix, engine.optimizer.ema_values
         load_averaged(reader, engine.model, ema, prefix)
         of_best = TrainState(**reader.metadata["trainer"]["state"])
         state.metrics, state.val_samples = of_best.metrics, of_best.val_samples
+        trainer.results = {}  # of the last validation
         if engine.world.is_rank_zero:
             say(f"the weights are those of {shown(reader.checkpoint.path)}, the best")
 
@@ -496,6 +495,6 @@ def _position(state: TrainState) -> tuple[int, ...]:
     return state.step, state.epoch, state.epoch_step, state.validated_step
 
 
-def _flush(callbacks: Sequence[Callback]) -> None:
+def _flush(callbacks: list[Callback]) -> None:
     for callback in callbacks:
         callback.flush()

@@ -27,7 +27,7 @@ from mpitrain.checkpoint.tensors import (
 )
 from mpitrain.data.samples import kind_of
 from mpitrain.errors import UsageError
-from mpitrain.torch_compat import local_shard
+from mpitrain.torch_compat import local_shard, reshard
 
 WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
 
@@ -58,6 +58,7 @@ def pack_objects(
     """
     tensors: dict[str, Tensor] = {}
     packed: dict[str, Any] = {}
+    reshard(objects.values())
     names = _weight_names(objects)
     for name, it in objects.items():
         prefix = prefix_of(name)
@@ -92,6 +93,7 @@ def merge(of_ranks: list[dict[str, Any]]) -> dict[str, Any]:
 def load_objects(reader: CheckpointReader, objects: Mapping[str, Any]) -> None:
     """Load the states of objects that were saved by these names."""
     known = reader.metadata.get("objects")
+    reshard(objects.values())
     path, names = reader.checkpoint.path, _weight_names(objects)
     if known is None:  # of an older version
         groups = [_pack(it, "", {}) for it in reader.metadata["param_groups"]]
@@ -139,13 +141,8 @@ def _pack_optimizer(
     tensors: dict[str, Tensor],
 ) -> dict[str, Any]:
     prefix, weights, groups = prefix_of(name), {}, []
+    _check_weights(name, optimizer, names)
     for number, group in enumerate(optimizer.param_groups):
-        if any(weight not in names for weight in group["params"]):
-            raise UsageError(
-                f"{name} trains a weight that no module has which is saved with it; "
-                "expected all modules of its weights as arguments, such as "
-                "save(step, model=model, optimizer=optimizer)"
-            ).on_all_ranks()
         # Without what is no value, such as a function: the next job has it.
         values = {
             key: value
@@ -168,6 +165,18 @@ def _pack_optimizer(
     return {"groups": groups, "weights": weights}
 
 
+def _check_weights(
+    name: str, optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str]
+) -> None:
+    groups = optimizer.param_groups
+    if any(weight not in names for group in groups for weight in group["params"]):
+        raise UsageError(
+            f"{name} trains a weight that no module has which is saved or restored with"
+            " it; expected all modules of its weights as arguments, such as "
+            "save(step, model=model, optimizer=optimizer)"
+        ).on_all_ranks()
+
+
 def _load_optimizer(
     reader: CheckpointReader,
     name: str,
@@ -175,6 +184,7 @@ def _load_optimizer(
     names: Mapping[Tensor, str],
     packed: Mapping[str, Any],
 ) -> None:
+    _check_weights(name, optimizer, names)
     path, found = reader.checkpoint.path, optimizer.param_groups
     if len(found) != len(packed["groups"]):
         raise UsageError(

@@ -136,11 +136,11 @@ def load_states(
     """Load an optimizer's state of weights, by their names in the checkpoint."""
     stored = reader.stored(prefix)
     tensors: dict[str, Tensor] = {}
-    optimized = {
-        weight for group in optimizer.param_groups for weight in group["params"]
+    groups = {
+        weight: group for group in optimizer.param_groups for weight in group["params"]
     }
     for name, weight in named:
-        if weight not in optimized:
+        if weight not in groups:
             continue
         of_weight = {
             full.rpartition("/")[2]: outline
@@ -153,9 +153,10 @@ def load_states(
                 value = torch.empty_like(weight, dtype=dtype, requires_grad=False)
             else:
                 # As in Optimizer.load_state_dict: counts stay in host memory, unless
-                # the optimizer is fused.
-                on_host = key == "step" and not optimizer.defaults.get("fused")
-                device = "cpu" if on_host else weight.device
+                # a kernel reads them.
+                group = groups[weight]
+                in_kernel = group.get("fused") or group.get("capturable")
+                device = "cpu" if key == "step" and not in_kernel else weight.device
                 value = torch.empty(outline.shape, dtype=dtype, device=device)
             optimizer.state[weight][key] = value
             tensors[f"{prefix}{name}/{key}"] = value

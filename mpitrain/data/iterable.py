@@ -8,9 +8,11 @@ to another step at another number of ranks.
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 import json
+import logging
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -31,6 +33,8 @@ from mpitrain.data.workers import (
 )
 from mpitrain.errors import DataError
 from mpitrain.torch_compat import hide_worker_info
+
+logger = logging.getLogger("mpitrain")
 
 STATE_METHODS = ("state_dict", "load_state_dict"), ("get_state", "set_state")
 """Of a stream that knows its place, or of its iterator: torchdata's and Grain's."""
@@ -194,22 +198,25 @@ class _Numbered:
     """The samples of a stream, or of a shard of it, with their numbers.
 
     Each draws from generators of its own seed. A stream that knows its place begins
-    where the checkpoint says; the first sample there is compared.
+    where the checkpoint says; the first sample there is compared. If it is another
+    one, the stream is read again from its first sample.
     """
 
     def __init__(
         self, dataset: Any, worker: _WorkerBatches, num_shards: int = 1, index: int = 0
     ) -> None:
         self.index, self._num_shards, self._worker = index, num_shards, worker
-        self._num_read, self._expected = 0, ""
+        self._num_read, self._expected, self._dataset = 0, "", dataset
         place = worker.rank_shard.places.get(index)
         with seeded(worker.seed, worker.epoch, -1):
             source = iter(dataset)
             self._owner, self._get, load = _state_methods(source, dataset)
             if place is not None and self._owner is not None:
+                if self._owner is dataset:  # it may be read from the start again
+                    self._owner = copy.copy(dataset)
                 getattr(self._owner, load)(place.state)
                 self._num_read, self._expected = place.num_read, place.digest
-                source = source if self._owner is source else iter(dataset)
+                source = source if self._owner is source else iter(self._owner)
         self._source = source
 
     def __iter__(self) -> _Numbered:
@@ -219,19 +226,34 @@ class _Numbered:
         number = self.index + self._num_read * self._num_shards
         with seeded(self._worker.seed, self._worker.epoch, number):
             sample = next(self._source, _END)
-        if self._expected:
-            if sample is _END or _digest(sample) != self._expected:
+        expected, self._expected = self._expected, ""
+        if expected and (sample is _END or _digest(sample) != expected):
+            if self._owner is None:
                 raise DataError(
-                    f"{type(self._owner).__name__}.{self._get}() does not lead to the "
-                    f"sample that followed, number {number}: a shuffle buffer may be "
-                    "missing in it. Expected the same samples; a data set without "
-                    f"{self._get} is read again up to its place"
+                    f"{type(self._dataset).__name__} has other samples than before, "
+                    f"from number {number} on; expected the same in each job"
                 )
-            self._expected = ""
+            self._read_again(number)
+            self._expected = expected
+            return next(self)
         if sample is _END:
             raise StopIteration
         self._num_read += 1
         return number, sample
+
+    def _read_again(self, num_read: int) -> None:
+        """Begin with the first sample again, and drop those that were trained."""
+        logger.warning(
+            "%s.%s() does not lead to the sample that followed, number %d: a shuffle "
+            "buffer may be missing in it. The data set is read again up to there",
+            type(self._owner).__name__,
+            self._get,
+            num_read,
+        )
+        with seeded(self._worker.seed, self._worker.epoch, -1):
+            self._source = iter(self._dataset)
+        self._owner, num_read, self._num_read = None, self._num_read, 0
+        self.skip(num_read)
 
     def skip(self, num_read: int) -> None:
         """Read on until so many samples are read."""

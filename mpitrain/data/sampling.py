@@ -73,6 +73,8 @@ class Sampling:
         what = f"the {self.name} for epoch {epoch}"
         with seeded(seed, epoch, SEEDED_AS):
             found = self._ask(seed, epoch)
+            if self.has_batches:
+                found = [*found]  # a generator may draw, too
         if not self.has_batches:
             batches = [_checked(found, num_samples, what)]
         else:

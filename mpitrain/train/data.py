@@ -111,15 +111,20 @@ class TrainData:
             for name, it in self.val_sets.items()
         }
 
+    @contextlib.contextmanager
     def test_loader(
         self, data: Any, strategy: Strategy, what: str = "the test data"
-    ) -> BatchLoader:
-        """Return a loader of another data set for an evaluation."""
+    ) -> Iterator[BatchLoader]:
+        """Return a loader of another data set for an evaluation, in this context."""
         samples = self._samples(data, what)
         strategy.check_samples(samples)
         loader = self.loader(samples)
         self._test_loaders.append(loader)
-        return loader
+        try:
+            yield loader
+        finally:
+            self._test_loaders.remove(loader)
+            samples.close()
 
     def steps(self, state: TrainState, strategy: Strategy) -> Iterator[RankStep]:
         """Yield this rank's part of the steps of the epoch that are not done yet."""
@@ -269,8 +274,7 @@ class TrainData:
 
     def close(self) -> None:
         """End the worker processes; local."""
-        tested = (loader.samples for loader in self._test_loaders)
-        for samples in (self.train, *self.val_sets.values(), *tested):
+        for samples in (self.train, *self.val_sets.values()):
             samples.close()
 
     def _samples(self, data: Any, what: str) -> Samples:

@@ -10,7 +10,7 @@ from mpitrain.console import say
 from mpitrain.errors import UsageError
 from mpitrain.train.callbacks import Callback
 from mpitrain.train.evaluate import score_of
-from mpitrain.train.metrics import EpochMetrics, best_metric
+from mpitrain.train.metrics import EpochMetrics, best_metric, knows_best
 
 
 class EarlyStopping(Callback):
@@ -51,6 +51,10 @@ class EarlyStopping(Callback):
     def setup(self, trainer: Any) -> None:
         """Begin to count: each `fit` is a training of its own."""
         self._best, self._best_step, self._num_bad = -math.inf, 0, 0
+        if trainer is not None and not trainer.engine.data.val_sets:
+            raise UsageError(
+                "EarlyStopping without val_data; expected validation data"
+            ).on_all_ranks()
 
     def on_fit_start(self, trainer: Any) -> None:
         """Stay finished, if the job before was."""
@@ -58,6 +62,12 @@ class EarlyStopping(Callback):
 
     def on_validation_end(self, trainer: Any, epoch: EpochMetrics) -> None:
         """Finish the training after `patience` validations."""
+        if not knows_best(epoch.values, self.metric):
+            found = next(iter(epoch.values), "f1")
+            raise UsageError(
+                "EarlyStopping() by accuracy or loss, which the validation does not "
+                f"have; expected a metric, such as 'max:{found}'"
+            ).on_all_ranks()
         score = score_of(epoch.values, self.metric, by="EarlyStopping")
         if score is not None and score > self._best + self.min_delta:
             self._best, self._best_step, self._num_bad = score, epoch.step, 0

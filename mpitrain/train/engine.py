@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from mpitrain.config import TrainConfig
+from mpitrain.data.custom import refuse_loader
 from mpitrain.data.loader import Batch, BatchLoader
 from mpitrain.data.randomness import rank_seed
 from mpitrain.data.samples import kind_of
@@ -21,7 +23,7 @@ from mpitrain.mpi.shared_arrays import communicator
 from mpitrain.mpi.world import World
 from mpitrain.tasks.stages import Stage, place_stages
 from mpitrain.tasks.task import Model, Task, TrainedPart
-from mpitrain.train.checks import explain_call
+from mpitrain.train.checks import MAX_NAMED, explain_call
 from mpitrain.train.data import TrainData
 from mpitrain.train.evaluate import (
     Evaluation,
@@ -69,6 +71,7 @@ class Engine:
     """
 
     stage: Stage
+    _loss_forms: dict[str, str]  # see `check_losses`
     part: TrainedPart
     optimizer: OptimizerWrapper
     trained_weights: TrainedWeights
@@ -85,6 +88,7 @@ class Engine:
         sampling: Sampling,
         stages: Sequence[Stage] | None = None,
         *,
+        test_data: Any = None,
         find_unused_parameters: bool = True,
         can_cache_features: bool = True,
     ) -> None:
@@ -96,9 +100,19 @@ class Engine:
         self._can_cache_features = (
             can_cache_features and not strategy.micro_batches_are_fixed
         )
-        self._loss_forms: dict[str, str] = {}  # see `check_losses`
         self._check_config()
-        self.ranks.check_equal(repr(stages), "stages=", "Expected the same")
+        refuse_loader(test_data, "the test data")
+        names = "one"
+        if isinstance(val_data, Mapping):
+            names = ", ".join(map(str, itertools.islice(val_data, MAX_NAMED)))
+        given = {
+            "stages=": repr(stages),
+            "val_data=": "none" if val_data is None else names,
+            "test_data=": "none" if test_data is None else "some",
+            "sampler= and batch_sampler=": sampling.name if sampling else "neither",
+        }
+        for name, it in given.items():  # else ranks would wait for each other
+            self.ranks.check_equal(it, name, "Expected the same on every rank")
         self.strategy = self._whole_strategy = strategy
         is_exact = strategy.micro_batches_are_fixed
         self._metrics = MetricObjects(task, world.device, self.ranks, is_exact=is_exact)
@@ -161,7 +175,7 @@ class Engine:
             is_sharded = self.strategy.is_sharded
             self.strategy.reshard()  # FSDP has other weights after a forward pass
             self.trained_weights.check()
-        self.stage = stage
+        self.stage, self._loss_forms = stage, {}
         self._restore_trainable()
         self._frozen = stage.freeze(model)
         size = self._whole_strategy.max_evaluation_batch_size
@@ -215,6 +229,7 @@ class Engine:
     ) -> float:
         """Begin the pass of an optimizer; return the factor of the sum of losses."""
         self.trained_weights.check()
+        self._num_samples = num_samples
         rate_of = functools.partial(self.plan.learning_rate, self.stage, state, step)
         self.optimizer.begin_pass(name, rate_of)
         return self.optimizer.scale.value / num_samples
@@ -272,7 +287,7 @@ class Engine:
         """Return what `Trainer.all_gather` does; ``batch``: of a training step."""
         if batch is None:
             return rows, slice(0, len(rows))
-        self.strategy.check_all_gather()
+        self.strategy.check_all_gather(self._num_samples)
         num = len(batch)
         if not rows.ndim or len(rows) not in (num, batch.num_rows):
             raise DataError(
@@ -318,8 +333,13 @@ class Engine:
 
     def predict(self, data: Any, write: Writer | None) -> list[Any] | None:
         """Return what `Trainer.predict` does."""
-        loader = self.data.test_loader(data, self.strategy, "the data to predict")
-        with self._evaluation(loader) as model:
+        does = "none" if write is None else "some"
+        self.ranks.check_equal(does, "write=", "Expected the same on every rank")
+        what = "the data to predict"
+        with (
+            self.data.test_loader(data, self.strategy, what) as loader,
+            self._evaluation(loader) as model,
+        ):
             return predict(
                 functools.partial(self.task.predict_step, model),
                 loader,

@@ -58,7 +58,8 @@ def sum_of(values: Any, num: int, num_rows: int, name: str) -> Sum:
         values: One per row, `(num_rows,)`; several, `(num_rows, ...)`, which are
             averaged; a scalar, the mean over the samples; or a pair of values and
             weights of one shape, `(num_rows, ...)`: every value counts by its weight.
-            Where there is no padding, a pair may have any shape, such as `(nodes,)`.
+            A pair may have any shape, such as `(nodes,)`: a row of padding beside
+            samples is a copy of one, and is of all values then.
         num: Samples of the batch.
         num_rows: Samples and padding. Padding may be cut off already.
         name: For messages.
@@ -67,6 +68,11 @@ def sum_of(values: Any, num: int, num_rows: int, name: str) -> Sum:
     tensor(3.)
     >>> sum_of((torch.tensor([1.0, 2.0]), torch.tensor([3, 1])), 2, 2, "loss")
     Sum(total=tensor(5.), weight=tensor(4., dtype=torch.float64))
+
+    Of a row and a copy of it, with three values each:
+
+    >>> sum_of((torch.arange(6.0), torch.ones(6)), 1, 2, "loss")
+    Sum(total=tensor(7.5000), weight=tensor(3., dtype=torch.float64))
     """
     if is_weighted(values):
         return _weighted_sum(values, num, num_rows, name)
@@ -93,17 +99,14 @@ def _weighted_sum(pair: Sequence[Any], num: int, num_rows: int, name: str) -> Su
             f"the {name} is {kind_of(pair)}; expected values and their weights, two "
             "tensors of one shape"
         )
-    values, weights = pair[0], pair[1].detach()
+    values, weights = pair[0], pair[1].detach().to(pair[0].device)
     if not num:  # padding alone
         nothing = values.nan_to_num(0.0, 0.0, 0.0).sum() * 0.0
         return Sum(nothing, weights.new_zeros((), dtype=torch.float64))
-    if num < num_rows:
-        if not values.ndim or values.shape[0] not in (num, num_rows):
-            raise DataError(
-                f"the {name} of a batch of {num} samples and {num_rows - num} rows of "
-                f"padding is {kind_of(pair)}; expected values and weights of each row, "
-                f"({num_rows}, ...)"
-            )
+    share = 1.0
+    if values.ndim and values.shape[0] in (num, num_rows):
         values, weights = values[:num], weights[:num]
-    total = (values * weights.to(values.dtype)).sum()
-    return Sum(total, weights.sum(dtype=torch.float64))
+    else:
+        share = num / num_rows  # padding beside samples is copies of them
+    total = (values * weights.to(values.dtype)).sum() * share
+    return Sum(total, weights.sum(dtype=torch.float64) * share)

@@ -101,6 +101,8 @@ class MetricObjects:
         self, task: Task, device: str, ranks: Communicator, *, is_exact: bool
     ) -> None:
         self._task, self._ranks, self._device = task, ranks, device
+        derive = getattr(task.derived_metrics, "__func__", None)
+        self._derives = derive is not Task.derived_metrics
         self._metrics: dict[str, TorchMetric | _OwnMetric] = {}
         try:
             for name, metric in _flat(task.metric_objects):
@@ -113,6 +115,7 @@ class MetricObjects:
                 f"{name} ({type(it.metric).__name__})"
                 for name, it in self._metrics.items()
             )
+            mine += ", derived_metrics" * self._derives
             problem = ""
         except UsageError as error:
             problem, mine = str(error), ""
@@ -141,7 +144,7 @@ class MetricObjects:
     def add_to(self, found: Evaluation) -> Evaluation:
         """Return an evaluation with the metrics, and with those derived of all."""
         derive = self._task.derived_metrics
-        if not self._metrics and getattr(derive, "__func__", 0) is Task.derived_metrics:
+        if not self._metrics and not self._derives:
             return found
         of_ranks = self._ranks.gather(
             {

@@ -60,7 +60,9 @@ def initialize_lazy(model: nn.Module, inputs: Any) -> None:
     """Let lazy modules see a batch, in evaluation mode; local."""
     modes = {module: module.training for module in model.modules()}
     try:
-        model.eval()(to_dtype(inputs, torch.float32))
+        args = (to_dtype(inputs, torch.float32),)
+        args, kwargs = spread_inputs(model, args, {})
+        model.eval()(*args, **kwargs)
     except Exception as error:
         raise UsageError(
             "the model has lazy modules, and fails with one batch of inputs: "

@@ -65,9 +65,9 @@ def handle_nonfinite(
     if engine.config.on_nonfinite == "stop":
         trainer.sync_metrics(flush=True)  # report the steps before
         raise NonFiniteError(
-            f"{reason}.\nThe weights are those before. Look at "
-            "these samples, try a lower --lr or --clip-grad-norm, or skip such "
-            "steps: --on-nonfinite skip"
+            f"{reason}.\nThe weights are those before"
+            f"{' this pass' * bool(name)}. Look at these samples, try a lower --lr or "
+            "--clip-grad-norm, or skip such steps: --on-nonfinite skip"
         ).on_all_ranks()
     if world.is_rank_zero:
         logger.warning("step %d is skipped: %s", step, reason)

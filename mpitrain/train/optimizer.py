@@ -163,7 +163,9 @@ class OptimizerWrapper:
         self.optimizers = optimizers_of(made)
         if is_custom:
             self.form, ignored = describe(self.optimizers, model), [*REPLACED]
-            ranks.check_equal(self.form, "what optimizer= makes", "Expected the same")
+        made_here = self.form or "none"
+        ranks.check_equal(made_here, "what optimizer= makes", "Expected the same")
+        if is_custom:
             is_zero = config.shard_optimizer and strategy.world.world_size > 1
             check_optimizers(self.optimizers, model, is_zero=is_zero)
             for it in self.optimizers:
@@ -195,6 +197,10 @@ class OptimizerWrapper:
                     stage.lr_factor,
                     stage.name,
                 )
+        of_each = [(type(it.scheduler).__name__, it.interval) for it in self.optimizers]
+        peaks = [float(group["lr"]) for group in self.param_groups]
+        seen = f"{of_each} with learning rates {peaks}"
+        ranks.check_equal(seen, "what scheduler= makes", "Expected the same")
         if all(it.scheduler for it in self.optimizers):
             ignored += REPLACED_SCHEDULE
         if is_zero_rank and (names := config.changed.keys() & {*ignored}):
@@ -248,10 +254,13 @@ class OptimizerWrapper:
             self._strategy.reshard()
             mine = {id(weight) for it in self._present for weight in it.weights}
             self._weights = [it for it in named if id(it) in mine]
-            self._frozen = [it for it in named if id(it) not in mine]
+            others = [it for it in named if id(it) not in mine]
+            self._frozen = [it for it in others if it.requires_grad]
             for weight in self._frozen:
                 weight.requires_grad_(False)
             self._strategy.begin_pass(name)
+        else:
+            self._strategy.pass_name = name
         if self._may_skip:
             buffers = self._strategy.float_buffers()
             self._before = {name: tensor.clone() for name, tensor in buffers.items()}
@@ -299,7 +308,7 @@ class OptimizerWrapper:
             self._prepare_for_sparse()
             gradients = self._gradients()
         factor *= self.scale.inverse
-        norm = self._strategy.grad_norm(gradients) * factor
+        norm = self._strategy.grad_norm(gradients) * abs(factor)  # weights may be < 0
         if not math.isfinite(norm):
             for name, buffer in self._strategy.float_buffers().items():
                 if name in self._before:

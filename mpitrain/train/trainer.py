@@ -10,7 +10,6 @@ from typing import Any
 from torch import Tensor, nn
 
 from mpitrain.config import TrainConfig
-from mpitrain.data.custom import refuse_loader
 from mpitrain.data.loader import Batch, RankStep
 from mpitrain.data.samples import CollateFn
 from mpitrain.data.sampling import BatchSampler, Sampler, Sampling
@@ -280,10 +279,10 @@ class Trainer:
             data: A data set, as `train_data`.
         """
         engine = self._checked_engine()
-        with self.timer("evaluation"):
-            loader = engine.data.test_loader(data, engine.strategy)
-            found = engine.evaluate(loader, self.validation_step)
-        self.call("on_test_end", found, self.engine.data.take_skipped())
+        with engine.data.test_loader(data, engine.strategy) as loader:
+            with self.timer("evaluation"):
+                found = engine.evaluate(loader, self.validation_step)
+            self.call("on_test_end", found, engine.data.take_skipped())
         return found
 
     # --- what may be overridden ---------------------------------------------------
@@ -437,7 +436,6 @@ class Trainer:
         kind = choose_strategy(self.config, self.world, self._strategy)
         strategy = kind(self.config, self.world)
         strategy.configure_torch()
-        refuse_loader(self.test_data, "the test data")
         self.engine = Engine(
             self.model,
             self.train_data,
@@ -448,6 +446,7 @@ class Trainer:
             strategy,
             self._sampling,
             self.stages,
+            test_data=self.test_data,
             find_unused_parameters=self.find_unused_parameters,
             can_cache_features=type(self).compute_loss is Trainer.compute_loss,
         )

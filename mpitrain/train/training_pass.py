@@ -25,7 +25,7 @@ from mpitrain.train.step_metrics import MicroBatchLosses
 class Pass(NamedTuple):
     """The part of a step that updates the weights of one name's optimizers."""
 
-    name: str  # empty: there is one alone
+    name: str  # empty: `configure_optimizers` gave none
     losses: list[MicroBatchLosses]
     factor: float  # of the sum of losses, for the mean by weight
     grad_norm: float
@@ -38,7 +38,7 @@ def merge_passes(passes: Sequence[Pass]) -> tuple[list[MicroBatchLosses], float,
     Of several passes the loss is the sum of their means, and each is another, by name.
     """
     first = passes[0]
-    if len(passes) == 1:
+    if not first.name:
         return first.losses, first.grad_norm, first.is_applied
     losses = []
     for found in zip(*(it.losses for it in passes), strict=True):
@@ -58,7 +58,7 @@ def train_pass(trainer: Any, name: str, step: RankStep) -> Pass:
 
     Args:
         trainer: A `Trainer`, whose module imports this one.
-        name: Of the optimizers; empty if there is one alone.
+        name: Of the optimizers; empty if they have none.
         step: This rank's part of the global batch.
     """
     engine, state, timer = trainer.engine, trainer.state, trainer.timer

@@ -144,3 +144,20 @@ def test_rows_that_differ_between_ranks_are_an_error_on_all(world: World) -> Non
             trainer_of(world, loss)[0].fit()
     with pytest.raises(DataError, match=r"all_gather got float64 \(\) in a batch of"):
         trainer_of(world, scalar)[0].fit()
+
+
+def test_the_batches_of_a_sampler_are_in_one_pass(world: World) -> None:
+    sizes = {"global_batch_size": 4, "micro_batch_size": 4}
+    trainer, _ = trainer_of(world, contrastive, **sizes)
+    batches = [list(range(12)), list(range(12, 23))]
+    trainer = Trainer(
+        Encoder(),
+        views(SAMPLES, 1),
+        None,
+        trainer.config,
+        world=world,
+        loss=lambda z, y: contrastive(trainer, z, y),
+        batch_sampler=lambda seed, epoch: batches,
+    )
+    with pytest.raises(UsageError, match="found micro_batch_size 4 of 12"):
+        trainer.fit()

@@ -196,6 +196,14 @@ def test_tokens_weigh_the_same_on_all_ranks_and_in_all_micro_batches(
     same_as_by_hand(world, trained(world, settings=settings))
 
 
+def test_weights_may_be_negative(world: World) -> None:
+    def loss(outputs: Any, batch: Any) -> Any:
+        values, weights = token_losses(outputs, batch)
+        return values, -1.0 * weights
+
+    same_as_by_hand(world, trained(world, loss=loss))
+
+
 def test_the_loss_of_an_epoch_is_the_mean_of_its_tokens(world: World) -> None:
     history, _ = trained(world)
     weights = []

@@ -551,6 +551,47 @@ def test_each_optimizer_has_a_pass_of_its_own(
             torch.testing.assert_close(state[name], value, rtol=1e-8, atol=1e-11)
 
 
+class Freezes(Callback):
+    def on_stage_start(self, trainer: Any) -> None:
+        trainer.model.g[0].bias.requires_grad_(False)
+
+
+@pytest.mark.parametrize("settings", [DDP, FSDP], ids=str)
+def test_what_a_callback_freezes_stays_frozen_in_all_passes(
+    world: World, settings: dict[str, Any]
+) -> None:
+    model = Gan()
+    before = model.g[0].bias.tolist()
+    _, state = trained(
+        world, settings, model=model, task=Adversarial(), callbacks=[Freezes()]
+    )
+    if world.is_rank_zero:
+        assert state["g.0.bias"].tolist() == before
+
+
+class OneName(Task):
+    def training_step(self, model: Any, batch: Any, name: str) -> Any:
+        assert name == "net"
+        return F.cross_entropy(model(batch.inputs), batch.targets, reduction="none")
+
+    def validation_step(self, model: Any, batch: Any) -> Any:
+        return {"loss": self.training_step(model, batch, "net")}
+
+    def configure_optimizers(self, model: Any) -> Any:
+        return {"net": adamw(model)}
+
+
+@pytest.mark.parametrize("settings", [DDP, MICRO, FSDP, BITWISE], ids=str)
+def test_a_dict_of_one_optimizer_has_its_name(
+    world: World, settings: dict[str, Any]
+) -> None:
+    history, _ = found = trained(world, settings, task=OneName())
+    assert [it.losses["net_loss"] for it in history.steps] == [
+        pytest.approx(it.loss, rel=1e-12) for it in history.steps
+    ]
+    check_same(world, found, by_hand(adamw))
+
+
 @pytest.mark.parametrize("settings", [DDP, FSDP, BITWISE], ids=str)
 def test_averages_are_of_the_weights_of_all_optimizers(
     world: World, settings: dict[str, Any]

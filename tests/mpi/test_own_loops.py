@@ -375,10 +375,17 @@ def test_sharded_states_come_back_by_name(
     step(model, optimizer)
     optimizer.param_groups[0]["lr"] = 0.02
     checkpointer = Checkpointer(run_dir / "a")
+    with torch.no_grad():  # FSDP keeps the root's whole weights
+        model(torch.ones(2, 4, dtype=torch.float64))
     checkpointer.save(1, net=model, opt=optimizer)
     checkpointer.close()
     again, fresh = make()
-    assert Checkpointer(run_dir / "a").restore(net=again, opt=fresh) == {"step": 1}
+    with torch.no_grad():
+        again(torch.ones(2, 4, dtype=torch.float64))
+    restored = Checkpointer(run_dir / "a")
+    with pytest.raises(UsageError, match="opt trains a weight that no module has"):
+        restored.restore(opt=fresh)
+    assert restored.restore(net=again, opt=fresh) == {"step": 1}
     assert fresh.param_groups[0]["lr"] == 0.02
     for it in (model, optimizer), (again, fresh):
         step(*it)

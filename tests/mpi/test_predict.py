@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +136,15 @@ def test_outputs_may_be_ragged_and_of_any_kind(world: World) -> None:
     trainer.task.predict_step = lambda model, batch: model(batch.inputs).sum()  # type: ignore[method-assign]
     with pytest.raises(DataError, match=r"rows are float64 \(\); expected a tensor of"):
         trainer.predict(samples(100 * world.world_size))
+
+
+def test_predictions_leave_no_worker_behind(world: World) -> None:
+    trainer = trainer_of(world, settings={"num_workers": 2})
+    trainer.fit()
+    data = [(it[0],) for it in samples(12)]  # each is read, by a worker
+    for _ in range(2):
+        trainer.predict(data)
+        assert not multiprocessing.active_children()
 
 
 def test_a_stream_is_predicted_in_its_order(world: World) -> None:

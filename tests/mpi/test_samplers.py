@@ -155,6 +155,16 @@ def test_a_sampler_gives_the_order_of_an_epoch(
     assert trainer.engine.plan.total_steps == EPOCHS * 6
 
 
+def test_a_generator_of_batches_may_draw(world: World) -> None:
+    def drawn(seed: int, epoch: int) -> Iterator[list[int]]:
+        for part in torch.randperm(NUM_SAMPLES).split(20):
+            yield part.tolist()
+
+    trainer, history = trainer_of(world, batch_sampler=drawn)
+    trainer.fit()
+    assert len(history.steps) == len(history.epochs) * -(-NUM_SAMPLES // 20)
+
+
 def test_epochs_of_a_sampler_may_differ_in_length(world: World) -> None:
     trainer, history = trainer_of(world, sampler=curriculum)
     trainer.fit()

@@ -341,6 +341,10 @@ def test_early_stopping_knows_what_is_better(world: World) -> None:
         assert trainer.state.step == last
     with pytest.raises(UsageError, match="no such metric"):
         trainer_of(world, EarlyStopping("f2"))[0].fit()
+    with pytest.raises(UsageError, match="EarlyStopping without val_data"):
+        Trainer(
+            Net(), VAL, None, config_of(), world=world, callbacks=[EarlyStopping()]
+        ).fit()
     for wrong in ({"patience": 0}, {"mode": "least"}, {"mode": "min"}):
         with pytest.raises(UsageError, match="patience from 1"):
             EarlyStopping(None, **wrong)  # type: ignore[arg-type]
@@ -479,10 +483,23 @@ class WholeByItself(Positioned):
 
 
 class Forgets(Positioned):
-    """Loses a sample of a buffer, as a shuffled data set of Hugging Face."""
+    """Has a state without its buffer, as a shuffled data set of Hugging Face."""
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.start = state["at"] + 1
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        buffer: list[tuple[Tensor, Tensor]] = []
+        for sample in super().__iter__():
+            buffer.append(sample)
+            if len(buffer) == 3:
+                yield buffer.pop(0)
+        yield from buffer
+
+
+class ForgetsWhole(Forgets):
+    """Not cut into shards."""
+
+    @property
+    def shard(self) -> Any:  # type: ignore[override]
+        raise AttributeError
 
 
 class OfTensors(Positioned):
@@ -527,8 +544,30 @@ def test_a_stream_that_knows_its_place_is_not_read_again(
             assert max(num_read) <= most + 4
 
 
-def test_a_place_that_leads_to_other_samples_is_an_error(
-    world: World, run_dir: Path
+class Grows(WholeByItself):
+    """Has other samples in each job."""
+
+    num_made = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        Grows.num_made += 1
+        self.job = Grows.num_made
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for image, label in super().__iter__():
+            yield image + 1000 * self.job, label
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("data", [Forgets, ForgetsWhole])
+def test_a_place_that_leads_to_other_samples_is_not_used(
+    world: World, run_dir: Path, data: Any, num_workers: int
 ) -> None:
-    with pytest.raises(DataError, match=r"Forgets\.state_dict\(\) does not lead to"):
-        numbers_of(world, run_dir, Forgets, 4)
+    first, second = numbers_of(world, run_dir, data, 4, num_workers=num_workers)
+    assert sorted(first + second) == sorted([*map(float, range(NUM_SAMPLES))] * 2)
+
+
+def test_a_stream_of_other_samples_is_an_error(world: World, run_dir: Path) -> None:
+    with pytest.raises(DataError, match="Grows has other samples than before, from"):
+        numbers_of(world, run_dir, Grows, 4)

@@ -58,7 +58,7 @@ class Strategy:
         module: What `forward` calls: the model, or a wrapper of it.
         assignment: Which rank takes which micro-batches of a step, cut from the step
             alone; ``None``: each rank cuts its own shard of the step.
-        pass_name: Of the optimizer whose pass it is; empty if there is one only.
+        pass_name: Of the optimizer whose pass it is; empty if it has none.
         micro_batch_number: Of the present micro-batch in the step: with fixed
             micro-batches `micro_batch` sets it, for the recorded losses.
         communicates_before_step: Whether `begin_step` is called, its time counted as
@@ -111,13 +111,17 @@ class Strategy:
     def check_model(self, model: nn.Module) -> None:
         """Refuse a model that the strategy cannot take; on all ranks."""
 
-    def check_all_gather(self) -> None:
-        """Refuse to gather the rows of a step that is not in one pass; on all ranks."""
-        size, whole = self.micro_batch_size, self.config.global_batch_size
-        if size is not None and size < whole:
+    def check_all_gather(self, num_samples: int) -> None:
+        """Refuse to gather the rows of a step that is not in one pass; on all ranks.
+
+        On one rank: the result is not to depend on their number.
+        """
+        size = self.micro_batch_size
+        if size is not None and size < num_samples:
             raise UsageError(
                 f"all_gather needs the whole global batch in one pass, found "
-                f"micro_batch_size {size} of {whole}; expected none, and more ranks or "
+                f"micro_batch_size {size} of {num_samples}; expected none, and more "
+                "ranks or "
                 "--activation-checkpointing to save memory"
             ).on_all_ranks()
 

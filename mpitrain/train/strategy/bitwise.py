@@ -121,7 +121,7 @@ class BitwiseDDPStrategy(Strategy):
                 "--bitwise does not go with torch.compile; expected a plain model"
             ).on_all_ranks()
 
-    def check_all_gather(self) -> None:
+    def check_all_gather(self, num_samples: int) -> None:
         """Refuse it: each micro-batch is computed alone."""
         raise UsageError(
             "all_gather does not go with --bitwise, whose micro-batches are each "

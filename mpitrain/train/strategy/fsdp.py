@@ -15,6 +15,7 @@ from mpitrain.config import StrategyConfig
 from mpitrain.data.samples import to_dtype
 from mpitrain.errors import UsageError
 from mpitrain.mpi.world import World
+from mpitrain.torch_compat import reshard
 from mpitrain.train.model import BatchNorm, copy_to_cpu, find_blocks
 from mpitrain.train.precision import DTYPES
 from mpitrain.train.strategy.base import Strategy
@@ -71,11 +72,7 @@ class FSDPStrategy(Strategy):
 
     def reshard(self) -> None:
         """Free the weights that a pass has gathered: they have changed; local."""
-        from torch.distributed.fsdp import FSDPModule
-
-        for module in self.model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
+        reshard([self.model])
 
     def full_state_dict(self) -> dict[str, Any]:
         """Gather the whole ``state_dict`` on rank zero's CPU; collective."""
