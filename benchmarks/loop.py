@@ -37,7 +37,7 @@ from mpitrain.mpi.world import World
 from mpitrain.tasks.image_classification.datasets.named import Data, digits
 from mpitrain.tasks.stages import place_stages
 from mpitrain.train.callbacks import Callback
-from mpitrain.train.metrics import EpochMetrics, StepMetrics
+from mpitrain.train.metrics import EpochMetrics, StepMetrics, TrainState
 from mpitrain.train.plan import Plan
 
 WARM_UP_EPOCHS = 3
@@ -202,8 +202,9 @@ def by_hand(
         started = time.perf_counter()
         model.train()
         order = torch.from_numpy(epoch_order(len(targets), config.seed, epoch))
+        state = TrainState(epoch=epoch)
         for number in range(steps_per_epoch):
-            rate = plan.learning_rate(plan.stages[0], epoch, number)
+            rate = plan.learning_rate(plan.stages[0], state, number)
             for group in optimizer.param_groups:
                 group["lr"] = rate
             chosen = order[number * size : (number + 1) * size]

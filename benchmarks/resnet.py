@@ -31,6 +31,7 @@ from mpitrain.data.in_memory import InMemory
 from mpitrain.data.sharding import epoch_order
 from mpitrain.mpi.world import World
 from mpitrain.tasks.stages import place_stages
+from mpitrain.train.metrics import TrainState
 from mpitrain.train.plan import Plan
 
 WARM_UP_EPOCHS = 2
@@ -156,8 +157,9 @@ def by_hand(
     def run(epoch: int) -> Callable[[], Any]:
         model.train()
         order = torch.from_numpy(epoch_order(len(train), config.seed, epoch))
+        state = TrainState(epoch=epoch)
         for number in range(steps_per_epoch):
-            rate = plan.learning_rate(plan.stages[0], epoch, number)
+            rate = plan.learning_rate(plan.stages[0], state, number)
             for group in optimizer.param_groups:
                 group["lr"] = rate
             chosen = order[number * size : (number + 1) * size].to(world.device)
