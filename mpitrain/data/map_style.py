@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from torch.utils.data import DataLoader, Dataset, Subset, default_collate
 
-from mpitrain.data.randomness import seeded, uniform
+from mpitrain.data.randomness import own_random_state, sample_seeds, seed_all, uniform
 from mpitrain.data.samples import (
     BadSample,
     CollateFn,
@@ -150,12 +150,22 @@ class _SampleDataset(Dataset[Any]):
         names = (n for of in type(dataset).__mro__ for n in GETTERS if n in vars(of))
         self._has_many = next(names, "") == "__getitems__"
 
+    def __getitems__(self, keys: list[tuple[int, int]]) -> list[tuple[int, Any]]:
+        if isinstance(self.dataset, SampleReader):
+            return [self._get(*key) for key in keys]
+        seeds = sample_seeds(self.seed, keys[0][0], [index for _, index in keys])
+        # Not for each sample: to take and set numpy's state costs more than a seed.
+        with own_random_state():
+            return [self._get(*key, of) for key, of in zip(keys, seeds, strict=True)]
+
     def __getitem__(self, key: tuple[int, int]) -> tuple[int, Any]:
-        epoch, index = key
+        return self.__getitems__([key])[0]
+
+    def _get(self, epoch: int, index: int, seed: int = 0) -> tuple[int, Any]:
         if index == PADDING:
             return index, None
         try:
-            return index, self._read(epoch, index)
+            return index, self._read(epoch, index, seed)
         except BadSample as bad:
             # Returned, not raised: DataLoader cannot carry it out of a worker whole.
             return index, bad
@@ -165,12 +175,12 @@ class _SampleDataset(Dataset[Any]):
             where = f"sample {index} of {type(self.dataset).__name__}"
             return index, BadSample(where, repr(error))
 
-    def _read(self, epoch: int, index: int) -> Any:
+    def _read(self, epoch: int, index: int, seed: int) -> Any:
         if not isinstance(self.dataset, SampleReader):
-            with seeded(self.seed, epoch, index):
-                if self._has_many:
-                    return self.dataset.__getitems__([index])[0]
-                return self.dataset[index]
+            seed_all(seed)
+            if self._has_many:
+                return self.dataset.__getitems__([index])[0]
+            return self.dataset[index]
         numbers = None
         if self.random_crops:
             numbers = uniform(self.seed, epoch, np.array([index]), 4, "cut")[0]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -41,6 +41,7 @@ def rank_seed(seed: int, rank: int) -> int:
     return int(_key(seed, rank, "rank")[0] >> np.uint64(1))
 
 
+@functools.lru_cache(maxsize=64)
 def _key(seed: int, epoch: int, purpose: str) -> npt.NDArray[np.uint64]:
     """Mix what all samples of an epoch have in common, uint64 `(1,)`."""
     key = np.zeros(1, np.uint64)
@@ -57,16 +58,35 @@ def _mixed(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     return x ^ (x >> np.uint64(31))
 
 
-@contextlib.contextmanager
-def seeded(seed: int, epoch: int, index: int) -> Iterator[None]:
-    """Seed torch, numpy and `random` for one sample of a custom data set."""
+def sample_seeds(seed: int, epoch: int, indices: Sequence[int]) -> list[int]:
+    """Return the seed of each of some samples of a custom data set."""
+    found = uniform(seed, epoch, np.array(indices, np.int64), 1, "sample")[:, 0]
+    return [int(it) for it in found * 2**32]
+
+
+def seed_all(seed: int) -> None:
+    """Seed torch, numpy and `random`."""
     import torch
 
-    of_sample = int(uniform(seed, epoch, np.array([index]), 1, "sample")[0, 0] * 2**32)
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.default_generator.manual_seed(seed)
+
+
+@contextlib.contextmanager
+def seeded(seed: int, epoch: int, index: int) -> Iterator[None]:
+    """Seed torch, numpy and `random` for one sample in this context."""
+    with own_random_state():
+        seed_all(*sample_seeds(seed, epoch, [index]))
+        yield
+
+
+@contextlib.contextmanager
+def own_random_state() -> Iterator[None]:
+    """Let the process have its random numbers back at the end of this context."""
+    import torch
+
     before = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    random.seed(of_sample)
-    np.random.seed(of_sample)
-    torch.default_generator.manual_seed(of_sample)
     try:
         yield
     finally:
