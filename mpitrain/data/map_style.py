@@ -151,7 +151,7 @@ class _SampleDataset(Dataset[Any]):
         self._has_many = next(names, "") == "__getitems__"
 
     def __getitems__(self, keys: list[tuple[int, int]]) -> list[tuple[int, Any]]:
-        if isinstance(self.dataset, SampleReader):
+        if isinstance(self.dataset, SampleReader) or not keys:
             return [self._get(*key) for key in keys]
         seeds = sample_seeds(self.seed, keys[0][0], [index for _, index in keys])
         # Not for each sample: to take and set numpy's state costs more than a seed.
