@@ -200,7 +200,8 @@ class OptimizerWrapper:
         of_each = [(type(it.scheduler).__name__, it.interval) for it in self.optimizers]
         peaks = [float(group["lr"]) for group in self.param_groups]
         seen = f"{of_each} with learning rates {peaks}"
-        ranks.check_equal(seen, "what scheduler= makes", "Expected the same")
+        what = "what optimizer= and scheduler= make"
+        ranks.check_equal(seen, what, "Expected the same")
         if all(it.scheduler for it in self.optimizers):
             ignored += REPLACED_SCHEDULE
         if is_zero_rank and (names := config.changed.keys() & {*ignored}):
@@ -259,7 +260,7 @@ class OptimizerWrapper:
             for weight in self._frozen:
                 weight.requires_grad_(False)
             self._strategy.begin_pass(name)
-        else:
+        else:  # nothing is frozen: DDP needs no wrapper for the pass
             self._strategy.pass_name = name
         if self._may_skip:
             buffers = self._strategy.float_buffers()

@@ -269,10 +269,11 @@ def _add_sums(state: TrainState, sums: Mapping[str, tuple[float, float]]) -> Non
     """Add a step's sums of values and of weights."""
     for name, (total, weight) in sums.items():
         if name == "loss":
-            so_far = state.loss_weight
-            so_far = state.num_samples if so_far is None else so_far
+            before = state.loss_weight
             state.loss_sum += total
-            state.loss_weight = so_far + weight
+            state.loss_weight = weight + (
+                state.num_samples if before is None else before
+            )
         else:
             before = state.other_losses.get(name, (0.0, 0.0))
             state.other_losses[name] = [before[0] + total, before[1] + weight]

@@ -6,8 +6,7 @@ All of torchmetrics' are in tests/unit/test_metric_objects.py, joined without MP
 from __future__ import annotations
 
 import copy
-import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ from torch import Tensor
 from mpitrain import Callback, Checkpointer, EpochLines, Recorder, Task, Trainer, World
 from mpitrain.checkpoint.layout import best_of, list_checkpoints
 from mpitrain.errors import MpitrainError, UsageError
-from mpitrain.mpi.shared_arrays import communicator
 from mpitrain.record.reading import Run
 from mpitrain.tools.report.curves import metric_charts
 from mpitrain.tools.report.summary import summary
@@ -373,15 +371,6 @@ def test_rank_zero_may_be_without_an_update(world: World) -> None:
 
 
 # --- records, checkpoints, reports ------------------------------------------------
-
-
-@pytest.fixture
-def run_dir(world: World) -> Iterator[Path]:
-    """A folder that all ranks see."""
-    ranks = communicator(world)
-    with tempfile.TemporaryDirectory() as made:
-        yield Path(ranks.on_rank_zero(lambda: made, "make a folder")) / "run"
-        ranks.allgather(None)
 
 
 def recorded(world: World, run_dir: Path, best_by: str | None, **kinds: Any) -> Trainer:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,6 @@ from mpitrain import Checkpointer, DataError, Trainer, UsageError, World
 from mpitrain.data.randomness import seeded
 from mpitrain.data.sampling import Sampling
 from mpitrain.errors import Stopped
-from mpitrain.mpi.shared_arrays import communicator
 from mpitrain.train.callbacks import Callback, StopRequested
 
 pytestmark = pytest.mark.mpi
@@ -194,15 +192,6 @@ def test_a_sampler_leaves_the_random_numbers_of_the_process_alone() -> None:
     before = torch.get_rng_state()
     Sampling(torchs.RandomSampler(range(5))).order(1, 1, 5)
     assert torch.equal(torch.get_rng_state(), before)
-
-
-@pytest.fixture
-def run_dir(world: World) -> Iterator[Path]:
-    """A folder that all ranks see."""
-    ranks = communicator(world)
-    with tempfile.TemporaryDirectory() as made:
-        yield Path(ranks.on_rank_zero(lambda: made, "make a folder")) / "run"
-        ranks.allgather(None)
 
 
 class StopsAt(Callback):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -133,15 +132,6 @@ def same(trainer: Trainer, seen: Validations, expected: Any) -> None:
     if trainer.engine.world.is_rank_zero:
         for mine, other in zip(state, weights, strict=True):
             torch.testing.assert_close(mine, other, rtol=1e-9, atol=1e-12)
-
-
-@pytest.fixture
-def run_dir(world: World) -> Iterator[Path]:
-    """A folder that all ranks see."""
-    ranks = communicator(world)
-    with tempfile.TemporaryDirectory() as made:
-        yield Path(ranks.on_rank_zero(lambda: made, "make a folder")) / "run"
-        ranks.allgather(None)
 
 
 @pytest.mark.parametrize(
