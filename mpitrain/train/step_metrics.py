@@ -269,11 +269,10 @@ def _add_sums(state: TrainState, sums: Mapping[str, tuple[float, float]]) -> Non
     """Add a step's sums of values and of weights."""
     for name, (total, weight) in sums.items():
         if name == "loss":
-            before = state.loss_weight
+            num_before = state.loss_weight
+            num_before = state.num_samples if num_before is None else num_before
             state.loss_sum += total
-            state.loss_weight = weight + (
-                state.num_samples if before is None else before
-            )
+            state.loss_weight = num_before + weight
         else:
             before = state.other_losses.get(name, (0.0, 0.0))
             state.other_losses[name] = [before[0] + total, before[1] + weight]
