@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.utils.data import DistributedSampler
@@ -26,7 +27,9 @@ epoch, `(N,)`: some may come twice or never. Or torch's, such as
 `WeightedRandomSampler`, whose generators are seeded for each epoch."""
 
 BatchSampler = Callable[[int, int], Sequence[Sequence[int]]] | Iterable[Sequence[int]]
-"""Likewise the numbers of the samples of each step, over all ranks."""
+"""Likewise the numbers of the samples of each step, over all ranks. With an attribute
+``costs``, a positive number for each sample of the set, `(N,)`, such as its tokens, each
+rank takes about as much of a step's costs."""
 
 SEEDED_AS = -2  # in place of a sample's number: samplers draw other numbers
 
@@ -37,6 +40,7 @@ class EpochOrder(NamedTuple):
     samples: Indices
     batches: Sequence[Indices] | None = None  # of each step; ``None``: as many in each
     digest: str = ""  # empty without a sampler
+    costs: npt.NDArray[np.float64] | None = None  # of all samples of the set
 
 
 class Sampling:
@@ -85,8 +89,30 @@ class Sampling:
         digest = hashlib.sha256()
         for batch in batches:
             digest.update(len(batch).to_bytes(8, "little") + batch.tobytes())
-        of_steps = batches if self.has_batches else None
-        return EpochOrder(np.concatenate(batches), of_steps, digest.hexdigest()[:16])
+        return EpochOrder(
+            np.concatenate(batches),
+            batches if self.has_batches else None,
+            digest.hexdigest()[:16],
+            self._costs(num_samples) if self.has_batches else None,
+        )
+
+    def _costs(self, num_samples: int) -> npt.NDArray[np.float64] | None:
+        """Return the costs of the samples of the set, if the batch sampler has some."""
+        found = getattr(self._source, "costs", None)
+        if found is None:
+            return None
+        costs = np.asarray(found.cpu() if isinstance(found, Tensor) else found)
+        kind = f"{costs.dtype} {costs.shape}"
+        if costs.shape == (num_samples,) and costs.dtype.kind in "fiu":
+            costs = costs.astype(np.float64)
+            wrong = np.flatnonzero(~((costs > 0) & np.isfinite(costs)))
+            if not len(wrong):
+                return costs
+            kind = f"{costs[wrong[0]]:g} for sample {wrong[0]}"
+        raise DataError(
+            f"the costs of the batch_sampler are {kind}; expected a positive number "
+            f"for each sample of the training data, ({num_samples},)"
+        )
 
     def _ask(self, seed: int, epoch: int) -> Any:
         if not hasattr(self._source, "__iter__"):

@@ -3,7 +3,7 @@
 The order of an epoch depends on the seed and the epoch alone. A step takes the next
 `global_batch_size` samples, whatever the number of ranks; the last step takes what is
 left. The ranks cut a step's samples into consecutive shards whose sizes differ by at
-most one: no sample is padded, dropped or seen twice.
+most one, or of about equal costs: no sample is padded, dropped or seen twice.
 """
 
 from __future__ import annotations
@@ -38,6 +38,23 @@ def shard_bounds(num_samples: int, rank: int, world_size: int) -> tuple[int, int
     """
     start, stop = (-(-num_samples * at // world_size) for at in (rank, rank + 1))
     return start, stop
+
+
+def cost_bounds(costs: npt.NDArray[np.float64], world_size: int) -> list[int]:
+    """Return where the consecutive shards of all ranks begin, and the last one ends.
+
+    Each has about as much of the costs, which are positive: a boundary is the one next
+    to an equal part, so no shard exceeds the mean by more than the largest cost.
+
+    >>> cost_bounds(np.array([6.0, 1.0, 1.0, 1.0, 3.0]), 3)
+    [0, 1, 3, 5]
+    """
+    ends = np.concatenate([[0.0], np.cumsum(costs)])
+    wanted = ends[-1] / world_size * np.arange(1, world_size)
+    above = np.searchsorted(ends, wanted).clip(1, len(costs))
+    is_below = wanted - ends[above - 1] < ends[above] - wanted
+    # The shard of rank zero is never empty, as in `shard_bounds`.
+    return [0, *(above - is_below).clip(1).tolist(), len(costs)]
 
 
 def max_shard_size(num_samples: int, world_size: int) -> int:
@@ -142,6 +159,8 @@ class RankShard:
     """The epoch's samples; ``None``: 0, 1, 2 ... without end."""
     batches: Sequence[Indices] | None = None
     """Those of each step, if steps are not of `global_batch_size` samples."""
+    costs: npt.NDArray[np.float64] | None = None
+    """Of each sample of the set, `(N,)`: shards are cut by them, not by numbers."""
     first_step: int = 0  # steps of the epoch that are done already (resume)
     max_steps: int | None = None
     """Last step plus one, counted from the epoch's first step; ``None``: all."""
@@ -195,9 +214,13 @@ class RankShard:
                 starts = [number * width for number in numbers] or [num]
                 yield num, [self._rows(samples, s, min(s + width, num)) for s in starts]
                 continue
-            largest = max_shard_size(num, self.world_size)
-            size = min(self.micro_batch_size or largest, largest)
             start, stop = shard_bounds(num, self.rank, self.world_size)
+            largest = max_shard_size(num, self.world_size)
+            if self.costs is not None:
+                bounds = cost_bounds(self.costs[samples], self.world_size)
+                start, stop = bounds[self.rank : self.rank + 2]
+                largest = int(np.diff(bounds).max())
+            size = min(self.micro_batch_size or largest, largest)
             cuts = [
                 (at, min(at + size, stop)) for at in range(start, start + largest, size)
             ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import logging
 import sys
 from collections.abc import Iterator, Mapping
@@ -129,7 +130,7 @@ class TrainData:
     def steps(self, state: TrainState, strategy: Strategy) -> Iterator[RankStep]:
         """Yield this rank's part of the steps of the epoch that are not done yet."""
         samples, config = self.train_loader.samples, self._config
-        order = batches = None
+        order = batches = costs = None
         if samples.num_samples is not None:
             found = self._order(samples, state.epoch)
             if state.epoch_step and state.order_digest != found.digest:
@@ -138,7 +139,7 @@ class TrainData:
                     "order; expected the same sampler= or batch_sampler="
                 ).on_all_ranks()
             state.order_digest = found.digest
-            order, batches = found.samples, found.batches
+            order, batches, costs = found.samples, found.batches, found.costs
         places = {int(key): StreamPlace(*it) for key, it in self.places_before.items()}
         self.places_before = {}
         is_done, max_steps = False, config.max_steps or sys.maxsize
@@ -152,6 +153,7 @@ class TrainData:
                 assignment=assignment,
                 order=order,
                 batches=batches,
+                costs=costs,
                 first_step=state.epoch_step,
                 max_steps=1 if config.dry_run else None,
                 samples_read_per_shard=tuple(state.samples_per_shard),
@@ -184,6 +186,10 @@ class TrainData:
         )
         what = f"what the {sampling.name} returned for epoch {epoch}"
         self._ranks.check_equal(found.digest, what, SAMPLER_EXPECTED)
+        costs = found.costs  # not in the digest: they change no step
+        of_costs = "none" if costs is None else hashlib.sha256(costs).hexdigest()[:16]
+        what = f"the digest of the costs of the {sampling.name}"
+        self._ranks.check_equal(of_costs, what, "Expected the same on every rank")
         return found
 
     def _num_steps(self) -> int | None:

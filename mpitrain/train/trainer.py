@@ -70,7 +70,7 @@ class Trainer:
             torch's. A pair is inputs and targets; any other batch is both.
         sampler: Instead of shuffling: a function of seed and epoch that returns the
             numbers of an epoch's samples, over all ranks; or torch's, see `Sampler`.
-        batch_sampler: Likewise those of each step.
+        batch_sampler: Likewise those of each step; costs: see `BatchSampler`.
         loss: Instead of overriding `loss`.
         metrics: Instead of overriding `metrics`; or metrics by name: functions of
             outputs and targets that return values for a mean, and metric objects, see

@@ -15,9 +15,11 @@ from torch import Tensor
 from torch.utils import data as torchs
 
 from mpitrain import Checkpointer, DataError, Trainer, UsageError, World
+from mpitrain.data.loader import Batch
 from mpitrain.data.randomness import seeded
 from mpitrain.data.sampling import Sampling
 from mpitrain.errors import Stopped
+from mpitrain.mpi.collectives import world_comm
 from mpitrain.train.callbacks import Callback, StopRequested
 
 pytestmark = pytest.mark.mpi
@@ -140,6 +142,67 @@ def test_a_batch_sampler_gives_the_samples_of_each_step(
     trainer.fit()
     same(trainer, history, by_hand(budget))
     assert [it.train_samples for it in history.epochs] == [NUM_SAMPLES] * EPOCHS
+
+
+class Costly:
+    """The same batches, the last samples of the set much dearer than the others."""
+
+    costs: Any = torch.arange(1, NUM_SAMPLES + 1) ** 3
+
+    def __call__(self, seed: int, epoch: int) -> list[list[int]]:
+        return budget(seed, epoch)
+
+
+class SamplesSeen(Callback):
+    def __init__(self) -> None:
+        self.costs: list[float] = []
+
+    def on_batch_start(self, trainer: Trainer, batch: Batch) -> None:
+        self.costs.append(float(Costly.costs[batch.indices].sum()))
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_a_step_is_cut_by_the_costs_of_its_samples(
+    world: World, settings: dict[str, Any]
+) -> None:
+    seen = SamplesSeen()
+    trainer, history = trainer_of(world, seen, batch_sampler=Costly(), **settings)
+    trainer.fit()
+    same(trainer, history, by_hand(budget))
+    if settings:
+        return
+    of_ranks = np.array(world_comm().allgather(seen.costs))
+    batches = [part for epoch in (1, 2) for part in budget(1, epoch)]
+    assert of_ranks.shape == (world.world_size, len(batches))
+    for mine, batch in zip(of_ranks.T, batches, strict=True):
+        costs = Costly.costs[batch].double().numpy()
+        assert sum(mine) == costs.sum()
+        assert max(mine) <= costs.sum() / world.world_size + costs.max()
+
+
+@pytest.mark.parametrize(
+    ("costs", "expected"),
+    [
+        ([1.0], r"are float64 \(1,\); expected a positive number for each"),
+        (["a"] * NUM_SAMPLES, r"are <U1 "),
+        ([1.0] * (NUM_SAMPLES - 1) + [0.0], f"are 0 for sample {NUM_SAMPLES - 1}"),
+        ([1.0, float("nan")] + [1.0] * (NUM_SAMPLES - 2), "are nan for sample 1"),
+    ],
+)
+def test_costs_that_are_none_are_named(world: World, costs: Any, expected: str) -> None:
+    sampler = Costly()
+    sampler.costs = costs
+    with pytest.raises(DataError, match=expected):
+        trainer_of(world, batch_sampler=sampler)[0].fit()
+
+
+def test_costs_that_differ_between_ranks_are_an_error(world: World) -> None:
+    sampler = Costly()
+    sampler.costs = None if world.rank == 1 else Costly.costs
+    if world.world_size == 1:
+        return
+    with pytest.raises(DataError, match="costs of the batch_sampler differs between"):
+        trainer_of(world, batch_sampler=sampler)[0].fit()
 
 
 @pytest.mark.parametrize("settings", SETTINGS[:1] + SETTINGS[2:], ids=str)

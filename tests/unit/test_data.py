@@ -86,6 +86,46 @@ def test_every_sample_is_in_one_shard_of_one_step(
     assert sorted(order) == list(range(1437))
 
 
+@pytest.mark.parametrize("world_size", [1, 2, 3, 7, 64])
+@pytest.mark.parametrize("micro_batch_size", [None, 1, 3])
+@pytest.mark.parametrize("seed", range(5))
+def test_shards_of_about_equal_costs_have_every_sample(
+    world_size: int, micro_batch_size: int | None, seed: int
+) -> None:
+    random = np.random.default_rng(seed)
+    costs = random.exponential(size=200) ** 2 + 1e-3
+    costs[random.integers(200)] = 1e9  # larger than all others
+    order = random.permutation(200)
+    batches = np.split(order, np.sort(random.integers(1, 199, 9)))
+    batches = [batch for batch in batches if len(batch)]
+    shards = [
+        list(
+            sharding.RankShard(
+                rank=rank,
+                world_size=world_size,
+                global_batch_size=1,
+                micro_batch_size=micro_batch_size,
+                order=order,
+                batches=batches,
+                costs=costs,
+            ).steps()
+        )
+        for rank in range(world_size)
+    ]
+    for batch, *of_ranks in zip(batches, *shards, strict=True):
+        nums, parts = zip(*of_ranks, strict=True)
+        assert {*nums} == {len(batch)}
+        assert len({len(part) for part in parts}) == 1  # ranks wait for each other
+        rows = [np.concatenate(part) for part in parts]
+        np.testing.assert_array_equal(np.concatenate(rows), batch)
+        assert len(rows[0])
+        of_batch = costs[batch]
+        fair = of_batch.sum() / world_size + of_batch.max()
+        assert max(costs[part].sum() for part in rows) <= fair * (1 + 1e-9)
+        sizes = [len(micro_batch) for part in parts for micro_batch in part]
+        assert max(sizes) <= (micro_batch_size or len(batch))
+
+
 def test_the_order_depends_on_seed_and_epoch_alone() -> None:
     one = sharding.epoch_order(100, seed=1, epoch=1)
     np.testing.assert_array_equal(one, sharding.epoch_order(100, seed=1, epoch=1))
