@@ -27,7 +27,7 @@ rank calls it as often."""
 
 Values = Tensor | tuple[Tensor, Tensor]
 """Of a batch of N rows: `(N,)`; `(N, ...)`, averaged per sample; a scalar, the mean
-over the samples; or values and weights, two tensors of one shape, `(N, ...)`. The mean
+over the samples; or values and constant weights, both `(N, ...)`. The mean
 is over all samples of a step or a data set, or by all their weights, on whatever ranks
 and in whatever micro-batches these are."""
 

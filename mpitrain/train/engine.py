@@ -210,6 +210,11 @@ class Engine:
             stage,
             self.plan.steps_of(stage),
         )
+        if self.optimizer.is_monitored and not data.val_sets:
+            raise UsageError(
+                "ReduceLROnPlateau follows a metric of the validation, found no "
+                "val_data; expected some, or another scheduler"
+            ).on_all_ranks()
         self.trained_weights = TrainedWeights(
             model, self.optimizer, self.strategy.reshard
         )

@@ -25,8 +25,8 @@ def named_values(found: Any, what: str) -> Mapping[str, Any]:
     Raises:
         DataError: There is no loss.
     """
-    if not isinstance(found, Mapping):
-        return {"loss": found}
+    if isinstance(found, Tensor) or not isinstance(found, Mapping):
+        return {"loss": found}  # asked in this order: a Mapping's check takes 1 us
     if "loss" not in found:
         raise DataError(
             f"{what} returned {kind_of(found)}; expected 'loss' among the names, the "
@@ -99,7 +99,13 @@ def _weighted_sum(pair: Sequence[Any], num: int, num_rows: int, name: str) -> Su
             f"the {name} is {kind_of(pair)}; expected values and their weights, two "
             "tensors of one shape"
         )
-    values, weights = pair[0], pair[1].detach().to(pair[0].device)
+    values, weights = pair[0], pair[1].to(pair[0].device)
+    if weights.requires_grad:  # most often a second loss
+        raise DataError(
+            f"the weights of the {name} need a gradient, and get none; expected "
+            "constants, weights.detach(), or several losses by name: "
+            "{'loss': ..., 'other': ...}"
+        )
     if not num:  # padding alone
         nothing = values.nan_to_num(0.0, 0.0, 0.0).sum() * 0.0
         return Sum(nothing, weights.new_zeros((), dtype=torch.float64))

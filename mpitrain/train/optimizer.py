@@ -233,6 +233,11 @@ class OptimizerWrapper:
         return self.optimizers[0].optimizer
 
     @property
+    def is_monitored(self) -> bool:
+        """Whether a scheduler is given a metric."""
+        return any(it.monitor is not None for it in self.optimizers)
+
+    @property
     def param_groups(self) -> list[dict[str, Any]]:
         """Those of all optimizers."""
         return [group for it in self.optimizers for group in it.optimizer.param_groups]

@@ -76,14 +76,14 @@ def train_pass(trainer: Any, name: str, step: RankStep) -> Pass:
                 trainer.call("on_batch_start", batch)
             with timer("forward"):
                 loss, sums = _sums_of_losses(trainer, batch)
-            number = strategy.micro_batch_number
-            losses.append(MicroBatchLosses(batch.indices, loss.detach(), number, sums))
+            total, number = sums["loss"].total, strategy.micro_batch_number
+            losses.append(MicroBatchLosses(batch.indices, total, number, sums))
             if strategy.reduces_in_backward and engine.world.world_size > 1:
                 timer.mark_gradients(loss)
             # scale - 0 * loss: the scale, or NaN where the loss is not finite. A
             # gradient may be finite where its loss is not. The NaN reaches all
             # ranks by the all-reduce: they skip the step without another one.
-            factor = torch.rsub(losses[-1].total, scale, alpha=0)
+            factor = torch.rsub(total, scale, alpha=0)
             with timer("backward"):
                 # Not backward(loss, factor): it imports SymPy (torch 2.14).
                 torch.autograd.backward(loss * factor)

@@ -369,6 +369,7 @@ def test_samples_that_torch_cannot_collate_are_named(world: World) -> None:
         (lambda *it: (token_losses(*it)[0], torch.ones(3)), "two tensors of one shape"),
         (lambda *it: {"dice": token_losses(*it)}, "expected 'loss' among the names"),
         (lambda *it: (token_losses(*it)[0],), "two tensors of one shape"),
+        (lambda *it: (token_losses(*it)[0].mean(),) * 2, "weights of the loss need a"),
     ],
 )
 def test_losses_of_another_form_are_named(

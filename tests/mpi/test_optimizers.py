@@ -440,6 +440,23 @@ def test_a_scheduler_that_does_not_fit_is_refused(
         trained(world, DDP, optimizer=adamw, scheduler=scheduler)
 
 
+def test_a_scheduler_on_a_metric_needs_a_validation(world: World) -> None:
+    history = History()
+    trainer = Trainer(
+        Net(),
+        some(NUM),
+        None,
+        config_of(**DDP),
+        world=world,
+        callbacks=[history],
+        optimizer=adamw,
+        scheduler=lambda it, _: plateau(it),
+    )
+    with pytest.raises(UsageError, match="found no val_data; expected some"):
+        trainer.fit()
+    assert not history.steps  # not after an epoch
+
+
 # --- several optimizers ---------------------------------------------------------------
 
 
