@@ -317,9 +317,9 @@ def read_config(argv: Sequence[str]) -> TrainConfig:
         )
     commands = [f"  {name:<11} {run.__doc__}" for name, run in COMMANDS.items()]
     more = "\n".join(["Commands:", *commands, ""])
-    return read_flags(
-        TrainConfig, argv, program=PROGRAM, only_common=True, further=more
-    )
+    from mpitrain.tools.train import prepare
+
+    return prepare.read_config(argv, only_common=True, further=more)
 
 
 def start_timeout(argv: Sequence[str]) -> float:

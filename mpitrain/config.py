@@ -24,8 +24,7 @@ NAME_PATTERN = r"\w[\w.+=-]*"  # of a run or a sweep, which name folders
 LOGGERS = ("csv", "tensorboard", "wandb")
 
 START_TIMEOUT_SECONDS = 600.0  # default of a stage of the start
-# Its minimum under a short hang timeout: torch may come from a slow file system.
-MIN_START_TIMEOUT_SECONDS = 120.0
+MIN_START_TIMEOUT_SECONDS = 120.0  # torch may come from a slow file system
 HANG_TIMEOUT_SECONDS = 600.0  # default of a training
 TIMEOUT_SECONDS = 1800.0  # of a collective or an answer of the store; gloo's default
 
@@ -91,6 +90,10 @@ class DataConfig:
 class ModelConfig:
     """Model."""
 
+    task: str | None = command_only(None)
+    """package.module:callable that returns a Trainer, or a Task, of your own."""
+    task_arguments: tuple[tuple[str, Any], ...] = command_only((), has_flag=False)
+    """Names and values of the arguments of `task`, whose flags are --task.NAME."""
     model: str = command_only("convnet", is_common=True)
     """convnet, a torchvision model (resnet50), timm:NAME, hub:REPO_OR_DIR:ENTRY, or
     package.module:callable."""
@@ -394,10 +397,6 @@ class TrainConfig(
             if getattr(self, name, None) != getattr(TrainConfig, name, None)
         }
 
-    def only_for_command(self) -> list[str]:
-        """Name the fields that are set and that `Trainer` in a script ignores."""
-        return [name for name, facts in self.changed.items() if facts.is_for_command]
-
     def uses_channels_last(self, device: str) -> bool:
         """Return whether images are in the channels-last memory format."""
         if self.strategy == "fsdp":
@@ -446,7 +445,8 @@ class TrainConfig(
     def as_plain(self, name: str) -> dict[str, Any]:
         """Return the flags as a file has them, with the name that the run has."""
         values = {**asdict(self), "name": name}
-        values |= values.pop("launch")
+        of_task = {f"task.{key}": it for key, it in values.pop("task_arguments")}
+        values |= values.pop("launch") | of_task
         return {name: _plain(value) for name, value in values.items()}
 
     def as_yaml(self, name: str) -> str:

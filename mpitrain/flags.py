@@ -61,19 +61,22 @@ class HelpShown(MpitrainError):
 
 
 def read_flags(
-    kind: type[Config],
+    kind: type[Config] | Config,
     words: Sequence[str],
     *,
     program: str,
     further: str = "",
     files: bool = True,
     only_common: bool = False,
+    of_task: Sequence[Flag] = (),
 ) -> Config:
     """Read flags, and the YAML files that they may name, into a configuration.
 
-    Fields of `kind` are flags; a field that is a dataclass itself is a group of flags.
-    Flags win over the files of ``--config``, which `files` allows. ``--help`` shows all
-    flags, or the common ones only, and then the text `further`.
+    Fields of `kind`, a class or an object with defaults, are flags; a field that is a
+    dataclass itself is a group of flags. The values of those ``of_task`` are in its
+    field `task_arguments`. Flags win over the files of ``--config``, which `files`
+    allows. ``--help`` shows all flags, or the common ones only, and then the text
+    `further`.
     """
     if "--version" in words:
         print(f"mpitrain {__version__}")
@@ -84,10 +87,18 @@ def read_flags(
         config_file = "--config FILE.yaml reads flags from a file; flags win over it."
         show_all = "--help-all shows all flags." * only_common
         lines = "\n".join(filter(None, [further, config_file * files, show_all]))
-        _answer(help_text(kind, program=program, epilog=lines, only_common=only_common))
+        _answer(
+            help_text(
+                kind,
+                program=program,
+                epilog=lines,
+                only_common=only_common,
+                others=of_task,
+            )
+        )
         raise HelpShown
 
-    flags = list(flags_of(kind))
+    flags = [*flags_of(kind), *of_task]
     of_files = flags_of(ConfigFiles) if files else ()
     values = _parse([*flags, *of_files], words, program)
     from_files: dict[str, Any] = {}
@@ -99,21 +110,29 @@ def read_flags(
     required = [flag for flag in flags if flag.default is MISSING]
     if missing := [flag.values for flag in required if flag.field not in values]:
         raise UsageError(f"expected {' and '.join(missing)}. See {program} --help")
-    return _build(kind, from_files | values)
+    values = from_files | values
+    if of_task:
+        arguments = {it.field: values.get(it.field, it.default) for it in of_task}
+        values["task_arguments"] = tuple(
+            (name.removeprefix("task."), value) for name, value in arguments.items()
+        )
+    return _build(kind, values)
 
 
-def _build(kind: type[Config], values: Mapping[str, Any]) -> Config:
+def _build(kind: type[Config] | Config, values: Mapping[str, Any]) -> Config:
     """Make a configuration, and the groups nested in it."""
     own: dict[str, Any] = {}
     for field in dataclasses.fields(kind):  # type: ignore[arg-type]
         if field.default_factory is not MISSING:
-            group = field.default_factory()
+            group = getattr(kind, field.name, None) or field.default_factory()
             names = values.keys() & vars(group).keys()
             changed = {name: values[name] for name in names}
             own[field.name] = dataclasses.replace(group, **changed)
         elif field.name in values:
             own[field.name] = values[field.name]
-    return kind(**own)
+    if isinstance(kind, type):
+        return kind(**own)
+    return dataclasses.replace(kind, **own)  # type: ignore[type-var]
 
 
 def _parse(flags: Sequence[Flag], words: Sequence[str], program: str) -> dict[str, Any]:

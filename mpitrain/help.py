@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import shutil
 import textwrap
+from collections.abc import Sequence
 from dataclasses import MISSING
 from typing import Any
 
@@ -14,10 +15,16 @@ HELP_COLUMN = 32
 
 
 def help_text(
-    kind: Any, *, program: str, epilog: str, only_common: bool = False
+    kind: Any,
+    *,
+    program: str,
+    epilog: str,
+    only_common: bool = False,
+    others: Sequence[Flag] = (),
 ) -> str:
-    """Return the help of a command."""
-    flags = list(flags_of(kind))
+    """Return the help of a command, whose flags are those of ``kind`` and others."""
+    flags = [*flags_of(kind), *others]
+    kind = kind if isinstance(kind, type) else type(kind)
     positional = [flag.values for flag in flags if not flag.name]
     usage = " ".join(["usage:", program, *positional, "[flags]"])
     about = inspect.cleandoc(kind.__doc__ or "")
@@ -48,6 +55,8 @@ def _lines_of(flag: Flag) -> list[str]:
     lines = textwrap.wrap(text, width - HELP_COLUMN, break_on_hyphens=False)
     indent = " " * HELP_COLUMN
     lines = [indent + line for line in lines]
+    if not lines:
+        return [head]
     if len(head) < HELP_COLUMN - 1:
         return [head.ljust(HELP_COLUMN) + lines[0].lstrip(), *lines[1:]]
     return [head, *lines]

@@ -46,6 +46,7 @@ class FlagFacts:
     may_change: bool = False
     changes_bits: bool = False  # although it may change: the rounding, with --bitwise
     is_for_command: bool = False  # `Trainer` in a script ignores it
+    has_flag: bool = True
     is_set_by_sweep: bool = False  # for each trial
     in_diff: bool = True  # `mpitrain diff` names it
     # No effect unless, or if, another field has one of the values: its name, then these
@@ -101,7 +102,10 @@ def flags_of(kind: Any) -> Iterator[Flag]:
     hints = get_type_hints(bases[0])
     for field in dataclasses.fields(kind):
         if field.default_factory is not MISSING:
-            yield from flags_of(field.default_factory())
+            group = getattr(kind, field.name, None)
+            yield from flags_of(group or field.default_factory())
+            continue
+        if not field.metadata.get("facts", FlagFacts()).has_flag:
             continue
         owner = next(it for it in bases if field.name in inspect.get_annotations(it))
         facts, hint = field.metadata.get("facts", FlagFacts()), hints[field.name]
@@ -110,7 +114,7 @@ def flags_of(kind: Any) -> Iterator[Flag]:
             field=field.name,
             name="" if facts.is_positional else flag_name(facts.flag or field.name),
             hint=hint,
-            values="" if hint is bool else facts.metavar or _values(hint),
+            values="" if hint is bool else facts.metavar or values_of(hint),
             text=_docs(owner)[field.name],
             default=getattr(kind, field.name, MISSING),
             facts=facts,
@@ -137,18 +141,18 @@ def check_values(config: Any) -> None:
             raise UsageError(f"{flag} {value!r}: expected {expected}")
 
 
-def _values(hint: Any) -> str:
+def values_of(hint: Any) -> str:
     """Name the values of a type.
 
-    >>> _values(int | None), _values(Literal["a", "b"]), _values(tuple[int, ...])
+    >>> values_of(int | None), values_of(Literal["a", "b"]), values_of(tuple[int, ...])
     ('INT', '{a,b}', 'INT ...')
     """
     if get_origin(hint) is Literal:
         return "{" + ",".join(map(str, get_args(hint))) + "}"
     if get_origin(hint) is tuple:
-        return f"{_values(get_args(hint)[0])} ..."
+        return f"{values_of(get_args(hint)[0])} ..."
     if get_args(hint):
-        kinds = (_values(it) for it in get_args(hint) if it is not NoneType)
+        kinds = (values_of(it) for it in get_args(hint) if it is not NoneType)
         return "|".join(kinds).replace("|{auto}", "|auto")
     return "TEXT" if hint is str else str(hint.__name__).upper()
 

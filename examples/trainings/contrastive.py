@@ -55,14 +55,20 @@ class Contrastive(mpitrain.Task):
         return F.cross_entropy(logits, places, reduction="none")
 
 
-def build(world: mpitrain.World | None = None, **settings: Any) -> mpitrain.Trainer:
+DEFAULTS = mpitrain.TrainConfig(
+    epochs=5, global_batch_size=32, optimizer="adam", lr=1e-2
+)
+
+
+def build(
+    config: mpitrain.TrainConfig = DEFAULTS, world: mpitrain.World | None = None
+) -> mpitrain.Trainer:
     torch.manual_seed(1)
-    defaults = {"epochs": 5, "global_batch_size": 32, "optimizer": "adam", "lr": 1e-2}
     return mpitrain.Trainer(
         Encoder(),
         Views(200, seed=1),
         Views(61, seed=2),
-        mpitrain.TrainConfig(**defaults | settings),
+        config,
         world=world,
         task=Contrastive(),
     )

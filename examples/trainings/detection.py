@@ -84,17 +84,26 @@ class Detection(mpitrain.Task):
         return {}
 
 
-def build(world: mpitrain.World | None = None, **settings: Any) -> mpitrain.Trainer:
+# Anchors are drawn at random: with `bitwise` the same for each micro-batch.
+DEFAULTS = mpitrain.TrainConfig(
+    epochs=3,
+    global_batch_size=8,
+    optimizer="adamw",
+    lr=3e-3,
+    micro_batch_size=1,
+    bitwise=True,
+)
+
+
+def build(
+    config: mpitrain.TrainConfig = DEFAULTS, world: mpitrain.World | None = None
+) -> mpitrain.Trainer:
     torch.manual_seed(1)
-    defaults = {"epochs": 3, "global_batch_size": 8, "optimizer": "adamw", "lr": 3e-3}
     return mpitrain.Trainer(
         detector(),
         Squares(64, seed=1),
         Squares(21, seed=2),
-        # Anchors are drawn at random: with `bitwise` the same for each micro-batch.
-        mpitrain.TrainConfig(
-            **defaults | {"micro_batch_size": 1, "bitwise": True} | settings
-        ),
+        config,
         world=world,
         collate_fn=collate,
         task=Detection(),

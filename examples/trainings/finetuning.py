@@ -68,20 +68,21 @@ def scheduler(optimizer: torch.optim.Optimizer, total_steps: int) -> OneCycleLR:
     return OneCycleLR(optimizer, rates, total_steps, cycle_momentum=False)
 
 
-def build(world: mpitrain.World | None = None, **settings: Any) -> mpitrain.Trainer:
+# Muon rounds to bfloat16: without `bitwise` the last bits of a gradient matter.
+DEFAULTS = mpitrain.TrainConfig(
+    epochs=10, global_batch_size=16, ema_decay=0.9, bitwise=True
+)
+
+
+def build(
+    config: mpitrain.TrainConfig = DEFAULTS, world: mpitrain.World | None = None
+) -> mpitrain.Trainer:
     torch.manual_seed(1)
-    # Muon rounds to bfloat16: without `bitwise` the last bits of a gradient matter.
-    defaults = {
-        "epochs": 10,
-        "global_batch_size": 16,
-        "ema_decay": 0.9,
-        "bitwise": True,
-    }
     return mpitrain.Trainer(
         Network(),
         data(200, seed=1),
         data(50, seed=2),
-        mpitrain.TrainConfig(**defaults | settings),
+        config,
         world=world,
         optimizer=optimizer,
         scheduler=scheduler,

@@ -82,14 +82,18 @@ class GAN(mpitrain.Task):
         return {"distance": (points.norm(dim=1) - 1).abs()}
 
 
-def build(world: mpitrain.World | None = None, **settings: Any) -> mpitrain.Trainer:
+DEFAULTS = mpitrain.TrainConfig(epochs=10, global_batch_size=30, schedule="constant")
+
+
+def build(
+    config: mpitrain.TrainConfig = DEFAULTS, world: mpitrain.World | None = None
+) -> mpitrain.Trainer:
     torch.manual_seed(1)
-    defaults = {"epochs": 10, "global_batch_size": 30, "schedule": "constant"}
     return mpitrain.Trainer(
         Networks(),
         Ring(600, seed=0),
         Ring(100, seed=1),
-        mpitrain.TrainConfig(**defaults | settings),
+        config,
         world=world,
         task=GAN(),
     )

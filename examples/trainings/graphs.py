@@ -6,7 +6,6 @@ mpirun -np 4 --oversubscribe python examples/trainings/graphs.py
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -74,14 +73,20 @@ def collate(graphs: list[Graph]) -> Graph:
     )
 
 
-def build(world: mpitrain.World | None = None, **settings: Any) -> mpitrain.Trainer:
+DEFAULTS = mpitrain.TrainConfig(
+    epochs=3, global_batch_size=8, optimizer="adam", lr=3e-3
+)
+
+
+def build(
+    config: mpitrain.TrainConfig = DEFAULTS, world: mpitrain.World | None = None
+) -> mpitrain.Trainer:
     torch.manual_seed(1)
-    defaults = {"epochs": 3, "global_batch_size": 8, "optimizer": "adam", "lr": 3e-3}
     return mpitrain.Trainer(
         GraphNetwork(),
         Molecules(200, seed=1),
         Molecules(61, seed=2),
-        mpitrain.TrainConfig(**defaults | settings),
+        config,
         world=world,
         collate_fn=collate,
         loss=lambda found, graph: (found - graph.target).square(),

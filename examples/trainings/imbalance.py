@@ -5,8 +5,6 @@ mpirun -np 4 --oversubscribe python examples/trainings/imbalance.py
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -44,10 +42,14 @@ def network(num_outputs: int) -> nn.Module:
     return nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, num_outputs))
 
 
-DEFAULTS = {"epochs": 3, "global_batch_size": 16, "optimizer": "adam", "lr": 1e-2}
+DEFAULTS = mpitrain.TrainConfig(
+    epochs=3, global_batch_size=16, optimizer="adam", lr=1e-2
+)
 
 
-def build(world: mpitrain.World | None = None, **settings: Any) -> mpitrain.Trainer:
+def build(
+    config: mpitrain.TrainConfig = DEFAULTS, world: mpitrain.World | None = None
+) -> mpitrain.Trainer:
     train = rare_classes(600, seed=1)
     counts = torch.bincount(train.tensors[1], minlength=NUM_CLASSES)
     class_weights = (counts.sum() / counts).sqrt()
@@ -62,7 +64,7 @@ def build(world: mpitrain.World | None = None, **settings: Any) -> mpitrain.Trai
         network(NUM_CLASSES),
         train,
         rare_classes(203, seed=2),
-        mpitrain.TrainConfig(**DEFAULTS | settings),
+        config,
         world=world,
         loss=focal_loss,
         metrics={
@@ -73,13 +75,13 @@ def build(world: mpitrain.World | None = None, **settings: Any) -> mpitrain.Trai
 
 
 def build_multilabel(
-    world: mpitrain.World | None = None, **settings: Any
+    config: mpitrain.TrainConfig = DEFAULTS, world: mpitrain.World | None = None
 ) -> mpitrain.Trainer:
     return mpitrain.Trainer(
         network(NUM_LABELS),
         several_labels(600, seed=1),
         several_labels(203, seed=2),
-        mpitrain.TrainConfig(**DEFAULTS | settings),
+        config,
         world=world,
         loss=lambda logits, targets: F.binary_cross_entropy_with_logits(
             logits, targets, reduction="none"
@@ -90,5 +92,5 @@ def build_multilabel(
 
 if __name__ == "__main__":
     with mpitrain.init() as world:
-        build(world).fit()
-        build_multilabel(world).fit()
+        build(world=world).fit()
+        build_multilabel(world=world).fit()

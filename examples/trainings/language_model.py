@@ -76,23 +76,27 @@ class LanguageModel(mpitrain.Task):
         return {"perplexity": math.exp(values["loss"])}
 
 
-def build(world: mpitrain.World | None = None, **settings: Any) -> mpitrain.Trainer:
+DEFAULTS = mpitrain.TrainConfig(
+    max_steps=60,
+    validate_every_steps=30,
+    global_batch_size=8,
+    optimizer="adamw",
+    lr=3e-3,
+    weight_decay=0.1,
+    warmup_steps=20,
+    clip_grad_norm=1.0,
+)
+
+
+def build(
+    config: mpitrain.TrainConfig = DEFAULTS, world: mpitrain.World | None = None
+) -> mpitrain.Trainer:
     torch.manual_seed(1)
-    defaults = {
-        "max_steps": 60,
-        "validate_every_steps": 30,
-        "global_batch_size": 8,
-        "optimizer": "adamw",
-        "lr": 3e-3,
-        "weight_decay": 0.1,
-        "warmup_steps": 20,
-        "clip_grad_norm": 1.0,
-    }
     return mpitrain.Trainer(
         Transformer(),
         Crops(480, seed=0, is_random=True),
         Crops(101, seed=1, is_random=False),
-        mpitrain.TrainConfig(**defaults | settings),
+        config,
         world=world,
         task=LanguageModel(),
     )

@@ -5,8 +5,6 @@ mpirun -np 4 --oversubscribe python examples/trainings/segmentation.py
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -81,14 +79,20 @@ def loss(logits: Tensor, masks: Tensor) -> dict[str, Tensor]:
     return {"loss": entropy + dice, "cross_entropy": entropy, "dice": dice}
 
 
-def build(world: mpitrain.World | None = None, **settings: Any) -> mpitrain.Trainer:
+DEFAULTS = mpitrain.TrainConfig(
+    epochs=3, global_batch_size=8, optimizer="adamw", lr=1e-2
+)
+
+
+def build(
+    config: mpitrain.TrainConfig = DEFAULTS, world: mpitrain.World | None = None
+) -> mpitrain.Trainer:
     torch.manual_seed(1)
-    defaults = {"epochs": 3, "global_batch_size": 8, "optimizer": "adamw", "lr": 1e-2}
     return mpitrain.Trainer(
         UNet(),
         Shapes(80, seed=1, flips=True),
         Shapes(37, seed=2),
-        mpitrain.TrainConfig(**defaults | settings),
+        config,
         world=world,
         loss=loss,
         metrics={"miou": MulticlassJaccardIndex(NUM_CLASSES)},

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import sys
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
@@ -72,16 +71,21 @@ def batches_of(data: Sequences, seed: int, epoch: int) -> list[list[int]]:
     return [found[place] for place in order]
 
 
-def build(world: mpitrain.World | None = None, **settings: Any) -> mpitrain.Trainer:
+DEFAULTS = mpitrain.TrainConfig(
+    max_steps=60, validate_every_steps=20, optimizer="adam", lr=1e-2
+)
+
+
+def build(
+    config: mpitrain.TrainConfig = DEFAULTS, world: mpitrain.World | None = None
+) -> mpitrain.Trainer:
     torch.manual_seed(1)
     train = Sequences(sys.maxsize, seed=1)
-    defaults = {"max_steps": 60, "validate_every_steps": 20}
-    defaults |= {"optimizer": "adam", "lr": 1e-2}
     return mpitrain.Trainer(
         Reader(),
         train,
         Sequences(101, seed=2),
-        mpitrain.TrainConfig(**defaults | settings),
+        config,
         world=world,
         collate_fn=collate,
         batch_sampler=partial(batches_of, train),

@@ -125,20 +125,22 @@ class Forecast(mpitrain.Task):
         }
 
 
+DEFAULTS = mpitrain.TrainConfig(
+    epochs=3, global_batch_size=8, optimizer="adam", lr=3e-3
+)
+
+
 def build(
-    world: mpitrain.World | None = None, folder: str = ".", **settings: Any
+    config: mpitrain.TrainConfig = DEFAULTS,
+    world: mpitrain.World | None = None,
+    folder: str = ".",
 ) -> mpitrain.Trainer:
     paths = [Path(folder) / name for name in ("fields-train.h5", "fields-val.h5")]
     for path, days, seed in zip(paths, (151, 41), (1, 2), strict=True):
         write_fields(path, days, seed)
     torch.manual_seed(1)
-    defaults = {"epochs": 3, "global_batch_size": 8, "optimizer": "adam", "lr": 3e-3}
     return mpitrain.Trainer(
-        Surrogate(),
-        *map(Days, paths),
-        mpitrain.TrainConfig(**defaults | settings),
-        world=world,
-        task=Forecast(),
+        Surrogate(), *map(Days, paths), config, world=world, task=Forecast()
     )
 
 

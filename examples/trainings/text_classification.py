@@ -67,36 +67,39 @@ class Classification(mpitrain.Task):
             metric.update(outputs.logits.softmax(1)[:, 1], batch["labels"])
 
 
+DEFAULTS = mpitrain.TrainConfig(
+    epochs=10,
+    global_batch_size=16,
+    optimizer="adamw",
+    lr=5e-3,
+    weight_decay=0.01,
+    bias_decay=False,
+    schedule="linear",
+    warmup_steps=10,
+    clip_grad_norm=1.0,
+)
+
+
 def build(
-    world: mpitrain.World | None = None, folder: str = "runs/text", **settings: Any
+    config: mpitrain.TrainConfig = DEFAULTS, world: mpitrain.World | None = None
 ) -> mpitrain.Trainer:
-    defaults = {
-        "epochs": 10,
-        "global_batch_size": 16,
-        "optimizer": "adamw",
-        "lr": 5e-3,
-        "weight_decay": 0.01,
-        "bias_decay": False,
-        "schedule": "linear",
-        "warmup_steps": 10,
-        "clip_grad_norm": 1.0,
-    }
     return mpitrain.Trainer(
         network(),
         Reviews(400, seed=1),
         Reviews(65, seed=2),
-        mpitrain.TrainConfig(**defaults | settings),
+        config,
         world=world,
         task=Classification(),
         metrics={"f1": BinaryF1Score(), "auroc": BinaryAUROC()},
-        callbacks=[
-            mpitrain.EpochLines(),
-            mpitrain.EarlyStopping("f1", patience=3),
-            mpitrain.Recorder(folder),
-            mpitrain.Checkpointer(folder, best_by="max:f1", load_best_at_end=True),
-        ],
     )
 
 
 if __name__ == "__main__":
-    build().fit()
+    folder = "runs/text"
+    trainer = build()
+    trainer.callbacks += [
+        mpitrain.EarlyStopping("f1", patience=3),
+        mpitrain.Recorder(folder),
+        mpitrain.Checkpointer(folder, best_by="max:f1", load_best_at_end=True),
+    ]
+    trainer.fit()

@@ -28,8 +28,8 @@ epoch, `(N,)`: some may come twice or never. Or torch's, such as
 
 BatchSampler = Callable[[int, int], Sequence[Sequence[int]]] | Iterable[Sequence[int]]
 """Likewise the numbers of the samples of each step, over all ranks. With an attribute
-``costs``, a positive number for each sample of the set, `(N,)`, such as its tokens, each
-rank takes about as much of a step's costs."""
+``costs``, a positive number for each sample of the set, `(N,)`, such as its tokens,
+each rank takes about as much of a step's costs."""
 
 SEEDED_AS = -2  # in place of a sample's number: samplers draw other numbers
 

@@ -45,7 +45,8 @@ def warn_of_scalars(values: Mapping[str, Any], warned: set[str]) -> Mapping[str,
 
 def warn_of_ignored(config: TrainConfig) -> None:
     """Warn of fields that are set and that have no effect in a script."""
-    if ignored := config.only_for_command():
+    changed = config.changed.items()
+    if ignored := [name for name, facts in changed if facts.is_for_command]:
         logger.warning(
             "Trainer ignores %s of its TrainConfig; pass callbacks such as "
             "mpitrain.Checkpointer, with arguments of their own, instead",

@@ -469,7 +469,7 @@ class Trainer:
     @contextlib.contextmanager
     def _job(self) -> Iterator[None]:
         """Call `mpitrain.init` in a script that has not."""
-        if not self._owns_job:
+        if not self._owns_job or self.uses_whole_config:
             yield
             return
         with init(**self.config.launch.as_arguments()) as self.world:

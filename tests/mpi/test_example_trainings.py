@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import hashlib
 import importlib
@@ -71,11 +72,12 @@ def built(name: str, world: World | None, folder: Path, **settings: Any) -> Trai
     module_name, _, function = name.partition(":")
     module = importlib.import_module(f"examples.trainings.{module_name}")
     more: dict[str, Any] = {"precision": "fp64", "epochs": 2, **TRAININGS[name]}
-    if module_name == "surrogate":
-        more["folder"] = str(folder)
+    where = {"folder": str(folder)} if module_name == "surrogate" else {}
     if module_name != "stream":  # its batches have a number of tokens
         more.setdefault("global_batch_size", 8)
-    trainer: Trainer = getattr(module, function or "build")(world, **more | settings)
+    config = dataclasses.replace(module.DEFAULTS, **more | settings)
+    build = getattr(module, function or "build")
+    trainer: Trainer = build(config, world, **where)
     size = more.get("global_batch_size")
     if size is not None:  # the last of three steps has two samples
         trainer.train_data = first(trainer.train_data, 2 * size + 2)

@@ -170,7 +170,7 @@ def test_help_all_answers_on_stdout_with_every_field(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     said = help_of("--help-all", capsys)
-    for name in facts_of(TrainConfig):
+    for name in facts_of(TrainConfig).keys() - {"task_arguments"}:
         assert "--" + name.replace("_", "-") in said
 
 

@@ -137,13 +137,15 @@ class Search:
             yield from self.grid(first + 1, **values, **{parameter.name: value})
 
 
-def check_names(names: Iterable[str]) -> None:
-    """Check that flags may vary."""
+def check_names(names: Iterable[str], of_task: Sequence[str] | None = None) -> None:
+    """Check that flags may vary; ``of_task``: those of its arguments, if known."""
     facts = facts_of(TrainConfig)
     known = [it.name for it in fields(TrainConfig) if it.name in facts]  # not launch
     known = [name for name in known if not facts[name].is_set_by_sweep]
+    known += of_task or ()
     for name in names:
-        if name not in {*known, RANKS}:
+        is_of_task = of_task is None and name.startswith("task.")
+        if name not in {*known, RANKS} and not is_of_task:
             raise UsageError(
                 f"the space names {name!r}; expected flags of a training that a sweep "
                 f"does not set, such as lr, or {RANKS}.{did_you_mean(name, known)}"

@@ -108,6 +108,8 @@ def _shared_data(sweep: PreparedSweep, world: World) -> Data | None:
     Collective over all ranks.
     """
     config, search = sweep.config, sweep.search
+    if config.task is not None:
+        return None
     varies = search.function or search.names & {it.name for it in fields(DataConfig)}
     if varies or config.data not in {*CLASSES, "synthetic"}:
         return None

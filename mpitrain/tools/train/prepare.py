@@ -17,6 +17,8 @@ from mpitrain.files import read_yaml, write_atomic
 from mpitrain.flags import PROGRAM, read_flags
 from mpitrain.plugins import require
 from mpitrain.record.runs import Exists, RunFolder, differences, is_finished, open_run
+from mpitrain.settings import Flag
+from mpitrain.tools.train.task_flags import task_flags, task_in
 from mpitrain.train.progress import finished_line
 
 
@@ -70,9 +72,25 @@ def prepare(config: TrainConfig) -> PreparedRun:
     )
 
 
-def read_config(flags: Sequence[str]) -> TrainConfig:
-    """Read the flags of a training that are not the whole command line."""
-    return read_flags(TrainConfig, flags, program=PROGRAM)
+def read_config(
+    flags: Sequence[str], *, only_common: bool = False, further: str = ""
+) -> TrainConfig:
+    """Read the flags of a training; the others say what ``--help`` shows.
+
+    With ``--task`` it imports the user's module, which has flags, too.
+    """
+    kind: type[TrainConfig] | TrainConfig = TrainConfig
+    of_task: Sequence[Flag] = ()
+    if reference := task_in(flags):
+        kind, of_task = task_flags(reference)
+    return read_flags(
+        kind,
+        flags,
+        program=PROGRAM,
+        only_common=only_common,
+        further=further,
+        of_task=of_task,
+    )
 
 
 def check_stop_file(run_dir: Path, done: str) -> tuple[str, int]:

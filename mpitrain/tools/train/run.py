@@ -29,6 +29,7 @@ from mpitrain.record.profiler import Profiler
 from mpitrain.record.rank_times import RankTimes
 from mpitrain.record.recorder import Recorder
 from mpitrain.tasks.image_classification.datasets.named import Data, load_data
+from mpitrain.tools.train.own_task import call_task
 from mpitrain.tools.train.prepare import PreparedRun
 from mpitrain.train.callbacks import Callback
 from mpitrain.train.early_stopping import EarlyStopping
@@ -53,7 +54,6 @@ def run_training(
     checkpointer. ``shared_data`` stand for those of the configuration, and stay open.
     """
     config, run_dir = run.config, run.run_dir
-    ranks = communicator(world)
     checkpointer = Checkpointer(
         run_dir,
         every_epochs=config.checkpoint_every_epochs,
@@ -67,20 +67,11 @@ def run_training(
         handler.uninstall()
     else:
         checkpointer.open(world, run_id=run.folder.run_id, handler=handler)
-    heartbeat("loading the data")
-    data = shared_data or load_data(config, seed=config.seed, world=world, ranks=ranks)
-    checkpointer.data = {
-        "num_classes": data.num_classes,
-        "in_channels": data.in_channels,
-        "image_size": data.image_size,
-    }
-    heartbeat("building the model")
-    is_new = checkpointer.reader is None
-    model, loaded = _build(config, data, ranks, with_weights=is_new)
+    trainer, summary = _trainer(config, world, run_dir, checkpointer, shared_data)
     seconds_left, patience = handler.seconds_left, config.early_stopping
     named = "" if config.name else f" with --name {run_dir.name}"
-    all_callbacks: list[Callback] = [
-        RunSummary(config, run_dir, data, loaded),
+    trainer.callbacks = [
+        summary,
         Recorder(
             run_dir,
             start_seconds=start_seconds,
@@ -95,28 +86,62 @@ def run_training(
         Fingerprints(run_dir, config.fingerprint),
         *([Profiler(run_dir, config.profile)] if config.profile else []),
         ModelFile(run_dir / "model.pt"),
+        *trainer.callbacks,
         *callbacks,
         *([EarlyStopping(config.best_by, patience=patience)] if patience else []),
         *([] if config.dry_run else [checkpointer]),
     ]
+    trainer.callbacks.sort(key=lambda callback: callback.runs_last)
+    try:
+        trainer.fit()
+    except Stopped as stopped:
+        return stopped.exit_status
+    return 0
+
+
+def _trainer(
+    config: TrainConfig,
+    world: World,
+    run_dir: Path,
+    checkpointer: Checkpointer,
+    shared_data: Data | None,
+) -> tuple[Trainer, RunSummary]:
+    """Return the trainer of the command, or of ``--task``; collective."""
+    task = None
+    if config.task is not None:
+        heartbeat(f"calling {config.task}")
+        task = call_task(config, world)
+        if isinstance(task, Trainer):
+            return task, RunSummary(config, run_dir, f"--task {config.task}")
+    ranks = communicator(world)
+    heartbeat("loading the data")
+    data = shared_data or load_data(config, seed=config.seed, world=world, ranks=ranks)
+    checkpointer.data = {
+        "num_classes": data.num_classes,
+        "in_channels": data.in_channels,
+        "image_size": data.image_size,
+    }
+    heartbeat("building the model")
+    is_new = checkpointer.reader is None
+    model, loaded = _build(config, data, ranks, with_weights=is_new)
     trainer = Trainer(
         model,
         data.train,
         data.val,
         config,
         world=world,
-        callbacks=all_callbacks,
+        task=task,
+        callbacks=(),
         test_data=data.test,
-        mean_std=data.statistics,
-        num_classes=data.num_classes,
-        find_unused_parameters=is_reference(config.model),
+        mean_std=None if task else data.statistics,
+        num_classes=None if task else data.num_classes,
+        find_unused_parameters=is_reference(config.model) or task is not None,
     )
     trainer.uses_whole_config = True
-    try:
-        trainer.fit()
-    except Stopped as stopped:
-        return stopped.exit_status
-    return 0
+    classes = "" if data.num_classes is None else f", {data.num_classes} classes"
+    of_task = "" if task is None else f", --task {config.task}"
+    what = f"{config.model} on {config.data}"
+    return trainer, RunSummary(config, run_dir, what, classes + of_task, loaded)
 
 
 def _build(
@@ -158,10 +183,16 @@ class RunSummary(Callback):
     """Prints what is trained on which ranks, and writes it into the run folder."""
 
     def __init__(
-        self, config: TrainConfig, run_dir: Path, data: Data, loaded: str | None
+        self,
+        config: TrainConfig,
+        run_dir: Path,
+        what: str,
+        more: str = "",
+        loaded: str | None = None,
     ) -> None:
+        """``what`` is trained; ``more`` of it; a line on the ``loaded`` weights."""
         self._config, self._run_dir = config, run_dir
-        self._data, self._loaded = data, loaded
+        self._what, self._more, self._loaded = what, more, loaded
 
     def on_fit_start(self, trainer: Trainer) -> None:
         """Print and write."""
@@ -173,17 +204,15 @@ class RunSummary(Callback):
         (self._run_dir / "model.txt").write_text(table + "\n")
         for line in (*node_lines(world.nodes), *self._training_lines(trainer)):
             say(line)
-        data = self._data
         for setting in config.without_effect():
             logger.warning("has no effect here: %s", setting)
-        if data.train.num_samples is not None:
-            more = config.global_batch_size - data.train.num_samples
-            if more > 0:
-                logger.warning(
-                    "--global-batch-size %d is larger than the training set (%d "
-                    "samples): an epoch is one step",
-                    *(config.global_batch_size, data.train.num_samples),
-                )
+        num = trainer.engine.data.train.num_samples
+        if num is not None and config.global_batch_size > num:
+            logger.warning(
+                "--global-batch-size %d is larger than the training set (%d samples): "
+                "an epoch is one step",
+                *(config.global_batch_size, num),
+            )
         idle = world.world_size - config.global_batch_size
         if idle > 0:
             logger.warning(
@@ -193,9 +222,8 @@ class RunSummary(Callback):
             )
 
     def _training_lines(self, trainer: Trainer) -> Sequence[str]:
-        config, data, plan = self._config, self._data, trainer.engine.plan
-        train, val = (_count(part.num_samples) for part in (data.train, data.val))
-        classes = "" if data.num_classes is None else f", {data.num_classes} classes"
+        config, data, plan = self._config, trainer.engine.data, trainer.engine.plan
+        train, *val = map(_count, data.num_samples.values())
         if config.dry_run:
             steps = "dry run: one step, one evaluation"
         elif plan.total_steps is None:
@@ -212,8 +240,8 @@ class RunSummary(Callback):
         return [
             f"backend {world.backend}, rendezvous at {world.master_addr}:"
             f"{world.master_port}, {threads} per rank",
-            f"{config.model} on {config.data}: {train} samples to train, "
-            f"{val} to validate{classes}",
+            f"{self._what}: {train} samples to train, "
+            f"{' and '.join(val) or 'none'} to validate{self._more}",
             f"{summary_line(trainer.engine.model)}; {trainer.engine.strategy.name}, "
             f"{config.precision}",
             trainer.engine.strategy.batch_line(),

