@@ -25,7 +25,6 @@ LOGGERS = ("csv", "tensorboard", "wandb")
 
 START_TIMEOUT_SECONDS = 600.0  # default of a stage of the start
 MIN_START_TIMEOUT_SECONDS = 120.0  # torch may come from a slow file system
-HANG_TIMEOUT_SECONDS = 600.0  # default of a training
 TIMEOUT_SECONDS = 1800.0  # of a collective or an answer of the store; gloo's default
 
 # Default peak learning rates; ADAM_LR for the others.
@@ -319,7 +318,7 @@ class TrainConfig(
     """Run one step and one validation in a run folder of its own, without
     checkpoints."""
     launch: LaunchConfig = field(
-        default_factory=lambda: LaunchConfig(hang_timeout=HANG_TIMEOUT_SECONDS)
+        default_factory=lambda: LaunchConfig(hang_timeout=600.0)
     )
     """How the ranks are started; its fields are flags like the others."""
 
@@ -383,10 +382,8 @@ class TrainConfig(
                 "expected letters, digits and _ . + = - (not first)"
             )
         if self.dry_run and self.resume not in ("auto", "never"):
-            yield (
-                f"--dry-run --resume {self.resume}: a dry run begins anew, and keeps "
-                "nothing; leave one of the two out"
-            )
+            found = f"--dry-run --resume {self.resume}"
+            yield f"{found}: a dry run begins anew, and keeps nothing; leave one out"
 
     @property
     def changed(self) -> dict[str, FlagFacts]:
@@ -420,17 +417,20 @@ class TrainConfig(
             if facts.may_change and not (self.bitwise and facts.changes_bits)
         )
 
-    def without_effect(self) -> list[str]:
+    def without_effect(self, *, has_own_data: bool = False) -> list[str]:
         """Name the settings that do nothing beside the others, and why."""
         changed, found = self.changed, []
         for name, facts in changed.items():
+            if has_own_data and "data" in (*facts.only_with[:1], *facts.not_with[:1]):
+                continue
             if facts.only_with and not self._has(*facts.only_with):
                 found.append(f"{flag_name(name)} (for {_typed(*facts.only_with)})")
             if facts.not_with and self._has(*facts.not_with):
                 found.append(f"{flag_name(name)} (not for {_typed(*facts.not_with)})")
         if "balance" in changed and self.bitwise and self.strategy == "fsdp":
             found.append("--balance (for --strategy ddp)")
-        if self.data == "digits" and self.normalize not in ("auto", "none"):
+        is_plain = self.data == "digits" and not has_own_data
+        if is_plain and self.normalize not in ("auto", "none"):
             found.append("--normalize (the digits are taken as they are)")
         has_fall = self.schedule != "constant" and not self.max_steps
         if (self.warmup_epochs or 0) >= self.epochs > 1 and has_fall:
@@ -458,7 +458,7 @@ class TrainConfig(
 
 def _plain(value: Any) -> Any:
     if isinstance(value, tuple):
-        return list(value)
+        return [_plain(it) for it in value]
     return str(value) if isinstance(value, Path) else value
 
 

@@ -61,22 +61,22 @@ class HelpShown(MpitrainError):
 
 
 def read_flags(
-    kind: type[Config] | Config,
+    kind: type[Config],
     words: Sequence[str],
     *,
     program: str,
     further: str = "",
     files: bool = True,
     only_common: bool = False,
+    defaults: Config | None = None,
     of_task: Sequence[Flag] = (),
 ) -> Config:
     """Read flags, and the YAML files that they may name, into a configuration.
 
-    Fields of `kind`, a class or an object with defaults, are flags; a field that is a
-    dataclass itself is a group of flags. The values of those ``of_task`` are in its
-    field `task_arguments`. Flags win over the files of ``--config``, which `files`
-    allows. ``--help`` shows all flags, or the common ones only, and then the text
-    `further`.
+    Fields of `kind` are flags; a field that is a dataclass itself is a group of flags.
+    Flags win over the files of ``--config``, which `files` allows, and these over
+    ``defaults``. The values of the flags ``of_task`` are in the field `task_arguments`.
+    ``--help`` shows all flags, or the common ones only, and then the text `further`.
     """
     if "--version" in words:
         print(f"mpitrain {__version__}")
@@ -89,7 +89,7 @@ def read_flags(
         lines = "\n".join(filter(None, [further, config_file * files, show_all]))
         _answer(
             help_text(
-                kind,
+                defaults or kind,
                 program=program,
                 epilog=lines,
                 only_common=only_common,
@@ -98,7 +98,7 @@ def read_flags(
         )
         raise HelpShown
 
-    flags = [*flags_of(kind), *of_task]
+    flags = [*flags_of(defaults or kind), *of_task]
     of_files = flags_of(ConfigFiles) if files else ()
     values = _parse([*flags, *of_files], words, program)
     from_files: dict[str, Any] = {}
@@ -116,23 +116,25 @@ def read_flags(
         values["task_arguments"] = tuple(
             (name.removeprefix("task."), value) for name, value in arguments.items()
         )
-    return _build(kind, values)
+    return _build(kind, values, defaults)
 
 
-def _build(kind: type[Config] | Config, values: Mapping[str, Any]) -> Config:
+def _build(
+    kind: type[Config], values: Mapping[str, Any], defaults: Config | None = None
+) -> Config:
     """Make a configuration, and the groups nested in it."""
     own: dict[str, Any] = {}
     for field in dataclasses.fields(kind):  # type: ignore[arg-type]
         if field.default_factory is not MISSING:
-            group = getattr(kind, field.name, None) or field.default_factory()
+            group = getattr(defaults, field.name, None) or field.default_factory()
             names = values.keys() & vars(group).keys()
             changed = {name: values[name] for name in names}
             own[field.name] = dataclasses.replace(group, **changed)
         elif field.name in values:
             own[field.name] = values[field.name]
-    if isinstance(kind, type):
+    if defaults is None:
         return kind(**own)
-    return dataclasses.replace(kind, **own)  # type: ignore[type-var]
+    return dataclasses.replace(defaults, **own)  # type: ignore[type-var]
 
 
 def _parse(flags: Sequence[Flag], words: Sequence[str], program: str) -> dict[str, Any]:
@@ -210,7 +212,7 @@ def _convert(hint: Any, word: str) -> Any:
     if not kinds:
         return hint(word)
     if get_origin(hint) is Literal:
-        return kinds[kinds.index(word)]
+        return kinds[[*map(str, kinds)].index(word)]
     if word == "None" and NoneType in kinds:
         return None
     for kind in kinds:
@@ -263,7 +265,7 @@ def _answer(text: str) -> None:
 
 def _read_config_file(file: Path, flags: Sequence[Flag]) -> dict[str, Any]:
     """Read values of flags, such as a run's ``config.yaml``."""
-    lists = [flag.field for flag in flags if isinstance(flag.default, tuple)]
+    lists = [flag.field for flag in flags if get_origin(flag.hint) is tuple]
     values = {str(k): v for k, v in read_flag_file(file, "lr: 0.1").items()}
     for name, value in values.items():
         is_list = isinstance(value, list) and name.replace("-", "_") in lists

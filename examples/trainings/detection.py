@@ -98,7 +98,7 @@ DEFAULTS = mpitrain.TrainConfig(
 def build(
     config: mpitrain.TrainConfig = DEFAULTS, world: mpitrain.World | None = None
 ) -> mpitrain.Trainer:
-    torch.manual_seed(1)
+    torch.manual_seed(config.seed)
     return mpitrain.Trainer(
         detector(),
         Squares(64, seed=1),

@@ -88,7 +88,7 @@ DEFAULTS = mpitrain.TrainConfig(epochs=10, global_batch_size=30, schedule="const
 def build(
     config: mpitrain.TrainConfig = DEFAULTS, world: mpitrain.World | None = None
 ) -> mpitrain.Trainer:
-    torch.manual_seed(1)
+    torch.manual_seed(config.seed)
     return mpitrain.Trainer(
         Networks(),
         Ring(600, seed=0),

@@ -37,8 +37,8 @@ def several_labels(num: int, seed: int) -> TensorDataset:
     )
 
 
-def network(num_outputs: int) -> nn.Module:
-    torch.manual_seed(1)
+def network(num_outputs: int, seed: int) -> nn.Module:
+    torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, num_outputs))
 
 
@@ -61,7 +61,7 @@ def build(
         return (1 - (-losses).exp()) ** 2 * losses, weights
 
     return mpitrain.Trainer(
-        network(NUM_CLASSES),
+        network(NUM_CLASSES, config.seed),
         train,
         rare_classes(203, seed=2),
         config,
@@ -78,7 +78,7 @@ def build_multilabel(
     config: mpitrain.TrainConfig = DEFAULTS, world: mpitrain.World | None = None
 ) -> mpitrain.Trainer:
     return mpitrain.Trainer(
-        network(NUM_LABELS),
+        network(NUM_LABELS, config.seed),
         several_labels(600, seed=1),
         several_labels(203, seed=2),
         config,

@@ -91,7 +91,7 @@ DEFAULTS = mpitrain.TrainConfig(
 def build(
     config: mpitrain.TrainConfig = DEFAULTS, world: mpitrain.World | None = None
 ) -> mpitrain.Trainer:
-    torch.manual_seed(1)
+    torch.manual_seed(config.seed)
     return mpitrain.Trainer(
         Transformer(),
         Crops(480, seed=0, is_random=True),

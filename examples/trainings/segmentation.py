@@ -87,7 +87,7 @@ DEFAULTS = mpitrain.TrainConfig(
 def build(
     config: mpitrain.TrainConfig = DEFAULTS, world: mpitrain.World | None = None
 ) -> mpitrain.Trainer:
-    torch.manual_seed(1)
+    torch.manual_seed(config.seed)
     return mpitrain.Trainer(
         UNet(),
         Shapes(80, seed=1, flips=True),

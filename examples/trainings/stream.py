@@ -79,7 +79,7 @@ DEFAULTS = mpitrain.TrainConfig(
 def build(
     config: mpitrain.TrainConfig = DEFAULTS, world: mpitrain.World | None = None
 ) -> mpitrain.Trainer:
-    torch.manual_seed(1)
+    torch.manual_seed(config.seed)
     train = Sequences(sys.maxsize, seed=1)
     return mpitrain.Trainer(
         Reader(),

@@ -138,7 +138,7 @@ def build(
     paths = [Path(folder) / name for name in ("fields-train.h5", "fields-val.h5")]
     for path, days, seed in zip(paths, (151, 41), (1, 2), strict=True):
         write_fields(path, days, seed)
-    torch.manual_seed(1)
+    torch.manual_seed(config.seed)
     return mpitrain.Trainer(
         Surrogate(), *map(Days, paths), config, world=world, task=Forecast()
     )

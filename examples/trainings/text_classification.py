@@ -43,7 +43,6 @@ class Reviews(Dataset[dict[str, Tensor]]):
 
 
 def network() -> BertForSequenceClassification:
-    torch.manual_seed(1)
     return BertForSequenceClassification(
         BertConfig(
             vocab_size=200,
@@ -83,6 +82,7 @@ DEFAULTS = mpitrain.TrainConfig(
 def build(
     config: mpitrain.TrainConfig = DEFAULTS, world: mpitrain.World | None = None
 ) -> mpitrain.Trainer:
+    torch.manual_seed(config.seed)
     return mpitrain.Trainer(
         network(),
         Reviews(400, seed=1),

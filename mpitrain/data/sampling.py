@@ -49,6 +49,8 @@ class Sampling:
     def __init__(self, sampler: Any = None, batch_sampler: Any = None) -> None:
         if sampler is not None and batch_sampler is not None:
             raise UsageError("found sampler= and batch_sampler=; expected one of them")
+        if getattr(sampler, "costs", None) is not None:
+            raise UsageError("found costs of a sampler=; expected a batch_sampler=")
         self.has_batches = batch_sampler is not None
         self.name = "batch_sampler" if self.has_batches else "sampler"
         self._source = batch_sampler if self.has_batches else sampler
@@ -98,7 +100,8 @@ class Sampling:
 
     def _costs(self, num_samples: int) -> npt.NDArray[np.float64] | None:
         """Return the costs of the samples of the set, if the batch sampler has some."""
-        found = getattr(self._source, "costs", None)
+        parts = (getattr(part, "costs", None) for part in _parts(self._source))
+        found = next((it for it in parts if it is not None), None)
         if found is None:
             return None
         costs = np.asarray(found.cpu() if isinstance(found, Tensor) else found)

@@ -280,6 +280,14 @@ def init(
     before = dict(os.environ)
     limit = default_start_timeout(hang_timeout_seconds, start_timeout_seconds)
     launched = Job.current  # by `run`, perhaps
+    if (
+        launched is not None and launched.is_preparing
+    ):  # ranks would wait for each other
+        raise UsageError(
+            "mpitrain.init(), or fit() of a Trainer without a world, was called while "
+            "the module of --task was imported; expected it under "
+            "`if __name__ == '__main__':`"
+        )
     job = job or start_job(start_timeout_seconds=limit)
     with job.guard:
         config = LaunchConfig(

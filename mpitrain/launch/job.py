@@ -81,6 +81,7 @@ class Job:
         self.mpi = MPI_PROCESS
         self.start_seconds: dict[str, float] = {}  # of each step of the start
         self.is_running = False  # whether a training or a script may call
+        self.is_preparing = False  # whether a command reads its flags, on rank zero
         self.rendezvous: Rendezvous | None = None
         self.store: Store | None = None  # of torch.distributed, and of failures
         self.early_return: EarlyReturnMonitor | None = None

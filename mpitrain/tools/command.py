@@ -106,7 +106,9 @@ def run_command(command: Command[Prepared], start_timeout_seconds: float) -> int
     with job.guard:
         comm = job.comm
         with job.start_step("prepare the run"):
+            job.is_preparing = True  # it may import a module of the user's
             prepared = on_rank_zero(comm, command.prepare, "prepare the run")
+            job.is_preparing = False
         config, run_dir, is_zero = prepared.config, prepared.run_dir, comm.rank == 0
         if prepared.done:
             if is_zero:

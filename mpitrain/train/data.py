@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
 import logging
 import sys
 from collections.abc import Iterator, Mapping
@@ -18,6 +17,7 @@ from mpitrain.config import TrainConfig
 from mpitrain.data.custom import Samples, build_samples
 from mpitrain.data.in_memory import InMemory
 from mpitrain.data.loader import BatchLoader, RankStep
+from mpitrain.data.samples import digest
 from mpitrain.data.sampling import EpochOrder, Sampling
 from mpitrain.data.sharding import MicroBatchAssignment, RankShard, StreamPlace
 from mpitrain.errors import UsageError
@@ -187,7 +187,7 @@ class TrainData:
         what = f"what the {sampling.name} returned for epoch {epoch}"
         self._ranks.check_equal(found.digest, what, SAMPLER_EXPECTED)
         costs = found.costs  # not in the digest: they change no step
-        of_costs = "none" if costs is None else hashlib.sha256(costs).hexdigest()[:16]
+        of_costs = "none" if costs is None else digest(torch.from_numpy(costs))
         what = f"the digest of the costs of the {sampling.name}"
         self._ranks.check_equal(of_costs, what, "Expected the same on every rank")
         return found

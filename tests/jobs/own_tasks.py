@@ -71,6 +71,47 @@ def with_recorder(config: mpitrain.TrainConfig = DEFAULTS) -> mpitrain.Trainer:
     return trainer
 
 
+def of_kinds(
+    config: mpitrain.TrainConfig = DEFAULTS,
+    width: Literal[4, 8] = 4,
+    folder: Path = None,  # type: ignore[assignment]  # noqa: RUF013
+    tag: str | None = None,
+    sizes: tuple[int, ...] = (1,),
+    paths: tuple[Path, ...] = (),
+    rate: float | None = 0.5,
+    *,
+    is_deep: bool = False,
+    text: str = "1e-3",
+    scale: float = 1,
+    masks: tuple[bool, ...] = (True,),
+    maybe: bool | None = None,
+) -> None:
+    """Arguments of every kind."""
+
+
+def on_one_rank(
+    config: mpitrain.TrainConfig, world: mpitrain.World
+) -> mpitrain.Trainer | mpitrain.Task | None:
+    return {0: build(config), 1: Smooth()}.get(world.rank)
+
+
+def nothing_on_one_rank(
+    config: mpitrain.TrainConfig, world: mpitrain.World
+) -> mpitrain.Trainer | None:
+    return build(config) if world.rank == 0 else None
+
+
+class Logged(mpitrain.EpochLines):
+    def on_epoch_end(self, *_: Any) -> None:
+        print("an epoch of mine", flush=True)
+
+
+def with_lines(config: mpitrain.TrainConfig = DEFAULTS) -> mpitrain.Trainer:
+    trainer = build(config)
+    trainer.callbacks.append(Logged())
+    return trainer
+
+
 def nothing(config: mpitrain.TrainConfig = DEFAULTS) -> int:
     return 1
 

@@ -54,12 +54,48 @@ def test_a_file_has_the_same_and_flags_win_over_it(tmp_path: Path) -> None:
         (["--task.activation", "rely"], "expected relu or tanh. Did you mean 'relu'"),
         (["--task.layer", "1"], "unknown flag --task.layer"),
         (["--task", "own_tasks:bild"], "no callable 'bild'. Did you mean 'build'"),
-        (["--task", "own_tasks:takes_a_network"], "'network' has no default, and no"),
+        (["--task", "own_tasks:takes_a_network"], "'network' has no default, or no"),
+        (["--task", "own_tasks:of_kinds", "--task.width", "5"], "expected 4 or 8"),
     ],
 )
 def test_a_wrong_flag_is_named(words: list[str], error: str) -> None:
     with pytest.raises(UsageError, match=error):
         read_config([*TASK, *words])
+
+
+def test_each_kind_is_read_from_words_and_from_a_file(tmp_path: Path) -> None:
+    words = ["--task", "own_tasks:of_kinds", "--task.width", "8", "--task.folder", "a"]
+    words += ["--task.sizes", "3", "4", "--task.paths", "b", "c", "--task.rate", "None"]
+    config = read_config(words)
+    found = dict(config.task_arguments)
+    assert found == {
+        "width": 8,
+        "folder": Path("a"),
+        "tag": None,
+        "sizes": (3, 4),
+        "paths": (Path("b"), Path("c")),
+        "rate": None,
+        "is_deep": False,
+        "text": "1e-3",
+        "scale": 1.0,
+    }
+    assert isinstance(found["scale"], int | float)
+    file = tmp_path / "config.yaml"
+    for name in ("x", "y"):
+        file.write_text(config.as_yaml(name))
+        again = read_config(["--config", str(file)])
+        assert again.task_arguments == config.task_arguments
+
+
+def test_the_last_task_counts(tmp_path: Path) -> None:
+    config = read_config([*TASK, "--name", "x"])
+    (tmp_path / "own.yaml").write_text(config.as_yaml("x"))
+    (tmp_path / "plain.yaml").write_text(read_config([]).as_yaml("y"))
+    files = [f"--config={tmp_path / name}.yaml" for name in ("own", "plain")]
+    assert task_in(files) is None
+    assert task_in(files[::-1]) == "own_tasks:build"
+    assert task_in([*files, *TASK]) == "own_tasks:build"
+    assert task_in([files[0], "--task", "None"]) is None
 
 
 def test_flags_of_a_task_need_one() -> None:
@@ -94,7 +130,7 @@ def test_annotations_for_type_checkers_do_not_hide_the_others(
         "from __future__ import annotations\n"
         "from typing import TYPE_CHECKING\n"
         "if TYPE_CHECKING:\n    from mpitrain import TrainConfig\n"
-        "def build(config: TrainConfig, width: int = 5): ...\n"
+        "def build(config: TrainConfig, width: int | None = None): ...\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     config = read_config(["--task", "checked_task:build", "--task.width", "7"])

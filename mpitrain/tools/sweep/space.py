@@ -141,7 +141,11 @@ def check_names(names: Iterable[str], of_task: Sequence[str] | None = None) -> N
     """Check that flags may vary; ``of_task``: those of its arguments, if known."""
     facts = facts_of(TrainConfig)
     known = [it.name for it in fields(TrainConfig) if it.name in facts]  # not launch
-    known = [name for name in known if not facts[name].is_set_by_sweep]
+    known = [
+        name
+        for name in known
+        if facts[name].has_flag and not facts[name].is_set_by_sweep
+    ]
     known += of_task or ()
     for name in names:
         is_of_task = of_task is None and name.startswith("task.")

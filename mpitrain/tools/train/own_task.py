@@ -5,11 +5,14 @@ from __future__ import annotations
 import inspect
 import logging
 
+import torch
+
 from mpitrain.checkpoint.checkpointer import Checkpointer
 from mpitrain.config import TrainConfig
 from mpitrain.data.randomness import seed_all
 from mpitrain.errors import UsageError
 from mpitrain.mpi.collectives import all_or_none, world_comm
+from mpitrain.mpi.shared_arrays import communicator
 from mpitrain.mpi.world import World
 from mpitrain.plugins import load_reference
 from mpitrain.record.recorder import Recorder
@@ -18,8 +21,6 @@ from mpitrain.train.progress import EpochLines
 from mpitrain.train.trainer import Trainer
 
 logger = logging.getLogger("mpitrain")
-
-MADE_HERE = Recorder, Checkpointer  # of a run folder
 
 
 def call_task(config: TrainConfig, world: World) -> Trainer | Task:
@@ -31,27 +32,12 @@ def call_task(config: TrainConfig, world: World) -> Trainer | Task:
     made = all_or_none(
         world_comm(), lambda: _call(config, world), f"call --task {config.task}"
     )
+    kind = "a Trainer" if isinstance(made, Trainer) else "a Task"
+    what = f"what --task {config.task} returned"
+    communicator(world).check_equal(kind, what, "Expected the same on every rank")
     if isinstance(made, Task):
         return made
-    if not isinstance(made, Trainer):
-        raise UsageError(
-            f"--task {config.task} returned {type(made).__name__}; expected a Trainer, "
-            "or a Task for the --model and --data of the command"
-        ).on_all_ranks()
-    if made.config != config:
-        raise UsageError(
-            f"--task {config.task} returned a Trainer with another TrainConfig, which "
-            "ignores the flags; expected the one that it is called with: "
-            "def build(config): return Trainer(model, train_data, val_data, config)"
-        ).on_all_ranks()
-    for callback in made.callbacks:
-        if isinstance(callback, MADE_HERE):
-            raise UsageError(
-                f"--task {config.task} has a {type(callback).__name__}, and so has the "
-                "command, for its run folder; expected none: add it in the script "
-                "alone, if __name__ == '__main__'"
-            ).on_all_ranks()
-    made.callbacks = [it for it in made.callbacks if not isinstance(it, EpochLines)]
+    made.callbacks = [it for it in made.callbacks if type(it) is not EpochLines]
     ignored = [name for name in ("data", "model", "weights") if name in config.changed]
     if ignored and world.is_rank_zero:
         logger.warning(
@@ -62,12 +48,33 @@ def call_task(config: TrainConfig, world: World) -> Trainer | Task:
     return made
 
 
-def _call(config: TrainConfig, world: World) -> object:
+def _call(config: TrainConfig, world: World) -> Trainer | Task:
+    """Call the function, and check what it returns; local."""
+    name = f"--task {config.task}"
     function = load_reference(config.task or "", "--task")
     seed_all(config.seed)
+    torch.manual_seed(config.seed)  # of GPUs, too
     given = {"config": config, "world": world, **dict(config.task_arguments)}
-    return function(**{name: given[name] for name in _names(function) & given.keys()})
-
-
-def _names(function: object) -> set[str]:
-    return {*inspect.signature(function).parameters}  # type: ignore[arg-type]
+    taken = inspect.signature(function).parameters.keys() & given.keys()
+    made = function(**{name: given[name] for name in taken})
+    if isinstance(made, Task):
+        return made
+    if not isinstance(made, Trainer):
+        raise UsageError(
+            f"{name} returned {type(made).__name__}; expected a Trainer, or a Task for "
+            "the --model and --data of the command"
+        )
+    if made.config != config:
+        raise UsageError(
+            f"{name} returned a Trainer with another TrainConfig, which ignores the "
+            "flags; expected the one that it is called with: "
+            "def build(config): return Trainer(model, train_data, val_data, config)"
+        )
+    for callback in made.callbacks:
+        if isinstance(callback, Recorder | Checkpointer):
+            raise UsageError(
+                f"{name} has a {type(callback).__name__}, and so has the command, for "
+                "its run folder; expected none: add it in the script alone, under "
+                "if __name__ == '__main__'"
+            )
+    return made

@@ -79,16 +79,17 @@ def read_config(
 
     With ``--task`` it imports the user's module, which has flags, too.
     """
-    kind: type[TrainConfig] | TrainConfig = TrainConfig
+    defaults: TrainConfig | None = None
     of_task: Sequence[Flag] = ()
     if reference := task_in(flags):
-        kind, of_task = task_flags(reference)
+        defaults, of_task = task_flags(reference)
     return read_flags(
-        kind,
+        TrainConfig,
         flags,
         program=PROGRAM,
         only_common=only_common,
         further=further,
+        defaults=defaults,
         of_task=of_task,
     )
 

@@ -13,7 +13,7 @@ from mpitrain.checkpoint.checkpointer import Checkpointer
 from mpitrain.checkpoint.preemption import PreemptionHandler
 from mpitrain.config import TrainConfig
 from mpitrain.console import say, shown
-from mpitrain.errors import Stopped
+from mpitrain.errors import Stopped, UsageError
 from mpitrain.files import replacing, write_json
 from mpitrain.launch.job import heartbeat
 from mpitrain.models.build import build_and_load, fetch_weights, is_cached
@@ -29,6 +29,8 @@ from mpitrain.record.profiler import Profiler
 from mpitrain.record.rank_times import RankTimes
 from mpitrain.record.recorder import Recorder
 from mpitrain.tasks.image_classification.datasets.named import Data, load_data
+from mpitrain.tasks.image_classification.task import ImageClassification
+from mpitrain.tasks.task import Task
 from mpitrain.tools.train.own_task import call_task
 from mpitrain.tools.train.prepare import PreparedRun
 from mpitrain.train.callbacks import Callback
@@ -107,12 +109,14 @@ def _trainer(
     shared_data: Data | None,
 ) -> tuple[Trainer, RunSummary]:
     """Return the trainer of the command, or of ``--task``; collective."""
-    task = None
+    task: Task | None = None
     if config.task is not None:
         heartbeat(f"calling {config.task}")
-        task = call_task(config, world)
-        if isinstance(task, Trainer):
-            return task, RunSummary(config, run_dir, f"--task {config.task}")
+        made = call_task(config, world)
+        if isinstance(made, Trainer):
+            what = f"--task {config.task}"
+            return made, RunSummary(config, run_dir, what, has_own_data=True)
+        task = made
     ranks = communicator(world)
     heartbeat("loading the data")
     data = shared_data or load_data(config, seed=config.seed, world=world, ranks=ranks)
@@ -121,6 +125,15 @@ def _trainer(
         "in_channels": data.in_channels,
         "image_size": data.image_size,
     }
+    if isinstance(task, ImageClassification):
+        task.mean_std = task.mean_std or data.statistics
+        task.num_classes = task.num_classes or data.num_classes
+    elif task and data.statistics and type(task).transform is Task.transform:
+        raise UsageError(
+            f"--task {config.task} returned a Task without a transform, and --data "
+            f"{config.data} has images of bytes; expected one that inherits "
+            "ImageClassification, or that scales them in transform"
+        ).on_all_ranks()
     heartbeat("building the model")
     is_new = checkpointer.reader is None
     model, loaded = _build(config, data, ranks, with_weights=is_new)
@@ -189,9 +202,12 @@ class RunSummary(Callback):
         what: str,
         more: str = "",
         loaded: str | None = None,
+        *,
+        has_own_data: bool = False,
     ) -> None:
         """``what`` is trained; ``more`` of it; a line on the ``loaded`` weights."""
         self._config, self._run_dir = config, run_dir
+        self._has_own_data = has_own_data
         self._what, self._more, self._loaded = what, more, loaded
 
     def on_fit_start(self, trainer: Trainer) -> None:
@@ -204,7 +220,7 @@ class RunSummary(Callback):
         (self._run_dir / "model.txt").write_text(table + "\n")
         for line in (*node_lines(world.nodes), *self._training_lines(trainer)):
             say(line)
-        for setting in config.without_effect():
+        for setting in config.without_effect(has_own_data=self._has_own_data):
             logger.warning("has no effect here: %s", setting)
         num = trainer.engine.data.train.num_samples
         if num is not None and config.global_batch_size > num:

@@ -11,11 +11,11 @@ import contextlib
 import inspect
 import itertools
 import re
+import sys
 from collections.abc import Callable, Sequence
-from dataclasses import MISSING
 from pathlib import Path
-from types import NoneType
-from typing import Any, Literal, get_args, get_origin
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin
 
 from mpitrain.config import TrainConfig
 from mpitrain.errors import UsageError
@@ -24,8 +24,7 @@ from mpitrain.plugins import load_reference
 from mpitrain.settings import Flag, FlagFacts, flag_name, values_of
 
 PREFIX = "task."  # of the names of flags, also in YAML files and spaces
-GIVEN = "config", "world"  # arguments that the command gives
-KINDS = int, float, str, bool, Path
+SCALARS = int, float, str, Path
 
 
 class TaskArguments:
@@ -46,36 +45,43 @@ def task_in(words: Sequence[str]) -> str | None:
     of_files = []
     for file in found["--config"]:
         with contextlib.suppress(UsageError):  # the command names it later
-            of_files.append(read_flag_file(Path(file), "lr: 0.1").get("task"))
-    named = [it for it in (*of_files, *found["--task"]) if it not in (None, "None")]
-    return str(named[-1]) if named else None
+            values = read_flag_file(Path(file), "lr: 0.1")
+            of_files += [values["task"]] if "task" in values else []
+    last = [None, *of_files, *found["--task"]][-1]
+    return None if last in (None, "None") else str(last)
 
 
 def task_flags(reference: str) -> tuple[TrainConfig, list[Flag]]:
     """Import a user's function; return its default configuration, and its flags.
 
     Raises:
-        UsageError: An argument without a default cannot be a flag.
+        UsageError: An argument has no default, or cannot be called by name.
     """
+    with contextlib.suppress(ImportError):
+        import torch  # noqa: F401  before a folder of the user's is on sys.path
     function = load_reference(reference, "--task")
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        raise UsageError(
+            f"--task {reference} does not tell what it takes; expected a function or "
+            "class written in Python"
+        ) from None
     config, flags = TrainConfig(), []
-    for name, it in _signature(function, reference).parameters.items():
+    for name, it in parameters.items():
         if name == "config" and isinstance(it.default, TrainConfig):
             config = it.default
-        if name in GIVEN or it.kind in (it.VAR_POSITIONAL, it.VAR_KEYWORD):
+        is_given = name in ("config", "world") and it.kind is not it.POSITIONAL_ONLY
+        if is_given or it.kind in (it.VAR_POSITIONAL, it.VAR_KEYWORD):
             continue
-        is_required = it.default is it.empty
-        hint = it.annotation
-        if not _is_flag(hint):
-            hint = NoneType if is_required else type(it.default)
-        if not _is_flag(hint):
-            if not is_required:
-                continue  # the function's own business
+        if it.default is it.empty or it.kind is it.POSITIONAL_ONLY:
             raise UsageError(
-                f"--task {reference}: the argument {name!r} has no default, and no "
-                "type of a flag; expected int, float, str, bool, Path, Literal, or a "
-                "tuple of these"
+                f"--task {reference}: the argument {name!r} has no default, or no "
+                "name; expected both, of all but config and world"
             )
+        hint = _hint(function, it)
+        if hint is None:
+            continue  # of a kind that no word can be
         flags.append(
             Flag(
                 group=TaskArguments,
@@ -84,40 +90,49 @@ def task_flags(reference: str) -> tuple[TrainConfig, list[Flag]]:
                 hint=hint,
                 values="" if hint is bool else values_of(hint),
                 text=_text_of(function, name),
-                default=MISSING if is_required else it.default,
+                default=it.default,
                 facts=FlagFacts(is_common=True),
             )
         )
     return config, flags
 
 
-def _signature(function: Callable[..., Any], reference: str) -> inspect.Signature:
-    try:
-        return inspect.signature(function, eval_str=True)
-    except NameError:  # of an annotation that is imported for type checkers alone
-        return inspect.signature(function)
-    except (TypeError, ValueError):
-        raise UsageError(
-            f"--task {reference} does not tell what it takes; expected a function or "
-            "class written in Python"
-        ) from None
+def _hint(function: Callable[..., Any], parameter: inspect.Parameter) -> Any:
+    """Return the type of a flag for an argument; ``None``: there can be none."""
+    hint, default = parameter.annotation, parameter.default
+    if isinstance(hint, str):
+        module = vars(sys.modules.get(getattr(function, "__module__", ""), object))
+        try:
+            hint = eval(hint, dict(module))
+        except Exception:  # such as a name that is imported for type checkers alone
+            hint = parameter.empty
+    if hint is parameter.empty:
+        hint = type(default)
+    if not _is_flag(hint):
+        return None
+    is_optional = NoneType in get_args(hint)
+    return hint | None if default is None and not is_optional else hint
 
 
 def _is_flag(hint: Any) -> bool:
     """Whether words can be read as a type.
 
-    >>> [_is_flag(hint) for hint in (int, float | None, tuple[int, ...], dict, "int")]
-    [True, True, True, False, False]
+    >>> [_is_flag(hint) for hint in (int, bool, float | None, tuple[int, ...])]
+    [True, True, True, True]
+    >>> [_is_flag(hint) for hint in (dict, "int", bool | None, tuple[int, int])]
+    [False, False, False, False]
     """
-    if get_origin(hint) is Literal:
-        return True
-    kinds = [it for it in get_args(hint) if it not in (NoneType, Ellipsis)]
-    if get_origin(hint) not in (None, tuple) and type(None) not in get_args(hint):
-        return False
-    return all(map(_is_flag, kinds)) if kinds else hint in KINDS
+    origin, kinds = get_origin(hint), get_args(hint)
+    if origin in (Union, UnionType):
+        kinds = tuple(it for it in kinds if it is not NoneType)
+        return all(it in SCALARS or get_origin(it) is Literal for it in kinds)
+    if origin is tuple:
+        return len(kinds) == 2 and kinds[0] in SCALARS and kinds[1] is Ellipsis
+    return hint in (*SCALARS, bool) or origin is Literal
 
 
 def _text_of(function: Callable[..., Any], name: str) -> str:
     """Return the line of an argument in a docstring of Google's style."""
-    found = re.search(rf"^ *{name}: *(.+)$", inspect.getdoc(function) or "", re.M)
+    text = inspect.getdoc(function) or ""
+    found = re.search(rf"^ *{name}(?: \(.*?\))?: *(.+)$", text, re.MULTILINE)
     return found[1] if found else ""
