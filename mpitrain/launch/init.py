@@ -280,9 +280,8 @@ def init(
     before = dict(os.environ)
     limit = default_start_timeout(hang_timeout_seconds, start_timeout_seconds)
     launched = Job.current  # by `run`, perhaps
-    if (
-        launched is not None and launched.is_preparing
-    ):  # ranks would wait for each other
+    # Rank zero alone is here, and the others would wait.
+    if launched is not None and launched.is_preparing:
         raise UsageError(
             "mpitrain.init(), or fit() of a Trainer without a world, was called while "
             "the module of --task was imported; expected it under "
