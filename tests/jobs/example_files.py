@@ -122,6 +122,14 @@ def write_tiles(folder: Path) -> None:
             (folder / f"{part}-{shard}.jsonl").write_text(text)
 
 
+def own_task() -> str:
+    """Return the program of `docs/howto/own-task.md`, `mine.py`."""
+    page = (ROOT / "docs/howto/own-task.md").read_text()
+    found = re.search(r"```python\n# mine.py\n(.*?)```", page, re.DOTALL)
+    assert found is not None
+    return found[1]
+
+
 def own_training() -> dict[str, str]:
     """Return the programs of `docs/tutorial/own-training.md` by file name.
 

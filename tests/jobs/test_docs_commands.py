@@ -24,7 +24,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from example_files import own_training, write_all, write_folder
+from example_files import own_task, own_training, write_all, write_folder
 from launcher import ROOT, environment, slow
 
 PAGES = (
@@ -201,6 +201,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (home / "train.py").write_text(TRAIN)
     for name, program in own_training().items():
         (home / name).write_text(program)
+    (home / "mine.py").write_text(own_task())
     (home / "package").mkdir()
     (home / "package/module.py").write_text(TRAIN)
     (home / "train.sh").write_text('#!/bin/sh\necho "done $RANK/$WORLD_SIZE"\n')

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from example_files import own_task
 from launcher import ROOT, Mpi, mpirun
 from resume_jobs import Runs
 
@@ -139,9 +140,7 @@ def test_a_task_has_the_model_and_the_data_of_the_command(
 
 def test_the_page_trains_and_exports(openmpi: Mpi, tmp_path: Path) -> None:
     page = (ROOT / "docs/howto/own-task.md").read_text()
-    code = re.search(r"```python\n# mine.py\n(.*?)```", page, re.DOTALL)
-    assert code is not None
-    (tmp_path / "mine.py").write_text(code[1])
+    (tmp_path / "mine.py").write_text(own_task())
     commands = re.findall(r"^    (?:mpirun.*|python) -m mpitrain (.*)$", page, re.M)
     first = next(it for it in commands if it.startswith("--task"))
     for expected in ("finished: val_mae", "Nothing to do"):
