@@ -22,9 +22,10 @@ DATA_DIR = Path("data")
 
 NAME_PATTERN = r"\w[\w.+=-]*"  # of a run or a sweep, which name folders
 LOGGERS = ("csv", "tensorboard", "wandb")
+TASK_PREFIX = "task."  # of the names of `TrainConfig.task_arguments`
 
 START_TIMEOUT_SECONDS = 600.0  # default of a stage of the start
-MIN_START_TIMEOUT_SECONDS = 120.0  # torch may come from a slow file system
+MIN_START_TIMEOUT_SECONDS = 120.0  # with a short hang timeout: torch loads slowly
 TIMEOUT_SECONDS = 1800.0  # of a collective or an answer of the store; gloo's default
 
 # Default peak learning rates; ADAM_LR for the others.
@@ -92,7 +93,7 @@ class ModelConfig:
     task: str | None = command_only(None)
     """package.module:callable that returns a Trainer, or a Task, of your own."""
     task_arguments: tuple[tuple[str, Any], ...] = command_only((), has_flag=False)
-    """Names and values of the arguments of `task`, whose flags are --task.NAME."""
+    """Values of the arguments of `task`, by the names of their flags, task.NAME."""
     model: str = command_only("convnet", is_common=True)
     """convnet, a torchvision model (resnet50), timm:NAME, hub:REPO_OR_DIR:ENTRY, or
     package.module:callable."""
@@ -445,8 +446,7 @@ class TrainConfig(
     def as_plain(self, name: str) -> dict[str, Any]:
         """Return the flags as a file has them, with the name that the run has."""
         values = {**asdict(self), "name": name}
-        of_task = {f"task.{key}": it for key, it in values.pop("task_arguments")}
-        values |= values.pop("launch") | of_task
+        values |= values.pop("launch") | dict(values.pop("task_arguments"))
         return {name: _plain(value) for name, value in values.items()}
 
     def as_yaml(self, name: str) -> str:

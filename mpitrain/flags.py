@@ -112,9 +112,8 @@ def read_flags(
         raise UsageError(f"expected {' and '.join(missing)}. See {program} --help")
     values = from_files | values
     if of_task:
-        arguments = {it.field: values.get(it.field, it.default) for it in of_task}
         values["task_arguments"] = tuple(
-            (name.removeprefix("task."), value) for name, value in arguments.items()
+            (it.field, values.get(it.field, it.default)) for it in of_task
         )
     return _build(kind, values, defaults)
 

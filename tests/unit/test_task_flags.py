@@ -24,15 +24,15 @@ def user_modules(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_arguments_are_flags_and_the_default_config_counts() -> None:
     config = read_config([*TASK, "--task.hidden_size=3", "--no-task.has-bias"])
     assert dict(config.task_arguments) == {
-        "hidden_size": 3,
-        "activation": "relu",
-        "has_bias": False,
-        "folder": None,
+        "task.hidden_size": 3,
+        "task.activation": "relu",
+        "task.has_bias": False,
+        "task.folder": None,
     }
     assert (config.epochs, config.global_batch_size, config.lr) == (3, 8, 0.05)
     config = read_config([*TASK, "--lr", "0.1", "--task.folder", "data"])
     assert config.lr == 0.1
-    assert dict(config.task_arguments)["folder"] == Path("data")
+    assert dict(config.task_arguments)["task.folder"] == Path("data")
 
 
 def test_a_file_has_the_same_and_flags_win_over_it(tmp_path: Path) -> None:
@@ -42,7 +42,7 @@ def test_a_file_has_the_same_and_flags_win_over_it(tmp_path: Path) -> None:
     assert "task.hidden_size: 3" in file.read_text()
     assert read_config(["--config", str(file)]) == config
     found = read_config([f"--config={file}", "--task.hidden-size=4"])
-    assert dict(found.task_arguments)["hidden_size"] == 4
+    assert dict(found.task_arguments)["task.hidden_size"] == 4
     assert task_in(["--config", str(tmp_path / "none.yaml")]) is None
 
 
@@ -69,17 +69,17 @@ def test_each_kind_is_read_from_words_and_from_a_file(tmp_path: Path) -> None:
     config = read_config(words)
     found = dict(config.task_arguments)
     assert found == {
-        "width": 8,
-        "folder": Path("a"),
-        "tag": None,
-        "sizes": (3, 4),
-        "paths": (Path("b"), Path("c")),
-        "rate": None,
-        "is_deep": False,
-        "text": "1e-3",
-        "scale": 1.0,
+        "task.width": 8,
+        "task.folder": Path("a"),
+        "task.tag": None,
+        "task.sizes": (3, 4),
+        "task.paths": (Path("b"), Path("c")),
+        "task.rate": None,
+        "task.is_deep": False,
+        "task.text": "1e-3",
+        "task.scale": 1.0,
     }
-    assert isinstance(found["scale"], int | float)
+    assert isinstance(found["task.scale"], int | float)
     file = tmp_path / "config.yaml"
     for name in ("x", "y"):
         file.write_text(config.as_yaml(name))
@@ -135,4 +135,4 @@ def test_annotations_for_type_checkers_do_not_hide_the_others(
     monkeypatch.syspath_prepend(str(tmp_path))
     config = read_config(["--task", "checked_task:build", "--task.width", "7"])
     arguments: dict[str, Any] = dict(config.task_arguments)
-    assert arguments == {"width": 7}
+    assert arguments == {"task.width": 7}

@@ -133,5 +133,5 @@ def read_training(
             raise UsageError(
                 f"{flag_name(name)} has no place in the trainings of a sweep.{hours}"
             )
-    check_names(search.names, [f"task.{it}" for it, _ in training.task_arguments])
+    check_names(search.names, dict(training.task_arguments))
     return search, training

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mpitrain.config import TrainConfig
+from mpitrain.config import TASK_PREFIX, TrainConfig
 from mpitrain.errors import UsageError, did_you_mean, usage_errors_in
 from mpitrain.flags import read_flag_file, words_of
 from mpitrain.plugins import is_reference, load_reference
@@ -137,7 +137,7 @@ class Search:
             yield from self.grid(first + 1, **values, **{parameter.name: value})
 
 
-def check_names(names: Iterable[str], of_task: Sequence[str] | None = None) -> None:
+def check_names(names: Iterable[str], of_task: Collection[str] | None = None) -> None:
     """Check that flags may vary; ``of_task``: those of its arguments, if known."""
     facts = facts_of(TrainConfig)
     known = [it.name for it in fields(TrainConfig) if it.name in facts]  # not launch
@@ -148,7 +148,7 @@ def check_names(names: Iterable[str], of_task: Sequence[str] | None = None) -> N
     ]
     known += of_task or ()
     for name in names:
-        is_of_task = of_task is None and name.startswith("task.")
+        is_of_task = of_task is None and name.startswith(TASK_PREFIX)
         if name not in {*known, RANKS} and not is_of_task:
             raise UsageError(
                 f"the space names {name!r}; expected flags of a training that a sweep "

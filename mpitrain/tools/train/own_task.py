@@ -8,7 +8,7 @@ import logging
 import torch
 
 from mpitrain.checkpoint.checkpointer import Checkpointer
-from mpitrain.config import TrainConfig
+from mpitrain.config import TASK_PREFIX, TrainConfig
 from mpitrain.data.randomness import seed_all
 from mpitrain.errors import UsageError
 from mpitrain.mpi.collectives import all_or_none, world_comm
@@ -54,7 +54,8 @@ def _call(config: TrainConfig, world: World) -> Trainer | Task:
     function = load_reference(config.task or "", "--task")
     seed_all(config.seed)
     torch.manual_seed(config.seed)  # of GPUs, too
-    given = {"config": config, "world": world, **dict(config.task_arguments)}
+    arguments = {k.removeprefix(TASK_PREFIX): it for k, it in config.task_arguments}
+    given = {"config": config, "world": world, **arguments}
     taken = inspect.signature(function).parameters.keys() & given.keys()
     made = function(**{name: given[name] for name in taken})
     if isinstance(made, Task):

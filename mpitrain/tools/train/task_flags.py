@@ -17,13 +17,12 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
-from mpitrain.config import TrainConfig
+from mpitrain.config import TASK_PREFIX, TrainConfig
 from mpitrain.errors import UsageError
 from mpitrain.flags import read_flag_file
 from mpitrain.plugins import load_reference
 from mpitrain.settings import Flag, FlagFacts, flag_name, values_of
 
-PREFIX = "task."  # of the names of flags, also in YAML files and spaces
 SCALARS = int, float, str, Path
 
 
@@ -85,8 +84,8 @@ def task_flags(reference: str) -> tuple[TrainConfig, list[Flag]]:
         flags.append(
             Flag(
                 group=TaskArguments,
-                field=PREFIX + name,
-                name=flag_name(PREFIX + name),
+                field=TASK_PREFIX + name,
+                name=flag_name(TASK_PREFIX + name),
                 hint=hint,
                 values="" if hint is bool else values_of(hint),
                 text=_text_of(function, name),
