@@ -106,6 +106,8 @@ class Metrics(JsonlReader):
                 found = StepMetrics(int(row["epoch"]), step, loss, lr, norm)
                 if others := _other_losses(row):
                     found = found._replace(losses=others)
+                if rates := row.get("lr_groups"):
+                    found = found._replace(lr_groups=tuple(map(number, rates)))
                 self.steps.append(found)
             case "throughput":
                 self.throughputs.append(make(TimedThroughput, row))

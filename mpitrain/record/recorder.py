@@ -23,6 +23,7 @@ from mpitrain.record.loop import before_step, mean_over_ranks, rows_of
 from mpitrain.record.run_dir import log_path, open_log, read_result
 from mpitrain.record.runs import Exists, is_finished, open_run
 from mpitrain.train.callbacks import Callback
+from mpitrain.train.early_stopping import EarlyStopping
 from mpitrain.train.metrics import EpochMetrics, StepMetrics, Throughput
 from mpitrain.train.progress import SecondsLeft, finished_line, format_metrics
 from mpitrain.watchdog.process import age_seconds
@@ -167,6 +168,9 @@ class Recorder(Callback):
         """Write that the run is finished."""
         if self._metrics is None:
             return
+        for it in trainer.callbacks:
+            if isinstance(it, EarlyStopping) and it.reason:
+                self._result["early_stopping"] = it.reason
         self._end("finished")
         say(
             f"{finished_line(self._result)}, {self._start_seconds or 0.0:.1f} s to "

@@ -51,6 +51,7 @@ class EarlyStopping(Callback):
     def setup(self, trainer: Any) -> None:
         """Begin to count: each `fit` is a training of its own."""
         self._best, self._best_step, self._num_bad = -math.inf, 0, 0
+        self._name = self.metric or ""
         if trainer is not None and not trainer.engine.data.val_sets:
             raise UsageError(
                 "EarlyStopping without val_data; expected validation data"
@@ -73,20 +74,26 @@ class EarlyStopping(Callback):
             self._best, self._best_step, self._num_bad = score, epoch.step, 0
             return
         self._num_bad += 1
-        if self._num_bad < self.patience:
+        self._name = f"val_{best_metric(epoch.values, self.metric)[0]}"
+        if not self.reason:
             return
         trainer.should_stop = True
         if trainer.world.is_rank_zero:
-            name, _ = best_metric(epoch.values, self.metric)
             engine = trainer.engine
             later = [it.name for it in engine.plan.stages_from(epoch.epoch + 1)]
             left = [it for it in later if it != engine.stage.name]
             say(
-                f"early stopping at step {epoch.step}: val_{name} was best at step "
-                f"{self._best_step}, {self._num_bad} validations before"
-                + f"; not trained: {', '.join(left)}"
-                * bool(left)
+                f"early stopping at step {epoch.step}: {self.reason}"
+                + f"; not trained: {', '.join(left)}" * bool(left)
             )
+
+    @property
+    def reason(self) -> str:
+        """Why the training is finished; empty if it is not."""
+        if self._num_bad < self.patience:
+            return ""
+        where = f"{self._name} was best at step {self._best_step}"
+        return f"{where}, {self._num_bad} validations before"
 
     def state_dict(self) -> dict[str, Any]:
         """Return the best value, and how many were not better since."""

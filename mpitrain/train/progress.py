@@ -306,4 +306,5 @@ def finished_line(result: Mapping[str, Any]) -> str:
         count = f"{found} after {count}"
     if "train_seconds" in result:
         count += f", {result['train_seconds']:.1f} s of training"
-    return f"finished: {count}"
+    stopping = result.get("early_stopping")
+    return f"finished: {count}" + f"; early stopping: {stopping}" * bool(stopping)

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.xdist_group("report")  # a fixture that trains, once
 
 WIDTHS = (390, 1280)
 SCHEMES = ("light", "dark")
-CHARTS = ("loss", "accuracy", "ranks", "throughput")
+CHARTS = ("loss", "accuracy", "ranks", "throughput", "learning-rate")
 PACED = ("--model", "slow_loop:SlowModel", "--lr", "0.1", "--device", "cpu")
 
 

@@ -316,7 +316,8 @@ def test_a_run_of_which_little_is_there_has_a_page(
     assert "<h1>r " in page
     found = re.findall('<figure id="([^"]+)"', page)
     ranks = ["ranks"] if "times" in left else []
-    assert found == ["loss", "accuracy", *ranks, "throughput"]
+    rates = ["learning-rate"] if "metrics.jsonl" in left else []
+    assert found == ["loss", "accuracy", *ranks, "throughput", *rates]
 
 
 def test_each_metric_has_its_curve_and_each_chart_one_title(tmp_path: Path) -> None:
@@ -331,13 +332,43 @@ def test_each_metric_has_its_curve_and_each_chart_one_title(tmp_path: Path) -> N
     report(ReportConfig(run=path, output=output))
     page = output.read_text()
     titles = ["Loss", "Validation miou", "Validation a/b &lt;i&gt;", "Ranks by time"]
-    titles.append("Throughput in samples per second")
+    titles += ["Throughput in samples per second", "Learning rate"]
     assert re.findall("<h2>(.*?)</h2>", page) == titles
     for title in titles:
         assert len(re.findall(f">[^<]*{re.escape(title)}[^<]*<", page)) == 1
     assert "<b>0.25</b><span>best validation miou</span>" in page
     pictures = {file.name for file in (tmp_path / "page").iterdir()}
     assert {"val-miou.png", "val-a-b--i-.png", "ranks.png"} < pictures
+
+
+def test_groups_stages_early_stopping_and_the_test_are_shown(tmp_path: Path) -> None:
+    path = make_run(tmp_path / "r", (Part(world_size=1),))
+    rows = [json.loads(it) for it in (path / "metrics.jsonl").read_text().splitlines()]
+    ends = [row for row in rows if row["event"] == "epoch"]
+    assert len(ends) > 1
+    ends[0]["stage"], ends[-1]["stage"] = "probe", "whole <net>"
+    for row in rows:
+        if row["event"] == "step" and row["step"] <= ends[0]["step"]:
+            row["lr_groups"] = [0.5, 0.125, None]
+    rows.append({"event": "test", "test_accuracy": 0.875, "test_loss": 1.5})
+    text = "".join(f"{json.dumps(row)}\n" for row in rows)
+    (path / "metrics.jsonl").write_text(text)
+    result = json.loads((path / "result.json").read_text())
+    result["early_stopping"] = "val_a<b was best at step 7, 2 validations before"
+    (path / "result.json").write_text(json.dumps(result))
+    run = Run(path)
+    steps = [it for it in run.metrics.steps if it.step <= ends[0]["step"]]
+    assert [it.lr_groups[:2] for it in steps] == [(0.5, 0.125)] * len(steps)
+    output = tmp_path / "page.html"
+    report(ReportConfig(run=path, output=output, pictures=False))
+    page = output.read_text()
+    assert "Early stopping: val_a&lt;b was best at step 7, 2 validations" in page
+    assert "<b>87.50 %</b><span>test accuracy</span>" in page
+    of_rates = page[page.index('<figure id="learning-rate"') :]
+    assert all(f"group {i}" in of_rates for i in (0, 1, 2))
+    table = page[page.index("<summary>Stages") :]
+    assert table.index(">probe<") < table.index(">whole &lt;net&gt;<")
+    assert "end of a stage" in page
 
 
 def test_a_run_that_is_running_is_shown_as_far_as_it_is(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -18,7 +19,7 @@ from mpitrain.record.reading import (
     TimedThroughput,
     sums,
 )
-from mpitrain.train.metrics import COMMUNICATION, OTHER, PHASES, UPDATE
+from mpitrain.train.metrics import COMMUNICATION, OTHER, PHASES, UPDATE, EpochMetrics
 
 Floats = NDArray[np.float64]
 
@@ -116,6 +117,12 @@ def jobs_of(run: Run) -> list[JobTimes]:
         job.began = min(job.began, began)
         job.ended = max(job.ended, part.ended)
     return jobs
+
+
+def stages_of(run: Run) -> list[list[EpochMetrics]]:
+    """Return the epochs of each stage; those of one that is under way, too."""
+    groups = itertools.groupby(run.metrics.epochs, key=lambda it: it.stage)
+    return [list(epochs) for _, epochs in groups]
 
 
 def timeline(part: RankJob) -> tuple[Floats, Floats]:

@@ -11,11 +11,12 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 from numpy.typing import ArrayLike
 
 from mpitrain.record.reading import Run
-from mpitrain.tools.report.analysis import Floats
+from mpitrain.tools.report.analysis import Floats, stages_of
 from mpitrain.tools.report.figures import CHECKPOINT, CURVE, INK, MUTED, Chart
 
 MAX_CHARTS = 24  # of metrics; records have all
 NUM_BINS = 60  # points of a curve
+LINES = "-", "--", "-.", ":"  # of groups, beside colours
 LOG_RATIO = 30.0  # losses that differ by more are shown on a logarithmic scale
 
 
@@ -68,6 +69,21 @@ def metric_charts(run: Run) -> Iterator[Chart]:
         yield _finish(chart, len(x) > 0, form)
 
 
+def rate_chart(run: Run) -> Chart | None:
+    """Draw the learning rate, of each parameter group where they differ."""
+    chart, steps = _chart("learning-rate", "Learning rate", run), run.metrics.steps
+    num = max((len(it.lr_groups) for it in steps), default=0)
+    at, has_data = [it.step for it in steps], False
+    for group in range(num or 1):
+        rates = [it.lr_groups[group] if it.lr_groups else it.lr for it in steps]
+        x, _, values, _ = bins(at, rates)
+        chart.axes.plot(x, values, label=f"group {group}", ls=LINES[group % len(LINES)])
+        has_data |= len(x) > 0
+    if num:
+        chart.figure.legend(loc="outside lower left", ncols=6)
+    return _finish(chart, has_data, "{:.3g}") if has_data else None
+
+
 def throughput_chart(run: Run) -> Chart:
     """Draw the samples per second of all ranks."""
     chart = _chart("throughput", "Throughput in samples per second", run)
@@ -91,6 +107,9 @@ def _chart(name: str, title: str, run: Run) -> Chart:
     for i, resumed in enumerate(run.metrics.resumed):
         label = "resumed" if i == 0 else ""
         axes.axvline(resumed.step, color=MUTED, lw=1, ls=(0, (3, 3)), label=label)
+    for i, stage in enumerate(stages_of(run)[:-1]):
+        label = "" if i else "end of a stage"
+        axes.axvline(stage[-1].step, color=INK, lw=1, ls=":", label=label)
     saved = [it.step for it in run.checkpoints if not it.error]
     mark_checkpoints(chart, apart(saved, last / 90), 0.0)
     return chart

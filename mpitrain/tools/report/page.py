@@ -89,7 +89,10 @@ def _error(run: Run) -> str:
         text = str(run.result.get("error") or "failed, without a reason")
     elif run.status == "stopped":
         text = str(run.result.get("stopped") or "")
-    return f'<div class="error">{escape(text)}</div>' if text else ""
+    found = f'<div class="error">{escape(text)}</div>' if text else ""
+    if stopping := run.result.get("early_stopping"):
+        found += f"<p>Early stopping: {escape(str(stopping))}.</p>"
+    return found
 
 
 def _figure(chart: Chart) -> str:

@@ -73,6 +73,7 @@ def _page(run: Run, *, draws: bool) -> tuple[str, dict[str, bytes]]:
             *curves.metric_charts(run),
             *([map_chart(run, jobs)] if jobs else []),
             curves.throughput_chart(run),
+            *filter(None, [curves.rate_chart(run)]),
         ]
         text = page(run, jobs, charts)  # before the pictures, with their titles inside
         return text, {chart.name: chart.png() for chart in charts if draws}

@@ -14,6 +14,7 @@ from mpitrain.tools.report.analysis import (
     JobTimes,
     find_straggler,
     seconds_by_category,
+    stages_of,
 )
 from mpitrain.train.metrics import PHASES, best_metric, knows_best
 
@@ -67,7 +68,7 @@ def summary(run: Run, jobs: Sequence[JobTimes]) -> dict[str, str]:
     total = metrics.began[-1].total_steps if metrics.began else None
     num_jobs = max(len(jobs), len(metrics.began), len(metrics.resumed) + 1)
     seconds = sum(job.seconds for job in jobs)
-    total_of = sums(metrics.throughputs)
+    total_of, test = sums(metrics.throughputs), metrics.test.get(best, math.nan)
     num_samples, step_seconds = total_of.num_samples, total_of.seconds
     size, nodes = run.result.get("world_size"), run.result.get("num_nodes")
     return {
@@ -75,7 +76,7 @@ def summary(run: Run, jobs: Sequence[JobTimes]) -> dict[str, str]:
         if is_share
         else number(value),
         f"last {kind} loss": number((losses or [math.nan])[-1]),
-        "test accuracy": percent(metrics.test.get("accuracy", math.nan), 2),
+        f"test {best}": percent(test, 2) if is_share else number(test),
         "steps": f"{done:,}" + (f" / {total:,}" if total and done < total else ""),
         f"in {num_jobs} job{'s' * (num_jobs > 1)}": duration(seconds),
         "samples/s": f"{num_samples / step_seconds:,.0f}" if step_seconds else "",
@@ -107,6 +108,17 @@ def tables(run: Run, jobs: Sequence[JobTimes]) -> list[Section]:
         if not isinstance(values, dict):
             values = {"": values}
         environment += [(f"{group} {name}", _text(of)) for name, of in values.items()]
+    stages = [
+        (
+            stage[0].stage,
+            f"{stage[0].epoch} to {stage[-1].epoch}",
+            f"{stage[-1].step:,}",
+            *map(
+                number, (stage[-1].train_loss, stage[-1].values.get("loss", math.nan))
+            ),
+        )
+        for stage in stages_of(run)
+    ]
     phases = [_phases(f"job {job.number}", [job], run) for job in jobs[-10:]]
     if len(phases) > 1:
         phases.insert(0, _phases("all jobs", jobs, run))
@@ -122,6 +134,11 @@ def tables(run: Run, jobs: Sequence[JobTimes]) -> list[Section]:
             title="Jobs",
             head=("job", "began", "duration", "ranks x nodes", "last step"),
             rows=rows,
+        ),
+        Section(
+            title="Stages",
+            head=("stage", "epochs", "last step", "train loss", "val loss"),
+            rows=stages if len(stages) > 1 else (),
         ),
         Section(
             title="Configuration",
