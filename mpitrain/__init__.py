@@ -37,10 +37,15 @@ if TYPE_CHECKING:
     from mpitrain.launch.init import init
     from mpitrain.launch.job import Job
     from mpitrain.mpi.world import Node, World
+    from mpitrain.record.health import HealthCheck
+    from mpitrain.record.loggers.callback import Loggers
+    from mpitrain.record.profiler import Profiler
+    from mpitrain.record.rank_times import RankTimes
     from mpitrain.record.recorder import Recorder
     from mpitrain.tasks.image_classification.task import ImageClassification
     from mpitrain.tasks.stages import Stage
     from mpitrain.tasks.task import Task
+    from mpitrain.tools.train.callbacks import default_callbacks
     from mpitrain.train.callbacks import Callback, StopRequested
     from mpitrain.train.early_stopping import EarlyStopping
     from mpitrain.train.evaluate import Evaluation
@@ -59,13 +64,17 @@ __all__ = [
     "EarlyStopping",
     "EpochLines",
     "Evaluation",
+    "HealthCheck",
     "ImageClassification",
     "Job",
     "LaunchConfig",
     "LaunchError",
+    "Loggers",
     "MpitrainError",
     "Node",
     "NonFiniteError",
+    "Profiler",
+    "RankTimes",
     "Recorder",
     "Stage",
     "StopRequested",
@@ -79,6 +88,7 @@ __all__ = [
     "UsageError",
     "World",
     "__version__",
+    "default_callbacks",
     "init",
 ]
 
@@ -96,6 +106,10 @@ _HOMES = {
     "EarlyStopping": "train.early_stopping",
     "EpochLines": "train.progress",
     "Evaluation": "train.evaluate",
+    "HealthCheck": "record.health",
+    "Loggers": "record.loggers.callback",
+    "Profiler": "record.profiler",
+    "RankTimes": "record.rank_times",
     "Recorder": "record.recorder",
     **dict.fromkeys(("LaunchConfig", "TrainConfig"), "config"),
     "Stage": "tasks.stages",
@@ -103,6 +117,7 @@ _HOMES = {
     "Task": "tasks.task",
     "TrainState": "train.metrics",
     "Trainer": "train.trainer",
+    "default_callbacks": "tools.train.callbacks",
 }
 
 

@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mpitrain.errors import UsageError
-from mpitrain.plugins import is_reference
+from mpitrain.plugins import is_reference, plugins_of
 from mpitrain.settings import FlagFacts, check_values, facts_of, flag_name, setting
 
 DATA_DIR = Path("data")
 
 NAME_PATTERN = r"\w[\w.+=-]*"  # of a run or a sweep, which name folders
-LOGGERS = ("csv", "tensorboard", "wandb")
+LOGGERS = ("csv", "tensorboard", "wandb", "mlflow", "trackio")
 TASK_PREFIX = "task."  # of the names of `TrainConfig.task_arguments`
 
 START_TIMEOUT_SECONDS = 600.0  # default of a stage of the start
@@ -31,8 +31,7 @@ TIMEOUT_SECONDS = 1800.0  # of a collective or an answer of the store; gloo's de
 # Default peak learning rates; ADAM_LR for the others.
 LR = {"sgd": 0.1, "rmsprop": 0.01, "adagrad": 0.01, "adadelta": 1.0}
 ADAM_LR = 0.001
-# Of a training of at least twice as many epochs, as in Goyal et al. for ResNet-50
-# (https://arxiv.org/abs/1706.02677, 2.2).
+# At most half of all epochs. Goyal et al., https://arxiv.org/abs/1706.02677, 2.2.
 WARMUP_EPOCHS = 5.0
 SCALED_BATCH_SIZE = 256  # of the default of sgd, and what --scale-lr scales from
 BITWISE_MICRO_BATCHES = 8  # of a step with --bitwise, without --micro-batch-size
@@ -248,7 +247,7 @@ class LogConfig:
     """Loggers and profiler."""
 
     log: tuple[str, ...] = run_setting((), metavar="NAME [NAME ...]", is_common=True)
-    """Loggers besides metrics.jsonl: csv, tensorboard, wandb, or
+    """Loggers besides metrics.jsonl: csv, tensorboard, wandb, mlflow, trackio, or
     package.module:callable."""
     log_every_steps: int = run_setting(10, minimum=1, only_with=("log",))
     """Log every N steps (epochs are always logged)."""
@@ -359,10 +358,11 @@ class TrainConfig(
             )
 
     def _run_errors(self) -> Iterator[str]:
+        known = (*LOGGERS, *plugins_of("loggers")) if self.log else ()
         for name in self.log:
-            if name not in LOGGERS and not is_reference(name):
+            if name not in known and not is_reference(name):
                 yield (
-                    f"--log {name!r} is not known; expected {', '.join(LOGGERS)}, or "
+                    f"--log {name!r} is not known; expected {', '.join(known)}, or "
                     "package.module:callable for a user-defined logger"
                 )
             if self.log.count(name) > 1:

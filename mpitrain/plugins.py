@@ -1,4 +1,8 @@
-"""User-defined models, data sets and loggers: ``package.module:callable``."""
+"""User-defined models, data sets and loggers: ``package.module:callable``.
+
+An installed package may give its loggers, tasks and sites names, by entry points of the
+groups ``mpitrain.loggers``, ``mpitrain.tasks`` and ``mpitrain.sites``.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,7 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Mapping
+from importlib.metadata import entry_points
 from types import MappingProxyType
 from typing import Any
 
@@ -32,11 +37,25 @@ def require(package: str, flag: str, install: str = "") -> None:
         )
 
 
-def load_reference(reference: str, flag: str) -> Callable[..., Any]:
-    """Import ``package.module:callable``; `flag` named it.
+def plugins_of(group: str) -> dict[str, str]:
+    """Return the names that installed packages give, with what they stand for."""
+    return {it.name: it.value for it in entry_points(group=f"mpitrain.{group}")}
 
-    Modules of the current folder are found, too.
+
+def load_reference(reference: str, flag: str, plugins: str = "") -> Callable[..., Any]:
+    """Import ``package.module:callable``, or what one of the `plugins` names.
+
+    `flag` named it. Modules of the current folder are found, too.
     """
+    if plugins and not is_reference(reference):
+        known = plugins_of(plugins)
+        if reference not in known:
+            raise UsageError(
+                f"{flag} {reference!r}: no installed package has an entry point of "
+                f"that name in mpitrain.{plugins}.{did_you_mean(reference, known)} "
+                "Expected package.module:callable"
+            )
+        reference = known[reference]
     module_name, _, attribute = reference.partition(":")
     if not module_name or not attribute:
         raise UsageError(f"{flag} {reference!r}: expected package.module:callable")

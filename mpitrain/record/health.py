@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mpitrain.console import shown
 from mpitrain.train.callbacks import Callback
 from mpitrain.train.metrics import Throughput
 
@@ -23,10 +25,10 @@ LAST_FRACTION = 0.6
 
 
 class HealthCheck(Callback):
-    """Warns once, on rank zero, with what helps."""
+    """Warns once, on rank zero, with what helps; ``run_dir`` is named in it."""
 
-    def __init__(self, run_dir: str) -> None:
-        self._run_dir = run_dir
+    def __init__(self, run_dir: str | Path) -> None:
+        self._run_dir = shown(Path(run_dir))
         self._window: list[Throughput] = []
         self._is_first = True
         self._suspect: int | None = None

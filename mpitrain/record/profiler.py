@@ -23,10 +23,15 @@ NUM_ROWS = 100  # rows of the table in the file
 
 
 class Profiler(Callback):
-    """Traces steps of each rank, from the sixth of the job, into ``profile/``."""
+    """Traces steps of each rank, from the sixth of the job, by `torch.profiler`.
 
-    def __init__(self, run_dir: Path, num_steps: int) -> None:
-        self._folder = run_dir / FOLDER
+    Args:
+        run_dir: The run folder; traces and tables are in ``profile/`` in it.
+        num_steps: How many steps are traced.
+    """
+
+    def __init__(self, run_dir: str | Path, num_steps: int = 10) -> None:
+        self._folder = Path(run_dir) / FOLDER
         self._num_steps = num_steps
         self._seen = 0
         self._profile: Any = None
@@ -81,7 +86,7 @@ class Profiler(Callback):
         key, name = f"self_{kind}_time_total", rank_name(world.rank, world.world_size)
         try:
             profile.stop()
-            self._folder.mkdir(exist_ok=True)
+            self._folder.mkdir(parents=True, exist_ok=True)
             profile.export_chrome_trace(str(self._folder / f"{name}.json.gz"))
             averages = profile.key_averages()
             table = averages.table(sort_by=key, row_limit=NUM_ROWS)

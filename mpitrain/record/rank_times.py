@@ -23,12 +23,11 @@ from mpitrain.record.jsonl import CLOSE_SECONDS, JsonlWriter
 from mpitrain.record.run_dir import rank_name
 from mpitrain.train.callbacks import Callback
 from mpitrain.train.metrics import NUM_PHASES, PHASES, UPDATE, StepMetrics
-
-if TYPE_CHECKING:
-    from mpitrain.train.trainer import Trainer
+from mpitrain.watchdog.process import age_seconds
 
 if TYPE_CHECKING:
     from mpitrain.train.timer import StepTimes, Timer
+    from mpitrain.train.trainer import Trainer
 
 FOLDER = "times"
 
@@ -39,10 +38,16 @@ MIN_SECONDS, MAX_SECONDS = 1.0, 30.0
 
 
 class RankTimes(Callback):
-    """Writes where this rank's time goes; short steps share a line."""
+    """Writes where this rank's time goes; short steps share a line.
 
-    def __init__(self, run_dir: Path, start_seconds: float = 0.0) -> None:
-        self._folder = run_dir / FOLDER
+    Args:
+        run_dir: The run folder; rank N's file is ``times/rank-N.jsonl`` in it.
+        start_seconds: What the start of the job took; ``None``: the time from the start
+            of the process to that of `fit`.
+    """
+
+    def __init__(self, run_dir: str | Path, start_seconds: float | None = None) -> None:
+        self._folder = Path(run_dir) / FOLDER
         self._start_seconds = start_seconds
         self._lock = threading.Lock()
         self._is_closed = True
@@ -55,6 +60,8 @@ class RankTimes(Callback):
 
     def open(self, world: World, timer: Timer, step: int) -> None:
         """Open the file. ``step``: steps done by earlier jobs."""
+        if self._start_seconds is None:
+            self._start_seconds = age_seconds()
         self._folder.mkdir(parents=True, exist_ok=True)
         name = rank_name(world.rank, world.world_size)
         self._lines = JsonlWriter(self._folder / f"{name}.jsonl")

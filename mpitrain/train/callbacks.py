@@ -38,6 +38,9 @@ class Callback:
     runs_last: ClassVar[bool] = False
     """Whether it is called after all others: it saves their state."""
 
+    uses_settings: Sequence[str] = ()
+    """Fields of the `TrainConfig` that `Trainer` ignores, and that it uses."""
+
     def setup(self, trainer: Any) -> None:
         """Called first, before a checkpoint is loaded; model and data are ready."""
 
@@ -66,6 +69,9 @@ class Callback:
 
     def on_throughput(self, trainer: Any, throughput: Throughput) -> None:
         """Called when the speed of some steps is known, about every two seconds."""
+
+    def on_images(self, trainer: Any, name: str, images: Any) -> None:
+        """Called by `Trainer.log_images`, on the ranks that call it; not collective."""
 
     def on_validation_batch_end(self, trainer: Any) -> None:
         """Called after each batch of a validation."""
@@ -117,33 +123,42 @@ class Callback:
         """Write to the disk what `state_dict` refers to; in a thread of rank zero."""
 
 
-def hooks_of(callbacks: Sequence[Callback]) -> dict[str, list[Callable[..., None]]]:
-    """Return by name the hooks that callbacks override, in the order of the calls.
+class Hooks(dict[str, list[Callable[..., None]]]):
+    """The hooks that callbacks override, by name, in the order of the calls.
 
     Raises:
         UsageError: A method ``on_...`` is none of them; on every rank.
     """
-    known = [name for name in dir(Callback) if name.startswith("on_")]
-    hooks: dict[str, list[Callable[..., None]]] = {it: [] for it in ("setup", *known)}
-    for callback in callbacks:
-        if not isinstance(callback, Callback):
-            raise UsageError(
-                f"found {callback!r} in callbacks=; expected objects of classes that "
-                "inherit from mpitrain.Callback"
-            ).on_all_ranks()
-        for name in dir(callback):
-            if name.startswith("on_") and name not in known:
+
+    def __init__(self, callbacks: Sequence[Callback] = ()) -> None:
+        known = [name for name in dir(Callback) if name.startswith("on_")]
+        super().__init__({name: [] for name in ("setup", *known)})
+        for callback in callbacks:
+            if not isinstance(callback, Callback):
                 raise UsageError(
-                    f"{type(callback).__name__}.{name} is no hook of "
-                    f"mpitrain.Callback.{did_you_mean(name, known)} Expected "
-                    f"one of {', '.join(known)}"
+                    f"found {callback!r} in callbacks=; expected objects of classes "
+                    "that inherit from mpitrain.Callback"
                 ).on_all_ranks()
-        for name, found in hooks.items():
-            if getattr(type(callback), name) is not getattr(Callback, name):
-                found.append(getattr(callback, name))
-    for name in ("on_fit_end", "on_stop", "on_exception"):
-        hooks[name].reverse()
-    return hooks
+            for name in dir(callback):
+                if name.startswith("on_") and name not in known:
+                    raise UsageError(
+                        f"{type(callback).__name__}.{name} is no hook of "
+                        f"mpitrain.Callback.{did_you_mean(name, known)} Expected "
+                        f"one of {', '.join(known)}"
+                    ).on_all_ranks()
+            for name, found in self.items():
+                if getattr(type(callback), name) is not getattr(Callback, name):
+                    found.append(getattr(callback, name))
+        for name in ("on_fit_end", "on_stop", "on_exception"):
+            self[name].reverse()
+
+    def on_exception(self, trainer: Any, error: BaseException) -> None:
+        """Call the hooks of an exception; one that fails is logged."""
+        for hook in self["on_exception"]:
+            try:
+                hook(trainer, error)
+            except Exception:  # the first error is the one to report
+                logger.exception("a callback's on_exception failed")
 
 
 def check_state_names(callbacks: Sequence[Callback]) -> None:
@@ -158,14 +173,3 @@ def check_state_names(callbacks: Sequence[Callback]) -> None:
             f"callbacks {', '.join(sorted(names))}: found two with a state and "
             "one name; expected a class of its own for each"
         ).on_all_ranks()
-
-
-def call_on_exception(
-    hooks: dict[str, list[Callable[..., None]]], trainer: Any, error: BaseException
-) -> None:
-    """Call the hooks of an exception; one that fails is logged."""
-    for hook in hooks["on_exception"]:
-        try:
-            hook(trainer, error)
-        except Exception:  # the first error is the one to report
-            logger.exception("a callback's on_exception failed")

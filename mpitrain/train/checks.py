@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from mpitrain.config import TrainConfig
 from mpitrain.data.samples import kind_of
 from mpitrain.errors import DataError, UsageError
 from mpitrain.tasks.task import Losses, Task
+from mpitrain.train.callbacks import Callback
 from mpitrain.train.means import is_weighted
 
 logger = logging.getLogger("mpitrain")
@@ -43,14 +44,14 @@ def warn_of_scalars(values: Mapping[str, Any], warned: set[str]) -> Mapping[str,
     return values
 
 
-def warn_of_ignored(config: TrainConfig) -> None:
+def warn_of_ignored(config: TrainConfig, callbacks: Sequence[Callback]) -> None:
     """Warn of fields that are set and that have no effect in a script."""
-    changed = config.changed.items()
-    if ignored := [name for name, facts in changed if facts.is_for_command]:
+    changed = {name for name, facts in config.changed.items() if facts.is_for_command}
+    if ignored := changed.difference(*(it.uses_settings for it in callbacks)):
         logger.warning(
-            "Trainer ignores %s of its TrainConfig; pass callbacks such as "
-            "mpitrain.Checkpointer, with arguments of their own, instead",
-            ", ".join(ignored),
+            "Trainer ignores %s of its TrainConfig; pass callbacks, such as "
+            "mpitrain.default_callbacks(run_dir, config), instead",
+            ", ".join(sorted(ignored)),
         )
 
 

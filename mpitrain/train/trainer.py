@@ -30,12 +30,7 @@ from mpitrain.tasks.task import (
     Values,
 )
 from mpitrain.train import checks
-from mpitrain.train.callbacks import (
-    Callback,
-    StopRequested,
-    call_on_exception,
-    hooks_of,
-)
+from mpitrain.train.callbacks import Callback, Hooks, StopRequested
 from mpitrain.train.engine import Engine
 from mpitrain.train.evaluate import Evaluation
 from mpitrain.train.metric_objects import split_metrics
@@ -166,7 +161,7 @@ class Trainer:
         self._sampling = Sampling(sampler, batch_sampler)
         self.batch: Batch | None = None  # while its loss is computed
         self.warned_of: set[str] = set()  # losses and metrics that are scalars
-        self._hooks: dict[str, list[Callable[..., None]]] = {}
+        self._hooks = Hooks()
 
     # --- the loop -----------------------------------------------------------------
 
@@ -273,11 +268,7 @@ class Trainer:
             report_steps(self, flush=flush)
 
     def test(self, data: Any) -> Evaluation:
-        """Evaluate the model on a test set, and report it. Collective over all ranks.
-
-        Args:
-            data: A data set, as `train_data`.
-        """
+        """Evaluate the model on a test set, and report it; collective."""
         engine = self._checked_engine()
         with engine.data.test_loader(data, engine.strategy) as loader:
             with self.timer("evaluation"):
@@ -416,6 +407,14 @@ class Trainer:
         with self.timer("evaluation"):
             return engine.predict(data, write)
 
+    def log_images(self, name: str, images: Any) -> None:
+        """Log images by `Loggers`, on rank zero; local.
+
+        A tensor `(N, C, H, W)`, of bytes or from 0 to 1, or an array uint8
+        `(N, H, W, C)`, each with 1 or 3 channels; or a figure of matplotlib.
+        """
+        self.call("on_images", name, images)
+
     def _checked_engine(self) -> Engine:
         if not hasattr(self, "engine") or not hasattr(self.engine.data, "val_loaders"):
             raise UsageError("nothing to evaluate yet; expected a call of fit() before")
@@ -450,15 +449,14 @@ class Trainer:
             find_unused_parameters=self.find_unused_parameters,
             can_cache_features=type(self).compute_loss is Trainer.compute_loss,
         )
-        self._final_state, self.should_stop = None, False
-        self.state = TrainState()
+        self._final_state, self.should_stop, self.state = None, False, TrainState()
         self.timer = make_timer(self.world.device)
         self.pending = PendingSteps(
             self.world.device,
             strategy.micro_batch_size if strategy.micro_batches_are_fixed else None,
         )
         self.synced_at, self._is_set_up = time.perf_counter(), True
-        self._hooks = hooks_of(self.callbacks)
+        self._hooks = Hooks(self.callbacks)
         return self.engine
 
     def call(self, hook: str, *args: Any) -> None:
@@ -481,7 +479,7 @@ class Trainer:
         """Set up and start the callbacks; tell them of an exception; close workers."""
         assert self.world is not None
         if self.world.is_rank_zero and not self.uses_whole_config:
-            checks.warn_of_ignored(self.config)
+            checks.warn_of_ignored(self.config, self.callbacks)
         engine = self.engine if self._is_set_up else self.set_up()
         self._is_set_up = False
         try:
@@ -493,7 +491,7 @@ class Trainer:
         except Stopped:
             raise
         except BaseException as error:
-            call_on_exception(self._hooks, self, error)
+            self._hooks.on_exception(self, error)
             raise
         finally:
             engine.close()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import csv
 import json
 import struct
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -54,6 +56,61 @@ def from_tensorboard(run_dir: Path) -> Points:
         tag: [(event.step, event.value) for event in events.Scalars(tag)]
         for tag in events.Tags()["scalars"]
     }
+
+
+FROM_MLFLOW = """
+import json, sys
+from mlflow import MlflowClient
+client, found = MlflowClient(), []
+experiment = client.get_experiment_by_name("mpitrain")
+for run in client.search_runs([experiment.experiment_id]):
+    number, points = run.info.run_id, {}
+    for name in run.data.metrics:
+        of = client.get_metric_history(number, name)
+        points[name] = [[it.step, it.value] for it in of]
+    images = [it.path for it in client.list_artifacts(number, "images")]
+    found.append([run.info.run_name, run.info.status, run.data.params, points, images])
+json.dump(found, sys.stdout)
+"""
+
+FROM_TRACKIO = """
+import json, sys
+from trackio.sqlite_storage import SQLiteStorage as Storage
+runs = Storage.get_runs("mpitrain")
+json.dump({it: Storage.get_logs("mpitrain", it) for it in runs}, sys.stdout)
+"""
+
+
+def read_by(code: str, cwd: Path) -> Any:
+    """Let a library that warns and logs read its own files, in another process."""
+    command = [sys.executable, "-W", "ignore", "-c", code]
+    done = subprocess.run(command, cwd=cwd, check=True, capture_output=True, text=True)
+    return json.loads(
+        done.stdout[done.stdout.index("[" if "mlflow" in code else "{") :]
+    )
+
+
+def from_mlflow(cwd: Path) -> list[dict[str, Any]]:
+    """Name, status, parameters, points and images of each run, the last one first."""
+    names = ("name", "status", "params", "points", "images")
+    runs = [dict(zip(names, it, strict=True)) for it in read_by(FROM_MLFLOW, cwd)]
+    for run in runs:
+        run["points"] = {
+            name: sorted((step, value) for step, value in of)
+            for name, of in run["points"].items()
+        }
+    return runs
+
+
+def from_trackio(cwd: Path) -> dict[str, Points]:
+    """The points of runs by name; of images their files."""
+    found: dict[str, Points] = {}
+    for run, rows in read_by(FROM_TRACKIO, cwd).items():
+        points = found[run] = {}
+        for row in rows:
+            for name in row.keys() - {"step", "timestamp"}:
+                points.setdefault(name, []).append((row["step"], row[name]))
+    return found
 
 
 def wandb_files(run_dir: Path) -> list[Path]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import logging
 import math
 import signal
@@ -15,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from mpitrain.cli import read_config
 from mpitrain.config import LogConfig, TrainConfig
@@ -74,7 +76,9 @@ class Opened(Loggers):
     """
 
     def __init__(self, config: Any, info: RunInfo, show: Any = str) -> None:
-        super().__init__(config, info.run_dir, info.run_id)
+        others = {k: v for k, v in vars(config).items() if k != "log"}
+        super().__init__(info.run_dir, config.log, run_id=info.run_id, **others)
+        self._is_zero = info.rank == 0
         self._processes = make_processes(config, info, show)
         self.trainer = SimpleNamespace(state=SimpleNamespace(step=3))
 
@@ -201,6 +205,117 @@ def test_wandbs_offline_file_has_all(
     assert line.startswith("wandb: offline, as WANDB_MODE says")
     assert f"`wandb sync {file.parent.parent}/offline-run-*`" in line
     assert len(list(file.parent.glob("files/media/images/train/*.png"))) == 2
+
+
+@pytest.fixture
+def trackers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A place for their data, and time for imports beside other tests."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    monkeypatch.setattr(callback, "FINISH_SECONDS", 200)
+    return tmp_path
+
+
+def test_mlflows_own_client_has_all_of_both_jobs(info: Any, trackers: Path) -> None:
+    config = LogConfig(log=("mlflow",), log_every_steps=1)
+    run_through(Opened(config, info(config={"lr": 0.1, "epochs": 2})), "stopped")
+    (run,) = logger_files.from_mlflow(trackers)
+    assert (run["name"], run["status"]) == ("mine", "KILLED")
+    assert run["params"] == {"lr": "0.1", "epochs": "2"}
+    assert run["points"] == EXPECTED
+    assert len([it for it in run["images"] if it.endswith(".png")]) == 2
+    loggers = Opened(config, info(config={"lr": 0.1, "epochs": 3, "new": None}, step=3))
+    loggers.start()
+    loggers.log_steps([row(4)])
+    epoch = dataclasses.replace(EPOCH, step=4, values={"iou@0.5, %": 1.0})
+    loggers.on_epoch_end(loggers.trainer, epoch)
+    loggers.finish("finished")
+    (run,) = logger_files.from_mlflow(trackers)
+    assert run["status"] == "FINISHED"
+    assert run["params"] == {"lr": "0.1", "epochs": "2", "new": "None"}
+    assert run["points"]["train/loss"] == [*EXPECTED["train/loss"], (4, 0.025)]
+    assert run["points"]["val/iou_0.5_ _"] == [(4, 1.0)]
+
+
+def test_trials_at_once_share_mlflows_database(info: Any, trackers: Path) -> None:
+    config = LogConfig(log=("mlflow",), log_every_steps=1)
+    names = [f"trial-{number}" for number in range(4)]
+    trials = []
+    for name in names:
+        (trackers / name).mkdir()
+        of = info(run_dir=trackers / name, run_name=name, run_id=name)
+        trials.append(Opened(config, of))
+        trials[-1].start()
+    for trial in trials:
+        trial.log_steps([row(1)])
+    for trial in trials:
+        trial.finish("finished")
+    found = logger_files.from_mlflow(trackers)
+    assert sorted(it["name"] for it in found) == names
+    assert all(it["points"]["train/loss"] == [(1, 0.1)] for it in found)
+
+
+def test_trackios_own_storage_has_all_of_both_jobs(info: Any, trackers: Path) -> None:
+    config = LogConfig(log=("trackio",), log_every_steps=1)
+    run_through(Opened(config, info()), "stopped")
+    ((name, points),) = logger_files.from_trackio(trackers).items()
+    images = {
+        it: points.pop(it) for it in list(points) if it.startswith("train/images")
+    }
+    assert name == "mine-0123"
+    assert points == EXPECTED
+    assert sorted(images) == ["train/images/0", "train/images/1"]
+    assert len(list((trackers / "trackio").rglob("*.png"))) == 2
+    loggers = Opened(config, info(step=3))
+    loggers.start()
+    loggers.log_steps([row(4)])
+    loggers.finish("finished")
+    ((name, points),) = logger_files.from_trackio(trackers).items()
+    assert points["train/loss"] == [*EXPECTED["train/loss"], (4, 0.025)]
+
+
+def figure() -> Any:
+    from matplotlib.figure import Figure
+
+    found = Figure(figsize=(2, 1), dpi=50)
+    found.add_subplot().plot([1, 2])
+    return found
+
+
+@pytest.mark.parametrize(
+    ("images", "shape"),
+    [
+        (torch.zeros(2, 3, 4, 5), (2, 4, 5, 3)),
+        (torch.zeros(2, 1, 4, 5, dtype=torch.uint8), (2, 4, 5, 1)),
+        (
+            torch.zeros(2, 1, 4, 5, dtype=torch.bfloat16, requires_grad=True),
+            (2, 4, 5, 1),
+        ),
+        (np.zeros((2, 4, 5, 3), np.uint8), (2, 4, 5, 3)),
+        (figure(), (1, 50, 100, 3)),
+    ],
+    ids=["floats", "bytes", "bfloat16", "array", "figure"],
+)
+def test_images_of_the_user_are_logged(
+    images: Any, shape: tuple[int, ...], info: Any, tmp_path: Path
+) -> None:
+    loggers = Opened(LogConfig(log=("tensorboard",)), info())
+    loggers.start()
+    loggers.on_images(loggers.trainer, "val/mine", images)
+    loggers.finish("finished")
+    (first, *_) = logger_files.accumulator(tmp_path).Images("val/mine/0")
+    assert (first.step, first.height, first.width) == (3, *shape[1:3])
+    assert callback.images_of(images).shape == shape
+
+
+@pytest.mark.parametrize(
+    "images",
+    [torch.zeros(3, 4, 5), torch.zeros(2, 7, 4, 5), np.zeros((2, 4, 5, 3)), "a", None],
+    ids=["3-D", "7 channels", "float array", "str", "None"],
+)
+def test_what_is_no_image_is_named(images: Any) -> None:
+    with pytest.raises(UsageError, match=r"log_images: found .*; expected a tensor"):
+        callback.images_of(images)
 
 
 def test_numbers_that_are_none_are_written(info: Any, tmp_path: Path) -> None:

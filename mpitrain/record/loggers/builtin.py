@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
+import fcntl
 import io
 import os
+import re
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -209,8 +212,110 @@ class WandbLogger(Logger):
         self._wandb.teardown()
 
 
+class MLflowLogger(Logger):
+    """Logs to MLflow: to ``MLFLOW_TRACKING_URI``, else where MLflow does by default."""
+
+    TAG = "mpitrain.run_id"  # by which a job that resumes finds the run
+
+    def __init__(self, run_dir: Path, run_name: str, run_id: str) -> None:
+        import mlflow
+        from mlflow.entities import Metric, Param
+
+        self._metric, self._param = Metric, Param
+        experiment = os.environ.get("MLFLOW_EXPERIMENT_NAME", "mpitrain")
+        with _alone_in(run_dir.parent):  # trials of a sweep, which make one database
+            self._client: Any = mlflow.MlflowClient()
+            found = self._client.get_experiment_by_name(experiment)
+            number = found and found.experiment_id
+            number = number or self._client.create_experiment(experiment)
+        runs = self._client.search_runs([number], f"tags.`{self.TAG}` = '{run_id}'")
+        tags = {self.TAG: run_id}
+        run = runs[0] if runs else self._client.create_run(number, None, tags, run_name)
+        self._id, self._known = run.info.run_id, run.data.params
+        self._client.update_run(self._id, "RUNNING")
+
+    def log_hyperparams(self, params: Mapping[str, Any]) -> None:
+        """Log the configuration; MLflow keeps values of an earlier job."""
+        new = [
+            self._param(k, str(v)) for k, v in params.items() if k not in self._known
+        ]
+        self._client.log_batch(self._id, params=new)
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+        """Log the values."""
+        now = int(1000 * time.time())
+        found = [self._metric(_plain(k), v, now, step) for k, v in metrics.items()]
+        self._client.log_batch(self._id, metrics=found)
+
+    def log_images(self, name: str, images: Images, step: int) -> None:
+        """Log each image, with its number in its name."""
+        for i, image in enumerate(images):
+            key = f"{_plain(name)}/{i}"
+            self._client.log_image(self._id, image, key=key, step=step)
+
+    def finalize(self, status: Status) -> None:
+        """Close the run; MLflow has no word for one that can be resumed."""
+        known = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
+        self._client.set_terminated(self._id, known[status])
+
+
+def _plain(name: str) -> str:
+    """Return a name with the characters that MLflow takes.
+
+    >>> _plain("val/iou@0.5")
+    'val/iou_0.5'
+    """
+    return re.sub(r"[^\w. /-]", "_", name)
+
+
+@contextlib.contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """Wait for other loggers of runs in a folder, where its file system has locks."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+class TrackioLogger(Logger):
+    """Logs to trackio: into ``TRACKIO_DIR``, or to the server of its variables."""
+
+    def __init__(self, info: RunInfo) -> None:
+        import trackio
+
+        self._trackio: Any = trackio
+        self._run = trackio.init(
+            project=os.environ.get("TRACKIO_PROJECT", "mpitrain"),
+            name=f"{info.run_name}-{info.run_id[:4]}",  # it finds a run by its name
+            config=dict(info.config),
+            resume="allow",
+            embed=False,
+            auto_log_cpu=False,
+            auto_log_gpu=False,
+        )
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+        """Log the values."""
+        self._run.log(dict(metrics), step=step)
+
+    def log_images(self, name: str, images: Images, step: int) -> None:
+        """Log each image, with its number in its name."""
+        images = images.repeat(3 // images.shape[-1], axis=-1)
+        shown = {f"{name}/{i}": self._trackio.Image(it) for i, it in enumerate(images)}
+        self._run.log(shown, step=step)
+
+    def finalize(self, status: Status) -> None:
+        """Write the rest."""
+        self._trackio.finish()
+
+
 BUILTIN: Mapping[str, type[Logger]] = {
     "csv": CSVLogger,
     "tensorboard": TensorBoardLogger,
     "wandb": WandbLogger,
+    "mlflow": MLflowLogger,
+    "trackio": TrackioLogger,
 }

@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import torch
 from torch import Tensor
 
-from mpitrain.config import LogConfig, TrainConfig
+from mpitrain.config import LOGGERS, LogConfig, TrainConfig
 from mpitrain.console import say
+from mpitrain.data.samples import kind_of
+from mpitrain.errors import UsageError
+from mpitrain.files import read_json
 from mpitrain.launch.job import heartbeat
-from mpitrain.plugins import is_reference, load_reference
-from mpitrain.record.loggers.base import RunInfo, Status
+from mpitrain.plugins import load_reference
+from mpitrain.record.loggers.base import Images, RunInfo, Status
 from mpitrain.record.loggers.process import LoggerProcess
+from mpitrain.record.runs import RUN
 from mpitrain.tasks.image_classification.transforms import NUM_DIMENSIONS, to_uint8
 from mpitrain.train.callbacks import Callback
 from mpitrain.train.metrics import EpochMetrics, StepMetrics, Throughput
@@ -26,35 +33,54 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("mpitrain")
 
-FINISH_SECONDS = 15.0  # how long the end of a job waits for all loggers together
+FINISH_SECONDS = 30.0  # how long the end of a job waits for all loggers together
 MAX_IMAGES = 16  # images that are logged of the first batch
 
 CHANNELS = (1, 3)
 
 
 class Loggers(Callback):
-    """Sends the metrics to the configured loggers, which cannot stop the training."""
+    """Sends the metrics to loggers, which cannot stop the training.
 
-    def __init__(self, config: TrainConfig, run_dir: Path, run_id: str) -> None:
-        self._config, self._run_dir, self._run_id = config, run_dir, run_id
+    Args:
+        run_dir: The run folder. A `Recorder` or `Checkpointer` before it opens it.
+        log: ``csv``, ``tensorboard``, ``wandb``, ``mlflow``, ``trackio``, the name of a
+            plug-in, or ``package.module:callable``.
+        run_id: Unique id of the run; ``None``: that of the run folder.
+        **settings: Other fields of a `LogConfig`, such as ``log_every_steps``.
+    """
+
+    def __init__(
+        self,
+        run_dir: str | Path,
+        log: Sequence[str],
+        *,
+        run_id: str | None = None,
+        **settings: Any,
+    ) -> None:
+        log = (log,) if isinstance(log, str) else tuple(log)
+        self._config: LogConfig = TrainConfig(log=log, **settings)
+        self._run_dir, self._run_id = Path(run_dir).absolute(), run_id
         self._processes: list[LoggerProcess] = []
         self._wants_images = False
 
     def on_fit_start(self, trainer: Trainer) -> None:
         """Start the loggers."""
         world, name = trainer.engine.world, self._run_dir.name
+        found = read_json(self._run_dir / RUN).get("id") or secrets.token_hex(8)
         info = RunInfo(
             run_dir=self._run_dir,
             run_name=name,
-            run_id=self._run_id,
-            config=self._config.as_plain(name),
+            run_id=self._run_id or found,
+            config=trainer.config.as_plain(name),
             rank=world.rank,
             world_size=world.world_size,
             step=trainer.state.step,
         )
         show = say if world.is_rank_zero else logger.info
         self._processes = make_processes(self._config, info, show)
-        self._wants_images = world.is_rank_zero and set(self._config.log) != {"csv"}
+        self._is_zero = world.is_rank_zero
+        self._wants_images = self._is_zero and set(self._config.log) != {"csv"}
         for process in self._processes:
             process.start()
 
@@ -72,6 +98,11 @@ class Loggers(Callback):
             some = inputs[: min(len(batch), MAX_IMAGES)]
             images = to_uint8(some, getattr(trainer.task, "mean_std", None)).numpy()
             self._send("log_images", ("train/images", images, trainer.state.step))
+
+    def on_images(self, trainer: Trainer, name: str, images: Any) -> None:
+        """Log images of the user's, on rank zero."""
+        if self._is_zero:
+            self._send("log_images", (name, images_of(images), trainer.state.step))
 
     def on_metrics(self, trainer: Trainer, steps: Sequence[StepMetrics]) -> None:
         """Log steps."""
@@ -145,6 +176,39 @@ class Loggers(Callback):
             process.send(method, *calls)
 
 
+def images_of(images: Any) -> Images:
+    """Return images, or a figure of matplotlib, as uint8 `(N, H, W, C)`.
+
+    >>> images_of(torch.tensor([0.0, 0.5, 2.0]).view(1, 1, 1, 3)).ravel()
+    array([  0, 128, 255], dtype=uint8)
+    """
+    if hasattr(images, "canvas"):
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+        canvas: Any = FigureCanvasAgg(images)
+        canvas.draw()
+        return np.asarray(canvas.buffer_rgba())[None, ..., :3]
+    is_tensor = isinstance(images, Tensor)
+    found: Any = images.detach().cpu() if is_tensor else images
+    if is_tensor and found.ndim == NUM_DIMENSIONS:
+        found = found.movedim(1, -1).contiguous()
+        if found.dtype != torch.uint8:
+            found = found.float().clamp(0, 1).mul(255).round().byte()
+        found = found.numpy()
+    kind = getattr(found, "dtype", None), *getattr(found, "shape", ())
+    if (
+        len(kind) != 1 + NUM_DIMENSIONS
+        or kind[0] != np.uint8
+        or kind[-1] not in CHANNELS
+    ):
+        raise UsageError(
+            f"log_images: found {kind_of(images)}; expected a tensor (N, C, H, W), of "
+            "bytes or from 0 to 1, an array uint8 (N, H, W, C), each with 1 or 3 "
+            "channels, or a figure of matplotlib"
+        )
+    return found  # type: ignore[no-any-return]
+
+
 def make_processes(
     config: LogConfig, info: RunInfo, show: Callable[[str], object]
 ) -> list[LoggerProcess]:
@@ -152,8 +216,9 @@ def make_processes(
     names = config.log
     if info.rank:
         names = ("wandb",) if config.wandb_all_ranks else ()
-    for name in filter(is_reference, names):
-        load_reference(name, "--log")
+    for name in names:
+        if name not in LOGGERS:
+            load_reference(name, "--log", "loggers")
     suffix = f"-rank-{info.rank}"
     group = info.run_name if config.wandb_all_ranks else None
     options = {

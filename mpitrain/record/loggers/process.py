@@ -21,12 +21,13 @@ from contextlib import suppress
 from typing import IO, Any
 
 from mpitrain.mpi.launchers import PREFIXES
-from mpitrain.plugins import call_with_known, is_reference, load_reference
+from mpitrain.plugins import call_with_known, load_reference
 from mpitrain.record.background import BackgroundWriter
 from mpitrain.record.loggers.base import RunInfo
 
 logger = logging.getLogger("mpitrain")
 
+NO_TELEMETRY = {"WANDB_ERROR_REPORTING": "false", "MLFLOW_DISABLE_TELEMETRY": "true"}
 MAX_WAITING = 100_000  # calls that may wait for a logger: some 50 MB
 ORPHAN_SECONDS = 5.0  # how long a logger may take to end after its rank was killed
 
@@ -110,7 +111,7 @@ class LoggerProcess:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
-                env={"WANDB_ERROR_REPORTING": "false", **kept},
+                env={**NO_TELEMETRY, **kept},
                 start_new_session=True,  # signals to the rank's group are not for it
             )
 
@@ -157,12 +158,9 @@ def main() -> None:
 def _serve(messages: IO[bytes], say: Callable[[str], object]) -> None:
     name, info, wandb_options = pickle.load(messages)
     known = {**vars(info), "info": info, "wandb_options": wandb_options, "say": say}
-    if is_reference(name):
-        kind = load_reference(name, "--log")
-    else:
-        from mpitrain.record.loggers.builtin import BUILTIN
+    from mpitrain.record.loggers.builtin import BUILTIN
 
-        kind = BUILTIN[name]
+    kind = BUILTIN.get(name) or load_reference(name, "--log", "loggers")
     target = call_with_known(kind, known, f"--log {name}")
     target.log_hyperparams(info.config)
     method = ""

@@ -16,6 +16,7 @@ from typing import Any, Literal
 from mpitrain.errors import UsageError, did_you_mean, usage_errors_in
 from mpitrain.flags import read_flag_file
 from mpitrain.mpi.launchers import DEFAULT, LAUNCHERS, LauncherName
+from mpitrain.plugins import load_reference, plugins_of
 from mpitrain.settings import check_values, flag_name, setting
 from mpitrain.tools.jobs.containers import Runtime, words_of
 
@@ -259,13 +260,16 @@ def with_site(flags: Sequence[str]) -> list[str]:
 
 
 def site_file(name: str) -> Path:
-    """Return the file of a site: one of ours by its name, or the user's own."""
+    """Return the file of a site: ours, the user's, or that of an installed package."""
     ours = SITES / f"{name}.yaml"
     if ours.is_file() and "/" not in name:
         return ours
     if Path(name).is_file():
         return Path(name)
+    if name in plugins_of("sites"):
+        return Path(load_reference(name, "--site", "sites")())
     known = sorted(path.stem for path in SITES.glob("*.yaml"))
+    known += plugins_of("sites")
     raise UsageError(
         f"--site {name!r}: there is no such file, and no site of that name; expected "
         f"one of {', '.join(known)}.{did_you_mean(name.lower(), known)}"

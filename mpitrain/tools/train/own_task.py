@@ -51,7 +51,7 @@ def call_task(config: TrainConfig, world: World) -> Trainer | Task:
 def _call(config: TrainConfig, world: World) -> Trainer | Task:
     """Call the function, and check what it returns; local."""
     name = f"--task {config.task}"
-    function = load_reference(config.task or "", "--task")
+    function = load_reference(config.task or "", "--task", "tasks")
     seed_all(config.seed)
     torch.manual_seed(config.seed)  # of GPUs, too
     arguments = {k.removeprefix(TASK_PREFIX): it for k, it in config.task_arguments}

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mpitrain.checkpoint.preemption import STOP_FILE, forget_stop
-from mpitrain.config import TrainConfig, seconds_of
+from mpitrain.config import LOGGERS, TrainConfig, seconds_of
 from mpitrain.console import shown
 from mpitrain.errors import Stopped, UsageError
 from mpitrain.files import read_yaml, write_atomic
@@ -40,7 +40,7 @@ class PreparedRun:
 
 def prepare(config: TrainConfig) -> PreparedRun:
     """Make the run folder, or open the existing one."""
-    for logger in {"tensorboard", "wandb"}.intersection(config.log):
+    for logger in {*LOGGERS[1:]}.intersection(config.log):
         require(logger, f"--log {logger}")
     name = config.name
     if config.dry_run and name is not None:

@@ -2,43 +2,34 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
 from torch import nn
 
 from mpitrain.checkpoint.checkpointer import Checkpointer
 from mpitrain.checkpoint.preemption import PreemptionHandler
 from mpitrain.config import TrainConfig
-from mpitrain.console import say, shown
 from mpitrain.errors import Stopped, UsageError
-from mpitrain.files import replacing, write_json
 from mpitrain.launch.job import heartbeat
 from mpitrain.models.build import build_and_load, fetch_weights, is_cached
-from mpitrain.models.summary import summary_line, summary_table
 from mpitrain.mpi.shared_arrays import Communicator, communicator
 from mpitrain.mpi.world import World
 from mpitrain.plugins import is_reference
-from mpitrain.record.environment import describe, node_lines
-from mpitrain.record.fingerprints import Fingerprints
-from mpitrain.record.health import HealthCheck
-from mpitrain.record.loggers.callback import Loggers
-from mpitrain.record.profiler import Profiler
-from mpitrain.record.rank_times import RankTimes
 from mpitrain.record.recorder import Recorder
 from mpitrain.tasks.image_classification.datasets.named import Data, load_data
 from mpitrain.tasks.image_classification.task import ImageClassification
 from mpitrain.tasks.task import Task
+from mpitrain.tools.train.callbacks import (
+    RunSummary,
+    callbacks_of_run,
+    early_stopping,
+    make_checkpointer,
+)
 from mpitrain.tools.train.own_task import call_task
 from mpitrain.tools.train.prepare import PreparedRun
 from mpitrain.train.callbacks import Callback
-from mpitrain.train.early_stopping import EarlyStopping
-from mpitrain.train.progress import choose_progress
 from mpitrain.train.trainer import Trainer
-
-logger = logging.getLogger("mpitrain")
 
 
 def run_training(
@@ -56,41 +47,32 @@ def run_training(
     checkpointer. ``shared_data`` stand for those of the configuration, and stay open.
     """
     config, run_dir = run.config, run.run_dir
-    checkpointer = Checkpointer(
-        run_dir,
-        every_epochs=config.checkpoint_every_epochs,
-        every_steps=config.checkpoint_every_steps,
-        every_minutes=config.checkpoint_every_minutes,
-        keep=config.keep_checkpoints,
-        best_by=config.best_by,
-        resume=config.resume,
-    )
+    checkpointer = make_checkpointer(config, run_dir)
     if config.dry_run:
         handler.uninstall()
     else:
         checkpointer.open(world, run_id=run.folder.run_id, handler=handler)
     trainer, summary = _trainer(config, world, run_dir, checkpointer, shared_data)
-    seconds_left, patience = handler.seconds_left, config.early_stopping
     named = "" if config.name else f" with --name {run_dir.name}"
+    recorder = Recorder(
+        run_dir,
+        start_seconds=start_seconds,
+        seconds_left=handler.seconds_left,
+        resume_with=f"the same command{named}",
+        is_open=True,
+    )
     trainer.callbacks = [
-        summary,
-        Recorder(
-            run_dir,
+        *callbacks_of_run(
+            config,
+            recorder,
+            summary,
+            handler.seconds_left,
+            run_id=run.folder.run_id,
             start_seconds=start_seconds,
-            seconds_left=seconds_left,
-            resume_with=f"the same command{named}",
-            is_open=True,
         ),
-        RankTimes(run_dir, start_seconds),
-        *([Loggers(config, run_dir, run.folder.run_id)] if config.log else []),
-        HealthCheck(shown(run_dir)),
-        choose_progress(config.progress, seconds_left),
-        Fingerprints(run_dir, config.fingerprint),
-        *([Profiler(run_dir, config.profile)] if config.profile else []),
-        ModelFile(run_dir / "model.pt"),
         *trainer.callbacks,
         *callbacks,
-        *([EarlyStopping(config.best_by, patience=patience)] if patience else []),
+        *early_stopping(config),
         *([] if config.dry_run else [checkpointer]),
     ]
     trainer.callbacks.sort(key=lambda callback: callback.runs_last)
@@ -115,7 +97,7 @@ def _trainer(
         made = call_task(config, world)
         if isinstance(made, Trainer):
             what = f"--task {config.task}"
-            return made, RunSummary(config, run_dir, what, has_own_data=True)
+            return made, RunSummary(run_dir, what)
         task = made
     ranks = communicator(world)
     heartbeat("loading the data")
@@ -154,7 +136,8 @@ def _trainer(
     classes = "" if data.num_classes is None else f", {data.num_classes} classes"
     of_task = "" if task is None else f", --task {config.task}"
     what = f"{config.model} on {config.data}"
-    return trainer, RunSummary(config, run_dir, what, classes + of_task, loaded)
+    more = classes + of_task
+    return trainer, RunSummary(run_dir, what, more, loaded, has_own_data=False)
 
 
 def _build(
@@ -175,97 +158,3 @@ def _build(
         seed=config.seed,
         weights=weights,
     )
-
-
-class ModelFile(Callback):
-    """Saves the finished model's plain ``state_dict``."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def on_fit_end(self, trainer: Trainer) -> None:
-        """Save it, completely or not at all."""
-        heartbeat("writing the weights")
-        state = trainer.state_dict()
-        if trainer.engine.world.is_rank_zero:
-            with replacing(self._path) as beside:
-                torch.save(state, beside)
-
-
-class RunSummary(Callback):
-    """Prints what is trained on which ranks, and writes it into the run folder."""
-
-    def __init__(
-        self,
-        config: TrainConfig,
-        run_dir: Path,
-        what: str,
-        more: str = "",
-        loaded: str | None = None,
-        *,
-        has_own_data: bool = False,
-    ) -> None:
-        """``what`` is trained; ``more`` of it; a line on the ``loaded`` weights."""
-        self._config, self._run_dir = config, run_dir
-        self._has_own_data = has_own_data
-        self._what, self._more, self._loaded = what, more, loaded
-
-    def on_fit_start(self, trainer: Trainer) -> None:
-        """Print and write."""
-        world, config = trainer.engine.world, self._config
-        if not world.is_rank_zero:
-            return
-        write_json(self._run_dir / "environment.json", describe(world))
-        table = summary_table(trainer.engine.model)
-        (self._run_dir / "model.txt").write_text(table + "\n")
-        for line in (*node_lines(world.nodes), *self._training_lines(trainer)):
-            say(line)
-        for setting in config.without_effect(has_own_data=self._has_own_data):
-            logger.warning("has no effect here: %s", setting)
-        num = trainer.engine.data.train.num_samples
-        if num is not None and config.global_batch_size > num:
-            logger.warning(
-                "--global-batch-size %d is larger than the training set (%d samples): "
-                "an epoch is one step",
-                *(config.global_batch_size, num),
-            )
-        idle = world.world_size - config.global_batch_size
-        if idle > 0:
-            logger.warning(
-                "--global-batch-size %d on %d ranks: %d of them have no sample in a "
-                "step",
-                *(config.global_batch_size, world.world_size, idle),
-            )
-
-    def _training_lines(self, trainer: Trainer) -> Sequence[str]:
-        config, data, plan = self._config, trainer.engine.data, trainer.engine.plan
-        train, *val = map(_count, data.num_samples.values())
-        if config.dry_run:
-            steps = "dry run: one step, one evaluation"
-        elif plan.total_steps is None:
-            steps = f"{plan.length} of unknown length"
-        elif plan.max_steps is not None:
-            steps = f"{plan.length}, of epochs of {plan.steps_per_epoch or 'unknown'}"
-        else:
-            steps = (
-                f"{plan.total_steps} steps = {plan.num_epochs} epochs x "
-                f"{plan.steps_per_epoch}"
-            )
-        world = trainer.engine.world
-        threads = f"{world.num_threads} thread{'s' * (world.num_threads != 1)}"
-        return [
-            f"backend {world.backend}, rendezvous at {world.master_addr}:"
-            f"{world.master_port}, {threads} per rank",
-            f"{self._what}: {train} samples to train, "
-            f"{' and '.join(val) or 'none'} to validate{self._more}",
-            f"{summary_line(trainer.engine.model)}; {trainer.engine.strategy.name}, "
-            f"{config.precision}",
-            trainer.engine.strategy.batch_line(),
-            steps,
-            f"run folder {shown(self._run_dir)}",
-            *([self._loaded] if self._loaded is not None else []),
-        ]
-
-
-def _count(num_samples: int | None) -> str:
-    return "unknown number of" if num_samples is None else str(num_samples)

@@ -58,7 +58,7 @@ def task_flags(reference: str) -> tuple[TrainConfig, list[Flag]]:
     """
     with contextlib.suppress(ImportError):
         import torch  # noqa: F401  before a folder of the user's is on sys.path
-    function = load_reference(reference, "--task")
+    function = load_reference(reference, "--task", "tasks")
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):
