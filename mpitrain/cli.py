@@ -157,6 +157,13 @@ def _folder_of(words: Sequence[str]) -> Path:
     return config.path
 
 
+def new(argv: Sequence[str]) -> None:
+    """Write a small project that trains, to begin with."""
+    from mpitrain.tools.new.new import NewConfig, new
+
+    print(new(_read(NewConfig, "new", argv)), flush=True)
+
+
 def watch(argv: Sequence[str]) -> None:
     """Follow the progress of a run from another shell."""
     from mpitrain.tools import watch
@@ -267,7 +274,7 @@ def check(argv: Sequence[str]) -> int:
 COMMANDS: dict[str, Callable[[Sequence[str]], int | None]] = {
     command.__name__: command
     for command in (
-        *(train, run, sweep, stage, check, watch, fetch, export, report, diff),
+        *(train, run, sweep, new, stage, check, watch, fetch, export, report, diff),
         *(supervise, hostfile, jobscript),
     )
 }

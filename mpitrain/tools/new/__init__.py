@@ -1,0 +1,1 @@
+"""``python -m mpitrain new``: a small project to begin with."""

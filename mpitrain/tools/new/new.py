@@ -1,0 +1,103 @@
+"""A project that trains at once: a training, its test, a job script."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Literal
+
+from mpitrain.errors import UsageError
+from mpitrain.flags import PROGRAM
+from mpitrain.settings import setting
+from mpitrain.tools.jobs.jobscript import NAME, JobscriptConfig, SchedulerName, text_of
+
+Kind = Literal["trainer", "task", "loop"]
+
+WHAT = {
+    "trainer": "the loss of a `Trainer`",
+    "task": "the steps of a `Task`",
+    "loop": "the loop",
+}
+OF_TASK = "-m mpitrain --task train:build"
+JOBS = 3  # of the chain in the job script
+
+
+@dataclass(frozen=True, kw_only=True)
+class NewConfig:
+    """Write a small project that trains, with a test and a job script."""
+
+    name: str = setting(metavar="NAME", is_positional=True)
+    """Folder to make."""
+    kind: Kind = "trainer"
+    """trainer: a loss and metrics for a Trainer. task: methods for its steps. loop: a
+    loop of your own."""
+    scheduler: SchedulerName = "slurm"
+    """Of the job script."""
+
+
+def new(config: NewConfig) -> str:
+    """Write the project; return what to type next."""
+    path, is_loop = Path(config.name), config.kind == "loop"
+    if not re.fullmatch(NAME[0], path.name):
+        raise UsageError(f"found the name {path.name!r}; expected {NAME[1]}")
+    command = (
+        "python train.py runs/first" if is_loop else f"python {OF_TASK} --name first"
+    )
+    venv = Path(sys.prefix) if sys.prefix != sys.base_prefix else Path(".venv")
+    job = JobscriptConfig(
+        scheduler=config.scheduler,
+        name=path.name,
+        jobs=JOBS,
+        venv=venv,
+        run_dir=Path("runs", path.name) if is_loop else None,
+    )
+    words = ["train.py", f"runs/{path.name}"] if is_loop else OF_TASK.split()[2:]
+    kind = "run" if is_loop else "train"
+    typed = [config.scheduler, "--name", path.name, "--jobs", str(JOBS)]
+    typed += ["--run-dir", str(job.run_dir)] if is_loop else []
+    typed += ["--venv", str(venv), "--output", "job.sh", "--"]
+    typed += [*(["run"] if is_loop else []), *words]
+    files = {
+        "train.py": _template(f"{config.kind}.py"),
+        "test_train.py": _template("test_train.txt").format(
+            words=TEST_OF_LOOP if is_loop else TEST_OF_TASK,
+            resumed='"part", 2, 4' if is_loop else RESUMED,
+            tolerance="1e-5" if is_loop else "1e-9",
+        ),
+        "job.sh": text_of(job, words, kind),
+        "README.md": _template("README.txt").format(
+            name=path.name,
+            what=WHAT[config.kind],
+            command=command,
+            submit={"slurm": "sbatch", "pbs": "qsub"}[config.scheduler],
+            jobscript=f"{PROGRAM} jobscript {shlex.join(typed)}",
+        ),
+    }
+    try:
+        path.mkdir(parents=True)
+        for name, text in files.items():
+            (path / name).write_text(text)
+    except FileExistsError:
+        raise UsageError(f"{path} exists; expected the name of a new folder") from None
+    except OSError as error:
+        reason = error.strerror
+        raise UsageError(f"{path} cannot be written: {reason}") from None
+    start = f"cd {shlex.quote(str(path))} && mpirun -np 4 --oversubscribe {command}"
+    return f"{path}: {', '.join(files)}. Type:\n  {start}"
+
+
+TEST_OF_LOOP = '"train.py", str(run_dir), "--epochs", str(epochs)'
+TEST_OF_TASK = (
+    '*"-m mpitrain --task train:build --precision fp64".split(), '
+    '"--schedule=constant", "--warmup-epochs=0", f"--runs-dir={run_dir.parent}", '
+    'f"--name={run_dir.name}", f"--epochs={epochs}"'
+)
+RESUMED = '"more", 2, 4, "--resume", str(tmp_path / "part")'
+
+
+def _template(name: str) -> str:
+    return (resources.files(__package__) / "templates" / name).read_text()

@@ -1,0 +1,76 @@
+"""`new` writes projects that train, that resume, and whose own tests pass."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from launcher import Mpi, environment, mpirun
+
+from mpitrain.errors import UsageError
+from mpitrain.tools.new.new import NewConfig, new
+
+KINDS = ("trainer", "task", "loop")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_new_project_trains_and_its_test_passes(
+    openmpi: Mpi, kind: str, tmp_path: Path
+) -> None:
+    words = ("-m", "mpitrain", "new", "my-flow", "--kind", kind)
+    done = mpirun(openmpi, 1, *words, cwd=tmp_path)
+    assert done.status == 0, done.err
+    project = tmp_path / "my-flow"
+    (start,) = re.findall(
+        r"cd my-flow && mpirun -np 4 --oversubscribe python (.*)", done.out
+    )
+    readme = (project / "README.md").read_text()
+    assert start in readme
+    for _ in range(2):  # and the same command again
+        done = mpirun(openmpi, 3, *shlex.split(start), cwd=project)
+        assert done.status == 0, done.out + done.err
+        assert "warning" not in done.err
+    for command in re.findall(r"python -m mpitrain (watch|report) runs/first", readme):
+        done = mpirun(openmpi, 1, "-m", "mpitrain", command, "runs/first", cwd=project)
+        assert done.status == 0, done.err
+    tests = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"],
+        cwd=project,
+        env=environment(openmpi),
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+    assert "2 passed" in tests.stdout, tests.stdout + tests.stderr
+    (jobscript,) = re.findall(r"^    python (-m mpitrain jobscript .*)$", readme, re.M)
+    before = (project / "job.sh").read_text()
+    (project / "job.sh").unlink()
+    done = mpirun(openmpi, 1, *shlex.split(jobscript), cwd=project)
+    assert done.status == 0, done.err
+    assert (project / "job.sh").read_text() == before
+
+
+@pytest.mark.parametrize("scheduler", ["slurm", "pbs"])
+def test_the_job_script_is_of_the_scheduler(scheduler: str, tmp_path: Path) -> None:
+    new(NewConfig(name=str(tmp_path / "a"), kind="loop", scheduler=scheduler))  # type: ignore[arg-type]
+    text = (tmp_path / "a/job.sh").read_text()
+    assert {"slurm": "#SBATCH", "pbs": "#PBS"}[scheduler] in text
+    assert "run train.py runs/a" in text
+    subprocess.run(["bash", "-n", tmp_path / "a/job.sh"], check=True)
+
+
+def test_what_exists_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    with pytest.raises(UsageError, match="there exists; expected the name of a new"):
+        new(NewConfig(name=str(tmp_path / "there")))
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(UsageError, match="cannot be written: Not a directory"):
+        new(NewConfig(name=str(tmp_path / "file/a")))
+    for name in ("1st", "a b", ""):
+        with pytest.raises(UsageError, match="expected a letter, then letters"):
+            new(NewConfig(name=name))
+    assert (tmp_path / "file").read_text() == "mine"
