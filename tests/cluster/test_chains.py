@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from .conftest import ROOT
 from .hosts import LOGIN, PREFIX, VirtualHosts, ip
 from .slurm import Slurm
 
@@ -196,6 +197,41 @@ def test_a_training_goes_through_several_jobs_of_slurm_and_of_pbs(
     left = [float(it) for it in re.findall(r"the scheduler leaves (\S+) s", log)]
     assert len(left) >= 3, log
     assert all(60 < seconds <= 120 for seconds in left), left
+
+
+TASKS = (
+    *("language_model:build", "segmentation:build", "surrogate:build", "graphs:build"),
+    *("imbalance:build", "imbalance:build_multilabel", "detection:build"),
+    *("text_classification:build", "finetuning:build", "gan:build"),
+    *("contrastive:build", "stream:build"),
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("task", TASKS)
+def test_an_own_task_goes_through_a_chain_that_is_cut(
+    task: str, hosts: VirtualHosts, slurm: Slurm, folder: Path
+) -> None:
+    (folder / "examples").symlink_to(ROOT / "examples")
+    chain = Chain(name=task.replace(":", "-"), folder=folder, hosts=hosts)
+    training = ["--task", f"examples.trainings.{task}", "--device", "cpu"]
+    training += ["--precision", "fp64", "--checkpoint-every-steps", "1"]
+    script = chain.script("slurm", *NODES, "--time", "9:00", training=training)
+    chain.submit("sbatch", script)
+    checkpoints = folder / "runs" / chain.name / "checkpoints"
+    wait_until(lambda: bool(chain.jobs() and [*checkpoints.glob("step-*")]), chain)
+    (job,) = chain.jobs()
+    hosts.run(LOGIN, ["scancel", "--full", "--signal=TERM", job.split()[0]])
+    chain.wait()
+    assert chain.result()["status"] == "finished", chain.said()
+    assert chain.said().count("resuming from") == 1, chain.said()
+    assert_nothing_was_lost(chain)
+    command = [".venv/bin/mpirun", "-np", "1", PYTHON, "-m", "mpitrain"]
+    command += ["--name", "whole", *training]
+    done = hosts.run("node1", command, cwd=folder, timeout_seconds=200)
+    assert done.returncode == 0, done.stdout
+    whole = Chain(name="whole", folder=folder, hosts=hosts)
+    assert_same_numbers(chain.rows(), whole.rows())
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import logger_files
 import pytest
 import torch
 from example_files import own_task
@@ -54,6 +55,49 @@ def test_an_example_is_cut_and_resumed_on_other_ranks(
     runs.assert_close("cut", "whole", 1e-9)
     assert (runs.dir("cut") / "metrics.csv").exists()
     assert runs.weights("cut").keys() == runs.weights("whole").keys()
+
+
+OBJECTIVES = {"detection": "max:map", "segmentation": "max:miou", "gan": "min:distance"}
+
+
+@pytest.mark.parametrize("name", [*map(slow_but, (*IN_CI, *TRAININGS))])
+def test_an_example_is_swept_logged_and_reported(
+    openmpi: Mpi, name: str, tmp_path: Path
+) -> None:
+    metric = OBJECTIVES.get(name, "min:loss")
+    space = f"metric: {metric}\nsampler: grid\nspace:\n  seed: {{int: [1, 6]}}\n"
+    (tmp_path / "space.yaml").write_text(space)
+    flags = (*of_example(name), "--device", "cpu")
+    log = ("--log", "csv", "tensorboard", "mlflow", "--log-every-steps", "1")
+    words = ("-m", "mpitrain", "sweep", "space.yaml", "--", *flags, *log)
+    done = mpirun(openmpi, 3, *words, cwd=tmp_path, timeout_seconds=500)
+    assert done.status == 0, done.out + done.err
+    assert "6/6 trials: 6 finished" in done.out
+    sweep = tmp_path / "sweeps/space"
+    runs = logger_files.from_mlflow(tmp_path)
+    assert sorted(run["name"] for run in runs) == sorted(
+        it.name for it in sweep.glob("trial-*")
+    )
+    for run in runs:
+        folder, points = sweep / run["name"], logger_files.from_csv(sweep / run["name"])
+        assert run["status"] == "FINISHED"
+        assert run["points"].keys() == points.keys()
+        for known, values in points.items():
+            shown = run["points"][known]
+            assert len(shown) == len(values)
+            assert known.startswith("throughput") or shown == values
+        assert logger_files.from_tensorboard(folder).keys() == points.keys()
+    for folder in (sweep, sweep / "trial-0000"):
+        words = ("-m", "mpitrain", "report", str(folder))
+        done = mpirun(openmpi, 1, *words, cwd=tmp_path)
+        assert done.status == 0, done.err
+    page = (sweep / "report.html").read_text()
+    assert metric.partition(":")[2] in page
+    page = (sweep / "trial-0000/report.html").read_text()
+    for known in points:
+        kind, _, last = known.partition("/")
+        if kind == "val" and last != "loss":
+            assert f"Validation {last}" in page
 
 
 def test_arguments_are_recorded_and_may_not_change_on_resume(

@@ -83,6 +83,7 @@ def epoch(step: int) -> EpochMetrics:
 
 
 TRAINER: Any = SimpleNamespace(
+    callbacks=[],
     best_by=None,
     engine=SimpleNamespace(
         world=a_world(),
