@@ -91,6 +91,13 @@ def test_an_example_is_swept_logged_and_reported(
         words = ("-m", "mpitrain", "report", str(folder))
         done = mpirun(openmpi, 1, *words, cwd=tmp_path)
         assert done.status == 0, done.err
+    words = ("-m", "mpitrain", *flags, "--name", "alone", "--seed", "1")
+    done = mpirun(openmpi, 1, *words, cwd=tmp_path)
+    assert done.status == 0, done.out + done.err
+    for trial, status in (("trial-0000", 0), ("trial-0001", 1)):
+        words = ("-m", "mpitrain", "diff", "runs/alone", str(sweep / trial))
+        done = mpirun(openmpi, 1, *words, cwd=tmp_path)
+        assert done.status == status, done.out + done.err
     page = (sweep / "report.html").read_text()
     assert metric.partition(":")[2] in page
     page = (sweep / "trial-0000/report.html").read_text()

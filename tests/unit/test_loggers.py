@@ -78,7 +78,7 @@ class Opened(Loggers):
     def __init__(self, config: Any, info: RunInfo, show: Any = str) -> None:
         others = {k: v for k, v in vars(config).items() if k != "log"}
         super().__init__(info.run_dir, config.log, run_id=info.run_id, **others)
-        self._is_zero = info.rank == 0
+        self._takes_images = info.rank == 0
         self._processes = make_processes(config, info, show)
         self.trainer = SimpleNamespace(state=SimpleNamespace(step=3))
 

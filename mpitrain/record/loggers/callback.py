@@ -79,8 +79,8 @@ class Loggers(Callback):
         )
         show = say if world.is_rank_zero else logger.info
         self._processes = make_processes(self._config, info, show)
-        self._is_zero = world.is_rank_zero
-        self._wants_images = self._is_zero and set(self._config.log) != {"csv"}
+        self._takes_images = world.is_rank_zero and set(self._config.log) != {"csv"}
+        self._wants_images = self._takes_images
         for process in self._processes:
             process.start()
 
@@ -101,7 +101,7 @@ class Loggers(Callback):
 
     def on_images(self, trainer: Trainer, name: str, images: Any) -> None:
         """Log images of the user's, on rank zero."""
-        if self._is_zero:
+        if self._takes_images:
             self._send("log_images", (name, images_of(images), trainer.state.step))
 
     def on_metrics(self, trainer: Trainer, steps: Sequence[StepMetrics]) -> None:

@@ -121,6 +121,11 @@ def read_training(
     options: SweepConfig, flags: Sequence[str]
 ) -> tuple[Search, TrainConfig]:
     """Read the search and the flags of every training; check the names in the space."""
+    if flags[:1] == ["run"]:
+        raise UsageError(
+            "found run after --; a sweep trains many models in each process: let a "
+            "function return the Trainer, and type -- --task package.module:function"
+        )
     search, training = read_search(options.space), read_config(flags)
     if search.is_grid and (options.trials or search.trials):
         raise UsageError(
