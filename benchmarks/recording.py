@@ -70,7 +70,7 @@ def main() -> None:
                 trainer.train_epoch()
                 ranks.allgather(None)
                 of_round[int(is_recorded)] = time.perf_counter() - began
-                trainer.state.end_epoch("train", 0.0)
+                trainer.state.begin_next_epoch()
         trainer._hooks = hooks[True]
         trainer.call("on_stop", "the benchmark is over")
         mean = np.mean(ranks.allgather(seconds[NOT_COUNTED:]), axis=0)

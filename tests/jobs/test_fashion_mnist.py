@@ -14,8 +14,8 @@ from launcher import Mpi, mpirun
 def test_five_epochs_of_the_default_network_reach_90_5_per_cent(
     openmpi: Mpi, tmp_path: Path
 ) -> None:
-    folder = fashion_mnist.folder()
-    flags = ("--data", "fashion-mnist", "--data-dir", str(folder), "--epochs", "5")
+    fashion_mnist.published(tmp_path / "data/FashionMNIST/raw")
+    flags = ("--data", "fashion-mnist", "--epochs", "5")
     flags += ("--global-batch-size", "256")
     done = mpirun(
         openmpi,

@@ -92,7 +92,7 @@ def test_an_example_is_swept_logged_and_reported(
         done = mpirun(openmpi, 1, *words, cwd=tmp_path)
         assert done.status == 0, done.err
     words = ("-m", "mpitrain", *flags, "--name", "alone", "--seed", "1")
-    done = mpirun(openmpi, 1, *words, cwd=tmp_path)
+    done = mpirun(openmpi, 1, *words, cwd=tmp_path, OMP_NUM_THREADS="1")  # as a trial
     assert done.status == 0, done.out + done.err
     for trial, status in (("trial-0000", 0), ("trial-0001", 1)):
         words = ("-m", "mpitrain", "diff", "runs/alone", str(sweep / trial))
