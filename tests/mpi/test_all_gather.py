@@ -120,7 +120,11 @@ def test_a_contrastive_loss_is_that_of_one_process(strategy: str, world: World) 
     ("settings", "message"),
     [
         ({"micro_batch_size": 2}, "found micro_batch_size 2 of 7"),
-        ({"bitwise": True, "micro_batch_size": 2}, "does not go with --bitwise"),
+        # A micro-batch for each of 8 ranks.
+        (
+            {"bitwise": True, "global_batch_size": 8, "micro_batch_size": 1},
+            "go with --bitwise",
+        ),
     ],
 )
 def test_what_cannot_be_exact_is_refused(
