@@ -56,7 +56,8 @@ def load_reference(reference: str, flag: str, plugins: str = "") -> Callable[...
                 "Expected package.module:callable"
             )
         reference = known[reference]
-    module_name, _, attribute = reference.partition(":")
+    # importlib takes "./mine.py" for a relative name.
+    module_name, _, attribute = reference.removeprefix("./").partition(":")
     if not module_name or not attribute:
         raise UsageError(f"{flag} {reference!r}: expected package.module:callable")
     if sys.path[0] not in ("", os.getcwd()):

@@ -29,7 +29,6 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, ClassVar
@@ -266,7 +265,7 @@ class Checkpointer(RunCheckpoints, Callback):
             return
         metric = score_of(epoch.values, self._best_by)
         is_due = metric is not None and metric > self._best and any(self._every)
-        self._save_validated(trainer, epoch.values, is_due=is_due)
+        self._save_validated(trainer, epoch, is_due=is_due)
 
     def on_epoch_end(self, trainer: Trainer, epoch: EpochMetrics) -> None:
         """Save if it is time to; raises `StopRequested` if all ranks are to stop."""
@@ -274,7 +273,7 @@ class Checkpointer(RunCheckpoints, Callback):
             return
         every = self._every[0]
         is_due = every is not None and epoch.epoch % every == 0
-        self._save_validated(trainer, epoch.values, is_due=is_due)
+        self._save_validated(trainer, epoch, is_due=is_due)
 
     def on_train_end(self, trainer: Trainer) -> None:
         """Write the last checkpoint.
@@ -358,10 +357,11 @@ class Checkpointer(RunCheckpoints, Callback):
         ]
 
     def _save_validated(
-        self, trainer: Trainer, values: Mapping[str, float], *, is_due: bool
+        self, trainer: Trainer, epoch: EpochMetrics, *, is_due: bool
     ) -> None:
         self._clock.is_due |= is_due
-        metric = score_of(values, self._best_by)
+        values, losses = epoch.values, epoch.train_losses
+        metric = score_of(values, self._best_by, losses=losses)
         if trainer.engine.world.is_rank_zero and not self._has_warned:
             self._has_warned = True
             warn_of_no_best(values, self._best_by)

@@ -211,7 +211,7 @@ class Job:
         watchdog = self.watchdog
         watchdog.hang_timeout_seconds = config.hang_timeout or 0.0
         watchdog.expect_steps(phase)
-        if self._step_hook is None:
+        if not watchdog.counts_steps:  # under `run` its job does
             from torch.optim.optimizer import register_optimizer_step_post_hook
 
             def count(optimizer: object, *_: object) -> None:
@@ -220,6 +220,7 @@ class Job:
                     watchdog.step_done()
 
             self._step_hook = register_optimizer_step_post_hook(count)
+            watchdog.counts_steps = True
 
     def watch_early_returns(self, world: World) -> None:
         """Let ranks that have returned be known to those that wait for them."""
@@ -252,7 +253,7 @@ class Job:
             self.guard.on_leave.pop()()
         if self._step_hook is not None:
             self._step_hook.remove()
-            self._step_hook = None
+            self._step_hook, self.watchdog.counts_steps = None, False
         self.watchdog.set_state(State.RUNNING)
         self.watchdog.idle()
 

@@ -36,9 +36,13 @@ def mean_over_ranks(values: Mapping[str, Any], ranks: Communicator) -> dict[str,
     }
 
 
-def before_step(path: Path, step: int) -> tuple[int, int]:
-    """Return the bytes of a record before a step, and the validations in them."""
+def before_step(path: Path, step: int) -> tuple[int, int, list[float]]:
+    """Return the bytes of a record before a step, and the validations in them.
+
+    And the losses since the last validation: the mean of an epoch has them all.
+    """
     num_bytes = num_validations = 0
+    losses: list[float] = []
     with contextlib.suppress(OSError), path.open("rb") as file:
         for line in file:
             row: Any = {}
@@ -47,8 +51,11 @@ def before_step(path: Path, step: int) -> tuple[int, int]:
             if row.get("step", 0) >= step:
                 break
             num_bytes += len(line)
-            num_validations += row.get("event") == "epoch"
-    return num_bytes, num_validations
+            if row.get("event") == "epoch":
+                num_validations, losses = num_validations + 1, []
+            elif row.get("event") == "step" and row.get("train_loss") is not None:
+                losses.append(row["train_loss"])
+    return num_bytes, num_validations, losses
 
 
 def rows_of(

@@ -236,7 +236,7 @@ class Run:
         known = (RUN, "config.yaml", "result.json", "metrics.jsonl")
         if not any((path / name).is_file() for name in known):
             raise UsageError(
-                f"{path} is not a run folder; expected one with config.yaml in it, "
+                f"{path} is not a run folder; expected one with {RUN} in it, "
                 "such as runs/NAME"
             )
         self.path = path

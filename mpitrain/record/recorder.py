@@ -23,7 +23,6 @@ from mpitrain.record.loop import before_step, mean_over_ranks, rows_of
 from mpitrain.record.run_dir import log_path, open_log, read_result
 from mpitrain.record.runs import Exists, is_finished, open_run
 from mpitrain.train.callbacks import Callback
-from mpitrain.train.early_stopping import EarlyStopping
 from mpitrain.train.metrics import EpochMetrics, StepMetrics, Throughput
 from mpitrain.train.progress import SecondsLeft, finished_line, format_metrics
 from mpitrain.watchdog.process import age_seconds
@@ -168,9 +167,9 @@ class Recorder(Callback):
         """Write that the run is finished."""
         if self._metrics is None:
             return
-        for it in trainer.callbacks:
-            if isinstance(it, EarlyStopping) and it.reason:
-                self._result["early_stopping"] = it.reason
+        for callback in trainer.callbacks:
+            if reason := callback.finish_reason():
+                self._result["early_stopping"] = reason
         self._end("finished")
         say(
             f"{finished_line(self._result)}, {self._start_seconds or 0.0:.1f} s to "
@@ -264,7 +263,8 @@ class Recorder(Callback):
         path, job = self.run_dir.resolve(), Job.current
         if not self.is_open and not (job and path in job.run_dirs):
             open_run(path.parent, path.name, exists="refuse")
-        kept, num_validations = before_step(self.run_dir / "metrics.jsonl", step)
+        record = self.run_dir / "metrics.jsonl"
+        kept, num_validations, self._losses = before_step(record, step)
         self._open(keep_bytes=kept)
         start_seconds = age_seconds()
         before = read_result(self.run_dir)

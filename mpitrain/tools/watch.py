@@ -17,7 +17,7 @@ from typing import Any
 
 from mpitrain.console import say
 from mpitrain.errors import UsageError
-from mpitrain.files import read_json
+from mpitrain.files import read_json, read_yaml
 from mpitrain.mpi.world import Node
 from mpitrain.record.environment import node_lines
 from mpitrain.record.jsonl import changed_at
@@ -177,7 +177,9 @@ class View:
     def end_line(self, *, at_once: bool = False) -> str | None:
         """Return how the job has ended; ``None`` while it has not."""
         result, status = self._result, self._result.get("status")
-        resume = f"the same command with --name {self._path.absolute().name} resumes"
+        of_command = (self._path / "config.yaml").exists() and not self._is_script()
+        name = f" with --name {self._path.absolute().name}" if of_command else ""
+        resume = f"the same command{name} resumes"
         if self.is_finished:
             tests = {k: v for k, v in result.items() if k.startswith("test_")}
             test = f"test: {format_metrics(tests)}\n" if tests else ""
@@ -202,6 +204,9 @@ class View:
             "no job writes into it any more, and none wrote a reason; "
             f"{resume} from its last checkpoint"
         )
+
+    def _is_script(self) -> bool:
+        return "script" in read_yaml(self._path / "config.yaml")
 
     @property
     def is_finished(self) -> bool:

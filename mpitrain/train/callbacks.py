@@ -106,6 +106,10 @@ class Callback:
     def on_exception(self, trainer: Any, error: BaseException) -> None:
         """Called when the training fails on this rank; not collective."""
 
+    def finish_reason(self) -> str:
+        """Return why it has finished the training before its end; empty if not."""
+        return ""
+
     def state_dict(self) -> Mapping[str, Any]:
         """Return what a checkpoint has to hold of this callback; JSON can carry it.
 

@@ -25,8 +25,34 @@ MAX_NAMED = 4  # weights that a message names
 INTEGERS = (torch.uint8, torch.int16, torch.int32, torch.int64, torch.bool)
 
 
-def warn_of_scalars(values: Mapping[str, Any], warned: set[str]) -> Mapping[str, Any]:
-    """Return the values; warn of those that are one number for a batch, once."""
+def check_metrics(found: Any) -> Mapping[str, Any]:
+    """Return what a validation step returned, if it is metrics by name."""
+    if isinstance(found, Mapping):
+        return found
+    raise UsageError(
+        f"validation_step returned {kind_of(found)}; expected a dict of metrics by "
+        'name, such as {"loss": losses}'
+    )
+
+
+def warn_of_values(values: Mapping[str, Any], warned: set[Any]) -> Mapping[str, Any]:
+    """Return the values; warn once of those that may depend on the number of ranks.
+
+    Those that are one number for a batch, and those of places, such as tokens, whose
+    number varies: most often with the padding, which has no weight of 0.
+    """
+    for name, it in values.items():
+        if getattr(it, "ndim", 0) > 1 and (name, it.shape[1:]) not in warned:
+            varies = any(type(key) is tuple and key[0] == name for key in warned)
+            warned.add((name, it.shape[1:]))
+            if varies and name not in warned and dist.get_rank() == 0:
+                warned.add(name)
+                logger.warning(
+                    "%s has other shapes in other batches, %s now: if that is padding, "
+                    "it counts, and differs with the number of ranks. Return values "
+                    "and weights, 0 at padding, or a mean of each sample, (N,)",
+                    *(name, tuple(it.shape)),
+                )
     found = {
         name
         for name, it in values.items()
@@ -58,6 +84,11 @@ def warn_of_ignored(config: TrainConfig, callbacks: Sequence[Callback]) -> None:
 FUNCTIONS = {"optimizer": ["model"], "scheduler": ["optimizer", "total_steps"]}
 """The arguments of a Trainer's functions."""
 
+EXAMPLES = {
+    "optimizer": "lambda model: torch.optim.AdamW(model.parameters())",
+    "scheduler": "lambda optimizer, total_steps: StepLR(optimizer, 100)",
+}
+
 
 def bind_functions(task: Task, **functions: Any) -> None:
     """Let a Trainer's functions stand in for the methods of its task."""
@@ -67,7 +98,7 @@ def bind_functions(task: Task, **functions: Any) -> None:
         if isinstance(it, type) or not callable(it):
             raise UsageError(
                 f"{name}= has to be a function, found {type(it).__name__}; such as "
-                "optimizer=lambda model: torch.optim.AdamW(model.parameters())"
+                f"{name}={EXAMPLES[name]}"
             )
         names = FUNCTIONS[name]
         try:

@@ -69,13 +69,14 @@ class EarlyStopping(Callback):
                 "EarlyStopping() by accuracy or loss, which the validation does not "
                 f"have; expected a metric, such as 'max:{found}'"
             ).on_all_ranks()
-        score = score_of(epoch.values, self.metric, by="EarlyStopping")
+        losses = epoch.train_losses
+        score = score_of(epoch.values, self.metric, by="EarlyStopping", losses=losses)
         if score is not None and score > self._best + self.min_delta:
             self._best, self._best_step, self._num_bad = score, epoch.step, 0
             return
         self._num_bad += 1
         self._name = f"val_{best_metric(epoch.values, self.metric)[0]}"
-        if not self.reason:
+        if not self.finish_reason():
             return
         trainer.should_stop = True
         if trainer.world.is_rank_zero:
@@ -83,17 +84,16 @@ class EarlyStopping(Callback):
             later = [it.name for it in engine.plan.stages_from(epoch.epoch + 1)]
             left = [it for it in later if it != engine.stage.name]
             say(
-                f"early stopping at step {epoch.step}: {self.reason}"
+                f"early stopping at step {epoch.step}: {self.finish_reason()}"
                 + f"; not trained: {', '.join(left)}" * bool(left)
             )
 
-    @property
-    def reason(self) -> str:
-        """Why the training is finished; empty if it is not."""
+    def finish_reason(self) -> str:
+        """Return which value was the best one; empty if the training goes on."""
         if self._num_bad < self.patience:
             return ""
         where = f"{self._name} was best at step {self._best_step}"
-        return f"{where}, {self._num_bad} validations before"
+        return f"{where}, {self._num_bad} validation{'s' * (self._num_bad > 1)} before"
 
     def state_dict(self) -> dict[str, Any]:
         """Return the best value, and how many were not better since."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -59,12 +59,17 @@ def refuse_names(names: Iterable[str]) -> None:
 
 
 def score_of(
-    values: Mapping[str, float], best_by: str | None = None, *, by: str = "--best-by"
+    values: Mapping[str, float],
+    best_by: str | None = None,
+    *,
+    by: str = "best_by",
+    losses: Collection[str] = (),
 ) -> float | None:
     """Return the metric that the best checkpoint is chosen by; ``None``: not finite.
 
     Negated where lower is better. ``best_by`` is that of `CheckpointConfig`; without
     it, and without accuracy and loss, there is none: which is better is not known.
+    ``losses``: names of the losses that are recorded.
     """
     name, is_lower_better = best_metric(values, best_by)
     if not knows_best(values, best_by):
@@ -75,6 +80,11 @@ def score_of(
             f"{asked}: found no such metric in the validation; expected one of "
             f"{', '.join(values)}: --best-by NAME, best_by of a Checkpointer, or the "
             "metric of EarlyStopping"
+        ).on_all_ranks()
+    if name in losses and best_by and not is_lower_better and "max:" not in best_by:
+        raise UsageError(
+            f"{by} {best_by}: {name} is a loss, of which a name does not tell that the "
+            f"lowest is the best; expected min:{name}"
         ).on_all_ranks()
     found = -values[name] if is_lower_better else values[name]
     return found if math.isfinite(found) else None

@@ -206,8 +206,8 @@ class OptimizerWrapper:
             ignored += REPLACED_SCHEDULE
         if is_zero_rank and (names := config.changed.keys() & {*ignored}):
             logger.warning(
-                "optimizer= and scheduler= replace %s of the TrainConfig; set that in "
-                "these functions",
+                "optimizer= and scheduler= replace %s of the TrainConfig: no effect, "
+                "unless these functions read them",
                 ", ".join(sorted(names)),
             )
         self.names = list(dict.fromkeys(it.name for it in self.optimizers))

@@ -146,7 +146,6 @@ class Trainer:
         checks.bind_functions(self.task, optimizer=optimizer, scheduler=scheduler)
         self.find_unused_parameters = find_unused_parameters
         self.callbacks = [EpochLines()] if callbacks is None else list(callbacks)
-        self.callbacks.sort(key=lambda callback: callback.runs_last)
         self.state, self.results = TrainState(), {}
         self.micro_batch_losses: list[list[float]] = []
         self.throughput_seconds = THROUGHPUT_SECONDS
@@ -160,7 +159,7 @@ class Trainer:
         self._metrics = split_metrics(self.task, metrics, derived_metrics)
         self._sampling = Sampling(sampler, batch_sampler)
         self.batch: Batch | None = None  # while its loss is computed
-        self.warned_of: set[str] = set()  # losses and metrics that are scalars
+        self.warned_of: set[Any] = set()  # losses and metrics, and their shapes
         self._hooks = Hooks()
 
     # --- the loop -----------------------------------------------------------------
@@ -327,8 +326,8 @@ class Trainer:
 
     def validation_step(self, model: Model, batch: Batch) -> Mapping[str, Values]:
         """Return the metrics of a batch; see `Task.validation_step`."""
-        values = self.task.validation_step(model, batch)
-        return checks.warn_of_scalars(values, self.warned_of)
+        values = checks.check_metrics(self.task.validation_step(model, batch))
+        return checks.warn_of_values(values, self.warned_of)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the parallelized model in `compute_loss`, in the configured precision.
@@ -456,6 +455,7 @@ class Trainer:
             strategy.micro_batch_size if strategy.micro_batches_are_fixed else None,
         )
         self.synced_at, self._is_set_up = time.perf_counter(), True
+        self.callbacks.sort(key=lambda callback: callback.runs_last)
         self._hooks = Hooks(self.callbacks)
         return self.engine
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from mpitrain.data.loader import Batch, RankStep
 from mpitrain.data.samples import BadRow, kind_of
 from mpitrain.errors import DataError
-from mpitrain.train.checks import warn_of_scalars
+from mpitrain.train.checks import warn_of_values
 from mpitrain.train.means import Sum, form_of, named_values, sum_of
 from mpitrain.train.nonfinite import handle_nonfinite
 from mpitrain.train.optimizer import NO_GRADIENT
@@ -116,6 +116,6 @@ def _sums_of_losses(trainer: Any, batch: Batch) -> tuple[Tensor, dict[str, Sum]]
     loss = sums["loss"].total
     if not loss.requires_grad:
         raise DataError(f"the loss is {kind_of(named['loss'])}: {NO_GRADIENT}")
-    warn_of_scalars(named, trainer.warned_of)
+    warn_of_values(named, trainer.warned_of)
     trainer.engine.check_losses(form_of(named))
     return loss, {name: Sum(it[0].detach(), it[1]) for name, it in sums.items()}

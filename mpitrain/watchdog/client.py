@@ -51,6 +51,7 @@ class Watchdog:
         self.start_timeout_seconds = start_timeout_seconds
         self.hang_timeout_seconds = 0.0  # after the first step; 0: forever
         self.is_connected = False  # whether the sidecars of all ranks know each other
+        self.counts_steps = False  # whether optimizers tell of their steps
         self._steps = -1
         self._pid = os.getpid()
         memory, dump, terminated = memory_file(), memory_file(), memory_file()

@@ -109,7 +109,7 @@ def test_hooks_are_called_in_order_and_those_of_the_end_in_reverse(
     on_page = re.findall(r"(\w+)\(trainer", loop)
     assert {"setup", *(it for it in dir(Callback) if it.startswith("on_"))} == {
         *on_page,
-        "on_checkpoint",
+        *("on_checkpoint", "on_images"),
     }
     first_calls = dict.fromkeys(it[2:] for it in calls if it.startswith("a."))
     left_out = ("on_throughput", "on_stop", "on_exception")  # the first has a clock

@@ -257,7 +257,7 @@ def test_a_metric_that_there_is_not_is_told(
     world: World, ranks: Communicator, run_dir: Path
 ) -> None:
     trainer = trainer_with_scores(world, ranks, run_dir, [1.0], "val_scores")
-    with pytest.raises(UsageError, match=r"--best-by val_scores: .*loss, score"):
+    with pytest.raises(UsageError, match=r"best_by val_scores: .*loss, score"):
         trainer.fit()
 
 

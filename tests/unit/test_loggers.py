@@ -310,8 +310,15 @@ def test_images_of_the_user_are_logged(
 
 @pytest.mark.parametrize(
     "images",
-    [torch.zeros(3, 4, 5), torch.zeros(2, 7, 4, 5), np.zeros((2, 4, 5, 3)), "a", None],
-    ids=["3-D", "7 channels", "float array", "str", "None"],
+    [
+        torch.zeros(3, 4, 5),
+        torch.zeros(2, 7, 4, 5),
+        torch.zeros(2, 3, 4, 5, dtype=torch.int64),
+        np.zeros((2, 4, 5, 3)),
+        "a",
+        None,
+    ],
+    ids=["3-D", "7 channels", "int64", "float array", "str", "None"],
 )
 def test_what_is_no_image_is_named(images: Any) -> None:
     with pytest.raises(UsageError, match=r"log_images: found .*; expected a tensor"):

@@ -62,7 +62,7 @@ class Loggers(Callback):
         self._config: LogConfig = TrainConfig(log=log, **settings)
         self._run_dir, self._run_id = Path(run_dir).absolute(), run_id
         self._processes: list[LoggerProcess] = []
-        self._wants_images = False
+        self._wants_images = self._takes_images = False
 
     def on_fit_start(self, trainer: Trainer) -> None:
         """Start the loggers."""
@@ -101,8 +101,15 @@ class Loggers(Callback):
 
     def on_images(self, trainer: Trainer, name: str, images: Any) -> None:
         """Log images of the user's, on rank zero."""
+        found = images_of(images)
         if self._takes_images:
-            self._send("log_images", (name, images_of(images), trainer.state.step))
+            self._send("log_images", (name, found, trainer.state.step))
+        elif not self._processes and trainer.engine.world.is_rank_zero:
+            logger.warning(
+                "log_images(%r): not logged, since the loggers run from on_fit_start, "
+                "or a callback before it, to on_fit_end",
+                name,
+            )
 
     def on_metrics(self, trainer: Trainer, steps: Sequence[StepMetrics]) -> None:
         """Log steps."""
@@ -170,6 +177,7 @@ class Loggers(Callback):
                 if time.monotonic() >= deadline:
                     break
             process.close()
+        self._processes, self._takes_images = [], False
 
     def _send(self, method: str, *calls: tuple[object, ...]) -> None:
         for process in self._processes:
@@ -192,19 +200,19 @@ def images_of(images: Any) -> Images:
     found: Any = images.detach().cpu() if is_tensor else images
     if is_tensor and found.ndim == NUM_DIMENSIONS:
         found = found.movedim(1, -1).contiguous()
-        if found.dtype != torch.uint8:
+        if found.dtype == torch.bool or found.is_floating_point():
             found = found.float().clamp(0, 1).mul(255).round().byte()
         found = found.numpy()
-    kind = getattr(found, "dtype", None), *getattr(found, "shape", ())
+    kind = str(getattr(found, "dtype", "")), *getattr(found, "shape", ())
     if (
         len(kind) != 1 + NUM_DIMENSIONS
-        or kind[0] != np.uint8
+        or kind[0] != "uint8"
         or kind[-1] not in CHANNELS
     ):
         raise UsageError(
-            f"log_images: found {kind_of(images)}; expected a tensor (N, C, H, W), of "
-            "bytes or from 0 to 1, an array uint8 (N, H, W, C), each with 1 or 3 "
-            "channels, or a figure of matplotlib"
+            f"log_images: found {kind_of(images)}, shape {kind[1:]}; expected a tensor "
+            "(N, C, H, W), of bytes or from 0 to 1, an array uint8 (N, H, W, C), each "
+            "with 1 or 3 channels, or a figure of matplotlib"
         )
     return found  # type: ignore[no-any-return]
 

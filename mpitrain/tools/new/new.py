@@ -65,12 +65,12 @@ def new(config: NewConfig) -> str:
         "train.py": _template(f"{config.kind}.py"),
         "test_train.py": _template("test_train.txt").format(
             words=TEST_OF_LOOP if is_loop else TEST_OF_TASK,
-            resumed='"part", 2, 4' if is_loop else RESUMED,
             tolerance="1e-5" if is_loop else "1e-9",
         ),
         "job.sh": text_of(job, words, kind),
         "README.md": _template("README.txt").format(
             name=path.name,
+            as_script="" if is_loop else AS_SCRIPT,
             what=WHAT[config.kind],
             command=command,
             submit={"slurm": "sbatch", "pbs": "qsub"}[config.scheduler],
@@ -90,13 +90,15 @@ def new(config: NewConfig) -> str:
     return f"{path}: {', '.join(files)}. Type:\n  {start}"
 
 
-TEST_OF_LOOP = '"train.py", str(run_dir), "--epochs", str(epochs)'
+TEST_OF_LOOP = '"train.py", str(run_dir), "--epochs=3"'
 TEST_OF_TASK = (
-    '*"-m mpitrain --task train:build --precision fp64".split(), '
-    '"--schedule=constant", "--warmup-epochs=0", f"--runs-dir={run_dir.parent}", '
-    'f"--name={run_dir.name}", f"--epochs={epochs}"'
+    '*"-m mpitrain --task train:build --precision fp64 --epochs 3".split(), '
+    '"--checkpoint-every-steps=1", f"--runs-dir={run_dir.parent}", '
+    'f"--name={run_dir.name}"'
 )
-RESUMED = '"more", 2, 4, "--resume", str(tmp_path / "part")'
+AS_SCRIPT = (
+    " As a script, without flags:\n`mpirun ... python train.py` (`runs/script`)."
+)
 
 
 def _template(name: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
@@ -10,6 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+import yaml
 
 from mpitrain.checkpoint.checkpointer import Checkpointer
 from mpitrain.config import CheckpointConfig, LogConfig, TrainConfig
@@ -25,6 +27,7 @@ from mpitrain.record.loggers.callback import Loggers
 from mpitrain.record.profiler import Profiler
 from mpitrain.record.rank_times import RankTimes
 from mpitrain.record.recorder import Recorder
+from mpitrain.settings import facts_of
 from mpitrain.train.callbacks import Callback
 from mpitrain.train.early_stopping import EarlyStopping
 from mpitrain.train.progress import choose_progress
@@ -61,21 +64,34 @@ def default_callbacks(
                 f"default_callbacks({name}=...): there is no such setting."
                 f"{did_you_mean(name, SETTINGS)} Expected {', '.join(SETTINGS)}"
             )
+    if type(log := settings.get("log")) is str:
+        settings["log"] = (log,)
+    if type(settings.get("time_limit")) in (int, float):
+        settings["time_limit"] = str(settings["time_limit"])
     values: dict[str, Any] = {
         k: tuple(v) if type(v) is list else v for k, v in settings.items()
     }
     used, run_dir = SETTINGS if config else (), Path(run_dir)
-    config = replace(config or TrainConfig(), **values)
+    if not run_dir.name:
+        raise UsageError(f"run_dir {str(run_dir)!r}: expected one such as runs/mine")
+    try:
+        config = replace(config or TrainConfig(), **values)
+        checkpointer = make_checkpointer(config, run_dir, time_limit=config.time_limit)
+        stopping = early_stopping(config)
+    except TypeError as error:
+        given = ", ".join(f"{name}={it!r}" for name, it in settings.items())
+        raise UsageError(
+            f"default_callbacks({given}): a value is of a wrong type: {error}"
+        ) from None
     if config.dry_run:  # writes nothing
         return [choose_progress(config.progress, lambda: None)]
-    checkpointer = make_checkpointer(config, run_dir, time_limit=config.time_limit)
     recorder = Recorder(run_dir, seconds_left=checkpointer.seconds_left)
     effective = {name: getattr(config, name) for name in SETTINGS}
     summary = RunSummary(run_dir, settings=effective)
     summary.uses_settings = used
     return [
         *callbacks_of_run(config, recorder, summary, checkpointer.seconds_left),
-        *early_stopping(config),
+        *stopping,
         checkpointer,
     ]
 
@@ -182,7 +198,8 @@ class RunSummary(Callback):
         run_dir, table = self._run_dir, summary_table(trainer.engine.model)
         write_json(run_dir / "environment.json", describe(world))
         write_atomic(run_dir / "model.txt", f"{table}\n")
-        write_atomic(run_dir / "config.yaml", config.as_yaml(run_dir.name))
+        if self._what is None:  # of a script
+            write_atomic(run_dir / "config.yaml", _yaml_of_script(config, run_dir))
         for line in (*node_lines(world.nodes), *self._training_lines(trainer)):
             say(line)
         for setting in config.without_effect(has_own_data=self._has_own_data):
@@ -231,6 +248,18 @@ class RunSummary(Callback):
             f"run folder {shown(self._run_dir)}",
             *([self._loaded] if self._loaded is not None else []),
         ]
+
+
+def _yaml_of_script(config: TrainConfig, run_dir: Path) -> str:
+    """Return what the script has of the flags; ``--config`` refuses the file."""
+    unknown = {
+        name
+        for name, facts in facts_of(config).items()
+        if facts.is_for_command and name not in SETTINGS
+    }
+    plain = config.as_plain(run_dir.name)
+    found = {k: v for k, v in plain.items() if k not in unknown - {"name"}}
+    return yaml.safe_dump({"script": sys.argv[0], **found}, sort_keys=False)
 
 
 def _count(num_samples: int | None) -> str:

@@ -75,7 +75,6 @@ def run_training(
         *early_stopping(config),
         *([] if config.dry_run else [checkpointer]),
     ]
-    trainer.callbacks.sort(key=lambda callback: callback.runs_last)
     try:
         trainer.fit()
     except Stopped as stopped:

@@ -66,6 +66,8 @@ def train(run_dir: str, epochs: int) -> None:
             if world.is_rank_zero:
                 print(f"step {step}: val_loss {found['val_loss']:.4f}", flush=True)
         recorder.finish()
+        if world.is_rank_zero:
+            print(f"finished at step {step}", flush=True)
 
 
 if __name__ == "__main__":

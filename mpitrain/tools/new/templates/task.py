@@ -52,3 +52,10 @@ def build(config: mpitrain.TrainConfig = DEFAULTS, width: int = 32) -> mpitrain.
     model = nn.Sequential(nn.Linear(8, width), nn.ReLU(), nn.Linear(width, 1))
     data = load_data(500, seed=1), load_data(100, seed=2)
     return mpitrain.Trainer(model, *data, config, task=Regression())
+
+
+if __name__ == "__main__":  # as a script: mpirun -np 4 --oversubscribe python train.py
+    torch.manual_seed(DEFAULTS.seed)  # of the weights; the command does so, too
+    trainer = build()
+    trainer.callbacks = mpitrain.default_callbacks("runs/script", DEFAULTS)
+    trainer.fit()

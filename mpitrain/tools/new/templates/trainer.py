@@ -46,3 +46,10 @@ def build(config: mpitrain.TrainConfig = DEFAULTS, width: int = 32) -> mpitrain.
         loss=squared_errors,
         metrics={"mae": absolute_errors},
     )
+
+
+if __name__ == "__main__":  # as a script: mpirun -np 4 --oversubscribe python train.py
+    torch.manual_seed(DEFAULTS.seed)  # of the weights; the command does so, too
+    trainer = build()
+    trainer.callbacks = mpitrain.default_callbacks("runs/script", DEFAULTS)
+    trainer.fit()
