@@ -229,3 +229,6 @@ def test_a_sweep_varies_the_arguments(openmpi: Mpi, tmp_path: Path) -> None:
     done = mpirun(openmpi, 1, *words, cwd=tmp_path)
     assert done.status == 2
     assert "Did you mean 'task.hidden_size'" in done.err
+    (tmp_path / "wrong.yaml").write_text("space:\n  hidden_size: [2, 4]\n")
+    done = mpirun(openmpi, 1, *words, cwd=tmp_path)
+    assert "Did you mean 'task.hidden_size'" in done.err

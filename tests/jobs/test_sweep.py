@@ -271,6 +271,18 @@ def test_a_mistake_in_the_flags_is_said_by_the_first_trial(
     assert "--lr must be at least 0, found -1." in done.err
 
 
+def test_a_metric_that_no_validation_has_is_said_after_the_first(
+    openmpi: Mpi, tmp_path: Path
+) -> None:
+    space = write_space(tmp_path, "metric: max:f2\nspace:\n  lr: [0.1, 0.2]\n")
+    done = sweep(openmpi, 2, tmp_path, space)
+    assert done.status == 2
+    expected = "names the metric 'f2'; expected one of the validation: loss, accuracy"
+    assert done.err.count(expected) == 1
+    rows = (tmp_path / "sweeps/space/trial-0000/metrics.jsonl").read_text()
+    assert rows.count('"event": "epoch"') <= 1
+
+
 def test_an_idle_rank_sleeps_and_a_hang_is_reported(
     openmpi: Mpi, tmp_path: Path
 ) -> None:

@@ -182,6 +182,11 @@ def text_of(
     program, *options = f"{launcher.command} {more}".format(**amounts).split()
     options += given
     venv = config.venv.expanduser()
+    from_where = "from any folder"
+    if command == "run" or any(it.startswith("--task") for it in words):
+        from_where = "from the folder of your code"
+    elif not venv.is_absolute():
+        from_where = f"from the folder that holds {venv}"
     templates = Environment(
         loader=FileSystemLoader(TEMPLATES),
         undefined=StrictUndefined,
@@ -205,9 +210,8 @@ def text_of(
         "options": " ".join(options),
         "can_choose": bool(launcher.host_file),
         "resources": [_filled("--resources", it, amounts) for it in config.resources],
-        "from_where": "from any folder"
-        if venv.is_absolute()
-        else f"from the folder that holds {venv}",
+        "from_where": from_where,
+        "is_script": command == "run",
         "venv": ("" if venv.is_absolute() else "$PWD/") + shlex.quote(str(venv)),
         "command": " stage -- python -m mpitrain" * config.stage
         + ("" if command == "train" else f" {command}"),

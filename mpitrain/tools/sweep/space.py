@@ -150,6 +150,8 @@ def check_names(names: Iterable[str], of_task: Collection[str] | None = None) ->
     for name in names:
         is_of_task = of_task is None and name.startswith(TASK_PREFIX)
         if name not in {*known, RANKS} and not is_of_task:
+            if TASK_PREFIX + name in known:
+                known = [TASK_PREFIX + name]
             raise UsageError(
                 f"the space names {name!r}; expected flags of a training that a sweep "
                 f"does not set, such as lr, or {RANKS}.{did_you_mean(name, known)}"

@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING
 
@@ -121,10 +121,16 @@ class Reporter(Callback):
     """Tells the server the metrics of each epoch; with `waits` the server may prune."""
 
     def __init__(
-        self, start_id: int, world: World, inbox: Inbox, *, waits: bool
+        self,
+        start_id: int,
+        world: World,
+        inbox: Inbox,
+        metrics: Collection[str],
+        *,
+        waits: bool,
     ) -> None:
         self._start_id, self._world = start_id, world
-        self._inbox, self._waits = inbox, waits
+        self._inbox, self._metrics, self._waits = inbox, metrics, waits
         self.is_pruned = False
 
     def on_validation_end(self, trainer: Trainer, epoch: EpochMetrics) -> None:
@@ -134,6 +140,12 @@ class Reporter(Callback):
 
     def on_epoch_end(self, trainer: Trainer, epoch: EpochMetrics) -> None:
         """Report; raises `StopRequested` on all ranks if the trial is pruned."""
+        for name in self._metrics:
+            if name not in epoch.values:
+                raise UsageError(
+                    f"the space names the metric {name!r}; expected one of the "
+                    f"validation: {', '.join(epoch.values)}"
+                ).on_all_ranks()
         counts_steps = trainer.config.validate_every_steps is not None
         unit, number = ("step", epoch.step) if counts_steps else ("epoch", epoch.epoch)
         if self._world.is_rank_zero:
@@ -230,8 +242,9 @@ class Worker:
         run = on_rank_zero(
             world_comm(), lambda: prepare(read_config(flags)), "prepare the run"
         )
-        has_pruner = self._sweep.search.pruner is not None
-        reporter = Reporter(start_id, part, self.inbox, waits=has_pruner)
+        search = self._sweep.search
+        names, has_pruner = [it for _, it in search.metrics], search.pruner is not None
+        reporter = Reporter(start_id, part, self.inbox, names, waits=has_pruner)
         try:
             if run.done and run.status:  # a file stop lies in its folder
                 raise Stopped(run.done).on_all_ranks()
