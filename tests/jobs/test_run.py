@@ -86,6 +86,28 @@ MPI.Finalize()  # as it may, and others need not
     check_all_done(run(mpi, 2, write(tmp_path, body), cwd=tmp_path), 2)
 
 
+DIES_AFTER_STEPS = """
+import os
+import torch
+import torch.distributed as dist
+import mpitrain
+
+with mpitrain.init() as world:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(3))], lr=0.1)
+    for _ in range(12):
+        optimizer.step()
+    dist.barrier()
+    if world.rank == 1:
+        os._exit(9)
+    dist.barrier()
+"""
+
+
+def test_each_step_is_counted_once(openmpi: Mpi, tmp_path: Path) -> None:
+    done = run(openmpi, 2, write(tmp_path, DIES_AFTER_STEPS), cwd=tmp_path)
+    assert "it was at: training, 12 steps done" in done.err
+
+
 STARTS_OTHERS = """
 import os, subprocess, sys, time
 import torch, torch.distributed as dist

@@ -129,6 +129,27 @@ def test_a_weighted_loss_of_batches_is_validated_the_same(world: World) -> None:
     assert found == pytest.approx(total / 100, rel=1e-12)
 
 
+def test_places_whose_number_varies_are_warned_of_once(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    def padded(outputs: Tensor, targets: Tensor) -> Tensor:
+        losses = F.cross_entropy(outputs, targets, reduction="none")
+        return losses[:, None].expand(-1, 2 + int(targets.sum()) % 7)
+
+    def weighted(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        losses = padded(outputs, targets)
+        return losses, torch.ones_like(losses)
+
+    sets = some(NUM_SAMPLES), some(100, "val"), config_of()
+    for loss, num in ((padded, 1), (weighted, 0)):
+        caplog.clear()
+        Trainer(Net(), *sets, world=world, callbacks=[History()], loss=loss).fit()
+        found = [
+            it.message for it in caplog.records if "has other shapes" in it.message
+        ]
+        assert len(found) == num * world.is_rank_zero
+
+
 def test_scalars_are_warned_of_once(
     world: World, caplog: pytest.LogCaptureFixture
 ) -> None:
