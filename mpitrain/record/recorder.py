@@ -19,7 +19,7 @@ from mpitrain.launch.job import Job, current_world, require_world
 from mpitrain.mpi.shared_arrays import Communicator, communicator
 from mpitrain.mpi.world import World
 from mpitrain.record.jsonl import CLOSE_SECONDS, JsonlWriter
-from mpitrain.record.loop import before_step, mean_over_ranks, rows_of
+from mpitrain.record.loop import before_step, mean_over_ranks, progress_of, rows_of
 from mpitrain.record.run_dir import log_path, open_log, read_result
 from mpitrain.record.runs import Exists, is_finished, open_run
 from mpitrain.train.callbacks import Callback
@@ -460,11 +460,12 @@ def record_failure(run_dir: Path, message: str, status: int = 1) -> None:
     """
     if is_finished(run_dir):
         return
+    done = progress_of(run_dir / "metrics.jsonl")  # rank zero counts in its memory
     if status == Stopped.exit_status:
         reason = message.rpartition("Stopped: ")[2]
-        update_result(run_dir, status="stopped", stopped=reason)
+        update_result(run_dir, status="stopped", stopped=reason, **done)
     else:
-        update_result(run_dir, status="failed", error=message)
+        update_result(run_dir, status="failed", error=message, **done)
 
 
 def update_result(run_dir: Path, **values: Any) -> None:

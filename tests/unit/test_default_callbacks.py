@@ -14,7 +14,9 @@ from mpitrain.checkpoint.checkpointer import Checkpointer
 from mpitrain.cli import read_config
 from mpitrain.errors import UsageError
 from mpitrain.record.loggers.callback import Loggers
-from mpitrain.record.loop import before_step
+from mpitrain.record.loop import before_step, progress_of
+from mpitrain.record.recorder import record_failure
+from mpitrain.record.run_dir import read_result
 from mpitrain.tools.train.callbacks import RunSummary, _yaml_of_script
 from mpitrain.train.checks import check_metrics
 from mpitrain.train.early_stopping import EarlyStopping
@@ -109,3 +111,15 @@ def test_losses_since_the_last_validation_are_read_back(tmp_path: Path) -> None:
     size, num, losses = before_step(file, 4)
     assert (num, losses) == (1, [2.0, 3.0])
     assert size == len("".join(f"{row}\n" for row in rows[:-1]))
+
+
+def test_a_run_that_failed_tells_how_far_it_came(tmp_path: Path) -> None:
+    (tmp_path / "result.json").write_text('{"status": "running", "steps": 0}')
+    row = '{"event": "step", "step": %d, "train_loss": 0.123456789012345}\n'
+    text = "".join(row % step for step in range(1, 3000))
+    text += '{"event": "epoch", "epoch": 2, "step": 2999}\n' + row % 3000
+    (tmp_path / "metrics.jsonl").write_text(text + '{"event": "step", "st')
+    record_failure(tmp_path, "ArithmeticError: mine")
+    found = read_result(tmp_path)
+    assert (found["status"], found["steps"], found["epochs"]) == ("failed", 3000, 2)
+    assert progress_of(tmp_path / "none.jsonl") == {}
