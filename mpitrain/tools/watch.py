@@ -177,7 +177,8 @@ class View:
     def end_line(self, *, at_once: bool = False) -> str | None:
         """Return how the job has ended; ``None`` while it has not."""
         result, status = self._result, self._result.get("status")
-        of_command = (self._path / "config.yaml").exists() and not self._is_script()
+        config = read_yaml(self._path / "config.yaml")  # {}: of a custom loop
+        of_command = config and "script" not in config
         name = f" with --name {self._path.absolute().name}" if of_command else ""
         resume = f"the same command{name} resumes"
         if self.is_finished:
@@ -204,9 +205,6 @@ class View:
             "no job writes into it any more, and none wrote a reason; "
             f"{resume} from its last checkpoint"
         )
-
-    def _is_script(self) -> bool:
-        return "script" in read_yaml(self._path / "config.yaml")
 
     @property
     def is_finished(self) -> bool:

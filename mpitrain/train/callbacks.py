@@ -39,7 +39,7 @@ class Callback:
     """Whether it is called after all others: it saves their state."""
 
     uses_settings: Sequence[str] = ()
-    """Fields of the `TrainConfig` that `Trainer` ignores, and that it uses."""
+    """Fields of the `TrainConfig` that have effect by this callback alone."""
 
     def setup(self, trainer: Any) -> None:
         """Called first, before a checkpoint is loaded; model and data are ready."""

@@ -89,7 +89,7 @@ class EarlyStopping(Callback):
             )
 
     def finish_reason(self) -> str:
-        """Return which value was the best one; empty if the training goes on."""
+        """Return which value was the best one; empty if the training continues."""
         if self._num_bad < self.patience:
             return ""
         where = f"{self._name} was best at step {self._best_step}"

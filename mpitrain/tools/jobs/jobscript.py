@@ -270,10 +270,10 @@ def site_file(name: str) -> Path:
         return ours
     if Path(name).is_file():
         return Path(name)
-    if name in plugins_of("sites"):
+    named = plugins_of("sites")
+    if name in named:
         return Path(load_reference(name, "--site", "sites")())
-    known = sorted(path.stem for path in SITES.glob("*.yaml"))
-    known += plugins_of("sites")
+    known = [*sorted(path.stem for path in SITES.glob("*.yaml")), *named]
     raise UsageError(
         f"--site {name!r}: there is no such file, and no site of that name; expected "
         f"one of {', '.join(known)}.{did_you_mean(name.lower(), known)}"
