@@ -130,7 +130,7 @@ SETTINGS: list[dict[str, Any]] = [
     {"data": Read(), "num_workers": 1},
     {"strategy": "fsdp", "micro_batch_size": 5},
     {"bitwise": True},
-    {"bitwise": True, "strategy": "fsdp", "micro_batch_size": 3},
+    {"bitwise": True, "strategy": "fsdp", "micro_batch_size": 2},
 ]
 
 
