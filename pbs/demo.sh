@@ -79,6 +79,7 @@ fi
 #
 # `supervise` lets the ranks stop with a checkpoint at TERM (qdel, preemption). It ends
 # with 75; qstat says 271 after qdel.
+# After a fault it starts them again, up to 3 times.
 # shellcheck disable=SC2086
-exec python -m mpitrain supervise -- \
+exec python -m mpitrain supervise --restarts 3 -- \
     mpirun "${options[@]}" python -m mpitrain ${ARGS:-}

@@ -52,5 +52,6 @@ fi
 #
 # `supervise` lets the ranks stop with a checkpoint at TERM (scancel, preemption). Then
 # the job's status is 75.
-exec python -m mpitrain supervise -- \
+# After a fault it starts them again, up to 3 times.
+exec python -m mpitrain supervise --restarts 3 -- \
     mpirun "${options[@]}" python -m mpitrain "$@"

@@ -52,6 +52,7 @@ class Launcher:
     them and `host_file` it starts on all nodes of the job, whether they work or not."""
     host_file: str = ""  # the option before a host file
     host_file_format: HostFileFormat = "openmpi"
+    export: str = ""  # the option before a variable that all ranks shall have
     forwards_usr2: bool = True  # a signal to it reaches the ranks, and it lives on
     passes_status: bool = True  # it ends with a rank's status where all have the same
     scheduler: str = ""  # the only one under which it starts; empty: any
@@ -79,6 +80,7 @@ LAUNCHERS: dict[str, Launcher] = {
         per_node="--map-by ppr:{slots}:node",
         hosts="-np {ranks} --host {hosts}",
         host_file="--hostfile",
+        export="-x",
         programs=("mpirun", "mpiexec", "orterun", "prterun", "prun"),
         daemons=("prted", "orted"),
         version=r"\((?:Open MPI|PRRTE)\) (\S+)",

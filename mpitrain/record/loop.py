@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,8 +12,6 @@ from typing import Any
 from mpitrain.errors import UsageError
 from mpitrain.mpi.shared_arrays import Communicator
 
-TAIL_BYTES = 1 << 16  # of a record, in which its last epoch is, or was not written
-COUNTED = {"step": "steps", "epoch": "epochs"}  # events, and their names in a result
 OF_STEP = ("lr", "gradient_norm")  # values that are no losses
 
 
@@ -59,19 +56,6 @@ def before_step(path: Path, step: int) -> tuple[int, int, list[float]]:
             elif row.get("event") == "step" and row.get("train_loss") is not None:
                 losses.append(row["train_loss"])
     return num_bytes, num_validations, losses
-
-
-def progress_of(path: Path) -> dict[str, int]:
-    """Return the last ``steps`` and ``epochs`` of a record, from its last lines."""
-    found: dict[str, int] = {}
-    with contextlib.suppress(OSError), path.open("rb") as file:
-        file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
-        for line in file:
-            with contextlib.suppress(ValueError, KeyError, TypeError):  # of a cut line
-                row = json.loads(line)
-                if row["event"] in COUNTED:
-                    found[COUNTED[row["event"]]] = int(row[row["event"]])
-    return found
 
 
 def rows_of(

@@ -19,8 +19,8 @@ from mpitrain.launch.job import Job, current_world, require_world
 from mpitrain.mpi.shared_arrays import Communicator, communicator
 from mpitrain.mpi.world import World
 from mpitrain.record.jsonl import CLOSE_SECONDS, JsonlWriter
-from mpitrain.record.loop import before_step, mean_over_ranks, progress_of, rows_of
-from mpitrain.record.run_dir import log_path, open_log, read_result
+from mpitrain.record.loop import before_step, mean_over_ranks, rows_of
+from mpitrain.record.run_dir import log_path, open_log, progress_of, read_result
 from mpitrain.record.runs import Exists, is_finished, open_run
 from mpitrain.train.callbacks import Callback
 from mpitrain.train.metrics import EpochMetrics, StepMetrics, Throughput

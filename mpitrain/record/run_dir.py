@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import sys
@@ -15,6 +16,8 @@ from mpitrain.files import read_json
 from mpitrain.mpi.world import rank_label
 from mpitrain.record.background import BackgroundWriter
 
+TAIL_BYTES = 1 << 16  # of a record, in which its last epoch is, or was not written
+COUNTED = {"step": "steps", "epoch": "epochs"}  # events, and their names in a result
 MAX_WAITING = 100_000  # lines that may wait for the disk
 FLUSH_SECONDS = 3.0  # how long the end waits for a disk to take the last lines of a log
 
@@ -115,3 +118,16 @@ def rank_name(rank: int, world_size: int) -> str:
 def read_result(run_dir: Path) -> dict[str, Any]:
     """Read ``result.json``; nothing where it cannot be read."""
     return read_json(run_dir / "result.json")
+
+
+def progress_of(path: Path) -> dict[str, int]:
+    """Return the last ``steps`` and ``epochs`` of a record, from its last lines."""
+    found: dict[str, int] = {}
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
+        for line in file:
+            with contextlib.suppress(ValueError, KeyError, TypeError):  # of a cut line
+                row = json.loads(line)
+                if row["event"] in COUNTED:
+                    found[COUNTED[row["event"]]] = int(row[row["event"]])
+    return found

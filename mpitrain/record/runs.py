@@ -22,6 +22,7 @@ from mpitrain.errors import UsageError
 from mpitrain.files import read_json, sync, write_json
 from mpitrain.launch.job import Job
 from mpitrain.record.run_dir import read_result
+from mpitrain.record.supervised import opened_run, tell_supervisor
 
 LOCK = ".lock"
 RUN = "run.json"
@@ -49,6 +50,13 @@ def open_run(runs_dir: Path, name: str | None, *, exists: Exists) -> RunFolder:
     Without a name, the date is the name. ``exists``: what to do where it exists.
     """
     base = name or datetime.now().astimezone().strftime("%Y-%m-%d-%H%M%S")
+    if (before := opened_run(os.environ, before=True)) is not None:
+        run_dir = before.run_dir
+        is_same = exists == "new name" or (name or run_dir.name) == run_dir.name
+        if is_same and run_dir.parent == runs_dir.resolve():
+            # `supervise` has started this training again.
+            base, exists = run_dir.name, "resume"
+            name = base
     may_rename = name is None or exists == "new name"
     path = runs_dir / base
     try:
@@ -91,6 +99,7 @@ def open_run(runs_dir: Path, name: str | None, *, exists: Exists) -> RunFolder:
             f"cannot make the run folder {path}: {error.strerror}. Choose another "
             "--runs-dir."
         ) from None
+    tell_supervisor(path)
     if Job.current is not None:
         Job.current.run_dirs.add(path.resolve())
     return RunFolder(path=path, run_id=run_id, is_new=is_new, lock=lock)

@@ -9,26 +9,20 @@ run             on all ranks
 
 from __future__ import annotations
 
-import contextlib
 import faulthandler
 import gc
 import logging
-import os
 import socket
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from mpitrain.checkpoint.preemption import PreemptionHandler
 from mpitrain.config import TrainConfig
-from mpitrain.files import write_json
-from mpitrain.launch.env_checks import STATUS_FILE
 from mpitrain.launch.init import init
 from mpitrain.launch.job import start_job
 from mpitrain.mpi.collectives import all_or_none, on_rank_zero
-from mpitrain.record.jsonl import changed_at
 from mpitrain.record.recorder import record_job
 from mpitrain.record.run_dir import open_log, start_logging
 from mpitrain.tools.train.prepare import PreparedRun, prepare
@@ -114,8 +108,6 @@ def run_command(command: Command[Prepared], start_timeout_seconds: float) -> int
             if is_zero:
                 print(prepared.done, flush=True)
             return prepared.status
-        if is_zero:
-            _tell_supervisor(run_dir)
         # Opened before the long imports: the log tells whose process this is.
         place = (comm.rank, comm.size, socket.gethostname())
         with job.start_step("open the log"):
@@ -143,13 +135,3 @@ def run_command(command: Command[Prepared], start_timeout_seconds: float) -> int
             gc.freeze()
             gc.enable()
             return command.run(world, prepared, handler)
-
-
-def _tell_supervisor(run_dir: Path) -> None:
-    """Let `supervise` know the folder: it prints the error from its result.json."""
-    status_file = os.environ.get(STATUS_FILE)
-    if status_file:
-        changed = changed_at(run_dir / "result.json")
-        before = {"run_dir": str(run_dir), "result_time": changed}
-        with contextlib.suppress(OSError):
-            write_json(Path(f"{status_file}.run"), before)

@@ -15,6 +15,7 @@ from mpitrain.data.samples import CollateFn
 from mpitrain.data.sampling import BatchSampler, Sampler, Sampling
 from mpitrain.errors import DataError, Stopped, UsageError
 from mpitrain.launch.init import init
+from mpitrain.launch.job import current_world
 from mpitrain.mpi.collectives import all_or_none, world_comm
 from mpitrain.mpi.world import World
 from mpitrain.tasks.image_classification.task import ImageClassification
@@ -59,8 +60,8 @@ class Trainer:
         config: The configuration. The fields that name a data set, a model, a run
             folder, checkpoints or loggers have no effect here, and `fit` warns about
             them: pass objects and callbacks.
-        world: What `mpitrain.init` returned; ``None``: `fit` calls it, and ends the job
-            when it is done.
+        world: What `mpitrain.init` returned; ``None``: that of this process, or else
+            `fit` calls `init`, and ends the job when it is done.
         collate_fn: Makes a batch of a list of samples, as `DataLoader`'s; ``None``:
             torch's. A pair is inputs and targets; any other batch is both.
         sampler: Instead of shuffling: a function of seed and epoch that returns the
@@ -134,6 +135,7 @@ class Trainer:
         self.model = model
         self.train_data, self.val_data, self.test_data = train_data, val_data, test_data
         self.config = config or TrainConfig()
+        world = world or current_world()
         self.world = world
         self._has_default_task = task is None
         if task is not None and (mean_std or num_classes):

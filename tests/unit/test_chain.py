@@ -53,7 +53,7 @@ def test_a_failure_is_tried_again_in_the_same_job_unless_its_time_is_up(
     job = jobs.begin()
     jobs.save(5)
     assert follow(job, 137) == "retry"
-    assert "ended with status 137 at step 5: retry" in capsys.readouterr().err
+    assert "restart 1 at step 5: ended with status 137" in capsys.readouterr().err
     jobs.save(9)
     assert follow(job, 1, is_stopping=True) == "requeue"
 
@@ -72,6 +72,39 @@ def test_two_failures_in_a_row_without_progress_end_it(
     assert follow(job, 1) == "retry"  # it had come to step 3: counted anew
     assert follow(job, 1) == "retry"
     assert follow(job, 1) == "end"
+
+
+def test_a_job_has_so_many_restarts_and_no_more(
+    jobs: Jobs, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = Chain(jobs.run_dir, max_restarts=2)
+    for step in (3, 5):
+        jobs.save(step)
+        assert follow(job, 1) == "retry"
+    assert "restart 2 of 2 at step 5" in capsys.readouterr().err
+    jobs.save(8)
+    assert follow(job, 1) == "end"
+    said = capsys.readouterr().err
+    assert "mine was restarted 2 times (--restarts); failed at step 8" in said
+
+
+def test_what_the_record_says_is_progress_although_no_checkpoint_has_it(
+    jobs: Jobs,
+) -> None:
+    job = Chain(jobs.run_dir, max_restarts=9)
+    jobs.save(3)
+    record = jobs.run_dir / "metrics.jsonl"
+    for step in (7, 9):
+        record.write_text(f'{{"event": "step", "step": {step}}}\n')
+        assert follow(job, 1) == "retry"
+    record.write_text('{"event": "step", "step": 4}\n')  # it came back, and less far
+    assert follow(job, 1) == "retry"
+    assert follow(job, 1) == "end"
+
+
+def test_a_script_without_a_run_folder_has_its_restarts() -> None:
+    job = Chain(None, max_restarts=3)
+    assert [follow(job, 1) for _ in range(4)] == ["retry"] * 3 + ["end"]
 
 
 def test_a_stop_without_a_step_is_no_failure(jobs: Jobs) -> None:
@@ -183,6 +216,7 @@ def test_what_cannot_be_supervised_is_refused(words: list[str], said: str) -> No
     ("words", "said"),
     [
         (["mpirun", "python", "train.py"], "expected mpirun ... python -m mpitrain"),
+        (["mpirun", "./train"], "expected mpirun ... python ... after --, found"),
         (["mpirun", "python", "-m", "mpitrain"], "expected its --name"),
     ],
 )

@@ -14,9 +14,9 @@ from mpitrain.checkpoint.checkpointer import Checkpointer
 from mpitrain.cli import read_config
 from mpitrain.errors import UsageError
 from mpitrain.record.loggers.callback import Loggers
-from mpitrain.record.loop import before_step, progress_of
+from mpitrain.record.loop import before_step
 from mpitrain.record.recorder import record_failure
-from mpitrain.record.run_dir import read_result
+from mpitrain.record.run_dir import progress_of, read_result
 from mpitrain.tools.train.callbacks import RunSummary, _yaml_of_script
 from mpitrain.train.checks import check_metrics
 from mpitrain.train.early_stopping import EarlyStopping

@@ -327,7 +327,7 @@ def test_at_term_a_job_waits_for_its_ranks_and_ends_with_their_status(
     config = JobscriptConfig(scheduler=scheduler, launcher=mpi)  # type: ignore[arg-type]
     text = text_of(config, [])
     if mpi == "mpich":
-        assert "supervise --launcher mpich -- " in text
+        assert "supervise --launcher mpich --restarts 3 -- " in text
         text = text.replace(" --launcher mpich", "")  # it asks mpirun, too
     done = run_script(text, tmp_path, tmp_path, [])
     assert done.returncode == 75, done.stderr

@@ -1,6 +1,6 @@
-"""A training of several jobs: what follows when mpirun has ended, and the next job.
+"""A training of several starts and jobs: what follows when mpirun has ended.
 
-A chain has no file of its own. The number of this job in it is SLURM's count of
+A chain of jobs has no file of its own. The number of this job in it is SLURM's count of
 restarts, or a variable that goes to the next job of PBS. The lock of the run folder
 keeps a second job away.
 """
@@ -22,13 +22,14 @@ from mpitrain.checkpoint.layout import list_checkpoints
 from mpitrain.checkpoint.preemption import STOP_FILE
 from mpitrain.config import TrainConfig
 from mpitrain.errors import LaunchError, Stopped, UsageError
+from mpitrain.record.run_dir import progress_of
 from mpitrain.record.runs import LOCK_SECONDS, is_held, lock_host
 from mpitrain.schedulers import detect, pbs, slurm
 
 # Variable with the number of a PBS job in its chain; the first has none.
 JOB_NUMBER = "MPITRAIN_JOB_NUMBER"
 ENCODED_ARGS = "MPITRAIN_ARGS"  # base64, which the script decodes
-MAX_FAILURES = 2  # failures in a row without progress that end the chain
+MAX_FAILURES = 2  # failures in a row without progress after which no start follows
 RETRY_SECONDS = (5, 10, 20, 0)  # pauses after attempts to submit the next job
 SUBMIT_SECONDS = 3.0  # for one attempt
 
@@ -36,51 +37,87 @@ Action = Literal["retry", "requeue", "end"]
 
 
 class Chain:
-    """A training of several jobs, as one of these jobs sees it."""
+    """A training of several starts, and of several jobs, as one of these sees it.
 
-    def __init__(self, run_dir: Path, job_number: int, max_jobs: int) -> None:
+    ``run_dir`` is ``None`` until it is known, ``max_restarts`` where progress is the
+    only limit.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path | None,
+        job_number: int = 1,
+        max_jobs: int = 1,
+        max_restarts: int | None = None,
+    ) -> None:
         self.run_dir, self.job_number, self.max_jobs = run_dir, job_number, max_jobs
-        self.step = _newest_step(run_dir)
-        self.num_failures = 0
+        self.max_restarts, self.num_restarts = max_restarts, 0
+        self.step = _furthest_step(run_dir)
+        self.num_failures = 0  # in a row, without progress
         if job_number > max_jobs:  # evicted in its last job
             raise LaunchError(self._had_its_jobs(job_number - 1))
 
-    def next_action(self, status: int, *, is_stopping: bool) -> Action:
-        """Decide what follows when mpirun has ended, and print why."""
-        step_before, self.step = self.step, _newest_step(self.run_dir)
-        name = self.run_dir.name
+    @property
+    def name(self) -> str:
+        """What to call the training."""
+        return "the training" if self.run_dir is None else self.run_dir.name
+
+    def next_action(self, status: int, *, is_stopping: bool, error: str = "") -> Action:
+        """Decide what follows when mpirun has ended, and print why.
+
+        ``error`` is what the training says of its end.
+        """
+        step_before, self.step = self.step, _furthest_step(self.run_dir)
+        self.step = max(step_before, self.step)  # a resumed one has a shorter record
         if self.step > step_before:
             self.num_failures = 0
         if status == 0:
             return "end"
         if status == UsageError.exit_status and self.step == 0:
-            _print("wrong flags: another job would fail, too")
+            _print("wrong flags: another start would fail, too")
             return "end"
+        ended = error or f"ended with status {status}"
         if status != Stopped.exit_status:
-            self.num_failures += self.step <= step_before
+            # A script without a run folder shows no progress: it has its restarts.
+            if self.run_dir is not None or self.max_restarts is None:
+                self.num_failures += self.step <= step_before
             if self.num_failures >= MAX_FAILURES:
+                where = f"{self.run_dir}/logs" if self.run_dir else "its output"
                 _print(
-                    f"{name} failed {self.num_failures} times without progress, at "
-                    f"step {self.step}, the last with status {status}. See the "
-                    f"messages above and {self.run_dir}/logs, correct the cause, and "
-                    "submit again"
+                    f"{self.name} failed {self.num_failures} times without progress, "
+                    f"at step {self.step}, the last with status {status}: {ended}. See "
+                    f"the messages above and {where}, correct the cause, and start it "
+                    "again"
                 )
                 return "end"
             if not is_stopping:
-                _print(f"ended with status {status} at step {self.step}: retry")
-                return "retry"
-        elif (self.run_dir / STOP_FILE).exists():
+                return self._restart(ended)
+        elif self.run_dir is not None and (self.run_dir / STOP_FILE).exists():
             _print(f"{self.run_dir / STOP_FILE} ended it: submit again to resume")
+            return "end"
+        if self.max_jobs == 1:
             return "end"
         if self.job_number >= self.max_jobs:
             _print(self._had_its_jobs(self.job_number))
             return "end"
         return "requeue"
 
+    def _restart(self, ended: str) -> Action:
+        at = f"at step {self.step}: {ended}"
+        if self.num_restarts == self.max_restarts:
+            times = "once" if self.num_restarts == 1 else f"{self.num_restarts} times"
+            if self.num_restarts:
+                _print(f"{self.name} was restarted {times} (--restarts); failed {at}")
+            return "end"
+        self.num_restarts += 1
+        of = "" if self.max_restarts is None else f" of {self.max_restarts}"
+        _print(f"restart {self.num_restarts}{of} {at}")
+        return "retry"
+
     def _had_its_jobs(self, num_jobs: int) -> str:
         jobs = "1 job" if num_jobs == 1 else f"{num_jobs} jobs"
         return (
-            f"{self.run_dir.name} has had {jobs} (--jobs) and is at step {self.step}. "
+            f"{self.name} has had {jobs} (--jobs) and is at step {self.step}. "
             "Submit again to let it have as many more"
         )
 
@@ -176,14 +213,18 @@ def requeue(
     _print(f"{command[0]} failed: submit again to resume")
 
 
-def _newest_step(run_dir: Path) -> int:
+def _furthest_step(run_dir: Path | None) -> int:
+    """Return the last step that is recorded or saved; of a sweep, of all trials."""
     with suppress(OSError):
-        trials = [*run_dir.glob("trial-*")]
+        trials = [*run_dir.glob("trial-*")] if run_dir else []
         if trials:
-            return sum(map(_newest_step, trials))
-        return max((found.step for found in list_checkpoints(run_dir)), default=0)
+            return sum(map(_furthest_step, trials))
+        if run_dir is not None:
+            saved = [found.step for found in list_checkpoints(run_dir)]
+            recorded = progress_of(run_dir / "metrics.jsonl").get("steps", 0)
+            return max([*saved, recorded])
     return 0
 
 
 def _print(text: str) -> None:
-    print(f"chain: {text}", file=sys.stderr, flush=True)
+    print(f"supervise: {text}", file=sys.stderr, flush=True)

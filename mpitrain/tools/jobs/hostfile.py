@@ -100,6 +100,8 @@ class HostfileConfig:
     """Time limit of the probe, for all nodes together."""
     nodes: int | None = setting(None, minimum=1)
     """Maximum number of nodes; the others are spare."""
+    min_nodes: int = setting(1, minimum=1)
+    """Minimum number of nodes; fewer are an error."""
     output: Path | None = None
     """File to write; never left half-written. Default: standard output."""
 
@@ -140,6 +142,10 @@ def text_of(
     if config.probe:
         nodes = _usable(nodes, mpirun, config.probe_seconds, environ)
     nodes = nodes[: config.nodes]
+    if len(nodes) < config.min_nodes:
+        raise LaunchError(
+            f"found {len(nodes)} nodes, expected --min-nodes {config.min_nodes} or more"
+        )
     return ("" if config.format == "pbs" else comment) + render(nodes, config.format)
 
 

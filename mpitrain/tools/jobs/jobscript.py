@@ -26,6 +26,8 @@ SITES = Path(__file__).with_name("sites")
 # How long before its end a job of a chain is asked to stop, if it is long enough.
 MAX_NOTICE_SECONDS = 120
 
+RESTARTS = 3  # of a job that is no chain
+
 SchedulerName = Literal["slurm", "pbs"]
 
 # Values in lines that the scheduler reads, where nothing is quoted.
@@ -76,6 +78,8 @@ class JobscriptConfig:
     """Name of the job; with --jobs, of the run, too, without --run-dir."""
     jobs: int = setting(1, minimum=1)
     """Maximum number of jobs, one after another, until the training is finished."""
+    restarts: int | None = setting(None, minimum=0)
+    """Maximum number of restarts after a fault. Default: 3; with --jobs, no limit."""
     run_dir: Path | None = None
     """Run folder of a script (`-- run SCRIPT`), with --jobs."""
     spare_nodes: int = setting(0, minimum=0)
@@ -202,6 +206,9 @@ def text_of(
         "notice": notice_seconds(seconds),
         "all_nodes": nodes,
         "gpus": gpus,
+        "restarts": config.restarts
+        if config.restarts is not None
+        else RESTARTS * (config.jobs == 1),
         "program": program,
         "container": config.container
         and words_of(

@@ -1,6 +1,7 @@
-"""`python -m mpitrain supervise`: run mpirun in a job script; stop and restart it.
+"""`python -m mpitrain supervise`: run mpirun; stop it in time, and restart it.
 
     python -m mpitrain supervise -- mpirun ... python -m mpitrain FLAGS
+    python -m mpitrain supervise --restarts 3 -- mpirun ... python -m mpitrain run X.py
     python -m mpitrain supervise --jobs 20 -- mpirun ... python -m mpitrain FLAGS
 
 A job that is cancelled or preempted gets TERM, and KILL some seconds later (SLURM:
@@ -30,34 +31,44 @@ from pathlib import Path
 from typing import Literal
 
 from mpitrain.errors import Stopped, UsageError
-from mpitrain.files import read_json
 from mpitrain.launch.env_checks import STATUS_FILE
 from mpitrain.mpi.launchers import LAUNCHERS, Launcher, LauncherName
 from mpitrain.record.jsonl import changed_at
 from mpitrain.record.run_dir import read_result
 from mpitrain.record.runs import is_finished
+from mpitrain.record.supervised import begin_start, opened_run
 from mpitrain.schedulers import detect, seconds_left
 from mpitrain.settings import check_values, setting
 from mpitrain.tools.jobs import chain
 from mpitrain.tools.jobs.check_nodes import launcher_of
 from mpitrain.tools.jobs.jobscript import notice_seconds
+from mpitrain.tools.jobs.launch_words import LaunchWords, parse_words
+from mpitrain.watchdog.coordinator import HANG_STATUS
 
 # Blocked in this process, and taken by `sigtimedwait`.
 SIGNALS = {signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCHLD}
 MAX_STOP_SECONDS = 105.0  # how long the ranks may take to stop
+MODULE = "-m mpitrain"
 LEFT_SECONDS = 86400.0  # after which a folder is of a job that was killed
 
 
 @dataclass(frozen=True, kw_only=True)
 class SuperviseConfig:
-    """Run the mpirun that follows --, in a job script: stop it in time, restart it."""
+    """Run the mpirun that follows --: stop it in time, and restart it after a fault.
 
+    A fault that comes back without progress ends it, too.
+    """
+
+    restarts: int | None = setting(None, minimum=0)
+    """Maximum number of restarts in this job. Default: 0; with --jobs, no limit."""
     jobs: int = setting(1, minimum=1)
     """Jobs that the training may take, one after another, until it is finished."""
     nodes: int | None = setting(None, minimum=1)
-    """Number of nodes to train on, with --jobs; the others are spare. Default: all."""
+    """Number of nodes to train on; the others are spare. Default: all."""
+    min_nodes: int = setting(1, minimum=1)
+    """Minimum number of nodes, where others fail; with fewer it ends."""
     probe_seconds: float = setting(120.0, above=0)
-    """Time limit of the search for nodes that work, with --jobs."""
+    """Time limit of the search for nodes that work."""
     script: str | None = None
     """The job script, which PBS's next job runs, with --jobs."""
     launcher: Literal["auto"] | LauncherName = "auto"
@@ -69,6 +80,10 @@ class SuperviseConfig:
 
     def __post_init__(self) -> None:
         check_values(self)
+        if self.nodes is not None and self.nodes < self.min_nodes:
+            raise UsageError(
+                f"--nodes {self.nodes}: expected --min-nodes {self.min_nodes} or more"
+            )
 
 
 class Supervisor:
@@ -84,6 +99,7 @@ class Supervisor:
         signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         self.is_stopping = False
         self.is_terminated = False
+        self.error = ""  # what the last training said of its end
         self.end = self._stop_at = self._kill_at = math.inf
         if seconds_left is not None:
             self.end = time.monotonic() + seconds_left
@@ -129,24 +145,24 @@ class Supervisor:
     def train(
         self, command: Sequence[str], environ: Mapping[str, str], launcher: Launcher
     ) -> int:
-        """Run mpirun; print the training's error after it, and return the exit status.
+        """Run mpirun; keep the training's error, and return the exit status.
 
         Some launchers end with 0 though they have lost a node, or with a status of
         their own: then it is the one that rank zero has written, or 1 instead of 0.
         """
-        status_file = Path(environ[STATUS_FILE])
-        run_file = Path(f"{status_file}.run")
-        for file in (status_file, run_file):
-            file.unlink(missing_ok=True)
+        begin_start(environ)
         status = self.run(command, environ, send_usr2=launcher.forwards_usr2)
         if status == 0 or not launcher.passes_status:
             try:
-                status = int(status_file.read_text())
+                status = int(Path(environ[STATUS_FILE]).read_text())
             except (OSError, ValueError):
-                status = status or 1
-        if status not in (0, Stopped.exit_status) and (error := _error_in(run_file)):
-            # A launcher may end its message with a zero byte, and not with a line end.
-            print(f"\nfailed: {error}", file=sys.stderr, flush=True)
+                # A script without `run` writes none.
+                status = status or int(MODULE in " ".join(command))
+            if status == 0 and (opened := opened_run(environ)) is not None:
+                result = read_result(opened.run_dir)
+                status = int(result.get("status") in ("running", "failed"))
+        is_failed = status not in (0, Stopped.exit_status)
+        self.error = _error_of(environ) if is_failed else ""
         return status
 
     def _wait(self, seconds: float) -> bool:
@@ -193,80 +209,124 @@ def supervise(
             if time.time() > old.stat().st_mtime + LEFT_SECONDS:
                 shutil.rmtree(old)
     with tempfile.TemporaryDirectory(prefix=".mpitrain-", dir=here) as name_of_folder:
-        folder = os.path.realpath(name_of_folder)
-        environ = {**environ, STATUS_FILE: f"{folder}/status"}
-        if config.jobs == 1:
-            return Supervisor().train(command, environ, launcher)
-        scheduler = detect(environ).name
-        if scheduler == "none":
-            raise UsageError(
-                "--jobs needs a job: neither SLURM_JOB_ID nor PBS_JOBID is set. On a "
-                "machine without a scheduler start the training again by hand"
-            )
-        mpirun, python, flags = split(command)
-        run_dir = config.run_dir or folder_of(flags)
-        training = chain.Chain(run_dir, chain.job_number(environ), config.jobs)
-        chain.refuse_second_job(run_dir)
-        left = seconds_left(environ)
-        # SLURM sends USR1 before the time limit (--signal); PBS sends nothing.
-        notice = None if left is None or scheduler == "slurm" else notice_seconds(left)
-        supervisor = Supervisor(left, notice)
-        hosts, program = f"{folder}/hosts", [python, "-m", "mpitrain"]
-        nodes = () if config.nodes is None else ("--nodes", str(config.nodes))
-        probe = (
-            *(*program, "hostfile", "--format", launcher.host_file_format),
-            *("--gpus", "ignore"),
-            *("--probe", "--probe-seconds", str(config.probe_seconds), *nodes),
-            *("--output", hosts, "--", *mpirun),
-        )
-        of_hosts = (launcher.host_file, hosts) if launcher.host_file else ()
-        if config.nodes is not None and not of_hosts:
-            raise UsageError(
-                f"--nodes {config.nodes}: {launcher.title} takes all nodes of the job; "
-                "expected no spare nodes"
-            )
-        container = shlex.split(config.container)
-        start = (*mpirun, *of_hosts, *container, *program, *flags)
-        action: chain.Action = "retry"
-        while action == "retry":
-            # Those without a host file find a node that does not work by themselves.
-            status = 0
-            if of_hosts:
-                status = supervisor.run(probe, environ, send_usr2=True)
-            if supervisor.is_stopping:
-                status = Stopped.exit_status  # nothing was started or has failed
-            elif status == 0:
-                status = supervisor.train(start, environ, launcher)
-                if config.run_dir is None:  # a script may write no result
-                    status = status or int(not is_finished(run_dir))
-            action = training.next_action(status, is_stopping=supervisor.is_stopping)
-        if action == "requeue":
-            terminated, end = supervisor.is_terminated, supervisor.end
-            chain.requeue(environ, config.script, terminated=terminated, end=end)
+        folder = Path(os.path.realpath(name_of_folder))
+        environ = {**environ, STATUS_FILE: str(folder / "status")}
+        if config.jobs == 1 and not config.restarts:
+            supervisor = Supervisor()
+            status = supervisor.train(command, environ, launcher)
+        else:
+            words = parse_words(command, launcher)
+            supervisor, status = _train(config, words, environ, folder, folder_of)
+        if supervisor.error:
+            # A launcher may end its message with a zero byte, and not with a line end.
+            print(f"\nfailed: {supervisor.error}", file=sys.stderr, flush=True)
         return status
 
 
-def split(command: Sequence[str]) -> tuple[list[str], str, list[str]]:
-    """Split the command into mpirun's words, Python, and the training's flags.
+def _train(
+    config: SuperviseConfig,
+    words: LaunchWords,
+    environ: Mapping[str, str],
+    folder: Path,
+    folder_of: Callable[[Sequence[str]], Path],
+) -> tuple[Supervisor, int]:
+    """Start a training until it is finished, or has had its starts; requeue the job."""
+    scheduler, run_dir = detect(environ).name, config.run_dir
+    restarts = config.restarts
+    if config.jobs == 1:
+        restarts = restarts or 0
+    elif scheduler == "none":
+        raise UsageError(
+            "--jobs needs a job: neither SLURM_JOB_ID nor PBS_JOBID is set. On a "
+            "machine without a scheduler: --restarts"
+        )
+    else:
+        run_dir = run_dir or folder_of(words.flags)
+    number = chain.job_number(environ) if config.jobs > 1 else 1
+    training = chain.Chain(run_dir, number, config.jobs, restarts)
+    if run_dir is not None:
+        chain.refuse_second_job(run_dir)
+    left = seconds_left(environ)
+    # SLURM sends USR1 before the time limit (--signal); PBS sends nothing.
+    notice = None if left is None or scheduler == "slurm" else notice_seconds(left)
+    supervisor = Supervisor(left, notice)
+    container = shlex.split(config.container)
+    nodes = NodeChoice(config, words, scheduler, folder)
+    probes = config.jobs > 1 or config.nodes is not None
+    action: chain.Action = "retry"
+    while action == "retry":
+        status = 0
+        if probes and nodes.probe:
+            # Those without a host file find a node that does not work by themselves.
+            status = supervisor.run(nodes.probe, environ, send_usr2=True)
+        if supervisor.is_stopping:
+            status = Stopped.exit_status  # nothing was started or has failed
+        elif status == 0:
+            start = words.on_hosts(nodes.host_file, container)
+            status = supervisor.train(start, environ, words.launcher)
+            if run_dir is None and (opened := opened_run(environ)) is not None:
+                run_dir = training.run_dir = opened.run_dir
+            if run_dir is not None and not words.is_script:
+                status = status or int(not is_finished(run_dir))
+        action = training.next_action(
+            status, is_stopping=supervisor.is_stopping, error=supervisor.error
+        )
+        # A process that dies, or raises, says so; a node that is gone does not.
+        probes = (
+            status == HANG_STATUS or not supervisor.error or training.num_failures > 0
+        )
+    if action == "requeue":
+        terminated, end = supervisor.is_terminated, supervisor.end
+        chain.requeue(environ, config.script, terminated=terminated, end=end)
+    return supervisor, status
 
-    >>> split(["mpirun", "-x", "PATH", "python", "-m", "mpitrain", "--epochs", "3"])
-    (['mpirun', '-x', 'PATH'], 'python', ['--epochs', '3'])
+
+class NodeChoice:
+    """Which nodes a start takes: of the job's, or of a host file, those that work.
+
+    Attributes:
+        probe: Words of a program that writes `host_file`; empty where the launcher
+            takes the job's nodes, or this machine.
     """
-    words = list(command)
-    for at in range(2, len(words)):
-        if words[at - 1 : at + 1] == ["-m", "mpitrain"]:
-            return words[: at - 2], words[at - 2], words[at + 1 :]
-    raise UsageError(
-        "--jobs restarts a training of mpitrain: expected mpirun ... python -m "
-        f"mpitrain FLAGS after --, found {' '.join(words)}"
-    )
+
+    def __init__(
+        self, config: SuperviseConfig, words: LaunchWords, scheduler: str, folder: Path
+    ) -> None:
+        self._file, self.probe = folder / "hosts", list[str]()
+        launcher, limit = words.launcher, config.nodes
+        source = ["--gpus", "ignore"]
+        if words.host_file is not None:
+            source = ["--from", str(words.host_file)]
+        elif scheduler == "none":
+            source = []
+        if not (launcher.host_file and source):
+            if limit is not None:
+                raise UsageError(
+                    f"--nodes {limit}: {launcher.title} takes all nodes of the job; "
+                    "expected no spare nodes"
+                )
+            return
+        self.probe = [
+            *(words.program[0], "-m", "mpitrain", "hostfile", *source),
+            *("--format", launcher.host_file_format, "--output", str(self._file)),
+            *("--probe", "--probe-seconds", str(config.probe_seconds)),
+            *("--min-nodes", str(config.min_nodes)),
+            *(() if limit is None else ("--nodes", str(limit))),
+            *("--", *words.start),
+        ]
+
+    @property
+    def host_file(self) -> Path | None:
+        """The file of the nodes that were found last; ``None``: all are taken."""
+        return self._file if self._file.exists() else None
 
 
-def _error_in(run_file: Path) -> str:
-    run = read_json(run_file)
-    run_dir = Path(run.get("run_dir", ""))
-    if not run or changed_at(run_dir / "result.json") == run["result_time"]:
+def _error_of(environ: Mapping[str, str]) -> str:
+    opened = opened_run(environ)
+    if opened is None:
+        return ""
+    if changed_at(opened.run_dir / "result.json") == opened.result_time:
         return ""  # written by an earlier job
-    result = read_result(run_dir)
+    result = read_result(opened.run_dir)
     error = str(result.get("error", "")) if result.get("status") == "failed" else ""
     return " ".join(error[max(error.rfind("\n[rank "), 0) :].split())  # no traceback

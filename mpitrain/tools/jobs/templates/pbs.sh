@@ -92,10 +92,13 @@ fi
 #
 # `supervise` lets the ranks stop with a checkpoint at TERM (qdel, preemption). It ends
 # with 75; qstat says 271 after qdel.
+{% if jobs == 1 and restarts %}
+# After a fault it starts them again, up to {{ restarts }} times.
+{% endif %}
 {% if jobs == 1 %}
 # shellcheck disable=SC2086
-exec python -m mpitrain supervise {{ "--launcher %s " % launcher if launcher != "openmpi" else "" }}-- \
-    {{ program }} "${options[@]}" {{ '"${container[@]}" ' if container }}python -m mpitrain{{ command }}{{ words }} ${ARGS:-}
+exec python -m mpitrain supervise {{ '--container "${container[*]@Q}" ' if container and restarts }}{{ "--launcher %s " % launcher if launcher != "openmpi" else "" }}{{ "--restarts %d " % restarts if restarts }}-- \
+    {{ program }} "${options[@]}" {{ '"${container[@]}" ' if container and not restarts }}python -m mpitrain{{ command }}{{ words }} ${ARGS:-}
 {% else %}
 #
 # It {{ "leaves out nodes that do not answer, and " if can_choose }}submits this script again until the
@@ -104,7 +107,7 @@ exec python -m mpitrain supervise {{ "--launcher %s " % launcher if launcher != 
 # (Encoded, where qsub would change ARGS.)
 export ARGS="${ARGS:-$(base64 -d <<<"${MPITRAIN_ARGS:-}")}"
 # shellcheck disable=SC2086
-exec python -m mpitrain supervise {{ '--container "${container[*]@Q}" ' if container }}{{ "--launcher %s " % launcher if launcher != "openmpi" else "" }}--jobs {{ jobs }}{{ " --run-dir " ~ run_dir if run_dir }}{{ " --nodes %d" % nodes if spare_nodes else "" }} --script "$0" -- \
+exec python -m mpitrain supervise {{ '--container "${container[*]@Q}" ' if container }}{{ "--launcher %s " % launcher if launcher != "openmpi" else "" }}--jobs {{ jobs }}{{ " --restarts %d" % restarts if restarts }}{{ " --run-dir " ~ run_dir if run_dir }}{{ " --nodes %d" % nodes if spare_nodes else "" }} --script "$0" -- \
     {{ program }} "${options[@]}" python -m mpitrain{{ command }}{{ '' if run_dir else ' --name "$PBS_JOBNAME"' }}{{ words }} ${ARGS:-}
 {% endif %}
 {% endblock %}

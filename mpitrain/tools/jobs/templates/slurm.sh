@@ -75,15 +75,18 @@ fi
 {% else %}
 # Before the time limit the ranks stop with a checkpoint. Then the job's status is 75.
 {% endif %}
+{% if jobs == 1 and restarts %}
+# After a fault it starts them again, up to {{ restarts }} times.
+{% endif %}
 {% if jobs == 1 %}
-exec python -m mpitrain supervise {{ "--launcher %s " % launcher if launcher != "openmpi" else "" }}-- \
-    {{ program }} "${options[@]}" {{ '"${container[@]}" ' if container }}python -m mpitrain{{ command }}{{ words }} "$@"
+exec python -m mpitrain supervise {{ '--container "${container[*]@Q}" ' if container and restarts }}{{ "--launcher %s " % launcher if launcher != "openmpi" else "" }}{{ "--restarts %d " % restarts if restarts }}-- \
+    {{ program }} "${options[@]}" {{ '"${container[@]}" ' if container and not restarts }}python -m mpitrain{{ command }}{{ words }} "$@"
 {% else %}
 #
 # It {{ "leaves out nodes that do not answer, and " if can_choose }}requeues the job until the training is
 # finished, up to {{ jobs }} jobs.{{ '' if run_dir else " The run, or sweep, has the job's name." }}
 export SLURM_OVERLAP=1  # srun does not wait for what is left of a lost node
-exec python -m mpitrain supervise {{ '--container "${container[*]@Q}" ' if container }}{{ "--launcher %s " % launcher if launcher != "openmpi" else "" }}--jobs {{ jobs }}{{ " --run-dir " ~ run_dir if run_dir }}{{ " --nodes %d" % nodes if spare_nodes else "" }} -- \
+exec python -m mpitrain supervise {{ '--container "${container[*]@Q}" ' if container }}{{ "--launcher %s " % launcher if launcher != "openmpi" else "" }}--jobs {{ jobs }}{{ " --restarts %d" % restarts if restarts }}{{ " --run-dir " ~ run_dir if run_dir }}{{ " --nodes %d" % nodes if spare_nodes else "" }} -- \
     {{ program }} "${options[@]}" python -m mpitrain{{ command }}{{ '' if run_dir else ' --name "$SLURM_JOB_NAME"' }}{{ words }} "$@"
 {% endif %}
 {% endblock %}

@@ -1,0 +1,58 @@
+"""What a training and `supervise` tell each other, by files beside the status file.
+
+Rank zero writes the run folder that it has opened. When the training is started again,
+it finds the folder of before: it resumes, although the command line asks for a new run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from mpitrain.files import read_json, write_json
+from mpitrain.launch.env_checks import STATUS_FILE
+from mpitrain.record.jsonl import changed_at
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpenedRun:
+    """A run folder that a start of this job has opened."""
+
+    run_dir: Path  # absolute
+    result_time: float | None  # of its result.json, when it was opened
+
+
+def opened_run(environ: Mapping[str, str], *, before: bool = False) -> OpenedRun | None:
+    """Return the run folder that this start, or one before, has opened last."""
+    if STATUS_FILE not in environ:
+        return None
+    found = read_json(_file(environ[STATUS_FILE], before=before))
+    if "run_dir" not in found:
+        return None
+    return OpenedRun(run_dir=Path(found["run_dir"]), result_time=found["result_time"])
+
+
+def tell_supervisor(run_dir: Path) -> None:
+    """Write which run folder this start has opened; on rank zero."""
+    if (status_file := os.environ.get(STATUS_FILE)) is None:
+        return
+    run_dir = run_dir.resolve()
+    result_time = changed_at(run_dir / "result.json")
+    with contextlib.suppress(OSError):
+        values = {"run_dir": str(run_dir), "result_time": result_time}
+        write_json(_file(status_file), values)
+
+
+def begin_start(environ: Mapping[str, str]) -> None:
+    """Take what was opened as that of a start before; in `supervise`."""
+    status_file = environ[STATUS_FILE]
+    Path(status_file).unlink(missing_ok=True)
+    with contextlib.suppress(FileNotFoundError):
+        os.replace(_file(status_file), _file(status_file, before=True))
+
+
+def _file(status_file: str, *, before: bool = False) -> Path:
+    return Path(f"{status_file}.{'before' if before else 'run'}")

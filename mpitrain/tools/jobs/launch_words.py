@@ -1,0 +1,98 @@
+"""The words that `supervise` runs: the launcher's, and those of its program."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from mpitrain.errors import UsageError
+from mpitrain.launch.env_checks import STATUS_FILE
+from mpitrain.mpi.launchers import Launcher
+from mpitrain.tools.jobs.hostfile import parse
+
+HOST_FILE = ("--hostfile", "-hostfile", "--machinefile", "-machinefile", "-f")
+NUM_RANKS = ("-np", "--np", "-n", "--n")
+PYTHON = re.compile(r"(.*/)?python[\d.]*")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchWords:
+    """A command line that starts ranks, cut where the launcher's own words end."""
+
+    launcher: Launcher
+    start: tuple[str, ...]  # the launcher and its options, but for those below
+    host_file: Path | None = None  # that they name
+    num_ranks: int | None = None  # that they ask for
+    program: tuple[str, ...]  # with its arguments
+
+    @property
+    def flags(self) -> list[str]:
+        """What follows ``python -m mpitrain``."""
+        words = self.program
+        if words[1:3] != ("-m", "mpitrain"):
+            raise UsageError(
+                "--jobs restarts a training of mpitrain: expected mpirun ... python "
+                f"-m mpitrain FLAGS after --, found {shlex.join(words)}"
+            )
+        return list(words[3:])
+
+    @property
+    def is_script(self) -> bool:
+        """Whether the program is a script, which may write no result."""
+        return self.program[1:3] != ("-m", "mpitrain") or self.program[3:4] == ("run",)
+
+    def on_hosts(self, file: Path | None, container: Sequence[str] = ()) -> list[str]:
+        """Return the words of a start on the hosts of a file; ``None``: as given.
+
+        The ranks are as many as the words ask for, and no more than the hosts have
+        slots.
+        """
+        num_ranks, file = self.num_ranks, file or self.host_file
+        if num_ranks is not None and file is not None and file != self.host_file:
+            slots = sum(node.slots for node in parse(file.read_text(), str(file)))
+            num_ranks = min(num_ranks, slots)
+        options = [] if file is None else [self.launcher.host_file, str(file)]
+        options += [] if num_ranks is None else ["-np", str(num_ranks)]
+        if self.launcher.export:  # rank zero may be on another host
+            options += [self.launcher.export, STATUS_FILE]
+        return [*self.start, *options, *container, *self.program]
+
+
+def parse_words(words: Sequence[str], launcher: Launcher) -> LaunchWords:
+    """Cut a command line at its program: ``python``, or what ends the launcher's words.
+
+    >>> from mpitrain.mpi.launchers import LAUNCHERS
+    >>> words = "mpirun -np 8 --hostfile hosts -x PATH python train.py -n 3".split()
+    >>> found = parse_words(words, LAUNCHERS["openmpi"])
+    >>> found.start, found.host_file, found.num_ranks
+    (('mpirun', '-x', 'PATH'), PosixPath('hosts'), 8)
+    >>> found.program
+    ('python', 'train.py', '-n', '3')
+    """
+    end = next((i for i, it in enumerate(words) if i and PYTHON.fullmatch(it)), 0)
+    if not end:
+        raise UsageError(
+            f"expected mpirun ... python ... after --, found {shlex.join(words)}"
+        )
+    start, host_file, num_ranks = [words[0]], None, None
+    rest = iter(words[1:end])
+    for word in rest:
+        value = next(rest, "") if word in (*HOST_FILE, *NUM_RANKS) else ""
+        if not launcher.host_file:  # its nodes are the job's: as given
+            start += [word, value] if value else [word]
+        elif word in HOST_FILE:
+            host_file = Path(value)
+        elif value.isdecimal():
+            num_ranks = int(value)
+        else:
+            start += [word, value] if value else [word]
+    return LaunchWords(
+        launcher=launcher,
+        start=tuple(start),
+        host_file=host_file,
+        num_ranks=num_ranks,
+        program=tuple(words[end:]),
+    )
