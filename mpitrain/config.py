@@ -31,8 +31,7 @@ TIMEOUT_SECONDS = 1800.0  # of a collective or an answer of the store; gloo's de
 # Default peak learning rates; ADAM_LR for the others.
 LR = {"sgd": 0.1, "rmsprop": 0.01, "adagrad": 0.01, "adadelta": 1.0}
 ADAM_LR = 0.001
-# At most half of all epochs. Goyal et al., https://arxiv.org/abs/1706.02677, 2.2.
-WARMUP_EPOCHS = 5.0
+WARMUP_EPOCHS = 5.0  # at most half of all; Goyal et al., arXiv 1706.02677, 2.2
 SCALED_BATCH_SIZE = 256  # of the default of sgd, and what --scale-lr scales from
 BITWISE_MICRO_BATCHES = 8  # of a step with --bitwise, without --micro-batch-size
 
@@ -225,6 +224,8 @@ class CheckpointConfig:
     """Save a checkpoint every N steps."""
     checkpoint_every_minutes: float | None = run_setting(10.0, above=0, is_common=True)
     """Save a checkpoint every N minutes; None: off."""
+    checkpoint_memory: float = run_setting(0.25, minimum=0, below=1)
+    """Share of a node's free memory for checkpoints of `supervise --restarts`."""
     keep_checkpoints: int | None = run_setting(3, minimum=1)
     """Keep the N newest checkpoints and the best one; None: all."""
     best_by: str | None = command_only(None)
@@ -233,13 +234,12 @@ class CheckpointConfig:
     early_stopping: int | None = command_only(None, minimum=1)
     """Finish after N validations in a row without a better --best-by."""
     resume: str = run_setting("auto", is_common=True, is_set_by_sweep=True)
-    """auto: resume the run of this --name. never: fail if it exists. Or a run folder
-    or checkpoint that a new run starts from."""
+    """auto: resume the run of --name. never: fail if it exists. Or a run or checkpoint
+    to start from."""
     new_run: bool = run_setting(False, is_set_by_sweep=True)
     """If the run exists, start NAME-2, NAME-3, ..."""
     time_limit: str | None = run_setting(None, is_common=True, is_set_by_sweep=True)
-    """Save a checkpoint and stop before this much time ([[hours:]minutes:]seconds)
-    has passed."""
+    """Save a checkpoint and stop before so much time ([[hours:]minutes:]seconds)."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,12 +29,11 @@ from __future__ import annotations
 import logging
 import math
 import time
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from mpitrain.checkpoint.format import check_json
 from mpitrain.checkpoint.manager import CheckpointManager, Progress, WriteResult
+from mpitrain.checkpoint.memory_level import MemoryLevel
 from mpitrain.checkpoint.preemption import REASONS
 from mpitrain.checkpoint.resume import check_same_data, check_same_steps, find_best
 from mpitrain.checkpoint.run_checkpoints import CheckpointError, RunCheckpoints
@@ -46,7 +45,12 @@ from mpitrain.checkpoint.tensors import (
     load_stage,
     schedules_to_save,
     split_state,
-    tensors_to_save,
+)
+from mpitrain.checkpoint.training_state import (
+    Snapshot,
+    callback_states,
+    collect,
+    config_of,
 )
 from mpitrain.console import say, shown
 from mpitrain.errors import UsageError
@@ -92,6 +96,8 @@ class Checkpointer(RunCheckpoints, Callback):
         every_steps: Steps between two checkpoints; ``None``: not by steps.
         every_minutes: Minutes between two checkpoints; ``None``: not by time.
         keep: How many of the newest are kept, beside the best one; ``None``: all.
+        memory: Under ``supervise --restarts``, the share of a node's free memory for
+            checkpoints in between, from which a restart resumes; 0: none.
         best_by: The metric of the best one, such as ``"val_loss"``; ``None``: accuracy,
             else loss, else there is no best one. See `CheckpointConfig`.
         resume: ``"auto"``: from the newest checkpoint in `run_dir`. ``"never"``: an
@@ -117,12 +123,15 @@ class Checkpointer(RunCheckpoints, Callback):
         every_steps: int | None = None,
         every_minutes: float | None = 10.0,
         keep: int | None = 3,
+        memory: float = 0.25,
         best_by: str | None = None,
         resume: str = "auto",
         time_limit: str | None = None,
         load_best_at_end: bool = False,
     ) -> None:
-        super().__init__(run_dir, keep=keep, resume=resume, time_limit=time_limit)
+        super().__init__(
+            run_dir, keep=keep, memory=memory, resume=resume, time_limit=time_limit
+        )
         for name, value in (
             ("every_epochs", every_epochs),
             ("every_steps", every_steps),
@@ -139,6 +148,7 @@ class Checkpointer(RunCheckpoints, Callback):
         self._last_tick: float | None = None
         self._best = -math.inf
         self._has_warned = False  # that no checkpoint is the best one
+        self._level: MemoryLevel | None = None
 
     # --- hooks of the trainer -----------------------------------------------------
 
@@ -165,8 +175,9 @@ class Checkpointer(RunCheckpoints, Callback):
             return
         split_state(engine.model)  # what cannot be saved is an error now
         check_state_names(trainer.callbacks)
-        self._callback_states(trainer)
-        self._consensus = Consensus(world, count=FAILED + 1, kinds=EVALUATION + 1)
+        callback_states(trainer)
+        count = FAILED + 1 + MemoryLevel.COUNT
+        self._consensus = Consensus(world, count=count, kinds=EVALUATION + 1)
         others = [callback for callback in trainer.callbacks if callback is not self]
         self._manager = CheckpointManager(
             self.run_dir,
@@ -175,9 +186,14 @@ class Checkpointer(RunCheckpoints, Callback):
             keep=self._keep,
             before_rename=lambda: _flush(others),
         )
+        if self._folder is not None and self._supervision is not None:
+            self._level = MemoryLevel(
+                self._folder, self._supervision, world, self._ranks, self._memory
+            )
         if self.reader is None:
             return
-        found, config = self.reader.metadata["trainer"], self._config(trainer)
+        found = self.reader.metadata["trainer"]
+        config = config_of(trainer, self.run_dir.name)
         path = self.reader.checkpoint.path
         if found is None:
             other = f"{path} was not written by a Trainer, but by `save`"
@@ -203,7 +219,11 @@ class Checkpointer(RunCheckpoints, Callback):
                 f"and this run has {engine.plan.length}: there is nothing to train. "
                 "Expected more, or the weights alone (--weights)"
             ).on_all_ranks()
-        self._saved = _position(state) if is_own else None
+        if self._is_from_memory:
+            assert self._level is not None
+            self._level.saved = _position(state)  # the disk has not
+        elif is_own:
+            self._saved = _position(state)
         for callback in others if is_own else ():
             callback_state = found["callbacks"].get(type(callback).__name__)
             if callback_state is not None:
@@ -219,7 +239,7 @@ class Checkpointer(RunCheckpoints, Callback):
             f"{trainer.state.step}, epoch {trainer.state.epoch}, written by {num} "
             f"rank{'s' * (num != 1)}"
         )
-        config = self._config(trainer)
+        config = config_of(trainer, self.run_dir.name)
         for change in differences(found["config"], config, trainer.config.may_change):
             say(f"changed since then: {change}")
 
@@ -311,6 +331,8 @@ class Checkpointer(RunCheckpoints, Callback):
         if self.is_disabled:
             return
         self._save_now(trainer, doing)
+        if self._level is not None:
+            self._level.close(is_done=True)
         self._consensus.close()
         self.close()
 
@@ -343,6 +365,8 @@ class Checkpointer(RunCheckpoints, Callback):
         result = self._manager.apply_progress(progress)
         if result is not None:
             self._report(trainer, result)
+        if self._level is not None:
+            self._level.apply(found[FAILED + 1 :])
         if found[STOP]:
             raise StopRequested(REASONS[found[STOP]])
 
@@ -354,6 +378,7 @@ class Checkpointer(RunCheckpoints, Callback):
             self._handler.requested(),
             self._clock.own_number() if self._world.is_rank_zero else 0,
             *self._manager.local_progress().to_maxima(),
+            *(self._level.own_numbers() if self._level else [0] * MemoryLevel.COUNT),
         ]
 
     def _save_validated(
@@ -375,6 +400,10 @@ class Checkpointer(RunCheckpoints, Callback):
         assert self._manager is not None
         if self._clock.may_save and (may_queue or not self._manager.is_busy):
             self._save(trainer)
+        elif self._level is not None and self._level.is_due:
+            with trainer.timer("checkpoint"):
+                position = _position(trainer.state)
+                self._level.save(position, lambda: self._collect(trainer))
 
     def _finish(self, trainer: Trainer, doing: str) -> WriteResult | None:
         assert self._manager is not None
@@ -386,70 +415,23 @@ class Checkpointer(RunCheckpoints, Callback):
 
     def _save(self, trainer: Trainer) -> None:
         self._clock.is_due = False
-        state, engine = trainer.state, trainer.engine
-        position = _position(state)
+        position = _position(trainer.state)
         if position == self._saved:
             return
         trainer.sync_metrics(flush=True)
         self._saved = position
         self._clock.restart()
-        epoch = 0 if state.epoch_step else state.epoch - 1  # that was just evaluated
-        metric = score_of(state.metrics, self._best_by) if state.is_validated else None
-        if metric is not None:
-            self._best = max(self._best, metric)
         assert self._manager is not None
         with trainer.timer("checkpoint"):
-            tensors = tensors_to_save(
-                engine.model,
-                engine.strategy.model,
-                [it.local for it in engine.optimizer.optimizers],
-                engine.optimizer.ema_values,
-                engine.part.prefix,
-                engine.world,
-            )
+            snapshot = self._collect(trainer)
             heartbeat("copying a checkpoint")
-            metadata = self._metadata(trainer, metric)
-            self._manager.save(
-                tensors, metadata, state.step, epoch, is_validated=state.is_validated
-            )
+            self._manager.save(*snapshot)
+        if (metric := snapshot.metadata["metric"]) is not None:
+            self._best = max(self._best, metric)
 
-    def _metadata(self, trainer: Trainer, metric: float | None) -> dict[str, Any]:
-        engine = trainer.engine
-        return {
-            "run": self._run_id,
-            "step": trainer.state.step,
-            "world_size": engine.world.world_size,
-            "extra_state": split_state(engine.model)[1],
-            "metric": metric,
-            "user_state": None,
-            "trainer": {
-                "config": self._config(trainer),
-                "num_samples": engine.data.num_samples,
-                "data": self.data,
-                "inputs": trainer.task.inputs,
-                "stage": engine.stage.name,
-                "trainable": engine.stage.trainable,
-                "strategy": engine.strategy.name,
-                "state": asdict(trainer.state),
-                "places": engine.data.places(),
-                "loss_scale": engine.optimizer.scale.state(),
-                "optimizers": schedules_to_save(engine.optimizer),
-                "callbacks": self._callback_states(trainer),
-            },
-        }
-
-    def _callback_states(self, trainer: Trainer) -> dict[str, dict[str, Any]]:
-        found = {}
-        for callback in trainer.callbacks:
-            name, state = type(callback).__name__, dict(callback.state_dict())
-            check_json(state, f"{name}.state_dict()")
-            if state:
-                found[name] = state
-        return found
-
-    def _config(self, trainer: Trainer) -> dict[str, Any]:
-        stages: Any = trainer.stages and [it.as_plain() for it in trainer.stages]
-        return {**trainer.config.as_plain(self.run_dir.name), "stages": stages}
+    def _collect(self, trainer: Trainer) -> Snapshot:
+        name = self.run_dir.name
+        return collect(trainer, self._run_id, name, self.data, self._best_by)
 
     def _save_now(self, trainer: Trainer, doing: str) -> None:
         while self._finish(trainer, doing) is not None:

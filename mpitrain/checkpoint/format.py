@@ -3,6 +3,7 @@
 `metadata.json`:
 
     format, run, step, world_size   the run's id; the ranks that wrote the checkpoint
+    token                           of this attempt to write it
     extra_state                     of modules that have any
     metric                          what the best checkpoint is chosen by, or null
     user_state                      of `Checkpointer.save`, or null

@@ -40,6 +40,11 @@ class Checkpoint:
     is_validated: bool = False  # within an epoch
     path: Path  # its folder
 
+    def is_newer(self, other: Checkpoint) -> bool:
+        """Whether more of the training is in it than in another of the same run."""
+        mine, its = ((it.step, it.epoch, it.is_validated) for it in (self, other))
+        return mine > its
+
     def metadata(self) -> dict[str, Any]:
         """Read the state of the training and its configuration."""
         return read_metadata(self.path, self.step, self.epoch)
@@ -109,13 +114,16 @@ def remove_old(run_dir: Path, keep: int | None) -> None:
     found = list_checkpoints(run_dir)
     best = best_of(found)
     for checkpoint in found[keep:]:
-        if checkpoint == best:
-            continue
-        # First the name: what is removed in part must not look complete.
-        doomed = checkpoint.path.with_name(f".{checkpoint.path.name}.old")
-        with contextlib.suppress(OSError):
-            checkpoint.path.rename(doomed)
-        shutil.rmtree(doomed, ignore_errors=True)
+        if checkpoint != best:
+            remove_whole(checkpoint)
+
+
+def remove_whole(checkpoint: Checkpoint) -> None:
+    """Remove a checkpoint, first its name: a part of it must not look complete."""
+    doomed = checkpoint.path.with_name(f".{checkpoint.path.name}.old")
+    with contextlib.suppress(OSError):
+        checkpoint.path.rename(doomed)
+    shutil.rmtree(doomed, ignore_errors=True)
 
 
 def _checkpoint(path: Path) -> Checkpoint:

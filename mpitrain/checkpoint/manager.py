@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from mpitrain.checkpoint.format import encode_json
@@ -24,11 +25,13 @@ from mpitrain.checkpoint.layout import FOLDER, name_of, remove_old
 from mpitrain.checkpoint.storage import (
     Chunk,
     HostMemory,
+    Outline,
     StoredTensor,
     TensorWriter,
     Written,
     assign_writers,
     local_chunks,
+    sizes_of,
 )
 from mpitrain.errors import DataError
 from mpitrain.launch.job import heartbeat
@@ -80,10 +83,18 @@ class _Thread:
 
 
 @dataclass(kw_only=True)
-class _Write:
+class WritePlan:
+    """What a rank writes of each checkpoint."""
+
+    chunks: dict[Chunk, None]  # in this order; a set would have none
+
+
+@dataclass(kw_only=True)
+class Write:
     """A checkpoint whose tensors were copied: it waits, or is written."""
 
     writer: TensorWriter
+    plan: WritePlan
     tensors: Mapping[str, StoredTensor]  # their places are not known yet
     step: int
     copy_seconds: float = 0.0
@@ -100,6 +111,9 @@ class CheckpointManager:
     Each takes two threads, one after the other: on every rank one writes its tensors;
     when those of all ranks have ended, rank zero's next one completes the checkpoint.
 
+    Attributes:
+        refusal: Why nothing is written; empty if it is. Equal on all ranks.
+
     ``before_rename`` is called in a thread on rank zero before a checkpoint is
     complete: it writes to the disk what the checkpoint refers to.
     """
@@ -113,6 +127,7 @@ class CheckpointManager:
         keep: int | None,
         before_rename: Callable[[], object] = lambda: None,
     ) -> None:
+        self.refusal = ""
         self._run_dir = run_dir
         self._world = world
         self._ranks = ranks
@@ -121,11 +136,12 @@ class CheckpointManager:
         self._pinned = world.device != "cpu"
         self._memories = [HostMemory(pinned=self._pinned)]  # unused: at most two
         self._outline: object = None
-        self._plan: set[Chunk] = set()  # that this rank writes
+        self._num_saved = 0
+        self._plan = WritePlan(chunks={})
         self._tensors: dict[str, StoredTensor] = {}
         self._token = ranks.on_rank_zero(lambda: secrets.token_hex(4), "make a token")
-        self._current: _Write | None = None
-        self._next: _Write | None = None  # waits for that
+        self._current: Write | None = None
+        self._next: Write | None = None  # waits for that
         self._thread = _Thread(number=0, has_ended=True)  # that was started last
 
     @property
@@ -139,7 +155,6 @@ class CheckpointManager:
         metadata: Mapping[str, Any],
         step: int,
         epoch: int,
-        *,
         is_validated: bool = False,
     ) -> None:
         """Copy the tensors, and begin to write them.
@@ -151,15 +166,16 @@ class CheckpointManager:
         after a validation.
         """
         started = time.monotonic()
-        encoded: list[bytes] = []  # now: callbacks may change what they returned
-        self._ranks.on_rank_zero(
-            lambda: encoded.append(encode_json(metadata)), "encode the metadata"
+        token = f"{self._token}-{self._num_saved}"
+        self._num_saved += 1
+        # Now: callbacks may change what they returned.
+        encoded = self._ranks.on_rank_zero(
+            lambda: encode_json({"token": token, **metadata}), "encode the metadata"
         )
         chunks = list(local_chunks(tensors))
         self._plan_for(tensors, chunks)
         name = name_of(step, epoch, is_validated=is_validated)
         path = self._run_dir / FOLDER / name
-        token = f"{self._token}-{self._thread.number}"
         if self._next is not None:
             self._memories.append(self._next.writer.memory)
         elif not self._memories:
@@ -168,12 +184,15 @@ class CheckpointManager:
             path,
             rank=self._world.rank,
             token=token,
-            metadata=b"".join(encoded),
+            metadata=encoded,
             memory=self._memories.pop(),
         )
-        write = _Write(writer=writer, tensors=self._tensors, step=step)
+        if self.refusal:
+            return
+        plan, held = self._plan, dict(chunks)
+        write = Write(writer=writer, plan=plan, tensors=self._tensors, step=step)
         try:
-            writer.copy_to_host(it for it in chunks if it[0] in self._plan)
+            writer.copy_to_host((it, held[it]) for it in plan.chunks)
         except (RuntimeError, MemoryError) as error:  # no memory for the copy
             write.copy_error = error
         self._next = write
@@ -200,7 +219,7 @@ class CheckpointManager:
             return self._fail(write)
         if not write.is_written:
             write.is_written = True
-            by_rank = self._ranks.gather(write.written)
+            by_rank = self._gather(write.written)
             self._start(lambda: self._complete(write, by_rank))
             return None
         seconds = self._ranks.allgather(self._thread.ended_at - write.began)[0]
@@ -230,31 +249,36 @@ class CheckpointManager:
 
     def _plan_for(
         self, tensors: Mapping[str, Tensor], chunks: Sequence[tuple[Chunk, Tensor]]
-    ) -> None:
-        """Plan which rank writes which chunk; kept until the tensors are others."""
+    ) -> bool:
+        """Plan which rank writes which chunk; return whether the tensors are others."""
         outline = [
             (chunk, data.dtype, tensors[chunk.name].shape) for chunk, data in chunks
         ]
         if all(self._ranks.allgather(outline == self._outline)):
-            return
+            return False
         self._outline = outline
         by_rank = self._ranks.gather(outline)
 
-        def assign() -> list[set[Chunk]]:
-            self._tensors = {
-                chunk.name: StoredTensor(dtype, shape)
+        def assign() -> tuple[Sequence[WritePlan], dict[str, StoredTensor]]:
+            tensors = {
+                chunk.name: StoredTensor(dtype, torch.Size(shape))
                 for of_rank in by_rank
                 for chunk, dtype, shape in of_rank
             }
-            return assign_writers(
-                [
-                    {chunk: chunk.numel * dtype.itemsize for chunk, dtype, _ in of_rank}
-                    for of_rank in by_rank
-                ]
-            )
+            return self._assign(by_rank), tensors
 
-        assigned = self._ranks.on_rank_zero(assign, "plan a checkpoint")
-        self._plan = assigned[self._world.rank]
+        plans, self._tensors = self._ranks.on_rank_zero(assign, "plan a checkpoint")
+        self._plan = plans[self._world.rank]
+        return True
+
+    def _assign(self, by_rank: Sequence[Outline]) -> Sequence[WritePlan]:
+        """Return what each rank writes, on rank zero; each chunk once."""
+        assigned = assign_writers([*map(sizes_of, by_rank)])
+        return [WritePlan(chunks=dict.fromkeys(chunks)) for chunks in assigned]
+
+    def _gather(self, written: Written) -> list[Written]:
+        """Return what all ranks have written, where it is completed; collective."""
+        return self._ranks.gather(written)
 
     def _start(self, action: Callable[[], None]) -> None:
         self._thread = thread = _Thread(number=self._thread.number + 1)
@@ -279,7 +303,7 @@ class CheckpointManager:
             write.began = began
             self._start(lambda: self._write(write))
 
-    def _ended(self, write: _Write, seconds: float, error: str = "") -> WriteResult:
+    def _ended(self, write: Write, seconds: float, error: str = "") -> WriteResult:
         """Begin the one that waits, if there is one."""
         self._memories.append(write.writer.memory)
         self._write_next(time.monotonic())
@@ -290,13 +314,12 @@ class CheckpointManager:
             error=error,
         )
 
-    @staticmethod
-    def _write(write: _Write) -> None:
+    def _write(self, write: Write) -> None:
         if write.copy_error is not None:
             raise write.copy_error
         write.written = write.writer.write()
 
-    def _complete(self, write: _Write, by_rank: list[Written]) -> None:
+    def _complete(self, write: Write, by_rank: list[Written]) -> None:
         if not self._world.is_rank_zero:
             return  # a thread all the same: the ranks' progress is compared
         self._before_rename()
@@ -304,7 +327,7 @@ class CheckpointManager:
         with contextlib.suppress(OSError, DataError):  # the new one is complete
             remove_old(self._run_dir, self._keep)
 
-    def _fail(self, write: _Write) -> WriteResult:
+    def _fail(self, write: Write) -> WriteResult:
         mine = self._thread.error
         reasons = self._ranks.allgather(f"[{self._world}] {mine}" if mine else "")
         if self._world.is_rank_zero:

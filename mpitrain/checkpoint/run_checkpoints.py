@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,6 +13,8 @@ from typing import Any
 from mpitrain.checkpoint.format import check_json
 from mpitrain.checkpoint.layout import FOLDER, name_of
 from mpitrain.checkpoint.manager import CheckpointManager
+from mpitrain.checkpoint.memory_folder import MemoryFolder
+from mpitrain.checkpoint.memory_restore import find_in_memory
 from mpitrain.checkpoint.objects import load_objects, merge, pack_objects, split_objects
 from mpitrain.checkpoint.preemption import (
     FIRST_MARGIN_SECONDS,
@@ -25,11 +28,12 @@ from mpitrain.checkpoint.tensors import load_random, random_to_save
 from mpitrain.config import seconds_of
 from mpitrain.data.samples import kind_of
 from mpitrain.errors import MpitrainError, UsageError
-from mpitrain.launch.job import Job, require_world
+from mpitrain.launch.job import Job, current_world, require_world
 from mpitrain.mpi.shared_arrays import Communicator, communicator
 from mpitrain.mpi.world import World, list_hosts
 from mpitrain.record.recorder import record_job, update_result
 from mpitrain.record.runs import is_finished, open_run
+from mpitrain.record.supervised import Supervision, opened_run, supervision
 from mpitrain.watchdog.process import age_seconds
 
 logger = logging.getLogger("mpitrain")
@@ -50,6 +54,7 @@ class RunCheckpoints:
         run_dir: str | Path,
         *,
         keep: int | None = 3,
+        memory: float = 0.25,
         resume: str = "auto",
         time_limit: str | None = None,
     ) -> None:
@@ -57,7 +62,9 @@ class RunCheckpoints:
         self.reader: CheckpointReader | None = None
         self.is_disabled = False
         self.data: Mapping[str, Any] | None = None
-        self._keep = keep
+        self._keep, self._memory = keep, memory
+        self._supervision: Supervision | None = None
+        self._folder: MemoryFolder | None = None
         self._resume = resume
         self._time_limit = seconds_of(time_limit)
         self._world: World | None = None
@@ -98,10 +105,16 @@ class RunCheckpoints:
                 forget_stop(path)
             record_job(self.run_dir)
         self._run_id = run_id
+        resume = self._resume
+        if (before := opened_run(os.environ, before=True)) is not None:
+            path = self.run_dir.resolve()
+            if before.run_dir == path and path in Path(resume).resolve().parents:
+                resume = "auto"  # it has begun there, and has come further
         hosts_without_run_dir = hosts_without(self.run_dir, run_id, world, ranks)
         self.reader = find_checkpoint(
-            self.run_dir, run_id, self._resume, world, ranks, hosts_without_run_dir
+            self.run_dir, run_id, resume, world, ranks, hosts_without_run_dir
         )
+        self._find_in_memory(world, ranks)
         self.is_disabled = bool(hosts_without_run_dir)
         if hosts_without_run_dir and world.is_rank_zero:
             logger.warning(
@@ -113,6 +126,35 @@ class RunCheckpoints:
         if handler is not None:
             self._handler = handler
             self._start_handler()
+
+    def _find_in_memory(self, world: World, ranks: Communicator) -> None:
+        """Resume from the memory of the nodes, if that is newer than the disk."""
+        found = ranks.on_rank_zero(lambda: supervision(os.environ), "ask supervise")
+        # A part of the ranks has other checkpoints, such as a trial of a sweep.
+        if found is None or world is not current_world() or not self._memory:
+            return
+        folder, mine = MemoryFolder(world, found.token), ""
+        try:
+            folder.open()
+        except OSError as error:
+            mine = f"{world.hostname}: {error}"
+        if reason := next(filter(None, ranks.allgather(mine)), ""):
+            if world.is_rank_zero:
+                logger.warning("no checkpoints in memory: %s", reason)
+            return
+        self._supervision, self._folder = found, folder
+        newest = find_in_memory(folder, self._run_id, world, ranks)
+        on_disk = None if self.reader is None else self.reader.checkpoint
+        if newest is not None and (on_disk is None or newest.is_newer(on_disk)):
+            self.reader = CheckpointReader(newest)
+
+    @property
+    def _is_from_memory(self) -> bool:
+        return (
+            self.reader is not None
+            and self._folder is not None
+            and self._folder.path in self.reader.checkpoint.path.parents
+        )
 
     def _start_handler(self) -> None:
         assert self._world is not None

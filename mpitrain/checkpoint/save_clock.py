@@ -16,16 +16,21 @@ class SaveClock:
 
     def __init__(self, seconds: float) -> None:
         self.is_due = False
-        self._seconds = seconds
+        self.seconds = seconds
         self._number = 0
         self.restart()
 
-    def restart(self, *, back_off_seconds: float | None = None) -> None:
-        """Start again; with ``back_off_seconds``, until then none is due by counts."""
+    def restart(
+        self, *, back_off_seconds: float | None = None, since: float | None = None
+    ) -> None:
+        """Start again; with ``back_off_seconds``, until then none is due by counts.
+
+        ``since``: the time, monotonic, from which it counts; ``None``: now.
+        """
         self._is_backing_off = back_off_seconds is not None
-        seconds = self._seconds if back_off_seconds is None else back_off_seconds
+        seconds = self.seconds if back_off_seconds is None else back_off_seconds
         self._number += 1
-        self._time = time.monotonic() + seconds
+        self._time = (since or time.monotonic()) + seconds
 
     @property
     def may_save(self) -> bool:

@@ -123,8 +123,21 @@ def as_json(index: Mapping[str, StoredTensor]) -> dict[str, Any]:
     }
 
 
-def read_index(path: Path) -> dict[str, StoredTensor]:
-    """Read which tensors a checkpoint has, and where."""
+def files_of(path: Path) -> dict[str, int]:
+    """Return the files that the index of a checkpoint names, and how long they are."""
+    sizes: dict[str, int] = {}
+    for of in read_index(path, has_files=False).values():
+        for chunk, place in of.places.items():
+            end = place.start + chunk.numel * of.dtype.itemsize
+            sizes[place.file] = max(end, sizes.get(place.file, 0))
+    return sizes
+
+
+def read_index(path: Path, *, has_files: bool = True) -> dict[str, StoredTensor]:
+    """Read which tensors a checkpoint has, and where.
+
+    ``has_files``: whether to check that the files are so long.
+    """
     index: dict[str, StoredTensor] = {}
     size_of = functools.cache(lambda file: (path / file).stat().st_size)
     try:
@@ -136,7 +149,7 @@ def read_index(path: Path) -> dict[str, StoredTensor]:
                     raise ValueError(f"a chunk of {name} has other dimensions")
                 stored.places[chunk] = Place(_file_name(file), _size([start])[0])
                 end = start + chunk.numel * stored.dtype.itemsize
-                if end > size_of(file):
+                if has_files and end > size_of(file):
                     raise ValueError(f"{name} is not in {file}")
             if sum(chunk.numel for chunk in stored.places) != stored.shape.numel():
                 raise ValueError(f"the chunks of {name} do not make it up")
@@ -177,12 +190,22 @@ class HostMemory:
         return self._bytes[:num_bytes]
 
 
+Outline = Sequence[tuple[Chunk, torch.dtype, Sequence[int]]]
+"""The chunks of a rank, with the type and the shape of their tensors."""
+
+
 @dataclass
 class Written:
     """What one rank has written."""
 
     places: dict[Chunk, Place] = field(default_factory=dict)
     sums: dict[str, str] = field(default_factory=dict)  # SHA-256 by file
+    copies: dict[str, str] = field(default_factory=dict)  # the same, of other ranks'
+
+
+def sizes_of(outline: Outline) -> dict[Chunk, int]:
+    """Return the bytes of each chunk of a rank."""
+    return {chunk: chunk.numel * dtype.itemsize for chunk, dtype, _ in outline}
 
 
 def assign_writers(by_rank: Sequence[Mapping[Chunk, int]]) -> list[set[Chunk]]:
@@ -211,6 +234,8 @@ class TensorWriter:
 
     Attributes:
         unfinished: The folder until it is complete.
+        copied: What `copy_to_host` has copied, uint8 `(N,)`.
+        spans: Where each chunk begins and ends in it.
         num_written: Bytes that this rank has written so far.
     """
 
@@ -229,8 +254,8 @@ class TensorWriter:
         self.num_written = 0
         self._metadata = metadata
         self._file = f"rank-{rank}.bin"
-        self._starts: dict[Chunk, int] = {}
-        self._copy = self.memory.of(0)
+        self.spans: dict[Chunk, tuple[int, int]] = {}
+        self.copied = self.memory.of(0)
 
     def copy_to_host(self, chunks: Iterable[tuple[Chunk, Tensor]]) -> None:
         """Copy chunks, which may change after that."""
@@ -241,11 +266,11 @@ class TensorWriter:
             start = -(-end // ALIGNMENT) * ALIGNMENT
             end = start + data.numel() * data.element_size()
             copies.append((chunk, data.detach(), start, end))
-        self._copy = self.memory.of(end)
-        self._starts = {chunk: start for chunk, _, start, _ in copies}
+        self.copied = self.memory.of(end)
+        self.spans = {chunk: (start, stop) for chunk, _, start, stop in copies}
         with torch.no_grad():
             for _, data, start, stop in copies:
-                place = self._copy[start:stop].view(data.dtype).view(data.shape)
+                place = self.copied[start:stop].view(data.dtype).view(data.shape)
                 place.copy_(data, non_blocking=True)
         if any(data.device.type != "cpu" for _, data, *_ in copies):
             torch.accelerator.synchronize()
@@ -253,9 +278,9 @@ class TensorWriter:
     def write(self) -> Written:
         """Write the copies to the disk; local."""
         self._make_folder()
-        if not self._starts:
+        if not self.spans:
             return Written()
-        data = self._copy.numpy().data
+        data = self.copied.numpy().data
         summed = hashlib.sha256()
         with (self.unfinished / self._file).open("wb", buffering=0) as file:
             start = 0
@@ -265,7 +290,7 @@ class TensorWriter:
                 start += num
                 self.num_written = start
             os.fsync(file.fileno())
-        places = {chunk: Place(self._file, at) for chunk, at in self._starts.items()}
+        places = {it: Place(self._file, at) for it, (at, _) in self.spans.items()}
         return Written(places, {self._file: summed.hexdigest()})
 
     def commit(
@@ -276,7 +301,7 @@ class TensorWriter:
         sums: dict[str, str] = {}
         index = {name: StoredTensor(of.dtype, of.shape) for name, of in tensors.items()}
         for of_rank in written:
-            sums |= of_rank.sums
+            sums |= of_rank.sums | of_rank.copies
             for chunk, place in of_rank.places.items():
                 index[chunk.name].places[chunk] = place
         encoded = encode_json(as_json(index))

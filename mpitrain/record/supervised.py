@@ -35,6 +35,23 @@ def opened_run(environ: Mapping[str, str], *, before: bool = False) -> OpenedRun
     return OpenedRun(run_dir=Path(found["run_dir"]), result_time=found["result_time"])
 
 
+@dataclass(frozen=True, kw_only=True)
+class Supervision:
+    """The `supervise` that may start this training again."""
+
+    token: str  # of it alone
+    seconds: float  # since it began, when it started this training
+    num_restarts: int  # until now
+
+
+def supervision(environ: Mapping[str, str]) -> Supervision | None:
+    """Return the `supervise` of this process, if it restarts; on rank zero."""
+    if STATUS_FILE not in environ:
+        return None
+    found = read_json(Path(f"{environ[STATUS_FILE]}.restarts"))
+    return Supervision(**found) if found else None
+
+
 def tell_supervisor(run_dir: Path) -> None:
     """Write which run folder this start has opened; on rank zero."""
     if (status_file := os.environ.get(STATUS_FILE)) is None:
@@ -46,9 +63,13 @@ def tell_supervisor(run_dir: Path) -> None:
         write_json(_file(status_file), values)
 
 
-def begin_start(environ: Mapping[str, str]) -> None:
+def begin_start(
+    environ: Mapping[str, str], supervision: Supervision | None = None
+) -> None:
     """Take what was opened as that of a start before; in `supervise`."""
     status_file = environ[STATUS_FILE]
+    if supervision is not None:
+        write_json(Path(f"{status_file}.restarts"), vars(supervision))
     Path(status_file).unlink(missing_ok=True)
     with contextlib.suppress(FileNotFoundError):
         os.replace(_file(status_file), _file(status_file, before=True))

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 
 from mpitrain.config import TrainConfig
 from mpitrain.data.loader import Batch, RankStep
@@ -135,7 +135,8 @@ class Trainer:
         self.model = model
         self.train_data, self.val_data, self.test_data = train_data, val_data, test_data
         self.config = config or TrainConfig()
-        world = world or current_world()
+        if world is None and distributed.is_initialized():  # `run` has one before
+            world = current_world()
         self.world = world
         self._has_default_task = task is None
         if task is not None and (mean_std or num_classes):

@@ -207,14 +207,35 @@ TASKS = (
 )
 
 
+SLOWER = """
+import functools, time
+import mpitrain
+from examples.trainings.MODULE import FUNCTION
+
+class Pause(mpitrain.Callback):
+    def on_step_end(self, trainer):
+        time.sleep(0.1)
+
+@functools.wraps(FUNCTION)
+def slow(*args, **values):
+    trainer = FUNCTION(*args, **values)
+    trainer.callbacks.append(Pause())
+    return trainer
+"""
+"""A task that takes long enough to be stopped in the middle."""
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("task", TASKS)
 def test_an_own_task_goes_through_a_chain_that_is_cut(
     task: str, hosts: VirtualHosts, slurm: Slurm, folder: Path
 ) -> None:
     (folder / "examples").symlink_to(ROOT / "examples")
+    module, _, function = task.partition(":")
+    slower = SLOWER.replace("MODULE", module).replace("FUNCTION", function)
+    (folder / "slower.py").write_text(slower)
     chain = Chain(name=task.replace(":", "-"), folder=folder, hosts=hosts)
-    training = ["--task", f"examples.trainings.{task}", "--device", "cpu"]
+    training = ["--task", "slower:slow", "--device", "cpu"]
     training += ["--precision", "fp64", "--checkpoint-every-steps", "1"]
     script = chain.script("slurm", *NODES, "--time", "9:00", training=training)
     chain.submit("sbatch", script)

@@ -17,7 +17,7 @@ from reference_training import Net, config_of, some
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from mpitrain.checkpoint import layout, storage
+from mpitrain.checkpoint import checkpointer, layout, storage, training_state
 from mpitrain.checkpoint.checkpointer import Checkpointer
 from mpitrain.checkpoint.manager import CheckpointManager, WriteResult
 from mpitrain.checkpoint.resume import check, newest_complete
@@ -461,13 +461,11 @@ def test_a_run_is_not_resumed_with_other_classes(world: World, run_dir: Path) ->
 def test_a_checkpoint_without_classes_is_resumed(
     world: World, run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = Checkpointer._metadata
-
-    def older(self: Any, *args: Any) -> dict[str, Any]:
-        found = whole(self, *args)
-        del found["trainer"]["inputs"]
+    def older(*args: Any) -> training_state.Snapshot:
+        found = training_state.collect(*args)
+        del found.metadata["trainer"]["inputs"]
         return found
 
-    monkeypatch.setattr(Checkpointer, "_metadata", older)
+    monkeypatch.setattr(checkpointer, "collect", older)
     resumed(world, run_dir, "first", with_classes("ant", "bee"))
     assert resumed(world, run_dir, "next", with_classes("bee", "ant")).resumed_from

@@ -36,7 +36,7 @@ from mpitrain.mpi.launchers import LAUNCHERS, Launcher, LauncherName
 from mpitrain.record.jsonl import changed_at
 from mpitrain.record.run_dir import read_result
 from mpitrain.record.runs import is_finished
-from mpitrain.record.supervised import begin_start, opened_run
+from mpitrain.record.supervised import Supervision, begin_start, opened_run
 from mpitrain.schedulers import detect, seconds_left
 from mpitrain.settings import check_values, setting
 from mpitrain.tools.jobs import chain
@@ -150,7 +150,6 @@ class Supervisor:
         Some launchers end with 0 though they have lost a node, or with a status of
         their own: then it is the one that rank zero has written, or 1 instead of 0.
         """
-        begin_start(environ)
         status = self.run(command, environ, send_usr2=launcher.forwards_usr2)
         if status == 0 or not launcher.passes_status:
             try:
@@ -213,6 +212,7 @@ def supervise(
         environ = {**environ, STATUS_FILE: str(folder / "status")}
         if config.jobs == 1 and not config.restarts:
             supervisor = Supervisor()
+            begin_start(environ)
             status = supervisor.train(command, environ, launcher)
         else:
             words = parse_words(command, launcher)
@@ -253,6 +253,7 @@ def _train(
     container = shlex.split(config.container)
     nodes = NodeChoice(config, words, scheduler, folder)
     probes = config.jobs > 1 or config.nodes is not None
+    began = time.monotonic()
     action: chain.Action = "retry"
     while action == "retry":
         status = 0
@@ -262,6 +263,12 @@ def _train(
         if supervisor.is_stopping:
             status = Stopped.exit_status  # nothing was started or has failed
         elif status == 0:
+            now = Supervision(
+                token=folder.name.lstrip("."),
+                seconds=time.monotonic() - began,
+                num_restarts=training.num_restarts,
+            )
+            begin_start(environ, now)
             start = words.on_hosts(nodes.host_file, container)
             status = supervisor.train(start, environ, words.launcher)
             if run_dir is None and (opened := opened_run(environ)) is not None:

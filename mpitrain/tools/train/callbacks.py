@@ -116,6 +116,7 @@ def make_checkpointer(
         every_steps=config.checkpoint_every_steps,
         every_minutes=config.checkpoint_every_minutes,
         keep=config.keep_checkpoints,
+        memory=config.checkpoint_memory,
         best_by=config.best_by,
         resume=config.resume,
         time_limit=time_limit,

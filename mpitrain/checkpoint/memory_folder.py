@@ -1,0 +1,89 @@
+"""A node's folder of checkpoints in memory. Imports no torch.
+
+    /dev/shm/mpitrain-UID/TOKEN-HOST/   of one `supervise`; private, outlives the ranks
+        lock                            held by a rank while ranks of the node live
+        checkpoints/step-00000120/      the format of those on disk
+
+The host's name, since containers may share a machine's memory, and not their names.
+
+A job that was killed whole leaves its folder; the next job of the user on the node
+removes it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from mpitrain.checkpoint.layout import FOLDER, list_checkpoints, remove_whole
+from mpitrain.files import make_private_folder
+from mpitrain.mpi.world import World
+
+SHARED_MEMORY = Path("/dev/shm")  # a tmpfs on every Linux
+LEFT_SECONDS = 600.0  # after which a folder without a live rank is of a dead job
+
+
+class MemoryFolder:
+    """This node's folder of one `supervise`. The node's first rank writes and removes.
+
+    ``token`` distinguishes the folders of several jobs.
+    """
+
+    def __init__(self, world: World, token: str) -> None:
+        name = f"{token}-{world.hostname}"
+        self.path = SHARED_MEMORY / f"mpitrain-{os.getuid()}" / name
+        self.is_keeper = world.local_rank == 0
+
+    def open(self) -> None:
+        """Make the folder, and remove those of dead jobs; local."""
+        if not self.is_keeper:
+            return
+        make_private_folder(self.path.parent)
+        for other in self.path.parent.iterdir():
+            if other != self.path:
+                _remove_if_left(other)
+        make_private_folder(self.path)
+        (self.path / FOLDER).mkdir(exist_ok=True)
+        lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        with contextlib.suppress(OSError):  # a rank of before is about to end
+            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        for unfinished in (self.path / FOLDER).glob(".*"):
+            shutil.rmtree(unfinished, ignore_errors=True)
+
+    def remove(self) -> None:
+        """Remove the folder; local."""
+        if self.is_keeper:
+            shutil.rmtree(self.path, ignore_errors=True)
+            with contextlib.suppress(OSError):  # another job's are there
+                self.path.parent.rmdir()
+
+    def keep_only(self, names: Sequence[str]) -> None:
+        """Remove the checkpoints of other names; local."""
+        if not self.is_keeper:
+            return
+        for checkpoint in list_checkpoints(self.path):
+            if checkpoint.path.name not in names:
+                remove_whole(checkpoint)
+        with contextlib.suppress(OSError):
+            os.utime(self.path / "lock")
+
+    def free_bytes(self) -> int:
+        """Return how many bytes the folder could have; local."""
+        found = os.statvfs(self.path)
+        used = sum(it.stat().st_size for it in self.path.rglob("*.bin"))
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        available = next(int(it.split()[1]) for it in lines if "MemAvailable" in it)
+        return used + min(found.f_bavail * found.f_frsize, 1024 * available)
+
+
+def _remove_if_left(folder: Path) -> None:
+    lock = folder / "lock"
+    with contextlib.suppress(OSError), lock.open("r+b") as file:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if time.time() - lock.stat().st_mtime > LEFT_SECONDS:
+            shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,89 @@
+"""What a checkpoint of a `Trainer` holds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from mpitrain.checkpoint.format import check_json
+from mpitrain.checkpoint.tensors import schedules_to_save, split_state, tensors_to_save
+from mpitrain.train.evaluate import score_of
+from mpitrain.train.trainer import Trainer
+
+
+class Snapshot(NamedTuple):
+    """The arguments of `CheckpointManager.save`."""
+
+    tensors: Mapping[str, Tensor]  # of this rank; no copies
+    metadata: dict[str, Any]
+    step: int
+    epoch: int
+    is_validated: bool
+
+
+def collect(
+    trainer: Trainer,
+    run_id: str,
+    name: str,
+    data: Mapping[str, Any] | None,
+    best_by: str | None,
+) -> Snapshot:
+    """Return what to save of a training now; collective.
+
+    ``name`` is the run folder's, ``data`` what `mpitrain export` reads of the data.
+    """
+    trainer.sync_metrics()  # the record has all steps before its length is saved
+    state, engine = trainer.state, trainer.engine
+    metric = score_of(state.metrics, best_by) if state.is_validated else None
+    tensors = tensors_to_save(
+        engine.model,
+        engine.strategy.model,
+        [it.local for it in engine.optimizer.optimizers],
+        engine.optimizer.ema_values,
+        engine.part.prefix,
+        engine.world,
+    )
+    metadata = {
+        "run": run_id,
+        "step": state.step,
+        "world_size": engine.world.world_size,
+        "extra_state": split_state(engine.model)[1],
+        "metric": metric,
+        "user_state": None,
+        "trainer": {
+            "config": config_of(trainer, name),
+            "num_samples": engine.data.num_samples,
+            "data": data,
+            "inputs": trainer.task.inputs,
+            "stage": engine.stage.name,
+            "trainable": engine.stage.trainable,
+            "strategy": engine.strategy.name,
+            "state": asdict(state),
+            "places": engine.data.places(),
+            "loss_scale": engine.optimizer.scale.state(),
+            "optimizers": schedules_to_save(engine.optimizer),
+            "callbacks": callback_states(trainer),
+        },
+    }
+    epoch = 0 if state.epoch_step else state.epoch - 1  # that was just evaluated
+    return Snapshot(tensors, metadata, state.step, epoch, state.is_validated)
+
+
+def config_of(trainer: Trainer, name: str) -> dict[str, Any]:
+    """Return the configuration that a resumed training must have, too."""
+    stages: Any = trainer.stages and [it.as_plain() for it in trainer.stages]
+    return {**trainer.config.as_plain(name), "stages": stages}
+
+
+def callback_states(trainer: Trainer) -> dict[str, dict[str, Any]]:
+    """Return the states of the callbacks that have any, by their class."""
+    found = {}
+    for callback in trainer.callbacks:
+        name, state = type(callback).__name__, dict(callback.state_dict())
+        check_json(state, f"{name}.state_dict()")
+        if state:
+            found[name] = state
+    return found

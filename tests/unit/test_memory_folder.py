@@ -1,0 +1,105 @@
+"""Folders of checkpoints in memory: private, and gone with their job."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from mpitrain.checkpoint import memory_folder
+from mpitrain.checkpoint.memory_folder import LEFT_SECONDS, MemoryFolder
+from mpitrain.checkpoint.memory_level import best_interval
+from mpitrain.mpi.topology import Node
+from mpitrain.mpi.world import World
+
+WORLD = World(
+    rank=0,
+    world_size=1,
+    local_rank=0,
+    local_world_size=1,
+    node_rank=0,
+    nodes=(Node(hostname="node1", ranks=(0,)),),
+)
+
+HOLD = """
+import fcntl, sys, time
+file = open(sys.argv[1], "r+b")
+fcntl.lockf(file, fcntl.LOCK_EX)
+print(flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.fixture(autouse=True)
+def shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(memory_folder, "SHARED_MEMORY", tmp_path)
+    return tmp_path
+
+
+def opened(token: str) -> MemoryFolder:
+    folder = MemoryFolder(WORLD, token)
+    folder.open()
+    return folder
+
+
+def age(folder: MemoryFolder) -> None:
+    then = time.time() - LEFT_SECONDS - 1
+    os.utime(folder.path / "lock", (then, then))
+
+
+def test_a_folder_of_a_dead_job_is_removed_by_the_next_job() -> None:
+    dead, young = opened("dead"), opened("young")
+    age(dead)
+    opened("mine")
+    assert not dead.path.exists()
+    assert young.path.exists(), "it may be between two starts"
+
+
+def test_a_folder_whose_ranks_live_stays() -> None:
+    opened("mine")  # makes the folder of both
+    other = MemoryFolder(WORLD, "other")
+    other.path.mkdir()
+    (other.path / "lock").touch()
+    words = [sys.executable, "-c", HOLD, str(other.path / "lock")]
+    with subprocess.Popen(words, stdout=subprocess.PIPE) as job:
+        assert job.stdout is not None
+        job.stdout.readline()
+        age(other)
+        opened("mine")
+        job.kill()
+    assert other.path.exists()
+
+
+def test_the_last_job_leaves_nothing_behind(shared_memory: Path) -> None:
+    first, second = opened("first"), opened("second")
+    first.remove()
+    assert second.path.exists()
+    second.remove()
+    assert not [*shared_memory.iterdir()]
+
+
+def test_nobody_else_can_read_or_write_there(shared_memory: Path) -> None:
+    folder = opened("mine")
+    assert folder.path.stat().st_mode & 0o777 == 0o700
+    folder.path.parent.chmod(0o777)
+    with pytest.raises(OSError, match="is not a folder of this user alone"):
+        opened("other")
+
+
+def test_what_a_killed_job_has_half_written_is_removed() -> None:
+    folder = opened("mine")
+    half = folder.path / "checkpoints" / ".step-00000005.abc-1"
+    half.mkdir()
+    opened("mine")
+    assert not half.exists()
+
+
+def test_checkpoints_are_more_frequent_with_more_faults_and_never_too_dear() -> None:
+    assert best_interval(0.01, 36000, 0) > best_interval(0.01, 36000, 60)
+    for cost in (0.001, 0.1, 3.0):
+        for num_faults in (0, 5, 1000):
+            assert cost / best_interval(cost, 600, num_faults) <= 0.01
