@@ -168,12 +168,19 @@ class CheckpointManager:
         started = time.monotonic()
         token = f"{self._token}-{self._num_saved}"
         self._num_saved += 1
-        # Now: callbacks may change what they returned.
-        encoded = self._ranks.on_rank_zero(
-            lambda: encode_json({"token": token, **metadata}), "encode the metadata"
-        )
         chunks = list(local_chunks(tensors))
-        self._plan_for(tensors, chunks)
+        outline = [
+            (chunk, data.dtype, tensors[chunk.name].shape) for chunk, data in chunks
+        ]
+        # Now: callbacks may change what they returned.
+        encoded = b""
+        if self._world.is_rank_zero:
+            encoded = encode_json({"token": token, **metadata})
+        # One exchange for both: there may be one each second.
+        by_rank = self._ranks.allgather((outline == self._outline, encoded))
+        encoded = by_rank[0][1]
+        if not all(is_same for is_same, _ in by_rank):
+            self._make_plan(outline)
         name = name_of(step, epoch, is_validated=is_validated)
         path = self._run_dir / FOLDER / name
         if self._next is not None:
@@ -222,8 +229,7 @@ class CheckpointManager:
             by_rank = self._gather(write.written)
             self._start(lambda: self._complete(write, by_rank))
             return None
-        seconds = self._ranks.allgather(self._thread.ended_at - write.began)[0]
-        return self._ended(write, seconds)
+        return self._ended(write, self._seconds(write))
 
     def finish(self, doing: str) -> WriteResult | None:
         """Wait until a checkpoint is written, and return its result, if there was one.
@@ -247,15 +253,8 @@ class CheckpointManager:
             result = self.apply_progress(of_all)
         return result
 
-    def _plan_for(
-        self, tensors: Mapping[str, Tensor], chunks: Sequence[tuple[Chunk, Tensor]]
-    ) -> bool:
-        """Plan which rank writes which chunk; return whether the tensors are others."""
-        outline = [
-            (chunk, data.dtype, tensors[chunk.name].shape) for chunk, data in chunks
-        ]
-        if all(self._ranks.allgather(outline == self._outline)):
-            return False
+    def _make_plan(self, outline: Outline) -> None:
+        """Plan which rank writes which chunk; kept until the tensors are others."""
         self._outline = outline
         by_rank = self._ranks.gather(outline)
 
@@ -269,7 +268,6 @@ class CheckpointManager:
 
         plans, self._tensors = self._ranks.on_rank_zero(assign, "plan a checkpoint")
         self._plan = plans[self._world.rank]
-        return True
 
     def _assign(self, by_rank: Sequence[Outline]) -> Sequence[WritePlan]:
         """Return what each rank writes, on rank zero; each chunk once."""
@@ -279,6 +277,10 @@ class CheckpointManager:
     def _gather(self, written: Written) -> list[Written]:
         """Return what all ranks have written, where it is completed; collective."""
         return self._ranks.gather(written)
+
+    def _seconds(self, write: Write) -> float:
+        """Return how long a write took, on rank zero; collective."""
+        return self._ranks.allgather(self._thread.ended_at - write.began)[0]
 
     def _start(self, action: Callable[[], None]) -> None:
         self._thread = thread = _Thread(number=self._thread.number + 1)

@@ -65,7 +65,8 @@ class MemoryLevel:
         self._clock = SaveClock(MIN_SECONDS)
         self._began = time.monotonic()
         self._copy_seconds = self._saved_at = 0.0
-        self._is_on = True
+        self._costs: list[float] = []
+        self._is_on = self._is_first = True
 
     @property
     def is_due(self) -> bool:
@@ -128,6 +129,12 @@ class MemoryLevel:
         # On CPUs the thread takes from the cores of the training.
         uses_cores = self._world.device == "cpu"
         cost = self._copy_seconds + self._manager.cpu_seconds * uses_cores
+        if self._is_first:  # with plan and memory, once
+            self._is_first = False
+            return
+        # The least of three: others use the machine, too.
+        self._costs = [*self._costs[-2:], cost]
+        cost = min(self._costs)
         seconds = self._supervision.seconds + time.monotonic() - self._began
         num_faults = self._supervision.num_restarts
         self._clock.seconds = best_interval(cost, seconds, num_faults)

@@ -9,14 +9,14 @@ copies on partners (SCR, VeloC, FTI).
 from __future__ import annotations
 
 import hashlib
+import json
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from torch import Tensor
 
 from mpitrain.checkpoint.manager import CheckpointManager, Write, WritePlan, WriteResult
 from mpitrain.checkpoint.memory_folder import SHARED_MEMORY, MemoryFolder
@@ -59,6 +59,7 @@ class MemoryManager(CheckpointManager):
         super().__init__(folder.path, world, ranks, keep=None)
         self.cpu_seconds = 0.0
         self._folder, self._fraction = folder, fraction
+        self._places: list[Written] = []
         self._comm = None
         if world.num_nodes > 1 and all(ranks.allgather(has_thread_multiple())):
             barrier(world_comm())
@@ -102,11 +103,9 @@ class MemoryManager(CheckpointManager):
                 plans[rank].node_bytes = bytes_of[node]
         return plans
 
-    def _plan_for(
-        self, tensors: Mapping[str, Tensor], chunks: Sequence[tuple[Chunk, Tensor]]
-    ) -> bool:
-        if not super()._plan_for(tensors, chunks):
-            return False
+    def _make_plan(self, outline: Outline) -> None:
+        super()._make_plan(outline)
+        self._places = []
         plan, mine = self._plan, ""
         assert isinstance(plan, NodePlan)
         if self._folder.is_keeper:
@@ -120,7 +119,6 @@ class MemoryManager(CheckpointManager):
                     f"(--checkpoint-memory {self._fraction:g}, of what is free)"
                 )
         self.refusal = next(filter(None, self._ranks.allgather(mine)), "")
-        return True
 
     # --- in threads -----------------------------------------------------------------
 
@@ -129,6 +127,10 @@ class MemoryManager(CheckpointManager):
         super()._write(write)
         if self._comm is not None:
             self._exchange(write)
+        sums = write.written.sums | write.written.copies
+        (write.writer.unfinished / f".sums-{self._world.rank}").write_text(
+            json.dumps(sums)
+        )
         self.cpu_seconds = time.thread_time() - began
 
     def _exchange(self, write: Write) -> None:
@@ -163,21 +165,25 @@ class MemoryManager(CheckpointManager):
             time.sleep(POLL_SECONDS)
 
     def _gather(self, written: Written) -> list[Written]:
-        return self._ranks.allgather(written)  # each node has an index of its own
+        """Return the places alone: they are the same until there is another plan."""
+        if not self._places:
+            self._places = self._ranks.allgather(Written(places=written.places))
+        return self._places
+
+    def _seconds(self, write: Write) -> float:
+        return self._thread.ended_at - write.began  # of this rank: without an exchange
 
     def _complete(self, write: Write, by_rank: list[Written]) -> None:
         if not self._folder.is_keeper:
             return
         here = self._world.nodes[self._world.node_rank].ranks
-        there = [it for it in range(len(by_rank)) if it not in here]
-        write.writer.commit(
-            write.tensors,
-            # The last that has a chunk counts: of this node, if it can be.
-            [
-                *(replace(by_rank[rank], sums={}, copies={}) for rank in there),
-                *(by_rank[rank] for rank in here),
-            ],
-        )
+        # The last that has a chunk counts: of this node, if it can be.
+        written = [it for rank, it in enumerate(by_rank) if rank not in here]
+        for rank in here:
+            file = write.writer.unfinished / f".sums-{rank}"
+            written.append(replace(by_rank[rank], sums=json.loads(file.read_text())))
+            file.unlink()
+        write.writer.commit(write.tensors, written)
 
     def _ended(self, write: Write, seconds: float, error: str = "") -> WriteResult:
         if not error:
