@@ -81,6 +81,12 @@ class MemoryFolder:
         return used + min(found.f_bavail * found.f_frsize, 1024 * available)
 
 
+def remove_all(token: str) -> None:
+    """Remove the folders of one `supervise` on this node, whatever has become of it."""
+    for folder in (SHARED_MEMORY / f"mpitrain-{os.getuid()}").glob(f"{token}-*"):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
 def _remove_if_left(folder: Path) -> None:
     lock = folder / "lock"
     with contextlib.suppress(OSError), lock.open("r+b") as file:

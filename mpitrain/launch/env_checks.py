@@ -31,6 +31,13 @@ from mpitrain.mpi.launchers import (
 # The run folder goes into a file beside it, with the suffix ".run".
 STATUS_FILE = "MPITRAIN_STATUS_FILE"
 
+
+def may_restart(environ: Mapping[str, str]) -> bool:
+    """Whether a `supervise` will start this job again after a fault."""
+    file = environ.get(STATUS_FILE)
+    return file is not None and Path(f"{file}.restarts").exists()
+
+
 _REMEDY = (
     "Compare `mpirun --version` with\n"
     '  python -c "from mpi4py import MPI; print(MPI.Get_library_version())"\n'

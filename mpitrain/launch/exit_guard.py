@@ -179,6 +179,7 @@ class ExitGuard:
         for call in calls:
             _call_within(1.0, call)
         if status is not None:
+            write_status(status)
             time.sleep(FORWARD_SECONDS if text else _RECORD_SECONDS)
             self._abort(status)
 

@@ -31,6 +31,7 @@ from mpitrain.launch.env_checks import (
     launched_rank,
     launched_size,
     launcher_sockets,
+    may_restart,
     was_launched,
 )
 from mpitrain.launch.exit_guard import FORWARD_SECONDS, ExitGuard
@@ -58,6 +59,8 @@ if TYPE_CHECKING:
     from mpitrain.torch_compat import Store
 
 T = TypeVar("T")
+
+LOST_HOST_SECONDS = 6.0  # without a word, where `supervise` starts the job again
 
 logger = logging.getLogger("mpitrain")
 
@@ -393,6 +396,8 @@ def _start_watchdog(start_timeout_seconds: float) -> Watchdog:
             world_size=launched_size(os.environ),
             launcher_sockets=launcher_sockets(os.environ),
             start_timeout_seconds=start_timeout_seconds,
+            # A start that follows is cheap; a short cut of the network is not rare.
+            lost_host_seconds=LOST_HOST_SECONDS if may_restart(os.environ) else 0.0,
         )
     except OSError as error:
         raise LaunchError(

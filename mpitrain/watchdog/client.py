@@ -34,7 +34,8 @@ class Watchdog:
     launcher's; `connect` corrects them. MPICH's launcher sees by `launcher_sockets`
     that this process is gone, and kills the others within milliseconds: the sidecar
     holds them, too, until it has said who was first. Raises an OSError if the sidecar
-    cannot be started.
+    cannot be started. ``lost_host_seconds`` is how long a host may be silent, where the
+    job would be started again; 0: as long as a rank may stand still.
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class Watchdog:
         world_size: int,
         launcher_sockets: Sequence[int],
         start_timeout_seconds: float,
+        lost_host_seconds: float = 0.0,
     ) -> None:
         # Called in a thread with a status and a text: records the text unless it is
         # empty, and ends the job unless the status is ``None``.
@@ -71,6 +73,7 @@ class Watchdog:
             "world_size": world_size,
             "hostname": socket.gethostname(),
             "start_timeout": start_timeout_seconds,
+            "lost_host_seconds": lost_host_seconds,
             "launcher_sockets": list(launcher_sockets),
         }
         descriptors = [theirs.fileno(), memory, dump, terminated]

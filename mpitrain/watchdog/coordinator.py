@@ -70,6 +70,8 @@ class Coordinator:
         self._failing_at: float | None = None
         self._is_ended = False
         self.logs: str | None = None  # the folder of the ranks' logs
+        # After so long without a word of a host the job ends; 0: after the hang limit.
+        self.lost_host_seconds = 0.0
 
     @property
     def is_settled(self) -> bool:
@@ -122,6 +124,10 @@ class Coordinator:
             self._handle_gone(actions, now - self._gone_at)
         elif self._stacks_asked_at is not None:
             self._await_stacks(actions, now, self._stacks_asked_at)
+        elif (lost := self._lost_host(now)) is not None:
+            limit = f"{self.lost_host_seconds:.0f} s"
+            text = f"{self._label(lost)} its host is lost: no word from it for {limit}"
+            self._abort(actions, HANG_STATUS, text)
         elif self._is_hung(now):
             self._stacks_asked_at = now
             self._forget_stacks()
@@ -212,8 +218,21 @@ class Coordinator:
         steps = f", {position.step} steps done" if position.step >= 0 else ""
         death = f"{_DEATHS.get(cause, cause)}; it was at: "
         death = KILLED if cause == "killed" else death
-        name = f"[rank {rank}/{self._world_size} {status.hostname}]"
-        return f"{name} {death}{position.phase}{steps}"
+        return f"{self._label(status)} {death}{position.phase}{steps}"
+
+    def _label(self, status: RankStatus) -> str:
+        return f"[rank {status.rank}/{self._world_size} {status.hostname}]"
+
+    def _lost_host(self, now: float) -> RankStatus | None:
+        """Return a rank of a host that is silent while the others stand still."""
+        late = now - self.lost_host_seconds
+        if not self.lost_host_seconds or self._awake_since > late:
+            return None
+        at_work = self._at_work()
+        heard = {s.hostname for s in at_work if s.heard_at > late}
+        moved = any(s.progressed_at > late for s in at_work)
+        silent = [s for s in at_work if s.hostname not in heard]
+        return silent[0] if silent and heard and not moved else None
 
     def _forget_stacks(self) -> None:
         for status in self._statuses.values():

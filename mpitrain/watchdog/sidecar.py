@@ -144,6 +144,8 @@ class Sidecar:
                     port = self.server.port
             if self.rank_info["rank"] == 0 and (port or not address):
                 self.coordinator = Coordinator(size, time.monotonic())
+                seconds = self.rank_info["lost_host_seconds"]
+                self.coordinator.lost_host_seconds = seconds
             self.control.send(json.dumps({"port": port}).encode())
         if self.coordinator is not None and self.console.log:
             self.coordinator.logs = os.path.dirname(self.console.log)  # noqa: PTH120

@@ -33,9 +33,9 @@ def pytest_runtest_setup() -> None:
 
 @pytest.fixture(scope="session")
 def hosts() -> Iterator[VirtualHosts]:
-    """Three hosts with an sshd each, and a login node."""
+    """Three hosts with an sshd each, and a login node; SOAK_HOSTS: so many."""
     _require("ip", "sshd")
-    with virtual_hosts(3) as made:
+    with virtual_hosts(int(os.environ.get("SOAK_HOSTS", "3"))) as made:
         yield made
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -118,9 +118,15 @@ class HostfileConfig:
 
 
 def text_of(
-    config: HostfileConfig, environ: Mapping[str, str], mpirun: Sequence[str] = ()
+    config: HostfileConfig,
+    environ: Mapping[str, str],
+    mpirun: Sequence[str] = (),
+    exclude: Collection[str] = (),
 ) -> str:
-    """Return the host file; `mpirun` has the words that start it, for --probe."""
+    """Return the host file; `mpirun` has the words that start it, for --probe.
+
+    Hosts of the names ``exclude``, with a domain or without, are left out.
+    """
     if config.probe != bool(mpirun):
         raise UsageError(
             "hostfile --probe needs the words that start mpirun after --, and nothing "
@@ -139,6 +145,8 @@ def text_of(
         comment, nodes = f"# {job}\n", _with_gpu_slots(nodes, config.gpus, job)
     if config.slots is not None:
         nodes = tuple(replace(n, slots=config.slots) for n in nodes)
+    short = {name.partition(".")[0] for name in exclude}
+    nodes = tuple(n for n in nodes if n.hostname.partition(".")[0] not in short)
     if config.probe:
         nodes = _usable(nodes, mpirun, config.probe_seconds, environ)
     nodes = nodes[: config.nodes]

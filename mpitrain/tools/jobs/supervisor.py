@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -30,8 +31,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from mpitrain.checkpoint.memory_folder import remove_all
 from mpitrain.errors import Stopped, UsageError
-from mpitrain.launch.env_checks import STATUS_FILE
+from mpitrain.launch.env_checks import STATUS_FILE, may_restart
 from mpitrain.mpi.launchers import LAUNCHERS, Launcher, LauncherName
 from mpitrain.record.jsonl import changed_at
 from mpitrain.record.run_dir import read_result
@@ -43,11 +45,14 @@ from mpitrain.tools.jobs import chain
 from mpitrain.tools.jobs.check_nodes import launcher_of
 from mpitrain.tools.jobs.jobscript import notice_seconds
 from mpitrain.tools.jobs.launch_words import LaunchWords, parse_words
+from mpitrain.tools.jobs.node_choice import NodeChoice
 from mpitrain.watchdog.coordinator import HANG_STATUS
 
 # Blocked in this process, and taken by `sigtimedwait`.
 SIGNALS = {signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCHLD}
 MAX_STOP_SECONDS = 105.0  # how long the ranks may take to stop
+LOST_HOST = re.compile(r"\[rank \d+/\d+ (\S+)\] its host is lost")
+LINGER_SECONDS = 3.0  # how long mpirun may take to end after its ranks
 MODULE = "-m mpitrain"
 LEFT_SECONDS = 86400.0  # after which a folder is of a job that was killed
 
@@ -106,12 +111,20 @@ class Supervisor:
             self._stop_at = math.inf if notice is None else self.end - notice
 
     def run(
-        self, command: Sequence[str], environ: Mapping[str, str], *, send_usr2: bool
+        self,
+        command: Sequence[str],
+        environ: Mapping[str, str],
+        *,
+        send_usr2: bool,
+        has_failed: Callable[[], bool] = lambda: False,
     ) -> int:
         """Run a program with TERM blocked, and return its exit status.
 
         75 if it was not started, since the job is stopping. USR2 stops it, if any does.
+        When ``has_failed`` it has `LINGER_SECONDS` to end: mpirun may wait for a host
+        that is gone.
         """
+        failed_at = math.inf
         self._wait(0.0)
         if self.is_stopping:
             return Stopped.exit_status
@@ -131,11 +144,13 @@ class Supervisor:
         while process.poll() is None:
             with contextlib.suppress(KeyError, OSError):
                 os.utime(Path(environ[STATUS_FILE]).parent)  # it is not left behind
-            if self._wait(60.0) and send_usr2:
+            if self._wait(1.0) and send_usr2:
                 time.sleep(0.5)  # until a scheduler has signalled mpirun, too
                 process.send_signal(signal.SIGUSR2)
                 send_usr2 = False  # a second one would end ranks that save
-            if time.monotonic() >= self._kill_at:
+            if failed_at == math.inf and has_failed():
+                failed_at = time.monotonic()
+            if time.monotonic() >= min(self._kill_at, failed_at + LINGER_SECONDS):
                 self._kill_at = math.inf
                 process.kill()
         self._wait(0.0)
@@ -150,10 +165,16 @@ class Supervisor:
         Some launchers end with 0 though they have lost a node, or with a status of
         their own: then it is the one that rank zero has written, or 1 instead of 0.
         """
-        status = self.run(command, environ, send_usr2=launcher.forwards_usr2)
+        file = Path(environ[STATUS_FILE])
+        status = self.run(
+            command,
+            environ,
+            send_usr2=launcher.forwards_usr2,
+            has_failed=lambda: may_restart(environ) and _is_failed(file),
+        )
         if status == 0 or not launcher.passes_status:
             try:
-                status = int(Path(environ[STATUS_FILE]).read_text())
+                status = int(file.read_text())
             except (OSError, ValueError):
                 # A script without `run` writes none.
                 status = status or int(MODULE in " ".join(command))
@@ -217,6 +238,7 @@ def supervise(
         else:
             words = parse_words(command, launcher)
             supervisor, status = _train(config, words, environ, folder, folder_of)
+            remove_all(_token(folder))
         if supervisor.error:
             # A launcher may end its message with a zero byte, and not with a line end.
             print(f"\nfailed: {supervisor.error}", file=sys.stderr, flush=True)
@@ -251,7 +273,14 @@ def _train(
     notice = None if left is None or scheduler == "slurm" else notice_seconds(left)
     supervisor = Supervisor(left, notice)
     container = shlex.split(config.container)
-    nodes = NodeChoice(config, words, scheduler, folder)
+    nodes = NodeChoice(
+        words,
+        environ,
+        folder / "hosts",
+        limit=config.nodes,
+        minimum=config.min_nodes,
+        seconds=config.probe_seconds,
+    )
     probes = config.jobs > 1 or config.nodes is not None
     began = time.monotonic()
     action: chain.Action = "retry"
@@ -264,7 +293,7 @@ def _train(
             status = Stopped.exit_status  # nothing was started or has failed
         elif status == 0:
             now = Supervision(
-                token=folder.name.lstrip("."),
+                token=_token(folder),
                 seconds=time.monotonic() - began,
                 num_restarts=training.num_restarts,
             )
@@ -278,9 +307,11 @@ def _train(
         action = training.next_action(
             status, is_stopping=supervisor.is_stopping, error=supervisor.error
         )
+        lost = LOST_HOST.match(supervisor.error)
         # A process that dies, or raises, says so; a node that is gone does not.
-        probes = (
-            status == HANG_STATUS or not supervisor.error or training.num_failures > 0
+        is_unclear = status == HANG_STATUS or not supervisor.error
+        probes = (is_unclear or training.num_failures > 0) and not (
+            lost and nodes.leave_out(lost[1])
         )
     if action == "requeue":
         terminated, end = supervisor.is_terminated, supervisor.end
@@ -288,44 +319,15 @@ def _train(
     return supervisor, status
 
 
-class NodeChoice:
-    """Which nodes a start takes: of the job's, or of a host file, those that work.
+def _token(folder: Path) -> str:
+    return folder.name.lstrip(".")
 
-    Attributes:
-        probe: Words of a program that writes `host_file`; empty where the launcher
-            takes the job's nodes, or this machine.
-    """
 
-    def __init__(
-        self, config: SuperviseConfig, words: LaunchWords, scheduler: str, folder: Path
-    ) -> None:
-        self._file, self.probe = folder / "hosts", list[str]()
-        launcher, limit = words.launcher, config.nodes
-        source = ["--gpus", "ignore"]
-        if words.host_file is not None:
-            source = ["--from", str(words.host_file)]
-        elif scheduler == "none":
-            source = []
-        if not (launcher.host_file and source):
-            if limit is not None:
-                raise UsageError(
-                    f"--nodes {limit}: {launcher.title} takes all nodes of the job; "
-                    "expected no spare nodes"
-                )
-            return
-        self.probe = [
-            *(words.program[0], "-m", "mpitrain", "hostfile", *source),
-            *("--format", launcher.host_file_format, "--output", str(self._file)),
-            *("--probe", "--probe-seconds", str(config.probe_seconds)),
-            *("--min-nodes", str(config.min_nodes)),
-            *(() if limit is None else ("--nodes", str(limit))),
-            *("--", *words.start),
-        ]
-
-    @property
-    def host_file(self) -> Path | None:
-        """The file of the nodes that were found last; ``None``: all are taken."""
-        return self._file if self._file.exists() else None
+def _is_failed(status_file: Path) -> bool:
+    """Whether rank zero has written that it ends with an error."""
+    with contextlib.suppress(OSError, ValueError):
+        return int(status_file.read_text()) not in (0, Stopped.exit_status)
+    return False
 
 
 def _error_of(environ: Mapping[str, str]) -> str:

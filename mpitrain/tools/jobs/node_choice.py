@@ -1,0 +1,80 @@
+"""Which nodes each start under `supervise` takes: those that work."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from mpitrain.errors import MpitrainError, UsageError
+from mpitrain.files import write_atomic
+from mpitrain.schedulers import detect
+from mpitrain.tools.jobs.hostfile import HostfileConfig, text_of
+from mpitrain.tools.jobs.launch_words import LaunchWords
+
+
+class NodeChoice:
+    """Chooses among the nodes of the job, or of the host file that the words name.
+
+    Attributes:
+        probe: Words of a program that writes `host_file`, with the nodes that work;
+            empty where the launcher takes the job's nodes, or this machine.
+    """
+
+    def __init__(
+        self,
+        words: LaunchWords,
+        environ: Mapping[str, str],
+        file: Path,
+        *,
+        limit: int | None,
+        minimum: int,
+        seconds: float,
+    ) -> None:
+        self.probe: list[str] = []
+        self._file, self._environ = file, environ
+        self._lost: tuple[str, ...] = ()
+        launcher = words.launcher
+        self._config = HostfileConfig(
+            format=launcher.host_file_format,
+            gpus="auto" if words.host_file else "ignore",
+            from_file=words.host_file,
+            nodes=limit,
+            min_nodes=minimum,
+        )
+        has_source = words.host_file or detect(environ).name != "none"
+        if not (launcher.host_file and has_source):
+            if limit is not None:
+                raise UsageError(
+                    f"--nodes {limit}: {launcher.title} takes all nodes of the job; "
+                    "expected no spare nodes"
+                )
+            return
+        source = ("--from", str(words.host_file)) if words.host_file else ()
+        self.probe = [
+            *(words.program[0], "-m", "mpitrain", "hostfile", *source),
+            *("--gpus", self._config.gpus, "--format", self._config.format),
+            *("--probe", "--probe-seconds", str(seconds)),
+            *("--min-nodes", str(minimum)),
+            *(() if limit is None else ("--nodes", str(limit))),
+            *("--output", str(file), "--", *words.start),
+        ]
+
+    @property
+    def host_file(self) -> Path | None:
+        """The file of the nodes that were chosen last; ``None``: all are taken."""
+        return self._file if self._file.exists() else None
+
+    def leave_out(self, hostname: str) -> bool:
+        """Choose without a node that is lost, until the next probe; return if it can.
+
+        It takes no time, where a probe waits for the node.
+        """
+        self._lost += (hostname,)
+        try:
+            assert self.probe, "its nodes are not chosen"
+            text = text_of(self._config, self._environ, exclude=self._lost)
+        except (AssertionError, MpitrainError):
+            self._lost = ()
+            return False
+        write_atomic(self._file, text)
+        return True
