@@ -307,12 +307,12 @@ def _train(
         action = training.next_action(
             status, is_stopping=supervisor.is_stopping, error=supervisor.error
         )
-        lost = LOST_HOST.match(supervisor.error)
-        # A process that dies, or raises, says so; a node that is gone does not.
-        is_unclear = status == HANG_STATUS or not supervisor.error
-        probes = (is_unclear or training.num_failures > 0) and not (
-            lost and nodes.leave_out(lost[1])
-        )
+        if (lost := LOST_HOST.match(supervisor.error)) and nodes.leave_out(lost[1]):
+            probes = False
+        else:
+            # A process that dies, or raises, says so; a node that is gone does not.
+            is_unclear = status == HANG_STATUS or not supervisor.error
+            probes = is_unclear or training.num_failures > 0
     if action == "requeue":
         terminated, end = supervisor.is_terminated, supervisor.end
         chain.requeue(environ, config.script, terminated=terminated, end=end)
