@@ -21,6 +21,7 @@ from mpitrain.files import read_json, read_yaml
 from mpitrain.record.jsonl import JsonlReader, changed_at
 from mpitrain.record.run_dir import read_result
 from mpitrain.record.runs import RUN
+from mpitrain.record.supervised import read_restarts
 from mpitrain.train.metrics import OTHER, PHASES, EpochMetrics, StepMetrics, Throughput
 
 # --- metrics.jsonl ----------------------------------------------------------------
@@ -245,6 +246,7 @@ class Run:
         self.config = read_yaml(path / "config.yaml")
         self.environment = read_json(path / "environment.json")
         self.result = read_result(path)
+        self.restarts = read_restarts(path)
         self.metrics = Metrics(path / "metrics.jsonl")
         # rank-3 and rank-03 are of jobs with fewer and more ranks.
         self.ranks = [RankFile(file) for file in (path / "times").glob("rank-*.jsonl")]

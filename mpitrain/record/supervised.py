@@ -7,6 +7,7 @@ it finds the folder of before: it resumes, although the command line asks for a 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,6 +16,8 @@ from pathlib import Path
 from mpitrain.files import read_json, write_json
 from mpitrain.launch.env_checks import STATUS_FILE
 from mpitrain.record.jsonl import changed_at
+
+RESTARTS = "restarts.jsonl"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +53,31 @@ def supervision(environ: Mapping[str, str]) -> Supervision | None:
         return None
     found = read_json(Path(f"{environ[STATUS_FILE]}.restarts"))
     return Supervision(**found) if found else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Restart:
+    """A fault after which `supervise` has started the training again."""
+
+    time: float  # when mpirun had ended, in seconds since 1970
+    step: int  # how far the training had come, by its record and checkpoints
+    error: str  # why it ended
+
+
+def record_restart(run_dir: Path, restart: Restart) -> None:
+    """Add a line to ``restarts.jsonl``; a disk that takes none ends nothing."""
+    with contextlib.suppress(OSError), (run_dir / RESTARTS).open("a") as file:
+        file.write(json.dumps(vars(restart)) + "\n")
+
+
+def read_restarts(run_dir: Path) -> list[Restart]:
+    """Read ``restarts.jsonl``; lines that cannot be read are left out."""
+    found = []
+    with contextlib.suppress(OSError):
+        for line in (run_dir / RESTARTS).read_text(errors="replace").splitlines():
+            with contextlib.suppress(ValueError, TypeError):  # of a cut line
+                found.append(Restart(**json.loads(line)))
+    return found
 
 
 def tell_supervisor(run_dir: Path) -> None:

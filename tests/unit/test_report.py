@@ -6,6 +6,7 @@ import itertools
 import json
 import re
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,10 +16,13 @@ from run_folders import BEGAN, LOAD_SECONDS, START_SECONDS, Part, make_run
 
 from mpitrain.errors import UsageError
 from mpitrain.record.reading import Run
+from mpitrain.record.supervised import Restart, record_restart
 from mpitrain.tools.report.analysis import (
     ALL_PHASES,
     find_straggler,
+    goodput,
     jobs_of,
+    losses_of,
     phase_totals,
     seconds_by_category,
 )
@@ -90,6 +94,36 @@ def test_shares_add_up_to_the_time_of_the_jobs(chain: Path) -> None:
     # Of the hang 8 s were waited by 7 of 8 ranks, and the slow one made them wait, too.
     assert of_each[0]["waiting"] > 7.0
     assert of_each[0]["communication"] < 3.0
+
+
+def test_a_restart_costs_the_steps_done_again_and_the_time_without_ranks(
+    tmp_path: Path,
+) -> None:
+    run_dir = make_run(
+        tmp_path / "run",
+        (Part(world_size=2, last=120), Part(world_size=2, first=101, last=400)),
+    )
+    first, second = jobs_of(Run(run_dir))
+    error = "[rank 1/2 gpu00] died without an error message"
+    fault = Restart(time=first.ended + 1.0, step=120, error=error)
+    record_restart(run_dir, fault)
+    record_restart(run_dir, replace(fault, time=second.ended + 9.0))  # did not resume
+    run = Run(run_dir)
+    (loss,) = losses_of(run)
+    assert loss.restart == fault
+    assert loss.steps == 20
+    assert loss.step_seconds == pytest.approx(20 * 0.1, rel=0.2)
+    down = run.metrics.resumed[0].time - first.ended - 1.0
+    assert down > START_SECONDS
+    assert loss.down_seconds == pytest.approx(down)
+    jobs = jobs_of(run)
+    total = jobs[-1].ended - jobs[0].began
+    lost = START_SECONDS + 2.0 + down
+    assert goodput(run, jobs) == pytest.approx(1 - lost / total, abs=0.02)
+    report(ReportConfig(run=run_dir))
+    page = (run_dir / "report.html").read_text()
+    assert error in page
+    assert ">goodput<" in page
 
 
 def test_each_step_is_told_once_and_is_of_one_job(chain: Path) -> None:

@@ -38,7 +38,13 @@ from mpitrain.mpi.launchers import LAUNCHERS, Launcher, LauncherName
 from mpitrain.record.jsonl import changed_at
 from mpitrain.record.run_dir import read_result
 from mpitrain.record.runs import is_finished
-from mpitrain.record.supervised import Supervision, begin_start, opened_run
+from mpitrain.record.supervised import (
+    Restart,
+    Supervision,
+    begin_start,
+    opened_run,
+    record_restart,
+)
 from mpitrain.schedulers import detect, seconds_left
 from mpitrain.settings import check_values, setting
 from mpitrain.tools.jobs import chain
@@ -307,6 +313,10 @@ def _train(
         action = training.next_action(
             status, is_stopping=supervisor.is_stopping, error=supervisor.error
         )
+        if action == "retry" and run_dir is not None:
+            error = supervisor.error or f"ended with status {status}"
+            restart = Restart(time=time.time(), step=training.step, error=error)
+            record_restart(run_dir, restart)
         if (lost := LOST_HOST.match(supervisor.error)) and nodes.leave_out(lost[1]):
             probes = False
         else:

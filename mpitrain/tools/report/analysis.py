@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from mpitrain.record.reading import (
     TimedThroughput,
     sums,
 )
+from mpitrain.record.supervised import Restart
 from mpitrain.train.metrics import COMMUNICATION, OTHER, PHASES, UPDATE, EpochMetrics
 
 Floats = NDArray[np.float64]
@@ -117,6 +119,52 @@ def jobs_of(run: Run) -> list[JobTimes]:
         job.began = min(job.began, began)
         job.ended = max(job.ended, part.ended)
     return jobs
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loss:
+    """What a fault has cost."""
+
+    restart: Restart
+    steps: int  # that were done again
+    step_seconds: float  # about what these had taken
+    down_seconds: float  # from the end of mpirun to the resume
+
+
+def losses_of(run: Run) -> list[Loss]:
+    """Return what each restart of a run has cost; those that resumed."""
+    total = sums(run.metrics.throughputs)
+    seconds = total.seconds / total.num_steps if total.num_steps else 0.0
+    found = []
+    ends = [*(it.time for it in run.restarts[1:]), math.inf]
+    for restart, end in zip(run.restarts, ends, strict=False):
+        resumed = [it for it in run.metrics.resumed if restart.time <= it.time < end]
+        if not resumed:
+            continue
+        steps = max(0, restart.step - resumed[0].step)
+        found.append(
+            Loss(
+                restart=restart,
+                steps=steps,
+                step_seconds=steps * seconds,
+                down_seconds=resumed[0].time - restart.time,
+            )
+        )
+    return found
+
+
+def goodput(run: Run, jobs: Sequence[JobTimes]) -> float:
+    """Return the share of the time in which steps were done that count; nan: unknown.
+
+    Not the first start, not the time without ranks, not the steps that were done again.
+    """
+    if not jobs or not run.restarts:
+        return math.nan
+    began = jobs[0].began
+    total = max(job.ended for job in jobs) - began
+    lost = sum(it.step_seconds + it.down_seconds for it in losses_of(run))
+    lost += max(it.start_seconds for it in jobs[0].ranks.values())
+    return max(0.0, 1.0 - lost / total) if total > 0 else math.nan
 
 
 def stages_of(run: Run) -> list[list[EpochMetrics]]:

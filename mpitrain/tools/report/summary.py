@@ -13,6 +13,8 @@ from mpitrain.tools.report.analysis import (
     CATEGORIES,
     JobTimes,
     find_straggler,
+    goodput,
+    losses_of,
     seconds_by_category,
     stages_of,
 )
@@ -80,6 +82,7 @@ def summary(run: Run, jobs: Sequence[JobTimes]) -> dict[str, str]:
         "steps": f"{done:,}" + (f" / {total:,}" if total and done < total else ""),
         f"in {num_jobs} job{'s' * (num_jobs > 1)}": duration(seconds),
         "samples/s": f"{num_samples / step_seconds:,.0f}" if step_seconds else "",
+        "goodput": percent(goodput(run, jobs)),
         "ranks x nodes": f"{size} x {nodes}" if size else "",
     }
 
@@ -134,6 +137,20 @@ def tables(run: Run, jobs: Sequence[JobTimes]) -> list[Section]:
             title="Jobs",
             head=("job", "began", "duration", "ranks x nodes", "last step"),
             rows=rows,
+        ),
+        Section(
+            title="Restarts",
+            head=("at", "step", "steps lost", "without ranks", "why"),
+            rows=[
+                (
+                    clock(it.restart.time),
+                    f"{it.restart.step:,}",
+                    f"{it.steps:,} ({duration(it.step_seconds)})",
+                    duration(it.down_seconds),
+                    it.restart.error,
+                )
+                for it in losses_of(run)
+            ],
         ),
         Section(
             title="Stages",
