@@ -65,11 +65,11 @@ def find_in_memory(
         source = next((it for it in copies if it is not None), None)
         if source is None or any(it and it.token != source.token for it in copies):
             continue
-        moves = _moves(copies, source)
+        moves = moves_between(copies, source)
         if moves is None:
             continue
         path = folder.path / FOLDER / name
-        errors = ranks.allgather(_fetch(path, moves, source, copies, world))
+        errors = ranks.allgather(fetch(path, moves, source, copies, world))
         if not any(errors):
             folder.keep_only([name])
             ranks.allgather(None)  # the others are gone on all nodes
@@ -112,7 +112,7 @@ def _of_node(copies: Sequence[Copy | None]) -> Copy | None:
     return None if any(it is None for it in copies) else copies[0]
 
 
-def _moves(
+def moves_between(
     copies: Sequence[Copy | None], source: Copy
 ) -> list[tuple[str, int, int]] | None:
     """Return which file goes from which node to which; ``None`` if one is lost."""
@@ -134,7 +134,7 @@ def _moves(
     return moves
 
 
-def _fetch(
+def fetch(
     path: Path,
     moves: Sequence[tuple[str, int, int]],
     source: Copy,
@@ -153,10 +153,12 @@ def _fetch(
         copy = copies[owner]
         assert copy is not None
         if here == owner:
+            left = copy.has[name]  # the file has more by now, if it was fetched here
             with (path / name).open("rb") as file:
-                while data := file.read(PIECE_BYTES):
+                while data := file.read(min(PIECE_BYTES, left)):
                     heartbeat("sending a checkpoint")
                     comm.Send(np.frombuffer(data, np.uint8), first[node])
+                    left -= len(data)
         elif here == node:
             pieces = _received(copy.has[name], first[owner])
             try:

@@ -311,6 +311,8 @@ class RunCheckpoints:
     def _open_by_itself(self) -> World:
         what = "Checkpointer.restore and .save"
         world = self._world or require_world(what)
+        if self._world is None:
+            self._memory = 0.0  # the loop decides when to save: to the disk
         self.open(world)
         return world
 

@@ -145,6 +145,7 @@ def test_random_faults_change_no_bit(
         start = [f"{ROOT}/.venv-mpich/bin/mpirun", "-launcher", "ssh", "-f", "hosts"]
         start += ["-np", str(sum(slots))]
         variables["MPI4PY_LIBMPI"] = f"{ROOT}/.venv-mpich/lib/libmpi.so.12"
+        variables["UCX_TLS"] = "tcp,self"  # these hosts share the machine's memory
     alone = hosts.run(
         "node1",
         ["env", "STEP_SECONDS=0", *start[:1], "-np", "1", python, *words],

@@ -19,7 +19,12 @@ from mpitrain.checkpoint import memory_folder
 from mpitrain.checkpoint.layout import Checkpoint, list_checkpoints
 from mpitrain.checkpoint.memory_folder import MemoryFolder
 from mpitrain.checkpoint.memory_manager import MemoryManager
-from mpitrain.checkpoint.memory_restore import find_in_memory
+from mpitrain.checkpoint.memory_restore import (
+    Copy,
+    fetch,
+    find_in_memory,
+    moves_between,
+)
 from mpitrain.checkpoint.storage import CheckpointReader
 from mpitrain.mpi.shared_arrays import Communicator, communicator
 from mpitrain.mpi.topology import Node
@@ -209,3 +214,36 @@ def test_without_room_nothing_is_written_and_it_is_said_where(
     assert manager.refusal.startswith(f"node{nodes.num_nodes - 1} needs ")
     manager.close()
     assert not list_checkpoints(folder.path)
+
+
+def test_a_file_that_was_fetched_is_sent_on_as_long_as_it_was_told(
+    world: World, ranks: Communicator, tmp_path: Path
+) -> None:
+    """A node had the first part of a file, gets all of it, and is asked for a part."""
+    if world.world_size < 3:
+        return
+    nodes = replace(
+        world,
+        nodes=tuple(Node(hostname=f"node{r}", ranks=(r,)) for r in range(3)),
+        node_rank=min(world.rank, 2),
+        local_rank=0 if world.rank < 3 else 1,
+    )
+    base = Path(ranks.on_rank_zero(lambda: str(tmp_path), "make a folder"))
+    (path := base / f"node{world.rank}" / "step-00000005").mkdir(parents=True)
+    digest = "0" * 64
+    names = ("metadata.json", "tensors.json")
+    (path / "SHA256SUMS").write_text("".join(f"{digest}  {it}\n" for it in names))
+    data = bytes(range(100))
+    sizes = (10, 100, 0)
+    if size := sizes[min(world.rank, 2)]:
+        (path / "rank-1.bin").write_bytes(data[:size])
+    copies = [
+        Copy(token="a", has={"rank-1.bin": has}, needs={"rank-1.bin": needs})
+        for has, needs in zip(sizes, (100, 100, 10), strict=True)
+    ]
+    moves = moves_between(copies, copies[0])
+    assert moves == [("rank-1.bin", 1, 0), ("rank-1.bin", 0, 2)]
+    assert fetch(path, moves, copies[0], copies, nodes) == ""
+    if world.rank < 3:
+        assert (path / "rank-1.bin").read_bytes() == data[: (100, 100, 10)[world.rank]]
+    ranks.allgather(None)
