@@ -126,9 +126,11 @@ class MemoryLevel:
             self.saved = None
             self._clock.restart(back_off_seconds=BACK_OFF_SECONDS)
             return
-        # On CPUs the thread takes from the cores of the training.
-        uses_cores = self._world.device == "cpu"
-        cost = self._copy_seconds + self._manager.cpu_seconds * uses_cores
+        cost = self._copy_seconds
+        if self._world.device == "cpu":
+            # The threads take from the cores of the training, and those of two ranks
+            # hold up all at different moments.
+            cost += 2 * self._manager.thread_seconds
         if self._is_first:  # with plan and memory, once
             self._is_first = False
             return

@@ -50,14 +50,14 @@ class MemoryManager(CheckpointManager):
     """Writes checkpoints into the memory of every node, one after another.
 
     Attributes:
-        cpu_seconds: What this rank's thread has computed for the last one.
+        thread_seconds: How long this rank's threads have worked for the last one.
     """
 
     def __init__(
         self, folder: MemoryFolder, world: World, ranks: Communicator, fraction: float
     ) -> None:
         super().__init__(folder.path, world, ranks, keep=None)
-        self.cpu_seconds = 0.0
+        self.thread_seconds = 0.0
         self._folder, self._fraction = folder, fraction
         self._places: list[Written] = []
         self._comm = None
@@ -123,15 +123,16 @@ class MemoryManager(CheckpointManager):
     # --- in threads -----------------------------------------------------------------
 
     def _write(self, write: Write) -> None:
-        began = time.thread_time()
+        began = time.monotonic()
         super()._write(write)
+        seconds = time.monotonic() - began  # not what it waits for its partner
         if self._comm is not None:
             self._exchange(write)
         sums = write.written.sums | write.written.copies
         (write.writer.unfinished / f".sums-{self._world.rank}").write_text(
             json.dumps(sums)
         )
-        self.cpu_seconds = time.thread_time() - began
+        self.thread_seconds = seconds
 
     def _exchange(self, write: Write) -> None:
         """Send what no other node has to the partner, and write what comes."""
@@ -176,6 +177,7 @@ class MemoryManager(CheckpointManager):
     def _complete(self, write: Write, by_rank: list[Written]) -> None:
         if not self._folder.is_keeper:
             return
+        began = time.monotonic()
         here = self._world.nodes[self._world.node_rank].ranks
         # The last that has a chunk counts: of this node, if it can be.
         written = [it for rank, it in enumerate(by_rank) if rank not in here]
@@ -184,6 +186,7 @@ class MemoryManager(CheckpointManager):
             written.append(replace(by_rank[rank], sums=json.loads(file.read_text())))
             file.unlink()
         write.writer.commit(write.tensors, written)
+        self.thread_seconds += time.monotonic() - began
 
     def _ended(self, write: Write, seconds: float, error: str = "") -> WriteResult:
         if not error:

@@ -123,12 +123,14 @@ def test_ranks_are_started_in_each_kind_of_container(
     script = capsys.readouterr().out
     (line,) = re.findall(r"^container=\((.*)\)$", script, re.M)
     assert "'an image'" in line
-    assert '"${container[@]}" python -m mpitrain' in script
+    assert '--container "${container[*]@Q}" --restarts 3 -- ' in script
     done = subprocess.run(["bash", "-n"], input=script, text=True, capture_output=True)
     assert done.stderr == ""
     assert main(["jobscript", *words, "--gpus-per-node", "0"]) == 0
     script = capsys.readouterr().out
     assert not re.search(r"--nv|--gpu |nvidia", script)
+    assert main(["jobscript", *words, "--restarts", "0"]) == 0
+    assert '"${container[@]}" python -m mpitrain' in capsys.readouterr().out
     more = ["--container-flag=--rocm", "--jobs", "3"]
     assert main(["jobscript", *words, *more]) == 0
     script = capsys.readouterr().out
