@@ -1,10 +1,11 @@
 """A node's folder of checkpoints in memory. Imports no torch.
 
-    /dev/shm/mpitrain-UID/TOKEN-HOST/   of one `supervise`; private, outlives the ranks
-        lock                            held by a rank while ranks of the node live
-        checkpoints/step-00000120/      the format of those on disk
+    /dev/shm/mpitrain-UID/TOKEN-HOST-RUN/   of one `supervise` and run; private
+        lock                                held by a rank while ranks of it live here
+        checkpoints/step-00000120/          the format of those on disk
 
-The host's name, since containers may share a machine's memory, and not their names.
+The folder outlives the ranks. It has the host's name, since containers may share a
+machine's memory, and not their names.
 
 A job that was killed whole leaves its folder; the next job of the user on the node
 removes it.
@@ -29,13 +30,14 @@ LEFT_SECONDS = 600.0  # after which a folder without a live rank is of a dead jo
 
 
 class MemoryFolder:
-    """This node's folder of one `supervise`. The node's first rank writes and removes.
+    """This node's folder of one `supervise` and run; its first rank makes and removes.
 
-    ``token`` distinguishes the folders of several jobs.
+    ``token`` distinguishes the folders of several jobs, ``run_id`` those of several
+    runs of a script.
     """
 
-    def __init__(self, world: World, token: str) -> None:
-        name = f"{token}-{world.hostname}"
+    def __init__(self, world: World, token: str, run_id: str) -> None:
+        name = f"{token}-{world.hostname}-{run_id}"
         self.path = SHARED_MEMORY / f"mpitrain-{os.getuid()}" / name
         self.is_keeper = world.local_rank == 0
 

@@ -133,7 +133,7 @@ class RunCheckpoints:
         # A part of the ranks has other checkpoints, such as a trial of a sweep.
         if found is None or world is not current_world() or not self._memory:
             return
-        folder, mine = MemoryFolder(world, found.token), ""
+        folder, mine = MemoryFolder(world, found.token, self._run_id), ""
         try:
             folder.open()
         except OSError as error:

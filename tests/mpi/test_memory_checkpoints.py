@@ -64,7 +64,7 @@ def folder(
 ) -> Iterator[MemoryFolder]:
     there = Path(ranks.on_rank_zero(lambda: str(tmp_path), "make a folder"))
     monkeypatch.setattr(memory_folder, "SHARED_MEMORY", there)
-    made = MemoryFolder(nodes, "job")
+    made = MemoryFolder(nodes, "job", "a")
     for rank in range(nodes.world_size):  # one after another: they share a parent
         if rank == nodes.rank:
             made.open()

@@ -41,7 +41,7 @@ def shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def opened(token: str) -> MemoryFolder:
-    folder = MemoryFolder(WORLD, token)
+    folder = MemoryFolder(WORLD, token, "a")
     folder.open()
     return folder
 
@@ -61,7 +61,7 @@ def test_a_folder_of_a_dead_job_is_removed_by_the_next_job() -> None:
 
 def test_a_folder_whose_ranks_live_stays() -> None:
     opened("mine")  # makes the folder of both
-    other = MemoryFolder(WORLD, "other")
+    other = MemoryFolder(WORLD, "other", "a")
     other.path.mkdir()
     (other.path / "lock").touch()
     words = [sys.executable, "-c", HOLD, str(other.path / "lock")]
