@@ -85,8 +85,11 @@ class MemoryFolder:
 
 def remove_all(token: str) -> None:
     """Remove the folders of one `supervise` on this node, whatever has become of it."""
-    for folder in (SHARED_MEMORY / f"mpitrain-{os.getuid()}").glob(f"{token}-*"):
+    above = SHARED_MEMORY / f"mpitrain-{os.getuid()}"
+    for folder in above.glob(f"{token}-*"):
         shutil.rmtree(folder, ignore_errors=True)
+    with contextlib.suppress(OSError):  # another job's are there
+        above.rmdir()
 
 
 def _remove_if_left(folder: Path) -> None:
