@@ -21,6 +21,45 @@ def test_sbatch_of_the_demo_script_trains_on_two_nodes(
     assert_finished(folder, job.output, hosts=["node1", "node2"], world_size=4)
 
 
+STRUCK = """
+import os, signal, time
+from pathlib import Path
+import torch
+import mpitrain
+
+class Fault(mpitrain.Callback):
+    def on_step_end(self, trainer):
+        time.sleep(0.05)
+        flag, world = Path("struck"), trainer.engine.world
+        if trainer.state.step == 60 and world.rank == 3 and not flag.exists():
+            flag.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+torch.manual_seed(0)
+data = torch.utils.data.TensorDataset(torch.randn(320, 5), torch.randint(3, (320,)))
+config = mpitrain.TrainConfig(epochs=5, global_batch_size=16)
+callbacks = [*mpitrain.default_callbacks("runs/mine"), Fault()]
+mpitrain.Trainer(torch.nn.Linear(5, 3), data, data, config, callbacks=callbacks).fit()
+"""
+
+
+def test_a_rank_that_is_killed_costs_a_restart_in_the_job(
+    slurm: Slurm, folder: Path
+) -> None:
+    (folder / "train.py").write_text(STRUCK)
+    script = (folder / "slurm/demo.sh").read_text()
+    assert "supervise --restarts 3 -- " in script
+    script = script.replace('-m mpitrain "$@"', "-m mpitrain run train.py")
+    script = script.replace("#SBATCH --gres=gpu:4\n", "")  # these nodes have none
+    (folder / "job.sh").write_text(script)
+    words = ["--ntasks-per-node=2", "job.sh"]
+    job = slurm.sbatch(*words, cwd=folder, timeout_seconds=TIMEOUT_SECONDS)
+    assert job.exit_code == "0:0", job.output
+    assert job.output.count("supervise: restart 1 of 3 at step ") == 1, job.output
+    assert "supervise: restart 2" not in job.output
+    assert_finished(folder, job.output, hosts=["node1", "node2"], world_size=4)
+
+
 def test_words_after_the_script_of_sbatch_go_to_mpitrain(
     slurm: Slurm, folder: Path
 ) -> None:

@@ -105,6 +105,9 @@ def test_what_the_record_says_is_progress_although_no_checkpoint_has_it(
 def test_a_script_without_a_run_folder_has_its_restarts() -> None:
     job = Chain(None, max_restarts=3)
     assert [follow(job, 1) for _ in range(4)] == ["retry"] * 3 + ["end"]
+    job = Chain(None, max_restarts=3)
+    ended = [job.next_action(1, is_stopping=False, seconds=5.0) for _ in range(2)]
+    assert ended == ["retry", "end"], "it fails as soon as it starts"
 
 
 def test_a_stop_without_a_step_is_no_failure(jobs: Jobs) -> None:

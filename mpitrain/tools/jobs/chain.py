@@ -7,6 +7,7 @@ keeps a second job away.
 
 from __future__ import annotations
 
+import math
 import re
 import signal
 import subprocess
@@ -30,6 +31,7 @@ from mpitrain.schedulers import detect, pbs, slurm
 JOB_NUMBER = "MPITRAIN_JOB_NUMBER"
 ENCODED_ARGS = "MPITRAIN_ARGS"  # base64, which the script decodes
 MAX_FAILURES = 2  # failures in a row without progress after which no start follows
+SHORT_SECONDS = 30.0  # a start that ends sooner has done nothing, if nobody knows
 RETRY_SECONDS = (5, 10, 20, 0)  # pauses after attempts to submit the next job
 SUBMIT_SECONDS = 3.0  # for one attempt
 
@@ -62,10 +64,17 @@ class Chain:
         """What to call the training."""
         return "the training" if self.run_dir is None else self.run_dir.name
 
-    def next_action(self, status: int, *, is_stopping: bool, error: str = "") -> Action:
+    def next_action(
+        self,
+        status: int,
+        *,
+        is_stopping: bool,
+        error: str = "",
+        seconds: float = math.inf,
+    ) -> Action:
         """Decide what follows when mpirun has ended, and print why.
 
-        ``error`` is what the training says of its end.
+        ``error`` is what the training says of its end, ``seconds`` how long it ran.
         """
         step_before, self.step = self.step, _furthest_step(self.run_dir)
         self.step = max(step_before, self.step)  # a resumed one has a shorter record
@@ -78,9 +87,11 @@ class Chain:
             return "end"
         ended = error or f"ended with status {status}"
         if status != Stopped.exit_status:
-            # A script without a run folder shows no progress: it has its restarts.
             if self.run_dir is not None or self.max_restarts is None:
                 self.num_failures += self.step <= step_before
+            else:  # a script without a run folder shows no other progress
+                is_short = seconds < SHORT_SECONDS
+                self.num_failures = self.num_failures + 1 if is_short else 0
             if self.num_failures >= MAX_FAILURES:
                 where = f"{self.run_dir}/logs" if self.run_dir else "its output"
                 _print(

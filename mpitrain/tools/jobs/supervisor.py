@@ -291,7 +291,7 @@ def _train(
     began = time.monotonic()
     action: chain.Action = "retry"
     while action == "retry":
-        status = 0
+        status, started = 0, time.monotonic()
         if probes and nodes.probe:
             # Those without a host file find a node that does not work by themselves.
             status = supervisor.run(nodes.probe, environ, send_usr2=True)
@@ -311,7 +311,10 @@ def _train(
             if run_dir is not None and not words.is_script:
                 status = status or int(not is_finished(run_dir))
         action = training.next_action(
-            status, is_stopping=supervisor.is_stopping, error=supervisor.error
+            status,
+            is_stopping=supervisor.is_stopping,
+            error=supervisor.error,
+            seconds=time.monotonic() - started,
         )
         if action == "retry" and run_dir is not None:
             error = supervisor.error or f"ended with status {status}"
