@@ -21,6 +21,7 @@ from typing import Any, Literal
 from mpitrain.errors import UsageError
 from mpitrain.files import read_json, sync, write_json
 from mpitrain.launch.job import Job
+from mpitrain.mpi.collectives import MPI_PROCESS
 from mpitrain.record.run_dir import read_result
 from mpitrain.record.supervised import opened_run, tell_supervisor
 
@@ -99,7 +100,8 @@ def open_run(runs_dir: Path, name: str | None, *, exists: Exists) -> RunFolder:
             f"cannot make the run folder {path}: {error.strerror}. Choose another "
             "--runs-dir."
         ) from None
-    tell_supervisor(path)
+    if not MPI_PROCESS.sub_worlds:  # a trial of a sweep: the sweep is what counts
+        tell_supervisor(path)
     if Job.current is not None:
         Job.current.run_dirs.add(path.resolve())
     return RunFolder(path=path, run_id=run_id, is_new=is_new, lock=lock)

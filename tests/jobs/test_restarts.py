@@ -144,3 +144,16 @@ def test_what_ends_as_it_should_is_not_started_again(
     done = supervise(openmpi, tmp_path, ["--restarts", "3"], "script.py")
     assert done.status == status, done.out + done.err
     assert done.out.count("begun") == 3
+
+
+def test_a_sweep_with_a_trial_that_fails_is_finished_all_the_same(
+    openmpi: Mpi, tmp_path: Path
+) -> None:
+    space = "sampler: grid\nspace:\n  lr: [0.1, 1.0e+30]\n"
+    (tmp_path / "space.yaml").write_text(space)
+    words = ("-m", "mpitrain", "sweep", "space.yaml", "--", "--epochs", "1")
+    for options in ([], ["--restarts", "2"]):
+        done = supervise(openmpi, tmp_path, options, *words, num_ranks=1)
+        assert done.status == 0, done.out + done.err
+        assert "supervise: restart" not in done.err
+    assert "1 finished, 1 failed" in done.out

@@ -182,11 +182,11 @@ class Supervisor:
             try:
                 status = int(file.read_text())
             except (OSError, ValueError):
-                # A script without `run` writes none.
+                # A script without `run` writes none; its run folder may tell.
                 status = status or int(MODULE in " ".join(command))
-            if status == 0 and (opened := opened_run(environ)) is not None:
-                result = read_result(opened.run_dir)
-                status = int(result.get("status") in ("running", "failed"))
+                if status == 0 and (opened := opened_run(environ)) is not None:
+                    result = read_result(opened.run_dir)
+                    status = int(result.get("status") in ("running", "failed"))
         is_failed = status not in (0, Stopped.exit_status)
         self.error = _error_of(environ) if is_failed else ""
         return status
