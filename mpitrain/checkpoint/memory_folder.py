@@ -24,6 +24,7 @@ from pathlib import Path
 from mpitrain.checkpoint.layout import FOLDER, list_checkpoints, remove_whole
 from mpitrain.files import make_private_folder
 from mpitrain.mpi.world import World
+from mpitrain.watchdog.process import memory_left
 
 SHARED_MEMORY = Path("/dev/shm")  # a tmpfs on every Linux
 LEFT_SECONDS = 600.0  # after which a folder without a live rank is of a dead job
@@ -80,7 +81,10 @@ class MemoryFolder:
         used = sum(it.stat().st_size for it in self.path.rglob("*.bin"))
         lines = Path("/proc/meminfo").read_text().splitlines()
         available = next(int(it.split()[1]) for it in lines if "MemAvailable" in it)
-        return used + min(found.f_bavail * found.f_frsize, 1024 * available)
+        # The kernel counts what is in a tmpfs as memory of the job's cgroup.
+        return used + min(
+            found.f_bavail * found.f_frsize, 1024 * available, memory_left()
+        )
 
 
 def remove_all(token: str) -> None:

@@ -17,7 +17,7 @@ from mpitrain.checkpoint.memory_manager import MemoryManager
 from mpitrain.checkpoint.save_clock import SaveClock
 from mpitrain.mpi.shared_arrays import Communicator
 from mpitrain.mpi.world import World
-from mpitrain.record.supervised import Supervision
+from mpitrain.record.supervised import Supervision, tell_step
 
 logger = logging.getLogger("mpitrain")
 
@@ -126,6 +126,8 @@ class MemoryLevel:
             self.saved = None
             self._clock.restart(back_off_seconds=BACK_OFF_SECONDS)
             return
+        if self._world.is_rank_zero:
+            tell_step(result.step)
         cost = self._copy_seconds
         if self._world.device == "cpu":
             # The threads take from the cores of the training, and those of two ranks

@@ -109,8 +109,8 @@ class MemoryManager(CheckpointManager):
         plan, mine = self._plan, ""
         assert isinstance(plan, NodePlan)
         if self._folder.is_keeper:
-            # Twice: the new one is complete before the old one is removed.
-            needed = 2 * plan.node_bytes
+            # The old one, the new one, and the copies from which that is written.
+            needed = 3 * plan.node_bytes
             room = self._fraction * self._folder.free_bytes()
             if needed > room:
                 mine = (
@@ -123,29 +123,35 @@ class MemoryManager(CheckpointManager):
     # --- in threads -----------------------------------------------------------------
 
     def _write(self, write: Write) -> None:
-        began = time.monotonic()
-        super()._write(write)
+        began, failure = time.monotonic(), None
+        try:
+            super()._write(write)
+        except Exception as error:
+            failure = error
         seconds = time.monotonic() - began  # not what it waits for its partner
         if self._comm is not None:
-            self._exchange(write)
+            # Also after a failure, with nothing: the partner waits for it.
+            self._exchange(write, has_data=failure is None)
+        if failure is not None:
+            raise failure
         sums = write.written.sums | write.written.copies
         (write.writer.unfinished / f".sums-{self._world.rank}").write_text(
             json.dumps(sums)
         )
         self.thread_seconds = seconds
 
-    def _exchange(self, write: Write) -> None:
+    def _exchange(self, write: Write, *, has_data: bool) -> None:
         """Send what no other node has to the partner, and write what comes."""
         plan, writer = write.plan, write.writer
         assert isinstance(plan, NodePlan)
-        sent = [*plan.chunks][: plan.num_sent]
+        sent = [*plan.chunks][: plan.num_sent] if has_data else []
         end = max((writer.spans[it][1] for it in sent), default=0)
         mine = writer.copied[:end].numpy()
         sizes = [np.zeros(1, np.int64) for _ in plan.sources]
         self._transfer(plan, np.array([end], np.int64), sizes)
         parts = [np.empty(int(size[0]), np.uint8) for size in sizes]
         self._transfer(plan, mine, parts)
-        for source, data in zip(plan.sources, parts, strict=True):
+        for source, data in zip(plan.sources, parts if has_data else [], strict=False):
             name = f"rank-{source}.bin"
             (writer.unfinished / name).write_bytes(data.data)
             write.written.copies[name] = hashlib.sha256(data.data).hexdigest()

@@ -33,7 +33,12 @@ from mpitrain.mpi.shared_arrays import Communicator, communicator
 from mpitrain.mpi.world import World, list_hosts
 from mpitrain.record.recorder import record_job, update_result
 from mpitrain.record.runs import is_finished, open_run
-from mpitrain.record.supervised import Supervision, opened_run, supervision
+from mpitrain.record.supervised import (
+    Supervision,
+    opened_run,
+    supervision,
+    tell_supervisor,
+)
 from mpitrain.watchdog.process import age_seconds
 
 logger = logging.getLogger("mpitrain")
@@ -108,13 +113,16 @@ class RunCheckpoints:
         resume = self._resume
         if (before := opened_run(os.environ, before=True)) is not None:
             path = self.run_dir.resolve()
-            if before.run_dir == path and path in Path(resume).resolve().parents:
+            is_within = path in Path(resume).resolve().parents
+            if before.run_dir == path and before.has_resumed and is_within:
                 resume = "auto"  # it has begun there, and has come further
         hosts_without_run_dir = hosts_without(self.run_dir, run_id, world, ranks)
         self.reader = find_checkpoint(
             self.run_dir, run_id, resume, world, ranks, hosts_without_run_dir
         )
         self._find_in_memory(world, ranks)
+        if world.is_rank_zero and world is current_world():
+            tell_supervisor(self.run_dir, has_resumed=True)
         self.is_disabled = bool(hosts_without_run_dir)
         if hosts_without_run_dir and world.is_rank_zero:
             logger.warning(

@@ -26,6 +26,7 @@ class OpenedRun:
 
     run_dir: Path  # absolute
     result_time: float | None  # of its result.json, when it was opened
+    has_resumed: bool  # or has found that there is nothing to resume
 
 
 def opened_run(environ: Mapping[str, str], *, before: bool = False) -> OpenedRun | None:
@@ -35,7 +36,11 @@ def opened_run(environ: Mapping[str, str], *, before: bool = False) -> OpenedRun
     found = read_json(_file(environ[STATUS_FILE], before=before))
     if "run_dir" not in found:
         return None
-    return OpenedRun(run_dir=Path(found["run_dir"]), result_time=found["result_time"])
+    return OpenedRun(
+        run_dir=Path(found["run_dir"]),
+        result_time=found["result_time"],
+        has_resumed=found.get("has_resumed", False),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,15 +85,33 @@ def read_restarts(run_dir: Path) -> list[Restart]:
     return found
 
 
-def tell_supervisor(run_dir: Path) -> None:
+def tell_supervisor(run_dir: Path, *, has_resumed: bool = False) -> None:
     """Write which run folder this start has opened; on rank zero."""
     if (status_file := os.environ.get(STATUS_FILE)) is None:
         return
     run_dir = run_dir.resolve()
     result_time = changed_at(run_dir / "result.json")
     with contextlib.suppress(OSError):
-        values = {"run_dir": str(run_dir), "result_time": result_time}
+        values = {
+            "run_dir": str(run_dir),
+            "result_time": result_time,
+            "has_resumed": has_resumed,
+        }
         write_json(_file(status_file), values)
+
+
+def tell_step(step: int) -> None:
+    """Write which step the nodes have in memory; on rank zero."""
+    if (status_file := os.environ.get(STATUS_FILE)) is not None:
+        with contextlib.suppress(OSError):
+            Path(f"{status_file}.step").write_text(f"{step}\n")
+
+
+def step_told(environ: Mapping[str, str]) -> int:
+    """Return the step that was in memory last; 0: none."""
+    with contextlib.suppress(OSError, ValueError):
+        return int(Path(f"{environ[STATUS_FILE]}.step").read_text())
+    return 0
 
 
 def begin_start(

@@ -179,6 +179,25 @@ def memory_limit() -> str:
     return f"{min(limits) / 2**30:.1f} GiB" if min(limits) < 2**60 else ""
 
 
+def memory_left() -> int:
+    """Return how many bytes this cgroup may still take; much without a limit."""
+    left = [2**60]
+    for folder in _memory_cgroups():
+        for limit, usage, cache in (
+            ("memory.max", "memory.current", "inactive_file"),
+            ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+        ):
+            with contextlib.suppress(OSError, ValueError):  # "max" among them
+                free = int((folder / limit).read_text())
+                free -= int((folder / usage).read_text())
+                stat = (folder / "memory.stat").read_text()
+                # What the kernel gives back by itself.
+                if found := re.search(rf"^{cache} (\d+)", stat, re.M):
+                    free += int(found[1])
+                left.append(max(0, free))
+    return min(left)
+
+
 def has_signal(pid: int, field: str, number: int) -> bool:
     """Return whether a set of a process, as ``"ShdPnd"`` in proc(5), has a signal."""
     found = None

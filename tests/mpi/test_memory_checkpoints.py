@@ -25,7 +25,7 @@ from mpitrain.checkpoint.memory_restore import (
     find_in_memory,
     moves_between,
 )
-from mpitrain.checkpoint.storage import CheckpointReader
+from mpitrain.checkpoint.storage import CheckpointReader, TensorWriter, Written
 from mpitrain.mpi.shared_arrays import Communicator, communicator
 from mpitrain.mpi.topology import Node
 from mpitrain.mpi.world import World
@@ -193,6 +193,25 @@ def test_one_that_is_not_complete_on_all_nodes_gives_way_to_the_one_before(
     found = restart(folder, nodes, ranks)
     assert found is not None
     assert found.step == 5
+
+
+def test_a_node_that_cannot_write_keeps_no_other_waiting(
+    folder: MemoryFolder, nodes: World, ranks: Communicator, monkeypatch: Any
+) -> None:
+    """Its partners wait for what it sends: nothing, then."""
+    assert save(folder, nodes, ranks, 5) == ""
+
+    def full(_: TensorWriter) -> Written:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        if nodes.node_rank == 0:
+            patch.setattr(TensorWriter, "write", full)
+        assert "No space left" in save(folder, nodes, ranks, 7)
+    assert save(folder, nodes, ranks, 9) == ""
+    found = restart(folder, nodes, ranks)
+    assert found is not None
+    assert found.step == 9
 
 
 def test_another_run_takes_nothing(

@@ -71,13 +71,16 @@ class Chain:
         is_stopping: bool,
         error: str = "",
         seconds: float = math.inf,
+        step: int = 0,
     ) -> Action:
         """Decide what follows when mpirun has ended, and print why.
 
-        ``error`` is what the training says of its end, ``seconds`` how long it ran.
+        ``error`` is what the training says of its end, ``seconds`` how long it ran,
+        ``step`` the last one that the nodes have in memory.
         """
-        step_before, self.step = self.step, _furthest_step(self.run_dir)
-        self.step = max(step_before, self.step)  # a resumed one has a shorter record
+        step_before = self.step
+        # A resumed training has a shorter record.
+        self.step = max(step_before, _furthest_step(self.run_dir), step)
         if self.step > step_before:
             self.num_failures = 0
         if status == 0:

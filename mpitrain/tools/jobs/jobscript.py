@@ -208,7 +208,7 @@ def text_of(
         "gpus": gpus,
         "restarts": config.restarts
         if config.restarts is not None
-        else RESTARTS * (config.jobs == 1),
+        else (RESTARTS if config.jobs == 1 else None),
         "program": program,
         "container": config.container
         and words_of(

@@ -58,7 +58,8 @@ class LaunchWords:
         options += [] if num_ranks is None else ["-np", str(num_ranks)]
         if self.launcher.export:  # rank zero may be on another host
             options += [self.launcher.export, STATUS_FILE]
-        return [*self.start, *options, *container, *self.program]
+        # First: the last words may be of a program around Python, such as numactl.
+        return [self.start[0], *options, *self.start[1:], *container, *self.program]
 
 
 def parse_words(words: Sequence[str], launcher: Launcher) -> LaunchWords:
@@ -80,7 +81,8 @@ def parse_words(words: Sequence[str], launcher: Launcher) -> LaunchWords:
     start, host_file, num_ranks = [words[0]], None, None
     rest = iter(words[1:end])
     for word in rest:
-        value = next(rest, "") if word in (*HOST_FILE, *NUM_RANKS) else ""
+        is_known = word in HOST_FILE or (word in NUM_RANKS and num_ranks is None)
+        value = next(rest, "") if is_known else ""
         if not launcher.host_file:  # its nodes are the job's: as given
             start += [word, value] if value else [word]
         elif word in HOST_FILE:

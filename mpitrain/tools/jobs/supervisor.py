@@ -44,6 +44,7 @@ from mpitrain.record.supervised import (
     begin_start,
     opened_run,
     record_restart,
+    step_told,
 )
 from mpitrain.schedulers import detect, seconds_left
 from mpitrain.settings import check_values, setting
@@ -58,7 +59,7 @@ from mpitrain.watchdog.coordinator import HANG_STATUS
 SIGNALS = {signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCHLD}
 MAX_STOP_SECONDS = 105.0  # how long the ranks may take to stop
 LOST_HOST = re.compile(r"\[rank \d+/\d+ (\S+)\] its host is lost")
-LINGER_SECONDS = 3.0  # how long mpirun may take to end after its ranks
+LINGER_SECONDS = 8.0  # how long mpirun may take to end after its ranks
 MODULE = "-m mpitrain"
 LEFT_SECONDS = 86400.0  # after which a folder is of a job that was killed
 
@@ -243,8 +244,10 @@ def supervise(
             status = supervisor.train(command, environ, launcher)
         else:
             words = parse_words(command, launcher)
-            supervisor, status = _train(config, words, environ, folder, folder_of)
-            remove_all(_token(folder))
+            try:
+                supervisor, status = _train(config, words, environ, folder, folder_of)
+            finally:
+                remove_all(_token(folder))
         if supervisor.error:
             # A launcher may end its message with a zero byte, and not with a line end.
             print(f"\nfailed: {supervisor.error}", file=sys.stderr, flush=True)
@@ -315,6 +318,7 @@ def _train(
             is_stopping=supervisor.is_stopping,
             error=supervisor.error,
             seconds=time.monotonic() - started,
+            step=step_told(environ),
         )
         if action == "retry" and run_dir is not None:
             error = supervisor.error or f"ended with status {status}"

@@ -107,7 +107,7 @@ exec python -m mpitrain supervise {{ '--container "${container[*]@Q}" ' if conta
 # (Encoded, where qsub would change ARGS.)
 export ARGS="${ARGS:-$(base64 -d <<<"${MPITRAIN_ARGS:-}")}"
 # shellcheck disable=SC2086
-exec python -m mpitrain supervise {{ '--container "${container[*]@Q}" ' if container }}{{ "--launcher %s " % launcher if launcher != "openmpi" else "" }}--jobs {{ jobs }}{{ " --restarts %d" % restarts if restarts }}{{ " --run-dir " ~ run_dir if run_dir }}{{ " --nodes %d" % nodes if spare_nodes else "" }} --script "$0" -- \
+exec python -m mpitrain supervise {{ '--container "${container[*]@Q}" ' if container }}{{ "--launcher %s " % launcher if launcher != "openmpi" else "" }}--jobs {{ jobs }}{{ " --restarts %d" % restarts if restarts is not none }}{{ " --run-dir " ~ run_dir if run_dir }}{{ " --nodes %d" % nodes if spare_nodes else "" }} --script "$0" -- \
     {{ program }} "${options[@]}" python -m mpitrain{{ command }}{{ '' if run_dir else ' --name "$PBS_JOBNAME"' }}{{ words }} ${ARGS:-}
 {% endif %}
 {% endblock %}

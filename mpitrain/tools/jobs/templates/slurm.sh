@@ -86,7 +86,7 @@ exec python -m mpitrain supervise {{ '--container "${container[*]@Q}" ' if conta
 # It {{ "leaves out nodes that do not answer, and " if can_choose }}requeues the job until the training is
 # finished, up to {{ jobs }} jobs.{{ '' if run_dir else " The run, or sweep, has the job's name." }}
 export SLURM_OVERLAP=1  # srun does not wait for what is left of a lost node
-exec python -m mpitrain supervise {{ '--container "${container[*]@Q}" ' if container }}{{ "--launcher %s " % launcher if launcher != "openmpi" else "" }}--jobs {{ jobs }}{{ " --restarts %d" % restarts if restarts }}{{ " --run-dir " ~ run_dir if run_dir }}{{ " --nodes %d" % nodes if spare_nodes else "" }} -- \
+exec python -m mpitrain supervise {{ '--container "${container[*]@Q}" ' if container }}{{ "--launcher %s " % launcher if launcher != "openmpi" else "" }}--jobs {{ jobs }}{{ " --restarts %d" % restarts if restarts is not none }}{{ " --run-dir " ~ run_dir if run_dir }}{{ " --nodes %d" % nodes if spare_nodes else "" }} -- \
     {{ program }} "${options[@]}" python -m mpitrain{{ command }}{{ '' if run_dir else ' --name "$SLURM_JOB_NAME"' }}{{ words }} "$@"
 {% endif %}
 {% endblock %}
