@@ -110,20 +110,17 @@ class RunCheckpoints:
                 forget_stop(path)
             record_job(self.run_dir)
         self._run_id = run_id
-        resume = self._resume
-        if (before := opened_run(os.environ, before=True)) is not None:
-            path = self.run_dir.resolve()
-            is_within = path in Path(resume).resolve().parents
-            if before.run_dir == path and before.has_resumed and is_within:
-                resume = "auto"  # it has begun there, and has come further
+        # On rank zero: the others may not see the files of `supervise`.
+        resume = ranks.on_rank_zero(self._resume_now, "choose what to resume")
         hosts_without_run_dir = hosts_without(self.run_dir, run_id, world, ranks)
         self.reader = find_checkpoint(
             self.run_dir, run_id, resume, world, ranks, hosts_without_run_dir
         )
-        self._find_in_memory(world, ranks)
+        self.is_disabled = bool(hosts_without_run_dir)
+        if not self.is_disabled:
+            self._find_in_memory(world, ranks)
         if world.is_rank_zero and world is current_world():
             tell_supervisor(self.run_dir, has_resumed=True)
-        self.is_disabled = bool(hosts_without_run_dir)
         if hosts_without_run_dir and world.is_rank_zero:
             logger.warning(
                 "no checkpoints are written, and a signal, the time limit or a file "
@@ -134,6 +131,14 @@ class RunCheckpoints:
         if handler is not None:
             self._handler = handler
             self._start_handler()
+
+    def _resume_now(self) -> str:
+        """Return what to resume: not what a start before has resumed already."""
+        before, path = opened_run(os.environ, before=True), self.run_dir.resolve()
+        if before is None or before.run_dir != path or not before.has_resumed:
+            return self._resume
+        is_within = path in Path(self._resume).resolve().parents
+        return "auto" if is_within else self._resume  # it has come further since
 
     def _find_in_memory(self, world: World, ranks: Communicator) -> None:
         """Resume from the memory of the nodes, if that is newer than the disk."""

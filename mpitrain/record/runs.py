@@ -48,7 +48,8 @@ class RunFolder:
 def open_run(runs_dir: Path, name: str | None, *, exists: Exists) -> RunFolder:
     """Make a run folder, or open an existing one, for this job alone.
 
-    Without a name, the date is the name. ``exists``: what to do where it exists.
+    Without a name, the date is the name. ``exists``: what to do where it exists. In a
+    training that `supervise` has started again it is the run of the start before.
     """
     base = name or datetime.now().astimezone().strftime("%Y-%m-%d-%H%M%S")
     if (before := opened_run(os.environ, before=True)) is not None:
