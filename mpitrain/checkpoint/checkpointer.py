@@ -140,6 +140,8 @@ class Checkpointer(RunCheckpoints, Callback):
         ):
             if value is not None and value <= 0:
                 raise UsageError(f"{name} must be above 0 or None, found {value!r}")
+        if not 0 <= memory < 1:
+            raise UsageError(f"memory must be from 0 to below 1, found {memory!r}")
         self._every = every_epochs, every_steps
         self._best_by, self._load_best_at_end = best_by, load_best_at_end
         self._clock = SaveClock(60 * every_minutes if every_minutes else math.inf)
@@ -332,7 +334,7 @@ class Checkpointer(RunCheckpoints, Callback):
             return
         self._save_now(trainer, doing)
         if self._level is not None:
-            self._level.close(is_done=True)
+            self._level.close()
         self._consensus.close()
         self.close()
 
@@ -418,18 +420,19 @@ class Checkpointer(RunCheckpoints, Callback):
         position = _position(trainer.state)
         if position == self._saved:
             return
-        trainer.sync_metrics(flush=True)
         self._saved = position
         self._clock.restart()
         assert self._manager is not None
         with trainer.timer("checkpoint"):
-            snapshot = self._collect(trainer)
+            snapshot = self._collect(trainer, flush=True)
             heartbeat("copying a checkpoint")
             self._manager.save(*snapshot)
         if (metric := snapshot.metadata["metric"]) is not None:
             self._best = max(self._best, metric)
 
-    def _collect(self, trainer: Trainer) -> Snapshot:
+    def _collect(self, trainer: Trainer, *, flush: bool = False) -> Snapshot:
+        # The record has all steps before its length is saved.
+        trainer.sync_metrics(flush=flush)
         name = self.run_dir.name
         return collect(trainer, self._run_id, name, self.data, self._best_by)
 

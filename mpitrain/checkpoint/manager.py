@@ -181,6 +181,8 @@ class CheckpointManager:
         encoded = by_rank[0][1]
         if not all(is_same for is_same, _ in by_rank):
             self._make_plan(outline)
+        if self.refusal:
+            return
         name = name_of(step, epoch, is_validated=is_validated)
         path = self._run_dir / FOLDER / name
         if self._next is not None:
@@ -194,8 +196,6 @@ class CheckpointManager:
             metadata=encoded,
             memory=self._memories.pop(),
         )
-        if self.refusal:
-            return
         plan, held = self._plan, dict(chunks)
         write = Write(writer=writer, plan=plan, tensors=self._tensors, step=step)
         try:

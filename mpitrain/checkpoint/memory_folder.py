@@ -27,6 +27,7 @@ from mpitrain.mpi.world import World
 from mpitrain.watchdog.process import memory_left
 
 SHARED_MEMORY = Path("/dev/shm")  # a tmpfs on every Linux
+PIECE_BYTES = 64 << 20  # that nodes send to each other at once
 LEFT_SECONDS = 600.0  # after which a folder without a live rank is of a dead job
 
 

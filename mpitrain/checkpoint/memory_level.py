@@ -17,7 +17,7 @@ from mpitrain.checkpoint.memory_manager import MemoryManager
 from mpitrain.checkpoint.save_clock import SaveClock
 from mpitrain.mpi.shared_arrays import Communicator
 from mpitrain.mpi.world import World
-from mpitrain.record.supervised import Supervision, tell_step
+from mpitrain.record.supervised import Supervision
 
 logger = logging.getLogger("mpitrain")
 
@@ -83,7 +83,7 @@ class MemoryLevel:
         self._clock.apply(numbers[0])
         result = self._manager.apply_progress(Progress.from_maxima(numbers[1:]))
         if result is not None:
-            self._took(result)
+            self._end_save(result)
 
     def save(self, position: object, collect: Callable[[], Sequence[Any]]) -> None:
         """Copy what ``collect`` returns, the arguments of `CheckpointManager.save`."""
@@ -104,18 +104,17 @@ class MemoryLevel:
                     self._manager.refusal,
                 )
 
-    def close(self, *, is_done: bool) -> None:
-        """Complete what is written; ``is_done``: nobody will resume from memory.
+    def close(self) -> None:
+        """Complete what is written, and remove all: nobody will resume from memory.
 
         Collective over all ranks.
         """
         while self._manager.finish("writing a checkpoint to memory") is not None:
             pass
         self._manager.close()
-        if is_done:
-            self._folder.remove()
+        self._folder.remove()
 
-    def _took(self, result: WriteResult) -> None:
+    def _end_save(self, result: WriteResult) -> None:
         if result.error:
             if self._world.is_rank_zero:
                 logger.warning(
@@ -126,8 +125,6 @@ class MemoryLevel:
             self.saved = None
             self._clock.restart(back_off_seconds=BACK_OFF_SECONDS)
             return
-        if self._world.is_rank_zero:
-            tell_step(result.step)
         cost = self._copy_seconds
         if self._world.device == "cpu":
             # The threads take from the cores of the training, and those of two ranks

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from mpitrain.checkpoint.manager import CheckpointManager, Write, WritePlan, WriteResult
-from mpitrain.checkpoint.memory_folder import SHARED_MEMORY, MemoryFolder
+from mpitrain.checkpoint.memory_folder import PIECE_BYTES, SHARED_MEMORY, MemoryFolder
 from mpitrain.checkpoint.storage import (
     Chunk,
     Outline,
@@ -31,8 +31,8 @@ from mpitrain.mpi.collectives import barrier, world_comm
 from mpitrain.mpi.implementation import has_thread_multiple
 from mpitrain.mpi.shared_arrays import Communicator
 from mpitrain.mpi.world import World
+from mpitrain.record.supervised import write_memory_step
 
-PIECE_BYTES = 64 << 20  # that partners send at once
 POLL_SECONDS = 0.002
 
 
@@ -134,10 +134,8 @@ class MemoryManager(CheckpointManager):
             self._exchange(write, has_data=failure is None)
         if failure is not None:
             raise failure
-        sums = write.written.sums | write.written.copies
-        (write.writer.unfinished / f".sums-{self._world.rank}").write_text(
-            json.dumps(sums)
-        )
+        sums = json.dumps(write.written.sums)
+        (write.writer.unfinished / f".sums-{self._world.rank}").write_text(sums)
         self.thread_seconds = seconds
 
     def _exchange(self, write: Write, *, has_data: bool) -> None:
@@ -154,7 +152,7 @@ class MemoryManager(CheckpointManager):
         for source, data in zip(plan.sources, parts if has_data else [], strict=False):
             name = f"rank-{source}.bin"
             (writer.unfinished / name).write_bytes(data.data)
-            write.written.copies[name] = hashlib.sha256(data.data).hexdigest()
+            write.written.sums[name] = hashlib.sha256(data.data).hexdigest()
 
     def _transfer(self, plan: NodePlan, mine: Any, parts: Sequence[Any]) -> None:
         comm = self._comm
@@ -192,6 +190,8 @@ class MemoryManager(CheckpointManager):
             written.append(replace(by_rank[rank], sums=json.loads(file.read_text())))
             file.unlink()
         write.writer.commit(write.tensors, written)
+        if self._world.is_rank_zero:
+            write_memory_step(write.step)  # the step that counts as progress
         self.thread_seconds += time.monotonic() - began
 
     def _ended(self, write: Write, seconds: float, error: str = "") -> WriteResult:

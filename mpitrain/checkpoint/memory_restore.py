@@ -21,7 +21,7 @@ from mpitrain.checkpoint.format import (
     write_sums,
 )
 from mpitrain.checkpoint.layout import FOLDER, Checkpoint, list_checkpoints
-from mpitrain.checkpoint.memory_folder import MemoryFolder
+from mpitrain.checkpoint.memory_folder import PIECE_BYTES, MemoryFolder
 from mpitrain.checkpoint.storage import files_of
 from mpitrain.errors import DataError
 from mpitrain.launch.job import heartbeat
@@ -31,11 +31,9 @@ from mpitrain.mpi.world import World
 
 logger = logging.getLogger("mpitrain")
 
-PIECE_BYTES = 64 << 20
-
 
 @dataclass(kw_only=True)
-class Copy:
+class MemoryCopy:
     """A checkpoint in the memory of a node, as its ranks have found it."""
 
     token: str  # of the attempt that wrote it
@@ -82,7 +80,7 @@ def find_in_memory(
     return None
 
 
-def _look(checkpoint: Checkpoint, run_id: str, world: World) -> Copy | None:
+def _look(checkpoint: Checkpoint, run_id: str, world: World) -> MemoryCopy | None:
     """Check this rank's part of the files; the first rank of a node reads the rest."""
     path = checkpoint.path
     try:
@@ -92,7 +90,7 @@ def _look(checkpoint: Checkpoint, run_id: str, world: World) -> Copy | None:
         metadata = checkpoint.metadata()
         if metadata["run"] != run_id:
             return None
-        copy = Copy(
+        copy = MemoryCopy(
             token=metadata["token"],
             has={
                 it: (path / it).stat().st_size for it in sums if TENSOR_FILE.match(it)
@@ -107,13 +105,13 @@ def _look(checkpoint: Checkpoint, run_id: str, world: World) -> Copy | None:
     return copy
 
 
-def _of_node(copies: Sequence[Copy | None]) -> Copy | None:
+def _of_node(copies: Sequence[MemoryCopy | None]) -> MemoryCopy | None:
     """Return what a node has, if all of its ranks have found their part whole."""
     return None if any(it is None for it in copies) else copies[0]
 
 
 def moves_between(
-    copies: Sequence[Copy | None], source: Copy
+    copies: Sequence[MemoryCopy | None], source: MemoryCopy
 ) -> list[tuple[str, int, int]] | None:
     """Return which file goes from which node to which; ``None`` if one is lost."""
     moves = []
@@ -137,8 +135,8 @@ def moves_between(
 def fetch(
     path: Path,
     moves: Sequence[tuple[str, int, int]],
-    source: Copy,
-    copies: Sequence[Copy | None],
+    source: MemoryCopy,
+    copies: Sequence[MemoryCopy | None],
     world: World,
 ) -> str:
     """Let each node have all that it needs, by its first rank; return an error."""

@@ -200,7 +200,6 @@ class Written:
 
     places: dict[Chunk, Place] = field(default_factory=dict)
     sums: dict[str, str] = field(default_factory=dict)  # SHA-256 by file
-    copies: dict[str, str] = field(default_factory=dict)  # the same, of other ranks'
 
 
 def sizes_of(outline: Outline) -> dict[Chunk, int]:
@@ -301,7 +300,7 @@ class TensorWriter:
         sums: dict[str, str] = {}
         index = {name: StoredTensor(of.dtype, of.shape) for name, of in tensors.items()}
         for of_rank in written:
-            sums |= of_rank.sums | of_rank.copies
+            sums |= of_rank.sums
             for chunk, place in of_rank.places.items():
                 index[chunk.name].places[chunk] = place
         encoded = encode_json(as_json(index))

@@ -31,11 +31,10 @@ def collect(
     data: Mapping[str, Any] | None,
     best_by: str | None,
 ) -> Snapshot:
-    """Return what to save of a training now; collective.
+    """Return what to save of a training now; its metrics are synced.
 
     ``name`` is the run folder's, ``data`` what `mpitrain export` reads of the data.
     """
-    trainer.sync_metrics()  # the record has all steps before its length is saved
     state, engine = trainer.state, trainer.engine
     metric = score_of(state.metrics, best_by) if state.is_validated else None
     tensors = tensors_to_save(

@@ -28,14 +28,19 @@ from mpitrain.mpi.launchers import (
 )
 
 # Variable that names the file of `supervise` into which rank zero writes the status.
-# The run folder goes into a file beside it, with the suffix ".run".
 STATUS_FILE = "MPITRAIN_STATUS_FILE"
+
+
+def beside_status(environ: Mapping[str, str], name: str) -> Path | None:
+    """Return a file of `supervise` beside the status file; ``None`` without it."""
+    file = environ.get(STATUS_FILE)
+    return None if file is None else Path(f"{file}.{name}")
 
 
 def may_restart(environ: Mapping[str, str]) -> bool:
     """Whether a `supervise` will start this job again after a fault."""
-    file = environ.get(STATUS_FILE)
-    return file is not None and Path(f"{file}.restarts").exists()
+    file = beside_status(environ, "restarts")
+    return file is not None and file.exists()
 
 
 _REMEDY = (

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mpitrain.files import read_json, write_json
-from mpitrain.launch.env_checks import STATUS_FILE
+from mpitrain.launch.env_checks import STATUS_FILE, beside_status
 from mpitrain.record.jsonl import changed_at
 
 RESTARTS = "restarts.jsonl"
@@ -31,9 +31,8 @@ class OpenedRun:
 
 def opened_run(environ: Mapping[str, str], *, before: bool = False) -> OpenedRun | None:
     """Return the run folder that this start, or one before, has opened last."""
-    if STATUS_FILE not in environ:
-        return None
-    found = read_json(_file(environ[STATUS_FILE], before=before))
+    file = beside_status(environ, "before" if before else "run")
+    found = read_json(file) if file else {}
     if "run_dir" not in found:
         return None
     return OpenedRun(
@@ -54,9 +53,8 @@ class Supervision:
 
 def supervision(environ: Mapping[str, str]) -> Supervision | None:
     """Return the `supervise` of this process, if it restarts; on rank zero."""
-    if STATUS_FILE not in environ:
-        return None
-    found = read_json(Path(f"{environ[STATUS_FILE]}.restarts"))
+    file = beside_status(environ, "restarts")
+    found = read_json(file) if file else {}
     return Supervision(**found) if found else None
 
 
@@ -87,7 +85,7 @@ def read_restarts(run_dir: Path) -> list[Restart]:
 
 def tell_supervisor(run_dir: Path, *, has_resumed: bool = False) -> None:
     """Write which run folder this start has opened; on rank zero."""
-    if (status_file := os.environ.get(STATUS_FILE)) is None:
+    if (file := beside_status(os.environ, "run")) is None:
         return
     run_dir = run_dir.resolve()
     result_time = changed_at(run_dir / "result.json")
@@ -97,20 +95,21 @@ def tell_supervisor(run_dir: Path, *, has_resumed: bool = False) -> None:
             "result_time": result_time,
             "has_resumed": has_resumed,
         }
-        write_json(_file(status_file), values)
+        write_json(file, values)
 
 
-def tell_step(step: int) -> None:
+def write_memory_step(step: int) -> None:
     """Write which step the nodes have in memory; on rank zero."""
-    if (status_file := os.environ.get(STATUS_FILE)) is not None:
+    if (file := beside_status(os.environ, "step")) is not None:
         with contextlib.suppress(OSError):
-            Path(f"{status_file}.step").write_text(f"{step}\n")
+            file.write_text(f"{step}\n")
 
 
-def step_told(environ: Mapping[str, str]) -> int:
-    """Return the step that was in memory last; 0: none."""
-    with contextlib.suppress(OSError, ValueError):
-        return int(Path(f"{environ[STATUS_FILE]}.step").read_text())
+def read_memory_step(environ: Mapping[str, str]) -> int:
+    """Return the step that the nodes have had in memory last; 0: none."""
+    if (file := beside_status(environ, "step")) is not None:
+        with contextlib.suppress(OSError, ValueError):
+            return int(file.read_text())
     return 0
 
 
@@ -118,13 +117,11 @@ def begin_start(
     environ: Mapping[str, str], supervision: Supervision | None = None
 ) -> None:
     """Take what was opened as that of a start before; in `supervise`."""
-    status_file = environ[STATUS_FILE]
+    Path(environ[STATUS_FILE]).unlink(missing_ok=True)
+    run, before, restarts = (
+        Path(f"{environ[STATUS_FILE]}.{it}") for it in ("run", "before", "restarts")
+    )
     if supervision is not None:
-        write_json(Path(f"{status_file}.restarts"), vars(supervision))
-    Path(status_file).unlink(missing_ok=True)
+        write_json(restarts, vars(supervision))
     with contextlib.suppress(FileNotFoundError):
-        os.replace(_file(status_file), _file(status_file, before=True))
-
-
-def _file(status_file: str, *, before: bool = False) -> Path:
-    return Path(f"{status_file}.{'before' if before else 'run'}")
+        os.replace(run, before)

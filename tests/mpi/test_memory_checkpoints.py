@@ -20,7 +20,7 @@ from mpitrain.checkpoint.layout import Checkpoint, list_checkpoints
 from mpitrain.checkpoint.memory_folder import MemoryFolder
 from mpitrain.checkpoint.memory_manager import MemoryManager
 from mpitrain.checkpoint.memory_restore import (
-    Copy,
+    MemoryCopy,
     fetch,
     find_in_memory,
     moves_between,
@@ -257,7 +257,7 @@ def test_a_file_that_was_fetched_is_sent_on_as_long_as_it_was_told(
     if size := sizes[min(world.rank, 2)]:
         (path / "rank-1.bin").write_bytes(data[:size])
     copies = [
-        Copy(token="a", has={"rank-1.bin": has}, needs={"rank-1.bin": needs})
+        MemoryCopy(token="a", has={"rank-1.bin": has}, needs={"rank-1.bin": needs})
         for has, needs in zip(sizes, (100, 100, 10), strict=True)
     ]
     moves = moves_between(copies, copies[0])

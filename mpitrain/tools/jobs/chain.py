@@ -39,7 +39,7 @@ Action = Literal["retry", "requeue", "end"]
 
 
 class Chain:
-    """A training of several starts, and of several jobs, as one of these sees it.
+    """A training of several starts and several jobs, as the present job sees it.
 
     ``run_dir`` is ``None`` until it is known, ``max_restarts`` where progress is the
     only limit.

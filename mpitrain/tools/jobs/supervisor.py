@@ -28,6 +28,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -43,8 +44,8 @@ from mpitrain.record.supervised import (
     Supervision,
     begin_start,
     opened_run,
+    read_memory_step,
     record_restart,
-    step_told,
 )
 from mpitrain.schedulers import detect, seconds_left
 from mpitrain.settings import check_values, setting
@@ -86,7 +87,8 @@ class SuperviseConfig:
     launcher: Literal["auto"] | LauncherName = "auto"
     """What starts the ranks. auto: what the program after -- says of itself."""
     container: str = ""
-    """With --jobs, words that run a rank in a container, as a shell quotes them."""
+    """With --jobs or --restarts, words that run a rank in a container, as a shell
+    quotes them."""
     run_dir: Path | None = None
     """With --jobs, the run folder of a script (`run`)."""
 
@@ -123,7 +125,7 @@ class Supervisor:
         environ: Mapping[str, str],
         *,
         send_usr2: bool,
-        has_failed: Callable[[], bool] = lambda: False,
+        has_failed: Callable[[], bool] | None = None,
     ) -> int:
         """Run a program with TERM blocked, and return its exit status.
 
@@ -151,11 +153,11 @@ class Supervisor:
         while process.poll() is None:
             with contextlib.suppress(KeyError, OSError):
                 os.utime(Path(environ[STATUS_FILE]).parent)  # it is not left behind
-            if self._wait(1.0) and send_usr2:
+            if self._wait(60.0 if has_failed is None else 1.0) and send_usr2:
                 time.sleep(0.5)  # until a scheduler has signalled mpirun, too
                 process.send_signal(signal.SIGUSR2)
                 send_usr2 = False  # a second one would end ranks that save
-            if failed_at == math.inf and has_failed():
+            if has_failed is not None and failed_at == math.inf and has_failed():
                 failed_at = time.monotonic()
             if time.monotonic() >= min(self._kill_at, failed_at + LINGER_SECONDS):
                 self._kill_at = math.inf
@@ -177,7 +179,7 @@ class Supervisor:
             command,
             environ,
             send_usr2=launcher.forwards_usr2,
-            has_failed=lambda: may_restart(environ) and _is_failed(file),
+            has_failed=partial(_is_failed, file) if may_restart(environ) else None,
         )
         if status == 0 or not launcher.passes_status:
             try:
@@ -297,7 +299,7 @@ def _train(
         status, started = 0, time.monotonic()
         if probes and nodes.probe:
             # Those without a host file find a node that does not work by themselves.
-            status = supervisor.run(nodes.probe, environ, send_usr2=True)
+            status = supervisor.run(nodes.begin_probe(), environ, send_usr2=True)
         if supervisor.is_stopping:
             status = Stopped.exit_status  # nothing was started or has failed
         elif status == 0:
@@ -318,7 +320,7 @@ def _train(
             is_stopping=supervisor.is_stopping,
             error=supervisor.error,
             seconds=time.monotonic() - started,
-            step=step_told(environ),
+            step=read_memory_step(environ),
         )
         if action == "retry" and run_dir is not None:
             error = supervisor.error or f"ended with status {status}"
