@@ -53,5 +53,6 @@ fi
 # `supervise` lets the ranks stop with a checkpoint at TERM (scancel, preemption). Then
 # the job's status is 75.
 # After a fault it starts them again, up to 3 times.
+export SLURM_OVERLAP=1  # srun does not wait for what is left of a lost node
 exec python -m mpitrain supervise --restarts 3 -- \
     mpirun "${options[@]}" python -m mpitrain "$@"

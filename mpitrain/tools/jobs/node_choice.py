@@ -69,12 +69,23 @@ class NodeChoice:
 
         It takes no time, where a probe waits for the node.
         """
-        self._lost += (hostname,)
-        try:
-            assert self.probe, "its nodes are not chosen"
-            text = text_of(self._config, self._environ, exclude=self._lost)
-        except (AssertionError, MpitrainError):
-            self._lost = ()
+        if not self.probe:
             return False
+        lost = (*self._lost, hostname)
+        try:
+            before, text = (
+                text_of(self._config, self._environ, exclude=it)
+                for it in (self._lost, lost)
+            )
+        except MpitrainError:  # too few are left
+            return False
+        if text == before:  # its name is another one there
+            return False
+        self._lost = lost
         write_atomic(self._file, text)
         return True
+
+    def begin_probe(self) -> list[str]:
+        """Return the words of `probe`; nodes that were lost are tried again."""
+        self._lost = ()
+        return self.probe

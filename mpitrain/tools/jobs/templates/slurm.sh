@@ -77,6 +77,7 @@ fi
 {% endif %}
 {% if jobs == 1 and restarts %}
 # After a fault it starts them again, up to {{ restarts }} times.
+export SLURM_OVERLAP=1  # srun does not wait for what is left of a lost node
 {% endif %}
 {% if jobs == 1 %}
 exec python -m mpitrain supervise {{ '--container "${container[*]@Q}" ' if container and restarts }}{{ "--launcher %s " % launcher if launcher != "openmpi" else "" }}{{ "--restarts %d " % restarts if restarts }}-- \
