@@ -22,8 +22,8 @@ from mpitrain.tools.report.analysis import (
     find_straggler,
     goodput,
     jobs_of,
-    losses_of,
     phase_totals,
+    restart_costs,
     seconds_by_category,
 )
 from mpitrain.tools.report.curves import bins
@@ -109,13 +109,13 @@ def test_a_restart_costs_the_steps_done_again_and_the_time_without_ranks(
     record_restart(run_dir, fault)
     record_restart(run_dir, replace(fault, time=second.ended + 9.0))  # did not resume
     run = Run(run_dir)
-    (loss,) = losses_of(run)
-    assert loss.restart == fault
-    assert loss.steps == 20
-    assert loss.step_seconds == pytest.approx(20 * 0.1, rel=0.2)
+    (cost,) = restart_costs(run)
+    assert cost.restart == fault
+    assert cost.steps == 20
+    assert cost.step_seconds == pytest.approx(20 * 0.1, rel=0.2)
     down = run.metrics.resumed[0].time - first.ended - 1.0
     assert down > START_SECONDS
-    assert loss.down_seconds == pytest.approx(down)
+    assert cost.down_seconds == pytest.approx(down)
     jobs = jobs_of(run)
     total = jobs[-1].ended - jobs[0].began
     lost = START_SECONDS + 2.0 + down

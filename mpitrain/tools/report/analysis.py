@@ -122,7 +122,7 @@ def jobs_of(run: Run) -> list[JobTimes]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Loss:
+class RestartCost:
     """What a fault has cost."""
 
     restart: Restart
@@ -131,38 +131,43 @@ class Loss:
     down_seconds: float  # from the end of mpirun to the resume
 
 
-def losses_of(run: Run) -> list[Loss]:
-    """Return what each restart of a run has cost; those that resumed."""
+def restart_costs(run: Run) -> list[RestartCost]:
+    """Return what each restart of a run has cost."""
     total = sums(run.metrics.throughputs)
     seconds = total.seconds / total.num_steps if total.num_steps else 0.0
-    found = []
+    metrics, found = run.metrics, []
     ends = [*(it.time for it in run.restarts[1:]), math.inf]
     for restart, end in zip(run.restarts, ends, strict=False):
-        resumed = [it for it in run.metrics.resumed if restart.time <= it.time < end]
-        if not resumed:
-            continue
-        steps = max(0, restart.step - resumed[0].step)
+        # Without a checkpoint it has begun at step 0.
+        begins = [(it.time, it.step) for it in metrics.resumed]
+        begins += [(it.time, 0) for it in metrics.began]
+        begins = [it for it in begins if restart.time <= it[0] < end]
+        if not begins and end == math.inf:
+            continue  # it has not begun yet
+        # One that failed before that has cost the time until the next.
+        time, step = min(begins, key=lambda it: -it[1], default=(end, restart.step))
+        steps = max(0, restart.step - step)
         found.append(
-            Loss(
+            RestartCost(
                 restart=restart,
                 steps=steps,
                 step_seconds=steps * seconds,
-                down_seconds=resumed[0].time - restart.time,
+                down_seconds=time - restart.time,
             )
         )
     return found
 
 
 def goodput(run: Run, jobs: Sequence[JobTimes]) -> float:
-    """Return the share of the time in which steps were done that count; nan: unknown.
+    """Return the share of the time that is not lost; nan: nothing is known of restarts.
 
-    Not the first start, not the time without ranks, not the steps that were done again.
+    Lost are the first start, and what each restart has cost.
     """
     if not jobs or not run.restarts:
         return math.nan
     began = jobs[0].began
     total = max(job.ended for job in jobs) - began
-    lost = sum(it.step_seconds + it.down_seconds for it in losses_of(run))
+    lost = sum(it.step_seconds + it.down_seconds for it in restart_costs(run))
     lost += max(it.start_seconds for it in jobs[0].ranks.values())
     return max(0.0, 1.0 - lost / total) if total > 0 else math.nan
 

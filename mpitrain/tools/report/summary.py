@@ -14,7 +14,7 @@ from mpitrain.tools.report.analysis import (
     JobTimes,
     find_straggler,
     goodput,
-    losses_of,
+    restart_costs,
     seconds_by_category,
     stages_of,
 )
@@ -140,7 +140,7 @@ def tables(run: Run, jobs: Sequence[JobTimes]) -> list[Section]:
         ),
         Section(
             title="Restarts",
-            head=("at", "step", "steps lost", "without ranks", "why"),
+            head=("at", "step", "steps lost", "until it resumed", "why"),
             rows=[
                 (
                     clock(it.restart.time),
@@ -149,7 +149,7 @@ def tables(run: Run, jobs: Sequence[JobTimes]) -> list[Section]:
                     duration(it.down_seconds),
                     it.restart.error,
                 )
-                for it in losses_of(run)
+                for it in restart_costs(run)
             ],
         ),
         Section(
