@@ -10,6 +10,7 @@ import itertools
 import os
 import random
 import re
+import shutil
 import signal
 import statistics
 import subprocess
@@ -19,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+from launcher import children_of, survivors
 
 from .hosts import LOGIN, PREFIX, VirtualHosts, ip
 
@@ -65,7 +67,7 @@ class Training:
     def strike(self, kind: str, chance: random.Random) -> None:
         """Let a fault happen, and wait until the training goes on."""
         ranks = [int(it.name[4:]) for it in self.folder.glob("pid-*")]
-        alive = [it for it in sorted(ranks) if is_alive(self.rank(it)[0])]
+        alive = [it for it in sorted(ranks) if survivors([self.rank(it)[0]])]
         rank = chance.choice(alive)
         pid, host = self.rank(rank)
         before, told = len(self.steps()), f"{kind} at rank {rank} on {host}"
@@ -128,8 +130,7 @@ def test_random_faults_change_no_bit(
     chance = random.Random(f"{SEED}")
     kinds = FEW if len(FEW) == FAULTS else ALL
     print(f"SOAK_SEED={SEED}")
-    for name in ("recovered.py",):
-        (folder / name).write_text(Path(__file__).with_name(name).read_text())
+    shutil.copy(Path(__file__).with_name("recovered.py"), folder)
     num_steps = FAULTS * STEPS_PER_FAULT + 100
     words = ["recovered.py", "whole", str(num_steps), strategy]
     python, path = ".venv/bin/python", f"{folder}/.venv/bin:{hosts.environ['PATH']}"
@@ -197,17 +198,6 @@ def test_random_faults_change_no_bit(
 def link(host: str, state: str) -> None:
     """Let a host be cut off, or not."""
     ip("-n", PREFIX + LOGIN, "link", "set", host, state)
-
-
-def is_alive(pid: int) -> bool:
-    """Whether a process runs."""
-    return Path(f"/proc/{pid}/exe").exists()
-
-
-def children_of(pid: int) -> list[int]:
-    """The processes that one has started: beside a rank, its sidecar."""
-    tasks = Path(f"/proc/{pid}/task").glob("*/children")
-    return [int(child) for task in tasks for child in task.read_text().split()]
 
 
 def mpirun_of(folder: Path) -> int:

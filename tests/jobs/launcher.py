@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -120,6 +121,27 @@ def mpirun(
     assert ended - started < timeout_seconds, (
         f"the job hung: killed after {timeout_seconds} s\n{done.stdout}{done.stderr}"
     )
+    return Done(status=done.returncode, out=done.stdout, err=done.stderr, ended=ended)
+
+
+def supervise(
+    mpi: Mpi, folder: Path, options: Sequence[str], *words: str, num_ranks: int = 3
+) -> Done:
+    """Run ``supervise OPTIONS -- mpirun -np N python WORDS`` to its end."""
+    done = subprocess.run(
+        [
+            *("timeout", "-k", "5", "170", sys.executable, "-m", "mpitrain"),
+            *("supervise", *options, "--", str(mpi.mpirun), "-np", str(num_ranks)),
+            *(*mpi.flags, sys.executable, *words),
+        ],
+        cwd=folder,
+        env=environment(mpi),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode not in (124, 137), done.stdout + done.stderr
+    ended = time.time()
     return Done(status=done.returncode, out=done.stdout, err=done.stderr, ended=ended)
 
 

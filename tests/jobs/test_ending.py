@@ -7,10 +7,20 @@ import socket
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from launcher import Done, Mpi, environment, mpirun, slow, survivors, under_each_mpi
+from launcher import (
+    Done,
+    Mpi,
+    environment,
+    mpirun,
+    slow,
+    supervise,
+    survivors,
+    under_each_mpi,
+)
 
 GONE_WITHIN_SECONDS = 10.0
 
@@ -302,28 +312,15 @@ def test_the_error_of_the_training_is_the_last_line_of_a_job_script(
         "def model(num_classes):\n    raise ArithmeticError('this is the fault')\n"
     )
 
-    def supervise(*options: str) -> tuple[int, list[str]]:
-        done = subprocess.run(
-            [
-                *("timeout", "-k", "5", "120"),
-                *(sys.executable, "-m", "mpitrain", "supervise", "--"),
-                *(str(openmpi.mpirun), "-np", "2", *openmpi.flags, *options),
-                *(sys.executable, "-m", "mpitrain", "--name", "r", "--device", "cpu"),
-                *("--model", "faulty:model"),
-            ],
-            cwd=tmp_path,
-            env=environment(openmpi),
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-        )
-        return done.returncode, done.stderr.splitlines()
-
-    status, lines = supervise()
-    assert status == 1
+    words = ("-m", "mpitrain", "--name", "r", "--device", "cpu")
+    words += ("--model", "faulty:model")
+    done = supervise(openmpi, tmp_path, [], *words, num_ranks=2)
+    lines = done.err.splitlines()
+    assert done.status == 1
     assert lines[-1].startswith("failed: [rank ")
     assert lines[-1].endswith("ArithmeticError: this is the fault")
     assert any("prterun" in line for line in lines[:-1]), lines
-    status, lines = supervise("--no-such-option")
-    assert status not in (0, 75)
-    assert "this is the fault" not in "".join(lines)
+    wrong = replace(openmpi, flags=(*openmpi.flags, "--no-such-option"))
+    done = supervise(wrong, tmp_path, [], *words, num_ranks=2)
+    assert done.status not in (0, 75)
+    assert "this is the fault" not in done.err

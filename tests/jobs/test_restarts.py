@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
-from launcher import Done, Mpi, environment, rows, under_each_mpi
+from launcher import Mpi, environment, rows, supervise, under_each_mpi
 
 TRAINING = ("-m", "mpitrain", "--device", "cpu", "--epochs", "3")
 SAVED_OFTEN = ("--checkpoint-every-steps", "5")
@@ -45,27 +45,6 @@ def main():
 with mpitrain.init(device="cpu", backend="gloo"):
     main()
 """
-
-
-def supervise(
-    mpi: Mpi, folder: Path, options: list[str], *words: str, num_ranks: int = 3
-) -> Done:
-    """Run ``supervise OPTIONS -- mpirun -np N python WORDS`` to its end."""
-    done = subprocess.run(
-        [
-            *("timeout", "-k", "5", "170", sys.executable, "-m", "mpitrain"),
-            *("supervise", *options, "--", str(mpi.mpirun), "-np", str(num_ranks)),
-            *(*mpi.flags, sys.executable, *words),
-        ],
-        cwd=folder,
-        env=environment(mpi),
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode not in (124, 137), done.stdout + done.stderr
-    ended = time.time()
-    return Done(status=done.returncode, out=done.stdout, err=done.stderr, ended=ended)
 
 
 @under_each_mpi

@@ -6,6 +6,17 @@ from collections.abc import Callable
 from typing import Any
 
 from mpitrain.mpi.shared_arrays import Communicator
+from mpitrain.mpi.topology import Node
+from mpitrain.mpi.world import World
+
+LONE = World(
+    rank=0,
+    world_size=1,
+    local_rank=0,
+    local_world_size=1,
+    node_rank=0,
+    nodes=(Node(hostname="here", ranks=(0,)),),
+)
 
 
 class SingleProcess(Communicator):

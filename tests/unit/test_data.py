@@ -8,27 +8,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from single_process import SingleProcess
+from single_process import LONE, SingleProcess
 
 from mpitrain.config import DataConfig
 from mpitrain.data import sharding
 from mpitrain.errors import DataError, UsageError
-from mpitrain.mpi.world import Node, World
 from mpitrain.plugins import call_with_known, load_reference
 from mpitrain.tasks.image_classification import datasets
 from mpitrain.tasks.image_classification.datasets.named import (
     InMemory,
     digits,
     load_data,
-)
-
-LONE = World(
-    rank=0,
-    world_size=1,
-    local_rank=0,
-    local_world_size=1,
-    node_rank=0,
-    nodes=(Node(hostname="here", ranks=(0,)),),
 )
 
 FOLDER = Path(datasets.__file__).parent / "digits"

@@ -9,21 +9,12 @@ import time
 from pathlib import Path
 
 import pytest
+from single_process import LONE
 
 from mpitrain.checkpoint import memory_folder
 from mpitrain.checkpoint.memory_folder import LEFT_SECONDS, MemoryFolder
 from mpitrain.checkpoint.memory_level import best_interval
-from mpitrain.mpi.topology import Node
-from mpitrain.mpi.world import World
-
-WORLD = World(
-    rank=0,
-    world_size=1,
-    local_rank=0,
-    local_world_size=1,
-    node_rank=0,
-    nodes=(Node(hostname="node1", ranks=(0,)),),
-)
+from mpitrain.watchdog import process
 
 HOLD = """
 import fcntl, sys, time
@@ -41,7 +32,7 @@ def shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def opened(token: str) -> MemoryFolder:
-    folder = MemoryFolder(WORLD, token, "a")
+    folder = MemoryFolder(LONE, token, "a")
     folder.open()
     return folder
 
@@ -61,7 +52,7 @@ def test_a_folder_of_a_dead_job_is_removed_by_the_next_job() -> None:
 
 def test_a_folder_whose_ranks_live_stays() -> None:
     opened("mine")  # makes the folder of both
-    other = MemoryFolder(WORLD, "other", "a")
+    other = MemoryFolder(LONE, "other", "a")
     other.path.mkdir()
     (other.path / "lock").touch()
     words = [sys.executable, "-c", HOLD, str(other.path / "lock")]
@@ -103,3 +94,21 @@ def test_checkpoints_are_more_frequent_with_more_faults_and_never_too_dear() -> 
     for cost in (0.001, 0.1, 3.0):
         for num_faults in (0, 5, 1000):
             assert cost / best_interval(cost, 600, num_faults) <= 0.01
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_the_memory_that_the_kernel_lets_the_job_have_is_the_limit(
+    version: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is in a tmpfs counts for the cgroup; files that were read are given back."""
+    names = ("max", "current") if version == 2 else ("limit_in_bytes", "usage_in_bytes")
+    cache = "inactive_file" if version == 2 else "total_inactive_file"
+    for number, limit in enumerate(("5000", "1000", "max")):
+        (folder := tmp_path / f"{number}").mkdir()
+        (folder / f"memory.{names[0]}").write_text(limit)
+        (folder / f"memory.{names[1]}").write_text("700")
+        (folder / "memory.stat").write_text(f"anon 500\n{cache} 200\n")
+    folders = [*tmp_path.iterdir()]
+    monkeypatch.setattr(process, "_memory_cgroups", lambda: folders)
+    assert process.memory_left() == 1000 - 700 + 200
+    assert opened("mine").free_bytes() == 1000 - 700 + 200
