@@ -116,6 +116,12 @@ def test_a_restart_costs_the_steps_done_again_and_the_time_without_ranks(
     down = run.metrics.resumed[0].time - first.ended - 1.0
     assert down > START_SECONDS
     assert cost.down_seconds == pytest.approx(down)
+    # A start that ended before it resumed costs the time until the next.
+    early = replace(fault, time=fault.time - 5.0, step=0)
+    run.restarts.insert(0, early)
+    assert [it.steps for it in restart_costs(run)] == [0, 20]
+    assert restart_costs(run)[0].down_seconds == pytest.approx(5.0)
+    run.restarts.remove(early)
     jobs = jobs_of(run)
     total = jobs[-1].ended - jobs[0].began
     lost = START_SECONDS + 2.0 + down
