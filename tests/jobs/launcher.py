@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -164,7 +166,30 @@ def survivors(pids: list[int]) -> list[int]:
     return alive
 
 
+def send_signal(pids: Iterable[int], number: int = signal.SIGKILL) -> None:
+    """Send a signal to processes, of which some may have ended meanwhile."""
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
 def children_of(pid: int) -> list[int]:
     """The processes that one has started: beside a rank, its sidecar."""
     tasks = Path(f"/proc/{pid}/task").glob("*/children")
-    return [int(child) for task in tasks for child in task.read_text().split()]
+    found = []
+    for task in tasks:
+        # A thread may end between the listing and the reading.
+        with suppress(OSError):
+            found += [int(child) for child in task.read_text().split()]
+    return found
+
+
+def session_of(pid: int) -> list[int]:
+    """The processes of the session that one leads."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        # Any process of the machine may end between the listing and the question.
+        with suppress(ProcessLookupError):
+            if os.getsid(int(entry.name)) == pid:
+                found.append(int(entry.name))
+    return found

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import subprocess
 import sys
 import time
@@ -14,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from launcher import Mpi, environment, mpirun, survivors
+from launcher import Mpi, environment, mpirun, send_signal, survivors
 
 FLAGS = (
     *("--data", "custom:numbered", "--model", "custom:Learner", "--device", "cpu"),
@@ -174,8 +172,7 @@ class Job:
                 time.sleep(0.05)
         finally:
             self.process.kill()
-            for pid in survivors(pids):
-                os.kill(pid, signal.SIGKILL)
+            send_signal(survivors(pids))
         return status
 
 

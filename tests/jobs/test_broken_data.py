@@ -13,7 +13,17 @@ from pathlib import Path
 
 import pytest
 from data_files import picture, write_folder, write_mnist, write_tar
-from launcher import Done, Mpi, children_of, environment, mpirun, rows, slow, survivors
+from launcher import (
+    Done,
+    Mpi,
+    children_of,
+    environment,
+    mpirun,
+    rows,
+    send_signal,
+    slow,
+    survivors,
+)
 
 pytestmark = pytest.mark.xdist_group("broken_data")  # a fixture that trains, once
 
@@ -224,8 +234,7 @@ def test_a_killed_process_ends_the_job_and_leaves_no_worker(
     finally:
         job.kill()
         job.wait()
-        for pid in survivors(everybody):
-            os.kill(pid, signal.SIGKILL)
+        send_signal(survivors(everybody))
     said = out.read_text()
     assert took < GONE_SECONDS, said
     assert job.returncode != 0

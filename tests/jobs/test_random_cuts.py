@@ -9,10 +9,9 @@ import os
 import random
 import signal
 import time
-from pathlib import Path
 
 import pytest
-from launcher import MPIS, find
+from launcher import MPIS, find, send_signal
 from resume_jobs import Job, Runs
 
 TRIES = max(3, int(os.environ.get("SOAK_TRIES", "0")) // 4)
@@ -87,13 +86,6 @@ def strike(what: str, job: Job, chance: random.Random) -> None:
     elif what == "mpirun":
         pids = [job.process.pid]
     elif what == "stop and kill":
-        for pid in pids:
-            kill(pid, signal.SIGSTOP)
+        send_signal(pids, signal.SIGSTOP)
         time.sleep(chance.uniform(0.0, 1.0))
-    for pid in pids:
-        kill(pid, signal.SIGKILL)
-
-
-def kill(pid: int, number: int) -> None:
-    if Path(f"/proc/{pid}").exists():
-        os.kill(pid, number)
+    send_signal(pids)

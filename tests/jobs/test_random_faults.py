@@ -14,7 +14,16 @@ import time
 from pathlib import Path
 
 import pytest
-from launcher import MPIS, Mpi, children_of, environment, find, slow, survivors
+from launcher import (
+    MPIS,
+    Mpi,
+    children_of,
+    environment,
+    find,
+    send_signal,
+    slow,
+    survivors,
+)
 
 TRIES = int(os.environ.get("SOAK_TRIES", "4"))
 SEED = int(os.environ.get("SOAK_SEED", str(random.SystemRandom().randrange(10**6))))
@@ -75,8 +84,7 @@ def test_a_fault_at_a_random_moment_ends_the_job(number: int, tmp_path: Path) ->
     finally:
         job.kill()
         job.wait()
-        for pid in survivors(pids + beside):
-            os.kill(pid, signal.SIGKILL)
+        send_signal(survivors(pids + beside))
     said = out.read_text()
     assert job.returncode != 0, told + "\n" + said
     ours = [line for line in said.splitlines() if line.startswith("[rank ")]

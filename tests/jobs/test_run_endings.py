@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import signal
 import subprocess
@@ -11,7 +10,15 @@ import time
 from pathlib import Path
 
 import pytest
-from launcher import Mpi, children_of, environment, slow, survivors
+from launcher import (
+    Mpi,
+    children_of,
+    environment,
+    send_signal,
+    session_of,
+    slow,
+    survivors,
+)
 from run_scripts import check_all_done, run, write
 
 FAULTY = """
@@ -348,13 +355,9 @@ def test_a_script_in_a_job_script_gets_term_once_and_time_to_save(
         ready = (line for line in started.stdout if "ready" in line)
         assert next(ready, None), "the script did not start"
         (supervisor,) = children_of(started.pid)
-        session = [
-            int(entry.name)
-            for entry in Path("/proc").glob("[0-9]*")
-            if os.getsid(int(entry.name)) == started.pid != int(entry.name)
-        ]
-        for pid in session if who == "all processes" else [supervisor]:
-            os.kill(pid, signal.SIGTERM)
+        others = [pid for pid in session_of(started.pid) if pid != started.pid]
+        told = others if who == "all processes" else [supervisor]
+        send_signal(told, signal.SIGTERM)
         output = started.stdout.read()
     assert started.returncode == 75, output
     saved = [(tmp_path / f"saved-{rank}").read_text() for rank in (0, 1)]

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import fcntl
 import json
-import os
-import signal
 import subprocess
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-from launcher import Done, Mpi, under_each_mpi
+from launcher import Done, Mpi, send_signal, under_each_mpi
 from stage_environment import SHOW, command, make_environment, variables
 from test_disks import small_disk
 
@@ -203,8 +201,7 @@ def test_a_job_that_is_killed_leaves_nothing_that_is_used(
         for path in Path("/proc").glob("[0-9]*/cmdline")
         if f"{env}/bin/python".encode() in read(path)
     ]
-    for pid in [job.pid, *pids]:
-        os.kill(pid, signal.SIGKILL)
+    send_signal([job.pid, *pids])
     job.communicate()
     (partial,) = copies(env)
     assert ".partial-" in partial.name

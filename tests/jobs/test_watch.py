@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import signal
 import subprocess
 import sys
 import time
@@ -13,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launcher import Mpi, environment, rows
+from launcher import Mpi, environment, rows, send_signal
 from resume_jobs import Job, Runs
 
 from mpitrain.record.runs import is_held
@@ -94,8 +92,7 @@ def test_it_notices_a_job_that_was_killed(runs: Runs) -> None:
     watching = watch(job.run_dir)
     time.sleep(2)
     pids = [job.process.pid, *job.ranks()]
-    for pid in pids:
-        os.kill(pid, signal.SIGKILL)
+    send_signal(pids)
     lines = end_of(watching, 30)
     assert lines[-1].startswith("no job writes into it any more")
     assert end_of(watch(job.run_dir, "--once"), 20)[-1] == lines[-1]
