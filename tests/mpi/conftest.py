@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 import tempfile
 import time
@@ -25,6 +26,17 @@ if TYPE_CHECKING:
 
 DEVICE: Any = os.environ.get("MPITRAIN_TEST_DEVICE", "cpu")
 """`tests/gpu` runs some of these files on a GPU."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """Give each rank a folder of its own; of a common one all would remove the old."""
+    config.option.basetemp = tempfile.mkdtemp()
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Remove it."""
+    shutil.rmtree(config.option.basetemp, ignore_errors=True)
 
 
 @pytest.hookimpl(wrapper=True)
