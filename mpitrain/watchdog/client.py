@@ -195,6 +195,8 @@ class Watchdog:
                     faulthandler.dump_traceback(self._dump, all_threads=True)
             elif "text" in message:
                 self.on_command(message["end"], message["text"])
+                if message["text"]:
+                    self._send(recorded=True)
             else:
                 self._ports.put(message["port"])
 

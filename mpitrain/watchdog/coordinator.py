@@ -21,9 +21,9 @@ from mpitrain.watchdog.report import (
 HANG_STATUS = 76  # the job's exit status when it hung
 STACKS_SECONDS = 2.0  # how long the sidecars may take to send stacks
 GATHER_SECONDS = 0.1  # for what comes at once: a death, and a report of why
-# How long a rank may take to record a death. It is printed after that: the print wakes
+# How long a rank may take to record a death. It is printed when it has: the print wakes
 # MPICH's launcher, which sees the death and kills the others within a millisecond.
-RECORD_SECONDS = 0.25
+RECORD_SECONDS = 0.5
 SUSPENDED_SECONDS = 5.0  # longer between two calls: the job was suspended
 SHOW_SECONDS = 1.2  # how long to gather positions that a user asked for
 NOTICE_SECONDS = 2.0  # how long a launcher may take to notice that a rank is gone
@@ -67,6 +67,7 @@ class Coordinator:
         self._gone_at = 0.0
         self._gone_text = ""
         self._is_gone_printed = False
+        self._is_recorded = False  # by the rank that was asked to
         self._failing_at: float | None = None
         self._is_ended = False
         self.logs: str | None = None  # the folder of the ranks' logs
@@ -104,6 +105,7 @@ class Coordinator:
             self._failing_at = now
         if message.get("show") and self._stacks_asked_at is None:
             self._shown_at = now if self._shown_at is None else self._shown_at
+        self._is_recorded |= "recorded" in message
         if "gone" in message and position.state is not State.DONE:
             if not self._gone:
                 self._gone_at = now
@@ -145,9 +147,11 @@ class Coordinator:
             gone = {rank for rank, _ in self._gone}
             reporting = min(self._statuses.keys() - gone, default=0)
             actions.add("record", text=self._gone_text, reporting_rank=reporting)
-        if seconds > GATHER_SECONDS + RECORD_SECONDS and not self._is_gone_printed:
+        is_due = self._is_recorded or seconds > GATHER_SECONDS + RECORD_SECONDS
+        if self._gone_text and is_due and not self._is_gone_printed:
             self._is_gone_printed = True
             actions.messages.append(self._gone_text)
+            actions.add("recorded")
         if seconds > NOTICE_SECONDS:
             self._abort(actions, 1)
 

@@ -86,6 +86,7 @@ class Sidecar:
         self.send_at = 0.0
         self.terminations = (0, 0.0)  # bytes that SIGTERM wrote, and when
         self.sent_state = State.RUNNING
+        self.is_recorded = False  # why a rank is gone: printed, and in the run folder
 
     def run(self) -> None:
         """Watch until the rank is gone."""
@@ -147,6 +148,8 @@ class Sidecar:
                 seconds = self.rank_info["lost_host_seconds"]
                 self.coordinator.lost_host_seconds = seconds
             self.control.send(json.dumps({"port": port}).encode())
+        if "recorded" in message:
+            self._send(recorded=True)
         if self.coordinator is not None and self.console.log:
             self.coordinator.logs = os.path.dirname(self.console.log)  # noqa: PTH120
         if "connect" in message:
@@ -198,8 +201,12 @@ class Sidecar:
         while self._is_needed() and time.monotonic() <= end:
             time.sleep(0.05)
             self._exchange(self._sockets(), time.monotonic())
+        # The launcher ends the other ranks, too, once it sees that this one is gone.
         if self.kill_at is None and is_unreported and self._has_coordinator():
-            time.sleep(max(0.0, now + RECORD_SECONDS - time.monotonic()))
+            end = now + RECORD_SECONDS
+            while not self.is_recorded and time.monotonic() < end:
+                time.sleep(0.02)
+                self._exchange(self._sockets(), time.monotonic())
         self.console.close(self.rank_info["launcher_sockets"])
         if not is_single:
             self.launcher.end_if_it_lingers(now)
@@ -341,6 +348,8 @@ class Sidecar:
             self._send_to_rank(command["status"], text)
         elif name == "record":
             self._send_to_rank(None, text)
+        elif name == "recorded":
+            self.is_recorded = True
         elif name == "detach":
             self.client = None
 
