@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
+import sys
 from collections import Counter
 from collections.abc import Collection, Mapping, MutableMapping, Sequence
 from dataclasses import replace
@@ -23,7 +24,7 @@ from mpitrain.mpi.collectives import (
 from mpitrain.mpi.launchers import DEFAULT, LAUNCHERS
 from mpitrain.mpi.world import World, list_hosts
 from mpitrain.schedulers.pbs import asks_for_ompthreads
-from mpitrain.watchdog.process import launcher_name
+from mpitrain.watchdog.process import launcher_name, parent_of_rank
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -72,9 +73,24 @@ def configure_threads(
     num_threads = all_or_none(
         comm, lambda: threads_of(num_cores, variables), "read OMP_NUM_THREADS"
     )
+    limit_blas(num_threads, variables)
     return replace(
         world, nodes=tuple(nodes), num_cores=num_cores, num_threads=num_threads
     )
+
+
+def limit_blas(num_threads: int, variables: Mapping[str, str]) -> None:
+    """Let numpy's BLAS compute with so many threads, unless a variable of its says.
+
+    It has read OMP_NUM_THREADS itself, unless numpy was imported before that was set:
+    in a warm rank, and in a script that imports it before `mpitrain.init`.
+    """
+    own = ("OPENBLAS_NUM_THREADS", "GOTO_NUM_THREADS", "MKL_NUM_THREADS")
+    is_set = not variables.keys().isdisjoint((*own, "BLIS_NUM_THREADS"))
+    if "numpy" in sys.modules and not is_set:
+        from threadpoolctl import threadpool_limits
+
+        threadpool_limits(num_threads, user_api="blas")
 
 
 def _cores_under_pbs(
@@ -128,7 +144,7 @@ def launcher_cores(environ: Mapping[str, str]) -> frozenset[int]:
     if not was_launched(environ):
         return frozenset()
     try:
-        cores = frozenset(os.sched_getaffinity(os.getppid()))
+        cores = frozenset(os.sched_getaffinity(parent_of_rank()))
     except OSError:
         return frozenset()
     of_slurm = environ.get("SLURM_CPUS_ON_NODE", "")
