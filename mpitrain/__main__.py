@@ -3,6 +3,17 @@
 import os
 import sys
 
+
+def console() -> None:
+    """Run the command line, in a fork of a fork server if there is one."""
+    from mpitrain.warm.proxy import start_warm
+
+    start_warm()
+    from mpitrain import cli
+
+    cli.console()
+
+
 if __name__ == "__main__":
     if not sys.flags.safe_path and sys.path[0] in ("", os.getcwd()):
         # `python -m` looks into the current folder first: numpy and torch would take a
@@ -12,7 +23,5 @@ if __name__ == "__main__":
         root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # noqa: PTH100, PTH120
         if root not in sys.path:
             sys.path.append(root)  # a clone that is not installed: for its processes
-
-    from mpitrain.cli import console
 
     console()

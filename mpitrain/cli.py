@@ -16,7 +16,7 @@ import socket
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from mpitrain.config import TrainConfig, default_start_timeout
 from mpitrain.errors import UsageError, did_you_mean
@@ -59,7 +59,8 @@ def main(argv: Sequence[str]) -> int:
             text = error_message(error, rank_label(rank, size, socket.gethostname()))
             print(text, file=sys.stderr, flush=True)
         status = exit_status(error)
-    if status or name != "run":  # a script ends with all ranks, in `atexit`
+    # A script ends with all ranks, in `atexit`; a server is no rank.
+    if name != "serve" and (status or name != "run"):
         write_status(status)
     return status
 
@@ -89,6 +90,15 @@ def sweep(argv: Sequence[str]) -> int:
 
     command = SweepCommand(words, flags)
     return run_command(command, start_timeout(flags))
+
+
+def serve(argv: Sequence[str]) -> NoReturn:
+    """Import torch once: ranks that mpirun starts on this machine are forks."""
+    from mpitrain.launch.process_exit import exit_now
+    from mpitrain.warm.serve import ServeConfig, serve
+
+    serve(_read(ServeConfig, "serve", argv))
+    exit_now(main(sys.argv[1:]))  # in a fork, which is a rank
 
 
 def hostfile(argv: Sequence[str]) -> None:
@@ -275,7 +285,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int | None]] = {
     command.__name__: command
     for command in (
         *(train, run, sweep, new, stage, check, watch, fetch, export, report, diff),
-        *(supervise, hostfile, jobscript),
+        *(serve, supervise, hostfile, jobscript),
     )
 }
 

@@ -19,6 +19,7 @@ from mpitrain.tools.jobs.supervisor import SuperviseConfig
 from mpitrain.tools.report.report import ReportConfig
 from mpitrain.tools.sweep.config import SweepConfig
 from mpitrain.tools.watch import WatchConfig
+from mpitrain.warm.serve import ServeConfig
 
 PAGE = Path(__file__).parents[1] / "docs/reference/flags.md"
 
@@ -30,6 +31,7 @@ COMMANDS: dict[str, Any] = {
     "check": CheckConfig,
     "jobscript": JobscriptConfig,
     "hostfile": HostfileConfig,
+    "serve": ServeConfig,
     "supervise": SuperviseConfig,
     "watch": WatchConfig,
     "report": ReportConfig,

@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-EPOCHS = 10
+EPOCHS = int(os.environ.get("EPOCHS", "10"))
 GLOBAL_BATCH_SIZE = 64
 LR = 0.1
 DIGITS = (
@@ -70,8 +70,24 @@ def cosine(
     )
 
 
+def start() -> None:
+    """Start gloo; with STORE in a file of this attempt.
+
+    After a restart torchrun's own store still has the addresses of the attempt before,
+    and with 4 ranks or more gloo connects to them (torch 2.14.1; 8 of 8 failed).
+    """
+    count = os.environ["TORCHELASTIC_RESTART_COUNT"]
+    store = os.environ.get("STORE")
+    dist.init_process_group(
+        "gloo",
+        init_method=None if store is None else f"file://{store}-{count}",
+        rank=int(os.environ["RANK"]),
+        world_size=int(os.environ["WORLD_SIZE"]),
+    )
+
+
 def main() -> None:
-    dist.init_process_group("gloo")
+    start()
     rank, world_size = dist.get_rank(), dist.get_world_size()
     train, val = digits()
     sampler = DistributedSampler(train, shuffle=True, seed=1)

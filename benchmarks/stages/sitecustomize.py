@@ -119,4 +119,5 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 if "BENCH_STAGES" in os.environ:
     _note("python")
+    os.register_at_fork(after_in_child=lambda: _note("python"))  # of a warm rank
     sys.meta_path.insert(0, _Finder())

@@ -50,6 +50,7 @@ class Launcher:
     hosts: str = ""
     """Words for one rank on each of the hosts ``{hosts}``, separated by commas; without
     them and `host_file` it starts on all nodes of the job, whether they work or not."""
+    places: tuple[str, ...] = ()  # options that choose hosts, or ranks of a host
     host_file: str = ""  # the option before a host file
     host_file_format: HostFileFormat = "openmpi"
     export: str = ""  # the option before a variable that all ranks shall have
@@ -79,6 +80,7 @@ LAUNCHERS: dict[str, Launcher] = {
         unbound="--bind-to none",
         per_node="--map-by ppr:{slots}:node",
         hosts="-np {ranks} --host {hosts}",
+        places=("--host", "-host", "-H", "--map-by", "-map-by", "--npernode", "-N"),
         host_file="--hostfile",
         export="-x",
         programs=("mpirun", "mpiexec", "orterun", "prterun", "prun"),
@@ -93,6 +95,7 @@ LAUNCHERS: dict[str, Launcher] = {
         unbound="-bind-to none",
         per_node="-ppn {slots}",
         hosts="-np {ranks} -hosts {hosts}",
+        places=("-hosts", "-host", "-ppn", "-perhost"),
         host_file="-f",
         host_file_format="mpich",
         forwards_usr2=False,  # it dies of it
@@ -107,6 +110,7 @@ LAUNCHERS: dict[str, Launcher] = {
         unbound="-genv I_MPI_PIN 0",
         per_node="-ppn {slots}",
         hosts="-np {ranks} -hosts {hosts}",
+        places=("-hosts", "-host", "-ppn", "-perhost"),
         host_file="-machinefile",
         host_file_format="mpich",
         forwards_usr2=False,

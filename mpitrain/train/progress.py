@@ -16,6 +16,7 @@ from typing import Any, Literal
 from mpitrain.console import say
 from mpitrain.train.callbacks import Callback
 from mpitrain.train.metrics import EpochMetrics, StepMetrics, Throughput, best_metric
+from mpitrain.watchdog.process import parent_of_rank
 
 MAX_SHOWN = 12  # metrics in a line; records have all
 
@@ -205,7 +206,7 @@ def _terminal() -> str | None:
     if not sys.stdout.isatty() or os.environ.get("TERM") == "dumb":
         return None
     try:
-        path = str(Path(f"/proc/{os.getppid()}/fd/1").readlink())
+        path = str(Path(f"/proc/{parent_of_rank()}/fd/1").readlink())
     except OSError:
         return None
     return path if path.startswith(("/dev/pts/", "/dev/tty")) else None

@@ -13,6 +13,9 @@ from typing import NamedTuple
 
 from mpitrain.mpi.launchers import LINGERING, RANK_VARIABLES, by_process
 
+# Variable of a warm rank: its process id, and its proxy's, which the launcher started.
+# What the rank starts inherits it; there the first number is another's.
+PROXY = "MPITRAIN_PROXY"
 LINGER_SECONDS = 3.0  # how long a launcher may take to notice that its rank is gone
 
 
@@ -38,9 +41,22 @@ def status_of(pid: int) -> tuple[str, int, str] | None:
     return fields[0], int(fields[1]), fields[19]
 
 
+def started_process(pid: int) -> int:
+    """Return the process that the launcher started for a rank: itself, or its proxy."""
+    rank, _, proxy = os.environ.get(PROXY, "").partition(" ")
+    return int(proxy) if rank == str(pid) else pid
+
+
+def parent_of_rank() -> int:
+    """Return the process that started this rank: mpirun, its daemon, or a wrapper."""
+    started = started_process(os.getpid())
+    status = None if started == os.getpid() else status_of(started)
+    return os.getppid() if status is None else status[1]
+
+
 def age_seconds() -> float:
-    """Return how long this process has lived, by a monotonic clock."""
-    status = status_of(os.getpid())
+    """Return how long ago this rank was started, by a monotonic clock."""
+    status = status_of(started_process(os.getpid()))
     started = int(status[2]) / os.sysconf("SC_CLK_TCK") if status else 0.0
     return time.clock_gettime(time.CLOCK_BOOTTIME) - started
 
@@ -60,13 +76,18 @@ def is_gone(pid: int, started: str | None = None) -> bool:
 def launchers_of(pid: int) -> list[Ancestor]:
     """Return the processes from a rank's parent up to mpirun, or its daemon here.
 
-    That is the first that has no rank itself; shells and wrappers may be between. Empty
-    where it cannot be seen (another process namespace).
+    That is the first that has no rank itself; shells and wrappers may be between, and
+    the proxy of a warm rank comes first. Empty where it cannot be seen (another process
+    namespace).
     """
+    found: list[Ancestor] = []
+    if (started := started_process(pid)) != pid:
+        if (proxy := status_of(started)) is None:
+            return []
+        pid, found = started, [Ancestor(started, proxy[2])]
     variables = _ranks_of(pid)
     if not variables:
         return []
-    found: list[Ancestor] = []
     while (status := status_of(pid)) is not None and status[1] > 1:
         pid = status[1]
         above = status_of(pid)

@@ -1,7 +1,7 @@
 """Random faults of a training under `supervise`: finished, and not a bit is different.
 
-Some faults here. `SOAK_FAULTS=200` takes so many, of all kinds. The seed is printed;
-`SOAK_SEED` repeats it.
+Some faults here. `SOAK_FAULTS=200` takes so many, of all kinds; `SOAK_WARM=1` restarts
+warm ranks. The seed is printed; `SOAK_SEED` repeats it.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from .hosts import LOGIN, PREFIX, VirtualHosts, ip
 ROOT = Path(__file__).resolve().parents[2]
 SEED = int(os.environ.get("SOAK_SEED", str(random.SystemRandom().randrange(10**6))))
 FAULTS = int(os.environ.get("SOAK_FAULTS", "3"))
+WARM = bool(os.environ.get("SOAK_WARM"))
 STEPS_PER_FAULT = 60  # of training between two, about
 RESTART_SECONDS = 90.0
 
@@ -133,6 +134,7 @@ def test_random_faults_change_no_bit(
     shutil.copy(Path(__file__).with_name("recovered.py"), folder)
     num_steps = FAULTS * STEPS_PER_FAULT + 100
     words = ["recovered.py", "whole", str(num_steps), strategy]
+    words = [*(("-m", "mpitrain", "run", "--device", "cpu") if WARM else ()), *words]
     python, path = ".venv/bin/python", f"{folder}/.venv/bin:{hosts.environ['PATH']}"
     variables = {"PYTHONPATH": str(folder), "PATH": path, "OMP_NUM_THREADS": "1"}
     slots = [8 // len(hosts.names)] * len(hosts.names)
@@ -157,8 +159,9 @@ def test_random_faults_change_no_bit(
     expected = re.findall("weights [0-9a-f]{64}", alone.stdout)
     assert len(expected) == 1, alone.stdout
     (folder / "steps").unlink()
-    words[1] = "struck"
+    words[-3] = "struck"
     supervise = [python, "-m", "mpitrain", "supervise", "--restarts", str(9 * FAULTS)]
+    supervise += ["--warm"] if WARM else []
     with (folder / "out").open("w") as out:
         job = subprocess.Popen(
             [

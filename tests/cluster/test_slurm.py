@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -26,11 +27,20 @@ import os, signal, time
 from pathlib import Path
 import torch
 import mpitrain
+from mpitrain.warm.fork_server import socket_path
 
 class Fault(mpitrain.Callback):
+    def on_fit_start(self, trainer):
+        kind = "warm" if "MPITRAIN_PROXY" in os.environ else "cold"
+        print(f"rank {trainer.world.rank} is {kind}")
+
     def on_step_end(self, trainer):
         time.sleep(0.05)
         flag, world = Path("struck"), trainer.engine.world
+        end = time.monotonic() + 60
+        while trainer.state.step == 59 and not socket_path(os.environ).exists():
+            assert time.monotonic() < end
+            time.sleep(0.1)
         if trainer.state.step == 60 and world.rank == 3 and not flag.exists():
             flag.touch()
             os.kill(os.getpid(), signal.SIGKILL)
@@ -49,6 +59,7 @@ def test_a_rank_that_is_killed_costs_a_restart_in_the_job(
     (folder / "train.py").write_text(STRUCK)
     script = (folder / "slurm/demo.sh").read_text()
     assert "supervise --restarts 3 -- " in script
+    script = script.replace("--restarts 3 ", "--restarts 3 --warm ")
     script = script.replace('-m mpitrain "$@"', "-m mpitrain run train.py")
     script = script.replace("#SBATCH --gres=gpu:4\n", "")  # these nodes have none
     (folder / "job.sh").write_text(script)
@@ -57,6 +68,8 @@ def test_a_rank_that_is_killed_costs_a_restart_in_the_job(
     assert job.exit_code == "0:0", job.output
     assert job.output.count("supervise: restart 1 of 3 at step ") == 1, job.output
     assert "supervise: restart 2" not in job.output
+    kinds = [sorted(re.findall(f"rank {it} is (....)", job.output)) for it in range(4)]
+    assert kinds == [["cold", "warm"]] * 4, job.output
     assert_finished(folder, job.output, hosts=["node1", "node2"], world_size=4)
 
 

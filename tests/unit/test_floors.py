@@ -24,6 +24,7 @@ FLOORS = (
     {"tasks"},
     {"data", "models"},
     {"stage"},
+    {"warm"},
     {"launch"},
     {"schedulers"},
     {"backend"},

@@ -124,7 +124,7 @@ def _start(
             ended = f"mpirun ended with {process.wait(seconds)}"
         except subprocess.TimeoutExpired:
             ended = f"no answer within {seconds:g} s"
-        _end(process)
+        end_session(process)
         output.seek(0)
         text = output.read()
     is_unique = len({name.partition(".")[0] for name in names}) == len(names)
@@ -157,10 +157,13 @@ def reason_in(text: str) -> str:
     return (telling or lines or [""])[0]
 
 
-def _end(process: subprocess.Popen[str] | subprocess.Popen[bytes]) -> None:
+def end_session(
+    process: subprocess.Popen[str] | subprocess.Popen[bytes],
+    number: int = signal.SIGTERM,
+) -> None:
     """End an mpirun and its session; Open MPI leaves each ssh in a group of its own."""
     with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGTERM)
+        os.killpg(process.pid, number)
     with suppress(subprocess.TimeoutExpired):
         process.wait(TERM_SECONDS)
     for entry in Path("/proc").glob("[0-9]*"):

@@ -80,6 +80,8 @@ class JobscriptConfig:
     """Maximum number of jobs, one after another, until the training is finished."""
     restarts: int | None = setting(None, minimum=0)
     """Maximum number of restarts after a fault. Default: 3; with --jobs, no limit."""
+    warm: bool = False
+    """Keep a fork server on each node: starts after the first take less time."""
     run_dir: Path | None = None
     """Run folder of a script (`-- run SCRIPT`), with --jobs."""
     spare_nodes: int = setting(0, minimum=0)
@@ -125,6 +127,11 @@ class JobscriptConfig:
         if self.scheduler == "slurm" and self.queue is not None:
             raise UsageError(f"--queue {self.queue}: SLURM says --partition")
         launcher = LAUNCHERS[self.launcher]
+        if self.warm and (self.stage or self.container or not launcher.hosts):
+            raise UsageError(
+                "--warm: expected an mpirun that takes hosts, without --container and "
+                "--stage, where the ranks run another Python"
+            )
         if self.spare_nodes and not launcher.host_file:
             raise UsageError(
                 f"--spare-nodes {self.spare_nodes}: {launcher.title} takes all nodes "

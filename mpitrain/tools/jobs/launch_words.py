@@ -44,6 +44,11 @@ class LaunchWords:
         """Whether the program is a script, which may write no result."""
         return self.program[1:3] != ("-m", "mpitrain") or self.program[3:4] == ("run",)
 
+    @property
+    def exported(self) -> list[str]:
+        """Options that give processes on other hosts the variable of `supervise`."""
+        return [self.launcher.export, STATUS_FILE] if self.launcher.export else []
+
     def on_hosts(self, file: Path | None, container: Sequence[str] = ()) -> list[str]:
         """Return the words of a start on the hosts of a file; ``None``: as given.
 
@@ -56,8 +61,7 @@ class LaunchWords:
             num_ranks = min(num_ranks, slots)
         options = [] if file is None else [self.launcher.host_file, str(file)]
         options += [] if num_ranks is None else ["-np", str(num_ranks)]
-        if self.launcher.export:  # rank zero may be on another host
-            options += [self.launcher.export, STATUS_FILE]
+        options += self.exported
         # First: the last words may be of a program around Python, such as numactl.
         return [self.start[0], *options, *self.start[1:], *container, *self.program]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from mpitrain.errors import MpitrainError, UsageError
 from mpitrain.files import write_atomic
 from mpitrain.schedulers import detect
-from mpitrain.tools.jobs.hostfile import HostfileConfig, text_of
+from mpitrain.tools.jobs.hostfile import HostfileConfig, parse, text_of
 from mpitrain.tools.jobs.launch_words import LaunchWords
 
 
@@ -41,8 +41,8 @@ class NodeChoice:
             nodes=limit,
             min_nodes=minimum,
         )
-        has_source = words.host_file or detect(environ).name != "none"
-        if not (launcher.host_file and has_source):
+        self._has_list = bool(words.host_file) or detect(environ).name != "none"
+        if not (launcher.host_file and self._has_list):
             if limit is not None:
                 raise UsageError(
                     f"--nodes {limit}: {launcher.title} takes all nodes of the job; "
@@ -63,6 +63,18 @@ class NodeChoice:
     def host_file(self) -> Path | None:
         """The file of the nodes that were chosen last; ``None``: all are taken."""
         return self._file if self._file.exists() else None
+
+    @property
+    def hosts(self) -> list[str]:
+        """The names of the nodes that are taken; this machine without a list."""
+        if not self._has_list:
+            return ["localhost"]
+        text = (
+            self._file.read_text()
+            if self._file.exists()
+            else text_of(self._config, self._environ)
+        )
+        return [it.hostname for it in parse(text, str(self._file))]
 
     def leave_out(self, hostname: str) -> bool:
         """Choose without a node that is lost, until the next probe; return if it can.

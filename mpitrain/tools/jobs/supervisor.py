@@ -54,6 +54,7 @@ from mpitrain.tools.jobs.check_nodes import launcher_of
 from mpitrain.tools.jobs.jobscript import notice_seconds
 from mpitrain.tools.jobs.launch_words import LaunchWords, parse_words
 from mpitrain.tools.jobs.node_choice import NodeChoice
+from mpitrain.tools.jobs.warm_nodes import WarmNodes
 from mpitrain.watchdog.coordinator import HANG_STATUS
 
 # Blocked in this process, and taken by `sigtimedwait`.
@@ -80,6 +81,8 @@ class SuperviseConfig:
     """Number of nodes to train on; the others are spare. Default: all."""
     min_nodes: int = setting(1, minimum=1)
     """Minimum number of nodes, where others fail; with fewer it ends."""
+    warm: bool = False
+    """Keep a fork server on each node: starts after the first take less time."""
     probe_seconds: float = setting(120.0, above=0)
     """Time limit of the search for nodes that work."""
     script: str | None = None
@@ -97,6 +100,11 @@ class SuperviseConfig:
         if self.nodes is not None and self.nodes < self.min_nodes:
             raise UsageError(
                 f"--nodes {self.nodes}: expected --min-nodes {self.min_nodes} or more"
+            )
+        if self.warm and (self.container or not (self.restarts or self.jobs > 1)):
+            raise UsageError(
+                "--warm: expected --restarts or --jobs with it, and no --container, "
+                "where each rank has a place of its own"
             )
 
 
@@ -246,9 +254,14 @@ def supervise(
             status = supervisor.train(command, environ, launcher)
         else:
             words = parse_words(command, launcher)
+            warm = WarmNodes(words, environ) if config.warm else None
             try:
-                supervisor, status = _train(config, words, environ, folder, folder_of)
+                supervisor, status = _train(
+                    config, words, environ, folder, folder_of, warm
+                )
             finally:
+                if warm is not None:
+                    warm.stop()
                 remove_all(_token(folder))
         if supervisor.error:
             # A launcher may end its message with a zero byte, and not with a line end.
@@ -262,6 +275,7 @@ def _train(
     environ: Mapping[str, str],
     folder: Path,
     folder_of: Callable[[Sequence[str]], Path],
+    warm: WarmNodes | None,
 ) -> tuple[Supervisor, int]:
     """Start a training until it is finished, or has had its starts; requeue the job."""
     scheduler, run_dir = detect(environ).name, config.run_dir
@@ -309,6 +323,8 @@ def _train(
                 num_restarts=training.num_restarts,
             )
             begin_start(environ, now)
+            if warm is not None:
+                warm.keep(nodes.hosts)
             start = words.on_hosts(nodes.host_file, container)
             status = supervisor.train(start, environ, words.launcher)
             if run_dir is None and (opened := opened_run(environ)) is not None:

@@ -80,14 +80,14 @@ fi
 export SLURM_OVERLAP=1  # srun does not wait for what is left of a lost node
 {% endif %}
 {% if jobs == 1 %}
-exec python -m mpitrain supervise {{ '--container "${container[*]@Q}" ' if container and restarts }}{{ "--launcher %s " % launcher if launcher != "openmpi" else "" }}{{ "--restarts %d " % restarts if restarts }}-- \
+exec python -m mpitrain supervise {{ '--container "${container[*]@Q}" ' if container and restarts }}{{ "--launcher %s " % launcher if launcher != "openmpi" else "" }}{{ "--restarts %d " % restarts if restarts }}{{ "--warm " if warm and restarts }}-- \
     {{ program }} "${options[@]}" {{ '"${container[@]}" ' if container and not restarts }}python -m mpitrain{{ command }}{{ words }} "$@"
 {% else %}
 #
 # It {{ "leaves out nodes that do not answer, and " if can_choose }}requeues the job until the training is
 # finished, up to {{ jobs }} jobs.{{ '' if run_dir else " The run, or sweep, has the job's name." }}
 export SLURM_OVERLAP=1  # srun does not wait for what is left of a lost node
-exec python -m mpitrain supervise {{ '--container "${container[*]@Q}" ' if container }}{{ "--launcher %s " % launcher if launcher != "openmpi" else "" }}--jobs {{ jobs }}{{ " --restarts %d" % restarts if restarts is not none }}{{ " --run-dir " ~ run_dir if run_dir }}{{ " --nodes %d" % nodes if spare_nodes else "" }} -- \
+exec python -m mpitrain supervise {{ '--container "${container[*]@Q}" ' if container }}{{ "--launcher %s " % launcher if launcher != "openmpi" else "" }}--jobs {{ jobs }}{{ " --restarts %d" % restarts if restarts is not none }}{{ " --run-dir " ~ run_dir if run_dir }}{{ " --nodes %d" % nodes if spare_nodes else "" }}{{ " --warm" if warm }} -- \
     {{ program }} "${options[@]}" python -m mpitrain{{ command }}{{ '' if run_dir else ' --name "$SLURM_JOB_NAME"' }}{{ words }} "$@"
 {% endif %}
 {% endblock %}

@@ -1,0 +1,76 @@
+"""`supervise --warm`: a fork server on each node, for the starts after the first."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+
+from mpitrain.errors import UsageError
+from mpitrain.tools.jobs.check_nodes import end_session, reason_in
+from mpitrain.tools.jobs.launch_words import LaunchWords
+
+
+class WarmNodes:
+    """Keeps a fork server on each node: an mpirun of its own that outlives the ranks.
+
+    A node that is lost ends that mpirun; the next start is cold, and it begins anew.
+    """
+
+    def __init__(self, words: LaunchWords, environ: Mapping[str, str]) -> None:
+        if not words.launcher.hosts:
+            raise UsageError(
+                f"--warm: {words.launcher.title} takes all nodes of the job; expected "
+                "an mpirun that takes a host file"
+            )
+        # They would not hold for servers, one on each node.
+        if placed := set(words.launcher.places) & set(words.start):
+            raise UsageError(
+                f"--warm: found {min(placed)}; expected a host file with slots, which "
+                "says how many ranks each node has"
+            )
+        self._words, self._environ = words, environ
+        self._output = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115
+        self._mpirun: subprocess.Popen[bytes] | None = None
+        self._hosts: Sequence[str] = ()
+
+    def keep(self, hosts: Sequence[str]) -> None:
+        """Start the servers of some hosts, unless they run."""
+        if self._mpirun is not None:
+            has_ended = self._mpirun.poll() is not None
+            if not has_ended and set(hosts) <= set(self._hosts):
+                return
+            self._output.seek(0)
+            reason = f": {reason_in(self._output.read())}" if has_ended else ""
+            text = f"supervise: new fork servers, this start is cold{reason}"
+            print(text, file=sys.stderr, flush=True)
+            self.stop()
+            self._output.seek(0)
+            self._output.truncate()
+        self._hosts = hosts
+        launcher, start = self._words.launcher, self._words.start
+        of_hosts = launcher.hosts.format(ranks=len(hosts), hosts=",".join(hosts))
+        self._mpirun = subprocess.Popen(
+            [
+                # The last words of the start may be of a program around Python.
+                *(start[0], *of_hosts.split(), *self._words.exported, *start[1:]),
+                *(self._words.program[0], "-m", "mpitrain", "serve"),
+            ],
+            env=self._environ,
+            stdin=subprocess.DEVNULL,
+            stdout=self._output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            # A scheduler's TERM is for the ranks, which save, and need their server.
+            preexec_fn=lambda: signal.pthread_sigmask(
+                signal.SIG_SETMASK, {signal.SIGTERM}
+            ),
+        )
+
+    def stop(self) -> None:
+        """End the servers, and what is left of their ranks."""
+        if self._mpirun is not None:
+            end_session(self._mpirun, signal.SIGINT)
+            self._mpirun = None

@@ -1,0 +1,372 @@
+"""The fork server of a node: it has imported torch, and forks a rank for each proxy.
+
+It has started neither MPI nor CUDA, and has one thread: so a fork of it is as good as a
+process of its own. Between a proxy and its fork are two sockets:
+
+    the proxy's connection   the request, its answer, the open files; later the status
+                             of the fork. When it closes, the proxy is gone, and the
+                             fork is killed.
+    the lifeline             the fork's answer, that it is ready, and the proxy's "go".
+                             A proxy that has begun cold meanwhile has closed it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import gc
+import importlib
+import json
+import os
+import selectors
+import signal
+import socket
+import struct
+import sys
+import time
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from mpitrain.errors import LaunchError, UsageError
+from mpitrain.files import make_private_folder
+from mpitrain.launch.env_checks import STATUS_FILE, was_launched
+from mpitrain.warm.process_state import (
+    READ_AT_IMPORT,
+    ProcessState,
+    difference,
+    identity,
+    is_renewable,
+)
+
+SOCKET = "MPITRAIN_FORK_SERVER"
+"""Variable that names the socket of a fork server, in place of the usual one."""
+
+MODULES = (
+    "torch.distributed",
+    "torchvision",
+    "mpi4py",
+    "mpitrain.tools.train.run",
+    "mpitrain.launch.run_script",
+)
+"""What a rank of a training imports, but for MPI itself."""
+
+REQUEST_SECONDS = 5.0  # how long a proxy may take to send its request
+RENEWAL_SECONDS = 1.0  # until all ranks of a start have been told
+STATUS = struct.Struct("i")  # of a fork, as `os.waitpid` returns it
+LENGTH = struct.Struct("I")  # of a request, before its JSON
+MAX_FILES = 253  # that a message of a Unix socket may carry (Linux: SCM_MAX_FD)
+_ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+_OF_RANKS = (signal.SIGUSR1, signal.SIGUSR2)  # schedulers may send them to all
+_PR_SET_PDEATHSIG = 1  # of prctl(2)
+
+
+def socket_path(environ: Mapping[str, str]) -> Path:
+    """Return where this machine's fork server is: the user's, or of `supervise`."""
+    status = environ.get(STATUS_FILE)
+    name = "fork-server" if status is None else Path(status).parent.name
+    # Containers may share a machine's files, and not its name.
+    hostname = socket.gethostname().partition(".")[0]
+    default = f"/tmp/mpitrain-{os.getuid()}/{name}-{hostname}"
+    return Path(environ.get(SOCKET, default))
+
+
+class ForkServer:
+    """Forks a rank for each proxy that asks, until it is idle or told to end.
+
+    Args:
+        path: Of its socket, in a folder of this user alone.
+        idle_seconds: How long it waits without a fork before it ends.
+    """
+
+    def __init__(self, path: Path, idle_seconds: float) -> None:
+        self._identity = identity()
+        self._variables = dict(os.environ)
+        self._parent = os.getppid()
+        self._idle_seconds = idle_seconds
+        self._proxies: dict[int, socket.socket] = {}  # by the fork's process id
+        self._own: list[socket.socket | selectors.BaseSelector] = []  # of `serve`
+        self._is_ending = False
+        self._renewal: dict[str, str] = {}  # variables of one that replaces it
+        self._renewal_folder = ""
+        self._renew_at = 0.0
+        self._checked_at = 0.0
+        self.path = path
+        self._lock = _lock(path)
+        os.sched_setaffinity(0, range(os.cpu_count() or 1))  # mpirun may have bound it
+        self._import()
+        self._files = _files_of_modules()
+        self._listener = _listen(path)
+
+    def _import(self) -> None:
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+        for name in MODULES:
+            importlib.import_module(name)
+        gc.collect()
+        gc.freeze()  # a collection in a fork would copy every page
+        if (pid := _fork()) == 0:
+            os._exit(0)
+        os.waitpid(pid, 0)
+        num_threads = len(os.listdir("/proc/self/task"))  # noqa: PTH208
+        if num_threads > 1:
+            raise LaunchError(
+                f"{num_threads - 1} threads run after the imports: a fork would be "
+                "without them. Expected imports that start none"
+            )
+
+    def serve(self) -> None:
+        """Serve until the end; returns in each fork, which goes on as a rank."""
+        woken, wakes = socket.socketpair()
+        for end in (woken, wakes):
+            end.setblocking(False)
+        signal.set_wakeup_fd(wakes.fileno(), warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        for number in _ENDING:
+            signal.signal(number, self._end)
+        for number in _OF_RANKS:
+            signal.signal(number, signal.SIG_IGN)
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())
+        if was_launched(os.environ):  # mpirun may be killed
+            _end_with_parent(self._parent, signal.SIGTERM)
+        idle_since = time.monotonic()
+        with selectors.DefaultSelector() as selector:
+            self._own = [woken, wakes, selector]
+            selector.register(woken, selectors.EVENT_READ)
+            selector.register(self._listener, selectors.EVENT_READ)
+            while self._proxies or not self._is_ending:
+                seconds = idle_since + self._idle_seconds - time.monotonic()
+                if self._proxies or self._renewal:
+                    seconds = RENEWAL_SECONDS
+                for key, _ in selector.select(min(max(seconds, 0.0), 60.0)):
+                    if key.fileobj is woken:
+                        with contextlib.suppress(BlockingIOError):
+                            woken.recv(4096)
+                    elif key.fileobj is not self._listener:
+                        self._kill(key.data)  # its proxy is gone
+                        selector.unregister(key.fileobj)
+                    elif (proxy := self._accept()) is not None:
+                        # Until the fork is known `_end` would forget it.
+                        signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)
+                        pid = self._answer(proxy)
+                        if pid == 0:
+                            return
+                        if pid is None:
+                            proxy.close()
+                        else:
+                            self._proxies[pid] = proxy
+                            selector.register(proxy, selectors.EVENT_READ, pid)
+                        signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDING)
+                for proxy in self._reap():
+                    with contextlib.suppress(KeyError):
+                        selector.unregister(proxy)
+                    proxy.close()
+                if self._proxies:
+                    idle_since = time.monotonic()
+                elif self._renewal and time.monotonic() > self._renew_at:
+                    with contextlib.suppress(OSError):  # it was removed
+                        os.chdir(self._renewal_folder)
+                    os.execve(sys.executable, sys.orig_argv, self._renewal)
+                elif time.monotonic() >= idle_since + self._idle_seconds:
+                    break
+        self._remove_files()
+        sys.exit(0)
+
+    def _remove_files(self) -> None:
+        self.path.unlink(missing_ok=True)
+        Path(self._lock.name).unlink(missing_ok=True)
+
+    def _end(self, number: int, _: object) -> None:
+        """End when the forks have; at a second Ctrl-C at once, and they with it."""
+        if not self._proxies or (self._is_ending and number == signal.SIGINT):
+            self._remove_files()
+            os._exit(0)
+        self._is_ending = True
+
+    def _accept(self) -> socket.socket | None:
+        try:
+            proxy, _ = self._listener.accept()
+        except OSError:  # it is gone; or no descriptor is left
+            time.sleep(0.1)
+            return None
+        proxy.settimeout(REQUEST_SECONDS)
+        return proxy
+
+    def _answer(self, proxy: socket.socket) -> int | None:
+        """Fork for a proxy; return the process id, 0 in the fork, ``None`` without."""
+        try:
+            (length,) = LENGTH.unpack(_receive(proxy, LENGTH.size))
+            request = json.loads(_receive(proxy, length))
+            reason = self._refusal(request["identity"], request["state"])
+            _send(proxy, {"cold": reason} if reason else {})
+            if reason:
+                return None
+            state = ProcessState(**request["state"])
+            _, (number, *files), _, _ = socket.recv_fds(proxy, 1, MAX_FILES)
+        except Exception:  # it is gone, or has begun cold; or it is no proxy
+            return None
+        server = os.getpid()
+        with socket.socket(fileno=number) as lifeline:
+            try:
+                pid = _fork()
+            except OSError as error:  # no process left, or no memory
+                _send(lifeline, {"cold": f"no fork: {error.strerror}"})
+                pid = None
+            if pid == 0:
+                for it in (*self._own, self._listener, proxy, *self._proxies.values()):
+                    it.close()
+                self._lock.close()
+                self._proxies.clear()
+                _become(state, files, lifeline, server)
+        if pid != 0:
+            for number in files:
+                os.close(number)
+        return pid
+
+    def _reap(self) -> Iterator[socket.socket]:
+        """Tell the proxies of forks that have ended, and return them."""
+        for pid, proxy in list(self._proxies.items()):
+            found, status = os.waitpid(pid, os.WNOHANG)
+            if found:
+                del self._proxies[pid]
+                with contextlib.suppress(OSError):
+                    proxy.sendall(STATUS.pack(status))
+                yield proxy
+
+    @staticmethod
+    def _kill(pid: int) -> None:
+        for kill in (os.killpg, os.kill):  # the group stands a moment after the fork
+            with contextlib.suppress(ProcessLookupError):
+                kill(pid, signal.SIGKILL)
+
+    def _refusal(self, theirs: Mapping[str, str], state: Mapping[str, Any]) -> str:
+        """Return why no fork can be this rank; ``""``: one can."""
+        if self._is_ending:
+            return "the fork server ends"
+        self._renew_at = time.monotonic() + RENEWAL_SECONDS
+        if file := self._changed_file():
+            self._renewal, self._renewal_folder = self._variables, "."
+            return f"{file} has changed; the fork server starts anew"
+        name = difference(self._identity, theirs)
+        if not name:
+            return ""
+        here, there = self._identity.get(name), theirs.get(name)
+        reason = f"{name} is {there!r}, and {here!r} in the fork server"
+        if is_renewable(name):
+            is_read = READ_AT_IMPORT.match
+            variables, self._renewal_folder = state["variables"], state["folder"]
+            kept = {k: v for k, v in self._variables.items() if not is_read(k)}
+            self._renewal = kept | {k: v for k, v in variables.items() if is_read(k)}
+            reason += ", which starts anew"
+        return reason
+
+    def _changed_file(self) -> str:
+        """Return a file that is not what was imported; ``""``: all are."""
+        if time.monotonic() > self._checked_at + 1.0:
+            self._checked_at = time.monotonic()
+            for file, before in self._files.items():
+                if _stamp(file) != before:
+                    self._checked_at = 0.0
+                    return file
+        return ""
+
+
+def _lock(path: Path) -> IO[bytes]:
+    """Hold a lock beside the socket; the kernel releases it when this process ends."""
+    try:
+        make_private_folder(path.parent)
+        file = path.with_name(f"{path.name}.lock").open("ab")
+    except OSError as error:
+        raise UsageError(f"no place for the socket: {error}") from None
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        raise UsageError(
+            f"another fork server listens at {path}; expected one"
+        ) from None
+    return file
+
+
+def _listen(path: Path) -> socket.socket:
+    path.unlink(missing_ok=True)
+    listener = socket.socket(socket.AF_UNIX)
+    try:
+        listener.bind(str(path))
+    except OSError as error:
+        raise UsageError(f"no socket can be at {path}: {error}") from None
+    listener.listen(1024)
+    return listener
+
+
+def _receive(proxy: socket.socket, size: int) -> bytes:
+    data, end = b"", time.monotonic() + REQUEST_SECONDS
+    while len(data) < size:
+        if time.monotonic() > end:
+            raise TimeoutError
+        more = proxy.recv(size - len(data))
+        if not more:
+            raise ConnectionError("it has ended")
+        data += more
+    return data
+
+
+def _send(proxy: socket.socket, answer: dict[str, object]) -> None:
+    with contextlib.suppress(OSError):  # it has begun cold
+        proxy.sendall(json.dumps(answer).encode() + b"\n")
+
+
+def read_answer(server: socket.socket) -> dict[str, Any]:
+    """Return what a server, or a fork, has sent to its proxy; an OSError without."""
+    line = server.makefile().readline()
+    if not line:
+        raise ConnectionError("it has ended")
+    return json.loads(line)  # type: ignore[no-any-return]
+
+
+def _fork() -> int:
+    # OpenBLAS ends its threads before a fork, and starts them again when it needs them;
+    # Python warns of threads all the same (3.12 and later).
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return os.fork()
+
+
+def _end_with_parent(pid: int, number: int) -> None:
+    """Let this process get a signal when its parent, `pid`, ends."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
+    if os.getppid() != pid:
+        os._exit(1)
+
+
+def _become(
+    state: ProcessState, files: Sequence[int], lifeline: socket.socket, server: int
+) -> None:
+    """Be what the proxy stands for, from its "go" on; ends this process without it."""
+    signal.set_wakeup_fd(-1)
+    for number in (signal.SIGCHLD, *_ENDING, *_OF_RANKS):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    _end_with_parent(server, signal.SIGKILL)
+    try:
+        lifeline = state.take(files, lifeline)
+    except Exception as error:  # it must not go on as a second server
+        _send(lifeline, {"cold": str(error)})
+        os._exit(1)
+    _send(lifeline, {"pid": os.getpid()})
+    if lifeline.recv(1) != b"g":
+        os._exit(1)
+    lifeline.close()
+
+
+def _files_of_modules() -> dict[str, tuple[int, int]]:
+    files = [getattr(it, "__file__", None) for it in list(sys.modules.values())]
+    return {file: _stamp(file) for file in files if file}
+
+
+def _stamp(file: str) -> tuple[int, int]:
+    try:
+        found = os.stat(file)  # noqa: PTH116
+    except OSError:
+        return 0, 0
+    return found.st_mtime_ns, found.st_size

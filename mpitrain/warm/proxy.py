@@ -1,0 +1,140 @@
+"""The process that mpirun started, where a fork of the fork server is the rank."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
+from typing import Any, NoReturn
+
+from mpitrain.files import make_private_folder
+from mpitrain.launch.env_checks import forget_parent, launched_rank, was_launched
+from mpitrain.warm.fork_server import (
+    LENGTH,
+    MAX_FILES,
+    STATUS,
+    read_answer,
+    socket_path,
+)
+from mpitrain.warm.process_state import ProcessState, identity
+from mpitrain.watchdog.process import has_signal, launchers_of
+
+ANSWER_SECONDS = 10.0  # after which a rank begins cold
+COMMANDS = ("train", "run", "sweep")
+NOT_PASSED_ON = {
+    *(signal.SIGKILL, signal.SIGSTOP, signal.SIGCHLD),
+    *(signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL),
+}
+"""Signals that end the proxy, and so its fork, or that mean nothing to another."""
+
+
+def start_warm() -> None:
+    """Run the command of this rank in a fork of the fork server, and end as it ends.
+
+    Returns if it must begin cold: no server, no rank, or one that is not equal.
+    """
+    words = sys.argv[1:]
+    path = socket_path(os.environ)
+    if (
+        not os.path.exists(path)  # noqa: PTH110 - False, too, where it may not be seen
+        or (words and words[0] not in COMMANDS and not words[0].startswith("-"))
+        or not was_launched(os.environ)
+        or forget_parent(dict(os.environ))
+    ):
+        return
+    # Closed at the end: a fork that is late ends without having begun.
+    with socket.socket(socket.AF_UNIX) as server, ExitStack() as stack:
+        try:
+            make_private_folder(path.parent)
+            server.settimeout(ANSWER_SECONDS)
+            server.connect(str(path))
+            lifeline, of_fork = map(stack.enter_context, socket.socketpair())
+            lifeline.settimeout(ANSWER_SECONDS)
+            state = ProcessState.of_this_process()
+            answer = _ask(server, state)
+            if "cold" not in answer:
+                answer = _send_files(server, state, lifeline, of_fork)
+        except Exception as error:  # nothing has begun yet
+            answer = {"cold": f"no answer of the fork server: {error}"}
+        if "cold" not in answer:
+            _stand_for(answer["pid"], server, lifeline, state.descriptors)
+    if launched_rank(os.environ) == 0:
+        print(f"cold start: {answer['cold']}", file=sys.stderr, flush=True)
+
+
+def _ask(server: socket.socket, state: ProcessState) -> dict[str, Any]:
+    """Send what this process is; return the answer."""
+    if len(state.descriptors) >= MAX_FILES:
+        found = len(state.descriptors)
+        return {"cold": f"{found} files are open; expected fewer than {MAX_FILES}"}
+    request = {"state": state.to_json(), "identity": identity()}
+    data = json.dumps(request).encode()
+    server.sendall(LENGTH.pack(len(data)) + data)
+    return read_answer(server)
+
+
+def _send_files(
+    server: socket.socket,
+    state: ProcessState,
+    lifeline: socket.socket,
+    of_fork: socket.socket,
+) -> dict[str, Any]:
+    """Send the open files, and the fork's end of the lifeline; return its answer.
+
+    Not before the server has answered: in the queue of one that is stopped they would
+    be open for ever, and mpirun would wait for the end of this rank's output.
+    """
+    with of_fork:
+        socket.send_fds(server, [b"f"], [of_fork.fileno(), *state.descriptors])
+    return read_answer(lifeline)
+
+
+def _stand_for(
+    pid: int, server: socket.socket, lifeline: socket.socket, inherited: Sequence[int]
+) -> NoReturn:
+    """Pass signals on to the fork, and end as it ends."""
+    launchers = launchers_of(os.getpid())
+
+    def pass_on(number: int, _: object) -> None:
+        # A scheduler's TERM is for all processes of the job, and reaches the fork by
+        # itself; then it waits at a launcher for which `supervise` has blocked it.
+        if number == signal.SIGTERM and any(
+            has_signal(above.pid, "ShdPnd", number) for above in launchers
+        ):
+            return
+        with suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+    for it in signal.valid_signals() - NOT_PASSED_ON:
+        if signal.getsignal(it) != signal.SIG_IGN:
+            signal.signal(it, pass_on)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    with suppress(OSError):  # it has ended already; the server tells its status
+        lifeline.sendall(b"g")
+    lifeline.close()
+    # The launcher sees the end of a rank's files when the fork closes them. Messages
+    # of this process need the last one.
+    for file in inherited:
+        if file != sys.stderr.fileno():
+            os.close(file)
+    server.settimeout(None)
+    data = b""
+    with suppress(OSError):
+        data = server.recv(STATUS.size, socket.MSG_WAITALL)
+    if len(data) < STATUS.size:
+        print("the fork server has ended, and its ranks with it", file=sys.stderr)
+        sys.stderr.flush()
+        os._exit(1)
+    (status,) = STATUS.unpack(data)
+    if os.WIFSIGNALED(status):
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the fork's core is enough
+        number = os.WTERMSIG(status)
+        if number not in (signal.SIGKILL, signal.SIGSTOP):
+            signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+    os._exit(os.waitstatus_to_exitcode(status))
