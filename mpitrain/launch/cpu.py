@@ -88,8 +88,12 @@ def limit_blas(num_threads: int, variables: Mapping[str, str]) -> None:
     own = ("OPENBLAS_NUM_THREADS", "GOTO_NUM_THREADS", "MKL_NUM_THREADS")
     is_set = not variables.keys().isdisjoint((*own, "BLIS_NUM_THREADS"))
     if "numpy" in sys.modules and not is_set:
+        of_it = "KMP_DUPLICATE_LIB_OK"  # which its import sets
+        before = os.environ.get(of_it)
         from threadpoolctl import threadpool_limits
 
+        if before is None:
+            os.environ.pop(of_it, None)
         threadpool_limits(num_threads, user_api="blas")
 
 

@@ -54,6 +54,7 @@ MODULES = (
 """What a rank of a training imports, but for MPI itself."""
 
 REQUEST_SECONDS = 5.0  # how long a proxy may take to send its request
+LOCK_SECONDS = 3.0  # for a server that is about to end
 RENEWAL_SECONDS = 1.0  # until all ranks of a start have been told
 STATUS = struct.Struct("i")  # of a fork, as `os.waitpid` returns it
 LENGTH = struct.Struct("I")  # of a request, before its JSON
@@ -279,13 +280,18 @@ def _lock(path: Path) -> IO[bytes]:
         file = path.with_name(f"{path.name}.lock").open("ab")
     except OSError as error:
         raise UsageError(f"no place for the socket: {error}") from None
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        raise UsageError(
-            f"another fork server listens at {path}; expected one"
-        ) from None
-    return file
+    end = time.monotonic() + LOCK_SECONDS
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            if time.monotonic() > end:
+                raise UsageError(
+                    f"another fork server listens at {path}; expected one"
+                ) from None
+            time.sleep(0.1)
+        else:
+            return file
 
 
 def _listen(path: Path) -> socket.socket:

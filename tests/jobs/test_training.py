@@ -249,7 +249,7 @@ def test_the_wheel_trains_outside_the_checkout(openmpi: Mpi, tmp_path: Path) -> 
     assert done.status == 0, done.err
     assert str(place) in done.out
     script = (place / "bin" / "mpitrain").read_text()
-    assert "mpitrain.cli" in script
+    assert "mpitrain.__main__" in script
 
 
 def test_the_examples_of_the_tutorials_run(openmpi: Mpi, tmp_path: Path) -> None:

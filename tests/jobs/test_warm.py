@@ -261,13 +261,12 @@ under_two = pytest.mark.parametrize(
 @under_two
 def test_the_death_of_each_process_ends_the_others(mpi: Mpi, tmp_path: Path) -> None:
     for victim in ("fork", "proxy", "server"):
-        for file in tmp_path.glob("pids-*"):
-            file.unlink()
+        (folder := tmp_path / victim).mkdir()
         with (
-            fork_server(mpi, tmp_path),
-            staying_job(mpi, tmp_path) as (job, forks, proxies),
+            fork_server(mpi, folder),
+            staying_job(mpi, folder) as (job, forks, proxies),
         ):
-            server = server_pid(tmp_path)
+            server = server_pid(folder)
             pid = {"fork": forks[1], "proxy": proxies[1], "server": server}[victim]
             os.kill(pid, signal.SIGKILL)
             wait_until_gone([*forks, *proxies])
