@@ -66,7 +66,8 @@ print(f"done {rank}/{size}")
 """
 
 OF_A_START = re.compile(
-    "PMI|OMPI_|PRTE|HYD|MASTER_PORT|TORCHELASTIC_RUN_ID|MPITRAIN_(RANK_PID|PROXY)"
+    "PMI|OMPI_|PRTE|HYD|MASTER_PORT|TORCHELASTIC_RUN_ID|MPITRAIN_(RANK_PID|PROXY)|"
+    "KMP_DUPLICATE_LIB_OK"  # set by the import of threadpoolctl, which SHOWS makes
 )
 """Variables whose values no two starts have in common."""
 
