@@ -74,7 +74,7 @@ def start() -> None:
     """Start gloo; with STORE in a file of this attempt.
 
     After a restart torchrun's own store still has the addresses of the attempt before,
-    and with 4 ranks or more gloo connects to them (torch 2.14.1; 8 of 8 failed).
+    and with 4 ranks or more gloo connects to them (torch 2.14.1; 9 of 9 failed).
     """
     count = os.environ["TORCHELASTIC_RESTART_COUNT"]
     store = os.environ.get("STORE")

@@ -58,6 +58,7 @@ LOCK_SECONDS = 3.0  # for a server that is about to end
 RENEWAL_SECONDS = 1.0  # until all ranks of a start have been told
 STATUS = struct.Struct("i")  # of a fork, as `os.waitpid` returns it
 LENGTH = struct.Struct("I")  # of a request, before its JSON
+MAX_REASON = 200  # characters of values in a message
 MAX_FILES = 253  # that a message of a Unix socket may carry (Linux: SCM_MAX_FD)
 _ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _OF_RANKS = (signal.SIGUSR1, signal.SIGUSR2)  # schedulers may send them to all
@@ -99,7 +100,7 @@ class ForkServer:
         os.sched_setaffinity(0, range(os.cpu_count() or 1))  # mpirun may have bound it
         self._import()
         self._files = _files_of_modules()
-        self._listener = _listen(path)
+        self._socket = _listen(path)
 
     def _import(self) -> None:
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
@@ -118,7 +119,7 @@ class ForkServer:
             )
 
     def serve(self) -> None:
-        """Serve until the end; returns in each fork, which goes on as a rank."""
+        """Serve until the end; returns in each fork, which continues as a rank."""
         woken, wakes = socket.socketpair()
         for end in (woken, wakes):
             end.setblocking(False)
@@ -135,7 +136,7 @@ class ForkServer:
         with selectors.DefaultSelector() as selector:
             self._own = [woken, wakes, selector]
             selector.register(woken, selectors.EVENT_READ)
-            selector.register(self._listener, selectors.EVENT_READ)
+            selector.register(self._socket, selectors.EVENT_READ)
             while self._proxies or not self._is_ending:
                 seconds = idle_since + self._idle_seconds - time.monotonic()
                 if self._proxies or self._renewal:
@@ -144,7 +145,7 @@ class ForkServer:
                     if key.fileobj is woken:
                         with contextlib.suppress(BlockingIOError):
                             woken.recv(4096)
-                    elif key.fileobj is not self._listener:
+                    elif key.fileobj is not self._socket:
                         self._kill(key.data)  # its proxy is gone
                         selector.unregister(key.fileobj)
                     elif (proxy := self._accept()) is not None:
@@ -187,7 +188,7 @@ class ForkServer:
 
     def _accept(self) -> socket.socket | None:
         try:
-            proxy, _ = self._listener.accept()
+            proxy, _ = self._socket.accept()
         except OSError:  # it is gone; or no descriptor is left
             time.sleep(0.1)
             return None
@@ -215,7 +216,7 @@ class ForkServer:
                 _send(lifeline, {"cold": f"no fork: {error.strerror}"})
                 pid = None
             if pid == 0:
-                for it in (*self._own, self._listener, proxy, *self._proxies.values()):
+                for it in (*self._own, self._socket, proxy, *self._proxies.values()):
                     it.close()
                 self._lock.close()
                 self._proxies.clear()
@@ -254,6 +255,8 @@ class ForkServer:
             return ""
         here, there = self._identity.get(name), theirs.get(name)
         reason = f"{name} is {there!r}, and {here!r} in the fork server"
+        if len(reason) > MAX_REASON:
+            reason = f"{name} is another one in the fork server"
         if is_renewable(name):
             is_read = READ_AT_IMPORT.match
             variables, self._renewal_folder = state["variables"], state["folder"]
@@ -296,13 +299,13 @@ def _lock(path: Path) -> IO[bytes]:
 
 def _listen(path: Path) -> socket.socket:
     path.unlink(missing_ok=True)
-    listener = socket.socket(socket.AF_UNIX)
+    own = socket.socket(socket.AF_UNIX)
     try:
-        listener.bind(str(path))
+        own.bind(str(path))
     except OSError as error:
         raise UsageError(f"no socket can be at {path}: {error}") from None
-    listener.listen(1024)
-    return listener
+    own.listen(1024)
+    return own
 
 
 def _receive(proxy: socket.socket, size: int) -> bytes:

@@ -8,9 +8,8 @@ import time
 from dataclasses import dataclass
 
 from mpitrain.console import say
-from mpitrain.errors import UsageError
 from mpitrain.launch.env_checks import STATUS_FILE
-from mpitrain.settings import setting
+from mpitrain.settings import check_values, setting
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,8 +20,7 @@ class ServeConfig:
     """Time without a rank after which it ends."""
 
     def __post_init__(self) -> None:
-        if math.isnan(self.idle_minutes):
-            raise UsageError("--idle-minutes nan: expected a number")
+        check_values(self)
 
 
 def serve(config: ServeConfig) -> None:

@@ -28,8 +28,8 @@ class WarmNodes:
         # They would not hold for servers, one on each node.
         if placed := set(words.launcher.places) & set(words.start):
             raise UsageError(
-                f"--warm: found {min(placed)}; expected a host file with slots, which "
-                "says how many ranks each node has"
+                f"--warm: found {min(placed)}; expected {words.launcher.host_file} "
+                "FILE, whose slots say how many ranks each node has"
             )
         self._words, self._environ = words, environ
         self._output = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115
