@@ -74,6 +74,28 @@ def test_two_failures_in_a_row_without_progress_end_it(
     assert follow(job, 1) == "end"
 
 
+def test_failures_of_several_causes_may_come_before_there_is_progress(
+    jobs: Jobs,
+) -> None:
+    job = jobs.begin()
+    kinds = ["its host is lost", "ValueError: of step 7", "died without an error message"]
+    errors = [f"[rank {rank}/8 n{rank}] {it}" for rank, it in enumerate(kinds)]
+    for error in errors:
+        assert job.next_action(1, is_stopping=False, error=error) == "retry"
+    again = "[rank 5/6 n3] ValueError: of step 8"
+    assert job.next_action(1, is_stopping=False, error=again) == "end", "four causes"
+    job = jobs.begin()
+    for error, action in ((errors[1], "retry"), (again, "end")):
+        assert job.next_action(1, is_stopping=False, error=error) == action
+    job = jobs.begin()
+    for error, action in (
+        (errors[2], "retry"),
+        ("[rank 3/8 n3] died without an error message", "retry"),
+        ("[rank 3/8 n3] died without an error message", "end"),
+    ):
+        assert job.next_action(1, is_stopping=False, error=error) == action
+
+
 def test_a_job_has_so_many_restarts_and_no_more(
     jobs: Jobs, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -30,7 +30,10 @@ from mpitrain.schedulers import detect, pbs, slurm
 # Variable with the number of a PBS job in its chain; the first has none.
 JOB_NUMBER = "MPITRAIN_JOB_NUMBER"
 ENCODED_ARGS = "MPITRAIN_ARGS"  # base64, which the script decodes
-MAX_FAILURES = 2  # failures in a row without progress after which no start follows
+MAX_FAILURES = 2  # of one cause in a row without progress, after which no start follows
+MAX_CAUSES = 4  # likewise of any cause: several faults may strike between two checkpoints
+# Which rank has it is chance; another error would come back in any of them.
+OF_ITS_RANK = re.compile("died without|host is lost|launcher is gone|hang:")
 SHORT_SECONDS = 30.0  # a start that ends sooner has done nothing, if nobody knows
 RETRY_SECONDS = (5, 10, 20, 0)  # pauses after attempts to submit the next job
 SUBMIT_SECONDS = 3.0  # for one attempt
@@ -56,6 +59,7 @@ class Chain:
         self.max_restarts, self.num_restarts = max_restarts, 0
         self.step = _furthest_step(run_dir)
         self.num_failures = 0  # in a row, without progress
+        self._num_of_cause, self._cause = 0, ""  # likewise, of the last cause
         if job_number > max_jobs:  # evicted in its last job
             raise LaunchError(self._had_its_jobs(job_number - 1))
 
@@ -82,7 +86,7 @@ class Chain:
         # A resumed training has a shorter record.
         self.step = max(step_before, _furthest_step(self.run_dir), step)
         if self.step > step_before:
-            self.num_failures = 0
+            self.num_failures = self._num_of_cause = 0
         if status == 0:
             return "end"
         if status == UsageError.exit_status and self.step == 0:
@@ -95,7 +99,7 @@ class Chain:
             else:  # a script without a run folder shows no other progress
                 is_short = seconds < SHORT_SECONDS
                 self.num_failures = self.num_failures + 1 if is_short else 0
-            if self.num_failures >= MAX_FAILURES:
+            if self._came_back(error) or self.num_failures >= MAX_CAUSES:
                 where = f"{self.run_dir}/logs" if self.run_dir else "its output"
                 _print(
                     f"{self.name} failed {self.num_failures} times without progress, "
@@ -116,6 +120,14 @@ class Chain:
             return "end"
         return "requeue"
 
+    def _came_back(self, error: str) -> bool:
+        """Whether the last failures, without progress, had one cause."""
+        before, self._cause = self._cause, _cause_of(error)
+        is_same = not before or not self._cause or before == self._cause
+        self._num_of_cause = self._num_of_cause + 1 if is_same else 1
+        self._num_of_cause = min(self._num_of_cause, self.num_failures)
+        return self._num_of_cause >= MAX_FAILURES
+
     def _restart(self, ended: str) -> Action:
         at = f"at step {self.step}: {ended}"
         if self.num_restarts == self.max_restarts:
@@ -134,6 +146,20 @@ class Chain:
             f"{self.name} has had {jobs} (--jobs) and is at step {self.step}. "
             "Submit again to let it have as many more"
         )
+
+
+def _cause_of(error: str) -> str:
+    """Return what an error has in common with that of the same cause.
+
+    >>> _cause_of("[rank 2/8 b] ValueError: nan at 17"), _cause_of("")
+    ('ValueError: nan at ', '')
+    >>> _cause_of("[rank 2/8 b] its host is lost: no word from it for 6 s")
+    '[rank 2/8 b] its host is lost: no word from it for  s'
+    """
+    found = re.match(r"(\[rank .*?\] )?(.*)", error, re.DOTALL)
+    assert found is not None
+    label, text = found[1] or "", re.sub(r"\d+", "", found[2])
+    return label + text if OF_ITS_RANK.search(text) else text
 
 
 def run_dir_of(training: TrainConfig) -> Path:
