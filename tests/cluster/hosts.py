@@ -36,6 +36,7 @@ FOLDERS = Path("/tmp")
 
 FOLDER_PREFIX = "mpitrain-hosts-"
 OVERLAYS = Path("/etc/netns")
+DISK = "disk"
 AUTOGROUP = Path("/proc/sys/kernel/sched_autogroup_enabled")
 AUTOGROUP_BEFORE = Path("/run/mpitrain-virtual-hosts.autogroup")
 LOCK = Path("/run/mpitrain-virtual-hosts.lock")
@@ -75,6 +76,7 @@ class VirtualHosts:
         # What killed jobs leave goes with the hosts: Open MPI refuses to start where it
         # finds a folder of a dead mpirun or prted that had its process id.
         self.tmpdir = folder / "tmp"
+        self.disk = folder / DISK  # all hosts' own file system, which a test may fill
         self.environ = {**clean_environ(), "TMPDIR": str(self.tmpdir)}
         self._daemons: list[subprocess.Popen[bytes]] = []
 
@@ -166,6 +168,9 @@ class VirtualHosts:
 
     def _build(self) -> None:
         self._write_overlays()
+        self.disk.mkdir()
+        # Before the hosts: no later mount is seen in their mount namespaces.
+        mount("-t", "tmpfs", "-o", "size=1g", "tmpfs", str(self.disk))
         login = PREFIX + LOGIN
         ip("netns", "add", login)
         ip("-n", login, "link", "add", "bridge", "type", "bridge")
@@ -294,6 +299,8 @@ def sweep() -> None:
     with suppress(OSError):  # others' overlays stay
         OVERLAYS.rmdir()
     for folder in FOLDERS.glob(FOLDER_PREFIX + "*"):
+        if (folder / DISK).is_mount():
+            subprocess.run(["umount", "--lazy", str(folder / DISK)], check=True)
         shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -308,6 +315,11 @@ def ip(*words: str) -> str:
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip()}")
     return done.stdout
+
+
+def mount(*words: str) -> None:
+    """Run the `mount` command."""
+    subprocess.run(["mount", *words], check=True)
 
 
 def clean_environ() -> dict[str, str]:

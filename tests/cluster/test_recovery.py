@@ -22,7 +22,7 @@ from pathlib import Path
 import pytest
 from launcher import children_of, survivors
 
-from .hosts import LOGIN, PREFIX, VirtualHosts, ip
+from .hosts import LOGIN, PREFIX, VirtualHosts, ip, mount
 
 ROOT = Path(__file__).resolve().parents[2]
 SEED = int(os.environ.get("SOAK_SEED", str(random.SystemRandom().randrange(10**6))))
@@ -32,7 +32,7 @@ STEPS_PER_FAULT = 60  # of training between two, about
 RESTART_SECONDS = 90.0
 
 FEW = ("kill", "host", "raise")
-ALL = (*FEW, "kill", "stop", "sidecar", "mpirun", "memory")
+ALL = (*FEW, "kill", "stop", "sidecar", "mpirun", "memory", "disk")
 
 
 @dataclass
@@ -92,11 +92,18 @@ class Training:
             told = f"host {cut_off}"
             link(cut_off, "down")
         elif kind == "memory":
-            remount("/dev/shm", full=True)
+            remount(Path("/dev/shm"), full=True)
             time.sleep(3.0)
-            remount("/dev/shm", full=False)
+            remount(Path("/dev/shm"), full=False)
             os.kill(pid, signal.SIGKILL)
             struck = time.time()
+        elif kind == "disk":  # still full when ranks start again
+            remount(self.hosts.disk, full=True)
+            time.sleep(1.0)
+            os.kill(pid, signal.SIGKILL)
+            struck = time.time()
+            time.sleep(4.0)
+            remount(self.hosts.disk, full=False)
         print(told, end=": ", flush=True)
 
         def goes_on() -> bool:
@@ -159,7 +166,7 @@ def test_random_faults_change_no_bit(
     expected = re.findall("weights [0-9a-f]{64}", alone.stdout)
     assert len(expected) == 1, alone.stdout
     (folder / "steps").unlink()
-    words[-3] = "struck"
+    words[-3] = str(hosts.disk / f"struck-{mpi}")
     supervise = [python, "-m", "mpitrain", "supervise", "--restarts", str(9 * FAULTS)]
     supervise += ["--warm"] if WARM else []
     with (folder / "out").open("w") as out:
@@ -216,10 +223,9 @@ def mpirun_of(folder: Path) -> int:
     raise AssertionError("there is no mpirun")
 
 
-def remount(where: str, *, full: bool) -> None:
+def remount(where: Path, *, full: bool) -> None:
     """Let a tmpfs have no room, or half of the machine's memory again."""
     found = os.statvfs(where)
     used = (found.f_blocks - found.f_bfree) * found.f_frsize
     size = str(used + (1 << 16)) if full else "100%"
-    words = ["mount", "-o", f"remount,size={size}", where]
-    subprocess.run(words, check=True)
+    mount("-o", f"remount,size={size}", str(where))
