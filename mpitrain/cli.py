@@ -60,7 +60,7 @@ def main(argv: Sequence[str]) -> int:
             print(text, file=sys.stderr, flush=True)
         status = exit_status(error)
     # A script ends with all ranks, in `atexit`; a server is no rank.
-    if name != "serve" and (status or name != "run"):
+    if name != "serve" and (status or name not in ("run", "replay")):
         write_status(status)
     return status
 
@@ -211,9 +211,22 @@ def diff(argv: Sequence[str]) -> int:
     """Find the first step and tensor in which two runs differ."""
     from mpitrain.tools import diff
 
-    lines, differs = diff.diff(_read(diff.DiffConfig, "diff", argv))
+    words, more = _split(argv)
+    lines, differs = diff.diff(_read(diff.DiffConfig, "diff", words), more)
     print("\n".join(lines), flush=True)
     return int(differs)
+
+
+def replay(argv: Sequence[str]) -> int:
+    """Compute a step of a run again, and look into it."""
+    from mpitrain.tools.replay.config import ReplayConfig
+
+    words, more = _split(argv)
+    read = functools.partial(_read, ReplayConfig, "replay", words)
+    _answer(words, read)
+    from mpitrain.tools.replay.replay import run_replay
+
+    return run_replay(read(), more, start_timeout(more))
 
 
 def report(argv: Sequence[str]) -> None:
@@ -285,7 +298,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int | None]] = {
     command.__name__: command
     for command in (
         *(train, run, sweep, new, stage, check, watch, fetch, export, report, diff),
-        *(serve, supervise, hostfile, jobscript),
+        *(replay, serve, supervise, hostfile, jobscript),
     )
 }
 

@@ -16,6 +16,7 @@ from mpitrain.tools.fetch import FetchConfig
 from mpitrain.tools.jobs.hostfile import HostfileConfig
 from mpitrain.tools.jobs.jobscript import JobscriptConfig
 from mpitrain.tools.jobs.supervisor import SuperviseConfig
+from mpitrain.tools.replay.config import ReplayConfig
 from mpitrain.tools.report.report import ReportConfig
 from mpitrain.tools.sweep.config import SweepConfig
 from mpitrain.tools.watch import WatchConfig
@@ -36,6 +37,7 @@ COMMANDS: dict[str, Any] = {
     "watch": WatchConfig,
     "report": ReportConfig,
     "diff": DiffConfig,
+    "replay": ReplayConfig,
     "export": ExportConfig,
     "fetch": FetchConfig,
 }

@@ -35,12 +35,11 @@ from typing import ClassVar
 from mpitrain.checkpoint.manager import CheckpointManager, Progress, WriteResult
 from mpitrain.checkpoint.memory_level import MemoryLevel
 from mpitrain.checkpoint.preemption import REASONS
-from mpitrain.checkpoint.resume import check_same_data, check_same_steps, find_best
+from mpitrain.checkpoint.resume import check_same_steps, find_best
 from mpitrain.checkpoint.run_checkpoints import CheckpointError, RunCheckpoints
 from mpitrain.checkpoint.save_clock import SaveClock
 from mpitrain.checkpoint.tensors import (
     load_averaged,
-    load_model,
     load_random,
     load_stage,
     schedules_to_save,
@@ -51,6 +50,7 @@ from mpitrain.checkpoint.training_state import (
     callback_states,
     collect,
     config_of,
+    restore_trainer,
 )
 from mpitrain.console import say, shown
 from mpitrain.errors import UsageError
@@ -209,12 +209,8 @@ class Checkpointer(RunCheckpoints, Callback):
             ).on_all_ranks()
         if not is_own:
             check_same_steps(self.reader, config)
-        classes = trainer.task.inputs.get("classes")
-        check_same_data(found, engine.data.num_samples, classes, path)
-        trainer.resumed_from = path.name
-        load_model(self.reader, engine.model)
-        trainer.state = state = TrainState(**found["state"])
-        engine.data.places_before = found.get("places", {})
+        restore_trainer(self.reader, trainer, others if is_own else ())
+        state = trainer.state
         if not is_own and engine.plan.is_done(state):
             raise UsageError(
                 f"{path} was written after epoch {state.epoch - 1}, step {state.step}, "
@@ -226,10 +222,6 @@ class Checkpointer(RunCheckpoints, Callback):
             self._level.saved = _position(state)  # the disk has not
         elif is_own:
             self._saved = _position(state)
-        for callback in others if is_own else ():
-            callback_state = found["callbacks"].get(type(callback).__name__)
-            if callback_state is not None:
-                callback.load_state_dict(callback_state)
 
     def on_fit_start(self, trainer: Trainer) -> None:
         """Print what is resumed."""

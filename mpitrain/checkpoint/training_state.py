@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from mpitrain.checkpoint.format import check_json
-from mpitrain.checkpoint.tensors import schedules_to_save, split_state, tensors_to_save
+from mpitrain.checkpoint.resume import check_same_data
+from mpitrain.checkpoint.storage import CheckpointReader
+from mpitrain.checkpoint.tensors import (
+    load_model,
+    schedules_to_save,
+    split_state,
+    tensors_to_save,
+)
+from mpitrain.train.callbacks import Callback
 from mpitrain.train.evaluate import score_of
+from mpitrain.train.metrics import TrainState
 from mpitrain.train.trainer import Trainer
 
 
@@ -69,6 +78,26 @@ def collect(
     }
     epoch = 0 if state.epoch_step else state.epoch - 1  # that was just evaluated
     return Snapshot(tensors, metadata, state.step, epoch, state.is_validated)
+
+
+def restore_trainer(
+    reader: CheckpointReader, trainer: Trainer, callbacks: Iterable[Callback]
+) -> None:
+    """Load model, state and callbacks of a checkpoint into a `Trainer`; collective.
+
+    In `Callback.setup`. What belongs to a stage follows, by `load_stage`.
+    """
+    found, path = reader.metadata["trainer"], reader.checkpoint.path
+    data, classes = trainer.engine.data, trainer.task.inputs.get("classes")
+    check_same_data(found, data.num_samples, classes, path)
+    trainer.resumed_from = path.name
+    load_model(reader, trainer.engine.model)
+    trainer.state = TrainState(**found["state"])
+    data.places_before = found.get("places", {})
+    for callback in callbacks:
+        state = found["callbacks"].get(type(callback).__name__)
+        if state is not None:
+            callback.load_state_dict(state)
 
 
 def config_of(trainer: Trainer, name: str) -> dict[str, Any]:

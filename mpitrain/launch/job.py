@@ -16,7 +16,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeVar
 
@@ -92,6 +92,8 @@ class Job:
         self.pending: LaunchConfig | None = None
         self.run_dir: Path | None = None  # where it is recorded how the job ends
         self.run_dirs: set[Path] = set()  # that this process has opened, resolved
+        # What `replay` lets a `Trainer` have instead of its callbacks.
+        self.replace_callbacks: Callable[[Sequence[Any]], list[Any]] | None = None
         # Of torch, that a training has changed, as they were before it.
         self.torch_settings: dict[str, Any] = {}
         self._comm = comm
@@ -361,6 +363,7 @@ def start_job(
         watchdog.idle()
     else:  # another job in this process: torch's settings are the process's
         job.torch_settings = before.torch_settings
+        job.replace_callbacks = before.replace_callbacks
     Job.current = job
     return job
 

@@ -7,7 +7,7 @@ import os
 import platform
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
@@ -53,6 +53,21 @@ def describe(world: World) -> dict[str, Any]:
         "scheduler": asdict(detect(os.environ)),
         "git_commit": git_commit(),
         "variables": {k: v for k, v in os.environ.items() if k in VARIABLES},
+    }
+
+
+def facts_for_bits(found: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the last bits may depend on, of the content of the file."""
+    if not found:  # of a script's own loop
+        return {}
+    world, versions = found.get("world") or {}, found.get("versions") or {}
+    return {
+        "ranks": world.get("world_size"),
+        "backend": world.get("backend"),
+        "threads": world.get("num_threads"),
+        "torch": versions.get("torch"),
+        **{name: found.get(name) for name in ("platform", "processor", "gpu")},
+        "commit": found.get("git_commit"),
     }
 
 

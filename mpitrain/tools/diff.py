@@ -13,11 +13,13 @@ from mpitrain.checkpoint.storage import CheckpointReader
 from mpitrain.checkpoint.tensors import OBJECTS
 from mpitrain.config import TrainConfig
 from mpitrain.errors import UsageError
+from mpitrain.record.environment import facts_for_bits
 from mpitrain.record.fingerprints import FILE, FingerprintFile, hash_of
 from mpitrain.record.reading import Run
 from mpitrain.record.runs import differences
 from mpitrain.settings import facts_of, setting
 from mpitrain.tools.export import is_complete, read_tensors, read_weights
+from mpitrain.tools.replay.bisect import bisect
 
 MAX_NAMED = 4  # tensors that a line names
 
@@ -29,17 +31,32 @@ class DiffConfig:
     """Name the first step, micro-batch and tensor whose bits differ between two runs.
 
     The exit status is 0 if nothing differs that both have, 1 if something does. Record
-    more with --fingerprint N.
+    more with --fingerprint N. With --replay, what `replay` takes may follow --.
     """
 
     first: Path = setting(metavar="RUN", is_positional=True)
     """A run folder, such as runs/NAME."""
     second: Path = setting(metavar="RUN", is_positional=True)
     """The run folder to compare it with."""
+    replay: bool = False
+    """Compute the steps of both again, to name step, micro-batch, layer and tensor."""
+    second_code: Path | None = setting(None, flag="with", only_with=("replay", "True"))
+    """Folder with the code of the second run. Default: the same code for both."""
+
+    def __post_init__(self) -> None:
+        if self.second_code is not None and not (
+            self.replay and self.second_code.is_dir()
+        ):
+            raise UsageError(
+                f"--with {self.second_code}: expected an existing folder, and --replay"
+            )
 
 
-def diff(config: DiffConfig) -> tuple[list[str], bool]:
-    """Compare two runs; return lines to print, and whether they differ."""
+def diff(config: DiffConfig, words: Sequence[str] = ()) -> tuple[list[str], bool]:
+    """Compare two runs; return lines to print, and whether they differ.
+
+    ``words`` are for `replay`.
+    """
     runs = Run(config.first), Run(config.second)
     values = [*_values(runs)]
     if not any(one.keys() & other.keys() for _, _, (one, other) in values):
@@ -51,15 +68,28 @@ def diff(config: DiffConfig) -> tuple[list[str], bool]:
     ignored = [it for it, facts in facts_of(TrainConfig).items() if not facts.in_diff]
     for what, (before, now) in (
         ("configuration", [run.config for run in runs]),
-        ("environment", [_environment(run) for run in runs]),
+        ("environment", [facts_for_bits(run.environment) for run in runs]),
     ):
         changed = "; ".join(differences(before, now, ignored)) or "the same"
         lines.append(f"{what}: {changed if before and now else 'not recorded'}")
     differs = False
+    steps, last = [], 0
     for name, unit, (one, other) in values:
         line, is_found = compare(one, other, unit)
         lines.append(f"{name}: {line}")
         differs |= is_found
+        if is_found and unit == "step":
+            steps.append(next(first for first, _ in _changes(one, other)))
+        if name == "checkpoints":
+            alike = [it for it in one.keys() & other.keys() if one[it] == other[it]]
+            last = max((it for it in alike if it < min(steps, default=0)), default=0)
+    if config.replay:
+        if not steps:
+            lines.append("replay: no step differs")
+        else:
+            paths = config.first, config.second
+            found = bisect(paths, min(steps), last, words, config.second_code)
+            lines.append(found)
     return lines, differs
 
 
@@ -77,22 +107,6 @@ def _values(runs: tuple[Run, Run]) -> Iterator[tuple[str, str, Sequence[Values]]
         yield "validation within epochs", "step", within
     yield "checkpoints", "step", _checkpoints(runs)
     yield "model.pt", "step", [_model_file(run) for run in runs]
-
-
-def _environment(run: Run) -> dict[str, Any]:
-    """Return what the last bits may depend on, of the newest job."""
-    found = run.environment
-    if not found:  # of a script
-        return {}
-    world, versions = found.get("world") or {}, found.get("versions") or {}
-    of_run = ("platform", "processor", "gpu")
-    return {
-        "ranks": world.get("world_size"),
-        "backend": world.get("backend"),
-        "threads": world.get("num_threads"),
-        "torch": versions.get("torch"),
-        **{name: found.get(name) for name in of_run},
-    }
 
 
 def _model_file(run: Run) -> Values:
@@ -151,22 +165,27 @@ def compare(one: Values, other: Values, unit: str) -> tuple[str, bool]:
     recorded = f"{len(one)} and {len(other)} recorded"
     if not both:
         return f"none in common ({recorded})", False
-    last = None
-    for at in both:
+    for at, changed in _changes(one, other):
+        shown = [
+            name if isinstance(value, str) else f"{name} {value} and {its}"
+            for name, (value, its) in list(changed.items())[:MAX_NAMED]
+        ]
+        if len(changed) > MAX_NAMED:
+            shown.append(f"and {len(changed) - MAX_NAMED} more of {len(one[at])}")
+        last = max((it for it in both if it < at), default=None)
+        before = "" if last is None else f"; the same up to {unit} {last}"
+        return f"{unit} {at} differs: {', '.join(shown)}{before}", True
+    rest = "" if one.keys() == other.keys() else f"; {recorded}"
+    return f"the same ({len(both)}, up to {unit} {both[-1]}{rest})", False
+
+
+def _changes(one: Values, other: Values) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield each step or epoch that differs, with pairs of values by name."""
+    for at in sorted(one.keys() & other.keys()):
         pairs = {
             n: (one[at].get(n), other[at].get(n)) for n in {**one[at], **other[at]}
         }
         # As text, for which nan is nan.
         changed = {n: (a, b) for n, (a, b) in pairs.items() if repr(a) != repr(b)}
         if changed:
-            shown = [
-                name if isinstance(value, str) else f"{name} {value} and {its}"
-                for name, (value, its) in list(changed.items())[:MAX_NAMED]
-            ]
-            if len(changed) > MAX_NAMED:
-                shown.append(f"and {len(changed) - MAX_NAMED} more of {len(one[at])}")
-            before = "" if last is None else f"; the same up to {unit} {last}"
-            return f"{unit} {at} differs: {', '.join(shown)}{before}", True
-        last = at
-    rest = "" if one.keys() == other.keys() else f"; {recorded}"
-    return f"the same ({len(both)}, up to {unit} {last}{rest})", False
+            yield at, changed

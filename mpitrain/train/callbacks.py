@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from mpitrain.errors import UsageError, did_you_mean
+from mpitrain.launch.job import Job
 from mpitrain.train.metrics import EpochMetrics, StepMetrics, Throughput
 
 logger = logging.getLogger("mpitrain")
@@ -163,6 +164,16 @@ class Hooks(dict[str, list[Callable[..., None]]]):
                 hook(trainer, error)
             except Exception:  # the first error is the one to report
                 logger.exception("a callback's on_exception failed")
+
+
+def in_order(callbacks: Sequence[Callback]) -> list[Callback]:
+    """Return callbacks in the order of their calls; under `replay` those that it has.
+
+    They are of every `Trainer` of the process, which may be in a user's script.
+    """
+    if Job.current is not None and Job.current.replace_callbacks is not None:
+        callbacks = Job.current.replace_callbacks(callbacks)
+    return sorted(callbacks, key=lambda callback: callback.runs_last)
 
 
 def check_state_names(callbacks: Sequence[Callback]) -> None:

@@ -92,6 +92,29 @@ def sum_of(values: Any, num: int, num_rows: int, name: str) -> Sum:
     return Sum((values if values.shape[0] == num else values[:num]).sum(), None)
 
 
+def means_of_rows(values: Any, num: int, num_rows: int) -> Tensor | None:
+    """Return the mean of each sample's values, `(num,)`; ``None`` if they have none.
+
+    Args:
+        values: As of `sum_of`.
+        num: Samples of the batch.
+        num_rows: Samples and padding.
+
+    >>> means_of_rows((torch.ones(2, 3), torch.eye(2, 3)), 1, 2)
+    tensor([1.])
+    """
+    weights = None
+    if is_weighted(values):
+        values, weights = values
+    if not values.ndim or values.shape[0] not in (num, num_rows):
+        return None
+    rows: Tensor = values[:num].detach().reshape(num, -1)
+    if weights is None:
+        return rows.mean(1)
+    of_rows: Tensor = weights[:num].reshape(num, -1)
+    return (rows * of_rows).sum(1) / of_rows.sum(1)
+
+
 def _weighted_sum(pair: Sequence[Any], num: int, num_rows: int, name: str) -> Sum:
     are_tensors = len(pair) == 2 and all(isinstance(it, Tensor) for it in pair)
     if not are_tensors or pair[0].shape != pair[1].shape:

@@ -31,7 +31,7 @@ from mpitrain.tasks.task import (
     Values,
 )
 from mpitrain.train import checks
-from mpitrain.train.callbacks import Callback, Hooks, StopRequested
+from mpitrain.train.callbacks import Callback, Hooks, StopRequested, in_order
 from mpitrain.train.engine import Engine
 from mpitrain.train.evaluate import Evaluation
 from mpitrain.train.metric_objects import split_metrics
@@ -458,7 +458,7 @@ class Trainer:
             strategy.micro_batch_size if strategy.micro_batches_are_fixed else None,
         )
         self.synced_at, self._is_set_up = time.perf_counter(), True
-        self.callbacks.sort(key=lambda callback: callback.runs_last)
+        self.callbacks = in_order(self.callbacks)
         self._hooks = Hooks(self.callbacks)
         return self.engine
 

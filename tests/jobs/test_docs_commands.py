@@ -43,6 +43,7 @@ CLUSTER = "stands for a job's own mpirun"
 CONTAINERS = "wants Apptainer and an image; tests/cluster has containers"
 EARLIER = "reads what the command before it writes; test_launchers.py does"
 STAGES = "copies the whole environment; test_stage.py has a small one"
+REPLAYS = "wants a run with a NaN, or two runs; test_replay.py does"
 SERVES = "runs until it is ended; test_warm.py does"
 FOREIGN = "another project's command line, as people have it"
 
@@ -78,6 +79,9 @@ NOT_RUN = {
     "mpirun -np 8 apptainer exec --nv mpitrain.sif python -m mpitrain": CONTAINERS,
     "python -m mpitrain serve": SERVES,
     "mpirun --map-by ppr:1:node python -m mpitrain serve": SERVES,
+    "python -m mpitrain replay runs/mine --until nan": REPLAYS,
+    "python -m mpitrain replay runs/mine --until nan -- run train.py": REPLAYS,
+    "python -m mpitrain diff runs/before runs/after --replay --with ../old": REPLAYS,
     "python -m mpitrain jobscript --site ./mine.yaml --account A": EARLIER,
     "python -m mpitrain fetch mnist cifar100 --data-dir /scratch/me/data": INTERNET,
     "python -m mpitrain fetch resnet50 timm:vit_small_patch14_dinov2": INTERNET,

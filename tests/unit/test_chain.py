@@ -78,7 +78,11 @@ def test_failures_of_several_causes_may_come_before_there_is_progress(
     jobs: Jobs,
 ) -> None:
     job = jobs.begin()
-    kinds = ["its host is lost", "ValueError: of step 7", "died without an error message"]
+    kinds = [
+        "its host is lost",
+        "ValueError: of step 7",
+        "died without an error message",
+    ]
     errors = [f"[rank {rank}/8 n{rank}] {it}" for rank, it in enumerate(kinds)]
     for error in errors:
         assert job.next_action(1, is_stopping=False, error=error) == "retry"

@@ -31,7 +31,9 @@ from mpitrain.schedulers import detect, pbs, slurm
 JOB_NUMBER = "MPITRAIN_JOB_NUMBER"
 ENCODED_ARGS = "MPITRAIN_ARGS"  # base64, which the script decodes
 MAX_FAILURES = 2  # of one cause in a row without progress, after which no start follows
-MAX_CAUSES = 4  # likewise of any cause: several faults may strike between two checkpoints
+MAX_CAUSES = (
+    4  # likewise of any cause: several faults may strike between two checkpoints
+)
 # Which rank has it is chance; another error would come back in any of them.
 OF_ITS_RANK = re.compile("died without|host is lost|launcher is gone|hang:")
 SHORT_SECONDS = 30.0  # a start that ends sooner has done nothing, if nobody knows

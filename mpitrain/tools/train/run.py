@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
-from mpitrain.checkpoint.checkpointer import Checkpointer
 from mpitrain.checkpoint.preemption import PreemptionHandler
 from mpitrain.config import TrainConfig
 from mpitrain.errors import Stopped, UsageError
@@ -52,7 +52,10 @@ def run_training(
         handler.uninstall()
     else:
         checkpointer.open(world, run_id=run.folder.run_id, handler=handler)
-    trainer, summary = _trainer(config, world, run_dir, checkpointer, shared_data)
+    is_new = checkpointer.reader is None
+    trainer, summary, checkpointer.data = build_trainer(
+        config, world, run_dir, shared_data, with_weights=is_new
+    )
     named = "" if config.name else f" with --name {run_dir.name}"
     recorder = Recorder(
         run_dir,
@@ -82,26 +85,31 @@ def run_training(
     return 0
 
 
-def _trainer(
+def build_trainer(
     config: TrainConfig,
     world: World,
     run_dir: Path,
-    checkpointer: Checkpointer,
-    shared_data: Data | None,
-) -> tuple[Trainer, RunSummary]:
-    """Return the trainer of the command, or of ``--task``; collective."""
+    shared_data: Data | None = None,
+    *,
+    with_weights: bool,
+) -> tuple[Trainer, RunSummary, dict[str, Any] | None]:
+    """Return the trainer of the command, or of ``--task``; collective.
+
+    ``with_weights``: not those of a checkpoint, which follow. Also returns its summary,
+    and what checkpoints tell `export` of the data.
+    """
     task: Task | None = None
     if config.task is not None:
         heartbeat(f"calling {config.task}")
         made = call_task(config, world)
         if isinstance(made, Trainer):
             what = f"--task {config.task}"
-            return made, RunSummary(run_dir, what)
+            return made, RunSummary(run_dir, what), None
         task = made
     ranks = communicator(world)
     heartbeat("loading the data")
     data = shared_data or load_data(config, seed=config.seed, world=world, ranks=ranks)
-    checkpointer.data = {
+    facts = {
         "num_classes": data.num_classes,
         "in_channels": data.in_channels,
         "image_size": data.image_size,
@@ -116,8 +124,7 @@ def _trainer(
             "ImageClassification, or that scales them in transform"
         ).on_all_ranks()
     heartbeat("building the model")
-    is_new = checkpointer.reader is None
-    model, loaded = _build(config, data, ranks, with_weights=is_new)
+    model, loaded = _build(config, data, ranks, with_weights=with_weights)
     trainer = Trainer(
         model,
         data.train,
@@ -136,7 +143,8 @@ def _trainer(
     of_task = "" if task is None else f", --task {config.task}"
     what = f"{config.model} on {config.data}"
     more = classes + of_task
-    return trainer, RunSummary(run_dir, what, more, loaded, has_own_data=False)
+    summary = RunSummary(run_dir, what, more, loaded, has_own_data=False)
+    return trainer, summary, facts
 
 
 def _build(

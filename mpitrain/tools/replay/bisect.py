@@ -1,0 +1,135 @@
+"""`diff --replay`: what two runs compute differently, down to a tensor.
+
+Each run is replayed in a process of its own, perhaps with other code, and writes hashes
+of what it computes. First of all weights after each step, from the last checkpoint that
+both have; then of everything in the first step that differs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+from mpitrain.errors import UsageError
+
+SECONDS = 3600.0  # for one replay
+
+
+def bisect(
+    runs: Sequence[Path],
+    step: int,
+    begins: int,
+    words: Sequence[str],
+    with_code: Path | None = None,
+) -> str:
+    """Return what the runs compute differently first, in words.
+
+    Args:
+        runs: Two run folders.
+        step: The first step that is known to differ, or a later one.
+        begins: The step of a checkpoint that both have, with equal bits; 0: the start.
+        words: What `replay` takes after ``--``.
+        with_code: A folder with the code of the second run; ``None``: this one.
+
+    Raises:
+        UsageError: A replay failed.
+    """
+    folders = None, with_code
+    with tempfile.TemporaryDirectory(prefix="mpitrain-diff-") as name:
+        files = [Path(name) / str(number) for number in range(2)]
+
+        def traces(step: int) -> list[list[dict[str, Any]]]:
+            for run, folder, file in zip(runs, folders, files, strict=True):
+                _replay(run, step, begins, words, folder, file)
+            return [[*map(json.loads, it.read_text().splitlines())] for it in files]
+
+        rows = traces(step)
+        of_steps = [[row for row in it if row["kind"] == "step"] for it in rows]
+        first = _first(*of_steps)
+        if first is None:
+            return (
+                f"replayed from step {begins} to {step} here, the runs are equal: what "
+                "differs is not their code or configuration, but where they ran"
+            )
+        number = (first[0] or first[1])["step"]
+        if number != step:
+            rows = traces(number)
+    found = _first(*([row for row in it if row["kind"] != "step"] for it in rows))
+    return f"replayed from step {begins}: step {number} differs first, {_named(found)}"
+
+
+def _first(
+    one: Sequence[Mapping[str, Any]], other: Sequence[Mapping[str, Any]]
+) -> tuple[Mapping[str, Any], Mapping[str, Any]] | None:
+    """Return the first pair of rows that differ; a row is empty where one has none."""
+    nothing: Mapping[str, Any] = {}
+    pairs = zip_longest(one, other, fillvalue=nothing)
+    return next((pair for pair in pairs if pair[0] != pair[1]), None)
+
+
+def _named(pair: tuple[Mapping[str, Any], Mapping[str, Any]] | None) -> str:
+    """Name what a pair of rows is of.
+
+    >>> row = {"kind": "output", "micro_batch": 2, "name": "fc (Linear)", "hash": "a"}
+    >>> _named((row, {**row, "hash": "b"}))
+    'in micro-batch 2: the output of fc (Linear)'
+    >>> _named((row, {**row, "name": "act (ReLU)", "hash": "b"}))
+    'in micro-batch 2: the output of fc (Linear), and the output of act (ReLU)'
+    """
+    if pair is None:
+        return "in a buffer that no layer returns"
+    found = []
+    for row in pair:
+        kind, name = row.get("kind"), row.get("name", "")
+        what = {
+            "output": f"the output of {name}",
+            "gradient": f"the gradient of {name}",
+            "sum": f"the sum of gradients of {name}",
+            "weight": f"{name} after the step",
+            None: "nothing",
+        }.get(kind, name)
+        found.append(what)
+    numbers = {row["micro_batch"] for row in pair if row.get("micro_batch", -1) >= 0}
+    where = f"in micro-batch {min(numbers)}: " if numbers else "in "
+    return where + ", and ".join(dict.fromkeys(found))
+
+
+def _replay(
+    run: Path,
+    step: int,
+    begins: int,
+    words: Sequence[str],
+    folder: Path | None,
+    file: Path,
+) -> None:
+    """Replay a run in a process of its own, which writes a trace."""
+    environ = dict(os.environ)
+    if folder is not None:
+        path = (str(folder.absolute()), environ.get("PYTHONPATH", ""))
+        environ["PYTHONPATH"] = os.pathsep.join(filter(None, path))
+    flags = ["--step", str(step), "--from", str(begins), "--trace", str(file)]
+    command = [sys.executable, "-m", "mpitrain", "replay", str(run.absolute()), *flags]
+    done = subprocess.run(
+        [*command, *(["--", *words] if words else [])],
+        check=False,
+        cwd=folder,
+        env=environ,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        timeout=SECONDS,
+    )
+    if not file.exists():  # it may have said that losses are not as recorded
+        raise UsageError(
+            f"{run} cannot be replayed:\n{done.stdout.rstrip()[-2000:]}\nExpected "
+            f"this to run: {' '.join(command)}"
+        )

@@ -1,0 +1,190 @@
+"""What a replay prints: what has changed, the step, and whether it is as recorded."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mpitrain.config import TrainConfig
+from mpitrain.files import read_json
+from mpitrain.record.environment import facts_for_bits
+from mpitrain.record.fingerprints import FILE, FingerprintFile
+from mpitrain.record.reading import Metrics
+from mpitrain.record.runs import differences
+from mpitrain.settings import facts_of
+from mpitrain.tools.replay.config import ReplayConfig
+from mpitrain.tools.replay.watch import MicroBatchSeen
+from mpitrain.train.metrics import StepMetrics
+
+TOLERANCE = 1e-3  # of a loss, relative, without --bitwise: rounding, and its growth
+MAX_SAMPLES = 8  # that are shown, those with the largest losses
+
+
+def changes(
+    run: Path,
+    environment: Mapping[str, Any],
+    before: Mapping[str, Any],
+    now: TrainConfig,
+) -> Iterator[str]:
+    """Say what a replay has other than the run: what the last bits may depend on.
+
+    ``before`` is the configuration of the run.
+    """
+    recorded = facts_for_bits(read_json(run / "environment.json"))
+    free = ("ranks", "backend", *(["threads"] if now.bitwise else []))
+    of_now = facts_for_bits(environment)
+    if found := differences(recorded, of_now, free):
+        yield f"not as recorded: {'; '.join(found)}"
+    ignored = {
+        name
+        for name, of in facts_of(TrainConfig).items()
+        if of.may_change and not of.changes_bits
+    }
+    flags = differences(before, now.as_plain(""), ignored)
+    if flags:
+        yield f"other flags: {'; '.join(flags)}"
+
+
+class Comparison:
+    """Compares the losses of steps with those in a run folder; on rank zero."""
+
+    def __init__(self, run: Path) -> None:
+        self._run = run
+        self._recorded: dict[int, StepMetrics] | None = None
+        self._micro_batches: Mapping[int, Mapping[str, float]] = {}
+        self._last: dict[int, StepMetrics] = {}
+        self._num = 0  # steps that are recorded, too
+        self._first: str = ""  # what differs
+        self._is_bitwise = False
+
+    def add(
+        self,
+        steps: Sequence[StepMetrics],
+        losses: Sequence[Sequence[float]],
+        *,
+        is_bitwise: bool,
+    ) -> None:
+        """Compare steps, and the losses of their micro-batches where they are fixed."""
+        if self._recorded is None:
+            metrics = Metrics(self._run / "metrics.jsonl")
+            file = FingerprintFile(self._run / FILE)
+            for reader in (metrics, file):
+                reader.update()
+            self._recorded = {it.step: it for it in metrics.steps}
+            self._micro_batches, self._is_bitwise = file.losses, is_bitwise
+        self._last = {it.step: it for it in steps}
+        for now, of_now in zip(steps, losses or [()] * len(steps), strict=True):
+            before = self._recorded.get(now.step)
+            if before is None:
+                continue
+            self._num += 1
+            pairs = {
+                "train_loss": (before.loss, now.loss),
+                "gradient_norm": (before.grad_norm, now.grad_norm),
+            }
+            of_step = self._micro_batches.get(now.step, {})
+            for (name, one), other in zip(of_step.items(), of_now, strict=False):
+                pairs[f"the loss of {name}"] = one, other
+            wrong = [
+                f"{name} {one!r}, now {other!r}"
+                for name, (one, other) in pairs.items()
+                if not self._is_same(one, other)
+            ][:3]
+            if wrong and not self._first:
+                self._first = f"step {now.step} is not as recorded: {'; '.join(wrong)}"
+
+    def of_step(self, step: int) -> StepMetrics | None:
+        """Return what was computed of a step."""
+        return self._last.get(step)
+
+    def verdict(self) -> str:
+        """Return what is not as recorded; empty if all is."""
+        return self._first
+
+    def summary(self) -> str:
+        """Say how many steps were compared."""
+        if not self._num:
+            return "none of these steps is recorded"
+        if self._first:
+            return self._first
+        how = "to the bit" if self._is_bitwise else f"to {TOLERANCE:g}"
+        return f"{self._num} steps are as recorded, {how}"
+
+    def _is_same(self, one: float, other: float) -> bool:
+        if not (math.isfinite(one) and math.isfinite(other)):
+            return math.isfinite(one) == math.isfinite(other)
+        if self._is_bitwise:
+            return one == other
+        return math.isclose(one, other, rel_tol=TOLERANCE, abs_tol=1e-6)
+
+
+def step_lines(
+    seen: Sequence[MicroBatchSeen],
+    step: int,
+    comparison: Comparison,
+    config: ReplayConfig,
+    *,
+    is_skipped: bool,
+) -> Iterator[str]:
+    """Tell of a step: its losses, and what is not finite.
+
+    ``seen`` are the micro-batches that are asked for, of all ranks.
+    """
+    now = comparison.of_step(step)
+    yield comparison.summary()
+    if now is not None:
+        yield (
+            f"step {step}, epoch {now.epoch}: train_loss {now.loss!r}, gradient norm "
+            f"{now.grad_norm!r}, lr {now.lr!r}" + ", not applied" * is_skipped
+        )
+    yield from _nonfinite_lines(seen)
+    rows = [
+        (loss, sample, _label(of))
+        for of in seen
+        for sample, loss in zip(of.samples, of.losses, strict=False)
+        if config.sample in (None, sample)
+    ]
+    if not rows:
+        named = [
+            f"{name} {it}"
+            for name, it in (
+                ("sample", config.sample),
+                ("micro-batch", config.micro_batch),
+            )
+            if it is not None
+        ]
+        where = f"{' of '.join(named)} is not in step {step}"
+        yield "no sample has a loss of its own here" if seen else where
+        return
+    is_whole = config.sample is not None or config.micro_batch is not None
+    rows.sort(key=lambda it: -math.inf if math.isnan(it[0]) else -it[0])
+    shown = rows if is_whole else rows[:MAX_SAMPLES]
+    if not is_whole and len(rows) > MAX_SAMPLES:
+        yield f"the {MAX_SAMPLES} largest losses of {len(rows)} samples:"
+    for loss, sample, label in shown:
+        yield f"  sample {sample:<8} loss {loss:<12.6g} {label}"
+
+
+def _nonfinite_lines(seen: Sequence[MicroBatchSeen]) -> Iterator[str]:
+    for of in seen:
+        label = _label(of)
+        if of.bad_inputs:
+            named = " ".join(map(str, of.bad_inputs))
+            yield f"inputs or targets are not finite: sample {named} ({label})"
+        alone = [
+            sample
+            for sample, loss in zip(of.samples, of.losses, strict=False)
+            if not math.isfinite(loss)
+        ]
+        if alone and alone != of.bad_inputs:
+            named = " ".join(map(str, alone))
+            yield f"the loss is not finite: sample {named} ({label})"
+        if of.first_bad:
+            yield f"first that is not finite: {of.first_bad} ({label})"
+
+
+def _label(of: MicroBatchSeen) -> str:
+    of_pass = f", pass {of.pass_name!r}" * bool(of.pass_name)
+    return f"micro-batch {of.number}, rank {of.rank}{of_pass}"

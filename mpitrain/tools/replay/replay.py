@@ -1,0 +1,321 @@
+"""The callback that replays: resumes without writing, and watches the step asked for.
+
+It takes the place of the run's own callbacks in every `Trainer` of the process, also in
+one that a script makes. Callbacks of the user stay: they may be part of the training.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pdb
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import torch
+
+from mpitrain.checkpoint.layout import checkpoint_at
+from mpitrain.checkpoint.storage import CheckpointReader
+from mpitrain.checkpoint.tensors import load_random, load_stage
+from mpitrain.checkpoint.training_state import restore_trainer
+from mpitrain.config import LaunchConfig, TrainConfig
+from mpitrain.console import say, shown
+from mpitrain.data.loader import Batch
+from mpitrain.data.samples import to_device
+from mpitrain.errors import MpitrainError, UsageError
+from mpitrain.files import replacing, write_atomic
+from mpitrain.launch import run_script
+from mpitrain.launch.init import init
+from mpitrain.launch.job import start_job
+from mpitrain.launch.run_target import read_on_all_ranks
+from mpitrain.mpi.collectives import on_rank_zero
+from mpitrain.mpi.world import World
+from mpitrain.record.environment import describe
+from mpitrain.tools.replay.config import ReplayConfig, ReplayRequest, read_request
+from mpitrain.tools.replay.lines import Comparison, changes, step_lines
+from mpitrain.tools.replay.norms import LayerNorms, Trace, layer_lines
+from mpitrain.tools.replay.watch import MicroBatchSeen, StepWatch, bad_samples
+from mpitrain.tools.train.run import build_trainer
+from mpitrain.train.callbacks import Callback
+from mpitrain.train.early_stopping import EarlyStopping
+from mpitrain.train.metrics import StepMetrics
+from mpitrain.train.trainer import Trainer
+
+
+class ReplayError(MpitrainError):
+    """A loss is not the recorded one, or no step is what was looked for."""
+
+
+class Replay(Callback):
+    """Resumes from a checkpoint, computes steps as before, and tells of the last one.
+
+    Ends the process after it: by status 0, or a `ReplayError`.
+    """
+
+    runs_last: ClassVar[bool] = True  # as the `Checkpointer`
+
+    def __init__(self, request: ReplayRequest) -> None:
+        self._request, self._config = request, request.config
+        path = request.checkpoint
+        self._reader = None if path is None else CheckpointReader(checkpoint_at(path))
+        self._others: Sequence[Callback] = ()
+        self._compared = Comparison(request.config.run)
+        self._norms: LayerNorms | None = None
+        self._trace: Trace | None = None
+        self._watch: StepWatch | None = None
+        self._weights: Mapping[str, Any] = {}  # before the step
+        self._before = (0, 0.0)  # skipped steps, and the loss scale
+        self.is_used = False
+
+    def take(self, callbacks: Sequence[Callback]) -> list[Callback]:
+        """Return what a trainer has instead of its callbacks: it writes nothing."""
+        if self.is_used:
+            raise UsageError(
+                "the script trains a second time; expected one Trainer.fit, that of "
+                f"{self._config.run}"
+            ).on_all_ranks()
+        self.is_used = True
+        self._others = [
+            it
+            for it in callbacks
+            if isinstance(it, EarlyStopping)
+            or not any(kind.__module__.startswith("mpitrain.") for kind in _own(it))
+        ]
+        return [*self._others, self]
+
+    # --- hooks of the trainer -----------------------------------------------------
+
+    def setup(self, trainer: Trainer) -> None:
+        """Load the checkpoint, and let a step that is not finite be looked into."""
+        world = trainer.engine.world
+        if (self._config.pdb or self._config.trace) and world.world_size > 1:
+            flag = "--pdb" if self._config.pdb else "--trace"
+            raise UsageError(
+                f"{flag}: expected one rank, without mpirun"
+            ).on_all_ranks()
+        if self._reader is not None:
+            is_own = self._reader.metadata["run"] == self._request.run_id
+            restore_trainer(self._reader, trainer, self._others if is_own else ())
+        # It would end the job; such a step is not applied either way.
+        trainer.engine.config = replace(trainer.config, on_nonfinite="skip")
+        self._is_bitwise = trainer.config.bitwise
+
+    def on_fit_start(self, trainer: Trainer) -> None:
+        """Say where it begins, and what is not as it was."""
+        world, reader = trainer.engine.world, self._reader
+        if not world.is_rank_zero:
+            return
+        where = "the start" if reader is None else shown(reader.checkpoint.path)
+        ranks = f"{world.world_size} rank{'s' * (world.world_size != 1)}"
+        say(f"replay of {shown(self._config.run)} from {where}, on {ranks}")
+        run, before = self._config.run, self._request.recorded
+        for line in changes(run, describe(world), before, trainer.config):
+            say(line)
+
+    def on_stage_start(self, trainer: Trainer) -> None:
+        """Load optimizers and random numbers, of the first stage."""
+        reader, self._reader = self._reader, None
+        if reader is not None:
+            is_own = reader.metadata["run"] == self._request.run_id
+            load_stage(reader, trainer.engine, is_own=is_own)
+            step, seed = trainer.state.step, trainer.config.seed
+            load_random(reader, trainer.engine.world, seed=seed, step=step)
+        self._prepare(trainer)
+
+    def on_metrics(self, trainer: Trainer, steps: Sequence[StepMetrics]) -> None:
+        """Compare with what is recorded, on rank zero."""
+        if trainer.engine.world.is_rank_zero:
+            losses = trainer.micro_batch_losses
+            self._compared.add(steps, losses, is_bitwise=self._is_bitwise)
+
+    def on_step_end(self, trainer: Trainer) -> None:
+        """Tell of the step, if it is the one; prepare the next."""
+        step, config = trainer.state.step, self._config
+        if self._watch is not None:
+            seen = self._watch.close()
+            self._watch = None
+            skipped, scale = self._before
+            is_skipped = trainer.state.skipped_steps > skipped
+            is_found = is_skipped and trainer.engine.optimizer.scale.value == scale
+            if (is_found and config.until) or (
+                step == config.step and not config.until
+            ):
+                self._end(trainer, seen, is_skipped=is_skipped)
+        if self._trace is not None:
+            weights = trainer.engine.strategy.full_state_dict()
+            self._trace.end_step(step, weights, is_last=False)
+        self._prepare(trainer)
+
+    def on_train_end(self, trainer: Trainer) -> None:
+        """Say that the step did not come."""
+        what = "all losses and gradients are finite"
+        if not self._config.until:
+            what = f"step {self._config.step} did not come"
+        raise ReplayError(
+            f"the training has ended after step {trainer.state.step}: {what}"
+        ).on_all_ranks()
+
+    # --- inside -------------------------------------------------------------------
+
+    def _prepare(self, trainer: Trainer) -> None:
+        """Watch the next step, if it may be the one."""
+        config, number = self._config, trainer.state.step + 1
+        if config.trace and self._trace is None:
+            self._trace = Trace()
+        is_watched = number == config.step if not config.until else True
+        if config.until and config.step is not None and number < config.step:
+            is_watched = False
+        if not is_watched:
+            return
+        self._norms = LayerNorms() if config.layers else None
+        see = [it.see for it in (self._norms, self._trace) if it is not None]
+
+        def see_all(*of: Any) -> None:
+            for it in see:
+                it(*of)
+
+        optimizer = trainer.engine.optimizer
+        self._before = trainer.state.skipped_steps, optimizer.scale.value
+        if not config.until and (config.save or config.layers):
+            self._weights = trainer.engine.strategy.full_state_dict()
+        self._watch = StepWatch(
+            trainer,
+            see_all,
+            lambda number, batch: self._stop_at(trainer, number, batch),
+            keeps_batches=config.save is not None,
+        ).open()
+
+    def _stop_at(self, trainer: Trainer, number: int, batch: Batch) -> None:
+        """Start the debugger; ``model``, ``batch`` and ``trainer`` are at hand."""
+        is_due = self._config.pdb and self._is_chosen(number, batch.indices.tolist())
+        if is_due and (not self._config.until or bad_samples(batch)):
+            model = trainer.engine.strategy.model
+            say(
+                f"step {trainer.state.step + 1}, micro-batch {number}: `model`, `batch`"
+            )
+            pdb.set_trace()
+            del model
+
+    def _is_chosen(self, number: int, samples: Sequence[int]) -> bool:
+        config = self._config
+        return config.micro_batch in (None, number) and (
+            config.sample is None or config.sample in samples
+        )
+
+    def _end(
+        self, trainer: Trainer, seen: list[MicroBatchSeen], *, is_skipped: bool
+    ) -> None:
+        """Tell of the step, and end the process. Collective."""
+        trainer.sync_metrics()  # compares it
+        engine, config = trainer.engine, self._config
+        ranks, world = engine.ranks, engine.world
+        weights = self._weights
+        if not weights and (config.save or config.layers):
+            weights = engine.strategy.full_state_dict()  # the step was not applied
+        if self._trace is not None and config.trace is not None:
+            after = engine.strategy.full_state_dict()
+            self._trace.end_step(trainer.state.step, after, is_last=True)
+            lines = "".join(json.dumps(row) + "\n" for row in self._trace.rows)
+            write_atomic(config.trace, lines)
+        squares = self._norms.squares() if self._norms is not None else {}
+        of_ranks = ranks.gather((seen, squares))
+        if world.is_rank_zero:
+            whole = [it for found, _ in of_ranks for it in found]
+            chosen = [it for it in whole if self._is_chosen(it.number, it.samples)]
+            step, compared = trainer.state.step, self._compared
+            for line in step_lines(
+                chosen, step, compared, config, is_skipped=is_skipped
+            ):
+                say(line)
+            if config.layers:
+                for line in layer_lines([it for _, it in of_ranks], weights):
+                    say(line)
+            if config.save is not None:
+                _save(config, trainer, weights, chosen)
+        error = ranks.on_rank_zero(self._compared.verdict, "compare the losses")
+        if error:
+            raise ReplayError(error).on_all_ranks()
+        raise SystemExit(0)
+
+
+def _own(callback: Callback) -> Sequence[type]:
+    """Return the classes of a callback, but for the base of all."""
+    return [it for it in type(callback).__mro__ if it not in (Callback, object)]
+
+
+def _save(
+    config: ReplayConfig,
+    trainer: Trainer,
+    weights: Mapping[str, Any],
+    seen: Sequence[MicroBatchSeen],
+) -> None:
+    """Write the file of ``--save``; on rank zero."""
+    assert config.save is not None
+    micro_batches = [
+        {
+            "rank": it.rank,
+            "micro_batch": it.number,
+            "samples": it.samples,
+            "losses": it.losses,
+            "inputs": to_device(it.batch.inputs, "cpu"),
+            "targets": to_device(it.batch.targets, "cpu"),
+        }
+        for it in seen
+        if it.batch is not None
+    ]
+    values = {
+        "step": trainer.state.step,
+        "epoch": trainer.state.epoch,
+        "model": dict(weights),
+        "micro_batches": micro_batches,
+    }
+    with replacing(config.save) as beside:
+        torch.save(values, beside)
+    say(f"{shown(config.save)}: weights and {len(micro_batches)} micro-batches")
+
+
+def run_replay(
+    config: ReplayConfig, words: Sequence[str], start_timeout_seconds: float
+) -> int:
+    """Replay on all ranks; return the exit status. Collective.
+
+    Args:
+        config: The flags; those of rank zero count.
+        words: What follows ``--``: flags of a training, or ``run script.py ARGS``.
+        start_timeout_seconds: Of a stage of the start.
+    """
+    job = start_job(start_timeout_seconds=start_timeout_seconds)
+    with job.guard:
+        with job.start_step("read the run"):
+            request = on_rank_zero(
+                job.comm, lambda: read_request(config, words), "read the run"
+            )
+        replay = Replay(request)
+        job.replace_callbacks = replay.take
+        if request.training is None:
+            asked = read_on_all_ranks(job.comm, words[1:])
+            launch = _without_limit(asked.config, config)
+            run_script.run(job, replace(asked, config=launch), os.environ)
+        else:
+            launch = _without_limit(request.training.launch, config)
+            with init(**launch.as_arguments(), job=job) as world:
+                _train(request, request.training, world)
+        if not replay.is_used:
+            raise UsageError(
+                f"{config.run} was not replayed: no Trainer of the script has trained"
+            ).on_all_ranks()
+    return 0
+
+
+def _without_limit(launch: LaunchConfig, config: ReplayConfig) -> LaunchConfig:
+    """Let a person take their time in the debugger."""
+    return replace(launch, hang_timeout=None) if config.pdb else launch
+
+
+def _train(request: ReplayRequest, training: TrainConfig, world: World) -> None:
+    trainer, *_ = build_trainer(
+        training, world, request.config.run, with_weights=request.checkpoint is None
+    )
+    trainer.world = world
+    trainer.fit()
