@@ -1,10 +1,12 @@
 """What --bitwise costs: the time of a step beside that without, on the same ranks.
 
     .venv/bin/python benchmarks/bitwise.py --ranks 2 --rounds 5
+    .venv/bin/python benchmarks/bitwise.py --rounds 9 --verify-every 1 10
 
 Each network is trained without and with --bitwise, with the same micro-batches: the
-whole shard of a rank, or an eighth of the global batch, in turns. The
-ratios are taken round by round. Ranks have one thread each, as with a rank per core.
+whole shard of a rank, or an eighth of the global batch, in turns. With --verify-every
+it is --bitwise with such verifications, beside --bitwise without. The ratios are taken
+round by round. Ranks have one thread each, as with a rank per core.
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--networks", nargs="+", default=[*NETWORKS])
     parser.add_argument("--strategy", default="ddp", choices=["ddp", "fsdp"])
+    parser.add_argument("--verify-every", type=int, nargs="+", default=[])
     asked = parser.parse_args()
     whole = GLOBAL_BATCH_SIZE // asked.ranks
     kinds = {
@@ -42,6 +45,11 @@ def main() -> None:
         "micro-batches of 8": ((), "8"),
         "--bitwise, the same 8": (("--bitwise",), "8"),
     }
+    if asked.verify_every:
+        kinds = {"--bitwise": (("--bitwise",), "8")}
+        for every in asked.verify_every:
+            words = ("--bitwise", "--verify-every", str(every))
+            kinds[f"--verify-every {every}"] = words, "8"
     for network in asked.networks:
         seconds: dict[str, list[float]] = {kind: [] for kind in kinds}
         for _ in range(asked.rounds):
@@ -52,7 +60,8 @@ def main() -> None:
         print(f"{network}, {asked.ranks} ranks, {asked.strategy}:")
         names = list(kinds)
         for kind, times in seconds.items():
-            base = seconds[names[names.index(kind) // 2 * 2]]
+            first = 0 if asked.verify_every else names.index(kind) // 2 * 2
+            base = seconds[names[first]]
             ratios = [one / other for one, other in zip(times, base, strict=True)]
             print(
                 f"  {kind:<28} {statistics.median(times):7.3f} s per epoch, "

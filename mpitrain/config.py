@@ -208,8 +208,9 @@ class StrategyConfig:
     deterministic: bool = resumable(False)
     """Use only deterministic operations of torch; some are slower."""
     bitwise: bool = False
-    """Same bits on any number of ranks, up to the number of micro-batches of a step
-    (default: 8)."""
+    """Same bits on any number of ranks, up to the micro-batches of a step (8)."""
+    verify_every: int | None = resumable(None, minimum=1)
+    """With ddp: every N steps compare the ranks, to find one that computes wrongly."""
     balance: Literal["auto", "off"] = resumable("auto", only_with=("bitwise",))
     """With --bitwise and ddp, auto: give slow ranks fewer micro-batches."""
 
@@ -383,8 +384,7 @@ class TrainConfig(
                 "expected letters, digits and _ . + = - (not first)"
             )
         if self.dry_run and self.resume not in ("auto", "never"):
-            found = f"--dry-run --resume {self.resume}"
-            yield f"{found}: a dry run begins anew, and keeps nothing; leave one out"
+            yield f"--dry-run begins anew; expected no --resume {self.resume} with it"
 
     @property
     def changed(self) -> dict[str, FlagFacts]:

@@ -32,6 +32,7 @@ import time
 from pathlib import Path
 from typing import ClassVar
 
+from mpitrain.checkpoint.layout import list_checkpoints, set_aside
 from mpitrain.checkpoint.manager import CheckpointManager, Progress, WriteResult
 from mpitrain.checkpoint.memory_level import MemoryLevel
 from mpitrain.checkpoint.preemption import REASONS
@@ -62,6 +63,7 @@ from mpitrain.train.callbacks import Callback, StopRequested, check_state_names
 from mpitrain.train.evaluate import score_of, warn_of_no_best
 from mpitrain.train.metrics import EpochMetrics, TrainState
 from mpitrain.train.trainer import Trainer
+from mpitrain.train.verification import ComputeError
 
 logger = logging.getLogger("mpitrain")
 
@@ -308,6 +310,8 @@ class Checkpointer(RunCheckpoints, Callback):
         """Let signals end the process again."""
         if self._manager is not None:
             self._consensus.abandon()
+        if isinstance(error, ComputeError):
+            self._set_unverified_aside(error.verified_step)
         self.close()
 
     def on_stop(self, trainer: Trainer, reason: str) -> None:
@@ -320,6 +324,17 @@ class Checkpointer(RunCheckpoints, Callback):
         recorders = [it for it in trainer.callbacks if isinstance(it, Recorder)]
         path = self.run_dir.resolve()
         return [it for it in recorders if it.run_dir.resolve() == path]
+
+    def _set_unverified_aside(self, verified_step: int) -> None:
+        """Let nobody resume from what may hold wrong numbers; local."""
+        if self._folder is not None:
+            self._folder.remove()
+        if self._world is None or not self._world.is_rank_zero:
+            return
+        for checkpoint in list_checkpoints(self.run_dir):
+            if checkpoint.step > verified_step:
+                aside = set_aside(checkpoint, "unverified")
+                logger.warning("not verified: %s is set aside", shown(aside))
 
     def _end(self, trainer: Trainer, doing: str) -> None:
         if self.is_disabled:

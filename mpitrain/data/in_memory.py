@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mpitrain.data.samples import LoadedBatch
-from mpitrain.data.sharding import Indices, RankShard, epoch_order
+from mpitrain.data.sharding import Indices, RankShard, epoch_order, pad_rows
 
 CACHE_BYTES = 1 << 20  # of samples as the model sees them, that are transformed at once
 
@@ -56,6 +56,11 @@ class InMemory:
             self.targets.index_select(0, chosen),
             indices,
         )
+
+    def read(self, indices: Indices, epoch: int, min_rows: int) -> LoadedBatch:
+        """Gather some samples, and repeat the last where there are fewer."""
+        del epoch
+        return self.batch(pad_rows(indices, min_rows))._replace(indices=indices)
 
     def groups(
         self, batches: Iterable[Indices], sample_bytes: int

@@ -119,6 +119,13 @@ class BatchLoader:
             micro_batches = itertools.islice(batches, len(rows))
             yield RankStep(number, num_samples, len(rows), micro_batches)
 
+    def read(self, rank_shard: RankShard, indices: Indices, epoch: int) -> Batch:
+        """Read a batch in this process, of samples with known numbers; local."""
+        assert not isinstance(self.samples, IterableStyle)
+        min_rows = self._min_rows + rank_shard.prepends_partner
+        loaded = self.samples.read(indices, epoch, min_rows)
+        return self._batch(loaded, replace(rank_shard, min_rows=min_rows), epoch)
+
     def _prepare_many(
         self,
         samples: InMemory,

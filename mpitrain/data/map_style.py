@@ -119,6 +119,12 @@ class MapStyle:
             self._loader = build_loader(self._sample_dataset, **self._options)
         yield from map(raise_if_bad, iterate_loader(self._loader))
 
+    def read(self, indices: Indices, epoch: int, min_rows: int) -> LoadedBatch:
+        """Read some samples in this process, and repeat the last of fewer."""
+        keys = [(epoch, int(index)) for index in indices]
+        keys += [(epoch, PADDING)] * (min_rows - 1)
+        return raise_if_bad(self._collate(self._sample_dataset.__getitems__(keys)))
+
     def close(self) -> None:
         """End the workers."""
         self._loader = None

@@ -7,6 +7,7 @@ import functools
 import logging
 import sys
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ import torch.distributed as dist
 from mpitrain.config import TrainConfig
 from mpitrain.data.custom import Samples, build_samples
 from mpitrain.data.in_memory import InMemory
-from mpitrain.data.loader import BatchLoader, RankStep
+from mpitrain.data.loader import Batch, BatchLoader, RankStep
 from mpitrain.data.samples import digest
 from mpitrain.data.sampling import EpochOrder, Sampling
 from mpitrain.data.sharding import MicroBatchAssignment, RankShard, StreamPlace
@@ -160,6 +161,7 @@ class TrainData:
                 places=places if state.epoch_step else {},
                 prepends_partner=self._task.prepends_partner,
             )
+            self._rank_shard = rank_shard
             steps = self.train_loader.steps(rank_shard, state.epoch)
             with contextlib.closing(steps):
                 for step in steps:
@@ -172,6 +174,22 @@ class TrainData:
                         break  # and load the rest as it is cut now
                 else:
                     is_done = True
+
+    def micro_batch(self, state: TrainState, step: int, number: int) -> Batch:
+        """Read a fixed micro-batch of a step of the present epoch; local.
+
+        In this process, also where workers read.
+        """
+        shard = replace(
+            self._rank_shard,
+            rank=0,
+            world_size=1,
+            assignment=MicroBatchAssignment(world_size=1),
+            first_step=step,
+            max_steps=step + 1,
+        )
+        ((_, all_rows),) = shard.steps()
+        return self.train_loader.read(shard, all_rows[number], state.epoch)
 
     def _order(self, samples: Samples, epoch: int) -> EpochOrder:
         """Return the order of an epoch, which is compared if a sampler makes it."""

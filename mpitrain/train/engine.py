@@ -51,6 +51,7 @@ from mpitrain.train.predict import Writer, predict
 from mpitrain.train.step_metrics import MicroBatchLosses
 from mpitrain.train.strategy.base import Strategy
 from mpitrain.train.trained_weights import TrainedWeights
+from mpitrain.train.verification import Verification
 
 
 class Engine:
@@ -68,6 +69,7 @@ class Engine:
         strategy: How it is spread over the ranks.
         optimizer: Those of the stage.
         part: What the stage trains of the model.
+        verification: Compares the ranks, if it is asked for.
     """
 
     stage: Stage
@@ -114,6 +116,9 @@ class Engine:
         for name, it in given.items():  # else ranks would wait for each other
             self.ranks.check_equal(it, name, "Expected the same on every rank")
         self.strategy = self._whole_strategy = strategy
+        self.verification = None
+        if config.verify_every:
+            self.verification = Verification(config, world, strategy)
         is_exact = strategy.micro_batches_are_fixed
         self._metrics = MetricObjects(task, world.device, self.ranks, is_exact=is_exact)
         self.data = TrainData(

@@ -65,28 +65,53 @@ def train_pass(trainer: Any, name: str, step: RankStep) -> Pass:
     optimizer, strategy = engine.optimizer, engine.strategy
     scale = engine.begin_pass(name, state, step.number, step.num_samples)
     losses: list[MicroBatchLosses] = []
-    if strategy.communicates_before_step:
-        with timer("communication"):
-            strategy.begin_step(state.epoch, step.number, step.num_samples)
-    for batch in step.micro_batches:
-        is_last = len(losses) + 1 == step.num_micro_batches
-        with strategy.micro_batch(is_last=is_last), engine.norm_statistics(batch):
-            batch.epoch, batch.step = state.epoch, step.number
-            if name == optimizer.names[0]:
-                trainer.call("on_batch_start", batch)
+    number, verification = state.step + 1, engine.verification
+    if verification is not None and not verification.is_due(number):
+        verification = None
+
+    def compute(batch: Batch) -> dict[str, Sum]:
+        """Compute the losses of a micro-batch, and its gradients; return the sums."""
+        batch.epoch, batch.step = state.epoch, step.number
+        if name == optimizer.names[0]:
+            trainer.call("on_batch_start", batch)
+        with engine.norm_statistics(batch):
             with timer("forward"):
                 loss, sums = _sums_of_losses(trainer, batch)
-            total, number = sums["loss"].total, strategy.micro_batch_number
-            losses.append(MicroBatchLosses(batch.indices, total, number, sums))
             if strategy.reduces_in_backward and engine.world.world_size > 1:
                 timer.mark_gradients(loss)
             # scale - 0 * loss: the scale, or NaN where the loss is not finite. A
             # gradient may be finite where its loss is not. The NaN reaches all
             # ranks by the all-reduce: they skip the step without another one.
-            factor = torch.rsub(total, scale, alpha=0)
+            factor = torch.rsub(sums["loss"].total, scale, alpha=0)
             with timer("backward"):
                 # Not backward(loss, factor): it imports SymPy (torch 2.14).
                 torch.autograd.backward(loss * factor)
+        return sums
+
+    if strategy.communicates_before_step:
+        with timer("communication"):
+            strategy.begin_step(state.epoch, step.number, step.num_samples)
+    if verification is not None:
+        if name == optimizer.names[0]:
+            with timer("communication"):
+                verification.compare_state(engine, number)
+        verification.begin(strategy, number, name)
+    for batch in step.micro_batches:
+        is_last = len(losses) + 1 == step.num_micro_batches
+        with strategy.micro_batch(is_last=is_last):
+            sums, place = compute(batch), strategy.micro_batch_number
+            total = sums["loss"].total
+            losses.append(MicroBatchLosses(batch.indices, total, place, sums))
+            if verification is not None:
+                verification.see(place, batch, total, strategy.named_weights())
+    if verification is not None:
+        with timer("communication"):
+            verification.compare(
+                engine,
+                number,
+                lambda wanted: engine.data.micro_batch(state, step.number, wanted),
+                lambda batch: compute(batch)["loss"].total,
+            )
     if strategy.communicates_after_step:
         with timer("communication"):
             strategy.reduce_gradients()

@@ -23,6 +23,9 @@ class CheckConfig:
     """Print one JSON object instead of text."""
     quick: bool = False
     """Skip the bandwidth measurement."""
+    compute: bool = False
+    """Compute one micro-batch on all devices for 20 s, to find one that is wrong or
+    slow."""
     runs_dir: Path = Path("runs")
     """Folder of the runs. It is checked, and not created."""
     launch: LaunchConfig = field(

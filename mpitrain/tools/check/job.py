@@ -86,6 +86,12 @@ def check_job(job: Job, config: CheckConfig, environ: Mapping[str, str]) -> int:
                 job, world, BANDWIDTH_SECONDS, memory, with_gloo=with_gloo
             )
             report.add(bandwidth=rows, left_out=left_out)
+        if config.compute:
+            from mpitrain.tools.check.compute import check_compute
+
+            rows, found = check_compute(job, world)
+            report.add(compute=rows)
+            findings += found
         return report.finish(findings)
 
 

@@ -26,6 +26,7 @@ TABLES: dict[str, tuple[str, ...]] = {
         *("num_threads", "devices", "address", "interface", "kind", "speed_mbps"),
     ),
     "ranks": (),
+    "compute": ("rank", "hostname", "kind", "seconds", "num_runs", "num_wrong"),
     "bandwidth": ("num_bytes", "ms", "bus_gb_s"),
 }
 

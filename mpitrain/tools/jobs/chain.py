@@ -35,7 +35,7 @@ MAX_CAUSES = (
     4  # likewise of any cause: several faults may strike between two checkpoints
 )
 # Which rank has it is chance; another error would come back in any of them.
-OF_ITS_RANK = re.compile("died without|host is lost|launcher is gone|hang:")
+OF_ITS_RANK = re.compile("died without|host is lost|launcher is gone|hang:|wrongly")
 SHORT_SECONDS = 30.0  # a start that ends sooner has done nothing, if nobody knows
 RETRY_SECONDS = (5, 10, 20, 0)  # pauses after attempts to submit the next job
 SUBMIT_SECONDS = 3.0  # for one attempt

@@ -60,7 +60,9 @@ from mpitrain.watchdog.coordinator import HANG_STATUS
 # Blocked in this process, and taken by `sigtimedwait`.
 SIGNALS = {signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCHLD}
 MAX_STOP_SECONDS = 105.0  # how long the ranks may take to stop
-LOST_HOST = re.compile(r"\[rank \d+/\d+ (\S+)\] its host is lost")
+BAD_HOST = re.compile(
+    r"\[rank \d+/\d+ (\S+)\] (its host is lost|.*this rank computes wrongly)"
+)
 LINGER_SECONDS = 8.0  # how long mpirun may take to end after its ranks
 MODULE = "-m mpitrain"
 LEFT_SECONDS = 86400.0  # after which a folder is of a job that was killed
@@ -342,7 +344,7 @@ def _train(
             error = supervisor.error or f"ended with status {status}"
             restart = Restart(time=time.time(), step=training.step, error=error)
             record_restart(run_dir, restart)
-        if (lost := LOST_HOST.match(supervisor.error)) and nodes.leave_out(lost[1]):
+        if (lost := BAD_HOST.match(supervisor.error)) and nodes.leave_out(lost[1]):
             probes = False
         else:
             # A process that dies, or raises, says so; a node that is gone does not.

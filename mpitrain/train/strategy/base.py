@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -76,9 +76,14 @@ class Strategy:
     """Whether micro-batches are the same on any number of ranks."""
     is_sharded = False
     """Whether each rank has a part of the weights only."""
+    can_recompute = False
+    """Whether a micro-batch has the same bits on any rank: then a strategy has
+    ``numbers_of_ranks``, the micro-batches of a step by rank, and a context
+    ``recompute(number)`` for the passes of any of them, which leaves nothing."""
 
     model: nn.Module
     module: nn.Module
+    numbers_of_ranks: list[range]
     assignment: MicroBatchAssignment | None = None
     micro_batch_number = 0
     pass_name = ""
@@ -245,6 +250,10 @@ class Strategy:
         with autocast(self.config, self.world.device):
             outputs = module(*args, **kwargs)
         return to_dtype(outputs, torch.float32)
+
+    def recompute(self, number: int) -> AbstractContextManager[None]:
+        """Return a context for any micro-batch of the step, if that is possible."""
+        raise NotImplementedError
 
     def reduce_gradients(self) -> None:
         """Reduce the gradients of a step's micro-batches over the ranks; collective."""

@@ -59,7 +59,7 @@ class BitwiseDDPStrategy(Strategy):
     name = "ddp"
     averages_gradients = False
     reduces_in_backward = False
-    micro_batches_are_fixed = True
+    micro_batches_are_fixed = can_recompute = True
     is_interleaved = False  # whether each rank takes one micro-batch in turn
 
     assignment: MicroBatchAssignment
@@ -204,7 +204,7 @@ class BitwiseDDPStrategy(Strategy):
         self.broadcast_buffers()
         self._key = (epoch, step)
         self.num_micro_batches = -(-num_samples // self.micro_batch_size)
-        self._numbers = self.assignment.all_ranks(self.num_micro_batches)
+        self.numbers_of_ranks = self.assignment.all_ranks(self.num_micro_batches)
         self._place = 0  # of the micro-batch among this rank's
         self._sum = PairwiseSum()
         self._before = self._after_first = self._copy_buffers()
@@ -213,7 +213,7 @@ class BitwiseDDPStrategy(Strategy):
     def micro_batch(self, *, is_last: bool) -> Iterator[None]:
         """Return a context for the passes of the next micro-batch."""
         self.is_last = is_last
-        mine = self._numbers[self.world.rank]
+        mine = self.numbers_of_ranks[self.world.rank]
         # A rank without any has a batch without samples.
         number = mine[self._place] if mine else self.num_micro_batches
         self.micro_batch_number = number
@@ -250,13 +250,30 @@ class BitwiseDDPStrategy(Strategy):
         for weight, gradient in zip(self._trained, found, strict=True):
             weight.grad = gradient
 
+    @contextmanager
+    def recompute(self, number: int) -> Iterator[None]:
+        """Return a context to compute any micro-batch again; it leaves nothing; local.
+
+        After those of this rank, before `reduce_gradients`.
+        """
+        buffers, kept = self._copy_buffers(), self.micro_batch_number
+        self._restore(self._before)
+        self.micro_batch_number = number
+        seed, part = self.config.seed, self.pass_name
+        seed_micro_batch(seed, *self._key, number, self.world.device, part)
+        yield
+        for weight in self._trained:
+            weight.grad = None
+        self._restore(buffers)
+        self.micro_batch_number = kept
+
     def sum_of_weights(self, weights: Sequence[Tensor]) -> float:
         """Add up the weights of all micro-batches, rounded once. Collective."""
         whole = torch.zeros(
             self.num_micro_batches, dtype=torch.float64, device=self.world.device
         )
         for number, weight in zip(
-            self._numbers[self.world.rank], weights, strict=False
+            self.numbers_of_ranks[self.world.rank], weights, strict=False
         ):
             if number < self.num_micro_batches:  # else of padding
                 whole[number] = weight
@@ -281,7 +298,7 @@ class BitwiseDDPStrategy(Strategy):
     def _sum_over_ranks(self) -> Gradients:
         """Send each rank its part of all sums, add, and gather the parts."""
         rank, size = self.world.rank, self.world.world_size
-        nodes_of_ranks = [nodes_of(numbers) for numbers in self._numbers]
+        nodes_of_ranks = [nodes_of(numbers) for numbers in self.numbers_of_ranks]
         part = -(-self._flat.length // (2 * size)) * 2  # whole complex numbers
         mine = nodes_of_ranks[rank]
         counts = [part * len(nodes) for nodes in nodes_of_ranks]
@@ -326,6 +343,7 @@ class BitwiseFSDPStrategy(BitwiseDDPStrategy, FSDPStrategy):
 
     name = "fsdp"
     is_sharded = True
+    can_recompute = False
     is_interleaved = True
 
     def for_head(self) -> Strategy:

@@ -1,0 +1,45 @@
+"""A host that computes wrongly is named and left out, and no bit of the result is its."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+
+from .hosts import VirtualHosts
+
+SCRIPT = Path(__file__).parents[1] / "jobs/wrong_bits.py"
+
+
+def test_a_host_that_computes_wrongly_is_left_out(
+    hosts: VirtualHosts, folder: Path
+) -> None:
+    first, bad, _ = hosts.names
+    shutil.copy(SCRIPT, folder)
+    listed = "".join(f"{name} slots=2\n" for name in hosts.names)
+    (folder / "hosts").write_text(listed)
+    python, path = ".venv/bin/python", f"{folder}/.venv/bin:{hosts.environ['PATH']}"
+    variables = {"PYTHONPATH": str(folder), "PATH": path, "STEP_SECONDS": "0.05"}
+    start = [".venv/bin/mpirun", "--prefix", f"{folder}/.venv", "--hostfile", "hosts"]
+    start += ["--bind-to", "none", "-x", "PATH", "-x", "PYTHONPATH", "-x"]
+    start += ["STEP_SECONDS", python, "-m", "mpitrain", "run", "--device", "cpu"]
+    start += ["wrong_bits.py"]
+    supervise = [python, "-m", "mpitrain", "supervise", "--restarts", "3", "--"]
+
+    def run(*words: str) -> str:
+        done = hosts.run(
+            first, ["env", *words], cwd=folder, timeout_seconds=170, environ=variables
+        )
+        assert done.returncode == 0, done.stdout
+        return done.stdout
+
+    said = run(*supervise, *start, "run", "gradient", bad, "14")
+    (line,) = {it for it in said.splitlines() if re.match(r"\[rank .*ComputeError", it)}
+    assert re.match(rf"\[rank [23]/6 {bad}\] ComputeError: step 16: it has other", line)
+    assert re.search(rf"{bad}, ranks", said.partition("supervise: restart")[0])
+    after = said.partition("supervise: restart 1")[2]
+    assert f"{bad}, ranks" not in after, after
+    assert "on 4 ranks" in after
+    run(*start, "good", "none", "0", "0")
+    one, other = ((folder / it / "model.pt").read_bytes() for it in ("run", "good"))
+    assert one == other
