@@ -1,4 +1,4 @@
-"""A host that computes wrongly is named and left out, and no bit of the result is its."""
+"""A host that computes wrongly is named, left out, and no bit of it is in the result."""
 
 from __future__ import annotations
 
