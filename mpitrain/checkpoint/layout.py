@@ -108,14 +108,23 @@ def remove_unfinished(run_dir: Path, log: Callable[[str], object]) -> None:
 
 
 def remove_old(run_dir: Path, keep: int | None) -> None:
-    """Remove all checkpoints except the newest `keep` and the best one."""
+    """Remove all but the newest `keep`, the best and the last verified one."""
     if keep is None:
         return
     found = list_checkpoints(run_dir)
-    best = best_of(found)
+    kept = (best_of(found), _last_verified(found))
     for checkpoint in found[keep:]:
-        if checkpoint != best:
+        if checkpoint not in kept:
             remove_whole(checkpoint)
+
+
+def _last_verified(checkpoints: list[Checkpoint]) -> Checkpoint | None:
+    """Return the newest one before a step that was verified; see `Verification`."""
+    step = 0
+    with contextlib.suppress(BrokenCheckpoint, IndexError):
+        trainer = checkpoints[0].metadata()["trainer"] or {}
+        step = trainer.get("state", {}).get("verified_step", 0)
+    return next((it for it in checkpoints if it.step <= step), None)
 
 
 def remove_whole(checkpoint: Checkpoint) -> None:

@@ -51,6 +51,12 @@ def open_run(runs_dir: Path, name: str | None, *, exists: Exists) -> RunFolder:
     Without a name, the date is the name. ``exists``: what to do where it exists. In a
     training that `supervise` has started again it is the run of the start before.
     """
+    if Job.current is not None and Job.current.replace_callbacks is not None:
+        raise UsageError(
+            f"a replay writes nothing, and the script opens {runs_dir / (name or '')} "
+            "by itself; expected one whose Trainer has default_callbacks or a "
+            "Checkpointer: a loop of your own is not replayed"
+        )
     base = name or datetime.now().astimezone().strftime("%Y-%m-%d-%H%M%S")
     if (before := opened_run(os.environ, before=True)) is not None:
         run_dir = before.run_dir

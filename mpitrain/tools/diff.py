@@ -41,7 +41,7 @@ class DiffConfig:
     replay: bool = False
     """Compute the steps of both again, to name step, micro-batch, layer and tensor."""
     second_code: Path | None = setting(None, flag="with", only_with=("replay", "True"))
-    """Folder with the code of the second run. Default: the same code for both."""
+    """Replay the second run in this folder, with the code there. Default: both here."""
 
     def __post_init__(self) -> None:
         if self.second_code is not None and not (

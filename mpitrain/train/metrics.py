@@ -155,6 +155,8 @@ class TrainState:
     val_samples: int = 0  # samples of the last validation
     validated_step: int = -1  # `step` of the last validation
     val_seconds: float = 0.0  # wall time of the epoch's validations
+    verified_step: int = 0
+    """The last step after which all ranks had the same numbers (``verify_every``)."""
 
     @property
     def is_validated(self) -> bool:

@@ -94,7 +94,7 @@ def train_pass(trainer: Any, name: str, step: RankStep) -> Pass:
     if verification is not None:
         if name == optimizer.names[0]:
             with timer("communication"):
-                verification.compare_state(engine, number)
+                verification.compare_state(engine, state)
         verification.begin(strategy, number, name)
     for batch in step.micro_batches:
         is_last = len(losses) + 1 == step.num_micro_batches
@@ -108,7 +108,7 @@ def train_pass(trainer: Any, name: str, step: RankStep) -> Pass:
         with timer("communication"):
             verification.compare(
                 engine,
-                number,
+                state,
                 lambda wanted: engine.data.micro_batch(state, step.number, wanted),
                 lambda batch: compute(batch)["loss"].total,
             )

@@ -27,6 +27,7 @@ from mpitrain.data.loader import Batch
 from mpitrain.data.samples import leaves_of
 from mpitrain.errors import MpitrainError, UsageError
 from mpitrain.mpi.world import World
+from mpitrain.train.metrics import TrainState
 from mpitrain.train.strategy.base import Strategy
 
 COLUMNS = 251  # of a checksum; a prime, so that no layout of a layer repeats in it
@@ -50,8 +51,7 @@ class ComputeError(MpitrainError):
 class Verification:
     """Compares what the ranks compute, every so many steps.
 
-    All methods are collective, but for `see`. The state of the steps up to
-    `verified_step` was compared, and no rank has computed wrongly since.
+    All methods are collective, but for `see`.
     """
 
     def __init__(self, config: TrainConfig, world: World, strategy: Strategy) -> None:
@@ -61,7 +61,6 @@ class Verification:
                 f"{strategy.name}, which shards them; expected ddp"
             ).on_all_ranks()
         assert config.verify_every is not None
-        self.verified_step = 0
         self._every, self._seed = config.verify_every, config.seed
         self._has_shards = config.shard_optimizer
         self._world = world
@@ -73,7 +72,7 @@ class Verification:
         """Whether a step, numbered from 1, is verified."""
         return self._world.world_size > 1 and step % self._every == 0
 
-    def compare_state(self, engine: Any, step: int) -> None:
+    def compare_state(self, engine: Any, state: TrainState) -> None:
         """Compare weights, buffers and optimizer states, before a step.
 
         After `begin_step`, which lets all have rank zero's buffers.
@@ -93,12 +92,14 @@ class Verification:
         name = next(n for n, it in of_ranks[wrong].items() if it != right.get(n))
         if 2 * count <= len(found):
             self._fail(
-                step,
+                state,
                 None,
                 f"the ranks have unlike copies, and no majority has one: {name} "
                 f"differs between rank {found.index(most)} and rank {wrong}",
             )
-        self._fail(step, wrong, f"its copy of {name} is not that of the {count} others")
+        self._fail(
+            state, wrong, f"its copy of {name} is not that of the {count} others"
+        )
 
     def begin(self, strategy: Strategy, number: int, name: str) -> None:
         """Choose a micro-batch of each rank for the pass of a step; see `see`.
@@ -128,13 +129,17 @@ class Verification:
             self._mine = _sums_of(batch, loss, weights)
 
     def compare(
-        self, engine: Any, step: int, load: Callable[[int], Batch], compute: Compute
+        self,
+        engine: Any,
+        state: TrainState,
+        load: Callable[[int], Batch],
+        compute: Compute,
     ) -> None:
         """Compute a micro-batch of another rank again, and compare.
 
         Args:
             engine: Of the trainer.
-            step: Number of the step, from 1.
+            state: Before the step.
             load: Returns a micro-batch of the step by its number.
             compute: What the step does with one.
 
@@ -142,7 +147,7 @@ class Verification:
             ComputeError: They differ; on every rank.
         """
         if not self._chosen:
-            self.verified_step = step - 1
+            state.verified_step = state.step
             return
         size, mine = self._world.world_size, self._world.rank
 
@@ -163,26 +168,35 @@ class Verification:
             if one == its:
                 continue
             name = next(n for n in its if one.get(n) != its[n])
-            # Two ranks: each computes it a second time.
-            judges = [it for it in range(size) if it not in (owner, other)][:1]
-            judges = judges or [owner, other]
+            judges = self._judges(owner, other)
             votes = engine.ranks.allgather(again(owner) if mine in judges else {})
             for_other = any(votes[it] == its for it in judges)
             for_owner = any(votes[it] == one for it in judges)
             where = f"micro-batch {self._chosen[owner]}, {name}"
             if for_other == for_owner:
                 pair = f"{self._place(owner)} and {self._place(other)}"
-                self._fail(step, None, f"{pair} differ in {where}; no third agrees")
+                self._fail(state, None, f"{pair} differ in {where}; no third agrees")
             wrong, right = (owner, other) if for_other else (other, owner)
             self._fail(
-                step,
+                state,
                 wrong,
                 f"it has other bits than {self._place(right)} in {where}, and "
                 f"{self._place(judges[0])} agrees with the latter",
             )
-        self.verified_step = step - 1
+        state.verified_step = state.step
 
     # --- inside -------------------------------------------------------------------
+
+    def _judges(self, one: int, other: int) -> list[int]:
+        """Return who decides: a third rank, which may be far from both; or both again.
+
+        What is wrong with a node may be wrong on all of its ranks.
+        """
+        places = {rank: it.hostname for it in self._world.nodes for rank in it.ranks}
+        near = {places[one], places[other]}
+        others = [rank for rank in sorted(places) if rank not in (one, other)]
+        others.sort(key=lambda rank: places[rank] in near)
+        return others[:1] or [one, other]
 
     def _next_shift(self, turn: int) -> int:
         """Return how far the rank is whose micro-batch each computes again."""
@@ -218,18 +232,18 @@ class Verification:
         node = next(it for it in self._world.nodes if rank in it.ranks)
         return f"rank {rank} on {node.hostname}"
 
-    def _fail(self, step: int, rank: int | None, reason: str) -> None:
+    def _fail(self, state: TrainState, rank: int | None, reason: str) -> None:
+        who = "one of them" if rank is None else "this rank"
+        what = f"{who} computes wrongly, or its memory does"
+        if "the inputs" in reason or "the targets" in reason:
+            what += ", or its data are others, such as a file on its node"
         error = ComputeError(
-            f"step {step}: {reason}.\nExpected the same bits: "
-            + (
-                "this rank computes wrongly, or its memory does"
-                if rank is not None
-                else "one of them computes wrongly, or its memory does"
-            )
-            + f". The last step that was verified is {self.verified_step}; find "
-            "the device by `python -m mpitrain check --compute`, and leave it out"
+            f"step {state.step + 1}: {reason}.\nExpected the same bits: {what}. The "
+            f"last step that was verified is {state.verified_step}; test the devices "
+            "by `python -m mpitrain check --compute`, and leave the node out"
         )
-        error.verified_step, error.reporting_rank = self.verified_step, rank or 0
+        error.verified_step = state.verified_step
+        error.reporting_rank = 0 if rank is None else rank
         raise error
 
 

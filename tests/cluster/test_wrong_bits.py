@@ -1,4 +1,4 @@
-"""A host that computes wrongly is named, left out, and no bit of it is in the result."""
+"""A host that computes wrongly is left out; no bit of it is in the result."""
 
 from __future__ import annotations
 

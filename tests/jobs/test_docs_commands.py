@@ -81,7 +81,7 @@ NOT_RUN = {
     "mpirun --map-by ppr:1:node python -m mpitrain serve": SERVES,
     "python -m mpitrain replay runs/mine --until nan": REPLAYS,
     "python -m mpitrain replay runs/mine --until nan -- run train.py": REPLAYS,
-    "python -m mpitrain diff runs/before runs/after --replay --with ../old": REPLAYS,
+    "python -m mpitrain diff runs/new runs/old --replay --with ../old": REPLAYS,
     "python -m mpitrain jobscript --site ./mine.yaml --account A": EARLIER,
     "python -m mpitrain fetch mnist cifar100 --data-dir /scratch/me/data": INTERNET,
     "python -m mpitrain fetch resnet50 timm:vit_small_patch14_dinov2": INTERNET,

@@ -165,7 +165,7 @@ def test_a_training_of_the_command_is_replayed_to_rounding(
     status, said = mpitrain("replay", "runs/mine", "--step", "30", cwd=tmp_path)
     assert status == 0, said
     assert "from runs/mine/checkpoints/step-00000023-epoch-1, on 1 rank" in said
-    assert "7 steps are as recorded, to 0.001" in said
+    assert "7 steps are as recorded, to 0.001, relative" in said
     words = ("replay", "runs/mine", "--step", "30", "--", "--lr", "0.5")
     status, said = mpitrain(*words, cwd=tmp_path)
     assert status == 1

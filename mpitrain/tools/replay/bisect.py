@@ -19,8 +19,6 @@ from typing import Any
 
 from mpitrain.errors import UsageError
 
-SECONDS = 3600.0  # for one replay
-
 
 def bisect(
     runs: Sequence[Path],
@@ -126,7 +124,6 @@ def _replay(
         stderr=subprocess.STDOUT,
         text=True,
         errors="replace",
-        timeout=SECONDS,
     )
     if not file.exists():  # it may have said that losses are not as recorded
         raise UsageError(

@@ -36,10 +36,11 @@ class ReplayConfig:
     step: int | None = setting(None, minimum=1)
     """Number of the step, from 1, as in metrics.jsonl."""
     until: Literal["nan"] | None = None
-    """nan: the first step whose loss or gradient is not finite, from --step or the last
-    checkpoint on."""
+    """nan: the first step whose loss or gradient is NaN or infinite, from --step or the
+    last checkpoint on."""
     from_step: int | None = setting(None, minimum=0, flag="from")
-    """Begin from the checkpoint of this step; 0: anew. Default: the last one before."""
+    """Begin from the checkpoint of this step; 0: from the start. Default: from the last
+    one before."""
     micro_batch: int | None = setting(None, minimum=0)
     """Show this micro-batch alone, from 0."""
     sample: int | None = setting(None, minimum=0)
@@ -47,11 +48,13 @@ class ReplayConfig:
     layers: bool = False
     """Show the norms of outputs, gradients and weights by layer."""
     save: Path | None = None
-    """Write weights and batch to a file that torch.load reads."""
+    """Write the model's weights before the step, and its batches, to a file that
+    torch.load reads."""
     pdb: bool = False
-    """Start the debugger before the forward pass; on one rank."""
+    """Start the debugger before the forward pass, with --until nan if an input is not
+    finite; on one rank."""
     trace: Path | None = None
-    """Write hashes of what the step computes, for diff; on one rank."""
+    """For diff --replay: write hashes of what the step computes; on one rank."""
 
     def __post_init__(self) -> None:
         check_values(self)

@@ -23,28 +23,24 @@ MAX_SAMPLES = 8  # that are shown, those with the largest losses
 
 
 def changes(
-    run: Path,
-    environment: Mapping[str, Any],
-    before: Mapping[str, Any],
-    now: TrainConfig,
-) -> Iterator[str]:
-    """Say what a replay has other than the run: what the last bits may depend on.
-
-    ``before`` is the configuration of the run.
-    """
+    run: Path, environment: Mapping[str, Any], config: TrainConfig
+) -> dict[str, str]:
+    """Say what the last bits may depend on, and is not as recorded, by name."""
     recorded = facts_for_bits(read_json(run / "environment.json"))
-    free = ("ranks", "backend", *(["threads"] if now.bitwise else []))
-    of_now = facts_for_bits(environment)
-    if found := differences(recorded, of_now, free):
-        yield f"not as recorded: {'; '.join(found)}"
+    free = {"ranks", "backend", *(["threads"] if config.bitwise else [])}
+    now = facts_for_bits(environment)
+    found = differences(recorded, now, free)
+    return {line.partition(":")[0]: line for line in found}
+
+
+def changed_flags(before: Mapping[str, Any], now: TrainConfig) -> list[str]:
+    """Say which flags that may change results are not those of the run."""
     ignored = {
         name
         for name, of in facts_of(TrainConfig).items()
         if of.may_change and not of.changes_bits
     }
-    flags = differences(before, now.as_plain(""), ignored)
-    if flags:
-        yield f"other flags: {'; '.join(flags)}"
+    return differences(before, now.as_plain(""), ignored)
 
 
 class Comparison:
@@ -57,14 +53,10 @@ class Comparison:
         self._last: dict[int, StepMetrics] = {}
         self._num = 0  # steps that are recorded, too
         self._first: str = ""  # what differs
-        self._is_bitwise = False
+        self.is_bitwise = False  # whether the bits are compared
 
     def add(
-        self,
-        steps: Sequence[StepMetrics],
-        losses: Sequence[Sequence[float]],
-        *,
-        is_bitwise: bool,
+        self, steps: Sequence[StepMetrics], losses: Sequence[Sequence[float]]
     ) -> None:
         """Compare steps, and the losses of their micro-batches where they are fixed."""
         if self._recorded is None:
@@ -73,7 +65,7 @@ class Comparison:
             for reader in (metrics, file):
                 reader.update()
             self._recorded = {it.step: it for it in metrics.steps}
-            self._micro_batches, self._is_bitwise = file.losses, is_bitwise
+            self._micro_batches = file.losses
         self._last = {it.step: it for it in steps}
         for now, of_now in zip(steps, losses or [()] * len(steps), strict=True):
             before = self._recorded.get(now.step)
@@ -109,13 +101,13 @@ class Comparison:
             return "none of these steps is recorded"
         if self._first:
             return self._first
-        how = "to the bit" if self._is_bitwise else f"to {TOLERANCE:g}"
+        how = "to the bit" if self.is_bitwise else f"to {TOLERANCE:g}, relative"
         return f"{self._num} steps are as recorded, {how}"
 
     def _is_same(self, one: float, other: float) -> bool:
         if not (math.isfinite(one) and math.isfinite(other)):
             return math.isfinite(one) == math.isfinite(other)
-        if self._is_bitwise:
+        if self.is_bitwise:
             return one == other
         return math.isclose(one, other, rel_tol=TOLERANCE, abs_tol=1e-6)
 

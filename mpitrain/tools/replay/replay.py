@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 import torch
 
 from mpitrain.checkpoint.layout import checkpoint_at
+from mpitrain.checkpoint.run_checkpoints import RunCheckpoints
 from mpitrain.checkpoint.storage import CheckpointReader
 from mpitrain.checkpoint.tensors import load_random, load_stage
 from mpitrain.checkpoint.training_state import restore_trainer
@@ -32,8 +33,9 @@ from mpitrain.launch.run_target import read_on_all_ranks
 from mpitrain.mpi.collectives import on_rank_zero
 from mpitrain.mpi.world import World
 from mpitrain.record.environment import describe
+from mpitrain.record.recorder import Recorder
 from mpitrain.tools.replay.config import ReplayConfig, ReplayRequest, read_request
-from mpitrain.tools.replay.lines import Comparison, changes, step_lines
+from mpitrain.tools.replay.lines import Comparison, changed_flags, changes, step_lines
 from mpitrain.tools.replay.norms import LayerNorms, Trace, layer_lines
 from mpitrain.tools.replay.watch import MicroBatchSeen, StepWatch, bad_samples
 from mpitrain.tools.train.run import build_trainer
@@ -75,6 +77,9 @@ class Replay(Callback):
                 "the script trains a second time; expected one Trainer.fit, that of "
                 f"{self._config.run}"
             ).on_all_ranks()
+        # For `diff` two runs have one command line.
+        if self._request.training is None and self._config.trace is None:
+            self._refuse_other(callbacks)
         self.is_used = True
         self._others = [
             it
@@ -83,6 +88,17 @@ class Replay(Callback):
             or not any(kind.__module__.startswith("mpitrain.") for kind in _own(it))
         ]
         return [*self._others, self]
+
+    def _refuse_other(self, callbacks: Sequence[Callback]) -> None:
+        """Refuse a script's first trainer, if it is of another run."""
+        kinds = RunCheckpoints, Recorder
+        found = {it.run_dir for it in callbacks if isinstance(it, kinds)}
+        if self._config.run.resolve() not in {it.resolve() for it in found}:
+            named = ", ".join(map(str, found)) or "no run folder"
+            raise UsageError(
+                f"the first Trainer of the script has {named}; expected a Checkpointer "
+                f"or default_callbacks of {self._config.run}"
+            ).on_all_ranks()
 
     # --- hooks of the trainer -----------------------------------------------------
 
@@ -99,7 +115,7 @@ class Replay(Callback):
             restore_trainer(self._reader, trainer, self._others if is_own else ())
         # It would end the job; such a step is not applied either way.
         trainer.engine.config = replace(trainer.config, on_nonfinite="skip")
-        self._is_bitwise = trainer.config.bitwise
+        self._compared.is_bitwise = trainer.config.bitwise
 
     def on_fit_start(self, trainer: Trainer) -> None:
         """Say where it begins, and what is not as it was."""
@@ -110,8 +126,15 @@ class Replay(Callback):
         ranks = f"{world.world_size} rank{'s' * (world.world_size != 1)}"
         say(f"replay of {shown(self._config.run)} from {where}, on {ranks}")
         run, before = self._config.run, self._request.recorded
-        for line in changes(run, describe(world), before, trainer.config):
-            say(line)
+        found = changes(run, describe(world), trainer.config)
+        if found.keys() & {"torch", "processor", "gpu"}:
+            self._compared.is_bitwise = False  # the last bits depend on them
+        for name, changed in (
+            ("not as recorded", [*found.values()]),
+            ("other flags", changed_flags(before, trainer.config)),
+        ):
+            if changed:
+                say(f"{name}: {'; '.join(changed)}")
 
     def on_stage_start(self, trainer: Trainer) -> None:
         """Load optimizers and random numbers, of the first stage."""
@@ -126,8 +149,7 @@ class Replay(Callback):
     def on_metrics(self, trainer: Trainer, steps: Sequence[StepMetrics]) -> None:
         """Compare with what is recorded, on rank zero."""
         if trainer.engine.world.is_rank_zero:
-            losses = trainer.micro_batch_losses
-            self._compared.add(steps, losses, is_bitwise=self._is_bitwise)
+            self._compared.add(steps, trainer.micro_batch_losses)
 
     def on_step_end(self, trainer: Trainer) -> None:
         """Tell of the step, if it is the one; prepare the next."""
