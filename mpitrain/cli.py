@@ -212,8 +212,11 @@ def diff(argv: Sequence[str]) -> int:
     from mpitrain.tools import diff
 
     words, more = _split(argv)
-    lines, differs = diff.diff(_read(diff.DiffConfig, "diff", words), more)
+    config = _read(diff.DiffConfig, "diff", words)
+    lines, differs, steps = diff.diff(config)
     print("\n".join(lines), flush=True)
+    if config.replay:
+        print(diff.replay(config, steps, more), flush=True)
     return int(differs)
 
 
@@ -226,7 +229,7 @@ def replay(argv: Sequence[str]) -> int:
     _answer(words, read)
     from mpitrain.tools.replay.replay import run_replay
 
-    return run_replay(read(), more, start_timeout(more))
+    return run_replay(read, more, start_timeout(more))
 
 
 def report(argv: Sequence[str]) -> None:

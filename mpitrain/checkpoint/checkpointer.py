@@ -164,6 +164,7 @@ class Checkpointer(RunCheckpoints, Callback):
                 "the Checkpointer was used before; make one for each fit"
             ).on_all_ranks()
         trainer.best_by = self._best_by
+        self._first_step = trainer.state.step
         if trainer.config.dry_run:
             self.is_disabled = True
             return
@@ -213,6 +214,7 @@ class Checkpointer(RunCheckpoints, Callback):
             check_same_steps(self.reader, config)
         restore_trainer(self.reader, trainer, others if is_own else ())
         state = trainer.state
+        self._first_step = state.step
         if not is_own and engine.plan.is_done(state):
             raise UsageError(
                 f"{path} was written after epoch {state.epoch - 1}, step {state.step}, "
@@ -311,7 +313,7 @@ class Checkpointer(RunCheckpoints, Callback):
         if self._manager is not None:
             self._consensus.abandon()
         if isinstance(error, ComputeError):
-            self._set_unverified_aside(error.verified_step)
+            self._set_unverified_aside(error.verified_step or self._first_step)
         self.close()
 
     def on_stop(self, trainer: Trainer, reason: str) -> None:
@@ -326,7 +328,12 @@ class Checkpointer(RunCheckpoints, Callback):
         return [it for it in recorders if it.run_dir.resolve() == path]
 
     def _set_unverified_aside(self, verified_step: int) -> None:
-        """Let nobody resume from what may hold wrong numbers; local."""
+        """Let nobody resume from what may hold wrong numbers; local.
+
+        If nothing was ever verified, from what this job has written.
+        """
+        if self._manager is not None:
+            self._manager.abandon()
         if self._folder is not None:
             self._folder.remove()
         if self._world is None or not self._world.is_rank_zero:

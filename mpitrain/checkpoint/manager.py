@@ -134,6 +134,7 @@ class CheckpointManager:
         self._keep = keep
         self._before_rename = before_rename
         self._pinned = world.device != "cpu"
+        self._commits, self._is_abandoned = threading.Lock(), False
         self._memories = [HostMemory(pinned=self._pinned)]  # unused: at most two
         self._outline: object = None
         self._num_saved = 0
@@ -253,6 +254,11 @@ class CheckpointManager:
             result = self.apply_progress(of_all)
         return result
 
+    def abandon(self) -> None:
+        """Let no checkpoint be completed from now on; local."""
+        with self._commits:
+            self._is_abandoned = True
+
     def _make_plan(self, outline: Outline) -> None:
         """Plan which rank writes which chunk; kept until the tensors are others."""
         self._outline = outline
@@ -325,7 +331,10 @@ class CheckpointManager:
         if not self._world.is_rank_zero:
             return  # a thread all the same: the ranks' progress is compared
         self._before_rename()
-        write.writer.commit(write.tensors, by_rank)
+        with self._commits:
+            if self._is_abandoned:
+                return
+            write.writer.commit(write.tensors, by_rank)
         with contextlib.suppress(OSError, DataError):  # the new one is complete
             remove_old(self._run_dir, self._keep)
 

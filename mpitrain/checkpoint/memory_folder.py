@@ -62,7 +62,10 @@ class MemoryFolder:
     def remove(self) -> None:
         """Remove the folder; local."""
         if self.is_keeper:
-            shutil.rmtree(self.path, ignore_errors=True)
+            doomed = self.path.with_name(f".{self.path.name}.old")
+            with contextlib.suppress(OSError):  # at once: removing takes its time
+                self.path.rename(doomed)
+            shutil.rmtree(doomed, ignore_errors=True)
             with contextlib.suppress(OSError):  # another job's are there
                 self.path.parent.rmdir()
 
@@ -91,7 +94,7 @@ class MemoryFolder:
 def remove_all(token: str) -> None:
     """Remove the folders of one `supervise` on this node, whatever has become of it."""
     above = SHARED_MEMORY / f"mpitrain-{os.getuid()}"
-    for folder in above.glob(f"{token}-*"):
+    for folder in above.glob(f"*{token}-*"):
         shutil.rmtree(folder, ignore_errors=True)
     with contextlib.suppress(OSError):  # another job's are there
         above.rmdir()

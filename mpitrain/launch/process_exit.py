@@ -31,8 +31,6 @@ def exit_status(error: BaseException) -> int:
         return 1
     if isinstance(error, KeyboardInterrupt):
         return 130
-    if type(error).__name__ == "BdbQuit":  # who left the debugger has seen enough
-        return 0
     if isinstance(error, MpitrainError):
         return error.exit_status
     return 1

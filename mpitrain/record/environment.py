@@ -10,10 +10,10 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 from mpitrain._version import __version__
+from mpitrain.launch.device_name import gpu, processor
 from mpitrain.mpi.implementation import mpi_library_version
 from mpitrain.mpi.launchers import ON_ONE_NODE
 from mpitrain.mpi.world import Node, World, format_ranges
@@ -71,24 +71,6 @@ def facts_for_bits(found: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def processor() -> str:
-    """Return the name of this machine's processor; the architecture if unknown."""
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):  # not on ARM
-                return line.partition(":")[2].strip()
-    return platform.machine()
-
-
-def gpu(device: str) -> str | None:
-    """Return the name of a GPU, such as ``NVIDIA H100``; ``None`` for a CPU."""
-    if device == "cpu":
-        return None
-    import torch
-
-    return str(torch.get_device_module(device).get_device_name(device))
-
-
 def versions() -> dict[str, str]:
     """Return the versions of mpitrain, Python and the main packages, from metadata."""
     found = dict.fromkeys(PACKAGES, NOT_INSTALLED)
@@ -128,8 +110,8 @@ def devices_in_words(devices: Sequence[str], gpus: Sequence[str] = ()) -> str:
     if set(devices) == {"cpu"}:
         return "cpu"
     names: dict[str, list[str]] = {}
-    for device, gpu in zip(devices, gpus or devices, strict=True):
-        names.setdefault(gpu, []).append(device)
+    for device, of in zip(devices, gpus or devices, strict=True):
+        names.setdefault(of, []).append(device)
     counts = Counter(
         " or ".join(dict.fromkeys(found))
         + (f" (shared by {len(found)} ranks)" if len(found) > 1 else "")

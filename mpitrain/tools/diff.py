@@ -52,10 +52,11 @@ class DiffConfig:
             )
 
 
-def diff(config: DiffConfig, words: Sequence[str] = ()) -> tuple[list[str], bool]:
+def diff(config: DiffConfig) -> tuple[list[str], bool, tuple[int, int] | None]:
     """Compare two runs; return lines to print, and whether they differ.
 
-    ``words`` are for `replay`.
+    Also returns the last checkpoint with equal weights, and the first step that
+    differs; ``None`` if none does.
     """
     runs = Run(config.first), Run(config.second)
     values = [*_values(runs)]
@@ -83,14 +84,20 @@ def diff(config: DiffConfig, words: Sequence[str] = ()) -> tuple[list[str], bool
         if name == "checkpoints":
             alike = [it for it in one.keys() & other.keys() if one[it] == other[it]]
             last = max((it for it in alike if it < min(steps, default=0)), default=0)
-    if config.replay:
-        if not steps:
-            lines.append("replay: no step differs")
-        else:
-            paths = config.first, config.second
-            found = bisect(paths, min(steps), last, words, config.second_code)
-            lines.append(found)
-    return lines, differs
+    return lines, differs, (last, min(steps)) if steps else None
+
+
+def replay(
+    config: DiffConfig, steps: tuple[int, int] | None, words: Sequence[str]
+) -> str:
+    """Replay both runs between two steps; return what differs first, in words.
+
+    ``words`` are for `mpitrain replay`.
+    """
+    if steps is None:
+        return "replay: no step differs"
+    runs = config.first, config.second
+    return bisect(runs, steps[1], steps[0], words, config.second_code)
 
 
 def _values(runs: tuple[Run, Run]) -> Iterator[tuple[str, str, Sequence[Values]]]:

@@ -108,6 +108,8 @@ def means_of_rows(values: Any, num: int, num_rows: int) -> Tensor | None:
         values, weights = values
     if not values.ndim or values.shape[0] not in (num, num_rows):
         return None
+    if not num:
+        return None
     rows: Tensor = values[:num].detach().reshape(num, -1)
     if weights is None:
         return rows.mean(1)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -66,13 +67,15 @@ def train_pass(trainer: Any, name: str, step: RankStep) -> Pass:
     scale = engine.begin_pass(name, state, step.number, step.num_samples)
     losses: list[MicroBatchLosses] = []
     number, verification = state.step + 1, engine.verification
-    if verification is not None and not verification.is_due(number):
+    # In the first pass alone: a callback, or the pass, may have changed the batch.
+    is_first = name == optimizer.names[0]
+    if verification is not None and not (is_first and verification.is_due(number)):
         verification = None
 
-    def compute(batch: Batch) -> dict[str, Sum]:
+    def compute(batch: Batch, timer: Any = timer) -> dict[str, Sum]:
         """Compute the losses of a micro-batch, and its gradients; return the sums."""
         batch.epoch, batch.step = state.epoch, step.number
-        if name == optimizer.names[0]:
+        if is_first:
             trainer.call("on_batch_start", batch)
         with engine.norm_statistics(batch):
             with timer("forward"):
@@ -92,9 +95,8 @@ def train_pass(trainer: Any, name: str, step: RankStep) -> Pass:
         with timer("communication"):
             strategy.begin_step(state.epoch, step.number, step.num_samples)
     if verification is not None:
-        if name == optimizer.names[0]:
-            with timer("communication"):
-                verification.compare_state(engine, state)
+        with timer("communication"):
+            verification.compare_state(engine, state)
         verification.begin(strategy, number, name)
     for batch in step.micro_batches:
         is_last = len(losses) + 1 == step.num_micro_batches
@@ -103,14 +105,15 @@ def train_pass(trainer: Any, name: str, step: RankStep) -> Pass:
             total = sums["loss"].total
             losses.append(MicroBatchLosses(batch.indices, total, place, sums))
             if verification is not None:
-                verification.see(place, batch, total, strategy.named_weights())
+                verification.record(place, batch, total, strategy.named_weights())
     if verification is not None:
         with timer("communication"):
             verification.compare(
                 engine,
                 state,
                 lambda wanted: engine.data.micro_batch(state, step.number, wanted),
-                lambda batch: compute(batch)["loss"].total,
+                # Not as computing: a rank with few micro-batches would seem slow.
+                lambda batch: compute(batch, lambda _: nullcontext())["loss"].total,
             )
     if strategy.communicates_after_step:
         with timer("communication"):

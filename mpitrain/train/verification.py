@@ -17,8 +17,9 @@ import hashlib
 import random
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -26,11 +27,13 @@ from mpitrain.config import TrainConfig
 from mpitrain.data.loader import Batch
 from mpitrain.data.samples import leaves_of
 from mpitrain.errors import MpitrainError, UsageError
+from mpitrain.launch.device_name import device_name
 from mpitrain.mpi.world import World
 from mpitrain.train.metrics import TrainState
 from mpitrain.train.strategy.base import Strategy
 
 COLUMNS = 251  # of a checksum; a prime, so that no layout of a layer repeats in it
+ROWS = 1 << 14  # that are summed at once
 
 Sums: TypeAlias = dict[str, str]  # checksums by name, in the order of the computation
 Compute: TypeAlias = Callable[[Batch], Tensor]
@@ -51,7 +54,7 @@ class ComputeError(MpitrainError):
 class Verification:
     """Compares what the ranks compute, every so many steps.
 
-    All methods are collective, but for `see`.
+    All methods are collective, but for `record`.
     """
 
     def __init__(self, config: TrainConfig, world: World, strategy: Strategy) -> None:
@@ -65,7 +68,8 @@ class Verification:
         self._has_shards = config.shard_optimizer
         self._world = world
         self._chosen: list[int | None] = []  # micro-batch of each rank
-        self._shift = 0
+        self._shifts, self._shift = self._far_shifts(), 0
+        self._is_alike: bool | None = None
         self._mine: Sums = {}
 
     def is_due(self, step: int) -> bool:
@@ -80,8 +84,10 @@ class Verification:
         Raises:
             ComputeError: They differ; on every rank.
         """
+        if self._is_alike is None:
+            self._check_alike(engine)
         sums = self._state_sums(engine)
-        whole = _digest("".join(sums.values()).encode())
+        whole = _digest_of(sums)
         found = engine.ranks.allgather(whole)
         (most, count), *others = Counter(found).most_common()
         if not others:
@@ -89,7 +95,8 @@ class Verification:
         of_ranks: list[Sums] = engine.ranks.allgather(sums)
         right = of_ranks[found.index(most)]
         wrong = next(rank for rank, it in enumerate(found) if it != most)
-        name = next(n for n, it in of_ranks[wrong].items() if it != right.get(n))
+        its = of_ranks[wrong]
+        name = next(n for n in {**right, **its} if its.get(n) != right.get(n))
         if 2 * count <= len(found):
             self._fail(
                 state,
@@ -102,7 +109,7 @@ class Verification:
         )
 
     def begin(self, strategy: Strategy, number: int, name: str) -> None:
-        """Choose a micro-batch of each rank for the pass of a step; see `see`.
+        """Choose a micro-batch of each rank for a step; see `record`.
 
         Args:
             strategy: Whose `begin_step` was called.
@@ -115,9 +122,9 @@ class Verification:
         chance = random.Random(f"{self._seed} {number} {name}")
         numbers = strategy.numbers_of_ranks
         self._chosen = [chance.choice(it) if it else None for it in numbers]
-        self._shift = self._next_shift(number // self._every)
+        self._shift = self._shifts[number // self._every % len(self._shifts)]
 
-    def see(
+    def record(
         self, number: int, batch: Batch, loss: Tensor, weights: Mapping[str, Tensor]
     ) -> None:
         """Take what this rank has computed, if it is the one to compare; local.
@@ -151,7 +158,7 @@ class Verification:
             return
         size, mine = self._world.world_size, self._world.rank
 
-        def again(rank: int) -> Sums:
+        def recompute_for(rank: int) -> Sums:
             number, strategy = self._chosen[rank], engine.strategy
             if number is None:
                 return {}
@@ -160,67 +167,98 @@ class Verification:
                 loss = compute(batch)
                 return _sums_of(batch, loss, strategy.named_weights())
 
-        both = self._mine, again((mine + self._shift) % size)
-        of_ranks: list[tuple[Sums, Sums]] = engine.ranks.allgather(both)
-        for owner in range(size):
-            other = (owner - self._shift) % size
-            one, its = of_ranks[owner][0], of_ranks[other][1]
-            if one == its:
-                continue
-            name = next(n for n in its if one.get(n) != its[n])
-            judges = self._judges(owner, other)
-            votes = engine.ranks.allgather(again(owner) if mine in judges else {})
-            for_other = any(votes[it] == its for it in judges)
-            for_owner = any(votes[it] == one for it in judges)
-            where = f"micro-batch {self._chosen[owner]}, {name}"
-            if for_other == for_owner:
-                pair = f"{self._place(owner)} and {self._place(other)}"
-                self._fail(state, None, f"{pair} differ in {where}; no third agrees")
-            wrong, right = (owner, other) if for_other else (other, owner)
-            self._fail(
-                state,
-                wrong,
-                f"it has other bits than {self._place(right)} in {where}, and "
-                f"{self._place(judges[0])} agrees with the latter",
-            )
+        verified = recompute_for((mine + self._shift) % size)
+        both = _digest_of(self._mine), _digest_of(verified)
+        of_ranks: list[tuple[str, str]] = engine.ranks.allgather(both)
+        wrong = [
+            owner
+            for owner in range(size)
+            if of_ranks[owner][0] != of_ranks[(owner - self._shift) % size][1]
+        ]
+        if wrong:
+            owner, other = wrong[0], (wrong[0] - self._shift) % size
+            shown = self._mine if mine == owner else verified
+            sums = engine.ranks.allgather(shown if mine in (owner, other) else {})
+            self._judge(engine, state, owner, other, sums, recompute_for)
         state.verified_step = state.step
+
+    def _judge(
+        self,
+        engine: Any,
+        state: TrainState,
+        owner: int,
+        other: int,
+        sums: list[Sums],
+        recompute_for: Callable[[int], Sums],
+    ) -> NoReturn:
+        """Decide which of two ranks has wrong numbers of the owner's micro-batch."""
+        one, its = sums[owner], sums[other]
+        name = next(n for n in {**its, **one} if one.get(n) != its.get(n))
+        judges = self._judges(owner, other)
+        is_judge = self._world.rank in judges
+        vote = _digest_of(recompute_for(owner)) if is_judge else ""
+        votes = engine.ranks.allgather(vote)
+        for_owner, for_other = (
+            any(votes[it] == _digest_of(of) for it in judges) for of in (one, its)
+        )
+        where = f"micro-batch {self._chosen[owner]}, {name}"
+        if for_other == for_owner:
+            pair = f"{self._place(owner)} and {self._place(other)}"
+            reason = f"{pair} differ in {where}; no other rank decides it"
+            self._fail(state, None, reason)
+        wrong, right = (owner, other) if for_other else (other, owner)
+        seconded = ", ".join(map(self._place, judges))
+        if owner in judges:
+            seconded = "a second computation"
+        self._fail(
+            state,
+            wrong,
+            f"it has other bits than {self._place(right)} in {where}; "
+            f"{seconded} agrees with {self._place(right)}",
+        )
 
     # --- inside -------------------------------------------------------------------
 
+    def _check_alike(self, engine: Any) -> None:
+        """Refuse unlike processors, whose last bits differ; collective."""
+        kinds = engine.ranks.allgather(device_name(self._world.device))
+        if len(found := dict.fromkeys(kinds)) > 1:
+            raise UsageError(
+                f"--verify-every compares bits, found {' and '.join(found)}; expected "
+                "ranks on one kind of processor or GPU"
+            ).on_all_ranks()
+        self._is_alike = True
+
     def _judges(self, one: int, other: int) -> list[int]:
-        """Return who decides: a third rank, which may be far from both; or both again.
+        """Return who decides: one of a third node, else one beside each; or both again.
 
         What is wrong with a node may be wrong on all of its ranks.
         """
         places = {rank: it.hostname for it in self._world.nodes for rank in it.ranks}
-        near = {places[one], places[other]}
         others = [rank for rank in sorted(places) if rank not in (one, other)]
-        others.sort(key=lambda rank: places[rank] in near)
-        return others[:1] or [one, other]
+        far = [it for it in others if places[it] not in (places[one], places[other])]
+        beside = {places[it]: it for it in reversed(others)}
+        return far[:1] or [*beside.values()] or [one, other]
 
-    def _next_shift(self, turn: int) -> int:
-        """Return how far the rank is whose micro-batch each computes again."""
-        node_of = {
-            rank: place
-            for place, node in enumerate(self._world.nodes)
-            for rank in node.ranks
-        }
+    def _far_shifts(self) -> list[int]:
+        """Return how far a rank may be from the one that it verifies."""
         size = self._world.world_size
-
-        def num_far(shift: int) -> int:
-            pairs = ((rank, (rank + shift) % size) for rank in range(size))
-            return sum(node_of[one] != node_of[other] for one, other in pairs)
-
-        most = max(map(num_far, range(1, size)))
-        possible = [it for it in range(1, size) if num_far(it) == most]
-        return possible[turn % len(possible)]
+        nodes = np.zeros(size, np.int64)
+        for place, node in enumerate(self._world.nodes):
+            nodes[list(node.ranks)] = place
+        nums = [int((nodes != np.roll(nodes, -it)).sum()) for it in range(1, size)]
+        most = max(nums, default=0)  # pairs on different nodes
+        return [shift for shift, num in enumerate(nums, 1) if num == most]
 
     def _state_sums(self, engine: Any) -> Sums:
         model, optimizer = engine.model, engine.optimizer
         named: dict[str, Tensor] = dict(model.named_parameters())
         named |= engine.strategy.named_buffers()
-        named |= {f"{it} (EMA)": value for it, value in optimizer.ema_values.items()}
         names = {id(weight): name for name, weight in named.items()}
+        # Not of buffers: those of batch norm are each rank's own until they are sent.
+        weights = engine.strategy.named_weights().keys()
+        averages = optimizer.ema_values.items()
+        named |= {f"the average of {it}": v for it, v in averages if it in weights}
         for it in () if self._has_shards else optimizer.optimizers:
             for weight, state in it.local.state.items():
                 of = names.get(id(weight), "a weight")
@@ -232,7 +270,7 @@ class Verification:
         node = next(it for it in self._world.nodes if rank in it.ranks)
         return f"rank {rank} on {node.hostname}"
 
-    def _fail(self, state: TrainState, rank: int | None, reason: str) -> None:
+    def _fail(self, state: TrainState, rank: int | None, reason: str) -> NoReturn:
         who = "one of them" if rank is None else "this rank"
         what = f"{who} computes wrongly, or its memory does"
         if "the inputs" in reason or "the targets" in reason:
@@ -257,16 +295,25 @@ def checksum(tensor: Tensor) -> str:
     tensor = tensor.detach()
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
+    if tensor.is_sparse:
+        tensor = tensor.coalesce().values()
     kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     raw = tensor.contiguous().flatten().view(kinds[tensor.element_size()])
     whole = len(raw) // COLUMNS * COLUMNS
-    columns = raw[:whole].view(-1, COLUMNS).sum(0, dtype=torch.int64)
+    columns = torch.zeros(COLUMNS, dtype=torch.int64, device=raw.device)
+    # In parts: torch copies what it sums to int64.
+    for part in torch.split(raw[:whole].view(-1, COLUMNS), ROWS):
+        columns += part.sum(0, dtype=torch.int64)
     rest = raw[whole:].to(torch.int64)
     return _digest(torch.cat([columns, rest]).cpu().numpy().tobytes())
 
 
 def _digest(content: bytes) -> str:
     return hashlib.blake2b(content, digest_size=8).hexdigest()
+
+
+def _digest_of(sums: Sums) -> str:
+    return _digest("".join(it for pair in sums.items() for it in pair).encode())
 
 
 def _sums_of(batch: Batch, loss: Tensor, weights: Mapping[str, Tensor]) -> Sums:

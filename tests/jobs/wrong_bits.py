@@ -63,7 +63,8 @@ class Fault(mpitrain.Callback):
         return gradient
 
     def on_batch_start(self, trainer: mpitrain.Trainer, batch: Any) -> None:
-        del trainer
+        if "noise" in sys.argv:  # random numbers of the micro-batch, on any rank
+            batch.inputs = batch.inputs + torch.randn_like(batch.inputs)
         if self.is_due("batch"):
             flip(batch.inputs)
 
@@ -95,6 +96,7 @@ def train(run_dir: str, kind: str, place: str, step: str, *flags: str) -> None:
         global_batch_size=32,
         bitwise="plain" not in flags,
         optimizer="adamw",
+        ema_decay=0.9 if "ema" in flags else None,
         verify_every=EVERY,
     )
     fault = Fault(kind, place, int(step), is_once="once" in flags)

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from mpitrain.launch.device_name import device_name
 from mpitrain.mpi.world import World, format_ranges
-from mpitrain.record.environment import gpu, processor
 from mpitrain.tools.check.report import Finding, Severity
 from mpitrain.train.precision import configure_torch
 from mpitrain.train.verification import checksum
@@ -46,7 +46,7 @@ def check_compute(
     mine = {
         "rank": world.rank,
         "hostname": world.hostname,
-        "kind": gpu(world.device) or processor(),
+        "kind": device_name(world.device),
         "seconds": statistics.median(times),
         "num_runs": len(times),
         "num_wrong": num_wrong,
@@ -93,8 +93,12 @@ def _findings(of_ranks: list[tuple[dict[str, Any], Sums]]) -> list[Finding]:
             add("unstable-compute", [row], f"had other bits {times} than at first")
     for kind in dict.fromkeys(row["kind"] for row, _ in of_ranks):
         alike = [(row, sums) for row, sums in of_ranks if row["kind"] == kind]
-        most, _ = Counter(tuple(sums.items()) for _, sums in alike).most_common(1)[0]
-        for row, sums in alike:
+        counts = Counter(tuple(sums.items()) for _, sums in alike)
+        most, count = counts.most_common(1)[0]
+        if 2 * count <= len(alike):
+            rows = [row for row, _ in alike]
+            add("wrong-compute", rows, "have unlike bits, and no majority has the same")
+        for row, sums in alike if 2 * count > len(alike) else ():
             if tuple(sums.items()) != most:
                 what = next(name for name, it in most if sums[name] != it)
                 add("wrong-compute", [row], f"has other bits than most in {what}")

@@ -35,7 +35,7 @@ MAX_CAUSES = (
     4  # likewise of any cause: several faults may strike between two checkpoints
 )
 # Which rank has it is chance; another error would come back in any of them.
-OF_ITS_RANK = re.compile("died without|host is lost|launcher is gone|hang:|wrongly")
+OF_ITS_RANK = re.compile("died without|host is lost|launcher is gone|wrongly")
 SHORT_SECONDS = 30.0  # a start that ends sooner has done nothing, if nobody knows
 RETRY_SECONDS = (5, 10, 20, 0)  # pauses after attempts to submit the next job
 SUBMIT_SECONDS = 3.0  # for one attempt
@@ -160,7 +160,8 @@ def _cause_of(error: str) -> str:
     """
     found = re.match(r"(\[rank .*?\] )?(.*)", error, re.DOTALL)
     assert found is not None
-    label, text = found[1] or "", re.sub(r"\d+", "", found[2])
+    text = found[2].partition(" did not arrive:")[0]  # of a hang: not who waits where
+    label, text = found[1] or "", re.sub(r"\d+", "", text)
     return label + text if OF_ITS_RANK.search(text) else text
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -33,6 +34,7 @@ class NodeChoice:
         self.probe: list[str] = []
         self._file, self._environ = file, environ
         self._lost: tuple[str, ...] = ()
+        self._wrong: tuple[str, ...] = ()  # of these a probe finds nothing
         launcher = words.launcher
         self._config = HostfileConfig(
             format=launcher.host_file_format,
@@ -76,10 +78,11 @@ class NodeChoice:
         )
         return [it.hostname for it in parse(text, str(self._file))]
 
-    def leave_out(self, hostname: str) -> bool:
+    def leave_out(self, hostname: str, *, is_wrong: bool = False) -> bool:
         """Choose without a node that is lost, until the next probe; return if it can.
 
-        It takes no time, where a probe waits for the node.
+        It takes no time, where a probe waits for the node. One that ``is_wrong``
+        answers a probe, and is left out for good.
         """
         if not self.probe:
             return False
@@ -94,10 +97,18 @@ class NodeChoice:
         if text == before:  # its name is another one there
             return False
         self._lost = lost
+        self._wrong += (hostname,) * is_wrong
         write_atomic(self._file, text)
         return True
 
     def begin_probe(self) -> list[str]:
         """Return the words of `probe`; nodes that were lost are tried again."""
-        self._lost = ()
+        self._lost = self._wrong
         return self.probe
+
+    def end_probe(self) -> None:
+        """Leave out of the new file what answers, and computes wrongly."""
+        if self._wrong and self._file.exists():
+            lines = self._file.read_text().splitlines(keepends=True)
+            kept = [it for it in lines if re.split(r"[\s:]", it)[0] not in self._wrong]
+            write_atomic(self._file, "".join(kept))

@@ -316,6 +316,7 @@ def _train(
         if probes and nodes.probe:
             # Those without a host file find a node that does not work by themselves.
             status = supervisor.run(nodes.begin_probe(), environ, send_usr2=True)
+            nodes.end_probe()
         if supervisor.is_stopping:
             status = Stopped.exit_status  # nothing was started or has failed
         elif status == 0:
@@ -344,7 +345,9 @@ def _train(
             error = supervisor.error or f"ended with status {status}"
             restart = Restart(time=time.time(), step=training.step, error=error)
             record_restart(run_dir, restart)
-        if (lost := BAD_HOST.match(supervisor.error)) and nodes.leave_out(lost[1]):
+        bad = BAD_HOST.match(supervisor.error)
+        is_wrong = bad is not None and "wrongly" in bad[2]
+        if bad and nodes.leave_out(bad[1], is_wrong=is_wrong):
             probes = False
         else:
             # A process that dies, or raises, says so; a node that is gone does not.

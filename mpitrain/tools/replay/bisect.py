@@ -82,7 +82,7 @@ def _named(pair: tuple[Mapping[str, Any], Mapping[str, Any]] | None) -> str:
     'in micro-batch 2: the output of fc (Linear), and the output of act (ReLU)'
     """
     if pair is None:
-        return "in a buffer that no layer returns"
+        return "but not when it is replayed again: a run is not deterministic"
     found = []
     for row in pair:
         kind, name = row.get("kind"), row.get("name", "")
@@ -107,12 +107,13 @@ def _replay(
     folder: Path | None,
     file: Path,
 ) -> None:
-    """Replay a run in a process of its own, which writes a trace."""
+    """Replay a run in a process of its own, which writes hashes."""
     environ = dict(os.environ)
+    file.unlink(missing_ok=True)
     if folder is not None:
         path = (str(folder.absolute()), environ.get("PYTHONPATH", ""))
         environ["PYTHONPATH"] = os.pathsep.join(filter(None, path))
-    flags = ["--step", str(step), "--from", str(begins), "--trace", str(file)]
+    flags = ["--step", str(step), "--from", str(begins), "--hashes", str(file)]
     command = [sys.executable, "-m", "mpitrain", "replay", str(run.absolute()), *flags]
     done = subprocess.run(
         [*command, *(["--", *words] if words else [])],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -53,7 +53,7 @@ class ReplayConfig:
     pdb: bool = False
     """Start the debugger before the forward pass, with --until nan if an input is not
     finite; on one rank."""
-    trace: Path | None = None
+    hashes: Path | None = None
     """For diff --replay: write hashes of what the step computes; on one rank."""
 
     def __post_init__(self) -> None:
@@ -65,7 +65,7 @@ class ReplayConfig:
             raise UsageError(
                 f"--from {begins} --step {self.step}: expected an earlier step"
             )
-        for name, file in (("save", self.save), ("trace", self.trace)):
+        for name, file in (("save", self.save), ("hashes", self.hashes)):
             if file is not None and not file.absolute().parent.is_dir():
                 raise UsageError(
                     f"--{name} {file}: expected a file in an existing folder"
@@ -86,6 +86,7 @@ class ReplayRequest:
 def read_request(config: ReplayConfig, words: Sequence[str]) -> ReplayRequest:
     """Read the run folder, and the ``words`` after ``--``; on rank zero."""
     path = config.run
+    config = replace(config, run=path.absolute())  # a script may change the folder
     run_id, file = read_json(path / RUN).get("id"), path / "config.yaml"
     recorded = read_yaml(file)
     if not run_id or not recorded:
@@ -104,7 +105,8 @@ def read_request(config: ReplayConfig, words: Sequence[str]) -> ReplayRequest:
         raise UsageError(f"{path} is not of a script; expected flags of a training")
     else:
         training = read_config(["--config", str(file), *words])
-    found = _checkpoint(config, training)
+        training = replace(training, compile=False)  # torch calls no hooks then
+    found = _checkpoint(config, recorded.get("resume", "auto"))
     return ReplayRequest(
         config=config,
         run_id=run_id,
@@ -114,10 +116,11 @@ def read_request(config: ReplayConfig, words: Sequence[str]) -> ReplayRequest:
     )
 
 
-def _checkpoint(
-    config: ReplayConfig, training: TrainConfig | None
-) -> Checkpoint | None:
-    """Return the checkpoint to begin from; ``None``: anew."""
+def _checkpoint(config: ReplayConfig, resume: str) -> Checkpoint | None:
+    """Return the checkpoint to begin from; ``None``: from the start.
+
+    ``resume``: what the run began from, or ``auto`` or ``never``.
+    """
     found = list_checkpoints(config.run)
     if config.from_step is not None:
         found = [it for it in found if it.step == config.from_step]
@@ -131,8 +134,11 @@ def _checkpoint(
     for checkpoint in found:
         if is_complete(checkpoint):
             return checkpoint
-    resume = "auto" if training is None else training.resume
     if resume in ("auto", "never"):
         return None
-    named = Path(resume)  # the run began from another one
-    return checkpoint_at(named) if not list_checkpoints(named) else None
+    if list_checkpoints(Path(resume)):
+        raise UsageError(
+            f"{config.run} has no checkpoint before the step, and began from one of "
+            f"{resume}, which is not recorded; expected a later step"
+        )
+    return checkpoint_at(Path(resume))

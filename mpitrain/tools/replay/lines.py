@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mpitrain.config import TrainConfig
+from mpitrain.console import say
 from mpitrain.files import read_json
 from mpitrain.record.environment import facts_for_bits
 from mpitrain.record.fingerprints import FILE, FingerprintFile
@@ -52,7 +53,7 @@ class Comparison:
         self._micro_batches: Mapping[int, Mapping[str, float]] = {}
         self._last: dict[int, StepMetrics] = {}
         self._num = 0  # steps that are recorded, too
-        self._first: str = ""  # what differs
+        self.difference = ""  # the first one, in words
         self.is_bitwise = False  # whether the bits are compared
 
     def add(
@@ -84,23 +85,21 @@ class Comparison:
                 for name, (one, other) in pairs.items()
                 if not self._is_same(one, other)
             ][:3]
-            if wrong and not self._first:
-                self._first = f"step {now.step} is not as recorded: {'; '.join(wrong)}"
+            if wrong and not self.difference:
+                found = f"step {now.step} is not as recorded: {'; '.join(wrong)}"
+                self.difference = found
+                say(found)  # at once: the step that is asked for may be far
 
     def of_step(self, step: int) -> StepMetrics | None:
         """Return what was computed of a step."""
         return self._last.get(step)
 
-    def verdict(self) -> str:
-        """Return what is not as recorded; empty if all is."""
-        return self._first
-
     def summary(self) -> str:
         """Say how many steps were compared."""
         if not self._num:
             return "none of these steps is recorded"
-        if self._first:
-            return self._first
+        if self.difference:
+            return "the rest depends on it"
         how = "to the bit" if self.is_bitwise else f"to {TOLERANCE:g}, relative"
         return f"{self._num} steps are as recorded, {how}"
 

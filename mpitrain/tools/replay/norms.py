@@ -14,12 +14,12 @@ from mpitrain.data.samples import digest
 
 
 class LayerNorms:
-    """Sums the squares of what a `StepWatch` sees; `see` is local, or as FSDP needs."""
+    """Sums the squares of what a `StepWatch` sees; collective with FSDP."""
 
     def __init__(self) -> None:
         self._squares: defaultdict[tuple[str, str], list[Tensor]] = defaultdict(list)
 
-    def see(self, kind: str, number: int, name: str, tensor: Tensor) -> None:
+    def observe(self, kind: str, number: int, name: str, tensor: Tensor) -> None:
         """Add outputs, and gradients as the optimizer gets them."""
         del number
         if kind in ("output", "sum"):
@@ -31,7 +31,7 @@ class LayerNorms:
 
 
 def layer_lines(
-    of_ranks: list[Mapping[tuple[str, str], float]], weights: Mapping[str, Tensor]
+    of_ranks: list[Mapping[tuple[str, str], float]], weights: Mapping[str, Any]
 ) -> list[str]:
     """Return a table of outputs over all ranks, and one of weights.
 
@@ -50,7 +50,7 @@ def layer_lines(
     lines += [f"  {name:{width}}  {math.sqrt(it):.6g}" for name, it in outputs.items()]
     lines.append(f"  {'weight':{width}}  norm          gradient")
     for name, weight in weights.items():
-        if weight.is_floating_point():
+        if isinstance(weight, Tensor) and weight.is_floating_point():
             norm = math.sqrt(float(_square(weight)))
             gradient = f"{math.sqrt(sums[name]):.6g}" if name in sums else "none"
             lines.append(f"  {name:{width}}  {norm:<12.6g}  {gradient}")
@@ -72,7 +72,7 @@ class Trace:
     def __init__(self) -> None:
         self.rows: list[dict[str, Any]] = []
 
-    def see(self, kind: str, number: int, name: str, tensor: Tensor) -> None:
+    def observe(self, kind: str, number: int, name: str, tensor: Tensor) -> None:
         """Add a row."""
         row = {"kind": kind, "micro_batch": number, "name": name}
         self.rows.append({**row, "hash": digest(tensor)})
@@ -85,6 +85,6 @@ class Trace:
         if is_last:
             for name, it in weights.items():
                 if isinstance(it, Tensor):
-                    self.see("weight", -1, name, it)
+                    self.observe("weight", -1, name, it)
         row = {"kind": "step", "step": step, "hash": digest(dict(weights))}
         self.rows.append(row)

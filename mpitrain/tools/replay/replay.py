@@ -9,9 +9,10 @@ from __future__ import annotations
 import json
 import os
 import pdb
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import torch
 
@@ -20,15 +21,15 @@ from mpitrain.checkpoint.run_checkpoints import RunCheckpoints
 from mpitrain.checkpoint.storage import CheckpointReader
 from mpitrain.checkpoint.tensors import load_random, load_stage
 from mpitrain.checkpoint.training_state import restore_trainer
-from mpitrain.config import LaunchConfig, TrainConfig
+from mpitrain.config import TrainConfig
 from mpitrain.console import say, shown
 from mpitrain.data.loader import Batch
-from mpitrain.data.samples import to_device
 from mpitrain.errors import MpitrainError, UsageError
 from mpitrain.files import replacing, write_atomic
 from mpitrain.launch import run_script
 from mpitrain.launch.init import init
-from mpitrain.launch.job import start_job
+from mpitrain.launch.job import Job, start_job
+from mpitrain.launch.process_exit import exit_now
 from mpitrain.launch.run_target import read_on_all_ranks
 from mpitrain.mpi.collectives import on_rank_zero
 from mpitrain.mpi.world import World
@@ -70,7 +71,7 @@ class Replay(Callback):
         self._before = (0, 0.0)  # skipped steps, and the loss scale
         self.is_used = False
 
-    def take(self, callbacks: Sequence[Callback]) -> list[Callback]:
+    def replace_callbacks(self, callbacks: Sequence[Callback]) -> list[Callback]:
         """Return what a trainer has instead of its callbacks: it writes nothing."""
         if self.is_used:
             raise UsageError(
@@ -78,7 +79,7 @@ class Replay(Callback):
                 f"{self._config.run}"
             ).on_all_ranks()
         # For `diff` two runs have one command line.
-        if self._request.training is None and self._config.trace is None:
+        if self._request.training is None and self._config.hashes is None:
             self._refuse_other(callbacks)
         self.is_used = True
         self._others = [
@@ -105,8 +106,8 @@ class Replay(Callback):
     def setup(self, trainer: Trainer) -> None:
         """Load the checkpoint, and let a step that is not finite be looked into."""
         world = trainer.engine.world
-        if (self._config.pdb or self._config.trace) and world.world_size > 1:
-            flag = "--pdb" if self._config.pdb else "--trace"
+        if (self._config.pdb or self._config.hashes) and world.world_size > 1:
+            flag = "--pdb" if self._config.pdb else "--hashes"
             raise UsageError(
                 f"{flag}: expected one rank, without mpirun"
             ).on_all_ranks()
@@ -115,6 +116,12 @@ class Replay(Callback):
             restore_trainer(self._reader, trainer, self._others if is_own else ())
         # It would end the job; such a step is not applied either way.
         trainer.engine.config = replace(trainer.config, on_nonfinite="skip")
+        trainer.engine.verification = None  # it computes micro-batches of others, too
+        total, step = trainer.engine.plan.total_steps, self._config.step
+        if total is not None and step is not None and step > total:
+            raise UsageError(
+                f"--step {step}: the training has {total} steps"
+            ).on_all_ranks()
         self._compared.is_bitwise = trainer.config.bitwise
 
     def on_fit_start(self, trainer: Trainer) -> None:
@@ -183,29 +190,32 @@ class Replay(Callback):
     def _prepare(self, trainer: Trainer) -> None:
         """Watch the next step, if it may be the one."""
         config, number = self._config, trainer.state.step + 1
-        if config.trace and self._trace is None:
+        if self._watch is not None:  # of the stage before, which had no step more
+            self._watch.close()
+            self._watch = None
+        if config.hashes and self._trace is None:
             self._trace = Trace()
-        is_watched = number == config.step if not config.until else True
-        if config.until and config.step is not None and number < config.step:
-            is_watched = False
-        if not is_watched:
+        first = config.step or 0
+        if not (number >= first if config.until else number == first):
             return
         self._norms = LayerNorms() if config.layers else None
-        see = [it.see for it in (self._norms, self._trace) if it is not None]
+        observers = [it.observe for it in (self._norms, self._trace) if it is not None]
 
-        def see_all(*of: Any) -> None:
-            for it in see:
+        def observe(*of: Any) -> None:
+            for it in observers:
                 it(*of)
 
         optimizer = trainer.engine.optimizer
         self._before = trainer.state.skipped_steps, optimizer.scale.value
-        if not config.until and (config.save or config.layers):
+        # A step that is not finite is not applied, but for the first of several passes.
+        is_kept = not config.until or len(optimizer.names) > 1
+        if is_kept and (config.save or config.layers):
             self._weights = trainer.engine.strategy.full_state_dict()
         self._watch = StepWatch(
             trainer,
-            see_all,
+            observe,
             lambda number, batch: self._stop_at(trainer, number, batch),
-            keeps_batches=config.save is not None,
+            keeps=lambda *of: config.save is not None and self._is_chosen(*of),
         ).open()
 
     def _stop_at(self, trainer: Trainer, number: int, batch: Batch) -> None:
@@ -213,11 +223,12 @@ class Replay(Callback):
         is_due = self._config.pdb and self._is_chosen(number, batch.indices.tolist())
         if is_due and (not self._config.until or bad_samples(batch)):
             model = trainer.engine.strategy.model
-            say(
-                f"step {trainer.state.step + 1}, micro-batch {number}: `model`, `batch`"
-            )
-            pdb.set_trace()
-            del model
+            step = trainer.state.step + 1
+            say(f"step {step}, micro-batch {number}: `model`, `batch`, `trainer`")
+            if Job.current is not None:  # a person takes their time
+                Job.current.watchdog.hang_timeout_seconds = 0.0
+            _Debugger().set_trace()
+            del model  # not before: it is for the person
 
     def _is_chosen(self, number: int, samples: Sequence[int]) -> bool:
         config = self._config
@@ -235,11 +246,11 @@ class Replay(Callback):
         weights = self._weights
         if not weights and (config.save or config.layers):
             weights = engine.strategy.full_state_dict()  # the step was not applied
-        if self._trace is not None and config.trace is not None:
+        if self._trace is not None and config.hashes is not None:
             after = engine.strategy.full_state_dict()
             self._trace.end_step(trainer.state.step, after, is_last=True)
             lines = "".join(json.dumps(row) + "\n" for row in self._trace.rows)
-            write_atomic(config.trace, lines)
+            write_atomic(config.hashes, lines)
         squares = self._norms.squares() if self._norms is not None else {}
         of_ranks = ranks.gather((seen, squares))
         if world.is_rank_zero:
@@ -255,10 +266,38 @@ class Replay(Callback):
                     say(line)
             if config.save is not None:
                 _save(config, trainer, weights, chosen)
-        error = ranks.on_rank_zero(self._compared.verdict, "compare the losses")
-        if error:
-            raise ReplayError(error).on_all_ranks()
-        raise SystemExit(0)
+        error = ranks.on_rank_zero(
+            lambda: self._compared.difference, "compare the losses"
+        )
+        _leave(ReplayError(error).on_all_ranks() if error else None)
+
+
+class _Debugger(pdb.Pdb):
+    """Python's, but who quits it has seen enough: it ends the replay."""
+
+    def do_quit(self, arg: str) -> None:
+        """End the process."""
+        del arg
+        _leave(None)
+
+    do_q = do_exit = do_EOF = do_quit
+
+
+def _leave(error: MpitrainError | None) -> NoReturn:
+    """End this process with all ranks, here: what follows `fit` in a script is not run.
+
+    It might save the model, which is one of the middle of the training.
+    """
+    job = Job.current
+    assert job is not None
+    sys.stdout.flush()
+    if error is not None:
+        job.guard.fail(error)  # returns in a world of one, and says nothing
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        exit_now(error.exit_status)
+    job.close()
+    os._exit(0) if job.pending is not None else exit_now(0)
+    raise AssertionError
 
 
 def _own(callback: Callback) -> Sequence[type]:
@@ -280,11 +319,10 @@ def _save(
             "micro_batch": it.number,
             "samples": it.samples,
             "losses": it.losses,
-            "inputs": to_device(it.batch.inputs, "cpu"),
-            "targets": to_device(it.batch.targets, "cpu"),
+            "inputs": it.inputs,
+            "targets": it.targets,
         }
         for it in seen
-        if it.batch is not None
     ]
     values = {
         "step": trainer.state.step,
@@ -298,12 +336,12 @@ def _save(
 
 
 def run_replay(
-    config: ReplayConfig, words: Sequence[str], start_timeout_seconds: float
+    read: Callable[[], ReplayConfig], words: Sequence[str], start_timeout_seconds: float
 ) -> int:
     """Replay on all ranks; return the exit status. Collective.
 
     Args:
-        config: The flags; those of rank zero count.
+        read: Reads the flags, on rank zero.
         words: What follows ``--``: flags of a training, or ``run script.py ARGS``.
         start_timeout_seconds: Of a stage of the start.
     """
@@ -311,28 +349,22 @@ def run_replay(
     with job.guard:
         with job.start_step("read the run"):
             request = on_rank_zero(
-                job.comm, lambda: read_request(config, words), "read the run"
+                job.comm, lambda: read_request(read(), words), "read the run"
             )
         replay = Replay(request)
-        job.replace_callbacks = replay.take
+        job.replace_callbacks = replay.replace_callbacks
         if request.training is None:
             asked = read_on_all_ranks(job.comm, words[1:])
-            launch = _without_limit(asked.config, config)
-            run_script.run(job, replace(asked, config=launch), os.environ)
+            run_script.run(job, asked, os.environ)
         else:
-            launch = _without_limit(request.training.launch, config)
-            with init(**launch.as_arguments(), job=job) as world:
+            launch = request.training.launch.as_arguments()
+            with init(**launch, job=job) as world:
                 _train(request, request.training, world)
         if not replay.is_used:
-            raise UsageError(
-                f"{config.run} was not replayed: no Trainer of the script has trained"
-            ).on_all_ranks()
+            run = request.config.run
+            reason = f"{run} was not replayed: no Trainer of the script has trained"
+            raise UsageError(reason).on_all_ranks()
     return 0
-
-
-def _without_limit(launch: LaunchConfig, config: ReplayConfig) -> LaunchConfig:
-    """Let a person take their time in the debugger."""
-    return replace(launch, hang_timeout=None) if config.pdb else launch
 
 
 def _train(request: ReplayRequest, training: TrainConfig, world: World) -> None:

@@ -9,14 +9,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from mpitrain.data.loader import Batch
-from mpitrain.data.samples import leaves_of
+from mpitrain.data.samples import leaves_of, map_tensors
 from mpitrain.train.means import means_of_rows, named_values
 from mpitrain.train.trainer import Trainer
 
-See = Callable[[str, int, str, Tensor], None]
+Observe = Callable[[str, int, str, Tensor], None]
 """Takes a tensor: its kind, the micro-batch, its name, and itself. Kinds: input,
 target, output, loss, gradient (of a weight, once it has one) and sum (of gradients)."""
 
@@ -32,7 +31,8 @@ class MicroBatchSeen:
     losses: list[float]  # of each sample; empty if the loss has none
     bad_inputs: list[int]  # samples whose inputs are not finite
     first_bad: str = ""  # the first output, or gradient, that is not finite
-    batch: Batch | None = None  # if it is asked for
+    inputs: Any = None  # if they are asked for
+    targets: Any = None
 
 
 @dataclass
@@ -41,16 +41,16 @@ class StepWatch:
 
     Attributes:
         trainer: Whose step it is.
-        see: Called with each tensor, in the order of the computation.
+        observe: Called with each tensor, in the order of the computation.
         before: Called before the forward pass of each micro-batch.
-        keeps_batches: Whether `seen` has the batches.
+        keeps: Whether `seen` has the batch of a micro-batch, of these samples.
         seen: The micro-batches of this rank.
     """
 
     trainer: Trainer
-    see: See
+    observe: Observe
     before: Callable[[int, Batch], None]
-    keeps_batches: bool = False
+    keeps: Callable[[int, list[int]], bool] = lambda *_: False
     seen: list[MicroBatchSeen] = field(default_factory=list)
     _finite: list[tuple[MicroBatchSeen, str, Tensor]] = field(default_factory=list)
     _hooks: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
@@ -70,21 +70,24 @@ class StepWatch:
         self._hooks.callback(vars(trainer).pop, "compute_loss")
         for name, module in strategy.model.named_modules():
             self._add(module.register_forward_hook(self._output_hook(name)))
-        names = {id(it): name for name, it in strategy.named_weights().items()}
         if not strategy.is_sharded:  # shards have no gradients until the end
             for name, it in strategy.named_weights().items():
                 weight: Any = it
                 hook = self._grad_hook(name)
                 self._add(weight.register_post_accumulate_grad_hook(hook))
 
-        def sums(optimizer: torch.optim.Optimizer, *_: object) -> None:
-            for group in optimizer.param_groups:
-                for weight in group["params"]:
-                    if weight.grad is not None:
-                        name = names.get(id(weight), "")
-                        self.see("sum", -1, name, weight.grad)
+        optimizer = trainer.engine.optimizer
+        end_pass = optimizer.end_pass
 
-        self._add(register_optimizer_step_pre_hook(sums))
+        def watched_end(factor: float = 1.0) -> tuple[float, bool]:
+            for name, weight in strategy.named_weights().items():
+                if weight.grad is not None:  # before they are clipped
+                    gradient = weight.grad * (factor * optimizer.scale.inverse)
+                    self.observe("sum", -1, name, gradient)
+            return end_pass(factor)
+
+        optimizer.end_pass = watched_end  # type: ignore[method-assign]
+        self._hooks.callback(vars(optimizer).pop, "end_pass")
         return self
 
     def close(self) -> list[MicroBatchSeen]:
@@ -113,13 +116,15 @@ class StepWatch:
             samples=samples,
             losses=[],
             bad_inputs=bad_samples(batch),
-            batch=batch if self.keeps_batches else None,
         )
+        if self.keeps(number, samples):  # before the step changes it
+            copied = map_tensors(_copy, (batch.inputs, batch.targets))
+            seen.inputs, seen.targets = copied
         self.seen.append(seen)
         for kind, tree in (("input", batch.inputs), ("target", batch.targets)):
             for place, leaf in enumerate(leaves_of(tree)):
                 if isinstance(leaf, Tensor):
-                    self.see(kind, number, f"{kind} {place}", leaf)
+                    self.observe(kind, number, f"{kind} {place}", leaf)
         self.before(number, batch)
 
     def _end(self, batch: Batch, found: Any) -> None:
@@ -155,11 +160,17 @@ class StepWatch:
         tensor = tensor.detach()
         # Read at the end: a GPU would wait for each.
         self._finite.append((now, f"{kind} of {name}", torch.isfinite(tensor).all()))
-        self.see(kind, now.number, name, tensor)
+        self.observe(kind, now.number, name, tensor)
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", copy=True)
 
 
 def bad_samples(batch: Batch) -> list[int]:
     """Return the samples of a batch whose inputs or targets are not finite."""
+    if not len(batch):
+        return []
     is_bad = torch.zeros(len(batch), dtype=torch.bool)
     for leaf in leaves_of((batch.inputs, batch.targets)):
         if (
