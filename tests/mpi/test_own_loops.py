@@ -223,7 +223,7 @@ def test_a_gan_in_a_custom_loop_is_that_of_one_process(
     ranks.allgather(None)
     loop(world, run_dir / "b")
     if world.is_rank_zero:
-        lines, differs = diff(DiffConfig(first=run_dir / "a", second=run_dir / "b"))
+        lines, differs, _ = diff(DiffConfig(first=run_dir / "a", second=run_dir / "b"))
         assert not differs, lines
         assert "checkpoints: the same (2, up to step 6)" in lines
         assert f"steps: the same ({EPOCHS * STEPS}, up to step 8)" in lines

@@ -372,7 +372,7 @@ def test_diff_compares_loops_that_have_checkpoints_alone(
             diff(DiffConfig(first=run_dir / "a", second=run_dir / it))
             for it in ("b", "c")
         ]
-        assert [differs for _, differs in compare] == [False, True]
+        assert [differs for _, differs, _ in compare] == [False, True]
         assert "checkpoints: the same (1, up to step 2)" in compare[0][0]
         assert any(it.startswith("checkpoints: step 2 differs") for it in compare[1][0])
         with pytest.raises(UsageError, match="no step and no checkpoint in common"):

@@ -80,8 +80,9 @@ def compute(device: str) -> Sums:
 def _findings(of_ranks: list[tuple[dict[str, Any], Sums]]) -> list[Finding]:
     found = []
 
-    def add(name: str, rows: list[dict[str, Any]], reason: str) -> None:
-        severity: Severity = "warning" if name == "slow-device" else "error"
+    def add(
+        severity: Severity, name: str, rows: list[dict[str, Any]], reason: str
+    ) -> None:
         ranks = format_ranges([row["rank"] for row in rows])
         hosts = ", ".join(dict.fromkeys(row["hostname"] for row in rows))
         text = f"rank{'s' * (len(rows) > 1)} {ranks} on {hosts} {reason}"
@@ -90,21 +91,41 @@ def _findings(of_ranks: list[tuple[dict[str, Any], Sums]]) -> list[Finding]:
     for row, _ in of_ranks:
         if row["num_wrong"]:
             times = f"{row['num_wrong']} of {row['num_runs']} times"
-            add("unstable-compute", [row], f"had other bits {times} than at first")
+            add(
+                "error",
+                "unstable-compute",
+                [row],
+                f"had other bits {times} than at first",
+            )
     for kind in dict.fromkeys(row["kind"] for row, _ in of_ranks):
         alike = [(row, sums) for row, sums in of_ranks if row["kind"] == kind]
         counts = Counter(tuple(sums.items()) for _, sums in alike)
         most, count = counts.most_common(1)[0]
         if 2 * count <= len(alike):
             rows = [row for row, _ in alike]
-            add("wrong-compute", rows, "have unlike bits, and no majority has the same")
+            add(
+                "error",
+                "wrong-compute",
+                rows,
+                "have unlike bits, and no majority has the same",
+            )
         for row, sums in alike if 2 * count > len(alike) else ():
             if tuple(sums.items()) != most:
                 what = next(name for name, it in most if sums[name] != it)
-                add("wrong-compute", [row], f"has other bits than most in {what}")
+                add(
+                    "error",
+                    "wrong-compute",
+                    [row],
+                    f"has other bits than most in {what}",
+                )
         usual = statistics.median(row["seconds"] for row, _ in alike)
         slow = [row for row, _ in alike if row["seconds"] > SLOW * usual]
         if slow:
             factor = max(row["seconds"] for row in slow) / usual
-            add("slow-device", slow, f"took {factor:.1f} times as long as most")
+            add(
+                "warning",
+                "slow-device",
+                slow,
+                f"took {factor:.1f} times as long as most",
+            )
     return found
