@@ -33,7 +33,7 @@ from mpitrain.train.metrics import TrainState
 from mpitrain.train.strategy.base import Strategy
 
 COLUMNS = 251  # of a checksum; a prime, so that no layout of a layer repeats in it
-ROWS = 1 << 14  # that are summed at once
+WORD = 8  # bytes
 
 Sums: TypeAlias = dict[str, str]  # checksums by name, in the order of the computation
 Compute: TypeAlias = Callable[[Batch], Tensor]
@@ -297,15 +297,16 @@ def checksum(tensor: Tensor) -> str:
         tensor = torch.view_as_real(tensor)
     if tensor.is_sparse:
         tensor = tensor.coalesce().values()
-    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    raw = tensor.contiguous().flatten().view(kinds[tensor.element_size()])
-    whole = len(raw) // COLUMNS * COLUMNS
-    columns = torch.zeros(COLUMNS, dtype=torch.int64, device=raw.device)
-    # In parts: torch copies what it sums to int64.
-    for part in torch.split(raw[:whole].view(-1, COLUMNS), ROWS):
-        columns += part.sum(0, dtype=torch.int64)
-    rest = raw[whole:].to(torch.int64)
-    return _digest(torch.cat([columns, rest]).cpu().numpy().tobytes())
+    raw = tensor.contiguous().flatten().view(torch.uint8)
+    if raw.data_ptr() % WORD:
+        raw = raw.clone()
+    # In words of 64 bits, which wrap around: a sum of 32 bits would first be copied.
+    words = raw[: len(raw) // WORD * WORD].view(torch.int64)
+    whole = len(words) // COLUMNS * COLUMNS
+    columns = words[:whole].view(-1, COLUMNS).sum(0)
+    rest = words[whole:], raw[len(words) * WORD :]
+    parts = [it.cpu().numpy().tobytes() for it in (columns, *rest)]
+    return _digest(b"".join(parts))
 
 
 def _digest(content: bytes) -> str:
