@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from launcher import Mpi, environment, mpirun
+from launcher import Mpi, environment, mpirun, slow
 
 HERE = Path(__file__).parent
 SCRIPT = str(HERE / "replayed.py")
@@ -76,7 +76,7 @@ def test_a_nan_in_one_sample_of_eight_ranks_is_found_on_one(
     assert "all losses and gradients are finite" in said, "the data have none now"
 
 
-@pytest.mark.parametrize("num_ranks", [1, 3])
+@pytest.mark.parametrize("num_ranks", [slow(1), 3])
 def test_a_step_is_computed_again_to_the_bit(
     num_ranks: int, openmpi: Mpi, good: Path
 ) -> None:

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
-from launcher import Mpi, mpirun, supervise
+from launcher import Mpi, mpirun, slow, supervise
 
 SCRIPT = str(Path(__file__).with_name("wrong_bits.py"))
 RUN = ("-m", "mpitrain", "run", "--device", "cpu", SCRIPT)
@@ -24,7 +24,7 @@ STATUS = 77
         ("state", 16, r"its copy of exp_avg of 0.weight is not that of the 2 others"),
     ],
 )
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [1, slow(0)])
 def test_a_flipped_bit_is_named_within_so_many_steps(
     rank: int, kind: str, step: int, expected: str, openmpi: Mpi, tmp_path: Path
 ) -> None:
@@ -72,7 +72,7 @@ def test_without_bitwise_the_copies_are_compared(openmpi: Mpi, tmp_path: Path) -
     assert done.status == 2
 
 
-@pytest.mark.parametrize("flags", [("ema",), ("plain", "ema"), ("noise",)])
+@pytest.mark.parametrize("flags", [("ema", "noise"), slow(("plain", "ema"))])
 def test_there_is_no_false_alarm_and_no_other_bit(
     flags: tuple[str, ...], openmpi: Mpi, tmp_path: Path
 ) -> None:
