@@ -68,7 +68,7 @@ class Replay(Callback):
         self._trace: Trace | None = None
         self._watch: StepWatch | None = None
         self._weights: Mapping[str, Any] = {}  # before the step
-        self._before = (0, 0.0)  # skipped steps, and the loss scale
+        self._scale = 0.0  # of the loss, before the step
         self.is_used = False
 
     def replace_callbacks(self, callbacks: Sequence[Callback]) -> list[Callback]:
@@ -162,11 +162,11 @@ class Replay(Callback):
         """Tell of the step, if it is the one; prepare the next."""
         step, config = trainer.state.step, self._config
         if self._watch is not None:
-            seen = self._watch.close()
+            seen, is_skipped = self._watch.close(), not self._watch.is_applied
             self._watch = None
-            skipped, scale = self._before
-            is_skipped = trainer.state.skipped_steps > skipped
-            is_found = is_skipped and trainer.engine.optimizer.scale.value == scale
+            # A loss scale that was too large for fp16 shrinks: no step is wrong then.
+            has_shrunk = trainer.engine.optimizer.scale.value != self._scale
+            is_found = is_skipped and not has_shrunk
             if (is_found and config.until) or (
                 step == config.step and not config.until
             ):
@@ -206,7 +206,7 @@ class Replay(Callback):
                 it(*of)
 
         optimizer = trainer.engine.optimizer
-        self._before = trainer.state.skipped_steps, optimizer.scale.value
+        self._scale = optimizer.scale.value
         # A step that is not finite is not applied, but for the first of several passes.
         is_kept = not config.until or len(optimizer.names) > 1
         if is_kept and (config.save or config.layers):
@@ -296,8 +296,7 @@ def _leave(error: MpitrainError | None) -> NoReturn:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         exit_now(error.exit_status)
     job.close()
-    os._exit(0) if job.pending is not None else exit_now(0)
-    raise AssertionError
+    exit_now(0)
 
 
 def _own(callback: Callback) -> Sequence[type]:

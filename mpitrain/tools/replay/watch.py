@@ -45,6 +45,7 @@ class StepWatch:
         before: Called before the forward pass of each micro-batch.
         keeps: Whether `seen` has the batch of a micro-batch, of these samples.
         seen: The micro-batches of this rank.
+        is_applied: Whether all passes of the step were applied: they were finite.
     """
 
     trainer: Trainer
@@ -52,6 +53,7 @@ class StepWatch:
     before: Callable[[int, Batch], None]
     keeps: Callable[[int, list[int]], bool] = lambda *_: False
     seen: list[MicroBatchSeen] = field(default_factory=list)
+    is_applied: bool = True
     _finite: list[tuple[MicroBatchSeen, str, Tensor]] = field(default_factory=list)
     _hooks: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
@@ -84,7 +86,9 @@ class StepWatch:
                 if weight.grad is not None:  # before they are clipped
                     gradient = weight.grad * (factor * optimizer.scale.inverse)
                     self.observe("sum", -1, name, gradient)
-            return end_pass(factor)
+            norm, is_applied = end_pass(factor)
+            self.is_applied &= is_applied
+            return norm, is_applied
 
         optimizer.end_pass = watched_end  # type: ignore[method-assign]
         self._hooks.callback(vars(optimizer).pop, "end_pass")
