@@ -164,7 +164,6 @@ class Checkpointer(RunCheckpoints, Callback):
                 "the Checkpointer was used before; make one for each fit"
             ).on_all_ranks()
         trainer.best_by = self._best_by
-        self._first_step = trainer.state.step
         if trainer.config.dry_run:
             self.is_disabled = True
             return
@@ -214,7 +213,6 @@ class Checkpointer(RunCheckpoints, Callback):
             check_same_steps(self.reader, config)
         restore_trainer(self.reader, trainer, others if is_own else ())
         state = trainer.state
-        self._first_step = state.step
         if not is_own and engine.plan.is_done(state):
             raise UsageError(
                 f"{path} was written after epoch {state.epoch - 1}, step {state.step}, "
@@ -229,6 +227,7 @@ class Checkpointer(RunCheckpoints, Callback):
 
     def on_fit_start(self, trainer: Trainer) -> None:
         """Print what is resumed."""
+        self._first_step = trainer.state.step
         if self.reader is None or not trainer.engine.world.is_rank_zero:
             return
         found, num = self.reader.metadata["trainer"], self.reader.metadata["world_size"]
@@ -309,15 +308,17 @@ class Checkpointer(RunCheckpoints, Callback):
             self._record(status="finished", steps=trainer.state.step)
 
     def on_exception(self, trainer: Trainer, error: BaseException) -> None:
-        """Let signals end the process again."""
+        """Let signals end the process again, and no thread complete a checkpoint."""
         if self._manager is not None:
             self._consensus.abandon()
+            self._manager.abandon()  # a later `fit` removes what is not complete
         if isinstance(error, ComputeError):
             self._set_unverified_aside(error.verified_step or self._first_step)
         self.close()
 
     def on_stop(self, trainer: Trainer, reason: str) -> None:
         """Write the last checkpoint, as `on_train_end`."""
+        self._stop_reason = reason
         self._end(trainer, "stopping")
 
     # --- inside -----------------------------------------------------------------------
@@ -378,8 +379,7 @@ class Checkpointer(RunCheckpoints, Callback):
         self._clock.apply(found[SAVE])
         assert self._manager is not None
         progress = Progress.from_maxima(found[ENDED : FAILED + 1])
-        result = self._manager.apply_progress(progress)
-        if result is not None:
+        if (result := self._manager.apply_progress(progress)) is not None:
             self._report(trainer, result)
         if self._level is not None:
             self._level.apply(found[FAILED + 1 :])
@@ -480,7 +480,8 @@ class Checkpointer(RunCheckpoints, Callback):
         wait = BACK_OFF_SECONDS[min(self._failed_in_a_row, len(BACK_OFF_SECONDS) - 1)]
         self._best = -math.inf  # it may have been the one that was lost
         self._failed_in_a_row += 1
-        self._saved = None
+        if self._manager is None or not self._manager.is_busy:
+            self._saved = None  # else a newer one, which waited, is being written
         self._clock.restart(back_off_seconds=wait)
         if is_zero:
             logger.warning(

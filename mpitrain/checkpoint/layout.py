@@ -115,7 +115,7 @@ def remove_old(run_dir: Path, keep: int | None) -> None:
     kept = (best_of(found), _last_verified(found))
     for checkpoint in found[keep:]:
         if checkpoint not in kept:
-            remove_whole(checkpoint)
+            remove_whole(checkpoint.path)
 
 
 def _last_verified(checkpoints: list[Checkpoint]) -> Checkpoint | None:
@@ -127,11 +127,11 @@ def _last_verified(checkpoints: list[Checkpoint]) -> Checkpoint | None:
     return next((it for it in checkpoints if it.step <= step), None)
 
 
-def remove_whole(checkpoint: Checkpoint) -> None:
-    """Remove a checkpoint, first its name: a part of it must not look complete."""
-    doomed = checkpoint.path.with_name(f".{checkpoint.path.name}.old")
+def remove_whole(path: Path) -> None:
+    """Remove a folder, first its name: a part of it must not look complete."""
+    doomed = path.with_name(f".{path.name}.old")
     with contextlib.suppress(OSError):
-        checkpoint.path.rename(doomed)
+        path.rename(doomed)
     shutil.rmtree(doomed, ignore_errors=True)
 
 

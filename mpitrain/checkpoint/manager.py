@@ -41,6 +41,8 @@ from mpitrain.mpi.world import World
 FIRST_NAP_SECONDS, NAP_SECONDS = 0.001, 0.1
 """How often `finish` looks for the end of a write."""
 
+ABANDON_SECONDS = 2.0  # how long a failure waits for a checkpoint's last files
+
 
 @dataclass(frozen=True, kw_only=True)
 class WriteResult:
@@ -255,9 +257,13 @@ class CheckpointManager:
         return result
 
     def abandon(self) -> None:
-        """Let no checkpoint be completed from now on; local."""
-        with self._commits:
-            self._is_abandoned = True
+        """Let no checkpoint be completed from now on; local.
+
+        Waits for one that is being completed, but not long: the disk may not answer.
+        """
+        self._is_abandoned = True
+        if self._commits.acquire(timeout=ABANDON_SECONDS):
+            self._commits.release()
 
     def _make_plan(self, outline: Outline) -> None:
         """Plan which rank writes which chunk; kept until the tensors are others."""

@@ -62,10 +62,7 @@ class MemoryFolder:
     def remove(self) -> None:
         """Remove the folder; local."""
         if self.is_keeper:
-            doomed = self.path.with_name(f".{self.path.name}.old")
-            with contextlib.suppress(OSError):  # at once: removing takes its time
-                self.path.rename(doomed)
-            shutil.rmtree(doomed, ignore_errors=True)
+            remove_whole(self.path)
             with contextlib.suppress(OSError):  # another job's are there
                 self.path.parent.rmdir()
 
@@ -75,7 +72,7 @@ class MemoryFolder:
             return
         for checkpoint in list_checkpoints(self.path):
             if checkpoint.path.name not in names:
-                remove_whole(checkpoint)
+                remove_whole(checkpoint.path)
         with contextlib.suppress(OSError):
             os.utime(self.path / "lock")
 

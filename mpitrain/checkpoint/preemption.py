@@ -126,13 +126,20 @@ class PreemptionHandler:
             return None
         return max(0.0, self._deadline - self._margin() - time.monotonic())
 
-    def close(self) -> None:
-        """Restore the handlers: from here on USR2 and TERM do what they did before."""
+    def close(self, *, has_stopped: bool = False) -> None:
+        """Restore the handlers: from here on USR2 and TERM do what they did before.
+
+        But for USR2 after a signal, or if the training was stopped for one of another
+        rank: a cancelled job may be sent TERM by the scheduler and USR2 by its script,
+        and not at once. It would end this process before the stop is recorded.
+        """
         if self.keep_installed:
             return
         self._is_closed = True
         if self._previous is not None:
-            signal.signal(signal.SIGUSR2, self._previous)
+            is_obeyed = has_stopped or self._signal
+            now = signal.SIG_IGN if is_obeyed else self._previous
+            signal.signal(signal.SIGUSR2, now)
             self._previous = None
 
     def uninstall(self) -> None:

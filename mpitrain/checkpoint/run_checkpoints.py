@@ -28,7 +28,9 @@ from mpitrain.checkpoint.tensors import load_random, random_to_save
 from mpitrain.config import seconds_of
 from mpitrain.data.samples import kind_of
 from mpitrain.errors import MpitrainError, UsageError
-from mpitrain.launch.job import Job, current_world, require_world
+from mpitrain.launch.job import Job, require_world
+from mpitrain.models.model_config import model_config
+from mpitrain.mpi.collectives import MPI_PROCESS
 from mpitrain.mpi.shared_arrays import Communicator, communicator
 from mpitrain.mpi.world import World, list_hosts
 from mpitrain.record.recorder import record_job, update_result
@@ -119,7 +121,7 @@ class RunCheckpoints:
         self.is_disabled = bool(hosts_without_run_dir)
         if not self.is_disabled:
             self._find_in_memory(world, ranks)
-        if world.is_rank_zero and world is current_world():
+        if world.is_rank_zero and not MPI_PROCESS.sub_worlds:
             tell_supervisor(self.run_dir, has_resumed=True)
         if hosts_without_run_dir and world.is_rank_zero:
             logger.warning(
@@ -144,7 +146,7 @@ class RunCheckpoints:
         """Resume from the memory of the nodes, if that is newer than the disk."""
         found = ranks.on_rank_zero(lambda: supervision(os.environ), "ask supervise")
         # A part of the ranks has other checkpoints, such as a trial of a sweep.
-        if found is None or world is not current_world() or not self._memory:
+        if found is None or MPI_PROCESS.sub_worlds or not self._memory:
             return
         folder, mine = MemoryFolder(world, found.token, self._run_id), ""
         try:
@@ -171,6 +173,8 @@ class RunCheckpoints:
 
     def _start_handler(self) -> None:
         assert self._world is not None
+        if self._handler is None and Job.current is not None:
+            self._handler = Job.current.preemption_handler
         if self._handler is None:
             self._handler = PreemptionHandler(
                 self.run_dir if self._world.is_rank_zero else None,
@@ -291,6 +295,9 @@ class RunCheckpoints:
             "step": step,
             "world_size": world.world_size,
             "extra_state": packed.get("model", {}),
+            "model_config": model_config(stateful.get("model"))
+            if world.is_rank_zero
+            else None,
             "metric": metric if math.isfinite(metric or 0.0) else None,
             "user_state": plain,
             "objects": packed,
@@ -336,11 +343,12 @@ class RunCheckpoints:
     def close(self) -> None:
         """Record that a custom loop is finished, and let go of the signals; local.
 
-        SIGUSR2 and SIGTERM do again what they did before. After a reason of
-        `should_stop` the run is stopped, not finished. The end of the job calls it.
+        SIGUSR2 and SIGTERM do again what they did before; SIGUSR2 nothing more after
+        one of them. After a reason of `should_stop` the run is stopped, not finished.
+        The end of the job calls it.
         """
         if self._handler is not None:
-            self._handler.close()
+            self._handler.close(has_stopped=bool(self._stop_reason))
         if self._saved_step is None or sys.exc_info()[1] is not None:
             return
         stopped = f"stopped at step {self._saved_step}: {self._stop_reason}"

@@ -20,6 +20,7 @@ from torch.utils.data import TensorDataset
 from mpitrain.checkpoint import checkpointer, layout, storage, training_state
 from mpitrain.checkpoint.checkpointer import Checkpointer
 from mpitrain.checkpoint.manager import CheckpointManager, WriteResult
+from mpitrain.checkpoint.preemption import PreemptionHandler
 from mpitrain.checkpoint.resume import check, newest_complete
 from mpitrain.checkpoint.storage import CheckpointReader
 from mpitrain.errors import DataError, UsageError
@@ -185,26 +186,14 @@ def test_all_ranks_agree_on_what_is_broken(
     assert oldest.metadata()["run"] == "a"  # it is where it was
 
 
-class NoRequests:
-    """Never asks to stop."""
-
-    def requested(self) -> int:
-        return 0
-
-    def close(self) -> None:
-        pass
-
-    def uninstall(self) -> None:
-        pass
-
-
 def trainer_with_scores(
     world: World, ranks: Communicator, run_dir: Path, scores: list[float], best_by: str
 ) -> Trainer:
     """A trainer that keeps checkpoints, with a metric that is known beforehand."""
     given = itertools.chain([0.0], scores)  # one batch for each evaluation
     checkpointer = Checkpointer(run_dir, keep=1, best_by=best_by)
-    checkpointer.open(world, run_id="a", handler=NoRequests())  # type: ignore[arg-type]
+    handler = PreemptionHandler(None, time_limit_seconds=None, used_seconds=0.0)
+    checkpointer.open(world, run_id="a", handler=handler)
     checkpointer.is_disabled = False  # though there is no run.json
     trainer = Trainer(
         Net(),
@@ -469,3 +458,56 @@ def test_a_checkpoint_without_classes_is_resumed(
     monkeypatch.setattr(checkpointer, "collect", older)
     resumed(world, run_dir, "first", with_classes("ant", "bee"))
     assert resumed(world, run_dir, "next", with_classes("bee", "ant")).resumed_from
+
+
+class Flushes(Callback):
+    """Its first `flush`, in a thread of rank zero, is slow, and may fail."""
+
+    def __init__(self, *, fails: bool = False, fails_at: int | None = None) -> None:
+        self.fails, self.fails_at, self.num = fails, fails_at, 0
+
+    def flush(self) -> None:
+        self.num += 1
+        if self.num == 1:
+            time.sleep(0.5)
+            if self.fails:
+                raise OSError(errno.ENOSPC, "no space")
+
+    def on_step_end(self, trainer: Any) -> None:
+        if trainer.state.step == self.fails_at:
+            time.sleep(0.4)  # the first write is about to be completed
+            raise ArithmeticError("a test")
+
+
+def fit(world: World, run_dir: Path, *callbacks: Callback) -> Trainer:
+    # A checkpoint that is the best waits for one that is being written.
+    saves = Checkpointer(run_dir, every_epochs=1, every_steps=2, best_by="min:loss")
+    settings = config_of(epochs=2, global_batch_size=16)
+    data = some(48), some(5, "val")
+    callbacks = (*callbacks, saves)
+    trainer = Trainer(Net(), *data, settings, world=world, callbacks=callbacks)
+    trainer.fit()
+    return trainer
+
+
+def test_a_failed_write_does_not_repeat_a_newer_one_that_waited(
+    world: World, run_dir: Path
+) -> None:
+    """It would have the same name, which nothing may replace."""
+    fit(world, run_dir / "run", Flushes(fails=True))
+    (newest, *_) = layout.list_checkpoints(run_dir / "run")
+    assert newest.step == 6
+    check(newest)
+
+
+@pytest.mark.parametrize("fails_at", [3, 4, 5])
+def test_a_fit_after_a_failed_one_in_the_same_process_resumes_or_begins(
+    world: World, run_dir: Path, fails_at: int
+) -> None:
+    """A thread of the failed one may be completing a checkpoint."""
+    with pytest.raises(ArithmeticError):
+        fit(world, run_dir / "run", Flushes(fails_at=fails_at))
+    trainer = fit(world, run_dir / "run")
+    assert trainer.state.step == 6
+    for checkpoint in layout.list_checkpoints(run_dir / "run"):
+        check(checkpoint)

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import pickle
+import signal
 import stat
 import subprocess
 import time
@@ -15,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from single_process import SingleProcess
+from single_process import lone_communicator
 from torch import Tensor
 
 from mpitrain.checkpoint import format, layout
@@ -258,6 +259,28 @@ def test_a_job_stops_while_there_is_time_for_a_checkpoint(tmp_path: Path) -> Non
         handler.close()
 
 
+@pytest.mark.parametrize("has_stopped", [False, True])
+@pytest.mark.parametrize("first", [None, signal.SIGTERM, signal.SIGUSR2])
+def test_usr2_after_the_signal_that_stopped_the_training_ends_nothing(
+    first: int | None, tmp_path: Path, *, has_stopped: bool
+) -> None:
+    """A cancelled job is sent TERM by the scheduler, and USR2 by its script.
+
+    The training may also have stopped for a signal that another rank got.
+    """
+    seen: list[int] = []
+    before = signal.signal(signal.SIGUSR2, lambda number, _: seen.append(number))
+    try:
+        handler = PreemptionHandler(tmp_path, None, used_seconds=0.0)
+        if first is not None:
+            handler._note(first, None)
+        handler.close(has_stopped=has_stopped)
+        os.kill(os.getpid(), signal.SIGUSR2)
+    finally:
+        signal.signal(signal.SIGUSR2, before)
+    assert seen == ([] if first or has_stopped else [signal.SIGUSR2])
+
+
 @pytest.mark.parametrize(("limit", "nearest"), [(1000.0, 60), (30.0, 30)])
 def test_of_two_limits_the_nearer_one_counts(
     limit: float, nearest: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -334,7 +357,7 @@ def test_impossible_ones_are_set_aside_and_the_one_before_is_taken(
     world = World(
         rank=0, world_size=1, local_rank=0, local_world_size=1, node_rank=0, nodes=()
     )
-    found = newest_complete(tmp_path, "a", world, SingleProcess())
+    found = newest_complete(tmp_path, "a", world, lone_communicator())
     assert found == before
     names = {path.name for path in (tmp_path / layout.FOLDER).glob("*.broken")}
     assert names == {"step-00000110.broken", "step-00000120.broken"}
